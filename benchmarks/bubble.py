@@ -24,7 +24,7 @@ from fzero import models, optim
 from fzero.comm.channel import Receiver, Sender
 from fzero.sharding import Mesh
 from fzero.sharding.pipeline import FAMILIES, play
-from fzero.train.row import schedule_of
+from fzero.train.pipeline_executor import schedule_of
 
 CHUNKS = 2  # of the schedules that take several; the model has a layer for each
 ROWS, LENGTH, WIDTH = 2, 8, 16  # of a micro-batch
@@ -81,7 +81,7 @@ def message_s(mesh: Mesh, repeats: int = 50) -> float:
             begin = time.perf_counter()
             if axis.rank == 0:
                 sender.send([x])
-            receiver.take()
+            receiver.receive()
             if axis.rank == 1:
                 sender.send([x])
             found.append((time.perf_counter() - begin) / 2)

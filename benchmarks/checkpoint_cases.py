@@ -183,7 +183,7 @@ def ours(folder: Path, state: Any, spare: Any, at: Callable, sections: list[str]
             writer.save(state, step=step, specs=whole)
             blocked = time.perf_counter() - begin
             if beside is not None:
-                beside(writer.current.over.is_set)
+                beside(writer.current.finished.is_set)
             writer.wait()
 
         row = timed(work)

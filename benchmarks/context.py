@@ -39,8 +39,7 @@ from turns import write_run
 import fzero
 from fzero.kernels.attention_pattern import FULL, pairs_by_query
 from fzero.kernels.attention_ring import ring_attention
-from fzero.sharding.balance import balanced, blocks_of, imbalance, in_blocks
-from fzero.sharding.context import FORMS, Pieces, contiguous, zigzag
+from fzero.sharding.context import FORMS, Pieces, balanced, blocks_of, contiguous, imbalance, in_blocks, zigzag
 
 HEADS, GROUPS, DIM = 4, 2, 64
 CHOICES = ("contiguous", "zigzag", "balanced")

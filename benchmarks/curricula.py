@@ -37,7 +37,7 @@ from fzero.run import corpus, row_losses
 from fzero.run.build import build, first_state
 from fzero.run.config import RunConfig
 from fzero.run.config_table import from_table
-from fzero.run.stages import samples_before, stage_at
+from fzero.run.stages import count_samples, stage_of_step
 from fzero.sharding import one_process
 
 SEQ_LEN, BATCH, RATE = 64, 16, 1e-2
@@ -106,11 +106,11 @@ def trained(config: RunConfig, folder: Path, every: int) -> tuple[Run, Any]:
     mesh, state, stage, found, used = one_process(), None, None, Run([], []), 0.0
     job: Any = None
     for step in range(config.train.steps):
-        if (now := stage_at(config, step)) != stage:
+        if (now := stage_of_step(config, step)) != stage:
             stage, job = now, build(now.config, mesh)
             batch_at, validation = corpus.open_data(now.config, folder, mesh)
         state = first_state(job) if state is None else state
-        batch, begun = batch_at(samples_before(config, step)), time.process_time()
+        batch, begun = batch_at(count_samples(config, step)), time.process_time()
         state, _ = job.train_step(state, batch)
         used += time.process_time() - begun
         if (step + 1) % every == 0:
@@ -167,7 +167,7 @@ def prepare_modules(place: Path, steps: int, ways: Container[str]) -> Path:
         config = config_of(folder, steps, 1000, {})
         _, state = trained(config, folder, steps)
         measure = row_losses.row_loss_of(build(config, one_process()).model, state.params, torch.device("cpu"))
-        data.analyze(folder, "loss", seq_len=SEQ_LEN, measure=measure, by="a plain run", rows_at_once=64)
+        data.analyze(folder, "loss", seq_len=SEQ_LEN, measure=measure, origin="a plain run", rows_at_once=64)
     return folder
 
 

@@ -33,7 +33,7 @@ from turns import write_run
 
 import fzero
 from fzero import models, optim
-from fzero.comm.messages import Messages
+from fzero.comm.messages import AxisMessages
 from fzero.core.future import Future
 from fzero.models import experts as block
 from fzero.sharding import Mesh
@@ -62,9 +62,9 @@ class Link:
     @contextlib.contextmanager
     def slow(self) -> Iterator[None]:
         """A context in which exchanges of rows go over this link."""
-        real = Messages.exchange
+        real = AxisMessages.exchange
 
-        def exchange(messages: Messages, call: Any, sends: Mapping[int, Tensor], *rest: Any, **more: Any) -> Any:
+        def exchange(messages: AxisMessages, call: Any, sends: Mapping[int, Tensor], *rest: Any, **more: Any) -> Any:
             if call.collective != "exchange_rows" or not self.bytes_s:
                 return real(messages, call, sends, *rest, **more)
             seconds = sum(t.numel() * t.element_size() for t in sends.values()) / self.bytes_s
@@ -83,7 +83,7 @@ class Link:
 
             return Future(arrive)
 
-        with mock.patch.object(Messages, "exchange", exchange):
+        with mock.patch.object(AxisMessages, "exchange", exchange):
             yield
 
 
@@ -94,7 +94,7 @@ def in_turn(beside: bool) -> Iterator[None]:
 
     def mixture(*args: Any) -> Tensor:
         *args, more = args
-        return block.plus(real(*args), more)
+        return block.add_overlap(real(*args), more)
 
     with mock.patch.object(sys.modules["fzero.models.deepseek"], "mixture", real if beside else mixture):
         yield
@@ -127,7 +127,7 @@ def sleeping_call(mesh: Mesh, form: str, order: dict[str, Any]) -> Callable[[], 
     ctx = models.Ctx(mesh=mesh, experts=Experts("exchange", 2.0, parts))
     x = torch.randn(1, TOKENS, WIDTH)
     ids = (torch.arange(TOKENS)[:, None] + torch.tensor([0, EXPERTS // 2]))[None] % EXPERTS
-    weights, how = torch.rand(1, TOKENS, CHOICES), block.Mixture(EXPERTS)
+    weights, how = torch.rand(1, TOKENS, CHOICES), block.ExpertMixture(EXPERTS)
     shared = lambda x: Slept.apply(x, order["shared_s"])  # noqa: E731
 
     def run(x: Tensor, weights: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def sleeping(order: dict[str, Any]) -> Iterator[None]:
     def feed_forward(p: Any, rows: Tensor, ends: Tensor, ctx: Any, gate: Any) -> Tensor:
         return Slept.apply(rows, order["experts_s"] * int(ends[-1]) / even)
 
-    with mock.patch.object(block, "feed_forward_before", feed_forward):
+    with mock.patch.object(block, "feed_forward_prefix", feed_forward):
         yield
 
 

@@ -68,7 +68,7 @@ def one_program(mesh: Mesh, order: dict[str, Any]) -> Call:
 
     def f(x: Tensor, router: Tensor, *rest: Tensor) -> tuple[Tensor]:
         ids, weights = routed(x, router)
-        return (block.mixture(named(rest), x[None], ids[None], weights[None], ctx, block.Mixture(EXPERTS))[0],)
+        return (block.mixture(named(rest), x[None], ids[None], weights[None], ctx, block.ExpertMixture(EXPERTS))[0],)
 
     pair = vjp_pair(f, 5, compiled=True)
 
@@ -95,7 +95,7 @@ def three_programs(mesh: Mesh, order: dict[str, Any]) -> Call:
 
     def middle(rows: Tensor, *rest: Tensor) -> tuple[Tensor]:
         *weights, arrived = rest
-        return (block.computed(named(tuple(weights)), rows, arrived, ctx, swiglu),)
+        return (block.run_experts(named(tuple(weights)), rows, arrived, ctx, swiglu),)
 
     found = moe.group(torch.zeros(1, CHOICES, dtype=torch.int64), EXPERTS)
     dtypes = *(t.dtype for t in found[:2]), torch.int64

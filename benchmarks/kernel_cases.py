@@ -15,7 +15,7 @@ from torch import Tensor
 from fzero.core import prng
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.block_mask import bigbird_blocks
-from fzero.kernels.optim_leaf import Leaf, Rates
+from fzero.kernels.optim_leaf import OptimLeaf, StepRates
 from fzero.kernels.registry import Op, op
 from fzero.kernels.rope import rope_frequencies
 
@@ -177,13 +177,13 @@ def optimizers(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
         scalars = tuple(
             torch.tensor(x, dtype=torch.float64, device=device) for x in (1e-3, *CORRECTIONS)[: 2 * count - 1]
         )
-        rates = Rates(scalars, torch.tensor(9, device=device), 0.9, 0.95, 1e-8)
+        rates = StepRates(scalars, torch.tensor(9, device=device), 0.9, 0.95, 1e-8)
         tensors = [[f32(s), f32(s), *(f32(s).abs().to(states) for _ in range(count))] for s in sizes]
 
         def run(impl: Any, *t: Tensor) -> Any:
             given = [x.clone() for x in t]
             each = [given[i : i + 2 + count] for i in range(0, len(given), 2 + count)]
-            leaves = [Leaf(p, g, tuple(state), 0.1) for p, g, *state in each]
+            leaves = [OptimLeaf(p, g, tuple(state), 0.1) for p, g, *state in each]
             done = call(name, impl, leaves, rates)
             return done if callable(impl) else tuple(x for leaf in leaves for x in (leaf.p, *leaf.state))
 
@@ -269,9 +269,9 @@ def experts(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
     def moved(name: str) -> Case:
         _, groups = places()
         if name == "permute":
-            return _case(name, (torch.randn(n, d, device=device, dtype=BF16),), 1, groups.order, groups.place)
+            return _case(name, (torch.randn(n, d, device=device, dtype=BF16),), 1, groups.order, groups.inverse)
         y, weights = torch.randn(2 * n, d, device=device, dtype=BF16), torch.rand(n, 2, device=device)
-        return _case(name, (y, weights), 2, groups.order, groups.place)
+        return _case(name, (y, weights), 2, groups.order, groups.inverse)
 
     for name in ("permute", "unpermute"):
         yield functools.partial(moved, name)

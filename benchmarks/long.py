@@ -207,7 +207,7 @@ def main() -> None:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(table, indent=1) + "\n")
 
-    from fzero.planner.longest import trace_passes
+    from fzero.planner.max_sequence import trace_passes
     from fzero.planner.plan import device_for, resolve_for
 
     here = device_for("here")

@@ -26,10 +26,10 @@ import torch
 import torch.multiprocessing as mp
 from turns import machine
 
-from fzero.core.tables import parse_setting, put
+from fzero.core.config_tables import parse_setting, set_nested
 from fzero.run import build, config_table
 from fzero.run import machine as doctor
-from fzero.run.measure import log
+from fzero.run.measure import metrics_rows
 from fzero.run.measure.flops import token_flop
 from fzero.run.measure.timer import Clock
 from fzero.sharding import make_mesh, one_process
@@ -49,7 +49,10 @@ def steps(rank: int, ranks: int, pairs: int, table: dict[str, Any], threads: int
     run = doctor.resolve_here(replace(run, mesh={"dp": ranks} if ranks > 1 else {}))[0]
     measured = build.build(run, mesh)
     bare = build.build(replace(run, train=replace(run.train, measure_every=0)), mesh)
-    meters = {True: log.Meter(measured, token_flop(measured), 1e12), False: log.Meter(bare, token_flop(bare), 1e12)}
+    meters = {
+        True: metrics_rows.Meter(measured, token_flop(measured), 1e12),
+        False: metrics_rows.Meter(bare, token_flop(bare), 1e12),
+    }
     state, file = build.first_state(measured), open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     length, here = run.data.seq_len, run.train.batch // mesh.data_size
     batches = iter(lambda: (0, batch_of(here, length, run.model.vocab_size)), None)
@@ -63,14 +66,14 @@ def steps(rank: int, ranks: int, pairs: int, table: dict[str, Any], threads: int
         batch = meter.fetch(batches)
         state, metrics = made.train_step(state, batch)
         ended = time.perf_counter()
-        row = meter.row(meter.made(state, metrics, number))
+        row = meter.row(meter.end_step(state, metrics, number))
         if record:
             row |= meter.times(meter.cut(number), number, "")
         file.write(json.dumps(row) + "\n")
         behind[record].append(time.perf_counter() - ended)
         return time.perf_counter() - begin
 
-    meters[True].clock.take()
+    meters[True].clock.pop_times()
     times: dict[bool, list[float]] = {False: [], True: []}
     for pair in range(WARMUP + pairs):
         order = (False, True) if pair % 2 else (True, False)
@@ -79,14 +82,14 @@ def steps(rank: int, ranks: int, pairs: int, table: dict[str, Any], threads: int
                 torch.distributed.barrier()
             if record:
                 with mesh.ledger.watched(meters[True].clock):
-                    meters[True].clock.take()
+                    meters[True].clock.pop_times()
                     taken = step(pair + 1, True)
             else:
                 taken = step(pair + 1, False)
             if pair >= WARMUP:
                 times[record].append(taken)
     with mesh.ledger.watched(meters[True].clock):
-        meters[True].clock.take()
+        meters[True].clock.pop_times()
         state, _ = measured.train_step(state, next(batches)[1])
         marks = len(meters[True].clock.log)
     if rank == 0:
@@ -119,7 +122,7 @@ def mark_s() -> float:
     for _ in range(count // 2):
         clock.enter("forward")
         clock.leave("forward")
-    clock.take()
+    clock.pop_times()
     return (time.perf_counter() - begin) / count
 
 
@@ -164,7 +167,7 @@ def main() -> None:
     args = parser.parse_args()
     table: dict[str, Any] = {"preset": "llama-tiny"}
     for setting in args.set:
-        put(table, *parse_setting(setting))
+        set_nested(table, *parse_setting(setting))
     cores, results, mark = doctor.cores(), [], mark_s()
     for ranks in args.ranks:
         threads = max(1, cores // ranks)

@@ -29,7 +29,7 @@ from peers import problem
 from peers.torch_pipelining import SCHEDULES as THEIRS
 from turns import Group, columns, free_port, machine, sitting
 
-from fzero.sharding.pipelines import SCHEDULES
+from fzero.sharding.pipeline_plan import SCHEDULES
 
 RANKS, DTYPE = 4, "fp32"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import fzero
 from fzero.planner import roofline
-from fzero.planner.format import duration, percent, quantity
+from fzero.planner.plan_text import duration, percent, quantity
 
 # name -> (preset, mesh, settings)
 CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {

@@ -5,7 +5,7 @@
 A process for each way of waiting makes the steps of `fzero pretrain` (its default model, a thread a core). They take
 turns, some steps each: alone, beside one process that never sleeps, and beside four; who has no turn sleeps in a read.
 `spinning` is OpenMP's default: a thread without work tries again for milliseconds before it sleeps. `fzero` is what
-the command does (fzero/run/waiting.py). NAME=VALUE is that variable alone. Figures are medians
+the command does (fzero/run/process_settings.py). NAME=VALUE is that variable alone. Figures are medians
 over rounds; `kept` divides by the tokens/s of `spinning` alone in the same round. Use an idle machine.
 """
 
@@ -28,8 +28,8 @@ from turns import machine
 
 from fzero.run import machine as here
 from fzero.run.build import build, first_state
+from fzero.run.process_settings import WAIT_VARIABLES, sleep_while_shared
 from fzero.run.recipes import recipe
-from fzero.run.waiting import VARIABLES, sleep_while_shared
 
 BESIDE = (0, 1, 4)
 WARMUP = 3
@@ -53,7 +53,9 @@ def steps_on_request() -> None:
 
 def start(way: str) -> subprocess.Popen[str]:
     """A process that makes steps on request and waits in this way, after its first steps."""
-    environment = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "OMP_NUM_THREADS")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in (*WAIT_VARIABLES, "OMP_NUM_THREADS")
+    }
     if "=" in way:
         name, _, value = way.partition("=")
         environment[name] = value

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from ten_rows import NEEDS_GPU, Rows, Where, fzero, median_seconds, must, said_by, synchronize
 
-from fzero.core import gpu, numa
+from fzero.core import gpu, numa_binding
 from fzero.run import machine
 
 TOOLS = ("g++", "nvidia-smi", "compute-sanitizer", "nsys", "ncu", "numactl")
@@ -71,7 +71,7 @@ def host(where: Where) -> dict[str, Any]:
         "cores": machine.cores(),
         "free -g": said_by(["free", "-g"])["said"],
         "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        "binding": numa.find_place(gpu.device_here(where.device)).line,
+        "binding": numa_binding.find_placement(gpu.local_device(where.device)).line,
         "disk_free_bytes": disk.free,
         "tools": {name: shutil.which(name) or "" for name in TOOLS},
     }
@@ -86,7 +86,7 @@ def free_memory(where: Where) -> dict[str, int]:
 def copies(where: Where) -> dict[str, Callable[[], dict[str, Any]]]:
     """{kind of copy: what measures its bytes/s}; on the device read and write are counted. Both: each way at once."""
     n = 1 << 16 if where.tiny else 1 << 30
-    device = gpu.device_here(where.device)
+    device = gpu.local_device(where.device)
 
     def memory(pinned: bool) -> torch.Tensor:
         if pinned:
@@ -119,7 +119,7 @@ def copies(where: Where) -> dict[str, Callable[[], dict[str, Any]]]:
 def product(where: Where) -> dict[str, Any]:
     """FLOP/s of a square product in bfloat16."""
     if where.cuda:
-        return {"flop_per_s": gpu.product_rate(torch.bfloat16, gpu.device_here("cuda"))}
+        return {"flop_per_s": gpu.product_rate(torch.bfloat16, gpu.local_device("cuda"))}
     side = 64
     a = torch.randn(side, side, dtype=torch.bfloat16)
     return {"flop_per_s": 2.0 * side**3 / median_seconds(lambda: a @ a, where.device)}

@@ -40,7 +40,7 @@ from fzero.run import machine
 from fzero.run.build import Job, build, first_state
 from fzero.run.config_table import from_table
 from fzero.run.measure.flops import token_flop
-from fzero.train.capture import take_news
+from fzero.train.capture import pop_news
 
 HOST = "params=host,grads=host,opt=host"
 PRESETS = {"124m": ("gpt2-124m", 32, 1024), "1b": ("llama-1b", 4, 4096)}  # batch, length
@@ -123,7 +123,7 @@ def job_of(table: dict[str, Any], where: Where, layers: int = 0) -> Job:
     elif layers:
         table = table | {"model": {**table["model"], "n_layers": layers}}
     config = machine.resolve_here(replace(from_table(table), device=where.device))[0]
-    return build(config, folder=where.folder, device=gpu.device_here(where.device))
+    return build(config, folder=where.folder, device=gpu.local_device(where.device))
 
 
 def tokens_of(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
@@ -463,7 +463,7 @@ def failed_capture(where: Where) -> dict[str, Any]:
                 step.captures = True  # whatever was decided
             state, metrics = step(state, batch)
             losses[mode].append(float(metrics.loss))
-        news += take_news(step)
+        news += pop_news(step)
     row: dict[str, Any] = {"news": news, "same losses": losses["off"] == losses["auto"]}
     if where.cuda:
         row["stream is the default one"] = torch.cuda.current_stream() == torch.cuda.default_stream()

@@ -13,7 +13,7 @@ from ten_rows import NEEDS_GPU, Rows, Where, forget, memory, waits_of
 import fzero as fz
 from fzero import models, optim
 from fzero.core import precision
-from fzero.train.capture import take_news
+from fzero.train.capture import pop_news
 
 SIZES = {"vocab_size": 1024, "max_len": 256, "d_model": 256, "n_layers": 3, "n_heads": 4, "d_ff": 512}
 TINY = {"vocab_size": 64, "max_len": 16, "d_model": 32, "n_layers": 2, "n_heads": 2, "d_ff": 64}
@@ -83,7 +83,7 @@ def losses_of(options: dict[str, Any], device: str, where: Where) -> tuple[list[
                 step.captures = True  # whatever was decided: it must be right
             state, metrics = step(state, batch)
             losses.append(metrics.loss)
-        row = memory(device) | {"news": take_news(step), "graphs": len(getattr(step, "recorded", ()))}
+        row = memory(device) | {"news": pop_news(step), "graphs": len(getattr(step, "recorded", ()))}
         holder = [state]
 
         def once_more() -> None:

@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # what a type checker and an editor know; a test compares it 
     from fzero.train.full_params import full_params as full_params
     from fzero.train.init import init_state as init_state
     from fzero.train.masters import with_params as with_params
-    from fzero.train.other_optimizer import with_optimizer as with_optimizer
+    from fzero.train.optimizer_change import with_optimizer as with_optimizer
     from fzero.train.sdc_check import make_check as make_check
     from fzero.train.spike import Skip as Skip
     from fzero.train.spike import Spike as Spike
@@ -125,7 +125,7 @@ _HOME = {
     "stack": "core.stack",
     "state_specs": "train.state",
     "to_module": "train.to_module",
-    "with_optimizer": "train.other_optimizer",
+    "with_optimizer": "train.optimizer_change",
     "with_params": "train.masters",
     "zero_plan": "sharding",
 }

@@ -116,19 +116,23 @@ def report(name: str, folder: Path) -> None:
 def render() -> None:
     """Write text and pictures of all reports from the numbers in their report.json, and the comparison of the runs in
     SEVERAL where all of them are there."""
-    from fzero.report import markdown, write
+    from fzero.report import markdown, report_writer
 
-    found = {run.name: write.read(REPORTS / run.name) for run in RUNS if (REPORTS / run.name / write.JSON).is_file()}
+    found = {
+        run.name: report_writer.read(REPORTS / run.name)
+        for run in RUNS
+        if (REPORTS / run.name / report_writer.JSON).is_file()
+    }
     if all(name in found for name in SEVERAL.split("+")):
         several = [found[name] for name in SEVERAL.split("+")]
-        found[SEVERAL] = write.merge(several, "python reports/make.py --paste")
+        found[SEVERAL] = report_writer.merge(several, "python reports/make.py --paste")
     for name, one in found.items():
         (REPORTS / name).mkdir(exist_ok=True)
         for old in (REPORTS / name).glob("*.svg"):
             old.unlink()
-        for picture, drawn in write.draw(one, runs=name != SEVERAL).items():
+        for picture, drawn in report_writer.draw(one, runs=name != SEVERAL).items():
             (REPORTS / name / f"{picture}.svg").write_text(drawn.svg)
-        (REPORTS / name / write.MARKDOWN).write_text(markdown.write(one, runs=name != SEVERAL))
+        (REPORTS / name / report_writer.MARKDOWN).write_text(markdown.write(one, runs=name != SEVERAL))
 
 
 def fzero(*words: str, cwd: Path) -> None:

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from fzero.core.storage import write_text
 from fzero.report import markdown
-from fzero.report.parts import Picture
+from fzero.report.elements import Picture
+from fzero.report.report_writer import merge, read
 from fzero.report.values import Report
-from fzero.report.write import merge, read
 
 REPORTS = Path(__file__).resolve().parent
 MARK = re.compile(r"^<!-- report: *(\S+) +(\S+) *-->$")

@@ -22,7 +22,7 @@ from fzero.checkpoint.convert.huggingface import save_hf
 from fzero.checkpoint.convert.huggingface_families import FAMILIES
 from fzero.checkpoint.convert.safetensors import read_safetensors
 from fzero.checkpoint.verify import verify
-from fzero.core import prng, tables
+from fzero.core import config_tables, prng
 from fzero.data import prepare
 from fzero.data.sources import find_files, read_documents
 from fzero.data.tokenizers import json_tokenizer, load_tokenizer
@@ -31,7 +31,7 @@ from fzero.kernels import tuning
 from fzero.models import DeepSeekConfig, GPT2Config, LlamaConfig, MoEConfig, RopeScaling, build, init_params
 from fzero.offload import LeafFiles, Nvme, disk_config
 from fzero.planner import devices
-from fzero.report import markdown, opening, write
+from fzero.report import first_screen, markdown, report_writer
 from fzero.run import machine, run_folder
 from fzero.run.config_table import from_table
 from fzero.run.resume import rollback
@@ -209,14 +209,14 @@ def read_run(folder):
     run = folder / "run"
     run_folder.read_config(run), run_folder.read_tokenizer(run), list(run_folder.read_metrics(run))
     run_folder.read_attempts(run), rollback.skips_of(run)
-    report = write.gather([run])
-    return markdown.write(report), opening.opening(report).parts[:2]
+    report = report_writer.gather([run])
+    return markdown.write(report), first_screen.opening(report).parts[:2]
 
 
 def make_report(folder):
     (folder / "report").mkdir()
     (folder / "report/report.json").write_text(
-        write.json_text(write.gather([reported.make_run(folder / "run", steps=6)]))
+        report_writer.json_text(report_writer.gather([reported.make_run(folder / "run", steps=6)]))
     )
 
 
@@ -224,7 +224,7 @@ def make_device(folder):
     (folder / "fzero").mkdir()
     listed = devices.device("h100")
     curve = ((1, 1e-6), (1024, 1e-5))
-    rates = devices.Rates(1, 1, curve, {"float32": ((1, 8, 8, 8, 1e-6),)}, {"rms_norm/float32": curve}, {}, {})
+    rates = devices.MeasuredRates(1, 1, curve, {"float32": ((1, 8, 8, 8, 1e-6),)}, {"rms_norm/float32": curve}, {}, {})
     about = {"processor": machine.processor()}
     measured = dataclasses.replace(listed, kind="cpu", measured=True, rates=(rates,), machine=about)
     (folder / "fzero/device.json").write_text(devices.to_json(measured))
@@ -283,7 +283,7 @@ nonfinite = "skip"
 JSONL = "".join(json.dumps({"text": f"text {i} ab", "id": i, "meta": {"a": [1, None]}}) + "\n" for i in range(8))
 READERS: dict[str, Reader] = {
     "config": Reader(
-        text_file("run.toml", CONFIG), ("run.toml",), lambda d: from_table(tables.read_table(d / "run.toml"))
+        text_file("run.toml", CONFIG), ("run.toml",), lambda d: from_table(config_tables.read_table(d / "run.toml"))
     ),
     "run": Reader(
         make_run,
@@ -303,7 +303,9 @@ READERS: dict[str, Reader] = {
         ),
         read_run,
     ),
-    "report": Reader(make_report, ("report/report.json",), lambda d: markdown.write(write.gather([d / "report"]))),
+    "report": Reader(
+        make_report, ("report/report.json",), lambda d: markdown.write(report_writer.gather([d / "report"]))
+    ),
     **{
         f"hf-{name}": Reader(model_folder(name), ("model/config.json", "model/model.safetensors"), import_model)
         for name in (*MODELS, "gemma3_text")

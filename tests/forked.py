@@ -32,7 +32,7 @@ PRELOAD = [
     "fzero.cli.main",
     "fzero.core.compile",
     "fzero.planner.plan",
-    "fzero.report.write",
+    "fzero.report.report_writer",
     "fzero.run.loop",
     "fzero.run.ranks.coordinator",
     "matplotlib.backends.backend_agg",

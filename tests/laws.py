@@ -65,7 +65,7 @@ def one_normalisation(case: Case) -> None:
 
 def moved_by_rule(loss_fn: Any, expected: Any, batch: Any, before: Any, ctx: base.Ctx) -> Any:
     """`expected` with the leaves that a rule of the model moves, by the counts of the whole batch."""
-    rules = loss_fn.after if isinstance(loss_fn, base.Model) else {}
+    rules = loss_fn.leaf_rules if isinstance(loss_fn, base.Model) else {}
     if not rules:
         return expected
     tables, leaves = forward.loss(loss_fn, before, batch, ctx).tables, pytree.named_leaves(before)
@@ -303,7 +303,7 @@ def cost(case: Case, name: str, policy: precision.Policy) -> None:
         seen.append(sum(g.numel() * g.element_size() for g in pytree.leaves(grads)))
         return tx.update(grads, state, params)
 
-    spy = tx._replace(update=update, on=None)
+    spy = tx._replace(update=update, with_shards=None)
     for ema in (False, True):
         step, state = make(case, spy, policy=policy, donate=False, average=0.9 if ema else 0.0)
         state, _ = step(state, batch_of(0))

@@ -1,14 +1,14 @@
 """Schedules for tests: over stages of one layer each."""
 
 from fzero.sharding import pipeline
-from fzero.sharding.pipeline import FAMILIES, Stages, place
+from fzero.sharding.pipeline import FAMILIES, Stages, stage_ranks
 from fzero.sharding.pipeline.orders import group_size
 
 CASES = [(name, v) for name, family in FAMILIES.items() for v in ([family.chunks] if family.chunks else [1, 2, 3, 4])]
 
 
 def stages_of(p, v, placement):
-    return Stages(tuple((i,) for i in range(p * v)), place(p, v, placement))
+    return Stages(tuple((i,) for i in range(p * v)), stage_ranks(p, v, placement))
 
 
 def made(name, p, m, v):
@@ -18,4 +18,4 @@ def made(name, p, m, v):
 def serves(name, p, m, v):
     """Whether a schedule takes so many micro-batches."""
     family = FAMILIES[name]
-    return m >= family.least(p) and (not family.groups or v == 1 or group_size(p, m) > 0)
+    return m >= family.min_parts(p) and (not family.groups or v == 1 or group_size(p, m) > 0)

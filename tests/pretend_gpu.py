@@ -561,7 +561,7 @@ def pretend():
     from fzero.offload.buffer_pool import BufferPool
     from fzero.optim import norm
 
-    found, take, give_back = PretendGpu(), BufferPool.take, BufferPool._return
+    found, take, give_back = PretendGpu(), BufferPool.allocate, BufferPool._return
     given_back = found.given_back
 
     def taken(pool, *args):
@@ -634,7 +634,7 @@ def pretend():
         put(Tensor, "pin_memory", lambda x: x if found.pinned(x) else found.pin(x.clone()))
         put(Tensor, "is_pinned", lambda x: found.pinned(x))
         # The forms of a GPU are Triton's, which read memory by its address: tests/laws.py checks their numbers.
-        put(BufferPool, "take", taken)
+        put(BufferPool, "allocate", taken)
         put(BufferPool, "_return", returned)
         put(disk_io, "_transfer", seen_transfer)
         put(norm, "_by_kernel", lambda leaves, dtype: False)

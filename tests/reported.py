@@ -5,7 +5,7 @@ import math
 
 from fzero.run import config_table, run_folder
 from fzero.run.config_table import from_table
-from fzero.run.measure.moments import COMPONENTS
+from fzero.run.measure.memory_timeline import COMPONENTS
 
 STATE = {"params": 1_000_448, "master": 2_000_896, "opt": 2_400_512, "other": 44}
 

@@ -20,8 +20,8 @@ PATTERNS = {
     "local": Pattern("local", 40),
     "strided": Pattern("strided", 9),
     "fixed": Pattern("fixed", 16, 3),
-    "bigbird": Pattern("bigbird", 10, keep=1, near=2, random=3, seed=7),
-    "bigbird of single tokens": Pattern("bigbird", 1, keep=2, near=3, random=2),
+    "bigbird": Pattern("bigbird", 10, global_count=1, near=2, random=3, seed=7),
+    "bigbird of single tokens": Pattern("bigbird", 1, global_count=2, near=3, random=2),
 }
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 
@@ -47,7 +47,7 @@ def mixed(x):
 
 def random_blocks(pattern, block):
     """Of the blocks that are neither among the first `keep` nor among the last `near` up to `block`."""
-    others = range(pattern.keep, block - pattern.near + 1)
+    others = range(pattern.global_count, block - pattern.near + 1)
     salts = [mixed((pattern.seed + (i + 1) * 0x9E3779B9) % 2**32) for i in range(pattern.random)]
     return {others[mixed(block ^ salt) % len(others)] for salt in salts} if others else set()
 
@@ -63,8 +63,10 @@ def sees(pattern, t, s):
         "window": lambda: s > t - pattern.size,
         "local": lambda: same_block,
         "strided": lambda: t - s < pattern.size or (t - s) % pattern.size == 0,
-        "fixed": lambda: same_block or s % pattern.size in range(pattern.size - pattern.keep, pattern.size),
-        "bigbird": lambda: block < pattern.keep or own - block < pattern.near or block in random_blocks(pattern, own),
+        "fixed": lambda: same_block or s % pattern.size in range(pattern.size - pattern.global_count, pattern.size),
+        "bigbird": lambda: (
+            block < pattern.global_count or own - block < pattern.near or block in random_blocks(pattern, own)
+        ),
     }[pattern.kind]()
 
 
@@ -90,7 +92,7 @@ def by_hand(q, k, v, pattern, documents=None, scale=None, cap=None):
     [
         FULL,
         *(Pattern(k, 3, 1 if k == "fixed" else 0) for k in ("window", "local", "strided", "fixed")),
-        Pattern("bigbird", 2, keep=1, near=1, random=1, seed=3),
+        Pattern("bigbird", 2, global_count=1, near=1, random=1, seed=3),
     ],
     ids=str,
 )
@@ -302,8 +304,8 @@ def test_pattern_texts():
         Pattern("local", 4),
         Pattern("strided", 2),
         Pattern("fixed", 16, 4),
-        Pattern("bigbird", 64, keep=1, near=3, random=2, seed=7),
-        Pattern("bigbird", 64, keep=0, near=1, random=0),
+        Pattern("bigbird", 64, global_count=1, near=3, random=2, seed=7),
+        Pattern("bigbird", 64, global_count=0, near=1, random=0),
     ]
     assert [str(pattern) for pattern in patterns] == texts
     assert [Pattern.of_numbers(pattern.numbers) for pattern in patterns] == patterns
@@ -315,8 +317,8 @@ def test_pattern_texts():
         ("sparse", "attention pattern 'sparse' is unknown; use full, window, local, strided, fixed or bigbird"),
         ("window", "attention pattern window: size is 0"),
         ("local:0", "attention pattern local: size is 0"),
-        ("fixed:8", r"attention pattern fixed: keep is 0; it must be in \[1, size = 8\]"),
-        ("fixed:8:9", "attention pattern fixed: keep is 9"),
+        ("fixed:8", r"attention pattern fixed: global_count is 0; it must be in \[1, size = 8\]"),
+        ("fixed:8:9", "attention pattern fixed: global_count is 9"),
         ("window:8:1", "attention pattern 'window:8:1' is not of the form"),
         ("bigbird:8", r"attention pattern bigbird: near is 0; it must be in \[1, 1,000,000,000\]"),
         ("bigbird:0:1", "attention pattern bigbird: size is 0; it must be at least 1"),
@@ -333,7 +335,9 @@ def test_pattern_refuses(text, said):
 
 
 def test_a_number_of_another_kind_is_refused():
-    with pytest.raises(ValueError, match="attention pattern window: keep is 2; it is a number of fixed and bigbird"):
+    with pytest.raises(
+        ValueError, match="attention pattern window: global_count is 2; it is a number of fixed and bigbird"
+    ):
         Pattern("window", 8, 2)
     with pytest.raises(ValueError, match="attention pattern fixed: seed is 1; it is a number of bigbird alone"):
         Pattern("fixed", 8, 2, seed=1)
@@ -341,7 +345,7 @@ def test_a_number_of_another_kind_is_refused():
 
 def test_random_blocks_are_spread_over_the_earlier_ones():
     """Of 100,000 draws from 10 blocks, each has the tenth part of them within 5 standard deviations."""
-    pattern, own = Pattern("bigbird", 8, keep=1, near=2, random=2), torch.arange(12, 100_012)
+    pattern, own = Pattern("bigbird", 8, global_count=1, near=2, random=2), torch.arange(12, 100_012)
     for i in range(2):
         others = own - 2  # neither the first block nor one of the last two
         tenth = (pattern.random_block(own, i) - 1) * 10 // others

@@ -12,8 +12,15 @@ from close import assert_close
 
 from fzero.core.compile import have_compiler
 from fzero.kernels import attention, attention_flash, attention_flash_backward, registry
-from fzero.kernels.attention_at import PARTS, How, Where, attention_at, blocked_forward_at, reference
 from fzero.kernels.attention_pattern import FULL, Pattern
+from fzero.kernels.attention_positions import (
+    FORM_PASSES,
+    Positions,
+    Scoring,
+    attention_at,
+    blocked_forward_at,
+    reference,
+)
 from fzero.kernels.attention_ring import join
 from fzero.kernels.block_mask import BlockMask
 
@@ -28,7 +35,7 @@ PATTERNS = [
     Pattern("local", 40),
     Pattern("strided", 9),
     Pattern("fixed", 16, 3),
-    Pattern("bigbird", 8, keep=1, near=1, random=1, seed=5),
+    Pattern("bigbird", 8, global_count=1, near=1, random=1, seed=5),
 ]
 
 
@@ -146,12 +153,12 @@ def test_parts_of_the_keys_join_to_the_whole(form):
     q, k, v = draw(2, 90, 200)
     query, key, mine, theirs = places(2, 90, 200, 20)
     mine[:, :3] = -1  # queries that see nothing
-    how = How(FULL, 0.4)
-    whole = blocked_forward_at(q, k, v, Where(query, key, mine, theirs), how)
+    how = Scoring(FULL, 0.4)
+    whole = blocked_forward_at(q, k, v, Positions(query, key, mine, theirs), how)
     joined = None
     for start, end in ((0, 1), (1, 130), (130, 200)):
-        where = Where(query, key[:, start:end], mine, theirs[:, start:end])
-        part = PARTS[form].forward(q, k[:, start:end], v[:, start:end], where, how)
+        where = Positions(query, key[:, start:end], mine, theirs[:, start:end])
+        part = FORM_PASSES[form].forward(q, k[:, start:end], v[:, start:end], where, how)
         joined = part if joined is None else join(joined, part)
     assert_close(list(joined), list(whole), rtol=1e-11, atol=1e-13)
     assert torch.isinf(whole[1]).any()
@@ -162,14 +169,14 @@ def test_gradients_of_parts_add_to_those_of_the_whole(form):
     q, k, v = draw(2, 90, 200)
     query, key, mine, theirs = places(2, 90, 200, 20)
     mine[:, :3] = -1  # queries that see nothing
-    how, where = How(FULL, 0.4, 1.5), Where(query, key, mine, theirs)
-    out, lse = PARTS[form].forward(q, k, v, where, how)
+    how, where = Scoring(FULL, 0.4, 1.5), Positions(query, key, mine, theirs)
+    out, lse = FORM_PASSES[form].forward(q, k, v, where, how)
     g = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=out.dtype)
-    want = PARTS["blocked"].backward(q, k, v, where, out, lse, g, how)
+    want = FORM_PASSES["blocked"].backward(q, k, v, where, out, lse, g, how)
     dq, dk, dv = torch.zeros_like(q), [], []
     for start, end in ((0, 1), (1, 130), (130, 200)):
-        some = Where(query, key[:, start:end], mine, theirs[:, start:end])
-        a, b, c = PARTS[form].backward(q, k[:, start:end], v[:, start:end], some, out, lse, g, how)
+        some = Positions(query, key[:, start:end], mine, theirs[:, start:end])
+        a, b, c = FORM_PASSES[form].backward(q, k[:, start:end], v[:, start:end], some, out, lse, g, how)
         dq, dk, dv = dq + a, [*dk, b], [*dv, c]
     assert_close([dq, torch.cat(dk, 1), torch.cat(dv, 1)], list(want), rtol=1e-10, atol=1e-12)
 

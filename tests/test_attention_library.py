@@ -222,9 +222,11 @@ def test_what_a_library_refuses(name, target, options, said):
 
 @pytest.mark.slow
 def test_what_must_be_installed():
-    assert "flash_attn_interface is not installed" in attention_library.missing(LIBRARIES["fa3"]._replace(widest=1))
-    assert "flash_attn.cute.interface is not installed" in attention_library.missing(LIBRARIES["fa4"])
-    assert attention_library.missing(LIBRARIES["flash"]) == ""
+    assert "flash_attn_interface is not installed" in attention_library.missing_package(
+        LIBRARIES["fa3"]._replace(widest=1)
+    )
+    assert "flash_attn.cute.interface is not installed" in attention_library.missing_package(LIBRARIES["fa4"])
+    assert attention_library.missing_package(LIBRARIES["flash"]) == ""
 
 
 def test_the_fastest_comes_first_and_what_was_measured_here_before_what_was_published(tmp_path, monkeypatch):
@@ -289,7 +291,7 @@ def test_the_laws_on_a_gpu(name):
     given = [x.to("cuda") for x in inputs(t=130, k=64)]
     f = functools.partial(lambda impl, *t: attention(*t, impl=impl))
     dtype = LIBRARIES[name].dtypes[0]
-    if why := attention_library.why_not(*(x.to(dtype) for x in given), library=name):
+    if why := attention_library.refusal_reason(*(x.to(dtype) for x in given), library=name):
         pytest.skip(why)
     numbers(f, given, dtype, impl=name)
     strides(f, given, dtype, impl=name) if LIBRARIES[name].repeats else None

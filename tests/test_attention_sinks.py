@@ -14,9 +14,9 @@ from test_ring import CHOICES, H, by_rank, documents_of, placed, tensors_of
 
 import fzero
 from fzero.kernels import attention as attn
-from fzero.kernels.attention_at import attention_at
-from fzero.kernels.attention_at import reference as reference_at
 from fzero.kernels.attention_pattern import FULL, Pattern
+from fzero.kernels.attention_positions import attention_at
+from fzero.kernels.attention_positions import reference as reference_at
 from fzero.kernels.attention_ring import ring_attention
 
 F64 = torch.float64
@@ -40,7 +40,7 @@ def test_the_reference_is_the_formula(pattern):
     for b in range(q.shape[0]):
         for t in range(q.shape[1]):
             for h in range(4):
-                seen = [s for s in range(t + 1) if pattern.sees(torch.tensor(t), torch.tensor(s))]
+                seen = [s for s in range(t + 1) if pattern.visible(torch.tensor(t), torch.tensor(s))]
                 weights = [math.exp(0.3 * float(q[b, t, h] @ k[b, s, h // 2])) for s in seen]
                 total = math.exp(float(sinks[h])) + sum(weights)
                 out[b, t, h] = sum(w / total * v[b, s, h // 2] for w, s in zip(weights, seen))

@@ -10,12 +10,12 @@ from fzero.core.storage import write_texts
 from fzero.data import auto_tokenizer, tokenizer_classes
 from fzero.data.chat import Chat, chat_files, encoder, read_chat, render
 from fzero.data.prepare import tokenizer_of_file
-from fzero.data.special_tokens import special_tokens
+from fzero.data.tokenizer_classes import special_tokens
 from fzero.data.tokenizers import json_tokenizer
 from fzero.models import LlamaConfig
-from fzero.run import exchange, run_folder, text_ends
+from fzero.run import import_export, run_folder, special_token_files
 from fzero.run.recipes import recipe
-from fzero.run.start_tokenizer import start_tokenizer
+from fzero.run.special_token_files import start_tokenizer
 
 WHY = "transformers is not installed; it is the reference these tests compare with"
 QWEN = {"tokenizer_class": "Qwen2Tokenizer"}
@@ -55,10 +55,10 @@ def skip_older():
 
 def differences(folder, texts=TEXTS):
     """The texts of which fzero and AutoTokenizer have other ids."""
-    theirs = auto_tokenizer.load_theirs(folder)
+    theirs = auto_tokenizer.load_auto_tokenizer(folder)
     ours = encoder(start_tokenizer(folder))
     rows = [
-        (text, whole, ours(text, whole=whole)[0].tolist(), theirs(text, add_special_tokens=whole)["input_ids"])
+        (text, whole, ours(text, add_special=whole)[0].tolist(), theirs(text, add_special_tokens=whole)["input_ids"])
         for text in texts
         for whole in (True, False)
     ]
@@ -112,7 +112,7 @@ def test_drawn_folders_have_the_ids_of_auto_tokenizer(compared, many, tmp_path, 
         except ValueError as error:
             refused.append(str(error))
             continue
-        if auto_tokenizer.load_theirs(folder) is not None:
+        if auto_tokenizer.load_auto_tokenizer(folder) is not None:
             same += 1
             wrong += [(drawn, difference) for difference in differences(folder)]
     assert not wrong, wrong[:3]
@@ -178,10 +178,10 @@ def test_an_export_says_where_another_tokenizer_would_be_built(tmp_path):
     assert auto_tokenizer.changed_on_load(write_folder(tmp_path / "llama", "bytes", "llama", fast)) == ""
     qwen2 = write_folder(tmp_path / "qwen2", "bytes", "qwen2", fast)
     assert auto_tokenizer.changed_on_load(qwen2) == "Qwen2Tokenizer"
-    (line,) = exchange.other_tokenizer(qwen2)
+    (line,) = import_export.tokenizer_warnings(qwen2)
     assert "AutoTokenizer builds a Qwen2Tokenizer in place of its tokenizer.json" in line
     (qwen2 / "tokenizer.json").write_text(start_tokenizer(qwen2).json)
-    assert exchange.other_tokenizer(qwen2) == []
+    assert import_export.tokenizer_warnings(qwen2) == []
 
 
 def test_a_tokenizer_of_a_run_of_its_own_is_exported_as_it_is(tmp_path):
@@ -192,7 +192,7 @@ def test_a_tokenizer_of_a_run_of_its_own_is_exported_as_it_is(tmp_path):
     )
     value = recipe("", LlamaConfig(vocab_size=420))
     run_folder.create_run(tmp_path / "run", value, tokenizer, chat)
-    _, files = text_ends.export_entries(tmp_path / "run", tokenizer)
+    _, files = special_token_files.export_entries(tmp_path / "run", tokenizer)
     about = json.loads(files["tokenizer_config.json"])
     assert about == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
     out = write_folder(tmp_path / "out", "pieces", "gpt2", about)
@@ -217,12 +217,12 @@ def test_templates_by_name_are_read_and_go_along(tmp_path):
         out.mkdir()
         write_texts(
             out,
-            text_ends.start_files(folder)
+            special_token_files.start_files(folder)
             | chat_files(chat, json.loads((folder / "tokenizer_config.json").read_text())),
         )
         assert read_chat(out) == chat
-        assert text_ends.files_in(out).keys() == text_ends.files_in(folder).keys()
-        assert not any("/" in name for name in text_ends.start_files(folder, templates=False))
+        assert special_token_files.files_in(out).keys() == special_token_files.files_in(folder).keys()
+        assert not any("/" in name for name in special_token_files.start_files(folder, templates=False))
     (files / "chat_template.jinja").unlink()
     assert read_chat(files) is None  # transformers has no default then either
     bare = tmp_path / "bare"

@@ -10,7 +10,7 @@ from close import assert_close, assert_same
 import fzero
 from fzero.core import pytree
 from fzero.core.autodiff import Function, Remat, first_order, needs_grad, remat, run_backward, transforms
-from fzero.core.surroundings import MOST_LOOKS
+from fzero.core.captured_state import MAX_LOOKS
 
 F64 = torch.float64
 
@@ -127,9 +127,9 @@ def test_remat_runs_the_function_again_in_the_backward_pass():
         runs.append(1)
         return f(p, x)
 
-    for _ in range(MOST_LOOKS):  # of calls that are made twice
+    for _ in range(MAX_LOOKS):  # of calls that are made twice
         remat(counted)(p, x)
-    assert len(runs) == 2 * MOST_LOOKS
+    assert len(runs) == 2 * MAX_LOOKS
     runs.clear()
     w = p["w"].clone().requires_grad_()
     loss = scalar(remat(counted))({**p, "w": w}, x)

@@ -5,16 +5,15 @@ import pytest
 import torch
 
 from fzero.kernels.attention_pattern import FULL, Pattern, pairs_by_query, visible_mask
-from fzero.sharding.balance import balanced, blocks_of, imbalance, in_blocks
-from fzero.sharding.context import contiguous, zigzag
+from fzero.sharding.context import balanced, blocks_of, contiguous, imbalance, in_blocks, zigzag
 
 TOKENS = 65536
 PATTERNS = (
     *(FULL, Pattern("window", 9), Pattern("local", 8), Pattern("strided", 7), Pattern("fixed", 8, 3)),
-    Pattern("bigbird", 4, keep=1, near=2, random=3, seed=1),  # some of whose random blocks are the same
-    Pattern("bigbird", 7, keep=0, near=1, random=1),
-    Pattern("bigbird", 1, keep=2, near=1, random=4),
-    Pattern("bigbird", 50, keep=2, near=2, random=1),
+    Pattern("bigbird", 4, global_count=1, near=2, random=3, seed=1),  # some of whose random blocks are the same
+    Pattern("bigbird", 7, global_count=0, near=1, random=1),
+    Pattern("bigbird", 1, global_count=2, near=1, random=4),
+    Pattern("bigbird", 50, global_count=2, near=2, random=1),
 )
 
 

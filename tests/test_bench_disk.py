@@ -18,7 +18,7 @@ from fzero.offload import disk_config, disk_io
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_io import DiskSettings, serves_direct
 from fzero.planner.calibrate import disk, disk_rates
-from fzero.planner.calibrate.disk import Found, Row
+from fzero.planner.calibrate.disk import DiskMeasurement, SweepResult
 from fzero.planner.calibrate.disk_rates import KINDS, MB, Rate
 
 
@@ -65,7 +65,7 @@ def refused(fz, *args):
 def row(gbs, block=MB, threads=1, cpu=0.01, **others):
     """A row whose rates are all `gbs`, but for `others`."""
     rates = {**{kind: Rate(gbs, cpu) for kind in KINDS}, **others}
-    return Row("", rates, DiskSettings(block, threads, threads))
+    return DiskMeasurement("", rates, DiskSettings(block, threads, threads))
 
 
 def test_files_are_nameless_full_of_bytes_and_random(folder):
@@ -123,7 +123,7 @@ def test_the_anchor_counts_what_moves(files, monkeypatch, kinds):
 def test_fio_measures_the_same_files(files, kinds):
     rate = disk_rates.fio(files, kinds, 0.2)
     assert 0.01 < rate.gbs < 1000 and 0 < rate.cpu_s_per_gb < 10
-    assert disk_rates.cached(files) == 0
+    assert disk_rates.cached_fraction(files) == 0
 
 
 @pytest.mark.parametrize("script", ["echo no such engine >&2; exit 3", "echo '{}'", "exit 0"])
@@ -136,11 +136,11 @@ def test_a_fio_that_fails_is_an_error(files, tmp_path, monkeypatch, script):
 
 
 def test_the_page_cache_is_seen_where_it_is_used(files):
-    assert disk_rates.cached(files) == 0
+    assert disk_rates.cached_fraction(files) == 0
     plain = os.open(f"/proc/self/fd/{files.fds[False]}", os.O_RDONLY)
     os.preadv(plain, [bytearray(files.size)], 0)
     os.close(plain)
-    assert disk_rates.cached(files) == 0.5
+    assert disk_rates.cached_fraction(files) == 0.5
 
 
 def test_the_best_is_fast_and_takes_little_cpu_time():
@@ -163,9 +163,11 @@ def test_medians_are_of_each_figure():
 
 
 def test_the_table_has_ratios_to_the_faster_anchor():
-    slow, fast = (Row(name, {kind: Rate(rate, 0.02) for kind in KINDS}) for name, rate in (("raw", 1.0), ("fio", 2.0)))
+    slow, fast = (
+        DiskMeasurement(name, {kind: Rate(rate, 0.02) for kind in KINDS}) for name, rate in (("raw", 1.0), ("fio", 2.0))
+    )
     best = row(1.5)._replace(name="1 MiB, 1 + 1 threads")
-    lines = disk.table(Found([slow, fast], [best], best, 1.0)).splitlines()
+    lines = disk.table(SweepResult([slow, fast], [best], best, 1.0)).splitlines()
     assert lines[1].split() == ["raw", *["1.00", "(0.50)"] * 3, "0.0200"] and lines[2].split() == [
         "fio",
         *["2.00", "(1.00)"] * 3,

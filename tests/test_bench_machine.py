@@ -11,11 +11,11 @@ import ranks as pools
 import torch
 
 from fzero.kernels import attention_tiled, registry
-from fzero.planner.calibrate import curves, fused, machine, memory, products, steps, timed
-from fzero.planner.calibrate import ranks as processes
-from fzero.planner.calibrate.timed import Case, Figure
+from fzero.planner.calibrate import case_timer, fused, gemm, machine, memory, step_operators
+from fzero.planner.calibrate import collectives as processes
+from fzero.planner.calibrate.case_timer import Case, Figure
 from fzero.planner.device_names import list_devices
-from fzero.planner.devices import Device, Level, Rates, device, from_json, to_json
+from fzero.planner.devices import Device, Level, MeasuredRates, device, from_json, to_json
 from fzero.run.machine import device_file
 
 
@@ -29,15 +29,15 @@ def home(tmp_path, monkeypatch):
 def short(monkeypatch):
     """Next to no time for each part, a small grid of products, and no large heap."""
     monkeypatch.setattr(machine, "SECONDS", dict.fromkeys(machine.SECONDS, 0.01))
-    monkeypatch.setattr(products, "shapes", lambda quick: [(1, 8, 8, 8), (2, 4, 8, 16)])
+    monkeypatch.setattr(gemm, "shapes", lambda quick: [(1, 8, 8, 8), (2, 4, 8, 16)])
     monkeypatch.setattr(memory, "SIZES", (4 << 10, 16 << 10))
     monkeypatch.setattr(memory, "FEW", (4 << 10, 8 << 10, 16 << 10))
-    monkeypatch.setattr(steps, "LADDER", steps.LADDER[:1])
-    monkeypatch.setattr(steps, "QUICK", steps.LADDER[:1])
-    monkeypatch.setattr(timed, "_KEPT", [torch.zeros(1)])
+    monkeypatch.setattr(step_operators, "LADDER", step_operators.LADDER[:1])
+    monkeypatch.setattr(step_operators, "QUICK", step_operators.LADDER[:1])
+    monkeypatch.setattr(case_timer, "_KEPT", [torch.zeros(1)])
 
 
-RATES = Rates(
+RATES = MeasuredRates(
     1,
     1,
     ((12288.0, 1e-6), (3e6, 1e-4)),
@@ -248,14 +248,17 @@ def test_names_that_are_no_device(tmp_path):
 
 
 def test_a_figure_is_the_first_quartile():
-    assert timed.figure([9.0, 2.0, 1.0, 100.0, 4.0]) == Figure(2.0, 4.0, 1.0)
-    assert timed.figure([3.0]) == Figure(3.0, 1.0, 3.0)
-    assert timed.spread_of([Figure(1, 1.0), Figure(1, 3.0), Figure(1, 1.5)]) == 1.5 and timed.spread_of([]) == 1.0
+    assert case_timer.figure([9.0, 2.0, 1.0, 100.0, 4.0]) == Figure(2.0, 4.0, 1.0)
+    assert case_timer.figure([3.0]) == Figure(3.0, 1.0, 3.0)
+    assert (
+        case_timer.spread_of([Figure(1, 1.0), Figure(1, 3.0), Figure(1, 1.5)]) == 1.5
+        and case_timer.spread_of([]) == 1.0
+    )
 
 
 def test_cases_take_turns_and_are_timed_by_call(monkeypatch):
     ran, now = [], [0.0]
-    monkeypatch.setattr(timed, "clock", lambda threads, device: lambda: now[0])
+    monkeypatch.setattr(case_timer, "clock", lambda threads, device: lambda: now[0])
 
     def case(name, seconds):
         def call():
@@ -264,14 +267,14 @@ def test_cases_take_turns_and_are_timed_by_call(monkeypatch):
 
         return Case((name,), lambda: call)
 
-    found = timed.time_cases([case("slow", 0.5), case("quick", timed.LEAST_S / 4)], 100.0, rounds=3)
-    assert found["slow",].s == pytest.approx(0.5) and found["quick",].s == pytest.approx(timed.LEAST_S / 4)
+    found = case_timer.time_cases([case("slow", 0.5), case("quick", case_timer.LEAST_S / 4)], 100.0, rounds=3)
+    assert found["slow",].s == pytest.approx(0.5) and found["quick",].s == pytest.approx(case_timer.LEAST_S / 4)
     turns = ran[4:]  # after two of each that prepare
     assert turns == (["slow"] * 2 + ["quick"] * 4) * 3
 
 
 def test_a_case_is_measured_where_there_is_no_time():
-    assert set(timed.time_cases([Case((i,), lambda: lambda: None) for i in range(40)], 0.0)) == {
+    assert set(case_timer.time_cases([Case((i,), lambda: lambda: None) for i in range(40)], 0.0)) == {
         (i,) for i in range(40)
     }
 
@@ -279,16 +282,16 @@ def test_a_case_is_measured_where_there_is_no_time():
 def test_one_thread_is_timed_by_its_own_time():
     import time
 
-    assert timed.clock(1) is time.thread_time and timed.clock(2) is time.perf_counter
-    with timed.on_threads(1):
+    assert case_timer.clock(1) is time.thread_time and case_timer.clock(2) is time.perf_counter
+    with case_timer.on_threads(1):
         assert torch.get_num_threads() == 1
 
 
 def test_points_of_a_curve():
     sizes = {100.0: Figure(1.0), 150.0: Figure(4.0), 1000.0: Figure(10.0)}
-    assert curves.curve_of(sizes) == ((pytest.approx(122.47), 2.0), (1000.0, 10.0))
-    assert curves.curve_of({}) == ()
-    assert curves.round_rates(1.23456789e-5) == 1.2346e-5
+    assert case_timer.curve_of(sizes) == ((pytest.approx(122.47), 2.0), (1000.0, 10.0))
+    assert case_timer.curve_of({}) == ()
+    assert case_timer.round_rates(1.23456789e-5) == 1.2346e-5
 
 
 def test_figures_of_steps_come_before_others():
@@ -296,11 +299,11 @@ def test_figures_of_steps_come_before_others():
         {"a": {10.0: Figure(1.0), 100.0: Figure(2.0)}},
         {"a": {4.0: Figure(7.0), 50.0: Figure(8.0), 500.0: Figure(9.0)}, "b": {1.0: Figure(3.0)}},
     )
-    assert curves.join_curves(steps_, others, outside=True) == {
+    assert case_timer.join_curves(steps_, others, outside=True) == {
         "a": {10.0: Figure(1.0), 100.0: Figure(2.0), 4.0: Figure(7.0), 500.0: Figure(9.0)},
         "b": {1.0: Figure(3.0)},
     }
-    assert curves.join_curves({"a": {1: Figure(1.0)}}, {"a": {1: Figure(2.0), 2: Figure(3.0)}}) == {
+    assert case_timer.join_curves({"a": {1: Figure(1.0)}}, {"a": {1: Figure(2.0), 2: Figure(3.0)}}) == {
         "a": {1: Figure(1.0), 2: Figure(3.0)}
     }
 
@@ -313,7 +316,7 @@ def test_layouts_stay_apart_where_they_were_measured():
         "float32": some,
         "float32/nt": {(1, 1, 1, 1): Figure(3.0), (1, 99, 1, 1): Figure(5.0)},
     }
-    tables = curves.products_of(found)
+    tables = case_timer.products_of(found)
     assert set(tables) == {"bfloat16", "bfloat16/tn", "float32"} and len(tables["float32"]) == 9
     assert tables["float32"][0] == (1, 1, 1, 1, 2.0) and tables["float32"][-1] == (1, 99, 1, 1, 5.0)
 
@@ -324,25 +327,25 @@ def test_layouts_stay_apart_where_they_were_measured():
 
 def test_products_have_the_shapes_and_layouts_they_say(monkeypatch):
     made = []
-    real = products._operand
-    monkeypatch.setattr(products, "_operand", lambda *args: made.append(real(*args)) or made[-1])
-    before = products.fp32_matmul()
-    found = products.measure_products(0.01, grid=[(1, 8, 16, 32), (3, 8, 16, 32)])
+    real = gemm._operand
+    monkeypatch.setattr(gemm, "_operand", lambda *args: made.append(real(*args)) or made[-1])
+    before = gemm.fp32_matmul()
+    found = gemm.measure_products(0.01, grid=[(1, 8, 16, 32), (3, 8, 16, 32)])
     assert {"bfloat16", "bfloat16/nt", "bfloat16/tn", "float32", "float64", "float16"} <= set(
         found
-    ) and products.fp32_matmul() == before
+    ) and gemm.fp32_matmul() == before
     assert set(found["bfloat16/tn"]) == {(1, 8, 16, 32), (3, 8, 16, 32)} and all(
         f.s > 0 for each in found.values() for f in each.values()
     )
     for a, b in zip(made[::2], made[1::2]):
         assert a.shape[-2:] == (8, 32) and b.shape[-2:] == (32, 16) and a.dtype == b.dtype
-    assert [steps.layout(pair) for pair in zip(made[::2], made[1::2])][:6] == ["", "/nt", "/tn"] * 2
+    assert [step_operators.layout(pair) for pair in zip(made[::2], made[1::2])][:6] == ["", "/nt", "/tn"] * 2
 
 
 @pytest.mark.parametrize(("most_s", "measured"), [(60.0, 2), (1e-7, 1)])
 def test_products_that_take_too_long_are_left_out(monkeypatch, most_s, measured):
-    monkeypatch.setattr(products, "MOST_S", most_s)
-    found = products.measure_products(0.0, grid=[(1, 2, 2, 2), (1, 96, 96, 96)])
+    monkeypatch.setattr(gemm, "MOST_S", most_s)
+    found = gemm.measure_products(0.0, grid=[(1, 2, 2, 2), (1, 96, 96, 96)])
     assert {dtype: len(found[dtype]) for dtype in ("bfloat16", "float32")} == {
         "bfloat16": measured,
         "float32": measured,
@@ -350,9 +353,9 @@ def test_products_that_take_too_long_are_left_out(monkeypatch, most_s, measured)
 
 
 def test_the_grid_covers_training():
-    grid = products.shapes(False)
+    grid = gemm.shapes(False)
     assert (
-        len(set(grid)) == len(grid) > len(products.shapes(True))
+        len(set(grid)) == len(grid) > len(gemm.shapes(True))
         and (1, 2048, 704, 256) in grid
         and (1, 256, 704, 2048) in grid
     )
@@ -370,7 +373,7 @@ def test_memory_is_measured_by_bytes_moved(short):
 
 
 def test_a_step_is_recorded_operator_by_operator():
-    found = steps.record(0.0, ladder=[steps.Sizes("llama", 64, 1, 128, 1)], precisions=["bf16"])
+    found = step_operators.record(0.0, ladder=[step_operators.Sizes("llama", 64, 1, 128, 1)], precisions=["bf16"])
     assert {"aten.mul/bfloat16", "pointwise/bfloat16", "optimizer/float32", "copy/bfloat16"} <= set(found.kernels)
     # The MLP's products: forward [128, 64] by [64, 176], and the weights' gradient, whose first operand is a transpose.
     assert (1, 128, 176, 64) in found.gemm["bfloat16"] and any(
@@ -382,7 +385,7 @@ def test_a_step_is_recorded_operator_by_operator():
 
 def rates_of_attention(sizes, dtype):
     """Record a step in this dtype: (the rates of its operators, the form that served its attention)."""
-    found = steps.record(0.0, ladder=[sizes], precisions=["bf16" if dtype == "bfloat16" else "fp32"])
+    found = step_operators.record(0.0, ladder=[sizes], precisions=["bf16" if dtype == "bfloat16" else "fp32"])
     q = torch.empty(sizes.batch, sizes.seq_len, 1, 64, dtype=getattr(torch, dtype))
     return found, registry.explain("attention", q, q, q).chosen
 
@@ -394,7 +397,7 @@ def test_attention_is_recorded_whichever_form_serves(dtype, small_products, monk
     the heads' dtype, and what lies between them."""
     if not small_products:
         monkeypatch.setattr(attention_tiled, "has_small_products", lambda dtype: False)
-    found, form = rates_of_attention(steps.Sizes("llama", 64, 1, 128, 1), dtype)
+    found, form = rates_of_attention(step_operators.Sizes("llama", 64, 1, 128, 1), dtype)
     own = {f"attention/{dtype}", f"fzero.tiled_forward/{dtype}", f"fzero.tiled_backward/{dtype}"}
     if form == "tiled":
         assert small_products and own <= set(found.kernels)
@@ -415,8 +418,8 @@ def test_long_sequences_have_a_rate_of_attention_on_every_cpu(dtype, small_produ
     from the blocks."""
     if not small_products:
         monkeypatch.setattr(attention_tiled, "has_small_products", lambda dtype: False)
-    assert steps.LONG in steps.LADDER and steps.LONG in steps.QUICK
-    found, form = rates_of_attention(steps.LONG, dtype)
+    assert step_operators.LONG in step_operators.LADDER and step_operators.LONG in step_operators.QUICK
+    found, form = rates_of_attention(step_operators.LONG, dtype)
     names = {"tiled": "fzero.tiled_{}", "fused": "aten._scaled_dot_product_flash_attention_for_cpu{}"}
     passes = ("forward", "backward") if form == "tiled" else ("", "_backward")
     assert small_products or form == "fused"
@@ -426,24 +429,24 @@ def test_long_sequences_have_a_rate_of_attention_on_every_cpu(dtype, small_produ
 
 
 def test_what_the_host_takes_of_a_step():
-    found = [steps.Step(1.0, 0.8, 100), steps.Step(2.0, 1.0, 100), steps.Step(9.0, 1.0, 100)]
-    assert steps.host_of(found, 0.001) == pytest.approx(0.01 + 0.001)
-    assert steps.host_of([steps.Step(1.0, 2.0, 100)], 0.0) == 1e-7
+    found = [step_operators.Step(1.0, 0.8, 100), step_operators.Step(2.0, 1.0, 100), step_operators.Step(9.0, 1.0, 100)]
+    assert step_operators.host_of(found, 0.001) == pytest.approx(0.01 + 0.001)
+    assert step_operators.host_of([step_operators.Step(1.0, 2.0, 100)], 0.0) == 1e-7
 
 
 def test_the_overhead_of_uncompiled_steps():
-    found = steps.measure_overhead(0.05, compiled=False)
+    found = step_operators.measure_overhead(0.05, compiled=False)
     assert set(found.op_s) == set(found.step_s) == {"eager"} and 1e-7 <= found.op_s["eager"] < 1e-2
 
 
 def test_transposes_are_seen():
     x, w = torch.ones(4, 8), torch.ones(8, 6)
     assert (
-        steps.layout((x, w)) == ""
-        and steps.layout((x.T.contiguous().T, w)) == "/tn"
-        and steps.layout((x, torch.ones(6, 8).T)) == "/nt"
+        step_operators.layout((x, w)) == ""
+        and step_operators.layout((x.T.contiguous().T, w)) == "/tn"
+        and step_operators.layout((x, torch.ones(6, 8).T)) == "/nt"
     )
-    assert steps.layout((torch.ones(4, 6), x, torch.ones(6, 8).T)) == "/nt"  # addmm
+    assert step_operators.layout((torch.ones(4, 6), x, torch.ones(6, 8).T)) == "/nt"  # addmm
 
 
 def fifth(mesh, size):
@@ -465,7 +468,9 @@ def test_messages_between_ranks():
 def test_latency_and_rate_of_messages():
     assert processes.fit({1e3: 1e-4 + 1e-6, 1e6: 1e-4 + 1e-3}) == (pytest.approx(1.01e-4), pytest.approx(1e9, rel=1e-3))
     flat = {kind: {1e3: 1e-4, 1e6: 1.1e-3} for kind in processes.COLLECTIVES}
-    level = machine.link_of({2: processes.Messages(flat, 4e-5, 0.5), 4: processes.Messages(flat, 9e-5, 0.1)}, "cpu")
+    level = machine.link_of(
+        {2: processes.MessageTimes(flat, 4e-5, 0.5), 4: processes.MessageTimes(flat, 9e-5, 0.1)}, "cpu"
+    )
     assert (level.kind, level.ranks, level.hidden, level.call_s) == ("gloo", None, 0.5, 4e-5)
     assert level.latency_s == pytest.approx(6e-5) and level.bytes_s == pytest.approx(1e9, rel=1e-2)
     assert level.total_bytes_s == pytest.approx(1e6 * 3 / 1.1e-3)
@@ -518,7 +523,7 @@ def test_a_machine_is_put_together(short, monkeypatch):
 
 def test_parts_that_are_not_measured_stay(short, monkeypatch):
     monkeypatch.setattr(machine, "cores", lambda: 1)
-    found = machine.measure(machine.Effort(("memory",), quick=True), before=HERE)
+    found = machine.measure(machine.Effort(("memory",), quick=True), previous=HERE)
     assert found.links == HERE.links and found.collectives == HERE.collectives and found.rates[1:] == HERE.rates[1:]
     assert (
         found.rates[0].gemm == RATES.gemm

@@ -130,9 +130,12 @@ def test_a_mask_is_printed_counted_and_joined():
         ),
         (lambda: block_mask.dense_blocks(0), "block mask: t is 0; it must be a whole number of at least 1"),
         (lambda: block_mask.random_blocks(32, random=3), "random is 3; there are 2 blocks of 16 tokens"),
-        (lambda: block_mask.global_blocks(32, keep=[(2, 1)]), r"keep has \(2, 1\)"),
-        (lambda: block_mask.fixed_blocks(32, local=4, keep=3), "keep must divide local"),
-        (lambda: block_mask.fixed_blocks(32, local=4, keep=2, patterns=3), "keep \\* patterns be at most local"),
+        (lambda: block_mask.global_blocks(32, global_ids=[(2, 1)]), r"global_ids has \(2, 1\)"),
+        (lambda: block_mask.fixed_blocks(32, local=4, global_count=3), "global_count must divide local"),
+        (
+            lambda: block_mask.fixed_blocks(32, local=4, global_count=2, patterns=3),
+            "global_count \\* patterns be at most local",
+        ),
         (lambda: block_mask.variable_blocks(32, windows=[2, 0]), r"windows are \[2, 0\]"),
         (lambda: block_mask_of({"mode": "fixd"}, 32), r"sparse_attention: mode is 'fixd' \(did you mean fixed\?\)"),
         (
@@ -208,7 +211,7 @@ def some_masks(t):
     empty = np.zeros((2, -(-t // 16), -(-t // 16)), bool)
     empty[0, 0, -1] = empty[1, -1, 0] = True
     return {
-        "longformer": block_mask.longformer_blocks(t, 16, keep=[1]),
+        "longformer": block_mask.longformer_blocks(t, 16, global_ids=[1]),
         "fixed causal": block_mask.fixed_blocks(t, 16, local=2, heads=4, patterns=2, causal=True),
         "bigbird": block_mask.bigbird_blocks(t, 32, window=1, heads=4),
         "nearly empty": BlockMask(empty.repeat(2, 0), 16),
@@ -279,7 +282,7 @@ def test_memory_does_not_grow_with_the_square():
 
 def test_gradients_per_example():
     q, k, v = (x.cpu() for x in inputs(3, 20, 2, 1, 4))
-    mask = block_mask.longformer_blocks(20, 4, keep=[1])
+    mask = block_mask.longformer_blocks(20, 4, global_ids=[1])
     of_one = torch.func.grad(lambda q, k, v: (masked_attention(q[None], k[None], v[None], mask) ** 3).sum(), (0, 1, 2))
     got = torch.func.vmap(of_one)(q, k, v)
     alone = [of_one(*(x[i] for x in (q, k, v))) for i in range(3)]
@@ -375,9 +378,9 @@ WRONG = {
     "a number beside |": (lambda: block_mask.dense_blocks(32) | 3, "give another BlockMask"),
     "tokens of half": (lambda: block_mask.dense_blocks(32.5), "t is 32.5"),
     "a window of NaN": (lambda: block_mask.sliding_blocks(64, window=math.nan), "window is nan"),
-    "one block for several": (lambda: block_mask.global_blocks(64, keep=1), "keep is 1"),
-    "half a block": (lambda: block_mask.global_blocks(64, keep=[1.5]), "keep"),
-    "three ends": (lambda: block_mask.global_blocks(64, keep=[(1, 2, 3)]), "keep has"),
+    "one block for several": (lambda: block_mask.global_blocks(64, global_ids=1), "global_ids is 1"),
+    "half a block": (lambda: block_mask.global_blocks(64, global_ids=[1.5]), "global_ids"),
+    "three ends": (lambda: block_mask.global_blocks(64, global_ids=[(1, 2, 3)]), "global_ids has"),
     "a large seed": (lambda: block_mask.random_blocks(64, seed=2**40), "seed is 1099511627776; it must be below"),
     "windows of half": (lambda: block_mask.variable_blocks(96, windows=[1.5]), "windows"),
 }

@@ -24,8 +24,8 @@ from fzero.run import corpus, run_folder
 from fzero.run.buckets import lr_scale
 from fzero.run.build import build, first_state, specs_of
 from fzero.run.config_table import from_json, from_table, to_json
-from fzero.run.measure.log import metrics_row
-from fzero.run.stages import samples_before
+from fzero.run.measure.metrics_rows import metrics_row
+from fzero.run.stages import count_samples
 from fzero.run.step_documents import rows_of
 from fzero.sharding import fake_mesh
 from fzero.sharding.redistribute import gather_on_first
@@ -79,7 +79,7 @@ def test_every_document_comes_once_in_an_epoch_and_in_its_length(seed):
     for epoch in range(3):
         read, batches = [], set()
         for first in range(epoch * size, (epoch + 1) * size, stream.batch):
-            length, ranges = stream.ranges_at(first, stream.batch)
+            length, ranges = stream.sample_ranges(first, stream.batch)
             assert length in lengths and len(ranges) * length == stream.batch * lengths[-1]
             there = [(begin, end) for begin, end in ranges.tolist() if end]
             assert all(end - begin <= length for begin, end in there)
@@ -98,7 +98,7 @@ def test_rows_have_their_documents_and_what_counts():
     tokens = hand_made([3, 9, 2, 5, 30, 1, 8, 4])
     stream = BucketStream(tokens, (4, 8), batch=2, seed=1)
     for step in range(3):
-        batch, (length, ranges) = stream.batch_at(step), stream.ranges_at(2 * step, 2)
+        batch, (length, ranges) = stream.batch_at(step), stream.sample_ranges(2 * step, 2)
         for row, (begin, end) in enumerate(ranges.tolist()):
             own, rest = slice(0, end - begin), slice(end - begin, length)
             assert batch["tokens"][row, own].tolist() == tokens.tokens[begin:end].tolist()
@@ -112,14 +112,14 @@ def test_rows_have_their_documents_and_what_counts():
 
 def test_of_conversations_what_the_model_is_to_say_counts():
     rng = np.random.default_rng(0)
-    tokens = hand_made(rng.integers(2, 9, 40), kind="chat", said=rng.integers(0, 2, 400).astype(np.uint8))
+    tokens = hand_made(rng.integers(2, 9, 40), kind="chat", loss_mask=rng.integers(0, 2, 400).astype(np.uint8))
     stream, counted = BucketStream(tokens, (4, 8), batch=3), 0
     for step in range(stream.samples_per_epoch // 3):
         batch = stream.batch_at(step)
         counted += int(batch["mask"].sum())
         positions = stream.positions_at(3 * step, 3)
-        assert all(tokens.said[n + 1] for n in positions[batch["mask"].numpy()])
-    assert counted == sum(int(tokens.said[a + 1 : b].sum()) for a, b in zip(tokens.docs, tokens.docs[1:]))
+        assert all(tokens.loss_mask[n + 1] for n in positions[batch["mask"].numpy()])
+    assert counted == sum(int(tokens.loss_mask[a + 1 : b].sum()) for a, b in zip(tokens.docs, tokens.docs[1:]))
 
 
 # ---- meshes and resumes ----
@@ -142,7 +142,7 @@ def steps_on(config, path, size, steps):
     ]
     found = []
     for step in steps:
-        parts = [batch_at(samples_before(config, step)) for batch_at in opened]
+        parts = [batch_at(count_samples(config, step)) for batch_at in opened]
         assert len({float(part["lr_scale"]) for part in parts}) == 1
         micro = config.train.micro_batch * config.data.seq_len // parts[0]["tokens"].shape[1]
         found.append((in_order([keys_of(part) for part in parts], micro), float(parts[0]["lr_scale"])))
@@ -371,7 +371,7 @@ def test_samples_of_two_batches_are_refused():
         stream.samples_at(2, 4)
     for tokens, words in (
         (hand_made([1, 1]), "no document has two tokens"),
-        (hand_made([4, 4], kind="pairs", said=np.ones(8, np.uint8)), "is a corpus of pairs; buckets are of text"),
+        (hand_made([4, 4], kind="pairs", loss_mask=np.ones(8, np.uint8)), "is a corpus of pairs; buckets are of text"),
     ):
         with pytest.raises(ValueError, match=words):
             BucketStream(tokens, (4, 8), batch=4)

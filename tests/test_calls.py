@@ -110,7 +110,7 @@ def test_to_the_gradient(chain):
 
 def test_to_the_message_of_a_stage_3_gather(chain):
     """The fetch of the first part; behind it the functions of one process and of several are the same files."""
-    found = chain(Prefetcher, "take")
+    found = chain(Prefetcher, "fetch")
     wanted = listed("From `fzero pretrain` to the message of a stage-3 gather")
     assert found == wanted[: len(found)]
     assert len(found) < len(wanted) <= 13

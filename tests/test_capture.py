@@ -14,7 +14,7 @@ from pretend_gpu import Event, pretend
 import fzero
 from fzero import models, optim
 from fzero.core import gpu, gpu_copies, precision, pytree
-from fzero.planner.format import duration, size
+from fzero.planner.plan_text import duration, size
 from fzero.train import capture
 from fzero.train.init import init_state
 
@@ -193,7 +193,7 @@ def planted(fault, monkeypatch):
     if fault == "a number of the host":
         kind["loss"] = moving
     if fault == "a state that has moved":
-        monkeypatch.setattr(capture.Recorded, "serves", lambda recorded, leaves: True)
+        monkeypatch.setattr(capture.RecordedStep, "serves", lambda recorded, leaves: True)
     expected, step = small("cpu", **kind)
     for moving.number, batch in enumerate(rows("cpu", number), 1):
         expected, _ = step(expected, batch)
@@ -263,7 +263,7 @@ def test_after_a_recording_the_stream_and_the_memory_are_those_of_before(why):
         assert seen.current == 0 and not seen.allocating
         assert [*seen.pools.values()] == ([0] if why else [1])
         if not why:
-            again, _ = gpu.record_graph(work, device, beside=graph)
+            again, _ = gpu.record_graph(work, device, pool_graph=graph)
             assert [*seen.pools.values()] == [2] and again.pool() == graph.pool()
             graph.replay()
             assert y.tolist() == [2.0] * 3
@@ -380,7 +380,7 @@ def test_a_step_that_is_looked_into_or_behind_a_checkpoint_is_issued():
         for i, batch in enumerate(rows("cuda", 7)):
             if i == 4:
                 out = torch.empty(3, pin_memory=True)
-                reading = gpu_copies.Reading(state.params["w"].device)
+                reading = gpu_copies.SnapshotReader(state.params["w"].device)
                 copied = reading.copy(state.params["w"], out, functools.partial(put, state.params["w"]))
                 reading.end()
                 before = state.params["w"].to("cpu", copy=True)
@@ -409,9 +409,9 @@ def test_why_a_step_is_not_captured(why):
     model = models.build(models.LlamaConfig(**SIZES, n_kv_heads=2))
     where = {"offload": case["offload"]} if "offload" in case else {}
     plan = fzero.zero_plan(0, model, fzero.one_process(), policy=case.get("policy", precision.fp32()), **where)
-    assert why in capture.why_not(plan, case["tx"], case["donate"])
+    assert why in capture.refusal_of(plan, case["tx"], case["donate"])
     usual = fzero.zero_plan(0, model, fzero.one_process())
-    assert capture.why_not(usual, optim.with_average(optim.adamw(0.1), 0.9), True) == ""
+    assert capture.refusal_of(usual, optim.with_average(optim.adamw(0.1), 0.9), True) == ""
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from fzero.checkpoint import manifest as manifest_module
 from fzero.checkpoint import writer
 from fzero.core import pytree, torch_private
 from fzero.core.digest import digest
-from fzero.run.resume.saver import retire_left
+from fzero.run.resume.saver import retire_excess
 from fzero.sharding import Spec, fake_mesh
 
 # ---- round trips ----
@@ -134,29 +134,29 @@ def test_slices(tmp_path):
 def test_a_part_of_a_state(tmp_path):
     state = {"params": {"w": torch.ones(2), "b": torch.zeros(3)}, "params_old": torch.ones(1), "step": torch.tensor(7)}
     path = checkpoint.save(tmp_path, state, step=7)
-    assert_same(checkpoint.restore(path, state["params"], under="params"), state["params"])
+    assert_same(checkpoint.restore(path, state["params"], prefix="params"), state["params"])
     expected = {"params/w": torch.ones(2), "params/b": torch.zeros(3)}
     assert_same(checkpoint.restore_leaves(path, lambda name: name.startswith("params/")), expected)
     refused(
         ["none of its leaves is selected", "params/w"], checkpoint.restore_leaves, path, lambda name: name == "weights"
     )
-    refused(["missing: master/w, master/b"], checkpoint.restore, path, state["params"], under="master")
+    refused(["missing: master/w, master/b"], checkpoint.restore, path, state["params"], prefix="master")
 
 
 def test_keep_drop_and_out(tmp_path):
     path = checkpoint.save(tmp_path, {"p": {"w": torch.ones(2), "b": torch.ones(3)}, "old": torch.ones(1)}, step=1)
     like = {"p": {"w": torch.full((2,), 5.0), "b": torch.full((9,), 6.0)}, "new": torch.full((4,), 7.0)}
-    back = checkpoint.restore(path, like, keep="p/b|new", drop="old")
+    back = checkpoint.restore(path, like, retain="p/b|new", drop="old")
     assert (
         back["p"]["b"] is like["p"]["b"] and back["new"] is like["new"] and torch.equal(back["p"]["w"], torch.ones(2))
     )
     # A name is matched whole.
-    refused(["missing: new", "extra: old"], checkpoint.restore, path, like, keep="p/b", drop="ol")
-    inner = checkpoint.restore(path, like["p"], under="p", keep="b")
+    refused(["missing: new", "extra: old"], checkpoint.restore, path, like, retain="p/b", drop="ol")
+    inner = checkpoint.restore(path, like["p"], prefix="p", retain="b")
     assert inner["b"] is like["p"]["b"] and torch.equal(inner["w"], torch.ones(2))
-    inner = checkpoint.restore(path, {"w": torch.zeros(2)}, under="p", drop="b")
+    inner = checkpoint.restore(path, {"w": torch.zeros(2)}, prefix="p", drop="b")
     out = {"w": torch.zeros(2)}
-    assert checkpoint.restore(path, {"w": torch.zeros(2)}, under="p", drop="b", out=out)["w"] is out["w"]
+    assert checkpoint.restore(path, {"w": torch.zeros(2)}, prefix="p", drop="b", out=out)["w"] is out["w"]
     assert torch.equal(out["w"], inner["w"]) and torch.equal(out["w"], torch.ones(2))
 
 
@@ -228,7 +228,7 @@ def test_what_a_kill_left_beyond_keep_last_is_gone_at_the_next_start(tmp_path, s
     own."""
     for at in (1, 2, 3, 4, 5):
         checkpoint.save(tmp_path, small(at), step=at)
-    retire_left(tmp_path, step, keep_last, keep_every, print)
+    retire_excess(tmp_path, step, keep_last, keep_every, print)
     assert checkpoint.steps(tmp_path) == left
 
 

@@ -11,8 +11,8 @@ import zarr
 from checkpoint_cases import assert_same_bits, contents, small, tree
 
 from fzero import checkpoint
-from fzero.checkpoint import directory, part_file, snapshot, writer
-from fzero.checkpoint import zarr as describe
+from fzero.checkpoint import directory, save_state, tile_file, writer
+from fzero.checkpoint import manifest as describe
 from fzero.core import pytree
 
 # ---- files that are used again ----
@@ -64,13 +64,13 @@ def test_files_that_are_used_again_by_another_state(tmp_path, compress):
 
 def held_back(monkeypatch):
     """An event without which no part is written from now on."""
-    gate, write = threading.Event(), part_file.PartFile.write
+    gate, write = threading.Event(), tile_file.TileFile.write
 
     def waits(self, *args):
         assert gate.wait(20)
         return write(self, *args)
 
-    monkeypatch.setattr(part_file.PartFile, "write", waits)
+    monkeypatch.setattr(tile_file.TileFile, "write", waits)
     return gate
 
 
@@ -117,7 +117,7 @@ def test_a_failure_is_told_once_and_the_next_save_is_sound(tmp_path, monkeypatch
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", full)
             saving.save(state, step=2)
-            saving.current.over.wait(20)
+            saving.current.finished.wait(20)
         with pytest.raises(
             checkpoint.SaveFailed,
             match=r"step-00000002: the checkpoint could not be written: No space left on device \(.*\)$",
@@ -141,7 +141,7 @@ def test_a_failure_is_told_once_and_the_next_save_is_sound(tmp_path, monkeypatch
 def test_a_failure_before_the_snapshot_is_made(tmp_path, monkeypatch):
     """The thread that commits may fail at once, while leaves are still being copied."""
     state = {str(i): torch.full((100_000,), float(i)) for i in range(40)}
-    fill = part_file.PartFile.fill
+    fill = tile_file.TileFile.fill
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -153,9 +153,9 @@ def test_a_failure_before_the_snapshot_is_made(tmp_path, monkeypatch):
     saving = checkpoint.Writer(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(directory, "begin", full)
-        patch.setattr(part_file.PartFile, "fill", slow)
+        patch.setattr(tile_file.TileFile, "fill", slow)
         saving.save(state, step=1)
-        assert saving.current.over.wait(5), "nothing came of the save"
+        assert saving.current.finished.wait(5), "nothing came of the save"
     with pytest.raises(checkpoint.SaveFailed, match="No space left"):
         saving.poll()
     saving.save(state, step=2)
@@ -178,7 +178,7 @@ def test_a_snapshot_in_less_memory_than_the_state(tmp_path):
     state = {"large": large, **{f"lazy{i}": lazy(i) for i in range(2)}, "scalar": torch.tensor(3)}
     saving = checkpoint.Writer(tmp_path, buffer_bytes=1 << 20)
     saving.save(state, step=1)
-    bound = writer.THREADS * (snapshot.SLAB + 8192)
+    bound = writer.THREADS * (save_state.SLAB + 8192)
     assert (
         saving.buffers.peak
         <= saving.buffers.size

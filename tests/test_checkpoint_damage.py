@@ -18,7 +18,7 @@ from fzero.core import pytree
 @pytest.fixture
 def fine(monkeypatch):
     """Chunks of some bytes, so that small leaves have many."""
-    for name, value in {"TARGET": 256, "LEAST": 128, "RUN": 32}.items():
+    for name, value in {"TARGET": 256, "MIN_CHUNK_BYTES": 128, "RUN": 32}.items():
         monkeypatch.setattr(layout, name, value)
 
 
@@ -190,10 +190,12 @@ def test_files_in_each_others_places(tmp_path, monkeypatch):
 
 def test_parts_of_one_leaf_in_each_others_places(tmp_path, monkeypatch):
     """As two ranks wrote them: here one rank, by a limit on the bytes of an object."""
-    from fzero.checkpoint import snapshot
+    from fzero.checkpoint import save_state
 
-    whole = layout.lay_out
-    monkeypatch.setattr(snapshot, "lay_out", lambda *args, **options: whole(*args, **{**options, "most": 2048}))
+    whole = layout.plan_tiles
+    monkeypatch.setattr(
+        save_state, "plan_tiles", lambda *args, **options: whole(*args, **{**options, "max_bytes": 2048})
+    )
     state = {"a": torch.arange(1024.0)}
     path = checkpoint.save(tmp_path, state, step=1)
     files = [path / "arrays" / "a" / f"c.{i}" for i in range(2)]

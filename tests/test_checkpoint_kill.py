@@ -25,7 +25,7 @@ import fzero
 from fzero import checkpoint, models, optim
 from fzero.checkpoint import directory as homes
 from fzero.checkpoint import manifest
-from fzero.checkpoint.part_file import PartFile
+from fzero.checkpoint.tile_file import TileFile
 from fzero.core import precision, pytree
 from fzero.train.state import meta_state, state_specs
 
@@ -39,8 +39,8 @@ CONFIG = models.LlamaConfig(vocab_size=97, max_len=16, d_model=16, n_layers=2, n
 POINTS = {
     "a save begins": (homes, "begin", "before"),
     "a save has begun": (homes, "begin", "after"),
-    "a part is written": (PartFile, "_end", "before"),
-    "a part is there": (PartFile, "_end", "after"),
+    "a part is written": (TileFile, "_end", "before"),
+    "a part is there": (TileFile, "_end", "after"),
     "all is written": (manifest, "write_manifest", "before"),
     "the manifest is written": (os, "replace", "before"),
     "the manifest is there": (os, "replace", "after"),

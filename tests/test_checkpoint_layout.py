@@ -13,17 +13,17 @@ import torch
 from fzero.checkpoint import layout as layouts
 from fzero.checkpoint.layout import (
     CRC,
-    LEAST,
+    MIN_CHUNK_BYTES,
     TARGET,
     ChunkLayout,
     array_json,
     chunk_shape,
     grid_positions,
-    lay_out,
+    plan_tiles,
     slabs,
     smallest_factor,
 )
-from fzero.checkpoint.reader import overlapping_parts
+from fzero.checkpoint.reader import overlapping_tiles
 from fzero.core.storage import PAGE
 from fzero.sharding import Spec, fake_mesh
 from fzero.sharding.slices import local_slice, parts_as_chunks
@@ -44,7 +44,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
 @pytest.fixture
 def fine(monkeypatch):
     """Chunks of some bytes, so that leaves of some hundred elements have many."""
-    for name, value in {"TARGET": 64, "LEAST": 16, "RUN": 8, "SHARE": 32}.items():
+    for name, value in {"TARGET": 64, "MIN_CHUNK_BYTES": 16, "RUN": 8, "SHARE": 32}.items():
         monkeypatch.setattr(layouts, name, value)
 
 
@@ -77,19 +77,19 @@ def laid_out(sizes, shape, dtype, spec, number=0, **options):
     for rank in range(world):
         mesh = fake_mesh(sizes, rank)
         start, size = local_slice(shape, spec, mesh)
-        mine.append(lay_out(size, dtype, spec, mesh, number, **options))
+        mine.append(plan_tiles(size, dtype, spec, mesh, number, **options))
         assert mine[-1].start == start
-        for part in mine[-1].parts:
-            first = [p * n for p, n in zip(part, mine[-1].layout.part)]
-            last = [min(f + n, whole) for f, n, whole in zip(first, mine[-1].layout.part, shape)]
+        for part in mine[-1].tiles:
+            first = [p * n for p, n in zip(part, mine[-1].layout.tile)]
+            last = [min(f + n, whole) for f, n, whole in zip(first, mine[-1].layout.tile, shape)]
             assert all(s <= f < end <= s + k for s, k, f, end in zip(start, size, first, last))
     assert len({m.layout for m in mine}) == 1 and mine[0].layout.shape == shape
-    return mine[0].layout, [m.parts for m in mine]
+    return mine[0].layout, [m.tiles for m in mine]
 
 
 def box_of(layout, part, place):
     """Where in the leaf the chunk at `place` of a part is."""
-    return tuple(slice(p * n + k * c, p * n + k * c + c) for p, n, k, c in zip(part, layout.part, place, layout.chunk))
+    return tuple(slice(p * n + k * c, p * n + k * c + c) for p, n, k, c in zip(part, layout.tile, place, layout.chunk))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -99,15 +99,15 @@ def test_every_element_is_in_one_chunk_of_one_part_of_one_rank(fine, seed):
         sizes, shape, dtype, spec = case(f"{seed}/{i}")
         layout, by_rank = laid_out(sizes, shape, dtype, spec, number=i)
         parts = [part for mine in by_rank for part in mine]
-        assert sorted(parts) == layout.parts() and len(parts) == len(set(parts)), (sizes, shape, spec)
-        assert [layout.number(part) for part in layout.parts()] == list(range(len(parts)))
+        assert sorted(parts) == layout.tiles() and len(parts) == len(set(parts)), (sizes, shape, spec)
+        assert [layout.number(part) for part in layout.tiles()] == list(range(len(parts)))
         seen = np.zeros(shape, int)
         for part in parts:
             chunk = 0
             for slab in slabs(layout, random.Random(i).choice([1, 3, 7, 100]) * layout.stride):
-                assert slab.first == chunk == np.ravel_multi_index(slab.at, layout.counts)
+                assert slab.first == chunk == np.ravel_multi_index(slab.position, layout.counts)
                 for at in grid_positions(slab.counts):
-                    place = [a + b for a, b in zip(slab.at, at)]
+                    place = [a + b for a, b in zip(slab.position, at)]
                     assert int(np.ravel_multi_index(place, layout.counts)) == chunk if place else chunk == 0
                     chunk += 1
                     seen[box_of(layout, part, place)] += 1
@@ -139,13 +139,13 @@ def test_a_box_is_read_from_the_chunks_that_it_touches_and_no_others(fine):
         inside = np.zeros(layout.shape, bool)
         inside[tuple(slice(at, at + n) for at, n in zip(start, size))] = True
         touched = set()
-        for part in layout.parts():
+        for part in layout.tiles():
             for number in range(layout.chunks):
                 place = np.unravel_index(number, layout.counts) if layout.counts else ()
                 if inside[box_of(layout, part, place)].any():
                     touched.add((part, number))
         found = []
-        for part, spans in overlapping_parts(layout, start, size):
+        for part, spans in overlapping_tiles(layout, start, size):
             for slab in slabs(layout, draw.choice([0, 2, 5, 100]) * layout.stride, spans):
                 found += [(part, slab.first + i) for i in range(slab.size)]
         assert len(found) == len(set(found)) and set(found) == touched
@@ -180,7 +180,7 @@ def test_chunks(shape, spec, expected):
     assert found == expected
     assert all(n % c == 0 for n, c in zip(shape, found))
     assert size < 2 * TARGET or max(smallest_factor(n) for n in found) > 7
-    assert size >= min(LEAST, math.prod(shape) * 4)
+    assert size >= min(MIN_CHUNK_BYTES, math.prod(shape) * 4)
 
 
 def test_dims_are_cut_alike_with_the_cuts_of_the_mesh():
@@ -202,7 +202,7 @@ def test_chunks_of_sizes_that_have_factors_are_worth_a_transfer_of_their_own():
         shape += [2 ** draw.randint(4, 12) * draw.choice([1, 3]) for _ in range(2)]
         chunk = chunk_shape(shape, 4, Spec(), [1] * len(shape))
         size, whole = math.prod(chunk) * 4, math.prod(shape) * 4
-        assert size < 2 * TARGET and size >= min(LEAST, whole), (shape, chunk)
+        assert size < 2 * TARGET and size >= min(MIN_CHUNK_BYTES, whole), (shape, chunk)
         assert all(n % c == 0 for n, c in zip(shape, chunk))
 
 
@@ -224,14 +224,14 @@ def test_what_all_ranks_hold_is_divided_among_them():
 def test_objects_are_not_larger_than_asked_for():
     for shape in ((8192, 4096), (3, 4096, 4096), (1 << 27,)):
         for sizes in ({}, {"dp": 2}):
-            layout, by_rank = laid_out(sizes, shape, torch.float32, Spec(), most=64 << 20)
-            assert layout.file_bytes <= 65 << 20 and sorted(itertools.chain(*by_rank)) == layout.parts()
-            assert len(layout.parts()) >= layout.nbytes / (64 << 20)
+            layout, by_rank = laid_out(sizes, shape, torch.float32, Spec(), max_bytes=64 << 20)
+            assert layout.file_bytes <= 65 << 20 and sorted(itertools.chain(*by_rank)) == layout.tiles()
+            assert len(layout.tiles()) >= layout.nbytes / (64 << 20)
 
 
 def test_sizes_and_names():
     layout = ChunkLayout((6, 40), torch.float64, (3, 2), (1, 10))
-    assert (layout.part, layout.counts, layout.chunks, layout.chunk_bytes, layout.nbytes) == (
+    assert (layout.tile, layout.counts, layout.chunks, layout.chunk_bytes, layout.nbytes) == (
         (2, 20),
         (2, 2),
         4,
@@ -239,9 +239,9 @@ def test_sizes_and_names():
         1920,
     )
     assert (layout.stride, layout.header, layout.file_bytes) == (PAGE, PAGE, 5 * PAGE)
-    assert layout.key((2, 1)) == "c.2.1" and layout.number((2, 1)) == 5 and len(layout.parts()) == 6
+    assert layout.key((2, 1)) == "c.2.1" and layout.number((2, 1)) == 5 and len(layout.tiles()) == 6
     one = ChunkLayout((), torch.float32, (), ())
-    assert (one.chunks, one.file_bytes, one.header, one.parts(), one.key(()), one.number(())) == (
+    assert (one.chunks, one.file_bytes, one.header, one.tiles(), one.key(()), one.number(())) == (
         1,
         4 + CRC,
         0,
@@ -250,5 +250,5 @@ def test_sizes_and_names():
         0,
     )
     none = ChunkLayout((0, 4), torch.float32, (1, 1), (0, 4))
-    assert none.parts() == [] and json.loads(array_json(none, {}))["shape"] == [0, 4]
+    assert none.tiles() == [] and json.loads(array_json(none, {}))["shape"] == [0, 4]
     assert [smallest_factor(n) for n in (1, 2, 9, 35, 97, 2 * 97)] == [1, 2, 3, 5, 97, 2]

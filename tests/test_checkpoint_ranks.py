@@ -19,14 +19,14 @@ from zero_cases import whole
 import fzero
 from fzero import checkpoint
 from fzero.checkpoint import restore_tree
-from fzero.checkpoint.moment_codes import code_lines, coded_leaves, in_codes
+from fzero.checkpoint.moment_codes import code_lines, coded_leaves, encode_moments
 from fzero.cli import main
 from fzero.core import pytree
 from fzero.core.digest import digest
 from fzero.offload import DiskTensor
 from fzero.run import build, config_table
 from fzero.sharding import Spec, fake_mesh
-from fzero.sharding.digests import digests
+from fzero.sharding.redistribute import digests
 from fzero.sharding.slices import local_slice
 from fzero.train.batch import local_batch
 
@@ -201,7 +201,7 @@ def save_in_codes(mesh, sizes, stage, folder):
     made = build.build(config_of(sizes, stage, "", **LARGER), mesh)
     specs = build.specs_of(made)
     state, _ = trained(made, build.first_state(made), 2)
-    held, laid = in_codes(state, specs, mesh)
+    held, laid = encode_moments(state, specs, mesh)
     path = checkpoint.save(folder, held, step=2, specs=laid, mesh=mesh)
     return whole(state, specs, mesh), path, code_lines(path)
 
@@ -364,7 +364,7 @@ def fail_on_one(mesh, home):
         saving.save(state, step=1, specs=specs)
         saving.wait()
         if mesh.rank == 1:
-            patch.setattr(checkpoint.part_file.PartFile, "write", full)
+            patch.setattr(checkpoint.tile_file.TileFile, "write", full)
         for ask in ("poll", "wait"):
             saving.save(state, step=2, specs=specs)
             try:

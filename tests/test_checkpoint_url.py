@@ -223,13 +223,13 @@ def test_a_damaged_manifest_stays_as_evidence(home):
 KILLED = """
 import os, sys, torch
 from fzero import checkpoint
-from fzero.checkpoint import commit
+from fzero.checkpoint import save_state
 if sys.argv[3] == "parts":  # before the second object
     from fzero.core.object_store import Objects
     write, calls = Objects.write, []
     Objects.write = lambda *a: (calls.append(1), os._exit(9) if len(calls) > 1 else write(*a))
 else:
-    commit.manifest.write_manifest = lambda *a, **k: os._exit(9)
+    save_state.manifest.write_manifest = lambda *a, **k: os._exit(9)
 checkpoint.save(sys.argv[1], {"w": torch.zeros(4, 512, 700), "v": torch.ones(3)}, step=int(sys.argv[2]))
 """
 

@@ -290,7 +290,7 @@ def test_what_differs_is_counted_and_named(fz):
     other["params"]["w"][0, 300, 699] = 100.0
     other["params"]["b"][4] = 0.0
     found = both(state(), other)
-    assert found.differing == ["params/w", "params/b"] and not found.same
+    assert found.differing == ["params/w", "params/b"] and not found.equal
     (leaf,) = found.compared
     before = state()["params"]["w"][0, 300, 699].item()
     assert (leaf.name, leaf.differing, leaf.elements) == ("params/w", 2, 4 * 512 * 700)
@@ -321,7 +321,7 @@ def test_other_leaves_shapes_and_dtypes(fz):
     found = both(a, b)
     assert (found.only_a, found.only_b) == (["old"], ["new"])
     assert found.other == ["x: float32 [2] and float64 [2]", "y: float32 [3] and float32 [1, 3]"]
-    assert not found.same and found.compared == []
+    assert not found.equal and found.compared == []
     code, out, _ = fz("diff", "a", "b")
     assert code == 1 and "leaf old: only in a/step-00000001\n" in out and "leaf new: only in b/step-00000001\n" in out
 
@@ -332,13 +332,13 @@ def test_tolerance():
     assert both({"x": x}, {"x": y}).compared[0][1:5] == (2, 5, 0.25, 0.25 / 2.25)
     assert both({"x": x}, {"x": y}, tolerance=0.1).compared[0].first == [1]
     found = both({"x": x}, {"x": y}, tolerance=0.25)
-    assert found.same and found.compared[0].differing == 0 and found.differing == ["x"]
+    assert found.equal and found.compared[0].differing == 0 and found.differing == ["x"]
     for change in (math.nan, -math.inf):
         found = both({"x": torch.ones(2)}, {"x": torch.tensor([1.0, change])}, tolerance=1e9)
-        assert not found.same and found.compared[0].largest == math.inf
+        assert not found.equal and found.compared[0].largest == math.inf
     large = torch.tensor([2**62]), torch.tensor([2**62 + 1])  # the same in float64
     assert both({"x": large[0]}, {"x": large[1]}).compared[0].largest == 1.0
-    assert not both({"x": large[0]}, {"x": large[1]}, tolerance=0.5).same
+    assert not both({"x": large[0]}, {"x": large[1]}, tolerance=0.5).equal
     for tolerance in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="--atol is"):
             checkpoint_diff.compare("a", "b", tolerance=tolerance)

@@ -11,7 +11,7 @@ from fzero import models
 from fzero.checkpoint.convert import huggingface
 from fzero.core import pytree
 from fzero.data.labels import labels_of
-from fzero.data.rows import RowStream
+from fzero.data.row_stream import RowStream
 from fzero.data.tokens import open_tokens
 from fzero.models.base import Ctx
 from fzero.models.score import head_of

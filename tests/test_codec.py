@@ -84,7 +84,7 @@ def dims_swapped(name, leaf, sizes):
     return codec.replace(made, **cut)
 
 
-over_nodes = codec.over_nodes
+over_nodes = codec.shard_over_nodes
 
 
 def swapped(spec, dim):
@@ -96,7 +96,7 @@ def swapped(spec, dim):
 
 
 def with_swapped_dims(mesh, case, options):
-    with mock.patch.object(codec, "over_nodes", dims_swapped):
+    with mock.patch.object(codec, "shard_over_nodes", dims_swapped):
         return train(mesh, *case, **options)[2]
 
 

@@ -270,7 +270,7 @@ def test_nccl_with_one_rank(ordered):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     try:
-        agreement = communicator.Agreement(store, 0, 60.0)
+        agreement = communicator.ProgramAgreement(store, 0, 60.0)
         link = communicator.Communicator(
             "dp",
             [0],

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from fzero import models
-from fzero.core import tables
+from fzero.core import config_tables
+from fzero.core.config_tables import flat, set_nested
 from fzero.core.device import CPU
-from fzero.core.tables import flat, put
 from fzero.run import build, build_optim, config, config_checks, machine, memory_check, run_folder, unused_keys
 from fzero.run.config import RunConfig
-from fzero.run.config_ranks import of_its_mesh, refuse_without_axis
+from fzero.run.config_ranks import drop_absent_axes, refuse_without_axis
 from fzero.run.config_table import from_json, from_table, to_json, to_table
 from fzero.run.debug.checkpoint_list import differing_values
 from fzero.run.measure.flops import token_flop
@@ -194,7 +194,7 @@ def test_a_key_is_refused_without_what_it_needs(need):
     assert len(keys) >= len(need.keys)
     for key in keys:
         table = {}
-        put(table, key, usual[key])
+        set_nested(table, key, usual[key])
         with pytest.raises(ValueError, match=f"^{key} does nothing with {need.missing(without)}; .*, or leave it out$"):
             refuse_unused(without, table)
         refuse_unused(from_table(MET[need.keys[0]]), table)
@@ -221,10 +221,11 @@ def test_what_is_said_of_an_axis_that_the_mesh_has_not_is_refused(name):
     with pytest.raises(ValueError) as caught:
         refuse_without_axis(made, table)
     assert message in str(caught.value) and "\n" not in str(caught.value)
-    refuse_without_axis(made, table, before=made)  # what a resumed run has recorded
+    refuse_without_axis(made, table, baseline=made)  # what a resumed run has recorded
     refuse_without_axis(made, {})  # and what a preset says
     refuse_without_axis(
-        of_its_mesh(made), {name: x for name, x in table.items() if name not in ("prefetch", "resident", "reshard")}
+        drop_absent_axes(made),
+        {name: x for name, x in table.items() if name not in ("prefetch", "resident", "reshard")},
     )
 
 
@@ -239,7 +240,7 @@ def test_what_is_said_of_an_axis_that_the_mesh_has_is_taken():
     ):
         refuse_without_axis(from_table(table), table)
     ring = from_table({"context": "ring", "sequence": True, "mesh": {"tp": 2}})
-    assert (of_its_mesh(ring).context, of_its_mesh(ring).sequence) == ("auto", True)
+    assert (drop_absent_axes(ring).context, drop_absent_axes(ring).sequence) == ("auto", True)
 
 
 def test_a_command_refuses_what_is_said_of_an_axis_that_its_mesh_has_not(fz):
@@ -270,14 +271,14 @@ def test_a_config_made_in_python_is_checked_too():
     ],
 )
 def test_settings(text, pair):
-    key, value = tables.parse_setting(text)
+    key, value = config_tables.parse_setting(text)
     assert (key, value) == pair and type(value) is type(pair[1])
 
 
 @pytest.mark.parametrize("text", ["train.steps", "=5", "a b=c", "train.steps=1 2", "x=[1,"])
 def test_settings_that_are_none(text):
     with pytest.raises(ValueError, match="--set"):
-        tables.parse_setting(text)
+        config_tables.parse_setting(text)
 
 
 def test_files(tmp_path):
@@ -285,7 +286,7 @@ def test_files(tmp_path):
     (tmp_path / "bad.toml").write_text("zero = \n")
     (tmp_path / "bad.json").write_text("[1]")
     (tmp_path / "run.yaml").write_text("zero: 1")
-    assert tables.read_table(tmp_path / "run.toml") == {"zero": 1}
+    assert config_tables.read_table(tmp_path / "run.toml") == {"zero": 1}
     wrong = {
         "bad.toml": "not TOML",
         "bad.json": "not a JSON object, but a list",
@@ -294,7 +295,7 @@ def test_files(tmp_path):
     }
     for name, message in wrong.items():
         with pytest.raises(ValueError, match=message) as caught:
-            tables.read_table(tmp_path / name)
+            config_tables.read_table(tmp_path / name)
         assert name in str(caught.value)
 
 

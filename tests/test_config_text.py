@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from fzero.core.tables import flat
+from fzero.core.config_tables import flat
 from fzero.run import config_table, config_text
 
 

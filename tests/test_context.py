@@ -260,11 +260,11 @@ def test_what_cannot_be_split_is_refused_in_one_line():
             r"cp=2: cp splits the sequences of gpt2, llama",
         ),
         (
-            lambda: Context("gather", "zigzag").over(2).expect_divisible(10),
+            lambda: Context("gather", "zigzag").pieces_for(2).expect_divisible(10),
             r"the sequences have 10 tokens, which cannot be cut into 4 blocks for cp=2; use 8 or 12",
         ),
         (
-            lambda: Context("gather", "contiguous").over(2).expect_divisible(3, parts=2),
+            lambda: Context("gather", "contiguous").pieces_for(2).expect_divisible(3, parts=2),
             r"the sequences have 3 tokens, which cannot be cut into 2 blocks for cp=2 and tp=2; use 4",
         ),
     ):

@@ -18,8 +18,8 @@ from fzero import checkpoint
 from fzero.core import precision
 from fzero.run import build
 from fzero.sharding.context import Context
-from fzero.sharding.digests import digests
-from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.pipeline_plan import Pipeline
+from fzero.sharding.redistribute import digests
 from fzero.train.batch import local_batch
 
 FORMS = {

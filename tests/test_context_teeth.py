@@ -21,8 +21,8 @@ from fzero.core import cpp
 from fzero.core.compile import have_compiler
 from fzero.core.future import Future
 from fzero.kernels import attention_ring, attention_tiled
-from fzero.kernels.attention_at import attention_at, reference
-from fzero.models import attend, experts, layers
+from fzero.kernels.attention_positions import attention_at, reference
+from fzero.models import cp_attention, experts, layers
 from fzero.sharding.context import Pieces, contiguous, zigzag
 from fzero.train import gradient
 
@@ -77,7 +77,7 @@ def edge_off_by_one():
 
         return attention
 
-    return mock.patch.dict(attend.OVER_CP, {name: late(real) for name, real in attend.OVER_CP.items()})
+    return mock.patch.dict(cp_attention.OVER_CP, {name: late(real) for name, real in cp_attention.OVER_CP.items()})
 
 
 def edge_off_by_one_for_keys():
@@ -90,7 +90,7 @@ def edge_off_by_one_for_keys():
 
         return where
 
-    return wrap(attention_ring.Ring, "where", wrong)
+    return wrap(attention_ring.Ring, "positions_at", wrong)
 
 
 def in_the_order_of_ranks():
@@ -108,7 +108,7 @@ def later_keys_of_a_ring():
 
         return where
 
-    return wrap(attention_ring.Ring, "where", wrong)
+    return wrap(attention_ring.Ring, "positions_at", wrong)
 
 
 def later_keys_of_chosen_blocks():
@@ -117,7 +117,7 @@ def later_keys_of_chosen_blocks():
     def wrong(real):
         return lambda q, k, v, query, *rest, **more: real(q, k, v, query + 1, *rest, **more)
 
-    return wrap(attend, "attention_at", wrong)
+    return wrap(cp_attention, "attention_at", wrong)
 
 
 def narrow_join():
@@ -144,7 +144,7 @@ def local_dropout():
 
 def own_keys_alone():
     """The gradients of a rank's keys are those by its own queries alone: own_slice as the transpose of a gather."""
-    return mock.patch.object(attend, "all_gather", all_gather_same)
+    return mock.patch.object(cp_attention, "all_gather", all_gather_same)
 
 
 def last_hop_not_sent():
@@ -177,12 +177,12 @@ def results_in_the_order_of_tokens():
 
         return exchange
 
-    return wrap(attend, "all_to_all", wrong)
+    return wrap(cp_attention, "all_to_all", wrong)
 
 
 def learned_positions_of_the_first_tokens():
     """Learned positions are those of the first tokens on every rank."""
-    return wrap(gpt2, "own_tokens", lambda real: lambda x, ctx: x[:, : x.shape[1] // ctx.mesh["cp"].size])
+    return wrap(gpt2, "local_tokens", lambda real: lambda x, ctx: x[:, : x.shape[1] // ctx.mesh["cp"].size])
 
 
 def balance_of_a_rank():

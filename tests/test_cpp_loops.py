@@ -24,7 +24,7 @@ from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import glu, norm, norm_cpu, quantize
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.attention_tiled import tiled_attention
-from fzero.kernels.op_function import MANY
+from fzero.kernels.custom_operator import MANY
 from fzero.kernels.quantize_codes import KINDS
 from fzero.kernels.registry import observe
 
@@ -56,7 +56,7 @@ def test_every_law(name, shape):
 @every_op
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_bits_do_not_depend_on_the_number_of_threads(name, dtype):
-    assert norm_cpu._rows_a_part(1500) < 1500 and MANY > 1 << 15  # several parts, and several threads
+    assert norm_cpu._chunk_rows(1500) < 1500 and MANY > 1 << 15  # several parts, and several threads
     given, found, before = [t.to(dtype) for t in inputs(name, 1500, 64)], [], torch.get_num_threads()
     try:
         for threads in (1, 3):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fzero.core import cpp, crc32c, packages
-from fzero.data.zstd_file import ZstdFile
+from fzero.data.arrow_tables import ZstdFile
 
 NOISE = np.random.default_rng(0).integers(0, 256, 10_000_007, np.uint8)
 

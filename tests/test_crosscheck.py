@@ -124,7 +124,7 @@ def faulty_processor(mesh, rank, stage, layer=1):
     state, _ = made(mesh, stage=stage)
     plan = fzero.zero_plan(stage, MODEL, mesh, policy=precision.bf16())
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
-    put = sdc_check.Digests.put
+    put = sdc_check.Digests.reduce_group
 
     def wrong(self, part, names, grads, **options):
         if mesh.rank == rank and part.layer == layer:
@@ -133,7 +133,7 @@ def faulty_processor(mesh, rank, stage, layer=1):
         put(self, part, names, grads, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sdc_check.Digests, "put", wrong)
+        patch.setattr(sdc_check.Digests, "reduce_group", wrong)
         check = sdc_check.make_check(MODEL, tx, plan)
         return check(state, part_of(batch_at(1), mesh.data_size))
 
@@ -172,7 +172,7 @@ def test_ranks_of_a_stage_are_compared_with_each_other():
 def test_a_process_that_computes_otherwise_the_second_time():
     mesh, calls = fzero.one_process(), []
     state, check = made(mesh)
-    put = sdc_check.Digests.put
+    put = sdc_check.Digests.reduce_group
 
     def wrong(self, part, names, grads, **options):
         calls.append(part)
@@ -181,7 +181,7 @@ def test_a_process_that_computes_otherwise_the_second_time():
         put(self, part, names, grads, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sdc_check.Digests, "put", wrong)
+        patch.setattr(sdc_check.Digests, "reduce_group", wrong)
         lines = check(state, part_of(batch_at(1), 1))
     assert len(lines) == 1 and lines[0].startswith(
         "rank 0 computes one micro-batch twice and differs from itself, first in blocks/"
@@ -194,8 +194,10 @@ def test_two_layers_that_change_places_are_seen():
     for order in ((0, 1), (1, 0)):
         digests = sdc_check.Digests()
         for layer, i in enumerate(order):
-            digests.put(sdc_check.Group("blocks", ("blocks/w",), layer), ("blocks/w",), [grads[i].clone()], last=True)
-        found.append(digests.found["blocks/w"])
+            digests.reduce_group(
+                sdc_check.LeafGroup("blocks", ("blocks/w",), layer), ("blocks/w",), [grads[i].clone()], last=True
+            )
+        found.append(digests.digests["blocks/w"])
     assert found[0] != found[1]
 
 

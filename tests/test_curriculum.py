@@ -37,7 +37,7 @@ def text(tmp_path_factory):
 def test_numbers_are_those_of_their_definitions(text, packing, monkeypatch):
     tokens = data.open_tokens(text)
     stream = data.TokenStream(tokens, 8, 1, packing=packing)
-    monkeypatch.setattr("fzero.data.analysis.AT_ONCE", 40)  # several parts
+    monkeypatch.setattr("fzero.data.analysis.BATCH_TOKENS", 40)  # several parts
     lengths, rare = (data.analyze(text, m, seq_len=8, packing=packing) for m in ("length", "rarity"))
     rows = [[n for n in row if n >= 0] for row in stream.rows.positions(np.arange(len(stream.rows))).tolist()]
     counts = Counter(int(tokens.tokens[n]) for row in rows for n in row)
@@ -81,7 +81,7 @@ def test_more_samples_than_are_allowed_take_the_easiest_of_the_rest():
     own = data.Curriculum(rank(np.arange(100.0)), growth, pieces)
     order = own.numbers(0, 0, 0, 100).tolist()
     assert sorted(order) == list(range(100)) and all(
-        row <= max(n, own.allowed_at(np.array([n]))[0]) for n, row in enumerate(order)
+        row <= max(n, own.allowed_rows(np.array([n]))[0]) for n, row in enumerate(order)
     )
     assert own.numbers(0, 1, 0, 10).max() < 15 and not own.complete(1) and own.complete(200)
 

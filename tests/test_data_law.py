@@ -16,10 +16,10 @@ from launched import rows, torchrun
 
 from fzero import data
 from fzero.data.curriculum import Curriculum
-from fzero.data.mixed import SOURCES
+from fzero.data.mixed_stream import SOURCES
 from fzero.run import corpus, curriculum
 from fzero.run.config_table import from_json, from_table, to_json
-from fzero.run.stages import samples_before, stage_at, stages_of, tokens_before
+from fzero.run.stages import count_samples, count_tokens, stage_of_step, stages_of
 from fzero.sharding import fake_mesh
 
 NAMES = ("web", "code", "math", "books", "news")
@@ -71,7 +71,7 @@ def one_process(config, path):
     for stage in stages_of(config):
         read, size = corpus.open_micro_batches(stage.config, path), stage.config.train.batch
         for step in range(stage.begin, stage.end):
-            parts = [read(samples_before(config, step), m) for m in range(size // config.train.micro_batch)]
+            parts = [read(count_samples(config, step), m) for m in range(size // config.train.micro_batch)]
             found.append([key for part in parts for key in keys_of(part)])
     return found
 
@@ -84,19 +84,19 @@ def killed_and_resumed(config, path, rng):
         begin = max(saved)
         size, cursor, opened = rng.choice((1, 2, 4)), saved[begin], {}
         for step in range(begin, min(STEPS, begin + rng.randint(1, 9))):
-            stage = stage_at(config, step)
+            stage = stage_of_step(config, step)
             if stage.begin not in opened:
                 opened[stage.begin] = [
                     corpus.open_data(stage.config, path, fake_mesh({"dp": size} if size > 1 else {}, rank))[0]
                     for rank in range(size)
                 ]
-            parts = [keys_of(batch_at(corpus.sample_at(cursor, []))) for batch_at in opened[stage.begin]]
+            parts = [keys_of(batch_at(corpus.sample_of_cursor(cursor, []))) for batch_at in opened[stage.begin]]
             got = in_order(parts, stage.config.train.micro_batch)
             assert found.setdefault(step, got) == got
             cursor += sum(map(len, parts))
             if (step + 1) % 3 == 0:
                 saved[step + 1] = cursor
-            assert cursor == samples_before(config, step + 1)
+            assert cursor == count_samples(config, step + 1)
         if len(found) == STEPS:
             break
     return [found[step] for step in range(STEPS)]
@@ -109,11 +109,11 @@ def expect_weights(config, path, made):
     stream = corpus.open_last(stages_of(config)[0].config, path)[0]
     total, ideal, given = sum(map(len, made)), [Fraction(0)] * 5, [0] * 5
     for row, (source, _) in enumerate(row for step in made for row in step):
-        open_ = [stream.most(i) is None or given[i] < stream.most(i) for i in range(5)]
-        weights = [one.weight_at(row * seq_len) * is_open for one, is_open in zip(own.sources, open_)]
+        open_ = [stream.row_limit(i) is None or given[i] < stream.row_limit(i) for i in range(5)]
+        weights = [one.token_weight(row * seq_len) * is_open for one, is_open in zip(own.sources, open_)]
         ideal = [x + w / sum(weights) for x, w in zip(ideal, weights)]
         given[NAMES.index(source)] += 1
-        ended = [stream.most(i) == given[i] for i in range(5)]
+        ended = [stream.row_limit(i) == given[i] for i in range(5)]
         ideal = [Fraction(g) if end else x for x, g, end in zip(ideal, given, ended)]
         assert max(abs(x - g) for x, g in zip(ideal, given)) < 3, row
     assert read == dict(zip(NAMES, stream.counts(total)))
@@ -124,7 +124,7 @@ def expect_weights(config, path, made):
         for row, count in mine.items():
             times = whole[row]
             assert read[name] // rows_of_epoch * times <= count <= -(-read[name] // rows_of_epoch) * times
-    assert read["math"] == stream.most(2) and read["news"] == 150 // seq_len, "both have ended in this run"
+    assert read["math"] == stream.row_limit(2) and read["news"] == 150 // seq_len, "both have ended in this run"
 
 
 @pytest.fixture
@@ -140,8 +140,8 @@ def mixed(home):
 def test_any_kills_and_meshes_read_what_one_process_reads(mixed, seed):
     config, path = mixed
     made = one_process(config, path)
-    assert [len(rows) for rows in made] == [stage_at(config, step).config.train.batch for step in range(STEPS)]
-    assert sorted({len(rows) for rows in made}) == [4, 8, 12, 16] and tokens_before(config, STEPS) > 2000
+    assert [len(rows) for rows in made] == [stage_of_step(config, step).config.train.batch for step in range(STEPS)]
+    assert sorted({len(rows) for rows in made}) == [4, 8, 12, 16] and count_tokens(config, STEPS) > 2000
     assert killed_and_resumed(config, path, random.Random(seed)) == made
     if not seed:
         expect_weights(config, path, made)
@@ -280,9 +280,9 @@ def rows_on(mesh, text, path, steps):
     """Of each of these steps the rows of this rank's micro-batches."""
     config, found = from_json(text), []
     for step in steps:
-        stage = stage_at(config, step)
+        stage = stage_of_step(config, step)
         batch_at = corpus.open_data(stage.config, path, mesh)[0]
-        found.append(keys_of(batch_at(samples_before(config, step))))
+        found.append(keys_of(batch_at(count_samples(config, step))))
     return found
 
 
@@ -326,6 +326,6 @@ def test_a_planted_mistake_is_found(mixed, monkeypatch):
     """A reader that goes on from the step in place of the samples reads other rows."""
     config, path = mixed
     made = one_process(config, path)
-    monkeypatch.setattr(corpus, "sample_at", lambda cursor, skips: cursor // 16 * 16)
+    monkeypatch.setattr(corpus, "sample_of_cursor", lambda cursor, skips: cursor // 16 * 16)
     with pytest.raises(AssertionError):
         assert killed_and_resumed(config, path, random.Random(0)) == made

@@ -14,16 +14,16 @@ from deepspeed_published import COURSE, CYCLE, PUBLISHED
 import fzero
 from fzero.cli.main import cli
 from fzero.core import pytree
+from fzero.core.config_tables import flat, set_nested
 from fzero.core.precision import LossScale, init_scaler, update_scaler
-from fzero.core.tables import flat, put
 from fzero.kernels.attention_pattern import Pattern
 from fzero.models import presets
 from fzero.run import build_optim
 from fzero.run import deepspeed_keys as keys
 from fzero.run.curriculum import make_pieces
-from fzero.run.deepspeed import merged, read_deepspeed
+from fzero.run.deepspeed import merge_tables, read_deepspeed
+from fzero.run.deepspeed_keys import Values
 from fzero.run.deepspeed_sparse import block_mask_of, read_sparse
-from fzero.run.deepspeed_values import Values
 
 ROOT = Path(__file__).parent.parent
 MLP = {"preset": "mlp-tiny"}
@@ -112,7 +112,7 @@ def test_auto_leaves_a_value_to_fzero():
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
     }
     found = read_deepspeed(source)
-    assert set(found.left) == {"train_batch_size", "gradient_clipping", "bf16.enabled", "optimizer.params.lr"}
+    assert set(found.auto_keys) == {"train_batch_size", "gradient_clipping", "bf16.enabled", "optimizer.params.lr"}
     assert not {"train.batch", "optim.clip", "precision.policy"} & {name for name, _ in flat(found.table)}
 
 
@@ -229,11 +229,11 @@ TAKEN = {
 
 def said(beside, key, value):
     source = json.loads(json.dumps(beside))
-    put(source, key.removesuffix(".*"), value)
+    set_nested(source, key.removesuffix(".*"), value)
     return source
 
 
-@pytest.mark.parametrize("key", [key for key in keys.KEYS if key.what == keys.TAKEN], ids=lambda key: key.name)
+@pytest.mark.parametrize("key", [key for key in keys.KEYS if key.outcome == keys.TAKEN], ids=lambda key: key.name)
 def test_a_taken_key_changes_what_it_names_alone(key):
     beside, value, changes = TAKEN[key.name]
     one, other = (dict(flat(read_deepspeed(source).table)) for source in (beside, said(beside, key.name, value)))
@@ -242,7 +242,7 @@ def test_a_taken_key_changes_what_it_names_alone(key):
 
 def test_an_ignored_key_changes_nothing_and_is_named():
     plain = read_deepspeed({})
-    ignored = [key.name.replace("*", "x") for key in keys.KEYS if key.what == keys.IGNORED]
+    ignored = [key.name.replace("*", "x") for key in keys.KEYS if key.outcome == keys.IGNORED]
     assert len(ignored) > 60
     for name in ignored:
         found = read_deepspeed(said({}, name, 7))
@@ -252,7 +252,7 @@ def test_an_ignored_key_changes_nothing_and_is_named():
 
 
 def test_a_refused_key_is_named_with_what_to_do():
-    refused = [key for key in keys.KEYS if key.what == keys.REFUSED]
+    refused = [key for key in keys.KEYS if key.outcome == keys.REFUSED]
     assert len(refused) > 15
     for key in refused:
         name = key.name.replace("*", "x.")
@@ -278,7 +278,7 @@ def switched_on(name):
 
 
 def test_what_stands_in_a_table_that_is_not_enabled_is_ignored():
-    nested = {key.name: switches_of(key.name) for key in keys.KEYS if key.what == keys.REFUSED}
+    nested = {key.name: switches_of(key.name) for key in keys.KEYS if key.outcome == keys.REFUSED}
     nested = {name: switches for name, switches in nested.items() if switches}
     assert len(nested) >= 4
     for name, switches in nested.items():
@@ -404,7 +404,7 @@ def test_a_published_config_runs_or_is_refused_for_one_thing(name):
     table = {"preset": "gpt2-tiny", "train": {"steps": 100}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        config = fzero.config_from_deepspeed(source, merged(table, {"train": STEPS.get(name, {})}), ranks=ranks)
+        config = fzero.config_from_deepspeed(source, merge_tables(table, {"train": STEPS.get(name, {})}), ranks=ranks)
     tx = build_optim.make_optimizer(config.optim, config.train.steps)
     params = {"blocks": {"w_up": torch.ones(1, 2, 4)}, "b": torch.ones(4)}
     grads = pytree.map(lambda p: torch.full_like(p, 0.5), params)
@@ -661,7 +661,7 @@ def test_a_sparse_attention_is_the_pattern_that_sees_the_same(sparse, pattern):
         sparse, pattern = {**sparse, "num_random_blocks": 0}, f"{pattern.rpartition(':')[0]}:0"
     at, mask = torch.arange(150), block_mask_of(sparse, 150)
     causal = at[:, None] >= at
-    assert torch.equal(Pattern.parse(pattern).sees(at[:, None], at), mask.visible(150, 150)[0] & causal)
+    assert torch.equal(Pattern.parse(pattern).visible(at[:, None], at), mask.visible(150, 150)[0] & causal)
 
 
 @pytest.mark.parametrize(

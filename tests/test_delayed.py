@@ -20,7 +20,7 @@ from fzero.core import pytree
 from fzero.models import base, forward
 from fzero.sharding import pipeline
 from fzero.sharding.pipeline.table import Act
-from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.pipeline_plan import Pipeline
 from fzero.train.batch import local_batch
 from fzero.train.state import meta_state, state_specs
 from fzero.train.update import delayed, offloaded
@@ -153,9 +153,9 @@ def test_with_states_on_the_host_one_process_is_the_definition(bad):
 
 def test_the_host_updates_while_the_next_gradient_comes(monkeypatch):
     """Two of three updates have units between the layers of the next gradient; the last one has none beside it."""
-    events, take, advance = [], offloaded.UpdateByUnits.take, delayed.UpdateBeside.advance
-    monkeypatch.setattr(offloaded.UpdateByUnits, "take", lambda update: events.append("U") or take(update))
-    monkeypatch.setattr(delayed.UpdateBeside, "advance", lambda beside: events.append("L") or advance(beside))
+    events, take, advance = [], offloaded.UpdateByUnits.update_next, delayed.ConcurrentUpdate.advance
+    monkeypatch.setattr(offloaded.UpdateByUnits, "update_next", lambda update: events.append("U") or take(update))
+    monkeypatch.setattr(delayed.ConcurrentUpdate, "advance", lambda beside: events.append("L") or advance(beside))
     trained(fzero.one_process(), [("llama", "adam", 0, 3, 2, {"offload": "opt=host"})])
     # The rows of the first units are asked for, and each unit is updated once its share of the ten layers has come.
     beside = "U" + "LLLU" + "LLU" + "LLLU" + "LLU"

@@ -15,7 +15,7 @@ from ranks import run
 from fzero.core import digest as module
 from fzero.core.digest import DTYPES, combine, digest, digest_tree
 from fzero.sharding import Spec, one_process
-from fzero.sharding.digests import digest_text, digests
+from fzero.sharding.redistribute import digest_text, digests
 from fzero.sharding.slices import local_slice
 
 MASK = (1 << 64) - 1

@@ -359,7 +359,7 @@ def test_draws_that_count_no_rows_differ_between_parts_of_a_batch(shift):
 
 
 def test_draws_have_the_distributions_of_torchs():
-    from fzero.core.draws import Draws
+    from fzero.core.random_interception import Draws
 
     n = 20000
     x = torch.ones(n, 2, dtype=F64)
@@ -636,7 +636,7 @@ def odd_results(params, batch):
 
 @slow
 def test_what_is_the_same_in_two_calls_is_not_refused():
-    from fzero.core.pure_calls import same_values, values_of
+    from fzero.core.purity_checks import equal_values, values_of
 
     assert len(values_of(odd_results(START, batch_of()))) == 1
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=F64)
@@ -644,18 +644,20 @@ def test_what_is_the_same_in_two_calls_is_not_refused():
         one = x.to(dtype)
         for off, same in ((less, True), (more, False)):
             other = one + (off * one.abs().amax().double()).to(dtype)
-            assert same_values(one, other, False) is same, (dtype, off)
-        assert not same_values(one, one * (1 + 5e-4) if dtype != torch.bfloat16 else one * 1.01, True)
-    assert not same_values(torch.nan, 1.0, False) and not same_values(torch.ones(()), 1.0, False)
+            assert equal_values(one, other, False) is same, (dtype, off)
+        assert not equal_values(one, one * (1 + 5e-4) if dtype != torch.bfloat16 else one * 1.01, True)
+    assert not equal_values(torch.nan, 1.0, False) and not equal_values(torch.ones(()), 1.0, False)
     for some in ([torch.nan, torch.inf, 1.0], [torch.inf], []):
         one = torch.tensor(some)
-        assert same_values(one, one.clone(), False)
-    assert not same_values(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), False)
+        assert equal_values(one, one.clone(), False)
+    assert not equal_values(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), False)
     assert (
-        same_values(torch.nan, torch.nan, False) and not same_values(8.0, 9.0, False) and not same_values(1, 1.0, False)
+        equal_values(torch.nan, torch.nan, False)
+        and not equal_values(8.0, 9.0, False)
+        and not equal_values(1, 1.0, False)
     )
-    assert same_values(torch.tensor([1, 2]), torch.tensor([1, 2]), False)
-    assert not same_values(torch.tensor([True]), torch.tensor([False]), False)
+    assert equal_values(torch.tensor([1, 2]), torch.tensor([1, 2]), False)
+    assert not equal_values(torch.tensor([True]), torch.tensor([False]), False)
 
 
 @slow

@@ -3,6 +3,7 @@ or is refused by name. The reference is what transformers and peft compute from 
 
 import copy
 import dataclasses
+import functools
 import json
 import random
 import warnings
@@ -51,10 +52,10 @@ def entries_of(table, known, rng, most):
         "rope_theta",
         "rope_local_base_freq",
     }
-    names |= {field.theirs for family in FAMILIES for field in family.fields} | {
+    names |= {field.entry for family in FAMILIES for field in family.fields} | {
         name
         for family in FAMILIES
-        for name in (*family.fixed, *(also for field in family.fields for also in field.also))
+        for name in (*family.fixed, *(also for field in family.fields for also in field.aliases))
     }
     names -= {"architectures", "model_type", "dtype", "torch_dtype", "quantization_config", "num_labels", "id2label"}
     names -= {"label2id", "return_dict", "problem_type", "output_attentions", "_attn_implementation"}
@@ -279,7 +280,7 @@ def test_what_is_taken_out_of_the_base_is_a_product_of_its_rank(init, transposed
     draw = torch.Generator().manual_seed(0)
     weight, a, b = (torch.randn(2, *shape, generator=draw) for shape in ((6, 5), (6, 2), (2, 5)))
     entries = {
-        f"w_lora_{name}": peft.Entry(leaf.dtype, tuple(leaf.shape), lambda leaf=leaf: leaf)
+        f"w_lora_{name}": peft.TensorEntry(leaf.dtype, tuple(leaf.shape), lambda leaf=leaf: leaf)
         for name, leaf in zip("ab", (a, b), strict=True)
     }
     config = peft.LoRAConfig(LlamaConfig(), 4, 12.0, "w")
@@ -301,8 +302,10 @@ def test_a_base_of_which_rounding_decides_what_is_taken_out_is_refused_with_the_
     """Where its singular values or its columns do not stand apart, PEFT takes out another product on each machine."""
     draw = torch.Generator().manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(8, 8, generator=draw, dtype=torch.float64))[0] for _ in range(2))
-    entries = {f"w_lora_{name}": peft.Entry(torch.float32, (1, *shape), lambda shape=shape: torch.zeros(1, *shape))
-               for name, shape in (("a", (8, 2)), ("b", (2, 8)))}  # fmt: skip
+    entries = {
+        f"w_lora_{name}": peft.TensorEntry(torch.float32, shape, functools.partial(torch.zeros, shape))
+        for name, shape in (("a", (1, 8, 2)), ("b", (1, 2, 8)))
+    }
     adapter = peft.Adapter(peft.LoRAConfig(LlamaConfig(), 4, 4.0, "w"), entries, [], {"w": True}, init, tmp_path)
 
     def taken(gap):

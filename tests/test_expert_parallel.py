@@ -278,7 +278,7 @@ def owes_ep(spec):
 
 
 def mistaken(mesh, case, options):
-    with mock.patch.object(fzero.Spec, "owed", property(owes_ep)):
+    with mock.patch.object(fzero.Spec, "partial_axes", property(owes_ep)):
         return trained(mesh, [(case, options)], 1)
 
 

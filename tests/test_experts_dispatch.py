@@ -75,7 +75,7 @@ def dispatched(mesh, form, load, capacity=0.0):
     p, x, ids, weights, g = given(load, ep.size)
     own = lambda t: t.chunk(ep.size)[ep.rank]  # noqa: E731
     ctx = Ctx(mesh=mesh, dtype=torch.float64, experts=Experts.parse(form))
-    f = lambda p, x, weights: block.mixture(p, x, own(ids), weights, ctx, block.Mixture(E, capacity))  # noqa: E731
+    f = lambda p, x, weights: block.mixture(p, x, own(ids), weights, ctx, block.ExpertMixture(E, capacity))  # noqa: E731
     out = both_passes(f, pytree.map(lambda t: own_part(t, ep), p), own(x), own(weights), own(g))
     return out, [(row.collective, row.leaf, row.calls, row.elements) for row in mesh.ledger.rows()]
 

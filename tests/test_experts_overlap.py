@@ -12,7 +12,7 @@ from test_experts_dispatch import E, given, own_part
 import fzero
 from fzero.comm.exchanges import start_exchange_rows
 from fzero.core import compile, pytree
-from fzero.core.graph import chain_in_order, keeps_order
+from fzero.core.joint_graph import chain_in_order, keeps_order
 from fzero.core.vjp_pair import vjp_pair
 from fzero.models import experts as block
 from fzero.models.base import Ctx
@@ -154,10 +154,10 @@ def mixed(mesh, form):
     p = {**pytree.map(lambda t: own_part(t, ep), p), "shared": p["w_up"][0] @ p["w_down"][0]}
 
     def after(p, x, weights):
-        return block.mixture(p, x, own(ids), weights, ctx, block.Mixture(E)) + x.sin() @ p["shared"]
+        return block.mixture(p, x, own(ids), weights, ctx, block.ExpertMixture(E)) + x.sin() @ p["shared"]
 
     def beside(p, x, weights):
-        return block.mixture(p, x, own(ids), weights, ctx, block.Mixture(E), lambda: x.sin() @ p["shared"])
+        return block.mixture(p, x, own(ids), weights, ctx, block.ExpertMixture(E), lambda: x.sin() @ p["shared"])
 
     out = []
     for f in (after, beside):

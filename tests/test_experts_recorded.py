@@ -12,10 +12,10 @@ from zero_cases import FP64, OPTIMIZERS, batch_for, model_of
 
 import fzero
 from fzero.report import figures
-from fzero.report.parts import Picture, Table
+from fzero.report.elements import Picture, ReportTable
 from fzero.report.sections_experts import experts as section
-from fzero.run.measure.experts import imbalance, spread_of
-from fzero.run.measure.log import pack_numbers
+from fzero.run.measure.metrics_rows import pack_numbers
+from fzero.run.measure.norms import imbalance, spread_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -79,7 +79,7 @@ def test_the_section_of_a_report():
     assert "1.50 at the first of them and 1.20 at the last" in picture.alt and "3 experts of 2 layers" in picture.alt
     svg = figures.svg(picture.draw)
     assert "layer 1" in svg and "experts of each layer" in svg and svg == figures.svg(picture.draw)
-    (table,) = (part for part in parts if isinstance(part, Table))
+    (table,) = (part for part in parts if isinstance(part, ReportTable))
     assert table.head == ("layer", "most ÷ mean", "least ÷ mean", "router's entropy (nats)", "bias, least to most")
     assert table.rows[0] == ("0", "1.200", "0.9000", "0.9000", "-0.0100 to 0.0200")
     assert "1.500 in the first step, and 1.333 on the average of the last 3" in parts[-1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fzero.core import fake_results
+from fzero.core import device
 from fzero.core.device import FakeDevice, Target
 from fzero.core.torch_private import FakeTensorMode
 from fzero.planner.step_trace import Trace, Transfer, trace_step
@@ -89,7 +89,7 @@ def test_results_are_those_of_the_mode(name: str, monkeypatch: pytest.MonkeyPatc
                 found[turned].append(facts(program(*given), given))
             except (RuntimeError, ValueError) as error:  # such as a view of other strides
                 found[turned].append(str(error))
-    assert mode.results.found or name == "nothing"
+    assert mode.results.cache or name == "nothing"
     plain = FakeDevice(GPU)
     plain.results = lambda run, *rest: run(*rest)  # type: ignore[assignment]
     with torch.no_grad(), plain:
@@ -118,8 +118,8 @@ def test_tensors_of_another_mode_and_real_ones_are_not_remembered() -> None:
     with other:
         foreign = torch.empty(3)
     given: list[Any] = []
-    assert fake_results.key_of(mode, (foreign,), given) is None
-    assert fake_results.key_of(mode, [torch.empty(3)], given) is None and not given
+    assert device.key_of(mode, (foreign,), given) is None
+    assert device.key_of(mode, [torch.empty(3)], given) is None and not given
 
 
 def config(model: str, **more: Any) -> RunConfig:
@@ -152,7 +152,7 @@ def test_a_traced_step_is_the_same_without_the_memory(
 ) -> None:
     """Every event, moment and message of a planned step, with results remembered and without."""
     remembered: Trace = trace_step(config(model, **more), sizes, target=GPU)
-    monkeypatch.setattr(fake_results.FakeResults, "__call__", lambda self, run, *rest: run(*rest))
+    monkeypatch.setattr(device.FakeResults, "__call__", lambda self, run, *rest: run(*rest))
     plain: Trace = trace_step(config(model, **more), sizes, target=GPU)
     assert numbered(remembered) == numbered(plain)
     assert remembered.timeline == plain.timeline

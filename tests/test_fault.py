@@ -71,7 +71,7 @@ def meet_all(store, size, ranks=None, timeout_s=20.0):
 
     def one(rank):
         try:
-            found[rank] = rendezvous.meet(store(), rank, size, timeout_s)
+            found[rank] = rendezvous.await_ranks(store(), rank, size, timeout_s)
         except (TimeoutError, ValueError) as error:
             found[rank] = error
 
@@ -389,7 +389,7 @@ def test_who_is_waited_for_before_the_first_step_is_told(capsys):
     for rank, s in state.items():
         shared.set(f"beat/{rank}", json.dumps(s))
     for rank in (2, 1):
-        watchdog.say_whom(Coordinator(rank, 4, 1, shared), 60.0)
+        watchdog.report_waits(Coordinator(rank, 4, 1, shared), 60.0)
     said = capsys.readouterr().err
     assert said == (
         "rank 1, 2 wait in a message of rank 0, for rank 0, at a.py:1 f; rank 3, of which there is no sign of "
@@ -835,7 +835,7 @@ def lose_a_rank(mesh, folder):
     link.messages.transport, link.messages.transport_of = "nccl", lambda x: "nccl"
     link.abort = lambda: ((folder / f"aborted{mesh.rank}").touch(), ended(link))
     ours = Coordinator(mesh.rank, 2, 2, dist.PrefixStore("run", mesh.store))
-    ours.at, ours.notices = mesh, False
+    ours.current_mesh, ours.notices = mesh, False
     with watchdog.watch(ours):
         if mesh.rank == 1:
             time.sleep(0.5)
@@ -859,7 +859,7 @@ def lose_a_rank_before_the_first_step(mesh, folder):
     ours = Coordinator(mesh.rank, 2, 1, dist.PrefixStore("run", mesh.store))
 
     def mesh_of_run(sizes, timeout_s, device):
-        ours.at, ours.notices = mesh, False
+        ours.current_mesh, ours.notices = mesh, False
         return mesh
 
     def first_state(*_):

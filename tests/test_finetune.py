@@ -14,11 +14,17 @@ from fzero import models
 from fzero.checkpoint.convert import huggingface
 from fzero.core import pytree
 from fzero.data.chat import Chat, encoder, examples_of, read_chat, spans_of
-from fzero.data.conversations import describe_conversations, messages_of, prepare_conversations
-from fzero.data.examples import Lengths, LineReader, prepare_examples
+from fzero.data.examples import (
+    Lengths,
+    LineReader,
+    describe_conversations,
+    messages_of,
+    prepare_conversations,
+    prepare_examples,
+)
 from fzero.data.labels import labels_reader
 from fzero.data.preferences import prepare_preferences
-from fzero.data.rows import RowStream, pack
+from fzero.data.row_stream import RowStream, pack
 from fzero.data.tokens import open_tokens, verify
 from fzero.models.base import Ctx
 from fzero.run import run_folder, weights
@@ -103,12 +109,12 @@ def test_an_epoch_has_each_conversation_once(corpus):
     stream = RowStream(open_tokens(corpus), 96, 2)
     rows = len(stream.rows)
     epoch = [stream.samples_at(i, 1) for i in range(rows)]
-    assert sum(int(b["mask"].sum()) for b in epoch) == int(stream.tokens.said.sum())
+    assert sum(int(b["mask"].sum()) for b in epoch) == int(stream.tokens.loss_mask.sum())
     again = stream.samples_at(0, rows)
     assert all(torch.equal(again[name], torch.cat([b[name] for b in epoch])) for name in again)
     assert verify(corpus) == []
     total = sum(int(b["mask"].sum()) for b in RowStream(open_tokens(corpus, "val"), 96, 4).eval_batches())
-    assert total == int(open_tokens(corpus, "val").said.sum())
+    assert total == int(open_tokens(corpus, "val").loss_mask.sum())
 
 
 def test_a_conversation_in_a_row_has_the_loss_that_it_has_alone(corpus):
@@ -120,7 +126,7 @@ def test_a_conversation_in_a_row_has_the_loss_that_it_has_alone(corpus):
     tokens = stream.tokens
     for start, end in zip(tokens.docs[:-1], tokens.docs[1:]):
         ids = torch.from_numpy(tokens.tokens[start:end].astype("int64"))[None]
-        mask = torch.from_numpy(tokens.said[start + 1 : end].astype(bool))[None]
+        mask = torch.from_numpy(tokens.loss_mask[start + 1 : end].astype(bool))[None]
         alone = models.loss(model, params, {"tokens": ids[:, :-1], "targets": ids[:, 1:], "mask": mask}, ctx)
         total, count = total + float(alone.total), count + int(alone.num_tokens)
     assert int(together.num_tokens) == count

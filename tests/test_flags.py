@@ -12,9 +12,8 @@ import click
 import pytest
 
 from fzero.cli import main
+from fzero.cli.bounded_number import Flag, Number
 from fzero.cli.flags import SHORTHANDS
-from fzero.cli.idle import Flag
-from fzero.cli.number import Number
 from fzero.models.presets import FAMILIES, WRAPPERS
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import BOUNDS

@@ -10,7 +10,7 @@ import triton.language as tl
 from close import assert_close, assert_same
 
 from fzero.kernels import attention as attn
-from fzero.kernels import attention_flash, attention_flash_backward, attention_places, attention_tiles, registry
+from fzero.kernels import attention_flash, attention_flash_backward, attention_spans, attention_tiles, registry
 from fzero.kernels.attention import FULL, Pattern, attention
 
 PATTERNS = {
@@ -20,13 +20,13 @@ PATTERNS = {
     "strided": Pattern("strided", 9),
     "wide stride": Pattern("strided", 40),
     "fixed": Pattern("fixed", 40, 5),
-    "bigbird": Pattern("bigbird", 8, keep=1, near=1, random=1, seed=2**31 - 1),
+    "bigbird": Pattern("bigbird", 8, global_count=1, near=1, random=1, seed=2**31 - 1),
 }
 BIGBIRDS = (
-    Pattern("bigbird", 1, keep=2, near=3, random=2),
-    Pattern("bigbird", 5, keep=0, near=1, random=2, seed=9),
-    Pattern("bigbird", 20, keep=1, near=1, random=1, seed=1),
-    Pattern("bigbird", 6, keep=0, near=2, random=0),
+    Pattern("bigbird", 1, global_count=2, near=3, random=2),
+    Pattern("bigbird", 5, global_count=0, near=1, random=2, seed=9),
+    Pattern("bigbird", 20, global_count=1, near=1, random=1, seed=1),
+    Pattern("bigbird", 6, global_count=0, near=2, random=0),
 )
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 CONFIGS = (attention_flash.CONFIGS, attention_flash_backward.QUERY_CONFIGS, attention_flash_backward.KEY_CONFIGS)
@@ -42,7 +42,7 @@ def small_tiles(monkeypatch):
     for configs in CONFIGS:
         for width in configs:
             monkeypatch.setitem(configs, width, [{"M": 32, "N": 32}])
-    monkeypatch.setattr(attention_places, "CHUNK", 32)
+    monkeypatch.setattr(attention_spans, "CHUNK", 32)
 
 
 def documents_of(b, t):
@@ -261,7 +261,7 @@ def test_a_tile_is_asked_exactly(pattern):
     step, at_once = (5, 1) if pattern.kind == "bigbird" else (1, 4096)
     first, key = (x.flatten().int() for x in torch.meshgrid(*[torch.arange(0, 64, step)] * 2, indexing="ij"))
     rows = torch.arange(8)
-    expected = pattern.sees((first[:, None] + rows)[:, :, None], (key[:, None] + rows)[:, None, :]).any(-1).any(-1)
+    expected = pattern.visible((first[:, None] + rows)[:, :, None], (key[:, None] + rows)[:, None, :]).any(-1).any(-1)
     first, key, out = (x.to(laws.DEVICE) for x in (first, key, torch.empty_like(first)))
     grid = (len(out) // at_once,)
     _sees_some[grid](first, key, out, *pattern.sizes, ROWS=8, KIND=pattern.kind, COUNT=at_once)
@@ -289,7 +289,7 @@ def test_values_that_are_not_seen_do_not_show():
 def test_flops_count_the_pairs(pattern):
     q, k, v = inputs(2, 30, 4, 2, 8, s=50)
     at = torch.arange(50)
-    pairs = int(pattern.sees(at[20:, None], at[None]).sum())
+    pairs = int(pattern.visible(at[20:, None], at[None]).sum())
     assert attention.flops(q, k, v, pattern=pattern) == 4 * 2 * 4 * 8 * pairs
 
 

@@ -16,7 +16,7 @@ from zero_cases import train, whole
 import fzero
 from fzero import models, optim
 from fzero.core import precision, pytree, torch_private
-from fzero.core.both_orders import make_both_orders
+from fzero.core.graph_passes import merge_transposed_calls
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import float8, float8_gather
 from fzero.kernels.float8 import E4M3, E5M2, RECIPES, float8_linear
@@ -355,7 +355,7 @@ def test_numbers_in_both_orders_are_made_by_one_read_where_they_can(f, joined):
     graph = make_fx(f)(x, most)
     for node in graph.graph.nodes:
         node.meta.setdefault("val", None)
-    make_both_orders(graph)
+    merge_transposed_calls(graph)
     targets = [node.target for node in graph.graph.nodes]
     assert targets.count(float8.float8_both) == joined
     assert targets.count(float8.float8_numbers) == (0 if joined else 2)

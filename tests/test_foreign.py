@@ -1,4 +1,4 @@
-"""Text from elsewhere is read in one place (fzero/core/foreign.py), and one place ends every command
+"""Text from elsewhere is read in one place (fzero/core/text_parsing.py), and one place ends every command
 (fzero/cli/process.py)."""
 
 import ast
@@ -19,17 +19,17 @@ from foreign_cases import READERS, documents, import_model, model_folder
 
 import fzero
 from fzero.cli import main, process
-from fzero.core import foreign
+from fzero.core import text_parsing
 from fzero.data.chat import Chat, read_chat
 from fzero.data.labels import labels_of
 from fzero.run import run_folder
 
 ROOT = Path(fzero.__file__).parent
-# Calls of a parser outside of core/foreign.py, and why: the text was made by this program a moment ago.
+# Calls of a parser outside of core/text_parsing.py, and why: the text was made by this program a moment ago.
 OWN = {
     "checkpoint/extras.py": 1,  # what `to_bytes` made, compared with its checksum; numbers have any size
-    "checkpoint/commit.py": 1,  # another rank's message
-    "cli/ask.py": 2,  # what plans made
+    "checkpoint/save_state.py": 1,  # another rank's message
+    "cli/plan_questions.py": 2,  # what plans made
     "cli/checkpoint.py": 0,
     "comm/agreement.py": 1,  # messages of ranks
     "offload/store_folder.py": 2,  # round trips
@@ -56,7 +56,7 @@ def parsers_in(path):
 
 def test_foreign_text_is_parsed_in_one_place():
     found = {path.relative_to(ROOT).as_posix(): parsers_in(path) for path in ROOT.rglob("*.py")}
-    found.pop("core/foreign.py")
+    found.pop("core/text_parsing.py")
     assert {name: n for name, n in found.items() if n} == {name: n for name, n in OWN.items() if n}
 
 
@@ -150,15 +150,15 @@ def test_no_reader_waits_for_a_fifo(sound, name, file):
 )
 def test_toml_within_the_same_bounds(text, message):
     with pytest.raises(ValueError, match=f"^some: .*{message}|^some:1: .*{message}"):
-        foreign.parse_toml(text, "some")
+        text_parsing.parse_toml(text, "some")
 
 
 def test_what_is_within_the_bounds_is_read():
     value = {"a": [[18446744073709551615, -9223372036854775808, 1e300, True, None, "é\U0001f600"]], "b": {}}
-    assert foreign.parse_json(json.dumps(value), "some") == value
+    assert text_parsing.parse_json(json.dumps(value), "some") == value
     deep = '{"a":' * 63 + "1" + "}" * 63
-    assert foreign.parse_json(deep, "some") == json.loads(deep)
-    assert foreign.parse_toml("# " + "." * 500 + "\nx = [1.5, 2]", "some") == {"x": [1.5, 2]}
+    assert text_parsing.parse_json(deep, "some") == json.loads(deep)
+    assert text_parsing.parse_toml("# " + "." * 500 + "\nx = [1.5, 2]", "some") == {"x": [1.5, 2]}
 
 
 def test_whole_numbers_that_nobody_reads_may_be_of_any_size(tmp_path):
@@ -175,19 +175,19 @@ def test_whole_numbers_that_nobody_reads_may_be_of_any_size(tmp_path):
     assert documents("t.jsonl")(tmp_path) == ["some"]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"label": "some", **most}) + '\n{"label": "b"}')
     assert labels_of(tmp_path / "chat.jsonl") == ("b", "some")
-    assert foreign.parse_json(json.dumps(most), "some", wide=True) == most
+    assert text_parsing.parse_json(json.dumps(most), "some", wide=True) == most
     for kind in (int, float, int | None):
         with pytest.raises(ValueError, match=r"^some: model_max_length is 1000.* does not fit into 64 bits"):
-            foreign.expect_entries(most, {"model_max_length": kind}, "some")
+            text_parsing.expect_entries(most, {"model_max_length": kind}, "some")
 
 
 def test_texts_of_too_many_bytes_or_values(monkeypatch):
-    monkeypatch.setattr(foreign, "MOST_VALUES", 100)
+    monkeypatch.setattr(text_parsing, "MAX_VALUES", 100)
     with pytest.raises(ValueError, match="some: more than 100 values"):
-        foreign.parse_json_value("[" + "[]," * 100 + "1]", "some")
-    monkeypatch.setattr(foreign, "LARGEST", 100)
+        text_parsing.parse_json_value("[" + "[]," * 100 + "1]", "some")
+    monkeypatch.setattr(text_parsing, "LARGEST", 100)
     with pytest.raises(ValueError, match="some: 101 bytes of JSON; at most 100"):
-        foreign.parse_json_value(" " * 100 + "1", "some")
+        text_parsing.parse_json_value(" " * 100 + "1", "some")
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_texts_of_too_many_bytes_or_values(monkeypatch):
 )
 def test_expect_entries(value, hint, message):
     with pytest.raises(ValueError, match=message):
-        foreign.expect_entries(value, {"k": hint}, "some")
-    foreign.expect_entries({"k": None, "f": 1}, {"k": int | None, "f": float, "other?": str}, "some")
+        text_parsing.expect_entries(value, {"k": hint}, "some")
+    text_parsing.expect_entries({"k": None, "f": 1}, {"k": int | None, "f": float, "other?": str}, "some")
 
 
 # ---- environment.json and the environment of a process
@@ -297,8 +297,8 @@ def test_known_errors_are_one_line_and_two(fz, monkeypatch, error):
 
 
 def test_a_message_of_any_length_and_content_is_a_line_of_a_terminal():
-    assert process.one_line("a\n\tb\x1b[31m\u202e\ud800é") == "a b\\x1b[31m\\u202e\\ud800é"
-    assert len(process.one_line("x" * 10**6)) == 4000
+    assert process.escape_line("a\n\tb\x1b[31m\u202e\ud800é") == "a b\\x1b[31m\\u202e\\ud800é"
+    assert len(process.escape_line("x" * 10**6)) == 4000
 
 
 LATE = "import sys, time; sys.argv = ['fzero', '--help']; time.sleep(0.3); import fzero.__main__"
@@ -389,7 +389,7 @@ assert not {{"torch", "numpy"}} & set(sys.modules), "heavy"
 
 def test_the_names_known_without_torch_are_all_names():
     from fzero.cli.flags import SHORTHANDS
-    from fzero.cli.names import preset_names
+    from fzero.cli.name_checks import preset_names
     from fzero.cli.plan import TABLES, check_choice
     from fzero.models import PRESETS
     from fzero.run.config import RunConfig

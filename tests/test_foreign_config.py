@@ -25,7 +25,7 @@ WRONG = (-1, 10**30, True, "1", [1], {"a": 1}, math.nan, math.inf, -0.5)
 ZERO_IS_FINE = {"resid_pdrop", "embd_pdrop", "initializer_range", "router_aux_loss_coef"}
 ZERO_IS_FINE |= {"first_k_dense_replace", "q_lora_rank", "n_shared_experts", "routed_scaling_factor"}
 ENTRIES = [
-    *((family.model_type, field.theirs) for family in FAMILIES for field in family.fields),
+    *((family.model_type, field.entry) for family in FAMILIES for field in family.fields),
     *((family.model_type, "rope_theta") for family in FAMILIES[1:]),
     *(("llama", f"rope_scaling.{name}") for name in ROPE),
     *(("llama", f"rope_parameters.{name}") for name in (*ROPE, "rope_theta")),
@@ -77,7 +77,7 @@ def test_the_sound_configs_are_read(folders):
     for name, config in ALL.items():
         assert read_hf_config(folders[name] / "model/config.json")[0] == config
     for family in FAMILIES:  # the table above has every entry that must be there
-        assert {f.theirs for f in family.fields if f.default is REQUIRED} <= {
+        assert {f.entry for f in family.fields if f.default is REQUIRED} <= {
             e for m, e in ENTRIES if m == family.model_type
         }
 
@@ -101,13 +101,13 @@ def test_every_size_is_compared_with_the_weights(folders, model):
     free |= {"query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping"}
     free |= {"n_head"}  # any divisor of n_embd makes the same tensors
     for field in family.fields:
-        if field.theirs not in free and table.get(field.theirs) is not None:
+        if field.entry not in free and table.get(field.entry) is not None:
             for factor in (2, 50_000):
-                path = changed(folders[model], field.theirs, table[field.theirs] * factor)
+                path = changed(folders[model], field.entry, table[field.entry] * factor)
                 begin = time.monotonic()
                 with pytest.raises(ValueError):
                     convert.open_source(folders[model] / "model", path)
-                assert time.monotonic() - begin < 2, (field.theirs, factor)
+                assert time.monotonic() - begin < 2, (field.entry, factor)
 
 
 def test_a_billion_layers_are_refused_before_memory_is_taken(folders, tmp_path):

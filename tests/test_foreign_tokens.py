@@ -1,4 +1,4 @@
-"""Token files of other systems, read in place (fzero/data/foreign_tokens.py)."""
+"""Token files of other systems, read in place (fzero/data/linked_corpus.py)."""
 
 import itertools
 

@@ -254,7 +254,7 @@ def test_no_weight_of_a_folder_is_held(tmp_path):
 
 def test_frequencies_of_rotary_embeddings_stay_float32():
     model = fzero.from_huggingface(theirs.MODELS["Llama"]())
-    buffers = model.embed.__self__.buffers.on(torch.device("cpu"), torch.bfloat16)
+    buffers = model.embed.__self__.buffers.to_device(torch.device("cpu"), torch.bfloat16)
     assert {name: leaf.dtype for name, leaf in buffers.items()} == {
         "model.rotary_emb.inv_freq": torch.float32,
         "model.rotary_emb.original_inv_freq": torch.float32,

@@ -14,13 +14,13 @@ import torch
 
 import fzero
 from fzero import checkpoint, data
-from fzero.checkpoint.convert.safetensors import Entry, write_safetensors
-from fzero.checkpoint.part_storage import FileWriter
+from fzero.checkpoint.convert.safetensors import TensorEntry, write_safetensors
+from fzero.checkpoint.tile_file import FileWriter
 from fzero.core.storage import naming, write_text
 from fzero.data.piece_cache import PieceCache
 from fzero.planner import search
 from fzero.run import config_table, run_folder, run_lock
-from fzero.run.measure import log
+from fzero.run.measure import metrics_rows
 
 ROOT = Path(fzero.__file__).parent
 W = torch.arange(3e5)
@@ -45,7 +45,7 @@ def a_corpus(folder):
 def metrics(folder):
     def write():
         row = {"loss": 1.0, "step_s": 1.0, "tokens_per_s": 1.0, "mfu": 0.1, "step": 1, "skipped": False}
-        with log.metrics_writer(folder, 0, lambda row: None, (), {}) as record:
+        with metrics_rows.metrics_writer(folder, 0, lambda row: None, (), {}) as record:
             record({**row, "more": "x" * 1000})
 
     return write
@@ -53,7 +53,7 @@ def metrics(folder):
 
 def a_part(folder):
     with closing(FileWriter(folder, "part", 0)) as file:
-        file.put(torch.zeros(1 << 16, dtype=torch.uint8), 1 << 16, 0)
+        file.write_at(torch.zeros(1 << 16, dtype=torch.uint8), 1 << 16, 0)
 
 
 CONFIG = config_table.from_table({"preset": "llama-tiny"})
@@ -62,12 +62,12 @@ WRITERS = {
     "a corpus": a_corpus,
     "a part of a checkpoint": lambda folder: lambda: a_part(folder),
     "safetensors": lambda folder: (
-        lambda: write_safetensors(folder / "x.safetensors", {"w": Entry(W.dtype, W.shape, lambda: W)})
+        lambda: write_safetensors(folder / "x.safetensors", {"w": TensorEntry(W.dtype, W.shape, lambda: W)})
     ),
     "a run": lambda folder: lambda: run_folder.create_run(folder, CONFIG, None, corpus="c" * 100),
     "a config": lambda folder: lambda: search.write_config(CONFIG, folder / "config.json"),
     "a piece of a cache": lambda folder: lambda: PieceCache(folder, 10**6).write("a/0", bytes(1000)),
-    "a lock": lambda folder: lambda: run_lock.take(folder),
+    "a lock": lambda folder: lambda: run_lock.acquire(folder),
     "rows of metrics": metrics,
 }
 
@@ -158,7 +158,7 @@ def test_every_place_that_writes_names_its_file():
 
 
 def test_rows_go_on_in_a_new_file_where_theirs_is_moved(tmp_path, capsys):
-    with log.metrics_writer(tmp_path, 0, lambda row: None, [], {}) as record:
+    with metrics_rows.metrics_writer(tmp_path, 0, lambda row: None, [], {}) as record:
         record({"step": 1})
         (tmp_path / "metrics.jsonl").rename(tmp_path / "moved")
         record({"step": 2})

@@ -15,7 +15,7 @@ import torch
 from pretend_gpu import pretend
 
 import fzero
-from fzero.comm.agreement import Agreement
+from fzero.comm.agreement import ProgramAgreement
 from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
 from fzero.core import gpu, gpu_copies, pytree
@@ -32,10 +32,10 @@ from fzero.run.memory_check import (
     memory_needed,
     memory_on_host,
     needs_on_device,
-    others_hold,
+    other_usage_text,
 )
 from fzero.run.out_of_memory import explain
-from fzero.run.pretrain import expect_memory, place
+from fzero.run.pretrain import expect_memory, resolve_placement
 from fzero.run.ranks.coordinator import Coordinator
 
 ROOT = Path(fzero.__file__).parent
@@ -99,7 +99,7 @@ def test_auto_takes_the_gpu_where_there_is_one(machine, wanted, gpus, kind):
 
 def test_a_process_takes_the_gpu_of_its_local_rank(machine):
     chosen = machine(4, local_rank=3)
-    assert gpu.use_device("cuda", 4) == torch.device("cuda", 3) == gpu.device_here("cuda") == chosen[0]
+    assert gpu.use_device("cuda", 4) == torch.device("cuda", 3) == gpu.local_device("cuda") == chosen[0]
     assert gpu.use_device("cpu", 9) == torch.device("cpu") and len(chosen) == 1
 
 
@@ -158,7 +158,7 @@ def test_a_gpu_that_cuda_does_not_count_is_told_with_the_reason(machine, monkeyp
     assert str(refused.value).startswith(f"device is cuda and PyTorch can use no GPU here: {line}")
     assert str(refused.value).endswith("; device=cpu (--device cpu) trains without it")
     table = {"preset": "mlp-tiny", "precision": {"policy": "fp32", "fp32_matmul": "default"}}
-    lines = place(from_table(table), Coordinator())[3]  # auto
+    lines = resolve_placement(from_table(table), Coordinator())[3]  # auto
     assert lines[0] == f"device: the CPU; no GPU can be used: {line.partition(';')[0]}"
 
 
@@ -249,7 +249,7 @@ def test_memory_is_pinned_only_for_a_process_that_uses_a_gpu(machine):
 def test_a_run_decides_its_device_and_says_it(machine):
     machine(0)
     table = {"preset": "mlp-tiny", "precision": {"policy": "fp32", "fp32_matmul": "default"}}
-    config, _, device, lines = place(from_table(table), Coordinator())
+    config, _, device, lines = resolve_placement(from_table(table), Coordinator())
     assert config.device == "cpu" and device == gpu.HOST and lines[0] == "device: the CPU"
     assert from_json(to_json(config)).device == "cpu"
     with pytest.raises(ValueError, match=r"device is 'gpu'.*auto, cpu, cuda"):
@@ -418,13 +418,13 @@ def test_others_that_hold_a_gpu_are_told_before_a_run(monkeypatch, tmp_path):
         program.write_text("#!/bin/sh\nexit 9\n")
         assert gpu.processes_on(job.device) == []
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((149 << 30) - (600 << 20), 149 << 30))
-        assert others_hold(job.device) == ""  # a driver's own part
-    assert others_hold(gpu.HOST) == ""
+        assert other_usage_text(job.device) == ""  # a driver's own part
+    assert other_usage_text(gpu.HOST) == ""
 
 
 def test_small_tables_stay_in_the_memory_of_the_host_beside_nccl():
     communicator = Communicator(
-        "dp", (0, 1), transport="nccl", ledger=Ledger(), agreement=Agreement(None, 0, 0.0), ordered=False
+        "dp", (0, 1), transport="nccl", ledger=Ledger(), agreement=ProgramAgreement(None, 0, 0.0), ordered=False
     )
     assert communicator.messages.transport_of(torch.ones(1)) == "gloo"
     with pretend():

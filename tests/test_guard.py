@@ -370,7 +370,7 @@ def test_a_run_may_stop_at_the_first(fz, plain, monkeypatch):
 
 
 def test_the_last_step_is_compared_before_it_is_saved(fz, monkeypatch):
-    put, calls = sdc_check.Digests.put, []
+    put, calls = sdc_check.Digests.reduce_group, []
 
     def wrong(self, part, names, grads, **options):
         calls.append(part)
@@ -378,7 +378,7 @@ def test_the_last_step_is_compared_before_it_is_saved(fz, monkeypatch):
             grads = [grad + 1.0 for grad in grads]
         put(self, part, names, grads, **options)
 
-    monkeypatch.setattr(sdc_check.Digests, "put", wrong)
+    monkeypatch.setattr(sdc_check.Digests, "reduce_group", wrong)
     args = [arg.replace("checkpoint_every=3", "checkpoint_every=100") for arg in QUIET]
     code, _, err = fz(*args, *sets("guard.check_every=100"), "--out", "run")
     assert code == 2 and "step 12: rank 0 computes one micro-batch twice and differs from itself, first in " in err
@@ -503,14 +503,14 @@ def test_the_defaults_are_those_of_a_run_without_a_guard():
 def test_samples_left_out_are_those_and_no_others():
     batch, skips = 4, [(16, 4), (4, 4), (20, 4), (32, 4)]
     kept = [first for first in range(0, 80, batch) if (first, 4) not in skips]
-    found = [corpus.sample_at(step * batch, skips) for step in range(len(kept))]
+    found = [corpus.sample_of_cursor(step * batch, skips) for step in range(len(kept))]
     assert found == kept
-    assert [corpus.sample_at(cursor, []) for cursor in (0, 4, 400)] == [0, 4, 400]
+    assert [corpus.sample_of_cursor(cursor, []) for cursor in (0, 4, 400)] == [0, 4, 400]
 
 
 def test_a_batch_left_out_says_nothing_of_those_before_it():
     for cursor in range(0, 16, 4):
-        assert corpus.sample_at(cursor, [(16, 4)]) == corpus.sample_at(cursor, []) == cursor
+        assert corpus.sample_of_cursor(cursor, [(16, 4)]) == corpus.sample_of_cursor(cursor, []) == cursor
 
 
 def test_the_parts_of_a_batch_are_those_of_every_mesh(fz, plain):

@@ -13,7 +13,7 @@ from pretend_gpu import pretend
 
 import fzero
 from fzero.core import gpu, gpu_copies, host_memory, pytree
-from fzero.core.host_memory import ALIGNED, OWN_PAGES, PAGE, bytes_cached, bytes_taken, empty_together, to_host
+from fzero.core.host_memory import ALIGNED, LARGE_BYTES, PAGE, bytes_cached, bytes_taken, empty_packed, to_host
 from fzero.run.build import build, first_state
 from fzero.run.config_table import from_table
 from fzero.run.memory_check import host_bytes, sizes_on_host
@@ -24,9 +24,9 @@ CUDA = torch.device("cuda", 0)
 
 def test_tensors_take_whole_pages_and_have_storages_of_their_own():
     like = [((300, 1000), torch.float32), ((), torch.int64), ((7, 3), torch.bfloat16), ((0, 5), torch.float32)]
-    like += [((OWN_PAGES + 1,), torch.uint8)]
+    like += [((LARGE_BYTES + 1,), torch.uint8)]
     with pretend() as seen:
-        found = empty_together(like, "a test")
+        found = empty_packed(like, "a test")
         sizes = [x.nbytes for x in found]
         assert [(tuple(x.shape), x.dtype) for x in found] == like and all(map(seen.pinned, found[:3]))
         assert seen.registered == bytes_taken(sizes) == 293 * PAGE + PAGE + 257 * PAGE and not seen.cached
@@ -45,12 +45,12 @@ CODE = """
 import gc, mmap, sys
 from pathlib import Path
 import torch
-from fzero.core.host_memory import empty_together
+from fzero.core.host_memory import empty_packed
 now = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 like = [((n,), torch.uint8) for n in (37_000_001, 5_000_000, 1_048_577, 100)]
-del [empty_together(like, "a test")][:]  # what the first call takes besides
+del [empty_packed(like, "a test")][:]  # what the first call takes besides
 gc.collect()
-before, found = now(), empty_together(like, "a test")
+before, found = now(), empty_packed(like, "a test")
 between = now() - before
 del found
 gc.collect()
@@ -73,7 +73,7 @@ def test_a_kernel_without_huge_pages_has_small_ones(monkeypatch):
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(mmap, "mmap", Memory)
-    (x,) = empty_together([((5,), torch.float32)], "a test")
+    (x,) = empty_packed([((5,), torch.float32)], "a test")
     assert x.fill_(2).sum() == 10
 
 
@@ -102,7 +102,7 @@ def test_a_run_takes_of_the_host_what_its_check_says():
         state, _ = steps(job)
         gc.collect()
         sizes, leaves = sizes_on_host(job), pytree.named_leaves(state)
-        large = [n for n in sizes.state + sizes.grads if n >= OWN_PAGES]
+        large = [n for n in sizes.state + sizes.grads if n >= LARGE_BYTES]
         assert len(large) > 5 and sum(x.nbytes for x in leaves.values() if not x.is_cuda) == sum(sizes.state)
         assert abs(seen.registered - host_bytes(job)) <= PAGE * len(leaves)
         assert all(x.is_cuda or seen.pinned(x) for x in leaves.values())
@@ -169,7 +169,7 @@ def test_memory_that_dies_while_a_graph_is_recorded_is_given_back_later(monkeypa
         assert seen.registered == 1 << 21 and not seen.waits
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         (x,) = to_host([torch.ones(1)], CUDA, "a test")
-        assert seen.registered == PAGE and not host_memory._WAITING
+        assert seen.registered == PAGE and not host_memory._PENDING_RELEASES
         del x
 
 

@@ -13,8 +13,8 @@ from close import assert_close, assert_same
 from fzero.core.compile import have_compiler
 from fzero.kernels import optim_cpu, optim_lowbit
 from fzero.kernels import optim_multi_tensor as kernels
-from fzero.kernels.optim_leaf import Leaf, Rates
-from fzero.kernels.optim_lowbit import Place, make_place
+from fzero.kernels.optim_leaf import OptimLeaf, StepRates
+from fzero.kernels.optim_lowbit import LeafPosition, make_position
 from fzero.kernels.registry import explain
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="there is no C++ compiler")
@@ -45,9 +45,9 @@ def draw(name, shapes, state=F32, grad=F32, stochastic=False, coded=False, copy=
             kept = [*(c for c, _ in pairs), *(s for _, s in pairs)]
         else:
             kept = [x.to(state) for x in kept]
-        where = make_place((5, i), shape, (0,) * len(shape), shape) if stochastic else None
+        where = make_position((5, i), shape, (0,) * len(shape), shape) if stochastic else None
         leaves.append(
-            Leaf(
+            OptimLeaf(
                 p,
                 g.to(grad),
                 tuple(kept),
@@ -61,7 +61,7 @@ def draw(name, shapes, state=F32, grad=F32, stochastic=False, coded=False, copy=
 
 def rates(name, lr=0.01, **more):
     scalars = [torch.tensor(x, dtype=F64) for x in (lr, 0.3, 0.2)][: 3 if name == "adamw" else 1]
-    return Rates(tuple(scalars), torch.tensor(7), 0.9, 0.95, 1e-8 if name == "adamw" else 0.0, **more)
+    return StepRates(tuple(scalars), torch.tensor(7), 0.9, 0.95, 1e-8 if name == "adamw" else 0.0, **more)
 
 
 def each(f, leaf):
@@ -152,12 +152,12 @@ def test_steps_of_torch(coupled, other):
     first, *grads = laws.draw(*[(3, 70)] * 5, dtype=F32, device="cpu")
     theirs = first.clone().requires_grad_()
     optimizer = other([theirs], lr=0.03, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
-    leaf = Leaf(first.clone(), grads[0], (torch.zeros_like(first), torch.zeros_like(first)), 0.1)
+    leaf = OptimLeaf(first.clone(), grads[0], (torch.zeros_like(first), torch.zeros_like(first)), 0.1)
     for t, g in enumerate(grads):
         theirs.grad = g
         optimizer.step()
         scalars = tuple(torch.tensor(x, dtype=F64) for x in (0.03, 1 - 0.8 ** (t + 1), (1 - 0.95 ** (t + 1)) ** 0.5))
-        given = Rates(scalars, torch.tensor(t), 0.8, 0.95, 1e-6, coupled, factor=torch.tensor(0.5))
+        given = StepRates(scalars, torch.tensor(t), 0.8, 0.95, 1e-6, coupled, factor=torch.tensor(0.5))
         kernels.adamw([leaf._replace(g=2.0 * g)], given, impl="cpp")
     assert_close(leaf.p, theirs.detach(), rtol=1e-5, atol=1e-6)
 
@@ -165,7 +165,7 @@ def test_steps_of_torch(coupled, other):
 def test_lion_by_hand():
     p, g, m = (torch.tensor(x) for x in ([1.0, 1.0, 1.0, 1.0], [1.0, -1.0, 0.0, 8.0], [0.0, 1.0, 0.0, -1.0]))
     kernels.lion(
-        [Leaf(p, g, (m,), 0.5)], Rates((torch.tensor(0.1, dtype=F64),), torch.tensor(0), 0.75, 0.5), impl="cpp"
+        [OptimLeaf(p, g, (m,), 0.5)], StepRates((torch.tensor(0.1, dtype=F64),), torch.tensor(0), 0.75, 0.5), impl="cpp"
     )
     assert_close(p, torch.tensor([0.85, 0.85, 0.95, 0.85]), rtol=1e-6)  # 0.75 m + 0.25 g = 0.25, 0.5, 0, 1.25
     assert_close(m, torch.tensor([0.5, 0.0, 0.0, 3.5]), rtol=1e-6)
@@ -225,7 +225,7 @@ def test_the_copy_is_rounded_to_nearest_even(dtype):
     raw = torch.cat(((exponents | ends).reshape(-1), torch.tensor([0x7F800000, 0x7FC00000, 0x7F800001, 0x7FFFFFFF])))
     p = torch.cat((raw, raw | (1 << 31))).to(torch.uint32).view(F32)
     exact = torch.cat([p, laws.draw((100_000,), dtype=F32, device="cpu")[0] * torch.logspace(-12, 6, 100_000)])
-    leaf = Leaf(
+    leaf = OptimLeaf(
         exact.clone(),
         torch.zeros_like(exact),
         (torch.zeros_like(exact),),
@@ -249,7 +249,9 @@ def test_the_copy_is_rounded_to_nearest_even(dtype):
 def cut(leaf, start, end, shift=0):
     """The elements [start, end) of a flat leaf as a leaf, `shift` elements behind the beginning of its memory."""
     part = lambda x: torch.cat((x.new_zeros(shift), x[start:end]))[shift:]  # noqa: E731
-    return each(part, leaf)._replace(place=leaf.place and leaf.place._replace(first=leaf.place.first + start))
+    return each(part, leaf)._replace(
+        position=leaf.position and leaf.position._replace(first=leaf.position.first + start)
+    )
 
 
 @every_op
@@ -303,8 +305,8 @@ def test_a_shard_is_rounded_as_in_the_whole(shard):
     shape, windows = SHARDS[shard]
     whole = draw("adamw", [shape], state=BF16, stochastic=True)[0]
     slices = tuple(slice(start, start + size) for start, size in windows)
-    where = make_place((5, 0), tuple(size for _, size in windows), tuple(start for start, _ in windows), shape)
-    part = each(lambda x: x[slices].contiguous(), whole)._replace(place=where)
+    where = make_position((5, 0), tuple(size for _, size in windows), tuple(start for start, _ in windows), shape)
+    part = each(lambda x: x[slices].contiguous(), whole)._replace(position=where)
     whole, part = (after("adamw", [leaf], rates("adamw"))[0] for leaf in (whole, part))
     assert_same((part.p, *part.state), (whole.p[slices], *(x[slices] for x in whole.state)))
 
@@ -312,7 +314,7 @@ def test_a_shard_is_rounded_as_in_the_whole(shard):
 def test_the_words_of_large_indices_and_counts():
     """Both words of the counters, and any word of a key."""
     for first, count in (((1 << 34) - 700, 5), ((1 << 40) + 3, (1 << 32) + 1), ((1 << 61) - 5000, (1 << 62) - 1)):
-        leaf = draw("adamw", [(1500,)], state=BF16)[0]._replace(place=Place((0xFFFFFFFF, 0x9E3779B9), first))
+        leaf = draw("adamw", [(1500,)], state=BF16)[0]._replace(position=LeafPosition((0xFFFFFFFF, 0x9E3779B9), first))
         compare("adamw", [leaf], rates("adamw")._replace(count=torch.tensor(count)))
 
 
@@ -339,7 +341,7 @@ def test_what_auto_takes():
     lion = draw("lion", [(3, 40)])
     assert "it must be compiled, for 120 elements" in explain("lion", lion, rates("lion")).reasons["cpp"]
     many = torch.zeros(optim_cpu.MANY)
-    assert explain("lion", [Leaf(many, many, (many,))], rates("lion")).chosen == "cpp"
+    assert explain("lion", [OptimLeaf(many, many, (many,))], rates("lion")).chosen == "cpp"
 
 
 @pytest.mark.parametrize(
@@ -349,7 +351,7 @@ def test_what_auto_takes():
         (lambda leaf: leaf._replace(p=leaf.p.double()), "the dtypes are torch.float64 and torch.float32"),
         (lambda leaf: leaf._replace(g=leaf.g.half()), "the dtypes are torch.float32 and torch.float16"),
         (lambda leaf: leaf._replace(state=tuple(x.half() for x in leaf.state)), "the state is in torch.float16"),
-        (lambda leaf: leaf._replace(place=Place()), "a state in float32 is to be rounded stochastically"),
+        (lambda leaf: leaf._replace(position=LeafPosition()), "a state in float32 is to be rounded stochastically"),
         (lambda leaf: leaf._replace(copy=leaf.p.double()), "the copy is in torch.float64"),
         (lambda leaf: leaf._replace(g=leaf.g.mT.contiguous().mT), "is not contiguous"),
         (lambda leaf: leaf._replace(copy=leaf.p.mT.contiguous().mT), "is not contiguous"),

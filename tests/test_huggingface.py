@@ -32,7 +32,7 @@ from zero_cases import whole
 
 import fzero
 from fzero import optim
-from fzero.checkpoint.convert.huggingface import like, load_hf, save_hf
+from fzero.checkpoint.convert.huggingface import load_hf, meta_leaves, save_hf
 from fzero.checkpoint.convert.safetensors import DTYPES, read_safetensors, write_safetensors
 from fzero.core import pytree
 from fzero.models import Ctx, GPT2Config, MLPConfig, build, logits, loss, num_params, preset
@@ -109,7 +109,7 @@ def test_logits_loss_and_every_gradient_equal_theirs(case, saved, tmp_path):
     save_file(named, graded / "model.safetensors")
     expected = pytree.named_leaves(load_hf(graded)[1])
     got = pytree.named_leaves(grads)
-    assert list(got) == list(expected) == list(like(config))
+    assert list(got) == list(expected) == list(meta_leaves(config))
     errors = {name: relative(got[name], expected[name]) for name in got if expected[name].abs().max() > 1e-6}
     # A key's bias moves all scores of a query alike: its gradient is zero but for rounding, in both.
     assert set(got) - set(errors) <= {"blocks/attn/b_k", "blocks_experts/moe/bias"}
@@ -303,20 +303,20 @@ def test_presets_have_the_tensors_of_their_model(name, tmp_path):
     """Names and shapes of the real sizes, without the memory."""
     from fzero.checkpoint.convert.huggingface_config import write_config
     from fzero.checkpoint.convert.huggingface_families import full_name
-    from fzero.checkpoint.convert.huggingface_names import places, their_shape
+    from fzero.checkpoint.convert.huggingface_names import row_tensors, tensor_shape
 
     content, family = write_config(preset(name))
     file = tmp_path / "config.json"
     file.write_text(json.dumps(content))
     with torch.device("meta"):
         model = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained(tmp_path))
-    leaves = like(preset(name))
+    leaves = meta_leaves(preset(name))
     # As transformers holds them: the last layout.
     got = {
-        full_name(family, there): their_shape(row, leaves)
+        full_name(family, there): tensor_shape(row, leaves)
         for row in family.layouts[-1]
-        if row.ours in leaves
-        for there, _ in places(row, leaves)
+        if row.leaf in leaves
+        for there, _ in row_tensors(row, leaves)
     }
     theirs = {**dict(model.named_parameters()), **{name: b for name, b in model.named_buffers() if ROUTER in name}}
     assert got == {name: list(p.shape) for name, p in theirs.items()}

@@ -130,9 +130,9 @@ for module in pkgutil.walk_packages(fzero.__path__, "fzero."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 from fzero.cli import aot
-from fzero.kernels import glu, optional_triton, op_function
-assert not optional_triton.INSTALLED and not op_function.INTERPRETED
-assert op_function.triton_runs(torch.ones(1)).endswith("run on cuda")
+from fzero.kernels import glu, optional_triton, custom_operator
+assert not optional_triton.INSTALLED and not custom_operator.INTERPRETED
+assert custom_operator.triton_runs(torch.ones(1)).endswith("run on cuda")
 try:
     next(value for value in vars(glu).values() if isinstance(value, optional_triton.AbsentKernel))[(1,)]
 except ImportError as error:

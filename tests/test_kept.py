@@ -12,9 +12,9 @@ from close import assert_same
 
 from fzero import models
 from fzero.core import compile as fzero_compile
-from fzero.core import kept, kept_programs, loops, observe, pytree, vjp_pair
+from fzero.core import compile_cache, form_observer, loop_library, program_cache, pytree, vjp_pair
 from fzero.core.compile import jit
-from fzero.core.stack import part_pair
+from fzero.core.stack import segment_pair
 from fzero.models.base import Ctx
 from fzero.sharding import fake_mesh
 
@@ -22,7 +22,7 @@ from fzero.sharding import fake_mesh
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kept, "_ALLOWED", [True])
+    monkeypatch.setattr(compile_cache, "_ALLOWED", [True])
     return tmp_path
 
 
@@ -47,18 +47,18 @@ DAMAGED = {
 def test_an_answer_is_found_unless_a_byte_of_it_is_another(folder, how):
     library = folder / "library.so"
     library.write_bytes(b"code")
-    assert kept.find("what") is None
-    kept.keep("what", {"x": 1}, [str(library)])
-    assert kept.find("what") == {"x": 1} and kept.find("which") is None
-    (path,) = kept.folder().glob("*.json")
+    assert compile_cache.load_answer("what") is None
+    compile_cache.store("what", {"x": 1}, [str(library)])
+    assert compile_cache.load_answer("what") == {"x": 1} and compile_cache.load_answer("which") is None
+    (path,) = compile_cache.folder().glob("*.json")
     DAMAGED[how](path, library)
-    assert kept.find("what") is None
+    assert compile_cache.load_answer("what") is None
 
 
 def test_where_nothing_can_be_written_nothing_is_kept(folder):
-    kept.folder().write_text("a file in its place")
-    kept.keep("what", {"x": 1})
-    assert kept.find("what") is None
+    compile_cache.folder().write_text("a file in its place")
+    compile_cache.store("what", {"x": 1})
+    assert compile_cache.load_answer("what") is None
 
 
 # ---- questions ----
@@ -80,10 +80,10 @@ DIFFERENT = [
 
 
 def test_what_is_traced_otherwise_is_described_otherwise():
-    texts = [json.dumps(kept_programs.describe(value)) for value in DIFFERENT]
+    texts = [json.dumps(program_cache.describe(value)) for value in DIFFERENT]
     assert len(set(texts)) == len(DIFFERENT)
     again = models.llama(models.LlamaConfig(**LLAMA, norm_eps=1e-5)).block
-    assert json.dumps(kept_programs.describe(again)) == texts[13]
+    assert json.dumps(program_cache.describe(again)) == texts[13]
 
 
 VALUES = ["function", "lambda", "tensor", "object", "class", "function in a list"]
@@ -94,7 +94,7 @@ def test_what_values_do_not_tell_apart_has_no_description(value):
     if value is Mapping:
         value = MappingProxyType({"f": functools.partial(outside, 1)})
     with pytest.raises(ValueError, match="not told apart"):
-        kept_programs.describe(value)
+        program_cache.describe(value)
 
 
 def other_value(name):
@@ -104,29 +104,29 @@ def other_value(name):
 
 CHANGES = {
     "threads": lambda patch: patch.setattr(torch, "get_num_threads", lambda: 64),
-    "package": lambda patch: patch.setattr(kept, "package_digest", lambda: "another"),
-    "processor": lambda patch: patch.setattr(kept, "processor", lambda: "another"),
+    "package": lambda patch: patch.setattr(compile_cache, "package_digest", lambda: "another"),
+    "processor": lambda patch: patch.setattr(compile_cache, "processor", lambda: "another"),
     **{
         name: other_value(name)
         for name in ("TORCHINDUCTOR_MAX_AUTOTUNE", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
     },
-    "torch": lambda patch: patch.setattr(kept.metadata, "version", lambda name: "2.0"),
+    "torch": lambda patch: patch.setattr(compile_cache.metadata, "version", lambda name: "2.0"),
 }
 
 
 def test_every_change_of_surroundings_and_inputs_is_another_question(folder, monkeypatch):
     x = torch.ones(4, 6)
-    asked = {kept_programs.question(1, given) for given in ([x], [x.T], [x[:2]], [x.double()], [x, x])}
-    asked.add(kept_programs.question(2, [x]))
+    asked = {program_cache.program_question(1, given) for given in ([x], [x.T], [x[:2]], [x.double()], [x, x])}
+    asked.add(program_cache.program_question(2, [x]))
     for change in CHANGES.values():
         with monkeypatch.context() as patch:
             change(patch)
-            asked.add(kept_programs.question(1, [x]))
+            asked.add(program_cache.program_question(1, [x]))
     assert None not in asked and len(asked) == 6 + len(CHANGES)
-    assert kept_programs.question(1, [x.to("meta")]) is None
-    assert kept_programs.question(outside, [x]) is None
-    monkeypatch.setattr(kept, "_ALLOWED", [])
-    assert kept_programs.question(1, [x]) is None
+    assert program_cache.program_question(1, [x.to("meta")]) is None
+    assert program_cache.program_question(outside, [x]) is None
+    monkeypatch.setattr(compile_cache, "_ALLOWED", [])
+    assert program_cache.program_question(1, [x]) is None
 
 
 # ---- programs ----
@@ -140,8 +140,8 @@ def block_pair():
     _, x_def = pytree.flatten(0)
     ctx_leaves, ctx_def = pytree.flatten(Ctx())
     static = tuple((type(leaf), leaf) for leaf in ctx_leaves)
-    part_pair.cache_clear()
-    pair, _ = part_pair("block", model.block, (layer_def, x_def, ctx_def, static), True)
+    segment_pair.cache_clear()
+    pair, _ = segment_pair("block", model.block, (layer_def, x_def, ctx_def, static), True)
     return pair, [*leaves, torch.arange(2 * 8 * 16).reshape(2, 8, 16) / 200.0, torch.zeros((), dtype=torch.int64)]
 
 
@@ -153,18 +153,18 @@ def both_passes(pair, inputs):
 @pytest.mark.slow
 def test_a_kept_program_has_the_same_bits_and_is_not_traced(folder, monkeypatch):
     told = []
-    with fzero_compile.before_compiling(lambda: told.append(1)), observe.observe() as first:
+    with fzero_compile.on_first_compile(lambda: told.append(1)), form_observer.observe() as first:
         made = both_passes(*block_pair())
     assert told == [1] and "swiglu" in first
-    assert len(list(folder.rglob("*.main.so"))) == 2 < len(loops._LOADED)  # one library for each graph
-    with monkeypatch.context() as patch, observe.observe() as later:
+    assert len(list(folder.rglob("*.main.so"))) == 2 < len(loop_library._LOADED)  # one library for each graph
+    with monkeypatch.context() as patch, form_observer.observe() as later:
         patch.setattr(vjp_pair, "_split_programs", lambda *given: pytest.fail("traced"))
-        with fzero_compile.before_compiling(lambda: pytest.fail("compiled")):
+        with fzero_compile.on_first_compile(lambda: pytest.fail("compiled")):
             assert_same(both_passes(*block_pair()), made)
     assert later == first
     for library in folder.rglob("*.so"):
         library.unlink()
-    assert kept_programs.find(_questions(folder)[0]) is None
+    assert program_cache.load_programs(_questions(folder)[0]) is None
 
 
 def _questions(folder):
@@ -174,9 +174,9 @@ def _questions(folder):
 
 def test_a_program_that_is_not_understood_is_not_kept_but_known(folder):
     """One with a name that this process could not give it later."""
-    assert kept_programs.program_of(lambda args: args) is None
-    kept_programs.keep("asked", [lambda args: args], {"outputs": 1, "forms": {}})
-    found = kept_programs.find("asked")
+    assert program_cache.program_of(lambda args: args) is None
+    program_cache.store_programs("asked", [lambda args: args], {"outputs": 1, "forms": {}})
+    found = program_cache.load_programs("asked")
     assert found is not None and found.programs is None
     text = "class Runner:\n  def call(self, args): return torch.ops.fzero.nothing(args)"
-    assert kept_programs.load(kept_programs.Program(text, {}, [])) is None
+    assert program_cache.load(program_cache.StoredProgram(text, {}, [])) is None

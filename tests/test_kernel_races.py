@@ -185,7 +185,7 @@ CASES = {
     "grouped": (("_grouped_mm", "_grouped_mm_dw"), lambda: grouped(40, 35)),
     "grouped float8": (("_grouped_float8", "_grouped_float8_dw"), lambda: grouped_float8(40, 35)),
     "rows of experts": (("_spread", "_collect", "_collect_backward"), rows_of_experts),
-    "routes": (("_route_forward", "_route_backward", "_rank", "_place"), route),
+    "routes": (("_route_forward", "_route_backward", "_rank", "_scatter_rows"), route),
     "add_layer_norm": (NORMS, normed("add_layer_norm")),
     "magnitudes": ((*NORMS, "_glu_forward", "_glu_backward"), magnitudes),
     "symmetric": (

@@ -14,8 +14,7 @@ from test_docstrings import PUBLIC
 
 import fzero
 from fzero import data, models, optim
-from fzero.core.arguments import OWN, checked
-from fzero.core.kinds import NO, WrongKind, as_hinted, hints_of, words_of
+from fzero.core.arguments import NO, SELF_CHECKED, WrongKind, as_hinted, checked, describe_hint, hints_of
 
 OBJECT = object()
 # Functions that are called with every tensor of a step, or inside of one, and say nothing of their own.
@@ -52,7 +51,7 @@ CHECKED = sorted(FUNCTIONS.keys() - WITHIN_A_STEP - THEMSELVES)
 @pytest.mark.parametrize("name", CHECKED)
 def test_every_public_function_refuses_another_kind_of_each_argument(name):
     function = FUNCTIONS[name]
-    own = getattr(function, OWN, None)
+    own = getattr(function, SELF_CHECKED, None)
     assert own is not None, f"{name}: write @checked() above it, or name it in this file"
     hints = {n: hint for n, hint in hints_of(inspect.unwrap(function)).items() if n not in own}
     for argument, hint in hints.items():
@@ -66,7 +65,7 @@ def test_every_public_function_refuses_another_kind_of_each_argument(name):
 
 def test_the_lists_of_this_file_have_no_name_too_many():
     assert {*WITHIN_A_STEP, *THEMSELVES} <= FUNCTIONS.keys()
-    assert not [name for name in (*WITHIN_A_STEP, *THEMSELVES) if hasattr(FUNCTIONS[name], OWN)]
+    assert not [name for name in (*WITHIN_A_STEP, *THEMSELVES) if hasattr(FUNCTIONS[name], SELF_CHECKED)]
 
 
 VALUES = (
@@ -113,7 +112,7 @@ def test_a_value_of_its_kind_is_returned(value, hint, result):
     ("value", "hint"), DIFFER, ids=[f"{type(value).__name__} for {hint}" for value, hint in DIFFER]
 )
 def test_a_value_of_another_kind_is_not(value, hint):
-    assert as_hinted(value, hint) is NO and words_of(hint)
+    assert as_hinted(value, hint) is NO and describe_hint(hint)
 
 
 def test_the_first_wrong_item_is_named():

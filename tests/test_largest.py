@@ -7,11 +7,11 @@ import torch
 from close import assert_same
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fzero.core.largest import ABS, AMAX, TWINS, VECTOR_NORM, take_largest
+from fzero.core.graph_passes import ABS, AMAX, TWINS, VECTOR_NORM, fuse_max_magnitudes
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import glu, norm, norm_triton
 from fzero.kernels.float8 import float8_linear
-from fzero.kernels.largest import part_of
+from fzero.kernels.magnitudes import segment_length
 
 
 def calls(shape, dtype, layer=False):
@@ -82,7 +82,7 @@ def test_long_rows_are_taken_in_chunks(monkeypatch):
 
 
 def test_parts_divide_rows():
-    assert [part_of(torch.empty(2, n)) for n in (14336, 11008, 48, 37, 1, 0)] == [256, 256, 16, 1, 1, 1]
+    assert [segment_length(torch.empty(2, n)) for n in (14336, 11008, 48, 37, 1, 0)] == [256, 256, 16, 1, 1, 1]
 
 
 # ---- in a traced block -----------------------------------------------------------------------------------------------
@@ -134,10 +134,10 @@ def test_a_traced_block_takes_them_from_the_kernels(scaling, own, monkeypatch):
 
     def counting(graph):
         counts.append(magnitudes(graph))
-        take_largest(graph)
+        fuse_max_magnitudes(graph)
         counts.append(magnitudes(graph))
 
-    monkeypatch.setattr("fzero.core.vjp_pair.take_largest", counting)
+    monkeypatch.setattr("fzero.core.vjp_pair.fuse_max_magnitudes", counting)
     outs, grads = laws.both_passes(lambda *t: llama_like(scaling)(*t)[0], inputs)
     assert_same(run(scaling, inputs), [list(outs), list(grads)])
     # Five calls have twins: two norms, the gate, its backward pass with two gradients, and the sum's backward pass.
@@ -167,7 +167,7 @@ def test_only_what_a_kernel_finds_is_taken(ask, taken):
     graph = make_fx(lambda x, w: [ask(NORM(x, w, None, 1e-5)[0])], tracing_mode="fake")(x, w)
     (wanted,) = graph(x, w)
     own = magnitudes(graph)
-    take_largest(graph)
+    fuse_max_magnitudes(graph)
     assert [node.target for node in graph.graph.nodes].count(TWINS[NORM].operator) == taken
     assert magnitudes(graph) != own if taken else magnitudes(graph) == own
     assert_same(graph(x, w), [wanted])

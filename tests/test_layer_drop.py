@@ -16,7 +16,7 @@ from zero_cases import OPTIMIZERS, batch_for, model_of, packed_batch_for, train,
 import fzero
 from fzero import models
 from fzero.core import prng, pytree
-from fzero.models.layer_drop import kept_part
+from fzero.models.layer_drop import keep_probability
 from fzero.run.config_table import from_table
 from fzero.run.deepspeed import config_from_deepspeed
 from fzero.train.loss import draws_of
@@ -46,7 +46,7 @@ def test_a_step_is_that_of_the_layers_that_stay(kind):
     seen = set()
     for step in range(1, 5):
         scales = model.drop(prng.fold_in(prng.key(5), step), torch.tensor(step))
-        keep = kept_part(0.25, 100.0, torch.tensor(step), 4)
+        keep = keep_probability(0.25, 100.0, torch.tensor(step), 4)
         assert all(scale in (0, pytest.approx(1 / p)) for scale, p in zip(scales.tolist(), keep.tolist()))
         seen.add(tuple((scales == 0).tolist()))
         alone, layers = kept_alone(params, scales)
@@ -116,7 +116,7 @@ def test_each_layer_stays_as_often_as_the_schedule_says():
     for step in (0, 50, 10_000):
         now = (1 - theta) * math.exp(-gamma * step) + theta
         wanted = torch.tensor([1 - n / layers * (1 - now) for n in range(layers)], dtype=F64)
-        assert_close(kept_part(theta, gamma, torch.tensor(step), layers), wanted, rtol=1e-12, atol=1e-12)
+        assert_close(keep_probability(theta, gamma, torch.tensor(step), layers), wanted, rtol=1e-12, atol=1e-12)
         draw = lambda n, step=step: model.drop(prng.fold_in(prng.key(0), n), torch.tensor(step))  # noqa: E731
         scales = torch.func.vmap(draw)(torch.arange(2000))
         assert ((scales > 0).double().mean(0) - wanted).abs().max() < 5 * 0.5 / 2000**0.5

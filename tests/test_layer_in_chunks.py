@@ -14,7 +14,7 @@ from pretend_gpu import pretend
 
 from fzero import models
 from fzero.core import prng, pytree
-from fzero.models import layer_in_chunks
+from fzero.models import chunked_layer
 from fzero.models.base import Cache, Ctx
 from fzero.planner.plan import config_for, device_for
 from fzero.planner.step_trace import make_trace, run_step
@@ -226,7 +226,7 @@ def test_what_is_as_long_as_the_sequence_on_a_gpu():
 
 
 def test_two_chunks_of_keys_and_values_stand_beside_their_own(monkeypatch):
-    brought, counts, copy_in = [], [], layer_in_chunks.copy_in
+    brought, counts, copy_in = [], [], chunked_layer.copy_in
 
     def counted(x, device, **options):
         copied = copy_in(x, device, **options)
@@ -235,17 +235,17 @@ def test_two_chunks_of_keys_and_values_stand_beside_their_own(monkeypatch):
             counts.append(sum(ref() is not None for ref in brought))
         return copied
 
-    monkeypatch.setattr(layer_in_chunks, "copy_in", counted)
+    monkeypatch.setattr(chunked_layer, "copy_in", counted)
     on_gpu(gpu_config(16, 80, policy="bf16"))
     assert max(counts) == 4 and len(counts) == 3 * LAYERS * 2 * 10  # passes, layers, k and v, pairs
 
 
 def test_chunks_that_no_query_sees_are_not_brought(monkeypatch):
     pairs = []
-    kind = layer_in_chunks.ChunkAttention
+    kind = chunked_layer.ChunkAttention
     attend = kind.forward
     monkeypatch.setattr(
-        layer_in_chunks.ChunkAttention,
+        chunked_layer.ChunkAttention,
         "forward",
         lambda own, *a: pairs.append((a[3] // 8, a[4] // 8)) or attend(own, *a),
     )

@@ -19,14 +19,14 @@ from fzero import optim
 from fzero.checkpoint import restore, save, step_folder
 from fzero.core import pytree
 from fzero.core.device import CPU
-from fzero.planner import fewer_bytes
-from fzero.planner.agreements import sent_in_agreements, trace_agreement, with_agreements
+from fzero.planner import slow_link_options
 from fzero.planner.devices import between_nodes, device
+from fzero.planner.local_step_sync import agreement_bytes, trace_agreement, with_agreements
 from fzero.planner.rates import ways_of
-from fzero.planner.timing import Timing, weighed
+from fzero.planner.timing import Timing, weighted_sum
 from fzero.run import build
 from fzero.train.batch import local_batch
-from fzero.train.local import Local, agree, init_local, local_specs, make_local_step
+from fzero.train.local_steps import Local, init_local, local_specs, make_local_step, synchronize
 from fzero.train.state import state_specs
 
 ROOT = Path(__file__).parent.parent
@@ -231,18 +231,18 @@ def late(meet):
 MISTAKES = {
     "one too few": ("Local", lambda local: lambda self, step: step < self.after),
     "one too many": ("Local", lambda local: lambda self, step: step <= self.after + 1),
-    "the momentum moves": ("meet", late),
-    "x_0 stays": ("meet", lambda meet: lambda plan, state, *rest: state),
+    "the momentum moves": ("average_members", late),
+    "x_0 stays": ("average_members", lambda meet: lambda plan, state, *rest: state),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_teeth_of_steps_before_members_train_apart(mistake, monkeypatch):
-    from fzero.train import local as module
+    from fzero.train import local_steps as module
 
     where, wrong = MISTAKES[mistake]
     if where == "Local":
-        monkeypatch.setattr(Local, "together", wrong(Local))
+        monkeypatch.setattr(Local, "takes_mean", wrong(Local))
     else:
         monkeypatch.setattr(module, where, wrong(getattr(module, where)))
     for local in POST_LOCAL[:2]:
@@ -252,7 +252,7 @@ def test_the_teeth_of_steps_before_members_train_apart(mistake, monkeypatch):
 
 def test_the_sign_of_the_outer_step_is_that_of_descent(monkeypatch):
     """A pseudo-gradient of the other sign leads away: the loss rises."""
-    from fzero.train import local as module
+    from fzero.train import local_steps as module
 
     exact = module.difference
     losses = {}
@@ -329,7 +329,7 @@ def test_a_plan_has_a_members_share_of_its_agreements():
 
     def share(**local):
         config = config_of(**local)
-        found = weighed(with_agreements(NO_TIME, config, config.mesh, on, 0))
+        found = weighted_sum(with_agreements(NO_TIME, config, config.mesh, on, 0))
         parts = sum(found.phases.values()) + sum(found.exposed.values()) + sum(found.waiting.values())
         assert_close(torch.tensor(parts + NO_TIME.step_s), torch.tensor(found.step_s), rtol=1e-6)
         return found.step_s - NO_TIME.step_s, found
@@ -348,9 +348,9 @@ def test_a_plan_of_steps_before_members_train_apart_has_both():
     both = config_of(train_steps=80, every=20, codec="int4", after=20)
     (apart, most), (first, part) = with_agreements(NO_TIME, both, both.mesh, on, 0)
     assert (part, most) == (20 / 80, 60 / 80) and NO_TIME.step_s < apart.step_s < first.step_s
-    sent, coded = (trace_agreement(both, both.mesh, 0, on.target, together=each).bytes for each in (True, False))
+    sent, coded = (trace_agreement(both, both.mesh, 0, on.target, full_mean=each).bytes for each in (True, False))
     assert 1.0 < (first.step_s - NO_TIME.step_s) * on.links[-1].bytes_s * on.efficiency.get("links", 1.0) / sent < 1.1
-    assert sent_in_agreements(both, both.mesh, 0, on.target) == pytest.approx(coded / 20 * most + sent * part)
+    assert agreement_bytes(both, both.mesh, 0, on.target) == pytest.approx(coded / 20 * most + sent * part)
     job = build.build(both, fzero.fake_mesh(both.mesh))
     assert f"in each of the first 20 steps they take their mean, {sent:,} bytes over rp" in job.members.text(job.plan)
 
@@ -360,16 +360,16 @@ def test_bytes_are_counted_by_the_links_that_they_pass():
     inside, outside = (level.name for level in on.links)
     both = ways_of(on, {"dp": 4})["dp"]
     # Of a gather of 4 pieces of 10 bytes, a rank passes on 3; between nodes, through 2 links, those of another node
-    assert fewer_bytes.by_level(both, "all_gather", 30) == pytest.approx({inside: 30, outside: 10})
+    assert slow_link_options.by_level(both, "all_gather", 30) == pytest.approx({inside: 30, outside: 10})
     apart = ways_of(on, {"rp": 2, "dp": 2})
-    assert fewer_bytes.by_level(apart["rp"], "psum", 30) == {outside: 30}
-    assert fewer_bytes.by_level(apart["dp"], "psum", 30) == {inside: 30}
+    assert slow_link_options.by_level(apart["rp"], "psum", 30) == {outside: 30}
+    assert slow_link_options.by_level(apart["dp"], "psum", 30) == {inside: 30}
 
 
 @slow
 def test_a_plan_says_what_would_send_fewer_bytes():
     table = {"train_compiled": False, "precision": {"policy": "bf16"}, "zero": 3, "train_steps": 80}
-    found = fewer_bytes.fewer_bytes(
+    found = slow_link_options.fewer_bytes(
         made(mesh={"dp": 4}, optimizer="lion", **table), between_nodes(device("h100", ranks_on_node=2), "0.05:5")
     )
     names = [one.name for one in found.options]
@@ -389,11 +389,13 @@ def test_a_plan_says_what_would_send_fewer_bytes():
 def test_signs_and_their_local_steps_are_offered_between_nodes():
     adam = {"optimizer": "adamw", "train_compiled": False, "precision": {"policy": "bf16"}}
     for zero in (1, 3):
-        found = fewer_bytes.options_of(made(zero=zero, **adam), {"dp": 4}, 2)
+        found = slow_link_options.options_of(made(zero=zero, **adam), {"dp": 4}, 2)
         signs = {(one.name, one.mesh.get("rp", 1)) for one in found if "optim" in one.settings}
         between = {("onebit_adam", 2), ("zero_one_adam H=16", 2)}
         assert signs == between | ({("onebit_adam", 1)} if zero < 2 else set())
-    assert [one.name for one in fewer_bytes.options_of(made(mesh={"pp": 4}, **adam), {"pp": 4}, 2)] == ["as it is"]
+    assert [one.name for one in slow_link_options.options_of(made(mesh={"pp": 4}, **adam), {"pp": 4}, 2)] == [
+        "as it is"
+    ]
 
 
 def test_what_a_plan_says_of_losses_was_measured():
@@ -405,15 +407,15 @@ def test_what_a_plan_says_of_losses_was_measured():
     plain = whole.get("plain", {})
     apart = {form: sum(of[s] / plain[s] - 1 for s in of) / 3 for form, of in whole.items() if plain and form != "plain"}
     adam = {"optimizer": "adamw", "train_compiled": False, "precision": {"policy": "bf16"}}
-    options = [one for zero in (1, 3) for one in fewer_bytes.options_of(made(zero=zero, **adam), {"dp": 4}, 2)]
+    options = [one for zero in (1, 3) for one in slow_link_options.options_of(made(zero=zero, **adam), {"dp": 4}, 2)]
     told = {one.measured for one in options}
-    assert {form: round(x, 4) for form, x in apart.items() if form in told} == fewer_bytes.MEASURED
+    assert {form: round(x, 4) for form, x in apart.items() if form in told} == slow_link_options.MEASURED
 
 
 def test_a_run_on_one_node_has_no_links_to_ask_about():
     config = made(mesh={"dp": 4}, train_compiled=False, precision={"policy": "bf16"})
     with pytest.raises(ValueError, match="all 4 ranks of dp=4 are on one; give a mesh of more ranks"):
-        fewer_bytes.fewer_bytes(config, device("h100"))
+        slow_link_options.fewer_bytes(config, device("h100"))
 
 
 # ---- members come and go ---------------------------------------------------------------------------------------------
@@ -427,7 +429,7 @@ def rounds(mesh, folder, local, first, last, saves):
     for i in range(first, last):
         state, metrics = step(state, local_batch(batch(i), mesh, 1))
         if i + 1 in saves:
-            state = agree(plan, mesh["rp"], state, local)
+            state = synchronize(plan, mesh["rp"], state, local)
             save(folder, state, step=i + 1, specs=specs, mesh=mesh)
     return state, float(metrics.loss)
 
@@ -438,7 +440,7 @@ def met(mesh, local, steps):
     for i in range(steps):
         state, _ = step(state, local_batch(batch(i), mesh, 1))
     found = []
-    for then in (lambda state: state, lambda state: agree(plan, mesh["rp"], state, local)):  # in its buffers
+    for then in (lambda state: state, lambda state: synchronize(plan, mesh["rp"], state, local)):  # in its buffers
         both = whole(then(state), specs, plan.mesh)
         found.append(pytree.map(torch.clone, (both.params, both.extra["outer"])))
     return found

@@ -23,7 +23,7 @@ from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
 from fzero.kernels.registry import Kernels
 from fzero.planner.candidates import Candidate
-from fzero.planner.closed_layer import Basis, takes_codec
+from fzero.planner.closed_layer import Basis, admits_codec
 from fzero.planner.devices import device
 from fzero.planner.step_trace import state_bytes, trace_step
 from fzero.run import build
@@ -32,7 +32,7 @@ from fzero.sharding.codec import Codec
 from fzero.sharding.error_feedback import ERROR, ERRORS, ErrorFeedback, error_bytes
 from fzero.train.batch import local_batch
 from fzero.train.codes import coder_of, errors_coder
-from fzero.train.local import Local, init_local
+from fzero.train.local_steps import init_local
 from fzero.train.sdc_check import replicas
 from fzero.train.state import meta_state, state_specs
 
@@ -172,7 +172,7 @@ def test_what_is_left_and_was_sent_is_what_was_owed(n, text, micro_batches, scal
 
 # ---- planted mistakes ------------------------------------------------------------------------------------------------
 
-AT, SETTLE, PACK = ErrorFeedback.at, ErrorFeedback.settle, error_feedback.pack
+AT, SETTLE, PACK = ErrorFeedback.next_error, ErrorFeedback.settle, error_feedback.pack
 OTHER = {"u": "v", "v": "u"}
 
 
@@ -182,14 +182,22 @@ def begun_anew(self, plan, held, unit, step, kept):
 
 INIT = ErrorFeedback.__init__
 MISTAKES = {
-    "forgotten": (ErrorFeedback, "settle", lambda self, skipped, donate: self.held),
+    "forgotten": (ErrorFeedback, "settle", lambda self, skipped, donate: self.stored),
     "of other rows of the leaf": (error_feedback, "pack", lambda tensors, n, dtype: PACK(tensors, n, dtype).roll(1, 0)),
-    "of another layer": (ErrorFeedback, "at", lambda self, h, name, row: AT(self, h, name, row ^ (name == "blocks/w"))),
-    "of another leaf": (ErrorFeedback, "at", lambda self, hop, name, row: AT(self, hop, OTHER.get(name, name), row)),
+    "of another layer": (
+        ErrorFeedback,
+        "next_error",
+        lambda self, h, name, row: AT(self, h, name, row ^ (name == "blocks/w")),
+    ),
+    "of another leaf": (
+        ErrorFeedback,
+        "next_error",
+        lambda self, hop, name, row: AT(self, hop, OTHER.get(name, name), row),
+    ),
     "of the step before in each micro-batch": (
         ErrorFeedback,
-        "at",
-        lambda s, hop, name, row: s.held[hop][name][row, 0],
+        "next_error",
+        lambda s, hop, name, row: s.stored[hop][name][row, 0],
     ),
     "not undone": (ErrorFeedback, "settle", lambda self, skipped, donate: SETTLE(self, None, donate=donate)),
     "in units of the loss scale": (ErrorFeedback, "__init__", begun_anew),
@@ -229,9 +237,9 @@ def observed(notes, original):
         def encode(terms):
             codes = made.encode(terms)
             sent = plain.decode(codes, torch.float64, terms.shape[1])
-            widths = [self.held[hop][name][row].numel() // n for name in names]
+            widths = [self.stored[hop][name][row].numel() // n for name in names]
             for name, owed, near in zip(names, terms.split(widths, 1), sent.split(widths, 1)):
-                shape = self.held[hop][name][row, 0].shape
+                shape = self.stored[hop][name][row, 0].shape
                 owed, near = (x.reshape(shape) / self.unit.double() for x in (owed, near))
                 so_far = notes.setdefault((hop, name, row), [0.0, 0.0, 0])
                 notes[hop, name, row] = [so_far[0] + owed, so_far[1] + near, so_far[2] + 1]
@@ -520,7 +528,7 @@ def test_updates_that_keep_no_errors_are_one_line():
     with pytest.raises(ValueError, match=r"delayed updates: codec .* keeps the errors of one gradient at a time"):
         plan.with_updates(1)
     with pytest.raises(ValueError, match=r"local steps: codec .* keeps errors that are of one member"):
-        init_local(fzero.init_state(model, tx, plan, seed=0), plan, optim.sgd(1.0), Local())
+        init_local(fzero.init_state(model, tx, plan, seed=0), plan, optim.sgd(1.0))
     other = fzero.init_state(model, tx, fzero.zero_plan(3, model, mesh, codec="grads=int4"), seed=0)
     step = fzero.make_train_step(model, tx, plan)
     with pytest.raises(ValueError, match="the state was not made for the plan's codec"):
@@ -558,7 +566,7 @@ def test_a_plan_with_pp_counts_the_errors_of_its_rank():
 def test_a_search_tries_the_stages_and_meshes_of_a_codec():
     basis = Basis(made(codec="grads=int8,loco", ranks=2), device("h100"), 2, {})
     taken = [(zero, rp, off) for zero in range(4) for rp in (1, 2) for off in ("", "opt=host", "opt=nvme")
-             if takes_codec(basis, Candidate(2, rp, 1, zero, "none", off, 2))]  # fmt: skip
+             if admits_codec(basis, Candidate(2, rp, 1, zero, "none", off, 2))]  # fmt: skip
     assert taken == [(2, 1, ""), (2, 1, "opt=host"), (3, 1, ""), (3, 1, "opt=host")]
 
 

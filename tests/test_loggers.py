@@ -10,9 +10,9 @@ import torch
 
 import fzero
 from fzero import models
-from fzero.core.compile import tell_of_compiling
-from fzero.core.tables import check_type
-from fzero.run import build, config_table, duration, run_folder
+from fzero.core.compile import notify_compiling
+from fzero.core.config_tables import check_type
+from fzero.run import build, config_table, fitting_steps, run_folder
 from fzero.run.attempt import Options
 from fzero.run.from_python import train_run
 from fzero.run.measure import loggers
@@ -136,7 +136,7 @@ def test_lines_predict_nothing_from_the_first_step(compiles):
     with show_progress(4, 9, every=1, bar=False, say=lines.append) as show:
         for step in (5, 6, 9):
             if compiles:
-                tell_of_compiling()  # said once
+                notify_compiling()  # said once
             show(row(step, step_s=60.0 if step == 5 else 1.0))
     assert lines[0].startswith("compiling (about 25 s") == compiles
     first, second, last = lines[compiles:]
@@ -147,7 +147,7 @@ def test_a_bar_counts_seconds_while_it_compiles(monkeypatch):
     text = io.StringIO()
     monkeypatch.setattr(sys, "stderr", text)
     with show_progress(0, 3, every=1, bar=True, say=print) as show:
-        tell_of_compiling()
+        notify_compiling()
         for step in (1, 2, 3):
             show(row(step))
     assert "compiling (about 25 s" in text.getvalue() and "3/3" in text.getvalue()
@@ -160,15 +160,15 @@ def test_a_bar_counts_seconds_while_it_compiles(monkeypatch):
 def test_the_default_run_has_the_longest_length_that_ends_in_time(bf16, fp32, steps, monkeypatch):
     """At 35 TFLOP of 400 steps, at the rate of products, and a third as much at that of float32 for all else."""
     rates = {torch.bfloat16: bf16, torch.float32: fp32}
-    monkeypatch.setattr(duration, "peak_rate", lambda dtype, processes, device: rates[dtype])
+    monkeypatch.setattr(fitting_steps, "peak_rate", lambda dtype, processes, device: rates[dtype])
     table = {"precision": {"policy": "bf16"}, "train": {"compiled": False}}
     job = build.build(config_table.from_table(table), one_process(), None)
-    assert duration.fitting_steps(job) == steps
-    short = duration.shortened(job.config, steps)
+    assert fitting_steps.fitting_steps(job) == steps
+    short = fitting_steps.shortened(job.config, steps)
     assert short == config_table.from_table({**table, "train": {"compiled": False, "steps": steps}})
     large = config_table.from_table({"preset": "gpt2-124m", **table, "data": {"seq_len": 64}})
     assert models.preset("gpt2-124m") == large.model
-    assert duration.fitting_steps(job._replace(config=large)) == large.train.steps
+    assert fitting_steps.fitting_steps(job._replace(config=large)) == large.train.steps
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from close import assert_same
 
 from fzero.kernels import attention_blocked, attention_tiled, linear_cross_entropy, norm
 from fzero.kernels.attention_pattern import FULL
-from fzero.planner import longest
+from fzero.planner import max_sequence
 from fzero.planner.plan import config_for, device_for, resolve_for
 from fzero.run import build
 from fzero.run.measure.live_bytes import MemoryTrace, record_step
@@ -50,10 +50,10 @@ def births(monkeypatch, model, tokens, policy, compiled, gpu):
 
     settings = {"precision.policy": policy, "train.compiled": compiled, "model.mlp_tokens": CHUNK}
     device = device_for(gpu)
-    config = longest.at_length(config_for(model, settings), tokens, "", device.kind)
+    config = max_sequence.set_length(config_for(model, settings), tokens, "", device.kind)
     with monkeypatch.context() as patch:
         patch.setattr(MemoryTrace, "born", noted)
-        longest.trace_passes(resolve_for(config, device), device.target)
+        max_sequence.trace_passes(resolve_for(config, device), device.target)
     return found
 
 
@@ -105,10 +105,10 @@ class Line(NamedTuple):
 def test_layers_have_few_chunks_however_long_the_sequence(kind):
     """What is traced of a layer grows with the square of their number."""
     config = config_for("llama-tiny", {})
-    for tokens in (1024, longest.START[kind], 64 * longest.LAYER_TOKENS[kind] + 128, 37_676_800):
-        chunk = longest.at_length(config, tokens, "", kind).model.layer_tokens
-        assert chunk >= longest.LAYER_TOKENS[kind] and tokens <= 64 * max(chunk, 1024)
-        assert chunk == longest.LAYER_TOKENS[kind] or (chunk % longest.UNIT == 0 and chunk * 60 < tokens)
+    for tokens in (1024, max_sequence.START[kind], 64 * max_sequence.LAYER_TOKENS[kind] + 128, 37_676_800):
+        chunk = max_sequence.set_length(config, tokens, "", kind).model.layer_tokens
+        assert chunk >= max_sequence.LAYER_TOKENS[kind] and tokens <= 64 * max(chunk, 1024)
+        assert chunk == max_sequence.LAYER_TOKENS[kind] or (chunk % max_sequence.UNIT == 0 and chunk * 60 < tokens)
 
 
 @pytest.mark.parametrize("capacity, host", ((10_000_000, None), (10_000_000, 5_000_000), (200_000, None), (3000, None)))
@@ -121,8 +121,8 @@ def test_the_longest_of_functions_of_three_lines(capacity, host):
         count += 1
         return Line(tokens, max(1000 + 7 * tokens, 500 + 9 * tokens, 11 * tokens - 40_000), 10 * tokens)
 
-    found, _ = longest.find(measure, capacity, host, {t: measure(t) for t in (128, 16384, 32768)})
-    longer = measure(max(found.tokens + longest.UNIT, int(found.tokens * (1 + 2 * longest.ROOM))))
+    found, _ = max_sequence.find(measure, capacity, host, {t: measure(t) for t in (128, 16384, 32768)})
+    longer = measure(max(found.tokens + max_sequence.UNIT, int(found.tokens * (1 + 2 * max_sequence.ROOM))))
     assert found.peak_bytes <= capacity and found.host_bytes <= (host or found.host_bytes)
     assert longer.peak_bytes > capacity or (host and longer.host_bytes > host)
     assert count < 15
@@ -137,8 +137,8 @@ def test_the_longest_where_a_long_sequence_takes_less():
         count += 1
         return Line(tokens, (14 if tokens < 16384 else 11) * tokens, 0)
 
-    found, _ = longest.find(measure, 150_000, None, {t: measure(t) for t in (128, 16384, 32768)})
-    assert found.peak_bytes <= 150_000 < measure(found.tokens + longest.UNIT).peak_bytes and count < 20
+    found, _ = max_sequence.find(measure, 150_000, None, {t: measure(t) for t in (128, 16384, 32768)})
+    assert found.peak_bytes <= 150_000 < measure(found.tokens + max_sequence.UNIT).peak_bytes and count < 20
 
 
 def test_what_does_not_grow_is_above_the_line():
@@ -149,7 +149,7 @@ def test_what_does_not_grow_is_above_the_line():
 
     def asked(capacity):
         seen = {t: measure(t) for t in (20_000, 40_000)}
-        return longest.on_a_line("", seen, capacity, None, measure)
+        return max_sequence.interpolate("", seen, capacity, None, measure)
 
     assert asked(89_000).tokens == 0
     fits = asked(100_000)
@@ -219,7 +219,7 @@ def test_the_longest_trains_and_a_fiftieth_more_does_not():
     room = int(150e6 / (1 - device.margin))
     device = dataclasses.replace(device, memory_bytes=device.reserved_bytes + room)
     config = config_for("llama-tiny", {"precision.policy": "bf16", "train.compiled": False})
-    best = longest.longest(config, device).best
+    best = max_sequence.longest(config, device).best
     for tokens, fits in ((best.tokens, True), (int(best.tokens * 1.02) // 2 * 2, False)):
-        at = longest.at_length(config, tokens, "", "cpu")
+        at = max_sequence.set_length(config, tokens, "", "cpu")
         assert (measured_peak(resolve_for(at, device)) <= device.capacity_bytes) == fits, (tokens, fits)

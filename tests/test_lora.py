@@ -172,7 +172,7 @@ def test_a_ranks_part_of_the_product_is_that_of_its_factors(text):
     specs = {"w": Spec.parse(text), **{n: Spec.parse(t) for n, t in zip("ab", _factor_specs(text))}}
     for rank in range(2):
         mesh = fzero.sharding.fake_mesh({"tp": 2}, rank=rank)
-        own = fzero.optim.sharded(specs, mesh, like={"w": a @ b, "a": a, "b": b}).own
+        own = fzero.optim.sharded(specs, mesh, like={"w": a @ b, "a": a, "b": b}).local
         torch.testing.assert_close(own("a", a) @ own("b", b), own("w", a @ b), rtol=1e-12, atol=1e-13)
 
 

@@ -20,7 +20,7 @@ from fzero.comm.ledger import Ledger
 from fzero.core import pytree
 from fzero.core.precision import fp64
 from fzero.run import run_folder
-from fzero.run.measure import flops, norms, rank_times, step_records
+from fzero.run.measure import flops, norms, step_records
 from fzero.run.measure.profiler import Named, steps_of
 from fzero.run.measure.timer import PHASES, Clock, Comm, Times
 from fzero.run.recipes import recipe
@@ -37,7 +37,7 @@ class Hand(Clock):
     def __init__(self):
         self.time = self.disk = 0.0
         super().__init__(waited=lambda: self.disk)
-        self.now = lambda: self.time
+        self.timestamp = lambda: self.time
         self.last = (0.0, 0.0)
 
     def pass_(self, seconds, disk=0.0):
@@ -68,7 +68,7 @@ def test_each_second_belongs_to_one_phase():
             clock.wait(8)
             clock.pass_(128, disk=100)
             clock.done(8)
-    times = clock.take()
+    times = clock.pop_times()
     expected = dict.fromkeys(PHASES, 0.0) | {
         "rest": 1,
         "data": 2,
@@ -80,7 +80,7 @@ def test_each_second_belongs_to_one_phase():
     assert times == Times(255.0, expected, {"dp": Comm(16.0, 8.0)})
     assert times.busy == 1 + 39  # neither data nor waiting nor evaluating
     clock.pass_(3)
-    assert clock.take() == Times(3.0, dict.fromkeys(PHASES, 0.0) | {"rest": 3.0}, {})
+    assert clock.pop_times() == Times(3.0, dict.fromkeys(PHASES, 0.0) | {"rest": 3.0}, {})
 
 
 def test_a_sum_in_two_halves_is_waited_for_twice():
@@ -94,7 +94,7 @@ def test_a_sum_in_two_halves_is_waited_for_twice():
     clock.wait(1)
     clock.pass_(8)
     clock.done(1)
-    assert clock.take().comm == {"dp": Comm(exposed=10.0, hidden=5.0)}
+    assert clock.pop_times().comm == {"dp": Comm(exposed=10.0, hidden=5.0)}
 
 
 def test_a_stretch_is_read_when_the_next_one_is_under_way():
@@ -113,7 +113,7 @@ def test_a_stretch_is_read_when_the_next_one_is_under_way():
     clock.pass_(8)
     assert clock.read(with_phases).phases["rest"] == 1.0
     assert clock.read(without) == Times(2.0, {}, {})
-    phases = clock.take().phases
+    phases = clock.pop_times().phases
     assert (phases["evaluate"], phases["rest"]) == (4.0, 8.0)  # the phase was entered in a stretch that was not split
 
 
@@ -129,24 +129,24 @@ def steps_on(mesh, stage, name, reduce="fast", late_s=0.0):
     state = fzero.init_state(model, tx, plan, seed=3)
     parts = 4 // mesh.data_size
     step = fzero.make_train_step(model, tx, plan, micro_batches=parts, execution=fzero.Execution(norms=True))
-    clock, spent, out = Clock(), rank_times.RankTimes(), []
+    clock, spent, out = Clock(), norms.RankTimes(), []
     with mesh.ledger.watched(clock):
         for i in range(3):
             begin = time.perf_counter()
-            clock.take()
+            clock.pop_times()
             inside = time.perf_counter()
             with mesh.ledger.phase("metrics"):
                 time.sleep(late_s if mesh.rank == mesh.size - 1 else 0.0)
             state, metrics = step(state, local_batch(batch_for(i, 24), mesh, parts))
             inside = time.perf_counter() - inside
-            times, wall = clock.take(), (inside, time.perf_counter() - begin)
+            times, wall = clock.pop_times(), (inside, time.perf_counter() - begin)
             if i == 0:  # the ranks make sure that they run one program
                 continue
             spent.add(times)
-            grads = norms.by_part(
+            grads = norms.segment_norms(
                 norms.sums(metrics.squares), plan.opt, mesh, plan.trained(plan.like), float(metrics.factor)
             )
-            params = norms.by_part(norms.of_params(state.params), plan.params, mesh, plan.like)
+            params = norms.segment_norms(norms.of_params(state.params), plan.params, mesh, plan.like)
             out.append((grads, params, float(metrics.grad_norm), times, wall))
     return out, spent.gather(mesh)
 
@@ -221,7 +221,7 @@ def test_norms_without_a_leaf_or_a_number():
     )
     specs = pytree.map(lambda leaf: fzero.sharding.Spec(), like)
     here = {"blocks": {"a": torch.tensor([[3.0, 0, 4.0], [math.inf, 0, 0]])}, "head": {"w": torch.tensor([2.0])}}
-    found = norms.by_part(norms.of_params({**here, "embed": {"w": "on a disk"}}), specs, mesh, like, 2.0)
+    found = norms.segment_norms(norms.of_params({**here, "embed": {"w": "on a disk"}}), specs, mesh, like, 2.0)
     assert found == {"blocks": [10.0, None], "embed": None, "head": 4.0}
 
 
@@ -229,16 +229,16 @@ def test_a_late_rank_is_the_straggler():
     results = ranks.run(2, steps_on, 3, "llama", "fast", 0.3)
     assert results[0][1] == results[1][1]
     said = results[0][1]
-    assert said["steps"] == 2 and said["straggler"] == 1 and said["behind"] > rank_times.BEHIND
+    assert said["steps"] == 2 and said["straggler"] == 1 and said["behind"] > norms.BEHIND
     assert (
         said["busy_s"][1] > 0.6 and said["comm_s"][0] > said["comm_s"][1] and said["comm_s"][0] > 0.3
     )  # rank 0 waits for it
 
 
 def test_who_is_slowest():
-    assert rank_times.find_straggler([3.0]) == (None, 1.0)
-    assert rank_times.find_straggler([1.0, 1.04]) == (None, 1.04)
-    assert rank_times.find_straggler([1.0, 2.0, 1.1, 0.9]) == (1, 2.0)
+    assert norms.find_straggler([3.0]) == (None, 1.0)
+    assert norms.find_straggler([1.0, 1.04]) == (None, 1.04)
+    assert norms.find_straggler([1.0, 2.0, 1.1, 0.9]) == (1, 2.0)
 
 
 # -- the command
@@ -374,13 +374,14 @@ def test_the_profile_names_the_phases(run):
 
 
 def test_which_steps_are_recorded():
-    assert step_records.chosen(10, 100, True) == step_records.Chosen(12, 18, (0, 0))
-    assert step_records.chosen(10, 11, True) == step_records.Chosen(11, 0, (0, 0))
-    assert step_records.chosen(0, 100, False, (3, 5)) == step_records.Chosen(0, 0, (3, 5))
+    assert step_records.select_steps(10, 100, True) == step_records.StepSelection(12, 18, (0, 0))
+    assert step_records.select_steps(10, 11, True) == step_records.StepSelection(11, 0, (0, 0))
+    assert step_records.select_steps(0, 100, False, (3, 5)) == step_records.StepSelection(0, 0, (3, 5))
     assert (
-        step_records.chosen(0, 100, True, (7, 9)).memory == 10 and step_records.chosen(0, 9, True, (7, 9)).memory == 0
+        step_records.select_steps(0, 100, True, (7, 9)).memory == 10
+        and step_records.select_steps(0, 9, True, (7, 9)).memory == 0
     )
-    assert [step_records.Chosen(2, 8, (3, 4)).how(i) for i in (0, 2, 3, 4, 8)] == [
+    assert [step_records.StepSelection(2, 8, (3, 4)).recorder_of(i) for i in (0, 2, 3, 4, 8)] == [
         "",
         "",
         "profile",
@@ -428,7 +429,7 @@ def test_what_is_recorded_of_two_ranks(tmp_path):
         assert set(row["comm"]) == {"dp"}
         assert row["comm"]["dp"]["exposed"] == pytest.approx(row["phases"]["comm_exposed"], abs=1e-9)
     said = rows[5]["ranks"]
-    assert [len(said[name]) for name in rank_times.COLUMNS] == [2] * 4 and said["steps"] == 2 + (
+    assert [len(said[name]) for name in norms.COLUMNS] == [2] * 4 and said["steps"] == 2 + (
         rows[2]["ranks"]["steps"] == 2
     )
     (attempt,) = run_folder.read_attempts(run)
@@ -478,11 +479,11 @@ def test_named_ranges_close_in_order():
     named._pop = lambda: named.ranges.pop()[0]
     ledger = Ledger()
     with ledger.watched(named), ledger.phase("forward"):
-        ledger.at("embed", None)
-        ledger.at("blocks", 0)
+        ledger.reach("embed", None)
+        ledger.reach("blocks", 0)
         with ledger.phase("reduce"):
             pass
-        ledger.at("blocks", 1)
+        ledger.reach("blocks", 1)
         assert [name for _, name, _ in named.ranges] == ["forward", "forward blocks/1"]
     assert named.ranges == [] and entered == [
         "forward",

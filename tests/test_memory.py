@@ -13,8 +13,8 @@ import fzero
 from fzero import models, optim
 from fzero.core import precision, pytree
 from fzero.run.measure.live_bytes import LiveBytes, predict_peak
-from fzero.sharding.describe import communication
 from fzero.sharding.mesh import fake_mesh
+from fzero.sharding.plan_table import communication
 
 # Every first dim of a layer's leaf, and the vocabulary, divide by 4: nothing is whole on all ranks.
 SIZES = {"vocab_size": 256, "max_len": 64, "d_model": 64, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2}
@@ -121,13 +121,13 @@ def test_the_tracker_counts_each_storage_once_and_forgets_it():
     with LiveBytes() as live:
         a = torch.ones(100)
         b = a.view(10, 10)[2:]
-        assert live.now == 400
+        assert live.live == 400
         c = b + 1
-        assert live.now == 720
+        assert live.live == 720
         del a, b
-        assert live.now == 320 and live.peak == 720
+        assert live.live == 320 and live.peak == 720
         del c
-    assert live.now == 0
+    assert live.live == 0
 
 
 @pytest.mark.parametrize(

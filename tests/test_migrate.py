@@ -36,7 +36,7 @@ from fzero.checkpoint.convert.huggingface import load_hf
 from fzero.cli import main
 from fzero.core import pytree
 from fzero.models import Ctx, logits
-from fzero.run import exchange
+from fzero.run import import_export
 from fzero.run import weights as weights_module
 
 FAMILIES = ("llama", "llama-tied-scaled", "gpt2", "mixtral")
@@ -107,7 +107,7 @@ def universal(folder, case, stage, weights=None):
 
 def imported(folder, config, out):
     """The parameters of the run that `fzero import` makes of a folder, and the line that it says."""
-    line = exchange.import_weights(folder, out, config)
+    line = import_export.import_weights(folder, out, config)
     held = weights_module.load(out)
     assert held.step == 0 and held.warnings == []
     return held, line
@@ -130,7 +130,7 @@ def test_a_folder_of_transformers(case, known, tmp_path):
     held, line = imported(config.parent, None, tmp_path / "run")
     assert "parameters of a Hugging Face model, no tokenizer; train on with: fzero pretrain --init" in line
     expect_equal(case, known, held)
-    line, passed = exchange.export_hf(tmp_path / "run", tmp_path / "out")
+    line, passed = import_export.export_hf(tmp_path / "run", tmp_path / "out")
     assert "after step 0" in line and passed == []
     again = type(model).from_pretrained(tmp_path / "out").eval()
     assert_same(dict(again.named_parameters()), dict(model.named_parameters()))
@@ -448,7 +448,7 @@ def test_a_damaged_torch_distributed_checkpoint(how, known, tmp_path):
         metadata.write_bytes(pickle.dumps({"a": 1}))
         said = [".metadata: damaged: it is not the metadata of a checkpoint"]
     with pytest.raises(ValueError) as what:
-        exchange.import_weights(folder, tmp_path / "run", config)
+        import_export.import_weights(folder, tmp_path / "run", config)
     one_line(what, *said)
     assert not (tmp_path / "run").exists()
 
@@ -488,7 +488,7 @@ def test_a_damaged_universal_checkpoint(how, known, tmp_path):
         states[0].write_bytes(states[0].read_bytes()[:500])
         said = [f"{states[0]}: damaged, or not what torch.save writes: "]
     with pytest.raises(ValueError) as what:
-        exchange.import_weights(folder, tmp_path / "run", config)
+        import_export.import_weights(folder, tmp_path / "run", config)
     one_line(what, *said)
     assert not (tmp_path / "run").exists()
 
@@ -588,7 +588,7 @@ def test_the_command_line(known, tmp_path, capsys):
 
 def test_export_passes_over_a_damaged_checkpoint_and_says_so(known, tmp_path, capsys):
     _, config, params = known("llama")
-    exchange.import_weights(config.parent, tmp_path / "run")
+    import_export.import_weights(config.parent, tmp_path / "run")
     later = pytree.map(lambda t: t + 1, params)
     path = checkpoint.save(tmp_path / "run" / "checkpoints", {"params": later}, step=7)
     file = max((p for p in Path(path).rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
@@ -621,7 +621,7 @@ def test_the_model_is_never_in_memory(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = {what: int(peak) for what, peak in (line.split() for line in done.stdout.splitlines())}
-    whole, leaf, buffers = found.pop("whole"), found.pop("leaf"), exchange.BUFFER_BYTES
+    whole, leaf, buffers = found.pop("whole"), found.pop("leaf"), import_export.BUFFER_BYTES
     slack = 45_000_000  # a tensor of theirs, twice; what threads and the first use of things need
     assert set(found) == {"hf", "dcp", "universal", "export"} and whole > 1.3 * (leaf + buffers + slack)
     assert max(found["hf"], found["dcp"], found["universal"]) < leaf + buffers + slack, found

@@ -14,9 +14,8 @@ import torch
 import fzero
 from fzero import data, models
 from fzero.core import prng
-from fzero.data.interleave import counts_of, source_of, stretches_of, tree_of
-from fzero.data.mixed import SOURCES, MixedStream
 from fzero.data.mixed_corpus import sources_of, write_mixture
+from fzero.data.mixed_stream import SOURCES, MixedStream, counts_of, mixture_segments, source_of, tree_of
 from fzero.data.mixture import Mixture
 from fzero.data.tokens import Tokens
 from fzero.run import corpus
@@ -63,7 +62,7 @@ def drawn(weights, rng):
 def walk(periods, most, rows):
     """Each row's source, found one by one, and the largest deviation from the sum of the weights so far; asserts that
     the closed forms say the same of every row."""
-    stretches, given, owed = stretches_of(periods, most), [0] * len(most), [Fraction(0)] * len(most)
+    stretches, given, owed = mixture_segments(periods, most), [0] * len(most), [Fraction(0)] * len(most)
     sources, worst = [], Fraction(0)
     for row in range(rows):
         stretch = [one for one in stretches if one.begin <= row][-1]
@@ -74,7 +73,7 @@ def walk(periods, most, rows):
             assert not sum(weights)
             break
         source, before = source_of(stretch.tree, row - stretch.begin)
-        assert stretch.given[source] + before == given[source] and weights[source] > 0
+        assert stretch.start_counts[source] + before == given[source] and weights[source] > 0
         sources.append(source)
         given[source] += 1
         for i, weight in enumerate(weights):
@@ -195,22 +194,23 @@ def test_weights_change_at_a_token_of_the_run():
 def test_longer_rows_read_what_is_left_of_each_source(packing):
     text = "a:1:3@200,b:1:epochs=1"
     short = MixedStream(Mixture.parse(text), streams(64, 32, packing=packing), batch=4)
-    rest = short.rest_after(40)
+    rest = short.remainder_after(40)
     assert rest.tokens == 160 and rest.read == (80, 80)
     long = MixedStream(
         Mixture.parse(text),
         tuple(
-            data.TokenStream(one.tokens, 8, 1, one.seed, packing, its) for one, its in zip(short.streams, rest.rests)
+            data.TokenStream(one.tokens, 8, 1, one.seed, packing, its)
+            for one, its in zip(short.streams, rest.remainders)
         ),
         batch=2,
-        rest=rest,
+        remainder=rest,
     )
     left = [32 * 4 - 80, 64 * 4 - 80]
     assert long.counts(5)[0] in (2, 3) and long.counts(9)[0] >= 5  # 1 : 1 until token 200, which is row 5
-    assert long.stretches[1].begin == 5
+    assert long.segments[1].begin == 5
     read = torch.cat([short.samples_at(0, 40)["tokens"].flatten(), long.samples_at(0, 8)["tokens"].flatten()])
     assert len(read) == 160 + 64
-    of_b = long.most(1)
+    of_b = long.row_limit(1)
     assert of_b is not None and of_b * 8 >= left[0] - 7
     tokens = long.streams[1].samples_at(0, of_b)
     before = short.streams[1].samples_at(0, short.counts(40)[1])
@@ -221,11 +221,13 @@ def test_longer_rows_read_what_is_left_of_each_source(packing):
 def test_a_limit_in_tokens_counts_what_shorter_rows_have_read():
     text = "a:1:tokens=112,b:1"
     short = MixedStream(Mixture.parse(text), streams(64, 64), batch=4)
-    rest = short.rest_after(40)
+    rest = short.remainder_after(40)
     assert rest.read == (80, 80)
-    rows = tuple(data.TokenStream(one.tokens, 8, 1, one.seed, rest=its) for one, its in zip(short.streams, rest.rests))
-    long = MixedStream(Mixture.parse(text), rows, batch=2, rest=rest)
-    assert long.most(0) == (112 - 80) // 8 and long.counts(100)[0] == 4
+    rows = tuple(
+        data.TokenStream(one.tokens, 8, 1, one.seed, remainder=its) for one, its in zip(short.streams, rest.remainders)
+    )
+    long = MixedStream(Mixture.parse(text), rows, batch=2, remainder=rest)
+    assert long.row_limit(0) == (112 - 80) // 8 and long.counts(100)[0] == 4
 
 
 def test_evaluations_take_equally_many_rows_of_each_source():

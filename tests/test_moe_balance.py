@@ -13,7 +13,7 @@ import fzero
 from fzero import checkpoint, models
 from fzero.core import precision, pytree
 from fzero.offload import Nvme
-from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.pipeline_plan import Pipeline
 from fzero.train.state_on_disk import reopen_state
 
 exhaustive = pytest.mark.exhaustive
@@ -123,7 +123,9 @@ def test_another_loss_leaves_it_as_it_is():
     model = models.dpo(model_of("moe dropless", **SIZES["moe dropless"]))
     plan = fzero.zero_plan(0, model, fzero.one_process())
     (name,) = biases(plan.like)
-    assert model.after == {name: None} and not plan.leaves[name].trained and plan.leaves[name].dtype == torch.float32
+    assert (
+        model.leaf_rules == {name: None} and not plan.leaves[name].trained and plan.leaves[name].dtype == torch.float32
+    )
 
 
 def test_bad_choices_are_refused():

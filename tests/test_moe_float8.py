@@ -126,7 +126,7 @@ def dispatched(mesh, form, load):
     p, x, ids, weights, g = given(load, ep.size)
     own = lambda t: t.chunk(ep.size)[ep.rank]  # noqa: E731
     ctx = Ctx(mesh=mesh, dtype=torch.float64, experts=Experts.parse(form), matmul="float8_tensorwise")
-    f = lambda p, x, weights: block.mixture(p, x, own(ids), weights, ctx, block.Mixture(E))  # noqa: E731
+    f = lambda p, x, weights: block.mixture(p, x, own(ids), weights, ctx, block.ExpertMixture(E))  # noqa: E731
     return both_passes(f, pytree.map(lambda t: own_part(t, ep), p), own(x), own(weights), own(g)), []
 
 

@@ -101,7 +101,7 @@ def test_group_is_a_stable_sort(n, k, experts):
     flat = ids.reshape(-1).tolist()
     order = sorted(range(n * k), key=lambda pair: flat[pair])
     assert ours.order.tolist() == order and ours.order.dtype == torch.int64
-    assert [order[row] for row in ours.place.tolist()] == list(range(n * k))
+    assert [order[row] for row in ours.inverse.tolist()] == list(range(n * k))
     assert (
         ours.ends.tolist() == [sum(e <= expert for e in flat) for expert in range(experts)]
         and ours.ends.dtype == torch.int32

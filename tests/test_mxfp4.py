@@ -9,7 +9,7 @@ from hf_cases import copy_of, save, theirs
 from safetensors.torch import load_file, save_file
 
 from fzero.checkpoint.convert.huggingface import load_hf
-from fzero.checkpoint.convert.mxfp4 import dequantized
+from fzero.checkpoint.convert.huggingface_read import dequantize
 from fzero.core import pytree
 
 E, D, F = 4, 32, 40  # of hf_cases' gpt-oss
@@ -32,7 +32,7 @@ def number(code):
 
 def test_every_code_and_scale_is_the_format_s():
     blocks, scales = drawn(3, 0, groups=2)
-    w = dequantized(blocks, scales)
+    w = dequantize(blocks, scales)
     assert w.shape == (E, 64, 3)
     for e in range(E):
         for d in range(64):
@@ -44,7 +44,7 @@ def test_every_code_and_scale_is_the_format_s():
 
 def test_the_ends_of_scales():
     ones = torch.full((1, 3, 1, 16), 0x22, dtype=torch.uint8)
-    w = dequantized(ones, torch.tensor([[[1], [254], [255]]], dtype=torch.uint8))
+    w = dequantize(ones, torch.tensor([[[1], [254], [255]]], dtype=torch.uint8))
     assert (w[0, :, 0] == 2.0**-126).all() and (w[0, :, 1] == 2.0**127).all() and w[0, :, 2].isnan().all()
 
 
@@ -53,7 +53,7 @@ def test_transformers_has_the_same_numbers():
     if not hasattr(mxfp4, "convert_moe_packed_tensors"):
         pytest.skip("this version of transformers has no convert_moe_packed_tensors")
     blocks, scales = drawn(F, 1)
-    assert_same(dequantized(blocks, scales), mxfp4.convert_moe_packed_tensors(blocks.clone(), scales.clone()))
+    assert_same(dequantize(blocks, scales), mxfp4.convert_moe_packed_tensors(blocks.clone(), scales.clone()))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def narrowed(tensors):
         blocks, scales = drawn(2 * F, len(name))
         packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         del packed[name]
-        whole[name] = dequantized(blocks, scales)
+        whole[name] = dequantize(blocks, scales)
     return packed, whole
 
 

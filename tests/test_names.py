@@ -15,9 +15,9 @@ from fzero.checkpoint import manifest
 from fzero.checkpoint.convert import dcp as dcp_reader
 from fzero.checkpoint.convert.deepspeed import find_universal
 from fzero.checkpoint.convert.huggingface_read import tensors_of
-from fzero.checkpoint.convert.safetensors import Entry, write_safetensors
+from fzero.checkpoint.convert.safetensors import TensorEntry, write_safetensors
 from fzero.core import pytree
-from fzero.core.paths import leaf_fault, path_fault
+from fzero.core.files import leaf_fault, path_fault
 from fzero.offload import LeafFiles
 from fzero.offload.store_manifest import describe_store, read_description, signed_text
 from fzero.sharding import Spec
@@ -99,7 +99,7 @@ def test_a_tree_that_is_one_tensor_comes_back(place, leaf, tmp_path):
 def test_a_leaf_is_read_under_its_own_name(tmp_path):
     path = checkpoint.save(tmp_path, {"params": {"w": W, "wide": W + 1}}, step=1)
     for under in ("params/w", "params/wide"):
-        found = checkpoint.restore(path, torch.empty(3), under=under)
+        found = checkpoint.restore(path, torch.empty(3), prefix=under)
         assert_same_bits(found, W + (under == "params/wide"))
 
 
@@ -143,7 +143,7 @@ def leaf_of_a_new_store(tmp_path, name):
 
 def file_of_an_index(tmp_path, name):
     (tmp_path / "in").mkdir()
-    write_safetensors(tmp_path / "outside.safetensors", {"w": Entry(W.dtype, W.shape, lambda: W)})
+    write_safetensors(tmp_path / "outside.safetensors", {"w": TensorEntry(W.dtype, W.shape, lambda: W)})
     index = {"weight_map": {"w": name}}
     (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
     return tensors_of, tmp_path / "in"

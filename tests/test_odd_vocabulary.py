@@ -19,8 +19,7 @@ from fzero.checkpoint.offload_snapshot import find_snapshot, verify_store
 from fzero.core import pytree
 from fzero.offload import DiskTensor, Nvme
 from fzero.sharding import Context, Spec, from_dtensor, one_process, to_dtensor
-from fzero.sharding.digests import digests
-from fzero.sharding.redistribute import gather_whole
+from fzero.sharding.redistribute import digests, gather_full
 from fzero.sharding.slices import narrow_box, narrow_to, parts_as_chunks
 from fzero.train.batch import local_batch
 from fzero.train.state import state_specs
@@ -227,7 +226,7 @@ def exchanged(mesh, x):
     spec = Spec((("tp",), ()), parts=parts_as_chunks(x.shape[0], 3))
     t = to_dtensor(narrow_to(x, spec, mesh).clone(), spec, mesh)
     local, found = from_dtensor(t, mesh)
-    return t.full_tensor(), found == spec, gather_whole(local, found, mesh)
+    return t.full_tensor(), found == spec, gather_full(local, found, mesh)
 
 
 def test_a_dtensor_has_the_same_parts():

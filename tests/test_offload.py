@@ -26,7 +26,7 @@ from fzero.offload.disk_io import serves_direct
 from fzero.optim import moment_storage
 from fzero.optim.sharded_leaves import WHOLE
 from fzero.sharding.context import Context
-from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.pipeline_plan import Pipeline
 from fzero.sharding.slices import shard_dim
 from fzero.sharding.spec import Spec
 from fzero.train.batch import local_batch
@@ -127,7 +127,7 @@ def statistic(*kinds, unit="layer"):
             },
             needs="matrix" if shards is WHOLE else "elementwise",
             unit=unit,
-            on=on,
+            with_shards=on,
         )
 
     return on(WHOLE)

@@ -53,14 +53,14 @@ def file(tmp_path):
 def full(buffers):
     """Whether nothing can be taken from it."""
     try:
-        buffers.take((1,), torch.uint8)
+        buffers.allocate((1,), torch.uint8)
     except ValueError:
         return True
     return False
 
 
 def test_a_buffer_has_the_shape_and_dtype_asked_for_and_whole_pages_below(buffers):
-    raw, view = buffers.take((3, 1001), torch.bfloat16)
+    raw, view = buffers.allocate((3, 1001), torch.bfloat16)
     assert view.shape == (3, 1001) and view.dtype == torch.bfloat16 and view.is_contiguous()
     assert (
         len(raw) == round_to_pages(3 * 1001 * 2) == 2 * PAGE
@@ -73,7 +73,7 @@ def test_a_buffer_has_the_shape_and_dtype_asked_for_and_whole_pages_below(buffer
 
 @pytest.mark.parametrize("shape", [(), (0,), (5, 0), (1,), (4096,), (4097,)])
 def test_any_shape_takes_at_least_a_page(buffers, shape):
-    buffer = buffers.take(shape, torch.uint8)
+    buffer = buffers.allocate(shape, torch.uint8)
     assert buffer.view.shape == shape and len(buffer.raw) >= PAGE and buffers.lent == len(buffer.raw)
 
 
@@ -82,7 +82,7 @@ def test_the_arena_is_in_huge_pages_where_the_system_has_them():
     if not kernel.is_file() or "[never]" in kernel.read_text():
         pytest.skip(f"{kernel} says never, or is not there")
     buffers = BufferPool(4 * HUGE)
-    address = buffers.take((1,), torch.uint8).raw.data_ptr()
+    address = buffers.allocate((1,), torch.uint8).raw.data_ptr()
     mapped = {}
     with open("/proc/self/smaps") as lines:
         for line in lines:
@@ -112,7 +112,7 @@ def cuda(monkeypatch, code):
 def test_the_memory_is_pinned_while_it_is_there(monkeypatch):
     pinned = cuda(monkeypatch, 0)
     buffers = BufferPool(HUGE + 1)
-    kept = buffers.take((5,), torch.float32).view
+    kept = buffers.allocate((5,), torch.float32).view
     (address,) = pinned
     assert pinned == {address: 2 * HUGE} and address % HUGE == 0 and address <= kept.data_ptr() < address + 2 * HUGE
     del buffers
@@ -133,7 +133,7 @@ def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_device_reads_and_writes_the_arena_without_waiting():
-    buffer = BufferPool(HUGE).take((1000,), torch.float32)
+    buffer = BufferPool(HUGE).allocate((1000,), torch.float32)
     assert buffer.view.is_pinned()
     buffer.view.fill_(3)
     there = buffer.view.to("cuda", non_blocking=True)
@@ -148,17 +148,17 @@ def test_the_pool_never_lends_more_than_its_size(buffers):
         match=r"2,097,152 bytes, of which 1,966,080 are in use, and 196,608 more are needed at once; .*buffer_mb",
     ):
         while True:
-            held.append(buffers.take((192 << 10,), torch.uint8))
+            held.append(buffers.allocate((192 << 10,), torch.uint8))
     assert len(held) == 10 and buffers.lent == buffers.peak == 10 * (192 << 10) <= buffers.size
     places = sorted(buffer.raw.data_ptr() for buffer in held)
     assert all(after - before >= 192 << 10 for before, after in itertools.pairwise(places)), "two buffers share memory"
     with pytest.raises(ValueError, match=r"2,097,152 bytes, .* 2,101,248 more"):
-        buffers.take((HUGE + 1,), torch.uint8)
+        buffers.allocate((HUGE + 1,), torch.uint8)
 
 
 def test_a_pool_that_is_not_fixed_grows_by_what_is_lacking():
     buffers = BufferPool(HUGE, fixed=False)
-    lent = [buffers.take((size,), torch.uint8) for size in (HUGE, 3 * HUGE + 1, 1000)]
+    lent = [buffers.allocate((size,), torch.uint8) for size in (HUGE, 3 * HUGE + 1, 1000)]
     assert buffers.size == 5 * HUGE, "what the last region has left is lent first"
     for i, buffer in enumerate(lent):
         buffer.view.fill_(i)
@@ -166,8 +166,8 @@ def test_a_pool_that_is_not_fixed_grows_by_what_is_lacking():
     assert all(buffers.holds(buffer.view.untyped_storage()) for buffer in lent)
     assert not buffers.holds(torch.empty(8).untyped_storage())
     del lent, buffer
-    assert len(buffers.take((4 * HUGE,), torch.uint8).raw) == 4 * HUGE and buffers.size == 5 * HUGE
-    first, second = buffers.take((HUGE,), torch.uint8), buffers.take((HUGE,), torch.uint8)
+    assert len(buffers.allocate((4 * HUGE,), torch.uint8).raw) == 4 * HUGE and buffers.size == 5 * HUGE
+    first, second = buffers.allocate((HUGE,), torch.uint8), buffers.allocate((HUGE,), torch.uint8)
     assert buffers.holds(first.raw.untyped_storage()) and buffers.holds(second.raw.untyped_storage())
     assert buffers.size == 5 * HUGE
 
@@ -186,23 +186,23 @@ def test_a_pool_that_is_not_fixed_grows_by_what_is_lacking():
     ids=["view", "slice", "dtype", "transpose", "numpy", "memoryview", "detach"],
 )
 def test_memory_is_returned_when_the_last_that_shares_it_is_gone(buffers, share):
-    kept = share(buffers.take((HUGE // 4,), torch.float32))
+    kept = share(buffers.allocate((HUGE // 4,), torch.float32))
     assert full(buffers)
     del kept
     assert not full(buffers)
 
 
 def test_memory_is_returned_from_another_thread(buffers):
-    held = [buffers.take(ALL, torch.uint8)]
+    held = [buffers.allocate(ALL, torch.uint8)]
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join()
-    assert len(buffers.take(ALL, torch.uint8).raw) == HUGE
+    assert len(buffers.allocate(ALL, torch.uint8).raw) == HUGE
 
 
 def test_memory_is_returned_by_a_garbage_collection_inside_take(buffers):
     # A cycle holds the buffer, and the collection that finds it runs while the buffer pool looks for room.
-    cycle = [buffers.take(ALL, torch.uint8)]
+    cycle = [buffers.allocate(ALL, torch.uint8)]
     cycle.append(cycle)
     del cycle
 
@@ -210,39 +210,39 @@ def test_memory_is_returned_by_a_garbage_collection_inside_take(buffers):
         gc.collect()
         return False
 
-    assert len(buffers.take(ALL, torch.uint8, busy).raw) == HUGE
+    assert len(buffers.allocate(ALL, torch.uint8, busy).raw) == HUGE
 
 
 def test_pieces_that_are_returned_merge(buffers):
-    pieces = [buffers.take((HUGE // 4,), torch.uint8) for _ in range(4)]
+    pieces = [buffers.allocate((HUGE // 4,), torch.uint8) for _ in range(4)]
     for i in (2, 0, 3, 1):
         pieces[i] = None
         if i == 0:  # two quarters are free, and apart
             with pytest.raises(ValueError, match="more are needed"):
-                buffers.take((HUGE // 2,), torch.uint8)
-    assert len(buffers.take(ALL, torch.uint8).raw) == HUGE and buffers.lent == HUGE
+                buffers.allocate((HUGE // 2,), torch.uint8)
+    assert len(buffers.allocate(ALL, torch.uint8).raw) == HUGE and buffers.lent == HUGE
 
 
 def test_take_waits_while_the_disk_is_busy(buffers, disk, file):
     fd, _ = file
     gate = threading.Event()
     disk.run(lambda: gate.wait(WAIT_S) and 0, write=True)
-    buffer = buffers.take(ALL, torch.uint8)
+    buffer = buffers.allocate(ALL, torch.uint8)
     disk.write(fd, buffer.raw[:PAGE], 0)
     del buffer  # the disk has it alone
     opener = threading.Timer(0.2, gate.set)
     opener.start()
-    assert len(buffers.take(ALL, torch.uint8, disk.busy).raw) == HUGE
+    assert len(buffers.allocate(ALL, torch.uint8, disk.busy).raw) == HUGE
     assert gate.is_set()
     opener.join()
 
 
 def test_take_says_so_once_the_disk_is_idle(buffers, disk, file):
     fd, _ = file
-    held = buffers.take(ALL, torch.uint8)
+    held = buffers.allocate(ALL, torch.uint8)
     pending = disk.read(fd, held.raw[: 8 * PAGE], 0)
     with pytest.raises(ValueError, match="more are needed at once"):
-        buffers.take((1,), torch.uint8, disk.busy)
+        buffers.allocate((1,), torch.uint8, disk.busy)
     pending.wait()
 
 
@@ -253,7 +253,7 @@ def test_many_threads_share_an_pool(buffers):
         sizes = torch.randint(1, HUGE // 8, (200,), generator=torch.Generator().manual_seed(seed)).tolist()
         try:
             for n in sizes:
-                view = buffers.take((n,), torch.uint8, lambda: True).view
+                view = buffers.allocate((n,), torch.uint8, lambda: True).view
                 view.fill_(seed)
                 time.sleep(0)
                 assert int(view.min()) == int(view.max()) == seed, "another thread wrote into this buffer"
@@ -266,7 +266,7 @@ def test_many_threads_share_an_pool(buffers):
     for thread in threads:
         thread.join()
     assert not failures
-    assert len(buffers.take(ALL, torch.uint8).raw) == HUGE and buffers.peak <= buffers.size
+    assert len(buffers.allocate(ALL, torch.uint8).raw) == HUGE and buffers.peak <= buffers.size
 
 
 def test_reads_and_writes_move_the_bytes(disk, file):
@@ -276,7 +276,7 @@ def test_reads_and_writes_move_the_bytes(disk, file):
     assert torch.equal(out, data[PAGE : 6 * PAGE])
     disk.write(fd, 255 - out, 3 * PAGE).wait()
     assert os.pread(fd, 8 * PAGE, 0) == torch.cat([data[: 3 * PAGE], 255 - out]).numpy().tobytes()
-    assert disk.moved()[:2] == (5 * PAGE, 5 * PAGE) and not disk.busy()
+    assert disk.traffic()[:2] == (5 * PAGE, 5 * PAGE) and not disk.busy()
 
 
 def test_a_request_is_cut_into_blocks_that_several_threads_serve(monkeypatch, file):
@@ -316,13 +316,13 @@ def test_work_follows_a_transfer_in_its_thread_unless_it_failed(monkeypatch, dis
     gate, read, called = threading.Event(), os.preadv, []
     monkeypatch.setattr(os, "preadv", lambda *args: gate.wait(WAIT_S) and read(*args))
     good, bad, short = (disk.read(fd, torch.zeros(PAGE, dtype=torch.uint8), at * PAGE) for at in (0, 1, 8))
-    good.then(lambda: called.append(threading.get_ident()))
-    bad.then(lambda: called[9])
-    short.then(lambda: called.append("after an error"))
+    good.call_at_end(lambda: called.append(threading.get_ident()))
+    bad.call_at_end(lambda: called[9])
+    short.call_at_end(lambda: called.append("after an error"))
     gate.set()
     good.wait()
     assert called in [[thread.ident] for thread in disk.threads]
-    good.then(lambda: called.append("at once"))
+    good.call_at_end(lambda: called.append("at once"))
     assert called[1:] == ["at once"]
     with pytest.raises(IndexError):
         bad.wait()
@@ -387,7 +387,7 @@ def test_reads_go_on_while_writes_wait(disk, file):
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "it broke"), RuntimeError("it broke"), KeyError("it broke")])
 def test_an_error_surfaces_where_it_is_waited_for_and_the_disk_still_serves(buffers, disk, file, error):
     fd, data = file
-    buffer = buffers.take(ALL, torch.uint8)
+    buffer = buffers.allocate(ALL, torch.uint8)
 
     def fail(raw=buffer.raw):
         raise error
@@ -414,18 +414,18 @@ def test_an_error_of_one_block_is_the_error_of_the_request_and_holds_no_memory(m
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", pwritev)
-    buffer = buffers.take((HUGE // 2,), torch.uint8)
+    buffer = buffers.allocate((HUGE // 2,), torch.uint8)
     pending = disk.write(fd, buffer.raw, 0)
     del buffer
     pending.done.wait(WAIT_S)
     gc.disable()
     try:
-        assert not full(buffers) and len(buffers.take(ALL, torch.uint8).raw) == HUGE
+        assert not full(buffers) and len(buffers.allocate(ALL, torch.uint8).raw) == HUGE
     finally:
         gc.enable()
     with pytest.raises(OSError, match="no space left"):
         pending.wait()
-    assert disk.moved().written_bytes < HUGE // 2 and not disk.busy()
+    assert disk.traffic().written_bytes < HUGE // 2 and not disk.busy()
 
 
 def test_a_request_of_no_bytes_is_done_at_once(disk, file):
@@ -439,7 +439,7 @@ def test_waiting_is_counted(disk):
     done, waits = pending.done.wait, 0.05
     pending.done.wait = lambda: time.sleep(waits) or gate.set() or done()  # the work ends while it is waited for
     pending.wait()
-    assert waits <= disk.moved().waited_s < WAIT_S and disk.moved().written_bytes == 5
+    assert waits <= disk.traffic().waited_s < WAIT_S and disk.traffic().written_bytes == 5
 
 
 def test_close_serves_what_is_queued_and_ends_the_threads(file):
@@ -490,10 +490,10 @@ from fzero.offload.disk_io import DiskIO, DiskSettings
 rank, n = int(sys.argv[1]), {n}
 fd, pool, disk = os.open({str(path)!r}, os.O_RDWR), BufferPool(8 << 20), DiskIO(DiskSettings(16 * PAGE, 2, 2).share(2))
 for turn in range(1, 9):
-    buffer = pool.take((n * PAGE,), torch.uint8, disk.busy)
+    buffer = pool.allocate((n * PAGE,), torch.uint8, disk.busy)
     buffer.view.fill_(10 * rank + turn)
     disk.write(fd, buffer.raw, rank * n * PAGE).wait()
-    found = pool.take((n * PAGE,), torch.uint8, disk.busy)
+    found = pool.allocate((n * PAGE,), torch.uint8, disk.busy)
     disk.read(fd, found.raw, rank * n * PAGE).wait()
     assert bool((found.view == 10 * rank + turn).all()), turn
     del buffer, found
@@ -547,7 +547,7 @@ def cached(path, size):
     """The part of the first `size` bytes of a file that the page cache holds; None where the system does not tell."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        return bench.cached(bench.Files({False: fd}, size))
+        return bench.cached_fraction(bench.Files({False: fd}, size))
     finally:
         os.close(fd)
 
@@ -567,10 +567,10 @@ def test_direct_transfers_pass_the_page_cache_by(tmp_path, buffers):
         pytest.skip("the folder of this test refuses direct transfers")
     fd = open_direct(tmp_path / "data", make=True)
     disk = DiskIO(DiskSettings(block_bytes=64 << 10))
-    buffer = buffers.take((HUGE // 2,), torch.uint8)
+    buffer = buffers.allocate((HUGE // 2,), torch.uint8)
     buffer.view.copy_(torch.arange(HUGE // 2) % 251)
     disk.write(fd, buffer.raw, 0).wait()
-    found = buffers.take((HUGE // 2,), torch.uint8)
+    found = buffers.allocate((HUGE // 2,), torch.uint8)
     found.view.zero_()
     disk.read(fd, found.raw, 0).wait()
     assert torch.equal(found.view, buffer.view)

@@ -375,9 +375,9 @@ def test_a_step_moves_codes_of_moments_and_no_more(tmp_path):
         state = fzero.init_state(model, tx, plan, seed=0, nvme=space)
         step = fzero.make_train_step(model, tx, plan, nvme=space)
         state, _ = step(state, batch_at(0))
-        before = space.moved()
+        before = space.traffic()
         step(state, batch_at(1))
-        after = space.moved()
+        after = space.traffic()
         found[states] = after.read_bytes - before.read_bytes, after.written_bytes - before.written_bytes
         space.close()
         on_disk = (lambda size: max(PAGE, round_to_pages(size))) if serves_direct(tmp_path) else int

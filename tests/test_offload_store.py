@@ -39,10 +39,10 @@ from fzero.offload import (
 )
 from fzero.offload import chunk_files as chunks_module
 from fzero.offload import scratch as scratch_module
-from fzero.offload.buffer_need import buffer_need
 from fzero.offload.buffer_pool import HUGE
 from fzero.offload.disk_config import save_settings
 from fzero.offload.disk_io import mount_point, serves_direct
+from fzero.offload.nvme import buffer_need
 from fzero.offload.store_folder import StoreRanks, release_store
 from fzero.offload.store_manifest import (
     STEP,
@@ -114,7 +114,7 @@ def write(store, seed, *, rows_of=None, leaves=None):
             layer = value[i] if kept.stacked else value
             for rows in store.chunks.row_blocks(name, rows_of or 1 << 30):
                 part = layer[rows[0] : rows[1]] if layer.dim() else layer
-                buffer = store.buffers.take(tuple(part.shape), part.dtype, store.disk.busy)
+                buffer = store.buffers.allocate(tuple(part.shape), part.dtype, store.disk.busy)
                 buffer.view.copy_(part)
                 store.write(name, i, rows, buffer)
 
@@ -914,7 +914,7 @@ def test_disk_and_buffers_do_not_grow(direct):
     )
     buffers = space.buffers
     gc.collect()
-    buffers._find_room(0)
+    buffers._find_range(0)
     assert buffers.lent == 0, "a buffer was not given back"
     space.close()
     assert list((direct / "scratch").iterdir()) == []
@@ -924,8 +924,8 @@ def test_disk_and_buffers_do_not_grow(direct):
 @pytest.mark.parametrize("step_first", (True, False))
 def test_buffers_are_as_large_as_the_plan_needs(direct, monkeypatch, step_first, offload):
     """Whoever makes state and step first; activations, whose size the first step tells, make them grow."""
-    monkeypatch.setattr("fzero.offload.nvme.LEAST", HUGE)
-    monkeypatch.setattr("fzero.offload.buffer_need.LEAST", HUGE)
+    monkeypatch.setattr("fzero.offload.nvme.MIN_BYTES", HUGE)
+    monkeypatch.setattr("fzero.offload.nvme.MIN_UNIT_BYTES", HUGE)
     rows, width = (8, 600) if offload.startswith("params") else (9000, 64)  # a layer of 2.9 MB, an activation of 2.3
     model, tx = models.mlp(models.MLPConfig(16, 8, width, 2, width)), optim.adamw(1e-2)
     batch = {"tokens": torch.arange(rows)[:, None] % 16, "targets": torch.arange(rows)[:, None] % 16}
@@ -1046,9 +1046,9 @@ def test_units_cover_every_element_once(most, whole):
     seen = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in SHAPES.items()}
     for unit in units:
         assert len({part.name for part in unit}) == len(unit), "a leaf twice in a unit"
-        assert len(unit) == 1 or sum(part.of(seen[part.name]).numel() for part in unit) <= most
+        assert len(unit) == 1 or sum(part.narrow(seen[part.name]).numel() for part in unit) <= most
         for part in unit:
-            view = part.of(seen[part.name])
+            view = part.narrow(seen[part.name])
             assert view.dim() == seen[part.name].dim()
             view += 1
             at = part.start(len(SHAPES[part.name]))
@@ -1061,9 +1061,9 @@ def test_units_cover_every_element_once(most, whole):
 
 def test_a_slice_of_what_belongs_to_a_leaf_row_by_row():
     part = RowBlock("blocks/w", 1, (2, 4))
-    assert torch.equal(part.of(torch.arange(24).reshape(2, 6, 2)), torch.arange(24).reshape(2, 6, 2)[1:2, 2:4])
-    assert torch.equal(part.of(torch.arange(12).reshape(2, 6)), torch.arange(12).reshape(2, 6)[1:2, 2:4])
-    assert torch.equal(part.of(torch.arange(2)), torch.tensor([1]))
+    assert torch.equal(part.narrow(torch.arange(24).reshape(2, 6, 2)), torch.arange(24).reshape(2, 6, 2)[1:2, 2:4])
+    assert torch.equal(part.narrow(torch.arange(12).reshape(2, 6)), torch.arange(12).reshape(2, 6)[1:2, 2:4])
+    assert torch.equal(part.narrow(torch.arange(2)), torch.tensor([1]))
 
 
 def test_owners_are_found_by_the_longest_path():

@@ -27,17 +27,17 @@ from fzero.comm.collectives import all_gather, psum
 from fzero.core import pytree
 from fzero.core.precision import LossScale, fp16
 from fzero.planner.candidates import Candidate
-from fzero.planner.closed_layer import Basis, takes_codec
+from fzero.planner.closed_layer import Basis, admits_codec
 from fzero.planner.devices import device
 from fzero.planner.estimate import estimate_model_states
 from fzero.planner.step_trace import state_bytes, trace_step
 from fzero.run import build
 from fzero.sharding import sign_sums
-from fzero.sharding.describe import once_in_full
-from fzero.sharding.sent import sent_of
+from fzero.sharding.pipeline_traffic import sent_of
+from fzero.sharding.plan_table import full_sum_bytes
 from fzero.sharding.sign_sums import SignSums
 from fzero.train.batch import local_batch
-from fzero.train.local import Local, init_local
+from fzero.train.local_steps import init_local
 from fzero.train.state import meta_state, state_specs
 
 exhaustive = pytest.mark.exhaustive
@@ -309,10 +309,12 @@ def trained(mesh, method, name, stage, policy, options):
         left = all_gather(state.opt_state.server[leaf].contiguous(), axis, at)
         worst[leaf] = float((all_of_it - came[leaf] - left).abs().max() / all_of_it.abs().max())
     links = {link: found for link, found in plan.sent_by_link().items() if link not in ("tp", "cp")}  # activations too
-    said = [{k: once_in_full(plan, k) + 2 * part for k, (part, _) in links.items()}]
+    said = [{k: full_sum_bytes(plan, k) + 2 * part for k, (part, _) in links.items()}]
     said.append({k: once + 2 * part for k, (part, once) in links.items()})
     mine = sent_of(plan, mesh["pp"].rank) if plan.stages is not None else ()
-    by_table = {kind: sum(one.once for one in mine if (one.collective, one.itemsize) == (kind, 1)) for kind in KINDS}
+    by_table = {
+        kind: sum(one.per_step for one in mine if (one.collective, one.itemsize) == (kind, 1)) for kind in KINDS
+    }
     found = [{k: sum(row.bytes for row in sent[i] if row.axis == k) for k in links} for i in (1, 4)]
     of_signs = [row for row in sent[4] if row.leaf in plan.coded_grads and row.dtype == "uint8"]
     by_collective = {kind: sum(row.bytes for row in of_signs if row.collective == kind) for kind in KINDS}
@@ -503,7 +505,7 @@ def test_configs_that_do_not_go_together_are_one_line():
 def test_a_search_tries_the_stages_and_meshes_that_signs_have():
     basis = Basis(made(optimizer="zero_one_adam", ranks=2), device("h100"), 2, {})
     taken = [(zero, rp, off) for zero in range(4) for rp in (1, 2) for off in ("", "opt=host", "acts=host")
-             if takes_codec(basis, Candidate(2, rp, 1, zero, "none", off, 2))]  # fmt: skip
+             if admits_codec(basis, Candidate(2, rp, 1, zero, "none", off, 2))]  # fmt: skip
     meshes = [(0, 1), (0, 2), (1, 1), (1, 2), (2, 2), (3, 2)]  # stages 2 and 3 sum over dp within each replica
     assert taken == [(zero, rp, off) for zero, rp in meshes for off in ("", "acts=host")]
 
@@ -565,6 +567,6 @@ def test_plan_and_optimizer_go_together():
     ):
         signs.with_updates(1)
     with pytest.raises(ValueError, match="local steps: codec grads=1bit keeps errors that are of one member"):
-        init_local(fzero.init_state(MATRIX, tx, signs, seed=0), signs, optim.sgd(1.0), Local())
+        init_local(fzero.init_state(MATRIX, tx, signs, seed=0), signs, optim.sgd(1.0))
     with pytest.raises(ValueError, match="onebit_adam: freeze is 0; it must be a whole number of at least 1"):
         optim.onebit_adam(freeze=0)

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fzero.comm.collectives import all_gather, all_to_all, ppermute, psum, psum_scatter, pvary
 from fzero.comm.communicator import communicator_of
 from fzero.comm.operators import ops
-from fzero.core.graph import chain_in_order, hold
+from fzero.core.joint_graph import chain_in_order, pin_ordered
 from fzero.sharding import fake_mesh
 
 F64 = torch.float64
@@ -107,7 +107,7 @@ def test_a_partitioner_runs_each_collective_once_where_the_program_does(budget):
     graph = named(joint_graph(mesh["dp"]))
     expected = collectives_of(graph)
     assert [leaf for _, leaf in expected] == ["of an input", "in between", "not used", "repeated", "in between", ""]
-    hold(graph)
+    pin_ordered(graph)
     with functorch_config.patch(activation_memory_budget=budget, cse=False):
         forward, backward = min_cut_rematerialization_partition(graph, (), num_fwd_outputs=1)
     assert collectives_of(forward) == expected[:3]

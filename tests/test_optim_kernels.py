@@ -13,8 +13,8 @@ from fzero import models, optim
 from fzero.core import precision, prng, pytree
 from fzero.kernels import grad_norm, optim_lowbit
 from fzero.kernels import optim_multi_tensor as kernels
-from fzero.kernels.optim_leaf import Leaf, Rates
-from fzero.kernels.optim_lowbit import Place, make_place
+from fzero.kernels.optim_leaf import OptimLeaf, StepRates
+from fzero.kernels.optim_lowbit import LeafPosition, make_position
 from fzero.kernels.registry import explain
 from fzero.optim import moment_storage
 from fzero.optim import norm as norm_module
@@ -57,16 +57,18 @@ def draw(
             kept = [*(c for c, _ in pairs), *(s for _, s in pairs)]
         else:
             kept = [x.to(state) for x in kept]
-        where = make_place((5, i), shape, (0,) * len(shape), shape) if stochastic else None
+        where = make_position((5, i), shape, (0,) * len(shape), shape) if stochastic else None
         leaves.append(
-            Leaf(p.to(param), g.to(grad), tuple(kept), 0.1 * (i % 2), where, p.to(torch.bfloat16) if copy else None)
+            OptimLeaf(
+                p.to(param), g.to(grad), tuple(kept), 0.1 * (i % 2), where, p.to(torch.bfloat16) if copy else None
+            )
         )
     return leaves
 
 
 def rates(name, **more):
     scalars = [torch.tensor(x, dtype=F64, device=laws.DEVICE) for x in (0.01, 0.3, 0.2)][: 3 if name == "adamw" else 1]
-    return Rates(
+    return StepRates(
         tuple(scalars), torch.tensor(7, device=laws.DEVICE), 0.9, 0.95, 1e-8 if name == "adamw" else 0.0, **more
     )
 
@@ -213,12 +215,12 @@ def test_steps_of_torch(coupled, other):
     first, grads = laws.draw((3, 70), dtype=torch.float32)[0], laws.draw(*[(3, 70)] * 4, dtype=torch.float32, seed=1)
     theirs = first.clone().requires_grad_()
     optimizer = other([theirs], lr=0.03, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
-    leaf = Leaf(first.clone(), grads[0], (torch.zeros_like(first), torch.zeros_like(first)), 0.1)
+    leaf = OptimLeaf(first.clone(), grads[0], (torch.zeros_like(first), torch.zeros_like(first)), 0.1)
     for t, g in enumerate(grads):
         theirs.grad = g
         optimizer.step()
         scalars = tuple(torch.tensor(x, dtype=F64) for x in (0.03, 1 - 0.8 ** (t + 1), (1 - 0.95 ** (t + 1)) ** 0.5))
-        given = Rates(scalars, torch.tensor(t, device=laws.DEVICE), 0.8, 0.95, 1e-6, coupled)
+        given = StepRates(scalars, torch.tensor(t, device=laws.DEVICE), 0.8, 0.95, 1e-6, coupled)
         kernels.adamw([leaf._replace(g=2.0 * g)], given._replace(factor=flag(0.5)), impl="triton")
     assert_close(leaf.p, theirs.detach(), rtol=1e-5, atol=1e-6)
 
@@ -227,7 +229,9 @@ def test_lion_by_hand():
     p = torch.tensor([1.0, 1.0, 1.0, 1.0], device=laws.DEVICE)
     g, m = (torch.tensor(x, device=laws.DEVICE) for x in ([1.0, -1.0, 0.0, 8.0], [0.0, 1.0, 0.0, -1.0]))
     kernels.lion(
-        [Leaf(p, g, (m,), 0.5)], Rates((torch.tensor(0.1, dtype=F64),), torch.tensor(0), 0.75, 0.5), impl="triton"
+        [OptimLeaf(p, g, (m,), 0.5)],
+        StepRates((torch.tensor(0.1, dtype=F64),), torch.tensor(0), 0.75, 0.5),
+        impl="triton",
     )
     assert_close(p, torch.tensor([0.85, 0.85, 0.95, 0.85]), rtol=1e-6)  # 0.75 m + 0.25 g = 0.25, 0.5, 0, 1.25
     assert_close(m, torch.tensor([0.5, 0.0, 0.0, 3.5]), rtol=1e-6)
@@ -238,13 +242,13 @@ def test_lion_by_hand():
 
 def test_rounding_bits_are_the_words_of_the_step_and_the_element():
     x = laws.draw((2, 300), dtype=torch.float32, seed=3)[0]
-    leaf = Leaf(
+    leaf = OptimLeaf(
         x.clone(),
         torch.zeros_like(x),
         (torch.zeros_like(x, dtype=torch.bfloat16), torch.zeros_like(x, dtype=torch.bfloat16)),
         0.0,
     )
-    leaf = leaf._replace(g=x, place=make_place((11, 12), (2, 300), (0, 0), (2, 300)))
+    leaf = leaf._replace(g=x, position=make_position((11, 12), (2, 300), (0, 0), (2, 300)))
     given = rates("adamw")._replace(b1=0.0, b2=0.0)
     kernels.adamw([leaf], given, impl="triton")
     words = prng.bits(prng.fold_in(torch.tensor([11, 12]), 7), (2, 300)).to(x.device)
@@ -279,8 +283,8 @@ def test_a_shard_is_rounded_as_in_the_whole(cut, impl):
     whole = draw("adamw", [shape], **STATES["stochastic"])[0]
     slices = tuple(slice(start, start + size) for start, size in windows)
     part = lambda x: x[slices].clone()  # noqa: E731
-    where = make_place((5, 0), tuple(size for _, size in windows), tuple(start for start, _ in windows), shape)
-    shard = Leaf(part(whole.p), part(whole.g), tuple(map(part, whole.state)), whole.decay, where)
+    where = make_position((5, 0), tuple(size for _, size in windows), tuple(start for start, _ in windows), shape)
+    shard = OptimLeaf(part(whole.p), part(whole.g), tuple(map(part, whole.state)), whole.decay, where)
     for leaf in (whole, shard):
         kernels.adamw([leaf], rates("adamw"), impl=impl)
     assert_same((shard.p, *shard.state), (part(whole.p), *map(part, whole.state)))
@@ -291,9 +295,9 @@ def test_place_of_every_element():
         sizes, starts = tuple(s for _, s in windows), tuple(b for b, _ in windows)
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
         expected = whole[tuple(slice(b, b + s) for b, s in windows)].reshape(-1)
-        assert torch.equal(make_place((0, 0), sizes, starts, shape).index(torch.arange(len(expected))), expected)
+        assert torch.equal(make_position((0, 0), sizes, starts, shape).index(torch.arange(len(expected))), expected)
     with pytest.raises(ValueError, match="is cut in 4 dims"):
-        make_place((0, 0), (1, 1, 1, 1), (0, 0, 0, 0), (2, 2, 2, 2))
+        make_position((0, 0), (1, 1, 1, 1), (0, 0, 0, 0), (2, 2, 2, 2))
 
 
 # ---- 8 bits ---------------------------------------------------------------------------------------------------------
@@ -400,13 +404,13 @@ def test_what_the_kernels_refuse(change, message):
 
 def test_a_shard_in_one_run_needs_no_divisions():
     p, g = laws.draw((4, 8), (4, 8), dtype=torch.float32)
-    leaf = Leaf(p, g, (torch.zeros_like(p),))
+    leaf = OptimLeaf(p, g, (torch.zeros_like(p),))
     for where, placed in (
-        (Place(), False),
-        (make_place((0, 0), (4, 8), (4, 0), (16, 8)), False),
-        (make_place((0, 0), (4, 8), (4, 0), (4, 16)), True),
+        (LeafPosition(), False),
+        (make_position((0, 0), (4, 8), (4, 0), (16, 8)), False),
+        (make_position((0, 0), (4, 8), (4, 0), (4, 16)), True),
     ):
-        assert kernels._kind(leaf._replace(place=where)).placed == placed
+        assert kernels._kind(leaf._replace(position=where)).placed == placed
 
 
 # ---- in a step ------------------------------------------------------------------------------------------------------

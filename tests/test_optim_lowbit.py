@@ -133,7 +133,7 @@ def test_vmap_over_states_equals_the_loop(name):
 
 def own(mesh, specs, whole):
     layout = optim.sharded(specs, mesh, like=whole)
-    return pytree.map_named(lambda name, x: layout.own(name, x).clone(), whole)
+    return pytree.map_named(lambda name, x: layout.local(name, x).clone(), whole)
 
 
 def compare_steps(mesh, name, plant=lambda layout: layout, rows=()):
@@ -289,7 +289,7 @@ def test_a_step_refuses_shards_for_what_needs_whole_leaves():
     model = fzero.models.build(fzero.models.MLPConfig(vocab_size=32, d_model=16, n_layers=2, d_ff=32))
     plan = fzero.zero_plan(2, model, mesh)
     with pytest.raises(ValueError, match="give it an `on`"):
-        fzero.make_train_step(model, optim.adamw(0.1)._replace(needs="matrix", on=None), plan)
+        fzero.make_train_step(model, optim.adamw(0.1)._replace(needs="matrix", with_shards=None), plan)
 
 
 def test_place_is_that_of_the_layout():
@@ -298,6 +298,6 @@ def test_place_is_that_of_the_layout():
         {"blocks": {"w": Spec.parse("[L, D/dp, F]")}}, mesh, like={"blocks": {"w": torch.empty(3, 8, 5)}}
     )
     (window,), whole = layout.windows("blocks/w", (3, 2, 5))
-    where = optim_lowbit.make_place((0, 0), (3, 2, 5), window.start, whole)
+    where = optim_lowbit.make_position((0, 0), (3, 2, 5), window.start, whole)
     whole = torch.arange(120).view(3, 8, 5)
     assert torch.equal(where.index(torch.arange(30)), whole[:, 4:6].reshape(-1))

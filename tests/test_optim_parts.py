@@ -215,7 +215,7 @@ def test_a_chain_within_the_average_is_split_as_without():
     assert len(parts.heads) == 1
     factor = parts.factor(torch.ones(()), torch.tensor(2.0))
     _, body = apply_in_place(parts.body, {"w": torch.ones(4) * factor}, parts.state(state), params)
-    whole = parts.whole(state, body)
+    whole = parts.merge(state, body)
     other = {"w": torch.ones(4)}
     _, expected = apply_in_place(tx, {"w": torch.ones(4)}, tx.init(other), other)
     assert pytree.names(whole) == pytree.names(expected)

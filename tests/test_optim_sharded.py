@@ -79,7 +79,7 @@ def whole_params():
 def own(mesh, specs, whole):
     """This rank's part of a tree of whole leaves."""
     layout = optim.sharded(specs, mesh, like=whole)
-    return pytree.map_named(lambda name, x: layout.own(name, x).clone(), whole)
+    return pytree.map_named(lambda name, x: layout.local(name, x).clone(), whole)
 
 
 def train(tx, params, gradient, form, steps=5):
@@ -237,7 +237,7 @@ def norms(mesh):
     return (
         norm,
         optim.global_norm(grads),
-        layout.norm({n: layout.own(n, x) for n, x in some.items()}),
+        layout.norm({n: layout.local(n, x) for n, x in some.items()}),
         optim.global_norm(some),
         calls,
     )
@@ -362,8 +362,8 @@ def spread(mesh, layers):
         return torch.cat([optim.newton_schulz(layer) for layer in x.split(1)])
 
     mesh.ledger.clear()
-    out = layout.on_matrices(name, layout.own(name, whole["blocks"]["w"]), f)
-    expected = layout.own(name, torch.cat([optim.newton_schulz(layer) for layer in whole["blocks"]["w"].split(1)]))
+    out = layout.on_matrices(name, layout.local(name, whole["blocks"]["w"]), f)
+    expected = layout.local(name, torch.cat([optim.newton_schulz(layer) for layer in whole["blocks"]["w"].split(1)]))
     assert torch.equal(out, expected)
     return seen, {row.collective: row.elements for row in mesh.ledger.rows()}
 
@@ -435,13 +435,13 @@ def round_trip(mesh, large):
         whole = tree(4, SHAPES)
         layout = optim.sharded(SPECS, mesh, like=whole)
         for name, x in pytree.named_leaves(whole).items():
-            mine = layout.own(name, x)
+            mine = layout.local(name, x)
             assert mine.numel() * layout.parts(name, None) == x.numel()
             assert torch.equal(layout.gather(name, mine), x)
             for dims in [(-1,), (0,), tuple(range(1, x.dim()))] if x.dim() else []:
                 part = layout.gather(name, mine, dims)
                 assert part.numel() == mine.numel() * layout.parts(name, dims)
-                assert torch.equal(layout.own(name, part, dims), mine)
+                assert torch.equal(layout.local(name, part, dims), mine)
             sums = layout.psum(name, mine.sum()[None].expand(2), None)
             torch.testing.assert_close(sums, x.sum()[None].expand(2), rtol=1e-12, atol=1e-12)
             if name.startswith("blocks/"):  # a layer of it

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from fzero.core.kept import processor
+from fzero.core.compile_cache import processor
 
 pytestmark = pytest.mark.slow
 

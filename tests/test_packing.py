@@ -19,9 +19,9 @@ def quick_order(monkeypatch):
 
     def drawn(seed, epoch, rows, block):
         whole = np.random.default_rng((seed, epoch, rows)).permutation(rows)
-        return torch.from_numpy(whole[block * data.stream.DRAWN : (block + 1) * data.stream.DRAWN])
+        return torch.from_numpy(whole[block * data.token_stream.DRAWN : (block + 1) * data.token_stream.DRAWN])
 
-    monkeypatch.setattr(data.stream, "_drawn", drawn)
+    monkeypatch.setattr(data.token_stream, "_drawn", drawn)
 
 
 def corpus_of(lengths):
@@ -86,7 +86,7 @@ def test_batches_are_by_the_definition(kind):
 @pytest.mark.parametrize("window", [3, packing.WINDOW])
 def test_best_fit_cuts_long_documents_alone_and_as_few_times_as_it_must(window):
     for tokens, seq_len, _ in corpora(3, 30):
-        rows = packing.BestFit(packing.whole(tokens), seq_len, tokens, window)
+        rows = packing.BestFit(packing.full_range(tokens), seq_len, tokens, window)
         pieces = sorted(rows.pieces.tolist())
         wanted = []
         for begin, end in packing.within_documents(tokens).tolist():
@@ -120,7 +120,7 @@ def test_a_stream_of_other_rows_reads_what_was_left_of_the_epoch():
             made = rows if stage == stages - 1 else int(draw.integers(0, rows + 1))
             if made:
                 seen += counted(stream.samples_at(0, made))
-            rest = stream.rest_after(made)
+            rest = stream.remainder_after(made)
             assert rest.epoch == 0
         left = {i for begin, end in rest.ranges.tolist() for i in range(begin, end)} & {*predictable(tokens)}
         assert sorted([*seen, *left]) == predictable(tokens)
@@ -131,7 +131,7 @@ def test_whole_epochs_follow_what_was_left():
     tokens = corpus_of([7, 3, 12, 5, 9])
     before = data.TokenStream(tokens, 3, 1, 2, "best-fit")
     for consumed in (0, 4, before.samples_per_epoch, before.samples_per_epoch + 2):
-        rest = before.rest_after(consumed)
+        rest = before.remainder_after(consumed)
         assert rest.epoch == max(consumed - 1, 0) // before.samples_per_epoch
         after = data.TokenStream(tokens, 6, 1, 2, "best-fit", rest)
         few, size = len(after.first_rows), after.samples_per_epoch
@@ -146,7 +146,7 @@ def test_whole_epochs_follow_what_was_left():
 def test_samples_are_the_same_however_they_are_asked_for(kind):
     """A step is any way of cutting the order: a resume at any sample, and the shares of any mesh."""
     tokens = corpus_of([7, 3, 12, 5, 9, 2, 31])
-    rest = data.TokenStream(tokens, 2, 1, 2, kind).rest_after(5)
+    rest = data.TokenStream(tokens, 2, 1, 2, kind).remainder_after(5)
     for stream in (data.TokenStream(tokens, 5, 4, 2, kind), data.TokenStream(tokens, 5, 4, 2, kind, rest)):
         whole = stream.samples_at(0, 40)
         for ranks in (1, 2, 4):

@@ -67,19 +67,19 @@ def assert_laws(s):
     for rank, row in enumerate(s.rows):
         for stage in s.stages.chunks(rank):
             for kinds in ("F", "BI", "BW"):
-                parts = [act.part for act in row if act.stage == stage and act.kind in kinds]
+                parts = [act.micro_batch for act in row if act.stage == stage and act.kind in kinds]
                 assert parts == list(range(s.parts)), (s.name, rank, stage, kinds)
     acts = {rank: [act for act in row if act.kind != "W"] for rank, row in enumerate(s.rows)}
     for a, b, kinds, away in itertools.product(range(p), range(p), ("F", "BI"), (1, -1)):
         if a != b and away == (1 if kinds == "F" else -1):
             on = s.stages.ranks
             sent = [
-                (act.part, act.stage + away)
+                (act.micro_batch, act.stage + away)
                 for act in acts[a]
                 if act.kind in kinds and 0 <= act.stage + away <= last and on[act.stage + away] == b
             ]
             received = [
-                (act.part, act.stage)
+                (act.micro_batch, act.stage)
                 for act in acts[b]
                 if act.kind in kinds and 0 <= act.stage - away <= last and on[act.stage - away] == a
             ]

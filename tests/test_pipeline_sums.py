@@ -13,9 +13,9 @@ from fzero.core import pytree
 from fzero.planner.step_trace import run_step
 from fzero.run.build import local_micro_batches
 from fzero.run.measure.live_bytes import LiveBytes
-from fzero.sharding.describe import communication
 from fzero.sharding.pipeline import FAMILIES
-from fzero.sharding.sent import WHATS, sent_by_rank
+from fzero.sharding.pipeline_traffic import KINDS, sent_by_rank
+from fzero.sharding.plan_table import communication
 from fzero.train.batch import local_batch
 
 M = 4
@@ -147,7 +147,7 @@ def said(config, rank):
             found[what, row.collective, row.axis] += row.elements
     for one in sent_by_rank(plan)[plan.mesh["pp"].rank]:
         parts = local_micro_batches(config, step.job.mesh)
-        expected[one.what, one.collective, one.link] += parts * one.part + one.once
+        expected[one.kind, one.collective, one.link] += parts * one.per_micro_batch + one.per_step
     return dict(expected), {key: n for key, n in found.items() if n}, str(plan)
 
 
@@ -189,7 +189,7 @@ def test_a_printed_plan_says_what_a_rank_sends(sizes, cases):
             expected, found, text = said(config, rank * stride)
             assert found == expected, (family, name, stage, how, rank)
             line = next(line for line in text.splitlines() if line.split()[:1] == [str(rank)])
-            messages = [expected.get((what, "message", "pp"), 0) // parts for what in WHATS[:2]]
+            messages = [expected.get((what, "message", "pp"), 0) // parts for what in KINDS[:2]]
             assert line.split()[1:3] == list(map(str, messages))
 
 

@@ -12,9 +12,9 @@ from pipeline_cases import CASES, made, serves, stages_of
 from test_docs import ROOT, blocks_of, run_python
 
 from fzero.report import figures
-from fzero.report.figures_pipeline import schedule_bars
+from fzero.report.sections_pipeline import schedule_bars
 from fzero.sharding import pipeline
-from fzero.sharding.pipeline import Act, Schedule, Stages, count_gathers, place, play
+from fzero.sharding.pipeline import Act, Schedule, Stages, count_gathers, play, stage_ranks
 
 # ---- what is refused ----
 
@@ -135,7 +135,7 @@ def table(text, name="own"):
         tuple(Act(kind, int(part), int(stage)) for stage, kind, part in re.findall(r"(\d+)([A-Z])(\d+)", line))
         for line in text.splitlines()
     )
-    acts = [(act.stage, rank, act.part) for rank, row in enumerate(rows) for act in row]
+    acts = [(act.stage, rank, act.micro_batch) for rank, row in enumerate(rows) for act in row]
     ranks = tuple(dict((stage, rank) for stage, rank, _ in sorted(acts)).values())
     return Schedule(name, Stages(tuple((i,) for i in range(len(ranks))), ranks), 1 + max(a[2] for a in acts), rows)
 
@@ -406,7 +406,7 @@ def test_a_layout_has_the_shortest_longest_stage_and_then_few_layers_on_early_ra
             costs = [draw.choice((1.0, 2.0, draw.random())) for _ in range(n)]
             embed, head = draw.choice((0.0, 1.5)), draw.choice((0.0, 2.5))
             stages = pipeline.layout(costs, p, v, placement, embed, head)
-            ranks = place(p, v, placement)
+            ranks = stage_ranks(p, v, placement)
             assert stages.ranks == ranks and [i for layers in stages.layers for i in layers] == list(range(n))
             whole = [c + embed * (i == 0) + head * (i == n - 1) for i, c in enumerate(costs)]
             cuts = ((0, *ends, n) for ends in itertools.combinations(range(1, n), p * v - 1))
@@ -432,7 +432,7 @@ BAD = {
     "the number of ranks of pp is 0": lambda: pipeline.layout([1.0], 0),
     "the cost of layer 1 is -1.0": lambda: pipeline.layout([1.0, -1.0], 1),
     "the cost of the head is nan": lambda: pipeline.layout([1.0] * 2, 1, head=math.nan),
-    "no placement 'w' of stages; it must be loop or v": lambda: place(2, 2, "w"),
+    "no placement 'w' of stages; it must be loop or v": lambda: stage_ranks(2, 2, "w"),
     "8,9,9 has 26 layers in 3 stages; the model has 32": lambda: pipeline.read_layout("8,9,9", [1.0] * 32, 4),
     "layout '3,-1': '-1' is no number of layers": lambda: pipeline.read_layout("3,-1", [1.0] * 2, 2),
     "'0' is no number of layers; write auto, or such as": lambda: pipeline.read_layout("2,0", [1.0] * 2, 2),

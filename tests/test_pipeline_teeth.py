@@ -17,15 +17,15 @@ from test_pipelined import layer_norms
 from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, train, whole
 
 import fzero
-from fzero.comm import act_times, channel
+from fzero.comm import channel, ledger
 from fzero.core import stack
 from fzero.optim import sharded_leaves
 from fzero.run.measure import norms
 from fzero.sharding import pipeline
-from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.pipeline_plan import Pipeline
 from fzero.sharding.plan import zero_plan
 from fzero.sharding.reduce import GradientReducer
-from fzero.train import gradient, row, streamed
+from fzero.train import gradient, pipeline_executor, streamed_model
 from fzero.train.batch import local_batch
 
 MICRO, STEPS = 4, 2
@@ -110,7 +110,7 @@ def timed(mesh, plant):
     step = fzero.make_train_step(model, tx, plan, micro_batches=MICRO)
     batch = local_batch(batch_for(0, MICRO), mesh, MICRO)
     state, _ = step(fzero.init_state(model, tx, plan, seed=0), batch)
-    times = act_times.ActTimes(time.monotonic)
+    times = ledger.ActTimes(time.monotonic)
     with plant(), mock.patch.object(mesh.ledger, "acts", times):
         step(state, batch)
     return times.begins
@@ -132,7 +132,7 @@ def compared(mesh, plant):
     plan = zero_plan(0, model_of("gpt2"), mesh, pipeline=how)
     with plant():
         try:
-            row.expect_one_schedule(plan, 2)
+            pipeline_executor.expect_equal_schedules(plan, 2)
         except ValueError as error:
             return str(error)
     return ""
@@ -189,32 +189,35 @@ def gradient_of_a_mean_over_micro_batches():
 @caught_by(steps)
 def local_layer_number():
     """Dropout is that of the first layers in every stage."""
-    real = row.stages_of
+    real = pipeline_executor.stages_of
 
     def wrong(parts, plan, rank=None):
         return {
-            stage: tuple(part._replace(first=part.at) for part in mine)
+            stage: tuple(part._replace(first=part.local_first) for part in mine)
             for stage, mine in real(parts, plan, rank).items()
         }
 
-    return mock.patch.object(row, "stages_of", wrong)
+    return mock.patch.object(pipeline_executor, "stages_of", wrong)
 
 
 @caught_by(steps)
 def parameters_of_the_other_chunk():
-    real = row.stages_of
+    real = pipeline_executor.stages_of
 
     def wrong(parts, plan, rank=None):
-        return {stage: tuple(part._replace(at=0) for part in mine) for stage, mine in real(parts, plan, rank).items()}
+        return {
+            stage: tuple(part._replace(local_first=0) for part in mine)
+            for stage, mine in real(parts, plan, rank).items()
+        }
 
-    return mock.patch.object(row, "stages_of", wrong)
+    return mock.patch.object(pipeline_executor, "stages_of", wrong)
 
 
 @caught_by(steps)
 def dropout_of_the_first_micro_batch():
-    real = streamed.StreamedModel.context
+    real = streamed_model.StreamedModel.context
     return mock.patch.object(
-        streamed.StreamedModel, "context", lambda self, batch, key, first: real(self, batch, key, 0)
+        streamed_model.StreamedModel, "context", lambda self, batch, key, first: real(self, batch, key, 0)
     )
 
 
@@ -234,8 +237,8 @@ def message_room_used_again():
 
 
 def weights(wrong):
-    real = streamed.StreamedModel.backward_weights
-    return mock.patch.object(streamed.StreamedModel, "backward_weights", functools.partialmethod(wrong, real))
+    real = streamed_model.StreamedModel.backward_weights
+    return mock.patch.object(streamed_model.StreamedModel, "backward_weights", functools.partialmethod(wrong, real))
 
 
 @caught_by(steps)
@@ -275,21 +278,21 @@ def over_dp(plant):
 @caught_by(over_dp)
 def last_one_early():
     """The sum over micro-batches leaves with the one before the last, and again with the last."""
-    real = GradientReducer.put
+    real = GradientReducer.reduce_group
 
     def wrong(self, group, names, grads, *, last, again=frozenset()):
         seen = self.__dict__.setdefault("seen", {})
         key = group.name, group.layer, tuple(names)
         seen[key] = seen.get(key, 0) + 1
-        return real(self, group, names, grads, last=last or seen[key] == self.rest.parts - 1, again=again)
+        return real(self, group, names, grads, last=last or seen[key] == self.rest.parts - 1, shared_leaves=again)
 
-    return mock.patch.object(GradientReducer, "put", wrong)
+    return mock.patch.object(GradientReducer, "reduce_group", wrong)
 
 
 @caught_by(norms_by_layer)
 def norms_in_the_order_of_the_ranks():
     """Of two chunks a rank the layers are not in the order of the ranks."""
-    real = norms.place_layers
+    real = norms.scatter_layers
 
     def wrong(sums, spec, mesh):
         if not spec.rows:
@@ -300,7 +303,7 @@ def norms_in_the_order_of_the_ranks():
             at += len(rows)
         return real(sums, spec.__class__(spec.dims, rows=tuple(ordered)), mesh)
 
-    return mock.patch.object(norms, "place_layers", wrong)
+    return mock.patch.object(norms, "scatter_layers", wrong)
 
 
 @caught_by(norms_by_layer)
@@ -323,18 +326,20 @@ def shared_leaves_gathered_to_all():
 @caught_by(memory)
 def all_forwards_first():
     """In every schedule, as gpipe has them."""
-    real = row.made
-    return mock.patch.object(row, "made", lambda pipeline, *rest: real(Pipeline("gpipe"), *rest))
+    real = pipeline_executor.build_schedule
+    return mock.patch.object(
+        pipeline_executor, "build_schedule", lambda pipeline, *rest: real(Pipeline("gpipe"), *rest)
+    )
 
 
 @caught_by(acts)
 def waiting_counted_in_the_act():
-    return mock.patch.object(act_times.ActTimes, "taken", lambda self: None)
+    return mock.patch.object(ledger.ActTimes, "mark_arrival", lambda self: None)
 
 
 @caught_by(tables)
 def tables_compared_by_their_names():
-    return mock.patch.object(row, "write_schedule", lambda schedule: schedule.name)
+    return mock.patch.object(pipeline_executor, "write_schedule", lambda schedule: schedule.name)
 
 
 # ---- each is caught ------------------------------------------------------------------------------------------------

@@ -19,13 +19,13 @@ from fzero import checkpoint
 from fzero.comm.channel import Receiver
 from fzero.core import pytree, vjp_pair
 from fzero.run.measure import norms
-from fzero.sharding.digests import digests
 from fzero.sharding.pipeline import FAMILIES
-from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.pipeline_plan import Pipeline
 from fzero.sharding.plan import zero_plan
+from fzero.sharding.redistribute import digests
 from fzero.train.batch import local_batch
 from fzero.train.eval import make_eval_step
-from fzero.train.row import room_of, schedule_of
+from fzero.train.pipeline_executor import min_capacity, schedule_of
 from fzero.train.state import state_specs
 
 # A table of one's own: down the ranks and up again, so that embedding and head are on rank 0.
@@ -124,8 +124,8 @@ def layer_norms(mesh, cases):
         for i in range(2):
             state, metrics = step(state, local_batch(batch_for(i, 24), mesh, local))
             squares, factor = norms.sums(metrics.squares), float(metrics.factor)
-            grads = norms.by_part(squares, plan.opt, mesh, plan.trained(plan.like), factor)
-            out.append((grads, norms.by_part(norms.of_params(state.params), plan.params, mesh, plan.like)))
+            grads = norms.segment_norms(squares, plan.opt, mesh, plan.trained(plan.like), factor)
+            out.append((grads, norms.segment_norms(norms.of_params(state.params), plan.params, mesh, plan.like)))
     return out
 
 
@@ -187,10 +187,10 @@ def events_of(mesh, pipeline, length):
     model, tx = model_of("llama", n_layers=4), OPTIMIZERS["sgd"]
     plan = zero_plan(3, model, mesh, policy=FP64, pipeline=pipeline)
     step = fzero.make_train_step(model, tx, plan, micro_batches=4)
-    make, take, events = vjp_pair._programs, Receiver.take, []
+    make, take, events = vjp_pair._programs, Receiver.receive, []
     with (
         mock.patch.object(vjp_pair, "_programs", lambda *args: events.append("made") or make(*args)),
-        mock.patch.object(Receiver, "take", lambda self: events.append("taken") or take(self)),
+        mock.patch.object(Receiver, "receive", lambda self: events.append("taken") or take(self)),
     ):
         step(fzero.init_state(model, tx, plan, seed=0), local_batch(batch_for(0, 8, length), mesh, 4))
     return events[: events.index("taken")], events.count("made")
@@ -377,4 +377,4 @@ def test_few_messages_on_their_way_are_enough(name):
         chunks = 1 if FAMILIES[name].chunks == 1 else 2
         model = model_of("gpt2", n_layers=16)
         plan = zero_plan(0, model, fzero.fake_mesh({"pp": p}), pipeline=Pipeline(name, chunks=chunks))
-        assert room_of(schedule_of(plan, m)) <= 2 * chunks, (p, m)
+        assert min_capacity(schedule_of(plan, m)) <= 2 * chunks, (p, m)

@@ -14,12 +14,12 @@ from zero_cases import FP64, OPTIMIZERS, model_of
 
 import fzero
 from fzero.core import pytree
-from fzero.offload.activation_stack import DiskActivations
+from fzero.offload.scratch import DiskActivations
 from fzero.run import build, loop, memory_check, pretrain, run_folder, run_lock, weights
 from fzero.run.attempt import Options
 from fzero.run.config_table import from_table
 from fzero.run.ranks.coordinator import Coordinator
-from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.pipeline_plan import Pipeline
 from fzero.sharding.plan import zero_plan
 
 PP2, PP2_DP2 = (("pp", 2),), (("pp", 2), ("dp", 2))
@@ -71,7 +71,7 @@ def told(mesh, home, changes, stop_at):
     ours = Coordinator(mesh.rank, mesh.size, mesh.size, mesh.store and dist.PrefixStore(key, mesh.store))
 
     def mesh_of_run(sizes, timeout_s, device):
-        ours.at = mesh
+        ours.current_mesh = mesh
         return mesh
 
     ours.mesh = mesh_of_run
@@ -175,5 +175,5 @@ def test_stacks_of_activations_share_a_file(tmp_path):
         for number in (2, 3):
             assert [float(alive[number].pop()[0][0]) for _ in range(2)] == [10 * number + 1, 10 * number]
         ends.append(nvme.scratch.end)
-    assert ends[0] == ends[1] and not nvme.scratch.stacks.taken
+    assert ends[0] == ends[1] and not nvme.scratch.stacks.in_use
     nvme.close()

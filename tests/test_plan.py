@@ -15,11 +15,11 @@ import fzero
 from fzero import models
 from fzero.checkpoint.convert import huggingface_config
 from fzero.core import pytree
-from fzero.planner import devices, estimate, format, vary
+from fzero.planner import devices, estimate, plan_grid, plan_text
 from fzero.planner import plan as report
 from fzero.run import build, config_table, machine
 from fzero.sharding import fake_mesh
-from fzero.sharding.describe import communication
+from fzero.sharding.plan_table import communication
 
 SMALL = {
     "preset": "llama-tiny",
@@ -126,7 +126,7 @@ def test_what_does_not_fit_says_by_how_much(plan):
     found = plan(SMALL, {"dp": 2}, gpu=tight, settings={"zero": 3})
     assert not found.fits and found.binds == "memory"
     assert found.margin_bytes == found.capacity_bytes - found.peak_bytes_per_rank < 0
-    assert f"DOES NOT FIT: {format.size(-found.margin_bytes)} too much" in str(found)
+    assert f"DOES NOT FIT: {plan_text.size(-found.margin_bytes)} too much" in str(found)
 
 
 def test_a_nodes_host_memory_is_memory_too(plan):
@@ -324,7 +324,7 @@ def test_a_config_of_hugging_face_is_a_model(fz, tmp_path):
 
 
 def test_each_combination_has_a_row(plan):
-    found = vary.vary(SMALL, {"zero": [0, 3], "train.remat": ["none", "full"]}, {"dp": 2}, **plan.keywords)
+    found = plan_grid.vary(SMALL, {"zero": [0, 3], "train.remat": ["none", "full"]}, {"dp": 2}, **plan.keywords)
     assert [tuple(row.values.values()) for row in found.rows] == [(0, "none"), (0, "full"), (3, "none"), (3, "full")]
     for row in found.rows:
         one = plan(SMALL, {"dp": 2}, settings=row.values)
@@ -344,7 +344,7 @@ def test_each_combination_has_a_row(plan):
 @pytest.mark.slow
 def test_meshes_devices_and_presets_vary_too():
     tight = dataclasses.replace(devices.device("h100", memory_bytes=(2 << 30) + 1000), name="tight")
-    found = vary.vary(SMALL, {"mesh": [{"dp": 2}, {"dp": 3}], "gpu": ["a100", tight]}, gpu=PRICED).for_tokens(1e9)
+    found = plan_grid.vary(SMALL, {"mesh": [{"dp": 2}, {"dp": 3}], "gpu": ["a100", tight]}, gpu=PRICED).for_tokens(1e9)
     assert [row.report is not None for row in found.rows] == [True, True, False, False]
     assert [row.fits for row in found.rows] == [True, False, False, False] and found.best() is found.rows[0]
     assert "3 data ranks" in found.rows[2].error and found.rows[1].values == {"mesh": {"dp": 2}, "gpu": "tight"}
@@ -365,13 +365,13 @@ def test_meshes_devices_and_presets_vary_too():
     assert said["rows"][0]["cost"] == found.rows[0].report.cost and said["rows"][3]["error"]
     layers = [
         row.report.config.model.n_layers
-        for row in vary.vary({**SMALL, "model": {}}, {"preset": ["llama-tiny", "gpt2-tiny"]}).rows
+        for row in plan_grid.vary({**SMALL, "model": {}}, {"preset": ["llama-tiny", "gpt2-tiny"]}).rows
     ]
     assert layers == [models.preset(name).n_layers for name in ("llama-tiny", "gpt2-tiny")]
     with pytest.raises(ValueError, match="preset varies for a preset's name"):
-        vary.vary(config_table.from_table(SMALL), {"preset": ["llama-tiny"]})
+        plan_grid.vary(config_table.from_table(SMALL), {"preset": ["llama-tiny"]})
     with pytest.raises(ValueError, match=r"unknown key 'train.bach'"):
-        vary.vary(SMALL, {"train.bach": [1, 2]})
+        plan_grid.vary(SMALL, {"train.bach": [1, 2]})
 
 
 PAGE = Path(__file__).parent.parent / "docs" / "plan.md"

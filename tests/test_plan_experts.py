@@ -11,9 +11,9 @@ from test_plan_memory import flop, fullest, measured
 
 import fzero
 from fzero import models
-from fzero.planner import closed_forms, closed_layer, devices, estimate, experts, pipelined, search_result
+from fzero.planner import closed_forms, closed_layer, devices, estimate, experts, pipeline_trace, search_result
 from fzero.planner.candidates import Candidate, candidates
-from fzero.planner.loads import Loads
+from fzero.planner.expert_loads import Loads
 from fzero.planner.plan_report import total_flop
 from fzero.planner.step_trace import trace_step
 from fzero.run import config_table, machine
@@ -41,7 +41,7 @@ def test_states_by_the_closed_form_are_those_of_the_plan(zero):
     assert (found.params, found.grads) == (2 * numel(plan, plan.params), 2 * numel(plan, plan.grads))
     assert (found.master, found.optimizer) == (4 * numel(plan, plan.opt), 8 * numel(plan, plan.opt))
     if zero == 3:  # a layer with a rank's own experts
-        assert found.layer_bytes == 2 * max(closed_layer.part_numels(plan).values())
+        assert found.layer_bytes == 2 * max(closed_layer.segment_numels(plan).values())
 
 
 def test_a_number_of_parameters_has_no_experts_to_split():
@@ -84,11 +84,11 @@ def test_what_is_predicted_of_a_step_over_ep_is_measured(name):
 @pytest.mark.exhaustive
 def test_a_row_over_ep_is_put_together_of_few_acts():
     config = made("mixtral", mesh={"pp": 4, "ep": 2}, zero=2, parts=8, model={"n_layers": 8}, experts="exchange:2")
-    found = pipelined.trace(config, config.mesh)
+    found = pipeline_trace.trace(config, config.mesh)
     for pp, row in enumerate(found.ranks):
         whole = trace_step(config, config.mesh, rank=2 * pp)
         assert row.record.parts < found.schedule.parts and row.peak_bytes == whole.peak.bytes
-        made_up = pipelined.put_together(row, found.schedule, pp, config, 2 * pp, "")
+        made_up = pipeline_trace.assemble_trace(row, found.schedule, pp, config, 2 * pp, "")
         assert sorted(made_up.ledger) == sorted(whole.ledger) and total_flop(made_up) == flop(whole)
 
 
@@ -173,7 +173,7 @@ def test_a_sketch_is_near_the_trace(mesh):
     config = machine.resolve_auto(config_table.from_table(LARGE), H100.target)
     c = Candidate(mesh.get("dp", 1), 1, 1, 3, "none", "", 2, ep=mesh["ep"])
     sketch = closed_forms.sketch_candidate(closed_layer.Basis(config, H100, 8), c)
-    report = fzero.plan(c.of(config), c.mesh)
+    report = fzero.plan(c.apply_to(config), c.mesh)
     assert sketch.bytes == pytest.approx(report.peak_bytes_per_rank, rel=0.4)
     assert sketch.step_s == pytest.approx(report.step_s, rel=0.5)
     assert sketch.time["communication on ep"] == pytest.approx(report.time["exposed"]["ep"], rel=0.5)
@@ -201,4 +201,4 @@ def test_the_part_of_experts_is_that_of_the_counted_flops():
     rest = 2 * (2 * c.d_model**2 + 2 * c.d_model * c.d_model * c.n_kv_heads // c.n_heads)
     rest += 2 * (8 + 2) * c.d_model  # the router, and two norms
     attention = 2 * config.data.seq_len * c.d_model  # causal: half of queries by keys, and by values
-    assert experts.flop_part(plan, config) == pytest.approx(mine / (mine + rest + attention), rel=1e-6)
+    assert experts.flop_fraction(plan, config) == pytest.approx(mine / (mine + rest + attention), rel=1e-6)

@@ -27,7 +27,7 @@ VALUES = {
 
 def test_the_table_is_what_a_candidate_changes():
     base = from_table({"preset": "llama-tiny"})
-    other = Candidate(2, 2, 2, 3, "full", "opt=host", 1, 2, "interleaved", 2).of(base)
+    other = Candidate(2, 2, 2, 3, "full", "opt=host", 1, 2, "interleaved", 2).apply_to(base)
     mine, theirs = to_table(base), to_table(other)
     changed = {key for key in mine if mine[key] != theirs[key]} - {"train"}
     changed |= {f"train.{key}" for key in mine["train"] if mine["train"][key] != theirs["train"][key]}

@@ -19,13 +19,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fzero.core.product_flops import FORMULAS
 from fzero.planner import devices, extrapolate
-from fzero.planner.operations import Op
+from fzero.planner.operations import ExecutedOp
 from fzero.planner.plan import plan
 from fzero.planner.step_trace import Transfer, state_bytes, trace_step
 from fzero.run import build
 from fzero.run.config_table import from_table
 from fzero.run.measure.live_bytes import record_step
-from fzero.run.measure.moments import COMPONENTS
+from fzero.run.measure.memory_timeline import COMPONENTS
 from fzero.sharding import one_process
 
 
@@ -61,12 +61,15 @@ def measured(mesh, cases):
             at_rest = state_bytes(built, state)
             mesh.ledger.clear()
             space = built.nvme
-            moved, buffers = (space.moved(), space.buffers) if space else (None, None)
+            moved, buffers = (space.traffic(), space.buffers) if space else (None, None)
             with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
                 state, _, record = record_step(built.train_step, state, batch, mesh.ledger, buffers=buffers)
             disk = (0, 0)
             if space:
-                disk = (space.moved().read_bytes - moved.read_bytes, space.moved().written_bytes - moved.written_bytes)
+                disk = (
+                    space.traffic().read_bytes - moved.read_bytes,
+                    space.traffic().written_bytes - moved.written_bytes,
+                )
                 space.close()
             out[name] = (record.moments(), at_rest, mesh.ledger.rows(), counter.get_total_flops(), disk)
             del state, record
@@ -98,7 +101,7 @@ def flop(trace):
     for segment in trace.segments:
         for i in range(segment.first, segment.last):
             times[i] *= segment.times
-    return sum(event.flop * n for event, n in zip(trace.events, times) if isinstance(event, Op))
+    return sum(event.flop * n for event, n in zip(trace.events, times) if isinstance(event, ExecutedOp))
 
 
 def fullest(moments):
@@ -109,7 +112,7 @@ def moved(trace, what):
     return sum(
         e.bytes
         for e in trace.events
-        if isinstance(e, Transfer) and (e.axis, e.what, e.event) == ("nvme", what, "start")
+        if isinstance(e, Transfer) and (e.axis, e.kind, e.event) == ("nvme", what, "start")
     )
 
 

@@ -12,13 +12,13 @@ from plan_cases import made
 from test_plan_memory import flop, fullest, measured
 
 import fzero
-from fzero.planner import devices, pipelined
+from fzero.planner import devices, pipeline_trace
 from fzero.planner.layer_costs import layer_costs, with_layout
 from fzero.planner.pipeline_report import layout_by_cost
 from fzero.planner.plan import device_for
 from fzero.planner.plan_report import total_flop
 from fzero.planner.step_trace import Transfer, trace_step
-from fzero.run.measure.moments import COMPONENTS
+from fzero.run.measure.memory_timeline import COMPONENTS
 from fzero.sharding import pipeline
 
 FOUR = {"n_layers": 4}
@@ -132,13 +132,13 @@ def passes(trace):
 @pytest.mark.parametrize("name", tiered(LONG, quick="1f1b", later=("zb-v",)))
 def test_a_row_is_put_together_of_few_acts(name):
     config = LONG[name]
-    found = pipelined.trace(config, config.mesh)
+    found = pipeline_trace.trace(config, config.mesh)
     stride = math.prod(config.mesh.values()) // config.mesh["pp"]
     for pp, row in enumerate(found.ranks):
         whole = trace_step(config, config.mesh, rank=pp * stride)
         assert row.record.parts < found.schedule.parts
         assert row.peak_bytes == whole.peak.bytes
-        made_up = pipelined.put_together(row, found.schedule, pp, config, pp * stride, "")
+        made_up = pipeline_trace.assemble_trace(row, found.schedule, pp, config, pp * stride, "")
         assert sorted(made_up.ledger) == sorted(whole.ledger)
         assert (made_up.state, made_up.tokens, made_up.rank) == (whole.state, whole.tokens, whole.rank)
         assert (made_up.peak.phase, made_up.peak.bytes) == (whole.peak.phase, whole.peak.bytes)
@@ -183,9 +183,9 @@ TWO = {"schedule": "interleaved", "chunks": 2}
     ],
 )  # fmt: skip
 def test_what_a_run_refuses_is_refused_before_anything_is_traced(wrong, said, monkeypatch):
-    monkeypatch.setattr(pipelined, "record_of", lambda *args: pytest.fail("traced"))
+    monkeypatch.setattr(pipeline_trace, "record_of", lambda *args: pytest.fail("traced"))
     with pytest.raises(ValueError, match=said) as error:
-        pipelined.trace(made(**{"model": FOUR, **wrong}), wrong["mesh"])
+        pipeline_trace.trace(made(**{"model": FOUR, **wrong}), wrong["mesh"])
     assert "\n" not in str(error.value)
 
 
@@ -194,9 +194,9 @@ def test_the_last_gradient_leaves_before_sums_over_data_ranks_are_waited_for(sta
     """Else the stage before would wait for the sums of every stage behind it."""
     config = made(mesh={"pp": 2, "dp": 2}, zero=stage, parts=2, model={"n_layers": 2})
     transfers = [e for e in trace_step(config, config.mesh, rank=2).events if isinstance(e, Transfer)]
-    sent = max(i for i, e in enumerate(transfers) if (e.what, e.event, e.phase) == ("message", "start", "backward"))
+    sent = max(i for i, e in enumerate(transfers) if (e.kind, e.event, e.phase) == ("message", "start", "backward"))
     sums = ("psum", "psum_scatter")
-    waited = [i for i, e in enumerate(transfers) if (e.axis, e.event) == ("dp", "wait") and e.what in sums]
+    waited = [i for i, e in enumerate(transfers) if (e.axis, e.event) == ("dp", "wait") and e.kind in sums]
     assert len(waited) > 2 and sent < min(waited)
 
 

@@ -29,7 +29,7 @@ def test_the_best_are_in_order_and_exact(found):
     seconds = [f.report.step_s for f in found.best]
     assert seconds == sorted(seconds) and len(seconds) == 3 and found.best[0].reason == ""
     for f in found.best:
-        again = fzero.plan(f.candidate.of(config_table.from_table(SMALL)), f.candidate.mesh)
+        again = fzero.plan(f.candidate.apply_to(config_table.from_table(SMALL)), f.candidate.mesh)
         assert (again.step_s, again.peak_bytes_per_rank) == (f.report.step_s, f.report.peak_bytes_per_rank)
         assert f.report.ranks == 4 and f.report.fits
     assert all("slower" in f.reason or f.reason == "as fast" for f in found.best[1:])
@@ -50,7 +50,7 @@ def test_the_best_is_that_of_all_candidates_traced(sizes):
     best = min(seconds, key=lambda c: seconds[c])
     assert found.traced < len(every) and found.best[0].report.step_s == seconds[best]
     assert found.best[0].candidate == best
-    again = fzero.plan(best.of(config_table.from_table(SMALL)), best.mesh)
+    again = fzero.plan(best.apply_to(config_table.from_table(SMALL)), best.mesh)
     assert (again.step_s, again.peak_bytes_per_rank) == (seconds[best], found.best[0].report.peak_bytes_per_rank)
 
 
@@ -123,23 +123,24 @@ def test_a_reason_is_what_most_of_the_difference_is():
 
 
 def test_why_something_is_not_tried():
-    room, c = search_result.Room(80 * 10**9, 200 * 10**9), Candidate(8, 1, 1, 3, "full", "", 1)
+    room, c = search_result.RankMemory(80 * 10**9, 200 * 10**9), Candidate(8, 1, 1, 3, "full", "", 1)
     sketch = closed_forms.Sketch(c, {"grads": 60e9, "params": 30e9}, 0.0, {})
-    assert search_result.too_much(
+    assert search_result.explain_sketch_overflow(
         sketch, room
-    ) == "does not fit: 90 GB of 80 GB, 10 GB too much; grads 60 GB" and not room.has(sketch)
+    ) == "does not fit: 90 GB of 80 GB, 10 GB too much; grads 60 GB" and not room.fits(sketch)
     sketch = sketch._replace(memory={"grads": 60e9, "params": 14e9})
     assert (
-        search_result.too_much(sketch, room) == "too close: 74 GB of 80 GB, and closed forms may fill 90%; grads 60 GB"
+        search_result.explain_sketch_overflow(sketch, room)
+        == "too close: 74 GB of 80 GB, and closed forms may fill 90%; grads 60 GB"
     )
     hosted = sketch._replace(memory={"grads": 10e9}, host_bytes=250e9)
     assert (
-        search_result.too_much(hosted, room)
+        search_result.explain_sketch_overflow(hosted, room)
         == "does not fit: 250 GB in the host's memory, where a rank can have 200 GB"
     )
-    assert not room.has(hosted)
-    assert room.has(hosted._replace(host_bytes=150e9)) and search_result.Room(80 * 10**9, None).has(hosted)
-    assert search_result.least([sketch, hosted], room) == sketch
+    assert not room.fits(hosted)
+    assert room.fits(hosted._replace(host_bytes=150e9)) and search_result.RankMemory(80 * 10**9, None).fits(hosted)
+    assert search_result.closest_sketch([sketch, hosted], room) == sketch
 
 
 def test_candidates_are_all_and_only_what_a_run_takes():
@@ -154,7 +155,7 @@ def test_candidates_are_all_and_only_what_a_run_takes():
     assert {x.remat for x in piped if x.schedule == "zb-h1"} == {"none"}
     assert not any(x.offload == "acts=host" and x.remat == "none" for x in every)
     for x in every[:: len(every) // 20]:
-        build(machine.resolve_auto(x.of(c), H100.target), fzero.fake_mesh(x.mesh))
+        build(machine.resolve_auto(x.apply_to(c), H100.target), fzero.fake_mesh(x.mesh))
     assert {x.cp for x in every} == {1}, "sequences are short"
     assert {x.tp for x in candidates.candidates(c, 8, 2)} == {1, 2}, "tp stays within a node"
     assert candidates.sizes_of_tp(c, 4, 6) == [1, 2], "a group of tp is never on two nodes"
@@ -222,7 +223,7 @@ def test_a_sketch_is_near_the_trace(c):
         }
     )
     sketch = closed_forms.sketch_candidate(closed_layer.Basis(machine.resolve_auto(big, H100.target), H100, 4), c)
-    exact = fzero.plan(c.of(big), c.mesh)
+    exact = fzero.plan(c.apply_to(big), c.mesh)
     assert 0.6 < sketch.bytes / exact.peak_bytes_per_rank < 1.6
     assert 0.4 < sketch.step_s / exact.step_s < 2.5
 
@@ -264,7 +265,7 @@ def test_a_search_needs_rates(monkeypatch, tmp_path):
 def test_the_written_config_reads_back(found, tmp_path, name):
     path = tmp_path / name
     search.write_config(found.config, path)
-    from fzero.core.tables import read_table
+    from fzero.core.config_tables import read_table
 
     assert config_table.from_table(read_table(path)) == found.config
     if name == "run.toml":

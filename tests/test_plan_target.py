@@ -18,7 +18,7 @@ from fzero.core import precision, pytree
 from fzero.core.device import CPU, HOST, FakeDevice, Target, fake_device_of, kind_of, target_of
 from fzero.kernels import linear_cross_entropy as lce
 from fzero.kernels.registry import explain, observe
-from fzero.planner.operations import Op
+from fzero.planner.operations import ExecutedOp
 from fzero.planner.step_trace import Transfer, trace_step
 from fzero.run import build_optim
 from fzero.run.config_table import from_table
@@ -149,7 +149,7 @@ def test_a_sum_over_ranks_takes_the_memory_of_its_transport(target, pieces):
         link, x = fake_mesh({"dp": 4})["dp"].communicator, torch.zeros(4 * 256, device=mode.device)
         assert isinstance(link, Communicator)
         with LiveBytes(x) as live:
-            start = live.now
+            start = live.live
             out = link.start_psum_scatter(x).wait()
     assert out.shape == (256,) and live.peak - start == pieces * 4 * 256
 
@@ -164,11 +164,11 @@ def test_sums_that_rest_elsewhere_are_added_on_the_device(offload):
     moved = Counter()
     for event in trace.events:
         if isinstance(event, Transfer) and event.event == "start" and event.axis == "host":
-            moved[event.what] += event.bytes
+            moved[event.kind] += event.bytes
     # Each sum leaves after each micro-batch, and comes back to be added to, and at the end to the update.
     expected = {"write": parts * 4 * trace.num_params, "read": (parts - 1 + 1) * 4 * trace.num_params}
     assert moved == {what: pytest.approx(size, abs=2000) for what, size in expected.items()}
-    added = [op for op in trace.events if isinstance(op, Op) and op.name == "aten.add_"]
+    added = [op for op in trace.events if isinstance(op, ExecutedOp) and op.name == "aten.add_"]
     assert sum(math.prod(op.shape) for op in added) >= (parts - 1) * trace.num_params
 
 
@@ -206,7 +206,7 @@ def test_a_sum_over_chunks_of_tokens_has_no_product_beside_it():
         sums = torch.zeros(64, 32, device=mode.device)
         g, x = (torch.empty(shape, dtype=torch.bfloat16, device=mode.device) for shape in ((64, 16), (16, 32)))
         with LiveBytes(sums, g, x) as live:
-            start = live.now
+            start = live.live
             assert lce._add_product(sums, g, x) is sums
     assert live.peak == start
 

@@ -12,10 +12,10 @@ from fzero.core.product_flops import FORMULAS, flop_of
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.flops import pairs
 from fzero.planner import devices, rates
-from fzero.planner.devices import Device, Level, Rates, between_nodes
-from fzero.planner.operations import Op, describe_op, describe_passes
-from fzero.planner.rates import along, collective_s, gemm_s, op_costs, tiled_part, ways_of
-from fzero.planner.step_trace import Moment, Segment, Trace, Transfer
+from fzero.planner.devices import Device, Level, MeasuredRates, between_nodes
+from fzero.planner.operations import ExecutedOp, describe_op, describe_passes
+from fzero.planner.rates import along, collective_s, gemm_s, op_costs, tiled_fraction, ways_of
+from fzero.planner.step_trace import Moment, RepeatedEvents, Trace, Transfer
 from fzero.planner.timing import crossing, predict
 from fzero.run.config_table import from_table
 from fzero.run.measure.flops import hfu, mfu
@@ -54,7 +54,7 @@ def gpu(**changes):
 def cpu(cores=2, **changes):
     """A measured CPU: adds at 1 GB/s, products at 1 GFLOP/s, an operator takes the host 1 s."""
     curve = ((1.0, 0.0), (1e3, 1e-6), (1e12, 1e3))
-    one = Rates(
+    one = MeasuredRates(
         threads=changes.pop("threads", 1),
         processes=changes.pop("processes", 1),
         bandwidth=curve,
@@ -68,7 +68,7 @@ def cpu(cores=2, **changes):
 
 
 def op(seconds=1.0, phase="forward", kind="pointwise", layer=None, flop=0, name="aten.add", shape=()):
-    return Op(phase, layer, name, kind, "float32", shape, flop, int(seconds * GB))
+    return ExecutedOp(phase, layer, name, kind, "float32", shape, flop, int(seconds * GB))
 
 
 def start(number, axis="dp", what="all_gather", seconds=1.0, phase="forward", layer=None):
@@ -207,7 +207,7 @@ def test_repeated_layers_that_the_host_updates_take_what_they_take_one_by_one(up
     whole = seconds(device, *every, wait(21, "host", "write"), updated_by_host(update_s), sizes=ALONE)
     edge, middle, last = every[: 3 + 5 * 5], layer(16, 15, 106), layer(17, 16, 107)
     events = [*edge, *middle, *last, wait(17, "host", "write"), updated_by_host(update_s)]
-    short = seconds(device, *events, sizes=ALONE, segments=(Segment(len(edge), len(edge) + len(middle), 5),))
+    short = seconds(device, *events, sizes=ALONE, segments=(RepeatedEvents(len(edge), len(edge) + len(middle), 5),))
     assert short.step_s == pytest.approx(whole.step_s) and short.host_s == pytest.approx(whole.host_s)
 
 
@@ -390,7 +390,7 @@ def layers(n):
 def test_a_repeated_segment_is_what_it_stands_for(device, layer):
     """Prefetch over the boundary: what a turn starts the next one waits for."""
     long, short = layers(12), layers(4)
-    segment = Segment(1 + 3 * layer, 4 + 3 * layer, 9)  # one layer of four, nine times
+    segment = RepeatedEvents(1 + 3 * layer, 4 + 3 * layer, 9)  # one layer of four, nine times
     assert crossing(short, segment.first, segment.last) == ([layer + 1], [layer])
     a, b = seconds(device, *long), seconds(device, *short, segments=[segment])
     assert b.step_s == pytest.approx(a.step_s)
@@ -401,7 +401,7 @@ def test_a_repeated_segment_is_what_it_stands_for(device, layer):
 def test_segments_may_nest():
     inner = [op(1.0), op(2.0)]
     flat = ([op(0.5), *inner * 5]) * 6
-    nested = seconds(gpu(), op(0.5), *inner, segments=[Segment(0, 3, 6), Segment(1, 3, 5)])
+    nested = seconds(gpu(), op(0.5), *inner, segments=[RepeatedEvents(0, 3, 6), RepeatedEvents(1, 3, 5)])
     assert nested.step_s == pytest.approx(seconds(gpu(), *flat).step_s) and nested.step_s == pytest.approx(93.0)
 
 
@@ -489,13 +489,13 @@ def test_a_measured_product_has_its_time_and_others_lie_between_their_neighbours
 def test_tiles_go_in_waves():
     """By hand: 132 tiles of 128 x 256 fill 132 processors once; one tile more needs smaller ones, or a second wave."""
     deep = 2**24  # where filling the pipeline costs nothing
-    assert tiled_part(132, (1, 128, 256 * 132, deep)) == pytest.approx(1.0, rel=1e-4)
-    assert tiled_part(132, (1, 128, 256 * 133, deep)) == pytest.approx(
+    assert tiled_fraction(132, (1, 128, 256 * 132, deep)) == pytest.approx(1.0, rel=1e-4)
+    assert tiled_fraction(132, (1, 128, 256 * 133, deep)) == pytest.approx(
         0.85 * 266 / 396, rel=1e-4
     )  # three waves of 128 x 128
-    assert tiled_part(132, (1, 64, 64, deep)) == pytest.approx(0.45 / 132, rel=1e-4)
-    assert tiled_part(132, (1, 128, 256 * 132, 128)) == pytest.approx(0.5)
-    assert tiled_part(132, (1, 0, 5, 5)) == 1.0
+    assert tiled_fraction(132, (1, 64, 64, deep)) == pytest.approx(0.45 / 132, rel=1e-4)
+    assert tiled_fraction(132, (1, 128, 256 * 132, 128)) == pytest.approx(0.5)
+    assert tiled_fraction(132, (1, 0, 5, 5)) == 1.0
 
 
 def test_the_most_special_curve_counts_and_dispatch_is_taken_out_once():
@@ -554,7 +554,7 @@ def test_a_compiled_block_is_one_call():
 @pytest.mark.parametrize(("queries", "keys", "first"), [(5, 5, 0), (3, 9, 6), (9, 5, 0), (4, 2, 3), (1, 7, 6)])
 def test_pairs_are_those_of_the_mask(text, queries, keys, first):
     pattern = Pattern.parse(text)
-    mask = pattern.sees((torch.arange(queries) + first)[:, None], torch.arange(keys)[None])
+    mask = pattern.visible((torch.arange(queries) + first)[:, None], torch.arange(keys)[None])
     assert pairs(pattern, queries, keys, first) == int(mask.sum())
 
 

@@ -266,12 +266,12 @@ def test_parameters_that_are_not_the_rounding_of_their_masters_are_named(policy,
     like = run.begin(4)
     for keep in ("master/.*", "params/head", "(master|opt_state/.*)/head"):
         with pytest.raises(ValueError, match=r"^.*step-0+: params/(blocks/w|head) is not .*, of what restore\("):
-            checkpoint.restore(path, like, keep=keep)
-    restored = checkpoint.restore(path, like.params, under="params")
+            checkpoint.restore(path, like, retain=keep)
+    restored = checkpoint.restore(path, like.params, prefix="params")
     first, _ = run.step(fzero.with_params(like, restored, run.plan), run.batch)
     assert_same(first.params["head"] - restored["head"] == 0, torch.zeros(16, 8, dtype=torch.bool))
     later, _ = run.step(run.begin(5), run.batch)
-    checkpoint.restore(path, later.params, under="params", out=later.params)  # into its memory
+    checkpoint.restore(path, later.params, prefix="params", out=later.params)  # into its memory
     with pytest.raises(ValueError, match=r"^params/.* is not the rounding of its master weights"):
         run.step(later, run.batch)
 

@@ -17,9 +17,8 @@ from fzero import models, optim
 from fzero.core import pytree
 from fzero.data.chat import Chat, encoder
 from fzero.data.examples import Lengths
-from fzero.data.preferences import pair_of, prepare_preferences
-from fzero.data.reference import read_reference
-from fzero.data.rows import RowStream
+from fzero.data.preferences import pair_of, prepare_preferences, read_reference
+from fzero.data.row_stream import RowStream
 from fzero.data.tokens import open_tokens
 from fzero.models.base import Ctx
 from fzero.models.preference import answer_log_probs, log_probs_of
@@ -208,7 +207,7 @@ def test_lora_prefers_what_is_chosen_and_the_reference_stays(folder, tmp_path, f
     # The reference is the model without factors, which have not moved it.
     base = models.build(chats.QWEN3)
     stream = RowStream(open_tokens(run / "data"), 96, 2)
-    batch = stream.rows_at(np.arange(len(stream.rows)))
+    batch = stream.assemble_rows(np.arange(len(stream.rows)))
     sums = answer_log_probs(base, weights.load_start(folder / "qwen3").params, batch)
     known = read_reference(run / "data", "train", config.dpo.reference)
     assert_close(torch.from_numpy(known[stream.rows[3]]), sums[3, : len(stream.rows[3])], rtol=1e-4)

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from fzero import data
-from fzero.core import foreign
+from fzero.core import text_parsing
 from fzero.data import sources
-from fzero.data.first_reading import Sources, look, parts_of
-from fzero.data.preparing import PREPARING
+from fzero.data.document_scan import Sources, scan_sources, split_texts
+from fzero.data.prepare_options import PREPARING
 from fzero.data.sources import cut, find_files
 from fzero.data.tokenizers import byte_tokenizer, json_tokenizer, train_bpe
 
@@ -150,7 +150,7 @@ def test_a_bpe_of_much_text_is_learned_from_a_part_spread_evenly(tmp_path, monke
     part = data.prepare(path, tmp_path / "part", tokenizer="bpe:262")
     training = [text for text in texts if text in documents(tmp_path / "whole", "train")]
     content = (tmp_path / "part/tokenizer.json").read_text()
-    assert content == train_bpe(list(preparation.evenly(0.25, training)), 262).json
+    assert content == train_bpe(list(preparation.sample_evenly(0.25, training)), 262).json
     assert {"abab", "xyxy"} <= json.loads(content)["model"]["vocab"].keys()  # of both halves
     assert "learned from 25% of the text" in preparation.describe(part)
     monkeypatch.undo()
@@ -173,7 +173,7 @@ def test_a_bpe_of_many_different_words_is_learned_from_what_can_be_counted(tmp_p
     part = data.prepare(source, tmp_path / "part", tokenizer="bpe:270", val_fraction=0.01)
     assert part["source"]["learned"] == 0.25 and "learned from 25% of the text" in preparation.describe(part)
     content = (tmp_path / "part/tokenizer.json").read_text(encoding="utf-8")
-    assert content == train_bpe(list(preparation.evenly(0.25, training)), 270).json
+    assert content == train_bpe(list(preparation.sample_evenly(0.25, training)), 270).json
 
 
 def test_bpe_is_trained_on_the_training_split_only(tmp_path):
@@ -402,13 +402,13 @@ def test_digest_is_of_the_content(tmp_path):
 def test_sources_that_change_between_the_readings_are_noticed(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     (tmp_path / "said").mkdir()
-    corpus = look(Sources(cut(find_files([path], tmp_path)), "text", 0, tmp_path / "said"), 0.1, PREPARING)
+    corpus = scan_sources(Sources(cut(find_files([path], tmp_path)), "text", 0, tmp_path / "said"), 0.1, PREPARING)
     for texts in (TEXTS[:-1], [*TEXTS, "more"], [*TEXTS[:-1], "other"]):
         write_jsonl(path, texts)
         with pytest.raises(ValueError, match=r"a\.jsonl: the sources changed"):
-            list(parts_of(corpus, 0))
+            list(split_texts(corpus, 0))
         with pytest.raises(ValueError, match=r"a\.jsonl: the sources changed"):
-            train_bpe((text for _, text, _ in parts_of(corpus, 0)), 260)
+            train_bpe((text for _, text, _ in split_texts(corpus, 0)), 260)
 
 
 # preparation: errors
@@ -485,7 +485,7 @@ def test_a_document_too_large_for_memory_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"a\.txt\.gz: a document of more than 1,000 bytes"):
         data.prepare(tmp_path / "a.txt.gz", tmp_path / "out")
     monkeypatch.setattr(sources, "LARGEST", 1000)
-    monkeypatch.setattr(foreign, "LARGEST", 1000)
+    monkeypatch.setattr(text_parsing, "LARGEST", 1000)
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "x" * 1001}))
     with pytest.raises(ValueError, match=r"b\.jsonl:1: .* at most 1,000 are read"):
         data.prepare(tmp_path / "b.jsonl", tmp_path / "out")

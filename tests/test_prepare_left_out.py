@@ -11,8 +11,8 @@ from test_prepare_pieces import content, interrupted
 
 from fzero import data
 from fzero.data import sources
-from fzero.data.first_reading import later_copies
-from fzero.data.preparing import filtered
+from fzero.data.document_scan import later_copies
+from fzero.data.prepare_options import apply_filters
 
 WORDS = [f"word{i}" for i in range(500)]
 
@@ -122,7 +122,7 @@ def test_filters_that_are_mistakes_are_one_line(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=said):
             prepare(path, tmp_path / "out", **change)
     assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"]
-    assert filtered("text", [], lambda: "") == ("text", "")
+    assert apply_filters("text", [], lambda: "") == ("text", "")
 
 
 def test_an_unfinished_preparation_with_other_filters_is_one_line(tmp_path, many):

@@ -59,7 +59,7 @@ def content(folder):
 def small(monkeypatch):
     """Pieces of a few documents."""
     monkeypatch.setattr(sources, "SMALLEST", 700)
-    monkeypatch.setattr(encoding, "TOGETHER", 500)
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 500)
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ def test_what_a_kill_leaves_beside_a_whole_corpus_is_removed(tmp_path, whole):
     (work / "settings.json").write_text(settings)
     with (work / "lock").open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert not work_folder.clear(out) and work.exists()
+        assert not work_folder.remove_finished(out) and work.exists()
     with pytest.raises(ValueError, match="out: already exists"):
         prepare(folder, out)
     assert content(out) == expected and not work.exists()
@@ -281,7 +281,7 @@ def test_standard_input_is_resumed(tmp_path, whole, small, monkeypatch, encoded)
 
 def test_workers_answer_every_number_once():
     assert sorted(workers.results_of(lambda n: n * n, range(50), 3)) == [(n, n * n) for n in range(50)]
-    assert workers.apart(lambda: os.getpid()) != os.getpid()
+    assert workers.run_in_process(lambda: os.getpid()) != os.getpid()
 
     def work(n):
         if n in (3, 5):
@@ -310,12 +310,12 @@ class Owned:
 
 def test_garbage_of_the_parent_is_not_ended_in_its_processes(tmp_path):
     """Which may end threads that a forked process does not have."""
-    assert workers.apart(gc.isenabled) and gc.isenabled()
+    assert workers.run_in_process(gc.isenabled) and gc.isenabled()
     gc.disable()
     try:
         for name in ("a", "b"):
             Owned(tmp_path / name)  # a cycle
-        workers.apart(gc.collect)
+        workers.run_in_process(gc.collect)
         assert not list(tmp_path.iterdir()) and not gc.isenabled()
     finally:
         gc.enable()

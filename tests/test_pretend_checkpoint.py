@@ -11,14 +11,14 @@ from test_pretend_gpu import SIZES, batch_of, losses, make
 
 import fzero
 from fzero import checkpoint, models, one_process, optim
-from fzero.checkpoint import Writer, snapshot, writer
-from fzero.checkpoint.part_file import PartFile
+from fzero.checkpoint import Writer, save_state, writer
+from fzero.checkpoint.tile_file import TileFile
 from fzero.cli.main import main
 from fzero.core import digest, gpu_copies, prng, pytree
-from fzero.run.debug.comparison import describe_difference
+from fzero.run.debug.leaf_comparison import describe_difference
 from fzero.run.resume import rollback
 from fzero.sharding import Spec
-from fzero.sharding.digests import digests
+from fzero.sharding.redistribute import digests
 from fzero.train.sdc_check import make_check
 
 
@@ -26,7 +26,7 @@ from fzero.train.sdc_check import make_check
 def seen(monkeypatch):
     """The pretend GPU. The threads of a Writer wait for its copies while its `gate` is set, so that the launching
     thread knows nothing of them by chance, and it is told that they read memory: they do so without an operator."""
-    write, write_now = PartFile.write, Writer._write_now
+    write, write_now = TileFile.write, Writer._write_now
 
     def told(part, raw, slab):
         join(found.host, found.hosts[found.thread])  # a thread is behind who gave it the work
@@ -37,7 +37,7 @@ def seen(monkeypatch):
         assert found.gate.wait(30)
         write_now(*args)
 
-    monkeypatch.setattr(PartFile, "write", told)
+    monkeypatch.setattr(TileFile, "write", told)
     monkeypatch.setattr(Writer, "_write_now", late)
     with pretend() as found:
         found.gate = threading.Event()
@@ -96,7 +96,7 @@ def test_a_save_waits_for_nothing_and_the_next_update_comes_behind_its_copies(se
 def test_an_update_that_does_not_wait_for_the_copies_is_found(seen, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_copies, "await_readers", lambda device: None)
     trained("cuda", tmp_path, 1, seen, **ONE_LAYER)
-    assert any("checkpoint/part_file.py" in text and "kernels/optim_leaf.py" in text for text in seen.races)
+    assert any("checkpoint/tile_file.py" in text and "kernels/optim_leaf.py" in text for text in seen.races)
 
 
 def some():
@@ -126,7 +126,7 @@ def saved(seen, folder, **options):
 def test_leaves_of_any_strides_leave_by_pinned_memory_that_may_be_less_than_them(seen, tmp_path, monkeypatch, compress):
     if compress:
         pytest.importorskip("zstandard")
-    monkeypatch.setattr(snapshot, "SLAB_OF_GPU", 16384)
+    monkeypatch.setattr(save_state, "SLAB_OF_GPU", 16384)
     seen.gate.set()
     found, wanted = saved(seen, tmp_path, compress=compress, buffer_bytes=1), some()
     assert all(torch.equal(found[name], wanted[name].to("cpu")) for name in wanted)
@@ -134,9 +134,9 @@ def test_leaves_of_any_strides_leave_by_pinned_memory_that_may_be_less_than_them
 
 
 def test_the_launching_thread_starts_no_copy_of_a_save_however_much_there_is(seen, tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot, "SLAB_OF_GPU", 16384)
-    copies, copy, planned, plan = threading.Event(), gpu_copies.Reading.copy, [], writer.plan_snapshot
-    monkeypatch.setattr(gpu_copies.Reading, "copy", lambda *args: copies.wait(30) and copy(*args))
+    monkeypatch.setattr(save_state, "SLAB_OF_GPU", 16384)
+    copies, copy, planned, plan = threading.Event(), gpu_copies.SnapshotReader.copy, [], writer.plan_snapshot
+    monkeypatch.setattr(gpu_copies.SnapshotReader, "copy", lambda *args: copies.wait(30) and copy(*args))
     monkeypatch.setattr(writer, "plan_snapshot", lambda *args, **options: planned.append(1) or plan(*args, **options))
     saving, counts = Writer(tmp_path), []
     seen.gate.set()
@@ -159,7 +159,7 @@ def test_the_launching_thread_starts_no_copy_of_a_save_however_much_there_is(see
 
 def test_a_copy_that_cannot_be_started_is_the_error_of_the_save(seen, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        gpu_copies.Reading, "copy", lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA error: unknown"))
+        gpu_copies.SnapshotReader, "copy", lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA error: unknown"))
     )
     saving, state = Writer(tmp_path), some()
     seen.gate.set()

@@ -12,11 +12,11 @@ import fzero
 from fzero import checkpoint, models, optim
 from fzero.checkpoint import restore_state as restore
 from fzero.core import copy_buckets, gpu, gpu_copies, precision, prng, pytree
-from fzero.offload import activation_stack
+from fzero.offload import scratch
 from fzero.run import run_folder
 from fzero.run.build import build, first_state
 from fzero.run.config_table import from_table
-from fzero.run.corpus import on_device_ahead
+from fzero.run.corpus import prefetch_to_device
 from fzero.run.evaluate import evaluate_all
 from fzero.run.generate import Sampling, generate
 from fzero.train.init import init_state
@@ -94,7 +94,7 @@ def test_a_step_waits_for_nothing_and_has_the_bits_of_the_cpu(name):
 def activations():
     """Lists of activations to host memory and back, in the order of a backward pass."""
     device = torch.device("cuda", 0)
-    kept = activation_stack.HostActivations(device)
+    kept = scratch.HostActivations(device)
     for i in range(3):
         x = torch.full((64,), float(i), device="cuda")
         kept.append([x * 2])
@@ -129,7 +129,7 @@ def test_a_missing_order_is_found(monkeypatch, owner, name, kind):
         activations()
         gc.collect()
     assert getattr(seen, kind)
-    assert all("offload/activation_stack.py" in text or "test_pretend_gpu.py" in text for text in getattr(seen, kind))
+    assert all("offload/scratch.py" in text or "test_pretend_gpu.py" in text for text in getattr(seen, kind))
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -205,12 +205,12 @@ def test_batches_are_pinned_and_on_their_way_before_they_are_used():
     given = [{"tokens": torch.full((2, 3), i)} for i in range(4)]
     with pretend() as seen:
         taken = []
-        for i, batch in enumerate(on_device_ahead(iter(given), torch.device("cuda", 0))):
+        for i, batch in enumerate(prefetch_to_device(iter(given), torch.device("cuda", 0))):
             assert batch["tokens"].is_cuda and sum(seen.kernels.values()) == min(i + 2, 4)  # the next one's copy too
             taken.append(batch["tokens"])
         assert not seen.waits and not seen.unpinned and not seen.races
         assert [int(x[0, 0]) for x in taken] == [0, 1, 2, 3]
-    on_host = list(on_device_ahead(iter(given), gpu.HOST))
+    on_host = list(prefetch_to_device(iter(given), gpu.HOST))
     assert all(a["tokens"] is b["tokens"] for a, b in zip(given, on_host))
 
 
@@ -293,7 +293,7 @@ AT_THE_ENDS = {
     "train/init.py",
     "train/first_step.py",
     "train/state_on_disk.py",
-    "sharding/draw.py",
+    "sharding/leaf_init.py",
     "core/prng.py",
     "run/loop.py",
 }

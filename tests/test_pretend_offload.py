@@ -14,8 +14,8 @@ import fzero
 from fzero import models, optim
 from fzero.core import copy_buckets, gpu_copies, precision, pytree
 from fzero.offload import buffer_pool
-from fzero.offload.activation_stack import DiskActivations
-from fzero.sharding import prefetch, sums_at_rest
+from fzero.offload.scratch import DiskActivations
+from fzero.sharding import gradient_sums, prefetch
 from fzero.train.init import init_state
 from fzero.train.spike import Skip
 from fzero.train.update import in_backward, offloaded
@@ -25,7 +25,7 @@ GPT2 = models.GPT2Config(vocab_size=32, max_len=8, d_model=8, n_layers=2, n_head
 
 # Where the launching thread waits, and for what.
 # Once, for the sums of gradients that rest in host memory: whoever has them may read them
-REDUCE = "sharding/sums_at_rest.py"
+REDUCE = "sharding/gradient_sums.py"
 # Once, for whether to skip the step and the clip factor, and once for the one that is guessed; once for parameters that
 # the GPU updates and the host keeps: whoever has the state may read them
 UPDATE = "train/update/offloaded.py"
@@ -186,16 +186,16 @@ def copies_of(monkeypatch, small, offload, **options):
         [],
         gpu_copies.copy_out,
         gpu_copies.copy_in,
-        gpu_copies.copy_in_parts,
+        gpu_copies.copy_in_split,
     )
     with pretend() as seen, monkeypatch.context() as patch:
-        for owner in (copy_buckets, sums_at_rest, in_backward, offloaded):
+        for owner in (copy_buckets, gradient_sums, in_backward, offloaded):
             patch.setattr(owner, "SMALL_COPY", small)
         for owner in (copy_buckets, in_backward):
             patch.setattr(owner, "copy_out", lambda x, **room: out.append(x.nbytes) or copy_out(x, **room))
         patch.setattr(copy_buckets, "copy_in", lambda x, *to, **way: back.append(x.nbytes) or copy_in(x, *to, **way))
         patch.setattr(
-            copy_buckets, "copy_in_parts", lambda x, *to, **way: back.append(x.nbytes) or copy_in_parts(x, *to, **way)
+            copy_buckets, "copy_in_split", lambda x, *to, **way: back.append(x.nbytes) or copy_in_parts(x, *to, **way)
         )
         found, (_, unpinned) = losses("cuda", seen, offload, model=GPT2, **options)
         gc.collect()
@@ -249,10 +249,10 @@ def test_a_bucket_that_is_not_waited_for_is_found(monkeypatch):
         return lambda *args, **ways: [forget(one) for one in together(*args, **ways)]
 
     for owner, name, offload, options in (
-        (in_backward, "copy_out_together", "params=host,grads=host,opt=host", BACKWARD),
-        (copy_buckets, "copy_out_together", "opt=host", {"micro_batches": 1}),
-        (sums_at_rest, "copy_in_together", "grads=host", {"micro_batches": 2}),
-        (offloaded, "copy_in_together", "opt=host", {"micro_batches": 1}),
+        (in_backward, "copy_out_buckets", "params=host,grads=host,opt=host", BACKWARD),
+        (copy_buckets, "copy_out_buckets", "opt=host", {"micro_batches": 1}),
+        (gradient_sums, "copy_in_buckets", "grads=host", {"micro_batches": 2}),
+        (offloaded, "copy_in_buckets", "opt=host", {"micro_batches": 1}),
     ):
         with pretend() as seen, monkeypatch.context() as patch:
             patch.setattr(owner, name, unwaited(getattr(copy_buckets, name)))
@@ -308,7 +308,7 @@ def nothing(self, *_, **__):
 @pytest.mark.parametrize(
     "owner, name, kind",
     [
-        (buffer_pool.BufferPool, "keep", "races"),
+        (buffer_pool.BufferPool, "retain", "races"),
         (gpu_copies.Copied, "finish", "races"),
         pytest.param(Stream, "wait_stream", "races", marks=pytest.mark.slow),
         pytest.param(Stream, "wait_event", "races", marks=pytest.mark.slow),
@@ -344,18 +344,18 @@ def test_buffers_that_are_copied_to_the_gpu_are_lent_until_then():
     with pretend() as seen:
         pool, device = buffer_pool.BufferPool(2 << 20), torch.device("cuda", 0)
         for i in range(3):
-            buffer = pool.take((pool.size,), torch.uint8)
+            buffer = pool.allocate((pool.size,), torch.uint8)
             buffer.view.fill_(i)
-            pool.keep(buffer.raw, gpu_copies.copy_in(buffer.view, device))
+            pool.retain(buffer.raw, gpu_copies.copy_in(buffer.view, device))
             assert sum(seen.waits.values()) == i  # for the copy before
             del buffer
         pool.drain()
         assert sum(seen.waits.values()) == 3 and not seen.races
-    assert pool.take((pool.size,), torch.uint8).view.numel() == pool.size
+    assert pool.allocate((pool.size,), torch.uint8).view.numel() == pool.size
 
 
 def early(tensors, device, *, after):
-    return copy_buckets.copy_in_together(tensors, device)
+    return copy_buckets.copy_in_buckets(tensors, device)
 
 
 def unused(copied):
@@ -368,7 +368,7 @@ def unused(copied):
     "offload, owner, name, plant",
     [
         # The sum so far comes back to the GPU before it has left.
-        ("grads=host,opt=host", sums_at_rest, "copy_in_together", early),
+        ("grads=host,opt=host", gradient_sums, "copy_in_buckets", early),
         # The host reads sums, or rows, that are still on their way.
         ("grads=host,opt=host", gpu_copies.Copied, "finish", nothing),
         ("opt=host", gpu_copies.Copied, "finish", nothing),

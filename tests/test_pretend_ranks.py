@@ -23,7 +23,7 @@ from fzero.run import loop, pretrain, run_folder, run_lock
 from fzero.run.attempt import Options
 from fzero.run.config_table import from_table
 from fzero.run.ranks.coordinator import Coordinator
-from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.pipeline_plan import Pipeline
 from fzero.train.init import init_state
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "d_ff": 32}
@@ -191,7 +191,8 @@ def test_a_message_between_stages_that_is_not_waited_for_is_found():
     sizes, case = CASES["pp2 interleaved"]
     for races in ranks.run(2, early, case, mesh=sizes):
         assert any(
-            "comm/channel.py" in race or "train/between.py" in race or "comm/messages.py" in race for race in races
+            "comm/channel.py" in race or "train/stage_exchange.py" in race or "comm/messages.py" in race
+            for race in races
         )
 
 
@@ -233,8 +234,9 @@ def stages(mesh, home, device, sizes_of_mesh):
         ours = Coordinator(mesh.rank, 2, 1, dist.PrefixStore(str(number), store))
 
         def mesh_of_run(sizes, timeout_s, device):
-            ours.at, ours.notices = mesh if device.type == "cpu" else pretend_nccl.on_gpus(mesh), device.type == "cpu"
-            return ours.at
+            ours.current_mesh = mesh if device.type == "cpu" else pretend_nccl.on_gpus(mesh)
+            ours.notices = device.type == "cpu"
+            return ours.current_mesh
 
         ours.mesh = mesh_of_run
         return ours

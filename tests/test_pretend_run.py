@@ -14,15 +14,15 @@ from pretend_gpu import pretend
 from fzero.core import pytree, torch_private
 from fzero.kernels import chips
 from fzero.planner import devices
-from fzero.planner.calibrate import attention, fused, machine, memory, products, timed
-from fzero.report import bind, figures_bars, sections_cost
+from fzero.planner.calibrate import attention, case_timer, fused, gemm, machine, memory
+from fzero.report import figures_bars, run_pictures, sections_cost
 from fzero.report.compare import value_of
-from fzero.report.opening import final_table, outcomes
-from fzero.report.read import read_run
+from fzero.report.first_screen import final_table, outcomes
+from fzero.report.run_reader import read_run
 from fzero.report.values import Report
 from fzero.run import pretrain, run_folder
 from fzero.run.measure import step_records
-from fzero.run.measure.log import Meter
+from fzero.run.measure.metrics_rows import Meter
 from fzero.train import capture
 
 SIZES = {"d_model": 16, "n_layers": 1, "d_ff": 24}
@@ -97,7 +97,7 @@ def test_nothing_between_plain_steps_leaves_the_device_idle(train, monkeypatch):
     for (_, waits, idle, _), (_, later_waits, later_idle, _) in itertools.pairwise(seen_at[2:]):
         assert not later_idle - idle
         assert {line.partition(":")[0] for _, line in later_waits - waits} == {
-            "run/measure/log.py",
+            "run/measure/metrics_rows.py",
             "run/measure/timer.py",
         }
     spare = [events for *_, events in seen_at]
@@ -133,7 +133,7 @@ def test_steps_that_are_measured_have_phases_and_the_memory_of_gpu_and_host_apar
     assert "keeps 34.60 MB, 1.100 times the 31.46 MB" in sections_cost.memory(run).parts[-1]
     assert "31.46 MB" in final_table(Report("", {}, "", [run], None), outcomes(Report("", {}, "", [run], None))).rows[0]
     monkeypatch.setattr(figures_bars, "time_steps", lambda *given: drawn.append(given))
-    bind.time_steps(run)()
+    run_pictures.time_steps(run)()
     assert drawn[0][0] == [2, 4] and all(value > 0 for value in drawn[0][1]["forward"])
 
 
@@ -199,12 +199,12 @@ def test_a_bad_step_that_is_due_is_not_saved(train, monkeypatch):
 def test_bench_measures_the_gpu_and_writes_a_whole_file(fz, tmp_path, monkeypatch):
     """Its seconds mean nothing here."""
     monkeypatch.setattr(machine, "SECONDS", dict.fromkeys(machine.SECONDS, 1e-3))
-    monkeypatch.setattr(timed, "LEAST_S", 1e-6)
-    monkeypatch.setattr(timed, "_KEPT", [None])  # the heap is not grown
+    monkeypatch.setattr(case_timer, "LEAST_S", 1e-6)
+    monkeypatch.setattr(case_timer, "_KEPT", [None])  # the heap is not grown
     monkeypatch.setattr(memory, "SIZES", (4 << 10, 16 << 10))
     monkeypatch.setattr(memory, "FEW", (4 << 10,))
     monkeypatch.setattr(memory, "UNARY", {name: memory.UNARY[name] for name in ("aten.mul", "aten.cat")})
-    monkeypatch.setattr(products, "shapes", lambda quick: [(1, 8, 8, 8), (2, 8, 4, 8)])
+    monkeypatch.setattr(gemm, "shapes", lambda quick: [(1, 8, 8, 8), (2, 8, 4, 8)])
     monkeypatch.setattr(fused, "ROWS", (1, 2))
     monkeypatch.setattr(attention, "measure_attention", lambda seconds: [])  # the libraries' forms are real GPUs' alone
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)  # Inductor has no pretend GPU

@@ -18,9 +18,9 @@ import fzero
 from fzero import models
 from fzero.core import prng, pytree
 from fzero.models import forward
-from fzero.models.random_ltd import kept_positions
+from fzero.models.random_ltd import sample_positions
 from fzero.run.config_table import from_table
-from fzero.run.stages import stages_of, tokens_before
+from fzero.run.stages import count_tokens, stages_of
 
 F64 = torch.float64
 SIZES = {"n_layers": 4, "vocab_size": 20, "dropout": 0.0}
@@ -87,12 +87,12 @@ def test_all_tokens_and_no_key_are_the_plain_model_bit_for_bit():
 
 def test_each_token_is_kept_as_often_as_another_and_layers_differ():
     ctx = models.Ctx(key=KEY, layer=torch.tensor(1))
-    at = kept_positions(4000, 8, 3, ctx)
+    at = sample_positions(4000, 8, 3, ctx)
     counts = torch.bincount(at.flatten(), minlength=8)
     assert at.shape == (4000, 3) and (at[:, 1:] > at[:, :-1]).all()
     assert ((counts - 1500).abs() < 5 * math.sqrt(4000 * 3 / 8 * 5 / 8)).all()
-    assert not torch.equal(at, kept_positions(4000, 8, 3, ctx._replace(layer=torch.tensor(2))))
-    assert torch.equal(at[100:], kept_positions(3900, 8, 3, ctx._replace(first=100)))
+    assert not torch.equal(at, sample_positions(4000, 8, 3, ctx._replace(layer=torch.tensor(2))))
+    assert torch.equal(at[100:], sample_positions(3900, 8, 3, ctx._replace(first=100)))
 
 
 MESHES = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2 x pp2": {"dp": 2, "pp": 2}, "dp1 x rp2": {"rp": 2}}
@@ -117,7 +117,7 @@ def kept_by_local_row(mesh, options):
     """Steps in which a row's tokens are drawn by its number on its rank."""
     module = sys.modules["fzero.models.random_ltd"]  # which the function of its name hides
     with mock.patch.object(
-        module, "kept_positions", lambda b, t, k, ctx: kept_positions(b, t, k, ctx._replace(first=0))
+        module, "sample_positions", lambda b, t, k, ctx: sample_positions(b, t, k, ctx._replace(first=0))
     ):
         return train(mesh, "random-ltd", "clipped adam", 0, 2, **options)[2]
 
@@ -141,12 +141,12 @@ def test_the_number_of_tokens_follows_the_ramp():
     own = {"random_ltd_ramp": "16:16:3000", "batch": 8, "micro_batch": 2, "steps": 30, "batch_ramp": "4:4:2000"}
     config = from_table({"preset": "llama-tiny", "data": {"seq_len": 64}, "train": own})
     found = stages_of(config)
-    assert [stage.kept for stage in found] == [16, 16, 32, 48, 0] and found[-1].end == 30
+    assert [stage.ltd_tokens for stage in found] == [16, 16, 32, 48, 0] and found[-1].end == 30
     assert [stage.reads_on for stage in found] == [False, True, True, True, True]
     for stage in found:
-        assert stage.kept == (0 if (n := tokens_before(config, stage.begin) // 3000) >= 3 else 16 + 16 * n)
-        assert stages_of(stage.config)[: found.index(stage) + 1][-1].kept in (stage.kept, 0)
-        assert stage.config.train.random_ltd == stage.kept
+        assert stage.ltd_tokens == (0 if (n := count_tokens(config, stage.begin) // 3000) >= 3 else 16 + 16 * n)
+        assert stages_of(stage.config)[: found.index(stage) + 1][-1].ltd_tokens in (stage.ltd_tokens, 0)
+        assert stage.config.train.random_ltd == stage.ltd_tokens
 
 
 ERRORS = [

@@ -13,7 +13,7 @@ import fzero
 from fzero import models, optim
 from fzero.core import pytree
 from fzero.sharding import Spec, fake_mesh, from_dtensor, local_shape, narrow_to, one_process, redistribute, to_dtensor
-from fzero.sharding.slices import whole_shape
+from fzero.sharding.slices import global_shape
 
 SIZES = {"dp": 2, "tp": 2}
 SHAPE = (8, 12)
@@ -125,7 +125,7 @@ def test_shapes_on_a_rank():
         ("[A/pp]", (8, 6)),
     ):
         assert local_shape((8, 6), Spec.parse(text), mesh) == shape
-        assert whole_shape(shape, Spec.parse(text), mesh) == (8, 6)
+        assert global_shape(shape, Spec.parse(text), mesh) == (8, 6)
     x = torch.arange(48).view(8, 6)
     assert_same(narrow_to(x, Spec.parse("[A/dp+tp]"), mesh), x[5:6])
     assert_same(narrow_to(x, Spec.parse("[A/tp+dp]"), mesh), x[6:7])

@@ -175,7 +175,7 @@ def test_block_sizes_are_those_of_the_chip(tmp_path, monkeypatch):
     other = {"names": "B200", "blocks": {"rows": rows}}
     found = {**chips.listed(), "other": other}
     monkeypatch.setattr(chips, "listed", lambda: found)
-    table, device = chips.Table("_glu"), torch.device("cuda")
+    table, device = chips.ConfigTable("_glu"), torch.device("cuda")
     for gpu_name, first in (("NVIDIA H200", 1024), ("NVIDIA B200", 4096), ("NVIDIA L40S", 1024)):
         monkeypatch.setattr(gpu, "properties", lambda device, name=gpu_name: SimpleNamespace(name=name))
         assert tuning.rows(table, device)[0]["BLOCK"] == first

@@ -16,12 +16,12 @@ from remedies import remedies_of, tried
 import fzero
 from fzero import data, models, optim
 from fzero.cli.main import cli
-from fzero.core.tables import flat
+from fzero.core.config_tables import flat
 from fzero.run.config import RunConfig
 from fzero.run.config_table import apply_table, to_table
 from fzero.sharding import Context, Pipeline, Spec, fake_mesh, local_shape
 from fzero.sharding.context import zigzag
-from fzero.sharding.pipeline.families import FAMILIES, schedule
+from fzero.sharding.pipeline.orders import FAMILIES, schedule
 from fzero.sharding.pipeline.stages import layout
 
 ROOT = Path(fzero.__file__).parent
@@ -86,7 +86,7 @@ def every_flag():
 
 
 # Names that are no settings: placeholders, an operation by its name, and a program's own flag.
-OTHERS = {"a.b", "one", "two", "float8_linear", "nproc-per-node", "use_cache"}
+OTHERS = {"a.b", "one", "two", "on", "float8_linear", "nproc-per-node", "use_cache"}  # on: of --lora
 
 
 def unknown_in(text):
@@ -129,9 +129,9 @@ def test_names_that_are_not_there_are_seen():
     assert [*unknown_in(text)] == ["skip_nonfinite", "optim.no_key", "fzero.Skipped", "optim.no_key", "--no-such-flag"]
 
 
-COMMANDS = ("cli/", "run/", "planner/format.py", "planner/launch.py")  # whose texts answer a command
+COMMANDS = ("cli/", "run/", "planner/plan_text.py", "planner/launch.py")  # whose texts answer a command
 # Options that a text has for another reason: what was given, a program's own, and a text that is in parentheses later.
-OPTIONS = {"core/tables.py", "checkpoint/convert/upcycle.py", "kernels/aot.py", "offload/disk_config.py"}
+OPTIONS = {"core/config_tables.py", "checkpoint/convert/upcycle.py", "kernels/aot.py", "offload/disk_config.py"}
 
 
 def options_without_argument(text):

@@ -20,9 +20,9 @@ from test_data_law import home as law  # noqa: F401
 from fzero import data
 from fzero.core import object_store
 from fzero.core.object_store import Objects
-from fzero.data import piece_cache, remote, stream
+from fzero.data import piece_cache, remote_tokens, token_stream
 from fzero.data.piece_cache import PieceCache
-from fzero.data.remote import LEAST, Reading
+from fzero.data.remote_tokens import MIN_CACHE_BYTES, Reading
 from fzero.run import corpus, run_folder
 from fzero.run.config_table import from_table
 from fzero.sharding import fake_mesh
@@ -38,7 +38,7 @@ def home(tmp_path_factory):
         texts = [f"{name} {i}: {i * i} is the square of {i}. " * (1 + 40 * (i % 9)) for i in range(count)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         data.prepare(folder / f"{name}.jsonl", folder / "bucket" / name, val_fraction=0.1)
-    assert (folder / "bucket" / "web" / "train.bin").stat().st_size > 1.3 * LEAST
+    assert (folder / "bucket" / "web" / "train.bin").stat().st_size > 1.3 * MIN_CACHE_BYTES
     return folder
 
 
@@ -61,7 +61,7 @@ def quick(monkeypatch):
     """No wait of some length before a store is asked again."""
     retries = {"max_retries": 1, "initial_delay": "10ms", "max_delay": "10ms"}
     monkeypatch.setattr(object_store, "RETRIES", retries)
-    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(remote_tokens, "FIRST_WAIT_S", 0.01)
     object_store.context.cache_clear()
     yield
     object_store.context.cache_clear()
@@ -70,7 +70,7 @@ def quick(monkeypatch):
 @pytest.fixture
 def linked(home, store, tmp_path, quick):
     """A folder whose corpus is read from the store, and how: by small pieces."""
-    return home / "linked", Reading(tmp_path / "cache", LEAST, 60.0, SMALL)
+    return home / "linked", Reading(tmp_path / "cache", MIN_CACHE_BYTES, 60.0, SMALL)
 
 
 def read(cache, name, start, size):
@@ -118,7 +118,7 @@ def test_rows_are_those_of_the_local_corpus(home, linked, packing, split):
         expect_equal(ours.batch_at(step), theirs.batch_at(step))
     for our, their in zip(ours.eval_batches(20, (1, 2)), theirs.eval_batches(20, (1, 2)), strict=True):
         expect_equal(our, their)
-    assert ours.rest_after(7).ranges.tolist() == theirs.rest_after(7).ranges.tolist()
+    assert ours.remainder_after(7).ranges.tolist() == theirs.remainder_after(7).ranges.tolist()
 
 
 @pytest.mark.parametrize("latency, failing, steps", [(0.0, 0.1, 6), pytest.param(0.05, 0.05, 200, marks=EXHAUSTIVE)])
@@ -133,9 +133,9 @@ def test_a_slow_store_with_errors_and_a_small_cache_change_nothing(
     for step in range(steps):
         ours.begin((step + 1) * 8, 16)
         expect_equal(ours.batch_at(step), theirs.batch_at(step))
-    assert LEAST // 2 < max(sizes) <= LEAST, "it was used, and never over its bound"
+    assert MIN_CACHE_BYTES // 2 < max(sizes) <= MIN_CACHE_BYTES, "it was used, and never over its bound"
     pieces = {start // SMALL for start, _ in store.ranges("train.bin")}
-    assert len(pieces) > LEAST // SMALL, "more than the cache holds"
+    assert len(pieces) > MIN_CACHE_BYTES // SMALL, "more than the cache holds"
 
 
 @EXHAUSTIVE
@@ -156,9 +156,9 @@ def test_large_pieces_where_a_corpus_fits(home, store, linked):
     data.TokenStream(tokens, 64, 64).batch_at(0)
     size = (home / "bucket" / "web" / "train.bin").stat().st_size
     assert sorted(set(store.ranges("train.bin"))) == [
-        pair for pair in pairwise([*range(0, size, remote.LARGE), size]) if pair in store.ranges("train.bin")
+        pair for pair in pairwise([*range(0, size, remote_tokens.LARGE), size]) if pair in store.ranges("train.bin")
     ]
-    assert len(store.ranges("train.bin")) <= -(-size // remote.LARGE)
+    assert len(store.ranges("train.bin")) <= -(-size // remote_tokens.LARGE)
 
 
 @EXHAUSTIVE
@@ -206,16 +206,17 @@ def test_what_comes_next_is_fetched_before_it_is_asked_for(home, store, tmp_path
     config = config_of(f"{store.url}/bucket/web", tmp_path, cache_gb=1.0)
     path = corpus.find_corpus(config, tmp_path / "run", print)
     reading = corpus.reading_of(config, path)
-    assert reading.piece == remote.LARGE  # it fits
-    tokens = data.open_tokens(path, "train", reading._replace(piece=SMALL, cache_bytes=LEAST)).tokens
-    assert tokens.begin(np.array([0, SMALL, 2 * SMALL])) and sorted(tokens.coming) == [0, 1, 2]
-    for future in tokens.coming.values():
+    assert reading.piece == remote_tokens.LARGE  # it fits
+    tokens = data.open_tokens(path, "train", reading._replace(piece=SMALL, cache_bytes=MIN_CACHE_BYTES)).tokens
+    assert tokens.begin(np.array([0, SMALL, 2 * SMALL])) and sorted(tokens.pending) == [0, 1, 2]
+    for future in tokens.pending.values():
         future.result(10)
     asked = len(store.asked)
-    assert tokens.begin(np.array([0])) and not tokens.coming, "what has come is in the cache"
+    assert tokens.begin(np.array([0])) and not tokens.pending, "what has come is in the cache"
     assert tokens[0 : 3 * SMALL].tobytes() == (home / "bucket/web/train.bin").read_bytes()[: 3 * SMALL]
     assert len(store.asked) == asked
-    assert not tokens.begin(np.arange(3, 20) * SMALL) and len(tokens.coming) == tokens.most == 4  # room for so many
+    assert not tokens.begin(np.arange(3, 20) * SMALL)
+    assert len(tokens.pending) == tokens.max_pending == 4  # room for so many
 
 
 @EXHAUSTIVE
@@ -277,7 +278,7 @@ def test_a_kill_before_the_rename_leaves_no_piece(tmp_path):
         cache.write("a/1", b"y" * 400)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert (tmp_path / "pieces" / "partial").exists() and not cache.has("a/1") and read(cache, "a/1", 0, 9) is None
+    assert (tmp_path / "pieces" / "partial").exists() and not cache.contains("a/1") and read(cache, "a/1", 0, 9) is None
     assert read(cache, "a/0", 0, 200) == b"x" * 100
     for i in range(2, 9):  # the lock is free, and the bytes that were left count
         cache.write(f"a/{i}", bytes([i]) * 300)
@@ -292,10 +293,10 @@ def test_the_piece_read_longest_ago_goes_first(tmp_path):
         os.utime(tmp_path / "pieces" / f"a/{i}", ns=(i, i))
     assert read(cache, "a/0", 50, 10) == b"x" * 10
     cache.write("a/3", b"x" * 100)
-    assert [cache.has(f"a/{i}") for i in range(4)] == [True, False, True, True] or not cache.has("a/2")
-    assert cache.has("a/0") and not cache.has("a/1")
+    assert [cache.contains(f"a/{i}") for i in range(4)] == [True, False, True, True] or not cache.contains("a/2")
+    assert cache.contains("a/0") and not cache.contains("a/1")
     cache.write("a/4", b"x" * 400)  # never
-    assert not cache.has("a/4") and cache.has("a/0")
+    assert not cache.contains("a/4") and cache.contains("a/0")
 
 
 def test_a_piece_that_another_process_removes_takes_no_room_and_is_looked_for_anew(tmp_path):
@@ -310,7 +311,7 @@ def test_a_piece_that_another_process_removes_takes_no_room_and_is_looked_for_an
         os.utime(tmp_path / "pieces" / f"a/{i}", ns=(i, i))
     os.utime(tmp_path / "pieces" / "a/0", ns=(0, 0))
     theirs.write("a/5", b"x" * 100)
-    assert read(ours, "a/0", 0, 100) is None and not ours.has("a/0") and "a/0" not in ours.open
+    assert read(ours, "a/0", 0, 100) is None and not ours.contains("a/0") and "a/0" not in ours.open
     assert os.fstat(held).st_size == 0
     os.close(held)
 
@@ -378,9 +379,9 @@ def test_a_wait_for_a_store_ends_with_the_loop(store, linked):
     folder, reading = linked
     rows = data.TokenStream(data.open_tokens(folder, "train", reading), 64, 4)
     store.failing = 1.0
-    batches = stream.prefetch(rows.batch_at)
+    batches = token_stream.prefetch(rows.batch_at)
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream.queue.Queue, "get", interrupted)
+        patch.setattr(token_stream.queue.Queue, "get", interrupted)
         next(batches)
     begun = time.monotonic()
     batches.close()

@@ -18,12 +18,12 @@ from fzero.cli import main
 from fzero.core import pytree
 from fzero.core.digest import DTYPES
 from fzero.run import config_table, run_folder
-from fzero.run.debug import comparison
+from fzero.run.debug import leaf_comparison
 from fzero.run.debug import replay as again
-from fzero.run.debug.bisect_runs import bisect, first_parting
+from fzero.run.debug.bisect_runs import bisect, find_difference
 from fzero.run.debug.bisect_runs import report as report_bisect
 from fzero.run.debug.replay import replay, report, same_bits
-from fzero.run.measure.log import metrics_row
+from fzero.run.measure.metrics_rows import metrics_row
 from fzero.run.resume import rollback
 
 SIZES = {"n_layers": 2, "d_model": 16, "d_ff": 24, "n_heads": 2, "n_kv_heads": 2}
@@ -323,37 +323,37 @@ def test_batches_that_were_left_out_are_left_out_again(home):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).split(".")[1])
 def test_where_leaves_differ(dtype, monkeypatch):
-    monkeypatch.setattr(comparison, "PIECE", 2)
+    monkeypatch.setattr(leaf_comparison, "PIECE", 2)
     for shape, last in (((), "[]"), ((3,), "[2]"), ((2, 5), "[1, 4]")):
         a = torch.zeros(shape).to(dtype)
         b = a.clone()
-        assert comparison.describe_difference(a, b, "{} {}") == ""
+        assert leaf_comparison.describe_difference(a, b, "{} {}") == ""
         b.view(-1).view(torch.uint8)[-1] ^= 1
-        assert f": 1 of {a.numel()} elements, by " in comparison.describe_difference(a, b, "{} {}")
+        assert f": 1 of {a.numel()} elements, by " in leaf_comparison.describe_difference(a, b, "{} {}")
         assert (
             f"the first at {last}, {a.view(-1)[0].item()!r} {b.view(-1)[-1].item()!r}"
-            in comparison.describe_difference(a, b, "{} {}")
+            in leaf_comparison.describe_difference(a, b, "{} {}")
         )
 
 
 def test_the_largest_difference_of_leaves_and_the_first(monkeypatch):
-    monkeypatch.setattr(comparison, "PIECE", 2)
+    monkeypatch.setattr(leaf_comparison, "PIECE", 2)
     a = torch.arange(12.0).reshape(3, 4)
     b = a.clone()
     b[1, 1], b[2, 1], b[2, 2] = 0.0, 100.0, 11.0
     assert (
-        comparison.describe_difference(a, b, "{} and {}")
+        leaf_comparison.describe_difference(a, b, "{} and {}")
         == ": 3 of 12 elements, by 91 at most; the first at [1, 1], 5.0 and 0.0"
     )
     assert (
-        comparison.describe_difference(torch.zeros(3), -torch.zeros(3), "{}, {}")
+        leaf_comparison.describe_difference(torch.zeros(3), -torch.zeros(3), "{}, {}")
         == ": 3 of 3 elements, by 0 at most; the first at [0], 0.0, -0.0"
     )
     nan = torch.tensor([1.0, torch.nan])
-    assert comparison.describe_difference(
+    assert leaf_comparison.describe_difference(
         nan, nan.clone(), ""
-    ) == "" and "by inf at most" in comparison.describe_difference(nan, torch.ones(2), "{} {}")
-    assert comparison.describe_difference(a, a.bfloat16(), "") == ": float32 [3, 4] and bfloat16 [3, 4]"
+    ) == "" and "by inf at most" in leaf_comparison.describe_difference(nan, torch.ones(2), "{} {}")
+    assert leaf_comparison.describe_difference(a, a.bfloat16(), "") == ": float32 [3, 4] and bfloat16 [3, 4]"
 
 
 # -- two runs
@@ -389,9 +389,11 @@ def test_another_model_shows_in_its_leaves(plain, home):
 
 def test_a_leaf_that_one_of_them_lacks():
     one, two = {"a": torch.zeros(2)}, {"a": torch.zeros(2), "b": torch.zeros(1)}
-    assert first_parting(3, [], one, one) is None
-    assert first_parting(3, [], one, two) == first_parting(3, [], two, one) == (3, [], "b", " is in one of them only")
-    assert first_parting(3, ["loss"], one, one) == (3, ["loss"], "", "")
+    assert find_difference(3, [], one, one) is None
+    assert (
+        find_difference(3, [], one, two) == find_difference(3, [], two, one) == (3, [], "b", " is in one of them only")
+    )
+    assert find_difference(3, ["loss"], one, one) == (3, ["loss"], "", "")
 
 
 def test_other_data_shows_in_the_batch(plain, home):
@@ -417,7 +419,7 @@ def test_another_rate_from_a_step_on_is_named(home, capsys):
     pretrain(other, "--resume", "--lr", 0.01, "--peak-tflops", 1)
     said = []
     result = bisect(one, other, say=said.append)
-    assert result.recorded == 5 and result.what == "lr" and "again from checkpoint 4" in said[-1]
+    assert result.recorded == 5 and result.subject == "lr" and "again from checkpoint 4" in said[-1]
     # The forward and the backward pass are as they were; the update is not.
     assert result.parting.step == 5 and result.parting.numbers == ["lr"] and result.parting.leaf.startswith("params/")
     assert ("optim.lr", 0.02, 0.01) in result.differing and result.strays == []
@@ -436,7 +438,7 @@ def test_a_run_that_went_on_with_a_flipped_bit_does_not_reproduce_itself(home):
     for folder in (one, other):
         pretrain(folder, "--resume", "--peak-tflops", 1)
     result = bisect(one, other)
-    assert result.recorded == 4 and result.what.startswith("leaf params/head/w: 1 of 4,096 elements, by ")
+    assert result.recorded == 4 and result.subject.startswith("leaf params/head/w: 1 of 4,096 elements, by ")
     assert result.parting is None and result.strays == [other] and not result.elsewhere
     assert str(result).endswith(f"and equal there when made again in one process: {other} does not reproduce itself")
     # Without the checkpoint the digests of the rows show it.
@@ -448,13 +450,13 @@ def test_a_run_that_went_on_with_a_flipped_bit_does_not_reproduce_itself(home):
 def test_an_edited_row_is_no_parting(plain, copy):
     edit_row(copy, 5, loss=5.0)
     result = bisect(copy, plain)
-    assert (result.recorded, result.what, result.parting, result.strays) == (5, "loss", None, [copy])
+    assert (result.recorded, result.subject, result.parting, result.strays) == (5, "loss", None, [copy])
 
 
 def test_an_edited_digest_is_no_parting(plain, copy):
     edit_row(copy, 4, digest="0" * 16)
     result = bisect(copy, plain)
-    assert (result.recorded, result.what, result.parting, result.strays) == (4, "digest", None, [copy])
+    assert (result.recorded, result.subject, result.parting, result.strays) == (4, "digest", None, [copy])
 
 
 def test_neither_of_two_runs_reproduces_itself(plain, copy, home):

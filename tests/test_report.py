@@ -13,21 +13,21 @@ import pytest
 from reported import STATE, make_run, make_runs
 
 from fzero.cli import main
-from fzero.core.tables import put
+from fzero.core.config_tables import set_nested
 from fzero.report import (
     attempts,
     compare,
     figures,
     html_page,
     markdown,
-    read,
+    report_writer,
+    run_reader,
     sections,
     sections_compare,
     sections_pipeline,
     values,
-    write,
 )
-from fzero.report.parts import Table
+from fzero.report.elements import ReportTable
 from fzero.report.values import Quantity
 from fzero.sharding import pipeline
 
@@ -103,7 +103,7 @@ def test_what_is_compared_is_of_the_same_kind(runs, tmp_path):
     buffers of blocks."""
 
     def of(folder):
-        return {q.name: q for q in read.read_run(folder).quantities}
+        return {q.name: q for q in run_reader.read_run(folder).quantities}
 
     folder = shutil.copytree(runs / "one", tmp_path / "run")
     found = of(folder)
@@ -121,7 +121,7 @@ def test_what_is_compared_is_of_the_same_kind(runs, tmp_path):
 
 @pytest.mark.parametrize("name", ["one", "zero3", "dp2tp2"])
 def test_every_number_traces_to_a_file(runs, name):
-    run = read.read_run(runs / name)
+    run = run_reader.read_run(runs / name)
     assert {q.name for q in run.quantities} >= {
         "num_params",
         "peak_bytes",
@@ -142,7 +142,7 @@ def test_every_number_traces_to_a_file(runs, name):
     rows = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
     for i, row in enumerate(rows):
         assert {n: column[i] for n, column in run.series.items() if column[i] is not None} == {
-            n: v for n, v in read.flat(row) if v is not None
+            n: v for n, v in run_reader.flat(row) if v is not None
         }
     assert run.config == json.loads((runs / name / "config.json").read_text())
     assert run.memory == json.loads((runs / name / "memory.json").read_text())
@@ -156,14 +156,14 @@ def test_the_ratio_is_predicted_over_measured(runs):
         and Quantity("a", "a", "s", 1, 0, "", "").ratio is None
     )
     assert Quantity("a", "a", "s", 0, 0, "", "").ratio == 1.0
-    run = read.read_run(runs / "zero3")
+    run = run_reader.read_run(runs / "zero3")
     (summary,) = [
         part
         for section in sections_compare.of_run(run)
         for part in section.parts
         if getattr(part, "name", "") == "summary"
     ]
-    assert isinstance(summary, Table) and summary.head == ("", "predicted", "measured", "predicted ÷ measured")
+    assert isinstance(summary, ReportTable) and summary.head == ("", "predicted", "measured", "predicted ÷ measured")
     cells = {row[0]: row[1:] for row in summary.rows}
     assert cells["parameters"] == ("1,000,448", "1,000,448", "1 exactly")
     by_name = {q.name: q for q in run.quantities}
@@ -172,8 +172,8 @@ def test_the_ratio_is_predicted_over_measured(runs):
 
 
 def test_the_json_holds_the_report(runs):
-    report = write.gather([runs / "zero3", runs / "one"], command="fzero report")
-    value = json.loads(write.json_text(report))
+    report = report_writer.gather([runs / "zero3", runs / "one"], command="fzero report")
+    value = json.loads(report_writer.json_text(report))
     assert values.from_json(value, "here") == report
     assert value == values.to_json(report)
     assert value["runs"][0]["quantities"][0]["ratio"] == 1.0
@@ -189,11 +189,11 @@ def test_the_json_holds_the_report(runs):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Nothing is drawn, which takes most of a report's time."""
-    monkeypatch.setattr(figures, "draw_svg", lambda draw, log=False: figures.Drawn("<svg/>", []))
+    monkeypatch.setattr(figures, "draw_svg", lambda draw, log=False: figures.Drawing("<svg/>", []))
 
 
 def test_what_an_old_run_lacks_is_said(runs):
-    run = read.read_run(runs / "old")
+    run = run_reader.read_run(runs / "old")
     assert run.plan is None and run.memory is None and run.ledger is None and run.attempts == []
     for file in ("attempts.jsonl", "ledger.json", "memory.json"):
         assert any(sentence.startswith(f"{file} is not there") for sentence in run.missing)
@@ -201,21 +201,21 @@ def test_what_an_old_run_lacks_is_said(runs):
         "no phases" in sentence for sentence in run.missing
     )
     assert all(q.predicted is None and q.predicted_from == "" for q in run.quantities)
-    text = markdown.write(write.gather([runs / "old"]))
+    text = markdown.write(report_writer.gather([runs / "old"]))
     assert "**Not recorded:** memory.json is not there" in text and "## Memory" not in text and "loss.svg" in text
     assert "| commit | not recorded |" in text
 
 
 def test_steps_that_warm_up_or_were_recorded_are_not_counted():
     series = {"step": [1, 2, 3, 4, 5, 6, 7, 8], "recorded": [None, None, None, "memory", None, None, None, None]}
-    assert read.steady(series, []) == [2, 4, 5, 6, 7]
-    assert read.steady(series, [{"first_step": 0}, {"first_step": 5}]) == [2, 4, 7]
-    assert read.steady({"step": [1, 2]}, []) == [0, 1]
-    assert read.steady({"step": [101, 102, 103]}, []) == [2]
+    assert run_reader.steady(series, []) == [2, 4, 5, 6, 7]
+    assert run_reader.steady(series, [{"first_step": 0}, {"first_step": 5}]) == [2, 4, 7]
+    assert run_reader.steady({"step": [1, 2]}, []) == [0, 1]
+    assert run_reader.steady({"step": [101, 102, 103]}, []) == [2]
 
 
 def test_scaling_is_tokens_per_second_a_rank(runs):
-    found = [read.read_run(runs / name) for name in ("dp2tp2", "one", "zero3")]
+    found = [run_reader.read_run(runs / name) for name in ("dp2tp2", "one", "zero3")]
     (series,) = compare.scaling(found)
     assert (
         series["kind"] == "strong"
@@ -233,7 +233,7 @@ def test_scaling_is_tokens_per_second_a_rank(runs):
 def test_scaling_tells_weak_from_strong_and_one_work_from_another(tmp_path):
     one, two = make_run(tmp_path / "a", dp=1, batch=4), make_run(tmp_path / "b", dp=2, batch=8)
     other = make_run(tmp_path / "c", dp=4, batch=8, table={"train": {"steps": 40, "batch": 8, "remat": "full"}})
-    found = [read.read_run(folder) for folder in (one, two, other)]
+    found = [run_reader.read_run(folder) for folder in (one, two, other)]
     (series,) = compare.scaling(found)
     assert series["kind"] == "weak" and [p["run"] for p in series["points"]] == [0, 1]
     assert compare.scaling(found[1:]) == []
@@ -260,9 +260,9 @@ def test_speeds_of_other_work_are_not_divided(key, tmp_path):
     """Whatever of a config says what is computed, and not where; and the page says what it was."""
     one, two = make_run(tmp_path / "a", dp=1), make_run(tmp_path / "b", dp=2)
     change_config(two, key, OTHER_WORK[key])
-    found = [read.read_run(folder) for folder in (one, two)]
-    assert compare.scaling(found) == [] and compare.apart(found) == [key]
-    page = markdown.write(write.gather([one, two]))
+    found = [run_reader.read_run(folder) for folder in (one, two)]
+    assert compare.scaling(found) == [] and compare.conflicting_keys(found) == [key]
+    page = markdown.write(report_writer.gather([one, two]))
     assert f"different work ({key}): their speeds are not divided" in page and "efficiency" not in page
 
 
@@ -270,8 +270,8 @@ def test_speeds_of_other_work_are_not_divided(key, tmp_path):
 def test_speeds_of_other_machines_are_not_divided(key, tmp_path):
     one, two = make_run(tmp_path / "a", dp=1), make_run(tmp_path / "b", dp=2)
     change_attempts(two, lambda i, line: line["machine"].update({key: "another"}))
-    found = [read.read_run(folder) for folder in (one, two)]
-    assert compare.scaling(found) == [] and compare.apart(found) == [f"machine.{key}"]
+    found = [run_reader.read_run(folder) for folder in (one, two)]
+    assert compare.scaling(found) == [] and compare.conflicting_keys(found) == [f"machine.{key}"]
 
 
 @pytest.mark.parametrize(
@@ -280,12 +280,12 @@ def test_speeds_of_other_machines_are_not_divided(key, tmp_path):
 def test_where_and_how_long_a_run_is_computed_is_what_scaling_compares(key, value, tmp_path):
     one, two = make_run(tmp_path / "a", dp=1), make_run(tmp_path / "b", dp=2)
     change_config(two, key, value)
-    assert len(compare.scaling([read.read_run(folder) for folder in (one, two)])) == 1
+    assert len(compare.scaling([run_reader.read_run(folder) for folder in (one, two)])) == 1
 
 
 def test_of_mixed_batches_those_that_agree_are_compared(tmp_path):
     made = [("a", 1, 4), ("b", 2, 8), ("c", 4, 8), ("d", 8, 64)]
-    found = [read.read_run(make_run(tmp_path / name, dp=dp, batch=batch)) for name, dp, batch in made]
+    found = [run_reader.read_run(make_run(tmp_path / name, dp=dp, batch=batch)) for name, dp, batch in made]
     series = compare.scaling(found)
     assert [(one["kind"], [p["run"] for p in one["points"]]) for one in series] == [
         ("strong", [1, 2]),
@@ -315,7 +315,7 @@ ELSEWHERE = {
 
 def change_config(folder, key, value):
     table = json.loads((folder / "config.json").read_text())
-    put(table, key, value)
+    set_nested(table, key, value)
     (folder / "config.json").write_text(json.dumps(table))
 
 
@@ -350,17 +350,17 @@ def test_every_fact_that_a_speed_depends_on_is_tried_here():
 
 @pytest.mark.parametrize("key", some(ELSEWHERE, "mesh", "zero", "config"))
 def test_figures_are_of_one_placement_and_each_attempt_has_its_own(key, tmp_path):
-    run = read.read_run(resumed(tmp_path / "run", key, ELSEWHERE[key]))
+    run = run_reader.read_run(resumed(tmp_path / "run", key, ELSEWHERE[key]))
     speed = compare.value_of(run, "tokens_per_s")
     assert 1000 < speed < 2000 and 0.4 < compare.value_of(run, "step_s") < 1.1 and "of the steps 23 to 40" in str(run)
     assert any("another placement are not counted" in sentence for sentence in run.missing)
-    assert min(read.steady(run.series, run.attempts)) >= 20
+    assert min(run_reader.steady(run.series, run.attempts)) >= 20
     (_, slow, _), (_, fast, _) = reversed(attempts.rates(run.series, run.attempts, range(40)))
     assert slow > 5 * fast
-    text = markdown.write(write.gather([tmp_path / "run"]))
+    text = markdown.write(report_writer.gather([tmp_path / "run"]))
     assert "| steps kept | time of a step | throughput |" in text
-    same = read.read_run(resumed(tmp_path / "same", "", None))
-    assert len(read.steady(same.series, same.attempts)) > 30 and not any("not counted" in s for s in same.missing)
+    same = run_reader.read_run(resumed(tmp_path / "same", "", None))
+    assert len(run_reader.steady(same.series, same.attempts)) > 30 and not any("not counted" in s for s in same.missing)
 
 
 @pytest.mark.parametrize("name", ["memory.json", "ledger.json"])
@@ -369,7 +369,7 @@ def test_a_record_of_another_placement_is_not_compared(name, tmp_path):
     for number, kept in ((1, False), (2, True)):
         table = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps({**table, "attempt": number}))
-        run = read.read_run(folder)
+        run = run_reader.read_run(folder)
         assert (run.memory if name == "memory.json" else run.ledger) is not None or not kept
         assert any(name in s and "another placement" in s for s in run.missing) is not kept
 
@@ -382,19 +382,19 @@ def test_a_plan_of_another_placement_is_not_compared(change, tmp_path):
     change_attempts(folder, lambda i, line: line.update(config={"zero": 3, "offload": ""}))
     plan = json.loads((folder / "plan.json").read_text())
     (folder / "plan.json").write_text(json.dumps({**plan, **change}))
-    run = read.read_run(folder)
+    run = run_reader.read_run(folder)
     assert run.plan is None and "another placement" in run.plan_from
-    assert read.read_run(folder, lambda folder: plan).plan["step_s"] == plan["step_s"]
+    assert run_reader.read_run(folder, lambda folder: plan).plan["step_s"] == plan["step_s"]
     (folder / "plan.json").write_text(
         json.dumps({**plan, "mesh": {"dp": 2, "tp": 1}, "config": {"zero": 3, "offload": ""}})
     )
-    assert read.read_run(folder).plan is not None
+    assert run_reader.read_run(folder).plan is not None
 
 
 def test_an_attempt_that_made_no_step_is_not_what_the_figures_are_of(tmp_path):
     folder = make_run(tmp_path / "run", dp=2)
     change_attempts(folder, lambda i, line: i == 1 and line.update(first_step=40, processes=64, mesh={"dp": 64}))
-    run = read.read_run(folder)
+    run = run_reader.read_run(folder)
     assert compare.ranks_of(run) == 2 and attempts.subject(run.series["step"], run.attempts)["attempt"] == 1
     assert attempts.attempt_of_rows([1, 5, 6, 12], [{"first_step": 0}, {"first_step": 10}, {"first_step": 5}]) == [
         0,
@@ -405,14 +405,14 @@ def test_an_attempt_that_made_no_step_is_not_what_the_figures_are_of(tmp_path):
 
 
 def test_several_runs_are_compared(runs):
-    found = [read.read_run(runs / name) for name in ("one", "zero3")]
+    found = [run_reader.read_run(runs / name) for name in ("one", "zero3")]
     rows = {row["key"]: row["values"] for row in compare.differences(found)}
     assert rows == {"mesh.dp": [compare.ABSENT, 2], "zero": [0, 3]}
     at = compare.losses([found[0]._replace(series={n: column[:30] for n, column in found[0].series.items()}), found[1]])
     assert at["tokens"] == 30 * 1024 and at["val"] == [found[0].series["val_loss"][29]] * 2
     last = found[0].series["loss"][27:30]
     assert at["train"] == pytest.approx([sum(last) / 3] * 2)
-    text = markdown.write(write.gather([runs / "one", runs / "zero3"]))
+    text = markdown.write(report_writer.gather([runs / "one", runs / "zero3"]))
     assert (
         "| zero | 0 | 3 |" in text and "![Tokens per second and scaling efficiency" in text and "(2-memory.svg)" in text
     )
@@ -508,8 +508,8 @@ def test_the_passes_of_a_pipeline_are_drawn_beside_the_played_ones(tmp_path, fz)
         damage(folder, "pipeline.json", json.dumps(record))
         out = tmp_path / f"report{late:g}"
         assert fz(folder, "--out", out)[0] == 0
-        (section,) = [one for one in sections.of_run(write.read(out).runs[0]) if one.name == "pipeline"]
-        rows = next(part for part in section.parts if isinstance(part, Table)).rows
+        (section,) = [one for one in sections.of_run(report_writer.read(out).runs[0]) if one.name == "pipeline"]
+        rows = next(part for part in section.parts if isinstance(part, ReportTable)).rows
         shown = lambda step: [sections_pipeline.percent(1 - one / step) for one in busy]  # noqa: E731
         assert [row[2] for row in rows[:2]] == shown(played.step)
         assert [row[3] for row in rows[:2]] == shown(played.step + late)
@@ -531,8 +531,8 @@ def test_the_bubble_of_a_plan_is_beside_the_measured_one(tmp_path, fz):
         damage(folder, "plan.json", json.dumps({**plan, "pipeline": facts}))
         out = tmp_path / f"report{parts}"
         assert fz(folder, "--out", out)[0] == 0
-        (section,) = [one for one in sections.of_run(write.read(out).runs[0]) if one.name == "pipeline"]
-        found = next(part for part in section.parts if isinstance(part, Table))
+        (section,) = [one for one in sections.of_run(report_writer.read(out).runs[0]) if one.name == "pipeline"]
+        found = next(part for part in section.parts if isinstance(part, ReportTable))
         assert list(found.head[2:]) == columns
         if parts == 4:
             assert [row[2] for row in found.rows[:2]] == [sections_pipeline.percent(x) for x in (0.25, 0.125)]
@@ -556,9 +556,9 @@ def test_mistakes_are_one_clear_line(runs, tmp_path, fz):
 def reports(runs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("book") / "reports"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "draw_svg", lambda draw, log=False: figures.Drawn("<svg/>", []))
+        patch.setattr(figures, "draw_svg", lambda draw, log=False: figures.Drawing("<svg/>", []))
         for name in ("zero3", "one"):
-            write.write(write.gather([runs / name]), folder / name)
+            report_writer.write(report_writer.gather([runs / name]), folder / name)
     return folder
 
 
@@ -616,7 +616,7 @@ def test_what_is_pasted_in_this_repository_is_what_its_reports_say():
 def test_the_reports_of_this_repository_are_whole_and_small():
     found = sorted((ROOT / "reports").glob("*/report.json"))
     for path in found:
-        report = write.read(path.parent)
+        report = report_writer.read(path.parent)
         text = markdown.write(report)
         assert path.with_name("report.md").read_text() == text, "run: python reports/make.py --paste"
         for link in re.findall(r"\]\((\S+\.svg)\)", text):
@@ -635,14 +635,14 @@ def test_the_reports_of_this_repository_are_whole_and_small():
 
 
 def test_numbers_in_words():
-    assert [values.shown(x, "bytes") for x in (0, 44, 1500, 2_000_896, 3.2e12)] == [
+    assert [values.format_quantity(x, "bytes") for x in (0, 44, 1500, 2_000_896, 3.2e12)] == [
         "0 B",
         "44 B",
         "1.500 kB",
         "2.001 MB",
         "3.200 TB",
     ]
-    assert [values.shown(x, "s") for x in (0, 2e-5, 0.0123, 1.5, 300)] == [
+    assert [values.format_quantity(x, "s") for x in (0, 2e-5, 0.0123, 1.5, 300)] == [
         "0 s",
         "20.00 µs",
         "12.30 ms",
@@ -650,17 +650,17 @@ def test_numbers_in_words():
         "5.000 min",
     ]
     assert (
-        values.shown(None, "s") == "-"
-        and values.shown(12345, "1") == "12,345"
-        and values.shown(1234.5, "tokens/s") == "1,234 tokens/s"
+        values.format_quantity(None, "s") == "-"
+        and values.format_quantity(12345, "1") == "12,345"
+        and values.format_quantity(1234.5, "tokens/s") == "1,234 tokens/s"
     )
-    assert values.shown(500, "bytes", largest=2e6) == "0.0005000 MB"
+    assert values.format_quantity(500, "bytes", largest=2e6) == "0.0005000 MB"
     assert (
-        values.shown_ratio(1.0) == "1 exactly"
-        and values.shown_ratio(1.0000001) == "1.000"
-        and values.shown_ratio(None) == "-"
+        values.format_ratio(1.0) == "1 exactly"
+        and values.format_ratio(1.0000001) == "1.000"
+        and values.format_ratio(None) == "-"
     )
     assert math.isclose(values.ratio(1, 3), 1 / 3)
-    assert read.without_folders({"a": ["/x/y/z", "--out=/q/r"]}) == {"a": ["…/z", "--out=…/r"]}
+    assert run_reader.without_folders({"a": ["/x/y/z", "--out=/q/r"]}) == {"a": ["…/z", "--out=…/r"]}
     assert sum(STATE.values()) == values.ratio(sum(STATE.values()), 1)
     assert html_page.text("a < `b` **c**") == "a &lt; <code>b</code> <strong>c</strong>"

@@ -14,22 +14,22 @@ from reported import make_run, make_runs
 
 from fzero.report import (
     attempts,
-    bind,
     figures,
+    figures_bars,
     figures_compare,
     figures_curves,
-    figures_memory,
+    first_screen,
     html_page,
     markdown,
-    opening,
     plots,
-    read,
+    report_writer,
+    run_pictures,
+    run_reader,
     sections_compare,
     values,
-    write,
 )
-from fzero.report.figures_pipeline import ACTS
-from fzero.report.parts import Picture, Table
+from fzero.report.elements import Picture, ReportTable
+from fzero.report.sections_pipeline import ACTS
 from fzero.run import run_folder
 
 SMALL = ("small_loss", "small_lr", "small_throughput", "small_memory")
@@ -65,8 +65,9 @@ class Page(html.parser.HTMLParser):
 def written(runs, tmp_path_factory):
     """The folder of a report with all its pictures."""
     folder = tmp_path_factory.mktemp("written")
-    write.write(
-        write.gather([runs / "dp2tp2", runs / "old"], title='A <title> & "more"', command="fzero report x"), folder
+    report_writer.write(
+        report_writer.gather([runs / "dp2tp2", runs / "old"], title='A <title> & "more"', command="fzero report x"),
+        folder,
     )
     return folder
 
@@ -123,11 +124,11 @@ def test_a_picture_is_shortened_in_its_tags_alone():
 
 
 def pictures_of(report):
-    return [part for _, _, part in markdown.all_parts(report) if isinstance(part, Picture)]
+    return [part for _, _, part in markdown.all_elements(report) if isinstance(part, Picture)]
 
 
 def test_every_axis_has_a_name_and_a_unit(runs):
-    report = write.gather([runs / "zero3", runs / "one", runs / "dp2tp2"])
+    report = report_writer.gather([runs / "zero3", runs / "one", runs / "dp2tp2"])
     drawn = pictures_of(report)
     names = {part.name for part in drawn}
     assert names >= {
@@ -179,26 +180,26 @@ def test_neighbours_differ_in_print(table):
 
 
 def test_the_same_values_have_the_same_bytes(runs, written):
-    report = write.gather([runs / "dp2tp2"])
+    report = report_writer.gather([runs / "dp2tp2"])
     for part in pictures_of(report):
         if part.name in ("loss", "memory", "communication"):
             assert figures.svg(part.draw) == (written / f"1-{part.name}.svg").read_text()
-    assert write.json_text(report) == write.json_text(write.gather([runs / "dp2tp2"]))
+    assert report_writer.json_text(report) == report_writer.json_text(report_writer.gather([runs / "dp2tp2"]))
 
 
 def test_the_predicted_line_follows_the_measured_places(runs):
-    run = read.read_run(runs / "zero3")
+    run = run_reader.read_run(runs / "zero3")
     measured = run.memory["timeline"]
     predicted = [{**m, "at": 3 * m["at"] ** 2} for m in measured]  # the same moments, counted otherwise
-    assert figures_memory.align(predicted, measured) == pytest.approx(figures_memory.along(measured))
+    assert figures_bars.align(predicted, measured) == pytest.approx(figures_bars.along(measured))
     between = [
         *predicted[:3],
         {**predicted[3], "op": "another", "at": (predicted[2]["at"] + predicted[3]["at"]) / 2},
         *predicted[3:],
     ]
-    x = figures_memory.align(between, measured)
+    x = figures_bars.align(between, measured)
     assert x[2] < x[3] < x[4] and x == sorted(x)
-    assert figures_memory.align(predicted, []) == figures_memory.along(predicted)
+    assert figures_bars.align(predicted, []) == figures_bars.along(predicted)
 
 
 # ---- the first screen ----
@@ -214,7 +215,7 @@ def edit(folder, file, change):
 
 def opened(*folders):
     """(the paragraphs, {row's name: {column: cell}}, the names of the pictures) of the first screen of runs."""
-    parts = opening.opening(write.gather(folders)).parts
+    parts = first_screen.opening(report_writer.gather(folders)).parts
     texts = [part for part in parts if isinstance(part, str)]
     (table,) = [part for part in parts if hasattr(part, "rows")]
     cells = {row[0]: dict(zip(table.head, row)) for row in table.rows}
@@ -229,24 +230,24 @@ def test_the_first_screen_says_what_became_of_a_run(tmp_path):
     (text,), cells, names = opened(folder)
     val = rows[-1]["val_loss"]
     assert "made 40 of 40 steps (40,960 tokens) on 2 processes" in text and "Nothing failed" in text
-    assert opening.duration(sum(row["wall_s"] for row in rows)) in text
+    assert first_screen.duration(sum(row["wall_s"] for row in rows)) in text
     assert f"{values.digits(val)} (perplexity {values.digits(math.exp(val))})" in text
     assert cells["measured"]["validation loss"] == values.digits(val)
     assert cells["measured"]["perplexity"] == values.digits(math.exp(val))
-    run = read.read_run(folder)
+    run = run_reader.read_run(folder)
     speed = next(q for q in run.quantities if q.name == "tokens_per_s")
-    shown = [values.shown(v, "tokens/s") for v in (speed.measured, speed.predicted)]
+    shown = [values.format_quantity(v, "tokens/s") for v in (speed.measured, speed.predicted)]
     assert [cells[name]["throughput"] for name in ("measured", "predicted")] == shown
     assert tuple(names) == SMALL
 
 
 @pytest.mark.parametrize("names", [["zero3"], ["zero3", "one"]])
 def test_the_text_begins_with_the_first_screen_of_the_page(names, runs):
-    report = write.gather([runs / name for name in names])
+    report = report_writer.gather([runs / name for name in names])
     begin, sections = markdown.write(report).split("\n\nWritten by fzero ")
-    parts = opening.opening(report).parts
+    parts = first_screen.opening(report).parts
     assert begin.startswith(f"# {report.title}\n\n{parts[0]}\n\n")
-    (table,) = [part for part in parts if isinstance(part, Table)]
+    (table,) = [part for part in parts if isinstance(part, ReportTable)]
     assert f"\n\n{table.caption}:\n\n{markdown.table_text(table)}\n" in begin
     row = begin.splitlines()[-1]
     assert re.findall(r"\]\((\S+)\)", row) == [f"{name}.svg" for name in SMALL]
@@ -316,15 +317,15 @@ def test_samples_are_in_the_page_and_a_damaged_one_is_named(tmp_path):
     text = "def <f>():\n```\n````"
     for sample in ("before", text):
         run_folder.add_sample(folder, 6, "def ", sample)
-    report = write.gather([folder])
+    report = report_writer.gather([folder])
     (sample,) = [part for section in sections_compare.sections(report)[0][1] for part in section.parts
                  if getattr(part, "name", "") == "sample"]  # fmt: skip
-    assert sample.text == text and "<pre>def &lt;f&gt;():" in html_page.part_html(sample, {}, "", "")
+    assert sample.text == text and "<pre>def &lt;f&gt;():" in html_page.element_html(sample, {}, "", "")
     written = markdown.write(report)
     assert f"\n`````text\n{text}\n`````\n" in written and "before" not in written
     (folder / "samples.jsonl").write_text('{"step": 6, "prompt": "def "}\n')
     with pytest.raises(ValueError, match=r"samples.jsonl:1: text is missing"):
-        read.read_run(folder)
+        run_reader.read_run(folder)
 
 
 # ---- curves ----
@@ -347,13 +348,13 @@ def test_the_last_running_mean_is_not_the_last_value():
 
 
 def test_attempts_are_marked_where_they_begin(runs):
-    run = read.read_run(runs / "zero3")
+    run = run_reader.read_run(runs / "zero3")
     assert attempts.starts(run.series, run.attempts) == [(20 * 1024, 2)]
     begins = [{"first_step": 0}, {"first_step": 3}, {"first_step": 3}, {"first_step": 9}]
     series = {"step": list(range(1, 13)), "tokens": [10 * n for n in range(1, 13)]}
     assert attempts.starts(series, begins) == [(30, 3), (90, 4)]  # the second made no step
     assert attempts.starts({"step": series["step"]}, begins) == [(3, 3), (9, 4)]
-    (axes,) = bind.loss(run)().axes
+    (axes,) = run_pictures.loss(run)().axes
     assert [line.get_xdata() for line in axes.lines if line.get_transform() is not axes.transData] == [[20480] * 2]
     assert "attempt 2" in [text.get_text() for text in axes.texts]
 
@@ -364,19 +365,19 @@ def test_a_few_slow_steps_do_not_stretch_the_axis(count, far):
     usual = [1.0 + 0.01 * (i % 7) for i in range(count)]
     slow = min(far, count // 20)
     times = [50.0 + i for i in range(slow)] + usual[slow:]
-    ceiling = bind.highest_shown(times)
+    ceiling = run_pictures.highest_shown(times)
     assert sum(t > ceiling for t in times) == slow and ceiling < 1.3
     many = [50.0] * (count // 5) + usual[count // 5 :]  # such as evaluations
-    ceiling = bind.highest_shown(many)
+    ceiling = run_pictures.highest_shown(many)
     assert sum(t > ceiling for t in many) == count // 5 and ceiling < 3.3
 
 
 def test_the_picture_of_all_steps_says_what_it_cuts_off(runs):
-    run = read.read_run(runs / "one")  # its first step takes five times as long as the others
-    (axes,) = bind.time_steps(run)().axes
+    run = run_reader.read_run(runs / "one")  # its first step takes five times as long as the others
+    (axes,) = run_pictures.time_steps(run)().axes
     assert axes.get_title(loc="left").startswith("1 of 40 steps are longer; the longest, step 1, ")
     times = [sum(v[i] or 0.0 for n, v in run.series.items() if n.startswith("phases.")) for i in range(40)]
-    assert times[0] > bind.highest_shown(times) >= max(times[1:])
+    assert times[0] > run_pictures.highest_shown(times) >= max(times[1:])
 
 
 @pytest.mark.parametrize("count", [1, 40, 5000])
@@ -395,8 +396,8 @@ def test_a_long_run_has_no_larger_picture(count):
 
 @pytest.mark.parametrize("log", [False, True], ids=["linear", "logarithmic"])
 def test_the_points_of_a_picture_are_its_values(runs, log):
-    run = read.read_run(runs / "one")
-    figure = bind.loss(run)()
+    run = run_reader.read_run(runs / "one")
+    figure = run_pictures.loss(run)()
     ((axes,),) = [[one for one in figures.draw_svg(lambda: figure, log=log).points]]
     (there,) = figure.axes
     lines = {name: (axes["xs"][which], y) for name, which, y in axes["lines"]}

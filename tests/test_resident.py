@@ -15,9 +15,9 @@ import fzero
 from fzero.comm.ledger import Ledger
 from fzero.core import pytree
 from fzero.sharding.pipeline import count_gathers, with_gathers
-from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.pipeline_plan import Pipeline
 from fzero.train.batch import local_batch
-from fzero.train.row import schedule_of
+from fzero.train.pipeline_executor import schedule_of
 
 LAYERS, M = 4, 4
 PIPELINES = {

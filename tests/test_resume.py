@@ -17,7 +17,7 @@ from fzero import checkpoint, optim
 from fzero.checkpoint.restore_state import restore_state
 from fzero.cli import pretrain as command
 from fzero.core import precision, pytree
-from fzero.core.tables import flat, put
+from fzero.core.config_tables import flat, set_nested
 from fzero.models import GPT2Config, gpt2
 from fzero.run import placement
 from fzero.run.config import RunConfig
@@ -125,7 +125,7 @@ def placed(*keys):
     """The tiny config with other values of these keys."""
     table = {}
     for key in keys:
-        put(table, key, PLACED[key])
+        set_nested(table, key, PLACED[key])
     mesh = table.pop("mesh", {})
     return replace(apply_table(from_table(BASE), table), mesh=mesh)
 
@@ -215,7 +215,7 @@ def test_a_command_that_resumes_by_itself_may_name_other_numbers(tmp_path):
     assert allowed_changes(given, tmp_path / "run", None) == wanted
     for key, value in (("train.batch", 128), ("data.seq_len", 8), ("model.n_layers", 7), ("train.seed", 5)):
         table = {}
-        put(table, key, value)
+        set_nested(table, key, value)
         with pytest.raises(ValueError, match=rf"^{key} is {value} here and .*, which is to be resumed"):
             allowed_changes(table, tmp_path / "run", None)
 

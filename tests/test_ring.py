@@ -7,8 +7,8 @@ import torch
 from close import assert_close
 
 from fzero.kernels import attention, attention_ring
-from fzero.kernels.attention_at import attention_at
 from fzero.kernels.attention_pattern import FULL, Pattern
+from fzero.kernels.attention_positions import attention_at
 from fzero.kernels.attention_ring import ring_attention
 from fzero.sharding.context import Pieces, contiguous, zigzag
 from fzero.sharding.context_cost import largest_inner
@@ -17,7 +17,7 @@ F64 = torch.float64
 H, G, K = 8, 4, 6
 PATTERNS = {str(p): p for p in (FULL, Pattern("window", 11), Pattern("local", 8), Pattern("strided", 5))}
 PATTERNS["fixed"] = Pattern("fixed", 8, 2)
-PATTERNS["bigbird"] = Pattern("bigbird", 4, keep=1, near=1, random=2, seed=3)
+PATTERNS["bigbird"] = Pattern("bigbird", 4, global_count=1, near=1, random=2, seed=3)
 
 
 def tensors_of(tokens, dtype=F64, rows=2, seed=0):

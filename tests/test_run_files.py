@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from fzero import checkpoint, data
+from fzero.core.config_tables import set_nested
 from fzero.core.files import append_line, remove_entry
-from fzero.core.foreign import json_text, parse_json, read_json
-from fzero.core.tables import put
+from fzero.core.text_parsing import json_text, parse_json, read_json
 from fzero.data.chat import Chat, read_chat
 from fzero.data.tokenizers import train_bpe
 from fzero.run import run_folder, run_lock, weights
@@ -213,7 +213,7 @@ def test_what_is_no_file_is_refused_by_what_it_is(kind, tmp_path, fz):
         "chat_template.jinja": lambda path: read_chat(path.parent),
         "meta.json": lambda path: data.read_meta(path.parent),
         "manifest.json": lambda path: checkpoint.read_manifest(path.parent),
-        "lock.json": lambda path: (run_lock.take(path.parent), run_lock.release(path.parent)),
+        "lock.json": lambda path: (run_lock.acquire(path.parent), run_lock.release(path.parent)),
     }
     lines = ("attempts.jsonl", "samples.jsonl", "metrics.jsonl", "lock.json", "metrics.csv", "chat_template.jinja")
     for name, read in readers.items():
@@ -308,7 +308,7 @@ def test_a_config_without_its_checksum_is_the_one_that_the_run_trained_with(tmp_
             if without and key == "zero":  # of an earlier version, whose attempts may have had other placements
                 continue
             table = json.loads(json.dumps(written))
-            put(table, key, value)
+            set_nested(table, key, value)
             rewrite(path, table)
             texts += [str(path), f"the entry config of {'' if without else 'the last line of '}{run}", source]
             with pytest.raises(ValueError) as raised:

@@ -24,7 +24,7 @@ from pathlib import Path
 from fzero.run import run_lock
 run_lock.BEAT_S = float(sys.argv[3])
 try:
-    print("taken", run_lock.take(Path(sys.argv[1]), lambda line: None), flush=True)
+    print("taken", run_lock.acquire(Path(sys.argv[1]), lambda line: None), flush=True)
 except run_lock.Owned as error:
     print("refused", error, flush=True)
     sys.exit(3)
@@ -89,14 +89,14 @@ GARBAGE = ("", "{", '{"pid": 1}', "[]", "null", "\x00" * 300, "[" * 100_000, '{"
 @pytest.mark.parametrize("what", DEAD)
 def test_the_lock_of_a_dead_owner_of_this_host_is_taken_at_once(what, tmp_path):
     write_lock(tmp_path, **DEAD[what]())
-    assert run_lock.take(tmp_path) is True
+    assert run_lock.acquire(tmp_path) is True
     assert run_lock.parse((tmp_path / run_lock.LOCK).read_text())["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize("text", GARBAGE, ids=range(len(GARBAGE)))
 def test_a_lock_that_a_kill_cut_short_owns_nothing(text, tmp_path):
     (tmp_path / run_lock.LOCK).write_text(text)
-    run_lock.take(tmp_path)
+    run_lock.acquire(tmp_path)
     assert run_lock.parse((tmp_path / run_lock.LOCK).read_text())["pid"] == os.getpid()
 
 
@@ -105,12 +105,12 @@ def test_a_living_owner_of_this_host_is_named_however_long_it_was_silent(tmp_pat
         os.utime(tmp_path / run_lock.LOCK, (0, 0))
         os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(run_lock.Owned) as error:
-            run_lock.take(tmp_path)
+            run_lock.acquire(tmp_path)
         text = str(error.value)
         assert f"process {process.pid} on" in text and f"kill {process.pid}" in text and "\n" not in text
         process.kill()
         process.wait()
-        run_lock.take(tmp_path)
+        run_lock.acquire(tmp_path)
 
 
 def test_a_zombie_is_dead(tmp_path):
@@ -122,19 +122,19 @@ def test_a_zombie_is_dead(tmp_path):
         end = time.monotonic() + 20
         while run_lock.started(process.pid) and time.monotonic() < end:
             time.sleep(0.01)  # it has ended, and nobody has waited for it
-        run_lock.take(tmp_path)
+        run_lock.acquire(tmp_path)
 
 
 @pytest.mark.parametrize("other", ["host", "boot", "pids"])
 def test_an_owner_elsewhere_counts_as_dead_once_it_is_silent(other, tmp_path, soon):
     path = write_lock(tmp_path, **{other: "another"})  # its pid says nothing here
     said, begin = [], time.monotonic()
-    run_lock.take(tmp_path, said.append)
+    run_lock.acquire(tmp_path, said.append)
     assert time.monotonic() - begin > 0.2 and "looking for its heartbeat" in said[0]
     run_lock.release_all()
     os.utime(write_lock(tmp_path, **{other: "another"}), (0, 0))
     begin = time.monotonic()
-    run_lock.take(tmp_path, said.append)
+    run_lock.acquire(tmp_path, said.append)
     assert time.monotonic() - begin < 0.2 and len(said) == 1 and path.exists()
 
 
@@ -145,21 +145,21 @@ def test_an_owner_elsewhere_that_beats_is_named_whatever_its_clock_says(clock, t
     beats = iter(range(100))
     monkeypatch.setattr(time, "sleep", lambda s: os.utime(path, (time.time() + clock + next(beats),) * 2))
     with pytest.raises(run_lock.Owned, match=r"on node7 .*stop it there"):
-        run_lock.take(tmp_path, lambda line: None)
+        run_lock.acquire(tmp_path, lambda line: None)
 
 
 def test_a_process_that_owns_a_folder_goes_on_owning_it(tmp_path):
-    assert [run_lock.take(tmp_path / "a" / "b") for _ in range(3)] == [False] * 3
+    assert [run_lock.acquire(tmp_path / "a" / "b") for _ in range(3)] == [False] * 3
     run_lock.release_all()
     assert list(tmp_path.iterdir()) == []  # what was made for the lock goes with it
-    assert run_lock.take(tmp_path) is True
+    assert run_lock.acquire(tmp_path) is True
     (tmp_path / "kept").touch()
     run_lock.release_all()
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 def test_the_heartbeat_goes_on_and_stops(tmp_path, soon):
-    run_lock.take(tmp_path)
+    run_lock.acquire(tmp_path)
     os.utime(tmp_path / run_lock.LOCK, (0, 0))
     end = time.monotonic() + 10
     while (tmp_path / run_lock.LOCK).stat().st_mtime == 0 and time.monotonic() < end:
@@ -225,7 +225,7 @@ def test_the_lock_is_read_and_written_while_no_other_start_does(meanwhile, tmp_p
 
     def start():
         try:
-            found.append(run_lock.take(tmp_path))
+            found.append(run_lock.acquire(tmp_path))
         except run_lock.Owned as error:
             found.append(str(error))
 

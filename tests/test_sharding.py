@@ -11,6 +11,7 @@ from fzero.core.precision import bf16
 from fzero.sharding import AXES, ZERO, Axis, Mesh, Spec, fake_mesh, make_mesh, match_rules, one_process, zero_plan
 from fzero.sharding.slices import (
     check_dims,
+    global_shape,
     largest_shard,
     local_numel,
     local_shape,
@@ -19,7 +20,6 @@ from fzero.sharding.slices import (
     narrow_to,
     parts_as_chunks,
     shard_of_rank,
-    whole_shape,
 )
 
 # ---- Spec -----------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_a_leaf_that_no_rule_matches_is_named():
     with pytest.raises(
         ValueError, match=r"^my rules: no rule matches leaf 'blocks/attn/b_q' \(did you mean blocks/attn/w_q\?\)"
     ):
-        match_rules((("embed/tokens", 1), ("blocks/attn/w_q", 2)), NAMES, what="my rules")
+        match_rules((("embed/tokens", 1), ("blocks/attn/w_q", 2)), NAMES, subject="my rules")
 
 
 def test_a_rule_that_is_first_for_no_leaf_is_named():
@@ -89,7 +89,7 @@ def test_a_rule_that_is_first_for_no_leaf_is_named():
 
 def test_a_rule_that_is_no_regex_is_named():
     with pytest.raises(ValueError, match=r"my rules: '\(blocks' is not a regular expression: missing \)"):
-        match_rules((("(blocks", 1), (".*", 2)), NAMES, what="my rules")
+        match_rules((("(blocks", 1), (".*", 2)), NAMES, subject="my rules")
 
 
 # ---- mesh -----------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Small(NamedTuple):
     init: object
     rules: object
     frozen: frozenset = frozenset()
-    after: tuple = ()
+    leaf_rules: tuple = ()
 
 
 def small(*rules):
@@ -287,11 +287,15 @@ def test_the_windows_of_all_ranks_make_up_a_leaf_of_layers(rows):
     for rank in range(8):
         mesh = fake_mesh({"pp": 2, "dp": 2, "tp": 2}, rank)
         shard = narrow_to(whole, spec, mesh)
-        assert shard.shape == local_shape(whole.shape, spec, mesh) and whole_shape(shard.shape, spec, mesh) == (4, 8, 3)
+        assert shard.shape == local_shape(whole.shape, spec, mesh) and global_shape(shard.shape, spec, mesh) == (
+            4,
+            8,
+            3,
+        )
         for window in local_windows(whole.shape, spec, mesh):
             place = narrow_box(found, window.start, window.size)
             assert (place == -1).all()
-            place.copy_(window.of(shard))
+            place.copy_(window.view(shard))
     assert torch.equal(found, whole)
 
 
@@ -305,8 +309,8 @@ def test_a_spec_whose_rows_are_no_partition_is_refused():
 
 
 def test_a_gradient_is_owed_over_the_axes_that_do_not_shard_its_leaf():
-    assert Spec(("pp", "ep")).owed == ("dp", "rp", "cp")
-    assert Spec((), frozenset({"tp"})).owed == ("dp", "rp", "ep", "cp", "pp", "tp")
+    assert Spec(("pp", "ep")).partial_axes == ("dp", "rp", "cp")
+    assert Spec((), frozenset({"tp"})).partial_axes == ("dp", "rp", "ep", "cp", "pp", "tp")
 
 
 def test_parts_of_experts_that_ep_does_not_divide():
@@ -319,7 +323,7 @@ def test_parts_of_experts_that_ep_does_not_divide():
         ((0, 2, 0), (4, 2, 7)),
         ((0, 4, 0), (4, 1, 7)),
     ]
-    assert {whole_shape(w.size, spec, one) for (w,), one in zip(windows, mesh)} == {(4, 5, 7)}
+    assert {global_shape(w.size, spec, one) for (w,), one in zip(windows, mesh)} == {(4, 5, 7)}
     assert local_numel((4, 5, 7), spec, {"ep": 3}) == 4 * 2 * 7  # of the ranks with the most
     assert spec.layer == Spec.parse("[E/ep, D] %2,2,1")
     x = torch.arange(20).reshape(4, 5, 1)
@@ -338,7 +342,7 @@ def test_parts_of_a_dim_that_tp_does_not_divide():
     x = torch.arange(10).reshape(5, 2)
     for rank, mesh in enumerate(meshes):
         shard = narrow_to(x, spec, mesh)
-        assert torch.equal(shard, x.chunk(3)[rank]) and whole_shape(shard.shape, spec, mesh) == (5, 2)
+        assert torch.equal(shard, x.chunk(3)[rank]) and global_shape(shard.shape, spec, mesh) == (5, 2)
         assert largest_shard(tuple(shard.shape), spec) == (2, 2) and shard_of_rank((2, 2), spec, mesh) == shard.shape
     assert local_numel((5, 2), spec, {"tp": 3}) == 4
     assert [spec.with_dims(dims).parts for dims in ((("tp",),), ((),))] == [(2, 2, 1), ()]

@@ -118,9 +118,9 @@ def test_an_update_that_is_not_put_right_is_found(mistake, monkeypatch):
     exchange = OldValues.exchange
 
     def planted(self, unit, found, values):
-        if mistake == "exchange gives nothing back" and self.back:
+        if mistake == "exchange gives nothing back" and self.restores:
             return
-        if mistake == "exchange keeps what was updated" and not self.back:
+        if mistake == "exchange keeps what was updated" and not self.restores:
             for columns in values.values():
                 columns["target"].add_(1e-3)
         exchange(self, unit, found, values)
@@ -163,7 +163,7 @@ def test_on_the_pretend_gpu_nothing_races(offload):
 
 def launched_before_waits(monkeypatch):
     """The operators that the GPU is given between a layer's gradients and the host's wait for them, by layer."""
-    at, found, take = {}, [], EarlyUpdate.take
+    at, found, take = {}, [], EarlyUpdate.receive
     monkeypatch.setattr(offloaded, "MOST_ELEMENTS", 64)  # a layer is many units, as one of a large model is
 
     with pretend() as seen:
@@ -181,7 +181,7 @@ def launched_before_waits(monkeypatch):
                 once = {arrive: functools.cache(functools.partial(arrived, arrive, layer)) for arrive in arrives}
                 self.ready = layer, {n: (x, once.get(arrive)) for n, (x, arrive) in self.ready[1].items()}
 
-        monkeypatch.setattr(EarlyUpdate, "take", taken)
+        monkeypatch.setattr(EarlyUpdate, "receive", taken)
         trained("opt=host", "speculate", "bf16", device="cuda", steps=1)
     return found
 
@@ -208,5 +208,5 @@ def test_the_memory_of_old_values_is_foreseen():
     state = fzero.init_state(job.model, job.tx, job.plan, seed=0)
     old = Speculation(StreamedUpdate(job.tx, job.plan, None))
     old.start(state)
-    held = sum(room.nbytes for room in old.old.rooms.values())
+    held = sum(room.nbytes for room in old.old.buffers.values())
     assert held == memory_check.old_values_bytes(job, memory_check.bytes_of_state(job)) > 0

@@ -20,9 +20,9 @@ from zero_cases import OPTIMIZERS, model_of, train
 import fzero
 from fzero.core import vjp_pair as pairs
 from fzero.core.vjp_pair import vjp_pair
-from fzero.sharding.digests import digests
-from fzero.sharding.pipelines import Pipeline
-from fzero.train import streamed
+from fzero.sharding.pipeline_plan import Pipeline
+from fzero.sharding.redistribute import digests
+from fzero.train import streamed_model
 
 SPLIT = {
     "zb-h1": Pipeline("zb-h1"),
@@ -218,9 +218,11 @@ def test_canonical_sums_have_the_bits_of_one_process(compiled):
 
 
 def last_too_early():
-    real = streamed.StreamedModel.backward_weights
+    real = streamed_model.StreamedModel.backward_weights
     return mock.patch.object(
-        streamed.StreamedModel, "backward_weights", lambda self, owed, reducer, last: real(self, owed, reducer, True)
+        streamed_model.StreamedModel,
+        "backward_weights",
+        lambda self, owed, reducer, last: real(self, owed, reducer, True),
     )
 
 

@@ -90,7 +90,7 @@ def test_the_check_allows_less_than_the_mistake_of_half_a_norm_and_more_than_rou
     halves = torch.cat([normed(half) for half in y.chunk(2, -1)], -1)
     mistake = float((halves - normed(y)).abs().max() / normed(y).abs().max())
     rounding = float((y @ y.T - (y.flip(1) @ y.flip(1).T)).abs().max() / (y @ y.T).abs().max())
-    assert rounding * 10 < split_check.MOST[torch.float32] < mistake / 10
+    assert rounding * 10 < split_check.MAX_DIFFERENCE[torch.float32] < mistake / 10
 
 
 BASE = models.mlp(models.MLPConfig(vocab_size=16, max_len=8192))

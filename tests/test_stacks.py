@@ -20,7 +20,7 @@ from fzero.models.deepseek import choose_experts
 from fzero.models.layer_kinds import layers_text, parse_layers
 from fzero.offload import Nvme
 from fzero.run.generate import Sampling, generate
-from fzero.train.parts import parts_of
+from fzero.train.stage_sharing import segments_of
 
 KINDS = ("deepseek", "encoder and decoder", "gemma")
 slow = pytest.mark.slow
@@ -132,7 +132,7 @@ def test_layers_are_numbered_through_all_stacks():
     params = models.init_params(model, prng.key(0), torch.float64)
     forward.transform(model, params, batch_of(0), models.Ctx(dtype=torch.float64, key=prng.key(1)))
     assert sorted(set(seen)) == list(range(6))
-    parts = parts_of(model, fzero.zero_plan(0, model, fzero.one_process()))
+    parts = segments_of(model, fzero.zero_plan(0, model, fzero.one_process()))
     assert [(part.kind, part.name, part.depth, part.first) for part in parts] == [
         ("embed", "embed", 0, 0),
         ("block", "blocks_encoder", 3, 0),
@@ -144,7 +144,7 @@ def test_layers_are_numbered_through_all_stacks():
 
 def test_the_functions_of_a_stack_take_turns():
     model = models.build(config_of("gemma", n_layers=5))
-    (part,) = [part for part in parts_of(model, fzero.zero_plan(0, model, fzero.one_process())) if part.depth]
+    (part,) = [part for part in segments_of(model, fzero.zero_plan(0, model, fzero.one_process())) if part.depth]
     assert part.functions[0] is part.functions[1] is not part.functions[2]  # of two kinds: two to compile
     adapted = models.lora(model, rank=2).block
     assert adapted[0] is adapted[1] is not adapted[2]
@@ -180,7 +180,7 @@ def test_a_model_whose_parts_do_not_fit_is_refused(change, message):
     model = case_of("encoder and decoder").loss_fn
     plan = fzero.zero_plan(0, model, fzero.one_process())
     with pytest.raises(ValueError, match=message):
-        parts_of(change(model), plan)
+        segments_of(change(model), plan)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from fzero.run.build_optim import make_schedule
 from fzero.run.config_table import from_table, to_table
 from fzero.run.debug.replay import replay
 from fzero.run.ranks.elastic import refit_mesh
-from fzero.run.resume import new_stage, rollback
-from fzero.run.stages import change_stage, read_stage, stage_at, stages_of, tokens_before
+from fzero.run.resume import auto_resume, rollback
+from fzero.run.stages import change_stage, count_tokens, read_stage, stage_of_step, stages_of
 from fzero.sharding import fake_mesh
 
 SIZES = {"n_layers": 1, "d_model": 16, "d_ff": 24, "n_heads": 2, "n_kv_heads": 2, "max_len": 64}
@@ -84,7 +84,7 @@ def test_the_config_says_what_each_step_had(extended):
     assert str(config.model.rope_scaling) == "llama3:4:64"
     first, second = stages_of(config)
     assert (first.config.data.seq_len, first.config.model.rope_scaling, first.config.train.batch) == (64, None, 8)
-    assert stage_at(config, 3).config == first.config and stage_at(config, 4) == second
+    assert stage_of_step(config, 3).config == first.config and stage_of_step(config, 4) == second
     manifests = [checkpoint.read_manifest(path)["config"] for path in sorted((extended / "checkpoints").iterdir())]
     assert [(m["data"]["seq_len"], len(m["stages"])) for m in manifests] == [(64, 0)] * 2 + [(256, 1)] * 2
     assert [row["tokens"] for row in rows(extended)] == [512, 1024, 1536, 2048, 3072, 4096, 5120, 6144]
@@ -182,7 +182,9 @@ def test_what_one_stage_leaves_the_next_one_reads_once_on_every_mesh(extended):
     places = plain._replace(tokens=torch.arange(len(plain.tokens)).numpy(), sums=None)
     wanted = {i for begin, end in packing.within_documents(plain).tolist() for i in range(begin, end)}
     before = data.TokenStream(plain, 64, 8, packing="best-fit")
-    left = len(data.TokenStream(plain, 256, 4, packing="best-fit", rest=before.rest_after(first.samples)).first_rows)
+    left = len(
+        data.TokenStream(plain, 256, 4, packing="best-fit", remainder=before.remainder_after(first.samples)).first_rows
+    )
     for sizes, size in (({}, 1), ({"dp": 2}, 2), ({"dp": 2, "rp": 2}, 4)):
         seen = []
         for stage, samples in ((first, first.samples), (second, left)):
@@ -223,10 +225,10 @@ def test_positions_that_are_parameters_do_not_grow():
     config = from_table({"preset": "gpt2-tiny", "model": {"max_len": 64}, "data": {"seq_len": 64}})
     said = []
     with pytest.raises(ValueError, match=r"the model has positions of its own for 64 \(embed/positions, \[64, \d+\]\)"):
-        new_stage.with_changes(config, {"data.seq_len": 128}, said.append)
-    assert new_stage.with_changes(config, {"data.seq_len": 32}, said.append)[1] == {"data.seq_len": 32}
+        auto_resume.with_changes(config, {"data.seq_len": 128}, said.append)
+    assert auto_resume.with_changes(config, {"data.seq_len": 32}, said.append)[1] == {"data.seq_len": 32}
     with pytest.raises(ValueError, match=r"unknown key 'model.rope_theta'"):
-        new_stage.with_changes(config, {"model.rope_theta": 1e6}, said.append)
+        auto_resume.with_changes(config, {"model.rope_theta": 1e6}, said.append)
     assert not said
 
 
@@ -235,7 +237,7 @@ def test_lengths_that_ranks_do_not_divide_are_refused():
         {"mesh": {"tp": 2}, "sequence": True, "precision": {"policy": "fp32"}, "train": {"compiled": False}}
     )
     with pytest.raises(ValueError, match=r"data.seq_len is 255, which sequence parallelism over tp=2 does not divide"):
-        build(new_stage.with_changes(config, {"data.seq_len": 255}, print)[0], fake_mesh({"tp": 2}))
+        build(auto_resume.with_changes(config, {"data.seq_len": 255}, print)[0], fake_mesh({"tp": 2}))
 
 
 def test_stages_as_values():
@@ -249,12 +251,12 @@ def test_stages_as_values():
     assert [(s.begin, s.end, s.config.data.seq_len) for s in stages_of(twice)] == [
         *((0, 10, 64), (10, 30, 128), (30, 100, 512)),
     ]
-    assert [stage_at(twice, step).config.stages for step in (9, 29, 99)] == [(), once.stages, twice.stages]
-    assert [stage_at(twice, step).config for step in (9, 29)] == [start, once]
+    assert [stage_of_step(twice, step).config.stages for step in (9, 29, 99)] == [(), once.stages, twice.stages]
+    assert [stage_of_step(twice, step).config for step in (9, 29)] == [start, once]
     assert change_stage(once, {"data.seq_len": 256}, 10) == change_stage(start, {"data.seq_len": 256}, 10)  # no step
     assert change_stage(twice, {"data.seq_len": 32}, 5).stages == (change_stage(start, {"data.seq_len": 32}, 5)).stages
-    assert tokens_before(twice, 40) == 16 * (10 * 64 + 20 * 128) + 10 * 8 * 512
-    assert tokens_before(twice, 20) == 16 * (10 * 64 + 10 * 128)
+    assert count_tokens(twice, 40) == 16 * (10 * 64 + 20 * 128) + 10 * 8 * 512
+    assert count_tokens(twice, 20) == 16 * (10 * 64 + 10 * 128)
     for text, message in (
         ("10", "a stage is its last step and its values"),
         ("10: data.seq_length=3", r"stages has 'data.seq_length' \(did you mean data.seq_len\?\)"),
@@ -276,7 +278,7 @@ def test_batches_left_out_count_in_the_stage_that_left_them_out(tmp_path):
     assert corpus.first_samples(longer, [(160, 8), (200, 8)]) == [0, 160]  # its own
     log = rollback.read_log(tmp_path)._replace(skips=[[32, 16], [176, 16]], tried=[48, 192])
     rollback.write_log(tmp_path, log)
-    new_stage.forget_later(tmp_path, longer)  # what the first stage would have left out behind its end
+    auto_resume.drop_later_skips(tmp_path, longer)  # what the first stage would have left out behind its end
     assert rollback.read_log(tmp_path)[:2] == ([[32, 16]], [48])
 
 
@@ -354,7 +356,7 @@ def test_the_stage_of_each_size_is_that_of_a_run_that_ends_with_it():
     for stage in found:
         again = stages_of(stage.config)
         assert [(s.begin, s.batch) for s in again] == [(s.begin, s.batch) for s in found if s.begin <= stage.begin]
-    assert tokens_before(config, 40) == (9 * 4 * 16) + 32 * (12 * 4 + 8 * 8 + 11 * 12)
+    assert count_tokens(config, 40) == (9 * 4 * 16) + 32 * (12 * 4 + 8 * 8 + 11 * 12)
     longer = change_stage(config, {"data.seq_len": 64}, 24)
     assert [(s.begin, s.batch, s.config.data.seq_len) for s in stages_of(longer)][2:] == [
         (21, 8, 32),
@@ -388,8 +390,8 @@ def test_a_rate_by_tokens_is_that_of_the_tokens_before_the_step():
     plain = replace(config.optim, schedule=replace(config.optim.schedule, tokens=0, warmup_tokens=0, warmup_steps=700))
     by_token = make_schedule(plain, config.optim.lr, 9000)
     for step in (0, 3, 4, 17, 22, 39):
-        job = build(stage_at(config, step).config, fake_mesh({}))
-        assert float(job.schedule(step)) == pytest.approx(float(by_token(tokens_before(config, step))), rel=1e-12)
+        job = build(stage_of_step(config, step).config, fake_mesh({}))
+        assert float(job.schedule(step)) == pytest.approx(float(by_token(count_tokens(config, step))), rel=1e-12)
 
 
 SCHEDULES = {

@@ -370,7 +370,7 @@ def test_the_pair_of_a_block_is_made_once():
     def own_block(p, x, ctx):
         return block(p, x, ctx)
 
-    before = streaming.part_pair.cache_info().misses
+    before = streaming.segment_pair.cache_info().misses
     for depth in (2, 3, 3):
         stack(own_block, *arguments(depth))
-    assert streaming.part_pair.cache_info().misses == before + 1
+    assert streaming.segment_pair.cache_info().misses == before + 1

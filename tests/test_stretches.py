@@ -12,7 +12,7 @@ import pytest
 from test_prepare_pieces import COMMAND, content
 
 from fzero import data
-from fzero.data import encoding, sources, stretches, tables, tokenizers
+from fzero.data import arrow_tables, encoding, sources, tokenizers
 
 CODE = ["def", "return", "x", "=", "self._value", "12345", "<tag>", "foo_bar", "----", "\n\n\t", "\r\n", ""]
 WORDS = [*CODE, "'tis", "don't", "né", "漢字かな。", "🙂👍🏽", "e\u0301", "..."]
@@ -68,18 +68,18 @@ def libraries():
 @pytest.fixture
 def short(monkeypatch):
     """Stretches of some words."""
-    monkeypatch.setattr(stretches, "STRETCH", 300)
+    monkeypatch.setattr(encoding, "SPAN", 300)
     monkeypatch.setattr(sys.modules["fzero.data.prepare"], "LEARNED", 300)
-    monkeypatch.setattr(stretches, "LONGEST", 3000)
-    monkeypatch.setattr(stretches, "AROUND", 100)
-    monkeypatch.setattr(stretches, "TAIL", 200)
+    monkeypatch.setattr(encoding, "LONGEST", 3000)
+    monkeypatch.setattr(encoding, "AROUND", 100)
+    monkeypatch.setattr(encoding, "CUT_TAIL", 200)
 
 
 def ids_by_stretches(tokenizer, text, blocks):
     pieces = lambda text: tokenizer.encode(text).tolist()  # noqa: E731
-    parts = [encoding.Part("train", one, None) for one in stretches.stretches_of(blocks, pieces, lambda: "a.txt")]
-    assert "".join(part.stretch.text for part in parts) == text
-    assert [part.stretch.last for part in parts] == [False] * (len(parts) - 1) + [True]
+    parts = [encoding.PartSpan("train", one, None) for one in encoding.text_spans(blocks, pieces, lambda: "a.txt")]
+    assert "".join(part.span.text for part in parts) == text
+    assert [part.span.last for part in parts] == [False] * (len(parts) - 1) + [True]
     return np.concatenate(encoding.ids_of(parts, tokenizer)).tolist(), len(parts)
 
 
@@ -98,7 +98,7 @@ def test_a_text_without_a_place_to_cut_is_one_line(short):
     trained = tokenizers.train_bpe(["aaaa bb " * 50], 259)
     with pytest.raises(ValueError, match=r"a\.txt: 3,000 characters, from 'aaaa.*' on, without a place .* spaces or"):
         ids_by_stretches(trained, "a" * 9000, ["a" * 9000])
-    cuts = [one.text for one in stretches.stretches_of(["a" * 1001], None, lambda: "a.txt")]
+    cuts = [one.text for one in encoding.text_spans(["a" * 1001], None, lambda: "a.txt")]
     assert "".join(cuts) == "a" * 1001 and len(cuts) == 4  # bytes are cut anywhere
 
 
@@ -143,7 +143,7 @@ def test_a_corpus_does_not_depend_on_stretches_and_blocks(tmp_path, monkeypatch,
     assert meta["source"]["skipped"] == {"empty": 4, "binary": 1, "not UTF-8": 1} and meta["source"]["documents"] == 10
     prepare(single, tmp_path / "whole-single")
     request.getfixturevalue("short")
-    for module, size in ((sources, 501), (tables, 97)):
+    for module, size in ((sources, 501), (arrow_tables, 97)):
         monkeypatch.setattr(module, "BLOCK", size)
     prepare(folder, tmp_path / "short")
     prepare(single, tmp_path / "short-single")
@@ -156,7 +156,7 @@ def test_a_corpus_does_not_depend_on_stretches_and_blocks(tmp_path, monkeypatch,
         prepare(folder / "i.txt", tmp_path / "no")
     with pytest.raises(ValueError, match=r"j\.txt: is not UTF-8 text"):
         prepare(folder / "j.txt", tmp_path / "no")
-    monkeypatch.setattr(tables, "LARGEST", len(text))
+    monkeypatch.setattr(arrow_tables, "LARGEST", len(text))
     with pytest.raises(ValueError, match=r"g\.parquet, row 2: a text of .* bytes; at most"):
         prepare(folder / "g.parquet", tmp_path / "no")
 

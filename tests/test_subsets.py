@@ -172,6 +172,6 @@ def test_what_does_not_fit_is_refused():
         fzero.zero_plan(0, model, fzero.sharding.fake_mesh({"ep": 2}))
     plan = fzero.zero_plan(1, model, fzero.sharding.fake_mesh({"dp": 2}))
     with pytest.raises(ValueError, match=r"needs='tree'.*give it an `on`"):
-        fzero.make_train_step(model, optim.clip_by_global_norm(1.0)._replace(on=None), plan)
+        fzero.make_train_step(model, optim.clip_by_global_norm(1.0)._replace(with_shards=None), plan)
     with pytest.raises(ValueError, match="9 rows cannot be cut into 2"):
         fzero.train.batch.rows_of(mesh, 9, 2)

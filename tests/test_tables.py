@@ -1,4 +1,4 @@
-"""Tables of all ranks (fzero/comm/tables.py): rows in the order of ranks, sums, flags, a barrier, and what they
+"""Tables of all ranks (fzero/comm/rank_tables.py): rows in the order of ranks, sums, flags, a barrier, and what they
 send."""
 
 import time
@@ -7,7 +7,7 @@ import pytest
 import ranks
 import torch
 
-from fzero.comm.tables import (
+from fzero.comm.rank_tables import (
     BY_DATA_RANK,
     any_rank,
     barrier,

@@ -14,9 +14,9 @@ from fzero.core import pytree
 from fzero.kernels import cross_entropy as ce
 from fzero.kernels import linear_cross_entropy as linear
 from fzero.models import batch as batches
-from fzero.models.by_position import by_position
+from fzero.models.position_losses import by_position
 from fzero.sharding.context import Context
-from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.pipeline_plan import Pipeline
 
 F64, RATE = torch.float64, 2e-3
 SUMS = {"rtol": 1e-10, "atol": 1e-10}
@@ -141,7 +141,7 @@ def test_every_form_multiplies(form, monkeypatch):
     near = {"rtol": 2e-5, "atol": 2e-5} if form == "triton" else {"rtol": 1e-12, "atol": 1e-13}
     for f in (of_linear, of_logits):
         assert_close((f(x, w), *torch.func.grad(f, argnums=(0, 1))(x, w)), expected, **near)
-    total, losses = linear.linear_cross_entropy(x, w, targets, mask, impl=form, **FORMS[form], each=True)
+    total, losses = linear.linear_cross_entropy(x, w, targets, mask, impl=form, **FORMS[form], per_token=True)
     assert_close(losses, linear.token_losses(x, w, targets, mask), rtol=1e-5, atol=1e-6)
     assert_close(losses.sum(), total, rtol=1e-5)
 

@@ -189,7 +189,7 @@ def balance_loss_of_the_batch_in_place_of_the_sequence(monkeypatch):
 
 @caught_by(*(of_model(law, m) for law in (laws.causal, laws.as_written) for m in ("gpt2", "llama", "moe dropless")))
 def causal_mask_forgotten(monkeypatch):
-    monkeypatch.setattr(attention_pattern.Pattern, "sees", lambda self, query, key: (key >= 0) | (query >= 0))
+    monkeypatch.setattr(attention_pattern.Pattern, "visible", lambda self, query, key: (key >= 0) | (query >= 0))
 
 
 def everywhere(documents):
@@ -280,7 +280,7 @@ def capacity_forgotten(monkeypatch):
 
 @caught_by(one_normalisation("mlp"), one_normalisation("llama"))
 def gradient_of_the_softmax_without_its_target(monkeypatch):
-    monkeypatch.setattr(cross_entropy_rows, "_put_targets", lambda *args: None)
+    monkeypatch.setattr(cross_entropy_rows, "_write_targets", lambda *args: None)
 
 
 @caught_by(*(one_normalisation(case) for case in ("gpt2", "llama", "moe dropless")))
@@ -310,7 +310,7 @@ def residuals_of_the_first_layer_first(monkeypatch):
         monkeypatch,
         stack.LayerLoop,
         "__init__",
-        lambda f: lambda self, *a, **named: f(self, *a, **{**named, "kept": Queue()}),
+        lambda f: lambda self, *a, **named: f(self, *a, **{**named, "saved": Queue()}),
     )
 
 

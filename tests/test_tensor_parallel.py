@@ -361,8 +361,8 @@ MISTAKES = {
         "gpt2",
         False,
         layers,
-        "leave_linear",
-        lambda f: lambda y, w, ctx, leaf, b=None: layers.leave(layers.linear(y, w, b), ctx, leaf),
+        "row_parallel_linear",
+        lambda f: lambda y, w, ctx, leaf, b=None: layers.exit_region(layers.linear(y, w, b), ctx, leaf),
     ),
     "the embedding's rows are another rank's": ("mlp", False, mlp, "embed_tokens", of_another_rank),
     "the targets' columns are another rank's": (
@@ -390,7 +390,7 @@ MISTAKES = {
         "gpt2",
         True,
         gpt2,
-        "own_tokens",
+        "local_tokens",
         lambda f: lambda x, ctx: f(x, other_ranks(ctx)),
     ),
     "a range is dropped out as another": (

@@ -1,5 +1,5 @@
 """Where texts begin and end: the ids of a folder's texts are those of AutoTokenizer, and runs and exports keep what a
-folder says of them (fzero/run/text_ends.py, fzero/data/special_tokens.py)."""
+folder says of them (fzero/run/special_token_files.py, fzero/data/tokenizer_classes.py)."""
 
 import json
 import shutil
@@ -13,10 +13,10 @@ from fzero.core import prng
 from fzero.data.chat import encoder, end_tokens, read_chat, render
 from fzero.data.labels import text_ids
 from fzero.data.preferences import pair_of
-from fzero.data.special_tokens import special_tokens
-from fzero.run import conversations, text_ends, weights
+from fzero.data.tokenizer_classes import special_tokens
+from fzero.run import conversations, special_token_files, weights
 from fzero.run.generate import Sampling, generate
-from fzero.run.start_tokenizer import start_chat, start_pad, start_tokenizer
+from fzero.run.special_token_files import start_chat, start_pad, start_tokenizer
 
 TEXTS = ("a b", "1+1 é", "", " lead", "x<|im_end|>y", "<s> z </s>")
 MESSAGES = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is 2."}]
@@ -240,7 +240,9 @@ def test_a_tuned_chat_model_gives_back_what_its_folder_said(place, lora, tmp_pat
     if lora:
         assert fz("export", tmp_path / "run", "--out", tmp_path / "adapter", "--adapter")[::2] == (0, "")
         assert (tmp_path / "adapter/generation_config.json").read_text() == (out / "generation_config.json").read_text()
-        assert text_ends.start_ids(tmp_path / "adapter") == {"token_ids": text_ends.ids_of(folder / "config.json")}
+        assert special_token_files.start_ids(tmp_path / "adapter") == {
+            "token_ids": special_token_files.ids_of(folder / "config.json")
+        }
 
 
 def test_ids_that_are_none_are_refused_by_name(place, tmp_path):
@@ -248,4 +250,4 @@ def test_ids_that_are_none_are_refused_by_name(place, tmp_path):
                         ({"pad_token_id": 10**30}, "pad_token_id is 1000.* does not fit into 64 bits")):  # fmt: skip
         folder = folder_of(place, tmp_path / said[:5] / str(len(said)), "plain", **entry)
         with pytest.raises(ValueError, match=rf"config\.json: .*{said}"):
-            text_ends.start_ids(folder)
+            special_token_files.start_ids(folder)

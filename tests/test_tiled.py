@@ -28,9 +28,9 @@ PATTERNS = {
     "strided beyond a tile": Pattern("strided", 130),
     "fixed": Pattern("fixed", 16, 3),
     "fixed beyond a tile": Pattern("fixed", 70, 20),
-    "bigbird": Pattern("bigbird", 16, keep=1, near=1, random=1, seed=2**31 - 1),
-    "bigbird beyond a tile": Pattern("bigbird", 70, keep=0, near=2, random=2),
-    "bigbird of single tokens": Pattern("bigbird", 1, keep=2, near=3, random=3, seed=4),
+    "bigbird": Pattern("bigbird", 16, global_count=1, near=1, random=1, seed=2**31 - 1),
+    "bigbird beyond a tile": Pattern("bigbird", 70, global_count=0, near=2, random=2),
+    "bigbird of single tokens": Pattern("bigbird", 1, global_count=2, near=3, random=3, seed=4),
 }
 
 

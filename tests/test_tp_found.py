@@ -13,7 +13,7 @@ from torch import nn
 
 import fzero
 from fzero import optim
-from fzero.models import module_cuts
+from fzero.models import module_tp_search
 
 D, HORNS, STEPS = 8, 4, 5
 
@@ -181,7 +181,7 @@ def test_nothing_is_found_without_an_example_and_nothing_is_guessed():
 def test_a_wrong_group_is_proved_wrong_by_its_result_or_by_a_gradient():
     model = model_of("auto")
     (probe,) = model.embed.__self__.probes()["blocks"]
-    module_cuts.expect_equal(probe, module_cuts.Group(("wide",), "narrow"), 2)
+    module_tp_search.expect_equal(probe, module_tp_search.SplitGroup(("wide",), "narrow"), 2)
     for columns, row, numbers, reason in (
         (("fused",), "back", (), "what back returns differs"),
         (("snow",), "river", (("", "horns"),), "test_tp_found"),  # whole keys
@@ -189,8 +189,8 @@ def test_a_wrong_group_is_proved_wrong_by_its_result_or_by_a_gradient():
         (("wide",), "back", (), "inputs of back are not followed|test_tp_found"),
         (("unused",), "narrow", (), "are not followed"),
     ):
-        with pytest.raises(module_cuts.Unequal, match=reason):
-            module_cuts.expect_equal(probe, module_cuts.Group(columns, row, numbers), 2)
+        with pytest.raises(module_tp_search.Unequal, match=reason):
+            module_tp_search.expect_equal(probe, module_tp_search.SplitGroup(columns, row, numbers), 2)
 
 
 class Backwards(torch.autograd.Function):
@@ -213,8 +213,8 @@ def test_a_gradient_alone_decides_too(monkeypatch):
     silu = F.silu
     monkeypatch.setattr(F, "silu", lambda x, inplace=False: silu(x) + (Backwards.apply(x) - x))
     (probe,) = model_of("auto").embed.__self__.probes()["blocks"]
-    with pytest.raises(module_cuts.Unequal, match=r"the gradient of .* differs from a whole one's"):
-        module_cuts.expect_equal(probe, module_cuts.Group(("wide",), "narrow"), 2)
+    with pytest.raises(module_tp_search.Unequal, match=r"the gradient of .* differs from a whole one's"):
+        module_tp_search.expect_equal(probe, module_tp_search.SplitGroup(("wide",), "narrow"), 2)
 
 
 def test_each_size_of_tp_is_looked_for_once():
@@ -239,22 +239,29 @@ def right_groups(patch):
 
 
 def no_gradients(patch):
-    near = module_cuts.expect_near
+    near = module_tp_search.expect_near
     patch.setattr(
-        module_cuts, "expect_near", lambda what, *rest: None if what.startswith("the gradient") else near(what, *rest)
+        module_tp_search,
+        "expect_near",
+        lambda what, *rest: None if what.startswith("the gradient") else near(what, *rest),
     )
 
 
 def first_rank_for_all(patch):
-    patch.setattr(module_cuts, "sum_of", lambda parts: parts[0] * len(parts))
+    patch.setattr(module_tp_search, "sum_of", lambda parts: parts[0] * len(parts))
 
 
 MISTAKES = {
-    "differences are not looked at": (lambda patch: patch.setattr(module_cuts, "MOST", 1e9), wrong_groups),
+    "differences are not looked at": (lambda patch: patch.setattr(module_tp_search, "MOST", 1e9), wrong_groups),
     "gradients are not compared": (no_gradients, test_a_gradient_alone_decides_too),
-    "numbers stay whole": (lambda patch: patch.setattr(module_cuts, "numbers_of", lambda *args: [()]), right_groups),
+    "numbers stay whole": (
+        lambda patch: patch.setattr(module_tp_search, "numbers_of", lambda *args: [()]),
+        right_groups,
+    ),
     "nothing flows": (
-        lambda patch: patch.setattr(module_cuts, "sources_of", lambda probe: {name: set() for name in probe.linears}),
+        lambda patch: patch.setattr(
+            module_tp_search, "sources_of", lambda probe: {name: set() for name in probe.linears}
+        ),
         right_groups,
     ),
     "the part of one rank for all": (first_rank_for_all, right_groups),
@@ -267,5 +274,5 @@ def test_a_mistake_is_caught(name, monkeypatch):
     plant, law = MISTAKES[name]
     law(monkeypatch)
     plant(monkeypatch)
-    with pytest.raises((AssertionError, ValueError, module_cuts.Unequal, pytest.fail.Exception)):
+    with pytest.raises((AssertionError, ValueError, module_tp_search.Unequal, pytest.fail.Exception)):
         law(monkeypatch)

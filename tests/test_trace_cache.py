@@ -6,14 +6,14 @@ import os
 import pytest
 import torch
 
-from fzero.core import kept
+from fzero.core import compile_cache
 from fzero.core.device import Target
 from fzero.kernels.chips import kernel_folder
 from fzero.offload.disk_config import config_file
 from fzero.planner import extrapolate, trace_cache
 from fzero.planner.plan import config_for, device_for, plan, resolve_for
 from fzero.planner.plan_report import report_of
-from fzero.planner.trace_cache import cached_trace, entry_name, is_kept, question, remove_oldest
+from fzero.planner.trace_cache import cached_trace, entry_name, is_cached, question, remove_oldest
 
 DEVICE = device_for("h100")
 SIZES = {"dp": 2}
@@ -32,9 +32,9 @@ def never():
 
 
 def test_the_second_plan_of_a_question_is_equal_and_not_traced(trace, tmp_path):
-    assert not is_kept(*ASKED, tmp_path)
+    assert not is_cached(*ASKED, tmp_path)
     assert cached_trace(lambda: trace, *ASKED, tmp_path) is trace
-    assert is_kept(*ASKED, tmp_path)
+    assert is_cached(*ASKED, tmp_path)
     again = cached_trace(never, *ASKED, tmp_path)
     assert again == trace
     assert report_of(again, DEVICE).to_json() == report_of(trace, DEVICE).to_json()
@@ -74,13 +74,13 @@ def test_what_a_trace_does_not_depend_on_hits(monkeypatch):
 def test_an_edit_of_the_package_changes_its_digest(tmp_path, monkeypatch):
     (tmp_path / "core").mkdir()
     file = tmp_path / "core" / "x.py"
-    monkeypatch.setattr(kept, "PACKAGE", tmp_path)
+    monkeypatch.setattr(compile_cache, "PACKAGE", tmp_path)
     digests = []
     for text in ("a = 1", "a = 2", "a = 1"):
         file.write_text(text)
-        digests.append(kept.package_digest.__wrapped__())
+        digests.append(compile_cache.package_digest.__wrapped__())
     file.rename(tmp_path / "x.py")
-    digests.append(kept.package_digest.__wrapped__())
+    digests.append(compile_cache.package_digest.__wrapped__())
     assert digests[0] == digests[2] and len(set(digests)) == 3
 
 
@@ -111,7 +111,7 @@ def test_a_damaged_entry_is_a_miss_and_is_replaced(how, trace, tmp_path):
     (path,) = tmp_path.iterdir()
     text = path.read_text()
     path.write_text(DAMAGED[how](text))
-    assert not is_kept(*ASKED, tmp_path)
+    assert not is_cached(*ASKED, tmp_path)
     made = []
     assert cached_trace(lambda: made.append(1) or trace, *ASKED, tmp_path) == trace and made == [1]
     assert path.read_text() == text

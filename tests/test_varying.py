@@ -13,7 +13,7 @@ import fzero
 from fzero.comm.collectives import all_gather, own_slice, psum, psum_scatter, pvary
 from fzero.core import pytree
 from fzero.core.autodiff import Function
-from fzero.core.varying import Varying
+from fzero.core.varying_axes import Varying
 
 V, T = 16, 8
 

@@ -1,4 +1,4 @@
-"""OpenMP's threads sleep while the process shares its cores, and spin else: fzero/run/waiting.py."""
+"""OpenMP's threads sleep while the process shares its cores, and spin else: fzero/run/process_settings.py."""
 
 import itertools
 import os
@@ -8,15 +8,15 @@ import time
 import pytest
 import torch
 
-from fzero.run import waiting
+from fzero.run import process_settings
 
 
 @pytest.fixture
 def openmp():
     try:
-        waiting.core_wait_s()
-        waiting.others_cpu_s()
-        path = waiting.loaded_openmp()
+        process_settings.core_wait_s()
+        process_settings.peer_cpu_s()
+        path = process_settings.loaded_openmp()
     except OSError:
         path = ""
     return path or pytest.skip("the system does not tell how long threads wait, or torch brings another OpenMP")
@@ -34,14 +34,14 @@ def watched(waits: list[float], others: float) -> list[str]:
         if share is None:
             stop.set()
             share = 0.0
-        seconds += share * waiting.INTERVAL
+        seconds += share * process_settings.INTERVAL
         return seconds
 
     def hold():
         done.append("sleep")
         return lambda: done.append("spin")
 
-    waiting.watch(stop, waited, lambda: next(looks) * others * waiting.INTERVAL, hold)
+    process_settings.watch(stop, waited, lambda: next(looks) * others * process_settings.INTERVAL, hold)
     return done
 
 
@@ -51,13 +51,13 @@ def watched(waits: list[float], others: float) -> list[str]:
         ([0.0] * 4, []),
         ([0.03] * 4, []),  # some waiting is no neighbour
         ([0.5, 0.5], ["sleep", "spin"]),  # at the end of the run, too
-        ([0.5, *[0.0] * waiting.QUIET, 0.0], ["sleep", "spin"]),
-        ([0.5, *[0.0] * waiting.QUIET, 0.0, 0.5], ["sleep", "spin", "sleep", "spin"]),
-        ([0.5, *[0.0, 0.0, 0.03] * waiting.QUIET], ["sleep", "spin"]),  # not before the end
+        ([0.5, *[0.0] * process_settings.QUIET, 0.0], ["sleep", "spin"]),
+        ([0.5, *[0.0] * process_settings.QUIET, 0.0, 0.5], ["sleep", "spin", "sleep", "spin"]),
+        ([0.5, *[0.0, 0.0, 0.03] * process_settings.QUIET], ["sleep", "spin"]),  # not before the end
     ],
 )
 def test_threads_sleep_from_the_first_wait_until_some_time_after_the_last(monkeypatch, waits, done):
-    monkeypatch.setattr(waiting, "INTERVAL", 0.001)
+    monkeypatch.setattr(process_settings, "INTERVAL", 0.001)
     assert watched(waits, others=0.5) == done
     assert watched(waits, others=0.1) == []  # threads of one process wait for each other
 
@@ -77,7 +77,7 @@ def test_an_idle_team_puts_openmps_idle_threads_to_sleep(openmp):
     try:
         x = torch.ones(1 << 17)
         spinning = min(spinning_s(x) for _ in range(2))
-        thread, end = waiting.idle_team(openmp, os.cpu_count())
+        thread, end = process_settings.idle_team(openmp, os.cpu_count())
         time.sleep(0.05)
         asleep = min(spinning_s(x) for _ in range(3))
         end.set()
@@ -91,21 +91,21 @@ def test_an_idle_team_puts_openmps_idle_threads_to_sleep(openmp):
         assert asleep < spinning / 3 and asleep < again / 3, (spinning, asleep, again)
 
 
-@pytest.mark.parametrize("name", waiting.VARIABLES)
+@pytest.mark.parametrize("name", process_settings.WAIT_VARIABLES)
 def test_nothing_is_done_if_the_user_has_chosen(monkeypatch, name):
     monkeypatch.setenv(name, "1")
-    with waiting.sleep_while_shared():
+    with process_settings.sleep_while_shared():
         assert "fzero-waiting" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_run_is_watched_and_the_threads_end_with_it(openmp, monkeypatch):
-    for name in waiting.VARIABLES:
+    for name in process_settings.WAIT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(waiting, "INTERVAL", 0.001)
-    monkeypatch.setattr(waiting, "SHARED", -1.0)  # every process seems to wait
-    monkeypatch.setattr(waiting, "NEIGHBOUR", -1e9)  # and to have neighbours
+    monkeypatch.setattr(process_settings, "INTERVAL", 0.001)
+    monkeypatch.setattr(process_settings, "SHARED", -1.0)  # every process seems to wait
+    monkeypatch.setattr(process_settings, "NEIGHBOUR", -1e9)  # and to have neighbours
     before = threading.active_count()
-    with waiting.sleep_while_shared():
+    with process_settings.sleep_while_shared():
         names = set()
         for _ in range(2000):
             names |= {thread.name for thread in threading.enumerate()}

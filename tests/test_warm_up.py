@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fzero.core import kept
+from fzero.core import compile_cache
 from fzero.run import warm_up
 
 
@@ -37,7 +37,7 @@ def test_the_cache_is_inductors(monkeypatch):
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    assert str(kept.cache_folder()) == default_cache_dir()
+    assert str(compile_cache.cache_folder()) == default_cache_dir()
 
 
 ISA = """

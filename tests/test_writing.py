@@ -119,19 +119,19 @@ def test_a_lock_that_is_no_regular_file_is_refused(what, tmp_path, outside):
     run = make_folder(tmp_path, "run")
     put(what, run / run_lock.LOCK, outside)
     with pytest.raises(NotWritable, match=r"lock\.json: "):
-        run_lock.take(run)
+        run_lock.acquire(run)
     assert os.path.lexists(run / run_lock.LOCK)
 
 
 def test_a_lock_of_a_checkpoint_folder_too(tmp_path, outside):
     from fzero.run import config_table
-    from fzero.run.pretrain import lock_others
+    from fzero.run.pretrain import lock_outside_folders
 
     place = make_folder(tmp_path, "elsewhere")
     (place / run_lock.LOCK).symlink_to(outside)
     config = config_table.from_table({"preset": "llama-tiny", "train": {"checkpoints": str(place)}})
     with pytest.raises(NotWritable, match=r"lock\.json: is a symbolic link"):
-        lock_others(config, print)
+        lock_outside_folders(config, print)
 
 
 def tree():
@@ -198,14 +198,14 @@ def test_a_step_that_is_a_link_is_read_and_neither_written_nor_cleaned(tmp_path)
 def test_a_run_that_appends_to_something_else_is_refused_before_it_trains(name, what, tmp_path, outside):
     put(what, tmp_path / name, outside)
     with pytest.raises(NotWritable, match=f"{name}: is a"):
-        run_folder.expect_places(tmp_path)
+        run_folder.expect_writable(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "nvme", "tensorboard"])
 def test_a_run_whose_folders_are_links_is_refused_before_it_trains(name, tmp_path, outside):
     (tmp_path / name).symlink_to(outside.parent)
     with pytest.raises(NotWritable, match=f"{name}: is a symbolic link"):
-        run_folder.expect_places(tmp_path)
+        run_folder.expect_writable(tmp_path)
 
 
 @pytest.mark.parametrize(("logger", "name"), [("csv", "metrics.csv"), ("tensorboard", "tensorboard")])

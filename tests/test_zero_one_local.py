@@ -1,6 +1,7 @@
 """0/1 Adam's local steps: they are the paper's written out and send nothing; checkpoints between two sums."""
 
 import contextlib
+import importlib
 import math
 import tempfile
 from unittest import mock
@@ -22,17 +23,18 @@ from fzero import checkpoint, optim
 from fzero.checkpoint.restore_errors import error_lines
 from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
-from fzero.optim import zero_one_local
-from fzero.optim.zero_one_local import Intervals, Rule
-from fzero.planner import fewer_bytes
+from fzero.optim.zero_one_adam import Intervals, Rule
+from fzero.planner import slow_link_options
 from fzero.planner.devices import between_nodes, device
 from fzero.planner.plan import reports_of, resolve_for
 from fzero.run import build
-from fzero.sharding.describe import once_in_full, traffic
+from fzero.sharding.plan_table import full_sum_bytes, traffic
 from fzero.train import step as train_step_file
 from fzero.train.batch import local_batch
-from fzero.train.moved import sum_moved
+from fzero.train.rank_divergence import sum_divergence
 from fzero.train.state import meta_state, state_specs
+
+zero_one_adam = importlib.import_module("fzero.optim.zero_one_adam")  # of its name there is a function too
 
 exhaustive = pytest.mark.exhaustive
 STEPS, FREEZE, B1, B2, EPS, DECAY = 24, 6, 0.8, 0.9, 1e-6, 0.1
@@ -98,11 +100,13 @@ def by_steps(mesh, stage, micro_batches, policy, skipped, clip, meet):
         sent.append(
             [sum(row.bytes for row in rows if row.axis == axis) for axis in (link, "dp" if link == "rp" else "")]
         )
-        state = sum_moved(tx, plan, state) if i == meet else state
+        state = sum_divergence(tx, plan, state) if i == meet else state
     shards = optim.sharded(plan.params, mesh, like=plan.like)
     whole = {name: shards.gather(name, leaf) for name, leaf in pytree.named_leaves(state.params).items()}
-    gathered = sum(one.once for name in plan.leaves for one in traffic(plan, name) if "where ranks are" in one.words)
-    said = once_in_full(plan, link), plan.sent_by_link()[link][1], gathered
+    gathered = sum(
+        one.per_step for name in plan.leaves for one in traffic(plan, name) if "where ranks are" in one.words
+    )
+    said = full_sum_bytes(plan, link), plan.sent_by_link()[link][1], gathered
     assert (gathered > 0) == (stage in (1, 2))
     return whole, (state.opt_state.worker, state.opt_state.server, state.opt_state.extra), sent, said
 
@@ -244,7 +248,7 @@ def test_steps_are_the_paper_written_out(case):
 
 # ---- planted mistakes ------------------------------------------------------------------------------------------------
 
-RATE, MOVE, ADD_UP = Rule.rate, zero_one_local.move, zero_one_local.add_up
+RATE, MOVE, ADD_UP = Rule.rate, zero_one_adam.move, zero_one_adam.add_up
 
 
 def keeps_units(rule, shards, g, params, state, decays):
@@ -265,11 +269,11 @@ def keeps_steps(most):
 
 
 MISTAKES = {
-    "gradients at what all have": (train_step_file, "moved_apart", lambda tx, plan, state: state),
-    "errors of u in the units of m": (zero_one_local, "move", keeps_units),
+    "gradients at what all have": (train_step_file, "with_local_params", lambda tx, plan, state: state),
+    "errors of u in the units of m": (zero_one_adam, "move", keeps_units),
     "the rate of another step": (Rule, "rate", lambda self, count: RATE(self, count - 1)),
-    "momentum by the last rate alone": (zero_one_local, "add_up", keeps_steps((None, 1))),
-    "momentum by the rates before the last sum": (zero_one_local, "add_up", keeps_steps((4, None))),
+    "momentum by the last rate alone": (zero_one_adam, "add_up", keeps_steps((None, 1))),
+    "momentum by the rates before the last sum": (zero_one_adam, "add_up", keeps_steps((4, None))),
     "no decay of what was moved": (Rule, "decay", lambda self, count, decays: 0.0 * RATE(self, count)),
 }
 
@@ -413,7 +417,7 @@ def test_a_sum_behind_the_last_step_is_that_of_a_step_that_sums():
         step, state = fzero.make_train_step(quadratic, tx, plan), fzero.init_state(params, tx, plan, seed=0)
         for i in range(4):
             state, _ = step(state, {name: torch.full((2, 2), i + 1.0).double() for name in ("w", "b")})
-        return sum_moved(tx, plan, state) if meet else state
+        return sum_divergence(tx, plan, state) if meet else state
 
     lr_of = lambda count: lr(count.to(torch.float64))  # noqa: E731
     summed, apart, met = steps(3, False), steps(7, False), steps(7, True)
@@ -482,7 +486,7 @@ def test_a_plan_of_local_steps_has_their_share_of_the_sums():
     assert "makes no sum, and has its share of the time of those that do over the run: 4 of 10 steps send" in str(
         reports[2]
     )
-    between = [fewer_bytes.sent_by_level(report, sizes, slow)[1] for report in reports]
+    between = [slow_link_options.sent_by_level(report, sizes, slow)[1] for report in reports]
     metrics = 3 * between[2] - 2 * between[1]
     assert between[1] - metrics == pytest.approx(0.6 * (between[0] - metrics), rel=0.05) and between[2] < once
 
@@ -491,4 +495,4 @@ def test_a_plan_of_local_steps_has_their_share_of_the_sums():
 def test_sums_of_a_run_are_counted_as_they_are_made(every, double):
     intervals = Intervals(3, every, double)
     for steps in range(3, 80):
-        assert intervals.made(steps) == sum(bool(intervals.sums(torch.tensor(i))) for i in range(3, steps))
+        assert intervals.count_sums(steps) == sum(bool(intervals.sums(torch.tensor(i))) for i in range(3, steps))

@@ -56,7 +56,7 @@ def another_order():
 def first_part():
     """Every rank updates the first shard of a leaf."""
     return mock.patch.object(
-        in_memory, "own", lambda plan, params: real(replace(plan, mesh=first_rank(plan.mesh)), params)
+        in_memory, "local_shards", lambda plan, params: real(replace(plan, mesh=first_rank(plan.mesh)), params)
     )
 
 
@@ -65,7 +65,7 @@ def first_rank(mesh):
     return fzero.Mesh(axes, ledger=mesh.ledger, store=mesh.store)
 
 
-real = in_memory.own
+real = in_memory.local_shards
 
 
 def same_rows():

@@ -11,7 +11,7 @@ import fzero
 from fzero import models, optim
 from fzero.comm.collectives import all_gather
 from fzero.core import pytree
-from fzero.sharding.redistribute import gather_layers, gather_whole
+from fzero.sharding.redistribute import gather_full, gather_layers
 from fzero.train.batch import local_batch
 from fzero.train.state import state_specs
 
@@ -116,7 +116,7 @@ def whole_leaf(leaf, spec, mesh, lead=0):
         assert not lead
         leaf, spec = gather_layers(leaf, spec, mesh), fzero.Spec(((), *spec.dims[1:]), parts=spec.parts)
     if spec.parts:
-        return gather_whole(leaf, spec, mesh)
+        return gather_full(leaf, spec, mesh)
     for dim, axes in enumerate(spec.dims):
         for axis in reversed(axes):
             leaf = all_gather(leaf, mesh[axis], lead + dim)

@@ -207,7 +207,7 @@ def ours(order: dict[str, Any]) -> dict[str, Callable]:
 
     def write(i: int, memory: list | None) -> Callable[[], None]:
         store.begin()
-        memory = memory or [buffers.take((n,), torch.float32, disk.busy) for _ in leaves]
+        memory = memory or [buffers.allocate((n,), torch.float32, disk.busy) for _ in leaves]
         pending = [store.write(name, i, None, buffer) for name, buffer in zip(leaves, memory)]
         return lambda: [p.wait() for p in pending]
 
@@ -215,7 +215,7 @@ def ours(order: dict[str, Any]) -> dict[str, Callable]:
         store.commit(next(steps), {})
 
     for i in range(blocks):
-        memory = [buffers.take((n,), torch.float32, disk.busy) for _ in leaves]
+        memory = [buffers.allocate((n,), torch.float32, disk.busy) for _ in leaves]
         for buffer in memory:
             buffer.view.normal_()
         write(i, memory)

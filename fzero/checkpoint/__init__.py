@@ -7,8 +7,7 @@ from typing import Any
 from fzero.checkpoint.directory import Sound, first_sound, latest, remove, step_folder, steps
 from fzero.checkpoint.leaf_source import Lazy
 from fzero.checkpoint.manifest import Folder, Leaf, read_manifest
-from fzero.checkpoint.read_extra import read_extra
-from fzero.checkpoint.reader import CheckpointReader, open_checkpoint
+from fzero.checkpoint.reader import CheckpointReader, open_checkpoint, read_extra
 from fzero.checkpoint.restore_tree import restore, restore_leaves
 from fzero.checkpoint.save_state import Saved, SaveFailed
 from fzero.checkpoint.verify import expect_sound, newest_sound, verify

@@ -63,9 +63,11 @@ def steps(checkpoint_dir: Folder) -> list[int]:
     ([10, 20], 'step-00000020')
     """
     if is_url(checkpoint_dir):
-        found = (name.split("/") for name in Objects(str(checkpoint_dir)).names())
+        split_names = (name.split("/") for name in Objects(str(checkpoint_dir)).names())
         return sorted(
-            step for name in found if len(name) == 2 and name[1] == MANIFEST and (step := step_of(name[0])) is not None
+            step
+            for name in split_names
+            if len(name) == 2 and name[1] == MANIFEST and (step := step_of(name[0])) is not None
         )
     return sorted(step for path, step in _step_folders(Path(checkpoint_dir)) if os.path.lexists(path / MANIFEST))
 
@@ -84,23 +86,23 @@ def latest(checkpoint_dir: Folder) -> Folder:
     >>> latest(checkpoint_dir).name
     'step-00000020'
     """
-    found = steps(checkpoint_dir)
-    if not found:
+    step_list = steps(checkpoint_dir)
+    if not step_list:
         raise ValueError(f"{checkpoint_dir}: no checkpoint in it; one is a folder step-XXXXXXXX with a {MANIFEST}")
-    return step_folder(checkpoint_dir, found[-1])
+    return step_folder(checkpoint_dir, step_list[-1])
 
 
 def _step_folders(checkpoint_dir: Path) -> list[tuple[Path, int]]:
-    there = checkpoint_dir.iterdir() if checkpoint_dir.is_dir() else ()
-    return [(path, step) for path in there if (step := step_of(path.name)) is not None and path.is_dir()]
+    entries = checkpoint_dir.iterdir() if checkpoint_dir.is_dir() else ()
+    return [(path, step) for path in entries if (step := step_of(path.name)) is not None and path.is_dir()]
 
 
-def lines_of_incomplete(used: Folder) -> list[str]:
+def incomplete_lines(used: Folder) -> list[str]:
     """A line for each incomplete checkpoint of a later step than the used one; none of a URL, which has no folders."""
     if is_url(used):
         return []
     step = step_of(Path(used).name) or 0
-    later = (path for path, other in sorted(_step_folders(Path(used).parent)) if other > step)
+    later = (path for path, folder_step in sorted(_step_folders(Path(used).parent)) if folder_step > step)
     reason = f"it has no {MANIFEST}: its save is under way, or did not end"
     return [f"passed over {path}: {reason}" for path in later if not os.path.lexists(path / MANIFEST)]
 
@@ -126,7 +128,7 @@ class Sound(NamedTuple):
 
     def lines(self) -> list[str]:
         """A line for each damaged checkpoint."""
-        return [f"passed over {path}: {why}" for path, why in self.damaged]
+        return [f"passed over {path}: {reason}" for path, reason in self.damaged]
 
 
 @checked()
@@ -148,19 +150,23 @@ def first_sound(paths: Iterable[Folder], read: Callable[[Folder], Any]) -> Sound
     return Sound(None, None, damaged)
 
 
-def newest_sound(checkpoint_dir: Folder, read: Callable[[Folder], Any], there: Iterable[int] | None = None) -> Sound:
+def newest_sound(
+    checkpoint_dir: Folder, read: Callable[[Folder], Any], candidates: Iterable[int] | None = None
+) -> Sound:
     """The checkpoint of the highest step in `checkpoint_dir` for which `read(path)` does not raise Damaged.
 
-    there: the steps to try, ascending, so that all ranks try the same ones; None: those of `steps`.
+    candidates: the steps to try, ascending, so that all ranks try the same ones; None: those of `steps`.
     Raises ValueError if there is no checkpoint, or if all are damaged.
     """
-    if there is None:
+    if candidates is None:
         latest(checkpoint_dir)
-        there = steps(checkpoint_dir)
-    found = first_sound([step_folder(checkpoint_dir, step) for step in reversed([*there])], read)
-    if found.path is None:
-        raise ValueError(f"{checkpoint_dir}: every checkpoint is damaged: {'; '.join(why for _, why in found.damaged)}")
-    return found
+        candidates = steps(checkpoint_dir)
+    sound = first_sound([step_folder(checkpoint_dir, step) for step in reversed([*candidates])], read)
+    if sound.path is None:
+        raise ValueError(
+            f"{checkpoint_dir}: every checkpoint is damaged: {'; '.join(reason for _, reason in sound.damaged)}"
+        )
+    return sound
 
 
 # ---- changes by a writer ----
@@ -195,17 +201,17 @@ def _arrays_used(path: Folder) -> str | None:
         return None
 
 
-def clean(checkpoint_dir: Folder, *, but: int | None = None) -> None:
+def clean(checkpoint_dir: Folder, *, active_step: int | None = None) -> None:
     """Remove the files that interrupted saves left in `checkpoint_dir`: ours, and named by no manifest.
 
-    but: a step being written.
+    active_step: a step being written.
     """
     if is_url(checkpoint_dir):
-        _clean_url(checkpoint_dir, but)
+        _clean_url(checkpoint_dir, active_step)
         return
     drop_spare(checkpoint_dir)
     for path, step in _step_folders(Path(checkpoint_dir)):
-        if step != but and is_real_folder(path):  # what a link names is another's
+        if step != active_step and is_real_folder(path):  # what a link names is another's
             clean_step(path)
 
 
@@ -238,11 +244,11 @@ def clean_step(path: Folder) -> None:
             path.rmdir()
 
 
-def _clean_url(checkpoint_dir: Folder, but: int | None) -> None:
-    there = {name.split("/")[0] for name in Objects(str(checkpoint_dir)).names()}
-    for name in there:
+def _clean_url(checkpoint_dir: Folder, active_step: int | None) -> None:
+    names = {name.split("/")[0] for name in Objects(str(checkpoint_dir)).names()}
+    for name in names:
         step = step_of(name)
-        if step is not None and step != but:
+        if step is not None and step != active_step:
             _clean_url_step(join(checkpoint_dir, name))
 
 

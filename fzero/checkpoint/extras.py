@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint.layout import ZARR
-from fzero.comm.tables import device_of, gather_rows
-from fzero.core.foreign import in_form
+from fzero.comm.rank_tables import device_of, gather_rows
+from fzero.core.text_parsing import in_form
 from fzero.sharding import Mesh
 
 EXTRAS = "extras/"
@@ -63,12 +63,12 @@ def encode(value: Any, name: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list):
-        return [encode(one, f"{name}[{i}]") for i, one in enumerate(value)]
+        return [encode(item, f"{name}[{i}]") for i, item in enumerate(value)]
     if type(value) is tuple:
         return {"tuple": encode(list(value), name)}
     if isinstance(value, Mapping):
         return {
-            "dict": [[encode(key, f"{name}, a key"), encode(one, f"{name}[{key!r}]")] for key, one in value.items()]
+            "dict": [[encode(key, f"{name}, a key"), encode(item, f"{name}[{key!r}]")] for key, item in value.items()]
         }
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
@@ -85,16 +85,16 @@ def encode(value: Any, name: str) -> Any:
 def decode(content: Any) -> Any:
     """The inverse of `encode`."""
     if isinstance(content, list):
-        return [decode(one) for one in content]
+        return [decode(item) for item in content]
     if not isinstance(content, dict):
         return content
-    ((kind, held),) = content.items()
+    ((kind, body),) = content.items()
     if kind == "tuple":
-        return tuple(decode(held))
+        return tuple(decode(body))
     if kind == "dict":
-        return {decode(key): decode(one) for key, one in held}
+        return {decode(key): decode(item) for key, item in body}
     if kind == "bytes":
-        return base64.b64decode(held)
-    dtype, shape, raw = held
+        return base64.b64decode(body)
+    dtype, shape, raw = body
     flat = torch.frombuffer(bytearray(base64.b64decode(raw)), dtype=DTYPES[dtype]) if raw else torch.empty(0)
     return flat.to(DTYPES[dtype]).reshape(shape)

@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core.digest import digest_at
+from fzero.core.digest import digest_strided
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.sharding import Mesh, Spec
-from fzero.sharding.slices import narrow_box, whole_shape
+from fzero.sharding.slices import global_shape, narrow_box
 
 TARGET = 1 << 20  # bytes of a chunk: chunks of twice this size or more are cut
-LEAST = 1 << 18  # smaller chunks are never cut
+MIN_CHUNK_BYTES = 1 << 18  # smaller chunks are never cut
 FINE = 16  # least number of chunks of a layer, even if they become smaller than TARGET
 RUN = 2048  # least contiguous bytes: rows are not cut into shorter runs
 SHARE = 1 << 20  # bytes for each rank, from which each of the ranks with the same shard writes a part
@@ -64,14 +64,14 @@ class ChunkLayout(NamedTuple):
     compress: str = ""  # "" or "zstd"
 
     @property
-    def part(self) -> tuple[int, ...]:
+    def tile(self) -> tuple[int, ...]:
         """The shape of a part; the last one along a dim may reach beyond the leaf."""
         return tuple(-(-n // g) for n, g in zip(self.shape, self.grid))
 
     @property
     def counts(self) -> tuple[int, ...]:
         """The chunks of a part along each dim."""
-        return tuple(n // c if c else 0 for n, c in zip(self.part, self.chunk))
+        return tuple(n // c if c else 0 for n, c in zip(self.tile, self.chunk))
 
     @property
     def chunks(self) -> int:
@@ -103,17 +103,17 @@ class ChunkLayout(NamedTuple):
         """The bytes of the leaf's elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def parts(self) -> list[Index]:
+    def tiles(self) -> list[Index]:
         """The index of every part in the grid, in C order; none if the leaf has no elements."""
         return list(itertools.product(*(range(n) for n in self.grid))) if self.nbytes else []
 
-    def number(self, part: Index) -> int:
+    def number(self, tile: Index) -> int:
         """The number of a part among `parts`."""
-        return flat_index(part, self.grid)
+        return flat_index(tile, self.grid)
 
-    def key(self, part: Index) -> str:
+    def key(self, tile: Index) -> str:
         """The name of a part's file beside zarr.json."""
-        return ".".join(["c", *map(str, part)])
+        return ".".join(["c", *map(str, tile)])
 
 
 def smallest_factor(n: int) -> int:
@@ -121,15 +121,15 @@ def smallest_factor(n: int) -> int:
     return next((p for p in range(2, math.isqrt(n) + 1) if n % p == 0), n)
 
 
-def chunk_shape(part: Sequence[int], itemsize: int, spec: Spec, grid: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the chunks of a part: small enough for the slices that other meshes will read, large enough for a
+def chunk_shape(tile: Sequence[int], itemsize: int, spec: Spec, grid: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the chunks of a tile: small enough for the slices that other meshes will read, large enough for a
     transfer each.
 
     If there are three dims or more, the first counts layers and is cut first. Then the rows (which a data axis shards)
     and the dims for which `spec` names an axis, whatever its size, are cut evenly, counting the cuts into parts of
     `grid`; other dims are cut only when those cannot be cut further.
     """
-    chunk, cuts = list(part), list(grid)
+    chunk, cuts = list(tile), list(grid)
     lead = int(len(chunk) > 2)
     named = {dim for dim, axes in enumerate(spec.dims) if axes} | {lead}
 
@@ -143,7 +143,7 @@ def chunk_shape(part: Sequence[int], itemsize: int, spec: Spec, grid: Sequence[i
         for dim in range(lead, len(chunk)):
             p = smallest_factor(chunk[dim])
             in_a_row = chunk[dim] // p * itemsize if dim == len(chunk) - 1 else RUN
-            if p > 1 and size() // p >= LEAST and (in_a_row >= RUN or len(chunk) == 1):
+            if p > 1 and size() // p >= MIN_CHUNK_BYTES and (in_a_row >= RUN or len(chunk) == 1):
                 ways.append((dim not in named, cuts[dim], dim, p))
         if not ways:
             break
@@ -153,17 +153,17 @@ def chunk_shape(part: Sequence[int], itemsize: int, spec: Spec, grid: Sequence[i
     return tuple(chunk)
 
 
-class RankParts(NamedTuple):
+class RankTiles(NamedTuple):
     """The parts of a leaf that one rank writes."""
 
     layout: ChunkLayout
-    parts: list[Index]
+    tiles: list[Index]
     start: Index  # of the rank's shard in the leaf
     rows: Index = ()  # of a leaf whose layers are on several ranks of pp, each a part or more: the rank's layers
 
-    def begins(self, part: Index) -> Index:
+    def shard_start(self, tile: Index) -> Index:
         """Where the rank's shard would begin in the leaf if its layers were as close together as those of this part."""
-        return (part[0] - self.rows.index(part[0]), *self.start[1:]) if self.rows else self.start
+        return (tile[0] - self.rows.index(tile[0]), *self.start[1:]) if self.rows else self.start
 
 
 Grid = tuple[list[int], list[int], list[int], list[Sequence[int]]]
@@ -172,82 +172,89 @@ Grid = tuple[list[int], list[int], list[int], list[Sequence[int]]]
 def grid_by_ranks(local: Sequence[int], spec: Spec, mesh: Mesh) -> Grid:
     """(the shape of a part, the parts along each dim, where this rank's shard begins, its parts along each dim) of a
     grid in which each shard is a part. Each layer, and each expert, that ranks share unevenly is one."""
-    part, grid, start = list(local), [1] * len(local), [0] * len(local)
-    own: list[Sequence[int]] = [range(1)] * len(local)
+    tile, grid, start = list(local), [1] * len(local), [0] * len(local)
+    ranges: list[Sequence[int]] = [range(1)] * len(local)
     for dim, axes in enumerate(spec.dims):
         if spec.rows and dim == 0:
-            part[0], grid[0], own[0] = 1, sum(map(len, spec.rows)), spec.rows[mesh["pp"].rank]
+            tile[0], grid[0], ranges[0] = 1, sum(map(len, spec.rows)), spec.rows[mesh["pp"].rank]
             continue
         if spec.part_axis == "ep" and axes == ("ep",):
             start[dim] = sum(spec.parts[: mesh["ep"].rank])
-            own[dim] = range(start[dim], start[dim] + part[dim])
-            part[dim], grid[dim] = 1, sum(spec.parts)
+            ranges[dim] = range(start[dim], start[dim] + tile[dim])
+            tile[dim], grid[dim] = 1, sum(spec.parts)
             continue
         if spec.part_axis == "tp" and axes == ("tp",):
-            part[dim] = spec.parts[0]  # the last rank's too, which reaches beyond the leaf
+            tile[dim] = spec.parts[0]  # the last rank's too, which reaches beyond the leaf
         for name in axes:
             grid[dim] *= mesh[name].size
             start[dim] = start[dim] * mesh[name].size + mesh[name].rank
-        own[dim] = range(start[dim], start[dim] + 1)
-        start[dim] *= part[dim]
-    return part, grid, start, own
+        ranges[dim] = range(start[dim], start[dim] + 1)
+        start[dim] *= tile[dim]
+    return tile, grid, start, ranges
 
 
-def lay_out(
+def plan_tiles(
     local: Sequence[int],
     dtype: torch.dtype,
     spec: Spec,
     mesh: Mesh,
     number: int,
     *,
-    most: int | None = None,
+    max_bytes: int | None = None,
     compress: str = "",
-) -> RankParts:
+) -> RankTiles:
     """Divide a leaf, of which this rank holds the shard of shape `local` by `spec`, into the parts that all ranks
     write.
 
     Ranks that hold the same shard write a part of it each if it can be cut so; else they take turns by the `number` of
     the leaf.
-    most: the largest bytes of a part, if it can be cut.
+    max_bytes: the largest bytes of a part, if it can be cut.
     """
-    whole, (part, grid, start, own) = whole_shape(local, spec, mesh), grid_by_ranks(local, spec, mesh)
+    full_shape, (tile, grid, start, ranges) = global_shape(local, spec, mesh), grid_by_ranks(local, spec, mesh)
     copies, copy = 1, 0
     for axis in mesh.axes:
         if axis.name not in spec.axes:
             copies, copy = copies * axis.size, copy * axis.size + axis.rank
 
-    def cut(dim: int, by: int) -> None:
-        part[dim] //= by
-        grid[dim] *= by
-        own[dim] = range(own[dim][0] * by, (own[dim][-1] + 1) * by)
+    def cut(dim: int, divisor: int) -> None:
+        tile[dim] //= divisor
+        grid[dim] *= divisor
+        ranges[dim] = range(ranges[dim][0] * divisor, (ranges[dim][-1] + 1) * divisor)
 
-    def has_all_parts(dim: int, by: int) -> bool:
-        return not part[dim] % by and (grid[dim] * by - 1) * (part[dim] // by) < whole[dim]
+    def fills_grid(dim: int, divisor: int) -> bool:
+        return not tile[dim] % divisor and (grid[dim] * divisor - 1) * (tile[dim] // divisor) < full_shape[dim]
 
     def size() -> int:
-        return math.prod(part) * dtype.itemsize
+        return math.prod(tile) * dtype.itemsize
 
-    mine = True
+    is_writer = True
     if copies > 1:
-        dim = next((d for d in range(len(part)) if has_all_parts(d, copies)), None)
+        dim = next((d for d in range(len(tile)) if fills_grid(d, copies)), None)
         if dim is None or size() < copies * SHARE:
-            mine = number % copies == copy
+            is_writer = number % copies == copy
         else:
             cut(dim, copies)
-            own[dim] = range(own[dim][0] + copy, own[dim][0] + copy + 1)
-    for dim in range(len(part)):
-        while most is not None and size() > most and part[dim] > 1 and has_all_parts(dim, smallest_factor(part[dim])):
-            cut(dim, smallest_factor(part[dim]))
-    layout = ChunkLayout(whole, dtype, tuple(grid), chunk_shape(part, dtype.itemsize, spec, grid), compress)
+            ranges[dim] = range(ranges[dim][0] + copy, ranges[dim][0] + copy + 1)
+    for dim in range(len(tile)):
+        while (
+            max_bytes is not None
+            and size() > max_bytes
+            and tile[dim] > 1
+            and fills_grid(dim, smallest_factor(tile[dim]))
+        ):
+            cut(dim, smallest_factor(tile[dim]))
+    layout = ChunkLayout(full_shape, dtype, tuple(grid), chunk_shape(tile, dtype.itemsize, spec, grid), compress)
     rows = spec.rows[mesh["pp"].rank] if spec.rows else ()
-    return RankParts(layout, list(itertools.product(*own)) if mine and layout.nbytes else [], tuple(start), rows)
+    return RankTiles(
+        layout, list(itertools.product(*ranges)) if is_writer and layout.nbytes else [], tuple(start), rows
+    )
 
 
 class Slab(NamedTuple):
     """Chunks that are contiguous in a part's file and make up a box of the leaf."""
 
     first: int  # the number of its first chunk
-    at: Index  # of that chunk in the part, in chunks
+    position: Index  # of that chunk in the part, in chunks
     counts: Index  # chunks along each dim
 
     @property
@@ -256,31 +263,33 @@ class Slab(NamedTuple):
         return math.prod(self.counts)
 
 
-def slabs(layout: ChunkLayout, most: int, spans: Sequence[tuple[int, int]] | None = None) -> Iterator[Slab]:
-    """The slabs of a part, in order, of at most `most` bytes each, or of one chunk if that is larger.
+def slabs(layout: ChunkLayout, max_bytes: int, spans: Sequence[tuple[int, int]] | None = None) -> Iterator[Slab]:
+    """The slabs of a part, in order, of at most `max_bytes` bytes each, or of one chunk if that is larger.
 
     spans: along each dim the first chunk, and the one after the last; None: all chunks.
     """
     counts, dims = layout.counts, len(layout.counts)
     spans = [(0, n) for n in counts] if spans is None else spans
-    room, dim = max(1, most // max(1, layout.stride)), dims
-    while dim > 0 and spans[dim - 1] == (0, counts[dim - 1]) and math.prod(counts[dim - 1 :]) <= room:
+    max_chunks, dim = max(1, max_bytes // max(1, layout.stride)), dims
+    while dim > 0 and spans[dim - 1] == (0, counts[dim - 1]) and math.prod(counts[dim - 1 :]) <= max_chunks:
         dim -= 1
     if dim == 0:
         yield Slab(0, (0,) * dims, counts)
         return
-    step, last = room // math.prod(counts[dim:]), spans[dim - 1][1]
+    step, last = max_chunks // math.prod(counts[dim:]), spans[dim - 1][1]
     for outer in itertools.product(*(range(*span) for span in spans[: dim - 1])):
         for begin in range(spans[dim - 1][0], last, step):
-            at = (*outer, begin, *(0,) * (dims - dim))
-            yield Slab(flat_index(at, counts), at, (*(1,) * (dim - 1), min(step, last - begin), *counts[dim:]))
+            position = (*outer, begin, *(0,) * (dims - dim))
+            yield Slab(
+                flat_index(position, counts), position, (*(1,) * (dim - 1), min(step, last - begin), *counts[dim:])
+            )
 
 
-def flat_index(folder: Index, counts: Index) -> int:
+def flat_index(position: Index, counts: Index) -> int:
     """The number, in C order, of the position `place` in a grid of these counts."""
     number = 0
-    for at, count in zip(folder, counts):
-        number = number * count + at
+    for index, count in zip(position, counts):
+        number = number * count + index
     return number
 
 
@@ -307,42 +316,44 @@ def view_file(raw: Tensor, layout: ChunkLayout, counts: Index) -> Tensor:
     return raw.view(layout.dtype).as_strided((*counts, *layout.chunk), (*reversed(outer), *reversed(chunk)))
 
 
-def slab_start(layout: ChunkLayout, part: Index, slab: Slab) -> Index:
+def slab_start(layout: ChunkLayout, tile: Index, slab: Slab) -> Index:
     """The index of a slab's first element in its leaf."""
-    return tuple(p * n + at * c for p, n, at, c in zip(part, layout.part, slab.at, layout.chunk))
+    return tuple(p * n + index * c for p, n, index, c in zip(tile, layout.tile, slab.position, layout.chunk))
 
 
-def slab_size(layout: ChunkLayout, part: Index, slab: Slab) -> Index:
+def slab_size(layout: ChunkLayout, tile: Index, slab: Slab) -> Index:
     """The shape of the box of a leaf that a slab has, without what reaches beyond the leaf."""
-    ends = zip(slab_start(layout, part, slab), slab.counts, layout.chunk, layout.shape)
-    return tuple(max(0, min(at + k * c, n) - at) for at, k, c, n in ends)
+    ends = zip(slab_start(layout, tile, slab), slab.counts, layout.chunk, layout.shape)
+    return tuple(max(0, min(start + k * c, n) - start) for start, k, c, n in ends)
 
 
-def inner_chunks(layout: ChunkLayout, part: Index, slab: Slab) -> Iterator[tuple[Index, Index, Index]]:
+def inner_chunks(layout: ChunkLayout, tile: Index, slab: Slab) -> Iterator[tuple[Index, Index, Index]]:
     """(the position of a chunk in its slab, the start and the size of its elements in the slab's box) of each chunk
     that does not lie beyond the leaf."""
-    inside = slab_size(layout, part, slab)
-    for place in grid_positions(slab.counts):
-        start = tuple(i * c for i, c in zip(place, layout.chunk))
-        size = tuple(min(c, n - at) for c, n, at in zip(layout.chunk, inside, start))
+    inside = slab_size(layout, tile, slab)
+    for position in grid_positions(slab.counts):
+        start = tuple(i * c for i, c in zip(position, layout.chunk))
+        size = tuple(min(c, n - offset) for c, n, offset in zip(layout.chunk, inside, start))
         if all(n > 0 for n in size):
-            yield place, start, size
+            yield position, start, size
 
 
-def slab_digest(raw: Tensor, layout: ChunkLayout, part: Index, slab: Slab) -> int:
+def slab_digest(raw: Tensor, layout: ChunkLayout, tile: Index, slab: Slab) -> int:
     """The digest of the elements of a slab, from its bytes."""
     steps = [math.prod(layout.shape[dim + 1 :]) for dim in range(len(layout.shape))]
-    found = view_file(raw, layout, slab.counts)
+    chunks = view_file(raw, layout, slab.counts)
 
     def first(start: Index) -> int:
-        return sum((a + b) * step for a, b, step in zip(slab_start(layout, part, slab), start, steps))
+        return sum((a + b) * step for a, b, step in zip(slab_start(layout, tile, slab), start, steps))
 
-    if slab_size(layout, part, slab) == tuple(k * c for k, c in zip(slab.counts, layout.chunk)):
-        return digest_at(found, [*(c * step for c, step in zip(layout.chunk, steps)), *steps], first((0,) * len(steps)))
-    pieces = inner_chunks(layout, part, slab)
+    if slab_size(layout, tile, slab) == tuple(k * c for k, c in zip(slab.counts, layout.chunk)):
+        return digest_strided(
+            chunks, [*(c * step for c, step in zip(layout.chunk, steps)), *steps], first((0,) * len(steps))
+        )
+    pieces = inner_chunks(layout, tile, slab)
     return sum(
-        digest_at(narrow_box(found[place], (0,) * len(size), size), steps, first(start))
-        for place, start, size in pieces
+        digest_strided(narrow_box(chunks[position], (0,) * len(size), size), steps, first(start))
+        for position, start, size in pieces
     )
 
 
@@ -370,7 +381,7 @@ def array_json(layout: ChunkLayout, attributes: dict[str, Any]) -> str:
             "node_type": "array",
             "shape": list(layout.shape),
             "data_type": ZARR[layout.dtype],
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [max(1, n) for n in layout.part]}},
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [max(1, n) for n in layout.tile]}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
             "fill_value": False if layout.dtype == torch.bool else 0.0 if ZARR[layout.dtype].startswith("float") else 0,
             "codecs": codecs,

@@ -14,8 +14,8 @@ from fzero.checkpoint.extras import EXTRAS
 from fzero.checkpoint.layout import ZARR
 from fzero.checkpoint.manifest import MOST_DIMS
 from fzero.core import pytree, torch_private
+from fzero.core.files import leaf_fault
 from fzero.core.gpu import HOST
-from fzero.core.paths import leaf_fault
 from fzero.core.pytree import Tree
 from fzero.offload import DiskTensor
 from fzero.sharding import Mesh, Spec
@@ -51,7 +51,7 @@ def check_state(state: Tree, specs: Tree | None, step: int, mesh: Mesh) -> dict[
             "checkpoint: a state on several processes needs specs=, the Spec of every leaf; see fzero.state_specs"
         )
     expect_alive(state)
-    named, given = pytree.named_leaves(state), {} if specs is None else pytree.named_leaves(specs)
+    named, spec_leaves = pytree.named_leaves(state), {} if specs is None else pytree.named_leaves(specs)
     fault = leaf_fault(named)
     if not fault and "" in named and isinstance(state, (dict, list, tuple)):
         fault = "the state has an empty key"
@@ -65,7 +65,7 @@ def check_state(state: Tree, specs: Tree | None, step: int, mesh: Mesh) -> dict[
         fault = kind_fault(leaf)
         if fault:
             raise ValueError(f"checkpoint: {f'leaf {name!r}' if name else 'the state'} {fault}")
-    return {name: (leaf, given[name] if specs is not None else Spec()) for name, leaf in named.items()}
+    return {name: (leaf, spec_leaves[name] if specs is not None else Spec()) for name, leaf in named.items()}
 
 
 def kind_fault(leaf: Any) -> str:
@@ -90,23 +90,25 @@ def kind_fault(leaf: Any) -> str:
     if leaf.dtype.is_complex:
         return f"is {leaf.dtype} and a checkpoint holds real numbers; save torch.view_as_real of it"
     if leaf.dtype not in ZARR:
-        held = ", ".join(str(dtype).removeprefix("torch.") for dtype in ZARR)
-        return f"is {leaf.dtype}; a checkpoint holds {held}"
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ZARR)
+        return f"is {leaf.dtype}; a checkpoint holds {names}"
     return ""
 
 
 def box_reader(leaf: Any) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
     """Return a function (start, size) -> the elements [start, start + size) of a leaf."""
     if isinstance(leaf, Lazy):
-        leaf_made = leaf.give()
-        said = f"{leaf.dtype} of shape {list(leaf.shape)}"
-        if not isinstance(leaf_made, Tensor) or (leaf_made.dtype, tuple(leaf_made.shape)) != (
-            leaf.dtype,
-            tuple(leaf.shape),
-        ):
-            made = f"{leaf_made.dtype} of shape {list(leaf_made.shape)}" if isinstance(leaf_made, Tensor) else leaf_made
-            raise ValueError(f"a Lazy leaf says {said}, and its give() returned {made}")
-        leaf = leaf_made.to(HOST)
+        leaf_value = leaf.give()
+        expected = f"{leaf.dtype} of shape {list(leaf.shape)}"
+        wanted = leaf.dtype, tuple(leaf.shape)
+        if not isinstance(leaf_value, Tensor) or (leaf_value.dtype, tuple(leaf_value.shape)) != wanted:
+            actual = (
+                f"{leaf_value.dtype} of shape {list(leaf_value.shape)}"
+                if isinstance(leaf_value, Tensor)
+                else leaf_value
+            )
+            raise ValueError(f"a Lazy leaf says {expected}, and its give() returned {actual}")
+        leaf = leaf_value.to(HOST)
     if isinstance(leaf, DiskTensor):
         return disk_box_reader(leaf)
     return lambda start, size: narrow_box(leaf.detach(), start, size)
@@ -114,14 +116,14 @@ def box_reader(leaf: Any) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor
 
 def disk_box_reader(leaf: DiskTensor) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor]:
     """As `box_reader`, for a leaf on a disk; the layers that were read last stay in memory."""
-    held: tuple[Any, Tensor] | None = None
+    cached: tuple[Any, Tensor] | None = None
 
     def give(start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        nonlocal held
-        layers = (start[0], size[0]) if leaf.kept.stacked else (0, 1)
-        if held is None or held[0] != layers:
-            held = None
-            held = (layers, leaf.tensor(layers=layers))
-        return narrow_box(held[1], (0, *start[1:]), size) if leaf.kept.stacked else narrow_box(held[1], start, size)
+        nonlocal cached
+        layers = (start[0], size[0]) if leaf.leaf.stacked else (0, 1)
+        if cached is None or cached[0] != layers:
+            cached = None
+            cached = (layers, leaf.tensor(layers=layers))
+        return narrow_box(cached[1], (0, *start[1:]), size) if leaf.leaf.stacked else narrow_box(cached[1], start, size)
 
     return give

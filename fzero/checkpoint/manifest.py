@@ -1,11 +1,17 @@
-"""The manifest of a checkpoint: its rename is the commit."""
+"""The manifest of a checkpoint: its rename is the commit.
+
+zarr metadata: a zarr.json for each leaf of a checkpoint and for each group that contains leaves.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import os
 import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -13,11 +19,11 @@ from urllib.parse import quote
 import torch
 
 import fzero
-from fzero.checkpoint.layout import ZARR, ChunkLayout
+from fzero.checkpoint.layout import ZARR, ChunkLayout, array_json, group_json
 from fzero.core.arguments import checked
-from fzero.core.foreign import expect_entries, parse_json, short
-from fzero.core.paths import leaf_fault
-from fzero.core.storage import Damaged, is_url, read_text, write_text
+from fzero.core.files import leaf_fault, make_folder, writing
+from fzero.core.storage import Damaged, is_url, read_text, sync_file_system, write_text
+from fzero.core.text_parsing import expect_entries, parse_json, short
 
 FORMAT, VERSION = "fzero-checkpoint", 2
 
@@ -62,14 +68,14 @@ class Leaf(NamedTuple):
 
     def table(self) -> dict[str, Any]:
         """The leaf's entry in the manifest, as a JSON value."""
-        where = self.layout
+        layout = self.layout
         return {
-            "shape": list(where.shape),
-            "dtype": str(where.dtype).removeprefix("torch."),
+            "shape": list(layout.shape),
+            "dtype": str(layout.dtype).removeprefix("torch."),
             "spec": self.spec,
-            "grid": list(where.grid),
-            "chunk": list(where.chunk),
-            "compress": where.compress,
+            "grid": list(layout.grid),
+            "chunk": list(layout.chunk),
+            "compress": layout.compress,
             "digest": self.digest,
             "sums": self.sums,
         }
@@ -92,15 +98,15 @@ def parse_leaf(table: dict[str, Any]) -> Leaf:
     parts = math.prod(grid) if math.prod(shape) else 0
     if parts != len(table["sums"]) or table["compress"] not in ("", "zstd"):
         raise ValueError(f"it has {len(table['sums'])} sums of {parts} parts, and compress={short(table['compress'])}")
-    where = ChunkLayout(tuple(table["shape"]), dtype, tuple(table["grid"]), tuple(table["chunk"]), table["compress"])
-    return Leaf(where, table["spec"], table["digest"], table["sums"])
+    layout = ChunkLayout(tuple(table["shape"]), dtype, tuple(table["grid"]), tuple(table["chunk"]), table["compress"])
+    return Leaf(layout, table["spec"], table["digest"], table["sums"])
 
 
 def are_cuts(size: int, parts: int, chunk: int) -> bool:
     """Whether a dim is cut into so many parts, of which the last may be smaller, and these into chunks."""
-    part = -(-size // parts) if parts else 0
-    whole = parts > 0 and (size % parts == 0 or (parts - 1) * part < size)
-    return whole and (part % chunk == 0 if chunk else size == 0)
+    tile = -(-size // parts) if parts else 0
+    is_covered = parts > 0 and (size % parts == 0 or (parts - 1) * tile < size)
+    return is_covered and (tile % chunk == 0 if chunk else size == 0)
 
 
 def write_manifest(
@@ -201,3 +207,52 @@ def join(folder: Folder, *names: str) -> Folder:
     if is_url(folder):
         return "/".join((str(folder).rstrip("/"), *(quote(name) for name in names if name)))
     return Path(folder, *names)
+
+
+def zarr_texts(leaves: dict[str, Leaf]) -> dict[str, str]:
+    """{name: text of its zarr.json} of each leaf and of each group that contains leaves; the outermost
+    group is "", which is the leaf itself if the tree is one leaf."""
+    texts = {name: array_json(leaf.layout, {"spec": leaf.spec, "digest": leaf.digest}) for name, leaf in leaves.items()}
+    groups = {"/".join(parts[:n]) for name in leaves for parts in [name.split("/")] for n in range(len(parts))} | {""}
+    return texts | dict.fromkeys(groups - texts.keys(), group_json())
+
+
+def write_descriptions(arrays: Folder, leaves: dict[str, Leaf], pool: ThreadPoolExecutor) -> None:
+    """Write the zarr.json of every leaf and group, durably, and remove files that belong to none of them."""
+    texts = zarr_texts(leaves)
+    if is_url(arrays):
+        places = {name: join(arrays, name) for name in texts}
+        for task in [pool.submit(write_text, places[name], "zarr.json", text) for name, text in texts.items()]:
+            task.result()
+        return
+
+    parent, folder_name = Path(arrays).parent, Path(arrays).name
+
+    def write_json(name: str) -> None:
+        folder = make_folder(parent, folder_name, *filter(None, name.split("/")))
+        with writing(folder / "zarr.json", "replace") as f:
+            f.write(texts[name].encode())
+
+    run_all(pool, write_json, texts)
+    expected = {
+        Path(arrays, name, leaf.layout.key(tile)) for name, leaf in leaves.items() for tile in leaf.layout.tiles()
+    }
+    expected |= {Path(arrays, name, "zarr.json") for name in texts}
+    for folder, _, files in os.walk(arrays, topdown=False):
+        for file in files:
+            if Path(folder, file) not in expected:
+                Path(folder, file).unlink()  # left over from the removed checkpoint that had these files
+        if not os.listdir(folder):
+            os.rmdir(folder)
+    sync_file_system(Path(arrays))
+
+
+def run_all(pool: ThreadPoolExecutor, fn: Callable[[Any], None], items: Iterable[Any]) -> None:
+    """Call `fn` with each by the threads of `pool`; after all calls have ended, raise the first error.
+
+    So no call still creates files when the caller removes them.
+    """
+    tasks = [pool.submit(fn, item) for item in items]
+    wait(tasks)
+    for task in tasks:
+        task.result()

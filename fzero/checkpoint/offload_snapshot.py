@@ -22,7 +22,7 @@ from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.chunk_files import read_chunk
 from fzero.offload.store_manifest import StepManifest, read_store, read_sums
 from fzero.sharding import Plan, Spec, fake_mesh, one_process
-from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.pipeline_plan import Pipeline
 from fzero.sharding.slices import local_windows, narrow_box, row_blocks, shard_dim, shard_of_rank
 
 
@@ -56,22 +56,24 @@ class StoreSnapshot(NamedTuple):
 
         Raises Damaged naming a chunk that does not match its checksum.
         """
-        kept = self.files(name, 0)
+        leaf_files = self.files(name, 0)
         start, size = start if start is not None else (0,) * len(shape), size if size is not None else shape
-        out, done = torch.empty(size, dtype=kept.dtype), set()
+        out, done = torch.empty(size, dtype=leaf_files.dtype), set()
         windows = ((n, w) for n in range(self.ranks) for w in local_windows(shape, spec, fake_mesh(self.sizes, n)))
-        for rank, (at, extent, first) in windows:
-            spans = [(max(a, s), min(a + e, s + n)) for a, e, s, n in zip(at, extent, start, size)]
-            if at in done or any(low >= high for low, high in spans):
+        for rank, (origin, extent, first) in windows:
+            spans = [(max(a, s), min(a + e, s + n)) for a, e, s, n in zip(origin, extent, start, size)]
+            if origin in done or any(low >= high for low, high in spans):
                 continue  # a copy of another rank's shard, or outside of the box
-            done.add(at)
-            kept, sums = self.files(name, rank), self.sums(rank)
+            done.add(origin)
+            leaf_files, sums = self.files(name, rank), self.sums(rank)
             lows, sizes = [low for low, _ in spans], [high - low for low, high in spans]
             target = narrow_box(out, [low - s for low, s in zip(lows, start)], sizes)
-            inner, lead = [low - a for low, a in zip(lows, at)], int(kept.stacked)
-            for i in range(sizes[0] if kept.stacked else 1):
-                value = self.chunk(name, kept, first + inner[0] + i if kept.stacked else 0, rank, sums.get(name))
-                (target[i] if kept.stacked else target).copy_(narrow_box(value, inner[lead:], sizes[lead:]))
+            inner, lead = [low - a for low, a in zip(lows, origin)], int(leaf_files.stacked)
+            for i in range(sizes[0] if leaf_files.stacked else 1):
+                value = self.chunk(
+                    name, leaf_files, first + inner[0] + i if leaf_files.stacked else 0, rank, sums.get(name)
+                )
+                (target[i] if leaf_files.stacked else target).copy_(narrow_box(value, inner[lead:], sizes[lead:]))
         return out
 
     def sums(self, rank: int, slot: int | None = None) -> dict[str, list[int]]:
@@ -90,25 +92,25 @@ class StoreSnapshot(NamedTuple):
         return LeafFiles(shape, getattr(torch, entry["dtype"]), entry["stacked"], cut=cut)
 
     def chunk(
-        self, name: str, kept: LeafFiles, layer: int, rank: int, sums: list[int] | None, slot: int | None = None
+        self, name: str, leaf_files: LeafFiles, layer: int, rank: int, sums: list[int] | None, slot: int | None = None
     ) -> Tensor:
         """A layer of a rank's shard; raises Damaged if its checksum does not match."""
         slot = self.record.slot if slot is None else slot
-        data = read_chunk(self.folder, name, kept, 0 if self.fixed(name) else slot, layer, rank)
-        if len(data) < kept.chunk_bytes:
+        data = read_chunk(self.folder, name, leaf_files, 0 if self.fixed(name) else slot, layer, rank)
+        if len(data) < leaf_files.chunk_bytes:
             raise Damaged(
-                f"{self.folder}: {name}, layer {layer} of rank {rank}, has {len(data):,} of {kept.chunk_bytes:,} "
+                f"{self.folder}: {name}, layer {layer} of rank {rank}, has {len(data):,} of {leaf_files.chunk_bytes:,} "
                 "bytes; the store is damaged"
             )
         if sums is not None:
-            words = np.zeros(round_to_pages(kept.chunk_bytes), np.uint8)
-            words[: kept.chunk_bytes] = data[: kept.chunk_bytes]
+            words = np.zeros(round_to_pages(leaf_files.chunk_bytes), np.uint8)
+            words[: leaf_files.chunk_bytes] = data[: leaf_files.chunk_bytes]
             if int(words.view(np.uint64).sum(dtype=np.uint64)) != sums[layer] % (1 << 64):
                 raise Damaged(
                     f"{self.folder}: {name}, layer {layer} of rank {rank}, does not match its checksum; the store "
                     "is damaged"
                 )
-        return torch.from_numpy(data[: kept.chunk_bytes].copy()).view(kept.dtype).reshape(kept.chunk)
+        return torch.from_numpy(data[: leaf_files.chunk_bytes].copy()).view(leaf_files.dtype).reshape(leaf_files.chunk)
 
     def fixed(self, name: str) -> bool:
         """Whether a leaf never changes and so has one slot."""
@@ -157,10 +159,10 @@ def verify_store(folder: Path) -> list[str]:
                 damage.append(str(error))
                 continue
             for name in snapshot.leaves:
-                kept = snapshot.files(name, rank)
-                for layer in range(kept.layers):
+                leaf_files = snapshot.files(name, rank)
+                for layer in range(leaf_files.layers):
                     try:
-                        snapshot.chunk(name, kept, layer, rank, sums.get(name), slot)
+                        snapshot.chunk(name, leaf_files, layer, rank, sums.get(name), slot)
                     except (ValueError, OSError) as error:
                         damage.append(str(error).splitlines()[0])
     return damage
@@ -182,11 +184,11 @@ def write_params(read: Callable[[str], Tensor], plan: Plan, nvme: Nvme) -> Tree:
     for name, like in pytree.named_leaves(plan.like).items():
         value = read(name)
         if store is None:
-            kept = {
+            leaf_files = {
                 n: LeafFiles(tuple(x.shape), value.dtype, shard_dim(n) == 1)
                 for n, x in pytree.named_leaves(plan.like).items()
             }
-            store = nvme.open(kept, one_process())
+            store = nvme.open(leaf_files, one_process())
             store.begin()
         for i in range(store.leaves[name].layers):
             layer = value[i] if store.leaves[name].stacked else value

@@ -1,4 +1,7 @@
-"""Read checkpoints: slices of leaves, from only the chunks that contain them, each compared with its checksum."""
+"""Read checkpoints: slices of leaves, from only the chunks that contain them, each compared with its checksum.
+
+Read a value that a rank saved beside its state.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fzero.checkpoint.extras import EXTRAS, from_bytes
 from fzero.checkpoint.layout import (
     CRC,
     ChunkLayout,
@@ -24,11 +28,13 @@ from fzero.checkpoint.layout import (
     view_file,
 )
 from fzero.checkpoint.manifest import Folder, Leaf, join, parse_leaf, read_manifest
-from fzero.checkpoint.part_storage import PartReader, as_integers, as_tensor, empty_tensor
+from fzero.checkpoint.tile_file import TileReader, as_integers, as_tensor, empty_tensor
 from fzero.core import packages, pytree
 from fzero.core.arguments import checked
 from fzero.core.crc32c import crc32c
+from fzero.core.pytree import nearest
 from fzero.core.storage import Damaged
+from fzero.sharding import Mesh, one_process
 from fzero.sharding.slices import Window
 
 RUN = 4 << 20  # most bytes of neighbouring chunks to read at a time
@@ -57,7 +63,7 @@ class CheckpointReader:
         self.path, self.step, self.config, self.mesh = path, record["step"], record["config"], record["mesh"]
         self.leaves: dict[str, Leaf] = {name: parse_leaf(table) for name, table in record["leaves"].items()}
         self.arrays = join(path, record["arrays"])
-        self.files = PartReader(self.arrays)
+        self.files = TileReader(self.arrays)
         self.headers: dict[tuple[str, Index], tuple[np.ndarray, np.ndarray]] = {}
         self.lock = threading.Lock()
 
@@ -85,9 +91,9 @@ class CheckpointReader:
             raise ValueError(f"{self.path}: has no leaf {name}{pytree.nearest(name, self.leaves)}")
         leaf = self.leaves[name]
         start = (0,) * len(leaf.shape) if start is None else tuple(start)
-        size = tuple(n - at for n, at in zip(leaf.shape, start)) if size is None else tuple(size)
+        size = tuple(n - begin for n, begin in zip(leaf.shape, start)) if size is None else tuple(size)
         fits = len(start) == len(size) == len(leaf.shape)
-        if not fits or any(not 0 <= at <= at + n <= whole for at, n, whole in zip(start, size, leaf.shape)):
+        if not fits or any(not 0 <= begin <= begin + n <= extent for begin, n, extent in zip(start, size, leaf.shape)):
             raise ValueError(
                 f"{self.path}: {name} has shape {list(leaf.shape)}, and no slice of {list(size)} from {list(start)} on"
             )
@@ -101,7 +107,7 @@ class CheckpointReader:
             box = self.box(name, windows[0].start, windows[0].size, out)
             return box.out, [box]
         out = empty_tensor(tuple(size), self.leaves[name].dtype) if out is None else out
-        return out, [self.box(name, window.start, window.size, window.of(out)) for window in windows]
+        return out, [self.box(name, window.start, window.size, window.view(out)) for window in windows]
 
     def close(self) -> None:
         self.files.close()
@@ -135,54 +141,54 @@ def open_checkpoint(path: Folder) -> CheckpointReader:
     return CheckpointReader(path)
 
 
-def read_boxes(held: CheckpointReader, boxes: list[Box], pool: ThreadPoolExecutor) -> None:
+def read_boxes(reader: CheckpointReader, boxes: list[Box], pool: ThreadPoolExecutor) -> None:
     """Read the boxes from only the chunks that contain their elements."""
     needs = [
-        (box, part, spans)
+        (box, tile, spans)
         for box in boxes
-        for part, spans in overlapping_parts(held.leaves[box.name].layout, box.start, box.size)
+        for tile, spans in overlapping_tiles(reader.leaves[box.name].layout, box.start, box.size)
     ]
     # Headers are read first: they are small, and the large reads would wait for them.
-    tasks: list[Future[Any]] = [pool.submit(read_header, held, box.name, part) for box, part, _ in needs]
-    for box, part, spans in needs:
-        layout = held.leaves[box.name].layout
+    tasks: list[Future[Any]] = [pool.submit(read_header, reader, box.name, tile) for box, tile, _ in needs]
+    for box, tile, spans in needs:
+        layout = reader.leaves[box.name].layout
         for slab in slabs(layout, 0 if layout.compress else RUN, spans):
-            tasks.append(pool.submit(read_slab, held, box, part, slab))
+            tasks.append(pool.submit(read_slab, reader, box, tile, slab))
     failures = [error for task in tasks if (error := task.exception()) is not None]
     if failures:
         raise failures[0]
     torch.autograd.graph.increment_version([box.out for box in boxes])  # which were written without a word to torch
 
 
-def overlapping_parts(layout: ChunkLayout, start: Index, size: Index) -> Iterator[tuple[Index, list[tuple[int, int]]]]:
+def overlapping_tiles(layout: ChunkLayout, start: Index, size: Index) -> Iterator[tuple[Index, list[tuple[int, int]]]]:
     """Yield (part, first and last + 1 chunk along each dim) of every part that contains elements of a box."""
     if not all(size):
         return
-    for part in itertools.product(
-        *(range(at // n, (at + k - 1) // n + 1) for at, k, n in zip(start, size, layout.part))
+    for tile in itertools.product(
+        *(range(begin // n, (begin + k - 1) // n + 1) for begin, k, n in zip(start, size, layout.tile))
     ):
         spans = []
-        for p, n, c, at, k in zip(part, layout.part, layout.chunk, start, size):
-            low, high = max(at - p * n, 0), min(at + k - p * n, n)
+        for p, n, c, begin, k in zip(tile, layout.tile, layout.chunk, start, size):
+            low, high = max(begin - p * n, 0), min(begin + k - p * n, n)
             spans.append((low // c, (high - 1) // c + 1))
-        yield part, spans
+        yield tile, spans
 
 
-def read_slab(held: CheckpointReader, box: Box, part: Index, slab: Slab) -> None:
+def read_slab(reader: CheckpointReader, box: Box, tile: Index, slab: Slab) -> None:
     """Read contiguous chunks, verify them, and copy the elements that belong to a box into it."""
-    layout = held.leaves[box.name].layout
-    found = view_file(as_tensor(read_verified(held, box.name, part, slab)), layout, slab.counts)
-    first = slab_start(layout, part, slab)
-    ends = [at + k * c for at, k, c in zip(first, slab.counts, layout.chunk)]
-    if all(at >= begin and end <= begin + n for at, end, begin, n in zip(first, ends, box.start, box.size)):
+    layout = reader.leaves[box.name].layout
+    chunks = view_file(as_tensor(read_verified(reader, box.name, tile, slab)), layout, slab.counts)
+    first = slab_start(layout, tile, slab)
+    ends = [corner + k * c for corner, k, c in zip(first, slab.counts, layout.chunk)]
+    if all(corner >= begin and end <= begin + n for corner, end, begin, n in zip(first, ends, box.start, box.size)):
         target = box.out
-        for dim, (at, end, begin) in enumerate(zip(first, ends, box.start)):
-            target = target.narrow(dim, at - begin, end - at)
-        copy_elements(found, view_chunks(target, slab.counts, layout.chunk))
+        for dim, (corner, end, begin) in enumerate(zip(first, ends, box.start)):
+            target = target.narrow(dim, corner - begin, end - corner)
+        copy_elements(chunks, view_chunks(target, slab.counts, layout.chunk))
         return
-    for place in grid_positions(slab.counts):
-        chunk, target = found[place], box.out
-        for dim, (f, i, c, begin, n) in enumerate(zip(first, place, layout.chunk, box.start, box.size)):
+    for position in grid_positions(slab.counts):
+        chunk, target = chunks[position], box.out
+        for dim, (f, i, c, begin, n) in enumerate(zip(first, position, layout.chunk, box.start, box.size)):
             low, high = max(f + i * c, begin), min(f + (i + 1) * c, begin + n)
             chunk, target = chunk.narrow(dim, low - f - i * c, high - low), target.narrow(dim, low - begin, high - low)
         copy_elements(chunk, target)
@@ -193,21 +199,21 @@ def copy_elements(source: Tensor, target: Tensor) -> None:
     np.copyto(as_integers(target), as_integers(source))
 
 
-def read_verified(held: CheckpointReader, name: str, part: Index, slab: Slab) -> np.ndarray:
+def read_verified(reader: CheckpointReader, name: str, tile: Index, slab: Slab) -> np.ndarray:
     """The bytes of a slab in file order, verified; valid until this thread reads again.
 
     Raises Damaged naming the first chunk that does not match its checksum.
     """
-    layout = held.leaves[name].layout
-    table, sums = read_header(held, name, part)
+    layout = reader.leaves[name].layout
+    table, sums = read_header(reader, name, tile)
     if layout.compress or layout.chunks == 1:
         offset, size = (int(x) for x in table[slab.first])
-        rows = read_range(held, name, part_name(layout, name, part), offset, size)[None]
+        rows = read_range(reader, name, tile_name(layout, name, tile), offset, size)[None]
     else:
         rows = read_range(
-            held,
+            reader,
             name,
-            part_name(layout, name, part),
+            tile_name(layout, name, tile),
             layout.header + slab.first * layout.stride,
             slab.size * layout.stride,
         )
@@ -216,83 +222,121 @@ def read_verified(held: CheckpointReader, name: str, part: Index, slab: Slab) ->
     stored = rows[:, n : n + CRC].copy().view("<u4")[:, 0]
     for i, (row, wanted_sum) in enumerate(zip(rows, sums[slab.first :].tolist())):
         if crc32c(row[:n]) != wanted_sum or stored[i] != wanted_sum:
-            at = f"chunk {chunk_name(layout, part, slab.first + i)} in {part_path(held, name, part)}"
-            raise Damaged(f"leaf {name} is damaged: {at} does not match its checksum")
+            location = f"chunk {chunk_name(layout, tile, slab.first + i)} in {tile_path(reader, name, tile)}"
+            raise Damaged(f"leaf {name} is damaged: {location} does not match its checksum")
     if not layout.compress:
         return rows.reshape(-1)[: n if layout.chunks == 1 else None]
-    zstandard = packages.load("zstandard", str(part_path(held, name, part)))
+    zstandard = packages.load("zstandard", str(tile_path(reader, name, tile)))
     try:
-        found = zstandard.ZstdDecompressor().decompress(memoryview(rows[0, :n]), layout.chunk_bytes)
+        data = zstandard.ZstdDecompressor().decompress(memoryview(rows[0, :n]), layout.chunk_bytes)
     except zstandard.ZstdError as error:
-        found, what = b"", f" ({error})"
+        data, fault = b"", f" ({error})"
     else:
-        what = f": {len(found):,} bytes"
-    if len(found) != layout.chunk_bytes:
-        at = f"chunk {chunk_name(layout, part, slab.first)} in {part_path(held, name, part)}"
-        raise Damaged(f"leaf {name} is damaged: {at} is not what zstd made of {layout.chunk_bytes:,} bytes{what}")
-    return np.frombuffer(found, np.uint8)
+        fault = f": {len(data):,} bytes"
+    if len(data) != layout.chunk_bytes:
+        location = f"chunk {chunk_name(layout, tile, slab.first)} in {tile_path(reader, name, tile)}"
+        raise Damaged(
+            f"leaf {name} is damaged: {location} is not what zstd made of {layout.chunk_bytes:,} bytes{fault}"
+        )
+    return np.frombuffer(data, np.uint8)
 
 
-def read_header(held: CheckpointReader, name: str, part: Index) -> tuple[np.ndarray, np.ndarray]:
+def read_header(reader: CheckpointReader, name: str, tile: Index) -> tuple[np.ndarray, np.ndarray]:
     """(offset and bytes of every chunk, their crc32c) of a part, from its verified header, which is read only once."""
-    with held.lock:
-        if (name, part) in held.headers:
-            return held.headers[name, part]
-    leaf = held.leaves[name]
-    layout, crc, key = leaf.layout, leaf.sums[leaf.layout.number(part)], part_name(leaf.layout, name, part)
+    with reader.lock:
+        if (name, tile) in reader.headers:
+            return reader.headers[name, tile]
+    leaf = reader.leaves[name]
+    layout, crc, key = leaf.layout, leaf.sums[leaf.layout.number(tile)], tile_name(leaf.layout, name, tile)
     n = layout.chunks
     if n == 1:
-        size = layout.file_bytes if not layout.compress else file_size(held, name, key)
-        found = np.array([[0, size]], "<u8"), np.array([crc], "<u4")
+        size = layout.file_bytes if not layout.compress else file_size(reader, name, key)
+        header = np.array([[0, size]], "<u8"), np.array([crc], "<u4")
     else:
-        if layout.header > file_size(held, name, key):  # before memory for it is taken
-            raise Damaged(f"leaf {name} is damaged: {part_path(held, name, part)} is shorter than its index")
-        raw = read_range(held, name, key, 0, layout.header)
+        if layout.header > file_size(reader, name, key):  # before memory for it is taken
+            raise Damaged(f"leaf {name} is damaged: {tile_path(reader, name, tile)} is shorter than its index")
+        raw = read_range(reader, name, key, 0, layout.header)
         if crc32c(memoryview(raw)) != crc:
-            where = part_path(held, name, part)
-            raise Damaged(f"leaf {name} is damaged: the index of {where} does not match its checksum")
-        found = (
+            location = tile_path(reader, name, tile)
+            raise Damaged(f"leaf {name} is damaged: the index of {location} does not match its checksum")
+        header = (
             raw[: 16 * n].copy().view("<u8").reshape(n, 2),
             raw[16 * n + CRC : 16 * n + CRC + 4 * n].copy().view("<u4"),
         )
-    with held.lock:
-        held.headers[name, part] = found
-    return found
+    with reader.lock:
+        reader.headers[name, tile] = header
+    return header
 
 
-def read_range(held: CheckpointReader, name: str, key: str, offset: int, size: int) -> np.ndarray:
+def read_range(reader: CheckpointReader, name: str, key: str, offset: int, size: int) -> np.ndarray:
     """Read bytes of a file; raises Damaged if it is missing or too short."""
     try:
-        return held.files.get(key, offset, size)
+        return reader.files.get(key, offset, size)
     except FileNotFoundError:
-        raise Damaged(f"leaf {name} is damaged: {join(held.arrays, key)} is missing") from None
+        raise Damaged(f"leaf {name} is damaged: {join(reader.arrays, key)} is missing") from None
     except EOFError as error:
-        raise Damaged(f"leaf {name} is damaged: {join(held.arrays, key)} ends after {error.args[0]:,} bytes") from None
+        raise Damaged(
+            f"leaf {name} is damaged: {join(reader.arrays, key)} ends after {error.args[0]:,} bytes"
+        ) from None
     except OSError as error:
-        if held.files.url:
+        if reader.files.url:
             raise  # a failure of the network does not mean damage
-        raise Damaged(f"leaf {name} cannot be read: {join(held.arrays, key)}: {error.strerror or error}") from None
+        raise Damaged(f"leaf {name} cannot be read: {join(reader.arrays, key)}: {error.strerror or error}") from None
 
 
-def file_size(held: CheckpointReader, name: str, key: str) -> int:
+def file_size(reader: CheckpointReader, name: str, key: str) -> int:
     """The size of a file in bytes; raises Damaged if it is missing."""
     try:
-        return held.files.size(key)
+        return reader.files.size(key)
     except FileNotFoundError:
-        raise Damaged(f"leaf {name} is damaged: {join(held.arrays, key)} is missing") from None
+        raise Damaged(f"leaf {name} is damaged: {join(reader.arrays, key)} is missing") from None
 
 
-def part_name(layout: ChunkLayout, name: str, part: Index) -> str:
+def tile_name(layout: ChunkLayout, name: str, tile: Index) -> str:
     """The name of a part's file, below the folder of arrays."""
-    return f"{name}/{layout.key(part)}" if name else layout.key(part)
+    return f"{name}/{layout.key(tile)}" if name else layout.key(tile)
 
 
-def part_path(held: CheckpointReader, name: str, part: Index) -> Folder:
+def tile_path(reader: CheckpointReader, name: str, tile: Index) -> Folder:
     """The path of a part's file."""
-    return join(held.arrays, part_name(held.leaves[name].layout, name, part))
+    return join(reader.arrays, tile_name(reader.leaves[name].layout, name, tile))
 
 
-def chunk_name(layout: ChunkLayout, part: Index, number: int) -> str:
+def chunk_name(layout: ChunkLayout, tile: Index, number: int) -> str:
     """The position of a chunk among all chunks of its leaf, such as "0,3,1"."""
-    place = np.unravel_index(number, layout.counts) if layout.counts else ()
-    return ",".join(str(int(p * k + i)) for p, k, i in zip(part, layout.counts, place)) or "0"
+    position = np.unravel_index(number, layout.counts) if layout.counts else ()
+    return ",".join(str(int(p * k + i)) for p, k, i in zip(tile, layout.counts, position)) or "0"
+
+
+@checked()
+def read_extra(path: Folder, name: str, mesh: Mesh | None = None) -> Any:
+    """The value of this rank that the checkpoint at `path` was saved with as `extras={name: value}`, verified.
+
+    mesh: None is one process. It has as many data ranks as the mesh that saved the checkpoint, unless all of those had
+    the same value.
+    Raises ValueError if the checkpoint has no such extra or those of other ranks, and Damaged if a checksum does not
+    match.
+
+    >>> import tempfile, torch
+    >>> from fzero import checkpoint
+    >>> path = checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)}, step=5, extras={"loader": {"batch": 7}})
+    >>> checkpoint.read_extra(path, "loader")
+    {'batch': 7}
+    """
+    mesh = one_process() if mesh is None else mesh
+    reader = open_checkpoint(path)
+    try:
+        names = [leaf.removeprefix(EXTRAS) for leaf in reader.leaves if leaf.startswith(EXTRAS)]
+        if name not in names:
+            raise ValueError(
+                f"{path}: has no extra {name!r}{nearest(name, names)}; it has {', '.join(names) or 'none'}"
+            )
+        rows, width = reader.leaves[EXTRAS + name].shape
+        if rows not in (1, mesh.data_size):
+            raise ValueError(
+                f"{path}: extra {name!r} is of {rows} data ranks, each with its own, and this mesh has "
+                f"{mesh.data_size}; resume on {rows}"
+            )
+        return from_bytes(reader.read(EXTRAS + name, (mesh.data_rank if rows > 1 else 0, 0), (1, width))[0])
+    finally:
+        reader.close()

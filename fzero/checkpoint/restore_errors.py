@@ -25,44 +25,44 @@ from fzero.kernels.registry import Kernels
 from fzero.sharding import Plan, Spec
 from fzero.sharding.codec import ERROR_KINDS
 from fzero.sharding.error_feedback import ERROR, SCALE, error_dtype, error_specs, errors_of
-from fzero.sharding.sign_sums import of_ranks, owed_leaves, served_spec, sign_leaves
+from fzero.sharding.sign_sums import of_ranks, optimizer_sum_leaves, served_spec, sign_leaves
 from fzero.sharding.slices import is_stacked, local_shape, local_windows
 from fzero.train.codes import coder_of, errors_coder
 
 # How the name of an optimizer's errors, or of what a rank has of its own, begins.
-OF_SIGNS = re.compile(r"opt_state/(?:inner/)?(worker|server|extra/own|extra/moved)/")
+SIGN_PATTERN = re.compile(r"opt_state/(?:inner/)?(worker|server|extra/own|extra/moved)/")
 ERRORS = ("worker", "server")
 
 
 def is_error(name: str) -> bool:
     """Whether a leaf of a state is one of errors, which a checkpoint may lack, or have more of."""
-    return name.startswith(ERROR) or ((kind := OF_SIGNS.match(name)) is not None and kind[1] in ERRORS)
+    return name.startswith(ERROR) or ((kind := SIGN_PATTERN.match(name)) is not None and kind[1] in ERRORS)
 
 
-def shared_errors(held: CheckpointReader, plan: Plan, names: Collection[str]) -> dict[str, Callable[[], Tensor]]:
+def shared_errors(reader: CheckpointReader, plan: Plan, names: Collection[str]) -> dict[str, Callable[[], Tensor]]:
     """{leaf of errors in the state of a plan: what reads this rank's part}, of those that are not as in the checkpoint.
 
     names: the leaves of the state. Raises ValueError naming a leaf of another shape.
     """
-    shapes = whole_shapes(plan, names)
+    shapes = full_shapes(plan, names)
     specs = pytree.named_leaves({"extra": error_specs(plan)}) | specs_of_signs(plan, names)
-    kept = errors_coder(plan, Kernels())
-    found: dict[str, Callable[[], Tensor]] = {}
-    for name, sources in sources_of(codes_of(held.leaves), shapes).items():
-        if as_it_is(name, sources, held.leaves, shapes, plan):
+    coder = errors_coder(plan, Kernels())
+    loaders: dict[str, Callable[[], Tensor]] = {}
+    for name, sources in sources_of(codes_of(reader.leaves), shapes).items():
+        if is_unchanged(name, sources, reader.leaves, shapes, plan):
             continue
-        share = partial(read_share, held, sources, shapes[name], specs[name], plan)
-        if kept is None or not name.startswith(ERROR):
-            found[name] = share
+        share = partial(read_share, reader, sources, shapes[name], specs[name], plan)
+        if coder is None or not name.startswith(ERROR):
+            loaders[name] = share
         else:
-            pieces = functools.cache(lambda share=share: kept.encode(share()))
-            found[name], found[scale_of(name)] = (lambda i=i, pieces=pieces: pieces()[i] for i in (0, 1))
-    return found
+            pieces = functools.cache(lambda share=share: coder.encode(share()))
+            loaders[name], loaders[scale_of(name)] = (lambda i=i, pieces=pieces: pieces()[i] for i in (0, 1))
+    return loaders
 
 
-def codes_of(there: Collection[str]) -> list[str]:
+def codes_of(saved: Collection[str]) -> list[str]:
     """The leaves of a checkpoint without the scales of errors."""
-    return [name for name in there if not name.startswith(ERROR) or not hop_in(name).endswith(SCALE)]
+    return [name for name in saved if not name.startswith(ERROR) or not hop_in(name).endswith(SCALE)]
 
 
 def hop_in(name: str) -> str:
@@ -75,124 +75,134 @@ def scale_of(name: str) -> str:
     return f"{ERROR}{hop_in(name)}{SCALE}/{leaf_of(name)}"
 
 
-def whole_shapes(plan: Plan, names: Collection[str]) -> dict[str, tuple[int, ...]]:
+def full_shapes(plan: Plan, names: Collection[str]) -> dict[str, tuple[int, ...]]:
     """{leaf of errors among `names`, those of the state of a plan: the shape of all of it}."""
-    found = errors_of(plan, lambda shape, spec: shape)
-    each = of_ranks(plan, owed_leaves(plan), lambda shape, spec: shape)
-    shapes = {f"{ERROR}{hop}/{leaf}": shape for hop, leaves in found.items() for leaf, shape in leaves.items()}
-    for name, kind in of_signs(names):
-        shapes[name] = plan.leaves[leaf_of(name)].shape if kind == "server" else each[leaf_of(name)]
+    hop_shapes = errors_of(plan, lambda shape, spec: shape)
+    rank_shapes = of_ranks(plan, optimizer_sum_leaves(plan), lambda shape, spec: shape)
+    shapes = {f"{ERROR}{hop}/{leaf}": shape for hop, leaves in hop_shapes.items() for leaf, shape in leaves.items()}
+    for name, kind in match_signs(names):
+        shapes[name] = plan.leaves[leaf_of(name)].shape if kind == "server" else rank_shapes[leaf_of(name)]
     return shapes
 
 
 def specs_of_signs(plan: Plan, names: Collection[str]) -> dict[str, Spec]:
     """{leaf of an optimizer's errors, or of what a rank has of its own, among `names`: its layout}."""
-    each = of_ranks(plan, owed_leaves(plan), lambda shape, spec: spec)
+    rank_specs = of_ranks(plan, optimizer_sum_leaves(plan), lambda shape, spec: spec)
     served = {leaf: served_spec(leaf, plan.leaves[leaf], plan.sizes) for leaf in sign_leaves(plan)}
-    return {name: (served if kind == "server" else each)[leaf_of(name)] for name, kind in of_signs(names)}
+    return {name: (served if kind == "server" else rank_specs)[leaf_of(name)] for name, kind in match_signs(names)}
 
 
-def of_signs(names: Collection[str]) -> list[tuple[str, str]]:
+def match_signs(names: Collection[str]) -> list[tuple[str, str]]:
     """(such a leaf among `names`, its kind: "worker" or "server" of errors, "extra/own" or "extra/moved")."""
-    return [(name, found[1]) for name in names if (found := OF_SIGNS.match(name))]
+    return [(name, match[1]) for name in names if (match := SIGN_PATTERN.match(name))]
 
 
-def sources_of(there: Collection[str], here: Collection[str]) -> dict[str, list[str]]:
+def sources_of(saved: Collection[str], current: Collection[str]) -> dict[str, list[str]]:
     """{leaf of errors of a run: those of a checkpoint whose sum it shares}: those of its own hop, and in the first hop
     of a leaf those of hops that the run has not.
 
     >>> sources_of([f"{ERROR}data/w", f"{ERROR}rp/w"], [f"{ERROR}data/w", f"{ERROR}data/v"])
     {'extra/codec_error/data/w': ['extra/codec_error/data/w', 'extra/codec_error/rp/w'], 'extra/codec_error/data/v': []}
     """
-    found: dict[str, list[str]] = {}
+    sources: dict[str, list[str]] = {}
     first: set[str] = set()
-    for name in here:
-        leaf, kind = leaf_of(name), OF_SIGNS.match(name)
+    for name in current:
+        leaf, kind = leaf_of(name), SIGN_PATTERN.match(name)
         if kind is not None:
-            found[name] = [other for other, of in of_signs(there) if (of, leaf_of(other)) == (kind[1], leaf)]
+            sources[name] = [
+                candidate
+                for candidate, saved_kind in match_signs(saved)
+                if (saved_kind, leaf_of(candidate)) == (kind[1], leaf)
+            ]
             continue
-        gone = [other for other in there if other.startswith(ERROR) and leaf_of(other) == leaf and other not in here]
-        found[name] = [name] * (name in there) + (gone if leaf not in first else [])
+        lost = [
+            candidate
+            for candidate in saved
+            if candidate.startswith(ERROR) and leaf_of(candidate) == leaf and candidate not in current
+        ]
+        sources[name] = [name] * (name in saved) + (lost if leaf not in first else [])
         first.add(leaf)
-    return found
+    return sources
 
 
 def leaf_of(name: str) -> str:
     """The leaf of the parameters that errors are of."""
-    return OF_SIGNS.sub("", name, 1) if OF_SIGNS.match(name) else name.removeprefix(ERROR).partition("/")[2]
+    return SIGN_PATTERN.sub("", name, 1) if SIGN_PATTERN.match(name) else name.removeprefix(ERROR).partition("/")[2]
 
 
-def as_it_is(
-    name: str, sources: list[str], there: Mapping[str, Leaf], shapes: Mapping[str, tuple[int, ...]], plan: Plan
+def is_unchanged(
+    name: str, sources: list[str], saved: Mapping[str, Leaf], shapes: Mapping[str, tuple[int, ...]], plan: Plan
 ) -> bool:
     """Whether a leaf of errors is that of the checkpoint, sender by sender and code by code."""
-    kind = OF_SIGNS.match(name)
+    kind = SIGN_PATTERN.match(name)
     if kind is not None and kind[1] == "server":
         return bool(sources)
     if name.startswith(ERROR):
-        scales = there[scale_of(name)].shape[-1] if scale_of(name) in there else 0
+        scales = saved[scale_of(name)].shape[-1] if scale_of(name) in saved else 0
         codec = plan.codec
         assert codec is not None  # whose errors they are
         if scales != (-(-shapes[name][-1] // codec.block) if codec.errors else 0):
             return False
-    return sources == [name] and tuple(there[name].shape) == shapes[name]
+    return sources == [name] and tuple(saved[name].shape) == shapes[name]
 
 
-def read_share(held: CheckpointReader, sources: list[str], whole: tuple[int, ...], spec: Spec, plan: Plan) -> Tensor:
+def read_share(reader: CheckpointReader, sources: list[str], shape: tuple[int, ...], spec: Spec, plan: Plan) -> Tensor:
     """This rank's share of the sum over the senders of some errors, zeros for none; the mean of what ranks have of
     their own."""
-    shared = whole if not sources or is_error(sources[0]) else tuple(held.leaves[sources[0]].shape)
+    shared = shape if not sources or is_error(sources[0]) else tuple(reader.leaves[sources[0]].shape)
     stacked = bool(sources) and is_stacked(leaf_of(sources[0]))
-    out = torch.zeros(local_shape(whole, spec, plan.mesh), dtype=error_dtype(plan))
+    out = torch.zeros(local_shape(shape, spec, plan.mesh), dtype=error_dtype(plan))
     for source in sources:
-        there = tuple(held.leaves[source].shape)
-        if there[2:] != whole[2:] or (stacked and there[0] != whole[0]):
+        saved_shape = tuple(reader.leaves[source].shape)
+        if saved_shape[2:] != shape[2:] or (stacked and saved_shape[0] != shape[0]):
             raise ValueError(
-                f"{held.path}: {source} has shape {list(there)} there and {list(whole)} in this run; it is of another "
-                "model"
+                f"{reader.path}: {source} has shape {list(saved_shape)} there and {list(shape)} in this run; it is of "
+                "another model"
             )
-        for window in local_windows(whole, spec, plan.mesh):
-            part = window.of(out)
-            rows = (window.start[0], window.size[0]) if stacked else (0, there[0])
-            for sender in range(there[1]):
-                at, size = (rows[0], sender, *window.start[2:]), (rows[1], 1, *window.size[2:])
-                term = read_error(held, source, at, size).to(out.dtype)
-                part += term if stacked else term.sum(0, keepdim=True)
+        for window in local_windows(shape, spec, plan.mesh):
+            shard = window.view(out)
+            rows = (window.start[0], window.size[0]) if stacked else (0, saved_shape[0])
+            for sender in range(saved_shape[1]):
+                start, size = (rows[0], sender, *window.start[2:]), (rows[1], 1, *window.size[2:])
+                term = read_error(reader, source, start, size).to(out.dtype)
+                shard += term if stacked else term.sum(0, keepdim=True)
     return out / math.prod(shared[1:2] if stacked else shared[:2])
 
 
-def read_error(held: CheckpointReader, source: str, at: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+def read_error(reader: CheckpointReader, source: str, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
     """A box of errors of a checkpoint, of codes what they stand for."""
-    scales = held.leaves.get(scale_of(source)) if source.startswith(ERROR) else None
+    scales = reader.leaves.get(scale_of(source)) if source.startswith(ERROR) else None
     if scales is None:
-        return held.read(source, at, size)
-    n = held.leaves[source].shape[-1]
+        return reader.read(source, start, size)
+    n = reader.leaves[source].shape[-1]
     block = next(b for b in (1 << i for i in range(4, 14)) if -(-n // b) == scales.shape[-1])
-    rows = (*at[:-1], 0), (*size[:-1], n)  # whole ones, as blocks begin at their first element
-    codes, scale = held.read(source, *rows), held.read(scale_of(source), rows[0], (*size[:-1], scales.shape[-1]))
-    whole = coder_of(ERROR_KINDS[0], block, Kernels()).decode((codes, scale), torch.float32, n)
-    return whole.narrow(-1, at[-1], size[-1])
+    rows = (*start[:-1], 0), (*size[:-1], n)  # whole ones, as blocks begin at their first element
+    codes, scale = reader.read(source, *rows), reader.read(scale_of(source), rows[0], (*size[:-1], scales.shape[-1]))
+    decoded = coder_of(ERROR_KINDS[0], block, Kernels()).decode((codes, scale), torch.float32, n)
+    return decoded.narrow(-1, start[-1], size[-1])
 
 
 def error_lines(path: Folder, plan: Plan, names: Collection[str] = ()) -> list[str]:
     """What a run by `plan`, whose state has leaves of these names, that begins at the checkpoint at `path` does to its
     errors, in words; [] for nothing."""
-    held = open_checkpoint(path)
-    held.close()
-    shapes = whole_shapes(plan, names)
-    there = [name for name in codes_of(held.leaves) if is_error(name) or OF_SIGNS.match(name)]
-    sources = sources_of(there, shapes)
-    lost = [name for name in there if name not in [each for given in sources.values() for each in given]]
+    reader = open_checkpoint(path)
+    reader.close()
+    shapes = full_shapes(plan, names)
+    saved = [name for name in codes_of(reader.leaves) if is_error(name) or SIGN_PATTERN.match(name)]
+    sources = sources_of(saved, shapes)
+    lost = [name for name in saved if name not in [origin for origins in sources.values() for origin in origins]]
     lines = []
-    if shapes and not there:
+    if shapes and not saved:
         lines.append(f"codec {plan.codec}: {path} has no errors of rounded gradients; they begin at 0")
-    elif changed := [name for name, given in sources.items() if not as_it_is(name, given, held.leaves, shapes, plan)]:
-        own = any(not is_error(name) for name in changed)
+    elif changed := [
+        name for name, origins in sources.items() if not is_unchanged(name, origins, reader.leaves, shapes, plan)
+    ]:
+        averaged = any(not is_error(name) for name in changed)
         lines.append(
             f"codec {plan.codec}: {len(changed)} leaves of errors were other ranks', or in other codes; each rank "
-            f"begins with its share of their sums{', and with the mean of what each had of its own' * own}"
+            f"begins with its share of their sums{', and with the mean of what each had of its own' * averaged}"
         )
     if lost:
-        why = "the run keeps none" if not shapes else "the run keeps none of theirs"
-        lines.append(f"{path} has errors of rounded gradients of {len(lost)} leaves, which are dropped: {why}")
+        reason = "the run keeps none" if not shapes else "the run keeps none of theirs"
+        lines.append(f"{path} has errors of rounded gradients of {len(lost)} leaves, which are dropped: {reason}")
     return lines

@@ -22,15 +22,15 @@ from fzero.core.device import HOST
 from fzero.core.precision import Policy, init_scaler
 from fzero.offload import Nvme
 from fzero.optim.average import AVERAGE
-from fzero.optim.renamed import same_leaves
+from fzero.optim.state_matching import same_leaves
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.error_feedback import ERROR
-from fzero.sharding.slices import Window, local_windows, whole_shape
+from fzero.sharding.slices import Window, global_shape, local_windows
 from fzero.train.spike import LOSS, init_stats
-from fzero.train.state import PREVIOUS, TrainState, put_in_memory, put_on
-from fzero.train.state_on_disk import from_text, on_disk, put_on_disk
+from fzero.train.state import PREVIOUS, TrainState, move_leaf, move_to_memory
+from fzero.train.state_on_disk import from_text, on_disk, write_to_disk
 
-PARAMS, MASTER, SCALER, BEFORE = "params/", "master/", "scaler/", f"extra/{PREVIOUS}/"
+PARAMS, MASTER, SCALER, PREVIOUS_PARAMS = "params/", "master/", "scaler/", f"extra/{PREVIOUS}/"
 OPT = "opt_state/"
 FRESH = (SCALER, f"extra/{LOSS}/")  # leaves that may be initialised afresh
 
@@ -53,15 +53,15 @@ def restore_state(
     Raises ValueError naming leaves that are missing, extra, or of another shape, and Damaged if a checksum does not
     match.
     """
-    held = checkpoint.open_checkpoint(path)
+    reader = checkpoint.open_checkpoint(path)
     try:
-        return _restore_from(held, like, specs, plan, nvme, device)
+        return _restore_from(reader, like, specs, plan, nvme, device)
     finally:
-        held.close()
+        reader.close()
 
 
 def _restore_from(
-    held: checkpoint.CheckpointReader,
+    reader: checkpoint.CheckpointReader,
     like: TrainState,
     specs: TrainState,
     plan: Plan,
@@ -69,22 +69,22 @@ def _restore_from(
     device: torch.device,
 ) -> TrainState:
     policy, mesh = plan.policy, plan.mesh
-    spec_of, shared = pytree.named_leaves(specs), shared_errors(held, plan, pytree.names(like))
-    source = {name: of for name, of in match_leaves(held, like, policy).items() if name not in shared}
+    spec_of, shared = pytree.named_leaves(specs), shared_errors(reader, plan, pytree.names(like))
+    source = {name: origin for name, origin in match_leaves(reader, like, policy).items() if name not in shared}
     fresh = pytree.named_leaves({"extra": {LOSS: init_stats()}})
     fresh |= pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)}) if policy.loss_scale else {}
 
     def slice_of(name: str, leaf: Tensor) -> tuple[list[Window], Any]:
-        there = held.leaves[source[name]].shape
-        whole = whole_shape(leaf.shape, spec_of[name], mesh)
-        if whole != there:
+        saved_shape = reader.leaves[source[name]].shape
+        full_shape = global_shape(leaf.shape, spec_of[name], mesh)
+        if full_shape != saved_shape:
             raise ValueError(
-                f"{held.path}: {name} has shape {list(there)} there and {list(whole)} in this run; it is of "
-                "another model"
+                f"{reader.path}: {name} has shape {list(saved_shape)} there and {list(full_shape)} in this run; it is "
+                "of another model"
             )
-        return local_windows(there, spec_of[name], mesh), tuple(leaf.shape)
+        return local_windows(saved_shape, spec_of[name], mesh), tuple(leaf.shape)
 
-    coded = coded_leaves(held.leaves)
+    coded = coded_leaves(reader.leaves)
     slices = {name: slice_of(name, leaf) for name, leaf in pytree.named_leaves(like).items() if name in source}
 
     def read(name: str, leaf: Tensor, layer: int | None = None) -> Tensor:
@@ -92,70 +92,72 @@ def _restore_from(
             return shared[name]().to(leaf.dtype) if name in shared else fresh[name]
         windows, size = slices[name]
         if source[name] in coded:
-            whole = read_coded(held, source[name], windows, size).to(leaf.dtype)
-            return whole if layer is None else whole[layer]
+            decoded = read_coded(reader, source[name], windows, size).to(leaf.dtype)
+            return decoded if layer is None else decoded[layer]
         if layer is not None:
-            window = next(w for w in windows if w.at <= layer < w.at + w.size[0])
-            start, size = (window.start[0] + layer - window.at, *window.start[1:]), (1, *size[1:])
-            return held.read(source[name], start, size).to(leaf.dtype)[0]
-        out, boxes = held.shard(source[name], windows, size)
+            window = next(w for w in windows if w.offset <= layer < w.offset + w.size[0])
+            start, size = (window.start[0] + layer - window.offset, *window.start[1:]), (1, *size[1:])
+            return reader.read(source[name], start, size).to(leaf.dtype)[0]
+        out, boxes = reader.shard(source[name], windows, size)
         with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
-            read_boxes(held, boxes, pool)
+            read_boxes(reader, boxes, pool)
         return out.to(leaf.dtype)
 
     if on_disk(plan):
-        return put_on_disk(read, like, specs, plan, nvme, device)
+        return write_to_disk(read, like, specs, plan, nvme, device)
     named = pytree.named_leaves(like)
     plain = [name for name in named if name in source and source[name] not in coded]
-    direct = [name for name in plain if held.leaves[source[name]].dtype == named[name].dtype]
+    direct = [name for name in plain if reader.leaves[source[name]].dtype == named[name].dtype]
     out: dict[str, Tensor] = {}
     with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
         for names in [direct] if device == HOST else [[name] for name in direct]:
-            shards = {name: held.shard(source[name], *slices[name]) for name in names}
-            read_boxes(held, [box for _, boxes in shards.values() for box in boxes], pool)
-            out |= {name: put_on(device, value, spec_of[name]) for name, (value, _) in shards.items()}
-    out |= {name: put_on(device, read(name, leaf), spec_of[name]) for name, leaf in named.items() if name not in out}
-    return put_in_memory(pytree.from_named(out, like), specs)
+            shards = {name: reader.shard(source[name], *slices[name]) for name in names}
+            read_boxes(reader, [box for _, boxes in shards.values() for box in boxes], pool)
+            out |= {name: move_leaf(device, value, spec_of[name]) for name, (value, _) in shards.items()}
+    out |= {name: move_leaf(device, read(name, leaf), spec_of[name]) for name, leaf in named.items() if name not in out}
+    return move_to_memory(pytree.from_named(out, like), specs)
 
 
-def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Policy) -> dict[str, str]:
+def match_leaves(reader: checkpoint.CheckpointReader, like: TrainState, policy: Policy) -> dict[str, str]:
     """{leaf of the state: leaf of the checkpoint that it is made of}, without leaves that are initialised afresh.
 
     Those are a new loss scale, and the statistics of the loss, which checkpoints of earlier versions may lack. Raises
     ValueError naming the leaves that are missing or extra.
     """
-    wanted, out, missing = pytree.names(like), {}, []
-    made, renamed = set(), renamed_leaves(held.leaves, like)
-    for name in wanted:
+    expected, out, missing = pytree.names(like), {}, []
+    consumed, renamed = set(), renamed_leaves(reader.leaves, like)
+    for name in expected:
         wide = f"{MASTER}{name.removeprefix(PARAMS)}" if name.startswith(PARAMS) else name
         narrow = f"{PARAMS}{name.removeprefix(MASTER)}" if name.startswith(MASTER) else name
         # Parameters whose dtype differs from the checkpoint's are rounded from its widest copy.
         dtype = policy.param if name.startswith(PARAMS) else None
-        other = name in held.leaves and dtype is not None and held.leaves[name].dtype != dtype
-        choices = [wide, name] if other else [name, wide, narrow, earlier_name(name), renamed.get(name, name)]
-        choices += [f"{PARAMS}{name.removeprefix(BEFORE)}"] if name.startswith(BEFORE) else []
-        found = next((choice for choice in choices if choice in held.leaves), None)
-        if found is not None:
-            out[name] = found
-            made |= {name, found}
+        differs = name in reader.leaves and dtype is not None and reader.leaves[name].dtype != dtype
+        choices = [wide, name] if differs else [name, wide, narrow, earlier_name(name), renamed.get(name, name)]
+        choices += [f"{PARAMS}{name.removeprefix(PREVIOUS_PARAMS)}"] if name.startswith(PREVIOUS_PARAMS) else []
+        match = next((choice for choice in choices if choice in reader.leaves), None)
+        if match is not None:
+            out[name] = match
+            consumed |= {name, match}
         elif not (name.startswith(FRESH) or is_error(name)):
             missing.append(name)
-    known = (MASTER, SCALER, EXTRAS, BEFORE, SCALES)
-    extra = [name for name in held.leaves if name not in made and not (name.startswith(known) or is_error(name))]
-    problems = [f"{what}: {list_some(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]
+    optional = (MASTER, SCALER, EXTRAS, PREVIOUS_PARAMS, SCALES)
+    extra = [
+        name for name in reader.leaves if name not in consumed and not (name.startswith(optional) or is_error(name))
+    ]
+    problems = [f"{label}: {list_some(names)}" for label, names in (("missing", missing), ("extra", extra)) if names]
     if problems:
-        raise ValueError(f"{held.path}: the checkpoint's leaves are not those of the run; {'; '.join(problems)}")
+        raise ValueError(f"{reader.path}: the checkpoint's leaves are not those of the run; {'; '.join(problems)}")
     return out
 
 
 def renamed_leaves(names: Collection[str], like: TrainState) -> dict[str, str]:
     """{leaf of an optimizer's state: the leaf among `names`, those of a stored state}, of one that has other
     transformations around it."""
-    there = [name.removeprefix(OPT) for name in names if name.startswith(OPT)]
-    here = pytree.names(like.opt_state)
-    if set(there) == set(here):
+    saved = [name.removeprefix(OPT) for name in names if name.startswith(OPT)]
+    current = pytree.names(like.opt_state)
+    if set(saved) == set(current):
         return {}
-    return {f"{OPT}{new}": f"{OPT}{old}" for new, old in same_leaves(there, here, pytree.names(like.params)).items()}
+    return {f"{OPT}{new}": f"{OPT}{old}" for new, old in same_leaves(saved, current, pytree.names(like.params)).items()}
 
 
 def earlier_name(name: str) -> str:
@@ -188,23 +190,23 @@ def save_snapshot(
     stored = renamed_leaves({*snapshot.leaves, *snapshot.record.values}, like)
 
     def lazy(name: str, leaf: Tensor) -> Any:
-        held = stored.get(name, name)
-        if held in snapshot.record.values:
-            return from_text(snapshot.record.values[held])
+        stored_name = stored.get(name, name)
+        if stored_name in snapshot.record.values:
+            return from_text(snapshot.record.values[stored_name])
         if name in statistics:
             return statistics[name]
         if name.startswith(ERROR):  # no store has errors
             return torch.zeros(leaf.shape, dtype=leaf.dtype)
-        if not snapshot.holds(held):
-            held = f"{MASTER}{name.removeprefix(PARAMS)}"
-            if not name.startswith(PARAMS) or not snapshot.holds(held):
+        if not snapshot.holds(stored_name):
+            stored_name = f"{MASTER}{name.removeprefix(PARAMS)}"
+            if not name.startswith(PARAMS) or not snapshot.holds(stored_name):
                 raise ValueError(f"{snapshot.folder}: its store has no {name}; resume from a checkpoint")
-        whole = whole_shape(leaf.shape, spec_of[name], mesh)
-        windows = local_windows(whole, spec_of[name], mesh)
+        full_shape = global_shape(leaf.shape, spec_of[name], mesh)
+        windows = local_windows(full_shape, spec_of[name], mesh)
 
         def give() -> Tensor:
             read = [
-                snapshot.leaf(held, whole, old_of.get(held, old_of[name]), window.start, window.size)
+                snapshot.leaf(stored_name, full_shape, old_of.get(stored_name, old_of[name]), window.start, window.size)
                 for window in windows
             ]
             return (read[0] if len(read) == 1 else torch.cat(read) if read else leaf.new_empty(leaf.shape)).to(

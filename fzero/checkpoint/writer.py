@@ -22,25 +22,35 @@ from typing import Any
 import torch
 
 from fzero.checkpoint import directory
-from fzero.checkpoint.commit import Reports, complete
 from fzero.checkpoint.directory import step_folder
 from fzero.checkpoint.extras import pack_extras
 from fzero.checkpoint.layout import Slab
 from fzero.checkpoint.leaf_source import box_reader, check_state
 from fzero.checkpoint.manifest import Folder, join
-from fzero.checkpoint.part_file import PartFile
-from fzero.checkpoint.save_state import Save, Saved, SaveFailed, error_line, wait_for_all
-from fzero.checkpoint.snapshot import SnapshotPlan, is_on_gpu, plan_snapshot, traits_of
+from fzero.checkpoint.save_state import (
+    Reports,
+    Save,
+    Saved,
+    SaveFailed,
+    SnapshotPlan,
+    complete,
+    error_line,
+    is_on_gpu,
+    plan_snapshot,
+    traits_of,
+    wait_for_all,
+)
+from fzero.checkpoint.tile_file import TileFile
 from fzero.core import gpu, packages
 from fzero.core.arguments import checked
 from fzero.core.crc32c import crc32c
 from fzero.core.digest import prepare
 from fzero.core.files import make_folder
-from fzero.core.foreign import parse_json
-from fzero.core.gpu_copies import Copied, Reading
-from fzero.core.numa import cores
+from fzero.core.gpu_copies import Copied, SnapshotReader
+from fzero.core.numa_binding import cores
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url, sync_file_system
+from fzero.core.text_parsing import parse_json
 from fzero.offload.buffer_pool import BufferPool
 from fzero.sharding import Mesh, Spec, one_process
 
@@ -142,8 +152,8 @@ class Writer:
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"checkpoint: config is not JSON: {error}") from None
         config = parse_json(text, "checkpoint")["config"]  # within the bounds of what is read again
-        place = None if is_url(self.checkpoint_dir) else Path(self.checkpoint_dir)
-        if place is not None and place.exists() and not place.is_dir():
+        local_folder = None if is_url(self.checkpoint_dir) else Path(self.checkpoint_dir)
+        if local_folder is not None and local_folder.exists() and not local_folder.is_dir():
             raise ValueError(f"{self.checkpoint_dir}: is not a folder; give a folder to save checkpoints in")
         self.wait()
         save = self.current = Save(step, config)
@@ -165,7 +175,7 @@ class Writer:
 
         Raises SaveFailed if it could not be written.
         """
-        if self.current is None or not self.current.over.is_set():
+        if self.current is None or not self.current.finished.is_set():
             return None
         return self.wait()
 
@@ -177,7 +187,7 @@ class Writer:
         save = self.current
         if save is None:
             return None
-        while not save.over.wait(0.2):  # repeatedly: signals are handled in between
+        while not save.finished.wait(0.2):  # repeatedly: signals are handled in between
             pass
         self.current = None
         if isinstance(save.outcome, SaveFailed):
@@ -219,16 +229,16 @@ class Writer:
     def _snapshot(self, save: Save, named: dict[str, tuple[Any, Spec]]) -> bool:
         """Copy the leaves of the host; returns whether a thread goes on with those of a GPU, and sets `staged`."""
         plan = self._plan(named)
-        most = plan.total if self.buffer_bytes is None else max(self.buffer_bytes, THREADS * plan.largest)
-        self._allocate(min(plan.total, most))
+        limit = plan.total if self.buffer_bytes is None else max(self.buffer_bytes, THREADS * plan.largest)
+        self._allocate(min(plan.total, limit))
         save.nbytes = plan.nbytes
-        save.layouts.update({name: (plan.leaves[name].mine, spec) for name, (_, spec) in named.items()})
+        save.layouts.update({name: (plan.leaves[name].rank_tiles, spec) for name, (_, spec) in named.items()})
         on_gpu = {name: leaf for name, (leaf, _) in named.items() if is_on_gpu(leaf)}
         self._copy(save, plan, {name: leaf for name, (leaf, _) in named.items() if name not in on_gpu})
         if on_gpu:
             device = next(iter(on_gpu.values())).device
-            args = (save, plan, on_gpu, device, Reading(device))
-            threading.Thread(target=self._copy_beside, args=args, name="fzero-snapshot", daemon=True).start()
+            args = (save, plan, on_gpu, device, SnapshotReader(device))
+            threading.Thread(target=self._copy_from_gpu, args=args, name="fzero-snapshot", daemon=True).start()
         return bool(on_gpu)
 
     def _plan(self, named: dict[str, tuple[Any, Spec]]) -> SnapshotPlan:
@@ -238,7 +248,9 @@ class Writer:
             self.planned = traits, plan_snapshot(named, self.mesh, objects=objects, compress=self.compress)
         return self.planned[1]
 
-    def _copy(self, save: Save, plan: SnapshotPlan, leaves: dict[str, Any], reading: Reading | None = None) -> None:
+    def _copy(
+        self, save: Save, plan: SnapshotPlan, leaves: dict[str, Any], reading: SnapshotReader | None = None
+    ) -> None:
         buffers = self.buffers
         short = buffers is not None and buffers.size < plan.total
 
@@ -248,27 +260,27 @@ class Writer:
             return save.go.is_set() and save.error is None and any(not task.done() for task in reversed(save.tasks))
 
         for name, leaf in leaves.items():
-            mine, slabs, sizes = plan.leaves[name]
-            give = box_reader(leaf) if mine.parts else None
-            for index, pieces, rooms in zip(mine.parts, slabs, sizes):
-                part = PartFile(name, mine.layout, index, self._path)
-                part.left = len(pieces)
-                save.parts.setdefault(name, []).append(part)
-                for slab, size in zip(pieces, rooms):
+            rank_tiles, slabs, sizes = plan.leaves[name]
+            give = box_reader(leaf) if rank_tiles.tiles else None
+            for index, pieces, slab_bytes in zip(rank_tiles.tiles, slabs, sizes):
+                tile = TileFile(name, rank_tiles.layout, index, self._path)
+                tile.pending_slabs = len(pieces)
+                save.tiles.setdefault(name, []).append(tile)
+                for slab, size in zip(pieces, slab_bytes):
                     try:
                         assert buffers is not None and give is not None  # there is something to write
-                        raw = buffers.take((size,), torch.uint8, busy).raw
+                        raw = buffers.allocate((size,), torch.uint8, busy).raw
                     except ValueError:
                         if save.error is None:
                             raise
                         return  # a thread has failed; `poll` raises its error
-                    held = [part.fill(raw, slab, give, mine.begins(index), reading)]
+                    copies = [tile.fill(raw, slab, give, rank_tiles.shard_start(index), reading)]
                     del raw  # the memory is the writing thread's to give back
-                    save.tasks.append(self.pool.submit(self._write, save, part, slab, held))
+                    save.tasks.append(self.pool.submit(self._write, save, tile, slab, copies))
             del give  # frees the leaf before the next one is made
 
-    def _copy_beside(
-        self, save: Save, plan: SnapshotPlan, leaves: dict[str, Any], device: torch.device, reading: Reading
+    def _copy_from_gpu(
+        self, save: Save, plan: SnapshotPlan, leaves: dict[str, Any], device: torch.device, reading: SnapshotReader
     ) -> None:
         try:
             gpu.select_device(device)  # of this thread
@@ -297,22 +309,22 @@ class Writer:
         assert self.current is not None  # asked for while a part is written
         return join(step_folder(self.checkpoint_dir, self.current.step), self.current.arrays, name)
 
-    def _write(self, save: Save, part: PartFile, slab: Slab, held: list[Copied]) -> None:
-        copied = held.pop()  # so that the memory is returned before the task counts as done
+    def _write(self, save: Save, tile: TileFile, slab: Slab, copies: list[Copied]) -> None:
+        copied = copies.pop()  # so that the memory is returned before the task counts as done
         with contextlib.ExitStack() as stack:
             # While the snapshot is copied one thread writes, if the copies leave a core unused.
             if not save.go.is_set() and has_spare_core() and save.early.acquire(blocking=False):
                 stack.callback(save.early.release)
             else:
                 save.go.wait()
-            self._write_now(save, part, slab, copied)
+            self._write_now(save, tile, slab, copied)
 
-    def _write_now(self, save: Save, part: PartFile, slab: Slab, copied: Copied) -> None:
+    def _write_now(self, save: Save, tile: TileFile, slab: Slab, copied: Copied) -> None:
         raw = copied.finish()  # also if nothing is written: the memory is the next snapshot's
         save.target.wait()
         if save.error is None:
             try:
-                part.write(raw, slab)
+                tile.write(raw, slab)
             except BaseException as error:
                 save.error = save.error or error
                 raise
@@ -320,15 +332,15 @@ class Writer:
     def _serve(self, save: Save, number: int) -> None:
         key = f"save/{self.number}/{number}"
         try:
-            report = self._write_parts(save, key)
+            report = self._write_tiles(save, key)
         except BaseException as error:
             save.error = save.error or error
             save.target.set()
             save.staged.wait()
             report = {"error": error_line(save.error or error)}
         wait_for_all(save.tasks)  # none may write once the folder may be reused
-        for part in itertools.chain(*save.parts.values()):
-            part.close()
+        for tile in itertools.chain(*save.tiles.values()):
+            tile.close()
         try:
             outcome = self._commit(save, key, report)
         except BaseException as error:
@@ -342,15 +354,15 @@ class Writer:
         else:
             save.outcome = Saved(save.step, path, save.blocked_s, time.perf_counter() - save.began, save.nbytes)
         save.tasks.clear()
-        save.parts.clear()
-        save.over.set()
+        save.tiles.clear()
+        save.finished.set()
 
-    def _write_parts(self, save: Save, key: str) -> dict[str, Any]:
+    def _write_tiles(self, save: Save, key: str) -> dict[str, Any]:
         """Write this rank's parts; returns {leaf: {part: [checksum, digest]}} when they are durable."""
-        begun = self.reports.broadcast(f"{key}/begin", lambda: {"arrays": self._begin(save.step)})
-        if "error" in begun:
-            raise SaveFailed(begun["error"])
-        save.arrays = begun["arrays"]
+        reply = self.reports.broadcast(f"{key}/begin", lambda: {"arrays": self._begin(save.step)})
+        if "error" in reply:
+            raise SaveFailed(reply["error"])
+        save.arrays = reply["arrays"]
         save.target.set()
         save.staged.wait()
         if save.error is not None:
@@ -360,7 +372,7 @@ class Writer:
         if not is_url(self.checkpoint_dir):
             sync_file_system(Path(self.checkpoint_dir))
         return {
-            name: {str(part.number): [part.sum, part.digest] for part in parts} for name, parts in save.parts.items()
+            name: {str(tile.number): [tile.sum, tile.digest] for tile in parts} for name, parts in save.tiles.items()
         }
 
     def _begin(self, step: int) -> str:
@@ -385,8 +397,8 @@ class Writer:
             if failed:
                 with contextlib.suppress(OSError):
                     directory.clean_step(path)
-                rank, why = failed[0]
-                return {"error": why if self.mesh.size == 1 else f"rank {rank}: {why}"}
+                rank, reason = failed[0]
+                return {"error": reason if self.mesh.size == 1 else f"rank {rank}: {reason}"}
             try:
                 complete(self.checkpoint_dir, save, reports, self.mesh, self.pool)
             except BaseException:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from fzero.core.pools import Pool
+from fzero.core.process_pool import Pool
 from fzero.kernels import aot
 from fzero.kernels.optional_triton import INSTALLED, MISSING, triton
 
@@ -42,17 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Not above: the processes that compile import this file too, and most of them need no planner.
     from fzero.planner import aot_inductor
 
-    own = args.arch or "sm_90"
+    kernel_arch = args.arch or "sm_90"
     planned = [args.arch] if args.arch else list(aot_inductor.DEVICES)
     if args.part == "inductor" and planned[0] not in aot_inductor.DEVICES:
-        known = ", ".join(aot_inductor.DEVICES)
-        parser.error(f"--part inductor: what it generates for {args.arch} is not known here; choose {known}")
-    used = dict.fromkeys(([] if args.part == "inductor" else [own]) + ([] if args.part == "kernels" else planned))
-    lines: list[tuple[str, Future[aot.Result]]] = []
+        device_names = ", ".join(aot_inductor.DEVICES)
+        parser.error(f"--part inductor: what it generates for {args.arch} is not known here; choose {device_names}")
+    used = dict.fromkeys(
+        ([] if args.part == "inductor" else [kernel_arch]) + ([] if args.part == "kernels" else planned)
+    )
+    lines: list[tuple[str, Future[aot.CompiledBuild]]] = []
     with Pool() as pool:
         if args.part != "inductor":
-            for file, build in aot.builds(aot.ARCHS[own], args.pattern):
-                lines.append((build.label, pool.submit(aot.compile_build, aot.ARCHS[own], file, build)))
+            for file, build in aot.builds(aot.ARCHS[kernel_arch], args.pattern):
+                lines.append((build.label, pool.submit(aot.compile_build, aot.ARCHS[kernel_arch], file, build)))
         if args.part != "kernels":  # planned here while the pool compiles
             for arch in planned:
                 for model in _models(arch, chosen=bool(args.arch)):
@@ -71,11 +73,11 @@ def _models(arch: str, *, chosen: bool) -> Sequence[str]:
     Llama alone: what Inductor generates of the others differs from the first one's in block sizes."""
     from fzero.planner import aot_inductor
 
-    known = list(aot_inductor.MODELS) if arch in aot_inductor.DEVICES else []
-    return known if chosen or arch == next(iter(aot_inductor.DEVICES)) else known[:1]
+    names = list(aot_inductor.MODELS) if arch in aot_inductor.DEVICES else []
+    return names if chosen or arch == next(iter(aot_inductor.DEVICES)) else names[:1]
 
 
-def _say(label: str, width: int, r: aot.Result) -> bool:
+def _say(label: str, width: int, r: aot.CompiledBuild) -> bool:
     """Print the line of a build; returns whether it has a fault."""
     sizes = f"{r.registers:3} registers  {r.spilled:5} spilled  {r.shared / 1024:5.1f} KiB shared"
     sizes += f"  {r.matrix or '-':>4} matrix  {r.wide:3} of {r.accesses:3} wide"

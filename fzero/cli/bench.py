@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
+from fzero.cli.bounded_number import Number
 from fzero.cli.flags import FOLDER
-from fzero.cli.number import Number
 from fzero.cli.process import progress
 
 
@@ -50,9 +50,9 @@ def bench_machine(
     out: Path | None, quick: bool, only: tuple[str, ...], disk: Path | None, device: str, as_json: bool
 ) -> None:
     """Run `fzero bench`."""
-    from fzero.core import gpu, numa
+    from fzero.core import gpu, numa_binding
     from fzero.planner import devices
-    from fzero.planner.calibrate import machine, summary
+    from fzero.planner.calibrate import machine
     from fzero.run.machine import device_file
 
     path = device_file() if out is None else out
@@ -63,16 +63,16 @@ def bench_machine(
     device = gpu.resolve_device(device)
     if device == "cpu" and "attention" in only:
         raise ValueError("--only is attention, which is measured on a GPU, and the device is cpu; leave it out")
-    before = None
+    previous = None
     if only and path.is_file():
-        before = devices.device(path)
-        if before.kind != device:
-            raise ValueError(f"{path}: is of a {before.kind} device and --device is {device}; give another --out")
-    numa.bind_threads(numa.find_place(gpu.use_device(device)).cores)  # where a run has its threads
+        previous = devices.device(path)
+        if previous.kind != device:
+            raise ValueError(f"{path}: is of a {previous.kind} device and --device is {device}; give another --out")
+    numa_binding.bind_threads(numa_binding.find_placement(gpu.use_device(device)).cores)  # where a run has its threads
     effort = machine.Effort(tuple(only) or machine.PARTS, quick, device)
-    found = machine.measure(effort, disk=disk, before=before, say=progress)
-    machine.save(found, path)
-    click.echo(devices.to_json(found) if as_json else f"{summary.describe(found)}\nwritten to {path}")
+    calibration = machine.measure(effort, disk=disk, previous=previous, say=progress)
+    machine.save(calibration, path)
+    click.echo(devices.to_json(calibration) if as_json else f"{machine.describe(calibration)}\nwritten to {path}")
 
 
 @bench.command(name="disk")

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
+from fzero.cli.bounded_number import Number
 from fzero.cli.flags import AS_JSON
-from fzero.cli.number import Number
 from fzero.comm.mesh_text import mesh_text
 from fzero.core.bounds import COUNT, RATE
 
@@ -27,38 +27,47 @@ def ls(place: str, as_json: bool) -> None:
     """List the checkpoints of a run, in a folder or below a URL, complete or not."""
     from fzero.run.debug import checkpoint_list
 
-    found = checkpoint_list.listing(place)
+    listing = checkpoint_list.listing(place)
     if as_json:
-        entries = [{**entry._asdict(), "path": str(entry.path)} for entry in found.entries]
-        store = found.store and found.store._asdict()
+        entries = [{**entry._asdict(), "path": str(entry.path)} for entry in listing.entries]
+        store = listing.store and listing.store._asdict()
         click.echo(
             json.dumps(
-                {"home": str(found.checkpoint_dir), "entries": entries, "spare": found.spare, "store": store}, indent=1
+                {"home": str(listing.checkpoint_dir), "entries": entries, "spare": listing.spare, "store": store},
+                indent=1,
             )
         )
         return
-    if not found.entries:
-        click.echo(f"{found.checkpoint_dir}: no checkpoints")
+    if not listing.entries:
+        click.echo(f"{listing.checkpoint_dir}: no checkpoints")
     rows = []
-    for entry in found.entries:
+    for entry in listing.entries:
         leaves = "-" if entry.leaves is None else f"{entry.leaves:,}"
         mesh = "-" if entry.mesh is None else mesh_text(entry.mesh)
         rows.append(
-            [f"{entry.step}", when(entry.written), size(entry.size), leaves, size(entry.nbytes), mesh, entry.state]
+            [
+                f"{entry.step}",
+                format_time(entry.written),
+                size(entry.size),
+                leaves,
+                size(entry.nbytes),
+                mesh,
+                entry.state,
+            ]
         )
     if rows:
-        click.echo(str(found.checkpoint_dir))
+        click.echo(str(listing.checkpoint_dir))
         echo_table(["step", "written", "on disk", "leaves", "of bytes", "mesh", "state"], rows, right={0, 2, 3, 4})
-    for entry in found.entries:
+    for entry in listing.entries:
         if entry.note:
             click.echo(f"step {entry.step}: {entry.note}")
-    if found.spare:
-        click.echo(f"{size(found.spare)} of files in spare/ wait for the next save to write over them")
-    if found.store is not None:
-        on, pinned = found.store, ", ".join(map(str, found.store.pinned))
-        kept = f", and steps {pinned} kept as checkpoints" if pinned else ""
-        last = f"step {on.step} is complete{kept}" if on.step is not None else "no complete step"
-        click.echo(f"on the disk, {on.place}: {last}{f' ({on.note})' if on.note else ''}")
+    if listing.spare:
+        click.echo(f"{size(listing.spare)} of files in spare/ wait for the next save to write over them")
+    if listing.store is not None:
+        nvme_store, pinned = listing.store, ", ".join(map(str, listing.store.pinned))
+        pinned_text = f", and steps {pinned} kept as checkpoints" if pinned else ""
+        last = f"step {nvme_store.step} is complete{pinned_text}" if nvme_store.step is not None else "no complete step"
+        click.echo(f"on the disk, {nvme_store.place}: {last}{f' ({nvme_store.note})' if nvme_store.note else ''}")
 
 
 @ckpt.command()
@@ -69,28 +78,28 @@ def ls(place: str, as_json: bool) -> None:
 @AS_JSON
 def show(path: str, leaf: str | None, as_json: bool) -> None:
     """Show the content of a checkpoint; of a run, folder or URL: of its newest one."""
-    from fzero.checkpoint.directory import lines_of_incomplete
+    from fzero.checkpoint.directory import incomplete_lines
     from fzero.run.debug import checkpoint_list
 
     try:
         pattern = re.compile(leaf or "")
     except re.error as error:
         raise ValueError(f"--leaf {leaf!r}: is no regular expression ({error})") from None
-    found = checkpoint_list.describe_checkpoint(path)
-    leaves = {name: row for name, row in found.leaves.items() if pattern.search(name)}
-    if not leaves and found.leaves:
+    description = checkpoint_list.describe_checkpoint(path)
+    leaves = {name: row for name, row in description.leaves.items() if pattern.search(name)}
+    if not leaves and description.leaves:
         raise ValueError(
-            f"--leaf {leaf!r}: is found in the name of none of the {len(found.leaves)} leaves, such as "
-            f"{next(iter(found.leaves))}"
+            f"--leaf {leaf!r}: is found in the name of none of the {len(description.leaves)} leaves, such as "
+            f"{next(iter(description.leaves))}"
         )
-    for line in lines_of_incomplete(found.path) if str(found.path) != path.rstrip("/") else ():
+    for line in incomplete_lines(description.path) if str(description.path) != path.rstrip("/") else ():
         click.echo(line, err=True)
     if as_json:
-        click.echo(json.dumps({**found._asdict(), "path": str(found.path), "leaves": leaves}, indent=1))
+        click.echo(json.dumps({**description._asdict(), "path": str(description.path), "leaves": leaves}, indent=1))
         return
-    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-    click.echo(f"{found.path}: step {found.step}, by {versions}, on {mesh_text(found.mesh)}")
-    for name, value in found.config.items():
+    versions = ", ".join(f"{name} {version}" for name, version in description.versions.items())
+    click.echo(f"{description.path}: step {description.step}, by {versions}, on {mesh_text(description.mesh)}")
+    for name, value in description.config.items():
         click.echo(f"  {name} = {json.dumps(value)}" if name else f"  {json.dumps(value)}")
     click.echo()
     rows = [
@@ -108,9 +117,11 @@ def show(path: str, leaf: str | None, as_json: bool) -> None:
     ]
     echo_table(["leaf", "shape", "dtype", "spec", "parts", "chunk", "bytes", "digest"], rows, right={4, 6})
     click.echo()
-    totals = [[name, f"{t['leaves']:,}", f"{t['elements']:,}", size(t["bytes"])] for name, t in found.totals.items()]
-    whole = [sum(t[key] for t in found.totals.values()) for key in ("leaves", "elements", "bytes")]
-    totals.append(["all", f"{whole[0]:,}", f"{whole[1]:,}", size(whole[2])])
+    totals = [
+        [name, f"{t['leaves']:,}", f"{t['elements']:,}", size(t["bytes"])] for name, t in description.totals.items()
+    ]
+    grand_total = [sum(t[key] for t in description.totals.values()) for key in ("leaves", "elements", "bytes")]
+    totals.append(["all", f"{grand_total[0]:,}", f"{grand_total[1]:,}", size(grand_total[2])])
     echo_table(["", "leaves", "elements", "bytes"], totals, right={1, 2, 3})
 
 
@@ -121,11 +132,11 @@ def verify(path: str) -> int:
     from fzero.run.debug import checkpoint_list
 
     read = checkpoint_list.verify(path)
-    for place, found in read:
-        for line in found:
+    for location, faults in read:
+        for line in faults:
             click.echo(line)
-        click.echo(f"{place}: {f'damaged: {len(found)} found' if found else 'sound'}")
-    return 1 if any(found for _, found in read) else 0
+        click.echo(f"{location}: {f'damaged: {len(faults)} found' if faults else 'sound'}")
+    return 1 if any(faults for _, faults in read) else 0
 
 
 @ckpt.command()
@@ -143,33 +154,39 @@ def diff(a: str, b: str, atol: float, every: bool, as_json: bool) -> int:
     """Compare two checkpoints (of a run, folder or URL: its newest). The exit code is 1 if they differ."""
     from fzero.run.debug import checkpoint_diff
 
-    found = checkpoint_diff.compare(a, b, tolerance=atol, every=every)
+    difference = checkpoint_diff.compare(a, b, tolerance=atol, every=every)
     if as_json:
         compared = [
             {**leaf._asdict(), **{k: finite(getattr(leaf, k)) for k in ("largest", "largest_relative")}}
-            for leaf in found.compared
+            for leaf in difference.compared
         ]
         for leaf in compared:
             leaf["values"] = leaf["values"] and [finite(value) for value in leaf["values"]]
-        value = {**found._asdict(), "a": str(found.a), "b": str(found.b), "compared": compared, "same": found.same}
+        value = {
+            **difference._asdict(),
+            "a": str(difference.a),
+            "b": str(difference.b),
+            "compared": compared,
+            "same": difference.equal,
+        }
         click.echo(json.dumps(value, indent=1))
-        return 0 if found.same else 1
-    for place, names in ((found.a, found.only_a), (found.b, found.only_b)):
+        return 0 if difference.equal else 1
+    for folder, names in ((difference.a, difference.only_a), (difference.b, difference.only_b)):
         for name in names:
-            click.echo(f"leaf {name}: only in {place}")
-    for line in found.other:
+            click.echo(f"leaf {name}: only in {folder}")
+    for line in difference.other:
         click.echo(f"leaf {line}")
-    for leaf in found.compared:
+    for leaf in difference.compared:
         if leaf.differing or every:
             click.echo(str(leaf))
-    unread = len(found.differing) - len(found.compared)
+    unread = len(difference.differing) - len(difference.compared)
     if unread:
         click.echo(f"{unread} more leaves have other digests (--all compares them)")
-    if not found.same:
-        click.echo(f"differ: {found.a} and {found.b}")
+    if not difference.equal:
+        click.echo(f"differ: {difference.a} and {difference.b}")
         return 1
-    within = f"within {atol:g}" if found.differing else "bit for bit"
-    click.echo(f"the same {within}: {found.leaves} leaves of {found.a} and {found.b}")
+    within = f"within {atol:g}" if difference.differing else "bit for bit"
+    click.echo(f"the same {within}: {difference.leaves} leaves of {difference.a} and {difference.b}")
     return 0
 
 
@@ -212,7 +229,7 @@ def size(count: int | None) -> str:
     return f"{count} B"
 
 
-def when(seconds: float | None) -> str:
+def format_time(seconds: float | None) -> str:
     """Format a time in the local time zone; "-" if unknown."""
     return "-" if seconds is None else datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import click
 
+from fzero.cli.bounded_number import Flag, Number, refuse_idle
 from fzero.cli.flags import DEVICE, EMA, FOLDER
-from fzero.cli.idle import Flag, refuse_idle
-from fzero.cli.number import Number
 from fzero.cli.process import say
 from fzero.core import packages
 from fzero.core.bounds import LENGTH, SEED, SIZE
@@ -121,10 +120,10 @@ def bytes_bar() -> Iterator[Callable[[str, int, int], None] | None]:
 
     with sized_bar(unit="B", unit_scale=True, leave=False) as bar:
 
-        def show(stage: str, done: int, of: int) -> None:
+        def show(stage: str, done: int, total: int) -> None:
             if bar.desc != f"{stage}: ":
                 bar.set_description(stage, refresh=False)
-                bar.reset(of)
+                bar.reset(total)
                 bar.initial = bar.n = bar.last_print_n = done  # of an earlier attempt: no rate follows from them
             bar.update(done - bar.n)
 
@@ -152,9 +151,9 @@ def link(source: str, out: Path, tokenizer: str | None, **options: Any) -> None:
         raise ValueError(f"--tokenizer: name the one that made the tokens of {source}: bytes, or its tokenizer.json")
     else:
         meta = data.link(source, out, tokenizer=tokenizer, **options)
-    place = meta["remote"]["url"] if "remote" in meta else meta["linked"]["path"]
+    location = meta["remote"]["url"] if "remote" in meta else meta["linked"]["path"]
     splits = ", ".join(f"{name}: {n['tokens']:,} tokens in {n['documents']:,}" for name, n in meta["splits"].items())
-    say(f"{out}: reads {place} in place; {splits} documents")
+    say(f"{out}: reads {location} in place; {splits} documents")
 
 
 @data_group.command()
@@ -165,12 +164,12 @@ def verify(corpus: Path) -> int:
     A run does so for what it reads, when it reads it for the first time."""
     from fzero import data
 
-    found = data.verify(corpus)
-    for damage in found:
+    damages = data.verify(corpus)
+    for damage in damages:
         say(damage)
-    if not found:
+    if not damages:
         say(f"{corpus}: sound")
-    return 1 if found else 0
+    return 1 if damages else 0
 
 
 @data_group.command()
@@ -200,7 +199,7 @@ def analyze(
     It is written beside the corpus, in analysis-NAME-LENGTH-PACKING/."""
     from fzero import data
     from fzero.core import gpu
-    from fzero.data.analysis import analysis_folder, described
+    from fzero.data.analysis import analysis_folder, describe_values
 
     if (metric == "loss") != (reference is not None):
         fix = "give --reference RUN" if reference is None else f"leave it out, or use --metric loss, not {metric}"
@@ -211,11 +210,11 @@ def analyze(
         from fzero.run.row_losses import analyze_by_model
 
         options = {"seq_len": seq_len, "packing": packing, "name": name}
-        place = gpu.use_device(gpu.resolve_device(device or "auto"))
-        values, passed = analyze_by_model(corpus, reference, **options, device=place)
+        torch_device = gpu.use_device(gpu.resolve_device(device or "auto"))
+        values, passed = analyze_by_model(corpus, reference, **options, device=torch_device)
         for warning in passed:
             print(warning, file=sys.stderr)
-    for line in described(values, metric):
+    for line in describe_values(values, metric):
         say(line)
     say(f"written: {analysis_folder(corpus, name or metric, seq_len, packing)}")
 
@@ -250,9 +249,9 @@ def import_command(source: Path, out: Path, hf_config: Path | None, upcycle: str
 
     SOURCE is a folder of Hugging Face transformers, a torch.distributed.checkpoint, or a DeepSpeed universal
     checkpoint. It uses no GPU."""
-    from fzero.run import exchange
+    from fzero.run import import_export
 
-    say(exchange.import_weights(source, out, hf_config, upcycle))
+    say(import_export.import_weights(source, out, hf_config, upcycle))
 
 
 @click.command()
@@ -262,9 +261,9 @@ def import_command(source: Path, out: Path, hf_config: Path | None, upcycle: str
 @EMA
 def export(run: Path, out: Path, adapter: bool, ema: bool) -> None:
     """Write the model of a run in the format of Hugging Face transformers. It uses no GPU."""
-    from fzero.run import exchange
+    from fzero.run import import_export
 
-    line, passed = (exchange.export_adapter if adapter else exchange.export_hf)(run, out, ema=ema)
+    line, passed = (import_export.export_adapter if adapter else import_export.export_hf)(run, out, ema=ema)
     for warning in passed:
         print(warning, file=sys.stderr)
     say(line)

@@ -11,8 +11,8 @@ import click
 from fzero.cli.flags import FOLDER, add_flags, is_written, table_of, tuning_flags
 from fzero.cli.pretrain import RUN_FLAGS, Begin, bar_or_lines, finish, hang_s_of, prepare, refuse_flags
 from fzero.cli.process import coordinated
-from fzero.core.foreign import nearest
-from fzero.core.importing import without_collection
+from fzero.core.packages import without_collection
+from fzero.core.text_parsing import nearest
 from fzero.run import warm_up
 
 WORDS = ("dora", "vocabulary")
@@ -67,16 +67,16 @@ def finetune(
     chat_template: str | None,
     too_long: str | None,
     add_tokens: str | None,
-    **given: Any,
+    **arguments: Any,
 ) -> int:
     """Fine-tune a model on conversations or preferences, whole or with LoRA.
 
     The run is one of `fzero pretrain` in all else: its folder, resuming, meshes, offload, report."""
-    begin, flags = Begin(**{name: given.pop(name) for name in Begin._fields}), given
+    begin, flags = Begin(**{name: arguments.pop(name) for name in Begin._fields}), arguments
     begin = begin._replace(prompt=begin.prompt or "")
-    own = {"objective": objective, "lora": lora, "quantize": quantize}
-    own |= {"chat-template": chat_template, "too-long": too_long, "add-tokens": add_tokens}
-    refuse_flags(begin, {**flags, "config": config_file, "init": begin.init, **own}, settings)
+    recipe_flags = {"objective": objective, "lora": lora, "quantize": quantize}
+    recipe_flags |= {"chat-template": chat_template, "too-long": too_long, "add-tokens": add_tokens}
+    refuse_flags(begin, {**flags, "config": config_file, "init": begin.init, **recipe_flags}, settings)
     table = table_of(config_file, settings, mesh, {**flags, "init": begin.init})
     if objective is not None:
         table["objective"] = objective
@@ -113,24 +113,24 @@ def parse_lora(text: str) -> dict[str, Any]:
     >>> parse_lora("rank=16,on=attn")
     {'rank': 16, 'alpha': 32.0, 'targets': 'attn', 'dora': False, 'vocabulary': False}
     """
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     parts = text.split(",")
-    for part in parts:
-        name, equals, value = part.partition("=")
-        if part in WORDS and parts.count(part) == 1:
+    for item in parts:
+        name, equals, value = item.partition("=")
+        if item in WORDS and parts.count(item) == 1:
             continue
-        if name not in ("rank", "on", "alpha") or not equals or not value or name in found:
+        if name not in ("rank", "on", "alpha") or not equals or not value or name in fields:
             raise ValueError(
-                f"--lora {text}: {part!r} is not rank=R, on=attn|all|REGEX, alpha=A, dora or vocabulary, each once"
+                f"--lora {text}: {item!r} is not rank=R, on=attn|all|REGEX, alpha=A, dora or vocabulary, each once"
                 f"{nearest(name, ('rank', 'on', 'alpha', *WORDS))}; write --lora rank=16,on=attn"
             )
-        found[name] = value
+        fields[name] = value
     try:
-        rank, alpha = int(found.get("rank", "16")), float(found.get("alpha", "32"))
+        rank, alpha = int(fields.get("rank", "16")), float(fields.get("alpha", "32"))
     except ValueError:
         raise ValueError(f"--lora {text}: rank is a whole number and alpha a number; write rank=16,alpha=32") from None
     words = {word: word in parts for word in WORDS}
-    return {"rank": rank, "alpha": alpha, "targets": found.get("on", "all"), **words}
+    return {"rank": rank, "alpha": alpha, "targets": fields.get("on", "all"), **words}
 
 
 def config_of_flags(

@@ -10,10 +10,9 @@ from typing import Any
 
 import click
 
-from fzero.cli.idle import Flag
-from fzero.cli.number import Number
+from fzero.cli.bounded_number import Flag, Number
 from fzero.core.bounds import LENGTH, MEMORY_GB, SEED, STAGE
-from fzero.core.foreign import environment_number, short
+from fzero.core.text_parsing import environment_number, short
 
 FOLDER = click.Path(path_type=Path)
 # Options of several commands.
@@ -229,46 +228,50 @@ def table_of(
     config_file: Path | None, settings: tuple[str, ...], mesh: str | None, flags: dict[str, Any]
 ) -> dict[str, Any]:
     """The config table of the flags: the files, changed by --set, changed by the other flags."""
-    from fzero.cli import names
-    from fzero.core import tables
+    from fzero.cli import name_checks
+    from fzero.core import config_tables
     from fzero.run.config_versions import current_keys
 
-    table = tables.read_table(config_file) if config_file else {}
+    table = config_tables.read_table(config_file) if config_file else {}
     table = current_keys(table) if is_written(config_file) else table
     sizes = parse_mesh(mesh) if mesh else table.get("mesh", {})
     if flags.get("deepspeed") is not None:
-        table = beside_deepspeed(table, flags["deepspeed"], sizes, config_file)
+        table = merge_deepspeed(table, flags["deepspeed"], sizes, config_file)
     flag_of: dict[str, str] = {}
 
-    def put(flag: str, key: str, value: Any) -> None:
-        for other, before in flag_of.items():
-            if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
-                raise ValueError(f"{flag} and {before} both set {max(key, other, key=len)}; give one of them")
+    def set_value(flag: str, key: str, value: Any) -> None:
+        for previous_key, previous_flag in flag_of.items():
+            if f"{key}.".startswith(f"{previous_key}.") or f"{previous_key}.".startswith(f"{key}."):
+                raise ValueError(
+                    f"{flag} and {previous_flag} both set {max(key, previous_key, key=len)}; give one of them"
+                )
         flag_of[key] = flag
-        tables.put(table, key, value)
+        config_tables.set_nested(table, key, value)
 
     for setting in settings:
-        put(f"--set {setting}", *tables.parse_setting(setting))
+        set_value(f"--set {setting}", *config_tables.parse_setting(setting))
     for name, key in SHORTHANDS.items():
         if flags.get(name) is not None:
-            put(f"--{name.replace('_', '-')}", key, scaling_of(flags[name]) if name == "rope_scaling" else flags[name])
+            set_value(
+                f"--{name.replace('_', '-')}", key, scaling_of(flags[name]) if name == "rope_scaling" else flags[name]
+            )
     for axis, size in sizes.items() if mesh else ():
-        put("--mesh", f"mesh.{axis}", size)
+        set_value("--mesh", f"mesh.{axis}", size)
     if str(table.get("preset", "")).endswith("config.json"):
         table |= {"preset": "", "model": sizes_of_hf(Path(table["preset"])) | table.get("model", {})}
-    names.check_names(table)
+    name_checks.check_names(table)
     precision = table.get("precision", {})
-    asked = any(key.startswith("precision.loss_scale") for key in flag_of)
-    if flags.get("deepspeed") is not None and precision.get("policy") != "fp16" and not asked:
+    explicit_scale = any(key.startswith("precision.loss_scale") for key in flag_of)
+    if flags.get("deepspeed") is not None and precision.get("policy") != "fp16" and not explicit_scale:
         # A loss scale of the file is for its fp16.
         table = {**table, "precision": {name: x for name, x in precision.items() if name != "loss_scale"}}
     if flags.get("deepspeed") is not None and flags.get("init") is None:  # whose recipe has one rate
-        from fzero.run.deepspeed import expect_pattern, read_deepspeed, stretched_line, with_one_rate
+        from fzero.run.deepspeed import expect_pattern, read_deepspeed, stretched_line, with_uniform_rate
 
-        found = read_deepspeed(flags["deepspeed"], ranks_of(sizes)).table
-        table = with_one_rate(table, found)
-        expect_pattern(flags["deepspeed"], table, found)
-        if (line := stretched_line(flags["deepspeed"], table, found)) and environment_number("RANK", 0) == 0:
+        deepspeed_table = read_deepspeed(flags["deepspeed"], ranks_of(sizes)).table
+        table = with_uniform_rate(table, deepspeed_table)
+        expect_pattern(flags["deepspeed"], table, deepspeed_table)
+        if (line := stretched_line(flags["deepspeed"], table, deepspeed_table)) and environment_number("RANK", 0) == 0:
             click.echo(line, err=True)
     return table
 
@@ -277,23 +280,23 @@ def scaling_of(text: str) -> dict[str, Any] | None:
     """The value of model.rope_scaling that a text of --rope-scaling says."""
     from fzero.kernels.rope import RopeScaling
 
-    found = RopeScaling.parse(text)
-    return None if found is None else dataclasses.asdict(found)
+    scaling = RopeScaling.parse(text)
+    return None if scaling is None else dataclasses.asdict(scaling)
 
 
-def beside_deepspeed(
+def merge_deepspeed(
     table: dict[str, Any], path: Path, mesh: dict[str, int], config_file: Path | None
 ) -> dict[str, Any]:
     """The table of a file of --config and of one of --deepspeed, which may not set the same; says what is ignored."""
-    from fzero.core import tables
-    from fzero.run.deepspeed import ignored_line, merged, read_deepspeed
+    from fzero.core import config_tables
+    from fzero.run.deepspeed import ignored_line, merge_tables, read_deepspeed
 
-    found = read_deepspeed(path, ranks_of(mesh))
-    for key in sorted(dict(tables.flat(table)).keys() & dict(tables.flat(found.table)).keys()):
+    conversion = read_deepspeed(path, ranks_of(mesh))
+    for key in sorted(dict(config_tables.flat(table)).keys() & dict(config_tables.flat(conversion.table)).keys()):
         raise ValueError(f"--config {config_file} and --deepspeed {path} both set {key}; leave one of them out")
-    if (line := ignored_line(path, found)) and environment_number("RANK", 0) == 0:
+    if (line := ignored_line(path, conversion)) and environment_number("RANK", 0) == 0:
         click.echo(line, err=True)
-    return merged(found.table, table)
+    return merge_tables(conversion.table, table)
 
 
 def ranks_of(mesh: dict[str, int]) -> int:
@@ -315,22 +318,22 @@ def sizes_of_hf(path: Path) -> dict[str, Any]:
     return {"family": family_of(sizes), **dataclasses.asdict(sizes)}
 
 
-MOST_RANKS = 1 << 24  # of a mesh: more than anybody has, and few enough to be counted
+MAX_RANKS = 1 << 24  # of a mesh: more than anybody has, and few enough to be counted
 
 
 def parse_mesh(text: str, flag: str = "--mesh ") -> dict[str, int]:
     """Parse the sizes of a mesh's axes from a text such as dp=4,tp=2."""
     sizes = {}
-    for part in text.split(","):
-        axis, _, size = part.partition("=")
+    for item in text.split(","):
+        axis, _, size = item.partition("=")
         if not (size.isascii() and size.isdecimal() and len(size) < 20):
             raise ValueError(f"{flag}{short(text)} is not of the form dp=4,tp=2")
         if axis.strip() in sizes:
             raise ValueError(f"{flag}{short(text)} has {axis.strip()} twice; give each axis one size")
         sizes[axis.strip()] = int(size)
-    if math.prod(sizes.values()) > MOST_RANKS:
+    if math.prod(sizes.values()) > MAX_RANKS:
         raise ValueError(
-            f"{flag}{short(text)} has {math.prod(sizes.values()):,} ranks; at most {MOST_RANKS:,} can be had"
+            f"{flag}{short(text)} has {math.prod(sizes.values()):,} ranks; at most {MAX_RANKS:,} can be had"
         )
     return sizes
 

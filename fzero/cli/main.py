@@ -25,7 +25,7 @@ from fzero.cli.pretrain import pretrain
 from fzero.cli.replay import bisect, replay
 from fzero.cli.report import report
 from fzero.cli.sample import sample
-from fzero.core import kept
+from fzero.core import compile_cache
 from fzero.run.ranks import signals
 
 # Every command once, in the order of work.
@@ -83,7 +83,7 @@ def cli(context: click.Context, traceback: bool) -> None:
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0, or as `process.run` says."""
     if args is None:  # a process of its own, in which nobody changes what fzero's functions do
-        kept.allow_programs()
+        compile_cache.allow_programs()
     args = list(sys.argv[1:] if args is None else args)
     process.escape_output()
     traceback = os.environ.get("FZERO_TRACEBACK", "0") not in ("", "0") or "--traceback" in args

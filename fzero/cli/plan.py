@@ -11,17 +11,16 @@ from typing import Any
 
 import click
 
-from fzero.cli.ask import OF_SEARCH, QUESTIONS, Asked, ask
-from fzero.cli.flags import AS_JSON, FOLDER, MOST_RANKS, SHORTHANDS, config_flags, config_of, parse_mesh, table_of
-from fzero.cli.idle import Flag, refuse_idle
-from fzero.cli.names import check_names, check_preset
-from fzero.cli.number import Number
+from fzero.cli.bounded_number import Flag, Number, refuse_idle
+from fzero.cli.flags import AS_JSON, FOLDER, MAX_RANKS, SHORTHANDS, config_flags, config_of, parse_mesh, table_of
+from fzero.cli.name_checks import check_names, check_preset
+from fzero.cli.plan_questions import OF_SEARCH, QUESTIONS, AnsweredSearch, answer_question
 from fzero.cli.progress import Progress
 from fzero.comm.mesh_text import mesh_text
-from fzero.core import tables
+from fzero.core import config_tables
 from fzero.core.bounds import COUNT, MEMORY_GB, POSITIVE, SIZE
-from fzero.core.foreign import Unparsable, nearest, parse_toml
-from fzero.core.importing import without_collection
+from fzero.core.packages import without_collection
+from fzero.core.text_parsing import Unparsable, nearest, parse_toml
 from fzero.planner import launch
 
 # Of a config.
@@ -29,7 +28,7 @@ TABLES = (
     "model", "data", "optim", "precision", "train", "mesh", "pipeline", "nvme", "guard", "reshard", "objective", "dpo",
     "stages", "local", "partition_activations",
 )  # fmt: skip
-MOST_CLASSES = 1 << 20
+MAX_CLASSES = 1 << 20
 RATE_GBS = (0.0, False, 1e6)
 
 
@@ -104,7 +103,7 @@ def over_ep(config: Any, device: Any) -> bool:
     "--world-size",
     cls=Flag,
     needs="--search",
-    type=Number(int, (1, True, MOST_RANKS, True)),
+    type=Number(int, (1, True, MAX_RANKS, True)),
     help="The number of devices for a search, with a rank on each.",
 )
 @click.option(
@@ -156,7 +155,7 @@ def over_ep(config: Any, device: Any) -> bool:
 )
 @click.option(
     "--classes",
-    type=Number(int, (1, True, MOST_CLASSES, True)),
+    type=Number(int, (1, True, MAX_CLASSES, True)),
     help="Plan a head of so many classes, to learn labels. 1 is a reward.",
 )
 @click.option(
@@ -205,7 +204,7 @@ def plan(
     if flags["device"] is not None:
         raise ValueError(f"--device is {flags['device']}, and a plan is for --gpu; use --gpu, or leave it out")
     kind = of_many(searches, bool(vary))
-    refuse_together(kind, question, as_json, {"--roofline": by_part, "--tokens": tokens is not None})
+    refuse_conflicts(kind, question, as_json, {"--roofline": by_part, "--tokens": tokens is not None})
     refuse_lora_flags(lora_rank, lora_targets, quantize, kind)
     if slurm is not None and out is None:
         raise ValueError("--slurm needs --out RUN.TOML, the config that the script starts")
@@ -231,16 +230,17 @@ def plan(
         refuse_idle(config, device)
     if searches and world_size is not None:
         answer = search_plans(config, world_size, device, top, out, slurm)
-        answer = Asked(answer, ask(question, answer.config, device, cache_of(no_cache))) if question else answer
+        if question:
+            answer = AnsweredSearch(answer, answer_question(question, answer.config, device, cache_of(no_cache)))
     elif question:
-        answer = ask(question, config, device, cache_of(no_cache))
+        answer = answer_question(question, config, device, cache_of(no_cache))
     elif vary:
-        from fzero.planner import vary as variants
+        from fzero.planner import plan_grid as variants
 
         with Progress("planning") as show:
             answer = variants.vary(table, choices, gpu=device, say=show, cache=cache_of(no_cache), rank=rank)
     else:
-        answer = plan_one(config, device, cache_of(no_cache), rank)
+        answer = plan_config(config, device, cache_of(no_cache), rank)
     answer = answer if tokens is None else answer.for_tokens(tokens)
     click.echo(answer.to_json() if as_json else str(answer))
     if by_part:
@@ -254,8 +254,10 @@ def plan(
 def with_steps_of(tokens: float, table: dict[str, Any], config: Any) -> dict[str, Any]:
     """The table with the steps of a budget of tokens, for the config that a search writes."""
     if "steps" in table.get("train", {}) or config.train.batch_ramp:
-        given = "train.batch_ramp" if config.train.batch_ramp else "train.steps"
-        raise ValueError(f"--out writes the steps of --tokens {tokens:g}, and {given} is given; leave out --tokens")
+        explicit_key = "train.batch_ramp" if config.train.batch_ramp else "train.steps"
+        raise ValueError(
+            f"--out writes the steps of --tokens {tokens:g}, and {explicit_key} is given; leave out --tokens"
+        )
     steps = max(1, round(tokens / (config.train.batch * config.data.seq_len)))
     return {**table, "train": {**table.get("train", {}), "steps": steps}}
 
@@ -267,26 +269,26 @@ def of_many(searches: bool, vary: bool) -> str:
     return "--search" if searches else "--vary" if vary else ""
 
 
-def refuse_together(kind: str, question: str | None, as_json: bool, of_one: dict[str, bool]) -> None:
+def refuse_conflicts(kind: str, question: str | None, as_json: bool, of_one: dict[str, bool]) -> None:
     """Raise ValueError for flags that exclude each other.
 
     kind: "--search", "--vary" or "". of_one: {flag of one plan: whether it is given}.
     """
-    other = [kind] if kind else [flag for flag, given in of_one.items() if given]
-    if question and other and not (question in OF_SEARCH and kind == "--search"):
-        raise ValueError(f"--ask {question} answers one question; leave out {other[0]}")
+    conflicts = [kind] if kind else [flag for flag, present in of_one.items() if present]
+    if question and conflicts and not (question in OF_SEARCH and kind == "--search"):
+        raise ValueError(f"--ask {question} answers one question; leave out {conflicts[0]}")
     if of_one["--roofline"] and (kind or as_json):
         raise ValueError(f"--roofline is for one plan in words; leave out {kind or '--json, which has time.parts'}")
 
 
-def refuse_lora_flags(rank: int | None, targets: str | None, quantize: str | None, many: str) -> None:
-    """Raise ValueError for flags of LoRA without its rank, or beside `many`, a flag that makes many plans."""
+def refuse_lora_flags(rank: int | None, targets: str | None, quantize: str | None, kind: str) -> None:
+    """Raise ValueError for flags of LoRA without its rank, or beside `kind`, a flag that makes many plans."""
     if rank is None and targets is not None:
         raise ValueError("--lora-targets needs --lora-rank, the rank of the factors")
     if rank is None and quantize is not None:
         raise ValueError("--quantize needs --lora-rank: frozen weights are in codes, and LoRA's factors are trained")
-    if rank is not None and many:
-        raise ValueError(f"--lora-rank is for one plan; leave out {many}")
+    if rank is not None and kind:
+        raise ValueError(f"--lora-rank is for one plan; leave out {kind}")
 
 
 def with_classes(config: Any, classes: int) -> Any:
@@ -294,9 +296,9 @@ def with_classes(config: Any, classes: int) -> Any:
     from fzero import models
 
     model = models.build(config.model)
-    found = models.reward(model) if classes == 1 else models.classify(model, [str(i) for i in range(classes)])
+    head_model = models.reward(model) if classes == 1 else models.classify(model, [str(i) for i in range(classes)])
     objective = "reward" if classes == 1 else "classify"
-    return dataclasses.replace(config, model=found.config, objective=objective)
+    return dataclasses.replace(config, model=head_model.config, objective=objective)
 
 
 def with_lora(config: Any, rank: int, targets: str | None, kind: str | None) -> Any:
@@ -310,8 +312,8 @@ def with_lora(config: Any, rank: int, targets: str | None, kind: str | None) -> 
         )
     model = models.build(config.model)
     model = model if kind is None else models.quantized(model, kind)
-    found = models.lora(model, rank) if targets is None else models.lora(model, rank, targets=targets)
-    return dataclasses.replace(config, model=found.config)
+    lora_model = models.lora(model, rank) if targets is None else models.lora(model, rank, targets=targets)
+    return dataclasses.replace(config, model=lora_model.config)
 
 
 def cache_of(no_cache: bool) -> Path | None:
@@ -321,11 +323,11 @@ def cache_of(no_cache: bool) -> Path | None:
     return None if no_cache else cache_folder()
 
 
-def plan_one(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
+def plan_config(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
     """The PlanReport of a config; what closed forms say of it is printed on stderr before its step is traced."""
     from fzero.planner import plan as plans
     from fzero.planner.first_estimate import first_estimate
-    from fzero.planner.trace_cache import is_kept
+    from fzero.planner.trace_cache import is_cached
 
     sizes, resolved = plans.sizes_of(config, None), plans.resolve_for(config, device)
     if rank >= (world := math.prod(sizes.values())):
@@ -333,7 +335,7 @@ def plan_one(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
     line = ""
     if sizes.get("pp", 1) > 1:
         cache = None  # the closed forms and the kept traces are of steps without pp
-    elif cache is not None and is_kept(resolved, sizes, rank, device.target, cache):
+    elif cache is not None and is_cached(resolved, sizes, rank, device.target, cache):
         line = f"fzero: the trace of an earlier plan in {cache} answers this; --no-cache traces anew"
     else:
         line = str(first_estimate(resolved, sizes, device, rank))
@@ -344,29 +346,34 @@ def plan_one(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
 
 
 def device_with(
-    gpu: str, memory_gb: float | None, nvme_gbs: float | None, imbalance: str | None, between: str | None, **given: Any
+    gpu: str,
+    memory_gb: float | None,
+    nvme_gbs: float | None,
+    imbalance: str | None,
+    node_links: str | None,
+    **overrides: Any,
 ) -> Any:
     """The Device of a name, with this memory, this rate of its disk, these loads of experts, these links between nodes,
     and the other fields that are given."""
     from fzero.planner.devices import between_nodes
-    from fzero.planner.loads import Loads
+    from fzero.planner.expert_loads import Loads
     from fzero.planner.plan import device_for
 
-    changes = {name: value for name, value in given.items() if value is not None}
+    changes = {name: value for name, value in overrides.items() if value is not None}
     if memory_gb is not None:
         changes["memory_bytes"] = int(memory_gb * 1e9)
     if imbalance is not None:
         changes["loads"] = Loads.parse(imbalance)
     if nvme_gbs is not None:
         changes["nvme"] = dict.fromkeys(("read", "write", "both"), nvme_gbs * 1e9)
-    found = dataclasses.replace(device_for(gpu), **changes)
-    found = found if between is None else between_nodes(found, between)
-    if found.memory_bytes <= found.reserved_bytes:
+    device = dataclasses.replace(device_for(gpu), **changes)
+    device = device if node_links is None else between_nodes(device, node_links)
+    if device.memory_bytes <= device.reserved_bytes:
         raise ValueError(
-            f"--memory-gb is {memory_gb:g}; it must be above the {found.reserved_bytes / 1e9:.2f} GB that the driver "
+            f"--memory-gb is {memory_gb:g}; it must be above the {device.reserved_bytes / 1e9:.2f} GB that the driver "
             "and libraries take"
         )
-    return found
+    return device
 
 
 def parse_choices(texts: tuple[str, ...]) -> dict[str, list[Any]]:
@@ -377,15 +384,17 @@ def parse_choices(texts: tuple[str, ...]) -> dict[str, list[Any]]:
     """
     choices: dict[str, list[Any]] = {}
     for text in texts:
-        given, equals, values = text.partition("=")
-        name = SHORTHANDS.get(given.strip().replace("-", "_"), given.strip())
+        key, equals, values = text.partition("=")
+        name = SHORTHANDS.get(key.strip().replace("-", "_"), key.strip())
         if not equals or not name:
             raise ValueError(f"--vary {text!r} is not of the form NAME=A,B, such as remat=none,full")
         if name in choices:
             raise ValueError(f"--vary gives {name} twice; give all its values at once")
         check_choice(name)
-        parts = [part.strip() for part in values.split(";" if ";" in values else ",")]
-        choices[name] = [parse_mesh(part, "--vary mesh=") if name == "mesh" else parse_value(part) for part in parts]
+        parts = [choice.strip() for choice in values.split(";" if ";" in values else ",")]
+        choices[name] = [
+            parse_mesh(choice, "--vary mesh=") if name == "mesh" else parse_value(choice) for choice in parts
+        ]
     for name in choices.get("preset", ()):
         check_preset(name)
     return choices
@@ -393,9 +402,9 @@ def parse_choices(texts: tuple[str, ...]) -> dict[str, list[Any]]:
 
 def check_choice(name: str) -> None:
     """Raise ValueError if --vary names nothing that a plan has: no flag, table of a config, `mesh` or `gpu`."""
-    known = ("mesh", "gpu", *SHORTHANDS.values())
-    if name not in known and name.partition(".")[0] not in TABLES:
-        near = nearest(name, [*SHORTHANDS, *known])
+    allowed = ("mesh", "gpu", *SHORTHANDS.values())
+    if name not in allowed and name.partition(".")[0] not in TABLES:
+        near = nearest(name, [*SHORTHANDS, *allowed])
         raise ValueError(
             f"--vary {name}: nothing of that name{near}; it is a flag of a config, mesh, gpu, or a.b of --set"
         )
@@ -417,20 +426,20 @@ def refuse_decided_flags(config_file: Path | None, settings: tuple[str, ...], fl
     keys = {**SHORTHANDS, "mesh": "mesh"}
     if flags.pop("deepspeed") is not None:
         raise ValueError("--search decides stage, micro-batch and offload, which --deepspeed sets; give --config")
-    given = [name for name, value in flags.items() if value is not None and launch.decides(keys[name])]
-    if given:
-        flagged = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    decided_flags = [name for name, value in flags.items() if value is not None and launch.decides(keys[name])]
+    if decided_flags:
+        flagged = ", ".join(f"--{name.replace('_', '-')}" for name in decided_flags)
         raise ValueError(f"--search chooses {flagged} itself; leave that out")
     for setting in settings:
-        key, value = tables.parse_setting(setting)
+        key, value = config_tables.parse_setting(setting)
         table: dict[str, Any] = {}
-        tables.put(table, key, value)
+        config_tables.set_nested(table, key, value)
         launch.refuse_decided(table, "--set")
     if config_file is not None and config_file.suffix == ".json":
         decided = ", ".join(launch.DECIDED)
         print(f"fzero: --search decides {decided}; those of {config_file} do not count", file=sys.stderr)
     elif config_file is not None:
-        launch.refuse_decided(tables.read_table(config_file), str(config_file))
+        launch.refuse_decided(config_tables.read_table(config_file), str(config_file))
 
 
 def search_plans(config: Any, gpus: int, gpu: Any, top: int, out: Path | None, slurm: Path | None) -> Any:
@@ -448,8 +457,8 @@ def search_plans(config: Any, gpus: int, gpu: Any, top: int, out: Path | None, s
         best = result.best[0].report
         command = launch.launch_command(out, gpus, best.ranks_on_node)
         nodes, _ = launch.machines(gpus, best.ranks_on_node)
-        where = f" on each of {nodes} machines, of which HOST is one" if nodes > 1 else ""
-        print(f"wrote {out}; start it{where} with: {command}", file=sys.stderr)
+        machines_text = f" on each of {nodes} machines, of which HOST is one" if nodes > 1 else ""
+        print(f"wrote {out}; start it{machines_text} with: {command}", file=sys.stderr)
         if slurm is not None:
             script = launch.slurm_script(out, gpus, best.ranks_on_node, gpu=best.device.kind != "cpu")
             write_text(slurm.parent, slurm.name, script)

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import click
 
+from fzero.cli.bounded_number import Number, refuse_idle
 from fzero.cli.flags import FOLDER, SHORTHANDS, add_flags, config_flags, config_of, table_of
-from fzero.cli.idle import refuse_idle
-from fzero.cli.number import Number
-from fzero.cli.process import coordinated, leave, one_line, quiet, say, versions, without_reader
+from fzero.cli.process import coordinated, end_run, escape_line, quiet, say, versions, without_reader
 from fzero.core import packages
 from fzero.core.bounds import POSITIVE, SIZE
-from fzero.core.importing import without_collection
+from fzero.core.packages import without_collection
 from fzero.run import warm_up
 
 # The flags, besides --mesh, that a resumed run may change.
@@ -101,9 +100,9 @@ class Begin(NamedTuple):
     help="Start from this model. A run, an import, or a folder of Hugging Face transformers.",
 )
 @click.option("--prompt", metavar="TEXT", help="The text to continue. It is shown at the end; '' shows none.")
-def pretrain(config_file: Path | None, settings: tuple[str, ...], mesh: str | None, **given: Any) -> int:
+def pretrain(config_file: Path | None, settings: tuple[str, ...], mesh: str | None, **arguments: Any) -> int:
     """Train a model; the run folder holds its config, metrics, checkpoints and pictures."""
-    begin, flags = Begin(**{name: given.pop(name) for name in Begin._fields}), given
+    begin, flags = Begin(**{name: arguments.pop(name) for name in Begin._fields}), arguments
     refuse_flags(begin, {**flags, "config": config_file, "init": begin.init}, settings)
     table = table_of(config_file, settings, mesh, {**flags, "init": begin.init})
     warm_up.begin()
@@ -114,8 +113,9 @@ def pretrain(config_file: Path | None, settings: tuple[str, ...], mesh: str | No
             from fzero.run.ranks.watchdog import watch
 
         grow = "vocab_size" not in table.get("model", {}) and begin.init is None
-        own = not ({"steps", "batch"} & set(table.get("train", {}))) and "schedule" not in table.get("optim", {})
-        options = {"grow_vocabulary": grow, "may_shorten": own}
+        has_length = {"steps", "batch"} & set(table.get("train", {}))
+        shortenable = not has_length and "schedule" not in table.get("optim", {})
+        options = {"grow_vocabulary": grow, "may_shorten": shortenable}
         make = lambda: config_of(table, config_file, begin.init)  # noqa: E731
         with watch(coordinator):
             folder, ready = prepare(coordinator, begin, table, make, (bar, line), **options)
@@ -125,13 +125,13 @@ def pretrain(config_file: Path | None, settings: tuple[str, ...], mesh: str | No
 
 def hang_s_of(table: dict[str, Any], folder: Path | None) -> float | None:
     """`train.hang_s` before the ranks have met: as given, or of the run in the folder; None if neither has it."""
-    from fzero.core.foreign import read_json
+    from fzero.core.text_parsing import read_json
 
-    found = table.get("train", {}).get("hang_s")
-    if found is None and folder is not None:
+    value = table.get("train", {}).get("hang_s")
+    if value is None and folder is not None:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # which `prepare` tells, or there is none
-            found = read_json(folder / "config.json").get("train", {}).get("hang_s")
-    return float(found) if isinstance(found, int | float) and found >= 0 else None
+            value = read_json(folder / "config.json").get("train", {}).get("hang_s")
+    return float(value) if isinstance(value, int | float) and value >= 0 else None
 
 
 def prepare(
@@ -139,12 +139,12 @@ def prepare(
     begin: Begin,
     table: dict[str, Any],
     make: Callable[[], Any],
-    shown: tuple[bool, Callable[[str], None]],
+    output: tuple[bool, Callable[[str], None]],
     **start: bool,
 ) -> tuple[Path, Any]:
     """(the run folder, the run ready for `loop.train` or None), started or resumed as the flags say.
 
-    table: the values that were given. make: makes the RunConfig of a new run. shown: (whether to show a progress bar,
+    table: the values that were given. make: makes the RunConfig of a new run. output: (whether to show a progress bar,
     the function that prints a line). start: options of `fzero.run.pretrain.start`.
     """
     from fzero.run import pretrain as run
@@ -156,16 +156,18 @@ def prepare(
     out, init = begin.out, begin.init
     steps_of(begin.profile or "3-5", 0)  # raises ValueError for an invalid value
     # If an earlier attempt of the same torchrun has taken a folder, resume that.
-    before = coordinator.share(coordinator.recorded)
-    auto = begin.auto_resume or (before != "" and (out is None or str(out.absolute()) == before))
-    there = begin.resume or (auto and coordinator.share(lambda: earlier.run_exists(out or Path(before))))
-    config = None if there else by_cost(make(), coordinator)
+    recorded_folder = coordinator.share(coordinator.recorded)
+    auto = begin.auto_resume or (recorded_folder != "" and (out is None or str(out.absolute()) == recorded_folder))
+    is_resume = begin.resume or (auto and coordinator.share(lambda: earlier.run_exists(out or Path(recorded_folder))))
+    config = None if is_resume else with_cost_layout(make(), coordinator)
     if config is not None:
         refuse_idle(config)
-    asked = {f"--{name.replace('_', '-')}": value for name, value in begin._asdict().items()}
-    asked |= {"--out": str(out), "--init": str(init)}
-    coordinator.compare({**versions(), **asked, **all_values(config or table)}, "start all ranks with the same command")
-    bar, line = shown
+    flag_values = {f"--{name.replace('_', '-')}": value for name, value in begin._asdict().items()}
+    flag_values |= {"--out": str(out), "--init": str(init)}
+    coordinator.compare(
+        {**versions(), **flag_values, **all_values(config or table)}, "start all ranks with the same command"
+    )
+    bar, line = output
     options = Options(
         begin.stop_at,
         1e12 * (begin.peak_tflops or 0.0),
@@ -175,28 +177,30 @@ def prepare(
     texts = {"sample": begin.prompt, "profile": begin.profile}
     options = options._replace(**{name: value for name, value in texts.items() if value is not None})
     if config is None:
-        folder = out or Path(before)
+        folder = out or Path(recorded_folder)
         changes = table if begin.resume else earlier.allowed_changes(table, folder, init)
         return folder, run.resume(folder, coordinator, options, changes=changes, auto=auto)
-    folder = Path(coordinator.share(lambda: str(out or before or run_folder.free_folder(config.preset or "model"))))
+    folder = Path(
+        coordinator.share(lambda: str(out or recorded_folder or run_folder.free_folder(config.preset or "model")))
+    )
     return folder, run.start(config, folder, coordinator, options, init=init, auto=auto, **start)
 
 
-def by_cost(config: Any, coordinator: Any) -> Any:
+def with_cost_layout(config: Any, coordinator: Any) -> Any:
     """The config of a new run, with the numbers of layers that its first rank finds for --layout cost. From then
     on they are those of the run."""
     if config.pipeline.layout != "cost":
         return config
     from dataclasses import replace
 
-    def found() -> str:
+    def find_layout() -> str:
         from fzero.planner.layer_costs import with_layout
         from fzero.planner.plan import device_for, resolve_for
 
-        here = device_for("here")
-        return with_layout(resolve_for(config, here), config.mesh, here).pipeline.layout
+        device = device_for("here")
+        return with_layout(resolve_for(config, device), config.mesh, device).pipeline.layout
 
-    return replace(config, pipeline=replace(config.pipeline, layout=coordinator.share(found)))
+    return replace(config, pipeline=replace(config.pipeline, layout=coordinator.share(find_layout)))
 
 
 def finish(coordinator: Any, folder: Path, stopped: int, line: Callable[[str], None]) -> int:
@@ -209,14 +213,14 @@ def finish(coordinator: Any, folder: Path, stopped: int, line: Callable[[str], N
             if pictures := write_pictures(folder):
                 line(f"pictures: {', '.join(map(str, pictures))}")
         except (OSError, ValueError, ImportError) as error:  # the run is complete without them
-            line(f"pictures: none ({one_line(str(error))}); then fzero report {folder} draws them")
-    return leave(coordinator, stopped)
+            line(f"pictures: none ({escape_line(str(error))}); then fzero report {folder} draws them")
+    return end_run(coordinator, stopped)
 
 
-def refuse_flags(begin: Begin, given: dict[str, Any], settings: tuple[str, ...]) -> None:
-    """Raise ValueError for flags that exclude each other. given: the flags of the config."""
+def refuse_flags(begin: Begin, flags: dict[str, Any], settings: tuple[str, ...]) -> None:
+    """Raise ValueError for flags that exclude each other. flags: the flags of the config."""
     if begin.resume:
-        refuse_config({name: value for name, value in given.items() if value is not None}, settings)
+        refuse_config({name: value for name, value in flags.items() if value is not None}, settings)
     if (begin.resume or begin.auto_resume) and begin.out is None:
         raise ValueError(f"--{'resume' if begin.resume else 'auto-resume'} needs the run folder: --out RUN")
     if begin.resume and begin.auto_resume:
@@ -225,22 +229,22 @@ def refuse_flags(begin: Begin, given: dict[str, Any], settings: tuple[str, ...])
         )
 
 
-def refuse_config(given: dict[str, Any], settings: tuple[str, ...]) -> None:
+def refuse_config(flags: dict[str, Any], settings: tuple[str, ...]) -> None:
     """Raise ValueError for flags beside --resume that set a value that a resumed run may not change."""
-    from fzero.core.tables import parse_setting
+    from fzero.core.config_tables import parse_setting
     from fzero.run.placement import KEYS
     from fzero.run.resume.changed_run import may_change
     from fzero.run.stages import STAGED as STAGE_KEYS
 
     named = [
         f"--{name.replace('_', '-')}"
-        for name in given
+        for name in flags
         if name not in (*PLACEMENT, *STAGED) and not may_change(SHORTHANDS.get(name, ""))
     ]
     keys = [parse_setting(setting)[0] for setting in settings]
     free = {*KEYS, *STAGE_KEYS} - {"precision.policy"}  # decided once; the state is made of it
     named += [f"--set {key}" for key in keys if not may_change(key) and key not in free]
-    if given.get("layout") == "cost":
+    if flags.get("layout") == "cost":
         raise ValueError("--resume has the layers of each stage that the run began with; give others, as 8,9,9,6")
     if named:
         raise ValueError(
@@ -251,10 +255,10 @@ def refuse_config(given: dict[str, Any], settings: tuple[str, ...]) -> None:
 
 def all_values(value: Any) -> dict[str, Any]:
     """The values of a RunConfig, or of a table, by their dotted names."""
-    from fzero.core import tables
+    from fzero.core import config_tables
     from fzero.run import config_table
 
-    return dict(tables.flat(value if isinstance(value, dict) else config_table.to_table(value)))
+    return dict(config_tables.flat(value if isinstance(value, dict) else config_table.to_table(value)))
 
 
 def bar_or_lines() -> Any:

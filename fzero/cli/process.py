@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from fzero import __version__
 from fzero.core import packages
-from fzero.core.importing import without_collection
+from fzero.core.packages import without_collection
 from fzero.run.ranks import signals
 
 FAULT, MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
@@ -30,7 +30,7 @@ def without_reader(show: Callable[[str], None]) -> Callable[[str], None]:
     """The function that prints a line, for a run, which goes on where the reader of its output, such as head, has
     ended."""
 
-    def shown(line: str) -> None:
+    def show_line(line: str) -> None:
         try:
             show(line)
         except BrokenPipeError:
@@ -40,7 +40,7 @@ def without_reader(show: Callable[[str], None]) -> Callable[[str], None]:
             except OSError:  # the same pipe
                 drop(sys.stderr)
 
-    return shown
+    return show_line
 
 
 def progress(line: str) -> None:
@@ -110,7 +110,7 @@ def coordinated(hang_s: float | None = None) -> Iterator[Any]:
             run_lock.release_all()
 
 
-def leave(coordinator: Any, stopped: int) -> int:
+def end_run(coordinator: Any, stopped: int) -> int:
     """End a run together with the other ranks; return the exit code. stopped: the signal that ended the run, or 0."""
     if coordinator.spare:
         from fzero.run.ranks.elastic import stand_by
@@ -170,8 +170,8 @@ def end_failed(error: BaseException) -> int:
             return FAULT
         return print_error(f"cannot write to the standard output: {error.strerror or error}", error)
     if kind in LOST:
-        why = str(error).partition("\n")[0]
-        return print_error(f"torchrun, or the rank that keeps its store, has ended ({why}); start again", error)
+        reason = str(error).partition("\n")[0]
+        return print_error(f"torchrun, or the rank that keeps its store, has ended ({reason}); start again", error)
     # torch raises RuntimeError if it runs out of memory.
     if isinstance(error, RuntimeError) and ("allocate" in str(error) or "bad_alloc" in str(error)):
         return print_error(f"out of memory ({error}); use a smaller --micro-batch, --seq-len or model", error)
@@ -180,8 +180,8 @@ def end_failed(error: BaseException) -> int:
     if isinstance(error, KNOWN) or kind == "RankError":
         return print_error(str(error) or kind, error)
     path = write_traceback(error)
-    where = f"the traceback is in {path}" if path else "FZERO_TRACEBACK=1 shows the traceback"
-    code = print_error(f"{one_line(f'{kind}: {error}', 500)}; this is a fault of fzero: {where}", error)
+    trace_hint = f"the traceback is in {path}" if path else "FZERO_TRACEBACK=1 shows the traceback"
+    code = print_error(f"{escape_line(f'{kind}: {error}', 500)}; this is a fault of fzero: {trace_hint}", error)
     return FAULT if code == MISTAKE else code
 
 
@@ -219,15 +219,15 @@ def write_traceback(error: BaseException) -> str:
         return ""
 
 
-def one_line(text: str, most: int = 4000) -> str:
+def escape_line(text: str, max_chars: int = 4000) -> str:
     """A text as one line that any terminal shows: what cannot be printed (a file may hold it) as an escape."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
-    return line if len(line) <= most else f"{line[: most - 3]}..."
+    return line if len(line) <= max_chars else f"{line[: max_chars - 3]}..."
 
 
 def print_error(message: str, error: BaseException) -> int:
     """Print an error as one line, unless another rank has; return the exit code."""
-    text, code = last_words(one_line(message), error)
+    text, code = last_words(escape_line(message), error)
     if text:
         print(f"fzero: error: {text}", file=sys.stderr, flush=True)
     return code

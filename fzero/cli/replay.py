@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from fzero.cli import process
+from fzero.cli.bounded_number import Number
 from fzero.cli.flags import FOLDER, RUNS_DEVICE, SHORTHANDS, table_of
-from fzero.cli.number import Number
 from fzero.cli.process import quiet, say
 from fzero.core.bounds import COUNT, RATE, SIZE, STAGE
 
@@ -60,7 +60,7 @@ def replay(
     from fzero.run.ranks.watchdog import watch
 
     with process.coordinated() as coordinator:
-        asked = {
+        flag_values = {
             "RUN": str(run),
             "--step": step,
             "--from": start,
@@ -69,15 +69,15 @@ def replay(
             "--device": device,
             "--rtol": rtol,
         }
-        coordinator.compare({**process.versions(), **asked}, "start all ranks with the same command")
-        tell = say if coordinator.first else quiet
-        given = {"mesh": sizes, "zero": zero, "device": device}
-        changes = {name: value for name, value in given.items() if value is not None}
+        coordinator.compare({**process.versions(), **flag_values}, "start all ranks with the same command")
+        print_line = say if coordinator.first else quiet
+        overrides = {"mesh": sizes, "zero": zero, "device": device}
+        changes = {name: value for name, value in overrides.items() if value is not None}
         options = {"start": start, "tolerance": rtol, "nvme": nvme}
         with watch(coordinator):
-            result = module.replay(run, step, changes, **options, coordinator=coordinator, say=tell)
+            result = module.replay(run, step, changes, **options, coordinator=coordinator, say=print_line)
         for line in module.report(result):
-            tell(line)
+            print_line(line)
         coordinator.close()
     return 0 if result.reproduces else 1
 

@@ -1,4 +1,4 @@
-"""`fzero report`: compare runs with their predictions, as JSON, Markdown and one page (fzero/report/write.py)."""
+"""`fzero report`: compare runs with their predictions, as JSON, Markdown and one page (report/report_writer.py)."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def report(
     public: bool,
 ) -> int:
     """Write reports of runs, predicted beside measured: JSON, Markdown, and a page with pictures."""
-    from fzero.report import write
-    from fzero.report.parts import command_of
+    from fzero.report import report_writer
+    from fzero.report.elements import command_of
     from fzero.run.measure import attempts
 
-    folder = out if out is not None else None if as_json or not runs else write.default_folder(runs)
+    folder = out if out is not None else None if as_json or not runs else report_writer.default_folder(runs)
     if folder is not None:
-        write.expect_ours(folder)
+        report_writer.expect_ours(folder)
     command, (commit, dirty) = command_of(sys.argv), attempts.commit_of(Path(attempts.__file__).parent)
-    about = {"title": title, "command": command, "commit": commit + "+" * dirty, "public": public}
-    found = write.gather(runs, None if no_plan else predict_run, **about)
-    files = write.write(found, folder) if folder is not None else []
+    header = {"title": title, "command": command, "commit": commit + "+" * dirty, "public": public}
+    report_data = report_writer.gather(runs, None if no_plan else predict_run, **header)
+    files = report_writer.write(report_data, folder) if folder is not None else []
     if as_json:
-        click.echo(write.json_text(found), nl=False)
+        click.echo(report_writer.json_text(report_data), nl=False)
         return 0
-    for line in lines(found):
+    for line in lines(report_data):
         click.echo(line)
     click.echo(f"written: {folder}: {', '.join(path.name for path in files)}")
     return 0
@@ -62,8 +62,8 @@ def predict_run(folder: Path) -> dict[str, Any] | None:
     The run itself does not make it, as that takes seconds and the run does not need it. None if no attempt is recorded.
     Raises ValueError if it cannot be planned.
     """
-    from fzero.core.foreign import parse_json, read_json
     from fzero.core.storage import write_text
+    from fzero.core.text_parsing import parse_json, read_json
     from fzero.planner.plan import plan
     from fzero.report.attempts import planned_for
     from fzero.run import run_folder
@@ -71,9 +71,9 @@ def predict_run(folder: Path) -> dict[str, Any] | None:
     from fzero.run.measure import attempts
 
     path, lines = folder / attempts.PLAN, run_folder.read_attempts(folder)
-    found = read_json(path) if os.path.lexists(path) else None
-    if not lines or (found is not None and planned_for(found, lines[-1])):
-        return found
+    saved_plan = read_json(path) if os.path.lexists(path) else None
+    if not lines or (saved_plan is not None and planned_for(saved_plan, lines[-1])):
+        return saved_plan
     last = lines[-1]
     text = plan(
         from_table(last["config"]), {axis: size for axis, size in last["mesh"].items() if size > 1}, gpu="here"
@@ -82,28 +82,32 @@ def predict_run(folder: Path) -> dict[str, Any] | None:
     return parse_json(text, str(path))
 
 
-def lines(found: Any) -> list[str]:
+def lines(report_data: Any) -> list[str]:
     """The outcome of the runs, and the short tables of a report, for a terminal."""
-    from fzero.report.opening import opening
-    from fzero.report.parts import Table
+    from fzero.report.elements import ReportTable
+    from fzero.report.first_screen import opening
     from fzero.report.sections_compare import sections
 
-    out = [*(part.replace("**", "") for part in opening(found).parts if isinstance(part, str)), ""]
-    for run, parts in sections(found):
-        tables = [part for section in parts for part in section.parts if isinstance(part, Table) and part.name in SHOWN]
-        for one in tables:
-            out += [f"{run.name}: {one.caption}" if run is not None else one.caption, *in_columns(one), ""]
+    out = [*(item.replace("**", "") for item in opening(report_data).parts if isinstance(item, str)), ""]
+    for run, parts in sections(report_data):
+        tables = [
+            item for section in parts for item in section.parts if isinstance(item, ReportTable) and item.name in SHOWN
+        ]
+        for table in tables:
+            out += [f"{run.name}: {table.caption}" if run is not None else table.caption, *in_columns(table), ""]
         out += [f"{run.name}: {sentence}" for sentence in run.missing] if run is not None else []
     return out
 
 
-def in_columns(one: Any) -> list[str]:
+def in_columns(table: Any) -> list[str]:
     """Format the rows of a table in columns."""
-    rows = [one.head, *one.rows]
+    rows = [table.head, *table.rows]
     rows = [tuple(cell.replace("**", "") for cell in row) for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(one.head))]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(table.head))]
     return [
         "  "
-        + "  ".join(c.rjust(w) if i in one.right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
+        + "  ".join(
+            c.rjust(w) if i in table.right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))
+        ).rstrip()
         for row in rows
     ]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
+from fzero.cli.bounded_number import Number
 from fzero.cli.flags import DEVICE, EMA, FOLDER
-from fzero.cli.number import Number
 from fzero.cli.process import say
 from fzero.core.bounds import COUNT, RATE, SEED
 
@@ -94,7 +94,7 @@ def sample(
         raise ValueError(f"--offload {offload}: sampling can offload only parameters; use params=nvme, or leave it out")
     if nvme is not None and offload is None:
         raise ValueError("--nvme needs --offload params=nvme; give that too")
-    place = gpu.use_device(gpu.resolve_device(device or "auto"))
+    torch_device = gpu.use_device(gpu.resolve_device(device or "auto"))
     trained = weights.load(run, ema=ema) if offload is None else weights.load_on_disk(run, nvme, ema=ema)
     tokenizer = run_folder.read_tokenizer(run)
     for line in trained.warnings:
@@ -103,14 +103,14 @@ def sample(
     remedy = f"fzero finetune --init {run} --add-tokens template"
     for line in missing_lines(read_chat(run), tokenizer, remedy) if chat else ():
         print(line, file=sys.stderr)
-    found, eos = conversations.prompt_ids(run, tokenizer, prompt, chat=chat)
-    ids = torch.from_numpy(found.astype("int64"))[None].to(place)
+    prompt_tokens, eos = conversations.prompt_ids(run, tokenizer, prompt, chat=chat)
+    ids = torch.from_numpy(prompt_tokens.astype("int64"))[None].to(torch_device)
     out = generate(
         trained.model,
-        weights.put_on(place, trained.params),
+        weights.move_params(torch_device, trained.params),
         ids,
         max_new_tokens,
-        prng.key(seed, place),
+        prng.key(seed, torch_device),
         sampling=sampling,
         vocab_size=tokenizer.vocab_size,
         eos=eos,

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 
-def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
+def exit_immediately(number: int, frame: FrameType | None) -> NoReturn:
     """The handler of Ctrl-C while a command is imported and nothing has begun: an exception would be the traceback of
     some import, or be swallowed by it."""
     if os.environ.get("RANK", "0") == "0":
@@ -37,14 +37,14 @@ def open_streams() -> None:
 def begin_imports() -> None:
     """Let Ctrl-C end this process at once and in one line, if it ends it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, end_at_once)
+        signal.signal(signal.SIGINT, exit_immediately)
 
 
 def end_imports() -> None:
     """Let Ctrl-C raise KeyboardInterrupt from now on, but in the middle of an import."""
     from fzero.run.ranks import signals
 
-    if signal.getsignal(signal.SIGINT) is end_at_once:
+    if signal.getsignal(signal.SIGINT) is exit_immediately:
         signal.signal(signal.SIGINT, signals.interrupt)
 
 

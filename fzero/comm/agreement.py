@@ -20,15 +20,15 @@ import torch.distributed as dist
 class RankError(RuntimeError):
     """Raised if another rank is gone, is late, or runs another program; the message says which rank and where.
 
-    >>> from fzero.comm.agreement import Agreement, Call
-    >>> agreement = Agreement(torch.distributed.HashStore(), rank=0, timeout_s=0.05)  # no rank 1 writes to this store
-    >>> agreement.compare(Call("psum", "dp", 2, "loss", "", "float32", [1], 1), left=1)
+    >>> from fzero.comm.agreement import CollectiveCall, ProgramAgreement
+    >>> agreement = ProgramAgreement(torch.distributed.HashStore(), rank=0, timeout_s=0.05)  # no rank 1 writes to it
+    >>> agreement.compare(CollectiveCall("psum", "dp", 2, "loss", "", "float32", [1], 1), neighbor=1)
     Traceback (most recent call last):
     fzero.comm.agreement.RankError: rank 0: psum over dp (2 ranks) of loss: rank 1 did not arrive within 0.05 s; ...
     """
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """One call of a collective: the properties that all ranks of the axis must agree on, and that errors name."""
 
     collective: str
@@ -42,8 +42,8 @@ class Call(NamedTuple):
     order: int = 0  # among all collectives of the process, from 1; the ranks of pp need not agree on it
 
     def __str__(self) -> str:
-        of = f" of {self.leaf}" if self.leaf else ""
-        return f"{self.collective} over {self.axis} ({self.ranks} ranks){of}" + (
+        leaf_text = f" of {self.leaf}" if self.leaf else ""
+        return f"{self.collective} over {self.axis} ({self.ranks} ranks){leaf_text}" + (
             f" in {self.phase}" if self.phase else ""
         )
 
@@ -53,7 +53,7 @@ class Call(NamedTuple):
         return f"#{self.number} {self}, {self.dtype} {self.shape}"
 
 
-class Agreement:
+class ProgramAgreement:
     """The agreement check of a mesh, and its ranks' messages about failures, both through `store`; all axes share one.
 
     rank: the global rank of this process. timeout_s: how long to wait for another rank.
@@ -64,25 +64,25 @@ class Agreement:
         self.number = 0  # collectives so far; the same at the same point of the program on all ranks of one stage
         self.checking = False
         # In checked mode: None: a psum of what is the same on all ranks is refused; a list: it is added to it.
-        self.noted: list[Call] | None = None
+        self.noted: list[CollectiveCall] | None = None
         # Read from another thread by run/ranks/watchdog.py, which looks for ranks that hang.
-        self.last: Call | None = None  # the last collective that this rank began
-        self.waiting: Call | None = None  # the collective in which this rank now waits for others
+        self.last: CollectiveCall | None = None  # the last collective that this rank began
+        self.waiting: CollectiveCall | None = None  # the collective in which this rank now waits for others
 
     @contextlib.contextmanager
     def checked(self) -> Iterator[None]:
         """A context in which the ranks compare every collective before it runs."""
-        before, self.checking = (
+        previous, self.checking = (
             self.checking,
             self.store is not None,
         )  # a mesh for planning has no other ranks to compare with
         try:
             yield
         finally:
-            self.checking = before
+            self.checking = previous
 
-    def compare(self, call: Call, left: int) -> None:
-        """Wait until rank `left` is at the same call.
+    def compare(self, call: CollectiveCall, neighbor: int) -> None:
+        """Wait until rank `neighbor` is at the same call.
 
         Raises RankError if it is at another call, or does not arrive in time.
         """
@@ -92,47 +92,50 @@ class Agreement:
         # `last` where this rank is.
         store.set(f"{self.rank}/{call.axis}/{call.number}", text)
         store.set(f"{self.rank}/last", text)
-        other = self._arrival(store, call, left)
-        if other._replace(order=call.order) != call:
-            at = "; ".join(
-                f"rank {rank} is at {what.signature}" for rank, what in sorted([(self.rank, call), (left, other)])
+        neighbor_call = self._arrival(store, call, neighbor)
+        if neighbor_call._replace(order=call.order) != call:
+            positions = "; ".join(
+                f"rank {rank} is at {rank_call.signature}"
+                for rank, rank_call in sorted([(self.rank, call), (neighbor, neighbor_call)])
             )
             fix = "give all ranks the same code, config, mesh and shapes of data"
-            raise self.error(call, f"the ranks run different programs: {at}; {fix}")
+            raise self.error(call, f"the ranks run different programs: {positions}; {fix}")
         # This rank is the only reader of that key; delete it, so that the store does not grow.
-        store.delete_key(f"{left}/{call.axis}/{call.number}")
+        store.delete_key(f"{neighbor}/{call.axis}/{call.number}")
         self.waiting = None
 
-    def _arrival(self, store: dist.Store, call: Call, left: int) -> Call:
-        """Return the collective with the same number on rank `left`; raises RankError if that rank does not arrive in
-        time.
+    def _arrival(self, store: dist.Store, call: CollectiveCall, neighbor: int) -> CollectiveCall:
+        """Return the collective with the same number on rank `neighbor`; raises RankError if that rank does not arrive
+        in time.
         """
-        key, end = f"{left}/{call.axis}/{call.number}", time.monotonic() + self.timeout_s
+        key, end = f"{neighbor}/{call.axis}/{call.number}", time.monotonic() + self.timeout_s
         while True:
             left_s = end - time.monotonic()
             with contextlib.suppress(RuntimeError):
                 store.wait([key], datetime.timedelta(seconds=max(0.01, min(1.0, left_s))))
                 return self._read(store, key)
             try:
-                last = self._read(store, f"{left}/last") if store.check([f"{left}/last"]) else None
+                last = self._read(store, f"{neighbor}/last") if store.check([f"{neighbor}/last"]) else None
                 if last is not None and call.axis != "pp" and last.order >= call.order:
                     # That rank has reached this place: its key exists by now, or its collective was over another axis.
                     return self._read(store, key) if store.check([key]) else last
             except RuntimeError:
                 raise self.error(call, "the store, which rank 0 keeps, does not answer") from None
             if left_s <= 0.0:
-                did = f"the last it began is {last.signature}" if last else "it has begun no collective in checked mode"
-                raise self.error(call, f"rank {left} did not arrive within {self.timeout_s:g} s; {did}")
+                status = (
+                    f"the last it began is {last.signature}" if last else "it has begun no collective in checked mode"
+                )
+                raise self.error(call, f"rank {neighbor} did not arrive within {self.timeout_s:g} s; {status}")
 
-    def _read(self, store: dist.Store, key: str) -> Call:
-        return Call(*json.loads(store.get(key)))
+    def _read(self, store: dist.Store, key: str) -> CollectiveCall:
+        return CollectiveCall(*json.loads(store.get(key)))
 
-    def error(self, call: Call, what: str) -> RankError:
+    def error(self, call: CollectiveCall, reason: str) -> RankError:
         """Make this rank's error at `call`; it also quotes the rank that failed first, if that differs."""
-        text = f"rank {self.rank}: {call}: {what}"
+        text = f"rank {self.rank}: {call}: {reason}"
         first = self.fail(text)
-        mine = first.startswith(f"rank {self.rank}:") or what in first
-        return RankError(text + (f" (before that, {first})" if first and not mine else ""))
+        is_local = first.startswith(f"rank {self.rank}:") or reason in first
+        return RankError(text + (f" (before that, {first})" if first and not is_local else ""))
 
     def fail(self, text: str) -> str:
         """Publish why this rank fails; return the reason of the rank that failed first ("" if the store is gone)."""

@@ -40,4 +40,4 @@ def unpack(bundle: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     if len(shapes) == 1:
         return [bundle.reshape(shapes[0])]
     widths = [torch.Size(shape).numel() // bundle.shape[0] for shape in shapes]
-    return [part.reshape(shape) for part, shape in zip(bundle.split(widths, 1), shapes)]
+    return [chunk.reshape(shape) for chunk, shape in zip(bundle.split(widths, 1), shapes)]

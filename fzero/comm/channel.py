@@ -57,31 +57,31 @@ class Sender:
     """The end of a channel that sends.
 
     peer: the rank of the axis to send to. label: of the channel, for errors and the ledger; the same at both ends.
-    room: the most messages whose buffers are kept because they may not have arrived; with so many, `send` waits for the
-    oldest.
+    capacity: the most messages whose buffers are kept because they may not have arrived; with so many, `send` waits for
+    the oldest.
     """
 
-    def __init__(self, communicator: Communicator, peer: int, label: str, room: int) -> None:
-        self.communicator, self.peer, self.label, self.room = communicator, peer, label, room
+    def __init__(self, communicator: Communicator, peer: int, label: str, capacity: int) -> None:
+        self.communicator, self.peer, self.label, self.capacity = communicator, peer, label, capacity
         self.sent = 0
-        self.telling: list[Future[Tensor]] = []  # what was told since the last message
+        self.header_sends: list[Future[Tensor]] = []  # what was told since the last message
         self.flying: deque[list[Future[Tensor]]] = deque()
 
-    def tell(self, value: Any) -> None:
+    def send_header(self, value: Any) -> None:
         """Start to send a picklable value, which comes before the next message's tensors."""
-        self.telling = self._start(_as_bytes(value, told_on(self.communicator)))
+        self.header_sends = self._start(_as_bytes(value, header_device(self.communicator)))
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Start to send the tensors, which must not be written to."""
-        while len(self.flying) >= self.room:
+        while len(self.flying) >= self.capacity:
             self._finish()
-        self.flying.append(self.telling + self._start([x.contiguous() for x in tensors]))
-        self.telling = []
+        self.flying.append(self.header_sends + self._start([x.contiguous() for x in tensors]))
+        self.header_sends = []
         self.sent += 1
 
     def _start(self, messages: Sequence[Tensor]) -> list[Future[Tensor]]:
-        to, told = (self.communicator, self.peer, self.label, self.sent), len(self.telling)
-        return [_start(*to, told + i, x, sends=True) for i, x in enumerate(messages)]
+        route, header_count = (self.communicator, self.peer, self.label, self.sent), len(self.header_sends)
+        return [_start(*route, header_count + i, x, sends=True) for i, x in enumerate(messages)]
 
     def close(self) -> None:
         """Wait until everything has arrived."""
@@ -94,36 +94,37 @@ class Sender:
 
 
 class Receiver:
-    """The end of a channel that receives: `expect` before or after the other end sends, then `take`."""
+    """The end of a channel that receives: `expect` before or after the other end sends, then `receive`."""
 
     def __init__(self, communicator: Communicator, peer: int, label: str) -> None:
         self.communicator, self.peer, self.label = communicator, peer, label
         self.received = 0
-        self.coming: deque[list[Future[Tensor]]] = deque()
+        self.pending: deque[list[Future[Tensor]]] = deque()
 
-    def told(self) -> Any:
+    def receive_header(self) -> Any:
         """Wait for the value that comes before the next message's tensors, which `expect` has not been called for."""
-        device = told_on(self.communicator)
+        device = header_device(self.communicator)
         size = self._start(0, torch.empty(1, dtype=torch.int64, device=device)).wait()
         return pickle.loads(
             self._start(1, torch.empty(int(size), dtype=torch.uint8, device=device)).wait().cpu().numpy()
         )
 
-    def expect(self, shapes: Shapes, device: torch.device, after: int = 0) -> None:
-        """Start to receive the next message, tensors of these shapes and dtypes. after: 2 if a value came before it."""
-        rooms = [torch.empty(tuple(shape), dtype=dtype, device=device) for shape, dtype in shapes]
-        self.coming.append([self._start(after + i, room) for i, room in enumerate(rooms)])
+    def expect(self, shapes: Shapes, device: torch.device, offset: int = 0) -> None:
+        """Start to receive the next message, tensors of these shapes and dtypes. offset: 2 if a value came before
+        it."""
+        buffers = [torch.empty(tuple(shape), dtype=dtype, device=device) for shape, dtype in shapes]
+        self.pending.append([self._start(offset + i, buffer) for i, buffer in enumerate(buffers)])
         self.received += 1
 
-    def take(self) -> list[Tensor]:
+    def receive(self) -> list[Tensor]:
         """Wait for the oldest message that is expected, and return its tensors."""
-        return [message.wait() for message in self.coming.popleft()]
+        return [message.wait() for message in self.pending.popleft()]
 
-    def _start(self, place: int, room: Tensor) -> Future[Tensor]:
-        return _start(self.communicator, self.peer, self.label, self.received, place, room, sends=False)
+    def _start(self, index: int, buffer: Tensor) -> Future[Tensor]:
+        return _start(self.communicator, self.peer, self.label, self.received, index, buffer, sends=False)
 
 
-def told_on(link: Communicator) -> torch.device:
+def header_device(link: Communicator) -> torch.device:
     """Where a value that is told is sent from: the host, for which no GPU waits, unless there is NCCL alone."""
     alone = link.transport == "nccl" and "cpu" not in dist.get_backend_config(link.group)
     return current_device() if alone else HOST
@@ -135,9 +136,9 @@ def _as_bytes(value: Any, device: torch.device) -> list[Tensor]:
 
 
 def _start(
-    communicator: Communicator, peer: int, label: str, number: int, place: int, x: Tensor, *, sends: bool
+    communicator: Communicator, peer: int, label: str, number: int, index: int, x: Tensor, *, sends: bool
 ) -> Future[Tensor]:
-    """Start to send or receive tensor `place` of message `number`."""
+    """Start to send or receive tensor `index` of message `number`."""
     return communicator.start_message(
-        x, peer, f"{label} {number}.{place}" if place else f"{label} {number}", sends=sends
+        x, peer, f"{label} {number}.{index}" if index else f"{label} {number}", sends=sends
     )

@@ -34,20 +34,20 @@ from torch import Tensor
 
 from fzero.comm.agreement import RankError
 from fzero.comm.communicator import Communicator
-from fzero.comm.ledger import Ledger, Row
+from fzero.comm.ledger import Ledger, LedgerRow
 from fzero.comm.operators import ops
 from fzero.core.autodiff import Function
 from fzero.core.device import is_traced
 from fzero.core.future import Future, ready
 from fzero.core.torch_private import FakeTensor
-from fzero.core.varying import vary
+from fzero.core.varying_axes import vary
 
 __all__ = [
     "Axis",
     "Communicator",
     "Ledger",
+    "LedgerRow",
     "RankError",
-    "Row",
     "all_gather",
     "all_gather_same",
     "all_to_all",
@@ -119,9 +119,9 @@ class _Map:
     def transpose(self) -> _Map:
         return replace(self, kind=_TRANSPOSE[self.kind], dims=self.dims[::-1], perm=tuple((d, s) for s, d in self.perm))
 
-    def batched(self, at: int) -> _Map:
-        """The same map for a tensor with an additional batch dim at `at`."""
-        return replace(self, dims=tuple(d + (d >= at) for d in self.dims))
+    def batched(self, batch_dim: int) -> _Map:
+        """The same map for a tensor with an additional batch dim at `batch_dim`."""
+        return replace(self, dims=tuple(d + (d >= batch_dim) for d in self.dims))
 
 
 _PAIRS = {
@@ -180,17 +180,17 @@ def communicator_over(collective: str, axis: Axis, leaf: str) -> Communicator:
     return axis.communicator
 
 
-def dim_of(x: Tensor, dim: int, axis: Axis, what: str, *, divide: bool = False) -> int:
+def dim_of(x: Tensor, dim: int, axis: Axis, label: str, *, divide: bool = False) -> int:
     """Return `dim` as a non-negative number; raises ValueError if x has no such dim, or (divide) if the axis does not
     divide it.
     """
     if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"{what}: x has shape {list(x.shape)} and no dim {dim}")
+        raise ValueError(f"{label}: x has shape {list(x.shape)} and no dim {dim}")
     dim %= x.dim()
     size = x.shape[dim]
     if divide and size % axis.size:
         fit = f"pad it to {-(-size // axis.size) * axis.size}, or choose another size of the axis"
-        raise ValueError(f"{what}: dim {dim} has size {size}, not divisible by {axis.name}={axis.size}; {fit}")
+        raise ValueError(f"{label}: dim {dim} has size {size}, not divisible by {axis.name}={axis.size}; {fit}")
     return dim
 
 
@@ -304,9 +304,9 @@ def all_to_all(x: Tensor, axis: Axis, split: int, concat: int, *, leaf: str = ""
     >>> all_to_all(torch.ones(4, 2), one_process()["ep"], 0, 1).shape  # one rank: x itself
     torch.Size([4, 2])
     """
-    what = call_of("all_to_all", axis, leaf)
+    label = call_of("all_to_all", axis, leaf)
     return _apply(
-        "all_to_all", x, axis, leaf, (dim_of(x, split, axis, what, divide=True), dim_of(x, concat, axis, what))
+        "all_to_all", x, axis, leaf, (dim_of(x, split, axis, label, divide=True), dim_of(x, concat, axis, label))
     )
 
 

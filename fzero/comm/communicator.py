@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fzero.comm.agreement import Agreement, Call
+from fzero.comm.agreement import CollectiveCall, ProgramAgreement
 from fzero.comm.ledger import Ledger, sent_elements
-from fzero.comm.messages import Messages
-from fzero.core import varying
+from fzero.comm.messages import AxisMessages
+from fzero.core import varying_axes
 from fzero.core.device import kind_of
 from fzero.core.future import Future, ready
 from fzero.core.torch_private import FakeTensor
@@ -57,7 +57,7 @@ def communicator_of(number: int) -> Communicator:
 
 def may_differ(x: Tensor, axis: str) -> bool:
     """Whether x is known to be a value that may differ between the ranks of an axis, however equal its bits are."""
-    followed = varying.active()
+    followed = varying_axes.active()
     return followed is not None and followed.may_differ(x, axis)
 
 
@@ -72,9 +72,9 @@ def cut_counts(table: list[list[int]], sends: int, receives: int) -> list[list[i
     return [_cut(row, sends) for row in zip(*columns)]
 
 
-def _cut(counts: Sequence[int], most: int) -> list[int]:
-    """The counts, of which the last ones are less, so that they are at most `most` together."""
-    ends = [min(end, most) for end in itertools.accumulate(counts)]
+def _cut(counts: Sequence[int], limit: int) -> list[int]:
+    """The counts, of which the last ones are less, so that they are at most `limit` together."""
+    ends = [min(end, limit) for end in itertools.accumulate(counts)]
     return [end - begin for begin, end in zip([0, *ends], ends)]
 
 
@@ -86,7 +86,7 @@ class Communicator:
     ordered: use the order of `tree_sum` for sums over ranks on NCCL too.
     """
 
-    OPAQUE = True  # see core.kept_programs.describe
+    OPAQUE = True  # see core.program_cache.describe
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Communicator:
         *,
         transport: str,
         ledger: Ledger,
-        agreement: Agreement,
+        agreement: ProgramAgreement,
         group: dist.ProcessGroup | None = None,
         ordered: bool = False,
     ) -> None:
@@ -104,17 +104,16 @@ class Communicator:
         self.transport, self.ledger, self.agreement, self.group = transport, ledger, agreement, group
         self.ordered = ordered
         # Beginning with the next rank, so that not all ranks send to the same one first.
-        self.others = [(rank + k) % self.size for k in range(1, self.size)]
+        self.peers = [(rank + k) % self.size for k in range(1, self.size)]
         if transport == "fake":
-            self.others = self.others[
-                :1
-            ]  # nothing is sent: one other rank represents all, and its buffers the memory of a real collective
+            # Nothing is sent: one other rank represents all, and its buffers the memory of a real collective.
+            self.peers = self.peers[:1]
         # Calls so far: the same on all ranks at the same point of the axis's program. Ranks of pp run different
         # programs, so that of a whole process's calls each would count others.
         self.calls = 0
         # None: an exchange of more rows than a rank has room for raises; a list: it is cut, and their number appended.
         self.cut: list[int] | None = None
-        self.messages = Messages(ranks, rank, transport, group, agreement, ledger)
+        self.messages = AxisMessages(ranks, rank, transport, group, agreement, ledger)
         self.number = next(_NUMBERS)
         _COMMUNICATORS[self.number] = self
 
@@ -140,7 +139,7 @@ class Communicator:
             return self.messages.native(call, x, lambda: _all_gather(out, x, group=self.group, async_op=True), out)
         parts = out.view(self.size, *x.shape)
         gathering = self.messages.exchange(
-            call, {j: x for j in self.others}, {j: parts[j] for j in self.others}, lambda: out
+            call, {j: x for j in self.peers}, {j: parts[j] for j in self.peers}, lambda: out
         )
         if self.transport == "fake" or parts[self.rank].data_ptr() != x.data_ptr():
             parts[self.rank].copy_(x)
@@ -173,11 +172,11 @@ class Communicator:
         pending = self._sum_of(call, x.view(-1).tensor_split(self.size))
 
         def gather() -> Tensor:
-            own, out = pending.wait(), torch.empty_like(x)
+            local_sum, out = pending.wait(), torch.empty_like(x)
             parts = out.view(-1).tensor_split(self.size)
-            sends, receives = {j: own for j in self.others}, {j: parts[j] for j in self.others}
+            sends, receives = {j: local_sum for j in self.peers}, {j: parts[j] for j in self.peers}
             gathering = self.messages.exchange(call, sends, receives, lambda: out, half=1)
-            parts[self.rank].copy_(own)
+            parts[self.rank].copy_(local_sum)
             return gathering.wait()
 
         return Future(gather)
@@ -187,31 +186,31 @@ class Communicator:
         call = self._begin("all_to_all", x, leaf, x.numel())
         x = x.contiguous()
         out = torch.empty_like(x)
-        here, there = (t.view(self.size, x.shape[0] // self.size, *x.shape[1:]) for t in (x, out))
-        sends, receives = {j: here[j] for j in self.others}, {j: there[j] for j in self.others}
+        sent_slices, received_slices = (t.view(self.size, x.shape[0] // self.size, *x.shape[1:]) for t in (x, out))
+        sends, receives = {j: sent_slices[j] for j in self.peers}, {j: received_slices[j] for j in self.peers}
         arriving = self.messages.exchange(call, sends, receives, lambda: out)
-        there[self.rank].copy_(here[self.rank])
+        received_slices[self.rank].copy_(sent_slices[self.rank])
         return arriving
 
     def start_exchange_rows(
-        self, x: Tensor, counts: Tensor, room: int, leaf: str = "", otherwise: str = ""
+        self, x: Tensor, counts: Tensor, capacity: int, leaf: str = "", otherwise: str = ""
     ) -> Future[Tensor]:
         """Start x [M, ...] -> [room, ...]: counts[r, j] rows of rank r go to rank j, those for rank 0 first, and what
         a rank is sent is in the order of the senders, with zeros behind it.
 
-        counts: int64 [N, N], the same on all ranks, on which a GPU is waited for. If one is sent more than `room` rows
-        this raises ValueError on every rank, or cuts them (see `cut`); otherwise: what to do then.
+        counts: int64 [N, N], the same on all ranks, on which a GPU is waited for. If one is sent more than `capacity`
+        rows this raises ValueError on every rank, or cuts them (see `cut`); otherwise: what to do then.
         """
-        out, row = x.new_empty((room, *x.shape[1:])), math.prod(x.shape[1:])
+        out, row = x.new_empty((capacity, *x.shape[1:])), math.prod(x.shape[1:])
         if self.transport == "fake":  # as many rows to each rank
-            rows = min(x.shape[0], room) * (self.size - 1) // self.size
+            rows = min(x.shape[0], capacity) * (self.size - 1) // self.size
             call = self._begin("exchange_rows", x, leaf, rows * row)
-            return self.messages.exchange(call, {j: x for j in self.others}, {j: out for j in self.others}, lambda: out)
+            return self.messages.exchange(call, {j: x for j in self.peers}, {j: out for j in self.peers}, lambda: out)
         table = counts.tolist()
-        if self.cut is not None and (more := max(map(sum, zip(*table)))) > room:
-            self.cut.append(more)
+        if self.cut is not None and (max_rows := max(map(sum, zip(*table)))) > capacity:
+            self.cut.append(max_rows)
         if self.cut:
-            table = cut_counts(table, x.shape[0], room)
+            table = cut_counts(table, x.shape[0], capacity)
         sent, arrived = table[self.rank], [row[self.rank] for row in table]
         totals = [sum(row[j] for row in table) for j in range(self.size)]
         if max(map(sum, table)) > x.shape[0]:
@@ -219,19 +218,20 @@ class Communicator:
                 f"exchange_rows over {self.axis} of {leaf}: the counts {table} are of more rows than the {x.shape[0]} "
                 "that a rank has"
             )
-        if max(totals) > room:
+        if max(totals) > capacity:
             j = totals.index(max(totals))
             raise ValueError(
                 f"exchange_rows over {self.axis} of {leaf}: rank {self.ranks[j]} is sent {totals[j]} rows, "
-                f"{totals[j] / max(1, x.shape[0]):.2f} times what each rank sends, and has room for {room}; {otherwise}"
+                f"{totals[j] / max(1, x.shape[0]):.2f} times what each rank sends, and has room for {capacity}; "
+                f"{otherwise}"
             )
         call = self._begin("exchange_rows", x, leaf, (sum(sent) - sent[self.rank]) * row)
         pieces = x.contiguous().split([*sent, x.shape[0] - sum(sent)])
-        places = out.split([*arrived, room - sum(arrived)])
-        sends, receives = {j: pieces[j] for j in self.others}, {j: places[j] for j in self.others}
+        slots = out.split([*arrived, capacity - sum(arrived)])
+        sends, receives = {j: pieces[j] for j in self.peers}, {j: slots[j] for j in self.peers}
         arriving = self.messages.exchange(call, sends, receives, lambda: out)
-        places[self.rank].copy_(pieces[self.rank])
-        places[-1].zero_()
+        slots[self.rank].copy_(pieces[self.rank])
+        slots[-1].zero_()
         return arriving
 
     def start_ppermute(self, x: Tensor, perm: Sequence[tuple[int, int]], leaf: str = "") -> Future[Tensor]:
@@ -253,7 +253,7 @@ class Communicator:
         self.agreement.number += 1
         phase, dtype = self.ledger.phase_name, str(x.dtype).removeprefix("torch.")
         order = self.agreement.number
-        call = Call("message", self.axis, self.size, label, phase, dtype, list(x.shape), 0, order)
+        call = CollectiveCall("message", self.axis, self.size, label, phase, dtype, list(x.shape), 0, order)
         self.agreement.last = call
         sent = x.numel() if sends else 0
         if sends:
@@ -261,8 +261,8 @@ class Communicator:
         for watch in self.ledger.watches:
             watch.start(order, "message", self.axis, label, sent * x.dtype.itemsize)
         if self.messages.transport_of(x) == "nccl" and x.numel():
-            to = self.messages.connections[label.split()[0]]
-            return self.messages.native(call, x, lambda: to.start(x, sends=sends), x)
+            connection = self.messages.connections[label.split()[0]]
+            return self.messages.native(call, x, lambda: connection.start(x, sends=sends), x)
         return self.messages.exchange(call, {peer: x} if sends else {}, {} if sends else {peer: x}, lambda: x)
 
     def start_gather_to(self, x: Tensor, targets: Sequence[int], leaf: str = "") -> Future[Tensor | None]:
@@ -274,8 +274,8 @@ class Communicator:
             out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
             parts = out.view(self.size, *x.shape)
             parts[self.rank].copy_(x)
-            receives = {j: parts[j] for j in self.others}
-        return self.messages.exchange(call, {j: x for j in self.others if j in targets}, receives, lambda: out)
+            receives = {j: parts[j] for j in self.peers}
+        return self.messages.exchange(call, {j: x for j in self.peers if j in targets}, receives, lambda: out)
 
     def start_scatter_from(
         self, x: Tensor | None, source: int, out: Tensor, leaf: str = "", *, cut: bool = True
@@ -289,7 +289,7 @@ class Communicator:
             return self.messages.exchange(call, {}, {source: out}, lambda: out)
         assert x is not None  # the source has it
         pieces = x.contiguous().view(self.size, *out.shape) if cut else x.contiguous().expand(self.size, *out.shape)
-        sending = self.messages.exchange(call, {j: pieces[j] for j in self.others}, {}, lambda: out)
+        sending = self.messages.exchange(call, {j: pieces[j] for j in self.peers}, {}, lambda: out)
         out.copy_(pieces[self.rank])
         return sending
 
@@ -307,7 +307,7 @@ class Communicator:
 
     # ---- shared by the collectives -----------------------------------------------------------------------------------
 
-    def _begin(self, collective: str, x: Tensor, leaf: str, elements: int) -> Call:
+    def _begin(self, collective: str, x: Tensor, leaf: str, elements: int) -> CollectiveCall:
         """Record the collective, of so many elements of the whole tensor (of a one-sided one: that this rank sends), in
         the ledger; in checked mode first verify that the other ranks are at the same
         one.
@@ -322,7 +322,7 @@ class Communicator:
         phase = self.ledger.phase_name
         dtype = str(x.dtype).removeprefix("torch.")
         order = self.agreement.number
-        call = Call(collective, self.axis, self.size, leaf, phase, dtype, list(x.shape), self.calls, order)
+        call = CollectiveCall(collective, self.axis, self.size, leaf, phase, dtype, list(x.shape), self.calls, order)
         self.agreement.last = call
         if self.agreement.checking:
             self.agreement.compare(call, self.ranks[self.rank - 1])
@@ -333,7 +333,7 @@ class Communicator:
             watch.start(call.order, collective, self.axis, leaf, sent * x.dtype.itemsize)
         return call
 
-    def _refuse_same(self, call: Call, x: Tensor) -> None:
+    def _refuse_same(self, call: CollectiveCall, x: Tensor) -> None:
         """Raise ValueError on all ranks if `x`, of which nothing says that it differs between them, has the same bits
         on all of them: a sum would only multiply it by their number.
         """
@@ -343,11 +343,11 @@ class Communicator:
         if x.any():
             data = x.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()
             digest = int.from_bytes(hashlib.blake2b(data, digest_size=7).digest())
-        mine = torch.tensor([digest], device=x.device)
-        all_of_them = [mine if j == self.rank else torch.empty_like(mine) for j in range(self.size)]
-        receives = {j: all_of_them[j] for j in self.others}
-        self.messages.exchange(call, {j: mine for j in self.others}, receives, lambda: None, half=2).wait()
-        digests = {int(d) for d in all_of_them}
+        local_digest = torch.tensor([digest], device=x.device)
+        rank_digests = [local_digest if j == self.rank else torch.empty_like(local_digest) for j in range(self.size)]
+        receives = {j: rank_digests[j] for j in self.peers}
+        self.messages.exchange(call, {j: local_digest for j in self.peers}, receives, lambda: None, half=2).wait()
+        digests = {int(d) for d in rank_digests}
         if len(digests) == 1 and digests != {0} and self.agreement.noted is not None:
             self.agreement.noted.append(call)
         elif len(digests) == 1 and digests != {0}:
@@ -365,10 +365,10 @@ class Communicator:
             self.messages.transport_of(x) == "nccl" or (self.transport == "fake" and kind_of(x) == "cuda")
         )
 
-    def _sum_of(self, call: Call, pieces: Sequence[Tensor] | Tensor) -> Future[Tensor]:
+    def _sum_of(self, call: CollectiveCall, pieces: Sequence[Tensor] | Tensor) -> Future[Tensor]:
         """Start sending piece j to rank j, and summing this rank's piece over ranks."""
-        own = pieces[self.rank]
-        parts = [own if j == self.rank else torch.empty_like(own) for j in range(self.size)]
-        sends, receives = {j: pieces[j] for j in self.others}, {j: parts[j] for j in self.others}
+        local_piece = pieces[self.rank]
+        parts = [local_piece if j == self.rank else torch.empty_like(local_piece) for j in range(self.size)]
+        sends, receives = {j: pieces[j] for j in self.peers}, {j: parts[j] for j in self.peers}
         owned = [j != self.rank for j in range(self.size)]
         return self.messages.exchange(call, sends, receives, lambda: tree_sum(parts, owned))

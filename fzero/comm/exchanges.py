@@ -20,17 +20,17 @@ from fzero.core.future import Future, ready
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RowExchange:
     """An exchange of rows but for its counts."""
 
     communicator: Communicator
     leaf: str
-    room: int  # rows of the result
+    capacity: int  # rows of the result
     rows: int  # of what is sent
     otherwise: str
 
-    def transpose(self) -> _Rows:
-        return replace(self, room=self.rows, rows=self.room)
+    def transpose(self) -> _RowExchange:
+        return replace(self, capacity=self.rows, rows=self.capacity)
 
 
 class _Half(Function):
@@ -41,11 +41,11 @@ class _Half(Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, counts: Tensor, f: _Rows, starts: bool) -> Tensor:
+    def forward(x: Tensor, counts: Tensor, f: _RowExchange, starts: bool) -> Tensor:
         number = f.communicator.number
         if starts:
-            return ops.start_rows(x, counts, number, f.room, f.leaf, f.otherwise)
-        return ops.wait_rows(x, [], number, f.room)
+            return ops.start_rows(x, counts, number, f.capacity, f.leaf, f.otherwise)
+        return ops.wait_rows(x, [], number, f.capacity)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -64,7 +64,7 @@ class _Half(Function):
         return _Half.apply(tangent, counts, ctx.f, ctx.starts)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, counts: Tensor, f: _Rows, starts: bool) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: Any, x: Tensor, counts: Tensor, f: _RowExchange, starts: bool) -> tuple[Tensor, int]:
         if in_dims[1] is not None:
             raise ValueError(
                 f"exchange_rows of {f.leaf}: under vmap each sample sends other numbers of rows; use experts=gather"
@@ -73,7 +73,7 @@ class _Half(Function):
 
 
 def exchange_rows(
-    x: Tensor, counts: Tensor, axis: Axis, room: int, *, leaf: str = "", otherwise: str = "give more room"
+    x: Tensor, counts: Tensor, axis: Axis, capacity: int, *, leaf: str = "", otherwise: str = "give more room"
 ) -> Tensor:
     """Return the rows that all N ranks of `axis` send to this one, in the order of the senders, and zeros behind them.
 
@@ -84,7 +84,7 @@ def exchange_rows(
     itself with the counts transposed.
 
     Communicates: the rows for other ranks; backward those from other ranks. Waits for a GPU, whose host needs the
-    counts. Raises ValueError, on every rank before anything is sent, if one is sent more than `room` rows;
+    counts. Raises ValueError, on every rank before anything is sent, if one is sent more than `capacity` rows;
     otherwise: what to do then.
 
     >>> from fzero import one_process
@@ -93,11 +93,11 @@ def exchange_rows(
             [1.],
             [0.]])
     """
-    return start_exchange_rows(x, counts, axis, room, leaf=leaf, otherwise=otherwise).wait()
+    return start_exchange_rows(x, counts, axis, capacity, leaf=leaf, otherwise=otherwise).wait()
 
 
 def start_exchange_rows(
-    x: Tensor, counts: Tensor, axis: Axis, room: int, *, leaf: str = "", otherwise: str = "give more room"
+    x: Tensor, counts: Tensor, axis: Axis, capacity: int, *, leaf: str = "", otherwise: str = "give more room"
 ) -> Future[Tensor]:
     """Start `exchange_rows`, and raise what it raises; what is computed before `wait` is called, is computed while the
     rows are on their way.
@@ -112,8 +112,8 @@ def start_exchange_rows(
     tensor([[3.]])
     """
     if axis.size == 1:
-        return ready(torch.cat([x[:room], x.new_zeros((max(0, room - x.shape[0]), *x.shape[1:]))]))
-    f = _Rows(communicator_over("exchange_rows", axis, leaf), leaf, room, x.shape[0], otherwise)
+        return ready(torch.cat([x[:capacity], x.new_zeros((max(0, capacity - x.shape[0]), *x.shape[1:]))]))
+    f = _RowExchange(communicator_over("exchange_rows", axis, leaf), leaf, capacity, x.shape[0], otherwise)
     row = _Half.apply(x, counts, f, True)
     return Future(lambda: _Half.apply(row, counts, f, False))
 
@@ -128,13 +128,13 @@ def exchange_within(x: Tensor, axis: Axis, size: int, split: int, concat: int, *
     >>> exchange_within(torch.ones(4, 2), one_process()["cp"], 1, 0, 1).shape  # one rank: x itself
     torch.Size([4, 2])
     """
-    what = f"exchange_within {size} ranks, {call_of('all_to_all', axis, leaf)}"
-    split, concat = dim_of(x, split, axis._replace(size=size), what, divide=True), dim_of(x, concat, axis, what)
+    label = f"exchange_within {size} ranks, {call_of('all_to_all', axis, leaf)}"
+    split, concat = dim_of(x, split, axis._replace(size=size), label, divide=True), dim_of(x, concat, axis, label)
     if axis.size % size:
-        raise ValueError(f"{what}: the axis has {axis.size} ranks, not divisible by {size}")
-    pieces, own = list(x.chunk(size, split)), axis.rank % size
-    parts = [pieces[own]] * size
+        raise ValueError(f"{label}: the axis has {axis.size} ranks, not divisible by {size}")
+    pieces, local_index = list(x.chunk(size, split)), axis.rank % size
+    parts = [pieces[local_index]] * size
     for shift in range(1, size):
         perm = [(rank, rank // size * size + (rank + shift) % size) for rank in range(axis.size)]
-        parts[(own - shift) % size] = ppermute(pieces[(own + shift) % size], axis, perm, leaf=leaf)
+        parts[(local_index - shift) % size] = ppermute(pieces[(local_index + shift) % size], axis, perm, leaf=leaf)
     return torch.cat(parts, concat) if size > 1 else x

@@ -1,18 +1,56 @@
-"""The ledger: how many elements and bytes each collective sent, counted as in the papers, in integers."""
+"""The ledger: how many elements and bytes each collective sent, counted as in the papers, in integers.
+
+When each act of a rank's row of a schedule began and ended, in the clock of its ledger's owner.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fzero.comm.act_times import ActTimes
+
+class ActTimes:
+    """The moments of the acts of one row, while it is `Ledger.acts`.
+
+    An act begins when the message that it takes is there, and ends when the next one is looked at: waiting for a
+    message is in no act.
+
+    >>> times = ActTimes(iter([1.0, 2.0, 3.0, 4.0]).__next__)
+    >>> times.next(), times.taken(), times.next()  # an act that waits for a message, and its end
+    (None, None, None)
+    >>> times.begins, times.ends
+    ([2.0], [3.0])
+    """
+
+    def __init__(self, clock: Callable[[], Any]) -> None:
+        self.clock = clock
+        self.moments: list[Any] = []  # at each act, and behind the last one
+        self.arrivals: dict[int, Any] = {}  # by act, when its message was there
+
+    def next(self) -> None:
+        """The act before has ended; another one begins, if there is one."""
+        self.moments.append(self.clock())
+
+    def mark_arrival(self) -> None:
+        """The message that the act under way needs is there."""
+        self.arrivals[len(self.moments) - 1] = self.clock()
+
+    @property
+    def begins(self) -> list[Any]:
+        """When each act began."""
+        return [self.arrivals.get(i, moment) for i, moment in enumerate(self.moments[:-1])]
+
+    @property
+    def ends(self) -> list[Any]:
+        """When each act ended."""
+        return self.moments[1:]
 
 
-class Row(NamedTuple):
+class LedgerRow(NamedTuple):
     """One row of the ledger: how often collectives of one kind ran, and how much one rank sent in all of them."""
 
     phase: str
@@ -38,7 +76,7 @@ class Watcher(Protocol):
     def leave(self, phase: str) -> None:
         """The innermost phase ends."""
 
-    def at(self, part: str, layer: int | None) -> None:
+    def reach(self, segment: str, layer: int | None) -> None:
         """The program reaches a part of the model: "embed", "blocks" with the number of a layer, or "head"."""
 
     def start(self, number: int, collective: str, axis: str, leaf: str, sent_bytes: int) -> None:
@@ -77,14 +115,14 @@ class Ledger:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A context in which collectives are recorded under the phase `name`; the innermost context counts."""
-        before = self.phase_name
+        previous = self.phase_name
         for watch in self.watches:
             watch.enter(name)
         self.phase_name = name
         try:
             yield
         finally:
-            self.phase_name = before
+            self.phase_name = previous
             for watch in self.watches:
                 watch.leave(name)
 
@@ -95,12 +133,12 @@ class Ledger:
         try:
             yield
         finally:
-            self.watches = [other for other in self.watches if other is not watch]
+            self.watches = [watcher for watcher in self.watches if watcher is not watch]
 
-    def at(self, part: str, layer: int | None) -> None:
+    def reach(self, segment: str, layer: int | None) -> None:
         """Notify the watchers that the program reaches a part of the model."""
         for watch in self.watches:
-            watch.at(part, layer)
+            watch.reach(segment, layer)
 
     def holds(self, component: str, tensors: Sequence[Tensor]) -> None:
         """Tell the watchers that have a method `holds` (memory traces) what these tensors are: "grads", "gathered"."""
@@ -112,32 +150,32 @@ class Ledger:
         """Record one collective in which one rank sends `elements` elements."""
         self.entered = (self.phase_name, collective, axis, leaf, dtype), elements
         sums = self._sums.setdefault(self.entered[0], [0, 0, 0])
-        for i, more in enumerate((1, elements, elements * dtype.itemsize)):
-            sums[i] += more
+        for i, increment in enumerate((1, elements, elements * dtype.itemsize)):
+            sums[i] += increment
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[LedgerRow]:
         """The rows, in the order in which they first appeared."""
-        return [Row(*key[:4], str(key[4]).removeprefix("torch."), *sums) for key, sums in self._sums.items()]
+        return [LedgerRow(*key[:4], str(key[4]).removeprefix("torch."), *sums) for key, sums in self._sums.items()]
 
     def entries(self) -> dict[Any, tuple[int, int, int]]:
         """The sums so far by their keys, for `repeat`."""
         return {key: (sums[0], sums[1], sums[2]) for key, sums in self._sums.items()}
 
-    def repeat(self, before: Mapping[Any, Sequence[int]], after: Mapping[Any, Sequence[int]]) -> None:
+    def repeat(self, start: Mapping[Any, Sequence[int]], end: Mapping[Any, Sequence[int]]) -> None:
         """Record again what was recorded between two calls of `entries`."""
-        for key in {**before, **after}:
-            held, none = self._sums.setdefault(key, [0, 0, 0]), (0, 0, 0)
-            for i, (begun, sums) in enumerate(zip(before.get(key, none), after.get(key, none))):
-                held[i] += sums - begun
+        for key in {**start, **end}:
+            totals, none = self._sums.setdefault(key, [0, 0, 0]), (0, 0, 0)
+            for i, (start_sums, sums) in enumerate(zip(start.get(key, none), end.get(key, none))):
+                totals[i] += sums - start_sums
 
-    def total(self, phase: str | None = None, collective: str | None = None, axis: str | None = None) -> Row:
+    def total(self, phase: str | None = None, collective: str | None = None, axis: str | None = None) -> LedgerRow:
         """The sum of the rows of this phase, collective and axis (None: all), as a row with `*` in the fields summed
         over.
         """
-        wanted = (phase, collective, axis)
-        rows = [row for row in self.rows() if all(w is None or w == value for w, value in zip(wanted, row[:3]))]
-        names = ["*" if w is None else w for w in wanted]
-        return Row(
+        filters = (phase, collective, axis)
+        rows = [row for row in self.rows() if all(w is None or w == value for w, value in zip(filters, row[:3]))]
+        names = ["*" if w is None else w for w in filters]
+        return LedgerRow(
             *(names[0], names[1], names[2], "*", "*"),
             calls=sum(row.calls for row in rows),
             elements=sum(row.elements for row in rows),
@@ -149,8 +187,8 @@ class Ledger:
         self._sums.clear()
 
     def __str__(self) -> str:
-        table = [Row._fields, *((*row[:5], *(f"{n:,}" for n in row[5:])) for row in self.rows())]
-        widths = [max(len(row[i]) for row in table) for i in range(len(Row._fields))]
+        table = [LedgerRow._fields, *((*row[:5], *(f"{n:,}" for n in row[5:])) for row in self.rows())]
+        widths = [max(len(row[i]) for row in table) for i in range(len(LedgerRow._fields))]
 
         def line(row: tuple[str, ...]) -> str:
             return "  ".join(cell.ljust(w) if i < 5 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))

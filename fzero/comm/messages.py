@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fzero.comm.agreement import Agreement, Call
+from fzero.comm.agreement import CollectiveCall, ProgramAgreement
 from fzero.comm.ledger import Ledger
 from fzero.core.future import Future
 from fzero.core.gpu_copies import copy_in, copy_out
@@ -30,11 +30,11 @@ Message = tuple[Callable[..., Any], Tensor, int]  # dist.isend or dist.irecv, wh
 def through_host(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[Tensor, Tensor]]]:
     """Messages of tensors on a GPU for a transport between hosts: (the same of memory of the host, in which what is
     sent has arrived; [(such memory, the tensor that it is for)] of what is received)."""
-    rooms = {id(t): torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for op, t, _ in messages if op is dist.irecv}
+    buffers = {id(t): torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for op, t, _ in messages if op is dist.irecv}
     leaving = {id(t): copy_out(t) for op, t, _ in messages if op is dist.isend}  # one tensor may go to many ranks
-    arriving = [(rooms[id(t)], t) for op, t, _ in messages if op is dist.irecv]
-    rooms |= {key: copied.finish() for key, copied in leaving.items()}
-    return [(op, rooms[id(t)], j) for op, t, j in messages], arriving
+    arriving = [(buffers[id(t)], t) for op, t, _ in messages if op is dist.irecv]
+    buffers |= {key: copied.finish() for key, copied in leaving.items()}
+    return [(op, buffers[id(t)], j) for op, t, j in messages], arriving
 
 
 class Connection(NamedTuple):
@@ -44,11 +44,11 @@ class Connection(NamedTuple):
     """
 
     backend: Any  # of torch.distributed, over two processes
-    other: int  # the number of the other end in it
+    peer: int  # the number of the other end in it
 
     def start(self, x: Tensor, *, sends: bool) -> dist.Work:
         """Start to send x, or to receive it, behind the work that the current stream was given so far."""
-        return self.backend.send([x], self.other, 0) if sends else self.backend.recv([x], self.other, 0)
+        return self.backend.send([x], self.peer, 0) if sends else self.backend.recv([x], self.peer, 0)
 
 
 class InFlight:
@@ -58,7 +58,7 @@ class InFlight:
     those two ranks hang. So what nobody will wait for, as an error came between, goes to `dropped` when it would go.
     """
 
-    def __init__(self, call: Call, transport: str, messages: list[Message], dropped: deque[InFlight]) -> None:
+    def __init__(self, call: CollectiveCall, transport: str, messages: list[Message], dropped: deque[InFlight]) -> None:
         self.call, self.transport, self.messages, self.dropped = call, transport, messages, dropped
         self.work: list[tuple[dist.Work, int]] = []  # with the rank of the axis that each goes to or comes from
 
@@ -67,7 +67,7 @@ class InFlight:
             self.dropped.append(self)
 
 
-class Messages:
+class AxisMessages:
     """Starts the messages of one axis, and names the call in the error of one that fails.
 
     ranks: the global ranks along the axis; rank: the number of this one among them. transport: "gloo", "nccl" or
@@ -80,7 +80,7 @@ class Messages:
         rank: int,
         transport: str,
         group: dist.ProcessGroup | None,
-        agreement: Agreement,
+        agreement: ProgramAgreement,
         ledger: Ledger,
     ) -> None:
         self.ranks, self.rank, self.transport, self.group = tuple(ranks), rank, transport, group
@@ -95,7 +95,7 @@ class Messages:
 
     def exchange(
         self,
-        call: Call,
+        call: CollectiveCall,
         sends: Mapping[int, Tensor],
         receives: Mapping[int, Tensor],
         result: Callable[[], T],
@@ -116,8 +116,8 @@ class Messages:
             return Future(arrive)
         self.drain()
         # The tag keeps messages of different collectives apart. half: the round of messages within a collective.
-        said = f"{call.number} {call.collective} {call.leaf} {call.dtype} {call.shape} {half}"
-        tag = zlib.crc32(said.encode()) & 0x3FFFFFFF
+        signature = f"{call.number} {call.collective} {call.leaf} {call.dtype} {call.shape} {half}"
+        tag = zlib.crc32(signature.encode()) & 0x3FFFFFFF
         # Receives first, so that data is received directly into its buffer.
         messages: list[Message] = [(dist.irecv, t, j) for j, t in receives.items() if t.numel()]
         messages += [(dist.isend, t, j) for j, t in sends.items() if t.numel()]
@@ -143,8 +143,8 @@ class Messages:
                 self.wait_for(in_flight)
             in_flight.messages.clear()
             while arriving:
-                room, t = arriving.pop()
-                copy_in(room, t.device, out=t).use()
+                buffer, t = arriving.pop()
+                copy_in(buffer, t.device, out=t).use()
             return result()
 
         return Future(finish)
@@ -166,7 +166,9 @@ class Messages:
         while self.dropped:
             self.wait_for(self.dropped.popleft())
 
-    def native(self, call: Call, x: Tensor, start: Callable[[], dist.Work | None], out: Tensor) -> Future[Tensor]:
+    def native(
+        self, call: CollectiveCall, x: Tensor, start: Callable[[], dist.Work | None], out: Tensor
+    ) -> Future[Tensor]:
         """Start one of NCCL's own collectives of `x`, whose result is in `out`."""
         if self.transport == "fake":
             return self.exchange(call, {0: x}, {0: out}, lambda: out)
@@ -183,22 +185,22 @@ class Messages:
 
         return Future(finish)
 
-    def lost(self, call: Call, place: int, error: RuntimeError) -> Exception:
-        """Make this rank's error after a message from or to rank `place` of the axis failed."""
-        peer, text = f"rank {self.ranks[place]}", re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0])
+    def lost(self, call: CollectiveCall, index: int, error: RuntimeError) -> Exception:
+        """Make this rank's error after a message from or to rank `index` of the axis failed."""
+        peer, text = f"rank {self.ranks[index]}", re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0])
         if re.search("closed by peer|reset by peer|broken pipe|refused|endpoint is not connected", text, re.IGNORECASE):
-            what = f"{peer} is gone (connection closed)"
+            reason = f"{peer} is gone (connection closed)"
         elif "Timed out" in text:
-            what = (
+            reason = (
                 f"{peer} did not answer within {self.agreement.timeout_s:g} s: it is late, or runs another "
                 "program (mesh.checked() tells)"
             )
         else:
-            what = text if self.transport == "nccl" else f"{peer}: {text}"
-        return self.agreement.error(call, what)
+            reason = text if self.transport == "nccl" else f"{peer}: {text}"
+        return self.agreement.error(call, reason)
 
     @contextlib.contextmanager
-    def waiting(self, call: Call) -> Iterator[None]:
+    def waiting(self, call: CollectiveCall) -> Iterator[None]:
         """A context for waiting for a collective: notify the watchers, and let errors name the call."""
         self.agreement.waiting = call
         for watch in self.ledger.watches:

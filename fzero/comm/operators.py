@@ -1,4 +1,5 @@
-"""The collectives as torch operators (namespace `fzero`), which a traced graph has in program order (core/graph.py).
+"""The collectives as torch operators (namespace `fzero`), which a traced graph has in program order
+(core/joint_graph.py).
 
 An operator names its communicator by number and blocks until the result has arrived, but for `start_rows`, whose result
 `wait_rows` waits for.
@@ -14,10 +15,10 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from fzero.comm.communicator import Communicator, communicator_of
-from fzero.core import varying
+from fzero.core import varying_axes
 from fzero.core.device import is_traced
 from fzero.core.future import Future
-from fzero.core.graph import ORDERED, STARTED
+from fzero.core.joint_graph import ORDERED, STARTED
 from fzero.core.torch_private import is_fx_symbolic_tracing
 
 _LIBRARY = torch.library.Library("fzero", "DEF")
@@ -37,10 +38,10 @@ def define_ordered(
     arguments to `results` tensors. fake makes their shapes; a plan, whose communicator sends nothing, runs `real` on
     fake tensors instead, and not only while tracing.
     """
-    at = [argument.split()[-1] for argument in arguments.split(",")].index("communicator")
+    communicator_index = [argument.split()[-1] for argument in arguments.split(",")].index("communicator")
 
     def planned(x: Tensor, *args: Any) -> Any:
-        plans = communicator_of(args[at - 1]).transport == "fake"
+        plans = communicator_of(args[communicator_index - 1]).transport == "fake"
         return (real if plans and not (is_fx_symbolic_tracing() or is_traced(x)) else fake)(x, *args)
 
     def with_token(run: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
@@ -77,10 +78,10 @@ def _define(
     start(communicator, x, *rest) starts it; shape(communicator, x) gives the shape of the result.
     """
 
-    def real(x: Tensor, communicator: int, *rest: Any) -> Tensor:
-        return start(communicator_of(communicator), x, *rest).wait()
+    def real(x: Tensor, communicator: int, *options: Any) -> Tensor:
+        return start(communicator_of(communicator), x, *options).wait()
 
-    def fake(x: Tensor, communicator: int, *rest: Any) -> Tensor:
+    def fake(x: Tensor, communicator: int, *options: Any) -> Tensor:
         return x.new_empty(shape(communicator_of(communicator), x))
 
     define_ordered(name, f"Tensor x, int communicator, {extra}str leaf", 1, real, fake)
@@ -104,29 +105,29 @@ _define(
 )
 
 
-def _rule(less: bool, more: bool) -> Callable[..., tuple[frozenset[str], frozenset[str]]]:
-    """What a collective does to the axes over which a tensor may differ (see core.varying)."""
+def _rule(removes: bool, adds: bool) -> Callable[..., tuple[frozenset[str], frozenset[str]]]:
+    """What a collective does to the axes over which a tensor may differ (see varying_axes)."""
 
-    def rule(x: Tensor, communicator: int, *rest: Any) -> tuple[frozenset[str], frozenset[str]]:
+    def rule(x: Tensor, communicator: int, *options: Any) -> tuple[frozenset[str], frozenset[str]]:
         axes = frozenset(communicator_of(communicator).axis.split("+"))
-        return axes if less else varying.NOWHERE, axes if more else varying.NOWHERE
+        return axes if removes else varying_axes.NOWHERE, axes if adds else varying_axes.NOWHERE
 
     return rule
 
 
-varying.RULES |= {name: _rule(True, False) for name in ("psum", "all_gather")}
-varying.RULES |= {name: _rule(False, True) for name in ("psum_scatter", "all_to_all", "ppermute")}
-varying.RULES["start_rows"] = lambda x, *_: (varying.NOWHERE, frozenset(("ep",)))
-varying.RULES["wait_rows"] = varying.RULES["start_rows"]
+varying_axes.RULES |= {name: _rule(True, False) for name in ("psum", "all_gather")}
+varying_axes.RULES |= {name: _rule(False, True) for name in ("psum_scatter", "all_to_all", "ppermute")}
+varying_axes.RULES["start_rows"] = lambda x, *_: (varying_axes.NOWHERE, frozenset(("ep",)))
+varying_axes.RULES["wait_rows"] = varying_axes.RULES["start_rows"]
 # ---- exchanges of rows, in two operators -----------------------------------------------------------------------------
 
 _PENDING: dict[int, Future[Tensor]] = {}  # by the storage of the row that the start of an exchange returned
 
 
-def _start_rows(x: Tensor, counts: Tensor, communicator: int, *rest: Any) -> Tensor:
+def _start_rows(x: Tensor, counts: Tensor, communicator: int, *options: Any) -> Tensor:
     row = x.new_zeros((1, *x.shape[1:]))
     # An exchange that nobody waited for, as an error came between, gives way to the next one with its memory.
-    _PENDING[row.untyped_storage()._cdata] = communicator_of(communicator).start_exchange_rows(x, counts, *rest)
+    _PENDING[row.untyped_storage()._cdata] = communicator_of(communicator).start_exchange_rows(x, counts, *options)
     return row
 
 

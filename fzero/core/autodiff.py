@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fzero.core import pytree, varying
-from fzero.core.arguments import checked
-from fzero.core.kinds import expect_fields
-from fzero.core.surroundings import Rerun, generators_in
+from fzero.core import pytree, varying_axes
+from fzero.core.arguments import checked, expect_fields
+from fzero.core.captured_state import Rerun, generators_in
 from fzero.core.torch_private import (
     get_interpreter_stack,
     is_functorch_wrapped_tensor,
@@ -100,7 +99,7 @@ def needs_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def expect_closed(f: Callable[..., Any], what: str) -> None:
+def expect_closed(f: Callable[..., Any], label: str) -> None:
     """Raise ValueError if `f` itself closes over a tensor that is differentiated or batched: a Function would ignore
     its gradient.
     """
@@ -112,23 +111,23 @@ def expect_closed(f: Callable[..., Any], what: str) -> None:
         for leaf in pytree.leaves(cell.cell_contents):
             if isinstance(leaf, Tensor) and (needs_grad(leaf) or is_functorch_wrapped_tensor(leaf)):
                 raise ValueError(
-                    f"{what}: the function closes over {name!r}, a tensor that is differentiated; pass it as "
+                    f"{label}: the function closes over {name!r}, a tensor that is differentiated; pass it as "
                     "an argument"
                 )
 
 
-def _of(run: Callable[..., Any], values: Sequence[Any], at: Sequence[int]) -> Callable[..., Any]:
-    """`run` as a function of only the arguments at positions `at`; the other arguments are fixed to those in
+def _bind_arguments(run: Callable[..., Any], values: Sequence[Any], positions: Sequence[int]) -> Callable[..., Any]:
+    """`run` as a function of only the arguments at positions `positions`; the other arguments are fixed to those in
     `values`.
     """
 
-    def of_some(*some: Tensor) -> Any:
+    def call_selected(*selected: Tensor) -> Any:
         full = list(values)
-        for i, value in zip(at, some):
+        for i, value in zip(positions, selected):
             full[i] = value
         return run(*full)
 
-    return of_some
+    return call_selected
 
 
 class Function(torch.autograd.Function):
@@ -138,18 +137,18 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        if followed := varying.active():
-            return followed.through(super().apply, args, *args)
+        if followed := varying_axes.active():
+            return followed.follow_call(super().apply, args, *args)
         if transforms_active():
             return super().apply(*args)
-        below: Any = super(torch.autograd.Function, cls)  # torch's own `apply` in C++
-        return below.apply(*unwrap_dead_wrappers(args))
+        native: Any = super(torch.autograd.Function, cls)  # torch's own `apply` in C++
+        return native.apply(*unwrap_dead_wrappers(args))
 
 
-def run_backward(what: str, run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+def run_backward(operation: str, run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
     """`Backward.apply(what, run, *tensors)`; called as it is where nothing can ask for its derivative."""
-    if transforms_active() or torch.is_grad_enabled() or varying.active():
-        return Backward.apply(what, run, *tensors)
+    if transforms_active() or torch.is_grad_enabled() or varying_axes.active():
+        return Backward.apply(operation, run, *tensors)
     return run(*tensors)
 
 
@@ -163,7 +162,7 @@ class Backward(Function):
     """
 
     @staticmethod
-    def forward(what: str, run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(operation: str, run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
         return run(*tensors)
 
     @staticmethod
@@ -177,11 +176,11 @@ class Backward(Function):
         )
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], what: str, run: Callable, *tensors: Tensor) -> tuple[Any, ...]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], operation: str, run: Callable, *tensors: Tensor) -> tuple[Any, ...]:
         outs = []
         for i in range(info.batch_size):
             row = (t if dim is None else t.select(dim, i) for t, dim in zip(tensors, in_dims[2:]))
-            outs.append(Backward.apply(what, run, *row))
+            outs.append(Backward.apply(operation, run, *row))
         return tuple(torch.stack(parts) for parts in zip(*outs)), (0,) * len(outs[0])
 
 
@@ -200,11 +199,11 @@ class _Remat(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = unwrap_dead_wrappers(ctx.saved_tensors)  # of a recomputation around this one, which is over
-        wanted = [i for i, t in enumerate(saved) if ctx.needs_input_grad[i + 1]]
+        grad_indices = [i for i, t in enumerate(saved) if ctx.needs_input_grad[i + 1]]
 
-        vjp = torch.func.vjp(_of(ctx.run, saved, wanted), *(saved[i] for i in wanted))[1]
+        vjp = torch.func.vjp(_bind_arguments(ctx.run, saved, grad_indices), *(saved[i] for i in grad_indices))[1]
         results: list[Tensor | None] = [None] * (len(saved) + 1)
-        for i, grad in zip(wanted, vjp(grads)):
+        for i, grad in zip(grad_indices, vjp(grads)):
             results[i + 1] = grad
         return tuple(results)
 
@@ -212,8 +211,8 @@ class _Remat(Function):
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         primals = ctx.saved_tensors
         live = [i for i, t in enumerate(tangents) if t is not None]
-        given = (tuple(values[i] for i in live) for values in (primals, tangents))
-        return torch.func.jvp(_of(ctx.run, primals, live), *given)[1]
+        arguments = (tuple(values[i] for i in live) for values in (primals, tangents))
+        return torch.func.jvp(_bind_arguments(ctx.run, primals, live), *arguments)[1]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], run: Callable, *tensors: Tensor) -> tuple[Any, ...]:
@@ -246,7 +245,7 @@ def remat(f: Callable[..., R]) -> Callable[..., R]:
     def remat_f(*args: Any) -> Any:
         expect_closed(f, "remat")
         flat, treedef = pytree.flatten(args)
-        at = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
+        positions = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
         out_def: list[Any] = []
 
         def run(*leaves: Any) -> tuple[Tensor, ...]:
@@ -254,7 +253,9 @@ def remat(f: Callable[..., R]) -> Callable[..., R]:
             out_def[:] = [out_treedef]
             return tuple(out)
 
-        out = _Remat.apply(Rerun(_of(run, flat, at), f, generators_in(f, *flat)), *(flat[i] for i in at))
+        out = _Remat.apply(
+            Rerun(_bind_arguments(run, flat, positions), f, generators_in(f, *flat)), *(flat[i] for i in positions)
+        )
         return pytree.unflatten(out, out_def[0])
 
     return remat_f

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fzero.core.foreign import short
+from fzero.core.text_parsing import short
 
 INF = math.inf
 # The lower bound, whether it is allowed, the upper bound, and, where it is allowed as well, True.
@@ -37,10 +37,12 @@ def check_bounds(name: str, value: float, bounds: Bounds) -> None:
         high = WHOLE if isinstance(value, int) else LARGEST
     if (low <= value if with_low else low < value) and (value <= high if with_high else value < high):
         return
-    most = f" and {'at most' if with_high else 'below'} {_shown(high)}"
+    upper_text = f" and {'at most' if with_high else 'below'} {_shown(high)}"
     if endless:  # an end that no number reaches is named to those alone which are beyond it
-        most = ", and a finite number" if not math.isfinite(value) else most if value >= high else ""
-    raise ValueError(f"{name} is {short(value)}; it must be {'at least' if with_low else 'above'} {_shown(low)}{most}")
+        upper_text = ", and a finite number" if not math.isfinite(value) else upper_text if value >= high else ""
+    raise ValueError(
+        f"{name} is {short(value)}; it must be {'at least' if with_low else 'above'} {_shown(low)}{upper_text}"
+    )
 
 
 def _shown(bound: float) -> str:

@@ -19,15 +19,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fzero.core import pytree, varying
+from fzero.core import pytree, varying_axes
 from fzero.core.arguments import checked
 from fzero.core.autodiff import needs_grad, transforms
+from fzero.core.compile_cache import package_digest
 from fzero.core.cpp import vector_instructions
 from fzero.core.device import FakeDevice, fake_device_of
-from fzero.core.draws import no_draws
-from fzero.core.graph import chain_in_order, has_equal_sums, keeps_order
-from fzero.core.kept import package_digest
-from fzero.core.loops import compiled_together
+from fzero.core.joint_graph import chain_in_order, has_equal_sums, keeps_order
+from fzero.core.loop_library import batch_compilation
+from fzero.core.random_interception import no_draws
 
 R = TypeVar("R")
 Run = Callable[[list[Tensor]], Sequence[Tensor]]  # a compiled graph; it empties its list
@@ -36,13 +36,13 @@ Run = Callable[[list[Tensor]], Sequence[Tensor]]  # a compiled graph; it empties
 @functools.cache
 def have_compiler() -> bool:
     """Whether Inductor can compile here: a C++ compiler for the CPU, or Triton for CUDA. Warns once if it cannot."""
-    found = any(shutil.which(name) for name in ("g++", "clang++", "c++"))
-    if not found:
+    available = any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+    if not available:
         warnings.warn(
             "no C++ compiler (g++ or clang++) is on PATH: blocks run uncompiled, slower and with the same numbers",
             stacklevel=2,
         )
-    return found
+    return available
 
 
 def signature_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -101,14 +101,14 @@ def trace(
 
 
 @contextlib.contextmanager
-def alone(mode: Any) -> Iterator[None]:
+def detached_modes(mode: Any) -> Iterator[None]:
     """Outside of the modes around the caller: a compiler traces programs of its own, which are no part of one that is
     watched. mode: that of the trace; a plan's stays.
     """
     from fzero.core.torch_private import DisableTorchFunction, disable_current_modes
 
-    apart = contextlib.nullcontext() if isinstance(mode, FakeDevice) else disable_current_modes()
-    with apart, DisableTorchFunction():
+    modes = contextlib.nullcontext() if isinstance(mode, FakeDevice) else disable_current_modes()
+    with modes, DisableTorchFunction():
         yield
 
 
@@ -129,7 +129,7 @@ def compile_graph(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = Fa
     graph.graph.set_codegen(torch.fx.CodeGen())  # flat tensors in and out
     graph.recompile()
     ordered = chain_in_order(graph)
-    with alone(mode):
+    with detached_modes(mode):
         joint_graph_passes(graph)
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # Inductor's own random generator is never used: random keys are inputs of the graph.
@@ -138,7 +138,7 @@ def compile_graph(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = Fa
         options["reorder_for_peak_memory"] = False
     if has_equal_sums(graph):  # which Inductor, if it makes one loop of them, declares twice in 16 bits
         options["cpp.max_horizontal_fusion_size"] = 1
-    with alone(mode), tracing(TracingContext(mode)), inductor_config.patch(options):
+    with detached_modes(mode), tracing(TracingContext(mode)), inductor_config.patch(options):
         if not isinstance(mode, FakeDevice):
             # torch makes `patch` when it imports the module, which a type checker does not see.
             with compiler_config.patch(cache_key_tag=_cache_tag()):  # pyright: ignore[reportAttributeAccessIssue]
@@ -160,24 +160,25 @@ def _cache_tag() -> str:
     return f"{package_digest()} {vector_instructions()} {torch.get_num_threads()}"
 
 
-_TOLD: list[Callable[[], None]] = []  # who is to be told before this process compiles what no earlier one has
+# Who is to be told before this process compiles what no earlier one has.
+_COMPILE_CALLBACKS: list[Callable[[], None]] = []
 
 
 @contextlib.contextmanager
-def before_compiling(tell: Callable[[], None]) -> Iterator[None]:
-    """A context in which `tell` is called once, before the first blocks are compiled that were not compiled on this
+def on_first_compile(callback: Callable[[], None]) -> Iterator[None]:
+    """A context in which `callback` is called once, before the first blocks are compiled that were not compiled on this
     machine before."""
-    _TOLD.append(tell)
+    _COMPILE_CALLBACKS.append(callback)
     try:
         yield
     finally:
-        _TOLD[:] = [other for other in _TOLD if other is not tell]
+        _COMPILE_CALLBACKS[:] = [listener for listener in _COMPILE_CALLBACKS if listener is not callback]
 
 
-def tell_of_compiling() -> None:
-    """Tell those that wait in `before_compiling`."""
-    while _TOLD:
-        _TOLD.pop()()
+def notify_compiling() -> None:
+    """Tell those that wait in `on_first_compile`."""
+    while _COMPILE_CALLBACKS:
+        _COMPILE_CALLBACKS.pop()()
 
 
 @checked()
@@ -200,33 +201,35 @@ def jit(f: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(f)
     def jit_f(*args: Any) -> Any:
         flat, treedef = pytree.flatten(args)
-        at = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
-        tensors = [flat[i] for i in at]
+        positions = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
+        tensors = [flat[i] for i in positions]
         if transforms() or needs_grad(*tensors) or not have_compiler():
             return f(*args)
         # The type too, because 1, 1.0 and True are equal.
         static = tuple((i, type(leaf), leaf) for i, leaf in enumerate(flat) if not isinstance(leaf, Tensor))
         signature = (treedef, static, signature_of(tensors))
         if signature not in cache:
-            cache[signature] = _compile_whole(f, flat, at, treedef)
+            cache[signature] = _compile_function(f, flat, positions, treedef)
         run, out_def = cache[signature]
         return pytree.unflatten(list(run(tensors)), out_def)
 
     return jit_f
 
 
-def _compile_whole(f: Callable[..., Any], flat: list[Any], at: list[int], treedef: Any) -> tuple[Callable, Any]:
+def _compile_function(
+    f: Callable[..., Any], flat: list[Any], positions: list[int], treedef: Any
+) -> tuple[Callable, Any]:
     out_def: list[Any] = []
 
     def run(tensors: list[Tensor], _: list[Tensor]) -> list[Tensor]:
         full = list(flat)
-        for i, tensor in zip(at, tensors):
+        for i, tensor in zip(positions, tensors):
             full[i] = tensor
         out, out_treedef = pytree.flatten(f(*pytree.unflatten(full, treedef)))
         out_def[:] = [out_treedef]
         return out
 
     mode = fake_mode()
-    graph = trace(run, fakes_of([flat[i] for i in at], mode), [], mode)
-    with compiled_together():
-        return varying.unfollowed(compile_graph(graph, mode)), out_def[0]
+    graph = trace(run, fakes_of([flat[i] for i in positions], mode), [], mode)
+    with batch_compilation():
+        return varying_axes.unfollowed(compile_graph(graph, mode)), out_def[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fzero.core.future import Future
 from fzero.core.gpu import HOST
-from fzero.core.gpu_copies import Copied, copy_in, copy_in_parts, copy_out, free_copied
+from fzero.core.gpu_copies import Copied, copy_in, copy_in_split, copy_out, free_copied
 
 PIECE_BYTES = 16 << 20  # of pinned memory, on the way to a GPU
 # Bytes below which a copy takes no longer than its start, some 10 us, over a link of 64 GB/s; and those from which on
@@ -45,7 +45,7 @@ def _empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=HOST, pin_memory=True)
 
 
-def rooms_beside(
+def allocate_adjacent(
     like: Sequence[Tensor], layers: int | None = None, empty: Callable[..., Tensor] = _empty_pinned
 ) -> list[Tensor]:
     """Uninitialised memory of the host for each tensor (for `layers` of each, stacked): those of one dtype side by
@@ -57,12 +57,12 @@ def rooms_beside(
     for dtype in dict.fromkeys(x.dtype for x in like):
         chosen = [i for i, x in enumerate(like) if x.dtype == dtype]
         sizes, lead = [like[i].numel() for i in chosen], () if layers is None else (layers,)
-        whole = empty((*lead, sum(sizes)), dtype=dtype)
-        out |= {i: part.view((*lead, *like[i].shape)) for i, part in zip(chosen, whole.split(sizes, -1))}
+        buffer = empty((*lead, sum(sizes)), dtype=dtype)
+        out |= {i: chunk.view((*lead, *like[i].shape)) for i, chunk in zip(chosen, buffer.split(sizes, -1))}
     return [out[i] for i in range(len(like))]
 
 
-def copy_out_together(tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Copied]:
+def copy_out_buckets(tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Copied]:
     """`copy_out` of each tensor to its memory in `outs`, with one event for all; small ones whose memory lies side by
     side go by one copy, in buckets of 64 MB at most.
     """
@@ -78,28 +78,28 @@ def copy_out_together(tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> list
     return [Copied(out, None if last is None else last.event) for out in outs]
 
 
-def copy_in_together(
+def copy_in_buckets(
     tensors: Sequence[Tensor],
     device: torch.device,
     *,
-    after: Sequence[Any] | None = None,
+    events: Sequence[Any] | None = None,
     outs: Sequence[Tensor] | None = None,
 ) -> list[Copied]:
     """`copy_in` of each tensor; small ones whose memory lies side by side go by one copy, in buckets of 64 MB at most.
 
-    after: an event for each, or None. outs: memory there for each, of the same dtype; None: new memory.
+    events: an event for each, or None. outs: memory there for each, of the same dtype; None: new memory.
     """
     out: dict[int, Copied] = {}
     for bucket in _adjacent(tensors) if device.type == "cuda" else [[i] for i in range(len(tensors))]:
-        first, events = bucket[0], [] if after is None else [after[i] for i in bucket]
+        first, bucket_events = bucket[0], [] if events is None else [events[i] for i in bucket]
         if len(bucket) == 1:
-            event, room = events[0] if events else None, None if outs is None else outs[first]
-            out[first] = copy_in(tensors[first], device, after=event, out=room)
+            event, buffer = bucket_events[0] if bucket_events else None, None if outs is None else outs[first]
+            out[first] = copy_in(tensors[first], device, event=event, out=buffer)
         else:
             row = _row(tensors[first], sum(tensors[i].numel() for i in bucket))
             shapes = [tensors[i].shape for i in bucket]
-            rooms = None if outs is None else [outs[i] for i in bucket]
-            out |= zip(bucket, copy_in_parts(row, device, shapes, after=events, outs=rooms))
+            buffers = None if outs is None else [outs[i] for i in bucket]
+            out |= zip(bucket, copy_in_split(row, device, shapes, events=bucket_events, outs=buffers))
     return [out[i] for i in range(len(tensors))]
 
 
@@ -108,19 +108,22 @@ def _row(first: Tensor, size: int) -> Tensor:
     return first.as_strided((size,), (1,))
 
 
-def _adjacent(rooms: Sequence[Tensor]) -> list[list[int]]:
+def _adjacent(buffers: Sequence[Tensor]) -> list[list[int]]:
     """The numbers of tensors of the host in buckets, each of one, or of small ones that follow each other in memory."""
     buckets: list[list[int]] = []
-    held, end = 0, None  # the bytes of the last bucket, and where its memory ends
-    for i in sorted(range(len(rooms)), key=lambda i: (rooms[i].untyped_storage()._cdata, rooms[i].storage_offset())):
-        room, size = rooms[i], rooms[i].nbytes
-        small, place = size < SMALL_COPY and room.is_contiguous(), (room.untyped_storage()._cdata, room.dtype)
-        if small and end == (*place, room.storage_offset()) and held + size <= LARGE_COPY:
+    bucket_bytes, end = 0, None  # the bytes of the last bucket, and where its memory ends
+    for i in sorted(
+        range(len(buffers)), key=lambda i: (buffers[i].untyped_storage()._cdata, buffers[i].storage_offset())
+    ):
+        buffer, size = buffers[i], buffers[i].nbytes
+        small, location = size < SMALL_COPY and buffer.is_contiguous(), (buffer.untyped_storage()._cdata, buffer.dtype)
+        if small and end == (*location, buffer.storage_offset()) and bucket_bytes + size <= LARGE_COPY:
             buckets[-1].append(i)
         else:
             buckets.append([i])
-            held = 0
-        held, end = held + size, (*place, room.storage_offset() + room.numel()) if small else None
+            bucket_bytes = 0
+        bucket_bytes = bucket_bytes + size
+        end = (*location, buffer.storage_offset() + buffer.numel()) if small else None
     return buckets
 
 
@@ -130,18 +133,18 @@ def start_fetch(tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
     """
     leaving = [x for x in tensors if x.is_cuda]
     small = [x for x in leaving if x.nbytes < SMALL_COPY]
-    rooms = iter(rooms_beside(small))
-    outs = [next(rooms) if x.nbytes < SMALL_COPY else rooms_beside([x])[0] for x in leaving]
-    started = copy_out_together(leaving, outs)
-    there = [None if x.is_cuda else x.to(HOST) for x in tensors]
+    buffers = iter(allocate_adjacent(small))
+    outs = [next(buffers) if x.nbytes < SMALL_COPY else allocate_adjacent([x])[0] for x in leaving]
+    started = copy_out_buckets(leaving, outs)
+    on_host = [None if x.is_cuda else x.to(HOST) for x in tensors]
     device = leaving[0].device if leaving else HOST
 
     def fetched() -> list[Tensor]:
         if started:
             started[-1].finish()
             free_copied(device)
-        gone = iter(started)
-        return [next(gone).tensor if x is None else x for x in there]
+        copies = iter(started)
+        return [next(copies).tensor if x is None else x for x in on_host]
 
     return Future(fetched)
 
@@ -152,11 +155,11 @@ def read_scalars(scalars: Sequence[Tensor]) -> list[Any]:
     >>> read_scalars([torch.tensor(3), torch.tensor(4)])
     [3, 4]
     """
-    places: dict[torch.device, list[int]] = {}
+    groups: dict[torch.device, list[int]] = {}
     for i, x in enumerate(scalars):
-        places.setdefault(x.device, []).append(i)
-    found = {}
-    for indices in places.values():
-        together = torch.stack([scalars[i] for i in indices])
-        found.update(zip(indices, copy_out(together).finish().tolist()))
-    return [found[i] for i in range(len(scalars))]
+        groups.setdefault(x.device, []).append(i)
+    values = {}
+    for indices in groups.values():
+        stacked = torch.stack([scalars[i] for i in indices])
+        values.update(zip(indices, copy_out(stacked).finish().tolist()))
+    return [values[i] for i in range(len(scalars))]

@@ -1,8 +1,8 @@
 """Compile the .cpp file beside a module when it is first used on a machine.
 
 g++ is called alone, with the flags that Inductor gives its own loops: no second is spent on importing Inductor, or
-torch. What it made is kept (kept.py) for later processes. Elsewhere than on Linux Inductor compiles the file, as it
-knows the compilers there.
+torch. What it made is kept (compile_cache) for later processes. Elsewhere than on Linux Inductor compiles the file, as
+it knows the compilers there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from fzero.core import kept
+from fzero.core import compile_cache
 from fzero.core.files import replacing
 
 # EXACT rounds every operation separately. CONTRACTED lets the compiler fuse a product and a sum, which are then rounded
@@ -47,67 +47,67 @@ def compiler() -> str:
 
 
 @functools.cache
-def library(module: str, rounding: tuple[str, ...], part: str = "") -> ctypes.CDLL:
+def library(module: str, rounding: tuple[str, ...], macro: str = "") -> ctypes.CDLL:
     """Compile the .cpp file beside a module (given by its `__file__`), or load what was kept of it.
 
-    part: a macro that the file is compiled with, for a file of several parts. Raises RuntimeError with the compiler's
+    macro: a macro that the file is compiled with, for a file of several parts. Raises RuntimeError with the compiler's
     message if that fails.
     """
     if platform.system() == "Linux" and shutil.which("g++"):
-        return library_by_gcc(module, rounding, part)
+        return library_by_gcc(module, rounding, macro)
     from fzero.core.torch_private import CppCodeCache
 
     trust_vector_flags()
-    flags = (*_VECTORISED, *rounding, *_macros(part))
+    flags = (*_VECTORISED, *rounding, *_macros(macro))
     return CppCodeCache.load(source_of(Path(module).with_suffix(".cpp")), extra_flags=flags)
 
 
 @functools.cache
-def library_by_gcc(module: str, rounding: tuple[str, ...], part: str = "") -> ctypes.CDLL:
+def library_by_gcc(module: str, rounding: tuple[str, ...], macro: str = "") -> ctypes.CDLL:
     """`library` by g++ alone."""
-    return ctypes.CDLL(compiled_by_gcc(module, rounding, part))
+    return ctypes.CDLL(compiled_by_gcc(module, rounding, macro))
 
 
-def compiled_by_gcc(module: str, rounding: tuple[str, ...], part: str = "") -> str:
+def compiled_by_gcc(module: str, rounding: tuple[str, ...], macro: str = "") -> str:
     """The file of the library that g++ makes of the .cpp file beside a module, in the folder of kept ones; needs no
     torch in the process. One process compiles a file at a time, and others wait for it.
 
     Raises RuntimeError with g++'s message if that fails.
     """
     source = Path(module).with_suffix(".cpp")
-    text, flags = source_of(source), (*_ALL, *rounding, *_macros(part))
+    text, flags = source_of(source), (*_ALL, *rounding, *_macros(macro))
     torch = Path(str(metadata.distribution("torch").locate_file("torch")))
     if "#include <ATen" in text:
         flags = (*flags, f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include")
         flags = (*flags, f"-L{torch}/lib", "-ltorch_cpu", "-lc10")
-    asked = json.dumps(kept.surroundings() | {"source": text, "flags": flags}, sort_keys=True)
-    with kept.first_alone(asked):
-        if (answer := kept.find(asked)) is not None:
+    question = json.dumps(compile_cache.platform_facts() | {"source": text, "flags": flags}, sort_keys=True)
+    with compile_cache.single_flight(question):
+        if (answer := compile_cache.load_answer(question)) is not None:
             return answer["library"]
         with tempfile.TemporaryDirectory(prefix="fzero-") as folder:
-            made = Path(folder, "library.so")
-            run = subprocess.run(["g++", str(source), "-o", str(made), *flags], capture_output=True, text=True)
+            output = Path(folder, "library.so")
+            run = subprocess.run(["g++", str(source), "-o", str(output), *flags], capture_output=True, text=True)
             if run.returncode:
                 raise RuntimeError(f"g++ does not compile {source}: {run.stderr.strip()[-2000:]}")
-            return _keep_library(asked, made.read_bytes())
+            return _store_library(question, output.read_bytes())
 
 
 def source_of(path: Path) -> str:
     """The text of a .cpp file, with that of each header beside it in the place of its #include."""
-    return re.sub(r'(?m)^#include "(.+)"$', lambda found: (path.parent / found[1]).read_text(), path.read_text())
+    return re.sub(r'(?m)^#include "(.+)"$', lambda match: (path.parent / match[1]).read_text(), path.read_text())
 
 
-def _macros(part: str) -> tuple[str, ...]:
-    return (f"-D{part}",) if part else ()
+def _macros(macro: str) -> tuple[str, ...]:
+    return (f"-D{macro}",) if macro else ()
 
 
-def _keep_library(asked: str, content: bytes) -> str:
+def _store_library(question: str, content: bytes) -> str:
     """Write a library to the folder of kept ones, as the answer of a question, and return its file."""
-    place = kept.folder() / f"{hashlib.sha256(content).hexdigest()[:32]}.so"
-    with replacing(place, cache=True) as file:
+    path = compile_cache.folder() / f"{hashlib.sha256(content).hexdigest()[:32]}.so"
+    with replacing(path, cache=True) as file:
         file.write(content)
-    kept.keep(asked, {"library": str(place)}, [str(place)])
-    return str(place)
+    compile_cache.store(question, {"library": str(path)}, [str(path)])
+    return str(path)
 
 
 @functools.cache
@@ -122,10 +122,10 @@ def trust_vector_flags() -> None:
     program = compiler()
     if inductor_config.cpp.vec_isa_ok is not None or platform.machine() != "x86_64" or not program:
         return
-    here = [isa for isa in supported_vec_isa_list if "avx" in str(isa)]  # the others are ARM's
-    flags = sorted({flag for isa in here for flag in isa.build_arch_flags().split()})
-    known = subprocess.run([program, *flags, "-fsyntax-only", "-x", "c++", "-"], input=b"", capture_output=True)
-    if known.returncode == 0:
+    instruction_sets = [isa for isa in supported_vec_isa_list if "avx" in str(isa)]  # the others are ARM's
+    flags = sorted({flag for isa in instruction_sets for flag in isa.build_arch_flags().split()})
+    probe = subprocess.run([program, *flags, "-fsyntax-only", "-x", "c++", "-"], input=b"", capture_output=True)
+    if probe.returncode == 0:
         inductor_config.cpp.vec_isa_ok = True
 
 

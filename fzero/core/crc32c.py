@@ -70,16 +70,16 @@ def by_google(data: Buffer, value: int) -> int:
     return google_crc32c.extend(value, _bytes_of(data))
 
 
-def by_cpp(part: str = "") -> Checksum:
-    """The loop of crc32c.cpp, compiled at first use; it runs without Python's lock. part: "TABLES" for processors
+def by_cpp(macro: str = "") -> Checksum:
+    """The loop of crc32c.cpp, compiled at first use; it runs without Python's lock. macro: "TABLES" for processors
     without an instruction.
     """
-    function = cpp.library(__file__, cpp.EXACT, part).crc32c
+    function = cpp.library(__file__, cpp.EXACT, macro).crc32c
     function.restype, function.argtypes = ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32]
 
     def checksum(data: Buffer, value: int) -> int:
-        whole = _bytes_of(data)
-        return function(whole.__array_interface__["data"][0], whole.size, value)
+        array = _bytes_of(data)
+        return function(array.__array_interface__["data"][0], array.size, value)
 
     return checksum
 

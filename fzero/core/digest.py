@@ -78,15 +78,15 @@ def start_digest(x: Tensor, shape: Sequence[int] | None = None, start: Sequence[
         )
     if (shape is None) != (start is None):
         raise ValueError("digest: shape and start of a block go together; give both, or neither for a whole leaf")
-    whole, begin = tuple(x.shape if shape is None else shape), tuple((0,) * x.ndim if start is None else start)
-    if not len(whole) == len(begin) == x.ndim or any(
-        b < 0 or b + n > size for b, n, size in zip(begin, x.shape, whole)
+    leaf_shape, begin = tuple(x.shape if shape is None else shape), tuple((0,) * x.ndim if start is None else start)
+    if not len(leaf_shape) == len(begin) == x.ndim or any(
+        b < 0 or b + n > size for b, n, size in zip(begin, x.shape, leaf_shape)
     ):
         raise ValueError(
-            f"digest: a block {list(x.shape)} at {list(begin)} is not inside a leaf of shape {list(whole)}"
+            f"digest: a block {list(x.shape)} at {list(begin)} is not inside a leaf of shape {list(leaf_shape)}"
         )
-    steps = [math.prod(whole[dim + 1 :]) for dim in range(x.ndim)]
-    return _start_at(x, steps, sum(b * step for b, step in zip(begin, steps)))
+    steps = [math.prod(leaf_shape[dim + 1 :]) for dim in range(x.ndim)]
+    return _start_strided(x, steps, sum(b * step for b, step in zip(begin, steps)))
 
 
 def read_digests(started: Sequence[Started]) -> list[int]:
@@ -95,14 +95,14 @@ def read_digests(started: Sequence[Started]) -> list[int]:
     return [int(next(read) if isinstance(value, Tensor) else value) & _MASK for value in started]
 
 
-def digest_at(x: Tensor, steps: Sequence[int], first: int) -> int:
+def digest_strided(x: Tensor, steps: Sequence[int], first: int) -> int:
     """Return the digest of elements of a leaf; `x[i, j, ...]` has the index first + i steps[0] + j steps[1] + ... in
     the whole leaf.
     """
-    return read_digests([_start_at(x, steps, first)])[0]
+    return read_digests([_start_strided(x, steps, first)])[0]
 
 
-def _start_at(x: Tensor, steps: Sequence[int], first: int) -> Started:
+def _start_strided(x: Tensor, steps: Sequence[int], first: int) -> Started:
     words = x.detach().view(_WORDS[x.dtype.itemsize])
     if not words.numel():
         return 0
@@ -205,13 +205,13 @@ def _digest_by_tensors(words: Tensor, steps: list[int], first: int) -> Tensor:
             pieces = range(0, words.shape[dim], length)
             total = torch.zeros((), dtype=torch.int64, device=words.device)
             for i in pieces:
-                part = words.narrow(dim, i, min(length, words.shape[dim] - i))
-                total += _digest_by_tensors(part, steps, first + i * steps[dim])
+                block = words.narrow(dim, i, min(length, words.shape[dim] - i))
+                total += _digest_by_tensors(block, steps, first + i * steps[dim])
             return total
     index = torch.full((), _signed(_K1 * (first + 1)), dtype=torch.int64, device=words.device)
     for dim, step in enumerate(steps):
-        places = torch.arange(words.shape[dim], device=words.device) * _signed(_K1 * step)
-        index = index.unsqueeze(-1) + places  # int64 products and sums wrap modulo 2^64
+        offsets = torch.arange(words.shape[dim], device=words.device) * _signed(_K1 * step)
+        index = index.unsqueeze(-1) + offsets  # int64 products and sums wrap modulo 2^64
     z = words.to(torch.int64)
     z = (z if words.dtype == torch.int64 else z & ((1 << 8 * words.element_size()) - 1)) + index
     # int64 shifts are arithmetic: mask the copies of the sign bit.

@@ -4,6 +4,12 @@ A folder that a user names may be reached through symbolic links. Below it nothi
 with one name, a folder is a folder, and what else stands in its place is refused by name or, where its content would be
 replaced anyway, removed. So no run changes a file outside of its folder (tests/test_writing.py walks the package for
 other openings).
+
+The one rule for names that become paths of files: of leaves in a checkpoint or a store, and of files that a foreign
+file names.
+
+No such path leaves the folder that it is taken in: writers refuse a name by this rule before they write anything, and
+readers before they open anything.
 """
 
 from __future__ import annotations
@@ -13,12 +19,62 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
-How = Literal["new", "replace", "append", "update"]
-FLAGS: dict[How, int] = {
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3000  # bytes that file systems take
+DESCRIPTION = "zarr.json"  # the file beside the chunks of an array
+
+
+def path_fault(path: Any) -> str:
+    """The fault of `path` as that of a file below some folder, to follow its name in a message; "" if there is none.
+
+    It is one or more names joined by "/", none of them empty, "." or "..".
+
+    >>> path_fault("blocks/attn/w_q"), path_fault("../w")
+    ('', 'has a part ".."')
+    """
+    if not isinstance(path, str):
+        return f"is a {type(path).__name__}, not a text"
+    for name in path.split("/"):
+        if name in ("", ".", ".."):
+            return f'has a part "{name}"' if name else 'has an empty part (it begins or ends with "/", or has "//")'
+        if "\\" in name or not name.isprintable():
+            return "has a backslash or a character that cannot be printed"
+        if len(name.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
+            return f"has a part of more than {MAX_NAME_BYTES} bytes"
+    return f"has more than {MAX_PATH_BYTES:,} bytes" if len(path.encode()) > MAX_PATH_BYTES else ""
+
+
+def leaf_fault(names: Iterable[Any]) -> str:
+    """The first fault of the names of leaves that are zarr arrays of one folder, as a text that begins with the name;
+    "" if there is none.
+
+    A tree that is one leaf has the name "".
+
+    >>> leaf_fault(["a", "b/c"]), leaf_fault([""]), leaf_fault(["a", "a/b"])
+    ('', '', "leaf 'a/b' is below 'a', which is a leaf itself")
+    """
+    names = list(names)
+    if names == [""]:
+        return ""
+    leaf_names = {name for name in names if isinstance(name, str)}
+    for name in names:
+        fault = path_fault(name)
+        if fault:
+            return f"leaf {name!r} {fault}"
+        parts = name.split("/")
+        if DESCRIPTION in parts:
+            return f"leaf {name!r} has a part {DESCRIPTION!r}, which is the name of zarr's own file"
+        ancestor = next((a for n in range(1, len(parts)) if (a := "/".join(parts[:n])) in leaf_names), None)
+        if ancestor is not None:
+            return f"leaf {name!r} is below {ancestor!r}, which is a leaf itself"
+    return ""
+
+
+WriteMode = Literal["new", "replace", "append", "update"]
+FLAGS: dict[WriteMode, int] = {
     "new": os.O_WRONLY | os.O_EXCL,
     "replace": os.O_WRONLY | os.O_EXCL,
     "append": os.O_RDWR | os.O_APPEND,
@@ -38,8 +94,8 @@ KINDS = {
 class NotWritable(OSError):
     """Raised for a file or folder to write whose place is taken by a link or by something of another kind."""
 
-    def __init__(self, path: str | Path, what: str) -> None:
-        super().__init__(errno.EPERM, what, str(path))
+    def __init__(self, path: str | Path, reason: str) -> None:
+        super().__init__(errno.EPERM, reason, str(path))
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
@@ -67,42 +123,43 @@ def kind_of(mode: int) -> str:
 def is_lone_file(path: str | Path) -> bool:
     """Whether there is a regular file at `path` itself, not through a link, that has no other name."""
     try:
-        seen = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return False
-    return stat.S_ISREG(seen.st_mode) and seen.st_nlink == 1
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
 
 
-def open_to_write(path: str | Path, how: How, *, direct: bool = False, make: bool = True) -> int:
+def open_to_write(path: str | Path, mode: WriteMode, *, direct: bool = False, make: bool = True) -> int:
     """Open a regular file for writing, and return its descriptor; never through a link.
 
-    how: "new": none may be there. "replace": what is there is removed first, a link itself and not what it points at.
+    mode: "new": none may be there. "replace": what is there is removed first, a link itself and not what it points at.
     "append": at its end. "update": in its middle, and for reading. direct: without the page cache. make: whether a
     file to append to or to update is made if it is missing, where otherwise FileNotFoundError is raised.
     Raises NotWritable, an OSError, if a link, a folder or a FIFO is there, and for a file to update that has other
     names (hard links); one to append to is copied first.
     """
-    path, flags = Path(path), FLAGS[how] | os.O_CREAT * make | os.O_NOFOLLOW | os.O_NONBLOCK
+    path, flags = Path(path), FLAGS[mode] | os.O_CREAT * make | os.O_NOFOLLOW | os.O_NONBLOCK
     flags |= os.O_DIRECT if direct else 0
     try:
-        if how == "replace":
+        if mode == "replace":
             path.unlink(missing_ok=True)
         fd = os.open(path, flags, 0o644)
     except OSError as error:
-        kind = _kind_there(path) if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR) else ""
+        kind = _kind_on_disk(path) if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR) else ""
         if kind:
             raise NotWritable(path, _fault(kind)) from None
         raise
     try:
-        seen = os.fstat(fd)
-        if kind := kind_of(seen.st_mode):
+        status = os.fstat(fd)
+        if kind := kind_of(status.st_mode):
             raise NotWritable(path, _fault(kind))
-        if seen.st_nlink > 1 and how == "append":
+        if status.st_nlink > 1 and mode == "append":
             with replacing(path) as copy, path.open("rb") as old:
                 shutil.copyfileobj(old, copy)
-        elif seen.st_nlink > 1 and how != "replace":
+        elif status.st_nlink > 1 and mode != "replace":
             raise NotWritable(
-                path, f"has {seen.st_nlink} names (hard links), whose content would change too; put a copy in its place"
+                path,
+                f"has {status.st_nlink} names (hard links), whose content would change too; put a copy in its place",
             )
         else:
             return fd
@@ -117,16 +174,16 @@ def _fault(kind: str) -> str:
     return f"is {kind}, and fzero writes a regular file there; remove it"
 
 
-def _kind_there(path: Path) -> str:
+def _kind_on_disk(path: Path) -> str:
     with contextlib.suppress(OSError):
         return kind_of(os.lstat(path).st_mode)
     return ""
 
 
 @contextlib.contextmanager
-def writing(path: str | Path, how: How, *, make: bool = True) -> Iterator[BinaryIO]:
+def writing(path: str | Path, mode: WriteMode, *, make: bool = True) -> Iterator[BinaryIO]:
     """A context of the file that `open_to_write` opens."""
-    with naming(path), open(open_to_write(path, how, make=make), "r+b" if how == "update" else "wb") as file:
+    with naming(path), open(open_to_write(path, mode, make=make), "r+b" if mode == "update" else "wb") as file:
         yield file
 
 
@@ -169,9 +226,9 @@ def cut_half_line(fd: int) -> None:
     size = end = os.fstat(fd).st_size
     while end:
         begin = max(0, end - BLOCK)
-        at = os.pread(fd, end - begin, begin).rfind(b"\n")
-        if at >= 0:
-            end = begin + at + 1
+        newline = os.pread(fd, end - begin, begin).rfind(b"\n")
+        if newline >= 0:
+            end = begin + newline + 1
             break
         end = begin
     if end < size:
@@ -194,8 +251,8 @@ def make_folder(folder: str | Path, *names: str) -> Path:
             mode = os.lstat(path).st_mode
             if not stat.S_ISDIR(mode):
                 kind = kind_of(mode) or "a file"
-                other = ", and name a folder elsewhere by an option" if stat.S_ISLNK(mode) else ""
-                raise NotWritable(path, f"is {kind}, and fzero writes a folder there; remove it{other}") from None
+                hint = ", and name a folder elsewhere by an option" if stat.S_ISLNK(mode) else ""
+                raise NotWritable(path, f"is {kind}, and fzero writes a folder there; remove it{hint}") from None
     return path
 
 

@@ -1,6 +1,8 @@
 """The GPU of this process: which it is, its memory, events, pinned memory, and graphs of its work. A process uses one.
 
 Nothing else in fzero calls torch.cuda but fzero.core.gpu_copies, which has the copies to and from it.
+
+Why a GPU cannot be used, as PyTorch and CUDA say it at its first use: one line of their many, and what to do.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -19,7 +22,67 @@ import torch
 from torch import Tensor
 
 from fzero.core import torch_private
-from fzero.core.gpu_faults import advice_on, gist_of, is_compiled_for
+
+# What to do, by what is said; the last one is for all the rest.
+ADVICE = {
+    r"driver .*too old|insufficient for CUDA": "install a newer driver, or PyTorch for an older CUDA "
+    "(https://pytorch.org/get-started/previous-versions)",
+    r"no kernel image|compiled for": "install a PyTorch that was compiled for it "
+    "(https://pytorch.org/get-started/previous-versions)",
+    r"busy or unavailable": "another process has it alone: nvidia-smi shows which, and the GPU's compute mode",
+    r"out of memory": "other processes hold its memory: nvidia-smi shows which",
+    r"not yet initialized": "start the service that connects the GPUs (systemctl start nvidia-fabricmanager)",
+    r"unsupported display driver|version mismatch": "the driver and its libraries are of different versions: restart "
+    "the machine, or the container with the libraries of its host",
+    r"": "nvidia-smi shows more",
+}
+
+
+def gist_of(text: str) -> str:
+    """What a message of PyTorch about CUDA says: CUDA's own error if it names one, else its first sentence.
+
+    >>> gist_of("CUDA error: no kernel image is available for execution on the device\\nSearch for ...")
+    'no kernel image is available for execution on the device'
+    """
+    text = re.sub(r"\(Triggered internally.*", "", text, flags=re.DOTALL).strip()
+    numbered = re.search(r"Error \d+: (.+)", text)
+    first = (numbered[1] if numbered else text).partition("\n")[0]
+    first = re.sub(
+        r"^(CUDA call failed lazily at initialization with error|CUDA initialization|CUDA error): ", "", first
+    )
+    return re.split(r"\. (?=[A-Z])", first)[0].rstrip(". ")
+
+
+def advice_on(gist: str) -> str:
+    """What to do about what `gist_of` found, and how to train without a GPU."""
+    advice = next(advice for pattern, advice in ADVICE.items() if re.search(pattern, gist, re.IGNORECASE))
+    return f"{advice}; device=cpu (--device cpu) trains without it"
+
+
+def is_compiled_for(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """Whether code for `architectures`, such as sm_90 and compute_120, runs on a GPU of a compute capability.
+
+    Machine code (sm) runs on later GPUs of the same generation, that of sm_90a on its own alone; an intermediate
+    code (compute) is compiled for any later one. Ref: NVIDIA, CUDA C++ Programming Guide, "Binary Compatibility".
+
+    >>> is_compiled_for((8, 9), ["sm_80", "sm_90"]), is_compiled_for((7, 0), ["sm_75", "sm_80"])
+    (True, False)
+    """
+    for name in architectures:
+        form = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
+        if form is None:
+            return True  # of a kind that this function does not know
+        target = int(form[2]), int(form[3])
+        if form[4] == "a":
+            runs = capability == target
+        elif form[1] == "compute":
+            runs = capability >= target
+        else:
+            runs = capability[0] == target[0] and capability >= target
+        if runs:
+            return True
+    return not architectures
+
 
 HOST = torch.device("cpu")
 # PyTorch's settings of its GPU allocator; the second name is that of 2.9 and later, which reads both.
@@ -49,15 +112,15 @@ def count_gpus() -> int:
     >>> count_gpus() >= 0
     True
     """
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
-        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for warning in said:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for warning in messages:
         if str(warning.message).startswith("CUDA"):
             _COMPLAINTS.append(gist_of(str(warning.message)))
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    return found
+    return count
 
 
 def complaint() -> str:
@@ -65,16 +128,16 @@ def complaint() -> str:
     return _COMPLAINTS[-1] if _COMPLAINTS else ""
 
 
-def resolve_device(wanted: str) -> str:
-    """ "cpu" or "cuda": what `wanted` is; for "auto", the GPU where there is one. Raises ValueError for another word.
+def resolve_device(name: str) -> str:
+    """ "cpu" or "cuda": what `name` is; for "auto", the GPU where there is one. Raises ValueError for another word.
 
     >>> resolve_device("cpu")
     'cpu'
     """
-    if wanted not in KINDS:
-        raise ValueError(f"device is {wanted!r}; it must be one of {', '.join(KINDS)}")
-    if wanted != "auto":
-        return wanted
+    if name not in KINDS:
+        raise ValueError(f"device is {name!r}; it must be one of {', '.join(KINDS)}")
+    if name != "auto":
+        return name
     return "cuda" if count_gpus() else "cpu"
 
 
@@ -83,7 +146,7 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def device_here(kind: str) -> torch.device:
+def local_device(kind: str) -> torch.device:
     """The device of this process: the CPU, or the GPU of its local rank. It touches no GPU."""
     return HOST if kind == "cpu" else torch.device(kind, local_rank())
 
@@ -97,20 +160,20 @@ def use_device(kind: str, processes: int = 1) -> torch.device:
     """
     if kind == "cpu":
         return HOST
-    found = count_gpus()
-    if not found and (why := complaint()):
-        raise ValueError(f"device is cuda and PyTorch can use no GPU here: {why}; {advice_on(why)}")
-    if not found:
+    count = count_gpus()
+    if not count and (reason := complaint()):
+        raise ValueError(f"device is cuda and PyTorch can use no GPU here: {reason}; {advice_on(reason)}")
+    if not count:
         raise ValueError(
             "device is cuda and PyTorch finds no GPU here; use device=cpu (--device cpu), or a CUDA build of PyTorch"
         )
-    if max(processes, local_rank() + 1) > found:
+    if max(processes, local_rank() + 1) > count:
         raise ValueError(
-            f"device is cuda and {max(processes, local_rank() + 1)} processes of this host share {found} "
-            f"GPU{'s' * (found > 1)}; a process takes a GPU of its own: start {found} a host "
-            f"(torchrun --nproc-per-node {found}), or use device=cpu (--device cpu)"
+            f"device is cuda and {max(processes, local_rank() + 1)} processes of this host share {count} "
+            f"GPU{'s' * (count > 1)}; a process takes a GPU of its own: start {count} a host "
+            f"(torchrun --nproc-per-node {count}), or use device=cpu (--device cpu)"
         )
-    device = device_here(kind)
+    device = local_device(kind)
     if not any(os.environ.get(name) for name in ALLOCATOR_SETTINGS):  # read once, when PyTorch begins to use the GPU
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
     select_device(device)
@@ -153,11 +216,11 @@ def _first_use(device: torch.device) -> Iterator[None]:
             warnings.filterwarnings("ignore", r"(?s).*cuda capability")
             yield
         compiled = torch.cuda.get_arch_list() if torch.version.hip is None else []
-        found = properties(device) if compiled else None
-        if found is not None and not is_compiled_for((found.major, found.minor), compiled):
+        device_info = properties(device) if compiled else None
+        if device_info is not None and not is_compiled_for((device_info.major, device_info.minor), compiled):
             raise RuntimeError(
-                f"its compute capability is {found.major}.{found.minor}, and PyTorch {torch.__version__} was compiled "
-                f"for {', '.join(compiled)}"
+                f"its compute capability is {device_info.major}.{device_info.minor}, and PyTorch {torch.__version__} "
+                f"was compiled for {', '.join(compiled)}"
             )
         compute_once(device)
     except RuntimeError as error:
@@ -198,8 +261,8 @@ def properties(device: torch.device) -> Any:
 def pci_address(device: torch.device) -> str:
     """The place of a GPU on the host's PCI bus as Linux writes it, such as "0000:3b:00.0"; "" if PyTorch does not
     tell."""
-    found = properties(device)
-    numbers = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    device_info = properties(device)
+    numbers = [getattr(device_info, f"pci_{field}_id", None) for field in ("domain", "bus", "device")]
     return "" if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
@@ -226,7 +289,7 @@ class DeviceMemory(NamedTuple):
     peak: int  # the most that tensors of this process have held since `reset_peak`
 
     @property
-    def others(self) -> int:
+    def external(self) -> int:
         """The memory that other processes and the driver hold."""
         return max(0, self.total - self.free - self.reserved)
 
@@ -241,8 +304,8 @@ def memory_of(device: torch.device) -> DeviceMemory:
 def free_bytes(device: torch.device) -> int:
     """The memory of a GPU that this process can still have: what no process holds, and what its allocator keeps
     unused."""
-    now = memory_of(device)
-    return now.free + now.reserved - now.tensors
+    memory = memory_of(device)
+    return memory.free + memory.reserved - memory.tensors
 
 
 def processes_on(device: torch.device) -> list[str]:
@@ -251,14 +314,14 @@ def processes_on(device: torch.device) -> list[str]:
     program, uuid = shutil.which("nvidia-smi"), getattr(properties(device), "uuid", None)
     if program is None or uuid is None:
         return []
-    asked = [program, f"--id=GPU-{uuid}", "--query-compute-apps=pid,process_name", "--format=csv,noheader"]
+    command = [program, f"--id=GPU-{uuid}", "--query-compute-apps=pid,process_name", "--format=csv,noheader"]
     try:
-        lines = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
-    found = [line.partition(",") for line in lines if line.partition(",")[0].strip().isdecimal()]
+    rows = [line.partition(",") for line in lines if line.partition(",")[0].strip().isdecimal()]
     return [
-        f"{os.path.basename(name.strip())} (process {pid.strip()})" for pid, _, name in found if int(pid) != os.getpid()
+        f"{os.path.basename(name.strip())} (process {pid.strip()})" for pid, _, name in rows if int(pid) != os.getpid()
     ]
 
 
@@ -330,34 +393,34 @@ def _capture_stream(device: torch.device) -> Any:
 
 
 @contextlib.contextmanager
-def on_capture_stream(device: torch.device, given: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def on_capture_stream(device: torch.device, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """A context on the stream that `record_graph` records on, after the work that the current stream was given so far;
     at the end the current stream waits for it.
 
-    given: the tensors that are used in it, which live to its end. Those that it makes and leaves to the current stream
+    inputs: the tensors that are used in it, which live to its end. Those that it makes and leaves to the current stream
     go into the list that it yields.
     """
     stream, current = _capture_stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(current)
-    made: list[Tensor] = []
+    outputs: list[Tensor] = []
     try:
         with torch.cuda.stream(stream):
-            yield made
+            yield outputs
     finally:
         current.wait_stream(stream)  # before anything of `given` is freed
-    for x in made:
+    for x in outputs:
         x.record_stream(current)  # its memory is the other stream's
 
 
-def record_graph(work: Callable[[], Any], device: torch.device, beside: Any = None) -> tuple[Any, Any]:
+def record_graph(work: Callable[[], Any], device: torch.device, pool_graph: Any = None) -> tuple[Any, Any]:
     """(the graph of what `work()` gives the GPU, what `work` returned, whose tensors have values after a replay).
 
     Nothing is computed: `graph.replay()` does, in the current stream, on the memory that `work` used. What `work` made
-    is in memory of the graph, and so overwritten by the next replay. beside: another graph that may share that memory,
-    as no two run at one time. Raises RuntimeError where something in `work` cannot be recorded, such as a wait.
+    is in memory of the graph, and so overwritten by the next replay. pool_graph: another graph that may share that
+    memory, as no two run at one time. Raises RuntimeError where something in `work` cannot be recorded, such as a wait.
     """
     graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
-    pool = torch.cuda.graph_pool_handle() if beside is None else beside.pool()
+    pool = torch.cuda.graph_pool_handle() if pool_graph is None else pool_graph.pool()
     # Other threads pin memory and wait for copies meanwhile, as those of a checkpoint do; and so does this one where a
     # kernel takes a table of addresses. A wait for what is recorded is an error all the same.
     options = {"stream": _capture_stream(device), "capture_error_mode": "relaxed"}

@@ -51,7 +51,7 @@ class Copied:
                 self.tensor.record_stream(stream)  # its memory is another stream's
         return self.tensor
 
-    def made(self) -> bool:
+    def is_done(self) -> bool:
         """Whether the copy is made; nothing waits."""
         return self.event is None or self.event.query()
 
@@ -98,10 +98,10 @@ def _mark_destination(out: Tensor) -> Destination:
     return Destination(out, owner.record_event(), owner)
 
 
-def copy_in(x: Tensor, device: torch.device, *, after: Any = None, out: Tensor | Destination | None = None) -> Copied:
+def copy_in(x: Tensor, device: torch.device, *, event: Any = None, out: Tensor | Destination | None = None) -> Copied:
     """Start to copy `x` from the host's memory to `device`.
 
-    If `x` is pinned the host does not wait, and must not write into `x` before the copy is made. after: an event that
+    If `x` is pinned the host does not wait, and must not write into `x` before the copy is made. event: an event that
     the copy waits for. out: memory there of the same shape and dtype, written after the work that the current stream
     (of a Destination: the one that reserved it) was given so far; None: new memory.
     """
@@ -113,38 +113,38 @@ def copy_in(x: Tensor, device: torch.device, *, after: Any = None, out: Tensor |
     assert target.dtype == x.dtype, f"{x.dtype} is converted to {target.dtype} by a copy, which then waits"
     stream.wait_event(out.ready)
     with torch.cuda.stream(stream):
-        if after is not None:
-            stream.wait_event(after)
+        if event is not None:
+            stream.wait_event(event)
         target.copy_(x, non_blocking=True)
         return Copied(target, _mark_copy(stream), out.owner)
 
 
-def copy_in_parts(
+def copy_in_split(
     x: Tensor,
     device: torch.device,
     shapes: Sequence[torch.Size],
     *,
-    after: Sequence[Any] = (),
+    events: Sequence[Any] = (),
     outs: Sequence[Tensor] | None = None,
 ) -> list[Copied]:
     """Start to copy `x`, a row of numbers in the host's memory, to a GPU at once, as tensors of these shapes in turn.
 
-    after, outs: as for `copy_in`, several events and a memory for each shape.
+    events, outs: as for `copy_in`, several events and a memory for each shape.
     """
     stream, _ = _copy_streams(device)
     row = reserve(x, device) if outs is None else _mark_destination(outs[0])
     stream.wait_event(row.ready)
     with torch.cuda.stream(stream):
-        for event in {id(event): event for event in after if event is not None}.values():
+        for event in {id(event): event for event in events if event is not None}.values():
             stream.wait_event(event)
-        there = row.tensor.copy_(x, non_blocking=True) if outs is None else x.to(device, non_blocking=True)
-        pieces = there.split([shape.numel() for shape in shapes])
-        parts = [piece.view(shape) for piece, shape in zip(pieces, shapes)]
+        row_copy = row.tensor.copy_(x, non_blocking=True) if outs is None else x.to(device, non_blocking=True)
+        pieces = row_copy.split([shape.numel() for shape in shapes])
+        outputs = [piece.view(shape) for piece, shape in zip(pieces, shapes)]
         if outs is not None:
-            torch_private.foreach_copy_(list(outs), parts)
-            parts = list(outs)
+            torch_private.foreach_copy_(list(outs), outputs)
+            outputs = list(outs)
         event = _mark_copy(stream)
-    return [Copied(part, event, row.owner) for part in parts]
+    return [Copied(output, event, row.owner) for output in outputs]
 
 
 def copy_out(x: Tensor, *, out: Tensor | None = None) -> Copied:
@@ -262,7 +262,7 @@ def free_sources(device: torch.device) -> None:
         _sources(device).drop_all()
 
 
-class Reading:
+class SnapshotReader:
     """Copies of what a GPU's tensors hold when this is made, into the host's memory, beside the computation.
 
     Any thread whose current GPU is that one may call `copy`; `end` follows the last copy, whatever happens. The tensors
@@ -296,7 +296,7 @@ class Reading:
 
 
 @functools.cache
-def _snapshots(device: torch.device) -> tuple[Any, list[Reading]]:
+def _snapshots(device: torch.device) -> tuple[Any, list[SnapshotReader]]:
     """The stream of a device's readings, and those that nothing has waited for yet."""
     return torch.cuda.Stream(device), []
 

@@ -22,10 +22,10 @@ from fzero.core import gpu
 from fzero.core.storage import PAGE
 
 HUGE = 2 << 20
-OWN_PAGES = 1 << 20  # bytes from which on a tensor has pages of its own
+LARGE_BYTES = 1 << 20  # bytes from which on a tensor has pages of its own
 ALIGNED = 64  # bytes; where tensors of an arena begin
 # Dead memory that could not be given back yet: a graph was being recorded.
-_WAITING: list[tuple[mmap.mmap, torch.device, Callable[[], object]]] = []
+_PENDING_RELEASES: list[tuple[mmap.mmap, torch.device, Callable[[], object]]] = []
 
 
 def round_to_pages(n: int) -> int:
@@ -34,14 +34,14 @@ def round_to_pages(n: int) -> int:
 
 
 def bytes_taken(sizes: Iterable[int]) -> int:
-    """The bytes of the host's memory that `empty_together` takes for tensors of so many bytes.
+    """The bytes of the host's memory that `empty_packed` takes for tensors of so many bytes.
 
     >>> bytes_taken([3 << 20, 100, 4])
     3149824
     """
     sizes = [*sizes]
-    small = sum(-(-n // ALIGNED) * ALIGNED for n in sizes if n < OWN_PAGES)
-    return sum(round_to_pages(n) for n in sizes if n >= OWN_PAGES) + round_to_pages(small)
+    small = sum(-(-n // ALIGNED) * ALIGNED for n in sizes if n < LARGE_BYTES)
+    return sum(round_to_pages(n) for n in sizes if n >= LARGE_BYTES) + round_to_pages(small)
 
 
 def bytes_cached(size: int) -> int:
@@ -53,15 +53,15 @@ def bytes_cached(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def take_pages(size: int, what: str, remedy: str, *, align: int = PAGE, awaited: bool = False) -> np.ndarray:
+def allocate_pages(size: int, label: str, remedy: str, *, align: int = PAGE, awaited: bool = False) -> np.ndarray:
     """`size` bytes of fresh memory as uint8, touched by the calling thread, pinned if this process uses a GPU. They go
     back to the system with the last array or tensor that shares them, after the work that the GPU has been given then.
 
-    what, remedy: for the ValueError if CUDA cannot pin them. align: of the address, in bytes. awaited: the owner waits
+    label, remedy: for the ValueError if CUDA cannot pin them. align: of the address, in bytes. awaited: the owner waits
     for all copies before it lets go. Huge pages are used where the system has them: a direct transfer then needs few
     descriptors.
     """
-    _give_back_waiting()
+    _release_pending()
     # anonymous and private: a shared one has small pages
     memory = mmap.mmap(-1, size + (align if align > PAGE else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -73,11 +73,11 @@ def take_pages(size: int, what: str, remedy: str, *, align: int = PAGE, awaited:
     if gpu.in_use():
         code, unpin = gpu.pin_pages(pages.ctypes.data, size)
         if code:
-            raise ValueError(f"CUDA cannot pin the {size:,} bytes of {what} (error {code}); {remedy}, or {_limit()}")
+            raise ValueError(f"CUDA cannot pin the {size:,} bytes of {label} (error {code}); {remedy}, or {_limit()}")
         if hasattr(mmap, "MADV_DONTFORK"):  # else a page that is written after a fork is another than CUDA's
             memory.madvise(mmap.MADV_DONTFORK)
         busy = None if awaited else gpu.current_device()
-        weakref.finalize(pages, _give_back, memory, busy, unpin).atexit = False
+        weakref.finalize(pages, _release_pages, memory, busy, unpin).atexit = False
     return pages
 
 
@@ -88,62 +88,62 @@ def _limit() -> str:
     return f"allow more locked memory (ulimit -l, which {limit})"
 
 
-def _give_back(memory: mmap.mmap, busy: torch.device | None, unpin: Callable[[], object]) -> None:
+def _release_pages(memory: mmap.mmap, busy: torch.device | None, unpin: Callable[[], object]) -> None:
     """Unpin memory that nobody has any more, once `busy`, a GPU, has made the copies under way; then it is unmapped."""
     if busy is not None and gpu.in_use():
         if gpu.is_capturing(busy):  # which a wait would end
-            _WAITING.append((memory, busy, unpin))
+            _PENDING_RELEASES.append((memory, busy, unpin))
             return
         with contextlib.suppress(RuntimeError):  # of a GPU that has failed, on which nothing is under way
             gpu.synchronize(busy)
     unpin()
 
 
-def _give_back_waiting() -> None:
+def _release_pending() -> None:
     """Give back what could not be while a graph was being recorded."""
-    waiting = [*_WAITING]
-    _WAITING.clear()
-    for one in waiting:
-        _give_back(*one)
+    pending = [*_PENDING_RELEASES]
+    _PENDING_RELEASES.clear()
+    for allocation in pending:
+        _release_pages(*allocation)
 
 
-def empty_together(like: Sequence[tuple[Sequence[int], torch.dtype]], what: str) -> list[Tensor]:
+def empty_packed(like: Sequence[tuple[Sequence[int], torch.dtype]], label: str) -> list[Tensor]:
     """Uninitialised tensors of these shapes and dtypes in memory of the host that lasts, each with a storage of its
     own.
 
-    what: for the ValueError if CUDA cannot pin them.
+    label: for the ValueError if CUDA cannot pin them.
     """
     remedy = "offload less (offload= of zero_plan, --offload of a run), or to a disk"
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in like]
     starts, arena = {}, 0
     for i, size in enumerate(sizes):
-        if size < OWN_PAGES:
+        if size < LARGE_BYTES:
             starts[i], arena = arena, arena + -(-size // ALIGNED) * ALIGNED
-    small = take_pages(round_to_pages(arena), what, remedy) if arena else np.empty(0, np.uint8)
+    small = allocate_pages(round_to_pages(arena), label, remedy) if arena else np.empty(0, np.uint8)
     out = []
     for i, (shape, dtype) in enumerate(like):
         if not sizes[i]:
             out.append(torch.empty(tuple(shape), dtype=dtype, device=gpu.HOST))
             continue
-        pages = small[starts[i] :] if i in starts else take_pages(round_to_pages(sizes[i]), what, remedy)
+        pages = small[starts[i] :] if i in starts else allocate_pages(round_to_pages(sizes[i]), label, remedy)
         out.append(torch.from_numpy(pages[: sizes[i]]).view(dtype).view(tuple(shape)))
     return out
 
 
-def empty_lasting(shape: Sequence[int], dtype: torch.dtype, what: str, *, pinned: bool) -> Tensor:
-    """One of `empty_together`; plain memory unless `pinned`, as on a CPU and in a plan."""
-    return empty_together([(shape, dtype)], what)[0] if pinned else torch.empty(shape, dtype=dtype, device=gpu.HOST)
+def empty_persistent(shape: Sequence[int], dtype: torch.dtype, label: str, *, pinned: bool) -> Tensor:
+    """One of `empty_packed`; plain memory unless `pinned`, as on a CPU and in a plan."""
+    return empty_packed([(shape, dtype)], label)[0] if pinned else torch.empty(shape, dtype=dtype, device=gpu.HOST)
 
 
-def to_host(tensors: Sequence[Tensor], device: torch.device, what: str) -> list[Tensor]:
+def to_host(tensors: Sequence[Tensor], device: torch.device, label: str) -> list[Tensor]:
     """The tensors in memory of the host that lasts, pinned if `device`, which copies will go to, is a GPU; one that is
     in pinned memory already stays the same.
 
-    what: for the ValueError if CUDA cannot pin them.
+    label: for the ValueError if CUDA cannot pin them.
     """
     if device.type != "cuda":
         return [x.to(gpu.HOST) for x in tensors]
-    moved = [i for i, x in enumerate(tensors) if x.is_cuda or not x.is_pinned()]
-    rooms = empty_together([(tensors[i].shape, tensors[i].dtype) for i in moved], what)
-    there = {i: room.copy_(tensors[i]) for i, room in zip(moved, rooms)}
-    return [there.get(i, x) for i, x in enumerate(tensors)]
+    indices = [i for i, x in enumerate(tensors) if x.is_cuda or not x.is_pinned()]
+    buffers = empty_packed([(tensors[i].shape, tensors[i].dtype) for i in indices], label)
+    copies = {i: buffer.copy_(tensors[i]) for i, buffer in zip(indices, buffers)}
+    return [copies.get(i, x) for i, x in enumerate(tensors)]

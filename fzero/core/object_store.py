@@ -32,9 +32,9 @@ class Refused(OSError):
     """Raised where a store answers that it has no such bucket, or that the user may not read or write there."""
 
 
-def is_url(place: Any) -> TypeGuard[str]:
-    """Whether `place` is a URL, such as gs://bucket/run/ or memory://run/, and not a local path."""
-    return "://" in str(place)
+def is_url(path: Any) -> TypeGuard[str]:
+    """Whether `path` is a URL, such as gs://bucket/run/ or memory://run/, and not a local path."""
+    return "://" in str(path)
 
 
 def url_spec(url: str) -> Any:
@@ -96,9 +96,9 @@ class Objects:
         try:
             self.kv = tensorstore.KvStore.open(url_spec(self.url), context=context()).result()
         except ValueError as error:
-            why = str(error).removeprefix(f'Parsing spec from url: "{self.url.rstrip("/")}/": ')
+            reason = str(error).removeprefix(f'Parsing spec from url: "{self.url.rstrip("/")}/": ')
             raise ValueError(
-                f"{self.url}: names no store ({why}); use s3://bucket/path, gs://bucket/path or file:///path"
+                f"{self.url}: names no store ({reason}); use s3://bucket/path, gs://bucket/path or file:///path"
             ) from None
 
     def names(self) -> list[str]:
@@ -119,8 +119,8 @@ class Objects:
 
     def end_read(self, future: Any, size: int) -> bytes | None:
         """Wait for a read that `begin_read` began, of `size` bytes; returns and raises as `read` does."""
-        found = self._done(future, size)
-        return None if found.state == "missing" else found.value
+        result = self._done(future, size)
+        return None if result.state == "missing" else result.value
 
     def write(self, name: str, data: bytes) -> None:
         """Replace an object atomically and durably."""

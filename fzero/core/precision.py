@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core.arguments import expect_floating
-from fzero.core.kinds import expect_fields
+from fzero.core.arguments import expect_fields, expect_floating
 
 
 @dataclass(frozen=True)

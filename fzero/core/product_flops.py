@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 Formula = Callable[..., int]  # the operator's own arguments, and its result as out_val
 
-# By the operator, an OpOverloadPacket; kernels.op_function adds fzero's, each where it is defined.
+# By the operator, an OpOverloadPacket; kernels.custom_operator adds fzero's, each where it is defined.
 FORMULAS: dict[Any, Formula] = {}
 
 
@@ -47,12 +47,12 @@ def partition_by_cost() -> Iterator[None]:
     """
     from fzero.core.torch_private import partitioners
 
-    plain, known = partitioners.get_default_op_list, dict(flop_registry)
+    plain, saved_formulas = partitioners.get_default_op_list, dict(flop_registry)
 
     def list_operators() -> Any:
-        found = plain()
-        dear = type(found.compute_intensive_ops)((*found.compute_intensive_ops, *flop_registry))
-        return dataclasses.replace(found, compute_intensive_ops=dear)
+        operators = plain()
+        dear = type(operators.compute_intensive_ops)((*operators.compute_intensive_ops, *flop_registry))
+        return dataclasses.replace(operators, compute_intensive_ops=dear)
 
     try:
         flop_registry.update(FORMULAS)
@@ -61,31 +61,31 @@ def partition_by_cost() -> Iterator[None]:
     finally:
         partitioners.get_default_op_list = plain
         flop_registry.clear()
-        flop_registry.update(known)
+        flop_registry.update(saved_formulas)
 
 
 # ---- torch's operators ----------------------------------------------------------------------------------------------
 
 
-def _grouped(x: Tensor, w: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _grouped(x: Tensor, w: Tensor, *extra: Any, out_val: Any = None, **kwargs: Any) -> int:
     return 2 * math.prod(x.shape) * w.shape[-1]  # rows or columns in groups: each element of x meets a row of one group
 
 
-def _added(x: Tensor, a: Tensor, b: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _added(x: Tensor, a: Tensor, b: Tensor, *extra: Any, out_val: Any = None, **kwargs: Any) -> int:
     return 2 * a.numel() * b.shape[-1]
 
 
-def _for_heads(q: Tensor, *others: Tensor) -> Iterator[tuple[int, ...]]:
+def _for_heads(q: Tensor, *tensors: Tensor) -> Iterator[tuple[int, ...]]:
     """The shapes [B, H, S, K] of keys and values as if each head of q [B, H, T, K] had its own: torch 2.11 counts no
     others."""
-    return ((x.shape[0], q.shape[1], *x.shape[2:]) for x in others)
+    return ((x.shape[0], q.shape[1], *x.shape[2:]) for x in tensors)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, *extra: Any, out_val: Any = None, **kwargs: Any) -> int:
     return sdpa_flop_count(q.shape, *_for_heads(q, k, v))
 
 
-def _sdpa_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _sdpa_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *extra: Any, out_val: Any = None, **kwargs: Any) -> int:
     return sdpa_backward_flop_count(g.shape, q.shape, *_for_heads(q, k, v))
 
 

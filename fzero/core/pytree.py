@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fzero.core.foreign import nearest
+from fzero.core.text_parsing import nearest
 from fzero.core.torch_private import torch_pytree as _pytree
 
 Tree = Any
@@ -35,70 +35,70 @@ def _is_named(kind: type) -> bool:
 
 def leaves(tree: Tree) -> list[Any]:
     """The leaves of `tree`, in flatten order."""
-    found: list[Any] = []
-    _collect(tree, found)
-    return found
+    collected: list[Any] = []
+    _collect(tree, collected)
+    return collected
 
 
-def _collect(tree: Tree, found: list[Any]) -> None:
+def _collect(tree: Tree, collected: list[Any]) -> None:
     kind = type(tree)
     if kind in _PLAIN:
-        found.append(tree)
+        collected.append(tree)
     elif kind is dict:
         for value in tree.values():
-            _collect(value, found)
+            _collect(value, collected)
     elif kind is list or kind is tuple or _is_named(kind):
         for value in tree:
-            _collect(value, found)
+            _collect(value, collected)
     elif kind in _NODES:
-        found += _pytree.tree_leaves(tree)
+        collected += _pytree.tree_leaves(tree)
     else:
-        found.append(tree)
+        collected.append(tree)
 
 
 def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
     """The leaves of `tree` and the structure that `unflatten` needs."""
-    found: list[Any] = []
-    return found, _structure(tree, found)
+    collected: list[Any] = []
+    return collected, _structure(tree, collected)
 
 
-def _structure(tree: Tree, found: list[Any]) -> TreeDef:
-    """The structure of `tree`, whose leaves are appended to `found`."""
+def _structure(tree: Tree, collected: list[Any]) -> TreeDef:
+    """The structure of `tree`, whose leaves are appended to `collected`."""
     kind = type(tree)
     if kind in _PLAIN:
-        found.append(tree)
+        collected.append(tree)
         return _LEAF
     if kind is dict:
-        return TreeDef(dict, list(tree), [_structure(value, found) for value in tree.values()])
+        return TreeDef(dict, list(tree), [_structure(value, collected) for value in tree.values()])
     if kind is list or kind is tuple:
-        return TreeDef(kind, None, [_structure(value, found) for value in tree])
+        return TreeDef(kind, None, [_structure(value, collected) for value in tree])
     if _is_named(kind):
-        return TreeDef(_pytree.namedtuple, kind, [_structure(value, found) for value in tree])
+        return TreeDef(_pytree.namedtuple, kind, [_structure(value, collected) for value in tree])
     if kind in _NODES:
         inner, treedef = _pytree.tree_flatten(tree)
-        found += inner
+        collected += inner
         return treedef
-    found.append(tree)
+    collected.append(tree)
     return _LEAF
 
 
 def unflatten(leaves: Iterable[Any], treedef: TreeDef) -> Tree:
     """The tree of structure `treedef` with these leaves: the inverse of `flatten`; raises ValueError if there are more
     or fewer."""
-    given = leaves if isinstance(leaves, (list, tuple)) else list(leaves)
-    if len(given) != treedef.num_leaves:
-        return _pytree.tree_unflatten(given, treedef)  # which says how many it takes
-    return _fill(treedef, iter(given))
+    leaf_list = leaves if isinstance(leaves, (list, tuple)) else list(leaves)
+    if len(leaf_list) != treedef.num_leaves:
+        return _pytree.tree_unflatten(leaf_list, treedef)  # which says how many it takes
+    return _fill(treedef, iter(leaf_list))
 
 
-def _fill(treedef: TreeDef, rest: Iterator[Any]) -> Tree:
+def _fill(treedef: TreeDef, remaining: Iterator[Any]) -> Tree:
     """The tree of structure `treedef` of the next leaves."""
     kind = treedef.type
     if kind is None:
-        return next(rest)
+        return next(remaining)
     if kind not in _FILLED:
-        return _pytree.tree_unflatten([next(rest) for _ in range(treedef.num_leaves)], treedef)
-    inner = [next(rest) if child is _LEAF else _fill(child, rest) for child in treedef.children()]
+        return _pytree.tree_unflatten([next(remaining) for _ in range(treedef.num_leaves)], treedef)
+    inner = [next(remaining) if child is _LEAF else _fill(child, remaining) for child in treedef.children()]
     if kind is list:
         return inner
     if kind is tuple:
@@ -106,15 +106,15 @@ def _fill(treedef: TreeDef, rest: Iterator[Any]) -> Tree:
     return dict(zip(treedef.context, inner)) if kind is dict else treedef.context(*inner)
 
 
-def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """Return a tree of `fn(leaf, *leaves of rest)`; raises ValueError if `rest` has another structure."""
-    if not rest:
+def map(fn: Callable[..., Any], tree: Tree, *trees: Tree) -> Tree:
+    """Return a tree of `fn(leaf, *leaves of rest)`; raises ValueError if `trees` has another structure."""
+    if not trees:
         return _map(fn, tree)
-    columns: list[list[Any]] = [[] for _ in rest]
-    if not all(_beside(tree, other, column) for other, column in zip(rest, columns)):
-        return _pytree.tree_map(fn, tree, *rest)  # which says where they differ
-    others = zip(*columns)
-    return _map(lambda leaf: fn(leaf, *next(others)), tree)
+    columns: list[list[Any]] = [[] for _ in trees]
+    if not all(_match_leaves(tree, peer, column) for peer, column in zip(trees, columns)):
+        return _pytree.tree_map(fn, tree, *trees)  # which says where they differ
+    leaf_rows = zip(*columns)
+    return _map(lambda leaf: fn(leaf, *next(leaf_rows)), tree)
 
 
 def _map(fn: Callable[[Any], Any], tree: Tree) -> Tree:
@@ -132,21 +132,23 @@ def _map(fn: Callable[[Any], Any], tree: Tree) -> Tree:
     return _pytree.tree_map(fn, tree) if kind in _NODES else fn(tree)
 
 
-def _beside(tree: Tree, other: Tree, found: list[Any]) -> bool:
-    """Append to `found` what `other` has in the places of the leaves of `tree`; false where their nodes are not of one
+def _match_leaves(tree: Tree, peer: Tree, column: list[Any]) -> bool:
+    """Append to `column` what `peer` has in the places of the leaves of `tree`; false where their nodes are not of one
     kind and size, or are left to torch."""
     kind = type(tree)
     if kind in _PLAIN or not (kind in _NODES or _is_named(kind)):
-        found.append(other)
+        column.append(peer)
         return True
-    if type(other) is not kind:
+    if type(peer) is not kind:
         return False
     if kind is dict:
-        return len(tree) == len(other) and all(
-            key in other and _beside(value, other[key], found) for key, value in tree.items()
+        return len(tree) == len(peer) and all(
+            key in peer and _match_leaves(value, peer[key], column) for key, value in tree.items()
         )
     if kind is list or kind is tuple or _is_named(kind):
-        return len(tree) == len(other) and all(_beside(value, beside, found) for value, beside in zip(tree, other))
+        return len(tree) == len(peer) and all(
+            _match_leaves(value, peer_value, column) for value, peer_value in zip(tree, peer)
+        )
     return False
 
 
@@ -190,10 +192,10 @@ def names(tree: Tree) -> list[str]:
     return list(named_leaves(tree))
 
 
-def map_named(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+def map_named(fn: Callable[..., Any], tree: Tree, *trees: Tree) -> Tree:
     """A tree of `fn(name, leaf, *leaves of rest)`."""
     ordered = iter(names(tree))
-    return map(lambda leaf, *others: fn(next(ordered), leaf, *others), tree, *rest)
+    return map(lambda leaf, *peers: fn(next(ordered), leaf, *peers), tree, *trees)
 
 
 def from_named(named: dict[str, Any], like: Tree) -> Tree:
@@ -201,9 +203,9 @@ def from_named(named: dict[str, Any], like: Tree) -> Tree:
 
     Raises ValueError naming the missing and the extra leaves.
     """
-    wanted = names(like)
-    missing = [n for n in wanted if n not in named]
-    extra = sorted(set(named) - set(wanted))
+    expected = names(like)
+    missing = [n for n in expected if n not in named]
+    extra = sorted(set(named) - set(expected))
     if missing or extra:
         faults = []
         if missing:
@@ -211,10 +213,10 @@ def from_named(named: dict[str, Any], like: Tree) -> Tree:
                 f"missing {', '.join(missing[:5])}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             )
         if extra:
-            shown = [f"{n}{nearest(n, missing or wanted)}" if n else "a single leaf, no tree" for n in extra[:5]]
-            faults.append(f"extra {', '.join(shown)}")
+            labels = [f"{n}{nearest(n, missing or expected)}" if n else "a single leaf, no tree" for n in extra[:5]]
+            faults.append(f"extra {', '.join(labels)}")
         raise ValueError(f"the leaves do not match the tree: {'; '.join(faults)}")
-    ordered = iter(wanted)
+    ordered = iter(expected)
     return map(lambda _: named[next(ordered)], like)
 
 
@@ -223,10 +225,10 @@ def nest(named: dict[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, leaf in named.items():
         *path, last = name.split("/")
-        at = tree
+        node = tree
         for key in path:
-            at = at.setdefault(key, {})
-        at[last] = leaf
+            node = node.setdefault(key, {})
+        node[last] = leaf
     return tree
 
 
@@ -235,17 +237,17 @@ def owners(names: Iterable[str], params: Iterable[str]) -> dict[str, str | None]
 
     A leaf is a parameter's if its name ends with it: `opt_state/m/blocks/w` is of `blocks/w`.
     """
-    known = set(params)
-    found: dict[str, str | None] = {}
+    param_names = set(params)
+    owner_names: dict[str, str | None] = {}
     for name in names:
         parts = name.split("/")
         tails = ("/".join(parts[i:]) for i in range(1, len(parts)))
-        found[name] = next((tail for tail in tails if tail in known), None)
-    return found
+        owner_names[name] = next((tail for tail in tails if tail in param_names), None)
+    return owner_names
 
 
-def prune(tree: Tree, keep: Callable[[str], bool], nodes: Container[str] = ()) -> Tree:
-    """Return the tree without the leaves for whose name `keep` is false.
+def prune(tree: Tree, predicate: Callable[[str], bool], nodes: Container[str] = ()) -> Tree:
+    """Return the tree without the leaves for whose name `predicate` is false.
 
     A dict loses entries that become empty by that, but for the `nodes` of these names; a tuple keeps its length, with
     pruned nodes inside.
@@ -256,13 +258,13 @@ def prune(tree: Tree, keep: Callable[[str], bool], nodes: Container[str] = ()) -
     ) -> tuple[Tree, bool]:  # (the remaining tree, whether all of its leaves were removed)
         if isinstance(tree, dict):
             inner = {key: walk(value, f"{path}/{key}") for key, value in tree.items()}
-            left = {key: value for key, (value, lost) in inner.items() if not lost}
-            return left, bool(tree) and not left and path[1:] not in nodes
+            remaining = {key: value for key, (value, lost) in inner.items() if not lost}
+            return remaining, bool(tree) and not remaining and path[1:] not in nodes
         if isinstance(tree, (tuple, list)):
             keys = getattr(tree, "_fields", range(len(tree)))
             values = [walk(value, f"{path}/{key}")[0] for key, value in zip(keys, tree)]
             return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values), False
-        return tree, not keep(path[1:])
+        return tree, not predicate(path[1:])
 
     return walk(tree, "")[0]
 
@@ -271,12 +273,12 @@ def split(tree: Tree, select: Callable[[str, Any], bool]) -> tuple[dict[str, Any
     """Split the leaves into flat dicts by name, `(chosen, rest)`: those for which `select(name, leaf)` is true, and the
     others.
     """
-    chosen, rest = {}, {}
+    chosen, remainder = {}, {}
     for name, leaf in named_leaves(tree).items():
-        (chosen if select(name, leaf) else rest)[name] = leaf
-    return chosen, rest
+        (chosen if select(name, leaf) else remainder)[name] = leaf
+    return chosen, remainder
 
 
-def merge(chosen: dict[str, Any], rest: dict[str, Any], like: Tree) -> Tree:
+def merge(chosen: dict[str, Any], remainder: dict[str, Any], like: Tree) -> Tree:
     """Merge two flat dicts into a tree of the structure of `like`: the inverse of `split`."""
-    return from_named({**chosen, **rest}, like)
+    return from_named({**chosen, **remainder}, like)

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.autodiff import Function, Remat, expect_closed, first_order, needs_grad, run_backward
-from fzero.core.graph_cut import is_foreign
+from fzero.core.captured_state import AmbientState, check_repeatable, first_run, generators_in
+from fzero.core.graph_tracing import is_foreign
 from fzero.core.pytree import Tree
-from fzero.core.surroundings import Surroundings, check_repeatable, first_run, generators_in
-from fzero.core.vjp_pair import Owed, VjpPair, vjp_pair
+from fzero.core.vjp_pair import VjpPair, WeightResiduals, vjp_pair
 
 Block = Callable[[Tree, Any, Any], Any]
 Blocks = Block | tuple[Block, ...]  # of several, layer i of a stack has number i modulo their count
@@ -78,8 +78,8 @@ def stack(
     """
     if not first_order():
         return reference(block, layers, x, ctx, first)
-    for one in in_turn(block):
-        expect_closed(one, "stack")
+    for layer_block in in_turn(block):
+        expect_closed(layer_block, "stack")
     layer_leaves, layer_def = pytree.flatten(layers)
     x_leaves, x_def = pytree.flatten(x)
     ctx_leaves, ctx_def = pytree.flatten(ctx._replace(layer=()))
@@ -88,14 +88,16 @@ def stack(
     if needs_grad(*ctx_tensors):
         raise ValueError("a tensor in the ctx of a stack is to be differentiated; pass it in x")
     structure = layer_def, x_def, ctx_def, static
-    pairs = tuple(part_pair("block", one, structure, compiled, remat.budget)[0] for one in in_turn(block))
-    seen, generators = None, []
+    pairs = tuple(
+        segment_pair("block", layer_block, structure, compiled, remat.budget)[0] for layer_block in in_turn(block)
+    )
+    states, generators = None, []
     if any(map(is_foreign, in_turn(block))):
-        seen, generators = [], [one for f in in_turn(block) for one in generators_in(f)]
+        states, generators = [], [layer_block for f in in_turn(block) for layer_block in generators_in(f)]
         for i, f in enumerate(in_turn(block)[: depth(layers)] if remat.every else ()):
             layer = pytree.map(lambda leaf, i=i: leaf[i : i + 1], layers)
             check_repeatable(f, lambda f=f, layer=layer: reference(f, layer, x, ctx), generators)
-    run = LayerLoop(pairs, depth(layers), remat.every, first=first, seen=seen, generators=tuple(generators))
+    run = LayerLoop(pairs, depth(layers), remat.every, first=first, states=states, generators=tuple(generators))
     tensors = [*layer_leaves, *x_leaves, *ctx_tensors]
     counts = len(layer_leaves), len(x_leaves)
     if needs_grad(*tensors):
@@ -112,8 +114,8 @@ def static_signature(leaves: Sequence[Any]) -> tuple:
 
 def _detached(loss: Any) -> Any:
     """The loss with gradients only through its total; `extra` and `tables` are detached."""
-    beside = {field: getattr(loss, field) for field in ("extra", "tables")}
-    return loss._replace(**{field: {n: x.detach() for n, x in sums.items()} for field, sums in beside.items()})
+    fields = {field: getattr(loss, field) for field in ("extra", "tables")}
+    return loss._replace(**{field: {n: x.detach() for n, x in sums.items()} for field, sums in fields.items()})
 
 
 # How each function of a model is called: (f, parameters, x, arguments that are not differentiated, number of the layer)
@@ -127,7 +129,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 @functools.lru_cache(maxsize=256)
-def part_pair(
+def segment_pair(
     kind: str,
     f: Callable[..., Any],
     structure: tuple[Any, Any, Any, tuple],
@@ -149,8 +151,8 @@ def part_pair(
     out_def: list[Any] = []
 
     def flat(*tensors: Tensor) -> list[Tensor]:
-        rest = iter(tensors[n + m + 1 :])
-        extra = pytree.unflatten([leaf[1] if leaf else next(rest) for leaf in static], extra_def)
+        extra_tensors = iter(tensors[n + m + 1 :])
+        extra = pytree.unflatten([leaf[1] if leaf else next(extra_tensors) for leaf in static], extra_def)
         named = isinstance(params_def, tuple)
         params = pytree.nest(dict(zip(params_def, tensors))) if named else pytree.unflatten(tensors[:n], params_def)
         x = pytree.unflatten(tensors[n : n + m], x_def)
@@ -158,19 +160,19 @@ def part_pair(
         out_def[:] = [treedef]
         return out
 
-    what = None
+    identity = None
     if kind == "block":  # whose result has the structure of x: nobody reads the list
         trees = [
             value if isinstance(value, tuple) else pytree.unflatten(range(value.num_leaves), value)
             for value in structure[:3]
         ]
-        what = (f, trees, static)
+        identity = (f, trees, static)
     cut = n if split else 0
-    return vjp_pair(flat, n + m, compiled=compiled, budget=budget, skip=skip, split=cut, what=what), out_def
+    return vjp_pair(flat, n + m, compiled=compiled, budget=budget, skip=skip, split=cut, identity=identity), out_def
 
 
 Fetch = Callable[[int], Sequence[Tensor]]  # takes the number of a layer, returns its parameters
-Put = Callable[[int, list[Tensor]], None]  # takes the gradients of a layer's parameters
+StoreGrads = Callable[[int, list[Tensor]], None]  # takes the gradients of a layer's parameters
 
 
 @dataclass(frozen=True)
@@ -185,13 +187,14 @@ class LayerLoop:
     drop: bool = False  # do not keep parameters with the residuals; fetch them again in the backward pass
     # What the forward pass keeps for the backward pass. Not saved through autograd, so that an entry is freed when it
     # is popped. A list, or any object with append and pop.
-    kept: Any = field(default_factory=list)
-    at: Callable[[int], None] = lambda i: None  # called with the number of each layer before its backward pass
+    saved: Any = field(default_factory=list)
+    on_layer: Callable[[int], None] = lambda i: None  # called with the number of each layer before its backward pass
     first: int = 0  # the number of its first layer among those of all stacks
     # What somebody's layers read beside their inputs, where each segment begins; None: they are ours, and read nothing.
-    seen: list[Surroundings] | None = None
+    states: list[AmbientState] | None = None
     generators: tuple[Any, ...] = ()  # of random numbers, that these layers hold
-    owed: deque[Owed] = field(default_factory=deque)  # what each layer's gradients by weights need, last layer first
+    # What each layer's gradients by weights need, last layer first.
+    pending: deque[WeightResiduals] = field(default_factory=deque)
 
     def pair(self, i: int) -> VjpPair:
         """The function of layer i."""
@@ -209,38 +212,40 @@ class LayerLoop:
 
     def forward(self, fetch: Fetch, x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
         """Return the leaves of x after the last layer, and keep in `kept` what `backward` needs."""
-        with self.surroundings() as note:
+        with self.track_states() as note:
             for i in range(self.depth):
                 if self.every and i % self.every == 0:
-                    self.kept.append(x)
+                    self.saved.append(x)
                 note(i)
                 params = fetch(i)
                 x, residuals = self.pair(i).forward(self.inputs(i, params, x, extra), self.drop * len(params))
                 if not self.every:
-                    self.kept.append(residuals)
+                    self.saved.append(residuals)
                 del params, residuals
         return list(x)
 
-    def now(self) -> Surroundings:
+    def capture_state(self) -> AmbientState:
         """What a layer that begins here reads beside its inputs."""
-        return Surroundings.now(self.generators)
+        return AmbientState.capture(self.generators)
 
     @contextlib.contextmanager
-    def surroundings(self) -> Iterator[Callable[[int], None]]:
+    def track_states(self) -> Iterator[Callable[[int], None]]:
         """Within it, a forward pass: it gives what notes the surroundings of a layer that begins a segment, and of a
         second pass they are those of the first."""
-        seen = self.seen
-        if seen:
-            with seen[0].again():
+        states = self.states
+        if states:
+            with states[0].restored():
                 yield lambda i: None
-        elif seen is None:
+        elif states is None:
             yield lambda i: None
         else:
             with first_run():
-                yield lambda i: None if i and (not self.every or i % self.every) else seen.append(self.now())
-            first = seen[0].without_unmoved(self.generators) if seen else None
+                yield (
+                    lambda i: None if i and (not self.every or i % self.every) else states.append(self.capture_state())
+                )
+            first = states[0].drop_unmoved(self.generators) if states else None
             if first is not None and first.random is None:
-                seen[:] = [one._replace(random=None) for one in seen]
+                states[:] = [state._replace(random=None) for state in states]
 
     def order(self) -> list[int]:
         """The numbers of the layers in the order in which `backward` fetches them."""
@@ -259,33 +264,35 @@ class LayerLoop:
         parameters after the gradients by inputs.
         """
         if self.every and not segment:
-            x = self.kept.pop()
-            with self.seen[i // self.every].again() if self.seen else contextlib.nullcontext():
+            x = self.saved.pop()
+            with self.states[i // self.every].restored() if self.states else contextlib.nullcontext():
                 for j in range(i - i % self.every, i + 1):
                     params = fetch(j)
                     # The last layer of a segment is differentiated next, so it is not fetched again.
-                    x, kept = self.pair(j).forward(
+                    x, layer_residuals = self.pair(j).forward(
                         self.inputs(j, params, x, extra), self.drop * (j < i or split) * len(params)
                     )
-                    segment.append(kept)
+                    segment.append(layer_residuals)
             return segment.pop(), params if self.drop and split else ()
-        residuals = segment.pop() if self.every else self.kept.pop()
+        residuals = segment.pop() if self.every else self.saved.pop()
         return residuals, fetch(i) if self.drop else ()
 
-    def backward(self, fetch: Fetch, put: Put, grads: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of the leaves of x; call `put` with each layer's parameter gradients, last layer
+    def backward(
+        self, fetch: Fetch, store_grads: StoreGrads, grads: Sequence[Tensor], extra: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return the gradients of the leaves of x; call `store_grads` with each layer's parameter gradients, last layer
         first.
         """
         segment: list[Any] = []
         m = len(grads)
         for i in reversed(range(self.depth)):
             residuals, params = self.residuals(i, segment, fetch, extra, False)
-            self.at(i)
+            self.on_layer(i)
             out = self.pair(i).backward(residuals, grads, params)
             del params, residuals
             grads = out[len(out) - m :]
             del out[len(out) - m :]
-            put(i, out)
+            store_grads(i, out)
         return list(grads)
 
     def backward_inputs(self, fetch: Fetch, grads: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
@@ -295,19 +302,19 @@ class LayerLoop:
             by_inputs = self.pair(i).backward_inputs
             assert by_inputs is not None  # of pairs that are split
             residuals, params = self.residuals(i, segment, fetch, extra, True)
-            self.at(i)
-            grads, owed = by_inputs(residuals, grads, params)
-            self.owed.append(owed)
+            self.on_layer(i)
+            grads, layer_pending = by_inputs(residuals, grads, params)
+            self.pending.append(layer_pending)
             del params, residuals
         return list(grads)
 
-    def backward_weights(self, put: Put) -> None:
-        """Call `put` with each layer's parameter gradients, last layer first."""
+    def backward_weights(self, store_grads: StoreGrads) -> None:
+        """Call `store_grads` with each layer's parameter gradients, last layer first."""
         for i in reversed(range(self.depth)):
             by_weights = self.pair(i).backward_weights
             assert by_weights is not None  # of pairs that are split
-            self.at(i)
-            put(i, by_weights(self.owed.popleft()))
+            self.on_layer(i)
+            store_grads(i, by_weights(self.pending.popleft()))
 
 
 def _views(counts: tuple[int, int], tensors: Sequence[Tensor]) -> tuple[Fetch, Sequence[Tensor], Sequence[Tensor]]:
@@ -336,17 +343,17 @@ class _Stack(Function):
 
         def backward(*tensors: Tensor) -> tuple[Tensor, ...]:
             fetch, x, extra = _views(counts, tensors[m:])
-            if not run.kept:  # a second backward pass through the same graph
+            if not run.saved:  # a second backward pass through the same graph
                 run.forward(fetch, x, extra)
             # Of integers, which have no gradient, nothing is looked at.
             stacked = [torch.empty_like(leaf) for leaf in tensors[m : m + counts[0]]]
 
-            def put(i: int, layer_grads: list[Tensor | None]) -> None:
-                for whole, grad in zip(stacked, layer_grads):
+            def store_grads(i: int, layer_grads: list[Tensor | None]) -> None:
+                for stacked_grad, grad in zip(stacked, layer_grads):
                     if grad is not None:
-                        whole[i].copy_(grad)
+                        stacked_grad[i].copy_(grad)
 
-            x_grads = run.backward(fetch, put, tensors[:m], extra)
+            x_grads = run.backward(fetch, store_grads, tensors[:m], extra)
             return *stacked, *x_grads
 
         saved = ctx.saved_tensors

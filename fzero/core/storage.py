@@ -11,8 +11,8 @@ from typing import Any
 from urllib.parse import quote
 
 from fzero.core.files import make_folder, naming, replacing, sync_folder
-from fzero.core.foreign import read_text_file
 from fzero.core.object_store import Objects, context, is_url, url_spec
+from fzero.core.text_parsing import read_text_file
 
 __all__ = [
     "PAGE",
@@ -59,10 +59,10 @@ def user_folder(variable: str) -> Path:
     if named := os.environ.get(variable):
         return Path(named, "fzero")
     try:
-        home = Path.home()
+        base = Path.home()
     except RuntimeError:
-        home = Path(tempfile.gettempdir(), f"fzero-{os.getuid()}")
-    return home / USERS[variable] / "fzero"
+        base = Path(tempfile.gettempdir(), f"fzero-{os.getuid()}")
+    return base / USERS[variable] / "fzero"
 
 
 def kvstore(folder: str | Path, *path: str) -> Any:
@@ -72,13 +72,13 @@ def kvstore(folder: str | Path, *path: str) -> Any:
     return {"driver": "file", "path": str(Path(folder, *path)) + "/"}
 
 
-def absolute(place: str | Path) -> str:
+def absolute(path: str | Path) -> str:
     """The absolute path of a folder, and a URL as it is.
 
     >>> absolute("s3://bucket/corpus"), absolute("/a/b")
     ('s3://bucket/corpus', '/a/b')
     """
-    return str(place) if is_url(place) else str(Path(place).absolute())
+    return str(path) if is_url(path) else str(Path(path).absolute())
 
 
 def read_text(folder: str | Path, name: str) -> str | None:
@@ -86,9 +86,9 @@ def read_text(folder: str | Path, name: str) -> str | None:
     file.
     """
     if is_url(folder):
-        found = Objects(str(folder)).read(name)
+        content = Objects(str(folder)).read(name)
         try:
-            return None if found is None else found.decode()
+            return None if content is None else content.decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"{folder}/{name}: is not UTF-8 text ({error})") from None
     path = Path(folder, name)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fzero.core.importing import without_collection
+from fzero.core.packages import without_collection
 
 if TYPE_CHECKING:  # for isinstance, after which a type checker knows the attributes
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -91,11 +91,11 @@ def resolve(name: str) -> Any:
     module, _, attribute = NAMES[name].partition(":")
     try:
         if module.startswith("torch._C"):  # an extension, whose submodules are attributes
-            found = operator.attrgetter(module.removeprefix("torch."))(torch)
+            namespace = operator.attrgetter(module.removeprefix("torch."))(torch)
         else:
             with without_collection():
-                found = importlib.import_module(module)
-        return getattr(found, attribute) if attribute else found
+                namespace = importlib.import_module(module)
+        return getattr(namespace, attribute) if attribute else namespace
     except (ImportError, AttributeError) as error:
         path = NAMES[name].replace(":", ".")
         raise ImportError(

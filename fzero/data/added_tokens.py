@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from fzero.core.arguments import checked
-from fzero.core.foreign import short
+from fzero.core.text_parsing import short
 from fzero.data.chat import Chat, encoder, render, template_texts
 from fzero.data.tokenizers import Tokenizer, json_tokenizer, library_of
 
@@ -41,15 +41,15 @@ def add_tokens(tokenizer: Tokenizer, tokens: Sequence[str]) -> Tokenizer:
     expect_json(tokenizer)
     from tokenizers import AddedToken
 
-    before, library = (library_of(tokenizer.json, tokenizer.name) for _ in range(2))
+    base_tokenizer, library = (library_of(tokenizer.json, tokenizer.name) for _ in range(2))
     library.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in tokens])
     for text in tokens:
         new = library.token_to_id(text)
-        taken = text if new is None else before.id_to_token(new)
-        if taken not in (None, text):
+        holder = text if new is None else base_tokenizer.id_to_token(new)
+        if holder not in (None, text):
             raise ValueError(
-                f"{tokenizer.name}: its ids have holes, and {taken!r} has the one that {text} would get, next by their "
-                "count; number its tokens from 0 without holes first"
+                f"{tokenizer.name}: its ids have holes, and {holder!r} has the one that {text} would get, next by "
+                "their count; number its tokens from 0 without holes first"
             )
     return json_tokenizer(library.to_str(), tokenizer.name, tokenizer.eos)
 

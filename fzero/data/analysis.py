@@ -21,16 +21,16 @@ import numpy as np
 
 from fzero.core.arguments import checked
 from fzero.core.files import make_folder, writing
-from fzero.core.foreign import expect_entries, read_json
 from fzero.core.pytree import nearest
 from fzero.core.storage import write_text
+from fzero.core.text_parsing import expect_entries, read_json
 from fzero.data.assemble import Batch, assemble
 from fzero.data.mixed_corpus import digest
-from fzero.data.packing import FILL, PACKINGS, Packing, whole
-from fzero.data.stream import expect_rows
+from fzero.data.packing import FILL, PACKINGS, Packing, full_range
+from fzero.data.token_stream import expect_rows
 from fzero.data.tokens import Tokens, open_tokens, read_meta
 
-AT_ONCE = 1 << 20  # tokens in memory, but for the batches of a model
+BATCH_TOKENS = 1 << 20  # tokens in memory, but for the batches of a model
 ENTRIES = {"metric": str, "by": str, "corpus": str, "sha256": str}
 BARS, WIDEST = 10, 40  # of the histogram
 
@@ -42,7 +42,7 @@ class Analysis(NamedTuple):
     digest: str  # 16 hexadecimal digits of the values
 
 
-class Part(NamedTuple):
+class RowBatch(NamedTuple):
     """Some of the rows of a corpus."""
 
     first: int  # the number of the first one
@@ -50,25 +50,25 @@ class Part(NamedTuple):
     real: np.ndarray  # bool [n, T]: the tokens that are not filled up
 
 
-Measure = Callable[[Part], np.ndarray]  # the number of each row of a part, [n]
+Measure = Callable[[RowBatch], np.ndarray]  # the number of each row of a part, [n]
 
 
-def parts_of(tokens: Tokens, rows: Packing, count: int) -> Iterator[Part]:
+def row_batches(tokens: Tokens, rows: Packing, count: int) -> Iterator[RowBatch]:
     """All rows of a corpus in their order, `count` at a time."""
     for first in range(0, len(rows), count):
-        at = rows.positions(np.arange(first, min(len(rows), first + count)))
-        yield Part(first, assemble(tokens, at), at != FILL)
+        positions = rows.positions(np.arange(first, min(len(rows), first + count)))
+        yield RowBatch(first, assemble(tokens, positions), positions != FILL)
 
 
 def mean_lengths(tokens: Tokens, rows: Packing) -> Measure:
     """The mean number of tokens of the documents that a row has tokens of."""
 
-    def measure(part: Part) -> np.ndarray:
-        at = rows.positions(np.arange(part.first, part.first + len(part.real)))
-        document = np.searchsorted(tokens.docs, np.maximum(at, 0), side="right") - 1
-        begins = np.ones(at.shape, bool)
+    def measure(row_batch: RowBatch) -> np.ndarray:
+        positions = rows.positions(np.arange(row_batch.first, row_batch.first + len(row_batch.real)))
+        document = np.searchsorted(tokens.docs, np.maximum(positions, 0), side="right") - 1
+        begins = np.ones(positions.shape, bool)
         begins[:, 1:] = document[:, 1:] != document[:, :-1]
-        begins &= part.real
+        begins &= row_batch.real
         return (np.diff(tokens.docs)[document] * begins).sum(1) / begins.sum(1)
 
     return measure
@@ -77,10 +77,10 @@ def mean_lengths(tokens: Tokens, rows: Packing) -> Measure:
 def rarities(tokens: Tokens, rows: Packing) -> Measure:
     """The sum of -ln p over a row's tokens, p being how often a token is one of all tokens of the rows."""
     counts = np.zeros(tokens.vocab_size, np.int64)
-    for part in parts_of(tokens, rows, max(1, AT_ONCE // rows.positions(np.zeros(1, np.int64)).shape[1])):
-        counts += np.bincount(part.batch["tokens"].numpy()[part.real], minlength=len(counts))
+    for row_batch in row_batches(tokens, rows, max(1, BATCH_TOKENS // rows.positions(np.zeros(1, np.int64)).shape[1])):
+        counts += np.bincount(row_batch.batch["tokens"].numpy()[row_batch.real], minlength=len(counts))
     rare = np.log(counts.sum()) - np.log(np.maximum(counts, 1))
-    return lambda part: (rare[part.batch["tokens"].numpy()] * part.real).sum(1)
+    return lambda row_batch: (rare[row_batch.batch["tokens"].numpy()] * row_batch.real).sum(1)
 
 
 METRICS: dict[str, Callable[[Tokens, Packing], Measure]] = {"length": mean_lengths, "rarity": rarities}
@@ -95,7 +95,7 @@ def analyze(
     packing: str = "stream",
     name: str = "",
     measure: Callable[[Batch], np.ndarray] | None = None,
-    by: str = "",
+    origin: str = "",
     rows_at_once: int = 0,
 ) -> np.ndarray:
     """The number of each row of the training split of a corpus, float32 [S], and write it beside the corpus.
@@ -103,7 +103,7 @@ def analyze(
     metric: "length", the mean number of tokens of the documents that a row has tokens of; "rarity", the sum of -ln p
     over its tokens, p being how often a token is one of all; or another name with `measure`, a function from a batch of
     rows, as of TokenStream, to the number of each. seq_len, packing: of the rows, as of TokenStream. name: by which a
-    curriculum finds it; "": the metric. by: what made it, for `measure`. rows_at_once: of a batch; 0: some million
+    curriculum finds it; "": the metric. origin: what made it, for `measure`. rows_at_once: of a batch; 0: some million
     tokens. In memory are a batch, 8 bytes of each token of the vocabulary, and 4 of each row.
 
     Raises ValueError for an unknown metric, a corpus that is none of text, and an analysis of this name, length and
@@ -122,21 +122,21 @@ def analyze(
         raise ValueError(f"metric={metric!r}{nearest(metric, METRICS)}: it must be one of {', '.join(METRICS)}")
     kind = read_meta(corpus).get("kind", "text")
     if kind != "text" or "mixture" in read_meta(corpus):
-        what = f"a corpus of {kind}" if kind != "text" else "a mixture; analyze each of its corpora"
-        raise ValueError(f"{corpus}: is {what}: rows of text are analyzed")
-    place = analysis_folder(corpus, name or metric, seq_len, packing)
-    if place.exists():
-        raise ValueError(f"{place}: is there already; remove it, or give another name")
+        subject = f"a corpus of {kind}" if kind != "text" else "a mixture; analyze each of its corpora"
+        raise ValueError(f"{corpus}: is {subject}: rows of text are analyzed")
+    folder = analysis_folder(corpus, name or metric, seq_len, packing)
+    if folder.exists():
+        raise ValueError(f"{folder}: is there already; remove it, or give another name")
     tokens = open_tokens(corpus, "train")
     expect_rows(tokens, seq_len, packing)
-    rows = PACKINGS[packing](whole(tokens), seq_len, tokens)
-    own = METRICS[metric](tokens, rows) if measure is None else lambda part: measure(part.batch)
+    rows = PACKINGS[packing](full_range(tokens), seq_len, tokens)
+    row_measure = METRICS[metric](tokens, rows) if measure is None else lambda row_batch: measure(row_batch.batch)
     values = np.empty(len(rows), np.float32)
-    for part in parts_of(tokens, rows, rows_at_once or max(1, AT_ONCE // seq_len)):
-        values[part.first : part.first + len(part.real)] = own(part)
+    for row_batch in row_batches(tokens, rows, rows_at_once or max(1, BATCH_TOKENS // seq_len)):
+        values[row_batch.first : row_batch.first + len(row_batch.real)] = row_measure(row_batch)
     if not np.isfinite(values).all():
         raise ValueError(f"row {int((~np.isfinite(values)).argmax())} of {corpus} has no finite {metric}")
-    write_analysis(place, values, metric, by, digest(corpus))
+    write_analysis(folder, values, metric, origin, digest(corpus))
     return values
 
 
@@ -147,17 +147,17 @@ def analysis_folder(corpus: str | Path, name: str, seq_len: int, packing: str) -
     return Path(corpus) / f"analysis-{name}-{seq_len}-{packing}"
 
 
-def write_analysis(place: Path, values: np.ndarray, metric: str, by: str, corpus: str) -> None:
+def write_analysis(target: Path, values: np.ndarray, metric: str, origin: str, corpus: str) -> None:
     """Write an analysis; the folder appears when it is complete."""
     content = io.BytesIO()
     np.save(content, values)
-    meta = {"metric": metric, "by": by, "corpus": corpus, "sha256": hashlib.sha256(content.getbuffer()).hexdigest()}
-    with tempfile.TemporaryDirectory(prefix=".analysis-", dir=place.parent) as temporary:
+    meta = {"metric": metric, "by": origin, "corpus": corpus, "sha256": hashlib.sha256(content.getbuffer()).hexdigest()}
+    with tempfile.TemporaryDirectory(prefix=".analysis-", dir=target.parent) as temporary:
         folder = make_folder(temporary, "analysis")
         with writing(folder / "values.npy", "new") as file:
             file.write(content.getbuffer())
         write_text(folder, "meta.json", json.dumps(meta, indent=2) + "\n")
-        os.rename(folder, place)
+        os.rename(folder, target)
 
 
 def open_analysis(corpus: str | Path, name: str, seq_len: int, packing: str) -> Analysis:
@@ -165,32 +165,32 @@ def open_analysis(corpus: str | Path, name: str, seq_len: int, packing: str) -> 
 
     Raises ValueError naming what is missing, damaged, or of another corpus.
     """
-    place = analysis_folder(corpus, name, seq_len, packing)
+    folder = analysis_folder(corpus, name, seq_len, packing)
     make = f"fzero data analyze {corpus} --metric {name} --seq-len {seq_len} --packing {packing}"
-    if not (place / "meta.json").is_file():
-        there = sorted(path.name.removeprefix("analysis-") for path in Path(corpus).glob("analysis-*"))
+    if not (folder / "meta.json").is_file():
+        names = sorted(path.name.removeprefix("analysis-") for path in Path(corpus).glob("analysis-*"))
         raise ValueError(
-            f"{place}: no such analysis; there is {', '.join(there) or 'none'} beside the corpus; make it: {make}"
+            f"{folder}: no such analysis; there is {', '.join(names) or 'none'} beside the corpus; make it: {make}"
         )
-    meta, path = read_json(place / "meta.json"), place / "values.npy"
-    expect_entries(meta, ENTRIES, str(place / "meta.json"))
+    meta, path = read_json(folder / "meta.json"), folder / "values.npy"
+    expect_entries(meta, ENTRIES, str(folder / "meta.json"))
     if meta["corpus"] != digest(corpus):
-        raise ValueError(f"{place}: is of another corpus than {corpus} has now; remove it and make it again: {make}")
+        raise ValueError(f"{folder}: is of another corpus than {corpus} has now; remove it and make it again: {make}")
     content = path.read_bytes() if path.is_file() else b""
     if hashlib.sha256(content).hexdigest() != meta["sha256"]:
-        raise ValueError(f"{path}: missing or damaged; remove {place} and make it again: {make}")
+        raise ValueError(f"{path}: missing or damaged; remove {folder} and make it again: {make}")
     return Analysis(np.load(io.BytesIO(content), allow_pickle=False), meta["sha256"][:16])
 
 
-def described(values: np.ndarray, metric: str) -> Iterator[str]:
+def describe_values(values: np.ndarray, metric: str) -> Iterator[str]:
     """The lines that show how the numbers of an analysis are spread: quantiles, and a histogram.
 
     >>> print(*described(np.arange(5.0), "length"), sep="\\n")
     length of 5 rows: mean 2, least 0, 10% 0.4, 50% 2, 90% 3.6, most 4
     """
-    at = (0, 0.1, 0.5, 0.9, 1)
+    levels = (0, 0.1, 0.5, 0.9, 1)
     names = ("least", "10%", "50%", "90%", "most")
-    quantiles = ", ".join(f"{n} {q:,.6g}" for n, q in zip(names, np.quantile(values.astype(np.float64), at)))
+    quantiles = ", ".join(f"{n} {q:,.6g}" for n, q in zip(names, np.quantile(values.astype(np.float64), levels)))
     yield f"{metric} of {len(values):,} rows: mean {values.mean(dtype=np.float64):,.6g}, {quantiles}"
     if len(values) < 2 * BARS:
         return

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.data.packing import FILL
-from fzero.data.remote import RemoteTokens
+from fzero.data.remote_tokens import RemoteTokens
 from fzero.data.tokens import Tokens
 
 Batch = dict[str, Tensor]
@@ -24,10 +24,10 @@ def assemble(tokens: Tokens, positions: np.ndarray) -> Batch:
     first[:, 1:] = (positions[:, 1:] != positions[:, :-1] + 1) & ~(filled[:, 1:] & filled[:, :-1])
     if tokens.sums is not None:
         _expect_sound(tokens, positions, first, filled)
-    at = np.where(filled, 0, positions) if fills else positions
-    document = np.searchsorted(tokens.docs, at, side="right")  # numbered from 1
-    ids, targets = pairs(tokens.tokens, at, first, filled if fills else None)
-    mask = at + 1 != tokens.docs[document]
+    indices = np.where(filled, 0, positions) if fills else positions
+    document = np.searchsorted(tokens.docs, indices, side="right")  # numbered from 1
+    ids, targets = pairs(tokens.tokens, indices, first, filled if fills else None)
+    mask = indices + 1 != tokens.docs[document]
     first[:, 1:] |= document[:, 1:] != document[:, :-1]
     if fills:
         ids, targets, mask = np.where(filled, tokens.eos, ids), np.where(filled, tokens.eos, targets), mask & ~filled
@@ -40,16 +40,16 @@ def assemble(tokens: Tokens, positions: np.ndarray) -> Batch:
 
 
 def pairs(
-    tokens: np.ndarray | RemoteTokens, at: np.ndarray, first: np.ndarray, filled: np.ndarray | None
+    tokens: np.ndarray | RemoteTokens, positions: np.ndarray, first: np.ndarray, filled: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """(tokens[at], tokens[at + 1]) of positions [B, T]; those of an object store are read run by run, each token once.
 
     first: where a run of positions begins. filled: which positions are filled up, None for none; what those have is not
     said."""
     if isinstance(tokens, np.ndarray):
-        return tokens[at], tokens[at + 1]
+        return tokens[positions], tokens[positions + 1]
     begins = np.flatnonzero(first)
-    counts, firsts = np.diff(np.append(begins, first.size)), at.ravel()[begins]
+    counts, firsts = np.diff(np.append(begins, first.size)), positions.ravel()[begins]
     places = begins + np.arange(len(begins))  # one token more is read of each run before
     if filled is None:
         read = np.empty(first.size + len(begins), tokens.dtype)
@@ -57,11 +57,11 @@ def pairs(
     else:
         read, runs = np.zeros(first.size + len(begins), tokens.dtype), ~filled.ravel()[begins]
         tokens.read(read, places[runs], firsts[runs], counts[runs] + 1)
-    if len(begins) == len(at):  # each row is a run
-        both = read.reshape(len(at), -1)
-        return both[:, :-1], both[:, 1:]
-    own = np.arange(first.size) + np.cumsum(first) - 1
-    return read[own].reshape(at.shape), read[own + 1].reshape(at.shape)
+    if len(begins) == len(positions):  # each row is a run
+        row_reads = read.reshape(len(positions), -1)
+        return row_reads[:, :-1], row_reads[:, 1:]
+    offsets = np.arange(first.size) + np.cumsum(first) - 1
+    return read[offsets].reshape(positions.shape), read[offsets + 1].reshape(positions.shape)
 
 
 def _expect_sound(tokens: Tokens, positions: np.ndarray, first: np.ndarray, filled: np.ndarray) -> None:
@@ -69,9 +69,9 @@ def _expect_sound(tokens: Tokens, positions: np.ndarray, first: np.ndarray, fill
     assert tokens.sums is not None
     begins = np.flatnonzero(first)
     sizes, starts = np.diff(np.append(begins, first.size)), positions.ravel()[begins]
-    kept, size = ~filled.ravel()[begins], tokens.tokens.itemsize
-    for length in np.unique(sizes[kept]).tolist():
-        tokens.sums.expect(starts[kept & (sizes == length)] * size, (length + 1) * size)
+    real_runs, size = ~filled.ravel()[begins], tokens.tokens.itemsize
+    for length in np.unique(sizes[real_runs]).tolist():
+        tokens.sums.expect(starts[real_runs & (sizes == length)] * size, (length + 1) * size)
 
 
 @functools.lru_cache(maxsize=64)
@@ -89,9 +89,9 @@ def fetch(tokens: Tokens, positions: Callable[[], np.ndarray]) -> bool:
 
     positions: gives the rows' positions at `sparse` places, int64 [n, m]; what others miss is fetched when it is
     read."""
-    of = tokens.tokens
-    if not isinstance(of, RemoteTokens):
+    source = tokens.tokens
+    if not isinstance(source, RemoteTokens):
         return True
-    at = positions()
-    last = at[:, -1]
-    return of.begin(at[at != FILL], last[last != FILL] + 1)
+    samples = positions()
+    last = samples[:, -1]
+    return source.begin(samples[samples != FILL], last[last != FILL] + 1)

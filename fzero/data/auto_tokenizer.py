@@ -12,17 +12,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fzero.core.foreign import parse_json, read_json, read_text_file, short
-from fzero.data.special_tokens import CONFIG, FolderTokens, is_token, read_tokens, text_of
+from fzero.core.text_parsing import parse_json, read_json, read_text_file, short
 from fzero.data.tokenizer_classes import (
     CLASSES,
+    CONFIG,
     MERGES,
     PLAIN,
     TOKENIZER,
     VOCABULARY,
+    FolderTokens,
     TokenizerClass,
     is_byte_level,
-    rebuilt,
+    is_token,
+    read_tokens,
+    rebuild_json,
+    text_of,
 )
 from fzero.data.tokenizers import library_of
 
@@ -45,53 +49,53 @@ TEXTS = (
 )
 
 
-def read_tokenizer_json(folder: Path, beside: Path) -> str | None:
-    """The content of the tokenizer.json in `folder`, as AutoTokenizer loads it with the other files in `beside`; made
-    of vocab.json and merges.txt where there are those alone; None if there is no vocabulary.
+def read_tokenizer_json(folder: Path, config_folder: Path) -> str | None:
+    """The content of the tokenizer.json in `folder`, as AutoTokenizer loads it with the other files in `config_folder`;
+    made of vocab.json and merges.txt where there are those alone; None if there is no vocabulary.
 
     Raises ValueError for a vocabulary of another kind alone, for entries whose meaning fzero lacks, and where
     AutoTokenizer of the `transformers` that is installed has other ids.
     """
-    tokens, where = read_tokens(beside), folder / TOKENIZER
+    tokens, path = read_tokens(config_folder), folder / TOKENIZER
     builder = CLASSES.get(tokens.class_name)
-    if not where.is_file() and not expect_merges(folder, builder):
+    if not path.is_file() and not expect_merges(folder, builder):
         return None
-    if tokens.about.get("split_special_tokens"):
+    if tokens.config.get("split_special_tokens"):
         raise ValueError(
-            f"{beside / CONFIG}: split_special_tokens is {short(tokens.about['split_special_tokens'])}; fzero supports "
-            "False alone, as the tokens that a chat template writes are whole; take the entry out of the file"
+            f"{config_folder / CONFIG}: split_special_tokens is {short(tokens.config['split_special_tokens'])}; fzero "
+            "supports False alone, as the tokens that a chat template writes are whole; take the entry out of the file"
         )
-    fresh = not where.is_file()
-    content = json.dumps(from_merges(folder)) if fresh else read_text_file(where)
-    before, library = library_of(content, str(where)), loaded(content, where, tokens, fresh=fresh)
-    expect_same_ids(library, beside, tokens)
-    return content if library.to_str() == before.to_str() and not fresh else library.to_str()
+    fresh = not path.is_file()
+    content = json.dumps(from_merges(folder)) if fresh else read_text_file(path)
+    plain, library = library_of(content, str(path)), build_tokenizer(content, path, tokens, fresh=fresh)
+    expect_same_ids(library, config_folder, tokens)
+    return content if library.to_str() == plain.to_str() and not fresh else library.to_str()
 
 
 def changed_on_load(folder: Path) -> str:
     """The class by which AutoTokenizer makes another tokenizer of a folder than its tokenizer.json; "" if none does."""
-    tokens, where = read_tokens(folder), folder / TOKENIZER
-    if not where.is_file() or tokens.class_name not in CLASSES:
+    tokens, path = read_tokens(folder), folder / TOKENIZER
+    if not path.is_file() or tokens.class_name not in CLASSES:
         return ""
-    content = read_text_file(where)
-    same = loaded(content, where, tokens).to_str() == library_of(content, str(where)).to_str()
-    return "" if same else tokens.class_name
+    content = read_text_file(path)
+    unchanged = build_tokenizer(content, path, tokens).to_str() == library_of(content, str(path)).to_str()
+    return "" if unchanged else tokens.class_name
 
 
-def loaded(content: str, where: Path, tokens: FolderTokens, *, fresh: bool = False) -> Tokenizer:
+def build_tokenizer(content: str, path: Path, tokens: FolderTokens, *, fresh: bool = False) -> Tokenizer:
     """The tokenizer that AutoTokenizer makes of the content of a tokenizer.json. fresh: that there was no such file, so
     that add_bos_token and add_eos_token are read."""
-    table, builder = parse_json(content, str(where), wide=True), CLASSES.get(tokens.class_name)
-    made = content
+    table, builder = parse_json(content, str(path), wide=True), CLASSES.get(tokens.class_name)
+    rebuilt_json = content
     if builder is not None:
-        made = json.dumps(rebuilt(table, builder, tokens.about, tokens.named, where), ensure_ascii=False)
-    library = library_of(made, str(where))
+        rebuilt_json = json.dumps(rebuild_json(table, builder, tokens.config, tokens.named, path), ensure_ascii=False)
+    library = library_of(rebuilt_json, str(path))
     if not tokens.complete:
-        theirs = [one for one in table.get("added_tokens") or [] if isinstance(one, dict) and is_token(one)]
-        tokens = tokens._replace(listed={**tokens.listed, **{one["id"]: one for one in theirs}})
+        theirs = [entry for entry in table.get("added_tokens") or [] if isinstance(entry, dict) and is_token(entry)]
+        tokens = tokens._replace(listed={**tokens.listed, **{entry["id"]: entry for entry in theirs}})
     add_tokens(library, tokens, plain=builder is not None and builder.plain)
-    begins = builder is not None and (builder.begins or (fresh and bool(tokens.about.get("add_bos_token"))))
-    ends = builder is not None and fresh and bool(tokens.about.get("add_eos_token"))
+    begins = builder is not None and (builder.begins or (fresh and bool(tokens.config.get("add_bos_token"))))
+    ends = builder is not None and fresh and bool(tokens.config.get("add_eos_token"))
     if begins or ends:
         first, last = (text_of(tokens.named.get(name, "")) for name in ("bos_token", "eos_token"))
         surround(library, first * begins, last * ends)
@@ -103,10 +107,10 @@ def expect_merges(folder: Path, builder: TokenizerClass | None) -> bool:
     another vocabulary."""
     if builder is not None and builder.files and all((folder / name).is_file() for name in (VOCABULARY, MERGES)):
         return True
-    other = next((name for name in (*OTHERS, VOCABULARY) if (folder / name).is_file()), None)
-    if other is not None:
+    foreign_name = next((name for name in (*OTHERS, VOCABULARY) if (folder / name).is_file()), None)
+    if foreign_name is not None:
         raise ValueError(
-            f"{folder / other}: fzero reads a tokenizer.json, and there is none; write one by transformers: "
+            f"{folder / foreign_name}: fzero reads a tokenizer.json, and there is none; write one by transformers: "
             f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
         )
     return False
@@ -125,10 +129,10 @@ def add_tokens(library: Tokenizer, tokens: FolderTokens, *, plain: bool) -> None
     their flags."""
     names = {text_of(token) for token in tokens.named.values()}
     new = [added_token(tokens.listed[i], text_of(tokens.listed[i]) in names) for i in sorted(tokens.listed)]
-    have = {token.content for token in (*library.get_added_tokens_decoder().values(), *new)}
+    existing = {token.content for token in (*library.get_added_tokens_decoder().values(), *new)}
     for token in (*tokens.named.values(), *tokens.extra):
-        if text_of(token) and text_of(token) not in have:
-            have.add(text_of(token))
+        if text_of(token) and text_of(token) not in existing:
+            existing.add(text_of(token))
             new.append(added_token(token, True))
     library.add_tokens(new)
     special = [text_of(token) for token in (*tokens.named.values(), *tokens.extra)]
@@ -160,7 +164,7 @@ def expect_same_ids(library: Tokenizer, folder: Path, tokens: FolderTokens) -> N
         f"where tokenizer.json is meant as it stands, set tokenizer_class to {PLAIN!r} in {CONFIG}; else let "
         "transformers write what it loads: save_pretrained of AutoTokenizer, and then that entry"
     )
-    if not name or (is_byte_level(folder) and "Llama" in str(tokens.about.get("tokenizer_class"))):
+    if not name or (is_byte_level(folder) and "Llama" in str(tokens.config.get("tokenizer_class"))):
         return  # releases of transformers before 5.20 lose the spaces of Llama 3
     if importlib.util.find_spec("transformers") is None:
         if name not in (*CLASSES, PLAIN):
@@ -169,29 +173,30 @@ def expect_same_ids(library: Tokenizer, folder: Path, tokens: FolderTokens) -> N
                 f"tokenizer.json says; install transformers, by which fzero compares the ids, or, {fix}"
             )
         return
-    theirs = load_theirs(folder)
+    theirs = load_auto_tokenizer(folder)
     if theirs is None:
         return
     special = [*map(text_of, tokens.named.values()), *map(text_of, tokens.extra), *theirs.added_tokens_encoder]
-    for text in [*TEXTS, *(f"a{one} b {one}c " for one in dict.fromkeys(special[:MOST_SPECIAL]))]:
-        for whole in (True, False):
-            own, other = library.encode(text, add_special_tokens=whole).ids, ids_of(theirs, text, whole=whole)
-            if other is not None and own != other:
+    for text in [*TEXTS, *(f"a{token} b {token}c " for token in dict.fromkeys(special[:MOST_SPECIAL]))]:
+        for add_special in (True, False):
+            actual_ids = library.encode(text, add_special_tokens=add_special).ids
+            expected_ids = ids_of(theirs, text, add_special=add_special)
+            if expected_ids is not None and actual_ids != expected_ids:
                 raise ValueError(
                     f"{folder}: AutoTokenizer of transformers ({type(theirs).__name__}) has the ids "
-                    f"{short(other)} of {text!r}, and its files give fzero {short(own)}; {fix}"
+                    f"{short(expected_ids)} of {text!r}, and its files give fzero {short(actual_ids)}; {fix}"
                 )
 
 
-def ids_of(theirs: Any, text: str, *, whole: bool) -> list[int] | None:
+def ids_of(theirs: Any, text: str, *, add_special: bool) -> list[int] | None:
     """The ids of a tokenizer of `transformers`; None of a text that it does not take."""
     try:
-        return list(theirs(text, add_special_tokens=whole)["input_ids"])
+        return list(theirs(text, add_special_tokens=add_special)["input_ids"])
     except Exception:  # whatever their code raises
         return None
 
 
-def load_theirs(folder: Path) -> Any:
+def load_auto_tokenizer(folder: Path) -> Any:
     """AutoTokenizer of a folder; None where that loads none, as for one that needs code of its own."""
     with silent_log("transformers"):
         import transformers
@@ -206,9 +211,9 @@ def load_theirs(folder: Path) -> Any:
 def silent_log(name: str) -> Iterator[None]:
     """A context in which a logger writes no warnings."""
     log = logging.getLogger(name)
-    before = log.level
+    level = log.level
     log.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        log.setLevel(before)
+        log.setLevel(level)

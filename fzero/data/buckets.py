@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 from fzero.core import prng
-from fzero.core.kinds import expect_fields
+from fzero.core.arguments import expect_fields
 from fzero.data.assemble import Batch, assemble, fetch, sparse
 from fzero.data.packing import FILL, cut, within_documents
-from fzero.data.stream import DRAWN, shuffled
+from fzero.data.token_stream import DRAWN, shuffled
 from fzero.data.tokens import Tokens
 
 
-class Place(NamedTuple):
+class BatchPosition(NamedTuple):
     """Where a batch is."""
 
     epoch: int
@@ -83,18 +83,18 @@ class BucketStream:
     @functools.cached_property
     def pieces(self) -> list[np.ndarray]:
         """The ranges of positions, int64 [n, 2], of the documents of each length, as fzero/data/packing.py has them."""
-        found = cut(within_documents(self.tokens), self.seq_len)
-        bucket = np.searchsorted(self.lengths, found[:, 1] - found[:, 0])
-        return [found[bucket == b] for b in range(len(self.lengths))]
+        ranges = cut(within_documents(self.tokens), self.seq_len)
+        bucket = np.searchsorted(self.lengths, ranges[:, 1] - ranges[:, 0])
+        return [ranges[bucket == b] for b in range(len(self.lengths))]
 
     @functools.cached_property
     def entries(self) -> list[int]:
         """The documents that are in rows of each length in an epoch: its own, and those that the one before left."""
-        found, left = list[int](), 0
-        for own, rows in zip(self.pieces, self.rows_of_batch):
-            found.append(len(own) + left)
-            left = found[-1] % rows
-        return found
+        counts, remainder = list[int](), 0
+        for ranges, rows in zip(self.pieces, self.rows_of_batch):
+            counts.append(len(ranges) + remainder)
+            remainder = counts[-1] % rows
+        return counts
 
     @functools.cached_property
     def rows_of_batch(self) -> list[int]:
@@ -104,34 +104,34 @@ class BucketStream:
     @functools.cached_property
     def batches(self) -> list[int]:
         """The batches of each length in an epoch."""
-        whole = [entries // rows for entries, rows in zip(self.entries, self.rows_of_batch)]
-        return [*whole[:-1], -(-self.entries[-1] // self.rows_of_batch[-1])]
+        full_batches = [entries // rows for entries, rows in zip(self.entries, self.rows_of_batch)]
+        return [*full_batches[:-1], -(-self.entries[-1] // self.rows_of_batch[-1])]
 
     @property
     def samples_per_epoch(self) -> int:
         """The samples of all batches of an epoch."""
         return sum(self.batches) * self.batch
 
-    def place_of(self, batch: int) -> Place:
+    def batch_position(self, batch: int) -> BatchPosition:
         """Where batch number `batch` of the run is."""
-        ends, each = np.cumsum(self.batches), sum(self.batches)
-        number = int(shuffled(self.seed, each, batch, 1)[0])
+        ends, epoch_batches = np.cumsum(self.batches), sum(self.batches)
+        number = int(shuffled(self.seed, epoch_batches, batch, 1)[0])
         bucket = int(np.searchsorted(ends, number, side="right"))
-        before = number - int(ends[bucket]) + self.batches[bucket]  # batches of its length
-        return Place(batch // each, bucket, before * self.rows_of_batch[bucket])
+        previous_batches = number - int(ends[bucket]) + self.batches[bucket]  # batches of its length
+        return BatchPosition(batch // epoch_batches, bucket, previous_batches * self.rows_of_batch[bucket])
 
-    def documents_of(self, epoch: int, bucket: int, at: np.ndarray) -> np.ndarray:
+    def documents_of(self, epoch: int, bucket: int, indices: np.ndarray) -> np.ndarray:
         """The ranges, int64 [n, 2], of the documents at these places [n] in the order of a length in an epoch."""
         key = prng.fold_in(prng.fold_in(prng.fold_in(prng.key(self.seed), "bucket"), epoch), bucket)
-        drawn = prng.permutation(key, self.entries[bucket], torch.from_numpy(at)).numpy()
-        own, out = drawn < len(self.pieces[bucket]), np.zeros((len(at), 2), np.int64)
-        out[own] = self.pieces[bucket][drawn[own]]
-        if not own.all():
+        order = prng.permutation(key, self.entries[bucket], torch.from_numpy(indices)).numpy()
+        is_local, out = order < len(self.pieces[bucket]), np.zeros((len(indices), 2), np.int64)
+        out[is_local] = self.pieces[bucket][order[is_local]]
+        if not is_local.all():
             begin = self.batches[bucket - 1] * self.rows_of_batch[bucket - 1]
-            out[~own] = self.documents_of(epoch, bucket - 1, begin + drawn[~own] - len(self.pieces[bucket]))
+            out[~is_local] = self.documents_of(epoch, bucket - 1, begin + order[~is_local] - len(self.pieces[bucket]))
         return out
 
-    def ranges_at(self, first: int, count: int) -> tuple[int, np.ndarray]:
+    def sample_ranges(self, first: int, count: int) -> tuple[int, np.ndarray]:
         """(L, the ranges int64 [count T / L, 2]) of the rows of the samples `first` .. first + count - 1, which are of
         one batch; a row that is filled up has the range (0, 0)."""
         number, begin = divmod(first, self.batch)
@@ -140,32 +140,32 @@ class BucketStream:
                 f"samples_at({first}, {count}): wanted first >= 0, and samples of one batch of {self.batch} "
                 "(documents of one length)"
             )
-        epoch, bucket, before = self.place_of(number)
+        epoch, bucket, previous_rows = self.batch_position(number)
         length = self.lengths[bucket]
-        each = self.seq_len // length
-        low, high = before + begin * each, before + (begin + count) * each
+        rows_per_sample = self.seq_len // length
+        low, high = previous_rows + begin * rows_per_sample, previous_rows + (begin + count) * rows_per_sample
         out, end = np.zeros((high - low, 2), np.int64), min(high, self.entries[bucket])
         for block in range(low // DRAWN, -(-end // DRAWN)):
             first, last = max(low, block * DRAWN), min(end, (block + 1) * DRAWN)
-            drawn = _drawn(self, epoch, bucket, block)
-            out[first - low : last - low] = drawn[first - block * DRAWN : last - block * DRAWN]
+            block_ranges = _drawn(self, epoch, bucket, block)
+            out[first - low : last - low] = block_ranges[first - block * DRAWN : last - block * DRAWN]
         return length, out
 
-    def positions_at(self, first: int, count: int, few: bool = False) -> np.ndarray:
-        """The positions, int64 [count T / L, L], of the rows of these samples; see fzero/data/packing.py. few: those at
-        `sparse` places alone."""
-        length, ranges = self.ranges_at(first, count)
-        found = ranges[:, :1] + (sparse(length) if few else np.arange(length))
-        return np.where(found < ranges[:, 1:], found, FILL)
+    def positions_at(self, first: int, count: int, coarse: bool = False) -> np.ndarray:
+        """The positions, int64 [count T / L, L], of the rows of these samples; see fzero/data/packing.py. coarse: those
+        at `sparse` places alone."""
+        length, ranges = self.sample_ranges(first, count)
+        positions = ranges[:, :1] + (sparse(length) if coarse else np.arange(length))
+        return np.where(positions < ranges[:, 1:], positions, FILL)
 
     def samples_at(self, first: int, count: int) -> Batch:
         """The samples `first` .. first + count - 1 of the run, of one batch, as its rows."""
         positions = self.positions_at(first, count)
         out = assemble(self.tokens, positions)
-        if self.tokens.said is None:
+        if self.tokens.loss_mask is None:
             return out
-        said = self.tokens.said[np.maximum(positions, 0) + 1].astype(bool)
-        return out | {"mask": out["mask"] & torch.from_numpy(said)}
+        loss_mask = self.tokens.loss_mask[np.maximum(positions, 0) + 1].astype(bool)
+        return out | {"mask": out["mask"] & torch.from_numpy(loss_mask)}
 
     def batch_at(self, step: int) -> Batch:
         """The batch of `step`."""
@@ -173,20 +173,20 @@ class BucketStream:
 
     def size_at(self, first: int) -> Size:
         """The size of the batch that begins with sample `first`."""
-        _, ranges = self.ranges_at(first, self.batch)
+        _, ranges = self.sample_ranges(first, self.batch)
         lengths = ranges[:, 1] - ranges[:, 0]
         return Size(int((lengths > 0).sum()), int(lengths.sum()))
 
     def begin(self, first: int, count: int) -> bool:
         """Begin to fetch what these samples read, if the tokens are in an object store; returns whether all of it is on
         its way."""
-        return fetch(self.tokens, lambda: self.positions_at(first, count, few=True))
+        return fetch(self.tokens, lambda: self.positions_at(first, count, coarse=True))
 
     @property
     def filled(self) -> float:
         """The share of an epoch's positions that are filled up."""
-        held = sum(int((own[:, 1] - own[:, 0]).sum()) for own in self.pieces)
-        return 1 - held / (self.samples_per_epoch * self.seq_len)
+        real_positions = sum(int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in self.pieces)
+        return 1 - real_positions / (self.samples_per_epoch * self.seq_len)
 
 
 @functools.lru_cache(maxsize=32)

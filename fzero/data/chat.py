@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fzero.core.foreign import expect_entries, read_json, read_text_file, short
 from fzero.core.storage import write_texts
-from fzero.data.special_tokens import CONFIG, special_tokens
+from fzero.core.text_parsing import expect_entries, read_json, read_text_file, short
+from fzero.data.tokenizer_classes import CONFIG, special_tokens
 from fzero.data.tokenizers import Tokenizer, library_of, token_dtype
 
 TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # the second a folder, of others by name
@@ -65,8 +65,8 @@ def read_chat(folder: str | Path) -> Chat | None:
     if os.path.lexists(folder / TEMPLATE):
         templates["default"] = read_text_file(folder / TEMPLATE)
     if not templates:
-        about = read_json(folder / CONFIG, wide=True) if os.path.lexists(folder / CONFIG) else {}
-        templates = templates_in(about, str(folder / CONFIG))
+        config = read_json(folder / CONFIG, wide=True) if os.path.lexists(folder / CONFIG) else {}
+        templates = templates_in(config, str(folder / CONFIG))
     if "default" not in templates:
         return None
     return Chat(templates["default"], special_tokens(folder), templates.get(TOOLS, ""))
@@ -77,16 +77,16 @@ def template_files(folder: Path) -> dict[str, str]:
     return {f"{TEMPLATES}/{path.name}": read_text_file(path) for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
 
 
-def templates_in(about: dict[str, Any], name: str) -> dict[str, str]:
+def templates_in(config: dict[str, Any], name: str) -> dict[str, str]:
     """{name: template} in the content of a tokenizer_config.json, of which one without a name is "default"; raises
     ValueError naming the file `name`."""
-    templates = about.get("chat_template")
+    templates = config.get("chat_template")
     if isinstance(templates, list):
-        for one in templates:
-            if not isinstance(one, dict):
-                raise ValueError(f"{name}: chat_template has {short(one)}; it must be tables of name and template")
-            expect_entries(one, {"name": str, "template": str}, f"{name}: chat_template")
-        return {one["name"]: one["template"] for one in templates}
+        for entry in templates:
+            if not isinstance(entry, dict):
+                raise ValueError(f"{name}: chat_template has {short(entry)}; it must be tables of name and template")
+            expect_entries(entry, {"name": str, "template": str}, f"{name}: chat_template")
+        return {entry["name"]: entry["template"] for entry in templates}
     if isinstance(templates, dict):
         expect_entries(templates, dict.fromkeys(templates, str), f"{name}: chat_template")
         return templates
@@ -94,26 +94,26 @@ def templates_in(about: dict[str, Any], name: str) -> dict[str, str]:
     return {} if templates is None else {"default": templates}
 
 
-def chat_files(chat: Chat, about: dict[str, Any]) -> dict[str, str]:
-    """{name: content} of the files that `read_chat` reads. about: the content of the tokenizer_config.json that is
+def chat_files(chat: Chat, config: dict[str, Any]) -> dict[str, str]:
+    """{name: content} of the files that `read_chat` reads. config: the content of the tokenizer_config.json that is
     there, whose entries stay."""
     tokens: dict[str, Any] = dict(chat.tokens)
     for name, text in chat.tokens.items():
-        there = about.get(name)
-        if isinstance(there, dict) and there.get("content") == text:
-            tokens[name] = there  # which says more of it
-    files = {CONFIG: json.dumps({**about, **tokens}, indent=2, ensure_ascii=False) + "\n"}
-    have = templates_in(about, CONFIG)
-    if (have.get("default"), have.get(TOOLS, "")) == (chat.template, chat.tools):
+        entry = config.get(name)
+        if isinstance(entry, dict) and entry.get("content") == text:
+            tokens[name] = entry  # which says more of it
+    files = {CONFIG: json.dumps({**config, **tokens}, indent=2, ensure_ascii=False) + "\n"}
+    templates = templates_in(config, CONFIG)
+    if (templates.get("default"), templates.get(TOOLS, "")) == (chat.template, chat.tools):
         return files
-    more = {f"{TEMPLATES}/{TOOLS}.jinja": chat.tools} if chat.tools else {}
-    return files | {TEMPLATE: chat.template} | more
+    tool_files = {f"{TEMPLATES}/{TOOLS}.jinja": chat.tools} if chat.tools else {}
+    return files | {TEMPLATE: chat.template} | tool_files
 
 
 def write_chat(folder: Path, chat: Chat) -> None:
     """Write the files that `read_chat` reads; entries of a tokenizer_config.json that is there stay."""
-    about = read_json(folder / CONFIG, wide=True) if os.path.lexists(folder / CONFIG) else {}
-    write_texts(folder, chat_files(chat, about))
+    config = read_json(folder / CONFIG, wide=True) if os.path.lexists(folder / CONFIG) else {}
+    write_texts(folder, chat_files(chat, config))
 
 
 def template_texts(chat: Chat) -> list[str]:
@@ -153,20 +153,20 @@ def spans_of(
         if not marked:
             raise ValueError("the template marks no text of this conversation as the assistant's ({% generation %})")
         return [(text, marked)]
-    spans, whole = [], True
+    spans, is_prefix = [], True
     for i in turns:
-        before = render(chat, messages[:i], tools=tools, prompt=True)
-        until = render(chat, messages[: i + 1], tools=tools)
-        if not until.startswith(before):
+        prompt_text = render(chat, messages[:i], tools=tools, prompt=True)
+        turn_text = render(chat, messages[: i + 1], tools=tools)
+        if not turn_text.startswith(prompt_text):
             raise ValueError(
                 f"the template renders message {i + 1}, of the assistant, otherwise than after its own prompt for one; "
                 "mark what the assistant says with {% generation %} in the template"
             )
-        said, eos = until[len(before) :], chat.tokens.get("eos_token", "")
-        end = len(before) + (said.rindex(eos) + len(eos) if eos and eos in said else len(said))
-        spans.append((until, (len(before), end)))
-        whole = whole and text.startswith(until)
-    return [(text, [span for _, span in spans])] if whole else [(until, [span]) for until, span in spans]
+        answer, eos = turn_text[len(prompt_text) :], chat.tokens.get("eos_token", "")
+        end = len(prompt_text) + (answer.rindex(eos) + len(eos) if eos and eos in answer else len(answer))
+        spans.append((turn_text, (len(prompt_text), end)))
+        is_prefix = is_prefix and text.startswith(turn_text)
+    return [(text, [span for _, span in spans])] if is_prefix else [(turn_text, [span]) for turn_text, span in spans]
 
 
 def examples_of(
@@ -182,9 +182,9 @@ def examples_of(
 class Encode(Protocol):
     """From a text to (its ids [N], the characters [N, 2] of each)."""
 
-    def __call__(self, text: str, *, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """whole: with the tokens that the tokenizer puts before and after a text that no template wrote, such as that
-        of its beginning, as AutoTokenizer does; they have the characters [0, 0)."""
+    def __call__(self, text: str, *, add_special: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """add_special: with the tokens that the tokenizer puts before and after a text that no template wrote, such as
+        that of its beginning, as AutoTokenizer does; they have the characters [0, 0)."""
         ...
 
 
@@ -196,16 +196,16 @@ def encoder(tokenizer: Tokenizer) -> Encode:
     dtype = token_dtype(tokenizer.vocab_size)
     if not tokenizer.json:
 
-        def by_bytes(text: str, *, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
-            at = np.repeat(np.arange(len(text)), [len(c.encode("utf-8")) for c in text])
-            return tokenizer.encode(text), np.stack([at, at + 1], 1)
+        def by_bytes(text: str, *, add_special: bool = False) -> tuple[np.ndarray, np.ndarray]:
+            index = np.repeat(np.arange(len(text)), [len(c.encode("utf-8")) for c in text])
+            return tokenizer.encode(text), np.stack([index, index + 1], 1)
 
         return by_bytes
     library = library_of(tokenizer.json, tokenizer.name)
 
-    def by_library(text: str, *, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        found = library.encode(text, add_special_tokens=whole)
-        return np.array(found.ids, dtype), np.array(found.offsets, np.int64).reshape(-1, 2)
+    def by_library(text: str, *, add_special: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        encoding = library.encode(text, add_special_tokens=add_special)
+        return np.array(encoding.ids, dtype), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     return by_library
 
@@ -217,27 +217,26 @@ def end_tokens(chat: Chat, tokenizer: Tokenizer) -> list[int]:
         return []
     from tokenizers import Tokenizer as Library
 
-    encode, found = encoder(tokenizer), list[int]()
+    encode, end_ids = encoder(tokenizer), list[int]()
     ids = encode(chat.tokens.get("eos_token", ""))[0]
-    found += [int(ids[0])] if len(ids) == 1 else []
+    end_ids += [int(ids[0])] if len(ids) == 1 else []
     added = Library.from_str(tokenizer.json).get_added_tokens_decoder()
     try:
         text = render(chat, [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}])
     except ValueError:  # a template may take other conversations only
-        return found
-    after = encode(text.rpartition(PROBE)[2])[0] if PROBE in text else ()
-    return list(
-        dict.fromkeys([*found, *[int(one) for one in after if int(one) in added and added[int(one)].special][:1]])
-    )
+        return end_ids
+    tail_ids = [int(token_id) for token_id in encode(text.rpartition(PROBE)[2])[0]] if PROBE in text else []
+    special_ids = [token_id for token_id in tail_ids if token_id in added and added[token_id].special]
+    return list(dict.fromkeys([*end_ids, *special_ids[:1]]))
 
 
-def encode_spans(encode: Encode, text: str, spans: Sequence[tuple[int, int]], *, whole: bool = False) -> Example:
-    """A text as tokens, of which those count that have a character in one of the spans [start, end). whole: as in
+def encode_spans(encode: Encode, text: str, spans: Sequence[tuple[int, int]], *, add_special: bool = False) -> Example:
+    """A text as tokens, of which those count that have a character in one of the spans [start, end). add_special: as in
     Encode."""
-    ids, at = encode(text, whole=whole)
+    ids, char_spans = encode(text, add_special=add_special)
     counted = np.zeros(len(ids), bool)
     for start, end in spans:
-        counted |= (at[:, 0] < end) & (at[:, 1] > start)
+        counted |= (char_spans[:, 0] < end) & (char_spans[:, 1] > start)
     return Example(ids, counted)
 
 
@@ -288,7 +287,7 @@ def _program(template: str) -> _Program:
 
     try:
         parsed = environment.parse(template)
-        made = environment.from_string(template)
+        compiled = environment.from_string(template)
         marks = any(_is_mark(block) for block in parsed.find_all(nodes.CallBlock))
         texts = [*(node.data for node in parsed.find_all(nodes.TemplateData))]
         texts += [node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)]
@@ -296,7 +295,7 @@ def _program(template: str) -> _Program:
         raise ValueError("the chat template is nested too deeply; write it with fewer brackets") from None
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template is no Jinja template: {short(str(error), 300)[1:-1]}") from None
-    return _Program(made.render, marks, tuple(texts))
+    return _Program(compiled.render, marks, tuple(texts))
 
 
 def _is_mark(block: Any) -> bool:
@@ -316,10 +315,10 @@ def _render(
     except Exception as error:  # a template is a program, and fails in any way
         raise ValueError(f"the chat template refuses the conversation: {short(str(error), 300)[1:-1]}") from None
     parts, spans, size = [], [], 0
-    for i, part in enumerate(text.split(MARKS[0])):
-        said, mark, rest = part.partition(MARKS[1])
-        if i and mark and said:
-            spans.append((size, size + len(said)))
-        parts += [said, rest]
-        size += len(said) + len(rest)
+    for i, chunk in enumerate(text.split(MARKS[0])):
+        marked, mark, remainder = chunk.partition(MARKS[1])
+        if i and mark and marked:
+            spans.append((size, size + len(marked)))
+        parts += [marked, remainder]
+        size += len(marked) + len(remainder)
     return "".join(parts), spans

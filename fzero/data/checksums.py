@@ -35,8 +35,8 @@ class SummedFile:
             self.file.write(data)
         view = memoryview(data)
         while view:
-            part = view[: CHUNK - self.size % CHUNK]
-            self.crc, self.size, view = crc32c(part, self.crc), self.size + len(part), view[len(part) :]
+            chunk = view[: CHUNK - self.size % CHUNK]
+            self.crc, self.size, view = crc32c(chunk, self.crc), self.size + len(chunk), view[len(chunk) :]
             if self.size % CHUNK == 0:
                 self.sums.append(self.crc)
                 self.crc = 0
@@ -105,25 +105,25 @@ def line(sums: ChunkSums, chunk: int) -> str:
     return f"{sums.path}: damaged: the bytes {chunk * CHUNK:,} to {end - 1:,} do not match their checksum"
 
 
-def read_sums(folder: Path, split: str, wanted: str, files: list[np.ndarray]) -> list[ChunkSums]:
+def read_sums(folder: Path, split: str, sha256: str, files: list[np.ndarray]) -> list[ChunkSums]:
     """The ChunkSums of SPLIT.bin, SPLIT.docs and, of examples, SPLIT.said, whose bytes are `files`.
 
-    wanted: the SHA-256 of SPLIT.sums. Raises ValueError if that is missing or damaged.
+    sha256: the SHA-256 of SPLIT.sums. Raises ValueError if that is missing or damaged.
     """
     path = folder / f"{split}.sums"
     raw = path.read_bytes() if path.is_file() else None
-    parts = split_sums(raw, str(path), wanted, [len(content) for content in files])
+    parts = split_sums(raw, str(path), sha256, [len(content) for content in files])
     names = (f"{split}.bin", f"{split}.docs", f"{split}.said")
     return [ChunkSums(folder / name, content, sums) for name, content, sums in zip(names, files, parts)]
 
 
-def split_sums(raw: bytes | None, name: str, wanted: str, sizes: list[int]) -> list[np.ndarray]:
+def split_sums(raw: bytes | None, name: str, sha256: str, sizes: list[int]) -> list[np.ndarray]:
     """The checksums (uint32) of each file of a split, of these sizes in bytes, out of the content of SPLIT.sums.
 
     raw: None for a file that is not there; name: it, for messages. Raises ValueError as `read_sums` does.
     """
     counts = [-(-size // CHUNK) for size in sizes]
-    if raw is None or hashlib.sha256(raw).hexdigest() != wanted or len(raw) != 4 * sum(counts):
-        what = "no such file" if raw is None else "damaged: it is not the one that meta.json names"
-        raise ValueError(f"{name}: {what}; {FIX}")
+    if raw is None or hashlib.sha256(raw).hexdigest() != sha256 or len(raw) != 4 * sum(counts):
+        fault = "no such file" if raw is None else "damaged: it is not the one that meta.json names"
+        raise ValueError(f"{name}: {fault}; {FIX}")
     return np.split(np.frombuffer(raw, "<u4"), np.cumsum(counts)[:-1])

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fzero.core import prng
-from fzero.core.kinds import expect_fields
+from fzero.core.arguments import expect_fields
 
 FORM = (
     "a schedule is linear, root:DEGREE, or discrete:PART@WHEN,... with parts of the rows from parts of the curriculum "
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     first: int  # sample
     begin: int  # progress (steps or tokens of the run) before the step of that sample
     batch: int  # samples of a step
-    each: int  # progress of a step
+    step_progress: int  # progress of a step
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Growth:
         if self.length < 1:
             raise ValueError(f"the curriculum's length is {self.length}; it must be 1 or more")
         if self.degree == 0:
-            parts = [self.start, *(part for part, _ in self.steps), Fraction(1)]
-            whens = [Fraction(0), *(when for _, when in self.steps), Fraction(1)]
+            parts = [self.start, *(fraction for fraction, _ in self.steps), Fraction(1)]
+            whens = [Fraction(0), *(start for _, start in self.steps), Fraction(1)]
             if any(a >= b for a, b in pairwise(whens)) or any(a > b for a, b in pairwise(parts)):
                 raise ValueError(
                     f"curriculum_schedule is {self.schedule!r}; its parts rise from curriculum_start={self.start} to "
@@ -77,43 +77,43 @@ class Growth:
     @functools.cached_property
     def degree(self) -> int:
         """The degree of the root; 0 for given parts."""
-        name, _, rest = self.schedule.partition(":")
+        name, _, argument = self.schedule.partition(":")
         if self.schedule == "linear":
             return 1
-        if name == "root" and rest.isdecimal() and 1 <= int(rest) <= MOST_DEGREE:
-            return int(rest)
-        if name == "discrete" and rest:
+        if name == "root" and argument.isdecimal() and 1 <= int(argument) <= MOST_DEGREE:
+            return int(argument)
+        if name == "discrete" and argument:
             return 0
         raise ValueError(f"curriculum_schedule is {self.schedule!r}; {FORM}")
 
     @functools.cached_property
     def steps(self) -> tuple[tuple[Fraction, Fraction], ...]:
         """(part of the rows, part of the length from which it is allowed) of each step of a discrete schedule."""
-        found = []
+        pairs = []
         for text in self.schedule.partition(":")[2].split(","):
-            part, _, when = text.partition("@")
+            fraction, _, start = text.partition("@")
             try:
-                found.append((Fraction(part), Fraction(when)))
+                pairs.append((Fraction(fraction), Fraction(start)))
             except (ValueError, ZeroDivisionError):
                 raise ValueError(f"curriculum_schedule is {self.schedule!r}: {text!r} is no part; {FORM}") from None
-        return tuple(found)
+        return tuple(pairs)
 
     def allowed(self, rows: int, progress: int) -> int:
         """How many of the rows are allowed after so much progress, at least one."""
         if progress >= self.length:
             return rows
-        least = max(1, math.ceil(self.start * rows))
+        min_rows = max(1, math.ceil(self.start * rows))
         if self.degree == 0:
-            part = [part for part, when in self.steps if when * self.length <= progress]
-            return max(least, math.ceil(part[-1] * rows)) if part else least
-        rest, r = rows - least, self.degree
-        wanted = progress * rest**r  # the smallest x with x^r * length >= wanted
-        x = min(rest, int(rest * (progress / self.length) ** (1 / r)))
-        while x**r * self.length < wanted:
+            fractions = [fractions for fractions, start in self.steps if start * self.length <= progress]
+            return max(min_rows, math.ceil(fractions[-1] * rows)) if fractions else min_rows
+        growable, r = rows - min_rows, self.degree
+        target = progress * growable**r  # the smallest x with x^r * length >= wanted
+        x = min(growable, int(growable * (progress / self.length) ** (1 / r)))
+        while x**r * self.length < target:
             x += 1
-        while x and (x - 1) ** r * self.length >= wanted:
+        while x and (x - 1) ** r * self.length >= target:
             x -= 1
-        return least + x
+        return min_rows + x
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,21 +138,21 @@ class Curriculum:
     def __post_init__(self) -> None:
         expect_fields(self)
 
-    def progress_at(self, samples: np.ndarray) -> np.ndarray:
+    def sample_progress(self, samples: np.ndarray) -> np.ndarray:
         """The progress before the step that each of these samples is of, int64."""
-        firsts, begins, batches, each = np.array(self.pieces, np.int64).T
-        at = np.searchsorted(firsts, samples, side="right") - 1
-        return begins[at] + (samples - firsts[at]) // batches[at] * each[at]
+        firsts, begins, batches, step_progress = np.array(self.pieces, np.int64).T
+        index = np.searchsorted(firsts, samples, side="right") - 1
+        return begins[index] + (samples - firsts[index]) // batches[index] * step_progress[index]
 
-    def allowed_at(self, samples: np.ndarray) -> np.ndarray:
+    def allowed_rows(self, samples: np.ndarray) -> np.ndarray:
         """How many rows are allowed at each of these samples of the stream, in rising order; int64."""
-        progress, counts = np.unique(self.progress_at(samples), return_counts=True)
-        return np.repeat([self.growth.allowed(len(self.ranked), one) for one in progress.tolist()], counts)
+        progress, counts = np.unique(self.sample_progress(samples), return_counts=True)
+        return np.repeat([self.growth.allowed(len(self.ranked), step) for step in progress.tolist()], counts)
 
     def complete(self, epoch: int) -> bool:
         """Whether all rows are allowed from the beginning of this epoch on."""
         first = np.array([epoch * len(self.ranked)])
-        return int(self.allowed_at(first)[0]) == len(self.ranked)
+        return int(self.allowed_rows(first)[0]) == len(self.ranked)
 
     def numbers(self, seed: int, epoch: int, begin: int, end: int) -> np.ndarray:
         """The rows of the samples [begin, end) of an epoch, int64."""
@@ -171,19 +171,19 @@ def rank(values: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=2)
-def _order(own: Curriculum, seed: int, epoch: int) -> np.ndarray:
+def _order(curriculum: Curriculum, seed: int, epoch: int) -> np.ndarray:
     """The rows of an epoch in the order that they are read, as `Curriculum` says: Fisher and Yates' shuffle, of a pile
     that grows while it is drawn from.
 
     Ref: Durstenfeld 1964, "Algorithm 235: random permutation", Communications of the ACM 7(7).
     """
-    size, key = len(own.ranked), prng.fold_in(prng.fold_in(prng.key(seed), "curriculum"), epoch)
+    size, key = len(curriculum.ranked), prng.fold_in(prng.fold_in(prng.key(seed), "curriculum"), epoch)
     places = np.arange(size, dtype=np.int32)  # those from n on and below what is allowed are the pile
     view = memoryview(places)
     for begin in range(0, size, DRAWN):
         n = np.arange(begin, min(size, begin + DRAWN))
-        pile = np.maximum(own.allowed_at(epoch * size + n), n + 1) - n
+        pile = np.maximum(curriculum.allowed_rows(epoch * size + n), n + 1) - n
         words = prng.bits(key, (len(n),), first=begin).numpy()
         for i, j in zip(n.tolist(), (n + (words * pile >> 32)).tolist()):
             view[i], view[j] = view[j], view[i]
-    return own.ranked[places]
+    return curriculum.ranked[places]

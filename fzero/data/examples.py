@@ -1,7 +1,13 @@
 """Convert lines to token files: a corpus as `prepare` makes it of text, whose documents are examples, with a byte for
 each token that says whether the model is to say it (SPLIT.said).
 
-What a line of the .jsonl file is, its reader knows: see conversations.py and preferences.py.
+What a line of the .jsonl file is, its reader knows: see examples.py and preferences.py.
+
+Conversations as a corpus of examples.
+
+A line of the .jsonl file is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content":
+"..."}, ...]}, and optionally "tools", which the template is given. A conversation may become several documents (see
+`spans_of`).
 """
 
 from __future__ import annotations
@@ -11,18 +17,18 @@ import hashlib
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fzero.core.config_tables import Table
 from fzero.core.files import make_folder
-from fzero.core.foreign import expect_regular, json_text, parse_json
 from fzero.core.storage import write_text
-from fzero.core.tables import Table
-from fzero.data.chat import Chat, Example, write_chat
+from fzero.core.text_parsing import expect_regular, json_text, parse_json, short
+from fzero.data.chat import Chat, Example, Message, encoder, examples_of, write_chat
 from fzero.data.checksums import SummedFile, write_sums
 from fzero.data.tokenizers import Tokenizer
 from fzero.data.tokens import FORMAT, SPLITS, VERSION, token_dtype
@@ -44,7 +50,7 @@ class Lengths(NamedTuple):
     model: int  # the positions of the model
     too_long: str = "error"  # what becomes of a longer one, one of TOO_LONG
 
-    def part(self, parts: int) -> int | None:
+    def example_limit(self, parts: int) -> int | None:
         """The positions of one of so many examples that share a row, to which they are cut; None: they are not."""
         return self.row // parts if self.too_long == "cut" else None
 
@@ -80,14 +86,16 @@ def prepare_examples(
     expect_regular(path)
     read, too_long = reader
     draws = [draw_of(line, seed) for _, line in lines_of(path)]
-    dropped = set[int]() if too_long == "error" else lines_too_long(path, read)
+    dropped = set[int]() if too_long == "error" else long_line_numbers(path, read)
     fit = {draw for (number, _), draw in zip(lines_of(path), draws) if number not in dropped}
     if len(fit) < 2:
-        but = f", without {len(dropped):,} that are too long: use a larger seq_len (--seq-len)" if dropped else ""
-        raise ValueError(
-            f"{path}: training and validation need at least two lines that differ, and it has {len(fit)}{but}"
+        dropped_text = (
+            f", without {len(dropped):,} that are too long: use a larger seq_len (--seq-len)" if dropped else ""
         )
-    low, high, below, cut = min(fit), max(fit), VAL_FRACTION * 2**64, 0
+        raise ValueError(
+            f"{path}: training and validation need at least two lines that differ, and it has {len(fit)}{dropped_text}"
+        )
+    low, high, threshold, cut = min(fit), max(fit), VAL_FRACTION * 2**64, 0
     counts = {split: {"tokens": 0, "documents": 0, "said": 0, "longest": 0} for split in SPLITS}
     dtype = token_dtype(tokenizer.vocab_size)
     make_folder(out.parent)
@@ -100,20 +108,20 @@ def prepare_examples(
         for (number, line), draw in zip(lines_of(path), draws):
             if number in dropped:
                 continue
-            split = "val" if draw == low or (draw < below and draw != high) else "train"
-            bins, docs, said = files[split]
+            split = "val" if draw == low or (draw < threshold and draw != high) else "train"
+            bins, docs, masks = files[split]
             for example in _examples(f"{path}:{number}", line, read):
                 docs.write(struct.pack("<Q", counts[split]["tokens"]))
                 bins.write(example.ids.astype(dtype, copy=False).tobytes())
-                said.write(example.counted.astype(np.uint8).tobytes())
-                more = {"tokens": len(example.ids), "documents": 1, "said": int(example.counted[1:].sum())}
-                counts[split] |= {name: counts[split][name] + n for name, n in more.items()}
+                masks.write(example.counted.astype(np.uint8).tobytes())
+                example_counts = {"tokens": len(example.ids), "documents": 1, "said": int(example.counted[1:].sum())}
+                counts[split] |= {name: counts[split][name] + n for name, n in example_counts.items()}
                 counts[split]["longest"] = max(counts[split]["longest"], len(example.ids))
                 cut += example.cut
         for split, (_, docs, _) in files.items():
             docs.write(struct.pack("<Q", counts[split]["tokens"]))
         stack.close()
-        sums = {split: write_sums(folder / f"{split}.sums", of) for split, of in files.items()}
+        sums = {split: write_sums(folder / f"{split}.sums", parts_files) for split, parts_files in files.items()}
         meta = {
             "format": FORMAT,
             "version": VERSION,
@@ -135,39 +143,40 @@ def prepare_examples(
     return meta
 
 
-def lines_too_long(path: Path, read: Read) -> set[int]:
+def long_line_numbers(path: Path, read: Read) -> set[int]:
     """The numbers of the lines that `read` finds TooLong."""
-    found = set[int]()
+    numbers = set[int]()
     for number, line in lines_of(path):
         try:
             _examples(f"{path}:{number}", line, read)
         except TooLong:
-            found.add(number)
-    return found
+            numbers.add(number)
+    return numbers
 
 
-def cut_to(example: Example, positions: int | None) -> Example:
+def truncate(example: Example, positions: int | None) -> Example:
     """The beginning of an example, of so many positions; the whole of one that is not longer, or for None."""
     if positions is None or len(example.ids) - 1 <= positions:
         return example
     return Example(example.ids[: positions + 1], example.counted[: positions + 1], cut=True)
 
 
-def expect_fits(example: Example, lengths: Lengths, what: str) -> None:
-    """Raise ValueError for an example without a token to learn, and TooLong for one that is. what: begins the texts."""
+def expect_fits(example: Example, lengths: Lengths, subject: str) -> None:
+    """Raise ValueError for an example without a token to learn, and TooLong for one that is. subject: begins the
+    texts."""
     if not example.counted[1:].any():
-        kind, when = (
-            (TooLong, f" when {what} is cut to {len(example.ids):,} tokens") if example.cut else (ValueError, "")
+        kind, condition = (
+            (TooLong, f" when {subject} is cut to {len(example.ids):,} tokens") if example.cut else (ValueError, "")
         )
-        raise kind(f"no token of the assistant's is left to learn{when}")
+        raise kind(f"no token of the assistant's is left to learn{condition}")
     if (need := len(example.ids) - 1) > lengths.model:
         raise TooLong(
-            f"{what} has {need + 1:,} tokens and the model takes {lengths.model:,} positions "
+            f"{subject} has {need + 1:,} tokens and the model takes {lengths.model:,} positions "
             "(model.max_len); shorten it, or use too_long of drop or cut (--too-long)"
         )
     if need > lengths.row:
         raise TooLong(
-            f"{what} has {need + 1:,} tokens and data.seq_len is {lengths.row:,}; use a seq_len of {need} or "
+            f"{subject} has {need + 1:,} tokens and data.seq_len is {lengths.row:,}; use a seq_len of {need} or "
             f"more (--seq-len), or "
             "too_long of drop or cut (--too-long)"
         )
@@ -188,11 +197,77 @@ def draw_of(line: bytes, seed: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:".encode() + line.strip()).digest()[:8], "big")
 
 
-def _examples(where: str, line: bytes, read: Read) -> list[Example]:
-    """The examples of a line; `where` begins the texts of errors."""
-    row = parse_json(line, where, wide=True)
+def _examples(location: str, line: bytes, read: Read) -> list[Example]:
+    """The examples of a line; `location` begins the texts of errors."""
+    row = parse_json(line, location, wide=True)
     try:
         return read(row)
     except ValueError as error:
         kind = TooLong if isinstance(error, TooLong) else ValueError
-        raise kind(f"{where}: {error}") from None
+        raise kind(f"{location}: {error}") from None
+
+
+def prepare_conversations(
+    path: Path, out: Path, chat: Chat, tokenizer: Tokenizer, lengths: Lengths, seed: int = 0
+) -> dict[str, Any]:
+    """Prepare the conversations in the .jsonl file `path` in the new folder `out`; returns the content of meta.json.
+
+    Raises ValueError as `prepare_examples`, and naming a line that lacks a key, has no assistant turn, that the
+    template refuses, or that is longer than `lengths`.
+    """
+    encode = encoder(tokenizer)
+
+    def read(row: Table) -> list[Example]:
+        full = examples_of(chat, encode, messages_of(row, "messages"), tools=tools_of(row))
+        cut = [truncate(example, lengths.example_limit(1)) for example in full]
+        examples = [example for example in cut if example.counted[1:].any()] or cut[:1]  # turns that are left
+        for example in examples:
+            expect_fits(example, lengths, "the conversation")
+        return examples
+
+    return prepare_examples(path, out, "chat", LineReader(read, lengths.too_long), chat, tokenizer, seed=seed)
+
+
+def describe_conversations(meta: Mapping[str, Any]) -> str:
+    """The lines that tell a user what was prepared of conversations or pairs of answers."""
+    pairs = ("pairs of answers", 2)
+    kinds = {"chat": ("conversations", 1), "labels": ("texts", 1), "pairs": pairs, "ranked": pairs}
+    label, divisor = kinds[meta["kind"]]
+    lines = [
+        f"{split}: {counts['documents'] // divisor:,} {label}, {counts['tokens']:,} tokens, {counts['said']:,} of them "
+        f"to learn; the longest has {counts['longest']:,}"
+        for split, counts in meta["splits"].items()
+    ]
+    if passed := meta.get("too_long"):
+        lines.append(f"too long: {passed['dropped']:,} lines dropped, {passed['cut']:,} texts cut")
+    return "\n".join(lines)
+
+
+def tools_of(row: Table) -> list[Any] | None:
+    """The tools of a row; raises ValueError if they are no list."""
+    tools = row.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"tools is {short(tools)}; it must be a list")
+    return tools
+
+
+def messages_of(row: Table, key: str) -> list[Message]:
+    """The messages of a row under this key; raises ValueError naming one that has no role."""
+    if key not in row:
+        raise ValueError(f"the line has no {key!r}; it has {', '.join(row) or 'nothing'}")
+    messages = row[key]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{key} is {short(messages)}; it must be a list of messages")
+    for i, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            location = f"message {i}" if key == "messages" else f"message {i} of {key}"
+            raise ValueError(f'{location} is {short(message)}; it must be {{"role": "user", "content": "..."}}')
+        content, calls = message.get("content", ""), message.get("tool_calls") or message.get("function_call")
+        if not isinstance(content, str) and not (content is None and calls):
+            location = f"message {i}" if key == "messages" else f"message {i} of {key}"
+            kinds = "null, without a call of a tool" if content is None else short(content)
+            fix = "join its parts of text" if isinstance(content, list) else "write its text, or leave the line out"
+            raise ValueError(
+                f"the content of {location}, of the {message['role']}, is {kinds}; it must be one text: {fix}"
+            )
+    return messages

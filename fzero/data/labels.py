@@ -13,12 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from fzero.core.foreign import nearest, parse_json, short
-from fzero.core.tables import Table
+from fzero.core.config_tables import Table
+from fzero.core.text_parsing import nearest, parse_json, short
 from fzero.data.chat import Chat, Encode, Example, encoder, render
-from fzero.data.conversations import messages_of, tools_of
-from fzero.data.examples import Lengths, Read, expect_fits, lines_of
-from fzero.data.preferences import NO_TEMPLATE, expect_pair_fits, expect_unlike, pair_of
+from fzero.data.examples import Lengths, Read, expect_fits, lines_of, messages_of, tools_of
+from fzero.data.preferences import NO_TEMPLATE, expect_distinct, expect_pair_fits, pair_of
 from fzero.data.tokenizers import Tokenizer
 from fzero.data.tokens import SPLITS, open_tokens, read_meta
 
@@ -30,24 +29,24 @@ def labels_of(path: Path) -> tuple[str, ...]:
     """
     if (path / "meta.json").is_file():
         return tuple(read_meta(path).get("labels", ()))
-    found: set[str | int] = set()
+    labels: set[str | int] = set()
     for number, line in lines_of(path):
-        where = f"{path}:{number}"
-        label = label_in(parse_json(line, where, wide=True), where)
-        if found and type(label) is not type(next(iter(found))):
-            kinds = f"{short(label)} and {short(next(iter(found)))}"
-            raise ValueError(f"{where}: labels must be all names or all numbers; there are {kinds}")
-        found.add(label)
-    if len(found) == 1:
+        location = f"{path}:{number}"
+        label = label_in(parse_json(line, location, wide=True), location)
+        if labels and type(label) is not type(next(iter(labels))):
+            kinds = f"{short(label)} and {short(next(iter(labels)))}"
+            raise ValueError(f"{location}: labels must be all names or all numbers; there are {kinds}")
+        labels.add(label)
+    if len(labels) == 1:
         raise ValueError(
-            f"{path}: all lines have the label {short(next(iter(found)))}; to tell classes there must be two or more"
+            f"{path}: all lines have the label {short(next(iter(labels)))}; to tell classes there must be two or more"
         )
-    return tuple(str(label) for label in sorted(found))  # pyright: ignore[reportArgumentType]  (of one kind)
+    return tuple(str(label) for label in sorted(labels))  # pyright: ignore[reportArgumentType]  (of one kind)
 
 
-def label_in(row: Table, where: str = "") -> str | int:
-    """The label of a line; raises ValueError, which begins with `where`."""
-    begin = f"{where}: " if where else ""
+def label_in(row: Table, location: str = "") -> str | int:
+    """The label of a line; raises ValueError, which begins with `location`."""
+    begin = f"{location}: " if location else ""
     if "label" not in row:
         raise ValueError(f"{begin}the line has no 'label'; it has {', '.join(row) or 'nothing'}")
     label = row["label"]
@@ -65,9 +64,9 @@ def number_of(label: str | int, labels: Sequence[str]) -> int:
     for name in (str(label), f"LABEL_{label}"):
         if name in labels:
             return labels.index(name)
-    shown = ", ".join(labels[:10]) + (f" and {len(labels) - 10} more" if len(labels) > 10 else "")
+    names = ", ".join(labels[:10]) + (f" and {len(labels) - 10} more" if len(labels) > 10 else "")
     raise ValueError(
-        f"label is {short(label)}{nearest(str(label), labels)}, which is no class of the model; it has {shown}"
+        f"label is {short(label)}{nearest(str(label), labels)}, which is no class of the model; it has {names}"
     )
 
 
@@ -76,7 +75,7 @@ def text_ids(row: Table, chat: Chat | None, encode: Encode, pad: int) -> np.ndar
     if "text" in row:
         if "messages" in row or not isinstance(row["text"], str):
             raise ValueError(f"the line must have a text or messages: text is {short(row['text'])}")
-        return without_pad(encode(row["text"], whole=True)[0], pad)
+        return strip_pad(encode(row["text"], add_special=True)[0], pad)
     if "messages" not in row:
         raise ValueError(f"the line has no 'text' and no 'messages'; it has {', '.join(row) or 'nothing'}")
     messages = messages_of(row, "messages")
@@ -84,19 +83,19 @@ def text_ids(row: Table, chat: Chat | None, encode: Encode, pad: int) -> np.ndar
         raise ValueError(NO_TEMPLATE)
     text, eos = render(chat, messages, tools=tools_of(row)), chat.tokens.get("eos_token", "")
     text = text[: text.rindex(eos) + len(eos)] if eos and eos in text else text
-    return without_pad(encode(text)[0], pad)
+    return strip_pad(encode(text)[0], pad)
 
 
-def without_pad(ids: np.ndarray, pad: int) -> np.ndarray:
+def strip_pad(ids: np.ndarray, pad: int) -> np.ndarray:
     """The ids without those of `pad` at the end; raises ValueError if none is left.
 
-    >>> without_pad(np.array([5, 0, 6, 0, 0]), 0).tolist()
+    >>> strip_pad(np.array([5, 0, 6, 0, 0]), 0).tolist()
     [5, 0, 6]
     """
-    kept = np.flatnonzero(ids != pad)
-    if not len(kept):
+    real_indices = np.flatnonzero(ids != pad)
+    if not len(real_indices):
         raise ValueError("the text is empty; leave the line out")
-    return ids[: kept[-1] + 1]
+    return ids[: real_indices[-1] + 1]
 
 
 def scored_example(ids: np.ndarray, target: int) -> Example:
@@ -117,7 +116,7 @@ def labels_reader(chat: Chat | None, tokenizer: Tokenizer, lengths: Lengths, lab
     def read(row: Table) -> list[Example]:
         number = number_of(label_in(row), labels)
         ids = text_ids(row, chat, encode, pad)
-        positions = lengths.part(1)
+        positions = lengths.example_limit(1)
         example = scored_example(ids[:positions], number)._replace(cut=positions is not None and len(ids) > positions)
         expect_fits(example, lengths, "the text")
         return [example]
@@ -130,18 +129,18 @@ def ranked_reader(chat: Chat | None, tokenizer: Tokenizer, lengths: Lengths, pad
     encode = encoder(tokenizer)
 
     def read(row: Table) -> list[Example]:
-        found = [without_pad(example.ids, pad) for example in pair_of(row, chat, encode, tokenizer.eos)]
-        expect_unlike([scored_example(ids, 0) for ids in found])
-        positions = lengths.part(2)
-        cut = [positions is not None and len(ids) > positions for ids in found]
-        pair = [scored_example(ids[:positions], 0)._replace(cut=it) for ids, it in zip(found, cut)]
+        answer_ids = [strip_pad(example.ids, pad) for example in pair_of(row, chat, encode, tokenizer.eos)]
+        expect_distinct([scored_example(ids, 0) for ids in answer_ids])
+        positions = lengths.example_limit(2)
+        cut = [positions is not None and len(ids) > positions for ids in answer_ids]
+        pair = [scored_example(ids[:positions], 0)._replace(cut=is_cut) for ids, is_cut in zip(answer_ids, cut)]
         expect_pair_fits(pair, lengths)
         return pair
 
     return read
 
 
-def expect_labels_seen(path: Path, corpus: Path, labels: Sequence[str]) -> str:
+def expect_label_coverage(path: Path, corpus: Path, labels: Sequence[str]) -> str:
     """Return the line that says how many texts each class has, in training and validation.
 
     Raises ValueError for a class that only lines for validation have.
@@ -153,9 +152,10 @@ def expect_labels_seen(path: Path, corpus: Path, labels: Sequence[str]) -> str:
                 f"{path}: the label {short(name)} is on {val} of the lines for validation and on none for training; "
                 "give more lines with it, or leave it out"
             )
-    each = [f"{name} {n:,} + {m:,}" for name, n, m in zip(labels, counts["train"], counts["val"])]
-    most = max(counts["train"]) / max(1, sum(counts["train"]))
-    return f"{len(labels)} labels, with texts to train + to validate: {', '.join(each)}; the commonest is {most:.0%}"
+    label_counts = ", ".join(f"{name} {n:,} + {m:,}" for name, n, m in zip(labels, counts["train"], counts["val"]))
+    max_share = max(counts["train"]) / max(1, sum(counts["train"]))
+    texts = f"texts to train + to validate: {label_counts}"
+    return f"{len(labels)} labels, with {texts}; the commonest is {max_share:.0%}"
 
 
 def _counts(corpus: Path, split: str, classes: int) -> list[int]:

@@ -17,7 +17,7 @@ STATE = ("loader", "epoch", "batches", "samples", "ranks")  # the entries of a `
 @checked("ranks")
 def from_loader(
     loader: Iterable[Any], cursor: int | Tensor = 0, *, ranks: int = 1, saved: Mapping[str, Any] | None = None
-) -> Batches:
+) -> LoaderBatches:
     """The batches of `loader`, epoch after epoch without end, from sample `cursor` on.
 
     loader: a `torch.utils.data.DataLoader`, or anything that can be iterated again and gives trees of tensors whose
@@ -53,10 +53,10 @@ def from_loader(
     if saved is not None:
         expect_stateful(loader)
         expect_saved(saved, cursor, ranks)
-    return Batches(loader, cursor // ranks, ranks, saved)
+    return LoaderBatches(loader, cursor // ranks, ranks, saved)
 
 
-class Batches:
+class LoaderBatches:
     """The batches that `from_loader` returns: an iterator without end."""
 
     def __init__(self, loader: Any, samples: int, ranks: int, saved: Mapping[str, Any] | None) -> None:
@@ -65,13 +65,13 @@ class Batches:
         set_epoch(loader, self.epoch)
         if saved is not None:
             loader.load_state_dict(copy.deepcopy(saved["loader"]))
-        self._given = self._epochs(samples if saved is None else 0, saved is not None)
+        self._batches = self._epochs(samples if saved is None else 0, saved is not None)
 
-    def __iter__(self) -> Batches:
+    def __iter__(self) -> LoaderBatches:
         return self
 
     def __next__(self) -> Any:
-        return next(self._given)
+        return next(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch that was given, for `saved` of from_loader.
@@ -84,44 +84,44 @@ class Batches:
         ValueError: a list has no state_dict, ...
         """
         expect_stateful(self.loader)
-        own = copy.deepcopy(self.loader.state_dict())
+        loader_state = copy.deepcopy(self.loader.state_dict())
         return {
-            "loader": own,
+            "loader": loader_state,
             "epoch": self.epoch,
             "batches": self.batches,  # of this epoch
             "samples": self.samples,
             "ranks": self.ranks,
         }
 
-    def _epochs(self, left: int, resumed: bool) -> Iterator[Any]:
+    def _epochs(self, skip: int, resumed: bool) -> Iterator[Any]:
         # left: samples to pass over. resumed: the first epoch may be over.
         while True:
-            seen = 0
+            epoch_samples = 0
             for batch in self.loader:
                 rows = rows_of(batch)
-                if not seen:
+                if not epoch_samples:
                     expect_epoch(self.loader, self.epoch)
                     if resumed and self.batches == length_of(self.loader):
                         raise ValueError(
                             f"a {type(self.loader).__name__} begins its epoch again where its state is the end of it, "
                             "so that samples would come twice; resume by counting: from_loader without saved"
                         )
-                seen += rows
+                epoch_samples += rows
                 self.batches += 1
-                if left >= rows:
-                    left -= rows
-                elif left:
+                if skip >= rows:
+                    skip -= rows
+                elif skip:
                     raise ValueError(
-                        f"the cursor lies {left} samples inside a batch of {rows}; a loader resumes between batches: "
+                        f"the cursor lies {skip} samples inside a batch of {rows}; a loader resumes between batches: "
                         "give the batch size of the run that made the cursor"
                     )
                 else:
                     self.samples += rows
                     yield batch
-            if not seen and not resumed:
+            if not epoch_samples and not resumed:
                 raise ValueError("loader gives no batch; an epoch needs at least one")
-            passed = left // seen if seen else 0
-            left -= passed * seen
+            passed = skip // epoch_samples if epoch_samples else 0
+            skip -= passed * epoch_samples
             self.epoch += 1 + passed
             self.batches, resumed = 0, False
             set_epoch(self.loader, self.epoch)
@@ -158,8 +158,8 @@ def expect_saved(saved: Any, cursor: int, ranks: int) -> None:
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell a loader, its sampler and its dataset the number of an epoch, where they take it."""
     for owner in (getattr(loader, "sampler", None), getattr(loader, "dataset", None), loader):
-        if (tell := getattr(owner, "set_epoch", None)) is not None:
-            tell(epoch)
+        if (setter := getattr(owner, "set_epoch", None)) is not None:
+            setter(epoch)
 
 
 def length_of(loader: Any) -> int | None:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.files import make_folder
-from fzero.core.foreign import json_text
 from fzero.core.storage import absolute, is_url, naming, read_text, write_text
+from fzero.core.text_parsing import json_text
 from fzero.data.mixture import Mixture
-from fzero.data.remote import READING, Reading
 from fzero.data.remote_corpus import link_url, read_remote_meta
+from fzero.data.remote_tokens import READING, Reading
 from fzero.data.tokens import FORMAT, SPLITS, VERSION, Tokens, open_tokens, read_meta
 
 
@@ -51,8 +51,10 @@ def write_mixture(mixture: Mixture, out: Path) -> dict[str, Any]:
         if "mixture" in meta or meta.get("kind", "text") != "text":
             kind = "a mixture itself" if "mixture" in meta else f"a corpus of {meta['kind']}"
             raise ValueError(f"mixture: {source.path} is {kind}; a mixture is of corpora of text")
-        mine, its = (tokenizer_of(path, m) for path, m in ((first.path, metas[0]), (source.path, meta)))
-        if mine != its:
+        first_tokenizer, source_tokenizer = (
+            tokenizer_of(path, m) for path, m in ((first.path, metas[0]), (source.path, meta))
+        )
+        if first_tokenizer != source_tokenizer:
             raise ValueError(
                 f"mixture: {source.path} has tokens of another tokenizer ({meta['tokenizer']}) than {first.path} "
                 f"({metas[0]['tokenizer']}); prepare both with one tokenizer.json"
@@ -60,10 +62,10 @@ def write_mixture(mixture: Mixture, out: Path) -> dict[str, Any]:
     splits = {
         split: {n: sum(meta["splits"][split][n] for meta in metas) for n in ("tokens", "documents")} for split in SPLITS
     }
-    own = {key: metas[0][key] for key in ("tokenizer", "eos", "vocab_size", "dtype")}
-    meta = {"format": FORMAT, "version": VERSION, **own, "splits": splits, "mixture": []}
-    if all("text_bytes" in one.get("source", {}) for one in metas):
-        meta["source"] = {"text_bytes": sum(one["source"]["text_bytes"] for one in metas)}
+    tokenizer_meta = {key: metas[0][key] for key in ("tokenizer", "eos", "vocab_size", "dtype")}
+    meta = {"format": FORMAT, "version": VERSION, **tokenizer_meta, "splits": splits, "mixture": []}
+    if all("text_bytes" in entry.get("source", {}) for entry in metas):
+        meta["source"] = {"text_bytes": sum(entry["source"]["text_bytes"] for entry in metas)}
     with naming(out):
         make_folder(out.parent)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
@@ -71,12 +73,12 @@ def write_mixture(mixture: Mixture, out: Path) -> dict[str, Any]:
             for i, source in enumerate(mixture.sources):
                 if is_url(source.path):
                     link_url(source.path, folder / f"source-{i}")
-                    at = {"path": f"source-{i}", "url": source.path}
+                    location = {"path": f"source-{i}", "url": source.path}
                 else:
-                    at = {"path": absolute(source.path)}
-                sha256 = digest(folder / at["path"])
-                meta["mixture"].append({"name": source.name, **at, "sha256": sha256})
-            if own["tokenizer"] != "bytes":
+                    location = {"path": absolute(source.path)}
+                sha256 = digest(folder / location["path"])
+                meta["mixture"].append({"name": source.name, **location, "sha256": sha256})
+            if tokenizer_meta["tokenizer"] != "bytes":
                 write_text(folder, "tokenizer.json", read_text(first.path, "tokenizer.json") or "")
             write_text(folder, "meta.json", json_text(meta, f"{out}/meta.json", 2) + "\n")
             os.rename(folder, out)
@@ -98,17 +100,17 @@ def sources_of(folder: str | Path) -> list[SourceCorpus]:
 
     Raises ValueError naming a source that is not what it was when the mixture was written.
     """
-    found = [
-        SourceCorpus(one["name"], Path(folder) / one["path"], one["sha256"])
-        for one in read_meta(folder).get("mixture", [])
+    sources = [
+        SourceCorpus(entry["name"], Path(folder) / entry["path"], entry["sha256"])
+        for entry in read_meta(folder).get("mixture", [])
     ]
-    for source in found:
+    for source in sources:
         if digest(source.path) != source.sha256:
             raise ValueError(
                 f"{source.path}: has changed since the run began, whose mixture has it as {source.name}; put that "
                 "corpus back, or start a new run"
             )
-    return found
+    return sources
 
 
 def open_sources(folder: str | Path, split: str, reading: Reading = READING) -> list[Tokens]:

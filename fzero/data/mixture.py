@@ -16,14 +16,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from fzero.core.kinds import expect_fields
+from fzero.core.arguments import expect_fields
 from fzero.core.storage import absolute
 
 FORM = "a source is NAME=PATH:WEIGHT[:WEIGHT@TOKENS]...[:epochs=N][:tokens=N], such as code=corpora/code:0.3:epochs=2"
 
 
 @dataclass(frozen=True)
-class Source:
+class MixtureSource:
     """A corpus of a mixture."""
 
     name: str
@@ -36,13 +36,17 @@ class Source:
         expect_fields(self)
 
     def __str__(self) -> str:
-        own = "" if self.name == Path(self.path).name else f"{self.name}="
+        prefix = "" if self.name == Path(self.path).name else f"{self.name}="
         (_, first), *later = self.weights
-        parts = [f"{own}{self.path}", written(first), *(f"{written(weight)}@{token}" for token, weight in later)]
-        parts += [] if self.epochs is None else [f"epochs={written(self.epochs)}"]
+        parts = [
+            f"{prefix}{self.path}",
+            format_fraction(first),
+            *(f"{format_fraction(weight)}@{token}" for token, weight in later),
+        ]
+        parts += [] if self.epochs is None else [f"epochs={format_fraction(self.epochs)}"]
         return ":".join([*parts, *([] if self.tokens is None else [f"tokens={self.tokens}"])])
 
-    def weight_at(self, token: int) -> Fraction:
+    def token_weight(self, token: int) -> Fraction:
         """The weight after so many tokens of the run."""
         return next(weight for begin, weight in reversed(self.weights) if begin <= token)
 
@@ -58,7 +62,7 @@ class Mixture:
     [(0, ['7/10', '3/10']), (1000000, ['7/10', '1'])]
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[MixtureSource, ...]
 
     def __post_init__(self) -> None:
         expect_fields(self)
@@ -68,26 +72,26 @@ class Mixture:
     def parse(cls, text: str) -> Mixture:
         """The Mixture of a text; raises ValueError for a text that is none, weights below 0, weights whose sum is 0
         from some token on, and two sources of one name or one path."""
-        sources = tuple(read_source(part) for part in text.split(","))
+        sources = tuple(read_source(source_text) for source_text in text.split(","))
         for i, source in enumerate(sources):
-            for other in sources[:i]:
-                if absolute(source.path) == absolute(other.path):
+            for earlier in sources[:i]:
+                if absolute(source.path) == absolute(earlier.path):
                     raise ValueError(
                         f"mixture: {source.path} is named twice; give it once, with the sum of its weights"
                     )
-                if source.name == other.name:
+                if source.name == earlier.name:
                     raise ValueError(
-                        f"mixture: {other.path} and {source.path} are both named {source.name!r}; give them names: "
-                        f"one={other.path}:..., two={source.path}:..."
+                        f"mixture: {earlier.path} and {source.path} are both named {source.name!r}; give them names: "
+                        f"one={earlier.path}:..., two={source.path}:..."
                     )
-        found = cls(sources)
-        for token, weights in found.periods():
+        mixture = cls(sources)
+        for token, weights in mixture.periods():
             if not sum(weights):
                 raise ValueError(
-                    f"mixture: the weights of {', '.join(found.names)} sum to 0 from token {token:,} on; give one of "
+                    f"mixture: the weights of {', '.join(mixture.names)} sum to 0 from token {token:,} on; give one of "
                     "them a weight above 0"
                 )
-        return found
+        return mixture
 
     def __str__(self) -> str:
         return ",".join(map(str, self.sources))
@@ -100,19 +104,19 @@ class Mixture:
     def periods(self) -> list[tuple[int, list[Fraction]]]:
         """(tokens of the run before it, the weights of all sources) of each period with weights of its own."""
         begins = sorted({begin for source in self.sources for begin, _ in source.weights})
-        return [(begin, [source.weight_at(begin) for source in self.sources]) for begin in begins]
+        return [(begin, [source.token_weight(begin) for source in self.sources]) for begin in begins]
 
     def absolute(self) -> Mixture:
         """The mixture with absolute paths."""
-        return Mixture(tuple(replace(one, path=absolute(one.path)) for one in self.sources))
+        return Mixture(tuple(replace(source, path=absolute(source.path)) for source in self.sources))
 
 
-def read_source(text: str) -> Source:
+def read_source(text: str) -> MixtureSource:
     """The Source of its text; raises ValueError."""
     path, options = split_options(text)
-    name, equals, rest = path.partition("=")
+    name, equals, remainder = path.partition("=")
     named = bool(equals) and "/" not in name
-    path = rest if named else path
+    path = remainder if named else path
     name = name if named else Path(path).name
     if not path or not name:
         raise ValueError(f"mixture has {text!r} without a path; {FORM}")
@@ -127,14 +131,14 @@ def read_source(text: str) -> Source:
                 kind = "a whole number" if key == "tokens" else "a number"
                 raise ValueError(f"mixture: {path} has {option}; it must be {kind} above 0")
             continue
-        value, at, token = option.partition("@")
-        begin = number(token, option, text) if at else Fraction(0)
+        value, marker, token = option.partition("@")
+        begin = number(token, option, text) if marker else Fraction(0)
         weight = number(value, option, text)
         if not 0 <= weight < 10**12:
             raise ValueError(f"mixture: the weight of {path} is {value}; it must be at least 0 and below 1e12")
         if begin.denominator != 1 or begin < 0:
             raise ValueError(f"mixture: {path} has {option}; a weight begins at a whole number of tokens")
-        if bool(weights) != bool(at) or (weights and int(begin) <= weights[-1][0]):
+        if bool(weights) != bool(marker) or (weights and int(begin) <= weights[-1][0]):
             raise ValueError(
                 f"mixture: {path} has {option}; its weight comes first, and others after it with rising tokens, as in "
                 "0.3:0.5@1e9"
@@ -143,7 +147,7 @@ def read_source(text: str) -> Source:
     if not weights:
         raise ValueError(f"mixture has {text!r} without a weight; {FORM}")
     tokens = limits.get("tokens")
-    return Source(name, path, tuple(weights), limits.get("epochs"), None if tokens is None else int(tokens))
+    return MixtureSource(name, path, tuple(weights), limits.get("epochs"), None if tokens is None else int(tokens))
 
 
 def split_options(text: str) -> tuple[str, list[str]]:
@@ -174,7 +178,7 @@ def number(text: str, option: str, source: str) -> Fraction:
         raise ValueError(f"mixture has {source!r}: {option!r} has no number; {FORM}") from None
 
 
-def written(value: Fraction) -> str:
+def format_fraction(value: Fraction) -> str:
     """The text of a number, exactly: decimal if it ends, else a fraction.
 
     >>> written(Fraction("0.125")), written(Fraction(1, 3))
@@ -187,7 +191,7 @@ def written(value: Fraction) -> str:
     return f"{digits[:-places]}.{digits[-places:]}" if places else digits
 
 
-def described(mixture: Mixture) -> Iterator[str]:
+def describe_mixture(mixture: Mixture) -> Iterator[str]:
     """The lines that say what a mixture is of, for the start of a run."""
     periods = mixture.periods()
     for begin, weights in periods:

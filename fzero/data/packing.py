@@ -43,37 +43,38 @@ class Packing(Protocol):
         ...
 
 
-def pack(lengths: np.ndarray, room: int) -> list[list[int]]:
-    """Which documents share a row of `room` positions: best fit, the longest first; each row in the documents' order.
+def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Which documents share a row of `capacity` positions: best fit, the longest first; each row in the documents'
+    order.
 
-    Raises ValueError for a document that is longer than `room`.
+    Raises ValueError for a document that is longer than `capacity`.
 
     >>> pack(np.array([3, 5, 2, 4]), 7)
     [[1, 2], [0, 3]]
     """
-    if len(lengths) and lengths.max() > room:
-        raise ValueError(f"a conversation needs {lengths.max():,} positions and a row has {room:,} (data.seq_len)")
+    if len(lengths) and lengths.max() > capacity:
+        raise ValueError(f"a conversation needs {lengths.max():,} positions and a row has {capacity:,} (data.seq_len)")
     rows: list[list[int]] = []
-    left: dict[int, list[int]] = {}  # positions left -> rows
-    known = 0  # a bit for each key of `left` with rows
+    free_rows: dict[int, list[int]] = {}  # positions left -> rows
+    free_bits = 0  # a bit for each key of `left` with rows
     for i in np.argsort(-lengths, kind="stable").tolist():
         need = int(lengths[i])
-        fits = known >> need
-        free = need + (fits & -fits).bit_length() - 1 if fits else room
+        fits = free_bits >> need
+        free = need + (fits & -fits).bit_length() - 1 if fits else capacity
         if fits:
-            row = left[free].pop()
-            if not left[free]:
-                known &= ~(1 << free)
+            row = free_rows[free].pop()
+            if not free_rows[free]:
+                free_bits &= ~(1 << free)
         else:
             row = len(rows)
             rows.append([])
         rows[row].append(i)
-        left.setdefault(free - need, []).append(row)
-        known |= 1 << (free - need)
+        free_rows.setdefault(free - need, []).append(row)
+        free_bits |= 1 << (free - need)
     return [sorted(row) for row in rows]
 
 
-def whole(tokens: Tokens) -> np.ndarray:
+def full_range(tokens: Tokens) -> np.ndarray:
     """All positions of a corpus, as one range: the last token is only a target."""
     return np.array([[0, len(tokens.tokens) - 1]], np.int64)
 
@@ -84,31 +85,35 @@ def within_documents(tokens: Tokens) -> np.ndarray:
     return ranges[ranges[:, 0] < ranges[:, 1]]
 
 
-def overlaps(some: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the ranges that two lists have in common [m, 2], the number [m] of the one of `others` that each is in).
+def intersect(ranges: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the ranges that two lists have in common [m, 2], the number [m] of the one of `bounds` that each is in).
 
-    >>> overlaps(np.array([[0, 5], [6, 9]]), np.array([[1, 3], [4, 8]]))[0].tolist()
+    >>> intersect(np.array([[0, 5], [6, 9]]), np.array([[1, 3], [4, 8]]))[0].tolist()
     [[1, 3], [4, 5], [6, 8]]
     """
-    first = np.searchsorted(others[:, 1], some[:, 0], side="right")
-    counts = np.maximum(np.searchsorted(others[:, 0], some[:, 1], side="left") - first, 0)
-    mine = np.repeat(np.arange(len(some)), counts)
-    theirs = np.arange(len(mine)) - np.repeat(np.cumsum(counts) - counts, counts) + first[mine]
+    first = np.searchsorted(bounds[:, 1], ranges[:, 0], side="right")
+    counts = np.maximum(np.searchsorted(bounds[:, 0], ranges[:, 1], side="left") - first, 0)
+    range_index = np.repeat(np.arange(len(ranges)), counts)
+    bound_index = np.arange(len(range_index)) - np.repeat(np.cumsum(counts) - counts, counts) + first[range_index]
     return np.stack(
-        [np.maximum(some[mine, 0], others[theirs, 0]), np.minimum(some[mine, 1], others[theirs, 1])], 1
-    ), theirs
+        [
+            np.maximum(ranges[range_index, 0], bounds[bound_index, 0]),
+            np.minimum(ranges[range_index, 1], bounds[bound_index, 1]),
+        ],
+        1,
+    ), bound_index
 
 
-def joined(ranges: np.ndarray) -> np.ndarray:
+def merge_ranges(ranges: np.ndarray) -> np.ndarray:
     """The same positions in rising order, ranges that touch as one.
 
     >>> joined(np.array([[4, 6], [0, 2], [2, 3]])).tolist()
     [[0, 3], [4, 6]]
     """
     ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
-    apart = np.ones(len(ranges) + 1, bool)
-    apart[1:-1] = ranges[1:, 0] != ranges[:-1, 1]
-    return np.stack([ranges[apart[:-1], 0], ranges[apart[1:], 1]], 1)
+    edges = np.ones(len(ranges) + 1, bool)
+    edges[1:-1] = ranges[1:, 0] != ranges[:-1, 1]
+    return np.stack([ranges[edges[:-1], 0], ranges[edges[1:], 1]], 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,20 +138,20 @@ class Stream:
 
     def positions(self, rows: np.ndarray, places: np.ndarray | None = None) -> np.ndarray:
         """The positions [n, T], or [n, m], of these rows."""
-        at = rows[:, None] * self.seq_len + (np.arange(self.seq_len) if places is None else places)
+        offsets = rows[:, None] * self.seq_len + (np.arange(self.seq_len) if places is None else places)
         if len(self.ranges) == 1:
-            return at + self.ranges[0, 0]
-        which = np.searchsorted(self.ends, at, side="right")
-        return at - self.ends[which] + self.ranges[which, 1]
+            return offsets + self.ranges[0, 0]
+        index = np.searchsorted(self.ends, offsets, side="right")
+        return offsets - self.ends[index] + self.ranges[index, 1]
 
     def unread(self, read: np.ndarray) -> np.ndarray:
         """The ranges that no row of `read` has, the end that is in no row among them."""
         rows = np.flatnonzero(~read)
         laid = np.stack([rows * self.seq_len, (rows + 1) * self.seq_len], 1)
-        laid = joined(np.concatenate([laid, [[len(self) * self.seq_len, self.total]]]))
+        laid = merge_ranges(np.concatenate([laid, [[len(self) * self.seq_len, self.total]]]))
         begins = self.ends - (self.ranges[:, 1] - self.ranges[:, 0])
-        found, of = overlaps(laid[laid[:, 0] < laid[:, 1]], np.stack([begins, self.ends], 1))
-        return joined(found + (self.ranges[of, 0] - begins[of])[:, None])
+        unread_ranges, index = intersect(laid[laid[:, 0] < laid[:, 1]], np.stack([begins, self.ends], 1))
+        return merge_ranges(unread_ranges + (self.ranges[index, 0] - begins[index])[:, None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,14 +175,14 @@ class BestFit:
     @functools.cached_property
     def _packed(self) -> tuple[np.ndarray, np.ndarray]:
         """(the pieces, row by row; where each row begins among them, and the end)."""
-        found = cut(overlaps(self.ranges, within_documents(self.tokens))[0], self.seq_len)
+        pieces = cut(intersect(self.ranges, within_documents(self.tokens))[0], self.seq_len)
         order, counts = [], []
-        for begin in range(0, len(found), self.window):
-            some = found[begin : begin + self.window]
-            rows = pack(some[:, 1] - some[:, 0], self.seq_len)
+        for begin in range(0, len(pieces), self.window):
+            window_pieces = pieces[begin : begin + self.window]
+            rows = pack(window_pieces[:, 1] - window_pieces[:, 0], self.seq_len)
             order += [begin + i for row in rows for i in row]
             counts += [len(row) for row in rows]
-        return found[np.array(order, np.int64)], np.cumsum([0, *counts])
+        return pieces[np.array(order, np.int64)], np.cumsum([0, *counts])
 
     def __len__(self) -> int:
         return len(self._packed[1]) - 1
@@ -187,16 +192,16 @@ class BestFit:
         pieces, begins = self._packed
         out = np.full((len(rows), self.seq_len), FILL, np.int64)
         for r, row in enumerate(rows.tolist()):
-            at = 0
+            offset = 0
             for first, end in pieces[begins[row] : begins[row + 1]].tolist():
-                out[r, at : at + end - first] = np.arange(first, end)
-                at += end - first
+                out[r, offset : offset + end - first] = np.arange(first, end)
+                offset += end - first
         return out if places is None else out[:, places]
 
     def unread(self, read: np.ndarray) -> np.ndarray:
         """The ranges that no row of `read` has: pieces of one document that follow one another are one again."""
         pieces, begins = self._packed
-        return joined(pieces[~np.repeat(read, np.diff(begins))])
+        return merge_ranges(pieces[~np.repeat(read, np.diff(begins))])
 
 
 def cut(ranges: np.ndarray, size: int) -> np.ndarray:
@@ -206,9 +211,9 @@ def cut(ranges: np.ndarray, size: int) -> np.ndarray:
     [[0, 2], [2, 4], [4, 5], [6, 8]]
     """
     counts = -(-(ranges[:, 1] - ranges[:, 0]) // size)
-    of = np.repeat(np.arange(len(ranges)), counts)
-    begins = ranges[of, 0] + size * (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts))
-    return np.stack([begins, np.minimum(begins + size, ranges[of, 1])], 1)
+    index = np.repeat(np.arange(len(ranges)), counts)
+    begins = ranges[index, 0] + size * (np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts))
+    return np.stack([begins, np.minimum(begins + size, ranges[index, 1])], 1)
 
 
 PACKINGS: dict[str, Callable[[np.ndarray, int, Tokens], Packing]] = {
@@ -235,11 +240,16 @@ def figures(tokens: Tokens, packing: str, seq_len: int) -> Figures:
     (0.6666666666666666, 0.0)
     """
     documents = within_documents(tokens)
-    rows = PACKINGS[packing](whole(tokens), seq_len, tokens)
-    pieces = rows.pieces if isinstance(rows, BestFit) else overlaps(cut(whole(tokens), seq_len), documents)[0]
+    rows = PACKINGS[packing](full_range(tokens), seq_len, tokens)
+    pieces = rows.pieces if isinstance(rows, BestFit) else intersect(cut(full_range(tokens), seq_len), documents)[0]
     parts = np.bincount(np.searchsorted(documents[:, 0], pieces[:, 0], side="right") - 1, minlength=len(documents))
-    short, of = documents[:, 1] - documents[:, 0] <= seq_len, max(1, len(documents))
-    held = int((pieces[:, 1] - pieces[:, 0]).sum()) if packing == "best-fit" else len(rows) * seq_len
-    room = len(rows) * seq_len
-    filled = (room - held) / max(1, room)
-    return Figures(len(rows), float((parts > 1).sum() / of), float(((parts > 1) & short).sum() / of), filled)
+    short, document_count = documents[:, 1] - documents[:, 0] <= seq_len, max(1, len(documents))
+    real_positions = int((pieces[:, 1] - pieces[:, 0]).sum()) if packing == "best-fit" else len(rows) * seq_len
+    capacity = len(rows) * seq_len
+    filled = (capacity - real_positions) / max(1, capacity)
+    return Figures(
+        len(rows),
+        float((parts > 1).sum() / document_count),
+        float(((parts > 1) & short).sum() / document_count),
+        filled,
+    )

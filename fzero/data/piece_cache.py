@@ -29,28 +29,28 @@ from fzero.core.files import make_folder, open_to_write, writing
 from fzero.core.storage import naming
 
 LOCK, PARTIAL = "lock", "partial"
-KEPT = 0.9  # the share of the bytes that is kept where room is made
-OWN = 32  # bytes of the lock's own text
+RETAINED_SHARE = 0.9  # the share of the bytes that is kept where room is made
+LOCK_BYTES = 32  # bytes of the lock's own text
 TOUCH_S = 5.0  # between notes of a piece's readings, which take longer than the readings
 MOST_TOUCHED = 100_000
 MOST_OPEN = 128  # files
 
 
 class PieceCache:
-    """The pieces in the folder `pieces` below `folder`, of at most `most` bytes together; thread-safe.
+    """The pieces in the folder `pieces` below `folder`, of at most `max_bytes` bytes together; thread-safe.
 
     Raises OSError, naming the folder, if it cannot be written to.
 
     >>> import tempfile
-    >>> cache = PieceCache(Path(tempfile.mkdtemp()), most=200)
+    >>> cache = PieceCache(Path(tempfile.mkdtemp()), max_bytes=200)
     >>> cache.write("a/0", bytes(40))
     >>> cache.write("a/1", bytes(40))
     >>> cache.read_into([("a/0", 8, memoryview(bytearray(16)))]), cache.has("a/1"), cache.has("a/2")
     ([16], True, False)
     """
 
-    def __init__(self, folder: Path, most: int) -> None:
-        self.folder, self.most = folder / "pieces", most - OWN
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder / "pieces", max_bytes - LOCK_BYTES
         self.touched: dict[str, float] = {}  # when this process last noted that a piece was read
         self.root = str(self.folder)  # joined faster than a Path
         self.open = OrderedDict[str, int]()  # the files that this process has open, those touched last at the end
@@ -60,7 +60,7 @@ class PieceCache:
         with self._locked():
             pass
 
-    def has(self, name: str) -> bool:
+    def contains(self, name: str) -> bool:
         """Whether there is a piece of this name, or was TOUCH_S ago."""
         recent = time.monotonic() - self.touched.get(name, -TOUCH_S) < TOUCH_S
         return recent or os.path.exists(f"{self.root}/{name}")
@@ -68,21 +68,21 @@ class PieceCache:
     def read_into(self, parts: Sequence[tuple[str, int, memoryview]]) -> list[int | None]:
         """Fill each part (name, start, out), out of bytes, with those of a piece from `start` on; return how many it
         has, None if there is no such piece."""
-        found = list[int | None]()
+        counts = list[int | None]()
         with self.lock:
-            now = time.monotonic()
+            timestamp = time.monotonic()
             for name, start, out in parts:
                 fd, count = self.open.get(name), None
                 while fd is not None or (fd := self._opened(name)) is not None:
                     count = os.preadv(fd, (out,), start)
                     if count == len(out) or os.fstat(fd).st_nlink:
                         break
-                    self._forget(name)  # it was removed, and perhaps put back
+                    self._close_piece(name)  # it was removed, and perhaps put back
                     fd = count = None
-                if fd is not None and now - self.touched.get(name, -TOUCH_S) >= TOUCH_S:
-                    self._touch(name, fd, now)
-                found.append(count)
-        return found
+                if fd is not None and timestamp - self.touched.get(name, -TOUCH_S) >= TOUCH_S:
+                    self._touch(name, fd, timestamp)
+                counts.append(count)
+        return counts
 
     def _opened(self, name: str) -> int | None:
         """The file of a piece, opened; None if there is no such piece."""
@@ -95,15 +95,15 @@ class PieceCache:
             os.close(self.open.popitem(last=False)[1])
         return fd
 
-    def _touch(self, name: str, fd: int, now: float) -> None:
+    def _touch(self, name: str, fd: int, timestamp: float) -> None:
         """Note that a piece is read."""
         os.utime(fd)
         self.open.move_to_end(name)
         if len(self.touched) >= MOST_TOUCHED:
             self.touched.clear()
-        self.touched[name] = now
+        self.touched[name] = timestamp
 
-    def _forget(self, name: str) -> None:
+    def _close_piece(self, name: str) -> None:
         """Close the file of a piece, which is not there any more."""
         self.touched.pop(name, None)
         if (fd := self.open.pop(name, None)) is not None:
@@ -120,16 +120,16 @@ class PieceCache:
         """
         path, partial = self.folder / name, self.folder / PARTIAL
         with naming(path), self._locked() as lock:
-            there = path.exists()
-            if len(data) > self.most or (there and not anew):
+            exists = path.exists()
+            if len(data) > self.max_bytes or (exists and not anew):
                 return
             total = _number(lock)
-            if there:
+            if exists:
                 total -= path.stat().st_size
                 self._remove(name)
-            if total < 0 or total + len(data) > self.most:
-                total = self._make_room(len(data))
-            os.pwrite(lock, f"{total + len(data):<{OWN - 1}}\n".encode(), 0)
+            if total < 0 or total + len(data) > self.max_bytes:
+                total = self._evict(len(data))
+            os.pwrite(lock, f"{total + len(data):<{LOCK_BYTES - 1}}\n".encode(), 0)
             make_folder(self.folder, *name.split("/")[:-1])
             try:
                 with writing(partial, "replace") as file:
@@ -149,28 +149,28 @@ class PieceCache:
         finally:
             os.close(fd)
 
-    def _make_room(self, size: int) -> int:
+    def _evict(self, size: int) -> int:
         """Remove pieces until `size` more bytes fit; returns the bytes of those that stay."""
         (self.folder / PARTIAL).unlink(missing_ok=True)
-        found, total = [], 0
+        entries, total = [], 0
         for folder, _, names in os.walk(self.folder):
             for name in names:
                 if folder != str(self.folder):
                     path = os.path.join(folder, name)
-                    its = os.stat(path)
-                    found.append((its.st_mtime_ns, its.st_size, os.path.relpath(path, self.root)))
-                    total += its.st_size
-        for _, its_size, name in sorted(found):
-            if total + size <= KEPT * self.most or not total:
+                    info = os.stat(path)
+                    entries.append((info.st_mtime_ns, info.st_size, os.path.relpath(path, self.root)))
+                    total += info.st_size
+        for _, entry_size, name in sorted(entries):
+            if total + size <= RETAINED_SHARE * self.max_bytes or not total:
                 break
             self._remove(name)
-            total -= its_size
+            total -= entry_size
         return total
 
     def _remove(self, name: str) -> None:
         """Remove a piece, and what it takes on the disk where a process has it open."""
         with self.lock:
-            self._forget(name)
+            self._close_piece(name)
         fd = open_to_write(f"{self.root}/{name}", "update", make=False)
         try:
             os.unlink(f"{self.root}/{name}")
@@ -181,5 +181,5 @@ class PieceCache:
 
 def _number(fd: int) -> int:
     """The number in a file; -1 for none."""
-    text = os.pread(fd, OWN, 0)
+    text = os.pread(fd, LOCK_BYTES, 0)
     return int(text) if text.strip().isdigit() else -1

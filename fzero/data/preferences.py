@@ -4,22 +4,86 @@ then the rejected one.
 A line of the .jsonl file is {"prompt": ..., "chosen": ..., "rejected": ...}, each a text or a list of messages, as TRL
 has them. "prompt" may be left out: then it is what both answers begin with. Texts are taken as they are, and an answer
 ends with the end-of-document token; messages are rendered by the chat template, to which "tools" is given.
+
+What a frozen reference says of a corpus of pairs: the log-probability of each answer, beside the corpus.
+
+reference-DIGEST/train.log_probs, val.log_probs    little-endian float64, one of each document
+reference-DIGEST/meta.json                         digest: of the reference; sha256 of both files
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fzero.core.foreign import short
-from fzero.core.tables import Table
+from fzero.core.config_tables import Table
+from fzero.core.files import make_folder, writing
+from fzero.core.storage import write_text
+from fzero.core.text_parsing import expect_entries, read_json, short
 from fzero.data.chat import Chat, Encode, Example, Message, encode_spans, encoder, render
-from fzero.data.conversations import messages_of, tools_of
-from fzero.data.examples import Lengths, LineReader, TooLong, cut_to, expect_fits, prepare_examples
+from fzero.data.examples import (
+    Lengths,
+    LineReader,
+    TooLong,
+    expect_fits,
+    messages_of,
+    prepare_examples,
+    tools_of,
+    truncate,
+)
 from fzero.data.tokenizers import Tokenizer
+from fzero.data.tokens import SPLITS, read_meta
+
+NUMBERS = np.dtype("<f8")
+
+
+def reference_folder(corpus: Path, digest: str) -> Path:
+    """The folder of what the reference of this digest says."""
+    return corpus / f"reference-{digest}"
+
+
+def write_reference(corpus: Path, digest: str, log_probs: dict[str, np.ndarray]) -> None:
+    """Write the log-probabilities [documents] of each split; the folder appears when it is complete."""
+    with tempfile.TemporaryDirectory(prefix=".reference-", dir=corpus) as temporary:
+        folder = make_folder(temporary, "reference")
+        sums = {}
+        for split in SPLITS:
+            content = log_probs[split].astype(NUMBERS).tobytes()
+            path = folder / f"{split}.log_probs"
+            with writing(path, "new") as file:
+                file.write(content)
+            sums[split] = hashlib.sha256(content).hexdigest()
+        write_text(folder, "meta.json", json.dumps({"digest": digest, "sha256": sums}, indent=2) + "\n")
+        os.rename(folder, reference_folder(corpus, digest))
+
+
+def read_reference(corpus: str | Path, split: str, digest: str) -> np.ndarray:
+    """The log-probabilities of a split's documents, float64 [documents].
+
+    Raises ValueError naming a file that is missing or damaged, with the references that are there.
+    """
+    folder = reference_folder(Path(corpus), digest)
+    if not (folder / "meta.json").is_file():
+        digests = sorted(path.name.removeprefix("reference-") for path in Path(corpus).glob("reference-*"))
+        raise ValueError(
+            f"{folder}: no such folder, so what the reference says of the pairs is not known (dpo.reference); there is "
+            f"{', '.join(digests) or 'none'}; a new run computes it"
+        )
+    meta, path = read_json(folder / "meta.json"), folder / f"{split}.log_probs"
+    expect_entries(meta, {"digest": str, "sha256": dict}, str(folder / "meta.json"))
+    content = path.read_bytes() if path.is_file() else b""
+    count = read_meta(corpus)["splits"][split]["documents"]
+    if hashlib.sha256(content).hexdigest() != meta["sha256"].get(split) or len(content) != count * NUMBERS.itemsize:
+        raise ValueError(f"{path}: missing, damaged, or of another corpus; remove {folder}, and a new run computes it")
+    return np.frombuffer(content, NUMBERS)
+
 
 ANSWERS = ("chosen", "rejected")
 NO_TEMPLATE = (
@@ -40,16 +104,16 @@ def prepare_preferences(
     encode = encoder(tokenizer)
 
     def read(row: Table) -> list[Example]:
-        whole = pair_of(row, chat, encode, tokenizer.eos)
-        expect_unlike(whole)
-        pair = [cut_to(example, lengths.part(2)) for example in whole]
+        full_pair = pair_of(row, chat, encode, tokenizer.eos)
+        expect_distinct(full_pair)
+        pair = [truncate(example, lengths.example_limit(2)) for example in full_pair]
         expect_pair_fits(pair, lengths)
         return pair
 
     return prepare_examples(path, out, "pairs", LineReader(read, lengths.too_long), chat, tokenizer, seed=seed)
 
 
-def expect_unlike(pair: list[Example]) -> None:
+def expect_distinct(pair: list[Example]) -> None:
     """Raise ValueError for two answers that are equal; TooLong if they are so because they were cut."""
     if np.array_equal(pair[0].ids, pair[1].ids):
         if any(example.cut for example in pair):
@@ -61,7 +125,7 @@ def expect_pair_fits(pair: list[Example], lengths: Lengths) -> None:
     """Raise ValueError for two answers that are equal, and TooLong for those that are so for a row together."""
     for name, example in zip(ANSWERS, pair):
         expect_fits(example, lengths, f"the {name} answer with its prompt")
-    expect_unlike(pair)
+    expect_distinct(pair)
     if (need := sum(len(example.ids) - 1 for example in pair)) > lengths.row:
         raise TooLong(
             f"the two answers, each with the prompt, take {need:,} positions of a row and data.seq_len is "
@@ -78,30 +142,30 @@ def pair_of(row: Table, chat: Chat | None, encode: Encode, eos: int) -> list[Exa
     prompt, texts = row.get("prompt"), [row[name] for name in ANSWERS]
     if all(isinstance(text, str) for text in texts) and (prompt is None or isinstance(prompt, str)):
         if prompt is None:
-            prompt = "".join(a for a, _ in itertools.takewhile(lambda both: both[0] == both[1], zip(*texts)))
+            prompt = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts)))
             texts = [text[len(prompt) :] for text in texts]
         return [plain_example(encode, prompt, text, eos) for text in texts]
-    if any(isinstance(part, str) for part in (prompt, *texts)):
+    if any(isinstance(value, str) for value in (prompt, *texts)):
         kinds = ", ".join(f"{name} {short(row[name])}" for name in ("prompt", *ANSWERS) if name in row)
         raise ValueError(f"prompt, chosen and rejected must be three texts or three lists of messages: {kinds}")
-    answers = [messages_of(row, name) for name in ANSWERS]
+    answer_messages = [messages_of(row, name) for name in ANSWERS]
     if "prompt" in row:
-        before = messages_of(row, "prompt")
+        prompt_messages = messages_of(row, "prompt")
     else:
-        before = [a for a, _ in itertools.takewhile(lambda both: both[0] == both[1], zip(*answers))]
-        answers = [answer[len(before) :] for answer in answers]
-        if not before:
+        prompt_messages = [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*answer_messages))]
+        answer_messages = [answer[len(prompt_messages) :] for answer in answer_messages]
+        if not prompt_messages:
             raise ValueError("the line has no 'prompt', and chosen and rejected do not begin with the same messages")
-        if not all(answers):
+        if not all(answer_messages):
             raise ValueError("the line has no 'prompt', and one of chosen and rejected is no more than what both have")
     if chat is None:
         raise ValueError(NO_TEMPLATE)
-    return [chat_example(chat, encode, before, answer, tools_of(row)) for answer in answers]
+    return [chat_example(chat, encode, prompt_messages, answer, tools_of(row)) for answer in answer_messages]
 
 
 def plain_example(encode: Encode, prompt: str, text: str, eos: int) -> Example:
     """A text to be continued, and its continuation to learn, with the end of the document."""
-    ids, counted, _ = encode_spans(encode, prompt + text, [(len(prompt), len(prompt) + len(text))], whole=True)
+    ids, counted, _ = encode_spans(encode, prompt + text, [(len(prompt), len(prompt) + len(text))], add_special=True)
     last = int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else len(ids)  # a tokenizer may put its own end there
     return Example(np.append(ids[:last], np.array(eos, ids.dtype)), np.append(counted[:last], True))
 
@@ -110,12 +174,12 @@ def chat_example(
     chat: Chat, encode: Encode, prompt: list[Message], answer: list[Message], tools: list[Any] | None
 ) -> Example:
     """A conversation whose end, all that comes after the prompt, is to be learnt, up to the last eos_token."""
-    before = render(chat, prompt, tools=tools, prompt=True)
+    prefix = render(chat, prompt, tools=tools, prompt=True)
     text = render(chat, [*prompt, *answer], tools=tools)
-    if not text.startswith(before):
+    if not text.startswith(prefix):
         raise ValueError(
             "the template renders the answer otherwise than after its own prompt for one; give a template that does not"
         )
     eos = chat.tokens.get("eos_token", "")
-    end = text.rindex(eos) + len(eos) if eos and eos in text[len(before) :] else len(text)
-    return encode_spans(encode, text[:end], [(len(before), end)])
+    end = text.rindex(eos) + len(eos) if eos and eos in text[len(prefix) :] else len(text)
+    return encode_spans(encode, text[:end], [(len(prefix), end)])

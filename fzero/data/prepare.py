@@ -1,7 +1,7 @@
 """Convert text to token files, reading the sources twice: first to check, then to write.
 
 The first reading finds every error, the number of documents and the digest of the content before anything is encoded
-(first_reading.py); the second encodes (encoding.py), into a work folder beside `out` from which a preparation that was
+(document_scan.py); the second encodes (encoding.py), into a work folder beside `out` from which a preparation that was
 killed goes on (work_folder.py). Both are the work of several processes, piece by piece; the pieces and their order
 follow from the sources alone, and so does the corpus.
 """
@@ -17,19 +17,18 @@ from typing import Any
 from fzero.core.arguments import checked
 from fzero.core.bounds import check_bounds
 from fzero.core.files import make_folder, remove_entry
-from fzero.core.foreign import expect_regular, json_text, read_text_file, short
 from fzero.core.storage import write_text
+from fzero.core.text_parsing import expect_regular, json_text, read_text_file, short
 from fzero.data import work_folder
 from fzero.data.auto_tokenizer import read_tokenizer_json
-from fzero.data.encoding import encode, join
-from fzero.data.first_reading import Corpus, Sources, look, parts_of
-from fzero.data.preparing import PREPARING, Preparing
+from fzero.data.document_scan import Corpus, Sources, scan_sources, split_texts
+from fzero.data.encoding import encode, join, text_spans
+from fzero.data.prepare_options import PREPARING, Preparing
 from fzero.data.sources import ALLOWED, SMALLEST, cut, find_files
-from fzero.data.stretches import stretches_of
 from fzero.data.tokenizer_classes import TOKENIZER
 from fzero.data.tokenizers import USUAL_EOS, Tokenizer, byte_tokenizer, json_tokenizer, train_bpe, words_of_bpe
 from fzero.data.tokens import FORMAT, SPLITS, VERSION
-from fzero.data.workers import apart
+from fzero.data.workers import run_in_process
 
 
 @checked()
@@ -61,7 +60,7 @@ def prepare(
     reading order and other documents do not matter, and copies of a document are on one side. The document with the
     lowest draw is always for validation and the one with the highest for training. When all documents are the same
     one, its first 1 - val_fraction of characters are for training and the rest for validation. A long
-    document (a .txt file is one) is in memory in stretches, which have the ids of the whole (stretches.py).
+    document (a .txt file is one) is in memory in stretches, which have the ids of the whole (encoding.py).
 
     The work is in the folder OUT.partial, and stays there after an interrupt, a kill or an OSError: the same call then
     encodes what is missing. The corpus is the same, byte for byte, whatever happened on the way. Where a kill came when
@@ -78,36 +77,36 @@ def prepare(
         raise ValueError(f"no source given; {ALLOWED}")
     preparing.expect_sound()
     check_bounds("seed", seed, (0, True, 2**64))
-    work_folder.clear(Path(out))
+    work_folder.remove_finished(Path(out))
     out = check_new(out, val_fraction)
     _check_tokenizer(str(tokenizer), eos)
     try:
         make_folder(out.parent)
     except OSError as error:
         raise ValueError(f"{out}: its parent folder cannot be made ({error})") from None
-    wanted = {
+    settings = {
         "tokenizer": str(tokenizer),
         "eos": eos,
         "val_fraction": val_fraction,
         "seed": seed,
         "text_key": text_key,
     } | preparing.settings()
-    with work_folder.open_work(out, wanted) as work:
+    with work_folder.open_work(out, settings) as work:
         files = find_files(sources, work)
-        found = Sources(cut(files), text_key, seed, work / "documents", preparing.filters)
-        corpus = look(found, val_fraction, preparing)
+        source_set = Sources(cut(files), text_key, seed, work / "documents", preparing.filters)
+        corpus = scan_sources(source_set, val_fraction, preparing)
         learned = 1.0
-        made = None if str(tokenizer).startswith("bpe:") else tokenizer_of_file(str(tokenizer), eos)
-        made_of = {"pieces": len(found.pieces), "sources": corpus.sha256}
-        if made is not None:
-            made_of["tokenizer.json"] = hashlib.sha256(made.json.encode()).hexdigest()
-        work_folder.begin(work, wanted | made_of)
-        if made is None:
-            made, learned = _train(str(tokenizer), eos, corpus, work)
-        encode(corpus, made, work / "encoded", preparing)
+        built_tokenizer = None if str(tokenizer).startswith("bpe:") else tokenizer_of_file(str(tokenizer), eos)
+        origin = {"pieces": len(source_set.pieces), "sources": corpus.sha256}
+        if built_tokenizer is not None:
+            origin["tokenizer.json"] = hashlib.sha256(built_tokenizer.json.encode()).hexdigest()
+        work_folder.record_settings(work, settings | origin)
+        if built_tokenizer is None:
+            built_tokenizer, learned = _train(str(tokenizer), eos, corpus, work)
+        encode(corpus, built_tokenizer, work / "encoded", preparing)
         source = {"names": [str(source) for source in sources], "files": len(files)} | preparing.settings()
         source |= {"learned": learned} if learned < 1.0 else {}
-        meta = _write(work, corpus, made, source) | {"val_fraction": val_fraction, "seed": seed}
+        meta = _write(work, corpus, built_tokenizer, source) | {"val_fraction": val_fraction, "seed": seed}
         write_text(work / "corpus", "meta.json", json_text(meta, f"{out}/meta.json", 2) + "\n")
         os.rename(work / "corpus", out)
     return meta
@@ -135,10 +134,10 @@ def check_new(out: str | Path, val_fraction: float) -> Path:
 def describe(meta: dict[str, Any]) -> str:
     """The lines that tell a user what `prepare` made and left out."""
     source, splits = meta["source"], meta["splits"]
-    part = f", learned from {100 * source['learned']:.2g}% of the text" if "learned" in source else ""
+    share_text = f", learned from {100 * source['learned']:.2g}% of the text" if "learned" in source else ""
     lines = [
         f"{source['documents']:,} documents, {source['text_bytes'] / 1e6:.1f} MB from {', '.join(source['names'])}",
-        f"tokenizer {meta['tokenizer']}: {meta['vocab_size']:,} tokens, stored as {meta['dtype']}{part}",
+        f"tokenizer {meta['tokenizer']}: {meta['vocab_size']:,} tokens, stored as {meta['dtype']}{share_text}",
         *(f"{name}: {splits[name]['tokens']:,} tokens in {splits[name]['documents']:,} documents" for name in SPLITS),
     ]
     if source["skipped"]:
@@ -183,22 +182,22 @@ def _tokenizer_json(spec: str) -> Path:
 def _train(spec: str, eos: str | None, corpus: Corpus, work: Path) -> tuple[Tokenizer, float]:
     """The tokenizer that is trained on the training split, and the share of it; the one in the work folder if it is
     there."""
-    content = work_folder.kept_tokenizer(work)
+    content = work_folder.load_saved_tokenizer(work)
     if content is None:
         # Apart where there is much text, as the counts of its words stay in the memory of the process.
         numbers = range(len(corpus.sources.pieces))
 
         def texts() -> Iterator[str]:
             for n in numbers:
-                for split, blocks, document in parts_of(corpus, n):
+                for split, blocks, document in split_texts(corpus, n):
                     if split == "train":
                         origin = lambda document=document: document.origin  # noqa: E731
-                        yield from (part.text for part in stretches_of(blocks, words_of_bpe, origin, 0, LEARNED))
+                        yield from (span.text for span in text_spans(blocks, words_of_bpe, origin, 0, LEARNED))
 
         share = min(1.0, MOST_LEARNED / max(1, corpus.text_bytes))
         train = lambda: "{1!r}\n{0}".format(*learn_bpe(texts, int(spec.removeprefix("bpe:")), eos, share))  # noqa: E731
-        content = train() if len(numbers) == 1 and sum(corpus.sources.sizes()) < SMALLEST else apart(train)
-        work_folder.keep_tokenizer(work, content)
+        content = train() if len(numbers) == 1 and sum(corpus.sources.sizes()) < SMALLEST else run_in_process(train)
+        work_folder.save_tokenizer(work, content)
     learned, _, text = content.partition("\n")
     return json_tokenizer(text, spec, USUAL_EOS[0] if eos is None else eos), float(learned)
 
@@ -214,7 +213,7 @@ def learn_bpe(
     it, half of that, ... whose words can be counted in COUNT_BYTES bytes."""
     while True:
         with contextlib.suppress(TooManyWords):
-            return train_bpe(_bounded(evenly(share, texts())), vocab_size, eos).json, share
+            return train_bpe(_bounded(sample_evenly(share, texts())), vocab_size, eos).json, share
         share /= 2
 
 
@@ -231,17 +230,17 @@ def _bounded(texts: Iterable[str]) -> Iterator[str]:
         yield text
 
 
-def evenly(share: float, texts: Iterable[str]) -> Iterator[str]:
+def sample_evenly(share: float, texts: Iterable[str]) -> Iterator[str]:
     """The texts that hold this share of all characters, spread evenly; all of them for a share of 1 and more.
 
     >>> list(evenly(0.5, ["ab", "cd", "ef", "gh"]))
     ['cd', 'gh']
     """
-    seen = taken = 0
+    total = selected = 0
     for text in texts:
-        seen += len(text)
-        if share >= 1.0 or taken + len(text) <= share * seen:
-            taken += len(text)
+        total += len(text)
+        if share >= 1.0 or selected + len(text) <= share * total:
+            selected += len(text)
             yield text
 
 
@@ -262,17 +261,17 @@ def tokenizer_of_file(spec: str, eos: str | None) -> Tokenizer:
     return json_tokenizer(content, spec, eos)
 
 
-def _write(work: Path, corpus: Corpus, made: Tokenizer, source: dict[str, Any]) -> dict[str, Any]:
+def _write(work: Path, corpus: Corpus, built_tokenizer: Tokenizer, source: dict[str, Any]) -> dict[str, Any]:
     """Write all files of the corpus but meta.json, and return what that says of them. source: begins its entry."""
     remove_entry(work / "corpus")  # of a preparation that was killed
     folder = make_folder(work, "corpus")
-    splits, sums = join(work / "encoded", len(corpus.sources.pieces), folder, made)
-    if made.json:
-        write_text(folder, "tokenizer.json", made.json)
+    splits, sums = join(work / "encoded", len(corpus.sources.pieces), folder, built_tokenizer)
+    if built_tokenizer.json:
+        write_text(folder, "tokenizer.json", built_tokenizer.json)
     return {
         "format": FORMAT,
         "version": VERSION,
-        **made.meta(),
+        **built_tokenizer.meta(),
         "splits": splits,
         "sums": sums,
         "source": source

@@ -5,7 +5,7 @@
     train.sums val.sums
     tokenizer.json
 
-The tokens of SPLIT.bin are read when they are asked for: fzero/data/remote.py.
+The tokens of SPLIT.bin are read when they are asked for: fzero/data/remote_tokens.py.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 from fzero.core.arguments import checked
 from fzero.core.crc32c import crc32c
 from fzero.core.files import make_folder, writing
-from fzero.core.foreign import json_text
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url, naming, write_text
+from fzero.core.text_parsing import json_text
 from fzero.data.checksums import CHUNK, FIX, split_sums
 from fzero.data.tokens import PREPARE_AGAIN, SPLITS, read_meta, token_dtype
 
-PART = 1024 * CHUNK  # bytes of a file that are copied at a time
+COPY_BYTES = 1024 * CHUNK  # bytes of a file that are copied at a time
 
 
 @checked()
@@ -51,7 +51,7 @@ def link_url(url: str, out: str | Path) -> dict[str, Any]:
         raise ValueError(f"{url}: is no URL; link_url is for s3://bucket/path, gs://, file:// and http://")
     if os.path.lexists(out):
         raise ValueError(f"{out}: already exists; name another folder or remove this one first")
-    meta, sha256, objects = read_remote_meta(url), digest_at(url), Objects(url)
+    meta, sha256, objects = read_remote_meta(url), remote_digest(url), Objects(url)
     with naming(out):
         make_folder(out.parent)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
@@ -59,24 +59,24 @@ def link_url(url: str, out: str | Path) -> dict[str, Any]:
             for split in SPLITS:
                 copy_split(objects, meta, split, folder)
             if meta["tokenizer"] != "bytes":
-                write_text(folder, "tokenizer.json", read_whole(objects, "tokenizer.json").decode())
-            own = meta | {"remote": {"url": url, "sha256": sha256}}
-            write_text(folder, "meta.json", json_text(own, f"{out}/meta.json", 2) + "\n")
+                write_text(folder, "tokenizer.json", read_object(objects, "tokenizer.json").decode())
+            linked_meta = meta | {"remote": {"url": url, "sha256": sha256}}
+            write_text(folder, "meta.json", json_text(linked_meta, f"{out}/meta.json", 2) + "\n")
             expect_unchanged(folder)
             os.rename(folder, out)
-    return own
+    return linked_meta
 
 
 def read_remote_meta(url: str) -> dict[str, Any]:
     """The meta.json of the corpus at a URL; raises ValueError if it is none that can be read there."""
     meta = read_meta(url)
-    for key, why in {
+    for key, reason in {
         "mixture": "is a mixture itself; name its corpora",
         "linked": f"reads its tokens in a file of another machine, {meta.get('linked', {}).get('path')}",
         "remote": f"reads its tokens at {meta.get('remote', {}).get('url')}; give that URL",
     }.items():
         if key in meta:
-            raise ValueError(f"{url}: {why}")
+            raise ValueError(f"{url}: {reason}")
     if meta.get("kind", "text") != "text":
         raise ValueError(f"{url}: is a corpus of {meta['kind']}, which is read from a folder: copy it to this machine")
     if "sums" not in meta:
@@ -89,41 +89,41 @@ def copy_split(objects: Objects, meta: dict[str, Any], split: str, folder: Path)
     there."""
     counts, name = meta["splits"][split], f"{split}.docs"
     sizes = [counts["tokens"] * token_dtype(meta["vocab_size"]).itemsize, 8 * (counts["documents"] + 1)]
-    raw = read_whole(objects, f"{split}.sums")
+    raw = read_object(objects, f"{split}.sums")
     sums = split_sums(raw, f"{objects.url}/{split}.sums", meta["sums"][split], sizes)[1]
     with writing(folder / f"{split}.sums", "new") as file:
         file.write(raw)
     with writing(folder / name, "new") as file:
-        for begin in range(0, sizes[1], PART):
-            part = read_whole(objects, name, begin, min(begin + PART, sizes[1]))
-            for i in range(0, len(part), CHUNK):
-                if crc32c(part[i : i + CHUNK]) != sums[(begin + i) // CHUNK]:
+        for begin in range(0, sizes[1], COPY_BYTES):
+            chunk = read_object(objects, name, begin, min(begin + COPY_BYTES, sizes[1]))
+            for i in range(0, len(chunk), CHUNK):
+                if crc32c(chunk[i : i + CHUNK]) != sums[(begin + i) // CHUNK]:
                     raise ValueError(
                         f"{objects.url}/{name}: damaged: its bytes from {begin + i:,} on do not match their "
                         f"checksum; {FIX}"
                     )
-            file.write(part)
-    read_whole(objects, f"{split}.bin", sizes[0] - 1, sizes[0])
+            file.write(chunk)
+    read_object(objects, f"{split}.bin", sizes[0] - 1, sizes[0])
 
 
-def read_whole(objects: Objects, name: str, start: int = 0, end: int | None = None) -> bytes:
+def read_object(objects: Objects, name: str, start: int = 0, end: int | None = None) -> bytes:
     """The bytes of an object that a corpus must have; raises ValueError if it is missing or shorter."""
     try:
-        found = objects.read(name, start, end)
+        content = objects.read(name, start, end)
     except EOFError:
         raise ValueError(f"{objects.url}/{name}: truncated: meta.json promises {end:,} bytes or more; {FIX}") from None
-    if found is None:
+    if content is None:
         raise ValueError(f"{objects.url}/{name}: no such object, but meta.json promises it; {FIX}")
-    return found
+    return content
 
 
-def digest_at(url: str) -> str:
+def remote_digest(url: str) -> str:
     """The SHA-256 of the meta.json at a URL."""
-    return hashlib.sha256(read_whole(Objects(url), "meta.json")).hexdigest()
+    return hashlib.sha256(read_object(Objects(url), "meta.json")).hexdigest()
 
 
 def expect_unchanged(folder: str | Path) -> None:
     """Raise ValueError if the corpus in `folder` reads its tokens at a URL that has another corpus by now."""
     remote = read_meta(folder).get("remote")
-    if remote is not None and digest_at(remote["url"]) != remote["sha256"]:
+    if remote is not None and remote_digest(remote["url"]) != remote["sha256"]:
         raise ValueError(f"{remote['url']}: has changed since the run began; put that corpus back, or start a new run")

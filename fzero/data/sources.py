@@ -20,17 +20,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.files import writing
-from fzero.core.foreign import LARGEST, expect_regular, parse_json_value
-from fzero.data import tables
-from fzero.data.zstd_file import ZstdFile
+from fzero.core.text_parsing import LARGEST, expect_regular, parse_json_value
+from fzero.data import arrow_tables
+from fzero.data.arrow_tables import ZstdFile
 
 LARGEST_DOCUMENT = 1 << 32  # bytes, decompressed: a small .gz may hold petabytes
 BLOCK = 1 << 20  # bytes of a document that are in memory together
 PIECES, SMALLEST, LARGEST_PIECE = 256, 1 << 20, 1 << 25  # how many pieces, and the least and most bytes of one
 TEXTS, PACKED = (".txt", ".jsonl", ".py"), (".gz", ".zst")
-SUFFIXES = (*TEXTS, *tables.SUFFIXES)
+SUFFIXES = (*TEXTS, *arrow_tables.SUFFIXES)
 ALLOWED = (
-    f"sources are files ({', '.join(TEXTS)}, each plain, .gz or .zst; {', '.join(tables.SUFFIXES)}), folders of those, "
+    f"sources are files ({', '.join(TEXTS)}, each plain, .gz or .zst; "
+    f"{', '.join(arrow_tables.SUFFIXES)}), folders of those, "
     "'-' (standard input, one text), '-.jsonl' (standard input, one document a line) and 'stdlib' (the source files of "
     "Python's standard library)"
 )
@@ -69,7 +70,7 @@ class Document(NamedTuple):
         """Its place, for messages: "file", "file:line" or "file, row"."""
         if self.file.kind == ".jsonl":
             return _line(self.file, self.number)
-        return f"{self.file.name}, row {self.number}" if self.file.kind in tables.SUFFIXES else self.file.name
+        return f"{self.file.name}, row {self.number}" if self.file.kind in arrow_tables.SUFFIXES else self.file.name
 
 
 def find_files(sources: Sequence[str | Path], spool: Path) -> list[SourceFile]:
@@ -89,18 +90,22 @@ def find_files(sources: Sequence[str | Path], spool: Path) -> list[SourceFile]:
             files.append(_spool_stdin(spool / "stdin", jsonl=source != "-"))
         elif source == "stdlib":
             root = Path(sysconfig.get_path("stdlib"))
-            found = _in_folder(root, (".py",), exclude=("site-packages", "dist-packages"))
-            if not found:
+            matches = _folder_files(root, (".py",), exclude=("site-packages", "dist-packages"))
+            if not matches:
                 raise ValueError(
                     f"stdlib: no .py file in {root}; this Python has its library elsewhere: name files or folders"
                 )
-            files += [file._replace(name=f"stdlib/{file.path.relative_to(root)}", unique=True) for file in found]
+            files += [file._replace(name=f"stdlib/{file.path.relative_to(root)}", unique=True) for file in matches]
         elif path.is_dir():
-            saved = tables.saved_dataset(path)
-            found = _in_folder(path, SUFFIXES) if saved is None else [_file(str(one), one, named=True) for one in saved]
-            if not found:
+            saved = arrow_tables.saved_dataset(path)
+            matches = (
+                _folder_files(path, SUFFIXES)
+                if saved is None
+                else [_file(str(dataset_file), dataset_file, named=True) for dataset_file in saved]
+            )
+            if not matches:
                 raise ValueError(f"{source}: no {', '.join(SUFFIXES)} file (plain, .gz or .zst) in this folder")
-            files += found
+            files += matches
         elif not path.exists():
             raise ValueError(f"{source}: no such file or folder; {ALLOWED}")
         elif not path.is_file():
@@ -124,13 +129,13 @@ def cut(files: Sequence[SourceFile]) -> list[list[SourceFile]]:
     files = [file._replace(length=_stored_bytes(file)) for file in files]
     size = min(max(sum(file.length for file in files) // PIECES, SMALLEST), LARGEST_PIECE)
     pieces: list[list[SourceFile]] = []
-    room = 0
-    for part in (part for file in files for part in _divided(file, size)):
-        if not pieces or part.length > room:
+    budget = 0
+    for segment in (segment for file in files for segment in _divided(file, size)):
+        if not pieces or segment.length > budget:
             pieces.append([])
-            room = size
-        pieces[-1].append(part)
-        room -= part.length
+            budget = size
+        pieces[-1].append(segment)
+        budget -= segment.length
     return pieces
 
 
@@ -150,7 +155,7 @@ def _divided(file: SourceFile, size: int) -> Iterator[SourceFile]:
             end = min(begin + size, file.length)
             yield file._replace(begin=begin, end=end, length=end - begin)
     else:
-        lengths, begin = tables.group_bytes(file.path, file.name), 0
+        lengths, begin = arrow_tables.group_bytes(file.path, file.name), 0
         for end in range(1, len(lengths) + 1):
             if end == len(lengths) or sum(lengths[begin : end + 1]) > size:
                 yield file._replace(begin=begin, end=end, length=sum(lengths[begin:end]))
@@ -164,22 +169,24 @@ def read_documents(files: Sequence[SourceFile], text_key: str) -> Iterator[Docum
     .parquet or .arrow; naming file and line for a .jsonl line that is not an object with a string at `text_key`.
     """
     for file in files:
-        if file.kind in tables.SUFFIXES:
+        if file.kind in arrow_tables.SUFFIXES:
             yield from _rows(file, text_key)
         else:
-            yield from _json_lines(file, text_key) if file.kind == ".jsonl" else _whole_file(file)
+            yield from _json_lines(file, text_key) if file.kind == ".jsonl" else _text_document(file)
 
 
-def _in_folder(root: Path, suffixes: Sequence[str], exclude: Sequence[str] = ()) -> list[SourceFile]:
+def _folder_files(root: Path, suffixes: Sequence[str], exclude: Sequence[str] = ()) -> list[SourceFile]:
     paths = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in exclude]
         paths += [Path(folder, name) for name in names if not name.startswith(".") and not is_cache(name)]
-    found = [path for path in sorted(paths, key=lambda path: path.relative_to(root).parts) if _suffix(path) in suffixes]
-    for path in found:
+    matches = [
+        path for path in sorted(paths, key=lambda path: path.relative_to(root).parts) if _suffix(path) in suffixes
+    ]
+    for path in matches:
         if path.exists() and not path.is_file():
             expect_regular(path)
-    return [_file(str(path), path, named=False) for path in found]
+    return [_file(str(path), path, named=False) for path in matches]
 
 
 def is_cache(name: str) -> bool:
@@ -189,7 +196,7 @@ def is_cache(name: str) -> bool:
 
 def _suffix(path: Path) -> str:
     inner = Path(path.stem).suffix if path.suffix in PACKED else path.suffix
-    return "" if inner in tables.SUFFIXES and path.suffix in PACKED else inner  # those are compressed themselves
+    return "" if inner in arrow_tables.SUFFIXES and path.suffix in PACKED else inner  # those are compressed themselves
 
 
 def _spool_stdin(path: Path, jsonl: bool) -> SourceFile:
@@ -214,23 +221,23 @@ def _open(file: SourceFile) -> Iterator[io.BufferedIOBase]:
         with OPENERS[file.packed](file.path) as stream:
             yield stream
     except (OSError, EOFError, zlib.error) as error:
-        what = {".gz": "not a sound gzip file", ".zst": "not a sound zstd file"}.get(file.packed, "cannot be read")
-        raise ValueError(f"{file.name}: {what} ({error}); replace it or leave it out") from None
+        fault = {".gz": "not a sound gzip file", ".zst": "not a sound zstd file"}.get(file.packed, "cannot be read")
+        raise ValueError(f"{file.name}: {fault} ({error}); replace it or leave it out") from None
 
 
-def _whole_file(file: SourceFile) -> Iterator[Document]:
+def _text_document(file: SourceFile) -> Iterator[Document]:
     with _open(file) as stream:
         first = stream.read(BLOCK)
         # A large one is read to its end first, as a byte there may make it no text, and then block by block.
         read = [first] if len(first) < BLOCK else _blocks(file)
         problem = problem_of(read, file.name)
     if problem and file.named:
-        what = {
+        faults = {
             "empty": "is empty",
             "binary": "contains NUL bytes: it is binary, not text",
             "not UTF-8": "is not UTF-8 text",
         }
-        raise ValueError(f"{file.name}: {what[problem]}; convert it to UTF-8 text or leave it out")
+        raise ValueError(f"{file.name}: {faults[problem]}; convert it to UTF-8 text or leave it out")
     if isinstance(read, list) or problem:
         yield Document(file, 0, partial(decoded, [] if problem else [first]), problem)
     else:
@@ -261,7 +268,7 @@ def decoded(blocks: Iterable[bytes], encoding: str = "utf-8-sig") -> Iterator[st
 
 def blocks_of(text: str) -> Iterator[str]:
     """A text in blocks, so that what is made of one block is small."""
-    return (text[at : at + BLOCK] for at in range(0, len(text), BLOCK))
+    return (text[offset : offset + BLOCK] for offset in range(0, len(text), BLOCK))
 
 
 def problem_of(blocks: Iterable[bytes], name: str) -> str:
@@ -305,32 +312,32 @@ def _json_lines(file: SourceFile, text_key: str) -> Iterator[Document]:
 
 def _lines(stream: io.BufferedIOBase, file: SourceFile) -> Iterator[bytes]:
     """The lines of a stream that begin in the part to read; of one that is too long, the beginning."""
-    read, at = partial(stream.readline, LARGEST + 1), file.begin
-    if at:
-        stream.seek(at - 1)
-        at -= 1
+    read, position = partial(stream.readline, LARGEST + 1), file.begin
+    if position:
+        stream.seek(position - 1)
+        position -= 1
         while (line := read()) and not line.endswith(b"\n"):  # the end of one that begins before
-            at += len(line)
-        at += len(line)
-    while (file.end is None or at < file.end) and (line := read()):
-        yield line if at else line.removeprefix(codecs.BOM_UTF8)
-        at += len(line)
+            position += len(line)
+        position += len(line)
+    while (file.end is None or position < file.end) and (line := read()):
+        yield line if position else line.removeprefix(codecs.BOM_UTF8)
+        position += len(line)
 
 
 def _line(file: SourceFile, number: int) -> str:
     """The place of a line, by its number in the part of the file."""
-    before, last = 0, b"\n"
+    previous_lines, last = 0, b"\n"
     with file.path.open("rb") as stream:
-        left = file.begin
-        while left and (some := stream.read(min(left, 1 << 20))):
-            before, left, last = before + some.count(b"\n"), left - len(some), some
+        remaining = file.begin
+        while remaining and (chunk := stream.read(min(remaining, 1 << 20))):
+            previous_lines, remaining, last = previous_lines + chunk.count(b"\n"), remaining - len(chunk), chunk
     within = file.begin and not last.endswith(b"\n")  # of a line that is counted with the part before
-    return f"{file.name}:{before + within + number}"
+    return f"{file.name}:{previous_lines + within + number}"
 
 
 def _rows(file: SourceFile, text_key: str) -> Iterator[Document]:
     rows = 0
-    for row, value in tables.column_of(file.path, file.name, text_key, file.begin, file.end):
+    for row, value in arrow_tables.column_of(file.path, file.name, text_key, file.begin, file.end):
         read = partial(decoded, value, "utf-8") if value else ().__iter__
         document = Document(file, row, read, "" if value else "empty")
         for text in read():
@@ -353,11 +360,11 @@ def _json_text(line: bytes, origin: str, text_key: str) -> str:
     except ValueError as error:
         raise ValueError(f"{error}; wanted one object a line") from None
     if not isinstance(record, dict) or text_key not in record:
-        have = (
+        record_text = (
             f"an object with the keys {', '.join(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
         )
         raise ValueError(
-            f"{origin}: wanted an object with the key {text_key!r}, found {have}; name the right key with "
+            f"{origin}: wanted an object with the key {text_key!r}, found {record_text}; name the right key with "
             f"text_key= (--text-key)"
         )
     text = record[text_key]

@@ -12,9 +12,9 @@ import jinja2
 from jinja2.compiler import CodeGenerator
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from fzero.core.foreign import LARGEST
+from fzero.core.text_parsing import LARGEST
 
-MOST_MADE = 1_000_000  # characters, items or digits that an operator or a call makes by a number
+MAX_RESULT = 1_000_000  # characters, items or digits that an operator or a call makes by a number
 
 
 class Joined(CodeGenerator):
@@ -22,8 +22,8 @@ class Joined(CodeGenerator):
 
     def visit_Concat(self, node: Any, frame: Any) -> None:
         self.write("environment.joined((")
-        for each in node.nodes:
-            self.visit(each, frame)
+        for operand in node.nodes:
+            self.visit(operand, frame)
             self.write(", ")
         self.write("))")
 
@@ -34,10 +34,10 @@ class Bounded(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("*", "**", "%", "+"))
     code_generator_class = Joined
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        most = LARGEST if operator == "+" and isinstance(left, str) else MOST_MADE
-        expect_small(operator_size(operator, left, right), f"a result of {operator}", most)
-        return super().call_binop(context, operator, left, right)
+    def call_binop(self, context: Any, operator: str, lhs: Any, rhs: Any) -> Any:
+        limit = LARGEST if operator == "+" and isinstance(lhs, str) else MAX_RESULT
+        expect_small(operator_size(operator, lhs, rhs), f"a result of {operator}", limit)
+        return super().call_binop(context, operator, lhs, rhs)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         expect_call(__obj, args, kwargs, "a call")
@@ -50,25 +50,25 @@ class Bounded(ImmutableSandboxedEnvironment):
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
         """The text of some parts, of a whole template, of a block and of `~`."""
-        found, size = [], 0
-        for part in parts:
-            found.append(part)
-            size += len(part)
+        texts, size = [], 0
+        for text in parts:
+            texts.append(text)
+            size += len(text)
             expect_small(size, "a text", LARGEST)
-        return "".join(found)
+        return "".join(texts)
 
 
-def expect_small(size: float, what: str, most: int = MOST_MADE) -> None:
-    """Raise TemplateError for a size above `most`."""
-    if size > most:
-        raise jinja2.TemplateError(f"{what} has more than {most:,} characters or items")
+def expect_small(size: float, subject: str, limit: int = MAX_RESULT) -> None:
+    """Raise TemplateError for a size above `limit`."""
+    if size > limit:
+        raise jinja2.TemplateError(f"{subject} has more than {limit:,} characters or items")
 
 
-def expect_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], what: str) -> None:
+def expect_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], subject: str) -> None:
     """Raise TemplateError for a call whose arguments, or result, would be too large."""
     width, size = call_sizes(function, args, kwargs)
-    expect_small(width, f"an argument of {what}, or its result,")
-    expect_small(size, f"a result of {what}", LARGEST)
+    expect_small(width, f"an argument of {subject}, or its result,")
+    expect_small(size, f"a result of {subject}", LARGEST)
 
 
 def bounded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -82,23 +82,23 @@ def bounded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def operator_size(operator: str, left: Any, right: Any) -> float:
+def operator_size(operator: str, lhs: Any, rhs: Any) -> float:
     """The characters, items or digits of the result of a template's operator, about.
 
     >>> operator_size("*", "ab", 100), operator_size("**", 10, 6.0), operator_size("%", "%99d", 1)
     (200, 20.4, 99)
     """
     if operator == "*":
-        for some, times in ((left, right), (right, left)):
-            if isinstance(some, (str, list, tuple)) and isinstance(times, int):
-                return len(some) * times
+        for value, times in ((lhs, rhs), (rhs, lhs)):
+            if isinstance(value, (str, list, tuple)) and isinstance(times, int):
+                return len(value) * times
     if operator == "+":
-        return sum(len(some) for some in (left, right) if isinstance(some, (str, list, tuple)))
-    if operator == "%" and isinstance(left, str):
-        given = right if isinstance(right, tuple) and "*" in left else ()
-        return max([*map(int, re.findall(r"\d{1,12}", left)), *(n for n in given if isinstance(n, int))], default=0)
-    numbers = isinstance(left, int) and isinstance(right, (int, float))
-    return abs(left).bit_length() * abs(right) * 0.85 if operator == "**" and numbers else 0
+        return sum(len(value) for value in (lhs, rhs) if isinstance(value, (str, list, tuple)))
+    if operator == "%" and isinstance(lhs, str):
+        arguments = rhs if isinstance(rhs, tuple) and "*" in lhs else ()
+        return max([*map(int, re.findall(r"\d{1,12}", lhs)), *(n for n in arguments if isinstance(n, int))], default=0)
+    numbers = isinstance(lhs, int) and isinstance(rhs, (int, float))
+    return abs(lhs).bit_length() * abs(rhs) * 0.85 if operator == "**" and numbers else 0
 
 
 def call_sizes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
@@ -110,18 +110,18 @@ def call_sizes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     >>> call_sizes("aa".replace, ("", "bb"), {})
     (0, 6)
     """
-    given = [*args, *kwargs.values()]
+    arguments = [*args, *kwargs.values()]
     text = getattr(getattr(function, "__wrapped__", function), "__self__", None)  # a sandbox wraps str.format
-    held = [each for each in (text, *given) if isinstance(each, (str, list, tuple))]
-    texts = [each for each in held if isinstance(each, str)]
-    widths = [abs(each) for each in given if isinstance(each, int)]
+    sized = [item for item in (text, *arguments) if isinstance(item, (str, list, tuple))]
+    texts = [item for item in sized if isinstance(item, str)]
+    widths = [abs(item) for item in arguments if isinstance(item, int)]
     name = getattr(function, "__name__", "")
     if "format" in name:
-        widths += [int(digits) for each in texts for digits in re.findall(r"\d{1,12}", each)]
+        widths += [int(digits) for item in texts for digits in re.findall(r"\d{1,12}", item)]
     size = 0
     if "replace" in name:
-        size = (1 + max(map(len, held), default=0)) * max(map(len, texts[-1:]), default=0)
+        size = (1 + max(map(len, sized), default=0)) * max(map(len, texts[-1:]), default=0)
     elif "join" in name:
-        listed = [len(str(each)) for some in held if not isinstance(some, str) for each in some]
+        listed = [len(str(item)) for sequence in sized if not isinstance(sequence, str) for item in sequence]
         size = sum(listed) + len(listed) * max(map(len, texts), default=0)
     return max(widths, default=0), size

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fzero.core.arguments import checked
-from fzero.core.foreign import read_text_file, short
+from fzero.core.text_parsing import read_text_file, short
 from fzero.data.tokens import PREPARE_AGAIN, read_meta, token_dtype
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class Tokenizer(NamedTuple):
         {'tokenizer': 'bytes', 'eos': 0, 'vocab_size': 256, 'dtype': 'uint8'}
         """
         dtype = token_dtype(self.vocab_size).name
-        found = {"tokenizer": self.name, "eos": self.eos, "vocab_size": self.vocab_size, "dtype": dtype}
-        return found | ({"tokenizer_sha256": sha256_of(self.json)} if self.json else {})
+        entries = {"tokenizer": self.name, "eos": self.eos, "vocab_size": self.vocab_size, "dtype": dtype}
+        return entries | ({"tokenizer_sha256": sha256_of(self.json)} if self.json else {})
 
 
 def sha256_of(json: str) -> str:
@@ -138,13 +138,13 @@ def library_of(json: str, name: str) -> "Library":
 @contextlib.contextmanager
 def _silent_stderr() -> Iterator[None]:
     """A context in which file 2 is dropped: a panic of the library prints lines there before it is an error."""
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    saved_fd, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(saved_fd, 2)
+        os.close(saved_fd)
         os.close(null)
 
 
@@ -171,8 +171,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, eos: str | None = None) -> 
         vocab_size=vocab_size, special_tokens=[eos], initial_alphabet=alphabet, show_progress=False
     )
     library.train_from_iterator(texts, trainer)
-    if (found := library.get_vocab_size()) != vocab_size:
-        raise ValueError(f"{name}: this corpus yields only {found} tokens; use bpe:{found} or smaller, or more text")
+    if (actual_size := library.get_vocab_size()) != vocab_size:
+        raise ValueError(
+            f"{name}: this corpus yields only {actual_size} tokens; use bpe:{actual_size} or smaller, or more text"
+        )
     return json_tokenizer(library.to_str(), name, eos)
 
 
@@ -211,8 +213,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             f"{path}: vocab_size={tokenizer.vocab_size}, eos={tokenizer.eos}, but meta.json says vocab_size="
             f"{meta['vocab_size']}, eos={meta['eos']}: not the tokenizer of this corpus; {PREPARE_AGAIN}"
         )
-    made = meta.get("tokenizer_sha256", sha256_of(tokenizer.json))  # corpora of before have none
-    if tokenizer.json and made != sha256_of(tokenizer.json):
+    expected_digest = meta.get("tokenizer_sha256", sha256_of(tokenizer.json))  # corpora of before have none
+    if tokenizer.json and expected_digest != sha256_of(tokenizer.json):
         raise ValueError(
             f"{path}: is not the file that made the tokens of this corpus; put that back, or {PREPARE_AGAIN}"
         )
@@ -226,13 +228,13 @@ def _find_eos(vocabulary: dict[str, int], name: str, eos: str | None, entry: str
                 f"{name}: the end-of-document token {eos!r} is not in its vocabulary; name one that is by {entry}"
             )
         return vocabulary[eos]
-    found = [token for token in USUAL_EOS if token in vocabulary]
-    if len(found) != 1:
+    matches = [token for token in USUAL_EOS if token in vocabulary]
+    if len(matches) != 1:
         raise ValueError(
             f"{name}: which token ends a document? Of the usual {', '.join(USUAL_EOS)} it has "
-            f"{', '.join(found) or 'none'}; name the one to use by {entry}"
+            f"{', '.join(matches) or 'none'}; name the one to use by {entry}"
         )
-    return vocabulary[found[0]]
+    return vocabulary[matches[0]]
 
 
 def _as_list(ids: Any) -> list[int]:

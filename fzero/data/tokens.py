@@ -23,10 +23,10 @@ import numpy as np
 
 from fzero.core.arguments import checked
 from fzero.core.crc32c import crc32c
-from fzero.core.foreign import expect_regular, open_regular, parse_json
 from fzero.core.storage import is_url, read_text
+from fzero.core.text_parsing import expect_regular, open_regular, parse_json
 from fzero.data.checksums import CHUNK, ChunkSums, line, read_sums, split_sums
-from fzero.data.remote import READING, Reading, RemoteTokens, TokenFile
+from fzero.data.remote_tokens import READING, Reading, RemoteTokens, TokenFile
 
 SAMPLES = 64  # chunks of a file of another system that are compared when it is opened
 FORMAT, VERSION, SPLITS = "fzero-tokens", 1, ("train", "val")
@@ -46,7 +46,7 @@ class Tokens(NamedTuple):
     sums: ChunkSums | None = None
     # or of examples: chat; labels (texts with a class); pairs, ranked (of answers, each a document, for two objectives)
     kind: str = "text"
-    said: np.ndarray | None = None  # [N] uint8 of examples: the tokens to be learnt
+    loss_mask: np.ndarray | None = None  # [N] uint8 of examples: the tokens to be learnt
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -74,7 +74,7 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path}: version {meta.get('version')}, this fzero reads version {VERSION}; {PREPARE_AGAIN}")
     try:
         vocab_size, eos, dtype = meta["vocab_size"], meta["eos"], meta["dtype"]
-        counts = [meta["splits"][split][what] for split in SPLITS for what in ("tokens", "documents")]
+        counts = [meta["splits"][split][key] for split in SPLITS for key in ("tokens", "documents")]
         sound = all(type(n) is int and n > 0 for n in [vocab_size, *counts]) and isinstance(meta["tokenizer"], str)
         sound = sound and ("sums" not in meta or all(isinstance(meta["sums"][split], str) for split in SPLITS))
     except (KeyError, TypeError) as error:
@@ -118,15 +118,17 @@ def open_tokens(folder: str | Path, split: str = "train", reading: Reading = REA
             f"they run from {docs[0]} to {docs[-1]}, each above the one before: {rising}; {PREPARE_AGAIN}"
         )
     kind = meta.get("kind", "text")
-    said = None if kind == "text" else _map(Path(folder) / f"{split}.said", np.dtype("u1"), counts["tokens"])
+    loss_mask = None if kind == "text" else _map(Path(folder) / f"{split}.said", np.dtype("u1"), counts["tokens"])
     if isinstance(tokens, RemoteTokens):  # the offsets were compared when they were copied
         return Tokens(f"{tokens.file.url}/{split}.bin", tokens, docs, meta["vocab_size"], meta["eos"])
-    files = [tokens, docs] if said is None else [tokens, docs, said]
-    found = sums_of(folder, split, meta, files)
-    for sums, content in zip(found[1:], files[1:]):
+    files = [tokens, docs] if loss_mask is None else [tokens, docs, loss_mask]
+    checksums = sums_of(folder, split, meta, files)
+    for sums, content in zip(checksums[1:], files[1:]):
         sums.expect(np.zeros(1, np.int64), content.nbytes)
     name = str(bin_path) if linked is None else linked["path"]
-    return Tokens(name, tokens, docs, meta["vocab_size"], meta["eos"], found[0] if found else None, kind, said)
+    return Tokens(
+        name, tokens, docs, meta["vocab_size"], meta["eos"], checksums[0] if checksums else None, kind, loss_mask
+    )
 
 
 def sums_of(folder: str | Path, split: str, meta: dict[str, Any], files: list[np.ndarray]) -> list[ChunkSums]:
@@ -159,7 +161,7 @@ def verify(folder: str | Path) -> list[str]:
         raise ValueError(f"{folder}: its tokens are in {meta['linked']['path']}, of which there are no checksums")
     if "sums" not in meta:
         raise ValueError(f"{folder}: has no checksums, as an earlier version prepared it; {PREPARE_AGAIN}")
-    found = []
+    damages = []
     for split in SPLITS:
         counts = meta["splits"][split]
         tokens = _map(Path(folder) / f"{split}.bin", token_dtype(meta["vocab_size"]), counts["tokens"])
@@ -168,8 +170,8 @@ def verify(folder: str | Path) -> list[str]:
         if meta.get("kind", "text") != "text":
             files.append(_map(Path(folder) / f"{split}.said", np.dtype("u1"), counts["tokens"]))
         for sums in sums_of(folder, split, meta, files):
-            found += [line(sums, chunk) for chunk in sums.damaged()]
-    return found
+            damages += [line(sums, chunk) for chunk in sums.damaged()]
+    return damages
 
 
 def open_remote(folder: str | Path, split: str, meta: dict[str, Any], reading: Reading) -> RemoteTokens:
@@ -183,7 +185,7 @@ def open_remote(folder: str | Path, split: str, meta: dict[str, Any], reading: R
     sums = split_sums(raw, str(path), meta["sums"][split], sizes)[0]
     remote = meta["remote"]
     file = TokenFile(remote["url"], f"{split}.bin", dtype, counts[split]["tokens"], sums, remote["sha256"])
-    return RemoteTokens(file, reading, sum(its["tokens"] for its in counts.values()) * dtype.itemsize)
+    return RemoteTokens(file, reading, sum(split_counts["tokens"] for split_counts in counts.values()) * dtype.itemsize)
 
 
 def open_linked(linked: dict[str, Any], split: str, count: int) -> np.ndarray:
@@ -191,9 +193,10 @@ def open_linked(linked: dict[str, Any], split: str, count: int) -> np.ndarray:
     path = Path(linked["path"])
     if not os.path.lexists(path):
         raise ValueError(f"{path}: no such file, but a corpus reads its tokens there; put it back, or link it again")
-    if (have := expect_regular(path)) != linked["bytes"]:
+    if (actual_bytes := expect_regular(path)) != linked["bytes"]:
         raise ValueError(
-            f"{path}: has {have} bytes, and {linked['bytes']} when it was linked; put that file back, or link it again"
+            f"{path}: has {actual_bytes} bytes, and {linked['bytes']} when it was linked; put that file back, or link "
+            "it again"
         )
     if sampled_sum(path) != linked["sampled"]:
         raise ValueError(f"{path}: has other content than when it was linked; put that file back, or link it again")
@@ -214,10 +217,11 @@ def sampled_sum(path: Path) -> int:
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     if not os.path.lexists(path):
         raise ValueError(f"{path}: no such file, but meta.json promises it; {PREPARE_AGAIN}")
-    have, want = expect_regular(path), count * dtype.itemsize
-    if have != want:
-        what = "empty" if have == 0 else "truncated" if have < want else "too long"
+    actual_bytes, expected_bytes = expect_regular(path), count * dtype.itemsize
+    if actual_bytes != expected_bytes:
+        fault = "empty" if actual_bytes == 0 else "truncated" if actual_bytes < expected_bytes else "too long"
         raise ValueError(
-            f"{path}: {what}: {have} bytes, meta.json says {count} x {dtype.name} = {want}; {PREPARE_AGAIN}"
+            f"{path}: {fault}: {actual_bytes} bytes, meta.json says {count} x {dtype.name} = {expected_bytes}; "
+            f"{PREPARE_AGAIN}"
         )
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng
-from fzero.core.arguments import checked
-from fzero.core.kinds import WrongKind
+from fzero.core.arguments import WrongKind, checked
 from fzero.data.assemble import Batch
 
 SHORTEST = 6  # tokens of a document's part that is rearranged: three that are added, one for each part
@@ -56,16 +55,16 @@ def fill_in_middle(
         raise WrongKind(f"fill_in_middle: sentinels is {sentinels}; it must be Sentinels(prefix, middle, suffix)")
     tokens, targets, mask = (batch[name].clone() for name in ("tokens", "targets", "mask"))
     root = prng.fold_in(prng.key(seed), "fill in the middle")
-    for row, begin, end, over, (chosen, form, one, other) in parts_of(batch, first, root, 4):
+    for row, begin, end, is_final, (chosen, form, draw_a, draw_b) in document_spans(batch, first, root, 4):
         text = tokens[row, begin:end]
         if chosen >= rate or len(text) < SHORTEST:
             continue
-        low, high = sorted(min(int(u * (len(text) - 2)), len(text) - 3) for u in (one, other))
-        replace(tokens, targets, mask, row, begin, rearranged(text, low, high, sentinels, form < spm), over)
+        low, high = sorted(min(int(u * (len(text) - 2)), len(text) - 3) for u in (draw_a, draw_b))
+        replace_span(tokens, targets, mask, row, begin, rearrange(text, low, high, sentinels, form < spm), is_final)
     return {**batch, "tokens": tokens, "targets": targets, "mask": mask}
 
 
-def rearranged(text: Tensor, low: int, high: int, sentinels: Sentinels, spm: bool) -> Tensor:
+def rearrange(text: Tensor, low: int, high: int, sentinels: Sentinels, spm: bool) -> Tensor:
     """The text [n] cut before `low` and before `high` <= n - 3, its parts rearranged, [n]."""
     prefix, middle, suffix = text[:low], text[low:high], text[high:-3]
     begin = [text.new_tensor([token]) for token in sentinels]
@@ -113,17 +112,18 @@ def corrupt_spans(
     tokens, targets, mask = (batch[name].clone() for name in ("tokens", "targets", "mask"))
     root = prng.fold_in(prng.key(seed), "corrupt spans")
     places = prng.fold_in(root, "where the spans are")
-    for row, begin, end, over, (chosen,) in parts_of(batch, first, root, 1):
+    for row, begin, end, is_final, (chosen,) in document_spans(batch, first, root, 1):
         text = tokens[row, begin:end]
         count = min(max(1, round(len(text) * density / span)), len(sentinels) - 1)
-        left = len(text) - 2 * count - 1
-        if chosen >= rate or left < 2 * count:
+        text_size = len(text) - 2 * count - 1
+        if chosen >= rate or text_size < 2 * count:
             continue
-        gone = min(max(count, round(left * density)), left - count)
-        draws = prng.uniform(prng.fold_in(prng.fold_in(places, first + row), begin), (left,)).numpy()
-        kept, out = lengths_of(left - gone, count, draws[gone:]), lengths_of(gone, count, draws[:gone])
-        new, inputs = spans_out(text, kept, out, sentinels)
-        replace(tokens, targets, mask, row, begin, new, over)
+        span_size = min(max(count, round(text_size * density)), text_size - count)
+        draws = prng.uniform(prng.fold_in(prng.fold_in(places, first + row), begin), (text_size,)).numpy()
+        text_lengths = lengths_of(text_size - span_size, count, draws[span_size:])
+        span_lengths = lengths_of(span_size, count, draws[:span_size])
+        new, inputs = separate_spans(text, text_lengths, span_lengths, sentinels)
+        replace_span(tokens, targets, mask, row, begin, new, is_final)
         mask[row, begin : begin + inputs - 1] = False
     return {**batch, "tokens": tokens, "targets": targets, "mask": mask}
 
@@ -146,41 +146,45 @@ def weigh_targets(batch: Batch, weights: Tensor) -> Batch:
     targets = batch["targets"]
     if int(targets.max()) >= len(weights):
         raise ValueError(f"weigh_targets: a target is {int(targets.max())}, and there are {len(weights)} weights")
-    own = weights.to(torch.float32)[targets.clamp(min=0)]
-    return {**batch, "mask": torch.where(batch["mask"], own, 0.0)}
+    target_weights = weights.to(torch.float32)[targets.clamp(min=0)]
+    return {**batch, "mask": torch.where(batch["mask"], target_weights, 0.0)}
 
 
-def expect_rates(what: str, batch: Batch, **rates: float) -> None:
+def expect_rates(function: str, batch: Batch, **rates: float) -> None:
     """Raise ValueError for a rate outside of 0 to 1, and a batch without documents."""
     for name, value in rates.items():
         if not 0 <= value <= 1:
-            raise ValueError(f"{what}: {name} is {value}; it must be from 0 to 1")
+            raise ValueError(f"{function}: {name} is {value}; it must be from 0 to 1")
     if "documents" not in batch:
-        raise ValueError(f"{what}: the batch has no 'documents'; give that of a TokenStream")
+        raise ValueError(f"{function}: the batch has no 'documents'; give that of a TokenStream")
 
 
-def parts_of(batch: Batch, first: int, root: Tensor, draws: int) -> Iterator[tuple[int, int, int, bool, list[float]]]:
+def document_spans(
+    batch: Batch, first: int, root: Tensor, draws: int
+) -> Iterator[tuple[int, int, int, bool, list[float]]]:
     """Yield (row, begin, end, whether it ends there, numbers drawn for it) of the parts of documents in rows that have
     targets; the end-of-document token is not within them."""
     for row in range(len(batch["tokens"])):
         bounds = torch.where(batch["documents"][row].diff() != 0)[0] + 1
         begins = [0, *bounds.tolist(), batch["tokens"].shape[1]]
-        drawn = prng.uniform(prng.fold_in(root, first + row), (len(begins) - 1, draws)).tolist()
-        for begin, end, own in zip(begins, begins[1:], drawn):
+        row_draws = prng.uniform(prng.fold_in(root, first + row), (len(begins) - 1, draws)).tolist()
+        for begin, end, span_draws in zip(begins, begins[1:], row_draws):
             if not bool(batch["mask"][row, begin:end].any()):
                 continue
             # Where the next document begins in the row, or the target after the row does not count, this one ends.
-            over = not bool(batch["mask"][row, end - 1])
-            yield row, begin, end - over, over, own
+            is_final = not bool(batch["mask"][row, end - 1])
+            yield row, begin, end - is_final, is_final, span_draws
 
 
-def replace(tokens: Tensor, targets: Tensor, mask: Tensor, row: int, begin: int, new: Tensor, over: bool) -> None:
-    """Put `new` in the place of a part of a row. over: the document ends there; else the target after it no longer
+def replace_span(
+    tokens: Tensor, targets: Tensor, mask: Tensor, row: int, begin: int, new: Tensor, is_final: bool
+) -> None:
+    """Put `new` in the place of a part of a row. is_final: the document ends there; else the target after it no longer
     counts, as it follows what was the end."""
     end = begin + len(new)
     tokens[row, begin:end] = new
     targets[row, begin : end - 1] = new[1:]
-    if not over:
+    if not is_final:
         mask[row, end - 1] = False
 
 
@@ -191,13 +195,16 @@ def lengths_of(total: int, count: int, draws: np.ndarray) -> list[int]:
     return [end - begin for begin, end in zip([0, *cuts], [*cuts, total])]
 
 
-def spans_out(text: Tensor, kept: list[int], out: list[int], sentinels: Sequence[int]) -> tuple[Tensor, int]:
-    """(the text [n] with its spans taken out, and then these, [n]; the length of the first part). kept, out: lengths of
-    what stays and of the spans, in turns."""
-    inputs, spans, at = [], [], 0
-    for stays, goes, sentinel in zip(kept, out, sentinels):
+def separate_spans(
+    text: Tensor, text_lengths: list[int], span_lengths: list[int], sentinels: Sequence[int]
+) -> tuple[Tensor, int]:
+    """(the text [n] with its spans taken out, and then these, [n]; the length of the first part). text_lengths,
+    span_lengths: lengths of what stays and of the spans, in turns."""
+    inputs, spans, offset = [], [], 0
+    for stays, goes, sentinel in zip(text_lengths, span_lengths, sentinels):
         mark = text.new_tensor([sentinel])
-        inputs += [text[at : at + stays], mark]
-        spans += [mark, text[at + stays : at + stays + goes]]
-        at += stays + goes
-    return torch.cat([*inputs, *spans, text.new_tensor([sentinels[len(out)]])]), sum(kept) + len(kept)
+        inputs += [text[offset : offset + stays], mark]
+        spans += [mark, text[offset + stays : offset + stays + goes]]
+        offset += stays + goes
+    last_mark = text.new_tensor([sentinels[len(span_lengths)]])
+    return torch.cat([*inputs, *spans, last_mark]), sum(text_lengths) + len(text_lengths)

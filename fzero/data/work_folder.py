@@ -2,7 +2,7 @@
 
     lock             locked (flock) by the process that prepares
     settings.json    what the corpus is made of, and the digest of the sources: written after their first reading
-    documents/       what the first reading said of each piece (fzero/data/first_reading.py)
+    documents/       what the first reading said of each piece (fzero/data/document_scan.py)
     tokenizer.json   one that was trained
     encoded/         the pieces that are encoded (fzero/data/encoding.py)
     corpus/          the corpus, while the pieces are joined
@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from fzero.core.files import make_folder, writing
-from fzero.core.foreign import parse_json, read_text_file
 from fzero.core.storage import naming, write_text
+from fzero.core.text_parsing import parse_json, read_text_file
 from fzero.data.tokenizers import sha256_of
 
 SETTINGS, TOKENIZER = "settings.json", "tokenizer.json"
 FOLDERS = ("documents", "signatures", "encoded")
-BEFORE = {"lock", "stdin", *FOLDERS, f"{SETTINGS}.partial"}  # what there may be before the settings
+INITIAL_NAMES = {"lock", "stdin", *FOLDERS, f"{SETTINGS}.partial"}  # what there may be before the settings
 ENDING_S = 5.0  # how long the processes of one that was killed may take to end
 
 
@@ -56,13 +56,13 @@ def open_work(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
         make_folder(folder.parent, folder.name)
     with writing(folder / "lock", "update") as lock:
         end = time.monotonic() + ENDING_S
-        while not taken(lock):
+        while not try_lock(lock):
             if time.monotonic() > end:
                 raise Busy(f"{folder}: another process prepares {out} there; wait for it, or stop it")
             time.sleep(0.02)
         resumed = (folder / SETTINGS).exists()
         if not new and not resumed:
-            _expect_ours(folder)
+            _expect_work_folder(folder)
         if resumed:
             expect_settings(folder, settings)
         try:
@@ -78,7 +78,7 @@ def open_work(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def clear(out: Path) -> bool:
+def remove_finished(out: Path) -> bool:
     """Remove what a kill left of the work folder of a corpus that was whole by then; returns whether there was that.
 
     A folder stays in which a process works, that has anything of another origin, or that is of another preparation.
@@ -86,22 +86,22 @@ def clear(out: Path) -> bool:
     folder, meta = path_of(out), out / "meta.json"
     if not (folder.is_dir() and meta.is_file()):
         return False
-    if {path.name for path in folder.iterdir()} - BEFORE - {SETTINGS, TOKENIZER}:
+    if {path.name for path in folder.iterdir()} - INITIAL_NAMES - {SETTINGS, TOKENIZER}:
         return False
     with contextlib.ExitStack() as stack:
-        if (folder / "lock").exists() and not taken(
+        if (folder / "lock").exists() and not try_lock(
             stack.enter_context(writing(folder / "lock", "update", make=False))
         ):
             return False
         if (folder / SETTINGS).exists():  # else it was removed already, or the sources were being read
-            begun, made = (parse_json(read_text_file(path), str(path)) for path in (folder / SETTINGS, meta))
-            if begun.get("sources") != made.get("source", {}).get("sha256"):
+            settings, corpus_meta = (parse_json(read_text_file(path), str(path)) for path in (folder / SETTINGS, meta))
+            if settings.get("sources") != corpus_meta.get("source", {}).get("sha256"):
                 return False
         shutil.rmtree(folder)
     return True
 
 
-def taken(lock: Any) -> bool:
+def try_lock(lock: Any) -> bool:
     """Lock a file, which its processes hold together; False if others have it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,26 +110,28 @@ def taken(lock: Any) -> bool:
         return False
 
 
-def _expect_ours(folder: Path) -> None:
+def _expect_work_folder(folder: Path) -> None:
     """Raise ValueError if a folder without settings holds what a preparation does not make."""
-    more = sorted({path.name for path in folder.iterdir()} - BEFORE)
-    if more:
-        raise ValueError(f"{folder}: is no folder of an unfinished preparation (it holds {more[0]}); move it away")
+    unknown = sorted({path.name for path in folder.iterdir()} - INITIAL_NAMES)
+    if unknown:
+        raise ValueError(f"{folder}: is no folder of an unfinished preparation (it holds {unknown[0]}); move it away")
 
 
 def expect_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Raise ValueError unless the preparation that began in the folder has these settings too."""
-    begun = parse_json(read_text_file(folder / SETTINGS), str(folder / SETTINGS))
-    other = [name for name, value in settings.items() if begun.get(name) != value]
-    if other:
-        was, now = (", ".join(f"{name} {one.get(name)!r}" for name in other) for one in (begun, settings))
+    saved_settings = parse_json(read_text_file(folder / SETTINGS), str(folder / SETTINGS))
+    differing = [name for name, value in settings.items() if saved_settings.get(name) != value]
+    if differing:
+        saved_text, current_text = (
+            ", ".join(f"{name} {table.get(name)!r}" for name in differing) for table in (saved_settings, settings)
+        )
         raise ValueError(
-            f"{folder}: an unfinished preparation with {was}, and this one has {now}; give the same sources and "
-            "options to go on, or remove that folder to begin anew"
+            f"{folder}: an unfinished preparation with {saved_text}, and this one has {current_text}; give the same "
+            "sources and options to go on, or remove that folder to begin anew"
         )
 
 
-def begin(folder: Path, settings: dict[str, Any]) -> None:
+def record_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Note what the corpus is made of, unless the folder has that already; raises ValueError if that differs."""
     if (folder / SETTINGS).exists():
         expect_settings(folder, settings)
@@ -137,12 +139,12 @@ def begin(folder: Path, settings: dict[str, Any]) -> None:
         write_text(folder, SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
-def keep_tokenizer(folder: Path, content: str) -> None:
+def save_tokenizer(folder: Path, content: str) -> None:
     """Keep a tokenizer that was trained."""
     write_text(folder, TOKENIZER, f"{sha256_of(content)}\n{content}")
 
 
-def kept_tokenizer(folder: Path) -> str | None:
+def load_saved_tokenizer(folder: Path) -> str | None:
     """The content of the tokenizer that was trained; None if there is none, or it is damaged."""
     if not (folder / TOKENIZER).exists():
         return None

@@ -19,8 +19,8 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
-from fzero.core.importing import without_collection
-from fzero.core.pools import deaf_to_interrupts
+from fzero.core.packages import without_collection
+from fzero.core.process_pool import deaf_to_interrupts
 
 R = TypeVar("R")
 END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -47,7 +47,7 @@ def results_of(work: Callable[[int], R], numbers: Sequence[int], workers: int) -
             yield from _dealt(started, numbers)
 
 
-def apart(work: Callable[[], R]) -> R:
+def run_in_process(work: Callable[[], R]) -> R:
     """work(), computed in a process of its own, whose memory and threads are gone when it is done."""
     with _processes(lambda _: work(), 1) as started:
         return next(_dealt(started, [0]))[1]
@@ -55,11 +55,11 @@ def apart(work: Callable[[], R]) -> R:
 
 def _dealt(started: list[tuple[Any, Any]], numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
     """The results of all numbers, each given to the next process that is free."""
-    free, left = [connection for _, connection in started], iter(numbers)
+    free, remaining = [connection for _, connection in started], iter(numbers)
     busy: dict[Any, int] = {}
     failed: dict[int, BaseException] = {}
     while True:
-        while free and not failed and (number := next(left, None)) is not None:
+        while free and not failed and (number := next(remaining, None)) is not None:
             connection = free.pop()
             connection.send(number)
             busy[connection] = number
@@ -82,11 +82,11 @@ def _dealt(started: list[tuple[Any, Any]], numbers: Sequence[int]) -> Iterator[t
 
 
 def _ended(started: list[tuple[Any, Any]], connection: Any) -> str:
-    (process,) = (process for process, own in started if own is connection)
+    (process,) = (process for process, pipe in started if pipe is connection)
     process.join()
-    how = f"by signal {-process.exitcode}" if process.exitcode < 0 else f"with exit code {process.exitcode}"
+    outcome = f"by signal {-process.exitcode}" if process.exitcode < 0 else f"with exit code {process.exitcode}"
     return (
-        f"a process that prepares ended {how}; if memory was short, use fewer (workers= of Preparing, "
+        f"a process that prepares ended {outcome}; if memory was short, use fewer (workers= of Preparing, "
         f"--workers); the same command goes on "
         "from what is done"
     )
@@ -101,17 +101,17 @@ def _processes(work: Callable[[int], Any], workers: int) -> Iterator[list[tuple[
     sys.stderr.flush()
     try:
         for _ in range(workers):
-            ours, theirs = context.Pipe()
-            others = [ours, *(connection for _, connection in started)]
-            process = context.Process(target=_serve, args=(work, theirs, others, os.getpid()), daemon=True)
+            parent_end, child_end = context.Pipe()
+            open_pipes = [parent_end, *(connection for _, connection in started)]
+            process = context.Process(target=_serve, args=(work, child_end, open_pipes, os.getpid()), daemon=True)
             with without_collection(), deaf_to_interrupts(), warnings.catch_warnings():
                 # Python 3.12 and JAX warn of locks that other threads may hold; what reads and encodes text takes none
                 # of theirs, nor of torch's and of loggers.
                 warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
                 warnings.filterwarnings("ignore", r".*os\.fork\(\) is incompatible with multithreaded", RuntimeWarning)
                 process.start()
-            theirs.close()
-            started.append((process, ours))
+            child_end.close()
+            started.append((process, parent_end))
         yield started
     finally:
         for process, connection in started:
@@ -121,7 +121,7 @@ def _processes(work: Callable[[int], Any], workers: int) -> Iterator[list[tuple[
             process.close()
 
 
-def _serve(work: Callable[[int], Any], connection: Any, others: list[Any], parent: int) -> None:
+def _serve(work: Callable[[int], Any], connection: Any, open_pipes: list[Any], parent: int) -> None:
     """Answer numbers with (result, error), until there are no more."""
     gc.freeze()  # garbage of the parent is not ended here: that may take threads, which a forked process does not have
     gc.enable()
@@ -130,8 +130,8 @@ def _serve(work: Callable[[int], Any], connection: Any, others: list[Any], paren
         ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
         return
-    for other in others:
-        other.close()
+    for pipe in open_pipes:
+        pipe.close()
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             number = connection.recv()
@@ -154,12 +154,12 @@ def _portable(error: BaseException) -> BaseException:
 @contextlib.contextmanager
 def _serial_tokenizers() -> Iterator[None]:
     """A context in which the tokenizers library uses no threads of its own, in forked processes too."""
-    before = os.environ.get(SERIAL)
+    previous = os.environ.get(SERIAL)
     os.environ[SERIAL] = "false"
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             os.environ.pop(SERIAL, None)
         else:
-            os.environ[SERIAL] = before
+            os.environ[SERIAL] = previous

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fzero.kernels.op_function  # noqa: F401  (which settles how Triton fuses)
+import fzero.kernels.custom_operator  # noqa: F401  (which settles how Triton fuses)
 from fzero.core.files import writing
 from fzero.kernels.optional_triton import VERSION, triton
 
@@ -24,7 +24,7 @@ FILES = (
     "attention_flash",
     "attention_flash_backward",
     "attention_masked_triton",
-    "attention_places",
+    "attention_spans",
     "cross_entropy_triton",
     "dropout",
     "float8",
@@ -94,7 +94,7 @@ ARCHS = {
 }
 
 
-class Result(NamedTuple):
+class CompiledBuild(NamedTuple):
     """The result of compiling a build, and its faults."""
 
     registers: int
@@ -106,7 +106,7 @@ class Result(NamedTuple):
     wrong: str = ""  # "" for nothing
 
 
-def compile_build(arch: Arch, file: str, build: Build) -> Result:
+def compile_build(arch: Arch, file: str, build: Build) -> CompiledBuild:
     """Compile one build and read its code."""
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]  (it need not be installed)
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
@@ -146,7 +146,7 @@ def allowed_spills(build: Build) -> int:
     return max(build.spills, KNOWN_SPILLS.get(VERSION, {}).get(build.label, 0))
 
 
-def read_code(arch: Arch, compiled: Any) -> Result:
+def read_code(arch: Arch, compiled: Any) -> CompiledBuild:
     """The properties of the machine code of a kernel that Triton has compiled for `arch`, without a judgement."""
     backend, architecture, _ = arch.target
     if backend == "cuda":
@@ -161,7 +161,7 @@ def read_code(arch: Arch, compiled: Any) -> Result:
     accesses = re.findall(arch.access, code)
     wide = sum(re.search(arch.wide, access) is not None for access in accesses)
     matrix = len(re.findall(arch.matrix, code))
-    return Result(registers, spilled, compiled.metadata.shared, matrix, wide, len(accesses))
+    return CompiledBuild(registers, spilled, compiled.metadata.shared, matrix, wide, len(accesses))
 
 
 def too_much_shared(arch: Arch, size: int) -> str:
@@ -169,9 +169,9 @@ def too_much_shared(arch: Arch, size: int) -> str:
     return f"{size} bytes of shared memory, above {arch.shared}" if size > arch.shared else ""
 
 
-def failed(why: str) -> Result:
+def failed(reason: str) -> CompiledBuild:
     """The result of a kernel that does not compile: what the compiler said."""
-    return Result(0, 0, 0, 0, 0, 0, f"does not compile: {why}")
+    return CompiledBuild(0, 0, 0, 0, 0, 0, f"does not compile: {reason}")
 
 
 def _assemble(ptx: str, capability: int) -> tuple[int, int]:

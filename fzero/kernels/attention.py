@@ -4,7 +4,7 @@
 
 With a cap c the score y = scale q[t] . k[s] becomes c tanh(y / c) (Gemma Team 2024, "Gemma 2", arXiv:2408.00118,
 section 2.1). With a sink, a logit of each query head, the softmax has one more share, of no value: see
-attention_sinks.py.
+attention_arguments.py.
 
 A query sees the keys at positions up to its own that are in its document and that the pattern allows. `reference`
 defines this.
@@ -23,14 +23,13 @@ from torch import Tensor
 
 from fzero.core.device import kind_of
 from fzero.kernels import attention_flash, attention_library, attention_tiled
+from fzero.kernels.attention_arguments import attend_by, expect_attention, softmax, widened
 from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK, blocked_attention
-from fzero.kernels.attention_call import expect_attention, widened
 from fzero.kernels.attention_flash import flash_forward
 from fzero.kernels.attention_flash_backward import flash_backward
 from fzero.kernels.attention_pattern import FULL, Pattern, visible_mask
-from fzero.kernels.attention_sinks import attend_by, softmax
 from fzero.kernels.cross_entropy_rows import cap_logits
-from fzero.kernels.op_function import on_cuda, triton_runs
+from fzero.kernels.custom_operator import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
 __all__ = ["FULL", "Pattern", "attention"]
@@ -81,7 +80,7 @@ def flash_attention(
 ) -> Tensor:
     """`reference` by the kernels of attention_flash.py."""
     offset = k.shape[1] - q.shape[1]
-    both = () if documents is None else (documents[:, offset:], documents)
+    document_pair = () if documents is None else (documents[:, offset:], documents)
     where = (pattern.numbers, q.shape[-1] ** -0.5 if scale is None else scale, offset, 0)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *documents: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +90,7 @@ def flash_attention(
         q, k, v, *documents, out, lse = saved
         return flash_backward(grads[0], q, k, v, out, lse, *(documents or (None, None)), *where)
 
-    return attend_by("flash attention", forward, backward, (q, k, v, *both), sinks)
+    return attend_by("flash attention", forward, backward, (q, k, v, *document_pair), sinks)
 
 
 def _flash_serves(
@@ -106,8 +105,8 @@ def _flash_serves(
     **options: Any,
 ) -> str:
     t, s = q.shape[1], k.shape[1]
-    if why := attention_flash.serves(q, k, v, scale, cap):
-        return why
+    if reason := attention_flash.serves(q, k, v, scale, cap):
+        return reason
     if t > s:
         return f"there are {t} queries of {s} positions; it takes at most as many"
     if max(s, pattern.size) > MAX_POSITION:
@@ -115,11 +114,11 @@ def _flash_serves(
     return triton_runs(q, k, v) if documents is None else triton_runs(q, k, v, documents)
 
 
-def _flash_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
+def _flash_preferred(q: Tensor, *tensors: Tensor, **options: Any) -> str:
     return (
         "one query makes one tile of each head, which goes through the keys alone"
         if q.shape[1] == 1
-        else on_cuda(q, *rest)
+        else on_cuda(q, *tensors)
     )
 
 
@@ -149,7 +148,7 @@ def _fused_serves(
     return "it does not cap scores" if cap else ""
 
 
-def _fused_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
+def _fused_preferred(q: Tensor, *tensors: Tensor, **options: Any) -> str:
     """Measured on a CPU, forward and backward: blocked takes 0.5 to 1.0 of fused's time up to T = 1024, and more
     beyond.
     """
@@ -158,7 +157,7 @@ def _fused_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
     return "blocked takes 0.5 to 1.0 of its time on a CPU up to T = 1024"
 
 
-def _blocked_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
+def _blocked_preferred(q: Tensor, *tensors: Tensor, **options: Any) -> str:
     return "" if q.shape[1] > 1 else "one query needs no blocks"
 
 

@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.core.autodiff import Function, run_backward
-from fzero.kernels.attention_call import widened
+from fzero.kernels.attention_arguments import widened
 from fzero.kernels.attention_pattern import FULL, Pattern, visible_mask
 from fzero.kernels.cross_entropy_rows import cap_logits
 
@@ -53,7 +53,7 @@ class Block(NamedTuple):
     keys: slice
     offset: int  # S - T
 
-    def of(self, q: Tensor) -> Tensor:
+    def query_rows(self, q: Tensor) -> Tensor:
         """The rows of these queries of q [N, R, T, ...], for all R heads: [N, R queries, ...]."""
         return q[:, :, self.queries].flatten(1, 2)
 
@@ -74,7 +74,7 @@ def _scores(
     cap: float,
 ) -> Tensor:
     """Masked scores [B G, R, queries, keys] of one block, in float32 or wider."""
-    s = torch.matmul(widened(block.of(q)), widened(k[:, block.keys]).transpose(1, 2))
+    s = torch.matmul(widened(block.query_rows(q)), widened(k[:, block.keys]).transpose(1, 2))
     s = s.unflatten(1, (q.shape[1], -1)) * scale
     s, keys = cap_logits(s, cap), torch.arange(block.keys.start, block.keys.stop, device=q.device)
     query = keys[block.queries.start + block.offset - block.keys.start :]  # the last of these keys
@@ -120,28 +120,28 @@ class _Blocked(Function):
         return *grads, *([] if ctx.has[0] else [None]), None, None, None, None
 
 
-def _blocked_backward(pattern, scale, cap, has, q, k, v, lse, grad, *optional):
-    sinks = optional[0] if has[0] else None
-    documents = optional[-1] if has[1] else None
-    dqs, owed = [], []
+def _blocked_backward(pattern, scale, cap, has_optional, q, k, v, lse, grad, *optional):
+    sinks = optional[0] if has_optional[0] else None
+    documents = optional[-1] if has_optional[1] else None
+    dqs, deltas = [], []
     dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
     for block in _blocks(q.shape[2], k.shape[1], pattern):
         s, keys = _scores(q, k, block, pattern, documents, scale, cap), block.keys
         p = torch.exp(s - lse[:, :, block.queries, None])
-        g = block.of(grad)
+        g = block.query_rows(grad)
         dp = torch.matmul(widened(g), widened(v[:, keys]).transpose(1, 2)).view(p.shape)
         # From dp itself, as rows are whole, and not from out: the gradient of a query with one key is then exactly 0.
         weighed = p * dp
-        owed.append(weighed.sum(-1, keepdim=True))
-        ds = torch.addcmul(weighed, p, owed[-1], value=-1.0) * scale
+        deltas.append(weighed.sum(-1, keepdim=True))
+        ds = torch.addcmul(weighed, p, deltas[-1], value=-1.0) * scale
         if cap:  # the derivative of the cap, 0 where nothing is seen
             ds = ds * torch.where(s == float("-inf"), 0.0, 1.0 - (s / cap).square())
         ds = ds.flatten(1, 2)
         dv[:, keys] += torch.matmul(p.to(g.dtype).flatten(1, 2).transpose(1, 2), g)
-        dk[:, keys] += torch.matmul(ds.transpose(1, 2), widened(block.of(q)))
+        dk[:, keys] += torch.matmul(ds.transpose(1, 2), widened(block.query_rows(q)))
         dqs.append(torch.matmul(ds, widened(k[:, keys])).to(q.dtype).unflatten(1, (q.shape[1], -1)))
     grads = torch.cat(dqs, 2), dk.to(k.dtype), dv.to(v.dtype)
     if sinks is None:
         return grads
     share = torch.exp(sinks.to(lse.dtype)[..., None] - lse)
-    return *grads, -(share * torch.cat(owed, 2)[..., 0]).sum(-1).to(sinks.dtype)
+    return *grads, -(share * torch.cat(deltas, 2)[..., 0]).sum(-1).to(sinks.dtype)

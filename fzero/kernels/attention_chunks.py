@@ -1,7 +1,7 @@
 """Attention of a chunk of a sequence's queries on a chunk of its keys: parts of one softmax, which `join` joins.
 
 Both chunks are of neighbouring tokens, and their places are numbers of the host, so that a plan knows how many pairs of
-a query and a key each part has. The forms are those of attention_at.py.
+a query and a key each part has. The forms are those of attention_positions.py.
 Ref: Yao et al. 2024, "Fully pipelined distributed transformer", arXiv:2408.16978, section 4.
 
 Shapes: q and out [B, N, H, K], k and v [B, S, G, K], lse [B, H, N]; out, lse and gradients in float32 or wider. The out
@@ -16,53 +16,63 @@ import torch
 from torch import Tensor
 
 from fzero.kernels import flops
-from fzero.kernels.attention_at import PARTS, How, Parts, Where, blocked_backward_at, blocked_forward_at, parts_of
+from fzero.kernels.attention_positions import (
+    FORM_PASSES,
+    FormPasses,
+    Positions,
+    Scoring,
+    blocked_backward_at,
+    blocked_forward_at,
+    choose_form,
+)
 from fzero.kernels.attention_ring import join as join
-from fzero.kernels.op_function import operator
+from fzero.kernels.custom_operator import operator
 
 
 class ChunkAttention(NamedTuple):
     """How the chunks of a sequence attend: the name of a form in PARTS, and the documents int [B, T] of whole rows."""
 
     form: str
-    how: How
+    scoring: Scoring
     documents: Tensor | None = None
 
     @classmethod
-    def of(cls, impl: str, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: How) -> ChunkAttention:
+    def choose(
+        cls, impl: str, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scoring: Scoring
+    ) -> ChunkAttention:
         """Those whose form serves chunks such as these, which `impl` names; raises ValueError if it does not."""
-        return cls(parts_of(impl, q, k, v, _where(q, k, documents, 0, 0), how), how, documents)
+        return cls(choose_form(impl, q, k, v, _positions(q, k, documents, 0, 0), scoring), scoring, documents)
 
     def first_key(self, query: int) -> int:
         """The first key that any query from position `query` on sees, wherever documents end."""
-        return self.how.pattern.first_key(query)
+        return self.scoring.pattern.first_key(query)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, query: int, key: int) -> tuple[Tensor, Tensor]:
         """(out, lse) of queries from position `query` on, on keys from position `key` on."""
         if self.form == "blocked":  # PyTorch's products, which a count of memory or of FLOPs sees
-            return blocked_forward_at(q, k, v, _where(q, k, self.documents, query, key), self.how)
-        return _forward_part(q, k, v, *self._numbers(query, key))
+            return blocked_forward_at(q, k, v, _positions(q, k, self.documents, query, key), self.scoring)
+        return _forward_chunk(q, k, v, *self._numbers(query, key))
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, g: Tensor, query: int, key: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The part of these keys in the gradients by q, and the gradients by k and v of these queries alone."""
         if self.form == "blocked":
-            where = _where(q, k, self.documents, query, key)
-            return blocked_backward_at(q, k, v, where, out, lse, g, self.how)
-        return _backward_part(q, k, v, out, lse, g, *self._numbers(query, key))
+            positions = _positions(q, k, self.documents, query, key)
+            return blocked_backward_at(q, k, v, positions, out, lse, g, self.scoring)
+        return _backward_chunk(q, k, v, out, lse, g, *self._numbers(query, key))
 
     def _numbers(self, query: int, key: int) -> tuple[Any, ...]:
-        how = self.how
-        return self.documents, query, key, self.form, how.numbers, how.scale, how.cap
+        scoring = self.scoring
+        return self.documents, query, key, self.form, scoring.numbers, scoring.scale, scoring.cap
 
 
-def _where(q: Tensor, k: Tensor, documents: Tensor | None, query: int, key: int) -> Where:
+def _positions(q: Tensor, k: Tensor, documents: Tensor | None, query: int, key: int) -> Positions:
     """The positions and documents of chunks that begin at `query` and `key`."""
-    at, to = query + q.shape[1], key + k.shape[1]
-    positions = torch.arange(query, at, device=q.device), torch.arange(key, to, device=q.device)
-    both = (None, None) if documents is None else (documents[:, query:at], documents[:, key:to])
-    return Where(*positions, *both)
+    query_end, key_end = query + q.shape[1], key + k.shape[1]
+    positions = torch.arange(query, query_end, device=q.device), torch.arange(key, key_end, device=q.device)
+    document_rows = (None, None) if documents is None else (documents[:, query:query_end], documents[:, key:key_end])
+    return Positions(*positions, *document_rows)
 
 
 SHARED = "Tensor? documents, int query, int key, str form, int[] pattern, float scale, float cap"
@@ -81,27 +91,27 @@ def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Te
 @operator(
     f"attention_part(Tensor q, Tensor k, Tensor v, {SHARED}) -> (Tensor, Tensor)",
     _fake_forward,
-    flop=flops.attention_part,
+    flop=flops.attention_chunk,
 )
-def _forward_part(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    parts, where, how = _given(q, k, *rest)
-    return parts.forward(q, k, v, where, how)
+def _forward_chunk(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    passes, positions, scoring = _parse_arguments(q, k, *arguments)
+    return passes.forward(q, k, v, positions, scoring)
 
 
 @operator(
     f"attention_part_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor g, {SHARED}) -> "
     "(Tensor, Tensor, Tensor)",
     _fake_backward,
-    flop=flops.attention_part_backward,
+    flop=flops.attention_chunk_backward,
 )
-def _backward_part(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, g: Tensor, *rest: Any
+def _backward_chunk(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, g: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    parts, where, how = _given(q, k, *rest)
-    return parts.backward(q, k, v, where, out, lse, g, how)
+    passes, positions, scoring = _parse_arguments(q, k, *arguments)
+    return passes.backward(q, k, v, positions, out, lse, g, scoring)
 
 
-def _given(
+def _parse_arguments(
     q: Tensor,
     k: Tensor,
     documents: Tensor | None,
@@ -109,5 +119,5 @@ def _given(
     key: int,
     form: str,
     *numbers: Any,
-) -> tuple[Parts, Where, How]:
-    return PARTS[form], _where(q, k, documents, query, key), How.of_numbers(*numbers)
+) -> tuple[FormPasses, Positions, Scoring]:
+    return FORM_PASSES[form], _positions(q, k, documents, query, key), Scoring.of_numbers(*numbers)

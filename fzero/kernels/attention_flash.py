@@ -31,17 +31,17 @@ from torch import Tensor
 
 from fzero.kernels import flops
 from fzero.kernels.aot import Build
-from fzero.kernels.attention_call import outputs_of
+from fzero.kernels.attention_arguments import outputs_of
 from fzero.kernels.attention_pattern import Pattern
-from fzero.kernels.attention_places import ALL, NONE, SOME, Places, run_of, span_of
+from fzero.kernels.attention_spans import ALL, NONE, SOME, KernelPositions, run_end, span_of
 from fzero.kernels.attention_tiles import (
     LN_2,
     LOG2_E,
     SIZES,
+    attention_builds,
     compact_rows,
     config,
     dot,
-    each_build,
     key_tiles,
     load_documents,
     load_positions,
@@ -50,7 +50,7 @@ from fzero.kernels.attention_tiles import (
     tables,
     tile,
 )
-from fzero.kernels.op_function import INTERPRETED, operator
+from fzero.kernels.custom_operator import INTERPRETED, operator
 from fzero.kernels.optional_triton import tl, triton
 
 # By the head dim rounded up to a power of two (or float32): tiles of M queries and N keys.
@@ -90,7 +90,7 @@ def _forward_tiles(
 
 @triton.jit(do_not_specialize=SIZES)
 def _flash_forward(
-    Q, K, V, OUT, LSE, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep, near,
+    Q, K, V, OUT, LSE, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, global_count, near,
     seed, RANDOM: tl.constexpr, scale,
     qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, AT: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
@@ -99,43 +99,45 @@ def _flash_forward(
     # ones the most keys, and the longest programs should start first. `row` is int64, so that b * stride cannot
     # overflow.
     tiles = tl.cdiv(t, M)
-    at = tiles - 1 - tl.program_id(0) % tiles
+    tile_index = tiles - 1 - tl.program_id(0) % tiles
     row = (tl.program_id(0) // tiles).to(tl.int64)
-    b, h, i = row // heads, row % heads, at * M
+    b, h, i = row // heads, row % heads, tile_index * M
     q = tile(Q + b * qb + h * qh, i, qt, t, DIM, WIDTH, M, False)
     if AT:
         query_start, key_start = query_start + b * t, key_start + b * s
     keys = (K + b * kb + h // share * kh, kt, V + b * vb + h // share * vh, vt, s, key_start, KDOCS + b * s)
     rows = i + tl.arange(0, M)
     span = span_of(query_start, QDOCS + b * t, rows, t, AT, DOCUMENTS)
-    mine = load_documents(QDOCS + b * t, rows, t, DOCUMENTS)
-    queries = (load_positions(query_start, rows, t, AT), span, mine)
-    pattern = (size, keep, near, seed)
+    query_docs = load_documents(QDOCS + b * t, rows, t, DOCUMENTS)
+    queries = (load_positions(query_start, rows, t, AT), span, query_docs)
+    pattern = (size, global_count, near, seed)
 
     o, m, l = tl.zeros([M, WIDTH], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     if AT:
         SPANS, j = REACH + b * tl.cdiv(s, N) * 4, tl.minimum(i, 0)
         while j < s:
-            a = run_of(ALL, SPANS, j, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
+            a = run_end(ALL, SPANS, j, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
             o, m, l = _forward_tiles(
                 o, m, l, q, j, a, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N, False,
                 UPCAST,
             )  # fmt: skip
-            z = run_of(SOME, SPANS, a, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
+            z = run_end(SOME, SPANS, a, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
             o, m, l = _forward_tiles(
                 o, m, l, q, a, z, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N, True,
                 UPCAST,
             )  # fmt: skip
-            j = run_of(NONE, SPANS, z, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
+            j = run_end(NONE, SPANS, z, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
     elif KIND == "strided" or KIND == "fixed" or KIND == "bigbird":
         lo, _a, _z, hi = key_tiles(
-            span[0], span[1], s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N
+            span[0], span[1], s, key_start, size, REACH + (b * tiles + tile_index) * 2, KIND, DOCUMENTS, N
         )
         o, m, l = _forward_tiles(
             o, m, l, q, lo, hi, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N, True, UPCAST
         )
     else:
-        lo, a, z, hi = key_tiles(span[0], span[1], s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N)
+        lo, a, z, hi = key_tiles(
+            span[0], span[1], s, key_start, size, REACH + (b * tiles + tile_index) * 2, KIND, DOCUMENTS, N
+        )
         if KIND != "full" or DOCUMENTS:
             o, m, l = _forward_tiles(
                 o, m, l, q, lo, a, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N, True,
@@ -157,7 +159,7 @@ def _flash_forward(
     tl.store(LSE + row * t + rows, tl.where(l == 0.0, float("-inf"), (m + tl.log2(l)) * LN_2), mask=rows < t)
 
 
-def _wide_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _wide_outputs(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     out, lse = outputs_of(q)
     return out.to(torch.float32), lse
 
@@ -186,7 +188,7 @@ def flash_forward(
     """Return (out, lse); pattern: its `numbers`; positions as at the top of the file; documents int [B, T] and [B, S],
     or None.
     """
-    places = Places(query_start, key_start, query_documents, key_documents)
+    places = KernelPositions(query_start, key_start, query_documents, key_documents)
     return _forward(q, k, v, places, pattern, scale, q.dtype)
 
 
@@ -210,23 +212,23 @@ def flash_forward_at(
     """Return (out, lse), both float32, of queries at the positions `query` on keys at `key`, int [B, T] and [B, S]
     below 2^30; documents likewise, or None.
     """
-    places = Places(query, key, query_documents, key_documents).small()
+    places = KernelPositions(query, key, query_documents, key_documents).small()
     return _forward(q, k, v, places, pattern, scale, torch.float32)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, places: Places, pattern: Sequence[int], scale: float, dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, places: KernelPositions, pattern: Sequence[int], scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    (b, t, h, dim), s, given = q.shape, k.shape[1], Pattern.of_numbers(pattern)
+    (b, t, h, dim), s, mask_pattern = q.shape, k.shape[1], Pattern.of_numbers(pattern)
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty((b, h, t), dtype=torch.float32, device=q.device)
     if b * t * h == 0:
         return out, lse
     q, k, v = compact_rows(q), compact_rows(k), compact_rows(v)
-    width, blocks = config("_flash_forward", CONFIGS, q, given.kind, places.options["AT"])
+    width, blocks = config("_flash_forward", CONFIGS, q, mask_pattern.kind, places.options["AT"])
     _flash_forward[(triton.cdiv(t, blocks["M"]) * b * h,)](
-        q, k, v, out, lse, *places.of_queries(blocks, q), t, s, h, h // k.shape[2], *places.starts, *given.sizes,
-        scale * LOG2_E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], KIND=given.kind, DIM=dim, WIDTH=width,
+        q, k, v, out, lse, *places.of_queries(blocks, q), t, s, h, h // k.shape[2], *places.starts, *mask_pattern.sizes,
+        scale * LOG2_E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], KIND=mask_pattern.kind, DIM=dim, WIDTH=width,
         UPCAST=INTERPRETED, **places.options, **blocks,
     )  # fmt: skip
     return out, lse
@@ -249,4 +251,4 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float | None, cap: float) -> 
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    yield from each_build("_flash_forward", "Q K V OUT LSE QDOCS KDOCS REACH", gpu)
+    yield from attention_builds("_flash_forward", "Q K V OUT LSE QDOCS KDOCS REACH", gpu)

@@ -24,17 +24,17 @@ from fzero.kernels import flops
 from fzero.kernels.aot import Build
 from fzero.kernels.attention_flash import DOCUMENTS, PATTERN
 from fzero.kernels.attention_pattern import Pattern
-from fzero.kernels.attention_places import ALL, NONE, SOME, Places, run_of, span_of
+from fzero.kernels.attention_spans import ALL, NONE, SOME, KernelPositions, run_end, span_of
 from fzero.kernels.attention_tiles import (
     FAR,
     LN_2,
     LOG2_E,
     SIZES,
     align_tiles,
+    attention_builds,
     compact_rows,
     config,
     dot,
-    each_build,
     key_tiles,
     load_documents,
     load_positions,
@@ -45,7 +45,7 @@ from fzero.kernels.attention_tiles import (
     tile,
     visible_pairs,
 )
-from fzero.kernels.op_function import INTERPRETED, operator
+from fzero.kernels.custom_operator import INTERPRETED, operator
 from fzero.kernels.optional_triton import INSTALLED, VERSION, tl, triton
 
 # As in the forward pass: tiles of M queries and N keys.
@@ -83,24 +83,24 @@ def _dq_tiles(
 
 @triton.jit(do_not_specialize=SIZES)
 def _flash_dq(
-    Q, K, V, OUT, LSE, G, DQ, DELTA, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep,
-    near, seed, RANDOM: tl.constexpr, scale,
+    Q, K, V, OUT, LSE, G, DQ, DELTA, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start,
+    size, global_count, near, seed, RANDOM: tl.constexpr, scale,
     qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, AT: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(t, M)
-    at = tiles - 1 - tl.program_id(0) % tiles
+    tile_index = tiles - 1 - tl.program_id(0) % tiles
     row = (tl.program_id(0) // tiles).to(tl.int64)
-    b, h, i = row // heads, row % heads, at * M
+    b, h, i = row // heads, row % heads, tile_index * M
     rows, columns = i + tl.arange(0, M), tl.arange(0, WIDTH)
     q = tile(Q + b * qb + h * qh, i, qt, t, DIM, WIDTH, M, False)
     if AT:
         query_start, key_start = query_start + b * t, key_start + b * s
     keys = (K + b * kb + h // share * kh, kt, V + b * vb + h // share * vh, vt, s, key_start, KDOCS + b * s)
     span = span_of(query_start, QDOCS + b * t, rows, t, AT, DOCUMENTS)
-    mine = load_documents(QDOCS + b * t, rows, t, DOCUMENTS)
-    queries = (load_positions(query_start, rows, t, AT), span, mine)
-    pattern = (size, keep, near, seed)
+    query_docs = load_documents(QDOCS + b * t, rows, t, DOCUMENTS)
+    queries = (load_positions(query_start, rows, t, AT), span, query_docs)
+    pattern = (size, global_count, near, seed)
 
     # G, OUT and DQ are contiguous [B, T, H, K]: this head begins at `begin`, and its rows are heads * DIM apart.
     begin = (b * t * heads + h) * DIM
@@ -116,27 +116,29 @@ def _flash_dq(
     if AT:
         SPANS, j = REACH + b * tl.cdiv(s, N) * 4, tl.minimum(i, 0)
         while j < s:
-            a = run_of(ALL, SPANS, j, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
+            a = run_end(ALL, SPANS, j, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
             dq = _dq_tiles(
                 dq, q, g, lse, delta, j, a, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N,
                 False, UPCAST,
             )  # fmt: skip
-            z = run_of(SOME, SPANS, a, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
+            z = run_end(SOME, SPANS, a, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
             dq = _dq_tiles(
                 dq, q, g, lse, delta, a, z, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N,
                 True, UPCAST,
             )  # fmt: skip
-            j = run_of(NONE, SPANS, z, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
+            j = run_end(NONE, SPANS, z, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
     elif KIND == "strided" or KIND == "fixed" or KIND == "bigbird":
         lo, _a, _z, hi = key_tiles(
-            span[0], span[1], s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N
+            span[0], span[1], s, key_start, size, REACH + (b * tiles + tile_index) * 2, KIND, DOCUMENTS, N
         )
         dq = _dq_tiles(
             dq, q, g, lse, delta, lo, hi, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N,
             True, UPCAST,
         )  # fmt: skip
     else:
-        lo, a, z, hi = key_tiles(span[0], span[1], s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N)
+        lo, a, z, hi = key_tiles(
+            span[0], span[1], s, key_start, size, REACH + (b * tiles + tile_index) * 2, KIND, DOCUMENTS, N
+        )
         if KIND != "full" or DOCUMENTS:
             dq = _dq_tiles(
                 dq, q, g, lse, delta, lo, a, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N,
@@ -150,9 +152,11 @@ def _flash_dq(
             dq, q, g, lse, delta, z, hi, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N,
             True, UPCAST,
         )  # fmt: skip
-    to = DQ + begin + (i.to(tl.int64) * heads * DIM) + (tl.arange(0, M)[:, None] * heads * DIM + columns[None, :])
+    pointers = DQ + begin + (i.to(tl.int64) * heads * DIM) + (tl.arange(0, M)[:, None] * heads * DIM + columns[None, :])
     # `scale` includes the factor log2(e) of exp2; LN_2 takes it out again.
-    tl.store(to, (dq * (scale * LN_2)).to(DQ.dtype.element_ty), mask=(rows < t)[:, None] & (columns < DIM)[None, :])
+    tl.store(
+        pointers, (dq * (scale * LN_2)).to(DQ.dtype.element_ty), mask=(rows < t)[:, None] & (columns < DIM)[None, :]
+    )
 
 
 @triton.jit
@@ -180,10 +184,10 @@ def end_query(key, size, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_values(base, at, count, WHOLE: tl.constexpr):
+def load_values(base, offsets, count, WHOLE: tl.constexpr):
     """Load base[at] for the columns of a product; unless WHOLE (all exist), zeros from `count` on."""
-    values = tl.load(base + at) if WHOLE else tl.load(base + at, mask=at < count, other=0.0)
-    return tl.gather(values, tl.arange(0, at.shape[0]), 0) if OLD else values
+    values = tl.load(base + offsets) if WHOLE else tl.load(base + offsets, mask=offsets < count, other=0.0)
+    return tl.gather(values, tl.arange(0, offsets.shape[0]), 0) if OLD else values
 
 
 @triton.jit
@@ -198,7 +202,7 @@ def _dkv_tiles(
     queries] here.
     """
     q, qt, qh, g, gt, lse, delta, t, query_start, docs, share = queries
-    key, span, end, theirs = keys
+    key, span, end, key_docs = keys
     for step in range(0, count * share):  # step = head * count + tile
         h, i = tl.cast(step // count, tl.int64), lo + step % count * M
         i = tl.where(i < skip[0], i, i + skip[1])
@@ -207,17 +211,17 @@ def _dkv_tiles(
             or (KIND != "strided" and KIND != "fixed" and KIND != "bigbird")
             or may_see(i + query_start, i + query_start + M - 1, span[0], span[1], pattern, KIND, RANDOM)
         ):
-            at = i + tl.arange(0, M)
+            rows = i + tl.arange(0, M)
             query = tile(q + h * qh, i, qt, t, DIM, WIDTH, M, not MASKED)
             x = dot(k, tl.trans(query), UPCAST)
-            level = load_values(lse + h * t, at, t, not MASKED) * LOG2_E_
+            level = load_values(lse + h * t, rows, t, not MASKED) * LOG2_E_
             if MASKED:
-                mine = load_documents(docs, at, t, DOCUMENTS)
+                query_docs = load_documents(docs, rows, t, DOCUMENTS)
                 mask = visible_pairs(
-                    load_positions(query_start, at, t, AT)[None, :],
+                    load_positions(query_start, rows, t, AT)[None, :],
                     key[:, None],
-                    mine[None, :],
-                    theirs[:, None],
+                    query_docs[None, :],
+                    key_docs[:, None],
                     end,
                     pattern,
                     KIND,
@@ -230,14 +234,14 @@ def _dkv_tiles(
             grad = tile(g + h * DIM, i, gt, t, DIM, WIDTH, M, not MASKED)
             dv += dot(p.to(grad.dtype), grad, UPCAST)
             dp = dot(v, tl.trans(grad), UPCAST)
-            d = load_values(delta + h * t, at, t, not MASKED)
+            d = load_values(delta + h * t, rows, t, not MASKED)
             dk += dot((p * (dp - d[None, :])).to(query.dtype), query, UPCAST)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _flash_dkv(
-    Q, K, V, LSE, G, DELTA, DK, DV, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep,
+    Q, K, V, LSE, G, DELTA, DK, DV, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, global_count,
     near, seed, RANDOM: tl.constexpr, scale,
     qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, AT: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr,
@@ -246,18 +250,18 @@ def _flash_dkv(
     # Programs are numbered row * tiles + tile, with row = b * groups + group: a tile of N keys of one key/value head.
     # Its query heads are h to h + share - 1; `level` is the start of their rows in LSE and DELTA [B, H, T].
     tiles, groups = tl.cdiv(s, N), heads // share
-    at = tl.program_id(0) % tiles
+    tile_index = tl.program_id(0) % tiles
     row = (tl.program_id(0) // tiles).to(tl.int64)
-    b, group, j = row // groups, row % groups, at * N
+    b, group, j = row // groups, row % groups, tile_index * N
     rows, columns = j + tl.arange(0, N), tl.arange(0, WIDTH)
     k = tile(K + b * kb + group * kh, j, kt, s, DIM, WIDTH, N, False)
     v = tile(V + b * vb + group * vh, j, vt, s, DIM, WIDTH, N, False)
     if AT:
         query_start, key_start = query_start + b * t, key_start + b * s
     span = span_of(key_start, KDOCS + b * s, rows, s, AT, DOCUMENTS)
-    theirs = load_documents(KDOCS + b * s, rows, s, DOCUMENTS)
-    keys = (load_positions(key_start, rows, s, AT), span, FAR if AT else s + key_start, theirs)
-    pattern = (size, keep, near, seed)
+    key_docs = load_documents(KDOCS + b * s, rows, s, DOCUMENTS)
+    keys = (load_positions(key_start, rows, s, AT), span, FAR if AT else s + key_start, key_docs)
+    pattern = (size, global_count, near, seed)
     h = group * share
     level = (b * heads + h) * t
     queries = (
@@ -270,39 +274,39 @@ def _flash_dkv(
     if AT:
         SPANS, i = REACH + b * tl.cdiv(t, M) * 4, tl.minimum(j, 0)
         while i < t:
-            a = run_of(ALL, SPANS, i, t, span, pattern, KIND, RANDOM, DOCUMENTS, M, True)
+            a = run_end(ALL, SPANS, i, t, span, pattern, KIND, RANDOM, DOCUMENTS, M, True)
             dk, dv = _dkv_tiles(
                 dk, dv, k, v, i, (a - i) // M, (a, 0), queries, keys, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM,
                 WIDTH, M, False, UPCAST,
             )  # fmt: skip
-            z = run_of(SOME, SPANS, a, t, span, pattern, KIND, RANDOM, DOCUMENTS, M, True)
+            z = run_end(SOME, SPANS, a, t, span, pattern, KIND, RANDOM, DOCUMENTS, M, True)
             dk, dv = _dkv_tiles(
                 dk, dv, k, v, a, tl.cdiv(tl.minimum(z, t) - tl.minimum(a, t), M // 2), (z, 0), queries, keys, pattern,
                 scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, M // 2, True, UPCAST,
             )  # fmt: skip
-            i = run_of(NONE, SPANS, z, t, span, pattern, KIND, RANDOM, DOCUMENTS, M, True)
+            i = run_end(NONE, SPANS, z, t, span, pattern, KIND, RANDOM, DOCUMENTS, M, True)
     else:
         lo, a, z, hi = query_tiles(
-            span[0], span[1], t, query_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, M // 2
+            span[0], span[1], t, query_start, size, REACH + (b * tiles + tile_index) * 2, KIND, DOCUMENTS, M // 2
         )
-        whole = (z - a) // M
+        full_tiles = (z - a) // M
         if KIND == "strided" or KIND == "fixed" or KIND == "bigbird":
-            whole = 0
+            full_tiles = 0
         # Masked tiles have M / 2 queries: a mask needs registers, and smaller tiles waste less work at the edges.
-        count = tl.cdiv(hi - lo, M // 2) - whole * 2
+        count = tl.cdiv(hi - lo, M // 2) - full_tiles * 2
         dk, dv = _dkv_tiles(
-            dk, dv, k, v, lo, count, (a, whole * M), queries, keys, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM,
-            WIDTH, M // 2, True, UPCAST,
+            dk, dv, k, v, lo, count, (a, full_tiles * M), queries, keys, pattern, scale, KIND, RANDOM, DOCUMENTS, AT,
+            DIM, WIDTH, M // 2, True, UPCAST,
         )  # fmt: skip
         if KIND != "strided" and KIND != "fixed" and KIND != "bigbird":
             dk, dv = _dkv_tiles(
-                dk, dv, k, v, a, whole, (hi, 0), queries, keys, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH,
-                M, False, UPCAST,
+                dk, dv, k, v, a, full_tiles, (hi, 0), queries, keys, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM,
+                WIDTH, M, False, UPCAST,
             )  # fmt: skip
-    to = ((b * s + j) * groups + group) * DIM + (tl.arange(0, N)[:, None] * groups * DIM + columns[None, :])
+    offsets = ((b * s + j) * groups + group) * DIM + (tl.arange(0, N)[:, None] * groups * DIM + columns[None, :])
     mask = (rows < s)[:, None] & (columns < DIM)[None, :]
-    tl.store(DK + to, (dk * (scale * LN_2)).to(DK.dtype.element_ty), mask=mask)
-    tl.store(DV + to, dv.to(DV.dtype.element_ty), mask=mask)
+    tl.store(DK + offsets, (dk * (scale * LN_2)).to(DK.dtype.element_ty), mask=mask)
+    tl.store(DV + offsets, dv.to(DV.dtype.element_ty), mask=mask)
 
 
 def _gradients(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -334,7 +338,7 @@ def flash_backward(
     key_start: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) for the gradient g of out; the other arguments as in `flash_forward`."""
-    places = Places(query_start, key_start, query_documents, key_documents)
+    places = KernelPositions(query_start, key_start, query_documents, key_documents)
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     return _backward(g, (q, k, v), (out, lse), places, pattern, scale, grads)
 
@@ -362,7 +366,7 @@ def flash_backward_at(
     """Return (dq, dk, dv) in float32 for the gradient g of out; out and lse are those over all keys, of which k and v
     may be a part; the other arguments as in `flash_forward_at`.
     """
-    places = Places(query, key, query_documents, key_documents).small()
+    places = KernelPositions(query, key, query_documents, key_documents).small()
     grads = tuple(torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
     return _backward(g, (q, k, v), (out, lse), places, pattern, scale, grads)
 
@@ -374,27 +378,27 @@ def _backward(
     g: Tensor,
     inputs: Three,
     outputs: tuple[Tensor, Tensor],
-    places: Places,
+    places: KernelPositions,
     pattern: Sequence[int],
     scale: float,
     grads: Three,
 ) -> Any:
-    (q, k, v), (out, lse), (dq, dk, dv), given = inputs, outputs, grads, Pattern.of_numbers(pattern)
+    (q, k, v), (out, lse), (dq, dk, dv), mask_pattern = inputs, outputs, grads, Pattern.of_numbers(pattern)
     (b, t, heads, dim), (s, groups) = q.shape, k.shape[1:3]
     if b * t * s * heads == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     q, k, v, g, out = compact_rows(q), compact_rows(k), compact_rows(v), g.contiguous(), out.contiguous()
     delta = torch.empty_like(lse)
-    sizes = (t, s, heads, heads // groups, *places.starts, *given.sizes, scale * LOG2_E)
+    sizes = (t, s, heads, heads // groups, *places.starts, *mask_pattern.sizes, scale * LOG2_E)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    options = {"KIND": given.kind, **places.options, "DIM": dim, "UPCAST": INTERPRETED}
+    options = {"KIND": mask_pattern.kind, **places.options, "DIM": dim, "UPCAST": INTERPRETED}
 
-    width, blocks = config("_flash_dq", QUERY_CONFIGS, q, given.kind, places.options["AT"])
+    width, blocks = config("_flash_dq", QUERY_CONFIGS, q, mask_pattern.kind, places.options["AT"])
     _flash_dq[(triton.cdiv(t, blocks["M"]) * b * heads,)](
         q, k, v, out, lse, g, dq, delta, *places.of_queries(blocks, q), *sizes,
         *strides, **options, WIDTH=width, **blocks,
     )  # fmt: skip
-    width, blocks = config("_flash_dkv", KEY_CONFIGS, q, given.kind, places.options["AT"])
+    width, blocks = config("_flash_dkv", KEY_CONFIGS, q, mask_pattern.kind, places.options["AT"])
     _flash_dkv[(triton.cdiv(s, blocks["N"]) * b * groups,)](
         q, k, v, lse, g, delta, dk, dv, *places.of_keys(blocks, q), *sizes, *strides, **options, WIDTH=width, **blocks
     )
@@ -403,7 +407,7 @@ def _backward(
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    yield from each_build("_flash_dq", "Q K V OUT LSE G DQ DELTA QDOCS KDOCS REACH", gpu)
+    yield from attention_builds("_flash_dq", "Q K V OUT LSE G DQ DELTA QDOCS KDOCS REACH", gpu)
     # With K = 256 two accumulators take half of the registers, so the compiler spills some addresses that are constant
     # in the loop.
-    yield from each_build("_flash_dkv", "Q K V LSE G DELTA DK DV QDOCS KDOCS REACH", gpu, spills=64)
+    yield from attention_builds("_flash_dkv", "Q K V LSE G DELTA DK DV QDOCS KDOCS REACH", gpu, spills=64)

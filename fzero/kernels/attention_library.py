@@ -32,9 +32,9 @@ from torch.nn import attention as torch_attention
 
 from fzero.core.device import fake_device_of, kind_of, target_of
 from fzero.kernels import chips, flops
-from fzero.kernels.attention_call import outputs_of
+from fzero.kernels.attention_arguments import outputs_of
 from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.op_function import Fused, operator
+from fzero.kernels.custom_operator import Fused, operator
 from fzero.kernels.registry import Form
 
 aten = torch.ops.aten
@@ -91,7 +91,7 @@ LSE_ROWS = 32  # it keeps the log-sum-exps of a multiple of so many queries
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    every = [x.transpose(1, 2) for x in (q, *_for_each_head(q, k, v))]
+    every = [x.transpose(1, 2) for x in (q, *_repeat_heads(q, k, v))]
     options = {"compute_log_sumexp": True, "scale": scale}
     out, lse, *_ = aten._efficient_attention_forward(*every, *(None,) * 5, 0.0, CAUSAL, **options)
     return out.transpose(1, 2), lse[:, :, : q.shape[2]]
@@ -101,18 +101,18 @@ def _efficient_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, ...]:
     none, t = torch.empty((), dtype=torch.int64, device=q.device), q.shape[2]
-    g, *every, out = (x.transpose(1, 2) for x in (g, q, *_for_each_head(q, k, v), out))
+    g, *every, out = (x.transpose(1, 2) for x in (g, q, *_repeat_heads(q, k, v), out))
     lse = torch.nn.functional.pad(lse, (0, -t % LSE_ROWS), value=torch.inf)
     # With the keys in one part nothing is added to by two blocks at a time: a second run gives the same bits.
     options = {"scale": scale, "num_splits_key": 1}
-    given = (g, *every, None, out, None, None, t, t, lse, 0.0, none, none, CAUSAL, False)
-    dq, dk, dv, _ = aten._efficient_attention_backward(*given, **options)
+    arguments = (g, *every, None, out, None, None, t, t, lse, 0.0, none, none, CAUSAL, False)
+    dq, dk, dv, _ = aten._efficient_attention_backward(*arguments, **options)
     groups, share = k.shape[1], q.shape[1] // k.shape[1]
     dk, dv = (x.unflatten(2, (groups, share)).sum(3) for x in (dk, dv))
     return tuple(x.transpose(1, 2) for x in (dq, dk, dv))
 
 
-def _for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [B, G, T, K] for each of the heads of q."""
     share = q.shape[1] // k.shape[1]
     return (k, v) if share == 1 else (k.repeat_interleave(share, 1), v.repeat_interleave(share, 1))
@@ -134,15 +134,15 @@ FEWEST = 64  # rows times heads from which on "auto" takes "efficient": its back
 @contextlib.contextmanager
 def repeating() -> Iterator[None]:
     """A context under PyTorch's switch for deterministic algorithms, without filling new memory."""
-    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    previous, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = fill and before
+    settings.fill_uninitialized_memory = fill and previous
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn)
+        torch.use_deterministic_algorithms(previous, warn_only=warn)
         settings.fill_uninitialized_memory = fill
 
 
@@ -165,7 +165,7 @@ def _ready(name: str) -> Library:
     return library
 
 
-def _rows_together(x: Tensor) -> Tensor:
+def _head_major(x: Tensor) -> Tensor:
     """x [B, T, heads, K] as [B, heads, T, K], with the elements of a head contiguous."""
     return (x if x.stride(3) == 1 else x.contiguous()).transpose(1, 2)
 
@@ -177,7 +177,7 @@ def _rows_together(x: Tensor) -> Tensor:
 )
 def library_forward(q: Tensor, k: Tensor, v: Tensor, library: str, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse) of causal attention by a library of LIBRARIES."""
-    out, lse = _ready(library).forward(*map(_rows_together, (q, k, v)), scale)
+    out, lse = _ready(library).forward(*map(_head_major, (q, k, v)), scale)
     return out.transpose(1, 2).contiguous(), lse.reshape(q.shape[0], q.shape[2], q.shape[1]).contiguous()
 
 
@@ -191,7 +191,7 @@ def library_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, library: str, scale: float
 ) -> Tensors:
     """(dq, dk, dv) for the gradient g of out; the other arguments as in `library_forward`, and its results."""
-    heads = (_rows_together(x) for x in (g.contiguous(), q, k, v, out.contiguous()))
+    heads = (_head_major(x) for x in (g.contiguous(), q, k, v, out.contiguous()))
     grads = _ready(library).backward(*heads, lse, scale)
     return tuple(x.transpose(1, 2).contiguous() for x in grads)
 
@@ -206,7 +206,7 @@ def library_attention(
     documents: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """`attention.reference`, for calls that `why_not` has nothing against."""
+    """`attention.reference`, for calls that `refusal_reason` has nothing against."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,11 +215,13 @@ def library_attention(
     def backward(saved: Tensors, grads: Tensors) -> Tensors:
         return library_backward(grads[0], *saved, library, scale)
 
-    fused = Fused(f"attention by {library}", forward, backward, keep=lambda tensors, outputs: (*tensors, *outputs))
+    fused = Fused(
+        f"attention by {library}", forward, backward, select_saved=lambda tensors, outputs: (*tensors, *outputs)
+    )
     return fused(q, k, v)
 
 
-def why_not(
+def refusal_reason(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -231,68 +233,68 @@ def why_not(
     **options: Any,
 ) -> str:
     """The reason why a library does not serve a call; "" if it does."""
-    (b, t, h, dim), groups, one = q.shape, k.shape[2], LIBRARIES[library]
+    (b, t, h, dim), groups, backend = q.shape, k.shape[2], LIBRARIES[library]
     if documents is not None:
         return "it has no documents packed in a row; triton has them, and a run without data.within_documents has none"
     if sinks is not None:
         return "it has no sinks; triton has them"
     if pattern != FULL:
         return f"it has no patterns, such as {pattern.kind}; triton has them"
-    if q.dtype not in one.dtypes or not q.dtype == k.dtype == v.dtype:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in one.dtypes)
+    if q.dtype not in backend.dtypes or not q.dtype == k.dtype == v.dtype:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in backend.dtypes)
         return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes three of {names}"
     if v.shape != k.shape or k.shape != (b, t, groups, dim) or h % max(1, groups):
         return (
             f"the shapes are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; it takes as many queries as keys, "
             "and keys and values alike"
         )
-    if dim % 8 or dim > one.widest:
-        return f"the head dim is {dim}; it takes multiples of 8 up to {one.widest}"
+    if dim % 8 or dim > backend.widest:
+        return f"the head dim is {dim}; it takes multiples of 8 up to {backend.widest}"
     if t < 2 or not b * h or max(b, h) > 65535:
         return f"q is {list(q.shape)}; it takes at least two positions, and up to 65,535 rows and heads"
-    return _why_not_here(q, one)
+    return _device_refusal(q, backend)
 
 
-def _why_not_here(q: Tensor, one: Library) -> str:
+def _device_refusal(q: Tensor, backend: Library) -> str:
     """The reason why this GPU, or this machine, has not a library; "" if it has."""
     if kind_of(q) != "cuda":
         return f"a tensor is on {kind_of(q)}, and it runs on cuda"
-    target, (oldest, newest) = target_of(q), one.capabilities
+    target, (oldest, newest) = target_of(q), backend.capabilities
     if torch.version.hip or target.name.startswith("AMD"):
         return f"the device is {target.name}; it runs on NVIDIA's"
     if not oldest <= target.capability <= newest:
         return f"the device has compute capability {target.capability}; it takes {oldest} to {newest}"
     if fake_device_of(q) is not None:  # of a plan: the run may be on another machine
         return ""
-    if one.forward is _cudnn_forward and not torch.backends.cudnn.is_available():
+    if backend.forward is _cudnn_forward and not torch.backends.cudnn.is_available():
         return "this PyTorch has no cuDNN"
-    return missing(one)
+    return missing_package(backend)
 
 
 @functools.cache
-def missing(one: Library) -> str:
+def missing_package(backend: Library) -> str:
     """The package that a library needs and that is not installed here; "" for none."""
-    if not one.activated:
+    if not backend.activated:
         return ""
     if not hasattr(torch_attention, "activate_flash_attention_impl"):
-        return f"torch {torch.__version__} cannot activate {one.activated}; 2.11 and later can"
+        return f"torch {torch.__version__} cannot activate {backend.activated}; 2.11 and later can"
     try:
-        found = importlib.util.find_spec(one.package)
+        module_spec = importlib.util.find_spec(backend.package)
     except ModuleNotFoundError:
-        found = None
-    return "" if found is not None else f"{one.package} is not installed"
+        module_spec = None
+    return "" if module_spec is not None else f"{backend.package} is not installed"
 
 
 def order(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[str, ...]:
     """The forms in the order in which "auto" should ask them on the device of q, the fastest first; () if unknown."""
     if kind_of(q) != "cuda":
         return ()
-    found = chips.order_of_attention(target_of(q).name, str(q.dtype).removeprefix("torch."), q.shape[3], q.shape[1])
+    ranking = chips.order_of_attention(target_of(q).name, str(q.dtype).removeprefix("torch."), q.shape[3], q.shape[1])
     # Of float32 nothing is measured unless a table says so: what the matrix units compute comes first.
-    return found if q.dtype != torch.float32 or "efficient" in found else ("efficient", "triton", *found)
+    return ranking if q.dtype != torch.float32 or "efficient" in ranking else ("efficient", "triton", *ranking)
 
 
-def why_rather_not(q: Tensor, k: Tensor, v: Tensor, *, library: str, **options: Any) -> str:
+def auto_refusal(q: Tensor, k: Tensor, v: Tensor, *, library: str, **options: Any) -> str:
     """The reason why "auto" should not take a library."""
     if not LIBRARIES[library].repeats:
         return "a second run of its backward pass gives other bits; ask for it by name"
@@ -311,8 +313,8 @@ def forms() -> list[Form]:
         Form(
             name,
             functools.partial(library_attention, library=name),
-            supports=functools.partial(why_not, library=name),
-            prefers=functools.partial(why_rather_not, library=name),
+            supports=functools.partial(refusal_reason, library=name),
+            prefers=functools.partial(auto_refusal, library=name),
         )
         for name in LIBRARIES
     ]

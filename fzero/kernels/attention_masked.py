@@ -21,11 +21,10 @@ from torch import Tensor
 
 from fzero.core.device import kind_of
 from fzero.kernels import attention_flash
-from fzero.kernels.attention_call import expect_heads, expect_places, widened
+from fzero.kernels.attention_arguments import attend_by, expect_heads, expect_integers, widened
 from fzero.kernels.attention_masked_triton import masked_backward, masked_forward
-from fzero.kernels.attention_sinks import attend_by
 from fzero.kernels.block_mask import BlockMask
-from fzero.kernels.op_function import on_cuda, triton_runs
+from fzero.kernels.custom_operator import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
 MAX_SCORES = 1 << 20  # of a step of the blocked form, or those of one block of queries
@@ -48,7 +47,7 @@ def expect_call(
         raise ValueError(f"attention: the mask is on {mask.device} and q on {q.device}; use mask.to(q.device), once")
     if documents is not None and t != s:
         raise ValueError(f"attention: documents are given, and {t} queries have {s} keys; they are of as many of both")
-    expect_places("documents", documents, q, [b, t])
+    expect_integers("documents", documents, q, [b, t])
 
 
 def reference(
@@ -64,14 +63,14 @@ def reference(
     the file.
     """
     groups, visible = k.shape[2], mask.visible(q.shape[1], k.shape[1]).to(q.device)
-    seen = visible.expand(q.shape[2], -1, -1).unflatten(0, (groups, -1))[None]
+    pair_mask = visible.expand(q.shape[2], -1, -1).unflatten(0, (groups, -1))[None]
     if documents is not None:
-        seen = seen & (documents[:, :, None] == documents[:, None, :])[:, None, None]
+        pair_mask = pair_mask & (documents[:, :, None] == documents[:, None, :])[:, None, None]
     rows = rearrange(widened(q), "b t (g r) k -> b t g r k", g=groups)
     scores = torch.einsum("btgrk,bsgk->bgrts", rows, widened(k)) * _scale(q, scale)
-    some = seen.any(-1, keepdim=True)
-    p = torch.softmax(torch.where(some, scores.masked_fill(~seen, float("-inf")), 0.0), -1)
-    out = torch.einsum("bgrts,bsgk->btgrk", torch.where(some, p, 0.0).to(v.dtype), v)
+    has_key = pair_mask.any(-1, keepdim=True)
+    p = torch.softmax(torch.where(has_key, scores.masked_fill(~pair_mask, float("-inf")), 0.0), -1)
+    out = torch.einsum("bgrts,bsgk->btgrk", torch.where(has_key, p, 0.0).to(v.dtype), v)
     return rearrange(out, "b t g r k -> b t (g r) k")
 
 
@@ -92,13 +91,14 @@ class BlockRows(NamedTuple):
 
     def mask(self, t: int, s: int, causal: bool, documents: Tensor | None) -> Tensor:
         """bool [1 or B, R, block, c block]."""
-        seen = ((self.key >= 0) & (self.key < s))[:, None, :]
+        pair_mask = ((self.key >= 0) & (self.key < s))[:, None, :]
         if causal:
-            seen = seen & (self.key[:, None, :] <= self.query[:, :, None])
+            pair_mask = pair_mask & (self.key[:, None, :] <= self.query[:, :, None])
         if documents is None:
-            return seen.expand(-1, self.query.shape[1], -1)[None]
-        mine, theirs = documents[:, self.query.clamp(max=t - 1)], documents[:, self.key.clamp(0, s - 1)]
-        return seen & (mine[..., :, None] == theirs[..., None, :])
+            return pair_mask.expand(-1, self.query.shape[1], -1)[None]
+        query_documents = documents[:, self.query.clamp(max=t - 1)]
+        key_documents = documents[:, self.key.clamp(0, s - 1)]
+        return pair_mask & (query_documents[..., :, None] == key_documents[..., None, :])
 
 
 def _steps(mask: BlockMask, b: int, heads: int, groups: int, device: torch.device) -> Iterator[BlockRows]:
@@ -107,10 +107,10 @@ def _steps(mask: BlockMask, b: int, heads: int, groups: int, device: torch.devic
     blocks = np.broadcast_to(mask.blocks, (heads, n, m)).reshape(heads * n, m)
     counts, inside = blocks.sum(-1), np.arange(mask.block)
     order = np.argsort(counts, kind="stable")[(counts == 0).sum() :]
-    most = max(1, MAX_SCORES // (b * mask.block**2))  # blocks of a step
+    max_blocks = max(1, MAX_SCORES // (b * mask.block**2))  # blocks of a step
     while len(order):
-        widths = counts[order[:most]]
-        fits = max(1, int((widths * np.arange(1, len(widths) + 1) <= most).sum()))
+        widths = counts[order[:max_blocks]]
+        fits = max(1, int((widths * np.arange(1, len(widths) + 1) <= max_blocks).sum()))
         rows, order = order[:fits], order[fits:]
         width = int(counts[rows[-1]])
         first = np.argsort(~blocks[rows], -1, kind="stable")[:, :width]  # those seen, in order
@@ -146,11 +146,11 @@ def _in_order(parts: list[Tensor], steps: list[BlockRows], rows: int, like: Tens
     return out.index_copy(1, torch.cat([x.rows for x in steps]), torch.cat(parts, 1)) if parts else out
 
 
-def _scores(q: Tensor, k: Tensor, step: BlockRows, seen: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _scores(q: Tensor, k: Tensor, step: BlockRows, pair_mask: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """(scores [B, R, block, c block] in float32 or wider, the rows of q, the chosen keys)."""
     rows, keys = q.index_select(1, step.rows), _chosen(k, step)
     scores = torch.matmul(widened(rows), widened(keys).transpose(2, 3)) * scale
-    return scores.masked_fill(~seen, float("-inf")), rows, keys
+    return scores.masked_fill(~pair_mask, float("-inf")), rows, keys
 
 
 def _blocked_forward(
@@ -196,8 +196,8 @@ def _blocked_backward(
         # From the products themselves, as rows are whole: the gradient of a query with one key is then exactly 0.
         ds = torch.addcmul(weighed, p, weighed.sum(-1, keepdim=True), value=-1.0) * scale
         for total, weights, x in ((dv, p.to(dtype), grad), (dk, ds, widened(rows))):
-            part = torch.matmul(weights.transpose(2, 3), x).reshape(b, -1, *total.shape[2:])
-            total.index_add_(1, step.keys, part.to(total.dtype))
+            block_sums = torch.matmul(weights.transpose(2, 3), x).reshape(b, -1, *total.shape[2:])
+            total.index_add_(1, step.keys, block_sums.to(total.dtype))
         dqs.append(torch.matmul(ds, widened(keys)).to(dtype))
         steps.append(step)
     dq = _by_position(_in_order(dqs, steps, q.shape[1], q, 0.0), t, heads)
@@ -248,18 +248,18 @@ def triton_attention(
     scale: float | None = None,
 ) -> Tensor:
     """`reference` by the kernels of attention_masked_triton.py."""
-    how = (mask.unit, mask.causal, _scale(q, scale))
+    arguments = (mask.unit, mask.causal, _scale(q, scale))
     # Rows of the lists of a head, 0 where all heads have the same.
     head_rows, key_head_rows = (n * mask.block // mask.unit * (len(mask.blocks) > 1) for n in mask.blocks.shape[1:])
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         *documents, starts, units, _, _ = tensors
-        return masked_forward(q, k, v, _first(documents), starts, units, head_rows, *how)
+        return masked_forward(q, k, v, _first(documents), starts, units, head_rows, *arguments)
 
     def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         q, k, v, *documents, starts, units, key_starts, key_units, out, lse = saved
         lists = starts, units, head_rows, key_starts, key_units, key_head_rows
-        return masked_backward(*grads, q, k, v, out, lse, _first(documents), *lists, *how)
+        return masked_backward(*grads, q, k, v, out, lse, _first(documents), *lists, *arguments)
 
     return attend_by("masked attention", forward, backward, (q, k, v, *_optional(documents), *mask.lists(q)))
 
@@ -273,8 +273,8 @@ def _triton_serves(
     documents: Tensor | None = None,
     scale: float | None = None,
 ) -> str:
-    if why := attention_flash.serves(q, k, v, scale, 0.0):
-        return why
+    if reason := attention_flash.serves(q, k, v, scale, 0.0):
+        return reason
     if not mask.unit:
         return f"the mask's blocks are of {mask.block} tokens; it takes multiples of 16"
     return triton_runs(q, k, v, *_optional(documents))

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from fzero.kernels.aot import Build
-from fzero.kernels.attention_call import outputs_of
+from fzero.kernels.attention_arguments import outputs_of
 from fzero.kernels.attention_tiles import LN_2, LOG2_E, compact_rows, dot
+from fzero.kernels.custom_operator import INTERPRETED, operator
 from fzero.kernels.flops import FORWARD_PRODUCTS, SPLIT_PRODUCTS
-from fzero.kernels.op_function import INTERPRETED, operator
 from fzero.kernels.optional_triton import VERSION, tl, triton
 
 SIZES = ["t", "s", "heads", "share", "head_rows"]
@@ -59,13 +59,13 @@ def load_numbers(base, rows):
 
 
 @triton.jit
-def visible_pairs(query, key, mine, theirs, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
+def visible_pairs(query, key, query_docs, key_docs, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr):
     """The mask of pairs in listed units, broadcast; rows of -1 see nothing and are not seen."""
     mask = (query >= 0) & (key >= 0)
     if CAUSAL:
         mask = mask & (key <= query)
     if DOCUMENTS:
-        mask = mask & (mine == theirs)
+        mask = mask & (query_docs == key_docs)
     return mask
 
 
@@ -89,16 +89,18 @@ def _masked_forward(
     K, V, DOCS = K + b * kb + h // share * kh, V + b * vb + h // share * vh, DOCS + b * t
     query = tile_rows(tile, t, M)
     q = load_rows(Q + b * qb + h * qh, query, qt, DIM, WIDTH)
-    mine = load_numbers(DOCS, query) if DOCUMENTS else query
+    query_docs = load_numbers(DOCS, query) if DOCUMENTS else query
     lo, end = slots(START, h * head_rows + tile * M // UNIT, UNIT)
 
     o, m, l = tl.zeros([M, WIDTH], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     for n in range(lo, end, N):
         key = listed_rows(UNITS, n + tl.arange(0, N), end, s, UNIT)
-        theirs = load_numbers(DOCS, key) if DOCUMENTS else key
+        key_docs = load_numbers(DOCS, key) if DOCUMENTS else key
         x = dot(q, tl.trans(load_rows(K, key, kt, DIM, WIDTH)), UPCAST)
-        seen = visible_pairs(query[:, None], key[None, :], mine[:, None], theirs[None, :], CAUSAL, DOCUMENTS)
-        x = tl.where(seen, x, float("-inf"))
+        pair_mask = visible_pairs(
+            query[:, None], key[None, :], query_docs[:, None], key_docs[None, :], CAUSAL, DOCUMENTS
+        )
+        x = tl.where(pair_mask, x, float("-inf"))
         higher = tl.maximum(m, tl.max(x, 1) * scale)
         base = tl.where(higher == float("-inf"), 0.0, higher)  # for a row that has seen no key yet
         p = tl.exp2(x * scale - base[:, None])
@@ -130,7 +132,7 @@ def _masked_dq(
     q = load_rows(Q + b * qb + h * qh, query, qt, DIM, WIDTH)
     g = load_rows(G + begin, query, heads * DIM, DIM, WIDTH)
     out = load_rows(OUT + begin, query, heads * DIM, DIM, WIDTH)
-    mine = load_numbers(DOCS, query) if DOCUMENTS else query
+    query_docs = load_numbers(DOCS, query) if DOCUMENTS else query
     lse = load_numbers(LSE + row * t, query)
     delta = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
     lse = tl.where(lse == float("-inf"), 0.0, lse * LOG2_E_)
@@ -140,16 +142,18 @@ def _masked_dq(
     dq = tl.zeros([M, WIDTH], tl.float32)
     for n in range(lo, end, N):
         key = listed_rows(UNITS, n + tl.arange(0, N), end, s, UNIT)
-        theirs = load_numbers(DOCS, key) if DOCUMENTS else key
+        key_docs = load_numbers(DOCS, key) if DOCUMENTS else key
         k = load_rows(K, key, kt, DIM, WIDTH)
-        seen = visible_pairs(query[:, None], key[None, :], mine[:, None], theirs[None, :], CAUSAL, DOCUMENTS)
-        p = tl.exp2(tl.where(seen, dot(q, tl.trans(k), UPCAST), float("-inf")) * scale - lse[:, None])
+        pair_mask = visible_pairs(
+            query[:, None], key[None, :], query_docs[:, None], key_docs[None, :], CAUSAL, DOCUMENTS
+        )
+        p = tl.exp2(tl.where(pair_mask, dot(q, tl.trans(k), UPCAST), float("-inf")) * scale - lse[:, None])
         dp = dot(g, tl.trans(load_rows(V, key, vt, DIM, WIDTH)), UPCAST)
         dq += dot((p * (dp - delta[:, None])).to(k.dtype), k, UPCAST)
     columns = tl.arange(0, WIDTH)[None, :]
-    to = DQ + begin + query.to(tl.int64)[:, None] * (heads * DIM) + columns
+    pointers = DQ + begin + query.to(tl.int64)[:, None] * (heads * DIM) + columns
     # `scale` includes the factor log2(e) of exp2; LN_2 takes it out again.
-    tl.store(to, (dq * (scale * LN_2)).to(DQ.dtype.element_ty), mask=(query >= 0)[:, None] & (columns < DIM))
+    tl.store(pointers, (dq * (scale * LN_2)).to(DQ.dtype.element_ty), mask=(query >= 0)[:, None] & (columns < DIM))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -166,7 +170,7 @@ def _masked_dkv(
     DOCS, key = DOCS + b * t, tile_rows(tile, s, M)
     k = load_rows(K + b * kb + group * kh, key, kt, DIM, WIDTH)
     v = load_rows(V + b * vb + group * vh, key, vt, DIM, WIDTH)
-    theirs = load_numbers(DOCS, key) if DOCUMENTS else key
+    key_docs = load_numbers(DOCS, key) if DOCUMENTS else key
 
     dk, dv = tl.zeros([M, WIDTH], tl.float32), tl.zeros([M, WIDTH], tl.float32)
     for i in range(0, share):
@@ -175,21 +179,23 @@ def _masked_dkv(
         level = (b * heads + h) * t
         for n in range(lo, end, N):
             query = listed_rows(UNITS, n + tl.arange(0, N), end, t, UNIT)
-            mine = load_numbers(DOCS, query) if DOCUMENTS else query
+            query_docs = load_numbers(DOCS, query) if DOCUMENTS else query
             q = load_rows(Q + b * qb + h * qh, query, qt, DIM, WIDTH)
             g = load_rows(G + (b * t * heads + h) * DIM, query, heads * DIM, DIM, WIDTH)
             lse = load_numbers(LSE + level, query)
             lse = tl.where(lse == float("-inf"), 0.0, lse * LOG2_E_)
-            seen = visible_pairs(query[None, :], key[:, None], mine[None, :], theirs[:, None], CAUSAL, DOCUMENTS)
-            p = tl.exp2(tl.where(seen, dot(k, tl.trans(q), UPCAST), float("-inf")) * scale - lse[None, :])
+            pair_mask = visible_pairs(
+                query[None, :], key[:, None], query_docs[None, :], key_docs[:, None], CAUSAL, DOCUMENTS
+            )
+            p = tl.exp2(tl.where(pair_mask, dot(k, tl.trans(q), UPCAST), float("-inf")) * scale - lse[None, :])
             dv += dot(p.to(g.dtype), g, UPCAST)
             dp = dot(v, tl.trans(g), UPCAST)
             dk += dot((p * (dp - load_numbers(DELTA + level, query)[None, :])).to(q.dtype), q, UPCAST)
     columns = tl.arange(0, WIDTH)[None, :]
-    to = (b * s * groups + group) * DIM + key.to(tl.int64)[:, None] * (groups * DIM) + columns
+    offsets = (b * s * groups + group) * DIM + key.to(tl.int64)[:, None] * (groups * DIM) + columns
     mask = (key >= 0)[:, None] & (columns < DIM)
-    tl.store(DK + to, (dk * (scale * LN_2)).to(DK.dtype.element_ty), mask=mask)
-    tl.store(DV + to, dv.to(DV.dtype.element_ty), mask=mask)
+    tl.store(DK + offsets, (dk * (scale * LN_2)).to(DK.dtype.element_ty), mask=mask)
+    tl.store(DV + offsets, dv.to(DV.dtype.element_ty), mask=mask)
 
 
 def config(kernel: str, unit: int, width: int, dtype: torch.dtype) -> dict[str, int]:
@@ -229,14 +235,14 @@ def _of_listed(products: int, q: Tensor, units: Tensor, unit: int, head_rows: in
 
 def _forward_flops(
     q: Tensor, k: Tensor, v: Tensor, documents: Any, starts: Tensor, units: Tensor, head_rows: int, unit: int,
-    *rest: Any, out_val: Any = None,
+    *arguments: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
     return _of_listed(FORWARD_PRODUCTS, q, units, unit, head_rows)
 
 
 def _backward_flops(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Any, starts: Tensor, units: Tensor,
-    head_rows: int, key_starts: Tensor, key_units: Tensor, key_head_rows: int, unit: int, *rest: Any,
+    head_rows: int, key_starts: Tensor, key_units: Tensor, key_head_rows: int, unit: int, *arguments: Any,
     out_val: Any = None,
 ) -> int:  # fmt: skip
     return _of_listed(SPLIT_PRODUCTS, q, units, unit, head_rows)
@@ -279,9 +285,9 @@ def masked_backward(
     if q.numel() * k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     qkv = compact_rows(q), compact_rows(k), compact_rows(v)
-    g, out, delta, how = g.contiguous(), out.contiguous(), torch.empty_like(lse), (documents, unit, causal, scale)
-    _launch(_masked_dq, q, (*qkv, out, lse, g, dq, delta), qkv, (starts, units, head_rows), *how)
-    _launch(_masked_dkv, k, (*qkv, lse, g, delta, dk, dv), qkv, (key_starts, key_units, key_head_rows), *how)
+    g, out, delta, arguments = g.contiguous(), out.contiguous(), torch.empty_like(lse), (documents, unit, causal, scale)
+    _launch(_masked_dq, q, (*qkv, out, lse, g, dq, delta), qkv, (starts, units, head_rows), *arguments)
+    _launch(_masked_dkv, k, (*qkv, lse, g, delta, dk, dv), qkv, (key_starts, key_units, key_head_rows), *arguments)
     return dq, dk, dv
 
 

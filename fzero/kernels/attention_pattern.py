@@ -17,12 +17,12 @@ KINDS = {  # and the numbers of their texts; in the order of attention_tiled.cpp
     "window": ("size",),
     "local": ("size",),
     "strided": ("size",),
-    "fixed": ("size", "keep"),
-    "bigbird": ("size", "near", "keep", "random", "seed"),
+    "fixed": ("size", "global_count"),
+    "bigbird": ("size", "near", "global_count", "random", "seed"),
 }
 NUMBERS = tuple(KINDS)
-FIELDS = ("size", "keep", "near", "seed", "random")  # of a pattern, in the order in which operators take them
-Places = TypeVar("Places", Tensor, np.ndarray, int)
+FIELDS = ("size", "global_count", "near", "seed", "random")  # of a pattern, in the order in which operators take them
+IndexLike = TypeVar("IndexLike", Tensor, np.ndarray, int)
 _WORD = 2**32 - 1
 
 
@@ -31,25 +31,26 @@ class Pattern:
     """An attention pattern: which earlier positions a query sees. "full": all; the others have `size`, in tokens.
 
     window: the last `size`, itself among them (Beltagy et al. 2020). local: those in its own block of `size`. strided:
-    the last `size`, and each `size`-th before. fixed: those in its own block of `size`, and the last `keep` tokens of
-    every block (Child et al. 2019, "Generating long sequences with sparse transformers", section 4.2-4.3).
+    the last `size`, and each `size`-th before. fixed: those in its own block of `size`, and the last `global_count`
+    tokens of every block (Child et al. 2019, "Generating long sequences with sparse transformers", section 4.2-4.3).
 
-    bigbird: by blocks of `size`, those in the last `near` blocks, its own among them, in the first `keep` blocks of the
-    sequence, and in `random` others of the blocks before (Zaheer et al. 2020, "Big Bird", arXiv:2007.14062, section 2;
-    here causal, so that the first blocks too see what is before them alone). See `random_block`.
+    bigbird: by blocks of `size`, those in the last `near` blocks, its own among them, in the first `global_count`
+    blocks of the sequence, and in `random` others of the blocks before (Zaheer et al. 2020, "Big Bird",
+    arXiv:2007.14062, section 2; here causal, so that the first blocks too see what is before them alone). See
+    `random_block`.
     """
 
     kind: str = "full"
     size: int = 0
-    keep: int = 0
+    global_count: int = 0
     near: int = 0
     random: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            *others, last = KINDS
-            raise ValueError(f"attention pattern {self.kind!r} is unknown; use {', '.join(others)} or {last}")
+            *kinds, last = KINDS
+            raise ValueError(f"attention pattern {self.kind!r} is unknown; use {', '.join(kinds)} or {last}")
         for name, value in zip(FIELDS, self.sizes):
             if name not in KINDS[self.kind] and value:
                 owners = " and ".join(kind for kind, names in KINDS.items() if name in names)
@@ -58,32 +59,41 @@ class Pattern:
             raise ValueError(f"attention pattern {self.kind}: size is {self.size}; it must be at least 1")
         if self.size > LONGEST:
             raise ValueError(f"attention pattern {self.kind}: size is {self.size}; it must be at most {LONGEST:,}")
-        if self.kind == "fixed" and not 1 <= self.keep <= self.size:
-            raise ValueError(f"attention pattern fixed: keep is {self.keep}; it must be in [1, size = {self.size}]")
+        if self.kind == "fixed" and not 1 <= self.global_count <= self.size:
+            raise ValueError(
+                f"attention pattern fixed: global_count is {self.global_count}; it must be in [1, size = {self.size}]"
+            )
         if self.kind == "bigbird":
-            ranges = {"near": (1, LONGEST), "keep": (0, LONGEST), "random": (0, MOST_RANDOM), "seed": (0, 2**31 - 1)}
-            for name, (least, most) in ranges.items():
-                if not least <= (value := getattr(self, name)) <= most:
-                    raise ValueError(f"attention pattern bigbird: {name} is {value}; it must be in [{least}, {most:,}]")
+            ranges = {
+                "near": (1, LONGEST),
+                "global_count": (0, LONGEST),
+                "random": (0, MOST_RANDOM),
+                "seed": (0, 2**31 - 1),
+            }
+            for name, (min_value, max_value) in ranges.items():
+                if not min_value <= (value := getattr(self, name)) <= max_value:
+                    raise ValueError(
+                        f"attention pattern bigbird: {name} is {value}; it must be in [{min_value}, {max_value:,}]"
+                    )
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
         """The pattern of a text: "full", "window:SIZE", "local:SIZE", "strided:SIZE", "fixed:SIZE:KEEP" or
         "bigbird:SIZE:NEAR:KEEP:RANDOM:SEED", without SEED of 0.
         """
-        kind, *given = text.split(":")
+        kind, *numbers = text.split(":")
         names = KINDS.get(kind, FIELDS)
-        if not re.fullmatch(r"\w+(:\d+)*", text) or len(given) > len(names):
+        if not re.fullmatch(r"\w+(:\d+)*", text) or len(numbers) > len(names):
             raise ValueError(
                 f"attention pattern {text!r} is not of the form full, window:SIZE, fixed:SIZE:KEEP or "
                 "bigbird:SIZE:NEAR:KEEP:RANDOM:SEED"
             )
-        return cls(kind, **dict(zip(names, map(int, given))))
+        return cls(kind, **dict(zip(names, map(int, numbers))))
 
     def __str__(self) -> str:
         """The text that `parse` takes."""
-        shown = [str(getattr(self, name)) for name in KINDS[self.kind]]
-        return ":".join((self.kind, *(shown if self.seed or self.kind != "bigbird" else shown[:-1])))
+        values = [str(getattr(self, name)) for name in KINDS[self.kind]]
+        return ":".join((self.kind, *(values if self.seed or self.kind != "bigbird" else values[:-1])))
 
     @property
     def sizes(self) -> list[int]:
@@ -100,16 +110,17 @@ class Pattern:
         """The pattern whose `numbers` these are."""
         return cls(NUMBERS[numbers[0]], **dict(zip(FIELDS, numbers[1:])))
 
-    def random_block(self, block: Places, i: int) -> Places:
-        """Of bigbird the i-th random block of the queries in each block of `block` (int64): keep + h % n for the
-        n = block - near + 1 - keep blocks that are neither first nor near, and a hash h of (seed, i, block) in 32 bits.
-        Two of them may be the same. Without such blocks it is one that a query there sees already, or not yet.
+    def random_block(self, block: IndexLike, i: int) -> IndexLike:
+        """Of bigbird the i-th random block of the queries in each block of `block` (int64): global_count + h % n for
+        the n = block - near + 1 - global_count blocks that are neither first nor near, and a hash h of (seed, i, block)
+        in 32 bits. Two of them may be the same. Without such blocks it is one that a query there sees
+        already, or not yet.
         """
-        others = block - (self.near - 1 + self.keep)
-        others = others + (1 - others) * (others < 1)  # at least 1
-        return self.keep + mix(block ^ mix((self.seed + (i + 1) * 0x9E3779B9) & _WORD)) % others
+        candidates = block - (self.near - 1 + self.global_count)
+        candidates = candidates + (1 - candidates) * (candidates < 1)  # at least 1
+        return self.global_count + mix(block ^ mix((self.seed + (i + 1) * 0x9E3779B9) & _WORD)) % candidates
 
-    def sees(self, query: Tensor, key: Tensor) -> Tensor:
+    def visible(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether the query at position `query` sees the key at position `key` (broadcast; causality included)."""
         causal, distance = key <= query, query - key
         if self.kind == "window":
@@ -119,13 +130,15 @@ class Pattern:
         if self.kind == "strided":
             return causal & ((distance < self.size) | (distance % self.size == 0))
         if self.kind == "fixed":
-            return causal & ((query // self.size == key // self.size) | (key % self.size >= self.size - self.keep))
+            return causal & (
+                (query // self.size == key // self.size) | (key % self.size >= self.size - self.global_count)
+            )
         if self.kind == "bigbird":
-            own, block = query // self.size, key // self.size
-            seen = (block < self.keep) | (own - block < self.near)
+            query_block, block = query // self.size, key // self.size
+            mask = (block < self.global_count) | (query_block - block < self.near)
             for i in range(self.random):
-                seen = seen | (block == self.random_block(own, i))
-            return causal & seen
+                mask = mask | (block == self.random_block(query_block, i))
+            return causal & mask
         return causal
 
     def first_key(self, query: int) -> int:
@@ -134,7 +147,7 @@ class Pattern:
             return max(0, query - self.size + 1)
         return query // self.size * self.size if self.kind == "local" else 0
 
-    def keys_seen(self, query: np.ndarray, end: np.ndarray | int) -> np.ndarray:
+    def count_visible(self, query: np.ndarray, end: np.ndarray | int) -> np.ndarray:
         """The number of keys before position `end` that the query at position `query` sees, int64, for each of several
         (broadcast).
         """
@@ -142,29 +155,32 @@ class Pattern:
         if self.kind == "full":
             return end
         if self.kind == "bigbird":
-            return self._keys_of_blocks(query, end)
+            return self._count_in_blocks(query, end)
         size = self.size
         # Where the near keys begin.
-        own = query // size * size if self.kind in ("local", "fixed") else np.maximum(0, query - size + 1)
-        near, earlier = np.maximum(0, end - own), np.minimum(end, own)
+        near_start = query // size * size if self.kind in ("local", "fixed") else np.maximum(0, query - size + 1)
+        near, earlier = np.maximum(0, end - near_start), np.minimum(end, near_start)
         if self.kind == "strided":
             return near + np.maximum(0, earlier - query % size + size - 1) // size
         if self.kind == "fixed":
-            return near + earlier // size * self.keep + np.maximum(0, earlier % size - (size - self.keep))
+            return (
+                near + earlier // size * self.global_count + np.maximum(0, earlier % size - (size - self.global_count))
+            )
         return near
 
-    def _keys_of_blocks(self, query: np.ndarray, end: np.ndarray) -> np.ndarray:
-        own, first = query // self.size, self.keep * self.size
-        seen = np.minimum(end, first) + np.maximum(0, end - np.maximum((own - self.near + 1) * self.size, first))
+    def _count_in_blocks(self, query: np.ndarray, end: np.ndarray) -> np.ndarray:
+        query_block, first = query // self.size, self.global_count * self.size
+        near_start = np.maximum((query_block - self.near + 1) * self.size, first)
+        total = np.minimum(end, first) + np.maximum(0, end - near_start)
         chosen: list[np.ndarray] = []
         for i in range(self.random):
-            block = self.random_block(own, i)
-            new = block <= own - self.near
-            for other in chosen:
-                new = new & (block != other)
-            seen = seen + new * np.clip(end - block * self.size, 0, self.size)
+            block = self.random_block(query_block, i)
+            new = block <= query_block - self.near
+            for previous in chosen:
+                new = new & (block != previous)
+            total = total + new * np.clip(end - block * self.size, 0, self.size)
             chosen.append(block)
-        return seen
+        return total
 
     def pairs(self, start: int, queries: int, end: int) -> int:
         """The number of pairs of a query at positions start to start + queries - 1 and a key before position `end` that
@@ -173,13 +189,13 @@ class Pattern:
         >>> Pattern("window", 2).pairs(0, 4, 4)
         7
         """
-        return int(self.keys_seen(np.arange(start, start + queries), end).sum())
+        return int(self.count_visible(np.arange(start, start + queries), end).sum())
 
 
 FULL = Pattern()
 
 
-def mix(x: Places) -> Places:
+def mix(x: IndexLike) -> IndexLike:
     """A hash of numbers below 2^32, of as many bits, by Mueller 2012, stackoverflow.com/a/12996028."""
     # No product has more than 59 bits.
     for _ in range(2):
@@ -199,14 +215,14 @@ def pairs_by_query(pattern: Pattern, documents: np.ndarray) -> np.ndarray:
 def _pairs_of_row(pattern: Pattern, documents: np.ndarray) -> np.ndarray:
     query, edges = np.arange(len(documents)), np.flatnonzero(np.diff(documents)) + 1
     starts, ends = np.concatenate(([0], edges)), np.concatenate((edges, [len(documents)]))
-    seen = pattern.keys_seen(query, query + 1) - pattern.keys_seen(query, np.repeat(starts, ends - starts))
+    counts = pattern.count_visible(query, query + 1) - pattern.count_visible(query, np.repeat(starts, ends - starts))
     earlier: dict[int, list[tuple[int, int]]] = {}  # by document, the runs of its positions so far
     for start, end in zip(starts.tolist(), ends.tolist()):
-        runs, own = earlier.setdefault(int(documents[start]), []), query[start:end]
+        runs, queries = earlier.setdefault(int(documents[start]), []), query[start:end]
         for first, last in runs:
-            seen[start:end] += pattern.keys_seen(own, last) - pattern.keys_seen(own, first)
+            counts[start:end] += pattern.count_visible(queries, last) - pattern.count_visible(queries, first)
         runs.append((start, end))
-    return seen
+    return counts
 
 
 def visible_mask(pattern: Pattern, query: Tensor, key: Tensor, documents: Tensor | None) -> Tensor:
@@ -214,7 +230,7 @@ def visible_mask(pattern: Pattern, query: Tensor, key: Tensor, documents: Tensor
 
     documents: int [B, S], the document of each of the S positions, or None.
     """
-    mask = pattern.sees(query[:, None], key[None, :])[None]
+    mask = pattern.visible(query[:, None], key[None, :])[None]
     if documents is None:
         return mask
     return mask & (documents[:, query, None] == documents[:, None, key])

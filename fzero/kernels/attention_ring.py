@@ -41,11 +41,10 @@ from fzero.core.device import is_traced, kind_of
 from fzero.core.product_flops import add_formula
 from fzero.core.torch_private import FakeTensor
 from fzero.kernels import flops
-from fzero.kernels.attention_at import PARTS, How, Parts, Where, attention_at, parts_of
-from fzero.kernels.attention_call import expect_heads, expect_places, expect_scores
+from fzero.kernels.attention_arguments import attend_by, expect_heads, expect_integers, expect_scores
 from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.attention_sinks import attend_by
-from fzero.kernels.op_function import OPENED
+from fzero.kernels.attention_positions import FORM_PASSES, FormPasses, Positions, Scoring, attention_at, choose_form
+from fzero.kernels.custom_operator import OPENED
 
 
 class Ring:
@@ -60,22 +59,22 @@ class Ring:
         stride: int,
         positions: Tensor,
         documents: Tensor | None,
-        parts: Parts,
-        how: How,
+        passes: FormPasses,
+        scoring: Scoring,
         leaf: str,
     ) -> None:
         self.communicator, self.positions, self.documents = communicator, positions, documents
-        self.parts, self.how, self.leaf = parts, how, leaf
+        self.passes, self.scoring, self.leaf = passes, scoring, leaf
         size = communicator.size
-        self.count, self.place = size // stride, communicator.rank // stride
+        self.count, self.ring_rank = size // stride, communicator.rank // stride
         self.perm = [(rank, (rank + stride) % size) for rank in range(size)]
 
-    def where(self, hop: int) -> Where:
+    def positions_at(self, hop: int) -> Positions:
         """The positions and documents of this rank's queries, and of the keys that it has in this hop."""
-        query, key = self.positions[self.place], self.positions[(self.place - hop) % self.count]
+        query, key = self.positions[self.ring_rank], self.positions[(self.ring_rank - hop) % self.count]
         if self.documents is None:
-            return Where(query, key)
-        return Where(query, key, self.documents[:, query], self.documents[:, key])
+            return Positions(query, key)
+        return Positions(query, key, self.documents[:, query], self.documents[:, key])
 
     def pass_on(self, x: Tensor) -> Any:
         """Start to send x to the next rank, and to receive that of the last."""
@@ -83,14 +82,14 @@ class Ring:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out like q, the log-sum-exp of each query's scores [B, H, n] in float32 or wider)."""
-        held, joined = torch.stack((k, v)), None
+        keys_values, joined = torch.stack((k, v)), None
         for hop in range(self.count):
-            coming = self.pass_on(held) if hop + 1 < self.count else None
-            where = self.where(hop)
-            if may_see(where):
-                part = self.parts.forward(q, held[0], held[1], where, self.how)
-                joined = part if joined is None else join(joined, part)
-            held = held if coming is None else coming.wait()
+            pending = self.pass_on(keys_values) if hop + 1 < self.count else None
+            positions = self.positions_at(hop)
+            if may_see(positions):
+                chunk = self.passes.forward(q, keys_values[0], keys_values[1], positions, self.scoring)
+                joined = chunk if joined is None else join(joined, chunk)
+            keys_values = keys_values if pending is None else pending.wait()
         assert joined is not None  # a query sees itself
         return joined[0].to(q.dtype), joined[1]
 
@@ -98,43 +97,47 @@ class Ring:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, g: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients by q, k and v for the gradient g of out."""
-        held, arriving = torch.stack((k, v)), None
+        keys_values, arriving = torch.stack((k, v)), None
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         for hop in range(self.count):
-            coming = self.pass_on(held) if hop + 1 < self.count else None
-            where, owed = self.where(hop), None
-            if may_see(where):
-                more, *both = self.parts.backward(q, held[0], held[1], where, out, lse, g, self.how)
-                dq, owed = dq.add_(more), torch.stack(both)
+            pending = self.pass_on(keys_values) if hop + 1 < self.count else None
+            positions, kv_grads = self.positions_at(hop), None
+            if may_see(positions):
+                dq_term, *kv_terms = self.passes.backward(
+                    q, keys_values[0], keys_values[1], positions, out, lse, g, self.scoring
+                )
+                dq, kv_grads = dq.add_(dq_term), torch.stack(kv_terms)
             earlier = None if arriving is None else arriving.wait()  # from the ranks that had these keys before
             if earlier is not None:
-                owed = earlier if owed is None else owed.add_(earlier)
-            assert owed is not None  # in the first hop a query sees itself
-            arriving = self.pass_on(owed)
-            held = held if coming is None else coming.wait()
+                kv_grads = earlier if kv_grads is None else kv_grads.add_(earlier)
+            assert kv_grads is not None  # in the first hop a query sees itself
+            arriving = self.pass_on(kv_grads)
+            keys_values = keys_values if pending is None else pending.wait()
         assert arriving is not None
         dk, dv = arriving.wait()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def may_see(where: Where) -> bool:
+def may_see(positions: Positions) -> bool:
     """False only if all keys are after all queries, or in other documents: then nothing is computed. Values are looked
     at in the host's memory alone, as a GPU would be waited for."""
-    if kind_of(where.query) != "cpu" or isinstance(where.query, FakeTensor) or is_traced(where.query):
+    if kind_of(positions.query) != "cpu" or isinstance(positions.query, FakeTensor) or is_traced(positions.query):
         return True
-    if int(where.key.min()) > int(where.query.max()):
+    if int(positions.key.min()) > int(positions.query.max()):
         return False
-    mine, theirs = where.query_documents, where.key_documents
-    if mine is None or theirs is None:
+    query_documents, key_documents = positions.query_documents, positions.key_documents
+    if query_documents is None or key_documents is None:
         return True
-    return bool(((mine.amax(1) >= theirs.amin(1)) & (theirs.amax(1) >= mine.amin(1))).any())
+    return bool(
+        ((query_documents.amax(1) >= key_documents.amin(1)) & (key_documents.amax(1) >= query_documents.amin(1))).any()
+    )
 
 
 def join(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Join two parts (out [B, T, H, K], lse [B, H, T]) of a softmax, both in float32 or wider; their memory is used."""
     lse = torch.logaddexp(a[1], b[1])
-    at = torch.where(lse == float("-inf"), 0.0, lse)
-    first, second = (torch.exp(part - at).transpose(1, 2)[..., None] for part in (a[1], b[1]))
+    base = torch.where(lse == float("-inf"), 0.0, lse)
+    first, second = (torch.exp(chunk_lse - base).transpose(1, 2)[..., None] for chunk_lse in (a[1], b[1]))
     return a[0].mul_(first).add_(b[0].mul_(second)), lse
 
 
@@ -146,14 +149,14 @@ SHARED = (
 )
 
 
-def _ring(positions: Tensor, documents: Tensor | None, rest: Sequence[Any]) -> Ring:
-    number, stride, form, pattern, scale, cap, leaf = rest
-    how = How.of_numbers(pattern, scale, cap)
-    return Ring(communicator_of(number), stride, positions, documents, PARTS[form], how, leaf)
+def _ring(positions: Tensor, documents: Tensor | None, arguments: Sequence[Any]) -> Ring:
+    number, stride, form, pattern, scale, cap, leaf = arguments
+    scoring = Scoring.of_numbers(pattern, scale, cap)
+    return Ring(communicator_of(number), stride, positions, documents, FORM_PASSES[form], scoring, leaf)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None, *rest: Any) -> Any:
-    return _ring(positions, documents, rest).forward(q, k, v)
+def _forward(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None, *arguments: Any) -> Any:
+    return _ring(positions, documents, arguments).forward(q, k, v)
 
 
 def _forward_shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -170,9 +173,9 @@ def _backward(
     g: Tensor,
     positions: Tensor,
     documents: Tensor | None,
-    *rest: Any,
+    *arguments: Any,
 ) -> Any:
-    return _ring(positions, documents, rest).backward(q, k, v, out, lse, g)
+    return _ring(positions, documents, arguments).backward(q, k, v, out, lse, g)
 
 
 def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,12 +190,12 @@ ring_backward = define_ordered(
     _backward,
     _backward_shapes,
 )
-for made, run, products in (
+for ring_op, run, products in (
     (ring_forward, _forward, flops.FORWARD_PRODUCTS),
     (ring_backward, _backward, flops.BACKWARD_PRODUCTS),
 ):
-    OPENED[made] = run  # a count of memory sees what travels
-    add_formula(made.overloadpacket, flops.ring(products))
+    OPENED[ring_op] = run  # a count of memory sees what travels
+    add_formula(ring_op.overloadpacket, flops.ring(products))
 
 
 # ---- the function ---------------------------------------------------------------------------------------------------
@@ -219,20 +222,21 @@ def ring_attention(
     q [B, n, H, K], k and v [B, n, G, K]: of this rank's positions. positions: int64 [c, n], those of each rank,
     together each of a sequence's T = c n once, the same on all ranks. documents: int [B, T] of the whole sequences, or
     None. inner: ranks of a group that exchange heads, see the top of the file; it divides c, H and G. sinks: [H], see
-    attention_sinks. impl: the form of `attention_at`. Keys and values are passed on while the hop before is computed.
+    attention_arguments. impl: the form of `attention_at`. Keys and values are passed on while the hop before is
+    computed.
 
     Communicates: see the top of the file. Raises ValueError for shapes that do not fit, and under transforms that
     differentiate more than once or batch (vmap, jvp): form "gather" of context parallelism serves them.
     """
-    given = {"pattern": pattern, "scale": scale, "cap": cap}
+    options = {"pattern": pattern, "scale": scale, "cap": cap}
     expect_heads(q, k, v, scale)
     expect_scores(q, pattern, cap, sinks)
     _expect_fit(q, k, axis, positions, inner)
-    expect_places("documents", documents, q, [q.shape[0], positions.numel()])
+    expect_integers("documents", documents, q, [q.shape[0], positions.numel()])
     if axis.size == 1:
-        mine = {} if documents is None else {"query_documents": documents[:, positions[0]]}
-        mine |= {} if documents is None else {"key_documents": documents[:, positions[0]]}
-        return attention_at(q, k, v, positions[0], positions[0], impl=impl, sinks=sinks, **mine, **given)
+        row_documents = {} if documents is None else {"query_documents": documents[:, positions[0]]}
+        row_documents |= {} if documents is None else {"key_documents": documents[:, positions[0]]}
+        return attention_at(q, k, v, positions[0], positions[0], impl=impl, sinks=sinks, **row_documents, **options)
     if not first_order():
         raise ValueError(
             "ring attention is differentiated once, and serves neither vmap nor jvp; use the form gather of context "
@@ -244,17 +248,17 @@ def ring_attention(
         k, v = exchange_within(torch.cat((k, v), -1), axis, inner, 2, 1, leaf=leaf).chunk(2, -1)
         sinks = None if sinks is None else sinks.chunk(inner)[axis.rank % inner]
     positions = positions.reshape(axis.size // inner, -1)
-    how = How(pattern, q.shape[-1] ** -0.5 if scale is None else scale, cap)
-    form = parts_of(impl, q, k, v, Where(positions[0], positions[0]), how)
-    rest = axis.communicator.number, inner, form, how.numbers, how.scale, how.cap, leaf
+    scoring = Scoring(pattern, q.shape[-1] ** -0.5 if scale is None else scale, cap)
+    form = choose_form(impl, q, k, v, Positions(positions[0], positions[0]), scoring)
+    arguments = axis.communicator.number, inner, form, scoring.numbers, scoring.scale, scoring.cap, leaf
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> tuple[Tensor, Tensor]:
-        return ring_forward(q, k, v, *(data if len(data) > 1 else (*data, None)), *rest)
+        return ring_forward(q, k, v, *(data if len(data) > 1 else (*data, None)), *arguments)
 
     def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         q, k, v, *data, out, lse = saved
-        where = data if len(data) > 1 else (*data, None)
-        return ring_backward(q, k, v, out, lse, grads[0].contiguous(), *where, *rest)
+        tensors = data if len(data) > 1 else (*data, None)
+        return ring_backward(q, k, v, out, lse, grads[0].contiguous(), *tensors, *arguments)
 
     data = (positions,) if documents is None else (positions, documents)
     out = attend_by("ring attention", forward, backward, (q, k, v, *data), sinks)
@@ -268,9 +272,9 @@ def _expect_fit(q: Tensor, k: Tensor, axis: Axis, positions: Tensor, inner: int)
             f"ring attention: positions are {list(positions.shape)} and there are {q.shape[1]} queries and "
             f"{k.shape[1]} keys; positions must be {[axis.size, q.shape[1]]}, and keys as many as queries"
         )
-    for what, size in ((axis.name, axis.size), ("the query heads", q.shape[2]), ("the key/value heads", k.shape[2])):
+    for label, size in ((axis.name, axis.size), ("the query heads", q.shape[2]), ("the key/value heads", k.shape[2])):
         if inner < 1 or size % inner:
             raise ValueError(
-                f"ring attention: inner is {inner} and does not divide {what}, {size}; use "
+                f"ring attention: inner is {inner} and does not divide {label}, {size}; use "
                 f"{math.gcd(axis.size, k.shape[2])}"
             )

@@ -18,15 +18,15 @@ from fzero.core import cpp
 from fzero.core.compile import have_compiler
 from fzero.core.device import kind_of
 from fzero.kernels import flops
+from fzero.kernels.attention_arguments import attend_by
 from fzero.kernels.attention_pattern import FIELDS, FULL, Pattern
-from fzero.kernels.attention_sinks import attend_by
-from fzero.kernels.op_function import operator
+from fzero.kernels.custom_operator import operator
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 SHORT = 64  # queries below which plain products are as fast
 
 
-class _Shape(ctypes.Structure):
+class _AttentionShape(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("b", "t", "s", "h", "g", "k")),
         *((name, ctypes.c_int64) for name in ("kind", *FIELDS, "threads", "wide")),
@@ -35,7 +35,7 @@ class _Shape(ctypes.Structure):
     ]
 
 
-class _Places(ctypes.Structure):
+class _PositionPointers(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("query", "key", "query_documents", "key_documents")]
 
 
@@ -61,12 +61,12 @@ def _address(x: Tensor | None) -> int | None:
 
 
 def _run(
-    what: str,
+    direction: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     places: Sequence[Tensor | None],
-    rest: Sequence[Tensor],
+    tensors: Sequence[Tensor],
     pattern: list[int],
     factors: tuple[float, float],
     wide: bool,
@@ -74,20 +74,20 @@ def _run(
     """places: int64 positions [B, T] and [B, S] of queries and keys, and their documents, each contiguous or None."""
     if q.numel() and k.numel():
         (b, t, h, dim), (_, s, g, _) = q.shape, k.shape
-        shape = _Shape(b, t, s, h, g, dim, *pattern, _threads(k), wide, *factors)
-        at = ctypes.byref(_Places(*(_address(x) for x in places)))
-        pointers = [ctypes.c_void_p(_address(x)) for x in (q, k, v, *rest)]
-        run = getattr(_library(q.dtype), f"{what}_{DTYPES[q.dtype]}")
-        run(*pointers[:3], at, *pointers[3:], ctypes.byref(shape))
+        shape = _AttentionShape(b, t, s, h, g, dim, *pattern, _threads(k), wide, *factors)
+        positions = ctypes.byref(_PositionPointers(*(_address(x) for x in places)))
+        pointers = [ctypes.c_void_p(_address(x)) for x in (q, k, v, *tensors)]
+        run = getattr(_library(q.dtype), f"{direction}_{DTYPES[q.dtype]}")
+        run(*pointers[:3], positions, *pointers[3:], ctypes.byref(shape))
 
 
 WHERE = "Tensor? query, Tensor? key, Tensor? query_documents, Tensor? key_documents"
 HOW = "int[] pattern, float scale, float cap, bool wide"
 
 
-def _outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _outputs(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     wide, (b, t, h, _) = torch.promote_types(q.dtype, torch.float32), q.shape
-    return q.new_empty(q.shape, dtype=wide if rest[-1] else q.dtype), q.new_empty((b, h, t), dtype=wide)
+    return q.new_empty(q.shape, dtype=wide if arguments[-1] else q.dtype), q.new_empty((b, h, t), dtype=wide)
 
 
 @operator(
@@ -121,13 +121,13 @@ def tiled_forward(
     return out, lse
 
 
-def _gradients(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _gradients(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    apart = not rest[-1] and wide != q.dtype  # else the sums are made in dk and dv
-    room = q.new_empty((_threads(k) if apart else 0, 2, k.shape[1], k.shape[3]), dtype=wide)
-    dtype = wide if rest[-1] else q.dtype
+    separate = not arguments[-1] and wide != q.dtype  # else the sums are made in dk and dv
+    buffer = q.new_empty((_threads(k) if separate else 0, 2, k.shape[1], k.shape[3]), dtype=wide)
+    dtype = wide if arguments[-1] else q.dtype
     dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))
-    return dq, dk, dv, room
+    return dq, dk, dv, buffer
 
 
 @operator(
@@ -158,8 +158,8 @@ def tiled_backward(
     """
     q, k, v, out, lse, g = (x.contiguous() for x in (q, k, v, out, lse, g))
     results = _gradients(q, k, v, wide)
-    places, rest = (query, key, query_documents, key_documents), (out, lse, g, *results)
-    _run("backward", q, k, v, places, rest, pattern, (scale, cap), wide)
+    places, tensors = (query, key, query_documents, key_documents), (out, lse, g, *results)
+    _run("backward", q, k, v, places, tensors, pattern, (scale, cap), wide)
     return results
 
 
@@ -181,7 +181,7 @@ def tiled_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kind = pattern.numbers
-    rest = () if documents is None else (documents.to(torch.int64).contiguous(),)
+    data = () if documents is None else (documents.to(torch.int64).contiguous(),)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return tiled_forward(q, k, v, None, None, None, documents, kind, scale, cap, False)
@@ -191,7 +191,7 @@ def tiled_attention(
         places = None, None, None, *(documents or (None,))
         return tiled_backward(q, k, v, *places, out, lse, *grads, kind, scale, cap, False)[:3]
 
-    return attend_by("tiled attention", forward, backward, (q, k, v, *rest), sinks)
+    return attend_by("tiled attention", forward, backward, (q, k, v, *data), sinks)
 
 
 def supports(
@@ -226,7 +226,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str:
     return "" if have_compiler() else "there is no C++ compiler"
 
 
-def prefers(q: Tensor, *rest: Tensor, **options: object) -> str:
+def prefers(q: Tensor, *tensors: Tensor, **options: object) -> str:
     """Why "auto" should not take it. Measured on a Xeon with AMX, forward and backward: 2.0 to 2.6 times as fast as
     torch's own fused attention in bfloat16 at T from 256 to 2048, and 1.3 to 1.7 times in float32; on an EPYC with
     AVX2 alone 1.1 to 1.6 times in float32.

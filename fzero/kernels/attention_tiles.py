@@ -4,7 +4,7 @@ the configuration and builds of such a kernel.
 Tiles of keys that no query of a tile sees are skipped; tiles that all its queries see completely need no mask. For
 full, window and local patterns both bounds follow from positions, for documents from `document_bounds`. In strided,
 fixed and bigbird patterns the visible keys are scattered, so the loop tests each tile (`may_see`). Where queries and
-keys are in any order (AT), see attention_places.
+keys are in any order (AT), see attention_spans.
 Names and shapes are those of attention_flash.
 """
 
@@ -40,10 +40,10 @@ def tile(base, start, stride, count, DIM: tl.constexpr, WIDTH: tl.constexpr, ROW
     # Element (r, c) is at base + (start + r) stride + c. The tile's start may exceed 2^31 and is in int64; offsets
     # inside a tile are int32. Masks: columns DIM to WIDTH are padding to a power of two; rows from `count` on are
     # beyond the sequence.
-    at = base + tl.cast(start, tl.int64) * stride + (rows * stride + columns)
+    pointers = base + tl.cast(start, tl.int64) * stride + (rows * stride + columns)
     if DIM == WIDTH:
-        return tl.load(at) if WHOLE else tl.load(at, mask=rows < count - start, other=0.0)
-    return tl.load(at, mask=(columns < DIM) if WHOLE else (columns < DIM) & (rows < count - start), other=0.0)
+        return tl.load(pointers) if WHOLE else tl.load(pointers, mask=rows < count - start, other=0.0)
+    return tl.load(pointers, mask=(columns < DIM) if WHOLE else (columns < DIM) & (rows < count - start), other=0.0)
 
 
 @triton.jit
@@ -67,20 +67,20 @@ def mix(x):
 @triton.jit
 def random_block(block, i, pattern):
     """`Pattern.random_block` of int32."""
-    _size, keep, near, seed = pattern
+    _size, global_count, near, seed = pattern
     salt = mix(tl.cast(seed, tl.uint32) + tl.cast(i + 1, tl.uint32) * 0x9E3779B9)
-    others = tl.maximum(block - (near - 1 + keep), 1)
-    return keep + (mix(block.to(tl.uint32) ^ salt) % others.to(tl.uint32)).to(tl.int32)
+    candidates = tl.maximum(block - (near - 1 + global_count), 1)
+    return global_count + (mix(block.to(tl.uint32) ^ salt) % candidates.to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
 def visible_pairs(
-    query, key, mine, theirs, end, pattern, KIND: tl.constexpr, RANDOM: tl.constexpr, DOCUMENTS: tl.constexpr
+    query, key, query_docs, key_docs, end, pattern, KIND: tl.constexpr, RANDOM: tl.constexpr, DOCUMENTS: tl.constexpr
 ):
-    """The mask of `attention_pattern.visible_mask` for positions; documents `mine` of queries, `theirs` of keys; keys
-    before position `end`. pattern: (size, keep, near, seed) of it, RANDOM: the number of its random blocks.
+    """The mask of `attention_pattern.visible_mask` for positions; documents `query_docs` of queries, `key_docs` of
+    keys; keys before position `end`. pattern: (size, keep, near, seed) of it, RANDOM: the number of its random blocks.
     """
-    size, keep, near, _seed = pattern
+    size, global_count, near, _seed = pattern
     mask = key <= tl.minimum(query, end - 1)
     if KIND == "window":
         mask = mask & (key > query - size)
@@ -89,28 +89,28 @@ def visible_pairs(
     if KIND == "strided":
         mask = mask & ((key > query - size) | (key % size == query % size))
     if KIND == "fixed":
-        mask = mask & ((key >= query // size * size) | (key % size >= size - keep))
+        mask = mask & ((key >= query // size * size) | (key % size >= size - global_count))
     if KIND == "bigbird":
-        own, block = query // size, key // size
-        seen = (block < keep) | (own - block < near)
+        query_block, block = query // size, key // size
+        pair_mask = (block < global_count) | (query_block - block < near)
         for i in tl.static_range(RANDOM):
-            seen = seen | (block == random_block(own, i, pattern))
-        mask = mask & seen
+            pair_mask = pair_mask | (block == random_block(query_block, i, pattern))
+        mask = mask & pair_mask
     if DOCUMENTS:
-        mask = mask & (mine == theirs)
+        mask = mask & (query_docs == key_docs)
     return mask
 
 
 @triton.jit
-def load_positions(START, at, count, AT: tl.constexpr):
-    """The positions of the rows `at`: START + at, or with AT what lies there, FAR for rows from `count` on."""
-    return tl.load(START + at, mask=at < count, other=FAR) if AT else at + START
+def load_positions(START, rows, count, AT: tl.constexpr):
+    """The positions of the rows `rows`: START + at, or with AT what lies there, FAR for rows from `count` on."""
+    return tl.load(START + rows, mask=rows < count, other=FAR) if AT else rows + START
 
 
 @triton.jit
-def load_documents(DOCS, at, count, DOCUMENTS: tl.constexpr):
-    """The document numbers of the rows `at` (0 from `count` on); without DOCUMENTS a value that is never used."""
-    return tl.load(DOCS + at, mask=at < count, other=0) if DOCUMENTS else at
+def load_documents(DOCS, rows, count, DOCUMENTS: tl.constexpr):
+    """The document numbers of the rows `rows` (0 from `count` on); without DOCUMENTS a value that is never used."""
+    return tl.load(DOCS + rows, mask=rows < count, other=0) if DOCUMENTS else rows
 
 
 @triton.jit
@@ -118,20 +118,25 @@ def may_see(query, last_query, key, last_key, pattern, KIND: tl.constexpr, RANDO
     """Whether any query in [query, last_query] may see any key in [key, last_key], in a strided, fixed or bigbird
     pattern. Of bigbird True if the queries are in more than BLOCKS blocks, which a tile of theirs in order is not.
     """
-    size, keep, near, _seed = pattern
+    size, global_count, near, _seed = pattern
     if KIND == "strided":  # a distance in [query - last_key, last_query - key] is below `size`, or a multiple of it
         return (query - last_key < size) | ((last_query - key) // size * size >= query - last_key)
     if KIND == "bigbird":
-        first, own, last_own = key // size, query // size, last_query // size
-        met = (first < keep) | (own - last_key // size < near) | (last_own - own >= BLOCKS)
-        blocks = own + tl.arange(0, BLOCKS)
+        first, query_block, last_query_block = key // size, query // size, last_query // size
+        overlap = (
+            (first < global_count)
+            | (query_block - last_key // size < near)
+            | (last_query_block - query_block >= BLOCKS)
+        )
+        blocks = query_block + tl.arange(0, BLOCKS)
         hits = blocks < 0
         for i in tl.static_range(RANDOM):
             block = random_block(blocks, i, pattern)
             hits = hits | ((block >= first) & (block <= last_key // size))
-        return met | (tl.max((hits & (blocks <= last_own)).to(tl.int32), 0) > 0)
-    kept = tl.where(key % size >= size - keep, key, key // size * size + size - keep)  # the first from `key` on
-    return (last_key >= query // size * size) | (kept <= last_key)
+        return overlap | (tl.max((hits & (blocks <= last_query_block)).to(tl.int32), 0) > 0)
+    # The first from `key` on.
+    first_global = tl.where(key % size >= size - global_count, key, key // size * size + size - global_count)
+    return (last_key >= query // size * size) | (first_global <= last_key)
 
 
 @triton.jit
@@ -189,14 +194,14 @@ def mask_of_keys(
     `_flash_forward`.
     """
     _k, _kt, _v, _vt, s, key_start, docs = keys
-    query, _span, mine = queries
-    at = j + tl.arange(0, N)
-    theirs = load_documents(docs, at, s, DOCUMENTS)
+    query, _span, query_docs = queries
+    rows = j + tl.arange(0, N)
+    key_docs = load_documents(docs, rows, s, DOCUMENTS)
     return visible_pairs(
         query[:, None],
-        load_positions(key_start, at, s, AT)[None, :],
-        mine[:, None],
-        theirs[None, :],
+        load_positions(key_start, rows, s, AT)[None, :],
+        query_docs[:, None],
+        key_docs[None, :],
         FAR if AT else s + key_start,
         pattern,
         KIND,
@@ -216,31 +221,33 @@ def tables(kernel: str) -> dict[Any, Sequence[tuning.Config]]:
     """The configurations of a kernel, by the head dim rounded up to a power of two, or by float32: tiles of M queries
     and N keys; and by (that, name) where masks of that name, a pattern's kind or "at", take registers of their own.
     """
-    found: dict[Any, Sequence[tuning.Config]] = {}
+    configs: dict[Any, Sequence[tuning.Config]] = {}
     for name, key in ((64, 64), (128, 128), (256, 256), ("float32", torch.float32)):
-        found[key] = chips.Table(f"{kernel} {name}")
+        configs[key] = chips.ConfigTable(f"{kernel} {name}")
         for mask in ("at", *KINDS):
-            if (own := f"{kernel} {name} {mask}") in chips.listed()[chips.DEFAULT]["blocks"]["rows"]:
-                found[key, mask] = chips.Table(own)
-    return found
+            if (table_name := f"{kernel} {name} {mask}") in chips.listed()[chips.DEFAULT]["blocks"]["rows"]:
+                configs[key, mask] = chips.ConfigTable(table_name)
+    return configs
 
 
-def table_of(configs: dict[Any, Sequence[tuning.Config]], width: Any, kind: str, at: bool) -> Sequence[tuning.Config]:
+def table_of(
+    configs: dict[Any, Sequence[tuning.Config]], width: Any, kind: str, has_positions: bool
+) -> Sequence[tuning.Config]:
     """Of the `tables` that of a head dim's width (or float32), with positions in memory (AT) or not."""
-    own = [(width, name) for name in ("at" * at, kind) if (width, name) in configs]
-    return configs[own[0] if own else width]
+    matches = [(width, name) for name in ("at" * has_positions, kind) if (width, name) in configs]
+    return configs[matches[0] if matches else width]
 
 
 def config(
-    kernel: str, configs: dict[Any, Sequence[tuning.Config]], q: Tensor, kind: str, at: bool
+    kernel: str, configs: dict[Any, Sequence[tuning.Config]], q: Tensor, kind: str, has_positions: bool
 ) -> tuple[int, tuning.Config]:
     """Return (head dim rounded up to a power of two, configuration) of a kernel for queries `q`; of the sizes only K
-    matters. at: whether positions lie in memory (AT).
+    matters. has_positions: whether positions lie in memory (AT).
     """
     width = max(16, triton.next_power_of_2(q.shape[-1]))
     key = torch.float32 if q.dtype == torch.float32 else max(64, width)
-    rows = tuning.rows(table_of(configs, key, kind, at), q.device)
-    return width, tuning.config(kernel, (width, q.dtype, kind, at), rows[0], q.device)
+    rows = tuning.rows(table_of(configs, key, kind, has_positions), q.device)
+    return width, tuning.config(kernel, (width, q.dtype, kind, has_positions), rows[0], q.device)
 
 
 def compact_rows(x: Tensor) -> Tensor:
@@ -250,15 +257,15 @@ def compact_rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 and abs(x.stride(1)) < 2**22 else x.contiguous()
 
 
-def signature(pointers: str, dtype: str, at: bool = False) -> dict[str, str]:
-    """The signature of a kernel for `aot`; pointers have `dtype` except for those listed here. at: with AT, of which
-    results are float32."""
+def signature(pointers: str, dtype: str, has_positions: bool = False) -> dict[str, str]:
+    """The signature of a kernel for `aot`; pointers have `dtype` except for those listed here. has_positions: with AT,
+    of which results are float32."""
     special = {"LSE": "*fp32", "DELTA": "*fp32", "QDOCS": "*i32", "KDOCS": "*i32", "REACH": "*i32"}
     strides = [x + y for x in "qkv" for y in "bth"]
     constants = "KIND DOCUMENTS AT DIM WIDTH M N UPCAST"
     wide = {"DQ", "DK", "DV"} if "G" in pointers.split() else {"OUT"}
-    special |= dict.fromkeys(wide, "*fp32") if at else {}
-    starts = dict.fromkeys(("query_start", "key_start"), "*i32") if at else {}
+    special |= dict.fromkeys(wide, "*fp32") if has_positions else {}
+    starts = dict.fromkeys(("query_start", "key_start"), "*i32") if has_positions else {}
     return (
         {name: special.get(name, f"*{dtype}") for name in pointers.split()}
         | dict.fromkeys(SIZES, "i32")
@@ -269,7 +276,7 @@ def signature(pointers: str, dtype: str, at: bool = False) -> dict[str, str]:
     )
 
 
-def each_build(
+def attention_builds(
     kernel: str,
     pointers: str,
     gpu: str,
@@ -281,9 +288,9 @@ def each_build(
     strides = tuple(x + y for x in "qkv" for y in "bth")
     configs = tables(kernel)
 
-    def rows(width: Any, kind: str = "full", at: bool = False) -> Sequence[tuning.Config]:
-        table = table_of(configs, width, kind, at)
-        return table.on(gpu) if isinstance(table, chips.Table) else table
+    def rows(width: Any, kind: str = "full", has_positions: bool = False) -> Sequence[tuning.Config]:
+        table = table_of(configs, width, kind, has_positions)
+        return table.for_gpu(gpu) if isinstance(table, chips.ConfigTable) else table
 
     def build(
         dim: int,
@@ -291,20 +298,21 @@ def each_build(
         dtype: str = "bf16",
         kind: str = "full",
         documents: bool = False,
-        at: bool = False,
+        has_positions: bool = False,
     ) -> Build:
-        label = f"{kernel} {dim} {blocks['M']}x{blocks['N']} {dtype} {kind}{' documents' * documents}{' at' * at}"
+        variant = f"{kind}{' documents' * documents}{' at' * has_positions}"
+        label = f"{kernel} {dim} {blocks['M']}x{blocks['N']} {dtype} {variant}"
         constants = {
             "KIND": kind,
             "DOCUMENTS": documents,
-            "AT": at,
+            "AT": has_positions,
             "DIM": dim,
             "WIDTH": triton.next_power_of_2(dim),
             "UPCAST": False,
             "RANDOM": 3 * (kind == "bigbird"),
         }
-        types = signature(pointers, dtype, at)
-        wide = not documents and not at
+        types = signature(pointers, dtype, has_positions)
+        wide = not documents and not has_positions
         return Build(label, kernel, types, constants, blocks, dtype != "fp32", wide, strides, spills * (dim > 128))
 
     for dim in (64, 128, 256):
@@ -314,8 +322,10 @@ def each_build(
     for kind, documents in (("full", True), ("window", False), ("fixed", True)):
         yield build(128, rows(128, kind)[0], kind=kind, documents=documents)
     for dim in (64, 128):
-        for at in (False, True):
-            yield build(dim, rows(dim, "bigbird", at)[0], kind="bigbird", documents=True, at=at)
+        for has_positions in (False, True):
+            yield build(
+                dim, rows(dim, "bigbird", has_positions)[0], kind="bigbird", documents=True, has_positions=has_positions
+            )
     yield build(128, rows(torch.float32)[0], dtype="fp32")
     for dim, kind, documents in (
         (64, "full", True),
@@ -323,5 +333,5 @@ def each_build(
         (128, "fixed", True),
         (256, "window", True),
     ):
-        yield build(dim, rows(dim, kind, True)[0], kind=kind, documents=documents, at=True)
-    yield build(128, rows(torch.float32, at=True)[0], dtype="fp32", documents=True, at=True)
+        yield build(dim, rows(dim, kind, True)[0], kind=kind, documents=documents, has_positions=True)
+    yield build(128, rows(torch.float32, has_positions=True)[0], dtype="fp32", documents=True, has_positions=True)

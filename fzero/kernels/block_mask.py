@@ -63,8 +63,8 @@ class BlockMask:
 
     def __post_init__(self) -> None:
         try:
-            given = self.blocks.detach().cpu() if isinstance(self.blocks, Tensor) else self.blocks
-            blocks = np.asarray(given)
+            source = self.blocks.detach().cpu() if isinstance(self.blocks, Tensor) else self.blocks
+            blocks = np.asarray(source)
         except (ValueError, TypeError, RuntimeError) as error:
             raise ValueError(
                 f"block mask: blocks are no array ({error}); give [blocks of queries, blocks of keys]"
@@ -100,7 +100,7 @@ class BlockMask:
         lines = [f"{self._sizes}, {self.blocks.sum()} of {self.blocks.size} seen"]
         if max(self.blocks.shape[1:]) <= DRAWN:
             for head in self.blocks:
-                lines += ["", *(" ".join(".x"[seen] for seen in row.astype(int)) for row in head)]
+                lines += ["", *(" ".join(".x"[cell] for cell in row.astype(int)) for row in head)]
         return "\n".join(lines).replace("\n\n", "\n", 1)
 
     @property
@@ -108,18 +108,18 @@ class BlockMask:
         heads, n, m = self.blocks.shape
         return f"{heads} x {n} x {m} blocks of {self.block}{', causal' * self.causal}"
 
-    def __or__(self, other: BlockMask) -> BlockMask:
+    def __or__(self, rhs: BlockMask) -> BlockMask:
         """The mask in which a query sees what it sees in either; raises ValueError if their blocks are not alike."""
-        expect_kind("block mask: what joins", other, BlockMask, "give another BlockMask")
-        mine, theirs = ((x.block, x.causal, x.device, x.blocks.shape[1:]) for x in (self, other))
-        heads = {len(self.blocks), len(other.blocks)} - {1}
-        if mine != theirs or len(heads) > 1:
-            mine, theirs = (f"{x._sizes}, on {x.device}" for x in (self, other))
+        expect_kind("block mask: what joins", rhs, BlockMask, "give another BlockMask")
+        lhs_traits, rhs_traits = ((x.block, x.causal, x.device, x.blocks.shape[1:]) for x in (self, rhs))
+        heads = {len(self.blocks), len(rhs.blocks)} - {1}
+        if lhs_traits != rhs_traits or len(heads) > 1:
+            lhs_traits, rhs_traits = (f"{x._sizes}, on {x.device}" for x in (self, rhs))
             raise ValueError(
-                f"block masks do not join: one has {mine}, the other {theirs}; give masks alike in these, but for 1 "
-                "head beside several"
+                f"block masks do not join: one has {lhs_traits}, the other {rhs_traits}; give masks alike in these, "
+                "but for 1 head beside several"
             )
-        return BlockMask(self.blocks | other.blocks, self.block, self.causal, self.device)
+        return BlockMask(self.blocks | rhs.blocks, self.block, self.causal, self.device)
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The same mask for tensors on another device."""
@@ -128,11 +128,11 @@ class BlockMask:
     def expect_sizes(self, queries: int, keys: int, heads: int) -> None:
         """Raise ValueError unless it is a mask for as many queries, keys and heads."""
         mask_heads, n, m = self.blocks.shape
-        wanted = [-(-size // self.block) for size in (queries, keys)]
-        if [n, m] != wanted or mask_heads not in (1, heads):
+        expected = [-(-size // self.block) for size in (queries, keys)]
+        if [n, m] != expected or mask_heads not in (1, heads):
             raise ValueError(
                 f"attention: the mask has {mask_heads} heads of {n} x {m} blocks of {self.block} tokens; {queries} "
-                f"queries of {keys} keys take {wanted[0]} x {wanted[1]} in 1 or {heads} heads "
+                f"queries of {keys} keys take {expected[0]} x {expected[1]} in 1 or {heads} heads "
                 "(under tp a rank's); make it for these"
             )
         if self.causal and queries != keys:
@@ -175,24 +175,24 @@ def _listed(units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # ---- the layouts ----------------------------------------------------------------------------------------------------
 
 
-def _count(t: int, block: int, **least: int) -> int:
+def _count(t: int, block: int, **counts: int) -> int:
     """The blocks of t tokens; raises ValueError for a number below its least."""
-    for name, value in {"t": t, "block": block, **least}.items():
+    for name, value in {"t": t, "block": block, **counts}.items():
         expect_count(f"block mask: {name}", value, 0 if name in ("random", "seed") else 1)
-    if least.get("seed", 0) >= SEEDS:
-        raise ValueError(f"block mask: seed is {least['seed']}; it must be below {SEEDS}")
+    if counts.get("seed", 0) >= SEEDS:
+        raise ValueError(f"block mask: seed is {counts['seed']}; it must be below {SEEDS}")
     return -(-t // block)
 
 
-def _globals(n: int, keep: Blocks) -> np.ndarray:
-    """bool [n], whether a block is one of `keep`."""
+def _globals(n: int, global_ids: Blocks) -> np.ndarray:
+    """bool [n], whether a block is one of `global_ids`."""
     is_global = np.zeros(n, bool)
-    for entry in keep:
+    for entry in global_ids:
         numbers = entry if isinstance(entry, tuple) else (entry, entry)
-        whole = len(numbers) == 2 and all(isinstance(i, int) and not isinstance(i, bool) for i in numbers)
-        first, end = (numbers[0], numbers[1] + (numbers is not entry)) if whole else (0, 0)
+        is_range = len(numbers) == 2 and all(isinstance(i, int) and not isinstance(i, bool) for i in numbers)
+        first, end = (numbers[0], numbers[1] + (numbers is not entry)) if is_range else (0, 0)
         if not 0 <= first < end:
-            raise ValueError(f"block mask: keep has {entry}; give numbers of blocks, or (first, end) of several")
+            raise ValueError(f"block mask: global_ids has {entry}; give numbers of blocks, or (first, end) of several")
         is_global[first:end] = True
     return is_global
 
@@ -215,15 +215,15 @@ def sliding_blocks(t: int, block: int = 16, *, window: int = 3, causal: bool = F
 
 @checked()
 def global_blocks(
-    t: int, block: int = 16, *, keep: Blocks = (0,), horizontal: bool = True, causal: bool = False
+    t: int, block: int = 16, *, global_ids: Blocks = (0,), horizontal: bool = True, causal: bool = False
 ) -> BlockMask:
-    """The mask of t tokens in which all see the blocks `keep`, and these, if `horizontal`, see all.
+    """The mask of t tokens in which all see the blocks `global_ids`, and these, if `horizontal`, see all.
 
-    keep: numbers of blocks from 0 on, or (first, end) of several; those beyond the sequence count for nothing.
+    global_ids: numbers of blocks from 0 on, or (first, end) of several; those beyond the sequence count for nothing.
     """
-    is_global = _globals(n := _count(t, block), keep)
-    seen = np.broadcast_to(is_global, (n, n))
-    return BlockMask((seen | is_global[:, None] if horizontal else seen)[None], block, causal)
+    is_global = _globals(n := _count(t, block), global_ids)
+    row_mask = np.broadcast_to(is_global, (n, n))
+    return BlockMask((row_mask | is_global[:, None] if horizontal else row_mask)[None], block, causal)
 
 
 @checked()
@@ -254,18 +254,18 @@ def fixed_blocks(
     block: int = 16,
     *,
     local: int = 4,
-    keep: int = 1,
+    global_count: int = 1,
     horizontal: bool = False,
     heads: int = 1,
     patterns: int = 1,
     causal: bool = False,
 ) -> BlockMask:
-    """The mask "fixed" of t tokens: a block sees the blocks of its own window of `local`, and `keep` blocks of every
-    window; if `horizontal`, these see all.
+    """The mask "fixed" of t tokens: a block sees the blocks of its own window of `local`, and `global_count` blocks of
+    every window; if `horizontal`, these see all.
 
-    They are a window's last `keep` in the first head, the `keep` before these in the second, and so on, `patterns`
-    different ones in turn; in a window at the end that is not whole, the last ones if it has no such blocks.
-    Raises ValueError if a window is not whole times `keep`, or has fewer blocks than the patterns take.
+    They are a window's last `global_count` in the first head, the `global_count` before these in the second, and so on,
+    `patterns` different ones in turn; in a window at the end that is not whole, the last ones if it has no such blocks.
+    Raises ValueError if a window is not whole times `global_count`, or has fewer blocks than the patterns take.
 
     Ref: Child et al. 2019, arXiv:1904.10509, section 4.2-4.3, as DeepSpeed has it by blocks.
 
@@ -278,21 +278,21 @@ def fixed_blocks(
     . . x x x .
     . . x x x x
     """
-    n = _count(t, block, local=local, keep=keep, heads=heads, patterns=patterns)
-    if local % keep or patterns > local // keep:
+    n = _count(t, block, local=local, global_count=global_count, heads=heads, patterns=patterns)
+    if local % global_count or patterns > local // global_count:
         raise ValueError(
-            f"block mask fixed: keep is {keep} and patterns {patterns} in windows of {local} blocks; keep must divide "
-            "local, and keep * patterns be at most local"
+            f"block mask fixed: global_count is {global_count} and patterns {patterns} in windows of {local} blocks; "
+            "global_count must divide local, and global_count * patterns be at most local"
         )
     mask = _windows(n, [local], block, causal)
     of_head = []
     for head in range(min(heads, patterns)):
-        first = local - (1 + head) * keep
+        first = local - (1 + head) * global_count
         firsts = [start + first for start in range(0, n - n % local, local)]
         if n % local:
-            firsts.append(max(0, min(n - n % local + first, n - keep)))
-        ends = [(start, start + keep) for start in firsts]
-        of_head.append(global_blocks(t, block, keep=ends, horizontal=horizontal, causal=causal).blocks[0])
+            firsts.append(max(0, min(n - n % local + first, n - global_count)))
+        ends = [(start, start + global_count) for start in firsts]
+        of_head.append(global_blocks(t, block, global_ids=ends, horizontal=horizontal, causal=causal).blocks[0])
     layouts = np.stack([of_head[head % len(of_head)] for head in range(heads if len(of_head) > 1 else 1)])
     return mask | BlockMask(layouts, block, causal)
 
@@ -301,8 +301,8 @@ def _windows(n: int, windows: Sequence[int], block: int, causal: bool) -> BlockM
     if not windows or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in windows):
         raise ValueError(f"block mask: windows are {list(windows)}; give the blocks of each, at least 1")
     number = np.repeat(np.arange(len(windows)), windows)[:n]
-    more = np.arange(n - len(number)) // windows[-1] + len(windows)
-    number = np.concatenate((number, more))
+    extra = np.arange(n - len(number)) // windows[-1] + len(windows)
+    number = np.concatenate((number, extra))
     return BlockMask(number[:, None] == number, block, causal)
 
 
@@ -312,20 +312,21 @@ def variable_blocks(
     block: int = 16,
     *,
     windows: Sequence[int] = (4,),
-    keep: Blocks = (0,),
+    global_ids: Blocks = (0,),
     horizontal: bool = False,
     random: int = 0,
     seed: int = 0,
     causal: bool = False,
 ) -> BlockMask:
-    """The mask "variable" of t tokens: a block sees its own window, all see the blocks `keep`, and each `random` more.
+    """The mask "variable" of t tokens: a block sees its own window, all see the blocks `global_ids`, and each `random`
+    more.
 
-    windows: the numbers of blocks of the first windows, of which the last goes on. keep, horizontal: as in
+    windows: the numbers of blocks of the first windows, of which the last goes on. global_ids, horizontal: as in
     `global_blocks`. random, seed: as in `random_blocks`, alike in all heads; `mask | random_blocks(..., heads=)` has
     others in each.
     """
     mask = _windows(_count(t, block), windows, block, causal)
-    mask = mask | global_blocks(t, block, keep=keep, horizontal=horizontal, causal=causal)
+    mask = mask | global_blocks(t, block, global_ids=global_ids, horizontal=horizontal, causal=causal)
     return mask | random_blocks(t, block, random=random, seed=seed, causal=causal)
 
 
@@ -335,29 +336,30 @@ def bigbird_blocks(
     block: int = 16,
     *,
     window: int = 3,
-    keep: int = 1,
+    global_count: int = 1,
     random: int = 1,
     heads: int = 1,
     seed: int = 0,
     causal: bool = False,
 ) -> BlockMask:
-    """The mask "bigbird" of t tokens: a block sees the window // 2 blocks on each side of it, the first `keep`, and
-    `random` more, others in each of `heads`; the first `keep` see all (Zaheer et al. 2020, arXiv:2007.14062, section
-    2).
+    """The mask "bigbird" of t tokens: a block sees the window // 2 blocks on each side of it, the first `global_count`,
+    and `random` more, others in each of `heads`; the first `global_count` see all (Zaheer et al. 2020,
+    arXiv:2007.14062, section 2).
     """
-    ends = [(0, keep)] if keep else []
-    mask = sliding_blocks(t, block, window=window, causal=causal) | global_blocks(t, block, keep=ends, causal=causal)
+    ends = [(0, global_count)] if global_count else []
+    mask = sliding_blocks(t, block, window=window, causal=causal)
+    mask = mask | global_blocks(t, block, global_ids=ends, causal=causal)
     return mask | random_blocks(t, block, random=random, heads=heads, seed=seed, causal=causal)
 
 
 @checked()
 def longformer_blocks(
-    t: int, block: int = 16, *, window: int = 3, keep: Blocks = (0,), causal: bool = False
+    t: int, block: int = 16, *, window: int = 3, global_ids: Blocks = (0,), causal: bool = False
 ) -> BlockMask:
     """The mask "bslongformer" of t tokens: a block sees the window // 2 blocks on each side of it and the blocks
-    `keep`, which see all (Beltagy et al. 2020, "Longformer", arXiv:2004.05150, section 3.1, by blocks).
+    `global_ids`, which see all (Beltagy et al. 2020, "Longformer", arXiv:2004.05150, section 3.1, by blocks).
 
-    >>> print(longformer_blocks(80, 16, window=3, keep=[2]))
+    >>> print(longformer_blocks(80, 16, window=3, global_ids=[2]))
     1 x 5 x 5 blocks of 16, 17 of 25 seen
     x x x . .
     x x x . .
@@ -366,4 +368,4 @@ def longformer_blocks(
     . . x x x
     """
     sliding = sliding_blocks(t, block, window=window, causal=causal)
-    return sliding | global_blocks(t, block, keep=keep, causal=causal)
+    return sliding | global_blocks(t, block, global_ids=global_ids, causal=causal)

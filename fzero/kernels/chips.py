@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.files import make_folder, replacing
-from fzero.core.foreign import read_json
 from fzero.core.storage import user_folder
+from fzero.core.text_parsing import read_json
 
 LISTED = Path(__file__).parent / "chips"
 DEFAULT = "hopper"  # the file whose block sizes serve on GPUs that have none
@@ -64,7 +64,7 @@ def chip_of(gpu: str) -> Mapping[str, Any]:
     return next((chip for chip in listed().values() if re.search(chip["names"], gpu)), {})
 
 
-class Table(list[Config]):
+class ConfigTable(list[Config]):
     """The configurations of a kernel, or of one kind of its calls, by the name in the files of chips/.
 
     It holds those of the default file, of which the first serves and the others are for `tuning.searching`.
@@ -74,7 +74,7 @@ class Table(list[Config]):
         super().__init__(listed()[DEFAULT]["blocks"]["rows"][name])
         self.name = name
 
-    def on(self, gpu: str) -> Sequence[Config]:
+    def for_gpu(self, gpu: str) -> Sequence[Config]:
         """The configurations for a GPU by its name.
 
         >>> Table("_glu").on("NVIDIA A100-SXM4-80GB")[0]
@@ -141,10 +141,10 @@ def order_of_attention(gpu: str, dtype: str, dim: int, queries: int) -> tuple[st
     nearest: dict[str, Speed] = {}
     for speed in speeds:
         if (speed.dtype, speed.dim) == (dtype, dim):
-            far, before = (
+            distance, best_distance = (
                 abs(math.log(s.queries / queries)) if s else math.inf for s in (speed, nearest.get(speed.form))
             )
-            if far < before:
+            if distance < best_distance:
                 nearest[speed.form] = speed
     fastest = sorted(nearest, key=lambda form: -nearest[form].tflop_s)
     return (*fastest, *(form for form in table["order"] if form not in nearest))

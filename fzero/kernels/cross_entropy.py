@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fzero.core.autodiff import Function, needs_grad, run_backward
 from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, cap_logits, rows_of, scale_, widen
-from fzero.kernels.op_function import on_cuda, triton_runs
+from fzero.kernels.custom_operator import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
 IGNORE = -100  # torch's mark of a target that does not count; no negative one does
@@ -80,10 +80,10 @@ def check_targets(targets: Tensor, columns: int, mask: Tensor | None = None, ign
     """
     wrong = counted_tokens(targets, mask, ignore_index).bool() & (targets >= columns)
     if bool(wrong.any()):
-        at = wrong.nonzero()[0].tolist()
+        index = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"targets{at} is {int(targets[tuple(at)])}; a target is in 0..{columns - 1}, or negative for a token that "
-            "does not count"
+            f"targets{index} is {int(targets[tuple(index)])}; a target is in 0..{columns - 1}, or negative for a token "
+            "that does not count"
         )
 
 
@@ -91,8 +91,8 @@ def mark_targets(targets: Tensor, mask: Tensor | None, ignore_index: int, column
     """Return the targets with NONE for tokens that do not count, and WRONG for those that count but are not in [0,
     columns).
     """
-    at = torch.where((targets >= 0) & (targets < columns), targets, WRONG)
-    return torch.where(counted_tokens(targets, mask, ignore_index).bool(), at, NONE).to(torch.int64)
+    classes = torch.where((targets >= 0) & (targets < columns), targets, WRONG)
+    return torch.where(counted_tokens(targets, mask, ignore_index).bool(), classes, NONE).to(torch.int64)
 
 
 def reference(
@@ -148,13 +148,13 @@ class ValueAndGradients:
     pass; or a tuple of one and of tensors that have no gradient.
 
     make(*tensors) -> (value, gradients of the first tensors, None for those not needed); the gradients are freed after
-    use. again: whether `make` may be called once more, for a second backward pass through the same graph.
+    use. repeatable: whether `make` may be called once more, for a second backward pass through the same graph.
     """
 
-    what: str
+    label: str
     make: Callable[..., tuple[Any, tuple[Tensor | None, ...]]]
-    again: bool = True
-    kept: list[tuple[Tensor | None, ...]] = field(default_factory=list)
+    repeatable: bool = True
+    saved_gradients: list[tuple[Tensor | None, ...]] = field(default_factory=list)
 
     def __call__(self, *tensors: Tensor) -> Any:
         """The value. Differentiable once; see `autodiff.Backward`."""
@@ -162,11 +162,11 @@ class ValueAndGradients:
 
     def scale(self, grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients times `grad`; empty tensors for those not needed."""
-        if not self.kept and not self.again:
+        if not self.saved_gradients and not self.repeatable:
             raise RuntimeError(
-                f"{self.what}: with overwrite=True the logits are gone, so there is no second backward pass"
+                f"{self.label}: with overwrite=True the logits are gone, so there is no second backward pass"
             )
-        gradients = self.kept.pop() if self.kept else self.make(*tensors)[1]
+        gradients = self.saved_gradients.pop() if self.saved_gradients else self.make(*tensors)[1]
         return tuple(grad.new_empty(0) if g is None else scale_(g, grad) for g in gradients)
 
 
@@ -174,7 +174,7 @@ class _ValueAndGradients(Function):
     @staticmethod
     def forward(ahead: ValueAndGradients, *tensors: Tensor) -> Any:
         value, gradients = ahead.make(*tensors)
-        ahead.kept.append(gradients)
+        ahead.saved_gradients.append(gradients)
         return value
 
     @staticmethod
@@ -182,14 +182,14 @@ class _ValueAndGradients(Function):
         if isinstance(output, tuple):
             ctx.mark_non_differentiable(*output[1:])
         ctx.ahead, *tensors = inputs
-        ctx.wanted = [g is not None for g in ctx.ahead.kept[-1]]
+        ctx.wanted = [g is not None for g in ctx.ahead.saved_gradients[-1]]
         ctx.others = len(tensors) - len(ctx.wanted)
-        ctx.save_for_backward(*(tensors if ctx.ahead.again else ()))
+        ctx.save_for_backward(*(tensors if ctx.ahead.repeatable else ()))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        gradients = run_backward(ctx.ahead.what, ctx.ahead.scale, grad, *ctx.saved_tensors)
-        return None, *(g if wanted else None for g, wanted in zip(gradients, ctx.wanted)), *([None] * ctx.others)
+        gradients = run_backward(ctx.ahead.label, ctx.ahead.scale, grad, *ctx.saved_tensors)
+        return None, *(g if needed else None for g, needed in zip(gradients, ctx.wanted)), *([None] * ctx.others)
 
 
 def _by_rows(
@@ -206,10 +206,10 @@ def _by_rows(
     compiled: bool = True,
 ) -> Tensor:
     terms = Terms(z_loss, smoothing, cap, 0, logits.shape[-1])
-    how = form if form == "triton" else "compiled" if compiled else "eager"
+    row_form = form if form == "triton" else "compiled" if compiled else "eager"
 
     def make(logits: Tensor, targets: Tensor, *weights: Tensor, write: bool = True) -> tuple[Tensor, tuple[Tensor]]:
-        statistics, gradient = rows_of(logits, targets, None, terms, write, how, overwrite)
+        statistics, gradient = rows_of(logits, targets, None, terms, write, row_form, overwrite)
         if weights and write:
             gradient.mul_(weights[0][:, None])
         return total_loss(statistics, targets, terms, *weights), (gradient,)
@@ -218,7 +218,7 @@ def _by_rows(
     tensors = (logits, targets) if weights is None else (logits, targets, weights)
     if not needs_grad(logits):
         return make(*tensors, write=False)[0]
-    return ValueAndGradients("cross_entropy", make, again=not overwrite)(*tensors)
+    return ValueAndGradients("cross_entropy", make, repeatable=not overwrite)(*tensors)
 
 
 def _supports(logits: Tensor, targets: Tensor, mask: Tensor | None = None, **options: Any) -> str:
@@ -227,7 +227,7 @@ def _supports(logits: Tensor, targets: Tensor, mask: Tensor | None = None, **opt
     return triton_runs(logits, targets, *(() if mask is None else (mask,)))
 
 
-def _prefers(logits: Tensor, *rest: Any, **options: Any) -> str:
+def _prefers(logits: Tensor, *tensors: Any, **options: Any) -> str:
     return (
         ""
         if logits.numel() >= LARGE

@@ -24,7 +24,7 @@ from fzero.core.cpp import CONTRACTED, library
 from fzero.core.device import kind_of
 from fzero.core.torch_private import TorchDispatchModeKey, get_dispatch_mode
 from fzero.kernels.cross_entropy_triton import NONE, WRONG, launch, scale_by_kernel_
-from fzero.kernels.op_function import operator
+from fzero.kernels.custom_operator import operator
 
 BLOCK_BYTES = 1 << 20  # of float32 logits that plain torch works on at a time, on a CPU
 NATIVE = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}  # what the C++ takes
@@ -69,44 +69,46 @@ def _block(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tens
     """Return the statistics [n, 3], computed if not given; write the gradient into `out`, which may be the logits."""
     y = cap_logits(widen(logits), terms.cap)
     column = targets[:, None] - terms.first
-    own = (targets[:, None] >= 0) & (column >= 0) & (column < logits.shape[1])
-    column = torch.where(own, column, 0)
+    in_range = (targets[:, None] >= 0) & (column >= 0) & (column < logits.shape[1])
+    column = torch.where(in_range, column, 0)
     if statistics is None:
-        at_target = torch.where(own, y.gather(1, column), torch.where(targets[:, None] == WRONG, math.nan, 0.0))
+        at_target = torch.where(in_range, y.gather(1, column), torch.where(targets[:, None] == WRONG, math.nan, 0.0))
         statistics = torch.cat((log_sum_exp(y), at_target, y.sum(-1, keepdim=True)), -1)
     if out is not None:
         lse = statistics[:, :1]
         slope = torch.exp(y - lse) * (1.0 + 2.0 * terms.z_loss * lse) - terms.uniform
-        _put_targets(slope, y, lse, column, own, terms)
+        _write_targets(slope, y, lse, column, in_range, terms)
         if terms.cap:
             slope = slope * (1.0 - (y / terms.cap).square())
         out.copy_(torch.where(targets[:, None] == NONE, 0.0, slope))
     return statistics
 
 
-def _put_targets(slope: Tensor, y: Tensor, lse: Tensor, column: Tensor, own: Tensor, terms: Terms) -> None:
+def _write_targets(slope: Tensor, y: Tensor, lse: Tensor, column: Tensor, in_range: Tensor, terms: Terms) -> None:
     """Overwrite the slope in the targets' columns: p - 1 by expm1, which stays accurate for p near 1."""
-    down = y.gather(1, column) - lse
-    there = torch.expm1(down) + torch.exp(down) * (2.0 * terms.z_loss * lse) + (terms.smoothing - terms.uniform)
-    slope.scatter_(1, column, torch.where(own, there, slope.gather(1, column)))
+    log_p = y.gather(1, column) - lse
+    target_slope = (
+        torch.expm1(log_p) + torch.exp(log_p) * (2.0 * terms.z_loss * lse) + (terms.smoothing - terms.uniform)
+    )
+    slope.scatter_(1, column, torch.where(in_range, target_slope, slope.gather(1, column)))
 
 
 def _by_torch(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms) -> Tensor:
     """As `_block`, by blocks of rows on a CPU, so that temporaries are small."""
     n, columns = logits.shape
     rows = max(1, BLOCK_BYTES // (4 * columns)) if kind_of(logits) == "cpu" else max(1, n)
-    made = [logits.new_empty((0, 3), dtype=torch.promote_types(logits.dtype, torch.float32))]
+    chunks = [logits.new_empty((0, 3), dtype=torch.promote_types(logits.dtype, torch.float32))]
     for start in range(0, n, rows):
-        part = slice(start, start + rows)
-        some_out, some = (None if x is None else x[part] for x in (out, statistics))
-        made.append(_block(logits[part], some_out, targets[part], some, terms))
-    return torch.cat(made)
+        block = slice(start, start + rows)
+        block_out, block_statistics = (None if x is None else x[block] for x in (out, statistics))
+        chunks.append(_block(logits[block], block_out, targets[block], block_statistics, terms))
+    return torch.cat(chunks)
 
 
 # ---- in C++, on a CPU ------------------------------------------------------------------------------------------------
 
 
-class _Shape(ctypes.Structure):
+class _RowsShape(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64) for name in ["n", "columns", "stride", "out_stride", "first", "threads", "given"]
     ] + [(name, ctypes.c_double) for name in ["z_loss", "smoothing", "uniform", "cap"]]
@@ -125,17 +127,17 @@ def cpp_serves(logits: Tensor) -> bool:
 def _by_cpp(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms) -> Tensor:
     """As `_block`; rows of any stride, columns side by side."""
     n, columns = logits.shape
-    given = statistics is not None
-    if not given:
+    has_statistics = statistics is not None
+    if not has_statistics:
         statistics = torch.empty((n, 3), dtype=torch.promote_types(logits.dtype, torch.float32))
-    targets, to = targets.contiguous(), logits if out is None else out
+    targets, output = targets.contiguous(), logits if out is None else out
     assert (
-        (logits.stride(1) == 1 == to.stride(1) or columns == 1)
+        (logits.stride(1) == 1 == output.stride(1) or columns == 1)
         and statistics.is_contiguous()
         and targets.dtype == torch.int64
     )
-    sizes = (n, columns, logits.stride(0), to.stride(0), terms.first, torch.get_num_threads(), given)
-    shape = _Shape(*sizes, terms.z_loss, terms.smoothing, terms.uniform, terms.cap)
+    sizes = (n, columns, logits.stride(0), output.stride(0), terms.first, torch.get_num_threads(), has_statistics)
+    shape = _RowsShape(*sizes, terms.z_loss, terms.smoothing, terms.uniform, terms.cap)
     pointers = [ctypes.c_void_p(x.data_ptr() if x is not None else None) for x in (logits, out, targets, statistics)]
     getattr(_library(), f"rows_{NATIVE[logits.dtype]}")(*pointers, ctypes.byref(shape))
     return statistics
@@ -165,29 +167,32 @@ def _fake_statistics(logits: Tensor, statistics: Tensor | None) -> Tensor:
     return logits.new_empty((logits.shape[0], 3) if statistics is None else (0,), dtype=wide)
 
 
-def _fake(logits: Tensor, targets: Tensor, statistics: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _fake_statistics(logits, statistics), logits.new_empty(logits.shape if rest[-2] else (0,))
+def _fake(logits: Tensor, targets: Tensor, statistics: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return _fake_statistics(logits, statistics), logits.new_empty(logits.shape if arguments[-2] else (0,))
 
 
 @operator(f"cross_entropy_rows(Tensor logits, {_ARGUMENTS}) -> (Tensor, Tensor)", _fake)
-def cross_entropy_rows(logits: Tensor, targets: Tensor, statistics: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+def cross_entropy_rows(
+    logits: Tensor, targets: Tensor, statistics: Tensor | None, *arguments: Any
+) -> tuple[Tensor, Tensor]:
     """(statistics, if they are not given; gradient [n, V], if `write`) of rows of logits."""
-    *terms, write, form = rest
+    *terms, write, form = arguments
     logits = logits.contiguous()
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if write else None
-    made = _run(logits, out, targets, statistics, Terms(*terms), form)
-    return (made if statistics is None else made.new_empty(0)), logits.new_empty(0) if out is None else out
+    new_statistics = _run(logits, out, targets, statistics, Terms(*terms), form)
+    returned_statistics = new_statistics if statistics is None else new_statistics.new_empty(0)
+    return returned_statistics, logits.new_empty(0) if out is None else out
 
 
 @operator(
     f"cross_entropy_rows_(Tensor(a!) logits, {_ARGUMENTS}) -> Tensor",
     lambda logits, _, statistics, *rest: _fake_statistics(logits, statistics),
 )
-def cross_entropy_rows_(logits: Tensor, targets: Tensor, statistics: Tensor | None, *rest: Any) -> Tensor:
+def cross_entropy_rows_(logits: Tensor, targets: Tensor, statistics: Tensor | None, *arguments: Any) -> Tensor:
     """`cross_entropy_rows` with the gradient in the place of the logits."""
-    *terms, write, form = rest
-    made = _run(logits, logits if write else None, targets, statistics, Terms(*terms), form)
-    return made if statistics is None else made.new_empty(0)
+    *terms, write, form = arguments
+    new_statistics = _run(logits, logits if write else None, targets, statistics, Terms(*terms), form)
+    return new_statistics if statistics is None else new_statistics.new_empty(0)
 
 
 def rows_of(
@@ -199,15 +204,15 @@ def rows_of(
     replace the logits. form: "triton", "compiled" or "eager".
     """
     if overwrite and logits.stride(1) == 1 and not is_tracing():
-        made = cross_entropy_rows_(logits, targets, statistics, *terms, write, form)
+        new_statistics = cross_entropy_rows_(logits, targets, statistics, *terms, write, form)
         gradient = logits
         if write:
             torch.autograd.graph.increment_version(
                 logits
             )  # so that autograd complains if something else has saved them
     else:
-        made, gradient = cross_entropy_rows(logits, targets, statistics, *terms, write, form)
-    return (made if statistics is None else statistics), gradient
+        new_statistics, gradient = cross_entropy_rows(logits, targets, statistics, *terms, write, form)
+    return (new_statistics if statistics is None else statistics), gradient
 
 
 def is_tracing() -> bool:

@@ -39,31 +39,34 @@ def _tanh(x):
 
 
 @triton.jit
-def _read(ROW, at, inside, cap, CAP: tl.constexpr):
-    """Load y at the positions `at`; -inf outside."""
-    y = tl.load(ROW + at, mask=inside, other=-float("inf")).to(tl.float32)
+def _read(ROW, positions, inside, cap, CAP: tl.constexpr):
+    """Load y at the positions `positions`; -inf outside."""
+    y = tl.load(ROW + positions, mask=inside, other=-float("inf")).to(tl.float32)
     if CAP:
         y = tl.where(inside, _tanh(y / cap) * cap, -float("inf"))
     return y
 
 
 @triton.jit
-def _write(ROW, at, inside, y, at_target, counts, lse, z_loss, smoothing, uniform, cap, CAP: tl.constexpr):
-    """Store the gradient at the positions `at`, which may include the target's; 0 for a token that does not count.
+def _write(ROW, positions, inside, y, at_target, counts, lse, z_loss, smoothing, uniform, cap, CAP: tl.constexpr):
+    """Store the gradient at the positions `positions`, which may include the target's; 0 for a token that does not
+    count.
 
     gradient = ((1 + 2 z lse) exp(y - lse) - (1 - s) [v = t] - s / V) (1 - (y / c)^2)"""
-    slope = tl.exp(y - lse) * (lse * z_loss * 2.0 + 1.0) - uniform - tl.where(at == at_target, 1.0 - smoothing, 0.0)
+    slope = (
+        tl.exp(y - lse) * (lse * z_loss * 2.0 + 1.0) - uniform - tl.where(positions == at_target, 1.0 - smoothing, 0.0)
+    )
     if CAP:
         slope = slope * (1.0 - (y / cap) * (y / cap))
-    tl.store(ROW + at, tl.where(counts, slope, 0.0).to(ROW.dtype.element_ty), mask=inside)
+    tl.store(ROW + positions, tl.where(counts, slope, 0.0).to(ROW.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _positions(start, begin, end, BLOCK: tl.constexpr):
     """(positions of a block, whether each belongs to an aligned group of 8 that lies entirely in the row)."""
-    at = start + tl.arange(0, BLOCK)
-    group = at // 8 * 8
-    return at, (group >= begin) & (group + 8 <= end)
+    positions = start + tl.arange(0, BLOCK)
+    group = positions // 8 * 8
+    return positions, (group >= begin) & (group + 8 <= end)
 
 
 @triton.jit
@@ -81,8 +84,8 @@ def _running(IN, begin, end, cap, CAP: tl.constexpr, SMOOTH: tl.constexpr, BLOCK
     sums = tl.zeros((BLOCK,), tl.float32)  # one partial sum per position in the block
     total = tl.zeros((), tl.float32)
     for start in tl.range(0, end, BLOCK, num_stages=STAGES):
-        at, inside = _positions(start, begin, end, BLOCK)
-        y = _read(IN, at, inside, cap, CAP)
+        positions, inside = _positions(start, begin, end, BLOCK)
+        y = _read(IN, positions, inside, cap, CAP)
         larger = tl.maximum(m, tl.max(y, 0))
         sums = sums * tl.exp(m - _base(larger)) + tl.exp(y - _base(larger))
         m = larger
@@ -108,24 +111,24 @@ def _cross_entropy(
     end = begin + columns
     IN = LOGITS + tl.multiple_of(row * stride - begin, 8)
     TO = OUT + tl.multiple_of(row * out_stride - begin, 8)
-    own = (target >= first) & (target < first + columns)
+    in_range = (target >= first) & (target < first + columns)
     at_target = target - first + begin
     if RAGGED:
         # The edge: lanes 0 to 7 are the first group (if the row begins inside it), lanes 8 to 15 the last,
         # incomplete group.
         lane = tl.arange(0, 16)
         edge = tl.where(lane < 8, lane, end // 8 * 8 + lane - 8)
-        some = (lane >= tl.where(begin > 0, 0, 8)) & (lane < tl.where(begin > 0, tl.where(end < 8, 8, 16), 16))
-        on_edge = some & (edge >= begin) & (edge < end)
+        valid_lanes = (lane >= tl.where(begin > 0, 0, 8)) & (lane < tl.where(begin > 0, tl.where(end < 8, 8, 16), 16))
+        on_edge = valid_lanes & (edge >= begin) & (edge < end)
         y_edge = _read(IN, edge, on_edge, cap, CAP)
     if HELD:
-        at, inside = _positions(0, begin, end, BLOCK)
-        y = _read(IN, at, inside, cap, CAP)
+        positions, inside = _positions(0, begin, end, BLOCK)
+        y = _read(IN, positions, inside, cap, CAP)
     if GIVEN:
         lse = tl.load(STATISTICS + row * 3)
     else:
         # Read before the first reduction: its barrier separates this read from any write in place.
-        y_target = _read(IN, at_target, own, cap, CAP)
+        y_target = _read(IN, at_target, in_range, cap, CAP)
         if HELD:
             m = tl.max(y, 0)
             sums = tl.exp(y - _base(m))
@@ -140,19 +143,19 @@ def _cross_entropy(
             m = larger
         lse = _base(m) + tl.log(s)
         tl.store(STATISTICS + row * 3, lse)
-        tl.store(STATISTICS + row * 3 + 1, tl.where(own, y_target, tl.where(target == NO_SUCH, float("nan"), 0.0)))
+        tl.store(STATISTICS + row * 3 + 1, tl.where(in_range, y_target, tl.where(target == NO_SUCH, float("nan"), 0.0)))
         tl.store(STATISTICS + row * 3 + 2, total)
     if WRITE:
         counts = target != NOT_COUNTED
         if HELD:
-            _write(TO, at, inside, y, at_target, counts, lse, z_loss, smoothing, uniform, cap, CAP)
+            _write(TO, positions, inside, y, at_target, counts, lse, z_loss, smoothing, uniform, cap, CAP)
         else:
             blocks = tl.cdiv(end, BLOCK)
-            for back in tl.range(0, blocks, num_stages=STAGES):
+            for step in tl.range(0, blocks, num_stages=STAGES):
                 # Backwards, because the blocks read last are still in the cache.
-                at, inside = _positions((blocks - 1 - back) * BLOCK, begin, end, BLOCK)
-                y = _read(IN, at, inside, cap, CAP)
-                _write(TO, at, inside, y, at_target, counts, lse, z_loss, smoothing, uniform, cap, CAP)
+                positions, inside = _positions((blocks - 1 - step) * BLOCK, begin, end, BLOCK)
+                y = _read(IN, positions, inside, cap, CAP)
+                _write(TO, positions, inside, y, at_target, counts, lse, z_loss, smoothing, uniform, cap, CAP)
         if RAGGED:
             _write(TO, edge, on_edge, y_edge, at_target, counts, lse, z_loss, smoothing, uniform, cap, CAP)
 
@@ -180,26 +183,26 @@ def launch(
     and c.
     """
     n, columns = logits.shape
-    given = statistics is not None
-    if not given:
+    has_statistics = statistics is not None
+    if not has_statistics:
         statistics = torch.empty((n, 3), dtype=torch.float32, device=logits.device)
-    if n and (out is not None or not given):
-        to = logits if out is None else out
-        stride, out_stride = (x.stride(0) if n > 1 else 0 for x in (logits, to))
-        assert logits.stride(1) == 1 == to.stride(1) or columns == 1
+    if n and (out is not None or not has_statistics):
+        output = logits if out is None else out
+        stride, out_stride = (x.stride(0) if n > 1 else 0 for x in (logits, output))
+        assert logits.stride(1) == 1 == output.stride(1) or columns == 1
         assert statistics.is_contiguous() and (stride - out_stride) % 8 == 0
         ragged = stride % 8 != 0 or columns % 8 != 0
-        held, configs = _configs(columns, ragged)
+        resident, configs = _configs(columns, ragged)
         flags: dict[str, Any] = {
-            "GIVEN": given,
+            "GIVEN": has_statistics,
             "WRITE": out is not None,
             "CAP": weights[3] != 0.0,
             "SMOOTH": weights[1] != 0.0,
             "RAGGED": ragged,
         }
-        arguments = (logits, to, targets.contiguous(), statistics, stride, out_stride, columns, first, *weights)
+        arguments = (logits, output, targets.contiguous(), statistics, stride, out_stride, columns, first, *weights)
         tuning.launch(
-            _cross_entropy, lambda _: (n,), arguments, configs, shape=(columns, logits.dtype), **flags, HELD=held
+            _cross_entropy, lambda _: (n,), arguments, configs, shape=(columns, logits.dtype), **flags, HELD=resident
         )
     return statistics
 
@@ -209,9 +212,9 @@ def _scale(X, FACTOR, n, BLOCK: tl.constexpr):
     factor = tl.load(FACTOR).to(tl.float32)
     if factor != 1.0:
         for start in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            x = tl.load(X + at, mask=at < n, other=0.0).to(tl.float32)
-            tl.store(X + at, (x * factor).to(X.dtype.element_ty), mask=at < n)
+            offsets = start + tl.arange(0, BLOCK)
+            x = tl.load(X + offsets, mask=offsets < n, other=0.0).to(tl.float32)
+            tl.store(X + offsets, (x * factor).to(X.dtype.element_ty), mask=offsets < n)
 
 
 def scale_by_kernel_(x: Tensor, factor: Tensor) -> None:
@@ -231,12 +234,19 @@ def builds(gpu: str) -> Iterator[Build]:
     passes = {"both": (0, 1, 0), "both, all terms": (0, 1, 1), "statistics": (0, 0, 0), "gradient": (1, 1, 0)}
     for columns in (256, 16384, 50257, 128256):
         ragged = columns % 8 != 0
-        held, configs = _configs(columns, ragged)
-        for what, (given, write, terms) in passes.items():
-            constants = {"GIVEN": given, "WRITE": write, "CAP": terms, "SMOOTH": terms, "RAGGED": ragged, "HELD": held}
+        resident, configs = _configs(columns, ragged)
+        for pass_name, (has_statistics, write, terms) in passes.items():
+            constants = {
+                "GIVEN": has_statistics,
+                "WRITE": write,
+                "CAP": terms,
+                "SMOOTH": terms,
+                "RAGGED": ragged,
+                "HELD": resident,
+            }
             aligned = () if ragged else ("stride", "out_stride", "columns")
             for config in configs if terms else configs[:1]:
-                label = f"_cross_entropy {columns} {what} {config['BLOCK']}"
+                label = f"_cross_entropy {columns} {pass_name} {config['BLOCK']}"
                 # For short rows most accesses are the few to single numbers.
                 yield Build(
                     label, "_cross_entropy", signature, constants, config, aligned=aligned, wide=columns > 16384

@@ -24,11 +24,11 @@ from torch import Tensor
 from fzero.core import prng
 from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.custom_operator import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
-CONFIGS = chips.Table("_dropout")
+CONFIGS = chips.ConfigTable("_dropout")
 
 
 def dropout(x: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None) -> Tensor:
@@ -42,11 +42,11 @@ def dropout(x: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride
     if rate == 0.0:
         return x
     if row_stride in (None, math.prod(x.shape[1:])) or x.shape[0] < 2:
-        keep = prng.bernoulli(key, 1.0 - rate, x.shape, first=first)
+        mask = prng.bernoulli(key, 1.0 - rate, x.shape, first=first)
     else:
         firsts = first + torch.arange(x.shape[0], device=x.device) * row_stride
-        keep = torch.vmap(lambda start: prng.bernoulli(key, 1.0 - rate, x.shape[1:], first=start))(firsts)
-    return torch.where(keep, x * (1.0 / (1.0 - rate)), torch.zeros((), dtype=x.dtype, device=x.device))
+        mask = torch.vmap(lambda start: prng.bernoulli(key, 1.0 - rate, x.shape[1:], first=start))(firsts)
+    return torch.where(mask, x * (1.0 / (1.0 - rate)), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def dropout_add_reference(
@@ -82,14 +82,14 @@ def _dropout(
         if first & 2 != 0:
             a, b, c, d, e, f, g, h = c, d, e, f, g, h, i, j
     words = tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))
-    keep = tl.reshape(words, [BLOCK]) <= limit.to(tl.uint32)  # a b c d e f g h of the first lane, and so on
-    at = start + tl.arange(0, BLOCK)
-    x = tl.load(X + row * x_row + at, mask=at < n, other=0.0).to(tl.float32) * scale
-    x = tl.where(keep, x, 0.0).to(OUT.dtype.element_ty)
+    mask = tl.reshape(words, [BLOCK]) <= limit.to(tl.uint32)  # a b c d e f g h of the first lane, and so on
+    offsets = start + tl.arange(0, BLOCK)
+    x = tl.load(X + row * x_row + offsets, mask=offsets < n, other=0.0).to(tl.float32) * scale
+    x = tl.where(mask, x, 0.0).to(OUT.dtype.element_ty)
     if ADD:
-        r = tl.load(R + row * r_row + at, mask=at < n, other=0.0).to(tl.float32)
+        r = tl.load(R + row * r_row + offsets, mask=offsets < n, other=0.0).to(tl.float32)
         x = (r + x.to(tl.float32)).to(OUT.dtype.element_ty)
-    tl.store(OUT + row * n + at, x, mask=at < n)
+    tl.store(OUT + row * n + offsets, x, mask=offsets < n)
 
 
 def _threshold(rate: float) -> int:
@@ -137,7 +137,7 @@ def _triton(
         "dropout_add",
         forward=lambda x, residual, key, first: (dropout_add_kernel(x, residual, rate, key, first, row_stride),),
         backward=lambda saved, grads: (dropout_add_kernel(grads[0], None, rate, *saved, row_stride), grads[0]),
-        keep=lambda tensors, outputs: tensors[2:],
+        select_saved=lambda tensors, outputs: tensors[2:],
     )(x, residual, key, first)
 
 
@@ -180,7 +180,7 @@ def builds(gpu: str) -> Iterator[Build]:
     kinds |= dict.fromkeys((*aligned, "parts"), "i32")
     for dtype in ("bf16", "fp32"):
         signature = {name: kinds.get(name, f"*{dtype}") for name in _dropout.arg_names}
-        for config in CONFIGS.on(gpu):
+        for config in CONFIGS.for_gpu(gpu):
             for add in (False, True):
                 label = f"_dropout {dtype} {config['BLOCK']} {'forward' if add else 'backward'}"
                 yield Build(label, "_dropout", signature, {"ADD": add}, config, aligned=aligned)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fzero.core.autodiff import first_order
 from fzero.core.device import kind_of
-from fzero.kernels.op_function import Fused, operator
+from fzero.kernels.custom_operator import Fused, operator
 
 CHUNK = 1 << 20  # numbers of a gradient that are widened at a time
 
@@ -29,11 +29,11 @@ def embedding_backward(g: Tensor, index: Tensor, rows: int) -> Tensor:
     that occur, rounded once to g's dtype.
     """
     out, size = torch.zeros_like(_gradient_like(g, index, rows)), max(1, CHUNK // max(1, g.shape[-1]))
-    there, place = torch.unique(index, return_inverse=True)
-    sums = g.new_zeros((len(there), g.shape[-1]), dtype=torch.float32)
-    for some, its in zip(g.split(size), place.split(size)):
-        sums.index_add_(0, its, some.to(torch.float32))
-    return out.index_copy_(0, there, sums.to(g.dtype))
+    ids, inverse = torch.unique(index, return_inverse=True)
+    sums = g.new_zeros((len(ids), g.shape[-1]), dtype=torch.float32)
+    for g_chunk, inverse_chunk in zip(g.split(size), inverse.split(size)):
+        sums.index_add_(0, inverse_chunk, g_chunk.to(torch.float32))
+    return out.index_copy_(0, ids, sums.to(g.dtype))
 
 
 def look_up(table: Tensor, index: Tensor) -> Tensor:
@@ -53,5 +53,8 @@ def look_up(table: Tensor, index: Tensor) -> Tensor:
 
     rows = table.shape[0]
     return Fused(
-        "embedding", lambda table, index: (F.embedding(index, table),), backward, keep=lambda given, _: (given[1],)
+        "embedding",
+        lambda table, index: (F.embedding(index, table),),
+        backward,
+        select_saved=lambda inputs, _: (inputs[1],),
     )(table, index)

@@ -24,14 +24,14 @@ from torch import Tensor
 
 from fzero.core import torch_private
 from fzero.core.autodiff import Function
-from fzero.core.both_orders import BOTH
 from fzero.core.device import kind_of, target_of
-from fzero.core.graph import SHARED
+from fzero.core.graph_passes import PAIRED_OPERATORS
+from fzero.core.joint_graph import SHARED
 from fzero.core.pytree import nearest
 from fzero.core.reinterpret import reinterpret
 from fzero.kernels import chips, flops, tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.custom_operator import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
@@ -39,9 +39,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST = 1e-12  # the lower bound of max |A|
 # By the order of x; None: for both orders of the numbers.
 CONFIGS = {
-    True: chips.Table("_quantise rows"),
-    False: chips.Table("_quantise columns"),
-    None: chips.Table("_quantise both"),
+    True: chips.ConfigTable("_quantise rows"),
+    False: chips.ConfigTable("_quantise columns"),
+    None: chips.ConfigTable("_quantise both"),
 }
 
 
@@ -68,9 +68,9 @@ def recipe_of(scaling: str) -> Recipe:
 
 def max_magnitude(x: Tensor, dim: int | None) -> Tensor:
     """max |x| over a dim, or over all dims, with dims of size 1 kept; 0 for an empty tensor."""
-    over = dim if dim is not None else tuple(range(x.dim()))
-    kept = [1 if dim is None or i == dim % x.dim() else size for i, size in enumerate(x.shape)]
-    return x.abs().amax(over, keepdim=True) if x.numel() else x.new_zeros(kept)
+    dims = dim if dim is not None else tuple(range(x.dim()))
+    reduced_shape = [1 if dim is None or i == dim % x.dim() else size for i, size in enumerate(x.shape)]
+    return x.abs().amax(dims, keepdim=True) if x.numel() else x.new_zeros(reduced_shape)
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, powers_of_2: bool) -> Tensor:
@@ -149,21 +149,21 @@ def float8_linear_reference(x: Tensor, w: Tensor, scaling: str = "tensorwise") -
 
 @triton.jit
 def _scales(
-    AMAX, INVERSE, at, n, first, SMALLEST: tl.constexpr, LIMIT: tl.constexpr, POWERS_OF_2: tl.constexpr,
+    AMAX, INVERSE, indices, n, first, SMALLEST: tl.constexpr, LIMIT: tl.constexpr, POWERS_OF_2: tl.constexpr,
     ROWWISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The scales [BLOCK] by the n largest magnitudes at `at`, or by the only one; those programs that are `first` store
-    their inverses.
+    """The scales [BLOCK] by the n largest magnitudes at `indices`, or by the only one; those programs that are `first`
+    store their inverses.
     """
     if ROWWISE:
-        amax, kept = tl.load(AMAX + at, mask=at < n, other=1.0).to(tl.float32), n
+        amax, count = tl.load(AMAX + indices, mask=indices < n, other=1.0).to(tl.float32), n
     else:
-        amax, kept = tl.full((BLOCK,), 0.0, tl.float32) + tl.load(AMAX).to(tl.float32), 1
+        amax, count = tl.full((BLOCK,), 0.0, tl.float32) + tl.load(AMAX).to(tl.float32), 1
     scale = tl.div_rn(tl.full((BLOCK,), LIMIT, tl.float32), tl.where(amax < SMALLEST, SMALLEST, amax))
     if POWERS_OF_2:
         scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
     inverse = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), scale)
-    tl.store(INVERSE + at, inverse, mask=at < tl.where(first, kept, 0))
+    tl.store(INVERSE + indices, inverse, mask=indices < tl.where(first, count, 0))
     return scale
 
 
@@ -195,13 +195,13 @@ def _largest(x: Tensor, dim: int, recipe: Recipe) -> Tensor:
 
 def _launch(x: Tensor, largest: Sequence[Tensor], outs: Sequence[Tensor], dtype: torch.dtype, recipe: Recipe) -> None:
     """Launch `_quantise`; outs: numbers and inverse scales, one pair or two. x may have any strides."""
-    (rows, columns), both = x.shape, len(outs) == 4
+    (rows, columns), transposed = x.shape, len(outs) == 4
     constants = {
         "SMALLEST": SMALLEST,
         "LIMIT": torch.finfo(dtype).max,
         "POWERS_OF_2": recipe.powers_of_2,
         "ROWWISE": recipe.rowwise,
-        "BOTH": both,
+        "BOTH": transposed,
     }
     in_rows = x.stride(1) == 1
 
@@ -209,9 +209,9 @@ def _launch(x: Tensor, largest: Sequence[Tensor], outs: Sequence[Tensor], dtype:
         return triton.cdiv(rows, config["BLOCK_R"]), triton.cdiv(columns, config["BLOCK_C"])
 
     pointers = (x, largest[0], *outs[:2], largest[-1], *outs[-2:])
-    table = CONFIGS[None if both else in_rows]
-    given = (*pointers, rows, columns, *x.stride())
-    tuning.launch(_quantise, grid, given, table, shape=(rows, columns, in_rows, x.dtype), **constants)
+    table = CONFIGS[None if transposed else in_rows]
+    arguments = (*pointers, rows, columns, *x.stride())
+    tuning.launch(_quantise, grid, arguments, table, shape=(rows, columns, in_rows, x.dtype), **constants)
 
 
 def _numbers_like(x: Tensor, largest: Tensor, scaling: str, gradient: bool) -> tuple[Tensor, Tensor]:
@@ -249,7 +249,7 @@ def float8_both(x: Tensor, by_row: Tensor, by_column: Tensor, scaling: str, grad
     return outs
 
 
-BOTH[float8_numbers] = float8_both
+PAIRED_OPERATORS[float8_numbers] = float8_both
 
 
 @operator(
@@ -286,8 +286,8 @@ def _by_scaled_mm(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> Tensor:
 
     A tensor with one scale is read for it once, in the forward pass or as a gradient; a gradient is read once for its
     numbers in both orders. In a compiled block, linears that share an input share its scale and its numbers
-    (`core.graph.merge_shared`), and the backward pass may keep these numbers in place of the input, which is then read
-    once for its numbers in both orders too (`core.both_orders`).
+    (`joint_graph.merge_shared`), and the backward pass may keep these numbers in place of the input, which is then read
+    once for its numbers in both orders too (`core.graph_passes`).
     """
     recipe = recipe_of(scaling)
 
@@ -362,14 +362,14 @@ def cpu_lacks(scaling: str) -> str:
 
 
 def _supports(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> str:
-    least = least_capability(scaling)
+    min_capability = least_capability(scaling)
     sizes = (x.shape[:-1].numel(), *w.shape)
     if x.dtype != torch.bfloat16 or w.dtype != torch.bfloat16:
         return f"the dtypes are {x.dtype} and {w.dtype}; it takes two of bfloat16"
     if not all(size and size % 16 == 0 for size in sizes):
         return f"{sizes[0]} rows times {list(w.shape)}: the matrix units take multiples of 16"
-    if kind_of(x) == "cuda" and target_of(x).capability < least:
-        return f"the device has compute capability {target_of(x).capability}; {scaling} needs {least}"
+    if kind_of(x) == "cuda" and target_of(x).capability < min_capability:
+        return f"the device has compute capability {target_of(x).capability}; {scaling} needs {min_capability}"
     return triton_runs(x, w) or (cpu_lacks(scaling) if kind_of(x) == "cpu" else "")
 
 
@@ -389,21 +389,25 @@ def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
     sizes = dict.fromkeys(("R", "C", "stride_r", "stride_c"), "i32")
     names = ("SMALLEST", "LIMIT", "POWERS_OF_2", "ROWWISE", "BOTH", "BLOCK_R", "BLOCK_C")
-    for name, one, both in (("rows", "stride_c", False), ("transposed", "stride_r", False), ("both", "stride_c", True)):
-        for config in CONFIGS[None if both else True].on(gpu):
+    for name, unit_stride, transposed in (
+        ("rows", "stride_c", False),
+        ("transposed", "stride_r", False),
+        ("both", "stride_c", True),
+    ):
+        for config in CONFIGS[None if transposed else True].for_gpu(gpu):
             for out, limit, rowwise in (("*fp8e4nv", 448.0, True), ("*fp8e5", 57344.0, False)):
                 pointers = {"X": "*bf16", "AMAX": "*bf16", "OUT": out, "INVERSE": "*fp32"}
                 pointers |= {"AMAX_T": "*bf16", "OUT_T": out, "INVERSE_T": "*fp32"}
-                signature = pointers | sizes | {one: "constexpr"}
-                given = {
-                    one: 1,
+                signature = pointers | sizes | {unit_stride: "constexpr"}
+                constants = {
+                    unit_stride: 1,
                     "SMALLEST": SMALLEST,
                     "LIMIT": limit,
                     "POWERS_OF_2": rowwise,
                     "ROWWISE": rowwise,
-                    "BOTH": both,
+                    "BOTH": transposed,
                 }
-                aligned = ("R", "C", "stride_r" if one == "stride_c" else "stride_c")
+                aligned = ("R", "C", "stride_r" if unit_stride == "stride_c" else "stride_c")
                 label = f"_quantise {name} {out[1:]} {config['BLOCK_R']}x{config['BLOCK_C']}"
                 signature |= dict.fromkeys(names, "constexpr")
-                yield Build(label, "_quantise", signature, given, config, aligned=aligned)
+                yield Build(label, "_quantise", signature, constants, config, aligned=aligned)

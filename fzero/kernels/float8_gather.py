@@ -17,82 +17,82 @@ from torch import Tensor
 
 from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
+from fzero.kernels.custom_operator import on_cuda, operator, triton_runs
 from fzero.kernels.float8 import E4M3, SMALLEST, scale_of
-from fzero.kernels.op_function import on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
-CONFIGS = chips.Table("_float8_move")
+CONFIGS = chips.ConfigTable("_float8_move")
 CHUNK = 1 << 20  # elements that the reference widens at a time
 LIMIT = tl.constexpr(torch.finfo(E4M3).max)
 LEAST = tl.constexpr(SMALLEST)
 
 
-def _numbers(w: Tensor, most: Tensor) -> Tensor:
+def _numbers(w: Tensor, amax: Tensor) -> Tensor:
     return w.new_empty(w.shape, dtype=torch.uint8)
 
 
-def _weights(numbers: Tensor, most: Tensor) -> Tensor:
+def _weights(numbers: Tensor, amax: Tensor) -> Tensor:
     return numbers.new_empty(numbers.shape, dtype=torch.bfloat16)
 
 
-@operator("float8_narrow_reference(Tensor w, Tensor most) -> Tensor", _numbers)
-def narrow_reference(w: Tensor, most: Tensor) -> Tensor:
-    """The numbers of w under the scale of `most`: the definition."""
-    out, scale = torch.empty(w.shape, dtype=torch.uint8, device=w.device), scale_of(most, E4M3, False)
-    for part, to in zip(w.reshape(-1).split(CHUNK), out.view(-1).split(CHUNK)):
-        to.view(E4M3).copy_(part.to(torch.float32) * scale)
+@operator("float8_narrow_reference(Tensor w, Tensor amax) -> Tensor", _numbers)
+def narrow_reference(w: Tensor, amax: Tensor) -> Tensor:
+    """The numbers of w under the scale of `amax`: the definition."""
+    out, scale = torch.empty(w.shape, dtype=torch.uint8, device=w.device), scale_of(amax, E4M3, False)
+    for chunk, target in zip(w.reshape(-1).split(CHUNK), out.view(-1).split(CHUNK)):
+        target.view(E4M3).copy_(chunk.to(torch.float32) * scale)
     return out
 
 
-@operator("float8_widen_reference(Tensor numbers, Tensor most) -> Tensor", _weights)
-def widen_reference(numbers: Tensor, most: Tensor) -> Tensor:
+@operator("float8_widen_reference(Tensor numbers, Tensor amax) -> Tensor", _weights)
+def widen_reference(numbers: Tensor, amax: Tensor) -> Tensor:
     """w' of `numbers`, bfloat16: the definition."""
     out = torch.empty(numbers.shape, dtype=torch.bfloat16, device=numbers.device)
-    inverse = 1.0 / scale_of(most, E4M3, False)
-    for part, to in zip(numbers.reshape(-1).split(CHUNK), out.view(-1).split(CHUNK)):
-        to.copy_(part.view(E4M3).to(torch.float32) * inverse)
+    inverse = 1.0 / scale_of(amax, E4M3, False)
+    for chunk, target in zip(numbers.reshape(-1).split(CHUNK), out.view(-1).split(CHUNK)):
+        target.copy_(chunk.view(E4M3).to(torch.float32) * inverse)
     return out
 
 
 @triton.jit
 def _float8_move(X, MOST, OUT, n, NARROW: tl.constexpr, BLOCK: tl.constexpr):
     """NARROW: OUT = round(s X), else OUT = X / s; both as float8.py divides, so that the bits are the same."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    most = tl.load(MOST)
-    scale = tl.div_rn(tl.full((), LIMIT, tl.float32), tl.where(most < LEAST, LEAST, most))
-    x = tl.load(X + at, mask=at < n, other=0.0).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    amax = tl.load(MOST)
+    scale = tl.div_rn(tl.full((), LIMIT, tl.float32), tl.where(amax < LEAST, LEAST, amax))
+    x = tl.load(X + offsets, mask=offsets < n, other=0.0).to(tl.float32)
     x = x * scale if NARROW else x * tl.div_rn(tl.full((), 1.0, tl.float32), scale)
-    tl.store(OUT + at, x.to(OUT.dtype.element_ty), mask=at < n)
+    tl.store(OUT + offsets, x.to(OUT.dtype.element_ty), mask=offsets < n)
 
 
-def _move(x: Tensor, most: Tensor, out: Tensor, narrow: bool) -> None:
+def _move(x: Tensor, amax: Tensor, out: Tensor, narrow: bool) -> None:
     def grid(config: tuning.Config) -> tuple[int]:
         return (triton.cdiv(out.numel(), config["BLOCK"]),)
 
     if out.numel():
-        given = (x, most, out, out.numel())
-        tuning.launch(_float8_move, grid, given, CONFIGS, shape=(out.numel(), narrow), NARROW=narrow)
+        arguments = (x, amax, out, out.numel())
+        tuning.launch(_float8_move, grid, arguments, CONFIGS, shape=(out.numel(), narrow), NARROW=narrow)
 
 
-@operator("float8_narrow(Tensor w, Tensor most) -> Tensor", _numbers)
-def float8_narrow(w: Tensor, most: Tensor) -> Tensor:
+@operator("float8_narrow(Tensor w, Tensor amax) -> Tensor", _numbers)
+def float8_narrow(w: Tensor, amax: Tensor) -> Tensor:
     """`narrow_reference` in one pass over memory."""
     out = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
-    _move(w.contiguous(), most, out.view(E4M3), True)
+    _move(w.contiguous(), amax, out.view(E4M3), True)
     return out
 
 
-@operator("float8_widen(Tensor numbers, Tensor most) -> Tensor", _weights)
-def float8_widen(numbers: Tensor, most: Tensor) -> Tensor:
+@operator("float8_widen(Tensor numbers, Tensor amax) -> Tensor", _weights)
+def float8_widen(numbers: Tensor, amax: Tensor) -> Tensor:
     """`widen_reference` in one pass over memory."""
     out = torch.empty(numbers.shape, dtype=torch.bfloat16, device=numbers.device)
-    _move(numbers.contiguous().view(E4M3), most, out, False)
+    _move(numbers.contiguous().view(E4M3), amax, out, False)
     return out
 
 
-def _supports(x: Tensor, most: Tensor) -> str:
-    return triton_runs(x, most)
+def _supports(x: Tensor, amax: Tensor) -> str:
+    return triton_runs(x, amax)
 
 
 def _op(name: str, reference: Callable[..., Tensor], launcher: Callable[..., Tensor]) -> Op:
@@ -100,8 +100,8 @@ def _op(name: str, reference: Callable[..., Tensor], launcher: Callable[..., Ten
         name,
         reference,
         Form("triton", launcher, supports=_supports, prefers=on_cuda),
-        flops=lambda x, most: x.numel(),
-        bytes=lambda x, most: 3 * x.numel(),
+        flops=lambda x, amax: x.numel(),
+        bytes=lambda x, amax: 3 * x.numel(),
     )
 
 
@@ -111,7 +111,7 @@ widen_weight = _op("widen_weight", widen_reference, float8_widen)
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    for config in CONFIGS.on(gpu):
+    for config in CONFIGS.for_gpu(gpu):
         for narrow, x, out in ((True, "*bf16", "*fp8e4nv"), (False, "*fp8e4nv", "*bf16")):
             signature = {"X": x, "MOST": "*fp32", "OUT": out, "n": "i32", "NARROW": "constexpr", "BLOCK": "constexpr"}
             label = f"_float8_move {'narrow' if narrow else 'widen'} {config['BLOCK']}"

@@ -29,14 +29,14 @@ def pairs(pattern: Pattern, queries: int, keys: int, first: int = 0) -> int:
     10
     """
     if pattern == FULL:  # sum of min(keys, position + 1)
-        whole = min(max(0, keys - first), queries)  # queries that see up to themselves
-        return whole * first + whole * (whole + 1) // 2 + (queries - whole) * keys
+        full_rows = min(max(0, keys - first), queries)  # queries that see up to themselves
+        return full_rows * first + full_rows * (full_rows + 1) // 2 + (queries - full_rows) * keys
     return pattern.pairs(first, queries, keys)
 
 
-def _pattern_of(given: Sequence[Any]) -> Pattern:
+def _pattern_of(arguments: Sequence[Any]) -> Pattern:
     """That of an operator's arguments, which are its numbers."""
-    return Pattern.of_numbers(next(x for x in given if isinstance(x, list | tuple)))
+    return Pattern.of_numbers(next(x for x in arguments if isinstance(x, list | tuple)))
 
 
 def of_pairs(products: int, q: Tensor, count: int) -> int:
@@ -49,9 +49,9 @@ def tiled(products: int) -> Callable[..., int]:
     """Of queries that are the last of the keys, or, as where they are is data, spread evenly over their positions."""
 
     def formula(
-        q: Tensor, k: Tensor, v: Tensor, query: Tensor | None, *rest: Any, out_val: Any = None, **kwargs: Any
+        q: Tensor, k: Tensor, v: Tensor, query: Tensor | None, *arguments: Any, out_val: Any = None, **kwargs: Any
     ) -> int:
-        pattern, t, s = _pattern_of((*rest, *kwargs.values())), q.shape[1], k.shape[1]
+        pattern, t, s = _pattern_of((*arguments, *kwargs.values())), q.shape[1], k.shape[1]
         if query is None:
             return of_pairs(products, q, pairs(pattern, t, s, s - t))
         return spread(products, q, k, pattern)
@@ -64,30 +64,30 @@ def spread(products: int, q: Tensor, k: Tensor, pattern: Pattern) -> int:
     return of_pairs(products, q, pairs(pattern, k.shape[1], k.shape[1]) * q.shape[1] // k.shape[1])
 
 
-def flash_forward_at(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+def flash_forward_at(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, out_val: Any = None) -> int:
     """Of `flash_forward_at`."""
-    return spread(FORWARD_PRODUCTS, q, k, _pattern_of(rest))
+    return spread(FORWARD_PRODUCTS, q, k, _pattern_of(arguments))
 
 
-def flash_backward_at(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+def flash_backward_at(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, out_val: Any = None) -> int:
     """Of `flash_backward_at`."""
-    return spread(SPLIT_PRODUCTS, q, k, _pattern_of(rest))
+    return spread(SPLIT_PRODUCTS, q, k, _pattern_of(arguments))
 
 
 def ring(products: int) -> Callable[..., int]:
     """Of a rank whose work is the mean of the ranks'."""
 
-    def formula(q: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
-        given = (*rest, *kwargs.values())
-        positions = next(x for x in given if isinstance(x, Tensor) and x.dim() == 2 and x.dtype == torch.int64)
+    def formula(q: Tensor, *arguments: Any, out_val: Any = None, **kwargs: Any) -> int:
+        inputs = (*arguments, *kwargs.values())
+        positions = next(x for x in inputs if isinstance(x, Tensor) and x.dim() == 2 and x.dtype == torch.int64)
         tokens = positions.numel()
-        visible = pairs(_pattern_of(given), tokens, tokens)
+        visible = pairs(_pattern_of(inputs), tokens, tokens)
         return of_pairs(products, q, visible // positions.shape[0])
 
     return formula
 
 
-def seen(q: Tensor, k: Tensor, pattern: Pattern, query_start: int, key_start: int) -> int:
+def visible_pairs(q: Tensor, k: Tensor, pattern: Pattern, query_start: int, key_start: int) -> int:
     """How many pairs of queries from query_start on and keys from key_start on a pattern leaves."""
     if pattern == FULL:
         return pairs(pattern, q.shape[1], k.shape[1], query_start - key_start)
@@ -95,40 +95,40 @@ def seen(q: Tensor, k: Tensor, pattern: Pattern, query_start: int, key_start: in
     return upto - pairs(pattern, q.shape[1], key_start, query_start)
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, out_val: Any = None) -> int:
     """Of `flash_forward`."""
-    return of_pairs(FORWARD_PRODUCTS, q, seen(q, k, _pattern_of(rest), *rest[-2:]))
+    return of_pairs(FORWARD_PRODUCTS, q, visible_pairs(q, k, _pattern_of(arguments), *arguments[-2:]))
 
 
-def flash_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+def flash_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, out_val: Any = None) -> int:
     """Of `flash_backward`."""
-    return of_pairs(SPLIT_PRODUCTS, q, seen(q, k, _pattern_of(rest), *rest[-2:]))
+    return of_pairs(SPLIT_PRODUCTS, q, visible_pairs(q, k, _pattern_of(arguments), *arguments[-2:]))
 
 
-def attention_part(q: Tensor, k: Tensor, v: Tensor, documents: Any, *rest: Any, out_val: Any = None) -> int:
+def attention_chunk(q: Tensor, k: Tensor, v: Tensor, documents: Any, *arguments: Any, out_val: Any = None) -> int:
     """Of the queries of a chunk on the keys of one."""
-    return of_pairs(FORWARD_PRODUCTS, q, seen(q, k, _pattern_of(rest), *rest[:2]))
+    return of_pairs(FORWARD_PRODUCTS, q, visible_pairs(q, k, _pattern_of(arguments), *arguments[:2]))
 
 
-def attention_part_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, g: Any, documents: Any, *rest: Any, out_val: Any = None
+def attention_chunk_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, g: Any, documents: Any, *arguments: Any, out_val: Any = None
 ) -> int:
     """Of their backward pass."""
-    products = SPLIT_PRODUCTS if rest[2] == "triton" else BACKWARD_PRODUCTS
-    return of_pairs(products, q, seen(q, k, _pattern_of(rest), *rest[:2]))
+    products = SPLIT_PRODUCTS if arguments[2] == "triton" else BACKWARD_PRODUCTS
+    return of_pairs(products, q, visible_pairs(q, k, _pattern_of(arguments), *arguments[:2]))
 
 
-def library_forward(q: Tensor, k: Tensor, *rest: Any, out_val: Any = None) -> int:
+def library_forward(q: Tensor, k: Tensor, *arguments: Any, out_val: Any = None) -> int:
     """Of causal attention by a library."""
     return of_pairs(FORWARD_PRODUCTS, q, pairs(FULL, q.shape[1], k.shape[1]))
 
 
-def library_backward(g: Tensor, q: Tensor, k: Tensor, *rest: Any, out_val: Any = None) -> int:
+def library_backward(g: Tensor, q: Tensor, k: Tensor, *arguments: Any, out_val: Any = None) -> int:
     """Of its backward pass."""
     return of_pairs(BACKWARD_PRODUCTS, q, pairs(FULL, q.shape[1], k.shape[1]))
 
 
-def grouped(x: Tensor, w: Tensor, *rest: Any, out_val: Any = None) -> int:
+def grouped(x: Tensor, w: Tensor, *arguments: Any, out_val: Any = None) -> int:
     """Of x [M, D] and one of w [E, D, F] for each row."""
     return 2 * x.shape[0] * w.shape[1] * w.shape[2]
 
@@ -138,28 +138,28 @@ def grouped_dw(x: Tensor, g: Tensor, ends: Tensor, out_val: Any = None) -> int:
     return 2 * x.shape[0] * x.shape[1] * g.shape[1]
 
 
-def grouped_dw_turned(x: Tensor, g: Tensor, *rest: Any, out_val: Any = None) -> int:
+def grouped_dw_turned(x: Tensor, g: Tensor, *arguments: Any, out_val: Any = None) -> int:
     """The FLOPs of the same of x [D, M] and g [F, M]."""
     return 2 * x.shape[1] * x.shape[0] * g.shape[0]
 
 
-def symmetric(x: Tensor, *rest: Any, out_val: Any = None) -> int:
+def symmetric(x: Tensor, *arguments: Any, out_val: Any = None) -> int:
     """Of a triangle of x x^T."""
     batch, m, k = x.shape
     return batch * m * (m + 1) * k  # its diagonal included, and mirrored
 
 
-def product(a: Tensor, b: Tensor, *rest: Any, out_val: Any = None) -> int:
+def product(a: Tensor, b: Tensor, *arguments: Any, out_val: Any = None) -> int:
     """Of a [M, K] and b [K, N]."""
     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
 
-def turned(a: Tensor, a_inverse: Tensor, b: Tensor, *rest: Any, out_val: Any = None) -> int:
+def turned(a: Tensor, a_inverse: Tensor, b: Tensor, *arguments: Any, out_val: Any = None) -> int:
     """Of a [M, K] and b turned, [N, K]."""
     return 2 * a.shape[0] * a.shape[1] * b.shape[0]
 
 
-def tiled_layer(x: Tensor, params: Sequence[Tensor], *rest: Any, out_val: Any = None) -> int:
+def tiled_layer(x: Tensor, params: Sequence[Tensor], *arguments: Any, out_val: Any = None) -> int:
     """Of x [N, D] and each matrix of a tiled layer."""
     return 2 * x.shape[0] * sum(p.numel() for p in params if p.dim() == 2)
 

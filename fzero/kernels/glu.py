@@ -23,15 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fzero.core.largest import add_twin
+from fzero.core.graph_passes import add_twin
 from fzero.kernels import chips, glu_cpu, tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.largest import PART, bits_of, largest_like, part_of, store_largest
-from fzero.kernels.op_function import Fused, cpp_runs, on_cuda, operator, runs_alone, triton_runs
+from fzero.kernels.custom_operator import Fused, cpp_runs, on_cuda, operator, runs_alone, triton_runs
+from fzero.kernels.magnitudes import PART, bits_of, largest_like, segment_length, store_largest
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
-CONFIGS = chips.Table("_glu")
+CONFIGS = chips.ConfigTable("_glu")
 GELU_SLOPE = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
 GELU_CUBE = tl.constexpr(0.044715)
 CLAMPED_SLOPE = tl.constexpr(1.702)
@@ -85,20 +85,20 @@ def _factor(b, KIND: tl.constexpr):
 def _largest(MOST, x, n, PART: tl.constexpr, BLOCK: tl.constexpr):
     """Store the largest magnitude of each PART numbers of a program's x [BLOCK], of n in all."""
     bits = tl.max(tl.reshape(bits_of(x), [BLOCK // PART, PART]), 1)
-    part = tl.program_id(0).to(tl.int64) * (BLOCK // PART) + tl.arange(0, BLOCK // PART)
-    store_largest(MOST, part, bits, part * PART < n)
+    segments = tl.program_id(0).to(tl.int64) * (BLOCK // PART) + tl.arange(0, BLOCK // PART)
+    store_largest(MOST, segments, bits, segments * PART < n)
 
 
 @triton.jit
 def _glu_forward(A, B, OUT, MOST, n, KIND: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
     # With PART, MOST is the largest magnitude of each PART numbers of OUT; n is a multiple of it.
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    a = tl.load(A + at, mask=at < n, other=0.0).to(tl.float32)
-    b = tl.load(B + at, mask=at < n, other=0.0).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(A + offsets, mask=offsets < n, other=0.0).to(tl.float32)
+    b = tl.load(B + offsets, mask=offsets < n, other=0.0).to(tl.float32)
     act, _ = _gate(a, KIND)
     times, _ = _factor(b, KIND)
     out = (act * times).to(OUT.dtype.element_ty)
-    tl.store(OUT + at, out, mask=at < n)
+    tl.store(OUT + offsets, out, mask=offsets < n)
     if PART:
         _largest(MOST, out, n, PART, BLOCK)
 
@@ -108,15 +108,15 @@ def _glu_backward(
     A, B, G, DA, DB, MOST_A, MOST_B, n, KIND: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     # With PART as in _glu_forward: MOST_A of DA, MOST_B of DB.
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    a = tl.load(A + at, mask=at < n, other=0.0).to(tl.float32)
-    b = tl.load(B + at, mask=at < n, other=0.0).to(tl.float32)
-    g = tl.load(G + at, mask=at < n, other=0.0).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(A + offsets, mask=offsets < n, other=0.0).to(tl.float32)
+    b = tl.load(B + offsets, mask=offsets < n, other=0.0).to(tl.float32)
+    g = tl.load(G + offsets, mask=offsets < n, other=0.0).to(tl.float32)
     act, slope = _gate(a, KIND)
     times, slope_b = _factor(b, KIND)
     da, db = (g * times * slope).to(DA.dtype.element_ty), (g * act * slope_b).to(DB.dtype.element_ty)
-    tl.store(DA + at, da, mask=at < n)
-    tl.store(DB + at, db, mask=at < n)
+    tl.store(DA + offsets, da, mask=offsets < n)
+    tl.store(DB + offsets, db, mask=offsets < n)
     if PART:
         _largest(MOST_A, da, n, PART, BLOCK)
         _largest(MOST_B, db, n, PART, BLOCK)
@@ -126,11 +126,11 @@ def _grid(n: int, config: tuning.Config) -> tuple[int]:
     return (triton.cdiv(n, config["BLOCK"]),)
 
 
-def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], kind: int, part: int = 0) -> None:
+def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], kind: int, segment_size: int = 0) -> None:
     n = tensors[0].numel()
     if n:
         grid, shape = functools.partial(_grid, n), (n, tensors[0].dtype)
-        tuning.launch(kernel, grid, (*tensors, n), CONFIGS, shape=shape, KIND=kind, PART=part)
+        tuning.launch(kernel, grid, (*tensors, n), CONFIGS, shape=shape, KIND=kind, PART=segment_size)
 
 
 @operator("glu_forward(Tensor a, Tensor b, int kind) -> Tensor", lambda a, b, kind: a.new_empty(a.shape))
@@ -143,14 +143,14 @@ def glu_forward(a: Tensor, b: Tensor, kind: int) -> Tensor:
 
 @operator(
     "glu_forward_largest(Tensor a, Tensor b, int kind) -> (Tensor, Tensor)",
-    lambda a, b, kind: (a.new_empty(a.shape), largest_like(a, part_of(a))),
+    lambda a, b, kind: (a.new_empty(a.shape), largest_like(a, segment_length(a))),
 )
 def glu_forward_largest(a: Tensor, b: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     """`glu_forward`, and the largest magnitudes [rows, parts] of the result."""
-    out, part = torch.empty(a.shape, dtype=a.dtype, device=a.device), part_of(a)
-    most = largest_like(a, part)
-    _launch(_glu_forward, (a.contiguous(), b.contiguous(), out, most), kind, part)
-    return out, most
+    out, segment_size = torch.empty(a.shape, dtype=a.dtype, device=a.device), segment_length(a)
+    amax = largest_like(a, segment_size)
+    _launch(_glu_forward, (a.contiguous(), b.contiguous(), out, amax), kind, segment_size)
+    return out, amax
 
 
 add_twin(glu_forward, glu_forward_largest, {0: 1})
@@ -169,7 +169,7 @@ def glu_backward(a: Tensor, b: Tensor, g: Tensor, kind: int) -> tuple[Tensor, Te
 
 
 def _four_like(a: Tensor, b: Tensor, g: Tensor, kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_two_like(a, b, g, kind), largest_like(a, part_of(a)), largest_like(a, part_of(a))
+    return *_two_like(a, b, g, kind), largest_like(a, segment_length(a)), largest_like(a, segment_length(a))
 
 
 @operator(
@@ -177,19 +177,19 @@ def _four_like(a: Tensor, b: Tensor, g: Tensor, kind: int) -> tuple[Tensor, Tens
 )
 def glu_backward_largest(a: Tensor, b: Tensor, g: Tensor, kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`glu_backward`, and the largest magnitudes [rows, parts] of each gradient."""
-    part = part_of(a)
+    segment_size = segment_length(a)
     da, db = (torch.empty(a.shape, dtype=a.dtype, device=a.device) for _ in range(2))
-    outs = da, db, largest_like(a, part), largest_like(a, part)
-    _launch(_glu_backward, (a.contiguous(), b.contiguous(), g.contiguous(), *outs), kind, part)
+    outs = da, db, largest_like(a, segment_size), largest_like(a, segment_size)
+    _launch(_glu_backward, (a.contiguous(), b.contiguous(), g.contiguous(), *outs), kind, segment_size)
     return outs
 
 
 add_twin(glu_backward, glu_backward_largest, {0: 2, 1: 3})
 
 
-def _fused(what: str, kind: int) -> Fused:
+def _fused(label: str, kind: int) -> Fused:
     return Fused(
-        what,
+        label,
         forward=lambda a, b: (glu_forward(a, b, kind),),
         backward=lambda saved, grads: glu_backward(*saved, *grads, kind),
     )
@@ -230,11 +230,11 @@ clamped_swiglu = _op("clamped_swiglu", clamped_swiglu_reference)
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
     for kernel, pointers in (("_glu_forward", "A B OUT MOST"), ("_glu_backward", "A B G DA DB MOST_A MOST_B")):
-        for config in CONFIGS.on(gpu):
-            for kind, part in ((0, 0), (1, 0), (2, 0), (0, PART)):
+        for config in CONFIGS.for_gpu(gpu):
+            for kind, segment_size in ((0, 0), (1, 0), (2, 0), (0, PART)):
                 signature = dict.fromkeys(pointers.split(), "*bf16") | {
                     "n": "i32",
                     **dict.fromkeys(("KIND", "PART", "BLOCK"), "constexpr"),
                 }
-                label = f"{kernel} {KINDS[kind]}{', largest,' * bool(part)} {config['BLOCK']}"
-                yield Build(label, kernel, signature, {"KIND": kind, "PART": part}, config, aligned=("n",))
+                label = f"{kernel} {KINDS[kind]}{', largest,' * bool(segment_size)} {config['BLOCK']}"
+                yield Build(label, kernel, signature, {"KIND": kind, "PART": segment_size}, config, aligned=("n",))

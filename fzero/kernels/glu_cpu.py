@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from fzero.core import cpp
-from fzero.kernels.op_function import Fused, operator
+from fzero.kernels.custom_operator import Fused, operator
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def _vectors() -> str:
     """The part of the library with the vectors that torch has on this CPU, or is told to have."""
-    found = torch.backends.cpu.get_cpu_capability()
-    return f"OF_{found}" if found in ("AVX512", "AVX2") else ""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"OF_{capability}" if capability in ("AVX512", "AVX2") else ""
 
 
 def _call(name: str, tensors: tuple[Tensor, ...]) -> None:

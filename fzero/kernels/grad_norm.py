@@ -1,31 +1,115 @@
-"""The norm of all gradients with the count of non-finite elements, in one pass over many leaves in one launch."""
+"""The norm of all gradients with the count of non-finite elements, in one pass over many leaves in one launch.
+
+Many leaves in one launch: the table of their addresses and sizes, and which program takes which stretch of which
+leaf.
+
+The optimizers' kernels (optim_multi_tensor) and that of the gradients' norm (grad_norm) read both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.core import gpu
-from fzero.core.device import fake_device_of, record_launch
+from fzero.core.device import fake_device_of, kind_of, record_launch
 from fzero.kernels.aot import Build
-from fzero.kernels.leaf_table import (
-    FIELDS,
-    FLOATS,
-    SIZE,
-    G,
-    field_pointer,
-    leaf_row,
-    leaf_table,
-    on_cuda,
-    one_device,
-    work_list,
-)
-from fzero.kernels.optim_leaf import Leaf
+from fzero.kernels.custom_operator import INTERPRETED
+from fzero.kernels.optim_leaf import OptimLeaf
+from fzero.kernels.optim_lowbit import LeafPosition
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
+
+FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# A row of the table: addresses of p, g, m, v, copy, scales of m and of v; elements, columns; the bits of float32 decay;
+# and the Place.
+P, G, M, V, COPY, SM, SV, SIZE, COLUMNS, DECAY, KEY, FIRST, FIELDS = (
+    tl.constexpr(i) for i in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 17)
+)
+
+
+@triton.jit
+def field_pointer(ROW, FIELD: tl.constexpr, TYPE: tl.constexpr, WIDE: tl.constexpr):
+    """The address in a field of a row, as a pointer to elements of TYPE. WIDE: it is a multiple of 16."""
+    pointer = tl.load(ROW + FIELD).to(tl.pointer_type(TYPE))
+    if WIDE:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+_TABLES: dict[tuple, Tensor] = {}
+_CAPTURED: list[tuple[Tensor, ...]] = []  # tables of graphs; a replay copies again what the host's memory has
+
+
+def _cache_on_device(key: tuple, make: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """Return `make()` on the device, from a cache of the 64 newest keys; the host does not wait."""
+    capturing = gpu.is_capturing(device)
+    if (device, key) in _TABLES:
+        _CAPTURED.extend([(_TABLES[device, key],)] * capturing)  # a graph keeps it, whatever is newer
+        return _TABLES[device, key]
+    host = gpu.pinned(make(), device)
+    device_copy = host.to(device, non_blocking=True)
+    if capturing:
+        _CAPTURED.append((host, device_copy))
+        return device_copy
+    if len(_TABLES) >= 64:
+        del _TABLES[next(iter(_TABLES))]
+    _TABLES[device, key] = device_copy
+    return device_copy
+
+
+def work_list(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return int64 [programs]: leaf << 40 | stretch, for leaves with these numbers of stretches."""
+
+    def make() -> Tensor:
+        counts = torch.tensor(sizes)
+        leaf = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+        return leaf << 40 | torch.arange(len(leaf)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+
+    return _cache_on_device(sizes, make, device)
+
+
+def leaf_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """Return int64 [leaves, FIELDS] on the device, of rows from `leaf_row`."""
+    return _cache_on_device(rows, lambda: torch.tensor(rows, dtype=torch.int64), device)
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def leaf_row(leaf: OptimLeaf, moments: int) -> tuple[int, ...]:
+    """The row of the table of a leaf; `moments`: how many its optimizer has, 0 for the gradient alone."""
+    state = [*map(_address, leaf.state), 0, 0, 0, 0]
+    coded = leaf.state and leaf.state[0].dtype == torch.uint8
+    m, v = state[0], state[1] if moments == 2 else 0
+    sm, sv = (state[moments], state[moments + 1] if moments == 2 else 0) if coded else (0, 0)
+    decay = int.from_bytes(struct.pack("<f", leaf.decay), "little", signed=True)
+    position = leaf.position or LeafPosition()
+    columns = leaf.p.shape[-1] if leaf.p.dim() else 1
+    return (
+        leaf.p.data_ptr(), leaf.g.data_ptr(), m, v, _address(leaf.copy), sm, sv, leaf.p.numel(), columns, decay,
+        *position.key, position.first, position.size0, position.stride0, position.size1, position.stride1,
+    )  # fmt: skip
+
+
+def device_mismatch(tensors: Sequence[Tensor]) -> str:
+    """Why the kernels cannot run on these tensors where they are, or "" if they can."""
+    devices = {x.device for x in tensors}
+    if len(devices) == 1 and (kind_of(tensors[0]) == "cuda" or INTERPRETED):
+        return ""
+    return f"a tensor is on {', '.join(sorted(str(d) for d in devices))}, and Triton's kernels run on one cuda device"
+
+
+def on_cuda(leaves: Sequence[Any], *arguments: Any) -> str:
+    """Why "auto" should not take a Triton kernel for these leaves."""
+    devices = {kind_of(leaf.p if isinstance(leaf, OptimLeaf) else leaf) for leaf in leaves}
+    return "" if devices <= {"cuda"} else "interpreted, for checking numbers alone"
+
 
 NORM = {"BLOCK": 16384, "num_warps": 8}
 
@@ -50,8 +134,8 @@ def _square_sums(T, WORK, OUT, WIDE: tl.constexpr, GT: tl.constexpr, BLOCK: tl.c
     n = tl.load(ROW + SIZE)
     if WIDE:
         n = tl.multiple_of(n, 16)
-    at = (work & 0xFFFFFFFFFF) * BLOCK + tl.arange(0, BLOCK)
-    g = tl.load(field_pointer(ROW, G, GT, WIDE) + at, mask=at < n, other=0.0).to(tl.float32)
+    offsets = (work & 0xFFFFFFFFFF) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(field_pointer(ROW, G, GT, WIDE) + offsets, mask=offsets < n, other=0.0).to(tl.float32)
     finite = (g.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
     tl.store(OUT + pid * 2, tl.sum(g * g))
     tl.store(OUT + pid * 2 + 1, tl.sum(tl.where(finite, 0.0, 1.0)))
@@ -69,7 +153,7 @@ def _grad_norm(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
             groups.setdefault((g.dtype, g.numel() % 16 == 0 and g.data_ptr() % 16 == 0), []).append(g)
     parts = [torch.zeros(1, 2, device=device)]
     for (dtype, wide), group in groups.items():
-        table = leaf_table(tuple(leaf_row(Leaf(g, g, ()), 0) for g in group), device)
+        table = leaf_table(tuple(leaf_row(OptimLeaf(g, g, ()), 0) for g in group), device)
         work = work_list(tuple(triton.cdiv(g.numel(), NORM["BLOCK"]) for g in group), device)
         parts.append(torch.empty(len(work), 2, device=device))
         with gpu.on_device(device):
@@ -88,7 +172,7 @@ def _norm_supports(grads: Sequence[Tensor]) -> str:
             f"the dtypes are {', '.join(sorted({str(g.dtype) for g in grads})) or 'none'}; it takes those of 32 "
             "and 16 bits"
         )
-    return one_device(grads) or ("" if all(g.is_contiguous() for g in grads) else "a gradient is not contiguous")
+    return device_mismatch(grads) or ("" if all(g.is_contiguous() for g in grads) else "a gradient is not contiguous")
 
 
 grad_norm = Op(

@@ -34,7 +34,7 @@ from fzero.core.torch_private import disable_current_modes
 from fzero.kernels.cross_entropy import DTYPES, IGNORE, ValueAndGradients, mark_targets, total_loss, weights_of
 from fzero.kernels.cross_entropy import reference as cross_entropy_reference
 from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, cap_logits, log_sum_exp, rows_of, widen
-from fzero.kernels.op_function import on_cuda, triton_runs
+from fzero.kernels.custom_operator import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
 # Of logits alive at once. On a CPU 64 MB are 667 tokens in bfloat16 at V = 50257: half as many cost 40% more there with
@@ -64,62 +64,62 @@ def reference(
     z_loss: float = 0.0,
     smoothing: float = 0.0,
     cap: float = 0.0,
-    each: bool = False,
+    per_token: bool = False,
 ) -> Any:
     """The definition, with all logits; the softmax in float32 or wider.
 
     axis: the axis that shards the vocabulary; `targets` and `x` are the same on all its ranks, w is this rank's rows,
     and the gradient of x is this rank's part of a sum. columns: the words of the whole vocabulary; 0: each rank has as
     many as w has here. compiled: whether the chunked form runs its softmax compiled.
-    each: return (the loss, the cross entropy of each token by itself [N], without a gradient: see `token_losses`).
+    per_token: return (the loss, the cross entropy of each token by itself [N], without a gradient: see `token_losses`).
     The rest is cross_entropy's. Communicates: an all_gather of float32 [N], and a psum of float32 [3, N]; nothing on an
     axis of size 1.
     """
     logits = x @ w.to(x.dtype).T
-    if each:
+    if per_token:
         options = {"ignore_index": ignore_index, "z_loss": z_loss, "smoothing": smoothing, "cap": cap}
         with torch.no_grad():
-            found = token_losses(x, w, targets, mask, axis=axis, columns=columns, cap=cap, ignore_index=ignore_index)
-        return reference(x, w, targets, mask, axis=axis, columns=columns, **options), found
+            losses = token_losses(x, w, targets, mask, axis=axis, columns=columns, cap=cap, ignore_index=ignore_index)
+        return reference(x, w, targets, mask, axis=axis, columns=columns, **options), losses
     if axis.size == 1:
         return cross_entropy_reference(
             logits, targets, mask, ignore_index=ignore_index, z_loss=z_loss, smoothing=smoothing, cap=cap
         )
     y = cap_logits(widen(logits), cap)
-    terms = Terms(z_loss, smoothing, cap, *columns_here(y.shape[-1], axis, columns))
+    terms = Terms(z_loss, smoothing, cap, *column_range(y.shape[-1], axis, columns))
     targets = mark_targets(targets, mask, ignore_index, terms.columns)
     return total_loss(_statistics(y, targets, terms, axis), targets, terms, weights_of(mask))
 
 
-def columns_here(number: int, axis: Axis, whole: int = 0) -> tuple[int, int]:
+def column_range(number: int, axis: Axis, total: int = 0) -> tuple[int, int]:
     """(the first of the `number` columns of a rank, those of the whole vocabulary), which torch.chunk cuts.
 
-    whole: the latter; 0: each rank has `number`. Raises ValueError for another number than torch.chunk's.
+    total: the latter; 0: each rank has `number`. Raises ValueError for another number than torch.chunk's.
 
-    >>> columns_here(128, Axis("tp", 2, 1), 257)
+    >>> column_range(128, Axis("tp", 2, 1), 257)
     (129, 257)
     """
-    if not whole:
+    if not total:
         return axis.rank * number, axis.size * number
-    most = -(-whole // axis.size)
-    first = min(whole, axis.rank * most)
-    if number != min(whole - first, most):
+    max_columns = -(-total // axis.size)
+    first = min(total, axis.rank * max_columns)
+    if number != min(total - first, max_columns):
         raise ValueError(
-            f"rank {axis.rank} of {axis.name}={axis.size} has {number} of {whole} columns, and torch.chunk gives it "
-            f"{min(whole - first, most)}; shard the leaf by the parts of fzero.models.layers.split_words"
+            f"rank {axis.rank} of {axis.name}={axis.size} has {number} of {total} columns, and torch.chunk gives it "
+            f"{min(total - first, max_columns)}; shard the leaf by the parts of fzero.models.layers.split_words"
         )
-    return first, whole
+    return first, total
 
 
 def _statistics(y: Tensor, targets: Tensor, terms: Terms, axis: Axis) -> Tensor:
     """Return the statistics [n, 3] of whole rows from the logits [n, V/tp] of this rank; targets from
     `mark_targets`."""
     column = targets - terms.first
-    own = (targets >= 0) & (column >= 0) & (column < y.shape[-1])
+    in_range = (targets >= 0) & (column >= 0) & (column < y.shape[-1])
     # The largest logit serves the range of exp only; the loss does not depend on it, and nor does any derivative.
     m = all_gather(y.detach().amax(-1)[None], axis, leaf="head").amax(0)
-    at_target = torch.gather(y, -1, torch.where(own, column, 0)[:, None])[:, 0]
-    at_target = torch.where(own, at_target, torch.where(targets == WRONG, math.nan, 0.0))
+    at_target = torch.gather(y, -1, torch.where(in_range, column, 0)[:, None])[:, 0]
+    at_target = torch.where(in_range, at_target, torch.where(targets == WRONG, math.nan, 0.0))
     exps, at_target, sums = psum(
         torch.stack((torch.exp(y - m[:, None]).sum(-1), at_target, y.sum(-1))), axis, leaf="head"
     )
@@ -146,14 +146,16 @@ def token_losses(
     >>> token_losses(torch.zeros(2, 3), torch.ones(4, 3), torch.tensor([1, -100]))
     tensor([1.3863, 0.0000])
     """
-    terms = Terms(0.0, 0.0, cap, *columns_here(w.shape[0], axis, columns))
+    terms = Terms(0.0, 0.0, cap, *column_range(w.shape[0], axis, columns))
     targets = mark_targets(targets, mask, ignore_index, terms.columns)
 
     def losses_of(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
         return of_tokens(_statistics(cap_logits(widen(x @ w.to(x.dtype).T), cap), targets, terms, axis), targets)
 
     rows = chunk_rows(x.shape[0], w.shape[0], x.dtype, kind_of(x))
-    parts = [remat(losses_of)(some, w, its) for some, its in zip(x.split(rows), targets.split(rows))]
+    parts = [
+        remat(losses_of)(x_rows, w, target_rows) for x_rows, target_rows in zip(x.split(rows), targets.split(rows))
+    ]
     losses, weights = torch.cat(parts) if parts else x.new_zeros(0), weights_of(mask)
     return losses if weights is None else losses * weights.to(losses.dtype)
 
@@ -195,10 +197,10 @@ def _add_exactly(sums: Tensor, excess: Tensor, a: Tensor, b: Tensor) -> Tensor:
     truncation errors", Communications of the ACM 8(1).
     """
     rows = max(1, PART_BYTES["cuda" if kind_of(a) == "cuda" else "cpu"] // (sums.shape[1] * sums.element_size()))
-    for total, over, some in zip(sums.split(rows), excess.split(rows), a.split(rows)):
-        more = (some @ b).sub_(over)
-        new = total + more
-        torch.sub(new, total, out=over).sub_(more)
+    for total, excess_rows, a_rows in zip(sums.split(rows), excess.split(rows), a.split(rows)):
+        increment = (a_rows @ b).sub_(excess_rows)
+        new = total + increment
+        torch.sub(new, total, out=excess_rows).sub_(increment)
         total.copy_(new)
     return sums
 
@@ -216,8 +218,8 @@ def _add_product(sums: Tensor | None, a: Tensor, b: Tensor, excess: Tensor | Non
         return torch.addmm(sums, a, b, out_dtype=wider, out=sums)
     if sums is not None and cuda:  # by rows, so that no product as large as the head is alive, which no plan counts
         rows = max(1, PRODUCT_BYTES // (sums.shape[1] * wider.itemsize))
-        for part, of in zip(sums.split(rows), a.split(rows)):
-            part.add_(torch.mm(of, b, out_dtype=wider))
+        for sum_rows, a_rows in zip(sums.split(rows), a.split(rows)):
+            sum_rows.add_(torch.mm(a_rows, b, out_dtype=wider))
         return sums
     product = torch.mm(a, b, out_dtype=wider) if cuda and a.dtype != wider else a @ b
     return product.to(wider) if sums is None else sums.add_(product)
@@ -227,13 +229,13 @@ def chunk_rows(n: int, columns: int, dtype: torch.dtype, kind: str) -> int:
     """The tokens of a chunk on such a device: chunks as equal as multiples of 128 allow, within CHUNK_BYTES of logits,
     or one token.
     """
-    most = max(1, min(CHUNK_ROWS, CHUNK_BYTES["cuda" if kind == "cuda" else "cpu"] // (columns * dtype.itemsize)))
-    even = -(-n // max(1, -(-n // most)))
-    return min(most, max(1, -(-even // 128)) * 128)
+    max_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES["cuda" if kind == "cuda" else "cpu"] // (columns * dtype.itemsize)))
+    even = -(-n // max(1, -(-n // max_rows)))
+    return min(max_rows, max(1, -(-even // 128)) * 128)
 
 
 def _run(
-    how: str,
+    row_form: str,
     terms: Terms,
     axis: Axis,
     wants: tuple[bool, bool, bool],
@@ -244,45 +246,49 @@ def _run(
 ) -> tuple[Any, tuple[Tensor | None, Tensor | None]]:
     """Return (loss, gradients of x and w; None for one that is not needed); for the loss a pair of it and those of each
     token if the last of `wants` says so."""
-    each = wants[2]
-    wanted = any(wants[:2])
+    per_token = wants[2]
+    with_gradients = any(wants[:2])
     n, columns = x.shape[0], w.shape[0]
     weight = w.to(x.dtype)
     rows = chunk_rows(n, columns, x.dtype, kind_of(x))
     # On a GPU rows of logits begin at multiples of 16 bytes, which every access to them is then.
-    buffer = x.new_empty((min(rows, n), columns + (-columns % 8 if how == "triton" else 0)))
+    buffer = x.new_empty((min(rows, n), columns + (-columns % 8 if row_form == "triton" else 0)))
     dx = torch.empty_like(x) if wants[0] else None
     dw = excess = None
     # Of narrower ones each product has an error far above that of the sum.
     exactly = n > FEW_SUMS * rows and x.dtype in (torch.float32, torch.float64)
-    made = [x.new_empty((0, 3), dtype=torch.promote_types(x.dtype, torch.float32))]
+    chunks = [x.new_empty((0, 3), dtype=torch.promote_types(x.dtype, torch.float32))]
     for start in range(0, n, rows):
-        some, its = x[start : start + rows], targets[start : start + rows]
-        logits = torch.mm(some, weight.T, out=buffer[: some.shape[0], :columns])
+        x_rows, target_rows = x[start : start + rows], targets[start : start + rows]
+        logits = torch.mm(x_rows, weight.T, out=buffer[: x_rows.shape[0], :columns])
         if axis.size == 1:
-            statistics, g = rows_of(logits, its, None, terms, wanted, how, overwrite=True)
+            statistics, g = rows_of(logits, target_rows, None, terms, with_gradients, row_form, overwrite=True)
         else:
             statistics = _gather_statistics(
-                rows_of(logits, its, None, terms, False, how, overwrite=False)[0], terms, axis
+                rows_of(logits, target_rows, None, terms, False, row_form, overwrite=False)[0], terms, axis
             )
-            g = rows_of(logits, its, statistics, terms, True, how, overwrite=True)[1] if wanted else None
-        made.append(statistics)
+            g = (
+                rows_of(logits, target_rows, statistics, terms, True, row_form, overwrite=True)[1]
+                if with_gradients
+                else None
+            )
+        chunks.append(statistics)
         # A token's weight scales its row of g, which has V numbers; so it scales those of dx and x, which have D.
-        its_weights = None if weights is None else weights[start : start + rows, None]
+        row_weights = None if weights is None else weights[start : start + rows, None]
         if g is not None and dx is not None:
             torch.mm(g, weight, out=dx[start : start + rows])
-            if its_weights is not None:
-                dx[start : start + rows].mul_(its_weights)
+            if row_weights is not None:
+                dx[start : start + rows].mul_(row_weights)
         if g is not None and wants[1]:
-            some = some if its_weights is None else (some * its_weights).to(x.dtype)
+            x_rows = x_rows if row_weights is None else (x_rows * row_weights).to(x.dtype)
             # Several parts are summed in float32 or wider.
             excess = torch.zeros_like(dw) if exactly and excess is None and dw is not None else excess
-            dw = g.T @ some if rows >= n and w.dtype == x.dtype else _add_product(dw, g.T, some, excess)
+            dw = g.T @ x_rows if rows >= n and w.dtype == x.dtype else _add_product(dw, g.T, x_rows, excess)
     if wants[1]:
         dw = torch.zeros_like(w) if dw is None else dw.to(w.dtype)
-    statistics = torch.cat(made)
+    statistics = torch.cat(chunks)
     loss = total_loss(statistics, targets, terms, weights)
-    return (loss, of_tokens(statistics, targets, weights)) if each else loss, (dx, dw)
+    return (loss, of_tokens(statistics, targets, weights)) if per_token else loss, (dx, dw)
 
 
 def _chunked(
@@ -299,13 +305,13 @@ def _chunked(
     z_loss: float = 0.0,
     smoothing: float = 0.0,
     cap: float = 0.0,
-    each: bool = False,
+    per_token: bool = False,
 ) -> Any:
-    terms = Terms(z_loss, smoothing, cap, *columns_here(w.shape[0], axis, columns))
+    terms = Terms(z_loss, smoothing, cap, *column_range(w.shape[0], axis, columns))
     targets = mark_targets(targets, mask, ignore_index, terms.columns)
     wants = needs_grad(x), needs_grad(w)
     make = functools.partial(
-        _run, form if form == "triton" else "compiled" if compiled else "eager", terms, axis, (*wants, each)
+        _run, form if form == "triton" else "compiled" if compiled else "eager", terms, axis, (*wants, per_token)
     )
     weights = weights_of(mask)
     tensors = (x, w, targets) if weights is None else (x, w, targets, weights)

@@ -27,18 +27,18 @@ from fzero.core.device import kind_of, target_of
 from fzero.core.pytree import Tree
 from fzero.kernels import chips, flops, tuning
 from fzero.kernels.aot import Build
+from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, triton_runs
 from fzero.kernels.glu import swiglu
 from fzero.kernels.moe_float8 import float8_grouped_mm, group_of_tile
 from fzero.kernels.moe_permute import permute, unpermute
 from fzero.kernels.moe_routing import group, route
-from fzero.kernels.op_function import INTERPRETED, Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import AUTO, Form, Kernels, Op
 
 __all__ = ["capacity", "dropless", "feed_forward", "group", "grouped_mm", "permute", "route", "unpermute"]
 
 
-HALF_CONFIGS, FLOAT_CONFIGS = chips.Table("_grouped_mm half"), chips.Table("_grouped_mm float32")
+HALF_CONFIGS, FLOAT_CONFIGS = chips.ConfigTable("_grouped_mm half"), chips.ConfigTable("_grouped_mm float32")
 
 
 # ---- grouped_mm ------------------------------------------------------------------------------------------------------
@@ -75,10 +75,10 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         return torch_private.grouped_mm(x.contiguous(), w, offs=ends)
     out, sizes = x.new_empty(len(x), w.shape[2]), _sizes(ends)
     behind = len(x) - sum(sizes)
-    *products, rest = out.split([*sizes, behind])
+    *products, tail = out.split([*sizes, behind])
     for rows, weights, product in zip(x.split([*sizes, behind]), w.unbind(), products):
         torch.mm(rows, weights, out=product)
-    rest.zero_()
+    tail.zero_()
     return out
 
 
@@ -132,10 +132,12 @@ def _grouped_mm(
     W += e.to(tl.int64) * stride_e
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, D, BLOCK_K):
-        at = start + k
-        x = tl.load(X + row * D + at[None, :], mask=(row < end) & (at[None, :] < D), other=0.0)
+        offsets = start + k
+        x = tl.load(X + row * D + offsets[None, :], mask=(row < end) & (offsets[None, :] < D), other=0.0)
         w = tl.load(
-            W + at.to(tl.int64)[:, None] * stride_d + col * stride_f, mask=(at[:, None] < D) & (col < F), other=0.0
+            W + offsets.to(tl.int64)[:, None] * stride_d + col * stride_f,
+            mask=(offsets[:, None] < D) & (col < F),
+            other=0.0,
         )
         if UPCAST:
             x, w = x.to(tl.float32), w.to(tl.float32)
@@ -174,7 +176,7 @@ def _grouped_mm_dw(
     tl.store(OUT + (e * D + d) * F + f, total.to(OUT.dtype.element_ty), mask=(d < D) & (f < F))
 
 
-def _configs(x: Tensor) -> chips.Table:
+def _configs(x: Tensor) -> chips.ConfigTable:
     return FLOAT_CONFIGS if x.dtype == torch.float32 else HALF_CONFIGS
 
 
@@ -192,10 +194,10 @@ def grouped_product_triton(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         return triton.cdiv(m, config["BLOCK_M"]) + experts, triton.cdiv(f, config["BLOCK_N"])
 
     if m and f:
-        given = (x.contiguous(), w, ends, out, experts, d, f, *w.stride())
+        arguments = (x.contiguous(), w, ends, out, experts, d, f, *w.stride())
         constants = {"EXPERTS": triton.next_power_of_2(experts), "UPCAST": INTERPRETED}
         tuning.launch(
-            _grouped_mm, grid, given, _configs(x), shape=(m, d, f, experts, w.stride(2) == 1, x.dtype), **constants
+            _grouped_mm, grid, arguments, _configs(x), shape=(m, d, f, experts, w.stride(2) == 1, x.dtype), **constants
         )
     return out
 
@@ -214,8 +216,10 @@ def grouped_product_dw_triton(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
         return triton.cdiv(d, config["BLOCK_M"]), triton.cdiv(f, config["BLOCK_N"]), experts
 
     if out.numel():
-        given = (x.contiguous(), g.contiguous(), ends, out, d, f)
-        tuning.launch(_grouped_mm_dw, grid, given, _configs(x), shape=(m, d, f, experts, x.dtype), UPCAST=INTERPRETED)
+        arguments = (x.contiguous(), g.contiguous(), ends, out, d, f)
+        tuning.launch(
+            _grouped_mm_dw, grid, arguments, _configs(x), shape=(m, d, f, experts, x.dtype), UPCAST=INTERPRETED
+        )
     return out
 
 
@@ -303,13 +307,13 @@ def dropless(
     token's rows with its weights.
     """
     k, tokens = ids.shape[-1], x.reshape(-1, x.shape[-1])
-    order, place, ends = group(ids, p["w_gate"].shape[0], impl=kernels["group"])
-    rows = permute(tokens, order, place, impl=kernels["permute"])
+    order, inverse, ends = group(ids, p["w_gate"].shape[0], impl=kernels["group"])
+    rows = permute(tokens, order, inverse, impl=kernels["permute"])
     y = feed_forward(p, rows, ends, kernels, float8, gate)
-    return unpermute(y, weights.reshape(-1, k), order, place, impl=kernels["unpermute"]).reshape(x.shape)
+    return unpermute(y, weights.reshape(-1, k), order, inverse, impl=kernels["unpermute"]).reshape(x.shape)
 
 
-def room_of(factor: float, tokens: int, k: int, experts: int) -> int:
+def capacity_of(factor: float, tokens: int, k: int, experts: int) -> int:
     """The tokens of a sequence that an expert takes at this capacity factor."""
     return math.ceil(factor * tokens * k / experts)
 
@@ -321,39 +325,39 @@ def capacity(
     weights: Tensor,
     factor: float,
     kernels: Kernels = AUTO,
-    own: tuple[int, int] | None = None,
+    expert_shard: tuple[int, int] | None = None,
     gate: Op = swiglu,
 ) -> Tensor:
     """Compute at most C = ceil(factor T k / E) tokens of a sequence by each expert: first choices first, then in order
     of position.
 
     A token beyond the capacity gets 0 from that expert (the residual stream still carries it). Capacity is counted per
-    sequence, so the result does not depend on how a batch is split. own: (the number of the first expert of `p`, that
-    of all experts) where `p` has some of them, whose part of the result is returned.
+    sequence, so the result does not depend on how a batch is split. expert_shard: (the number of the first expert of
+    `p`, that of all experts) where `p` has some of them, whose part of the result is returned.
     """
     b, t, d = x.shape
     k, experts = ids.shape[-1], p["w_gate"].shape[0]
-    first, count = own or (0, experts)
-    room = room_of(factor, t, k, count)
+    first, count = expert_shard or (0, experts)
+    limit = capacity_of(factor, t, k, count)
     choice = ids.transpose(1, 2).reshape(b, k * t)  # all first choices, then all second ones
     choice = choice - first
-    taken = (choice[..., None] == torch.arange(experts, device=x.device)).to(torch.int64)
-    place = ((taken.cumsum(1) - 1) * taken).sum(-1)
-    kept = (place < room) & (choice >= 0) & (choice < experts)
-    slot = torch.where(kept, choice * room + place, experts * room)  # dropped tokens go to an additional last slot
+    one_hot = (choice[..., None] == torch.arange(experts, device=x.device)).to(torch.int64)
+    position = ((one_hot.cumsum(1) - 1) * one_hot).sum(-1)
+    fits = (position < limit) & (choice >= 0) & (choice < experts)
+    slot = torch.where(fits, choice * limit + position, experts * limit)  # dropped tokens go to an additional last slot
     sent = x.repeat(1, k, 1)
-    inbox = torch.zeros(b, experts * room + 1, d, dtype=x.dtype, device=x.device)
-    inbox = inbox.scatter(1, slot[..., None].expand(b, k * t, d), sent)[:, :-1].reshape(b, experts, room, d)
+    inbox = torch.zeros(b, experts * limit + 1, d, dtype=x.dtype, device=x.device)
+    inbox = inbox.scatter(1, slot[..., None].expand(b, k * t, d), sent)[:, :-1].reshape(b, experts, limit, d)
 
     def product(x: Tensor, name: str) -> Tensor:
         y, bias = torch.einsum("becd,edf->becf", x, p[f"w_{name}"].to(x.dtype)), p.get(f"b_{name}")
         return y if bias is None else y + bias.to(x.dtype)[:, None]
 
     hidden = gate(product(inbox, "gate"), product(inbox, "up"), impl=kernels[gate.name])
-    y = product(hidden, "down").reshape(b, experts * room, d)
-    back = torch.gather(y, 1, slot.clamp(max=experts * room - 1)[..., None].expand(b, k * t, d))
-    share = (weights.transpose(1, 2).reshape(b, k * t) * kept)[..., None].to(y.dtype)
-    return (back * share).reshape(b, k, t, d).sum(1)
+    y = product(hidden, "down").reshape(b, experts * limit, d)
+    outputs = torch.gather(y, 1, slot.clamp(max=experts * limit - 1)[..., None].expand(b, k * t, d))
+    share = (weights.transpose(1, 2).reshape(b, k * t) * fits)[..., None].to(y.dtype)
+    return (outputs * share).reshape(b, k, t, d).sum(1)
 
 
 def builds(gpu: str) -> Iterator[Build]:
@@ -361,22 +365,22 @@ def builds(gpu: str) -> Iterator[Build]:
     sizes = dict.fromkeys(("D", "F"), "i32")
     blocks = dict.fromkeys(("UPCAST", "BLOCK_M", "BLOCK_N", "BLOCK_K"), "constexpr")
     for kind, configs in (("bf16", HALF_CONFIGS), ("fp32", FLOAT_CONFIGS)):
-        for config in configs.on(gpu):
+        for config in configs.for_gpu(gpu):
             label = f"{kind} {config['BLOCK_M']}x{config['BLOCK_N']}"
             of_w = {"X": f"*{kind}", "W": f"*{kind}", "ENDS": "*i32", "OUT": f"*{kind}", "E": "i32"} | sizes
             strides = dict.fromkeys(("stride_e", "stride_d", "stride_f"), "i32")
             matrix, constants = kind == "bf16", {"UPCAST": False}
             # Triton compiles a stride of 1 as a constant: that of the last dim forward, that of the middle dim for w
             # transposed.
-            for name, one in (("", "stride_f"), (" transposed", "stride_d")):
-                signature = of_w | strides | {one: "constexpr", "EXPERTS": "constexpr"} | blocks
-                given = constants | {one: 1, "EXPERTS": 64}
-                aligned = ("D", "F", *(stride for stride in strides if stride != one))
+            for name, unit_stride in (("", "stride_f"), (" transposed", "stride_d")):
+                signature = of_w | strides | {unit_stride: "constexpr", "EXPERTS": "constexpr"} | blocks
+                build_constants = constants | {unit_stride: 1, "EXPERTS": 64}
+                aligned = ("D", "F", *(stride for stride in strides if stride != unit_stride))
                 yield Build(
                     f"_grouped_mm{name} {label}",
                     "_grouped_mm",
                     signature,
-                    given,
+                    build_constants,
                     config,
                     matrix=matrix,
                     aligned=aligned,

@@ -24,12 +24,12 @@ from fzero.core.autodiff import Function
 from fzero.core.device import kind_of, target_of
 from fzero.kernels import chips, flops, tuning
 from fzero.kernels.aot import Build
+from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, triton_runs
 from fzero.kernels.float8 import E4M3, quantise
-from fzero.kernels.op_function import INTERPRETED, Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
-CONFIGS, DW_CONFIGS = chips.Table("_grouped_float8"), chips.Table("_grouped_float8_dw")
+CONFIGS, DW_CONFIGS = chips.ConfigTable("_grouped_float8"), chips.ConfigTable("_grouped_float8_dw")
 LEAST = (8, 9)  # the compute capability from which on a GPU multiplies float8
 # Numbers that Hopper's matrix units may add up before the sum goes to a float32 register: they keep 14 bits or so.
 # The more there are, the larger the error, so without a bound it grows with K.
@@ -62,13 +62,13 @@ def weights_reference(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     wide, of_row = torch.promote_types(x.dtype, torch.float32), group_of(x.shape[0], ends)
     out = []
     for e in range(ends.shape[0]):
-        own = (of_row == e)[:, None]
-        (qx, ix), (qg, ig) = (quantise(torch.where(own, t, 0.0), E4M3, 0, True) for t in (x, g))
+        in_group = (of_row == e)[:, None]
+        (qx, ix), (qg, ig) = (quantise(torch.where(in_group, t, 0.0), E4M3, 0, True) for t in (x, g))
         out.append((qx.to(wide).mT @ qg.to(wide)) * (ix.mT * ig))
     return torch.stack(out).to(x.dtype)
 
 
-class _Rows(Function):
+class _GroupedRows(Function):
     """`rows_reference`, with derivatives that are float8 products too. Rounding has no part in them."""
 
     generate_vmap_rule = True
@@ -85,14 +85,14 @@ class _Rows(Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, w, ends = ctx.saved_tensors
-        dx = _Rows.apply(g, w.mT, ends) if ctx.needs_input_grad[0] else None
+        dx = _GroupedRows.apply(g, w.mT, ends) if ctx.needs_input_grad[0] else None
         return dx, _Weights.apply(x, g, ends) if ctx.needs_input_grad[1] else None, None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor | None, tw: Tensor | None, _: None) -> Tensor:
         x, w, ends = ctx.saved_tensors
-        parts: list[Tensor] = [] if tx is None else [_Rows.apply(tx, w, ends)]
-        parts += [] if tw is None else [_Rows.apply(x, tw, ends)]
+        parts: list[Tensor] = [] if tx is None else [_GroupedRows.apply(tx, w, ends)]
+        parts += [] if tw is None else [_GroupedRows.apply(x, tw, ends)]
         return sum(parts[1:], parts[0])
 
 
@@ -113,8 +113,8 @@ class _Weights(Function):
     @staticmethod
     def backward(ctx: Any, h: Tensor) -> tuple[Tensor | None, ...]:
         x, g, ends = ctx.saved_tensors
-        dx = _Rows.apply(g, h.mT, ends) if ctx.needs_input_grad[0] else None
-        return dx, _Rows.apply(x, h, ends) if ctx.needs_input_grad[1] else None, None
+        dx = _GroupedRows.apply(g, h.mT, ends) if ctx.needs_input_grad[0] else None
+        return dx, _GroupedRows.apply(x, h, ends) if ctx.needs_input_grad[1] else None, None
 
     @staticmethod
     def jvp(ctx: Any, tx: Tensor | None, tg: Tensor | None, _: None) -> Tensor:
@@ -127,7 +127,7 @@ class _Weights(Function):
 def float8_grouped_mm_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows of x [M, D] by their group's w [E, D, F] through float8, in x's dtype, on any device: the same
     numbers as on the matrix units but for the order of the sums. Rows behind the last group are zero."""
-    return _Rows.apply(x, w, ends)
+    return _GroupedRows.apply(x, w, ends)
 
 
 # ---- on the CPU ------------------------------------------------------------------------------------------------------
@@ -192,9 +192,9 @@ def group_of_tile(ENDS, tile, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
     tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
     behind = tl.cumsum(tiles, 0)
     e = tl.sum((behind <= tile).to(tl.int32), 0)
-    own = expert == e
-    end = tl.sum(tl.where(own, ends, 0), 0)
-    first = tl.sum(tl.where(own, starts - (behind - tiles) * BLOCK_M, 0), 0)
+    in_group = expert == e
+    end = tl.sum(tl.where(in_group, ends, 0), 0)
+    first = tl.sum(tl.where(in_group, starts - (behind - tiles) * BLOCK_M, 0), 0)
     return e, first, end
 
 
@@ -217,9 +217,13 @@ def _grouped_float8(
     W += e.to(tl.int64) * stride_e
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, D, BLOCK_K):
-        at = start + k
-        x = tl.load(X + row[:, None] * D + at[None, :], mask=(row[:, None] < end) & (at[None, :] < D), other=0.0)
-        w = tl.load(W + col[:, None] * stride_f + at[None, :], mask=(col[:, None] < F) & (at[None, :] < D), other=0.0)
+        offsets = start + k
+        x = tl.load(
+            X + row[:, None] * D + offsets[None, :], mask=(row[:, None] < end) & (offsets[None, :] < D), other=0.0
+        )
+        w = tl.load(
+            W + col[:, None] * stride_f + offsets[None, :], mask=(col[:, None] < F) & (offsets[None, :] < D), other=0.0
+        )
         if UPCAST:
             x, w = x.to(tl.float32), w.to(tl.float32)
         total = tl.dot(x, tl.trans(w), total, max_num_imprecise_acc=min(BLOCK_K, PROMOTED))
@@ -246,10 +250,10 @@ def _grouped_float8_dw(
     # them.
     for start in range(first // 16 * 16, end, BLOCK_K):
         row = (tl.multiple_of(start, 16) + tl.arange(0, BLOCK_K)).to(tl.int64)[None, :]
-        own = (row >= first) & (row < end)
+        in_group = (row >= first) & (row < end)
         x = tl.load(X + d[:, None] * M + row, mask=(row < M) & (d[:, None] < D), other=0.0)
         g = tl.load(G + f[:, None] * M + row, mask=(row < M) & (f[:, None] < F), other=0.0)
-        x, g = tl.where(own, x, tl.zeros_like(x)), tl.where(own, g, tl.zeros_like(g))
+        x, g = tl.where(in_group, x, tl.zeros_like(x)), tl.where(in_group, g, tl.zeros_like(g))
         if UPCAST:
             x, g = x.to(tl.float32), g.to(tl.float32)
         total = tl.dot(x, tl.trans(g), total, max_num_imprecise_acc=min(BLOCK_K, PROMOTED))
@@ -277,9 +281,9 @@ def grouped_float8(
         return triton.cdiv(m, config["BLOCK_M"]) + experts, triton.cdiv(f, config["BLOCK_N"])
 
     if m and f:
-        given = (x, w, x_inverse, w_inverse, ends, out, experts, d, f, w.stride(0), w.stride(2))
+        arguments = (x, w, x_inverse, w_inverse, ends, out, experts, d, f, w.stride(0), w.stride(2))
         constants = {"EXPERTS": triton.next_power_of_2(experts), "UPCAST": INTERPRETED}
-        tuning.launch(_grouped_float8, grid, given, CONFIGS, shape=(m, d, f, experts), **constants)
+        tuning.launch(_grouped_float8, grid, arguments, CONFIGS, shape=(m, d, f, experts), **constants)
     return out
 
 
@@ -301,8 +305,8 @@ def grouped_float8_dw(
         return triton.cdiv(d, config["BLOCK_M"]), triton.cdiv(f, config["BLOCK_N"]), experts
 
     if out.numel():
-        given = (x, g, x_inverse, g_inverse, ends, out, m, d, f)
-        tuning.launch(_grouped_float8_dw, grid, given, DW_CONFIGS, shape=(m, d, f, experts), UPCAST=INTERPRETED)
+        arguments = (x, g, x_inverse, g_inverse, ends, out, m, d, f)
+        tuning.launch(_grouped_float8_dw, grid, arguments, DW_CONFIGS, shape=(m, d, f, experts), UPCAST=INTERPRETED)
     return out
 
 
@@ -394,7 +398,7 @@ def builds(gpu: str) -> Iterator[Build]:
     blocks = dict.fromkeys(("UPCAST", "BLOCK_M", "BLOCK_N", "BLOCK_K"), "constexpr")
     scales = {"X_INVERSE": "*fp32", "W_INVERSE": "*fp32", "ENDS": "*i32", "OUT": "*bf16"}
     sizes = dict.fromkeys(("E", "D", "F", "stride_e", "stride_f"), "i32")
-    for config in CONFIGS.on(gpu):
+    for config in CONFIGS.for_gpu(gpu):
         signature = {"X": "*fp8e4nv", "W": "*fp8e4nv"} | scales | sizes | {"EXPERTS": "constexpr"} | blocks
         yield Build(
             f"_grouped_float8 {config['BLOCK_M']}x{config['BLOCK_N']}",
@@ -405,7 +409,7 @@ def builds(gpu: str) -> Iterator[Build]:
             matrix=True,
             aligned=("D", "F", "stride_e", "stride_f"),
         )
-    for config in DW_CONFIGS.on(gpu):
+    for config in DW_CONFIGS.for_gpu(gpu):
         signature = {"X": "*fp8e4nv", "G": "*fp8e4nv", "X_INVERSE": "*fp32", "G_INVERSE": "*fp32"}
         signature |= {"ENDS": "*i32", "OUT": "*bf16"} | dict.fromkeys(("M", "D", "F"), "i32") | blocks
         yield Build(

@@ -19,22 +19,22 @@ from torch import Tensor
 
 from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
+from fzero.kernels.custom_operator import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.moe_routing import refuse_dtype, signature
-from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
-ROW_CONFIGS = chips.Table("_permute")
+ROW_CONFIGS = chips.ConfigTable("_permute")
 
 
-def permute_reference(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+def permute_reference(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """Rows [M, D]: row r is the token of x [N, D] that pair order[r] belongs to."""
     return x[order // (len(order) // max(1, len(x)))]
 
 
-def unpermute_reference(y: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
+def unpermute_reference(y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """sum_j weights[n, j] y[place[n k + j]]: [N, D] of rows y [M, D], in y's dtype."""
-    rows = y[place].reshape(*weights.shape, y.shape[-1])
+    rows = y[inverse].reshape(*weights.shape, y.shape[-1])
     return (rows * weights[..., None].to(y.dtype)).sum(-2)
 
 
@@ -96,39 +96,39 @@ def _launch_rows(
         tuning.launch(kernel, grid, (*tensors, d), ROW_CONFIGS, shape=shape, K=k, **constants)
 
 
-@operator("permute_rows(Tensor x, Tensor place) -> Tensor", lambda x, place: x.new_empty(len(place), x.shape[1]))
-def permute_rows(x: Tensor, place: Tensor) -> Tensor:
+@operator("permute_rows(Tensor x, Tensor inverse) -> Tensor", lambda x, place: x.new_empty(len(place), x.shape[1]))
+def permute_rows(x: Tensor, inverse: Tensor) -> Tensor:
     """The rows [M, D] of tokens x [N, D], each token read once."""
-    out = x.new_empty(len(place), x.shape[1])
+    out = x.new_empty(len(inverse), x.shape[1])
     n, d = x.shape
-    _launch_rows(_spread, (x.contiguous(), place.contiguous(), out), n, d, len(place) // max(1, n), loops=False)
+    _launch_rows(_spread, (x.contiguous(), inverse.contiguous(), out), n, d, len(inverse) // max(1, n), loops=False)
     return out
 
 
 @operator(
-    "unpermute_rows(Tensor y, Tensor? weights, Tensor place, int k) -> Tensor",
+    "unpermute_rows(Tensor y, Tensor? weights, Tensor inverse, int k) -> Tensor",
     lambda y, weights, place, k: y.new_empty(len(place) // k, y.shape[1]),
 )
-def unpermute_rows(y: Tensor, weights: Tensor | None, place: Tensor, k: int) -> Tensor:
+def unpermute_rows(y: Tensor, weights: Tensor | None, inverse: Tensor, k: int) -> Tensor:
     """The sum [N, D] of each token's k rows of y [M, D], weighted if weights [N, k] are given."""
-    out = y.new_empty(len(place) // k, y.shape[1])
+    out = y.new_empty(len(inverse) // k, y.shape[1])
     weighted = weights is not None
-    given = (y.contiguous(), weights.contiguous() if weighted else y, place.contiguous(), out)
+    arguments = (y.contiguous(), weights.contiguous() if weighted else y, inverse.contiguous(), out)
     n, d = out.shape
-    _launch_rows(_collect, given, n, d, k, loops=False, WEIGHTED=weighted)
+    _launch_rows(_collect, arguments, n, d, k, loops=False, WEIGHTED=weighted)
     return out
 
 
 @operator(
-    "unpermute_rows_backward(Tensor y, Tensor weights, Tensor place, Tensor g) -> (Tensor, Tensor)",
+    "unpermute_rows_backward(Tensor y, Tensor weights, Tensor inverse, Tensor g) -> (Tensor, Tensor)",
     lambda y, weights, place, g: (y.new_empty(y.shape), weights.new_empty(weights.shape)),
 )
-def unpermute_rows_backward(y: Tensor, weights: Tensor, place: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def unpermute_rows_backward(y: Tensor, weights: Tensor, inverse: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients by y and weights for the gradient g [N, D] of the weighted sum."""
     dy, dw = y.new_empty(y.shape), weights.new_zeros(weights.shape)
-    given = (y.contiguous(), weights.contiguous(), place.contiguous(), g.contiguous(), dy, dw)
+    arguments = (y.contiguous(), weights.contiguous(), inverse.contiguous(), g.contiguous(), dy, dw)
     m, d = y.shape
-    _launch_rows(_collect_backward, given, m, d, weights.shape[1], loops=True)
+    _launch_rows(_collect_backward, arguments, m, d, weights.shape[1], loops=True)
     return dy, dw
 
 
@@ -137,39 +137,39 @@ def _choices(x: Tensor, order: Tensor) -> int:
     return len(order) // len(x) if len(x) else 1
 
 
-def _sum_rows(y: Tensor, place: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
+def _sum_rows(y: Tensor, inverse: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
     """Sum each token's k rows of y, [N, D], by k gathers, which needs no atomic addition."""
-    parts = [y.index_select(0, rows) for rows in place.reshape(-1, k).unbind(1)]
+    parts = [y.index_select(0, rows) for rows in inverse.reshape(-1, k).unbind(1)]
     if weights is not None:
-        parts = [part * w[:, None].to(y.dtype) for part, w in zip(parts, weights.unbind(1))]
+        parts = [term * w[:, None].to(y.dtype) for term, w in zip(parts, weights.unbind(1))]
     return functools.reduce(torch.add, parts)
 
 
-def _sum_rows_backward(y: Tensor, weights: Tensor, order: Tensor, place: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def _sum_rows_backward(y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     k = weights.shape[1]
     dy = g.index_select(0, order // k) * weights.reshape(-1)[order][:, None].to(y.dtype)
-    dw = [(y.index_select(0, rows) * g).sum(-1, dtype=weights.dtype) for rows in place.reshape(-1, k).unbind(1)]
+    dw = [(y.index_select(0, rows) * g).sum(-1, dtype=weights.dtype) for rows in inverse.reshape(-1, k).unbind(1)]
     return dy, torch.stack(dw, 1)
 
 
-def _permute_gather(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+def _permute_gather(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     k = _choices(x, order)
     fused = Fused(
         "permute",
-        forward=lambda x, order, place: (x.index_select(0, order // k),),
+        forward=lambda x, order, inverse: (x.index_select(0, order // k),),
         backward=lambda saved, grads: (_sum_rows(grads[0], saved[2], k),),
     )
-    return fused(x, order, place)
+    return fused(x, order, inverse)
 
 
-def _permute_triton(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+def _permute_triton(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     k = _choices(x, order)
     fused = Fused(
         "permute",
-        forward=lambda x, place: (permute_rows(x, place),),
+        forward=lambda x, inverse: (permute_rows(x, inverse),),
         backward=lambda saved, grads: (unpermute_rows(grads[0], None, saved[1], k),),
     )
-    return fused(x, place)
+    return fused(x, inverse)
 
 
 _unpermute_gather = Fused(
@@ -179,13 +179,13 @@ _unpermute_gather = Fused(
 )
 
 
-def _unpermute_triton(y: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
+def _unpermute_triton(y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     fused = Fused(
         "unpermute",
-        forward=lambda y, weights, place: (unpermute_rows(y, weights, place, weights.shape[1]),),
+        forward=lambda y, weights, inverse: (unpermute_rows(y, weights, inverse, weights.shape[1]),),
         backward=lambda saved, grads: unpermute_rows_backward(*saved, *grads),
     )
-    return fused(y, weights, place)
+    return fused(y, weights, inverse)
 
 
 permute = Op(
@@ -213,7 +213,7 @@ unpermute = Op(
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    for config, top_k in (*((config, 2) for config in ROW_CONFIGS.on(gpu)), (ROW_CONFIGS.on(gpu)[0], 8)):
+    for config, top_k in (*((config, 2) for config in ROW_CONFIGS.for_gpu(gpu)), (ROW_CONFIGS.for_gpu(gpu)[0], 8)):
         label, constants = f"{top_k} {config['BLOCK']}", {"K": top_k}
         spread = signature("X:bf16 PLACE:i64 OUT:bf16", "D", "K BLOCK")
         collect = signature("Y:bf16 WEIGHTS:fp32 PLACE:i64 OUT:bf16", "D", "K WEIGHTED BLOCK")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.custom_operator import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
@@ -142,8 +142,8 @@ def route_forward(logits: Tensor, top_k: int, bias: Tensor | None) -> tuple[Tens
     out = _empty_route(logits, top_k)
     n, experts = logits.shape
     logits = logits.contiguous()
-    given = (logits, logits if bias is None else bias, *out)
-    _launch_route(_route_forward, given, n, experts, top_k, BIASED=bias is not None)
+    arguments = (logits, logits if bias is None else bias, *out)
+    _launch_route(_route_forward, arguments, n, experts, top_k, BIASED=bias is not None)
     return out
 
 
@@ -157,9 +157,9 @@ def route_backward(
 ) -> Tensor:
     """The gradient by the logits, float32 [N, E]."""
     out = torch.empty_like(probabilities)
-    given = (weights, probabilities, ids, dweights, dprobabilities)
+    arguments = (weights, probabilities, ids, dweights, dprobabilities)
     n, experts = probabilities.shape
-    _launch_route(_route_backward, (*(t.contiguous() for t in given), out), n, experts, weights.shape[1])
+    _launch_route(_route_backward, (*(t.contiguous() for t in arguments), out), n, experts, weights.shape[1])
     return out
 
 
@@ -170,7 +170,7 @@ def _route_triton(logits: Tensor, top_k: int, bias: Tensor | None = None) -> tup
         forward=lambda x: route_forward(x, top_k, moves),
         backward=lambda saved, grads: (route_backward(*saved, *grads[:2]).to(logits.dtype),),
         results=3,
-        keep=lambda tensors, outputs: outputs,
+        select_saved=lambda tensors, outputs: outputs,
     )
     weights, probabilities, ids = (
         t.reshape(*logits.shape[:-1], t.shape[-1]) for t in fused(logits.reshape(-1, logits.shape[-1]))
@@ -202,7 +202,7 @@ class Groups(NamedTuple):
     """Where the rows of M = N k pairs (token, choice) are, pair number n k + j being token n's choice j."""
 
     order: Tensor  # int64 [M]: the pair of each row; an expert's rows are together, in order of their pairs
-    place: Tensor  # int64 [M]: the row of each pair
+    inverse: Tensor  # int64 [M]: the row of each pair
     ends: Tensor  # int32 [E]: one past each expert's last row
 
 
@@ -210,9 +210,9 @@ def group_reference(ids: Tensor, experts: int) -> Groups:
     """The rows of ids int64 [..., k], numbers in [0, experts)."""
     flat = ids.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    place = torch.zeros_like(order).scatter(0, order, torch.arange(len(flat), device=ids.device))
+    inverse = torch.zeros_like(order).scatter(0, order, torch.arange(len(flat), device=ids.device))
     ends = (flat[:, None] <= torch.arange(experts, device=ids.device)).sum(0).to(torch.int32)
-    return Groups(order, place, ends)
+    return Groups(order, inverse, ends)
 
 
 @triton.jit
@@ -220,26 +220,27 @@ def _rank(IDS, RANK, COUNTS, m, E, PAIRS: tl.constexpr):
     # A program handles PAIRS pairs. rank: how many earlier pairs of this program chose the same expert. The last pair
     # of an expert (none after it) stores their number, rank + 1, in COUNTS[block, expert].
     block = tl.program_id(0).to(tl.int64)
-    here = tl.arange(0, PAIRS)
-    at = block * PAIRS + here
-    ids = tl.load(IDS + at, mask=at < m, other=-1)
-    same = ids[:, None] == ids[None, :]
-    rank = tl.sum((same & (here[None, :] < here[:, None])).to(tl.int32), 1)
-    behind = tl.sum((same & (here[None, :] > here[:, None])).to(tl.int32), 1)
-    tl.store(RANK + at, rank, mask=at < m)
-    tl.store(COUNTS + block * E + ids, rank + 1, mask=(at < m) & (behind == 0))
+    lanes = tl.arange(0, PAIRS)
+    pairs = block * PAIRS + lanes
+    ids = tl.load(IDS + pairs, mask=pairs < m, other=-1)
+    equal = ids[:, None] == ids[None, :]
+    rank = tl.sum((equal & (lanes[None, :] < lanes[:, None])).to(tl.int32), 1)
+    behind = tl.sum((equal & (lanes[None, :] > lanes[:, None])).to(tl.int32), 1)
+    tl.store(RANK + pairs, rank, mask=pairs < m)
+    tl.store(COUNTS + block * E + ids, rank + 1, mask=(pairs < m) & (behind == 0))
 
 
 @triton.jit
-def _place(IDS, RANK, FIRST, ORDER, PLACE, m, blocks, PAIRS: tl.constexpr):
+def _scatter_rows(IDS, RANK, FIRST, ORDER, PLACE, m, blocks, PAIRS: tl.constexpr):
     # FIRST[expert, block] is the first row of this block's pairs that chose the expert; a pair's row is that plus its
     # rank.
     block = tl.program_id(0).to(tl.int64)
-    at = block * PAIRS + tl.arange(0, PAIRS)
-    ids = tl.load(IDS + at, mask=at < m, other=0)
-    place = tl.load(FIRST + ids * blocks + block, mask=at < m, other=0) + tl.load(RANK + at, mask=at < m, other=0)
-    tl.store(PLACE + at, place, mask=at < m)
-    tl.store(ORDER + place, at, mask=at < m)
+    pairs = block * PAIRS + tl.arange(0, PAIRS)
+    ids = tl.load(IDS + pairs, mask=pairs < m, other=0)
+    rows = tl.load(FIRST + ids * blocks + block, mask=pairs < m, other=0)
+    rows += tl.load(RANK + pairs, mask=pairs < m, other=0)
+    tl.store(PLACE + pairs, rows, mask=pairs < m)
+    tl.store(ORDER + rows, pairs, mask=pairs < m)
 
 
 def _empty_groups(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,16 +253,16 @@ def group_rows(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     sum, places.
     """
     m, blocks = len(ids), triton.cdiv(len(ids), PAIRS)
-    order, place, ends = _empty_groups(ids, experts)
+    order, inverse, ends = _empty_groups(ids, experts)
     if m == 0:
-        return order, place, ends.zero_()
+        return order, inverse, ends.zero_()
     ids, rank = ids.contiguous(), torch.empty(m, dtype=torch.int32, device=ids.device)
     counts = torch.zeros(blocks, experts, dtype=torch.int32, device=ids.device)
     _rank[(blocks,)](ids, rank, counts, m, experts, PAIRS=PAIRS, num_warps=4)
     counts = counts.t().reshape(-1)  # expert by expert
     sums = counts.cumsum(0)
-    _place[(blocks,)](ids, rank, sums - counts, order, place, m, blocks, PAIRS=PAIRS, num_warps=4)
-    return order, place, sums[blocks - 1 :: blocks].to(torch.int32)
+    _scatter_rows[(blocks,)](ids, rank, sums - counts, order, inverse, m, blocks, PAIRS=PAIRS, num_warps=4)
+    return order, inverse, sums[blocks - 1 :: blocks].to(torch.int32)
 
 
 group = Op(
@@ -280,7 +281,7 @@ group = Op(
 
 def signature(pointers: str, sizes: str, constants: str) -> dict[str, str]:
     """The signature of a kernel for `aot`, of names side by side; pointers are "NAME:type"."""
-    typed = dict(part.split(":") for part in pointers.split())
+    typed = dict(item.split(":") for item in pointers.split())
     named = {name: f"*{kind}" for name, kind in typed.items()}
     return named | dict.fromkeys(sizes.split(), "i32") | dict.fromkeys(constants.split(), "constexpr")
 
@@ -316,4 +317,4 @@ def builds(gpu: str) -> Iterator[Build]:
         signature("IDS:i64 RANK:i32 FIRST:i64 ORDER:i64 PLACE:i64", "m blocks", "PAIRS"),
     )
     yield Build("_rank", "_rank", pairs[0], {"PAIRS": PAIRS}, {"num_warps": 4}, wide=False)
-    yield Build("_place", "_place", pairs[1], {"PAIRS": PAIRS}, {"num_warps": 4}, wide=False)
+    yield Build("_scatter_rows", "_scatter_rows", pairs[1], {"PAIRS": PAIRS}, {"num_warps": 4}, wide=False)

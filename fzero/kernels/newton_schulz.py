@@ -22,13 +22,13 @@ from torch import Tensor
 
 from fzero.kernels import chips, flops, tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.op_function import INTERPRETED, Fused, on_cuda, operator, triton_runs
+from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
 # The steepest slope at 0 for which five steps keep singular values near 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-CONFIGS = chips.Table("_symmetric")  # the first for many programs, the second for few
+CONFIGS = chips.ConfigTable("_symmetric")  # the first for many programs, the second for few
 
 
 def _iterate(
@@ -75,13 +75,13 @@ def _symmetric(
 ):  # fmt: skip
     """Compute one tile (i, j), j <= i, of alpha X X^T + beta ADD, and store it and its transpose.
 
-    Programs are numbered batch * each + t, where t numbers the tiles of the lower triangle row by row: t = i (i + 1) /
-    2 + j, so i is the integer part of (sqrt(8 t + 1) - 1) / 2, corrected for rounding. Masks: rows and columns beyond
-    m; the mirror image not on the diagonal.
+    Programs are numbered batch * triangle + t, where t numbers the tiles of the lower triangle row by row:
+    t = i (i + 1) / 2 + j, so i is the integer part of (sqrt(8 t + 1) - 1) / 2, corrected for rounding. Masks: rows and
+    columns beyond m; the mirror image not on the diagonal.
     """
     tiles = tl.cdiv(m, BLOCK)
-    each = tiles * (tiles + 1) // 2
-    batch, t = (tl.program_id(0) // each).to(tl.int64), tl.program_id(0) % each
+    triangle = tiles * (tiles + 1) // 2
+    batch, t = (tl.program_id(0) // triangle).to(tl.int64), tl.program_id(0) % triangle
     i = ((tl.sqrt(t.to(tl.float32) * 8.0 + 1.0) - 1.0) * 0.5).to(
         tl.int32
     )  # the row of the triangle, but for a rounding
@@ -92,22 +92,23 @@ def _symmetric(
     rows_from, cols_from = X + (batch * m + rows)[:, None] * k, X + (batch * m + cols)[:, None] * k
     acc = tl.zeros([BLOCK, BLOCK], tl.float32)
     for start in range(0, k, BLOCK_K):
-        at = start + tl.arange(0, BLOCK_K)[None, :]
-        a = tl.load(rows_from + at, mask=(rows[:, None] < m) & (at < k), other=0.0)
-        b = tl.load(cols_from + at, mask=(cols[:, None] < m) & (at < k), other=0.0)
+        offsets = start + tl.arange(0, BLOCK_K)[None, :]
+        a = tl.load(rows_from + offsets, mask=(rows[:, None] < m) & (offsets < k), other=0.0)
+        b = tl.load(cols_from + offsets, mask=(cols[:, None] < m) & (offsets < k), other=0.0)
         if UPCAST:
             a, b = a.to(tl.float32), b.to(tl.float32)
         acc = tl.dot(a, tl.trans(b), acc)
     acc = acc * alpha
-    here = (rows[:, None] < m) & (cols[None, :] < m)
+    lower_mask = (rows[:, None] < m) & (cols[None, :] < m)
     if ADDS:
         acc += (
-            tl.load(ADD + (batch * m + rows)[:, None] * m + cols[None, :], mask=here, other=0.0).to(tl.float32) * beta
+            tl.load(ADD + (batch * m + rows)[:, None] * m + cols[None, :], mask=lower_mask, other=0.0).to(tl.float32)
+            * beta
         )
     out = acc.to(OUT.dtype.element_ty)
-    tl.store(OUT + (batch * m + rows)[:, None] * m + cols[None, :], out, mask=here)
-    there = (cols[:, None] < tl.where(i != j, m, 0)) & (rows[None, :] < m)
-    tl.store(OUT + (batch * m + cols)[:, None] * m + rows[None, :], tl.trans(out), mask=there)
+    tl.store(OUT + (batch * m + rows)[:, None] * m + cols[None, :], out, mask=lower_mask)
+    mirror_mask = (cols[:, None] < tl.where(i != j, m, 0)) & (rows[None, :] < m)
+    tl.store(OUT + (batch * m + cols)[:, None] * m + rows[None, :], tl.trans(out), mask=mirror_mask)
 
 
 def _shape(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor:
@@ -128,12 +129,12 @@ def symmetric_product(x: Tensor, add: Tensor | None, alpha: float, beta: float) 
             tiles = triton.cdiv(m, config["BLOCK"])
             return (batch * tiles * (tiles + 1) // 2,)
 
-        given = (x, out if add is None else add.contiguous(), out, m, k, alpha, beta)
+        arguments = (x, out if add is None else add.contiguous(), out, m, k, alpha, beta)
         # Large tiles reuse more of what they load; small ones give every processor something to do.
         configs = tuning.rows(CONFIGS, x.device)
         default = configs[0] if batch * triton.cdiv(m, 128) * (triton.cdiv(m, 128) + 1) // 2 >= 128 else configs[1]
         constants = {"ADDS": add is not None, "UPCAST": INTERPRETED}
-        tuning.launch(_symmetric, grid, given, CONFIGS, shape=(batch, m, k, x.dtype), default=default, **constants)
+        tuning.launch(_symmetric, grid, arguments, CONFIGS, shape=(batch, m, k, x.dtype), default=default, **constants)
     return out
 
 
@@ -142,16 +143,16 @@ def _backward(x: Tensor, g: Tensor, alpha: float) -> Tensor:
 
 
 def _product(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor:
-    what = "newton_schulz"
+    label = "newton_schulz"
     if add is None:
-        one = Fused(
-            what,
+        product = Fused(
+            label,
             lambda x: (symmetric_product(x, None, alpha, beta),),
             lambda saved, grads: (_backward(saved[0], grads[0], alpha),),
         )
-        return one(x)
+        return product(x)
     two = Fused(
-        what,
+        label,
         lambda x, add: (symmetric_product(x, add, alpha, beta),),
         lambda saved, grads: (_backward(saved[0], grads[0], alpha), beta * grads[0]),
     )
@@ -169,7 +170,7 @@ def _by_triton(
     return _iterate(_product, x, steps, dtype, coefficients, eps)
 
 
-def _supports(x: Tensor, steps: int = 5, *, dtype: torch.dtype | None = None, **rest: Any) -> str:
+def _supports(x: Tensor, steps: int = 5, *, dtype: torch.dtype | None = None, **options: Any) -> str:
     if (dtype or x.dtype) not in (torch.bfloat16, torch.float16):
         return (
             f"it iterates in {dtype or x.dtype}; the kernel is for bfloat16 and float16, whose products the "
@@ -178,17 +179,17 @@ def _supports(x: Tensor, steps: int = 5, *, dtype: torch.dtype | None = None, **
     return triton_runs(x)
 
 
-def _flops(x: Tensor, steps: int = 5, **rest: Any) -> int:
+def _flops(x: Tensor, steps: int = 5, **options: Any) -> int:
     m, n = sorted(x.shape[-2:])
     return (
         math.prod(x.shape[:-2]) * steps * (2 * m * m * n + m * (m + 1) * (m + n))
     )  # a triangle of A and of P, and P X
 
 
-def _bytes(x: Tensor, steps: int = 5, *, dtype: torch.dtype | None = None, **rest: Any) -> int:
+def _bytes(x: Tensor, steps: int = 5, *, dtype: torch.dtype | None = None, **options: Any) -> int:
     m, n = sorted(x.shape[-2:])
-    each = steps * (4 * m * n + 4 * m * m) * (dtype or x.dtype).itemsize
-    return math.prod(x.shape[:-2]) * (each + m * n * (x.element_size() + (dtype or x.dtype).itemsize))
+    matrix_bytes = steps * (4 * m * n + 4 * m * m) * (dtype or x.dtype).itemsize
+    return math.prod(x.shape[:-2]) * (matrix_bytes + m * n * (x.element_size() + (dtype or x.dtype).itemsize))
 
 
 newton_schulz = Op(
@@ -204,7 +205,7 @@ def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
     kinds = {"X": "*bf16", "ADD": "*bf16", "OUT": "*bf16", "m": "i32", "k": "i32", "alpha": "fp32", "beta": "fp32"}
     signature = kinds | dict.fromkeys(("ADDS", "UPCAST", "BLOCK", "BLOCK_K"), "constexpr")
-    for config in CONFIGS.on(gpu):
+    for config in CONFIGS.for_gpu(gpu):
         for adds in (False, True):
             label = f"_symmetric{' add' * adds} {config['BLOCK']}x{config['BLOCK_K']}"
             yield Build(

@@ -24,8 +24,8 @@ from fzero.core.autodiff import transforms
 from fzero.core.device import kind_of
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import norm_cpu
+from fzero.kernels.custom_operator import Fused, cpp_runs, on_cuda, operator, runs_alone, triton_runs
 from fzero.kernels.norm_triton import fused_norm
-from fzero.kernels.op_function import Fused, cpp_runs, on_cuda, operator, runs_alone, triton_runs
 from fzero.kernels.registry import Form, Op
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -85,8 +85,8 @@ def _rows(x: Tensor) -> int:
 def rms_norm_rows(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     """`rms_norm_reference` of x [N, D], some rows at a time: what is in float32 or wider has their size."""
     out = x.new_empty(x.shape)
-    for some, its in zip(x.split(_rows(x)), out.split(_rows(x))):
-        its.copy_(rms_norm_reference(some, scale, eps))
+    for x_rows, out_rows in zip(x.split(_rows(x)), out.split(_rows(x))):
+        out_rows.copy_(rms_norm_reference(x_rows, scale, eps))
     return out
 
 
@@ -100,9 +100,9 @@ def rms_norm_rows_backward(x: Tensor, scale: Tensor, g: Tensor, h: Tensor | None
     pair = vjp_pair(lambda x, scale: [rms_norm_reference(x, scale, eps)], 2, compiled=False)
     dx, total = x.new_empty(x.shape), torch.zeros_like(scale, dtype=torch.promote_types(x.dtype, torch.float32))
     for i in range(0, x.shape[0], _rows(x)):
-        at = slice(i, i + _rows(x))
-        found, of_scale = pair.backward(pair.forward([x[at], scale])[1], [g[at]])
-        torch.add(found, h[at], out=dx[at]) if h is not None else dx[at].copy_(found)
+        chunk = slice(i, i + _rows(x))
+        dx_chunk, of_scale = pair.backward(pair.forward([x[chunk], scale])[1], [g[chunk]])
+        torch.add(dx_chunk, h[chunk], out=dx[chunk]) if h is not None else dx[chunk].copy_(dx_chunk)
         total += of_scale
     return dx, total.to(scale.dtype)
 
@@ -129,10 +129,10 @@ def add_rms_norm_in_chunks(x: Tensor, residual: Tensor, scale: Tensor, eps: floa
         dx, of_scale = rms_norm_rows_backward(total, scale, *grads, eps)
         return dx, dx, of_scale
 
-    def keep(tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def select_saved(tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return outputs[1], tensors[2]
 
-    fused = Fused("add_rms_norm in chunks", forward, backward, 2, keep)
+    fused = Fused("add_rms_norm in chunks", forward, backward, 2, select_saved)
     flat = (t.reshape(-1, t.shape[-1]) for t in (x, residual))
     return tuple(t.reshape(x.shape) for t in fused(*flat, scale))  # type: ignore[return-value]
 
@@ -160,12 +160,12 @@ def layer_norm_rows_backward(g: Tensor, x: Tensor, scale: Tensor, eps: float) ->
     sums = x.new_zeros((2, x.shape[-1]), dtype=torch.float64)
     rows, every = min(_rows(x), SUMMED_ROWS), [True, True, True]
     for i in range(0, x.shape[0] if x.numel() else 0, rows):
-        at = slice(i, i + rows)
-        wide, shape = x[at].to(torch.float32), x.shape[-1:]
+        chunk = slice(i, i + rows)
+        wide, shape = x[chunk].to(torch.float32), x.shape[-1:]
         _, *stats = torch.native_layer_norm(wide, shape, None, None, eps)
-        given = g[at].to(torch.float32), wide, shape, *stats
-        by_x, *by_params = torch.ops.aten.native_layer_norm_backward(*given, scale, scale, every)
-        dx[at].copy_(by_x)
+        inputs = g[chunk].to(torch.float32), wide, shape, *stats
+        by_x, *by_params = torch.ops.aten.native_layer_norm_backward(*inputs, scale, scale, every)
+        dx[chunk].copy_(by_x)
         sums += torch.stack(by_params)
     by_scale, by_bias = sums.to(torch.float32)
     return dx, by_scale, by_bias
@@ -225,8 +225,8 @@ def _supports(x: Tensor, residual: Tensor | None, *params: Tensor) -> str:
 
 
 def _cpp_supports(x: Tensor, residual: Tensor | None, scale: Tensor) -> str:
-    given = (x, scale) if residual is None else (x, residual, scale)
-    return norm_cpu.supports(x, residual, scale) or _param_shapes(x, scale) or cpp_runs(*given)
+    tensors = (x, scale) if residual is None else (x, residual, scale)
+    return norm_cpu.supports(x, residual, scale) or _param_shapes(x, scale) or cpp_runs(*tensors)
 
 
 def _param_shapes(x: Tensor, *params: Tensor) -> str:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from fzero.core import cpp
-from fzero.kernels.op_function import Fused, operator
+from fzero.kernels.custom_operator import Fused, operator
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 PARTS, LEAST = 16, 64  # the sum over rows is made in up to so many parts, of at least so many rows
 
 
-class _Shape(ctypes.Structure):
+class _NormShape(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("rows", "n", "rows_a_part", "threads")] + [("eps", ctypes.c_double)]
 
 
@@ -27,12 +27,12 @@ def _call(name: str, tensors: tuple[Tensor | None, ...], x: Tensor, eps: float =
     """Call a function of the library for the rows of x."""
     rows, n = math.prod(x.shape[:-1]), x.shape[-1]
     threads = torch.get_num_threads() if x.numel() > 1 << 15 else 1
-    shape = _Shape(rows, n, _rows_a_part(rows), threads, eps)
+    shape = _NormShape(rows, n, _chunk_rows(rows), threads, eps)
     pointers = (ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors)
     getattr(cpp.library(__file__, cpp.CONTRACTED), f"{name}_{TYPES[x.dtype]}")(*pointers, ctypes.byref(shape))
 
 
-def _rows_a_part(rows: int) -> int:
+def _chunk_rows(rows: int) -> int:
     return max(LEAST, -(-rows // PARTS))
 
 
@@ -77,9 +77,9 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and of scale from the gradient g of x normed, and total_g of x itself, if any."""
     rows, g, x = math.prod(x.shape[:-1]), g.contiguous(), x.contiguous()
-    more = None if total_g is None else total_g.contiguous()
-    dx, by_scale = x.new_empty(x.shape), inverse.new_zeros((-(-rows // _rows_a_part(rows)), x.shape[-1]))
-    _call("backward", (g, more, x, _scale_of(scale, x), inverse, dx, by_scale), x)
+    residual_g = None if total_g is None else total_g.contiguous()
+    dx, by_scale = x.new_empty(x.shape), inverse.new_zeros((-(-rows // _chunk_rows(rows)), x.shape[-1]))
+    _call("backward", (g, residual_g, x, _scale_of(scale, x), inverse, dx, by_scale), x)
     return dx, by_scale.sum(0).to(scale.dtype)
 
 
@@ -92,7 +92,7 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
         "rms_norm",
         lambda x, scale: torch.ops.fzero.rms_norm_cpu(x, scale, eps),
         lambda saved, grads: torch.ops.fzero.rms_norm_cpu_backward(grads[0], None, *saved),
-        keep=lambda tensors, outputs: (*tensors, outputs[1]),
+        select_saved=lambda tensors, outputs: (*tensors, outputs[1]),
     )(x, scale)
 
 
@@ -108,7 +108,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> tupl
         lambda x, residual, scale: torch.ops.fzero.add_rms_norm_cpu(x, residual, scale, eps),
         backward,
         results=2,
-        keep=lambda tensors, outputs: (outputs[1], tensors[2], outputs[2]),
+        select_saved=lambda tensors, outputs: (outputs[1], tensors[2], outputs[2]),
     )(x, residual, scale)
 
 

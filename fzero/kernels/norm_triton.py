@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from fzero.core import gpu
-from fzero.core.largest import add_twin
+from fzero.core.graph_passes import add_twin
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.largest import bits_of, largest_like, store_largest
-from fzero.kernels.op_function import Fused, operator
+from fzero.kernels.custom_operator import Fused, operator
+from fzero.kernels.magnitudes import bits_of, largest_like, store_largest
 from fzero.kernels.optional_triton import tl, triton
 
 # The longest rows that a program holds in registers; it reads longer ones twice, CHUNK columns at a time.
@@ -42,9 +42,9 @@ def _read(X, R, x_at, r_at, mask, ADD: tl.constexpr):
 
 
 @triton.jit
-def _param(W, X, at, N):
+def _param(W, X, columns, N):
     """Load a row of parameters rounded to x's dtype, as float32."""
-    return tl.load(W + at, mask=at < N, other=0.0).to(X.dtype.element_ty).to(tl.float32)
+    return tl.load(W + columns, mask=columns < N, other=0.0).to(X.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -78,37 +78,37 @@ def _norm_forward(
     else:
         mean, squares = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
         for start in range(0, N, BLOCK):
-            at = start + cols
-            mask = inside & (at < N)
+            columns = start + cols
+            mask = inside & (columns < N)
             n = tl.minimum(N - start, BLOCK)
-            m, s = _moments(_read(X, R, x_at + at, r_at + at, mask, ADD), mask, n, LAYER)
+            m, s = _moments(_read(X, R, x_at + columns, r_at + columns, mask, ADD), mask, n, LAYER)
             squares += s
             if LAYER:  # Chan et al.: join the moments of `start` columns so far with those of n more
                 step = (m - mean) * (n / (start + n))
                 squares += step * (m - mean) * start
                 mean += step
     rstd = tl.rsqrt(squares / N + eps)
-    most = tl.zeros([ROWS], tl.int32)
+    magnitudes = tl.zeros([ROWS], tl.int32)
     tl.store(STATS + row, rstd, mask=row < M)
     if LAYER:
         tl.store(STATS + M + row, mean, mask=row < M)
     for start in range(0, BLOCK if IS_WHOLE else N, BLOCK):
-        at = start + cols
-        mask = inside & (at < N)
+        columns = start + cols
+        mask = inside & (columns < N)
         if not IS_WHOLE:
-            x = _read(X, R, x_at + at, r_at + at, mask, ADD)
+            x = _read(X, R, x_at + columns, r_at + columns, mask, ADD)
         if ADD:
-            tl.store(S + y_at + at, x.to(S.dtype.element_ty), mask=mask)
+            tl.store(S + y_at + columns, x.to(S.dtype.element_ty), mask=mask)
         y = ((x - mean[:, None]) if LAYER else x) * rstd[:, None]
-        y = y.to(Y.dtype.element_ty).to(tl.float32) * _param(W, X, at, N)
+        y = y.to(Y.dtype.element_ty).to(tl.float32) * _param(W, X, columns, N)
         if LAYER:
-            y = y.to(Y.dtype.element_ty).to(tl.float32) + _param(B, X, at, N)
+            y = y.to(Y.dtype.element_ty).to(tl.float32) + _param(B, X, columns, N)
         y = y.to(Y.dtype.element_ty)
-        tl.store(Y + y_at + at, y, mask=mask)
+        tl.store(Y + y_at + columns, y, mask=mask)
         if LARGEST:
-            most = tl.maximum(most, tl.max(tl.where(mask, bits_of(y), 0), 1))
+            magnitudes = tl.maximum(magnitudes, tl.max(tl.where(mask, bits_of(y), 0), 1))
     if LARGEST:
-        store_largest(MOST, row, most, row < M)
+        store_largest(MOST, row, magnitudes, row < M)
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def _norm_backward(
     # dscale [programs, N], then dbias [programs, N] if LAYER. The caller sums these over programs, so the order of
     # every sum is fixed. With LARGEST, MOST is the largest magnitude of each row of DX.
     pid, programs = tl.program_id(0), tl.num_programs(0)
-    cols, own = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK)
+    cols, lanes = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK)
     DW, DB = PARTS + pid.to(tl.int64) * N, PARTS + (programs + pid).to(tl.int64) * N  # this program's rows
     if IS_WHOLE:
         w = _param(W, X, cols, N)
@@ -156,41 +156,43 @@ def _norm_backward(
         else:
             along, total = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
             for start in range(0, N, BLOCK):
-                at = start + cols
-                w = _param(W, X, at, N)
-                g, d, n = _load_normed(G, X, g_at + at, x_at + at, inside & (at < N), w, mean, rstd, LAYER)
+                columns = start + cols
+                w = _param(W, X, columns, N)
+                g, d, n = _load_normed(
+                    G, X, g_at + columns, x_at + columns, inside & (columns < N), w, mean, rstd, LAYER
+                )
                 along += tl.sum(d * n, 1)
                 total += tl.sum(d, 1)
-        most = tl.zeros([ROWS], tl.int32)
+        magnitudes = tl.zeros([ROWS], tl.int32)
         for start in range(0, BLOCK if IS_WHOLE else N, BLOCK):
-            at = start + cols
-            mask = inside & (at < N)
+            columns = start + cols
+            mask = inside & (columns < N)
             if not IS_WHOLE:
-                w = _param(W, X, at, N)
-                g, d, n = _load_normed(G, X, g_at + at, x_at + at, mask, w, mean, rstd, LAYER)
-                i = start + own
-                seen = i < tl.where(tile == pid, 0, N)  # the program's first tile overwrites uninitialised memory
-                tl.store(DW + i, tl.load(DW + i, mask=seen, other=0.0) + tl.sum(g * n, 0), mask=i < N)
+                w = _param(W, X, columns, N)
+                g, d, n = _load_normed(G, X, g_at + columns, x_at + columns, mask, w, mean, rstd, LAYER)
+                i = start + lanes
+                has_sum = i < tl.where(tile == pid, 0, N)  # the program's first tile overwrites uninitialised memory
+                tl.store(DW + i, tl.load(DW + i, mask=has_sum, other=0.0) + tl.sum(g * n, 0), mask=i < N)
                 if LAYER:
-                    tl.store(DB + i, tl.load(DB + i, mask=seen, other=0.0) + tl.sum(g, 0), mask=i < N)
+                    tl.store(DB + i, tl.load(DB + i, mask=has_sum, other=0.0) + tl.sum(g, 0), mask=i < N)
             dx = d - n * (along / N)[:, None]
             if LAYER:
                 dx -= (total / N)[:, None]
             dx *= rstd[:, None]
             if ADD:
-                dx += tl.load(GS + gs_at + at, mask=mask, other=0.0).to(tl.float32)
+                dx += tl.load(GS + gs_at + columns, mask=mask, other=0.0).to(tl.float32)
             dx = dx.to(DX.dtype.element_ty)
-            tl.store(DX + dx_at + at, dx, mask=mask)
+            tl.store(DX + dx_at + columns, dx, mask=mask)
             if LARGEST:
-                most = tl.maximum(most, tl.max(tl.where(mask, bits_of(dx), 0), 1))
+                magnitudes = tl.maximum(magnitudes, tl.max(tl.where(mask, bits_of(dx), 0), 1))
         if LARGEST:
-            store_largest(MOST, row, most, row < M)
+            store_largest(MOST, row, magnitudes, row < M)
         if not IS_WHOLE:
             tl.debug_barrier()  # the next tile reads values of DW that other threads wrote
     if IS_WHOLE:
-        tl.store(DW + own, tl.sum(dw, 0), mask=own < N)
+        tl.store(DW + lanes, tl.sum(dw, 0), mask=lanes < N)
         if LAYER:
-            tl.store(DB + own, tl.sum(db, 0), mask=own < N)
+            tl.store(DB + lanes, tl.sum(db, 0), mask=lanes < N)
 
 
 def _config(kernel: str, n: int) -> tuning.Config:
@@ -232,7 +234,7 @@ def _forward(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(y) if add else y
     stats = torch.empty((1 + layer, m), dtype=torch.float32, device=x.device)
-    most = largest_like(x) if largest else y
+    magnitudes = largest_like(x) if largest else y
     if y.numel():
         config = _tuned_config(_norm_forward, x, layer)
         x, scale = _rows(x), scale.contiguous()
@@ -240,8 +242,8 @@ def _forward(
         b = scale if bias is None else bias.contiguous()
         flags = {"LAYER": layer, "ADD": add, "LARGEST": largest, "IS_WHOLE": n <= config["BLOCK"]}
         grid, strides = (triton.cdiv(m, config["ROWS"]),), (x.stride(0), r.stride(0))
-        _norm_forward[grid](x, r, scale, b, y, total, stats, most, m, n, *strides, eps, **flags, **config)
-    return y, total, stats, most
+        _norm_forward[grid](x, r, scale, b, y, total, stats, magnitudes, m, n, *strides, eps, **flags, **config)
+    return y, total, stats, magnitudes
 
 
 def _stats_like(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -266,8 +268,8 @@ def norm_forward(x: Tensor, scale: Tensor, bias: Tensor | None, eps: float) -> t
 )
 def norm_forward_largest(x: Tensor, scale: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """`norm_forward`, and the largest magnitudes [M, 1] of the rows of x normed."""
-    y, _, stats, most = _forward(x, None, scale, bias, eps, True)
-    return y, stats, most
+    y, _, stats, magnitudes = _forward(x, None, scale, bias, eps, True)
+    return y, stats, magnitudes
 
 
 add_twin(norm_forward, norm_forward_largest, {0: 2})
@@ -310,9 +312,9 @@ def _backward(
     """(gradient by x, those by scale and by bias, largest magnitudes of rows of the first): see the operators."""
     add, (kinds, m), n = total_g is not None, stats.shape, x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    most = largest_like(x) if largest else dx
+    magnitudes = largest_like(x) if largest else dx
     if not dx.numel():
-        return dx, stats.new_zeros((kinds, n)), most
+        return dx, stats.new_zeros((kinds, n)), magnitudes
     config = _tuned_config(_norm_backward, x, kinds == 2)
     programs = min(triton.cdiv(m, config["ROWS"]), _programs(x.device, config["num_warps"]))
     parts = stats.new_empty((kinds, programs, n))
@@ -320,9 +322,9 @@ def _backward(
     gs = g if total_g is None else _rows(total_g)
     flags = {"LAYER": kinds == 2, "ADD": add, "LARGEST": largest, "IS_WHOLE": n <= config["BLOCK"]}
     strides = g.stride(0), gs.stride(0), x.stride(0)
-    given = g, gs, x, scale.contiguous(), stats, dx, parts, most, m, n, *strides
-    _norm_backward[(programs,)](*given, **flags, **config)
-    return dx, parts.sum(1), most
+    arguments = g, gs, x, scale.contiguous(), stats, dx, parts, magnitudes, m, n, *strides
+    _norm_backward[(programs,)](*arguments, **flags, **config)
+    return dx, parts.sum(1), magnitudes
 
 
 @operator(
@@ -355,13 +357,13 @@ def norm_backward_largest(
 add_twin(norm_backward, norm_backward_largest, {0: 2})
 
 
-def fused_norm(what: str, add: bool, layer: bool, eps: float) -> Fused:
+def fused_norm(label: str, add: bool, layer: bool, eps: float) -> Fused:
     """The differentiable function of (x, residual if `add`, scale, bias if `layer`)."""
 
     def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
         return (add_norm_forward if add else norm_forward)(*tensors, *([] if layer else [None]), eps)
 
-    def keep(tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def select_saved(tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (outputs[1] if add else tensors[0], outputs[-1], *tensors[1 + add :])
 
     def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -370,7 +372,7 @@ def fused_norm(what: str, add: bool, layer: bool, eps: float) -> Fused:
         # Both terms of a sum have one gradient, and get one tensor, as from torch's own sum.
         return *([dx] * (1 + add)), *(d.to(p.dtype) for d, p in zip(dparams, params))
 
-    return Fused(what, forward, backward, results=1 + add, keep=keep)
+    return Fused(label, forward, backward, results=1 + add, select_saved=select_saved)
 
 
 def builds(gpu: str) -> Iterator[Build]:

@@ -17,8 +17,8 @@ from torch import Tensor
 from fzero.core import cpp
 from fzero.core.compile import have_compiler
 from fzero.core.device import fake_device_of, kind_of, record_launch
-from fzero.kernels.optim_leaf import SIGNED, Leaf, Rates, changing_b1, touched_tensors
-from fzero.kernels.optim_lowbit import Place
+from fzero.kernels.optim_leaf import SIGNED, OptimLeaf, StepRates, changing_b1, touched_tensors
+from fzero.kernels.optim_lowbit import LeafPosition
 
 TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.uint8: 4}  # as the C++ has them; 0: none
 LARGEST = 4096  # block of codes
@@ -56,21 +56,21 @@ def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _leaf_struct(leaf: Leaf, moments: int) -> _Leaf:
-    coded, where = leaf.state[0].dtype == torch.uint8, leaf.place or Place()
+def _leaf_struct(leaf: OptimLeaf, moments: int) -> _Leaf:
+    coded, position = leaf.state[0].dtype == torch.uint8, leaf.position or LeafPosition()
     moment = [*map(_address, leaf.state[:moments]), None][:2]
     scales = [*(map(_address, leaf.state[moments:]) if coded else ()), None, None][:2]
     columns = leaf.p.shape[-1] if leaf.p.dim() else 1
     types = (0 if x is None else TYPES[x.dtype] for x in (leaf.g, leaf.state[0], leaf.copy))
-    stochastic = leaf.place is not None and not coded
-    sizes = (where.first, where.size0, where.stride0, where.size1, where.stride1)
+    stochastic = leaf.position is not None and not coded
+    sizes = (position.first, position.size0, position.stride0, position.size1, position.stride1)
     return _Leaf(
         _address(leaf.p), _address(leaf.g), *moment, *scales, _address(leaf.copy), leaf.p.numel(), columns, *types,
-        stochastic, *where.key, *sizes, leaf.decay,
+        stochastic, *position.key, *sizes, leaf.decay,
     )  # fmt: skip
 
 
-def step(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
+def step(rule: Any, leaves: Sequence[OptimLeaf], rates: StepRates) -> None:
     """A step of `rule` (adamw_step or lion_step) on every leaf, in place, by all of torch's threads.
 
     Waits for tensors of `rates` that are on a device.
@@ -93,17 +93,17 @@ def step(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
         rates.eps,
         1.0 if rates.factor is None else float(rates.factor),
     )
-    given = _Rates(*scalars, *numbers, rates.coupled, int(rates.count), rates.block, torch.get_num_threads())
-    _library().step((_Leaf * len(described))(*described), ctypes.c_int64(len(described)), ctypes.byref(given))
+    rates_struct = _Rates(*scalars, *numbers, rates.coupled, int(rates.count), rates.block, torch.get_num_threads())
+    _library().step((_Leaf * len(described))(*described), ctypes.c_int64(len(described)), ctypes.byref(rates_struct))
     written = [x for leaf in leaves for x in (leaf.p, *leaf.state, leaf.copy) if x is not None and not x.is_inference()]
     torch.autograd.graph.increment_version(written)  # so that autograd complains if something else has saved them
 
 
-def supports(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> str:
+def supports(rule: Any, leaves: Sequence[OptimLeaf], rates: StepRates) -> str:
     """The reason why it does not serve a call; "" if it does."""
     moments = len(SIGNED[rule])
-    if why := changing_b1(rates):
-        return why
+    if reason := changing_b1(rates):
+        return reason
     for leaf in leaves:
         tensors = [x for x in (leaf.p, leaf.g, *leaf.state, leaf.copy) if x is not None]
         if any(kind_of(x) != "cpu" for x in tensors):
@@ -113,12 +113,12 @@ def supports(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> str:
                 f"the dtypes are {leaf.p.dtype} and {leaf.g.dtype}; it takes float32 with a gradient in float32 "
                 "or bfloat16"
             )
-        kept = {x.dtype for x in leaf.state[:moments]}
-        if len(kept) > 1 or not kept <= {torch.float32, torch.bfloat16, torch.uint8}:
-            return f"the state is in {' and '.join(sorted(map(str, kept)))}; it takes float32, bfloat16 or 8 bits"
-        if leaf.place is not None and kept == {torch.float32}:
+        dtypes = {x.dtype for x in leaf.state[:moments]}
+        if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16, torch.uint8}:
+            return f"the state is in {' and '.join(sorted(map(str, dtypes)))}; it takes float32, bfloat16 or 8 bits"
+        if leaf.position is not None and dtypes == {torch.float32}:
             return "a state in float32 is to be rounded stochastically"
-        if kept == {torch.uint8} and not 1 <= rates.block <= LARGEST:
+        if dtypes == {torch.uint8} and not 1 <= rates.block <= LARGEST:
             return f"the block is {rates.block}; it takes 1 to {LARGEST}"
         if leaf.copy is not None and leaf.copy.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"the copy is in {leaf.copy.dtype}; it takes float32, bfloat16 or float16"
@@ -127,7 +127,7 @@ def supports(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> str:
     return "" if have_compiler() else "there is no C++ compiler"
 
 
-def adamw_prefers(leaves: Sequence[Leaf], rates: Rates) -> str:
+def adamw_prefers(leaves: Sequence[OptimLeaf], rates: StepRates) -> str:
     """The reason why "auto" should not take AdamW's form.
 
     Small models should not wait for a compiler; and if the number of elements decided, the sharding of a leaf would
@@ -138,7 +138,7 @@ def adamw_prefers(leaves: Sequence[Leaf], rates: Rates) -> str:
     return "it must be compiled, and its last bits are its own: ask for it by name"
 
 
-def lion_prefers(leaves: Sequence[Leaf], rates: Rates) -> str:
+def lion_prefers(leaves: Sequence[OptimLeaf], rates: StepRates) -> str:
     """The reason why "auto" should not take Lion's form; it has the reference's bits and 7 times its speed, but
     compiles for seconds.
     """

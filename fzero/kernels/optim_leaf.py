@@ -22,14 +22,14 @@ from torch import Tensor
 from fzero.core import torch_private
 from fzero.core.device import kind_of
 from fzero.kernels import optim_lowbit
-from fzero.kernels.optim_lowbit import Place
+from fzero.kernels.optim_lowbit import LeafPosition
 
 # Elements of a piece: its temporaries stay in a CPU's cache; large enough that a GPU is not bound by launches.
 PIECE = {"cpu": 1 << 16}
 PIECE_ELSEWHERE = 1 << 23
 
 
-class Leaf(NamedTuple):
+class OptimLeaf(NamedTuple):
     """One leaf to update. All tensors have p's shape, except the scales of an 8-bit state, whose last dim is the number
     of blocks.
     """
@@ -38,17 +38,17 @@ class Leaf(NamedTuple):
     g: Tensor
     state: tuple[Tensor, ...]  # adamw: m, v, or codes m, v and scales m, v; lion: m, or codes and scales
     decay: float = 0.0
-    place: Place | None = None  # where a bfloat16 state is rounded stochastically
+    position: LeafPosition | None = None  # where a bfloat16 state is rounded stochastically
     copy: Tensor | None = None  # is given the updated p in its own dtype
 
 
-def touched_tensors(leaves: Sequence[Leaf]) -> tuple[list[Tensor], list[Tensor]]:
+def touched_tensors(leaves: Sequence[OptimLeaf]) -> tuple[list[Tensor], list[Tensor]]:
     """(the tensors that a step of these leaves reads, those that it writes)."""
     read = [x for leaf in leaves for x in (leaf.p, leaf.g, *leaf.state)]
     return read, [x for leaf in leaves for x in (leaf.p, *leaf.state, leaf.copy) if x is not None]
 
 
-class Rates(NamedTuple):
+class StepRates(NamedTuple):
     """The arguments of a step that all leaves share."""
 
     # 0-dim, float64: adamw (lr, 1 - b1^t, sqrt(1 - b2^t)), and b1 where it changes with the step; lion (lr,)
@@ -64,7 +64,7 @@ class Rates(NamedTuple):
     skip: Tensor | None = None  # bool 0-dim
 
 
-def changing_b1(rates: Rates) -> str:
+def changing_b1(rates: StepRates) -> str:
     """Why a form with one b1 for all steps cannot serve; "" if it can."""
     return "b1 changes with the step, and it takes a number" if len(rates.scalars) > 3 else ""
 
@@ -79,7 +79,7 @@ def safe_sqrt(x: Tensor) -> Tensor:
 
 
 def adamw_step(
-    g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: Rates
+    g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: StepRates
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """(u, (m, v)) of one leaf, or a part of one."""
     (rate, correct1, root_correct2, *changing), (m, v) = scalars, state
@@ -92,7 +92,7 @@ def adamw_step(
 
 
 def lion_step(
-    g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: Rates
+    g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: StepRates
 ) -> tuple[Tensor, tuple[Tensor]]:
     """(u, (m,)) of one leaf, or a part of one."""
     (rate,), (m,) = scalars, state
@@ -104,7 +104,7 @@ def lion_step(
 SIGNED = {adamw_step: (True, False), lion_step: (True,)}  # of the moments, in 8 bits
 
 
-def step_leaf(step: Any, leaf: Leaf, rates: Rates, local: int = 0) -> tuple[Tensor, tuple[Tensor, ...]]:
+def step_leaf(step: Any, leaf: OptimLeaf, rates: StepRates, local: int = 0) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The definition of a step: (u, new state as stored) of a leaf, or of the part of it that begins at the flat index
     `local`.
     """
@@ -114,8 +114,8 @@ def step_leaf(step: Any, leaf: Leaf, rates: Rates, local: int = 0) -> tuple[Tens
     coded, signs, block = leaf.state[0].dtype == torch.uint8, SIGNED[step], rates.block
     count = len(signs)
     if coded:
-        kept = zip(leaf.state[:count], leaf.state[count:], signs)
-        state = tuple(optim_lowbit.decode(codes, scales, signed, block).to(dtype) for codes, scales, signed in kept)
+        moments = zip(leaf.state[:count], leaf.state[count:], signs)
+        state = tuple(optim_lowbit.decode(codes, scales, signed, block).to(dtype) for codes, scales, signed in moments)
     else:
         state = tuple(x.to(dtype) for x in leaf.state[:count])
     g = leaf.g.to(dtype) if rates.factor is None else leaf.g.to(dtype) * rates.factor.to(dtype)
@@ -123,69 +123,69 @@ def step_leaf(step: Any, leaf: Leaf, rates: Rates, local: int = 0) -> tuple[Tens
     if coded:
         codes = [optim_lowbit.encode(x.to(torch.float32), block, signed) for x, signed in zip(new, signs)]
         return u, (*(c for c, _ in codes), *(s for _, s in codes))
-    if leaf.place is not None:
-        bits = optim_lowbit.step_words(leaf.place, rates.count, local, leaf.p.shape)
+    if leaf.position is not None:
+        bits = optim_lowbit.step_words(leaf.position, rates.count, local, leaf.p.shape)
         halves = (bits & 0xFFFF, bits >> 16)
         return u, tuple(optim_lowbit.round_stochastic(x.to(torch.float32), half) for x, half in zip(new, halves))
     return u, (*(x.to(old.dtype) for x, old in zip(new, leaf.state)), *leaf.state[count:])
 
 
-def _parts(leaf: Leaf, rates: Rates) -> Iterator[tuple[int, Leaf]]:
+def _leaf_chunks(leaf: OptimLeaf, rates: StepRates) -> Iterator[tuple[int, OptimLeaf]]:
     """(first flat index, views of a part) of a leaf in pieces that cut no block of an 8-bit state, whatever the
     strides.
     """
-    most, shape = PIECE.get(kind_of(leaf.p), PIECE_ELSEWHERE), leaf.p.shape
-    if leaf.p.numel() <= most or (len(shape) == 1 and leaf.state[0].dtype == torch.uint8):
+    max_elements, shape = PIECE.get(kind_of(leaf.p), PIECE_ELSEWHERE), leaf.p.shape
+    if leaf.p.numel() <= max_elements or (len(shape) == 1 and leaf.state[0].dtype == torch.uint8):
         yield 0, leaf
         return
     inner = shape[1:].numel()
-    length = max(1, most // inner)
+    length = max(1, max_elements // inner)
     for start in range(0, shape[0], length):
         size = min(length, shape[0] - start)
         cut = lambda x, start=start, size=size: (  # noqa: E731
             x.narrow(0, start, size) if x.dim() == len(shape) and x.shape[0] == shape[0] else x
         )
         state = tuple(map(cut, leaf.state))
-        part = leaf._replace(
+        chunk = leaf._replace(
             p=cut(leaf.p), g=cut(leaf.g), state=state, copy=None if leaf.copy is None else cut(leaf.copy)
         )
-        if size == 1 and inner > most and len(shape) > 1:  # one row of many: by the rows of it
-            inside = part._replace(
-                p=part.p[0],
-                g=part.g[0],
-                state=tuple(x[0] for x in part.state),
-                copy=None if part.copy is None else part.copy[0],
+        if size == 1 and inner > max_elements and len(shape) > 1:  # one row of many: by the rows of it
+            inside = chunk._replace(
+                p=chunk.p[0],
+                g=chunk.g[0],
+                state=tuple(x[0] for x in chunk.state),
+                copy=None if chunk.copy is None else chunk.copy[0],
             )
-            yield from ((start * inner + first, deeper) for first, deeper in _parts(inside, rates))
+            yield from ((start * inner + first, deeper) for first, deeper in _leaf_chunks(inside, rates))
         else:
-            yield start * inner, part
+            yield start * inner, chunk
 
 
 @torch.no_grad()
-def _reference(step: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
+def _reference(step: Any, leaves: Sequence[OptimLeaf], rates: StepRates) -> None:
     for leaf in leaves:
-        for local, part in _parts(leaf, rates):
-            u, new = step_leaf(step, part, rates, local)
+        for local, chunk in _leaf_chunks(leaf, rates):
+            u, new = step_leaf(step, chunk, rates, local)
             if (skip := rates.skip) is not None:
-                keep = lambda new, old, skip=skip: torch.where(skip, old, new)  # noqa: E731
-                part.p.copy_(keep((part.p + u).to(part.p.dtype), part.p))
-                new = [keep(n, old) for n, old in zip(new, part.state)]
+                select = lambda new, old, skip=skip: torch.where(skip, old, new)  # noqa: E731
+                chunk.p.copy_(select((chunk.p + u).to(chunk.p.dtype), chunk.p))
+                new = [select(n, old) for n, old in zip(new, chunk.state)]
             else:
-                part.p.add_(u)
-            for old, value in zip(part.state, new):
+                chunk.p.add_(u)
+            for old, value in zip(chunk.state, new):
                 if value is not old:
                     old.copy_(value)
-            if part.copy is not None:
-                copy = part.p.to(part.copy.dtype)
-                part.copy.copy_(copy if rates.skip is None else torch.where(rates.skip, part.copy, copy))
+            if chunk.copy is not None:
+                copy = chunk.p.to(chunk.copy.dtype)
+                chunk.copy.copy_(copy if rates.skip is None else torch.where(rates.skip, chunk.copy, copy))
 
 
-def adamw_reference(leaves: Sequence[Leaf], rates: Rates) -> None:
+def adamw_reference(leaves: Sequence[OptimLeaf], rates: StepRates) -> None:
     """AdamW on every leaf, piece by piece: the definition."""
     _reference(adamw_step, leaves, rates)
 
 
-def lion_reference(leaves: Sequence[Leaf], rates: Rates) -> None:
+def lion_reference(leaves: Sequence[OptimLeaf], rates: StepRates) -> None:
     """Lion on every leaf, piece by piece: the definition."""
     _reference(lion_step, leaves, rates)
 
@@ -193,14 +193,14 @@ def lion_reference(leaves: Sequence[Leaf], rates: Rates) -> None:
 # ---- PyTorch's own ----
 
 
-def fused_serves(leaves: Sequence[Leaf], rates: Rates) -> str:
+def fused_serves(leaves: Sequence[OptimLeaf], rates: StepRates) -> str:
     """Why torch's fused kernel of Adam cannot take these leaves, "" if it can."""
     if rates.factor is not None or rates.skip is not None:
         return "it knows no factor and no skip"
     if rates.correction != "moments" or changing_b1(rates):
         return changing_b1(rates) or f"the correction is {rates.correction}; it has that of moments"
     for leaf in leaves:
-        if leaf.place is not None or leaf.copy is not None or len(leaf.state) != 2:
+        if leaf.position is not None or leaf.copy is not None or len(leaf.state) != 2:
             return "it keeps states in float dtypes, rounded to nearest, and writes no copy"
         if any(x.dtype != leaf.p.dtype or x.device != leaf.p.device for x in (leaf.g, *leaf.state[:2])):
             return (
@@ -210,20 +210,20 @@ def fused_serves(leaves: Sequence[Leaf], rates: Rates) -> str:
 
 
 @torch.no_grad()
-def adamw_fused(leaves: Sequence[Leaf], rates: Rates) -> None:
+def adamw_fused(leaves: Sequence[OptimLeaf], rates: StepRates) -> None:
     """torch._fused_adamw_ (or _fused_adam_ for a coupled decay), which equals the reference to the rounding of a few
     operations.
 
     In this form too an element's bits depend neither on where in a leaf it lies nor on how the leaf is cut into shards.
     """
-    groups: dict[tuple, list[Leaf]] = {}
+    groups: dict[tuple, list[OptimLeaf]] = {}
     for leaf in leaves:
         if all(x.is_contiguous() for x in (leaf.p, leaf.g, *leaf.state)):
             groups.setdefault((leaf.decay, leaf.p.dtype, leaf.p.device), []).append(leaf)
             continue
         # The kernel walks all four in memory order: other strides would pair the wrong elements without an error.
         p, g, m, v = (x.contiguous() for x in (leaf.p, leaf.g, *leaf.state[:2]))
-        adamw_fused([Leaf(p, g, (m, v), leaf.decay)], rates)
+        adamw_fused([OptimLeaf(p, g, (m, v), leaf.decay)], rates)
         for old, new in zip((leaf.p, *leaf.state), (p, m, v)):
             old.copy_(new)
     kernel = torch_private.fused_adam_ if rates.coupled else torch_private.fused_adamw_
@@ -240,7 +240,7 @@ def adamw_fused(leaves: Sequence[Leaf], rates: Rates) -> None:
 
 
 @contextlib.contextmanager
-def _whole_lines(leaves: list[Leaf]) -> Iterator[list[list[Tensor]]]:
+def _whole_lines(leaves: list[OptimLeaf]) -> Iterator[list[list[Tensor]]]:
     """Lists of p, g, m and v in pieces of whole cache lines, for the kernel to write into.
 
     The CPU kernel rounds the elements after a tensor's last whole cache line differently. These elements of all leaves

@@ -30,7 +30,7 @@ HALF = tl.constexpr(1 << 19)
 FOLD_INT = tl.constexpr(prng._FOLD_INT)
 
 
-class Place(NamedTuple):
+class LeafPosition(NamedTuple):
     """The elements of a whole leaf that a shard holds, and the words of the key for its random numbers.
 
     Local element i has the global index first + (i // size1) stride1 + (i % size1 // size0) stride0 + i % size0. A
@@ -51,15 +51,17 @@ class Place(NamedTuple):
         return self.first + outer + within % self.size0
 
 
-def make_place(key: tuple[int, int], shape: tuple[int, ...], start: tuple[int, ...], whole: tuple[int, ...]) -> Place:
-    """The Place of the elements [start, start + shape) of a leaf of shape `whole`; raises ValueError if more than
+def make_position(
+    key: tuple[int, int], shape: tuple[int, ...], start: tuple[int, ...], full_shape: tuple[int, ...]
+) -> LeafPosition:
+    """The Place of the elements [start, start + shape) of a leaf of shape `full_shape`; raises ValueError if more than
     three dims are cut.
     """
     runs: list[
         list[int]
     ] = []  # [size, stride, offset], innermost first: dims that lie whole join the one outside of them
     stride = 1
-    for size, begin, full in reversed(list(zip(shape, start, whole))):
+    for size, begin, full in reversed(list(zip(shape, start, full_shape))):
         if runs and runs[-1][0] * runs[-1][1] == stride:
             runs[-1] = [runs[-1][0] * size, runs[-1][1], runs[-1][2] + begin * stride]
         else:
@@ -67,27 +69,31 @@ def make_place(key: tuple[int, int], shape: tuple[int, ...], start: tuple[int, .
         stride *= full
     if len(runs) > 3:
         raise ValueError(
-            f"a shard {list(shape)} of a leaf {list(whole)} is cut in {len(runs)} dims; an optimizer's "
+            f"a shard {list(shape)} of a leaf {list(full_shape)} is cut in {len(runs)} dims; an optimizer's "
             "rounding knows up to three"
         )
     first = sum(offset for _, _, offset in runs)
     size0 = runs[0][0] if len(runs) > 1 else 1 << 62
     size1 = size0 * runs[1][0] if len(runs) > 2 else 1 << 62
-    return Place(key, first, size0, runs[1][1] if len(runs) > 1 else 0, size1, runs[2][1] if len(runs) > 2 else 0)
+    return LeafPosition(
+        key, first, size0, runs[1][1] if len(runs) > 1 else 0, size1, runs[2][1] if len(runs) > 2 else 0
+    )
 
 
 # ---- stochastic rounding ----
 
 
-def step_words(where: Place, count: Tensor, local: int, shape: torch.Size) -> Tensor:
+def step_words(position: LeafPosition, count: Tensor, local: int, shape: torch.Size) -> Tensor:
     """The 32-bit words (int64, of `shape`) of step `count` for the elements of a shard from the local index `local`
     on.
     """
-    key = prng.fold_in(torch.tensor(where.key, dtype=torch.int64).to(count.device), count)
+    key = prng.fold_in(torch.tensor(position.key, dtype=torch.int64).to(count.device), count)
     n = shape.numel()
-    if local + n <= where.size0:
-        return prng.bits(key, shape, first=where.first + local)
-    return prng.bits(key, shape, index=where.index(torch.arange(local, local + n, device=count.device)).reshape(shape))
+    if local + n <= position.size0:
+        return prng.bits(key, shape, first=position.first + local)
+    return prng.bits(
+        key, shape, index=position.index(torch.arange(local, local + n, device=count.device)).reshape(shape)
+    )
 
 
 def round_stochastic(x: Tensor, bits: Tensor) -> Tensor:
@@ -113,7 +119,7 @@ def _block_words(block, k0, k1):
 
 
 @triton.jit
-def _place(i, first, size0, stride0, size1, stride1):
+def _global_index(i, first, size0, stride0, size1, stride1):
     within = i % size1
     return first + i // size1 * stride1 + within // size0 * stride0 + within % size0
 
@@ -130,16 +136,16 @@ def draw_words(begin, ROW, k0, k1, PLACED: tl.constexpr, QUADS: tl.constexpr, BL
     STEP: tl.constexpr = 4 if QUADS else 1
     e = begin + tl.arange(0, BLOCK // STEP) * STEP
     e = (
-        _place(e, first, tl.load(ROW + 1), tl.load(ROW + 2), tl.load(ROW + 3), tl.load(ROW + 4))
+        _global_index(e, first, tl.load(ROW + 1), tl.load(ROW + 2), tl.load(ROW + 3), tl.load(ROW + 4))
         if PLACED
         else first + e
     )
     w0, w1, w2, w3 = _block_words(e >> 2, k0, k1)
     if QUADS:
-        drawn = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])
+        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])
     else:
-        drawn = tl.where(e % 4 < 2, tl.where(e % 4 == 0, w0, w1), tl.where(e % 4 == 2, w2, w3))
-    return drawn
+        words = tl.where(e % 4 < 2, tl.where(e % 4 == 0, w0, w1), tl.where(e % 4 == 2, w2, w3))
+    return words
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from fzero.core import gpu
 from fzero.core.device import fake_device_of, record_launch
 from fzero.kernels import optim_cpu, optim_lowbit
 from fzero.kernels.aot import Build
-from fzero.kernels.leaf_table import (
+from fzero.kernels.grad_norm import (
     COLUMNS,
     COPY,
     DECAY,
@@ -33,17 +33,17 @@ from fzero.kernels.leaf_table import (
     M,
     P,
     V,
+    device_mismatch,
     field_pointer,
     leaf_row,
     leaf_table,
     on_cuda,
-    one_device,
     work_list,
 )
 from fzero.kernels.optim_leaf import (
     SIGNED,
-    Leaf,
-    Rates,
+    OptimLeaf,
+    StepRates,
     adamw_fused,
     adamw_reference,
     adamw_step,
@@ -109,34 +109,34 @@ def _update_flat(
         n = tl.where(tl.load(SKIP) != 0, n * 0, n)
     if WIDE:
         n = tl.multiple_of(n, 16)
-    at = begin + tl.arange(0, BLOCK)
+    offsets = begin + tl.arange(0, BLOCK)
     P_, G_, M_ = field_pointer(ROW, P, PT, WIDE), field_pointer(ROW, G, GT, WIDE), field_pointer(ROW, M, MT, WIDE)
-    p = tl.load(P_ + at, mask=at < n, other=0.0).to(tl.float32)
-    g = tl.load(G_ + at, mask=at < n, other=0.0).to(tl.float32)
-    m = tl.load(M_ + at, mask=at < n, other=0.0).to(tl.float32)
+    p = tl.load(P_ + offsets, mask=offsets < n, other=0.0).to(tl.float32)
+    g = tl.load(G_ + offsets, mask=offsets < n, other=0.0).to(tl.float32)
+    m = tl.load(M_ + offsets, mask=offsets < n, other=0.0).to(tl.float32)
     if SCALED:
         g *= tl.load(S + 3)
     if LION:
         p, m = _lion(p, g, m, S, _decay_of(ROW), b1, c1, b2, c2)
     else:
         V_ = field_pointer(ROW, V, MT, WIDE)
-        v = tl.load(V_ + at, mask=at < n, other=0.0).to(tl.float32)
+        v = tl.load(V_ + offsets, mask=offsets < n, other=0.0).to(tl.float32)
         p, m, v = _adamw(p, g, m, v, S, _decay_of(ROW), b1, c1, b2, c2, eps, COUPLED)
-    tl.store(P_ + at, p.to(PT), mask=at < n)
+    tl.store(P_ + offsets, p.to(PT), mask=offsets < n)
     if COPIES:
-        tl.store(field_pointer(ROW, COPY, CT, WIDE) + at, p.to(CT), mask=at < n)
+        tl.store(field_pointer(ROW, COPY, CT, WIDE) + offsets, p.to(CT), mask=offsets < n)
     if STOCHASTIC:
         k0, k1 = optim_lowbit._step_key(
             tl.load(ROW + KEY).to(tl.uint32), tl.load(ROW + KEY + 1).to(tl.uint32), tl.load(COUNT)
         )
         bits = draw_words(begin, ROW + FIRST, k0, k1, PLACED, QUADS, BLOCK)
-        tl.store(M_ + at, round_bf16(m, bits & 0xFFFF), mask=at < n)
+        tl.store(M_ + offsets, round_bf16(m, bits & 0xFFFF), mask=offsets < n)
         if not LION:
-            tl.store(V_ + at, round_bf16(v, bits >> 16), mask=at < n)
+            tl.store(V_ + offsets, round_bf16(v, bits >> 16), mask=offsets < n)
     else:
-        tl.store(M_ + at, m.to(MT), mask=at < n)
+        tl.store(M_ + offsets, m.to(MT), mask=offsets < n)
         if not LION:
-            tl.store(V_ + at, v.to(MT), mask=at < n)
+            tl.store(V_ + offsets, v.to(MT), mask=offsets < n)
 
 
 @triton.jit
@@ -162,37 +162,37 @@ def _update_blocks(
         total = tl.where(tl.load(SKIP) != 0, total * 0, total)
     block = (work & 0xFFFFFFFFFF) * (BLOCK // CODES) + tl.arange(0, BLOCK // CODES)
     column = (block % across * CODES)[:, None] + tl.arange(0, CODES)[None, :]
-    at = (block // across * columns)[:, None] + column
-    here = block < total
-    mask = (column < columns) & here[:, None]
+    offsets = (block // across * columns)[:, None] + column
+    valid = block < total
+    mask = (column < columns) & valid[:, None]
     P_, G_ = field_pointer(ROW, P, PT, WIDE), field_pointer(ROW, G, GT, WIDE)
     M_, SM_ = field_pointer(ROW, M, tl.uint8, WIDE), field_pointer(ROW, SM, tl.float32, False)
-    p = tl.load(P_ + at, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(G_ + at, mask=mask, other=0.0).to(tl.float32)
+    p = tl.load(P_ + offsets, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(G_ + offsets, mask=mask, other=0.0).to(tl.float32)
     if SCALED:
         g *= tl.load(S + 3)
-    m = decode_blocks(tl.load(M_ + at, mask=mask, other=0), tl.load(SM_ + block, mask=here, other=0.0), True)
+    m = decode_blocks(tl.load(M_ + offsets, mask=mask, other=0), tl.load(SM_ + block, mask=valid, other=0.0), True)
     if LION:
         p, m = _lion(p, g, m, S, _decay_of(ROW), b1, c1, b2, c2)
     else:
         V_, SV_ = field_pointer(ROW, V, tl.uint8, WIDE), field_pointer(ROW, SV, tl.float32, False)
-        v = decode_blocks(tl.load(V_ + at, mask=mask, other=0), tl.load(SV_ + block, mask=here, other=0.0), False)
+        v = decode_blocks(tl.load(V_ + offsets, mask=mask, other=0), tl.load(SV_ + block, mask=valid, other=0.0), False)
         p, m, v = _adamw(p, g, m, v, S, _decay_of(ROW), b1, c1, b2, c2, eps, COUPLED)
         codes, scales = encode_blocks(v, False)
-        tl.store(V_ + at, codes, mask=mask)
-        tl.store(SV_ + block, scales, mask=here)
-    tl.store(P_ + at, p.to(PT), mask=mask)
+        tl.store(V_ + offsets, codes, mask=mask)
+        tl.store(SV_ + block, scales, mask=valid)
+    tl.store(P_ + offsets, p.to(PT), mask=mask)
     if COPIES:
-        tl.store(field_pointer(ROW, COPY, CT, WIDE) + at, p.to(CT), mask=mask)
+        tl.store(field_pointer(ROW, COPY, CT, WIDE) + offsets, p.to(CT), mask=mask)
     codes, scales = encode_blocks(m, True)
-    tl.store(M_ + at, codes, mask=mask)
-    tl.store(SM_ + block, scales, mask=here)
+    tl.store(M_ + offsets, codes, mask=mask)
+    tl.store(SM_ + block, scales, mask=valid)
 
 
 # ---- their launches ----
 
 
-class Kind(NamedTuple):
+class LaunchKind(NamedTuple):
     """The properties that all leaves of one launch share."""
 
     p: torch.dtype
@@ -205,27 +205,29 @@ class Kind(NamedTuple):
     wide: bool
 
 
-def _kind(leaf: Leaf) -> Kind:
-    where, n = leaf.place, leaf.p.numel()
+def _kind(leaf: OptimLeaf) -> LaunchKind:
+    position, n = leaf.position, leaf.p.numel()
     coded = leaf.state[0].dtype == torch.uint8
     tensors = [x for x in (leaf.p, leaf.g, *leaf.state, leaf.copy) if x is not None]
     size = leaf.p.shape[-1] if coded else n
     wide = size % 16 == 0 and all(x.data_ptr() % 16 == 0 for x in (tensors if not coded else (leaf.p, leaf.g)))
-    placed = where is not None and where.size0 < n
+    placed = position is not None and position.size0 < n
     numbers = (
-        (where.first, *((where.size0, where.stride0, where.size1, where.stride1) if placed else ())) if where else ()
+        (position.first, *((position.size0, position.stride0, position.size1, position.stride1) if placed else ()))
+        if position
+        else ()
     )
-    quads = where is not None and all(number % 4 == 0 for number in numbers)
+    quads = position is not None and all(number % 4 == 0 for number in numbers)
     copy = None if leaf.copy is None else leaf.copy.dtype
-    return Kind(leaf.p.dtype, leaf.g.dtype, leaf.state[0].dtype, copy, where is not None, placed, quads, wide)
+    return LaunchKind(leaf.p.dtype, leaf.g.dtype, leaf.state[0].dtype, copy, position is not None, placed, quads, wide)
 
 
 @torch.no_grad()
-def _launch(step: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
+def _launch(step: Any, leaves: Sequence[OptimLeaf], rates: StepRates) -> None:
     if leaves and fake_device_of(leaves[0].p) is not None:
         record_launch(step.__name__, *touched_tensors(leaves))
         return
-    groups: dict[Kind, list[Leaf]] = {}
+    groups: dict[LaunchKind, list[OptimLeaf]] = {}
     for leaf in leaves:
         if leaf.p.numel():
             groups.setdefault(_kind(leaf), []).append(leaf)
@@ -247,12 +249,12 @@ def _launch(step: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
         with gpu.on_device(device):
             if coded:
                 block = rates.block
-                each = [
+                leaf_blocks = [
                     leaf.p.numel() // leaf.p.shape[-1] * optim_lowbit.blocks_of(leaf.p.shape[-1], block)
                     for leaf in group
                 ]
                 config = {**config, "BLOCK": max(config["BLOCK"], block)}
-                work = work_list(tuple(-(-n * block // config["BLOCK"]) for n in each), device)
+                work = work_list(tuple(-(-n * block // config["BLOCK"]) for n in leaf_blocks), device)
                 _update_blocks[(len(work),)](
                     table, work, scalars, skip, *numbers, rates.eps, **common, CODES=block, **config
                 )
@@ -267,17 +269,17 @@ def _launch(step: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
 # ---- the operations ----
 
 
-def _supports(leaves: Sequence[Leaf], rates: Rates) -> str:
-    if why := changing_b1(rates):
-        return why
+def _supports(leaves: Sequence[OptimLeaf], rates: StepRates) -> str:
+    if reason := changing_b1(rates):
+        return reason
     if any(leaf.state[0].dtype == torch.uint8 for leaf in leaves) and (
         rates.block & (rates.block - 1) or not 16 <= rates.block <= 4096
     ):
         return f"the block is {rates.block}; it takes a power of two from 16 to 4096"
     for leaf in leaves:
         tensors = [x for x in (leaf.p, leaf.g, *leaf.state, leaf.copy) if x is not None]
-        if why := one_device(tensors):
-            return why
+        if reason := device_mismatch(tensors):
+            return reason
         if any(x.dtype not in FLOATS for x in (leaf.p, leaf.g)) or leaf.state[0].dtype not in (*FLOATS, torch.uint8):
             return (
                 f"the dtypes are {leaf.p.dtype}, {leaf.g.dtype} and {leaf.state[0].dtype}; it takes those of 32 "
@@ -288,7 +290,7 @@ def _supports(leaves: Sequence[Leaf], rates: Rates) -> str:
     return ""
 
 
-def _cost(leaves: Sequence[Leaf], rates: Rates) -> int:
+def _cost(leaves: Sequence[OptimLeaf], rates: StepRates) -> int:
     """Each tensor is read and written once, but for the gradient (read) and the copy (written)."""
     total = 0
     for leaf in leaves:
@@ -335,16 +337,21 @@ def builds(gpu: str) -> Iterator[Build]:
     real = {"S": "*fp32", "b1": "fp32", "c1": "fp32", "b2": "fp32", "c2": "fp32", "eps": "fp32"}
     flat = {"T": "*i64", "WORK": "*i64", "S": "*fp32", "COUNT": "*i64", "SKIP": "*i32", **real}
     names = "LION COUPLED SCALED SKIPS COPIES STOCHASTIC PLACED QUADS WIDE PT GT MT CT BLOCK"
-    whole = {"SCALED": True, "SKIPS": True, "COPIES": True}
+    all_flags = {"SCALED": True, "SKIPS": True, "COPIES": True}
     for label, lion, state, extra in (
         ("fp32", False, tl.float32, {}),
-        ("fp32 all", False, tl.float32, whole),
-        ("bf16", False, tl.bfloat16, whole),
-        ("bf16 stochastic", False, tl.bfloat16, whole | {"STOCHASTIC": True, "QUADS": True}),
-        ("bf16 stochastic placed", False, tl.bfloat16, whole | {"STOCHASTIC": True, "PLACED": True, "QUADS": True}),
-        ("bf16 stochastic placed odd", False, tl.bfloat16, whole | {"STOCHASTIC": True, "PLACED": True, "WIDE": False}),
-        ("fp32", True, tl.float32, whole),
-        ("bf16 stochastic", True, tl.bfloat16, whole | {"STOCHASTIC": True, "QUADS": True}),
+        ("fp32 all", False, tl.float32, all_flags),
+        ("bf16", False, tl.bfloat16, all_flags),
+        ("bf16 stochastic", False, tl.bfloat16, all_flags | {"STOCHASTIC": True, "QUADS": True}),
+        ("bf16 stochastic placed", False, tl.bfloat16, all_flags | {"STOCHASTIC": True, "PLACED": True, "QUADS": True}),
+        (
+            "bf16 stochastic placed odd",
+            False,
+            tl.bfloat16,
+            all_flags | {"STOCHASTIC": True, "PLACED": True, "WIDE": False},
+        ),
+        ("fp32", True, tl.float32, all_flags),
+        ("bf16 stochastic", True, tl.bfloat16, all_flags | {"STOCHASTIC": True, "QUADS": True}),
     ):
         constants = flags | {"LION": lion, "STOCHASTIC": False, "PLACED": False, "QUADS": False, "WIDE": True}
         constants |= {"PT": tl.float32, "GT": tl.float32, "MT": state, "CT": tl.bfloat16} | extra

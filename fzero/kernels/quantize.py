@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fzero.kernels import quantize_cpu, tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.op_function import on_cuda, operator, triton_runs
+from fzero.kernels.custom_operator import on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.quantize_blocks import decode, draw_words, encode
 from fzero.kernels.quantize_codes import (
@@ -50,7 +50,7 @@ from fzero.kernels.registry import Form, Op
 
 
 @triton.jit
-def _place(block, n, total, FLAT: tl.constexpr, BLOCK: tl.constexpr):
+def _block_offsets(block, n, total, FLAT: tl.constexpr, BLOCK: tl.constexpr):
     """Return (first offset [ROWS], offsets [ROWS, BLOCK], mask [ROWS, BLOCK]) of blocks, given by their numbers, int64
     [ROWS].
 
@@ -59,8 +59,8 @@ def _place(block, n, total, FLAT: tl.constexpr, BLOCK: tl.constexpr):
     BLOCK divides n): offset = i BLOCK.
     """
     if FLAT:
-        at = (block * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
-        return block * BLOCK, at, at < n
+        offsets = (block * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+        return block * BLOCK, offsets, offsets < n
     row = block // tl.cdiv(n, BLOCK)
     column = (block - row * tl.cdiv(n, BLOCK)) * BLOCK
     columns = column[:, None] + tl.arange(0, BLOCK)[None, :]
@@ -73,16 +73,16 @@ def _load_values(DATA, SCALE, block, n, total, KIND: tl.constexpr, FLAT: tl.cons
     scale = tl.load(SCALE + block, mask=block < total, other=0.0)
     if KIND == "int4" or KIND == "nf4":
         # Two codes per byte, the earlier in the low half: rows of ceil(n / 2) bytes in blocks of BLOCK / 2.
-        _, at, mask = _place(block, n - n // 2, total, FLAT, BLOCK // 2)
-        pair = tl.load(DATA + at, mask=mask, other=0).to(tl.int32)
-        both = tl.join((pair << 28) >> 28, (pair << 24) >> 28) if KIND == "int4" else tl.join(pair & 15, pair >> 4)
-        codes = tl.reshape(both, (block.shape[0], BLOCK))
+        _, offsets, mask = _block_offsets(block, n - n // 2, total, FLAT, BLOCK // 2)
+        pair = tl.load(DATA + offsets, mask=mask, other=0).to(tl.int32)
+        nibbles = tl.join((pair << 28) >> 28, (pair << 24) >> 28) if KIND == "int4" else tl.join(pair & 15, pair >> 4)
+        codes = tl.reshape(nibbles, (block.shape[0], BLOCK))
     else:
-        _, at, mask = _place(block, n, total, FLAT, BLOCK)
-        codes = tl.load(DATA + at, mask=mask, other=0)
+        _, offsets, mask = _block_offsets(block, n, total, FLAT, BLOCK)
+        codes = tl.load(DATA + offsets, mask=mask, other=0)
     x = decode(codes, scale, KIND)
     if KIND == "nf4":  # whose code 0 is no zero
-        _, at, mask = _place(block, n, total, FLAT, BLOCK)
+        _, offsets, mask = _block_offsets(block, n, total, FLAT, BLOCK)
         x = tl.where(mask, x, 0.0)
     return x
 
@@ -93,14 +93,14 @@ def _store_codes(
     KIND: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, FLAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Quantise and store blocks x, float32 [ROWS, BLOCK], 0 beyond the end."""
-    start, at, mask = _place(block, n, total, FLAT, BLOCK)
+    start, offsets, mask = _block_offsets(block, n, total, FLAT, BLOCK)
     codes, scale = encode(x, draw_words(KEY, start + first, BLOCK, ALIGNED) if STOCHASTIC else x, KIND, STOCHASTIC)
     if KIND == "int4" or KIND == "nf4":
         codes = tl.where(mask, codes, 0)  # nf4's code of 0, which stands beyond the end, is none
-        _, at, mask = _place(block, n - n // 2, total, FLAT, BLOCK // 2)
+        _, offsets, mask = _block_offsets(block, n - n // 2, total, FLAT, BLOCK // 2)
         low, high = tl.split(tl.reshape(codes, (block.shape[0], BLOCK // 2, 2)))
         codes = (low & 15) | ((high & 15) << 4)
-    tl.store(DATA + at, codes.to(DATA.dtype.element_ty), mask=mask)
+    tl.store(DATA + offsets, codes.to(DATA.dtype.element_ty), mask=mask)
     tl.store(SCALE + block, scale, mask=block < total)
 
 
@@ -111,8 +111,8 @@ def _quantize(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    _, at, mask = _place(block, n, total, FLAT, BLOCK)
-    x = tl.load(X + at, mask=mask, other=0.0).to(tl.float32)
+    _, offsets, mask = _block_offsets(block, n, total, FLAT, BLOCK)
+    x = tl.load(X + offsets, mask=mask, other=0.0).to(tl.float32)
     _store_codes(x, KEY, first, DATA, SCALE, block, n, total, KIND, STOCHASTIC, ALIGNED, FLAT, BLOCK)
 
 
@@ -122,8 +122,8 @@ def _dequantize(
 ):
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     x = _load_values(DATA, SCALE, block, n, total, KIND, FLAT, BLOCK)
-    _, at, mask = _place(block, n, total, FLAT, BLOCK)
-    tl.store(OUT + at, x.to(OUT.dtype.element_ty), mask=mask)
+    _, offsets, mask = _block_offsets(block, n, total, FLAT, BLOCK)
+    tl.store(OUT + offsets, x.to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -134,9 +134,9 @@ def _sum_requantize(
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     x = tl.zeros((ROWS, BLOCK), tl.float32)
-    for part in tl.range(0, COUNT, loop_unroll_factor=4):
-        at = tl.cast(part, tl.int64)
-        x += _load_values(PARTS + at * stride, SCALES + at * total, block, n, total, KIND, FLAT, BLOCK)
+    for rank in tl.range(0, COUNT, loop_unroll_factor=4):
+        rank_index = tl.cast(rank, tl.int64)
+        x += _load_values(PARTS + rank_index * stride, SCALES + rank_index * total, block, n, total, KIND, FLAT, BLOCK)
     _store_codes(x, KEY, first, DATA, SCALE, block, n, total, KIND, STOCHASTIC, ALIGNED, FLAT, BLOCK)
 
 
@@ -147,18 +147,23 @@ def _configs(block: int, flat: bool) -> list[tuning.Config]:
 
 
 def _launch(
-    kernel: triton.JITFunction, given: Sequence[Any], shape: Sequence[int], kind: str, block: int, **constants: Any
+    kernel: triton.JITFunction, arguments: Sequence[Any], shape: Sequence[int], kind: str, block: int, **constants: Any
 ) -> None:
     """Run a kernel over all blocks of a tensor of `shape`."""
     rows, n = math.prod(shape[:-1]), shape[-1]
     if total := rows * -(-n // block):
         flat, size = rows == 1 or n % block == 0, (kind, block, rows, n, *constants.values())
-        given = [_as_bytes(t) if isinstance(t, Tensor) else t for t in given]
+        arguments = [_as_bytes(t) if isinstance(t, Tensor) else t for t in arguments]
         # Without fused multiply-adds the bits equal those of the reference.
         constants |= {"KIND": kind, "FLAT": flat, "BLOCK": block, "enable_fp_fusion": False}
-        given += [rows * n if flat else n, total]
+        arguments += [rows * n if flat else n, total]
         tuning.launch(
-            kernel, lambda c: (triton.cdiv(total, c["ROWS"]),), given, _configs(block, flat), shape=size, **constants
+            kernel,
+            lambda c: (triton.cdiv(total, c["ROWS"]),),
+            arguments,
+            _configs(block, flat),
+            shape=size,
+            **constants,
         )
 
 
@@ -179,8 +184,8 @@ def _rounding(key: Tensor | None, first: int, shape: Sequence[int]) -> dict[str,
 def quantize_launch(x: Tensor, kind: str, block: int, key: Tensor | None, first: int) -> tuple[Tensor, Tensor]:
     """(data, scale) of x [.., n], in one pass."""
     data, scale = empty_codes(x.shape, kind, block, x.device)
-    given = x, scale if key is None else key, first, data, scale
-    _launch(_quantize, given, x.shape, kind, block, **_rounding(key, first, x.shape))
+    arguments = x, scale if key is None else key, first, data, scale
+    _launch(_quantize, arguments, x.shape, kind, block, **_rounding(key, first, x.shape))
     return data, scale
 
 
@@ -206,8 +211,8 @@ def sum_launch(
     """(data, scale) of the sum over the first dim, in one pass."""
     shape = (*data.shape[1:-1], size)
     total, scales = empty_codes(shape, kind, block, data.device)
-    given = data, scale, total.numel(), scales if key is None else key, first, total, scales
-    _launch(_sum_requantize, given, shape, kind, block, COUNT=data.shape[0], **_rounding(key, first, shape))
+    arguments = data, scale, total.numel(), scales if key is None else key, first, total, scales
+    _launch(_sum_requantize, arguments, shape, kind, block, COUNT=data.shape[0], **_rounding(key, first, shape))
     return total, scales
 
 
@@ -332,9 +337,13 @@ def builds(gpu: str) -> Iterator[Build]:
         ("nf4", 64, False),
     ]
     cases = [(True, *case) for case in flat] + [(False, "int8", 256, True), (False, "fp8_e4m3", 32, True)]
-    for (name, (pointers, own)), (flat, kind, block, stochastic) in itertools.product(kernels.items(), cases):
+    for (name, (pointers, flag_names)), (flat, kind, block, stochastic) in itertools.product(kernels.items(), cases):
         constants = {"STOCHASTIC": stochastic, "ALIGNED": flat, "COUNT": 8}
-        constants = {c: v for c, v in constants.items() if c in own} | {"KIND": kind, "FLAT": flat, "BLOCK": block}
+        constants = {c: v for c, v in constants.items() if c in flag_names} | {
+            "KIND": kind,
+            "FLAT": flat,
+            "BLOCK": block,
+        }
         signature = {a: ("*i8" if kind == "int8" else "*u8") if t == "CODES" else t for a, t in pointers.items()}
         signature |= {"n": "i32", "total": "i32"} | dict.fromkeys((*constants, "ROWS"), "constexpr")
         for config in _configs(block, flat)[: 1 + (flat and block == 256)]:

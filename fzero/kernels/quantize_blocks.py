@@ -30,19 +30,19 @@ def _round_to_int(y, word, STOCHASTIC: tl.constexpr):
     of a word.
     """
     if STOCHASTIC:
-        below = tl.floor(y)
+        floor = tl.floor(y)
         u = (word.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True).to(tl.float32) * 5.9604644775390625e-08
-        return below.to(tl.int32) + (u < y - below).to(tl.int32)
+        return floor.to(tl.int32) + (u < y - floor).to(tl.int32)
     return (y + ROUNDER).to(tl.int32, bitcast=True) - ROUNDER_BITS
 
 
 @triton.jit
 def _level_next_to(y):
     """The numbers, int32, of nf4's levels next to float32 y: of the middles between neighbours, those below y."""
-    below = (y > M0).to(tl.int32) + (y > M1).to(tl.int32) + (y > M2).to(tl.int32) + (y > M3).to(tl.int32)
-    below += (y > M4).to(tl.int32) + (y > M5).to(tl.int32) + (y > M6).to(tl.int32) + (y > M7).to(tl.int32)
-    below += (y > M8).to(tl.int32) + (y > M9).to(tl.int32) + (y > M10).to(tl.int32) + (y > M11).to(tl.int32)
-    return below + (y > M12).to(tl.int32) + (y > M13).to(tl.int32) + (y > M14).to(tl.int32)
+    level = (y > M0).to(tl.int32) + (y > M1).to(tl.int32) + (y > M2).to(tl.int32) + (y > M3).to(tl.int32)
+    level += (y > M4).to(tl.int32) + (y > M5).to(tl.int32) + (y > M6).to(tl.int32) + (y > M7).to(tl.int32)
+    level += (y > M8).to(tl.int32) + (y > M9).to(tl.int32) + (y > M10).to(tl.int32) + (y > M11).to(tl.int32)
+    return level + (y > M12).to(tl.int32) + (y > M13).to(tl.int32) + (y > M14).to(tl.int32)
 
 
 @triton.jit
@@ -51,10 +51,10 @@ def _level_of(code):
     odd, second = (code & 1) != 0, (code & 2) != 0
     low = tl.where(second, tl.where(odd, L3, L2), tl.where(odd, L1, L0))
     high = tl.where(second, tl.where(odd, L7, L6), tl.where(odd, L5, L4))
-    below = tl.where((code & 4) != 0, high, low)
+    low_half = tl.where((code & 4) != 0, high, low)
     low = tl.where(second, tl.where(odd, L11, L10), tl.where(odd, L9, L8))
     high = tl.where(second, tl.where(odd, L15, L14), tl.where(odd, L13, L12))
-    return tl.where((code & 8) != 0, tl.where((code & 4) != 0, high, low), below)
+    return tl.where((code & 8) != 0, tl.where((code & 4) != 0, high, low), low_half)
 
 
 @triton.jit
@@ -89,8 +89,8 @@ def encode(x, word, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
     bits = y.to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 0xFF, LOWEST)
     step = ((254 + MANTISSA) - exponent) << 23  # the bits of 1 / (the distance of the format's numbers around y)
-    whole = _round_to_int(tl.abs(y) * step.to(tl.float32, bitcast=True), word, STOCHASTIC)  # the product is exact
-    return ((exponent - LOWEST) << MANTISSA) + whole + ((bits >> 24) & 0x80), scale
+    rounded = _round_to_int(tl.abs(y) * step.to(tl.float32, bitcast=True), word, STOCHASTIC)  # the product is exact
+    return ((exponent - LOWEST) << MANTISSA) + rounded + ((bits >> 24) & 0x80), scale
 
 
 @triton.jit

@@ -29,7 +29,7 @@ class Quantized(NamedTuple):
     scale: Tensor
 
 
-class Kind(NamedTuple):
+class CodeKind(NamedTuple):
     """A kind of code: the largest, the dtype of the data, for float8 the bits of the mantissa and the lowest normal
     exponent, and what codes stand for if they are numbers of levels.
     """
@@ -47,11 +47,11 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 KINDS = {
-    "int8": Kind(127.0, torch.int8),
-    "int4": Kind(7.0, torch.uint8),
-    "nf4": Kind(1.0, torch.uint8, levels=NF4),
-    "fp8_e4m3": Kind(448.0, torch.float8_e4m3fn, 3, -6),
-    "fp8_e5m2": Kind(57344.0, torch.float8_e5m2, 2, -14),
+    "int8": CodeKind(127.0, torch.int8),
+    "int4": CodeKind(7.0, torch.uint8),
+    "nf4": CodeKind(1.0, torch.uint8, levels=NF4),
+    "fp8_e4m3": CodeKind(448.0, torch.float8_e4m3fn, 3, -6),
+    "fp8_e5m2": CodeKind(57344.0, torch.float8_e5m2, 2, -14),
 }
 FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -99,14 +99,14 @@ def _split(x: Tensor, block: int) -> Tensor:
 def _round(y: Tensor, word: Tensor | None) -> Tensor:
     if word is None:
         return y.round()
-    below = y.floor()
-    return below + ((word >> 8).to(torch.float32) * 2.0**-24 < y - below)
+    floor = y.floor()
+    return floor + ((word >> 8).to(torch.float32) * 2.0**-24 < y - floor)
 
 
 def _nearest_level(y: Tensor, levels: tuple[float, ...]) -> Tensor:
     """The numbers of the levels next to y; halfway between two, the lower one."""
-    between = [(a + b) / 2 for a, b in itertools.pairwise(levels)]
-    return torch.bucketize(y.contiguous(), torch.tensor(between, dtype=torch.float32, device=y.device))
+    midpoints = [(a + b) / 2 for a, b in itertools.pairwise(levels)]
+    return torch.bucketize(y.contiguous(), torch.tensor(midpoints, dtype=torch.float32, device=y.device))
 
 
 def _level_of(codes: Tensor, levels: Sequence[float]) -> Tensor:
@@ -189,8 +189,8 @@ def dequantize_sum_requantize_reference(
     """
     n = size_of(data, scale, kind, block, size)
     total = torch.zeros((*data.shape[1:-1], n), dtype=torch.float32, device=data.device)
-    for part in zip(data, scale):
-        total = total + dequantize_reference(part, kind, block, size=n)
+    for rank_codes in zip(data, scale):
+        total = total + dequantize_reference(rank_codes, kind, block, size=n)
     return quantize_reference(total, kind, block, key=key, first=first)
 
 

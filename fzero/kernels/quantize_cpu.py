@@ -18,7 +18,7 @@ from torch import Tensor
 from fzero.core import cpp
 from fzero.core.compile import have_compiler
 from fzero.core.device import kind_of
-from fzero.kernels.op_function import operator
+from fzero.kernels.custom_operator import operator
 from fzero.kernels.quantize_codes import KINDS, Quantized, codes_a_byte, empty_codes, size_of
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -26,7 +26,7 @@ LARGEST_BLOCK = 8192
 MANY = 1 << 14  # numbers from which "auto" takes these forms: fewer are quick by any, and need no compiler
 
 
-class _Shape(ctypes.Structure):
+class _CodesShape(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("rows", "n", "block", "threads", "parts")),
         *((name, ctypes.c_void_p) for name in ("values", "between")),
@@ -51,7 +51,7 @@ def _call(name: str, tensors: tuple[Tensor, ...], kind: str, shape: torch.Size, 
     if not math.prod(shape):
         return
     tables = (ctypes.cast(table, ctypes.c_void_p) for table in _tables(kind))
-    sizes = _Shape(math.prod(shape[:-1]), shape[-1], block, torch.get_num_threads(), parts, *tables)
+    sizes = _CodesShape(math.prod(shape[:-1]), shape[-1], block, torch.get_num_threads(), parts, *tables)
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in tensors)
     getattr(cpp.library(__file__, cpp.EXACT), name)(*pointers, ctypes.byref(sizes))
 
@@ -62,9 +62,9 @@ def _call(name: str, tensors: tuple[Tensor, ...], kind: str, shape: torch.Size, 
 )
 def quantize_rows(x: Tensor, kind: str, block: int) -> tuple[Tensor, Tensor]:
     """(data, scale) of x [.., n]."""
-    made = empty_codes(x.shape, kind, block, x.device)
-    _call(f"quantize_{kind}_{TYPES[x.dtype]}", (x.contiguous(), *made), kind, x.shape, block)
-    return made
+    codes = empty_codes(x.shape, kind, block, x.device)
+    _call(f"quantize_{kind}_{TYPES[x.dtype]}", (x.contiguous(), *codes), kind, x.shape, block)
+    return codes
 
 
 @operator(
@@ -85,9 +85,9 @@ def dequantize_rows(data: Tensor, scale: Tensor, kind: str, block: int, dtype: t
 def add_rows(data: Tensor, scale: Tensor, kind: str, block: int, size: int) -> tuple[Tensor, Tensor]:
     """(data, scale) of the sum over the first dim."""
     shape = torch.Size((*data.shape[1:-1], size))
-    made = empty_codes(shape, kind, block, data.device)
-    _call(f"add_{kind}", (data.contiguous(), scale.contiguous(), *made), kind, shape, block, data.shape[0])
-    return made
+    codes = empty_codes(shape, kind, block, data.device)
+    _call(f"add_{kind}", (data.contiguous(), scale.contiguous(), *codes), kind, shape, block, data.shape[0])
+    return codes
 
 
 # ---- as forms --------------------------------------------------------------------------------------------------------

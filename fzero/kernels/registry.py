@@ -19,14 +19,14 @@ from typing import Any
 from torch import Tensor
 
 from fzero.core.autodiff import first_order
-from fzero.core.observe import note
-from fzero.core.observe import observe as observe
+from fzero.core.form_observer import note
+from fzero.core.form_observer import observe as observe
 from fzero.core.pytree import nearest
 
 # The files that hold operations; each registers its own when it is imported.
 FILES = (
     "attention",
-    "attention_at",
+    "attention_positions",
     "attention_masked",
     "attention_ring",
     "cross_entropy",
@@ -91,7 +91,10 @@ class Explanation:
         """The form and its costs, and a line for each form that was passed over."""
         cost = f"{self.flops:,} FLOP, {self.bytes:,} bytes at least"
         return "\n".join(
-            [f"{self.op}: {self.chosen} ({cost})", *(f"  not {name}: {why}" for name, why in self.reasons.items())]
+            [
+                f"{self.op}: {self.chosen} ({cost})",
+                *(f"  not {name}: {reason}" for name, reason in self.reasons.items()),
+            ]
         )
 
 
@@ -135,17 +138,19 @@ class Op:
         """
         if impl not in ("auto", "reference"):
             form = self.form(impl)
-            if why := form.reason_against(args, options, first_order()):
-                raise ValueError(f"{self.name}: impl={impl!r} does not serve this call: {why}; use auto or reference")
+            if reason := form.reason_against(args, options, first_order()):
+                raise ValueError(
+                    f"{self.name}: impl={impl!r} does not serve this call: {reason}; use auto or reference"
+                )
             return form.name, form.run
         if impl == "auto" and not (isinstance(args[0], Tensor) and args[0].numel() == 0):  # nothing to be fast at
             plain = first_order()
             for form in self.ordered(args, options):
-                why = form.reason_against(args, options, plain) or form.prefers(*args, **options)
-                if not why:
+                reason = form.reason_against(args, options, plain) or form.prefers(*args, **options)
+                if not reason:
                     return form.name, form.run
                 if reasons is not None:
-                    reasons[form.name] = why
+                    reasons[form.name] = reason
         return "reference", self.reference
 
     def ordered(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> list[Form]:
@@ -181,14 +186,14 @@ def register(name: str, form: Form) -> None:
     replaced.
     """
     forms = op(name).forms
-    forms[:] = [form, *(other for other in forms if other.name != form.name)]
+    forms[:] = [form, *(existing for existing in forms if existing.name != form.name)]
 
 
 def explain(name: str, *args: Any, impl: str = "auto", **options: Any) -> Explanation:
     """Which form of the operation `name` serves this call, and why not the others; nothing is computed."""
-    asked, reasons = op(name), {}
-    chosen, _ = asked.choose(impl, args, options, reasons)
-    return Explanation(name, chosen, reasons, asked.flops(*args, **options), asked.bytes(*args, **options))
+    operation, reasons = op(name), {}
+    chosen, _ = operation.choose(impl, args, options, reasons)
+    return Explanation(name, chosen, reasons, operation.flops(*args, **options), operation.bytes(*args, **options))
 
 
 def describe(used: Mapping[str, set[str]]) -> str:
@@ -210,17 +215,17 @@ class Kernels:
         Raises ValueError for an operation or form that is not there.
         """
         default, by_op = "auto", {}
-        for part in filter(None, (p.strip() for p in text.split(","))):
-            name, equals, form = part.partition("=")
+        for item in filter(None, (p.strip() for p in text.split(","))):
+            name, equals, form = item.partition("=")
             if equals:
                 if form not in ("auto", "reference"):
                     op(name).form(form)
                 by_op[op(name).name] = form
-            elif part in ("auto", "reference"):
-                default = part
+            elif item in ("auto", "reference"):
+                default = item
             else:
                 raise ValueError(
-                    f"kernels: {part!r} is neither auto, reference nor OPERATION=FORM, e.g. attention=blocked"
+                    f"kernels: {item!r} is neither auto, reference nor OPERATION=FORM, e.g. attention=blocked"
                 )
         return cls(default, tuple(sorted(by_op.items())))
 

@@ -23,19 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.core.arguments import expect_fields
 from fzero.core.autodiff import needs_grad
 from fzero.core.bounds import check_bounds
-from fzero.core.kinds import expect_fields
 from fzero.core.pytree import nearest
 from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.custom_operator import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
 LAYOUTS = ("half", "interleaved")
 # A warp for few heads at a time: the angles of a token are then found by few threads, not by each of many again.
-CONFIGS = chips.Table("_rope")
+CONFIGS = chips.ConfigTable("_rope")
 
 
 SCALINGS = ("llama3", "yarn", "yarn_whole")
@@ -128,7 +128,7 @@ class RopeScaling:
 USUAL_ENDS = {"llama3": ["1", "4"], "yarn": ["1", "32"], "yarn_whole": ["1", "32"]}
 
 
-def _pairs_kept(
+def _pair_shares(
     half: int, theta: float, scaling: RopeScaling, device: torch.device | None, dtype: torch.dtype
 ) -> Tensor:
     """The share of its own frequency that each of `half` pairs keeps, by YaRN: 1 of short wavelengths, 0 of long."""
@@ -160,16 +160,16 @@ def rope_frequencies(
     if scaling is None:
         return frequency
     if scaling.kind != "llama3":
-        kept = _pairs_kept(head_dim // 2, theta, scaling, frequency.device, dtype)
-        return frequency / scaling.factor * (1.0 - kept) + frequency * kept
+        shares = _pair_shares(head_dim // 2, theta, scaling, frequency.device, dtype)
+        return frequency / scaling.factor * (1.0 - shares) + frequency * shares
     wavelength = 2.0 * math.pi / frequency
     smooth = (scaling.original_max_len / wavelength - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
     )
-    between = (1.0 - smooth) * frequency / scaling.factor + smooth * frequency
+    blended = (1.0 - smooth) * frequency / scaling.factor + smooth * frequency
     low = wavelength > scaling.original_max_len / scaling.low_freq_factor
     high = wavelength < scaling.original_max_len / scaling.high_freq_factor
-    return torch.where(low, frequency / scaling.factor, torch.where(high, frequency, between))
+    return torch.where(low, frequency / scaling.factor, torch.where(high, frequency, blended))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
@@ -253,11 +253,11 @@ def _rotate_heads(
             tl.store(OUT + head * (2 * HALF) + column, x.to(OUT.dtype.element_ty), mask=mask)
         else:
             mask = (head < COUNT) & (pair < HALF)
-            at, to = X + head * head_stride, OUT + head * (2 * HALF) + pair
-            a = tl.load(at + pair * stride, mask=mask, other=0.0).to(tl.float32)
-            b = tl.load(at + (pair + HALF) * stride, mask=mask, other=0.0).to(tl.float32)
-            tl.store(to, (a * cos - b * sin).to(OUT.dtype.element_ty), mask=mask)
-            tl.store(to + HALF, (b * cos + a * sin).to(OUT.dtype.element_ty), mask=mask)
+            source, target = X + head * head_stride, OUT + head * (2 * HALF) + pair
+            a = tl.load(source + pair * stride, mask=mask, other=0.0).to(tl.float32)
+            b = tl.load(source + (pair + HALF) * stride, mask=mask, other=0.0).to(tl.float32)
+            tl.store(target, (a * cos - b * sin).to(OUT.dtype.element_ty), mask=mask)
+            tl.store(target + HALF, (b * cos + a * sin).to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -311,7 +311,7 @@ def rope_launch(
     return out
 
 
-def _keep(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _select_saved(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(inputs[-2:])
 
 
@@ -322,7 +322,7 @@ def _fused(name: str, interleaved: bool, results: int) -> Fused:
         forward=lambda *inputs: rope_launch(inputs[:-2], *inputs[-2:], interleaved, False),
         backward=lambda saved, grads: rope_launch(grads, *saved, interleaved, True),
         results=results,
-        keep=_keep,
+        select_saved=_select_saved,
     )
 
 
@@ -400,7 +400,7 @@ def builds(gpu: str) -> Iterator[Build]:
         ((12, 12, 64), False, True),
         ((8, 0, 96), False, False),
     ]
-    for ((heads, kv_heads, size), interleaved, inverse), config in itertools.product(cases, CONFIGS.on(gpu)):
+    for ((heads, kv_heads, size), interleaved, inverse), config in itertools.product(cases, CONFIGS.for_gpu(gpu)):
         constants = {
             "Q_HEADS": heads,
             "K_HEADS": kv_heads,

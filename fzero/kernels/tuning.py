@@ -20,7 +20,7 @@ import torch
 
 from fzero.core import gpu
 from fzero.core.files import make_folder, replacing
-from fzero.core.foreign import read_json
+from fzero.core.text_parsing import read_json
 from fzero.kernels import chips
 from fzero.kernels.optional_triton import triton
 
@@ -53,9 +53,9 @@ def _key(kernel: str, shape: Sequence[Any]) -> str:
 
 def rows(configs: Sequence[Config], device: torch.device) -> Sequence[Config]:
     """The configurations of a kernel on a device: those of its chip, where `configs` is a table (see kernels.chips)."""
-    if device.type != "cuda" or not isinstance(configs, chips.Table):
+    if device.type != "cuda" or not isinstance(configs, chips.ConfigTable):
         return configs
-    return configs.on(gpu.properties(device).name)
+    return configs.for_gpu(gpu.properties(device).name)
 
 
 def config(kernel: str, shape: Sequence[Any], default: Config, device: torch.device) -> Config:
@@ -79,11 +79,11 @@ def tune(
         raise ValueError(f"{kernel}: there is no configuration to try")
     best = min(candidates, key=seconds)
     path = cache_file(device)
-    kept = dict(_read(path)) | {_key(kernel, shape): best}
+    entries = dict(_read(path)) | {_key(kernel, shape): best}
     make_folder(path.parent)
     with replacing(path, cache=True) as file:
-        file.write((json.dumps(kept, indent=1, sort_keys=True) + "\n").encode())
-    _LOADED[path] = kept
+        file.write((json.dumps(entries, indent=1, sort_keys=True) + "\n").encode())
+    _LOADED[path] = entries
     return best
 
 

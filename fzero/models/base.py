@@ -19,7 +19,7 @@ from fzero.core.stack import Block, Blocks, in_turn
 from fzero.kernels.quantize_codes import codes_a_byte
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.models.batch import Batch
-from fzero.sharding import Mesh, Plan, Rules, Spec, draw, one_process, slices
+from fzero.sharding import Mesh, Plan, Rules, Spec, leaf_init, one_process, slices
 from fzero.sharding.context import Context, Pieces
 from fzero.sharding.experts import Experts
 from fzero.sharding.slices import is_stacked
@@ -144,7 +144,7 @@ class Model(NamedTuple):
     # Leaves that no gradient moves, by name, each with the rule that moves it once a step, on the sums over the global
     # batch: (leaf, loss.tables) -> leaf, both of the layers that a rank holds; None: it stays. They are in float32 or
     # wider, on the device, and whole on every rank of dp and cp. A step that is skipped moves none.
-    after: Mapping[str, Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None] = {}
+    leaf_rules: Mapping[str, Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None] = {}
     foreign: bool = False  # its layers are somebody's code: a first step under tp compares them with whole ones
     # x -> [B, T, D] after the last norm, outside the tensor-parallel regions, and the leaf [V, D] by which the head
     # multiplies it: for another head on the same stack (models.dpo, ...). None for a module
@@ -165,7 +165,7 @@ class Model(NamedTuple):
 
 def with_still_leaves(model: Model) -> Model:
     """The model whose leaves that a rule moves stay as they are: for another loss than its own."""
-    return model._replace(after=dict.fromkeys(model.after))
+    return model._replace(leaf_rules=dict.fromkeys(model.leaf_rules))
 
 
 class Start(NamedTuple):
@@ -183,8 +183,8 @@ class Start(NamedTuple):
     def box(self, start: Sequence[int], size: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
         """A copy of the elements [start, start + size) of the leaf."""
         if not self.stacked:
-            whole = self.layers[0]().detach()
-            return slices.narrow_box(whole, start, size).to(device, dtype, copy=True).contiguous()
+            full = self.layers[0]().detach()
+            return slices.narrow_box(full, start, size).to(device, dtype, copy=True).contiguous()
         layers = self.layers[start[0] : start[0] + size[0]]
         return torch.stack([slices.narrow_box(f().detach(), start[1:], size[1:]).to(device, dtype) for f in layers])
 
@@ -223,15 +223,15 @@ def map_blocks(model: Model, change: Callable[[Block], Block]) -> Blocks | dict[
     """
     changed: dict[Block, Block] = {}
 
-    def each(blocks: Blocks) -> Blocks:
-        for one in in_turn(blocks):
-            changed.setdefault(one, change(one))
-        return tuple(changed[one] for one in blocks) if isinstance(blocks, tuple) else changed[blocks]
+    def change_all(blocks: Blocks) -> Blocks:
+        for block in in_turn(blocks):
+            changed.setdefault(block, change(block))
+        return tuple(changed[block] for block in blocks) if isinstance(blocks, tuple) else changed[blocks]
 
     return (
-        {name: each(one) for name, one in model.block.items()}
+        {name: change_all(blocks) for name, blocks in model.block.items()}
         if isinstance(model.block, Mapping)
-        else each(model.block)
+        else change_all(model.block)
     )
 
 
@@ -243,12 +243,13 @@ def init_params(
     device: str | torch.device = "cpu",
     *,
     plan: Plan | None = None,
-    then: Callable[[str, Tensor], Tensor] = lambda name, leaf: leaf,
+    on_leaf: Callable[[str, Tensor], Tensor] = lambda name, leaf: leaf,
 ) -> Tree:
     """Return the initial parameters: each element depends only on the key, its leaf's name and its global index.
 
     key: int64 [2], from fzero.random.key. dtype, device: of all leaves. plan: draw only this rank's shards, as laid out
-    at rest; no whole leaf is made. then: a function (name, leaf) -> leaf, applied to each leaf as soon as it is drawn.
+    at rest; no whole leaf is made. on_leaf: a function (name, leaf) -> leaf, applied to each leaf as soon as it is
+    drawn.
 
     >>> from fzero import models, random
     >>> params = init_params(models.mlp(models.MLPConfig()), random.key(0))
@@ -267,9 +268,9 @@ def init_params(
                 parts.append(model.start[name].box(window.start, window.size, kind, device))
             else:
                 box = tuple(shape), window.start, window.size
-                parts.append(draw.draw_leaf(prng.fold_in(key, name), box, mean, std, kind, device))
+                parts.append(leaf_init.draw_leaf(prng.fold_in(key, name), box, mean, std, kind, device))
         none = torch.empty(slices.local_shape(shape, spec, mesh), dtype=kind, device=device) if not parts else None
-        return then(name, torch.cat(parts) if len(parts) > 1 else parts[0] if none is None else none)
+        return on_leaf(name, torch.cat(parts) if len(parts) > 1 else parts[0] if none is None else none)
 
     return model.init(make)
 
@@ -284,11 +285,11 @@ def leaf_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     def note(
         name: str, shape: tuple[int, ...], std: float, mean: float = 0.0, dtype: torch.dtype | None = None
     ) -> None:
-        whole, _, part = name.rpartition("/")
+        base, _, suffix = name.rpartition("/")
         if dtype is None:
             shapes[name] = tuple(shape)
-        elif part == CODES:
-            shapes[whole] = (*shape[:-1], shape[-1] * codes_a_byte(model.config.kind))
+        elif suffix == CODES:
+            shapes[base] = (*shape[:-1], shape[-1] * codes_a_byte(model.config.kind))
 
     model.init(note)
     return shapes

@@ -1,4 +1,7 @@
-"""The batches of a model of tokens: their entries, and what is refused of them."""
+"""The batches of a model of tokens: their entries, and what is refused of them.
+
+The sums of a loss by the source of a row, of a batch that says which each is of.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ OTHER_NAMES = {
 EMPTY = torch.empty(0)
 SOURCES = "sources"  # bool [B, S]: of which source of a mixture each row is
 MASKS = (torch.bool, torch.float32, torch.float64)
-WHOLE = ("documents", SOURCES)  # the entries that embedding and head see of whole sequences, whatever their shape
+FULL_ENTRIES = ("documents", SOURCES)  # that embedding and head see of whole sequences, whatever their shape
 # bool scalar, which only embedding and head see: a token or target is outside of the vocabulary, or a weight is none.
 WRONG = "wrong"
 
@@ -85,11 +88,11 @@ def check_batch(config: Any, batch: Batch, parts: int = 1) -> None:
         )
 
 
-def select_tokens(batch: Batch, positions: Tensor, whole: Collection[str]) -> Batch:
+def select_tokens(batch: Batch, positions: Tensor, full_entries: Collection[str]) -> Batch:
     """The batch of the tokens at `positions`, int64 [N], of its sequences: what is [B, T, ...] in every entry, but in
-    those of the names `whole`, is [B, N, ...]."""
+    those of the names `full_entries`, is [B, N, ...]."""
     shape = batch["tokens"].shape[:2]
-    by_token = {name for name, entry in batch.items() if entry.shape[:2] == shape} - set(whole)
+    by_token = {name for name, entry in batch.items() if entry.shape[:2] == shape} - set(full_entries)
     return {name: entry.index_select(1, positions) if name in by_token else entry for name, entry in batch.items()}
 
 
@@ -109,7 +112,7 @@ def mark_wrong(config: Any, batch: Batch) -> Batch:
         return batch
     wrong = wrong_values(batch, config.vocab_size)
     tokens = torch.where(wrong["tokens"], 0, batch["tokens"])
-    return {**batch, "tokens": tokens, WRONG: torch.stack([where.any() for where in wrong.values()]).any()}
+    return {**batch, "tokens": tokens, WRONG: torch.stack([mask.any() for mask in wrong.values()]).any()}
 
 
 @checked()
@@ -127,10 +130,32 @@ def check_tokens(batch: Batch, vocab_size: int) -> None:
     Traceback (most recent call last):
     ValueError: tokens[1, 1] is 8; a token is in 0..7
     """
-    said = {"tokens": f"a token is in 0..{vocab_size - 1}", "mask": "the weight of a target is 0 or more, and finite"}
+    limits = {"tokens": f"a token is in 0..{vocab_size - 1}", "mask": "the weight of a target is 0 or more, and finite"}
     wrong = wrong_values(batch, vocab_size)
-    for name, what in said.items():
+    for name, limit in limits.items():
         if name in wrong and bool(wrong[name].any()):
-            at = wrong[name].nonzero()[0].tolist()
-            raise ValueError(f"{name}{at} is {batch[name][tuple(at)].item()}; {what}")
+            index = wrong[name].nonzero()[0].tolist()
+            raise ValueError(f"{name}{index} is {batch[name][tuple(index)].item()}; {limit}")
     check_targets(batch["targets"], vocab_size, batch.get("mask"))
+
+
+KINDS = ("source_loss", "source_tokens")
+
+
+def sums_by_source(batch: Batch, losses: Tensor, counts: Tensor) -> dict[str, Tensor]:
+    """{source_loss/I: the sum in nats, source_tokens/I: the tokens that count} of each source I, float64; {} for a
+    batch without `sources`, bool [B, S].
+
+    losses: of the tokens of the rows here, [B T], without a gradient. counts: [B T], whether a token counts, bool, or
+    its weight, by which its loss is multiplied.
+
+    >>> batch = {"targets": torch.ones(2, 1), "sources": torch.tensor([[True, False], [False, True]])}
+    >>> found = sums_by_source(batch, torch.tensor([3.0, 5.0]), torch.tensor([True, True]))
+    >>> {name: float(value) for name, value in found.items() if name.startswith("source_loss")}
+    {'source_loss/0': 3.0, 'source_loss/1': 5.0}
+    """
+    if SOURCES not in batch:
+        return {}
+    of_rows = torch.stack((losses.double(), counts.double()), 1).unflatten(0, batch["targets"].shape).sum(1)  # [B, 2]
+    sums = torch.where(batch[SOURCES][..., None], of_rows[:, None], 0.0).sum(0)  # [S, 2]
+    return {f"{kind}/{i}": x for i, row in enumerate(sums) for kind, x in zip(KINDS, row)}

@@ -20,29 +20,41 @@ from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.rope import rope_frequencies, rope_qk
 from fzero.models import mtp
-from fzero.models.attend import attend
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
-from fzero.models.experts import MOE_BIAS_RULE, MOE_RULES, Mixture, enter_routing, mixture
+from fzero.models.cp_attention import attend
+from fzero.models.experts import (
+    ENTROPY,
+    LOAD,
+    MOE_BIAS_RULE,
+    MOE_RULES,
+    Counts,
+    ExpertMixture,
+    balance_by_bias,
+    count,
+    enter_routing,
+    mixture,
+    no_counts,
+    tables,
+)
 from fzero.models.forward import token_loss
 from fzero.models.layers import (
-    Split,
+    DimSplit,
     add,
     add_and_norm,
-    enter,
+    enter_region,
+    exit_region,
     expect_divisible,
     gated_mlp,
-    leave,
-    leave_linear,
     linear,
     norm,
     positions_of,
+    row_parallel_linear,
     split_words,
     with_cache,
 )
 from fzero.models.llama import MLP_RULES, embed, features, head_inputs, logits, unembed
-from fzero.models.routing import ENTROPY, LOAD, Counts, balance_by_bias, count, no_counts, tables
-from fzero.models.sizes import check_sizes
+from fzero.models.size_bounds import check_sizes
 from fzero.sharding import Mesh, Rules
 
 
@@ -209,7 +221,7 @@ def latent_attention(c: DeepSeekConfig, p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     latent = norm(p["norm_kv"], latent, c.norm_eps, ctx)
     if tp.size > 1:  # one collective for the three
         sizes = [low.shape[-1], c.kv_rank, c.rope_dim]
-        low, latent, turned = enter(torch.cat((low, latent, turned), -1), ctx, "blocks/attn").split(sizes, -1)
+        low, latent, turned = enter_region(torch.cat((low, latent, turned), -1), ctx, "blocks/attn").split(sizes, -1)
     heads = c.n_heads // tp.size
     q = rearrange(linear(low, p["w_q_b" if c.q_rank else "w_q"], ctx=ctx), "b t (h k) -> b t h k", h=heads)
     kv = rearrange(linear(latent, p["w_kv_b"], ctx=ctx), "b t (h k) -> b t h k", h=heads)
@@ -228,7 +240,7 @@ def latent_attention(c: DeepSeekConfig, p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     # Forms of attention take values of the keys' size.
     v = torch.nn.functional.pad(kv[..., c.nope_dim :], (0, c.key_dim - c.value_dim))
     out = attend(q, *with_cache(k, v, ctx), Pattern.parse(c.pattern), ctx)
-    return leave_linear(rearrange(out[..., : c.value_dim], "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn")
+    return row_parallel_linear(rearrange(out[..., : c.value_dim], "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn")
 
 
 def choose_experts(c: DeepSeekConfig, p: Tree, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,8 +254,8 @@ def choose_experts(c: DeepSeekConfig, p: Tree, h: Tensor) -> tuple[Tensor, Tenso
     scores = torch.sigmoid(h.to(wide) @ p["router"].to(wide))
     biased = (scores + p["bias"].to(wide)).detach().unflatten(-1, (c.n_groups, -1))
     best = _largest(biased.sort(-1, descending=True).values[..., :2].sum(-1), c.top_groups)
-    kept = (best[..., None] == torch.arange(c.n_groups, device=h.device)).any(-2)
-    ids = _largest(torch.where(kept[..., None], biased, -torch.inf).flatten(-2), c.top_k)
+    selected = (best[..., None] == torch.arange(c.n_groups, device=h.device)).any(-2)
+    ids = _largest(torch.where(selected[..., None], biased, -torch.inf).flatten(-2), c.top_k)
     weights = torch.gather(scores, -1, ids)
     return ids, c.routed_scale * weights / (weights.sum(-1, keepdim=True) + 1e-20), scores
 
@@ -255,8 +267,8 @@ def _largest(x: Tensor, count: int) -> Tensor:
 
 def shared_experts(p: Tree, h: Tensor, ctx: Ctx) -> Tensor:
     """Return the experts of every token, of h [..., D] inside the tensor-parallel region."""
-    gate, up = (linear(h, p[f"w_{name}"], ctx=ctx) for name in ("gate", "up"))
-    return linear(glu.swiglu(gate, up, impl=ctx.kernels["swiglu"]), p["w_down"], ctx=ctx)
+    gate, up_proj = (linear(h, p[f"w_{name}"], ctx=ctx) for name in ("gate", "up"))
+    return linear(glu.swiglu(gate, up_proj, impl=ctx.kernels["swiglu"]), p["w_down"], ctx=ctx)
 
 
 def deepseek(config: DeepSeekConfig) -> Model:
@@ -295,10 +307,10 @@ def deepseek(config: DeepSeekConfig) -> Model:
         ids, weights, scores = choose_experts(c, p["moe"], h)
         counts, (load, share) = count(state, ids, scores / scores.sum(-1, keepdim=True), c.n_dense, ctx)
         balance = (c.n_experts / c.top_k) * (load * share).sum(-1)
-        h, ids, weights = enter(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
+        h, ids, weights = enter_region(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
         shared = functools.partial(shared_experts, p["shared"], h, ctx) if c.n_shared else None
-        out = mixture(p["moe"], h, ids, weights, ctx, Mixture(c.n_experts), shared)
-        x = add(x, leave(out, ctx, "blocks/moe"), c.dropout, "mlp", ctx)
+        out = mixture(p["moe"], h, ids, weights, ctx, ExpertMixture(c.n_experts), shared)
+        x = add(x, exit_region(out, ctx, "blocks/moe"), c.dropout, "mlp", ctx)
         return {**state, "x": x, "balance": state["balance"] + balance, **counts}
 
     def head(params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Loss:
@@ -332,7 +344,7 @@ def deepseek(config: DeepSeekConfig) -> Model:
         linear=r"blocks_\w+/(attn|mlp|shared)/w_\w+",
         features=lambda params, state, ctx: features(c, params, main(state), ctx),
         unembed=unembed(c),
-        after=balance_by_bias("blocks_experts", c.bias_rate)
+        leaf_rules=balance_by_bias("blocks_experts", c.bias_rate)
         | (balance_by_bias(mtp.STACK, c.bias_rate) if c.n_mtp else {}),
         splits=not c.n_mtp,  # which looks at the next position
     )
@@ -351,12 +363,12 @@ def rows(counts: Counts, first: int, end: int) -> Counts:
 def _rules(c: DeepSeekConfig, mesh: Mesh) -> Rules[str]:
     expect_divisible(
         mesh,
-        Split("blocks_experts/attn/w_kv_b", 2, c.n_heads, "n_heads", "heads"),
-        Split("blocks_dense/mlp/w_gate", 2, c.d_ff, "d_ff"),
-        Split("blocks_experts/moe/w_gate", 3, c.d_expert, "d_expert"),
-        Split("embed/tokens", 0, c.vocab_size, "vocab_size", "words"),
+        DimSplit("blocks_experts/attn/w_kv_b", 2, c.n_heads, "n_heads", "heads"),
+        DimSplit("blocks_dense/mlp/w_gate", 2, c.d_ff, "d_ff"),
+        DimSplit("blocks_experts/moe/w_gate", 3, c.d_expert, "d_expert"),
+        DimSplit("embed/tokens", 0, c.vocab_size, "vocab_size", "words"),
     )
     flagged = (*(MLP_RULES if c.n_dense else ()), *(SHARED_RULES if c.n_shared else ()))
     of_head = () if c.tied else ((r"^head/w$", "[V/tp, D]"),)
-    found = (*flagged, *(mtp.RULES if c.n_mtp else ()), *MOE_RULES, *RULES, *of_head)
-    return split_words(found, mesh, c.vocab_size)
+    rules = (*flagged, *(mtp.MTP_RULES if c.n_mtp else ()), *MOE_RULES, *RULES, *of_head)
+    return split_words(rules, mesh, c.vocab_size)

@@ -5,13 +5,19 @@ A block chooses (ids, weights) of its tokens as its model says, enters the tenso
 sharding.experts.shares) and n tokens of its own, there are two forms, both linear maps there and their transposes back.
 `gathered` gives every rank the tokens of all; `exchanged` sends a token to the ranks of its k experts alone, in rows of
 which no rank has room for more than slack n k. Shapes are the same whatever is chosen, so that blocks compile.
+
+How a model's tokens are spread over its experts: the counts of a step by layer and expert, and the bias that
+balances them without a loss.
+
+The counts of each sequence travel with the activations, so that they are those of the forward pass, once, however it is
+recomputed, split into micro-batches or cut into stages.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +29,8 @@ from fzero.core.pytree import Tree
 from fzero.kernels import moe
 from fzero.kernels.registry import Op
 from fzero.models.base import Ctx
-from fzero.models.layers import GATES, enter, sequence_axis
+from fzero.models.batch import Batch
+from fzero.models.layers import GATES, enter_region, sequence_axis
 from fzero.sharding.experts import Experts, shares
 
 MOE_RULES = (
@@ -40,10 +47,10 @@ EXPERT_BIAS_RULES = (
 OF_EXPERTS = re.compile(r"/moe/[wb]_(gate|up|down)$")  # the leaves of which a token uses those of its experts
 
 
-Beside = Callable[[], Tensor] | None  # what is computed beside an exchange
+Overlap = Callable[[], Tensor] | None  # what is computed beside an exchange
 
 
-class Mixture(NamedTuple):
+class ExpertMixture(NamedTuple):
     """What of a mixture is no tensor. capacity_factor: 0 for dropless; see `kernels.moe.capacity`."""
 
     experts: int  # of all ranks
@@ -51,11 +58,13 @@ class Mixture(NamedTuple):
     activation: str = "silu"  # of GATES
 
 
-def mixture(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, how: Mixture, beside: Beside = None) -> Tensor:
+def mixture(
+    p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, options: ExpertMixture, overlap: Overlap = None
+) -> Tensor:
     """Return sum_k weights_k expert_{ids_k}(x) of x [B, T, D], ids int64 and weights [B, T, k], inside the
     tensor-parallel region: under tp this rank's part of it.
 
-    beside: returns [B, T, D], which is added; an exchange computes it while the tokens are on their way.
+    overlap: returns [B, T, D], which is added; an exchange computes it while the tokens are on their way.
 
     p: the experts' w_gate, w_up [E, D, F] and w_down [E, F, D], or this rank's units of them; where they have biases
     b_gate, b_up [E, F] and b_down [E, D], the last whole. Where ctx.matmul is float8, dropless experts multiply as
@@ -66,22 +75,24 @@ def mixture(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, how: Mix
     if "b_down" in p and tp.size > 1:  # whose ranks add it once together
         p = {**p, "b_down": p["b_down"] * float(tp.rank == 0)}
     if ctx.mesh["ep"].size > 1:
-        return over_ep(p, x, ids, weights, ctx, how, beside)
-    gate = GATES[how.activation]
-    if how.capacity_factor:
-        return plus(moe.capacity(p, x, ids, weights, how.capacity_factor, ctx.kernels, gate=gate), beside)
-    return plus(moe.dropless(p, x, ids, weights, ctx.kernels, bool(ctx.matmul), gate), beside)
+        return mixture_over_ep(p, x, ids, weights, ctx, options, overlap)
+    gate = GATES[options.activation]
+    if options.capacity_factor:
+        return add_overlap(moe.capacity(p, x, ids, weights, options.capacity_factor, ctx.kernels, gate=gate), overlap)
+    return add_overlap(moe.dropless(p, x, ids, weights, ctx.kernels, bool(ctx.matmul), gate), overlap)
 
 
-def plus(out: Tensor, beside: Beside) -> Tensor:
-    """out and what `beside` returns."""
-    return out + beside() if beside else out
+def add_overlap(out: Tensor, overlap: Overlap) -> Tensor:
+    """out and what `overlap` returns."""
+    return out + overlap() if overlap else out
 
 
 LEAF = "blocks/moe"
 
 
-def over_ep(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, how: Mixture, beside: Beside) -> Tensor:
+def mixture_over_ep(
+    p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, options: ExpertMixture, overlap: Overlap
+) -> Tensor:
     """`mixture` on a mesh with ep, p being this rank's experts.
 
     Communicates: see `gathered` and `exchanged`. Raises ValueError for a ctx that does not say which.
@@ -92,31 +103,31 @@ def over_ep(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, how: Mix
             f"ep={ep.size}: the ctx does not say how tokens come to experts; write Ctx(experts=plan.experts), or give "
             "loss the plan"
         )
-    counts, gate = shares(how.experts, ep.size), GATES[how.activation]
-    if how.capacity_factor:
+    counts, gate = shares(options.experts, ep.size), GATES[options.activation]
+    if options.capacity_factor:
         x, (ids, weights) = all_gather(x, ep, leaf=LEAF), gather_routing(ids, weights, ep)
-        own = sum(counts[: ep.rank]), how.experts
-        out = moe.capacity(p, x, ids, weights, how.capacity_factor, ctx.kernels, own, gate)
-        return plus(psum_scatter(out, ep, leaf=LEAF), beside)
+        expert_range = sum(counts[: ep.rank]), options.experts
+        out = moe.capacity(p, x, ids, weights, options.capacity_factor, ctx.kernels, expert_range, gate)
+        return add_overlap(psum_scatter(out, ep, leaf=LEAF), overlap)
     k = ids.shape[-1]
     tokens = x.reshape(-1, x.shape[-1]), ids.reshape(-1, k), weights.reshape(-1, k)
     if ctx.experts.form == "gather":
-        return plus(gathered(p, tokens, ctx, counts, gate).reshape(x.shape), beside)
-    out, more = exchanged(p, tokens, ctx, counts, ctx.experts, gate, beside)
-    return out.reshape(x.shape) if more is None else out.reshape(x.shape) + more
+        return add_overlap(gather_mixture(p, tokens, ctx, counts, gate).reshape(x.shape), overlap)
+    out, overlap_out = exchange_mixture(p, tokens, ctx, counts, ctx.experts, gate, overlap)
+    return out.reshape(x.shape) if overlap_out is None else out.reshape(x.shape) + overlap_out
 
 
 def gather_routing(ids: Tensor, weights: Tensor, ep: Axis) -> tuple[Tensor, Tensor]:
     """The ids and weights of the tokens of all ranks of ep, along the first dim, by one collective."""
-    both = all_gather(torch.cat((weights, ids.to(weights.dtype)), -1), ep, leaf=f"{LEAF}/router")
-    weights, ids = both.chunk(2, -1)
+    packed = all_gather(torch.cat((weights, ids.to(weights.dtype)), -1), ep, leaf=f"{LEAF}/router")
+    weights, ids = packed.chunk(2, -1)
     return ids.to(torch.int64), weights
 
 
 Tokens = tuple[Tensor, Tensor, Tensor]  # x [n, D], ids and weights [n, k]
 
 
-def gathered(p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int], gate: Op) -> Tensor:
+def gather_mixture(p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int], gate: Op) -> Tensor:
     """The mixture of tokens, [n, D], where each rank computes its experts for the tokens of all.
 
     counts: the experts of each rank.
@@ -126,35 +137,35 @@ def gathered(p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int], gate: Op)
     ep, kernels = ctx.mesh["ep"], ctx.kernels
     x, (ids, weights) = all_gather(tokens[0], ep, leaf=LEAF), gather_routing(*tokens[1:], ep)
     first, count = sum(counts[: ep.rank]), counts[ep.rank]
-    own = (ids >= first) & (ids < first + count)
+    is_local = (ids >= first) & (ids < first + count)
     # Rows for the experts of other ranks are a last group, behind those that are multiplied.
-    order, place, ends = moe.group(torch.where(own, ids - first, count), count + 1, impl=kernels["group"])
-    rows = moe.permute(x, order, place, impl=kernels["permute"])
-    y = feed_forward_before(p, rows, ends[:count], ctx, gate)
-    out = moe.unpermute(y, torch.where(own, weights, 0.0), order, place, impl=kernels["unpermute"])
+    order, inverse, ends = moe.group(torch.where(is_local, ids - first, count), count + 1, impl=kernels["group"])
+    rows = moe.permute(x, order, inverse, impl=kernels["permute"])
+    y = feed_forward_prefix(p, rows, ends[:count], ctx, gate)
+    out = moe.unpermute(y, torch.where(is_local, weights, 0.0), order, inverse, impl=kernels["unpermute"])
     return psum_scatter(out, ep, leaf=LEAF)
 
 
-class Part(NamedTuple):
+class TokenChunk(NamedTuple):
     """Tokens whose rows are exchanged together: x [n, D], weights [n, k], the order of their rows and its inverse (see
     `moe.group`), and by rank of ep the rows for its experts [sender, expert]."""
 
     x: Tensor
     weights: Tensor
     order: Tensor
-    place: Tensor
+    inverse: Tensor
     rows: Sequence[Tensor]
 
     def to_ranks(self) -> Tensor:
         """The numbers of rows [sender, rank]."""
-        return torch.stack([part.sum(-1) for part in self.rows], 1)
+        return torch.stack([counts.sum(-1) for counts in self.rows], 1)
 
 
-def exchanged(
-    p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int], how: Experts, gate: Op, beside: Beside
+def exchange_mixture(
+    p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int], dispatch: Experts, gate: Op, overlap: Overlap
 ) -> tuple[Tensor, Tensor | None]:
     """The mixture of tokens, [n, D], where each row of a token is sent to the rank of its expert, and its result back;
-    and what `beside` gives, which is computed while the first rows are on their way.
+    and what `overlap` gives, which is computed while the first rows are on their way.
 
     counts: the experts of each rank. The tokens may be in parts: while the experts compute those of one, the rows of
     the next one are on their way, and the results of the one before.
@@ -162,48 +173,54 @@ def exchanged(
     Backward as many. Raises ValueError, on every rank of ep, if one is sent more rows than it has room for.
     """
     ep, kernels = ctx.mesh["ep"], ctx.kernels
-    if how.parts > len(tokens[0]):
-        raise ValueError(f"experts: parts is {how.parts}, and a rank has {len(tokens[0])} tokens; use fewer parts")
-    split = [t.tensor_split(how.parts) for t in tokens]
+    if dispatch.parts > len(tokens[0]):
+        raise ValueError(f"experts: parts is {dispatch.parts}, and a rank has {len(tokens[0])} tokens; use fewer parts")
+    split = [t.tensor_split(dispatch.parts) for t in tokens]
     grouped = [moe.group(ids, sum(counts), impl=kernels["group"]) for ids in split[1]]
     sizes = torch.stack([torch.diff(ends, prepend=ends.new_zeros(1)) for *_, ends in grouped]).to(torch.int64)
     table = all_gather(sizes[None], ep, leaf=f"{LEAF}/counts")  # [sender, part, expert]
-    rows = [table[:, i].split(list(counts), 1) for i in range(how.parts)]
-    parts = [Part(x, w, order, place, to) for x, w, (order, place, _), to in zip(split[0], split[2], grouped, rows)]
-    there, back, more = [sent(parts[0], ctx, counts, how)], list[Future[Tensor]](), None
-    for i, part in enumerate(parts):
-        there += [sent(one, ctx, counts, how) for one in parts[i + 1 : i + 2]]
-        more = beside() if beside and i == 0 else more
-        y = computed(p, there[i].wait(), part.rows[ep.rank], ctx, gate)
-        back.append(start_exchange_rows(y, part.to_ranks().t(), ep, part.order.numel(), leaf=LEAF))
+    rows = [table[:, i].split(list(counts), 1) for i in range(dispatch.parts)]
+    parts = [
+        TokenChunk(x, w, order, inverse, row_counts)
+        for x, w, (order, inverse, _), row_counts in zip(split[0], split[2], grouped, rows)
+    ]
+    arrivals, results, overlap_out = [send_rows(parts[0], ctx, counts, dispatch)], list[Future[Tensor]](), None
+    for i, chunk in enumerate(parts):
+        arrivals += [send_rows(next_chunk, ctx, counts, dispatch) for next_chunk in parts[i + 1 : i + 2]]
+        overlap_out = overlap() if overlap and i == 0 else overlap_out
+        y = run_experts(p, arrivals[i].wait(), chunk.rows[ep.rank], ctx, gate)
+        results.append(start_exchange_rows(y, chunk.to_ranks().t(), ep, chunk.order.numel(), leaf=LEAF))
     impl = kernels["unpermute"]
-    out = [moe.unpermute(y.wait(), part.weights, part.order, part.place, impl=impl) for part, y in zip(parts, back)]
-    return torch.cat(out) if len(out) > 1 else out[0], more
+    out = [
+        moe.unpermute(y.wait(), chunk.weights, chunk.order, chunk.inverse, impl=impl)
+        for chunk, y in zip(parts, results)
+    ]
+    return torch.cat(out) if len(out) > 1 else out[0], overlap_out
 
 
-def sent(part: Part, ctx: Ctx, counts: Sequence[int], how: Experts) -> Future[Tensor]:
+def send_rows(chunk: TokenChunk, ctx: Ctx, counts: Sequence[int], dispatch: Experts) -> Future[Tensor]:
     """The start of the exchange of a part's rows, which arrive in the order of senders, and of experts in what each
     sends."""
-    ep, (n, k) = ctx.mesh["ep"], part.weights.shape
-    rows = moe.permute(part.x, part.order, part.place, impl=ctx.kernels["permute"])
-    room = how.room(n * k, ep.size * n * min(k, max(counts)))
-    otherwise = f"use a larger slack than exchange:{how.slack:g}, or gather"
-    return start_exchange_rows(rows, part.to_ranks(), ep, room, leaf=LEAF, otherwise=otherwise)
+    ep, (n, k) = ctx.mesh["ep"], chunk.weights.shape
+    rows = moe.permute(chunk.x, chunk.order, chunk.inverse, impl=ctx.kernels["permute"])
+    capacity = dispatch.row_capacity(n * k, ep.size * n * min(k, max(counts)))
+    otherwise = f"use a larger slack than exchange:{dispatch.slack:g}, or gather"
+    return start_exchange_rows(rows, chunk.to_ranks(), ep, capacity, leaf=LEAF, otherwise=otherwise)
 
 
-def computed(p: Tree, rows: Tensor, arrived: Tensor, ctx: Ctx, gate: Op) -> Tensor:
+def run_experts(p: Tree, rows: Tensor, arrived: Tensor, ctx: Ctx, gate: Op) -> Tensor:
     """The results of this rank's experts for rows that arrived by `sent`, in their order. arrived: [sender, expert]."""
     count, kernels = arrived.shape[1], ctx.kernels
     ends = arrived.reshape(-1).cumsum(0)
     sender_expert = torch.searchsorted(ends, torch.arange(rows.shape[0], device=rows.device), right=True)
     expert = torch.where(sender_expert < len(ends), sender_expert % count, count)  # no expert behind them all
-    order, place, ends = moe.group(expert[:, None], count + 1, impl=kernels["group"])
-    rows = moe.permute(rows, order, place, impl=kernels["permute"])
-    y = feed_forward_before(p, rows, ends[:count], ctx, gate)
-    return moe.permute(y, place, order, impl=kernels["permute"])
+    order, inverse, ends = moe.group(expert[:, None], count + 1, impl=kernels["group"])
+    rows = moe.permute(rows, order, inverse, impl=kernels["permute"])
+    y = feed_forward_prefix(p, rows, ends[:count], ctx, gate)
+    return moe.permute(y, inverse, order, impl=kernels["permute"])
 
 
-def feed_forward_before(p: Tree, rows: Tensor, ends: Tensor, ctx: Ctx, gate: Op) -> Tensor:
+def feed_forward_prefix(p: Tree, rows: Tensor, ends: Tensor, ctx: Ctx, gate: Op) -> Tensor:
     """`moe.feed_forward` of the rows before the last of `ends`, and zeros behind them. What products leave there, in
     both passes, is thrown away."""
     used = (torch.arange(rows.shape[0], device=rows.device) < ends[-1])[:, None]
@@ -216,10 +233,10 @@ def enter_routing(ids: Tensor, weights: Tensor, ctx: Ctx) -> tuple[Tensor, Tenso
     `layers.enter`.
     """
     if sequence_axis(ctx).size == 1:
-        return ids, enter(weights, ctx, "blocks/moe/router")
+        return ids, enter_region(weights, ctx, "blocks/moe/router")
     # One collective in place of two: a floating-point number represents an expert's number exactly.
-    both = enter(torch.cat((weights, ids.to(weights.dtype)), -1), ctx, "blocks/moe/router")
-    weights, ids = both.chunk(2, -1)
+    packed = enter_region(torch.cat((weights, ids.to(weights.dtype)), -1), ctx, "blocks/moe/router")
+    weights, ids = packed.chunk(2, -1)
     return ids.to(torch.int64), weights
 
 
@@ -234,3 +251,69 @@ def mean_over_positions(ctx: Ctx, *values: Tensor) -> Sequence[Tensor]:
     sums = psum(torch.cat(values, -1).sum(1) / (cp.size * axis.size * values[0].shape[1]), axis, leaf=leaf)
     sums = pvary(psum(sums, cp, leaf=leaf), cp, leaf=leaf)  # which weigh it by their own tokens
     return sums.split([value.shape[-1] for value in values], -1)
+
+
+# "load" [B, L, E]: the tokens of each expert; "entropy" [B, L]: of the shares, summed over tokens, in nats
+Counts = dict[str, Tensor]
+LOAD, ENTROPY, DROPPED, BIAS = "load", "entropy", "dropped", "bias"
+
+
+def no_counts(x: Tensor, layers: int, experts: int, ctx: Ctx) -> Counts:
+    """The counts before the first of so many layers with experts, of the sequences x [B, T, D]."""
+    wide = torch.promote_types(ctx.dtype, torch.float32)
+    load = torch.zeros(x.shape[0], layers, experts, dtype=wide, device=x.device)
+    return {LOAD: load, ENTROPY: load[..., 0].clone()}
+
+
+def count(
+    counts: Counts, ids: Tensor, shares: Tensor, first: int, ctx: Ctx, *extras: Tensor
+) -> tuple[Counts, list[Any]]:
+    """(the counts with those of this layer, the means over T of [load, shares, *more] [B, n]).
+
+    ids: int64 [B, T, k], the experts of this rank's tokens. shares: [B, T, E], each expert's probability or share of
+    the scores, which sum to 1. first: the number of the first layer with experts. extras: further values [B, T, n].
+    Communicates: see `mean_over_positions`.
+    """
+    assert isinstance(ctx.layer, Tensor)  # a block is called by a stack, with its number
+    layers, experts = counts[LOAD].shape[1:]
+    chosen = (ids[..., None] == torch.arange(experts, device=ids.device)).sum(-2).to(shares.dtype)
+    probs = shares.detach()
+    entropy = -(probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(-1, keepdim=True)
+    means: Sequence[Tensor] = mean_over_positions(ctx, chosen, shares, *extras, entropy)
+    positions = ids.shape[1] * sequence_axis(ctx).size * ctx.mesh["cp"].size
+    is_layer = (torch.arange(layers, device=ids.device) == ctx.layer - first).to(shares.dtype)
+    load = torch.round(means[0].detach() * positions)  # a number of tokens again, exactly
+    entropy = means[-1].detach() * positions
+    new = {LOAD: counts[LOAD] + is_layer[:, None] * load[:, None], ENTROPY: counts[ENTROPY] + is_layer * entropy}
+    return new, list(means[:-1])
+
+
+def tables(stack: str, counts: Counts, capacity: int = 0) -> dict[str, Tensor]:
+    """The sums over sequences for `Loss.tables`: STACK/moe/load [L, E] and STACK/moe/entropy [L].
+
+    capacity: the tokens of a sequence that an expert takes; the others are STACK/moe/dropped [L, E]. 0: it takes all.
+    """
+    totals = {LOAD: counts[LOAD], ENTROPY: counts[ENTROPY]}
+    if capacity:
+        totals[DROPPED] = (counts[LOAD] - capacity).clamp_min(0.0)
+    return {f"{stack}/moe/{name}": value.detach().to(torch.float64).sum(0) for name, value in totals.items()}
+
+
+def positions_of_batch(batch: Batch, ctx: Ctx) -> int:
+    """The positions T of a whole sequence, of a batch as a head sees it."""
+    return batch["targets"].shape[-1] * ctx.mesh["cp"].size
+
+
+def balance_by_bias(stack: str, rate: float) -> dict[str, Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None]:
+    """The rule for `Model.leaf_rules` by which the bias [L, E] of a stack's routers goes up for an expert with fewer
+    tokens than the mean of its layer, and down for one with more, by `rate`; 0: it stays.
+
+    Ref: Wang et al. 2024, "Auxiliary-loss-free load balancing strategy for mixture-of-experts", arXiv:2408.15664,
+    algorithm 1.
+    """
+
+    def move(bias: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
+        load = sums[f"{stack}/moe/{LOAD}"]
+        return bias + rate * torch.sign(load.mean(-1, keepdim=True) - load).to(bias.dtype)
+
+    return {f"{stack}/moe/{BIAS}": move if rate else None}

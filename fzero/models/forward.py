@@ -1,28 +1,153 @@
-"""The forward pass of a layered Model, from a batch to its loss or logits, on one process or on a rank of a mesh."""
+"""The forward pass of a layered Model, from a batch to its loss or logits, on one process or on a rank of a mesh.
+
+Where the tokens of each rank of cp are in their sequences, for blocks that are chosen by the batch's documents.
+
+Which blocks balance the work depends on where documents lie. So positions are data, an int64 tensor, and no shape or
+number of a graph depends on them: one operator makes them of the batch on the host. All ranks of cp have the same
+batch, and choose alike.
+
+A stack of layers over the ranks of pp as a function that composes with torch.func; training runs
+train/pipeline_executor.py.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import psum
+from fzero.comm.collectives import ppermute, psum
 from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree
 from fzero.core.stack import Block, depth, in_turn, stack
+from fzero.kernels.attention_pattern import Pattern, pairs_by_query
 from fzero.kernels.cross_entropy import counted_tokens, number_of
+from fzero.kernels.custom_operator import operator
 from fzero.kernels.linear_cross_entropy import linear_cross_entropy
 from fzero.models.base import Ctx, Loss, Model, stacks_of
-from fzero.models.batch import SOURCES, WHOLE, WRONG, Batch, check_batch, has_tokens, mark_wrong, select_tokens
-from fzero.models.by_source import sums_by_source
-from fzero.models.place import balanced_positions, patterns_of
-from fzero.models.stack_over_pp import stack_over_pp
+from fzero.models.batch import (
+    FULL_ENTRIES,
+    SOURCES,
+    WRONG,
+    Batch,
+    check_batch,
+    has_tokens,
+    mark_wrong,
+    select_tokens,
+    sums_by_source,
+)
+from fzero.models.layer_kinds import parse_layers
 from fzero.sharding import Plan
-from fzero.sharding.unshard import unshard_block, unshard_tree
+from fzero.sharding.context import balanced, blocks_of, in_blocks
+from fzero.sharding.prefetch import unshard_block, unshard_tree
+
+
+def patterns_of(config: Any) -> list[str]:
+    """The attention patterns of a model's layers, of each period of them."""
+    return [str(kind.pattern) for kind in parse_layers(getattr(config, "pattern", "full"))]
+
+
+def _shape(tokens: Tensor, documents: Tensor | None, ranks: int, patterns: list[str]) -> Tensor:
+    return tokens.new_empty((ranks, tokens.shape[-1] // ranks), dtype=torch.int64)
+
+
+def _batch_examples(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    tokens: Tensor,
+    documents: Tensor | None,
+    ranks: int,
+    patterns: list[str],
+) -> tuple[Tensor, int | None]:
+    """The rule of vmap: every example chooses by its own documents; without documents all choose alike."""
+    of_tokens, of_documents = in_dims[:2]
+    tokens = tokens if of_tokens is None else tokens.select(of_tokens, 0)  # which alone have no say
+    if documents is None or of_documents is None:
+        return balanced_positions(tokens, documents, ranks, patterns), None
+    chosen = [
+        balanced_positions(tokens, example_documents, ranks, patterns)
+        for example_documents in documents.unbind(of_documents)
+    ]
+    return torch.stack(chosen), 0
+
+
+@operator(
+    "balanced_positions(Tensor tokens, Tensor? documents, int ranks, str[] patterns) -> Tensor",
+    _shape,
+    batched=_batch_examples,
+)
+def balanced_positions(tokens: Tensor, documents: Tensor | None, ranks: int, patterns: list[str]) -> Tensor:
+    """The positions of each rank's tokens, int64 [ranks, T / ranks], by `balanced` blocks of equal sizes.
+
+    tokens [B, T], documents int [B, T] or None: the work is that of all rows, and of the layers that have the attention
+    `patterns`.
+    """
+    count = tokens.shape[-1]
+    rows = np.zeros((1, count), np.int64) if documents is None else documents.cpu().numpy()
+    work = sum(pairs_by_query(Pattern.parse(text), rows).sum(0) for text in patterns)
+    blocks = blocks_of(count, ranks)
+    pieces = balanced(in_blocks(np.asarray(work), blocks), ranks)
+    return torch.stack([pieces.positions(rank, count) for rank in range(ranks)]).to(tokens.device)
+
+
+def stack_over_pp(
+    apply: Callable[..., Any],
+    name: str,
+    blocks: Sequence[Block],
+    layers: Tree,
+    x: Any,
+    ctx: Any,
+    first: int,
+    plan: Plan,
+) -> tuple[Any, int]:
+    """A stack of layers over the ranks of pp: (x after it, the number of the layer behind it).
+
+    apply: (blocks, layers, x, number of the first layer) -> x, for the layers that a rank holds. ctx: what it depends
+    on beside. first: the number of the stack's first layer.
+
+    Stage by stage x goes on to the next stage's rank, which applies its layers. What the other ranks hold meanwhile is
+    nobody's, and they send it around too: all ranks run the same collectives over pp, also in the backward pass and
+    under transforms, if what they hold depends on the same tensors.
+
+    Communicates: x for each stage that begins in this stack, from each rank of pp; in the backward pass as much.
+    """
+    assert plan.stages is not None
+    axis = plan.mesh["pp"]
+    leaves = [leaf for leaf_name, leaf in plan.leaves.items() if leaf_name.startswith(f"{name}/")]
+    rows, end = leaves[0].params.rows[axis.rank], first + leaves[0].shape[0]
+    for stage, numbers in enumerate(plan.stages.layers):
+        low, high = max(first, numbers[0]), min(end, numbers[-1] + 1)
+        if low >= high:
+            continue
+        step = plan.stages.ranks[stage] - plan.stages.ranks[stage - 1] if stage and low == numbers[0] else 0
+        if step:
+            turn = [(rank, (rank + step) % axis.size) for rank in range(axis.size)]
+            x = pytree.map(lambda leaf, turn=turn: ppermute(leaf, axis, turn, leaf="x"), x)
+        if plan.stages.ranks[stage] == axis.rank:
+            row, shift = rows.index(low - first), (low - first) % len(blocks)
+            local_layers = pytree.map(lambda leaf, row=row, n=high - low: leaf[row : row + n], layers)
+            x = apply((*blocks[shift:], *blocks[:shift]), local_layers, x, low)
+        else:
+            x = depend_on(x, [*pytree.leaves(layers), *pytree.leaves(ctx)])
+    return x, end
+
+
+def depend_on(x: Any, sources: Sequence[Any]) -> Any:
+    """x, to the bit, as a function also of those of `sources` that are tensors: it has their batches under vmap, a
+    gradient and a tangent of 0 by each of them, and so has its own gradient."""
+    tensors = [leaf for leaf in (*pytree.leaves(x), *sources) if isinstance(leaf, Tensor)]
+
+    def add_dependence(leaf: Tensor) -> Tensor:
+        empty = [tensor.flatten()[:0].to(leaf.dtype).sum() for tensor in tensors]
+        return leaf * (1 + sum(empty[1:], empty[0]))
+
+    return pytree.map(add_dependence, x)
 
 
 def under_plan(ctx: Ctx, plan: Plan) -> Ctx:
@@ -56,7 +181,7 @@ def prepare(model: Model, batch: Batch, ctx: Ctx) -> Ctx:
     the model's `prepare` makes of it."""
     cp = ctx.mesh["cp"]
     if ctx.context:
-        tokens, pieces = batch["tokens"], ctx.context.over(cp.size)
+        tokens, pieces = batch["tokens"], ctx.context.pieces_for(cp.size)
         if pieces is None:
             placed = balanced_positions(tokens, batch.get("documents"), cp.size, patterns_of(model.config))
         else:
@@ -68,16 +193,16 @@ def prepare(model: Model, batch: Batch, ctx: Ctx) -> Ctx:
     return ctx if model.prepare is None else ctx._replace(prepared=model.prepare(batch, ctx))
 
 
-def own_part(model: Model, batch: Batch, ctx: Ctx) -> Batch:
+def localize_batch(model: Model, batch: Batch, ctx: Ctx) -> Batch:
     """The part of a batch of whole sequences that embedding and head see, ctx being from `prepare`: what there is for
     each token, of this rank's, without tokens that the embedding has no row for: see `mark_wrong`. Documents, and the
     model's `whole_entries`, stay whole."""
     if not isinstance(ctx.positions, tuple):
-        batch = select_tokens(batch, ctx.positions, (*WHOLE, *model.whole_entries))
+        batch = select_tokens(batch, ctx.positions, (*FULL_ENTRIES, *model.whole_entries))
     return mark_wrong(model.config, batch)
 
 
-def judged(out: Loss, batch: Batch) -> Loss:
+def flag_invalid(out: Loss, batch: Batch) -> Loss:
     """The loss that a head gave of a batch from `own_part`, NaN if a value of that batch is wrong."""
     wrong = batch.get(WRONG)
     return out if wrong is None else out._replace(total=torch.where(wrong, math.nan, out.total))
@@ -86,36 +211,36 @@ def judged(out: Loss, batch: Batch) -> Loss:
 def transform(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Any:
     """Return the activations after the last block; ctx is from `prepare`, the batch from `own_part`. With pp they are
     those on the last stage's rank."""
-    x = model.embed(unshard_part(model, "embed", params, plan, ctx), batch, ctx)
+    x = model.embed(unshard_segment(model, "embed", params, plan, ctx), batch, ctx)
     inner = ctx._replace(remat=Remat())  # a block is the same program under every policy
     first = 0
 
     def apply(blocks: tuple[Block, ...], layers: Tree, x: Any, first: int) -> Any:
         return stack(blocks, layers, x, inner, remat=ctx.remat, compiled=ctx.compiled, first=first)
 
-    for one in stacks_of(model):
-        if one.join is not None:
-            x = one.join(unshard_part(model, one.join_name, params, plan, ctx), x, batch, ctx)
-        blocks, layers = in_turn(one.block), params[one.name]
+    for layer_stack in stacks_of(model):
+        if layer_stack.join is not None:
+            x = layer_stack.join(unshard_segment(model, layer_stack.join_name, params, plan, ctx), x, batch, ctx)
+        blocks, layers = in_turn(layer_stack.block), params[layer_stack.name]
         if plan is not None and ctx.mesh.size > 1:
-            blocks = tuple(unshard_block(f, plan, one.name) for f in blocks)
+            blocks = tuple(unshard_block(f, plan, layer_stack.name) for f in blocks)
         if plan is None or plan.stages is None:
             x = apply(blocks, layers, x, first)
             first += depth(layers)
         else:
-            x, first = stack_over_pp(apply, one.name, blocks, layers, x, inner, first, plan)
+            x, first = stack_over_pp(apply, layer_stack.name, blocks, layers, x, inner, first, plan)
     return x
 
 
-def unshard_part(model: Model, part: str, params: Tree, plan: Plan | None, ctx: Ctx) -> Tree:
+def unshard_segment(model: Model, segment: str, params: Tree, plan: Plan | None, ctx: Ctx) -> Tree:
     """Return the parameters that "embed", "head" or a join uses, gathered from the shards at rest."""
     if plan is None or ctx.mesh.size == 1:
         return params
-    shared = model.shared if part != "embed" else ()
+    shared = model.shared if segment != "embed" else ()
     used = {
         name: leaf
         for name, leaf in pytree.named_leaves(params).items()
-        if name.startswith(f"{part}/") or name in shared
+        if name.startswith(f"{segment}/") or name in shared
     }
     return unshard_tree(pytree.nest(used), plan)
 
@@ -148,14 +273,14 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
         ctx = ctx._replace(experts=replace(ctx.experts, slack=math.inf))  # a loss cannot be computed again
     check(model, batch, ctx)
     ctx = prepare(model, batch, ctx)
-    batch = own_part(model, batch, ctx)
+    batch = localize_batch(model, batch, ctx)
     x = transform(model, params, batch, ctx, plan)
-    out = judged(model.head(unshard_part(model, "head", params, plan, ctx), x, batch, ctx), batch)
+    out = flag_invalid(model.head(unshard_segment(model, "head", params, plan, ctx), x, batch, ctx), batch)
     if plan is None or plan.stages is None:
         return out
     axis = plan.mesh["pp"]  # whose ranks have computed a head each, as they must gather its leaves
-    mine = torch.full((), axis.rank == plan.stages.ranks[-1], device=out.total.device)
-    return pytree.map(lambda leaf: psum(torch.where(mine, leaf, torch.zeros_like(leaf)), axis, leaf="loss"), out)
+    is_last = torch.full((), axis.rank == plan.stages.ranks[-1], device=out.total.device)
+    return pytree.map(lambda leaf: psum(torch.where(is_last, leaf, torch.zeros_like(leaf)), axis, leaf="loss"), out)
 
 
 def logits(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx()) -> Tensor:  # noqa: B008
@@ -191,5 +316,5 @@ def token_loss(
         num_tokens = number_of(counted_tokens(targets, mask))  # which ones count is not kept beside the products
         return linear_cross_entropy(flat, w, targets, mask, **options), num_tokens, {}
     counts = counted_tokens(targets, mask)
-    total, losses = linear_cross_entropy(flat, w, targets, mask, each=True, **options)
+    total, losses = linear_cross_entropy(flat, w, targets, mask, per_token=True, **options)
     return total, number_of(counts), sums_by_source(batch, losses, counts)

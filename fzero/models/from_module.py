@@ -1,21 +1,90 @@
-"""An nn.Module as a Model: its repeated layers become a stack, what comes before and after them embed and head."""
+"""An nn.Module as a Model: its repeated layers become a stack, what comes before and after them embed and head.
+
+The Model of an nn.Module that is trained whole, as one part.
+"""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from fzero.core import pytree
 from fzero.core.arguments import checked, expect_kind
-from fzero.models.base import Model
+from fzero.core.closure_state import ClosureState
+from fzero.core.purity_checks import PureCalls
+from fzero.core.pytree import Tree
+from fzero.models.base import Ctx, Loss, Model, Start
 from fzero.models.batch import Batch
-from fzero.models.module_functions import Layered, LossOf, Weights
-from fzero.models.module_layers import CannotSplit, choices
-from fzero.models.module_whole import whole_model
+from fzero.models.loss_value import loss_of
+from fzero.models.module_functions import (
+    Layered,
+    ModuleConfig,
+    Weights,
+    dotted,
+    expect_batch,
+    init,
+    no_logits,
+    slashed,
+    trained_of,
+)
+from fzero.models.module_layers import CannotSplit, Constants, choices, without_memory
+from fzero.models.module_split import LossOf, ModuleCall
+from fzero.models.module_tp import calling, draws_of
+from fzero.models.wide_sums import wide_sums
+from fzero.sharding import Mesh, Rules
+
+
+def unsplit_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
+    """The Model of a module that is not split: all of it is the head."""
+    body = without_memory(module)
+    values = {name: leaf.detach().clone() for name, leaf in module.named_buffers()}
+    buffers = Constants(values, module.state_dict(keep_vars=True))
+    parameters = dict(body.named_parameters())
+    start = {f"head/{slashed(n)}": Start((weights(n),), tuple(leaf.shape), False) for n, leaf in parameters.items()}
+    shapes, calls = {name: item.shape for name, item in start.items()}, PureCalls(body, trained_of(module))
+
+    def prepare(batch: Batch, ctx: Ctx) -> int:
+        return expect_batch(batch)
+
+    def head(params: Tree, x: Any, batch: Batch, ctx: Ctx) -> Loss:
+        buffer_values = buffers.to_device(pytree.leaves(batch)[0].device, ctx.dtype)
+        param_values = dotted(params["head"], ctx.dtype)
+        groups = {"the buffer": buffer_values, "the parameter": param_values, "the batch's": pytree.named_leaves(batch)}
+        named = {f"{label} {name}": leaf for label, tensors in groups.items() for name, leaf in tensors.items()}
+
+        def run() -> Any:
+            return loss(ModuleCall(body, {**param_values, **buffer_values}, ctx.dtype), batch)
+
+        with calling(ctx, ctx.prepared) as call, wide_sums(named.values()):
+            return loss_of(calls(run, named, draws_of(call), partial(ClosureState.from_function, loss)))
+
+    return Model(
+        config=ModuleConfig(type(module).__name__, 0),
+        init=partial(init, shapes),
+        embed=lambda params, batch, ctx: (),
+        block={},
+        head=head,
+        logits=no_logits,
+        rules=partial(unsplit_rules, shapes),
+        prepare=prepare,
+        start=start,
+        draws=any(item.training for item in module.modules()),
+        frozen=frozenset(f"head/{slashed(n)}" for n, leaf in parameters.items() if not leaf.requires_grad),
+    )
+
+
+def unsplit_rules(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh) -> Rules[str]:
+    """The sharding rules of a module that is not split: nothing is over tp."""
+    if mesh["tp"].size > 1:
+        raise ValueError(f"tp={mesh['tp'].size}: this module is trained whole, and tp splits layers; use dp")
+    return [(f"^{re.escape(n)}$", f"[{', '.join('·' * len(shape))}]") for n, shape in shapes.items()]
 
 
 @checked("module loss batch")
@@ -73,16 +142,16 @@ def from_module(
     if not callable(loss):
         raise TypeError(f"loss is a {type(loss).__name__}; write a function loss(call, batch)")
     expect_trainable(module)
-    return model_of(module, loss, held_by(module), layers=layers, batch=batch, tp=tp)
+    return model_of(module, loss, weight_reader(module), layers=layers, batch=batch, tp=tp)
 
 
-def held_by(module: nn.Module) -> Weights:
+def weight_reader(module: nn.Module) -> Weights:
     """The weights of a module, which are held; raises ValueError for one that has none."""
-    held = dict(module.named_parameters())
-    for name, leaf in held.items():
+    params = dict(module.named_parameters())
+    for name, leaf in params.items():
         if leaf.is_meta:
             raise ValueError(f"{name} is on the meta device and has no values; give the module weights")
-    return lambda name: partial(held.__getitem__, name)
+    return lambda name: partial(params.__getitem__, name)
 
 
 def model_of(
@@ -93,37 +162,37 @@ def model_of(
     layers: str | Sequence[str] | None,
     batch: Batch | None,
     tp: Mapping[str, str] | str | None,
-    found: bool = False,
+    inferred: bool = False,
 ) -> Model:
-    """The Model of a module that may be trained, which begins with these weights; see from_module. found: the rules of
-    tp are not the caller's, and need not fit.
+    """The Model of a module that may be trained, which begins with these weights; see from_module. inferred: the rules
+    of tp are not the caller's, and need not fit.
     """
     reasons: list[str] = []
     if isinstance(tp, str) and tp != "auto":
         raise ValueError(f'tp={tp!r}: it must be "auto", or rules such as {{"q|k|v|up": "columns", "o|down": "rows"}}')
-    tp, found = ({"": "auto"}, True) if not tp or isinstance(tp, str) else (tp, found)
+    tp, inferred = ({"": "auto"}, True) if not tp or isinstance(tp, str) else (tp, inferred)
     try:
         for stacks in choices(module, layers):
             try:
-                model = Layered(module, loss, stacks, tp, found).model(weights, batch)
+                model = Layered(module, loss, stacks, tp, inferred).model(weights, batch)
             except CannotSplit as reason:
                 reasons.append(str(reason))
                 continue
             if reasons:
-                what = f"only {stacks['blocks'].names[0]} to {stacks['blocks'].names[-1]}"
-                warn_of(module, f"{what} are trained layer by layer, and no other list", reasons[0])
+                subject = f"only {stacks['blocks'].names[0]} to {stacks['blocks'].names[-1]}"
+                warn_of(module, f"{subject} are trained layer by layer, and no other list", reasons[0])
             return model
     except CannotSplit as reason:
         reasons.append(str(reason))
-    if layers is not None or (tp and not found):
+    if layers is not None or (tp and not inferred):
         raise ValueError(f"{type(module).__name__} cannot be split into layers: {reasons[-1]}")
     warn_of(module, "it is trained whole, and not layer by layer", reasons[-1])
-    return whole_model(module, loss, weights)
+    return unsplit_model(module, loss, weights)
 
 
-def warn_of(module: nn.Module, what: str, reason: str) -> None:
+def warn_of(module: nn.Module, subject: str, reason: str) -> None:
     """Say that a module is trained in larger parts than its layers, and why."""
-    warnings.warn(f"{type(module).__name__}: {what}: {reason}", UserWarning, stacklevel=4)
+    warnings.warn(f"{type(module).__name__}: {subject}: {reason}", UserWarning, stacklevel=4)
 
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -136,28 +205,28 @@ OLD_NORMS = {
 
 def expect_trainable(module: nn.Module) -> None:
     """Raise ValueError, naming the first module or tensor, for what cannot be trained as a pure function."""
-    for name, one in module.named_modules():
-        at = f"{name or 'the module'} ({type(one).__name__})"
-        if isinstance(one, NORMS) and one.running_mean is None:
+    for name, child in module.named_modules():
+        location = f"{name or 'the module'} ({type(child).__name__})"
+        if isinstance(child, NORMS) and child.running_mean is None:
             raise ValueError(
-                f"{at} keeps no running statistics, so that it always uses those of a batch, which depend on how that "
-                "is cut over ranks; use LayerNorm or GroupNorm"
+                f"{location} keeps no running statistics, so that it always uses those of a batch, which depend on how "
+                "that is cut over ranks; use LayerNorm or GroupNorm"
             )
-        if isinstance(one, NORMS) and one.training:
+        if isinstance(child, NORMS) and child.training:
             raise ValueError(
-                f"{at} keeps running statistics, which depend on how a batch is cut over ranks; use LayerNorm or "
+                f"{location} keeps running statistics, which depend on how a batch is cut over ranks; use LayerNorm or "
                 f"GroupNorm, or call .eval() on it to train with the statistics it has"
             )
-        for hook in one._forward_pre_hooks.values():
+        for hook in child._forward_pre_hooks.values():
             if fix := OLD_NORMS.get(type(hook)):
                 raise ValueError(
-                    f"{at}: torch.nn.utils.{fix[0]} makes its weight anew before each call; undo it by "
+                    f"{location}: torch.nn.utils.{fix[0]} makes its weight anew before each call; undo it by "
                     f"torch.nn.utils.remove_{fix[0]}(module) and {fix[1]}"
                 )
-        for key, value in vars(one).items():
+        for key, value in vars(child).items():
             if isinstance(value, Tensor):
                 raise ValueError(
-                    f"{at}: its attribute {key!r} is a tensor that is neither a parameter nor a buffer; write "
+                    f"{location}: its attribute {key!r} is a tensor that is neither a parameter nor a buffer; write "
                     f'self.register_buffer("{key}", ...)'
                 )
     for name, leaf in module.named_parameters():

@@ -14,31 +14,31 @@ from fzero.kernels.attention import Pattern
 from fzero.kernels.embedding import look_up
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
+from fzero.models.chunked_layer import AttentionLayer
 from fzero.models.forward import token_loss
-from fzero.models.layer_in_chunks import AttentionLayer
 from fzero.models.layers import (
     Attention,
-    Split,
+    DimSplit,
     add,
     add_and_norm,
     document_positions,
     dropout,
     embed_tokens,
-    enter,
+    enter_region,
+    exit_region,
     expect_divisible,
     expect_plain,
-    leave,
-    leave_attention,
-    leave_linear,
     linear,
+    local_tokens,
     norm,
-    own_tokens,
+    project_attention,
     queries_keys_values,
+    row_parallel_linear,
     sequence_axis,
     split_words,
     vocabulary_logits,
 )
-from fzero.models.sizes import check_sizes
+from fzero.models.size_bounds import check_sizes
 from fzero.models.tiled_linear import tiled_gelu_mlp
 from fzero.sharding import Mesh, Rules
 from fzero.sharding.slices import narrow_part
@@ -68,7 +68,7 @@ class GPT2Config:
     pattern: str = "full"  # attention pattern, see Pattern.parse
     mlp_tiles: int = 1  # parts that the MLP's hidden units are computed in, see fzero.models.tiled_linear
     mlp_tokens: int = 0  # tokens that the MLP is computed for at a time, for long sequences; 0: all
-    layer_tokens: int = 0  # and a whole layer, see fzero.models.layer_in_chunks; 0: all
+    layer_tokens: int = 0  # and a whole layer, see fzero.models.chunked_layer; 0: all
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -112,7 +112,7 @@ def _init(c: GPT2Config, make: MakeLeaf) -> Tree:
         },
         "blocks": {
             "ln_1": norm("blocks/ln_1", c.n_layers, d),
-            "attn": {name: leaf for part in attn for name, leaf in part.items()},
+            "attn": {name: leaf for leaves in attn for name, leaf in leaves.items()},
             "ln_2": norm("blocks/ln_2", c.n_layers, d),
             "mlp": {
                 **dense("blocks/mlp", "w_in", "b_in", d, c.d_ff, std),
@@ -127,13 +127,13 @@ def _init(c: GPT2Config, make: MakeLeaf) -> Tree:
 
 
 def _feed_forward(c: GPT2Config, p: Tree, h: Tensor, ctx: Ctx) -> Tensor:
-    h = enter(h, ctx, "blocks/mlp")
+    h = enter_region(h, ctx, "blocks/mlp")
     if c.mlp_tiles > 1 or c.mlp_tokens:
         expect_plain(p, ctx, c.mlp_tiles, c.mlp_tokens)
         h = tiled_gelu_mlp(h, p["w_in"], p["w_out"], c.mlp_tiles, p["b_in"], tokens=c.mlp_tokens)
-        return leave(h, ctx, "blocks/mlp") + p["b_out"].to(h.dtype)
+        return exit_region(h, ctx, "blocks/mlp") + p["b_out"].to(h.dtype)
     h = F.gelu(linear(h, p["w_in"], p["b_in"], ctx), approximate="tanh")
-    return leave_linear(h, p["w_out"], ctx, "blocks/mlp", p["b_out"])
+    return row_parallel_linear(h, p["w_out"], ctx, "blocks/mlp", p["b_out"])
 
 
 def gpt2(config: GPT2Config) -> Model:
@@ -150,13 +150,13 @@ def gpt2(config: GPT2Config) -> Model:
 
     Ref: Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.3.
     """
-    c, how = config, Attention(config.n_heads, config.n_heads, Pattern.parse(config.pattern))
+    c, attention = config, Attention(config.n_heads, config.n_heads, Pattern.parse(config.pattern))
 
     def embed(params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
         x = embed_tokens(params["embed"]["tokens"], batch, ctx, c.vocab_size)
         table, axis = params["embed"]["positions"].to(ctx.dtype), sequence_axis(ctx)
         if not isinstance(ctx.documents, tuple):
-            x = x + look_up(table, own_tokens(document_positions(ctx.documents), ctx))
+            x = x + look_up(table, local_tokens(document_positions(ctx.documents), ctx))
         elif isinstance(ctx.positions, Tensor):
             x = x + look_up(table, narrow_part(ctx.positions, axis.rank, axis.size, 0))
         else:
@@ -164,22 +164,22 @@ def gpt2(config: GPT2Config) -> Model:
             x = x + table[first : first + x.shape[1]]
         return dropout(x, c.dropout, "embed", ctx)
 
-    def before(p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor, Tensor]:
-        return queries_keys_values(p["attn"], norm(p["ln_1"], x, c.norm_eps, ctx), ctx, how)
+    def pre_attention(p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor, Tensor]:
+        return queries_keys_values(p["attn"], norm(p["ln_1"], x, c.norm_eps, ctx), ctx, attention)
 
-    def after(p: Tree, x: Tensor, out: Tensor, ctx: Ctx) -> Tensor:
-        h = leave_attention(p["attn"], out, ctx)
+    def post_attention(p: Tree, x: Tensor, out: Tensor, ctx: Ctx) -> Tensor:
+        h = project_attention(p["attn"], out, ctx)
         x, h = add_and_norm(p["ln_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
         return add(x, _feed_forward(c, p["mlp"], h, ctx), c.dropout, "mlp", ctx)
 
-    layer = AttentionLayer(before, after, how)
+    layer = AttentionLayer(pre_attention, post_attention, attention)
 
     def features(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         return norm(params["head"]["norm"], x, c.norm_eps, ctx)
 
     def normed(params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
         w = params["embed"]["tokens"] if c.tied else params["head"]["w"]
-        return enter(features(params, x, ctx), ctx, "head"), w
+        return enter_region(features(params, x, ctx), ctx, "head"), w
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
         return Loss(*token_loss(*normed(params, x, ctx), batch, ctx, words=c.vocab_size))
@@ -190,9 +190,9 @@ def gpt2(config: GPT2Config) -> Model:
     def rules(mesh: Mesh) -> Rules[str]:
         expect_divisible(
             mesh,
-            Split("blocks/attn/w_q", 2, c.n_heads, "n_heads", "heads"),
-            Split("blocks/mlp/w_in", 2, c.d_ff, "d_ff"),
-            Split("embed/tokens", 0, c.vocab_size, "vocab_size", "words"),
+            DimSplit("blocks/attn/w_q", 2, c.n_heads, "n_heads", "heads"),
+            DimSplit("blocks/mlp/w_in", 2, c.d_ff, "d_ff"),
+            DimSplit("embed/tokens", 0, c.vocab_size, "vocab_size", "words"),
         )
         return split_words(RULES, mesh, c.vocab_size)
 

@@ -49,21 +49,21 @@ def layer_drop(model: Model, theta: float = 0.5, gamma: float = 0.001) -> Model:
         )
 
     def scales(key: Tensor, step: Tensor) -> Tensor:
-        keep = kept_part(theta, gamma, step, model.config.n_layers)
-        drawn = prng.uniform(key, (model.config.n_layers,), dtype=torch.float64)
-        return torch.where(drawn < keep, 1 / keep, torch.zeros_like(keep))
+        keep_prob = keep_probability(theta, gamma, step, model.config.n_layers)
+        samples = prng.uniform(key, (model.config.n_layers,), dtype=torch.float64)
+        return torch.where(samples < keep_prob, 1 / keep_prob, torch.zeros_like(keep_prob))
 
     return model._replace(drop=scales)
 
 
-def kept_part(theta: float, gamma: float, step: Tensor, layers: int) -> Tensor:
+def keep_probability(theta: float, gamma: float, step: Tensor, layers: int) -> Tensor:
     """The part of the steps in which each layer stays, float64 [L], after `step` steps.
 
-    >>> kept_part(0.5, 0.0, torch.tensor(7), 2).tolist(), kept_part(0.5, 9.0, torch.tensor(7), 2).tolist()
+    >>> keep_probability(0.5, 0.0, torch.tensor(7), 2).tolist(), keep_probability(0.5, 9.0, torch.tensor(7), 2).tolist()
     ([1.0, 1.0], [1.0, 0.75])
     """
-    now = (1 - theta) * torch.exp(-gamma * step.to(torch.float64)) + theta
-    return 1 - torch.arange(layers, dtype=torch.float64, device=step.device) / layers * (1 - now)
+    theta_t = (1 - theta) * torch.exp(-gamma * step.to(torch.float64)) + theta
+    return 1 - torch.arange(layers, dtype=torch.float64, device=step.device) / layers * (1 - theta_t)
 
 
 def expect_layers_apart(config: Any) -> None:

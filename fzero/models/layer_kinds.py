@@ -36,10 +36,10 @@ def parse_layers(text: str) -> tuple[LayerKind, ...]:
     ['window:512@10000', 'window:512@10000', 'full']
     """
     kinds: list[LayerKind] = []
-    for part in text.split(","):
-        form = re.fullmatch(r"(?:(\d{1,6})\*)?([^*@]*)(?:@(.+))?", part.strip())
+    for entry in text.split(","):
+        form = re.fullmatch(r"(?:(\d{1,6})\*)?([^*@]*)(?:@(.+))?", entry.strip())
         if form is None:
-            raise ValueError(f"pattern {part.strip()!r} is not of the form PATTERN, PATTERN@THETA or COUNT*PATTERN")
+            raise ValueError(f"pattern {entry.strip()!r} is not of the form PATTERN, PATTERN@THETA or COUNT*PATTERN")
         pattern, theta = Pattern.parse(form[2]), None if form[3] is None else _theta(form[3])
         kinds += [LayerKind(pattern, theta)] * _count(form[1])
         if len(kinds) > MOST_LAYERS:

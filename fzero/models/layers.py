@@ -26,20 +26,20 @@ from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.dropout import dropout_add
 from fzero.kernels.embedding import look_up
 from fzero.kernels.float8 import float8_linear
-from fzero.kernels.linear_cross_entropy import columns_here
+from fzero.kernels.linear_cross_entropy import column_range
 from fzero.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fzero.kernels.rope import RopeScaling, rope_frequencies, rope_qk
-from fzero.models.attend import attend
 from fzero.models.base import Ctx
 from fzero.models.batch import Batch
+from fzero.models.cp_attention import attend
 from fzero.models.tiled_linear import tiled_mlp
 from fzero.models.weights import WeightInParts
 from fzero.sharding import Mesh, Rules
-from fzero.sharding.balance import blocks_of
+from fzero.sharding.context import blocks_of
 from fzero.sharding.slices import narrow_part, parts_as_chunks
 
 
-class Split(NamedTuple):
+class DimSplit(NamedTuple):
     """A dim of a leaf that tp cuts: `size` units of what the model's config calls `name`.
 
     kind: "size" or "heads", which tp must divide; "kv heads", which may be fewer than tp, and then each serves the same
@@ -53,10 +53,10 @@ class Split(NamedTuple):
     kind: str = "size"
 
 
-def expect_divisible(mesh: Mesh, *splits: Split) -> None:
+def expect_divisible(mesh: Mesh, *splits: DimSplit) -> None:
     """Raise ValueError naming the first dim that tp cannot cut, and the values of tp that can cut all of them."""
 
-    def fits(split: Split, tp: int) -> bool:
+    def fits(split: DimSplit, tp: int) -> bool:
         if split.kind == "words":
             return parts_as_chunks(split.size, tp)[-1] > 0
         return split.size % tp == 0 or (split.kind == "kv heads" and tp % split.size == 0)
@@ -66,12 +66,12 @@ def expect_divisible(mesh: Mesh, *splits: Split) -> None:
         if not fits(split, tp):
             largest = max(s.size for s in splits if s.kind != "kv heads")
             allowed = [str(n) for n in range(1, largest + 1) if all(fits(s, n) for s in splits)]
-            has = f"{split.size} heads ({split.name})" if "heads" in split.kind else f"size {split.size}"
+            extent = f"{split.size} heads ({split.name})" if "heads" in split.kind else f"size {split.size}"
             fix = f"{'change' if 'heads' in split.kind else 'pad'} {split.name} to {-(-split.size // tp) * tp}"
-            of = "too small to give each rank of" if split.kind == "words" else "not divisible by"
+            relation = "too small to give each rank of" if split.kind == "words" else "not divisible by"
             raise ValueError(
-                f"{split.leaf}: dim {split.dim} has {has}, {of} tp={tp}{' its words' * (split.kind == 'words')}; "
-                f"use tp in {{{', '.join(allowed)}}} or {fix}"
+                f"{split.leaf}: dim {split.dim} has {extent}, {relation} "
+                f"tp={tp}{' its words' * (split.kind == 'words')}; use tp in {{{', '.join(allowed)}}} or {fix}"
             )
 
 
@@ -113,23 +113,23 @@ def ranges_outside(tokens: int, ctx: Ctx) -> tuple[list[tuple[int | Tensor, int]
     if ctx.chunk:
         return [(ctx.chunk[0], tokens)], ctx.chunk[1]
     axis, cp, positions = sequence_axis(ctx), ctx.mesh["cp"], ctx.positions
-    start, whole = axis.rank * tokens, axis.size * tokens * (cp.size if isinstance(positions, Tensor) else 1)
-    runs: list[tuple[int | Tensor, int]] = [(0, whole)]
+    start, total = axis.rank * tokens, axis.size * tokens * (cp.size if isinstance(positions, Tensor) else 1)
+    runs: list[tuple[int | Tensor, int]] = [(0, total)]
     if ctx.pieces:
-        runs = [*ctx.pieces.ranges(cp.rank, whole)]
+        runs = [*ctx.pieces.ranges(cp.rank, total)]
     elif isinstance(positions, Tensor):
-        size = whole // blocks_of(whole, cp.size)
-        runs = [(positions[at], size) for at in range(0, whole // cp.size, size)]
-    out, at = [], 0
+        size = total // blocks_of(total, cp.size)
+        runs = [(positions[offset], size) for offset in range(0, total // cp.size, size)]
+    out, offset = [], 0
     for first, number in runs:
-        low, high = max(start, at), min(start + tokens, at + number)
+        low, high = max(start, offset), min(start + tokens, offset + number)
         if low < high:
-            out.append((first + low - at, high - low))
-        at += number
-    return out, whole
+            out.append((first + low - offset, high - low))
+        offset += number
+    return out, total
 
 
-def enter(x: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
+def enter_region(x: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
     """Begin a tensor-parallel region: return x [B, T, D] for use inside, from x outside, [B, T, D] or with sequence
     parallelism [B, T/tp, D].
 
@@ -140,7 +140,7 @@ def enter(x: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
     return all_gather(x, tp, 1, leaf=leaf) if ctx.sequence else pvary(x, tp, leaf=leaf)
 
 
-def leave(y: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
+def exit_region(y: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
     """End a tensor-parallel region: return the sum of the ranks' y [B, T, D], as [B, T, D] or with sequence parallelism
     [B, T/tp, D].
 
@@ -155,7 +155,7 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None = None, ctx: Ctx | None = None
     """x [..., in] @ w [in, out] (+ b [out]), in x's dtype, or in float8 if ctx.matmul says so."""
     w = w.to(x.dtype)
     if isinstance(w, WeightInParts):
-        y = w.product(x, lambda x, part: linear(x, part, ctx=ctx))
+        y = w.product(x, lambda x, weight: linear(x, weight, ctx=ctx))
     elif ctx is not None and ctx.matmul:
         y = float8_linear(x, w, ctx.matmul.removeprefix("float8_"), impl=ctx.kernels["float8_linear"])
     else:
@@ -201,8 +201,8 @@ def add(x: Tensor, h: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
     if not dropout_active(rate, ctx):
         return x + h
     parts = [
-        dropout_add(h[:, at:end], x[:, at:end], rate, *mask, impl=ctx.kernels["dropout_add"])
-        for at, end, mask in masks_of(h, name, ctx)
+        dropout_add(h[:, start:end], x[:, start:end], rate, *mask, impl=ctx.kernels["dropout_add"])
+        for start, end, mask in masks_of(h, name, ctx)
     ]
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
@@ -213,7 +213,7 @@ def dropout(x: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
     """
     if not dropout_active(rate, ctx):
         return x
-    parts = [kernels_dropout.dropout(x[:, at:end], rate, *mask) for at, end, mask in masks_of(x, name, ctx)]
+    parts = [kernels_dropout.dropout(x[:, start:end], rate, *mask) for start, end, mask in masks_of(x, name, ctx)]
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
@@ -240,14 +240,14 @@ def masks_of(x: Tensor, name: str, ctx: Ctx) -> list[tuple[int, int, tuple[Tenso
         key = prng.fold_in(ctx.key, name)
         key = prng.fold_in(key, ctx.layer) if isinstance(ctx.layer, Tensor) else key
     ranges, tokens = ranges_outside(x.shape[1], ctx)
-    size, row, out, at = x[0, 0].numel(), torch.as_tensor(ctx.first).to(x.device) * tokens, [], 0
+    size, row, out, offset = x[0, 0].numel(), torch.as_tensor(ctx.first).to(x.device) * tokens, [], 0
     for first, number in ranges:
-        out.append((at, at + number, (key, (row + first) * size, tokens * size)))
-        at += number
+        out.append((offset, offset + number, (key, (row + first) * size, tokens * size)))
+        offset += number
     return out
 
 
-def own_tokens(x: Tensor, ctx: Ctx) -> Tensor:
+def local_tokens(x: Tensor, ctx: Ctx) -> Tensor:
     """The columns of x [B, T], of whole sequences, that are this rank's tokens outside the tensor-parallel regions."""
     axis = sequence_axis(ctx)
     x = x.index_select(1, ctx.positions) if isinstance(ctx.positions, Tensor) else x
@@ -275,7 +275,7 @@ class Attention(NamedTuple):
     cap: float = 0.0  # of the scores
 
 
-def queries_keys_values(p: Tree, x: Tensor, ctx: Ctx, how: Attention) -> tuple[Tensor, Tensor, Tensor]:
+def queries_keys_values(p: Tree, x: Tensor, ctx: Ctx, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """Return q [B, T, H, K], k and v [B, T, G, K] of x [B, T, D]: projections p/w_q, w_k and w_v and biases b_*, with
     RoPE; with p/norm_q and norm_k queries and keys are normalised before it, each head or all together.
 
@@ -284,25 +284,34 @@ def queries_keys_values(p: Tree, x: Tensor, ctx: Ctx, how: Attention) -> tuple[T
     Communicates over tp: see `enter`; with a norm of all heads together two psums forward and backward (see
     `norm_over_ranks`).
     """
-    tp, kv_heads = ctx.mesh["tp"], how.kv_heads
+    tp, kv_heads = ctx.mesh["tp"], attention.kv_heads
 
-    def own(whole: Tensor) -> Tensor:  # consecutive ranks share a head
-        return narrow_part(whole, tp.rank * kv_heads // tp.size, kv_heads, -1)
+    def local_heads(full: Tensor) -> Tensor:  # consecutive ranks share a head
+        return narrow_part(full, tp.rank * kv_heads // tp.size, kv_heads, -1)
 
-    few = kv_heads < tp.size
-    if few:  # a norm of all heads needs all keys
-        p = {**p, **{n: own(p[n]) for n in ("w_v", "b_v", *(() if how.wide_norm else ("w_k", "b_k"))) if n in p}}
-    x = enter(x, ctx, "blocks/attn")
+    is_shared = kv_heads < tp.size
+    if is_shared:  # a norm of all heads needs all keys
+        p = {
+            **p,
+            **{
+                n: local_heads(p[n]) for n in ("w_v", "b_v", *(() if attention.wide_norm else ("w_k", "b_k"))) if n in p
+            },
+        }
+    x = enter_region(x, ctx, "blocks/attn")
     q, k, v = (linear(x, p[f"w_{n}"], p.get(f"b_{n}"), ctx) for n in "qkv")
-    if how.wide_norm:
-        q = norm_over_ranks(p["norm_q"], q, how.eps, ctx)
-        k = own(norm(p["norm_k"], k, how.eps, ctx)) if few else norm_over_ranks(p["norm_k"], k, how.eps, ctx)
-    q = rearrange(q, "b t (h k) -> b t h k", h=how.heads // tp.size)
+    if attention.wide_norm:
+        q = norm_over_ranks(p["norm_q"], q, attention.eps, ctx)
+        k = (
+            local_heads(norm(p["norm_k"], k, attention.eps, ctx))
+            if is_shared
+            else norm_over_ranks(p["norm_k"], k, attention.eps, ctx)
+        )
+    q = rearrange(q, "b t (h k) -> b t h k", h=attention.heads // tp.size)
     k, v = (rearrange(t, "b t (g k) -> b t g k", g=max(1, kv_heads // tp.size)) for t in (k, v))
-    if "norm_q" in p and not how.wide_norm:
-        q, k = norm(p["norm_q"], q, how.eps, ctx), norm(p["norm_k"], k, how.eps, ctx)
-    if how.frequencies is not None:
-        angles = rope_frequencies(*how.frequencies, x.device, x.dtype)
+    if "norm_q" in p and not attention.wide_norm:
+        q, k = norm(p["norm_q"], q, attention.eps, ctx), norm(p["norm_k"], k, attention.eps, ctx)
+    if attention.frequencies is not None:
+        angles = rope_frequencies(*attention.frequencies, x.device, x.dtype)
         q, k = rope_qk(q, k, positions_of(x, ctx), angles, impl=ctx.kernels["rope_qk"])
     return q, k, v
 
@@ -316,18 +325,22 @@ def with_cache(k: Tensor, v: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
     return ctx.cache.k[:, :end], ctx.cache.v[:, :end]
 
 
-def attend_with_cache(q: Tensor, k: Tensor, v: Tensor, ctx: Ctx, how: Attention, sinks: Tensor | None = None) -> Tensor:
+def attend_with_cache(
+    q: Tensor, k: Tensor, v: Tensor, ctx: Ctx, attention: Attention, sinks: Tensor | None = None
+) -> Tensor:
     """Return the result of attention [B, T, H, K], including the positions in ctx.cache, into which the new keys and
-    values are written, in place; sinks [H]: see kernels.attention_sinks."""
+    values are written, in place; sinks [H]: see attention_arguments."""
     k, v = with_cache(k, v, ctx)
-    more: dict[str, Any] = {name: value for name, value in (("scale", how.scale), ("cap", how.cap)) if value}
-    more |= {} if sinks is None else {"sinks": sinks}
-    return attend(q, k, v, how.pattern, ctx, **more)
+    options: dict[str, Any] = {
+        name: value for name, value in (("scale", attention.scale), ("cap", attention.cap)) if value
+    }
+    options |= {} if sinks is None else {"sinks": sinks}
+    return attend(q, k, v, attention.pattern, ctx, **options)
 
 
-def leave_attention(p: Tree, out: Tensor, ctx: Ctx) -> Tensor:
+def project_attention(p: Tree, out: Tensor, ctx: Ctx) -> Tensor:
     """Return what a layer adds to x for the result of attention: its product with p/w_o, and b_o."""
-    return leave_linear(rearrange(out, "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn", p.get("b_o"))
+    return row_parallel_linear(rearrange(out, "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn", p.get("b_o"))
 
 
 def norm_over_ranks(p: Tree, x: Tensor, eps: float, ctx: Ctx) -> Tensor:
@@ -344,11 +357,11 @@ def norm_over_ranks(p: Tree, x: Tensor, eps: float, ctx: Ctx) -> Tensor:
     return normed.to(x.dtype) * p["scale"].to(x.dtype)
 
 
-def leave_linear(y: Tensor, w: Tensor, ctx: Ctx, leaf: str, b: Tensor | None = None) -> Tensor:
+def row_parallel_linear(y: Tensor, w: Tensor, ctx: Ctx, leaf: str, b: Tensor | None = None) -> Tensor:
     """y @ w (+ b) as the last product of a tensor-parallel region: y [B, T, in/tp] and w [in/tp, D] are this rank's, b
     [D] is whole.
     """
-    y = leave(linear(y, w, ctx=ctx), ctx, leaf)
+    y = exit_region(linear(y, w, ctx=ctx), ctx, leaf)
     return y if b is None else y + b.to(y.dtype)  # added once, after the sum over ranks
 
 
@@ -361,30 +374,30 @@ def gated_mlp(p: Tree, x: Tensor, ctx: Ctx, activation: str = "silu", tiles: int
 
     Communicates over tp: see `enter` and `leave`, once each.
     """
-    x, gate = enter(x, ctx, "blocks/mlp"), GATES[activation]
+    x, gate = enter_region(x, ctx, "blocks/mlp"), GATES[activation]
     if tiles > 1 or tokens:
         expect_plain(p, ctx, tiles, tokens)
         options = {"tokens": tokens, "gate": gate.name, "impl": ctx.kernels[gate.name]}
         h = tiled_mlp(x, p["w_gate"], p["w_up"], p["w_down"], tiles, **options)
-        return leave(h, ctx, "blocks/mlp")
+        return exit_region(h, ctx, "blocks/mlp")
     h = gate(linear(x, p["w_gate"], ctx=ctx), linear(x, p["w_up"], ctx=ctx), impl=ctx.kernels[gate.name])
-    return leave_linear(h, p["w_down"], ctx, "blocks/mlp")
+    return row_parallel_linear(h, p["w_down"], ctx, "blocks/mlp")
 
 
 def expect_plain(p: Tree, ctx: Ctx, tiles: int, tokens: int = 0) -> None:
     """Raise ValueError if the MLP of these weights cannot be computed in parts, as it multiplies in float8 or by
     weights in parts of their own."""
-    name, value, whole = ("mlp_tiles", tiles, 1) if tiles > 1 else ("mlp_tokens", tokens, 0)
+    name, value, disabled = ("mlp_tiles", tiles, 1) if tiles > 1 else ("mlp_tokens", tokens, 0)
     if ctx.matmul:
         raise ValueError(
             f"{name} is {value} and the policy multiplies through {ctx.matmul}: tiles have no float8 "
-            f"form; use {name}={whole}"
+            f"form; use {name}={disabled}"
         )
     for weight, w in p.items():
         if isinstance(w, WeightInParts):
             raise ValueError(
                 f"{name} is {value}, and blocks/mlp/{weight} has factors or codes (LoRA, quantize), which are not "
-                f"tiled; use {name}={whole}, and layer_tokens for a long sequence"
+                f"tiled; use {name}={disabled}, and layer_tokens for a long sequence"
             )
 
 
@@ -396,10 +409,10 @@ def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx, words: int = 0) -> Tensor:
     tp = ctx.mesh["tp"]
     if tp.size == 1:
         return look_up(w, batch["tokens"]).to(ctx.dtype)
-    row = batch["tokens"] - columns_here(w.shape[0], tp, words)[0]
-    own = (row >= 0) & (row < w.shape[0])
-    x = look_up(w, torch.where(own, row, 0)).to(ctx.dtype)
-    return leave(torch.where(own[..., None], x, 0.0), ctx, "embed/tokens")
+    row = batch["tokens"] - column_range(w.shape[0], tp, words)[0]
+    is_local = (row >= 0) & (row < w.shape[0])
+    x = look_up(w, torch.where(is_local, row, 0)).to(ctx.dtype)
+    return exit_region(torch.where(is_local[..., None], x, 0.0), ctx, "embed/tokens")
 
 
 def vocabulary_logits(x: Tensor, w: Tensor, ctx: Ctx, words: int = 0) -> Tensor:
@@ -412,5 +425,5 @@ def vocabulary_logits(x: Tensor, w: Tensor, ctx: Ctx, words: int = 0) -> Tensor:
     logits, tp = x @ w.to(x.dtype).T, ctx.mesh["tp"]
     if tp.size == 1:
         return logits
-    before, size = columns_here(w.shape[0], tp, words)
-    return psum(torch.nn.functional.pad(logits, (before, size - before - w.shape[0])), tp, leaf="head")
+    start, size = column_range(w.shape[0], tp, words)
+    return psum(torch.nn.functional.pad(logits, (start, size - start - w.shape[0])), tp, leaf="head")

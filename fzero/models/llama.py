@@ -25,28 +25,28 @@ from fzero.kernels.cross_entropy_rows import cap_logits
 from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
+from fzero.models.chunked_layer import AttentionLayer
 from fzero.models.forward import token_loss
-from fzero.models.layer_in_chunks import AttentionLayer
 from fzero.models.layer_kinds import LayerKind, parse_layers
 from fzero.models.layers import (
     GATES,
     Attention,
-    Split,
+    DimSplit,
     add,
     add_and_norm,
     attend_with_cache,
     dropout,
     embed_tokens,
-    enter,
+    enter_region,
     expect_divisible,
     gated_mlp,
-    leave_attention,
     norm,
+    project_attention,
     queries_keys_values,
     split_words,
     vocabulary_logits,
 )
-from fzero.models.sizes import check_sizes
+from fzero.models.size_bounds import check_sizes
 from fzero.sharding import Mesh, Rules
 
 NORMS = ("in", "out", "both")
@@ -81,7 +81,7 @@ class LlamaConfig:
     pattern: str = "full"  # attention pattern, or those of a period of layers, see fzero.models.layer_kinds
     mlp_tiles: int = 1  # parts that the MLP's hidden units are computed in, see fzero.models.tiled_linear
     mlp_tokens: int = 0  # tokens that the MLP is computed for at a time, for long sequences; 0: all
-    layer_tokens: int = 0  # and a whole layer, see fzero.models.layer_in_chunks; 0: all
+    layer_tokens: int = 0  # and a whole layer, see fzero.models.chunked_layer; 0: all
     qkv_bias: bool = False  # whether queries, keys and values have biases, as in Qwen2
     out_bias: bool = False  # whether attention's output product has a bias, as in gpt-oss
     sinks: bool = False  # whether a learned logit of each head takes part in attention's softmax, as in gpt-oss
@@ -237,15 +237,17 @@ def norm_factors(c: LlamaConfig, p: Tree) -> Tree:
     return pytree.map_named(factor, p) if c.norm_offset else p
 
 
-def before_attention(c: LlamaConfig, how: Attention, p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor, Tensor]:
+def before_attention(
+    c: LlamaConfig, attention: Attention, p: Tree, x: Tensor, ctx: Ctx
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the queries, keys and values of a block."""
     h = norm(p["norm_1"], x, c.norm_eps, ctx) if "norm_1" in p else x
-    return queries_keys_values(p["attn"], h, ctx, how)
+    return queries_keys_values(p["attn"], h, ctx, attention)
 
 
 def after_attention(c: LlamaConfig, p: Tree, x: Tensor, out: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
     """Return (x after the attention half of a block, the input of the feed-forward half)."""
-    h = leave_attention(p["attn"], out, ctx)
+    h = project_attention(p["attn"], out, ctx)
     if "norm_1_out" in p:
         h = norm(p["norm_1_out"], h, c.norm_eps, ctx)
     if "norm_2" in p:
@@ -254,10 +256,10 @@ def after_attention(c: LlamaConfig, p: Tree, x: Tensor, out: Tensor, ctx: Ctx) -
     return x, x
 
 
-def attend(c: LlamaConfig, how: Attention, p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+def attend(c: LlamaConfig, attention: Attention, p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
     """The two around attention."""
-    q, k, v = before_attention(c, how, p, x, ctx)
-    return after_attention(c, p, x, attend_with_cache(q, k, v, ctx, how, p["attn"].get("sinks")), ctx)
+    q, k, v = before_attention(c, attention, p, x, ctx)
+    return after_attention(c, p, x, attend_with_cache(q, k, v, ctx, attention, p["attn"].get("sinks")), ctx)
 
 
 def features(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
@@ -270,7 +272,7 @@ def head_inputs(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor,
     of it).
     """
     w = params["embed"]["tokens"] if c.tied else params["head"]["w"]
-    return enter(features(c, params, x, ctx), ctx, "head"), w
+    return enter_region(features(c, params, x, ctx), ctx, "head"), w
 
 
 def unembed(c: EndSizes) -> str:
@@ -283,27 +285,27 @@ def logits(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     return vocabulary_logits(*head_inputs(c, params, x, ctx), ctx, c.vocab_size)
 
 
-def rules(c: LlamaConfig, mesh: Mesh, feed_forward: Rules[str], hidden: Split) -> Rules[str]:
+def rules(c: LlamaConfig, mesh: Mesh, feed_forward: Rules[str], hidden: DimSplit) -> Rules[str]:
     """Return the sharding rules on a mesh, with those of the feed-forward part.
 
     Raises ValueError if tp does not divide heads or hidden units, or has more ranks than the vocabulary serves.
     """
     expect_divisible(
         mesh,
-        Split("blocks/attn/w_q", 2, c.n_heads, "n_heads", "heads"),
-        Split("blocks/attn/w_k", 2, c.n_kv_heads, "n_kv_heads", "kv heads"),
+        DimSplit("blocks/attn/w_q", 2, c.n_heads, "n_heads", "heads"),
+        DimSplit("blocks/attn/w_k", 2, c.n_kv_heads, "n_kv_heads", "kv heads"),
         hidden,
-        Split("embed/tokens", 0, c.vocab_size, "vocab_size", "words"),
+        DimSplit("embed/tokens", 0, c.vocab_size, "vocab_size", "words"),
     )
-    few = c.n_kv_heads < mesh["tp"].size
+    is_shared = c.n_kv_heads < mesh["tp"].size
     shared = (
-        *(SHARED_KV_RULES if few else ()),
-        *((SHARED_BIAS_RULE,) if few and c.qkv_bias else ()),
-        *((SHARED_NORM_RULE,) if few and c.wide_qk_norm else ()),
+        *(SHARED_KV_RULES if is_shared else ()),
+        *((SHARED_BIAS_RULE,) if is_shared and c.qkv_bias else ()),
+        *((SHARED_NORM_RULE,) if is_shared and c.wide_qk_norm else ()),
     )
     of_norm = WIDE_NORM_RULE if c.wide_qk_norm else HEAD_NORM_RULE
     options = ((c.qkv_bias, BIAS_RULE), (c.out_bias, OUT_BIAS_RULE), (c.sinks, SINKS_RULE), (c.qk_norm, of_norm))
-    flagged = tuple(rule for has, rule in options if has)
+    flagged = tuple(rule for enabled, rule in options if enabled)
     of_head = () if c.tied else ((r"^head/w$", "[V/tp, D]"),)
     return split_words((*feed_forward, *shared, *flagged, *RULES, *of_head), mesh, c.vocab_size)
 
@@ -336,15 +338,15 @@ def llama(config: LlamaConfig) -> Model:
             }
         }
 
-    def after(p: Tree, x: Tensor, out: Tensor, ctx: Ctx) -> Tensor:
+    def post_attention(p: Tree, x: Tensor, out: Tensor, ctx: Ctx) -> Tensor:
         x, h = after_attention(c, p, x, out, ctx)
         h = gated_mlp(p["mlp"], h, ctx, c.activation, c.mlp_tiles, c.mlp_tokens)
         if "norm_2_out" in p:
             h = norm(p["norm_2_out"], h, c.norm_eps, ctx)
         return add(x, h, c.dropout, "mlp", ctx)
 
-    def block_of(how: Attention) -> Block:
-        layer = AttentionLayer(functools.partial(before_attention, c, how), after, how)
+    def block_of(attention: Attention) -> Block:
+        layer = AttentionLayer(functools.partial(before_attention, c, attention), post_attention, attention)
         return lambda p, x, ctx: layer(norm_factors(c, p), x, ctx, c.layer_tokens)
 
     def embed_tokens_scaled(params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
@@ -365,7 +367,7 @@ def llama(config: LlamaConfig) -> Model:
         block=in_layers(c, block_of),
         head=head,
         logits=lambda params, x, ctx: cap_logits(logits(c, last(params), x, ctx), c.logit_cap),
-        rules=lambda mesh: rules(c, mesh, MLP_RULES, Split("blocks/mlp/w_gate", 2, c.d_ff, "d_ff")),
+        rules=lambda mesh: rules(c, mesh, MLP_RULES, DimSplit("blocks/mlp/w_gate", 2, c.d_ff, "d_ff")),
         shared=("embed/tokens",) if c.tied else (),
         linear=r"blocks/(attn|mlp)/w_\w+",
         features=lambda params, x, ctx: features(c, last(params), x, ctx),

@@ -99,7 +99,7 @@ def lora(
     model = with_still_leaves(model)._replace(start={})  # the functions below hold no weights
 
     def texts_of(mesh: Mesh) -> dict[str, str]:
-        texts = match_rules(model.rules(mesh), pytree.names(shapes_of(model)), what="the model's sharding rules")
+        texts = match_rules(model.rules(mesh), pytree.names(shapes_of(model)), subject="the model's sharding rules")
         return {name: texts.get(name) or texts[f"{name}/{CODES}"] for name in names}
 
     @functools.cache
@@ -155,11 +155,11 @@ def _init(model: Model, config: LoRAConfig, weights: Mapping[str, tuple[int, ...
         deviations[name] = std
         return make(name, shape, std, mean, dtype)
 
-    def beside(node: Tree, path: str) -> Tree:
+    def add_factors(node: Tree, path: str) -> Tree:
         out = {}
         for key, value in node.items():
             name = f"{path}/{key}"
-            out[key] = beside(value, name) if isinstance(value, dict) else value
+            out[key] = add_factors(value, name) if isinstance(value, dict) else value
             if name in weights:
                 layers, size_in, size_out = weights[name]
                 (a, b), std = _factor_shapes(model, weights[name], config.rank)
@@ -171,7 +171,9 @@ def _init(model: Model, config: LoRAConfig, weights: Mapping[str, tuple[int, ...
         return out
 
     tree = model.init(note)
-    return {part: beside(node, part) if is_stacked(f"{part}/") else node for part, node in tree.items()}
+    return {
+        segment: add_factors(node, segment) if is_stacked(f"{segment}/") else node for segment, node in tree.items()
+    }
 
 
 @checked()
@@ -196,7 +198,7 @@ def merge(model: Model, params: Tree) -> Tree:
     if model.foreign:
         named = pytree.named_leaves(params)
         return pytree.nest({name: product_of(named, name, model) for name in named if re.search(LORA, name) is None})
-    in_blocks = {part: _with_factors(node, config) for part, node in params.items() if is_stacked(f"{part}/")}
+    in_blocks = {segment: _with_factors(node, config) for segment, node in params.items() if is_stacked(f"{segment}/")}
     if kind := getattr(config, "kind", ""):
         in_blocks = weights_of(in_blocks, kind, config.block)
     return {**params, **pytree.map(lambda w: w.dense() if isinstance(w, WeightInParts) else w, in_blocks)}
@@ -231,7 +233,7 @@ def column_norms(named: Mapping[str, Tensor], name: str, config: LoRAConfig) -> 
     weight = name.removesuffix("_lora_m")
     w = named.get(weight)
     if w is None:
-        codes = {part: named[f"{weight}/{part}"] for part in (CODES, SCALES)}
+        codes = {suffix: named[f"{weight}/{suffix}"] for suffix in (CODES, SCALES)}
         w = weights_of(codes, config.kind, config.block).dense()
     w = w.to(torch.promote_types(w.dtype, torch.float32))
     if f"{weight}_lora_a" in named:
@@ -288,10 +290,11 @@ def _targets(targets: str, shapes: dict[str, tuple[int, ...]], rank: int) -> lis
     """The names of the leaves that get factors."""
     names = block_weights("lora", targets, shapes)
     for name in names:
-        most = min(shapes[name][1:])
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= most:
+        max_rank = min(shapes[name][1:])
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= max_rank:
             raise ValueError(
-                f"lora: rank is {rank!r}; for {name} of shape {shapes[name]} it must be a whole number in [1, {most}]"
+                f"lora: rank is {rank!r}; for {name} of shape {shapes[name]} it must be a whole number in "
+                f"[1, {max_rank}]"
             )
     return names
 
@@ -307,11 +310,11 @@ def _factor_specs(text: str, foreign: bool = False) -> tuple[str, ...]:
     if foreign:
         return f"[{layers}, R, {size_out}]{memory}", f"[{layers}, {size_in}, R]{memory}"
 
-    def owed(dim: int) -> str:
+    def partial_text(dim: int) -> str:
         return "".join(f" +{axis}" for axis in sorted({*spec.partial, *spec.dims[dim]})) + memory
 
     return (
-        f"[{layers}, {size_in}, R]{owed(2)}",
-        f"[{layers}, R, {size_out}]{owed(1)}",
-        f"[{layers}, {size_out}]{owed(1)}",
+        f"[{layers}, {size_in}, R]{partial_text(2)}",
+        f"[{layers}, R, {size_out}]{partial_text(1)}",
+        f"[{layers}, {size_out}]{partial_text(1)}",
     )

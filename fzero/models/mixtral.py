@@ -18,9 +18,21 @@ from fzero.kernels import moe as moe_kernels
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.models.base import Ctx, Loss, Model
 from fzero.models.batch import Batch
-from fzero.models.experts import EXPERT_BIAS_RULES, MOE_BIAS_RULE, MOE_RULES, Mixture, enter_routing, mixture
+from fzero.models.experts import (
+    EXPERT_BIAS_RULES,
+    MOE_BIAS_RULE,
+    MOE_RULES,
+    ExpertMixture,
+    balance_by_bias,
+    count,
+    enter_routing,
+    mixture,
+    no_counts,
+    positions_of_batch,
+    tables,
+)
 from fzero.models.forward import token_loss
-from fzero.models.layers import Attention, Split, add, enter, leave, linear
+from fzero.models.layers import Attention, DimSplit, add, enter_region, exit_region, linear
 from fzero.models.llama import (
     LlamaConfig,
     attend,
@@ -33,7 +45,6 @@ from fzero.models.llama import (
     rules,
     unembed,
 )
-from fzero.models.routing import balance_by_bias, count, no_counts, positions_of_batch, tables
 
 BALANCE = ("loss", "bias")
 
@@ -79,9 +90,9 @@ class MoEConfig(LlamaConfig):
         for name in ("mlp_tokens", "layer_tokens"):
             if value := getattr(self, name):
                 raise ValueError(f"{name} is {value}; experts take all their tokens at once, so it must be 0")
-        for name, only in (("norms", "in"), ("norm_offset", False), ("embed_scaled", False)):
-            if getattr(self, name) != only:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; a model with experts has {only!r} only")
+        for name, required in (("norms", "in"), ("norm_offset", False), ("embed_scaled", False)):
+            if getattr(self, name) != required:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; a model with experts has {required!r} only")
         if self.balance not in BALANCE:
             raise ValueError(f"balance is {self.balance!r}{nearest(self.balance, BALANCE)}; it must be loss or bias")
         if self.logit_cap:
@@ -102,44 +113,42 @@ def mixtral(config: MoEConfig) -> Model:
     Ref: Jiang et al. 2024, "Mixtral of experts", arXiv:2401.04088, section 2.
     """
     c = config
-    by_bias, how_mixed = c.balance == "bias", Mixture(c.n_experts, c.capacity_factor, c.activation)
+    by_bias, mixture_options = c.balance == "bias", ExpertMixture(c.n_experts, c.capacity_factor, c.activation)
 
     def moe(w: Callable[..., Any], out_std: float) -> Tree:
         e, d, f = c.n_experts, c.d_model, c.d_ff
         bias = {"bias": w("moe/bias", e, std=0.0)} if by_bias else {}
         sizes = {"router": (e,), "gate": (e, f), "up": (e, f), "down": (e, d)} if c.expert_bias else {}
         bias |= {f"b_{name}": w(f"moe/b_{name}", *shape, std=0.0) for name, shape in sizes.items()}
-        into = {name: w(f"moe/{name}", e, d, f) for name in ("w_gate", "w_up")}
-        return {
-            "moe": {"router": w("moe/router", d, e), **bias, **into, "w_down": w("moe/w_down", e, f, d, std=out_std)}
-        }
+        input_weights = {name: w(f"moe/{name}", e, d, f) for name in ("w_gate", "w_up")}
+        router = w("moe/router", d, e)
+        return {"moe": {"router": router, **bias, **input_weights, "w_down": w("moe/w_down", e, f, d, std=out_std)}}
 
     def embed_with_statistics(params: Tree, batch: Batch, ctx: Ctx) -> Tree:
         x = embed(c, params, batch, ctx)
         counts = no_counts(x, c.n_layers, c.n_experts, ctx)
         return {"x": x, **counts, "prob": counts["load"][:, 0].clone(), "z": counts["entropy"][:, 0].clone()}
 
-    def block(how: Attention, p: Tree, state: Tree, ctx: Ctx) -> Tree:
-        x, h = attend(c, how, p, state["x"], ctx)
+    def block(attention: Attention, p: Tree, state: Tree, ctx: Ctx) -> Tree:
+        x, h = attend(c, attention, p, state["x"], ctx)
         router = linear(h, p["moe"]["router"], p["moe"].get("b_router")).to(state["z"].dtype)
         bias = (p["moe"]["bias"],) if by_bias else ()
         ids, weights, probabilities = moe_kernels.route(router, c.top_k, *bias, impl=ctx.kernels["route"])
         weights = weights if c.norm_top_k else torch.gather(probabilities, -1, ids)
         z = torch.logsumexp(router, -1, keepdim=True) ** 2
         counts, (_, prob, z) = count(state, ids, probabilities, 0, ctx, z)
-        h, ids, weights = enter(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
-        out = mixture(p["moe"], h, ids, weights, ctx, how_mixed)
+        h, ids, weights = enter_region(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
+        out = mixture(p["moe"], h, ids, weights, ctx, mixture_options)
         return {
-            "x": add(x, leave(out, ctx, "blocks/moe"), c.dropout, "mlp", ctx),
+            "x": add(x, exit_region(out, ctx, "blocks/moe"), c.dropout, "mlp", ctx),
             **counts,
             "prob": state["prob"] + prob,
             "z": state["z"] + z[:, 0],
         }
 
     def head(params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Loss:
-        total, num_tokens, by_source = token_loss(
-            *head_inputs(c, params, state["x"], ctx), batch, ctx, words=c.vocab_size
-        )
+        inputs = head_inputs(c, params, state["x"], ctx)
+        total, num_tokens, by_source = token_loss(*inputs, batch, ctx, words=c.vocab_size)
         z: Tensor = state["z"]
         weight = counted_tokens(batch["targets"], batch.get("mask")).sum(1).to(z.dtype)
         positions = positions_of_batch(batch, ctx)
@@ -148,22 +157,24 @@ def mixtral(config: MoEConfig) -> Model:
         z = (z / c.n_layers * weight).sum()
         extra = {"cross_entropy": total, "balance": balance, "router_z": z, **by_source}
         total = total + (0.0 if by_bias else c.balance_coef) * balance + c.z_coef * z
-        room = moe_kernels.room_of(c.capacity_factor, positions, c.top_k, c.n_experts) if c.capacity_factor else 0
-        return Loss(total, num_tokens, extra, tables("blocks", state, room))
+        capacity = (
+            moe_kernels.capacity_of(c.capacity_factor, positions, c.top_k, c.n_experts) if c.capacity_factor else 0
+        )
+        return Loss(total, num_tokens, extra, tables("blocks", state, capacity))
 
     own_rules = (*MOE_RULES, *((MOE_BIAS_RULE,) if by_bias else ()), *(EXPERT_BIAS_RULES if c.expert_bias else ()))
     return Model(
         config=c,
         init=lambda make: init(c, make, moe),
         embed=embed_with_statistics,
-        block=in_layers(c, lambda how: functools.partial(block, how)),
+        block=in_layers(c, lambda attention: functools.partial(block, attention)),
         head=head,
         logits=lambda params, state, ctx: logits(c, params, state["x"], ctx),
-        rules=lambda mesh: rules(c, mesh, own_rules, Split("blocks/moe/w_gate", 3, c.d_ff, "d_ff")),
+        rules=lambda mesh: rules(c, mesh, own_rules, DimSplit("blocks/moe/w_gate", 3, c.d_ff, "d_ff")),
         shared=("embed/tokens",) if c.tied else (),
         linear=r"blocks/attn/w_\w+",
         features=lambda params, state, ctx: features(c, params, state["x"], ctx),
         unembed=unembed(c),
-        after=balance_by_bias("blocks", c.bias_rate) if by_bias else {},
+        leaf_rules=balance_by_bias("blocks", c.bias_rate) if by_bias else {},
         splits=not c.capacity_factor,  # whose places are those of one rank's tokens
     )

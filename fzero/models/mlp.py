@@ -12,17 +12,17 @@ from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
 from fzero.models.forward import token_loss
 from fzero.models.layers import (
-    Split,
+    DimSplit,
     embed_tokens,
-    enter,
+    enter_region,
     expect_divisible,
-    leave_linear,
     linear,
     norm,
+    row_parallel_linear,
     split_words,
     vocabulary_logits,
 )
-from fzero.models.sizes import check_sizes
+from fzero.models.size_bounds import check_sizes
 from fzero.sharding import Mesh, Rules
 
 
@@ -76,18 +76,18 @@ def mlp(config: MLPConfig) -> Model:
         return embed_tokens(params["embed"]["tokens"], batch, ctx, c.vocab_size)
 
     def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-        h = enter(norm(p, x, 1e-5, ctx), ctx, "blocks")
-        return x + leave_linear(torch.tanh(linear(h, p["w_in"], ctx=ctx)), p["w_out"], ctx, "blocks")
+        h = enter_region(norm(p, x, 1e-5, ctx), ctx, "blocks")
+        return x + row_parallel_linear(torch.tanh(linear(h, p["w_in"], ctx=ctx)), p["w_out"], ctx, "blocks")
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
-        return Loss(*token_loss(enter(x, ctx, "head"), params["head"]["w"], batch, ctx, words=c.vocab_size))
+        return Loss(*token_loss(enter_region(x, ctx, "head"), params["head"]["w"], batch, ctx, words=c.vocab_size))
 
     def logits(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-        return vocabulary_logits(enter(x, ctx, "head"), params["head"]["w"], ctx, c.vocab_size)
+        return vocabulary_logits(enter_region(x, ctx, "head"), params["head"]["w"], ctx, c.vocab_size)
 
     def rules(mesh: Mesh) -> Rules[str]:
-        words = Split("embed/tokens", 0, c.vocab_size, "vocab_size", "words")
-        expect_divisible(mesh, Split("blocks/w_in", 2, c.d_ff, "d_ff"), words)
+        words = DimSplit("embed/tokens", 0, c.vocab_size, "vocab_size", "words")
+        expect_divisible(mesh, DimSplit("blocks/w_in", 2, c.d_ff, "d_ff"), words)
         return split_words(RULES, mesh, c.vocab_size)
 
     return Model(

@@ -3,19 +3,83 @@
 Layers are alike, and one stack, if they are made of the same modules with the same leaves, and only the values of these
 differ. Layers of a stack whose other attributes differ (a window of attention, a rate) are of several kinds, each a
 program of its own. Attributes that count the layers (`layer_idx`) make no kind; no forward pass may use them.
+
+The buffers of a module: tensors that no training changes, and those of its layers in stacks.
 """
 
 from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fzero.core import graph_tracing
 from fzero.core.pytree import nearest
+
+
+class Constants:
+    """Tensors that no training changes, kept on the devices where they are used.
+
+    saved: the names of those that a state_dict has: the floating ones of them are weights, and have the dtype of the
+    computation. The others, such as the frequencies of rotary embeddings, keep the dtype that the module gave them.
+    """
+
+    def __init__(self, leaves: dict[str, Tensor], saved: Collection[str]):
+        self.leaves = leaves
+        self.weights = {name for name, leaf in leaves.items() if name in saved and leaf.is_floating_point()}
+        self.by_device: dict[Any, dict[str, Tensor]] = {}
+
+    def to_device(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors on a device, for a computation in this dtype."""
+        if (device, dtype) not in self.by_device:
+            with graph_tracing.outside_transforms(), torch.no_grad():
+                self.by_device[device, dtype] = {
+                    name: leaf.to(device, self.dtype_of(name, dtype)) for name, leaf in self.leaves.items()
+                }
+        return self.by_device[device, dtype]
+
+    def blank(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The same without memory and values."""
+        return {n: blank({n: x}, device, self.dtype_of(n, dtype))[n] for n, x in self.leaves.items()}
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of a tensor for a computation in `dtype`."""
+        return dtype if name in self.weights else self.leaves[name].dtype
+
+
+def stacked_buffers(module: nn.Module, layers: Sequence[str], saved: Collection[str]) -> Constants:
+    """The buffers of the layers of a stack, [L, ...], or [1, ...] where all layers have the same."""
+    names = [name for name, _ in module.get_submodule(layers[0]).named_buffers()]
+    stacked = {name: torch.stack([module.get_buffer(f"{layer}.{name}").detach() for layer in layers]) for name in names}
+    buffers = {name: x[:1] if (x == x[:1]).all() else x for name, x in stacked.items()}
+    return Constants(buffers, {name for name in names if f"{layers[0]}.{name}" in saved})
+
+
+def blank(tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Tensors of these shapes without memory, floating ones in `dtype`."""
+
+    def expand_blank(x: Tensor) -> Tensor:
+        kind = dtype if dtype is not None and x.is_floating_point() else x.dtype
+        return torch.zeros((), dtype=kind, device=device).expand(x.shape)
+
+    return {name: expand_blank(x) for name, x in tensors.items()}
+
+
+def layer_buffer(stacked: Tensor, layer: Any, first: int) -> Tensor:
+    """The buffer of a layer, by its number, from those of the layers from `first` on or the one that they share."""
+    return stacked[0] if stacked.shape[0] == 1 else stacked.index_select(0, (layer - first).reshape(1))[0]
+
+
+def any_numbers(shape: Sequence[int], rows: int | None = None) -> Tensor:
+    """Random numbers of the size of weights; a matrix has so many rows of its own, which repeat, None for all."""
+    if len(shape) < 2:
+        return 0.5 + 0.5 * torch.randn(shape)
+    short_shape = (shape[0] if rows is None else min(rows, shape[0]), *shape[1:])
+    return (torch.randn(short_shape) / shape[-1] ** 0.5).expand(shape)
 
 
 class CannotSplit(ValueError):
@@ -53,12 +117,12 @@ def choices(module: nn.Module, paths: str | Sequence[str] | None = None) -> list
     such run.
     """
     lists = {
-        name: {key: child for key, child in one._modules.items() if child is not None}
-        for name, one in module.named_modules()
-        if is_list(one)
+        name: {key: child for key, child in child._modules.items() if child is not None}
+        for name, child in module.named_modules()
+        if is_list(child)
     }
     if paths is not None:
-        return [named([whole_list(module, path, lists) for path in ([paths] if isinstance(paths, str) else paths)])]
+        return [named([full_list(module, path, lists) for path in ([paths] if isinstance(paths, str) else paths)])]
     runs = [run for name, children in lists.items() for run in runs_of(name, children)]
     if not runs:
         unlike = next(((name, children) for name, children in lists.items() if len(children) > 1), None)
@@ -71,16 +135,18 @@ def choices(module: nn.Module, paths: str | Sequence[str] | None = None) -> list
     largest = max(runs, key=lambda run: run[0])
     several: list[list[str]] = []
     for size, names in sorted(runs, key=lambda run: -run[0]):
-        apart = not any(a == b or is_within(a, b) or is_within(b, a) for some in several for a in some for b in names)
-        if apart and size >= LEAST * largest[0]:
+        disjoint = not any(
+            a == b or is_within(a, b) or is_within(b, a) for entries in several for a in entries for b in names
+        )
+        if disjoint and size >= LEAST * largest[0]:
             several.append(names)
     order = [run[1] for run in runs if run[1] in several]
     ways = [order, *([names] for names in several)] if len(several) > 1 else [order]
-    found = [named([checked(module, names) for names in some]) for some in ways]
+    stack_choices = [named([checked(module, names) for names in entries]) for entries in ways]
     fit, reason = [], None
-    for stacks in found:
+    for stacks in stack_choices:
         try:
-            fit.append(expect_own_parameters(module, stacks))
+            fit.append(expect_unshared_parameters(module, stacks))
         except CannotSplit as error:
             reason = error
     if reason is not None and not fit:
@@ -88,9 +154,9 @@ def choices(module: nn.Module, paths: str | Sequence[str] | None = None) -> list
     return fit
 
 
-def named(some: list[Layers]) -> Stacks:
+def named(layers_list: list[Layers]) -> Stacks:
     """The stacks with their names in the parameter tree."""
-    return {"blocks" if len(some) == 1 else f"blocks_{i}": layers for i, layers in enumerate(some)}
+    return {"blocks" if len(layers_list) == 1 else f"blocks_{i}": layers for i, layers in enumerate(layers_list)}
 
 
 def is_within(a: str, b: str) -> bool:
@@ -103,7 +169,7 @@ def is_list(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.Sequential))
 
 
-def whole_list(module: nn.Module, path: str, lists: dict[str, dict[str, nn.Module]]) -> Layers:
+def full_list(module: nn.Module, path: str, lists: dict[str, dict[str, nn.Module]]) -> Layers:
     """All layers of the list at `path`; raises ValueError if there is none, or they are not alike."""
     if path not in lists:
         names = ", ".join(name or '""' for name in lists) or "none"
@@ -122,7 +188,7 @@ def whole_list(module: nn.Module, path: str, lists: dict[str, dict[str, nn.Modul
             )
     layers = checked(module, names)
     try:
-        expect_own_parameters(module, named([layers]))
+        expect_unshared_parameters(module, named([layers]))
     except CannotSplit as reason:
         raise ValueError(f"layers={path!r}: {reason}") from None
     return layers
@@ -130,7 +196,7 @@ def whole_list(module: nn.Module, path: str, lists: dict[str, dict[str, nn.Modul
 
 def join(*parts: str) -> str:
     """The dotted name of a module in a module."""
-    return ".".join(part for part in parts if part)
+    return ".".join(word for word in parts if word)
 
 
 def runs_of(name: str, named: dict[str, nn.Module]) -> list[tuple[int, list[str]]]:
@@ -164,7 +230,7 @@ def checked(module: nn.Module, names: list[str]) -> Layers:
     return Layers(tuple(names), tuple(kinds), tuple(counts))
 
 
-def expect_own_parameters(module: nn.Module, stacks: Stacks) -> Stacks:
+def expect_unshared_parameters(module: nn.Module, stacks: Stacks) -> Stacks:
     """The stacks; raises CannotSplit if a layer has a parameter or buffer that is also another's, or has a hook."""
     places: dict[int, list[str]] = {}
     for kind in (module.named_parameters, module.named_buffers):
@@ -186,7 +252,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 def layer_of(stacks: Stacks, name: str) -> str:
     """The layer that a name is in, "" for none."""
-    return next((one for layers in stacks.values() for one in layers.names if is_within(name, one)), "")
+    return next((layer for layers in stacks.values() for layer in layers.names if is_within(name, layer)), "")
 
 
 class Unlike(NamedTuple):
@@ -197,46 +263,48 @@ class Unlike(NamedTuple):
     counts: tuple[tuple[str, str], ...] = ()  # the attributes that count the layers
 
 
-def difference(a: nn.Module, b: nn.Module, apart: int = 1) -> Unlike:
-    """Find the differences between two layers that are `apart` layers from each other, and the attributes that count
+def difference(a: nn.Module, b: nn.Module, distance: int = 1) -> Unlike:
+    """Find the differences between two layers that are `distance` layers from each other, and the attributes that count
     them.
     """
     if a is b:
         return all_unlike("it is the same module again")
-    ours, theirs = dict(a.named_modules()), dict(b.named_modules())
-    for name in [*ours, *theirs]:
-        kinds = [type(one[name]).__name__ if name in one else "missing" for one in (theirs, ours)]
-        if kinds[0] != kinds[1] or type(ours[name]) is not type(theirs[name]):
+    a_modules, theirs = dict(a.named_modules()), dict(b.named_modules())
+    for name in [*a_modules, *theirs]:
+        kinds = [type(first[name]).__name__ if name in first else "missing" for first in (theirs, a_modules)]
+        if kinds[0] != kinds[1] or type(a_modules[name]) is not type(theirs[name]):
             return all_unlike(f"{name or 'it'} is {a_or_an(kinds[0])} and not {a_or_an(kinds[1])}")
     for kind in ("named_parameters", "named_buffers"):
-        leaves, others = (list(getattr(one, kind)(remove_duplicate=False)) for one in (a, b))
-        if [name for name, _ in leaves] != [name for name, _ in others]:
-            odd = {name for name, _ in leaves} ^ {name for name, _ in others}
+        leaves, b_leaves = (list(getattr(first, kind)(remove_duplicate=False)) for first in (a, b))
+        if [name for name, _ in leaves] != [name for name, _ in b_leaves]:
+            odd = {name for name, _ in leaves} ^ {name for name, _ in b_leaves}
             return all_unlike(f"{min(odd)} is in one of them alone")
-        for (name, x), (_, y) in zip(leaves, others):
-            for what in ("shape", "dtype", "requires_grad"):
-                one, other = getattr(x, what), getattr(y, what)
-                if one != other:
-                    one, other = (tuple(v) if what == "shape" else v for v in (one, other))
-                    return all_unlike(f"{name} has {what} {other} and not {one}")
-        firsts = [[[id(leaf) for _, leaf in some].index(id(leaf)) for _, leaf in some] for some in (leaves, others)]
+        for (name, x), (_, y) in zip(leaves, b_leaves):
+            for property in ("shape", "dtype", "requires_grad"):
+                first, second = getattr(x, property), getattr(y, property)
+                if first != second:
+                    first, second = (tuple(v) if property == "shape" else v for v in (first, second))
+                    return all_unlike(f"{name} has {property} {second} and not {first}")
+        firsts = [
+            [[id(leaf) for _, leaf in entries].index(id(leaf)) for _, leaf in entries] for entries in (leaves, b_leaves)
+        ]
         if firsts[0] != firsts[1]:
             return all_unlike("they share other tensors within themselves")
     counts, code = [], ""
-    for name, module in ours.items():
-        one, other = (plain_attributes(m) for m in (module, theirs[name]))
-        for key in {**one, **other}:
-            x, y = one.get(key), other.get(key)
-            if type(x) is int and type(y) is int and y - x == apart:
+    for name, module in a_modules.items():
+        first, second = (plain_attributes(m) for m in (module, theirs[name]))
+        for key in {**first, **second}:
+            x, y = first.get(key), second.get(key)
+            if type(x) is int and type(y) is int and y - x == distance:
                 counts.append((name, key))
-            elif not code and not same(x, y):
-                code = f"{join(name, key)} is {shown(y)} and not {shown(x)}"
+            elif not code and not equal_values(x, y):
+                code = f"{join(name, key)} is {short_text(y)} and not {short_text(x)}"
     return Unlike("", code, tuple(counts))
 
 
-def all_unlike(what: str) -> Unlike:
+def all_unlike(reason: str) -> Unlike:
     """Of layers whose leaves differ in something."""
-    return Unlike(what, what)
+    return Unlike(reason, reason)
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
@@ -245,7 +313,7 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in vars(module).items() if key not in blank or key == "training"}
 
 
-def same(a: Any, b: Any) -> bool:
+def equal_values(a: Any, b: Any) -> bool:
     """Whether two attributes of modules have one value: equal, or made of equal ones."""
     if a is b:
         return True
@@ -257,20 +325,24 @@ def same(a: Any, b: Any) -> bool:
         return a.dtype == b.dtype and not a.is_meta and torch.equal(a, b)
     if isinstance(a, types.FunctionType):
         cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b)]
-        return a.__code__ is b.__code__ and same(cells[0], cells[1]) and same(a.__defaults__, b.__defaults__)
+        return (
+            a.__code__ is b.__code__
+            and equal_values(cells[0], cells[1])
+            and equal_values(a.__defaults__, b.__defaults__)
+        )
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(map(equal_values, a, b))
     if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+        return list(a) == list(b) and all(equal_values(a[key], b[key]) for key in a)
     try:
         if a == b:
             return True
     except Exception:  # an object of someone else's, whose == may do anything
         return False
-    return type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__") and same(vars(a), vars(b))
+    return type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__") and equal_values(vars(a), vars(b))
 
 
-def shown(value: Any) -> str:
+def short_text(value: Any) -> str:
     """An attribute's value, short."""
     text = repr(value)
     return text if len(text) <= 40 else f"a {type(value).__name__} of other values"
@@ -310,8 +382,8 @@ def without_memory(module: nn.Module) -> nn.Module:
     for value in shared_values(module, memo):
         memo[id(value)] = value
     body = copy.deepcopy(module, memo)
-    for one in body.modules():
-        config = getattr(one, "config", None)
+    for child in body.modules():
+        config = getattr(child, "config", None)
         if getattr(config, "use_cache", False) is True:
             config.use_cache = False  # type: ignore[union-attr]  # as a step has no use for the keys and values of before
     return body
@@ -323,8 +395,8 @@ def shared_values(module: nn.Module, memo: dict[int, Any]) -> list[Any]:
     Raises ValueError, naming it, for one that has tensors or modules of its own.
     """
     shared = []
-    for name, one in module.named_modules():
-        for key, value in plain_attributes(one).items():
+    for name, child in module.named_modules():
+        for key, value in plain_attributes(child).items():
             if isinstance(value, int | float | str | None):
                 continue
             try:
@@ -332,7 +404,7 @@ def shared_values(module: nn.Module, memo: dict[int, Any]) -> list[Any]:
             except Exception as error:  # whatever somebody's object raises
                 if not isinstance(value, types.ModuleType) and holds_tensors(value):
                     raise ValueError(
-                        f"{name or 'the module'} ({type(one).__name__}): its attribute {key!r}, a "
+                        f"{name or 'the module'} ({type(child).__name__}): its attribute {key!r}, a "
                         f"{type(value).__name__} with tensors or modules of its own, cannot be copied "
                         f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); take it out of "
                         "the module, or give its class a __deepcopy__"
@@ -345,14 +417,14 @@ def holds_tensors(value: Any, depth: int = 4) -> bool:
     """Whether an object, or one that it has, has a tensor or a module as an attribute."""
     members = list(value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ())
     members += vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
-    tensors = any(isinstance(one, torch.Tensor | nn.Module) for one in members)
-    return tensors or (depth > 0 and any(holds_tensors(one, depth - 1) for one in members))
+    tensors = any(isinstance(member, torch.Tensor | nn.Module) for member in members)
+    return tensors or (depth > 0 and any(holds_tensors(member, depth - 1) for member in members))
 
 
 def templates_of(module: nn.Module, layers: Layers) -> list[nn.Module]:
     """One layer of each kind, without memory, that stands for all of that kind."""
-    made = [without_memory(module.get_submodule(layers.first(kind))) for kind in range(max(layers.kinds) + 1)]
-    for layer in made:
+    templates = [without_memory(module.get_submodule(layers.first(kind))) for kind in range(max(layers.kinds) + 1)]
+    for layer in templates:
         for name, key in layers.counts:
             vars(layer.get_submodule(name))[key] = LayerNumber(join(name, key))
-    return made
+    return templates

@@ -14,19 +14,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fzero.core import graph_cut, pytree
-from fzero.core.belongings import Belongings
-from fzero.core.draws import seeded
-from fzero.core.graph_cut import Watch
-from fzero.core.pure_calls import expect_data, expect_pure, is_near
-from fzero.core.snapshot import Snapshot
+from fzero.core import graph_tracing, pytree
+from fzero.core.closure_state import ClosureState
+from fzero.core.graph_tracing import Watch
+from fzero.core.purity_checks import expect_data, expect_pure, is_near
+from fzero.core.random_interception import seeded
 from fzero.core.torch_private import get_unwrapped, is_functorch_wrapped_tensor, maybe_get_bdim
+from fzero.core.variable_snapshot import Snapshot
 from fzero.models.base import Ctx
-from fzero.models.module_buffers import Constants, any_numbers, layer_buffer
-from fzero.models.module_calls import calling, draws_of, replaced
-from fzero.models.module_layers import CannotSplit, Stacks
-from fzero.models.module_split import Kind, ModuleCall, Split, inputs_of
-from fzero.models.module_sums import wide_sums
+from fzero.models.module_layers import CannotSplit, Constants, Stacks, any_numbers, layer_buffer
+from fzero.models.module_split import ForwardSplit, ModuleCall, StackKind, inputs_of
+from fzero.models.module_tp import calling, draws_of, replaced
+from fzero.models.wide_sums import wide_sums
 
 RUNS = 2  # layers of a kind that are run; the others pass on what they get
 
@@ -44,17 +43,17 @@ class LayeredModule(Protocol):
 
     def snapshot(self) -> Snapshot: ...
     def originals(self) -> dict[str, Tensor]: ...
-    def leaves_of(self, kind: Kind, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Any: ...
+    def leaves_of(self, kind: StackKind, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Any: ...
     def call_layer(
-        self, kind: Kind, leaves: Any, args: Any, kwargs: Any, ctx: Ctx, rows: int, ask: bool = False
+        self, kind: StackKind, leaves: Any, args: Any, kwargs: Any, ctx: Ctx, rows: int, detect_draws: bool = False
     ) -> Any: ...
 
 
 class LayerRuns(NamedTuple):
     """The layers that ran in a call of a module."""
 
-    runs: Counter[Kind]
-    last: dict[Kind, Any]  # what the last one of a kind returned
+    runs: Counter[StackKind]
+    last: dict[StackKind, Any]  # what the last one of a kind returned
     entered: dict[str, Tensor]  # the first argument of each stack's first layer
 
 
@@ -68,26 +67,32 @@ class Rehearsal:
         self.layered, self.batch, self.rows = layered, batch, rows
         self.ctx = Ctx(dtype=ctx.dtype, key=key)
         with seeded(seed):
-            drawn: Callable[[Any], Any] = lambda leaf: any_numbers(leaf.shape).to(device, ctx.dtype)  # noqa: E731
-            self.outside = {name: drawn(leaf) for name, leaf in layered.parameters.items()}
-            self.within = {s: {name: drawn(leaf) for name, leaf in some.items()} for s, some in layered.within.items()}
-        self.buffers = layered.buffers.on(device, ctx.dtype)
+            sample: Callable[[Any], Any] = lambda leaf: any_numbers(leaf.shape).to(device, ctx.dtype)  # noqa: E731
+            self.outside = {name: sample(leaf) for name, leaf in layered.parameters.items()}
+            self.within = {
+                s: {name: sample(leaf) for name, leaf in entries.items()} for s, entries in layered.within.items()
+            }
+        self.buffers = layered.buffers.to_device(device, ctx.dtype)
         self.unlike = ""  # a variable that the first call makes of parameters
-        self.stacked = {stack: some.on(device, ctx.dtype) for stack, some in layered.stacked.items()}
+        self.stacked = {stack: entries.to_device(device, ctx.dtype) for stack, entries in layered.stacked.items()}
 
-    def layers(self) -> list[tuple[str, Kind, Tensor]]:
+    def layers(self) -> list[tuple[str, StackKind, Tensor]]:
         """(name, kind, number) of each layer."""
         stacks, device = self.layered.stacks.items(), pytree.leaves(self.batch)[0].device
-        kinds = [(name, Kind(s, kind)) for s, some in stacks for name, kind in zip(some.names, some.kinds)]
-        return [(*both, torch.tensor(i, device=device)) for i, both in enumerate(kinds)]
+        kinds = [
+            (name, StackKind(s, kind))
+            for s, stack_layers in stacks
+            for name, kind in zip(stack_layers.names, stack_layers.kinds)
+        ]
+        return [(*pair, torch.tensor(i, device=device)) for i, pair in enumerate(kinds)]
 
-    def buffers_of(self, kind: Kind, number: Tensor) -> dict[str, Tensor]:
+    def buffers_of(self, kind: StackKind, number: Tensor) -> dict[str, Tensor]:
         """The buffers of a layer."""
-        before = list(self.stacked)[: list(self.stacked).index(kind.stack)]
-        first = sum(len(self.layered.stacks[stack].names) for stack in before)
+        previous = list(self.stacked)[: list(self.stacked).index(kind.stack)]
+        first = sum(len(self.layered.stacks[stack].names) for stack in previous)
         return {name: layer_buffer(leaf, number, first) for name, leaf in self.stacked[kind.stack].items()}
 
-    def whole(self, first: bool = False) -> list[Any]:
+    def run_module(self, first: bool = False) -> list[Any]:
         """What goes into the stacks, and what the loss function returns, of the copied module.
 
         first: the layers that stand for all of a kind are called too, each with what its first one is given."""
@@ -98,8 +103,8 @@ class Rehearsal:
             module = self.layered.skeleton.get_submodule(name)
             forward = [partial(self.template, kind, number)] if first else []
             layers.append((module, "forward", partial(self.layer, [*forward, module.forward], kind, number, runs)))
-        given, watch = [*state.values(), *pytree.leaves(self.batch)], self.watch()
-        with watch, torch.no_grad(), calling(self.ctx, self.rows, draws=draws_of), wide_sums(given), replaced(layers):
+        tensors, watch = [*state.values(), *pytree.leaves(self.batch)], self.watch()
+        with watch, torch.no_grad(), calling(self.ctx, self.rows, draws=draws_of), wide_sums(tensors), replaced(layers):
             call = ModuleCall(self.layered.skeleton, state, self.ctx.dtype)
             with expect_data({f"the module's {name}": x for name, x in state.items()}):
                 out = self.layered.loss(call, pytree.map(torch.clone, self.batch))
@@ -111,21 +116,23 @@ class Rehearsal:
 
     def leaves(self) -> dict[str, Tensor]:
         """The parameters and buffers, by the names that errors have."""
-        found = {f"the parameter {name}": x for name, x in self.outside.items()}
-        found |= {f"the buffer {name}": x for name, x in self.buffers.items()}
-        for what, stacks in (("parameter", self.within), ("buffer", self.stacked)):
-            found |= {f"the {what} {n} of a layer": x for some in stacks.values() for n, x in some.items()}
-        return found
+        leaves = {f"the parameter {name}": x for name, x in self.outside.items()}
+        leaves |= {f"the buffer {name}": x for name, x in self.buffers.items()}
+        for label, stacks in (("parameter", self.within), ("buffer", self.stacked)):
+            leaves |= {f"the {label} {n} of a layer": x for entries in stacks.values() for n, x in entries.items()}
+        return leaves
 
-    def template(self, kind: Kind, number: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def template(self, kind: StackKind, number: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the layer that stands for all of a kind returns."""
         leaves = self.layered.leaves_of(kind, dict(self.within[kind.stack]), self.buffers_of(kind, number))
-        return self.layered.call_layer(kind, leaves, args, kwargs, self.ctx._replace(layer=number), self.rows, ask=True)
+        return self.layered.call_layer(
+            kind, leaves, args, kwargs, self.ctx._replace(layer=number), self.rows, detect_draws=True
+        )
 
     def layer(
         self,
         forwards: Sequence[Callable[..., Any]],
-        kind: Kind,
+        kind: StackKind,
         number: Tensor,
         state: LayerRuns,
         *args: Any,
@@ -142,50 +149,57 @@ class Rehearsal:
                 state.last[kind] = forward(*args, **kwargs)
         return state.last[kind]
 
-    def parts(self, split: Split) -> list[Any]:
+    def run_split(self, split: ForwardSplit) -> list[Any]:
         """The same, by the parts of a Split, and the layers between them."""
-        inputs, runs = inputs_of(self.outside, self.buffers, self.batch, self.ctx), Counter[Kind]()
+        inputs, runs = inputs_of(self.outside, self.buffers, self.batch, self.ctx), Counter[StackKind]()
         x: tuple[Tensor, ...] = ()
         with torch.no_grad():
-            beside = split.beside(inputs_of({}, self.buffers, self.batch, self.ctx._replace(key=())))
+            side_args = split.side_program(inputs_of({}, self.buffers, self.batch, self.ctx._replace(key=())))
             entered: dict[str, Tensor] = {}
             for _, kind, layer in self.layers():
                 if kind.stack not in entered:
-                    x = split.before[kind.stack](inputs, x)
+                    x = split.prologues[kind.stack](inputs, x)
                 entered.setdefault(kind.stack, next(iter(x)))
                 runs[kind] += 1
                 if runs[kind] > RUNS:
                     continue
-                args, kwargs = split.arguments_of(kind, x, beside)
+                args, kwargs = split.arguments_of(kind, x, side_args)
                 out = self.template(kind, layer, *args, **kwargs)
                 x = (out[0] if isinstance(out, (tuple, list)) else out, *x[1:])
-            return [*entered.values(), *pytree.leaves(split.result_of(split.after(inputs, x)))]
+            return [*entered.values(), *pytree.leaves(split.result_of(split.epilogue(inputs, x)))]
 
-    def first(self, made: dict[str, Any] | None = None) -> None:
+    def first(self, variables: dict[str, Any] | None = None) -> None:
         """The first call, in which the module, and the layers that stand for a kind, make what they make once.
 
-        made: the variables after the first call with other numbers in place of the parameters.
+        variables: the variables after the first call with other numbers in place of the parameters.
         """
-        self.whole(first=True)
-        now = {} if made is None else self.layered.snapshot().values()
-        self.unlike = next((name for name in now if made and name in made and not is_near(now[name], made[name])), "")
+        self.run_module(first=True)
+        current = {} if variables is None else self.layered.snapshot().values()
+        self.unlike = next(
+            (
+                name
+                for name in current
+                if variables and name in variables and not is_near(current[name], variables[name])
+            ),
+            "",
+        )
 
     def expect_pure(self) -> list[Any]:
         """What the loss function returns; raises Impure if that, called again, gives another thing, and CannotSplit if
         a layer may read what the module leaves somewhere."""
-        skeleton, belongings = self.layered.skeleton, Belongings.of_module("the module", self.layered.skeleton)
+        skeleton, belongings = self.layered.skeleton, ClosureState.from_module("the module", self.layered.skeleton)
         reached = belongings.marks().keys()
         belongings.note_function(self.layered.loss)
-        out, left = expect_pure(self.whole, belongings, Snapshot(skeleton, self.layered.loss))
-        if shared := next((name for name in left if name in reached), ""):
+        out, changed = expect_pure(self.run_module, belongings, Snapshot(skeleton, self.layered.loss))
+        if shared := next((name for name in changed if name in reached), ""):
             raise CannotSplit(f"each call of the module leaves another tensor in {shared}, which a layer may read")
         if self.unlike:
             raise CannotSplit(f"its first call makes {self.unlike} of parameters, or of what they give")
         return out
 
-    def expect_parts(self, whole: list[Any], split: Split) -> None:
+    def expect_parts(self, expected: list[Any], split: ForwardSplit) -> None:
         """Raise CannotSplit if the parts of a Split do not give what the whole does."""
-        if not is_near(self.parts(split), whole, rounds=1e3):
+        if not is_near(self.run_split(split), expected, rounds=1e3):
             raise CannotSplit(
                 "its layers and what is before and after them, apart, compute something else than the module does: a "
                 "part reads what another one writes beside its arguments"
@@ -201,7 +215,7 @@ def values_of(batch: Any) -> Any:
             x = x.select(dim, 0) if dim >= 0 else x
         return x.detach()
 
-    with graph_cut.apart():
-        found = pytree.map(real, batch)
-        plain = all(type(x) is Tensor and not x.is_meta for x in pytree.leaves(found))
-        return found if plain else None
+    with graph_tracing.outside_transforms():
+        values = pytree.map(real, batch)
+        plain = all(type(x) is Tensor and not x.is_meta for x in pytree.leaves(values))
+        return values if plain else None

@@ -18,46 +18,46 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fzero.core import graph_cut, pytree
-from fzero.core.belongings import Belongings
-from fzero.core.draws import is_drawing
-from fzero.core.graph_cut import Watch
+from fzero.core import graph_tracing, pytree
+from fzero.core.closure_state import ClosureState
+from fzero.core.graph_tracing import Watch
+from fzero.core.random_interception import is_drawing
 from fzero.models.base import Ctx
-from fzero.models.module_calls import calling, draws_of, replaced
 from fzero.models.module_layers import HOOKS, CannotSplit, Stacks, holds_tensors
-from fzero.models.module_sums import wide_sums
+from fzero.models.module_tp import calling, draws_of, replaced
+from fzero.models.wide_sums import wide_sums
 
 Inputs = Mapping[str, Tensor]  # by name: parameter NAME, buffer NAME, batch NAME, "key" and "first" of the Ctx
 LossOf = Callable[[Callable[..., Any], Any], Any]
 
 
 @dataclass(frozen=True)
-class Program:
+class GraphProgram:
     """A function of some of the Inputs, and of given activations, as a graph."""
 
     graph: GraphModule
     names: tuple[str, ...]  # of its inputs; "x 0", "x 1" and so on for activations
 
     def __call__(self, inputs: Inputs, x: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
-        given = {**inputs, **{f"x {i}": leaf for i, leaf in enumerate(x)}}
+        tensors = {**inputs, **{f"x {i}": leaf for i, leaf in enumerate(x)}}
         # The graph has the views of the example's strides; a slice of a batch has others.
-        ordered = [given[name].contiguous() for name in self.names]
+        ordered = [tensors[name].contiguous() for name in self.names]
         with wide_sums(ordered):
             return self.graph(*ordered)
 
-    def equals(self, other: Program) -> bool:
+    def equals(self, rhs: GraphProgram) -> bool:
         """Whether another program computes the same, with the same constants."""
-        nodes = [[node for node in one.graph.graph.nodes if node.op == "get_attr"] for one in (self, other)]
-        pairs = [(getattr(self.graph, a.target), getattr(other.graph, b.target)) for a, b in zip(*nodes)]
-        same = self.names == other.names and self.graph.code == other.graph.code
-        return same and all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in pairs)
+        nodes = [[node for node in program.graph.graph.nodes if node.op == "get_attr"] for program in (self, rhs)]
+        pairs = [(getattr(self.graph, a.target), getattr(rhs.graph, b.target)) for a, b in zip(*nodes)]
+        matches = self.names == rhs.names and self.graph.code == rhs.graph.code
+        return matches and all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in pairs)
 
     def uses(self, kind: str) -> list[str]:
         """The names of its inputs of a kind, such as "parameter"."""
         return [name.removeprefix(f"{kind} ") for name in self.names if name.startswith(f"{kind} ")]
 
 
-class Kind(NamedTuple):
+class StackKind(NamedTuple):
     """A kind of layers: those of one stack that are one program."""
 
     stack: str
@@ -65,30 +65,30 @@ class Kind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Split:
+class ForwardSplit:
     """A forward pass cut at the layers, for batches of certain shapes."""
 
     # Of each stack: -> its first layer's first argument, the other arguments that parameters went into, and what comes
     # after this stack needs of the stacks before it. All but the first take what the stack before them left.
-    before: dict[str, Program]
-    beside: Program  # -> the other tensors that the layers are called with
-    after: Program  # (x as the last layer leaves it) -> tensors of the loss
-    arguments: dict[Kind, tuple[Any, Any]]  # structure of a layer's (args, kwargs), with Place for tensors
+    prologues: dict[str, GraphProgram]
+    side_program: GraphProgram  # -> the other tensors that the layers are called with
+    epilogue: GraphProgram  # (x as the last layer leaves it) -> tensors of the loss
+    arguments: dict[StackKind, tuple[Any, Any]]  # structure of a layer's (args, kwargs), with Place for tensors
     result: tuple[Any, list[Any]]  # structure of what the loss function returned, with Place for tensors
     draws: bool = False  # whether something outside of the layers may draw random numbers
 
-    def equals(self, other: Split) -> bool:
+    def equals(self, rhs: ForwardSplit) -> bool:
         """Whether another trace gave the same programs, with the same constants."""
-        ours, theirs = ([*one.before.values(), one.beside, one.after] for one in (self, other))
+        programs, theirs = ([*side.prologues.values(), side.side_program, side.epilogue] for side in (self, rhs))
         return (
-            all(map(Program.equals, ours, theirs))
-            and equal_structures(self.result, other.result)
-            and all(map(equal_structures, self.arguments.values(), other.arguments.values()))
+            all(map(GraphProgram.equals, programs, theirs))
+            and equal_structures(self.result, rhs.result)
+            and all(map(equal_structures, self.arguments.values(), rhs.arguments.values()))
         )
 
-    def arguments_of(self, kind: Kind, x: tuple[Tensor, ...], beside: tuple[Tensor, ...]) -> tuple[Any, Any]:
+    def arguments_of(self, kind: StackKind, x: tuple[Tensor, ...], side_args: tuple[Tensor, ...]) -> tuple[Any, Any]:
         """(args, kwargs) of a layer."""
-        return fill(self.arguments[kind], {"x": x, "beside": beside})
+        return fill(self.arguments[kind], {"x": x, "beside": side_args})
 
     def result_of(self, tensors: tuple[Tensor, ...]) -> Any:
         """The result of the loss function, with these tensors in it."""
@@ -96,7 +96,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorSlot:
     """In a structure: the tensor `number` of a group."""
 
     group: str
@@ -105,7 +105,7 @@ class Place:
 
 def equal_structures(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
     """Whether two structures have the same Places, and the same numbers and texts beside them."""
-    plain = (Place, int, float, str, bool, type(None))
+    plain = (TensorSlot, int, float, str, bool, type(None))
     pairs = [(x, y) for x, y in zip(a[1], b[1]) if isinstance(x, plain) or isinstance(y, plain)]
     return a[0] == b[0] and len(a[1]) == len(b[1]) and all(type(x) is type(y) and x == y for x, y in pairs)
 
@@ -114,7 +114,7 @@ def fill(structure: tuple[Any, Any], groups: dict[str, tuple[Tensor, ...]]) -> A
     """The tree of a (treedef, leaves) whose Places are filled with tensors."""
     treedef, leaves = structure
     return pytree.unflatten(
-        [groups[leaf.group][leaf.number] if isinstance(leaf, Place) else leaf for leaf in leaves], treedef
+        [groups[leaf.group][leaf.number] if isinstance(leaf, TensorSlot) else leaf for leaf in leaves], treedef
     )
 
 
@@ -132,22 +132,22 @@ class Recorder:
     """A record of the calls of a copied module's layers while it is traced."""
 
     stacks: Stacks
-    check: Callable[[Kind, Watch, Any, Any], Any]  # runs a layer, once, on the first one's arguments
+    check: Callable[[StackKind, Watch, Any, Any], Any]  # runs a layer, once, on the first one's arguments
     watch: Watch
     calls: int = 0
-    first: dict[Kind, Called] = field(default_factory=dict)
+    first: dict[StackKind, Called] = field(default_factory=dict)
     entered: dict[str, Tensor] = field(default_factory=dict)  # the first argument of each stack's first layer
-    left: dict[str, Tensor] = field(default_factory=dict)  # what its last layer returned
-    sides: list[tuple[str, Kind, list[Tensor]]] = field(default_factory=list)  # what each layer has beside
+    exits: dict[str, Tensor] = field(default_factory=dict)  # what its last layer returned
+    sides: list[tuple[str, StackKind, list[Tensor]]] = field(default_factory=list)  # what each layer has beside
     unused: list[tuple[str, Tensor]] = field(default_factory=list)  # what layers return and no layer may be asked for
     x: Any = None  # what the last call returned
-    layers: list[tuple[str, Kind]] = field(init=False)  # by name, in the order of a forward pass
+    layers: list[tuple[str, StackKind]] = field(init=False)  # by name, in the order of a forward pass
 
     def __post_init__(self) -> None:
         self.layers = [
-            (name, Kind(stack, kind))
-            for stack, some in self.stacks.items()
-            for name, kind in zip(some.names, some.kinds)
+            (name, StackKind(stack, kind))
+            for stack, stack_layers in self.stacks.items()
+            for name, kind in zip(stack_layers.names, stack_layers.kinds)
         ]
 
     def call(self, number: int, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +168,7 @@ class Recorder:
         if kind not in self.first:
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor):
-                    self.watch.keep(f"argument {i} of {name}" if i else f"the input of {name}", leaf)
+                    self.watch.protect(f"argument {i} of {name}" if i else f"the input of {name}", leaf)
             result = self.result_of(name, leaves, self.check(kind, self.watch, args, kwargs))
             self.first[kind] = Called(name, treedef, leaves, result)
             for i, leaf in enumerate(leaves):
@@ -181,12 +181,12 @@ class Recorder:
             compare(name, treedef, leaves, self.first[kind])
         self.sides.append((name, kind, [leaf for leaf in leaves[1:] if isinstance(leaf, Tensor)]))
         # A tensor of its own, by which the graph knows it, and into which the program must not write.
-        self.x = self.left[kind.stack] = leaves[0].clone()
+        self.x = self.exits[kind.stack] = leaves[0].clone()
         if name != self.stacks[kind.stack].names[-1]:
-            self.watch.keep(f"what {name} returned", self.x)
+            self.watch.protect(f"what {name} returned", self.x)
         return self.first[kind].result(self.x, leaves)
 
-    def enter(self, name: str, kind: Kind, leaves: list[Any]) -> None:
+    def enter(self, name: str, kind: StackKind, leaves: list[Any]) -> None:
         """Note the first argument of a stack's first layer."""
         if not leaves or not isinstance(leaves[0], Tensor) or not leaves[0].is_floating_point():
             raise CannotSplit(f"{name} is not called with a floating tensor as its first argument")
@@ -194,21 +194,24 @@ class Recorder:
 
     def result_of(self, name: str, leaves: list[Any], out: Any) -> Callable[[Tensor, list[Any]], Any]:
         """How a layer returns x: alone, or at the head of a tuple, before arguments of its own and what nobody uses."""
-        first, *rest = out if isinstance(out, (tuple, list)) else (out,)
+        first, *tail = out if isinstance(out, (tuple, list)) else (out,)
         x = leaves[0]
         if not isinstance(first, Tensor) or first.shape != x.shape or first.dtype != x.dtype:
-            shown = f"{list(first.shape)} {first.dtype}" if isinstance(first, Tensor) else type(first).__name__
-            raise CannotSplit(f"{name} returns {shown} for its first argument, {list(x.shape)} {x.dtype}")
+            description = f"{list(first.shape)} {first.dtype}" if isinstance(first, Tensor) else type(first).__name__
+            raise CannotSplit(f"{name} returns {description} for its first argument, {list(x.shape)} {x.dtype}")
         if not isinstance(out, (tuple, list)):
             return lambda x, leaves: x
-        others, treedef = pytree.flatten(rest)
-        if any(leaf is not None and not isinstance(leaf, Tensor) for leaf in others):
+        extras, treedef = pytree.flatten(tail)
+        if any(leaf is not None and not isinstance(leaf, Tensor) for leaf in extras):
             raise CannotSplit(f"{name} returns more than tensors")
-        given = {id(leaf): i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i}
+        argument_index = {id(leaf): i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i}
 
         def result(x: Tensor, leaves: list[Any]) -> Any:
-            again = [leaves[given[id(leaf)]] if id(leaf) in given else self.stand_in(name, leaf) for leaf in others]
-            return type(out)((x, *pytree.unflatten(again, treedef)))
+            values = [
+                leaves[argument_index[id(leaf)]] if id(leaf) in argument_index else self.stand_in(name, leaf)
+                for leaf in extras
+            ]
+            return type(out)((x, *pytree.unflatten(values, treedef)))
 
         return result
 
@@ -224,9 +227,9 @@ def compare(name: str, treedef: Any, leaves: list[Any], first: Called) -> None:
     """Raise CannotSplit unless a layer is called as the first one of its kind was."""
     if treedef != first.treedef:
         raise CannotSplit(f"{name} is called with other arguments than {first.name}")
-    for i, (leaf, other) in enumerate(zip(leaves, first.leaves)):
-        tensors = isinstance(leaf, Tensor), isinstance(other, Tensor)  # compared as nodes of the graph
-        if tensors != (True, True) and (any(tensors) or type(leaf) is not type(other) or leaf != other):
+    for i, (leaf, expected) in enumerate(zip(leaves, first.leaves)):
+        tensors = isinstance(leaf, Tensor), isinstance(expected, Tensor)  # compared as nodes of the graph
+        if tensors != (True, True) and (any(tensors) or type(leaf) is not type(expected) or leaf != expected):
             raise CannotSplit(f"argument {i} of {name} is another one than that of {first.name}")
 
 
@@ -234,47 +237,49 @@ def split(
     skeleton: nn.Module,
     stacks: Stacks,
     loss: LossOf,
-    check: Callable[[Kind, Watch, Any, Any], Any],
+    check: Callable[[StackKind, Watch, Any, Any], Any],
     batch: Any,
     inputs: Inputs,
     ctx: Ctx,
     originals: Mapping[str, Tensor],
-) -> Split:
+) -> ForwardSplit:
     """The Split of `loss(call, batch)` for a batch of these shapes.
 
     skeleton: a copy of the module. check: runs a layer on fake tensors. inputs: tensors of the right shapes and dtypes.
     ctx: of one process. originals: the trained parameters of the module itself, by name. Raises CannotSplit with the
     reason if the layers are not called as a stack is, or the program needs values; ValueError for what it may not do.
     """
-    names, constants = list(inputs), Belongings.of_module("the module", skeleton).constants()
-    batch_def, found, rows = pytree.flatten(batch)[1], {}, pytree.leaves(batch)[0].shape[0]
+    names, constants = list(inputs), ClosureState.from_module("the module", skeleton).constants()
+    batch_def, trace_results, rows = pytree.flatten(batch)[1], {}, pytree.leaves(batch)[0].shape[0]
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        now = dict(zip(names, tensors))
-        leaves = [leaf for name, leaf in now.items() if name.startswith("batch ")]
+        named = dict(zip(names, tensors))
+        leaves = [leaf for name, leaf in named.items() if name.startswith("batch ")]
         state = {
-            name.split(" ", 1)[1]: leaf for name, leaf in now.items() if name.startswith(("parameter ", "buffer "))
+            name.split(" ", 1)[1]: leaf for name, leaf in named.items() if name.startswith(("parameter ", "buffer "))
         }
-        given = {f"the {name}": leaf for name, leaf in now.items()}
-        watch = Watch(given, recorded=True, originals=originals)
+        guarded = {f"the {name}": leaf for name, leaf in named.items()}
+        watch = Watch(guarded, recorded=True, originals=originals)
         recorder = Recorder(stacks, check, watch)
-        here = ctx._replace(key=now.get("key", ()), first=now.get("first", 0))
+        trace_ctx = ctx._replace(key=named.get("key", ()), first=named.get("first", 0))
         for name, tensor in constants.items():
-            watch.keep(name, tensor)
-        with watch, calling(here, rows, draws=draws_of), replaced(stand_ins(recorder, skeleton)):
+            watch.protect(name, tensor)
+        with watch, calling(trace_ctx, rows, draws=draws_of), replaced(stand_ins(recorder, skeleton)):
             out = loss(ModuleCall(skeleton, state, ctx.dtype), pytree.unflatten(leaves, batch_def))
-            found["draws"] = is_drawing()
+            trace_results["draws"] = is_drawing()
         if recorder.calls < len(recorder.layers):
             missing = recorder.layers[recorder.calls][0]
             raise CannotSplit(f"{missing} is never called" if recorder.calls else "the layers are never called")
-        found.update(recorder=recorder, result=pytree.flatten(out))
-        out_tensors = [leaf for leaf in found["result"][0] if isinstance(leaf, Tensor)]
+        trace_results.update(recorder=recorder, result=pytree.flatten(out))
+        out_tensors = [leaf for leaf in trace_results["result"][0] if isinstance(leaf, Tensor)]
         return [leaf for group in results_of(recorder) for leaf in group] + out_tensors
 
     trained = {f"parameter {name}": leaf.requires_grad for name, leaf in skeleton.named_parameters()}
-    wanted = [trained.get(name, False) for name in names]
-    graph = traced(run, list(inputs.values()), wanted)
-    return replace(Cutter(graph, names, found["recorder"]).split(found["result"]), draws=found["draws"])
+    requires_grad = [trained.get(name, False) for name in names]
+    graph = traced(run, list(inputs.values()), requires_grad)
+    return replace(
+        Cutter(graph, names, trace_results["recorder"]).split(trace_results["result"]), draws=trace_results["draws"]
+    )
 
 
 def stand_ins(recorder: Recorder, skeleton: nn.Module) -> list[tuple[nn.Module, str, Any]]:
@@ -288,7 +293,7 @@ def results_of(recorder: Recorder) -> list[list[Tensor]]:
     """The tensors that are known of the layers, as groups of results of the graph."""
     return [
         list(recorder.entered.values()),
-        list(recorder.left.values()),
+        list(recorder.exits.values()),
         *(tensors for _, _, tensors in recorder.sides),
         [leaf for _, leaf in recorder.unused],
     ]
@@ -297,14 +302,16 @@ def results_of(recorder: Recorder) -> list[list[Tensor]]:
 def traced(run: Callable[..., list[Tensor]], like: list[Tensor], trained: list[bool]) -> GraphModule:
     """The graph of `run`; raises CannotSplit where it needs the values of its tensors."""
     try:
-        return graph_cut.trace(run, like, trained)
-    except (CannotSplit, graph_cut.Impure):
+        return graph_tracing.trace(run, like, trained)
+    except (CannotSplit, graph_tracing.Impure):
         raise
-    except graph_cut.Untraceable as error:
+    except graph_tracing.Untraceable as error:
         raise CannotSplit(str(error)) from None
     except Exception as error:  # whatever the module's own code raises without values
-        at, text = graph_cut.line(error), str(error).strip().split("\n")[0]
-        raise CannotSplit(f"{at or 'the module'}: without values it raises {type(error).__name__}: {text}") from error
+        location, text = graph_tracing.line(error), str(error).strip().split("\n")[0]
+        raise CannotSplit(
+            f"{location or 'the module'}: without values it raises {type(error).__name__}: {text}"
+        ) from error
 
 
 class Cutter:
@@ -312,104 +319,110 @@ class Cutter:
 
     def __init__(self, graph: GraphModule, names: list[str], recorder: Recorder):
         self.graph, self.names, self.recorder = graph, names, recorder
-        self.placeholders, outputs = graph_cut.inputs_of(graph), iter(graph_cut.outputs_of(graph))
+        self.placeholders, outputs = graph_tracing.inputs_of(graph), iter(graph_tracing.outputs_of(graph))
         groups = [[next(outputs) for _ in group] for group in results_of(recorder)]
         stacks = list(recorder.stacks)
-        self.entered, self.left = (dict(zip(stacks, group)) for group in groups[:2])
+        self.entered, self.exits = (dict(zip(stacks, group)) for group in groups[:2])
         self.sides, unused, self.losses = groups[2:-1], groups[-1], list(outputs)
-        self.numbers = graph_cut.value_numbers(graph)
+        self.numbers = graph_tracing.value_numbers(graph)
         used = {*self.losses, *self.entered.values(), *(node for nodes in self.sides for node in nodes)}
         for (name, _), node in zip(recorder.unused, unused):
-            if used & graph_cut.dependents(graph, [node]):
+            if used & graph_tracing.dependents(graph, [node]):
                 raise CannotSplit(f"{name} returns more than one tensor, and the others are used")
 
-    def split(self, result: tuple[list[Any], Any]) -> Split:
+    def split(self, result: tuple[list[Any], Any]) -> ForwardSplit:
         """The Split; raises CannotSplit where the layers' arguments differ, or cannot go through a stack."""
         sources = [
             node for node, name in zip(self.placeholders, self.names) if name.startswith(("parameter ", "key", "first"))
         ]
-        moving = graph_cut.dependents(self.graph, sources)
+        moving = graph_tracing.dependents(self.graph, sources)
         carried: dict[str, list[Node]] = {stack: [node] for stack, node in self.entered.items()}
-        beside: list[Node] = []
+        side_nodes: list[Node] = []
         arguments = {}
         for kind, called in self.recorder.first.items():
-            order, places = iter(self.sides_of(kind)), [Place("x", 0)]
+            order, places = iter(self.sides_of(kind)), [TensorSlot("x", 0)]
             for i, leaf in enumerate(called.leaves[1:], 1):
                 if not isinstance(leaf, Tensor):
                     places.append(leaf)
                     continue
                 node = next(order)
-                group = carried[kind.stack] if node in moving else beside
-                if group is not beside and not leaf.is_floating_point():
+                group = carried[kind.stack] if node in moving else side_nodes
+                if group is not side_nodes and not leaf.is_floating_point():
                     raise CannotSplit(f"argument {i} of {called.name} is {leaf.dtype} and made from parameters")
-                places.append(Place("beside" if group is beside else "x", self.place(node, group, group is not beside)))
+                places.append(
+                    TensorSlot(
+                        "beside" if group is side_nodes else "x", self.add_node(node, group, group is not side_nodes)
+                    )
+                )
             arguments[kind] = called.treedef, places
-        before, after = self.programs(carried)
+        prologues, epilogue = self.programs(carried)
         values, result_def = result
         numbered = iter(range(len(self.losses)))
-        filled = [Place("out", next(numbered)) if isinstance(leaf, Tensor) else leaf for leaf in values]
-        return Split(before, self.program(beside, {}), after, arguments, (result_def, filled))
+        filled = [TensorSlot("out", next(numbered)) if isinstance(leaf, Tensor) else leaf for leaf in values]
+        return ForwardSplit(prologues, self.program(side_nodes, {}), epilogue, arguments, (result_def, filled))
 
-    def sides_of(self, kind: Kind) -> list[Node]:
+    def sides_of(self, kind: StackKind) -> list[Node]:
         """The nodes of a kind's tensors beside x; raises CannotSplit if a layer of it gets another thing."""
-        called, mine = self.recorder.first[kind], None
-        at = [i for i, leaf in enumerate(called.leaves) if isinstance(leaf, Tensor)][1:]
-        for (name, of, _), nodes in zip(self.recorder.sides, self.sides):
-            mine = nodes if of == kind and mine is None else mine
-            for i, node, first in zip(at, nodes, mine if of == kind and mine is not None else ()):
+        called, reference = self.recorder.first[kind], None
+        indices = [i for i, leaf in enumerate(called.leaves) if isinstance(leaf, Tensor)][1:]
+        for (name, layer_kind, _), nodes in zip(self.recorder.sides, self.sides):
+            reference = nodes if layer_kind == kind and reference is None else reference
+            for i, node, first in zip(
+                indices, nodes, reference if layer_kind == kind and reference is not None else ()
+            ):
                 if self.numbers[node] != self.numbers[first]:
                     raise CannotSplit(f"argument {i} of {name} is another one than that of {called.name}")
-        assert mine is not None
-        return mine
+        assert reference is not None
+        return reference
 
-    def place(self, node: Node, group: list[Node], first: int) -> int:
+    def add_node(self, node: Node, group: list[Node], first: int) -> int:
         """The number of a node in a group, among those from `first` on; it is added if none of them is the same."""
-        known = [self.numbers[other] for other in group[first:]]
-        if self.numbers[node] not in known:
-            known.append(self.numbers[node])
+        numbers = [self.numbers[member] for member in group[first:]]
+        if self.numbers[node] not in numbers:
+            numbers.append(self.numbers[node])
             group.append(node)
-        return first + known.index(self.numbers[node])
+        return first + numbers.index(self.numbers[node])
 
-    def programs(self, carried: dict[str, list[Node]]) -> tuple[dict[str, Program], Program]:
+    def programs(self, carried: dict[str, list[Node]]) -> tuple[dict[str, GraphProgram], GraphProgram]:
         """(the program before each stack, the one after the last).
 
         What a program needs of an earlier stack than the one it follows goes through the stacks between them.
         """
-        stacks, lefts = list(carried), set(self.left.values())
+        stacks, lefts = list(carried), set(self.exits.values())
         outputs, programs = self.losses, []
         for i in reversed(range(len(stacks))):
-            x = [self.left[stacks[i]], *carried[stacks[i]][1:]]
+            x = [self.exits[stacks[i]], *carried[stacks[i]][1:]]
             # A parameter itself need not be kept: it is fetched again.
-            given = {f"x {n}": node for n, node in enumerate(x) if node.op != "placeholder"}
-            passing = self.reached(outputs, set(given.values()), lefts)
-            given |= {f"x {len(x) + n}": node for n, node in enumerate(passing)}
-            if self.left[stacks[i]] not in self.reached(outputs, set(), lefts):
+            inputs = {f"x {n}": node for n, node in enumerate(x) if node.op != "placeholder"}
+            passing = self.reached(outputs, set(inputs.values()), lefts)
+            inputs |= {f"x {len(x) + n}": node for n, node in enumerate(passing)}
+            if self.exits[stacks[i]] not in self.reached(outputs, set(), lefts):
                 raise CannotSplit("the loss does not depend on what the layers return")
-            programs.append(self.program(outputs, given))
+            programs.append(self.program(outputs, inputs))
             outputs = [*carried[stacks[i]], *passing]
         programs.append(self.program(outputs, {}))
-        after, *rest = programs
-        return dict(zip(stacks, reversed(rest))), after
+        epilogue, *prologues = programs
+        return dict(zip(stacks, reversed(prologues))), epilogue
 
-    def reached(self, outputs: Sequence[Node], given: set[Node], lefts: set[Node]) -> list[Node]:
+    def reached(self, outputs: Sequence[Node], boundary: set[Node], lefts: set[Node]) -> list[Node]:
         """Which of `lefts`, but those given, some outputs are computed from."""
-        found, seen, todo = {}, set(), list(outputs)
+        exits, visited, todo = {}, set(), list(outputs)
         while todo:
             node = todo.pop()
-            if node in seen or node in given:
+            if node in visited or node in boundary:
                 continue
-            seen.add(node)
+            visited.add(node)
             if node in lefts:
-                found[node] = None
+                exits[node] = None
             else:
                 todo.extend(node.all_input_nodes)
-        return list(found)
+        return list(exits)
 
-    def program(self, outputs: list[Node], given: dict[str, Node]) -> Program:
+    def program(self, outputs: list[Node], inputs: dict[str, Node]) -> GraphProgram:
         """The part of the graph that computes some of its nodes."""
-        numbers, part = graph_cut.cut(self.graph, [*self.placeholders, *given.values()], outputs)
-        all_names = [*self.names, *given]
-        return Program(part, tuple(all_names[i] for i in numbers))
+        numbers, subgraph = graph_tracing.extract_subgraph(self.graph, [*self.placeholders, *inputs.values()], outputs)
+        all_names = [*self.names, *inputs]
+        return GraphProgram(subgraph, tuple(all_names[i] for i in numbers))
 
 
 class ModuleCall:
@@ -418,10 +431,10 @@ class ModuleCall:
     """
 
     def __init__(self, module: nn.Module, state: dict[str, Tensor], dtype: torch.dtype):
-        self.given = module, state, dtype
+        self.target = module, state, dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, state, dtype = self.given
+        module, state, dtype = self.target
 
         def to_dtype(leaf: Any) -> Any:
             return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
@@ -438,11 +451,11 @@ class ModuleCall:
 def call_pure(module: nn.Module, state: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
     """What a module with these parameters and buffers returns; raises Impure if its forward pass puts another tensor in
     the place of one."""
-    now = dict(state)
-    out = torch.func.functional_call(module, now, args, kwargs)
-    for name, leaf in now.items():
+    tensors = dict(state)
+    out = torch.func.functional_call(module, tensors, args, kwargs)
+    for name, leaf in tensors.items():
         if leaf is not state[name]:
-            raise graph_cut.Impure(
+            raise graph_tracing.Impure(
                 f"the module sets {name!r} in its forward pass, and a state that is not a parameter would be lost; "
                 "hand it in by the batch, or set it outside of the step"
             )

@@ -28,7 +28,7 @@ from fzero.models.layers import linear, norm
 from fzero.models.llama import embed, head_inputs
 
 STACK, JOIN = "blocks_mtp", "join_mtp"
-RULES = ((rf"^({JOIN}/norm_|head/norm_mtp/)", "[D]"), (rf"^{JOIN}/w$", "[D, D]"))
+MTP_RULES = ((rf"^({JOIN}/norm_|head/norm_mtp/)", "[D]"), (rf"^{JOIN}/w$", "[D, D]"))
 
 
 def leaves(c: Any, make: MakeLeaf) -> Tree:
@@ -45,14 +45,14 @@ def join(c: Any, params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Tree:
     """
     p, following = params[JOIN], batch.get("targets", batch["tokens"]).clamp_min(0)
     e = embed(c, params, {**batch, "tokens": following}, ctx)
-    both = norm(p["norm_x"], state["x"], c.norm_eps, ctx), norm(p["norm_e"], e, c.norm_eps, ctx)
-    return {**state, "main": state["x"], "x": linear(torch.cat(both, -1), p["w"])}
+    normed = norm(p["norm_x"], state["x"], c.norm_eps, ctx), norm(p["norm_e"], e, c.norm_eps, ctx)
+    return {**state, "main": state["x"], "x": linear(torch.cat(normed, -1), p["w"])}
 
 
 def loss(c: Any, params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Tensor:
     """The cross entropy of the tokens after the next ones, summed over the positions that count."""
-    own = {**params, "head": {**params["head"], "norm": params["head"]["norm_mtp"]}}
-    return token_loss(*head_inputs(c, own, x, ctx), second(batch), ctx, words=c.vocab_size)[0]
+    mtp_params = {**params, "head": {**params["head"], "norm": params["head"]["norm_mtp"]}}
+    return token_loss(*head_inputs(c, mtp_params, x, ctx), second(batch), ctx, words=c.vocab_size)[0]
 
 
 def second(batch: Batch) -> Batch:

@@ -21,7 +21,7 @@ from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.linear_cross_entropy import token_losses
 from fzero.models.base import Batch, Ctx, Loss, Model, leaf_shapes, with_still_leaves
 from fzero.models.forward import loss
-from fzero.models.layers import enter
+from fzero.models.layers import enter_region
 
 
 @checked()
@@ -64,11 +64,11 @@ def dpo(model: Model, beta: float = 0.1, smoothing: float = 0.0) -> Model:
         for name in ("documents", "reference"):
             if name not in batch:
                 raise ValueError(f"dpo: the batch has no {name!r}; it has {', '.join(sorted(batch))}")
-        gains = over_cp(answer_sums(model, params, x, batch, ctx), ctx) - sum_by_document(batch["reference"], batch)
+        gains = sum_over_cp(answer_sums(model, params, x, batch, ctx), ctx) - sum_by_document(batch["reference"], batch)
         return preference_loss(beta * gains, batch, ctx, torch.promote_types(ctx.dtype, torch.float32), smoothing)
 
-    whole = (*model.whole_entries, "reference")  # whose sums are of documents
-    return with_still_leaves(model)._replace(head=head, whole_entries=whole)
+    full_entries = (*model.whole_entries, "reference")  # whose sums are of documents
+    return with_still_leaves(model)._replace(head=head, whole_entries=full_entries)
 
 
 def preference_loss(rewards: Tensor, batch: Batch, ctx: Ctx, dtype: torch.dtype, smoothing: float = 0.0) -> Loss:
@@ -79,7 +79,7 @@ def preference_loss(rewards: Tensor, batch: Batch, ctx: Ctx, dtype: torch.dtype,
     Communicates: over cp a psum of a number a document.
     """
     tokens = counted_tokens(batch["targets"], batch.get("mask"))
-    counted = over_cp(sum_by_document(tokens, batch, own_positions(ctx)), ctx) > 0
+    counted = sum_over_cp(sum_by_document(tokens, batch, local_positions(ctx)), ctx) > 0
     pair = counted[:, 0::2] & counted[:, 1::2] & (ctx.mesh["cp"].rank == 0)
     chosen, rejected = (torch.where(pair, rewards[:, i::2], 0.0) for i in (0, 1))
     z = chosen - rejected
@@ -92,31 +92,31 @@ def preference_loss(rewards: Tensor, batch: Batch, ctx: Ctx, dtype: torch.dtype,
     return Loss(total(losses), pair.sum(), {name: total(value) for name, value in sums.items()})
 
 
-def expect_no_weights(what: str, batch: Batch) -> None:
+def expect_no_weights(subject: str, batch: Batch) -> None:
     """Raise ValueError for a batch whose mask has weights."""
     if "mask" in batch and batch["mask"].is_floating_point():
         raise ValueError(
-            f"{what}: batch['mask'] is {batch['mask'].dtype}, the weights of targets, and its loss is of pairs; give "
-            "batch['mask'].bool()"
+            f"{subject}: batch['mask'] is {batch['mask'].dtype}, the weights of targets, and its loss is of pairs; "
+            "give batch['mask'].bool()"
         )
 
 
-def expect_own_head(what: str, model: Model) -> None:
+def expect_replaceable_head(subject: str, model: Model) -> None:
     """Raise ValueError if no other head can be put on the model."""
     if model.features is None:
         raise ValueError(
-            f"{what}: the model was made from a module, whose loss is its own; take a model of fzero.models "
+            f"{subject}: the model was made from a module, whose loss is its own; take a model of fzero.models "
             "(huggingface.load_hf), or write the loss as a function"
         )
 
 
-def expect_losses(what: str, model: Model) -> None:
+def expect_losses(subject: str, model: Model) -> None:
     """Raise ValueError if nothing gives the losses of the model's tokens."""
     if model.token_losses is None:
-        expect_own_head(what, model)
+        expect_replaceable_head(subject, model)
 
 
-def answers(model: Model) -> Model:
+def answer_model(model: Model) -> Model:
     """Return the model whose loss has `answer_sums` as extra["log_probs"], which add up over cp: for the frozen
     reference."""
 
@@ -142,7 +142,7 @@ def answer_log_probs(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx())
     >>> (sums < 0).tolist()
     [[True, True, False, False]]
     """
-    return loss(answers(model), params, batch, ctx).extra["log_probs"]
+    return loss(answer_model(model), params, batch, ctx).extra["log_probs"]
 
 
 def log_probs_of(batch: Batch, sums: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def log_probs_of(batch: Batch, sums: Tensor) -> Tensor:
 def answer_sums(model: Model, params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Tensor:
     """Return `answer_log_probs` from the activations after the last block; over cp the sums of this rank's tokens."""
     losses = losses_by_token(model, params, x, batch, ctx)
-    return sum_by_document(-losses, batch, own_positions(ctx))
+    return sum_by_document(-losses, batch, local_positions(ctx))
 
 
 def losses_by_token(model: Model, params: Tree, x: Any, batch: Batch, ctx: Ctx) -> Tensor:
@@ -166,7 +166,7 @@ def losses_by_token(model: Model, params: Tree, x: Any, batch: Batch, ctx: Ctx) 
     if model.token_losses is not None:
         return model.token_losses(params, x, batch, ctx)
     assert model.features is not None  # expect_losses
-    h, w = enter(model.features(params, x, ctx), ctx, "head"), pytree.named_leaves(params)[model.unembed]
+    h, w = enter_region(model.features(params, x, ctx), ctx, "head"), pytree.named_leaves(params)[model.unembed]
     targets, mask = batch["targets"], batch["mask"].reshape(-1) if "mask" in batch else None
     cap = getattr(model.config, "logit_cap", 0.0)
     options = {"axis": ctx.mesh["tp"], "columns": leaf_shapes(model)[model.unembed][0], "cap": cap}
@@ -174,12 +174,12 @@ def losses_by_token(model: Model, params: Tree, x: Any, batch: Batch, ctx: Ctx) 
     return losses.reshape(targets.shape)
 
 
-def own_positions(ctx: Ctx) -> Tensor | None:
+def local_positions(ctx: Ctx) -> Tensor | None:
     """The positions of this rank's tokens over cp, int64 [T / cp]; None where it has whole sequences."""
     return ctx.positions if isinstance(ctx.positions, Tensor) else None
 
 
-def over_cp(sums: Tensor, ctx: Ctx) -> Tensor:
+def sum_over_cp(sums: Tensor, ctx: Ctx) -> Tensor:
     """Return the sums over the ranks of cp, for results that differ between them.
 
     Communicates: a psum over cp, forward and backward.

@@ -64,7 +64,7 @@ def _bytes_llama(d_model: int, n_layers: int, n_heads: int, n_kv_heads: int, d_f
     return LlamaConfig(256, 1024, d_model, n_layers, n_heads, n_kv_heads, d_ff)
 
 
-def _qwen(d_model: int, n_layers: int, n_heads: int, d_ff: int, vocab_size: int, **others: Any) -> LlamaConfig:
+def _qwen(d_model: int, n_layers: int, n_heads: int, d_ff: int, vocab_size: int, **overrides: Any) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=vocab_size,
         d_model=d_model,
@@ -73,7 +73,7 @@ def _qwen(d_model: int, n_layers: int, n_heads: int, d_ff: int, vocab_size: int,
         d_ff=d_ff,
         rope_theta=1e6,
         norm_eps=1e-6,
-        **others,
+        **overrides,
     )
 
 
@@ -84,11 +84,11 @@ def _qwen25(d_model: int, n_layers: int, n_heads: int, n_kv_heads: int, d_ff: in
 
 def _qwen3(d_model: int, n_layers: int, n_heads: int, d_ff: int) -> LlamaConfig:
     # Qwen team 2025, "Qwen3 technical report", table 1; as released.
-    more = {"n_kv_heads": 8, "head_dim": 128, "max_len": 40960, "qk_norm": True}
-    return _qwen(d_model, n_layers, n_heads, d_ff, 151936, **more)
+    options = {"n_kv_heads": 8, "head_dim": 128, "max_len": 40960, "qk_norm": True}
+    return _qwen(d_model, n_layers, n_heads, d_ff, 151936, **options)
 
 
-def _gemma(d_model: int, n_layers: int, n_heads: int, n_kv_heads: int, d_ff: int, **others: Any) -> LlamaConfig:
+def _gemma(d_model: int, n_layers: int, n_heads: int, n_kv_heads: int, d_ff: int, **overrides: Any) -> LlamaConfig:
     options = {"norms": "both", "norm_offset": True, "activation": "gelu", "embed_scaled": True, "tied": True}
     return LlamaConfig(
         d_model=d_model,
@@ -97,7 +97,7 @@ def _gemma(d_model: int, n_layers: int, n_heads: int, n_kv_heads: int, d_ff: int
         n_kv_heads=n_kv_heads,
         d_ff=d_ff,
         norm_eps=1e-6,
-        **{**options, **others},
+        **{**options, **overrides},
     )
 
 
@@ -119,9 +119,9 @@ def _gemma3(
     return _gemma(*sizes, vocab_size=vocab_size, max_len=max_len, rope_scaling=scaling, **heads, **layers)
 
 
-def _mistral(pattern: str, max_len: int, **others: Any) -> LlamaConfig:
+def _mistral(pattern: str, max_len: int, **overrides: Any) -> LlamaConfig:
     # Jiang et al. 2023, "Mistral 7B", arXiv:2310.06825, table 1.
-    return LlamaConfig(max_len=max_len, n_kv_heads=8, d_ff=14336, pattern=pattern, **others)
+    return LlamaConfig(max_len=max_len, n_kv_heads=8, d_ff=14336, pattern=pattern, **overrides)
 
 
 def _olmo2(d_model: int, n_layers: int, n_heads: int, d_ff: int) -> LlamaConfig:

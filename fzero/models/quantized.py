@@ -93,12 +93,12 @@ def quantized(model: Model, kind: str = "nf4", block: int = 64, targets: str = r
 
         return model.init(coded)
 
-    def decoded(one: Block) -> Block:
-        return lambda params, x, ctx: one(weights_of(params, kind, block), x, ctx)
+    def decoded(layer_block: Block) -> Block:
+        return lambda params, x, ctx: layer_block(weights_of(params, kind, block), x, ctx)
 
     def rules(mesh: Mesh) -> Rules[str]:
         base = model.rules(mesh)
-        texts = match_rules(base, list(shapes), what="the model's sharding rules")
+        texts = match_rules(base, list(shapes), subject="the model's sharding rules")
         for name in names:
             parts = mesh["tp"].size if "tp" in Spec.parse(texts[name]).dims[-1] else 1
             if parts > 1 and shapes[name][-1] % (parts * block):
@@ -136,10 +136,10 @@ def quantize_weights(model: Model, params: Tree) -> Tree:
             f"quantize_weights: the model has no weights in codes (its config is a {type(config).__name__}); give it "
             "the one that quantized returned"
         )
-    given = pytree.named_leaves(params)
+    named = pytree.named_leaves(params)
     names = {name.removesuffix(f"/{CODES}") for name in pytree.names(shapes_of(model)) if name.endswith(f"/{CODES}")}
-    if missing := sorted(names - given.keys()):
-        raise ValueError(f"quantize_weights: the parameters have no {missing[0]}; they have {', '.join(given)}")
+    if missing := sorted(names - named.keys()):
+        raise ValueError(f"quantize_weights: the parameters have no {missing[0]}; they have {', '.join(named)}")
 
     def codes_of(name: str, leaf: Tensor) -> Any:
         if name not in names:
@@ -149,8 +149,8 @@ def quantize_weights(model: Model, params: Tree) -> Tree:
                 f"quantize_weights: {name} has {int((~leaf.isfinite()).sum())} elements that are NaN or infinite, for "
                 "which there is no code; take weights of an earlier step"
             )
-        found = quantize(leaf, config.kind, config.block)
-        return {CODES: found.data, SCALES: reinterpret(found.scale, torch.int32)}
+        quantization = quantize(leaf, config.kind, config.block)
+        return {CODES: quantization.data, SCALES: reinterpret(quantization.scale, torch.int32)}
 
     return pytree.map_named(codes_of, params)
 

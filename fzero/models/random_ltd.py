@@ -25,32 +25,34 @@ from fzero.models.llama import LlamaConfig
 
 
 @checked()
-def random_ltd(model: Model, keep: int) -> Model:
-    """Return the model whose layers, but for the first and the last, compute `keep` random tokens of each sequence.
+def random_ltd(model: Model, token_count: int) -> Model:
+    """Return the model whose layers, but for the first and the last, compute `token_count` random tokens of each
+    sequence.
 
-    A ctx without a key, as of an evaluation, drops none, and neither does a sequence of at most `keep` tokens. One
-    subset serves the whole layer, attention and feed-forward part; RoPE and the attention within documents follow it.
+    A ctx without a key, as of an evaluation, drops none, and neither does a sequence of at most `token_count` tokens.
+    One subset serves the whole layer, attention and feed-forward part; RoPE and the attention within documents follow
+    it.
 
     Raises ValueError for another family than gpt2 and llama, dropout, attention other than full, and fewer than three
     layers; a step raises it where cp or sequence parallelism split sequences.
 
     >>> from fzero import models, random
     >>> sizes = dict(vocab_size=8, d_model=16, n_layers=3, n_heads=2, n_kv_heads=2, d_ff=16)
-    >>> model = random_ltd(models.llama(models.LlamaConfig(**sizes)), keep=2)
+    >>> model = random_ltd(models.llama(models.LlamaConfig(**sizes)), token_count=2)
     >>> tokens = torch.zeros(1, 4, dtype=torch.int64)
     >>> params = models.init_params(model, random.key(0))
     >>> loss = models.loss(model, params, {"tokens": tokens, "targets": tokens}, models.Ctx(key=random.key(1)))
 
     Ref: Yao et al. 2022, arXiv:2211.11586, section 3.
     """
-    expect_count("keep", keep)
+    expect_count("token_count", token_count)
     expect_droppable(model.config)
     (stack,), layers = stacks_of(model), model.config.n_layers
     blocks = in_turn(stack.block)
-    dropping = [dropped(block, keep) for block in blocks]
+    dropping = [dropped(block, token_count) for block in blocks]
     ends = (0, layers - 1)
-    taken = tuple((blocks if i in ends else dropping)[i % len(blocks)] for i in range(layers))
-    return model._replace(block=taken, draws=True)
+    layer_blocks = tuple((blocks if i in ends else dropping)[i % len(blocks)] for i in range(layers))
+    return model._replace(block=layer_blocks, draws=True)
 
 
 def expect_droppable(config: Any) -> None:
@@ -68,32 +70,32 @@ def expect_droppable(config: Any) -> None:
         )
 
 
-def dropped(block: Block, keep: int) -> Block:
-    """The block on `keep` random tokens of each sequence."""
+def dropped(block: Block, token_count: int) -> Block:
+    """The block on `token_count` random tokens of each sequence."""
 
     def dropped_block(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-        if keep >= x.shape[1] or isinstance(ctx.key, tuple):
+        if token_count >= x.shape[1] or isinstance(ctx.key, tuple):
             return block(params, x, ctx)
         if ctx.sequence or isinstance(ctx.positions, Tensor):
             raise ValueError(
                 "random-LTD: sequences are split over ranks (cp, or sequence parallelism), which have not the tokens "
                 "of one another; use dp, tp, pp"
             )
-        at = kept_positions(x.shape[0], x.shape[1], keep, ctx)
-        own = ctx._replace(positions=at)
+        positions = sample_positions(x.shape[0], x.shape[1], token_count, ctx)
+        token_ctx = ctx._replace(positions=positions)
         if isinstance(ctx.documents, Tensor):
-            own = own._replace(documents=ctx.documents.gather(1, at))
-        places = at[..., None].expand(-1, -1, x.shape[-1])
-        return x.scatter(1, places, block(params, x.gather(1, places), own))
+            token_ctx = token_ctx._replace(documents=ctx.documents.gather(1, positions))
+        places = positions[..., None].expand(-1, -1, x.shape[-1])
+        return x.scatter(1, places, block(params, x.gather(1, places), token_ctx))
 
     return dropped_block
 
 
-def kept_positions(rows: int, tokens: int, keep: int, ctx: Ctx) -> Tensor:
+def sample_positions(rows: int, tokens: int, token_count: int, ctx: Ctx) -> Tensor:
     """The positions that a layer computes, int64 [rows, keep], rising: each subset of a row's is as likely as another
     (up to equal words of 32 bits, of which the first is kept)."""
     assert isinstance(ctx.key, Tensor) and isinstance(ctx.layer, Tensor)  # inside a block, with a key
     key = prng.fold_in(prng.fold_in(ctx.key, "kept"), ctx.layer)
     first = torch.as_tensor(ctx.first).to(key.device) * tokens
     words = prng.bits(key, (rows, tokens), first=first)
-    return words.sort(dim=1, stable=True).indices[:, :keep].sort(1).values
+    return words.sort(dim=1, stable=True).indices[:, :token_count].sort(1).values

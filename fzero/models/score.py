@@ -26,14 +26,14 @@ from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens, number_of, weighed
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, with_still_leaves
 from fzero.models.decoders.config import DecoderConfig
-from fzero.models.layers import Split, enter, expect_divisible
+from fzero.models.layers import DimSplit, enter_region, expect_divisible
 from fzero.models.preference import (
     expect_no_weights,
-    expect_own_head,
-    over_cp,
-    own_positions,
+    expect_replaceable_head,
+    local_positions,
     preference_loss,
     sum_by_document,
+    sum_over_cp,
 )
 from fzero.models.weights import ConfigOver
 from fzero.sharding import Mesh, Rules
@@ -140,7 +140,7 @@ def scored(model: Model, config: ScoreConfig) -> Model:
         from fzero.models.decoders.model import trunk
 
         model = trunk(model.config)
-    expect_own_head("classify" if config.labels else "reward", model)
+    expect_replaceable_head("classify" if config.labels else "reward", model)
     if head_of(model.config) is not None:
         raise ValueError("the model has a head of scores already; give it the model without")
     outputs, std = len(config.labels) or 1, getattr(config, "init_std", 0.02)
@@ -152,29 +152,29 @@ def scored(model: Model, config: ScoreConfig) -> Model:
             return None if name == "head/w" else make(name, shape, std, mean, dtype)
 
         tree = model.init(without_head)
-        kept = {name: leaf for name, leaf in tree.get("head", {}).items() if name != "w"}
-        return {**tree, "head": {**kept, "score": make(SCORE, (outputs, config.d_model), std)}}
+        head_leaves = {name: leaf for name, leaf in tree.get("head", {}).items() if name != "w"}
+        return {**tree, "head": {**head_leaves, "score": make(SCORE, (outputs, config.d_model), std)}}
 
     def scores(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         assert model.features is not None  # expect_own_head
-        tp, h = ctx.mesh["tp"], enter(model.features(params, x, ctx), ctx, "head")
-        own = narrow_part(h, tp.rank, tp.size, 2)
-        part = F.linear(own, params["head"]["score"].to(own.dtype))
-        return psum(part.to(torch.promote_types(part.dtype, torch.float32)), tp, leaf=SCORE)
+        tp, h = ctx.mesh["tp"], enter_region(model.features(params, x, ctx), ctx, "head")
+        local = narrow_part(h, tp.rank, tp.size, 2)
+        partial_scores = F.linear(local, params["head"]["score"].to(local.dtype))
+        return psum(partial_scores.to(torch.promote_types(partial_scores.dtype, torch.float32)), tp, leaf=SCORE)
 
     def rules(mesh: Mesh) -> Rules[str]:
-        expect_divisible(mesh, Split(SCORE, 1, config.d_model, "d_model"))
+        expect_divisible(mesh, DimSplit(SCORE, 1, config.d_model, "d_model"))
         # The rule of the vocabulary's head has no leaf any more, unless it is the embedding's too.
         names = pytree.names(init(lambda name, shape, std, mean=0.0, dtype=None: name))
-        rest = [rule for rule in model.rules(mesh) if any(re.search(rule[0], name) for name in names)]
-        return ((f"^{SCORE}$", "[C, D/tp]"), *rest)
+        base_rules = [rule for rule in model.rules(mesh) if any(re.search(rule[0], name) for name in names)]
+        return ((f"^{SCORE}$", "[C, D/tp]"), *base_rules)
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
-        found = scores(params, x, ctx)
-        return class_loss(found, batch) if config.labels else reward_loss(found[..., 0], batch, ctx)
+        values = scores(params, x, ctx)
+        return class_loss(values, batch) if config.labels else reward_loss(values[..., 0], batch, ctx)
 
-    still, shared = with_still_leaves(model), model.shared if model.foreign else ()  # the head was beside an embedding
-    return still._replace(config=config, init=init, head=head, logits=scores, rules=rules, shared=shared, unembed=SCORE)
+    base, shared = with_still_leaves(model), model.shared if model.foreign else ()  # the head was beside an embedding
+    return base._replace(config=config, init=init, head=head, logits=scores, rules=rules, shared=shared, unembed=SCORE)
 
 
 def class_loss(scores: Tensor, batch: Batch) -> Loss:
@@ -192,5 +192,5 @@ def reward_loss(scores: Tensor, batch: Batch, ctx: Ctx) -> Loss:
         raise ValueError(f"reward: the batch has no 'documents'; it has {', '.join(sorted(batch))}")
     expect_no_weights("reward", batch)
     counted = counted_tokens(batch["targets"], batch.get("mask"))
-    rewards = sum_by_document(torch.where(counted, scores, 0.0), batch, own_positions(ctx))
-    return preference_loss(over_cp(rewards, ctx), batch, ctx, scores.dtype)
+    rewards = sum_by_document(torch.where(counted, scores, 0.0), batch, local_positions(ctx))
+    return preference_loss(sum_over_cp(rewards, ctx), batch, ctx, scores.dtype)

@@ -33,23 +33,23 @@ from torch import Tensor
 
 from fzero.core.arguments import expect_count, expect_kind
 from fzero.core.autodiff import first_order, needs_grad
-from fzero.core.stack import Fetch, Put
+from fzero.core.stack import Fetch, StoreGrads
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import flops
+from fzero.kernels.custom_operator import Fused, operator
 from fzero.kernels.glu import clamped_swiglu, geglu, swiglu
-from fzero.kernels.op_function import Fused, operator
 
 
-def tile_spans(size: int, tiles: int, what: str = "the dim") -> list[slice]:
+def tile_spans(size: int, tiles: int, label: str = "the dim") -> list[slice]:
     """Split a dim into `tiles` ranges of nearly equal size: the first size % tiles have one element more.
 
     Raises ValueError if a tile would be empty.
     """
     expect_kind("tiles", tiles, int, "give a whole number, such as 4")
     if not 1 <= tiles <= size:
-        raise ValueError(f"tiles is {tiles}; {what} has size {size}, so tiles must be in 1..{size}")
-    each, more = divmod(size, tiles)
-    starts = [i * each + min(i, more) for i in range(tiles + 1)]
+        raise ValueError(f"tiles is {tiles}; {label} has size {size}, so tiles must be in 1..{size}")
+    base, remainder = divmod(size, tiles)
+    starts = [i * base + min(i, remainder) for i in range(tiles + 1)]
     return [slice(start, stop) for start, stop in pairwise(starts)]
 
 
@@ -96,23 +96,23 @@ class TiledMLP:
         return y.to(x.dtype)
 
     @torch.no_grad()
-    def backward(self, fetch: Fetch, put: Put | None, x: Tensor, dy: Tensor) -> Tensor:
-        """dx [N, D]. The parameters' gradients go to `put`; with None they are not computed."""
+    def backward(self, fetch: Fetch, store: StoreGrads | None, x: Tensor, dy: Tensor) -> Tensor:
+        """dx [N, D]. The parameters' gradients go to `store`; with None they are not computed."""
         pair = vjp_pair(lambda *pre: [self.activation(*pre)], self.inner, compiled=False)
         dx = None
         for i in range(self.tiles):
             params = fetch(i)
             weights = [p.to(x.dtype) for p in params]
             (h,), residuals = pair.forward(self._inner(weights, x))
-            dw_out = [h.t() @ dy] if put else []
+            dw_out = [h.t() @ dy] if store else []
             del h
             grads = pair.backward(residuals, [dy @ weights[-1].t()])
             for w, g in zip(weights, grads):
                 dx = _add_product(dx, g, w.t())
-            if put:
+            if store:
                 biases = [g.sum(0) for g in grads] if self.biased else []
                 grads = [*(x.t() @ g for g in grads), *biases, *dw_out]
-                put(i, [grad.to(p.dtype) for grad, p in zip(grads, params)])
+                store(i, [grad.to(p.dtype) for grad, p in zip(grads, params)])
             del params, weights, w, g, grads, dw_out, residuals
         assert dx is not None  # there is a tile
         return dx.to(x.dtype)
@@ -194,7 +194,7 @@ class _Layer(NamedTuple):
     def tile(self, wholes: Sequence[Tensor], i: int) -> list[Tensor]:
         """Views of tile i of all parameters, or of their gradients."""
         start, stop = self.spans[i].start, self.spans[i].stop
-        return [whole.narrow(dim, start, stop - start) for whole, dim in zip(wholes, self.dims)]
+        return [full.narrow(dim, start, stop - start) for full, dim in zip(wholes, self.dims)]
 
     def plain(self, x: Tensor, *params: Tensor) -> Tensor:
         """The layer without tiles."""
@@ -227,8 +227,8 @@ def tiled_layer(x: Tensor, params: Sequence[Tensor], kind: str, tiles: int, toke
     if not 0 < tokens < x.shape[0]:
         return layer.run.forward(fetch, x)
     y = x.new_empty(x.shape[0], params[-1].shape[-1])
-    for some, its in zip(x.split(tokens), y.split(tokens)):
-        its.copy_(layer.run.forward(fetch, some))
+    for x_chunk, y_chunk in zip(x.split(tokens), y.split(tokens)):
+        y_chunk.copy_(layer.run.forward(fetch, x_chunk))
     return y
 
 
@@ -252,21 +252,21 @@ def tiled_layer_backward(
     if not 0 < tokens < x.shape[0]:
         grads = [] if frozen else [torch.empty_like(p) for p in params]
 
-        def put(i: int, tile_grads: list[Tensor]) -> None:
-            for part, grad in zip(layer.tile(grads, i), tile_grads):
-                part.copy_(grad)
+        def copy_grads(i: int, tile_grads: list[Tensor]) -> None:
+            for target, grad in zip(layer.tile(grads, i), tile_grads):
+                target.copy_(grad)
 
-        return [layer.run.backward(fetch, None if frozen else put, x, dy), *grads]
+        return [layer.run.backward(fetch, None if frozen else copy_grads, x, dy), *grads]
     wide = torch.promote_types(x.dtype, torch.float32)
     sums = [] if frozen else [torch.zeros_like(p, dtype=wide) for p in params]
 
     def add(i: int, tile_grads: list[Tensor]) -> None:
-        for part, grad in zip(layer.tile(sums, i), tile_grads):
-            part.add_(grad)
+        for target, grad in zip(layer.tile(sums, i), tile_grads):
+            target.add_(grad)
 
     dx = x.new_empty(x.shape)
-    for some, its, to in zip(x.split(tokens), dy.split(tokens), dx.split(tokens)):
-        to.copy_(layer.run.backward(fetch, None if frozen else add, some, its))
+    for x_chunk, dy_chunk, dx_chunk in zip(x.split(tokens), dy.split(tokens), dx.split(tokens)):
+        dx_chunk.copy_(layer.run.backward(fetch, None if frozen else add, x_chunk, dy_chunk))
     grads = []
     for p in params if sums else ():
         grads.append(sums.pop(0).to(p.dtype))
@@ -275,7 +275,7 @@ def tiled_layer_backward(
 
 def _apply(kind: str, x: Tensor, params: Sequence[Tensor], tiles: int, tokens: int = 0, impl: str = "auto") -> Tensor:
     """The layer as a differentiable function of x [..., D] and its parameters."""
-    expect_count("tokens", tokens, least=0)
+    expect_count("tokens", tokens, minimum=0)
     layer = _layer(kind, params, tiles, impl)
     if not first_order():
         return layer.plain(x, *params)

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from fzero.core.draws import seeded
 from fzero.core.pytree import nearest
+from fzero.core.random_interception import seeded
 from fzero.kernels.moe import group, grouped_mm, permute, unpermute
 
 # Each task, and where transformers lists the classes that have its head.
@@ -66,31 +66,33 @@ def class_of(config: Any, task: str) -> tuple[type, str]:
     if task and task not in TASKS:
         raise ValueError(f"task={task!r}: it must be one of {', '.join(TASKS)}{nearest(task, TASKS)}")
     names: dict[str, tuple[str, ...]] = {}
-    for one, tables in TASKS.items():
+    for candidate, tables in TASKS.items():
         for table in tables:
-            found = getattr(modeling_auto, table).get(config.model_type, ())
-            names[one] = (*names.get(one, ()), *((found,) if isinstance(found, str) else found))
-    there = [one for one, some in names.items() if some]
-    saved = [name for name in config.architectures or () if any(name in some for some in names.values())]
+            classes = getattr(modeling_auto, table).get(config.model_type, ())
+            names[candidate] = (*names.get(candidate, ()), *((classes,) if isinstance(classes, str) else classes))
+    available = [candidate for candidate, entries in names.items() if entries]
+    saved = [name for name in config.architectures or () if any(name in entries for entries in names.values())]
     if not task:
-        task = next((one for one in there if saved and saved[0] in names[one]), "") or default_task(config, there)
-    if task not in there:
+        task = next(
+            (candidate for candidate in available if saved and saved[0] in names[candidate]), ""
+        ) or default_task(config, available)
+    if task not in available:
         raise ValueError(
             f"{config.model_type} in transformers has no class for task={task!r}; it has "
-            f"{', '.join(there) or 'none that fzero trains'}"
+            f"{', '.join(available) or 'none that fzero trains'}"
         )
     return getattr(transformers, saved[0] if saved and saved[0] in names[task] else names[task][0]), task
 
 
-def default_task(config: Any, there: list[str]) -> str:
+def default_task(config: Any, available: list[str]) -> str:
     """The task of a config that names no architecture."""
-    if getattr(config, "is_encoder_decoder", False) and "seq2seq" in there:
+    if getattr(config, "is_encoder_decoder", False) and "seq2seq" in available:
         return "seq2seq"
-    if "causal" in there and "masked" not in there:
+    if "causal" in available and "masked" not in available:
         return "causal"
-    if len(there) == 1:
-        return there[0]
-    raise ValueError(f"{config.model_type}: give task=, one of {', '.join(there) or 'none that transformers has'}")
+    if len(available) == 1:
+        return available[0]
+    raise ValueError(f"{config.model_type}: give task=, one of {', '.join(available) or 'none that transformers has'}")
 
 
 def make_module(source: Any, task: str, attention: str | None, seed: int | None) -> tuple[nn.Module, str]:
@@ -120,10 +122,10 @@ def module_of_config(config: Any, cls: Any, attention: str | None, seed: int | N
 def parameters_without_memory() -> Iterator[None]:
     """Modules made within have their parameters on the meta device, and their buffers where they put them."""
 
-    def moved(module: nn.Module, name: str, leaf: Any) -> Any:
+    def to_meta(module: nn.Module, name: str, leaf: Any) -> Any:
         return None if leaf is None or leaf.is_meta else nn.Parameter(leaf.detach().to("meta"), leaf.requires_grad)
 
-    hook = register_module_parameter_registration_hook(moved)
+    hook = register_module_parameter_registration_hook(to_meta)
     try:
         yield
     finally:
@@ -137,8 +139,8 @@ def loss_of_task(task: str, call: Callable[..., Any], batch: dict[str, Tensor]) 
     if "labels" not in batch:
         raise ValueError(f"the batch has no 'labels'; it has {', '.join(batch)}; labels that are -100 do not count")
     labels = batch["labels"]
-    given = {name: leaf for name, leaf in batch.items() if name != "labels" or task == "seq2seq"}
-    logits = call(**given, return_dict=True).logits
+    inputs = {name: leaf for name, leaf in batch.items() if name != "labels" or task == "seq2seq"}
+    logits = call(**inputs, return_dict=True).logits
     if task == "causal":
         logits, labels = logits[:, :-1], labels[:, 1:]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -154,8 +156,8 @@ def tp_rules(module: Any) -> dict[str, str]:
     from_module. What it splits in other ways, such as gathered outputs and experts, stays whole.
     """
     plan = getattr(module.config, "base_model_tp_plan", None) or {}
-    places = {place: WAYS[way] for place, way in plan.items() if way in WAYS and "*." in place}
-    return {f"^{re.escape(place.rpartition('*.')[2])}$": way for place, way in places.items()}
+    places = {pattern: WAYS[way] for pattern, way in plan.items() if way in WAYS and "*." in pattern}
+    return {f"^{re.escape(pattern.rpartition('*.')[2])}$": way for pattern, way in places.items()}
 
 
 def register_experts() -> None:
@@ -171,7 +173,7 @@ def compute_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Te
     whose rows are grouped by expert.
     """
     transposed = experts.is_transposed
-    order, place, ends = group(ids, experts.num_experts)
+    order, inverse, ends = group(ids, experts.num_experts)
     expert = ids.reshape(-1)[order]
 
     def product(rows: Tensor, name: str) -> Tensor:
@@ -179,10 +181,10 @@ def compute_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Te
         y = grouped_mm(rows, w if transposed else w.transpose(1, 2), ends)
         return y + getattr(experts, f"{name}_bias")[expert] if experts.has_bias else y
 
-    rows = permute(x, order, place)
+    rows = permute(x, order, inverse)
     hidden = experts._apply_gate(product(rows, "gate_up_proj")) if experts.has_gate else None
     hidden = experts.act_fn(product(rows, "up_proj")) if hidden is None else hidden
     y = product(hidden, "down_proj")
     if getattr(experts, "has_post_expert_norm", False):  # of newer ones
         y = experts.post_expert_norm(y)
-    return unpermute(y, weights.to(y.dtype), order, place)
+    return unpermute(y, weights.to(y.dtype), order, inverse)

@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from fzero.core import prng, pytree
-from fzero.core.belongings import Belongings
-from fzero.core.draws import Draws, is_drawing
-from fzero.core.graph_cut import is_foreign
-from fzero.core.pure_calls import PureCalls
+from fzero.core.closure_state import ClosureState
+from fzero.core.graph_tracing import is_foreign
+from fzero.core.purity_checks import PureCalls
+from fzero.core.random_interception import Draws, is_drawing
 from fzero.models.base import Model, map_blocks
-from fzero.models.loss_of import loss_of
+from fzero.models.loss_value import loss_of
 from fzero.models.module_functions import ModuleConfig
-from fzero.models.module_sums import wide_sums
+from fzero.models.wide_sums import wide_sums
 
 
 def has_key(model: Model) -> bool:
@@ -47,10 +47,10 @@ def keyed_function(kind: str, f: Callable[..., Any], keyed: bool) -> Callable[..
     calls = PureCalls()
 
     @functools.wraps(f)
-    def call(params: Any, *rest: Any) -> Any:
-        *values, ctx = rest
+    def call(params: Any, *args: Any) -> Any:
+        *values, ctx = args
         named = pytree.named_leaves((params, *values))
-        given = {f"the {kind}'s argument {name}": x for name, x in named.items() if isinstance(x, Tensor)}
+        tensors = {f"the {kind}'s argument {name}": x for name, x in named.items() if isinstance(x, Tensor)}
         rows = next((x.shape[0] for x in pytree.leaves(values) if isinstance(x, Tensor) and x.dim()), 0)
 
         def key() -> Tensor:
@@ -59,7 +59,7 @@ def keyed_function(kind: str, f: Callable[..., Any], keyed: bool) -> Callable[..
 
         def run() -> Any:
             with wide_sums(pytree.leaves((params, values))):
-                out = loss_of(f(params, *rest)) if kind == "head" else f(params, *rest)
+                out = loss_of(f(params, *args)) if kind == "head" else f(params, *args)
             cp, tp = ctx.mesh["cp"].size, ctx.mesh["tp"].size if ctx.sequence else 1
             if isinstance(ctx.key, Tensor) and is_drawing() and cp * tp > 1:
                 axis = f"cp={cp}" if cp > 1 else f"tp={tp} with sequence=True"
@@ -75,6 +75,6 @@ def keyed_function(kind: str, f: Callable[..., Any], keyed: bool) -> Callable[..
             return out
 
         draws = Draws(key if isinstance(ctx.key, Tensor) else None, rows, ctx.first)
-        return calls(run, given, draws, functools.partial(Belongings.by, f))
+        return calls(run, tensors, draws, functools.partial(ClosureState.from_function, f))
 
     return call

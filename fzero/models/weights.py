@@ -211,23 +211,24 @@ def weights_of(node: Any, kind: str, block: int) -> Any:
     return {key: weights_of(value, kind, block) for key, value in node.items()}
 
 
-def block_weights(what: str, targets: str, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+def block_weights(subject: str, targets: str, shapes: dict[str, tuple[int, ...]]) -> list[str]:
     """The names of the blocks' weights [L, in, out] that the regex `targets` matches.
 
-    what: begins the texts of errors. shapes: of all leaves. Raises ValueError for a text that is no regex, one that
+    subject: begins the texts of errors. shapes: of all leaves. Raises ValueError for a text that is no regex, one that
     matches nothing, and a leaf of another shape.
     """
     blocks = [name for name in shapes if is_stacked(name)]
-    expect_regex(f"{what}: targets", targets)
+    expect_regex(f"{subject}: targets", targets)
     names = [name for name in blocks if re.search(targets, name)]
     if not names:
         raise ValueError(
-            f"{what}: targets {targets!r} matches no leaf of the blocks{nearest(targets, blocks)}; they are "
+            f"{subject}: targets {targets!r} matches no leaf of the blocks{nearest(targets, blocks)}; they are "
             f"{', '.join(blocks)}"
         )
     for name in names:
         if len(shapes[name]) != 3:
             raise ValueError(
-                f"{what}: {name} of shape {shapes[name]} is no weight [L, in, out]; leave it out of targets {targets!r}"
+                f"{subject}: {name} of shape {shapes[name]} is no weight [L, in, out]; leave it out of targets "
+                f"{targets!r}"
             )
     return names

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fzero.core.gpu_copies import Copied
 from fzero.core.host_memory import HUGE as HUGE
+from fzero.core.host_memory import allocate_pages
 from fzero.core.host_memory import round_to_pages as round_to_pages
-from fzero.core.host_memory import take_pages
 from fzero.core.storage import PAGE
 from fzero.offload.disk_config import BUFFERS
 
@@ -32,9 +32,9 @@ class Buffer(NamedTuple):
 
 
 class BufferPool:
-    """A pool of `size` bytes, rounded up to whole huge pages, from which `take` lends Buffers.
+    """A pool of `size` bytes, rounded up to whole huge pages, from which `allocate` lends Buffers.
 
-    The memory is that of `take_pages`: one region, and one more for each time that the pool grew. fixed: whether it
+    The memory is that of `allocate_pages`: one region, and one more for each time that the pool grew. fixed: whether it
     never grows.
     """
 
@@ -51,7 +51,9 @@ class BufferPool:
     def grow(self, size: int) -> None:
         """Add a region of `size` bytes, rounded up to whole huge pages."""
         size = -(-size // HUGE) * HUGE
-        memory = take_pages(size, "the offload buffers", f"give them less memory ({BUFFERS})", align=HUGE, awaited=True)
+        memory = allocate_pages(
+            size, "the offload buffers", f"give them less memory ({BUFFERS})", align=HUGE, awaited=True
+        )
         with self.lock:
             # a page lies between two regions, so that free memory of both is never merged
             start = self.regions[-1][0] + len(self.regions[-1][1]) + PAGE if self.regions else 0
@@ -59,7 +61,7 @@ class BufferPool:
             self.free.append((start, size))
             self.size += size
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype, busy: Callable[[], bool] = lambda: False) -> Buffer:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, busy: Callable[[], bool] = lambda: False) -> Buffer:
         """Lend an uninitialised Buffer of `shape`; while `busy()`, wait for memory to be returned.
 
         If the pool is too small for the buffers that are held at the same time it grows, or raises ValueError if it is
@@ -71,7 +73,7 @@ class BufferPool:
             # called first: a request that ends after this call has returned its memory before the next check
             working = busy()
             self._release()
-            offset = self._find_room(size)
+            offset = self._find_range(size)
             if offset is not None:
                 break
             if self._release(wait=True):
@@ -92,7 +94,7 @@ class BufferPool:
         weakref.finalize(block, self._return, offset, size).atexit = False
         return Buffer(raw, raw[:n].view(dtype).view(shape))
 
-    def keep(self, raw: Tensor, copied: Copied) -> None:
+    def retain(self, raw: Tensor, copied: Copied) -> None:
         """Lend `raw`, memory of a buffer, until a copy that reads it is made, whoever drops it before."""
         with self.lock:
             self.leaving.append(Copied(raw, copied.event))  # not what the GPU has of it
@@ -104,10 +106,10 @@ class BufferPool:
         if oldest is not None:
             oldest.finish()
         with self.lock:
-            made = []
-            while self.leaving and self.leaving[0].made():
-                made.append(self.leaving.popleft())
-        return bool(made)
+            finished = []
+            while self.leaving and self.leaving[0].is_done():
+                finished.append(self.leaving.popleft())
+        return bool(finished)
 
     def drain(self) -> None:
         """Wait until nothing that `keep` was given is being copied."""
@@ -119,38 +121,38 @@ class BufferPool:
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage lies in this memory."""
-        at = storage.data_ptr()
-        return any(memory.ctypes.data <= at < memory.ctypes.data + len(memory) for _, memory in self.regions)
+        address = storage.data_ptr()
+        return any(memory.ctypes.data <= address < memory.ctypes.data + len(memory) for _, memory in self.regions)
 
     def _return(self, offset: int, size: int) -> None:
         # Called when the last reference is dropped, in any thread, even by a garbage collection inside `take`: it may
         # not take a lock.
         self.returned.put((offset, size))
 
-    def _find_room(self, size: int) -> int | None:
+    def _find_range(self, size: int) -> int | None:
         with self.lock:
-            back = []
+            returned = []
             with suppress(Empty):
                 while True:
-                    back.append(self.returned.get_nowait())
-            if back:
-                self._merge(back)
-            for i, (offset, room) in enumerate(self.free):
-                if room >= size:
-                    self.free[i : i + 1] = [(offset + size, room - size)] if room > size else []
+                    returned.append(self.returned.get_nowait())
+            if returned:
+                self._merge(returned)
+            for i, (offset, length) in enumerate(self.free):
+                if length >= size:
+                    self.free[i : i + 1] = [(offset + size, length - size)] if length > size else []
                     self.lent += size
                     self.peak = max(self.peak, self.lent)
                     return offset
             return None
 
-    def _merge(self, back: list[tuple[int, int]]) -> None:
-        self.lent -= sum(size for _, size in back)
-        pieces = sorted([*self.free, *back])
+    def _merge(self, returned: list[tuple[int, int]]) -> None:
+        self.lent -= sum(size for _, size in returned)
+        pieces = sorted([*self.free, *returned])
         merged = [pieces[0]]
-        for start, room in pieces[1:]:
-            last, before = merged[-1]
-            if last + before == start:
-                merged[-1] = (last, before + room)
+        for start, length in pieces[1:]:
+            last, last_length = merged[-1]
+            if last + last_length == start:
+                merged[-1] = (last, last_length + length)
             else:
-                merged.append((start, room))
+                merged.append((start, length))
         self.free = merged

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from fzero.core.files import make_folder
-from fzero.core.foreign import expect_regular
 from fzero.core.future import Future
 from fzero.core.gpu import HOST
 from fzero.core.gpu_copies import Copied, copy_in, reserve
 from fzero.core.storage import PAGE, Damaged, context, is_url, kvstore
+from fzero.core.text_parsing import expect_regular
 from fzero.offload.buffer_pool import Buffer, BufferPool, round_to_pages
 from fzero.offload.disk_config import FOLDER
 from fzero.offload.disk_io import NEXT, DiskIO, DiskRequest, file_system, mount_point, open_direct, serves_direct
@@ -87,7 +87,7 @@ class RowRead(NamedTuple):
     buffer: Buffer
     pending: DiskRequest | Future[None]  # the latter of a plan
     failed: Callable[[OSError], ValueError]  # the error to raise for a failed transfer
-    keep: Callable[[Tensor, Copied], None] | None = None  # of the buffer's pool, see BufferPool.keep; a plan has none
+    retain: Callable[[Tensor, Copied], None] | None = None  # of the buffer's pool, see BufferPool.keep; a plan has none
 
     def wait(self) -> Tensor:
         """Wait for the rows and return them; raises ValueError if they cannot be read."""
@@ -111,16 +111,16 @@ class RowRead(NamedTuple):
         started: list[Copied] = []
 
         def start() -> None:
-            assert self.keep is not None
+            assert self.retain is not None
             started.append(copy_in(self.buffer.view, device, out=out))
-            self.keep(self.buffer.raw, started[0])
+            self.retain(self.buffer.raw, started[0])
 
         def arrive() -> Tensor:
             self.wait()
             return started[0].use()
 
         assert isinstance(self.pending, DiskRequest)  # a plan's tensors are on no GPU
-        self.pending.then(start)
+        self.pending.call_at_end(start)
         return Future(arrive)
 
 
@@ -153,7 +153,7 @@ class Chunks:
         self.direct = not is_url(folder) and (self.reads_direct() if self.read_only else serves_direct(Path(folder)))
         self.files: dict[tuple[str, int, int], int] = {}  # (leaf, slot, layer) -> descriptor
         self.arrays: dict[str, Any] = {}
-        self.made: list[Path] = []
+        self.created: list[Path] = []
         self.synced: set[int] = set()  # slots all of whose files were synced since they were opened
         self.in_place = self.direct and file_system(mount_point(folder)) in IN_PLACE
         if not self.direct and not is_url(folder):
@@ -163,25 +163,26 @@ class Chunks:
                 stacklevel=3,
             )
         if create and rank == 0:
-            for name, kept in leaves.items():
-                _open_array(folder, name, kept, ranks, create=True)
+            for name, leaf in leaves.items():
+                _open_array(folder, name, leaf, ranks, create=True)
         if not self.direct:
             return
-        _allow_files(sum(kept.slots * kept.layers for kept in leaves.values()))
+        _allow_files(sum(leaf.slots * leaf.layers for leaf in leaves.values()))
 
-    def open(self, held: set[int]) -> None:
-        """Open this rank's chunks, once the arrays exist; missing files of slots that are not `held` are created."""
+    def open(self, resident: set[int]) -> None:
+        """Open this rank's chunks, once the arrays exist; missing files of slots that are not `resident` are
+        created."""
         if not self.direct:
             self.arrays = {
-                name: _open_array(self.folder, name, kept, self.ranks, create=False)
-                for name, kept in self.leaves.items()
+                name: _open_array(self.folder, name, leaf, self.ranks, create=False)
+                for name, leaf in self.leaves.items()
             }
             return
-        for name, kept in self.leaves.items():
-            for slot in range(kept.slots):
-                create = not held or (slot not in held and kept.slots > 1)
-                for layer in range(kept.layers if not (create and self.read_only) else 0):
-                    self.files[name, slot, layer] = self._open_file(name, kept, slot, layer, create)
+        for name, leaf in self.leaves.items():
+            for slot in range(leaf.slots):
+                create = not resident or (slot not in resident and leaf.slots > 1)
+                for layer in range(leaf.layers if not (create and self.read_only) else 0):
+                    self.files[name, slot, layer] = self._open_file(name, leaf, slot, layer, create)
 
     def expect_writable(self) -> None:
         """Raise ValueError for a store that was opened to be read alone."""
@@ -193,8 +194,8 @@ class Chunks:
 
     def reads_direct(self) -> bool:
         """Whether the files that are there, of a store that may not be written, take direct reads."""
-        for name, kept in self.leaves.items():
-            for slot in range(kept.slots):
+        for name, leaf in self.leaves.items():
+            for slot in range(leaf.slots):
                 path = self.path(name, slot, 0)
                 if path.is_file():
                     fd = open_direct(path, write=False)
@@ -203,7 +204,7 @@ class Chunks:
         return False
 
     @property
-    def gone(self) -> bool:
+    def is_removed(self) -> bool:
         """Whether somebody removed the store."""
         return not is_url(self.folder) and not Path(self.folder, "arrays").is_dir()
 
@@ -211,8 +212,8 @@ class Chunks:
         """The file of a chunk."""
         return Path(self.folder, "arrays", name, "c", str(slot), str(layer), str(self.rank), "0")
 
-    def _open_file(self, name: str, kept: LeafFiles, slot: int, layer: int, create: bool) -> int:
-        path, size = self.path(name, slot, layer), kept.file_bytes
+    def _open_file(self, name: str, leaf: LeafFiles, slot: int, layer: int, create: bool) -> int:
+        path, size = self.path(name, slot, layer), leaf.file_bytes
         if create:
             make_folder(self.folder, *path.parent.relative_to(self.folder).parts)
         elif not path.is_file():
@@ -220,7 +221,7 @@ class Chunks:
                 f"{path}: is missing, a part of {name}; the store in {self.folder} is damaged: resume from a checkpoint"
             )
         if create and not path.exists():  # those that are there may be in use, by the store that is open
-            self.made.append(path)
+            self.created.append(path)
         fd = open_direct(path, make=create, write=not self.read_only)
         assert fd is not None, f"{path} refuses direct transfers, and the store's folder does not"
         if create:
@@ -230,10 +231,10 @@ class Chunks:
                 os.close(fd)
                 raise self.failed(error) from error
             os.ftruncate(fd, size)
-        elif (found := os.fstat(fd).st_size) != size:
+        elif (actual_size := os.fstat(fd).st_size) != size:
             os.close(fd)
             raise Damaged(
-                f"{path}: has {found:,} bytes and not {size:,}, a part of {name}; the store in {self.folder} is "
+                f"{path}: has {actual_size:,} bytes and not {size:,}, a part of {name}; the store in {self.folder} is "
                 "damaged: resume from a checkpoint"
             )
         return fd
@@ -246,46 +247,46 @@ class Chunks:
                 f"{self.folder}: {error.strerror}; the store needs {total:,} bytes: make room, or give "
                 f"another folder ({FOLDER})"
             )
-        if self.gone:
+        if self.is_removed:
             return ValueError(f"{self.folder}: is gone, with the state in it; resume from a checkpoint")
         return ValueError(
             f"{self.folder}: {error.strerror or error}; the store holds its last complete step: resume from it when "
             "the disk works again, or from a checkpoint"
         )
 
-    def row_blocks(self, name: str, most: int) -> list[Rows]:
-        """Ranges of a chunk's rows, of about `most` bytes each at most, that begin at pages: each can be read and
+    def row_blocks(self, name: str, max_bytes: int) -> list[Rows]:
+        """Ranges of a chunk's rows, of about `max_bytes` bytes each at most, that begin at pages: each can be read and
         written alone."""
-        kept = self.leaves[name]
-        return row_blocks((kept.chunk[0] if kept.chunk else 1, kept.row_bytes), most)
+        leaf = self.leaves[name]
+        return row_blocks((leaf.chunk[0] if leaf.chunk else 1, leaf.row_bytes), max_bytes)
 
     def _span(self, name: str, rows: Rows | None) -> tuple[LeafFiles, tuple[int, ...], int]:
-        kept = self.leaves[name]
-        if rows is None or not kept.chunk:
-            return kept, kept.chunk, 0
-        return kept, (rows[1] - rows[0], *kept.chunk[1:]), rows[0] * kept.row_bytes
+        leaf = self.leaves[name]
+        if rows is None or not leaf.chunk:
+            return leaf, leaf.chunk, 0
+        return leaf, (rows[1] - rows[0], *leaf.chunk[1:]), rows[0] * leaf.row_bytes
 
     def read(self, name: str, slot: int, layer: int, rows: Rows | None = None, *, priority: int = NEXT) -> RowRead:
         """Start to read rows of a chunk (None: all of it), which must begin at a page."""
-        kept, shape, offset = self._span(name, rows)
-        buffer = self.buffers.take(shape, kept.dtype, self.disk.busy)
+        leaf, shape, offset = self._span(name, rows)
+        buffer = self.buffers.allocate(shape, leaf.dtype, self.disk.busy)
         if self.direct:
             assert offset % PAGE == 0, f"{name}: rows {rows} begin inside a page"
             return RowRead(
                 buffer,
                 self.disk.read(self.files[name, slot, layer], buffer.raw, offset, priority=priority),
                 self.failed,
-                self.buffers.keep,
+                self.buffers.retain,
             )
-        first, count = offset // kept.dtype.itemsize, math.prod(shape)
+        first, count = offset // leaf.dtype.itemsize, math.prod(shape)
 
         def work() -> int:
-            found = self.arrays[name][slot, layer, self.rank, first : first + count].read().result()
-            np.copyto(_numpy(buffer.view), found)
+            values = self.arrays[name][slot, layer, self.rank, first : first + count].read().result()
+            np.copyto(_numpy(buffer.view), values)
             return buffer.view.nbytes
 
         reading = self.disk.run(_raise_os_error(work), write=False, priority=priority)
-        return RowRead(buffer, reading, self.failed, self.buffers.keep)
+        return RowRead(buffer, reading, self.failed, self.buffers.retain)
 
     def write(
         self,
@@ -302,14 +303,14 @@ class Chunks:
 
         note: called with each block of the buffer before it is written.
         """
-        kept, shape, offset = self._span(name, rows)
-        assert tuple(buffer.view.shape) == shape and buffer.view.dtype == kept.dtype, (
+        leaf, shape, offset = self._span(name, rows)
+        assert tuple(buffer.view.shape) == shape and buffer.view.dtype == leaf.dtype, (
             f"{name}: {buffer.view.shape} is not {shape}"
         )
         if self.direct:
             assert offset % PAGE == 0, f"{name}: rows {rows} begin inside a page"
             return self.disk.write(self.files[name, slot, layer], buffer.raw, offset, priority=priority, note=note)
-        first, count = offset // kept.dtype.itemsize, math.prod(shape)
+        first, count = offset // leaf.dtype.itemsize, math.prod(shape)
 
         def work() -> int:
             if note is not None:
@@ -327,8 +328,8 @@ class Chunks:
         """
         if not self.direct:
             return
-        slots = max((kept.slots for kept in self.leaves.values()), default=1)
-        names = [name for name, kept in self.leaves.items() if kept.slots == slots or slot not in self.synced]
+        slots = max((leaf.slots for leaf in self.leaves.values()), default=1)
+        names = [name for name, leaf in self.leaves.items() if leaf.slots == slots or slot not in self.synced]
         fds = [
             fd
             for (name, s, _), fd in self.files.items()
@@ -336,22 +337,22 @@ class Chunks:
         ]
         if slot in self.synced and self.in_place:
             fds = fds[:1]
-        each = max(1, -(-len(fds) // max(1, self.disk.settings.writers)))
+        group_size = max(1, -(-len(fds) // max(1, self.disk.settings.writers)))
 
-        def work(part: list[int]) -> int:
-            for fd in part:
+        def work(group: list[int]) -> int:
+            for fd in group:
                 os.fdatasync(fd)
             return 0
 
-        parts = [fds[at : at + each] for at in range(0, len(fds), each)]
-        for pending in [self.disk.run(lambda part=part: work(part), write=True) for part in parts]:
+        parts = [fds[start : start + group_size] for start in range(0, len(fds), group_size)]
+        for pending in [self.disk.run(lambda group=group: work(group), write=True) for group in parts]:
             pending.wait()
         self.synced.add(slot)
 
-    def trim(self, held: set[int]) -> None:
-        """Free the disk space of the slots that are not `held`."""
+    def trim(self, resident: set[int]) -> None:
+        """Free the disk space of the slots that are not `resident`."""
         for (name, slot, layer), fd in list(self.files.items()):
-            if slot not in held and self.leaves[name].slots > 1:
+            if slot not in resident and self.leaves[name].slots > 1:
                 os.close(fd)
                 del self.files[name, slot, layer]
                 self.path(name, slot, layer).unlink(missing_ok=True)
@@ -359,7 +360,7 @@ class Chunks:
     def discard(self) -> None:
         """Close the files and remove those that this object made: nobody will write them."""
         self.close()
-        for path in self.made:
+        for path in self.created:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -368,22 +369,22 @@ class Chunks:
         self.files.clear()
 
 
-def _open_array(folder: str | Path, name: str, kept: LeafFiles, ranks: int, *, create: bool) -> Any:
+def _open_array(folder: str | Path, name: str, leaf: LeafFiles, ranks: int, *, create: bool) -> Any:
     """The array [slots, layers, ranks, elements of a chunk] of a leaf, in which the padding of a chunk's last page
     counts as elements."""
     import tensorstore
 
-    n = kept.file_bytes // kept.dtype.itemsize
+    n = leaf.file_bytes // leaf.dtype.itemsize
     spec = {"driver": "zarr3", "kvstore": kvstore(folder, "arrays", name), "store_data_equal_to_fill_value": True}
     if create:
         spec["metadata"] = {
-            "shape": [kept.slots, kept.described[0] if kept.stacked else 1, ranks, n],
-            "data_type": str(kept.dtype).removeprefix("torch."),
+            "shape": [leaf.slots, leaf.described[0] if leaf.stacked else 1, ranks, n],
+            "data_type": str(leaf.dtype).removeprefix("torch."),
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, 1, 1, n]}},
             "codecs": [
-                {"name": "bytes", **({"configuration": {"endian": "little"}} if kept.dtype.itemsize > 1 else {})}
+                {"name": "bytes", **({"configuration": {"endian": "little"}} if leaf.dtype.itemsize > 1 else {})}
             ],
-            "attributes": {"shape": list(kept.described), "stacked": kept.stacked, "elements": kept.elements},
+            "attributes": {"shape": list(leaf.described), "stacked": leaf.stacked, "elements": leaf.elements},
         }
     else:
         _expect_no_pipe(folder, name, "zarr.json")
@@ -405,11 +406,11 @@ def _expect_no_pipe(folder: str | Path, name: str, *file: str) -> None:
         expect_regular(path)
 
 
-def read_chunk(folder: str | Path, name: str, kept: LeafFiles, slot: int, layer: int, rank: int) -> np.ndarray:
+def read_chunk(folder: str | Path, name: str, leaf: LeafFiles, slot: int, layer: int, rank: int) -> np.ndarray:
     """The bytes (uint8) of one chunk of any rank, through tensorstore."""
     _expect_no_pipe(folder, name, "c", str(slot), str(layer), str(rank), "0")
-    found = _open_array(folder, name, kept, 0, create=False)[slot, layer, rank].read().result()
-    return np.ascontiguousarray(found).view(np.uint8)
+    chunk = _open_array(folder, name, leaf, 0, create=False)[slot, layer, rank].read().result()
+    return np.ascontiguousarray(chunk).view(np.uint8)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:
@@ -438,12 +439,12 @@ IN_PLACE = ("ext4", "xfs")  # file systems that overwrite a file's own blocks
 def _allow_files(count: int) -> None:
     """Raise this process's limit of open files by `count`, or raise ValueError saying how."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + 512
-    if soft >= wanted or soft == resource.RLIM_INFINITY:
+    required = count + 512
+    if soft >= required or soft == resource.RLIM_INFINITY:
         return
-    if hard != resource.RLIM_INFINITY and hard < wanted:
+    if hard != resource.RLIM_INFINITY and hard < required:
         raise ValueError(
             f"the store has {count:,} chunk files and a process may open {hard:,} (ulimit -Hn); raise the "
-            f"limit to {wanted:,}"
+            f"limit to {required:,}"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (required, hard))

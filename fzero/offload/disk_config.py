@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fzero.core.files import make_folder, replacing
-from fzero.core.foreign import parse_toml, read_text_file
 from fzero.core.storage import PAGE, is_url, user_folder
+from fzero.core.text_parsing import parse_toml, read_text_file
 from fzero.offload.disk_io import DiskSettings, mount_point
 
 # What sets a disk, for errors: in a program, and of a run.
@@ -30,16 +30,16 @@ def _read_config() -> tuple[str, dict[str, Any]]:
         if not os.path.lexists(path):
             return "", {}
         text = read_text_file(path)
-        found = parse_toml(text, str(path))
+        config = parse_toml(text, str(path))
     except (ValueError, OSError) as error:
         raise ValueError(f"{error}; correct it, or delete it and run `fzero bench disk` again") from None
-    disks = found.get("disk", {})
+    disks = config.get("disk", {})
     if not isinstance(disks, dict) or not all(isinstance(entry, dict) for entry in disks.values()):
         raise ValueError(
             f'{path}: disk must be tables such as [disk."/mnt/nvme"]; correct it, or delete it and run `fzero '
             "bench disk` again"
         )
-    return text, found
+    return text, config
 
 
 def load_settings(folder: str | Path) -> DiskSettings:
@@ -70,24 +70,24 @@ def save_settings(mount: str, settings: DiskSettings, gbs: dict[str, float]) -> 
     gbs: GB/s by kind of transfer (read, write, mixed). Raises ValueError if the file is invalid.
     """
     path = config_file()
-    text, before = _read_config()
+    text, config = _read_config()
     values: dict[str, Any] = settings._asdict() | {f"{kind}_gbs": round(rate, 3) for kind, rate in gbs.items()}
     values["measured"] = date.today()
     header = f"[disk.{json.dumps(mount, ensure_ascii=False)}]"
-    kept = re.sub(rf"^{re.escape(header)}[^\n]*\n(?:(?!\[)[^\n]*\n)*", "", f"{text}\n", flags=re.MULTILINE).strip()
-    after = "\n".join(
-        [*([kept, ""] if kept else []), header, *(f"{name} = {value}" for name, value in values.items()), ""]
+    remainder = re.sub(rf"^{re.escape(header)}[^\n]*\n(?:(?!\[)[^\n]*\n)*", "", f"{text}\n", flags=re.MULTILINE).strip()
+    new_text = "\n".join(
+        [*([remainder, ""] if remainder else []), header, *(f"{name} = {value}" for name, value in values.items()), ""]
     )
-    wanted = {**before, "disk": {**before.get("disk", {}), mount: values}}
+    expected = {**config, "disk": {**config.get("disk", {}), mount: values}}
     try:
-        same = parse_toml(after, str(path)) == wanted
+        matches = parse_toml(new_text, str(path)) == expected
     except ValueError:
-        same = False
-    if not same:
+        matches = False
+    if not matches:
         raise ValueError(
             f"{path}: has {header} in a form that cannot be replaced; delete it there and run `fzero bench disk` again"
         )
     make_folder(path.parent)
     with replacing(path) as file:
-        file.write(after.encode())
+        file.write(new_text.encode())
     return path

@@ -54,7 +54,7 @@ class DiskRequest:
     """A transfer under way; `wait()` returns when it is done, or raises its error."""
 
     def __init__(self, disk: DiskIO | None, blocks: int) -> None:
-        self.disk, self.left = disk, blocks
+        self.disk, self.remaining = disk, blocks
         self.error: Any = None  # the Exception of a transfer that failed
         self.next: Callable[[], None] | None = None
         self.lock = threading.Lock()
@@ -62,13 +62,13 @@ class DiskRequest:
         if not blocks:
             self.done.set()
 
-    def then(self, work: Callable[[], None]) -> None:
+    def call_at_end(self, work: Callable[[], None]) -> None:
         """Have the thread that ends the transfer call `work`, unless it failed; called at once if it has ended.
 
         `wait` returns after that, and raises the error of `work`. Give one `work` at most.
         """
         with self.lock:
-            if self.left:
+            if self.remaining:
                 self.next = work
                 return
         if self.error is None:
@@ -78,8 +78,8 @@ class DiskRequest:
         """Note the end of one block; returns whether it was the last one, whose thread has then called what follows."""
         with self.lock:
             self.error = self.error or error
-            self.left -= 1
-            if self.left:
+            self.remaining -= 1
+            if self.remaining:
                 return False
             work, self.next = self.next, None
         if work is not None and self.error is None:
@@ -124,7 +124,7 @@ class DiskIO:
         for thread in self.threads:
             thread.start()
 
-    def moved(self) -> DiskTraffic:
+    def traffic(self) -> DiskTraffic:
         """The traffic so far."""
         return DiskTraffic(self.read_bytes, self.written_bytes, self.waited_s)
 
@@ -134,7 +134,7 @@ class DiskIO:
 
     def read(self, fd: int, raw: Tensor, offset: int, *, priority: int = NEXT) -> DiskRequest:
         """Start to read `raw` (uint8, contiguous; whole pages for direct files) from a file at `offset`."""
-        return self._put(False, fd, raw, offset, priority)
+        return self._submit(False, fd, raw, offset, priority)
 
     def write(
         self,
@@ -149,7 +149,7 @@ class DiskIO:
 
         note: called with each block before it is written, by the thread that writes it.
         """
-        return self._put(True, fd, raw, offset, priority, note)
+        return self._submit(True, fd, raw, offset, priority, note)
 
     def run(self, work: Callable[[], int], *, write: bool, priority: int = NEXT) -> DiskRequest:
         """Have a thread call `work`, which returns the number of bytes that it moved."""
@@ -157,7 +157,7 @@ class DiskIO:
         self._queue(write, [work], pending, priority)
         return pending
 
-    def _put(
+    def _submit(
         self,
         write: bool,
         fd: int,
@@ -170,7 +170,10 @@ class DiskIO:
         starts = range(0, len(view), block)
         pending = DiskRequest(self, len(starts))
         self._queue(
-            write, [_transfer(write, fd, view[at : at + block], offset + at, note) for at in starts], pending, priority
+            write,
+            [_transfer(write, fd, view[start : start + block], offset + start, note) for start in starts],
+            pending,
+            priority,
         )
         return pending
 
@@ -192,10 +195,10 @@ class DiskIO:
                 if not queue:
                     return
                 _, _, work, pending = heapq.heappop(queue)
-            moved, error = 0, None
+            byte_count, error = 0, None
             try:
                 if pending.error is None:
-                    moved = work()
+                    byte_count = work()
             except Exception as failure:
                 error = failure.with_traceback(None)  # the traceback's frames would hold the buffer
             del work  # and with it the buffer
@@ -203,9 +206,9 @@ class DiskIO:
             with self.lock:
                 self.in_flight -= last
                 if write:
-                    self.written_bytes += moved
+                    self.written_bytes += byte_count
                 else:
-                    self.read_bytes += moved
+                    self.read_bytes += byte_count
             if last:
                 pending.done.set()
 
@@ -229,10 +232,10 @@ def _transfer(
             note(view)
         done, size = move(fd, [view], offset), len(view)
         while done < size:  # direct transfers must continue at a page
-            moved = 0 if done % PAGE else move(fd, [view[done:]], offset + done)
-            if moved == 0:
+            byte_count = 0 if done % PAGE else move(fd, [view[done:]], offset + done)
+            if byte_count == 0:
                 raise OSError(errno.EIO, f"the file ends at byte {offset + done:,}, {size - done:,} bytes too early")
-            done += moved
+            done += byte_count
         return size
 
     return run
@@ -272,8 +275,8 @@ def file_system(mount: str) -> str:
         return ""
     kinds = [
         kind
-        for _, at, kind, *_ in map(str.split, lines)
-        if re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), at) == mount
+        for _, folder, kind, *_ in map(str.split, lines)
+        if re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), folder) == mount
     ]
     return kinds[-1] if kinds else ""
 

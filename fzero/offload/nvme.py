@@ -1,4 +1,7 @@
-"""Nvme: a rank's folder on a disk, with the buffers, I/O threads, store and scratch file that use it."""
+"""Nvme: a rank's folder on a disk, with the buffers, I/O threads, store and scratch file that use it.
+
+The disk of a plan, with the memory for transfers to and from it that the plan needs.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fzero.comm.tables import raise_together
+from fzero.comm.rank_tables import raise_together
+from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.files import make_folder
+from fzero.core.host_memory import round_to_pages
 from fzero.core.storage import is_url
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.chunk_files import LeafFiles
@@ -17,10 +22,12 @@ from fzero.offload.disk_io import DiskIO, DiskSettings, DiskTraffic
 from fzero.offload.scratch import ScratchFile
 from fzero.offload.store import VersionedStore
 from fzero.offload.store_folder import StoreRanks, open_store
+from fzero.sharding import Plan
 from fzero.sharding.mesh import Mesh
+from fzero.sharding.slices import is_stacked, local_numel
 
 SCRATCH = "scratch"
-LEAST = 64 << 20  # bytes of buffers if the plan does not need more
+MIN_BYTES = 64 << 20  # bytes of buffers if the plan does not need more
 
 
 class Nvme:
@@ -71,7 +78,7 @@ class Nvme:
     @property
     def pool_bytes(self) -> int:
         """The bytes of the buffer pool."""
-        return self.buffer_bytes or max(self.needed, LEAST)
+        return self.buffer_bytes or max(self.needed, MIN_BYTES)
 
     @property
     def buffers(self) -> BufferPool:
@@ -128,9 +135,9 @@ class Nvme:
         self.store = store
         return store
 
-    def moved(self) -> DiskTraffic:
+    def traffic(self) -> DiskTraffic:
         """The traffic of the disk so far."""
-        return self._disk.moved() if self._disk is not None else DiskTraffic()
+        return self._disk.traffic() if self._disk is not None else DiskTraffic()
 
     def close(self) -> None:
         """Wait for the transfers under way and close all files."""
@@ -143,3 +150,44 @@ class Nvme:
         if self._buffers is not None:
             self._buffers.drain()  # their memory is unpinned when it is freed
         self.store = self._scratch = self._disk = self._buffers = None
+
+
+MIN_UNIT_BYTES, MAX_UNIT_BYTES = 64 << 20, 512 << 20  # bytes for the units of an update
+
+
+def disk_of(nvme: Nvme | None, plan: Plan, prefetch: int = 0) -> Nvme | None:
+    """The disk of a plan, asked for the buffers of its steps; None if the plan needs none.
+
+    prefetch: the layers read ahead of their use. Raises ValueError for a plan that puts something on a disk where none
+    is given.
+    """
+    specs = (spec for leaf in plan.leaves.values() for spec in (leaf.params, leaf.grads, leaf.opt))
+    if nvme is not None:
+        nvme.need(buffer_need(plan, prefetch=prefetch), plan.mesh.size)
+    elif plan.acts == "nvme" or any(spec.memory == "nvme" for spec in specs):
+        raise ValueError(
+            "offload: the plan puts something on a disk, and none is given; give init_state and the step the same "
+            "nvme=fzero.Nvme(folder)"
+        )
+    return nvme
+
+
+def buffer_need(plan: Plan, *, prefetch: int = 0, activation_bytes: int = 0) -> int:
+    """The bytes of buffers that a rank's step needs: for parameters ahead of their use, activations, gradients, and the
+    update's units.
+
+    prefetch: the layers read ahead of their use. activation_bytes: of the input of a layer that is kept.
+    """
+    policy = plan.policy
+    parts: dict[str, int] = {}
+    sums: dict[str, int] = {}
+    for name, leaf in plan.leaves.items():
+        segment, layers = name.split("/")[0], leaf.shape[0] if is_stacked(name) else 1
+        for sizes, spec, dtype in ((parts, leaf.params, policy.param), (sums, leaf.grads, policy.accumulate)):
+            if spec.memory == "nvme":
+                size = local_numel(leaf.shape, spec, plan.sizes) // max(1, layers) * dtype.itemsize
+                sizes[segment] = sizes.get(segment, 0) + round_to_pages(size)
+    acts = 4 * round_to_pages(activation_bytes) if plan.acts == "nvme" else 0
+    forward = (prefetch + 3) * max(parts.values(), default=0) + 2 * max(sums.values(), default=0) + acts
+    total = sum(leaf.numel() for leaf in pytree.leaves(plan.like)) * 4
+    return max(forward, min(max(total // 4, MIN_UNIT_BYTES), MAX_UNIT_BYTES))

@@ -1,10 +1,14 @@
-"""Activations and gradients of a step on a disk, in a file without a name, which leaves nothing after any crash."""
+"""Activations and gradients of a step on a disk, in a file without a name, which leaves nothing after any crash.
+
+Activations kept for the backward pass in host memory or on a disk: last in, first out, with the next list
+prefetched.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fzero.core.files import open_to_write
-from fzero.core.gpu_copies import Copied, copy_out
+from fzero.core.future import Future
+from fzero.core.gpu_copies import Copied, copy_in, copy_out
 from fzero.core.storage import PAGE
 from fzero.offload.buffer_pool import Buffer, BufferPool
 from fzero.offload.chunk_files import RowRead, Rows
@@ -34,17 +39,17 @@ class StackNumbers:
     """The numbers of the stacks of activations that hold something, by which their values are told apart."""
 
     def __init__(self) -> None:
-        self.taken: set[int] = set()
+        self.in_use: set[int] = set()
 
-    def take(self) -> int:
+    def acquire(self) -> int:
         """The lowest number that is free, which is taken from then on."""
-        number = next(i for i in range(len(self.taken) + 1) if i not in self.taken)
-        self.taken.add(number)
+        number = next(i for i in range(len(self.in_use) + 1) if i not in self.in_use)
+        self.in_use.add(number)
         return number
 
-    def give_back(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """Make a number free."""
-        self.taken.remove(number)
+        self.in_use.remove(number)
 
 
 class ScratchFile:
@@ -77,23 +82,23 @@ class ScratchFile:
         if isinstance(value, Buffer):
             buffer, copied = value, Copied(value.view)
         else:
-            buffer = self.buffers.take(tuple(value.shape), value.dtype, self.disk.busy)
+            buffer = self.buffers.allocate(tuple(value.shape), value.dtype, self.disk.busy)
             copied = copy_out(value, out=buffer.view)
         self._wait(key)
-        size, at = len(buffer.raw), self.extents.get(key)
-        if at is None or at.size < size:
+        size, extent = len(buffer.raw), self.extents.get(key)
+        if extent is None or extent.size < size:
             try:
                 os.posix_fallocate(self.fd, self.end, size)
             except OSError as error:
                 raise self.failed(error) from error
-            at = Extent(self.end, size, (), buffer.view.dtype)
+            extent = Extent(self.end, size, (), buffer.view.dtype)
             self.end += size
-        self.extents[key] = at._replace(shape=tuple(buffer.view.shape), dtype=buffer.view.dtype)
+        self.extents[key] = extent._replace(shape=tuple(buffer.view.shape), dtype=buffer.view.dtype)
 
         def arrive(block: memoryview) -> None:
             copied.finish()
 
-        self.writing[key] = self.disk.write(self.fd, buffer.raw, at.offset, priority=LATER, note=arrive)
+        self.writing[key] = self.disk.write(self.fd, buffer.raw, extent.offset, priority=LATER, note=arrive)
 
     def _wait(self, key: Any) -> None:
         if key in self.writing:
@@ -112,15 +117,15 @@ class ScratchFile:
     def read(self, key: Any, rows: Rows | None = None, *, priority: int = NEXT) -> RowRead:
         """Start to read a value, or rows of it, which must begin at a page."""
         self._wait(key)
-        at = self.extents[key]
-        shape, offset = at.shape, at.offset
+        extent = self.extents[key]
+        shape, offset = extent.shape, extent.offset
         if rows is not None and shape:
-            row = torch.Size(shape[1:]).numel() * at.dtype.itemsize
+            row = torch.Size(shape[1:]).numel() * extent.dtype.itemsize
             assert rows[0] * row % PAGE == 0, f"{key}: rows {rows} begin inside a page"
             shape, offset = (rows[1] - rows[0], *shape[1:]), offset + rows[0] * row
-        buffer = self.buffers.take(shape, at.dtype, self.disk.busy)
+        buffer = self.buffers.allocate(shape, extent.dtype, self.disk.busy)
         reading = self.disk.read(self.fd, buffer.raw, offset, priority=priority)
-        return RowRead(buffer, reading, self.failed, self.buffers.keep)
+        return RowRead(buffer, reading, self.failed, self.buffers.retain)
 
     def close(self) -> None:
         """Wait for all writes and close the file, which frees its disk space."""
@@ -137,7 +142,7 @@ class ScratchTensor:
     def __init__(self, scratch: ScratchFile, key: tuple[str, ...], depth: int | None, dtype: torch.dtype) -> None:
         self.scratch, self.key, self.depth, self.dtype = scratch, key, depth, dtype
         self.device = torch.device("cpu")
-        self.begun: set[int] = set()
+        self.written_layers: set[int] = set()
 
     @property
     def shape(self) -> torch.Size:
@@ -150,23 +155,23 @@ class ScratchTensor:
 
     def add(self, layer: int, value: Tensor) -> None:
         """Add a value to the sum of a layer, in the dtype of its first value."""
-        if layer not in self.begun:
-            self.put(layer, value)
+        if layer not in self.written_layers:
+            self.set_layer(layer, value)
             return
         reading = self.scratch.read((*self.key, layer))
         reading.wait().add_(value)
         self.scratch.write((*self.key, layer), reading.buffer)
 
-    def put(self, layer: int, value: Tensor) -> None:
+    def set_layer(self, layer: int, value: Tensor) -> None:
         """Make a value the sum of a layer."""
-        self.begun.add(layer)
+        self.written_layers.add(layer)
         self.scratch.write((*self.key, layer), value)
 
-    def plus(self, other: ScratchTensor) -> ScratchTensor:
+    def plus(self, addend: ScratchTensor) -> ScratchTensor:
         """Add another sum to this one, in `dtype`, and return this one."""
-        for layer in sorted(other.begun):
-            mine, theirs = self.read(layer), other.read(layer)
-            self.scratch.write((*self.key, layer), mine.wait().to(self.dtype).add_(theirs.wait()))
+        for layer in sorted(addend.written_layers):
+            sum_read, addend_read = self.read(layer), addend.read(layer)
+            self.scratch.write((*self.key, layer), sum_read.wait().to(self.dtype).add_(addend_read.wait()))
         return self
 
     def read(self, layer: int = 0, rows: Rows | None = None, *, priority: int = LATER) -> RowRead:
@@ -180,16 +185,86 @@ class ScratchTensor:
             for layer in range(self.depth or 1)
             for rows in row_blocks(self.scratch.extents[*self.key, layer].shape)
         ]
-        begun = (order[0][0], self.read(*order[0]))
-        for after in [*order[1:], None]:
-            layer, reading = begun
-            if after is not None:
-                begun = (after[0], self.read(*after))
+        pending = (order[0][0], self.read(*order[0]))
+        for next_block in [*order[1:], None]:
+            layer, reading = pending
+            if next_block is not None:
+                pending = (next_block[0], self.read(*next_block))
             value = reading.wait()
             if value.dtype != self.dtype:
                 # In a buffer, as repeated allocations of this size would fragment the heap.
-                value = self.scratch.buffers.take(tuple(value.shape), self.dtype, self.scratch.disk.busy).view.copy_(
-                    value
-                )
+                value = self.scratch.buffers.allocate(
+                    tuple(value.shape), self.dtype, self.scratch.disk.busy
+                ).view.copy_(value)
             yield layer, value
             del value, reading
+
+
+class DiskActivations:
+    """A stack of lists of tensors on a disk: `append` starts a write, and `pop` starts the read of the next list.
+
+    Several may be in use at a time, one for each micro-batch under way; a file has room for as many as ever were.
+    """
+
+    def __init__(self, scratch: ScratchFile) -> None:
+        self.scratch, self.sizes = scratch, []
+        self.ahead: Future[list[Tensor]] | None = None
+        self.number: int | None = None  # among the stacks of the file that hold anything
+
+    def append(self, tensors: Sequence[Tensor]) -> None:
+        """Push a list of tensors. They may be freed from then on; those of a GPU may not be written over before `pop`
+        has returned them, as no stream waits for their copies."""
+        assert self.ahead is None, "all lists must be popped before the next append"
+        if self.number is None:
+            self.number = self.scratch.stacks.acquire()
+        for j, tensor in enumerate(tensors):
+            self.scratch.write(("acts", self.number, len(self.sizes), j), tensor.detach())
+        self.sizes.append([tensor.device for tensor in tensors])
+
+    def pop(self) -> list[Tensor]:
+        """Remove and return the last list of tensors."""
+        pending = self.ahead or self._fetch()
+        self.ahead = self._fetch() if self.sizes else None
+        tensors = pending.wait()
+        if not self:  # all is read, so another stack may write over it
+            assert self.number is not None  # something was appended
+            self.scratch.stacks.release(self.number)
+            self.number = None
+        return tensors
+
+    def _fetch(self) -> Future[list[Tensor]]:
+        devices, index = self.sizes.pop(), len(self.sizes)
+        arriving = [
+            self.scratch.read(("acts", self.number, index, j)).copy_to(device) for j, device in enumerate(devices)
+        ]
+        return Future(lambda: [tensor.wait() for tensor in arriving])
+
+    def __bool__(self) -> bool:
+        return bool(self.sizes) or self.ahead is not None
+
+
+class HostActivations:
+    """The same stack in pinned host memory, for tensors of `device`, a GPU; the host waits for no copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.copies: list[list[Copied]] = []
+        self.ahead: Future[list[Tensor]] | None = None
+
+    def append(self, tensors: Sequence[Tensor]) -> None:
+        """Push a list of tensors. They may be freed from then on, but not written over before `pop` has returned them:
+        no stream waits for their copies."""
+        self.copies.append([copy_out(tensor.detach()) for tensor in tensors])
+
+    def pop(self) -> list[Tensor]:
+        """Remove and return the last list of tensors."""
+        pending = self.ahead or self._fetch()
+        self.ahead = self._fetch() if self.copies else None
+        return pending.wait()
+
+    def _fetch(self) -> Future[list[Tensor]]:
+        arriving = [copy_in(out.tensor, self.device, event=out.event) for out in self.copies.pop()]
+        return Future(lambda: [copied.use() for copied in arriving])
+
+    def __bool__(self) -> bool:
+        return bool(self.copies) or self.ahead is not None

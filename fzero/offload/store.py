@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.comm.tables import Refusal, failing_together, raise_own
+from fzero.comm.rank_tables import Refusal, failing_together, raise_local
 from fzero.core.gpu_copies import Copied
 from fzero.core.storage import Damaged, write_text
 from fzero.offload import store_owner
@@ -78,20 +78,20 @@ class VersionedStore:
             return
         self.chunks.expect_writable()
         self.expect_last()
-        held = {self.record.slot, *self.record.pinned} if self.record is not None and self.slots > 1 else set()
-        free = [slot for slot in range(self.slots) if slot not in held]
+        used_slots = {self.record.slot, *self.record.pinned} if self.record is not None and self.slots > 1 else set()
+        free = [slot for slot in range(self.slots) if slot not in used_slots]
         assert free, f"the {self.slots} slots are all held: {self.record}"
         self.target = free[0]
         if self.slots == 1 and self.record is not None:
-            self._put(self.record._replace(dirty=True))
+            self._write_manifest(self.record._replace(dirty=True))
         self.sums = {}
 
     def write(
-        self, name: str, layer: int, rows: Rows | None, buffer: Buffer, *, after: Copied | None = None
+        self, name: str, layer: int, rows: Rows | None, buffer: Buffer, *, fill: Copied | None = None
     ) -> DiskRequest:
         """Start to write rows of a layer of a leaf into the next version.
 
-        The buffer may not change until that is done. after: a copy into it, for which the disk's thread waits.
+        The buffer may not change until that is done. fill: a copy into it, for which the disk's thread waits.
         """
         assert self.target is not None, "begin was not called"
         sums: list[int] | None = None
@@ -102,8 +102,8 @@ class VersionedStore:
             sums.clear()
 
         def note(block: memoryview) -> None:
-            if after is not None:
-                after.finish()
+            if fill is not None:
+                fill.finish()
             if sums is not None:
                 sums.append(sum_words(block))
 
@@ -115,25 +115,25 @@ class VersionedStore:
 
     def write_rows(self, name: str, layer: int, rows: Rows, value: Tensor) -> None:
         """Start to write a copy of `value`, rows of a layer of a leaf, into the next version."""
-        kept = self.leaves[name]
-        buffer = self.buffers.take(
-            (rows[1] - rows[0], *kept.chunk[1:]) if kept.chunk else (), kept.dtype, self.disk.busy
+        leaf = self.leaves[name]
+        buffer = self.buffers.allocate(
+            (rows[1] - rows[0], *leaf.chunk[1:]) if leaf.chunk else (), leaf.dtype, self.disk.busy
         )
         buffer.view.copy_(value.reshape(buffer.view.shape))
         self.write(name, layer, rows, buffer)
 
     def write_layer(self, name: str, layer: int, value: Tensor) -> None:
         """Start to write a copy of `value`, all of a layer of a leaf, into the next version."""
-        kept = self.leaves[name]
-        value = value.reshape(kept.chunk)
+        leaf = self.leaves[name]
+        value = value.reshape(leaf.chunk)
         for begin, end in self.chunks.row_blocks(name, self.block_bytes(name)):
-            self.write_rows(name, layer, (begin, end), value[begin:end] if kept.chunk else value)
+            self.write_rows(name, layer, (begin, end), value[begin:end] if leaf.chunk else value)
 
     def write_leaf(self, name: str, value: Tensor) -> None:
         """Start to write a copy of `value`, all layers of a leaf, into the next version."""
-        kept = self.leaves[name]
-        for layer in range(kept.layers):
-            self.write_layer(name, layer, value[layer] if kept.stacked else value)
+        leaf = self.leaves[name]
+        for layer in range(leaf.layers):
+            self.write_layer(name, layer, value[layer] if leaf.stacked else value)
 
     def block_bytes(self, name: str) -> int:
         """The bytes of a row block by which all of a leaf is read and written."""
@@ -148,31 +148,31 @@ class VersionedStore:
         for error in filter(None, (pending.error for pending in writing)):
             raise self.chunks.failed(error) from error
 
-    def commit(self, step: int, values: dict[str, Any], agree: Callable[[Refusal | None], None] = raise_own) -> None:
+    def commit(self, step: int, values: dict[str, Any], agree: Callable[[Refusal | None], None] = raise_local) -> None:
         """Make the version written since `begin` the last complete step.
 
         Without a `begin`, that is the old leaves with new values.
         step: its number. values: the small values of the state. agree: `raise_together` of the ranks: where a write
         failed on one of them, none makes the step.
         """
-        before = self.record
+        previous = self.record
         slot = self.target
         if slot is None:
-            assert before is not None, "nothing was committed yet, and begin was not called"
-            slot = before.slot
+            assert previous is not None, "nothing was committed yet, and begin was not called"
+            slot = previous.slot
         with failing_together(agree):
             self._finish_slot(slot)
             self.expect_last()
         self.target = None
-        self._put(StepManifest(step, slot, values, before.pinned if before else {}))
+        self._write_manifest(StepManifest(step, slot, values, previous.pinned if previous else {}))
 
     def _finish_slot(self, slot: int) -> None:
         """Make the version that is written durable, with its checksums."""
         if self.target is not None:
             self.flush()
-            sums = {name: [self._sum(name, i) for i in range(kept.layers)] for name, kept in self.leaves.items()}
+            sums = {name: [self._sum(name, i) for i in range(leaf.layers)] for name, leaf in self.leaves.items()}
             if self.record is None:
-                self.fixed = {name: found for name, found in sums.items() if self.leaves[name].slots == 1}
+                self.fixed = {name: checksums for name, checksums in sums.items() if self.leaves[name].slots == 1}
             self._durably(lambda: self.chunks.sync(slot))
             if self.verify:
                 text = json.dumps(sums | (self.fixed if self.slots > 1 else {}))
@@ -187,20 +187,20 @@ class VersionedStore:
         self.flush()
         self.target = None
 
-    def pin(self, keep: int) -> list[int]:
-        """Keep the last complete step as a checkpoint, with the newest ones before it, `keep` in all.
+    def pin(self, count: int) -> list[int]:
+        """Keep the last complete step as a checkpoint, with the newest ones before it, `count` in all.
 
         Returns the steps that are kept.
         Nothing is copied: later steps leave its slot alone. Raises ValueError if there are too few slots.
         """
-        if keep > self.slots - 2:
+        if count > self.slots - 2:
             raise ValueError(
-                f"{self.folder}: {self.slots} slots keep {max(0, self.slots - 2)} checkpoints and {keep} are asked "
-                f"for; use nvme.slots={keep + 2} (slots of fzero.Nvme)"
+                f"{self.folder}: {self.slots} slots keep {max(0, self.slots - 2)} checkpoints and {count} are asked "
+                f"for; use nvme.slots={count + 2} (slots of fzero.Nvme)"
             )
         record = self._last()
-        pinned = sorted({**record.pinned, record.slot: record.step}.items(), key=lambda item: -item[1])[:keep]
-        self._put(record._replace(pinned=dict(pinned)))
+        pinned = sorted({**record.pinned, record.slot: record.step}.items(), key=lambda item: -item[1])[:count]
+        self._write_manifest(record._replace(pinned=dict(pinned)))
         return sorted(step for _, step in pinned)
 
     def trim(self) -> None:
@@ -211,7 +211,7 @@ class VersionedStore:
 
     def finish(self) -> None:
         """Mark the run as over, so that another run may take over the folder."""
-        self._put(self._last()._replace(done=True))
+        self._write_manifest(self._last()._replace(done=True))
 
     def _last(self) -> StepManifest:
         assert self.record is not None, "nothing was committed yet"
@@ -229,9 +229,9 @@ class VersionedStore:
         folder since. Rank 0 reads it, who wrote it: on another node a file may come late."""
         self.expect_open()
         if self.chunks.rank == 0 and self.record is not None and read_step_manifest(self.folder) != self.record:
-            raise self.chunks.failed(OSError()) if self.chunks.gone else store_owner.another_state(self.folder)
+            raise self.chunks.failed(OSError()) if self.chunks.is_removed else store_owner.another_state(self.folder)
 
-    def _put(self, record: StepManifest) -> None:
+    def _write_manifest(self, record: StepManifest) -> None:
         self.record = record
         if self.chunks.rank == 0:
             self._durably(lambda: write_text(self.folder, STEP, step_manifest_text(record)))
@@ -246,22 +246,21 @@ class VersionedStore:
         """Raise Damaged naming the first chunk of the slot whose checksum does not agree."""
         if not self.verify:
             return
-        sums = read_sums(self.folder, slot, self.chunks.rank, {name: kept.layers for name, kept in self.leaves.items()})
+        sums = read_sums(self.folder, slot, self.chunks.rank, {name: leaf.layers for name, leaf in self.leaves.items()})
         step = self.record.step if self.record is not None else None
-        for name, kept in self.leaves.items():
-            for layer in range(kept.layers):
-                at, found = self.slot_of(name, slot), 0
+        for name, leaf in self.leaves.items():
+            for layer in range(leaf.layers):
+                leaf_slot, actual_sum = self.slot_of(name, slot), 0
                 for rows in self.chunks.row_blocks(name, self.buffers.size // 4):
-                    reading = self.chunks.read(name, at, layer, rows)
+                    reading = self.chunks.read(name, leaf_slot, layer, rows)
                     reading.wait()
-                    found += checksum(reading.buffer)
-                if found % WORD != sums[name][layer]:
+                    actual_sum += checksum(reading.buffer)
+                if actual_sum % WORD != sums[name][layer]:
                     raise Damaged(
-                        f"{self.chunks.path(name, at, layer)}: is damaged: the checksum does not match for {name}"
-                        f"{f', layer {layer},' if kept.stacked else ''} at step "
-                        f"{step}; resume from a checkpoint"
+                        f"{self.chunks.path(name, leaf_slot, layer)}: is damaged: the checksum does not match for "
+                        f"{name}{f', layer {layer},' if leaf.stacked else ''} at step {step}; resume from a checkpoint"
                     )
-        self.fixed = {name: sums[name] for name, kept in self.leaves.items() if kept.slots == 1}
+        self.fixed = {name: sums[name] for name, leaf in self.leaves.items() if leaf.slots == 1}
 
     def close(self) -> None:
         """Wait for the writes under way and close the files; the threads of the disk keep running."""
@@ -281,9 +280,9 @@ class DiskTensor:
     requires_grad = False
 
     def __init__(self, store: VersionedStore, name: str) -> None:
-        self.store, self.name, self.kept = store, name, store.leaves[name]
-        self.shape, self.dtype, self.device = torch.Size(self.kept.shape), self.kept.dtype, torch.device("cpu")
-        self.depth = self.kept.layers if self.kept.stacked else None  # the number of layers, if it is stacked
+        self.store, self.name, self.leaf = store, name, store.leaves[name]
+        self.shape, self.dtype, self.device = torch.Size(self.leaf.shape), self.leaf.dtype, torch.device("cpu")
+        self.depth = self.leaf.layers if self.leaf.stacked else None  # the number of layers, if it is stacked
 
     def dim(self) -> int:
         return len(self.shape)
@@ -300,13 +299,13 @@ class DiskTensor:
 
     def tensor(self, slot: int | None = None, *, layers: tuple[int, int] | None = None) -> Tensor:
         """Read the whole leaf, or `layers` = (first, number) of a stacked one, into memory."""
-        first, count = layers or (0, self.kept.layers)
-        out = torch.empty((count, *self.kept.chunk) if self.kept.stacked else self.shape, dtype=self.dtype)
+        first, count = layers or (0, self.leaf.layers)
+        out = torch.empty((count, *self.leaf.chunk) if self.leaf.stacked else self.shape, dtype=self.dtype)
         for layer in range(first, first + count):
-            part = out[layer - first] if self.kept.stacked else out
+            layer_out = out[layer - first] if self.leaf.stacked else out
             for rows in self.store.chunks.row_blocks(self.name, self.store.buffers.size // 4):
                 value = self.store.read(self.name, layer, rows, slot=slot).wait()
-                (part[rows[0] : rows[1]] if part.dim() else part).copy_(value)
+                (layer_out[rows[0] : rows[1]] if layer_out.dim() else layer_out).copy_(value)
         return out
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero.comm.tables import Refusal, failing_together, raise_own
+from fzero.comm.rank_tables import Refusal, failing_together, raise_local
 from fzero.core.files import make_folder, remove_entry
 from fzero.core.storage import Damaged, is_url, write_text
 from fzero.offload import store_owner
@@ -32,7 +32,7 @@ from fzero.offload.store_manifest import (
     step_manifest_text,
 )
 
-OURS = {
+LEFTOVER_NAMES = {
     "arrays",
     "sums",
     "scratch",
@@ -47,7 +47,7 @@ class StoreRanks(NamedTuple):
     rank: int = 0
     size: int = 1
     # returns when all ranks have called it with None, else raises on all of them: see `raise_together`
-    agree: Callable[[Refusal | None], None] = raise_own
+    agree: Callable[[Refusal | None], None] = raise_local
 
 
 def open_store(
@@ -74,7 +74,7 @@ def open_store(
     try:
         return _open(folder, leaves, streams, ranks, slots=slots, verify=verify, owner=owner, resume=resume)
     except BaseException:
-        store_owner.unlock_unowned((store_owner.place_of(folder), ranks.rank))
+        store_owner.unlock_unowned((store_owner.canonical_name(folder), ranks.rank))
         raise
 
 
@@ -97,22 +97,22 @@ def _open(
             "a kill"
         )
     leaves = {
-        name: kept._replace(slots=min(kept.slots, slots) if kept.slots == 1 else slots) for name, kept in leaves.items()
+        name: leaf._replace(slots=min(leaf.slots, slots) if leaf.slots == 1 else slots) for name, leaf in leaves.items()
     }
-    wanted, record, sums = describe_store(leaves, size, slots, owner or {}, verify=verify), None, verify
+    description, record, sums = describe_store(leaves, size, slots, owner or {}, verify=verify), None, verify
     with failing_together(agree):
         if resume:
-            record, sums = _expect_store(folder, wanted, verify=verify)
+            record, sums = _expect_store(folder, description, verify=verify)
             if rank == 0:
                 store_owner.lock(folder)
         elif rank == 0:
-            _take_over(folder, wanted)
+            _claim_folder(folder, description)
     with failing_together(agree):
         chunks = _make_chunks(folder, partial(Chunks, folder, leaves, rank, size, buffers, disk, create=not resume))
     try:
         with failing_together(agree):
-            held = {record.slot, *record.pinned} if record is not None else set()
-            _make_chunks(folder, partial(chunks.open, held))
+            resident = {record.slot, *record.pinned} if record is not None else set()
+            _make_chunks(folder, partial(chunks.open, resident))
             store = VersionedStore(chunks, slots, sums)
             if record is not None:
                 store.record = record
@@ -120,7 +120,7 @@ def _open(
     except BaseException:
         chunks.discard()
         raise
-    store_owner.take(store, folder, rank)  # not before: a store that is refused leaves the owner what it was
+    store_owner.claim(store, folder, rank)  # not before: a store that is refused leaves the owner what it was
     return store
 
 
@@ -134,11 +134,11 @@ def _make_chunks(folder: str | Path, make: Callable[[], Any]) -> Any:
         ) from None
 
 
-def _expect_store(folder: str | Path, wanted: dict[str, Any], *, verify: bool) -> tuple[StepManifest, bool]:
-    """(the last complete step, whether there are checksums) of the store that is described by `wanted`; raises
+def _expect_store(folder: str | Path, description: dict[str, Any], *, verify: bool) -> tuple[StepManifest, bool]:
+    """(the last complete step, whether there are checksums) of the store that is described by `description`; raises
     ValueError for another one, and one without a step."""
     opened = read_store(folder)
-    check_same_store(folder, json.loads(json.dumps(wanted)))
+    check_same_store(folder, json.loads(json.dumps(description)))
     if opened is None:
         raise ValueError(f"{folder}: holds no complete step yet; {NEW_STATE}")
     record, sums = opened[1], opened[0]["verify"]
@@ -152,10 +152,10 @@ def _expect_store(folder: str | Path, wanted: dict[str, Any], *, verify: bool) -
     return record, sums
 
 
-def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
+def _claim_folder(folder: str | Path, description: dict[str, Any]) -> None:
     """Prepare `folder` for a new store."""
-    found = read_description(folder)
-    if found is not None:
+    existing = read_description(folder)
+    if existing is not None:
         record = read_step_manifest(folder)
         if record is not None and not record.done:
             raise ValueError(
@@ -164,23 +164,23 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
                 f"give another folder ({FOLDER})"
             )
     if is_url(folder):
-        write_text(folder, STORE, signed_text(wanted))
+        write_text(folder, STORE, signed_text(description))
         return
     path = Path(folder)
     try:
         make_folder(path)
         store_owner.lock(path)
-        others = sorted({entry.name for entry in path.iterdir()} - OURS)
-        if found is None and others:
+        unknown_entries = sorted({entry.name for entry in path.iterdir()} - LEFTOVER_NAMES)
+        if existing is None and unknown_entries:
             raise ValueError(
-                f"{folder}: is not empty ({others[0]}) and holds no store; give an empty folder ({FOLDER})"
+                f"{folder}: is not empty ({unknown_entries[0]}) and holds no store; give an empty folder ({FOLDER})"
             )
         (path / STEP).unlink(missing_ok=True)
-        if found is None or _geometry(found) != _geometry(wanted):
+        if existing is None or _geometry(existing) != _geometry(description):
             remove_entry(path / "arrays")
             remove_entry(path / "sums")
         make_folder(path, "sums")
-        write_text(folder, STORE, signed_text(wanted))
+        write_text(folder, STORE, signed_text(description))
     except NotADirectoryError as error:
         raise ValueError(f"{error.filename}: is not a folder; give one ({FOLDER})") from None
     except FileExistsError as error:
@@ -210,4 +210,4 @@ def _geometry(described: dict[str, Any]) -> Any:
 
 def store_bytes(leaves: Iterable[LeafFiles], slots: int) -> int:
     """The bytes on disk of one rank's leaves."""
-    return sum((slots if kept.slots > 1 else 1) * kept.layers * kept.file_bytes for kept in leaves)
+    return sum((slots if leaf.slots > 1 else 1) * leaf.layers * leaf.file_bytes for leaf in leaves)

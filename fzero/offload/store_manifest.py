@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.core.foreign import expect_entries, parse_json, short
-from fzero.core.paths import leaf_fault
+from fzero.core.files import leaf_fault
 from fzero.core.storage import Damaged, read_text
+from fzero.core.text_parsing import expect_entries, parse_json, short
 from fzero.offload.chunk_files import LeafFiles
 from fzero.offload.disk_config import FOLDER
 from fzero.sharding.slices import largest_shard
@@ -23,7 +23,7 @@ from fzero.sharding.spec import Spec
 
 FORMAT = 2
 STORE, STEP = "store.json", "step.json"
-MOST_DIMS = 32
+MAX_DIMS = 32
 STEP_ENTRIES = {"step": int, "slot": int, "values": dict, "pinned": dict, "dirty": bool, "done": bool}
 STORE_ENTRIES = {"format": int, "ranks": int, "slots": int, "verify": bool, "owner": dict, "leaves": dict}
 
@@ -58,13 +58,13 @@ def describe_store(
         raise ValueError(f"offload: {fault}; rename it")
     listed = {
         name: {
-            "shape": list(kept.described),
-            "dtype": str(kept.dtype).removeprefix("torch."),
-            "stacked": kept.stacked,
-            "fixed": kept.slots < slots,  # written once
-            **({} if kept.cut is None else {"cut": str(kept.cut)}),
+            "shape": list(leaf.described),
+            "dtype": str(leaf.dtype).removeprefix("torch."),
+            "stacked": leaf.stacked,
+            "fixed": leaf.slots < slots,  # written once
+            **({} if leaf.cut is None else {"cut": str(leaf.cut)}),
         }
-        for name, kept in leaves.items()
+        for name, leaf in leaves.items()
     }
     return {"format": FORMAT, "ranks": ranks, "slots": slots, "verify": verify, "owner": owner, "leaves": listed}
 
@@ -91,12 +91,12 @@ def read_step_manifest(folder: str | Path) -> StepManifest | None:
         text = read_text(folder, STEP)
         if text is None:
             return None
-        found = unsigned(parse_json(text, "it"))
-        expect_entries(found, STEP_ENTRIES, "it")
-        found["pinned"] = {int(slot): step for slot, step in found["pinned"].items()}
-        if not all(0 <= n < 1 << 62 for n in (found["step"], found["slot"], *found["pinned"].values())):
+        entries = unsigned(parse_json(text, "it"))
+        expect_entries(entries, STEP_ENTRIES, "it")
+        entries["pinned"] = {int(slot): step for slot, step in entries["pinned"].items()}
+        if not all(0 <= n < 1 << 62 for n in (entries["step"], entries["slot"], *entries["pinned"].values())):
             raise ValueError("its numbers are below 0, or beyond any step")
-        return StepManifest(**found)
+        return StepManifest(**entries)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(
             f"{folder}/{STEP}: is not a record of a step ({error}); the store is damaged: resume from a checkpoint"
@@ -112,33 +112,37 @@ NEW_STATE = "make a new state by fzero.init_state (a run: without --resume)"
 SAME = "open it with the model, optimizer and plan that it was made with, or give the folder of this run"
 
 
-def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
-    """Raise ValueError if the store in `folder` is not the one described by `wanted`, naming the first difference."""
-    found = read_description(folder)
-    if found is None:
+def check_same_store(folder: str | Path, expected: dict[str, Any]) -> None:
+    """Raise ValueError if the store in `folder` is not the one described by `expected`, naming the first difference."""
+    stored = read_description(folder)
+    if stored is None:
         raise ValueError(
             f"{folder}: holds no store (there is no {STORE}); {NEW_STATE}, or give the folder it began with"
         )
-    leaves = found["leaves"]
-    for name, leaf in wanted["leaves"].items():
+    leaves = stored["leaves"]
+    for name, leaf in expected["leaves"].items():
         if name not in leaves:
             raise ValueError(f"{folder}: is the store of another model or optimizer: it has no {name}; {SAME}")
         if {"cut": leaf.get("cut"), **leaves[name]} != {"cut": None, **leaf}:  # earlier versions did not write it
-            there, here = (f"{'frozen ' * x['fixed']}{x['dtype']} {x['shape']}" for x in (leaves[name], leaf))
-            raise ValueError(
-                f"{folder}: is the store of another model, optimizer or mesh: {name} is {there} there and {here} here; "
-                f"{SAME}"
+            stored_text, expected_text = (
+                f"{'frozen ' * x['fixed']}{x['dtype']} {x['shape']}" for x in (leaves[name], leaf)
             )
-    extra = sorted(set(leaves) - set(wanted["leaves"]))
+            raise ValueError(
+                f"{folder}: is the store of another model, optimizer or mesh: {name} is {stored_text} there and "
+                f"{expected_text} here; {SAME}"
+            )
+    extra = sorted(set(leaves) - set(expected["leaves"]))
     if extra:
         raise ValueError(f"{folder}: is the store of another model or optimizer: it has {extra[0]} too; {SAME}")
     for key, fix in (
         ("ranks", "use the same number of processes"),
-        ("slots", f"use slots={found.get('slots')} (nvme.slots of a run)"),
+        ("slots", f"use slots={stored.get('slots')} (nvme.slots of a run)"),
         ("owner", "give the folder of this run"),
     ):
-        if found.get(key) != wanted[key]:
-            raise ValueError(f"{folder}: the store's {key} is {found.get(key)} and the run's is {wanted[key]}; {fix}")
+        if stored.get(key) != expected[key]:
+            raise ValueError(
+                f"{folder}: the store's {key} is {stored.get(key)} and the run's is {expected[key]}; {fix}"
+            )
 
 
 def _check_leaf(name: str, leaf: dict[str, Any], sizes: dict[str, int]) -> None:
@@ -146,8 +150,8 @@ def _check_leaf(name: str, leaf: dict[str, Any], sizes: dict[str, int]) -> None:
     entries = {"shape": list, "dtype": str, "stacked": bool, "fixed": bool, "cut?": str}
     expect_entries(leaf, entries, f"its leaf {short(name)}")
     shape, dtype = leaf["shape"], getattr(torch, leaf["dtype"], None)
-    whole = len(shape) <= MOST_DIMS and all(type(n) is int and n >= 0 for n in shape)
-    if not whole or math.prod(shape) >= 1 << 60 or (leaf["stacked"] and not shape):
+    is_shape = len(shape) <= MAX_DIMS and all(type(n) is int and n >= 0 for n in shape)
+    if not is_shape or math.prod(shape) >= 1 << 60 or (leaf["stacked"] and not shape):
         raise ValueError(f"its leaf {short(name)} has the shape {short(shape)}")
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"its leaf {short(name)} has the dtype {short(leaf['dtype'])}")
@@ -171,30 +175,32 @@ def read_description(folder: str | Path) -> dict[str, Any] | None:
         text = read_text(folder, STORE)
         if text is None:
             return None
-        found = parse_json(text, "it")
-        expect_entries(found, {"format": int}, "it")
-        if found["format"] != FORMAT:
+        description = parse_json(text, "it")
+        expect_entries(description, {"format": int}, "it")
+        if description["format"] != FORMAT:
             raise OtherFormat(
-                f"{folder}: is a store of format {found['format']} and this version reads {FORMAT}; use the version "
-                "that wrote it"
+                f"{folder}: is a store of format {description['format']} and this version reads {FORMAT}; use the "
+                "version that wrote it"
             )
-        found = unsigned(found)
-        expect_entries(found, STORE_ENTRIES, "it")
-        expect_entries(found["owner"], {"mesh?": dict, "stage?": int | None, "pipeline?": dict}, "its owner")
-        if found["ranks"] < 1 or found["slots"] < 1:
-            raise ValueError(f"it has {found['ranks']} ranks and {found['slots']} slots")
-        if "pipeline" in found["owner"]:
-            expect_entries(found["owner"]["pipeline"], {"schedule": str, "chunks": int, "layout": str}, "its pipeline")
-        for name, size in found["owner"].get("mesh", {}).items():
-            expect_entries(found["owner"]["mesh"], {name: int}, "its mesh")
+        description = unsigned(description)
+        expect_entries(description, STORE_ENTRIES, "it")
+        expect_entries(description["owner"], {"mesh?": dict, "stage?": int | None, "pipeline?": dict}, "its owner")
+        if description["ranks"] < 1 or description["slots"] < 1:
+            raise ValueError(f"it has {description['ranks']} ranks and {description['slots']} slots")
+        if "pipeline" in description["owner"]:
+            expect_entries(
+                description["owner"]["pipeline"], {"schedule": str, "chunks": int, "layout": str}, "its pipeline"
+            )
+        for name, size in description["owner"].get("mesh", {}).items():
+            expect_entries(description["owner"]["mesh"], {name: int}, "its mesh")
             if not 1 <= size < 1 << 31:
                 raise ValueError(f"its mesh has {name}={size}")
-        if fault := leaf_fault(found["leaves"]):
+        if fault := leaf_fault(description["leaves"]):
             raise ValueError(fault)
-        for name, leaf in found["leaves"].items():
-            expect_entries(found["leaves"], {name: dict}, "its leaves")
-            _check_leaf(name, leaf, found["owner"].get("mesh", {}))
-        return found
+        for name, leaf in description["leaves"].items():
+            expect_entries(description["leaves"], {name: dict}, "its leaves")
+            _check_leaf(name, leaf, description["owner"].get("mesh", {}))
+        return description
     except OtherFormat:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -226,9 +232,9 @@ def read_store(folder: str | Path) -> tuple[dict[str, Any], StepManifest] | None
 def read_sums(folder: str | Path, slot: int, rank: int, layers: dict[str, int]) -> dict[str, list[int]]:
     """{leaf: the checksums of its layers} of a rank's chunks in a slot; raises Damaged unless they are those of
     `layers`, {leaf: number of layers}."""
-    where = sums_name(slot, rank)
+    path = sums_name(slot, rank)
     try:
-        sums = parse_json(read_text(folder, where) or "null", f"{folder}/{where}")
+        sums = parse_json(read_text(folder, path) or "null", f"{folder}/{path}")
         if sums.keys() != layers.keys() or any(
             len(sums[name]) != count or any(type(n) is not int for n in sums[name]) for name, count in layers.items()
         ):
@@ -236,6 +242,6 @@ def read_sums(folder: str | Path, slot: int, rank: int, layers: dict[str, int]) 
         return sums
     except (ValueError, TypeError, KeyError, AttributeError):
         raise Damaged(
-            f"{folder}/{where}: does not hold the checksums of the store's leaves; it is damaged: "
+            f"{folder}/{path}: does not hold the checksums of the store's leaves; it is damaged: "
             "resume from a checkpoint"
         ) from None

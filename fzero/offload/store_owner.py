@@ -17,7 +17,7 @@ OWNERS: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDic
 LOCKS: dict[str, int] = {}
 
 
-def place_of(folder: str | Path) -> str:
+def canonical_name(folder: str | Path) -> str:
     """The one name of a folder or URL."""
     return str(folder) if is_url(folder) else os.path.realpath(folder)
 
@@ -28,10 +28,10 @@ def lock(folder: str | Path) -> None:
 
     Raises ValueError if another process has it.
     """
-    place = place_of(folder)
-    if is_url(folder) or place in LOCKS:
+    path = canonical_name(folder)
+    if is_url(folder) or path in LOCKS:
         return
-    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -43,19 +43,19 @@ def lock(folder: str | Path) -> None:
     except OSError:  # no locks here: a commit still looks whether the last step is its own
         os.close(descriptor)
         return
-    LOCKS[place] = descriptor
+    LOCKS[path] = descriptor
 
 
-def take(store: Any, folder: str | Path, rank: int) -> None:
+def claim(store: Any, folder: str | Path, rank: int) -> None:
     """Make a store the owner of its folder, in the place of one that this process opened before."""
-    key = (place_of(folder), rank)
+    key = (canonical_name(folder), rank)
     OWNERS[key] = store
     weakref.finalize(store, unlock_unowned, key)
 
 
 def expect_owner(store: Any, folder: str | Path, rank: int) -> None:
     """Raise ValueError if another store was opened in the folder since."""
-    if OWNERS.get((place_of(folder), rank)) not in (store, None):
+    if OWNERS.get((canonical_name(folder), rank)) not in (store, None):
         raise another_state(folder)
 
 
@@ -69,7 +69,7 @@ def another_state(folder: str | Path) -> ValueError:
 
 def release(store: Any, folder: str | Path, rank: int) -> None:
     """End the ownership of a store, if it is the owner."""
-    key = (place_of(folder), rank)
+    key = (canonical_name(folder), rank)
     if OWNERS.get(key) is store:
         del OWNERS[key]
         unlock_unowned(key)

@@ -33,43 +33,46 @@ class RowBlock(NamedTuple):
     layer: int | None
     rows: tuple[int, int] | None
 
-    def of(self, leaf: Tensor) -> Tensor:
+    def narrow(self, leaf: Tensor) -> Tensor:
         """The view of these rows of a leaf, or of a tensor with the same rows.
 
         A layer keeps its leading dim, of size 1.
         """
-        part = leaf if self.layer is None else leaf[self.layer : self.layer + 1]
+        layers = leaf if self.layer is None else leaf[self.layer : self.layer + 1]
         dim = 0 if self.layer is None else 1
         return (
-            part
-            if self.rows is None or part.dim() <= dim
-            else part.narrow(dim, self.rows[0], self.rows[1] - self.rows[0])
+            layers
+            if self.rows is None or layers.dim() <= dim
+            else layers.narrow(dim, self.rows[0], self.rows[1] - self.rows[0])
         )
 
     def start(self, dims: int) -> tuple[int, ...]:
         """The index of its first element in a leaf with `dims` dims."""
         lead = () if self.layer is None else (self.layer,)
-        at = (*lead, self.rows[0] if self.rows else 0)
-        return (*at[:dims], *(0,) * (dims - len(at)))
+        index = (*lead, self.rows[0] if self.rows else 0)
+        return (*index[:dims], *(0,) * (dims - len(index)))
 
 
 UpdateUnit = tuple[RowBlock, ...]
 
 
 def cut_units(
-    shapes: Mapping[str, tuple[int, ...]], stacked: Callable[[str], bool], whole: Callable[[str], bool], most: int
+    shapes: Mapping[str, tuple[int, ...]],
+    stacked: Callable[[str], bool],
+    uncut: Callable[[str], bool],
+    max_elements: int,
 ) -> list[UpdateUnit]:
-    """Cut leaves of these shapes into units, layer by layer, of about `most` elements at most and with each leaf at
-    most once.
+    """Cut leaves of these shapes into units, layer by layer, of about `max_elements` elements at most and with each
+    leaf at most once.
 
-    stacked: (name) -> whether its first dim counts layers, which are updated one by one. whole: (name) -> whether its
+    stacked: (name) -> whether its first dim counts layers, which are updated one by one. uncut: (name) -> whether its
     layers may not be cut into rows.
     """
     outside = [
         RowBlock(n, None, rows)
         for n, shape in shapes.items()
         if not stacked(n)
-        for rows in _rows(shape, whole(n), most)
+        for rows in _rows(shape, uncut(n), max_elements)
     ]
     depth = max((shape[0] for n, shape in shapes.items() if stacked(n)), default=0)
     layers = [
@@ -77,80 +80,80 @@ def cut_units(
             RowBlock(n, i, rows)
             for n, shape in shapes.items()
             if stacked(n) and i < shape[0]
-            for rows in _rows(shape[1:], whole(n), most)
+            for rows in _rows(shape[1:], uncut(n), max_elements)
         ]
         for i in range(depth)
     ]
     units: list[list[RowBlock]] = []
     for group in (*layers, outside):
         unit: list[RowBlock] = []
-        held = 0
-        for part in group:
-            size = _numel(part, shapes[part.name])
-            if unit and (held + size > most or any(part.name == other.name for other in unit)):
+        total = 0
+        for block in group:
+            size = _numel(block, shapes[block.name])
+            if unit and (total + size > max_elements or any(block.name == member.name for member in unit)):
                 units.append(unit)
-                unit, held = [], 0
-            unit.append(part)
-            held += size
+                unit, total = [], 0
+            unit.append(block)
+            total += size
         if unit:
             units.append(unit)
     return [tuple(unit) for unit in units]
 
 
-def _rows(shape: tuple[int, ...], whole: bool, most: int) -> list[tuple[int, int] | None]:
-    found = [(0, 0)] if whole else row_blocks(shape, most)
-    return [None] if len(found) == 1 else list(found)
+def _rows(shape: tuple[int, ...], uncut: bool, max_elements: int) -> list[tuple[int, int] | None]:
+    ranges = [(0, 0)] if uncut else row_blocks(shape, max_elements)
+    return [None] if len(ranges) == 1 else list(ranges)
 
 
-def _numel(part: RowBlock, shape: tuple[int, ...]) -> int:
-    chunk = shape if part.layer is None else shape[1:]
-    if part.rows is None:
+def _numel(block: RowBlock, shape: tuple[int, ...]) -> int:
+    chunk = shape if block.layer is None else shape[1:]
+    if block.rows is None:
         return math.prod(chunk)
-    return (part.rows[1] - part.rows[0]) * math.prod(chunk[1:])
+    return (block.rows[1] - block.rows[0]) * math.prod(chunk[1:])
 
 
 class BlockRead(NamedTuple):
     """The rows of a row block where they rest: in a leaf in memory, or in the buffer of a read from a disk."""
 
     reading: RowRead | None
-    home: Tensor  # with the leading dim of their layer
+    storage: Tensor  # with the leading dim of their layer
     arrive: Callable[[], Any] | None = None  # waits for the rows, if they are on their way to `home`
 
-    def start(self, where: torch.device) -> Future[Tensor]:
-        """Start to bring the rows to `where`."""
+    def start(self, device: torch.device) -> Future[Tensor]:
+        """Start to bring the rows to `device`."""
         if self.reading is None:
             if self.arrive is not None:
-                arrive, home = self.arrive, self.home
-                if where == HOST:
-                    return Future(lambda: (arrive(), home)[1])
-                return Future(lambda: (arrive(), copy_in(pinned(home, where), where).use())[1])
-            return Future(copy_in(self.home, where).use)
-        arriving, shape = self.reading.copy_to(where), self.home.shape
+                arrive, storage = self.arrive, self.storage
+                if device == HOST:
+                    return Future(lambda: (arrive(), storage)[1])
+                return Future(lambda: (arrive(), copy_in(pinned(storage, device), device).use())[1])
+            return Future(copy_in(self.storage, device).use)
+        arriving, shape = self.reading.copy_to(device), self.storage.shape
         return Future(lambda: arriving.wait().view(shape))
 
 
-def read_block(leaf: Any, part: RowBlock, *, whole: bool = False) -> BlockRead:
-    """Start to read a row block of a leaf. whole: all rows of its layer."""
-    if is_whole_stack(leaf, part):
-        home = torch.empty(leaf.shape, dtype=leaf.dtype)
-        return BlockRead(None, home, lambda: read_layers(leaf, home))
+def read_block(leaf: Any, block: RowBlock, *, all_rows: bool = False) -> BlockRead:
+    """Start to read a row block of a leaf. all_rows: all rows of its layer."""
+    if is_full_stack(leaf, block):
+        storage = torch.empty(leaf.shape, dtype=leaf.dtype)
+        return BlockRead(None, storage, lambda: read_layers(leaf, storage))
     if isinstance(leaf, OFF):
-        reading = leaf.read(part.layer or 0, None if whole else part.rows, priority=LATER)
+        reading = leaf.read(block.layer or 0, None if all_rows else block.rows, priority=LATER)
         view = reading.buffer.view
-        return BlockRead(reading, view if part.layer is None else view[None])
-    return BlockRead(None, (part._replace(rows=None) if whole else part).of(leaf))
+        return BlockRead(reading, view if block.layer is None else view[None])
+    return BlockRead(None, (block._replace(rows=None) if all_rows else block).narrow(leaf))
 
 
-def is_whole_stack(leaf: Any, part: RowBlock) -> bool:
+def is_full_stack(leaf: Any, block: RowBlock) -> bool:
     """Whether a row block is all layers of a leaf on a disk: it passes the buffers a row block of a layer at a time."""
-    return isinstance(leaf, OFF) and part.layer is None and leaf.depth is not None
+    return isinstance(leaf, OFF) and block.layer is None and leaf.depth is not None
 
 
 def read_layers(leaf: Any, out: Tensor) -> None:
     """Read all layers of a leaf on a disk into memory."""
     for i, rows in layer_blocks(out):
-        part = out[i]
-        (part[rows[0] : rows[1]] if part.dim() else part).copy_(leaf.read(i, rows, priority=LATER).wait())
+        layer = out[i]
+        (layer[rows[0] : rows[1]] if layer.dim() else layer).copy_(leaf.read(i, rows, priority=LATER).wait())
 
 
 def layer_blocks(stack: Tensor) -> Iterator[tuple[int, tuple[int, int]]]:
@@ -159,26 +162,26 @@ def layer_blocks(stack: Tensor) -> Iterator[tuple[int, tuple[int, int]]]:
     return ((i, rows) for i in range(stack.shape[0]) for rows in blocks)
 
 
-class BegunUnit(NamedTuple):
+class UnitTransfer(NamedTuple):
     """A unit on its way to where it is updated."""
 
-    found: dict[str, dict[str, BlockRead]]  # parameter -> column -> its rows at rest
+    reads: dict[str, dict[str, BlockRead]]  # parameter -> column -> its rows at rest
     arriving: Future[dict[str, dict[str, Tensor]]]  # the rows there
 
 
-def begin_unit(found: dict[str, dict[str, BlockRead]], where: torch.device) -> BegunUnit:
-    """Start to bring the rows of a unit to `where`: what is on a GPU goes to the host with one wait for all of it."""
-    flat = {(name, column): one for name, columns in found.items() for column, one in columns.items()}
-    leaving = [key for key, one in flat.items() if one.home.is_cuda and where == HOST]
+def begin_unit(reads: dict[str, dict[str, BlockRead]], device: torch.device) -> UnitTransfer:
+    """Start to bring the rows of a unit to `device`: what is on a GPU goes to the host with one wait for all of it."""
+    flat = {(name, column): read for name, columns in reads.items() for column, read in columns.items()}
+    leaving = [key for key, read in flat.items() if read.storage.is_cuda and device == HOST]
     leaving.sort(key=lambda key: key[1] != "grad")  # so that those that come back are side by side there
-    fetch = start_fetch([flat[key].home for key in leaving])
-    coming = {key: one.start(where) for key, one in flat.items() if key not in leaving}
+    fetch = start_fetch([flat[key].storage for key in leaving])
+    transfers = {key: read.start(device) for key, read in flat.items() if key not in leaving}
 
     def arrive() -> dict[str, dict[str, Tensor]]:
-        values = {key: one.wait() for key, one in coming.items()} | dict(zip(leaving, fetch.wait()))
-        return {name: {column: values[name, column] for column in columns} for name, columns in found.items()}
+        values = {key: transfer.wait() for key, transfer in transfers.items()} | dict(zip(leaving, fetch.wait()))
+        return {name: {column: values[name, column] for column in columns} for name, columns in reads.items()}
 
-    return BegunUnit(found, Future(arrive))
+    return UnitTransfer(reads, Future(arrive))
 
 
 def begin_ahead(items: Iterable[Item], begin: Callable[[Item], Begun], depth: int) -> Iterator[tuple[Item, Begun]]:

@@ -90,7 +90,7 @@ def accumulate(tx: GradientTransformation, every: int, *, dtype: torch.dtype | N
         needs=tx.needs,
         apply=apply,
         unit=tx.unit,
-        on=None if tx.on is None else lambda shards: accumulate(bind(tx, shards), every, dtype=dtype),
+        with_shards=None if tx.with_shards is None else lambda shards: accumulate(bind(tx, shards), every, dtype=dtype),
     )
 
 

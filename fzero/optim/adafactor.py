@@ -31,7 +31,7 @@ class AdafactorState(NamedTuple):
     col: Tree  # mean of g² over the last dim but one, [..., F]; for a vector one unused zero (per layer, if stacked)
 
 
-class Leaf(NamedTuple):
+class AdafactorLeaf(NamedTuple):
     """Adafactor's settings for a leaf."""
 
     name: str
@@ -87,21 +87,21 @@ def adafactor(
     _expect_decay(beta2_decay)
     decays = decay_predicate(mask)
 
-    def on(shards: ShardedLeaves) -> GradientTransformation:
-        def mean(leaf: Leaf, x: Tensor, dim: int, of: int) -> Tensor:  # over dim `of` of the leaf
-            return shards.psum(leaf.name, x.mean(dim) * (x.shape[dim] / max(1, leaf.shape[of])), (of,))
+    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
+        def mean(leaf: AdafactorLeaf, x: Tensor, dim: int, leaf_dim: int) -> Tensor:  # over dim `of` of the leaf
+            return shards.psum(leaf.name, x.mean(dim) * (x.shape[dim] / max(1, leaf.shape[leaf_dim])), (leaf_dim,))
 
-        def info(name: str, p: Tensor) -> Leaf:
+        def info(name: str, p: Tensor) -> AdafactorLeaf:
             lead = layer_dims("adafactor", stacked, name, p.dim())
             small, decay = torch.finfo(p.dtype).eps if eps1 is None else eps1, weight_decay if decays(name, p) else 0.0
-            return Leaf(name, lead, p.dim() - lead >= 2, small, decay, shards.shape(name, tuple(p.shape)))
+            return AdafactorLeaf(name, lead, p.dim() - lead >= 2, small, decay, shards.shape(name, tuple(p.shape)))
 
-        def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, leaf: Leaf) -> tuple[Tensor, tuple]:
+        def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, leaf: AdafactorLeaf) -> tuple[Tensor, tuple]:
             (rate, fresh, relative), (row, col) = scalars, slots
             square = g * g
             if leaf.factored:
-                row, col = (x + fresh * (mean(leaf, square, d, of=d) - x) for d, x in ((-1, row), (-2, col)))
-                sums = mean(leaf, row, -1, of=-2)[..., None, None].clamp(min=leaf.eps1)
+                row, col = (x + fresh * (mean(leaf, square, d, leaf_dim=d) - x) for d, x in ((-1, row), (-2, col)))
+                sums = mean(leaf, row, -1, leaf_dim=-2)[..., None, None].clamp(min=leaf.eps1)
                 v = row.unsqueeze(-1) * col.unsqueeze(-2) / sums
             else:
                 v = row = row + fresh * (square - row)
@@ -120,9 +120,9 @@ def adafactor(
             needs="matrix" if shards is WHOLE else "elementwise",
             check=check_mask("adafactor", mask),
             vary=shards.vary,
-        )._replace(on=on)
+        )._replace(with_shards=with_shards)
 
-    return on(WHOLE)
+    return with_shards(WHOLE)
 
 
 def _expect_decay(beta2_decay: float) -> None:
@@ -143,15 +143,17 @@ def _col_dims(dims: tuple, lead: int) -> tuple:
     return (*dims[:-2], dims[-1]) if len(dims) - lead >= 2 else dims[:lead]
 
 
-def _slot(kept: Callable[[tuple, int], tuple], stacked: str | None, state_dtype: torch.dtype | None) -> Slot:
+def _slot(state_dims: Callable[[tuple, int], tuple], stacked: str | None, state_dtype: torch.dtype | None) -> Slot:
     expect_floating("state_dtype", state_dtype)
 
     def init(name: str, p: Tensor) -> Tensor:
-        return p.new_zeros(kept(tuple(p.shape), layer_dims("adafactor", stacked, name, p.dim())), dtype=state_dtype)
+        return p.new_zeros(
+            state_dims(tuple(p.shape), layer_dims("adafactor", stacked, name, p.dim())), dtype=state_dtype
+        )
 
     def spec(name: str, spec: Spec) -> Spec:
         # Spec() is replicated whatever the number of dims.
         lead = layer_dims("adafactor", stacked, name, len(spec.dims)) if spec.dims else 0
-        return without_partial(spec.with_dims(kept(spec.dims, lead)))
+        return without_partial(spec.with_dims(state_dims(spec.dims, lead)))
 
     return Slot(init, spec)

@@ -91,9 +91,9 @@ def adamw(
 
     Ref: Loshchilov and Hutter 2019, "Decoupled weight decay regularization", arXiv:1711.05101, algorithm 2.
     """
-    kept = storage("adamw", state_dtype, state_bits, block, rounding, seed)
-    rest: dict[str, Any] = {"weight_decay": weight_decay, "mask": mask, "impl": impl, "correction": correction}
-    return _adam("adamw", lr, b1, b2, eps, kept=kept, **rest)
+    encoding = storage("adamw", state_dtype, state_bits, block, rounding, seed)
+    options: dict[str, Any] = {"weight_decay": weight_decay, "mask": mask, "impl": impl, "correction": correction}
+    return _adam("adamw", lr, b1, b2, eps, encoding=encoding, **options)
 
 
 @checked(**OPTIMIZER)
@@ -127,9 +127,9 @@ def adam(
 
     Ref: Kingma and Ba 2015, "Adam: a method for stochastic optimization", arXiv:1412.6980, algorithm 1.
     """
-    kept = storage("adam", state_dtype, state_bits, block, rounding, seed)
-    rest: dict[str, Any] = {"weight_decay": weight_decay, "mask": mask, "impl": impl, "correction": correction}
-    return _adam("adam", lr, b1, b2, eps, coupled=True, kept=kept, **rest)
+    encoding = storage("adam", state_dtype, state_bits, block, rounding, seed)
+    options: dict[str, Any] = {"weight_decay": weight_decay, "mask": mask, "impl": impl, "correction": correction}
+    return _adam("adam", lr, b1, b2, eps, coupled=True, encoding=encoding, **options)
 
 
 CORRECTIONS = ("moments", "rate", "none")
@@ -149,8 +149,8 @@ def adam_scalars(
     first, second = 1 - b1**t, (1 - b2**t).sqrt()
     if correction == "moments":
         return rate, first, second
-    one = torch.ones_like(t)
-    return rate * second / first if correction == "rate" else rate, one, one
+    unit = torch.ones_like(t)
+    return rate * second / first if correction == "rate" else rate, unit, unit
 
 
 def _adam(
@@ -162,7 +162,7 @@ def _adam(
     *,
     weight_decay: float,
     correction: str,
-    **rest: Any,
+    **options: Any,
 ) -> GradientTransformation:
     check_number(owner, lr=lr, eps=eps, weight_decay=weight_decay)
     check_correction(owner, correction)
@@ -175,8 +175,8 @@ def _adam(
     def scalars(count: Tensor) -> tuple[Tensor, ...]:
         if not callable(b1):
             return adam_scalars(lr, b1, b2, count, correction)
-        now = b1(count).to(count.device)
-        return (*adam_scalars(lr, now, b2, count, correction), now)
+        step_b1 = b1(count).to(count.device)
+        return (*adam_scalars(lr, step_b1, b2, count, correction), step_b1)
 
     numbers = {"b1": fixed, "b2": b2, "eps": eps, "weight_decay": weight_decay, "correction": correction}
-    return with_kernel(owner, kernel, adamw_step, (AdamState, Adam8State), 2, scalars, **numbers, **rest)
+    return with_kernel(owner, kernel, adamw_step, (AdamState, Adam8State), 2, scalars, **numbers, **options)

@@ -60,26 +60,26 @@ def with_average(tx: GradientTransformation, decay: float | Tensor) -> GradientT
         return params, AverageState(inner, pytree.map(lambda a, p: a.copy_(mix(a, p)), state.average, params))
 
     @torch.no_grad()
-    def in_pass(grads: Tree, state: AverageState, params: Tree, more: Pass) -> tuple[Tree, AverageState]:
+    def in_pass(grads: Tree, state: AverageState, params: Tree, options: Pass) -> tuple[Tree, AverageState]:
         assert tx.in_pass is not None  # else this one has no `in_pass` either
-        params, inner = tx.in_pass(grads, state.inner, params, more)
+        params, inner = tx.in_pass(grads, state.inner, params, options)
 
         def move(average: Tensor, param: Tensor) -> Tensor:
             new = mix(average, param)
-            return average.copy_(new if more.skip is None else torch.where(more.skip, average, new))
+            return average.copy_(new if options.skip is None else torch.where(options.skip, average, new))
 
         return params, AverageState(inner, pytree.map(move, state.average, params))
 
     @torch.no_grad()
-    def meet(state: AverageState, params: Tree) -> tuple[Tree, AverageState] | None:
-        found = tx.meet(state.inner, params) if tx.meet is not None else None
-        if found is None:
+    def sync(state: AverageState, params: Tree) -> tuple[Tree, AverageState] | None:
+        result = tx.sync(state.inner, params) if tx.sync is not None else None
+        if result is None:
             return None
 
         def move(average: Tensor, update: Tensor) -> Tensor:  # the last step's params are these
             return average.add_(update.to(average.dtype) * (1 - decay))
 
-        return found[0], AverageState(found[1], pytree.map(move, state.average, found[0]))
+        return result[0], AverageState(result[1], pytree.map(move, state.average, result[0]))
 
     def split() -> SplitChain:
         inner = split_chain(tx)
@@ -87,10 +87,10 @@ def with_average(tx: GradientTransformation, decay: float | Tensor) -> GradientT
             inner.heads,
             with_average(inner.body, decay),
             lambda state: AverageState(inner.state(state.inner), state.average),
-            lambda state, body: AverageState(inner.whole(state.inner, body.inner), body.average),
+            lambda state, body: AverageState(inner.merge(state.inner, body.inner), body.average),
         )
 
-    def on(shards: ShardedLeaves) -> GradientTransformation:
+    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
         return with_average(bind(tx, shards), decay)
 
     return GradientTransformation(
@@ -103,7 +103,7 @@ def with_average(tx: GradientTransformation, decay: float | Tensor) -> GradientT
         unit=tx.unit,
         sums=tx.sums,
         local=None if (inner := tx.local) is None else lambda state, params: inner(state.inner, params),
-        meet=None if tx.meet is None else meet,
-        on=on if tx.on is not None else None,
+        sync=None if tx.sync is None else sync,
+        with_shards=with_shards if tx.with_shards is not None else None,
         split=split,
     )

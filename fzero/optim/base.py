@@ -14,7 +14,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.bounds import LARGEST
 from fzero.core.pytree import Tree
-from fzero.optim.in_units import add_in_units
+from fzero.optim.unit_updates import add_in_units
 
 Schedule = Callable[[Tensor | int], Tensor]
 
@@ -38,13 +38,13 @@ class Pass(NamedTuple):
     skip: Tensor | None = None  # bool 0-dim: if true nothing changes; the host does not wait for it
     copies: Mapping[str, Tensor] | None = None  # by leaf name: is given the updated param in its own dtype
     norm: Tensor | None = None  # of all gradients, if known
-    at: Mapping[str, Piece] | None = None  # by leaf name: where these tensors lie in this rank's shard
+    slices: Mapping[str, ShardSlice] | None = None  # by leaf name: where these tensors lie in this rank's shard
     host: bool = False  # whether "auto" may choose the form for states on the host
     # What the passes of one update share: a transformation leaves there what it makes of the count alone.
     shared: dict[Any, Any] | None = None
 
 
-class Piece(NamedTuple):
+class ShardSlice(NamedTuple):
     """A part of a shard."""
 
     shape: tuple[int, ...]  # of the shard
@@ -74,11 +74,11 @@ class GradientTransformation(NamedTuple):
     sums: whether it makes the sums over data ranks itself, as a plan with codec "grads=1bit" leaves them to it.
     local: `local(state, params) -> params` is where this rank's next gradient is taken, for one whose ranks move apart
         between two sums; None in place of params where they are. `params` of a state are the same on all ranks.
-    meet: of such a one, `meet(state, params) -> (updates, state)`: what ranks moved since their last sum is summed, in
+    sync: of such a one, `meet(state, params) -> (updates, state)`: what ranks moved since their last sum is summed, in
         the state's buffers; None in place of both where they are together.
-    on: `on(shards) -> GradientTransformation` is the same transformation on leaves that are cut as `shards` says (a
-        ShardedLeaves); None if it is elementwise. A train step binds its optimizer to its plan this
-        way, and `bind` does it by hand.
+    with_shards: `on(shards) -> GradientTransformation` is the same transformation on leaves that are cut as `shards`
+        says (a ShardedLeaves); None if it is elementwise. A train step binds its optimizer to its plan this way, and
+        `bind` does it by hand.
 
     Only the first three are needed to write one. Where its state has the names of the parameters (as a tree of moments
     made by `pytree.map`), `update` is then called with one leaf, or a layer of it, at a time, and its result added in
@@ -107,8 +107,8 @@ class GradientTransformation(NamedTuple):
     unit: str = "layer"
     sums: bool = False
     local: Callable[[Tree, Tree], Tree | None] | None = None
-    meet: Callable[[Tree, Tree], tuple[Tree, Tree] | None] | None = None
-    on: Callable[[Any], GradientTransformation] | None = None
+    sync: Callable[[Tree, Tree], tuple[Tree, Tree] | None] | None = None
+    with_shards: Callable[[Any], GradientTransformation] | None = None
 
 
 def expect_optimizer(tx: Any, name: str = "the optimizer") -> None:
@@ -116,14 +116,14 @@ def expect_optimizer(tx: Any, name: str = "the optimizer") -> None:
     if isinstance(tx, GradientTransformation):
         return
     if isinstance(tx, torch.optim.Optimizer):
-        what, write = f"a torch optimizer ({type(tx).__name__})", "optim.adamw(1e-3, b1=0.9, b2=0.95, weight_decay=0.1)"
+        kind, write = f"a torch optimizer ({type(tx).__name__})", "optim.adamw(1e-3, b1=0.9, b2=0.95, weight_decay=0.1)"
     elif hasattr(tx, "init") and hasattr(tx, "update"):
-        what, write = f"a {type(tx).__name__}", "optim.GradientTransformation(tx.init, tx.update, spec)"
+        kind, write = f"a {type(tx).__name__}", "optim.GradientTransformation(tx.init, tx.update, spec)"
     elif callable(tx):
-        what, write = "a function", f"optim.{getattr(tx, '__name__', 'adamw')}(1e-3), its result"
+        kind, write = "a function", f"optim.{getattr(tx, '__name__', 'adamw')}(1e-3), its result"
     else:
-        what, write = f"a {type(tx).__name__}", "one of fzero.optim, such as optim.adamw(1e-3)"
-    raise TypeError(f"{name} is {what}; write {write}")
+        kind, write = f"a {type(tx).__name__}", "one of fzero.optim, such as optim.adamw(1e-3)"
+    raise TypeError(f"{name} is {kind}; write {write}")
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
@@ -161,10 +161,10 @@ def apply_in_place(tx: GradientTransformation, grads: Tree, state: Tree, params:
 
 
 @torch.no_grad()
-def overwrite(change: Callable[..., Tensor], names: Tree, grads: Tree, *rest: Tree) -> Tree:
+def overwrite(change: Callable[..., Tensor], names: Tree, grads: Tree, *trees: Tree) -> Tree:
     """A tree of `change(name, g, *leaves of rest)`, where `change` may write into `g`, as no two share memory (see
     `distinct`)."""
-    return pytree.map(change, names, distinct(grads), *rest)
+    return pytree.map(change, names, distinct(grads), *trees)
 
 
 def distinct(grads: Tree) -> Tree:
@@ -173,17 +173,17 @@ def distinct(grads: Tree) -> Tree:
     A gradient may be one element expanded, or the very buffer of another leaf's gradient (autograd gives the terms of a
     sum one tensor): such a leaf is copied, before anything is written. Other leaves stay as they are.
     """
-    seen: set[tuple[int, int | torch.SymInt]] = set()
+    buffers: set[tuple[int, int | torch.SymInt]] = set()
 
-    def own(g: Any) -> Any:
+    def unshare(g: Any) -> Any:
         if not isinstance(g, Tensor):
             return g
         buffer = (g.untyped_storage()._cdata, g.storage_offset())
-        shared = buffer in seen or any(stride == 0 and size > 1 for stride, size in zip(g.stride(), g.shape))
-        seen.add(buffer)
+        shared = buffer in buffers or any(stride == 0 and size > 1 for stride, size in zip(g.stride(), g.shape))
+        buffers.add(buffer)
         return g.clone(memory_format=torch.contiguous_format) if shared else g
 
-    return pytree.map(own, grads)
+    return pytree.map(unshare, grads)
 
 
 def name_tree(tree: Tree) -> Tree:

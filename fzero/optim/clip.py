@@ -42,26 +42,33 @@ def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
             bound = torch.full((), max_norm, dtype=size.dtype, device=size.device)
         return bound / torch.maximum(size, bound).clamp(min=torch.finfo(size.dtype).tiny)
 
-    def on(shards: ShardedLeaves) -> GradientTransformation:
+    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
         def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-            by = scale(shards.norm(grads))
-            return pytree.map_named(lambda name, g: (g * shards.vary(name, by)).to(g.dtype), grads), ()
+            ratio = scale(shards.norm(grads))
+            return pytree.map_named(lambda name, g: (g * shards.vary(name, ratio)).to(g.dtype), grads), ()
 
         def donate(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-            by = scale(shards.norm(grads))
-            return overwrite(lambda name, g: g.mul_(by), name_tree(grads), grads), ()
+            ratio = scale(shards.norm(grads))
+            return overwrite(lambda name, g: g.mul_(ratio), name_tree(grads), grads), ()
 
         def factor(grads: Tree, so_far: Tensor | None, norm: Tensor | None = None) -> Tensor:
             size = shards.norm(grads) if norm is None else norm
-            by = scale(size if so_far is None else size * so_far.to(size.dtype))
-            return by if so_far is None else by * so_far.to(by.dtype)
+            ratio = scale(size if so_far is None else size * so_far.to(size.dtype))
+            return ratio if so_far is None else ratio * so_far.to(ratio.dtype)
 
         needs = "tree" if shards is WHOLE else "elementwise"
         return GradientTransformation(
-            lambda params: (), update, lambda specs: (), needs, donate, factor=factor, unit="tree", on=on
+            lambda params: (),
+            update,
+            lambda specs: (),
+            needs,
+            donate,
+            factor=factor,
+            unit="tree",
+            with_shards=with_shards,
         )
 
-    return on(WHOLE)
+    return with_shards(WHOLE)
 
 
 def check_bound(owner: str, **bounds: Any) -> None:

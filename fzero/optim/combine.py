@@ -69,14 +69,14 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
         params, last = apply_in_place(txs[-1], updates, state[-1], params)
         return params, (*new, last)
 
-    def in_pass(grads: Tree, state: Tree, params: Tree, more: Pass) -> tuple[Tree, Tree]:
+    def in_pass(grads: Tree, state: Tree, params: Tree, options: Pass) -> tuple[Tree, Tree]:
         check(state)
         last_tx = txs[-1].in_pass
         assert last_tx is not None  # see `one_pass`
         if len(txs) == 2:
             assert txs[0].factor is not None
-            more = more._replace(factor=txs[0].factor(grads, more.factor, more.norm))
-        params, last = last_tx(grads, state[-1], params, more)
+            options = options._replace(factor=txs[0].factor(grads, options.factor, options.norm))
+        params, last = last_tx(grads, state[-1], params, options)
         return params, (*state[:-1], last)
 
     one_pass = txs[-1].in_pass is not None and len(txs) <= 2 and all(tx.factor is not None for tx in txs[:-1])
@@ -90,7 +90,9 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
         in_pass=in_pass if one_pass else None,
         members=txs,
         unit=max((tx.unit for tx in txs), key=UNITS.index),
-        on=(lambda shards: chain(*(bind(tx, shards) for tx in txs))) if any(tx.on for tx in txs) else None,
+        with_shards=(lambda shards: chain(*(bind(tx, shards) for tx in txs)))
+        if any(tx.with_shards for tx in txs)
+        else None,
     )
 
 
@@ -101,7 +103,7 @@ class SplitChain(NamedTuple):
     heads: tuple[GradientTransformation, ...]
     body: GradientTransformation
     state: Callable[[Tree], Tree] = lambda state: state  # the body's part of a state
-    whole: Callable[[Tree, Tree], Tree] = lambda state, body: body  # (state, the body's) -> the state with it
+    merge: Callable[[Tree, Tree], Tree] = lambda state, body: body  # (state, the body's) -> the state with it
 
     def factor(self, so_far: Tensor, norm: Tensor) -> Tensor:
         """The factor of the body's gradients, if `norm` is the norm of all gradients and `so_far` their factor."""
@@ -145,37 +147,39 @@ def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]
                 f"transformation{nearest(label, transforms)}; the labels are {', '.join(transforms)}"
             )
     for label in transforms:
-        if label not in [given for _, given in rules]:
+        if label not in [rule_label for _, rule_label in rules]:
             raise ValueError(
                 f"by_label: transformation {label!r} has no leaf: no rule gives its label; add a rule or remove it"
             )
 
-    def parts(tree: Tree, partial: bool = True) -> dict[str, dict[str, Any]]:
+    def split_leaves(tree: Tree, partial: bool = True) -> dict[str, dict[str, Any]]:
         named = pytree.named_leaves(tree)
-        labels = match_rules(rules, list(named), what="by_label", partial=partial)
+        labels = match_rules(rules, list(named), subject="by_label", partial=partial)
         split: dict[str, dict[str, Any]] = {label: {} for label in transforms}
         for name, leaf in named.items():
             split[labels[name]][name] = leaf
         return split
 
-    def whole(split: dict[str, dict[str, Any]], like: Tree) -> Tree:
-        return pytree.from_named({name: leaf for part in split.values() for name, leaf in part.items()}, like)
+    def merge(split: dict[str, dict[str, Any]], like: Tree) -> Tree:
+        return pytree.from_named({name: leaf for subtree in split.values() for name, leaf in subtree.items()}, like)
 
-    def run(step: Callable, grads: Tree, state: Tree, params: Tree, *more: Pass) -> tuple[Tree, Tree]:
-        grad_parts, param_parts, out, new = parts(grads), parts(params), {}, {}
+    def run(step: Callable, grads: Tree, state: Tree, params: Tree, *options: Pass) -> tuple[Tree, Tree]:
+        grad_parts, param_parts, out, new = split_leaves(grads), split_leaves(params), {}, {}
         for label, tx in transforms.items():
-            out[label], new[label] = step(tx)(grad_parts[label], state[label], param_parts[label], *more)
-        return whole(out, params), new
+            out[label], new[label] = step(tx)(grad_parts[label], state[label], param_parts[label], *options)
+        return merge(out, params), new
 
-    def on(shards: ShardedLeaves) -> GradientTransformation:
+    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
         return by_label({label: bind(tx, shards) for label, tx in transforms.items()}, rules)
 
     return GradientTransformation(
         init=lambda params: {
-            label: transforms[label].init(part) for label, part in parts(params, partial=False).items()
+            label: transforms[label].init(subtree) for label, subtree in split_leaves(params, partial=False).items()
         },
         update=lambda *step: run(lambda tx: tx.update, *step),
-        spec=lambda specs: {label: transforms[label].spec(part) for label, part in parts(specs, partial=False).items()},
+        spec=lambda specs: {
+            label: transforms[label].spec(subtree) for label, subtree in split_leaves(specs, partial=False).items()
+        },
         needs=max((tx.needs for tx in transforms.values()), key=NEEDS.index),
         donate=lambda *step: run(lambda tx: tx.donate or tx.update, *step),
         apply=lambda *step: run(lambda tx: lambda g, s, p: apply_in_place(tx, g, s, p), *step),
@@ -183,5 +187,5 @@ def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]
         if all(tx.in_pass for tx in transforms.values())
         else None,
         unit=max((tx.unit for tx in transforms.values()), key=UNITS.index),
-        on=on if any(tx.on for tx in transforms.values()) else None,
+        with_shards=with_shards if any(tx.with_shards for tx in transforms.values()) else None,
     )

@@ -45,8 +45,8 @@ def warmup_decay_lr(peak: Value, warmup_steps: int, steps: int, *, start: Value 
     [0.0, 0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
     check_steps("warmup_decay_lr", 1, steps=steps)
-    warm, least = _warmup("warmup_decay_lr", peak, warmup_steps, start, rise), max(2, warmup_steps)
-    return lambda step: warm(time_of(step) - 1, lambda i: ((steps - i) / max(1.0, steps - least)).clamp(min=0.0))
+    warm, ramp_steps = _warmup("warmup_decay_lr", peak, warmup_steps, start, rise), max(2, warmup_steps)
+    return lambda step: warm(time_of(step) - 1, lambda i: ((steps - i) / max(1.0, steps - ramp_steps)).clamp(min=0.0))
 
 
 @checked()
@@ -64,16 +64,16 @@ def warmup_cosine_lr(
     """
     check_steps("warmup_cosine_lr", 1, steps=steps)
     check_values("warmup_cosine_lr", end=end)
-    warm, least = _warmup("warmup_cosine_lr", 1.0, warmup_steps, start, rise), max(2, warmup_steps)
+    warm, ramp_steps = _warmup("warmup_cosine_lr", 1.0, warmup_steps, start, rise), max(2, warmup_steps)
 
-    def after(i: Tensor) -> Tensor:
-        x = ((i - least + 1) / max(1, steps - least)).clamp(max=1.0)
+    def decay(i: Tensor) -> Tensor:
+        x = ((i - ramp_steps + 1) / max(1, steps - ramp_steps)).clamp(max=1.0)
         low = (end + (1 - end) * (1 + torch.cos(math.pi * x)) / 2).clamp(min=0.0)
         return (low - start) / (1 - start)  # `warm` makes it start + (1 - start) r
 
     def schedule(step: Tensor | int) -> Tensor:
         i = time_of(step) - 1
-        return torch.where(i < 0, 0.0, peak * warm(i, after))
+        return torch.where(i < 0, 0.0, peak * warm(i, decay))
 
     return schedule
 
@@ -90,8 +90,8 @@ def cycle_lr(
     >>> [round(cycle_lr(1.0, 3.0, 2, 2, decay_rate=1.0, decay_steps=2)(t).item(), 4) for t in range(7)]
     [1.0, 2.0, 3.0, 2.0, 1.0, 0.6667, 0.5]
     """
-    height, later = _cycle("cycle_lr", rise, fall, decay_rate, decay_steps, low=low, peak=peak)
-    return lambda step: (low + (peak - low) * height(step)) / later(step)
+    height, divisor = _cycle("cycle_lr", rise, fall, decay_rate, decay_steps, low=low, peak=peak)
+    return lambda step: (low + (peak - low) * height(step)) / divisor(step)
 
 
 @checked()
@@ -124,11 +124,11 @@ def _cycle(
         t = time_of(step)
         return torch.minimum(t / rise, (rise + fall - t) / fall).clamp(min=0.0)
 
-    def later(step: Tensor | int) -> Tensor:
-        over = (time_of(step) - rise - fall).clamp(min=0.0)
-        return 1 + decay_rate * over / decay_steps if decay_steps else torch.ones_like(over)
+    def divisor(step: Tensor | int) -> Tensor:
+        overrun = (time_of(step) - rise - fall).clamp(min=0.0)
+        return 1 + decay_rate * overrun / decay_steps if decay_steps else torch.ones_like(overrun)
 
-    return height, later
+    return height, divisor
 
 
 def _warmup(owner: str, peak: Value, warmup_steps: int, start: Value, rise: str) -> Callable[..., Tensor]:
@@ -139,9 +139,9 @@ def _warmup(owner: str, peak: Value, warmup_steps: int, start: Value, rise: str)
         raise ValueError(f"{owner}: rise is {rise!r}; it must be one of {', '.join(RISES)}")
     steps = max(2, warmup_steps)
 
-    def rate(i: Tensor, after: Callable[[Tensor], Tensor]) -> Tensor:
-        now = i.clamp(min=0.0)
-        risen = torch.log(now + 1) / math.log(steps) if rise == "log" else now / steps
-        return start + (peak - start) * torch.where(now < steps, risen, after(now))
+    def rate(i: Tensor, decay: Callable[[Tensor], Tensor]) -> Tensor:
+        iteration = i.clamp(min=0.0)
+        risen = torch.log(iteration + 1) / math.log(steps) if rise == "log" else iteration / steps
+        return start + (peak - start) * torch.where(iteration < steps, risen, decay(iteration))
 
     return rate

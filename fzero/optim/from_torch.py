@@ -39,7 +39,7 @@ class TorchState(NamedTuple):
     slots: dict[str, Tree]  # by the class's names: like the params
 
 
-class Kept(NamedTuple):
+class InitialState(NamedTuple):
     """The state that a class keeps for a parameter, before its first step."""
 
     numbers: dict[str, tuple[Tensor, type | None]]  # (value, the Python type if it is no tensor)
@@ -75,40 +75,46 @@ def from_torch(
     tensor([-0.2000,  0.2000])
     """
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
-        what = f"a {type(kind).__name__}" if isinstance(kind, torch.optim.Optimizer) else repr(kind)
-        raise TypeError(f"from_torch: {what} is no class of torch.optim; write from_torch(torch.optim.AdamW, 1e-3)")
+        label = f"a {type(kind).__name__}" if isinstance(kind, torch.optim.Optimizer) else repr(kind)
+        raise TypeError(f"from_torch: {label} is no class of torch.optim; write from_torch(torch.optim.AdamW, 1e-3)")
     decays = decay_predicate(mask)
     if lr is None:
         lr = float(kind([torch.zeros(1)], **options).defaults["lr"])
     make = functools.partial(kind, **options)
-    kept = probe(kind.__name__, functools.partial(make, lr=0.1 if callable(lr) else float(lr)))
-    if callable(lr) and kept_values(probe(kind.__name__, functools.partial(make, lr=0.2))) != kept_values(kept):
+    initial_state = probe(kind.__name__, functools.partial(make, lr=0.1 if callable(lr) else float(lr)))
+    other_state = probe(kind.__name__, functools.partial(make, lr=0.2)) if callable(lr) else None
+    if other_state is not None and initial_values(other_state) != initial_values(initial_state):
         raise ValueError(f"from_torch: the state of {kind.__name__} begins with its learning rate; give lr as a number")
 
     def init(params: Tree) -> Tree:
         check_mask(f"from_torch({kind.__name__})", mask)(params)
         leaves = pytree.leaves(params)
         device = leaves[0].device if leaves else None
-        slots = {name: pytree.map(lambda p, v=value: slot_of(p, v), params) for name, value in kept.slots.items()}
-        numbers = {name: value.to(device, copy=True) for name, (value, _) in kept.numbers.items()}
+        slots = {
+            name: pytree.map(lambda p, v=value: slot_of(p, v), params) for name, value in initial_state.slots.items()
+        }
+        numbers = {name: value.to(device, copy=True) for name, (value, _) in initial_state.numbers.items()}
         return TorchState(torch.zeros((), dtype=torch.int64, device=device), numbers, slots)
 
     def spec(specs: Tree) -> Tree:
         state: Any = TorchState  # of Specs in the places of tensors
-        slots = {name: pytree.map(without_partial, specs) for name in kept.slots}
-        return state(Spec(), dict.fromkeys(kept.numbers, Spec()), slots)
+        slots = {name: pytree.map(without_partial, specs) for name in initial_state.slots}
+        return state(Spec(), dict.fromkeys(initial_state.numbers, Spec()), slots)
 
     @torch.no_grad()
     def apply(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        names = list(kept.slots)
+        names = list(initial_state.slots)
         pieces: dict[bool, list[Sequence[Tensor]]] = {True: [], False: []}
         for row in rows_of(distinct(grads), [state.slots[name] for name in names], params):
             cut = flat_pieces(row.name, (row.g.to(row.p.dtype), *row.slots, row.p))
             pieces[decays(row.name, row.p)].extend(cut)
-        if kept.numbers and not any(pieces.values()):  # which move without a leaf as well, as on ranks that have one
+        # Numbers move without a leaf as well, as on ranks that have one.
+        if initial_state.numbers and not any(pieces.values()):
             pieces[True] = [[state.count.new_zeros(1, dtype=torch.float32) for _ in ("g", *names, "p")]]
         rate = float(lr_at(lr, state.count)) if callable(lr) else float(lr)
-        numbers = run(make, kept, rate, pieces, names, state.numbers) if any(pieces.values()) else state.numbers
+        numbers = (
+            run(make, initial_state, rate, pieces, names, state.numbers) if any(pieces.values()) else state.numbers
+        )
         return params, TorchState(state.count + 1, numbers, state.slots)
 
     @torch.no_grad()
@@ -116,7 +122,7 @@ def from_torch(
         new = pytree.map(lambda p: p.clone(memory_format=torch.contiguous_format), params)
         slots = pytree.map(lambda s: s.clone(memory_format=torch.contiguous_format), state.slots)
         new, state = apply(pytree.map(torch.clone, grads), state._replace(slots=slots), new)
-        return pytree.map(lambda after, before: after - before, new, params), state
+        return pytree.map(lambda new_param, param: new_param - param, new, params), state
 
     return GradientTransformation(init, update, spec, apply=apply, unit="row")
 
@@ -128,7 +134,7 @@ def slot_of(p: Tensor, value: float | None) -> Tensor:
 
 def run(
     make: Callable[..., torch.optim.Optimizer],
-    kept: Kept,
+    initial_state: InitialState,
     lr: float,
     pieces: Mapping[bool, Sequence[Sequence[Tensor]]],
     names: Sequence[str],
@@ -138,41 +144,43 @@ def run(
 
     pieces: those that decay, and those that do not.
     """
-    groups, held = [], {}
-    for decay, some in pieces.items():
+    groups, leaf_slots = [], {}
+    for decay, tensors in pieces.items():
         leaves = []
-        for g, *slots, p in some:
+        for g, *slots, p in tensors:
             leaf = p.detach()
             leaf.grad = g
             leaves.append(leaf)
-            held[leaf] = dict(zip(names, slots))
+            leaf_slots[leaf] = dict(zip(names, slots))
         groups += [{"params": leaves, **({} if decay else {"weight_decay": 0.0})}] if leaves else []
-    device = next(iter(held)).device
+    device = next(iter(leaf_slots)).device
     optimizer = make(groups, lr=lr)
-    if kind_of(next(iter(held))) != "cpu" and "capturable" in optimizer.defaults:
+    if kind_of(next(iter(leaf_slots))) != "cpu" and "capturable" in optimizer.defaults:
         for group in optimizer.param_groups:  # its counts are on the device, and not waited for
             group["capturable"] = True
-    for leaf, slots in held.items():
-        own = {n: v.clone() if py is None else py(v.item()) for n, (v, py) in with_values(kept, numbers).items()}
-        optimizer.state[leaf] = {**own, **slots}
+    for leaf, slots in leaf_slots.items():
+        values = {
+            n: v.clone() if py is None else py(v.item()) for n, (v, py) in with_values(initial_state, numbers).items()
+        }
+        optimizer.state[leaf] = {**values, **slots}
     optimizer.step()
-    for leaf, slots in held.items():
+    for leaf, slots in leaf_slots.items():
         for name, slot in slots.items():
-            after = optimizer.state[leaf][name]
-            if after is not slot:  # the class made a new tensor
-                slot.copy_(after)
-    after = optimizer.state[next(iter(held))]
-    return {n: torch.as_tensor(after[n], dtype=v.dtype, device=device) for n, (v, _) in kept.numbers.items()}
+            result = optimizer.state[leaf][name]
+            if result is not slot:  # the class made a new tensor
+                slot.copy_(result)
+    result = optimizer.state[next(iter(leaf_slots))]
+    return {n: torch.as_tensor(result[n], dtype=v.dtype, device=device) for n, (v, _) in initial_state.numbers.items()}
 
 
-def with_values(kept: Kept, numbers: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, type | None]]:
+def with_values(initial_state: InitialState, numbers: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, type | None]]:
     """The numbers of a state with the types in which the class keeps them."""
-    return {name: (numbers[name], python) for name, (_, python) in kept.numbers.items()}
+    return {name: (numbers[name], python) for name, (_, python) in initial_state.numbers.items()}
 
 
-def kept_values(kept: Kept) -> tuple[list[float], list[float | None]]:
+def initial_values(initial_state: InitialState) -> tuple[list[float], list[float | None]]:
     """The values that a state begins with."""
-    return [float(value) for value, _ in kept.numbers.values()], list(kept.slots.values())
+    return [float(value) for value, _ in initial_state.numbers.values()], list(initial_state.slots.values())
 
 
 class _First(dict[str, Any]):
@@ -187,7 +195,7 @@ class _First(dict[str, Any]):
         super().__setitem__(key, value)
 
 
-def probe(name: str, make: Callable[..., torch.optim.Optimizer]) -> Kept:
+def probe(name: str, make: Callable[..., torch.optim.Optimizer]) -> InitialState:
     """Find the state that a class keeps, by steps on a small parameter.
 
     Raises ValueError unless steps on two parts of it, from the state that was found, have the bits of those on the
@@ -195,45 +203,54 @@ def probe(name: str, make: Callable[..., torch.optim.Optimizer]) -> Kept:
     """
     draw = torch.Generator().manual_seed(0)
     start, *grads = (torch.randn(4, 6, generator=draw).double() for _ in range(4))
-    whole = start.clone()
-    optimizer = make([whole])
+    full = start.clone()
+    optimizer = make([full])
     try:
-        own: defaultdict[Tensor, _First] = defaultdict(_First)
-        if whole in optimizer.state:  # made by the constructor
-            for key, value in optimizer.state[whole].items():
-                own[whole][key] = value
-        optimizer.state = own
+        records: defaultdict[Tensor, _First] = defaultdict(_First)
+        if full in optimizer.state:  # made by the constructor
+            for key, value in optimizer.state[full].items():
+                records[full][key] = value
+        optimizer.state = records
         for g in grads:
-            whole.grad = g.clone()
+            full.grad = g.clone()
             optimizer.step()
     except (TypeError, RuntimeError, AttributeError) as error:
         raise ValueError(f"from_torch: {name} cannot step on gradients alone: {_line(error)}") from None
-    first = {key: value for key, value in own[whole].first.items() if own[whole][key] is not None}
-    kept = Kept({}, {})
+    first = {key: value for key, value in records[full].first.items() if records[full][key] is not None}
+    initial_state = InitialState({}, {})
     for key, value in first.items():
         if isinstance(value, Tensor) and value.shape == start.shape:
             # What is no constant is made by the first step: zero before it, if the comparison below agrees.
             constant = bool((value == value.flatten()[0]).all())
-            kept.slots[key] = float(value.flatten()[0]) if constant else None if torch.equal(value, start) else 0.0
+            initial_state.slots[key] = (
+                float(value.flatten()[0]) if constant else None if torch.equal(value, start) else 0.0
+            )
         elif isinstance(value, Tensor) and value.dim() == 0:
-            kept.numbers[key] = (value, None)
+            initial_state.numbers[key] = (value, None)
         elif type(value) in NUMBERS:
-            kept.numbers[key] = (torch.tensor(value, dtype=NUMBERS[type(value)]), type(value))
+            initial_state.numbers[key] = (torch.tensor(value, dtype=NUMBERS[type(value)]), type(value))
         else:
             raise ValueError(f"from_torch: {name} is not elementwise: it keeps {key!r}, a {_shape_of(value)}")
     for dim in (0, 1):
-        parts = [part.clone() for part in start.split(2, dim)]
-        slots = [[slot_of(part, value) for value in kept.slots.values()] for part in parts]
-        numbers = {key: value for key, (value, _) in kept.numbers.items()}
+        halves = [half.clone() for half in start.split(2, dim)]
+        slots = [[slot_of(half, value) for value in initial_state.slots.values()] for half in halves]
+        numbers = {key: value for key, (value, _) in initial_state.numbers.items()}
         for g in grads:
-            given = [(g, *s, p) for g, s, p in zip((x.clone() for x in g.split(2, dim)), slots, parts)]
-            numbers = run(lambda groups, lr: make(groups), kept, 0.0, {True: given}, list(kept.slots), numbers)
-        if not torch.equal(torch.cat(parts, dim), whole):
+            half_pieces = [(g, *s, p) for g, s, p in zip((x.clone() for x in g.split(2, dim)), slots, halves)]
+            numbers = run(
+                lambda groups, lr: make(groups),
+                initial_state,
+                0.0,
+                {True: half_pieces},
+                list(initial_state.slots),
+                numbers,
+            )
+        if not torch.equal(torch.cat(halves, dim), full):
             raise ValueError(
                 f"from_torch: {name} with these options is not elementwise, or its first step differs from the others; "
                 "write a GradientTransformation, or use one of fzero.optim"
             )
-    return kept
+    return initial_state
 
 
 def _line(error: Exception) -> str:

@@ -71,7 +71,7 @@ def lamb(
     check_ratios("lamb", ratios)
     decays = decay_predicate(mask)
 
-    def on(shards: ShardedLeaves) -> GradientTransformation:
+    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
         def info(name: str, p: Tensor) -> tuple[str, float, int]:
             return name, weight_decay if decays(name, p) else 0.0, layer_dims("lamb", stacked, name, p.dim())
 
@@ -97,9 +97,9 @@ def lamb(
             needs="matrix" if shards is WHOLE else "elementwise",
             check=check_mask("lamb", mask),
             vary=shards.vary,
-        )._replace(on=on)
+        )._replace(with_shards=with_shards)
 
-    return on(WHOLE)
+    return with_shards(WHOLE)
 
 
 def check_ratios(owner: str, ratios: tuple[float, float]) -> None:

@@ -33,7 +33,7 @@ class Slot(NamedTuple):
     spec: Callable[[str, Spec], Spec]  # (name, spec of the param) -> its spec
 
 
-class Row(NamedTuple):
+class LeafRow(NamedTuple):
     """The tensors of one leaf."""
 
     name: str
@@ -79,16 +79,16 @@ def layer_dims(owner: str, stacked: str | None, name: str, dims: int) -> int:
 def flat_pieces(name: str, tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     """Views of equal stretches of tensors of one shape: small pieces whatever the strides."""
     first = tensors[0]
-    most = _PIECE.get(kind_of(first), _PIECE_ELSEWHERE)
-    if first.numel() <= most:
+    max_elements = _PIECE.get(kind_of(first), _PIECE_ELSEWHERE)
+    if first.numel() <= max_elements:
         yield tensors
     elif all(t.is_contiguous() for t in tensors):
-        yield from zip(*(t.view(-1).split(most) for t in tensors))
+        yield from zip(*(t.view(-1).split(max_elements) for t in tensors))
     elif first.shape[0] == 1:
         yield from flat_pieces(name, [t[0] for t in tensors])
     else:
-        for part in zip(*(t.split(max(1, most * first.shape[0] // first.numel())) for t in tensors)):
-            yield from flat_pieces(name, part)
+        for chunk in zip(*(t.split(max(1, max_elements * first.shape[0] // first.numel())) for t in tensors)):
+            yield from flat_pieces(name, chunk)
 
 
 def layer_pieces(
@@ -112,12 +112,12 @@ def layer_pieces(
     return pieces
 
 
-def rows_of(grads: Tree, columns: Sequence[Tree], params: Tree) -> list[Row]:
+def rows_of(grads: Tree, columns: Sequence[Tree], params: Tree) -> list[LeafRow]:
     """The leaves of the trees side by side; raises ValueError naming leaves that one tree has and another lacks."""
     g = pytree.leaves(pytree.from_named(pytree.named_leaves(grads), params))
     slots = [pytree.leaves(pytree.from_named(pytree.named_leaves(c), params)) for c in columns]
     named = pytree.named_leaves(params)
-    return [Row(n, g[i], tuple(s[i] for s in slots), p) for i, (n, p) in enumerate(named.items())]
+    return [LeafRow(n, g[i], tuple(s[i] for s in slots), p) for i, (n, p) in enumerate(named.items())]
 
 
 def run_step(step: Step, g: Tensor, slots: Sequence[Tensor], p: Tensor, scalars: Sequence[Tensor], info: Any) -> tuple:
@@ -131,7 +131,9 @@ def run_step(step: Step, g: Tensor, slots: Sequence[Tensor], p: Tensor, scalars:
     return u, tuple(n.to(s.dtype) for n, s in zip(new, slots))
 
 
-def apply_rows(rows: Sequence[Row], step: Step, scalars: Sequence[Tensor], info: Callable, pieces: Callable) -> None:
+def apply_rows(
+    rows: Sequence[LeafRow], step: Step, scalars: Sequence[Tensor], info: Callable, pieces: Callable
+) -> None:
     """Add the update to each param and overwrite its slots, piece by piece."""
     for row in rows:
         details = info(row.name, row.p)
@@ -177,30 +179,32 @@ def leafwise(
         return state_type(Spec(), *(pytree.map_named(slot.spec, specs) for slot in slots), *spare)
 
     def update_on(vary: Any, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        rows, now = rows_of(grads, state[1 : 1 + len(slots)], params), scalars(state.count)
-        done = [run_step(step, r.g, r.slots, r.p, [vary(r.name, x) for x in now], info(r.name, r.p)) for r in rows]
+        rows, step_scalars = rows_of(grads, state[1 : 1 + len(slots)], params), scalars(state.count)
+        done = [
+            run_step(step, r.g, r.slots, r.p, [vary(r.name, x) for x in step_scalars], info(r.name, r.p)) for r in rows
+        ]
         treedef = pytree.flatten(params)[1]
         columns = (pytree.unflatten([new[i] for _, new in done], treedef) for i in range(len(slots)))
         return pytree.unflatten([u for u, _ in done], treedef), state_type(state.count + 1, *columns, *spare)
 
     @torch.no_grad()
     def donate(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        columns, now = state[1 : 1 + len(slots)], scalars(state.count)
+        columns, step_scalars = state[1 : 1 + len(slots)], scalars(state.count)
         rows_of(grads, columns, params)  # refuses trees that do not match
 
-        def one(name: str, g: Tensor, p: Tensor, *kept: Tensor) -> Tensor:
+        def update_leaf(name: str, g: Tensor, p: Tensor, *leaf_slots: Tensor) -> Tensor:
             dtype, details = torch.float32, info(name, p)
-            for x in (g, *kept, p):
+            for x in (g, *leaf_slots, p):
                 dtype = torch.promote_types(dtype, x.dtype)
             out = g if g.dtype == dtype else torch.empty_like(g, dtype=dtype)
-            for to, from_, part, *old in pieces(name, (out, g, p, *kept)):
-                u, new = run_step(step, from_, old, part, now, details)
-                to.copy_(u)
+            for target, from_, param_piece, *old in pieces(name, (out, g, p, *leaf_slots)):
+                u, new = run_step(step, from_, old, param_piece, step_scalars, details)
+                target.copy_(u)
                 for slot, value in zip(old, new):
                     slot.copy_(value)
             return out
 
-        updates = overwrite(one, name_tree(params), grads, params, *columns)
+        updates = overwrite(update_leaf, name_tree(params), grads, params, *columns)
         return updates, state_type(state.count + 1, *columns, *spare)
 
     @torch.no_grad()
@@ -210,5 +214,7 @@ def leafwise(
         return params, state_type(state.count + 1, *columns, *spare)
 
     unit = "row" if pieces is flat_pieces else "layer"
-    made = GradientTransformation(init, partial(update_on, vary), spec, needs, donate, apply, unit=unit)
-    return made._replace(on=lambda shards: made._replace(update=partial(update_on, shards.vary)))
+    transformation = GradientTransformation(init, partial(update_on, vary), spec, needs, donate, apply, unit=unit)
+    return transformation._replace(
+        with_shards=lambda shards: transformation._replace(update=partial(update_on, shards.vary))
+    )

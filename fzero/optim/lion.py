@@ -75,7 +75,7 @@ def lion(
     """
     check_number("lion", lr=lr, weight_decay=weight_decay)
     check_number("lion", high=1.0, b1=b1, b2=b2)
-    kept = storage("lion", state_dtype, state_bits, block, rounding, seed)
+    encoding = storage("lion", state_dtype, state_bits, block, rounding, seed)
     numbers = {"b1": b1, "b2": b2, "weight_decay": weight_decay, "mask": mask, "impl": impl}
     scalars = lambda count: (lr_at(lr, count),)  # noqa: E731
-    return with_kernel("lion", kernel, lion_step, (LionState, Lion8State), 1, scalars, kept=kept, **numbers)
+    return with_kernel("lion", kernel, lion_step, (LionState, Lion8State), 1, scalars, encoding=encoding, **numbers)

@@ -48,8 +48,8 @@ def with_lr_scale(make: Callable[[Tensor], GradientTransformation]) -> GradientT
 
     def init(params: Tree) -> LrScaleState:
         leaves = pytree.leaves(params)
-        one = torch.ones((), dtype=torch.float64, device=leaves[0].device if leaves else None)
-        return LrScaleState(one, like.init(params))
+        scale = torch.ones((), dtype=torch.float64, device=leaves[0].device if leaves else None)
+        return LrScaleState(scale, like.init(params))
 
     def spec(specs: Tree) -> LrScaleState:
         scale: Any = Spec()  # in the tensor's place
@@ -64,10 +64,10 @@ def with_lr_scale(make: Callable[[Tensor], GradientTransformation]) -> GradientT
         params, inner = apply_in_place(make(state.lr_scale), grads, state.inner, params)
         return params, state._replace(inner=inner)
 
-    def in_pass(grads: Tree, state: LrScaleState, params: Tree, more: Pass) -> tuple[Tree, LrScaleState]:
+    def in_pass(grads: Tree, state: LrScaleState, params: Tree, options: Pass) -> tuple[Tree, LrScaleState]:
         scaled = make(state.lr_scale).in_pass
         assert scaled is not None  # as `like` has one
-        params, inner = scaled(grads, state.inner, params, more)
+        params, inner = scaled(grads, state.inner, params, options)
         return params, state._replace(inner=inner)
 
     def split() -> SplitChain:
@@ -76,10 +76,10 @@ def with_lr_scale(make: Callable[[Tensor], GradientTransformation]) -> GradientT
             inner.heads,
             with_lr_scale(lambda scale: split_chain(make(scale)).body),
             lambda state: state._replace(inner=inner.state(state.inner)),
-            lambda state, body: LrScaleState(body.lr_scale, inner.whole(state.inner, body.inner)),
+            lambda state, body: LrScaleState(body.lr_scale, inner.merge(state.inner, body.inner)),
         )
 
-    def on(shards: ShardedLeaves) -> GradientTransformation:
+    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
         return with_lr_scale(lambda scale: bind(make(scale), shards))
 
     return GradientTransformation(
@@ -91,6 +91,6 @@ def with_lr_scale(make: Callable[[Tensor], GradientTransformation]) -> GradientT
         in_pass=in_pass if like.in_pass is not None else None,
         unit=like.unit,
         sums=like.sums,
-        on=on if like.on is not None else None,
+        with_shards=with_shards if like.with_shards is not None else None,
         split=split,
     )

@@ -149,13 +149,13 @@ def scale_by_rules(rules: Rules[float | Sequence[float]]) -> GradientTransformat
     >>> tx = scale_by_rules(((r"^embed/", 0.1), (r"^blocks/", [0.8**3, 0.8**2, 0.8, 1.0]), (".*", 1.0)))
     """
 
-    def on(shards: ShardedLeaves) -> GradientTransformation:
+    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
         def factors(params: Tree) -> dict[str, Tensor | float]:
-            named, found = pytree.named_leaves(params), {}
-            for name, factor in match_rules(rules, list(named), what="scale_by_rules").items():
+            named, leaf_factors = pytree.named_leaves(params), {}
+            for name, factor in match_rules(rules, list(named), subject="scale_by_rules").items():
                 p = named[name]
                 if isinstance(factor, (int, float)):
-                    found[name] = factor
+                    leaf_factors[name] = factor
                     continue
                 shape = shards.shape(name, tuple(p.shape))
                 if not shape or len(factor) != shape[0]:
@@ -164,21 +164,21 @@ def scale_by_rules(rules: Rules[float | Sequence[float]]) -> GradientTransformat
                         "give one per layer of its leading dim"
                     )
                 values = torch.as_tensor(factor, dtype=torch.float64).to(p.device)
-                found[name] = shards.own(name, values.reshape(-1, *[1] * (p.dim() - 1)), (0,))
-            return found
+                leaf_factors[name] = shards.local(name, values.reshape(-1, *[1] * (p.dim() - 1)), (0,))
+            return leaf_factors
 
         def cast(factor: Tensor | float, g: Tensor) -> Tensor | float:
             # At least float32, so that bfloat16 updates are rounded once, after the product.
             return factor.to(torch.promote_types(g.dtype, torch.float32)) if isinstance(factor, Tensor) else factor
 
         def update(grads: Tree, params: Tree) -> Tree:
-            by = factors(params)
-            return pytree.map_named(lambda n, p, g: (g * cast(by[n], g)).to(g.dtype), params, grads)
+            leaf_factors = factors(params)
+            return pytree.map_named(lambda n, p, g: (g * cast(leaf_factors[n], g)).to(g.dtype), params, grads)
 
         def donate(grads: Tree, params: Tree) -> Tree:
-            by = factors(params)
-            return overwrite(lambda n, g: g.mul_(cast(by[n], g)), name_tree(params), grads)
+            leaf_factors = factors(params)
+            return overwrite(lambda n, g: g.mul_(cast(leaf_factors[n], g)), name_tree(params), grads)
 
-        return _stateless(update, donate, factors, unit="tree")._replace(on=on)
+        return _stateless(update, donate, factors, unit="tree")._replace(with_shards=with_shards)
 
-    return on(WHOLE)
+    return with_shards(WHOLE)

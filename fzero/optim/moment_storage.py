@@ -19,9 +19,9 @@ from fzero.core import prng, pytree
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import disable_current_modes
 from fzero.kernels import optim_lowbit
-from fzero.kernels.optim_leaf import Leaf, Rates, step_leaf
+from fzero.kernels.optim_leaf import OptimLeaf, StepRates, step_leaf
 from fzero.kernels.registry import Op
-from fzero.optim.base import GradientTransformation, Pass, Piece
+from fzero.optim.base import GradientTransformation, Pass, ShardSlice
 from fzero.optim.leafwise import Slot, leafwise, moment, rows_of, without_partial
 from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
@@ -66,38 +66,39 @@ def _key(seed: int, name: str) -> tuple[int, int]:
     return low, high
 
 
-def _coded(kept: Storage, name: str, p: Tensor) -> bool:
+def _coded(encoding: Storage, name: str, p: Tensor) -> bool:
     """Whether the moments of this leaf are in 8 bits."""
-    whole = kept.shards.shape(name, tuple(p.shape))
-    return torch.Size(whole).numel() >= SMALL and p.dim() > shard_dim(name) + 1
+    full_shape = encoding.shards.shape(name, tuple(p.shape))
+    return torch.Size(full_shape).numel() >= SMALL and p.dim() > shard_dim(name) + 1
 
 
-def check_leaves(owner: str, kept: Storage, names: Callable[[Tree], None], params: Tree) -> None:
+def check_leaves(owner: str, encoding: Storage, names: Callable[[Tree], None], params: Tree) -> None:
     """Raise ValueError if `names` does, or if blocks of 8-bit moments would straddle shards of any of the leaves."""
     names(params)
-    if kept.bits is None:
+    if encoding.bits is None:
         return
-    coded = {name: p for name, p in pytree.named_leaves(params).items() if _coded(kept, name, p)}
-    cut = {n: p.shape[-1] for n, p in coded.items() if kept.shards.shape(n, tuple(p.shape))[-1] != p.shape[-1]}
-    wrong = [name for name, size in cut.items() if size % kept.block]
+    coded = {name: p for name, p in pytree.named_leaves(params).items() if _coded(encoding, name, p)}
+    cut = {n: p.shape[-1] for n, p in coded.items() if encoding.shards.shape(n, tuple(p.shape))[-1] != p.shape[-1]}
+    wrong = [name for name, size in cut.items() if size % encoding.block]
     if wrong:
         fits = largest_block(cut.values(), 4096)
         raise ValueError(
-            f"{owner}: rows of {wrong[0]} are cut into parts of {cut[wrong[0]]} elements, which blocks of {kept.block} "
-            f"do not divide; use {f'block={fits}, or ' if fits else ''}state_bits=None (optim.states=bf16 of a run)"
+            f"{owner}: rows of {wrong[0]} are cut into parts of {cut[wrong[0]]} elements, which blocks of "
+            f"{encoding.block} do not divide; use {f'block={fits}, or ' if fits else ''}state_bits=None "
+            "(optim.states=bf16 of a run)"
         )
 
 
-def _slots(kept: Storage, moments: int) -> list[Slot]:
-    if kept.bits is None:
-        return [moment(kept.dtype)] * moments
+def _slots(encoding: Storage, moments: int) -> list[Slot]:
+    if encoding.bits is None:
+        return [moment(encoding.dtype)] * moments
 
     def codes(name: str, p: Tensor) -> Tensor:
         wide = torch.promote_types(p.dtype, torch.float32)
-        return torch.zeros_like(p, dtype=torch.uint8 if _coded(kept, name, p) else wide)
+        return torch.zeros_like(p, dtype=torch.uint8 if _coded(encoding, name, p) else wide)
 
     def scales(name: str, p: Tensor) -> Tensor:
-        blocks = optim_lowbit.blocks_of(p.shape[-1], kept.block) if _coded(kept, name, p) else 0
+        blocks = optim_lowbit.blocks_of(p.shape[-1], encoding.block) if _coded(encoding, name, p) else 0
         return p.new_zeros((*p.shape[:-1], blocks), dtype=torch.float32)
 
     spec = lambda name, spec: without_partial(spec)  # noqa: E731
@@ -112,7 +113,7 @@ def with_kernel(
     moments: int,
     scalars: Callable[[Tensor], tuple[Tensor, ...]],
     *,
-    kept: Storage,
+    encoding: Storage,
     weight_decay: float,
     mask: Mask,
     impl: str,
@@ -125,90 +126,97 @@ def with_kernel(
     """
     if impl not in ("auto", "reference"):
         op.form(impl)
-    decays, exact = decay_predicate(mask), kept.bits is None and kept.rounding == "nearest"
-    state_type = state_types[0] if kept.bits is None else state_types[1]
-    later: Any = None  # `leaves` puts the count there
-    fixed = Rates((), later, block=kept.block, **numbers)
+    decays, exact = decay_predicate(mask), encoding.bits is None and encoding.rounding == "nearest"
+    state_type, stochastic = state_types[encoding.bits is not None], encoding.rounding == "stochastic"
+    pending_count: Any = None  # `leaves` puts the count there
+    fixed = StepRates((), pending_count, block=encoding.block, **numbers)
 
     def info(name: str, p: Tensor) -> float:
         return weight_decay if decays(name, p) else 0.0
 
-    def leaves(grads: Tree, state: Tree, params: Tree, more: Pass) -> tuple[list[list[Leaf]], Rates]:
+    def leaves(grads: Tree, state: Tree, params: Tree, options: Pass) -> tuple[list[list[OptimLeaf]], StepRates]:
         """The leaves, each as the boxes of it that this rank has, and the rates."""
-        found, copies = [], more.copies or {}
+        leaf_boxes, copies = [], options.copies or {}
         for row in rows_of(grads, state[1:], params):
-            leaf = Leaf(row.p, row.g, row.slots, info(row.name, row.p), copy=copies.get(row.name))
-            found.append(_placed(kept, row.name, leaf, more.at) if kept.rounding == "stochastic" else [leaf])
-        shared = {} if more.shared is None else more.shared
+            leaf = OptimLeaf(row.p, row.g, row.slots, info(row.name, row.p), copy=copies.get(row.name))
+            leaf_boxes.append(_leaf_boxes(encoding, row.name, leaf, options.slices) if stochastic else [leaf])
+        shared = {} if options.shared is None else options.shared
         if scalars not in shared:
             shared[scalars] = scalars(state.count)
-        return found, fixed._replace(scalars=shared[scalars], count=state.count)
+        return leaf_boxes, fixed._replace(scalars=shared[scalars], count=state.count)
 
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        found, rates = leaves(grads, state, params, Pass())
-        done = [_joined([step_leaf(step, box, rates) for box in boxes]) for boxes in found]
+        leaf_boxes, rates = leaves(grads, state, params, Pass())
+        done = [_joined([step_leaf(step, box, rates) for box in boxes]) for boxes in leaf_boxes]
         treedef = pytree.flatten(params)[1]
         columns = (pytree.unflatten([new[i] for _, new in done], treedef) for i in range(len(state) - 1))
         return pytree.unflatten([u for u, _ in done], treedef), state_type(state.count + 1, *columns)
 
     @torch.no_grad()
-    def in_pass(grads: Tree, state: Tree, params: Tree, more: Pass) -> tuple[Tree, Tree]:
-        found, rates = leaves(grads, state, params, more)
-        rates = rates._replace(factor=more.factor, skip=more.skip)
-        for group in alike([box for boxes in found for box in boxes]):
-            on_host = more.host and impl == "auto" and not op.form("cpp").supports(group, rates)
+    def in_pass(grads: Tree, state: Tree, params: Tree, options: Pass) -> tuple[Tree, Tree]:
+        leaf_boxes, rates = leaves(grads, state, params, options)
+        rates = rates._replace(factor=options.factor, skip=options.skip)
+        for group in alike([box for boxes in leaf_boxes for box in boxes]):
+            on_host = options.host and impl == "auto" and not op.form("cpp").supports(group, rates)
             op(group, rates, impl="cpp" if on_host else impl)
-        made = 1 if more.skip is None else 1 - more.skip.to(state.count.device, torch.int64)
-        return params, state_type(state.count + made, *state[1:])
+        increment = 1 if options.skip is None else 1 - options.skip.to(state.count.device, torch.int64)
+        return params, state_type(state.count + increment, *state[1:])
 
     def apply(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         return in_pass(grads, state, params, Pass())
 
-    def on(shards: ShardedLeaves) -> GradientTransformation:
-        given = {"weight_decay": weight_decay, "mask": mask, "impl": impl, **numbers}
-        return with_kernel(owner, op, step, state_types, moments, scalars, kept=kept._replace(shards=shards), **given)
+    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
+        on_shards = encoding._replace(shards=shards)
+        arguments = {"weight_decay": weight_decay, "mask": mask, "impl": impl, **numbers}
+        return with_kernel(owner, op, step, state_types, moments, scalars, encoding=on_shards, **arguments)
 
     pure = leafwise(
         state_type,
-        _slots(kept, moments),
+        _slots(encoding, moments),
         scalars,
         lambda g, slots, p, scalars, decay: step(g, slots, p, scalars, decay, fixed),
         info=info,
-        needs="elementwise" if exact or kept.shards is not WHOLE else "matrix",
-        check=partial(check_leaves, owner, kept, check_mask(owner, mask)),
-        vary=kept.shards.vary,
+        needs="elementwise" if exact or encoding.shards is not WHOLE else "matrix",
+        check=partial(check_leaves, owner, encoding, check_mask(owner, mask)),
+        vary=encoding.shards.vary,
     )
-    # The scales of rows fill no whole pages of a disk.
-    pure = pure._replace(apply=apply, in_pass=in_pass, unit="row" if kept.bits is None else "layer", on=on)
+    unit = "row" if encoding.bits is None else "layer"  # the scales of rows fill no whole pages of a disk
+    pure = pure._replace(apply=apply, in_pass=in_pass, unit=unit, with_shards=with_shards)
     return pure if exact else pure._replace(update=update, donate=None)
 
 
-def _placed(kept: Storage, name: str, leaf: Leaf, at: Mapping[str, Piece] | None) -> list[Leaf]:
-    """A leaf, or the piece `at` of it, in boxes whose elements have their places in the whole leaf: one, but where the
-    layers of a rank do not follow one another."""
+def _leaf_boxes(
+    encoding: Storage, name: str, leaf: OptimLeaf, slices: Mapping[str, ShardSlice] | None
+) -> list[OptimLeaf]:
+    """A leaf, or the piece `slices` of it, in boxes whose elements have their places in the whole leaf: one, but where
+    the layers of a rank do not follow one another."""
     shape = tuple(leaf.p.shape)
-    shard, offset = at[name] if at else (shape, (0,) * len(shape))
-    windows, whole = kept.shards.windows(name, shard)
+    shard, offset = slices[name] if slices else (shape, (0,) * len(shape))
+    windows, full_shape = encoding.shards.windows(name, shard)
     if len(windows) < 2:
         start = windows[0].start if windows else offset
-        return [leaf._replace(place=_place(kept, name, shape, start, offset, whole))]
-    found = []
+        return [leaf._replace(position=_position(encoding, name, shape, start, offset, full_shape))]
+    boxes = []
     for window in windows:
-        first, end = max(window.at, offset[0]), min(window.at + window.size[0], offset[0] + shape[0])
+        first, end = max(window.offset, offset[0]), min(window.offset + window.size[0], offset[0] + shape[0])
         if first < end:
             box = _narrow_rows(leaf, first - offset[0], end - first)
-            inside = (first - window.at, *offset[1:])
-            found.append(box._replace(place=_place(kept, name, tuple(box.p.shape), window.start, inside, whole)))
-    return found
+            inside = (first - window.offset, *offset[1:])
+            boxes.append(
+                box._replace(position=_position(encoding, name, tuple(box.p.shape), window.start, inside, full_shape))
+            )
+    return boxes
 
 
-def _place(
-    kept: Storage, name: str, shape: tuple[int, ...], start: Sequence[int], offset: Sequence[int], whole: Any
-) -> optim_lowbit.Place:
-    return optim_lowbit.make_place(_key(kept.seed, name), shape, tuple(map(operator.add, start, offset)), whole)
+def _position(
+    encoding: Storage, name: str, shape: tuple[int, ...], start: Sequence[int], offset: Sequence[int], full_shape: Any
+) -> optim_lowbit.LeafPosition:
+    return optim_lowbit.make_position(
+        _key(encoding.seed, name), shape, tuple(map(operator.add, start, offset)), full_shape
+    )
 
 
-def _narrow_rows(leaf: Leaf, first: int, rows: int) -> Leaf:
+def _narrow_rows(leaf: OptimLeaf, first: int, rows: int) -> OptimLeaf:
     """The views of some rows of a leaf's tensors."""
     state = tuple(x.narrow(0, first, rows) for x in leaf.state)
     copy = None if leaf.copy is None else leaf.copy.narrow(0, first, rows)
@@ -222,10 +230,10 @@ def _joined(boxes: Sequence[tuple[Tensor, tuple[Tensor, ...]]]) -> tuple[Tensor,
     return torch.cat([u for u, _ in boxes]), tuple(torch.cat(parts) for parts in zip(*(new for _, new in boxes)))
 
 
-def alike(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
+def alike(leaves: Sequence[OptimLeaf]) -> list[list[OptimLeaf]]:
     """The leaves in groups of the same dtypes, device and way of rounding."""
-    groups: dict[tuple, list[Leaf]] = {}
+    groups: dict[tuple, list[OptimLeaf]] = {}
     for leaf in leaves:
-        kinds = (leaf.p.device, leaf.place is None, *(x.dtype for x in (leaf.p, leaf.g, *leaf.state)))
+        kinds = (leaf.p.device, leaf.position is None, *(x.dtype for x in (leaf.p, leaf.g, *leaf.state)))
         groups.setdefault(kinds, []).append(leaf)
     return list(groups.values())

@@ -30,7 +30,7 @@ class MuonState(NamedTuple):
     momentum: Tree  # B, like the params
 
 
-class Leaf(NamedTuple):
+class MuonLeaf(NamedTuple):
     """Muon's settings for a leaf."""
 
     name: str
@@ -91,20 +91,20 @@ def muon(
     fixed = {"dtype": ns_dtype, "coefficients": ns_coefficients, "eps": ns_eps, "impl": impl}
     decays, orthogonal = decay_predicate(mask), partial(newton_schulz, steps=ns_steps, **fixed)
 
-    def on(shards: ShardedLeaves) -> GradientTransformation:
-        def info(name: str, p: Tensor) -> Leaf:
+    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
+        def info(name: str, p: Tensor) -> MuonLeaf:
             _expect_matrix(name, p, lead := layer_dims("muon", stacked, name, p.dim()))
             last = (-2, -1) if weights == "in_out" else (-1, -2)
             d_in, d_out = (max(1, shards.shape(name, tuple(p.shape))[d]) for d in last)
             scale = math.sqrt(max(1.0, d_out / d_in)) if adjust == "original" else 0.2 * math.sqrt(max(d_out, d_in))
-            return Leaf(name, lead, scale, weight_decay if decays(name, p) else 0.0)
+            return MuonLeaf(name, lead, scale, weight_decay if decays(name, p) else 0.0)
 
-        def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, leaf: Leaf) -> tuple[Tensor, tuple]:
+        def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, leaf: MuonLeaf) -> tuple[Tensor, tuple]:
             (rate,), (b,) = scalars, slots
             b = b + (1 - momentum) * (g - b)
             direction = g + momentum * (b - g) if nesterov else b
-            each = (lambda x: torch.cat([orthogonal(layer) for layer in x.split(1)])) if leaf.lead else orthogonal
-            u = -(rate * leaf.scale) * shards.on_matrices(leaf.name, direction, each).to(g.dtype)
+            transform = (lambda x: torch.cat([orthogonal(layer) for layer in x.split(1)])) if leaf.lead else orthogonal
+            u = -(rate * leaf.scale) * shards.on_matrices(leaf.name, direction, transform).to(g.dtype)
             return u - (rate * leaf.decay) * p if leaf.decay else u, (b,)
 
         return leafwise(
@@ -117,9 +117,9 @@ def muon(
             needs="matrix" if shards is WHOLE else "elementwise",
             check=check_mask("muon", mask),
             vary=shards.vary,
-        )._replace(on=on)
+        )._replace(with_shards=with_shards)
 
-    return on(WHOLE)
+    return with_shards(WHOLE)
 
 
 def _expect_choices(adjust: str, weights: str, ns_steps: int) -> None:

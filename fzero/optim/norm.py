@@ -93,10 +93,10 @@ def _set_sums(named: dict[str, Any], used: dict[str, tuple[str, ...]], dtype: to
             [named[name] for name in names], dtype
         ):
             return grad_norm([named[name] for name in names], impl="triton")[0].square()
-        found = [square for name in names for _, square in _squared(named[name], shard_dim(name) == 1, _piece_square)]
-        if not found:  # no layer of these leaves is on this rank
+        squares = [square for name in names for _, square in _squared(named[name], shard_dim(name) == 1, _piece_square)]
+        if not squares:  # no layer of these leaves is on this rank
             return torch.zeros((), dtype=dtype)
-        return torch.stack([square.to(found[0].device, dtype) for square in found]).sum()
+        return torch.stack([square.to(squares[0].device, dtype) for square in squares]).sum()
 
     return {names[0]: total(names)[None] for names in members.values()}
 
@@ -116,24 +116,24 @@ def _squared(x: Any, stacked: bool, f: Callable[[Tensor], Tensor]) -> list[tuple
 def widen(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
     """The pieces (layer, tensor) in float32 or wider, those that are not in one buffer, so that a piece lasts until the
     next."""
-    room = torch.empty(0)
+    buffer = torch.empty(0)
     for layer, piece in pieces:
         wide = torch.promote_types(piece.dtype, torch.float32)
         if piece.dtype == wide or transforms() or needs_grad(piece):
             yield layer, piece.to(wide)
             continue
-        if room.numel() < piece.numel() or room.device != piece.device:
-            room = torch.empty(piece.numel(), dtype=wide, device=piece.device)
-        yield layer, room[: piece.numel()].view(piece.shape).copy_(piece)
+        if buffer.numel() < piece.numel() or buffer.device != piece.device:
+            buffer = torch.empty(piece.numel(), dtype=wide, device=piece.device)
+        yield layer, buffer[: piece.numel()].view(piece.shape).copy_(piece)
 
 
 def _row_squares(piece: Tensor) -> Tensor:
     """The sums of squares, float64, of the rows of a piece."""
     rows = piece.reshape(1, 1) if not piece.dim() else piece[:, None] if piece.dim() == 1 else piece.flatten(1)
-    most = max(1, _PIECE.get(kind_of(piece), _PIECE_ELSEWHERE) // max(1, min(rows.shape[1], _COLUMNS)))
+    max_rows = max(1, _PIECE.get(kind_of(piece), _PIECE_ELSEWHERE) // max(1, min(rows.shape[1], _COLUMNS)))
     sums = [
-        _fold(torch.stack([_fold(block.to(torch.float64).square()) for block in some.split(_COLUMNS, 1)], -1))
-        for some in rows.split(most)
+        _fold(torch.stack([_fold(block.to(torch.float64).square()) for block in chunk.split(_COLUMNS, 1)], -1))
+        for chunk in rows.split(max_rows)
     ]
     return torch.cat(sums)
 
@@ -141,18 +141,18 @@ def _row_squares(piece: Tensor) -> Tensor:
 Layers = tuple[Sequence[int], tuple[int, ...]]  # the numbers of a rank's layers, and the shape of the whole leaf
 
 
-class Rows(NamedTuple):
+class LeafRows(NamedTuple):
     """Which rows of a leaf, along the dim that dp shards, a rank has."""
 
     first: int = 0
     number: int = 1
-    whole: int = 1  # those of the whole leaf
+    total: int = 1  # those of the whole leaf
 
 
-def _row_sums(named: dict[str, Any], rows: dict[str, Rows], layers: dict[str, Layers]) -> dict[str, Tensor]:
+def _row_sums(named: dict[str, Any], rows: dict[str, LeafRows], layers: dict[str, Layers]) -> dict[str, Tensor]:
     """{name of each leaf: this rank's part of the sums of squares of its rows}, by name; of leaves in `layers`, whose
     layers are on several ranks, the sums [rows x layers] of the rows of each layer."""
-    return {name: _own_rows(named[name], shard_dim(name), rows[name], layers.get(name)) for name in sorted(named)}
+    return {name: _local_row_sums(named[name], shard_dim(name), rows[name], layers.get(name)) for name in sorted(named)}
 
 
 def _fold(x: Tensor) -> Tensor:
@@ -165,20 +165,20 @@ def _fold(x: Tensor) -> Tensor:
     return x.sum(-1)  # of one element, or of none
 
 
-def _own_rows(x: Any, dim: int, rows: Rows, here: Layers | None) -> Tensor:
+def _local_row_sums(x: Any, dim: int, rows: LeafRows, local_layers: Layers | None) -> Tensor:
     """The sums of squares, float64 [rows of the whole leaf], of the rows of dim `dim`; zero for the rows of other
-    ranks. here: see `_row_sums`."""
-    rows = rows if x.dim() > dim else Rows()  # without such a dim there is one
+    ranks. local_layers: see `_row_sums`."""
+    rows = rows if x.dim() > dim else LeafRows()  # without such a dim there is one
     layers: dict[int, list[Tensor]] = {}
     for layer, squares in _squared(x, dim == 1, _row_squares):
         layers.setdefault(layer, []).append(squares)
-    sums = [torch.cat(found) for found in layers.values()]
-    if here is None:
-        mine = _fold(torch.stack(sums, -1))
+    sums = [torch.cat(layer_squares) for layer_squares in layers.values()]
+    if local_layers is None:
+        local_sums = _fold(torch.stack(sums, -1))
     else:
-        numbers, shape = here
-        mine = torch.zeros(rows.number, shape[0], dtype=torch.float64, device=sums[0].device if sums else None)
-        for number, found in zip(numbers, sums):
-            mine[:, number] = found
-    pads = (rows.first, rows.whole - rows.first - rows.number)
-    return torch.nn.functional.pad(mine, pads if here is None else (0, 0, *pads)).flatten()
+        numbers, shape = local_layers
+        local_sums = torch.zeros(rows.number, shape[0], dtype=torch.float64, device=sums[0].device if sums else None)
+        for number, layer_squares in zip(numbers, sums):
+            local_sums[:, number] = layer_squares
+    pads = (rows.first, rows.total - rows.first - rows.number)
+    return torch.nn.functional.pad(local_sums, pads if local_layers is None else (0, 0, *pads)).flatten()

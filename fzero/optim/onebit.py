@@ -41,7 +41,7 @@ class Moments(NamedTuple):
 
     name: str
     m: Tensor
-    before: Tensor | None  # m before the step, for a method with an `extra`
+    previous_m: Tensor | None  # m before the step, for a method with an `extra`
     v: Tensor
     p: Tensor  # in their dtype
     decay: float
@@ -58,13 +58,13 @@ class Method(NamedTuple):
     """What differs between the optimizers that send signs.
 
     full: count -> bool 0-dim: whether the sum of gradients of this step is made in full, and v moves.
-    moved: count -> how often v has moved, with this step.
+    v_steps: count -> how often v has moved, with this step.
     direction: (Moments, `extra` of the state, shards) -> the update but for the rate, and its sign; it may write to its
     leaf of `extra`. extra: the slots there.
     """
 
     full: Callable[[Tensor], Tensor]
-    moved: Callable[[Tensor], Tensor]
+    v_steps: Callable[[Tensor], Tensor]
     direction: Direction
     extra: dict[str, Slot] = {}  # noqa: RUF012
 
@@ -161,7 +161,7 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
     numbers.check(owner)
     check, decays = check_mask(owner, mask), decay_predicate(mask)
 
-    def on(shards: ShardedLeaves) -> GradientTransformation:
+    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
         signs = shards.signs
 
         def init(params: Tree) -> OneBitState:
@@ -176,33 +176,32 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
             v = {name: x.clone() for name, x in zeros.items()}
             count = torch.zeros((), dtype=torch.int64, device=device)
             extra = {key: {name: slot.init(name, zeros[name]) for name in named} for key, slot in method.extra.items()}
-            whole = pytree.from_named(m, params), pytree.from_named(v, params)
-            return OneBitState(count, *whole, worker, server, extra)
+            moments = pytree.from_named(m, params), pytree.from_named(v, params)
+            return OneBitState(count, *moments, worker, server, extra)
 
         def spec(specs: Tree) -> OneBitState:
-            named = {name: without_partial(one) for name, one in pytree.named_leaves(specs).items()}
+            named = {name: without_partial(leaf_spec) for name, leaf_spec in pytree.named_leaves(specs).items()}
             m, worker, server = dict(named), {}, {}
             for name in signed(signs, named):
                 assert signs is not None
-                at = signs.specs[name]
-                m[name], worker[name], server[name] = at.whole, at.worker.spec, at.served
-            extra = {
-                key: {name: slot.spec(name, one) for name, one in named.items()} for key, slot in method.extra.items()
-            }
-            whole = pytree.from_named(m, specs), pytree.from_named(named, specs)
+                sign_specs = signs.specs[name]
+                m[name], worker[name], server[name] = sign_specs.full, sign_specs.worker.spec, sign_specs.served
+            slots, leaf_specs = method.extra.items(), named.items()
+            extra = {key: {name: slot.spec(name, leaf_spec) for name, leaf_spec in leaf_specs} for key, slot in slots}
+            moments = pytree.from_named(m, specs), pytree.from_named(named, specs)
             count: Any = Spec()  # in a tensor's place
-            return OneBitState(count, *whole, worker, server, extra)
+            return OneBitState(count, *moments, worker, server, extra)
 
         def update(grads: Tree, state: OneBitState, params: Tree) -> tuple[Tree, OneBitState]:
             state = pytree.map(lambda x: x.clone(), state)
-            made = dict(steps(grads, state, params))
-            updates = pytree.from_named({name: u.clone() for name, u in made.items()}, params)
+            leaf_updates = dict(steps(grads, state, params))
+            updates = pytree.from_named({name: u.clone() for name, u in leaf_updates.items()}, params)
             return updates, state._replace(count=state.count + 1)
 
         @torch.no_grad()
         def donate(grads: Tree, state: OneBitState, params: Tree) -> tuple[Tree, OneBitState]:
-            made = dict(steps(grads, state, params))
-            return pytree.from_named(made, params), state._replace(count=state.count + 1)
+            leaf_updates = dict(steps(grads, state, params))
+            return pytree.from_named(leaf_updates, params), state._replace(count=state.count + 1)
 
         @torch.no_grad()
         def apply(grads: Tree, state: OneBitState, params: Tree) -> tuple[Tree, OneBitState]:
@@ -215,26 +214,27 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
             """(leaf, its update), once its part of `state` is overwritten with the new one."""
             named, g = pytree.named_leaves(params), pytree.named_leaves(grads)
             m, v = pytree.named_leaves(state.m), pytree.named_leaves(state.v)
-            own = partial(own_part, signs, state)
+            shard_of = partial(local_shard, signs, state)
             full = is_full(owner, method, state.count)
-            before = {name: own(name, x).clone() for name, x in m.items()} if method.extra else {}
+            previous = {name: shard_of(name, x).clone() for name, x in m.items()} if method.extra else {}
             move_momentum(shards, numbers, full, g, state, (m, v))
             t = (state.count + 1).to(torch.float64)
-            moved = method.moved(state.count).to(torch.float64)
-            correct = numbers.correct(numbers.b1, t), numbers.correct(numbers.b2, moved), numbers.correct(numbers.b2, t)
+            v_steps = method.v_steps(state.count).to(torch.float64)
+            b1, b2 = numbers.b1, numbers.b2
+            correct = numbers.correct(b1, t), numbers.correct(b2, v_steps), numbers.correct(b2, t)
             lr = lr_at(numbers.lr, state.count)
             for name, p in named.items():
                 wide_p = p.to(v[name].dtype)
                 decay = numbers.weight_decay if decays(name, p) else 0.0
-                parts = own(name, m[name]), before.pop(name, None), v[name], wide_p, decay
+                parts = shard_of(name, m[name]), previous.pop(name, None), v[name], wide_p, decay
                 r = method.direction(Moments(name, *parts, *casts(correct, wide_p), full), state.extra, shards)
                 yield name, r.mul_(-lr.to(r.dtype))
 
         needs = "tree" if shards is WHOLE else "elementwise"
-        made = GradientTransformation(init, update, spec, needs, donate, apply, unit="tree", sums=True)
-        return made._replace(on=on)
+        transformation = GradientTransformation(init, update, spec, needs, donate, apply, unit="tree", sums=True)
+        return transformation._replace(with_shards=with_shards)
 
-    return on(WHOLE)
+    return with_shards(WHOLE)
 
 
 def is_full(owner: str, method: Method, count: Tensor) -> bool:
@@ -264,17 +264,17 @@ def move_momentum(
     sent."""
     (m, v), signs, b1, b2 = moments, shards.signs, numbers.b1, numbers.b2
     sent = [name for name in state.worker if m[name].numel()]  # a stage may have no layer of a stack
-    own = partial(own_part, signs, state)
+    shard_of = partial(local_shard, signs, state)
     if full and signs is not None:
-        g.update(signs.in_full({name: g.pop(name) for name in sent}))
+        g.update(signs.full_sums({name: g.pop(name) for name in sent}))
     if full:
-        by = clip_factor(shards, {name: own(name, x) for name, x in g.items()}, numbers.clip)
+        clip_ratio = clip_factor(shards, {name: shard_of(name, x) for name, x in g.items()}, numbers.clip)
         for name in m:
             grad = g.pop(name).to(m[name].dtype)
-            grad = grad if by is None else grad * by.to(grad.dtype)
+            grad = grad if clip_ratio is None else grad * clip_ratio.to(grad.dtype)
             m[name].mul_(b1).add_(grad, alpha=1 - b1)
-            part = own(name, grad)
-            v[name].mul_(b2).addcmul_(part, part, value=1 - b2)
+            shard = shard_of(name, grad)
+            v[name].mul_(b2).addcmul_(shard, shard, value=1 - b2)
         return
     for name in m:
         if name not in state.worker:
@@ -283,16 +283,16 @@ def move_momentum(
         shares = {name: b1 / signs.ranks(name) for name in sent}
         term = lambda name: (m[name] * shares[name]).add_(g.pop(name).to(m[name].dtype), alpha=1 - b1)  # noqa: E731
         signs.by_signs({name: m[name] for name in sent}, term, state.worker, state.server, numbers.scale)
-    by = clip_factor(shards, {name: own(name, x) for name, x in m.items()}, numbers.clip)
-    if by is not None:
+    clip_ratio = clip_factor(shards, {name: shard_of(name, x) for name, x in m.items()}, numbers.clip)
+    if clip_ratio is not None:
         for x in m.values():
-            x.mul_(by.to(x.dtype))
+            x.mul_(clip_ratio.to(x.dtype))
 
 
-def own_part(signs: SignSums | None, state: OneBitState, name: str, x: Tensor) -> Tensor:
+def local_shard(signs: SignSums | None, state: OneBitState, name: str, x: Tensor) -> Tensor:
     """What this rank updates of a leaf that is whole on every rank because it is sent by signs; other leaves are that
     already."""
-    return signs.own(name, x) if signs is not None and name in state.worker else x
+    return signs.updated_slice(name, x) if signs is not None and name in state.worker else x
 
 
 def clip_factor(shards: ShardedLeaves, parts: dict[str, Tensor], clip: float) -> Tensor | None:

@@ -68,14 +68,16 @@ def onebit_lamb(
             lead = layer_dims("onebit_lamb", stacked, name, p.dim())
             return p.new_full((*p.shape[:lead], *[1] * (p.dim() - lead)), value)
 
-        def spec(name: str, of: Spec) -> Spec:
-            lead = layer_dims("onebit_lamb", stacked, name, len(of.dims))
-            return Spec((*of.dims[:lead], *[()] * (len(of.dims) - lead)), rows=of.rows if lead else ())
+        def spec(name: str, param_spec: Spec) -> Spec:
+            lead = layer_dims("onebit_lamb", stacked, name, len(param_spec.dims))
+            return Spec(
+                (*param_spec.dims[:lead], *[()] * (len(param_spec.dims) - lead)), rows=param_spec.rows if lead else ()
+            )
 
         return Slot(init, spec)
 
     extra = {
-        "fresh": Slot(lambda name, p: torch.zeros_like(p), lambda name, of: of),
+        "fresh": Slot(lambda name, p: torch.zeros_like(p), lambda name, param_spec: param_spec),
         "ratio": of_layers(0.0),
         "factor": of_layers(1.0),
     }
@@ -103,8 +105,8 @@ def lamb_direction(numbers: Numbers, stacked: str | None, ratios: tuple[float, f
             ratio = torch.where(nonzero, (weights / torch.where(nonzero, size, 1.0)).clamp(*ratios), 1.0)
             average.copy_(torch.where(nonzero, AVERAGE * average + (1 - AVERAGE) * ratio, average))
             return ratio * r
-        assert x.before is not None  # as the method has an `extra`
-        fresh.mul_(b2).add_(((x.m - b1 * x.before) / (1 - b1)).square_(), alpha=1 - b2)
+        assert x.previous_m is not None  # as the method has an `extra`
+        fresh.mul_(b2).add_(((x.m - b1 * x.previous_m) / (1 - b1)).square_(), alpha=1 - b2)
         quotient = root / ((fresh / x.correct_all).sqrt() + eps)
         dims = tuple(range(lead, x.p.dim()))
         factor = shards.amax(x.name, quotient.amax(dims, keepdim=True) if dims else quotient, dims)

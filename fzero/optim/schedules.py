@@ -167,8 +167,8 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     def schedule(step: Tensor | int) -> Tensor:
         t = time_of(step)
         value = schedules[0](t)
-        for after, boundary in zip(schedules[1:], boundaries):
-            value = torch.where(t < boundary, value, after(t - boundary))
+        for successor, boundary in zip(schedules[1:], boundaries):
+            value = torch.where(t < boundary, value, successor(t - boundary))
         return value
 
     return schedule
@@ -191,13 +191,13 @@ def by_tokens(schedule: Schedule, rates: Sequence[tuple[int, int]]) -> Schedule:
         check_steps("by_tokens", 1, rate=rate)
     if not begins or begins[0] != 0 or any(not a < b for a, b in itertools.pairwise(begins)):
         raise ValueError(f"by_tokens: rates begin at the steps {begins}; they must ascend from 0")
-    steeper = [rate - before for (_, rate), before in zip(rates, [0, *(rate for _, rate in rates)])]
+    steeper = [rate - previous for (_, rate), previous in zip(rates, [0, *(rate for _, rate in rates)])]
 
     def of_step(step: Tensor | int) -> Tensor:
         t = time_of(step)
         tokens = t * steeper[0]
-        for begin, more in zip(begins[1:], steeper[1:]):
-            tokens = tokens + (t - begin).clamp(min=0.0) * more
+        for begin, increase in zip(begins[1:], steeper[1:]):
+            tokens = tokens + (t - begin).clamp(min=0.0) * increase
         return schedule(tokens)
 
     return of_step
@@ -270,10 +270,10 @@ def one_cycle(peak: Value, steps: int, rise: float = 0.3, start_div: float = 25.
 
     def schedule(step: Tensor | int) -> Tensor:
         t = time_of(step)
-        up = low + (peak - low) * (1 - torch.cos(math.pi * (t / top).clamp(0.0, 1.0))) / 2
+        ascent = low + (peak - low) * (1 - torch.cos(math.pi * (t / top).clamp(0.0, 1.0))) / 2
         x = ((t - top) / (steps - top)).clamp(0.0, 1.0)
-        down = low / end_div + (peak - low / end_div) * (1 + torch.cos(math.pi * x)) / 2
-        return torch.where(t < top, up, down)
+        descent = low / end_div + (peak - low / end_div) * (1 + torch.cos(math.pi * x)) / 2
+        return torch.where(t < top, ascent, descent)
 
     return schedule
 

@@ -25,7 +25,7 @@ from fzero.kernels.optim_leaf import safe_sqrt
 from fzero.optim.base import GradientTransformation, expect_optimizer
 from fzero.optim.norm import (
     Layers,
-    Rows,
+    LeafRows,
     Squared,
     _fold,
     _piece_square,
@@ -61,17 +61,15 @@ class ShardedLeaves(NamedTuple):
     >>> shards.parts("w", (0,)), shards.parts("w", (1,))
     (4, 1)
     >>> shards.windows("w", (2, 2))  # this rank's rows begin at row 6 of 8
-    ([Window(start=(6, 0), size=(2, 2), at=0)], (8, 2))
+    ([Window(start=(6, 0), size=(2, 2), offset=0)], (8, 2))
     """
 
     parts: Callable[[str, Dims], int]  # (name, dims) -> into how many parts those dims are cut: 1 if they are whole
     gather: Callable[..., Tensor]  # (name, shard, dims=None) -> the shard with those dims whole
-    own: Callable[
-        ..., Tensor
-    ]  # (name, x, dims=None) -> this rank's part of an x with those dims whole: no communication
-    psum: Callable[
-        [str, Tensor, Dims], Tensor
-    ]  # (name, x of any shape, dims) -> summed over the axes that shard those dims
+    # (name, x, dims=None) -> this rank's part of an x with those dims whole: no communication
+    local: Callable[..., Tensor]
+    # (name, x of any shape, dims) -> summed over the axes that shard those dims
+    psum: Callable[[str, Tensor, Dims], Tensor]
     # (name, x of any shape, dims) -> its largest value, element by element, over the axes that shard those dims
     amax: Callable[[str, Tensor, Dims], Tensor]
     # (name, shard, f) -> the shard of f(x), with whole matrices in the last two dims of x, of some of the layers
@@ -89,7 +87,7 @@ class ShardedLeaves(NamedTuple):
 WHOLE = ShardedLeaves(
     parts=lambda name, dims: 1,
     gather=lambda name, x, dims=None: x,
-    own=lambda name, x, dims=None: x,
+    local=lambda name, x, dims=None: x,
     psum=lambda name, x, dims: x,
     amax=lambda name, x, dims: x,
     on_matrices=lambda name, x, f: f(x),
@@ -121,7 +119,7 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
     >>> shards = sharded(plan.opt, plan.mesh, like=plan.like)
     >>> shards.gather("w", torch.empty(2, 2, device="meta")).shape
     torch.Size([8, 2])
-    >>> shards.own("w", torch.arange(16).reshape(8, 2))
+    >>> shards.local("w", torch.arange(16).reshape(8, 2))
     tensor([[4, 5],
             [6, 7]])
     """
@@ -130,61 +128,62 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
     axes = {name: _axes_of(name, spec, shapes, mesh) for name, spec in named_specs.items()}
     if ordered:
         _expect_whole_rows(axes)
-    rows = {name: _rows_here(name, spec, shapes[name], mesh) for name, spec in named_specs.items()} if ordered else {}
+    rows = {name: _local_rows(name, spec, shapes[name], mesh) for name, spec in named_specs.items()} if ordered else {}
 
-    def over(name: str, dims: Dims) -> list[tuple[int, Axis]]:
+    def axes_over(name: str, dims: Dims) -> list[tuple[int, Axis]]:
         # Innermost first: the order in which parts are put together.
         all_dims = _dims_of(name, axes)
         chosen = range(len(all_dims)) if dims is None else sorted({range(len(all_dims))[d] for d in dims})
         return [(dim, axis) for dim in chosen for axis in reversed(all_dims[dim])]
 
     def parts(name: str, dims: Dims) -> int:
-        return math.prod(axis.size for _, axis in over(name, dims))
+        return math.prod(axis.size for _, axis in axes_over(name, dims))
 
     def gather(name: str, x: Tensor, dims: Dims = None) -> Tensor:
-        return _gather(name, x, over(name, dims), named_specs[name], mesh)
+        return _gather(name, x, axes_over(name, dims), named_specs[name], mesh)
 
-    def own(name: str, x: Tensor, dims: Dims = None) -> Tensor:
-        return _own(x, over(name, dims), named_specs[name])
+    def local(name: str, x: Tensor, dims: Dims = None) -> Tensor:
+        return _local_shard(x, axes_over(name, dims), named_specs[name])
 
     def total(name: str, x: Tensor, dims: Dims) -> Tensor:
-        return _total(name, x, over(name, dims))
+        return _total(name, x, axes_over(name, dims))
 
     def amax(name: str, x: Tensor, dims: Dims) -> Tensor:
-        return _amax(name, x, over(name, dims))
+        return _amax(name, x, axes_over(name, dims))
 
     def on_matrices(name: str, x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-        return _run_whole(name, x, f, over(name, (-2, -1)), named_specs[name], mesh)
+        return _run_whole(name, x, f, axes_over(name, (-2, -1)), named_specs[name], mesh)
 
     def norm(tree: Tree) -> Tensor:
         named: dict[str, Any] = pytree.named_leaves(tree)
-        used = {name: tuple(sorted(axis.name for _, axis in over(name, None))) for name in named}
-        layers = _layers_here(named, named_specs, shapes, mesh) if ordered else {}
+        used = {name: tuple(sorted(axis.name for _, axis in axes_over(name, None))) for name in named}
+        layers = _local_layers(named, named_specs, shapes, mesh) if ordered else {}
         sums = _row_sums(named, rows, layers) if ordered else _set_sums(named, used, _wide(tree))
         _sum_over_ranks(sums, used, mesh)
         sums |= {name: _fold(sums[name].view(-1, shape[0])) for name, (_, shape) in layers.items()}
-        total = _fold(torch.stack(_on_one([_fold(part) for part in sums.values()]))) if sums else torch.zeros(())
+        leaf_totals = [_fold(leaf_sums) for leaf_sums in sums.values()]
+        total = _fold(torch.stack(_colocate(leaf_totals))) if sums else torch.zeros(())
         return safe_sqrt(total).to(_wide(tree))
 
     def vary(name: str, x: Tensor) -> Tensor:
-        for _, axis in over(name, None):
+        for _, axis in axes_over(name, None):
             x = pvary(x, axis, leaf=name)
         return x
 
     def windows(name: str, shape: tuple[int, ...]) -> tuple[list[Window], tuple[int, ...]]:
-        over(name, None)  # refuses a leaf that is not there
+        axes_over(name, None)  # refuses a leaf that is not there
         size = local_shape(shapes[name], named_specs[name], mesh)
         assert size == shape, f"{name}: the shard has shape {shape}, and {size} by its spec"
         return local_windows(shapes[name], named_specs[name], mesh), shapes[name]
 
     square = _row_squares if ordered else _piece_square
     return ShardedLeaves(
-        parts, gather, own, total, amax, on_matrices, norm, vary, windows, lambda name, _: shapes[name], square
+        parts, gather, local, total, amax, on_matrices, norm, vary, windows, lambda name, _: shapes[name], square
     )
 
 
-def _gather(name: str, x: Tensor, over: list[tuple[int, Axis]], spec: Spec, mesh: Mesh) -> Tensor:
-    for dim, axis in over:
+def _gather(name: str, x: Tensor, axes: list[tuple[int, Axis]], spec: Spec, mesh: Mesh) -> Tensor:
+    for dim, axis in axes:
         if dim == 0 and spec.rows:
             x = gather_layers(x, spec, mesh, all_gather, leaf=name)
         elif axis.name == spec.part_axis:
@@ -194,8 +193,8 @@ def _gather(name: str, x: Tensor, over: list[tuple[int, Axis]], spec: Spec, mesh
     return x
 
 
-def _total(name: str, x: Tensor, over: list[tuple[int, Axis]]) -> Tensor:
-    for _, axis in over:
+def _total(name: str, x: Tensor, axes: list[tuple[int, Axis]]) -> Tensor:
+    for _, axis in axes:
         if x.numel() <= _SMALL:
             x = functools.reduce(torch.add, all_gather(x[None], axis, 0, leaf=name).unbind(0))
         else:
@@ -203,14 +202,14 @@ def _total(name: str, x: Tensor, over: list[tuple[int, Axis]]) -> Tensor:
     return x
 
 
-def _amax(name: str, x: Tensor, over: list[tuple[int, Axis]]) -> Tensor:
-    for _, axis in over:
+def _amax(name: str, x: Tensor, axes: list[tuple[int, Axis]]) -> Tensor:
+    for _, axis in axes:
         x = all_gather(x[None], axis, 0, leaf=name).amax(0)
     return x
 
 
-def _own(x: Tensor, over: list[tuple[int, Axis]], spec: Spec) -> Tensor:
-    for dim, axis in reversed(over):
+def _local_shard(x: Tensor, axes: list[tuple[int, Axis]], spec: Spec) -> Tensor:
+    for dim, axis in reversed(axes):
         if dim == 0 and spec.rows:
             x = x.index_select(0, torch.tensor(spec.rows[axis.rank], dtype=torch.int64, device=x.device))
         elif axis.name == spec.part_axis:
@@ -220,15 +219,15 @@ def _own(x: Tensor, over: list[tuple[int, Axis]], spec: Spec) -> Tensor:
     return x
 
 
-def _rows_here(name: str, spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Rows:
+def _local_rows(name: str, spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> LeafRows:
     """The rows of a leaf that this rank has."""
     dim, windows = shard_dim(name), local_windows(shape, spec, mesh, leaf=name)
     if dim >= len(shape):
-        return Rows()
-    return Rows(windows[0].start[dim] if windows else 0, local_shape(shape, spec, mesh)[dim], shape[dim])
+        return LeafRows()
+    return LeafRows(windows[0].start[dim] if windows else 0, local_shape(shape, spec, mesh)[dim], shape[dim])
 
 
-def _layers_here(
+def _local_layers(
     named: dict[str, Any], specs: dict[str, Spec], shapes: dict[str, tuple[int, ...]], mesh: Mesh
 ) -> dict[str, Layers]:
     """The layers that this rank has of leaves whose layers are on several ranks. Their squares are added in the order
@@ -269,7 +268,7 @@ def bind(tx: GradientTransformation, shards: ShardedLeaves) -> GradientTransform
     >>> tx = bind(optim.clip_by_global_norm(1.0), sharded(plan.opt, plan.mesh, like=plan.like))
     """
     expect_optimizer(tx)
-    return tx if tx.on is None else tx.on(shards)
+    return tx if tx.with_shards is None else tx.with_shards(shards)
 
 
 def bind_to_plan(tx: GradientTransformation, plan: Plan) -> GradientTransformation:
@@ -279,9 +278,9 @@ def bind_to_plan(tx: GradientTransformation, plan: Plan) -> GradientTransformati
         return tx
     cut = [name for name, leaf in plan.leaves.items() if leaf.trained and cuts(plan, name, tx.needs)]
     if cut:
-        what = "rows" if tx.needs == "row" else "leaves"
+        unit = "rows" if tx.needs == "row" else "leaves"
         raise ValueError(
-            f"the optimizer needs whole {what} (needs={tx.needs!r}) and the plan cuts "
+            f"the optimizer needs whole {unit} (needs={tx.needs!r}) and the plan cuts "
             f"{'those of ' if tx.needs == 'row' else ''}{cut[0]} and {len(cut) - 1} more; "
             "give it an `on`, which makes it one for shards (see fzero.optim.GradientTransformation), or use stage 0"
         )
@@ -292,8 +291,8 @@ def cuts(plan: Plan, name: str, needs: str) -> bool:
     """Whether the optimizer's shards of a leaf are cut in a dim that `needs` (see GradientTransformation) has whole."""
     leaf = plan.leaves[name]
     dims = [*leaf.opt.dims, *[()] * (len(leaf.shape) - len(leaf.opt.dims))]  # a Spec may leave out trailing ones
-    whole = dims if needs == "tree" else dims[shard_dim(name) :][0 if needs == "matrix" else -1 :]
-    return any(plan.sizes[axis] > 1 for axes in whole for axis in axes)
+    needed_dims = dims if needs == "tree" else dims[shard_dim(name) :][0 if needs == "matrix" else -1 :]
+    return any(plan.sizes[axis] > 1 for axes in needed_dims for axis in axes)
 
 
 def layer_norm2(shards: ShardedLeaves, name: str, x: Tensor, lead: int) -> Tensor:
@@ -312,8 +311,8 @@ def rms(shards: ShardedLeaves, name: str, x: Tensor, lead: int) -> Tensor:
 
 def _expect_whole_rows(axes: dict[str, tuple[tuple[Axis, ...], ...]]) -> None:
     for name, dims in axes.items():
-        for dim, over in enumerate(dims):
-            if dim != shard_dim(name) and any(axis.name == "dp" for axis in over):
+        for dim, dim_axes in enumerate(dims):
+            if dim != shard_dim(name) and any(axis.name == "dp" for axis in dim_axes):
                 raise ValueError(
                     f"{name}: dp shards dim {dim}; ordered sums need it on dim {shard_dim(name)}; use ordered=False"
                 )
@@ -339,11 +338,13 @@ def _run_whole(
 ) -> Tensor:
     if not axes:
         return f(x)
-    (dim, axis), *rest = axes
+    (dim, axis), *outer_axes = axes
     if x.dim() > 2 and x.shape[0] % axis.size == 0 and axis.name != spec.part_axis:
-        layers = _run_whole(name, all_to_all(x, axis, 0, dim, leaf=name), f, rest, spec, mesh)
+        layers = _run_whole(name, all_to_all(x, axis, 0, dim, leaf=name), f, outer_axes, spec, mesh)
         return all_to_all(layers, axis, dim, 0, leaf=name)
-    return _own(_run_whole(name, _gather(name, x, axes[:1], spec, mesh), f, rest, spec, mesh), axes[:1], spec)
+    return _local_shard(
+        _run_whole(name, _gather(name, x, axes[:1], spec, mesh), f, outer_axes, spec, mesh), axes[:1], spec
+    )
 
 
 def _axes_of(name: str, spec: Spec, shapes: dict[str, tuple[int, ...]], mesh: Mesh) -> tuple[tuple[Axis, ...], ...]:
@@ -351,12 +352,12 @@ def _axes_of(name: str, spec: Spec, shapes: dict[str, tuple[int, ...]], mesh: Me
         raise ValueError(
             f"sharded: {name} has a spec and no shape{nearest(name, shapes)}; give `like` of the same plan"
         )
-    whole = replace(spec, dims=(*spec.dims, *((),) * (len(shapes[name]) - len(spec.dims))))
-    check_dims(name, shapes[name], whole, {axis.name: axis.size for axis in mesh.axes})
-    return tuple(tuple(mesh[a] for a in dim if mesh[a].size > 1) for dim in whole.dims)
+    full_spec = replace(spec, dims=(*spec.dims, *((),) * (len(shapes[name]) - len(spec.dims))))
+    check_dims(name, shapes[name], full_spec, {axis.name: axis.size for axis in mesh.axes})
+    return tuple(tuple(mesh[a] for a in dim if mesh[a].size > 1) for dim in full_spec.dims)
 
 
-def _on_one(sums: list[Tensor]) -> list[Tensor]:
+def _colocate(sums: list[Tensor]) -> list[Tensor]:
     """The sums on the GPU, if one is there: gradients that rest in the host's memory may be summed on either."""
     device = next((x.device for x in sums if x.is_cuda), None)
     if device is None:

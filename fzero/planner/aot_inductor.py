@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fzero import models, optim
 from fzero.core import precision
-from fzero.core.device import ELSEWHERE, FakeDevice, Target
+from fzero.core.device import PLANNED_GPU, FakeDevice, Target
 from fzero.core.files import writing
 from fzero.kernels import aot
 from fzero.planner import devices, fake_inductor
@@ -80,7 +80,7 @@ def _lower(
 ) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     code, constants = fake_inductor.generate_code(graph, examples, backward)
     sources |= dict.fromkeys(kernels_in(code))
-    return fake_inductor.load(code, constants, ELSEWHERE)
+    return fake_inductor.load(code, constants, PLANNED_GPU)
 
 
 def kernels_in(code: str) -> Iterator[tuple[str, str]]:
@@ -95,7 +95,7 @@ def kernels_in(code: str) -> Iterator[tuple[str, str]]:
             yield name, source
 
 
-def compile_generated(kernel: Generated) -> aot.Result:
+def compile_generated(kernel: Generated) -> aot.CompiledBuild:
     """Compile a kernel with each block size that Inductor would try, and read the code.
 
     The result has the most of each number. It is wrong if no block size compiles, or one that does asks for more shared
@@ -106,8 +106,8 @@ def compile_generated(kernel: Generated) -> aot.Result:
         results = [aot.read_code(arch, compiled) for compiled in _compile(kernel)]
     except Exception as error:  # of Inductor, Triton or the assembler: what it says is the result
         return aot.failed(f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}")
-    most = aot.Result(*(max(column) for column in zip(*(result[:6] for result in results))))
-    return most._replace(wrong=aot.too_much_shared(arch, most.shared))
+    max_counts = aot.CompiledBuild(*(max(column) for column in zip(*(result[:6] for result in results))))
+    return max_counts._replace(wrong=aot.too_much_shared(arch, max_counts.shared))
 
 
 def _compile(kernel: Generated) -> list[Any]:

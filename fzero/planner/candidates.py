@@ -13,11 +13,11 @@ from fzero.core.autodiff import Remat
 from fzero.core.pytree import nearest
 from fzero.models.presets import body_of
 from fzero.run.config import RunConfig
-from fzero.run.config_ranks import of_its_mesh
+from fzero.run.config_ranks import drop_absent_axes
 from fzero.sharding import fake_mesh, zero_plan
 from fzero.sharding.pipeline import FAMILIES
 from fzero.sharding.pipeline.orders import group_size
-from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.pipeline_plan import Pipeline
 
 CHOICES: Mapping[str, Sequence[Any]] = {  # the values to try
     "zero": (0, 1, 2, 3),
@@ -65,7 +65,7 @@ class Candidate(NamedTuple):
         """The ranks among which ZeRO shards a leaf that all of them use."""
         return self.dp * self.ep * self.cp
 
-    def of(self, config: RunConfig) -> RunConfig:
+    def apply_to(self, config: RunConfig) -> RunConfig:
         """Return `config` changed to train in this way, with sequence parallelism wherever tp divides the sequence."""
         sequence = self.tp > 1 and config.data.seq_len % self.tp == 0
         train = replace(config.train, remat=self.remat, micro_batch=self.micro_batch)
@@ -78,7 +78,9 @@ class Candidate(NamedTuple):
             "pipeline": pipeline,
             "resident": config.resident if fetched else 0,
         }
-        return of_its_mesh(replace(config, mesh=self.mesh, zero=self.zero, offload=self.offload, train=train, **split))
+        return drop_absent_axes(
+            replace(config, mesh=self.mesh, zero=self.zero, offload=self.offload, train=train, **split)
+        )
 
 
 def candidates(
@@ -96,13 +98,13 @@ def candidates(
             raise ValueError(f"choices gives {name!r}{nearest(name, CHOICES)}; a search tries {', '.join(CHOICES)}")
     tried = {**CHOICES, **(choices or {})}
     rows = [pipeline_of(text) for text in tried["pipeline"]]
-    found = 0
+    count = 0
     for pp in tried["mesh.pp"]:
         if pp > 1 and (ranks % pp or not hasattr(models.build(config.model), "block")):
             continue
         inner = itertools.product(sizes_of_tp(config, ranks // pp, on_node), tried["mesh.cp"], tried["mesh.ep"])
         for tp, cp, ep in inner:
-            if cp > 1 and (pp > 1 or not takes_cp(config, ranks // tp, cp)):
+            if cp > 1 and (pp > 1 or not admits_cp(config, ranks // tp, cp)):
                 continue
             data = ranks // pp // tp // cp
             if ep > 1 and (data % ep or experts_of(config) % ep):
@@ -112,31 +114,33 @@ def candidates(
                 if config.train.batch != parts * micro * data or not parts:
                     continue
                 groups = groups_of(data, max(1, on_node // tp // cp)) if pp == ep == 1 else [data // ep]
-                orders = [one for one in rows if suits(one, config, pp, parts)] if pp > 1 else [Pipeline()]
-                for one in sharded_ways(data // ep, cp * ep, groups, tried):
+                orders = (
+                    [choice for choice in rows if schedule_fits(choice, config, pp, parts)] if pp > 1 else [Pipeline()]
+                )
+                for choice in enumerate_shardings(data // ep, cp * ep, groups, tried):
                     for order in orders:
                         c = Candidate(
-                            *one[:2], tp, *one[2:], micro, pp, str(order.schedule), order.chunks, cp=cp, ep=ep
+                            *choice[:2], tp, *choice[2:], micro, pp, str(order.schedule), order.chunks, cp=cp, ep=ep
                         )
-                        if pp == 1 or takes_pipeline(c):
-                            found += 1
+                        if pp == 1 or admits_pipeline(c):
+                            count += 1
                             yield c
-    if not found:
+    if not count:
         widest = max(sizes_of_tp(config, ranks, on_node))
-        least = ranks // widest
+        data_ranks = ranks // widest
         raise ValueError(
             f"no mesh of {ranks} ranks can share a batch of {config.train.batch} sequences: with tp={widest}, the "
-            f"largest within a node, there are {least} data ranks; use a batch that {least} divides (--batch)"
+            f"largest within a node, there are {data_ranks} data ranks; use a batch that {data_ranks} divides (--batch)"
         )
 
 
-def sharded_ways(
-    data: int, each: int, groups: Sequence[int], tried: Mapping[str, Sequence[Any]]
+def enumerate_shardings(
+    data: int, inner_ranks: int, groups: Sequence[int], tried: Mapping[str, Sequence[Any]]
 ) -> Iterator[tuple[int, int, int, str, str]]:
     """(dp, rp, stage, recomputation, offload) for so many ranks of dp and rp, each of so many of cp and ep; groups: the
     sizes of dp."""
     for dp in groups:
-        for zero in tried["zero"] if data * each > 1 else (0,):
+        for zero in tried["zero"] if data * inner_ranks > 1 else (0,):
             if zero == 0 and dp != data:
                 continue  # without shards, dp and rp do the same
             for remat in tried["train.remat"]:
@@ -163,14 +167,14 @@ def pipeline_of(text: str) -> Pipeline:
     return Pipeline(name, int(chunks or 1))
 
 
-def suits(one: Pipeline, config: RunConfig, pp: int, parts: int) -> bool:
+def schedule_fits(pipeline: Pipeline, config: RunConfig, pp: int, parts: int) -> bool:
     """Whether a schedule takes so many micro-batches on pp ranks, and the model has layers for its stages."""
-    family = FAMILIES[str(one.schedule)]
-    grouped = not family.groups or one.chunks == 1 or group_size(pp, parts) > 0
-    return pp * one.chunks <= config.model.n_layers and parts >= max(pp, family.least(pp)) and grouped
+    family = FAMILIES[str(pipeline.schedule)]
+    grouped = not family.groups or pipeline.chunks == 1 or group_size(pp, parts) > 0
+    return pp * pipeline.chunks <= config.model.n_layers and parts >= max(pp, family.min_parts(pp)) and grouped
 
 
-def takes_pipeline(c: Candidate) -> bool:
+def admits_pipeline(c: Candidate) -> bool:
     """Whether a candidate with pp is one that a search tries: see `candidates`."""
     return c.offload in ("", "acts=host", "acts=nvme") and (c.remat == "none" or not FAMILIES[c.schedule].split)
 
@@ -180,7 +184,7 @@ def experts_of(config: RunConfig) -> int:
     return getattr(body_of(config.model), "n_experts", 1)
 
 
-def takes_cp(config: RunConfig, ranks: int, cp: int) -> bool:
+def admits_cp(config: RunConfig, ranks: int, cp: int) -> bool:
     """Whether cp divides so many ranks, the model's sequences can be split, and a rank keeps LEAST tokens of one."""
     splits = getattr(models.build(config.model), "splits", False)
     return splits and ranks % cp == 0 and config.data.seq_len % (cp * LEAST) == 0

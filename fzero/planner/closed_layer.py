@@ -2,7 +2,10 @@
 
 Two layers are traced once for each size of tp; the activation memory and time of a layer for every micro-batch,
 recomputation, stage and mesh follow from that. State bytes come from the plan's own specs, so they are exact also if a
-leaf does not divide evenly."""
+leaf does not divide evenly.
+
+What waits in the schedules of pipelines: each is played once, over few micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,48 @@ from fzero.planner.timing import predict
 from fzero.run import build_optim
 from fzero.run.config import RunConfig
 from fzero.run.config_ranks import SIGNS, codec_of
-from fzero.run.memory_check import part_layers, part_numels
+from fzero.run.memory_check import segment_layers, segment_numels
 from fzero.sharding import Context, Plan, fake_mesh, zero_plan
 from fzero.sharding.codec import Codec, expect_codec
 from fzero.sharding.memory import Offload
+from fzero.sharding.pipeline import FAMILIES, play, schedule, stage_ranks
+from fzero.sharding.pipeline.table import Stages
 from fzero.sharding.slices import is_stacked, local_numel
 from fzero.train.expert_slack import with_expert_slack
+
+ROW = 4  # micro-batches for each rank of pp in the rows that `row_facts` plays
+
+
+class RowFacts(NamedTuple):
+    """What waits in a schedule of ROW micro-batches for each rank, which more of them do not change but as said."""
+
+    idle: float  # of a step, with messages that take no time, in units of a rank's forward pass of a micro-batch
+    wires: float  # the messages that the longest rank waits for
+    wires_each: float  # more of them for each micro-batch more
+    in_flight: int  # the most chunks in flight on a rank
+
+
+@functools.lru_cache(maxsize=256)
+def row_facts(name: str, p: int, v: int, recompute: bool) -> RowFacts:
+    """The RowFacts of a schedule; recompute: backward passes compute the forward pass again.
+
+    A backward pass takes twice as long as a forward pass, half of it for the gradients by weights.
+
+    >>> row_facts("1f1b", 4, 1, False)
+    RowFacts(idle=9.0, wires=28.0, wires_each=2.0, in_flight=4)
+    """
+    ranks = stage_ranks(p, v, FAMILIES[name].placement)
+    stages = Stages(tuple((i,) for i in range(p * v)), ranks)
+    times = {"F": 1.0 / v, "I": (1.0 + recompute) / v, "W": 1.0 / v}
+    wire = 0.1 / v
+    facts = []
+    for parts in (ROW * p // 2, ROW * p):
+        s = schedule(name, stages, parts)
+        fast, slow = (play(s, times, delay) for delay in (0.0, wire))
+        facts.append(((slow.step - fast.step) / wire, min(fast.idle), max(fast.peak)))
+    (less, _, _), (full_wires, idle, max_peak) = facts
+    return RowFacts(round(idle, 9), round(full_wires, 6), round((full_wires - less) / (ROW * p / 2), 6), max_peak)
+
 
 # A search has tens of thousands of candidates with a few dozen texts.
 remat_of, offload_of = functools.cache(Remat.parse), functools.cache(Offload.parse)
@@ -53,9 +92,9 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
     """Estimate a Layer of `config` on a device shared by tp ranks, from a trace of TRACED_ROWS rows and two layers, or
     a period of those that differ.
     """
-    few, rows = min(max(2, models.period(config.model)), config.model.n_layers), TRACED_ROWS
-    model = models.shorten(config.model, few)
-    one = Candidate(1, 1, tp, 0, "none", "", rows).of(
+    depth, rows = min(max(2, models.period(config.model)), config.model.n_layers), TRACED_ROWS
+    model = models.shorten(config.model, depth)
+    shallow = Candidate(1, 1, tp, 0, "none", "", rows).apply_to(
         replace(
             config,
             preset="",
@@ -64,31 +103,33 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
             train=replace(config.train, batch=rows, micro_batch=rows, measure_every=0),
         )
     )
-    traced = trace_step(one, {"tp": tp}, target=device.target)
+    traced = trace_step(shallow, {"tp": tp}, target=device.target)
     timing = predict(traced, device)
-    kept = [m.parts["activations"] for m in traced.timeline if m.phase == "forward" and m.layer is not None]
+    live_bytes = [m.parts["activations"] for m in traced.timeline if m.phase == "forward" and m.layer is not None]
     of_layer = {
         i: max((m.parts["activations"] for m in traced.timeline if (m.phase, m.layer) == ("forward", i)), default=0)
-        for i in range(few)
+        for i in range(depth)
     }
-    per_layer = (of_layer[few - 1] - of_layer[0]) // (few - 1) if few > 1 else max(kept)
+    per_layer = (of_layer[depth - 1] - of_layer[0]) // (depth - 1) if depth > 1 else max(live_bytes)
     policy = build_optim.make_policy(traced.config)
-    share = tp if one.sequence else 1
+    share = tp if shallow.sequence else 1
     inputs = rows * config.data.seq_len * config.model.d_model * policy.compute.itemsize // share
     # Only of the passes: the workspace of an update grows with the parameters and not with the rows.
-    most = max(
+    max_bytes = max(
         m.parts["activations"] + m.parts["workspace"] for m in traced.timeline if m.phase in ("forward", "backward")
     )
-    seconds = {phase: [timing.layers.get(f"{phase}/{i}", 0.0) for i in range(few)] for phase in ("forward", "backward")}
+    seconds = {
+        phase: [timing.layers.get(f"{phase}/{i}", 0.0) for i in range(depth)] for phase in ("forward", "backward")
+    }
     ends = sum(timing.phases.get(phase, 0.0) - sum(seconds[phase]) for phase in seconds)
     host = timing.bound.get("host", 0.0) / max(1e-12, sum(timing.bound.values()))
     return Layer(
         kept_bytes=max(per_layer, inputs) // rows,
         input_bytes=inputs // rows,
-        spare_bytes=max(0, most - few * per_layer) // rows,
-        forward_s=sum(seconds["forward"]) / few / rows,
-        backward_s=sum(seconds["backward"]) / few / rows,
-        tp_s=timing.exposed.get("tp", 0.0) / few / rows,
+        spare_bytes=max(0, max_bytes - depth * per_layer) // rows,
+        forward_s=sum(seconds["forward"]) / depth / rows,
+        backward_s=sum(seconds["backward"]) / depth / rows,
+        tp_s=timing.exposed.get("tp", 0.0) / depth / rows,
         ends_s=max(0.0, ends) / rows,
         host=host,
         rest_s=host * sum(s for phase, s in timing.phases.items() if phase not in seconds),
@@ -96,12 +137,12 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
 
 
 @functools.cache
-def stacked(part: str) -> bool:
+def stacked(segment: str) -> bool:
     """Whether a part of a model has layers."""
-    return is_stacked(f"{part}/")
+    return is_stacked(f"{segment}/")
 
 
-def takes_codec(basis: Basis, c: Candidate) -> bool:
+def admits_codec(basis: Basis, c: Candidate) -> bool:
     """Whether the codec of a search's config goes with a candidate: with its stage, mesh and offload."""
     codec, tiers = codec_of(basis.config), Offload.parse(c.offload)
     try:
@@ -145,7 +186,7 @@ class Basis:
     @functools.cached_property
     def depths(self) -> dict[str, int]:
         """The layers of each part of the model."""
-        return part_layers(self.plan(1, 1, 1, 0, 1, 1)[0])
+        return segment_layers(self.plan(1, 1, 1, 0, 1, 1)[0])
 
     def _plan(
         self, dp: int, rp: int, tp: int, zero: int, cp: int, ep: int
@@ -155,12 +196,12 @@ class Basis:
         frozen = frozen_leaves(self.config.model)
         plan = zero_plan(zero, self.model, mesh, policy=self.policy, sequence=context, frozen=frozen)
         plan = with_expert_slack(plan.with_experts(self.config.experts), self.config.train.update)
-        held = {
-            what: sum(
-                local_numel(leaf.shape, getattr(leaf, what), plan.sizes)
+        elements = {
+            kind: sum(
+                local_numel(leaf.shape, getattr(leaf, kind), plan.sizes)
                 for leaf in plan.leaves.values()
-                if leaf.trained or what == "params"
+                if leaf.trained or kind == "params"
             )
-            for what in ("params", "grads", "opt")
+            for kind in ("params", "grads", "opt")
         }
-        return plan, held, part_numels(plan)
+        return plan, elements, segment_numels(plan)

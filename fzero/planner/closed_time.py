@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from fzero.comm.tables import SHARDS, links_of
+from fzero.comm.rank_tables import SHARDS, links_of
 from fzero.planner import experts
 from fzero.planner.candidates import Candidate
-from fzero.planner.closed_layer import TRACED_ROWS, Basis, offload_of, remat_of, stacked
-from fzero.planner.closed_rows import ROW, row_facts
+from fzero.planner.closed_layer import ROW, TRACED_ROWS, Basis, offload_of, remat_of, row_facts, stacked
 from fzero.planner.rates import collective_s, wire_s
 from fzero.sharding.memory import Tier
 
@@ -20,18 +19,18 @@ from fzero.sharding.memory import Tier
 def step_time(basis: Basis, c: Candidate) -> dict[str, float]:
     """Estimate the seconds of a step, by cause."""
     layer, remat, tiers = basis.layer(c.tp), remat_of(c.remat), offload_of(c.offload)
-    plan, held, parts = basis.plan_of(c)
+    plan, elements, parts = basis.plan_of(c)
     layers, policy = math.ceil(basis.config.model.n_layers / c.pp), basis.policy
-    held = {name: numels / c.pp for name, numels in held.items()}
+    elements = {name: numels / c.pp for name, numels in elements.items()}
     micro = basis.config.train.batch // c.micro_batch // c.data
     rows = TRACED_ROWS * layer.host + (1 - layer.host) * c.micro_batch / c.cp
     forward, backward = rows * layer.forward_s, rows * layer.backward_s
-    again = forward if remat.every else (1 - remat.budget) * forward / 2
+    recompute_s = forward if remat.every else (1 - remat.budget) * forward / 2
     out = {
         "computation": micro * (layers * (forward + backward) + rows * layer.ends_s),
-        "recomputation": micro * layers * again,
+        "recomputation": micro * layers * recompute_s,
         "communication on tp": micro * layers * rows * layer.tp_s * (1.5 if remat.every else 1.0),
-        "update": update_s(basis, 28 * held["opt"], tiers.opt, layers * (backward + again)) + layer.rest_s,
+        "update": update_s(basis, 28 * elements["opt"], tiers.opt, layers * (backward + recompute_s)) + layer.rest_s,
     }
     if c.pp > 1:
         out["bubble"] = bubble_s(basis, c, micro, layers * forward, rows * layer.input_bytes)
@@ -39,18 +38,18 @@ def step_time(basis: Basis, c: Candidate) -> dict[str, float]:
         out["communication on cp"] = cp_s(basis, c, micro, bool(remat.every))
     if c.ep > 1:
         out["communication on ep"] = ep_s(basis, c, micro, bool(remat.every))
-        fullest = (basis.device.loads.imbalance(c.ep) - 1.0) * experts.flop_part(plan, basis.config)
+        fullest = (basis.device.loads.imbalance(c.ep) - 1.0) * experts.flop_fraction(plan, basis.config)
         out["waiting for the fullest experts"] = fullest * (out["computation"] + out["recomputation"])
-    for axis, seconds in exposed_s(basis, c, micro, forward, backward + again, parts, held).items():
+    for axis, seconds in exposed_s(basis, c, micro, forward, backward + recompute_s, parts, elements).items():
         out[f"communication on {axis}"] = out.get(f"communication on {axis}", 0.0) + seconds
     # Each micro-batch but the first adds to a sum that comes back to the device.
     sums = policy.param if micro == 1 else policy.accumulate
     # States that the host of a GPU updates in its memory stay there: sums of gradients come, and parameters go.
     on_host = basis.device.kind == "cuda" and tiers.opt.memory == "host"
-    moved = (
-        (tiers.opt, held["opt"] * (sums.itemsize + policy.param.itemsize if on_host else 2 * basis.opt_bytes)),
-        (tiers.params, 3 * micro * held["params"] * policy.param.itemsize),
-        (tiers.grads, (2 * micro - 1) * held["grads"] * sums.itemsize),
+    transfers = (
+        (tiers.opt, elements["opt"] * (sums.itemsize + policy.param.itemsize if on_host else 2 * basis.opt_bytes)),
+        (tiers.params, 3 * micro * elements["params"] * policy.param.itemsize),
+        (tiers.grads, (2 * micro - 1) * elements["grads"] * sums.itemsize),
         (
             tiers.acts,
             2 * micro * c.micro_batch / c.cp * math.ceil(layers / max(1, remat.every)) * layer.input_bytes,
@@ -60,16 +59,16 @@ def step_time(basis: Basis, c: Candidate) -> dict[str, float]:
         ("host", basis.device.host, "the host", 1),
         ("nvme", basis.device.nvme, "the disk", basis.on_node),
     ):
-        away = sum(amount * tier.fraction for tier, amount in moved if tier.memory == memory)
-        if away:
+        offloaded = sum(amount * tier.fraction for tier, amount in transfers if tier.memory == memory)
+        if offloaded:
             rate = min((rates.get(way, 0.0) for way in ("read", "write")), default=0.0) / sharing
             rate *= basis.device.efficiency.get("host", 1.0) if memory == "host" else 1.0
             hidden = 0.0 if tiers.opt.memory == memory else 0.8 * (out["computation"] + out["recomputation"])
-            out[f"transfers to {name}"] = max(0.0, away / rate - hidden) if rate else math.inf
+            out[f"transfers to {name}"] = max(0.0, offloaded / rate - hidden) if rate else math.inf
     return out
 
 
-def cp_s(basis: Basis, c: Candidate, micro: int, again: bool) -> float:
+def cp_s(basis: Basis, c: Candidate, micro: int, recompute: bool) -> float:
     """Estimate the seconds of a step in which a rank of cp waits for the messages of attention: all of them, but
     those of a ring, beside which it computes."""
     plan = basis.plan_of(c)[0]
@@ -79,15 +78,15 @@ def cp_s(basis: Basis, c: Candidate, micro: int, again: bool) -> float:
     elements = plan.heads.sent(context.form, c.cp, context.inner) * c.micro_batch * basis.config.data.seq_len
     way = basis.ways_of(c)["cp"]
     message = collective_s(way, "all_gather", int(elements * itemsize)).seconds
-    return micro * basis.config.model.n_layers * message * (3.0 if again else 2.0)
+    return micro * basis.config.model.n_layers * message * (3.0 if recompute else 2.0)
 
 
-def ep_s(basis: Basis, c: Candidate, micro: int, again: bool) -> float:
+def ep_s(basis: Basis, c: Candidate, micro: int, recompute: bool) -> float:
     """Estimate the seconds of a step in which a rank of ep waits for the tokens of experts, there and back."""
     plan, tokens = basis.plan_of(c)[0], basis.config.data.seq_len * c.micro_batch / c.cp
     ways = basis.ways_of(c)
-    there = experts.messages_s(plan, ways["ep"], tokens * basis.policy.compute.itemsize, basis.device.loads)
-    return micro * math.ceil(experts.depth(plan) / c.pp) * there * (3.0 if again else 2.0)
+    exchange_s = experts.messages_s(plan, ways["ep"], tokens * basis.policy.compute.itemsize, basis.device.loads)
+    return micro * math.ceil(experts.depth(plan) / c.pp) * exchange_s * (3.0 if recompute else 2.0)
 
 
 def bubble_s(basis: Basis, c: Candidate, micro: int, forward: float, message: float) -> float:
@@ -108,11 +107,13 @@ def update_s(basis: Basis, size: float, tier: Tier, backward: float = 0.0) -> fl
     backward: the seconds of the last micro-batch's backward pass, beside which the host updates where
     train.update says so.
     """
-    part = tier.fraction if tier.memory != "device" and basis.device.kind == "cuda" else 0.0
+    fraction = tier.fraction if tier.memory != "device" and basis.device.kind == "cuda" else 0.0
     memory = basis.device.bandwidth_bytes_s * basis.device.efficiency.get("memory", 1.0)
-    there = (basis.device.host_memory_bytes_s or math.inf) * basis.device.efficiency.get("host", 1.0) / basis.on_node
-    beside = backward if basis.config.train.update != "end" else 0.0
-    return size * (1.0 - part) / memory + max(0.0, size * part / there - beside)
+    host_rate = (
+        (basis.device.host_memory_bytes_s or math.inf) * basis.device.efficiency.get("host", 1.0) / basis.on_node
+    )
+    hidden_s = backward if basis.config.train.update != "end" else 0.0
+    return size * (1.0 - fraction) / memory + max(0.0, size * fraction / host_rate - hidden_s)
 
 
 def exposed_s(
@@ -122,7 +123,7 @@ def exposed_s(
     forward: float,
     backward: float,
     parts: Mapping[str, int],
-    held: Mapping[str, float],
+    elements: Mapping[str, float],
 ) -> dict[str, float]:
     """Estimate the exposed data-parallel communication: seconds of a step, by axis."""
     layers, size = math.ceil(basis.config.model.n_layers / c.pp), basis.policy.param.itemsize
@@ -130,25 +131,25 @@ def exposed_s(
     ways = basis.ways_of(c)
     # The link of the ranks that share the states, and that of those which share a rank's experts: none or one.
     sizes = {"dp": c.dp, "ep": c.ep, "cp": c.cp}
-    links, own = links_of(SHARDS, sizes), links_of(SHARDS, {**sizes, "ep": 1})
+    links, expert_links = links_of(SHARDS, sizes), links_of(SHARDS, {**sizes, "ep": 1})
     plan = basis.plan_of(c)[0]
     theirs = experts.numel(plan) / basis.config.model.n_layers  # of a layer, of a rank's experts
     out: dict[str, float] = {}
 
-    def seconds(axis: str, what: str, elements: float, itemsize: int, experts: float = 0.0) -> float:
+    def seconds(axis: str, collective: str, elements: float, itemsize: int, experts: float = 0.0) -> float:
         """experts: those of the elements that the ranks of `own` share."""
-        times, found = 2 if what == "psum" else 1, 0.0
-        for link, part in ((links[:1] if axis == "dp" else [axis], elements - experts), (own, experts)):
-            way = ways.get(link[0]) if link and part else None
+        times, total = 2 if collective == "psum" else 1, 0.0
+        for link, count in ((links[:1] if axis == "dp" else [axis], elements - experts), (expert_links, experts)):
+            way = ways.get(link[0]) if link and count else None
             if way is not None:
-                sent = int(times * part * itemsize * (way.size - 1) / way.size)
-                found += collective_s(way, what, sent).seconds
-        return found
+                sent = int(times * count * itemsize * (way.size - 1) / way.size)
+                total += collective_s(way, collective, sent).seconds
+        return total
 
-    whole = sum(basis.depths[part] * size for part, size in parts.items())
-    ends = sum(size for part, size in parts.items() if not stacked(part))
-    block = (whole - ends) / basis.config.model.n_layers
-    whole = ends + layers * block
+    total = sum(basis.depths[segment] * size for segment, size in parts.items())
+    ends = sum(size for segment, size in parts.items() if not stacked(segment))
+    block = (total - ends) / basis.config.model.n_layers
+    total = ends + layers * block
     if links:
         gather = seconds("dp", "all_gather", block, size, theirs)
         scatter = seconds("dp", "psum_scatter", block, sums, theirs)
@@ -160,24 +161,24 @@ def exposed_s(
             gathers = 1 if stays else micro
             outside += gathers * seconds("dp", "all_gather", ends, size)
             # Of each K recomputed layers, all but the last are gathered once more.
-            again = (2.0 - 1.0 / (remat_of(c.remat).every or 1)) * gather
-            again = 0.0 if stays else again
+            regather_s = (2.0 - 1.0 / (remat_of(c.remat).every or 1)) * gather
+            regather_s = 0.0 if stays else regather_s
             out["dp"] = outside + layers * (
-                gathers * max(0.0, gather - forward) + micro * max(0.0, again + scatter - backward)
+                gathers * max(0.0, gather - forward) + micro * max(0.0, regather_s + scatter - backward)
             )
         elif c.zero == 2:
             out["dp"] = (
                 micro * layers * max(0.0, scatter - backward)
                 + outside
-                + seconds("dp", "all_gather", whole, size, layers * theirs)
+                + seconds("dp", "all_gather", total, size, layers * theirs)
             )
         else:
             # With pp the sums go on until the row ends, and most of them have nothing left to hide behind.
-            beside = backward if c.pp == 1 else 0.0
-            what = "psum" if c.zero == 0 else "psum_scatter"
-            out["dp"] = layers * max(0.0, seconds("dp", what, block, sums, theirs) - beside) + outside
-            out["dp"] += seconds("dp", "all_gather", whole, size, layers * theirs) if c.zero else 0.0
+            hidden_s = backward if c.pp == 1 else 0.0
+            collective = "psum" if c.zero == 0 else "psum_scatter"
+            out["dp"] = layers * max(0.0, seconds("dp", collective, block, sums, theirs) - hidden_s) + outside
+            out["dp"] += seconds("dp", "all_gather", total, size, layers * theirs) if c.zero else 0.0
     out = {links[0]: out["dp"]} if links else {}
     if c.rp > 1:
-        out["rp"] = seconds("rp", "psum", held["grads"], sums) * (micro if c.zero == 0 else 1)
+        out["rp"] = seconds("rp", "psum", elements["grads"], sums) * (micro if c.zero == 0 else 1)
     return out

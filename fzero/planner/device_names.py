@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from fzero.core.foreign import nearest
+from fzero.core.text_parsing import nearest
 
 LISTED = Path(__file__).parent / "devices"
 
@@ -24,15 +24,15 @@ def device_path(name: str | Path) -> Path | None:
     path = Path(name)
     if str(name) == "here":
         return None
-    known = ", ".join(list_devices())
+    names = ", ".join(list_devices())
     if path.suffix != ".json":
         listed = str(name).lower()
         if listed not in list_devices():
             raise ValueError(
-                f"device {str(name)!r} is not known{nearest(str(name), list_devices())}; the devices are {known}, "
+                f"device {str(name)!r} is not known{nearest(str(name), list_devices())}; the devices are {names}, "
                 "here (after `fzero bench`), or the path of a .json file"
             )
         return LISTED / f"{listed}.json"
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; give a device file that `fzero bench --out` wrote, or one of {known}")
+        raise ValueError(f"{path}: no such file; give a device file that `fzero bench --out` wrote, or one of {names}")
     return path

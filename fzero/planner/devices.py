@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fzero.core.config_tables import KINDS
 from fzero.core.device import Target
-from fzero.core.foreign import parse_json, read_text_file
 from fzero.core.pytree import nearest
-from fzero.core.tables import KINDS
+from fzero.core.text_parsing import parse_json, read_text_file
 from fzero.planner.device_names import device_path
-from fzero.planner.loads import EVEN, Loads
+from fzero.planner.expert_loads import EVEN, Loads
 from fzero.run.machine import device_file
 
 # Of a machine here: memory of a process besides tensors (Python, PyTorch's libraries), and the fraction lost.
@@ -31,7 +31,7 @@ Curve = tuple[tuple[float, float], ...]  # (size, seconds), sorted by size
 Products = tuple[tuple[int, int, int, int, float], ...]  # (batch, m, n, k, seconds) of [batch, m, k] @ [batch, k, n]
 
 
-class Rates(NamedTuple):
+class MeasuredRates(NamedTuple):
     """Measured seconds of operations as a training step runs them: with results in memory that the allocator provides.
 
     Measured in one process with `threads` threads, while `processes` processes (it included) do the same on this
@@ -85,7 +85,7 @@ class Device:
     step_range: tuple[float, float] = (0.8, 1.25)  # real over predicted time of a step: the least and the most seen
     launch_s: float = 0.0  # seconds between two kernels of a GPU
     op_s: dict[str, float] = field(default_factory=dict)  # as in Rates, for a device that was not measured
-    rates: tuple[Rates, ...] = ()
+    rates: tuple[MeasuredRates, ...] = ()
     # "psum/4": bytes of the whole tensor -> seconds among 4 ranks
     collectives: dict[str, Curve] = field(default_factory=dict)
     # "late/4": a single point, the seconds between the first and the last rank to reach a collective
@@ -124,7 +124,7 @@ class Device:
         """The target by which kernels are chosen."""
         return Target("cpu") if self.kind == "cpu" else Target(self.kind, self.processors, self.capability, self.name)
 
-    def rates_of(self, threads: int = 1, processes: int = 1) -> Rates | None:
+    def rates_of(self, threads: int = 1, processes: int = 1) -> MeasuredRates | None:
         """The measured rates nearest to these numbers of threads and processes; None for a listed device."""
         return min(self.rates, key=lambda r: (abs(r.threads - threads), abs(r.processes - processes)), default=None)
 
@@ -156,9 +156,9 @@ def between_nodes(device: Device, text: str) -> Device:
     >>> level.ranks, level.bytes_s, level.latency_s  # an eighth of a node's
     (None, 156250000.0, 0.005)
     """
-    rate, _, late = text.partition(":")
+    rate, _, latency = text.partition(":")
     try:
-        gigabit, milliseconds = float(rate), float(late or 0)
+        gigabit, milliseconds = float(rate), float(latency or 0)
     except ValueError:
         gigabit = milliseconds = math.nan
     if not (0 < gigabit < math.inf and 0 <= milliseconds < math.inf):
@@ -169,10 +169,10 @@ def between_nodes(device: Device, text: str) -> Device:
     near, sharing = inner[-1], inner[0].ranks or 1
     share, hidden, call_s = gigabit * 1e9 / 8 / sharing, near.hidden, near.call_s
     if hidden is not None:  # measured
-        most = min(near.bytes_s, (near.total_bytes_s or math.inf) / sharing)
-        share = min(share, most)
+        max_rate = min(near.bytes_s, (near.total_bytes_s or math.inf) / sharing)
+        share = min(share, max_rate)
         # What computation cannot hide of a message is the transport's part of its time, and not the wire's.
-        hidden, call_s = 1 - (1 - hidden) * share / most, call_s + near.latency_s
+        hidden, call_s = 1 - (1 - hidden) * share / max_rate, call_s + near.latency_s
     outer = Level(f"{gigabit:g} Gbit/s", near.kind, None, share, milliseconds / 1e3, call_s=call_s, hidden=hidden)
     return dataclasses.replace(device, links=(*inner, outer))
 
@@ -180,7 +180,7 @@ def between_nodes(device: Device, text: str) -> Device:
 def to_json(device: Device) -> str:
     """The text of a device file; `from_json` gives the same Device back."""
     table = _plain(device)
-    lines = [f"{json.dumps(key)}: {_laid_out(value)}" for key, value in table.items()]
+    lines = [f"{json.dumps(key)}: {_format_json(value)}" for key, value in table.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
@@ -188,11 +188,11 @@ def from_json(text: str, name: str) -> Device:
     """Parse the text of a device file. Raises ValueError naming the file `name`, the key and the problem."""
     table = parse_json(text, name)
     try:
-        found = _typed("", table, Device)
-        _check(found)
+        parsed = _typed("", table, Device)
+        _check(parsed)
     except ValueError as error:
         raise ValueError(f"{name}: {error}; correct it, or run `fzero bench` again") from None
-    return found
+    return parsed
 
 
 def _check(device: Device) -> None:
@@ -236,16 +236,16 @@ def _plain(value: Any) -> Any:
     return {key: _plain(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
 
 
-def _laid_out(value: Any, indent: str = "") -> str:
+def _format_json(value: Any, indent: str = "") -> str:
     """Format as JSON with short values on one line."""
     short = json.dumps(value, ensure_ascii=False)
     if len(indent) + len(short) <= 130 or not isinstance(value, dict | list) or not value:
         return short
     deeper = indent + " "
     if isinstance(value, dict):
-        inner = [f"{deeper}{json.dumps(key)}: {_laid_out(each, deeper)}" for key, each in value.items()]
+        inner = [f"{deeper}{json.dumps(key)}: {_format_json(item, deeper)}" for key, item in value.items()]
         return "{\n" + ",\n".join(inner) + f"\n{indent}}}"
-    inner = [deeper + _laid_out(each, deeper) for each in value]
+    inner = [deeper + _format_json(item, deeper) for item in value]
     return "[\n" + ",\n".join(inner) + f"\n{indent}]"
 
 
@@ -263,23 +263,26 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         return _fields(name, value, hint)
     kind, inner = typing.get_origin(hint), typing.get_args(hint)
     if kind is dict and isinstance(value, dict):
-        return {key: _typed(f"{name}.{key}", each, inner[1]) for key, each in value.items()}
+        return {key: _typed(f"{name}.{key}", item, inner[1]) for key, item in value.items()}
     if kind is tuple and isinstance(value, list):
         if inner[-1] is Ellipsis:
-            return tuple(_typed(f"{name}[{i}]", each, inner[0]) for i, each in enumerate(value))
+            return tuple(_typed(f"{name}[{i}]", item, inner[0]) for i, item in enumerate(value))
         if len(value) == len(inner):
-            return tuple(_typed(f"{name}[{i}]", each, one) for i, (each, one) in enumerate(zip(value, inner)))
+            return tuple(
+                _typed(f"{name}[{i}]", item, item_hint) for i, (item, item_hint) in enumerate(zip(value, inner))
+            )
     if hint is float and isinstance(value, int | float) and type(value) is not bool and math.isfinite(value):
         return float(value)
     if kind is None and type(value) is hint and hint is not float:
         return value
-    wanted = {
+    expected = {
         dict: "a table",
         tuple: f"a list of {len(inner)} values" if kind is tuple and inner[-1] is not Ellipsis else "a list",
     }
-    shown = json.dumps(value)
+    rendered = json.dumps(value)
     raise ValueError(
-        f"{name} is {shown if len(shown) < 60 else shown[:57] + '...'}; it must be {wanted.get(kind) or KINDS[hint]}"
+        f"{name} is {rendered if len(rendered) < 60 else rendered[:57] + '...'}; it must be "
+        f"{expected.get(kind) or KINDS[hint]}"
     )
 
 
@@ -289,10 +292,10 @@ def _fields(name: str, value: Any, hint: Any) -> Any:
     hints = typing.get_type_hints(hint)
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {json.dumps(value)[:60]}; it must be a table of {', '.join(hints)}")
-    where = f"{name}." if name else ""
+    prefix = f"{name}." if name else ""
     for key in value:
         if key not in hints:
-            raise ValueError(f"unknown key {where + key!r}{nearest(key, hints)}; the keys are {', '.join(hints)}")
+            raise ValueError(f"unknown key {prefix + key!r}{nearest(key, hints)}; the keys are {', '.join(hints)}")
     if dataclasses.is_dataclass(hint):
         unset = (dataclasses.MISSING, dataclasses.MISSING)
         needed = [f.name for f in dataclasses.fields(hint) if (f.default, f.default_factory) == unset]
@@ -300,5 +303,5 @@ def _fields(name: str, value: Any, hint: Any) -> Any:
         needed = [key for key in hint._fields if key not in hint._field_defaults]
     for key in needed:
         if key not in value:
-            raise ValueError(f"{where}{key} is missing")
-    return make(**{key: _typed(where + key, each, hints[key]) for key, each in value.items()})
+            raise ValueError(f"{prefix}{key} is missing")
+    return make(**{key: _typed(prefix + key, item, hints[key]) for key, item in value.items()})

@@ -17,13 +17,13 @@ from fzero.comm.mesh_text import mesh_text
 from fzero.core import pytree
 from fzero.core.precision import POLICIES
 from fzero.models import ModelConfig
-from fzero.planner.format import quantity, size, table
+from fzero.planner.plan_text import quantity, size, table
 from fzero.run.config_ranks import SEND_SIGNS
 from fzero.sharding import fake_mesh, zero_plan
-from fzero.sharding.at_rest import ZERO
 from fzero.sharding.memory import Offload
 from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import is_stacked, local_numel
+from fzero.sharding.zero_specs import ZERO
 
 # Elements of optimizer state per parameter. muon: for a model almost all of whose parameters are matrices of blocks;
 # adafactor: without its rows and columns.
@@ -64,8 +64,8 @@ def count(model: str | ModelConfig | int) -> tuple[int, int]:
     parts: dict[str, int] = {}
     total = 0
     for name, leaf in pytree.named_leaves(shapes_of(models.build(config))).items():
-        part, layers = name.split("/")[0], leaf.shape[0] if is_stacked(name) else 1
-        parts[part] = parts.get(part, 0) + leaf.numel() // layers
+        segment, layers = name.split("/")[0], leaf.shape[0] if is_stacked(name) else 1
+        parts[segment] = parts.get(segment, 0) + leaf.numel() // layers
         total += leaf.numel()
     return total, max(parts.values())
 
@@ -112,13 +112,13 @@ def estimate_model_states(
     >>> round(estimate_model_states(7_500_000_000, {"dp": 64}, zero=2).device_bytes / 1e9, 1)
     16.6
     """
-    for what, value, allowed in (
+    for label, value, allowed in (
         ("zero", zero, ZERO),
         ("precision", precision, POLICIES),
         ("optimizer", optimizer, MOMENTS),
     ):
         if value not in allowed:
-            raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(map(str, allowed))}")
+            raise ValueError(f"{label} is {value!r}; it must be one of {', '.join(map(str, allowed))}")
     if states not in ("full", *STATE_BYTES):
         raise ValueError(f"states is {states!r}; it must be one of full, {', '.join(STATE_BYTES)}")
     ranks, ep, tp = sharding_ranks(mesh)
@@ -134,19 +134,24 @@ def estimate_model_states(
     )
     rp = dict(mesh).get("rp", 1)
     signs = of_signs(psi + experts, ranks) if rp == 1 else of_signs(opt, rp)
-    held = {
+    state_bytes = {
         "params": params * policy.param.itemsize,
         "grads": grads * (policy.accumulate if accumulate else policy.param).itemsize,
         "master": opt * (policy.state.itemsize if policy.has_master else 0),
         "optimizer": opt * MOMENTS[optimizer] * STATE_BYTES.get(states, policy.state.itemsize)
         + (signs * policy.state.itemsize if optimizer in SEND_SIGNS else 0),
     }
-    away = {"params": tiers.params, "grads": tiers.grads, "master": tiers.opt, "optimizer": tiers.opt}
-    host = sum(held[name] * tier.fraction for name, tier in away.items() if tier.memory != "device")
-    moved = (ZERO[zero][0] and ranks > 1) or tiers.params.memory != "device"
-    layer = largest * policy.param.itemsize if moved else 0.0
+    placements = {"params": tiers.params, "grads": tiers.grads, "master": tiers.opt, "optimizer": tiers.opt}
+    host = sum(state_bytes[name] * tier.fraction for name, tier in placements.items() if tier.memory != "device")
+    gathered = (ZERO[zero][0] and ranks > 1) or tiers.params.memory != "device"
+    layer = largest * policy.param.itemsize if gathered else 0.0
     return ModelStates(
-        zero, str(tiers), **held, device_bytes=sum(held.values()) - host, host_bytes=host, layer_bytes=layer
+        zero,
+        str(tiers),
+        **state_bytes,
+        device_bytes=sum(state_bytes.values()) - host,
+        host_bytes=host,
+        layer_bytes=layer,
     )
 
 

@@ -11,23 +11,23 @@ import math
 from fzero.core import pytree
 from fzero.models.experts import OF_EXPERTS
 from fzero.models.presets import body_of
-from fzero.planner.loads import Loads
+from fzero.planner.expert_loads import Loads
 from fzero.planner.rates import Way, collective_s
 from fzero.run.config import RunConfig
 from fzero.sharding import Plan
 from fzero.sharding.slices import is_stacked, local_numel
 
 
-def has_room(plan: Plan, loads: Loads) -> bool:
+def has_capacity(plan: Plan, loads: Loads) -> bool:
     """Whether a load has room in the exchange of a plan; else a run would take more memory than the plan."""
     if plan.experts is None or plan.experts.form != "exchange":
         return True
     return loads.imbalance(plan.sizes["ep"]) <= plan.experts.slack
 
 
-def expect_room(plan: Plan, loads: Loads) -> None:
+def check_capacity(plan: Plan, loads: Loads) -> None:
     """Raise ValueError for a load that has no room in the exchange of a plan."""
-    if plan.experts is not None and not has_room(plan, loads):
+    if plan.experts is not None and not has_capacity(plan, loads):
         factor = loads.imbalance(plan.sizes["ep"])
         raise ValueError(
             f"imbalance {factor:.3g}: the fullest rank of ep={plan.sizes['ep']} is sent so many times what each sends, "
@@ -63,7 +63,7 @@ def messages_s(plan: Plan, way: Way, token_bytes: float, loads: Loads) -> float:
     sent = plan.routed.sent(plan.experts.form, way.size) / 2 * token_bytes
     if plan.experts.form == "exchange":
         return 2 * collective_s(way, "exchange_rows", int(sent * loads.imbalance(way.size))).seconds
-    return sum(collective_s(way, what, int(sent)).seconds for what in ("all_gather", "psum_scatter"))
+    return sum(collective_s(way, collective, int(sent)).seconds for collective in ("all_gather", "psum_scatter"))
 
 
 def spare_bytes(plan: Plan, config: RunConfig, itemsize: int) -> int:
@@ -71,19 +71,21 @@ def spare_bytes(plan: Plan, config: RunConfig, itemsize: int) -> int:
     a rank has room for more. Of a row its input and result, and three times its hidden units."""
     if plan.experts is None or plan.routed is None:
         return 0
-    more = plan.routed.rows(plan.experts, plan.sizes["ep"]) - plan.routed.top_k
-    return int(more * (2 * plan.routed.width + 3 * units(config) / plan.sizes["tp"]) * config.data.seq_len * itemsize)
+    extra_rows = plan.routed.rows(plan.experts, plan.sizes["ep"]) - plan.routed.top_k
+    return int(
+        extra_rows * (2 * plan.routed.width + 3 * units(config) / plan.sizes["tp"]) * config.data.seq_len * itemsize
+    )
 
 
-def flop_part(plan: Plan, config: RunConfig) -> float:
+def flop_fraction(plan: Plan, config: RunConfig) -> float:
     """The part of a layer's FLOPs that are of a token's experts."""
     body, routed = body_of(config.model), plan.routed
     assert routed is not None  # a plan with ep
-    mine = 6 * routed.top_k * routed.width * units(config)
+    expert_flop = 6 * routed.top_k * routed.width * units(config)
     shapes = [leaf.shape for name, leaf in plan.leaves.items() if is_stacked(name) and not OF_EXPERTS.search(name)]
     dense = 2 * sum(map(math.prod, shapes)) / body.n_layers
     heads = body.n_heads * getattr(body, "key_dim", body.d_model // body.n_heads)
-    return mine / (mine + dense + 2 * config.data.seq_len * heads)
+    return expert_flop / (expert_flop + dense + 2 * config.data.seq_len * heads)
 
 
 def units(config: RunConfig) -> int:

@@ -21,12 +21,12 @@ from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.core.device import CPU, Target
 from fzero.models import ModelConfig
-from fzero.planner.step_trace import Segment, Trace, Transfer, make_trace, run_step
+from fzero.planner.step_trace import RepeatedEvents, Trace, Transfer, make_trace, run_step
 from fzero.run import build as run_build
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
 from fzero.run.machine import resolve_auto
-from fzero.run.measure.moments import START, Change, Life, Stay, Visit
+from fzero.run.measure.memory_timeline import START, Change, Life, Stay, Visit
 from fzero.sharding import fake_mesh
 from fzero.sharding.memory import Offload
 from fzero.sharding.shapes import shapes_of
@@ -54,33 +54,33 @@ def trace(
     parts = run_build.local_micro_batches(config, mesh)
     whole_row = config.reduce == "canonical" or config.train.update == "delayed"
     run_parts = parts if whole_row else min(parts, PARTS)
-    few = of_parts(config, run_parts, parts)
+    shallow = set_micro_batches(config, run_parts, parts)
     stack, depth = deepest_stack(config.model)
-    before, group, run = shape(config, depth)
+    prefix, group, run = shape(config, depth)
     run += group  # with a second one in the middle, to compare
     if depth > MANY and config.train.measure_every:
-        few = replace(few, train=replace(few.train, measure_every=0))
+        shallow = replace(shallow, train=replace(shallow.train, measure_every=0))
     notes = [] if run_parts == parts else [f"micro-batches 4 to {parts - 1} as the third"]
-    notes += ["without the norms of layers"] * (few.train.measure_every != config.train.measure_every)
+    notes += ["without the norms of layers"] * (shallow.train.measure_every != config.train.measure_every)
     # Layers that stay whole between micro-batches are dropped together behind the last one: none stands for others.
-    whole = depth <= run or config.resident > 0
-    say(f"tracing {depth if whole else run} of {depth} layers")
-    step = run_step(few, sizes, rank, target, 0 if whole else run)
+    full = depth <= run or config.resident > 0
+    say(f"tracing {depth if full else run} of {depth} layers")
+    step = run_step(shallow, sizes, rank, target, 0 if full else run)
     middles: list[list[Stay]] = []
     stays = step.stays
-    if not whole:
-        found = deeper(stays, stack, before, group, run, depth)
-        if found is None or not alike(stays, stack, before, group):
+    if not full:
+        extended = extend_layers(stays, stack, prefix, group, run, depth)
+        if extended is None or not groups_match(stays, stack, prefix, group):
             say(f"tracing all {depth} layers, as no two are alike")
-            step, notes = run_step(few, sizes, rank, target), [*notes, "no two layers are alike: all were run"]
+            step, notes = run_step(shallow, sizes, rank, target), [*notes, "no two layers are alike: all were run"]
             stays = step.stays
         else:
-            stays, middles = found
+            stays, middles = extended
             step = step._replace(host_peak=step.host_peak + inputs_on_host(step.job, config, depth - run))
             notes.append(f"{depth} layers from {run}")
     segments = [segment(step.stays, middle, (depth - run) // group + 1) for middle in middles]
     if run_parts != parts:
-        stays, inner = longer(stays, parts)
+        stays, inner = extend_micro_batches(stays, parts)
         segments.append(segment(distinct(stays), distinct(inner), parts - PARTS + 1))
     step = step._replace(job=step.job._replace(config=config))
     return make_trace(step, stays, tuple(sorted(segments, key=lambda s: (s.first, -s.last))), "; ".join(notes))
@@ -93,8 +93,8 @@ def inputs_on_host(job: Job, config: RunConfig, layers: int) -> int:
         return 0
     tokens = config.train.batch // job.mesh.data_size // run_build.local_micro_batches(config, job.mesh)
     width = job.model.config.d_model * job.policy.compute.itemsize
-    kept = layers // (Remat.parse(config.train.remat).every or 1)
-    return kept * tokens * config.data.seq_len // job.mesh["cp"].size * width
+    saved_layers = layers // (Remat.parse(config.train.remat).every or 1)
+    return saved_layers * tokens * config.data.seq_len // job.mesh["cp"].size * width
 
 
 def deepest_stack(model: ModelConfig) -> tuple[str, int]:
@@ -113,16 +113,17 @@ def shape(config: RunConfig, depth: int) -> tuple[int, int, int]:
         if config.zero == 3 or offload.params.memory != "device"
         else 0
     )
-    away = offload.acts.memory != "device"  # a group's backward pass prefetches the activations of the group before
+    # A group's backward pass prefetches the activations of the group before.
+    offloaded = offload.acts.memory != "device"
     leaving = 2 * (offload.grads.memory != "device")  # groups for which a GPU keeps what is copied to the host
     # The last layer's gradient sums get their memory while the layer before it computes.
-    edges = max(1 + group * away, leaving), 2 + leaving
-    before, behind = (-(-max(edge, ahead) // group) * group for edge in edges)
-    return before, group, before + group + behind + depth % group
+    edges = max(1 + group * offloaded, leaving), 2 + leaving
+    prefix, behind = (-(-max(edge, ahead) // group) * group for edge in edges)
+    return prefix, group, prefix + group + behind + depth % group
 
 
-def deeper(
-    stays: Sequence[Stay], stack: str, before: int, group: int, run: int, depth: int
+def extend_layers(
+    stays: Sequence[Stay], stack: str, prefix: int, group: int, run: int, depth: int
 ) -> tuple[list[Stay], list[list[Stay]]] | None:
     """Extend stays of `run` layers to `depth` layers; return (all stays, the middle stays, each standing for several).
 
@@ -134,31 +135,31 @@ def deeper(
     i = 0
     while i < len(stays):
         stay = stays[i]
-        if not _middle(stay, stack, before, group):
+        if not _middle(stay, stack, prefix, group):
             number = stay.visit.layer
-            after = stay.visit.part == stack and number is not None and number >= before + group
-            out.append(_shifted(stay, shift if after else 0))
+            suffix = stay.visit.segment == stack and number is not None and number >= prefix + group
+            out.append(_shifted(stay, shift if suffix else 0))
             i += 1
             continue
         end = i
         while (
-            end < len(stays) and _middle(stays[end], stack, before, group) and stays[end].visit.span == stay.visit.span
+            end < len(stays) and _middle(stays[end], stack, prefix, group) and stays[end].visit.span == stay.visit.span
         ):
             end += 1
         middle = list(stays[i:end])
         middles.append(middle)
         forward = stay.visit.phase == "forward"
         for copy in range(copies + 1):
-            moved = (copy if forward else copies - copy) * group
-            out += [one._replace(visit=_moved(one.visit, moved)) for one in middle]
+            offset = (copy if forward else copies - copy) * group
+            out += [item._replace(visit=_moved(item.visit, offset)) for item in middle]
         i = end
     passes = {stay.visit.span for stay in stays if stay.visit.phase in ("forward", "backward")}
     return (out, middles) if len(middles) == len(passes) else None
 
 
-def _middle(stay: Stay, stack: str, before: int, group: int) -> bool:
+def _middle(stay: Stay, stack: str, prefix: int, group: int) -> bool:
     visit = stay.visit
-    return visit.part == stack and visit.layer is not None and before <= visit.layer < before + group
+    return visit.segment == stack and visit.layer is not None and prefix <= visit.layer < prefix + group
 
 
 def _shifted(stay: Stay, layers: int) -> Stay:
@@ -174,7 +175,7 @@ def _moved(visit: Visit, layers: int) -> Visit:
     return visit._replace(layer=visit.layer + layers)
 
 
-def longer(stays: Sequence[Stay], parts: int) -> tuple[list[Stay], list[Stay]]:
+def extend_micro_batches(stays: Sequence[Stay], parts: int) -> tuple[list[Stay], list[Stay]]:
     """Extend stays of PARTS micro-batches to `parts`; return (all stays, the stays of the last but one micro-batch)."""
     begins = [
         i
@@ -183,35 +184,35 @@ def longer(stays: Sequence[Stay], parts: int) -> tuple[list[Stay], list[Stay]]:
     ]
     assert len(begins) == PARTS, f"{len(begins)} forward passes for {PARTS} micro-batches"
     steady = list(stays[begins[-2] : begins[-1]])
-    left: dict[str, int] = {}
+    balance: dict[str, int] = {}
     for stay in steady:
         for life, sign, _ in stay.changes:
-            left[life.component()] = left.get(life.component(), 0) + sign * life.bytes
+            balance[life.component()] = balance.get(life.component(), 0) + sign * life.bytes
     # Each repeated micro-batch leaves the same tensors (its losses).
-    where = steady[-1].visit
-    found = [(Life(abs(size) * (parts - PARTS), "losses", where, name), size) for name, size in left.items() if size]
-    more = [Change(life, 1 if size > 0 else -1, -1) for life, size in sorted(found, key=lambda pair: pair[1])]
-    rest = Stay(steady[-1].visit, [], more, [entry for stay in steady for entry in stay.sent] * (parts - PARTS))
+    visit = steady[-1].visit
+    lives = [(Life(abs(size) * (parts - PARTS), "losses", visit, name), size) for name, size in balance.items() if size]
+    changes = [Change(life, 1 if size > 0 else -1, -1) for life, size in sorted(lives, key=lambda pair: pair[1])]
+    remainder = Stay(steady[-1].visit, [], changes, [entry for stay in steady for entry in stay.sent] * (parts - PARTS))
     start = stays[0]
     assert start.visit is START
     begin = start._replace(changes=[scaled(change, PARTS, parts) for change in start.changes])
-    ends = [_of_all(stay, parts) for stay in stays[begins[-1] :]]
-    return [begin, *stays[1 : begins[-1]], rest, *ends], steady
+    ends = [_scale_gather(stay, parts) for stay in stays[begins[-1] :]]
+    return [begin, *stays[1 : begins[-1]], remainder, *ends], steady
 
 
-def of_parts(config: RunConfig, few: int, parts: int) -> RunConfig:
-    """A config with `few` of `parts` micro-batches on each rank."""
-    return replace(config, train=replace(config.train, batch=config.train.batch * few // parts))
+def set_micro_batches(config: RunConfig, count: int, parts: int) -> RunConfig:
+    """A config with `count` of `parts` micro-batches on each rank."""
+    return replace(config, train=replace(config.train, batch=config.train.batch * count // parts))
 
 
-def scaled(change: Change, few: int, parts: int) -> Change:
-    """The birth of a batch of `parts` micro-batches in place of `few`; another change as it is."""
+def scaled(change: Change, count: int, parts: int) -> Change:
+    """The birth of a batch of `parts` micro-batches in place of `count`; another change as it is."""
     if change.life.group != "batch":
         return change
-    return change._replace(life=replace(change.life, bytes=change.life.bytes // few * parts))
+    return change._replace(life=replace(change.life, bytes=change.life.bytes // count * parts))
 
 
-def _of_all(stay: Stay, parts: int) -> Stay:
+def _scale_gather(stay: Stay, parts: int) -> Stay:
     """Scale the one gather of the losses of all micro-batches."""
     sent = [(key, elements // PARTS * parts if key[3] == "loss" else elements) for key, elements in stay.sent]
     return stay._replace(sent=sent)
@@ -222,30 +223,30 @@ def distinct(stays: Sequence[Stay]) -> list[Stay]:
     return list({id(stay.events): stay for stay in stays}.values())
 
 
-def segment(stays: Sequence[Stay], middle: Sequence[Stay], times: int) -> Segment:
-    """The Segment of the events of the adjacent stays `middle`, which happen `times` times."""
-    first, at = 0, 0
-    while stays[at].events is not middle[0].events:
-        first += len(stays[at].events)
-        at += 1
-    return Segment(first, first + sum(len(stay.events) for stay in middle), times)
+def segment(stays: Sequence[Stay], middle: Sequence[Stay], times: int) -> RepeatedEvents:
+    """The RepeatedEvents of the events of the adjacent stays `middle`, which happen `times` times."""
+    first, index = 0, 0
+    while stays[index].events is not middle[0].events:
+        first += len(stays[index].events)
+        index += 1
+    return RepeatedEvents(first, first + sum(len(stay.events) for stay in middle), times)
 
 
-def alike(stays: Sequence[Stay], stack: str, before: int, group: int) -> bool:
+def groups_match(stays: Sequence[Stay], stack: str, prefix: int, group: int) -> bool:
     """Whether the first two middle groups do the same in every pass."""
-    found: list[dict[object, list[tuple]]] = [{}, {}]  # of each group by pass
+    groups: list[dict[object, list[tuple]]] = [{}, {}]  # of each group by pass
     for stay in stays:
-        for i, of in enumerate(found):
-            first = before + i * group
+        for i, passes in enumerate(groups):
+            first = prefix + i * group
             if _middle(stay, stack, first, group):
-                of.setdefault(stay.visit.span, []).append(_facts(_shifted(stay, -first)))
-    return found[0] == found[1]
+                passes.setdefault(stay.visit.span, []).append(_facts(_shifted(stay, -first)))
+    return groups[0] == groups[1]
 
 
 def _facts(stay: Stay) -> tuple:
     visit = stay.visit
     events = [
-        (e.event, e.what, e.axis, e.bytes) if isinstance(e, Transfer) else e._replace(layer=None) for e in stay.events
+        (e.event, e.kind, e.axis, e.bytes) if isinstance(e, Transfer) else e._replace(layer=None) for e in stay.events
     ]
-    changes = [(c.sign, c.at, c.life.bytes, c.life.name, c.life.component()) for c in stay.changes]
-    return visit.phase, visit.part, visit.layer, events, changes, stay.sent
+    changes = [(c.sign, c.event_index, c.life.bytes, c.life.name, c.life.component()) for c in stay.changes]
+    return visit.phase, visit.segment, visit.layer, events, changes, stay.sent

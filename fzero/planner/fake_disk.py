@@ -36,7 +36,7 @@ class PlannedBufferPool:
         self.keys: set[int] = set()
         self.taking = False
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype, busy: Any = None) -> Buffer:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, busy: Any = None) -> Buffer:
         n = math.prod(shape) * dtype.itemsize
         self.taking = True
         raw = torch.empty(max(PAGE, round_to_pages(n)), dtype=torch.uint8, device=HOST)
@@ -65,15 +65,15 @@ class PlannedDisk:
         """Nothing is ever under way."""
         return False
 
-    def start(self, what: str, size: int) -> Future[None]:
+    def start(self, kind: str, size: int) -> Future[None]:
         """Report a transfer; who waits for it reports the wait."""
         self.count += 1
-        self.bytes[what] += size
+        self.bytes[kind] += size
         number = FIRST + self.count
-        self.tell("start", number, what, size)
-        return Future(lambda: self.tell("wait", number, what, size))
+        self.tell("start", number, kind, size)
+        return Future(lambda: self.tell("wait", number, kind, size))
 
-    def moved(self) -> DiskTraffic:
+    def traffic(self) -> DiskTraffic:
         return DiskTraffic(self.bytes["read"], self.bytes["write"])
 
 
@@ -89,13 +89,13 @@ class PlannedStore:
     ) -> RowRead:
         chunk = self.leaves[name].chunk
         shape = chunk if rows is None or not chunk else (rows[1] - rows[0], *chunk[1:])
-        buffer = self.space.buffers.take(shape, self.leaves[name].dtype)
+        buffer = self.space.buffers.allocate(shape, self.leaves[name].dtype)
         return RowRead(buffer, self.space.disk.start("read", len(buffer.raw)), _never)
 
     def begin(self) -> None:
         """Begin the next version."""
 
-    def write(self, name: str, layer: int, rows: Rows | None, buffer: Buffer, *, after: Any = None) -> Future[None]:
+    def write(self, name: str, layer: int, rows: Rows | None, buffer: Buffer, *, fill: Any = None) -> Future[None]:
         if self.space.verify:
             buffer.raw[buffer.view.nbytes :] = 0
         self.writing.append(self.space.disk.start("write", len(buffer.raw)))
@@ -135,7 +135,7 @@ class PlannedScratch:
         if isinstance(value, Buffer):
             buffer = value
         else:
-            buffer = self.buffers.take(tuple(value.shape), value.dtype)
+            buffer = self.buffers.allocate(tuple(value.shape), value.dtype)
             buffer.view.copy_(value)
         if key in self.writing:
             self.writing.pop(key).wait()
@@ -145,9 +145,9 @@ class PlannedScratch:
     def read(self, key: Any, rows: Rows | None = None, *, priority: int = 0) -> RowRead:
         if key in self.writing:
             self.writing.pop(key).wait()
-        at = self.extents[key]
-        shape = at.shape if rows is None or not at.shape else (rows[1] - rows[0], *at.shape[1:])
-        buffer = self.buffers.take(shape, at.dtype)
+        extent = self.extents[key]
+        shape = extent.shape if rows is None or not extent.shape else (rows[1] - rows[0], *extent.shape[1:])
+        buffer = self.buffers.allocate(shape, extent.dtype)
         return RowRead(buffer, self.disk.start("read", len(buffer.raw)), _never)
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import map_aggregate
 
-from fzero.core.device import ELSEWHERE, HOST, FakeDevice, Target, fake_device_of, record_launch
+from fzero.core.device import HOST, PLANNED_GPU, FakeDevice, Target, fake_device_of, record_launch
 
 VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")  # of torch
 _GPU = torch.device("cuda", 0)
@@ -57,9 +57,9 @@ def note() -> str:
     """The note for plans of compiled blocks with an unsupported torch; "" with a torch of VERSIONS."""
     if torch.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
         return ""
-    known = ", ".join(VERSIONS)
+    versions = ", ".join(VERSIONS)
     return (
-        f"compiled blocks are planned as if they were not fused: how they are is known for torch {known}, and "
+        f"compiled blocks are planned as if they were not fused: how they are is known for torch {versions}, and "
         f"this is {torch.__version__}"
     )
 
@@ -93,9 +93,9 @@ class _Kernel:
 
 
 def _signature(start: str, source: str) -> str:
-    found = re.search(rf"{start}\((.*?)\)", source, re.DOTALL)
-    assert found is not None, f"Inductor's source has no {start}("
-    return found[1]
+    match = re.search(rf"{start}\((.*?)\)", source, re.DOTALL)
+    assert match is not None, f"Inductor's source has no {start}("
+    return match[1]
 
 
 class _Kernels:
@@ -112,7 +112,7 @@ class _Kernels:
 
 
 @contextlib.contextmanager
-def _answering_for(target: Target) -> Iterator[None]:
+def _patch_gpu_queries(target: Target) -> Iterator[None]:
     """A context in which Inductor, which asks torch.cuda about the GPU, is answered for `target`."""
     from fzero.core.torch_private import (
         CacheBase,
@@ -123,7 +123,7 @@ def _answering_for(target: Target) -> Iterator[None]:
         triton_utils,
     )
 
-    found = types.SimpleNamespace(
+    properties = types.SimpleNamespace(
         name=target.name,
         gcnArchName=target.name,
         multi_processor_count=target.processors,
@@ -131,24 +131,24 @@ def _answering_for(target: Target) -> Iterator[None]:
         minor=target.capability[1],
         **_LIMITS,
     )
-    answers = (
-        (torch.cuda, "get_device_properties", lambda device=None: found),
+    patches = (
+        (torch.cuda, "get_device_properties", lambda device=None: properties),
         (torch.cuda, "get_device_capability", lambda device=None: target.capability),
         (torch.cuda, "current_device", lambda: 0),
-        (device_interface.CudaInterface, "get_device_properties", staticmethod(lambda device=None: found)),
+        (device_interface.CudaInterface, "get_device_properties", staticmethod(lambda device=None: properties)),
         (device_interface.CudaInterface, "current_device", staticmethod(lambda: 0)),
         (inductor_scheduler, "has_triton", lambda: True),
         (triton_utils, "triton_hash_with_backend", lambda: "none"),
         # The method asks for the driver, which torch for the CPU lacks; the operator does not.
         (torch.Tensor, "copy_", lambda x, y, non_blocking=False: torch.ops.aten.copy_.default(x, y, non_blocking)),
     )
-    kept = (DeviceProperties.create, CacheBase.get_system)
+    caches = (DeviceProperties.create, CacheBase.get_system)
     with contextlib.ExitStack() as stack:
         # Without compile workers: Inductor would hand kernels to waiting ones while it generates code.
         stack.enter_context(inductor_config.patch(compile_threads=1))
-        for owner, name, answer in answers:
+        for owner, name, answer in patches:
             stack.enter_context(mock.patch.object(owner, name, answer))
-        for cache in kept:
+        for cache in caches:
             cache.cache_clear()
             stack.callback(cache.cache_clear)
         yield
@@ -160,13 +160,13 @@ def _on_device(graph: torch.fx.GraphModule, examples: Sequence[Tensor], target: 
     Traced with FakeDevice(tracing=True), so that collectives return results and are not entered in a ledger.
     """
 
-    def there(x: Any) -> Any:
-        return _GPU if isinstance(x, torch.device) and x == ELSEWHERE else x
+    def to_gpu(x: Any) -> Any:
+        return _GPU if isinstance(x, torch.device) and x == PLANNED_GPU else x
 
     for node in graph.graph.nodes:
-        node.args, node.kwargs = (map_aggregate(given, there) for given in (node.args, node.kwargs))
+        node.args, node.kwargs = (map_aggregate(arguments, to_gpu) for arguments in (node.args, node.kwargs))
     with FakeDevice(target, tracing=True):
-        return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=there(x.device)) for x in examples]
+        return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=to_gpu(x.device)) for x in examples]
 
 
 def generate_code(
@@ -184,9 +184,9 @@ def generate_code(
     )
 
     with contextlib.ExitStack() as stack:
-        plan = next((fake_device_of(x) for x in examples if x.device == ELSEWHERE), None)
+        plan = next((fake_device_of(x) for x in examples if x.device == PLANNED_GPU), None)
         if plan is not None:
-            stack.enter_context(_answering_for(plan.target))
+            stack.enter_context(_patch_gpu_queries(plan.target))
             examples = _on_device(graph, examples, plan.target)
             fake: Any = examples[0]
             stack.enter_context(tracing(TracingContext(fake.fake_mode)))
@@ -213,7 +213,7 @@ def lower(
 
     examples: fake inputs of a plan. backward: whether it is a backward pass.
     """
-    device = next((x.device for x in examples if x.device == ELSEWHERE), HOST)
+    device = next((x.device for x in examples if x.device == PLANNED_GPU), HOST)
     return load(*generate_code(graph, examples, backward), device)
 
 
@@ -227,13 +227,13 @@ def load(source: str, constants: dict[str, Any], device: torch.device) -> Callab
     def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device = HOST) -> Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
-    def part(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    def reinterpret(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
         return x.as_strided(size, stride, x.storage_offset() + offset)
 
     module |= {
         "empty_strided_cpu": empty,
         "empty_strided_cuda": functools.partial(empty, device=device),
-        "reinterpret_tensor": part,
+        "reinterpret_tensor": reinterpret,
     }
     module |= {
         "assert_size_stride": _nothing,

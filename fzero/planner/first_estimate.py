@@ -16,15 +16,15 @@ from fzero.models import DeepSeekConfig, LlamaConfig
 from fzero.models.base import CODES, leaf_shapes
 from fzero.models.presets import body_of
 from fzero.models.score import head_rows
-from fzero.models.sizes import hidden_units
+from fzero.models.size_bounds import hidden_units
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_forms import memory
 from fzero.planner.closed_layer import Basis, Layer
 from fzero.planner.closed_time import step_time
 from fzero.planner.devices import Device
-from fzero.planner.format import duration, size
 from fzero.planner.plan_report import grad_bytes, has_rates
-from fzero.planner.rates import collective_s, tiled_part, ways_of
+from fzero.planner.plan_text import duration, size
+from fzero.planner.rates import collective_s, tiled_fraction, ways_of
 from fzero.planner.step_trace import fake_nvme, state_bytes
 from fzero.run import build
 from fzero.run.build import Job
@@ -70,22 +70,22 @@ class FirstEstimate(NamedTuple):
             "first estimate (closed forms, refined below): states are exact; of models from 0.1 G parameters on memory "
             f"was within {MEMORY_BOUND:.0%} and time within {TIME_BOUND:.0%} of the refined plan",
             f"  memory of a rank  {size(peak)} of {size(self.capacity_bytes)}: {fits}",
-            f"  at rest, exact    {size(states)}: {_listed(self.state_bytes)}",
-            f"  at the peak       {_listed(parts)}",
+            f"  at rest, exact    {size(states)}: {_format_sizes(self.state_bytes)}",
+            f"  at the peak       {_format_sizes(parts)}",
         ]
         if any(self.state_elsewhere.values()):
-            lines.append(f"  elsewhere, exact  {_listed(self.state_elsewhere)}")
+            lines.append(f"  elsewhere, exact  {_format_sizes(self.state_elsewhere)}")
         if self.step_s is not None:
             rate = self.tokens_per_step / self.step_s
-            most = max(self.time, key=self.time.__getitem__)
-            lines.append(f"  a step            {duration(self.step_s)}, {rate:,.0f} tokens/s; most of it: {most}")
+            main_cause = max(self.time, key=self.time.__getitem__)
+            lines.append(f"  a step            {duration(self.step_s)}, {rate:,.0f} tokens/s; most of it: {main_cause}")
         return "\n".join(lines)
 
 
-def _listed(parts: Mapping[str, float]) -> str:
+def _format_sizes(parts: Mapping[str, float]) -> str:
     """The nonzero sizes, the largest first."""
-    found = sorted(((amount, name) for name, amount in parts.items() if amount), reverse=True)
-    return ", ".join(f"{name} {size(amount)}" for amount, name in found) or "nothing"
+    sizes = sorted(((amount, name) for name, amount in parts.items() if amount), reverse=True)
+    return ", ".join(f"{name} {size(amount)}" for amount, name in sizes) or "nothing"
 
 
 def first_estimate(
@@ -100,7 +100,7 @@ def first_estimate(
     """
     mesh = fake_mesh(sizes, rank)
     job = build.build(config, mesh, nvme=fake_nvme(config))
-    here, elsewhere = state_bytes(job, build.like_of(job))
+    on_device, elsewhere = state_bytes(job, build.like_of(job))
     ranks = mesh.size
     node = device.on_node(ranks)
     axes = {name: mesh[name].size for name in ("dp", "rp", "tp", "cp", "ep")}
@@ -120,8 +120,8 @@ def first_estimate(
     peak, _ = memory(basis, candidate)
     grads = grad_bytes(job)
     passes = {name: peak[name] for name in ("activations", "gathered")}
-    if "errors" in here:  # those of the step, until it is known whether it is skipped
-        passes["errors"] = here["errors"]
+    if "errors" in on_device:  # those of the step, until it is known whether it is skipped
+        passes["errors"] = on_device["errors"]
     if not job.plan.frozen:  # else only the small ones of adapters, and those of one layer's weights
         passes["gradients on their way"] = max(0.0, peak["grads"] - grads)
     seconds = step_time(basis, candidate) if has_rates(device) and device.flops else {}
@@ -129,7 +129,7 @@ def first_estimate(
         seconds["lost"] = sum(seconds.values()) * device.lost / (1.0 - device.lost)
     share = node if device.kind == "cpu" else 1
     return FirstEstimate(
-        state_bytes={**here, "grads": grads},
+        state_bytes={**on_device, "grads": grads},
         state_elsewhere=elsewhere,
         passes_bytes=passes,
         capacity_bytes=device.capacity_bytes // share,
@@ -139,7 +139,7 @@ def first_estimate(
     )
 
 
-def kept_elements(config: RunConfig, tp: int) -> float:
+def residual_elements(config: RunConfig, tp: int) -> float:
     """The elements that a layer keeps of each token for its backward pass: inputs of its products, of attention, of
     its norms and of its activation function."""
     c, split = body_of(config.model), tp if config.sequence else 1
@@ -167,7 +167,7 @@ def closed_layer(job: Job, device: Device) -> Layer:
     c, seq, itemsize = body_of(config.model), config.data.seq_len, policy.compute.itemsize
     rows = config.train.micro_batch / job.mesh["cp"].size  # a rank has its share of each
     split = tp if config.sequence or config.partition_activations else 1  # of inputs, which recomputation keeps
-    kept = seq * kept_elements(config, tp) * itemsize
+    residual_bytes = seq * residual_elements(config, tp) * itemsize
     logits = seq * head_rows(config.model) / tp * itemsize
     # The gradients of the hidden units: of what the products give and read, beside the result.
     hidden = seq * hidden_units(c) / tp * (3 if isinstance(c, GATED) else 2) * itemsize
@@ -175,22 +175,22 @@ def closed_layer(job: Job, device: Device) -> Layer:
     pairs = (flop.model - flop.model_causal) / 6 / c.n_layers  # T D of a layer
     head = 6.0 * head_rows(config.model) * c.d_model
     products = (flop.model_causal - 6 * c.n_layers * pairs - head) / 6 / c.n_layers  # parameters of a layer in use
-    part, dtype = device.efficiency, str(policy.compute).removeprefix("torch.")
+    efficiency, dtype = device.efficiency, str(policy.compute).removeprefix("torch.")
     peak = device.flops.get(dtype) or max(device.flops.values(), default=float("inf"))
     # The blocks' products in float8; the passes that round their operands are not in these forms.
     float8 = device.flops.get("float8_e4m3fn", peak) / peak if policy.matmul and device.kind == "cuda" else 1.0
-    rate = peak * part.get("gemm", 1.0)
+    rate = peak * efficiency.get("gemm", 1.0)
     if not device.measured:
-        rate *= tiled_part(
+        rate *= tiled_fraction(
             device.processors, (1, max(1, int(rows * seq)), getattr(c, "d_expert", c.d_ff) // tp, c.d_model)
         )
     gemm_s = seq / (rate * tp)  # of a FLOP a token
-    bytes_s = 1.0 / (device.bandwidth_bytes_s * part.get("memory", 1.0)) if device.bandwidth_bytes_s else 0.0
+    bytes_s = 1.0 / (device.bandwidth_bytes_s * efficiency.get("memory", 1.0)) if device.bandwidth_bytes_s else 0.0
     # A product of queries and keys takes 2 T D FLOPs a token, and half of that where it is causal.
-    again = SPLIT_PRODUCTS if device.kind == "cuda" else BACKWARD_PRODUCTS
+    backward_products = SPLIT_PRODUCTS if device.kind == "cuda" else BACKWARD_PRODUCTS
     attend = [
-        products_made * pairs * seq / (peak * part.get(f"attention_{way}", part.get("gemm", 1.0)) * tp)
-        for way, products_made in (("forward", FORWARD_PRODUCTS), ("backward", again))
+        products_made * pairs * seq / (peak * efficiency.get(f"attention_{way}", efficiency.get("gemm", 1.0)) * tp)
+        for way, products_made in (("forward", FORWARD_PRODUCTS), ("backward", backward_products))
     ]
     # The host issues a call of a compiled block, or its operators one by one; it rules small models.
     host_s = device.op_s.get("compiled", 0.0) if config.train.compiled else OPERATORS * device.op_s.get("eager", 0.0)
@@ -199,11 +199,13 @@ def closed_layer(job: Job, device: Device) -> Layer:
     # Codes are read, and the weight is written and read again, in each pass.
     decode_s = coded * (1 + 2 * itemsize) * bytes_s / rows
     return Layer(
-        kept_bytes=int(kept),
+        kept_bytes=int(residual_bytes),
         input_bytes=seq * c.d_model * itemsize // split,
         spare_bytes=int(hidden) + int(dense_bytes / rows),
-        forward_s=decode_s + max(host_s, 2 * products * gemm_s / float8 + attend[0] + TOUCHED[0] * kept * bytes_s),
-        backward_s=decode_s + max(2 * host_s, 4 * products * gemm_s / float8 + attend[1] + TOUCHED[1] * kept * bytes_s),
+        forward_s=decode_s
+        + max(host_s, 2 * products * gemm_s / float8 + attend[0] + TOUCHED[0] * residual_bytes * bytes_s),
+        backward_s=decode_s
+        + max(2 * host_s, 4 * products * gemm_s / float8 + attend[1] + TOUCHED[1] * residual_bytes * bytes_s),
         tp_s=tp_seconds(job, device, seq * c.d_model * itemsize),
         ends_s=head * gemm_s + TOUCHED[1] * logits * bytes_s,
         host=0.0,
@@ -221,7 +223,7 @@ def codes_to_decode(job: Job, itemsize: int) -> tuple[int, int]:
     return sum(numels) // layers, max(numels, default=0) // layers * itemsize
 
 
-def tp_seconds(job: Job, device: Device, whole: int) -> float:
-    """The seconds of a layer's four sums over tp of `whole` bytes each, for one row: none of it is hidden."""
+def tp_seconds(job: Job, device: Device, full_bytes: int) -> float:
+    """The seconds of a layer's four sums over tp of `full_bytes` bytes each, for one row: none of it is hidden."""
     way = ways_of(device, {name: job.mesh[name].size for name in ("dp", "rp", "cp", "tp")}).get("tp")
-    return 4 * collective_s(way, "psum", 2 * whole * (way.size - 1) // way.size).seconds if way else 0.0
+    return 4 * collective_s(way, "psum", 2 * full_bytes * (way.size - 1) // way.size).seconds if way else 0.0

@@ -10,24 +10,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fzero.core import tables
+from fzero.core import config_tables
 
 # What a search decides: keys of a config, or tables of them.
 DECIDED = ("mesh", "zero", "train.remat", "offload", "train.micro_batch", "sequence", "pipeline")
 PORT = 29500
 
 
-def refuse_decided(table: Mapping[str, Any], said: str) -> None:
-    """Raise ValueError if `table` sets a value that a search decides; `said`: where it is set, such as "--set".
+def refuse_decided(table: Mapping[str, Any], source: str) -> None:
+    """Raise ValueError if `table` sets a value that a search decides; `source`: where it is set, such as "--set".
 
     >>> refuse_decided({"mesh": {"cp": 2}}, "--set")
     Traceback (most recent call last):
     ValueError: --set gives mesh.cp=2, and a search decides mesh, zero, train.remat, offload, train.micro_batch, ...
     """
-    given = [f"{key}={value}" for key, value in tables.flat(dict(table)) if decides(key)]
-    if given:
+    settings = [f"{key}={value}" for key, value in config_tables.flat(dict(table)) if decides(key)]
+    if settings:
         raise ValueError(
-            f"{said} gives {', '.join(given)}, and a search decides {', '.join(DECIDED)} itself; leave that "
+            f"{source} gives {', '.join(settings)}, and a search decides {', '.join(DECIDED)} itself; leave that "
             "out, or plan it alone (without --search)"
         )
 
@@ -43,8 +43,8 @@ def machines(ranks: int, on_node: int) -> tuple[int, int]:
     >>> machines(16, 8), machines(12, 8), machines(4, 8)
     ((2, 8), (2, 6), (1, 4))
     """
-    each = max(n for n in range(1, min(ranks, on_node) + 1) if ranks % n == 0)
-    return ranks // each, each
+    per_machine = max(n for n in range(1, min(ranks, on_node) + 1) if ranks % n == 0)
+    return ranks // per_machine, per_machine
 
 
 def launch_command(config: str | Path, ranks: int, on_node: int, host: str = "HOST") -> str:

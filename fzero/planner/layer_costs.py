@@ -18,8 +18,8 @@ from fzero.planner.timing import play_of
 from fzero.run.build import build
 from fzero.run.config import LocalSteps, RunConfig
 from fzero.sharding import fake_mesh
-from fzero.sharding.pipeline import FAMILIES, place, split_layers
-from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.pipeline import FAMILIES, split_layers, stage_ranks
+from fzero.sharding.pipeline_plan import Pipeline
 
 COST = "cost"  # --layout cost
 
@@ -53,15 +53,15 @@ def with_layout(config: RunConfig, sizes: Mapping[str, int], device: Device) -> 
     even = replace(config, pipeline=replace(pipeline, layout="auto"))
     build(even, fake_mesh(sizes))  # what a run refuses is refused before anything is traced
     costs = layer_costs(even, sizes, device)
-    ranks = place(p, pipeline.chunks, FAMILIES[str(pipeline.schedule)].placement)
+    ranks = stage_ranks(p, pipeline.chunks, FAMILIES[str(pipeline.schedule)].placement)
     cut = split_layers(costs.layers, ranks, costs.embed, costs.head)
     return replace(config, pipeline=replace(pipeline, layout=layout_text(cut)))
 
 
 def layer_costs(config: RunConfig, sizes: Mapping[str, int], device: Device) -> Costs:
     """The Costs of a model's parts on a device, shared by the ranks of tp, cp and ep of a mesh of these sizes."""
-    mine = {axis: size for axis, size in sizes.items() if axis not in ("pp", "dp", "rp")}
-    micro, data = config.train.micro_batch, fake_mesh(mine).data_size
+    model_axes = {axis: size for axis, size in sizes.items() if axis not in ("pp", "dp", "rp")}
+    micro, data = config.train.micro_batch, fake_mesh(model_axes).data_size
     t = replace(config.train, batch=micro * data, update="end", updates=1, delay_after=0, measure_every=0)
     config = replace(config, local=LocalSteps())
     alone = replace(
@@ -69,13 +69,13 @@ def layer_costs(config: RunConfig, sizes: Mapping[str, int], device: Device) -> 
         zero=0,
         codec="",
         offload="",
-        mesh=mine,
+        mesh=model_axes,
         train=t,
         resident=0,
         pipeline=Pipeline(),
         partition_activations=False,
     )
-    return costs_of(run_step(alone, mine, 0, device.target), mine, device)
+    return costs_of(run_step(alone, model_axes, 0, device.target), model_axes, device)
 
 
 def costs_of(step: FakeStep, sizes: Mapping[str, int], device: Device) -> Costs:
@@ -88,16 +88,16 @@ def costs_of(step: FakeStep, sizes: Mapping[str, int], device: Device) -> Costs:
         begin, visit = sim.clock["device"], stay.visit
         sim.run(stay.events, 0, len(stay.events), [])
         if visit.phase in ("forward", "backward"):
-            key = visit.part, -1 if visit.layer is None else visit.layer
+            key = visit.segment, -1 if visit.layer is None else visit.layer
             spent[key] = spent.get(key, 0.0) + sim.clock["device"] - begin
     layers: list[float] = []
-    ends, before = {"embed": 0.0, "head": 0.0}, 0.0
-    for (part, layer), seconds in spent.items():
+    ends, join_s = {"embed": 0.0, "head": 0.0}, 0.0
+    for (segment, layer), seconds in spent.items():
         if layer >= 0:
-            layers.append(seconds + before)
-            before = 0.0
-        elif part in ends:
-            ends[part] = seconds
+            layers.append(seconds + join_s)
+            join_s = 0.0
+        elif segment in ends:
+            ends[segment] = seconds
         else:
-            before += seconds
+            join_s += seconds
     return Costs(tuple(layers), ends["embed"], ends["head"])

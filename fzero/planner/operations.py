@@ -30,7 +30,7 @@ KINDS = (
 )
 
 
-class Op(NamedTuple):
+class ExecutedOp(NamedTuple):
     """One executed operator."""
 
     phase: str
@@ -127,13 +127,13 @@ def names_of(func: Any) -> tuple[str, str, str]:
 
 
 @functools.cache
-def _launched(what: str) -> tuple[str, str, str]:
-    return f"fzero.{what}", what, "fused" if what == "fused" else "optimizer"
+def _launched(kernel: str) -> tuple[str, str, str]:
+    return f"fzero.{kernel}", kernel, "fused" if kernel == "fused" else "optimizer"
 
 
 def describe_op(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, phase: str, layer: int | None
-) -> Op | None:
+) -> ExecutedOp | None:
     """Describe an operator that was called with `args` and `kwargs` and returned `out`.
 
     Returns None for a view, and for a collective, which is a Transfer."""
@@ -143,35 +143,49 @@ def describe_op(
     if name == "record_launch":  # a kernel launch instead of an operator: (reads, writes)
         full, name, kind = _launched(args[0])
         args, out = args[1:2], args[2]  # what is written is counted as read only where it is
-    given = list(_tensors((args, tuple(x for key, x in kwargs.items() if key != "out"))))
-    made = list(_tensors(out))
-    if not given and not made:
+    inputs = list(_tensors((args, tuple(x for key, x in kwargs.items() if key != "out"))))
+    outputs = list(_tensors(out))
+    if not inputs and not outputs:
         return None  # no tensor involved, as in promote_types
-    if not func._schema.is_mutable and made and len(given) == 1 and len(made) == 1 and _same(given[0], made[0]):
+    if (
+        not func._schema.is_mutable
+        and outputs
+        and len(inputs) == 1
+        and len(outputs) == 1
+        and _same(inputs[0], outputs[0])
+    ):
         return None  # a view such as _unsafe_view, or a conversion to the same dtype
     flop = flop_of(func, args, kwargs, out) if kind in ("gemm", "attention") else 0
     size, largest = 0, None
-    for x in made:
+    for x in outputs:
         size += _bytes(x)
-    for x in given:
+    for x in inputs:
         size += 0 if kind == "other" else min(_bytes(x), size) if name in LOOKED_UP else _bytes(x)
-    for x in (*made, *given):
+    for x in (*outputs, *inputs):
         if largest is None or x.numel() > largest.numel():
             largest = x
     # What attention gives for parts of a softmax is wider than what it multiplies.
-    dtype = given[0].dtype if kind == "attention" or (given and not made) else made[0].dtype if made else None
+    dtype = (
+        inputs[0].dtype if kind == "attention" or (inputs and not outputs) else outputs[0].dtype if outputs else None
+    )
     if kind == "gemm":
-        dtype = given[name in ("addmm", "baddbmm")].dtype  # the factors' dtype: the addend may be wider
-        full += layout(given) if name in ("mm", "bmm", "addmm", "baddbmm") else ""
+        dtype = inputs[name in ("addmm", "baddbmm")].dtype  # the factors' dtype: the addend may be wider
+        full += layout(inputs) if name in ("mm", "bmm", "addmm", "baddbmm") else ""
     if name in ("library_forward", "library_backward"):
         full += f"/{args[-2]}"
     shape = (
-        gemm_shape(name, given, made, args) if kind == "gemm" else tuple(largest.shape) if largest is not None else ()
+        gemm_shape(name, inputs, outputs, args)
+        if kind == "gemm"
+        else tuple(largest.shape)
+        if largest is not None
+        else ()
     )
-    return Op(phase, layer, full, kind, str(dtype).removeprefix("torch."), shape, flop, 0 if kind == "other" else size)
+    return ExecutedOp(
+        phase, layer, full, kind, str(dtype).removeprefix("torch."), shape, flop, 0 if kind == "other" else size
+    )
 
 
-def describe_passes(op: Op, args: Sequence[Any]) -> tuple[Op, ...]:
+def describe_passes(op: ExecutedOp, args: Sequence[Any]) -> tuple[ExecutedOp, ...]:
     """The passes over memory of one operator, which follow each other: of most operators it alone.
 
     A float8 product may round its second operand first. An emulated one reads each operand for its scale, reads it
@@ -185,34 +199,34 @@ def describe_passes(op: Op, args: Sequence[Any]) -> tuple[Op, ...]:
     if op.name != "fzero.float8_emulated":
         return (op,)
     a, b = args[:2]
-    found, out_bytes, dtype = [], op.bytes - _bytes(a) - _bytes(b), torch.float32
+    passes, out_bytes, dtype = [], op.bytes - _bytes(a) - _bytes(b), torch.float32
     for x in (a, b):
         scaled = op._replace(name="fzero.float8_scale", kind="reduce", shape=tuple(x.shape), flop=0, bytes=_bytes(x))
         rounded = x.numel() * dtype.itemsize
-        found += [scaled, scaled._replace(name="fzero.float8_round", kind="pointwise", bytes=_bytes(x) + rounded)]
+        passes += [scaled, scaled._replace(name="fzero.float8_round", kind="pointwise", bytes=_bytes(x) + rounded)]
     product = op._replace(dtype="float32", bytes=out_bytes + (a.numel() + b.numel()) * dtype.itemsize)
-    return (*found, product)
+    return (*passes, product)
 
 
-def layout(given: Sequence[Tensor]) -> str:
+def layout(operands: Sequence[Tensor]) -> str:
     """Which of the last two operands is a transpose, by strides: "/tn" the first, "/nt" the second, "" neither."""
-    first, second = (x.dim() > 1 and x.stride(-2) == 1 < x.stride(-1) for x in given[-2:])
+    first, second = (x.dim() > 1 and x.stride(-2) == 1 < x.stride(-1) for x in operands[-2:])
     return "/tn" if first else "/nt" if second else ""
 
 
 def gemm_shape(
-    name: str, given: Sequence[Tensor], made: Sequence[Tensor], args: Sequence[Any]
+    name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], args: Sequence[Any]
 ) -> tuple[int, int, int, int]:
     """Return (batch, m, n, k) of a product of [m, k] and [k, n]; a grouped one counts as if all rows used one group's
     weights."""
     if name in ("addmm", "baddbmm"):
         a, b = args[1], args[2]
     elif name in ("float8_product", "float8_product_of"):  # b is turned
-        return 1, given[0].shape[0], given[2].shape[0], given[0].shape[1]
+        return 1, inputs[0].shape[0], inputs[2].shape[0], inputs[0].shape[1]
     elif name == "symmetric_product":
-        return given[0].shape[0], given[0].shape[1], given[0].shape[1], given[0].shape[2]
+        return inputs[0].shape[0], inputs[0].shape[1], inputs[0].shape[1], inputs[0].shape[2]
     else:
-        a, b = given[0], given[1]
+        a, b = inputs[0], inputs[1]
     if name == "float8_grouped_mm_dw":  # x [D, M], g [F, M], turned
         return 1, a.shape[0], b.shape[0], a.shape[1]
     if "grouped_mm_dw" in name:  # x [M, D], g [M, F] -> [E, D, F]

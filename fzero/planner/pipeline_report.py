@@ -1,30 +1,139 @@
-"""The report of a plan with pp: that of the rank with the fullest memory, with a table of all ranks of the pipeline."""
+"""The report of a plan with pp: that of the rank with the fullest memory, with a table of all ranks of the pipeline.
+
+The time of a step of a pipeline: its schedule played with the seconds of every act and of every message.
+
+A record of a rank is simulated as a step without pp is (timing.py), but for the messages between stages, which the
+schedule waits for. So each act has its seconds: with gathers and sums over dp as far as they are exposed in it. Before
+the rows all ranks gather what is used outside the layers; behind them they sum, and update: the slowest rank counts.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fzero.planner.devices import Device
-from fzero.planner.operations import Op
-from fzero.planner.pipeline_timing import PipelineTiming, boundary_bytes, predict_pipeline
-from fzero.planner.pipelined import PipelineTrace, RankRow
+from fzero.planner.operations import ExecutedOp
+from fzero.planner.pipeline_trace import PipelineTrace, RankRow, Record, ends_of
 from fzero.planner.plan_report import PASSES, PlanReport, has_rates, report_of
+from fzero.planner.rates import ways_of, wire_s
+from fzero.planner.step_trace import Transfer
+from fzero.planner.timing import Timing, play_of
 from fzero.run.measure.flops import hfu
-from fzero.sharding.pipeline import Schedule, Stages, split_layers
+from fzero.sharding.pipeline import Act, Played, Schedule, Stages, play, split_layers
+
+Sums = Counter  # {(group, key): seconds or FLOPs} as those of timing.Play
 
 
-def pipeline_report(found: PipelineTrace, device: Device) -> PlanReport:
+class PipelineTiming(NamedTuple):
+    """The time of a step: of the rank that computes longest, and what the schedule made of the acts of all."""
+
+    timing: Timing
+    played: Played
+    wire: tuple[float, ...]  # by stage, of a message to the next one: seconds
+    busy: tuple[float, ...]  # by rank: the seconds of its acts
+    acts: tuple[dict[str, float], ...]  # by stage: the seconds of an act of each kind in the middle of the step
+    edges_s: float  # before the rows and behind them
+
+
+class SimulatedRecord(NamedTuple):
+    """The seconds of a record: before its acts, of each by the identity of its stays, and behind them."""
+
+    prologue: tuple[float, Sums]
+    acts: dict[int, tuple[float, Sums]]
+    epilogue: tuple[float, Sums]
+
+
+def predict_pipeline(pipeline: PipelineTrace, device: Device) -> PipelineTiming:
+    """The PipelineTiming of a traced step on a device."""
+    s, ways = pipeline.schedule, ways_of(device, pipeline.trace.sizes)
+    records = {id(record): record for row in pipeline.ranks for record in row.records}
+    simulated = {key: simulate_record(record, pipeline, device) for key, record in records.items()}
+    of_acts = {key: cost for simulation in simulated.values() for key, cost in simulation.acts.items()}
+    costs = {
+        act: of_acts[id(stays)] for rank, row in enumerate(pipeline.ranks) for act, stays in zip(s.rows[rank], row.acts)
+    }
+    wire = tuple(
+        wire_s(ways["pp"], s.stages.ranks[stage], s.stages.ranks[stage + 1], size)
+        for stage, size in enumerate(boundary_bytes(pipeline))
+    )
+    played = play(s, lambda act: costs[act][0], wire)
+    edges = [(simulated[id(row.record)].prologue, simulated[id(row.record)].epilogue) for row in pipeline.ranks]
+    edges_s = sum(max(edge[i][0] for edge in edges) for i in (0, 1))
+    busy = tuple(sum(costs[act][0] for act in row) for row in s.rows)
+    longest = max(range(len(busy)), key=busy.__getitem__)
+    total = play_of(pipeline.trace.config, pipeline.trace.sizes, device)
+    total.sums, step = {}, played.step + edges_s
+    for _, sums in (*edges[longest], *(costs[act] for act in s.rows[longest])):
+        for (group, key), amount in sums.items():
+            total.add(group, key, amount)
+    idle = step - busy[longest] - sum(seconds for seconds, _ in edges[longest])
+    total.add("phases", "bubble", idle)
+    total.add("bound", "bubble", idle)
+    total.clock["device"] = step
+    if device.lost:
+        total.spend("lost", None, 0.0, step * device.lost / (1.0 - device.lost), "lost")
+    return PipelineTiming(total.timing(), played, wire, busy, middle_costs(s, costs), edges_s)
+
+
+def simulate_record(record: Record, pipeline: PipelineTrace, device: Device) -> SimulatedRecord:
+    """Simulate a record from its begin to its end, and cut its time at its acts."""
+    config, sizes = record.step.job.config, pipeline.trace.sizes
+    sim = play_of(config, sizes, device)
+    groups = [record.prologue, *record.acts, record.epilogue]
+    sim.waited = {
+        e.number
+        for group in groups
+        for stay in group
+        for e in stay.events
+        if isinstance(e, Transfer) and e.event == "wait"
+    }
+    costs, begin, previous_sums = [], 0.0, Sums()
+    for group in groups:
+        for stay in group:
+            sim.run(stay.events, 0, len(stay.events), [])
+        if group is record.epilogue:
+            sim.settle()
+        delta = Sums({key: value - previous_sums[key] for key, value in sim.sums.items()})
+        costs.append((sim.clock["device"] - begin, delta))
+        begin, previous_sums = sim.clock["device"], Sums(sim.sums)
+    acts = {id(act): cost for act, cost in zip(record.acts, costs[1:-1])}
+    return SimulatedRecord(costs[0], acts, costs[-1])
+
+
+def boundary_bytes(pipeline: PipelineTrace) -> list[int]:
+    """By stage but the last, the bytes of a micro-batch's activations that go to the next one; 0 within a rank."""
+    out = [0] * (len(pipeline.schedule.stages.ranks) - 1)
+    for rank, row in enumerate(pipeline.ranks):
+        for act, stays in zip(pipeline.schedule.rows[rank], row.acts):
+            if act.kind == "F" and act.micro_batch == 0 and ends_of(pipeline.schedule, rank, act)[1] is not None:
+                out[act.stage] = sum(
+                    e.bytes for stay in stays for e in stay.events if isinstance(e, Transfer) and e.kind == "message"
+                )
+    return out
+
+
+def middle_costs(s: Schedule, costs: dict[Act, tuple[float, Sums]]) -> tuple[dict[str, float], ...]:
+    """By stage the seconds of its acts of each kind, in the middle micro-batch."""
+    out: list[dict[str, float]] = [{} for _ in s.stages.ranks]
+    for act, (seconds, _) in costs.items():
+        if act.micro_batch == s.parts // 2:
+            out[act.stage][act.kind] = seconds
+    return tuple(out)
+
+
+def pipeline_report(pipeline: PipelineTrace, device: Device) -> PlanReport:
     """Play a traced pipeline on a device and return its PlanReport."""
-    timed = predict_pipeline(found, device) if has_rates(device) else None
-    report = report_of(found.trace, device, None if timed is None else timed.timing)
-    each = report.ranks // len(found.ranks)  # ranks of each coordinate of pp
-    flop, passes = (each * sum(flop_of(row, phases) for row in found.ranks) for phases in ((), PASSES))
-    dtype = str(found.ranks[0].record.step.job.policy.compute).removeprefix("torch.")
+    timed = predict_pipeline(pipeline, device) if has_rates(device) else None
+    report = report_of(pipeline.trace, device, None if timed is None else timed.timing)
+    per_stage = report.ranks // len(pipeline.ranks)  # ranks of each coordinate of pp
+    flop, passes = (per_stage * sum(flop_of(row, phases) for row in pipeline.ranks) for phases in ((), PASSES))
+    dtype = str(pipeline.ranks[0].record.step.job.policy.compute).removeprefix("torch.")
     top = device.flops.get(dtype)
     reached = hfu(passes / report.ranks, timed.timing.step_s, top) if timed is not None and top is not None else None
     return report._replace(
-        flop_per_step=flop, pass_flop_per_step=passes, hfu=reached, pipeline=pipeline_facts(found, timed)
+        flop_per_step=flop, pass_flop_per_step=passes, hfu=reached, pipeline=pipeline_facts(pipeline, timed)
     )
 
 
@@ -32,17 +141,17 @@ def flop_of(row: RankRow, phases: tuple[str, ...]) -> int:
     """The hardware FLOPs of a rank in a step, or in the given phases."""
 
     def total(stays: Any) -> int:
-        events = (e for stay in stays for e in stay.events if isinstance(e, Op))
+        events = (e for stay in stays for e in stay.events if isinstance(e, ExecutedOp))
         return sum(e.flop for e in events if not phases or e.phase in phases)
 
-    once = {id(act): total(act) for act in row.acts}
-    return total(row.record.before) + sum(once[id(act)] for act in row.acts) + total(row.record.after)
+    act_flop = {id(act): total(act) for act in row.acts}
+    return total(row.record.prologue) + sum(act_flop[id(act)] for act in row.acts) + total(row.record.epilogue)
 
 
-def pipeline_facts(found: PipelineTrace, timed: PipelineTiming | None) -> dict[str, Any]:
+def pipeline_facts(pipeline: PipelineTrace, timed: PipelineTiming | None) -> dict[str, Any]:
     """What a report says of a pipeline, as JSON has it."""
-    s, ranks = found.schedule, []
-    for rank, row in enumerate(found.ranks):
+    s, ranks = pipeline.schedule, []
+    for rank, row in enumerate(pipeline.ranks):
         facts = {"rank": rank, "stages": list(s.stages.chunks(rank)), "layers": list(row.layers)}
         facts |= {"in_flight": row.in_flight, "state_bytes": row.state_bytes, "peak_bytes": row.peak_bytes}
         if timed is not None:
@@ -53,7 +162,7 @@ def pipeline_facts(found: PipelineTrace, timed: PipelineTiming | None) -> dict[s
         "chunks": len(s.stages.ranks) // s.stages.size,
         "layout": layout_text(s.stages),
         "micro_batches": s.parts,
-        "boundary_bytes": boundary_bytes(found),
+        "boundary_bytes": boundary_bytes(pipeline),
         "ranks": ranks,
     }
     if timed is not None:
@@ -83,17 +192,17 @@ def layout_by_cost(s: Schedule, acts: Sequence[Mapping[str, float]]) -> Cut:
     acts: by stage the seconds of an act of each kind.
     """
     stages = s.stages
-    times = [sum(of.values()) for of in acts]
-    layers = [len(one) for one in stages.layers]
+    times = [sum(costs.values()) for costs in acts]
+    layers = [len(stage_layers) for stage_layers in stages.layers]
     inner = range(1, len(times) - 1) if len(times) > 2 else range(len(times))
     layer = min(times[i] / layers[i] for i in inner)
     embed, head = (max(0.0, times[i] - layer * layers[i]) for i in (0, -1))
     cut = split_layers([layer] * sum(layers), stages.ranks, embed, head)
 
-    def longest(one: Stages) -> float:
-        of_stages = [layer * len(each) for each in one.layers]
+    def longest(cut_stages: Stages) -> float:
+        of_stages = [layer * len(stage_layers) for stage_layers in cut_stages.layers]
         of_stages[0] += embed
         of_stages[-1] += head
-        return max(sum(of_stages[stage] for stage in one.chunks(rank)) for rank in range(one.size))
+        return max(sum(of_stages[stage] for stage in cut_stages.chunks(rank)) for rank in range(cut_stages.size))
 
     return Cut(cut, longest(cut) / longest(stages))

@@ -10,18 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fzero.core import config_tables
 from fzero.core import gpu as gpu_module
-from fzero.core import tables
 from fzero.core.arguments import checked
 from fzero.core.compile import have_compiler
 from fzero.models import ModelConfig
 from fzero.models.decoders.config import DecoderConfig
 from fzero.models.presets import body_of
-from fzero.planner import devices, extrapolate, pipelined
+from fzero.planner import devices, extrapolate, pipeline_trace
 from fzero.planner.devices import Device
-from fzero.planner.experts import expect_room
+from fzero.planner.expert_loads import EVEN
+from fzero.planner.experts import check_capacity
 from fzero.planner.layer_costs import with_layout
-from fzero.planner.loads import EVEN
 from fzero.planner.pipeline_report import pipeline_report
 from fzero.planner.plan_report import PlanReport, report_of
 from fzero.planner.step_trace import Trace, fake_nvme
@@ -90,16 +90,16 @@ def reports_of(
         )
     resolved, target = with_layout(resolved, sizes, device), device.target
     if device.loads != EVEN:
-        expect_room(build(resolved, fake_mesh(sizes), nvme=fake_nvme(resolved)).plan, device.loads)
+        check_capacity(build(resolved, fake_mesh(sizes), nvme=fake_nvme(resolved)).plan, device.loads)
 
     def trace_anew() -> Trace:
         return extrapolate.trace(resolved, sizes, rank=rank, target=target, say=say)
 
     if sizes.get("pp", 1) > 1:  # traced anew each time
-        found = pipelined.trace(resolved, sizes, rank=rank, target=target, say=say)
-        return lambda on: pipeline_report(found, on)
+        pipeline = pipeline_trace.trace(resolved, sizes, rank=rank, target=target, say=say)
+        return lambda target_device: pipeline_report(pipeline, target_device)
     trace = trace_anew() if cache is None else cached_trace(trace_anew, resolved, sizes, rank, target, cache)
-    return lambda on: report_of(trace, on)
+    return lambda target_device: report_of(trace, target_device)
 
 
 def config_for(
@@ -108,13 +108,13 @@ def config_for(
     """The RunConfig of a preset, sizes, a config or a table, changed by `settings`: {"train.batch": 8}."""
     table: dict[str, Any] = {}
     for name, value in (settings or {}).items():
-        tables.put(table, name, value)
+        config_tables.set_nested(table, name, value)
     if isinstance(model, RunConfig):
         return apply_table(model, table)
     if isinstance(model, Mapping):
         base = {key: dict(value) if isinstance(value, Mapping) else value for key, value in model.items()}
-        for name, value in tables.flat(table):
-            tables.put(base, name, value)
+        for name, value in config_tables.flat(table):
+            config_tables.set_nested(base, name, value)
         return from_table(base)
     return from_table({"preset": model, **table}) if isinstance(model, str) else from_table(table, model)
 

@@ -12,23 +12,23 @@ from typing import Any, NamedTuple
 from fzero.core import pytree
 from fzero.models import LoRAConfig
 from fzero.planner import extrapolate, fake_inductor
-from fzero.planner.agreements import with_agreements
 from fzero.planner.devices import Device
-from fzero.planner.format import duration, page, size
+from fzero.planner.local_step_sync import with_agreements
+from fzero.planner.plan_text import duration, page, size
 from fzero.planner.step_trace import Trace, Transfer
-from fzero.planner.timing import SECONDS_A_DAY, Timing, predict, weighed
+from fzero.planner.timing import SECONDS_A_DAY, Timing, predict, weighted_sum
 from fzero.run import build
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
-from fzero.run.config_ranks import sums_made
+from fzero.run.config_ranks import count_sums
 from fzero.run.config_table import to_table
 from fzero.run.measure.flops import hfu, mfu, token_flop
 from fzero.run.memory_check import rounded_on_host
 from fzero.sharding import AXES, fake_mesh
-from fzero.sharding.describe import once_in_full
-from fzero.sharding.pipelines import users_of
+from fzero.sharding.pipeline_plan import users_of
+from fzero.sharding.plan_table import full_sum_bytes
 from fzero.sharding.slices import local_numel
-from fzero.train.capture import SHARE, why_not
+from fzero.train.capture import SHARE, refusal_of
 
 PASSES = ("forward", "backward")
 
@@ -138,13 +138,13 @@ def report_of(trace: Trace, device: Device, timing: Timing | None = None) -> Pla
     capacity, peak = device.capacity_bytes // share, trace.peak.bytes
     host, host_peak = device.host_capacity_bytes(node), trace.host_peak
     host_peak += rounded_on_host(built) if device.kind == "cuda" else 0
-    over, host_over = peak > capacity, host is not None and host_peak > host
+    exceeds, host_over = peak > capacity, host is not None and host_peak > host
     if timing is None and has_rates(device) and not trace.turns:
         timing = predict(trace, device)
     phases = list[tuple[Timing, float]]()
     if timing is not None and built.members is not None:
         phases = with_agreements(timing, trace.config, trace.sizes, device, trace.rank)
-        timing = weighed(phases)
+        timing = weighted_sum(phases)
     if timing is not None and built.tx.local is not None:
         timing = with_sums(timing, trace, device)
     step_tokens = trace.tokens * built.mesh.data_size
@@ -162,11 +162,11 @@ def report_of(trace: Trace, device: Device, timing: Timing | None = None) -> Pla
         num_params=trace.num_params,
         tokens_per_step=step_tokens,
         micro_batches=build.local_micro_batches(trace.config, built.mesh),
-        fits=not over and not host_over,
+        fits=not exceeds and not host_over,
         capacity_bytes=capacity,
         margin_bytes=capacity - peak,
         allocator_bytes=int((device.memory_bytes - device.reserved_bytes) * device.margin) // share,
-        binds="memory" if over else "host memory" if host_over else timing.binds if timing else "",
+        binds="memory" if exceeds else "host memory" if host_over else timing.binds if timing else "",
         memory_binds=max(trace.peak.parts, key=trace.peak.parts.__getitem__),
         state_bytes=state,
         state_elsewhere=trace.state_elsewhere,
@@ -174,7 +174,7 @@ def report_of(trace: Trace, device: Device, timing: Timing | None = None) -> Pla
         peak_bytes_per_rank=peak,
         host_peak_bytes=host_peak,
         host_capacity_bytes=host,
-        peak=moment_facts(trace.peak) | {"largest": [list(each) for each in trace.alive]},
+        peak=moment_facts(trace.peak) | {"largest": [list(tensor) for tensor in trace.alive]},
         phases=phase_peaks(trace),
         timeline=[moment_facts(moment) for moment in trace.timeline],
         comm=[{name: getattr(row, name) for name in COMMUNICATED} for row in trace.ledger],
@@ -213,18 +213,18 @@ def grad_bytes(built: Job) -> int:
     they are made; sums over several micro-batches have the dtype of accumulation.
     """
     specs, plan = pytree.named_leaves(built.plan.grads), built.plan
-    one = build.local_micro_batches(built.config, built.mesh) == 1
-    dtype = built.policy.param if one else built.policy.accumulate
-    if one and plan.mesh["pp"].size == 1:
+    single = build.local_micro_batches(built.config, built.mesh) == 1
+    dtype = built.policy.param if single else built.policy.accumulate
+    if single and plan.mesh["pp"].size == 1:
         specs = {name: replace(leaf.opt, memory=specs[name].memory) for name, leaf in plan.leaves.items()}
     users, pp = users_of(plan), plan.mesh["pp"].rank
-    held = [
+    elements = [
         local_numel(leaf.shape, specs[name], plan.sizes)
         for name, leaf in pytree.named_leaves(plan.like).items()
         if name not in plan.frozen and specs[name].memory == "device"
         if name not in users or pp in {rank for _, rank in users[name]}  # else no stage of this rank uses it
     ]
-    return sum(held) * dtype.itemsize
+    return sum(elements) * dtype.itemsize
 
 
 def turns(trace: Trace) -> list[int]:
@@ -247,8 +247,8 @@ def traffic_of(trace: Trace) -> dict[str, dict[str, int]]:
     out: dict[str, Counter[str]] = {}
     for event, n in zip(trace.events, turns(trace)):
         if isinstance(event, Transfer) and event.event == "start" and event.axis not in AXES:
-            out.setdefault(event.axis, Counter())[event.what] += event.bytes * n
-    return {name: {what: sums[what] for what in ("read", "write")} for name, sums in out.items()}
+            out.setdefault(event.axis, Counter())[event.kind] += event.bytes * n
+    return {name: {direction: sums[direction] for direction in ("read", "write")} for name, sums in out.items()}
 
 
 def sent_by_axis(trace: Trace) -> dict[str, int]:
@@ -331,36 +331,36 @@ def notes_of(trace: Trace, timing: Timing | None, device: Device) -> list[str]:
 def with_sums(timing: Timing, trace: Trace, device: Device) -> Timing:
     """The mean over the run of the Timings of a local step and of one that sums by signs."""
     optim = trace.config.optim
-    each = replace(trace.config, optim=replace(optim, sum_every=1, sum_double=0))
-    summed = predict(extrapolate.trace(each, trace.sizes, rank=trace.rank, target=device.target), device)
-    share = sums_made(optim, trace.config.train.steps) / trace.config.train.steps
-    return weighed([(timing, 1.0 - share), (summed, share)])
+    summed_config = replace(trace.config, optim=replace(optim, sum_every=1, sum_double=0))
+    summed = predict(extrapolate.trace(summed_config, trace.sizes, rank=trace.rank, target=device.target), device)
+    share = count_sums(optim, trace.config.train.steps) / trace.config.train.steps
+    return weighted_sum([(timing, 1.0 - share), (summed, share)])
 
 
 def sums_notes(built: Job, phases: Sequence[tuple[Timing, float]]) -> list[str]:
     """The notes on sums that are not made in each step, or not as in it. phases: of the steps of members."""
     notes = []
     if built.members is not None:
-        share, after = "its share of them", built.config.local.after
-        if after:
+        share, switch_step = "its share of them", built.config.local.after
+        if switch_step:
             share += " over the run"
         if len(phases) > 1:
-            apart, first = (duration(timing.step_s) for timing, _ in phases)
-            share += f": a step takes {first} until step {after}, and {apart} from then on"
+            local_time, first = (duration(timing.step_s) for timing, _ in phases)
+            share += f": a step takes {first} until step {switch_step}, and {local_time} from then on"
         notes.append(f"{built.members.text(built.plan)}; the step above is one of a member with {share}")
     if built.tx.sums:
         plan, optim = built.plan, built.config.optim
-        full = size(sum(once_in_full(plan, link) for link in plan.sent_by_link()))
+        full = size(sum(full_sum_bytes(plan, link) for link in plan.sent_by_link()))
         if plan.codec is not None and plan.codec.local:
-            signs = size(sum(once for _, once in plan.sent_by_link().values()))
+            signs = size(sum(sent_bytes for _, sent_bytes in plan.sent_by_link().values()))
             steps = built.config.train.steps
-            above = (
+            statement = (
                 "makes no sum, and has its share of the time of those that do over the run: "
-                f"{sums_made(optim, steps):,} of {steps:,} steps send {signs} each"
+                f"{count_sums(optim, steps):,} of {steps:,} steps send {signs} each"
             )
         else:
-            above = "sends signs"
-        notes.append(f"{optim.name}: the step above {above}; one whose sum is in full sends {full}")
+            statement = "sends signs"
+        notes.append(f"{optim.name}: the step above {statement}; one whose sum is in full sends {full}")
     return notes
 
 
@@ -370,10 +370,12 @@ def capture_notes(trace: Trace, device: Device, timing: Timing | None, built: Jo
         return []
     if built.plan.stages is not None:
         return ["capture: what it saves is not predicted with pp"]
-    if refused := why_not(built.plan, built.tx, donate=True):
+    if refused := refusal_of(built.plan, built.tx, donate=True):
         return [f"capture: steps are issued one by one: {refused}"]
-    kept = trace.peak.bytes - sum(trace.state.values())
-    memory = f"its graph keeps {size(kept)}, and a step that is measured or follows a checkpoint takes them once more"
+    graph_bytes = trace.peak.bytes - sum(trace.state.values())
+    memory = (
+        f"its graph keeps {size(graph_bytes)}, and a step that is measured or follows a checkpoint takes them once more"
+    )
     if timing is None:
         return [f"capture: {memory}"]
     alone, would = predict(trace, device, captured=True).step_s, timing.issue_s >= SHARE * timing.step_s

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from fzero.comm.communicator import ONE_SIDED, SMALL_BYTES
-from fzero.comm.tables import joined_links
-from fzero.planner.devices import Curve, Device, Level, Products, Rates
-from fzero.planner.operations import Op
+from fzero.comm.rank_tables import joined_links
+from fzero.planner.devices import Curve, Device, Level, MeasuredRates, Products
+from fzero.planner.operations import ExecutedOp
 from fzero.sharding.mesh import ORDER
 
 NEIGHBOURS = 6  # measured products used to interpolate a rate
@@ -26,7 +26,7 @@ NEIGHBOURS = 6  # measured products used to interpolate a rate
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85), (64, 128, 0.65), (128, 64, 0.65), (64, 64, 0.45))
 
 
-class Cost(NamedTuple):
+class OpCost(NamedTuple):
     """The seconds of one operator: the host's to issue it, the device's to compute it, and the device's bottleneck."""
 
     host_s: float
@@ -34,7 +34,7 @@ class Cost(NamedTuple):
     bound: str  # "compute" or "memory"
 
 
-def least_seconds(device: Device, op: Op) -> tuple[float, float]:
+def least_seconds(device: Device, op: ExecutedOp) -> tuple[float, float]:
     """(the seconds of an operator's FLOPs at the device's peak for its dtype, those of its bytes at its memory's
     bandwidth): no device is faster than the longer of them, the roofline."""
     peak = device.flops.get(op.dtype) or max(device.flops.values(), default=math.inf)
@@ -48,22 +48,22 @@ def threads_of(cores: int, processes: int) -> int:
 
 def op_costs(
     device: Device, *, threads: int = 1, processes: int = 1, fp32_matmul: str = "default"
-) -> Callable[[Op], Cost]:
+) -> Callable[[ExecutedOp], OpCost]:
     """Return a function from an Op to its Cost, for one of `processes` processes of a machine with `threads` threads
     each.
 
     If these are more threads than cores, times grow in proportion; what was measured had a core for each thread.
     """
-    found: dict[tuple, Cost] = {}
+    cache: dict[tuple, OpCost] = {}
     rates = device.rates_of(threads, processes)
     slower = 1.0 if rates is None else max(1.0, threads * processes / device.cores)
 
-    def cost(op: Op) -> Cost:
+    def cost(op: ExecutedOp) -> OpCost:
         key = op[2:]  # all facts of an op except its place in the step
-        if key not in found:
+        if key not in cache:
             host_s, device_s, bound = _listed(device, op) if rates is None else _measured(rates, op, fp32_matmul)
-            found[key] = Cost(host_s * slower, device_s * slower, bound)
-        return found[key]
+            cache[key] = OpCost(host_s * slower, device_s * slower, bound)
+        return cache[key]
 
     return cost
 
@@ -71,7 +71,7 @@ def op_costs(
 # ---- measured --------------------------------------------------------------------------------------------------------
 
 
-def _measured(rates: Rates, op: Op, fp32_matmul: str) -> Cost:
+def _measured(rates: MeasuredRates, op: ExecutedOp, fp32_matmul: str) -> OpCost:
     """Costs from the most specific curve of each operator, without the curve's own dispatch time, which the host's part
     has."""
     host_s = rates.op_s.get("eager", 0.0)
@@ -79,15 +79,15 @@ def _measured(rates: Rates, op: Op, fp32_matmul: str) -> Cost:
     if op.kind == "gemm" and op.flop:
         table = products_of(rates, op, fp32_matmul)
         if table:
-            return Cost(host_s, max(0.0, gemm_s(table, op.shape) - dispatch), "compute")
+            return OpCost(host_s, max(0.0, gemm_s(table, op.shape) - dispatch), "compute")
     keys = (f"{op.name}/{op.dtype}", op.name, f"{op.kind}/{op.dtype}", op.kind)
     curve = next((rates.kernels[key] for key in keys if key in rates.kernels), None)
     if op.kind == "attention" and curve is not None:
-        return Cost(host_s, max(0.0, along(curve, op.flop) - dispatch), "compute")
+        return OpCost(host_s, max(0.0, along(curve, op.flop) - dispatch), "compute")
     if not op.bytes:
-        return Cost(host_s, 0.0, "memory")
+        return OpCost(host_s, 0.0, "memory")
     seconds = like(rates.bandwidth, rates.bandwidth if curve is None else curve, op.bytes)
-    return Cost(host_s, max(0.0, seconds - dispatch), "memory")
+    return OpCost(host_s, max(0.0, seconds - dispatch), "memory")
 
 
 def like(bandwidth: Curve, curve: Curve, size: float) -> float:
@@ -99,7 +99,7 @@ def like(bandwidth: Curve, curve: Curve, size: float) -> float:
     return along(curve, end) * (along(bandwidth, size) / along(bandwidth, end) if size != end else 1.0)
 
 
-def products_of(rates: Rates, op: Op, fp32_matmul: str) -> Products:
+def products_of(rates: MeasuredRates, op: ExecutedOp, fp32_matmul: str) -> Products:
     """The measured products of an operator's dtype; those of float32's way and of the layout ("aten.mm/tn") if
     measured. float8 that was not measured takes no longer than bfloat16."""
     layout = op.name.partition("/")[2]
@@ -125,8 +125,8 @@ def along(curve: Curve, size: float) -> float:
         return curve[-1][1] * size / curve[-1][0]
     i = bisect.bisect_right(curve, size, key=lambda point: point[0])
     (x0, y0), (x1, y1) = curve[i - 1], curve[i]
-    part = math.log(size / x0) / math.log(x1 / x0)
-    return y0 * (y1 / y0) ** part if y0 and y1 else y0 + part * (y1 - y0)
+    fraction = math.log(size / x0) / math.log(x1 / x0)
+    return y0 * (y1 / y0) ** fraction if y0 and y1 else y0 + fraction * (y1 - y0)
 
 
 def gemm_s(table: Products, shape: Sequence[int]) -> float:
@@ -137,9 +137,8 @@ def gemm_s(table: Products, shape: Sequence[int]) -> float:
     """
     if not min(shape):
         return 0.0
-    near = sorted((sum(math.log(size / known) ** 2 for size, known in zip(shape, row)), row) for row in table)[
-        :NEIGHBOURS
-    ]
+    distances = [(sum(math.log(size / measured) ** 2 for size, measured in zip(shape, row)), row) for row in table]
+    near = sorted(distances)[:NEIGHBOURS]
     if near[0][0] == 0.0:
         return near[0][1][4]
     weights = [squared**-1.5 for squared, _ in near]
@@ -150,28 +149,28 @@ def gemm_s(table: Products, shape: Sequence[int]) -> float:
 # ---- listed ----------------------------------------------------------------------------------------------------------
 
 
-def _listed(device: Device, op: Op) -> Cost:
+def _listed(device: Device, op: ExecutedOp) -> OpCost:
     """Costs from the roofline of a data sheet: peaks times `efficiency`, one factor for each class of operation."""
-    part = device.efficiency
-    memory_s, compute_s = op.bytes / (device.bandwidth_bytes_s * part["memory"]), 0.0
+    efficiency = device.efficiency
+    memory_s, compute_s = op.bytes / (device.bandwidth_bytes_s * efficiency["memory"]), 0.0
     if op.flop:
         peak = device.flops.get(op.dtype) or max(device.flops.values())
         if op.kind == "attention":
             way = "attention_backward" if "backward" in op.name else "attention_forward"
             library = op.name.partition("/")[2]  # of the forms by libraries; see kernels.attention_library
-            reached = part.get(f"{way}/{library}", part.get(way, part["gemm"]))
+            reached = efficiency.get(f"{way}/{library}", efficiency.get(way, efficiency["gemm"]))
         else:
-            reached = part["gemm"] * tiled_part(device.processors, op.shape)
+            reached = efficiency["gemm"] * tiled_fraction(device.processors, op.shape)
         compute_s = op.flop / (peak * reached)
     took = max(memory_s, compute_s)
-    return Cost(
+    return OpCost(
         device.op_s.get("eager", 0.0),
         took + device.launch_s if took else 0.0,
         "compute" if compute_s > memory_s else "memory",
     )
 
 
-def tiled_part(processors: int, shape: Sequence[int]) -> float:
+def tiled_fraction(processors: int, shape: Sequence[int]) -> float:
     """The fraction of the peak, in (0, 1], that tiles and waves leave to a product of shape (batch, m, n, k) on a GPU.
 
     A multiprocessor computes whole tiles, and a partial last wave of tiles takes as long as a full one. The best of
@@ -183,9 +182,9 @@ def tiled_part(processors: int, shape: Sequence[int]) -> float:
         return 1.0
     batch, m, n, k = shape
     best = 0.0
-    for rows, columns, part in TILES:
+    for rows, columns, efficiency in TILES:
         waves = math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) / processors)
-        best = max(best, part * batch * m * n / (waves * processors * rows * columns))
+        best = max(best, efficiency * batch * m * n / (waves * processors * rows * columns))
     return best * k / (k + 128)
 
 
@@ -211,7 +210,7 @@ def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
     ranks are `stride` apart has ranks/stride of them in a unit of `ranks` ranks. Messages between processes need the
     cores: where more ranks of a run share one than of those that were measured, they start as much later.
     """
-    world, found, strides, stride = math.prod(sizes.values()), {}, {}, 1
+    world, ways, strides, stride = math.prod(sizes.values()), {}, {}, 1
     for name in reversed(ORDER):
         strides[name] = stride
         stride *= sizes.get(name, 1)
@@ -230,12 +229,12 @@ def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
                 hops.append((_reached(device, device.links[-1], crowd[2]), -(-size // inside)))
             measured = [hop.name for hop, _ in hops] == [device.links[0].name]  # curves are of the innermost links
             curves = {
-                key.partition("/")[0]: later(curve, crowd[size])
+                key.partition("/")[0]: delay_curve(curve, crowd[size])
                 for key, curve in device.collectives.items()
                 if key.endswith(f"/{size}") and (measured or key.startswith("late/"))
             }
-            found[name] = Way(size, hops[0][0].kind, tuple(hops), min(world, device.links[0].ranks or world), curves)
-    return found
+            ways[name] = Way(size, hops[0][0].kind, tuple(hops), min(world, device.links[0].ranks or world), curves)
+    return ways
 
 
 def crowded(device: Device, world: int, measured: int) -> float:
@@ -246,14 +245,14 @@ def crowded(device: Device, world: int, measured: int) -> float:
     return max(1.0, device.on_node(world) / device.cores) / max(1.0, measured / device.cores)
 
 
-def later(curve: Curve, crowd: float) -> Curve:
+def delay_curve(curve: Curve, crowd: float) -> Curve:
     """A curve of seconds over bytes, of which what the smallest message takes is taken `crowd` times.
 
     >>> later(((1.0, 2.0), (10.0, 2.5)), 3.0)
     ((1.0, 6.0), (10.0, 6.5))
     """
-    least = min(seconds for _, seconds in curve)
-    return tuple((moved, seconds + (crowd - 1.0) * least) for moved, seconds in curve)
+    min_s = min(seconds for _, seconds in curve)
+    return tuple((size, seconds + (crowd - 1.0) * min_s) for size, seconds in curve)
 
 
 def reached(ranks: int, axes: Sequence[tuple[int, int]]) -> int:
@@ -263,13 +262,13 @@ def reached(ranks: int, axes: Sequence[tuple[int, int]]) -> int:
     >>> reached(8, [(4, 2)]), reached(8, [(4, 8), (2, 1)]), reached(8, [(4, 2), (2, 1)])
     (4, 2, 8)
     """
-    found = 1
+    count = 1
     for size, stride in reversed(axes):
         inside = min(size, max(1, ranks // stride))
-        found *= inside
+        count *= inside
         if inside < size:
             break
-    return found
+    return count
 
 
 def _reached(device: Device, level: Level, crowd: float) -> Level:
@@ -277,8 +276,8 @@ def _reached(device: Device, level: Level, crowd: float) -> Level:
     long; if it was not measured, a transfer may be hidden entirely."""
     hidden = 1.0 if level.hidden is None else level.hidden
     reached = level.bytes_s * device.efficiency.get("links", 1.0)
-    late, call = level.latency_s * crowd, level.call_s * crowd
-    return level._replace(bytes_s=reached, latency_s=late, call_s=call, hidden=hidden)
+    latency, call = level.latency_s * crowd, level.call_s * crowd
+    return level._replace(bytes_s=reached, latency_s=latency, call_s=call, hidden=hidden)
 
 
 class Message(NamedTuple):
@@ -293,7 +292,7 @@ class Message(NamedTuple):
     behind_s: float = 0.0  # of `seconds`, those at the end in which the links are free for the next message
 
 
-def collective_s(way: Way, what: str, sent_bytes: int) -> Message:
+def collective_s(way: Way, collective: str, sent_bytes: int) -> Message:
     """The Message of a collective in which one rank sends `sent_bytes`, counted as in the ledger (see
     ledger.sent_elements).
 
@@ -304,28 +303,32 @@ def collective_s(way: Way, what: str, sent_bytes: int) -> Message:
 
     Ref: Thakur et al. 2005, "Optimization of collective communication operations in MPICH", section 4.
     """
-    n, what = way.size, "all_to_all" if what == "exchange_rows" else what
-    if what in ONE_SIDED:
-        return one_sided_s(way, what, sent_bytes)
-    whole = sent_bytes * n / (n - 1) / (2 if what == "psum" else 1)
+    n, collective = way.size, "all_to_all" if collective == "exchange_rows" else collective
+    if collective in ONE_SIDED:
+        return one_sided_s(way, collective, sent_bytes)
+    full_bytes = sent_bytes * n / (n - 1) / (2 if collective == "psum" else 1)
     late_s = way.curves["late"][0][1] if "late" in way.curves else 0.0
-    if what in way.curves and len(way.hops) == 1:
+    if collective in way.curves and len(way.hops) == 1:
         level = way.hops[0][0]
         assert level.hidden is not None  # `_reached` fills it
-        seconds = along(way.curves[what], whole)
+        seconds = along(way.curves[collective], full_bytes)
         if level.total_bytes_s:  # other ranks may send beside those of the axis
             seconds = max(seconds, sent_bytes * way.sharing / level.total_bytes_s)
         seconds = max(0.0, seconds - level.call_s)
         return Message(level.call_s, seconds, {level.name: seconds}, level.hidden, late_s)
-    found = _by_messages(way, what, sent_bytes, whole) if way.kind == "gloo" else _by_rings(way, what, sent_bytes)
-    return found._replace(late_s=late_s)
+    message = (
+        _by_messages(way, collective, sent_bytes, full_bytes)
+        if way.kind == "gloo"
+        else _by_rings(way, collective, sent_bytes)
+    )
+    return message._replace(late_s=late_s)
 
 
-def one_sided_s(way: Way, what: str, sent_bytes: int) -> Message:
+def one_sided_s(way: Way, collective: str, sent_bytes: int) -> Message:
     """The Message of a gather to some ranks, whose links bring the parts of all others one after the other, or of a
     scatter from one rank, whose link has all that it sends."""
     level = way.hops[-1][0]
-    seconds = level.latency_s + sent_bytes * (way.size - 1 if what == "gather_to" else 1) / level.bytes_s
+    seconds = level.latency_s + sent_bytes * (way.size - 1 if collective == "gather_to" else 1) / level.bytes_s
     assert level.hidden is not None  # `_reached` fills it
     return Message(level.call_s, seconds, {level.name: seconds}, level.hidden)
 
@@ -342,43 +345,43 @@ def wire_s(way: Way, a: int, b: int, size: int) -> float:
     return level.latency_s + size / level.bytes_s
 
 
-def _by_rings(way: Way, what: str, sent_bytes: int) -> Message:
-    n, rounds = way.size, 2 if what == "psum" else 1
+def _by_rings(way: Way, collective: str, sent_bytes: int) -> Message:
+    n, rounds = way.size, 2 if collective == "psum" else 1
     busy, ring, tree, inside = {}, 0.0, 0.0, 1
     for level, units in way.hops:
         groups = n // inside  # units joined at this level or an outer one
-        moved = float(sent_bytes)
-        if what == "all_to_all":
-            moved *= (n - inside) / (n - 1)
-        elif what != "ppermute" and inside > 1:
-            moved *= (groups - 1) / groups * n / (n - 1) / inside
-        busy[level.name] = busy.get(level.name, 0.0) + moved / level.bytes_s
+        level_bytes = float(sent_bytes)
+        if collective == "all_to_all":
+            level_bytes *= (n - inside) / (n - 1)
+        elif collective != "ppermute" and inside > 1:
+            level_bytes *= (groups - 1) / groups * n / (n - 1) / inside
+        busy[level.name] = busy.get(level.name, 0.0) + level_bytes / level.bytes_s
         ring += (units - 1) * level.latency_s
         tree += math.ceil(math.log2(units)) * level.latency_s
         inside *= units
-    steps = {"ppermute": way.hops[-1][0].latency_s, "psum": min(ring, tree), "all_to_all": tree}.get(what, ring)
+    steps = {"ppermute": way.hops[-1][0].latency_s, "psum": min(ring, tree), "all_to_all": tree}.get(collective, ring)
     return Message(way.hops[0][0].call_s, max(busy.values()) + rounds * steps, busy)
 
 
-def _by_messages(way: Way, what: str, sent_bytes: int, whole: float) -> Message:
-    n, moved, rounds = way.size, float(sent_bytes), 1
-    if what == "psum":
-        moved, rounds = ((n - 1) * whole, 1) if n * whole <= SMALL_BYTES else (moved, 2)
+def _by_messages(way: Way, collective: str, sent_bytes: int, full_bytes: float) -> Message:
+    n, total, rounds = way.size, float(sent_bytes), 1
+    if collective == "psum":
+        total, rounds = ((n - 1) * full_bytes, 1) if n * full_bytes <= SMALL_BYTES else (total, 2)
     busy, inside = {}, 1
     for level, units in way.hops:
         joined = min(n, inside * units)
         # A rank sends the others as much each, those of its own unit over inner links.
-        over = moved if what == "ppermute" else moved * (joined - inside) / (n - 1)
-        seconds, inside = over / level.bytes_s, joined
+        level_bytes = total if collective == "ppermute" else total * (joined - inside) / (n - 1)
+        seconds, inside = level_bytes / level.bytes_s, joined
         if level.total_bytes_s:
-            seconds = max(seconds, over * way.sharing / level.total_bytes_s)
+            seconds = max(seconds, level_bytes * way.sharing / level.total_bytes_s)
         busy[level.name] = busy.get(level.name, 0.0) + seconds
-    count, call_s = 1 if what == "ppermute" else n - 1, way.hops[0][0].call_s
+    count, call_s = 1 if collective == "ppermute" else n - 1, way.hops[0][0].call_s
     slowest = max((level for level, _ in way.hops), key=lambda level: level.latency_s)
     late_s = rounds * slowest.latency_s
     seconds = late_s + max(busy.values())
     # The cores send over all levels, and what they do for one adds to what they do for another.
     spent = [(busy[level.name], level) for level, _ in way.hops] + [(late_s, slowest)]
-    own = sum(part * (1.0 - (1.0 if level.hidden is None else level.hidden)) for part, level in spent)
-    hidden = 1.0 - min(1.0, own / seconds) if seconds else 1.0
+    exposed_s = sum(duration * (1.0 - (1.0 if level.hidden is None else level.hidden)) for duration, level in spent)
+    hidden = 1.0 - min(1.0, exposed_s / seconds) if seconds else 1.0
     return Message(call_s * count * rounds, seconds, busy, hidden, behind_s=late_s)

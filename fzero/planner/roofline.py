@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from fzero.planner.format import duration, percent, table
 from fzero.planner.plan_report import PlanReport
+from fzero.planner.plan_text import duration, percent, table
 
 LEAST = 0.005  # fraction of the step; smaller parts are one row
 
 
-class Part(NamedTuple):
+class RooflineRow(NamedTuple):
     """One kind of operator in one phase of a step, or a wait."""
 
     name: str  # "backward gemm", "waiting for dp"
@@ -23,7 +23,7 @@ class Part(NamedTuple):
     bound: str  # "compute", "memory", "transfers" or "host"; "" if not simulated
 
 
-def roofline(report: PlanReport) -> list[Part]:
+def roofline(report: PlanReport) -> list[RooflineRow]:
     """The parts of a step of a plan, longest first; their seconds add up to the simulated part of the step.
 
     Raises ValueError if the plan has no times.
@@ -39,19 +39,19 @@ def roofline(report: PlanReport) -> list[Part]:
             f"the rates of {report.device.name} are unknown, so there is no time to divide; run fzero bench"
         )
     time = report.time
-    found = []
+    rows = []
     for name, (seconds, flop_s, bytes_s) in time["parts"].items():
         phase, _, kind = name.rpartition("/")
         if seconds:
             bound = "compute" if flop_s > bytes_s else "memory"
             name = f"{phase or 'between'} {kind}"
-            found.append(Part(name, seconds, flop_s / seconds, bytes_s / seconds, bound))
+            rows.append(RooflineRow(name, seconds, flop_s / seconds, bytes_s / seconds, bound))
     waits = {f"waiting for {axis}": seconds for axis, seconds in time["exposed"].items()}
-    waits |= {f"waiting for {place}": seconds for place, seconds in time["waiting"].items()}
+    waits |= {f"waiting for {memory}": seconds for memory, seconds in time["waiting"].items()}
     waits |= {"issuing operators": time["bound"].get("host", 0.0), "not simulated": time["phases"].get("lost", 0.0)}
     bounds = {"issuing operators": "host", "not simulated": ""}
-    found += [Part(name, s, 0.0, 0.0, bounds.get(name, "transfers")) for name, s in waits.items() if s]
-    return sorted(found, key=lambda part: -part.seconds)
+    rows += [RooflineRow(name, s, 0.0, 0.0, bounds.get(name, "transfers")) for name, s in waits.items() if s]
+    return sorted(rows, key=lambda row: -row.seconds)
 
 
 def least_step(report: PlanReport) -> float:
@@ -64,22 +64,22 @@ def least_step(report: PlanReport) -> float:
 def page(report: PlanReport) -> str:
     """The table of `roofline`, with parts below half a percent of the step in one row."""
     parts, step = roofline(report), report.step_s or 0.0
-    large = [part for part in parts if part.seconds >= LEAST * step]
-    rest = sum(part.seconds for part in parts) - sum(part.seconds for part in large)
+    large = [row for row in parts if row.seconds >= LEAST * step]
+    others_s = sum(row.seconds for row in parts) - sum(row.seconds for row in large)
     rows = [
         (
-            part.name,
-            duration(part.seconds),
-            percent(part.seconds / step),
-            percent(part.peak) if part.peak else "",
-            percent(part.bandwidth) if part.bandwidth else "",
-            part.bound,
+            row.name,
+            duration(row.seconds),
+            percent(row.seconds / step),
+            percent(row.peak) if row.peak else "",
+            percent(row.bandwidth) if row.bandwidth else "",
+            row.bound,
         )
-        for part in large
+        for row in large
     ]
-    rows += [("all others", duration(rest), percent(rest / step), "", "", "")] if rest > 0 else []
-    least = least_step(report)
+    rows += [("all others", duration(others_s), percent(others_s / step), "", "", "")] if others_s > 0 else []
+    limit_s = least_step(report)
     header = ("part", "time", "of the step", "of peak FLOPs", "of bandwidth", "bound by")
     limit = f"at the limits of a {report.device.name} a step takes"
-    said = f"{limit} {duration(least)}, {percent(least / step)} of {duration(step)}"
-    return "\n".join(["roofline:", *("  " + line for line in table(header, rows, text=(0, -1))), said])
+    summary = f"{limit} {duration(limit_s)}, {percent(limit_s / step)} of {duration(step)}"
+    return "\n".join(["roofline:", *("  " + line for line in table(header, rows, text=(0, -1))), summary])

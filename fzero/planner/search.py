@@ -17,25 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from fzero import models
-from fzero.core import tables
+from fzero.core import config_tables
 from fzero.core.arguments import checked
-from fzero.core.pools import Pool
+from fzero.core.process_pool import Pool
 from fzero.core.storage import write_text
 from fzero.models import ModelConfig
-from fzero.planner import experts, extrapolate, pipelined
+from fzero.planner import experts, extrapolate, pipeline_trace
 from fzero.planner.candidates import Candidate, candidates, layers_to_trace
 from fzero.planner.closed_forms import Sketch, sketch_candidate
-from fzero.planner.closed_layer import Basis, layer_of, takes_codec
+from fzero.planner.closed_layer import Basis, admits_codec, layer_of
 from fzero.planner.devices import Device
-from fzero.planner.format import duration, size
 from fzero.planner.launch import refuse_decided
 from fzero.planner.pipeline_report import pipeline_report
 from fzero.planner.plan import config_for, device_for, resolve_for, with_host_memory
 from fzero.planner.plan_report import PlanReport, has_rates, report_of
+from fzero.planner.plan_text import duration, size
 from fzero.planner.search_result import (
-    Found,
-    Room,
+    RankMemory,
     SearchResult,
+    TracedCandidate,
     best_alternatives,
     nothing_fits,
     slower,
@@ -84,8 +84,8 @@ def search(
     refuse_decided(settings or {}, "settings")
     if isinstance(model, Mapping):
         refuse_decided(model, "the config")
-    given = config_for(model, settings)
-    device = with_host_memory(device_for(gpu), given)
+    base_config = config_for(model, settings)
+    device = with_host_memory(device_for(gpu), base_config)
     if not has_rates(device):
         raise ValueError(
             "a search needs the rates of a device; run `fzero bench` on this machine first, or name another, "
@@ -93,48 +93,47 @@ def search(
         )
     if gpus < 1:
         raise ValueError(f"gpus is {gpus}; it must be at least 1")
-    if given.local.method:
+    if base_config.local.method:
         raise ValueError(
-            f"local.method is {given.local.method}, and a search compares meshes whose ranks agree in each step; leave "
-            "it out; fzero plan --ask fewer-bytes tries local steps with the best"
+            f"local.method is {base_config.local.method}, and a search compares meshes whose ranks agree in each step; "
+            "leave it out; fzero plan --ask fewer-bytes tries local steps with the best"
         )
-    config = resolve_for(given, device)
+    config = resolve_for(base_config, device)
     node = device.on_node(gpus)
-    room = Room(device.capacity_bytes // (node if device.kind == "cpu" else 1), device.host_capacity_bytes(node))
+    rank_bytes = device.capacity_bytes // (node if device.kind == "cpu" else 1)
+    limits = RankMemory(rank_bytes, device.host_capacity_bytes(node))
     every = [c for c in candidates(config, gpus, node, choices) if "host" not in c.offload or device.host]
     with tracers(workers if models.num_params(models.build(config.model)) >= SMALL else 1) as pool:
         # Smallest tp first: it has the largest tensors and takes longest.
         layers = {tp: pool.submit(layer_of, config, device, tp) for tp in sorted({c.tp for c in every})}
         basis = Basis(config, device, node, {tp: layer.result() for tp, layer in layers.items()})
-        every = [c for c in every if takes_codec(basis, c)]
+        every = [c for c in every if admits_codec(basis, c)]
         if not every:
             raise ValueError(
                 f"no candidate goes with codec {codec_of(config)}: see docs/codec.md for its stages and meshes"
             )
-        every = [c for c in every if experts.has_room(basis.plan_of(c)[0], device.loads)]
+        every = [c for c in every if experts.has_capacity(basis.plan_of(c)[0], device.loads)]
         if not every:
             raise ValueError(
                 "no candidate has room for this imbalance of experts; use experts of gather or "
                 "exchange:SLACK (--experts)"
             )
+        sketches = [sketch_candidate(basis, c) for c in every]
         # Of equal times, try the one that moves fewer bytes first.
-        sketches = sorted(
-            (sketch_candidate(basis, c) for c in every), key=lambda s: (s.step_s, s.candidate.offload, s.bytes)
-        )
-        fitting = [s for s in sketches if room.has(s)] or [s for s in sketches if room.has(s, 1.2)]
+        sketches.sort(key=lambda s: (s.step_s, s.candidate.offload, s.bytes))
+        fitting = [s for s in sketches if limits.fits(s)] or [s for s in sketches if limits.fits(s, 1.2)]
         say(f"{len(sketches):,} candidates, {len(fitting):,} should fit ({time.perf_counter() - begin:.1f} s)")
-        fits, over = trace_best(config, fitting, device, top, say, pool)
+        fits, oversized = trace_best(config, fitting, device, top, say, pool)
     if not fits:
-        raise ValueError(nothing_fits(sketches, over, room, gpus, device))
-    fits.sort(key=lambda found: step_seconds(found.report))
+        raise ValueError(nothing_fits(sketches, oversized, limits, gpus, device))
+    fits.sort(key=lambda entry: step_seconds(entry.report))
     first = fits[0]
-    named = [Found(f.candidate, f.report, "" if f is first else slower(f.report, first.report)) for f in fits]
-    alternatives = best_alternatives(sketches, {f.candidate: f.report for f in (*fits, *over)}, first, room)
-    chosen = first.candidate.of(replace(given, precision=config.precision))
+    named = [TracedCandidate(f.candidate, f.report, "" if f is first else slower(f.report, first.report)) for f in fits]
+    alternatives = best_alternatives(sketches, {f.candidate: f.report for f in (*fits, *oversized)}, first, limits)
+    chosen = first.candidate.apply_to(replace(base_config, precision=config.precision))
     seconds = time.perf_counter() - begin
-    return SearchResult(
-        tuple(named[:top]), tuple(alternatives), chosen, len(sketches), len(fitting), len(fits) + len(over), seconds
-    )
+    counts = len(sketches), len(fitting), len(fits) + len(oversized)
+    return SearchResult(tuple(named[:top]), tuple(alternatives), chosen, *counts, seconds)
 
 
 class InProcess(Executor):
@@ -155,8 +154,8 @@ def tracers(workers: int) -> Executor:
 def trace_candidate(config: RunConfig, c: Candidate, device: Device) -> PlanReport:
     """Trace a candidate and return its PlanReport."""
     if c.pp > 1:
-        return pipeline_report(pipelined.trace(c.of(config), c.mesh, target=device.target), device)
-    return report_of(extrapolate.trace(c.of(config), c.mesh, target=device.target), device)
+        return pipeline_report(pipeline_trace.trace(c.apply_to(config), c.mesh, target=device.target), device)
+    return report_of(extrapolate.trace(c.apply_to(config), c.mesh, target=device.target), device)
 
 
 def trace_best(
@@ -166,17 +165,17 @@ def trace_best(
     top: int,
     say: Callable[[str], None],
     pool: Executor,
-) -> tuple[list[Found], list[Found]]:
+) -> tuple[list[TracedCandidate], list[TracedCandidate]]:
     """Trace the most promising of the sketched candidates; return (those that fit, those that do not)."""
-    fits: list[Found] = []
-    over: list[Found] = []
-    off: dict[Any, float] = {}  # traced / sketched step time by kind of candidate
+    fits: list[TracedCandidate] = []
+    oversized: list[TracedCandidate] = []
+    corrections: dict[Any, float] = {}  # traced / sketched step time by kind of candidate
 
     def kind(c: Candidate) -> tuple[Any, ...]:
         return c.tp, c.ep, c.micro_batch, c.zero, c.pp, c.schedule, c.chunks, c.layout
 
     def expected(sketch: Sketch) -> float:
-        return sketch.step_s * off.get(kind(sketch.candidate), 1.0)
+        return sketch.step_s * corrections.get(kind(sketch.candidate), 1.0)
 
     first = {kind(sketch.candidate): sketch for sketch in reversed(sketches)}  # of each kind, by their order
 
@@ -184,40 +183,40 @@ def trace_best(
         c = sketch.candidate
         return c.pp == 1 or (first[kind(c)] is sketch and layers_to_trace(c, config.model.n_layers) <= LAYERS)
 
-    rest = [sketch for sketch in sketches if serves(sketch)] or list(sketches)
-    while rest and len(fits) < MOST and len(over) < MOST:
-        rest.sort(key=expected)  # stable
-        room = PIPELINES - sum(found.candidate.pp > 1 for found in (*fits, *over))
-        with_pp = [sketch for sketch in rest if sketch.candidate.pp > 1]
-        for sketch in with_pp[max(0, room) :]:  # the slowest of them, which are not traced
-            rest.remove(sketch)
-        if not rest:
+    queue = [sketch for sketch in sketches if serves(sketch)] or list(sketches)
+    while queue and len(fits) < MOST and len(oversized) < MOST:
+        queue.sort(key=expected)  # stable
+        pipeline_budget = PIPELINES - sum(entry.candidate.pp > 1 for entry in (*fits, *oversized))
+        with_pp = [sketch for sketch in queue if sketch.candidate.pp > 1]
+        for sketch in with_pp[max(0, pipeline_budget) :]:  # the slowest of them, which are not traced
+            queue.remove(sketch)
+        if not queue:
             break
-        fastest = min((step_seconds(found.report) for found in fits), default=math.inf)
-        missing, more = top - len(fits), sum(expected(sketch) < fastest for sketch in rest[:ROUND])
-        if missing <= 0 and not more:
+        fastest = min((step_seconds(entry.report) for entry in fits), default=math.inf)
+        missing, faster = top - len(fits), sum(expected(sketch) < fastest for sketch in queue[:ROUND])
+        if missing <= 0 and not faster:
             break
-        now = rest[: min(ROUND, max(missing, more))]
-        del rest[: len(now)]
-        reports = [pool.submit(trace_candidate, config, sketch.candidate, device) for sketch in now]
-        for sketch, report in zip(now, (future.result() for future in reports)):
+        batch = queue[: min(ROUND, max(missing, faster))]
+        del queue[: len(batch)]
+        reports = [pool.submit(trace_candidate, config, sketch.candidate, device) for sketch in batch]
+        for sketch, report in zip(batch, (future.result() for future in reports)):
             c = sketch.candidate
-            off[kind(c)] = step_seconds(report) / sketch.step_s
-            (fits if report.fits else over).append(Found(c, report, ""))
-            if c.pp > 1 and (other := by_cost(sketch, report)) is not None:
-                rest.append(other)
+            corrections[kind(c)] = step_seconds(report) / sketch.step_s
+            (fits if report.fits else oversized).append(TracedCandidate(c, report, ""))
+            if c.pp > 1 and (variant := recut_layers(sketch, report)) is not None:
+                queue.append(variant)
             short = "" if report.fits else ", does not fit"
             say(f"{words(c)}: {duration(step_seconds(report))} a step, {size(report.peak_bytes_per_rank)}{short}")
-    return fits, over
+    return fits, oversized
 
 
-def by_cost(sketch: Sketch, report: PlanReport) -> Sketch | None:
+def recut_layers(sketch: Sketch, report: PlanReport) -> Sketch | None:
     """A traced candidate with its layers cut by their seconds, if that makes the longest rank shorter; None if not."""
     facts = report.pipeline
     if sketch.candidate.layout != "auto" or facts["by_cost_takes"] >= 1.0:
         return None
-    other = sketch.candidate._replace(layout=facts["layout_by_cost"])
-    return sketch._replace(candidate=other, time={"computation": step_seconds(report) * facts["by_cost_takes"]})
+    recut = sketch.candidate._replace(layout=facts["layout_by_cost"])
+    return sketch._replace(candidate=recut, time={"computation": step_seconds(report) * facts["by_cost_takes"]})
 
 
 def expect_config_path(path: Path) -> None:
@@ -229,21 +228,21 @@ def expect_config_path(path: Path) -> None:
 def write_config(config: RunConfig, path: Path) -> None:
     """Write a config for `fzero pretrain --config`: as .toml its differences from its preset, as .json everything."""
     expect_config_path(path)
-    text = to_json(config) if path.suffix == ".json" else tables.to_toml(differences(config))
+    text = to_json(config) if path.suffix == ".json" else config_tables.to_toml(differences(config))
     write_text(path.parent, path.name, text)
 
 
-def differences(config: RunConfig) -> tables.Table:
+def differences(config: RunConfig) -> config_tables.Table:
     """The table of the config's differences from its preset; `config.from_table` gives the config back."""
-    mine = to_table(config)
+    table = to_table(config)
     base = (
         to_table(recipe(config.preset, steps=config.train.steps, optimizer=config.optim.name)) if config.preset else {}
     )
-    usual = dict(tables.flat(base))
-    out: tables.Table = {"preset": config.preset}
-    for name, value in tables.flat(mine):
+    usual = dict(config_tables.flat(base))
+    out: config_tables.Table = {"preset": config.preset}
+    for name, value in config_tables.flat(table):
         if (name not in usual or usual[name] != value) and value is not None:
-            tables.put(out, name, value)
+            config_tables.set_nested(out, name, value)
     out.setdefault("train", {})["steps"] = config.train.steps
     out.setdefault("optim", {})["name"] = config.optim.name
     return out

@@ -12,30 +12,30 @@ from fzero.comm.mesh_text import mesh_text
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_forms import Sketch
 from fzero.planner.devices import Device
-from fzero.planner.format import duration, percent, quantity, size, table
 from fzero.planner.plan_report import PlanReport
+from fzero.planner.plan_text import duration, percent, quantity, size, table
 from fzero.run import build_optim
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
 from fzero.sharding import Context, fake_mesh, zero_plan
-from fzero.sharding.describe import context_text
+from fzero.sharding.plan_table import context_text
 
 SPARE = 0.9  # the fraction of the capacity that a sketch, being rough, may fill
 ALIKE = 5e-4  # relative differences of step times below this count as equal
 
 
-class Room(NamedTuple):
+class RankMemory(NamedTuple):
     """The memory available to the tensors of a rank, in bytes."""
 
     device: int
     host: int | None  # None: unknown
 
-    def has(self, sketch: Sketch, part: float = SPARE) -> bool:
-        """Whether a sketch fits into the fraction `part` of the device, and into the host's memory."""
-        return sketch.bytes <= part * self.device and (self.host is None or sketch.host_bytes <= self.host)
+    def fits(self, sketch: Sketch, fraction: float = SPARE) -> bool:
+        """Whether a sketch fits into the fraction `fraction` of the device, and into the host's memory."""
+        return sketch.bytes <= fraction * self.device and (self.host is None or sketch.host_bytes <= self.host)
 
 
-class Found(NamedTuple):
+class TracedCandidate(NamedTuple):
     """A traced candidate."""
 
     candidate: Candidate
@@ -62,7 +62,7 @@ class Alternative(NamedTuple):
 class SearchResult(NamedTuple):
     """The result of `search`. `print(result)` shows it."""
 
-    best: tuple[Found, ...]  # fastest first
+    best: tuple[TracedCandidate, ...]  # fastest first
     losers: tuple[Alternative, ...]
     config: RunConfig  # the best candidate's, ready for `fzero pretrain`
     considered: int
@@ -76,7 +76,7 @@ class SearchResult(NamedTuple):
 
     def to_json(self) -> str:
         """Format as one JSON object."""
-        found = [
+        rows = [
             {
                 **f.candidate._asdict(),
                 "mesh": f.candidate.mesh,
@@ -85,11 +85,16 @@ class SearchResult(NamedTuple):
             }
             for f in self.best
         ]
-        for each in found:
-            del each["plan"]["timeline"]
+        for row in rows:
+            del row["plan"]["timeline"]
         losers = [{**loser._asdict(), "candidate": loser.candidate._asdict()} for loser in self.losers]
-        rest = {"considered": self.considered, "fitting": self.fitting, "traced": self.traced, "seconds": self.seconds}
-        return json.dumps({"best": found, "losers": losers, "config": to_table(self.config), **rest}, indent=1)
+        counts = {
+            "considered": self.considered,
+            "fitting": self.fitting,
+            "traced": self.traced,
+            "seconds": self.seconds,
+        }
+        return json.dumps({"best": rows, "losers": losers, "config": to_table(self.config), **counts}, indent=1)
 
     def __str__(self) -> str:
         return describe(self)
@@ -111,58 +116,60 @@ def seconds_of(report: PlanReport) -> dict[str, float]:
 
 def slower(report: PlanReport, best: PlanReport) -> str:
     """Say how much slower a plan is than the best one, and what causes most of the difference."""
-    mine, other = seconds_of(report), seconds_of(best)
-    more = {name: seconds - other.get(name, 0.0) for name, seconds in mine.items()}
-    worst = max(more, key=more.__getitem__)
-    what = worst
+    times, best_times = seconds_of(report), seconds_of(best)
+    extra = {name: seconds - best_times.get(name, 0.0) for name, seconds in times.items()}
+    worst = max(extra, key=extra.__getitem__)
+    cause = worst
     if worst == "computation":
         flop = report.flop_per_step / best.flop_per_step - 1
-        what = (
+        cause = (
             f"recomputation ({percent(flop)} more FLOPs)"
             if flop > 0.01
             else "computation in smaller pieces, or bound by memory"
         )
     longer = step_seconds(report) / step_seconds(best) - 1
     return (
-        f"{percent(longer)} slower: {duration(more[worst])} more {what}"
-        if longer >= ALIKE and more[worst] > 0
+        f"{percent(longer)} slower: {duration(extra[worst])} more {cause}"
+        if longer >= ALIKE and extra[worst] > 0
         else "as fast"
     )
 
 
 def slower_sketch(sketch: Sketch, best: Sketch) -> str:
     """As `slower`, from closed forms."""
-    more = {name: seconds - best.time.get(name, 0.0) for name, seconds in sketch.time.items()}
-    worst = max(more, key=more.__getitem__)
+    extra = {name: seconds - best.time.get(name, 0.0) for name, seconds in sketch.time.items()}
+    worst = max(extra, key=extra.__getitem__)
     if not math.isfinite(sketch.step_s):
         return f"{worst}: the device's rate is not known"
     if sketch.step_s <= best.step_s:
         return "about as fast"
-    return f"about {percent(sketch.step_s / best.step_s - 1)} slower: {duration(more[worst])} more {worst}"
+    return f"about {percent(sketch.step_s / best.step_s - 1)} slower: {duration(extra[worst])} more {worst}"
 
 
-def does_not_fit(report: PlanReport) -> str:
+def explain_overflow(report: PlanReport) -> str:
     """Say why a plan does not fit."""
     parts = report.peak["components"]
-    most = max(parts, key=parts.__getitem__)
-    of = f"{size(report.peak_bytes_per_rank)} of {size(report.capacity_bytes)}"
-    return f"does not fit: {of}, {report.too_much()}; {most} {size(parts[most])}"
+    largest = max(parts, key=parts.__getitem__)
+    usage = f"{size(report.peak_bytes_per_rank)} of {size(report.capacity_bytes)}"
+    return f"does not fit: {usage}, {report.too_much()}; {largest} {size(parts[largest])}"
 
 
-def too_much(sketch: Sketch, room: Room) -> str:
+def explain_sketch_overflow(sketch: Sketch, limits: RankMemory) -> str:
     """Say why a sketch does not fit, or is too close to be traced."""
-    most = max(sketch.memory, key=sketch.memory.__getitem__)
-    of, large = f"{size(sketch.bytes)} of {size(room.device)}", f"{most} {size(sketch.memory[most])}"
-    if sketch.bytes > room.device:
-        return f"does not fit: {of}, {size(sketch.bytes - room.device)} too much; {large}"
-    if room.host is not None and sketch.host_bytes > room.host:
-        return f"does not fit: {size(sketch.host_bytes)} in the host's memory, where a rank can have {size(room.host)}"
-    return f"too close: {of}, and closed forms may fill {percent(SPARE)}; {large}"
+    largest = max(sketch.memory, key=sketch.memory.__getitem__)
+    usage, large = f"{size(sketch.bytes)} of {size(limits.device)}", f"{largest} {size(sketch.memory[largest])}"
+    if sketch.bytes > limits.device:
+        return f"does not fit: {usage}, {size(sketch.bytes - limits.device)} too much; {large}"
+    if limits.host is not None and sketch.host_bytes > limits.host:
+        return (
+            f"does not fit: {size(sketch.host_bytes)} in the host's memory, where a rank can have {size(limits.host)}"
+        )
+    return f"too close: {usage}, and closed forms may fill {percent(SPARE)}; {large}"
 
 
-def least(sketches: Sequence[Sketch], room: Room) -> Sketch:
+def closest_sketch(sketches: Sequence[Sketch], limits: RankMemory) -> Sketch:
     """The sketch that comes closest to fitting."""
-    return min(sketches, key=lambda s: max(s.bytes / room.device, s.host_bytes / room.host if room.host else 0.0))
+    return min(sketches, key=lambda s: max(s.bytes / limits.device, s.host_bytes / limits.host if limits.host else 0.0))
 
 
 def choices(c: Candidate) -> dict[str, str]:
@@ -182,43 +189,47 @@ def choices(c: Candidate) -> dict[str, str]:
 
 
 def best_alternatives(
-    sketches: Sequence[Sketch], reports: Mapping[Candidate, PlanReport], best: Found, room: Room
+    sketches: Sequence[Sketch], reports: Mapping[Candidate, PlanReport], best: TracedCandidate, limits: RankMemory
 ) -> list[Alternative]:
     """For each choice that the best candidate does not make: the best candidate with it, and why that is slower."""
     classes: dict[tuple[str, str], list[Sketch]] = {}
-    mine = choices(best.candidate)
+    best_choices = choices(best.candidate)
     for sketch in sketches:
         for kind, text in choices(sketch.candidate).items():
-            if text != mine[kind]:
+            if text != best_choices[kind]:
                 classes.setdefault((kind, text), []).append(sketch)
     top = next(s for s in sketches if s.candidate == best.candidate)
     out = []
     for (_, text), members in sorted(classes.items()):
-        known = [s for s in members if s.candidate in reports and reports[s.candidate].fits]
-        fit = [s for s in members if room.has(s)]
-        if known:
-            s = min(known, key=lambda s: step_seconds(reports[s.candidate]))
+        fitting = [s for s in members if s.candidate in reports and reports[s.candidate].fits]
+        fit = [s for s in members if limits.fits(s)]
+        if fitting:
+            s = min(fitting, key=lambda s: step_seconds(reports[s.candidate]))
             reason = slower(reports[s.candidate], best.report)
         elif fit:
             s = fit[0]  # sketches are sorted by time
-            over = reports.get(s.candidate)
-            reason = does_not_fit(over) if over else slower_sketch(s, top)
+            report = reports.get(s.candidate)
+            reason = explain_overflow(report) if report else slower_sketch(s, top)
         else:
-            s = least(members, room)
-            reason = too_much(s, room)
+            s = closest_sketch(members, limits)
+            reason = explain_sketch_overflow(s, limits)
         out.append(Alternative(text, len(members), s.candidate, reason, s.candidate in reports))
     return out
 
 
-def nothing_fits(sketches: Sequence[Sketch], over: Sequence[Found], room: Room, gpus: int, device: Device) -> str:
+def nothing_fits(
+    sketches: Sequence[Sketch], oversized: Sequence[TracedCandidate], limits: RankMemory, gpus: int, device: Device
+) -> str:
     """The error message of a search that finds nothing."""
-    if over:
-        found = min(over, key=lambda f: f.report.peak_bytes_per_rank)
-        nearest, why = words(found.candidate), does_not_fit(found.report)
+    if oversized:
+        smallest = min(oversized, key=lambda f: f.report.peak_bytes_per_rank)
+        nearest, reason = words(smallest.candidate), explain_overflow(smallest.report)
     else:
-        sketch = least(sketches, room)
-        nearest, why = f"about {words(sketch.candidate)}", too_much(sketch, room)
-    return f"nothing fits on {gpus} {device.name}; the least is {nearest}: it {why}; use more devices, or larger ones"
+        sketch = closest_sketch(sketches, limits)
+        nearest, reason = f"about {words(sketch.candidate)}", explain_sketch_overflow(sketch, limits)
+    return (
+        f"nothing fits on {gpus} {device.name}; the least is {nearest}: it {reason}; use more devices, or larger ones"
+    )
 
 
 # ---- formatting --------------------------------------------------------------------------------------------------
@@ -244,8 +255,8 @@ def describe(result: SearchResult) -> str:
     t = result.config.train
     head = ["", "mesh", "zero", "remat", "offload", "micro", "step", "tokens/s", "MFU", "memory", "of it", "reason"]
     rows = []
-    for i, found in enumerate(result.best, 1):
-        c, r = found.candidate, found.report
+    for i, entry in enumerate(result.best, 1):
+        c, r = entry.candidate, entry.report
         use = percent(r.mfu) if r.mfu is not None else "-"
         cells = [
             str(i),
@@ -262,7 +273,7 @@ def describe(result: SearchResult) -> str:
             size(r.peak_bytes_per_rank),
             percent(r.peak_bytes_per_rank / r.capacity_bytes),
         ]
-        rows.append([*cells, found.reason or f"the fastest; {r.time['binds']} binds"])
+        rows.append([*cells, entry.reason or f"the fastest; {r.time['binds']} binds"])
     lines = [
         f"{result.config.preset or 'the model'} on {first.ranks} {first.device.name}: {quantity(first.num_params)} "
         f"parameters, batches of {t.batch:,} sequences of {result.config.data.seq_len:,}",
@@ -276,7 +287,7 @@ def describe(result: SearchResult) -> str:
         "why the others lose (the best of each; ~ by closed forms)",
         *table(["choice", "of them", "the best of them", ""], alternative_rows(result.losers), text=(0, 2, 3)),
     ]
-    if any(found.candidate.cp > 1 for found in result.best):
+    if any(entry.candidate.cp > 1 for entry in result.best):
         lines += ["", context_of(result)]
     if first.days is not None and first.tokens is not None:
         cost = f", {first.cost:,.0f} at {first.price_per_hour:g} an hour" if first.cost is not None else ""

@@ -16,18 +16,18 @@ from fzero.run import build as run_build
 from fzero.run.config import LocalSteps, RunConfig
 from fzero.sharding import Plan, fake_mesh
 from fzero.train.batch import split_batch
-from fzero.train.between import signature_of
 from fzero.train.execution import Execution
-from fzero.train.loss import Layout, context_of
-from fzero.train.parts import parts_of, stages_of
-from fzero.train.streamed import Activations, StreamedModel
+from fzero.train.loss import TreeLayout, context_of
+from fzero.train.stage_exchange import signature_of
+from fzero.train.stage_sharing import segments_of, stages_of
+from fzero.train.streamed_model import SegmentActivations, StreamedModel
 
 
 def stage_shapes(
     config: RunConfig, plan: Plan, model: base.Model, batch: Mapping[str, Tensor], parts: int, mode: FakeDevice
 ) -> dict[Any, Any]:
-    """What a step of `plan`, with pp, knows after its first one (see between.Between, over_stages.share_losses), from a
-    forward pass of one layer of each stack on fake tensors.
+    """What a step of `plan`, with pp, knows after its first one (see stage_exchange, stage_sharing.share_losses),
+    from a forward pass of one layer of each stack on fake tensors.
 
     batch: of a rank, of so many micro-batches.
     """
@@ -41,30 +41,30 @@ def stage_shapes(
     execution = Execution(kernels=config.train.kernels)
     assert not isinstance(execution.remat, str)  # Execution parses a text
     streamed = StreamedModel(
-        job.model, parts_of(job.model, job.plan, 1), job.plan, context_of(job.plan, execution), execution.remat, 0
+        job.model, segments_of(job.model, job.plan, 1), job.plan, context_of(job.plan, execution), execution.remat, 0
     )
     params = pytree.map(
         lambda x: torch.empty(x.shape, dtype=x.dtype, device=mode.device), run_build.like_of(job).params
     )
-    one = split_batch(batch, parts)[1][0]
+    micro_batch = split_batch(batch, parts)[1][0]
     ctx, ahead, x = (
-        streamed.context(one, {}, 0),
+        streamed.context(micro_batch, {}, 0),
         streamed.fetcher(params, mode.device),
-        Activations([], pytree.flatten(())[1]),
+        SegmentActivations([], pytree.flatten(())[1]),
     )
     behind: dict[str, tuple[Any, Any]] = {}  # by part: the shapes and the tree of what it gives
     loss = None
-    for part in streamed.parts:
-        x = streamed.primal((part,), x, one, ctx, ahead)
-        if part.kind == "head":
+    for segment in streamed.parts:
+        x = streamed.primal((segment,), x, micro_batch, ctx, ahead)
+        if segment.kind == "head":
             loss = x
         else:
-            behind[part.name] = [(tuple(leaf.shape), leaf.dtype) for leaf in x.leaves], x.treedef
+            behind[segment.name] = [(tuple(leaf.shape), leaf.dtype) for leaf in x.leaves], x.treedef
     assert plan.stages is not None  # a plan with pp
     assert loss is not None  # the head is the last part
-    known: dict[Any, Any] = {"loss": Layout.of(loss)}
+    shapes: dict[Any, Any] = {"loss": TreeLayout.from_tree(loss)}
     for rank in range(plan.stages.size):
-        for stage, held in stages_of(parts_of(job.model, plan), plan, rank).items():
-            if held[-1].kind != "head":
-                known[stage, signature_of(one)] = behind[held[-1].name]
-    return known
+        for stage, segments in stages_of(segments_of(job.model, plan), plan, rank).items():
+            if segments[-1].kind != "head":
+                shapes[stage, signature_of(micro_batch)] = behind[segments[-1].name]
+    return shapes

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fzero import models
-from fzero.comm.ledger import Row
+from fzero.comm.ledger import LedgerRow
 from fzero.core import pytree
 from fzero.core.device import CPU, HOST, FakeDevice, Target
 from fzero.core.gpu_copies import free_sources
@@ -28,14 +28,14 @@ from fzero.offload import DiskTensor
 from fzero.optim.average import AVERAGE
 from fzero.planner import fake_inductor
 from fzero.planner.fake_disk import PlannedNvme
-from fzero.planner.operations import Op, describe_op, describe_passes
+from fzero.planner.operations import ExecutedOp, describe_op, describe_passes
 from fzero.planner.stage_shapes import stage_shapes
 from fzero.run import build as run_build
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
 from fzero.run.machine import resolve_auto
 from fzero.run.measure.live_bytes import MemoryTrace, device_of, recorded
-from fzero.run.measure.moments import Moment, Stay, Visit, alive, moments
+from fzero.run.measure.memory_timeline import Moment, Stay, Visit, alive, moments
 from fzero.sharding import Mesh, Plan, fake_mesh
 from fzero.sharding.error_feedback import ERROR
 from fzero.sharding.memory import Offload
@@ -53,14 +53,14 @@ class Transfer(NamedTuple):
 
     event: str  # "start" or "wait"
     number: int  # unique in a trace; a wait has the number of its start
-    what: str  # "all_gather", "psum", ...; "read", "write"
+    kind: str  # "all_gather", "psum", ...; "read", "write"
     axis: str  # an axis of the mesh, or "nvme", "host"
     bytes: int  # sent by one rank, or read or written
     phase: str
     layer: int | None
 
 
-class Segment(NamedTuple):
+class RepeatedEvents(NamedTuple):
     """Events [first:last] of a trace, which run `times` times in a row."""
 
     first: int
@@ -71,13 +71,13 @@ class Segment(NamedTuple):
 class Trace(NamedTuple):
     """One step of one rank."""
 
-    events: tuple[Op | Transfer, ...]  # in the order in which the host issues them
+    events: tuple[ExecutedOp | Transfer, ...]  # in the order in which the host issues them
     timeline: tuple[Moment, ...]  # the fullest and the last moment of each visit of a part of the model
     peak: Moment
     alive: tuple[tuple[str, str, int], ...]  # (name, component, bytes) of the largest at the peak
     state: dict[str, int]  # bytes at rest on the device: "params", "master", "opt", "ema", "other", "errors"
     state_elsewhere: dict[str, int]  # bytes at rest in "host" and on "nvme", whole pages there
-    ledger: tuple[Row, ...]
+    ledger: tuple[LedgerRow, ...]
     sizes: dict[str, int]  # sizes of all axes of the mesh
     rank: int
     target: Target
@@ -85,7 +85,7 @@ class Trace(NamedTuple):
     tokens: int  # of one rank in a step
     num_params: int
     host_peak: int = 0  # peak bytes of tensors in the host's memory, if the device is not the host
-    segments: tuple[Segment, ...] = ()  # repeated events
+    segments: tuple[RepeatedEvents, ...] = ()  # repeated events
     exact: str = ""  # "" if the whole step was traced, else how it was extrapolated
     turns: tuple[int, ...] = ()  # of a rank of pp: by event how often it happens; () for once, or by the segments
 
@@ -149,29 +149,36 @@ def run_step(
     mesh.ledger.clear()
     with torch.no_grad(), FakeDevice(target, lower=fake_inductor.lowering()) as mode:
         nvme = fake_nvme(config)
-        known: dict[Any, Any] = {}
-        job = run_build.build(config, mesh, layers=layers, nvme=nvme, model=shared_model(config.model), known=known)
+        shapes: dict[Any, Any] = {}
+        job = run_build.build(
+            config, mesh, layers=layers, nvme=nvme, model=shared_model(config.model), trace_cache=shapes
+        )
         state, batch = fake_state(job, mode), fake_batch(job, mode)
-        step = getattr(job.train_step, "own", job.train_step)  # of one member, on rows of the largest length
+        step = getattr(job.train_step, "inner_step", job.train_step)  # of one member, on rows of the largest length
         at_rest = state_bytes(job, state)
         if job.plan.stages is not None:
             parts = run_build.local_micro_batches(config, mesh)
-            known.update(stage_shapes(config, job.plan, shared_model(config.model), batch, parts, mode))
+            shapes.update(stage_shapes(config, job.plan, shared_model(config.model), batch, parts, mode))
         tracer, device = (
-            Tracer(target.kind == "cuda", even_part(job.plan)),
+            Tracer(target.kind == "cuda", even_fraction(job.plan)),
             None if target.kind == "cpu" else mode.device,
         )
         record = ShortRecord(
-            state, batch, device=device, buffers=nvme.buffers if nvme else None, note=tracer.note, told=tracer.told
+            state,
+            batch,
+            device=device,
+            buffers=nvme.buffers if nvme else None,
+            note=tracer.note,
+            make_transfer=tracer.make_transfer,
         )
         if nvme is not None:
-            nvme.disk.tell = lambda event, number, what, size: record.transfer(event, number, what, "nvme", size)
+            nvme.disk.tell = lambda event, number, kind, size: record.transfer(event, number, kind, "nvme", size)
         record.parts = run_build.local_micro_batches(config, mesh) if short else 0
         free_sources(mode.device)  # of a step that ended early, or by an error
         with contextlib.suppress(EndOfRecord), recorded(record, mesh.ledger):
             state_after, _ = step(state, batch)
             record.close(state_after)
-    return FakeStep(job, at_rest, record.stays, record.away_peak, target, rank)
+    return FakeStep(job, at_rest, record.stays, record.off_device_peak, target, rank)
 
 
 @functools.lru_cache(maxsize=8)
@@ -186,7 +193,7 @@ def shared_model(config: models.ModelConfig) -> models.Model:
     return models.build(config)
 
 
-def even_part(plan: Plan) -> float:
+def even_fraction(plan: Plan) -> float:
     """The part of the rows of grouped products that hold a token, if experts are chosen evenly: over ep there is room
     for more."""
     if plan.experts is None or plan.routed is None:
@@ -199,7 +206,7 @@ class Tracer:
 
     def __init__(self, cuda: bool = False, even: float = 1.0) -> None:
         self.cuda = cuda  # whether the device has memory of its own
-        self.even = even  # see `even_part`
+        self.even = even  # see `even_fraction`
         self.started: dict[int, tuple[str, str, int]] = {}  # number -> (what, axis, bytes)
         # storage being copied to -> ([(number, first byte, end)] of the copies, a reference whose callback reports its
         # end)
@@ -214,20 +221,20 @@ class Tracer:
         if self.coming and not func.is_view:
             # A copy across follows earlier ones of its memory by the order of streams; it waits for its source alone.
             source = [args[func is COPIES[1]]] if crosses else args
-            self.arrived(record, [x for x in pytree.leaves(source) if not crosses or device_of(x) != HOST])
+            self.wait_for_arguments(record, [x for x in pytree.leaves(source) if not crosses or device_of(x) != HOST])
         out = func(*args, **kwargs)
-        here = record.here
+        visit = record.current_visit
         if crosses:
             self.copied(record, func, args, out)
             return out
-        op = describe_op(func, args, kwargs, out, here.phase, here.layer)
+        op = describe_op(func, args, kwargs, out, visit.phase, visit.layer)
         if op is not None and "grouped_mm" in op.name:
             op = op._replace(flop=int(op.flop * self.even))
         if op is not None and self.cuda and on_host(args, kwargs, out):
             record.event(op._replace(host=True))
         elif op is not None:
-            for one in describe_passes(op, args):
-                record.event(one)
+            for event in describe_passes(op, args):
+                record.event(event)
         return out
 
     def copied(self, record: MemoryTrace, func: Any, args: tuple, out: Tensor) -> None:
@@ -236,50 +243,50 @@ class Tracer:
         It is waited for at the first use of what it wrote, by the device or by the host, or when the storage is freed
         unused: another storage may then get the same address. A write in a forward pass (activations) is not.
         """
-        there = args[0] if func is COPIES[1] else out
-        what, self.copies = "write" if device_of(there) == HOST else "read", self.copies + 1
-        record.transfer("start", self.copies, what, "host", there.numel() * there.element_size())
-        if what == "read" or record.here.phase != "forward":
-            storage = there.untyped_storage()
+        destination = args[0] if func is COPIES[1] else out
+        direction, self.copies = "write" if device_of(destination) == HOST else "read", self.copies + 1
+        record.transfer("start", self.copies, direction, "host", destination.numel() * destination.element_size())
+        if direction == "read" or record.current_visit.phase != "forward":
+            storage = destination.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
             if key not in self.coming:
-                self.coming[key] = [], weakref.ref(storage, lambda _: self.come(record, key, 0, size))
-            self.coming[key][0].append((self.copies, *span(there)))
+                self.coming[key] = [], weakref.ref(storage, lambda _: self.wait_for_bytes(record, key, 0, size))
+            self.coming[key][0].append((self.copies, *span(destination)))
 
-    def arrived(self, record: MemoryTrace, tensors: Iterable[Any]) -> None:
+    def wait_for_arguments(self, record: MemoryTrace, tensors: Iterable[Any]) -> None:
         """Record the waits for arguments that are still being copied."""
         for x in tensors:
             if isinstance(x, Tensor):
-                self.come(record, x.untyped_storage()._cdata, *span(x))
+                self.wait_for_bytes(record, x.untyped_storage()._cdata, *span(x))
 
-    def come(self, record: MemoryTrace, key: int, first: int, end: int) -> None:
+    def wait_for_bytes(self, record: MemoryTrace, key: int, first: int, end: int) -> None:
         """Record the waits for bytes of a storage, as far as they are being copied to."""
         if key not in self.coming:
             return
         moving = self.coming[key][0]
-        here = [one for one in moving if one[1] < end and first < one[2]]
-        for one in here:
-            moving.remove(one)
-            if not record.over:
-                record.transfer("wait", one[0], self.started[one[0]][0], "host", 0)
+        pending = [copy for copy in moving if copy[1] < end and first < copy[2]]
+        for copy in pending:
+            moving.remove(copy)
+            if not record.is_closed:
+                record.transfer("wait", copy[0], self.started[copy[0]][0], "host", 0)
         if not moving:
             del self.coming[key]
 
-    def told(self, event: str, number: int, what: str, axis: str, size: int, here: Visit) -> Transfer:
+    def make_transfer(self, event: str, number: int, kind: str, axis: str, size: int, visit: Visit) -> Transfer:
         """Make the event of a transfer."""
         if event == "start":
-            self.started[number] = (what, axis, size)
+            self.started[number] = (kind, axis, size)
         else:
-            what, axis, size = self.started[number]
-        return Transfer(event, number, what, axis, size, here.phase, here.layer)
+            kind, axis, size = self.started[number]
+        return Transfer(event, number, kind, axis, size, visit.phase, visit.layer)
 
 
 def is_crossing(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether an operator copies between the memory of a planned GPU and that of its host."""
     if func not in COPIES:
         return False
-    there = device_of(args[0]) if func is COPIES[1] else kwargs.get("device")
-    return there is not None and torch.device(there) != device_of(args[func is COPIES[1]])
+    target = device_of(args[0]) if func is COPIES[1] else kwargs.get("device")
+    return target is not None and torch.device(target) != device_of(args[func is COPIES[1]])
 
 
 def span(x: Tensor) -> tuple[int, int]:
@@ -324,7 +331,7 @@ def fake_state(job: Job, mode: FakeDevice) -> Any:
 
 
 def fake_batch(job: Job, mode: FakeDevice) -> dict[str, Tensor]:
-    """Make a rank's part of a batch, as data.stream does."""
+    """Make a rank's part of a batch, as data.token_stream does."""
     config = job.config
     shape = (config.train.batch // job.mesh.data_size, config.data.seq_len)
     dtypes = {"tokens": torch.int64, "targets": torch.int64, "documents": torch.int32, "mask": torch.bool}
@@ -336,20 +343,20 @@ def fake_batch(job: Job, mode: FakeDevice) -> dict[str, Tensor]:
 
 
 def make_trace(
-    step: FakeStep, stays: Sequence[Stay] = (), segments: tuple[Segment, ...] = (), exact: str = ""
+    step: FakeStep, stays: Sequence[Stay] = (), segments: tuple[RepeatedEvents, ...] = (), exact: str = ""
 ) -> Trace:
     """Make the Trace of a step. stays: extrapolated stays of a shortened step; repeated ones share the same lists."""
     stays, config, mesh = stays or step.stays, step.job.config, step.job.mesh
     timeline = moments(stays)
     peak = max(timeline, key=lambda moment: moment.bytes)
-    here, elsewhere = step.at_rest
-    once = {id(stay.events): stay.events for stay in stays}
+    on_device, elsewhere = step.at_rest
+    unique_events = {id(stay.events): stay.events for stay in stays}
     return Trace(
-        events=tuple(itertools.chain.from_iterable(once.values())),
+        events=tuple(itertools.chain.from_iterable(unique_events.values())),
         timeline=timeline,
         peak=peak,
         alive=alive(stays, peak),
-        state=here,
+        state=on_device,
         state_elsewhere=elsewhere,
         ledger=rows(stays),
         sizes={axis.name: axis.size for axis in mesh.axes},
@@ -364,16 +371,16 @@ def make_trace(
     )
 
 
-def rows(stays: Iterable[Stay]) -> tuple[Row, ...]:
+def rows(stays: Iterable[Stay]) -> tuple[LedgerRow, ...]:
     """Sum the ledger entries of all stays."""
     sums: dict[tuple, list[int]] = {}
     for stay in stays:
         for key, elements in stay.sent:
-            held = sums.setdefault(key, [0, 0])
-            held[0] += 1
-            held[1] += elements
+            totals = sums.setdefault(key, [0, 0])
+            totals[0] += 1
+            totals[1] += elements
     return tuple(
-        Row(
+        LedgerRow(
             phase, collective, axis, leaf, str(dtype).removeprefix("torch."), calls, elements, elements * dtype.itemsize
         )
         for (phase, collective, axis, leaf, dtype), (calls, elements) in sums.items()
@@ -382,14 +389,14 @@ def rows(stays: Iterable[Stay]) -> tuple[Row, ...]:
 
 def state_bytes(job: Job, state: Tree) -> tuple[dict[str, int], dict[str, int]]:
     """({group: bytes at rest on the device}, {"host": bytes, "nvme": bytes}) of a state, real or fake."""
-    here, elsewhere = dict.fromkeys((*STATE.values(), "other"), 0), {"host": 0, "nvme": 0}
+    on_device, elsewhere = dict.fromkeys((*STATE.values(), "other"), 0), {"host": 0, "nvme": 0}
     specs = pytree.named_leaves(run_build.specs_of(job))
     for name, leaf in pytree.named_leaves(state).items():
         size = leaf.numel() * leaf.element_size()
         memory = specs[name].memory if name in specs else "device"
         if memory == "device":
             group = next((group for start, group in (STATE | WITH_CODEC).items() if name.startswith(start)), "other")
-            here[group] = here.get(group, 0) + size
+            on_device[group] = on_device.get(group, 0) + size
         else:
             elsewhere[memory] += size
-    return here, elsewhere
+    return on_device, elsewhere

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from fzero.core.autodiff import Remat
 from fzero.planner.devices import Device
 from fzero.planner.rates import Way, collective_s, least_seconds, op_costs, threads_of, ways_of
-from fzero.planner.step_trace import Op, Trace, Transfer
+from fzero.planner.step_trace import ExecutedOp, Trace, Transfer
 from fzero.run.config import RunConfig
 
 STEADY = 3  # turns of a repeated segment to simulate; the others are assumed to equal the last of them
@@ -115,26 +115,26 @@ class Play:
 
     def spend(self, phase: str, layer: int | None, host_s: float, device_s: float = 0.0, bound: str = "host") -> None:
         """Issue and compute some work."""
-        clock, before = self.clock, self.clock["device"]
+        clock, start = self.clock, self.clock["device"]
         host_s *= self.issued
         if self.one_clock:
-            late = host_s
-            clock["device"] = clock["host"] = before + host_s + device_s
+            lag = host_s
+            clock["device"] = clock["host"] = start + host_s + device_s
         else:
             clock["host"] += host_s
-            late = max(0.0, clock["host"] - before)
+            lag = max(0.0, clock["host"] - start)
             if device_s:
-                clock["device"] = before + late + device_s
+                clock["device"] = start + lag + device_s
             else:
-                late = 0.0
-        spent = clock["device"] - before
+                lag = 0.0
+        spent = clock["device"] - start
         self.add("phases", phase, spent)
         if layer is not None:
             self.add("layers", f"{phase}/{layer}", spent)
-        self.add("bound", "host", late)
-        self.add("bound", bound, spent - late)
+        self.add("bound", "host", lag)
+        self.add("bound", bound, spent - lag)
 
-    def on_host(self, op: Op) -> None:
+    def on_host(self, op: ExecutedOp) -> None:
         """Simulate an operator of a GPU's host, by the bandwidth of its memory, which a node's processes share."""
         rate = self.device.host_memory_bytes_s
         if not rate:
@@ -142,12 +142,12 @@ class Play:
                 f"device {self.device.name}: the host updates what rests in its memory, and the rate of that memory, "
                 "host_memory_bytes_s, is not known; run `fzero bench`"
             )
-        part = self.device.efficiency.get("host", 1.0)
-        seconds = op.bytes * self.processes / (rate * part)
+        efficiency = self.device.efficiency.get("host", 1.0)
+        seconds = op.bytes * self.processes / (rate * efficiency)
         self.clock["host"] += seconds
         self.add("host", op.kind, seconds)
 
-    def op(self, op: Op) -> None:
+    def op(self, op: ExecutedOp) -> None:
         """Simulate an operator."""
         if op.host:
             self.on_host(op)
@@ -163,7 +163,7 @@ class Play:
         for group, seconds in zip(PARTS, (cost.device_s, *least_seconds(self.device, op))):
             self.add(group, f"{op.phase}/{op.kind}", seconds)
 
-    def inside(self, op: Op) -> float | None:
+    def inside(self, op: ExecutedOp) -> float | None:
         """The host's seconds for an operator of a compiled block: the first has those of the call; None outside of
         blocks."""
         if op.layer is None or op.phase not in ("forward", "backward"):
@@ -171,69 +171,69 @@ class Play:
             return None
         if op.kind not in COMPILED and not op.name.startswith("fzero."):
             return None
-        before, self.block = self.block, (op.phase, op.layer)
+        previous, self.block = self.block, (op.phase, op.layer)
         calls = 2 if self.again and op.phase == "backward" else 1
-        return (self.call_s or 0.0) * calls if before != self.block else 0.0
+        return (self.call_s or 0.0) * calls if previous != self.block else 0.0
 
     def start(self, t: Transfer) -> None:
         if t.axis in DISKS:
-            self.done[t.number] = self.moved(t)
+            self.done[t.number] = self.transfer_time(t)
             return
-        if t.what == "message":  # between stages of a pipeline; the schedule has its time, see pipeline_timing.py
+        if t.kind == "message":  # between stages of a pipeline; the schedule has its time, see pipeline_report.py
             self.spend(t.phase, t.layer, self.ways[t.axis].hops[0][0].call_s)
             self.done[t.number] = self.clock["device"], 0.0, 0.0
             return
-        size = int(t.bytes * self.imbalance) if t.what == "exchange_rows" else t.bytes
-        message = collective_s(self.ways[t.axis], t.what, size)
+        size = int(t.bytes * self.imbalance) if t.kind == "exchange_rows" else t.bytes
+        message = collective_s(self.ways[t.axis], t.kind, size)
         self.spend(t.phase, t.layer, message.host_s)
-        part, own = message.hidden, f"messages on {t.axis}"
+        hidden, channel = message.hidden, f"messages on {t.axis}"
         # No message begins before the last rank is ready; computation can hide that. An axis sends its messages in
         # order.
-        begin = max(self.clock["device"] + message.late_s, self.clock.get(own, 0.0))
-        more = 0.0
+        begin = max(self.clock["device"] + message.late_s, self.clock.get(channel, 0.0))
+        delay = 0.0
         for name, busy in message.busy.items():
             # Messages of several axes share a level evenly: each of two has half of it, until the shorter one ends.
-            more = max(more, min(busy, self.clock.get(name, 0.0) - begin))
+            delay = max(delay, min(busy, self.clock.get(name, 0.0) - begin))
             self.clock[name] = max(begin, self.clock.get(name, 0.0)) + busy
-        over = begin + message.seconds + more
-        self.clock[own] = over - message.behind_s * part
-        self.done[t.number] = over, message.seconds, message.seconds * (1.0 - part)
+        end = begin + message.seconds + delay
+        self.clock[channel] = end - message.behind_s * hidden
+        self.done[t.number] = end, message.seconds, message.seconds * (1.0 - hidden)
 
-    def moved(self, t: Transfer) -> tuple[float, float, float]:
+    def transfer_time(self, t: Transfer) -> tuple[float, float, float]:
         """Return (end, seconds, 0) of a read or write of a disk, which a node's processes share evenly, or of the
         host's memory, to which each GPU has a link of its own, and whose bandwidth they share."""
         rates = self.device.nvme if t.axis == "nvme" else self.device.host
-        rate = rates.get(t.what) or rates.get("both")
+        rate = rates.get(t.kind) or rates.get("both")
         if not rate:
-            known = ", ".join(rates) or "none"
+            names = ", ".join(rates) or "none"
             raise ValueError(
-                f"device {self.device.name}: a plan with {t.axis} needs its rate of {t.what}, and it has {known}; "
+                f"device {self.device.name}: a plan with {t.axis} needs its rate of {t.kind}, and it has {names}; "
                 "run `fzero bench`"
             )
-        own, now = f"{t.axis} {t.what}", self.clock["host" if t.what == "read" else "device"]
+        channel, begin = f"{t.axis} {t.kind}", self.clock["host" if t.kind == "read" else "device"]
         if t.axis == "host":
             memory = self.device.host_memory_bytes_s or math.inf
             seconds = t.bytes / (min(rate, memory / self.processes) * self.device.efficiency.get("host", 1.0))
         else:
             seconds = t.bytes * self.processes / rate
-        over = self.clock[own] = max(now, self.clock.get(own, 0.0)) + seconds
+        end = self.clock[channel] = max(begin, self.clock.get(channel, 0.0)) + seconds
         if t.axis == "nvme":  # its reads and writes share a common rate as well
-            both, shared = t.bytes * self.processes / max(rates.values()), f"{t.axis} both"
-            self.clock[shared] = max(now, self.clock.get(shared, 0.0)) + both
-            over = max(over, self.clock[shared])
+            common_s, shared = t.bytes * self.processes / max(rates.values()), f"{t.axis} both"
+            self.clock[shared] = max(begin, self.clock.get(shared, 0.0)) + common_s
+            end = max(end, self.clock[shared])
         self.add("moving", t.axis, seconds)
-        return over, seconds, 0.0
+        return end, seconds, 0.0
 
     def wait(self, t: Transfer) -> None:
         if t.number not in self.done:
             return  # of an earlier turn of a repeated segment, which a later one has overtaken
-        over, seconds, own = self.done.pop(t.number)
-        clock, now, disk = self.clock, self.clock["device"], t.axis in DISKS
-        if t.axis == "host" and t.what == "write" and not self.one_clock:
-            clock["host"] = max(clock["host"], over)  # the host waits for what it computes with, and not the device
+        end, seconds, min_s = self.done.pop(t.number)
+        clock, current, disk = self.clock, self.clock["device"], t.axis in DISKS
+        if t.axis == "host" and t.kind == "write" and not self.one_clock:
+            clock["host"] = max(clock["host"], end)  # the host waits for what it computes with, and not the device
             return
-        exposed = max(over - now, own)
-        clock["device"] = now + exposed
+        exposed = max(end - current, min_s)
+        clock["device"] = current + exposed
         if self.one_clock or t.axis == "nvme":  # the host waits for a disk; for a link the device does
             clock["host"] = max(clock["host"], clock["device"])
         self.add("waiting" if disk else "exposed", t.axis, exposed)
@@ -242,18 +242,18 @@ class Play:
 
     # ---- many --------------------------------------------------------------------------------------------------------
 
-    def run(self, events: Sequence[Op | Transfer], first: int, last: int, segments: Sequence[Any]) -> None:
+    def run(self, events: Sequence[ExecutedOp | Transfer], first: int, last: int, segments: Sequence[Any]) -> None:
         """Simulate events[first:last], of which `segments` repeat (outer ones come before those inside them)."""
-        i, rest = first, [s for s in segments if first <= s.first and s.last <= last]
+        i, pending = first, [s for s in segments if first <= s.first and s.last <= last]
         while i < last:
-            if rest and rest[0].first == i:
-                segment = rest[0]
-                inside = [s for s in rest[1:] if s.last <= segment.last]
+            if pending and pending[0].first == i:
+                segment = pending[0]
+                inside = [s for s in pending[1:] if s.last <= segment.last]
                 self.repeat(events, segment, inside)
-                i, rest = segment.last, [s for s in rest if s.first >= segment.last]
+                i, pending = segment.last, [s for s in pending if s.first >= segment.last]
                 continue
             event = events[i]
-            if isinstance(event, Op):
+            if isinstance(event, ExecutedOp):
                 self.op(event)
             elif event.event == "start":
                 self.start(event)
@@ -261,18 +261,18 @@ class Play:
                 self.wait(event)
             i += 1
 
-    def repeat(self, events: Sequence[Op | Transfer], segment: Any, inside: Sequence[Any]) -> None:
+    def repeat(self, events: Sequence[ExecutedOp | Transfer], segment: Any, inside: Sequence[Any]) -> None:
         """Simulate some turns of a repeated segment; the others take as long as the last of these.
 
         From the second turn on, a wait for a transfer started before the segment waits for the one that the previous
         turn left under way."""
-        left, taken = crossing(events, segment.first, segment.last)
-        kinds = {e.number: (e.axis, e.what) for e in events[segment.first : segment.last] if isinstance(e, Transfer)}
+        started, awaited = crossing(events, segment.first, segment.last)
+        kinds = {e.number: (e.axis, e.kind) for e in events[segment.first : segment.last] if isinstance(e, Transfer)}
         pairs = [
             pair
-            for kind in {kinds[number] for number in taken}
+            for kind in {kinds[number] for number in awaited}
             for pair in zip(
-                *([n for n in ns if kinds[n] == kind] for ns in (taken, filter(self.waited.__contains__, left)))
+                *([n for n in ns if kinds[n] == kind] for ns in (awaited, filter(self.waited.__contains__, started)))
             )
         ]
         turns = min(segment.times, STEADY)
@@ -283,34 +283,38 @@ class Play:
                         self.done[older] = self.done.pop(newer)
             clock, sums = dict(self.clock), dict(self.sums)
             self.run(events, segment.first, segment.last, inside)
-        more = segment.times - turns
-        if more:
-            gone = self.clock["device"] - clock["device"]
-            self.done = {number: (over + more * gone, s, own) for number, (over, s, own) in self.done.items()}
-            self.clock = {name: value + more * (value - clock.get(name, 0.0)) for name, value in self.clock.items()}
-            self.sums = {key: value + more * (value - sums.get(key, 0.0)) for key, value in self.sums.items()}
+        extra_turns = segment.times - turns
+        if extra_turns:
+            turn_s = self.clock["device"] - clock["device"]
+            self.done = {
+                number: (end + extra_turns * turn_s, s, min_s) for number, (end, s, min_s) in self.done.items()
+            }
+            self.clock = {
+                name: value + extra_turns * (value - clock.get(name, 0.0)) for name, value in self.clock.items()
+            }
+            self.sums = {key: value + extra_turns * (value - sums.get(key, 0.0)) for key, value in self.sums.items()}
 
     def settle(self) -> None:
         """Go on to the end of the host's update and of the copies of what it has updated, where the device has nothing
         to compute any more: the next step begins with them."""
-        late = max(self.clock["host"], self.clock.get("host read", 0.0)) - self.clock["device"]
-        if self.sums.get(("host", "optimizer")) and late > 0.0:
-            self.clock["device"] += late
-            self.add("phases", "update", late)
-            self.add("bound", "host", late)
+        lag = max(self.clock["host"], self.clock.get("host read", 0.0)) - self.clock["device"]
+        if self.sums.get(("host", "optimizer")) and lag > 0.0:
+            self.clock["device"] += lag
+            self.add("phases", "update", lag)
+            self.add("bound", "host", lag)
 
     def timing(self) -> Timing:
         groups: dict[str, dict[str, float]] = {}
         for (group, key), value in self.sums.items():
             groups.setdefault(group, {})[key] = value
-        found = {name: groups.get(name, {}) for name in SUMS}
+        sums = {name: groups.get(name, {}) for name in SUMS}
         predicted, of_flop, of_bytes = (groups.get(name, {}) for name in PARTS)
-        rows = {part: (seconds, of_flop[part], of_bytes[part]) for part, seconds in predicted.items()}
+        rows = {label: (seconds, of_flop[label], of_bytes[label]) for label, seconds in predicted.items()}
         flop = int(groups.get("flop", {}).get("", 0))
-        binds = binding(found)
+        binds = binding(sums)
         issue_s = 0.0 if self.one_clock else self.clock["host"]
         host_s = sum(groups.get("host", {}).values())
-        return Timing(self.clock["device"], **found, parts=rows, flop=flop, binds=binds, issue_s=issue_s, host_s=host_s)
+        return Timing(self.clock["device"], **sums, parts=rows, flop=flop, binds=binds, issue_s=issue_s, host_s=host_s)
 
 
 def binding(sums: Mapping[str, Mapping[str, float]]) -> str:
@@ -320,26 +324,26 @@ def binding(sums: Mapping[str, Mapping[str, float]]) -> str:
     return max(parts, key=parts.__getitem__, default="compute")
 
 
-def weighed(parts: Sequence[tuple[Timing, float]]) -> Timing:
+def weighted_sum(parts: Sequence[tuple[Timing, float]]) -> Timing:
     """The sum of times, each with a weight: how often it is spent in a step. FLOPs and `parts` are those of the
     first."""
     sums: dict[str, dict[str, float]] = {name: {} for name in SUMS}
     for timing, weight in parts:
-        for name, of in sums.items():
+        for name, totals in sums.items():
             for key, seconds in getattr(timing, name).items():
-                of[key] = of.get(key, 0.0) + weight * seconds
+                totals[key] = totals.get(key, 0.0) + weight * seconds
     step_s, issue_s, host_s = (
         sum(weight * getattr(timing, name) for timing, weight in parts) for name in ("step_s", "issue_s", "host_s")
     )
-    whole: dict[str, Any] = {**sums, "binds": binding(sums)}
-    return parts[0][0]._replace(step_s=step_s, issue_s=issue_s, host_s=host_s, **whole)
+    fields: dict[str, Any] = {**sums, "binds": binding(sums)}
+    return parts[0][0]._replace(step_s=step_s, issue_s=issue_s, host_s=host_s, **fields)
 
 
-def crossing(events: Sequence[Op | Transfer], first: int, last: int) -> tuple[list[int], list[int]]:
+def crossing(events: Sequence[ExecutedOp | Transfer], first: int, last: int) -> tuple[list[int], list[int]]:
     """Numbers of transfers across the borders of events[first:last]: (started inside and waited for later, started
     before and waited for inside)."""
     started: dict[int, None] = {}
-    taken = []
+    awaited = []
     for event in events[first:last]:
         if isinstance(event, Transfer):
             if event.event == "start":
@@ -347,5 +351,5 @@ def crossing(events: Sequence[Op | Transfer], first: int, last: int) -> tuple[li
             elif event.number in started:
                 del started[event.number]
             else:
-                taken.append(event.number)
-    return list(started), taken
+                awaited.append(event.number)
+    return list(started), awaited

@@ -22,16 +22,16 @@ from typing import Any
 
 import torch
 
-from fzero.comm.ledger import Row
+from fzero.comm.ledger import LedgerRow
 from fzero.core.compile import have_compiler
+from fzero.core.compile_cache import package_digest
 from fzero.core.device import Target
 from fzero.core.files import make_folder, replacing
-from fzero.core.foreign import in_form, read_json
-from fzero.core.kept import package_digest
 from fzero.core.storage import user_folder
+from fzero.core.text_parsing import in_form, read_json
 from fzero.kernels import chips
-from fzero.planner.operations import Op
-from fzero.planner.step_trace import Segment, Trace, Transfer
+from fzero.planner.operations import ExecutedOp
+from fzero.planner.step_trace import RepeatedEvents, Trace, Transfer
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
 from fzero.run.measure.live_bytes import Moment
@@ -75,13 +75,13 @@ def question(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Tar
     }
 
 
-def _text(asked: Mapping[str, Any]) -> str:
-    return json.dumps(asked, sort_keys=True)
+def _text(key: Mapping[str, Any]) -> str:
+    return json.dumps(key, sort_keys=True)
 
 
-def entry_name(asked: Mapping[str, Any]) -> str:
+def entry_name(key: Mapping[str, Any]) -> str:
     """The name of the file for a question."""
-    return hashlib.sha256(_text(asked).encode()).hexdigest()[:32] + ".json"
+    return hashlib.sha256(_text(key).encode()).hexdigest()[:32] + ".json"
 
 
 def cached_trace(
@@ -91,14 +91,14 @@ def cached_trace(
 
     A folder that cannot be written is a warning: the plan is worth more than its copy.
     """
-    asked = question(config, sizes, rank, target)
-    path = folder / entry_name(asked)
-    kept = read_entry(path, config, asked)
-    if kept is not None:
-        return kept
+    key = question(config, sizes, rank, target)
+    path = folder / entry_name(key)
+    cached = read_entry(path, config, key)
+    if cached is not None:
+        return cached
     trace = make()
     plain = to_plain(trace)
-    text = json.dumps({"question": asked, "digest": _digest(plain), "trace": plain})
+    text = json.dumps({"question": key, "digest": _digest(plain), "trace": plain})
     if len(text) <= MOST_BYTES // 10:
         try:
             write_entry(path, text)
@@ -110,10 +110,10 @@ def cached_trace(
     return trace
 
 
-def is_kept(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target, folder: Path) -> bool:
+def is_cached(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target, folder: Path) -> bool:
     """Whether `cached_trace` would answer from `folder`."""
-    asked = question(config, sizes, rank, target)
-    return read_entry(folder / entry_name(asked), config, asked) is not None
+    key = question(config, sizes, rank, target)
+    return read_entry(folder / entry_name(key), config, key) is not None
 
 
 def to_plain(trace: Trace) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def to_plain(trace: Trace) -> dict[str, Any]:
     return {
         **{name: getattr(trace, name) for name in PLAIN},
         "sizes": trace.sizes,
-        "events": [[None, *each] if isinstance(each, Transfer) else each for each in trace.events],
+        "events": [[None, *event] if isinstance(event, Transfer) else event for event in trace.events],
         "timeline": trace.timeline,
         "peak": trace.timeline.index(trace.peak),
         "alive": trace.alive,
@@ -138,39 +138,39 @@ def from_plain(table: Mapping[str, Any], config: RunConfig, rank: int, target: T
         timeline=timeline,
         peak=timeline[table["peak"]],
         alive=tuple((name, component, size) for name, component, size in table["alive"]),
-        ledger=tuple(Row(*row) for row in table["ledger"]),
+        ledger=tuple(LedgerRow(*row) for row in table["ledger"]),
         sizes=dict(table["sizes"]),
         rank=rank,
         target=target,
         config=config,
-        segments=tuple(Segment(*row) for row in table["segments"]),
+        segments=tuple(RepeatedEvents(*row) for row in table["segments"]),
         **{name: table[name] for name in PLAIN},
     )
 
 
-def _op(row: list[Any]) -> Op:
-    op = Op(*row)
+def _op(row: list[Any]) -> ExecutedOp:
+    op = ExecutedOp(*row)
     return op._replace(shape=tuple(op.shape))
 
 
-def read_entry(path: Path, config: RunConfig, asked: Mapping[str, Any]) -> Trace | None:
+def read_entry(path: Path, config: RunConfig, key: Mapping[str, Any]) -> Trace | None:
     """The Trace in a file of the cache; None if there is none, or if it is damaged or answers another question."""
     try:
         table = read_json(path)
         with in_form(str(path)):
-            if _text(table["question"]) != _text(asked) or table["digest"] != _digest(table["trace"]):
+            if _text(table["question"]) != _text(key) or table["digest"] != _digest(table["trace"]):
                 return None
-            target = asked["target"]
-            found = from_plain(
+            target = key["target"]
+            trace = from_plain(
                 table["trace"],
                 config,
-                asked["rank"],
+                key["rank"],
                 Target(**{**target, "capability": tuple(target["capability"])}),
             )
         os.utime(path)  # it is in use: others are removed first
     except (OSError, ValueError):
         return None
-    return found
+    return trace
 
 
 def _digest(trace: Any) -> str:
@@ -184,19 +184,19 @@ def write_entry(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def remove_oldest(folder: Path, most: int = MOST_BYTES) -> None:
-    """Remove the entries that were not used for the longest time until all together have at most `most` bytes.
+def remove_oldest(folder: Path, max_bytes: int = MOST_BYTES) -> None:
+    """Remove the entries that were not used for the longest time until all together have at most `max_bytes` bytes.
 
     Parts that an ended process left count, too.
     """
-    found = []
+    entries = []
     for path in [*folder.glob("*.json"), *folder.glob("*.part")]:
         with contextlib.suppress(FileNotFoundError):  # another process removed it
-            about = path.stat()
-            found.append((about.st_mtime_ns, path, about.st_size))
-    total = sum(size for _, _, size in found)
-    for _, path, size in sorted(found):
-        if total <= most:
+            stat = path.stat()
+            entries.append((stat.st_mtime_ns, path, stat.st_size))
+    total = sum(size for _, _, size in entries)
+    for _, path, size in sorted(entries):
+        if total <= max_bytes:
             break
         path.unlink(missing_ok=True)
         total -= size

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fzero.report.attempts import subject
-from fzero.report.read import flat
+from fzero.report.run_reader import flat
 from fzero.report.values import RunReport
 
 # Config values that may differ between the runs of a scaling series: layout, amount of work, and places of files.
@@ -46,7 +46,7 @@ def compare(runs: Sequence[RunReport]) -> dict[str, Any]:
         "config": differences(runs),
         "losses": losses(runs),
         "scaling": scaling(runs),
-        "apart": apart(runs),
+        "apart": conflicting_keys(runs),
     }
 
 
@@ -78,16 +78,16 @@ def losses(runs: Sequence[RunReport]) -> dict[str, Any] | None:
     common = min(max(run.series["tokens"]) for run in runs) if all("tokens" in run.series for run in runs) else 0
     if not common:
         return None
-    train, val, at = [], [], []
+    train, val, val_tokens = [], [], []
     for run in runs:
         upto = [i for i, tokens in enumerate(run.series["tokens"]) if tokens <= common]
         window = [run.series["loss"][i] for i in upto[-max(1, len(upto) // 10) :] if run.series["loss"][i] is not None]
         train.append(sum(window) / len(window) if window else None)
         column = run.series.get("val_loss", [None] * len(run.series["loss"]))
-        seen = [i for i in upto if column[i] is not None]
-        val.append(column[seen[-1]] if seen else None)
-        at.append(run.series["tokens"][seen[-1]] if seen else None)
-    return {"tokens": common, "train": train, "val": val, "val_tokens": at}
+        indices = [i for i in upto if column[i] is not None]
+        val.append(column[indices[-1]] if indices else None)
+        val_tokens.append(run.series["tokens"][indices[-1]] if indices else None)
+    return {"tokens": common, "train": train, "val": val, "val_tokens": val_tokens}
 
 
 def scaling(runs: Sequence[RunReport]) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def scaling(runs: Sequence[RunReport]) -> list[dict[str, Any]]:
     groups: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         groups.setdefault(json.dumps(work_of(run), sort_keys=True), []).append(i)
-    found = []
+    series = []
     for members in groups.values():
         points = [point for i in members if (point := point_of(i, runs[i])) is not None]
         name = runs[members[0]].config.get("preset") or "model"
@@ -111,14 +111,14 @@ def scaling(runs: Sequence[RunReport]) -> list[dict[str, Any]]:
                 {"efficiency": p["tokens_per_s"] / p["ranks"] / base, "speedup": p["tokens_per_s"] / first}
                 for p in chosen
             ]
-            found.append({"name": name, "kind": kind, "points": [p | more for p, more in zip(chosen, ratios)]})
-    return found
+            series.append({"name": name, "kind": kind, "points": [p | ratio for p, ratio in zip(chosen, ratios)]})
+    return series
 
 
 def series_of(points: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
     """[(kind, points)] of the series among points of the same work, each of at least two numbers of ranks: of all
     points if they are of one kind, else those of the same global batch, and those of the same batch per rank."""
-    found = []
+    series = []
     for kind, key in (("strong", lambda p: p["batch"]), ("weak", lambda p: p["batch"] / p["ranks"])):
         groups: dict[Any, list[dict[str, Any]]] = {}
         for p in points:
@@ -127,18 +127,18 @@ def series_of(points: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, An
         several = [group for group in groups.values() if len({p["ranks"] for p in group}) > 1]
         if several and len(groups) == 1:
             return [(kind, several[0])]
-        found += [(kind, group) for group in several]
-    return found
+        series += [(kind, group) for group in several]
+    return series
 
 
 def work_of(run: RunReport) -> dict[str, Any]:
     """The values that the runs of one scaling series share: the config but for LAYOUT, and the kind of machine."""
     machine = subject(run.series["step"], run.attempts).get("machine") or {}
-    same = {key: value for key, value in flat(run.config) if not key.startswith(LAYOUT)}
-    return same | {"machine.cpu": machine.get("cpu"), "machine.cores": machine.get("cores")}
+    shared = {key: value for key, value in flat(run.config) if not key.startswith(LAYOUT)}
+    return shared | {"machine.cpu": machine.get("cpu"), "machine.cores": machine.get("cores")}
 
 
-def apart(runs: Sequence[RunReport]) -> list[str]:
+def conflicting_keys(runs: Sequence[RunReport]) -> list[str]:
     """The keys of `work_of` in which runs on different numbers of ranks differ, if no series has two of the runs."""
     if len({ranks_of(run) for run in runs}) < 2 or scaling(runs):
         return []
@@ -170,5 +170,5 @@ def point_of(index: int, run: RunReport) -> dict[str, Any] | None:
 
 def value_of(run: RunReport, name: str, *, predicted: bool = False) -> Any:
     """The measured (or predicted) value of a quantity; None if unknown."""
-    found: Mapping[str, Any] = {q.name: q.predicted if predicted else q.measured for q in run.quantities}
-    return found.get(name)
+    values: Mapping[str, Any] = {q.name: q.predicted if predicted else q.measured for q in run.quantities}
+    return values.get(name)

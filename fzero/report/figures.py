@@ -82,16 +82,16 @@ def blank(rows: int = 1, columns: int = 1, height: float = 3.7, width: float = 7
 
     figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
     axes = figure.subplots(rows, columns)
-    for one in figure.axes:
-        one.grid(alpha=0.25, linewidth=0.6)
-        one.set_axisbelow(True)
+    for axis in figure.axes:
+        axis.grid(alpha=0.25, linewidth=0.6)
+        axis.set_axisbelow(True)
         for side in ("top", "right"):
-            one.spines[side].set_visible(False)
+            axis.spines[side].set_visible(False)
     return figure, axes
 
 
-class Drawn(NamedTuple):
-    """A picture as SVG, with what a page says of the points under the pointer (see `read_out`)."""
+class Drawing(NamedTuple):
+    """A picture as SVG, with what a page says of the points under the pointer (see `extract_points`)."""
 
     svg: str
     points: list[dict[str, Any]]
@@ -102,7 +102,7 @@ def svg(draw: Callable[[], Any]) -> str:
     return draw_svg(draw).svg
 
 
-def draw_svg(draw: Callable[[], Any], log: bool = False) -> Drawn:
+def draw_svg(draw: Callable[[], Any], log: bool = False) -> Drawing:
     """Render the figure of `draw()`, with logarithmic axes if `log`; the SVG and the values of its lines."""
     import matplotlib
 
@@ -115,19 +115,19 @@ def draw_svg(draw: Callable[[], Any], log: bool = False) -> Drawn:
         figure.savefig(stream, format="svg")
     text = stream.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    own = "text{font-family: 'DejaVu Sans', Verdana, sans-serif} " + dark_style() + " *{"
-    text = text.replace("*{", own, 1).replace(" font-family: 'DejaVu Sans';", "")
-    text = TAG.sub(lambda found: tag(found[0]), text)
-    return Drawn("".join(line.strip() + "\n" for line in text.splitlines() if line.strip()), read_out(figure))
+    style_rules = "text{font-family: 'DejaVu Sans', Verdana, sans-serif} " + dark_style() + " *{"
+    text = text.replace("*{", style_rules, 1).replace(" font-family: 'DejaVu Sans';", "")
+    text = TAG.sub(lambda match: tag(match[0]), text)
+    return Drawing("".join(line.strip() + "\n" for line in text.splitlines() if line.strip()), extract_points(figure))
 
 
 def dark_style() -> str:
     """The style rules of an SVG that replace its colours where dark ones are preferred."""
     ink = DARK["fill"][BLACK]
     rules = [f'text,g>path[style]:not([style*="fill"]){{fill:{ink}!important}}']  # matplotlib writes no black
-    for what, colours in DARK.items():
+    for attribute, colours in DARK.items():
         for light, dark in colours.items():
-            rules.append(f'[style*="{what}: {light.lower()}"]{{{what}:{dark}!important}}')
+            rules.append(f'[style*="{attribute}: {light.lower()}"]{{{attribute}:{dark}!important}}')
     for light, dark in DARK["fill"].items():
         rules.append(f'pattern rect[fill="{light.lower()}"]{{fill:{dark}!important}}')
     return f"@media screen and (prefers-color-scheme: dark){{{''.join(rules)}}}"
@@ -146,11 +146,11 @@ def set_log(figure: Any) -> None:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-def read_out(figure: Any) -> list[dict[str, Any]]:
+def extract_points(figure: Any) -> list[dict[str, Any]]:
     """The lines of each axes of a drawn figure: {"box": its left, top, right and bottom as fractions of the picture,
     "x": the limits, "log": whether x is logarithmic, "name": of x, "xs": lists of x, "lines": [name, index into xs,
     values of y]}. A line across the whole axes has the index -1."""
-    found = []
+    records = []
     for axes in figure.axes:
         xs: list[list[float | None]] = []
         lines = []
@@ -168,7 +168,7 @@ def read_out(figure: Any) -> list[dict[str, Any]]:
         if xs:
             box = axes.get_position()
             edges = [round(float(edge), 4) for edge in (box.x0, 1 - box.y1, box.x1, 1 - box.y0)]
-            found.append(
+            records.append(
                 {
                     "box": edges,
                     "x": [float(limit) for limit in axes.get_xlim()],
@@ -178,7 +178,7 @@ def read_out(figure: Any) -> list[dict[str, Any]]:
                     "lines": lines,
                 }
             )
-    return found
+    return records
 
 
 def exact(value: Any) -> float | None:
@@ -191,23 +191,23 @@ def exact(value: Any) -> float | None:
 
 def tag(text: str) -> str:
     """Shorten an SVG tag: without group names, zero rotations, and digits below a tenth of a point."""
-    text = LONG.sub(lambda found: f"{float(found[0]):.1f}".rstrip("0").rstrip("."), text)
+    text = LONG.sub(lambda match: f"{float(match[0]):.1f}".rstrip("0").rstrip("."), text)
     text = re.sub(r' transform="rotate\(-?0 [^"]*"', "", re.sub(r'<g id="[^"]*"', "<g", text))
-    return PATH.sub(lambda found: f'd="{short(found[1])}"', text)
+    return PATH.sub(lambda match: f'd="{short(match[1])}"', text)
 
 
 def short(path: str) -> str:
     """Shorten an SVG path with H and V for lines along an axis: stairs take half the bytes."""
-    points, out, before = re.findall(r"([A-Za-z])([^A-Za-z]*)", path), [], ["", ""]
+    points, out, previous = re.findall(r"([A-Za-z])([^A-Za-z]*)", path), [], ["", ""]
     for command, numbers in points:
-        at = numbers.split()
-        if command == "L" and at[1] == before[1]:
-            out.append(f"H{at[0]}")
-        elif command == "L" and at[0] == before[0]:
-            out.append(f"V{at[1]}")
+        coordinates = numbers.split()
+        if command == "L" and coordinates[1] == previous[1]:
+            out.append(f"H{coordinates[0]}")
+        elif command == "L" and coordinates[0] == previous[0]:
+            out.append(f"V{coordinates[1]}")
         else:
-            out.append(command + " ".join(at))
-        before = at[-2:] if len(at) > 1 else ["", ""]
+            out.append(command + " ".join(coordinates))
+        previous = coordinates[-2:] if len(coordinates) > 1 else ["", ""]
     return "".join(out)
 
 
@@ -216,7 +216,7 @@ def format_counts(axis: Any) -> None:
     axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if abs(value) < 1e6 else f"{value / 1e6:,.4g}M")
 
 
-def legend_beside(axes: Any, **options: Any) -> None:
+def add_side_legend(axes: Any, **options: Any) -> None:
     """Put the legend right of the axes, in the order of the stack."""
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(
@@ -232,7 +232,7 @@ def legend_beside(axes: Any, **options: Any) -> None:
 
 def look_of(name: str, table: Mapping[str, tuple[str, str]], names: Sequence[str]) -> dict[str, Any]:
     """The colour, hatch and edge of a part of a stack."""
-    unknown = [other for other in names if other not in table]
+    unknown = [label for label in names if label not in table]
     colour, hatch = table[name] if name in table else REST[unknown.index(name) % len(REST)]
     edge = WHITE if colour == BLACK else "#333333"
     return {"facecolor": colour, "hatch": hatch, "edgecolor": edge, "linewidth": 0.4}
@@ -252,13 +252,13 @@ def thin_out(count: int) -> tuple[int, str]:
 def stairs(edges: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
     """The corners (x, y) of a line with `values` between `edges`, without redundant points."""
     points = [(x, v) for a, b, v in zip(edges, edges[1:], values) for x in (a, b)]
-    kept = [
+    corners = [
         p for i, p in enumerate(points) if i in (0, len(points) - 1) or not points[i - 1][1] == p[1] == points[i + 1][1]
     ]
-    return [x for x, _ in kept], [y for _, y in kept]
+    return [x for x, _ in corners], [y for _, y in corners]
 
 
-def band(axes: Any, edges: Sequence[float], below: Sequence[float], top: Sequence[float], **look: Any) -> None:
+def band(axes: Any, edges: Sequence[float], bottom: Sequence[float], top: Sequence[float], **look: Any) -> None:
     """Fill the area between two stairs."""
-    (x, y), (back, low) = stairs(edges, top), stairs(edges, below)
-    axes.fill([*x, *back[::-1]], [*y, *low[::-1]], **look)
+    (x, y), (base_x, low) = stairs(edges, top), stairs(edges, bottom)
+    axes.fill([*x, *base_x[::-1]], [*y, *low[::-1]], **look)

@@ -35,29 +35,29 @@ def loss(
     """Draw losses over tokens seen, in nats per unit: each step, a running mean, and validation; `marks`: where
     attempts begin."""
     figure, axes = blank()
-    known = [(x, y) for x, y in zip(tokens, train) if y is not None]
-    if known:
-        x, y = zip(*known)
-        every, which = thin_out(len(x))
-        axes.plot(x[::every], y[::every], color=GREY, linewidth=0.7, label=f"training, {which}")
+    train_points = [(x, y) for x, y in zip(tokens, train) if y is not None]
+    if train_points:
+        x, y = zip(*train_points)
+        every, thinning = thin_out(len(x))
+        axes.plot(x[::every], y[::every], color=GREY, linewidth=0.7, label=f"training, {thinning}")
         axes.plot(x[::every], smooth(y)[::every], color=BLUE, linewidth=1.8, label="training, running mean")
-    seen = [(x, y) for x, y in zip(tokens, val) if y is not None]
-    if seen:
-        last = seen[-1][1]
+    val_points = [(x, y) for x, y in zip(tokens, val) if y is not None]
+    if val_points:
+        last = val_points[-1][1]
         spread = f", perplexity {digits(perplexity(last), 3)}" if unit == "token" else ""
         axes.plot(
-            *zip(*seen),
+            *zip(*val_points),
             linestyle="--",
             marker="o",
             markersize=4.5,
-            markevery=every_mark(seen),
+            markevery=every_mark(val_points),
             color=VERMILION,
             label=f"validation (last {last:.3f}{spread})",
         )
     axes.set(xlabel="tokens seen (tokens)", ylabel=f"loss (nats per {unit})")
     format_counts(axes.xaxis)
     mark_attempts(axes, marks)
-    if known or seen:
+    if train_points or val_points:
         axes.legend(frameon=False)
     return figure
 
@@ -72,8 +72,8 @@ def throughput(
     """Draw tokens per second of each step, their running mean and the prediction, with MFU as a second scale; `marks`:
     where attempts begin."""
     figure, axes = blank()
-    every, which = thin_out(len(tokens))
-    axes.plot(tokens[::every], rate[::every], color=GREY, linewidth=0.7, label=f"measured, {which}")
+    every, thinning = thin_out(len(tokens))
+    axes.plot(tokens[::every], rate[::every], color=GREY, linewidth=0.7, label=f"measured, {thinning}")
     axes.plot(tokens[::every], smooth(rate)[::every], color=BLUE, linewidth=1.8, label="measured, running mean")
     if predicted is not None:
         axes.axhline(predicted, **PREDICTED, label="predicted")
@@ -82,11 +82,12 @@ def throughput(
     format_counts(axes.xaxis)
     format_counts(axes.yaxis)
     mark_attempts(axes, marks)
-    known = [(a, b) for a, b in zip(rate, mfu) if a and b is not None]
-    if known and known[-1][1]:
-        percent = 100 * known[-1][1] / known[-1][0]  # MFU is proportional to the rate, so one curve serves two scales
-        other = axes.secondary_yaxis("right", functions=(lambda y: y * percent, lambda y: y / percent))
-        other.set_ylabel("model FLOPs utilisation (%)")
+    mfu_pairs = [(a, b) for a, b in zip(rate, mfu) if a and b is not None]
+    if mfu_pairs and mfu_pairs[-1][1]:
+        # MFU is proportional to the rate, so one curve serves two scales.
+        percent = 100 * mfu_pairs[-1][1] / mfu_pairs[-1][0]
+        mfu_axis = axes.secondary_yaxis("right", functions=(lambda y: y * percent, lambda y: y / percent))
+        mfu_axis.set_ylabel("model FLOPs utilisation (%)")
     axes.legend(frameon=False, loc="lower right")
     return figure
 
@@ -96,8 +97,8 @@ def mark_attempts(axes: Any, marks: Marks) -> None:
     for x, number in marks:
         axes.axvline(x, color=DIM, linewidth=0.8, linestyle=(0, (2, 2)))
         if len(marks) <= NAMED_MARKS:
-            place = {"rotation": 90, "ha": "right", "va": "bottom", "transform": axes.get_xaxis_transform()}
-            axes.text(x, 0.02, f"attempt {number}", fontsize=7.5, color=DIM, **place)
+            text_style = {"rotation": 90, "ha": "right", "va": "bottom", "transform": axes.get_xaxis_transform()}
+            axes.text(x, 0.02, f"attempt {number}", fontsize=7.5, color=DIM, **text_style)
 
 
 def small(curves: Sequence[Curve], x: str, y: str, marks: Marks = (), points: Sequence[Curve] = ()) -> Any:
@@ -142,14 +143,14 @@ def loss_by_position(curves: Sequence[tuple[str, Sequence[int], Sequence[float]]
     return figure
 
 
-def norms(steps: Sequence[int], table: Mapping[str, Sequence[float | None]], what: str) -> Any:
-    """Draw the norms of each layer over the steps as a map of their logarithm; `what` is "gradient" or "parameter"."""
+def norms(steps: Sequence[int], table: Mapping[str, Sequence[float | None]], kind: str) -> Any:
+    """Draw the norms of each layer over the steps as a map of their logarithm; `kind` is "gradient" or "parameter"."""
     from matplotlib.colors import LogNorm
 
     figure, axes = blank(height=1.5 + min(3.5, 0.28 * len(table)))
     values = [[float("nan") if v is None or v <= 0 else v for v in row] for row in table.values()]
-    known = sorted(v for row in values for v in row if v == v) or [1.0]
-    low, high = known[0], known[-1]
+    finite = sorted(v for row in values for v in row if v == v) or [1.0]
+    low, high = finite[0], finite[-1]
     edges = [*steps, steps[-1] + max(1, steps[-1] - steps[-2] if len(steps) > 1 else 1)]
     shading = {"cmap": "cividis", "norm": LogNorm(low, high if high > low else low * 10), "rasterized": True}
     mesh = axes.pcolormesh(edges, [i - 0.5 for i in range(len(values) + 1)], values, **shading)
@@ -159,5 +160,5 @@ def norms(steps: Sequence[int], table: Mapping[str, Sequence[float | None]], wha
     axes.set_yticks(range(0, len(table), every), list(table)[::every])
     axes.set(xlabel="step (number)", ylabel="part of the model")
     format_counts(axes.xaxis)
-    figure.colorbar(mesh, ax=axes, label=f"{what} norm (L2)", pad=0.02)
+    figure.colorbar(mesh, ax=axes, label=f"{kind} norm (L2)", pad=0.02)
     return figure

@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping
 
 from fzero.report import figures
-from fzero.report.figures import Drawn
+from fzero.report.elements import Code, Element, Picture, ReportTable
+from fzero.report.figures import Drawing
+from fzero.report.first_screen import opening
 from fzero.report.markdown import note, prefix_of
-from fzero.report.opening import opening
-from fzero.report.parts import Code, Part, Picture, Table
 from fzero.report.sections_compare import sections
 from fzero.report.values import Report
 
@@ -139,19 +139,21 @@ for (const figure of document.querySelectorAll("figure[data-points]")) {
 """
 
 
-def write(report: Report, pictures: Mapping[str, Drawn]) -> str:
+def write(report: Report, pictures: Mapping[str, Drawing]) -> str:
     """Format the report as one HTML text. `pictures`: {name with prefix: drawn} of all in its sections."""
     several, body, links = report.compared is not None, [], []
-    for i, (run, found) in enumerate(sections(report)):
+    for i, (run, run_sections) in enumerate(sections(report)):
         name, head = ("All runs" if run is None else run.name), "h3" if several else "h2"
         if several:
             body.append(f'<h2 id="part-{i}">{text(name)}</h2>')
-        links.append(" · ".join(f'<a href="#part-{i}-{section.name}">{text(section.title)}</a>' for section in found))
+        links.append(
+            " · ".join(f'<a href="#part-{i}-{section.name}">{text(section.title)}</a>' for section in run_sections)
+        )
         if several:
             links[-1] = f'<a href="#part-{i}"><strong>{text(name)}</strong></a>: {links[-1]}'
-        for section in found:
+        for section in run_sections:
             body.append(f'<section id="part-{i}-{section.name}">\n<{head}>{text(section.title)}</{head}>')
-            body += [part_html(part, pictures, prefix_of(report, i), section.title) for part in section.parts]
+            body += [element_html(element, pictures, prefix_of(report, i), section.title) for element in section.parts]
             body.append("</section>")
     contents = "\n".join(f"<p>{line}</p>" for line in links)
     return (
@@ -165,59 +167,59 @@ def write(report: Report, pictures: Mapping[str, Drawn]) -> str:
     )
 
 
-def header_html(report: Report, pictures: Mapping[str, Drawn]) -> str:
+def header_html(report: Report, pictures: Mapping[str, Drawing]) -> str:
     """The first screen of the page."""
     parts = opening(report).parts
-    small = [picture_html(part, pictures[part.name]) for part in parts if isinstance(part, Picture)]
-    rest = [part_html(part, {}, "", "") for part in parts if not isinstance(part, Picture)]
-    lines = [f"<h1>{html.escape(report.title)}</h1>", *rest, '<div class="small">', *small, "</div>"]
+    small = [picture_html(element, pictures[element.name]) for element in parts if isinstance(element, Picture)]
+    texts = [element_html(element, {}, "", "") for element in parts if not isinstance(element, Picture)]
+    lines = [f"<h1>{html.escape(report.title)}</h1>", *texts, '<div class="small">', *small, "</div>"]
     return "\n".join(["<header>", *lines, "</header>"])
 
 
-def part_html(part: Part, pictures: Mapping[str, Drawn], prefix: str, heading: str) -> str:
+def element_html(element: Element, pictures: Mapping[str, Drawing], prefix: str, heading: str) -> str:
     """A part of a section as HTML; pictures: the drawn ones by prefix and name."""
-    if isinstance(part, Table):
-        return table_html(part, heading)
-    if isinstance(part, Picture):
-        drawn = [pictures[prefix + part.name]]
-        return picture_html(part, *drawn, *([figures.draw_svg(part.draw, log=True)] if part.log else []))
-    if isinstance(part, Code):
-        opened, inner = " open" * part.open, html.escape(part.text)
-        return f"<details{opened}>\n<summary>{text(part.caption)}</summary>\n<pre>{inner}</pre>\n</details>"
-    return f"<p{missing(part)}>{text(part)}</p>" if part else ""
+    if isinstance(element, ReportTable):
+        return table_html(element, heading)
+    if isinstance(element, Picture):
+        drawings = [pictures[prefix + element.name]]
+        return picture_html(element, *drawings, *([figures.draw_svg(element.draw, log=True)] if element.log else []))
+    if isinstance(element, Code):
+        opened, inner = " open" * element.open, html.escape(element.text)
+        return f"<details{opened}>\n<summary>{text(element.caption)}</summary>\n<pre>{inner}</pre>\n</details>"
+    return f"<p{missing(element)}>{text(element)}</p>" if element else ""
 
 
-def picture_html(part: Picture, *drawn: Drawn) -> str:
-    """A picture as HTML; a second of `drawn` is that with logarithmic axes, and its points are for the script."""
+def picture_html(picture: Picture, *drawings: Drawing) -> str:
+    """A picture as HTML; a second of `drawings` is that with logarithmic axes, and its points are for the script."""
     images = []
-    for i, one in enumerate(drawn):
-        data = base64.b64encode(one.svg.encode()).decode()
-        alt = html.escape(part.alt + " With logarithmic axes." * i)
+    for i, drawing in enumerate(drawings):
+        data = base64.b64encode(drawing.svg.encode()).decode()
+        alt = html.escape(picture.alt + " With logarithmic axes." * i)
         images.append(f'<img src="data:image/svg+xml;base64,{data}" alt="{alt}"{" hidden" * i}>')
-    button = '<button type="button" aria-pressed="false" hidden>log axes</button>' if len(drawn) > 1 else ""
-    caption = f"<figcaption>{text(part.caption)} {button}</figcaption>".replace(" </figcaption>", "</figcaption>")
+    button = '<button type="button" aria-pressed="false" hidden>log axes</button>' if len(drawings) > 1 else ""
+    caption = f"<figcaption>{text(picture.caption)} {button}</figcaption>".replace(" </figcaption>", "</figcaption>")
     points, says = "", ""
-    if all(one.points for one in drawn):
-        table = json.dumps([one.points for one in drawn], separators=(",", ":"))
+    if all(drawing.points for drawing in drawings):
+        table = json.dumps([drawing.points for drawing in drawings], separators=(",", ":"))
         points, says = f' data-points="{html.escape(table)}"', "\n<i hidden></i><output hidden></output>"
     return f'<figure{points}>\n<div class="plot">\n{"".join(images)}{says}\n</div>\n{caption}\n</figure>'
 
 
-def missing(part: str) -> str:
+def missing(paragraph: str) -> str:
     """The attribute of a paragraph that lists missing records."""
-    return ' class="missing"' if part.startswith("**Not recorded:**") else ""
+    return ' class="missing"' if paragraph.startswith("**Not recorded:**") else ""
 
 
-def table_html(table: Table, heading: str = "") -> str:
+def table_html(table: ReportTable, heading: str = "") -> str:
     """Format a table in a scrolling box; without its caption if the heading says the same."""
 
     def row(cells: tuple[str, ...], tag: str) -> str:
-        made = []
+        columns = []
         for i, cell in enumerate(cells):
             kind = ' class="right"' if i in table.right else ' class="long"' if len(cell) > 60 and tag == "td" else ""
             scope = ' scope="col"' if tag == "th" else ""
-            made.append(f"<{tag}{scope}{kind}>{text(cell)}</{tag}>")
-        return f"<tr>{''.join(made)}</tr>"
+            columns.append(f"<{tag}{scope}{kind}>{text(cell)}</{tag}>")
+        return f"<tr>{''.join(columns)}</tr>"
 
     head = f"<thead>\n{row(table.head, 'th')}\n</thead>\n" if any(table.head) else ""
     rows = "\n".join(row(cells, "td") for cells in table.rows)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from fzero.report.opening import opening
-from fzero.report.parts import Code, Part, Picture, Section, Table
+from fzero.report.elements import Code, Element, Picture, ReportTable, Section
+from fzero.report.first_screen import opening
 from fzero.report.sections_compare import sections
 from fzero.report.values import Report, RunReport
 
@@ -14,39 +14,39 @@ from fzero.report.values import Report, RunReport
 def write(report: Report, *, runs: bool = True) -> str:
     """Format the report as one Markdown text. `runs`: with the sections of single runs, not only the comparison."""
     lines = [f"# {report.title}", *opening_lines(opening(report)), "", note(report)]
-    for i, (run, found) in enumerate(sections(report)):
+    for i, (run, run_sections) in enumerate(sections(report)):
         several = report.compared is not None
         if run is not None and not runs:
             continue
         if several:
             lines += ["", f"## {'All runs' if run is None else run.name}"]
         prefix = prefix_of(report, i)
-        for section in found:
+        for section in run_sections:
             lines += ["", f"{'###' if several else '##'} {section.title}"]
-            for part in section.parts:
-                lines += ["", part_text(part, prefix)]
+            for element in section.parts:
+                lines += ["", element_text(element, prefix)]
     return "\n".join(lines) + "\n"
 
 
 def opening_lines(section: Section) -> list[str]:
     """The lines of the first screen, its small pictures in one row of a table."""
-    pictures = [part for part in section.parts if isinstance(part, Picture)]
+    pictures = [element for element in section.parts if isinstance(element, Picture)]
     lines = []
-    for part in section.parts:
-        if not isinstance(part, Picture):
-            lines += ["", f"{part.caption}:", ""] if isinstance(part, Table) else [""]
-            lines.append(part_text(part))
+    for element in section.parts:
+        if not isinstance(element, Picture):
+            lines += ["", f"{element.caption}:", ""] if isinstance(element, ReportTable) else [""]
+            lines.append(element_text(element))
     if pictures:
-        cells = tuple(part_text(picture) for picture in pictures)
-        row = Table("pictures", "", tuple(picture.caption for picture in pictures), [cells], frozenset())
+        cells = tuple(element_text(picture) for picture in pictures)
+        row = ReportTable("pictures", "", tuple(picture.caption for picture in pictures), [cells], frozenset())
         lines += ["", table_text(row)]
     return lines
 
 
 def note(report: Report) -> str:
     """Say which version wrote the report, and which command writes it again."""
-    by = ", ".join(f"{name} {value}" for name, value in report.by.items() if value)
-    return f"Written by {by}: `{report.command}`."
+    author = ", ".join(f"{name} {value}" for name, value in report.by.items() if value)
+    return f"Written by {author}: `{report.command}`."
 
 
 def prefix_of(report: Report, index: int) -> str:
@@ -56,29 +56,29 @@ def prefix_of(report: Report, index: int) -> str:
     return f"{index}-"
 
 
-def all_parts(report: Report) -> Iterator[tuple[RunReport | None, str, Part]]:
+def all_elements(report: Report) -> Iterator[tuple[RunReport | None, str, Element]]:
     """(the run or None, the prefix of its picture names, a part) of all parts of a report, in their order."""
-    yield from ((None, "", part) for part in opening(report).parts)
-    for i, (run, found) in enumerate(sections(report)):
-        for section in found:
-            yield from ((run, prefix_of(report, i), part) for part in section.parts)
+    yield from ((None, "", element) for element in opening(report).parts)
+    for i, (run, run_sections) in enumerate(sections(report)):
+        for section in run_sections:
+            yield from ((run, prefix_of(report, i), element) for element in section.parts)
 
 
-def part_text(part: Part, prefix: str = "") -> str:
+def element_text(element: Element, prefix: str = "") -> str:
     """A part of a section as Markdown; prefix: of its picture's file name."""
-    if isinstance(part, Table):
-        return table_text(part)
-    if isinstance(part, Picture):
-        return picture_text(part, f"{prefix}{part.name}.svg")
-    if isinstance(part, Code):
-        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", part.text)), default=0))  # the text may have fences
-        opened = " open" * part.open
-        head = f"<details{opened}><summary>{part.caption}</summary>"
-        return f"{head}\n\n{fence}{part.kind}\n{part.text}\n{fence}\n\n</details>"
-    return part
+    if isinstance(element, ReportTable):
+        return table_text(element)
+    if isinstance(element, Picture):
+        return picture_text(element, f"{prefix}{element.name}.svg")
+    if isinstance(element, Code):
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", element.text)), default=0))  # the text may have fences
+        opened = " open" * element.open
+        head = f"<details{opened}><summary>{element.caption}</summary>"
+        return f"{head}\n\n{fence}{element.kind}\n{element.text}\n{fence}\n\n</details>"
+    return element
 
 
-def table_text(table: Table) -> str:
+def table_text(table: ReportTable) -> str:
     """Format a table, with cells escaped."""
     rows = [table.head, tuple("---:" if i in table.right else "---" for i in range(len(table.head))), *table.rows]
     return "\n".join(
@@ -92,19 +92,23 @@ def picture_text(picture: Picture, path: str) -> str:
     return f"![{alt}]({path})"
 
 
-def find(report: Report, name: str) -> tuple[Table | Picture, str] | None:
+def find(report: Report, name: str) -> tuple[ReportTable | Picture, str] | None:
     """Return (table or picture, prefix of its file) for a name as in `names`; None if there is none."""
-    for _, prefix, part in all_parts(report):
-        if isinstance(part, (Table, Picture)) and name_of(part, prefix) == name:
-            return part, prefix
+    for _, prefix, element in all_elements(report):
+        if isinstance(element, (ReportTable, Picture)) and name_of(element, prefix) == name:
+            return element, prefix
     return None
 
 
-def name_of(part: Table | Picture, prefix: str) -> str:
+def name_of(element: ReportTable | Picture, prefix: str) -> str:
     """The name by which a table or picture is pasted: for a picture that of its file."""
-    return f"{prefix}{part.name}{'.svg' if isinstance(part, Picture) else ''}"
+    return f"{prefix}{element.name}{'.svg' if isinstance(element, Picture) else ''}"
 
 
 def names(report: Report) -> list[str]:
     """The names of all tables and pictures of a report."""
-    return [name_of(part, prefix) for _, prefix, part in all_parts(report) if isinstance(part, (Table, Picture))]
+    return [
+        name_of(element, prefix)
+        for _, prefix, element in all_elements(report)
+        if isinstance(element, (ReportTable, Picture))
+    ]

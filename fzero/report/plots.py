@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero.core.files import replacing
-from fzero.core.foreign import in_form
+from fzero.core.text_parsing import in_form
 from fzero.run import run_folder
 from fzero.run.objectives import unit_of
 
@@ -32,17 +32,17 @@ def write_pictures(folder: Path) -> list[Path]:
 
 def loss(rows: Rows, path: str | Path, title: str = "", unit: str = "token") -> None:
     """Write a picture of training and validation loss, from the rows of metrics.jsonl, to `path`; in nats per unit."""
-    known = [row for row in rows if row["loss"] is not None]
+    train_rows = [row for row in rows if row["loss"] is not None]
     figure, axes = _figure(title)
-    tokens, values = [row["tokens"] for row in known], [row["loss"] for row in known]
+    tokens, values = [row["tokens"] for row in train_rows], [row["loss"] for row in train_rows]
     axes.plot(tokens, values, color=GREY, linewidth=0.7, label="training, each step")
     axes.plot(tokens, smooth(values), color=BLUE, linewidth=1.8, label="training, centred running mean")
-    seen = [row for row in rows if row.get("val_loss") is not None]
-    if seen:
-        last = f"validation (last: {seen[-1]['val_loss']:.3f})"
+    val_rows = [row for row in rows if row.get("val_loss") is not None]
+    if val_rows:
+        last = f"validation (last: {val_rows[-1]['val_loss']:.3f})"
         axes.plot(
-            [row["tokens"] for row in seen],
-            [row["val_loss"] for row in seen],
+            [row["tokens"] for row in val_rows],
+            [row["val_loss"] for row in val_rows],
             "o--",
             color=ORANGE,
             markersize=4,
@@ -64,8 +64,8 @@ def throughput(rows: Rows, path: str | Path, title: str = "") -> None:
     axes.set_ylim(bottom=0)
     # MFU is proportional to the throughput, so one curve serves two scales.
     percent = 100 * rows[-1]["mfu"] / rows[-1]["tokens_per_s"]
-    other = axes.secondary_yaxis("right", functions=(lambda y: y * percent, lambda y: y / percent))
-    other.set_ylabel("model FLOPs utilisation (%)")
+    mfu_axis = axes.secondary_yaxis("right", functions=(lambda y: y * percent, lambda y: y / percent))
+    mfu_axis.set_ylabel("model FLOPs utilisation (%)")
     axes.legend(frameon=False, loc="lower right")
     with replacing(path) as file:
         figure.savefig(file, format=Path(path).suffix[1:] or "png")

@@ -12,19 +12,19 @@ from typing import Any
 from fzero.comm.mesh_text import mesh_text
 from fzero.report.attempts import rates
 from fzero.report.compare import ranks_of, value_of
-from fzero.report.parts import PAIR, Code, Section, Table, command_of, pair, table
-from fzero.report.read import WARM_UP, warm_rows
+from fzero.report.elements import PAIR, Code, ReportTable, Section, command_of, pair, table
+from fzero.report.run_reader import WARM_UP, warm_rows
 from fzero.report.sections_cost import communication, memory, stragglers, time
 from fzero.report.sections_curves import loss, norms, samples, throughput
 from fzero.report.sections_experts import experts
 from fzero.report.sections_pipeline import pipeline
-from fzero.report.values import RunReport, shown
+from fzero.report.values import RunReport, format_quantity
 
 
 def of_run(run: RunReport) -> list[Section]:
     """The sections of one run, without empty ones."""
-    made = (
-        the_run,
+    builders = (
+        run_section,
         summary,
         loss,
         samples,
@@ -38,19 +38,19 @@ def of_run(run: RunReport) -> list[Section]:
         stragglers,
         attempts,
     )
-    return [section for make in (*made, configuration) if (section := make(run)).parts]
+    return [section for make in (*builders, configuration) if (section := make(run)).parts]
 
 
-def the_run(run: RunReport) -> Section:
+def run_section(run: RunReport) -> Section:
     """The section on the model, the config, the command and the machine."""
     last, c, env = run.attempts[-1] if run.attempts else {}, run.config, run.environment
     machine, train, series = last.get("machine", {}), c.get("train", {}), run.series
     versions = last.get("versions") or {name: env.get(name) for name in ("fzero", "torch", "python") if env.get(name)}
     mesh = last.get("mesh") or c.get("mesh") or {}
-    where = [
+    machine_facts = [
         machine.get("cpu"),
         f"{machine['cores']} cores" if machine.get("cores") else None,
-        shown(machine.get("memory_bytes"), "bytes"),
+        format_quantity(machine.get("memory_bytes"), "bytes"),
     ]
     rows = [
         ("model", (f"{c.get('preset') or c.get('model', {}).get('family', 'model')}, "
@@ -68,13 +68,13 @@ def the_run(run: RunReport) -> Section:
         ("commit", (last["commit"] + (" with changes that are "
         "not committed" if last.get("dirty") else "")) if last.get("commit") else ""),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-        ("machine", ", ".join(part for part in where if part and part != "-") or str(env.get("platform", ""))),
+        ("machine", ", ".join(fact for fact in machine_facts if fact and fact != "-") or str(env.get("platform", ""))),
         *([("device", last["device"])] if last.get("device") else []),  # not of runs before there was a choice
         ("processes", f"{ranks_of(run)}, of {last.get('threads', env.get('threads'))} threads"),
     ]  # fmt: skip
     missing = [f"**Not recorded:** {sentence}" for sentence in run.missing]
     rows = [(name, text or "not recorded") for name, text in rows]
-    return Section("run", "The run", [Table("run", "What was run", ("", ""), rows, frozenset()), *missing])
+    return Section("run", "The run", [ReportTable("run", "What was run", ("", ""), rows, frozenset()), *missing])
 
 
 def summary(run: RunReport) -> Section:
@@ -93,13 +93,15 @@ def summary(run: RunReport) -> Section:
         )
         notes.append("from a closed formula with causal attention. Neither has the optimizer's products.")
     if device := (run.plan or {}).get("device"):
-        known = "whose rates `fzero bench` has measured" if device.get("measured") else "whose rates are of data sheets"
-        known = (
-            known
+        rate_source = (
+            "whose rates `fzero bench` has measured" if device.get("measured") else "whose rates are of data sheets"
+        )
+        rate_source = (
+            rate_source
             if value_of(run, "step_s", predicted=True) is not None
             else "of whose rates nothing is known: no times"
         )
-        notes.append(f"Predicted for the device '{device.get('name')}', {known}.")
+        notes.append(f"Predicted for the device '{device.get('name')}', {rate_source}.")
     return Section(
         "summary",
         "Predicted and measured",
@@ -116,28 +118,30 @@ def batch_of(attempt: Mapping[str, Any]) -> str:
 def attempts(run: RunReport) -> Section:
     """The section on the starts of the run; of several, with what each of them made and how fast."""
     rows, several = [], len(run.attempts) > 1
-    each = rates(run.series, run.attempts, warm_rows(run.series, run.attempts))
+    speeds = rates(run.series, run.attempts, warm_rows(run.series, run.attempts))
     sizes = [batch_of(a) for a in run.attempts]
     staged = len(set(sizes)) > 1
-    for i, (a, (steps, seconds, speed)) in enumerate(zip(run.attempts, each), 1):
+    for i, (a, (steps, seconds, speed)) in enumerate(zip(run.attempts, speeds), 1):
         commit = (a.get("commit") or "-")[:10] + "+" * bool(a.get("dirty"))
-        when = (str(a.get("attempt", i)), str(a.get("time", "-")), f"{a.get('first_step', 0):,}")
-        made = (f"{steps:,}", shown(seconds, "s"), shown(speed, "tokens/s")) if several else ()
-        where = (
+        start_cells = (str(a.get("attempt", i)), str(a.get("time", "-")), f"{a.get('first_step', 0):,}")
+        progress = (f"{steps:,}", format_quantity(seconds, "s"), format_quantity(speed, "tokens/s")) if several else ()
+        placement = (
             *[sizes[i - 1]] * staged,
             mesh_text(a.get("mesh") or {}),
             str(a.get("zero", "-")),
             str(a.get("threads", "-")),
         )
-        rows.append((*when, *made, *where, commit, command_of(a.get("command") or [], a.get("processes") or 1)))
-    made = ("steps kept", "time of a step", "throughput") if several else ()
-    where = (*["batch"] * staged, "mesh", "ZeRO", "threads")
-    head = ("attempt", "started", "after step", *made, *where, "commit", "command")
-    numbers = frozenset(i for i, name in enumerate(head) if name in ("after step", "ZeRO", "threads", *made))
+        rows.append(
+            (*start_cells, *progress, *placement, commit, command_of(a.get("command") or [], a.get("processes") or 1))
+        )
+    progress = ("steps kept", "time of a step", "throughput") if several else ()
+    placement = (*["batch"] * staged, "mesh", "ZeRO", "threads")
+    head = ("attempt", "started", "after step", *progress, *placement, "commit", "command")
+    numbers = frozenset(i for i, name in enumerate(head) if name in ("after step", "ZeRO", "threads", *progress))
     return Section(
         "attempts",
         "Attempts",
-        [Table("attempts", "Starts of the run", head, rows, numbers)] if rows else [],
+        [ReportTable("attempts", "Starts of the run", head, rows, numbers)] if rows else [],
     )
 
 

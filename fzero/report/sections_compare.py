@@ -6,45 +6,45 @@ import json
 from typing import Any
 
 from fzero.comm.mesh_text import mesh_text
-from fzero.core.foreign import in_form
-from fzero.report import bind
-from fzero.report.parts import Picture, Section, Table, pair, table
+from fzero.core.text_parsing import in_form
+from fzero.report import run_pictures
+from fzero.report.elements import Picture, ReportTable, Section, pair, table
 from fzero.report.sections import of_run
-from fzero.report.values import Report, RunReport, digits, shown
+from fzero.report.values import Report, RunReport, digits, format_quantity
 
 
 def sections(report: Report) -> list[tuple[RunReport | None, list[Section]]]:
     """[(run, its sections)], preceded by (None, the sections of the comparison) for several runs."""
     several = [(None, comparison(report))] if report.compared is not None else []
-    found: list[tuple[RunReport | None, list[Section]]] = []
+    run_sections: list[tuple[RunReport | None, list[Section]]] = []
     for run in report.runs:
         with in_form(f"the files of run {run.name}", "; its traceback (--traceback) shows which value"):
-            found.append((run, of_run(run)))
-    return [*several, *found]
+            run_sections.append((run, of_run(run)))
+    return [*several, *run_sections]
 
 
 def comparison(report: Report) -> list[Section]:
     """The sections that compare several runs."""
     runs, compared = report.runs, report.compared or {}
-    found = [Section("runs", "The runs", run_parts(runs)), Section("losses", "Losses", loss_parts(report))]
+    chapters = [Section("runs", "The runs", run_elements(runs)), Section("losses", "Losses", loss_elements(report))]
     if compared.get("scaling"):
-        found.append(scaling(report))
+        chapters.append(scaling(report))
     elif keys := compared.get("apart"):
-        why = f"The runs are on different numbers of ranks and of different work ({', '.join(keys[:6])})"
-        found.append(Section("scaling", "Scaling", [f"{why}: their speeds are not divided by each other."]))
+        reason = f"The runs are on different numbers of ranks and of different work ({', '.join(keys[:6])})"
+        chapters.append(Section("scaling", "Scaling", [f"{reason}: their speeds are not divided by each other."]))
     rows = [
         (row["key"], *(json.dumps(v) if not isinstance(v, str) else v or '""' for v in row["values"]))
         for row in compared.get("config", ())
     ]
     title, head = "Config values that are not equal in all runs", ("key", *(run.name for run in runs))
     parts: list[Any] = (
-        [Table("differences", title, head, rows, frozenset())] if rows else ["Nothing: the configs are equal."]
+        [ReportTable("differences", title, head, rows, frozenset())] if rows else ["Nothing: the configs are equal."]
     )
-    found.append(Section("differences", "What differs in the configs", parts))
-    return found
+    chapters.append(Section("differences", "What differs in the configs", parts))
+    return chapters
 
 
-def run_parts(runs: list[RunReport]) -> list[Any]:
+def run_elements(runs: list[RunReport]) -> list[Any]:
     """The tables of what was run and what came of it, and the picture of the throughput."""
     facts, figures = [], []
     for run in runs:
@@ -52,36 +52,36 @@ def run_parts(runs: list[RunReport]) -> list[Any]:
         mesh = (run.attempts[-1].get("mesh") if run.attempts else None) or run.config.get("mesh") or {}
         c = run.config
         precision = c.get("precision", {}).get("policy", "-")
-        how = (mesh_text(mesh), str(c.get("zero", "-")), c.get("offload") or "-", precision)
+        placement = (mesh_text(mesh), str(c.get("zero", "-")), c.get("offload") or "-", precision)
         steps, last = f"{run.series['step'][-1]:,}", digits(val[-1]) if val else "-"
-        facts.append((run.name, c.get("preset") or "-", *how, steps, last))
+        facts.append((run.name, c.get("preset") or "-", *placement, steps, last))
         speed, peak = (
             next((pair(q) for q in run.quantities if q.name == name), ("-",) * 3)
             for name in ("tokens_per_s", "peak_bytes")
         )
         figures.append((run.name, *speed, *peak))
     names = ", ".join(run.name for run in runs)
-    about = ("run", "model", "mesh", "ZeRO", "offload", "precision", "steps", "validation loss")
+    columns = ("run", "model", "mesh", "ZeRO", "offload", "precision", "steps", "validation loss")
     head = ("run", "throughput, predicted", "measured", "ratio", "peak memory, predicted", "measured", "ratio")
     title, text = "Throughput, predicted and measured", f"Tokens per second of {names}: predicted beside measured."
     return [
-        Table("runs", "What was run", about, facts, frozenset({3, 6, 7})),
+        ReportTable("runs", "What was run", columns, facts, frozenset({3, 6, 7})),
         table("figures", "Predicted and measured; the ratio is predicted ÷ measured", head, figures),
-        Picture("speeds", title, text, bind.speeds(runs)),
+        Picture("speeds", title, text, run_pictures.speeds(runs)),
     ]
 
 
-def loss_parts(report: Report) -> list[Any]:
+def loss_elements(report: Report) -> list[Any]:
     """The picture of the losses, and the table of them after the tokens that all runs have seen."""
     names, compared = [run.name for run in report.runs], report.compared or {}
     text = f"Training and validation loss over tokens of {', '.join(names)}."
-    parts: list[Any] = [Picture("losses", "Loss of the runs (measured)", text, bind.losses(report), log=True)]
-    if at := compared.get("losses"):
+    parts: list[Any] = [Picture("losses", "Loss of the runs (measured)", text, run_pictures.losses(report), log=True)]
+    if common := compared.get("losses"):
         rows = [
             (name, *("-" if v is None else digits(v) for v in pair))
-            for name, *pair in zip(names, at["train"], at["val"])
+            for name, *pair in zip(names, common["train"], common["val"])
         ]
-        title = f"Loss after {at['tokens']:,} tokens, which all runs have seen (measured)"
+        title = f"Loss after {common['tokens']:,} tokens, which all runs have seen (measured)"
         head = ("run", "training, mean of the last tenth", "validation, last")
         parts.append(table("losses", title, head, rows))
     return parts
@@ -106,7 +106,7 @@ def scaling(report: Report) -> Section:
                     f"{p['ranks']}",
                     threads,
                     cores,
-                    shown(p["tokens_per_s"], "tokens/s"),
+                    format_quantity(p["tokens_per_s"], "tokens/s"),
                     f"{digits(p['speedup'], 3)}x",
                     f"{100 * p['efficiency']:.1f}%",
                 )
@@ -119,7 +119,9 @@ def scaling(report: Report) -> Section:
         "Ranks that share the cores of one machine cannot reach 100%."
     )
     alt = f"Tokens per second and scaling efficiency over the number of ranks: {'; '.join(ends)}."
-    picture = Picture("scaling", "Scaling (measured)", alt, bind.scaling(report))
+    picture = Picture("scaling", "Scaling (measured)", alt, run_pictures.scaling(report))
     return Section(
-        "scaling", "Scaling", [picture, table("scaling", "Scaling (measured)", head, rows, left=2), " ".join(notes)]
+        "scaling",
+        "Scaling",
+        [picture, table("scaling", "Scaling (measured)", head, rows, text_columns=2), " ".join(notes)],
     )

@@ -121,13 +121,13 @@ def in_rows(columns: dict[str, Any]) -> list[dict[str, Any]]:
     return moments
 
 
-def from_json(value: Any, where: str) -> Report:
-    """The inverse of `to_json`. Raises ValueError naming `where` if the value is not a report."""
+def from_json(value: Any, source: str) -> Report:
+    """The inverse of `to_json`. Raises ValueError naming `source` if the value is not a report."""
     if not isinstance(value, dict) or value.get("fzero_report") != FORMAT:
         version = value.get("fzero_report") if isinstance(value, dict) else None
-        found = f"has fzero_report = {version!r}" if version is not None else "is no report"
+        problem = f"has fzero_report = {version!r}" if version is not None else "is no report"
         raise ValueError(
-            f"{where}: {found}; a report.json of this version has fzero_report = {FORMAT}: write it again by "
+            f"{source}: {problem}; a report.json of this version has fzero_report = {FORMAT}: write it again by "
             "fzero report RUN"
         )
     try:
@@ -141,7 +141,7 @@ def from_json(value: Any, where: str) -> Report:
             runs.append(run._replace(**records))
         return Report(value["title"], value["by"], value["command"], runs, value["compared"])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{where}: is not a whole report ({error!r}); write it again by fzero report RUN") from None
+        raise ValueError(f"{source}: is not a whole report ({error!r}); write it again by fzero report RUN") from None
 
 
 # -- formatting of numbers
@@ -160,7 +160,7 @@ def scale_of(unit: str, largest: float) -> tuple[float, str]:
         return (
             (1.0, "s")
             if largest == 0
-            else next(((factor, name) for least, factor, name in times if largest >= least), (1.0, "s"))
+            else next(((factor, name) for min_value, factor, name in times if largest >= min_value), (1.0, "s"))
         )
     if unit == "1" or unit == "%":
         return 1.0, "" if unit == "1" else "%"
@@ -188,7 +188,7 @@ def digits(value: float, significant: int = 4) -> str:
     return f"{value:,.{max(0, significant - 1 - math.floor(math.log10(abs(value))))}f}"
 
 
-def shown(value: Number | None, unit: str, largest: float | None = None) -> str:
+def format_quantity(value: Number | None, unit: str, largest: float | None = None) -> str:
     """Format a quantity with its unit; "-" for None. `largest`: choose the prefix for this value instead."""
     if value is None:
         return "-"
@@ -197,7 +197,7 @@ def shown(value: Number | None, unit: str, largest: float | None = None) -> str:
     return f"{number} {name}".strip() if name != "%" else f"{number}%"
 
 
-def shown_ratio(value: float | None) -> str:
+def format_ratio(value: float | None) -> str:
     """Format a ratio; "1 exactly" for 1, "-" for None."""
     if value is None:
         return "-"

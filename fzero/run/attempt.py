@@ -10,7 +10,7 @@ from fzero.run.build import Job, build
 from fzero.run.config import RunConfig
 from fzero.run.corpus import Say
 from fzero.run.ranks.coordinator import Coordinator
-from fzero.run.stages import stage_at
+from fzero.run.stages import stage_of_step
 
 
 class Options(NamedTuple):
@@ -44,7 +44,7 @@ class Attempt(NamedTuple):
 
     def in_stage(self, step: int) -> Attempt:
         """The attempt with the job of the stage that makes the step after `step` steps."""
-        config, job = stage_at(self.config, step).config, self.job
+        config, job = stage_of_step(self.config, step).config, self.job
         if config == job.config:
             return self
         return self._replace(job=build(config, job.mesh, self.folder, nvme=job.nvme, device=job.device))

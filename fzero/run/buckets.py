@@ -19,7 +19,7 @@ RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one by 
 BUCKETS = "buckets"  # the value of data.packing
 SCALINGS: dict[str, Callable[[float], float]] = {"none": lambda x: 1.0, "linear": lambda x: x, "sqrt": lambda x: x**0.5}
 SIZES = ("sequences", "tokens")
-PARTS = (8, 4, 2, 1)  # of data.seq_len: the lengths of rows where none are given
+DIVISORS = (8, 4, 2, 1)  # of data.seq_len: the lengths of rows where none are given
 
 
 def lengths_of(c: RunConfig) -> tuple[int, ...]:
@@ -31,12 +31,12 @@ def lengths_of(c: RunConfig) -> tuple[int, ...]:
     """
     d = c.data
     if not d.bucket_lengths:
-        return tuple(d.seq_len // part for part in PARTS if d.seq_len % part == 0)
+        return tuple(d.seq_len // item for item in DIVISORS if d.seq_len % item == 0)
     parts = d.bucket_lengths.split(",")
-    if not all(part.isascii() and part.isdecimal() for part in parts):
+    if not all(item.isascii() and item.isdecimal() for item in parts):
         raise ValueError(f"data.bucket_lengths is {d.bucket_lengths!r}; it is lengths of rows, such as 64,128,256")
     try:
-        expect_lengths([int(part) for part in parts], d.seq_len)
+        expect_lengths([int(item) for item in parts], d.seq_len)
     except ValueError as error:
         raise ValueError(f"data.bucket_lengths, up to data.seq_len: {error}") from None
     return tuple(map(int, parts))
@@ -77,17 +77,17 @@ def validate_buckets(c: RunConfig) -> None:
             f"optim.lr_scaling_by is {o.lr_scaling_by} and optim.lr_scaling none",
         ),
     )
-    for wrong, why in table:
+    for wrong, reason in table:
         if wrong:
-            raise ValueError(f"data.packing is buckets and {why}; leave one of them out")
+            raise ValueError(f"data.packing is buckets and {reason}; leave one of them out")
     lengths_of(c)
 
 
 def described(c: RunConfig, tokens: Tokens) -> Iterator[str]:
     """The lines that say how a run reads the documents of a corpus in buckets."""
     stream = BucketStream(tokens, lengths_of(c), c.train.batch)
-    each = ", ".join(f"{n:,} of {length}" for n, length in zip(stream.batches, stream.lengths))
-    yield f"packing buckets: {each} tokens a row, batches an epoch; {stream.filled:.2%} of their positions filled up"
+    counts = ", ".join(f"{n:,} of {length}" for n, length in zip(stream.batches, stream.lengths))
+    yield f"packing buckets: {counts} tokens a row, batches an epoch; {stream.filled:.2%} of their positions filled up"
     if c.optim.lr_scaling != "none":
         unit = "sequences" if c.optim.lr_scaling_by == "sequences" else "tokens"
         yield f"learning rate: times the {c.optim.lr_scaling} scale of a batch by its {unit}"
@@ -101,8 +101,8 @@ def lr_scale(c: RunConfig, size: Size) -> float:
     >>> lr_scale(from_table({"data": data, "optim": optim, "train": {"batch": 16}}), Size(sequences=64, tokens=4000))
     2.0
     """
-    t, by = c.train, c.optim.lr_scaling_by
-    ratio = size.sequences / t.batch if by == "sequences" else size.tokens / (t.batch * c.data.seq_len)
+    t, unit = c.train, c.optim.lr_scaling_by
+    ratio = size.sequences / t.batch if unit == "sequences" else size.tokens / (t.batch * c.data.seq_len)
     return SCALINGS[c.optim.lr_scaling](ratio)
 
 
@@ -123,24 +123,24 @@ class BucketStep:
     """
 
     def __init__(self, step: Callable[[Any, Any], tuple[Any, Any]], samples: int, ranks: int) -> None:
-        self.own, self.samples, self.ranks = step, samples, ranks  # of data
+        self.inner_step, self.samples, self.ranks = step, samples, ranks  # of data
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         scale, rows = batch.get(LR_SCALE), {name: leaf for name, leaf in batch.items() if name != LR_SCALE}
         # The step counts the rows of all ranks, and commits what it counts to a disk.
-        more = self.samples - self.ranks * pytree.leaves(rows)[0].shape[0]
+        extra_samples = self.samples - self.ranks * pytree.leaves(rows)[0].shape[0]
         if scale is not None:
             gpu_copies.await_readers(state.step.device)  # a checkpoint may still copy it
             scale_in(state).copy_(scale)
-        new, metrics = self.own(state._replace(data_cursor=state.data_cursor + more), rows)
+        new, metrics = self.inner_step(state._replace(data_cursor=state.data_cursor + extra_samples), rows)
         if scale is None:
             return new, metrics
         return new, metrics._replace(extra={**metrics.extra, LR_SCALE: scale})
 
     @property
     def news(self) -> list[str]:
-        """As of the step: see `take_news`."""
-        return getattr(self.own, "news", [])
+        """As of the step: see `pop_news`."""
+        return getattr(self.inner_step, "news", [])
 
 
 def scale_in(state: Any) -> Tensor:

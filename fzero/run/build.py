@@ -14,7 +14,7 @@ import torch
 from fzero import checkpoint, models
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.restore_state import restore_state, save_snapshot
-from fzero.comm.tables import BY_DATA_RANK
+from fzero.comm.rank_tables import BY_DATA_RANK
 from fzero.core import pytree
 from fzero.core.device import HOST
 from fzero.core.precision import Policy
@@ -26,7 +26,7 @@ from fzero.models.lora import column_norms, frozen_leaves
 from fzero.models.score import SCORE
 from fzero.models.vocabulary import grow_tables
 from fzero.offload import Nvme
-from fzero.offload.buffer_need import buffer_need
+from fzero.offload.nvme import buffer_need
 from fzero.optim import GradientTransformation, Schedule, with_average, with_lr_scale
 from fzero.run import run_folder
 from fzero.run.batch_ramp import shared_batch
@@ -85,7 +85,7 @@ def build(
     nvme: Nvme | None = None,
     model: Model | None = None,
     layers: int = 0,
-    known: dict[Any, Any] | None = None,
+    trace_cache: dict[Any, Any] | None = None,
     device: torch.device = HOST,
 ) -> Job:
     """The Job of a config whose "auto" values are decided (see fzero.run.machine.resolve_auto), on `mesh` (None:
@@ -93,9 +93,9 @@ def build(
 
     No parameter is made. folder: of the run, for offloaded leaves unless the config names another folder. nvme:
     overrides the config's own (a plan has no disk). model: config.model, built earlier, to reuse its compiled code.
-    layers: planner only: run the first `layers` layers (0: all). known: planner only, see Execution. device: of this
-    process, see `place` in run/pretrain.py. Raises ValueError for a mesh that does not fit the processes, the model,
-    the sequences or the micro-batches."""
+    layers: planner only: run the first `layers` layers (0: all). trace_cache: planner only, see Execution. device: of
+    this process, see `place` in run/pretrain.py. Raises ValueError for a mesh that does not fit the processes, the
+    model, the sequences or the micro-batches."""
     assert "auto" not in (config.precision.policy, config.train.compiled), "decide every auto of the config first"
     mesh = make_mesh(config.mesh, device="cpu") if mesh is None else mesh
     micro_batches = local_micro_batches(config, mesh)
@@ -135,7 +135,7 @@ def build(
         t.capture,
         config.resident,
         config.partition_activations,
-        **{"_layers": layers, "_dealt": True, "_known": known},
+        **{"_layers": layers, "_dealt": True, "_known": trace_cache},
     )
     trained = with_drops(config, model)
     train_step = make_train_step(
@@ -210,9 +210,9 @@ def make_nvme(config: RunConfig, folder: Path | None) -> Nvme | None:
     if "nvme" not in Offload.parse(config.offload).memories:
         return None
     n = config.nvme
-    place = n.folder or (str(folder / run_folder.NVME) if folder is not None else None)
+    store_folder = n.folder or (str(folder / run_folder.NVME) if folder is not None else None)
     size = n.buffer_mb << 20 if n.buffer_mb else None
-    return Nvme(place, buffer_bytes=size, slots=n.slots, verify=n.verify)
+    return Nvme(store_folder, buffer_bytes=size, slots=n.slots, verify=n.verify)
 
 
 def buffer_bytes(plan: Plan, config: RunConfig) -> int:
@@ -259,15 +259,17 @@ def first_state(job: Job, params: Tree | None = None) -> TrainState:
         params = pytree.from_named(grow_tables(pytree.named_leaves(params), job.config.model.vocab_size), params)
     start = job.model if params is None else params
     if params is not None:
-        given = pytree.named_leaves(params)
+        named_params = pytree.named_leaves(params)
         lora = job.config.model if isinstance(job.config.model, models.LoRAConfig) and not has_factors(params) else None
         if lora is not None and isinstance((inner := models.build(lora.base)).config, models.QuantizedConfig):
-            given = pytree.named_leaves(models.quantize_weights(inner, params))
-        if lora is not None or (SCORE in job.plan.leaves and SCORE not in given):  # what is not given is drawn
-            begin = {name: Start((lambda leaf=leaf: leaf,), tuple(leaf.shape), False) for name, leaf in given.items()}
+            named_params = pytree.named_leaves(models.quantize_weights(inner, params))
+        if lora is not None or (SCORE in job.plan.leaves and SCORE not in named_params):  # what is not given is drawn
+            begin = {
+                name: Start((lambda leaf=leaf: leaf,), tuple(leaf.shape), False) for name, leaf in named_params.items()
+            }
             for name, leaf in job.plan.leaves.items():
                 if name.endswith("_lora_m") and lora is not None:
-                    norms = partial(column_norms, given, name, lora)
+                    norms = partial(column_norms, named_params, name, lora)
                     begin[name] = Start((norms,), tuple(leaf.shape), False)
             start = job.model._replace(start=begin)
     options = {"seed": config.seed, "nvme": job.nvme, "device": job.device}
@@ -306,26 +308,26 @@ def like_of(job: Job) -> TrainState:
 
 
 def save_store(
-    job: Job, before: RunConfig, snapshot: StoreSnapshot, home: checkpoint.Folder, last: int
+    job: Job, previous: RunConfig, snapshot: StoreSnapshot, checkpoint_dir: checkpoint.Folder, last: int
 ) -> checkpoint.Folder | None:
-    """Convert the last complete step of another plan's store into a checkpoint in `home`; None if it is not after step
-    `last`.
+    """Convert the last complete step of another plan's store into a checkpoint in `checkpoint_dir`; None if it is not
+    after step `last`.
 
-    before: the config under which the store was written. Raises Damaged if its checksums differ.
+    previous: the config under which the store was written. Raises Damaged if its checksums differ.
     """
     if snapshot.record.step <= last:
         return None
-    job = job._replace(plan=replace(job.plan, policy=make_policy(before)))
-    stage = before.zero if snapshot.stage is None else snapshot.stage
+    job = job._replace(plan=replace(job.plan, policy=make_policy(previous)))
+    stage = previous.zero if snapshot.stage is None else snapshot.stage
     options = {
-        "reduce": before.reduce,
-        "sequence": before.sequence,
-        "policy": make_policy(before),
+        "reduce": previous.reduce,
+        "sequence": previous.sequence,
+        "policy": make_policy(previous),
         "pipeline": snapshot.pipeline,
     }
-    there = zero_plan(stage, job.model, fake_mesh(snapshot.sizes), **options)
-    old = state_specs(there, job.tx)
-    return save_snapshot(home, snapshot, old, like_of(job), specs_of(job), job.mesh, to_table(before))
+    store_plan = zero_plan(stage, job.model, fake_mesh(snapshot.sizes), **options)
+    old = state_specs(store_plan, job.tx)
+    return save_snapshot(checkpoint_dir, snapshot, old, like_of(job), specs_of(job), job.mesh, to_table(previous))
 
 
 # -- cost

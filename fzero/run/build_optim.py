@@ -35,10 +35,10 @@ def make_schedule(config: Optim, peak: float, steps: int, rates: Sequence[tuple[
     """
     s = config.schedule
     if s.tokens:
-        own = replace(s, tokens=0, warmup_tokens=0, decay_tokens=0)
-        own = replace(own, warmup_steps=s.warmup_tokens, decay_steps=s.decay_tokens)
-        return optim.by_tokens(make_schedule(replace(config, schedule=own), peak, s.tokens), rates)
-    after, end = steps - s.warmup_steps, peak * s.end
+        token_schedule = replace(s, tokens=0, warmup_tokens=0, decay_tokens=0)
+        token_schedule = replace(token_schedule, warmup_steps=s.warmup_tokens, decay_steps=s.decay_tokens)
+        return optim.by_tokens(make_schedule(replace(config, schedule=token_schedule), peak, s.tokens), rates)
+    body_steps, end = steps - s.warmup_steps, peak * s.end
     if s.name == "one_cycle":
         return optim.one_cycle(peak, steps, s.rise)
     if s.name == "wsd":
@@ -56,10 +56,10 @@ def make_schedule(config: Optim, peak: float, steps: int, rates: Sequence[tuple[
         return optim.warmup_cosine_lr(peak, max(1, s.warmup_steps), steps, start=s.start, end=s.end, **warm)
     body = {
         "constant": lambda: optim.constant(peak),
-        "linear": lambda: optim.linear(peak, end, after),
-        "cosine": lambda: optim.cosine(peak, after, end),
-        "polynomial": lambda: optim.polynomial(peak, end, after, s.power),
-        "exponential": lambda: optim.exponential(peak, s.end, after),
+        "linear": lambda: optim.linear(peak, end, body_steps),
+        "cosine": lambda: optim.cosine(peak, body_steps, end),
+        "polynomial": lambda: optim.polynomial(peak, end, body_steps, s.power),
+        "exponential": lambda: optim.exponential(peak, s.end, body_steps),
         "inverse_sqrt": lambda: optim.inverse_sqrt(peak, max(1, s.warmup_steps)),
     }[s.name]()
     return optim.warmup(body, s.warmup_steps)
@@ -99,9 +99,9 @@ def make_optimizer(
         momentum = optim.cycle_momentum(s.low_beta1, s.high_beta1, s.warmup_steps, s.decay_steps)
         cycled = (momentum if updates == 1 else lambda count: momentum(count // updates), config.beta2)
     bias: dict[str, Any] = {"correction": config.correction}
-    least, most = RATIOS if config.name == "onebit_lamb" else (0.0, math.inf)
+    min_ratio, max_ratio = RATIOS if config.name == "onebit_lamb" else (0.0, math.inf)
     ratios: dict[str, Any] = {
-        "ratios": (least if config.min_ratio is None else config.min_ratio, config.max_ratio or most)
+        "ratios": (min_ratio if config.min_ratio is None else config.min_ratio, config.max_ratio or max_ratio)
     }
     decay: dict[str, Any] = {
         "weight_decay": config.weight_decay,
@@ -126,8 +126,8 @@ def make_optimizer(
             adjust=config.adjust,
             impl=kernels["newton_schulz"],
         )
-        rest = optim.adamw(rate(config.lr_rest), *betas, config.eps, **decay, **adam_impl)
-        return optim.by_label({"muon": muon, "adamw": rest}, ((BLOCK_MATRICES, "muon"), (".*", "adamw")))
+        adamw = optim.adamw(rate(config.lr_rest), *betas, config.eps, **decay, **adam_impl)
+        return optim.by_label({"muon": muon, "adamw": adamw}, ((BLOCK_MATRICES, "muon"), (".*", "adamw")))
 
     tx = {
         "adamw": lambda: optim.adamw(lr, *cycled, config.eps, **decay, **states, **bias, **adam_impl),

@@ -15,7 +15,7 @@ from fzero.run.config_checks import (
     validate,
 )
 from fzero.run.stages import expect_stages
-from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.pipeline_plan import Pipeline
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleConfig:
     """The learning rate over the run as a fraction of its peak. Which numbers count depends on the name: see
     SCHEDULES."""
 
@@ -125,7 +125,7 @@ class Optim:
     # for train.batch of them) or tokens (1 for train.batch x data.seq_len)
     lr_scaling: str = "none"
     lr_scaling_by: str = "sequences"
-    schedule: Schedule = Schedule()
+    schedule: ScheduleConfig = ScheduleConfig()
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Nvme:
+class NvmeConfig:
     """The disk that offloaded leaves rest on."""
 
     folder: str = ""  # on a disk that all ranks see, or a URL of tensorstore's; "": nvme/ in the run folder
@@ -276,7 +276,7 @@ class RunConfig:
     offload: str = (
         ""  # memories of groups of leaves: "params=nvme,opt=nvme,acts=host", "opt=host:0.5"; "" is all on the device
     )
-    nvme: Nvme = Nvme()
+    nvme: NvmeConfig = NvmeConfig()
     # GB of this host's memory for the run's processes, where the system tells too little; 0: what it says is available
     host_memory_gb: float = 0.0
     guard: Guard = Guard()

@@ -9,42 +9,29 @@ from typing import Any
 
 from fzero.core import gpu
 from fzero.core.autodiff import Remat
-from fzero.core.bounds import (
-    COUNT,
-    FRACTION,
-    INF,
-    LENGTH,
-    POSITIVE,
-    RATE,
-    SEED,
-    SIZE,
-    STAGE,
-    Bounds,
-    check_bounds,
-)
+from fzero.core.bounds import COUNT, FRACTION, INF, LENGTH, POSITIVE, RATE, SEED, SIZE, STAGE, Bounds, check_bounds
+from fzero.core.config_tables import flat, format_list
 from fzero.core.precision import POLICIES
 from fzero.core.pytree import nearest
 from fzero.core.storage import is_url
-from fzero.core.tables import flat, format_list
 from fzero.data.examples import TOO_LONG
 from fzero.data.mixture import Mixture
 from fzero.data.packing import PACKINGS
-from fzero.data.remote import LEAST
+from fzero.data.remote_tokens import MIN_CACHE_BYTES
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import Kernels
-from fzero.models import sizes
+from fzero.models import size_bounds
 from fzero.models.score import head_of
 from fzero.optim.adamw import CORRECTIONS
 from fzero.optim.deepspeed_schedules import RISES
 from fzero.run.batch_ramp import Ramp, shared_batch
 from fzero.run.buckets import BUCKETS, SCALINGS, SIZES, validate_buckets
 from fzero.run.config_ranks import OUTER, validate_codes, validate_local, validate_signs
-from fzero.run.config_schedules import SCHEDULES, validate_cycle, validate_tokens
-from fzero.run.curriculum import validate_curriculum, validate_kept, validate_layers
+from fzero.run.curriculum import validate_curriculum, validate_layers, validate_random_ltd
 from fzero.run.measure.loggers import check_loggers
 from fzero.run.objectives import OBJECTIVES, SCORED
 from fzero.run.transforms import validate_transforms
-from fzero.run.unused_keys import OPTIMIZERS, reads_url
+from fzero.run.unused_keys import OPTIMIZERS, SCHEDULES, reads_url, validate_cycle, validate_tokens
 from fzero.sharding import AXES
 from fzero.sharding.codec import Codec
 from fzero.sharding.context import Context
@@ -57,9 +44,9 @@ from fzero.train.spike import SIGMAS, WARMUP, WINDOW
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 
-MOST_RANKS = 10_000_000
+MAX_RANKS = 10_000_000
 BOUNDS: dict[str, Bounds] = {
-    **{f"model.{name}": bounds for name, bounds in sizes.BOUNDS.items()},
+    **{f"model.{name}": bounds for name, bounds in size_bounds.BOUNDS.items()},
     **{"data.seq_len": LENGTH, "optim.lr": RATE, "data.span_corruption": (0.0, True, 1.0, True)},
     **{"data.cache_gb": POSITIVE, "data.retry_minutes": RATE, "data.fim": FRACTION},
     **{"data.noise_density": (0.0, False, 1.0), "data.mean_noise_span_length": SIZE},
@@ -178,7 +165,7 @@ def validate(config: RunConfig) -> None:
         )
     if t.batch_ramp:
         Ramp.parse(t.batch_ramp).expect_fits(t.batch, t.micro_batch)
-    validate_kept(c)
+    validate_random_ltd(c)
     validate_layers(c)
     validate_tokens(c.optim.schedule)
     if c.data.seq_len > c.model.max_len:
@@ -221,9 +208,10 @@ def validate(config: RunConfig) -> None:
     if s.warmup_steps >= t.steps and s.name not in ("warmup_lr", "cycle_lr"):
         raise ValueError(f"optim.schedule.warmup_steps is {s.warmup_steps}; it must be below train.steps={t.steps}")
     if s.name == "wsd" and not 1 <= s.decay_steps <= t.steps - s.warmup_steps:
-        left = t.steps - s.warmup_steps
+        remaining_steps = t.steps - s.warmup_steps
         raise ValueError(
-            f"optim.schedule.decay_steps is {s.decay_steps}; wsd needs 1 to {left} (train.steps - warmup_steps)"
+            f"optim.schedule.decay_steps is {s.decay_steps}; wsd needs 1 to {remaining_steps} "
+            "(train.steps - warmup_steps)"
         )
     if s.name == "exponential" and s.end == 0:
         raise ValueError(
@@ -232,11 +220,11 @@ def validate(config: RunConfig) -> None:
     if c.optim.nesterov and c.optim.momentum == 0:
         raise ValueError("optim.nesterov is true and optim.momentum is 0; give a momentum, such as 0.9")
     for axis, size in c.mesh.items():
-        if axis not in AXES or not 1 <= size <= MOST_RANKS:
+        if axis not in AXES or not 1 <= size <= MAX_RANKS:
             near = "" if axis in AXES else nearest(axis, AXES)
             raise ValueError(
                 f"mesh.{axis[:80]} is {size}{near}; the axes are {', '.join(AXES)}, each of size 1 or more"
-                f"{f', at most {MOST_RANKS:,}' if size > MOST_RANKS else ''}"
+                f"{f', at most {MAX_RANKS:,}' if size > MAX_RANKS else ''}"
             )
 
 
@@ -248,9 +236,9 @@ def validate_data(c: RunConfig) -> None:
             "other; leave it out"
         )
     if c.data.mixture and (c.objective != "text" or c.data.path != "stdlib"):
-        what, fix = ("objective", c.objective) if c.objective != "text" else ("data.path", c.data.path)
+        key, fix = ("objective", c.objective) if c.objective != "text" else ("data.path", c.data.path)
         raise ValueError(
-            f"data.mixture is {c.data.mixture!r} and {what} is {fix}: a mixture names its own corpora, of text; leave "
+            f"data.mixture is {c.data.mixture!r} and {key} is {fix}: a mixture names its own corpora, of text; leave "
             "one of them out"
         )
     if c.objective != "text" and is_url(c.data.path):
@@ -259,8 +247,8 @@ def validate_data(c: RunConfig) -> None:
             "this machine"
         )
     streams = reads_url(c)
-    if streams and c.data.cache_gb * 1e9 < LEAST:
-        raise ValueError(f"data.cache_gb is {c.data.cache_gb:g}; a cache has {LEAST / 1e9:.5f} GB or more")
+    if streams and c.data.cache_gb * 1e9 < MIN_CACHE_BYTES:
+        raise ValueError(f"data.cache_gb is {c.data.cache_gb:g}; a cache has {MIN_CACHE_BYTES / 1e9:.5f} GB or more")
     if streams and c.train.hang_s and c.data.retry_minutes * 60 >= c.train.hang_s:
         raise ValueError(
             f"data.retry_minutes is {c.data.retry_minutes:g} and train.hang_s {c.train.hang_s:g} s, after which ranks "
@@ -276,13 +264,13 @@ def validate_data(c: RunConfig) -> None:
 def validate_head(config: RunConfig) -> None:
     """Raise ValueError if the model has not the head that the objective trains."""
     head = head_of(config.model)
-    wanted = {"classify": "classes", "reward": "a reward"}.get(config.objective, "")
-    there = "" if head is None else "classes" if head.labels else "a reward"
-    if wanted != there:
-        has = f"a head of {there}" if there else "no head of scores"
+    required_head = {"classify": "classes", "reward": "a reward"}.get(config.objective, "")
+    model_head = "" if head is None else "classes" if head.labels else "a reward"
+    if required_head != model_head:
+        head_text = f"a head of {model_head}" if model_head else "no head of scores"
         use = " or ".join(name for name in SCORED if (name == "classify") == bool(head.labels)) if head else ""
-        fix = f"use --objective {use}, or a model without" if there else "fzero finetune --objective makes one"
-        raise ValueError(f"objective is {config.objective} and the model has {has}; {fix}")
+        fix = f"use --objective {use}, or a model without" if model_head else "fzero finetune --objective makes one"
+        raise ValueError(f"objective is {config.objective} and the model has {head_text}; {fix}")
 
 
 def validate_layer_inputs(c: RunConfig, offload: Offload) -> None:
@@ -377,9 +365,11 @@ def check_corpus(config: RunConfig, corpus: str | Path) -> None:
     """Raise ValueError if the prepared corpus is not of what the objective learns from, or has tokens that the model
     does not."""
     meta = read_meta(corpus)
-    kind, wanted, size = meta.get("kind", "text"), OBJECTIVES[config.objective].corpus, meta["vocab_size"]
-    if kind != wanted:
-        raise ValueError(f"{corpus}: is a corpus of {kind}, and objective={config.objective} learns from {wanted}")
+    kind, required_kind, size = meta.get("kind", "text"), OBJECTIVES[config.objective].corpus, meta["vocab_size"]
+    if kind != required_kind:
+        raise ValueError(
+            f"{corpus}: is a corpus of {kind}, and objective={config.objective} learns from {required_kind}"
+        )
     head, labels = head_of(config.model), meta.get("labels", [])
     if head is not None and labels != list(head.labels):
         raise ValueError(
@@ -389,10 +379,10 @@ def check_corpus(config: RunConfig, corpus: str | Path) -> None:
     expect_rows(config, size, "the corpus")
 
 
-def expect_rows(config: RunConfig, size: int, what: str) -> None:
-    """Raise ValueError if the model has fewer tokens than `what`, which has `size`."""
+def expect_rows(config: RunConfig, size: int, subject: str) -> None:
+    """Raise ValueError if the model has fewer tokens than `subject`, which has `size`."""
     if size > config.model.vocab_size:
         raise ValueError(
-            f"model.vocab_size is {config.model.vocab_size} and {what} has {size} tokens; add --set "
+            f"model.vocab_size is {config.model.vocab_size} and {subject} has {size} tokens; add --set "
             f"model.vocab_size={size}"
         )

@@ -6,11 +6,11 @@ import dataclasses
 from typing import Any
 
 from fzero.comm.mesh_text import mesh_text
-from fzero.core.tables import Table, flat
-from fzero.optim.zero_one_local import Intervals
+from fzero.core.config_tables import Table, flat
+from fzero.optim.zero_one_adam import Intervals
 from fzero.sharding.codec import Codec
 from fzero.sharding.memory import Offload
-from fzero.train.local import Local
+from fzero.train.local_steps import Local
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 
@@ -32,10 +32,10 @@ def first_local(optim: Any, steps: int) -> int:
     return optim.freeze_steps or max(1, steps // 5)
 
 
-def sums_made(optim: Any, steps: int) -> int:
+def count_sums(optim: Any, steps: int) -> int:
     """The steps of a run of zero_one_adam whose ranks sum: all before the first local one, and some behind it."""
     first = first_local(optim, steps)
-    return first + Intervals(first, optim.sum_every, optim.sum_double).made(steps)
+    return first + Intervals(first, optim.sum_every, optim.sum_double).count_sums(steps)
 
 
 def validate_signs(c: RunConfig) -> None:
@@ -61,19 +61,22 @@ def validate_signs(c: RunConfig) -> None:
 
 def validate_codes(c: RunConfig) -> None:
     """Raise ValueError for checkpoints in codes of moments that are not in float32, or of which a 0 means something."""
-    said = f"train.compress is {c.train.compress}, which writes moments in 8-bit codes"
+    prefix = f"train.compress is {c.train.compress}, which writes moments in 8-bit codes"
     if not c.train.compress.startswith("8bit"):
         return
     if c.optim.name == "adafactor":
-        raise ValueError(f"{said}, and optim.name adafactor, whose state is small already; use none or zstd")
+        raise ValueError(f"{prefix}, and optim.name adafactor, whose state is small already; use none or zstd")
     if c.optim.states != "full":
-        raise ValueError(f"{said}, and optim.states {c.optim.states}: they are small already; use none or zstd")
+        raise ValueError(f"{prefix}, and optim.states {c.optim.states}: they are small already; use none or zstd")
     if c.optim.name in SEND_SIGNS:
         raise ValueError(
-            f"{said}, and optim.name {c.optim.name}, for which a momentum of 0 is one without a scale; use none or zstd"
+            f"{prefix}, and optim.name {c.optim.name}, for which a momentum of 0 is one without a scale; use none or "
+            "zstd"
         )
     if Offload.parse(c.offload).opt.memory == "nvme":
-        raise ValueError(f"{said}, and offload {c.offload}: what rests on a disk is written as it is; use none or zstd")
+        raise ValueError(
+            f"{prefix}, and offload {c.offload}: what rests on a disk is written as it is; use none or zstd"
+        )
 
 
 def validate_local(c: RunConfig) -> None:
@@ -84,22 +87,24 @@ def validate_local(c: RunConfig) -> None:
             raise ValueError("local says how members agree and local.method is empty; write local.method=diloco")
         return
     Local(local.every, local.codec, local.after)
-    said = f"local.method is {local.method}"
+    prefix = f"local.method is {local.method}"
     if c.mesh.get("rp", 1) < 2:
-        raise ValueError(f"{said}, and its members are the ranks of rp, which is 1; write for example --mesh dp=1,rp=2")
+        raise ValueError(
+            f"{prefix}, and its members are the ranks of rp, which is 1; write for example --mesh dp=1,rp=2"
+        )
     if t.checkpoint_every % local.every:
         raise ValueError(
-            f"{said}, local.every {local.every} and train.checkpoint_every {t.checkpoint_every}: checkpoints are of "
+            f"{prefix}, local.every {local.every} and train.checkpoint_every {t.checkpoint_every}: checkpoints are of "
             "steps after which members agree; make it a multiple"
         )
     if local.after >= t.steps:
         raise ValueError(
-            f"{said}, local.after {local.after} and train.steps {t.steps}, so that members would never train apart; "
+            f"{prefix}, local.after {local.after} and train.steps {t.steps}, so that members would never train apart; "
             "use fewer, a multiple of local.every"
         )
     if local.method == "localsgd" and (local.lr, local.momentum) != (None, None):
-        raise ValueError(f"{said}, which takes the mean of the members; leave local.lr and local.momentum out")
-    for wrong, what in (
+        raise ValueError(f"{prefix}, which takes the mean of the members; leave local.lr and local.momentum out")
+    for wrong, reason in (
         (t.capture != "off", f"train.capture is {t.capture}: a recorded step has no agreement in it; use off"),
         (t.update == "delayed", "train.update is delayed, and members agree on one version of the parameters; use end"),
         (
@@ -110,7 +115,7 @@ def validate_local(c: RunConfig) -> None:
         (c.optim.name in SEND_SIGNS, f"optim.name is {c.optim.name}, whose errors are of one member; use adamw"),
     ):
         if wrong:
-            raise ValueError(f"{said} and {what}")
+            raise ValueError(f"{prefix} and {reason}")
 
 
 # What the ranks of an axis do: nothing without that axis.
@@ -125,32 +130,32 @@ OVER_AXIS = {
 }
 
 
-def refuse_without_axis(config: RunConfig, table: Table, before: RunConfig | None = None) -> None:
+def refuse_without_axis(config: RunConfig, table: Table, baseline: RunConfig | None = None) -> None:
     """Raise ValueError if `table`, as the user wrote it, says how work is split over an axis that the mesh of `config`
     does not have, or how parameters are gathered where none is.
 
-    before: a config whose values do no harm; None: one with the usual values.
+    baseline: a config whose values do no harm; None: one with the usual values.
     """
-    mine, usual = (dict(flat(dataclasses.asdict(one))) for one in (config, before or type(config)()))
+    values, usual = (dict(flat(dataclasses.asdict(source))) for source in (config, baseline or type(config)()))
     fetched = config.zero == 3 or Offload.parse(config.offload).params.memory != "device"
     for key in dict(flat(table)):
-        value, axis = mine.get(key), OVER_AXIS.get(key)
+        value, axis = values.get(key), OVER_AXIS.get(key)
         if value == usual.get(key):
             continue
-        shown = "a table" if "\n" in str(value) else str(value).lower() if isinstance(value, bool) else value
+        value_text = "a table" if "\n" in str(value) else str(value).lower() if isinstance(value, bool) else value
         if axis and config.mesh.get(axis, 1) == 1:
-            has = mesh_text(config.mesh) if config.mesh else "dp alone"
+            mesh_label = mesh_text(config.mesh) if config.mesh else "dp alone"
             raise ValueError(
-                f"{key} is {shown}, which is for ranks of {axis}, and the mesh is {has}; use --mesh {axis}=2, or leave "
-                "it out"
+                f"{key} is {value_text}, which is for ranks of {axis}, and the mesh is {mesh_label}; use "
+                f"--mesh {axis}=2, or leave it out"
             )
         if key in ("prefetch", "reshard", "resident") and not fetched:
             raise ValueError(
-                f"{key} is {shown}, and stage {config.zero} gathers no parameters; use --zero 3, or leave it out"
+                f"{key} is {value_text}, and stage {config.zero} gathers no parameters; use --zero 3, or leave it out"
             )
 
 
-def of_its_mesh(config: RunConfig) -> RunConfig:
+def drop_absent_axes(config: RunConfig) -> RunConfig:
     """A config with the usual values of what is said of axes that its mesh does not have."""
-    gone = {key.partition(".")[0] for key, axis in OVER_AXIS.items() if config.mesh.get(axis, 1) == 1}
-    return dataclasses.replace(config, **{name: getattr(type(config)(), name) for name in gone})
+    unused_keys = {key.partition(".")[0] for key, axis in OVER_AXIS.items() if config.mesh.get(axis, 1) == 1}
+    return dataclasses.replace(config, **{name: getattr(type(config)(), name) for name in unused_keys})

@@ -7,9 +7,9 @@ import typing
 from dataclasses import replace
 from typing import Any
 
-from fzero.core.foreign import json_text, parse_json
+from fzero.core.config_tables import Table, check_type
 from fzero.core.pytree import nearest
-from fzero.core.tables import Table, check_type
+from fzero.core.text_parsing import json_text, parse_json
 from fzero.models import ModelConfig
 from fzero.models.presets import FAMILIES, WRAPPERS, family_of
 from fzero.models.weights import ConfigOver
@@ -32,7 +32,7 @@ def from_table(table: Table, model: ModelConfig | None = None) -> RunConfig:
     Raises ValueError for an unknown key (with the nearest), a wrong type, a value out of range, and values that do not
     go together."""
     train, optim, sizes = (
-        found if isinstance(found := table.get(name), dict) else {} for name in ("train", "optim", "model")
+        section if isinstance(section := table.get(name), dict) else {} for name in ("train", "optim", "model")
     )
     name = check_type("preset", table.get("preset", "" if model is not None else DEFAULT_PRESET), str)
     if (not name or name in FINE_TUNING) and model is None:
@@ -40,41 +40,41 @@ def from_table(table: Table, model: ModelConfig | None = None) -> RunConfig:
     steps, optimizer = (check_type(f"{a}.{b}", t[b], kind) if b in t else None for a, t, b, kind in (
         ("train", train, "steps", int), ("optim", optim, "name", str)))  # fmt: skip
     base = recipe(name, model, steps=steps, optimizer=optimizer)
-    given = sizes.get("family", family_of(base.model))
-    if given != family_of(base.model):
+    family = sizes.get("family", family_of(base.model))
+    if family != family_of(base.model):
         raise ValueError(
-            f"model.family is {given!r} and {name or 'the model'} is of family {family_of(base.model)}; leave "
+            f"model.family is {family!r} and {name or 'the model'} is of family {family_of(base.model)}; leave "
             "one of them out"
         )
-    rest = {key: value for key, value in table.items() if key != "preset"}
+    values = {key: value for key, value in table.items() if key != "preset"}
     if sizes:
-        rest["model"] = without_family(sizes)
-    return apply_table(base, rest)
+        values["model"] = without_family(sizes)
+    return apply_table(base, values)
 
 
-def first_sizes(sizes: Table, where: str = "model.") -> ModelConfig:
+def first_sizes(sizes: Table, prefix: str = "model.") -> ModelConfig:
     """The default sizes of the family that a table names, and those that it must name; of adapters, those around the
     sizes of their `base`."""
-    family, known = sizes.get("family", ""), (*FAMILIES, *WRAPPERS)
-    if family not in known:
+    family, families = sizes.get("family", ""), (*FAMILIES, *WRAPPERS)
+    if family not in families:
         raise ValueError(
-            f"{where}family is {family!r}{nearest(str(family), known)}; it must be one of {', '.join(known)}"
+            f"{prefix}family is {family!r}{nearest(str(family), families)}; it must be one of {', '.join(families)}"
         )
     kind = FAMILIES.get(family) or WRAPPERS[family]
-    wraps, hints, rest = family in WRAPPERS, typing.get_type_hints(kind), {}
+    wraps, hints, values = family in WRAPPERS, typing.get_type_hints(kind), {}
     for field in dataclasses.fields(kind):
         needed = field.default is dataclasses.MISSING
         if field.name == "base":
-            rest["base"] = first_sizes(check_type(f"{where}base", sizes.get("base"), dict), f"{where}base.")
+            values["base"] = first_sizes(check_type(f"{prefix}base", sizes.get("base"), dict), f"{prefix}base.")
         elif needed or (wraps and field.name in sizes):
-            rest[field.name] = check_type(f"{where}{field.name}", sizes.get(field.name), hints[field.name])
-    return kind(**rest)
+            values[field.name] = check_type(f"{prefix}{field.name}", sizes.get(field.name), hints[field.name])
+    return kind(**values)
 
 
 def without_family(sizes: Table) -> Table:
     """The table of a model's values without the families that `first_sizes` reads."""
-    rest = {key: value for key, value in sizes.items() if key != "family"}
-    return rest | {"base": without_family(rest["base"])} if isinstance(rest.get("base"), dict) else rest
+    values = {key: value for key, value in sizes.items() if key != "family"}
+    return values | {"base": without_family(values["base"])} if isinstance(values.get("base"), dict) else values
 
 
 def with_family(sizes: Table, model: ModelConfig) -> Table:
@@ -83,16 +83,17 @@ def with_family(sizes: Table, model: ModelConfig) -> Table:
     return {"family": family_of(model), **sizes, **inner}
 
 
-def apply_table(value: Any, table: Table, where: str = "") -> Any:
+def apply_table(value: Any, table: Table, prefix: str = "") -> Any:
     """The dataclass `value` with the fields in `table`, checked one by one and then together."""
     hints = typing.get_type_hints(type(value))
     changes: dict[str, Any] = {}
     for key, new in table.items():
-        name = f"{where}{key}"
+        name = f"{prefix}{key}"
         if key not in hints:
-            keys = ", ".join([*hints, *(["family"] if where == "model." else [])])
+            keys = ", ".join([*hints, *(["family"] if prefix == "model." else [])])
             raise ValueError(
-                f"unknown key {name!r}{nearest(key, hints)}; the keys {f'of {where[:-1]} ' if where else ''}are {keys}"
+                f"unknown key {name!r}{nearest(key, hints)}; the keys {f'of {prefix[:-1]} ' if prefix else ''}are "
+                f"{keys}"
             )
         hint, old = hints[key], getattr(value, key)
         kind: Any = next((k for k in typing.get_args(hint) if dataclasses.is_dataclass(k)), None)
@@ -114,7 +115,7 @@ def apply_table(value: Any, table: Table, where: str = "") -> Any:
         return replace(value, **changes)
     except ValueError as error:
         raise ValueError(
-            f"{where[:-1]}: {error}" if where.startswith(("model.", "precision.loss_scale.")) else str(error)
+            f"{prefix[:-1]}: {error}" if prefix.startswith(("model.", "precision.loss_scale.")) else str(error)
         ) from None
 
 
@@ -123,7 +124,7 @@ def to_table(config: RunConfig) -> Table:
 
     # Lists, as JSON and TOML have them, in place of tuples.
     def listed(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {key: list(of) if isinstance(of, tuple) else of for key, of in pairs}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in pairs}
 
     table = dataclasses.asdict(config, dict_factory=listed)
     return {**table, "model": with_family(table["model"], config.model)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fzero.core.tables import Table
+from fzero.core.config_tables import Table
 
 # Keys that this version does not have, with the values that were none: any other one is an unknown key.
 ENDED = {"local": {"fragments": 1, "overlap": 0, "mix": 0.0}}

@@ -9,9 +9,8 @@ import numpy as np
 
 from fzero.data.added_tokens import missing_lines
 from fzero.data.chat import encoder, read_chat, render
-from fzero.data.conversations import describe_conversations, prepare_conversations
-from fzero.data.examples import Lengths, LineReader, prepare_examples
-from fzero.data.labels import expect_labels_seen, labels_reader, ranked_reader
+from fzero.data.examples import Lengths, LineReader, describe_conversations, prepare_conversations, prepare_examples
+from fzero.data.labels import expect_label_coverage, labels_reader, ranked_reader
 from fzero.data.preferences import prepare_preferences
 from fzero.data.tokenizers import Tokenizer
 from fzero.models.score import head_of
@@ -19,8 +18,7 @@ from fzero.run import run_folder
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import expect_rows
 from fzero.run.objectives import OBJECTIVES
-from fzero.run.start_tokenizer import start_chat, start_tokenizer
-from fzero.run.text_ends import stop_ids
+from fzero.run.special_token_files import start_chat, start_tokenizer, stop_ids
 from fzero.run.vocabulary import TEMPLATE, added_line, grown_tokenizer
 
 
@@ -38,11 +36,11 @@ def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: 
         )
     if init is None:
         raise ValueError(f"objective is {config.objective}, which starts from a model: --init FOLDER")
-    before, template = start_tokenizer(init), config.data.template
+    base_tokenizer, template = start_tokenizer(init), config.data.template
     chat, tokenizer = start_chat(init, template), grown_tokenizer(init, config.data.add_tokens, template)
     expect_rows(config, tokenizer.vocab_size, f"the tokenizer of {init}")
     if config.data.add_tokens:
-        say(added_line(before, tokenizer, config.data.add_tokens))
+        say(added_line(base_tokenizer, tokenizer, config.data.add_tokens))
     for line in missing_lines(chat, tokenizer, f"--add-tokens {TEMPLATE}"):
         say(line)
     say(f"preparing {path} ({tokenizer.name}) in {out}")
@@ -59,7 +57,7 @@ def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: 
             path, out, kind, LineReader(read, lengths.too_long), chat, tokenizer, seed=seed, labels=head.labels
         )
         if head.labels:
-            say(expect_labels_seen(path, out, head.labels))
+            say(expect_label_coverage(path, out, head.labels))
     elif chat is None:
         raise ValueError(
             f"{init}: has no chat template (chat_template.jinja, or an entry of tokenizer_config.json); give one: "
@@ -81,12 +79,12 @@ def prompt_ids(folder: Path, tokenizer: Tokenizer, text: str, *, chat: bool) -> 
 
     chat: the prompt is a user's message, which the run's chat template renders, and the text the answer; else a text,
     with the tokens that the tokenizer puts around it, which the documents of a run that began without weights do not
-    have. The ends are those of `text_ends.stop_ids`. Raises ValueError if the run has no chat template.
+    have. The ends are those of `stop_ids`. Raises ValueError if the run has no chat template.
     """
     stops = stop_ids(folder, tokenizer)
     if not chat:
         foreign = "token_ids" in run_folder.read_environment(folder)
-        return encoder(tokenizer)(text, whole=True)[0] if foreign else tokenizer.encode(text), stops
+        return encoder(tokenizer)(text, add_special=True)[0] if foreign else tokenizer.encode(text), stops
     template = read_chat(folder)
     if template is None:
         raise ValueError(f"{folder}: has no chat template (chat_template.jinja); give --no-chat to continue a text")

@@ -18,21 +18,21 @@ import torch
 
 import fzero
 from fzero import data
+from fzero.core.config_tables import Table
 from fzero.core.gpu import HOST, pinned
 from fzero.core.gpu_copies import Copied, copy_in
 from fzero.core.storage import is_url, user_folder
-from fzero.core.tables import Table
 from fzero.data.assemble import Batch
 from fzero.data.buckets import BucketStream
-from fzero.data.mixed import MixedStream
 from fzero.data.mixed_corpus import digest, open_sources, sources_of, write_mixture
+from fzero.data.mixed_stream import MixedStream
 from fzero.data.mixture import Mixture
-from fzero.data.reference import read_reference
-from fzero.data.remote import Reading
+from fzero.data.preferences import read_reference
 from fzero.data.remote_corpus import expect_unchanged
-from fzero.data.rows import RowStream
+from fzero.data.remote_tokens import Reading
+from fzero.data.row_stream import RowStream
 from fzero.data.tokens import VERSION, read_meta, token_dtype
-from fzero.data.work_folder import Busy, clear
+from fzero.data.work_folder import Busy, remove_finished
 from fzero.run import conversations, run_folder
 from fzero.run.buckets import BUCKETS, lengths_of, with_scale
 from fzero.run.config import RunConfig
@@ -90,14 +90,14 @@ def find_corpus(value: RunConfig, folder: Path, say: Say, init: Path | None = No
         except (OSError, ValueError):
             if not target.is_dir():  # else another run has made it
                 raise
-    clear(target)
+    remove_finished(target)
     return target
 
 
-def expect_tokenizer(asked: str, used: str, which: str) -> None:
+def expect_tokenizer(name: str, used: str, subject: str) -> None:
     """Raise ValueError if a run asks for another tokenizer than what is prepared already has."""
-    if asked not in ("bytes", used):
-        raise ValueError(f"data.tokenizer is {asked!r} and {which} prepared with {used!r}; leave it out")
+    if name not in ("bytes", used):
+        raise ValueError(f"data.tokenizer is {name!r} and {subject} prepared with {used!r}; leave it out")
 
 
 def corpus_of_run(value: RunConfig, folder: Path, environment: Table, coordinator: Coordinator, say: Say) -> Path:
@@ -116,8 +116,8 @@ def corpus_digest(corpus: Path) -> str:
 
     Raises ValueError if a corpus of a mixture, or one at a URL, has changed since the run began.
     """
-    for place in [corpus, *(source.path for source in sources_of(corpus))]:
-        expect_unchanged(place)
+    for path in [corpus, *(source.path for source in sources_of(corpus))]:
+        expect_unchanged(path)
     return digest(corpus)
 
 
@@ -125,7 +125,7 @@ MicroBatchReader = Callable[[int, int], Batch]
 Skips = Sequence[tuple[int, int]]
 
 
-def sample_at(cursor: int, skips: Skips) -> int:
+def sample_of_cursor(cursor: int, skips: Skips) -> int:
     """The first sample of the batch of a run that has consumed `cursor` samples, with `skips` left out of the
     order of the data.
 
@@ -135,7 +135,7 @@ def sample_at(cursor: int, skips: Skips) -> int:
     without it would. They say nothing of the batches before them: a state from before a batch was left out is
     one of the run without it too.
 
-    >>> [sample_at(cursor, [(8, 4), (16, 4)]) for cursor in (0, 4, 8, 12, 16)]
+    >>> [sample_of_cursor(cursor, [(8, 4), (16, 4)]) for cursor in (0, 4, 8, 12, 16)]
     [0, 4, 12, 20, 24]
     """
     for first, count in sorted(skips):
@@ -148,32 +148,32 @@ def sample_at(cursor: int, skips: Skips) -> int:
 def first_samples(config: RunConfig, skips: Skips) -> list[int]:
     """The first sample of each stage of a run that has rows of its own, by the numbers of the whole order: those that
     the stages before it have consumed, and the batches that they left out."""
-    found, cursor = [], 0
+    starts, cursor = [], 0
     for stage in stages_of(config):
         first = cursor
         for begin, count in sorted(skips):
             first += count if begin < first else 0
-        found += [] if stage.reads_on else [first]
+        starts += [] if stage.reads_on else [first]
         cursor += stage.samples
-    return found
+    return starts
 
 
 def open_last(config: RunConfig, corpus: Path, skips: Skips = ()) -> tuple[Any, int]:
     """(the training rows of the last stage of a config, the sample of the whole order that is their first one).
 
-    skips: as in `sample_at`. Raises ValueError if the split is too short.
+    skips: as in `sample_of_cursor`. Raises ValueError if the split is too short.
     """
     firsts, streams, rows = first_samples(config, skips), list[Any](), 0
     for stage in stages_of(config):
         if not stage.reads_on:
             # What the stages before it have left of an epoch, it reads first.
             i, rows = len(streams), 0
-            rest = streams[-1].rest_after(firsts[i] - firsts[i - 1]) if streams else None
-            streams.append(open_stream(stage.config, corpus, "train", config.train.batch, rest))
+            remainder = streams[-1].remainder_after(firsts[i] - firsts[i - 1]) if streams else None
+            streams.append(open_stream(stage.config, corpus, "train", config.train.batch, remainder))
             if (order := curriculum_of(config, corpus)) is not None:  # of all sizes of a batch that grows
                 streams[-1] = replace(streams[-1], curriculum=order)
         rows += stage.samples
-        expect_rows_left(streams[-1], rows)
+        expect_enough_rows(streams[-1], rows)
     return streams[-1], firsts[-1]
 
 
@@ -181,42 +181,44 @@ def open_micro_batches(config: RunConfig, corpus: Path, skips: Skips = ()) -> Mi
     """The function (sample, m) -> micro-batch m of the batch that begins with that sample, the same on every mesh, in
     the last stage of a config.
 
-    Of R data ranks, rank r computes the micro-batches r, r + R, ... skips: as in `sample_at`.
+    Of R data ranks, rank r computes the micro-batches r, r + R, ... skips: as in `sample_of_cursor`.
     Raises ValueError if the split is too short.
     """
     return micro_batches(config, corpus, *open_last(config, corpus, skips))
 
 
-def micro_batches(config: RunConfig, corpus: Path, stream: Any, before: int) -> MicroBatchReader:
+def micro_batches(config: RunConfig, corpus: Path, stream: Any, base_sample: int) -> MicroBatchReader:
     """The function (sample, m) -> micro-batch m of the batch that begins with that sample, of a stream whose first row
-    is sample `before`."""
-    most = stream.seq_len // stream.lengths[0] if isinstance(stream, BucketStream) else 1  # rows of a sample
+    is sample `base_sample`."""
+    rows_per_sample = stream.seq_len // stream.lengths[0] if isinstance(stream, BucketStream) else 1  # rows of a sample
     size, in_pieces, transformed = config.train.micro_batch, make_pieces(config), make_transforms(config, corpus)
 
     def read(sample: int, m: int) -> Batch:
         first = sample + m * size
-        batch = in_pieces(stream.samples_at(first - before, size), sample)
-        return drop_documents(config, transformed(batch, first * most))
+        batch = in_pieces(stream.samples_at(first - base_sample, size), sample)
+        return drop_documents(config, transformed(batch, first * rows_per_sample))
 
     return read
 
 
-def reader_ahead(config: RunConfig, stream: Any, before: int, mine: Sequence[int]) -> Callable[[int], None]:
-    """The function that begins to fetch the micro-batches `mine` of the batch that begins with a sample, and of AHEAD
-    batches after it, as far as the last stage of a config reads."""
+def make_prefetcher(
+    config: RunConfig, stream: Any, base_sample: int, local_indices: Sequence[int]
+) -> Callable[[int], None]:
+    """The function that begins to fetch the micro-batches `local_indices` of the batch that begins with a sample, and
+    of AHEAD batches after it, as far as the last stage of a config reads."""
     t, stages = config.train, stages_of(config)
     last = max(i for i, stage in enumerate(stages) if not stage.reads_on)
-    end, begun = before + sum(stage.samples for stage in stages[last:]), 0
+    end, cursor = base_sample + sum(stage.samples for stage in stages[last:]), 0
 
     def begin(sample: int) -> None:
-        nonlocal begun
-        until = min(sample + (AHEAD + 1) * t.batch, end)
-        if not sample <= begun <= until:  # the first batch, and after a rollback
-            begun = sample
-        while begun < until:
-            if not all([stream.begin(begun - before + m * t.micro_batch, t.micro_batch) for m in mine]):
+        nonlocal cursor
+        limit = min(sample + (AHEAD + 1) * t.batch, end)
+        if not sample <= cursor <= limit:  # the first batch, and after a rollback
+            cursor = sample
+        while cursor < limit:
+            if not all([stream.begin(cursor - base_sample + m * t.micro_batch, t.micro_batch) for m in local_indices]):
                 break
-            begun += t.batch
+            cursor += t.batch
 
     return begin
 
@@ -226,18 +228,18 @@ def open_counts(config: RunConfig, corpus: Path, skips: Skips = ()) -> Callable[
     there is no mixture."""
     if not config.data.mixture:
         return lambda sample: {}
-    stream, before = open_last(config, corpus, skips)
+    stream, base_sample = open_last(config, corpus, skips)
     assert isinstance(stream, MixedStream)
 
     def counted(sample: int) -> dict[str, Any]:
-        first = sample - before
-        found = zip(stream.counts(first), stream.counts(first + config.train.batch))
-        return {"rows_by_source": {name: b - a for name, (a, b) in zip(stream.mixture.names, found)}}
+        first = sample - base_sample
+        count_pairs = zip(stream.counts(first), stream.counts(first + config.train.batch))
+        return {"rows_by_source": {name: b - a for name, (a, b) in zip(stream.mixture.names, count_pairs)}}
 
     return counted
 
 
-def expect_rows_left(stream: Any, rows: int) -> None:
+def expect_enough_rows(stream: Any, rows: int) -> None:
     """Raise ValueError if a mixture ends before a stage has its rows."""
     if isinstance(stream, MixedStream) and stream.rows is not None and stream.rows < rows:
         raise ValueError(
@@ -247,39 +249,41 @@ def expect_rows_left(stream: Any, rows: int) -> None:
 
 
 def open_stream(
-    config: RunConfig, corpus: Path, split: str, batch: int, rest: Any = None
+    config: RunConfig, corpus: Path, split: str, batch: int, remainder: Any = None
 ) -> data.TokenStream | MixedStream | RowStream | BucketStream:
-    """The batches of a split: rows of text, after those of `rest`, of one corpus or of a mixture's, rows of whole
+    """The batches of a split: rows of text, after those of `remainder`, of one corpus or of a mixture's, rows of whole
     conversations, or to train rows of documents of like length.
 
-    rest: what `rest_after` of the stream of the stage before gives.
+    remainder: what `rest_after` of the stream of the stage before gives.
     """
     seed, seq_len, packing = config.train.seed, config.data.seq_len, config.data.packing
     if config.data.mixture:
-        rests = itertools.repeat(None) if rest is None else rest.rests
-        found = zip(open_sources(corpus, split, reading_of(config, corpus)), rests)
-        streams = tuple(data.TokenStream(tokens, seq_len, batch, seed, packing, its) for tokens, its in found)
-        return MixedStream(Mixture.parse(config.data.mixture), streams, batch, rest)
+        remainders = itertools.repeat(None) if remainder is None else remainder.remainders
+        pairs = zip(open_sources(corpus, split, reading_of(config, corpus)), remainders)
+        streams = tuple(data.TokenStream(tokens, seq_len, batch, seed, packing, tail) for tokens, tail in pairs)
+        return MixedStream(Mixture.parse(config.data.mixture), streams, batch, remainder)
     tokens = data.open_tokens(corpus, split, reading_of(config, corpus))
     if packing == BUCKETS and split == "train":
         return BucketStream(tokens, lengths_of(config), batch, seed)
     if tokens.kind == "text":
         packing = "best-fit" if packing == BUCKETS else packing  # to validate, documents whole in rows of one length
-        return data.TokenStream(tokens, seq_len, batch, seed, packing, rest)
-    if rest is not None:
+        return data.TokenStream(tokens, seq_len, batch, seed, packing, remainder)
+    if remainder is not None:
         raise ValueError(
             f"objective is {config.objective}, whose rows are prepared for one length; leave out --seq-len"
         )
-    known = config.dpo.reference if config.objective == "dpo" else ""
-    return RowStream(tokens, seq_len, batch, seed, read_reference(corpus, split, known) if known else None)
+    reference = config.dpo.reference if config.objective == "dpo" else ""
+    return RowStream(tokens, seq_len, batch, seed, read_reference(corpus, split, reference) if reference else None)
 
 
 def reading_of(config: RunConfig, corpus: Path) -> Reading:
     """How a run reads tokens in object stores: by large pieces if all its corpora fit into the cache together."""
-    own, meta = config.data, read_meta(corpus)
+    settings, meta = config.data, read_meta(corpus)
     size = sum(split["tokens"] for split in meta["splits"].values()) * token_dtype(meta["vocab_size"]).itemsize
-    reading = Reading(Path(own.cache) if own.cache else None, int(own.cache_gb * 1e9), 60 * own.retry_minutes)
-    return reading._replace(piece=reading.piece_of(size))
+    reading = Reading(
+        Path(settings.cache) if settings.cache else None, int(settings.cache_gb * 1e9), 60 * settings.retry_minutes
+    )
+    return reading._replace(piece=reading.piece_bytes(size))
 
 
 def open_data(
@@ -290,25 +294,29 @@ def open_data(
     The batch of a step is the same on every mesh. Of its micro-batches data rank r of R has r, r + R, ...; of the
     validation batches too. Raises ValueError if a split is too short.
     """
-    t, (stream, before) = config.train, open_last(config, corpus, skips)
-    part, mine = (
-        micro_batches(config, corpus, stream, before),
+    t, (stream, base_sample) = config.train, open_last(config, corpus, skips)
+    read_micro_batch, local_indices = (
+        micro_batches(config, corpus, stream, base_sample),
         range(mesh.data_rank, t.batch // t.micro_batch, mesh.data_size),
     )
-    begin = (lambda sample: None) if isinstance(stream, RowStream) else reader_ahead(config, stream, before, mine)
+    begin = (
+        (lambda sample: None)
+        if isinstance(stream, RowStream)
+        else make_prefetcher(config, stream, base_sample, local_indices)
+    )
     split = open_stream(config, corpus, "val", t.micro_batch)
     assert not isinstance(split, BucketStream)  # which is to train
     windows = t.eval_batches * t.micro_batch or None
     share = (mesh.data_rank, mesh.data_size)
 
-    def batch_at(sample: int) -> Batch:
+    def load_batch(sample: int) -> Batch:
         begin(sample)
-        parts = [part(sample, m) for m in mine]
+        parts = [read_micro_batch(sample, m) for m in local_indices]
         rows = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
-        return rows | with_scale(config, stream, sample - before)
+        return rows | with_scale(config, stream, sample - base_sample)
 
     # In micro-batches, the shapes of training, so that nothing is compiled again.
-    return batch_at, lambda: (drop_documents(config, batch) for batch in split.eval_batches(windows, share))
+    return load_batch, lambda: (drop_documents(config, batch) for batch in split.eval_batches(windows, share))
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
@@ -316,14 +324,14 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
     return {name: copy.use() for name, copy in _copies(batch, device).items()}
 
 
-def on_device_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def prefetch_to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """The batches on `device`, each on its way there while the one before it is used."""
-    coming: deque[dict[str, Copied]] = deque()
+    pending: deque[dict[str, Copied]] = deque()
     for batch in batches:
-        coming.append(_copies(batch, device))
-        if len(coming) > 1 or device == HOST:
-            yield {name: copy.use() for name, copy in coming.popleft().items()}
-    for copies in coming:
+        pending.append(_copies(batch, device))
+        if len(pending) > 1 or device == HOST:
+            yield {name: copy.use() for name, copy in pending.popleft().items()}
+    for copies in pending:
         yield {name: copy.use() for name, copy in copies.items()}
 
 

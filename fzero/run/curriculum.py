@@ -25,7 +25,7 @@ from fzero.run.stages import stages_of
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 
 GAMMA = 0.001  # of progressive layer dropping, DeepSpeed's
-MOST_SIZES = 64  # numbers of tokens that random-LTD keeps on its way, each with a program of its own
+MAX_SIZES = 64  # numbers of tokens that random-LTD keeps on its way, each with a program of its own
 KEYS = {"curriculum_schedule": "linear", "curriculum_start": 0.1, "curriculum_steps": 0, "curriculum_tokens": 0}
 
 
@@ -46,8 +46,8 @@ def validate_curriculum(c: RunConfig) -> None:
             "of them, after which all rows are allowed"
         )
     if c.objective != "text" or d.mixture:
-        what = f"data.mixture is {d.mixture}" if d.mixture else f"objective is {c.objective}"
-        raise ValueError(f"data.curriculum is {d.curriculum} and {what}: it orders the rows of one corpus of text")
+        reason = f"data.mixture is {d.mixture}" if d.mixture else f"objective is {c.objective}"
+        raise ValueError(f"data.curriculum is {d.curriculum} and {reason}: it orders the rows of one corpus of text")
     if c.stages:
         raise ValueError(
             f"data.curriculum is {d.curriculum} and the run has stages, whose rows are what others left; start a new "
@@ -64,33 +64,37 @@ def validate_warmup(c: RunConfig) -> None:
     if ramp.start >= c.data.seq_len:
         raise ValueError(f"data.seq_len_warmup is {text}, which begins with data.seq_len={c.data.seq_len} or above")
     if not c.data.within_documents or c.objective != "text":
-        why = f"objective is {c.objective}" if c.objective != "text" else "data.within_documents is false"
-        raise ValueError(f"data.seq_len_warmup is {text} and {why}: its pieces do not see each other")
+        reason = f"objective is {c.objective}" if c.objective != "text" else "data.within_documents is false"
+        raise ValueError(f"data.seq_len_warmup is {text} and {reason}: its pieces do not see each other")
 
 
-def validate_kept(c: RunConfig) -> None:
+def validate_random_ltd(c: RunConfig) -> None:
     """Raise ValueError for random-LTD with what it does not go with, and a ramp that does not lead to all it keeps."""
     t, seq_len = c.train, c.data.seq_len
     if not t.random_ltd and not t.random_ltd_ramp:
         return
-    text, most = t.random_ltd_ramp, t.random_ltd or seq_len
-    if most > seq_len:
-        raise ValueError(f"train.random_ltd is {most} and data.seq_len {seq_len}; keep at most all tokens")
+    text, max_tokens = t.random_ltd_ramp, t.random_ltd or seq_len
+    if max_tokens > seq_len:
+        raise ValueError(f"train.random_ltd is {max_tokens} and data.seq_len {seq_len}; keep at most all tokens")
     if text:
         ramp = Ramp.parse(text, "train.random_ltd_ramp")
-        if ramp.start > most or (most - ramp.start) % ramp.increment or most - ramp.start > MOST_SIZES * ramp.increment:
+        if (
+            ramp.start > max_tokens
+            or (max_tokens - ramp.start) % ramp.increment
+            or max_tokens - ramp.start > MAX_SIZES * ramp.increment
+        ):
             raise ValueError(
                 f"train.random_ltd_ramp is {text}, whose steps of {ramp.increment} do not lead from {ramp.start} to "
-                f"{most} tokens (train.random_ltd, or all) in at most {MOST_SIZES}; make them fit"
+                f"{max_tokens} tokens (train.random_ltd, or all) in at most {MAX_SIZES}; make them fit"
             )
     try:
         expect_droppable(c.model)
     except ValueError as error:
-        raise ValueError(f"train.random_ltd is {most} of {seq_len} tokens; {error}") from None
+        raise ValueError(f"train.random_ltd is {max_tokens} of {seq_len} tokens; {error}") from None
     split = "sequence" if c.sequence else f"mesh.cp={c.mesh['cp']}" if c.mesh.get("cp", 1) > 1 else ""
     if split or c.objective != "text":
-        what = f"{split}: ranks have not the tokens of one another" if split else f"objective is {c.objective}"
-        raise ValueError(f"train.random_ltd is {most} of {seq_len} tokens and {what}; leave one of them out")
+        reason = f"{split}: ranks have not the tokens of one another" if split else f"objective is {c.objective}"
+        raise ValueError(f"train.random_ltd is {max_tokens} of {seq_len} tokens and {reason}; leave one of them out")
 
 
 def validate_layers(c: RunConfig) -> None:
@@ -112,9 +116,9 @@ def validate_layers(c: RunConfig) -> None:
         (t.capture != "off", f"train.capture is {t.capture}: a graph has all layers"),
         (t.update == "delayed", "train.update is delayed: its updates are several a step"),
     )
-    for wrong, why in table:
+    for wrong, reason in table:
         if wrong:
-            raise ValueError(f"train.layer_drop_theta is {t.layer_drop_theta} and {why}; leave one of them out")
+            raise ValueError(f"train.layer_drop_theta is {t.layer_drop_theta} and {reason}; leave one of them out")
 
 
 def split_name(text: str) -> tuple[str, str]:
@@ -123,10 +127,10 @@ def split_name(text: str) -> tuple[str, str]:
     >>> split_name("rarity@0123456789abcdef")
     ('rarity', '0123456789abcdef')
     """
-    found = re.fullmatch(r"([^@/]+)(?:@([0-9a-f]{16}))?", text)
-    if found is None:
+    match = re.fullmatch(r"([^@/]+)(?:@([0-9a-f]{16}))?", text)
+    if match is None:
         raise ValueError(f"data.curriculum is {text!r}; it is the name of an analysis, such as rarity")
-    return found[1], found[2] or ""
+    return match[1], match[2] or ""
 
 
 def growth_of(c: RunConfig) -> Growth:
@@ -142,12 +146,12 @@ def growth_of(c: RunConfig) -> Growth:
 
 def pieces_of(c: RunConfig, by_tokens: bool) -> tuple[Piece, ...]:
     """The samples of a run's steps with their progress, in steps or in tokens of the run."""
-    found, first, tokens = list[Piece](), 0, 0
+    pieces, first, tokens = list[Piece](), 0, 0
     for stage in stages_of(c):
         of_step = stage.batch * stage.written.data.seq_len
-        found.append(Piece(first, tokens if by_tokens else stage.begin, stage.batch, of_step if by_tokens else 1))
+        pieces.append(Piece(first, tokens if by_tokens else stage.begin, stage.batch, of_step if by_tokens else 1))
         first, tokens = first + stage.samples, tokens + stage.tokens
-    return tuple(found)
+    return tuple(pieces)
 
 
 def curriculum_of(c: RunConfig, corpus: Path) -> Curriculum | None:
@@ -157,13 +161,13 @@ def curriculum_of(c: RunConfig, corpus: Path) -> Curriculum | None:
     if not d.curriculum:
         return None
     name, digest = split_name(d.curriculum)
-    found = open_analysis(corpus, name, d.seq_len, d.packing)
-    if digest and found.digest != digest:
+    analysis = open_analysis(corpus, name, d.seq_len, d.packing)
+    if digest and analysis.digest != digest:
         raise ValueError(
-            f"data.curriculum is {d.curriculum} and the analysis {name} beside {corpus} is {found.digest} by now; put "
-            "the other one back, or start a new run"
+            f"data.curriculum is {d.curriculum} and the analysis {name} beside {corpus} is {analysis.digest} by now; "
+            "put the other one back, or start a new run"
         )
-    return Curriculum(rank(found.values), growth_of(c), pieces_of(c, by_tokens=bool(d.curriculum_tokens)))
+    return Curriculum(rank(analysis.values), growth_of(c), pieces_of(c, by_tokens=bool(d.curriculum_tokens)))
 
 
 def with_digest(c: RunConfig, corpus: Path) -> RunConfig:
@@ -175,13 +179,13 @@ def with_digest(c: RunConfig, corpus: Path) -> RunConfig:
     if digest:
         return c
     if c.data.path != "stdlib" and Path(c.data.path) != corpus:
-        how = "link" if is_url(c.data.path) else "prepare"
+        command = "link" if is_url(c.data.path) else "prepare"
         raise ValueError(
             f"data.curriculum is {name} and data.path {c.data.path} is no corpus in a folder, beside which an analysis "
-            f"is; make one first: fzero data {how} {c.data.path} --out corpus"
+            f"is; make one first: fzero data {command} {c.data.path} --out corpus"
         )
-    found = open_analysis(corpus, name, c.data.seq_len, c.data.packing)
-    return replace(c, data=replace(c.data, curriculum=f"{name}@{found.digest}"))
+    analysis = open_analysis(corpus, name, c.data.seq_len, c.data.packing)
+    return replace(c, data=replace(c.data, curriculum=f"{name}@{analysis.digest}"))
 
 
 def described(c: RunConfig) -> Iterator[str]:
@@ -192,8 +196,9 @@ def described(c: RunConfig) -> Iterator[str]:
         yield f"curriculum {d.curriculum}: {d.curriculum_start:.3g} of the rows at first, all after {length}"
     if c.train.layer_drop_theta < 1:
         t, layers = c.train, c.model.n_layers
-        kept = 1 - (layers - 1) / layers * (1 - t.layer_drop_theta)
-        yield f"layers are dropped: of the last steps the last layer is in {kept:.0%} (theta={t.layer_drop_theta:g})"
+        keep_rate = 1 - (layers - 1) / layers * (1 - t.layer_drop_theta)
+        last_steps = f"of the last steps the last layer is in {keep_rate:.0%}"
+        yield f"layers are dropped: {last_steps} (theta={t.layer_drop_theta:g})"
     if d.seq_len_warmup:
         ramp = Ramp.parse(d.seq_len_warmup, "data.seq_len_warmup")
         yield f"rows in pieces of {ramp.start} tokens at first, {ramp.increment} more each {ramp.tokens:,} tokens"
@@ -208,15 +213,15 @@ def make_pieces(c: RunConfig) -> Callable[[Batch, int], Batch]:
     if not c.data.seq_len_warmup:
         return lambda batch, sample: batch
     ramp, seq_len = Ramp.parse(c.data.seq_len_warmup, "data.seq_len_warmup"), c.data.seq_len
-    firsts, begins, batches, each = np.array(pieces_of(c, by_tokens=True), np.int64).T
+    firsts, begins, batches, step_sizes = np.array(pieces_of(c, by_tokens=True), np.int64).T
 
     @functools.lru_cache(maxsize=1)
-    def length_at(sample: int) -> int:
-        at = int(np.searchsorted(firsts, sample, side="right")) - 1
-        tokens = begins[at] + (sample - firsts[at]) // batches[at] * each[at]
+    def length_of(sample: int) -> int:
+        index = int(np.searchsorted(firsts, sample, side="right")) - 1
+        tokens = begins[index] + (sample - firsts[index]) // batches[index] * step_sizes[index]
         return min(seq_len, ramp.start + int(tokens) // ramp.tokens * ramp.increment)
 
-    return lambda batch, sample: cut_rows(batch, length_at(sample))
+    return lambda batch, sample: cut_rows(batch, length_of(sample))
 
 
 def cut_rows(batch: Batch, length: int) -> Batch:

@@ -1,12 +1,74 @@
 """The keys of a DeepSpeed config, and what becomes of each: docs/migrate.md has this table.
 
 Ref: https://www.deepspeed.ai/docs/config-json, and deepspeed/runtime/config.py of DeepSpeed 0.19.
+
+The values of a DeepSpeed config by their dotted names, read with their types.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+from fzero.core.text_parsing import NAMES, nearest, short
+
+
+class Values(NamedTuple):
+    """The values, by name."""
+
+    table: Mapping[str, Any]
+
+    def read(self, name: str, kinds: tuple[type, ...], default: Any) -> Any:
+        """The value, of one of these types; raises ValueError for another."""
+        value = self.table.get(name, default)
+        if value is not default and type(value) not in kinds:
+            allowed = " or ".join(dict.fromkeys(NAMES[kind] for kind in kinds))
+            raise ValueError(f"{name} is {short(value)}; it must be {allowed}")
+        return value
+
+    def number(self, name: str, default: Any = None) -> Any:
+        """The value, a number."""
+        return self.read(name, (float, int), default)
+
+    def integer(self, name: str, default: Any = None) -> Any:
+        """The value, a whole number (JSON's 1e3 is one)."""
+        value = self.table.get(name, default)
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        return self.read(name, (int,), default)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """The value, true or false, or DeepSpeed's "true" and "false"."""
+        value = self.table.get(name)
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        return self.read(name, (bool,), default)
+
+    def choice(self, name: str, among: Sequence[str], default: str, refusals: Mapping[str, str] | None = None) -> str:
+        """The value, one of `among`; raises ValueError, with the reason for one of `refusals`."""
+        value = self.read(name, (str,), default)
+        if value in among:
+            return value
+        if value in (refusals or {}):
+            raise ValueError(f"{name} is {value!r}: {(refusals or {})[value]}")
+        raise ValueError(f"{name} is {value!r}{nearest(value, among)}; it must be one of {', '.join(among)}")
+
+    def section(self, prefix: str) -> Values:
+        """The values within a table."""
+        return Values(
+            {name[len(prefix) + 1 :]: value for name, value in self.table.items() if name.startswith(f"{prefix}.")}
+        )
+
+    def expect_only(self, prefix: str, kind: str, names: Sequence[str]) -> None:
+        """Raise ValueError for a name that this type of `prefix` does not have, with the nearest."""
+        for name in self.table:
+            if name not in names:
+                raise ValueError(
+                    f"there is no key '{prefix}.params.{name}'{nearest(name, names)} of {kind}; it has "
+                    f"{', '.join(names)}"
+                )
+
 
 TAKEN, IGNORED, REFUSED = "taken", "ignored", "refused"
 
@@ -15,21 +77,21 @@ class Key(NamedTuple):
     """A key of a DeepSpeed config. Of a refused key the values in `harmless` say what happens here anyway."""
 
     name: str  # dotted; "a.*" is every key in the table a, the first that matches counts
-    what: str
-    why: str  # the key that it becomes, why it changes nothing, or what to write instead
+    outcome: str
+    reason: str  # the key that it becomes, why it changes nothing, or what to write instead
     harmless: tuple[Any, ...] = (None, False)
 
 
-def _taken(**why: str) -> list[Key]:
-    return [Key(name.replace("__", "."), TAKEN, text) for name, text in why.items()]
+def _taken(**reasons: str) -> list[Key]:
+    return [Key(name.replace("__", "."), TAKEN, text) for name, text in reasons.items()]
 
 
-def _ignored(why: str, *names: str) -> list[Key]:
-    return [Key(name, IGNORED, why) for name in names]
+def _ignored(reason: str, *names: str) -> list[Key]:
+    return [Key(name, IGNORED, reason) for name in names]
 
 
-def _refused(why: str, *names: str, harmless: tuple[Any, ...] = (None, False)) -> list[Key]:
-    return [Key(name, REFUSED, why, harmless) for name in names]
+def _refused(reason: str, *names: str, harmless: tuple[Any, ...] = (None, False)) -> list[Key]:
+    return [Key(name, REFUSED, reason, harmless) for name in names]
 
 
 # The arguments of optimizers and schedulers, by type.
@@ -50,7 +112,7 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
         *("local_step_scaler", "local_step_clipper"),
     ),
 }
-NAMES = {"onebitadam": "onebit_adam", "onebitlamb": "onebit_lamb", "zerooneadam": "zero_one_adam"}  # ours
+OPTIMIZER_NAMES = {"onebitadam": "onebit_adam", "onebitlamb": "onebit_lamb", "zerooneadam": "zero_one_adam"}  # ours
 # Arguments of optimizers of which fzero has one value: DeepSpeed's default.
 FIXED: dict[str, bool | float] = {
     **dict.fromkeys(("amsgrad", "maximize", "eps_inside_sqrt"), False),
@@ -291,13 +353,13 @@ def markdown() -> str:
     | `train_batch_size` | `train.batch`: micro-batch x accumulation x data ranks |
     """
     tables = []
-    for what, why in ((TAKEN, "becomes"), (IGNORED, "why"), (REFUSED, "instead")):
+    for outcome, reason in ((TAKEN, "becomes"), (IGNORED, "why"), (REFUSED, "instead")):
         rows: dict[str, list[str]] = {}
         for key in KEYS:
-            if key.what == what:
-                rows.setdefault(key.why, []).append(key.name)
+            if key.outcome == outcome:
+                rows.setdefault(key.reason, []).append(key.name)
         lines = [f"| {', '.join(f'`{name}`' for name in _listed(names))} | {text} |" for text, names in rows.items()]
-        tables.append("\n".join([f"| {what} | {why} |", "|---|---|", *lines]) + "\n")
+        tables.append("\n".join([f"| {outcome} | {reason} |", "|---|---|", *lines]) + "\n")
     return "\n".join(tables)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fzero.core.foreign import nearest, short
-from fzero.core.tables import Table, flat, put
+from fzero.core.config_tables import Table, flat, set_nested
+from fzero.core.text_parsing import nearest, short
 from fzero.kernels import block_mask
 from fzero.kernels.block_mask import BlockMask
 from fzero.run import deepspeed_keys as keys
-from fzero.run.deepspeed_values import Values
+from fzero.run.deepspeed_keys import Values
 
 MASK = "give a model of your own fzero.run.deepspeed_sparse.block_mask_of(table, tokens, heads)"
 
@@ -28,45 +28,45 @@ class Sparse(NamedTuple):
     by_head: bool  # different_layout_per_head
     windows: Sequence[int]  # of "fixed" one, of "variable" those of its list
     sliding: int
-    keep: int  # num_global_blocks
+    global_blocks: int  # num_global_blocks
     ends: Sequence[tuple[int, int]]  # of the blocks that all see, by their numbers
     horizontal: bool
     patterns: int
     random: int
 
 
-def read_sparse(said: Values) -> Sparse:
+def read_sparse(reader: Values) -> Sparse:
     """Return the values of the table, by their names in it.
 
     Raises ValueError for a mode or key that there is not, and for values that contradict each other.
     """
-    mode = said.choice("mode", tuple(keys.SPARSE), "fixed")
-    for name in said.of:
-        if name not in (known := ("mode", *keys.SPARSE[mode])):
+    mode = reader.choice("mode", tuple(keys.SPARSE), "fixed")
+    for name in reader.table:
+        if name not in (names := ("mode", *keys.SPARSE[mode])):
             raise ValueError(
-                f"there is no key 'sparse_attention.{name}'{nearest(name, known)} of mode {mode}; it has "
-                f"{', '.join(known)}"
+                f"there is no key 'sparse_attention.{name}'{nearest(name, names)} of mode {mode}; it has "
+                f"{', '.join(names)}"
             )
     # DenseSparsityConfig has neither order: a causal decoder in it sees all that it may see.
     default = "unidirectional" if mode in ("dense", "local_sliding_window") else "bidirectional"
-    causal = said.choice("attention", ("unidirectional", "bidirectional"), default) == "unidirectional"
-    windows = _all_whole("local_window_blocks", said.read("local_window_blocks", (list, tuple), [4]), 1)
+    causal = reader.choice("attention", ("unidirectional", "bidirectional"), default) == "unidirectional"
+    windows = _expect_integers("local_window_blocks", reader.read("local_window_blocks", (list, tuple), [4]), 1)
     if not windows:
         raise ValueError("local_window_blocks is []; give the blocks of the windows")
     if mode == "fixed":
-        windows = [_whole(said, "num_local_blocks", 4)]
+        windows = [_integer(reader, "num_local_blocks", 4)]
     sparse = Sparse(
         mode=mode,
-        block=_whole(said, "block", 16),
+        block=_integer(reader, "block", 16),
         causal=causal,
-        by_head=said.flag("different_layout_per_head"),
+        by_head=reader.flag("different_layout_per_head"),
         windows=windows,
-        sliding=_whole(said, "num_sliding_window_blocks", 3),
-        keep=_whole(said, "num_global_blocks", 1, 0 if mode == "bigbird" else 1),
-        ends=_ends(said),
-        horizontal=said.flag("horizontal_global_attention"),
-        patterns=_whole(said, "num_different_global_patterns", 1),
-        random=_whole(said, "num_random_blocks", 0, 0),
+        sliding=_integer(reader, "num_sliding_window_blocks", 3),
+        global_blocks=_integer(reader, "num_global_blocks", 1, 0 if mode == "bigbird" else 1),
+        ends=_ends(reader),
+        horizontal=reader.flag("horizontal_global_attention"),
+        patterns=_integer(reader, "num_different_global_patterns", 1),
+        random=_integer(reader, "num_random_blocks", 0, 0),
     )
     if sparse.horizontal and sparse.causal:
         raise ValueError(
@@ -79,25 +79,25 @@ def read_sparse(said: Values) -> Sparse:
     return sparse
 
 
-def _whole(said: Values, name: str, default: int, least: int = 1) -> int:
-    value = said.whole(name, default)
-    if value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
+def _integer(reader: Values, name: str, default: int, minimum: int = 1) -> int:
+    value = reader.integer(name, default)
+    if value < minimum:
+        raise ValueError(f"{name} is {value}; it must be at least {minimum}")
     return value
 
 
-def _all_whole(name: str, values: Sequence[Any], least: int) -> Sequence[int]:
-    if not all(type(value) is int and value >= least for value in values):
-        raise ValueError(f"{name} is {short(values)}; it must be a list of whole numbers of at least {least}")
+def _expect_integers(name: str, values: Sequence[Any], minimum: int) -> Sequence[int]:
+    if not all(type(value) is int and value >= minimum for value in values):
+        raise ValueError(f"{name} is {short(values)}; it must be a list of whole numbers of at least {minimum}")
     return values
 
 
-def _ends(said: Values) -> Sequence[tuple[int, int]]:
-    starts = _all_whole("global_block_indices", said.read("global_block_indices", (list, tuple), [0]), 0)
-    ends = said.read("global_block_end_indices", (list, tuple), None)
+def _ends(reader: Values) -> Sequence[tuple[int, int]]:
+    starts = _expect_integers("global_block_indices", reader.read("global_block_indices", (list, tuple), [0]), 0)
+    ends = reader.read("global_block_end_indices", (list, tuple), None)
     if ends is None:
         return [(start, start + 1) for start in starts]
-    _all_whole("global_block_end_indices", ends, 1)
+    _expect_integers("global_block_end_indices", ends, 1)
     if len(ends) != len(starts) or any(start >= end for start, end in zip(starts, ends)):
         raise ValueError(
             f"global_block_end_indices is {short(ends)} and global_block_indices {short(starts)}; each end must be "
@@ -131,36 +131,42 @@ def block_mask_of(table: Mapping[str, Any], tokens: int, heads: int = 1, *, seed
     if sparse.mode == "dense":
         return block_mask.dense_blocks(tokens, sparse.block)
     if sparse.mode == "fixed":
-        numbers: dict[str, Any] = {"local": sparse.windows[0], "keep": sparse.keep, "horizontal": sparse.horizontal}
+        numbers: dict[str, Any] = {
+            "local": sparse.windows[0],
+            "global_count": sparse.global_blocks,
+            "horizontal": sparse.horizontal,
+        }
         return block_mask.fixed_blocks(**common, **numbers, heads=heads, patterns=sparse.patterns)
     if sparse.mode == "local_sliding_window":
         return block_mask.sliding_blocks(**common, window=sparse.sliding)
     if sparse.mode == "bslongformer":
-        return block_mask.longformer_blocks(**common, window=sparse.sliding, keep=sparse.ends)
-    drawn: dict[str, Any] = {"random": sparse.random, "heads": heads if sparse.by_head else 1, "seed": seed}
+        return block_mask.longformer_blocks(**common, window=sparse.sliding, global_ids=sparse.ends)
+    random_options: dict[str, Any] = {"random": sparse.random, "heads": heads if sparse.by_head else 1, "seed": seed}
     if sparse.mode == "bigbird":
-        return block_mask.bigbird_blocks(**common, window=sparse.sliding, keep=sparse.keep, **drawn)
-    numbers = {"windows": sparse.windows, "keep": sparse.ends, "horizontal": sparse.horizontal}
-    return block_mask.variable_blocks(**common, **numbers) | block_mask.random_blocks(**common, **drawn)
+        return block_mask.bigbird_blocks(
+            **common, window=sparse.sliding, global_count=sparse.global_blocks, **random_options
+        )
+    numbers = {"windows": sparse.windows, "global_ids": sparse.ends, "horizontal": sparse.horizontal}
+    return block_mask.variable_blocks(**common, **numbers) | block_mask.random_blocks(**common, **random_options)
 
 
-def put_pattern(out: Table, said: Values) -> None:
+def add_pattern(out: Table, reader: Values) -> None:
     """Put the attention pattern of a config, if it has the table: that of a decoder which sees the same keys, but for
     random blocks.
     """
     try:
-        sparse = read_sparse(said)
+        sparse = read_sparse(reader)
     except ValueError as error:
         raise ValueError(f"sparse_attention: {error}") from None
     if sparse.mode == "dense":
-        put(out, "model.pattern", "full")
+        set_nested(out, "model.pattern", "full")
         return
     if not sparse.causal:
         raise ValueError(
             "sparse_attention.attention is 'bidirectional', and a decoder does not look ahead; write 'unidirectional' "
             f"for the same blocks up to a token, or {MASK}"
         )
-    put(out, "model.pattern", _pattern(sparse))
+    set_nested(out, "model.pattern", _pattern(sparse))
 
 
 def _pattern(sparse: Sparse) -> str:
@@ -172,11 +178,12 @@ def _pattern(sparse: Sparse) -> str:
                 f"heads; leave it out, or {MASK}"
             )
         local = sparse.windows[0]
-        if local % sparse.keep:
+        if local % sparse.global_blocks:
             raise ValueError(
-                f"sparse_attention.num_global_blocks is {sparse.keep}; it must divide num_local_blocks, {local}"
+                f"sparse_attention.num_global_blocks is {sparse.global_blocks}; it must divide num_local_blocks, "
+                f"{local}"
             )
-        return f"fixed:{local * sparse.block}:{sparse.keep * sparse.block}"
+        return f"fixed:{local * sparse.block}:{sparse.global_blocks * sparse.block}"
     if sparse.random and sparse.by_head:
         raise ValueError(
             "sparse_attention.different_layout_per_head is true: a pattern is alike in all heads; leave it out, or "
@@ -184,7 +191,7 @@ def _pattern(sparse: Sparse) -> str:
         )
     near = sparse.sliding // 2 + 1
     if sparse.mode == "bigbird":
-        return f"bigbird:{sparse.block}:{near}:{sparse.keep}:{sparse.random}"
+        return f"bigbird:{sparse.block}:{near}:{sparse.global_blocks}:{sparse.random}"
     if sparse.mode == "local_sliding_window":
         return f"bigbird:{sparse.block}:{near}:0:0"
     first = _leading(sparse.ends)

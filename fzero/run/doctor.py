@@ -13,7 +13,7 @@ import torch
 
 import fzero
 from fzero import models
-from fzero.core import crc32c, gpu, numa, packages
+from fzero.core import crc32c, gpu, numa_binding, packages
 from fzero.kernels.registry import Kernels, describe, observe
 from fzero.models import base, forward
 from fzero.run.build_optim import make_policy
@@ -49,7 +49,7 @@ def usable_device() -> tuple[torch.device, str]:
         return gpu.HOST, str(error)
     cards = [gpu.properties(torch.device("cuda", i)) for i in range(gpu.count_gpus())]
     names = "; ".join(f"{card.name}, {gigabytes(card.total_memory)}" for card in cards)
-    return device, names or f"none{f' ({why})' if (why := gpu.complaint()) else ''}"
+    return device, names or f"none{f' ({reason})' if (reason := gpu.complaint()) else ''}"
 
 
 def describe_missing(name: str) -> str:
@@ -64,31 +64,31 @@ def describe_missing(name: str) -> str:
 @settings_restored()
 def diagnose() -> str:
     """The page that `fzero doctor` prints."""
-    found, plan = [], []
-    found.append(("python", f"{platform.python_version()} ({sys.executable})"))
-    found.append(("fzero, torch", f"{fzero.__version__}, {torch.__version__}"))
-    found.append(
+    machine_rows, plan = [], []
+    machine_rows.append(("python", f"{platform.python_version()} ({sys.executable})"))
+    machine_rows.append(("fzero, torch", f"{fzero.__version__}, {torch.__version__}"))
+    machine_rows.append(
         (
             "machine",
             f"{platform.system()} {platform.machine()}, {cores()} cores, torch uses {torch.get_num_threads()} threads",
         )
     )
-    found.append(("memory", f"{gigabytes(available_bytes())} available"))
-    found.append(("disk", f"{gigabytes(shutil.disk_usage(Path.cwd()).free)} free in this folder"))
-    found.append(("compiler", compiler() or "none (g++ or clang++)"))
+    machine_rows.append(("memory", f"{gigabytes(available_bytes())} available"))
+    machine_rows.append(("disk", f"{gigabytes(shutil.disk_usage(Path.cwd()).free)} free in this folder"))
+    machine_rows.append(("compiler", compiler() or "none (g++ or clang++)"))
     device, cards = usable_device()
     kind = device.type
-    found.append(("GPU", cards))
+    machine_rows.append(("GPU", cards))
     if kind == "cuda":
-        found.append(("NUMA", numa.find_place(device).line or "one node on this host"))
+        machine_rows.append(("NUMA", numa_binding.find_placement(device).line or "one node on this host"))
     rates = [
         f"{name} {peak_rate(dtype, 1, device) / 1e9:,.0f} GFLOP/s"
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
     ]
-    found.append(("products", ", ".join(rates)))
-    here = {name: packages.installed(name) for name in packages.OPTIONAL}
-    found.append(("packages", ", ".join(name for name in here if here[name])))
-    found += [(name, describe_missing(name)) for name in here if not here[name]]
+    machine_rows.append(("products", ", ".join(rates)))
+    availability = {name: packages.installed(name) for name in packages.OPTIONAL}
+    machine_rows.append(("packages", ", ".join(name for name in availability if availability[name])))
+    machine_rows += [(name, describe_missing(name)) for name in availability if not availability[name]]
     config, _ = resolve_here(replace(from_table({}), device=kind))
     plan.append(("device", gpu.describe_device(device)))
     plan.append(("precision", config.precision.policy))
@@ -97,9 +97,9 @@ def diagnose() -> str:
     plan.append(("blocks", "compiled" if config.train.compiled else "uncompiled: no compiler"))
     if kind == "cpu":  # which those of a GPU take is in the first lines of a run, and in its plan
         plan.append(("kernels", describe(forms(config))))
-    width = max(len(name) for name, _ in found + plan)
+    width = max(len(name) for name, _ in machine_rows + plan)
     show = (
-        [f"  {name:{width}}  {value}" for name, value in found],
+        [f"  {name:{width}}  {value}" for name, value in machine_rows],
         [f"  {name:{width}}  {value}" for name, value in plan],
     )
     return "\n".join(["this machine", *show[0], "", "fzero will use", *show[1]])

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from fzero.comm.tables import BY_DATA_RANK, device_of, gather_rows
+from fzero.comm.rank_tables import BY_DATA_RANK, device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.copy_buckets import read_scalars
-from fzero.models.by_source import KINDS
+from fzero.models.batch import KINDS
 from fzero.optim import AverageState
 from fzero.run.build import Job
-from fzero.run.corpus import on_device_ahead
-from fzero.run.measure.by_source import losses_by_source
+from fzero.run.corpus import prefetch_to_device
+from fzero.run.measure.metrics_rows import losses_by_source
 from fzero.run.objectives import OBJECTIVES
 from fzero.run.resume.newest_state import to_memory
 from fzero.train.state import TrainState
@@ -34,23 +34,23 @@ def evaluate_all(
     process. Communicates: what the model does, and two float64 per batch over dp and rp.
     """
     out, mesh, placed = {}, job.mesh, job.config.train.loss_by_position
-    for name, params in (("val_loss", state.params), ("val_loss_ema", at_rest(job, state))):
+    for name, params in (("val_loss", state.params), ("val_loss_ema", average_params(job, state))):
         if not pytree.leaves(params):
             continue
-        sums, more = [], {}
-        for batch in on_device_ahead(batches(), job.device):
+        sums, extras = [], {}
+        for batch in prefetch_to_device(batches(), job.device):
             loss = job.eval_step(params, batch)
-            more = loss.extra
+            extras = loss.extra
             if not (placed or OBJECTIVES[job.config.objective].reports):
-                more = {key: value for key, value in more.items() if key.partition("/")[0] in KINDS}
+                extras = {key: value for key, value in extras.items() if key.partition("/")[0] in KINDS}
             of_tokens = (loss.extra.get("cross_entropy", loss.total), loss.num_tokens)
-            sums += [x.double() for x in (*of_tokens, *more.values())]
+            sums += [x.double() for x in (*of_tokens, *extras.values())]
         with mesh.ledger.phase("evaluate"):
             rows = torch.tensor(read_scalars(sums), dtype=torch.float64, device=device_of(mesh))
-            table = gather_rows(rows.reshape(-1, 2 + len(more)), mesh, leaf="sums", axes=BY_DATA_RANK)
-        total, count, *rest = (sum(column) for column in table.transpose(0, 1).flatten(0, 1).T.tolist())
+            table = gather_rows(rows.reshape(-1, 2 + len(extras)), mesh, leaf="sums", axes=BY_DATA_RANK)
+        total, count, *extra_sums = (sum(column) for column in table.transpose(0, 1).flatten(0, 1).T.tolist())
         out[name] = total / max(count, 1)
-        reported: dict[str, float] = dict(zip(more, rest))
+        reported: dict[str, float] = dict(zip(extras, extra_sums))
         out |= losses_by_source(job.config, reported, name)
         if placed:
             out[f"{name}_by_position"] = means_by_position(reported)
@@ -73,7 +73,7 @@ def means_by_position(sums: dict[str, float]) -> dict[str, float]:
     return {end: mean for end, mean in means.items() if math.isfinite(mean)}
 
 
-def at_rest(job: Job, state: TrainState) -> Any:
+def average_params(job: Job, state: TrainState) -> Any:
     """The average of the weights in the layout of the parameters at rest, () if there is none.
 
     Communicates: if the optimizer's state is sharded and the parameters are not, an all_gather over dp of each leaf.
@@ -81,6 +81,6 @@ def at_rest(job: Job, state: TrainState) -> Any:
     ema = state.opt_state.average if isinstance(state.opt_state, AverageState) else ()
     if not pytree.leaves(ema) or not split_names(job.plan):
         return ema
-    whole = pytree.map(lambda leaf: torch.empty(leaf.shape, dtype=job.policy.state, device=leaf.device), state.params)
-    spread(job.plan, to_memory(ema), whole)
-    return whole
+    average = pytree.map(lambda leaf: torch.empty(leaf.shape, dtype=job.policy.state, device=leaf.device), state.params)
+    spread(job.plan, to_memory(ema), average)
+    return average

@@ -9,7 +9,7 @@ from typing import Any
 from fzero.data.assemble import Batch
 from fzero.data.tokens import read_meta
 from fzero.data.transforms import Sentinels, fill_in_middle
-from fzero.run.token_names import known_tokens, sentinel_ids
+from fzero.run.token_ids import known_tokens, sentinel_ids
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one by its checks
 
@@ -53,17 +53,17 @@ def sentinels_of(text: str, corpus: Path) -> Sentinels:
     Raises ValueError as `sentinel_ids`, and if the tokenizer has none of the usual ones.
     """
     if text:
-        found = sentinel_ids("data.fim_tokens", text, corpus, FORM)
-        if len(found) != 3:
-            raise ValueError(f"data.fim_tokens is {text!r}, which are {len(found)} tokens; it is {FORM}")
-        return Sentinels(*found)
+        ids = sentinel_ids("data.fim_tokens", text, corpus, FORM)
+        if len(ids) != 3:
+            raise ValueError(f"data.fim_tokens is {text!r}, which are {len(ids)} tokens; it is {FORM}")
+        return Sentinels(*ids)
     id_of, eos = known_tokens(corpus), read_meta(corpus)["eos"]
     if id_of is None:
         return OF_BYTES
     for names in USUAL:
-        known = [own for name in names if (own := id_of(name)) is not None]
-        if len(known) == 3 and eos not in known:
-            return Sentinels(*known)
+        usual_ids = [token_id for name in names if (token_id := id_of(name)) is not None]
+        if len(usual_ids) == 3 and eos not in usual_ids:
+            return Sentinels(*usual_ids)
     usual = "; ".join(" ".join(names) for names in USUAL)
     raise ValueError(
         f"data.fim is given and the tokenizer of {corpus} has none of the usual tokens for it ({usual}); give "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero import models
-from fzero.core.tables import Table
+from fzero.core.config_tables import Table
 from fzero.data.labels import labels_of
 from fzero.models.decoders.config import DecoderConfig
 from fzero.models.lora import ON
@@ -17,7 +17,7 @@ from fzero.run import config_table
 from fzero.run.config import RunConfig
 from fzero.run.objectives import SCORED
 from fzero.run.recipes import preset_for
-from fzero.run.start_tokenizer import start_pad
+from fzero.run.special_token_files import start_pad
 from fzero.run.vocabulary import start_model
 
 
@@ -46,8 +46,8 @@ def tuned_config(
         model = models.build(sizes)
         lora = {**lora, "targets": lora_targets(model, lora.get("targets", "all"))}
         if quantize is not None:
-            of = {"targets": lora["targets"]} if "targets" in lora else {}
-            model = models.quantized(model, quantize, **of)
+            options = {"targets": lora["targets"]} if "targets" in lora else {}
+            model = models.quantized(model, quantize, **options)
         sizes = models.lora(model, **{**lora, "vocabulary": new_tokens or lora.get("vocabulary", False)}).config
     preset = preset_for(table.get("objective", "chat"), lora=isinstance(sizes, models.LoRAConfig))
     value = config_table.from_table({**table, "preset": preset}, sizes)

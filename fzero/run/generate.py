@@ -16,8 +16,8 @@ from fzero.models import Cache, Ctx, Model
 from fzero.models.forward import prepare
 from fzero.models.score import head_of
 from fzero.sharding import Plan, one_process, zero_plan
-from fzero.sharding.prefetch import Group, ParamFetcher, Prefetcher
-from fzero.train.parts import Part, parts_of
+from fzero.sharding.prefetch import LeafGroup, ParamFetcher, Prefetcher
+from fzero.train.stage_sharing import Segment, segments_of
 
 FILL = 64  # positions: a module's code is traced anew for each number of them
 
@@ -86,27 +86,26 @@ def generate(
     if n < 0:
         raise ValueError(f"{n} new tokens are asked for; it must be at least 0")
     if length + n > model.config.max_len:
-        room = max(model.config.max_len - length, 0)
+        remaining = max(model.config.max_len - length, 0)
         raise ValueError(
             f"{length} tokens of prompt and {n} more do not fit max_len={model.config.max_len}; ask for at "
-            f"most {room}, or shorten it"
+            f"most {remaining}, or shorten it"
         )
-    least, most = read_scalars([tokens.min(), tokens.max()])
-    if most >= vocab or least < 0:
+    min_id, max_id = read_scalars([tokens.min(), tokens.max()])
+    if max_id >= vocab or min_id < 0:
         raise ValueError(
-            f"the prompt has the token {least if least < 0 else most}; the model has the ids 0 to {vocab - 1}"
+            f"the prompt has the token {min_id if min_id < 0 else max_id}; the model has the ids 0 to {vocab - 1}"
         )
     caches = make_caches(model, params, batch, length + n, tokens.device) if not model.foreign else []
-    seen, done = 0, torch.zeros(batch, dtype=torch.bool, device=tokens.device)
+    cached_len, done = 0, torch.zeros(batch, dtype=torch.bool, device=tokens.device)
     ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     for position in range(length, length + n):
         if model.foreign:  # all positions again, of so many that their number seldom changes
-            logits = forward(model, plan, params, filled_up(tokens, model.config.max_len), [], 0)[
-                :, position - 1, :vocab
-            ]
+            padded = pad_tokens(tokens, model.config.max_len)
+            logits = forward(model, plan, params, padded, [], 0)[:, position - 1, :vocab]
         else:
-            logits = forward(model, plan, params, tokens[:, seen:], caches, seen)[:, -1, :vocab]
-        seen = position
+            logits = forward(model, plan, params, tokens[:, cached_len:], caches, cached_len)[:, -1, :vocab]
+        cached_len = position
         new = draw(logits, prng.fold_in(key, position), sampling)
         tokens = torch.cat((tokens, new[:, None]), 1)
         if ends:
@@ -117,7 +116,7 @@ def generate(
     return tokens
 
 
-def filled_up(tokens: Tensor, max_len: int) -> Tensor:
+def pad_tokens(tokens: Tensor, max_len: int) -> Tensor:
     """Tokens [B, T] with others after them, which they do not see, up to a multiple of FILL positions, or max_len."""
     size = min(-(-tokens.shape[1] // FILL) * FILL, max_len)
     return torch.nn.functional.pad(tokens, (0, size - tokens.shape[1]))
@@ -140,46 +139,46 @@ def forward(
     them. A model of somebody's code has no caches.
 
     plan: that of one process."""
-    parts, batch = parts_of(model, plan), {"tokens": tokens}
+    parts, batch = segments_of(model, plan), {"tokens": tokens}
     ctx = prepare(model, batch, Ctx(dtype=pytree.leaves(params)[0].dtype))
     caches = [cache._replace(length=length) if cache else () for cache in caches] or [()] * model.config.n_layers
     ahead = Prefetcher(ParamFetcher(params, plan, tokens.device), 1)
-    ahead.expect([group for part in parts for group in part.groups], "sample")
+    ahead.expect([group for segment in parts for group in segment.groups], "sample")
 
-    def take(part: Part, group: Group) -> Tree:
-        names = [name.removeprefix(f"{part.name}/") if part.depth else name for name in group.leaves]
-        return pytree.nest(dict(zip(names, ahead.take(group))))
+    def fetch_group(segment: Segment, group: LeafGroup) -> Tree:
+        names = [name.removeprefix(f"{segment.name}/") if segment.depth else name for name in group.leaves]
+        return pytree.nest(dict(zip(names, ahead.fetch(group))))
 
     x = None
-    for part in parts[:-1]:
-        for i, group in enumerate(part.groups):
-            at, f = ctx._replace(cache=caches[part.first + i]), part.functions[i % len(part.functions)]
-            if part.kind == "embed":
-                x = f(take(part, group), batch, at)
-            elif part.kind == "join":
-                x = f(take(part, group), x, batch, at)
+    for segment in parts[:-1]:
+        for i, group in enumerate(segment.groups):
+            layer_ctx, f = ctx._replace(cache=caches[segment.first + i]), segment.functions[i % len(segment.functions)]
+            if segment.kind == "embed":
+                x = f(fetch_group(segment, group), batch, layer_ctx)
+            elif segment.kind == "join":
+                x = f(fetch_group(segment, group), x, batch, layer_ctx)
             else:
-                number = torch.full((), part.first + i, device=tokens.device)
-                x = f(take(part, group), x, at._replace(layer=number))
-    return model.logits(take(parts[-1], parts[-1].groups[0]), x, ctx)
+                number = torch.full((), segment.first + i, device=tokens.device)
+                x = f(fetch_group(segment, group), x, layer_ctx._replace(layer=number))
+    return model.logits(fetch_group(parts[-1], parts[-1].groups[0]), x, ctx)
 
 
-def draw(logits: Tensor, key: Tensor, how: Sampling) -> Tensor:
+def draw(logits: Tensor, key: Tensor, sampling: Sampling) -> Tensor:
     """One token per row of logits [B, V] (int64 [B]), by the largest of logits / temperature + Gumbel noise.
 
     Ref: Gumbel 1954; Maddison et al. 2014, "A* sampling", section 2.
     """
     logits = logits.double()
-    if how.temperature == 0.0:
+    if sampling.temperature == 0.0:
         return logits.argmax(-1)
-    logits = logits / how.temperature
-    if how.top_k and how.top_k < logits.shape[-1]:
-        least = logits.topk(how.top_k, -1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -math.inf)
-    if how.top_p < 1.0:
+    logits = logits / sampling.temperature
+    if sampling.top_k and sampling.top_k < logits.shape[-1]:
+        threshold = logits.topk(sampling.top_k, -1).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, -math.inf)
+    if sampling.top_p < 1.0:
         ordered, order = logits.sort(-1, descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        ordered = ordered.masked_fill(before >= how.top_p, -math.inf)
+        prefix_mass = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        ordered = ordered.masked_fill(prefix_mass >= sampling.top_p, -math.inf)
         logits = torch.empty_like(logits).scatter_(-1, order, ordered)
     noise = prng.uniform(key, logits.shape, dtype=torch.float64)
     return (logits - (-noise.log()).log()).argmax(-1)

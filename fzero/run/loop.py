@@ -17,20 +17,19 @@ import numpy as np
 import torch
 
 from fzero import data
-from fzero.comm.tables import any_rank
+from fzero.comm.rank_tables import any_rank
 from fzero.core import prng, pytree
 from fzero.core.host_memory import to_host
 from fzero.data.mixed_corpus import sources_of
-from fzero.data.mixture import Mixture, described
+from fzero.data.mixture import Mixture, describe_mixture
 from fzero.data.packing import figures
-from fzero.data.remote import RemoteTokens
+from fzero.data.remote_tokens import RemoteTokens
 from fzero.data.tokenizers import Tokenizer
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import describe, observe
 from fzero.offload import DiskTraffic
 from fzero.optim import AverageState
 from fzero.run import buckets, config_table, conversations, corpus, curriculum, machine, run_folder
-from fzero.run.agreed import agreed
 from fzero.run.attempt import Attempt
 from fzero.run.build import Job, all_on_disk, num_params, specs_of
 from fzero.run.config import RunConfig
@@ -38,27 +37,27 @@ from fzero.run.evaluate import evaluate_all
 from fzero.run.generate import Sampling, generate
 from fzero.run.measure import attempts
 from fzero.run.measure.flops import token_flop
-from fzero.run.measure.log import Meter, metrics_writer
+from fzero.run.measure.metrics_rows import Meter, metrics_writer
 from fzero.run.measure.profiler import steps_of
 from fzero.run.measure.progress import format_duration, show_progress
-from fzero.run.measure.step_records import Chosen, chosen, recording
-from fzero.run.memory_check import snapshot_room
+from fzero.run.measure.step_records import StepSelection, recording, select_steps
+from fzero.run.memory_check import snapshot_limit
 from fzero.run.objectives import OBJECTIVES
 from fzero.run.out_of_memory import explained
 from fzero.run.placement import resume_command
 from fzero.run.pretrain import expect_memory
+from fzero.run.process_settings import sleep_while_shared
 from fzero.run.ranks.signals import stop_signals
 from fzero.run.ranks.watchdog import watch_steps
 from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import disk_row, offload_summary, to_memory
 from fzero.run.resume.saver import CheckpointSaver
-from fzero.run.rows import Rows, due_after
-from fzero.run.stages import stage_at
-from fzero.run.waiting import sleep_while_shared
-from fzero.sharding.describe import codec_text, context_text, experts_text
-from fzero.sharding.digests import digest_text
-from fzero.sharding.redistribute import gather_on_first
-from fzero.train.capture import take_news
+from fzero.run.stages import stage_of_step
+from fzero.run.step_rows import StepRows, due_after
+from fzero.run.synced_state import agreed
+from fzero.sharding.plan_table import codec_text, context_text, experts_text
+from fzero.sharding.redistribute import digest_text, gather_on_first
+from fzero.train.capture import pop_news
 from fzero.train.state import TrainState
 
 
@@ -93,33 +92,33 @@ def train(attempt: Attempt, state: TrainState) -> int:
 
 def begin_stage(attempt: Attempt, step: int) -> Attempt:
     """The attempt in the stage that follows `step` steps, which is told if it is another one; see run/stages.py."""
-    there = attempt.in_stage(step)
-    if there is not attempt:
-        expect_memory(there.job, there.coordinator)
-        c = there.job.config
-        where = "" if stage_at(attempt.config, step).reads_on else " in another stage"
-        kept = f", of which layers in the middle compute {c.train.random_ltd}" if c.train.random_ltd else ""
-        attempt.options.say(f"after step {step}{where}: {c.train.batch} x {c.data.seq_len} a step{kept}")
-    return there
+    next_attempt = attempt.in_stage(step)
+    if next_attempt is not attempt:
+        expect_memory(next_attempt.job, next_attempt.coordinator)
+        c = next_attempt.job.config
+        stage_text = "" if stage_of_step(attempt.config, step).reads_on else " in another stage"
+        ltd_text = f", of which layers in the middle compute {c.train.random_ltd}" if c.train.random_ltd else ""
+        attempt.options.say(f"after step {step}{stage_text}: {c.train.batch} x {c.data.seq_len} a step{ltd_text}")
+    return next_attempt
 
 
 @contextmanager
 def recorder(attempt: Attempt, first: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """A context of a function that writes and shows the rows of the steps after `first`."""
     config, options = attempt.job.config, attempt.options
-    t, shown = config.train, {"bar": options.bar, "say": options.say}
+    t, display = config.train, {"bar": options.bar, "say": options.say}
     table = config_table.to_table(config)
     with (
-        show_progress(first, attempt.last_step, every=t.log_every, **shown) as show,
+        show_progress(first, attempt.last_step, every=t.log_every, **display) as show,
         metrics_writer(attempt.folder, first, show, t.loggers, table) as record,
     ):
 
-        def record_and_tell(row: Mapping[str, Any]) -> None:
+        def record_and_log(row: Mapping[str, Any]) -> None:
             record(row)
             if options.log is not None:
                 options.log(row["step"], dict(row))
 
-        yield record_and_tell
+        yield record_and_log
 
 
 def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[TrainState, int, rollback.Fault | None]:
@@ -131,50 +130,50 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
     """
     job, folder, path, coordinator, options, _ = attempt
     config, t, mesh = job.config, job.config.train, job.mesh
-    until = min(attempt.last_step, stage_at(attempt.config, int(state.step)).end)
+    end = min(attempt.last_step, stage_of_step(attempt.config, int(state.step)).end)
     skips, tried = coordinator.share(lambda: rollback.read_log(folder)[:2])
-    batch_at, validation = corpus.open_data(config, path, mesh, skips)
-    taken = corpus.open_counts(config, path, skips)
+    load_batch, validation = corpus.open_data(config, path, mesh, skips)
+    row_counts = corpus.open_counts(config, path, skips)
     bytes_per_token, specs = corpus.bytes_per_token(path), specs_of(job)
     first, cursor = int(state.step), int(state.data_cursor)
     checked = met = first
     open_parts = functools.cache(lambda: corpus.open_micro_batches(config, path, skips))
 
     def sample(step: int) -> int:
-        return corpus.sample_at(cursor + (step - first) * t.batch, skips)
+        return corpus.sample_of_cursor(cursor + (step - first) * t.batch, skips)
 
     def compare(state: TrainState, step: int) -> int:
         with mesh.ledger.phase("check"):
-            own = lambda m: corpus.on_device(open_parts()(sample(step - 1), m), job.device)  # noqa: E731
-            rollback.expect_agreement(job, state, own, step)
+            read_micro_batch = lambda m: corpus.on_device(open_parts()(sample(step - 1), m), job.device)  # noqa: E731
+            rollback.expect_agreement(job, state, read_micro_batch, step)
         return step
 
     with ExitStack() as stack:
-        read = stack.enter_context(closing(data.prefetch(lambda step: batch_at(sample(step)), first)))
-        batches = corpus.on_device_ahead((batch for _, batch in read), job.device)
+        read = stack.enter_context(closing(data.prefetch(lambda step: load_batch(sample(step)), first)))
+        batches = corpus.prefetch_to_device((batch for _, batch in read), job.device)
         record = stack.enter_context(recorder(attempt, first)) if coordinator.first else None
-        room = snapshot_room(job, machine.host_memory(job.config) // coordinator.local_size)
-        saver = stack.enter_context(CheckpointSaver(job, folder, first, room, options.say))
+        snapshot_budget = snapshot_limit(job, machine.host_memory(job.config) // coordinator.local_size)
+        saver = stack.enter_context(CheckpointSaver(job, folder, first, snapshot_budget, options.say))
         saver.reserve(state)
-        step, fault, traffic = first, None, job.nvme.moved() if job.nvme else DiskTraffic()
+        step, fault, traffic = first, None, job.nvme.traffic() if job.nvme else DiskTraffic()
         meter, recorded, make_step = stack.enter_context(measure_steps(attempt, first))
-        rows = stack.enter_context(Rows(attempt, meter, record, tried))
-        while step < until and not (signal := any_rank(stop[0] if stop else 0, mesh)):
-            coordinator.step, coordinator.made = step, step > first
+        rows = stack.enter_context(StepRows(attempt, meter, record, tried))
+        while step < end and not (signal := any_rank(stop[0] if stop else 0, mesh)):
+            coordinator.step, coordinator.has_stepped = step, step > first
             batch = meter.fetch(batches)
             with observe() as used:
                 state, metrics = make_step(state, batch, step + 1)
             if step == first and used:
                 options.say(f"kernels: {describe(used)}")
-            for line in take_news(job.train_step):
+            for line in pop_news(job.train_step):
                 options.say(line)
             step += 1
-            made, due = meter.made(state, metrics, step), due_after(config, step)
+            measurement, due = meter.end_step(state, metrics, step), due_after(config, step)
             if fault := rows.settle():  # of the step before, where that was not read yet
                 break
             with mesh.ledger.phase("checkpoint"):
-                fields = disk_row(job, traffic) | saver.poll() | taken(sample(step - 1))
-            traffic = job.nvme.moved() if job.nvme else traffic
+                fields = disk_row(job, traffic) | saver.poll() | row_counts(sample(step - 1))
+            traffic = job.nvme.traffic() if job.nvme else traffic
             if due.save or step == attempt.last_step:  # what is evaluated there is what is saved
                 state, met = agreed(job, state, attempt.config.train.steps), step
             if due.evaluate:
@@ -182,8 +181,8 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
                     fields |= evaluate_all(job, state, validation, bytes_per_token)
             if due.digest:
                 fields["digest"] = digest_text(state.params, specs.params, mesh)
-            rows.add(made, sample(step - 1), fields, recorded.how(step))
-            if (any(due) or not rows.late) and (fault := rows.settle()):
+            rows.add(measurement, sample(step - 1), fields, recorded.recorder_of(step))
+            if (any(due) or not rows.defers) and (fault := rows.settle()):
                 break
             if due.check:
                 checked = compare(state, step)
@@ -207,24 +206,26 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
 @contextmanager
 def measure_steps(
     attempt: Attempt, first: int
-) -> Iterator[tuple[Meter, Chosen, Callable[[TrainState, Any, int], tuple]]]:
+) -> Iterator[tuple[Meter, StepSelection, Callable[[TrainState, Any, int], tuple]]]:
     """(the meter of the steps after step `first`, which of them are recorded, the function that makes a step), rank 0
     writing the records.
 
     The function takes the state, the batch and the step's number.
     """
     job, folder, _, coordinator, options, _ = attempt
-    flop, t, until = token_flop(job), job.config.train, attempt.last_step
-    which = chosen(first, until, t.measure_every > 0, steps_of(options.profile, first) if options.profile else (0, 0))
+    flop, t, end = token_flop(job), job.config.train, attempt.last_step
+    selection = select_steps(
+        first, end, t.measure_every > 0, steps_of(options.profile, first) if options.profile else (0, 0)
+    )
     number = 0
     if coordinator.first:
         number = attempts.begin(attempt, first, flop)
     meter = Meter(job, flop, options.peak_flops, first)
     with (
-        recording(job, folder, number, which if coordinator.first else Chosen()) as step,
+        recording(job, folder, number, selection if coordinator.first else StepSelection()) as step,
         job.mesh.ledger.watched(meter.clock),
     ):
-        yield meter, which, step
+        yield meter, selection, step
 
 
 # ---- messages before and after ----
@@ -263,9 +264,9 @@ def announce(attempt: Attempt) -> None:
     if config.train.compress.startswith("8bit"):
         say("checkpoints: moments in 8-bit codes (train.compress), which is lossy: a run that resumes begins there")
     rate = f"{options.peak_flops / 1e9:,.0f} GFLOP/s of {config.precision.policy} products"
-    where = f" by {coordinator.size} processes together" * (coordinator.size > 1)
-    given, measured = ("the", f" measured here{where}") if options.peak_measured else ("the given", "")
-    say(f"MFU: model FLOPs (6N + 12LTD) over {given} {rate}{measured}")
+    ranks_text = f" by {coordinator.size} processes together" * (coordinator.size > 1)
+    article, measured = ("the", f" measured here{ranks_text}") if options.peak_measured else ("the given", "")
+    say(f"MFU: model FLOPs (6N + 12LTD) over {article} {rate}{measured}")
 
 
 def missing_rows(folder: Path, step: int) -> str:
@@ -275,35 +276,36 @@ def missing_rows(folder: Path, step: int) -> str:
     if not without:
         return ""
     first, last = min(without), max(without)
-    which = f"step {first} has" if len(without) == 1 else f"{len(without)} steps ({first} to {last}) have"
-    return f"{which} no row in {folder / run_folder.METRICS}; the state is whole"
+    steps_text = f"step {first} has" if len(without) == 1 else f"{len(without)} steps ({first} to {last}) have"
+    return f"{steps_text} no row in {folder / run_folder.METRICS}; the state is whole"
 
 
 def corpus_lines(config: RunConfig, path: Path) -> Iterator[str]:
     """The lines about the corpus of a run, or about each of its mixture."""
     sources = sources_of(path)
-    for place in [source.path for source in sources] or [path]:
-        tokens = data.open_tokens(place, "train", corpus.reading_of(config, path))
+    for corpus_path in [source.path for source in sources] or [path]:
+        tokens = data.open_tokens(corpus_path, "train", corpus.reading_of(config, path))
         remote = tokens.tokens if isinstance(tokens.tokens, RemoteTokens) else None
-        of = place if remote is None else remote.file.url
-        yield f"{of}: {tokens.tokens.shape[0]:,} tokens; {config.train.batch} x {config.data.seq_len} a step"
+        label = corpus_path if remote is None else remote.file.url
+        yield f"{label}: {tokens.tokens.shape[0]:,} tokens; {config.train.batch} x {config.data.seq_len} a step"
         if config.data.packing == buckets.BUCKETS:
             yield from buckets.described(config, tokens)
         elif tokens.kind == "text" and config.data.packing != "stream":
-            found = figures(tokens, config.data.packing, config.data.seq_len)
+            packing_stats = figures(tokens, config.data.packing, config.data.seq_len)
             yield (
-                f"packing {config.data.packing}: {found.rows:,} sequences an epoch, {found.filled:.2%} of their "
-                f"positions filled up; {found.cut:.1%} of the documents are longer than a sequence and cut"
+                f"packing {config.data.packing}: {packing_stats.rows:,} sequences an epoch, {packing_stats.filled:.2%} "
+                f"of their positions filled up; {packing_stats.cut:.1%} of the documents are longer than a sequence "
+                "and cut"
             )
         if remote is not None:
-            yield f"{of}: read by pieces, of which {remote.cache.folder} keeps {config.data.cache_gb:g} GB"
+            yield f"{label}: read by pieces, of which {remote.cache.folder} keeps {config.data.cache_gb:g} GB"
         elif tokens.sums is None:
-            linked = "linked" in read_meta(place)
-            why = "another system's file" if linked else "an earlier version prepared it"
-            yield f"{place}: has no checksums ({why}), so damage to it is not noticed"
+            linked = "linked" in read_meta(corpus_path)
+            reason = "another system's file" if linked else "an earlier version prepared it"
+            yield f"{corpus_path}: has no checksums ({reason}), so damage to it is not noticed"
     yield from curriculum.described(config)
     if sources:
-        yield from described(Mixture.parse(config.data.mixture))
+        yield from describe_mixture(Mixture.parse(config.data.mixture))
 
 
 def summarize(attempt: Attempt, state: TrainState, seconds: float) -> None:
@@ -314,8 +316,8 @@ def summarize(attempt: Attempt, state: TrainState, seconds: float) -> None:
     job, folder, _, coordinator, options, _ = attempt
     config, say, step = attempt.config, options.say, int(state.step)
     if step < config.train.steps:
-        again = resume_command(folder, config, coordinator.size)
-        say(f"stopped after step {step} of {config.train.steps}; resume with: {again}")
+        command = resume_command(folder, config, coordinator.size)
+        say(f"stopped after step {step} of {config.train.steps}; resume with: {command}")
         return
     rows = list(run_folder.read_metrics(folder)) if coordinator.first else []
     last = next((row for row in reversed(rows) if "val_loss" in row), {})
@@ -324,16 +326,16 @@ def summarize(attempt: Attempt, state: TrainState, seconds: float) -> None:
         f"{step} steps in {format_duration(seconds)}; validation loss {last.get('val_loss', math.nan):.4f} "
         f"nats per {OBJECTIVES[config.objective].unit}{per_byte}"
     )
-    where = (
+    state_path = (
         job.nvme.folder
         if job.nvme is not None and all_on_disk(job)
         else f"{config.train.checkpoints or run_folder.CHECKPOINTS}/step-{step:08d}"
     )
-    say(f"written: {folder}/metrics.jsonl, {where}")
+    say(f"written: {folder}/metrics.jsonl, {state_path}")
     params = best_params(job, state) if options.sample else ()
     if options.sample and coordinator.first:
-        of = f", by rank 0 with the weights gathered from {job.mesh.size} ranks" if job.mesh.size > 1 else ""
-        say(f"a sample{of} (fzero sample {folder} --prompt ...):\n")
+        gather_note = f", by rank 0 with the weights gathered from {job.mesh.size} ranks" if job.mesh.size > 1 else ""
+        say(f"a sample{gather_note} (fzero sample {folder} --prompt ...):\n")
         text = sample_text(attempt, params)
         say(text)
         try:
@@ -347,20 +349,20 @@ def best_params(job: Job, state: TrainState) -> Any:
     specs, state = specs_of(job), to_memory(state)
     if not isinstance(state.opt_state, AverageState):
         return gather_on_first(state.params, specs.params, job.mesh)
-    whole = gather_on_first(state.opt_state.average, specs.opt_state.average, job.mesh)
-    return pytree.map(lambda leaf: leaf.to(job.policy.param), whole)
+    average = gather_on_first(state.opt_state.average, specs.opt_state.average, job.mesh)
+    return pytree.map(lambda leaf: leaf.to(job.policy.param), average)
 
 
 def prompt_of(attempt: Attempt) -> tuple[Tokenizer, np.ndarray, list[int]]:
     """(the tokenizer, the ids of the prompt of the options, the ids that end a text); raises ValueError for a prompt of
     no tokens, or one that leaves no position of the model's."""
-    folder, most = attempt.folder, attempt.job.model.config.max_len
+    folder, max_len = attempt.folder, attempt.job.model.config.max_len
     tokenizer = run_folder.read_tokenizer(folder)
     chat = conversations.answers_messages(attempt.job.config, folder)
     ids, ends = conversations.prompt_ids(folder, tokenizer, attempt.options.sample, chat=chat)
-    if not 0 < len(ids) < most:
+    if not 0 < len(ids) < max_len:
         raise ValueError(
-            f"--prompt has {len(ids)} tokens, and the model {most} positions, of which a text needs one more; give "
+            f"--prompt has {len(ids)} tokens, and the model {max_len} positions, of which a text needs one more; give "
             'another one, or "" for no text'
         )
     return tokenizer, ids, ends
@@ -372,8 +374,8 @@ def sample_text(attempt: Attempt, params: Any, n: int = 300) -> str:
     tokens = torch.from_numpy(ids.astype("int64"))[None].to(job.device)
     # Weights from a disk are in the host's memory, from where each token takes them to the device.
     leaves = pytree.named_leaves(params)
-    away = {name: leaf for name, leaf in leaves.items() if leaf.device != job.device}
-    leaves |= zip(away, to_host([*away.values()], job.device, "the weights to sample from"))
+    remote_leaves = {name: leaf for name, leaf in leaves.items() if leaf.device != job.device}
+    leaves |= zip(remote_leaves, to_host([*remote_leaves.values()], job.device, "the weights to sample from"))
     params = pytree.from_named(leaves, params)
     n = min(n, job.model.config.max_len - tokens.shape[1])
     key = prng.key(job.config.train.seed, job.device)

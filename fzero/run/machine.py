@@ -17,8 +17,8 @@ import torch
 from fzero.core import cpp, gpu, packages
 from fzero.core.compile import have_compiler
 from fzero.core.device import CPU, Target, target_on
-from fzero.core.foreign import in_form, read_json
-from fzero.core.numa import cores
+from fzero.core.numa_binding import cores
+from fzero.core.text_parsing import in_form, read_json
 from fzero.kernels.float8 import least_capability
 from fzero.kernels.registry import Kernels
 from fzero.offload.disk_config import config_file
@@ -40,8 +40,8 @@ def share_cores(processes: int, device: torch.device = gpu.HOST) -> str:
     is set for a single process. device: of the processes; those of a GPU leave 2 cores each to the threads that launch
     its work and move data.
     """
-    said = os.environ.get("OMP_NUM_THREADS")
-    if said is None or (said == "1" and "LOCAL_RANK" in os.environ):
+    setting = os.environ.get("OMP_NUM_THREADS")
+    if setting is None or (setting == "1" and "LOCAL_RANK" in os.environ):
         torch.set_num_threads(max(1, cores() // processes - BESIDE_GPU * (device.type == "cuda")))
     return f"threads: {torch.get_num_threads()} a process; {processes} processes on {cores()} cores of this host"
 
@@ -77,13 +77,13 @@ def product_rates(kinds: Sequence[Kind]) -> list[float]:
     A process without a device file of this machine measures for 0.1 s a kind, on one thread, and counts it for all its
     threads: "auto" cannot be decided without a figure (bf16 is many times faster than fp32 on one CPU, and many times
     slower on another)."""
-    known = bench_rates()
-    if not all(kind in known for kind in kinds):
+    rates = bench_rates()
+    if not all(kind in rates for kind in kinds):
         missing = [kind for kind in kinds if kind not in _MEASURED]
         if missing:
             _MEASURED.update(zip(missing, gemm_rates(missing)))
-        known = {kind: rate * torch.get_num_threads() for kind, rate in _MEASURED.items()}
-    return [known[kind] for kind in kinds]
+        rates = {kind: rate * torch.get_num_threads() for kind, rate in _MEASURED.items()}
+    return [rates[kind] for kind in kinds]
 
 
 def bench_rates() -> dict[Kind, float]:
@@ -138,7 +138,7 @@ def gemm_rates(kinds: Sequence[Kind], seconds: float = 0.1) -> list[float]:
     So that a comparison does not depend on who else uses the machine: while another process has one of two cores, a
     product on two threads can take a hundred times as long, and one that waits for a core ten times. The side is 1024,
     or less where one product would take too long."""
-    all_threads, before = torch.get_num_threads(), fp32_matmul()
+    all_threads, previous_mode = torch.get_num_threads(), fp32_matmul()
     torch.set_num_threads(1)
 
     def time_of(kind: Kind, side: int) -> float:
@@ -157,10 +157,10 @@ def gemm_rates(kinds: Sequence[Kind], seconds: float = 0.1) -> list[float]:
         sides.append(side)
     best, begin = [float("inf")] * len(kinds), time.perf_counter()
     while time.perf_counter() - begin < seconds * len(kinds) or float("inf") in best:
-        best = [min(least, time_of(kind, side)) for least, kind, side in zip(best, kinds, sides)]
-    set_fp32_matmul(before)
+        best = [min(duration, time_of(kind, side)) for duration, kind, side in zip(best, kinds, sides)]
+    set_fp32_matmul(previous_mode)
     torch.set_num_threads(all_threads)
-    return [2.0 * side**3 / least for side, least in zip(sides, best)]
+    return [2.0 * side**3 / duration for side, duration in zip(sides, best)]
 
 
 def fp32_error() -> float:
@@ -197,20 +197,20 @@ def set_fp32_matmul(mode: str) -> None:
         switch.fp32_precision = "bf16" if mode == "onednn" else "none"
 
 
-def choose_fp32_matmul(wanted: str) -> tuple[str, str]:
-    """(the way float32 products are now made, a line that says why); `wanted` is auto, default or onednn.
+def choose_fp32_matmul(mode: str) -> tuple[str, str]:
+    """(the way float32 products are now made, a line that says why); `mode` is auto, default or onednn.
 
     auto takes oneDNN's way where its error stays below 1e-6 and it is at least 5% faster (see product_rates).
     Raises ValueError if "onednn" is asked for and its error is larger, or it is not there.
     """
     set_fp32_matmul("default")
-    if wanted == "default":
-        return wanted, "fp32 products: torch's default, as asked"
-    if wanted == "auto" and onednn_switch() is None:
+    if mode == "default":
+        return mode, "fp32 products: torch's default, as asked"
+    if mode == "auto" and onednn_switch() is None:
         return "default", "fp32 products: torch's default (oneDNN's switch is not here)"
     set_fp32_matmul("onednn")
     error = fp32_error()
-    if wanted == "onednn":
+    if mode == "onednn":
         if error >= MAX_ERROR:
             set_fp32_matmul("default")
             raise ValueError(
@@ -218,11 +218,11 @@ def choose_fp32_matmul(wanted: str) -> tuple[str, str]:
             )
         return "onednn", f"fp32 products: oneDNN's, as asked (error {error:.1e})"
     plain, rate = product_rates([(torch.float32, "default"), (torch.float32, "onednn")])
-    why = f"oneDNN's: error {error:.1e}, {rate / 1e9:.0f} GFLOP/s; default: {plain / 1e9:.0f}"
+    reason = f"oneDNN's: error {error:.1e}, {rate / 1e9:.0f} GFLOP/s; default: {plain / 1e9:.0f}"
     if error >= MAX_ERROR or rate < 1.05 * plain:
         set_fp32_matmul("default")
-        return "default", f"fp32 products: torch's default ({why})"
-    return "onednn", f"fp32 products: oneDNN's ({why})"
+        return "default", f"fp32 products: torch's default ({reason})"
+    return "onednn", f"fp32 products: oneDNN's ({reason})"
 
 
 def resolve_auto(
@@ -257,13 +257,13 @@ def _expect_float8(config: RunConfig, target: Target) -> None:
     matmul = make_policy(config).matmul
     if not matmul or Kernels.parse(config.train.kernels)["float8_linear"] != "auto":
         return
-    least = least_capability(matmul.removeprefix("float8_"))
-    if target.capability < least:
-        has, needs = (".".join(map(str, version)) for version in (target.capability, least))
+    min_capability = least_capability(matmul.removeprefix("float8_"))
+    if target.capability < min_capability:
+        actual, needs = (".".join(map(str, version)) for version in (target.capability, min_capability))
         raise ValueError(
             f"precision.policy is {config.precision.policy!r}, whose products need compute capability {needs}, and "
-            f"{target.name or 'the GPU'} has {has}; use bf16, or --set train.kernels=auto,float8_linear=emulated for "
-            "the same numbers, slower than bf16"
+            f"{target.name or 'the GPU'} has {actual}; use bf16, or --set train.kernels=auto,float8_linear=emulated "
+            "for the same numbers, slower than bf16"
         )
 
 
@@ -286,7 +286,7 @@ def resolve_here(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """
     check_packages(config)
     if config.device == "cuda":
-        return resolve_gpu(config, gpu.device_here("cuda"))
+        return resolve_gpu(config, gpu.local_device("cuda"))
     flops, lines = None, []
     if config.precision.policy == "auto":
         ways = [
@@ -296,12 +296,12 @@ def resolve_here(config: RunConfig) -> tuple[RunConfig, list[str]]:
         ]
         bf16, fp32, *_ = product_rates(ways)
         flops = {"bfloat16": bf16, "float32": fp32}
-    found = compiler() != ""
-    if config.train.compiled is True and not found:
+    has_compiler = compiler() != ""
+    if config.train.compiled is True and not has_compiler:
         raise ValueError(
             "train.compiled is true and no C++ compiler (g++ or clang++) is on PATH; install one, or use auto or false"
         )
-    resolved = resolve_auto(config, CPU, flops=flops, compiled=found)
+    resolved = resolve_auto(config, CPU, flops=flops, compiled=has_compiler)
     policy, mode = resolved.precision.policy, config.precision.fp32_matmul
     if flops:
         lines.append(f"precision: {policy} (products: bf16 {bf16 / 1e9:.0f}, fp32 {fp32 / 1e9:.0f} GFLOP/s)")
@@ -311,7 +311,7 @@ def resolve_here(config: RunConfig) -> tuple[RunConfig, list[str]]:
         mode, line = choose_fp32_matmul(mode)
         resolved = replace(resolved, precision=replace(resolved.precision, fp32_matmul=mode))
         lines.append(line)
-    if config.train.compiled == "auto" and not found:
+    if config.train.compiled == "auto" and not has_compiler:
         lines.append(
             "blocks run uncompiled, slower and with the same numbers: no C++ compiler (g++ or clang++) is on PATH"
         )
@@ -320,9 +320,9 @@ def resolve_here(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 def resolve_gpu(config: RunConfig, device: torch.device) -> tuple[RunConfig, list[str]]:
     """`resolve_here` for a GPU: nothing is measured there, its compute capability decides."""
-    found, lines = target_on(device), []
+    target, lines = target_on(device), []
     # Ampere is the first with bf16 products; AMD's GPUs count otherwise, and all that PyTorch serves have them.
-    wide = found.capability >= (8, 0) or torch.version.hip is not None
+    wide = target.capability >= (8, 0) or torch.version.hip is not None
     blocks = compiler() != "" and importlib.util.find_spec("triton") is not None
     if config.precision.fp32_matmul == "onednn":
         raise ValueError("precision.fp32_matmul is 'onednn', which is of CPUs, and the run is on a GPU; use default")
@@ -331,11 +331,11 @@ def resolve_gpu(config: RunConfig, device: torch.device) -> tuple[RunConfig, lis
             "train.compiled is true, and blocks for a GPU need Triton and a C++ compiler (g++ or clang++) on PATH; "
             "install them, or use auto or false"
         )
-    resolved = resolve_auto(config, found, compiled=blocks)
+    resolved = resolve_auto(config, target, compiled=blocks)
     if config.precision.policy == "auto":
         if not wide:
             resolved = replace(resolved, precision=replace(resolved.precision, policy="fp32"))
-        version = ".".join(map(str, found.capability))
+        version = ".".join(map(str, target.capability))
         lines.append(
             f"precision: {resolved.precision.policy} (compute capability {version}; bf16 products from 8.0 on)"
         )
@@ -348,5 +348,5 @@ def compiler() -> str:
     """The C++ compiler that compiled blocks would use, "" for none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the caller reports it in one line
-        found = have_compiler()
-    return cpp.compiler() if found else ""
+        available = have_compiler()
+    return cpp.compiler() if available else ""

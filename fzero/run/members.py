@@ -1,4 +1,5 @@
-"""Local steps of a run: its members, the replicas over rp, train apart and agree once in H steps (see train/local.py).
+"""Local steps of a run: its members, the replicas over rp, train apart and agree once in H steps
+(see train/local_steps.py).
 
 A member's plan is that of `mesh.member()`; batches, evaluations, checkpoints and rows of metrics are of all of them.
 """
@@ -19,7 +20,7 @@ from fzero.run.config import LocalSteps
 from fzero.run.config_ranks import OUTER
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.slices import local_numel
-from fzero.train.local import Local, agree, init_local, local_specs, make_local_step
+from fzero.train.local_steps import Local, init_local, local_specs, make_local_step, synchronize
 from fzero.train.state import TrainState
 from fzero.train.step import Metrics
 
@@ -64,7 +65,8 @@ class MemberStep:
     """A member's train step `(state, batch) -> (state, Metrics)`, with the metrics of all members, and `agree`."""
 
     def __init__(self, step: Step, plan: Plan, members: Members) -> None:
-        self.plan, self.members, self.own = plan, members, step  # `own`: without the other members, as plans trace it
+        self.plan, self.members = plan, members
+        self.inner_step = step  # without the other members, as plans trace it
         self.local = make_local_step(step, plan, members.outer, members.mesh["rp"], members.local)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -73,7 +75,7 @@ class MemberStep:
 
     def agree(self, state: TrainState) -> TrainState:
         """The state once all members agree on all of it, to be saved."""
-        return agree(self.plan, self.members.mesh["rp"], state, self.members.local)
+        return synchronize(self.plan, self.members.mesh["rp"], state, self.members.local)
 
 
 @torch.no_grad()
@@ -83,22 +85,25 @@ def join(metrics: Metrics, mesh: Mesh) -> Metrics:
 
     Communicates: a psum of a few numbers over rp.
     """
-    device, own = metrics.loss.device, metrics.num_tokens.to(torch.float64)
+    device, local_tokens = metrics.loss.device, metrics.num_tokens.to(torch.float64)
     spike = metrics.spike if isinstance(metrics.spike, Tensor) else torch.zeros((), dtype=torch.bool, device=device)
-    weighed = [metrics.loss.to(torch.float64) * own, *(x.to(torch.float64) * own for x in metrics.extra.values())]
+    weighed = [
+        metrics.loss.to(torch.float64) * local_tokens,
+        *(x.to(torch.float64) * local_tokens for x in metrics.extra.values()),
+    ]
     flags, norm = [metrics.skipped, spike], metrics.grad_norm.to(torch.float64).square()
-    row = torch.stack([own, norm, *(flag.to(torch.float64) for flag in flags), *weighed])
+    row = torch.stack([local_tokens, norm, *(flag.to(torch.float64) for flag in flags), *weighed])
     with mesh.ledger.phase("metrics"):
         total = psum(row, mesh["rp"], leaf="members")
     tokens, norms, skipped, spiked, loss, *extra = total.unbind(0)
-    each = torch.where(tokens == 0, 1, tokens)
+    divisor = torch.where(tokens == 0, 1, tokens)
     return metrics._replace(
-        loss=(loss / each).to(metrics.loss.dtype),
+        loss=(loss / divisor).to(metrics.loss.dtype),
         num_tokens=tokens.to(metrics.num_tokens.dtype),
         grad_norm=(norms / mesh["rp"].size).sqrt().to(metrics.grad_norm.dtype),
         skipped=skipped > 0,
         spike=spiked > 0 if isinstance(metrics.spike, Tensor) else (),
-        extra={name: (value / each).to(metrics.extra[name].dtype) for name, value in zip(metrics.extra, extra)},
+        extra={name: (value / divisor).to(metrics.extra[name].dtype) for name, value in zip(metrics.extra, extra)},
     )
 
 

@@ -24,7 +24,7 @@ from fzero.core.pytree import Tree
 from fzero.models import LlamaConfig
 from fzero.models.presets import family_of
 from fzero.models.score import head_rows
-from fzero.models.sizes import hidden_units
+from fzero.models.size_bounds import hidden_units
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.store_folder import store_bytes
 from fzero.optim.average import AVERAGE
@@ -33,7 +33,7 @@ from fzero.run.config import RunConfig
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.error_feedback import ERROR
 from fzero.sharding.slices import is_stacked, local_numel
-from fzero.train.row import schedule_of
+from fzero.train.pipeline_executor import schedule_of
 from fzero.train.state import meta_state
 from fzero.train.state_on_disk import leaves_on_disk
 
@@ -52,16 +52,16 @@ class Memory(NamedTuple):
 
 def bytes_of_state(job: Job) -> dict[str, tuple[str, int]]:
     """{name of a leaf of the state: (the memory it rests in, its bytes on a rank)}, without making a tensor of it."""
-    held, like = pytree.named_leaves(specs_of(job)), pytree.named_leaves(like_of(job))
-    return {name: (held[name].memory, tree_bytes(leaf)) for name, leaf in like.items()}
+    specs, like = pytree.named_leaves(specs_of(job)), pytree.named_leaves(like_of(job))
+    return {name: (specs[name].memory, tree_bytes(leaf)) for name, leaf in like.items()}
 
 
 def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) -> Memory:
     """The bytes that each rank of `job` needs. leaves: its `bytes_of_state`, where that is known."""
     policy, plan, t, c = job.policy, job.plan, job.config.train, job.model.config
     leaves = bytes_of_state(job) if leaves is None else leaves
-    few = ("step", "key", "data_cursor", "scaler")
-    state = sum(n for name, (place, n) in leaves.items() if place != "nvme" and name.split("/")[0] not in few)
+    scalars = ("step", "key", "data_cursor", "scaler")
+    state = sum(n for name, (memory, n) in leaves.items() if memory != "nvme" and name.split("/")[0] not in scalars)
     if plan.codec is not None and plan.codec.loco is not None:
         state += sum(
             n for name, (_, n) in leaves.items() if name.startswith(ERROR)
@@ -73,26 +73,26 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     micro_batches = local_micro_batches(job.config, job.mesh)
     # A sum by a binary tree holds a term for each of its levels.
     terms = micro_batches.bit_length() if plan.reduce == "canonical" else 1
-    part = max(part_numels(plan).values())
+    segment_numel = max(segment_numels(plan).values())
     terms *= min(2, plan.delayed or 1)  # the sums of an update that is not made yet, and of the next one
     sums = sum(sizes_of_sums(plan, "device")) * policy.accumulate.itemsize
     sums += sum(sizes_of_sums(plan, "host")) * sums_dtype(job).itemsize
-    grads = terms * sums + 2 * part * policy.param.itemsize
+    grads = terms * sums + 2 * segment_numel * policy.param.itemsize
     at_rest = pytree.leaves(plan.params)
-    moved = plan.mesh.link().size > 1 and any("dp" in spec.axes for spec in at_rest)
-    moved |= job.device != HOST and any(spec.memory != "device" for spec in at_rest)
-    whole = job.config.prefetch + 1 + layers_resident(job)
-    gathered = whole * part * policy.param.itemsize if moved else 0
-    between = numel_between_stages(plan)
-    grads += between * policy.accumulate.itemsize
-    gathered += between * policy.param.itemsize * min(2, plan.delayed or 1)
+    gathers = plan.mesh.link().size > 1 and any("dp" in spec.axes for spec in at_rest)
+    gathers |= job.device != HOST and any(spec.memory != "device" for spec in at_rest)
+    full_layers = job.config.prefetch + 1 + layers_resident(job)
+    gathered = full_layers * segment_numel * policy.param.itemsize if gathers else 0
+    boundary_numel = numel_between_stages(plan)
+    grads += boundary_numel * policy.accumulate.itemsize
+    gathered += boundary_numel * policy.param.itemsize * min(2, plan.delayed or 1)
     remat, tp, depth = Remat.parse(t.remat), plan.sizes["tp"], layers_alive(job)
     layer = int((10 * c.d_model + 4 * hidden_units(c) / tp) * remat.budget) + c.d_model
     inputs = 2 + depth // remat.every // tp if job.config.partition_activations else depth // max(1, remat.every)
-    kept = c.d_model * inputs + remat.every * layer if remat.every else depth * layer
+    saved_numel = c.d_model * inputs + remat.every * layer if remat.every else depth * layer
     tokens = t.micro_batch * job.config.data.seq_len // plan.sizes["cp"]
     logits = 2 * 4 * (tokens if job.model.foreign else min(tokens, 1024)) * head_rows(job.config.model) // tp
-    acts = tokens * (layer if plan.acts == "nvme" else kept) * policy.compute.itemsize + logits
+    acts = tokens * (layer if plan.acts == "nvme" else saved_numel) * policy.compute.itemsize + logits
     buffers = job.nvme.pool_bytes if job.nvme is not None else 0
     return Memory(state, grads, gathered, acts, buffers)
 
@@ -105,26 +105,26 @@ def sums_dtype(job: Job) -> torch.dtype:
 def layers_alive(job: Job) -> int:
     """The most layers whose activations a rank keeps at a time: those of the model, or with pp those of its stages for
     each micro-batch under way."""
-    plan, most = job.plan, 0
+    plan, max_layers = job.plan, 0
     if plan.stages is None:
         return job.model.config.n_layers
     for row in schedule_of(plan, local_micro_batches(job.config, job.mesh)).rows:
         alive = 0
         for act in row:
             alive += len(plan.stages.layers[act.stage]) * ((act.kind == "F") - (act.kind in "BW"))
-            most = max(most, alive)
-    return most
+            max_layers = max(max_layers, alive)
+    return max_layers
 
 
 def layers_resident(job: Job) -> int:
     """The most layers of a rank whose parameters may stay whole between micro-batches."""
-    plan, most = job.plan, job.config.resident
+    plan, limit = job.plan, job.config.resident
     if plan.stages is None:
-        return job.model.config.n_layers * min(1, most)
+        return job.model.config.n_layers * min(1, limit)
     chunks = [
         [len(plan.stages.layers[stage]) for stage in plan.stages.chunks(rank)] for rank in range(plan.sizes["pp"])
     ]
-    return max(sum(sorted(layers)[-most:]) if most else 0 for layers in chunks)
+    return max(sum(sorted(layers)[-limit:]) if limit else 0 for layers in chunks)
 
 
 def numel_between_stages(plan: Plan) -> int:
@@ -133,21 +133,21 @@ def numel_between_stages(plan: Plan) -> int:
     parts: dict[str, int] = {}
     for name, leaf in plan.leaves.items():
         if leaf.use.dims != leaf.params.dims:
-            part = name.split("/")[0]
-            parts[part] = parts.get(part, 0) + local_numel(leaf.shape, leaf.use, plan.sizes)
+            segment = name.split("/")[0]
+            parts[segment] = parts.get(segment, 0) + local_numel(leaf.shape, leaf.use, plan.sizes)
     return max(parts.values(), default=0)
 
 
 def old_values_bytes(job: Job, leaves: dict[str, tuple[str, int]]) -> int:
     """The bytes of the host's memory in which a speculating step keeps the old values of layers (see
     train/update/speculation.py)."""
-    kept = ("master", "opt_state") if job.policy.has_master else ("params", "opt_state")
+    groups = ("master", "opt_state") if job.policy.has_master else ("params", "opt_state")
     stacked = [name for name in job.plan.leaves if is_stacked(name) and name not in job.plan.frozen]
-    owner = pytree.owners([name for name in leaves if name.split("/")[0] in kept], stacked)
-    return sum(leaves[name][1] for name, of in owner.items() if of is not None and leaves[name][0] != "nvme")
+    owner = pytree.owners([name for name in leaves if name.split("/")[0] in groups], stacked)
+    return sum(leaves[name][1] for name, stack in owner.items() if stack is not None and leaves[name][0] != "nvme")
 
 
-def snapshot_room(job: Job, available: int) -> int:
+def snapshot_limit(job: Job, available: int) -> int:
     """The bytes that the snapshot of a checkpoint may take while `available` are left: half of those that a step does
     not need, at least 64 MiB.
     """
@@ -165,22 +165,22 @@ def numel(plan: Plan, specs: Tree) -> int:
 
 def sizes_of_sums(plan: Plan, memory: str) -> list[int]:
     """The elements of each sum of gradients that one rank keeps in a memory."""
-    there = [leaf for leaf in plan.leaves.values() if leaf.trained and leaf.grads.memory == memory]
-    return [local_numel(leaf.shape, leaf.grads, plan.sizes) for leaf in there]
+    leaves = [leaf for leaf in plan.leaves.values() if leaf.trained and leaf.grads.memory == memory]
+    return [local_numel(leaf.shape, leaf.grads, plan.sizes) for leaf in leaves]
 
 
-def part_numels(plan: Plan) -> dict[str, int]:
+def segment_numels(plan: Plan) -> dict[str, int]:
     """The elements of the embedding, of one layer of each stack and of the head, gathered over dp."""
     compute, parts = pytree.named_leaves(plan.compute), {}
     for name, leaf in pytree.named_leaves(plan.like).items():
-        part = name.split("/")[0]
+        segment = name.split("/")[0]
         layers = leaf.shape[0] if is_stacked(name) else 1
-        parts[part] = parts.get(part, 0) + local_numel(leaf.shape, compute[name], plan.sizes) // layers
+        parts[segment] = parts.get(segment, 0) + local_numel(leaf.shape, compute[name], plan.sizes) // layers
     return parts
 
 
-def part_layers(plan: Plan) -> dict[str, int]:
-    """The layers of each part of `part_numels`; 1 for a part that is no stack."""
+def segment_layers(plan: Plan) -> dict[str, int]:
+    """The layers of each part of `segment_numels`; 1 for a part that is no stack."""
     leaves = pytree.named_leaves(plan.like)
     return {name.split("/")[0]: leaf.shape[0] if is_stacked(name) else 1 for name, leaf in leaves.items()}
 
@@ -202,8 +202,8 @@ def disk_needed(job: Job) -> int:
     grads = 0 if config.train.update == "backward" else sum(sizes_of_sums(plan, "nvme")) * dtype.itemsize
     acts = 0
     if plan.acts == "nvme":
-        kept = -(-layers_alive(job) // Remat.parse(config.train.remat).every)
-        acts = kept * round_to_pages(
+        saved_layers = -(-layers_alive(job) // Remat.parse(config.train.remat).every)
+        acts = saved_layers * round_to_pages(
             config.train.micro_batch * config.data.seq_len * job.model.config.d_model * policy.compute.itemsize
         )
     return state + grads + acts
@@ -266,25 +266,25 @@ def largest(config: RunConfig, memory: int, disk: int, mesh: Mesh | None = None)
         job = build(replace(config, preset="", model=model), mesh)
         return job, PROCESS + sum(memory_needed(job)), disk_needed(job)
 
-    def fits(found: tuple[Job, int, int]) -> bool:
-        return found[1] <= memory and found[2] <= disk
+    def fits(candidate: tuple[Job, int, int]) -> bool:
+        return candidate[1] <= memory and candidate[2] <= disk
 
-    best, over = None, needs(*SIZES[0])
+    best, excess = None, needs(*SIZES[0])
     for size in SIZES:
         if not fits(needs(*size)):
             break
         best = size
     if best is None:
         raise ValueError(
-            f"largest: {gigabytes(memory)} of memory and {gigabytes(disk)} of disk do not hold {num_params(over[0]):,} "
-            "parameters, "
-            f"which need {gigabytes(over[1])} and {gigabytes(over[2])}; offload more, or take a smaller batch"
+            f"largest: {gigabytes(memory)} of memory and {gigabytes(disk)} of disk do not hold "
+            f"{num_params(excess[0]):,} parameters, which need {gigabytes(excess[1])} and {gigabytes(excess[2])}; "
+            "offload more, or take a smaller batch"
         )
-    width, layers, *rest = best
-    layers = _last(lambda n: fits(needs(width, n, *rest)), layers, DEEPEST)
-    found, over = needs(width, layers, *rest), needs(width, layers + 1, *rest)
-    binds = "depth" if layers == DEEPEST else "memory" if over[1] > memory else "disk"
-    return Largest(found[0].config, num_params(found[0]), found[1], found[2], binds)
+    width, layers, *tail_sizes = best
+    layers = _last(lambda n: fits(needs(width, n, *tail_sizes)), layers, DEEPEST)
+    fit, excess = needs(width, layers, *tail_sizes), needs(width, layers + 1, *tail_sizes)
+    binds = "depth" if layers == DEEPEST else "memory" if excess[1] > memory else "disk"
+    return Largest(fit[0].config, num_params(fit[0]), fit[1], fit[2], binds)
 
 
 def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
@@ -309,7 +309,7 @@ def sizes_on_host(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     its `bytes_of_state`, where that is known."""
     plan, t, d_model = job.plan, job.config.train, job.model.config.d_model
     leaves = bytes_of_state(job) if leaves is None else leaves
-    state = [n for place, n in leaves.values() if place == "host"]
+    state = [n for memory, n in leaves.values() if memory == "host"]
     grads = [size * sums_dtype(job).itemsize for size in sizes_of_sums(plan, "host")]
     acts = []
     if plan.acts == "host":
@@ -349,16 +349,16 @@ def needs_on_device(job: Job) -> dict[str, int]:
     """{component: bytes that a rank needs of it on its device}; activations are a rough bound."""
     leaves, out = bytes_of_state(job), dict.fromkeys(STATE.values(), 0)
     need = memory_needed(job, leaves)
-    away = memory_on_host(job, leaves) if job.device != HOST else Memory(0, 0, 0, 0, 0)
-    here = ("device",) if job.device != HOST else ("device", "host")
-    for name, (place, size) in leaves.items():
+    host_memory = memory_on_host(job, leaves) if job.device != HOST else Memory(0, 0, 0, 0, 0)
+    device_memories = ("device",) if job.device != HOST else ("device", "host")
+    for name, (memory, size) in leaves.items():
         group = next((words for prefix, words in STATE.items() if name.startswith(prefix)), "")
-        if group and place in here:
+        if group and memory in device_memories:
             out[group] += size
-    out["gradients"] = need.grads - away.grads
+    out["gradients"] = need.grads - host_memory.grads
     out["gathered parameters"] = need.gathered
-    out["activations"] = need.activations - away.activations
-    out["buffers"] = need.buffers - away.buffers
+    out["activations"] = need.activations - host_memory.activations
+    out["buffers"] = need.buffers - host_memory.buffers
     return {name: size for name, size in out.items() if size > 0}
 
 
@@ -372,14 +372,14 @@ def check_memory(job: Job, available: int, host: int | None = None) -> None:
     if not job.config.train.memory_check:
         return
     if job.device != HOST and host is not None:
-        there = host_bytes(job)
-        if there > host:
+        host_need = host_bytes(job)
+        if host_need > host:
             raise ValueError(
-                f"offload={job.config.offload!r} puts {gigabytes(there)} of each rank into the host's memory and "
+                f"offload={job.config.offload!r} puts {gigabytes(host_need)} of each rank into the host's memory and "
                 f"{gigabytes(host)} are available; offload less, or to a disk; --set train.memory_check=false tries "
                 "anyway"
             )
-        need = Memory(*(size - away for size, away in zip(need, memory_on_host(job))))
+        need = Memory(*(size - host_size for size, host_size in zip(need, memory_on_host(job))))
     if sum(need) <= available:
         return
     c, n = job.config, num_params(job)
@@ -398,7 +398,7 @@ def check_memory(job: Job, available: int, host: int | None = None) -> None:
             if fitting
             else "a smaller model (--set model.n_layers=...) fits"
         )
-    held = others_hold(job.device)
+    usage_text = other_usage_text(job.device)
     gathered = f", gathered parameters {gigabytes(need.gathered)}" if need.gathered else ""
     gathered += f", buffers {gigabytes(need.buffers)}" if need.buffers else ""
     parts = (
@@ -410,7 +410,7 @@ def check_memory(job: Job, available: int, host: int | None = None) -> None:
     raise ValueError(
         f"{c.preset or 'the model'} ({n / 1e9:.3g}B parameters) needs {gigabytes(sum(need))} "
         f"{'a rank ' * (ranks > 1)}to train "
-        f"({parts}) and {gigabytes(available)} are available{' to each' * (ranks > 1)}{held}; {hint}; --set "
+        f"({parts}) and {gigabytes(available)} are available{' to each' * (ranks > 1)}{usage_text}; {hint}; --set "
         "train.memory_check=false tries anyway"
     )
 
@@ -418,12 +418,12 @@ def check_memory(job: Job, available: int, host: int | None = None) -> None:
 MENTIONED = 1 << 30  # bytes of a GPU held by others from which they are named: a driver takes some hundred MB
 
 
-def others_hold(device: torch.device) -> str:
+def other_usage_text(device: torch.device) -> str:
     """A clause on what other processes hold of a GPU, and which they are if it is known; "" if it is little."""
-    if device == HOST or not gpu.in_use() or (held := gpu.memory_of(device).others) < MENTIONED:
+    if device == HOST or not gpu.in_use() or (used_bytes := gpu.memory_of(device).external) < MENTIONED:
         return ""
-    who = gpu.processes_on(device)
-    return f" ({gigabytes(held)} of {gpu.describe_device(device)} are held by {', '.join(who) or 'other processes'})"
+    holders = ", ".join(gpu.processes_on(device)) or "other processes"
+    return f" ({gigabytes(used_bytes)} of {gpu.describe_device(device)} are held by {holders})"
 
 
 def gigabytes(size: float) -> str:

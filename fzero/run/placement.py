@@ -8,7 +8,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from fzero.core.tables import Table, flat
+from fzero.core.config_tables import Table, flat
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
 
@@ -72,11 +72,11 @@ def pretrain_command(processes: int) -> str:
 
 def resume_command(folder: Path, config: RunConfig, processes: int) -> str:
     """The command that resumes the run in `folder` with the placement of `config`, as far as it is not the default."""
-    words, here = [], dict(flat(to_table(config)))
+    words, values = [], dict(flat(to_table(config)))
     if math.prod(config.mesh.values()) == processes and {"dp": processes} != config.mesh and processes > 1:
         words += ["--mesh", ",".join(f"{axis}={size}" for axis, size in config.mesh.items())]
     usual = dict(flat(to_table(RunConfig())))
     for key, flag in FLAGS.items():
-        if flag and here[key] != usual[key] and "\n" not in str(here[key]):  # a table: config.json has it
-            words += [flag] if here[key] is True else [flag, str(here[key])]
+        if flag and values[key] != usual[key] and "\n" not in str(values[key]):  # a table: config.json has it
+            words += [flag] if values[key] is True else [flag, str(values[key])]
     return f"{pretrain_command(processes)} --out {shlex.quote(str(folder))} --resume {shlex.join(words)}".rstrip()

@@ -13,14 +13,14 @@ import torch
 
 from fzero import data
 from fzero.comm.mesh_text import mesh_text
-from fzero.core import gpu, numa
+from fzero.core import gpu, numa_binding
+from fzero.core.config_tables import Table
 from fzero.core.files import NotWritable
 from fzero.core.storage import absolute, is_url
-from fzero.core.tables import Table
 from fzero.data.chat import read_chat
 from fzero.data.mixture import Mixture
 from fzero.data.tokens import read_meta
-from fzero.run import corpus, curriculum, machine, run_folder, run_lock, text_ends, token_weights
+from fzero.run import corpus, curriculum, machine, run_folder, run_lock, special_token_files, token_weights
 from fzero.run import weights as weights_module
 from fzero.run.attempt import Attempt, Options
 from fzero.run.build import Job, build, first_state, has_factors, num_params
@@ -29,7 +29,7 @@ from fzero.run.config_checks import check_corpus
 from fzero.run.config_ranks import refuse_without_axis
 from fzero.run.config_table import apply_table, from_json, to_json
 from fzero.run.corpus import Say
-from fzero.run.duration import fitting_steps, shortened
+from fzero.run.fitting_steps import fitting_steps, shortened
 from fzero.run.measure.flops import token_flop
 from fzero.run.measure.profiler import steps_of
 from fzero.run.memory_check import check_memory, gigabytes
@@ -38,7 +38,7 @@ from fzero.run.placement import fit_layout, keep_placement
 from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator
 from fzero.run.ranks.elastic import refit_mesh
 from fzero.run.reference import with_reference
-from fzero.run.resume import auto_resume, changed_run, new_stage, rollback
+from fzero.run.resume import auto_resume, changed_run, rollback
 from fzero.run.resume.newest_state import expect_disk, expect_leaves, expect_new, load_newest_state
 from fzero.run.stages import change_stage, split_changes, stages_of
 from fzero.run.transforms import make_transforms
@@ -61,41 +61,40 @@ def start(
     """A new run in the free `folder`, ready to train.
 
     grow_vocabulary: raise the model's vocabulary to the corpus's. may_shorten: take fewer steps where a small preset's
-    own would take more than some three minutes (duration.py). init: start from the weights of this run. auto:
+    own would take more than some three minutes (fitting_steps.py). init: start from the weights of this run. auto:
     remove the files that an earlier start of this run left in `folder` before it trained; fit the mesh to the
     processes, as in `resume`.
     Raises ValueError for whatever is wrong before anything is trained; `folder` is then as it was.
     """
-    there, mesh_lines = coordinator.share(lambda: auto_resume.take_folder(folder, auto=auto)), []
+    preexisting, mesh_lines = coordinator.share(lambda: auto_resume.claim_folder(folder, auto=auto)), []
     if auto and (math.prod(config.mesh.values()) != coordinator.size or not config.mesh):
         sizes, line = refit_mesh(config, config.mesh or {"dp": coordinator.size}, coordinator.size)
         config, mesh_lines = replace(config, mesh=sizes), [line]
-        coordinator.keep(math.prod(sizes.values()))
+        coordinator.set_size(math.prod(sizes.values()))
     coordinator.record(str(folder.absolute()))
     if coordinator.spare:
         return None
     weights = weights_module.load_start(init) if init else None
-    config, mesh, device, lines = place(with_absolute_paths(config), coordinator)
-    coordinator.share(lambda: lock_others(config, options.say))
+    config, mesh, device, lines = resolve_placement(with_absolute_paths(config), coordinator)
+    coordinator.share(lambda: lock_outside_folders(config, options.say))
     job = build(config, mesh, folder, device=device)
-    whole = config.train.steps
-    steps = coordinator.share(lambda: fitting_steps(job)) if may_shorten else whole
-    if steps != whole:
-        lines.append(f"{steps} steps in place of {whole}, for about 3 minutes here; --steps {whole} makes them all")
+    full_steps = config.train.steps
+    steps = coordinator.share(lambda: fitting_steps(job)) if may_shorten else full_steps
+    if steps != full_steps:
+        remedy = f"--steps {full_steps} makes them all"
+        lines.append(f"{steps} steps in place of {full_steps}, for about 3 minutes here; {remedy}")
         config = shortened(config, steps)
         job = build(config, mesh, folder, device=device)
-    expect_steps_left(folder, config, options, 0)
+    expect_remaining_steps(folder, config, options, 0)
     expect_memory(job, coordinator)
     expect_disk(job, coordinator)
     expect_new(job, folder, coordinator)
     try:
-        coordinator.share(lambda: auto_resume.put_marker(folder))
+        coordinator.share(lambda: auto_resume.write_marker(folder))
         path = Path(coordinator.share(lambda: str(corpus.find_corpus(config, folder, options.say, init))))
-        size = read_meta(path)["vocab_size"]
-        if grow_vocabulary and size > config.model.vocab_size:
-            options.say(
-                f"the corpus has {size:,} tokens: model.vocab_size is {size} in place of {config.model.vocab_size}"
-            )
+        size, old_size = read_meta(path)["vocab_size"], config.model.vocab_size
+        if grow_vocabulary and size > old_size:
+            options.say(f"the corpus has {size:,} tokens: model.vocab_size is {size} in place of {old_size}")
             config = replace(config, model=replace(config.model, vocab_size=size))
             job = build(config, mesh, folder, device=device)
         check_corpus(config, path)
@@ -122,7 +121,7 @@ def start(
             create_folder(attempt, init)
     except BaseException:
         if coordinator.first:
-            run_folder.clear_folder(folder, keep=there)
+            run_folder.clear_folder(folder, preserve=preexisting)
         raise
     for line in [*(weights.warnings if weights else []), *mesh_lines, *lines]:
         options.say(line)
@@ -133,11 +132,11 @@ def with_digests(config: RunConfig, path: Path, coordinator: Coordinator) -> Run
     """The config with the digests, as rank 0 finds them, of the files that the order and the weights of its rows are
     in."""
 
-    def found() -> list[str]:
-        own = curriculum.with_digest(config, path).data
-        return [own.curriculum, token_weights.with_digest(own.token_weights)]
+    def find_digests() -> list[str]:
+        data_config = curriculum.with_digest(config, path).data
+        return [data_config.curriculum, token_weights.with_digest(data_config.token_weights)]
 
-    order, weights = coordinator.share(found)
+    order, weights = coordinator.share(find_digests)
     return replace(config, data=replace(config.data, curriculum=order, token_weights=weights))
 
 
@@ -150,7 +149,7 @@ def create_folder(attempt: Attempt, init: Path | None) -> None:
         data.load_tokenizer(path),
         read_chat(path),
         start_texts(config.data, init) if init else {},
-        **(text_ends.start_ids(init) if init else {}),
+        **(special_token_files.start_ids(init) if init else {}),
         corpus=run_folder.DATA if path == folder / run_folder.DATA else str(path.resolve()),
         corpus_sha256=corpus.corpus_digest(path),
         init=str(init.resolve()) if init else "",
@@ -182,41 +181,41 @@ def resume(
     values, changes = split_changes(changes)
     numbers, changes = changed_run.split_values(changes)
     recorded, changed_lines = changed_run.with_values(recorded, numbers)
-    before = recorded
+    previous = recorded
     if values:
-        new, values = new_stage.with_changes(recorded, values, options.say)
+        new, values = auto_resume.with_changes(recorded, values, options.say)
         recorded = new if values else recorded
-    given, mesh_lines = changes.pop("mesh", None), []
-    sizes = recorded.mesh if given is None else given
-    if math.prod(sizes.values()) != coordinator.size and (auto or given is None):
+    explicit_mesh, mesh_lines = changes.pop("mesh", None), []
+    sizes = recorded.mesh if explicit_mesh is None else explicit_mesh
+    if math.prod(sizes.values()) != coordinator.size and (auto or explicit_mesh is None):
         sizes, line = refit_mesh(apply_table(recorded, changes), sizes, coordinator.size)
         mesh_lines = [line]
-        coordinator.keep(math.prod(sizes.values()))
+        coordinator.set_size(math.prod(sizes.values()))
         if coordinator.spare:
             return None
     config, layout_lines = fit_layout(recorded, replace(apply_table(recorded, changes), mesh=sizes), changes)
-    config, mesh, device, lines = place(config, coordinator)
+    config, mesh, device, lines = resolve_placement(config, coordinator)
     refuse_without_axis(config, changes, recorded)
-    coordinator.share(lambda: lock_others(config, options.say))
+    coordinator.share(lambda: lock_outside_folders(config, options.say))
     job = build(config, mesh, folder, device=device)
     expect_memory(job, coordinator)
     path = corpus.corpus_of_run(config, folder, environment, coordinator, options.say)
     coordinator.share(lambda: rollback.finish_rollback(folder))
     init = Path(environment["init"]) if environment["init"] else None
     if changed_lines:
-        coordinator.share(lambda: expect_leaves(job, folder, before))
+        coordinator.share(lambda: expect_leaves(job, folder, previous))
     with explained(job, folder, coordinator, "the state to resume from"):
         state = load_newest_state(job, folder, coordinator, options.say, init)
     step = int(state.step)
     if values or changed_lines:
-        expect_steps_left(folder, config, options, step)
+        expect_remaining_steps(folder, config, options, step)
     if values:
-        recorded = change_stage(before, values, step)
-        coordinator.share(lambda: new_stage.forget_later(folder, recorded))
+        recorded = change_stage(previous, values, step)
+        coordinator.share(lambda: auto_resume.drop_later_skips(folder, recorded))
         config = replace(config, stages=recorded.stages)
         job = job._replace(config=config)
-    moved = keep_placement(recorded, config, given)  # the config that the state follows from now on
-    coordinator.share(lambda: run_folder.replace_config(folder, moved))
+    placed_config = keep_placement(recorded, config, explicit_mesh)  # the config that the state follows from now on
+    coordinator.share(lambda: run_folder.replace_config(folder, placed_config))
     attempt = Attempt(job, folder, path, coordinator, options, config)
     if auto and step >= attempt.last_step:
         options.say(
@@ -224,7 +223,7 @@ def resume(
             "steps"
         )
         return None
-    expect_steps_left(folder, config, options, step)
+    expect_remaining_steps(folder, config, options, step)
     coordinator.share(lambda: run_folder.cut_metrics(folder, step))
     options.say(f"resuming {folder} at step {step} of {config.train.steps}")
     for line in [*mesh_lines, *layout_lines, *lines] if coordinator.size > 1 or mesh_lines else ():
@@ -242,25 +241,25 @@ def lock_run(folder: Path, say: Say) -> tuple[str, Table]:
     Raises ValueError if it is no run, or another process owns it.
     """
     run_folder.read_config(folder)
-    run_lock.take(folder, say)
-    run_folder.expect_places(folder)
+    run_lock.acquire(folder, say)
+    run_folder.expect_writable(folder)
     return to_json(run_folder.read_config(folder)), run_folder.read_environment(folder)
 
 
-def lock_others(config: RunConfig, say: Say) -> None:
+def lock_outside_folders(config: RunConfig, say: Say) -> None:
     """Own the folders outside of the run's own that it writes: of checkpoints, and of offloaded state."""
     places = [config.train.checkpoints, config.nvme.folder if "nvme" in config.offload else ""]
-    for place in places:
-        if place and not is_url(place):
+    for folder in places:
+        if folder and not is_url(folder):
             try:
-                run_lock.take(Path(place), say)
+                run_lock.acquire(Path(folder), say)
             except NotWritable:
                 raise
             except OSError:  # a place that is no folder is refused by its own reader
                 pass
 
 
-def expect_steps_left(folder: Path, config: RunConfig, options: Options, step: int) -> None:
+def expect_remaining_steps(folder: Path, config: RunConfig, options: Options, step: int) -> None:
     """Raise ValueError if a run that has made `step` steps has none to make, or ends before what `options` are for."""
     stop_at, steps = options.stop_at, config.train.steps
     if step >= steps:
@@ -271,10 +270,11 @@ def expect_steps_left(folder: Path, config: RunConfig, options: Options, step: i
         raise ValueError(f"--stop-at {stop_at}: the run has made {step} steps already; give a larger number, or none")
     if stop_at is not None and stop_at > steps:
         raise ValueError(f"--stop-at {stop_at}: the run ends at its step {steps} (train.steps); leave it out")
-    left = min(steps, stop_at or steps) - step
-    if options.profile and steps_of(options.profile, 0)[0] > left:
+    remaining = min(steps, stop_at or steps) - step
+    if options.profile and steps_of(options.profile, 0)[0] > remaining:
         raise ValueError(
-            f"--profile {options.profile}: this command makes {left} steps; give some of them, such as --profile {left}"
+            f"--profile {options.profile}: this command makes {remaining} steps; give some of them, such as "
+            f"--profile {remaining}"
         )
 
 
@@ -287,33 +287,36 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         config = replace(config, data=replace(config.data, cache=absolute(config.data.cache)))
     if config.data.mixture:
         config = replace(config, data=replace(config.data, mixture=str(Mixture.parse(config.data.mixture).absolute())))
-    place = config.train.checkpoints
-    if place and not is_url(place):
-        config = replace(config, train=replace(config.train, checkpoints=str(Path(place).absolute())))
+    folder = config.train.checkpoints
+    if folder and not is_url(folder):
+        config = replace(config, train=replace(config.train, checkpoints=str(Path(folder).absolute())))
     to_json(config)
     return config
 
 
-def place(config: RunConfig, coordinator: Coordinator) -> tuple[RunConfig, Mesh, torch.device, list[str]]:
+def resolve_placement(config: RunConfig, coordinator: Coordinator) -> tuple[RunConfig, Mesh, torch.device, list[str]]:
     """(the config with its mesh and every "auto" decided, the mesh, the device of this process, lines about them); rank
     0 decides for all.
 
     Sets how the process makes float32 products, on how many threads, and its current GPU.
     """
-    asked, config = config.device, replace(config, device=coordinator.share(lambda: gpu.resolve_device(config.device)))
+    device_setting = config.device
+    config = replace(config, device=coordinator.share(lambda: gpu.resolve_device(config.device)))
     if config.mesh.get("pp", 1) > 1:
         gpu.widen_queues()
     device = gpu.use_device(config.device, coordinator.local_size)
-    why = (
-        f"; no GPU can be used: {gpu.complaint()}" if (asked, device) == ("auto", gpu.HOST) and gpu.complaint() else ""
+    reason = (
+        f"; no GPU can be used: {gpu.complaint()}"
+        if (device_setting, device) == ("auto", gpu.HOST) and gpu.complaint()
+        else ""
     )
-    lines = [f"device: {gpu.describe_device(device)}{why}"]
+    lines = [f"device: {gpu.describe_device(device)}{reason}"]
     processes = coordinator.local_size
     if device != gpu.HOST:  # before there are threads of NCCL, OpenMP and disks
-        found = numa.find_place(device, processes)
-        numa.bind_threads(found.cores)
-        processes = found.processes
-        lines += [f"cores: {found.line}"] * bool(found.line)
+        numa_node = numa_binding.find_placement(device, processes)
+        numa_binding.bind_threads(numa_node.cores)
+        processes = numa_node.processes
+        lines += [f"cores: {numa_node.line}"] * bool(numa_node.line)
     if coordinator.size > 1 and not config.mesh:
         config = replace(config, mesh={"dp": coordinator.size})
         lines.append(f"mesh: dp={coordinator.size}, all {coordinator.size} processes (--mesh says otherwise)")

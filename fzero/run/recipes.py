@@ -11,7 +11,7 @@ from fzero.run.config import (
     Data,
     Optim,
     RunConfig,
-    Schedule,
+    ScheduleConfig,
     Train,
 )
 from fzero.run.config_checks import (
@@ -67,7 +67,7 @@ FINE_TUNING: dict[str, tuple[str, float]] = {
 
 def preset_for(objective: str, *, lora: bool) -> str:
     """The preset of FINE_TUNING for what is to be learnt."""
-    name = next((name for name, (of, _) in FINE_TUNING.items() if of == objective), "finetune")
+    name = next((name for name, (goal, _) in FINE_TUNING.items() if goal == objective), "finetune")
     return f"{name}-lora" if lora else name
 
 
@@ -77,7 +77,7 @@ def fine_tuning(name: str, model: ModelConfig, *, steps: int | None = None, opti
     check_leaf("train.steps", steps)
     objective, lr = FINE_TUNING[name]
     optim = replace(optimizer_defaults(optimizer or "adamw"), lr=lr, weight_decay=0.0, beta2=0.999)
-    optim = replace(optim, schedule=Schedule(warmup_steps=min(steps // 20, 100), end=0.1))
+    optim = replace(optim, schedule=ScheduleConfig(warmup_steps=min(steps // 20, 100), end=0.1))
     return RunConfig(
         preset=name,
         model=model,
@@ -106,7 +106,7 @@ def recipe(
     optim = optimizer_defaults(optimizer or ("muon" if small else "adamw"))
     if not small:
         optim = replace(optim, lr=optim.lr / 10, lr_rest=optim.lr_rest / 10)
-    optim = replace(optim, schedule=Schedule(warmup_steps=min(steps // 20, 2000), end=0.0 if small else 0.1))
+    optim = replace(optim, schedule=ScheduleConfig(warmup_steps=min(steps // 20, 2000), end=0.0 if small else 0.1))
     return RunConfig(
         preset=name,
         model=model,

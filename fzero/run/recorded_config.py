@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 from fzero import checkpoint
 from fzero.checkpoint.manifest import MANIFEST
-from fzero.core.foreign import short
-from fzero.core.tables import Table, flat
+from fzero.core.config_tables import Table, flat
+from fzero.core.text_parsing import short
 from fzero.data.mixture import Mixture
 from fzero.run.config import RunConfig
 from fzero.run.config_table import from_table, to_table
 from fzero.run.config_versions import current_keys
 from fzero.run.placement import FLAGS
 from fzero.run.resume.changed_run import may_change
-from fzero.run.stages import STAGED, stage_at
+from fzero.run.stages import STAGED, stage_of_step
 
 WHOLE = "whole"  # in a line of attempts.jsonl: the config of all stages, where the attempt begins in one of several
 # Where a run lies and computes is no number of it: folders may have moved, and an attempt may have had another mesh.
@@ -67,15 +67,15 @@ def expect_recorded(config: RunConfig, path: Path, copy: Copy) -> None:
         recorded = from_table(current_keys(copy.table))
     except ValueError:  # of keys that this version does not have: there is nothing to compare with
         return
-    here = config if copy.step is None else stage_at(config, copy.step).config
-    mine, theirs = (dict(flat(to_table(without_folders(each)))) for each in (here, recorded))
+    current = config if copy.step is None else stage_of_step(config, copy.step).config
+    current_values, recorded_values = (dict(flat(to_table(without_folders(item)))) for item in (current, recorded))
     free = {*PLACES, *(() if copy.placed else FLAGS)}
-    for key in {**mine, **theirs}:
-        if mine.get(key) != theirs.get(key) and key not in free and not key.startswith("mesh."):
-            now, before = (short(each.get(key)) for each in (mine, theirs))
+    for key in {**current_values, **recorded_values}:
+        if current_values.get(key) != recorded_values.get(key) and key not in free and not key.startswith("mesh."):
+            new_text, old_text = (short(item.get(key)) for item in (current_values, recorded_values))
             raise ValueError(
-                f"{path}: {key} is {now}, and {before} is what the run trained with, by {copy.source}; set it back, "
-                f"{change_of(key, now)}"
+                f"{path}: {key} is {new_text}, and {old_text} is what the run trained with, by {copy.source}; set it "
+                f"back, {change_of(key, new_text)}"
             )
 
 
@@ -99,9 +99,9 @@ def expect_corpus(environment: Table, path: Path, attempts: Sequence[Table], att
     """Raise ValueError naming the first entry of environment.json, without a checksum, by which the run trains on
     another text than its last attempt did."""
     recorded: Any = attempts[-1].get("environment") if attempts else None
-    for key, before in recorded.items() if isinstance(recorded, dict) else ():
-        if environment.get(key) != before:
+    for key, recorded_value in recorded.items() if isinstance(recorded, dict) else ():
+        if environment.get(key) != recorded_value:
             raise ValueError(
-                f"{path}: {key} is {short(environment.get(key))}, and {short(before)} is what the run trained with, "
-                f"by the entry environment of the last line of {attempts_path}; set it back, or start a new run"
+                f"{path}: {key} is {short(environment.get(key))}, and {short(recorded_value)} is what the run trained "
+                f"with, by the entry environment of the last line of {attempts_path}; set it back, or start a new run"
             )

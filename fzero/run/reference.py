@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from fzero.comm.tables import BY_DATA_RANK, device_of, gather_rows
+from fzero.comm.rank_tables import BY_DATA_RANK, device_of, gather_rows
 from fzero.data import open_tokens
-from fzero.data.reference import read_reference, reference_folder, write_reference
-from fzero.data.rows import RowStream
+from fzero.data.preferences import read_reference, reference_folder, write_reference
+from fzero.data.row_stream import RowStream
 from fzero.data.tokens import SPLITS
 from fzero.models.lora import LORA
-from fzero.models.preference import answers
+from fzero.models.preference import answer_model
 from fzero.run.build import Job, specs_of
-from fzero.run.corpus import Say, on_device_ahead
+from fzero.run.corpus import Say, prefetch_to_device
 from fzero.run.ranks.coordinator import Coordinator
-from fzero.sharding.digests import digests
+from fzero.sharding.redistribute import digests
 from fzero.train.eval import make_eval_step
 from fzero.train.execution import Execution
 from fzero.train.state import TrainState
@@ -40,25 +40,25 @@ def with_reference(
     ValueError if the config's reference is not beside the corpus.
     """
     digest = digest_of(job, state, fresh=fresh)
-    given = job.config.dpo.reference
-    if given and given != digest:
-        coordinator.share(lambda: len(read_reference(corpus, "train", given)))
-        say(f"the reference {given} is another model than the one that the run starts from ({digest})")
+    reference = job.config.dpo.reference
+    if reference and reference != digest:
+        coordinator.share(lambda: len(read_reference(corpus, "train", reference)))
+        say(f"the reference {reference} is another model than the one that the run starts from ({digest})")
         return job
     if coordinator.share(lambda: reference_folder(corpus, digest).is_dir()):
         say(f"the reference {digest} has read these pairs before: {reference_folder(corpus, digest)}")
     else:
         say(f"the reference {digest} reads the pairs, once")
-        found = {split: log_probs(job, state, corpus, split) for split in SPLITS}
-        coordinator.share(lambda: write_reference(corpus, digest, found))
+        scores = {split: log_probs(job, state, corpus, split) for split in SPLITS}
+        coordinator.share(lambda: write_reference(corpus, digest, scores))
     return job._replace(config=replace(job.config, dpo=replace(job.config.dpo, reference=digest)))
 
 
 def digest_of(job: Job, state: TrainState, *, fresh: bool) -> str:
     """16 hexadecimal digits: of the parameters and of the dtype that they compute in."""
     named = digests(state.params, specs_of(job).params, job.mesh)
-    of = {name: value for name, value in named.items() if not (fresh and re.search(LORA, name))}
-    text = repr((sorted(of.items()), str(job.policy.compute)))
+    leaves = {name: value for name, value in named.items() if not (fresh and re.search(LORA, name))}
+    text = repr((sorted(leaves.items()), str(job.policy.compute)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -72,12 +72,12 @@ def log_probs(job: Job, state: TrainState, corpus: Path, split: str) -> np.ndarr
     t = config.train
     stream = RowStream(tokens, config.data.seq_len, t.micro_batch)
     execution = Execution("none", bool(t.compiled), t.kernels, config.prefetch)
-    step = make_eval_step(answers(job.model), job.plan, execution=execution, reduce=False)
+    step = make_eval_step(answer_model(job.model), job.plan, execution=execution, reduce=False)
 
     def batches() -> Iterator[Any]:
         return stream.eval_batches(None, (mesh.data_rank, mesh.data_size))
 
-    sums = [step(state.params, batch).extra["log_probs"].cpu() for batch in on_device_ahead(batches(), job.device)]
+    sums = [step(state.params, batch).extra["log_probs"].cpu() for batch in prefetch_to_device(batches(), job.device)]
     with mesh.ledger.phase("evaluate"):
         table = gather_rows(torch.stack(sums).to(device_of(mesh)), mesh, leaf="log_probs", axes=BY_DATA_RANK)
     # Batch k of rank r is batch k n + r of all.

@@ -13,8 +13,7 @@ from fzero.core import pytree
 from fzero.data.assemble import Batch
 from fzero.data.tokens import read_meta
 from fzero.models import Model
-from fzero.models.batch import SOURCES
-from fzero.models.by_source import KINDS
+from fzero.models.batch import KINDS, SOURCES
 from fzero.run import run_folder, weights
 from fzero.run.corpus import on_device
 from fzero.sharding import one_process, zero_plan
@@ -42,7 +41,7 @@ def analyze_by_model(
     expect_same_tokenizer(corpus, run)
     params = pytree.map(lambda leaf: leaf.float() if leaf.is_floating_point() else leaf, trained.params)
     within = c.data.within_documents
-    measure = row_loss_of(trained.model, weights.put_on(device, params), device, within_documents=within)
+    measure = row_loss_of(trained.model, weights.move_params(device, params), device, within_documents=within)
     values = data.analyze(
         corpus,
         "loss",
@@ -50,7 +49,7 @@ def analyze_by_model(
         packing=packing,
         name=name,
         measure=measure,
-        by=f"{run.absolute()} after step {trained.step}",
+        origin=f"{run.absolute()} after step {trained.step}",
         rows_at_once=max(1, TOKENS_AT_ONCE // seq_len),
     )
     return values, trained.warnings
@@ -58,12 +57,13 @@ def analyze_by_model(
 
 def expect_same_tokenizer(corpus: Path, run: Path) -> None:
     """Raise ValueError if the tokens of a corpus are not those of a run's model."""
-    meta, own = read_meta(corpus), run_folder.read_tokenizer(run)
-    theirs = data.load_tokenizer(corpus)
-    if (theirs.vocab_size, theirs.eos, theirs.json) != (own.vocab_size, own.eos, own.json):
+    meta, run_tokenizer = read_meta(corpus), run_folder.read_tokenizer(run)
+    corpus_tokenizer = data.load_tokenizer(corpus)
+    corpus_traits, run_traits = ((x.vocab_size, x.eos, x.json) for x in (corpus_tokenizer, run_tokenizer))
+    if corpus_traits != run_traits:
         raise ValueError(
-            f"{corpus}: has tokens of another tokenizer ({meta['tokenizer']}) than {run} ({own.name}); use a run on "
-            "these tokens"
+            f"{corpus}: has tokens of another tokenizer ({meta['tokenizer']}) than {run} ({run_tokenizer.name}); use a "
+            "run on these tokens"
         )
 
 

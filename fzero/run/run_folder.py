@@ -8,7 +8,7 @@ samples.jsonl     the text generated at the end: {"step", "prompt", "text"}
 checkpoints/      see fzero/checkpoint/; train.checkpoints names another folder
 tokenizer.json    unless the tokenizer is bytes
 chat_template.jinja, tokenizer_config.json   where the model has a chat template: see fzero/data/chat.py
-special_tokens_map.json, generation_config.json   of the folder that it comes from: see fzero/run/text_ends.py
+special_tokens_map.json, generation_config.json   of the folder that it comes from: see fzero/run/special_token_files.py
 data/             the corpus, if the run prepared its own
 lock.json         the process that trains it now: see fzero/run/run_lock.py
 nvme/             offloaded leaves, unless nvme.folder names another folder: see fzero/offload/store.py
@@ -33,8 +33,10 @@ import torch
 
 import fzero
 from fzero import checkpoint
+from fzero.core.config_tables import Table
 from fzero.core.files import append_line, make_folder, open_to_write, remove_entry
-from fzero.core.foreign import (
+from fzero.core.storage import is_url, write_text, write_texts
+from fzero.core.text_parsing import (
     LARGEST,
     Unparsable,
     expect_entries,
@@ -44,8 +46,6 @@ from fzero.core.foreign import (
     read_json,
     read_text_file,
 )
-from fzero.core.storage import is_url, write_text, write_texts
-from fzero.core.tables import Table
 from fzero.data.chat import Chat, write_chat
 from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer
 from fzero.run import config_table, run_lock
@@ -78,7 +78,7 @@ def free_folder(name: str, among: Path = Path("runs")) -> Path:
     for path in (among / f"{name}-{i}" for i in count(1)):
         if not path.exists():
             with contextlib.suppress(run_lock.Owned):  # taken by another start since
-                run_lock.take(path)
+                run_lock.acquire(path)
                 return path
     raise AssertionError
 
@@ -92,14 +92,14 @@ def expect_free(folder: Path) -> None:
         raise ValueError(f"{folder}: exists and is a file; name another folder (--out)")
 
 
-def clear_folder(folder: Path, *, keep: bool) -> None:
-    """Remove the content of `folder`, and the folder itself unless `keep`; a lock stays until it is released."""
+def clear_folder(folder: Path, *, preserve: bool) -> None:
+    """Remove the content of `folder`, and the folder itself unless `preserve`; a lock stays until it is released."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name == run_lock.LOCK:
-            keep = True
+            preserve = True
         else:
             remove_entry(path)
-    if folder.is_dir() and not keep:
+    if folder.is_dir() and not preserve:
         folder.rmdir()
 
 
@@ -119,7 +119,7 @@ def create_run(
         write_chat(folder, chat)
     if tokenizer and tokenizer.json:
         write_text(folder, TOKENIZER, tokenizer.json)
-    here = {
+    entries = {
         "fzero": fzero.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -130,15 +130,15 @@ def create_run(
         "eos": tokenizer.eos if tokenizer else -1,
         **environment,
     }
-    here["files"] = {name: _digest_of(folder / name) for name in TEXTS if os.path.lexists(folder / name)}
-    _write_sealed(folder / ENVIRONMENT, here)
+    entries["files"] = {name: _digest_of(folder / name) for name in TEXTS if os.path.lexists(folder / name)}
+    _write_sealed(folder / ENVIRONMENT, entries)
     replace_config(folder, value)
 
 
 def _write_sealed(path: Path, table: dict[str, Any]) -> None:
     """Write a JSON object with a checksum of its content as its last entry."""
-    whole = {**table, SEAL: _digest(table)}
-    write_text(path.parent, path.name, json_text(whole, str(path), 2) + "\n")
+    full_table = {**table, SEAL: _digest(table)}
+    write_text(path.parent, path.name, json_text(full_table, str(path), 2) + "\n")
 
 
 def expect_seal(table: dict[str, Any], path: Path) -> None:
@@ -159,7 +159,7 @@ def _digest_of(path: Path) -> str:
         return hashlib.sha256(file.read()).hexdigest()
 
 
-def expect_places(folder: Path) -> None:
+def expect_writable(folder: Path) -> None:
     """Raise NotWritable, before anything is trained, if a link or something of another kind is in the place of a file
     to which the run in `folder` appends, or of a folder that it fills."""
     for name in (METRICS, ATTEMPTS, SAMPLES):
@@ -200,8 +200,8 @@ def read_config_table(folder: Path) -> Table:
     except ValueError as error:
         copy = next(copies_of(folder, None), None)
         fix = f"write {copy.source} into it" if copy else "start a new run in another folder"
-        about = "" if str(path) in str(error) else f"{path}: "
-        raise ValueError(f"{about}{error}; put the old file back, or {fix}") from None
+        prefix = "" if str(path) in str(error) else f"{path}: "
+        raise ValueError(f"{prefix}{error}; put the old file back, or {fix}") from None
     if SEAL not in table and (copy := next(copies_of(folder, config), None)):
         expect_recorded(config, path, copy)
     return table
@@ -209,12 +209,12 @@ def read_config_table(folder: Path) -> Table:
 
 def copies_of(folder: Path, config: RunConfig | None) -> Iterator[Copy]:
     """The copies of the config of the run in `folder`; config: as far as it is known, for the place of checkpoints."""
-    place = folder / CHECKPOINTS if config is None else checkpoints_of(folder, config)
+    checkpoint_dir = folder / CHECKPOINTS if config is None else checkpoints_of(folder, config)
     try:
         lines = list(read_lines(folder / ATTEMPTS))
     except ValueError:
         lines = []
-    return copies(lines, folder / ATTEMPTS, folder / CHECKPOINTS if is_url(place) else Path(place))
+    return copies(lines, folder / ATTEMPTS, folder / CHECKPOINTS if is_url(checkpoint_dir) else Path(checkpoint_dir))
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
@@ -222,15 +222,15 @@ def read_environment(folder: Path) -> dict[str, Any]:
     path = folder / ENVIRONMENT
     if not os.path.lexists(path):
         raise ValueError(f"{path}: no such file; {folder} is not a whole run folder")
-    found = read_json(path)
+    environment = read_json(path)
     try:
-        expect_seal(found, path)
+        expect_seal(environment, path)
     except ValueError as error:
         raise ValueError(f"{error}; put the old file back, or remove its entry {SEAL} if folders have moved") from None
-    if SEAL not in found:
-        expect_corpus(found, path, read_attempts(folder), folder / ATTEMPTS)
-    expect_entries(found, ENTRIES, str(path))
-    return found
+    if SEAL not in environment:
+        expect_corpus(environment, path, read_attempts(folder), folder / ATTEMPTS)
+    expect_entries(environment, ENTRIES, str(path))
+    return environment
 
 
 def expect_trained(environment: dict[str, Any], folder: Path) -> None:

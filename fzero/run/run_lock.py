@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from fzero.core.files import make_folder, open_to_write
-from fzero.core.foreign import parse_json, read_text_file
 from fzero.core.storage import naming
+from fzero.core.text_parsing import parse_json, read_text_file
 
 LOCK = "lock.json"
 BEAT_S = 5.0
@@ -36,24 +36,25 @@ class Owned(ValueError):
     """Another process owns the folder."""
 
 
-class Held:
+class FolderLock:
     """A lock of this process, and the thread that renews its heartbeat."""
 
-    def __init__(self, folder: Path, text: str, made: list[Path]) -> None:
-        self.folder, self.text, self.made = folder, text, made  # made: the folders that taking the lock made
-        self.over = threading.Event()
+    def __init__(self, folder: Path, text: str, new_folders: list[Path]) -> None:
+        self.folder, self.text = folder, text
+        self.new_folders = new_folders  # the folders that taking the lock made
+        self.release_event = threading.Event()
         threading.Thread(target=self.beat, name="fzero-lock", daemon=True).start()
 
     def beat(self) -> None:
         """Renew the heartbeat until `over`; end the process if another has taken the lock over, or it is gone."""
-        while not self.over.wait(BEAT_S):
+        while not self.release_event.wait(BEAT_S):
             self.check()
             with contextlib.suppress(OSError):  # a full or slow disk: tried again after the next pause
                 os.utime(self.folder / LOCK, follow_symlinks=False)
 
     def check(self) -> None:
         """End the process if another has taken the lock over, or its folder was moved or removed."""
-        if (lost := self.lost()) and not self.over.is_set():
+        if (lost := self.lost()) and not self.release_event.is_set():
             print(
                 f"fzero: error: {self.folder}: {lost}; this process ends, and saves nothing",
                 file=sys.stderr,
@@ -73,98 +74,98 @@ class Held:
                 continue
             except (OSError, ValueError):
                 return ""
-            other = describe(parse(text))
+            new_owner = describe(parse(text))
             silent = f"as it heard nothing of this process for {SILENT_S:g} s"
-            return "" if text == self.text else f"{other} has taken this run over, {silent}"
+            return "" if text == self.text else f"{new_owner} has taken this run over, {silent}"
         return f"{LOCK} is gone, as of a folder that was moved or removed; --resume --out FOLDER goes on where it is"
 
 
-_HELD: dict[str, Held] = {}
+_LOCKS: dict[str, FolderLock] = {}
 
 
-def take(folder: Path, say: Callable[[str], None] = print) -> bool:
+def acquire(folder: Path, say: Callable[[str], None] = print) -> bool:
     """Make this process the owner of `folder`, which is made if it is missing; returns whether it was there before.
 
     A process that owns it already stays its owner. Raises Owned naming another owner that lives. `release_all` ends
     it; a process that is killed needs no release.
     """
     key = os.path.realpath(folder)
-    if key not in _HELD:
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
+    if key not in _LOCKS:
+        new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
-            _HELD[key] = Held(folder, _take(folder, say), made)
+            _LOCKS[key] = FolderLock(folder, _acquire(folder, say), new_folders)
         except BaseException:
-            _remove_empty(made)
+            _remove_empty(new_folders)
             raise
-    return not _HELD[key].made
+    return not _LOCKS[key].new_folders
 
 
 def release(folder: Path) -> None:
     """Give up the lock of `folder`, and remove the folders that were made for it and are empty."""
-    held = _HELD.pop(os.path.realpath(folder))
-    held.over.set()
-    with contextlib.suppress(OSError), _guarded(held.folder, make=False) as fd:
-        if _read(fd) == held.text:
-            os.unlink(held.folder / LOCK)
-    _remove_empty(held.made)
+    lock = _LOCKS.pop(os.path.realpath(folder))
+    lock.release_event.set()
+    with contextlib.suppress(OSError), _guarded(lock.folder, make=False) as fd:
+        if _read(fd) == lock.text:
+            os.unlink(lock.folder / LOCK)
+    _remove_empty(lock.new_folders)
 
 
 def release_all() -> None:
     """Give up every lock of this process."""
-    for key in list(_HELD):
-        release(_HELD[key].folder)
+    for key in list(_LOCKS):
+        release(_LOCKS[key].folder)
 
 
 def expect_owned(folder: Path) -> None:
     """End this process if it has lost `folder`, that it owned: before it writes what would make the folder anew."""
-    if (held := _HELD.get(os.path.realpath(folder))) is not None:
-        held.check()
+    if (lock := _LOCKS.get(os.path.realpath(folder))) is not None:
+        lock.check()
 
 
 @contextlib.contextmanager
 def owning(folder: Path) -> Iterator[bool]:
     """A context in which this process owns `folder`; its value says whether that was there before."""
-    there = take(folder)
+    preexisting = acquire(folder)
     try:
-        yield there
+        yield preexisting
     finally:
         release(folder)
 
 
-def _take(folder: Path, say: Callable[[str], None]) -> str:
-    mine, seen, begin = json.dumps(identity()) + "\n", None, 0.0
+def _acquire(folder: Path, say: Callable[[str], None]) -> str:
+    entry, previous, begin = json.dumps(identity()) + "\n", None, 0.0
     while True:
         with _guarded(folder) as fd:
             text, beat = _read(fd), os.fstat(fd).st_mtime_ns
             owner = parse(text)
             if (
                 owner is None
-                or (is_here(owner) and not is_alive(owner))
-                or _is_silent(folder, owner, beat, seen, begin)
+                or (is_local(owner) and not is_alive(owner))
+                or _is_silent(folder, owner, beat, previous, begin)
             ):
                 with naming(folder / LOCK):
                     os.ftruncate(fd, 0)
                     with open(fd, "wb", closefd=False) as file:  # writes all of it, or raises
-                        file.write(mine.encode())
+                        file.write(entry.encode())
                     os.fsync(fd)
-                return mine
-        if is_here(owner) or (seen is not None and seen != (text, beat)):
-            stop = f"stop it (kill {owner['pid']})" if is_here(owner) else "stop it there"
+                return entry
+        if is_local(owner) or (previous is not None and previous != (text, beat)):
+            stop = f"stop it (kill {owner['pid']})" if is_local(owner) else "stop it there"
             fix = f"wait until it ends, {stop}, or name another folder (--out)"
             raise Owned(f"{folder}: is in use by {describe(owner)}; {fix}")
-        if seen is None:
-            seen, begin = (text, beat), time.monotonic()
+        if previous is None:
+            previous, begin = (text, beat), time.monotonic()
             say(f"{folder}: was in use by {describe(owner)}; looking for its heartbeat, for {SILENT_S:g} s at most")
         time.sleep(min(1.0, SILENT_S / 10))
 
 
-def _is_silent(folder: Path, owner: dict[str, Any], beat: int, seen: tuple[str, int] | None, begin: float) -> bool:
+def _is_silent(folder: Path, owner: dict[str, Any], beat: int, previous: tuple[str, int] | None, begin: float) -> bool:
     """Whether an owner on another host has been silent: by the times of the file system, or as long as we have
     looked."""
-    if is_here(owner):
+    if is_local(owner):
         return False
-    if seen is not None:
-        return seen[1] == beat and time.monotonic() - begin > SILENT_S
+    if previous is not None:
+        return previous[1] == beat and time.monotonic() - begin > SILENT_S
     with tempfile.NamedTemporaryFile(prefix=".lock-", dir=folder) as probe:  # its time is of the same clock
         return os.fstat(probe.fileno()).st_mtime_ns - beat > SILENT_S * 1e9
 
@@ -181,16 +182,16 @@ def identity() -> dict[str, Any]:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         pids = os.readlink("/proc/self/ns/pid")
     began = time.strftime("%Y-%m-%d %H:%M:%S")
-    here = {"host": platform.node(), "boot": boot, "pids": pids}
-    return {**here, "pid": os.getpid(), "started": started(os.getpid()), "since": began}
+    host_ids = {"host": platform.node(), "boot": boot, "pids": pids}
+    return {**host_ids, "pid": os.getpid(), "started": started(os.getpid()), "since": began}
 
 
 def parse(text: str) -> dict[str, Any] | None:
     """The owner that a lock's text names; None for none, as in a text that a kill cut short."""
     try:
         owner = parse_json(text, LOCK)
-        wanted = {"host": str, "boot": str, "pids": str, "pid": int, "started": str, "since": str}
-        return owner if all(type(owner[key]) is kind for key, kind in wanted.items()) else None
+        types = {"host": str, "boot": str, "pids": str, "pid": int, "started": str, "since": str}
+        return owner if all(type(owner[key]) is kind for key, kind in types.items()) else None
     except (ValueError, KeyError):
         return None
 
@@ -202,10 +203,10 @@ def describe(owner: dict[str, Any] | None) -> str:
     return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
 
 
-def is_here(owner: dict[str, Any]) -> bool:
+def is_local(owner: dict[str, Any]) -> bool:
     """Whether the owner's pid is one that this process can look up."""
-    me = identity()
-    return all(owner[key] == me[key] for key in ("host", "boot", "pids"))
+    local = identity()
+    return all(owner[key] == local[key] for key in ("host", "boot", "pids"))
 
 
 def is_alive(owner: dict[str, Any]) -> bool:
@@ -217,8 +218,8 @@ def started(pid: int) -> str:
     """When a process of this host began, in the kernel's ticks, so that a pid used again is another process; "" if it
     has ended."""
     try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if state in ("Z", "X") else rest[18]
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in ("Z", "X") else fields[18]
     except FileNotFoundError:
         if Path("/proc/self/stat").exists():
             return ""

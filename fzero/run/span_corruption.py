@@ -11,7 +11,7 @@ from typing import Any
 from fzero.data.assemble import Batch
 from fzero.data.tokens import read_meta
 from fzero.data.transforms import corrupt_spans
-from fzero.run.token_names import known_tokens, sentinel_ids
+from fzero.run.token_ids import known_tokens, sentinel_ids
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one by its checks
 
@@ -33,10 +33,10 @@ def validate_spans(c: RunConfig) -> None:
                 )
         return
     if c.objective != "text" or d.fim:
-        what = f"data.fim is {d.fim:g}, which rearranges them too" if d.fim else f"objective is {c.objective}"
+        reason = f"data.fim is {d.fim:g}, which rearranges them too" if d.fim else f"objective is {c.objective}"
         raise ValueError(
-            f"data.span_corruption is {d.span_corruption:g} and {what}; it takes spans out of documents of text: leave "
-            "one of them out"
+            f"data.span_corruption is {d.span_corruption:g} and {reason}; it takes spans out of documents of text: "
+            "leave one of them out"
         )
 
 
@@ -48,9 +48,9 @@ def make_spans(c: RunConfig, corpus: Path) -> Callable[[Batch, int], Batch]:
     d, seed = c.data, c.train.seed
     if not d.span_corruption:
         return lambda batch, first: batch
-    how = {"rate": d.span_corruption, "density": d.noise_density, "span": d.mean_noise_span_length}
+    options = {"rate": d.span_corruption, "density": d.noise_density, "span": d.mean_noise_span_length}
     sentinels = span_sentinels(d.sentinel_tokens, corpus)
-    return lambda batch, first: corrupt_spans(batch, first, seed, sentinels=sentinels, **how)
+    return lambda batch, first: corrupt_spans(batch, first, seed, sentinels=sentinels, **options)
 
 
 def span_sentinels(text: str, corpus: Path) -> list[int]:
@@ -59,19 +59,21 @@ def span_sentinels(text: str, corpus: Path) -> list[int]:
     Raises ValueError as `sentinel_ids`, for fewer than two, and if the tokenizer has none of the usual ones.
     """
     if text:
-        found = sentinel_ids("data.sentinel_tokens", text, corpus, FORM)
-        if len(found) < 2:
+        ids = sentinel_ids("data.sentinel_tokens", text, corpus, FORM)
+        if len(ids) < 2:
             raise ValueError(f"data.sentinel_tokens is {text!r}, which is one token; it is {FORM}")
-        return found
+        return ids
     id_of, eos = known_tokens(corpus), read_meta(corpus)["eos"]
     if id_of is None:
         return list(OF_BYTES)
-    found = list(
-        itertools.takewhile(lambda own: own not in (None, eos), map(id_of, map(USUAL.format, itertools.count())))
+    ids = list(
+        itertools.takewhile(
+            lambda token_id: token_id not in (None, eos), map(id_of, map(USUAL.format, itertools.count()))
+        )
     )
-    if len(found) < 2:
+    if len(ids) < 2:
         raise ValueError(
             f"data.span_corruption is given and the tokenizer of {corpus} has no {USUAL.format(0)}, "
             f"{USUAL.format(1)}, ...; give data.sentinel_tokens, {FORM}"
         )
-    return [own for own in found if own is not None]
+    return [token_id for token_id in ids if token_id is not None]

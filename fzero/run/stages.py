@@ -14,8 +14,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from fzero.core.config_tables import Table
 from fzero.core.pytree import nearest
-from fzero.core.tables import Table
 from fzero.kernels.rope import RopeScaling
 from fzero.run.batch_ramp import Ramp
 
@@ -31,7 +31,7 @@ STAGED: dict[str, Callable[[str], Any]] = {
     "model.rope_theta": float,
     "model.rope_scaling": RopeScaling.parse,
 }
-TOGETHER = (("data.seq_len", "model.max_len"), ("train.batch", "train.micro_batch"))  # a text has both, or none
+LINKED_KEYS = (("data.seq_len", "model.max_len"), ("train.batch", "train.micro_batch"))  # a text has both, or none
 
 
 class Stage(NamedTuple):
@@ -41,17 +41,17 @@ class Stage(NamedTuple):
     end: int  # steps made after it
     written: RunConfig  # of a run whose last stage it is, with the largest of its batches
     batch: int
-    kept: int = 0  # tokens of a sequence that layers in the middle compute; 0: as written
+    ltd_tokens: int = 0  # tokens of a sequence that layers in the middle compute; 0: as written
     # In the rows of the stage before it, of which it has the length and all but the batch and the tokens kept.
     reads_on: bool = False
 
     @property
     def config(self) -> RunConfig:
         """The config of a run whose last stage it is."""
-        c, own = self.written, {}
-        own |= {"train.batch": self.batch} if self.batch != c.train.batch else {}
-        own |= {"train.random_ltd": self.kept} if self.kept else {}
-        return with_values(c, own, c.stages) if own else c
+        c, overrides = self.written, {}
+        overrides |= {"train.batch": self.batch} if self.batch != c.train.batch else {}
+        overrides |= {"train.random_ltd": self.ltd_tokens} if self.ltd_tokens else {}
+        return with_values(c, overrides, c.stages) if overrides else c
 
     @property
     def samples(self) -> int:
@@ -66,21 +66,21 @@ class Stage(NamedTuple):
 
 def stages_of(config: RunConfig) -> list[Stage]:
     """The stages of a run, the first one first; raises ValueError for a text that is none."""
-    found, t = written_stages(config), config.train
+    stages, t = written_stages(config), config.train
     if t.batch_ramp:
         ramp = Ramp.parse(t.batch_ramp)
-        found = cut_stages(found, lambda s, *at: ramp.pieces(s.batch, s.written.data.seq_len, *at), "batch")
+        stages = cut_stages(stages, lambda s, *bounds: ramp.pieces(s.batch, s.written.data.seq_len, *bounds), "batch")
     if t.random_ltd_ramp:
-        kept = Ramp.parse(t.random_ltd_ramp)
+        ltd_ramp = Ramp.parse(t.random_ltd_ramp)
 
-        def pieces(stage: Stage, before: int, steps: int) -> list[tuple[int, int]]:
+        def pieces(stage: Stage, past_tokens: int, steps: int) -> list[tuple[int, int]]:
             seq_len = stage.written.data.seq_len
-            most = stage.written.train.random_ltd or seq_len
-            made = kept.pieces(most, seq_len, before, steps, stage.batch)
-            return [(0 if size == most else size, count) for size, count in made]
+            max_tokens = stage.written.train.random_ltd or seq_len
+            segments = ltd_ramp.pieces(max_tokens, seq_len, past_tokens, steps, stage.batch)
+            return [(0 if size == max_tokens else size, count) for size, count in segments]
 
-        found = cut_stages(found, pieces, "kept")
-    return found
+        stages = cut_stages(stages, pieces, "ltd_tokens")
+    return stages
 
 
 def cut_stages(
@@ -92,8 +92,8 @@ def cut_stages(
     for stage in stages:
         begin = stage.begin
         for value, steps in pieces(stage, tokens, stage.end - begin):
-            on = stage.reads_on or begin > stage.begin
-            out.append(stage._replace(begin=begin, end=begin + steps, reads_on=on, **{field: value}))
+            continues = stage.reads_on or begin > stage.begin
+            out.append(stage._replace(begin=begin, end=begin + steps, reads_on=continues, **{field: value}))
             begin, tokens = begin + steps, tokens + out[-1].tokens
     return out
 
@@ -101,17 +101,20 @@ def cut_stages(
 def written_stages(config: RunConfig) -> list[Stage]:
     """The stages of a run as its config writes them, each with the largest of its batches."""
     ends = ends_of(config)
-    found = [config]
+    configs = [config]
     for i in range(len(config.stages) - 1, -1, -1):
-        found.insert(0, with_values(found[0], read_stage(config.stages[i])[1], config.stages[:i]))
-    return [Stage(begin, end, each, each.train.batch) for begin, end, each in zip([0, *ends], ends, found)]
+        configs.insert(0, with_values(configs[0], read_stage(config.stages[i])[1], config.stages[:i]))
+    return [
+        Stage(begin, end, stage_config, stage_config.train.batch)
+        for begin, end, stage_config in zip([0, *ends], ends, configs)
+    ]
 
 
 def ends_of(config: RunConfig) -> list[int]:
     """The last step of each stage that a config writes; raises ValueError if they do not rise."""
     ends = [*(read_stage(text)[0] for text in config.stages), config.train.steps]
-    for one, other in pairwise([0, *ends]):
-        if not one < other:
+    for start, end in pairwise([0, *ends]):
+        if not start < end:
             raise ValueError(
                 f"stages end after the steps {', '.join(map(str, ends))}, the last by train.steps; each must be above "
                 "the one before"
@@ -123,21 +126,21 @@ def expect_stages(config: RunConfig) -> None:
     """Raise ValueError for a text that is no stage, stages whose ends do not rise, and values of one that are wrong or
     do not go together. It makes no config with stages, so that making a config calls this once for each of them."""
     ends_of(config)
-    after = config
+    current = config
     for text in reversed(config.stages):
-        after = with_values(after, read_stage(text)[1], ())
+        current = with_values(current, read_stage(text)[1], ())
 
 
-def stage_at(config: RunConfig, step: int) -> Stage:
+def stage_of_step(config: RunConfig, step: int) -> Stage:
     """The stage that makes the step after `step` steps; the last one where all are made."""
-    found = stages_of(config)
-    return next((stage for stage in found if step < stage.end), found[-1])
+    stages = stages_of(config)
+    return next((stage for stage in stages if step < stage.end), stages[-1])
 
 
-def tokens_before(config: RunConfig, step: int) -> int:
+def count_tokens(config: RunConfig, step: int) -> int:
     """The positions of all batches of the first `step` steps."""
-    found = stages_of(config)
-    return sum(stage._replace(end=max(stage.begin, min(stage.end, step))).tokens for stage in found)
+    stages = stages_of(config)
+    return sum(stage._replace(end=max(stage.begin, min(stage.end, step))).tokens for stage in stages)
 
 
 def token_rates(config: RunConfig) -> list[tuple[int, int]]:
@@ -145,7 +148,7 @@ def token_rates(config: RunConfig) -> list[tuple[int, int]]:
     return [(stage.begin, stage.batch * stage.written.data.seq_len) for stage in stages_of(config)]
 
 
-def samples_before(config: RunConfig, step: int) -> int:
+def count_samples(config: RunConfig, step: int) -> int:
     """The samples that the first `step` steps consume: `state.data_cursor` after them."""
     return sum(stage._replace(end=max(stage.begin, min(stage.end, step))).samples for stage in stages_of(config))
 
@@ -157,21 +160,25 @@ def change_stage(config: RunConfig, values: Table, step: int) -> RunConfig:
     >>> config = change_stage(from_table({"preset": "llama-tiny"}), {"data.seq_len": 128}, 40)
     >>> config.data.seq_len, config.stages
     (128, ('40: data.seq_len=256 model.max_len=1024',))
-    >>> stage_at(config, 39).config.data.seq_len, stage_at(config, 40).config.data.seq_len
+    >>> stage_of_step(config, 39).config.data.seq_len, stage_of_step(config, 40).config.data.seq_len
     (256, 128)
     """
     written = written_stages(config)
-    now = next((one for one in written if step < one.end), written[-1]).config
-    new = with_values(now, values, ())
-    mine, theirs = staged(now), staged(new)
-    apart = {key for key, value in mine.items() if value != theirs[key]}
-    if not apart:
-        return now
-    stages = now.stages
+    current = next((stage for stage in written if step < stage.end), written[-1]).config
+    new = with_values(current, values, ())
+    current_values, next_values = staged(current), staged(new)
+    changed_keys = {key for key, value in current_values.items() if value != next_values[key]}
+    if not changed_keys:
+        return current
+    stages = current.stages
     if stages and read_stage(stages[-1])[0] == step:  # it would have no step
-        return change_stage(written_stages(now)[-2].config, theirs, step)
-    apart |= {key for keys in TOGETHER if apart & set(keys) for key in keys if key in mine}
-    text = " ".join(f"{key}={'none' if mine[key] is None else mine[key]}" for key in mine if key in apart)
+        return change_stage(written_stages(current)[-2].config, next_values, step)
+    changed_keys |= {key for keys in LINKED_KEYS if changed_keys & set(keys) for key in keys if key in current_values}
+    text = " ".join(
+        f"{key}={'none' if current_values[key] is None else current_values[key]}"
+        for key in current_values
+        if key in changed_keys
+    )
     return replace(new, stages=(*stages, f"{step}: {text}") if step else ())
 
 
@@ -200,11 +207,11 @@ def read_stage(text: str) -> tuple[int, Table]:
     >>> read_stage("40: data.seq_len=128 model.rope_scaling=none")
     (40, {'data.seq_len': 128, 'model.rope_scaling': None})
     """
-    end, colon, rest = text.partition(":")
+    end, colon, body = text.partition(":")
     if not colon or not end.strip().isdecimal():
         raise ValueError(f"stages has {text!r}; a stage is its last step and its values, such as '40: data.seq_len=64'")
     values: Table = {}
-    for word in rest.split():
+    for word in body.split():
         key, _, value = word.partition("=")
         if word == "data.packing=buckets":
             raise ValueError(f"stages has {text!r}; buckets are of a whole run, from its first step to its last")
@@ -219,12 +226,12 @@ def read_stage(text: str) -> tuple[int, Table]:
 
 def split_changes(changes: Table) -> tuple[Table, Table]:
     """(the values that make a stage, by their dotted names; the rest, a table) of a table of changes."""
-    given, rest = {}, {}
+    stage_values, remainder = {}, {}
     for name, value in changes.items():
         inner = value if isinstance(value, dict) else {}
         for key in [key for key in inner if f"{name}.{key}" in STAGED]:
-            given[f"{name}.{key}"] = inner[key]
-        kept = {key: v for key, v in inner.items() if f"{name}.{key}" not in STAGED}
-        if kept or not isinstance(value, dict):
-            rest[name] = kept if isinstance(value, dict) else value
-    return given, rest
+            stage_values[f"{name}.{key}"] = inner[key]
+        fields = {key: v for key, v in inner.items() if f"{name}.{key}" not in STAGED}
+        if fields or not isinstance(value, dict):
+            remainder[name] = fields if isinstance(value, dict) else value
+    return stage_values, remainder

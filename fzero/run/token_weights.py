@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.core.foreign import open_regular
+from fzero.core.text_parsing import open_regular
 from fzero.data.assemble import Batch
 from fzero.data.tokens import read_meta
 from fzero.data.transforms import weigh_targets
-from fzero.run.token_names import token_ids
+from fzero.run.token_ids import token_ids
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one by its checks
 
@@ -68,13 +68,13 @@ def read_pairs(text: str) -> list[tuple[str, float]]:
     >>> read_pairs("<tool>=0,10=0.25")
     [('<tool>', 0.0), ('10', 0.25)]
     """
-    found = list[tuple[str, float]]()
-    for part in text.split(","):
-        token, equals, weight = part.rpartition("=")
+    pairs = list[tuple[str, float]]()
+    for item in text.split(","):
+        token, equals, weight = item.rpartition("=")
         if not token or not equals or not re.fullmatch(r"\d{1,9}|\d{0,9}\.\d+", weight):
-            raise ValueError(f"data.token_weights is {text!r} and has {part!r}; it is {FORM}")
-        found.append((token, float(weight)))
-    return found
+            raise ValueError(f"data.token_weights is {text!r} and has {item!r}; it is {FORM}")
+        pairs.append((token, float(weight)))
+    return pairs
 
 
 def split_file(text: str) -> tuple[Path, str] | None:
@@ -83,8 +83,8 @@ def split_file(text: str) -> tuple[Path, str] | None:
     >>> split_file("/a/weights.npy@0123456789abcdef")
     (PosixPath('/a/weights.npy'), '0123456789abcdef')
     """
-    found = re.fullmatch(r"(.+\.npy)(?:@([0-9a-f]{16}))?", text)
-    return None if found is None else (Path(found[1]), found[2] or "")
+    match = re.fullmatch(r"(.+\.npy)(?:@([0-9a-f]{16}))?", text)
+    return None if match is None else (Path(match[1]), match[2] or "")
 
 
 def read_weights(path: Path, digest: str, size: int) -> Tensor:
@@ -96,16 +96,16 @@ def read_weights(path: Path, digest: str, size: int) -> Tensor:
             "back, or start a new run"
         )
     try:
-        found = np.load(io.BytesIO(content), allow_pickle=False)
+        weights = np.load(io.BytesIO(content), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"{path}: cannot be read as a .npy file of numbers ({error})") from None
-    fits = isinstance(found, np.ndarray) and found.shape == (size,) and found.dtype.kind in "fiub"
-    if not fits or not bool((np.isfinite(found) & (found >= 0)).all()):
-        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else "several arrays"
+    fits = isinstance(weights, np.ndarray) and weights.shape == (size,) and weights.dtype.kind in "fiub"
+    if not fits or not bool((np.isfinite(weights) & (weights >= 0)).all()):
+        shape_text = f"{weights.dtype} {list(weights.shape)}" if isinstance(weights, np.ndarray) else "several arrays"
         raise ValueError(
-            f"{path}: is {what}; data.token_weights of this corpus is a vector of {size} numbers of 0 or more"
+            f"{path}: is {shape_text}; data.token_weights of this corpus is a vector of {size} numbers of 0 or more"
         )
-    return torch.from_numpy(found.astype(np.float64))
+    return torch.from_numpy(weights.astype(np.float64))
 
 
 def with_digest(text: str) -> str:
@@ -122,8 +122,8 @@ def content_of(path: Path) -> bytes:
         with open_regular(path) as file:
             return file.read()
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error).removeprefix(f"{path}: ")
-        raise ValueError(f"data.token_weights: {path} cannot be read ({why})") from None
+        reason = getattr(error, "strerror", None) or str(error).removeprefix(f"{path}: ")
+        raise ValueError(f"data.token_weights: {path} cannot be read ({reason})") from None
 
 
 def digest_of(content: bytes) -> str:

@@ -27,10 +27,10 @@ def make_transforms(c: RunConfig, corpus: Path) -> Callable[[Batch, int], Batch]
     The row of sample n is changed by (the config, n) alone, so that it is the same on every mesh and after every
     resume. Raises ValueError for tokens that the corpus does not have.
     """
-    each = [make(c, corpus) for make in (make_fim, make_spans, make_weights)]
+    transforms = [make(c, corpus) for make in (make_fim, make_spans, make_weights)]
 
     def transformed(batch: Batch, first: int) -> Batch:
-        for transform in each:
+        for transform in transforms:
             batch = transform(batch, first)
         return batch
 

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core import pytree
+from fzero.core.config_tables import Table, check_type
 from fzero.core.pytree import Tree
-from fzero.core.tables import Table, check_type
 from fzero.data.added_tokens import add_tokens, expect_json, missing_tokens
 from fzero.data.chat import read_chat
 from fzero.data.tokenizers import Tokenizer, load_tokenizer
 from fzero.models import ModelConfig
 from fzero.models.lora import TABLES, LoRAConfig
 from fzero.models.vocabulary import with_vocab_size
-from fzero.run import text_ends, weights
+from fzero.run import special_token_files, weights
 from fzero.run.config import Data, RunConfig
-from fzero.run.start_tokenizer import start_chat, start_tokenizer
+from fzero.run.special_token_files import start_chat, start_tokenizer
 
 TEMPLATE = "template"  # of data.add_tokens: the tokens that the chat template writes and the vocabulary lacks
 
@@ -50,10 +50,10 @@ def start_model(init: Path, table: Table) -> StartModel:
     preset, model = weights.start_sizes(init)
     model = computed_by(model, {name: value for name, value in sizes.items() if name in AT_A_TIME})
     data = check_type("data", table.get("data", {}), dict)
-    asked = check_type("data.add_tokens", data.get("add_tokens", ()), tuple[str, ...])
+    new_tokens = check_type("data.add_tokens", data.get("add_tokens", ()), tuple[str, ...])
     need = model.vocab_size
-    if asked:
-        need = max(need, grown_tokenizer(init, asked, data.get("template", "")).vocab_size)
+    if new_tokens:
+        need = max(need, grown_tokenizer(init, new_tokens, data.get("template", "")).vocab_size)
     size = check_type("model.vocab_size", sizes.get("vocab_size", need), int)
     if model.vocab_size <= size < need:
         raise ValueError(
@@ -61,9 +61,9 @@ def start_model(init: Path, table: Table) -> StartModel:
             f"out, or give {need} or more"
         )
     larger = with_vocab_size(model, size)
-    if asked and isinstance(larger, LoRAConfig):
+    if new_tokens and isinstance(larger, LoRAConfig):
         larger = replace(larger, vocabulary=True)
-    return StartModel(preset, larger, table, bool(asked) or size > model.vocab_size)
+    return StartModel(preset, larger, table, bool(new_tokens) or size > model.vocab_size)
 
 
 def computed_by(config: Any, values: Mapping[str, Any]) -> Any:
@@ -79,21 +79,21 @@ def computed_by(config: Any, values: Mapping[str, Any]) -> Any:
     return replace(config, **values)
 
 
-def grown_tokenizer(init: Path, asked: Sequence[str], template: str) -> Tokenizer:
+def grown_tokenizer(init: Path, new_tokens: Sequence[str], template: str) -> Tokenizer:
     """The tokenizer of what a run starts from with the tokens of `data.add_tokens`, by the chat template
     `data.template` or the model's.
 
     Raises ValueError as `start_tokenizer` and `add_tokens`, and for "template" where there is no template.
     """
     tokenizer = start_tokenizer(init)
-    return add_tokens(tokenizer, tokens_to_add(init, tokenizer, asked, template)) if asked else tokenizer
+    return add_tokens(tokenizer, tokens_to_add(init, tokenizer, new_tokens, template)) if new_tokens else tokenizer
 
 
-def tokens_to_add(init: Path, tokenizer: Tokenizer, asked: Sequence[str], template: str) -> list[str]:
+def tokens_to_add(init: Path, tokenizer: Tokenizer, new_tokens: Sequence[str], template: str) -> list[str]:
     """The tokens of `grown_tokenizer`."""
     expect_json(tokenizer)
     chat, tokens = start_chat(init, template), list[str]()
-    for text in asked:
+    for text in new_tokens:
         if text == TEMPLATE and chat is None:
             raise ValueError(
                 f"data.add_tokens has {TEMPLATE} and {init} has no chat template; give one, or name the tokens: "
@@ -109,9 +109,9 @@ def added_tokens(data: Data, init: Path) -> list[str]:
 
 
 def start_texts(data: Data, init: Path) -> dict[str, str]:
-    """The files of `text_ends` that a run starts from, with the tokens that it adds."""
-    files = text_ends.start_files(init, templates=not data.template)
-    return text_ends.with_added(files, added_tokens(data, init))
+    """The files of `special_token_files` that a run starts from, with the tokens that it adds."""
+    files = special_token_files.start_files(init, templates=not data.template)
+    return special_token_files.with_added(files, added_tokens(data, init))
 
 
 def missing_of(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
@@ -127,13 +127,13 @@ def ids_in(tokenizer: Tokenizer) -> dict[str, int]:
     return Library.from_str(tokenizer.json).get_vocab(with_added_tokens=True) if tokenizer.json else {}
 
 
-def added_line(before: Tokenizer, after: Tokenizer, asked: Sequence[str]) -> str:
+def added_line(base_tokenizer: Tokenizer, new_tokenizer: Tokenizer, new_tokens: Sequence[str]) -> str:
     """The line that says which tokens a tokenizer got, and which it had."""
-    old, new = ids_in(before), ids_in(after)
+    old, new = ids_in(base_tokenizer), ids_in(new_tokenizer)
     got = [f"{text} ({new[text]})" for text in sorted(set(new) - set(old), key=new.__getitem__)]
-    had = [f"{text} ({old[text]})" for text in asked if text in old]
+    present_tokens = [f"{text} ({old[text]})" for text in new_tokens if text in old]
     parts = [f"added to the tokenizer: {', '.join(got) or 'no token, as it has all'}"]
-    return "; ".join([*parts, *([f"there before: {', '.join(had)}"] if had else [])])
+    return "; ".join([*parts, *([f"there before: {', '.join(present_tokens)}"] if present_tokens else [])])
 
 
 def expect_added(data: Data, corpus: Path) -> None:
@@ -151,9 +151,9 @@ def expect_added(data: Data, corpus: Path) -> None:
         )
 
 
-def growth_lines(config: RunConfig, before: ModelConfig, params: Tree) -> list[str]:
+def growth_lines(config: RunConfig, base_model: ModelConfig, params: Tree) -> list[str]:
     """The lines that say how the tables of the model that a run starts from become those of the run."""
-    old, new, model = before.vocab_size, config.model.vocab_size, config.model
+    old, new, model = base_model.vocab_size, config.model.vocab_size, config.model
     names = [name for name in pytree.names(params) if name in TABLES]
     lines = []
     if new > old:

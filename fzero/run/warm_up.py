@@ -1,8 +1,8 @@
 """Compile in a process of its own, while a run reads its data, fzero's C++ forms that every first step here needs.
 
-`begin` starts that process if this machine has no such results yet; they are kept (core/kept.py), and the run finds
-them. `python -m fzero.run.warm_up` does it at once, for an image of a machine. What fails here is left to the run,
-which compiles it again and says why.
+`begin` starts that process if this machine has no such results yet; they are kept (core/compile_cache), and the run
+finds them. `python -m fzero.run.warm_up` does it at once, for an image of a machine. What fails here is left to the
+run, which compiles it again and says why.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from importlib import metadata
 from pathlib import Path
 
 import fzero
+from fzero.core.compile_cache import PACKAGE, cache_folder, processor
 from fzero.core.files import open_to_write
-from fzero.core.kept import PACKAGE, cache_folder, processor
 
 
 def mark() -> Path:
@@ -31,8 +31,8 @@ def begin() -> subprocess.Popen | None:
 
     Ranks of a launcher leave it to the first one of their machine. FZERO_WARM_UP=0 prevents it.
     """
-    wanted = os.environ.get("FZERO_WARM_UP", "1") != "0" and os.environ.get("LOCAL_RANK", "0") == "0"
-    if not wanted or not any(shutil.which(name) for name in ("g++", "clang++", "c++")) or mark().exists():
+    enabled = os.environ.get("FZERO_WARM_UP", "1") != "0" and os.environ.get("LOCAL_RANK", "0") == "0"
+    if not enabled or not any(shutil.which(name) for name in ("g++", "clang++", "c++")) or mark().exists():
         return None
     quiet = subprocess.DEVNULL
     command = [sys.executable, "-m", "fzero.run.warm_up"]
@@ -46,8 +46,8 @@ def main() -> None:
     from fzero.core.cpp import compiled_by_gcc
 
     with ThreadPoolExecutor(2) as pool:  # g++ computes, in processes of its own
-        for made in [pool.submit(compiled_by_gcc, *form) for form in forms()]:
-            made.result()
+        for build in [pool.submit(compiled_by_gcc, *form) for form in forms()]:
+            build.result()
     os.close(open_to_write(mark(), "replace"))
 
 

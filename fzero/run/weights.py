@@ -13,7 +13,7 @@ import torch
 from fzero import checkpoint, models
 from fzero.checkpoint import convert, offload_snapshot
 from fzero.checkpoint.convert import peft
-from fzero.checkpoint.directory import lines_of_incomplete, newest_sound
+from fzero.checkpoint.directory import incomplete_lines, newest_sound
 from fzero.core import pytree
 from fzero.core.copy_buckets import bring
 from fzero.core.precision import POLICIES
@@ -41,13 +41,13 @@ def read_newest(
 ) -> tuple[Any, list[str]]:
     """(`read` of the run's newest sound checkpoint, a line for each that was passed over)."""
 
-    def read_one(path: checkpoint.Folder) -> Any:
+    def read_checkpoint(path: checkpoint.Folder) -> Any:
         with contextlib.closing(checkpoint.open_checkpoint(path)) as opened:
             return read(opened)
 
-    found = newest_sound(checkpoints_of(folder, value), read_one)
-    assert found.path is not None
-    return found.value, [*lines_of_incomplete(found.path), *found.lines()]
+    newest = newest_sound(checkpoints_of(folder, value), read_checkpoint)
+    assert newest.path is not None
+    return newest.value, [*incomplete_lines(newest.path), *newest.lines()]
 
 
 PARAMS, MASTER, EMA = "params/", "master/", AVERAGE
@@ -69,8 +69,10 @@ def snapshot_of(folder: Path, value: RunConfig) -> offload_snapshot.StoreSnapsho
         group = next((prefix for prefix in (PARAMS, MASTER, EMA) if name.startswith(prefix)), None)
         if group and name.removeprefix(group) not in names:
             raise ValueError(f"{snapshot.folder}: is the store of another model: it has {name}, and {folder} has not")
-    whole = tuple(prefix for prefix in (PARAMS, MASTER, EMA) if all(prefix + name in snapshot.leaves for name in names))
-    parts = tuple(prefix for prefix in (PARAMS, MASTER, EMA) if prefix not in whole)
+    full_prefixes = tuple(
+        prefix for prefix in (PARAMS, MASTER, EMA) if all(prefix + name in snapshot.leaves for name in names)
+    )
+    parts = tuple(prefix for prefix in (PARAMS, MASTER, EMA) if prefix not in full_prefixes)
     snapshot = snapshot._replace(
         leaves={name: leaf for name, leaf in snapshot.leaves.items() if not name.startswith(parts)}
     )
@@ -116,23 +118,23 @@ def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> Traine
     warnings: list[str] = []
     if snapshot is not None:
         prefix = EMA if ema else PARAMS if snapshot.holds(PARAMS) else MASTER
-        there, step, dtype = (
+        source, step, dtype = (
             plan_of(model, value, snapshot),
             snapshot.record.step,
             POLICIES[value.precision.policy]().param,
         )
-        specs = pytree.named_leaves(there.params if prefix == PARAMS else there.opt)
+        specs = pytree.named_leaves(source.params if prefix == PARAMS else source.opt)
         shapes = pytree.named_leaves(plan.like)
         read = lambda name: snapshot.leaf(prefix + name, tuple(shapes[name].shape), specs[name]).to(dtype)  # noqa: E731
-        held = snapshot.holds(prefix)
+        present = snapshot.holds(prefix)
     else:
         path, damaged = checkpoint.newest_sound(checkpoints_of(folder, value))
-        warnings = [*lines_of_incomplete(path), *(f"passed over {bad}: {why}" for bad, why in damaged)]
-        there, prefix = checkpoint.open_checkpoint(path), EMA if ema else PARAMS
-        step = there.step
-        read = lambda name: there.read((prefix if prefix + name in there.leaves else PARAMS) + name)  # noqa: E731
-        held = any(name.startswith(prefix) for name in there.leaves)
-    if not held:
+        warnings = [*incomplete_lines(path), *(f"passed over {bad}: {reason}" for bad, reason in damaged)]
+        source, prefix = checkpoint.open_checkpoint(path), EMA if ema else PARAMS
+        step = source.step
+        read = lambda name: source.read((prefix if prefix + name in source.leaves else PARAMS) + name)  # noqa: E731
+        present = any(name.startswith(prefix) for name in source.leaves)
+    if not present:
         raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
     disk = Nvme(nvme or folder / "nvme-sample", slots=1)
     disk.need(3 * offload_snapshot.largest_group_bytes(plan, 4))
@@ -163,27 +165,29 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> TrainedWeigh
         )
     like = shapes_of(model)
 
-    def read(held: checkpoint.CheckpointReader) -> tuple[Tree, int]:
-        if ema and not any(name.startswith(EMA) for name in held.leaves):
+    def read(reader: checkpoint.CheckpointReader) -> tuple[Tree, int]:
+        if ema and not any(name.startswith(EMA) for name in reader.leaves):
             raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
-        prefix = EMA if ema else MASTER if wide and any(name.startswith(MASTER) for name in held.leaves) else PARAMS
-        return restore_weights(held, like, prefix), held.step
+        prefix = EMA if ema else MASTER if wide and any(name.startswith(MASTER) for name in reader.leaves) else PARAMS
+        return restore_weights(reader, like, prefix), reader.step
 
     (params, step), warnings = read_newest(folder, value, read)
     return TrainedWeights(value, model, params, step, warnings)
 
 
-def restore_weights(held: checkpoint.CheckpointReader, like: Tree, prefix: str) -> Tree:
+def restore_weights(reader: checkpoint.CheckpointReader, like: Tree, prefix: str) -> Tree:
     """The parameters in a checkpoint: their leaves below `prefix`, and of frozen ones, which have no other form, those
     that the run trained with."""
-    first = {n: leaf for n, leaf in pytree.named_leaves(like).items() if prefix + n in held.leaves}
-    saved = meta_like_saved(held, pytree.nest(first), prefix)
-    found = checkpoint.restore(held.path, saved, under=prefix.rstrip("/"))
+    first = {n: leaf for n, leaf in pytree.named_leaves(like).items() if prefix + n in reader.leaves}
+    saved = meta_like_saved(reader, pytree.nest(first), prefix)
+    restored = checkpoint.restore(reader.path, saved, prefix=prefix.rstrip("/"))
     if len(first) == len(pytree.names(like)):
-        return pytree.from_named(pytree.named_leaves(found), like)
-    there = "|".join(map(re.escape, first))
-    rest = checkpoint.restore(held.path, meta_like_saved(held, like, PARAMS), under=PARAMS.rstrip("/"), keep=there)
-    return pytree.from_named(pytree.named_leaves(rest) | pytree.named_leaves(found), like)
+        return pytree.from_named(pytree.named_leaves(restored), like)
+    pattern = "|".join(map(re.escape, first))
+    remainder = checkpoint.restore(
+        reader.path, meta_like_saved(reader, like, PARAMS), prefix=PARAMS.rstrip("/"), retain=pattern
+    )
+    return pytree.from_named(pytree.named_leaves(remainder) | pytree.named_leaves(restored), like)
 
 
 def start_sizes(init: Path) -> tuple[str, ModelConfig]:
@@ -216,14 +220,14 @@ def load_start(init: Path) -> TrainedWeights:
     if peft.is_adapter(init):
         base = peft.base_of(init)
         _base_sizes(init, base)
-        below = load_start(base)
-        named = pytree.named_leaves(below.params)
-        adapter = peft.open_adapter(init, base, below.model.config)
+        base_weights = load_start(base)
+        named = pytree.named_leaves(base_weights.params)
+        adapter = peft.open_adapter(init, base, base_weights.model.config)
         peft.expect_base(init, base, named)
         named |= peft.adapter_leaves(adapter, named)
         model = models.build(adapter.config)
         params = model.init(lambda name, shape, std, mean=0.0, dtype=None: named[name])
-        return TrainedWeights(config_of(adapter.config), model, params, 0, [*below.warnings, *adapter.notes])
+        return TrainedWeights(config_of(adapter.config), model, params, 0, [*base_weights.warnings, *adapter.notes])
     source = convert.open_source(init)
     model = models.build(source.config)
     return TrainedWeights(config_of(source.config), model, convert.load(source), 0, list(source.notes))
@@ -237,12 +241,12 @@ def config_of(model: ModelConfig) -> RunConfig:
     return recipe(preset_for("classify" if head.labels else "reward", lora=isinstance(model, LoRAConfig)), model)
 
 
-def put_on(device: torch.device, params: Tree) -> Tree:
+def move_params(device: torch.device, params: Tree) -> Tree:
     """The parameters on `device`; those on a disk stay there."""
     return pytree.map(lambda leaf: bring(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, params)
 
 
-def meta_like_saved(held: checkpoint.CheckpointReader, like: Tree, prefix: str) -> Tree:
+def meta_like_saved(reader: checkpoint.CheckpointReader, like: Tree, prefix: str) -> Tree:
     """`like` in the dtypes of the leaves of a checkpoint below `prefix`."""
-    dtypes = {name: leaf.dtype for name, leaf in held.leaves.items()}
+    dtypes = {name: leaf.dtype for name, leaf in reader.leaves.items()}
     return pytree.map_named(lambda name, leaf: leaf.to(dtypes.get(prefix + name, leaf.dtype)), like)

@@ -1,17 +1,17 @@
 """Where every leaf lives: meshes, specs, rules and plans as values."""
 
 from fzero.comm.collectives import Axis
-from fzero.sharding.at_rest import ZERO
 from fzero.sharding.codec import Codec
 from fzero.sharding.context import Context
 from fzero.sharding.experts import Experts
 from fzero.sharding.mesh import AXES, Mesh, fake_mesh, make_mesh, one_process
-from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.pipeline_plan import Pipeline
 from fzero.sharding.plan import LeafPlan, Plan, zero_plan
 from fzero.sharding.redistribute import from_dtensor, redistribute, to_dtensor
 from fzero.sharding.rules import Rules, match_rules
 from fzero.sharding.slices import local_shape, narrow_to
 from fzero.sharding.spec import Spec
+from fzero.sharding.zero_specs import ZERO
 
 __all__ = [
     "AXES",

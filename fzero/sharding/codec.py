@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.pytree import nearest
-from fzero.sharding.moves import rounded_once
+from fzero.sharding.gradient_paths import rounds_once
 from fzero.sharding.sign_sums import served_by_all
 from fzero.sharding.slices import is_stacked, largest_block, shard_dim
 
@@ -108,8 +108,8 @@ class Codec:
                 f"{replace(self, grads=self.grads or 'int4', loco=0.8)}"
             )
         if self.errors and (self.errors not in ERROR_KINDS or self.loco is None):
-            given = {"grads": self.grads or "int4", "loco": self.loco or 0.8}
-            written = [str(replace(self, errors=kind, **given)) for kind in ERROR_KINDS]
+            overrides = {"grads": self.grads or "int4", "loco": self.loco or 0.8}
+            written = [str(replace(self, errors=kind, **overrides)) for kind in ERROR_KINDS]
             raise ValueError(
                 f"codec: errors is {self.errors!r}; it is how the errors of loco rest: write {' or '.join(written)}"
             )
@@ -137,22 +137,22 @@ class Codec:
     @classmethod
     def parse(cls, text: str) -> Codec:
         """The Codec of a text such as "params=int8,grads=int4,hpz,block=64"; raises ValueError for another one."""
-        found: dict[str, Any] = {}
-        for part in filter(None, text.replace(" ", "").split(",")):
-            name, _, value = part.partition("=")
-            if name not in FORMS or name in found:
+        options: dict[str, Any] = {}
+        for entry in filter(None, text.replace(" ", "").split(",")):
+            name, _, value = entry.partition("=")
+            if name not in FORMS or name in options:
                 raise ValueError(
-                    f"codec {text!r}: {part!r} is not one of params=KIND, grads=KIND, hpz, block=N, loco, loco=BETA, "
+                    f"codec {text!r}: {entry!r} is not one of params=KIND, grads=KIND, hpz, block=N, loco, loco=BETA, "
                     "reset=STEPS, errors=KIND and local, each once"
                 )
             form, read = FORMS[name]
-            if not re.fullmatch(form, value) or part.endswith("="):
+            if not re.fullmatch(form, value) or entry.endswith("="):
                 raise ValueError(
-                    f"codec {text!r}: {part!r} has another form; write for example params=int8,hpz,block=64,"
+                    f"codec {text!r}: {entry!r} has another form; write for example params=int8,hpz,block=64,"
                     "grads=int4,loco=0.8,reset=1024"
                 )
-            found[name] = read(value)
-        return cls(**found)
+            options[name] = read(value)
+        return cls(**options)
 
     def __str__(self) -> str:
         parts = [f"{name}={kind}" for name, kind in (("params", self.params), ("grads", self.grads)) if kind]
@@ -163,8 +163,8 @@ class Codec:
 
     def bytes_of(self, kind: str, elements: int, last: int) -> float:
         """The bytes of so many elements in codes of a kind, with their scales, in rows of `last` elements."""
-        each = 0.5 if kind == "int4" else 1.0
-        return elements * each + elements // last * -(-last // self.block) * 4
+        code_bytes = 0.5 if kind == "int4" else 1.0
+        return elements * code_bytes + elements // last * -(-last // self.block) * 4
 
 
 class Coder(NamedTuple):
@@ -196,12 +196,12 @@ def coded_plan(plan: Plan, codec: Codec | str) -> Plan:
         return replace(plan, codec=codec, coded_grads=frozenset(signed))
     leaves = dict(plan.leaves)
     if codec.hpz:
-        leaves = {name: over_nodes(name, leaf, plan.sizes) for name, leaf in leaves.items()}
+        leaves = {name: shard_over_nodes(name, leaf, plan.sizes) for name, leaf in leaves.items()}
     fit = [name for name, leaf in leaves.items() if is_matrix(name, leaf.shape, leaf.dtype)]
     gathered = frozenset(name for name in fit if codec.params and "dp" in leaves[name].use.axes)
     summed = frozenset(name for name in fit if codec.grads and leaves[name].trained)
     if codec.loco is not None:  # what a sum loses on its way back to all ranks is the error of no sender
-        summed = frozenset(name for name in summed if rounded_once(leaves[name], plan.sizes))
+        summed = frozenset(name for name in summed if rounds_once(leaves[name], plan.sizes))
         expect_blocks(codec, {name: leaves[name] for name in summed}, plan.sizes)
     return replace(plan, leaves=leaves, codec=codec, coded=gathered, coded_grads=summed)
 
@@ -220,7 +220,7 @@ def expect_blocks(codec: Codec, leaves: Mapping[str, LeafPlan], sizes: Mapping[s
         )
 
 
-def over_nodes(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> LeafPlan:
+def shard_over_nodes(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> LeafPlan:
     """A leaf that rests over rp too, behind the other axes of its dim, where that divides it. Gradients are summed over
     rp once a step."""
     dim = shard_dim(name)
@@ -230,9 +230,9 @@ def over_nodes(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> LeafPlan:
         return leaf
     cut = {}
     for group, spec in specs.items():
-        at = [axis for axis in spec.dims[dim] if axis != "pp"]  # a leaf outside the layers rests over pp behind all
+        axes = [axis for axis in spec.dims[dim] if axis != "pp"]  # a leaf outside the layers rests over pp behind all
         dims = list(spec.dims)
-        dims[dim] = (*at, "rp", *spec.dims[dim][len(at) :])
+        dims[dim] = (*axes, "rp", *spec.dims[dim][len(axes) :])
         cut[group] = replace(spec, dims=tuple(dims), partial=spec.partial - {"rp"})
     return replace(leaf, **cut)
 
@@ -252,8 +252,8 @@ def expect_codec(codec: Codec, plan: Plan, on_disk: bool) -> None:
         expect_signs(codec, plan)
         return
     if (codec.params or codec.hpz) and stage != 3:
-        what = "params" if codec.params else "hpz"
-        raise ValueError(f"codec {codec}: {what} is of stage 3, which gathers parameters, and the stage is {stage}")
+        option = "params" if codec.params else "hpz"
+        raise ValueError(f"codec {codec}: {option} is of stage 3, which gathers parameters, and the stage is {stage}")
     if codec.grads and stage < 2:
         raise ValueError(f"codec {codec}: grads is of stages 2 and 3, which scatter sums, and the stage is {stage}")
     if codec.loco is not None and sizes["rp"] > 1 and not codec.hpz:

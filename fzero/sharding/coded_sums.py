@@ -44,16 +44,16 @@ def sum_coded(
     sent = coder.encode(rows)
     del rows
     with ledger.phase("reduce"):
-        pending = [start_all_to_all(part, axis, leaf=label) for part in sent]
+        pending = [start_all_to_all(chunk, axis, leaf=label) for chunk in sent]
     yield pending
-    parts = tuple(one.wait() for one in pending)
+    parts = tuple(collective.wait() for collective in pending)
     if op == "scatter":
         total = TreeSum()
         for rank in range(ranks):
-            total.add(coder.decode(tuple(part[rank : rank + 1] for part in parts), dtype, width))
+            total.add(coder.decode(tuple(chunk[rank : rank + 1] for chunk in parts), dtype, width))
         return unpack(total.sum(), [(shape[0] // ranks, *shape[1:]) for shape in shapes])
     with ledger.phase("reduce"):
-        pending = [start_all_gather(part[None], axis, leaf=label) for part in coder.add(parts, width)]
+        pending = [start_all_gather(chunk[None], axis, leaf=label) for chunk in coder.add(parts, width)]
     yield pending
-    whole = coder.decode(tuple(one.wait() for one in pending), dtype, width).flatten()
-    return unpack(whole[None, : sum(math.prod(shape) for shape in shapes)].contiguous(), shapes)
+    full = coder.decode(tuple(collective.wait() for collective in pending), dtype, width).flatten()
+    return unpack(full[None, : sum(math.prod(shape) for shape in shapes)].contiguous(), shapes)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from fzero.sharding.context import BALANCED, FORMS, Context
 
-HELD = 2.0  # of what the leanest form holds
+MAX_RESIDENT_RATIO = 2.0  # of what the leanest form holds
 
 
 def largest_inner(ranks: int, kv_heads: int) -> int:
@@ -38,14 +38,14 @@ def largest_inner(ranks: int, kv_heads: int) -> int:
     return math.gcd(ranks, kv_heads)
 
 
-class Cost(NamedTuple):
+class AttentionCost(NamedTuple):
     """The bytes of a layer's attention on a rank of cp, for each token of a sequence."""
 
     sent: float  # forward and backward
-    held: float
+    resident: float
 
     def __str__(self) -> str:
-        return f"sends {self.sent:,.0f} and holds {self.held:,.0f}"
+        return f"sends {self.sent:,.0f} and holds {self.resident:,.0f}"
 
 
 class Heads(NamedTuple):
@@ -64,42 +64,42 @@ class Heads(NamedTuple):
         >>> [heads.sent(form, 4) for form in ("gather", "ulysses", "ring", "hierarchical")]
         [192.0, 288.0, 192.0, 224.0]
         """
-        others = (ranks - 1) / ranks
+        peer_share = (ranks - 1) / ranks
         if form == "hierarchical":
             inner = inner or largest_inner(ranks, self.keys)
             exchanged = (inner - 1) / inner * (2 * self.queries + 2 * self.keys)
             return ((ranks // inner - 1) * 2 * self.keys + exchanged) / ranks * self.size
         if form == "ulysses":
-            return others * (2 * self.queries + 2 * math.lcm(self.keys, ranks)) / ranks * self.size
-        return others * 2 * self.keys * self.size
+            return peer_share * (2 * self.queries + 2 * math.lcm(self.keys, ranks)) / ranks * self.size
+        return peer_share * 2 * self.keys * self.size
 
-    def held(self, form: str, ranks: int) -> float:
+    def resident(self, form: str, ranks: int) -> float:
         """The elements that a rank of cp holds for attention by a form: see the top of the file.
 
-        >>> [Heads(queries=8, keys=2, size=64).held(form, 4) for form in ("gather", "ulysses", "ring")]
+        >>> [Heads(queries=8, keys=2, size=64).resident(form, 4) for form in ("gather", "ulysses", "ring")]
         [512.0, 384.0, 384.0]
         """
-        return 2 * self.queries / ranks * self.size + self.keys_held(form, ranks)
+        return 2 * self.queries / ranks * self.size + self.resident_keys(form, ranks)
 
-    def keys_held(self, form: str, ranks: int) -> float:
+    def resident_keys(self, form: str, ranks: int) -> float:
         """The elements of keys and values alone that a rank of cp holds for attention by a form."""
         keys = {"gather": self.keys * ranks, "ulysses": math.lcm(self.keys, ranks)}.get(form, 2 * self.keys)
         return 2 * keys / ranks * self.size
 
-    def kept(self, form: str, ranks: int) -> float:
+    def residuals(self, form: str, ranks: int) -> float:
         """The elements that a rank of cp keeps of each token of a sequence for the backward pass of attention, beyond
         its queries, keys, values and their result.
 
         Where heads or keys are exchanged, what a rank attends to is kept as it came, and the result twice: as attention
         gave it, and as the product after it reads it.
 
-        >>> [Heads(queries=8, keys=2, size=64).kept(form, 4) for form in ("gather", "ulysses", "ring")]
+        >>> [Heads(queries=8, keys=2, size=64).residuals(form, 4) for form in ("gather", "ulysses", "ring")]
         [320.0, 192.0, 128.0]
         """
         keys = {"gather": self.keys * ranks, "ulysses": math.lcm(self.keys, ranks)}.get(form, self.keys)
         return (2 * (keys - self.keys) + self.queries) / ranks * self.size
 
-    def cost(self, form: str, ranks: int, inner: int = 0, itemsize: int = 2) -> Cost:
+    def cost(self, form: str, ranks: int, inner: int = 0, itemsize: int = 2) -> AttentionCost:
         """The Cost of a form, of activations of `itemsize` bytes.
 
         >>> print(Heads(queries=32, keys=8, size=128).cost("gather", 8))
@@ -109,9 +109,9 @@ class Heads(NamedTuple):
         if form in ("ring", "hierarchical"):  # the gradients, c / u hops of 2 G K / c each
             inner = (inner or largest_inner(ranks, self.keys)) if form == "hierarchical" else 1
             sent += 2 * self.keys * self.size / inner * max(4, itemsize)
-        return Cost(sent, self.held(form, ranks) * itemsize)
+        return AttentionCost(sent, self.resident(form, ranks) * itemsize)
 
-    def costs(self, context: Context, ranks: int, itemsize: int = 2) -> dict[str, Cost]:
+    def costs(self, context: Context, ranks: int, itemsize: int = 2) -> dict[str, AttentionCost]:
         """The Cost of each form that serves these heads and a context's pieces, by its text: "hierarchical/2" where
         that is neither of its parts."""
         out = {}
@@ -130,8 +130,10 @@ class Heads(NamedTuple):
         ['gather', 'gather', 'ulysses', 'hierarchical/8']
         """
         costs = self.costs(context, ranks, itemsize)
-        leanest = min(cost.held for cost in costs.values())
-        return min((form for form in costs if costs[form].held <= HELD * leanest), key=costs.__getitem__)
+        leanest = min(cost.resident for cost in costs.values())
+        return min(
+            (form for form in costs if costs[form].resident <= MAX_RESIDENT_RATIO * leanest), key=costs.__getitem__
+        )
 
 
 def heads_of(model: Any, tp: int) -> Heads | None:
@@ -174,14 +176,14 @@ def expect_fit(context: Context, heads: Heads, cp: int, tp: int) -> None:
     """Raise ValueError for a form that cannot split these heads over cp."""
     if context.form == "ulysses" and heads.queries % cp:
         fits = ", ".join(str(n) for n in range(1, heads.queries + 1) if heads.queries % n == 0)
-        over = f" of a rank of tp={tp}" if tp > 1 else ""
+        rank_text = f" of a rank of tp={tp}" if tp > 1 else ""
         raise ValueError(
-            f"context ulysses: cp={cp} does not divide the {heads.queries} heads{over}; use cp in {{{fits}}}, "
+            f"context ulysses: cp={cp} does not divide the {heads.queries} heads{rank_text}; use cp in {{{fits}}}, "
             "or the form gather"
         )
     if context.inner and (cp % context.inner or heads.keys % context.inner):
-        both = math.gcd(cp, heads.keys)
-        fits = [f"hierarchical/{n}" for n in range(2, both + 1) if both % n == 0] or ["ring"]
+        common = math.gcd(cp, heads.keys)
+        fits = [f"hierarchical/{n}" for n in range(2, common + 1) if common % n == 0] or ["ring"]
         raise ValueError(
             f"context hierarchical/{context.inner}: groups of {context.inner} must divide cp={cp} and the {heads.keys} "
             f"key/value heads of a rank; use {' or '.join(fits)}"

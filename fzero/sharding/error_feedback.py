@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from fzero.comm.bucket import pack, unpack
-from fzero.comm.tables import SHARDS
+from fzero.comm.rank_tables import SHARDS
 from fzero.core import pytree
 from fzero.sharding.codec import Coder
-from fzero.sharding.moves import is_coded, moves
-from fzero.sharding.pipelines import users_of
+from fzero.sharding.gradient_paths import is_coded, moves
+from fzero.sharding.pipeline_plan import users_of
 from fzero.sharding.slices import is_stacked, local_numel, local_shape, shard_dim
 from fzero.sharding.spec import Spec
 
@@ -59,9 +59,9 @@ def errors_of(plan: Plan, make: Callable[[tuple[int, ...], Spec], T]) -> Hops[T]
     >>> errors_of(plan, lambda shape, spec: (shape, str(spec)))
     {'data': {'blocks/w': ((3, 4, 8, 32), '[·, ·/dp, ·, ·]')}}
     """
-    found: Hops[T] = {}
+    hops: Hops[T] = {}
     if plan.codec is None or plan.codec.loco is None:
-        return found
+        return hops
     users = {name: sorted({rank for _, rank in uses}) for name, uses in users_of(plan).items()}
     for name in sorted(plan.coded_grads):
         leaf, dim = plan.leaves[name], shard_dim(name)
@@ -69,8 +69,8 @@ def errors_of(plan: Plan, make: Callable[[tuple[int, ...], Spec], T]) -> Hops[T]
         if name in users:
             lead, rows = (("pp",),), rows_of(users[name], plan.sizes["pp"])
         first = leaf.shape[0] if is_stacked(name) else max(1, len(users.get(name, ())))
-        now, end = moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes)
-        path = [*now, *end]
+        micro_path, end = moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes)
+        path = [*micro_path, *end]
         for i, (op, link) in enumerate(path):
             if not is_coded(op, link):
                 continue
@@ -80,29 +80,29 @@ def errors_of(plan: Plan, make: Callable[[tuple[int, ...], Spec], T]) -> Hops[T]
             ranks = 1
             for axis in senders:
                 ranks *= plan.sizes[axis]
-            found.setdefault(hop_of(link), {})[name] = make((first, ranks, *leaf.shape[dim:]), spec)
+            hops.setdefault(hop_of(link), {})[name] = make((first, ranks, *leaf.shape[dim:]), spec)
             dims[0] = (*dims[0], *link.split("+"))
-    return found
+    return hops
 
 
-def held_of(plan: Plan, make: Callable[[tuple[int, ...], Spec, torch.dtype], T]) -> Hops[T]:
+def stored_errors(plan: Plan, make: Callable[[tuple[int, ...], Spec, torch.dtype], T]) -> Hops[T]:
     """`make(shape, spec, dtype)` for what a state has of the errors: of each itself; or its codes, a byte an element,
     and under the hop's name with "_scale" a scale for each block of its rows."""
-    found: Hops[T] = {}
+    hops: Hops[T] = {}
     for hop, leaves in errors_of(plan, lambda shape, spec: (shape, spec)).items():
         coded = plan.codec.errors
         dtype = torch.uint8 if coded else error_dtype(plan)
-        found[hop] = {name: make(shape, spec, dtype) for name, (shape, spec) in leaves.items()}
+        hops[hop] = {name: make(shape, spec, dtype) for name, (shape, spec) in leaves.items()}
         if coded:
             blocks = {name: (*shape[:-1], -(-shape[-1] // plan.codec.block)) for name, (shape, _) in leaves.items()}
-            found[hop + SCALE] = {name: make(blocks[name], spec, torch.float32) for name, (_, spec) in leaves.items()}
-    return found
+            hops[hop + SCALE] = {name: make(blocks[name], spec, torch.float32) for name, (_, spec) in leaves.items()}
+    return hops
 
 
 def error_specs(plan: Plan) -> dict[str, Hops[Spec]]:
     """The entry of `TrainState.extra` for errors as specs: {"codec_error": {hop: {leaf: Spec}}}; {} without errors."""
-    found = held_of(plan, lambda shape, spec, dtype: spec)
-    return {ERRORS: found} if found else {}
+    stored = stored_errors(plan, lambda shape, spec, dtype: spec)
+    return {ERRORS: stored} if stored else {}
 
 
 def first_errors(plan: Plan, device: torch.device | str) -> dict[str, Hops[Tensor]]:
@@ -111,8 +111,8 @@ def first_errors(plan: Plan, device: torch.device | str) -> dict[str, Hops[Tenso
     def zeros(shape: tuple[int, ...], spec: Spec, dtype: torch.dtype) -> Tensor:
         return torch.zeros(local_shape(shape, spec, plan.mesh), dtype=dtype, device=device)
 
-    found = held_of(plan, zeros)
-    return {ERRORS: found} if found else {}
+    stored = stored_errors(plan, zeros)
+    return {ERRORS: stored} if stored else {}
 
 
 def rows_of(ranks: list[int], pp: int) -> tuple[tuple[int, ...], ...]:
@@ -127,50 +127,57 @@ def error_dtype(plan: Plan) -> torch.dtype:
 
 def error_bytes(plan: Plan) -> int:
     """The bytes of errors that a rank holds: the rank of pp with the most."""
-    held = [0] * plan.sizes["pp"]
+    bytes_by_rank = [0] * plan.sizes["pp"]
 
     def add(shape: tuple[int, ...], spec: Spec, dtype: torch.dtype) -> None:
-        rows = [len(each) for each in spec.rows] or [1] * len(held)
+        rows = [len(rank_rows) for rank_rows in spec.rows] or [1] * len(bytes_by_rank)
         size = (
             local_numel(shape, spec, plan.sizes) * dtype.itemsize // max(rows)
         )  # of all rows of the rank with the most
         for rank, n in enumerate(rows):
-            held[rank] += size * n
+            bytes_by_rank[rank] += size * n
 
-    held_of(plan, add)
-    return max(held)
+    stored_errors(plan, add)
+    return max(bytes_by_rank)
 
 
 class ErrorFeedback:
     """The errors of a step: those that the state has, and beside them those of what was sent since, until it is known
     whether the step is skipped.
 
-    held: of the state, see `held_of`. unit: what gradients are multiplied by on their way, 0-dim. step: the number of
-    steps made. kept: of the codes in which errors rest; None: as they are. A later micro-batch is given the error of
-    the one before.
+    stored: of the state, see `stored_errors`. unit: what gradients are multiplied by on their way, 0-dim. step: the
+    number of steps made. storage_coder: of the codes in which errors rest; None: as they are. A later micro-batch is
+    given the error of the one before.
     """
 
-    def __init__(self, plan: Plan, held: Hops[Tensor], unit: Tensor, step: Tensor, kept: Coder | None = None) -> None:
-        self.beta, self.held, self.unit, self.kept, self.dtype = plan.codec.loco, held, unit, kept, error_dtype(plan)
+    def __init__(
+        self, plan: Plan, stored: Hops[Tensor], unit: Tensor, step: Tensor, storage_coder: Coder | None = None
+    ) -> None:
+        self.beta, self.stored, self.unit = plan.codec.loco, stored, unit
+        self.storage_coder, self.dtype = storage_coder, error_dtype(plan)
         # 0 in a step that begins without errors, else 1: a number on the device, for which nobody waits
-        self.keep = None if plan.codec.reset is None else (step % plan.codec.reset != 0).to(error_dtype(plan))
+        self.keep_factor = None if plan.codec.reset is None else (step % plan.codec.reset != 0).to(error_dtype(plan))
         self.new: dict[tuple[str, str, int], Pieces] = {}
 
-    def resting(self, held: Hops[Tensor], hop: str, name: str, row: int) -> Pieces:
+    def stored_pieces(self, stored: Hops[Tensor], hop: str, name: str, row: int) -> Pieces:
         """What a state has of the error of a row of a leaf: itself, or its codes and scales. Views."""
-        hops = (hop,) if self.kept is None else (hop, hop + SCALE)
-        return tuple(held[one][name][row, 0] for one in hops)
+        hops = (hop,) if self.storage_coder is None else (hop, hop + SCALE)
+        return tuple(stored[group][name][row, 0] for group in hops)
 
     def read(self, pieces: Pieces) -> Tensor:
         """An error of what rests of it."""
-        return pieces[0] if self.kept is None else self.kept.decode(pieces, self.dtype, pieces[0].shape[-1])
+        return (
+            pieces[0]
+            if self.storage_coder is None
+            else self.storage_coder.decode(pieces, self.dtype, pieces[0].shape[-1])
+        )
 
-    def at(self, hop: str, name: str, row: int) -> Tensor:
+    def next_error(self, hop: str, name: str, row: int) -> Tensor:
         """The error to add to what this rank sends next of a row of a leaf: of its shape."""
         if (hop, name, row) in self.new:
             return self.read(self.new[hop, name, row])
-        error = self.read(self.resting(self.held, hop, name, row))
-        return error if self.keep is None else error * self.keep
+        error = self.read(self.stored_pieces(self.stored, hop, name, row))
+        return error if self.keep_factor is None else error * self.keep_factor
 
     def coder(self, coder: Coder, link: str, names: Sequence[str], row: int, ranks: int) -> Coder:
         """A coder that adds the errors of these leaves to what it encodes for the ranks of a link, and notes the new
@@ -178,7 +185,7 @@ class ErrorFeedback:
         hop = hop_of(link)
 
         def encode(terms: Tensor) -> tuple[Tensor, ...]:
-            errors = [self.at(hop, name, row) for name in names]
+            errors = [self.next_error(hop, name, row) for name in names]
             shapes, error = [e.shape for e in errors], pack(errors, ranks, terms.dtype)
             unit = self.unit.to(terms.dtype)
             sent = coder.encode(torch.addcmul(terms, error, self.beta * unit))
@@ -186,7 +193,7 @@ class ErrorFeedback:
             new = lost.div_(unit).add_(error)
             for name, value in zip(names, unpack(new, shapes)):
                 value = value.to(self.dtype)
-                self.new[hop, name, row] = (value,) if self.kept is None else self.kept.encode(value)
+                self.new[hop, name, row] = (value,) if self.storage_coder is None else self.storage_coder.encode(value)
             return sent
 
         return coder._replace(encode=encode)
@@ -194,13 +201,17 @@ class ErrorFeedback:
     @torch.no_grad()
     def settle(self, skipped: Tensor | None, *, donate: bool) -> Hops[Tensor]:
         """The errors after the step: as they were if it is `skipped`. donate: in the memory of those before it."""
-        held = self.held if donate else pytree.map(torch.clone, self.held)
-        if self.keep is not None:  # codes whose scales are 0 stand for 0
-            factors = held if self.kept is None else {hop: of for hop, of in held.items() if hop.endswith(SCALE)}
+        stored = self.stored if donate else pytree.map(torch.clone, self.stored)
+        if self.keep_factor is not None:  # codes whose scales are 0 stand for 0
+            factors = (
+                stored
+                if self.storage_coder is None
+                else {hop: leaves for hop, leaves in stored.items() if hop.endswith(SCALE)}
+            )
             for leaf in pytree.leaves(factors):
-                leaf.mul_(self.keep)
+                leaf.mul_(self.keep_factor)
         while self.new:
-            place, new = self.new.popitem()
-            for old, part in zip(self.resting(held, *place), new):
-                old.copy_(part if skipped is None else torch.where(skipped, old, part))
-        return held
+            key, new = self.new.popitem()
+            for old, piece in zip(self.stored_pieces(stored, *key), new):
+                old.copy_(piece if skipped is None else torch.where(skipped, old, piece))
+        return stored

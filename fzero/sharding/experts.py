@@ -35,10 +35,10 @@ class Experts:
     parts: int = 1
 
     def __post_init__(self) -> None:
-        known = (*FORMS, "auto")
-        if self.form not in known:
-            near = nearest(self.form, known)
-            raise ValueError(f"experts: form is {self.form!r}{near}; use one of {', '.join(known)}")
+        choices = (*FORMS, "auto")
+        if self.form not in choices:
+            near = nearest(self.form, choices)
+            raise ValueError(f"experts: form is {self.form!r}{near}; use one of {', '.join(choices)}")
         if not self.slack >= 1.0:
             raise ValueError(f"experts: slack is {self.slack:g}; it is at least 1, the room for an even load")
         if self.parts < 1:
@@ -48,9 +48,9 @@ class Experts:
     def parse(cls, text: str) -> Experts:
         """The Experts of a form, or of a form, a slack ("all" for room for all) and a number of parts: "gather",
         "exchange:3", "exchange:all:2"; raises ValueError for others."""
-        form, *given = text.split(":")
-        named = zip(("slack", "parts"), (float, int), given)
-        if len(given) > 2:
+        form, *values = text.split(":")
+        named = zip(("slack", "parts"), (float, int), values)
+        if len(values) > 2:
             raise ValueError(f"experts: {text!r} has more than a form, a slack and parts, such as exchange:3:2")
         options: dict[str, Any] = {}
         for name, kind, value in named:
@@ -60,9 +60,10 @@ class Experts:
                 raise ValueError(f"experts: {name} is {value!r}; write a number, such as exchange:3:2") from None
         return cls(form, **options)
 
-    def room(self, rows: int, most: int) -> int:
-        """The rows that a rank has room for in an exchange in which each rank sends `rows`, and can be sent `most`."""
-        return most if self.slack * rows >= most else math.ceil(self.slack * rows)
+    def row_capacity(self, rows: int, max_rows: int) -> int:
+        """The rows that a rank has room for in an exchange in which each rank sends `rows`, and can be sent
+        `max_rows`."""
+        return max_rows if self.slack * rows >= max_rows else math.ceil(self.slack * rows)
 
 
 class Routed(NamedTuple):
@@ -82,8 +83,8 @@ class Routed(NamedTuple):
         >>> [(routed.sent("gather", n), routed.sent("exchange", n)) for n in (2, 4)]
         [(128.0, 128.0), (384.0, 192.0)]
         """
-        others = (ranks - 1) / ranks
-        return 2 * others * self.width * (self.top_k if form == "exchange" else ranks)
+        peer_share = (ranks - 1) / ranks
+        return 2 * peer_share * self.width * (self.top_k if form == "exchange" else ranks)
 
     def rows(self, experts: Experts, ranks: int) -> float:
         """The rows of experts that a rank has room for, for each of its tokens: of an even load top_k of them hold one.
@@ -95,8 +96,8 @@ class Routed(NamedTuple):
         if experts.form == "gather":
             return ranks * self.top_k
         tokens = 1_000_000  # so many that rounding does not show
-        most = ranks * tokens * min(self.top_k, max(shares(self.experts, ranks)))
-        return experts.room(tokens * self.top_k, most) / tokens
+        max_rows = ranks * tokens * min(self.top_k, max(shares(self.experts, ranks)))
+        return experts.row_capacity(tokens * self.top_k, max_rows) / tokens
 
 
 def shares(experts: int, ranks: int) -> tuple[int, ...]:

@@ -46,9 +46,9 @@ class Offload:
         "" leaves all on the device.
         """
         tiers: dict[str, Tier] = {}
-        for part in filter(None, text.replace(" ", "").split(",")):
-            group, equals, rest = part.partition("=")
-            memory, colon, fraction = rest.partition(":")
+        for entry in filter(None, text.replace(" ", "").split(",")):
+            group, equals, tier_text = entry.partition("=")
+            memory, colon, fraction = tier_text.partition(":")
             if group not in GROUPS or not equals:
                 raise ValueError(
                     f"offload {text!r}: {group!r} is not a group{nearest(group, GROUPS)}; "
@@ -90,10 +90,10 @@ ALL_ON_DEVICE = Offload()
 
 def select_largest(sizes: Mapping[str, int], fraction: float) -> set[str]:
     """The names of the largest leaves that together hold at least `fraction` of all bytes. sizes: {name: bytes}."""
-    names, held, total = set(), 0, sum(sizes.values())
+    names, selected_bytes, total = set(), 0, sum(sizes.values())
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        if held >= fraction * total:
+        if selected_bytes >= fraction * total:
             break
         names.add(name)
-        held += sizes[name]
+        selected_bytes += sizes[name]
     return names

@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fzero.comm.agreement import Agreement, RankError
+from fzero.comm.agreement import ProgramAgreement, RankError
 from fzero.comm.collectives import Axis
 from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
-from fzero.comm.tables import BY_DATA_RANK, BY_RANK, SHARDS, joined_links, links_of
+from fzero.comm.rank_tables import BY_DATA_RANK, BY_RANK, SHARDS, joined_links, links_of
 from fzero.core import gpu
 from fzero.core.arguments import checked, expect_kind
-from fzero.core.foreign import environment_number
 from fzero.core.pytree import nearest
+from fzero.core.text_parsing import environment_number
 
 AXES = {
     "dp": "data, and the shards of ZeRO",
@@ -69,9 +69,9 @@ class Mesh:
     )  # over the axes in use, outermost first; for DTensor
     ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
     store: dist.Store | None = field(default=None, compare=False, repr=False)
-    agreement: Agreement | None = field(default=None, compare=False, repr=False)
+    agreement: ProgramAgreement | None = field(default=None, compare=False, repr=False)
     owned: bool = field(default=False, compare=False, repr=False)  # whether make_mesh initialised torch.distributed
-    # Several of dp, ep and cp as one, where they are in use: see comm.tables.joined_links.
+    # Several of dp, ep and cp as one, where they are in use: see joined_links.
     links: tuple[Axis, ...] = field(default=(), compare=False, repr=False)
     members: Axis = field(default_factory=lambda: Axis("rp"))  # of whose ranks this is the mesh of one, see `member`
 
@@ -140,10 +140,10 @@ class Mesh:
         """
         return contextlib.nullcontext() if self.agreement is None else self.agreement.checked()
 
-    def fail(self, why: str) -> None:
+    def fail(self, reason: str) -> None:
         """Leave for the other ranks why this one ends: their errors will say it."""
         if self.agreement is not None:
-            self.agreement.fail(why)
+            self.agreement.fail(reason)
 
     def abort(self) -> None:
         """End the collectives on GPUs under way, whose results are then anything: before this process ends with them
@@ -164,9 +164,9 @@ class Mesh:
             with contextlib.suppress(RuntimeError):
                 self.abort()
                 dist.destroy_process_group()
-            why = str(error).strip().partition("\n")[0].partition(". ")[0]
+            message = str(error).strip().partition("\n")[0].partition(". ")[0]
             raise RankError(
-                f"mesh.close: another rank ended before it closed its mesh, and its own error says why ({why})"
+                f"mesh.close: another rank ended before it closed its mesh, and its own error says why ({message})"
             ) from None
         for communicator in self._communicators():
             communicator.close()
@@ -195,10 +195,10 @@ def _sizes_text(sizes: Mapping[str, int]) -> str:
 
 
 def _coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
-    at = {}
+    coordinates = {}
     for name in reversed(ORDER):
-        rank, at[name] = divmod(rank, sizes[name])
-    return at
+        rank, coordinates[name] = divmod(rank, sizes[name])
+    return coordinates
 
 
 @checked("sizes")
@@ -231,18 +231,18 @@ def make_mesh(
     ValueError: mesh: unknown axis 'data'; the axes are dp, rp, tp, pp, cp, ep
     """
     sizes = _check_sizes(sizes)
-    wanted = math.prod(sizes.values())
+    process_count = math.prod(sizes.values())
     started = dist.is_available() and dist.is_initialized()
     world = dist.get_world_size() if started else environment_number("WORLD_SIZE", 1, 1)
-    if wanted != world:
+    if process_count != world:
         raise ValueError(
-            f"mesh {_sizes_text(sizes)} asks for {wanted} process{'es' * (wanted > 1)} and this run has {world}; start "
-            "it with "
-            f"`torchrun --nproc-per-node {wanted} ...`, or choose sizes whose product is {world}"
+            f"mesh {_sizes_text(sizes)} asks for {process_count} process{'es' * (process_count > 1)} and this run has "
+            f"{world}; start it with `torchrun --nproc-per-node {process_count} ...`, or choose sizes whose product is "
+            f"{world}"
         )
     if device not in (None, *BACKENDS):
         raise ValueError(f"mesh: device is {device!r}; it must be cpu or cuda")
-    if wanted == 1:
+    if process_count == 1:
         return one_process()
     if not started:
         device = gpu.resolve_device(device or "auto")
@@ -254,8 +254,8 @@ def make_mesh(
     with _naming_transport(device, dist.get_rank()):
         device_mesh = init_device_mesh(device, tuple(sizes[name] for name in used), mesh_dim_names=tuple(used))
     store = dist.PrefixStore(f"fzero/{next(_MESHES)}", dist.distributed_c10d._get_default_store())
-    ledger, agreement = Ledger(), Agreement(store, dist.get_rank(), timeout_s)
-    at, communicators = _coordinates(sizes, dist.get_rank()), {}
+    ledger, agreement = Ledger(), ProgramAgreement(store, dist.get_rank(), timeout_s)
+    coordinates, communicators = _coordinates(sizes, dist.get_rank()), {}
     joined = {"+".join(axes): axes for axes in joined_links(sizes)}
     for name in (*used, *joined):
         group = device_mesh[joined[name]]._flatten().get_group() if name in joined else device_mesh.get_group(name)
@@ -268,26 +268,26 @@ def make_mesh(
             group=group,
             ordered=ordered,
         )
-    axes = tuple(Axis(name, sizes[name], at[name], communicators.get(name)) for name in AXES)
+    axes = tuple(Axis(name, sizes[name], coordinates[name], communicators.get(name)) for name in AXES)
     links = tuple(
-        Axis(name, math.prod(sizes[a] for a in joined[name]), found.rank, found)
-        for name, found in communicators.items()
+        Axis(name, math.prod(sizes[a] for a in joined[name]), communicator.rank, communicator)
+        for name, communicator in communicators.items()
         if name in joined
     )
     return Mesh(axes, device_mesh, ledger, store, agreement, owned=not started, links=links)
 
 
-def start_processes(device: torch.device, timeout_s: float, **where: Any) -> None:
+def start_processes(device: torch.device, timeout_s: float, **rendezvous: Any) -> None:
     """Initialise torch.distributed for tensors of `device` and of its host.
 
-    where: the store, rank and world_size, if they are not torchrun's.
+    rendezvous: the store, rank and world_size, if they are not torchrun's.
     Raises ValueError with this rank, its host and what gloo or NCCL said, if that cannot start.
     """
     kind, timeout = device.type, datetime.timedelta(seconds=timeout_s)
     # NCCL is told its GPU: otherwise it guesses one for a barrier.
     bound = {"device_id": device} if kind == "cuda" else {}
-    with _naming_transport(kind, where.get("rank", environment_number("RANK", 0))):
-        dist.init_process_group(BACKENDS[kind], timeout=timeout, **bound, **where)
+    with _naming_transport(kind, rendezvous.get("rank", environment_number("RANK", 0))):
+        dist.init_process_group(BACKENDS[kind], timeout=timeout, **bound, **rendezvous)
 
 
 @contextlib.contextmanager
@@ -297,8 +297,8 @@ def _naming_transport(kind: str, rank: int) -> Iterator[None]:
         yield
     except (RuntimeError, ValueError) as error:  # both, by PyTorch's functions
         transport, fix = STARTING[kind]
-        where = f"rank {rank} on host {socket.gethostname()}"
-        raise ValueError(f"{where}: {transport} does not start: {_gist(str(error))}; {fix}") from None
+        location = f"rank {rank} on host {socket.gethostname()}"
+        raise ValueError(f"{location}: {transport} does not start: {_gist(str(error))}; {fix}") from None
 
 
 def _gist(text: str) -> str:
@@ -307,8 +307,8 @@ def _gist(text: str) -> str:
     text = re.sub(r"^\[[^]]*\]:? *", "", text.strip())
     kind = re.search(r"^nccl\w+: .*", text, re.MULTILINE)
     last = re.search(r"Last error:\s*(\S.*)", text)
-    said = " ".join(found for found in (kind and kind[0], last and last[1]) if found)
-    return (said or text.partition("\n")[0]).rstrip(". ")
+    summary = " ".join(fragment for fragment in (kind and kind[0], last and last[1]) if fragment)
+    return (summary or text.partition("\n")[0]).rstrip(". ")
 
 
 def one_process() -> Mesh:
@@ -336,20 +336,20 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Mesh:
     world = math.prod(sizes.values())
     if not 0 <= rank < world:
         raise ValueError(f"fake_mesh: rank is {rank} and mesh {_sizes_text(sizes)} has ranks 0 to {world - 1}")
-    at, ledger, agreement, axes = _coordinates(sizes, rank), Ledger(), Agreement(None, rank, 0.0), []
+    coordinates, ledger, agreement, axes = _coordinates(sizes, rank), Ledger(), ProgramAgreement(None, rank, 0.0), []
 
     def stride(name: str) -> int:
         return math.prod(sizes[inner] for inner in ORDER[ORDER.index(name) + 1 :])
 
     def communicator(names: Sequence[str]) -> Communicator:
-        first = rank - sum(at[name] * stride(name) for name in names)
+        first = rank - sum(coordinates[name] * stride(name) for name in names)
         places = itertools.product(*(range(sizes[name]) for name in names))
-        ranks = [first + sum(i * stride(name) for i, name in zip(place, names)) for place in places]
+        ranks = [first + sum(i * stride(name) for i, name in zip(position, names)) for position in places]
         return Communicator("+".join(names), ranks, transport="fake", ledger=ledger, agreement=agreement)
 
     for name in AXES:
         size = sizes[name]
-        axes.append(Axis(name, size, at[name], communicator((name,)) if size > 1 else None))
-    found = [communicator(names) for names in joined_links(sizes)]
-    links = tuple(Axis(one.axis, one.size, one.rank, one) for one in found)
+        axes.append(Axis(name, size, coordinates[name], communicator((name,)) if size > 1 else None))
+    link_groups = [communicator(names) for names in joined_links(sizes)]
+    links = tuple(Axis(link_group.axis, link_group.size, link_group.rank, link_group) for link_group in link_groups)
     return Mesh(tuple(axes), ledger=ledger, agreement=agreement, links=links)

@@ -23,7 +23,7 @@ class PartitionedActivations:
     """A stack of lists of tensors, the same on all ranks of `axis`, of which `stack` has this rank's parts.
 
     `append` keeps a copy of the part, and `pop` starts to gather the next list. stack: a list, or one that keeps
-    tensors in another memory (see fzero.offload.activation_stack).
+    tensors in another memory (see fzero.offload.scratch).
     Communicates: (N-1)/N of each tensor, when it is popped.
     """
 
@@ -35,15 +35,15 @@ class PartitionedActivations:
     def append(self, tensors: Sequence[Tensor]) -> None:
         """Push a list of tensors."""
         self.shapes.append([x.shape for x in tensors])
-        self.stack.append([self.part(x.detach()) for x in tensors])
+        self.stack.append([self.shard(x.detach()) for x in tensors])
 
-    def part(self, x: Tensor) -> Tensor:
+    def shard(self, x: Tensor) -> Tensor:
         """This rank's part of a tensor, flat; the last rank's ends in zeros, if need be."""
         if x.numel() < SMALL:
             return x
         size = -(-x.numel() // self.axis.size)
-        part = x.reshape(-1)[self.axis.rank * size : (self.axis.rank + 1) * size]
-        return part.clone() if part.numel() == size else torch.cat([part, part.new_zeros(size - part.numel())])
+        chunk = x.reshape(-1)[self.axis.rank * size : (self.axis.rank + 1) * size]
+        return chunk.clone() if chunk.numel() == size else torch.cat([chunk, chunk.new_zeros(size - chunk.numel())])
 
     def pop(self) -> list[Tensor]:
         """Remove and return the last list of tensors."""
@@ -54,10 +54,10 @@ class PartitionedActivations:
     def _gather(self) -> Future[list[Tensor]]:
         shapes, parts = self.shapes.pop(), self.stack.pop()
         wholes = [
-            start_all_gather(part, self.axis) if shape.numel() >= SMALL else ready(part.reshape(-1))
-            for shape, part in zip(shapes, parts)
+            start_all_gather(shard, self.axis) if shape.numel() >= SMALL else ready(shard.reshape(-1))
+            for shape, shard in zip(shapes, parts)
         ]
-        return Future(lambda: [whole.wait()[: shape.numel()].view(shape) for shape, whole in zip(shapes, wholes)])
+        return Future(lambda: [gathered.wait()[: shape.numel()].view(shape) for shape, gathered in zip(shapes, wholes)])
 
     def __bool__(self) -> bool:
         return bool(self.shapes) or self.ahead is not None

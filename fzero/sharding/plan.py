@@ -18,28 +18,28 @@ from fzero.core import pytree
 from fzero.core.arguments import PLAN, checked, expect_count, expect_kind, expect_regex
 from fzero.core.precision import POLICIES, Policy
 from fzero.core.pytree import Tree
-from fzero.sharding.at_rest import (
-    ZERO,
-    at_rest_over_pp,
-    compute_specs,
-    in_memory,
-    shard_axes,
-    shard_over_data,
-    stage_specs,
-    with_owed,
-)
 from fzero.sharding.codec import Codec, coded_plan
 from fzero.sharding.context import Context
 from fzero.sharding.context_cost import Heads, context_for, heads_of
-from fzero.sharding.describe import describe, sent_by_link
 from fzero.sharding.experts import Experts, Routed, experts_for, experts_of, with_parts
 from fzero.sharding.memory import ALL_ON_DEVICE, Offload
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.pipeline import Stages
-from fzero.sharding.pipelines import Pipeline, outside_users, stages_for, with_layers
+from fzero.sharding.pipeline_plan import Pipeline, outside_users, stages_for, with_layers
+from fzero.sharding.plan_table import describe, sent_by_link
 from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import check_dims
 from fzero.sharding.spec import Spec
+from fzero.sharding.zero_specs import (
+    ZERO,
+    compute_specs,
+    shard_axes,
+    shard_over_data,
+    shard_specs_over_pp,
+    stage_specs,
+    with_memory,
+    with_partial,
+)
 
 REDUCE = ("fast", "once", "canonical")
 
@@ -138,7 +138,7 @@ class Plan:
         return frozenset(name for name, leaf in self.leaves.items() if not leaf.trained)
 
     @cached_property
-    def moved(self) -> frozenset[str]:
+    def rule_leaves(self) -> frozenset[str]:
         """The names of the leaves that a rule of the model moves."""
         return frozenset(name for name, leaf in self.leaves.items() if leaf.moved)
 
@@ -149,11 +149,11 @@ class Plan:
             return tree
         return {name: leaf for name, leaf in pytree.named_leaves(tree).items() if name not in self.frozen}
 
-    def whole(self, trained: Tree, rest: Tree) -> Tree:
-        """The tree whose trained leaves are those of `trained` and whose frozen ones are those of `rest`."""
+    def merge_trained(self, trained: Tree, base: Tree) -> Tree:
+        """The tree whose trained leaves are those of `trained` and whose frozen ones are those of `base`."""
         if not self.frozen:
             return trained
-        return pytree.from_named({**pytree.named_leaves(rest), **trained}, rest)
+        return pytree.from_named({**pytree.named_leaves(base), **trained}, base)
 
     def link(self, name: str) -> Axis:
         """The ranks among which ZeRO shards a leaf, as one axis: those of dp, ep and cp, of an expert those of dp and
@@ -191,8 +191,8 @@ class Plan:
                 "way; leave loco or 1bit out"
             )
         for name, leaf in self.leaves.items():
-            away = {group for group in ("grads", "opt") if getattr(leaf, group).memory == "nvme"}
-            for group in away | ({"params"} if leaf.params.memory != "device" else set()):
+            offloaded = {group for group in ("grads", "opt") if getattr(leaf, group).memory == "nvme"}
+            for group in offloaded | ({"params"} if leaf.params.memory != "device" else set()):
                 raise ValueError(
                     f"delayed updates: {name} has its {group} in memory {getattr(leaf, group).memory!r}; both versions "
                     "of the parameters must be on the device, gradients and the optimizer's states there or on the "
@@ -270,8 +270,7 @@ def zero_plan(
     expect_kinds(mesh, sequence, frozen, offload, pipeline, codec)
     policy = policy_of(policy)
     check_choices(stage, mesh, reduce)
-    named = pytree.named_leaves(like := shapes_of(model))
-    sizes = {axis.name: axis.size for axis in mesh.axes}
+    named, sizes = pytree.named_leaves(like := shapes_of(model)), {axis.name: axis.size for axis in mesh.axes}
     context = context_for(sequence, model, sizes, policy.compute.itemsize)
     split = context.over_tp and sizes["tp"] > 1
     pipeline = (pipeline or Pipeline()) if sizes["pp"] > 1 else None
@@ -283,29 +282,30 @@ def zero_plan(
     fixed = frozenset(name for name, leaf in named.items() if not leaf.is_floating_point())
     shards = {name: shard_over_data(name, tuple(named[name].shape), spec, sizes) for name, spec in compute.items()}
     params, grads, opt = stage_specs(compute, shards, stage, sizes, reduce)
-    use, (params, opt) = params, at_rest_over_pp(named, params, opt, sizes)
+    use, (params, opt) = params, shard_specs_over_pp(named, params, opt, sizes)
     offload = Offload.parse(offload) if isinstance(offload, str) else offload
-    moved, never = moved_and_frozen(model)
-    params, use = ({**specs, **whole_over_data(moved, compute)} for specs in (params, use))
+    rule_leaves, never = rule_and_frozen_leaves(model)
+    params, use = ({**specs, **unsharded_over_data(rule_leaves, compute)} for specs in (params, use))
     out = fixed | never | frozen_names(frozen, [name for name in named if name not in fixed | never])
-    dtypes = dtypes_at_rest(named, fixed, moved, policy)
-    fetched = {name: dtype.itemsize for name, dtype in dtypes.items() if name not in moved}
+    dtypes = stored_dtypes(named, fixed, rule_leaves, policy)
+    fetched = {name: dtype.itemsize for name, dtype in dtypes.items() if name not in rule_leaves}
     trained = {name: policy.state.itemsize for name in named if name not in out}
-    params = in_memory(params, named, fetched, sizes, offload.params)
-    grads, opt = (in_memory(x, named, trained, sizes, tier) for x, tier in ((grads, offload.grads), (opt, offload.opt)))
-    leaves = leaves_of(named, (compute, params, grads, opt, use), dtypes, out, moved)
+    params = with_memory(params, named, fetched, sizes, offload.params)
+    grads = with_memory(grads, named, trained, sizes, offload.grads)
+    opt = with_memory(opt, named, trained, sizes, offload.opt)
+    leaves = leaves_of(named, (compute, params, grads, opt, use), dtypes, out, rule_leaves)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
-    rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"]), 0, dispatch, routed
+    options = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"]), 0, dispatch, routed
     users = outside_users(model, named, stages)
-    plan = Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest, outside=users)
+    plan = Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *options, outside=users)
     return plan if codec is None else coded_plan(plan, codec)
 
 
 def specs_in_use(
-    model: Any, named: Mapping[str, Any], mesh: Mesh, owed: set[str], stages: Stages | None
+    model: Any, named: Mapping[str, Any], mesh: Mesh, partial_axes: set[str], stages: Stages | None
 ) -> dict[str, Spec]:
-    """The specs of the leaves as the model's code sees them: over `owed` they are used differently."""
-    compute = {name: with_owed(spec, owed) for name, spec in compute_specs(model, dict(named), mesh).items()}
+    """The specs of the leaves as the model's code sees them: over `partial_axes` they are used differently."""
+    compute = {name: with_partial(spec, partial_axes) for name, spec in compute_specs(model, dict(named), mesh).items()}
     return with_layers(with_parts(compute, named, mesh["ep"].size), dict(named), model, stages)
 
 
@@ -315,12 +315,12 @@ def check_all_dims(named: Mapping[str, Any], specs: Mapping[str, Spec], sizes: M
         check_dims(name, named[name].shape, spec, sizes)
 
 
-def dtypes_at_rest(
-    named: Mapping[str, Any], fixed: frozenset[str], moved: frozenset[str], policy: Policy
+def stored_dtypes(
+    named: Mapping[str, Any], fixed: frozenset[str], rule_leaves: frozenset[str], policy: Policy
 ) -> dict[str, torch.dtype]:
-    """The dtypes of parameters at rest. fixed: those that keep theirs. moved: those that a rule moves."""
+    """The dtypes of parameters at rest. fixed: those that keep theirs. rule_leaves: those that a rule moves."""
     return {
-        name: leaf.dtype if name in fixed else wide_dtype(policy) if name in moved else policy.param
+        name: leaf.dtype if name in fixed else wide_dtype(policy) if name in rule_leaves else policy.param
         for name, leaf in named.items()
     }
 
@@ -330,27 +330,27 @@ def leaves_of(
     specs: tuple[dict[str, Spec], ...],
     dtypes: Mapping[str, torch.dtype],
     frozen: frozenset[str],
-    moved: frozenset[str],
+    rule_leaves: frozenset[str],
 ) -> dict[str, LeafPlan]:
     """The LeafPlans of leaves. specs: as they are used, of parameters, gradients and optimizer states at rest, and
-    between micro-batches. frozen: those that no gradient trains; moved: those of them that a rule moves."""
-    found = {}
+    between micro-batches. frozen: those that no gradient trains; rule_leaves: those of them that a rule moves."""
+    leaf_plans = {}
     for name, leaf in named.items():
-        compute, params, grads, opt, use = (one[name] for one in specs)
-        told = {"trained": name not in frozen, "moved": name in moved}
-        found[name] = LeafPlan(tuple(leaf.shape), dtypes[name], compute, params, grads, opt, use, **told)
-    return found
+        compute, params, grads, opt, use = (group_specs[name] for group_specs in specs)
+        flags = {"trained": name not in frozen, "moved": name in rule_leaves}
+        leaf_plans[name] = LeafPlan(tuple(leaf.shape), dtypes[name], compute, params, grads, opt, use, **flags)
+    return leaf_plans
 
 
-def moved_and_frozen(model: Any) -> tuple[frozenset[str], frozenset[str]]:
+def rule_and_frozen_leaves(model: Any) -> tuple[frozenset[str], frozenset[str]]:
     """The leaves that a rule of a Model moves, and those and the others that no gradient does."""
     if not hasattr(model, "rules"):
         return frozenset(), frozenset()
-    moved = frozenset(model.after)
-    return moved, moved | model.frozen
+    rule_leaves = frozenset(model.leaf_rules)
+    return rule_leaves, rule_leaves | model.frozen
 
 
-def whole_over_data(names: frozenset[str], compute: Mapping[str, Spec]) -> dict[str, Spec]:
+def unsharded_over_data(names: frozenset[str], compute: Mapping[str, Spec]) -> dict[str, Spec]:
     """The specs of leaves that are whole on the ranks of dp and cp, which all move them alike."""
     return {name: replace(compute[name], partial=frozenset()) for name in names}
 
@@ -421,10 +421,10 @@ def frozen_names(frozen: str | None, names: list[str]) -> frozenset[str]:
         raise ValueError("no leaf of the parameters is floating-point, so there is nothing to train; convert some")
     if frozen is None:
         return frozenset()
-    found = frozenset(name for name in names if re.search(frozen, name))
-    if len(found) in (0, len(names)):
+    matches = frozenset(name for name in names if re.search(frozen, name))
+    if len(matches) in (0, len(names)):
         raise ValueError(
-            f"frozen={frozen!r} matches {'every' if found else 'no'} leaf of {', '.join(names[:6])}, ...; "
+            f"frozen={frozen!r} matches {'every' if matches else 'no'} leaf of {', '.join(names[:6])}, ...; "
             "some must be trained"
         )
-    return found
+    return matches

@@ -1,5 +1,10 @@
 """Parameters from rest to use: the reads, copies and gathers of a group of leaves, started before the computation needs
-them."""
+them.
+
+Parameters from rest to use, as a differentiable function: the definition.
+
+Train/streamed_model.py computes the same faster.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +18,70 @@ import torch
 from torch import Tensor
 
 from fzero.comm.bucket import bucket_groups, pack, unpack
-from fzero.comm.collectives import Axis, start_all_gather
-from fzero.core import pytree, varying
+from fzero.comm.collectives import Axis, all_gather, pvary, start_all_gather
+from fzero.comm.rank_tables import links_of
+from fzero.core import pytree, varying_axes
 from fzero.core.copy_buckets import LARGE_COPY, SMALL_COPY
 from fzero.core.future import Future, ready
 from fzero.core.gpu_copies import Copied, copy_in, pass_group
 from fzero.core.pytree import Tree
 from fzero.sharding.codec import Coder
+from fzero.sharding.mesh import Mesh
 from fzero.sharding.plan import Plan
 from fzero.sharding.slices import is_stacked
+from fzero.sharding.spec import Spec
 
 
-class Group(NamedTuple):
+def unshard(x: Tensor, stored: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "", layer: bool = False) -> Tensor:
+    """A leaf as the model's code sees it, from this rank's shard `x` of the leaf at rest. layer: x is of one of its
+    layers.
+
+    Its gradient has the layout at rest and is summed over all ranks: the transpose of a gather scatters it, and a
+    tensor that every rank holds passes `pvary` over the axes on which the ranks use it differently. A leaf of integers
+    has none.
+    Communicates: an all_gather over dp and cp if they shard the leaf at rest, and over pp if that shards a leaf outside
+    the layers; in the backward pass psum_scatters, or psums.
+    """
+    sizes = {axis.name: axis.size for axis in mesh.axes}
+    partial_axes = [axis for axis in compute.partial_axes if axis not in stored.axes]
+    for link in links_of(partial_axes, sizes) if x.is_floating_point() else ():
+        x = pvary(x, mesh[link], leaf=leaf)
+    for dim, axes in enumerate(stored.dims[1:] if layer else stored.dims):
+        for link in reversed(links_of([axis for axis in axes if axis not in compute.axes], sizes)):
+            x = all_gather(x, mesh[link], dim, leaf=leaf)
+    return x
+
+
+def unshard_tree(params: Tree, plan: Plan) -> Tree:
+    """`unshard` of every leaf of a tree of parameters, or of a part of one with the same names."""
+    leaves = plan.leaves
+    return pytree.map_named(
+        lambda name, x: unshard(x, leaves[name].params, leaves[name].compute, plan.mesh, leaf=name), params
+    )
+
+
+def unshard_block(block: Callable[..., Any], plan: Plan, stack: str = "blocks") -> Callable[..., Any]:
+    """`block` as a function of the parameters at rest of a layer of `stack`."""
+    leaves = {name: leaf for name, leaf in plan.leaves.items() if name.startswith(f"{stack}/")}
+    specs = tuple((name, leaf.params, leaf.compute) for name, leaf in leaves.items())
+    return _unshard_block(block, specs, stack, plan.mesh)
+
+
+@functools.lru_cache(maxsize=64)
+def _unshard_block(block: Callable[..., Any], specs: tuple, stack: str, mesh: Mesh) -> Callable[..., Any]:
+    spec_pairs = {name: (stored, compute) for name, stored, compute in specs}
+
+    def fetched_block(params: Tree, x: Any, ctx: Any) -> Any:
+        def full_leaf(short: str, leaf: Tensor) -> Tensor:
+            name = f"{stack}/{short}"
+            return unshard(leaf, *spec_pairs[name], mesh, leaf=name, layer=True)
+
+        return block(pytree.map_named(full_leaf, params), x, ctx)
+
+    return fetched_block
+
+
+class LeafGroup(NamedTuple):
     """The leaves of a model that are fetched, used and dropped together: those of a layer, the embedding or the
     head."""
 
@@ -56,7 +113,7 @@ class Coding(NamedTuple):
 
 
 Pieces = tuple[Tensor, ...]  # what travels of a shard
-Kept = dict[tuple[str, int | None], Pieces]  # by (name, layer)
+NodeShards = dict[tuple[str, int | None], Pieces]  # by (name, layer)
 
 
 class ParamFetcher:
@@ -64,8 +121,8 @@ class ParamFetcher:
 
     `read(group)` starts the reads from host memory or a disk, `start` the gathers. A leaf that is on the device and not
     sharded is a view of the leaf at rest.
-    coding: how leaves of plan.float8 and plan.coded travel; None: as they are. kept: of leaves that rest over rp too,
-    what the ranks of a node hold together, for all that is fetched in a step; None: nothing is kept.
+    coding: how leaves of plan.float8 and plan.coded travel; None: as they are. node_shards: of leaves that rest over rp
+    too, what the ranks of a node hold together, for all that is fetched in a step; None: nothing is kept.
     Communicates: an all_gather over dp, ep and cp (of experts over dp and cp) for each large leaf, and one for all
     small leaves of a group; of leaves that rest over rp, before it the same over rp, unless it is kept. With float8,
     one before them for the largest magnitudes of all its leaves. A leaf in codes has two tensors, codes and scales.
@@ -77,10 +134,10 @@ class ParamFetcher:
         plan: Plan,
         device: torch.device,
         coding: Coding | None = None,
-        kept: Kept | None = None,
+        node_shards: NodeShards | None = None,
     ):
         self.leaves: dict[str, Any] = pytree.named_leaves(params)
-        self.ledger, self.device, self.kept = plan.mesh.ledger, device, kept
+        self.ledger, self.device, self.node_shards = plan.mesh.ledger, device, node_shards
         self.compute = pytree.named_leaves(plan.compute)
         links = {name: plan.link(name) for name in self.leaves if "dp" in plan.leaves[name].use.axes}
         self.sharded = {name: link for name, link in links.items() if link.size > 1}  # and what each is gathered over
@@ -88,58 +145,60 @@ class ParamFetcher:
         self.over_nodes = {name: nodes for name in self.leaves if "rp" in plan.leaves[name].use.axes and nodes.size > 1}
         # What has no memory of its own, or not on the device. A leaf on a disk has `read(layer)`, whose result has
         # `copy_to(device)`.
-        self.away = {
+        self.offloaded = {
             name for name, leaf in self.leaves.items() if not isinstance(leaf, Tensor) or leaf.device != device
         }
         # Stacked leaves in the host's memory with small layers: one copy brings all of them, for the whole pass.
-        self.together = {
+        self.bulk_copied = {
             name
             for name, leaf in self.leaves.items()
-            if name in self.away and isinstance(leaf, Tensor) and is_stacked(name) and len(leaf) and is_small(leaf)
+            if name in self.offloaded and isinstance(leaf, Tensor) and is_stacked(name) and len(leaf) and is_small(leaf)
         }
         self.copied: dict[str, Copied] = {}
         self.coding, self.coder, self.coded = coding, coding.coder if coding is not None else None, plan.coded
-        self.most = self.largest([name for name in self.leaves if name in plan.float8]) if coding else {}
+        self.magnitudes = self.largest([name for name in self.leaves if name in plan.float8]) if coding else {}
 
     def largest(self, names: Sequence[str]) -> dict[str, Tensor]:
         """The largest magnitude of each layer of stacked leaves [L, ...] on all ranks, float32 [L], by name."""
         if not names:
             return {}
-        own = [torch.linalg.vector_norm(self.leaves[n], torch.inf, list(range(1, self.leaves[n].dim()))) for n in names]
+        local_maxima = [
+            torch.linalg.vector_norm(self.leaves[n], torch.inf, list(range(1, self.leaves[n].dim()))) for n in names
+        ]
         with self.ledger.phase("forward"):
-            row = torch.cat([found.to(torch.float32) for found in own])[None]
+            row = torch.cat([maxima.to(torch.float32) for maxima in local_maxima])[None]
             for links in (self.over_nodes, self.sharded):
                 if names[0] in links:
                     every = start_all_gather(row, links[names[0]], leaf="largest of " + " ".join(names)).wait()
                     row = every.amax(0, keepdim=True)
-        return dict(zip(names, row[0].split([len(found) for found in own])))
+        return dict(zip(names, row[0].split([len(maxima) for maxima in local_maxima])))
 
     def moves(self, name: str) -> bool:
         """Whether a leaf is gathered."""
         return name in self.sharded or name in self.over_nodes
 
-    def needed(self, group: Group) -> bool:
+    def needed(self, group: LeafGroup) -> bool:
         """Whether any leaf of the group must be fetched."""
-        return any(self.moves(name) or name in self.away for name in group.leaves)
+        return any(self.moves(name) or name in self.offloaded for name in group.leaves)
 
-    def known(self, group: Group, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+    def mark_fetched(self, group: LeafGroup, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
         """The leaves of a group that were fetched, which differ over the axes of their compute specs alone."""
-        if followed := varying.active():
+        if followed := varying_axes.active():
             for name, leaf in zip(group.leaves, leaves):
                 followed.mark(leaf, frozenset(self.compute[name].axes))
         return leaves
 
-    def dropped(self, group: Group, reshard: bool) -> bool:
+    def dropped(self, group: LeafGroup, reshard: bool) -> bool:
         """Whether the group must be fetched again for the backward pass."""
-        return any(name in self.away or (reshard and self.moves(name)) for name in group.leaves)
+        return any(name in self.offloaded or (reshard and self.moves(name)) for name in group.leaves)
 
-    def like(self, group: Group) -> list[Tensor]:
+    def like(self, group: LeafGroup) -> list[Tensor]:
         """Tensors of the shapes and dtypes that `start` gives for the group, with any values."""
         return [self._like_leaf(name, group.layer) for name in group.leaves]
 
     def _like_leaf(self, name: str, layer: int | None) -> Tensor:
         leaf = self.leaves[name]
-        if isinstance(leaf, Tensor) and not self.moves(name) and name not in self.away:
+        if isinstance(leaf, Tensor) and not self.moves(name) and name not in self.offloaded:
             return layer_of(leaf, name, layer)
         shape = leaf.shape[1:] if layer is not None and is_stacked(name) else leaf.shape
         for links in (self.over_nodes, self.sharded):
@@ -147,54 +206,57 @@ class ParamFetcher:
                 shape = (links[name].size * shape[0], *shape[1:])
         return torch.empty(shape, dtype=leaf.dtype, device=self.device)
 
-    def read(self, group: Group, phase: str) -> list[Future[Any]]:
+    def read(self, group: LeafGroup, phase: str) -> list[Future[Any]]:
         """Start to copy this rank's shards of the group to the device; of a leaf that rests over rp, to gather there
         the `Pieces` of them that its node holds."""
-        found: list[Future[Any]] = [
+        reads: list[Future[Any]] = [
             ready(()) if name in self.over_nodes else self._bring_leaf(name, group.layer) for name in group.leaves
         ]
-        apart = [i for i, name in enumerate(group.leaves) if name in self.over_nodes]
-        places = {i: (group.leaves[i], group.layer if is_stacked(group.leaves[i]) else None) for i in apart}
-        held = self.kept or {}
-        fresh = [i for i in apart if places[i] not in held]
-        found = [ready(held[places[i]]) if i in apart and i not in fresh else one for i, one in enumerate(found)]
+        node_indices = [i for i, name in enumerate(group.leaves) if name in self.over_nodes]
+        places = {i: (group.leaves[i], group.layer if is_stacked(group.leaves[i]) else None) for i in node_indices}
+        cached = self.node_shards or {}
+        fresh = [i for i in node_indices if places[i] not in cached]
+        reads = [
+            ready(cached[places[i]]) if i in node_indices and i not in fresh else future
+            for i, future in enumerate(reads)
+        ]
         if fresh:
             shards = [self._bring_leaf(group.leaves[i], group.layer).wait() for i in fresh]
             pieces = [self.pieces(group.leaves[i], group.layer, shard) for i, shard in zip(fresh, shards)]
             with self.ledger.phase(phase):
                 arrived = functools.cache(self.gather([group.leaves[i] for i in fresh], pieces, self.over_nodes).wait)
-            for at, i in enumerate(fresh):
-                found[i] = Future(functools.partial(self._keep, places[i], arrived, at))
-        return found
+            for position, i in enumerate(fresh):
+                reads[i] = Future(functools.partial(self._cache_pieces, places[i], arrived, position))
+        return reads
 
-    def _keep(self, place: tuple[str, int | None], arrived: Callable[[], list[Pieces]], at: int) -> Pieces:
-        pieces = arrived()[at]
-        if self.kept is not None:
-            self.kept[place] = pieces
+    def _cache_pieces(self, key: tuple[str, int | None], arrived: Callable[[], list[Pieces]], index: int) -> Pieces:
+        pieces = arrived()[index]
+        if self.node_shards is not None:
+            self.node_shards[key] = pieces
         return pieces
 
     def _bring_leaf(self, name: str, layer: int | None) -> Future[Tensor]:
         leaf = self.leaves[name]
-        if name in self.together:
+        if name in self.bulk_copied:
             copied = self.copied.get(name) or self.copied.setdefault(name, copy_in(leaf, self.device))
             return Future(lambda: layer_of(copied.use(), name, layer))
         if isinstance(leaf, Tensor):
             value = layer_of(leaf, name, layer)
             # The update writes into it only after the device has computed with the copy.
-            return Future(copy_in(value, self.device).use) if name in self.away else ready(value)
+            return Future(copy_in(value, self.device).use) if name in self.offloaded else ready(value)
         reading = leaf.read(layer or 0) if layer is None or is_stacked(name) else leaf.read()
         return reading.copy_to(self.device)
 
     def pieces(self, name: str, layer: int | None, shard: Tensor) -> Pieces:
         """What travels of a shard."""
-        if self.coding is not None and name in self.most:
-            return (self.coding.narrow(shard, self.most[name][layer]),)
+        if self.coding is not None and name in self.magnitudes:
+            return (self.coding.narrow(shard, self.magnitudes[name][layer]),)
         return self.coder.encode(shard) if self.coder is not None and name in self.coded else (shard,)
 
     def joined(self, name: str, layer: int | None, pieces: Pieces) -> Tensor:
         """The whole leaf of the pieces of all ranks."""
-        if self.coding is not None and name in self.most:
-            return self.coding.widen(pieces[0], self.most[name][layer])
+        if self.coding is not None and name in self.magnitudes:
+            return self.coding.widen(pieces[0], self.magnitudes[name][layer])
         if self.coder is None or name not in self.coded:
             return pieces[0]
         leaf = self.leaves[name]
@@ -202,9 +264,9 @@ class ParamFetcher:
 
     def gather(self, names: Sequence[str], pieces: list[Pieces], links: dict[str, Axis]) -> Future[list[Pieces]]:
         """Start to gather what travels of leaves, each over its link; the list `pieces` is emptied."""
-        counts = [len(one) for one in pieces]
+        counts = [len(leaf_pieces) for leaf_pieces in pieces]
         owners = [name for name, count in zip(names, counts) for _ in range(count)]
-        flat = [tensor for one in pieces for tensor in one]
+        flat = [tensor for leaf_pieces in pieces for tensor in leaf_pieces]
         pieces.clear()
         shapes, flying = [tensor.shape for tensor in flat], []
         for bucket in bucket_groups(flat, [links[name].name for name in owners]):
@@ -224,24 +286,24 @@ class ParamFetcher:
 
         return Future(finish)
 
-    def start(self, group: Group, phase: str, read: list[Future[Any]] | None = None) -> Future[list[Tensor]]:
+    def start(self, group: LeafGroup, phase: str, read: list[Future[Any]] | None = None) -> Future[list[Tensor]]:
         """Start to gather the group, once the shards to be gathered are on the device. `read` is emptied."""
         read = self.read(group, phase) if read is None else read
         moving = [i for i, name in enumerate(group.leaves) if name in self.sharded]
         pieces = [self._ready(group, i, read[i].wait()) for i in moving]
         with self.ledger.phase(phase):
-            coming = self.gather([group.leaves[i] for i in moving], pieces, self.sharded)
+            gathering = self.gather([group.leaves[i] for i in moving], pieces, self.sharded)
         waiting = [(i, leaf) for i, leaf in enumerate(read) if i not in moving]
         read.clear()
 
         def finish() -> list[Tensor]:
             out: dict[int, Tensor] = {}
-            gathered = coming.wait()
+            gathered = gathering.wait()
             for i in reversed(moving):
                 out[i] = self.joined(group.leaves[i], group.layer, gathered.pop())
             for i, leaf in waiting:
-                here = leaf.wait()
-                out[i] = self.joined(group.leaves[i], group.layer, here) if isinstance(here, tuple) else here
+                value = leaf.wait()
+                out[i] = self.joined(group.leaves[i], group.layer, value) if isinstance(value, tuple) else value
             waiting.clear()
             done = [out.pop(i) for i in range(len(group.leaves))]  # so that only the caller holds the fetched leaves
             self.ledger.holds("gathered", done)
@@ -249,9 +311,9 @@ class ParamFetcher:
 
         return Future(finish)
 
-    def _ready(self, group: Group, i: int, here: Any) -> Pieces:
+    def _ready(self, group: LeafGroup, i: int, value: Any) -> Pieces:
         """The pieces of a leaf of a group of what `read` gave."""
-        return here if isinstance(here, tuple) else self.pieces(group.leaves[i], group.layer, here)
+        return value if isinstance(value, tuple) else self.pieces(group.leaves[i], group.layer, value)
 
 
 class Prefetcher:
@@ -264,31 +326,31 @@ class Prefetcher:
 
     def __init__(self, fetcher: ParamFetcher, ahead: int):
         self.fetcher, self.ahead = fetcher, ahead
-        self.further = bool(fetcher.away and fetcher.sharded) or bool(fetcher.over_nodes)
-        self.waiting: deque[tuple[Group, str]] = deque()
-        self.reading: deque[tuple[Group, str, list[Future[Any]]]] = deque()
-        self.flying: deque[tuple[Group, Future[list[Tensor]]]] = deque()
+        self.extra_ahead = bool(fetcher.offloaded and fetcher.sharded) or bool(fetcher.over_nodes)
+        self.waiting: deque[tuple[LeafGroup, str]] = deque()
+        self.reading: deque[tuple[LeafGroup, str, list[Future[Any]]]] = deque()
+        self.flying: deque[tuple[LeafGroup, Future[list[Tensor]]]] = deque()
 
-    def expect(self, groups: Iterable[Group], phase: str) -> None:
+    def expect(self, groups: Iterable[LeafGroup], phase: str) -> None:
         """Add groups to the end of the order."""
         self.waiting.extend((group, phase) for group in groups)
 
-    def dropped(self, group: Group, reshard: bool) -> bool:
+    def dropped(self, group: LeafGroup, reshard: bool) -> bool:
         """Whether the group must be taken again for the backward pass."""
         return self.fetcher.dropped(group, reshard)
 
-    def take(self, group: Group) -> Sequence[Tensor]:
+    def fetch(self, group: LeafGroup) -> Sequence[Tensor]:
         """The leaves of the next group, which must be `group`; those after it are started first."""
-        self.fetcher.ledger.at(group.name, group.layer)
+        self.fetcher.ledger.reach(group.name, group.layer)
         pass_group(self.fetcher.device, group, fetched=True)
-        while self.waiting and len(self.flying) + len(self.reading) < self.ahead + 1 + self.further:
-            after, phase = self.waiting.popleft()
-            self.reading.append((after, phase, self.fetcher.read(after, phase)))
+        while self.waiting and len(self.flying) + len(self.reading) < self.ahead + 1 + self.extra_ahead:
+            next_group, phase = self.waiting.popleft()
+            self.reading.append((next_group, phase, self.fetcher.read(next_group, phase)))
         while self.reading and len(self.flying) < self.ahead + 1:
             self.flying.append((self.reading[0][0], self.fetcher.start(*self.reading.popleft())))
         expected, leaves = self.flying.popleft()
         assert expected == group, f"{group} was asked for and {expected} comes next"
-        return self.fetcher.known(group, leaves.wait())
+        return self.fetcher.mark_fetched(group, leaves.wait())
 
 
 class Resident:
@@ -297,29 +359,29 @@ class Resident:
     ahead: fetches them, in the order of the first pass, which `groups` has.
     """
 
-    def __init__(self, ahead: Prefetcher, groups: Sequence[Group], phase: str):
+    def __init__(self, ahead: Prefetcher, groups: Sequence[LeafGroup], phase: str):
         self.ahead, self.fetcher = ahead, ahead.fetcher
-        self.coming, self.whole = deque(groups), dict[Group, Sequence[Tensor]]()
+        self.upcoming, self.resident = deque(groups), dict[LeafGroup, Sequence[Tensor]]()
         ahead.expect(groups, phase)
 
-    def expect(self, groups: Iterable[Group], phase: str) -> None:
+    def expect(self, groups: Iterable[LeafGroup], phase: str) -> None:
         """Nothing: the order is known, and what was taken is there."""
 
-    def dropped(self, group: Group, reshard: bool) -> bool:
+    def dropped(self, group: LeafGroup, reshard: bool) -> bool:
         """Whether the group must be taken again for the backward pass: what is fetched, so that only this holds it."""
         return self.fetcher.needed(group)
 
-    def take(self, group: Group) -> Sequence[Tensor]:
+    def fetch(self, group: LeafGroup) -> Sequence[Tensor]:
         """The leaves of a group; those before it in the order of the first pass are fetched first."""
-        if group in self.whole:
+        if group in self.resident:
             pass_group(self.fetcher.device, group, fetched=True)
-        while group not in self.whole:
-            after = self.coming.popleft()
-            self.whole[after] = self.ahead.take(after)
-        self.fetcher.ledger.at(group.name, group.layer)
-        return self.whole[group]
+        while group not in self.resident:
+            next_group = self.upcoming.popleft()
+            self.resident[next_group] = self.ahead.fetch(next_group)
+        self.fetcher.ledger.reach(group.name, group.layer)
+        return self.resident[group]
 
     def drop(self) -> None:
         """Let the groups go; nothing is taken from here again."""
-        self.whole.clear()
-        self.coming.clear()
+        self.resident.clear()
+        self.upcoming.clear()

@@ -3,6 +3,8 @@
 On each axis of the mesh a tensor is whole (the same on all ranks), sharded along a dim, or a part of a sum. A dim that
 several axes shard is divided by the first one first, so only the last axis of a dim can be removed or added without
 moving the others.
+
+Digests of whole leaves that ranks hold in shards: the same on every mesh, for 8 bytes a leaf sent between ranks.
 """
 
 from __future__ import annotations
@@ -14,19 +16,61 @@ import torch
 from torch import Tensor
 
 from fzero.comm.collectives import all_gather_same, all_to_all, own_slice, psum, psum_scatter
+from fzero.comm.rank_tables import device_of, sum_rows
 from fzero.core import pytree
-from fzero.core.pytree import Tree
+from fzero.core.digest import Started, combine, read_digests, start_digest
+from fzero.core.pytree import Tree, named_leaves
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.slices import (
     Dims,
+    global_shape,
     is_stacked,
     local_shape,
+    local_windows,
     part_dim,
     parts_as_chunks,
     sharded_dims,
-    whole_shape,
 )
 from fzero.sharding.spec import Spec
+
+
+@torch.no_grad()
+def digests(tree: Tree, specs: Tree, mesh: Mesh) -> dict[str, int]:
+    """{name: digest of the whole leaf}, from this rank's shards by `specs`; the same on all ranks.
+
+    Leaves may rest on a disk; one of those is in memory at a time. One of the ranks that hold the same shard computes
+    its digest, by turns.
+    Communicates: 8 bytes a leaf over each axis.
+    """
+    named, started = named_leaves(specs), []
+    for number, (name, leaf) in enumerate(named_leaves(tree).items()):
+        copies, copy = 1, 0
+        for axis in mesh.axes:
+            if axis.name not in named[name].axes:
+                copies, copy = copies * axis.size, copy * axis.size + axis.rank
+        started.append(shard_digests(leaf, named[name], mesh) if number % copies == copy else [])
+    # int64 of the same bits, whose sums wrap.
+    read = iter(read_digests([digest for parts in started for digest in parts]))
+    values = [sum(next(read) for _ in parts) % (1 << 64) for parts in started]
+    row = torch.tensor([value - (value >> 63 << 64) for value in values], dtype=torch.int64, device=device_of(mesh))
+    with mesh.ledger.phase("digest"):
+        sums = sum_rows(row, mesh, leaf="digests")
+    return {name: value % (1 << 64) for name, value in zip(named_leaves(tree), sums.tolist())}
+
+
+def digest_text(tree: Tree, specs: Tree, mesh: Mesh) -> str:
+    """One digest of all leaves under their names, in 16 hexadecimal digits: in a row of metrics.jsonl that of the
+    parameters."""
+    return f"{combine(digests(tree, specs, mesh)):016x}"
+
+
+def shard_digests(leaf: Tensor, spec: Spec, mesh: Mesh) -> list[Started]:
+    """The digests of the windows of this rank's shard at their positions in the whole leaf: the digests of all shards
+    add up to that of the leaf. They are read by `read_digests`."""
+    x = leaf if isinstance(leaf, Tensor) else leaf.tensor()
+    full_shape = global_shape(x.shape, spec, mesh)
+    return [start_digest(window.view(x), full_shape, window.start) for window in local_windows(full_shape, spec, mesh)]
+
 
 if TYPE_CHECKING:  # a second to import
     from torch.distributed.tensor import DTensor
@@ -64,10 +108,10 @@ def redistribute(x: Tensor, src: Spec, dst: Spec, mesh: Mesh, *, leaf: str = "")
             )
     if src.rows != dst.rows or src.parts != dst.parts:
         raise ValueError(f"redistribute {leaf}: from {src} to {dst}; what ranks share unevenly stays on them")
-    now, goal = (sharded_dims(spec, mesh, x.dim(), leaf) for spec in (src, dst))
-    owed = {axis for axis in src.partial - dst.partial if mesh[axis].size > 1}
-    local_shape(whole_shape(x.shape, src, mesh), dst, mesh, leaf=leaf)
-    while (step := _next(now, goal, owed)) is not None:
+    current, goal = (sharded_dims(spec, mesh, x.dim(), leaf) for spec in (src, dst))
+    partial = {axis for axis in src.partial - dst.partial if mesh[axis].size > 1}
+    local_shape(global_shape(x.shape, src, mesh), dst, mesh, leaf=leaf)
+    while (step := _next(current, goal, partial)) is not None:
         kind, name, *dims = step
         axis = mesh[name]
         if kind == "all_to_all":
@@ -76,7 +120,7 @@ def redistribute(x: Tensor, src: Spec, dst: Spec, mesh: Mesh, *, leaf: str = "")
             x = psum(x, axis, leaf=leaf)
         else:
             x = _ALONG_A_DIM[kind](x, axis, dims[0], leaf=leaf)
-        _note(now, owed, kind, name, dims)
+        _note(current, partial, kind, name, dims)
     return x
 
 
@@ -88,47 +132,47 @@ _ALONG_A_DIM: dict[str, Callable[..., Tensor]] = {
 Step = tuple[str, str] | tuple[str, str, int] | tuple[str, str, int, int]  # (collective, axis, its dims)
 
 
-def _next(now: Dims, goal: Dims, owed: set[str]) -> Step | None:
-    """The next collective on the way from `now` to `goal`; None at the goal.
+def _next(current: Dims, goal: Dims, partial: set[str]) -> Step | None:
+    """The next collective on the way from `current` to `goal`; None at the goal.
 
     Those that make the tensor smaller come first.
     """
     # An axis can be added to a dim once all axes before it, and no others, shard the dim.
     ready = {
-        want[len(have)]: d
-        for d, (have, want) in enumerate(zip(now, goal))
-        if len(have) < len(want) and want[: len(have)] == have
+        want[len(axes)]: d
+        for d, (axes, want) in enumerate(zip(current, goal))
+        if len(axes) < len(want) and want[: len(axes)] == axes
     }
     # Only the last axis of a dim can be removed from it; it must be if it is not the goal's axis there.
-    leaving = {have[-1]: d for d, (have, want) in enumerate(zip(now, goal)) if have != want[: len(have)]}
-    sharding = {axis for have in now for axis in have}
+    leaving = {axes[-1]: d for d, (axes, want) in enumerate(zip(current, goal)) if axes != want[: len(axes)]}
+    sharding = {axis for axes in current for axis in axes}
     for axis, dim in ready.items():
-        if axis in owed:
+        if axis in partial:
             return "psum_scatter", axis, dim
         if axis not in sharding:
             return "own_slice", axis, dim
     for axis, dim in leaving.items():
         if axis in ready:
             return "all_to_all", axis, ready[axis], dim
-    wanted = {axis for want in goal for axis in want}
-    for axis in sorted(owed - wanted):
+    goal_axes = {axis for want in goal for axis in want}
+    for axis in sorted(partial - goal_axes):
         return "psum", axis
-    for axis, dim in sorted(leaving.items(), key=lambda item: item[0] in wanted):
+    for axis, dim in sorted(leaving.items(), key=lambda item: item[0] in goal_axes):
         return "all_gather", axis, dim
-    assert now == goal and not owed, f"no way from {now} to {goal}, owed {owed}"
+    assert current == goal and not partial, f"no way from {current} to {goal}, owed {partial}"
     return None
 
 
-def _note(now: Dims, owed: set[str], kind: str, axis: str, dims: Sequence[int]) -> None:
-    """Apply one step to the layout `now` and the sums `owed`."""
-    owed.discard(axis)
+def _note(current: Dims, partial: set[str], kind: str, axis: str, dims: Sequence[int]) -> None:
+    """Apply one step to the layout `current` and the sums `partial`."""
+    partial.discard(axis)
     if kind in ("all_to_all", "all_gather"):
-        now[dims[-1]] = now[dims[-1]][:-1]
+        current[dims[-1]] = current[dims[-1]][:-1]
     if kind in ("all_to_all", "psum_scatter", "own_slice"):
-        now[dims[0]] = (*now[dims[0]], axis)
+        current[dims[0]] = (*current[dims[0]], axis)
 
 
-def gather_whole(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
+def gather_full(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
     """The whole tensor, on every rank, from this rank's shard `x` of it by `spec`.
 
     Communicates: an all_gather over each axis that shards it.
@@ -152,9 +196,9 @@ def gather_layers(
     gather: the collective, `all_gather` where each rank then uses the whole differently.
     Communicates: an all_gather over pp, of the most layers that a rank has.
     """
-    most = max(map(len, spec.rows))
-    padded = torch.cat([x, x.new_zeros((most - x.shape[0], *x.shape[1:]))])
-    places = {row: rank * most + i for rank, rows in enumerate(spec.rows) for i, row in enumerate(rows)}
+    max_layers = max(map(len, spec.rows))
+    padded = torch.cat([x, x.new_zeros((max_layers - x.shape[0], *x.shape[1:]))])
+    places = {row: rank * max_layers + i for rank, rows in enumerate(spec.rows) for i, row in enumerate(rows)}
     order = torch.tensor([places[row] for row in range(len(places))], device=x.device)
     return gather(padded, mesh["pp"], 0, leaf=leaf).index_select(0, order)
 
@@ -167,10 +211,10 @@ def gather_parts(
     gather: as for `gather_layers`.
     Communicates: an all_gather over their axis, of the largest part.
     """
-    dim, most = part_dim(spec), max(spec.parts)
-    more = x.new_zeros((*x.shape[:dim], most - x.shape[dim], *x.shape[dim + 1 :]))
-    whole = gather(torch.cat([x, more], dim), mesh[spec.part_axis], dim, leaf=leaf)
-    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(whole.split(most, dim), spec.parts)], dim)
+    dim, max_size = part_dim(spec), max(spec.parts)
+    padding = x.new_zeros((*x.shape[:dim], max_size - x.shape[dim], *x.shape[dim + 1 :]))
+    full = gather(torch.cat([x, padding], dim), mesh[spec.part_axis], dim, leaf=leaf)
+    return torch.cat([chunk.narrow(dim, 0, size) for chunk, size in zip(full.split(max_size, dim), spec.parts)], dim)
 
 
 @torch.no_grad()
@@ -187,12 +231,12 @@ def gather_on_first(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
         if not any(mesh[axis].size > 1 for axis in spec.axes):
             return leaf
         if not is_stacked(name) or spec.dims[0]:
-            whole = gather_whole(leaf, spec, mesh, leaf=name)
-            return whole if first else leaf
+            full = gather_full(leaf, spec, mesh, leaf=name)
+            return full if first else leaf
         inner, layers = spec.layer, []
         for layer in leaf:
-            whole = gather_whole(layer, inner, mesh, leaf=name)
-            layers += [whole] if first else []
+            full = gather_full(layer, inner, mesh, leaf=name)
+            layers += [full] if first else []
         return torch.stack(layers) if first else leaf
 
     out = pytree.map_named(gather, tree)
@@ -214,7 +258,7 @@ def to_dtensor(x: Tensor, spec: Spec, mesh: Mesh) -> DTensor:
     """
     from torch.distributed.tensor import DTensor
 
-    shape = whole_shape(x.shape, spec, mesh)
+    shape = global_shape(x.shape, spec, mesh)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         x, mesh.device_mesh, spec.placements(mesh), run_check=False, shape=torch.Size(shape), stride=stride
@@ -247,8 +291,8 @@ def from_dtensor(t: DTensor, mesh: Mesh) -> tuple[Tensor, Spec]:
     dims: Dims = [()] * t.dim()
     partial = set()
     # From the last axis to the first: each finds those that divide its dim before it.
-    each: list[tuple[str, Any]] = list(zip(t.device_mesh.mesh_dim_names or (), t.placements))
-    for name, placement in reversed(each):
+    named_placements: list[tuple[str, Any]] = list(zip(t.device_mesh.mesh_dim_names or (), t.placements))
+    for name, placement in reversed(named_placements):
         if placement.is_partial():
             if placement.reduce_op != "sum":
                 raise ValueError(
@@ -256,11 +300,11 @@ def from_dtensor(t: DTensor, mesh: Mesh) -> tuple[Tensor, Spec]:
                 )
             partial.add(name)
         elif not placement.is_replicate():
-            before = placement.split_factor if isinstance(placement, StridedShard) else 1
-            have, at = dims[placement.dim], 0
-            while before > 1:
-                before //= mesh[have[at]].size
-                at += 1
-            dims[placement.dim] = (*have[:at], name, *have[at:])
+            factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+            axes, position = dims[placement.dim], 0
+            while factor > 1:
+                factor //= mesh[axes[position]].size
+                position += 1
+            dims[placement.dim] = (*axes[:position], name, *axes[position:])
     parts = next((parts_as_chunks(size, mesh["tp"].size) for size, axes in zip(t.shape, dims) if axes == ("tp",)), ())
     return t.to_local(), Spec(tuple(dims), frozenset(partial), parts=parts if len(set(parts)) > 1 else ())

@@ -23,11 +23,11 @@ from fzero.core.tree_sum import TreeSum
 from fzero.sharding.codec import Coder
 from fzero.sharding.coded_sums import sum_coded
 from fzero.sharding.error_feedback import ErrorFeedback
-from fzero.sharding.moves import Moves, is_coded, moves, reduce_dtype, without_pp
+from fzero.sharding.gradient_paths import Moves, is_coded, moves, reduce_dtype, without_pp
+from fzero.sharding.gradient_sums import Key, SumsAtRest
 from fzero.sharding.plan import Plan
-from fzero.sharding.prefetch import Group
-from fzero.sharding.sign_sums import link_of, owed_leaves
-from fzero.sharding.sums_at_rest import Key, SumsAtRest
+from fzero.sharding.prefetch import LeafGroup
+from fzero.sharding.sign_sums import link_of, optimizer_sum_leaves
 
 ENDED = object()  # in place of what a job yields
 
@@ -39,7 +39,7 @@ class GradientReducer:
     micro-batch's gradients travel while the next one's are computed; but with pp the sums over data ranks that are made
     once, of whole gradients, are waited for behind the row of a rank: the stage before waits for the gradient of its
     last micro-batch, and would otherwise wait for these sums of every stage behind it.
-    coder: of the leaves of plan.coded_grads. errors: of what it rounds, if they are fed back. beside: is
+    coder: of the leaves of plan.coded_grads. errors: of what it rounds, if they are fed back. on_group: is
     called after each group of a micro-batch.
     Communicates: per leaf what `moves` says; small leaves of a part together.
     """
@@ -47,48 +47,48 @@ class GradientReducer:
     def __init__(
         self,
         plan: Plan,
-        rest: SumsAtRest,
+        stored_sums: SumsAtRest,
         coder: Coder | None = None,
         errors: ErrorFeedback | None = None,
-        beside: Callable[[], None] | None = None,
+        on_group: Callable[[], None] | None = None,
     ):
-        self.mesh, self.accumulate, self.rest = plan.mesh, plan.policy.accumulate, rest
-        self.canonical, self.beside = plan.reduce == "canonical", beside
+        self.mesh, self.accumulate, self.stored_sums = plan.mesh, plan.policy.accumulate, stored_sums
+        self.canonical, self.on_group = plan.reduce == "canonical", on_group
         self.reduce, self.coder, self.errors = reduce_dtype(plan), coder, errors
         self.coded = plan.coded_grads
         self.moves = {
             name: without_pp(moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes))
             for name, leaf in plan.leaves.items()
         }
-        for name in owed_leaves(plan):  # whose sums over a link the optimizer makes
-            (now, end), link = self.moves[name], link_of(plan.leaves[name], plan.sizes)
-            self.moves[name] = now, tuple(move for move in end if move[1] != link)
+        for name in optimizer_sum_leaves(plan):  # whose sums over a link the optimizer makes
+            (micro_path, end), link = self.moves[name], link_of(plan.leaves[name], plan.sizes)
+            self.moves[name] = micro_path, tuple(move for move in end if move[1] != link)
         # Sums over micro-batches before the last one: a TreeSum if canonical, else a tensor.
-        self.owed: dict[Key, Any] = {}
+        self.partial_sums: dict[Key, Any] = {}
         self.flying: list[Iterator[Any]] = []
         self.long = plan.stages is not None  # whether sums that are made once travel until the end
         self.ending: list[Iterator[Any]] = []  # those
 
-    def put(
+    def reduce_group(
         self,
-        group: Group,
+        group: LeafGroup,
         names: Sequence[str],
         grads: list[Tensor],
         *,
         last: bool,
-        again: frozenset[str] = frozenset(),
+        shared_leaves: frozenset[str] = frozenset(),
     ) -> None:
         """Take a micro-batch's gradients of the leaves `names` of a group; the list is emptied.
 
-        last: whether the micro-batch is the last one. again: leaves for which another group gives a gradient in the
-        same micro-batch.
+        last: whether the micro-batch is the last one. shared_leaves: leaves for which another group gives a gradient in
+        the same micro-batch.
         """
         if grads:
             pass_group(grads[0].device, group, fetched=False)
         self.finish()
         self.mesh.ledger.holds("grads", grads)
-        self.rest.last = last
-        kinds = [(self.moves[name], name in again, name in self.coded) for name in names]
+        self.stored_sums.last = last
+        kinds = [(self.moves[name], name in shared_leaves, name in self.coded) for name in names]
         for bucket in bucket_groups(grads, kinds):
             chosen, tensors = [names[i] for i in bucket], [grads[i] for i in bucket]
             ends = last and (self.canonical or not kinds[bucket[0]][1])
@@ -97,18 +97,18 @@ class GradientReducer:
             if next(job, None) is not None:
                 long = ends and self.ends_long(chosen, kinds[bucket[0]][0])
                 (self.ending if long else self.flying).append(job)
-        self.rest.bring_late()
-        if not self.flying and not self.rest.coming:
-            self.rest.leave_small()
+        self.stored_sums.fetch_pending()
+        if not self.flying and not self.stored_sums.incoming:
+            self.stored_sums.offload_small()
         grads.clear()
-        if self.beside is not None:
-            self.beside()
+        if self.on_group is not None:
+            self.on_group()
 
-    def ends_long(self, names: Sequence[str], both: tuple[Moves, Moves]) -> bool:
+    def ends_long(self, names: Sequence[str], paths: tuple[Moves, Moves]) -> bool:
         """Whether a bucket's last sums are waited for behind the row: of whole gradients, that stay on the device."""
-        now, end = both
-        whole = bool(end) and all(op != "scatter" for op, _ in now)
-        return self.long and whole and all(self.rest.memory[name] == "device" for name in names)
+        micro_path, end = paths
+        is_full = bool(end) and all(op != "scatter" for op, _ in micro_path)
+        return self.long and is_full and all(self.stored_sums.memory[name] == "device" for name in names)
 
     def finish(self) -> None:
         """Wait for the collectives under way, and add their results.
@@ -117,17 +117,17 @@ class GradientReducer:
         """
         while self.flying:
             self.flying = [job for job in self.flying if next(job, ENDED) is not ENDED]
-        self.rest.finish()
+        self.stored_sums.finish()
 
     def job(
-        self, group: Group, names: Sequence[str], grads: list[Tensor], both: tuple[Moves, Moves], ends: bool
+        self, group: LeafGroup, names: Sequence[str], grads: list[Tensor], paths: tuple[Moves, Moves], ends: bool
     ) -> Iterator[Any]:
         """Reduce the gradients of one bucket and add them to their sums.
 
         Yields whenever a collective has been started.
         """
-        now, end = both
-        values = yield from self.travel(names, grads, now, group.layer)
+        micro_path, end = paths
+        values = yield from self.travel(names, grads, micro_path, group.layer)
         grads.clear()
         keys = [(group.name if self.canonical else "", name, group.layer) for name in names]
         for i, key in enumerate(keys):
@@ -139,7 +139,7 @@ class GradientReducer:
                 yield names  # begun behind the row, one after the other: each has memory beside what it sums
             values = yield from self.travel(names, values, end, group.layer)
             for key, value in zip(keys, values):
-                self.rest.place(key, value)
+                self.stored_sums.add_value(key, value)
 
     def travel(self, names: Sequence[str], tensors: list[Tensor], path: Moves, layer: int | None) -> Iterator[Any]:
         """The tensors, of a layer of these leaves, after the collectives of `path`; the list `tensors` is emptied."""
@@ -165,33 +165,33 @@ class GradientReducer:
             del bundle, pending
         return list(tensors)
 
-    def add(self, key: Key, value: Tensor, more: bool, ends: bool) -> Tensor | None:
+    def add(self, key: Key, value: Tensor, unfinished: bool, ends: bool) -> Tensor | None:
         """Add a micro-batch's value to the sum of `key`.
 
-        Returns the sum if the value is the last one (`ends`) and the sum must still be sent (`more`), else None.
+        Returns the sum if the value is the last one (`ends`) and the sum must still be sent (`unfinished`), else None.
         """
-        if not more and not self.canonical:
-            self.rest.place(key, value)
+        if not unfinished and not self.canonical:
+            self.stored_sums.add_value(key, value)
             return None
-        if self.rest.parts == 1 and ends and key not in self.owed:
-            return value if more else self.rest.place(key, value)
-        own = value.to(self.accumulate, copy=True) if value.dtype == self.accumulate else value.to(self.accumulate)
+        if self.stored_sums.parts == 1 and ends and key not in self.partial_sums:
+            return value if unfinished else self.stored_sums.add_value(key, value)
+        term = value.to(self.accumulate, copy=True) if value.dtype == self.accumulate else value.to(self.accumulate)
         if self.canonical:
-            self.owed.setdefault(key, TreeSum()).add(own)
-            total = self.owed.pop(key).sum() if ends else None
+            self.partial_sums.setdefault(key, TreeSum()).add(term)
+            total = self.partial_sums.pop(key).sum() if ends else None
         else:
-            self.owed[key] = self.owed[key].add_(own) if key in self.owed else own
-            total = self.owed.pop(key) if ends else None
-        return self.rest.place(key, total) if total is not None and not more else total
+            self.partial_sums[key] = self.partial_sums[key].add_(term) if key in self.partial_sums else term
+            total = self.partial_sums.pop(key) if ends else None
+        return self.stored_sums.add_value(key, total) if total is not None and not unfinished else total
 
     def sums(
         self, like: Tree, over_pp: Callable[[dict[tuple[str, str], Any]], dict[str, Tensor]] | None = None
     ) -> Tree:
-        """`SumsAtRest.take` of all sums. Call it once, after the last `put`."""
+        """`SumsAtRest.pop_tree` of all sums. Call it once, after the last `put`."""
         self.finish()
         for job in self.ending:  # one after the other: each has memory beside what it sums
             self.flying = [job]
             self.finish()
         self.ending = []
-        assert not self.owed, f"sums that were never finished: {sorted(key[1] for key in self.owed)}"
-        return self.rest.take(like, over_pp)
+        assert not self.partial_sums, f"sums that were never finished: {sorted(key[1] for key in self.partial_sums)}"
+        return self.stored_sums.pop_tree(like, over_pp)

@@ -15,11 +15,11 @@ Rules = Sequence[tuple[str, Value]]  # (regex searched in the leaf name, value)
 
 @checked()
 def match_rules(
-    rules: Rules[Value], names: Sequence[str], *, what: str = "rules", partial: bool = False
+    rules: Rules[Value], names: Sequence[str], *, subject: str = "rules", partial: bool = False
 ) -> dict[str, Value]:
     """{leaf name: value of the first rule whose regular expression is found in it}.
 
-    rules: (regular expression, value) pairs, in order. names: the names of a tree's leaves. what: the rules' name in
+    rules: (regular expression, value) pairs, in order. names: the names of a tree's leaves. subject: the rules' name in
     errors.
     partial: whether `names` are only some of the tree's, so that a rule may match none of them.
     Raises ValueError for a leaf that no rule matches, a rule that is the first match of no leaf, or an invalid regular
@@ -31,7 +31,7 @@ def match_rules(
     try:
         compiled = [(re.compile(pattern), value) for pattern, value in rules]
     except re.error as error:
-        raise ValueError(f"{what}: {error.pattern!r} is not a regular expression: {error}") from None
+        raise ValueError(f"{subject}: {error.pattern!r} is not a regular expression: {error}") from None
     matched: dict[str, Value] = {}
     used: set[int] = set()
     for name in names:
@@ -42,12 +42,12 @@ def match_rules(
                 break
         else:
             raise ValueError(
-                f"{what}: no rule matches leaf {name!r}{nearest(name, [p for p, _ in rules])}; add a rule, or "
+                f"{subject}: no rule matches leaf {name!r}{nearest(name, [p for p, _ in rules])}; add a rule, or "
                 "a last one ('.*', ...)"
             )
     for i, (pattern, _) in enumerate(rules):
         if i not in used and not partial:
             raise ValueError(
-                f"{what}: rule {pattern!r} matches no leaf first{nearest(pattern, names)}; remove or reorder it"
+                f"{subject}: rule {pattern!r} matches no leaf first{nearest(pattern, names)}; remove or reorder it"
             )
     return matched

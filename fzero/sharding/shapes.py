@@ -35,10 +35,10 @@ def check_tree(params: Tree) -> None:
         )
     if isinstance(params, str) or callable(params) or dataclasses.is_dataclass(params):
         if not isinstance(params, torch.nn.Module):
-            shown = repr(params) if isinstance(params, str) else f"a {type(params).__name__}"
+            description = repr(params) if isinstance(params, str) else f"a {type(params).__name__}"
             raise TypeError(
-                f"the model is {shown}; give a Model, such as models.build(models.preset('llama-tiny')), or a tree of "
-                "parameters"
+                f"the model is {description}; give a Model, such as models.build(models.preset('llama-tiny')), or a "
+                "tree of parameters"
             )
         raise TypeError(
             f"the parameters are an nn.Module ({type(params).__name__}); give fzero.from_module(module, loss), or a "
@@ -49,18 +49,18 @@ def check_tree(params: Tree) -> None:
     if not named:
         raise ValueError("the parameter tree has no leaves; give a tree of tensors")
     for name, leaf in named.items():
-        at = f"leaf {name!r} of the parameters"
+        location = f"leaf {name!r} of the parameters"
         if not isinstance(leaf, torch.Tensor):
             instead = "leave it out, or use ()" if leaf is None else "use torch.as_tensor"
-            raise TypeError(f"{at} is a {type(leaf).__name__}, not a tensor; {instead}")
+            raise TypeError(f"{location} is a {type(leaf).__name__}, not a tensor; {instead}")
         if leaf.is_nested or leaf.is_quantized:
             kind = "nested" if leaf.is_nested else str(leaf.dtype)
             raise ValueError(
-                f"{at} is {kind}; give a plain tensor, such as .to_padded_tensor(0.0) or .dequantize() of it"
+                f"{location} is {kind}; give a plain tensor, such as .to_padded_tensor(0.0) or .dequantize() of it"
             )
         if leaf.is_complex():
             raise ValueError(
-                f"{at} is {leaf.dtype}; give torch.view_as_real of it, and use torch.view_as_complex in the loss"
+                f"{location} is {leaf.dtype}; give torch.view_as_real of it, and use torch.view_as_complex in the loss"
             )
         if leaf.layout != torch.strided:
-            raise ValueError(f"{at} is {leaf.layout}; give leaf.to_dense()")
+            raise ValueError(f"{location} is {leaf.layout}; give leaf.to_dense()")

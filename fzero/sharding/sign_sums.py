@@ -30,12 +30,12 @@ from torch import Tensor
 
 from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import start_all_gather, start_all_to_all, start_psum
-from fzero.comm.tables import links_of
+from fzero.comm.rank_tables import links_of
 from fzero.core.reinterpret import reinterpret
-from fzero.sharding.at_rest import shard_axes, shard_over_data
-from fzero.sharding.moves import ranks_of, reduce_dtype
+from fzero.sharding.gradient_paths import ranks_of, reduce_dtype
 from fzero.sharding.slices import is_stacked, local_numel, local_shape, narrow_part, part_dim, shard_dim
 from fzero.sharding.spec import Spec
+from fzero.sharding.zero_specs import shard_axes, shard_over_data
 
 Plan = Any  # fzero.sharding.plan.Plan, which prints what they send
 LeafPlan = Any
@@ -160,14 +160,14 @@ def terms_of(plan: Plan) -> tuple[dict[str, Spec], dict[str, Tensor]]:
     that is owed over a link are the parts of a leaf of so many times the size, as far as norms go."""
     specs = {name: leaf.opt for name, leaf in plan.leaves.items() if leaf.trained}
     like: dict[str, Tensor] = {name: torch.empty(plan.leaves[name].shape, device="meta") for name in specs}
-    for name in owed_leaves(plan):
+    for name in optimizer_sum_leaves(plan):
         spec, dim, shape = summed_spec(plan.leaves[name], plan.sizes), shard_dim(name), list(plan.leaves[name].shape)
         dims, axes = list(spec.dims), axes_of(plan.leaves[name], plan.sizes)
         if dim == len(shape):  # a number, or one of each layer
             dims, shape = [*dims, ()], [*shape, 1]
         dims[dim], shape[dim] = (*dims[dim], *axes), shape[dim] * math.prod(plan.sizes[axis] for axis in axes)
         ranks = shape[part_dim(spec)] // sum(spec.parts) if spec.parts else 1  # terms of each word, or of an expert
-        parts = tuple(ranks * part for part in spec.parts)
+        parts = tuple(ranks * size for size in spec.parts)
         specs[name], like[name] = replace(spec, dims=tuple(dims), parts=parts), torch.empty(shape, device="meta")
     return specs, like
 
@@ -177,7 +177,7 @@ def sign_leaves(plan: Plan) -> frozenset[str]:
     return plan.coded_grads if plan.codec is not None and plan.codec.signs else frozenset()
 
 
-def owed_leaves(plan: Plan) -> frozenset[str]:
+def optimizer_sum_leaves(plan: Plan) -> frozenset[str]:
     """The leaves whose sums an optimizer makes: with local steps all that it trains, as most steps make no sum."""
     if plan.codec is None or not plan.codec.local:
         return sign_leaves(plan)
@@ -187,14 +187,14 @@ def owed_leaves(plan: Plan) -> frozenset[str]:
 def of_ranks(plan: Plan, names: Iterable[str], make: Callable[[tuple[int, ...], Spec], Any]) -> dict[str, Any]:
     """{leaf of `names`: `make(shape, spec)` of what each rank of its link has of it, such as errors, [layers or 1,
     ranks, *layer]}."""
-    found = {}
+    by_leaf = {}
     for name in sorted(names):
         leaf, dim = plan.leaves[name], shard_dim(name)
         dims, axes = summed_spec(leaf, plan.sizes).dims, axes_of(leaf, plan.sizes)
         spec = Spec((*(dims[:dim] or ((),)), axes, *dims[dim:]), rows=leaf.compute.rows, parts=leaf.compute.parts)
         shape = (leaf.shape[0] if dim else 1, math.prod(plan.sizes[axis] for axis in axes), *leaf.shape[dim:])
-        found[name] = make(shape, spec)
-    return found
+        by_leaf[name] = make(shape, spec)
+    return by_leaf
 
 
 # ---- the sums ----
@@ -203,36 +203,36 @@ def of_ranks(plan: Plan, names: Iterable[str], make: Callable[[tuple[int, ...], 
 class SignSums:
     """The sums of a plan with codec "grads=1bit" as its optimizer makes them.
 
-    names: the leaves that are sent by signs. owed: and others whose sums are left to the optimizer. `specs` has for
-    each the layout of the sum, which is whole over the ranks of its link, of what each of them has, such as its errors,
-    and of the errors of what a rank serves.
+    names: the leaves that are sent by signs. sum_leaves: and others whose sums are left to the optimizer. `specs` has
+    for each the layout of the sum, which is whole over the ranks of its link, of what each of them has, such as its
+    errors, and of the errors of what a rank serves.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.mesh, self.reduce, self.dtype = plan.mesh, reduce_dtype(plan), sum_dtype(plan)
-        self.names, self.owed = sign_leaves(plan), owed_leaves(plan)
-        links = {name: link_of(plan.leaves[name], plan.sizes) for name in self.owed}
+        self.names, self.sum_leaves = sign_leaves(plan), optimizer_sum_leaves(plan)
+        links = {name: link_of(plan.leaves[name], plan.sizes) for name in self.sum_leaves}
         self.axes = {name: plan.mesh[link] if link else plan.mesh.link() for name, link in links.items()}
-        self.shapes = {name: plan.leaves[name].shape for name in self.owed}
+        self.shapes = {name: plan.leaves[name].shape for name in self.sum_leaves}
         self.specs = {
-            name: Layout(
+            name: SumLayout(
                 summed_spec(plan.leaves[name], plan.sizes),
                 worker,
                 served_spec(name, plan.leaves[name], plan.sizes),
                 plan.leaves[name].opt,
             )
-            for name, worker in of_ranks(plan, self.owed, lambda shape, spec: Worker(shape, spec)).items()
+            for name, worker in of_ranks(plan, self.sum_leaves, lambda shape, spec: Worker(shape, spec)).items()
         }
 
     def zeros(self, name: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """(the sum of a leaf, this rank's errors, those of what it serves), all 0."""
-        at = self.specs[name]
-        pairs = ((self.shapes[name], at.whole), at.worker, (self.shapes[name], at.served))
+        layout = self.specs[name]
+        pairs = ((self.shapes[name], layout.full), layout.worker, (self.shapes[name], layout.served))
         sizes = [local_shape(shape, spec, self.mesh) for shape, spec in pairs]
         mean, worker, server = (torch.zeros(size, dtype=self.dtype, device=device) for size in sizes)
         return mean, worker, server
 
-    def own_zeros(self, name: str, device: torch.device) -> Tensor:
+    def worker_zeros(self, name: str, device: torch.device) -> Tensor:
         """What a rank has of its own of a leaf, beside that of the others, all 0."""
         shape, spec = self.specs[name].worker
         return torch.zeros(local_shape(shape, spec, self.mesh), dtype=self.dtype, device=device)
@@ -241,13 +241,13 @@ class SignSums:
         """The number of terms of a leaf's sum."""
         return self.axes[name].size
 
-    def own(self, name: str, whole: Tensor) -> Tensor:
+    def updated_slice(self, name: str, full: Tensor) -> Tensor:
         """The part of a leaf's sum that this rank updates: a view."""
-        at, axis = self.specs[name], self.axes[name]
-        cut = "dp" in at.opt.axes and "dp" not in at.whole.axes
-        return narrow_part(whole, axis.rank, axis.size, shard_dim(name)) if cut else whole
+        layout, axis = self.specs[name], self.axes[name]
+        cut = "dp" in layout.opt.axes and "dp" not in layout.full.axes
+        return narrow_part(full, axis.rank, axis.size, shard_dim(name)) if cut else full
 
-    def in_full(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+    def full_sums(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
         """The sums of these terms, which travel as they do without signs; `terms` is emptied.
 
         Communicates: a psum of each large leaf, and of the small ones together.
@@ -258,10 +258,10 @@ class SignSums:
             tensors = [terms.pop(name) for name in chosen]
             shapes, bundle = [t.shape for t in tensors], pack(tensors, 1, self.reduce)
             pending.append((chosen, shapes, start_psum(bundle, self.axes[chosen[0]], leaf=" ".join(chosen))))
-        found: dict[str, Tensor] = {}
+        totals: dict[str, Tensor] = {}
         for chosen, shapes, sums in pending:
-            found.update(zip(chosen, (x.to(self.dtype) for x in unpack(sums.wait(), shapes))))
-        return found
+            totals.update(zip(chosen, (x.to(self.dtype) for x in unpack(sums.wait(), shapes))))
+        return totals
 
     def by_signs(
         self,
@@ -320,10 +320,10 @@ class Worker(NamedTuple):
     spec: Spec
 
 
-class Layout(NamedTuple):
+class SumLayout(NamedTuple):
     """Where the parts of a leaf's sum are: the sum, a rank's errors, those of what it serves, and what it updates."""
 
-    whole: Spec
+    full: Spec
     worker: Worker
     served: Spec
     opt: Spec

@@ -78,11 +78,11 @@ def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "")
     return tuple(local)
 
 
-def whole_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]:
+def global_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]:
     """The shape of the whole tensor, from the shape of a rank's shard of it by `spec`: the inverse of `local_shape`."""
-    whole = [size * ranks for size, ranks in zip(shape, ranks_per_dim(spec, mesh, len(shape)))]
-    whole = [sum(spec.parts) if spec.parts and dim == part_dim(spec) else size for dim, size in enumerate(whole)]
-    return (sum(map(len, spec.rows)), *whole[1:]) if spec.rows else tuple(whole)
+    full = [size * ranks for size, ranks in zip(shape, ranks_per_dim(spec, mesh, len(shape)))]
+    full = [sum(spec.parts) if spec.parts and dim == part_dim(spec) else size for dim, size in enumerate(full)]
+    return (sum(map(len, spec.rows)), *full[1:]) if spec.rows else tuple(full)
 
 
 class Window(NamedTuple):
@@ -90,11 +90,11 @@ class Window(NamedTuple):
 
     start: tuple[int, ...]
     size: tuple[int, ...]
-    at: int = 0  # where it begins along the first dim of the rank's shard
+    offset: int = 0  # where it begins along the first dim of the rank's shard
 
-    def of(self, shard: Tensor) -> Tensor:
+    def view(self, shard: Tensor) -> Tensor:
         """The view of the box in the shard."""
-        return shard.narrow(0, self.at, self.size[0]) if self.size else shard
+        return shard.narrow(0, self.offset, self.size[0]) if self.size else shard
 
 
 def local_windows(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "") -> list[Window]:
@@ -110,18 +110,18 @@ def local_windows(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "
     """
     size, start = local_shape(shape, spec, mesh, leaf=leaf), []
     for dim, (extent, axes) in enumerate(zip(size, sharded_dims(spec, mesh, len(shape), leaf))):
-        before, part = 0, 0
+        base, index = 0, 0
         if spec.parts and dim == part_dim(spec):
-            before, axes = sum(spec.parts[: mesh[spec.part_axis].rank]), axes[1:]
+            base, axes = sum(spec.parts[: mesh[spec.part_axis].rank]), axes[1:]
         for axis in axes:
-            part = part * mesh[axis].size + mesh[axis].rank
-        start.append(before + part * extent)
+            index = index * mesh[axis].size + mesh[axis].rank
+        start.append(base + index * extent)
     if not spec.rows:
         return [Window(tuple(start), size)]
-    out, at = [], 0
+    out, offset = [], 0
     for first, number in runs_of(spec.rows[mesh["pp"].rank]):
-        out.append(Window((first, *start[1:]), (number, *size[1:]), at))
-        at += number
+        out.append(Window((first, *start[1:]), (number, *size[1:]), offset))
+        offset += number
     return out
 
 
@@ -142,15 +142,15 @@ def local_slice(
 
 def narrow_box(x: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
     """The view of the elements [start, start + size) of a tensor."""
-    for dim, (at, extent) in enumerate(zip(start, size)):
-        x = x.narrow(dim, at, extent)
+    for dim, (begin, extent) in enumerate(zip(start, size)):
+        x = x.narrow(dim, begin, extent)
     return x
 
 
-def narrow_part(x: Tensor, part: int, parts: int, dim: int) -> Tensor:
-    """The view of part number `part` of x cut into `parts` equal parts along a dim; x itself if there is one part."""
+def narrow_part(x: Tensor, index: int, parts: int, dim: int) -> Tensor:
+    """The view of part number `index` of x cut into `parts` equal parts along a dim; x itself if there is one part."""
     size = x.shape[dim] // parts
-    return x.narrow(dim, part * size, size) if parts > 1 else x
+    return x.narrow(dim, index * size, size) if parts > 1 else x
 
 
 def narrow_to(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
@@ -191,14 +191,15 @@ def shard_dim(name: str) -> int:
     return 1 if is_stacked(name) else 0
 
 
-def largest_block(sizes: Iterable[int], most: int) -> int:
-    """The largest block of elements, a power of two from 16 to `most`, that divides all of these sizes; 0 if none does.
+def largest_block(sizes: Iterable[int], max_block: int) -> int:
+    """The largest block of elements, a power of two from 16 to `max_block`, that divides all of these sizes; 0 if none
+    does.
 
     >>> largest_block([64, 96], 4096), largest_block([24], 4096)
     (32, 0)
     """
     common = math.gcd(*sizes)
-    return max((n for n in (1 << i for i in range(4, most.bit_length())) if common % n == 0), default=0)
+    return max((n for n in (1 << i for i in range(4, max_block.bit_length())) if common % n == 0), default=0)
 
 
 def check_dims(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> None:
@@ -240,19 +241,19 @@ def parts_as_chunks(size: int, ranks: int) -> tuple[int, ...]:
     >>> parts_as_chunks(50257, 2), parts_as_chunks(5, 4)
     ((25129, 25128), (2, 2, 1, 0))
     """
-    most = -(-size // ranks)
-    return tuple(min(most, max(0, size - rank * most)) for rank in range(ranks))
+    chunk = -(-size // ranks)
+    return tuple(min(chunk, max(0, size - rank * chunk)) for rank in range(ranks))
 
 
 def check_parts(name: str, size: int, spec: Spec, sizes: Mapping[str, int]) -> None:
     """Raise ValueError if the parts of a spec are not those of a dim of this size on a mesh of these sizes."""
     axis, inner = spec.part_axis, math.prod(sizes[axis] for axis in spec.dims[part_dim(spec)][1:])
     ranks = sizes[axis]
-    if len(spec.parts) != ranks or sum(spec.parts) != size or any(part % inner for part in spec.parts):
+    if len(spec.parts) != ranks or sum(spec.parts) != size or any(share % inner for share in spec.parts):
         raise ValueError(f"{name}: the parts of its spec {spec} do not share {size} among {axis}={ranks} ranks")
     if axis == "tp" and (spec.parts != parts_as_chunks(size, ranks) or not spec.parts[-1] or ranks == 1):
-        wanted = parts_as_chunks(size, ranks)
-        instead = f"they must be %{','.join(map(str, wanted))}" if wanted[-1] and ranks > 1 else "use a smaller tp"
+        expected = parts_as_chunks(size, ranks)
+        instead = f"they must be %{','.join(map(str, expected))}" if expected[-1] and ranks > 1 else "use a smaller tp"
         raise ValueError(f"{name}: the parts of its spec {spec} are not those of torch.chunk, of 1 or more; {instead}")
 
 
@@ -295,18 +296,18 @@ def local_numel(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) ->
 # ---- blocks of rows ----
 
 
-def row_blocks(shape: Sequence[int], most: int = MOST_ELEMENTS) -> list[tuple[int, int]]:
-    """Ranges of the first dim of a layer of `shape`, of about `most` elements each at most.
+def row_blocks(shape: Sequence[int], max_elements: int = MOST_ELEMENTS) -> list[tuple[int, int]]:
+    """Ranges of the first dim of a layer of `shape`, of about `max_elements` elements each at most.
 
     They begin at pages of its memory in every dtype, so that each can be read, written and summed apart from the
     others.
     """
     rows, row = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-    if rows * row <= most:
+    if rows * row <= max_elements:
         return [(0, rows)]
     step = PAGE // math.gcd(PAGE, row)
-    length = max(step, most // row // step * step)
-    return [(at, min(at + length, rows)) for at in range(0, rows, length)]
+    length = max(step, max_elements // row // step * step)
+    return [(start, min(start + length, rows)) for start in range(0, rows, length)]
 
 
 def iterate_blocks(x: Any, stacked: bool) -> Iterator[tuple[int, Tensor]]:

@@ -25,7 +25,7 @@ class Spec:
     """The layout of one tensor on a mesh. It is a leaf in trees; `Spec()` is a tensor that is whole on every rank.
 
     dims: for each tensor dim the mesh axes that shard it, outermost first; a trailing dim that is not given is whole.
-    partial: the axes over which a sum is owed: the tensor is the sum of their ranks' values.
+    partial: the axes over which a sum is partial_axes: the tensor is the sum of their ranks' values.
     memory: "device", "host" or "nvme".
     rows: where pp shards the first dim, which counts layers: by its rank the numbers of the layers that it holds.
     parts: where ep, or tp where ep shards none, does not divide the size of a dim that it shards first: by its rank the
@@ -75,11 +75,11 @@ class Spec:
             raise ValueError(f"spec {text!r} is not of the form '[L/pp, D/tp+dp, F] +cp @host'")
         dims = []
         for dim in form[1].split(",") if form[1].strip() else []:
-            part = re.fullmatch(r"\s*(?:\w+|·)(?:/(\w+(?:\+\w+)*))?\s*", dim)
-            if part is None:
+            field = re.fullmatch(r"\s*(?:\w+|·)(?:/(\w+(?:\+\w+)*))?\s*", dim)
+            if field is None:
                 raise ValueError(f"spec {text!r}: dim {dim.strip()!r} is not of the form 'D' or 'D/tp+dp'")
-            dims.append(tuple(part[1].split("+")) if part[1] else ())
-        rows = tuple(_parse_rows(part) for part in form[4].split("|")) if form[4] else ()
+            dims.append(tuple(field[1].split("+")) if field[1] else ())
+        rows = tuple(_parse_rows(field) for field in form[4].split("|")) if form[4] else ()
         sizes = tuple(map(int, form[5].split(","))) if form[5] else ()
         return cls(tuple(dims), frozenset(re.findall(r"\+(\w+)", form[2])), form[3] or "device", rows, sizes)
 
@@ -89,7 +89,7 @@ class Spec:
         return tuple(axis for d in self.dims for axis in d)
 
     @property
-    def owed(self) -> tuple[str, ...]:
+    def partial_axes(self) -> tuple[str, ...]:
         """The axes over which the gradient of a leaf that is used in this layout is owed: those whose ranks use it
         differently and that do not shard it, then those in `partial`."""
         return (*(axis for axis in VARYING if axis not in self.axes), *sorted(self.partial))
@@ -106,8 +106,8 @@ class Spec:
 
     def with_dims(self, dims: Sequence[tuple[str, ...]]) -> Spec:
         """The layout of a tensor with some of the leaf's dims, whose parts are left out with their dim."""
-        kept = self.part_axis in {d[0] for d in dims if d}
-        return replace(self, dims=tuple(dims), parts=self.parts if kept else ())
+        has_parts = self.part_axis in {d[0] for d in dims if d}
+        return replace(self, dims=tuple(dims), parts=self.parts if has_parts else ())
 
     def placements(self, mesh: Mesh) -> tuple[Any, ...]:
         """The placements of a DTensor of this layout, one for each axis of `mesh.device_mesh`.
@@ -123,22 +123,22 @@ class Spec:
         if mesh.device_mesh is None:
             raise ValueError(f"spec {self}: a mesh of one process has no DeviceMesh, and a tensor on it no placements")
         names = [name for name in mesh.device_mesh.mesh_dim_names or () if mesh[name].size > 1]
-        found: dict[str, Placement] = {name: Partial() if name in self.partial else Replicate() for name in names}
+        by_axis: dict[str, Placement] = {name: Partial() if name in self.partial else Replicate() for name in names}
         for dim, axes in enumerate(self.dims):
             sizes = [(axis, mesh[axis].size) for axis in axes if mesh[axis].size > 1]
             for i, (axis, _) in enumerate(sizes):
                 # A DTensor divides a dim by the mesh's axes in their order; one that comes before those that divide it
                 # first is "strided".
-                before = [size for name, size in sizes[:i] if names.index(name) > names.index(axis)]
-                found[axis] = StridedShard(dim, split_factor=math.prod(before)) if before else Shard(dim)
-        return tuple(found[name] for name in names)
+                inner_sizes = [size for name, size in sizes[:i] if names.index(name) > names.index(axis)]
+                by_axis[axis] = StridedShard(dim, split_factor=math.prod(inner_sizes)) if inner_sizes else Shard(dim)
+        return tuple(by_axis[name] for name in names)
 
     def __str__(self) -> str:
         dims = ", ".join("·" + ("/" + "+".join(d) if d else "") for d in self.dims)
-        owed = "".join(f" +{axis}" for axis in sorted(self.partial))
+        partial = "".join(f" +{axis}" for axis in sorted(self.partial))
         rows = "|".join(map(_rows_text, self.rows))
         return (
-            f"[{dims}]{owed}"
+            f"[{dims}]{partial}"
             + (f" @{self.memory}" if self.memory != "device" else "")
             + (f" #{rows}" if self.rows else "")
             + (f" %{','.join(map(str, self.parts))}" if self.parts else "")
@@ -161,9 +161,9 @@ def runs_of(rows: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _rows_text(rows: Sequence[int]) -> str:
-    return ",".join(f"{at}-{at + n - 1}" if n > 1 else str(at) for at, n in runs_of(rows))
+    return ",".join(f"{start}-{start + n - 1}" if n > 1 else str(start) for start, n in runs_of(rows))
 
 
 def _parse_rows(text: str) -> tuple[int, ...]:
-    ends = [part.split("-") for part in text.split(",") if part]
-    return tuple(row for part in ends for row in range(int(part[0]), int(part[-1]) + 1))
+    ends = [span.split("-") for span in text.split(",") if span]
+    return tuple(row for span in ends for row in range(int(span[0]), int(span[-1]) + 1))

@@ -1,19 +1,98 @@
-"""The rows of a batch: which are a rank's, and which are a micro-batch's."""
+"""The rows of a batch: which are a rank's, and which are a micro-batch's.
+
+Which batches this process dealt: known by the values of their rows, which copies keep.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import weakref
+from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.comm.tables import device_of, gather_rows
+from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.arguments import checked, expect_count, expect_kind
+from fzero.core.autodiff import transforms
 from fzero.sharding import Mesh
-from fzero.train.dealt import MASK, dealing_of, expect_undealt, record
+
+MAX_DEALINGS = 16  # dealings that are remembered
+MAX_ELEMENTS = 4096  # elements of a row that are looked at
+MASK = (1 << 62) - 1
+
+
+class Dealing(NamedTuple):
+    """The rows that one call of `local_batch` dealt to this rank."""
+
+    mesh: Mesh
+    micro_batches: int
+    rows: Tensor  # int64, a number for each row
+    source: Tensor  # int64 scalar, of the batch that was dealt
+    is_repeat: Tensor  # bool scalar: all rows of that batch had been dealt to this rank before
+    leaves: list[Any]  # weak references to the tensors
+
+
+DEALINGS: deque[Dealing] = deque(maxlen=MAX_DEALINGS)
+
+
+def row_numbers(batch: Any) -> Tensor:
+    """A number for each row of a batch, int64, by the values of all leaves: a copy in another integer dtype, or on
+    another device, has the same."""
+    leaves = [leaf.detach() for leaf in pytree.leaves(batch)]
+    total = torch.zeros(leaves[0].shape[0], dtype=torch.int64, device=leaves[0].device)
+    for i, leaf in enumerate(leaves, 1):
+        flat = leaf.reshape(leaf.shape[0], -1)
+        flat = flat[:, :: max(1, flat.shape[1] // MAX_ELEMENTS)]
+        words = flat.to(torch.float32).view(torch.int32) if flat.is_floating_point() else flat
+        # Odd factors, another for each element and leaf; the xor of halves mixes what products leave in the high bits.
+        factors = torch.arange(1, words.shape[1] + 1, device=flat.device) * 0x9E3779B97F4A7C1 * (2 * i + 1) | 1
+        mixed = (words.to(torch.int64) + 0x2545F491) * factors
+        total = total + ((mixed ^ (mixed >> 29)) * 0x5851F42D4C957F2D).sum(1).to(total.device)
+    return total
+
+
+def record(batch: Any, rows: Tensor, dealt: Any, mesh: Mesh, micro_batches: int) -> None:
+    """Remember that `dealt`, these rows of `batch`, are this rank's."""
+    if transforms() or any(leaf.is_meta for leaf in pytree.leaves(batch)):
+        return  # without values, or with values that a transform will have
+    numbers = row_numbers(batch)
+    previous_rows = [dealing.rows for dealing in DEALINGS if dealing.mesh == mesh]
+    past_numbers = torch.cat([numbers[:0], *(x.to(numbers.device) for x in previous_rows)])
+    is_repeat = torch.isin(numbers, past_numbers).all()
+    source = (numbers * (2 * torch.arange(len(numbers)).to(numbers) + 1)).sum()
+    leaves = [weakref.ref(leaf) for leaf in pytree.leaves(dealt)]
+    DEALINGS.append(Dealing(mesh, micro_batches, numbers[rows.to(numbers.device)], source, is_repeat, leaves))
+
+
+def dealing_of(batch: Any, mesh: Mesh) -> Dealing | None:
+    """The last dealing that dealt exactly the rows of a batch, in their order, or None."""
+    numbers = row_numbers(batch).cpu()
+    return next(
+        (dealing for dealing in reversed(DEALINGS) if dealing.mesh == mesh and dealing.rows.cpu().equal(numbers)), None
+    )
+
+
+def expect_undealt(batch: Any, mesh: Mesh) -> None:
+    """Raise ValueError for tensors, or views of tensors, that `local_batch` dealt on this mesh."""
+    if transforms():
+        return
+    dealt = {
+        ref().untyped_storage().data_ptr()
+        for dealing in DEALINGS
+        if dealing.mesh == mesh
+        for ref in dealing.leaves
+        if ref() is not None
+    }
+    for name, leaf in pytree.named_leaves(batch).items():
+        if leaf.numel() and leaf.untyped_storage().data_ptr() in dealt:
+            label = f"batch[{name!r}]" if name else "the batch"
+            raise ValueError(
+                f"{label} was dealt by local_batch: its rows are this rank's; give them to the step as they are"
+            )
 
 
 def split_batch(batch: Any, micro_batches: int) -> tuple[int, list[Any]]:
@@ -37,12 +116,12 @@ def tensors_of(batch: Any) -> dict[str, Tensor]:
     if not named:
         raise ValueError("the batch has no tensors; give a tree of tensors whose first dim counts the samples")
     for name, leaf in named.items():
-        at = f"batch[{name!r}]" if name else "the batch"
-        expect_kind(at, leaf, Tensor, instead_of(leaf))
+        label = f"batch[{name!r}]" if name else "the batch"
+        expect_kind(label, leaf, Tensor, instead_of(leaf))
         if leaf.dim() == 0:
-            raise ValueError(f"{at} is a scalar; the first dim counts the samples: write {name or 'x'}.expand(rows)")
+            raise ValueError(f"{label} is a scalar; the first dim counts the samples: write {name or 'x'}.expand(rows)")
         if leaf.shape[0] == 0:
-            raise ValueError(f"{at} has no rows: its shape is {list(leaf.shape)}")
+            raise ValueError(f"{label} has no rows: its shape is {list(leaf.shape)}")
     return named
 
 
@@ -53,9 +132,9 @@ def instead_of(leaf: Any) -> str:
     return "write dict(...) of it" if isinstance(leaf, Mapping) else "use torch.as_tensor"
 
 
-def positions(part: Any) -> int:
+def positions(micro_batch: Any) -> int:
     """The number of elements of the first leaf of a batch: known before its tokens are counted."""
-    return max(1, pytree.leaves(part)[0].numel())
+    return max(1, pytree.leaves(micro_batch)[0].numel())
 
 
 def rows_of(mesh: Mesh, rows: int, micro_batches: int = 1) -> list[int]:
@@ -103,7 +182,7 @@ def local_batch(batch: Any, mesh: Mesh, micro_batches: int = 1) -> Any:
     return dealt
 
 
-def expect_own_rows(batch: Any, mesh: Mesh, micro_batches: int, dealt: bool = False) -> None:
+def expect_distinct_rows(batch: Any, mesh: Mesh, micro_batches: int, dealt: bool = False) -> None:
     """Raise ValueError, the same on all ranks, if data ranks have the same rows or unlike numbers of rows, the ranks
     of a tp or cp group have different ones, or `local_batch` dealt them for another number of micro-batches, or twice.
 
@@ -113,11 +192,11 @@ def expect_own_rows(batch: Any, mesh: Mesh, micro_batches: int, dealt: bool = Fa
     """
     named, content = pytree.named_leaves(batch), hashlib.sha256()
     for name, leaf in named.items():
-        held = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        content.update(f"{name} {leaf.dtype} {list(leaf.shape)}".encode() + held.numpy().tobytes())
+        data = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        content.update(f"{name} {leaf.dtype} {list(leaf.shape)}".encode() + data.numpy().tobytes())
     one_row = dealt or all(bool((leaf == leaf[:1]).all()) for leaf in named.values())
     dealing = dealing_of(batch, mesh) if mesh.data_size > 1 else None
-    parts, twice = (dealing.micro_batches, int(dealing.again) * (int(dealing.source) & MASK)) if dealing else (0, 0)
+    parts, twice = (dealing.micro_batches, int(dealing.is_repeat) * (int(dealing.source) & MASK)) if dealing else (0, 0)
     row = [int.from_bytes(content.digest()[:8], "big", signed=True), next(iter(named.values())).shape[0]]
     row += [one_row or dealing is not None, 0 if one_row else parts, 0 if one_row else twice]
     table = gather_rows(torch.tensor(row, device=device_of(mesh)), mesh, leaf="batch").tolist()
@@ -126,7 +205,7 @@ def expect_own_rows(batch: Any, mesh: Mesh, micro_batches: int, dealt: bool = Fa
         mesh["cp"].size * mesh["tp"].size,
         mesh["tp"].size,
     )  # neighbours of one data rank, and those of one tp group
-    for rank, (same, rows, passes, parts, source) in enumerate(table):
+    for rank, (digest, rows, passes, parts, source) in enumerate(table):
         if parts not in (0, micro_batches):
             raise ValueError(
                 f"local_batch dealt this batch for micro_batches={parts} and the step has "
@@ -138,7 +217,7 @@ def expect_own_rows(batch: Any, mesh: Mesh, micro_batches: int, dealt: bool = Fa
                 f"ranks 0 and {rank} dealt different batches with local_batch, whose rows had all been dealt to them "
                 "before: each would train on a part of its part; give the step what local_batch returned, or a copy"
             )
-        if rank % alike and same != table[rank - rank % alike][0]:
+        if rank % alike and digest != table[rank - rank % alike][0]:
             kind = "tp" if rank % alike < tp else "cp"
             raise ValueError(
                 f"ranks {rank - rank % alike} and {rank} are of one {kind} group and were given different batches; "
@@ -149,14 +228,14 @@ def expect_own_rows(batch: Any, mesh: Mesh, micro_batches: int, dealt: bool = Fa
                 f"rank 0 was given {table[0][1]} rows and rank {rank} {rows}; give every rank as many, as "
                 f"local_batch(batch, mesh, micro_batches={micro_batches}) does"
             )
-        if rank >= group and same != table[rank % group][0]:
+        if rank >= group and digest != table[rank % group][0]:
             raise ValueError(
                 f"ranks {rank % group} and {rank} are of one pipeline and were given different batches; give all ranks "
                 "of a pp group the same one, as local_batch(batch, mesh, micro_batches) does"
             )
-        other = first.setdefault(same, rank % group // alike)
-        if other != rank % group // alike and not passes:
+        first_index = first.setdefault(digest, rank % group // alike)
+        if first_index != rank % group // alike and not passes:
             raise ValueError(
-                f"ranks {other * alike} and {rank} were given the same batch, and each data rank trains on rows of its "
-                f"own; write step(state, local_batch(batch, mesh, micro_batches={micro_batches}))"
+                f"ranks {first_index * alike} and {rank} were given the same batch, and each data rank trains on rows "
+                f"of its own; write step(state, local_batch(batch, mesh, micro_batches={micro_batches}))"
             )

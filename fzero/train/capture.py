@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.comm.tables import any_rank
+from fzero.comm.rank_tables import any_rank
 from fzero.core import gpu, gpu_copies, pytree
 from fzero.core.pytree import Tree
 from fzero.optim import GradientTransformation
@@ -39,16 +39,16 @@ GRAPHS = 4  # shapes of batches; each graph costs a capture, and the memory of w
 Step = Callable[[TrainState, Any], tuple[TrainState, Any]]
 
 
-def why_not(plan: Plan, tx: GradientTransformation, donate: bool) -> str:
+def refusal_of(plan: Plan, tx: GradientTransformation, donate: bool) -> str:
     """Why steps with these options cannot be captured, "" if they can."""
-    scale, away = plan.policy.loss_scale, plan_memories(plan)
-    away += f"{', ' * bool(away)}acts={plan.acts}" if plan.acts != "device" else ""
+    scale, offloads = plan.policy.loss_scale, plan_memories(plan)
+    offloads += f"{', ' * bool(offloads)}acts={plan.acts}" if plan.acts != "device" else ""
     gloo = [a.name for a in plan.mesh.axes if a.communicator is not None and a.communicator.transport == "gloo"]
     table = (
         (plan.stages is not None, f"pp={plan.sizes['pp']}: messages between stages are started by the host"),
         (plan.delayed > 0, 'update="delayed": the two versions of the parameters change places'),
         (not donate, "donate=False: each step makes its state in other memory"),
-        (bool(away), f"offload {away}: the host takes part in a step"),
+        (bool(offloads), f"offload {offloads}: the host takes part in a step"),
         (
             scale is not None and scale.at_floor == "raise",
             'the host asks whether the loss scale is at its floor (at_floor="hold" does not)',
@@ -59,10 +59,10 @@ def why_not(plan: Plan, tx: GradientTransformation, donate: bool) -> str:
         ),
         (bool(gloo), f"the ranks along {', '.join(gloo)} exchange by gloo, on the host"),
     )
-    return next((why for holds, why in table if holds), "")
+    return next((reason for holds, reason in table if holds), "")
 
 
-class Recorded(NamedTuple):
+class RecordedStep(NamedTuple):
     """The graph of a step for batches of one shape."""
 
     graph: Any
@@ -75,8 +75,10 @@ class Recorded(NamedTuple):
 
     def serves(self, leaves: dict[str, Tensor]) -> bool:
         """Whether a state with these leaves lies where the graph has it."""
-        own = all(self.addresses[name] == leaf.data_ptr() for name, leaf in self.fixed.items())
-        return own and all(name in self.fixed or self.addresses[name] == x.data_ptr() for name, x in leaves.items())
+        fixed_match = all(self.addresses[name] == leaf.data_ptr() for name, leaf in self.fixed.items())
+        return fixed_match and all(
+            name in self.fixed or self.addresses[name] == x.data_ptr() for name, x in leaves.items()
+        )
 
 
 class CapturedStep:
@@ -95,9 +97,9 @@ class CapturedStep:
         self.news: list[str] = []
         self.captures: bool | None = None  # None: not decided
         self.times: list[tuple[float, float]] = []  # of issued steps: seconds of the host, and of the device
-        self.moved: set[str] = set()  # the leaves of the state that a plain step makes anew
+        self.fresh_names: set[str] = set()  # the leaves of the state that a plain step makes anew
         self.warm: set[Any] = set()  # the shapes of batches that were stepped on
-        self.recorded: dict[Any, Recorded] = {}
+        self.recorded: dict[Any, RecordedStep] = {}
         self.last: Any = None  # `step` of the state that was returned last
         self.full = False  # whether it was said that there are GRAPHS graphs
 
@@ -117,31 +119,31 @@ class CapturedStep:
         if watched or gpu_copies.has_readers(state.step.device):
             return self.step(state, batch)
         if self.captures is None:
-            return self.measured(state, batch)
+            return self.issue_timed(state, batch)
         expect_alive(state.step)
         leaves, key = pytree.named_leaves(state), shapes_of(batch)
         # Where a restored state lies is chance, and so not asked: it might be the old place on some ranks alone.
-        known = state.step is self.last and all(one.serves(leaves) for one in self.recorded.values())
-        if not known:
+        is_current = state.step is self.last and all(recorded.serves(leaves) for recorded in self.recorded.values())
+        if not is_current:
             self.recorded.clear()
-        if not known or key not in self.warm:
-            return self.issued(state, batch)
+        if not is_current or key not in self.warm:
+            return self.issue(state, batch)
         if key not in self.recorded:
             if len(self.recorded) == GRAPHS:
-                return self.one_too_many(key, state, batch)
+                return self.issue_extra_shape(key, state, batch)
             failure = self.record(key, state, batch)
             if any_rank(bool(failure), self.mesh):
                 return self.give_up(failure or "another rank cannot record its step", state, batch)
         return self.replay(self.recorded[key], state, batch)
 
-    def give_up(self, why: str, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    def give_up(self, reason: str, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         """Issue this step and all that follow, and say why."""
         self.captures = False
         self.recorded.clear()
-        self.news.append(f"capture: steps are issued one by one: {why}; capture=off is the same without this line")
+        self.news.append(f"capture: steps are issued one by one: {reason}; capture=off is the same without this line")
         return self.step(state, batch)
 
-    def one_too_many(self, key: Any, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    def issue_extra_shape(self, key: Any, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         """Issue a step on a batch of one shape more than there may be graphs, and say so once."""
         if not self.full:
             self.news.append(f"capture: a step on {text_of(key)} is issued: {GRAPHS} other shapes have a graph already")
@@ -150,39 +152,40 @@ class CapturedStep:
 
     # ---- issued steps ------------------------------------------------------------------------------------------------
 
-    def issued(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    def issue(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         """A plain step on the stream that records, after which the leaves are known that it makes anew."""
-        before = pytree.named_leaves(state)
-        given = [*before.values(), *pytree.leaves(batch)]
-        with gpu.on_capture_stream(state.step.device, given) as made:
+        old_leaves = pytree.named_leaves(state)
+        inputs = [*old_leaves.values(), *pytree.leaves(batch)]
+        with gpu.on_capture_stream(state.step.device, inputs) as outputs:
             new, metrics = self.step(state, batch)
             leaves = pytree.named_leaves(new)
-            made += [*leaves.values(), *tensors_of(metrics)]
-        self.moved |= {name for name, leaf in leaves.items() if leaf.data_ptr() != before[name].data_ptr()}
+            outputs += [*leaves.values(), *tensors_of(metrics)]
+        self.fresh_names |= {name for name, leaf in leaves.items() if leaf.data_ptr() != old_leaves[name].data_ptr()}
         self.warm.add(shapes_of(batch))
         return new, metrics
 
-    def measured(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    def issue_timed(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         """A plain step, with its times; the last of them decides whether steps are captured."""
         device = state.step.device
         gpu.synchronize(device)
         begin, first = time.perf_counter(), gpu.mark_time()
-        made = self.issued(state, batch)
+        result = self.issue(state, batch)
         issued, last = time.perf_counter() - begin, gpu.mark_time()
         gpu.synchronize(device)
         self.times.append((issued, first.elapsed_time(last) / 1e3))
         if len(self.times) > WARM_UP:
             self.decide()
-        return made
+        return result
 
     def decide(self) -> None:
         """Decide, as one on all ranks, whether steps are captured; the first step has other work too."""
         host, device = (sum(seconds) / WARM_UP for seconds in zip(*self.times[1:]))
         highest = any_rank(round(1000 * host / device), self.mesh)
         self.captures = highest >= 1000 * SHARE
-        what = "steps are captured" if self.captures else "steps are issued one by one"
+        decision = "steps are captured" if self.captures else "steps are issued one by one"
         self.news.append(
-            f"capture: {what}: the host issues one in {1e3 * host:.1f} ms of the {1e3 * device:.1f} ms that it takes"
+            f"capture: {decision}: the host issues one in {1e3 * host:.1f} ms of the {1e3 * device:.1f} ms that it "
+            "takes"
         )
 
     # ---- recorded steps ----------------------------------------------------------------------------------------------
@@ -190,10 +193,10 @@ class CapturedStep:
     def record(self, key: Any, state: TrainState, batch: Any) -> str:
         """Record the graph of a step on this state and batches like this one; returns why it cannot be, or ""."""
         ledger, leaves = self.mesh.ledger, pytree.named_leaves(state)
-        fixed = {name: leaf.clone() for name, leaf in leaves.items() if name in self.moved}
+        fixed = {name: leaf.clone() for name, leaf in leaves.items() if name in self.fresh_names}
         working = pytree.map_named(lambda name, leaf: fixed[name].detach() if name in fixed else leaf, state)
         addresses = {name: leaf.data_ptr() for name, leaf in (leaves | fixed).items()}
-        inputs, before = pytree.map(torch.clone, batch), ledger.entries()
+        inputs, start_entries = pytree.map(torch.clone, batch), ledger.entries()
 
         def work() -> tuple[Any, dict[torch.dtype, Tensor]]:
             new, metrics = self.step(working, inputs)
@@ -205,24 +208,24 @@ class CapturedStep:
                     raise RuntimeError(f"{name} has other memory after the step")
             return metrics, packed
 
-        beside = next((other.graph for other in self.recorded.values()), None)
+        shared_graph = next((recorded.graph for recorded in self.recorded.values()), None)
         try:
-            graph, (metrics, packed) = gpu.record_graph(work, state.step.device, beside)
+            graph, (metrics, packed) = gpu.record_graph(work, state.step.device, shared_graph)
         except RuntimeError as error:
             return f"a step cannot be recorded: {cause_of(error)}"
         finally:
-            entries = before, ledger.entries()
+            entries = start_entries, ledger.entries()
             ledger.repeat(*reversed(entries))  # recording sends nothing
-        self.recorded[key] = Recorded(graph, addresses, fixed, inputs, metrics, packed, entries)
+        self.recorded[key] = RecordedStep(graph, addresses, fixed, inputs, metrics, packed, entries)
         return ""
 
-    def replay(self, recorded: Recorded, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    def replay(self, recorded: RecordedStep, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         """The step by its graph."""
         for name, leaf in pytree.named_leaves(state).items():
             if name in recorded.fixed and leaf.data_ptr() != recorded.addresses[name]:
                 recorded.fixed[name].copy_(leaf)
-        for held, given in zip(pytree.leaves(recorded.batch), pytree.leaves(batch)):
-            held.copy_(given)
+        for buffer, value in zip(pytree.leaves(recorded.batch), pytree.leaves(batch)):
+            buffer.copy_(value)
         recorded.graph.replay()
         self.mesh.ledger.repeat(*recorded.entries)
 
@@ -232,12 +235,12 @@ class CapturedStep:
         return hand_over(state, pytree.map_named(leaf_of, state)), unpack(recorded.packed, recorded.metrics)
 
 
-def take_news(step: Step) -> list[str]:
+def pop_news(step: Step) -> list[str]:
     """The decisions of a step since the last call, a line each; [] for a step that is not captured."""
-    news = getattr(step, "news", [])
-    told = [*news]
-    news.clear()
-    return told
+    pending = getattr(step, "news", [])
+    lines = [*pending]
+    pending.clear()
+    return lines
 
 
 def shapes_of(batch: Any) -> Any:
@@ -257,9 +260,9 @@ def cause_of(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
-    place = frames[-1]
-    file = "/".join(place.filename.split("/")[-3:])
-    return f"{str(error).splitlines()[0]}, in `{place.line}` ({file}:{place.lineno})"
+    frame = frames[-1]
+    file = "/".join(frame.filename.split("/")[-3:])
+    return f"{str(error).splitlines()[0]}, in `{frame.line}` ({file}:{frame.lineno})"
 
 
 # ---- metrics: one tensor for each dtype, of which a copy outlives the next replay ------------------------------------
@@ -268,19 +271,19 @@ def cause_of(error: BaseException) -> str:
 def map_tensors(change: Callable[[Tensor], Tensor], metrics: Any) -> Any:
     """The metrics with another tensor in the place of each."""
 
-    def each(leaf: Any) -> Any:
+    def map_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Squared):
             return replace(leaf, squares=[(layer, change(square)) for layer, square in leaf.squares])
         return change(leaf)
 
-    return pytree.map(each, metrics)
+    return pytree.map(map_leaf, metrics)
 
 
 def tensors_of(metrics: Any) -> list[Tensor]:
     """The tensors of the metrics, in the order of `map_tensors`."""
-    found: list[Tensor] = []
-    map_tensors(lambda x: found.append(x) or x, metrics)
-    return found
+    tensors: list[Tensor] = []
+    map_tensors(lambda x: tensors.append(x) or x, metrics)
+    return tensors
 
 
 def pack(tensors: list[Tensor]) -> dict[torch.dtype, Tensor]:
@@ -295,9 +298,9 @@ def unpack(packed: dict[torch.dtype, Tensor], like: Any) -> Any:
     """Metrics of the structure of `like`, from a copy of what `pack` made of theirs."""
     copies, used = {dtype: flat.clone() for dtype, flat in packed.items()}, dict.fromkeys(packed, 0)
 
-    def part(x: Tensor) -> Tensor:
+    def next_slice(x: Tensor) -> Tensor:
         begin = used[x.dtype]
         used[x.dtype] += x.numel()
         return copies[x.dtype][begin : used[x.dtype]].view(x.shape)
 
-    return map_tensors(part, like)
+    return map_tensors(next_slice, like)

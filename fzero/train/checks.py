@@ -17,11 +17,11 @@ from fzero.optim import GradientTransformation
 from fzero.optim.base import expect_optimizer
 from fzero.sharding import Plan
 from fzero.sharding.error_feedback import ERRORS, error_specs
-from fzero.sharding.pipelines import expect_parts
+from fzero.sharding.pipeline_plan import expect_parts
 from fzero.sharding.shapes import shapes_of
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn
-from fzero.train.row import schedule_of
+from fzero.train.pipeline_executor import schedule_of
 from fzero.train.spike import Skip
 from fzero.train.state import TrainState, expect_alive, expect_shapes
 
@@ -129,10 +129,10 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
 def expect_same_inputs(plan: Plan, layered: bool) -> None:
     """Raise ValueError unless the ranks of tp have the same inputs of layers, to be partitioned."""
     if plan.sizes["tp"] == 1 or plan.sequence or not layered:
-        has = "sequence parallelism, which cuts them" if plan.sequence else f"tp={plan.sizes['tp']}"
+        layout = "sequence parallelism, which cuts them" if plan.sequence else f"tp={plan.sizes['tp']}"
         raise ValueError(
             "partition_activations is for layer inputs of a Model that all ranks of tp have, and this is "
-            + (f"a plan with {has}" if layered else "a plain function")
+            + (f"a plan with {layout}" if layered else "a plain function")
             + "; leave it out"
         )
 
@@ -164,7 +164,7 @@ def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: 
     """Raise ValueError if the plan was made for another model, or its sums are not those of the optimizer."""
     if isinstance(loss_fn, base.Model):
         expect_shapes(plan, shapes_of(loss_fn))
-        moving = [name for name, rule in loss_fn.after.items() if rule]
+        moving = [name for name, rule in loss_fn.leaf_rules.items() if rule]
         if plan.delayed and moving:
             raise ValueError(
                 f'update="delayed": a rule of the model moves {moving[0]} after each step, and micro-batches under way '
@@ -228,9 +228,9 @@ def expect_state(plan: Plan, opt_names: list[str], state: TrainState, donate: bo
             f"the state was not made for the plan's codec {plan.codec}, whose errors are a part of it; give init_state "
             "this plan"
         )
-    found = pytree.names(state.opt_state)
-    if found != opt_names:
-        odd = next(name for name in [*opt_names, *found] if (name in opt_names) != (name in found))
+    state_names = pytree.names(state.opt_state)
+    if state_names != opt_names:
+        odd = next(name for name in [*opt_names, *state_names] if (name in opt_names) != (name in state_names))
         raise ValueError(
             f"opt_state/{odd} is {'missing from the state' if odd in opt_names else 'unknown to the optimizer'}: the "
             "state was made with another optimizer; give init_state this tx"

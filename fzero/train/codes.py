@@ -33,18 +33,22 @@ def coder_of(kind: str, block: int, impl: Kernels) -> Coder:
         partial(op, impl=impl[op.name])
         for op in (kernels.quantize, kernels.dequantize, kernels.dequantize_sum_requantize)
     )
-    own = KINDS[kind].dtype
+    code_dtype = KINDS[kind].dtype
 
-    def sent(made: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        return reinterpret(made[0], torch.uint8), made[1]
+    def to_message(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        return reinterpret(pair[0], torch.uint8), pair[1]
 
     def encode(x: Tensor) -> tuple[Tensor, ...]:
-        return sent(quantize(x if x.dtype in NARROW else x.to(torch.float32), kind, block))
+        return to_message(quantize(x if x.dtype in NARROW else x.to(torch.float32), kind, block))
 
     def decode(parts: tuple[Tensor, ...], dtype: torch.dtype, size: int) -> Tensor:
-        return dequantize((reinterpret(parts[0], own), parts[1]), kind, block, dtype, size)
+        return dequantize((reinterpret(parts[0], code_dtype), parts[1]), kind, block, dtype, size)
 
-    return Coder(encode, decode, lambda parts, size: sent(add(reinterpret(parts[0], own), parts[1], kind, block, size)))
+    return Coder(
+        encode,
+        decode,
+        lambda parts, size: to_message(add(reinterpret(parts[0], code_dtype), parts[1], kind, block, size)),
+    )
 
 
 NARROW = (torch.bfloat16, torch.float16, torch.float32)  # what the kernels read

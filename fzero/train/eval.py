@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fzero.comm.tables import BY_TOKENS
+from fzero.comm.rank_tables import BY_TOKENS
 from fzero.core.arguments import STEP, checked, expect_kind
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree
@@ -18,12 +18,12 @@ from fzero.sharding import Plan
 from fzero.train.checks import check_values, expect_program
 from fzero.train.execution import Execution
 from fzero.train.expert_slack import with_slack_for_all
-from fzero.train.first_step import refusing_together
+from fzero.train.first_step import refusing_jointly
 from fzero.train.loss import LossFn, context_of, make_loss, sum_losses
-from fzero.train.parts import parts_of
-from fzero.train.row import evaluate_row
+from fzero.train.pipeline_executor import evaluate_row
+from fzero.train.stage_sharing import segments_of
 from fzero.train.state import TrainState, expect_alive
-from fzero.train.streamed import StreamedModel
+from fzero.train.streamed_model import StreamedModel
 from fzero.train.user_split_check import check_user_split
 
 
@@ -60,23 +60,25 @@ def make_eval_step(
     unseen, program = [ctx], model
     if isinstance(model, base.Model):
         model = keyed_model(model)
-        streamed = StreamedModel(model, parts_of(model, plan), plan, ctx, Remat(), execution.prefetch, known={})
+        streamed = StreamedModel(
+            model, segments_of(model, plan), plan, ctx, Remat(), execution.prefetch, shape_cache={}
+        )
         loss = partial(evaluate_row, streamed)
     else:
-        loss = partial(make_loss(model, plan, execution), drawn={}, first=0)
+        loss = partial(make_loss(model, plan, execution), draws={}, first=0)
 
     @torch.no_grad()
     def eval_step(params: Tree, batch: Any) -> base.Loss:
-        with refusing_together(plan.mesh, bool(unseen)):
+        with refusing_jointly(plan.mesh, bool(unseen)):
             if isinstance(params, TrainState):
                 raise TypeError("the parameters are a TrainState; write eval_step(state.params, batch)")
             expect_alive(params)
-            seen = bool(unseen) and check_values(model, batch, unseen[0])
-        if seen:
+            has_values = bool(unseen) and check_values(model, batch, unseen[0])
+        if has_values:
             check_user_split(program, plan, params, batch, ctx)
             unseen.clear()
         with plan.mesh.ledger.phase("evaluate"):
-            out, over = loss(params, batch), BY_TOKENS if reduce else ("cp",)
-            return sum_losses([out], plan.mesh, over)
+            out, axes = loss(params, batch), BY_TOKENS if reduce else ("cp",)
+            return sum_losses([out], plan.mesh, axes)
 
     return eval_step

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fzero.core.arguments import expect_count, expect_kind
+from fzero.core.arguments import expect_count, expect_fields, expect_kind
 from fzero.core.autodiff import Remat
-from fzero.core.kinds import expect_fields
 from fzero.kernels.registry import AUTO, Kernels
 
 CAPTURE = ("auto", "off")
@@ -67,8 +66,8 @@ class Execution:
             object.__setattr__(self, "remat", Remat.parse(self.remat))
         if isinstance(self.kernels, str):
             object.__setattr__(self, "kernels", Kernels.parse(self.kernels))
-        expect_count("prefetch", self.prefetch, least=0)
-        expect_count("resident", self.resident, least=0)
+        expect_count("prefetch", self.prefetch, minimum=0)
+        expect_count("resident", self.resident, minimum=0)
         expect_kind("capture", self.capture, str, 'write capture="auto" or capture="off"')
         expect_fields(self)
         if self.capture not in CAPTURE:

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fzero.comm.tables import any_rank
+from fzero.comm.rank_tables import any_rank
 from fzero.sharding import Plan
 
 
@@ -62,9 +62,9 @@ class ExpertSlack:
 
         Communicates: where a rank can be sent too many rows, see any_rank.
         """
-        for again in itertools.count():
+        for attempt in itertools.count():
             with self._cutting() as cut:
-                yield self.plan, torch.full((), again, dtype=torch.int64, device=device) if self.grows else ()
+                yield self.plan, torch.full((), attempt, dtype=torch.int64, device=device) if self.grows else ()
             if not self.limited or not any_rank(bool(cut), self.plan.mesh):
                 return
             assert self.plan.experts is not None  # limited

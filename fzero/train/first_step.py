@@ -1,21 +1,29 @@
 """What the first step looks at: the values of its batch, and whether its loss can be that of these parameters.
 
 That waits for the device, so later steps do not look.
+
+The check of a first step's sums over ranks: a psum of what is the same on all of them is N times what was meant.
+
+Equal bits are no proof: equal rows, zeros and overflows give them too. So a first step notes the psums whose input was
+the same on all ranks, and only where there is one it computes its gradient a second time, following over which axes
+each tensor may differ (core/varying_axes). The second gradient is thrown away: operators that follow tensors may make
+torch's formulas of gradients take another order, and a first step must have the bits of any other.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fzero.comm.tables import Refusal, any_rank, failing_together, gather_rows, raise_together
+from fzero.comm.rank_tables import Refusal, any_rank, device_of, failing_together, gather_rows, raise_together
 from fzero.core import pytree
 from fzero.core.autodiff import transforms
 from fzero.core.pytree import Tree
+from fzero.core.varying_axes import Varying
 from fzero.models import base
 from fzero.sharding import Mesh, Plan
 from fzero.train.checks import check_values
@@ -23,13 +31,52 @@ from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, context_of, make_loss
 from fzero.train.split_check import check_split
 from fzero.train.state import TrainState
-from fzero.train.sum_check import judge_sums
 from fzero.train.user_split_check import check_user_split
+
+
+@contextlib.contextmanager
+def noting_sums(mesh: Mesh) -> Iterator[None]:
+    """A context of a checked step in which psums of what is the same on all ranks are noted, and not refused."""
+    if mesh.agreement is None:
+        yield
+        return
+    previous, mesh.agreement.noted = mesh.agreement.noted, []
+    try:
+        yield
+    finally:
+        mesh.agreement.noted = previous
+
+
+def judge_sums(plan: Plan, params: Tree, parts: Any, compute: Callable[[], Any]) -> None:
+    """Raise ValueError, on the ranks of its axis, for a noted psum of what is the same on all ranks by construction.
+
+    params: at rest. parts: the micro-batches. compute: computes the gradient again.
+    Communicates: in a step that notes, a flag over each axis; where one noted a psum, what `compute` does.
+    """
+    agreement = plan.mesh.agreement
+    if agreement is None or agreement.noted is None:
+        return
+    flag = torch.tensor([len(agreement.noted)], device=device_of(plan.mesh))
+    with plan.mesh.ledger.phase("check"):
+        if not bool(gather_rows(flag, plan.mesh, leaf="sums").any()):
+            return
+    previous, agreement.noted = agreement.noted, None
+    try:
+        with Varying() as followed:
+            for name, leaf in pytree.named_leaves(params).items():
+                if isinstance(leaf, Tensor):
+                    followed.mark(leaf, frozenset(plan.leaves[name].params.axes))
+            for leaf in pytree.leaves(parts):
+                followed.mark(leaf, frozenset(("dp", "rp", "ep", "cp")))
+            compute()
+    finally:
+        agreement.noted = previous
+
 
 PAIR = "return (losses.sum(), losses.numel()), or the sum of weighted losses and that of their weights"
 
 
-def refusing_together(mesh: Mesh, first: bool) -> contextlib.AbstractContextManager[Any]:
+def refusing_jointly(mesh: Mesh, first: bool) -> contextlib.AbstractContextManager[Any]:
     """A context in which a first step refuses what its caller gave on all ranks, if one of them does."""
     if not first or mesh.store is None or transforms():
         return contextlib.nullcontext()
@@ -45,41 +92,41 @@ class FirstStep:
     """The looks of a step at its first batch, and at what it found of it; later ones pass over both. Where values
     cannot be looked at, as in a trace, the next call is the first one."""
 
-    def __init__(self, loss_fn: base.Model | LossFn, plan: Plan, how: Execution) -> None:
-        self.loss_fn, self.plan, self.how, self.seen, self.looks = loss_fn, plan, how, False, False
+    def __init__(self, loss_fn: base.Model | LossFn, plan: Plan, execution: Execution) -> None:
+        self.loss_fn, self.plan, self.execution, self.is_checked, self.looks = loss_fn, plan, execution, False, False
 
     def look(self, batch: Any) -> None:
         """Raise ValueError for values of the batch that are outside of a vocabulary."""
-        self.looks = not self.seen and check_values(self.loss_fn, batch, context_of(self.plan, self.how))
+        self.looks = not self.is_checked and check_values(self.loss_fn, batch, context_of(self.plan, self.execution))
 
-    def check(self, params: Tree, part: Any) -> None:
+    def check(self, params: Tree, micro_batch: Any) -> None:
         """Raise ValueError, on all ranks, for a split that changes a layer or a loss.
 
-        params: at rest. part: the first micro-batch.
+        params: at rest. micro_batch: the first micro-batch.
         """
         if self.looks:
-            ctx = context_of(self.plan, self.how)
-            check_split(self.loss_fn, self.plan, params, part, ctx)
-            check_user_split(self.loss_fn, self.plan, params, part, ctx)
+            ctx = context_of(self.plan, self.execution)
+            check_split(self.loss_fn, self.plan, params, micro_batch, ctx)
+            check_user_split(self.loss_fn, self.plan, params, micro_batch, ctx)
 
     def expect_loss(
-        self, gradient: Callable[..., Any], state: TrainState, given: tuple[Any, ...], metrics: Any
+        self, gradient: Callable[..., Any], state: TrainState, arguments: tuple[Any, ...], metrics: Any
     ) -> None:
         """Raise ValueError for a sum over ranks that is N times what was meant (see `judge_sums`), and, the same on all
         ranks, for a loss that cannot be that of the parameters (see `expect_loss`).
 
         gradient: of (state, *given), which are micro-batches, their rows, the draws and the seed. metrics: the step's.
         """
-        parts, _, drawn, _ = given
-        judge_sums(self.plan, state.params, parts, lambda: gradient(state, *given))
+        parts, _, draws, _ = arguments
+        judge_sums(self.plan, state.params, parts, lambda: gradient(state, *arguments))
         if self.looks:
-            loss = make_loss(self.loss_fn, self.plan, self.how)
-            expect_loss(loss, self.plan, state.params, parts[0], drawn, metrics)
-            self.seen = True  # a refused step is no first one
+            loss = make_loss(self.loss_fn, self.plan, self.execution)
+            expect_loss(loss, self.plan, state.params, parts[0], draws, metrics)
+            self.is_checked = True  # a refused step is no first one
 
 
 def expect_loss(
-    loss: Callable[..., base.Loss], plan: Plan, params: Tree, part: Any, drawn: dict[str, Tensor], metrics: Any
+    loss: Callable[..., base.Loss], plan: Plan, params: Tree, micro_batch: Any, draws: dict[str, Tensor], metrics: Any
 ) -> None:
     """Raise ValueError, the same on all ranks, for a loss with an impossible number of tokens, and one that no
     parameter reaches, from the Metrics of a step.
@@ -103,7 +150,7 @@ def expect_loss(
     named = pytree.named_leaves(params)
     if norm == 0 and count and all(isinstance(leaf, Tensor) for leaf in named.values()):
         with plan.mesh.ledger.phase("check"):
-            reached = any_rank(is_reached(loss, plan, params, part, drawn), plan.mesh)
+            reached = any_rank(is_reached(loss, plan, params, micro_batch, draws), plan.mesh)
         if not reached:
             raise ValueError(
                 f"no parameter reaches the loss: it does not depend on the {len(plan.trained(named))} trained leaves "
@@ -112,12 +159,12 @@ def expect_loss(
             )
 
 
-def is_reached(loss: Any, plan: Plan, params: Tree, part: Any, drawn: dict[str, Tensor]) -> bool:
+def is_reached(loss: Any, plan: Plan, params: Tree, micro_batch: Any, draws: dict[str, Tensor]) -> bool:
     """Whether the loss of a micro-batch depends on a trained leaf of this rank, whatever its derivative is."""
     leaves = {name: leaf.detach() for name, leaf in pytree.named_leaves(params).items()}
-    wanted = [leaf.requires_grad_() for name, leaf in leaves.items() if plan.leaves[name].trained]
+    trained_leaves = [leaf.requires_grad_() for name, leaf in leaves.items() if plan.leaves[name].trained]
     with torch.enable_grad():
-        total = loss(pytree.from_named(leaves, params), part, drawn, 0).total
+        total = loss(pytree.from_named(leaves, params), micro_batch, draws, 0).total
         if not total.requires_grad:
             return False
-        return any(grad is not None for grad in torch.autograd.grad(total, wanted, allow_unused=True))
+        return any(grad is not None for grad in torch.autograd.grad(total, trained_leaves, allow_unused=True))

@@ -10,7 +10,7 @@ from fzero.core.arguments import checked, expect_kind
 from fzero.core.pytree import Tree
 from fzero.offload import DiskTensor
 from fzero.sharding import Plan
-from fzero.sharding.redistribute import gather_whole
+from fzero.sharding.redistribute import gather_full
 from fzero.train.state import TrainState, expect_alive
 
 
@@ -42,8 +42,8 @@ def full_params(state: TrainState | Tree, plan: Plan, *, specs: Tree | None = No
     named = pytree.named_leaves(plan.params if specs is None else specs)
     pytree.from_named(named, tree)  # names what one has and the other has not
 
-    def whole(name: str, leaf: Tensor | DiskTensor) -> Tensor:
-        held = leaf.tensor() if isinstance(leaf, DiskTensor) else leaf
-        return gather_whole(held, named[name], plan.mesh, leaf=name)
+    def gather_leaf(name: str, leaf: Tensor | DiskTensor) -> Tensor:
+        shard = leaf.tensor() if isinstance(leaf, DiskTensor) else leaf
+        return gather_full(shard, named[name], plan.mesh, leaf=name)
 
-    return pytree.map_named(whole, tree)
+    return pytree.map_named(gather_leaf, tree)

@@ -20,32 +20,31 @@ from fzero.models import base
 from fzero.models.layers import block_keys
 from fzero.models.user_functions import keyed_model
 from fzero.offload import Nvme, ScratchTensor
-from fzero.offload.buffer_need import disk_of
+from fzero.offload.nvme import disk_of
 from fzero.optim.norm import Squared, widen
 from fzero.optim.sharded_leaves import shards_of
 from fzero.sharding import Plan
 from fzero.sharding.error_feedback import ERRORS, ErrorFeedback
-from fzero.sharding.pipelines import users_of
-from fzero.sharding.prefetch import Coding, Group, Kept, ParamFetcher
+from fzero.sharding.gradient_sums import LayerSums, SumsAtRest
+from fzero.sharding.pipeline_plan import users_of
+from fzero.sharding.prefetch import Coding, LeafGroup, NodeShards, ParamFetcher
 from fzero.sharding.reduce import GradientReducer
 from fzero.sharding.slices import is_stacked, iterate_blocks, shard_dim
-from fzero.sharding.sums_at_rest import LayerSums, SumsAtRest
 from fzero.train.codes import errors_coder, grads_coder, params_coding, rounded_params
 from fzero.train.execution import Execution
 from fzero.train.expert_slack import ExpertSlack
 from fzero.train.loss import LossFn, PlainLoss, context_of, make_loss, sum_losses
-from fzero.train.over_stages import gather_over_pp, scatter_over_pp, share_losses
-from fzero.train.parts import parts_of
-from fzero.train.row import Batches, Turn, run_row
+from fzero.train.pipeline_executor import MicroBatches, Turn, run_row
+from fzero.train.stage_sharing import gather_over_pp, scatter_over_pp, segments_of, share_losses
 from fzero.train.state import TrainState
-from fzero.train.streamed import StreamedModel
+from fzero.train.streamed_model import StreamedModel
 from fzero.train.update.in_backward import EarlyUpdate
-from fzero.train.update.in_memory import own
+from fzero.train.update.in_memory import local_shards
 from fzero.train.update.speculation import SpeculativeUpdate
 
 
 def make_backward(
-    loss_fn: base.Model | LossFn, plan: Plan, how: Execution, nvme: Nvme | None = None
+    loss_fn: base.Model | LossFn, plan: Plan, execution: Execution, nvme: Nvme | None = None
 ) -> Callable[..., list[base.Loss]]:
     """`(turns, batches, seed, ready=, update=) -> losses` of some micro-batches; on a mesh with pp of those whose last
     stage is this rank's.
@@ -53,52 +52,59 @@ def make_backward(
     The gradient of the total * seed, as this rank has it before anything is summed over ranks, goes to the `sink.put`
     of its turn, as of a Reducer, part of the model by part. ready, update: see `run_row`.
     """
-    disk_of(nvme, plan, how.prefetch)
+    disk_of(nvme, plan, execution.prefetch)
     if isinstance(loss_fn, base.Model):
         loss_fn = keyed_model(loss_fn)
-        ctx = context_of(plan, how)
-        parts = parts_of(loss_fn, plan, how._layers)
-        assert isinstance(how.remat, Remat)  # Execution parses a text
-        known = {} if how._known is None else how._known
-        options = (how.prefetch, how.reshard, nvme, known, how.resident, how.partition_activations)
-        return partial(run_row, StreamedModel(loss_fn, parts, plan, ctx, how.remat, *options))
+        ctx = context_of(plan, execution)
+        parts = segments_of(loss_fn, plan, execution._layers)
+        assert isinstance(execution.remat, Remat)  # Execution parses a text
+        shape_cache = {} if execution._known is None else execution._known
+        options = (
+            execution.prefetch,
+            execution.reshard,
+            nvme,
+            shape_cache,
+            execution.resident,
+            execution.partition_activations,
+        )
+        return partial(run_row, StreamedModel(loss_fn, parts, plan, ctx, execution.remat, *options))
 
     call = PlainLoss(loss_fn, plan.policy)
-    coding = params_coding(plan, context_of(plan, how).kernels)
+    coding = params_coding(plan, context_of(plan, execution).kernels)
 
     def plain(
-        turns: Sequence[Turn], batches: Batches, seed: Tensor, ready: Any = None, update: Any = None
+        turns: Sequence[Turn], batches: MicroBatches, seed: Tensor, ready: Any = None, update: Any = None
     ) -> list[base.Loss]:
-        out, each = list[base.Loss](), len(batches.parts) // max(1, batches.updates)
-        for j, (part, first) in enumerate(zip(batches.parts, batches.firsts)):
-            params, sink = turns[j // each][:2]
-            whole = whole_params(params, plan, seed.device, coding)
-            grads, losses = functional(call, whole, plan, [part], [first], batches.drawn, seed)
-            del whole
+        out, per_update = list[base.Loss](), len(batches.parts) // max(1, batches.updates)
+        for j, (micro_batch, first) in enumerate(zip(batches.parts, batches.firsts)):
+            params, sink = turns[j // per_update][:2]
+            full = gather_params(params, plan, seed.device, coding)
+            grads, losses = functional(call, full, plan, [micro_batch], [first], batches.draws, seed)
+            del full
             out += losses
-            put_whole(sink, grads, last=(j + 1) % each == 0)
+            reduce_gradients(sink, grads, last=(j + 1) % per_update == 0)
             del grads, params, sink
-            if batches.updates and (j + 1) % each == 0:
-                update(out[-each:])
+            if batches.updates and (j + 1) % per_update == 0:
+                update(out[-per_update:])
         return out
 
     return plain
 
 
-def layer_draws(drawn: dict[str, Tensor], plan: Plan, how: Execution) -> dict[str, Any]:
+def layer_draws(draws: dict[str, Tensor], plan: Plan, execution: Execution) -> dict[str, Any]:
     """The fields of the Ctx of a layered model in a step with these `draws_of`: with `keys` and `dropped`; {} for none.
 
     A compiled block makes its keys itself, within other kernels. A plan has all layers."""
-    found: dict[str, Any] = {**drawn}
-    if "key" in drawn and not how.compiled:
+    fields: dict[str, Any] = {**draws}
+    if "key" in draws and not execution.compiled:
         depths = {name.split("/")[0]: leaf.shape[0] for name, leaf in plan.leaves.items() if is_stacked(name)}
-        found["keys"] = block_keys(drawn["key"], sum(depths.values()))
-    if "scales" in drawn and fake_device_of(drawn["scales"]) is None:
-        found["dropped"] = frozenset(i for i, scale in enumerate(drawn["scales"].tolist()) if scale == 0)
-    return found
+        fields["keys"] = block_keys(draws["key"], sum(depths.values()))
+    if "scales" in draws and fake_device_of(draws["scales"]) is None:
+        fields["dropped"] = frozenset(i for i, scale in enumerate(draws["scales"].tolist()) if scale == 0)
+    return fields
 
 
-class Found(NamedTuple):
+class GradientResult(NamedTuple):
     """What StepGradient finds."""
 
     sums: Tree  # of gradients, in the layout of plan.opt, in policy.accumulate
@@ -119,17 +125,19 @@ class StepGradient:
         self,
         loss_fn: base.Model | LossFn,
         plan: Plan,
-        how: Execution,
+        execution: Execution,
         nvme: Nvme | None = None,
         lasting: tuple[dict[Any, Tensor] | None, bool] = (None, False),
     ) -> None:
-        self.plan, self.how, self.nvme = plan, how, nvme
-        rooms, self.narrow = lasting
-        self.rooms = rooms, None if rooms is None else dict[Any, Tensor]()
-        self.slack, self.make_backward = ExpertSlack(plan), partial(make_backward, loss_fn, how=how, nvme=nvme)
-        self.loss, self.backward, self.backward_plan = make_loss(loss_fn, plan, how), self.make_backward(plan), plan
-        self.told: dict[Any, Any] = {} if how._known is None else how._known
-        self.users, self.kernels = users_of(plan), context_of(plan, how).kernels
+        self.plan, self.execution, self.nvme = plan, execution, nvme
+        buffers, self.narrow = lasting
+        self.buffers = buffers, None if buffers is None else dict[Any, Tensor]()
+        self.slack = ExpertSlack(plan)
+        self.make_backward = partial(make_backward, loss_fn, execution=execution, nvme=nvme)
+        self.loss, self.backward = make_loss(loss_fn, plan, execution), self.make_backward(plan)
+        self.backward_plan = plan
+        self.shape_cache: dict[Any, Any] = {} if execution._known is None else execution._known
+        self.users, self.kernels = users_of(plan), context_of(plan, execution).kernels
         self.square = shards_of(plan).square
 
     def firsts(self, parts: int, size: int) -> list[int]:
@@ -137,19 +145,19 @@ class StepGradient:
         mesh = self.plan.mesh
         return [(j * mesh.data_size + mesh.data_rank) * size for j in range(parts)]
 
-    def pure(self, params: Tree, parts: list[Any], firsts: list[int], drawn: Any, seed: Tensor) -> Found:
+    def pure(self, params: Tree, parts: list[Any], firsts: list[int], draws: Any, seed: Tensor) -> GradientResult:
         """The same as `__call__` gives, by torch.func.grad: so that it may itself be transformed."""
-        seen = rounded_params(params, self.plan, self.kernels)
-        grads, losses = functional(self.loss, seen, self.plan, parts, firsts, drawn, seed)
+        rounded = rounded_params(params, self.plan, self.kernels)
+        grads, losses = functional(self.loss, rounded, self.plan, parts, firsts, draws, seed)
         grads = pytree.map(lambda g: g.to(self.plan.policy.accumulate), grads)
-        sums = own(self.plan, self.plan.whole(grads, params), linear=True)
-        return Found(sums, sum_losses(losses, self.plan.mesh), {})
+        sums = local_shards(self.plan, self.plan.merge_trained(grads, params), linear=True)
+        return GradientResult(sums, sum_losses(losses, self.plan.mesh), {})
 
     def squares_of(self, leaf: Tensor) -> list[Tensor]:
         """What the norm is made of, of a leaf or a layer of one."""
         return [self.square(piece) for _, piece in widen(iterate_blocks(leaf, False))]
 
-    def away(self, name: str, stream: str, depth: int | None) -> ScratchTensor:
+    def open_disk_sum(self, name: str, stream: str, depth: int | None) -> ScratchTensor:
         """The sum of a leaf that rests on a disk."""
         assert self.nvme is not None  # given with a plan whose gradients rest on a disk
         return ScratchTensor(self.nvme.scratch, ("grads", stream, name), depth, self.plan.policy.accumulate)
@@ -159,18 +167,20 @@ class StepGradient:
         params: Tree,
         parts: int,
         device: torch.device,
-        shown: LayerSums | None = None,
+        layer_sums: LayerSums | None = None,
         errors: ErrorFeedback | None = None,
         parity: int = 0,
-        beside: Callable[[], None] | None = None,
+        on_layer: Callable[[], None] | None = None,
     ) -> Turn:
-        """The turn of so many micro-batches at these parameters (at rest). parity: of its number; beside: see
+        """The turn of so many micro-batches at these parameters (at rest). parity: of its number; on_layer: see
         GradientReducer."""
         coder = grads_coder(self.plan, self.kernels)
-        rest = SumsAtRest(self.plan, parts, self.away, shown, self.rooms[parity], self.narrow, self.squares_of)
-        sink = GradientReducer(self.plan, rest, coder, errors, beside)
-        kept: Kept | None = {} if self.plan.codec is not None and self.plan.codec.hpz else None
-        return Turn(gather_over_pp(params, self.plan, self.users, device), sink, kept)
+        resting_sums = SumsAtRest(
+            self.plan, parts, self.open_disk_sum, layer_sums, self.buffers[parity], self.narrow, self.squares_of
+        )
+        sink = GradientReducer(self.plan, resting_sums, coder, errors, on_layer)
+        node_shards: NodeShards | None = {} if self.plan.codec is not None and self.plan.codec.hpz else None
+        return Turn(gather_over_pp(params, self.plan, self.users, device), sink, node_shards)
 
     def collect(
         self,
@@ -179,11 +189,11 @@ class StepGradient:
         parts: int,
         device: torch.device,
         early: EarlyUpdate | SpeculativeUpdate | None = None,
-    ) -> Found:
+    ) -> GradientResult:
         """What a turn has found."""
         plan, over_pp = self.plan, None
         if plan.stages is not None:
-            losses = share_losses(losses, parts, plan, self.told, device)
+            losses = share_losses(losses, parts, plan, self.shape_cache, device)
             over_pp = partial(scatter_over_pp, plan=plan, users=self.users, device=device)
         like = plan.trained(plan.like)
         if early is not None and not early.keeps:
@@ -194,78 +204,83 @@ class StepGradient:
         )
         free_sources(device)
         squares = {
-            name: Squared(found, shapes[name], plan.policy.accumulate) for name, found in reducer.rest.squares().items()
+            name: Squared(square, shapes[name], plan.policy.accumulate)
+            for name, square in reducer.stored_sums.squares().items()
         }
-        return Found(sums, sum_losses(losses, plan.mesh), squares)
+        return GradientResult(sums, sum_losses(losses, plan.mesh), squares)
 
     def __call__(
         self,
         state: TrainState,
         parts: list[Any],
         size: int,
-        drawn: Any,
+        draws: Any,
         seed: Tensor,
         early: EarlyUpdate | SpeculativeUpdate | None = None,
-        known: Callable[[base.Loss], None] | None = None,
-    ) -> Found:
-        """What the parts give, which have `size` rows each. known: is called with the sum of losses before the last
+        on_loss: Callable[[base.Loss], None] | None = None,
+    ) -> GradientResult:
+        """What the parts give, which have `size` rows each. on_loss: is called with the sum of losses before the last
         backward pass."""
         firsts, mesh, device = self.firsts(len(parts), size), self.plan.mesh, seed.device
         if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
-            return self.pure(state.params, parts, firsts, drawn, seed)
-        fields = layer_draws(drawn, self.plan, self.how)
-        so_far, found = list[base.Loss](), None
+            return self.pure(state.params, parts, firsts, draws, seed)
+        fields = layer_draws(draws, self.plan, self.execution)
+        so_far, result = list[base.Loss](), None
 
         def ready(loss: base.Loss) -> None:
             so_far.append(loss)
-            if known is not None and len(so_far) == len(parts):  # after the last forward pass
-                known(sum_losses(so_far, mesh))
+            if on_loss is not None and len(so_far) == len(parts):  # after the last forward pass
+                on_loss(sum_losses(so_far, mesh))
 
         with contextlib.closing(self.slack.attempts(device)) as attempts:
             for plan, recomputed in attempts:
                 if plan is not self.backward_plan:
                     self.backward_plan, self.backward = plan, self.make_backward(plan)
-                found = None  # what an exchange that was cut left
-                shown = LayerSums(early.take, early.keeps) if early is not None else None
-                held = state.extra.get(ERRORS)
-                kept = errors_coder(self.plan, self.kernels)
-                errors = ErrorFeedback(self.plan, held, seed, state.step, kept) if held is not None else None
-                turns = [self.turn(state.params, len(parts), device, shown, errors)]
-                losses = self.backward(turns, Batches(parts, firsts, fields), seed, ready)
+                result = None  # what an exchange that was cut left
+                layer_sums = LayerSums(early.receive, early.keeps) if early is not None else None
+                saved_errors = state.extra.get(ERRORS)
+                error_coder = errors_coder(self.plan, self.kernels)
+                errors = (
+                    ErrorFeedback(self.plan, saved_errors, seed, state.step, error_coder)
+                    if saved_errors is not None
+                    else None
+                )
+                turns = [self.turn(state.params, len(parts), device, layer_sums, errors)]
+                losses = self.backward(turns, MicroBatches(parts, firsts, fields), seed, ready)
                 reducer = turns.pop().sink
-                found = self.collect(reducer, losses, len(parts), device, early)
-                found = found._replace(errors=errors, recomputed=recomputed)
+                result = self.collect(reducer, losses, len(parts), device, early)
+                result = result._replace(errors=errors, recomputed=recomputed)
                 del reducer, losses
-        assert found is not None  # of the last attempt
-        return found
+        assert result is not None  # of the last attempt
+        return result
 
 
-def put_whole(reducer: GradientReducer, grads: Tree, last: bool) -> None:
+def reduce_gradients(reducer: GradientReducer, grads: Tree, last: bool) -> None:
     """Hand the gradients of whole leaves to `reducer`, a stacked leaf layer by layer."""
     for name, leaf in pytree.named_leaves(grads).items():
         for i, grad in enumerate(leaf) if shard_dim(name) else [(None, leaf)]:
-            reducer.put(Group("all", (name,), i), (name,), [grad], last=last)
+            reducer.reduce_group(LeafGroup("all", (name,), i), (name,), [grad], last=last)
 
 
-def whole_params(params: Tree, plan: Plan, device: torch.device, coding: Coding | None = None) -> Tree:
+def gather_params(params: Tree, plan: Plan, device: torch.device, coding: Coding | None = None) -> Tree:
     """All parameters gathered over dp, for a plain loss function."""
     gather = ParamFetcher(params, plan, device, coding)
 
-    def whole(name: str, leaf: Any) -> Tensor:
-        if not gather.moves(name) and name not in gather.away:
+    def gather_leaf(name: str, leaf: Any) -> Tensor:
+        if not gather.moves(name) and name not in gather.offloaded:
             return leaf
         layers = range(leaf.shape[0]) if shard_dim(name) else [None]
-        out = [gather.start(Group("all", (name,), i), "forward").wait()[0] for i in layers]
+        out = [gather.start(LeafGroup("all", (name,), i), "forward").wait()[0] for i in layers]
         return torch.stack(out) if shard_dim(name) else out[0]
 
-    return pytree.map_named(whole, params)
+    return pytree.map_named(gather_leaf, params)
 
 
 Objective = Callable[..., base.Loss]  # (params, batch, drawn, first) -> Loss
 
 
 def functional(
-    loss: Objective, params: Tree, plan: Plan, parts: list[Any], firsts: list[Any], drawn: Any, seed: Tensor
+    loss: Objective, params: Tree, plan: Plan, parts: list[Any], firsts: list[Any], draws: Any, seed: Tensor
 ) -> tuple[Tree, Any]:
     """(gradient in the layout at rest, losses of the parts) by torch.func.grad, so that it may itself be transformed.
 
@@ -273,15 +288,15 @@ def functional(
     """
     trained, plus = plan.trained(params), partial(pytree.map, torch.add)
 
-    def objective(leaves: Tree, part: Any, first: Any) -> tuple[Tensor, base.Loss]:
-        out = loss(plan.whole(leaves, params), part, drawn, first)
+    def objective(leaves: Tree, micro_batch: Any, first: Any) -> tuple[Tensor, base.Loss]:
+        out = loss(plan.merge_trained(leaves, params), micro_batch, draws, first)
         return out.total * seed, out
 
     gradient = torch.func.grad(objective, has_aux=True)
     canonical, total = TreeSum(plus) if plan.reduce == "canonical" else None, None
     losses = []
-    for part, first in zip(parts, firsts):
-        grads, out = gradient(trained, part, first)
+    for micro_batch, first in zip(parts, firsts):
+        grads, out = gradient(trained, micro_batch, first)
         grads = pytree.map(dense, grads)
         losses.append(out)
         if canonical is not None:

@@ -18,9 +18,9 @@ from fzero.sharding.error_feedback import first_errors
 from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import narrow_to
 from fzero.train.spike import LOSS, init_stats
-from fzero.train.state import TrainState, expect_shapes, put_in_memory, put_on, state_specs, with_previous
+from fzero.train.state import TrainState, expect_shapes, move_leaf, move_to_memory, state_specs, with_previous
 from fzero.train.state_on_disk import init_on_disk, on_disk
-from fzero.train.update.in_memory import own
+from fzero.train.update.in_memory import local_shards
 
 
 @checked("model tx plan seed", **STATE)
@@ -59,34 +59,34 @@ def init_state(
         )
     device = expect_device(device)
     key = seed.to(device) if isinstance(seed, Tensor) else prng.key(seed, device)
-    drawn = isinstance(model, base.Model)
+    is_model = isinstance(model, base.Model)
     expect_shapes(plan, shapes_of(model))
-    for name, leaf in () if drawn else pytree.named_leaves(model).items():
+    for name, leaf in () if is_model else pytree.named_leaves(model).items():
         if leaf.is_meta and device.type != "meta":
             raise ValueError(f"leaf {name!r} of the parameters is on the meta device and has no values; give it some")
-    if not drawn:  # a module's parameters have a graph of their own
+    if not is_model:  # a module's parameters have a graph of their own
         model = pytree.map(lambda leaf: leaf.detach() if isinstance(leaf, torch.nn.Parameter) else leaf, model)
     tx, policy = bind_to_plan(tx, plan), plan.policy
     if on_disk(plan):
         return init_on_disk(model, tx, plan, key, device, nvme)
     masters = {}
 
-    def keep(name: str, leaf: Tensor) -> Tensor:
-        own = plan.leaves[name]
+    def place_leaf(name: str, leaf: Tensor) -> Tensor:
+        leaf_plan = plan.leaves[name]
         if policy.has_master and name not in plan.frozen:
-            master = part_of(leaf, plan, name) if drawn else narrow_to(leaf, own.opt, plan.mesh)
-            masters[name] = put_on(device, copy_of(master, policy.state, device), own.opt)
-        rest = leaf if drawn else narrow_to(leaf, own.params, plan.mesh)
-        rest = rest if drawn and rest.dtype == own.dtype else copy_of(rest, own.dtype, device)
-        return put_on(device, rest, own.params)  # one at a time, as a GPU may not hold all of them
+            master = local_shard(leaf, plan, name) if is_model else narrow_to(leaf, leaf_plan.opt, plan.mesh)
+            masters[name] = move_leaf(device, copy_of(master, policy.state, device), leaf_plan.opt)
+        value = leaf if is_model else narrow_to(leaf, leaf_plan.params, plan.mesh)
+        value = value if is_model and value.dtype == leaf_plan.dtype else copy_of(value, leaf_plan.dtype, device)
+        return move_leaf(device, value, leaf_plan.params)  # one at a time, as a GPU may not hold all of them
 
-    if drawn:
+    if is_model:
         init_key = prng.fold_in(key, "init")
-        params = base.init_params(model, init_key, policy.state, device, plan=plan, then=keep)
+        params = base.init_params(model, init_key, policy.state, device, plan=plan, on_leaf=place_leaf)
     else:
-        params = pytree.map_named(keep, model)
+        params = pytree.map_named(place_leaf, model)
     master = pytree.from_named(masters, plan.trained(plan.like)) if policy.has_master else ()
-    target = master if policy.has_master else own(plan, params)
+    target = master if policy.has_master else local_shards(plan, params)
     state = TrainState(
         step=torch.tensor(0).to(device),
         params=params,
@@ -98,7 +98,7 @@ def init_state(
         extra={LOSS: init_stats(device), **with_previous(plan, params), **first_errors(plan, device)},
     )
     on_host = any("host" in (leaf.params.memory, leaf.opt.memory) for leaf in plan.leaves.values())
-    return put_in_memory(state, state_specs(plan, tx)) if on_host else state
+    return move_to_memory(state, state_specs(plan, tx)) if on_host else state
 
 
 def copy_of(leaf: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -106,6 +106,6 @@ def copy_of(leaf: Tensor, dtype: torch.dtype, device: torch.device | str) -> Ten
     return leaf.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def part_of(leaf: Tensor, plan: Plan, name: str) -> Tensor:
+def local_shard(leaf: Tensor, plan: Plan, name: str) -> Tensor:
     """The part that this rank updates of its trained leaf at rest."""
-    return own(plan, {name: leaf})[name]
+    return local_shards(plan, {name: leaf})[name]

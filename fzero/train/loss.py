@@ -11,28 +11,28 @@ import torch
 from torch import Tensor
 
 from fzero.comm.collectives import psum
-from fzero.comm.tables import BY_TOKENS, gather_rows
+from fzero.comm.rank_tables import BY_TOKENS, gather_rows
 from fzero.core import prng, pytree
-from fzero.core.belongings import Belongings
-from fzero.core.draws import Draws
+from fzero.core.closure_state import ClosureState
 from fzero.core.precision import Policy
-from fzero.core.pure_calls import PureCalls
+from fzero.core.purity_checks import PureCalls
 from fzero.core.pytree import Tree
+from fzero.core.random_interception import Draws
 from fzero.core.tree_sum import tree_sum_rows
 from fzero.kernels.registry import Kernels
 from fzero.models import base, forward
-from fzero.models.loss_of import loss_of
-from fzero.models.module_sums import wide_sums
+from fzero.models.loss_value import loss_of
 from fzero.models.user_functions import has_key, keyed_model
+from fzero.models.wide_sums import wide_sums
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.unshard import unshard_tree
+from fzero.sharding.prefetch import unshard_tree
 from fzero.train.execution import Execution
 from fzero.train.state import TrainState
 
 LossFn = Callable[[Tree, Any], Any]
 
 
-def make_loss(loss_fn: base.Model | LossFn, plan: Plan, how: Execution) -> Callable[..., base.Loss]:
+def make_loss(loss_fn: base.Model | LossFn, plan: Plan, execution: Execution) -> Callable[..., base.Loss]:
     """`loss(params, batch, drawn, first) -> Loss` of a Model, or of a plain function of (params, batch), over
     parameters at rest.
 
@@ -43,24 +43,24 @@ def make_loss(loss_fn: base.Model | LossFn, plan: Plan, how: Execution) -> Calla
     F.dropout, comes from the state's key: the same however a batch is cut, if the first dim counts the samples."""
     if isinstance(loss_fn, base.Model):
         loss_fn = keyed_model(loss_fn)
-        ctx = context_of(plan, how)._replace(remat=how.remat)
-        return lambda params, batch, drawn, first: forward.loss(
-            loss_fn, params, batch, ctx._replace(first=first, **drawn), plan
+        ctx = context_of(plan, execution)._replace(remat=execution.remat)
+        return lambda params, batch, draws, first: forward.loss(
+            loss_fn, params, batch, ctx._replace(first=first, **draws), plan
         )
 
     call = PlainLoss(loss_fn, plan.policy)
 
-    def plain(params: Tree, batch: Any, drawn: Any, first: Any) -> base.Loss:
-        return call(params if plan.mesh.size == 1 else unshard_tree(params, plan), batch, drawn, first)
+    def plain(params: Tree, batch: Any, draws: Any, first: Any) -> base.Loss:
+        return call(params if plan.mesh.size == 1 else unshard_tree(params, plan), batch, draws, first)
 
     return plain
 
 
-def context_of(plan: Plan, how: Execution) -> base.Ctx:
+def context_of(plan: Plan, execution: Execution) -> base.Ctx:
     """The Ctx of a Model under a plan."""
-    assert isinstance(how.kernels, Kernels)  # Execution parses a text
+    assert isinstance(execution.kernels, Kernels)  # Execution parses a text
     policy = plan.policy
-    ctx = base.Ctx(dtype=policy.compute, matmul=policy.matmul, compiled=how.compiled, kernels=how.kernels)
+    ctx = base.Ctx(dtype=policy.compute, matmul=policy.matmul, compiled=execution.compiled, kernels=execution.kernels)
     return forward.under_plan(ctx, plan)
 
 
@@ -70,19 +70,19 @@ class PlainLoss:
     def __init__(self, loss_fn: LossFn, policy: Policy):
         self.loss_fn, self.policy, self.calls = loss_fn, policy, PureCalls()
 
-    def __call__(self, params: Tree, batch: Any, drawn: Mapping[str, Any], first: int | Tensor) -> base.Loss:
-        """drawn: as of `draws_of`; without a key nothing is dropped. first: the number of the batch's first row."""
+    def __call__(self, params: Tree, batch: Any, draws: Mapping[str, Any], first: int | Tensor) -> base.Loss:
+        """draws: as of `draws_of`; without a key nothing is dropped. first: the number of the batch's first row."""
         params = pytree.map(lambda x: x.to(self.policy.compute) if x.is_floating_point() else x, params)
         rows = next((x.shape[0] for x in pytree.leaves(batch) if isinstance(x, Tensor) and x.dim()), 0)
-        given = {f"the parameter {name}": x for name, x in pytree.named_leaves(params).items()}
-        given |= {f"the batch's {n}": x for n, x in pytree.named_leaves(batch).items() if isinstance(x, Tensor)}
-        draws = Draws(drawn.get("origin"), rows, first)
+        inputs = {f"the parameter {name}": x for name, x in pytree.named_leaves(params).items()}
+        inputs |= {f"the batch's {n}": x for n, x in pytree.named_leaves(batch).items() if isinstance(x, Tensor)}
+        generator = Draws(draws.get("origin"), rows, first)
 
         def call() -> Any:
             with wide_sums(pytree.leaves(params)):
                 return self.loss_fn(params, batch)
 
-        return loss_of(self.calls(call, given, draws, partial(Belongings.by, self.loss_fn)))
+        return loss_of(self.calls(call, inputs, generator, partial(ClosureState.from_function, self.loss_fn)))
 
 
 def draws_of(loss_fn: base.Model | LossFn, state: TrainState) -> dict[str, Any]:
@@ -94,8 +94,8 @@ def draws_of(loss_fn: base.Model | LossFn, state: TrainState) -> dict[str, Any]:
 
     if not isinstance(loss_fn, base.Model):
         return {"origin": partial(key, "dropout")}
-    drawn = {"key": key("dropout")} if has_key(loss_fn) else {}
-    return drawn if loss_fn.drop is None else drawn | {"scales": loss_fn.drop(key("layers"), state.step)}
+    fields = {"key": key("dropout")} if has_key(loss_fn) else {}
+    return fields if loss_fn.drop is None else fields | {"scales": loss_fn.drop(key("layers"), state.step)}
 
 
 def sum_losses(losses: Sequence[base.Loss], mesh: Mesh, axes: Sequence[str] = BY_TOKENS) -> base.Loss:
@@ -136,7 +136,7 @@ def sum_tables(tables: Sequence[dict[str, Tensor]], mesh: Mesh, axes: Sequence[s
     return layout.unpack(sums)
 
 
-class Layout(NamedTuple):
+class TreeLayout(NamedTuple):
     """The structure of a tree of tensors, such as a Loss, and the shape and dtype of each of its leaves."""
 
     treedef: Any
@@ -144,7 +144,7 @@ class Layout(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod
-    def of(cls, tree: Any) -> Layout:
+    def from_tree(cls, tree: Any) -> TreeLayout:
         """The layout of a tree."""
         leaves, treedef = pytree.flatten(tree)
         return cls(treedef, tuple(tuple(leaf.shape) for leaf in leaves), tuple(leaf.dtype for leaf in leaves))
@@ -157,11 +157,11 @@ class Layout(NamedTuple):
     def unpack(self, row: Tensor) -> Any:
         """The tree of these numbers, [size]."""
         parts = row.split([math.prod(shape) for shape in self.shapes])
-        found = [x.reshape(shape).to(dtype) for x, shape, dtype in zip(parts, self.shapes, self.dtypes)]
-        return pytree.unflatten(found, self.treedef)
+        leaves = [x.reshape(shape).to(dtype) for x, shape, dtype in zip(parts, self.shapes, self.dtypes)]
+        return pytree.unflatten(leaves, self.treedef)
 
 
-def packed(trees: Sequence[Any]) -> tuple[Tensor, Layout]:
+def packed(trees: Sequence[Any]) -> tuple[Tensor, TreeLayout]:
     """(the numbers of trees of one layout as float64 [trees, size], the layout)."""
     rows = [torch.cat([leaf.to(torch.float64).reshape(-1) for leaf in pytree.leaves(tree)]) for tree in trees]
-    return torch.stack(rows), Layout.of(trees[0])
+    return torch.stack(rows), TreeLayout.from_tree(trees[0])

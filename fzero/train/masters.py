@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.comm.collectives import all_gather
-from fzero.comm.tables import any_rank
+from fzero.comm.rank_tables import any_rank
 from fzero.core import gpu, pytree
 from fzero.core.arguments import checked, expect_kind
 from fzero.core.copy_buckets import bring
@@ -63,14 +63,14 @@ def with_params(state: TrainState, params: Tree, plan: Plan, *, nvme: Nvme | Non
     expect_kind("plan", plan, Plan, "write with_params(state, params, plan)")
     expect_alive(state.step)
     values = NewValues(plan, pytree.named_leaves(params), state.step.device)
-    expect_given(values, params, look=have_values(state.step))
-    before = {"params": pytree.named_leaves(state.params), "master": pytree.named_leaves(state.master)}
-    if any(isinstance(leaf, DiskTensor) for leaves in before.values() for leaf in leaves.values()):
+    expect_new_values(values, params, look=have_values(state.step))
+    old_leaves = {"params": pytree.named_leaves(state.params), "master": pytree.named_leaves(state.master)}
+    if any(isinstance(leaf, DiskTensor) for leaves in old_leaves.values() for leaf in leaves.values()):
         rewrite_store(values, state, nvme)
 
-    def new(part: str, tree: Tree) -> Tree:
+    def new(group: str, tree: Tree) -> Tree:
         def leaf_of(name: str, old: Any) -> Any:
-            return old if isinstance(old, DiskTensor) else values.in_memory(part, name)
+            return old if isinstance(old, DiskTensor) else values.in_memory(group, name)
 
         return pytree.map_named(leaf_of, tree)
 
@@ -81,22 +81,22 @@ def with_params(state: TrainState, params: Tree, plan: Plan, *, nvme: Nvme | Non
     return changed
 
 
-def expect_given(values: NewValues, params: Tree, *, look: bool) -> None:
+def expect_new_values(values: NewValues, params: Tree, *, look: bool) -> None:
     """Raise TypeError or ValueError, on every rank if on one, where `params` is no tree of new values. look: whether
     values can be looked at."""
     error, layouts, mesh = None, "", values.plan.mesh
     try:
-        given = {name: leaf for name, leaf in values.given.items() if not isinstance(leaf, DiskTensor)}
-        if given or not values.given:
-            check_tree(params if len(given) == len(values.given) else given)
-        pytree.from_named(values.given, values.plan.like)  # which names a leaf that is missing or extra
+        tensors = {name: leaf for name, leaf in values.leaves.items() if not isinstance(leaf, DiskTensor)}
+        if tensors or not values.leaves:
+            check_tree(params if len(tensors) == len(values.leaves) else tensors)
+        pytree.from_named(values.leaves, values.plan.like)  # which names a leaf that is missing or extra
         for name in values.plan.leaves:
             values.expect_dtype(name)
         layouts = ",".join(values.layout(name) for name in values.plan.leaves)
         for name in values.plan.leaves if look else ():
             values.expect_values(name)
-    except (TypeError, ValueError) as found:
-        error = found
+    except (TypeError, ValueError) as failure:
+        error = failure
     if mesh.store is not None:
         if any_rank(error is not None, mesh) and error is None:
             error = ValueError("the parameters given to with_params on another rank are refused there; see its error")
@@ -114,19 +114,19 @@ class NewValues(NamedTuple):
     """The parameters that a caller gives, leaf by leaf, in the layouts of a plan."""
 
     plan: Plan
-    given: dict[str, Any]
+    leaves: dict[str, Any]
     device: torch.device
 
     def layout(self, name: str) -> str:
         """Which part of a leaf was given: "whole", "params" (at rest) or "opt" (as it is updated)."""
-        leaf, shape, mesh = self.plan.leaves[name], tuple(self.given[name].shape), self.plan.mesh
+        leaf, shape, mesh = self.plan.leaves[name], tuple(self.leaves[name].shape), self.plan.mesh
         if shape == leaf.shape:
             return "whole"
         parts = ("params", "opt") if leaf.trained else ("params",)
-        shapes = {part: local_shape(leaf.shape, getattr(leaf, part), mesh) for part in parts}
-        for part, size in shapes.items():
+        shapes = {kind: local_shape(leaf.shape, getattr(leaf, kind), mesh) for kind in parts}
+        for kind, size in shapes.items():
             if shape == size:
-                return part
+                return kind
         sizes = [size for size in dict.fromkeys(shapes.values()) if size != leaf.shape]
         shards = "".join(f" or {list(size)}, a shard of it on this rank" for size in sizes)
         fix = "a tree of other shapes needs a plan and state of its own: init_state(params, tx, zero_plan(...))"
@@ -135,24 +135,24 @@ class NewValues(NamedTuple):
     def expect_dtype(self, name: str) -> None:
         """Raise ValueError for a leaf that has no shape yet, or is of whole numbers where the plan has floats, and the
         other way round."""
-        value, wanted = self.given[name], self.plan.leaves[name].dtype
+        value, dtype = self.leaves[name], self.plan.leaves[name].dtype
         if isinstance(value, torch.nn.UninitializedParameter):
             raise ValueError(f"{name}: is an uninitialized parameter of a lazy module; call the module once before")
-        fits = value.dtype.is_floating_point if wanted.is_floating_point else value.dtype == wanted
+        fits = value.dtype.is_floating_point if dtype.is_floating_point else value.dtype == dtype
         if not fits:
-            fix = f"give .to({wanted}) of it, if its numbers are the values and no codes of them"
-            raise ValueError(f"{name}: is {value.dtype} and the state has {wanted}; {fix}")
+            fix = f"give .to({dtype}) of it, if its numbers are the values and no codes of them"
+            raise ValueError(f"{name}: is {value.dtype} and the state has {dtype}; {fix}")
 
     def expect_values(self, name: str) -> None:
         """Raise ValueError for a leaf without values, or with one that is not finite in the parameter's dtype; a frozen
         leaf, such as a mask, may be infinite."""
-        given, leaf = self.given[name], self.plan.leaves[name]
-        if isinstance(given, Tensor):
-            freed = bool(given.numel()) and not isinstance(given, FakeTensor) and not given.untyped_storage().size()
-            if given.is_meta or isinstance(given, FakeTensor) or freed:
-                where = "was freed" if freed and not given.is_meta else "is on the meta device"
-                raise ValueError(f"{name}: {where} and has no values; give a tensor that has some")
-        value = read(given)
+        source, leaf = self.leaves[name], self.plan.leaves[name]
+        if isinstance(source, Tensor):
+            freed = bool(source.numel()) and not isinstance(source, FakeTensor) and not source.untyped_storage().size()
+            if source.is_meta or isinstance(source, FakeTensor) or freed:
+                location = "was freed" if freed and not source.is_meta else "is on the meta device"
+                raise ValueError(f"{name}: {location} and has no values; give a tensor that has some")
+        value = read(source)
         if not leaf.dtype.is_floating_point or not value.numel():
             return
         for block, _ in blocks_of(value, value):
@@ -161,21 +161,21 @@ class NewValues(NamedTuple):
             wrong = ~torch.isfinite(low) if leaf.trained else low != low
             if wrong.any():
                 first = float(block[wrong].flatten()[0])
-                why = "" if not math.isfinite(first) else f", which {leaf.dtype} does not hold"
+                reason = "" if not math.isfinite(first) else f", which {leaf.dtype} does not hold"
                 raise ValueError(
                     f"{name}: {int(wrong.sum()):,} or more of {value.numel():,} values are not finite, such as "
-                    f"{first:g}{why}; give finite ones: a loss of these is NaN"
+                    f"{first:g}{reason}; give finite ones: a loss of these is NaN"
                 )
 
-    def part(self, part: str, name: str) -> Tensor:
+    def local_value(self, group: str, name: str) -> Tensor:
         """This rank's value of params/name or master/name, which may share memory with what was given."""
         leaf, mesh, layout = self.plan.leaves[name], self.plan.mesh, self.layout(name)
-        value, spec = read(self.given[name]), leaf.params if part == "params" else leaf.opt
+        value, spec = read(self.leaves[name]), leaf.params if group == "params" else leaf.opt
         if layout == "whole":
             return narrow_to(value, spec, mesh, leaf=name)
         if layout == "params":
-            return value if part == "params" else part_between(value, leaf.shape, (leaf.params, leaf.opt), mesh)
-        if part == "params" and self.updated_in_shards(name):
+            return value if group == "params" else narrow_to_update(value, leaf.shape, (leaf.params, leaf.opt), mesh)
+        if group == "params" and self.updated_in_shards(name):
             value = value.to(self.device, leaf.dtype).contiguous()
             return all_gather(value, self.plan.link(name), shard_dim(name), leaf=name)
         return value
@@ -185,11 +185,11 @@ class NewValues(NamedTuple):
         leaf, mesh = self.plan.leaves[name], self.plan.mesh
         return local_shape(leaf.shape, leaf.params, mesh) != local_shape(leaf.shape, leaf.opt, mesh)
 
-    def in_memory(self, part: str, name: str) -> Tensor:
+    def in_memory(self, group: str, name: str) -> Tensor:
         """The new leaf of the state, in its dtype and memory."""
         leaf = self.plan.leaves[name]
-        dtype, spec = (leaf.dtype, leaf.params) if part == "params" else (self.plan.policy.state, leaf.opt)
-        value = self.part(part, name)
+        dtype, spec = (leaf.dtype, leaf.params) if group == "params" else (self.plan.policy.state, leaf.opt)
+        value = self.local_value(group, name)
         new = copy_of(value, dtype, value.device)
         return to_host([new], self.device, STATE_MEMORY)[0] if spec.memory == "host" else bring(new, self.device)
 
@@ -199,27 +199,29 @@ def rewrite_store(values: NewValues, state: TrainState, nvme: Nvme | None) -> No
     if nvme is None or nvme.store is None:
         raise ValueError("the state rests on a disk; give with_params the nvme= that init_state was given")
     store, fresh = nvme.store, {}
-    for name, kept in store.leaves.items():
-        part, _, leaf = name.partition("/")
-        if part not in ("params", "master"):
+    for name, files in store.leaves.items():
+        group, _, leaf = name.partition("/")
+        if group not in ("params", "master"):
             continue
-        fixed = kept.slots == 1 and store.slots > 1
-        fresh[name] = None if fixed else (part, leaf)
-        if fixed and not torch.equal(DiskTensor(store, name).tensor(), values.part(part, leaf).to("cpu", kept.dtype)):
+        fixed = files.slots == 1 and store.slots > 1
+        fresh[name] = None if fixed else (group, leaf)
+        if fixed and not torch.equal(
+            DiskTensor(store, name).tensor(), values.local_value(group, leaf).to("cpu", files.dtype)
+        ):
             raise ValueError(
                 f"{leaf}: is frozen and rests on a disk, where it was written once, and is given other values; make a "
                 "state of them: init_state(params, tx, plan, nvme=fzero.Nvme(folder))"
             )
     store.begin()
-    for name, kept in store.leaves.items():
+    for name, files in store.leaves.items():
         target = fresh.get(name, ())
         if target is None:
             continue
-        whole = values.part(*target).to("cpu", kept.dtype) if target else None
-        for i in range(kept.layers):
-            layer = read(DiskTensor(store, name), i if kept.stacked else None) if whole is None else whole
-            layer = layer[i] if whole is not None and kept.stacked else layer
-            for rows in row_blocks(kept.chunk):
+        full = values.local_value(*target).to("cpu", files.dtype) if target else None
+        for i in range(files.layers):
+            layer = read(DiskTensor(store, name), i if files.stacked else None) if full is None else full
+            layer = layer[i] if full is not None and files.stacked else layer
+            for rows in row_blocks(files.chunk):
                 store.write_rows(name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
     store.flush()
 
@@ -234,7 +236,7 @@ class StateCheck:
 
     def __init__(self, plan: Plan, opt_names: list[str], donate: bool, nvme: Nvme | None) -> None:
         self.plan, self.opt_names, self.donate, self.nvme, self.first = plan, opt_names, donate, nvme, True
-        self.known: list[tuple[Any, int]] = []  # by leaf: a weak reference, and the version of its values
+        self.checked_leaves: list[tuple[Any, int]] = []  # by leaf: a weak reference, and the version of its values
 
     def expect(self, state: TrainState) -> None:
         """Raise ValueError if the state is not one for this step, or naming a parameter that is not the rounding of its
@@ -248,8 +250,8 @@ class StateCheck:
         if not self.plan.policy.has_master or not have_values(state.step) or gpu.is_capturing(state.step.device):
             return
         leaves = leaves_of(state)
-        if len(leaves) == len(self.known) and all(
-            ref() is leaf and version == version_of(leaf) for (ref, version), leaf in zip(self.known, leaves)
+        if len(leaves) == len(self.checked_leaves) and all(
+            ref() is leaf and version == version_of(leaf) for (ref, version), leaf in zip(self.checked_leaves, leaves)
         ):
             return
         fault = fault_of(self.plan, state)
@@ -265,7 +267,7 @@ class StateCheck:
     def handed_over(self, old: TrainState, new: TrainState) -> TrainState:
         """The state that the step returns, whose parameters are known to be right."""
         if self.plan.policy.has_master and have_values(new.step):
-            self.known = [(weakref.ref(leaf), version_of(leaf)) for leaf in leaves_of(new)]
+            self.checked_leaves = [(weakref.ref(leaf), version_of(leaf)) for leaf in leaves_of(new)]
         return hand_over(old, new) if self.donate else new
 
 
@@ -309,22 +311,22 @@ def compare(
     params, differing = pytree.named_leaves(state.params), {}
     for name, master in pytree.named_leaves(state.master).items():
         counts, layers = [], range(master.shape[0]) if is_stacked(name) else (None,)
-        take = narrowing(shapes[name], specs[name], mesh)
+        narrow = narrowing(shapes[name], specs[name], mesh)
         for i in layers:
-            low, high = take(read(params[name], i), i), read(master, i)
+            low, high = narrow(read(params[name], i), i), read(master, i)
             if low.numel():
-                counts.extend(unlike(a, b.to(a.device)) for a, b in blocks_of(low, high))
+                counts.extend(count_unequal(a, b.to(a.device)) for a, b in blocks_of(low, high))
         if counts:
             differing[name] = torch.stack([count.to(counts[0].device) for count in counts]).sum()
     totals = {name: int(count) for name, count in differing.items()}
     wrong = [name for name, count in totals.items() if count]
     if not wrong:
         return ""
-    more = f" (nor are {len(wrong) - 1} more leaves)" if wrong[1:] else ""
+    others_text = f" (nor are {len(wrong) - 1} more leaves)" if wrong[1:] else ""
     name, size = wrong[0], math.prod(pytree.named_leaves(state.master)[wrong[0]].shape)
     return (
         f"params/{name} is not the rounding of its master weights, master/{name}: {totals[name]:,} of {size:,} "
-        f"elements differ{more}, and the next update would bring the masters' values back; {REMEDY}"
+        f"elements differ{others_text}, and the next update would bring the masters' values back; {REMEDY}"
     )
 
 
@@ -335,12 +337,12 @@ def blocks_of(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(low[begin:end], high[begin:end]) for begin, end in row_blocks(tuple(low.shape))]
 
 
-def unlike(param: Tensor, master: Tensor) -> Tensor:
+def count_unequal(param: Tensor, master: Tensor) -> Tensor:
     """The number of parameters that are not the rounding of their master: NaN is NaN, and numbers below the smallest
     normal one, which some devices take for 0, are alike."""
-    rounded, least = master.to(param.dtype), torch.finfo(param.dtype).smallest_normal
-    same = (param == rounded) | ((param != param) & (rounded != rounded))
-    return (~(same | ((param.abs() < least) & (rounded.abs() < least)))).sum()
+    rounded, min_normal = master.to(param.dtype), torch.finfo(param.dtype).smallest_normal
+    equal = (param == rounded) | ((param != param) & (rounded != rounded))
+    return (~(equal | ((param.abs() < min_normal) & (rounded.abs() < min_normal)))).sum()
 
 
 def narrowing(shape: tuple[int, ...], specs: tuple[Spec, Spec], mesh: Mesh) -> Callable[[Tensor, int | None], Tensor]:
@@ -353,7 +355,7 @@ def narrowing(shape: tuple[int, ...], specs: tuple[Spec, Spec], mesh: Mesh) -> C
     )
 
 
-def part_between(value: Tensor, shape: tuple[int, ...], specs: tuple[Spec, Spec], mesh: Mesh) -> Tensor:
+def narrow_to_update(value: Tensor, shape: tuple[int, ...], specs: tuple[Spec, Spec], mesh: Mesh) -> Tensor:
     """The part that this rank updates of its shard at rest."""
     return narrowing(shape, specs, mesh)(value, None)
 

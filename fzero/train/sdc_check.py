@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.tables import device_of, gather_rows
+from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.digest import Started, read_digests, start_digest
@@ -28,34 +28,40 @@ from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.mesh import ORDER
-from fzero.sharding.pipelines import users_of
-from fzero.sharding.prefetch import Group
+from fzero.sharding.pipeline_plan import users_of
+from fzero.sharding.prefetch import LeafGroup
 from fzero.sharding.spec import Spec
 from fzero.train.execution import Execution
 from fzero.train.expert_slack import with_slack_for_all
 from fzero.train.gradient import layer_draws, make_backward
 from fzero.train.loss import LossFn, draws_of
-from fzero.train.over_stages import gather_over_pp
-from fzero.train.row import Batches, Turn
+from fzero.train.pipeline_executor import MicroBatches, Turn
+from fzero.train.stage_sharing import gather_over_pp
 from fzero.train.state import TrainState, expect_alive, state_specs
 
 WORD = 1 << 64
 
 
 class Digests:
-    """Takes gradients in the place of a Reducer; `found` is {leaf: digests that add up to that of its gradient}."""
+    """Takes gradients in the place of a Reducer; `digests` is {leaf: digests that add up to that of its gradient}."""
 
     def __init__(self) -> None:
-        self.found: dict[str, list[Started]] = {}
+        self.digests: dict[str, list[Started]] = {}
 
-    def put(
-        self, part: Group, names: Sequence[str], grads: list[Tensor], *, last: bool, again: frozenset[str] = frozenset()
+    def reduce_group(
+        self,
+        group: LeafGroup,
+        names: Sequence[str],
+        grads: list[Tensor],
+        *,
+        last: bool,
+        shared_leaves: frozenset[str] = frozenset(),
     ) -> None:
         """Take (and empty) the gradients of a part; those of a leaf's layers, and of a leaf with two uses, add up."""
         for name, grad in zip(names, grads):
-            layer = part.layer or 0
+            layer = group.layer or 0
             value = start_digest(grad[None], (layer + 1, *grad.shape), (layer, *[0] * grad.dim()))
-            self.found.setdefault(name, []).append(value)
+            self.digests.setdefault(name, []).append(value)
         grads.clear()
 
 
@@ -94,36 +100,36 @@ def make_check(
     compared = ["the loss", *sorted(name for name, leaf in plan.leaves.items() if leaf.trained)]
     shared = {name: spec for name, spec in pytree.named_leaves(specs).items() if copies(spec, mesh) > 1}
 
-    def computed(state: TrainState, m: int, part: Any) -> dict[str, list[Started]]:
+    def compute_digests(state: TrainState, m: int, micro_batch: Any) -> dict[str, list[Started]]:
         """The digests of the loss and the gradients; [] of those that are another pp rank's."""
-        rows, sink = pytree.leaves(part)[0], Digests()
+        rows, sink = pytree.leaves(micro_batch)[0], Digests()
         # As in a step: float16 gradients need that room.
         seed = torch.ones((), device=state.step.device)
         if policy.loss_scale:
             assert isinstance(state.scaler, ScalerState)
             seed = state.scaler.scale / rows.numel()
-        drawn = layer_draws(draws_of(model, state), plan, execution)
+        draws = layer_draws(draws_of(model, state), plan, execution)
         params = gather_over_pp(state.params, plan, users, rows.device)
-        losses = backward([Turn(params, sink)], Batches([part], [m * rows.shape[0]], drawn), seed)
-        found = {"the loss": [start_digest(loss.total.detach()) for loss in losses], **sink.found}
-        return {name: found.get(name, []) for name in compared}
+        losses = backward([Turn(params, sink)], MicroBatches([micro_batch], [m * rows.shape[0]], draws), seed)
+        digests = {"the loss": [start_digest(loss.total.detach()) for loss in losses], **sink.digests}
+        return {name: digests.get(name, []) for name in compared}
 
-    def check(state: TrainState, part: Callable[[int], Any]) -> list[str]:
+    def check(state: TrainState, micro_batch: Callable[[int], Any]) -> list[str]:
         expect_alive(state)
         with torch.no_grad(), mesh.ledger.phase("check"):
-            before = (mesh.data_rank - mesh["ep"].size) % mesh.data_size  # ranks of ep compute together
-            own, again = (computed(state, m, part(m)) for m in (mesh.data_rank, before))
+            previous = (mesh.data_rank - mesh["ep"].size) % mesh.data_size  # ranks of ep compute together
+            local, repeat = (compute_digests(state, m, micro_batch(m)) for m in (mesh.data_rank, previous))
             leaves = pytree.named_leaves(state)
-            held = {name: [start_digest(leaves[name])] for name in shared if isinstance(leaves[name], Tensor)}
-            first, second, third = (gather_words(row, mesh) for row in read_sums([held, own, again]))
-        return [*unlike(list(held), shared, first, mesh), *disagreeing(list(own), second, third, mesh)]
+            replicated = {name: [start_digest(leaves[name])] for name in shared if isinstance(leaves[name], Tensor)}
+            first, second, third = (gather_words(row, mesh) for row in read_sums([replicated, local, repeat]))
+        return [*unlike(list(replicated), shared, first, mesh), *disagreeing(list(local), second, third, mesh)]
 
     return check
 
 
 def read_sums(tables: Sequence[Mapping[str, Sequence[Started]]]) -> list[list[int]]:
     """For each table the sums of its digests modulo 2^64, all of them read at once."""
-    read = iter(read_digests([part for table in tables for parts in table.values() for part in parts]))
+    read = iter(read_digests([digest for table in tables for parts in table.values() for digest in parts]))
     return [[sum(next(read) for _ in parts) % WORD for parts in table.values()] for table in tables]
 
 
@@ -140,7 +146,7 @@ def gather_words(words: list[int], mesh: Mesh) -> list[list[int]]:
 
 def coordinates(mesh: Mesh) -> list[dict[str, int]]:
     """{axis: coordinate} of every rank."""
-    return [dict(zip(ORDER, at)) for at in itertools.product(*(range(mesh[name].size) for name in ORDER))]
+    return [dict(zip(ORDER, point)) for point in itertools.product(*(range(mesh[name].size) for name in ORDER))]
 
 
 def copies(spec: Spec, mesh: Mesh) -> int:
@@ -150,10 +156,10 @@ def copies(spec: Spec, mesh: Mesh) -> int:
 
 def replicas(spec: Spec, mesh: Mesh) -> list[list[int]]:
     """The ranks in groups that hold the same part of a leaf."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank, where in enumerate(coordinates(mesh)):
-        found.setdefault(tuple(where[axis] for axis in spec.axes), []).append(rank)
-    return list(found.values())
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, point in enumerate(coordinates(mesh)):
+        groups.setdefault(tuple(point[axis] for axis in spec.axes), []).append(rank)
+    return list(groups.values())
 
 
 def unlike(names: list[str], specs: dict[str, Spec], table: list[list[int]], mesh: Mesh) -> list[str]:
@@ -165,8 +171,8 @@ def unlike(names: list[str], specs: dict[str, Spec], table: list[list[int]], mes
             counts = Counter(table[r][i] for r in ranks)
             if len(counts) == 1:
                 continue
-            value, most = counts.most_common(1)[0]
-            odd = tuple(r for r in ranks if table[r][i] != value) if 2 * most > len(ranks) else ()
+            value, max_count = counts.most_common(1)[0]
+            odd = tuple(r for r in ranks if table[r][i] != value) if 2 * max_count > len(ranks) else ()
             if (odd, tuple(ranks)) in reported:
                 continue
             reported.add((odd, tuple(ranks)))
@@ -179,26 +185,27 @@ def unlike(names: list[str], specs: dict[str, Spec], table: list[list[int]], mes
     return lines
 
 
-def disagreeing(names: list[str], own: list[list[int]], again: list[list[int]], mesh: Mesh) -> list[str]:
+def disagreeing(names: list[str], local: list[list[int]], repeat: list[list[int]], mesh: Mesh) -> list[str]:
     """A line for each rank whose micro-batch the next rank computes differently; a rank that differs from both
     neighbours is to blame."""
-    ranks = {tuple(where.values()): rank for rank, where in enumerate(coordinates(mesh))}
-    found, others = [], mesh["rp"].size * mesh["dp"].size  # of ranks with other micro-batches and the same experts
-    for rank, where in enumerate(coordinates(mesh)):
-        number = (where["rp"] * mesh["dp"].size + where["dp"] + 1) % others
-        after = ranks[tuple((where | {"rp": number // mesh["dp"].size, "dp": number % mesh["dp"].size}).values())]
-        first = next((name for name, a, b in zip(names, own[rank], again[after]) if a != b), None)
+    ranks = {tuple(point.values()): rank for rank, point in enumerate(coordinates(mesh))}
+    mismatches = []
+    rank_count = mesh["rp"].size * mesh["dp"].size  # of ranks with other micro-batches and the same experts
+    for rank, point in enumerate(coordinates(mesh)):
+        number = (point["rp"] * mesh["dp"].size + point["dp"] + 1) % rank_count
+        next_rank = ranks[tuple((point | {"rp": number // mesh["dp"].size, "dp": number % mesh["dp"].size}).values())]
+        first = next((name for name, a, b in zip(names, local[rank], repeat[next_rank]) if a != b), None)
         if first is not None:
-            found.append((rank, after, first))
-    times = Counter(rank for a, b, _ in found for rank in {a, b})
+            mismatches.append((rank, next_rank, first))
+    times = Counter(rank for a, b, _ in mismatches for rank in {a, b})
     lines = []
-    for rank, after, first in found:
-        if rank == after:
+    for rank, next_rank, first in mismatches:
+        if rank == next_rank:
             lines.append(f"rank {rank} computes one micro-batch twice and differs from itself, first in {first}")
             continue
-        odd = [r for r in (rank, after) if times[r] > 1] if others > 2 else []
+        odd = [r for r in (rank, next_rank) if times[r] > 1] if rank_count > 2 else []
         blame = f"; rank {odd[0]} differs from another one too" if len(odd) == 1 else ""
-        lines.append(f"rank {rank} and rank {after} compute one micro-batch and differ, first in {first}{blame}")
+        lines.append(f"rank {rank} and rank {next_rank} compute one micro-batch and differ, first in {first}{blame}")
     return lines
 
 

@@ -25,14 +25,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core.arguments import expect_fields
 from fzero.core.bounds import Bounds, check_bounds
-from fzero.core.kinds import expect_fields
 
 LOSS = "loss"  # the name of the statistics in `state.extra`
 SIGMAS: Bounds = (0.0, False, 1e6)
 WINDOW: Bounds = (2, True, 1e9)  # of 1 there is no deviation
 WARMUP: Bounds = (1, True, 1e9)
-LEAST = (1e-3, 1e-12)  # deviation: a part of the mean, and what it is of a mean of 0
+MIN_DEVIATION = (1e-3, 1e-12)  # deviation: a part of the mean, and what it is of a mean of 0
 ENTRY = 2.4  # deviations above the mean, as which a spike enters the statistics
 FIRST = 8  # losses after which an outlier enters as a spike does, in the warm-up too
 
@@ -112,8 +112,8 @@ def judge(spike: Spike, stats: LossStats, loss: Tensor) -> tuple[Tensor, LossSta
     risen for good by 30 deviations, the bound follows within some thirteen steps, by 1,000 within 40. A loss that is
     not finite is a spike, and does not enter."""
     x = loss.detach().to(torch.float64)
-    part, least = LEAST
-    deviation = torch.maximum(stats.var.sqrt(), (part * stats.mean.abs()).clamp(min=least))
+    fraction, floor = MIN_DEVIATION
+    deviation = torch.maximum(stats.var.sqrt(), (fraction * stats.mean.abs()).clamp(min=floor))
     outlier = (stats.count >= min(FIRST, spike.warmup)) & ~(x <= stats.mean + spike.sigmas * deviation)
     rate = torch.clamp(1.0 / (stats.count + 1).to(torch.float64), min=spike.rate)
     d = torch.where(outlier, torch.minimum(x - stats.mean, ENTRY * deviation), x - stats.mean)
@@ -122,7 +122,7 @@ def judge(spike: Spike, stats: LossStats, loss: Tensor) -> tuple[Tensor, LossSta
     new = LossStats(stats.mean + rate * d, spread.square(), stats.count + 1)
     enters = torch.isfinite(x)
     return outlier & (stats.count >= spike.warmup), LossStats(
-        *(torch.where(enters, after, before) for after, before in zip(new, stats))
+        *(torch.where(enters, next_value, previous) for next_value, previous in zip(new, stats))
     )
 
 
@@ -145,6 +145,6 @@ def judge_step(skip: Skip, stats: LossStats, loss: Tensor, grad_norm: Tensor, nu
         overflow = skipped = torch.zeros_like(overflow)
     if skip.spike is None:
         return Verdict(skipped, overflow, (), stats)
-    spike, after = judge(skip.spike, stats, loss)
-    spike, stats = spike & ~none, LossStats(*(torch.where(none, old, new) for old, new in zip(stats, after)))
+    spike, next_stats = judge(skip.spike, stats, loss)
+    spike, stats = spike & ~none, LossStats(*(torch.where(none, old, new) for old, new in zip(stats, next_stats)))
     return Verdict(skipped | spike, overflow, spike, stats)

@@ -12,13 +12,13 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.copy_buckets import bring
-from fzero.core.host_memory import OWN_PAGES, to_host
+from fzero.core.host_memory import LARGE_BYTES, to_host
 from fzero.core.precision import ScalerState, init_scaler
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import disable_current_modes
 from fzero.optim import GradientTransformation
-from fzero.optim.in_units import columns_of
 from fzero.optim.sharded_leaves import bind_to_plan
+from fzero.optim.unit_updates import columns_of
 from fzero.sharding import Plan, Spec
 from fzero.sharding.error_feedback import error_specs, first_errors
 from fzero.sharding.slices import local_shape
@@ -69,35 +69,35 @@ def state_specs(plan: Plan, tx: GradientTransformation) -> TrainState:
     """
     trained, policy = plan.trained(plan.opt), plan.policy
     scaler = init_scaler(policy.loss_scale) if policy.loss_scale else ()
-    whole: Any = Spec()  # in a tensor's place
+    replicated: Any = Spec()  # in a tensor's place
     params = pytree.map(lambda spec: replace(spec, partial=frozenset()), plan.params)
     return TrainState(
-        step=whole,
+        step=replicated,
         params=params,
         master=trained if policy.has_master else (),
-        opt_state=beside_params(bind_to_plan(tx, plan).spec(trained), plan),
+        opt_state=align_memories(bind_to_plan(tx, plan).spec(trained), plan),
         scaler=pytree.map(lambda _: Spec(), scaler),
-        key=whole,
-        data_cursor=whole,
+        key=replicated,
+        data_cursor=replicated,
         extra={LOSS: pytree.map(lambda _: Spec(), init_stats()), **with_previous(plan, params), **error_specs(plan)},
     )
 
 
-def beside_params(specs: Tree, plan: Plan) -> Tree:
+def align_memories(specs: Tree, plan: Plan) -> Tree:
     """The specs of an optimizer's state in which what is of a parameter rests where the plan puts that one's state,
     whatever memory a `spec` names that made new Specs."""
     columns, owner = columns_of(specs, list(plan.leaves))
-    home = {name: plan.leaves[of].opt.memory for name, of in owner.items() if of is not None}
-    changed = {name: replace(spec, memory=home[name]) for name, spec in columns.items() if name in home}
+    memories = {name: plan.leaves[param].opt.memory for name, param in owner.items() if param is not None}
+    changed = {name: replace(spec, memory=memories[name]) for name, spec in columns.items() if name in memories}
     return pytree.map_named(lambda name, spec: changed.get(name, spec), specs)
 
 
-def expect_shapes(plan: Plan, given: Tree, *, shards: bool = False) -> None:
-    """Raise ValueError naming the first leaf of `given` that is missing, extra or of another shape than the plan's.
+def expect_shapes(plan: Plan, tree: Tree, *, shards: bool = False) -> None:
+    """Raise ValueError naming the first leaf of `tree` that is missing, extra or of another shape than the plan's.
 
     shards: the leaves are this rank's shards at rest.
     """
-    leaves = pytree.named_leaves(given)
+    leaves = pytree.named_leaves(tree)
     pytree.from_named(leaves, plan.like)
     for name, leaf in plan.leaves.items():
         shape = local_shape(leaf.shape, leaf.params, plan.mesh) if shards else leaf.shape
@@ -112,11 +112,11 @@ def expect_shapes(plan: Plan, given: Tree, *, shards: bool = False) -> None:
 def meta_state(plan: Plan, tx: GradientTransformation) -> TrainState:
     """A rank's state with meta tensors for leaves: shapes and dtypes without memory."""
 
-    def local(part: str, of_trained: torch.dtype) -> Tree:
+    def local(group: str, of_trained: torch.dtype) -> Tree:
         def make(name: str, leaf: Tensor) -> Tensor:
-            own = plan.leaves[name]
-            shape = local_shape(tuple(leaf.shape), getattr(own, part), plan.mesh)
-            return leaf.new_empty(shape, dtype=of_trained if own.trained else own.dtype)
+            leaf_plan = plan.leaves[name]
+            shape = local_shape(tuple(leaf.shape), getattr(leaf_plan, group), plan.mesh)
+            return leaf.new_empty(shape, dtype=of_trained if leaf_plan.trained else leaf_plan.dtype)
 
         return pytree.map_named(make, plan.like)
 
@@ -142,21 +142,21 @@ def with_previous(plan: Plan, params: Tree) -> dict[str, Tree]:
     return {PREVIOUS: pytree.map(copied, plan.trained(params))} if plan.delayed else {}
 
 
-def put_in_memory(state: TrainState, specs: TrainState) -> TrainState:
+def move_to_memory(state: TrainState, specs: TrainState) -> TrainState:
     """The state with the leaves whose spec says so in the host's memory, pinned if the others are on a GPU; and those
     that an optimizer made beside such a leaf, on the device where their spec says that."""
     named, leaves, device = pytree.named_leaves(specs), pytree.named_leaves(state), state.step.device
     tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
-    there = [name for name in tensors if named[name].memory == "host"]
-    moved = dict(zip(there, to_host([leaves[name] for name in there], device, STATE_MEMORY)))
-    moved |= {name: bring(leaf, device) for name, leaf in tensors.items() if named[name].memory == "device"}
-    return pytree.map_named(lambda name, leaf: moved.get(name, leaf), state)
+    host_names = [name for name in tensors if named[name].memory == "host"]
+    replacements = dict(zip(host_names, to_host([leaves[name] for name in host_names], device, STATE_MEMORY)))
+    replacements |= {name: bring(leaf, device) for name, leaf in tensors.items() if named[name].memory == "device"}
+    return pytree.map_named(lambda name, leaf: replacements.get(name, leaf), state)
 
 
-def put_on(device: torch.device, leaf: Tensor, spec: Spec) -> Tensor:
+def move_leaf(device: torch.device, leaf: Tensor, spec: Spec) -> Tensor:
     """A leaf of a state on `device`, if its spec says that it rests there and not on a disk; a large one that rests in
     host memory is put there, so that nobody has a second copy of all."""
-    if spec.memory == "host" and leaf.nbytes >= OWN_PAGES:
+    if spec.memory == "host" and leaf.nbytes >= LARGE_BYTES:
         return to_host([leaf], device, STATE_MEMORY)[0]
     return bring(leaf, device) if spec.memory == "device" else leaf
 
@@ -190,22 +190,22 @@ def hand_over(old: TrainState, new: TrainState) -> TrainState:
     entries, which takes microseconds however many leaves are below. A tree of tuples has none: its state is known by
     its step.
     """
-    new = new._replace(params=own_containers(new.params), master=own_containers(new.master))
-    new = new._replace(opt_state=own_containers(new.opt_state))
-    new = new._replace(extra={name: own_containers(tree) for name, tree in new.extra.items()})
+    new = new._replace(params=copy_containers(new.params), master=copy_containers(new.master))
+    new = new._replace(opt_state=copy_containers(new.opt_state))
+    new = new._replace(extra={name: copy_containers(tree) for name, tree in new.extra.items()})
     for tree in (old.params, old.master, old.opt_state, *old.extra.values()):
         empty_containers(tree)
     setattr(old.step, MARK, True)
     return new
 
 
-def own_containers(tree: Tree) -> Tree:
+def copy_containers(tree: Tree) -> Tree:
     """The tree with copies of its outermost dicts and lists."""
     if isinstance(tree, (dict, list)):
         return copy.copy(tree)
     if not isinstance(tree, tuple):
         return tree
-    return type(tree)(*map(own_containers, tree)) if hasattr(tree, "_fields") else tuple(map(own_containers, tree))
+    return type(tree)(*map(copy_containers, tree)) if hasattr(tree, "_fields") else tuple(map(copy_containers, tree))
 
 
 def empty_containers(tree: Tree) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.comm.collectives import all_gather
-from fzero.comm.tables import raise_together
+from fzero.comm.rank_tables import raise_together
 from fzero.core import gpu, prng, pytree
 from fzero.core.arguments import checked
 from fzero.core.copy_buckets import start_fetch
@@ -22,16 +22,16 @@ from fzero.core.precision import init_scaler
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.offload import DiskTensor, LeafFiles, Nvme, VersionedStore
-from fzero.offload.buffer_need import disk_of
+from fzero.offload.nvme import disk_of
 from fzero.offload.store_manifest import read_step_manifest
 from fzero.offload.update_units import RowBlock
 from fzero.optim import GradientTransformation
-from fzero.optim.in_units import columns_of, is_layered, smallest_unit
+from fzero.optim.unit_updates import columns_of, is_layered, smallest_unit
 from fzero.sharding import Plan
-from fzero.sharding.draw import Box, draw_leaf
+from fzero.sharding.leaf_init import Box, draw_leaf
 from fzero.sharding.slices import local_shape, local_windows, narrow_box, row_blocks, shard_dim
 from fzero.train.spike import LOSS, init_stats
-from fzero.train.state import TrainState, meta_state, put_in_memory, put_on, state_specs
+from fzero.train.state import TrainState, meta_state, move_leaf, move_to_memory, state_specs
 
 OF_OPTIMIZER = "opt_state/"  # begins the names of an optimizer's leaves in a state
 
@@ -56,12 +56,12 @@ def leaves_on_disk(like: TrainState, specs: TrainState, plan: Plan) -> dict[str,
         name: LeafFiles(
             tuple(leaf.shape),
             leaf.dtype,
-            is_layered(of, shards[of], leaf.shape) if name.startswith(OF_OPTIMIZER) else shard_dim(of) == 1,
+            is_layered(param, shards[param], leaf.shape) if name.startswith(OF_OPTIMIZER) else shard_dim(param) == 1,
             slots=1 if name in frozen else 2,
             cut=cut[name],
         )
         for name, leaf in pytree.named_leaves(like).items()
-        if named[name].memory == "nvme" and (of := owner[name]) is not None
+        if named[name].memory == "nvme" and (param := owner[name]) is not None
     }
 
 
@@ -74,10 +74,10 @@ def smallest_units(plan: Plan, opt_state: Tree, unit: str) -> dict[str, str]:
     """{trained leaf: the smallest part of it that is updated apart from the rest}, see `smallest_unit`."""
     names = pytree.names(plan.trained(plan.like))
     columns, owner = columns_of(opt_state, names)
-    own: dict[str | None, list[Any]] = {}
-    for column, of in owner.items():
-        own.setdefault(of, []).append(columns[column].shape)
-    return {name: smallest_unit(name, updated_shape(plan, name), own.get(name, ()), unit) for name in names}
+    param_shapes: dict[str | None, list[Any]] = {}
+    for column, param in owner.items():
+        param_shapes.setdefault(param, []).append(columns[column].shape)
+    return {name: smallest_unit(name, updated_shape(plan, name), param_shapes.get(name, ()), unit) for name in names}
 
 
 def init_on_disk(
@@ -95,8 +95,8 @@ def init_on_disk(
     gpu.wake(torch.device(device))
     store = open_in(nvme, leaves, plan, resume=False)
     store.begin()
-    given = {} if isinstance(model, base.Model) else pytree.named_leaves(model)
-    element = first_values(model, given, prng.fold_in(key, "init"), policy.state)
+    values = {} if isinstance(model, base.Model) else pytree.named_leaves(model)
+    element = first_values(model, values, prng.fold_in(key, "init"), policy.state)
     first = FirstState(store, tx, plan, like, specs, torch.device(device))
 
     def make(
@@ -104,8 +104,8 @@ def init_on_disk(
     ) -> None:
         first.leaf(name, shape, lambda box: element(name, box, std, mean, dtype))
 
-    if given:
-        for name, leaf in given.items():
+    if values:
+        for name, leaf in values.items():
             make(name, tuple(leaf.shape), 0.0)
     else:
         model.init(make)
@@ -117,7 +117,7 @@ def init_on_disk(
     out = first.out | {name: leaf.to(device) for name, leaf in fixed.items()}
     state = assemble_state(like, out, store)
     commit(nvme, state, plan)
-    return put_in_memory(state, specs)
+    return move_to_memory(state, specs)
 
 
 class FirstState:
@@ -151,7 +151,7 @@ class FirstState:
         """Put a parameter of this whole shape, whose elements in a box are `values(box)`, and all that is its own."""
         lead = shard_dim(name)
         windows: dict[Any, list[str]] = {}
-        for n in (n for n, of in self.owner.items() if of == name):
+        for n in (n for n, param in self.owner.items() if param == name):
             if n not in self.store.leaves:
                 self.out[n] = torch.empty(self.shapes[n].shape, dtype=self.shapes[n].dtype, device=self.device)
             if n.startswith(("params/", "master/")):
@@ -160,19 +160,19 @@ class FirstState:
         updated = [] if name in self.plan.frozen else local_windows(shape, self.plan.leaves[name].opt, self.plan.mesh)
         for window in [*windows, *(window for window in updated if window not in windows)]:
             (start, size, first), targets = window, windows.get(window, [])
-            whole = window in updated and self.units[name] != "row"
+            uncut = window in updated and self.units[name] != "row"
             for i in range(size[0] if lead else 1):
-                for rows in [(0, math.prod(size[lead : lead + 1]))] if whole else row_blocks(size[lead:]):
-                    at, extent = list(start), list(size)
+                for rows in [(0, math.prod(size[lead : lead + 1]))] if uncut else row_blocks(size[lead:]):
+                    box_start, extent = list(start), list(size)
                     if lead:
-                        at[0], extent[0] = start[0] + i, 1
+                        box_start[0], extent[0] = start[0] + i, 1
                     if size[lead:]:
-                        at[lead], extent[lead] = start[lead] + rows[0], rows[1] - rows[0]
-                    value = values((shape, tuple(at), tuple(extent)))
+                        box_start[lead], extent[lead] = start[lead] + rows[0], rows[1] - rows[0]
+                    value = values((shape, tuple(box_start), tuple(extent)))
                     for target in targets:
-                        self.put(target, first + i, rows, value)
+                        self.write_rows(target, first + i, rows, value)
                     if window in updated and self.units[name] != "leaf":
-                        self.states(name, first + i, None if whole else rows, value.to(self.plan.policy.state))
+                        self.states(name, first + i, None if uncut else rows, value.to(self.plan.policy.state))
         if self.units.get(name) == "leaf":
             parts = [values((shape, start, size)) for start, size, _ in updated]
             value = torch.cat(parts) if parts else torch.empty(updated_shape(self.plan, name))
@@ -183,24 +183,24 @@ class FirstState:
         named = pytree.named_leaves(self.empty) | {name: value}
         for column, leaf in pytree.named_leaves(self.tx.init(pytree.from_named(named, self.empty))).items():
             full = f"opt_state/{column}" if column else "opt_state"
-            of = self.owner[full]
-            if of == name:
-                self.put(full, layer, rows, leaf)
-            elif of is None and full not in self.shared:
+            param = self.owner[full]
+            if param == name:
+                self.write_rows(full, layer, rows, leaf)
+            elif param is None and full not in self.shared:
                 self.shared[full] = leaf
-            elif of is None and fake_device_of(leaf) is None and not torch.equal(leaf, self.shared[full]):
+            elif param is None and fake_device_of(leaf) is None and not torch.equal(leaf, self.shared[full]):
                 raise ValueError(
                     f"offload: {full} is of no parameter, and the optimizer's init makes other values of it for other "
                     "parameters, which are put on a disk one after another; use opt=host"
                 )
 
-    def put(self, name: str, layer: int | None, rows: tuple[int, int] | None, value: Tensor) -> None:
+    def write_rows(self, name: str, layer: int | None, rows: tuple[int, int] | None, value: Tensor) -> None:
         """Put rows of a layer of a leaf where it rests; None: all of them."""
-        of, kept = self.owner[name], self.store.leaves.get(name)
-        assert of is not None  # rows are those of a parameter, or of its state
-        stacked = shard_dim(of) == 1
-        if kept is None:
-            RowBlock(name, layer if stacked else None, rows).of(self.out[name]).copy_(value)
+        param, files = self.owner[name], self.store.leaves.get(name)
+        assert param is not None  # rows are those of a parameter, or of its state
+        stacked = shard_dim(param) == 1
+        if files is None:
+            RowBlock(name, layer if stacked else None, rows).narrow(self.out[name]).copy_(value)
             return
         if rows is not None:
             self.store.write_rows(name, layer or 0, rows, value)
@@ -211,17 +211,17 @@ class FirstState:
 
 
 def first_values(
-    model: base.Model | Tree, given: dict[str, Tensor], key: Tensor, state: torch.dtype
+    model: base.Model | Tree, values: dict[str, Tensor], key: Tensor, state: torch.dtype
 ) -> Callable[[str, Box, float, float, torch.dtype | None], Tensor]:
     """`(name, box, std, mean, dtype) -> elements of a leaf in a box` before the first step: those given, or drawn."""
-    begun = model.start if isinstance(model, base.Model) else {}
+    initial = model.start if isinstance(model, base.Model) else {}
 
     def element(name: str, box: Box, std: float, mean: float, dtype: torch.dtype | None) -> Tensor:
-        if name in given:
-            part = narrow_box(given[name], *box[1:])
-            return part.to(state) if part.is_floating_point() else part
-        if name in begun:
-            return begun[name].box(*box[1:], dtype or state, "cpu")
+        if name in values:
+            block = narrow_box(values[name], *box[1:])
+            return block.to(state) if block.is_floating_point() else block
+        if name in initial:
+            return initial[name].box(*box[1:], dtype or state, "cpu")
         return draw_leaf(prng.fold_in(key, name), box, mean, std, dtype or state, "cpu")
 
     return element
@@ -231,21 +231,24 @@ def open_in(nvme: Nvme | None, leaves: dict[str, LeafFiles], plan: Plan, *, resu
     """The store of some leaves in `nvme`."""
     disk = disk_of(nvme, plan)
     assert disk is not None  # as some of its leaves rest there
-    return disk.open(leaves, plan.mesh, owner=owner_table(plan), resume=resume)
+    return disk.open(leaves, plan.mesh, owner=plan_record(plan), resume=resume)
 
 
-def owner_table(plan: Plan) -> dict[str, Any]:
+def plan_record(plan: Plan) -> dict[str, Any]:
     """The record of a plan in its store."""
-    found: dict[str, Any] = {"mesh": {name: size for name, size in plan.sizes.items() if size > 1}, "stage": plan.stage}
+    record: dict[str, Any] = {
+        "mesh": {name: size for name, size in plan.sizes.items() if size > 1},
+        "stage": plan.stage,
+    }
     if plan.pipeline is not None and plan.stages is not None:
         layout = ",".join(str(len(layers)) for layers in plan.stages.layers)
-        found["pipeline"] = dataclasses.asdict(dataclasses.replace(plan.pipeline, layout=layout))
-    return found
+        record["pipeline"] = dataclasses.asdict(dataclasses.replace(plan.pipeline, layout=layout))
+    return record
 
 
-def assemble_state(like: TrainState, held: dict[str, Any], store: VersionedStore) -> TrainState:
+def assemble_state(like: TrainState, resident: dict[str, Any], store: VersionedStore) -> TrainState:
     """The state whose leaves are those in memory and those of the store."""
-    named = {name: held[name] if name in held else DiskTensor(store, name) for name in pytree.names(like)}
+    named = {name: resident[name] if name in resident else DiskTensor(store, name) for name in pytree.names(like)}
     return pytree.from_named(named, like)
 
 
@@ -256,16 +259,16 @@ def commit(nvme: Nvme | None, state: TrainState, plan: Plan) -> None:
         return
     leaves = pytree.named_leaves(state)
     owner = pytree.owners(list(leaves), pytree.names(state.params))
-    beside = values_beside(plan)
-    names = [name for name in leaves if owner[name] is None or name in beside]
+    manifest_names = manifest_params(plan)
+    names = [name for name in leaves if owner[name] is None or name in manifest_names]
     small = dict(zip(names, start_fetch([leaves[name] for name in names]).wait()))
     values = {name: to_text(leaf) for name, leaf in small.items()}
     nvme.store.commit(int(small["step"]), values, partial(raise_together, mesh=plan.mesh))
 
 
-def values_beside(plan: Plan) -> frozenset[str]:
+def manifest_params(plan: Plan) -> frozenset[str]:
     """The parameters, as leaves of a state, that are kept with the record of a store: those that a rule moves."""
-    return frozenset(f"params/{name}" for name in plan.moved)
+    return frozenset(f"params/{name}" for name in plan.rule_leaves)
 
 
 @checked()
@@ -292,10 +295,10 @@ def reopen_state(
     """
     like, specs = meta_state(plan, tx), state_specs(plan, tx)
     lost = missing_leaves(like, specs, plan)
-    there = read_step_manifest(nvme.folder) if lost and nvme.folder is not None else None
-    if there is not None:  # said before the store is opened, which the one that is open would not outlive
+    manifest = read_step_manifest(nvme.folder) if lost and nvme.folder is not None else None
+    if manifest is not None:  # said before the store is opened, which the one that is open would not outlive
         raise ValueError(
-            f"{nvme.folder}: holds step {there.step} but for {lost[0]} and {len(lost) - 1} more, which the plan "
+            f"{nvme.folder}: holds step {manifest.step} but for {lost[0]} and {len(lost) - 1} more, which the plan "
             "keeps in memory; "
             "resume from a checkpoint"
         )
@@ -304,37 +307,37 @@ def reopen_state(
     record = store.record
     assert record is not None  # it was opened to resume
     # Earlier versions stored no statistics of the loss.
-    held: dict[str, Any] = pytree.named_leaves({"extra": {LOSS: init_stats()}})
-    held |= {name: from_text(text) for name, text in record.values.items()}
+    resident: dict[str, Any] = pytree.named_leaves({"extra": {LOSS: init_stats()}})
+    resident |= {name: from_text(text) for name, text in record.values.items()}
     shapes, owner = pytree.named_leaves(like), owner_of(like, plan)
-    derived = [name for name in shapes if name not in held and name not in store.leaves]
+    derived = [name for name in shapes if name not in resident and name not in store.leaves]
     for name in derived:
-        of = owner[name]
-        assert of is not None  # `missing_leaves` finds the others
-        part = DiskTensor(store, f"master/{of}").tensor().to(plan.policy.param)
-        if part.shape != shapes[name].shape:
-            part = all_gather(part.to(device), plan.link(of), shard_dim(of), leaf=of)
-        held[name] = part
-    named, where = pytree.named_leaves(specs), torch.device(device)
-    held = {name: put_on(where, leaf, named[name]) for name, leaf in held.items()}
-    return put_in_memory(assemble_state(like, held, store), specs)
+        param = owner[name]
+        assert param is not None  # `missing_leaves` finds the others
+        value = DiskTensor(store, f"master/{param}").tensor().to(plan.policy.param)
+        if value.shape != shapes[name].shape:
+            value = all_gather(value.to(device), plan.link(param), shard_dim(param), leaf=param)
+        resident[name] = value
+    named, target = pytree.named_leaves(specs), torch.device(device)
+    resident = {name: move_leaf(target, leaf, named[name]) for name, leaf in resident.items()}
+    return move_to_memory(assemble_state(like, resident, store), specs)
 
 
 def missing_leaves(like: TrainState, specs: TrainState, plan: Plan) -> list[str]:
     """The leaves of a state that its store neither holds nor determines: parameters follow from master weights."""
     stored, owner = leaves_on_disk(like, specs, plan), owner_of(like, plan)
-    beside = values_beside(plan)
+    manifest_names = manifest_params(plan)
     return [
         name
-        for name, of in owner.items()
-        if of is not None
+        for name, param in owner.items()
+        if param is not None
         and name not in stored
-        and name not in beside
-        and not (name.startswith("params/") and f"master/{of}" in stored)
+        and name not in manifest_names
+        and not (name.startswith("params/") and f"master/{param}" in stored)
     ]
 
 
-def put_on_disk(
+def write_to_disk(
     read: Callable[[str, Tensor, int | None], Tensor],
     like: TrainState,
     specs: TrainState,
@@ -349,18 +352,18 @@ def put_on_disk(
     gpu.wake(device)
     store = open_in(nvme, leaves, plan, resume=False)
     store.begin()
-    held: dict[str, Tensor] = {}
+    resident: dict[str, Tensor] = {}
     for name, leaf in pytree.named_leaves(like).items():
         if name not in leaves:
-            held[name] = put_on(device, read(name, leaf, None), named[name])
+            resident[name] = move_leaf(device, read(name, leaf, None), named[name])
             continue
         for i in range(leaves[name].layers):
             layer = read(name, leaf, i if leaves[name].stacked else None)
             for rows in row_blocks(leaves[name].chunk):
                 store.write_rows(name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
-    state = assemble_state(like, held, store)
+    state = assemble_state(like, resident, store)
     commit(nvme, state, plan)
-    return put_in_memory(state, specs)
+    return move_to_memory(state, specs)
 
 
 def to_text(leaf: Tensor) -> dict[str, Any]:

@@ -28,23 +28,22 @@ from fzero.optim.sharded_leaves import ShardedLeaves, bind_to_plan, shards_of_su
 from fzero.optim.sharded_leaves import squares as layer_squares
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.error_feedback import ERRORS, ErrorFeedback
-from fzero.train.after import move_leaves
-from fzero.train.batch import expect_own_rows, positions, split_batch
-from fzero.train.capture import CapturedStep, why_not
+from fzero.train.batch import expect_distinct_rows, positions, split_batch
+from fzero.train.capture import CapturedStep, refusal_of
 from fzero.train.checks import expect_arguments, expect_options, expect_plan
 from fzero.train.execution import Execution
 from fzero.train.expert_slack import with_expert_slack
-from fzero.train.first_step import FirstStep, refusing_together
-from fzero.train.gradient import Found, StepGradient
+from fzero.train.first_step import FirstStep, noting_sums, refusing_jointly
+from fzero.train.gradient import GradientResult, StepGradient
+from fzero.train.leaf_rules import move_leaves
 from fzero.train.loss import LossFn, draws_of
 from fzero.train.masters import StateCheck
-from fzero.train.moved import moved_apart
-from fzero.train.row import expect_one_schedule
+from fzero.train.pipeline_executor import expect_equal_schedules
+from fzero.train.rank_divergence import with_local_params
 from fzero.train.spike import LOSS, Skip, Verdict, judge_step
 from fzero.train.state import TrainState
 from fzero.train.state_on_disk import commit, on_disk
-from fzero.train.sum_check import noting_sums
-from fzero.train.update.delayed import exchanged, keep_previous, run_delayed
+from fzero.train.update.delayed import keep_previous, run_delayed, swap_versions
 from fzero.train.update.in_backward import EarlyUpdate, expect_early
 from fzero.train.update.in_memory import Gradients, update_donated, update_pure
 from fzero.train.update.offloaded import StreamedUpdate, UpdateByUnits, is_offloaded
@@ -136,7 +135,7 @@ def make_train_step(
     measured = partial(measure, plan, shards_of_sums(plan), skip, execution.norms)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        with refusing_together(mesh, bool(unchecked)):
+        with refusing_jointly(mesh, bool(unchecked)):
             states.expect(state)
             size, parts = split_batch(batch, micro_batches)
             first.look(batch)
@@ -145,37 +144,37 @@ def make_train_step(
         # A pure step may itself be differentiated: through the gradient, the update, and several steps.
         with torch.no_grad() if donate else contextlib.nullcontext(), checking_ranks(unchecked, batch):
             early = start_early(state) if start_early is not None else None
-            known = None if early is None else lambda total: early.begin(seed.mean_factor(total))
-            drawn, rows = draws_of(model, state), size * micro_batches
+            on_loss = None if early is None else lambda total: early.begin(seed.mean_factor(total))
+            inputs, rows = (parts, size, draws_of(model, state)), size * micro_batches
             if plan.delayed:
                 later = partial(update_delayed, plan, donate, skips, streamed or finish, partial(measured, seed))
-                new, each = run_delayed(gradient, count_step(plan, state, rows), parts, size, drawn, seed.value, later)
-                first.expect_loss(gradient, new, (parts, size, drawn, seed.value), join_metrics(each))
-                return states.handed_over(state, new), join_metrics(each)
-            found = gradient(moved_apart(tx, plan, state), parts, size, drawn, seed.value, early, known)
-            metrics, verdict, sums = measured(seed, state, found)
-            first.expect_loss(gradient, state, (parts, size, drawn, seed.value), metrics)
-            moved = advance(plan, state, verdict, rows)
+                new, all_metrics = run_delayed(gradient, count_step(plan, state, rows), *inputs, seed.value, later)
+                first.expect_loss(gradient, new, (*inputs, seed.value), join_metrics(all_metrics))
+                return states.handed_over(state, new), join_metrics(all_metrics)
+            result = gradient(with_local_params(tx, plan, state), *inputs, seed.value, early, on_loss)
+            metrics, verdict, sums = measured(seed, state, result)
+            first.expect_loss(gradient, state, (*inputs, seed.value), metrics)
+            next_state = advance(plan, state, verdict, rows)
             gpu_copies.await_readers(state.step.device)  # a checkpoint may still copy what the update writes over
             with mesh.ledger.phase("update"):
                 skipped = metrics.skipped if skips else None
-                moved = settled(moved, sums.errors, skipped, donate=donate)
-                new = (finish if early is None else early.finish)(sums, moved, skipped)
+                next_state = settle_errors(next_state, sums.errors, skipped, donate=donate)
+                new = (finish if early is None else early.finish)(sums, next_state, skipped)
                 new = move_leaves(model, plan, new, metrics.tables, skipped, donate=donate)
                 commit(nvme, new, plan)
             return states.handed_over(state, new), count_layers(metrics, early)
 
-    return train_step if execution.capture == "off" else CapturedStep(train_step, mesh, why_not(plan, tx, donate))
+    return train_step if execution.capture == "off" else CapturedStep(train_step, mesh, refusal_of(plan, tx, donate))
 
 
 Measured = tuple[Metrics, Verdict, Gradients]
 
 
 def measure(
-    plan: Plan, shards: ShardedLeaves, skip: Skip, norms: bool, seed: Seed, state: TrainState, found: Found
+    plan: Plan, shards: ShardedLeaves, skip: Skip, norms: bool, seed: Seed, state: TrainState, result: GradientResult
 ) -> Measured:
     """The metrics of an update, whether it is made, and its gradients, from what StepGradient found."""
-    grads, total, squares, errors, recomputed = found
+    grads, total, squares, errors, recomputed = result
     factor = seed.mean_factor(total)
     norm, by_leaf = norms_of(shards, plan.mesh, grads, squares, factor if norms else None)
     loss = total.total.to(factor.dtype) / tokens_of(total)
@@ -191,16 +190,16 @@ def update_delayed(
     finish: StreamedUpdate | Callable[..., TrainState],
     measured: Callable[[TrainState, Any], Measured],
     state: TrainState,
-    found: Any,
+    result: Any,
 ) -> tuple[TrainState | UpdateByUnits, Metrics]:
     """The state after one delayed update, or that update begun, with the parameters before it in `extra`, and its
     metrics."""
-    metrics, verdict, sums = measured(state, found)
-    moved = state._replace(extra={**state.extra, LOSS: verdict.stats})
+    metrics, verdict, sums = measured(state, result)
+    next_state = state._replace(extra={**state.extra, LOSS: verdict.stats})
     gpu_copies.await_readers(state.step.device)
     with plan.mesh.ledger.phase("update"):
         begin = finish.begin if isinstance(finish, StreamedUpdate) else finish
-        new = begin(sums, exchanged(plan, moved) if donate else moved, metrics.skipped if skips else None)
+        new = begin(sums, swap_versions(plan, next_state) if donate else next_state, metrics.skipped if skips else None)
     if donate:
         return new, metrics
     assert isinstance(new, TrainState)  # an offloaded state is donated
@@ -247,8 +246,8 @@ def checking_ranks(unchecked: Unchecked, batch: Any) -> Iterator[None]:
     with plan.mesh.checked(), noting_sums(plan.mesh):
         if not transforms():
             with plan.mesh.ledger.phase("check"):
-                expect_own_rows(batch, plan.mesh, micro_batches, dealt)
-                expect_one_schedule(plan, micro_batches)
+                expect_distinct_rows(batch, plan.mesh, micro_batches, dealt)
+                expect_equal_schedules(plan, micro_batches)
         yield
     unchecked.clear()  # a refused step is no first one
 
@@ -256,27 +255,27 @@ def checking_ranks(unchecked: Unchecked, batch: Any) -> Iterator[None]:
 def metrics_of(total: base.Loss, loss: Tensor, grad_norm: Tensor, verdict: Verdict, scale: Tensor) -> Metrics:
     """The Metrics of a step from its sums over the batch and what was judged of them."""
     extra = {name: value / tokens_of(total) for name, value in total.extra.items()}
-    found = Metrics(loss, total.num_tokens, grad_norm, verdict.skipped, scale, extra, verdict.spike)
-    return found._replace(tables=total.tables)
+    metrics = Metrics(loss, total.num_tokens, grad_norm, verdict.skipped, scale, extra, verdict.spike)
+    return metrics._replace(tables=total.tables)
 
 
-def join_metrics(each: list[Metrics]) -> Metrics:
+def join_metrics(all_metrics: list[Metrics]) -> Metrics:
     """The Metrics of a step of several updates: means over its tokens, and the largest norm."""
-    if len(each) == 1:
-        return each[0]
-    tokens = torch.stack([one.num_tokens for one in each])
+    if len(all_metrics) == 1:
+        return all_metrics[0]
+    tokens = torch.stack([metrics.num_tokens for metrics in all_metrics])
 
     def mean(values: list[Tensor]) -> Tensor:
         counts = tokens.to(values[0].dtype)
         return (torch.stack(values) * (counts / torch.where(counts.sum() == 0, 1, counts.sum()))).sum()
 
-    spikes = [one.spike for one in each if isinstance(one.spike, Tensor)]
-    return each[-1]._replace(
-        loss=mean([one.loss for one in each]),
+    spikes = [metrics.spike for metrics in all_metrics if isinstance(metrics.spike, Tensor)]
+    return all_metrics[-1]._replace(
+        loss=mean([metrics.loss for metrics in all_metrics]),
         num_tokens=tokens.sum(),
-        grad_norm=torch.stack([one.grad_norm for one in each]).max(),
-        skipped=torch.stack([one.skipped for one in each]).any(),
-        extra={name: mean([one.extra[name] for one in each]) for name in each[-1].extra},
+        grad_norm=torch.stack([metrics.grad_norm for metrics in all_metrics]).max(),
+        skipped=torch.stack([metrics.skipped for metrics in all_metrics]).any(),
+        extra={name: mean([metrics.extra[name] for metrics in all_metrics]) for name in all_metrics[-1].extra},
         spike=torch.stack(spikes).any() if spikes else (),
     )
 
@@ -305,11 +304,11 @@ class Seed(NamedTuple):
         return torch.where(total.num_tokens >= 0, self.divisor / (count * self.scale), math.nan)
 
 
-def seed_of(policy: Policy, state: TrainState, part: Any) -> Seed:
-    """The seed of a step whose first micro-batch is `part`."""
+def seed_of(policy: Policy, state: TrainState, micro_batch: Any) -> Seed:
+    """The seed of a step whose first micro-batch is `micro_batch`."""
     if policy.loss_scale:
         assert isinstance(state.scaler, ScalerState)  # expect_state compares it with the policy
-        return Seed(state.scaler.scale, positions(part))
+        return Seed(state.scaler.scale, positions(micro_batch))
     return Seed(torch.ones((), device=state.step.device), 1)
 
 
@@ -320,13 +319,13 @@ def tokens_of(total: base.Loss) -> Tensor:
 
 
 def norms_of(
-    shards: ShardedLeaves, mesh: Mesh, sums: Tree, known: dict[str, Any], factor: Tensor | None
+    shards: ShardedLeaves, mesh: Mesh, sums: Tree, saved_squares: dict[str, Any], factor: Tensor | None
 ) -> tuple[Tensor, dict[str, Any]]:
     """(the norm of all sums of gradients; with a `factor` the fields `squares`, leaf by leaf, and `factor` of Metrics).
 
-    known: squares of leaves that were taken before their sums left the device.
+    saved_squares: squares of leaves that were taken before their sums left the device.
     """
-    sums = {**pytree.named_leaves(sums), **known} if known else sums
+    sums = {**pytree.named_leaves(sums), **saved_squares} if saved_squares else sums
     with mesh.ledger.phase("metrics"):
         if factor is None:
             return shards.norm(sums), {}
@@ -343,7 +342,9 @@ def advance(plan: Plan, state: TrainState, verdict: Verdict, samples: int) -> Tr
     )
 
 
-def settled(state: TrainState, errors: ErrorFeedback | None, skipped: Tensor | None, *, donate: bool) -> TrainState:
+def settle_errors(
+    state: TrainState, errors: ErrorFeedback | None, skipped: Tensor | None, *, donate: bool
+) -> TrainState:
     """The state with the errors after a step of what it sent in codes."""
     if errors is None:
         return state

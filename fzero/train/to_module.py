@@ -17,7 +17,7 @@ from fzero.models.lora import LORA, LoRAConfig, product_of
 from fzero.models.module_layers import CannotSplit, Stacks, choices
 from fzero.offload import DiskTensor
 from fzero.sharding import Plan, Spec
-from fzero.sharding.redistribute import gather_whole
+from fzero.sharding.redistribute import gather_full
 from fzero.sharding.slices import is_stacked
 from fzero.train.state import TrainState, expect_alive
 
@@ -56,19 +56,19 @@ def to_module(
     expect_kind("the module", module, nn.Module, "write to_module(state, module)")
     expect_alive(state.step)
     parameters = dict(module.named_parameters())
-    left = dict.fromkeys(parameters)
-    for name, value in whole_values(state, plan, stacks_of(state, module, layers, plan), model):
+    missing = dict.fromkeys(parameters)
+    for name, value in full_values(state, plan, stacks_of(state, module, layers, plan), model):
         if name not in parameters:
             raise ValueError(f"the state has {name!r} and the module has not{pytree.nearest(name, parameters)}")
-        shape, wanted = list(value.shape), list(parameters[name].shape)
-        if shape != wanted:
+        shape, expected = list(value.shape), list(parameters[name].shape)
+        if shape != expected:
             fix = "" if plan is not None else "; if it is a shard, write to_module(state, module, plan)"
-            raise ValueError(f"{name}: the state has shape {shape} and the module {wanted}{fix}")
+            raise ValueError(f"{name}: the state has shape {shape} and the module {expected}{fix}")
         parameters[name].copy_(value)
-        del left[name]
-    if left:
+        del missing[name]
+    if missing:
         raise ValueError(
-            f"the module has {next(iter(left))!r} and the state has not; give the module of the state's model"
+            f"the module has {next(iter(missing))!r} and the state has not; give the module of the state's model"
         )
     return module
 
@@ -84,14 +84,16 @@ def stacks_of(
     if not depths:
         return {}
     try:
-        found = choices(module, layers)
+        candidates = choices(module, layers)
     except CannotSplit as reason:
         raise ValueError(f"the state has layers and the module has none: {reason}") from None
-    counts = [{name: len(some.names) for name, some in stacks.items()} for stacks in found]
-    alike = [stacks for stacks, of in zip(found, counts) if of == depths]
+    counts = [{name: len(entry.names) for name, entry in stacks.items()} for stacks in candidates]
+    alike = [stacks for stacks, count in zip(candidates, counts) if count == depths]
     if not alike:
-        have = [" and ".join(map(str, some.values())) for some in (depths, counts[0])]
-        raise ValueError(f"the state has {have[0]} layers and the module {have[1]}; give the state's own module")
+        layer_counts = [" and ".join(map(str, entry.values())) for entry in (depths, counts[0])]
+        raise ValueError(
+            f"the state has {layer_counts[0]} layers and the module {layer_counts[1]}; give the state's own module"
+        )
     parameters = {name for name, _ in module.named_parameters()}
     of_base = [leaf for leaf in leaves if not re.search(LORA, leaf)]
 
@@ -104,11 +106,11 @@ def stacks_of(
 
 def parameters_of(leaf: str, stacks: Stacks) -> list[str]:
     """The module's parameters of a leaf: one, or one for each layer."""
-    part, name = leaf.replace("/", ".").split(".", 1)
-    return [f"{layer}.{name}" for layer in stacks[part].names] if is_stacked(leaf) else [name]
+    stack, name = leaf.replace("/", ".").split(".", 1)
+    return [f"{layer}.{name}" for layer in stacks[stack].names] if is_stacked(leaf) else [name]
 
 
-def whole_values(
+def full_values(
     state: TrainState, plan: Plan | None, stacks: Stacks, model: Model | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """(name of a parameter of the module, its value) for all leaves of a state, layer by layer.
@@ -121,13 +123,13 @@ def whole_values(
         raise ValueError(f"the state has {with_lora[0]}, a factor of LoRA; give model=, what models.lora returned")
 
     def value_of(leaf: str, layer: int | None) -> Tensor:
-        held, spec = masters.get(leaf, leaves[leaf]), Spec()
+        leaf_value, spec = masters.get(leaf, leaves[leaf]), Spec()
         if plan is not None:
             spec = plan.leaves[leaf].opt if leaf in masters else plan.leaves[leaf].params
         if plan is not None and layer is not None and spec.rows:
-            return layer_over_pp(held, layer, spec, plan, leaf)
+            return layer_over_pp(leaf_value, layer, spec, plan, leaf)
         spec = spec if layer is None else spec.layer
-        return gathered(read(held, layer), spec, plan, leaf)
+        return gathered(read(leaf_value, layer), spec, plan, leaf)
 
     def adapted(leaf: str, layer: int | None) -> Tensor:
         names = [name for name in (leaf, f"{leaf}_lora_a", f"{leaf}_lora_b") if name in leaves]
@@ -151,14 +153,18 @@ def layer_over_pp(leaf: Any, layer: int, spec: Spec, plan: Plan, name: str) -> T
     one of their own beside it, or zeros."""
     pp = plan.mesh["pp"]
     ranks = [rank for rank, rows in enumerate(spec.rows) if layer in rows]
-    mine = spec.rows[pp.rank]
-    shard = read(leaf, mine.index(layer) if layer in mine else 0) if mine else leaf.new_zeros(leaf.shape[1:])
-    whole = gathered(shard, spec.layer, plan, name)
-    return all_gather_same(whole[None], pp, 0, leaf=name)[ranks[0]]
+    local_layers = spec.rows[pp.rank]
+    shard = (
+        read(leaf, local_layers.index(layer) if layer in local_layers else 0)
+        if local_layers
+        else leaf.new_zeros(leaf.shape[1:])
+    )
+    full = gathered(shard, spec.layer, plan, name)
+    return all_gather_same(full[None], pp, 0, leaf=name)[ranks[0]]
 
 
 def gathered(value: Tensor, spec: Spec, plan: Plan | None, leaf: str) -> Tensor:
     """The whole of a value, of which this rank has a shard by `spec`."""
     if plan is None or not any(plan.mesh[axis].size > 1 for axis in spec.axes):
         return value
-    return gather_whole(value, spec, plan.mesh, leaf=leaf)
+    return gather_full(value, spec, plan.mesh, leaf=leaf)

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from fzero.comm.agreement import RankError
-from fzero.comm.tables import any_rank, gather_rows
+from fzero.comm.rank_tables import any_rank, gather_rows
 from fzero.core import pytree
-from fzero.core.graph_cut import is_foreign
+from fzero.core.graph_tracing import is_foreign
 from fzero.core.pytree import Tree
 from fzero.core.stack import in_turn
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.models import base, forward
 from fzero.models.batch import SOURCES, has_tokens, select_tokens
-from fzero.models.layers import own_tokens
+from fzero.models.layers import local_tokens
 from fzero.models.user_functions import keyed_model
 from fzero.sharding import Plan, Spec, one_process
 from fzero.sharding.slices import narrow_to
 from fzero.train.expert_slack import with_slack_for_all
 from fzero.train.loss import sum_losses
-from fzero.train.split_check import LEAST, MOST, whole_leaf
+from fzero.train.split_check import MAX_DIFFERENCE, MIN_SIZE, full_leaf
 
 TOKENS = 4096  # of a longer micro-batch not all are compared
 PACKAGE_ENTRIES = {"tokens", "targets", "mask", "documents", SOURCES}
@@ -55,11 +55,11 @@ def check_user_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base
     alone = ctx._replace(mesh=one_process(), sequence=False, context=(), experts=())
     model = keyed_model(model)
     with torch.no_grad(), plan.mesh.ledger.phase("check"):
-        leaves, layers = whole_leaves(model, plan, params, wide)
-        batch, (whole_loss, whole_grads, _) = run_whole(model, leaves, layers, batch, ctx, alone)
+        leaves, layers = full_leaves(model, plan, params, wide)
+        batch, (whole_loss, whole_grads, _) = run_full(model, leaves, layers, batch, ctx, alone)
         split = {name: local(plan, name, leaf) for name, leaf in leaves.items()}
         split_layers = [{name: local(plan, name, leaf, True) for name, leaf in layer.items()} for layer in layers]
-        over = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        axes_text = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         remedy = "; ".join(REMEDIES[axis] for axis, size in sizes.items() if size > 1)
         failed, split_run = None, None
         try:
@@ -69,22 +69,22 @@ def check_user_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base
                 raise
             failed = error
         if any_rank(failed is not None, plan.mesh) or split_run is None:
-            why = str(failed).splitlines()[0] if failed else "on another rank"
+            reason = str(failed).splitlines()[0] if failed else "on another rank"
             raise ValueError(
-                f"{over}: the model's own {functions} fails on a rank's tokens, and not on whole sequences: "
-                f"{why}; {remedy}"
+                f"{axes_text}: the model's own {functions} fails on a rank's tokens, and not on whole sequences: "
+                f"{reason}; {remedy}"
             ) from failed
         loss, grads, ctx = split_run
-        whole = sum_losses([whole_loss._replace(tables={})], one_process())
+        full_loss = sum_losses([whole_loss._replace(tables={})], one_process())
         summed = sum_losses([loss._replace(tables={})], plan.mesh, ("cp",))
         # What is of a sequence, as the counts of experts, is on every rank: only tokens' gradients are complete.
         tokens = batch["tokens"].shape[1]
         pairs = [
-            (own_tokens(grad, ctx), mine)
-            for grad, mine in zip(whole_grads, grads)
+            (local_tokens(grad, ctx), local_grad)
+            for grad, local_grad in zip(whole_grads, grads)
             if grad.dim() > 2 and grad.shape[1] == tokens
         ]
-        differences = compare(whole, summed, pairs, MOST[wide])
+        differences = compare(full_loss, summed, pairs, MAX_DIFFERENCE[wide])
         names = list(differences)
         wrong = next((i for i, name in enumerate(names) if differences[name] is not None), -1)
         values = (differences[names[wrong]] if wrong >= 0 else None) or (0.0, 0.0)
@@ -92,7 +92,9 @@ def check_user_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base
         table = gather_rows(row, plan.mesh, leaf="user split").tolist()
     for number, *values in table:
         if number >= 0:
-            raise ValueError(f"{over}: the model's own {functions} {said(names[int(number)], *values)}; {remedy}")
+            raise ValueError(
+                f"{axes_text}: the model's own {functions} {describe_difference(names[int(number)], *values)}; {remedy}"
+            )
 
 
 REMEDIES = {
@@ -111,11 +113,11 @@ REMEDIES = {
 GRADIENT = "the gradient"
 
 
-def said(name: str, whole: float, parts: float) -> str:
+def describe_difference(name: str, full: float, parts: float) -> str:
     """What differs, of a row of `compare`."""
     if name == GRADIENT:
         return f"gives embeddings gradients that differ from those of whole sequences by {parts:.1e} of their size"
-    return f"does not add up over the ranks: {name} is {parts:.6g}, and {whole:.6g} of whole sequences"
+    return f"does not add up over the ranks: {name} is {parts:.6g}, and {full:.6g} of whole sequences"
 
 
 def user_function_names(model: base.Model) -> str:
@@ -132,16 +134,16 @@ def user_kinds(stack: base.Stack) -> list[tuple[int, Any]]:
     return [(i, kind) for i, kind in enumerate(kinds) if kind not in kinds[:i] and is_foreign(kind)]
 
 
-def whole_leaves(
+def full_leaves(
     model: base.Model, plan: Plan, params: Tree, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """The whole parameters of embedding, joins and head by name, and of the layers that are run."""
     named = pytree.named_leaves(params)
     stacks = base.stacks_of(model)
     blocks = tuple(f"{stack.name}/" for stack in stacks)
-    leaves = {name: whole_leaf(plan, named, name, dtype) for name in named if not name.startswith(blocks)}
+    leaves = {name: full_leaf(plan, named, name, dtype) for name in named if not name.startswith(blocks)}
     layers = [
-        {name: whole_leaf(plan, named, name, dtype, i) for name in named if name.startswith(f"{stack.name}/")}
+        {name: full_leaf(plan, named, name, dtype, i) for name in named if name.startswith(f"{stack.name}/")}
         for stack in stacks
         for i, _ in user_kinds(stack)
     ]
@@ -163,33 +165,33 @@ def run(
 ) -> Sums:
     """(the loss, its gradients by the embedding's results, the ctx of the batch)."""
 
-    def part(name: str) -> Tree:
+    def segment_params(name: str) -> Tree:
         shared = model.shared if name != "embed" else ()
         return pytree.nest({n: leaf for n, leaf in leaves.items() if n.startswith(f"{name}/") or n in shared})
 
     ctx = forward.prepare(model, batch, ctx)
-    batch, following, first = forward.own_part(model, batch, ctx), iter(layers), 0
-    embedded, treedef = pytree.flatten(model.embed(part("embed"), batch, ctx))
+    batch, following, first = forward.localize_batch(model, batch, ctx), iter(layers), 0
+    embedded, treedef = pytree.flatten(model.embed(segment_params("embed"), batch, ctx))
     inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in embedded]
     with torch.enable_grad():
         x = pytree.unflatten(inputs, treedef)
         for stack in base.stacks_of(model):
             if stack.join is not None:
-                x = stack.join(part(stack.join_name), x, batch, ctx)
+                x = stack.join(segment_params(stack.join_name), x, batch, ctx)
             for i, kind in user_kinds(stack):
                 layer = {name.split("/", 1)[1]: leaf for name, leaf in next(following).items()}
                 x = kind(pytree.nest(layer), x, ctx._replace(layer=torch.full((), first + i, device=inputs[0].device)))
             first += len(in_turn(stack.block))
-        loss = model.head(part("head"), x, batch, ctx)
-        wanted = [x for x in inputs if x.requires_grad]
-        grads = [None] * len(wanted)
+        loss = model.head(segment_params("head"), x, batch, ctx)
+        grad_inputs = [x for x in inputs if x.requires_grad]
+        grads = [None] * len(grad_inputs)
         if loss.total.requires_grad:
-            grads = torch.autograd.grad(loss.total, wanted, allow_unused=True)
-    grads = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads)]
+            grads = torch.autograd.grad(loss.total, grad_inputs, allow_unused=True)
+    grads = [torch.zeros_like(x) if g is None else g for x, g in zip(grad_inputs, grads)]
     return pytree.map(torch.Tensor.detach, loss), grads, ctx
 
 
-def run_whole(
+def run_full(
     model: base.Model,
     leaves: dict[str, Tensor],
     layers: list[dict[str, Tensor]],
@@ -199,10 +201,10 @@ def run_whole(
 ) -> tuple[base.Batch, Sums]:
     """(the batch that is compared, its loss on one process): of fewer tokens, if it is long and a loss is known to take
     fewer."""
-    few = fewer_tokens(model, batch, ctx)
-    if few is not None:
+    short_batch = fewer_tokens(model, batch, ctx)
+    if short_batch is not None:
         try:
-            return few, run(model, leaves, layers, few, alone)
+            return short_batch, run(model, leaves, layers, short_batch, alone)
         except (RuntimeError, ValueError, IndexError):
             pass  # it is of sequences of one length
     return batch, run(model, leaves, layers, batch, alone)
@@ -238,34 +240,36 @@ def is_divisible(tokens: int, ctx: base.Ctx) -> bool:
 
 
 def compare(
-    whole: base.Loss, summed: base.Loss, grads: list[tuple[Tensor, Tensor]], most: float
+    full: base.Loss, summed: base.Loss, grads: list[tuple[Tensor, Tensor]], tolerance: float
 ) -> dict[str, tuple[float, float] | None]:
     """By what is compared (of whole sequences, of the ranks' parts) where they differ, else None."""
-    count = float(whole.num_tokens)
+    count = float(full.num_tokens)
     out: dict[str, tuple[float, float] | None] = {
-        "num_tokens": pair(count, float(summed.num_tokens), rounded(whole.num_tokens, most)),
-        "the loss's sum": pair(float(whole.total), float(summed.total), rounded(whole.total, most), LEAST * abs(count)),
+        "num_tokens": pair(count, float(summed.num_tokens), rounded(full.num_tokens, tolerance)),
+        "the loss's sum": pair(
+            float(full.total), float(summed.total), rounded(full.total, tolerance), MIN_SIZE * abs(count)
+        ),
     }
     # A metric may count by a threshold, which rounding moves.
-    for name in sorted(whole.extra.keys() | summed.extra.keys()):
-        whole_sum, parts = (
-            float(loss.extra[name].double().abs().sum()) if name in loss.extra else 0.0 for loss in (whole, summed)
+    for name in sorted(full.extra.keys() | summed.extra.keys()):
+        full_sum, parts = (
+            float(loss.extra[name].double().abs().sum()) if name in loss.extra else 0.0 for loss in (full, summed)
         )
-        out[f"extra[{name!r}]"] = pair(whole_sum, parts, LEAST, LEAST * abs(count))
+        out[f"extra[{name!r}]"] = pair(full_sum, parts, MIN_SIZE, MIN_SIZE * abs(count))
     pairs = [(e, g) for e, g in grads if e.shape == g.shape and e.numel()]
-    apart = [float((e - g).abs().max()) / (float(e.abs().max()) or 1.0) for e, g in pairs if e.isfinite().all()]
-    worst = next((x for x in apart if not x <= most), 0.0)
+    differences = [float((e - g).abs().max()) / (float(e.abs().max()) or 1.0) for e, g in pairs if e.isfinite().all()]
+    worst = next((x for x in differences if not x <= tolerance), 0.0)
     out[GRADIENT] = (0.0, worst) if worst else None
     return out
 
 
-def rounded(x: Tensor, most: float) -> float:
-    """`most`, or what sums in the dtype of x differ by in another order, if that is more."""
-    return max(most, 16 * torch.finfo(x.dtype).eps) if x.is_floating_point() else most
+def rounded(x: Tensor, tolerance: float) -> float:
+    """`tolerance`, or what sums in the dtype of x differ by in another order, if that is more."""
+    return max(tolerance, 16 * torch.finfo(x.dtype).eps) if x.is_floating_point() else tolerance
 
 
-def pair(whole: float, parts: float, most: float, least: float = 0.0) -> tuple[float, float] | None:
-    """Both numbers, if they differ by more than the fraction `most`, or one alone is finite."""
-    if not math.isfinite(whole):
+def pair(full: float, parts: float, tolerance: float, min_scale: float = 0.0) -> tuple[float, float] | None:
+    """Both numbers, if they differ by more than the fraction `tolerance`, or one alone is finite."""
+    if not math.isfinite(full):
         return None  # wrong on one process too
-    return None if abs(whole - parts) <= most * max(abs(whole), abs(parts), least) else (whole, parts)
+    return None if abs(full - parts) <= tolerance * max(abs(full), abs(parts), min_scale) else (full, parts)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import fzero
 from fzero import models
-from fzero.core import tables
+from fzero.core import config_tables
 from fzero.planner.step_trace import trace_step
 from fzero.run import config_table
 
@@ -107,7 +107,7 @@ def step_bytes(case: Case) -> dict[str, Any]:
     """Of one step, as the planner runs it on fake tensors: bytes at rest, and what a rank sends in each phase."""
     data = math.prod(case.mesh.get(axis, 1) for axis in ("dp", "rp", "ep"))
     family = "mixtral" if case.model == "gpt-oss" else case.model
-    table: tables.Table = {
+    table: config_tables.Table = {
         "preset": "",
         "model": {"family": family, **asdict(MODELS[case.model])},
         "data": {"seq_len": 16},
@@ -118,7 +118,7 @@ def step_bytes(case: Case) -> dict[str, Any]:
         **case.plan,
     }
     for name, value in case.settings.items():
-        tables.put(table, name, value)
+        config_tables.set_nested(table, name, value)
     trace = trace_step(config_table.from_table(table), case.mesh)
     sent: dict[str, list[int]] = {}
     for row in trace.ledger:

@@ -14,26 +14,28 @@ import torch
 from fzero.checkpoint.convert.decoders import is_foreign, notes_of, open_decoder
 from fzero.checkpoint.convert.deepspeed import FP32, ZERO, find_universal, is_plain_deepspeed, open_universal
 from fzero.checkpoint.convert.huggingface_read import leaves_of, read_hf_config, tensors_of
-from fzero.checkpoint.convert.safetensors import Entry
+from fzero.checkpoint.convert.safetensors import TensorEntry
 from fzero.core.pytree import Tree
 from fzero.models import build
 
-__all__ = ["Source", "load", "open_source"]
+__all__ = ["ImportSource", "load", "open_source"]
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 
 
-class Source(NamedTuple):
+class ImportSource(NamedTuple):
     """A model in a folder of another system."""
 
     kind: str  # the kind, for messages
     config: Any  # the sizes, as one of fzero.models
-    leaves: dict[str, Entry]  # our leaves, each read on request
+    leaves: dict[str, TensorEntry]  # our leaves, each read on request
     hf_config: Path  # the config.json with the sizes
     notes: tuple[str, ...] = ()  # lines about it
 
 
-def open_source(folder: str | Path, config: str | Path | None = None, *, dtype: torch.dtype | None = None) -> Source:
+def open_source(
+    folder: str | Path, config: str | Path | None = None, *, dtype: torch.dtype | None = None
+) -> ImportSource:
     """Open the model in `folder`; its weights are read later. A decoder of an architecture that docs/huggingface.md
     does not list is one that transformers' own code computes.
 
@@ -59,25 +61,30 @@ def open_source(folder: str | Path, config: str | Path | None = None, *, dtype: 
             f"deepspeed.checkpoint.ds_to_universal --input_folder {folder} --output_folder ... --inject_missing_state"
         )
     else:
-        wanted = (
+        candidates = (
             f"{SAFETENSORS[0]} (or its index), {METADATA} (torch.distributed.checkpoint), {ZERO}/*/{FP32} "
             "(DeepSpeed universal)"
         )
-        raise ValueError(f"{folder}: holds nothing that fzero imports; looked for {wanted}")
-    where = Path(config) if config is not None else folder / "config.json"
-    if config is None and not where.is_file():
+        raise ValueError(f"{folder}: holds nothing that fzero imports; looked for {candidates}")
+    config_path = Path(config) if config is not None else folder / "config.json"
+    if config is None and not config_path.is_file():
         raise ValueError(
             f"{folder}: a {kind} without a config.json with the model's sizes; name it by config= "
             f"(--hf-config HF_CONFIG.json)"
         )
-    place = universal if tensors is open_universal and universal is not None else folder
-    if tensors is tensors_of and is_foreign(where):
-        found, leaves = open_decoder(folder, where, dtype=dtype)
-        return Source(kind, found, leaves, where, notes_of(found))
-    ours, family = read_hf_config(where, bare=not alone or tensors is open_universal)
-    return Source(kind, ours, leaves_of(place, ours, family, tensors(place), dtype=dtype, alone=alone), where)
+    weights_folder = universal if tensors is open_universal and universal is not None else folder
+    if tensors is tensors_of and is_foreign(config_path):
+        decoder_config, leaves = open_decoder(folder, config_path, dtype=dtype)
+        return ImportSource(kind, decoder_config, leaves, config_path, notes_of(decoder_config))
+    model_config, family = read_hf_config(config_path, bare=not alone or tensors is open_universal)
+    return ImportSource(
+        kind,
+        model_config,
+        leaves_of(weights_folder, model_config, family, tensors(weights_folder), dtype=dtype, alone=alone),
+        config_path,
+    )
 
 
-def load(source: Source) -> Tree:
+def load(source: ImportSource) -> Tree:
     """Load all parameters of a source into memory. Raises ValueError naming a damaged tensor."""
     return build(source.config).init(lambda name, shape, std, mean=0.0, dtype=None: source.leaves[name].give())

@@ -21,20 +21,20 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from fzero.checkpoint.convert.safetensors import Entry
+from fzero.checkpoint.convert.safetensors import TensorEntry
 from fzero.checkpoint.convert.torch_zip import expect_sound
-from fzero.core.foreign import expect_regular
-from fzero.core.paths import path_fault
+from fzero.core.files import path_fault
+from fzero.core.text_parsing import expect_regular
 
 METADATA = ".metadata"
-HERE = "torch.distributed.checkpoint."
-KNOWN = {
+PACKAGE = "torch.distributed.checkpoint."
+ALLOWED = {
     *(
-        (f"{HERE}metadata", name)
+        (f"{PACKAGE}metadata", name)
         for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")
     ),
-    *((f"{HERE}metadata", f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
-    (f"{HERE}filesystem", "_StorageInfo"),
+    *((f"{PACKAGE}metadata", f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
+    (f"{PACKAGE}filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     ("collections", "OrderedDict"),
@@ -57,11 +57,11 @@ def _member(kind: Any, name: str) -> Any:
 
 class _Unpickler(pickle._Unpickler):  # in Python: with a damaged memo index the one in C allocates all memory
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("pathlib") and (module, name) in KNOWN:
+        if module.startswith("pathlib") and (module, name) in ALLOWED:
             return _written_path
         if (module, name) == ("builtins", "getattr"):
             return _member
-        if (module, name) in KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if (module, name) in ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no such checkpoint needs")
 
@@ -81,23 +81,25 @@ def read_metadata(folder: Path) -> Metadata:
 
 def _has_form(metadata: Metadata) -> bool:
     """Whether all values are of the required types; raises AttributeError if one is missing."""
-    held = [kept for kept in metadata.state_dict_metadata.values() if isinstance(kept, TensorStorageMetadata)]
-    boxes = [tuple(numbers) for kept in held for chunk in kept.chunks for numbers in (chunk.offsets, chunk.sizes)]
-    spans = [(place.offset, place.length) for place in metadata.storage_data.values()]
-    texts = [*metadata.state_dict_metadata, *(place.relative_path for place in metadata.storage_data.values())]
+    tensors = [entry for entry in metadata.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata)]
+    boxes = [tuple(numbers) for entry in tensors for chunk in entry.chunks for numbers in (chunk.offsets, chunk.sizes)]
+    spans = [(storage.offset, storage.length) for storage in metadata.storage_data.values()]
+    texts = [*metadata.state_dict_metadata, *(storage.relative_path for storage in metadata.storage_data.values())]
     return (
         all(
             type(n) is int and n >= 0
-            for numbers in [*boxes, *spans, *(tuple(kept.size) for kept in held)]
+            for numbers in [*boxes, *spans, *(tuple(entry.size) for entry in tensors)]
             for n in numbers
         )
         and all(type(text) is str for text in texts)
-        and all(isinstance(kept.properties.dtype, torch.dtype) for kept in held)
-        and all(len(chunk.offsets) == len(chunk.sizes) == len(kept.size) for kept in held for chunk in kept.chunks)
+        and all(isinstance(entry.properties.dtype, torch.dtype) for entry in tensors)
+        and all(
+            len(chunk.offsets) == len(chunk.sizes) == len(entry.size) for entry in tensors for chunk in entry.chunks
+        )
     )
 
 
-def open_dcp(folder: Path) -> dict[str, Entry]:
+def open_dcp(folder: Path) -> dict[str, TensorEntry]:
     """{name: Entry of a tensor} of the checkpoint in `folder`; values that are not tensors are left out.
 
     Raises ValueError if the metadata are damaged, and naming a tensor with a missing part or file.
@@ -105,19 +107,21 @@ def open_dcp(folder: Path) -> dict[str, Entry]:
     metadata = read_metadata(folder)
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
-    held = {n: kept for n, kept in metadata.state_dict_metadata.items() if isinstance(kept, TensorStorageMetadata)}
+    tensors = {
+        n: entry for n, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
+    }
     return {
-        name: Entry(
-            kept.properties.dtype, tuple(kept.size), lambda name=name, kept=kept: _read(folder, reader, name, kept)
+        name: TensorEntry(
+            entry.properties.dtype, tuple(entry.size), lambda name=name, entry=entry: _read(folder, reader, name, entry)
         )
-        for name, kept in held.items()
+        for name, entry in tensors.items()
     }
 
 
-def _read(folder: Path, reader: FileSystemReader, name: str, kept: TensorStorageMetadata) -> Tensor:
+def _read(folder: Path, reader: FileSystemReader, name: str, entry: TensorStorageMetadata) -> Tensor:
     """Assemble a tensor from its chunks, one of which is in memory beside it."""
     items = []
-    for chunk in kept.chunks:
+    for chunk in entry.chunks:
         index = MetadataIndex(name, chunk.offsets)
         if index not in reader.storage_data:
             raise ValueError(
@@ -125,45 +129,46 @@ def _read(folder: Path, reader: FileSystemReader, name: str, kept: TensorStorage
             )
         zeros = torch.Size([0] * len(chunk.sizes))
         items.append(ReadItem(LoadItemType.TENSOR, MetadataIndex(name), chunk.offsets, index, zeros, chunk.sizes))
-    have, wanted = sum(math.prod(chunk.sizes) for chunk in kept.chunks), math.prod(kept.size)
-    if have != wanted:
+    chunk_elements, elements = sum(math.prod(chunk.sizes) for chunk in entry.chunks), math.prod(entry.size)
+    if chunk_elements != elements:
         raise ValueError(
-            f"{folder}: tensor {name} has {wanted} elements, and chunks of {have}; the checkpoint is not whole"
+            f"{folder}: tensor {name} has {elements} elements, and chunks of {chunk_elements}; the checkpoint is not "
+            "whole"
         )
-    into: Any = _Into(torch.empty(kept.size, dtype=kept.properties.dtype))
+    planner: Any = _TensorPlanner(torch.empty(entry.size, dtype=entry.properties.dtype))
     for item in items:
-        place = reader.storage_data[item.storage_index]
-        if fault := path_fault(place.relative_path):
-            raise ValueError(f"{folder / METADATA}: damaged: the file of {name}, {place.relative_path!r}, {fault}")
-        path = folder / place.relative_path
+        storage = reader.storage_data[item.storage_index]
+        if fault := path_fault(storage.relative_path):
+            raise ValueError(f"{folder / METADATA}: damaged: the file of {name}, {storage.relative_path!r}, {fault}")
+        path = folder / storage.relative_path
         if not path.is_file():
             raise ValueError(f"{path}: no such file, but tensor {name} is in it")
-        if not getattr(place, "transform_descriptors", None):  # otherwise the bytes are not a plain zip
+        if not getattr(storage, "transform_descriptors", None):  # otherwise the bytes are not a plain zip
             try:
-                expect_sound(path, place.offset, place.length)
+                expect_sound(path, storage.offset, storage.length)
             except ValueError as error:
                 raise ValueError(f"{error} (tensor {name})") from None
         try:
-            reader.read_data(LoadPlan([item]), into)
+            reader.read_data(LoadPlan([item]), planner)
         except Exception as error:  # the errors of torch for damaged files
             raise ValueError(f"{path}: tensor {name} cannot be read: {' '.join(str(error).split())[:200]}") from None
-    return into.whole
+    return planner.tensor
 
 
-class _Into:
+class _TensorPlanner:
     """The planner that FileSystemReader asks where a chunk goes."""
 
-    def __init__(self, whole: Tensor) -> None:
-        self.whole, self.filled = whole, torch.zeros(whole.shape, dtype=torch.bool)
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.filled = tensor, torch.zeros(tensor.shape, dtype=torch.bool)
 
     def resolve_tensor(self, item: ReadItem) -> Tensor:
-        part, filled = self.whole, self.filled
+        chunk, filled = self.tensor, self.filled
         for dim, (start, size) in enumerate(zip(item.dest_offsets, item.lengths)):
-            part, filled = part.narrow(dim, start, size), filled.narrow(dim, start, size)
+            chunk, filled = chunk.narrow(dim, start, size), filled.narrow(dim, start, size)
         if filled.any():
             raise ValueError(f"two of its chunks overlap, one from {list(item.dest_offsets)} on")
         filled.fill_(True)
-        return part
+        return chunk
 
     def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
         pass

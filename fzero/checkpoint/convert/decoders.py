@@ -14,36 +14,36 @@ from torch import Tensor, nn
 
 from fzero.checkpoint.convert.huggingface import Leaves, write_tokenizer
 from fzero.checkpoint.convert.huggingface_families import FAMILIES
+from fzero.checkpoint.convert.huggingface_layers import read_labels, write_labels
 from fzero.checkpoint.convert.huggingface_read import FLOATS
-from fzero.checkpoint.convert.huggingface_score import read_labels, write_labels
-from fzero.checkpoint.convert.safetensors import Entry
-from fzero.checkpoint.convert.transformers_weights import keep_on_disk, weights_of, without_bars
+from fzero.checkpoint.convert.safetensors import TensorEntry
+from fzero.checkpoint.convert.transformers_weights import copy_to_disk, hide_progress_bars, weights_of
 from fzero.core.files import remove_entry
-from fzero.core.foreign import parse_json, read_json
 from fzero.core.storage import write_text, write_texts
+from fzero.core.text_parsing import parse_json, read_json
 from fzero.models.decoders.config import DecoderConfig, read_decoder
 from fzero.models.score import SCORE, ScoreConfig, head_rows
 
 
-def is_foreign(where: Path) -> bool:
+def is_foreign(path: Path) -> bool:
     """Whether a config.json is of an architecture that fzero has no functions of."""
-    if not where.is_file():
+    if not path.is_file():
         return False
-    kind = read_json(where, wide=True).get("model_type")
+    kind = read_json(path, wide=True).get("model_type")
     return all(kind != family.model_type for family in FAMILIES)
 
 
 def open_decoder(
-    folder: Path, where: Path, *, dtype: torch.dtype | None = None
-) -> tuple[DecoderConfig | ScoreConfig, dict[str, Entry]]:
+    folder: Path, path: Path, *, dtype: torch.dtype | None = None
+) -> tuple[DecoderConfig | ScoreConfig, dict[str, TensorEntry]]:
     """(the config of the decoder in `folder`, its leaves, each read on request), by its config.json.
 
     Raises ValueError as `read_decoder` does, for a module that cannot be cut into layers, and naming a tensor that is
     missing, unexpected or of another shape, and a buffer whose values are not those that its code makes."""
-    content = read_json(where, wide=True)
-    config: Any = read_decoder(content, str(where))
+    content = read_json(path, wide=True)
+    config: Any = read_decoder(content, str(path))
     if content.get("architectures") not in (None, [], [config.architecture]):  # else read_decoder has refused it
-        config = read_labels(content, config, where)
+        config = read_labels(content, config, path)
     decoder = decoder_of(config)
     read = weights_of(decoder.module, folder)
     expect_buffers(decoder.module, read, folder)
@@ -51,11 +51,11 @@ def open_decoder(
     for leaf, names in decoder.sources.items():
         entries = [read[name] for name in names]
         shape, stacked = entries[0].shape, leaf.startswith("blocks")
-        kind = dtype or max((entry.dtype for entry in entries), key=lambda one: one.itemsize)
+        kind = dtype or max((entry.dtype for entry in entries), key=lambda candidate: candidate.itemsize)
         if kind not in FLOATS:
             raise ValueError(f"{folder}: {names[0]} is {kind}; fzero reads {', '.join(map(str, FLOATS))}")
-        whole = (len(names), *shape) if stacked else shape
-        leaves[leaf] = Entry(kind, whole, partial(read_leaf, entries, kind, stacked))
+        full_shape = (len(names), *shape) if stacked else shape
+        leaves[leaf] = TensorEntry(kind, full_shape, partial(read_leaf, entries, kind, stacked))
     return config, leaves
 
 
@@ -65,8 +65,8 @@ def decoder_of(config: DecoderConfig | ScoreConfig) -> Any:
 
     if not isinstance(config, ScoreConfig):
         return model.decoder_of(config)
-    below = model.decoder_of(config.base, head_rows(config))
-    return below._replace(sources={**below.sources, SCORE: ("score.weight",)})
+    base = model.decoder_of(config.base, head_rows(config))
+    return base._replace(sources={**base.sources, SCORE: ("score.weight",)})
 
 
 def notes_of(config: DecoderConfig | ScoreConfig) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ def notes_of(config: DecoderConfig | ScoreConfig) -> tuple[str, ...]:
     return (line, *code, *decoder_of(config).notes)
 
 
-def read_leaf(entries: list[Entry], dtype: torch.dtype, stacked: bool) -> Tensor:
+def read_leaf(entries: list[TensorEntry], dtype: torch.dtype, stacked: bool) -> Tensor:
     """The values of a leaf: stacked, those of its layers."""
     if not stacked:
         return entries[0].give().to(dtype, copy=True)
@@ -93,7 +93,7 @@ def read_leaf(entries: list[Entry], dtype: torch.dtype, stacked: bool) -> Tensor
     return out
 
 
-def expect_buffers(module: nn.Module, read: Mapping[str, Entry], folder: Path) -> None:
+def expect_buffers(module: nn.Module, read: Mapping[str, TensorEntry], folder: Path) -> None:
     """Raise ValueError for a buffer in a folder with other values than the module makes: a run has none of its own."""
     for name, leaf in module.named_buffers():
         if name in read and not torch.equal(read[name].give().to(leaf.dtype), leaf):
@@ -126,22 +126,22 @@ def save_decoder(
     for leaf, names in decoder.sources.items():
         for i, name in enumerate(names):
             index = (i,) if leaf.startswith("blocks") else ()
-            values[name] = keep_on_disk(leaves.read(leaf, index), folder.parent)
+            values[name] = copy_to_disk(leaves.read(leaf, index), folder.parent)
     dtype = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else "float32"
     content = {"architectures": [config.architecture], **parse_json(config.text, config.architecture, wide=True)}
     content |= eos or {}
     if isinstance(config, ScoreConfig):
         content |= {"architectures": [type(decoder.module).__name__], **write_labels(config)}
         content["pad_token_id"] = config.pad if config.pad >= 0 else None
-    content = {name: one for name, one in content.items() if name not in ("torch_dtype", "dtype", "auto_map")}
+    content = {name: value for name, value in content.items() if name not in ("torch_dtype", "dtype", "auto_map")}
     partly = folder.with_name(f"{folder.name}.partial")
     remove_entry(partly)
     try:
-        with without_bars():
+        with hide_progress_bars():
             decoder.module.save_pretrained(partly, state_dict=values, max_shard_size="5GB")
-        for made in partly.glob("*.json"):
-            if not made.name.startswith("model.safetensors"):
-                made.unlink()
+        for json_file in partly.glob("*.json"):
+            if not json_file.name.startswith("model.safetensors"):
+                json_file.unlink()
         write_text(partly, "config.json", json.dumps({**content, "torch_dtype": dtype}, indent=2) + "\n")
         write_tokenizer(partly, tokenizer, config.max_len)
         write_texts(partly, files)

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.convert.safetensors import Entry
+from fzero.checkpoint.convert.safetensors import TensorEntry
 from fzero.checkpoint.convert.torch_zip import expect_sound
-from fzero.core.foreign import expect_regular
-from fzero.core.paths import path_fault
+from fzero.core.files import path_fault
+from fzero.core.text_parsing import expect_regular
 
 ZERO, FP32, STATES = "zero", "fp32.pt", "*_model_states.pt"
 
@@ -64,13 +64,13 @@ def find_universal(folder: Path) -> Path | None:
 def is_plain_deepspeed(folder: Path) -> bool:
     """Whether a DeepSpeed checkpoint that was not converted is in `folder`, or one folder below."""
     return any(
-        next(folder.glob(f"{below}{name}"), None) is not None
-        for below in ("", "*/")
+        next(folder.glob(f"{prefix}{name}"), None) is not None
+        for prefix in ("", "*/")
         for name in (STATES, "*_optim_states.pt")
     )
 
 
-def open_universal(folder: Path) -> dict[str, Entry]:
+def open_universal(folder: Path) -> dict[str, TensorEntry]:
     """{name: Entry of a tensor} of the checkpoint in `folder`: the float32 weights.
 
     Raises ValueError naming a file that is damaged or of another form.
@@ -94,10 +94,12 @@ def open_universal(folder: Path) -> dict[str, Entry]:
     for path in sorted(folder.glob(f"{ZERO}/*/{FP32}")):
         name = path.parent.name
         if name not in shared:
-            shape, dtype = _look(path, shapes.get(name))
-            entries[name] = Entry(dtype, shape, lambda path=path, shape=shape: _read(path, shape))
+            shape, dtype = _tensor_header(path, shapes.get(name))
+            entries[name] = TensorEntry(dtype, shape, lambda path=path, shape=shape: _read(path, shape))
     for name in frozen.keys() - entries.keys() - shared.keys():
-        entries[name] = Entry(torch.float32, frozen[name], lambda name=name: _read_frozen(states, name, frozen[name]))
+        entries[name] = TensorEntry(
+            torch.float32, frozen[name], lambda name=name: _read_frozen(states, name, frozen[name])
+        )
     return entries
 
 
@@ -130,7 +132,7 @@ def _tensor(path: Path, content: Any) -> Tensor:
     return tensor
 
 
-def _look(path: Path, shape: tuple[int, ...] | None) -> tuple[tuple[int, ...], torch.dtype]:
+def _tensor_header(path: Path, shape: tuple[int, ...] | None) -> tuple[tuple[int, ...], torch.dtype]:
     """(shape, dtype) of the tensor in a file; `shape` is that of the model states."""
     content = _load(path, "meta")
     tensor = _tensor(path, content)
@@ -153,13 +155,13 @@ def _read_frozen(states: list[Path], name: str, shape: tuple[int, ...]) -> Tenso
 
     def pieces() -> Iterator[Tensor]:
         for path in states:
-            held = _load(path, "cpu", mapped=True).get("frozen_param_fragments") or {}
-            if name in held:
-                yield held[name].reshape(-1).float()
+            fragments = _load(path, "cpu", mapped=True).get("frozen_param_fragments") or {}
+            if name in fragments:
+                yield fragments[name].reshape(-1).float()
 
-    whole, size = torch.cat([*pieces(), torch.empty(0)]), math.prod(shape)
-    if whole.numel() < size:
+    flat, size = torch.cat([*pieces(), torch.empty(0)]), math.prod(shape)
+    if flat.numel() < size:
         raise ValueError(
-            f"{states[0].parent}: {name} is frozen, and the model states have {whole.numel()} of its {size} elements"
+            f"{states[0].parent}: {name} is frozen, and the model states have {flat.numel()} of its {size} elements"
         )
-    return whole[:size].reshape(shape).clone()
+    return flat[:size].reshape(shape).clone()

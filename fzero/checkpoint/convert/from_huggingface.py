@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from fzero.checkpoint.convert.transformers_weights import keep_on_disk, weights_of, without_bars
-from fzero.comm.tables import barrier
+from fzero.checkpoint.convert.transformers_weights import copy_to_disk, hide_progress_bars, weights_of
+from fzero.comm.rank_tables import barrier
 from fzero.core.arguments import checked
 from fzero.core.files import remove_entry
 from fzero.models.base import Model
 from fzero.models.batch import Batch
-from fzero.models.from_module import expect_trainable, held_by, model_of
+from fzero.models.from_module import expect_trainable, model_of, weight_reader
 from fzero.models.transformers_module import loss_of_task, make_module, tp_rules
 from fzero.sharding import Plan
 from fzero.train.state import TrainState
-from fzero.train.to_module import stacks_of, whole_values
+from fzero.train.to_module import full_values, stacks_of
 
 
 @checked()
@@ -63,7 +63,7 @@ def from_huggingface(
     folder = folder_of(source)
     module, task = make_module(source, task, attention, None if folder else seed)
     if folder is None:
-        weights = held_by(module)
+        weights = weight_reader(module)
     else:
         read = weights_of(module, folder)
         fill_buffers(module, read)
@@ -72,7 +72,7 @@ def from_huggingface(
     rules = tp_rules(module) if tp is None else tp
     expect_trainable(module)
     return model_of(
-        module, partial(loss_of_task, task), weights, layers=layers, batch=batch, tp=rules, found=tp is None
+        module, partial(loss_of_task, task), weights, layers=layers, batch=batch, tp=rules, inferred=tp is None
     )
 
 
@@ -104,17 +104,17 @@ def to_huggingface(
     if target.exists():
         raise ValueError(f"{target}: already exists; name another folder or remove this one first")
     module, _ = make_module(source, task, None, None)
-    have = folder_of(source)
-    if have is not None:
-        fill_buffers(module, weights_of(module, have))
+    source_folder = folder_of(source)
+    if source_folder is not None:
+        fill_buffers(module, weights_of(module, source_folder))
     first = plan is None or plan.mesh.rank == 0
     parameters = dict(module.named_parameters())
     values = {name: leaf for name, leaf in module.state_dict().items() if not leaf.is_meta}
-    for name, value in whole_values(state, plan, stacks_of(state, module, layers, plan), model):
+    for name, value in full_values(state, plan, stacks_of(state, module, layers, plan), model):
         if name not in parameters or value.shape != parameters[name].shape:
             raise ValueError(f"{name} {list(value.shape)} is no parameter of {type(module).__name__} by the source")
         if first:
-            values[name] = keep_on_disk(value.detach(), target.parent)
+            values[name] = copy_to_disk(value.detach(), target.parent)
     if first:
         dtypes = {values[name].dtype for name in parameters}
         module.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
@@ -131,7 +131,7 @@ def write_folder(module: Any, values: dict[str, Any], target: Path) -> None:
     partly = target.with_name(f"{target.name}.partial")
     remove_entry(partly)
     try:
-        with without_bars():
+        with hide_progress_bars():
             module.save_pretrained(partly, state_dict=values, max_shard_size="5GB")
         partly.rename(target)
     except BaseException:

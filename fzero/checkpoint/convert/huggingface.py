@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint.convert.huggingface_config import write_config
-from fzero.checkpoint.convert.huggingface_families import Family, full_name
-from fzero.checkpoint.convert.huggingface_names import Row, places, their_shape
-from fzero.checkpoint.convert.huggingface_read import FLOATS, leaves_of, like, read_hf_config, tensors_of
-from fzero.checkpoint.convert.safetensors import Entry, write_safetensors
+from fzero.checkpoint.convert.huggingface_families import HuggingFaceFamily, full_name
+from fzero.checkpoint.convert.huggingface_names import TensorRow, row_tensors, tensor_shape
+from fzero.checkpoint.convert.huggingface_read import FLOATS, leaves_of, meta_leaves, read_hf_config, tensors_of
+from fzero.checkpoint.convert.safetensors import TensorEntry, write_safetensors
 from fzero.core import pytree
 from fzero.core.files import make_folder, remove_entry
 from fzero.core.pytree import Tree
@@ -86,9 +86,9 @@ def save_hf(
     source = _tokenizer_file(tokenizer)
     hf, family = write_config(config, architecture)
     leaves = params if isinstance(params, Leaves) else in_memory(params)
-    shapes = like(config)
+    shapes = meta_leaves(config)
     _expect_params(leaves.like, shapes)
-    rows = [row for row in family.layouts[0] if row.ours in shapes]
+    rows = [row for row in family.layouts[0] if row.leaf in shapes]
     dtypes = {leaf.dtype for leaf in leaves.like.values()}
     pad = getattr(config, "pad", -1)
     hf |= {
@@ -119,8 +119,8 @@ def write_tokenizer(folder: Path, tokenizer: str | Path | None, max_len: int) ->
     source = _tokenizer_file(tokenizer)
     if source:
         write_text(folder, "tokenizer.json", source.read_text(encoding="utf-8"))
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_len}
-        write_text(folder, "tokenizer_config.json", json.dumps(about, indent=2) + "\n")
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_len}
+        write_text(folder, "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
 
 
 def in_memory(params: Tree) -> Leaves:
@@ -129,42 +129,42 @@ def in_memory(params: Tree) -> Leaves:
     return Leaves(named, lambda name, index: named[name][index])
 
 
-def _tensors(family: Family, rows: list[Row], leaves: Leaves) -> dict[str, Entry]:
+def _tensors(family: HuggingFaceFamily, rows: list[TensorRow], leaves: Leaves) -> dict[str, TensorEntry]:
     """The tensors of transformers, in the order of leaves and layers, each made from ours on request."""
-    sources: dict[str, list[tuple[Row, tuple[int, ...]]]] = {}
+    sources: dict[str, list[tuple[TensorRow, tuple[int, ...]]]] = {}
     for row in rows:
-        for name, index in places(row, leaves.like):
+        for name, index in row_tensors(row, leaves.like):
             sources.setdefault(name, []).append((row, index))
     entries = {}
     for name, parts in sources.items():
         row, _ = parts[0]
-        entries[full_name(family, name)] = Entry(
-            leaves.like[row.ours].dtype,
-            tuple(their_shape(row, leaves.like)),
+        entries[full_name(family, name)] = TensorEntry(
+            leaves.like[row.leaf].dtype,
+            tuple(tensor_shape(row, leaves.like)),
             lambda parts=parts: _tensor(leaves, parts),
         )
     return entries
 
 
-def _tensor(leaves: Leaves, parts: list[tuple[Row, tuple[int, ...]]]) -> Tensor:
+def _tensor(leaves: Leaves, parts: list[tuple[TensorRow, tuple[int, ...]]]) -> Tensor:
     """One tensor of transformers."""
-    ours = [leaves.read(row.ours, index) for row, index in parts]
-    row, whole = parts[0][0], ours[0]
-    if len(ours) > 1:
-        whole = torch.stack(ours, -1).flatten(-2) if row.in_turn else torch.cat(ours, -1)
-    return whole.transpose(-1, -2) if row.transposed else whole
+    pieces = [leaves.read(row.leaf, index) for row, index in parts]
+    row, tensor = parts[0][0], pieces[0]
+    if len(pieces) > 1:
+        tensor = torch.stack(pieces, -1).flatten(-2) if row.in_turn else torch.cat(pieces, -1)
+    return tensor.transpose(-1, -2) if row.transposed else tensor
 
 
-def _write_tensors(folder: Path, entries: dict[str, Entry], max_shard_bytes: int) -> None:
-    shards: list[dict[str, Entry]] = []
-    room, total = -1, 0
+def _write_tensors(folder: Path, entries: dict[str, TensorEntry], max_shard_bytes: int) -> None:
+    shards: list[dict[str, TensorEntry]] = []
+    budget, total = -1, 0
     for name, entry in entries.items():
         size_bytes = entry.dtype.itemsize * torch.Size(entry.shape).numel()
-        if size_bytes > room:
+        if size_bytes > budget:
             shards.append({})
-            room = max_shard_bytes
+            budget = max_shard_bytes
         shards[-1][name] = entry
-        room, total = room - size_bytes, total + size_bytes
+        budget, total = budget - size_bytes, total + size_bytes
     if len(shards) == 1:
         write_safetensors(folder / "model.safetensors", shards[0])
         return

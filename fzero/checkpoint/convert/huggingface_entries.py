@@ -7,8 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fzero.checkpoint.convert.huggingface_families import FAMILIES, ROPE, Family
-from fzero.core.foreign import nearest, short
+from fzero.checkpoint.convert.huggingface_families import FAMILIES, ROPE, HuggingFaceFamily
+from fzero.core.text_parsing import nearest, short
 
 # What describes the file, how a program is to run the model, or what its weights were trained with.
 UNUSED_TEXT = """
@@ -82,7 +82,7 @@ LAYERS = {
 POSITIONS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", ROPE[3])
 
 
-def expect_known(hf: dict[str, Any], family: Family, where: Path) -> None:
+def expect_known(hf: dict[str, Any], family: HuggingFaceFamily, path: Path) -> None:
     """Raise ValueError naming the first entry of a config.json that is not known, or is that of a feature which fzero
     lacks. Entries that are used are checked where they are read."""
     used = used_entries(family)
@@ -92,7 +92,7 @@ def expect_known(hf: dict[str, Any], family: Family, where: Path) -> None:
         if name in OFF:
             if value not in OFF[name]:
                 raise ValueError(
-                    f"{where}: {name} is {short(value)}; fzero supports {' or '.join(map(repr, OFF[name]))} only"
+                    f"{path}: {name} is {short(value)}; fzero supports {' or '.join(map(repr, OFF[name]))} only"
                 )
         elif name == "layer_types":
             # A Mistral's own class does not read it, and AutoModel makes another class of one that has it.
@@ -100,21 +100,21 @@ def expect_known(hf: dict[str, Any], family: Family, where: Path) -> None:
             kind = "sliding_attention" if slides else "full_attention"
             if value is not None and (not isinstance(value, list) or set(map(str, value)) - {kind}):
                 raise ValueError(
-                    f"{where}: layer_types is {short(value)}; fzero has {kind} in all layers here"
+                    f"{path}: layer_types is {short(value)}; fzero has {kind} in all layers here"
                     + (", by sliding_window; take one of the two out of the file" if slides else "")
                 )
         elif value is not None:
             meant = nearest(name, sorted(used - UNUSED))
             raise ValueError(
-                f"{where}: {name} is {short(value)}{meant}; fzero does not know what that changes in a "
+                f"{path}: {name} is {short(value)}{meant}; fzero does not know what that changes in a "
                 f"{family.architecture}. If it changes nothing, take it out of the file"
             )
 
 
-def used_entries(family: Family) -> set[str]:
+def used_entries(family: HuggingFaceFamily) -> set[str]:
     """The names of the entries that are read for a family, or are known to change nothing."""
-    of_model = next(one for one in FAMILIES if one.model_type == family.model_type)
-    names = {name for field in of_model.fields for name in (field.theirs, *field.also)}
+    of_model = next(candidate for candidate in FAMILIES if candidate.model_type == family.model_type)
+    names = {name for field in of_model.fields for name in (field.entry, *field.aliases)}
     names |= {*of_model.fixed, *LAYERS[of_model.layers], *UNUSED_OF.get(of_model.model_type, "").split(), *UNUSED}
     names |= {"quantization_config"}  # refused, or read, before
     return names if of_model.model_type == "gpt2" else names | set(POSITIONS)

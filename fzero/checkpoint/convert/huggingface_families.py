@@ -22,7 +22,7 @@ from fzero.checkpoint.convert.huggingface_names import (
     PHI3_ROWS,
     QWEN3_MOE_FUSED_ROWS,
     QWEN3_MOE_ROWS,
-    Row,
+    TensorRow,
 )
 from fzero.models import DeepSeekConfig, GPT2Config, LlamaConfig, MoEConfig
 
@@ -31,24 +31,24 @@ REQUIRED = object()
 
 class Field(NamedTuple):
     """A size of ours and its entry in config.json; `default`: the value that transformers assumes if there is none;
-    `null`: our value for null, where that is allowed; `also`: other names of the entry, which must agree with it.
+    `null`: our value for null, where that is allowed; `aliases`: other names of the entry, which must agree with it.
     """
 
-    ours: str
-    theirs: str
+    size: str
+    entry: str
     default: Any = REQUIRED
     null: Any = REQUIRED
-    also: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
 
 
-class Family(NamedTuple):
+class HuggingFaceFamily(NamedTuple):
     """One architecture of transformers."""
 
     architecture: str
     model_type: str
     config: type
     prefix: str  # of all names except the head's; files may omit it
-    layouts: tuple[tuple[Row, ...], ...]  # the first is written, all are read
+    layouts: tuple[tuple[TensorRow, ...], ...]  # the first is written, all are read
     fields: tuple[Field, ...]
     # entries with the only values that fzero supports; the first is the default, and is written
     fixed: dict[str, tuple[Any, ...]]
@@ -64,10 +64,10 @@ class Family(NamedTuple):
 
 GPT2_FIELDS = (
     Field("vocab_size", "vocab_size"),
-    Field("max_len", "n_positions", 1024, also=("max_position_embeddings",)),
-    Field("d_model", "n_embd", also=("hidden_size",)),
-    Field("n_layers", "n_layer", also=("num_hidden_layers",)),
-    Field("n_heads", "n_head", also=("num_attention_heads",)),
+    Field("max_len", "n_positions", 1024, aliases=("max_position_embeddings",)),
+    Field("d_model", "n_embd", aliases=("hidden_size",)),
+    Field("n_layers", "n_layer", aliases=("num_hidden_layers",)),
+    Field("n_heads", "n_head", aliases=("num_attention_heads",)),
     Field("d_ff", "n_inner", None),
     Field("dropout", "resid_pdrop", 0.1),
     Field("dropout", "embd_pdrop", 0.1),
@@ -105,10 +105,10 @@ DEEPSEEK_FIELDS = (
     Field("q_rank", "q_lora_rank", None, 0),
     Field("kv_rank", "kv_lora_rank", 512),
     Field("nope_dim", "qk_nope_head_dim", 128),
-    Field("rope_dim", "qk_rope_head_dim", 64, also=("head_dim",)),
+    Field("rope_dim", "qk_rope_head_dim", 64, aliases=("head_dim",)),
     Field("value_dim", "v_head_dim", 128),
     Field("d_ff", "intermediate_size"),
-    Field("n_experts", "n_routed_experts", 256, also=("num_local_experts",)),
+    Field("n_experts", "n_routed_experts", 256, aliases=("num_local_experts",)),
     Field("n_shared", "n_shared_experts", 1),
     Field("top_k", "num_experts_per_tok", 8),
     Field("n_groups", "n_group", 8),
@@ -120,22 +120,22 @@ DEEPSEEK_FIELDS = (
     Field("init_std", "initializer_range", 0.02),
 )
 MIXTRAL_FIELDS = (
-    Field("n_experts", "num_local_experts", 8, also=("num_experts",)),
+    Field("n_experts", "num_local_experts", 8, aliases=("num_experts",)),
     Field("top_k", "num_experts_per_tok", 2),
     Field("balance_coef", "router_aux_loss_coef", 0.001),
 )
 # The experts' units in place of those of dense layers, of which there are none.
 QWEN3_MOE_FIELDS = (
-    *(field for field in _llama_fields(32768, 1e-6, 4) if field.ours != "d_ff"),
+    *(field for field in _llama_fields(32768, 1e-6, 4) if field.size != "d_ff"),
     Field("d_ff", "moe_intermediate_size", 768),
-    Field("n_experts", "num_experts", 128, also=("num_local_experts",)),
+    Field("n_experts", "num_experts", 128, aliases=("num_local_experts",)),
     Field("top_k", "num_experts_per_tok", 8),
     Field("norm_top_k", "norm_topk_prob", False),
     Field("balance_coef", "router_aux_loss_coef", 0.001),
 )
 GPT_OSS_FIELDS = (
-    Field("n_experts", "num_local_experts", 128, also=("num_experts",)),
-    Field("top_k", "num_experts_per_tok", 4, also=("experts_per_token",)),
+    Field("n_experts", "num_local_experts", 128, aliases=("num_experts",)),
+    Field("top_k", "num_experts_per_tok", 4, aliases=("experts_per_token",)),
     Field("balance_coef", "router_aux_loss_coef", 0.001),
 )
 LLAMA_FIXED = {"hidden_act": ("silu",), "attention_bias": (False,), "attention_dropout": (0.0,), "mlp_bias": (False,)}
@@ -216,7 +216,7 @@ GEMMA2_FLAGS = {name: _GEMMA2[name] for name in PLAIN if name not in ("score_dim
 GEMMA3_FLAGS = {**GEMMA2_FLAGS, "qk_norm": True, "score_cap": 0.0}
 INV_FREQ = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 FAMILIES = (
-    Family(
+    HuggingFaceFamily(
         "GPT2LMHeadModel",
         "gpt2",
         GPT2Config,
@@ -226,7 +226,7 @@ FAMILIES = (
         GPT2_FIXED,
         r"h\.\d+\.attn\.(bias|masked_bias)",
     ),
-    Family(
+    HuggingFaceFamily(
         "LlamaForCausalLM",
         "llama",
         LlamaConfig,
@@ -237,7 +237,7 @@ FAMILIES = (
         INV_FREQ,
         PLAIN,
     ),
-    Family(
+    HuggingFaceFamily(
         "MistralForCausalLM",
         "mistral",
         LlamaConfig,
@@ -250,7 +250,7 @@ FAMILIES = (
         layers="window",
         window=4096,
     ),
-    Family(
+    HuggingFaceFamily(
         "SmolLM3ForCausalLM",
         "smollm3",
         LlamaConfig,
@@ -263,7 +263,7 @@ FAMILIES = (
         layers="smollm3",
         theta=2e6,
     ),
-    Family(
+    HuggingFaceFamily(
         "Phi3ForCausalLM",
         "phi3",
         LlamaConfig,
@@ -276,7 +276,7 @@ FAMILIES = (
         layers="window",
         original_len=4096,
     ),
-    Family(
+    HuggingFaceFamily(
         "Qwen2ForCausalLM",
         "qwen2",
         LlamaConfig,
@@ -289,7 +289,7 @@ FAMILIES = (
         layers="qwen",
         window=4096,
     ),
-    Family(
+    HuggingFaceFamily(
         "Qwen3ForCausalLM",
         "qwen3",
         LlamaConfig,
@@ -302,7 +302,7 @@ FAMILIES = (
         layers="qwen",
         window=4096,
     ),
-    Family(
+    HuggingFaceFamily(
         "Olmo2ForCausalLM",
         "olmo2",
         LlamaConfig,
@@ -313,7 +313,7 @@ FAMILIES = (
         INV_FREQ,
         {**PLAIN, "norms": "out", "qk_norm": True, "wide_qk_norm": True},
     ),
-    Family(
+    HuggingFaceFamily(
         "Gemma2ForCausalLM",
         "gemma2",
         LlamaConfig,
@@ -326,7 +326,7 @@ FAMILIES = (
         layers="gemma2",
         window=4096,
     ),
-    Family(
+    HuggingFaceFamily(
         "Gemma3ForCausalLM",
         "gemma3_text",
         LlamaConfig,
@@ -344,7 +344,7 @@ FAMILIES = (
         window=4096,
         theta=1e6,
     ),
-    Family(
+    HuggingFaceFamily(
         "MixtralForCausalLM",
         "mixtral",
         MoEConfig,
@@ -357,7 +357,7 @@ FAMILIES = (
         layers="window",
         theta=1e6,
     ),
-    Family(
+    HuggingFaceFamily(
         "Qwen3MoeForCausalLM",
         "qwen3_moe",
         MoEConfig,
@@ -368,7 +368,7 @@ FAMILIES = (
         INV_FREQ,
         {**PLAIN, "qk_norm": True, "balance": "loss", "expert_bias": False},
     ),
-    Family(
+    HuggingFaceFamily(
         "GptOssForCausalLM",
         "gpt_oss",
         MoEConfig,
@@ -384,7 +384,7 @@ FAMILIES = (
         rope=GPT_OSS_ROPE,
         quantized="mxfp4",
     ),
-    Family(
+    HuggingFaceFamily(
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
         DeepSeekConfig,
@@ -397,6 +397,6 @@ FAMILIES = (
 )
 
 
-def full_name(family: Family, name: str) -> str:
+def full_name(family: HuggingFaceFamily, name: str) -> str:
     """The name in a file of transformers, from the one in a row."""
     return name if name.startswith(OUTER) else family.prefix + name

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from fzero.checkpoint.convert.huggingface_config import write_config
 from fzero.checkpoint.convert.huggingface_families import full_name
-from fzero.checkpoint.convert.huggingface_names import Row, places
-from fzero.checkpoint.convert.huggingface_read import like, read_hf_config
-from fzero.checkpoint.convert.safetensors import Entry, read_safetensors, write_safetensors
+from fzero.checkpoint.convert.huggingface_names import TensorRow, row_tensors
+from fzero.checkpoint.convert.huggingface_read import meta_leaves, read_hf_config
+from fzero.checkpoint.convert.safetensors import TensorEntry, read_safetensors, write_safetensors
 from fzero.core import digest, pytree
 from fzero.core.files import make_folder, remove_entry
-from fzero.core.foreign import expect_entries, nearest, read_json, short
 from fzero.core.pytree import Tree
 from fzero.core.storage import write_text
+from fzero.core.text_parsing import expect_entries, nearest, read_json, short
 from fzero.models import LORA, LoRAConfig
 from fzero.models.presets import without_adapters
 from fzero.sharding.slices import is_stacked
@@ -93,18 +93,18 @@ class Adapter(NamedTuple):
     """An adapter in a folder of PEFT."""
 
     config: LoRAConfig
-    leaves: dict[str, Entry]  # ours, each made on request
+    leaves: dict[str, TensorEntry]  # ours, each made on request
     notes: list[str]  # lines about what is not taken over
     stored: dict[str, bool]  # the weights of ours, and whether transformers has them as [out, in]
     subtracted: str  # of SUBTRACTED in small letters, or ""
     folder: Path  # where it is
 
 
-class _Place(NamedTuple):
+class _ModuleLayer(NamedTuple):
     """A layer of a weight of ours in transformers."""
 
     module: str  # that has it, alone or with others
-    row: Row
+    row: TensorRow
     index: tuple[int, ...]  # into our leaf
 
 
@@ -115,13 +115,13 @@ def is_adapter(folder: Path) -> bool:
 
 def base_of(folder: Path) -> Path:
     """The folder of an adapter's base; raises ValueError if it is not here."""
-    said = read_json(folder / CONFIG, wide=True).get("base_model_name_or_path")
-    for place in (folder / said, Path(said)) if isinstance(said, str) and said else ():
-        if place.is_dir() and place.resolve() != folder.resolve():
-            return place
+    base_name = read_json(folder / CONFIG, wide=True).get("base_model_name_or_path")
+    for candidate in (folder / base_name, Path(base_name)) if isinstance(base_name, str) and base_name else ():
+        if candidate.is_dir() and candidate.resolve() != folder.resolve():
+            return candidate
     raise ValueError(
-        f"{folder / CONFIG}: base_model_name_or_path is {short(said)}, which is no folder here; write there the folder "
-        "of the model that the adapter was trained on"
+        f"{folder / CONFIG}: base_model_name_or_path is {short(base_name)}, which is no folder here; write there the "
+        "folder of the model that the adapter was trained on"
     )
 
 
@@ -144,23 +144,23 @@ def save_adapter(folder: str | Path, config: LoRAConfig, params: Tree, *, base: 
     adapted = {name.removesuffix("_lora_a") for name in named if name.endswith("_lora_a")}
     entries, used = {}, {}
     for module, row, index in modules:
-        if row.ours not in adapted:
+        if row.leaf not in adapted:
             continue
-        if row.beside:
+        if row.fused_leaves:
             raise ValueError(
-                f"{row.ours} is a part of {module} in transformers, where all parts have one factor A; merge them: "
+                f"{row.leaf} is a part of {module} in transformers, where all parts have one factor A; merge them: "
                 "fzero export without --adapter"
             )
         used[module] = row
         parts = {"lora_A.weight": "a", "lora_B.weight": "b"} | ({"lora_magnitude_vector": "m"} if config.dora else {})
-        for theirs, factor in parts.items():
-            leaf = named[f"{row.ours}_lora_{factor}"][index]
+        for suffix, factor in parts.items():
+            leaf = named[f"{row.leaf}_lora_{factor}"][index]
             leaf = leaf if factor == "m" else leaf.T
-            entries[f"{PREFIX}{module}.{theirs}"] = Entry(leaf.dtype, tuple(leaf.shape), lambda leaf=leaf: leaf)
+            entries[f"{PREFIX}{module}.{suffix}"] = TensorEntry(leaf.dtype, tuple(leaf.shape), lambda leaf=leaf: leaf)
     targets = sorted({module.rpartition(".")[2] for module in used})
     if any(module.rpartition(".")[2] in targets for module, *_ in modules if module not in used):
         targets = sorted(used)
-    about = {
+    peft_config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -177,10 +177,10 @@ def save_adapter(folder: str | Path, config: LoRAConfig, params: Tree, *, base: 
     remove_entry(partial)
     make_folder(partial.parent, partial.name)
     try:
-        write_text(partial, CONFIG, json.dumps(about, indent=2) + "\n")
+        write_text(partial, CONFIG, json.dumps(peft_config, indent=2) + "\n")
         write_safetensors(partial / TENSORS, entries)
-        if known := base_digest(named):
-            write_text(partial, BASE, json.dumps({"digest": known}) + "\n")
+        if base_sum := base_digest(named):
+            write_text(partial, BASE, json.dumps({"digest": base_sum}) + "\n")
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -194,63 +194,73 @@ def open_adapter(folder: Path, base: Path, inner: Any) -> Adapter:
     Those of SUBTRACTED have twice the rank: see `add_subtracted`. Raises ValueError of one line for an adapter of
     another kind than LoRA or DoRA, and for one of another base.
     """
-    about = _read_about(folder / CONFIG)
+    peft_config = _read_peft_config(folder / CONFIG)
     if not (folder / TENSORS).is_file():
         raise ValueError(
             f"{folder / TENSORS}: no such file; fzero reads no other weights of an adapter (no .bin files)"
         )
-    rank, dora = about["r"], about.get("use_dora", False)
-    subtracted = str(about.get("init_lora_weights")).lower() if about.get("init_lora_weights") in SUBTRACTED else ""
+    rank, dora = peft_config["r"], peft_config.get("use_dora", False)
+    subtracted = (
+        str(peft_config.get("init_lora_weights")).lower() if peft_config.get("init_lora_weights") in SUBTRACTED else ""
+    )
     tensors = {n.removeprefix(PREFIX).removesuffix(".weight"): e for n, e in read_safetensors(folder / TENSORS).items()}
-    leaves, other = like(inner), f"{folder}: an adapter for another base than {base}"
-    found: dict[str, dict[tuple[int, ...], Entry]] = {}
-    rest, modules = set(tensors), _modules(inner, base)
+    leaves, mismatch = meta_leaves(inner), f"{folder}: an adapter for another base than {base}"
+    layer_entries: dict[str, dict[tuple[int, ...], TensorEntry]] = {}
+    unmatched, modules = set(tensors), _modules(inner, base)
     for module, row, index in modules:
-        size_in, size_out = leaves[row.ours].shape[-2:]
+        size_in, size_out = leaves[row.leaf].shape[-2:]
         shapes = {"lora_A": ("a", (rank, size_in)), "lora_B": ("b", (size_out, rank))}
         shapes |= {"lora_magnitude_vector": ("m", (size_out,))} if dora else {}
-        for theirs, (factor, shape) in shapes.items():
-            name = f"{module}.{theirs}"
+        for suffix, (factor, shape) in shapes.items():
+            name = f"{module}.{suffix}"
             if name not in tensors:
                 continue
             if rank > min(size_in, size_out):
                 raise ValueError(f"{folder / CONFIG}: r is {rank}, more than {module} has rows or columns; {MERGE}")
-            if row.beside:
+            if row.fused_leaves:
                 raise ValueError(f"{folder}: has factors of {module}, of which fzero has the parts apart; {MERGE}")
             if tensors[name].shape != shape:
-                raise ValueError(f"{other}: {name} is {list(tensors[name].shape)}, and there it would be {list(shape)}")
-            rest.discard(name)
-            found.setdefault(f"{row.ours}_lora_{factor}", {})[index] = tensors[name]
-    if rest:
-        tied = getattr(inner, "tied", False) and any(re.search(r"\.\d+\.", name) is None for name in rest)
+                raise ValueError(
+                    f"{mismatch}: {name} is {list(tensors[name].shape)}, and there it would be {list(shape)}"
+                )
+            unmatched.discard(name)
+            layer_entries.setdefault(f"{row.leaf}_lora_{factor}", {})[index] = tensors[name]
+    if unmatched:
+        tied = getattr(inner, "tied", False) and any(re.search(r"\.\d+\.", name) is None for name in unmatched)
         raise ValueError(
-            f"{other}, or of an embedding, a head, a bias or experts, which fzero's adapters lack: it has {min(rest)}; "
+            f"{mismatch}, or of an embedding, a head, a bias or experts, which fzero's adapters lack: "
+            f"it has {min(unmatched)}; "
             + ("its embedding is its head too, and PEFT would merge into both what is of one" if tied else MERGE)
         )
-    names = sorted({re.sub(LORA, "", name) for name in found})
+    names = sorted({re.sub(LORA, "", name) for name in layer_entries})
     for name in names:
         for factor in "abm" if dora else "ab":
-            have = found.get(f"{name}_lora_{factor}", {})
-            if len(have) < leaves[name].shape[0]:
+            layer_tensors = layer_entries.get(f"{name}_lora_{factor}", {})
+            if len(layer_tensors) < leaves[name].shape[0]:
                 raise ValueError(
-                    f"{other}, or of some layers alone: it has factors for {len(have)} of the "
+                    f"{mismatch}, or of some layers alone: it has factors for {len(layer_tensors)} of the "
                     f"{leaves[name].shape[0]} layers of {name}; {MERGE}"
                 )
-    alpha = about["lora_alpha"] * (math.sqrt(rank) if about.get("use_rslora") else 1.0)
+    alpha = peft_config["lora_alpha"] * (math.sqrt(rank) if peft_config.get("use_rslora") else 1.0)
     targets = rf"^({'|'.join(re.escape(name) for name in names)})$"
     config = LoRAConfig(inner, rank, float(alpha), targets, dora)
     if subtracted:
         config = LoRAConfig(inner, 2 * rank, 2 * float(alpha), targets, dora)
-    _expect_selected(about, [place.module for place in modules], {name.rpartition(".")[0] for name in tensors}, folder)
-    rate = about.get("lora_dropout", 0.0)
+    _expect_selected(
+        peft_config,
+        [module_layer.module for module_layer in modules],
+        {name.rpartition(".")[0] for name in tensors},
+        folder,
+    )
+    rate = peft_config.get("lora_dropout", 0.0)
     notes = [f"{folder}: was trained with lora_dropout {rate}; fzero trains factors without dropout"] if rate else []
     if subtracted:
         notes.append(
             f"{folder}: init_lora_weights is {subtracted!r}, which PEFT takes out of the base; fzero has its first "
             f"factors beside the others, which makes the rank {2 * rank}"
         )
-    stored = {row.ours: row.transposed for _, row, _ in modules if row.ours in names}
-    factors = {name: _stacked(name, parts) for name, parts in found.items()}
+    stored = {row.leaf: row.transposed for _, row, _ in modules if row.leaf in names}
+    factors = {name: _stacked(name, parts) for name, parts in layer_entries.items()}
     return Adapter(config, factors, notes, stored, subtracted, folder)
 
 
@@ -268,18 +278,18 @@ def adapter_leaves(adapter: Adapter, named: Mapping[str, Tensor]) -> dict[str, T
         weight, a, b = named[name].float(), leaves[f"{name}_lora_a"].float(), leaves[f"{name}_lora_b"].float()
         # The decomposition of the matrix that PEFT gives to it, whose bits are PEFT's on the same machine.
         if adapter.subtracted == "pissa":
-            (left, right), error = _principal_factors(weight.mT, rank)
-            first, second = right.mT, left.mT / scale
-            why = f"of the singular values of {name} the {rank}th and the next are all but equal"
+            (left_factor, right_factor), error = _principal_factors(weight.mT, rank)
+            first, second = right_factor.mT, left_factor.mT / scale
+            reason = f"of the singular values of {name} the {rank}th and the next are all but equal"
         else:
-            (left, right), error = _orthogonal_factors(weight.mT if transposed else weight, rank)
-            first, second = (right.mT, left.mT) if transposed else (left, right)
-            why = f"of {name} the first {rank} columns are all but dependent"
+            (left_factor, right_factor), error = _orthogonal_factors(weight.mT if transposed else weight, rank)
+            first, second = (right_factor.mT, left_factor.mT) if transposed else (left_factor, right_factor)
+            reason = f"of {name} the first {rank} columns are all but dependent"
         if error > LOOSE:
             raise ValueError(
-                f"{adapter.folder / CONFIG}: init_lora_weights is {adapter.subtracted!r}, and {why}: rounding decides "
-                f"what PEFT takes out of the base, up to {error:.0e} of it from machine to machine; let PEFT save it "
-                "as plain LoRA (path_initial_model_for_weight_conversion), or merge it"
+                f"{adapter.folder / CONFIG}: init_lora_weights is {adapter.subtracted!r}, and {reason}: rounding "
+                f"decides what PEFT takes out of the base, up to {error:.0e} of it from machine to machine; let PEFT "
+                "save it as plain LoRA (path_initial_model_for_weight_conversion), or merge it"
             )
         leaves[f"{name}_lora_a"] = torch.cat([a, first], -1)
         leaves[f"{name}_lora_b"] = torch.cat([b, -second], -2)
@@ -289,12 +299,12 @@ def adapter_leaves(adapter: Adapter, named: Mapping[str, Tensor]) -> dict[str, T
 def _principal_factors(weight: Tensor, rank: int) -> tuple[tuple[Tensor, Tensor], float]:
     """The factors [L, M, R], [L, R, N] of the best product of that rank of weights [L, M, N], and how far rounding of
     the weights in float32 can turn it, as a part of the weights: by the gap between the singular values R and R+1."""
-    left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
+    u, sizes, v = torch.linalg.svd(weight, full_matrices=False)
     root = sizes[..., :rank].sqrt()
-    factors = left[..., :rank] * root[..., None, :], right[..., :rank, :] * root[..., None]
+    factors = u[..., :rank] * root[..., None, :], v[..., :rank, :] * root[..., None]
     last, largest = sizes[..., rank - 1], sizes[..., 0].clamp(min=torch.finfo(torch.float32).tiny)
-    after = sizes[..., rank] if sizes.shape[-1] > rank else torch.zeros_like(last)
-    turn = (torch.finfo(torch.float32).eps * largest / (last - after)).nan_to_num(1.0).clamp(max=1.0)
+    next_value = sizes[..., rank] if sizes.shape[-1] > rank else torch.zeros_like(last)
+    turn = (torch.finfo(torch.float32).eps * largest / (last - next_value)).nan_to_num(1.0).clamp(max=1.0)
     return factors, float((turn * last / largest).max())
 
 
@@ -302,22 +312,22 @@ def _orthogonal_factors(weight: Tensor, rank: int) -> tuple[tuple[Tensor, Tensor
     """The first columns of Q [L, M, R] and rows of R [L, R, N] of weights [L, M, N], and how far rounding can turn
     their product: by what each of the first columns has beside those before it."""
     q, r = torch.linalg.qr(weight)
-    beside = r.diagonal(dim1=-2, dim2=-1)[..., :rank].abs() / weight[..., :rank].norm(dim=-2)
-    turn = (torch.finfo(torch.float32).eps / beside).nan_to_num(0.0).clamp(max=1.0)  # a column of zeros turns nothing
+    residual = r.diagonal(dim1=-2, dim2=-1)[..., :rank].abs() / weight[..., :rank].norm(dim=-2)
+    turn = (torch.finfo(torch.float32).eps / residual).nan_to_num(0.0).clamp(max=1.0)  # a column of zeros turns nothing
     return (q[..., :rank], r[..., :rank, :]), float(turn.max())
 
 
-def _read_about(where: Path) -> dict[str, Any]:
+def _read_peft_config(path: Path) -> dict[str, Any]:
     """The content of an adapter_config.json, in which every entry is known; raises ValueError for another kind."""
-    about = read_json(where, wide=True)
-    expect_entries(about, {"peft_type": str}, str(where))
-    if about["peft_type"] != "LORA":
-        raise ValueError(f"{where}: peft_type is {short(about['peft_type'])}; fzero has LORA alone")
-    expect_entries(about, {**KINDS, **SELECTED}, str(where))
-    if not 0.0 < about["lora_alpha"] < math.inf:
-        raise ValueError(f"{where}: lora_alpha is {short(about['lora_alpha'])}; it must be a positive number")
-    known = UNUSED | {name.removesuffix("?") for name in (*KINDS, *SELECTED)}
-    for name, value in about.items():
+    peft_config = read_json(path, wide=True)
+    expect_entries(peft_config, {"peft_type": str}, str(path))
+    if peft_config["peft_type"] != "LORA":
+        raise ValueError(f"{path}: peft_type is {short(peft_config['peft_type'])}; fzero has LORA alone")
+    expect_entries(peft_config, {**KINDS, **SELECTED}, str(path))
+    if not 0.0 < peft_config["lora_alpha"] < math.inf:
+        raise ValueError(f"{path}: lora_alpha is {short(peft_config['lora_alpha'])}; it must be a positive number")
+    recognized = UNUSED | {name.removesuffix("?") for name in (*KINDS, *SELECTED)}
+    for name, value in peft_config.items():
         if name in PLAIN and value not in PLAIN[name]:
             random = name == "init_lora_weights" and str(value).startswith("pissa")
             fix = "; it changes the base's weights when it is loaded" if name == "init_lora_weights" else ""
@@ -329,16 +339,16 @@ def _read_about(where: Path) -> dict[str, Any]:
                 if len(PLAIN[name]) > 3
                 else repr(PLAIN[name][0])
             )
-            raise ValueError(f"{where}: {name} is {short(value)}; fzero has {allowed} alone{fix}")
-        if name not in PLAIN and name not in known and value is not None:
+            raise ValueError(f"{path}: {name} is {short(value)}; fzero has {allowed} alone{fix}")
+        if name not in PLAIN and name not in recognized and value is not None:
             raise ValueError(
-                f"{where}: {name} is {short(value)}{nearest(name, (*known, *PLAIN))}; fzero does not know what that "
-                "changes in LoRA. If it changes nothing, take it out of the file"
+                f"{path}: {name} is {short(value)}{nearest(name, (*recognized, *PLAIN))}; fzero does not know what "
+                "that changes in LoRA. If it changes nothing, take it out of the file"
             )
-    return about
+    return peft_config
 
 
-def _expect_selected(about: dict[str, Any], modules: list[str], have: set[str], folder: Path) -> None:
+def _expect_selected(peft_config: dict[str, Any], modules: list[str], adapted: set[str], folder: Path) -> None:
     """Raise ValueError where target_modules and exclude_modules, by which PEFT chooses the modules that it adapts, and
     the factors in the file speak of others."""
 
@@ -347,33 +357,37 @@ def _expect_selected(about: dict[str, Any], modules: list[str], have: set[str], 
             return re.fullmatch(pattern, module) is not None
         return any(module == name or module.endswith(f".{name}") for name in pattern or ())
 
-    targets, excluded = about["target_modules"], about.get("exclude_modules")
+    targets, excluded = peft_config["target_modules"], peft_config.get("exclude_modules")
     for name, pattern in (("target_modules", targets), ("exclude_modules", excluded)):
-        if isinstance(pattern, list) and not all(isinstance(one, str) for one in pattern):
+        if isinstance(pattern, list) and not all(isinstance(candidate, str) for candidate in pattern):
             raise ValueError(f"{folder / CONFIG}: {name} is {short(pattern)}; it must name modules")
     try:
-        selected = {one for one in modules if matches(targets, one) and not matches(excluded, one)}
+        selected = {
+            candidate for candidate in modules if matches(targets, candidate) and not matches(excluded, candidate)
+        }
     except re.error as error:
         raise ValueError(f"{folder / CONFIG}: target_modules or exclude_modules is no pattern ({error})") from None
-    unnamed = next((one for one in targets if not any(matches([one], module) for module in modules)), None)
+    unnamed = next(
+        (candidate for candidate in targets if not any(matches([candidate], module) for module in modules)), None
+    )
     if isinstance(targets, list) and unnamed is not None:
         raise ValueError(f"{folder / CONFIG}: target_modules has {unnamed!r}, of which there are no factors")
-    lacking, extra = selected - have, (set(modules) & have) - selected
-    for some, fault in (
+    lacking, extra = selected - adapted, (set(modules) & adapted) - selected
+    for disputed, fault in (
         (lacking, "names it, and no factors of it are there"),
         (extra, "does not name it, and factors of it are there"),
     ):
-        if some:
-            raise ValueError(f"{folder / CONFIG}: {min(some)}: target_modules {fault}; is it of another file?")
+        if disputed:
+            raise ValueError(f"{folder / CONFIG}: {min(disputed)}: target_modules {fault}; is it of another file?")
 
 
 def expect_base(folder: Path, base: Path, named: Mapping[str, Tensor]) -> None:
     """Raise ValueError if the adapter in `folder` tells that it was trained on other weights than `named`."""
     if not (folder / BASE).is_file():
         return
-    about = read_json(folder / BASE)
-    expect_entries(about, {"digest": str}, str(folder / BASE))
-    if about["digest"] != base_digest(named):
+    table = read_json(folder / BASE)
+    expect_entries(table, {"digest": str}, str(folder / BASE))
+    if table["digest"] != base_digest(named):
         raise ValueError(
             f"{folder}: an adapter for another base than {base}: the sizes agree, and the weights do not; "
             f"base_model_name_or_path in {CONFIG} names the base"
@@ -389,25 +403,25 @@ def base_digest(named: Mapping[str, Tensor]) -> str:
     return f"{digest.combine({name: digest.digest(leaf.to(torch.bfloat16)) for name, leaf in base.items()}):016x}"
 
 
-def _modules(inner: Any, base: Path | None) -> list[_Place]:
+def _modules(inner: Any, base: Path | None) -> list[_ModuleLayer]:
     """The layers of the weights [in, out] of the blocks. base: the folder of the model, whose config.json tells the
     architecture."""
-    told = (
+    has_config = (
         base is not None
         and (base / "config.json").is_file()
         and "architectures" in read_json(base / "config.json", wide=True)
     )
-    family = read_hf_config(base / "config.json")[1] if base is not None and told else write_config(inner)[1]
-    leaves = like(inner)
+    family = read_hf_config(base / "config.json")[1] if base is not None and has_config else write_config(inner)[1]
+    leaves = meta_leaves(inner)
     return [
-        _Place(full_name(family, name).removesuffix(".weight"), row, index)
+        _ModuleLayer(full_name(family, name).removesuffix(".weight"), row, index)
         for row in family.layouts[0]
-        if row.ours in leaves and is_stacked(row.ours) and leaves[row.ours].dim() == 3
-        for name, index in places(row, leaves)
+        if row.leaf in leaves and is_stacked(row.leaf) and leaves[row.leaf].dim() == 3
+        for name, index in row_tensors(row, leaves)
     ]
 
 
-def _stacked(name: str, parts: dict[tuple[int, ...], Entry]) -> Entry:
+def _stacked(name: str, parts: dict[tuple[int, ...], TensorEntry]) -> TensorEntry:
     """A leaf of ours from the tensors of its layers."""
     layers = [parts[index] for index in sorted(parts)]
     turned = not name.endswith("_lora_m")
@@ -416,4 +430,4 @@ def _stacked(name: str, parts: dict[tuple[int, ...], Entry]) -> Entry:
     def give() -> Tensor:
         return torch.stack([layer.give().T.contiguous() if turned else layer.give() for layer in layers])
 
-    return Entry(layers[0].dtype, (len(layers), *shape), give)
+    return TensorEntry(layers[0].dtype, (len(layers), *shape), give)

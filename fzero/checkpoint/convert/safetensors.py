@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.files import writing
-from fzero.core.foreign import LARGEST, expect_entries, expect_regular, parse_json, short
+from fzero.core.text_parsing import LARGEST, expect_entries, expect_regular, parse_json, short
 
 CHUNK_BYTES = 1 << 22
 LONGEST_HEADER = LARGEST  # bytes
@@ -42,7 +42,7 @@ DTYPES = {
 NAMED = {text: dtype for dtype, text in DTYPES.items()}
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor that is made on request."""
 
     dtype: torch.dtype
@@ -53,19 +53,19 @@ class Entry(NamedTuple):
 # ---- writing ----
 
 
-def write_safetensors(path: Path, entries: dict[str, Entry]) -> int:
+def write_safetensors(path: Path, entries: dict[str, TensorEntry]) -> int:
     """Write a safetensors file to `path`, which must not exist; return its size in bytes once it is durable.
 
     One tensor is made at a time, and dropped before the next.
     """
     # Wide dtypes first, so that every tensor is aligned, as readers that map the file require.
     order = sorted(entries, key=lambda name: -entries[name].dtype.itemsize)
-    table, place = {}, 0
+    table, position = {}, 0
     for name in order:
         dtype, shape, _ = entries[name]
-        end = place + dtype.itemsize * torch.Size(shape).numel()
-        table[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [place, end]}
-        place = end
+        end = position + dtype.itemsize * torch.Size(shape).numel()
+        table[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        position = end
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
     with writing(path, "new") as f:
@@ -74,10 +74,10 @@ def write_safetensors(path: Path, entries: dict[str, Entry]) -> int:
             _write(f, name, entries[name])
         f.flush()
         os.fsync(f.fileno())
-    return 8 + len(text) + place
+    return 8 + len(text) + position
 
 
-def _write(f: BinaryIO, name: str, entry: Entry) -> None:
+def _write(f: BinaryIO, name: str, entry: TensorEntry) -> None:
     tensor = entry.give()
     assert tensor.dtype == entry.dtype and tuple(tensor.shape) == tuple(entry.shape), name
     view = memory_of(tensor.detach().cpu().contiguous())
@@ -93,49 +93,49 @@ def memory_of(tensor: Tensor) -> memoryview:
 # ---- reading ----
 
 
-def read_safetensors(path: Path) -> dict[str, Entry]:
+def read_safetensors(path: Path) -> dict[str, TensorEntry]:
     """{name: Entry} of a safetensors file. Only its header is read now; a tensor is read on request.
 
     Raises ValueError naming a damaged file (truncated, with an invalid header, or with offsets that do not fit the
     data), and naming a tensor whose dtype torch lacks.
     """
-    have = expect_regular(path)
+    file_bytes = expect_regular(path)
     with open(path, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
-        if have < 8 or length > min(have - 8, LONGEST_HEADER):
-            raise ValueError(f"{path}: damaged: a header of {length} bytes in a file of {have}")
+        if file_bytes < 8 or length > min(file_bytes - 8, LONGEST_HEADER):
+            raise ValueError(f"{path}: damaged: a header of {length} bytes in a file of {file_bytes}")
         try:
             table = parse_json(f.read(length), str(path))
         except ValueError as error:
             raise ValueError(f"{error}; its header is not that of a safetensors file") from None
     table.pop("__metadata__", None)
-    places = {name: _place(path, name, entry) for name, entry in table.items()}
-    entries = {name: _entry(path, 8 + length, name, *place) for name, place in places.items()}
-    place = 0
-    for name, (_, _, begin, end) in sorted(places.items(), key=lambda item: item[1][2:]):
-        if begin != place:
-            raise ValueError(f"{path}: damaged: tensor {name} begins at byte {begin} of the data; {place} is free")
-        place = end
-    if 8 + length + place != have:
-        raise ValueError(f"{path}: damaged: it has {have} bytes, its header speaks of {8 + length + place}")
+    spans = {name: _parse_span(path, name, entry) for name, entry in table.items()}
+    entries = {name: _entry(path, 8 + length, name, *position) for name, position in spans.items()}
+    position = 0
+    for name, (_, _, begin, end) in sorted(spans.items(), key=lambda item: item[1][2:]):
+        if begin != position:
+            raise ValueError(f"{path}: damaged: tensor {name} begins at byte {begin} of the data; {position} is free")
+        position = end
+    if 8 + length + position != file_bytes:
+        raise ValueError(f"{path}: damaged: it has {file_bytes} bytes, its header speaks of {8 + length + position}")
     return entries
 
 
-def _place(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+def _parse_span(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     """(dtype, shape, begin, end) of an entry of a header, whose types are checked."""
-    where = f"{path}: damaged: tensor {short(name)} of its header"
+    subject = f"{path}: damaged: tensor {short(name)} of its header"
     if not isinstance(entry, dict):
-        raise ValueError(f"{where} is {short(entry)}; it must be a table")
-    expect_entries(entry, {"dtype": str, "shape": list, "data_offsets": list}, where)
+        raise ValueError(f"{subject} is {short(entry)}; it must be a table")
+    expect_entries(entry, {"dtype": str, "shape": list, "data_offsets": list}, subject)
     shape, span = entry["shape"], entry["data_offsets"]
     if not all(type(n) is int and n >= 0 for n in (*shape, *span)) or len(span) != 2 or len(shape) > MOST_DIMS:
         raise ValueError(
-            f"{where} has shape {short(shape)} and data_offsets {short(span)}; a shape is of whole numbers"
+            f"{subject} has shape {short(shape)} and data_offsets {short(span)}; a shape is of whole numbers"
         )
     return entry["dtype"], tuple(shape), span[0], span[1]
 
 
-def _entry(path: Path, base: int, name: str, text: str, shape: tuple[int, ...], begin: int, end: int) -> Entry:
+def _entry(path: Path, base: int, name: str, text: str, shape: tuple[int, ...], begin: int, end: int) -> TensorEntry:
     if text not in NAMED:
         raise ValueError(f"{path}: tensor {name[:200]} is of dtype {text[:80]}; these are known: {', '.join(NAMED)}")
     dtype = NAMED[text]
@@ -154,4 +154,4 @@ def _entry(path: Path, base: int, name: str, text: str, shape: tuple[int, ...], 
                 done += got
         return tensor
 
-    return Entry(dtype, shape, give)
+    return TensorEntry(dtype, shape, give)

@@ -6,17 +6,17 @@ import io
 import zipfile
 from pathlib import Path
 
-from fzero.core.foreign import expect_regular
+from fzero.core.text_parsing import expect_regular
 
 
-class Span(io.RawIOBase):
+class FileSpan(io.RawIOBase):
     """The bytes [begin, begin + length) of a file, as a file object."""
 
     def __init__(self, path: Path, begin: int, length: int) -> None:
         super().__init__()
         expect_regular(path)
         self.file = open(path, "rb")  # noqa: SIM115  (closed with this one)
-        self.begin, self.length, self.at = begin, length, 0
+        self.begin, self.length, self.position = begin, length, 0
 
     def readable(self) -> bool:
         return True
@@ -25,17 +25,17 @@ class Span(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
-        return self.at
+        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.length}[whence]
+        return self.position
 
     def tell(self) -> int:
-        return self.at
+        return self.position
 
     def readinto(self, buffer: memoryview) -> int:
-        view = memoryview(buffer)[: max(0, self.length - self.at)]
-        self.file.seek(self.begin + self.at)
+        view = memoryview(buffer)[: max(0, self.length - self.position)]
+        self.file.seek(self.begin + self.position)
         got = self.file.readinto(view)
-        self.at += got
+        self.position += got
         return got
 
     def close(self) -> None:
@@ -53,10 +53,10 @@ def expect_sound(path: Path, begin: int = 0, length: int | None = None) -> None:
         raise ValueError(f"{path}: no such file")
     try:
         with zipfile.ZipFile(
-            io.BufferedReader(Span(path, begin, path.stat().st_size if length is None else length), 1 << 20)
+            io.BufferedReader(FileSpan(path, begin, path.stat().st_size if length is None else length), 1 << 20)
         ) as file:
-            kept = [info for info in file.infolist() if info.CRC]
-            for info in kept:
+            summed = [info for info in file.infolist() if info.CRC]
+            for info in summed:
                 with file.open(info) as inside:
                     while inside.read(1 << 20):
                         pass

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.convert.huggingface_read import like
-from fzero.checkpoint.convert.safetensors import Entry
+from fzero.checkpoint.convert.huggingface_read import meta_leaves
+from fzero.checkpoint.convert.safetensors import TensorEntry
 from fzero.core import prng
 from fzero.models import LlamaConfig, MoEConfig
-from fzero.sharding import draw
+from fzero.sharding import leaf_init
 
 DENSE, ROUTED, ROUTER = "blocks/mlp/", "blocks/moe/", "blocks/moe/router"
 
@@ -35,23 +35,25 @@ class Upcycle(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Upcycle:
         """The numbers of a text such as "experts=8,top=2"; raises ValueError saying what is wrong with it."""
-        found: dict[str, int] = {}
-        for part in text.split(","):
-            name, _, number = part.strip().partition("=")
-            if name not in cls._fields or name in found or not number.isdecimal():
-                raise ValueError(f"--upcycle {text!r}: {part.strip()!r} is wrong; write experts=8,top=2")
-            found[name] = int(number)
-        if set(found) != set(cls._fields):
+        numbers: dict[str, int] = {}
+        for item in text.split(","):
+            name, _, number = item.strip().partition("=")
+            if name not in cls._fields or name in numbers or not number.isdecimal():
+                raise ValueError(f"--upcycle {text!r}: {item.strip()!r} is wrong; write experts=8,top=2")
+            numbers[name] = int(number)
+        if set(numbers) != set(cls._fields):
             raise ValueError(f"--upcycle {text!r}: it has to say both; write experts=8,top=2")
-        made = cls(**found)
-        if made.experts < 2:
-            raise ValueError(f"--upcycle {text!r}: experts is {made.experts}; a mixture has 2 at least")
-        if not 1 <= made.top <= made.experts:
-            raise ValueError(f"--upcycle {text!r}: top is {made.top}; it must be in [1, experts = {made.experts}]")
-        return made
+        upcycle = cls(**numbers)
+        if upcycle.experts < 2:
+            raise ValueError(f"--upcycle {text!r}: experts is {upcycle.experts}; a mixture has 2 at least")
+        if not 1 <= upcycle.top <= upcycle.experts:
+            raise ValueError(
+                f"--upcycle {text!r}: top is {upcycle.top}; it must be in [1, experts = {upcycle.experts}]"
+            )
+        return upcycle
 
 
-def upcycled_config(config: object, how: Upcycle) -> MoEConfig:
+def upcycled_config(config: object, upcycle: Upcycle) -> MoEConfig:
     """The sizes of the mixture of a dense model's; raises ValueError for a model that none is made of."""
     if type(config) is not LlamaConfig:
         raise ValueError(
@@ -59,24 +61,24 @@ def upcycled_config(config: object, how: Upcycle) -> MoEConfig:
         )
     sizes = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     try:
-        return MoEConfig(**sizes, n_experts=how.experts, top_k=how.top)
+        return MoEConfig(**sizes, n_experts=upcycle.experts, top_k=upcycle.top)
     except ValueError as error:
         raise ValueError(f"--upcycle: {error}") from None
 
 
-def upcycled_leaves(leaves: dict[str, Entry], config: MoEConfig, seed: int = 0) -> dict[str, Entry]:
+def upcycled_leaves(leaves: dict[str, TensorEntry], config: MoEConfig, seed: int = 0) -> dict[str, TensorEntry]:
     """The leaves of the mixture, each made on request, from those of the dense model. seed: of the router."""
-    shapes, key = like(config), prng.fold_in(prng.key(seed), "upcycle")
+    shapes, key = meta_leaves(config), prng.fold_in(prng.key(seed), "upcycle")
 
-    def copies(dense: Entry, shape: tuple[int, ...]) -> Entry:
-        return Entry(dense.dtype, shape, lambda: dense.give().unsqueeze(1).expand(shape).contiguous())
+    def copies(dense: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+        return TensorEntry(dense.dtype, shape, lambda: dense.give().unsqueeze(1).expand(shape).contiguous())
 
-    def router(shape: tuple[int, ...], dtype: torch.dtype) -> Entry:
+    def router(shape: tuple[int, ...], dtype: torch.dtype) -> TensorEntry:
         def give() -> Tensor:
             box = shape, (0,) * len(shape), shape
-            return draw.draw_leaf(prng.fold_in(key, ROUTER), box, 0.0, config.init_std, dtype, "cpu")
+            return leaf_init.draw_leaf(prng.fold_in(key, ROUTER), box, 0.0, config.init_std, dtype, "cpu")
 
-        return Entry(dtype, shape, give)
+        return TensorEntry(dtype, shape, give)
 
     out = {}
     for name, leaf in shapes.items():

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fzero.core.foreign import parse_json, short
-from fzero.models.sizes import check_sizes
+from fzero.core.text_parsing import parse_json, short
+from fzero.models.size_bounds import check_sizes
 
 # What a message ends with.
 IN_PYTHON = "; other models train in Python: fzero.from_huggingface(folder), or fzero.from_module of an nn.Module"
@@ -44,15 +44,15 @@ class DecoderConfig:
         check_sizes(self)
 
 
-def read_decoder(content: Mapping[str, Any], where: str) -> DecoderConfig:
+def read_decoder(content: Mapping[str, Any], source: str) -> DecoderConfig:
     """The DecoderConfig of the content of a config.json.
 
-    where: its path, for messages. Raises ValueError, naming it, for what is no decoder of the installed transformers:
+    source: its path, for messages. Raises ValueError, naming it, for what is no decoder of the installed transformers:
     an encoder-decoder, code of the folder's own, weights in codes, another head or other inputs than tokens.
     """
-    refuse_entries(content, where)
-    config = config_of_text(json.dumps(dict(content)), where)
-    cls = class_of_decoder(config, content, where)
+    refuse_entries(content, source)
+    config = config_of_text(json.dumps(dict(content)), source)
+    cls = class_of_decoder(config, content, source)
     size = getattr(config, "hidden_size", 0)
     heads = first_number(config, ("num_attention_heads",), 1)
     return DecoderConfig(
@@ -68,41 +68,43 @@ def read_decoder(content: Mapping[str, Any], where: str) -> DecoderConfig:
     )
 
 
-def refuse_entries(content: Mapping[str, Any], where: str) -> None:
+def refuse_entries(content: Mapping[str, Any], source: str) -> None:
     """Raise ValueError for what no class of transformers can change."""
     name = content.get("model_type")
     if not isinstance(name, str) or not name:
-        raise ValueError(f"{where}: model_type is {short(name)}; it must be the name of an architecture, such as 'phi'")
+        raise ValueError(
+            f"{source}: model_type is {short(name)}; it must be the name of an architecture, such as 'phi'"
+        )
     if content.get("is_encoder_decoder"):
         raise ValueError(
-            f"{where}: {name} is an encoder-decoder, and a run has decoders, whose batches are tokens{IN_PYTHON}"
+            f"{source}: {name} is an encoder-decoder, and a run has decoders, whose batches are tokens{IN_PYTHON}"
         )
     if content.get("quantization_config") is not None:
         raise ValueError(
-            f"{where}: quantization_config is {short(content['quantization_config'])}; its weights are in codes: save "
+            f"{source}: quantization_config is {short(content['quantization_config'])}; its weights are in codes: save "
             "the model without"
         )
 
 
-def config_of_text(text: str, where: str) -> Any:
+def config_of_text(text: str, source: str) -> Any:
     """The config of transformers of the text of a config.json; raises ValueError for a model_type that the installed
     transformers has not, and where it is not installed."""
-    content = parse_json(text, where, wide=True)
-    kinds = transformers_of(where, content.get("model_type")).models.auto.configuration_auto.CONFIG_MAPPING
+    content = parse_json(text, source, wide=True)
+    kinds = transformers_of(source, content.get("model_type")).models.auto.configuration_auto.CONFIG_MAPPING
     name = content["model_type"]
     if name not in kinds:
         code = content.get("auto_map")
-        why = f"; its auto_map names code of the folder's own ({short(code)}), which fzero never runs" if code else ""
-        version = transformers_of(where, name).__version__
-        raise ValueError(f"{where}: model_type is {name!r}, which transformers {version} has no code for{why}")
+        hint = f"; its auto_map names code of the folder's own ({short(code)}), which fzero never runs" if code else ""
+        version = transformers_of(source, name).__version__
+        raise ValueError(f"{source}: model_type is {name!r}, which transformers {version} has no code for{hint}")
     try:
         return kinds[name].from_dict(content)
     except Exception as error:
         text = " ".join(str(error).split())
-        raise ValueError(f"{where}: transformers takes no such {name}: {text}") from None
+        raise ValueError(f"{source}: transformers takes no such {name}: {text}") from None
 
 
-def transformers_of(where: str, name: Any) -> Any:
+def transformers_of(source: str, name: Any) -> Any:
     """The package transformers; raises ValueError, saying what needs it, where it is not installed, or too old."""
     try:
         import transformers
@@ -110,13 +112,13 @@ def transformers_of(where: str, name: Any) -> Any:
         import transformers.models.auto.configuration_auto
     except ImportError as error:
         raise ValueError(
-            f"{where}: {name} has no functions of fzero's own, and the code of transformers, which computes it, cannot "
-            f"be imported ({error}); {INSTALL}"
+            f"{source}: {name} has no functions of fzero's own, and the code of transformers, which computes it, "
+            f"cannot be imported ({error}); {INSTALL}"
         ) from None
     return transformers
 
 
-def class_of_decoder(config: Any, content: Mapping[str, Any], where: str) -> type:
+def class_of_decoder(config: Any, content: Mapping[str, Any], source: str) -> type:
     """The class of transformers of a decoder's config; raises ValueError for one that has none, for a folder of another
     class, and for one that takes more than tokens."""
     import transformers
@@ -125,19 +127,23 @@ def class_of_decoder(config: Any, content: Mapping[str, Any], where: str) -> typ
     name = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if name is None:
         raise ValueError(
-            f"{where}: {config.model_type} is no decoder: transformers has no class for it that says text{IN_PYTHON}"
+            f"{source}: {config.model_type} is no decoder: transformers has no class for it that says text{IN_PYTHON}"
         )
     saved, scored = content.get("architectures") or [], name_of_scored(config)
     if saved not in ([], [name], *([[scored]] if scored else [])):
-        known = " and ".join([name, *([scored] if scored else [])])
-        raise ValueError(f"{where}: architectures is {saved}; of {config.model_type} fzero reads {known}{IN_PYTHON}")
+        class_names = " and ".join([name, *([scored] if scored else [])])
+        raise ValueError(
+            f"{source}: architectures is {saved}; of {config.model_type} fzero reads {class_names}{IN_PYTHON}"
+        )
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{where}: {config.model_type} is an encoder-decoder{IN_PYTHON}")
+        raise ValueError(f"{source}: {config.model_type} is an encoder-decoder{IN_PYTHON}")
     cls = getattr(transformers, name)
-    others = [one for one in inspect.signature(cls.forward).parameters if one.startswith(("pixel_", "input_features"))]
-    if others or config.get_text_config() is not config:
-        more = ", ".join(others) or "a config within"
-        raise ValueError(f"{where}: {name} takes more than tokens ({more}){IN_PYTHON}")
+    modal_inputs = [
+        param for param in inspect.signature(cls.forward).parameters if param.startswith(("pixel_", "input_features"))
+    ]
+    if modal_inputs or config.get_text_config() is not config:
+        inputs_text = ", ".join(modal_inputs) or "a config within"
+        raise ValueError(f"{source}: {name} takes more than tokens ({inputs_text}){IN_PYTHON}")
     return cls
 
 
@@ -148,14 +154,14 @@ def name_of_scored(config: Any) -> str:
     return modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, "")
 
 
-def class_of_scored(config: Any, where: str) -> type:
+def class_of_scored(config: Any, source: str) -> type:
     """The class of that name; raises ValueError if there is none."""
     import transformers
 
     name = name_of_scored(config)
     if not name:
         raise ValueError(
-            f"{where}: transformers has no class of {config.model_type} with a head of scores, "
+            f"{source}: transformers has no class of {config.model_type} with a head of scores, "
             "...ForSequenceClassification, which its folder needs; train it on chats or pairs (--objective chat, dpo)"
         )
     return getattr(transformers, name)
@@ -163,5 +169,7 @@ def class_of_scored(config: Any, where: str) -> type:
 
 def first_number(config: Any, names: tuple[str, ...], otherwise: int) -> int:
     """The first of these entries that is a whole number above 0."""
-    found = (getattr(config, name, None) for name in names)
-    return next((one for one in found if isinstance(one, int) and not isinstance(one, bool) and one > 0), otherwise)
+    values = (getattr(config, name, None) for name in names)
+    return next(
+        (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), otherwise
+    )

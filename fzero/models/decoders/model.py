@@ -1,6 +1,11 @@
 """The Model of a decoder that transformers' own code computes: batches of tokens in, logits out.
 
 Differs from fzero's own models: the logits [B, T, V] are made, attention is PyTorch's, and nothing is fused.
+
+What a token sees in a decoder of somebody's code: found by computing, as its config need not say it.
+
+The embedding and a layer of each kind, with random numbers for weights, take a short text with and without what no
+token of it may see: tokens after it and, where documents share rows, documents before it. Whatever differs was seen.
 """
 
 from __future__ import annotations
@@ -16,20 +21,102 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fzero.core.graph_cut import Impure
+from fzero.core import graph_tracing
+from fzero.core.graph_tracing import Impure
 from fzero.core.pytree import Tree
+from fzero.core.random_interception import seeded
 from fzero.kernels.cross_entropy import counted_tokens, number_of, weighed
 from fzero.models.base import Ctx, Loss, Model
-from fzero.models.batch import Batch
-from fzero.models.by_source import sums_by_source
+from fzero.models.batch import Batch, sums_by_source
 from fzero.models.decoders.config import IN_PYTHON, DecoderConfig, class_of_decoder, class_of_scored, config_of_text
-from fzero.models.decoders.sight import expect_sight
 from fzero.models.from_module import expect_trainable
 from fzero.models.layers import document_positions
-from fzero.models.module_functions import Layered, Prepared, slashed
-from fzero.models.module_layers import CannotSplit, choices
-from fzero.models.module_split import LossOf
+from fzero.models.module_functions import Layered, LayerLeaves, Prepared, slashed
+from fzero.models.module_layers import CannotSplit, any_numbers, choices, layer_buffer
+from fzero.models.module_split import LossOf, StackKind, inputs_of
 from fzero.models.transformers_module import module_of_config, tp_rules
+
+BEFORE, TEXT, AFTER = 3, 5, 4  # tokens
+NEAR = 1e-3  # of the largest number: what products of other shapes may differ by in float32
+
+
+def expect_sight(layered: Layered, packed: bool) -> None:
+    """Raise ValueError if a token sees what is after it or, packed, another document of its row; and if the layers are
+    not called with [B, T, D]."""
+    if packed:
+        expect_sight(layered, False)
+    with graph_tracing.outside_transforms(), torch.no_grad(), seeded(0):
+        prefix = BEFORE if packed else 0
+        tokens = torch.arange(prefix + TEXT + AFTER)[None] % len(vocabulary(layered))
+        packed_batch: Batch = {"input_ids": tokens}
+        if packed:
+            packed_batch["position_ids"] = torch.cat([torch.arange(n) for n in (prefix, TEXT, AFTER)])[None]
+        text = slice(prefix, prefix + TEXT)
+        segment = first_difference(layered, packed_batch, {"input_ids": tokens[:, text]}, text)
+    if not segment:
+        return
+    if packed:
+        raise ValueError(
+            f"{layered.name}: {segment} mixes the documents of a row, which transformers is told apart by "
+            "position_ids; for text use data.within_documents=false, and for chat data.packing=buckets with it, where "
+            "a row has one document; pairs and classes, which share rows, need a decoder that tells documents apart"
+        )
+    raise ValueError(
+        f"{layered.name}: in {segment} a token sees the ones after it, so that it is no decoder{IN_PYTHON}"
+    )
+
+
+def vocabulary(layered: Layered) -> Tensor:
+    """The largest matrix outside of the layers."""
+    return max((leaf for leaf in layered.parameters.values() if leaf.dim() == 2), key=len)
+
+
+def first_difference(layered: Layered, packed_batch: Batch, alone: Batch, text: slice) -> str:
+    """The part of a decoder in which the numbers of a text differ beside others and alone; "" if none does."""
+    ctx = Ctx()
+    outside = {name: any_rows(leaf.shape) for name, leaf in layered.parameters.items()}
+    pairs = [(batch, layered.prepare(batch, ctx)) for batch in (packed_batch, alone)]
+    inputs = [inputs_of(outside, prepared.buffers, batch, ctx) for batch, prepared in pairs]
+    x: list[tuple[Tensor, ...]] = [(), ()]
+    for stack, layers in layered.stacks.items():
+        x = [
+            layered.splits[p.split].prologues[stack](i, activations) for (_, p), i, activations in zip(pairs, inputs, x)
+        ]
+        rows = tuple(packed_batch["input_ids"].shape)
+        if x[0][0].shape[:-1] != rows:
+            raise ValueError(
+                f"{layered.name}: {layers.names[0]} is called with {list(x[0][0].shape)} for tokens {list(rows)}, and "
+                f"the activations of a decoder are [B, T, D]{IN_PYTHON}"
+            )
+        if differ(x[0][0][:, text], x[1][0]):
+            return "the embedding" if stack == next(iter(layered.stacks)) else f"what is before {layers.names[0]}"
+        sample = torch.randn(x[0][0].shape)
+        x = [(sample, *x[0][1:]), (sample[:, text], *x[1][1:])]
+        for number, layer in enumerate(layered.templates[stack]):
+            kind, index = StackKind(stack, number), torch.tensor(layers.kinds.index(number))
+            params = {name: any_numbers(leaf.shape) for name, leaf in layer.named_parameters()}
+            results = []
+            for (_, prepared), activations in zip(pairs, x):
+                args, kwargs = layered.splits[prepared.split].arguments_of(kind, activations, prepared.side_args)
+                buffers = {name: layer_buffer(leaf, index, 0) for name, leaf in prepared.stacked[stack].items()}
+                leaves = LayerLeaves(dict(params), buffers, {})
+                out = layered.call_layer(kind, leaves, args, kwargs, ctx._replace(layer=index), prepared.rows)
+                results.append(out[0] if isinstance(out, (tuple, list)) else out)
+            if differ(results[0][:, text], results[1]):
+                return layers.first(number)
+    return ""
+
+
+def differ(a: Tensor, b: Tensor) -> bool:
+    """Whether numbers differ by more than rounding."""
+    return not bool((a - b).abs().max() <= NEAR * b.abs().max())
+
+
+def any_rows(shape: torch.Size) -> Tensor:
+    """Random numbers in place of a leaf outside of the layers: a matrix takes the memory of a row and a column."""
+    if len(shape) != 2:
+        return any_numbers(shape)
+    return torch.randn(shape[0] + shape[1]).as_strided(tuple(shape), (1, 1))
 
 
 class Decoder(NamedTuple):
@@ -43,7 +130,7 @@ class Decoder(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Unread:
+class MissingWeight:
     """What a leaf begins with where a run is given no weights: nothing."""
 
     name: str  # of the parameter
@@ -58,14 +145,14 @@ class Unread:
 class Trunk(nn.Module):
     """A module of transformers without its head, with the names that its parameters have beside the head."""
 
-    def __init__(self, whole: Any) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
-        self.prefix, self.config = whole.base_model_prefix, whole.config
-        self.add_module(self.prefix, getattr(whole, self.prefix))
+        self.prefix, self.config = module.base_model_prefix, module.config
+        self.add_module(self.prefix, getattr(module, self.prefix))
 
-    def forward(self, **given: Any) -> Tensor:
+    def forward(self, **inputs: Any) -> Tensor:
         """The activations [B, T, D] after the last norm."""
-        return getattr(self, self.prefix)(**given, return_dict=True).last_hidden_state
+        return getattr(self, self.prefix)(**inputs, return_dict=True).last_hidden_state
 
 
 def decoder(config: DecoderConfig) -> Model:
@@ -82,21 +169,21 @@ def trunk(config: DecoderConfig) -> Model:
 def decoder_of(config: DecoderConfig, scores: int = 0) -> Decoder:
     """The decoder of a config, with so many scores of a text as its head, 0 for words. Raises ValueError for one that
     cannot be cut into layers, and for sizes that are not those of its text."""
-    where = config.architecture
-    theirs = config_of_text(config.text, where)
-    cls = class_of_decoder(theirs, {}, where)
+    source = config.architecture
+    theirs = config_of_text(config.text, source)
+    cls = class_of_decoder(theirs, {}, source)
     if scores:
-        cls, theirs.num_labels = class_of_scored(theirs, where), scores
+        cls, theirs.num_labels = class_of_scored(theirs, source), scores
     expect_sizes(config, theirs)
     module = make_module(theirs, cls)
     module.train(has_dropout(theirs))
     body = trunk_of(module, config) if scores else module
     expect_trainable(body)
     example = {"input_ids": torch.arange(16).reshape(2, 8) % config.vocab_size}
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         layered, model = layered_model(body, example, features_of if scores else logits_of)
-    layered.name = where
+    layered.name = source
     functions = Functions(layered)
     sources = {leaf: tuple(read.name for read in start.layers) for leaf, start in model.start.items()}
     model = model._replace(
@@ -110,20 +197,20 @@ def decoder_of(config: DecoderConfig, scores: int = 0) -> Decoder:
     else:
         ends = {"head": functions.head, "logits": functions.outputs, "token_losses": functions.token_losses}
         model = model._replace(**ends)
-    linears = (f"{stack}/{slashed(name)}/weight" for stack, some in layered.linears.items() for name in some)
-    return Decoder(module, model, sources, tuple(linears), tuple(str(one.message) for one in said))
+    linears = (f"{stack}/{slashed(name)}/weight" for stack, names in layered.linears.items() for name in names)
+    return Decoder(module, model, sources, tuple(linears), tuple(str(warning.message) for warning in caught))
 
 
-def trunk_of(whole: Any, config: DecoderConfig) -> Trunk:
+def trunk_of(module: Any, config: DecoderConfig) -> Trunk:
     """A module with a head of scores without that head; raises ValueError for a head that is not one product with the
     activations [B, T, D]."""
-    score = getattr(whole, "score", None)
+    score = getattr(module, "score", None)
     if type(score) is not nn.Linear or score.bias is not None or score.in_features != config.d_model:
         raise ValueError(
-            f"{type(whole).__name__}: its head is no linear layer `score` of {config.d_model} numbers without bias, as "
-            f"those of decoders are{IN_PYTHON}"
+            f"{type(module).__name__}: its head is no linear layer `score` of {config.d_model} numbers without bias, "
+            f"as those of decoders are{IN_PYTHON}"
         )
-    return Trunk(whole)
+    return Trunk(module)
 
 
 def make_module(theirs: Any, cls: type) -> nn.Module:
@@ -157,7 +244,7 @@ def layered_model(module: nn.Module, example: Batch, outputs: LossOf) -> tuple[L
         for stacks in choices(module):
             try:
                 layered = Layered(module, outputs, stacks, tp_rules(module) or {"": "auto"}, True)
-                return layered, layered.model(Unread, example)
+                return layered, layered.model(MissingWeight, example)
             except CannotSplit as error:
                 reason = error
     except CannotSplit as error:
@@ -191,10 +278,10 @@ def has_dropout(config: Any) -> bool:
 def expect_sizes(config: DecoderConfig, theirs: Any) -> None:
     """Raise ValueError where the sizes of a config differ from those in its text."""
     sizes = {"vocab_size": "vocab_size", "d_model": "hidden_size", "n_layers": "num_hidden_layers"}
-    for ours, name in sizes.items():
-        if getattr(config, ours) != getattr(theirs, name):
+    for field, name in sizes.items():
+        if getattr(config, field) != getattr(theirs, name):
             raise ValueError(
-                f"model.{ours} is {getattr(config, ours)} and {name} of {config.architecture} "
+                f"model.{field} is {getattr(config, field)} and {name} of {config.architecture} "
                 f"{getattr(theirs, name)}; its sizes are those of its config.json"
             )
 
@@ -204,14 +291,14 @@ class Functions:
 
     def __init__(self, layered: Layered) -> None:
         self.layered = layered
-        self.seen: set[bool] = set()  # whether what a token sees is known: with documents, and without
+        self.checked_kinds: set[bool] = set()  # whether what a token sees is known: with documents, and without
 
     def prepare(self, batch: Batch, ctx: Ctx) -> Prepared:
         """What the layers need of a batch; the first of a kind checks what a token sees."""
         packed = "documents" in batch
-        if packed not in self.seen:
+        if packed not in self.checked_kinds:
             expect_sight(self.layered, packed)
-            self.seen.add(packed)
+            self.checked_kinds.add(packed)
         return self.layered.prepare(arguments(batch), ctx)
 
     def embed(self, params: Tree, batch: Batch, ctx: Ctx) -> Any:
@@ -244,7 +331,7 @@ class Functions:
 def arguments(batch: Batch) -> Batch:
     """The arguments of the module's forward pass: of documents that share rows, the positions begin at 0 in each, by
     which transformers knows them."""
-    given = {"input_ids": batch["tokens"]}
+    inputs = {"input_ids": batch["tokens"]}
     if "documents" in batch:
-        given["position_ids"] = document_positions(batch["documents"])
-    return given
+        inputs["position_ids"] = document_positions(batch["documents"])
+    return inputs

@@ -11,7 +11,7 @@ from fzero.kernels.attention import attention
 from fzero.kernels.attention_pattern import FULL
 from fzero.kernels.chips import Speed
 from fzero.kernels.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pairs
-from fzero.planner.calibrate.timed import Case, time_cases
+from fzero.planner.calibrate.case_timer import Case, time_cases
 
 
 class Shape(NamedTuple):
@@ -49,13 +49,13 @@ def measure_attention(
                     call = _call(form.run, shape, dtype, device)
                     repeat[form.name, shape, dtype] = _repeats(call)
                     cases.append(Case((form.name, shape, dtype), call))
-    found = []
+    speeds = []
     for (name, shape, dtype), figure in time_cases(cases, seconds, threads=threads, device=device).items():
         products = 2 * shape.batch * shape.heads * shape.dim * pairs(FULL, shape.queries, shape.queries)
         rate = (FORWARD_PRODUCTS + BACKWARD_PRODUCTS) * products / figure.s
         speed = Speed(name, str(dtype).removeprefix("torch."), shape.dim, shape.queries, round(rate / 1e12, 4))
-        found.append(speed._replace(repeats=repeat[name, shape, dtype]))
-    return found
+        speeds.append(speed._replace(repeats=repeat[name, shape, dtype]))
+    return speeds
 
 
 def _repeats(make: Callable[[], Callable[[], Any]], runs: int = 4) -> bool:

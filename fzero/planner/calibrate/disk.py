@@ -22,7 +22,7 @@ from fzero.planner.calibrate.disk_rates import (
     Files,
     Rate,
     anchor,
-    cached,
+    cached_fraction,
     engine,
     fio,
     has_fio,
@@ -37,7 +37,7 @@ CLOSE = 0.95  # rates above this fraction of each other count as equal: disks ar
 NOISY = 1.5  # how much the raw rates may vary during a measurement whose best settings are kept
 
 
-class Row(NamedTuple):
+class DiskMeasurement(NamedTuple):
     """One way to use the disk, and its rates by kind, without kinds that were not measured."""
 
     name: str
@@ -46,12 +46,12 @@ class Row(NamedTuple):
     depth: int = DEPTH
 
 
-class Found(NamedTuple):
+class SweepResult(NamedTuple):
     """The result of `sweep`."""
 
-    anchors: list[Row]
-    rows: list[Row]  # of our own DiskIO
-    best: Row
+    anchors: list[DiskMeasurement]
+    rows: list[DiskMeasurement]  # of our own DiskIO
+    best: DiskMeasurement
     spread: float  # the largest ratio between two measurements of an anchor
 
 
@@ -71,8 +71,8 @@ def sweep(
     threads: Sequence[int] = THREADS,
     depths: Sequence[int] = DEPTHS,
     rounds: int = 3,
-    say: Callable[[Row], None] = lambda row: None,
-) -> Found:
+    say: Callable[[DiskMeasurement], None] = lambda row: None,
+) -> SweepResult:
     """Measure the rates of the anchors and of DiskIO, each for `seconds`.
 
     First come block sizes with equal numbers of readers and writers, then other numbers with the best size, then the
@@ -82,13 +82,13 @@ def sweep(
     buffers = BufferPool(
         2 * max(ANCHOR_THREADS * min(ANCHOR_BLOCK, files.size), max(threads) * max(depths) * max(blocks))
     )
-    fill = buffers.take((buffers.size,), torch.uint8)  # a disk may write zeros faster
+    fill = buffers.allocate((buffers.size,), torch.uint8)  # a disk may write zeros faster
     fill.view.view(-1, 2 * MB).copy_(torch.randint(0, 256, (2 * MB,), dtype=torch.uint8))
     del fill
     anchors: dict[str, dict[str, list[Rate]]] = {}
 
-    def measure(settings: DiskSettings, depth: int = DEPTH) -> Row:
-        return Row(
+    def measure(settings: DiskSettings, depth: int = DEPTH) -> DiskMeasurement:
+        return DiskMeasurement(
             named(settings, depth),
             {k: engine(files, buffers, settings, depth, KINDS[k], seconds) for k in KINDS},
             settings,
@@ -107,9 +107,9 @@ def sweep(
             for name, rate in ways.items():
                 anchors.setdefault(name, {}).setdefault(kind, []).append(rate())
 
-    rows: list[Row] = []
+    rows: list[DiskMeasurement] = []
 
-    def add(row: Row) -> None:
+    def add(row: DiskMeasurement) -> None:
         rows.append(row)
         say(row)
 
@@ -117,9 +117,9 @@ def sweep(
         measure_anchors()
         for count in threads:
             add(measure(DiskSettings(block, count, count)))
-    found = choose(rows).settings
-    assert found is not None  # anchors are not among the rows
-    block = found.block_bytes
+    measured = choose(rows).settings
+    assert measured is not None  # anchors are not among the rows
+    block = measured.block_bytes
     for readers in threads:
         for writers in threads:
             if readers != writers:
@@ -131,31 +131,36 @@ def sweep(
     for depth in depths:
         if depth != DEPTH:
             add(measure(best.settings, depth=depth))
-    medians = [Row(name, {kind: median(found) for kind, found in kinds.items()}) for name, kinds in anchors.items()]
-    spread = max(max(found).gbs / min(found).gbs for kinds in anchors.values() for found in kinds.values())
-    return Found(medians, rows, best, spread)
+    medians = [
+        DiskMeasurement(name, {kind: median(measured) for kind, measured in kinds.items()})
+        for name, kinds in anchors.items()
+    ]
+    spread = max(max(measured).gbs / min(measured).gbs for kinds in anchors.values() for measured in kinds.values())
+    return SweepResult(medians, rows, best, spread)
 
 
 def _finals(
-    rows: Sequence[Row],
+    rows: Sequence[DiskMeasurement],
     blocks: Sequence[int],
     rounds: int,
-    measure: Callable[[DiskSettings], Row],
+    measure: Callable[[DiskSettings], DiskMeasurement],
     measure_anchors: Callable[[], None],
-) -> list[Row]:
+) -> list[DiskMeasurement]:
     """The four best rows and the defaults, measured again: the medians of `rounds` alternating rounds."""
     finalists = [row.settings for row in sorted(rows, key=_score)[-4:] if row.settings is not None]
     default = DiskSettings()
     if default.block_bytes in blocks and default not in finalists:
         finalists.append(default)
-    again: dict[DiskSettings, list[Row]] = {settings: [] for settings in finalists}
+    repeats: dict[DiskSettings, list[DiskMeasurement]] = {settings: [] for settings in finalists}
     for _ in range(rounds):
         measure_anchors()
         for settings in finalists:
-            again[settings].append(measure(settings))
+            repeats[settings].append(measure(settings))
     return [
-        Row(found[0].name, {kind: median([row.rates[kind] for row in found]) for kind in KINDS}, settings)
-        for settings, found in again.items()
+        DiskMeasurement(
+            measurements[0].name, {kind: median([row.rates[kind] for row in measurements]) for kind in KINDS}, settings
+        )
+        for settings, measurements in repeats.items()
     ]
 
 
@@ -164,30 +169,30 @@ def median(rates: Sequence[Rate]) -> Rate:
     return Rate(*(statistics.median(figure) for figure in zip(*rates)))
 
 
-def _score(row: Row) -> float:
+def _score(row: DiskMeasurement) -> float:
     return math.prod(rate.gbs for rate in row.rates.values()) ** (1 / len(row.rates))
 
 
-def choose(rows: Sequence[Row]) -> Row:
+def choose(rows: Sequence[DiskMeasurement]) -> DiskMeasurement:
     """Of the rows within 5% of the fastest (by geometric mean of the rates) the defaults, else the one of the least CPU
     time."""
     close = [row for row in rows if _score(row) >= CLOSE * max(map(_score, rows))]
     return min(close, key=lambda row: (row.settings != DiskSettings(), row.rates["mixed"].cpu_s_per_gb))
 
 
-def choose_depth(rows: Sequence[Row]) -> int:
+def choose_depth(rows: Sequence[DiskMeasurement]) -> int:
     """The smallest depth within 5% of the fastest."""
     return min(row.depth for row in rows if _score(row) >= CLOSE * max(map(_score, rows)))
 
 
-def table(found: Found) -> str:
+def table(result: SweepResult) -> str:
     """Format the rates: GB/s and the ratio to the faster anchor, and CPU seconds per GB of simultaneous reads and
     writes."""
-    bar = {kind: max(row.rates[kind].gbs for row in found.anchors) for kind in KINDS}
+    bar = {kind: max(row.rates[kind].gbs for row in result.anchors) for kind in KINDS}
     lines = [f"{'':34}" + "".join(f"{title:>15}" for title in ("read", "write", "read+write")) + f"{'CPU s/GB':>10}"]
-    for row in (*found.anchors, *found.rows):
+    for row in (*result.anchors, *result.rows):
         cells = [f"{row.rates[k].gbs:8.2f}  ({row.rates[k].gbs / bar[k]:.2f})"[-15:].rjust(15) for k in KINDS]
-        chosen = row.settings == found.best.settings and row.depth == found.best.depth
+        chosen = row.settings == result.best.settings and row.depth == result.best.depth
         lines.append(
             f"{row.name:34}{''.join(cells)}{row.rates['mixed'].cpu_s_per_gb:10.4f}{'  <- best' if chosen else ''}"
         )
@@ -207,26 +212,26 @@ def bench_disk(
     with open_files(folder, size) as files:
         mount = mount_point(folder)
 
-        def say(row: Row) -> None:
+        def say(row: DiskMeasurement) -> None:
             progress(f"{row.name}: {', '.join(f'{kind} {rate.gbs:.2f}' for kind, rate in row.rates.items())} GB/s")
 
-        found = sweep(files, seconds, say=say)
-        held = cached(files)
-    best, busy = found.best, found.spread > NOISY
+        result = sweep(files, seconds, say=say)
+        cached_ratio = cached_fraction(files)
+    best, busy = result.best, result.spread > NOISY
     assert best.settings is not None  # as of all rows of a sweep
-    enough = choose_depth([row for row in found.rows if row.settings == best.settings])
+    enough = choose_depth([row for row in result.rows if row.settings == best.settings])
     lines = [
         (
             f"{folder}, on {mount} ({file_system(mount) or 'unknown'}): two files of {size / 1e9:.2f} GB, {seconds:g} "
             "s for each figure"
         ),
-        table(found),
+        table(result),
         "GB/s (ratio to the fastest of the first lines); the CPU time is for simultaneous reading and writing.",
         "page cache: bypassed (O_DIRECT)"
-        + ("" if held is None else f"; afterwards it held {100 * held:.0f}% of the files")
+        + ("" if cached_ratio is None else f"; afterwards it held {100 * cached_ratio:.0f}% of the files")
         + ". Caches of a host or of the drive itself are unknown.",
         *([] if has_fio() else ["fio is not installed; with it the bar is the faster of two."]),
-        *([f"the disk was busy: its raw rates varied by {found.spread:.1f}x meanwhile; measure again."] * busy),
+        *([f"the disk was busy: its raw rates varied by {result.spread:.1f}x meanwhile; measure again."] * busy),
         f"best: {named(best.settings)}; a depth of {enough} (requests under way for each thread) is enough.",
     ]
     if busy:

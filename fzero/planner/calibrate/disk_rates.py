@@ -81,8 +81,8 @@ def open_files(folder: Path, size: int) -> Iterator[Files]:
             fds[write] = _nameless(folder)
             with naming(folder):
                 os.posix_fallocate(fds[write], 0, size)
-                for at in range(0, size, MB):
-                    os.pwritev(fds[write], [aligned], at)
+                for offset in range(0, size, MB):
+                    os.pwritev(fds[write], [aligned], offset)
                 os.fsync(fds[write])
         yield Files(fds, size)
     except OSError as error:
@@ -110,14 +110,14 @@ def _nameless(folder: Path) -> int:
     return fd
 
 
-def timed(work: Callable[[bool, float], int], kinds: Sequence[bool], seconds: float, parallel: int = 1) -> Rate:
+def measure_rate(work: Callable[[bool, float], int], kinds: Sequence[bool], seconds: float, parallel: int = 1) -> Rate:
     """Measure `work(write, end)`, which moves bytes until the time `end` and returns their number, in `parallel`
     threads a kind."""
     jobs = [write for write in kinds for _ in range(parallel)]
     with ThreadPoolExecutor(len(jobs)) as pool:
         cpu, begin = time.process_time(), time.perf_counter()
-        moved = sum(pool.map(lambda write: work(write, begin + seconds), jobs))
-        gb = moved / 1e9
+        total_bytes = sum(pool.map(lambda write: work(write, begin + seconds), jobs))
+        gb = total_bytes / 1e9
         return Rate(gb / (time.perf_counter() - begin), (time.process_time() - cpu) / gb)
 
 
@@ -129,22 +129,22 @@ def engine(
     disk, block = DiskIO(settings), settings.block_bytes
 
     def stream(write: bool, end: float) -> int:
-        request, fd, offset, moved = disk.write if write else disk.read, files.fds[write], 0, 0
+        request, fd, offset, total = disk.write if write else disk.read, files.fds[write], 0, 0
         ring = deque()
         for _ in range(depth * (settings.writers if write else settings.readers)):
-            ring.append((None, buffers.take((block,), torch.uint8)))
+            ring.append((None, buffers.allocate((block,), torch.uint8)))
         while ring:
             pending, buffer = ring.popleft()
             if pending is not None:
                 pending.wait()
-                moved += block
+                total += block
             if pending is None or time.perf_counter() < end:
                 ring.append((request(fd, buffer.raw, offset), buffer))
                 offset = (offset + block) % (files.size // block * block)
-        return moved
+        return total
 
     try:
-        return timed(stream, kinds, seconds)
+        return measure_rate(stream, kinds, seconds)
     finally:
         disk.close()
 
@@ -155,13 +155,13 @@ def anchor(files: Files, buffers: BufferPool, kinds: Sequence[bool], seconds: fl
     turns = {write: iter(range(1 << 62)) for write in kinds}
 
     def loop(write: bool, end: float) -> int:
-        buffer, moved = buffers.take((block,), torch.uint8), 0
+        buffer, total = buffers.allocate((block,), torch.uint8), 0
         move, fd, view = os.pwritev if write else os.preadv, files.fds[write], [memoryview(buffer.raw.numpy())]
-        while not moved or time.perf_counter() < end:
-            moved += move(fd, view, next(turns[write]) * block % (files.size // block * block))
-        return moved
+        while not total or time.perf_counter() < end:
+            total += move(fd, view, next(turns[write]) * block % (files.size // block * block))
+        return total
 
-    return timed(loop, kinds, seconds, ANCHOR_THREADS)
+    return measure_rate(loop, kinds, seconds, ANCHOR_THREADS)
 
 
 def fio(files: Files, kinds: Sequence[bool], seconds: float) -> Rate:
@@ -189,8 +189,8 @@ def fio(files: Files, kinds: Sequence[bool], seconds: float) -> Rate:
     done = subprocess.run(args, env=tuned, capture_output=True, text=True)
     try:
         jobs = json.loads(done.stdout)["jobs"]
-        moved = [job["read"] if job["read"]["io_bytes"] else job["write"] for job in jobs]
-        gb, gbs = sum(x["io_bytes"] for x in moved) / 1e9, sum(x["bw_bytes"] for x in moved) / 1e9
+        directions = [job["read"] if job["read"]["io_bytes"] else job["write"] for job in jobs]
+        gb, gbs = sum(x["io_bytes"] for x in directions) / 1e9, sum(x["bw_bytes"] for x in directions) / 1e9
         cpu = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 for job in jobs)
         return Rate(gbs, cpu / gb)
     except (ValueError, KeyError, ZeroDivisionError):
@@ -203,9 +203,9 @@ def has_fio() -> bool:
     return shutil.which("fio") is not None
 
 
-def cached(files: Files) -> float | None:
+def cached_fraction(files: Files) -> float | None:
     """The fraction of the files' pages in the page cache; None if the system does not report it (mincore)."""
-    held = pages = 0
+    cached_pages = pages = 0
     for fd in files.fds.values():
         with mmap.mmap(fd, files.size, prot=mmap.PROT_READ) as mapped:
             memory = np.frombuffer(mapped, np.uint8)
@@ -217,5 +217,5 @@ def cached(files: Files) -> float | None:
             del memory  # its reference would keep the map open
             if refused:
                 return None
-            held, pages = held + int((present & 1).sum()), pages + len(present)
-    return held / pages
+            cached_pages, pages = cached_pages + int((present & 1).sum()), pages + len(present)
+    return cached_pages / pages

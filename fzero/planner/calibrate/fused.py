@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import torch_private
-from fzero.planner.calibrate.timed import Case, Figure, time_cases
+from fzero.planner.calibrate.case_timer import Case, Figure, time_cases
 
 WIDTH = 256
 ROWS = (4, 128, 1024, 8192, 65536)  # of tensors [rows, 256]
@@ -35,7 +35,7 @@ def measure_fused(seconds: float, *, threads: int = 1, device: str = "cpu") -> d
     The call's time is that of a nearly empty call minus that of a nearly empty operator, which the other curves
     include.
     """
-    found: dict[str, dict[float, Figure]] = {}
+    curves: dict[str, dict[float, Figure]] = {}
     for dtype in (torch.bfloat16, torch.float32):
         cases, name = [], str(dtype).removeprefix("torch.")
         for f in (gated, normed):
@@ -50,13 +50,13 @@ def measure_fused(seconds: float, *, threads: int = 1, device: str = "cpu") -> d
         figures = time_cases(cases, seconds / 2, threads=threads, device=device, rounds=25)
         tiny = torch.ones(ROWS[0], WIDTH, device=device)
         add = Case(("add",), lambda tiny=tiny: lambda: tiny + tiny)
-        least = time_cases([add], seconds / 20, threads=threads, device=device)[add.key].s
+        base_s = time_cases([add], seconds / 20, threads=threads, device=device)[add.key].s
         sizes = sorted({size for _, size in figures})
         for size in sizes:
-            both = [(figures[f.__name__, size], figures[f.__name__, sizes[0]]) for f in (gated, normed)]
-            mean = sum(max(each.least - floor.least, 0.0) for each, floor in both) / 2 + least
-            found.setdefault(f"fused/{name}", {})[size] = Figure(mean, max(each.spread for each, _ in both))
-    return found
+            pairs = [(figures[f.__name__, size], figures[f.__name__, sizes[0]]) for f in (gated, normed)]
+            mean = sum(max(figure.min_s - floor.min_s, 0.0) for figure, floor in pairs) / 2 + base_s
+            curves.setdefault(f"fused/{name}", {})[size] = Figure(mean, max(figure.spread for figure, _ in pairs))
+    return curves
 
 
 def _call(run: Callable[..., Any], rows: int, dtype: torch.dtype, device: str) -> Callable[[], Callable[[], Any]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fzero.core.compile import have_compiler
 from fzero.kernels.quantize import dequantize, quantize
 from fzero.kernels.quantize_codes import empty_codes
-from fzero.planner.calibrate.timed import Case, Figure, time_cases
+from fzero.planner.calibrate.case_timer import Case, Figure, time_cases
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)  # bytes of a tensor
 FEW = (4 << 10, 64 << 10, 1 << 20, 12 << 20)  # fewer, for operations with many variants
@@ -42,22 +42,22 @@ def measure_memory(
     for size in FEW:
         for dtype in (torch.float32, torch.bfloat16):
             name = str(dtype).removeprefix("torch.")
-            for what, (f, moved) in ({"aten.mul": UNARY["aten.mul"]} if quick else UNARY).items():
-                cases.append(Case((f"{what}/{name}", moved * size), _unary(f, size, dtype, device)))
-            other = torch.bfloat16 if dtype == torch.float32 else torch.float32
-            total = size * (1 + other.itemsize / dtype.itemsize)
+            for op, (f, traffic) in ({"aten.mul": UNARY["aten.mul"]} if quick else UNARY).items():
+                cases.append(Case((f"{op}/{name}", traffic * size), _unary(f, size, dtype, device)))
+            target = torch.bfloat16 if dtype == torch.float32 else torch.float32
+            total = size * (1 + target.itemsize / dtype.itemsize)
             # Curves of casts are looked up by the dtype of the result.
-            key = f"aten._to_copy/{str(other).removeprefix('torch.')}"
-            cases.append(Case((key, total), _unary(lambda x, other=other: x.to(other), size, dtype, device)))
+            key = f"aten._to_copy/{str(target).removeprefix('torch.')}"
+            cases.append(Case((key, total), _unary(lambda x, target=target: x.to(target), size, dtype, device)))
     if device == "cpu" and have_compiler() and not quick:
         cases += [case for kind in ("int8", "int4") for size in FEW for case in _codes(kind, size)]
     if device == "cpu":
         cases += [Case(("fresh", float(size)), _fresh(size)) for size in FEW[2:] + SIZES[-1:]]
     cases.sort(key=lambda case: case.key[1])
-    found: dict[str, dict[float, Figure]] = {}
-    for (key, size), each in time_cases(cases, seconds, threads=threads, device=device, rounds=7).items():
-        found.setdefault(key, {})[size] = each
-    return found
+    curves: dict[str, dict[float, Figure]] = {}
+    for (key, size), figure in time_cases(cases, seconds, threads=threads, device=device, rounds=7).items():
+        curves.setdefault(key, {})[size] = figure
+    return curves
 
 
 def _binary(size: int, device: str) -> Callable[[], Callable[[], Any]]:

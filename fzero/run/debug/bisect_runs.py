@@ -17,20 +17,20 @@ from torch import Tensor
 
 from fzero import checkpoint
 from fzero.core import pytree
+from fzero.core.config_tables import flat
 from fzero.core.digest import combine, digest_tree
-from fzero.core.tables import flat
 from fzero.run import run_folder
 from fzero.run.config_table import to_table
 from fzero.run.corpus import Say
-from fzero.run.debug.comparison import describe_difference, recorded_digests
+from fzero.run.debug.leaf_comparison import describe_difference, recorded_digests
 from fzero.run.debug.replay import (
     ReplayedStep,
     checkpoints_in,
+    load_state,
     open_job,
     recorded_config,
     replay_steps,
     same_bits,
-    state_at,
 )
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.resume.newest_state import to_memory
@@ -76,7 +76,7 @@ class BisectResult(NamedTuple):
 
     differing: list[tuple[str, Any, Any]]  # values of the configs and the environments
     recorded: int | None  # the first step whose rows or checkpoints differ
-    what: str  # the name of that number or leaf
+    subject: str  # the name of that number or leaf
     parting: FirstDifference | None  # the difference found by replaying; None for none, or if no replay was needed
     strays: list[Path]  # runs whose replayed rows differ from the recorded ones
     elsewhere: bool  # whether one process may compute other bits than a run recorded
@@ -96,18 +96,17 @@ class BisectResult(NamedTuple):
                 return f"part before step 1: leaf {leaf}{note}"
             first = ", ".join([*numbers, *([f"leaf {leaf}{note}"] if leaf else [])])
             return f"part at step {step}: {first}"
-        where = (
-            f"recorded as parting at step {self.recorded} ({self.what}), and equal there when made again in one process"
-        )
+        recorded = f"recorded as parting at step {self.recorded} ({self.subject})"
+        verdict = f"{recorded}, and equal there when made again in one process"
         if self.elsewhere:
             return (
-                f"{where}: the meshes or devices they ran on add in another order (reduce=canonical does not on other "
-                "meshes), or the hardware made a mistake"
+                f"{verdict}: the meshes or devices they ran on add in another order (reduce=canonical does not on "
+                "other meshes), or the hardware made a mistake"
             )
         if len(self.strays) == 1:
-            return f"{where}: {self.strays[0]} does not reproduce itself"
+            return f"{verdict}: {self.strays[0]} does not reproduce itself"
         return (
-            f"{where}: "
+            f"{verdict}: "
             f"{'neither run reproduces itself' if self.strays else 'both runs reproduce what they recorded of it'}"
         )
 
@@ -122,55 +121,65 @@ def bisect(
     Raises ValueError if one is no run, they have no record of a common step, or files needed for a replay are missing.
     """
     folders = (a, b)
-    kept = [checkpoints_in(folder) for folder in folders]
+    checkpoints = [checkpoints_in(folder) for folder in folders]
     rows = [{row["step"]: row for row in run_folder.read_metrics(folder)} for folder in folders]
     differing = list(differences(*folders))
-    equal, bound, what, steps = recorded_difference(kept, rows)
+    equal, bound, subject, steps = recorded_difference(checkpoints, rows)
     if not steps:
         raise ValueError(f"{a} and {b} have no record of a common step; there is nothing to compare")
     if bound is None:
         return BisectResult(differing, None, "", None, [], False, steps)
-    configs = [recorded_config(folder, bound, held) for folder, held in zip(folders, kept)]
-    here = [replace(config, mesh={}, device=device or config.device) for config in configs]
+    configs = [recorded_config(folder, bound, saved) for folder, saved in zip(folders, checkpoints)]
+    local_configs = [replace(config, mesh={}, device=device or config.device) for config in configs]
     begin = f"checkpoint {equal}" if equal else "the start of each"
-    say(f"recorded: the first difference is at step {bound} ({what}); making both again from {begin}, in one process")
+    say(
+        f"recorded: the first difference is at step {bound} ({subject}); making both again from {begin}, in one process"
+    )
     strays: list[Path] = []
     with contextlib.ExitStack() as stack:
         opened = [
             stack.enter_context(open_job(folder, config, Coordinator(), nvme, say))
-            for folder, config in zip(folders, here)
+            for folder, config in zip(folders, local_configs)
         ]
-        states = [state_at(f, p, held[equal] if equal else None) for f, (p, *_), held in zip(folders, opened, kept)]
-        parting = first_parting(int(states[0].step), [], *states)
-        made = [replay_steps(again, state, bound) for again, state in zip(opened, states)]
+        states = [
+            load_state(f, p, saved[equal] if equal else None) for f, (p, *_), saved in zip(folders, opened, checkpoints)
+        ]
+        parting = find_difference(int(states[0].step), [], *states)
+        replays = [replay_steps(replay_job, state, bound) for replay_job, state in zip(opened, states)]
         del states
         while parting is None:
-            pair = [one for one in (next(steps_of, None) for steps_of in made) if one is not None]
+            pair = [
+                replayed_step
+                for replayed_step in (next(steps_of, None) for steps_of in replays)
+                if replayed_step is not None
+            ]
             if len(pair) < 2:
                 break
             step = int(pair[0].state.step)
-            for folder, one, record, held in zip(folders, pair, rows, kept):
-                if strays_from(one, record.get(step, {}), held.get(step)) and folder not in strays:
+            for folder, replayed_step, record, saved in zip(folders, pair, rows, checkpoints):
+                if strays_from(replayed_step, record.get(step, {}), saved.get(step)) and folder not in strays:
                     strays.append(folder)
             numbers = [n for n in NUMBERS if differ(pair[0].row, pair[1].row, n)]
-            parting = first_parting(step, ["batch"] * (not same_batch(*pair)) + numbers, *(one.state for one in pair))
+            parting = find_difference(
+                step, ["batch"] * (not same_batch(*pair)) + numbers, *(replayed_step.state for replayed_step in pair)
+            )
             del pair
-    elsewhere = not all(same_bits(config, again.job.config) for config, again in zip(configs, opened))
-    return BisectResult(differing, bound, what, parting, strays, elsewhere, steps)
+    elsewhere = not all(same_bits(config, replay_job.job.config) for config, replay_job in zip(configs, opened))
+    return BisectResult(differing, bound, subject, parting, strays, elsewhere, steps)
 
 
 def recorded_difference(
-    kept: list[dict[int, checkpoint.Folder]], rows: list[dict[int, dict[str, Any]]]
+    checkpoints: list[dict[int, checkpoint.Folder]], rows: list[dict[int, dict[str, Any]]]
 ) -> tuple[int, int | None, str, int]:
     """(the last step before the difference whose checkpoints are equal, 0 for none; the first step whose rows or
     checkpoints differ, None for none; the name of the difference; the number of steps that both have recorded).
     """
-    common, both = kept[0].keys() & kept[1].keys(), rows[0].keys() & rows[1].keys()
-    equal, steps = 0, sorted(common | both)
+    common, common_rows = checkpoints[0].keys() & checkpoints[1].keys(), rows[0].keys() & rows[1].keys()
+    equal, steps = 0, sorted(common | common_rows)
     for step in steps:
-        names = [n for n in NUMBERS if step in both and differ(rows[0][step], rows[1][step], n)]
+        names = [n for n in NUMBERS if step in common_rows and differ(rows[0][step], rows[1][step], n)]
         if not names and step in common:
-            names = first_leaf(kept[0][step], kept[1][step])
+            names = first_leaf(checkpoints[0][step], checkpoints[1][step])
             equal = equal if names else step
         if names:
             return equal, step, names[0], len(steps)
@@ -209,13 +218,13 @@ def first_leaf(a: checkpoint.Folder, b: checkpoint.Folder) -> list[str]:
     return []
 
 
-def strays_from(one: ReplayedStep, row: dict[str, Any], path: checkpoint.Folder | None) -> bool:
+def strays_from(replayed_step: ReplayedStep, row: dict[str, Any], path: checkpoint.Folder | None) -> bool:
     """Whether a replayed step differs from its run's record."""
     if "digest" in row:
-        one.row["digest"] = f"{combine(digest_tree(to_memory(one.state.params))):016x}"
-    if any(differ(one.row, row, name) for name in NUMBERS):
+        replayed_step.row["digest"] = f"{combine(digest_tree(to_memory(replayed_step.state.params))):016x}"
+    if any(differ(replayed_step.row, row, name) for name in NUMBERS):
         return True
-    return path is not None and digest_tree(to_memory(one.state)) != recorded_digests(path)
+    return path is not None and digest_tree(to_memory(replayed_step.state)) != recorded_digests(path)
 
 
 def same_batch(x: ReplayedStep, y: ReplayedStep) -> bool:
@@ -223,13 +232,15 @@ def same_batch(x: ReplayedStep, y: ReplayedStep) -> bool:
     return x.batch.keys() == y.batch.keys() and all(torch.equal(leaf, y.batch[name]) for name, leaf in x.batch.items())
 
 
-def first_parting(step: int, numbers: list[str], x: TrainState, y: TrainState) -> FirstDifference | None:
+def find_difference(step: int, numbers: list[str], x: TrainState, y: TrainState) -> FirstDifference | None:
     """The first difference after a step; None for none."""
-    mine, theirs = pytree.named_leaves(x), pytree.named_leaves(y)
-    for name in {**mine, **theirs}:
-        if name not in mine or name not in theirs:
+    leaves_x, leaves_y = pytree.named_leaves(x), pytree.named_leaves(y)
+    for name in {**leaves_x, **leaves_y}:
+        if name not in leaves_x or name not in leaves_y:
             return FirstDifference(step, numbers, name, " is in one of them only")
-        first, second = (leaf if isinstance(leaf, Tensor) else leaf.tensor() for leaf in (mine[name], theirs[name]))
+        first, second = (
+            leaf if isinstance(leaf, Tensor) else leaf.tensor() for leaf in (leaves_x[name], leaves_y[name])
+        )
         if note := describe_difference(first, second, "which is {} and {}"):
             return FirstDifference(step, numbers, name, note)
     return FirstDifference(step, numbers, "", "") if numbers else None

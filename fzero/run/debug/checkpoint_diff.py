@@ -34,9 +34,9 @@ class LeafDifference(NamedTuple):
         if not self.differing:
             return f"leaf {self.name}: no element differs by more; the largest difference is {self.largest:.3g}"
         count = f"{self.differing:,} of {self.elements:,} elements differ"
-        by = f"by {self.largest:.3g} at most, relatively {self.largest_relative:.3g}"
+        amount = f"by {self.largest:.3g} at most, relatively {self.largest_relative:.3g}"
         x, y = self.values or (None, None)
-        return f"leaf {self.name}: {count}, {by}; the first at {self.first}, {x!r} and {y!r}"
+        return f"leaf {self.name}: {count}, {amount}; the first at {self.first}, {x!r} and {y!r}"
 
 
 class Difference(NamedTuple):
@@ -52,7 +52,7 @@ class Difference(NamedTuple):
     leaves: int  # that both have
 
     @property
-    def same(self) -> bool:
+    def equal(self) -> bool:
         """Whether they are the same: to the bit, or within the tolerance."""
         return not (self.only_a or self.only_b or self.other or any(leaf.differing for leaf in self.compared))
 
@@ -66,11 +66,11 @@ def compare(a: str, b: str, *, tolerance: float = 0.0, every: bool = False) -> D
     """
     if not tolerance >= 0 or math.isinf(tolerance):
         raise ValueError(f"--atol is {tolerance}; it must be a number of at least 0")
-    x, y = (checkpoint.open_checkpoint(path_of(place)) for place in (a, b))
+    x, y = (checkpoint.open_checkpoint(path_of(location)) for location in (a, b))
     try:
         common = [name for name in x.leaves if name in y.leaves]
-        kinds = {name: [(held.leaves[name].shape, held.leaves[name].dtype) for held in (x, y)] for name in common}
-        other = [
+        kinds = {name: [(reader.leaves[name].shape, reader.leaves[name].dtype) for reader in (x, y)] for name in common}
+        mismatches = [
             f"{name}: {describe_difference(*kinds[name][0])} and {describe_difference(*kinds[name][1])}"
             for name in common
             if kinds[name][0] != kinds[name][1]
@@ -88,8 +88,8 @@ def compare(a: str, b: str, *, tolerance: float = 0.0, every: bool = False) -> D
     finally:
         x.close()
         y.close()
-    only_x, only_y = ([name for name in held.leaves if name not in beside.leaves] for held, beside in ((x, y), (y, x)))
-    return Difference(x.path, y.path, only_x, only_y, other, differing, compared, len(common))
+    only_x, only_y = ([name for name in reader.leaves if name not in peer.leaves] for reader, peer in ((x, y), (y, x)))
+    return Difference(x.path, y.path, only_x, only_y, mismatches, differing, compared, len(common))
 
 
 def describe_difference(shape: Index, dtype: torch.dtype) -> str:
@@ -99,53 +99,54 @@ def describe_difference(shape: Index, dtype: torch.dtype) -> str:
 
 def compare_leaf(x: CheckpointReader, y: CheckpointReader, name: str, tolerance: float) -> LeafDifference:
     """Compare a leaf that has the same shape and dtype in two checkpoints."""
-    ours, theirs = x.leaves[name], y.leaves[name]
+    leaf_x, leaf_y = x.leaves[name], y.leaves[name]
     differing, largest, relative = 0, 0.0, 0.0
     first: tuple[int, list[int], tuple[Any, Any]] | None = None
-    for start, size in blocks(ours.shape, ours.layout.chunk, theirs.layout.chunk, ours.dtype.itemsize):
+    for start, size in blocks(leaf_x.shape, leaf_x.layout.chunk, leaf_y.layout.chunk, leaf_x.dtype.itemsize):
         p, q = x.read(name, start, size).reshape(-1), y.read(name, start, size).reshape(-1)
-        apart, by, part = differences(p, q, tolerance)
-        differing, largest, relative = differing + int(apart.sum()), max(largest, by), max(relative, part)
-        if not bool(apart.any()):
+        mask, max_error, max_ratio = differences(p, q, tolerance)
+        differing, largest, relative = differing + int(mask.sum()), max(largest, max_error), max(relative, max_ratio)
+        if not bool(mask.any()):
             continue
-        at = int(apart.to(torch.uint8).argmax())
-        index = [int(i) + s for i, s in zip(torch.unravel_index(torch.tensor(at), size), start)]
-        number = sum(i * math.prod(ours.shape[dim + 1 :]) for dim, i in enumerate(index))
+        position = int(mask.to(torch.uint8).argmax())
+        index = [int(i) + s for i, s in zip(torch.unravel_index(torch.tensor(position), size), start)]
+        number = sum(i * math.prod(leaf_x.shape[dim + 1 :]) for dim, i in enumerate(index))
         if first is None or number < first[0]:
-            first = number, index, (p[at].item(), q[at].item())
+            first = number, index, (p[position].item(), q[position].item())
     index, values = first[1:] if first else ([], None)
-    return LeafDifference(name, differing, math.prod(ours.shape), largest, relative, index, values)
+    return LeafDifference(name, differing, math.prod(leaf_x.shape), largest, relative, index, values)
 
 
 def differences(p: Tensor, q: Tensor, tolerance: float) -> tuple[Tensor, float, float]:
     """(which elements differ by more than the tolerance, the largest absolute difference, the largest relative one)."""
     size = p.dtype.itemsize
-    apart = (p.view(torch.uint8).view(-1, size) != q.view(torch.uint8).view(-1, size)).any(-1)
-    if not bool(apart.any()):
-        return apart, 0.0, 0.0
-    where = apart.nonzero().squeeze(-1)
-    v, w = p[where].double(), q[where].double()
+    mask = (p.view(torch.uint8).view(-1, size) != q.view(torch.uint8).view(-1, size)).any(-1)
+    if not bool(mask.any()):
+        return mask, 0.0, 0.0
+    positions = mask.nonzero().squeeze(-1)
+    v, w = p[positions].double(), q[positions].double()
     if p.dtype.is_floating_point:
         alike = (v.isnan() & w.isnan()) | (v == w)
-        by = torch.where(alike, 0.0, (v - w).abs()).nan_to_num(math.inf, math.inf)
+        errors = torch.where(alike, 0.0, (v - w).abs()).nan_to_num(math.inf, math.inf)
     else:
-        by = (p[where].long() - q[where].long()).double().abs()  # large ones that float64 takes for equal are not
+        # Large ones that float64 takes for equal are not.
+        errors = (p[positions].long() - q[positions].long()).double().abs()
     scale = torch.maximum(v.abs(), w.abs()).nan_to_num(math.inf, math.inf)
-    relative = torch.where(by == 0, 0.0, torch.where(by.isinf(), math.inf, by / scale))
+    relative = torch.where(errors == 0, 0.0, torch.where(errors.isinf(), math.inf, errors / scale))
     if tolerance:
-        apart[where[by <= tolerance]] = False
-    return apart, float(by.max()), float(relative.max())
+        mask[positions[errors <= tolerance]] = False
+    return mask, float(errors.max()), float(relative.max())
 
 
-def blocks(shape: Index, ours: Index, theirs: Index, itemsize: int) -> Iterator[tuple[Index, Index]]:
+def blocks(shape: Index, chunk_x: Index, chunk_y: Index, itemsize: int) -> Iterator[tuple[Index, Index]]:
     """(start, size) of boxes that make up a leaf: of a chunk or some, of about BLOCK bytes."""
     if not math.prod(shape):
         return
-    step = [max(1, a, b) for a, b in zip(ours, theirs)]
+    step = [max(1, a, b) for a, b in zip(chunk_x, chunk_y)]
     for dim in reversed(range(len(shape))):
         while step[dim] < shape[dim] and 2 * math.prod(step) * itemsize <= BLOCK:
             step[dim] = min(2 * step[dim], shape[dim])
         if step[dim] < shape[dim]:
             break
     for start in itertools.product(*(range(0, n, k) for n, k in zip(shape, step))):
-        yield start, tuple(min(k, n - at) for at, k, n in zip(start, step, shape))
+        yield start, tuple(min(k, n - offset) for offset, k, n in zip(start, step, shape))

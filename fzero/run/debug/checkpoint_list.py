@@ -13,18 +13,18 @@ from fzero.checkpoint import Folder
 from fzero.checkpoint.directory import SPARE, clean_step, step_of
 from fzero.checkpoint.manifest import MANIFEST, join, parse_leaf
 from fzero.checkpoint.offload_snapshot import verify_store
-from fzero.checkpoint.reader import part_name
+from fzero.checkpoint.reader import tile_name
 from fzero.checkpoint.restore_tree import dtype_name
+from fzero.core.config_tables import flat
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url
-from fzero.core.tables import flat
 from fzero.offload.store_manifest import STEP, STORE, read_store
 from fzero.run import config_table, run_folder
 from fzero.run.config_versions import current_keys
 from fzero.sharding.memory import Offload
 
 
-class Entry(NamedTuple):
+class CheckpointEntry(NamedTuple):
     """The folder of one step."""
 
     step: int
@@ -52,12 +52,12 @@ class Listing(NamedTuple):
     """The checkpoints in a folder."""
 
     checkpoint_dir: Folder
-    entries: list[Entry]  # by step
+    entries: list[CheckpointEntry]  # by step
     spare: int  # bytes of files that the next save will overwrite
     store: OnDisk | None  # if the run keeps its state on a disk
 
 
-class Shown(NamedTuple):
+class CheckpointDescription(NamedTuple):
     """The content of a manifest."""
 
     path: Folder
@@ -71,14 +71,14 @@ class Shown(NamedTuple):
     ]  # params, master, opt_state, ...: leaves, elements, bytes; of all leaves, selected or not
 
 
-def home_of(place: str) -> tuple[Folder, Path | None]:
-    """(the folder of the checkpoints of a run, folder or URL; the run's folder, None if `place` is no run)."""
-    if is_url(place):
-        return trim_zeros(place), None
-    folder = Path(place)
+def checkpoint_dir_of(location: str) -> tuple[Folder, Path | None]:
+    """(the folder of the checkpoints of a run, folder or URL; the run's folder, None if `location` is no run)."""
+    if is_url(location):
+        return trim_zeros(location), None
+    folder = Path(location)
     if not folder.is_dir():
         raise ValueError(
-            f"{place}: no such folder; give a run, a folder with checkpoints, or a URL such as s3://bucket/run"
+            f"{location}: no such folder; give a run, a folder with checkpoints, or a URL such as s3://bucket/run"
         )
     if is_run(folder):
         return run_folder.checkpoints_of(folder, run_folder.read_config(folder)), folder
@@ -90,16 +90,16 @@ def is_run(folder: Path) -> bool:
     return any(os.path.lexists(folder / name) for name in (run_folder.CONFIG, run_folder.ENVIRONMENT))
 
 
-def path_of(place: str) -> Folder:
-    """The checkpoint that `place` names: itself, or the newest complete one of a run, a folder or a URL. Raises
+def path_of(location: str) -> Folder:
+    """The checkpoint that `location` names: itself, or the newest complete one of a run, a folder or a URL. Raises
     ValueError for none."""
-    if is_url(place):
-        here = Objects(place).read(MANIFEST) is not None
-        return trim_zeros(place) if here else checkpoint.latest(trim_zeros(place))
-    here = Path(place)
-    if os.path.lexists(here / MANIFEST) or (here.is_dir() and step_of(here.name) is not None):
-        return here
-    return checkpoint.latest(home_of(place)[0])
+    if is_url(location):
+        candidate = Objects(location).read(MANIFEST) is not None
+        return trim_zeros(location) if candidate else checkpoint.latest(trim_zeros(location))
+    candidate = Path(location)
+    if os.path.lexists(candidate / MANIFEST) or (candidate.is_dir() and step_of(candidate.name) is not None):
+        return candidate
+    return checkpoint.latest(checkpoint_dir_of(location)[0])
 
 
 def trim_zeros(url: str) -> str:
@@ -110,74 +110,75 @@ def trim_zeros(url: str) -> str:
 # ---- which there are ----
 
 
-def listing(place: str) -> Listing:
+def listing(location: str) -> Listing:
     """The checkpoints of a run, a folder or a URL, whole or not. Raises ValueError if there is no such folder."""
-    checkpoint_dir, folder = home_of(place)
-    found = files_of(checkpoint_dir)
-    if MANIFEST in found.get("", {}):
-        raise ValueError(f"{place}: is a checkpoint; give the folder that it is in, or use `fzero ckpt show`")
-    by_step = sorted((step, name) for name in found if (step := step_of(name)) is not None)
-    entries = [entry_of(join(checkpoint_dir, name), step, found[name]) for step, name in by_step]
+    checkpoint_dir, folder = checkpoint_dir_of(location)
+    files = files_of(checkpoint_dir)
+    if MANIFEST in files.get("", {}):
+        raise ValueError(f"{location}: is a checkpoint; give the folder that it is in, or use `fzero ckpt show`")
+    by_step = sorted((step, name) for name in files if (step := step_of(name)) is not None)
+    entries = [entry_of(join(checkpoint_dir, name), step, files[name]) for step, name in by_step]
     return Listing(
         checkpoint_dir,
         entries,
-        sum(size or 0 for size in found.get(SPARE, {}).values()),
+        sum(size or 0 for size in files.get(SPARE, {}).values()),
         on_disk(folder) if folder else None,
     )
 
 
 def files_of(checkpoint_dir: Folder) -> dict[str, dict[str, int | None]]:
     """{folder: {file below it: bytes}} in a folder of checkpoints ("": in none); bytes are None for a URL."""
-    found: dict[str, dict[str, int | None]] = {}
+    files: dict[str, dict[str, int | None]] = {}
     if is_url(checkpoint_dir):
         sizes: dict[str, int | None] = dict.fromkeys(Objects(str(checkpoint_dir)).names())
     else:
-        there = (
+        paths = (
             [path for path in Path(checkpoint_dir).rglob("*") if path.is_file()]
             if Path(checkpoint_dir).is_dir()
             else []
         )
-        sizes = {path.relative_to(checkpoint_dir).as_posix(): path.stat().st_size for path in there}
-        found |= {
+        sizes = {path.relative_to(checkpoint_dir).as_posix(): path.stat().st_size for path in paths}
+        files |= {
             path.name: {}
             for path in (Path(checkpoint_dir).iterdir() if Path(checkpoint_dir).is_dir() else ())
             if path.is_dir()
         }
     for name, size in sizes.items():
-        top, slash, rest = name.partition("/")
-        found.setdefault(top if slash else "", {})[rest if slash else top] = size
-    return found
+        top, slash, tail = name.partition("/")
+        files.setdefault(top if slash else "", {})[tail if slash else top] = size
+    return files
 
 
-def entry_of(path: Folder, step: int, files: dict[str, int | None]) -> Entry:
+def entry_of(path: Folder, step: int, files: dict[str, int | None]) -> CheckpointEntry:
     """The Entry of a step, from its manifest and the names and sizes of its files."""
     size = None if is_url(path) else sum(size or 0 for size in files.values())
     if MANIFEST not in files:
         note = f"{len(files)} files that no manifest names: of a save that is under way, or did not end"
-        return Entry(step, path, "incomplete", note, None, size, None, None, None)
+        return CheckpointEntry(step, path, "incomplete", note, None, size, None, None, None)
     written = None if is_url(path) else Path(path, MANIFEST).stat().st_mtime
     try:
         record = checkpoint.read_manifest(path)
     except ValueError as error:
-        return Entry(step, path, "damaged", str(error), written, size, None, None, None)
+        return CheckpointEntry(step, path, "damaged", str(error), written, size, None, None, None)
     leaves = {name: parse_leaf(table) for name, table in record["leaves"].items()}
     parts = {
-        f"{record['arrays']}/{part_name(leaf.layout, name, part)}": None
+        f"{record['arrays']}/{tile_name(leaf.layout, name, shard)}": None
         if leaf.layout.compress
         else leaf.layout.file_bytes
         for name, leaf in leaves.items()
-        for part in leaf.layout.parts()
+        for shard in leaf.layout.tiles()
     }
     short = [
         name
-        for name, least in parts.items()
-        if name not in files or (least is not None and (have := files[name]) is not None and have < least)
+        for name, min_bytes in parts.items()
+        if name not in files
+        or (min_bytes is not None and (actual_bytes := files[name]) is not None and actual_bytes < min_bytes)
     ]
-    beside = [name for name in files if name != MANIFEST and not name.startswith(f"{record['arrays']}/")]
-    state, note = ("damaged", f"{some(short)} missing or too short") if short else ("complete", "")
-    if beside and not note:
-        note = f"{some(beside)} left by a save that did not end"
-    return Entry(
+    strays = [name for name in files if name != MANIFEST and not name.startswith(f"{record['arrays']}/")]
+    state, note = ("damaged", f"{subject_text(short)} missing or too short") if short else ("complete", "")
+    if strays and not note:
+        note = f"{subject_text(strays)} left by a save that did not end"
+    return CheckpointEntry(
         step,
         path,
         state,
@@ -190,25 +191,25 @@ def entry_of(path: Folder, step: int, files: dict[str, int | None]) -> Entry:
     )
 
 
-def some(names: list[str]) -> str:
+def subject_text(names: list[str]) -> str:
     """The first name and how many there are, as the subject of a sentence."""
     return f"{names[0]} is" if len(names) == 1 else f"{len(names)} files ({names[0]}, ...) are"
 
 
 def on_disk(folder: Path) -> OnDisk | None:
     """The store of the run in `folder`; None if its state is not on a disk."""
-    place = store_of(folder)
-    if place is None:
+    store_path = store_of(folder)
+    if store_path is None:
         return None
     try:
-        opened = read_store(place)
+        opened = read_store(store_path)
     except ValueError as error:
-        return OnDisk(place, None, [], str(error))
+        return OnDisk(store_path, None, [], str(error))
     if opened is None:
-        return OnDisk(place, None, [], "")
+        return OnDisk(store_path, None, [], "")
     record = opened[1]
     note = "the step that overwrites it did not end" if record.dirty else "the run has ended" if record.done else ""
-    return OnDisk(place, record.step, sorted(record.pinned.values()), note)
+    return OnDisk(store_path, record.step, sorted(record.pinned.values()), note)
 
 
 def store_of(folder: Path) -> str | None:
@@ -219,34 +220,34 @@ def store_of(folder: Path) -> str | None:
     return str(value.nvme.folder or folder / run_folder.NVME)
 
 
-def verify(place: str) -> list[tuple[Folder, list[str]]]:
-    """(what was read, a line for each damage in it) for what `place` names: a checkpoint, the newest one of a run,
+def verify(location: str) -> list[tuple[Folder, list[str]]]:
+    """(what was read, a line for each damage in it) for what `location` names: a checkpoint, the newest one of a run,
     folder or URL, and the store of a run, or in a folder, with its state on a disk. Raises ValueError for none."""
-    if is_url(place):
-        path = path_of(place)
+    if is_url(location):
+        path = path_of(location)
         return [(path, checkpoint.verify(path))]
-    here, store = Path(place), None
-    if os.path.lexists(here / STORE) or os.path.lexists(here / STEP):
-        store = place
-    elif is_run(here):
-        store = store_of(here)
+    folder, store = Path(location), None
+    if os.path.lexists(folder / STORE) or os.path.lexists(folder / STEP):
+        store = location
+    elif is_run(folder):
+        store = store_of(folder)
     if store is None or is_url(store):
-        path = path_of(place)
+        path = path_of(location)
         return [(path, checkpoint.verify(path))]
     reads: list[tuple[Folder, list[str]]] = [(store, verify_store(Path(store)))]
-    if store == place or not checkpoint.steps(home_of(place)[0]):
+    if store == location or not checkpoint.steps(checkpoint_dir_of(location)[0]):
         return reads
-    path = path_of(place)
+    path = path_of(location)
     return [(path, checkpoint.verify(path)), *reads]
 
 
 # ---- what one holds ----
 
 
-def describe_checkpoint(place: str) -> Shown:
+def describe_checkpoint(location: str) -> CheckpointDescription:
     """The content of the manifest of a checkpoint (a run, folder or URL: of its newest). Raises ValueError if there is
     none."""
-    path = path_of(place)
+    path = path_of(location)
     record = checkpoint.read_manifest(path)
     leaves, totals = {}, {}
     for name, table in record["leaves"].items():
@@ -255,7 +256,7 @@ def describe_checkpoint(place: str) -> Shown:
             "shape": list(layout.shape),
             "dtype": dtype_name(layout.dtype),
             "spec": table["spec"],
-            "parts": len(layout.parts()),
+            "parts": len(layout.tiles()),
             "chunk": list(layout.chunk),
             "bytes": layout.nbytes,
             "digest": table["digest"],
@@ -263,7 +264,7 @@ def describe_checkpoint(place: str) -> Shown:
         total = totals.setdefault(name.split("/")[0], {"leaves": 0, "elements": 0, "bytes": 0})
         for key, value in (("leaves", 1), ("elements", math.prod(layout.shape)), ("bytes", layout.nbytes)):
             total[key] += value
-    return Shown(
+    return CheckpointDescription(
         path, record["step"], record["versions"], record["mesh"], differing_values(record["config"]), leaves, totals
     )
 
@@ -307,10 +308,10 @@ def remove(places: list[str], steps: list[int] | None = None, *, force: bool = F
     if steps and len(places) != 1:
         raise ValueError(f"--step names checkpoints of one run and {len(places)} places are given; give one")
     if steps:
-        checkpoint_dir = home_of(places[0])[0]
+        checkpoint_dir = checkpoint_dir_of(places[0])[0]
         paths = [checkpoint.step_folder(checkpoint_dir, step) for step in steps]
     else:
-        paths = [trim_zeros(place) if is_url(place) else Path(place) for place in places]
+        paths = [trim_zeros(location) if is_url(location) else Path(location) for location in places]
     homes: dict[str, list[tuple[Folder, int]]] = {}
     for path in dict.fromkeys(paths):
         name = str(path).rsplit("/", 1)[-1] if is_url(path) else Path(path).absolute().name
@@ -325,23 +326,23 @@ def remove(places: list[str], steps: list[int] | None = None, *, force: bool = F
         checkpoint_dir: {entry.step: entry.state for entry in listing(checkpoint_dir).entries}
         for checkpoint_dir in homes
     }
-    for checkpoint_dir, gone in homes.items():
-        for path, step in gone:
+    for checkpoint_dir, targets in homes.items():
+        for path, step in targets:
             if step not in states[checkpoint_dir]:
                 raise ValueError(
                     f"{path}: no such checkpoint; {checkpoint_dir} has "
                     f"{', '.join(map(str, states[checkpoint_dir])) or 'none'}"
                 )
-        whole = {step for step, state in states[checkpoint_dir].items() if state == "complete"}
-        if whole and not force and not whole - {step for _, step in gone}:
-            last = checkpoint.step_folder(checkpoint_dir, max(whole))
+        complete_steps = {step for step, state in states[checkpoint_dir].items() if state == "complete"}
+        if complete_steps and not force and not complete_steps - {step for _, step in targets}:
+            last = checkpoint.step_folder(checkpoint_dir, max(complete_steps))
             raise ValueError(
                 f"{last}: is the last complete checkpoint in {checkpoint_dir}; nothing was removed (--force "
                 "removes it too)"
             )
     lines = []
-    for checkpoint_dir, gone in homes.items():
-        for path, step in gone:
+    for checkpoint_dir, targets in homes.items():
+        for path, step in targets:
             if states[checkpoint_dir][step] == "incomplete":
                 clean_step(path)
             else:

@@ -22,7 +22,7 @@ import torch
 from fzero import checkpoint
 from fzero.comm.mesh_text import mesh_text
 from fzero.core.bounds import RATE, check_bounds
-from fzero.core.tables import Table, flat
+from fzero.core.config_tables import Table, flat
 from fzero.data.assemble import Batch
 from fzero.run import corpus, machine, run_folder, weights
 from fzero.run.build import Job, build, first_state, restore, save_store, specs_of
@@ -30,16 +30,16 @@ from fzero.run.config import RunConfig
 from fzero.run.config_table import apply_table, from_table
 from fzero.run.config_versions import current_keys
 from fzero.run.corpus import Say
-from fzero.run.debug.comparison import Comparison, compare_leaves
-from fzero.run.measure.log import metrics_row
-from fzero.run.pretrain import expect_memory, place
+from fzero.run.debug.leaf_comparison import Comparison, compare_leaves
+from fzero.run.measure.metrics_rows import metrics_row
+from fzero.run.pretrain import expect_memory, resolve_placement
 from fzero.run.process_settings import settings_restored
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import expect_disk
-from fzero.run.stages import stage_at
-from fzero.sharding.digests import digest_text
+from fzero.run.stages import stage_of_step
 from fzero.sharding.memory import Offload
+from fzero.sharding.redistribute import digest_text
 from fzero.train.state import TrainState
 
 SHOWN = 12  # lines about differences
@@ -61,9 +61,9 @@ class ReplayResult(NamedTuple):
     def failed(self) -> list[Comparison]:
         """The comparisons that failed."""
         if not self.tolerance:
-            return [row for row in self.rows if not row.same]
-        close = [row for row in self.rows if row.name == "loss" and not row.apart <= self.tolerance]
-        return [row for row in self.rows if (row in close or row.name in EXACT) and not row.same]
+            return [row for row in self.rows if not row.equal]
+        close = [row for row in self.rows if row.name == "loss" and not row.relative_error <= self.tolerance]
+        return [row for row in self.rows if (row in close or row.name in EXACT) and not row.equal]
 
     @property
     def reproduces(self) -> bool:
@@ -71,18 +71,18 @@ class ReplayResult(NamedTuple):
         return not self.failed
 
     @property
-    def apart(self) -> float:
+    def max_error(self) -> float:
         """The largest relative difference of a loss."""
-        return max((row.apart for row in self.rows if row.name == "loss"), default=0.0)
+        return max((row.relative_error for row in self.rows if row.name == "loss"), default=0.0)
 
     def __str__(self) -> str:
         steps = f"steps {self.start + 1} to {self.step}" if self.step > self.start + 1 else f"step {self.step}"
         numbers, leaves = (len([row for row in self.rows if row.leaf == leaf]) for leaf in (False, True))
         counts = f"{steps}, from {self.source}: {numbers} numbers" + f" and {leaves} leaves" * bool(leaves)
-        if all(row.same for row in self.rows):
+        if all(row.equal for row in self.rows):
             return f"reproduces bit for bit ({counts})"
         if self.reproduces:
-            return f"agrees within {self.tolerance:g}: the losses differ by {self.apart:.1e} at most ({counts})"
+            return f"agrees within {self.tolerance:g}: the losses differ by {self.max_error:.1e} at most ({counts})"
         first = self.failed[0]
         return f"parts at step {first.step} ({first.name}; {counts}, of which {len(self.failed)} fail)"
 
@@ -111,38 +111,42 @@ def replay(
     if tolerance is not None:
         check_bounds("--rtol", tolerance, RATE)
     rows = {row["step"]: row for row in run_folder.read_metrics(folder)}
-    kept = checkpoints_in(folder)
-    config = recorded_config(folder, step, kept)
-    if step not in rows and step not in kept:
-        last = max([*rows, *kept], default=0)
+    checkpoints = checkpoints_in(folder)
+    config = recorded_config(folder, step, checkpoints)
+    if step not in rows and step not in checkpoints:
+        last = max([*rows, *checkpoints], default=0)
         raise ValueError(
             f"{folder}: has no record of step {step}, neither a row of {run_folder.METRICS} nor a checkpoint; "
             f"its last is {last}"
         )
     fits = math.prod(config.mesh.values()) == coordinator.size
     changes = {"mesh": config.mesh if fits else {}, **(changes or {})}
-    with open_job(folder, apply_table(replace(config, mesh={}), changes), coordinator, nvme, say) as again:
-        job, room = again.job, again.room
-        begin = choose_start(kept, step, start, job, coordinator, say)
-        state = state_at(folder, job, kept[begin] if begin else None)
+    with open_job(folder, apply_table(replace(config, mesh={}), changes), coordinator, nvme, say) as replay_job:
+        job, scratch = replay_job.job, replay_job.scratch
+        begin = choose_start(checkpoints, step, start, job, coordinator, say)
+        state = load_state(folder, job, checkpoints[begin] if begin else None)
         source, first = f"step-{begin:08d}" if begin else "the start of the run", int(state.step)
-        kept |= step_on_disk(job, folder, step, room) if step not in kept and room is not None else {}
+        checkpoints |= (
+            step_on_disk(job, folder, step, scratch) if step not in checkpoints and scratch is not None else {}
+        )
         say(f"replaying {folder} from {source} to step {step}, on {placement_text(job.config)}")
         exact = same_bits(config, job.config)
         if tolerance is None:
             tolerance = 0.0 if exact else CLOSE[config.precision.policy]
-        found: list[Comparison] = []
-        for made in replay_steps(again, state, step):
-            number = int(made.state.step)
+        comparisons: list[Comparison] = []
+        for replayed_step in replay_steps(replay_job, state, step):
+            number = int(replayed_step.state.step)
             recorded = dict(flat(rows.get(number, {})))
             if "digest" in recorded:
-                made.row["digest"] = digest_text(made.state.params, specs_of(job).params, job.mesh)
-            here = dict(flat(made.row))
-            found += [Comparison(number, n, recorded[n], here[n]) for n in here if n in recorded and n != "step"]
-            if number in kept:
-                parted = any(row.leaf and not row.same for row in found)
-                found += compare_leaves(job, made.state, kept[number], number, explain=not parted)
-    return ReplayResult(first, step, source, found, tolerance)
+                replayed_step.row["digest"] = digest_text(replayed_step.state.params, specs_of(job).params, job.mesh)
+            actual = dict(flat(replayed_step.row))
+            comparisons += [
+                Comparison(number, n, recorded[n], actual[n]) for n in actual if n in recorded and n != "step"
+            ]
+            if number in checkpoints:
+                parted = any(row.leaf and not row.equal for row in comparisons)
+                comparisons += compare_leaves(job, replayed_step.state, checkpoints[number], number, explain=not parted)
+    return ReplayResult(first, step, source, comparisons, tolerance)
 
 
 def report(result: ReplayResult) -> Iterator[str]:
@@ -179,17 +183,17 @@ class ReplayJob(NamedTuple):
 
     job: Job  # of the last step's stage
     # by the steps made: the job of the stage of the next one, and this rank's rows by `state.data_cursor`
-    at: Callable[[int], tuple[Job, Callable[[int], Batch]]]
+    stage_of: Callable[[int], tuple[Job, Callable[[int], Batch]]]
     threads: int  # of the run
-    room: Path | None  # a folder for offloaded leaves, if the run has any
+    scratch: Path | None  # a folder for offloaded leaves, if the run has any
 
 
-def replay_steps(again: ReplayJob, state: TrainState, until: int) -> Iterator[ReplayedStep]:
-    """The steps of a run from `state` to step `until`. Each overwrites the state before it."""
-    while (step := int(state.step)) < until:
-        job, batch_at = again.at(step)
+def replay_steps(replay_job: ReplayJob, state: TrainState, end: int) -> Iterator[ReplayedStep]:
+    """The steps of a run from `state` to step `end`. Each overwrites the state before it."""
+    while (step := int(state.step)) < end:
+        job, batch_at = replay_job.stage_of(step)
         # Threads are of the process; another run replayed beside this one may use another number.
-        torch.set_num_threads(again.threads)
+        torch.set_num_threads(replay_job.threads)
         machine.set_fp32_matmul(job.config.precision.fp32_matmul)
         batch = corpus.on_device(batch_at(int(state.data_cursor)), job.device)
         state, metrics = job.train_step(state, batch)
@@ -207,13 +211,13 @@ def open_job(
     run_folder.expect_trained(environment, folder)
     config = replace(config, nvme=replace(config.nvme, folder="", slots=min(config.nvme.slots, 2)))
     with settings_restored():
-        config, mesh, device, _ = place(config, coordinator)
-        room = None
+        config, mesh, device, _ = resolve_placement(config, coordinator)
+        scratch = None
         try:
             torch.set_num_threads(environment.get("threads", torch.get_num_threads()))
             if "nvme" in Offload.parse(config.offload).memories:
-                room = Path(coordinator.share(lambda: tempfile.mkdtemp(prefix="fzero-replay-", dir=nvme)))
-            job = build(config, mesh, room, device=device)
+                scratch = Path(coordinator.share(lambda: tempfile.mkdtemp(prefix="fzero-replay-", dir=nvme)))
+            job = build(config, mesh, scratch, device=device)
             expect_memory(job, coordinator)
             expect_disk(job, coordinator)
             path = corpus.corpus_of_run(config, folder, environment, coordinator, say)
@@ -221,49 +225,54 @@ def open_job(
 
             @functools.cache
             def of_stage(begin: int) -> tuple[Job, Callable[[int], Batch]]:
-                c = stage_at(config, begin).config
-                its = job if c == config else build(c, mesh, room, nvme=job.nvme, device=device)
+                c = stage_of_step(config, begin).config
+                stage_job = job if c == config else build(c, mesh, scratch, nvme=job.nvme, device=device)
                 batch_at = corpus.open_data(c, path, mesh, skips)[0]
-                return its, lambda cursor: batch_at(corpus.sample_at(cursor, skips))
+                return stage_job, lambda cursor: batch_at(corpus.sample_of_cursor(cursor, skips))
 
-            at = lambda step: of_stage(stage_at(config, step).begin)  # noqa: E731
-            yield ReplayJob(job, at, torch.get_num_threads(), room)
+            find_stage = lambda step: of_stage(stage_of_step(config, step).begin)  # noqa: E731
+            yield ReplayJob(job, find_stage, torch.get_num_threads(), scratch)
             if job.nvme is not None:
                 job.nvme.close()
             coordinator.share(lambda: "all have closed their files")
         finally:
-            if room is not None and coordinator.first:
-                shutil.rmtree(room, ignore_errors=True)
+            if scratch is not None and coordinator.first:
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def choose_start(
-    kept: dict[int, checkpoint.Folder], step: int, asked: int | None, job: Job, coordinator: Coordinator, say: Say
+    checkpoints: dict[int, checkpoint.Folder],
+    step: int,
+    start: int | None,
+    job: Job,
+    coordinator: Coordinator,
+    say: Say,
 ) -> int:
-    """The step of the checkpoint to replay `step` from; 0 for the first state. asked: the required one."""
-    found = sorted(n for n in kept if n < step)
-    if asked is not None and asked not in (0, *found):
+    """The step of the checkpoint to replay `step` from; 0 for the first state. start: the required one."""
+    earlier_steps = sorted(n for n in checkpoints if n < step)
+    if start is not None and start not in (0, *earlier_steps):
         raise ValueError(
-            f"--from {asked}: there is no such checkpoint below step {step}; there are 0 (the start), "
-            f"{list_steps(found)}"
+            f"--from {start}: there is no such checkpoint below step {step}; there are 0 (the start), "
+            f"{list_steps(earlier_steps)}"
         )
-    if asked is not None:
-        return asked
+    if start is not None:
+        return start
 
     def look() -> tuple[int, list[str]]:
-        sound = checkpoint.first_sound([kept[n] for n in reversed(found)], checkpoint.expect_sound)
-        return next((n for n in found if kept[n] == sound.path), 0), sound.lines()
+        sound = checkpoint.first_sound([checkpoints[n] for n in reversed(earlier_steps)], checkpoint.expect_sound)
+        return next((n for n in earlier_steps if checkpoints[n] == sound.path), 0), sound.lines()
 
     newest, lines = coordinator.share(look)
     for line in lines:
         say(line)
     if newest:
         return newest
-    why = ", and the disk of its state has its last step alone" if job.nvme is not None else ""
-    say(f"there is no checkpoint below step {step} of the run{why}; from its start")
+    reason = ", and the disk of its state has its last step alone" if job.nvme is not None else ""
+    say(f"there is no checkpoint below step {step} of the run{reason}; from its start")
     return 0
 
 
-def state_at(folder: Path, job: Job, path: checkpoint.Folder | None) -> TrainState:
+def load_state(folder: Path, job: Job, path: checkpoint.Folder | None) -> TrainState:
     """This rank's state from a checkpoint, or the first one of the run."""
     if path is not None:
         return restore(job, path)
@@ -271,13 +280,13 @@ def state_at(folder: Path, job: Job, path: checkpoint.Folder | None) -> TrainSta
     return first_state(job, weights.load_start(Path(init)).params if init else None)
 
 
-def step_on_disk(job: Job, folder: Path, step: int, room: Path) -> dict[int, checkpoint.Folder]:
-    """{step: a checkpoint in `room`} of the state on the run's disk, if that is at this step; else {}."""
+def step_on_disk(job: Job, folder: Path, step: int, scratch: Path) -> dict[int, checkpoint.Folder]:
+    """{step: a checkpoint in `scratch`} of the state on the run's disk, if that is at this step; else {}."""
     config = run_folder.read_config(folder)
     snapshot = weights.snapshot_of(folder, config)
     if snapshot is None or snapshot.record.step != step or snapshot.record.dirty:
         return {}
-    path = save_store(job, config, snapshot, room / run_folder.CHECKPOINTS, -1)
+    path = save_store(job, config, snapshot, scratch / run_folder.CHECKPOINTS, -1)
     return {} if path is None else {step: path}
 
 
@@ -287,25 +296,25 @@ def checkpoints_in(folder: Path) -> dict[int, checkpoint.Folder]:
     return {step: checkpoint.step_folder(checkpoint_dir, step) for step in checkpoint.steps(checkpoint_dir)}
 
 
-def recorded_config(folder: Path, step: int, kept: dict[int, checkpoint.Folder]) -> RunConfig:
+def recorded_config(folder: Path, step: int, checkpoints: dict[int, checkpoint.Folder]) -> RunConfig:
     """The config with which the run made step `step`: that of the next checkpoint, as a resumed run may change mesh."""
     config = run_folder.read_config(folder)
-    after = min((n for n in kept if n >= step), default=None)
-    table = checkpoint.read_manifest(kept[after])["config"] if after is not None else None
-    return stage_at(from_table(current_keys(table)) if table else config, step - 1).config
+    next_step = min((n for n in checkpoints if n >= step), default=None)
+    table = checkpoint.read_manifest(checkpoints[next_step])["config"] if next_step is not None else None
+    return stage_of_step(from_table(current_keys(table)) if table else config, step - 1).config
 
 
-def same_bits(recorded: RunConfig, here: RunConfig) -> bool:
+def same_bits(recorded: RunConfig, actual: RunConfig) -> bool:
     """Whether a step must have the same bits by both configs of a run."""
 
     def sizes(config: RunConfig) -> dict[str, int]:
         return {axis: size for axis, size in config.mesh.items() if size > 1}
 
-    if recorded.device not in ("auto", here.device):  # auto: of a run before there was a choice
+    if recorded.device not in ("auto", actual.device):  # auto: of a run before there was a choice
         return False
-    if sizes(recorded) == sizes(here) and (recorded.zero == here.zero or not sizes(here)):
+    if sizes(recorded) == sizes(actual) and (recorded.zero == actual.zero or not sizes(actual)):
         return True
-    return here.reduce == "canonical" and sizes(recorded).get("tp") == sizes(here).get("tp")
+    return actual.reduce == "canonical" and sizes(recorded).get("tp") == sizes(actual).get("tp")
 
 
 def placement_text(config: RunConfig) -> str:

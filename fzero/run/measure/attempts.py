@@ -14,9 +14,9 @@ import torch
 
 import fzero
 from fzero.core import gpu
+from fzero.core.config_tables import Table
 from fzero.core.files import append_line
-from fzero.core.foreign import json_text
-from fzero.core.tables import Table
+from fzero.core.text_parsing import json_text
 from fzero.run import machine as doctor
 from fzero.run import run_folder
 from fzero.run.attempt import Attempt
@@ -30,7 +30,7 @@ PLAN = "plan.json"
 
 def begin(attempt: Attempt, first: int, flop: TokenFlop) -> int:
     """Write the line of an attempt that continues after step `first`; returns its number, from 1 on."""
-    job, folder, _, coordinator, options, whole = attempt
+    job, folder, _, coordinator, options, run_config = attempt
     config, t = job.config, job.config.train
     trained_on = run_folder.read_environment(folder)
     number = len(run_folder.read_attempts(folder)) + 1
@@ -67,8 +67,8 @@ def begin(attempt: Attempt, first: int, flop: TokenFlop) -> int:
         "environment": {key: trained_on[key] for key in CORPUS if key in trained_on},
         "config": to_table(config),  # a resumed run may have another mesh, stage and offload than config.json
     }
-    if whole != config:
-        line[WHOLE] = to_table(whole)
+    if run_config != config:
+        line[WHOLE] = to_table(run_config)
     path = folder / run_folder.ATTEMPTS
     append_line(path, json_text(line, str(path)))
     return number

@@ -68,12 +68,12 @@ def token_flop(job: Job) -> TokenFlop:
     attention = float(c.n_layers * job.config.data.seq_len * width)  # L T D
     model, causal = 6.0 * active + 12.0 * attention, 6.0 * active + 6.0 * attention
     chunks = 0 < getattr(c, "layer_tokens", 0) < job.config.data.seq_len  # whose products are made again, not attention
-    again, tiles = Remat.parse(t.remat).every > 0, 2.0 * mlps * in_parts(c) + 2.0 * layers * chunks
-    full_again, causal_again = ((2.0 * layers + pairs * attention) * again + tiles for pairs in (4.0, 2.0))
+    full_remat, tiles = Remat.parse(t.remat).every > 0, 2.0 * mlps * uses_tiles(c) + 2.0 * layers * chunks
+    full_again, causal_again = ((2.0 * layers + pairs * attention) * full_remat + tiles for pairs in (4.0, 2.0))
     return TokenFlop(model, causal, model + full_again, causal + causal_again)
 
 
-def in_parts(config: Any) -> bool:
+def uses_tiles(config: Any) -> bool:
     """Whether a model's MLP is computed in tiles or chunks of tokens: backward its hidden units are made again."""
     return getattr(config, "mlp_tiles", 1) > 1 or getattr(config, "mlp_tokens", 0) > 0
 

@@ -2,7 +2,7 @@
 
 Every storage of an operator's arguments or results is counted once, from its first use until it is freed. fzero's
 operators that are made of PyTorch's are looked into. Memory that never meets the dispatcher is not seen: scratch inside
-another operator, and buffers of Inductor's compiled code. For the components see moments.py.
+another operator, and buffers of Inductor's compiled code. For the components see memory_timeline.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from fzero.comm.ledger import Ledger
-from fzero.comm.tables import SHARDS
+from fzero.comm.rank_tables import SHARDS
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import DispatchKey, FakeTensor, TorchDispatchMode
-from fzero.kernels.op_function import OPENED
+from fzero.kernels.custom_operator import OPENED
 from fzero.optim.average import AVERAGE
-from fzero.run.measure.moments import START, Change, Life, Moment, Stay, Visit, alive, moments
+from fzero.run.measure.memory_timeline import START, Change, Life, Moment, Stay, Visit, alive, moments
 from fzero.sharding.error_feedback import ERROR
 
 GROUPS = {
@@ -62,9 +62,9 @@ def is_composite(func: Any) -> bool:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A context that counts: `now` bytes are alive, `peak` were at most.
+    """A context that counts: `live` bytes are alive, `peak` were at most.
 
-    device: tensors elsewhere are counted apart, in `away` (None: all together).
+    device: tensors elsewhere are counted apart, in `off_device` (None: all together).
     """
 
     @classmethod
@@ -74,10 +74,10 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, *trees: Any, device: torch.device | None = None):
         super().__init__()
         self.device = device
-        self.now = self.peak = self.away = self.away_peak = 0
+        self.live = self.peak = self.off_device = self.off_device_peak = 0
         self.at_peak = ""  # the operator that made the peak
         self.inside = 0  # how many of fzero's operators that are made of others are running
-        self._known: dict[int, weakref.ref] = {}
+        self._storages: dict[int, weakref.ref] = {}
         for leaf in pytree.leaves(trees):
             self.see(leaf)
 
@@ -87,33 +87,33 @@ class LiveBytes(TorchDispatchMode):
             return
         storage = x.untyped_storage()
         key = storage._cdata
-        if key in self._known:
+        if key in self._storages:
             return
         size, device = storage.nbytes(), device_of(x)
         if (
             size == 0 or device.type == "meta" or self.lent(storage)
         ):  # a shape without memory; memory that is counted already
             return
-        here = self.device is None or device == self.device
+        on_device = self.device is None or device == self.device
 
         def freed(_: Any, key: int = key, size: int = size) -> None:
-            del self._known[key]
-            if here:
-                self.now -= size
+            del self._storages[key]
+            if on_device:
+                self.live -= size
             else:
-                self.away -= size
+                self.off_device -= size
             if end is not None:
                 end()
 
-        self._known[key] = weakref.ref(storage, freed)
-        if here:
-            self.now += size
+        self._storages[key] = weakref.ref(storage, freed)
+        if on_device:
+            self.live += size
         else:
-            self.away += size
-            self.away_peak = max(self.away_peak, self.away)
-        end = self.born(x, key, size, here)
+            self.off_device += size
+            self.off_device_peak = max(self.off_device_peak, self.off_device)
+        end = self.born(x, key, size, on_device)
 
-    def born(self, x: Tensor, key: int, size: int, here: bool) -> Callable[[], None] | None:
+    def born(self, x: Tensor, key: int, size: int, on_device: bool) -> Callable[[], None] | None:
         """Note a new storage; the returned function is called when it is freed."""
         return None
 
@@ -150,8 +150,8 @@ class LiveBytes(TorchDispatchMode):
         else:
             for x in pytree.leaves(out):
                 self.see(x)
-        if self.now > self.peak:
-            self.peak, self.at_peak = self.now, name_of(func)
+        if self.live > self.peak:
+            self.peak, self.at_peak = self.live, name_of(func)
         return out
 
 
@@ -161,7 +161,7 @@ class MemoryTrace(LiveBytes):
     A context around the step; the ledger reports phases, parts of the model and transfers to it (see `recorded`).
 
     note: (operator, args, kwargs, result) -> the event to enter, or None; without it, operators are counted by name.
-    told: ("start" | "wait", number, what, axis, bytes, visit) -> an event of a transfer.
+    make_transfer: ("start" | "wait", number, what, axis, bytes, visit) -> an event of a transfer.
     buffers: the pool of offloaded leaves, counted at its full size.
     """
 
@@ -173,27 +173,27 @@ class MemoryTrace(LiveBytes):
         device: torch.device | None = None,
         buffers: Any = None,
         note: Callable[..., Any] | None = None,
-        told: Callable[..., Any] | None = None,
+        make_transfer: Callable[..., Any] | None = None,
     ):
         super().__init__(device=device)
-        self.note, self.told, self.buffers = note, told, buffers
+        self.note, self.make_transfer, self.buffers = note, make_transfer, buffers
         self.ledger: Ledger | None = None
         self.stays = [Stay(START, [], [], [])]
         self.lives: dict[int, Life] = {}  # by the storage's key, while it lives
-        self.over = False
+        self.is_closed = False
         self.spans: list[tuple[int, str]] = [(0, "")]
         self.visits = self.entered = self.reducing = 0
         self.collective = ""  # an all_gather of parameters that has been started and has no memory yet
         if buffers is not None and device is not None:  # it is the host's
-            self.away = self.away_peak = buffers.size
+            self.off_device = self.off_device_peak = buffers.size
         elif buffers is not None:
-            self.now += buffers.size
+            self.live += buffers.size
             self._enter(Life(buffers.size, "buffers", START, "buffers"))
-        self.given("", state._asdict() if hasattr(state, "_asdict") else {"params": state})
-        self.given("batch/", batch)
-        self.peak = self.now
+        self.enter_inputs("", state._asdict() if hasattr(state, "_asdict") else {"params": state})
+        self.enter_inputs("batch/", batch)
+        self.peak = self.live
 
-    def given(self, prefix: str, tree: Tree) -> None:
+    def enter_inputs(self, prefix: str, tree: Tree) -> None:
         """Enter the inputs of the step."""
         for name, leaf in pytree.named_leaves(tree).items():
             self.op = prefix + name
@@ -207,7 +207,7 @@ class MemoryTrace(LiveBytes):
     # -------------------------------------------------------------------------------------------------------
 
     @property
-    def here(self) -> Visit:
+    def current_visit(self) -> Visit:
         """The current visit."""
         return self.stays[-1].visit
 
@@ -219,19 +219,19 @@ class MemoryTrace(LiveBytes):
         stay = self.stays[-1]
         stay.changes.append(Change(life, sign, len(stay.events) - 1))
 
-    def born(self, x: Tensor, key: int, size: int, here: bool) -> Callable[[], None] | None:
+    def born(self, x: Tensor, key: int, size: int, on_device: bool) -> Callable[[], None] | None:
         """Enter the birth of a storage, if it is on the device."""
-        if not here:
+        if not on_device:
             return None
-        life = self.lives[key] = Life(size, self.op, self.here, self.group, self.reducing > 0)
+        life = self.lives[key] = Life(size, self.op, self.current_visit, self.group, self.reducing > 0)
         if self.collective and not self.group and self.op == "aten.new_empty":
             life.group, self.collective = "gathered", ""
         self._enter(life)
 
         def ended() -> None:
             self.lives.pop(key, None)
-            if not self.over:
-                life.died, life.dropped = self.here, True
+            if not self.is_closed:
+                life.died, life.dropped = self.current_visit, True
                 self._enter(life, -1)
 
         return ended
@@ -261,17 +261,17 @@ class MemoryTrace(LiveBytes):
         out = self.note(self, func, args, kwargs)
         for x in (out,) if isinstance(out, Tensor) else pytree.leaves(out):
             self.see(x)
-        if self.now > self.peak:
-            self.peak, self.at_peak = self.now, self.op
+        if self.live > self.peak:
+            self.peak, self.at_peak = self.live, self.op
         return out
 
     # ---- the program
     # ----------------------------------------------------------------------------------------------------
 
-    def _go(self, part: str, layer: int | None) -> None:
+    def _go(self, segment: str, layer: int | None) -> None:
         self.visits += 1
         span, phase = self.spans[-1]
-        self.stays.append(Stay(Visit(self.visits, span, phase, part, layer), [], [], []))
+        self.stays.append(Stay(Visit(self.visits, span, phase, segment, layer), [], [], []))
 
     def enter(self, phase: str) -> None:
         """A phase begins; one inside a forward or backward pass counts as part of that."""
@@ -284,21 +284,21 @@ class MemoryTrace(LiveBytes):
 
     def leave(self, phase: str) -> None:
         """The innermost phase ends."""
-        before = self.spans.pop()
+        ended_span = self.spans.pop()
         self.reducing -= phase == "reduce"
-        if before != self.spans[-1]:
+        if ended_span != self.spans[-1]:
             self._go("", None)
 
-    def at(self, part: str, layer: int | None) -> None:
+    def reach(self, segment: str, layer: int | None) -> None:
         """The program comes to a part of the model."""
-        self._go(part, layer)
+        self._go(segment, layer)
 
     def start(self, number: int, collective: str, axis: str, leaf: str, sent_bytes: int) -> None:
         """A collective is started."""
         gathers = (
             collective == "all_gather"
             and axis.partition("+")[0] in SHARDS
-            and self.here.phase in ("forward", "backward", "update")
+            and self.current_visit.phase in ("forward", "backward", "update")
             and not self.reducing
         )
         self.collective = leaf if gathers else ""
@@ -314,17 +314,17 @@ class MemoryTrace(LiveBytes):
     def done(self, number: int) -> None:
         """Its result is there."""
 
-    def transfer(self, event: str, number: int, what: str, axis: str, sent_bytes: int) -> None:
+    def transfer(self, event: str, number: int, kind: str, axis: str, sent_bytes: int) -> None:
         """Enter an event of a transfer."""
-        if self.told is not None:
-            self.event(self.told(event, number, what, axis, sent_bytes, self.here))
+        if self.make_transfer is not None:
+            self.event(self.make_transfer(event, number, kind, axis, sent_bytes, self.current_visit))
 
     # ---- results
     # ------------------------------------------------------------------------------------------------
 
     def close(self, state: Tree | None = None) -> None:
         """End the record; new tensors of the resulting `state` belong to its groups."""
-        self.over = True
+        self.is_closed = True
         named = pytree.named_leaves(state._asdict()) if state is not None and hasattr(state, "_asdict") else {}
         for name, leaf in named.items():
             if isinstance(leaf, Tensor):
@@ -336,9 +336,9 @@ class MemoryTrace(LiveBytes):
         """The moments of the step: see `moments`."""
         return moments(self.stays)
 
-    def alive(self, at: Moment, most: int = 20) -> tuple[tuple[str, str, int], ...]:
+    def alive(self, moment: Moment, max_count: int = 20) -> tuple[tuple[str, str, int], ...]:
         """The largest storages alive at one of them: see `alive`."""
-        return alive(self.stays, at, most)
+        return alive(self.stays, moment, max_count)
 
 
 @contextlib.contextmanager
@@ -363,7 +363,7 @@ def record_step(
 def peak_of(f: Callable[..., Any], *args: Any) -> int:
     """The most bytes of tensors alive at one time while `f(*args)` runs, its arguments among them."""
     with LiveBytes(args) as live:
-        live.peak = live.now
+        live.peak = live.live
         out = f(*args)
         del out
     return live.peak

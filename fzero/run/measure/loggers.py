@@ -16,8 +16,8 @@ from torch import Tensor
 from fzero.core import packages, pytree
 from fzero.core.arguments import checked
 from fzero.core.files import make_folder, replacing, writing
-from fzero.core.foreign import open_regular, short
 from fzero.core.pytree import nearest
+from fzero.core.text_parsing import open_regular, short
 from fzero.sharding import Mesh
 
 Log = Callable[[int, Any], None]  # takes the number of a step, and its values
@@ -47,8 +47,8 @@ def numbers(values: Any) -> dict[str, float]:
     """
     row = values if isinstance(values, Mapping) else pytree.named_leaves(values)
     row = {name: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for name, x in row.items()}
-    parts = [(name, one) for name, one in row.items() if "_by_" in name and isinstance(one, Mapping)]
-    inner = [(f"{name}/{key}", x) for name, one in parts for key, x in one.items()]
+    parts = [(name, group) for name, group in row.items() if "_by_" in name and isinstance(group, Mapping)]
+    inner = [(f"{name}/{key}", x) for name, group in parts for key, x in group.items()]
     return {name: x for name, x in [*row.items(), *inner] if name != "step" and isinstance(x, int | float)}
 
 
@@ -84,19 +84,21 @@ def open_loggers(
     2,0.5
     """
     check_loggers(names)
-    found = packages.installed("tensorboard")
-    wanted = dict.fromkeys(one for name in names for one in (("tensorboard",) * found if name == "auto" else (name,)))
+    has_tensorboard = packages.installed("tensorboard")
+    loggers = dict.fromkeys(
+        logger for name in names for logger in (("tensorboard",) * has_tensorboard if name == "auto" else (name,))
+    )
     if mesh is not None and mesh.rank != 0:
-        wanted = {}
+        loggers = {}
     with ExitStack() as stack:
-        if wanted:
+        if loggers:
             make_folder(folder)
-        logs = [stack.enter_context(OPENERS[name](Path(folder), first, config or {})) for name in wanted]
+        logs = [stack.enter_context(OPENERS[name](Path(folder), first, config or {})) for name in loggers]
 
         def log(step: int, values: Any) -> None:
             row = numbers(values) if logs else {}
-            for each in logs:
-                each(int(step), row)
+            for logger in logs:
+                logger(int(step), row)
 
         yield log
 

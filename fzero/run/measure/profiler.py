@@ -64,12 +64,12 @@ class Named:
         while self._pop() != "phase":
             pass
 
-    def at(self, part: str, layer: int | None) -> None:
+    def reach(self, segment: str, layer: int | None) -> None:
         """The program comes to a part of the model, and leaves the one before it."""
         if self.ranges and self.ranges[-1][0] == "part":
             self._pop()
         phase = self.ranges[-1][1] if self.ranges else ""
-        self._push("part", f"{phase} {part}{'' if layer is None else f'/{layer}'}".strip())
+        self._push("part", f"{phase} {segment}{'' if layer is None else f'/{layer}'}".strip())
 
     def start(self, number: int, collective: str, axis: str, leaf: str, sent_bytes: int) -> None:
         """A collective is started."""
@@ -95,7 +95,7 @@ class Profile:
         self.path, self.ledger, self.first, self.last = path, ledger, first, last
         self.named = Named()
         self.stack: contextlib.ExitStack | None = None
-        self.begun = 0.0
+        self.start_s = 0.0
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -104,7 +104,7 @@ class Profile:
             self.stack = contextlib.ExitStack()
             self.profile = self.stack.enter_context(profiler())
             self.stack.enter_context(self.ledger.watched(self.named))
-        self.begun = self.begun or time.perf_counter()
+        self.start_s = self.start_s or time.perf_counter()
         with record_function(f"step {number}"):
             yield
         if number == self.last:
@@ -122,7 +122,7 @@ class Profile:
             trace = json.loads(path.read_text(encoding="utf-8"))
         for name in ("host_name", "traceName"):
             trace.pop(name, None)
-        trace["traceEvents"] = [*apart(trace["traceEvents"]), *self.messages(trace["traceEvents"])]
+        trace["traceEvents"] = [*split_gloo_events(trace["traceEvents"]), *self.messages(trace["traceEvents"])]
         with replacing(self.path) as raw, gzip.open(raw, "wt", encoding="utf-8") as file:
             json.dump(trace, file)
 
@@ -135,13 +135,13 @@ class Profile:
         for number, name, axis, begin, end in self.named.sent:
             common = {"cat": axis, "name": name, "id": number, "pid": first["pid"], "tid": first["tid"]}
             out += [
-                {**common, "ph": ph, "ts": first["ts"] + 1e6 * (at - self.begun)}
-                for ph, at in (("b", begin), ("e", end))
+                {**common, "ph": ph, "ts": first["ts"] + 1e6 * (seconds - self.start_s)}
+                for ph, seconds in (("b", begin), ("e", end))
             ]
         return out
 
 
-def apart(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def split_gloo_events(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The events of a trace, with gloo's messages moved to a track beside the overlapping ranges of their thread."""
     for number, event in enumerate(events):
         if event.get("ph") == "X" and event["name"].startswith("gloo:"):

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from fzero.core.compile import before_compiling
+from fzero.core.compile import on_first_compile
 from fzero.run.corpus import Say
 
 COLUMNS, ROWS = 80, 24  # of a terminal that does not say how large it is
@@ -21,20 +21,22 @@ COMPILING = "compiling (about 25 s on two cores, once a machine)"
 
 @contextlib.contextmanager
 def show_progress(
-    first: int, until: int, *, every: int, bar: bool, say: Say
+    first: int, last: int, *, every: int, bar: bool, say: Say
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """A context of a function that shows a step's row.
 
-    first, until: the step before the first row, and the last one. every: steps from line to line; the bar is drawn
+    first, last: the step before the first row, and the last one. every: steps from line to line; the bar is drawn
     anew after each. If the first step waits for the compiler, that is said; its time predicts nothing.
     """
     recent: list[float] = []
     val = ""
     with ExitStack() as stack:
-        shown = stack.enter_context(open_bar(first, until)) if bar else None
-        tell = partial(say, COMPILING) if shown is None else partial(shown.set_postfix_str, COMPILING)
-        waiting = stack.enter_context(elapsing(shown, "first step"))
-        stack.enter_context(before_compiling(tell))
+        progress_bar = stack.enter_context(open_bar(first, last)) if bar else None
+        show_note = (
+            partial(say, COMPILING) if progress_bar is None else partial(progress_bar.set_postfix_str, COMPILING)
+        )
+        waiting = stack.enter_context(elapsing(progress_bar, "first step"))
+        stack.enter_context(on_first_compile(show_note))
 
         def show(row: Mapping[str, Any]) -> None:
             nonlocal val
@@ -45,21 +47,21 @@ def show_progress(
             loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
             val = f"  val {row['val_loss']:.4f}" if "val_loss" in row else val
             speed = f"{row['tokens_per_s']:,.0f} tokens/s  MFU {100 * row['mfu']:.0f}%"
-            if shown is not None:
-                shown.set_postfix_str(f"loss {loss}{val}  {speed}", refresh=False)
-                shown.update()
+            if progress_bar is not None:
+                progress_bar.set_postfix_str(f"loss {loss}{val}  {speed}", refresh=False)
+                progress_bar.update()
                 if is_first:  # the bar counts its rate from here on
-                    shown.initial, shown.start_t = shown.n, shown.last_print_t
-            elif row["step"] % every == 0 or is_first or row["step"] == until or "val_loss" in row:
-                left = f"  ETA {format_duration((until - row['step']) * sum(recent) / len(recent))}" if recent else ""
-                say(f"step {row['step']}/{until}  loss {loss}{val}  {speed}{left}{'  SKIPPED' * bool(row['skipped'])}")
+                    progress_bar.initial, progress_bar.start_t = progress_bar.n, progress_bar.last_print_t
+            elif row["step"] % every == 0 or is_first or row["step"] == last or "val_loss" in row:
+                eta = f"  ETA {format_duration((last - row['step']) * sum(recent) / len(recent))}" if recent else ""
+                say(f"step {row['step']}/{last}  loss {loss}{val}  {speed}{eta}{'  SKIPPED' * bool(row['skipped'])}")
 
         yield show
 
 
-def open_bar(first: int, until: int) -> Any:
+def open_bar(first: int, last: int) -> Any:
     """A progress bar on stderr."""
-    return sized_bar(total=until, initial=first, unit="step")
+    return sized_bar(total=last, initial=first, unit="step")
 
 
 def sized_bar(**options: Any) -> Any:
@@ -77,16 +79,16 @@ def sized_bar(**options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def elapsing(shown: Any, what: str) -> Iterator[Callable[[], None]]:
-    """A context in which a bar says `what` and counts seconds, until the function that it gives is called."""
+def elapsing(progress_bar: Any, text: str) -> Iterator[Callable[[], None]]:
+    """A context in which a bar says `text` and counts seconds, until the function that it gives is called."""
     end = threading.Event()
 
     def count() -> None:
         while not end.wait(1.0):
-            shown.refresh()
+            progress_bar.refresh()
 
-    if shown is not None:
-        shown.set_postfix_str(what)
+    if progress_bar is not None:
+        progress_bar.set_postfix_str(text)
         threading.Thread(target=count, name="fzero-progress", daemon=True).start()
     try:
         yield end.set

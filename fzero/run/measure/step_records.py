@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.comm.ledger import Ledger, Row
+from fzero.comm.ledger import Ledger, LedgerRow
 from fzero.core import gpu, pytree
-from fzero.core.foreign import json_text
+from fzero.core.config_tables import Table
 from fzero.core.storage import write_text
-from fzero.core.tables import Table
+from fzero.core.text_parsing import json_text
 from fzero.kernels.registry import describe, observe
 from fzero.optim.average import AVERAGE
 from fzero.run.build import Job
-from fzero.run.measure.acts import recording_acts
 from fzero.run.measure.live_bytes import record_step
-from fzero.run.measure.log import process_peak_bytes
-from fzero.run.measure.moments import COMPONENTS
+from fzero.run.measure.memory_timeline import COMPONENTS
+from fzero.run.measure.metrics_rows import process_peak_bytes
+from fzero.run.measure.pipeline_timeline import recording_acts
 from fzero.run.measure.profiler import TRACE, Profile
 from fzero.sharding.error_feedback import ERROR
 from fzero.train.state import TrainState
@@ -36,30 +36,32 @@ UNSEEN = "memory that no operator has as an argument or a result: scratch inside
 COMPILED = "; inner buffers of compiled blocks"
 
 
-class Chosen(NamedTuple):
+class StepSelection(NamedTuple):
     """The recorded steps of an attempt, by their numbers in the run (from 1 on); 0 for none."""
 
     ledger: int = 0
     memory: int = 0
     profile: tuple[int, int] = (0, 0)  # first and last
 
-    def how(self, number: int) -> str:
+    def recorder_of(self, number: int) -> str:
         """The recorder of a step: "memory", "profile", or "" for a timed step."""
         if self.profile[0] <= number <= self.profile[1]:
             return "profile"
         return "memory" if number == self.memory else ""
 
 
-def chosen(first: int, until: int, measured: bool, profile: tuple[int, int] = (0, 0)) -> Chosen:
-    """The steps to record of an attempt after step `first`, up to `until`. measured: record ledger and memory too."""
-    memory = first + MEMORY_AT if measured and first + MEMORY_AT <= until else 0
+def select_steps(first: int, last: int, measured: bool, profile: tuple[int, int] = (0, 0)) -> StepSelection:
+    """The steps to record of an attempt after step `first`, up to `last`. measured: record ledger and memory too."""
+    memory = first + MEMORY_AT if measured and first + MEMORY_AT <= last else 0
     if memory and profile[0] <= memory <= profile[1]:
-        memory = profile[1] + 1 if profile[1] < until else 0
-    return Chosen(min(first + LEDGER_AT, until) if measured else 0, memory, profile)
+        memory = profile[1] + 1 if profile[1] < last else 0
+    return StepSelection(min(first + LEDGER_AT, last) if measured else 0, memory, profile)
 
 
 @contextmanager
-def recording(job: Job, folder: Path, attempt: int, which: Chosen) -> Iterator[Callable[[TrainState, Any, int], tuple]]:
+def recording(
+    job: Job, folder: Path, attempt: int, selection: StepSelection
+) -> Iterator[Callable[[TrainState, Any, int], tuple]]:
     """A function `(state, batch, number of the step) -> (state, metrics)`: the job's step, recorded if it is
     chosen.
 
@@ -68,27 +70,27 @@ def recording(job: Job, folder: Path, attempt: int, which: Chosen) -> Iterator[C
     """
     ledger = job.mesh.ledger
     every = job.config.train.measure_every if job.plan.stages is not None else 0
-    acts_at = lambda number: every > 0 and number % every == 0  # noqa: E731 - on all ranks
-    profile, used = Profile(folder / TRACE, ledger, *which.profile), {}
+    records_acts = lambda number: every > 0 and number % every == 0  # noqa: E731 - on all ranks
+    profile, used = Profile(folder / TRACE, ledger, *selection.profile), {}
 
     def step(state: TrainState, batch: Any, number: int) -> tuple:
-        before, named = (
-            ledger.rows() if number == which.ledger else [],
+        previous_rows, named = (
+            ledger.rows() if number == selection.ledger else [],
             {"attempt": attempt, "step": number, "rank": job.mesh.rank},
         )
-        with observe() as forms, recording_acts(job, folder, named) if acts_at(number) else nullcontext():
-            how = which.how(number)
-            if how == "profile":
+        with observe() as forms, recording_acts(job, folder, named) if records_acts(number) else nullcontext():
+            recorder = selection.recorder_of(number)
+            if recorder == "profile":
                 with profile.step(number):
                     state, metrics = job.train_step(state, batch)
-            elif how == "memory":
+            elif recorder == "memory":
                 state, metrics, table = measure_memory(job, state, batch)
                 write(folder, MEMORY, {**named, **table})
             else:
                 state, metrics = job.train_step(state, batch)
         used.update(forms if not used else {})  # compiled blocks choose their kernels in the first step
-        if number == which.ledger:
-            rows = [row._asdict() for row in rows_since(ledger, before)]
+        if number == selection.ledger:
+            rows = [row._asdict() for row in rows_since(ledger, previous_rows)]
             write(folder, LEDGER, {**named, "kernels": describe(used), "rows": rows})
         return state, metrics
 
@@ -98,11 +100,11 @@ def recording(job: Job, folder: Path, attempt: int, which: Chosen) -> Iterator[C
         profile.close()
 
 
-def rows_since(ledger: Ledger, before: list[Row]) -> list[Row]:
-    """The entries of a ledger since its rows were `before`."""
-    known = {row[:5]: row[5:] for row in before}
+def rows_since(ledger: Ledger, previous_rows: list[LedgerRow]) -> list[LedgerRow]:
+    """The entries of a ledger since its rows were `previous_rows`."""
+    totals = {row[:5]: row[5:] for row in previous_rows}
     since = [
-        Row(*row[:5], *(now - then for now, then in zip(row[5:], known.get(row[:5], (0, 0, 0)))))
+        LedgerRow(*row[:5], *(current - previous for current, previous in zip(row[5:], totals.get(row[:5], (0, 0, 0)))))
         for row in ledger.rows()
     ]
     return [row for row in since if row.calls]
@@ -122,7 +124,7 @@ def measure_memory(job: Job, state: TrainState, batch: Any) -> tuple[TrainState,
     buffers = job.nvme.buffers if job.nvme is not None else None
     device, on_gpu = state.step.device, state.step.device.type == "cuda"
     gpu.reset_peak(device)
-    after, metrics, record = record_step(
+    next_state, metrics, record = record_step(
         job.train_step, state, batch, job.mesh.ledger, buffers=buffers, device=device if on_gpu else None
     )
     moments = record.moments()
@@ -133,17 +135,17 @@ def measure_memory(job: Job, state: TrainState, batch: Any) -> tuple[TrainState,
         "timeline": [moment._asdict() for moment in moments],
         "peak": peak._asdict(),
         "alive": record.alive(peak),
-        "state": bytes_at_rest(after, device),
+        "state": device_state_bytes(next_state, device),
         "allocator_peak_bytes": gpu.peak_bytes(device),
-        "host_peak_bytes": record.away_peak if on_gpu else None,
+        "host_peak_bytes": record.off_device_peak if on_gpu else None,
         "rss_peak_bytes": process_peak_bytes(),
         "compiled": compiled,
         "not_seen": UNSEEN + COMPILED * compiled,
     }
-    return after, metrics, table
+    return next_state, metrics, table
 
 
-def bytes_at_rest(state: TrainState, device: torch.device) -> dict[str, int]:
+def device_state_bytes(state: TrainState, device: torch.device) -> dict[str, int]:
     """{group of the state: bytes of its leaves on `device`}: "params", "master", "opt", "ema", "other", and "errors" of
     a codec that keeps them."""
     out: dict[str, int] = dict.fromkeys(("params", "master", "opt", "ema", "other"), 0)

@@ -37,7 +37,7 @@ class Comm(NamedTuple):
 
 
 class Times(NamedTuple):
-    """The time between two calls of `Clock.take`, in seconds."""
+    """The time between two calls of `Clock.pop_times`, in seconds."""
 
     wall: float
     phases: dict[str, float]  # every one of PHASES; they add up to `wall`; {} if they were not marked
@@ -49,7 +49,7 @@ class Times(NamedTuple):
         return self.wall - sum(self.phases[name] for name in ("data", COMM, IO, *WHOLE))
 
 
-class Stretch(NamedTuple):
+class ClockSpan(NamedTuple):
     """The marks between two cuts of a clock: (what, its value, the moment or None, seconds waited for a disk)."""
 
     marks: list[tuple[str, Any, Any, float]]
@@ -69,15 +69,17 @@ class Clock:
 
     def __init__(self, device: torch.device | str = "cpu", waited: Callable[[], float] | None = None) -> None:
         self.events: list[Any] | None = [] if torch.device(device).type == "cuda" else None  # to be used again
-        self.now: Callable[[], Any] = time.perf_counter if self.events is None else partial(gpu.mark_time, self.events)
+        self.timestamp: Callable[[], Any] = (
+            time.perf_counter if self.events is None else partial(gpu.mark_time, self.events)
+        )
         self.waited = waited or _none
         self.phases = True
         self.log: list[tuple[str, Any, Any, float]] = []
         self.open: list[str] = []  # phases that were entered before the last `read` and not left
-        self.last = (self.now(), self.waited())
+        self.last = (self.timestamp(), self.waited())
 
-    def _note(self, what: str, value: Any) -> None:
-        self.log.append((what, value, self.now(), self.waited()) if self.phases else (what, value, None, 0.0))
+    def _note(self, kind: str, value: Any) -> None:
+        self.log.append((kind, value, self.timestamp(), self.waited()) if self.phases else (kind, value, None, 0.0))
 
     # ---- called by a ledger -------------------------------------------------------------------------------------
 
@@ -89,7 +91,7 @@ class Clock:
         """The innermost phase ends."""
         self._note("leave", phase)
 
-    def at(self, part: str, layer: int | None) -> None:
+    def reach(self, segment: str, layer: int | None) -> None:
         """Ignore a part of the model: only phases count."""
 
     def start(self, number: int, collective: str, axis: str, leaf: str, sent_bytes: int) -> None:
@@ -106,18 +108,18 @@ class Clock:
 
     # ---- called by a loop ----------------------------------------------------------------------------------------
 
-    def take(self) -> Times:
+    def pop_times(self) -> Times:
         """The times since the last call, or since the clock was made. No collective may be under way."""
         return self.read(self.cut())
 
-    def cut(self) -> Stretch:
+    def cut(self) -> ClockSpan:
         """The marks since the last cut, or since the clock was made. It does not wait. No collective may be under
         way."""
-        self.log.append(("cut", None, self.now(), self.waited()))
+        self.log.append(("cut", None, self.timestamp(), self.waited()))
         log, self.log = self.log, []
-        return Stretch(log, self.phases)
+        return ClockSpan(log, self.phases)
 
-    def read(self, stretch: Stretch) -> Times:
+    def read(self, stretch: ClockSpan) -> Times:
         """The times of a stretch; each is read once, in their order. On a GPU it waits for the end of the stretch."""
         log, end = stretch.marks, stretch.marks[-1][2]
         if not isinstance(end, float):
@@ -137,17 +139,17 @@ class Clock:
         if self.events is not None:
             self.events += marks
 
-    def _split(self, stretch: Stretch, last: Any, waited: float) -> Times:
+    def _split(self, stretch: ClockSpan, last: Any, waited: float) -> Times:
         log, end = stretch.marks, stretch.marks[-1][2]
         if not stretch.phases:
-            for what, value, *_ in log:
-                self._enter_or_leave(what, value)
+            for kind, value, *_ in log:
+                self._track_phase(kind, value)
             return Times(seconds_between(last, end), {}, {})
         phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         wall, axes = seconds_between(last, end), {}
         started: dict[int, tuple[str, Any]] = {}  # number -> (axis, the mark after which it travels)
         waiting = ""
-        for what, value, mark, disk in log:
+        for kind, value, mark, disk in log:
             spent, idle, name = seconds_between(last, mark), 0.0, _name(self.open, waiting)
             if name not in (*WHOLE, COMM, IO):
                 idle = min(disk - waited, spent)
@@ -157,22 +159,22 @@ class Clock:
                 comm = axes.get(waiting, Comm())
                 axes[waiting] = comm._replace(exposed=comm.exposed + spent)
             last, waited = mark, disk
-            self._enter_or_leave(what, value)
-            if what == "start" and not (self.open and self.open[0] in WHOLE):
+            self._track_phase(kind, value)
+            if kind == "start" and not (self.open and self.open[0] in WHOLE):
                 started[value[0]] = (value[1], mark)
-            elif what == "wait" and value in started:
-                waiting, begun = started[value]
+            elif kind == "wait" and value in started:
+                waiting, start_mark = started[value]
                 comm = axes.get(waiting, Comm())
-                axes[waiting] = comm._replace(hidden=comm.hidden + seconds_between(begun, mark))
-            elif what == "done" and value in started:
+                axes[waiting] = comm._replace(hidden=comm.hidden + seconds_between(start_mark, mark))
+            elif kind == "done" and value in started:
                 started[value] = (waiting, mark)  # a large sum has a second half
                 waiting = ""
         return Times(wall, phases, axes)
 
-    def _enter_or_leave(self, what: str, value: Any) -> None:
-        if what == "enter":
+    def _track_phase(self, kind: str, value: Any) -> None:
+        if kind == "enter":
             self.open.append(value)
-        elif what == "leave":
+        elif kind == "leave":
             self.open.pop()
 
 

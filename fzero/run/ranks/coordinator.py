@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fzero.comm.agreement import RankError
 from fzero.core import gpu
-from fzero.run.ranks.rendezvous import meet, read_hellos
+from fzero.run.ranks.rendezvous import await_ranks, read_hellos
 from fzero.run.ranks.signals import Stopped, exit_code, expect_environment, under_torchrun
 from fzero.sharding import Mesh, make_mesh, one_process
 from fzero.sharding.mesh import start_processes
@@ -35,7 +35,7 @@ NODE_S = 5.0  # to wait for a signal to this node, if one to another node has st
 # Keys: the reason to end, the end, processes that are done, a spare's signal, the run.
 REASON, OVER, BYE, STOP, FOLDER = "reason", "over", "bye", "stop", "folder"
 SIGNAL = "signal "  # prefix of a reason that is no failure
-AGAIN = "torchrun's report says how it ended; resume from the last checkpoint with --resume"
+RESUME_HINT = "torchrun's report says how it ended; resume from the last checkpoint with --resume"
 
 
 class Ended(Exception):
@@ -60,17 +60,17 @@ class Coordinator:
     ) -> None:
         self.rank, self.size, self.local_size = rank, size, local_size
         self.store, self.lasting, self.names = store, lasting, names or []
-        self.asked = 0  # number of agreements so far: the same on all ranks at the same point of the program
+        self.agreements = 0  # number of agreements so far: the same on all ranks at the same point of the program
         self.spares = 0  # processes, after the others, that wait for the run to end
         self.signalled = False  # whether this process itself received a signal while training
         # Read by the watchdog from another thread.
         self.step, self.waiting = 0, ""
         self.watched = False  # whether there is a watchdog, which ends what waits too long
         self.trains = False  # whether it makes the steps of a run
-        self.made = False  # whether it has made one
+        self.has_stepped = False  # whether it has made one
         self.hang_s = hang_s  # seconds without progress of a rank after which all ranks end; 0: never
         self.stops: list[int] = []  # where it puts the number of a signal to a spare
-        self.at: Mesh | None = None
+        self.current_mesh: Mesh | None = None
         self.notices = True  # whether a wait for a rank that is gone fails: gloo's does, NCCL's does not
 
     @property
@@ -83,7 +83,7 @@ class Coordinator:
         """Whether this process is a spare: it waits for the run to end (see fzero.run.ranks.elastic.stand_by)."""
         return self.rank >= self.size
 
-    def keep(self, size: int) -> None:
+    def set_size(self, size: int) -> None:
         """Make the first `size` processes compute; the others are spares from here on."""
         self.size, self.spares = size, self.size - size
 
@@ -92,12 +92,12 @@ class Coordinator:
 
         Raises Ended if a rank has failed meanwhile.
         """
-        self.asked += 1
+        self.agreements += 1
         if self.store is None:
             return make()
         if self.first:
-            self.store.set(str(self.asked), json.dumps(make()))
-        return json.loads(self._hear(str(self.asked), "rank 0", None))
+            self.store.set(str(self.agreements), json.dumps(make()))
+        return json.loads(self._hear(str(self.agreements), "rank 0", None))
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values (any JSON) of all ranks, in rank order, on all ranks.
@@ -106,8 +106,8 @@ class Coordinator:
         """
         if self.store is None:
             return [value]
-        self.asked += 1
-        key = str(self.asked)
+        self.agreements += 1
+        key = str(self.agreements)
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
         limit = None if self.watched else self.hang_s or None
         return self.share(
@@ -116,12 +116,12 @@ class Coordinator:
 
     def compare(self, values: dict[str, Any], fix: str) -> None:
         """Raise ValueError, on all ranks, naming the first rank and value that differ from rank 0's, and the `fix`."""
-        mine, *others = self.gather(values)
-        for rank, theirs in enumerate(others, 1):
-            for name in [*mine, *theirs]:
-                if mine.get(name) != theirs.get(name):
+        local_values, *peers = self.gather(values)
+        for rank, theirs in enumerate(peers, 1):
+            for name in [*local_values, *theirs]:
+                if local_values.get(name) != theirs.get(name):
                     raise ValueError(
-                        f"{name} is {theirs.get(name)!r} on rank {rank} and {mine.get(name)!r} on rank 0; {fix}"
+                        f"{name} is {theirs.get(name)!r} on rank {rank} and {local_values.get(name)!r} on rank 0; {fix}"
                     )
 
     def mesh(self, sizes: Mapping[str, int], timeout_s: float = TIMEOUT_S, device: torch.device = gpu.HOST) -> Mesh:
@@ -145,10 +145,10 @@ class Coordinator:
             start_processes(device, timeout_s, store=store, rank=self.rank, world_size=self.size)
             self.waiting = ""
         if self.size == 1 and self.spares and math.prod(sizes.values()) == 1:
-            self.at = one_process()
+            self.current_mesh = one_process()
         else:
-            self.at = make_mesh(sizes, timeout_s=timeout_s, device=device.type)
-        return self.at
+            self.current_mesh = make_mesh(sizes, timeout_s=timeout_s, device=device.type)
+        return self.current_mesh
 
     def close(self, stopped: int = 0) -> None:
         """Wait until rank 0 is here too, let the spares go, and end torch.distributed. stopped: the signal that ended
@@ -209,19 +209,19 @@ class Coordinator:
 
     def _hear(self, key: str, whose: str, timeout_s: float | None) -> bytes:
         # Poll: a wait inside the store notices neither signals nor a rank that has failed.
-        begin, pause, looked, self.waiting = time.monotonic(), 0.002, 0.0, whose
+        begin, pause, last_check, self.waiting = time.monotonic(), 0.002, 0.0, whose
         while not self._answered(key):
-            now, reason = time.monotonic(), self.reason()
+            timestamp, reason = time.monotonic(), self.reason()
             if reason:
                 raise Stopped(int(reason.removeprefix(SIGNAL))) if reason.startswith(SIGNAL) else Ended
-            if timeout_s is not None and now - begin > timeout_s:
+            if timeout_s is not None and timestamp - begin > timeout_s:
                 raise TimeoutError(
                     f"{whose} did not come within {timeout_s:g} s; look what it is doing, and start all ranks again"
                 )
-            if self.lasting is not None and self.names and now - looked > 1.0:
-                looked = now
-                for rank, (name, found) in enumerate(zip(self.names, read_hellos(self.lasting, len(self.names)))):
-                    if name != found:
+            if self.lasting is not None and self.names and timestamp - last_check > 1.0:
+                last_check = timestamp
+                for rank, (name, hello) in enumerate(zip(self.names, read_hellos(self.lasting, len(self.names)))):
+                    if name != hello:
                         raise TimeoutError(
                             f"rank {rank} was started again, without the others; let torchrun restart all of them"
                         )
@@ -253,7 +253,7 @@ def join(timeout_s: float = 60.0, hang_s: float = TIMEOUT_S) -> Coordinator:
     expect_environment()
     rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     lasting = torchrun_store(timeout_s)
-    number, names = meet(lasting, rank, size, hang_s)
+    number, names = await_ranks(lasting, rank, size, hang_s)
     return Coordinator(rank, size, local, dist.PrefixStore(str(number), lasting), lasting, names, hang_s)
 
 
@@ -269,15 +269,17 @@ def torchrun_store(timeout_s: float) -> dist.Store:
     """
     expect_environment()
     env = os.environ
-    host, port, where = env["MASTER_ADDR"], int(env["MASTER_PORT"]), f"fzero/{env['TORCHELASTIC_RUN_ID']}"
+    host, port, prefix = env["MASTER_ADDR"], int(env["MASTER_PORT"]), f"fzero/{env['TORCHELASTIC_RUN_ID']}"
     try:
         # If torchrun keeps no store for its workers (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0 does: a new one
         # at every restart.
-        mine = rank_0_keeps_store() and env["RANK"] == "0"
-        store = dist.TCPStore(host, port, is_master=mine, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        is_master = rank_0_keeps_store() and env["RANK"] == "0"
+        store = dist.TCPStore(
+            host, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
     except RuntimeError as error:
         raise ValueError(f"torchrun's store at {host}:{port} does not answer ({str(error).splitlines()[0]})") from None
-    return dist.PrefixStore(where, store)
+    return dist.PrefixStore(prefix, store)
 
 
 # -- the end
@@ -309,7 +311,7 @@ def last_words(text: str, coordinator: Coordinator | None, *, lost: bool = False
         return text, 2
     # torchrun ends the others as soon as one process has ended; they may be about to report why.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    text += f"; {AGAIN}" if lost and "is gone" in text else ""
+    text += f"; {RESUME_HINT}" if lost and "is gone" in text else ""
     joined = coordinator is not None and coordinator.store is not None
     try:
         if coordinator is None or not joined:

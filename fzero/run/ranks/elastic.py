@@ -22,12 +22,12 @@ def fit_mesh(
     Each axis but dp keeps its size if that fits, tp first, else its largest divisor that does. dp is as large as the
     rest of the processes allow, such that the data ranks (dp x rp) divide the micro-batches of a step, and are a power
     of two for canonical sums."""
-    out, left = {}, processes
+    out, remaining = {}, processes
     for axis in sorted(sizes.keys() - {"dp"}, key=lambda axis: (axis != "tp", axis)):
-        out[axis] = max(d for d in range(1, sizes[axis] + 1) if sizes[axis] % d == 0 and d <= left)
-        left //= out[axis]
+        out[axis] = max(d for d in range(1, sizes[axis] + 1) if sizes[axis] % d == 0 and d <= remaining)
+        remaining //= out[axis]
     copies = out.get("rp", 1)
-    fits = [d for d in range(1, left + 1) if micro_batches % (d * copies) == 0 and not (canonical and d & (d - 1))]
+    fits = [d for d in range(1, remaining + 1) if micro_batches % (d * copies) == 0 and not (canonical and d & (d - 1))]
     out["dp"] = max(fits, default=1)
     return {axis: out[axis] for axis in [*sizes, "dp"] if out[axis] > 1}
 
@@ -54,22 +54,22 @@ def stand_by(coordinator: Coordinator) -> int:
     """
     store = coordinator.store
     assert store is not None  # a spare has others
-    heard, seen, signalled_at, beat = time.monotonic(), {}, 0.0, 0.0
+    heard, last_beats, signalled_at, beat = time.monotonic(), {}, 0.0, 0.0
     with stop_signals() as received:
         while not store.check([OVER]):
-            now = time.monotonic()
+            timestamp = time.monotonic()
             if coordinator.reason():
                 raise Ended
-            if now - beat > BEAT_S:
-                beat, found = now, read_beats(coordinator)
+            if timestamp - beat > BEAT_S:
+                beat, beats = timestamp, read_beats(coordinator)
                 store.set(f"beat/{coordinator.rank}", "spare")
-                heard, seen = (heard, seen) if found == seen and found else (now, found)
+                heard, last_beats = (heard, last_beats) if beats == last_beats and beats else (timestamp, beats)
             if received and not signalled_at:
-                signalled_at, heard, coordinator.signalled = now, now, True
+                signalled_at, heard, coordinator.signalled = timestamp, timestamp, True
                 store.set(STOP, str(received[0]))
-            if signalled_at and now - heard > SILENT_S:
+            if signalled_at and timestamp - heard > SILENT_S:
                 return received[0]  # torchrun ends the others too, and did not wait for them
-            if 0 < coordinator.hang_s < now - heard:
+            if 0 < coordinator.hang_s < timestamp - heard:
                 raise TimeoutError(
                     f"rank {coordinator.rank}, a spare: no other rank gives a sign of life for {coordinator.hang_s:g} s"
                 )

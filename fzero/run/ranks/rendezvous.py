@@ -20,32 +20,32 @@ BEAT_S = 1.0  # between two signs of life
 SILENT_S = 8.0  # without a sign of life, a process that has given some is gone
 
 
-def meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> tuple[int, list[str]]:
+def await_ranks(store: dist.Store, rank: int, size: int, timeout_s: float) -> tuple[int, list[str]]:
     """(the number of this coordinator in `store`, from 1; the names of its processes by rank), the same on all of its
     processes.
 
     timeout_s: how long to wait for the others; 0: without end. The first rank that is there says after SAY_S whom it
     waits for. Raises TimeoutError naming the ranks that do not come, or have come and are gone, ValueError if another
     process has taken this one's rank meanwhile."""
-    mine = uuid.uuid4().hex
-    store.set(f"hello/{rank}", mine)
+    nonce = uuid.uuid4().hex
+    store.set(f"hello/{rank}", nonce)
     number, names, begin, pause = 0, [""] * size, time.monotonic(), 0.002
     signs = Signs(store, rank, size)
     while True:
-        found = read_hellos(store, size)
-        if found[rank] != mine:
+        hellos = read_hellos(store, size)
+        if hellos[rank] != nonce:
             raise ValueError(
-                f"rank {rank} was started again while this process ({mine[:8]}) still waits for the others; "
+                f"rank {rank} was started again while this process ({nonce[:8]}) still waits for the others; "
                 "nothing to do"
             )
-        if rank == 0 and "" not in found and found != names:
-            number, names = store.add("teams", 1), found
+        if rank == 0 and "" not in hellos and hellos != names:
+            number, names = store.add("teams", 1), hellos
             store.set("list", json.dumps([number, names]))
         elif rank > 0 and store.check(["list"]):
             latest, listed = json.loads(store.get("list"))
-            if latest != number and len(listed) == size and listed[rank] == mine:
+            if latest != number and len(listed) == size and listed[rank] == nonce:
                 number, names = latest, listed
-                store.set(f"{number}/here/{rank}", mine)
+                store.set(f"{number}/here/{rank}", nonce)
         if rank > 0 and number and store.check([f"{number}/complete"]):
             return number, names
         missing = (
@@ -54,22 +54,25 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> tuple[int
         if rank == 0 and number and not missing:
             store.set(f"{number}/complete", "")
             return number, names
-        late = [r for r in range(size) if not found[r]] or missing or [0]
-        gone, waited = signs.silent(), time.monotonic() - begin
-        if gone or 0 < timeout_s < waited:
+        missing_ranks = [r for r in range(size) if not hellos[r]] or missing or [0]
+        lost_ranks, waited = signs.silent(), time.monotonic() - begin
+        lost_text, missing_text = (", ".join(map(str, ranks)) for ranks in (lost_ranks, missing_ranks))
+        if lost_ranks:
+            raise TimeoutError(f"rank {lost_text} is gone: no sign of life for {SILENT_S:g} s while the ranks start")
+        if 0 < timeout_s < waited:
             raise TimeoutError(
-                f"rank {', '.join(map(str, gone))} is gone: no sign of life for {SILENT_S:g} s while the ranks start"
-                if gone
-                else f"rank {', '.join(map(str, late))} did not come within {timeout_s:g} s (train.hang_s); look what "
-                "it is doing, and start all ranks again"
+                f"rank {missing_text} did not come within {timeout_s:g} s (train.hang_s); look what it is doing, and "
+                "start all ranks again"
             )
-        heard = late == [0] and signs.quiet.get(0) == 0  # it waits too, and says for whom
-        if waited > SAY_S and not (signs.told or heard) and rank == min({*range(size)} - {*late}, default=rank):
-            signs.told = True
-            until = f", at most {timeout_s:g} s (train.hang_s)" if timeout_s else ""
-            print(
-                f"rank {rank} waits for rank {', '.join(map(str, late))} to start{until}", file=sys.stderr, flush=True
-            )
+        heard = missing_ranks == [0] and signs.quiet.get(0) == 0  # it waits too, and says for whom
+        if (
+            waited > SAY_S
+            and not (signs.reported or heard)
+            and rank == min({*range(size)} - {*missing_ranks}, default=rank)
+        ):
+            signs.reported = True
+            limit_text = f", at most {timeout_s:g} s (train.hang_s)" if timeout_s else ""
+            print(f"rank {rank} waits for rank {missing_text} to start{limit_text}", file=sys.stderr, flush=True)
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
 
@@ -79,16 +82,16 @@ class Signs:
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
-        self.next, self.told = 0.0, False
+        self.next, self.reported = 0.0, False
         self.last: dict[int, bytes] = {}
         self.quiet: dict[int, int] = {}  # looks since the last sign of those that have given one meanwhile
 
     def silent(self) -> list[int]:
         """The ranks that have given a sign while this one waits, and none for SILENT_S."""
-        now = time.monotonic()
-        if now < self.next:
+        timestamp = time.monotonic()
+        if timestamp < self.next:
             return []
-        self.next = now + BEAT_S
+        self.next = timestamp + BEAT_S
         self.store.set(f"meets/{self.rank}", uuid.uuid4().hex)
         for rank in {*range(self.size)} - {self.rank}:
             key = f"meets/{rank}"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from fzero.core.foreign import environment_number
+from fzero.core.text_parsing import environment_number
 
 # What torchrun sets for each process: all of it is needed, and these are numbers.
 RANK_NUMBERS = (
@@ -65,10 +65,10 @@ def expect_environment() -> int:
     environment_number("MASTER_PORT", 1, 1, 65535)
     missing = [name for name in TORCHRUN if name not in os.environ]
     if missing and under_torchrun():
-        there = next((name for name in ("WORLD_SIZE", "TORCHELASTIC_RUN_ID") if name in os.environ), "WORLD_SIZE")
+        variable = next((name for name in ("WORLD_SIZE", "TORCHELASTIC_RUN_ID") if name in os.environ), "WORLD_SIZE")
         raise ValueError(
-            f"{there} is {os.environ.get(there, '')!r} and {missing[0]} is not set, so torchrun did not start this "
-            "process; start it with torchrun --nproc-per-node N -m fzero ..., or unset these variables"
+            f"{variable} is {os.environ.get(variable, '')!r} and {missing[0]} is not set, so torchrun did not start "
+            "this process; start it with torchrun --nproc-per-node N -m fzero ..., or unset these variables"
         )
     if rank >= size:
         raise ValueError(
@@ -99,9 +99,9 @@ def waits_for_import(number: int, frame: FrameType | None) -> bool:
     """
     if not is_importing(frame):
         return False
-    again = threading.Timer(IMPORT_S, os.kill, (os.getpid(), number))
-    again.daemon = True
-    again.start()
+    timer = threading.Timer(IMPORT_S, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
     return True
 
 
@@ -122,15 +122,15 @@ def raise_on_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are the main thread's
         return
-    before = signal.signal(signal.SIGTERM, handle)
+    previous = signal.signal(signal.SIGTERM, handle)
     try:
         yield
     except BaseException:
         # torchrun sends SIGTERM when another rank has ended; this one is about to report, or to find, the reason.
-        before = signal.SIG_IGN if under_torchrun() else before
+        previous = signal.SIG_IGN if under_torchrun() else previous
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager
@@ -138,13 +138,13 @@ def handlers_restored() -> Iterator[None]:
     """A context, or a decorator, at whose end Ctrl-C and SIGTERM have the handlers of its beginning, and errors that
     nobody catches, whose report torch.distributed takes over."""
     main = threading.current_thread() is threading.main_thread()  # signals are the main thread's
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if main}
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if main}
     report = sys.excepthook
     try:
         yield
     finally:
         sys.excepthook = report
-        for number, handler in before.items():
+        for number, handler in previous.items():
             if handler is not None:  # which is none of Python's
                 signal.signal(number, handler)
 
@@ -158,14 +158,14 @@ def stop_signals() -> Iterator[list[int]]:
         received.append(number)
         signal.signal(signal.SIGINT, interrupt)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
     except BaseException:
-        before[signal.SIGTERM] = (
-            signal.SIG_IGN if under_torchrun() else before[signal.SIGTERM]
+        previous[signal.SIGTERM] = (
+            signal.SIG_IGN if under_torchrun() else previous[signal.SIGTERM]
         )  # as in `raise_on_sigterm`
         raise
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from fzero.comm.agreement import Call
-from fzero.run.ranks.coordinator import AGAIN, LOST_S, STOP, Coordinator, end_as_orphan
+from fzero.comm.agreement import CollectiveCall
+from fzero.run.ranks.coordinator import LOST_S, RESUME_HINT, STOP, Coordinator, end_as_orphan
 from fzero.run.ranks.rendezvous import SAY_S
 from fzero.sharding import Mesh
 
@@ -47,7 +47,7 @@ class Beat(NamedTuple):
     calls: int  # collectives begun
     last: str  # the last of them
     waits: str  # what it waits in for others; "" if it waits for nobody
-    at: str  # the top of its stack
+    location: str  # the top of its stack
 
 
 @contextlib.contextmanager
@@ -62,28 +62,28 @@ def watch(coordinator: Coordinator) -> Iterator[None]:
     if coordinator.store is None:
         yield
         return
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    ours.setblocking(False)
-    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(coordinator, ours, over), name="fzero-watch")
+    reader_socket, writer_socket = socket.socketpair()
+    writer_socket.setblocking(False)
+    reader_socket.setblocking(False)
+    previous_fd = signal.set_wakeup_fd(writer_socket.fileno(), warn_on_full_buffer=False)
+    done_event = threading.Event()
+    thread = threading.Thread(target=_watch, args=(coordinator, reader_socket, done_event), name="fzero-watch")
     coordinator.watched = True
     thread.start()
     try:
         yield
         coordinator.store.set(f"beat/{coordinator.rank}", DONE.decode())
     finally:
-        over.set()
+        done_event.set()
         coordinator.watched = False
-        signal.set_wakeup_fd(before)
+        signal.set_wakeup_fd(previous_fd)
         with contextlib.suppress(OSError):
-            theirs.send(b"\0")
+            writer_socket.send(b"\0")
         thread.join()
         with contextlib.suppress(BlockingIOError):
-            _heed(coordinator, ours.recv(64))
-        ours.close()
-        theirs.close()
+            _heed(coordinator, reader_socket.recv(64))
+        reader_socket.close()
+        writer_socket.close()
 
 
 def _heed(coordinator: Coordinator, received: bytes) -> bool:
@@ -102,104 +102,124 @@ def watch_steps(coordinator: Coordinator, hang_s: float, stops: list[int]) -> It
         coordinator.trains = False
 
 
-def _watch(coordinator: Coordinator, wakeup: socket.socket, over: threading.Event) -> None:
+def _watch(coordinator: Coordinator, wakeup: socket.socket, done_event: threading.Event) -> None:
     # A separate connection: the main thread blocks the other one while it waits.
     assert coordinator.store is not None  # see `watch`
     store = coordinator.store.clone()  # pyright: ignore[reportAttributeAccessIssue]  (torch's stub lacks it)
-    mine = Coordinator(coordinator.rank, coordinator.size, coordinator.local_size, store)
-    main, moved = threading.main_thread(), time.monotonic()
-    number, before, term, reason, seen = 0, None, 0.0, 0.0, {}
+    watcher = Coordinator(coordinator.rank, coordinator.size, coordinator.local_size, store)
+    main, progress_time = threading.main_thread(), time.monotonic()
+    number, last_position, term, reason, last_beats = 0, None, 0.0, 0.0, {}
     quiet, sign = 0, b""  # looks since the neighbour's last sign, and that sign: for transports that do not notice
     heard: dict[int, tuple[bytes, float]] = {}  # at a hang: the last sign of each rank, and when it came
-    work, told = Work(), None
+    work, reported = Work(), None
     # Without a store there is little to look at.
     with contextlib.suppress(RuntimeError):
         store.set(f"process/{coordinator.rank}", str(os.getpid()))
-        while not over.is_set() and main.is_alive():
-            number, now, place = number + 1, time.monotonic(), (*progress_of(coordinator), work.look(coordinator, main))
-            mine.size = coordinator.size
-            if place != before:
-                before, moved = place, now
-            beat = beat_of(coordinator, number, now - moved, main.ident)
+        while not done_event.is_set() and main.is_alive():
+            number, timestamp = number + 1, time.monotonic()
+            position = (*progress_of(coordinator), work.look(coordinator, main))
+            watcher.size = coordinator.size
+            if position != last_position:
+                last_position, progress_time = position, timestamp
+            beat = beat_of(coordinator, number, timestamp - progress_time, main.ident)
             store.set(f"beat/{coordinator.rank}", json.dumps(beat))
             if coordinator.spares and coordinator.first and not coordinator.stops and store.check([STOP]):
                 coordinator.stops.append(int(store.get(STOP)))
             if select.select([wakeup], [], [], BEAT_S)[0] and _heed(coordinator, wakeup.recv(64)) and not term:
-                term, seen = now, read_beats(mine)
+                term, last_beats = timestamp, read_beats(watcher)
             # A wait for a message in the store notices the end of torchrun or of rank 0's store, and no other.
             if (not coordinator.notices or coordinator.waiting) and not term and coordinator.size > 1:
                 # Looks, not seconds: a job that was suspended as a whole finds all signs old.
-                found = read_beat(mine, (coordinator.rank - 1) % coordinator.size)
-                quiet = quiet + 1 if found not in (b"", DONE) and found == sign and now - moved >= 2 * BEAT_S else 0
-                sign = found
+                neighbor_beat = read_beat(watcher, (coordinator.rank - 1) % coordinator.size)
+                quiet = (
+                    quiet + 1
+                    if neighbor_beat not in (b"", DONE)
+                    and neighbor_beat == sign
+                    and timestamp - progress_time >= 2 * BEAT_S
+                    else 0
+                )
+                sign = neighbor_beat
                 if quiet * BEAT_S >= (LONG_S if coordinator.waiting else SILENT_S):
                     # A rank that has not given its first sign is not gone: it may still begin.
-                    term, seen = now, dict.fromkeys(range(coordinator.size), b"") | read_beats(mine)
-            if mine.reason() and not reason:
-                reason = now
-            if over.is_set():
+                    term, last_beats = timestamp, dict.fromkeys(range(coordinator.size), b"") | read_beats(watcher)
+            if watcher.reason() and not reason:
+                reason = timestamp
+            if done_event.is_set():
                 return
-            if reason and now - reason > (LOST_S + 2 * BEAT_S if coordinator.trains else CLEAR_S):
+            if reason and timestamp - reason > (LOST_S + 2 * BEAT_S if coordinator.trains else CLEAR_S):
                 end_process(coordinator)
             end_as_orphan()
-            if term and now - term > SILENT_S:
-                term, seen = now, say_who_is_gone(coordinator, mine, seen)
-            if now - moved >= SAY_S and not coordinator.made and told != before and beat.waits:
-                told = before
-                say_whom(mine, coordinator.hang_s)
-            heard = look_for_hang(coordinator, mine, now - moved, heard)
-    while not over.wait(BEAT_S) and main.is_alive():  # without a store
+            if term and timestamp - term > SILENT_S:
+                term, last_beats = timestamp, report_lost_ranks(coordinator, watcher, last_beats)
+            if (
+                timestamp - progress_time >= SAY_S
+                and not coordinator.has_stepped
+                and reported != last_position
+                and beat.waits
+            ):
+                reported = last_position
+                report_waits(watcher, coordinator.hang_s)
+            heard = detect_hang(coordinator, watcher, timestamp - progress_time, heard)
+    while not done_event.wait(BEAT_S) and main.is_alive():  # without a store
         end_as_orphan()
 
 
-def say_who_is_gone(coordinator: Coordinator, mine: Coordinator, seen: Mapping[int, bytes]) -> dict[int, bytes]:
-    """End this process if a rank has given no sign since those that were `seen`; returns the signs."""
-    found = read_beats(mine)
-    gone = [
-        str(rank) for rank in range(coordinator.size) if found.get(rank) != DONE and found.get(rank) == seen.get(rank)
+def report_lost_ranks(
+    coordinator: Coordinator, watcher: Coordinator, last_beats: Mapping[int, bytes]
+) -> dict[int, bytes]:
+    """End this process if a rank has given no sign since those that were `last_beats`; returns the signs."""
+    beats = read_beats(watcher)
+    lost_ranks = [
+        str(rank)
+        for rank in range(coordinator.size)
+        if beats.get(rank) != DONE and beats.get(rank) == last_beats.get(rank)
     ]
-    if gone:
-        who = f"rank {coordinator.rank}: rank {', '.join(gone)} is gone"
-        say_and_end(coordinator, mine, f"{who}: no sign of life for {SILENT_S:g} s; {AGAIN}")
-    return found
+    if lost_ranks:
+        subject = f"rank {coordinator.rank}: rank {', '.join(lost_ranks)} is gone"
+        end_with_reason(coordinator, watcher, f"{subject}: no sign of life for {SILENT_S:g} s; {RESUME_HINT}")
+    return beats
 
 
-def look_for_hang(
-    coordinator: Coordinator, mine: Coordinator, idle_s: float, heard: dict[int, tuple[bytes, float]]
+def detect_hang(
+    coordinator: Coordinator, watcher: Coordinator, idle_s: float, heard: dict[int, tuple[bytes, float]]
 ) -> dict[int, tuple[bytes, float]]:
     """End all ranks if one hangs; returns the last sign of each rank and when it came, where this one is idle."""
-    hang_s, now = coordinator.hang_s, time.monotonic()
+    hang_s, timestamp = coordinator.hang_s, time.monotonic()
     # Start at half of the time, to have signs to compare with at its end.
     if not hang_s or coordinator.size == 1 or idle_s < hang_s / 2:
         return {}
-    for rank, sign in read_beats(mine).items():
+    for rank, sign in read_beats(watcher).items():
         if rank not in heard or heard[rank][0] != sign:
-            heard[rank] = sign, now
+            heard[rank] = sign, timestamp
     if idle_s >= hang_s:
         states = states_of({rank: sign for rank, (sign, _) in heard.items()})
-        stale = {rank: now - at for rank, (_, at) in heard.items() if rank in states and now - at >= STALE_S}
+        stale = {
+            rank: timestamp - sign_time
+            for rank, (_, sign_time) in heard.items()
+            if rank in states and timestamp - sign_time >= STALE_S
+        }
         text = verdict(states, stale, hang_s)
         if text:
             for rank in stale:
-                kill_sibling(int(mine.store.get(f"process/{rank}")))  # pyright: ignore[reportOptionalMemberAccess]
-            say_and_end(coordinator, mine, text)
+                kill_sibling(int(watcher.store.get(f"process/{rank}")))  # pyright: ignore[reportOptionalMemberAccess]
+            end_with_reason(coordinator, watcher, text)
     return heard
 
 
-def say_whom(mine: Coordinator, hang_s: float) -> None:
+def report_waits(watcher: Coordinator, hang_s: float) -> None:
     """Say for whom ranks wait before the first step is made, if this is the first of those that wait."""
-    states = states_of(read_beats(mine))
+    states = states_of(read_beats(watcher))
     waiting = [rank for rank, s in sorted(states.items()) if s.waits and s.idle_s >= SAY_S - 2 * BEAT_S]
-    if waiting[:1] != [mine.rank]:
+    if waiting[:1] != [watcher.rank]:
         return
-    others = [
-        f"rank {rank}, {f'at {states[rank].at}' if rank in states else 'of which there is no sign of life'}"
-        for rank in range(mine.size)
+    peers = [
+        f"rank {rank}, {f'at {states[rank].location}' if rank in states else 'of which there is no sign of life'}"
+        for rank in range(watcher.size)
         if rank not in waiting
     ]
     limit = f"; train.hang_s ends all after {hang_s:g} s without progress" if hang_s else ""
-    who = f"rank {', '.join(map(str, waiting))} wait{'s' * (len(waiting) == 1)} in {states[mine.rank].waits}"
-    print(f"{who}, for {'; '.join(others) or 'one another'}{limit}", file=sys.stderr, flush=True)
+    subject = f"rank {', '.join(map(str, waiting))} wait{'s' * (len(waiting) == 1)} in {states[watcher.rank].waits}"
+    print(f"{subject}, for {'; '.join(peers) or 'one another'}{limit}", file=sys.stderr, flush=True)
 
 
 def states_of(signs: Mapping[int, bytes]) -> dict[int, Beat]:
@@ -215,7 +235,7 @@ class Work:
 
     def look(self, coordinator: Coordinator, main: threading.Thread) -> int:
         """A number that has changed since the last look if it works."""
-        if (coordinator.trains and coordinator.made) or waits_of(coordinator):
+        if (coordinator.trains and coordinator.has_stepped) or waits_of(coordinator):
             return self.number
         cpu, stack = cpu_seconds(), stack_of(main.ident)
         self.number += stack != self.stack or cpu - self.cpu > WORK_S
@@ -227,23 +247,23 @@ def cpu_seconds() -> float:
     """The processor time of this process but its calling thread, and of the processes below it."""
     times, tick = os.times(), os.sysconf("SC_CLK_TCK")
     total = time.process_time() - time.thread_time() + times.children_user + times.children_system
-    below = list(Path("/proc/self/task").glob("*/children"))
-    while below:
+    pending = list(Path("/proc/self/task").glob("*/children"))
+    while pending:
         with contextlib.suppress(OSError, ValueError):  # one that has ended, or a system without these files
-            for process in below.pop().read_text().split():
+            for process in pending.pop().read_text().split():
                 fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
                 total += (int(fields[11]) + int(fields[12])) / tick
-                below += Path(f"/proc/{process}/task").glob("*/children")
+                pending += Path(f"/proc/{process}/task").glob("*/children")
     return total
 
 
 def stack_of(thread: int | None) -> tuple[tuple[int, int], ...]:
     """The Python stack of a thread, as a value that changes when it goes on."""
-    found, frame = [], None if thread is None else sys._current_frames().get(thread)
+    frames, frame = [], None if thread is None else sys._current_frames().get(thread)
     while frame is not None:
-        found.append((id(frame.f_code), frame.f_lasti))
+        frames.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(frames)
 
 
 def read_beat(coordinator: Coordinator, rank: int) -> bytes:
@@ -255,25 +275,25 @@ def read_beat(coordinator: Coordinator, rank: int) -> bytes:
 
 def read_beats(coordinator: Coordinator) -> dict[int, bytes]:
     """The last sign of life of each rank that has given one."""
-    found = {rank: read_beat(coordinator, rank) for rank in range(coordinator.size)}
-    return {rank: sign for rank, sign in found.items() if sign}
+    beats = {rank: read_beat(coordinator, rank) for rank in range(coordinator.size)}
+    return {rank: sign for rank, sign in beats.items() if sign}
 
 
-def say_and_end(coordinator: Coordinator, mine: Coordinator, text: str) -> None:
+def end_with_reason(coordinator: Coordinator, watcher: Coordinator, text: str) -> None:
     """End this process, with the text on stderr unless another rank has left a reason.
 
-    mine: of this thread, whose store no other thread waits in.
+    watcher: of this thread, whose store no other thread waits in.
     """
     claimed = f"{text}\n{coordinator.rank}"  # other ranks may find the same text
-    if mine.claim(claimed) == claimed:
+    if watcher.claim(claimed) == claimed:
         print(f"fzero: error: {text}", file=sys.stderr, flush=True)
     end_process(coordinator)
 
 
 def end_process(coordinator: Coordinator) -> None:
     """End this process at once with exit code 2, and NCCL's collectives before it, so that the other ranks' end too."""
-    if coordinator.at is not None:
-        thread = threading.Thread(target=_abort, args=(coordinator.at,), daemon=True)
+    if coordinator.current_mesh is not None:
+        thread = threading.Thread(target=_abort, args=(coordinator.current_mesh,), daemon=True)
         thread.start()
         thread.join(ABORT_S)
     os._exit(2)
@@ -294,11 +314,11 @@ def kill_sibling(process: int) -> None:
 
 def progress_of(coordinator: Coordinator) -> tuple[object, ...]:
     """A value that changes whenever the main thread makes progress."""
-    agreement = coordinator.at.agreement if coordinator.at is not None else None
+    agreement = coordinator.current_mesh.agreement if coordinator.current_mesh is not None else None
     return (
         coordinator.step,
         coordinator.trains,
-        coordinator.asked,
+        coordinator.agreements,
         coordinator.waiting,
         *((agreement.number, agreement.waiting) if agreement is not None else ()),
     )
@@ -306,7 +326,7 @@ def progress_of(coordinator: Coordinator) -> tuple[object, ...]:
 
 def waits_of(coordinator: Coordinator) -> str:
     """What the main thread waits in for others; "" if it waits for nobody."""
-    agreement = coordinator.at.agreement if coordinator.at is not None else None
+    agreement = coordinator.current_mesh.agreement if coordinator.current_mesh is not None else None
     call = agreement.waiting if agreement is not None else None
     if call is not None:
         return f"{brief(call)} (#{call.number})"
@@ -315,7 +335,7 @@ def waits_of(coordinator: Coordinator) -> str:
 
 def beat_of(coordinator: Coordinator, number: int, idle_s: float, main: int | None) -> Beat:
     """The current Beat of this rank."""
-    agreement = coordinator.at.agreement if coordinator.at is not None else None
+    agreement = coordinator.current_mesh.agreement if coordinator.current_mesh is not None else None
     return Beat(
         number,
         round(idle_s, 1),
@@ -332,12 +352,12 @@ def step_text(s: Beat) -> str:
     return f"step {s.step + 1}" if s.step >= 0 else "work before or after the steps"
 
 
-def brief(call: Call | None) -> str:
+def brief(call: CollectiveCall | None) -> str:
     """The text of a collective, naming the first of several leaves."""
     if call is None:
         return ""
-    first, *more = call.leaf.split(" ")
-    return str(call._replace(leaf=f"{first} and {len(more)} more" if more else first))
+    first, *extra_leaves = call.leaf.split(" ")
+    return str(call._replace(leaf=f"{first} and {len(extra_leaves)} more" if extra_leaves else first))
 
 
 def stack_top(thread: int | None) -> str:
@@ -365,23 +385,26 @@ def verdict(states: Mapping[int, Beat], stale: Mapping[int, float], hang_s: floa
     for rank in hung:
         s = states[rank]
         if rank in stale:
-            how = (
+            symptom = (
                 f"its process gives no sign of life for {stale[rank]:.0f} s (stopped, or its host is gone), and "
                 "was last in"
             )
         else:
-            how = f"no progress for {s.idle_s:.0f} s, in"
+            symptom = f"no progress for {s.idle_s:.0f} s, in"
         waits = f" waiting in {s.waits}" if s.waits else ""
         passed = "" if s.waits else f", after {s.last} (#{s.calls})" if s.last else ", before any collective"
-        hangs.append(f"rank {rank} hangs: {how} {step_text(s)}{waits} at {s.at or 'an unknown place'}{passed}")
+        hangs.append(
+            f"rank {rank} hangs: {symptom} {step_text(s)}{waits} at {s.location or 'an unknown place'}{passed}"
+        )
     waiting: dict[str, list[int]] = {}
     for rank, s in sorted(states.items()):
         if rank not in hung and s.waits:
             waiting.setdefault(f"{s.waits}, {step_text(s)}", []).append(rank)
-    others = [
-        f"rank {', '.join(map(str, ranks))} wait{'s' * (len(ranks) == 1)} in {what}" for what, ranks in waiting.items()
+    waiting_lines = [
+        f"rank {', '.join(map(str, ranks))} wait{'s' * (len(ranks) == 1)} in {state_text}"
+        for state_text, ranks in waiting.items()
     ]
     fix = (
         "resume from the last checkpoint with --resume, or let torchrun --max-restarts do it; train.hang_s is the limit"
     )
-    return "; ".join([*hangs, *others, fix])
+    return "; ".join([*hangs, *waiting_lines, fix])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from fzero.core.tables import Table, flat, put
+from fzero.core.config_tables import Table, flat, set_nested
 from fzero.run.config import RunConfig
 from fzero.run.config_ranks import first_local
 from fzero.run.config_table import apply_table
@@ -31,10 +31,10 @@ def may_change(key: str) -> bool:
 def split_values(changes: Table) -> tuple[Table, Table]:
     """(the values that may change while a run goes on, the rest) of a table of changes."""
     changing: Table = {}
-    rest: Table = {}
+    remainder: Table = {}
     for key, value in flat(changes):
-        put(changing if may_change(key) else rest, key, value)
-    return changing, rest
+        set_nested(changing if may_change(key) else remainder, key, value)
+    return changing, remainder
 
 
 def with_values(recorded: RunConfig, values: Table) -> tuple[RunConfig, list[str]]:

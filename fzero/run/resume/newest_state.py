@@ -25,19 +25,21 @@ from fzero.run.corpus import Say
 from fzero.run.memory_check import check_disk
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.train.state import TrainState
-from fzero.train.state_on_disk import leaves_on_disk, on_disk, owner_table
+from fzero.train.state_on_disk import leaves_on_disk, on_disk, plan_record
 
 
 def expect_disk(job: Job, coordinator: Coordinator) -> None:
     """Raise ValueError if the disk of a new run is too small for its state."""
-    place = job.nvme.folder if job.nvme is not None else None
-    if place is None or is_url(place) or not job.config.train.memory_check:
+    store_path = job.nvme.folder if job.nvme is not None else None
+    if store_path is None or is_url(store_path) or not job.config.train.memory_check:
         return
-    there = next(path for path in (Path(place).absolute(), *Path(place).absolute().parents) if path.exists())
-    held = sum(
-        path.stat().st_blocks * 512 for path in Path(place).rglob("*") if path.is_file()
+    existing_parent = next(
+        path for path in (Path(store_path).absolute(), *Path(store_path).absolute().parents) if path.exists()
+    )
+    reusable_bytes = sum(
+        path.stat().st_blocks * 512 for path in Path(store_path).rglob("*") if path.is_file()
     )  # taken over from a finished run
-    coordinator.share(lambda: check_disk(job, shutil.disk_usage(there).free + held))
+    coordinator.share(lambda: check_disk(job, shutil.disk_usage(existing_parent).free + reusable_bytes))
 
 
 def expect_new(job: Job, folder: Path, coordinator: Coordinator) -> None:
@@ -45,9 +47,9 @@ def expect_new(job: Job, folder: Path, coordinator: Coordinator) -> None:
     reached."""
     if job.config.train.checkpoints and not all_on_disk(job):
         checkpoint_dir = run_folder.checkpoints_of(folder, job.config)
-        if found := coordinator.share(lambda: checkpoint.steps(checkpoint_dir)):
+        if steps := coordinator.share(lambda: checkpoint.steps(checkpoint_dir)):
             raise ValueError(
-                f"train.checkpoints is {checkpoint_dir}, which has the step {found[-1]} of a run already; "
+                f"train.checkpoints is {checkpoint_dir}, which has the step {steps[-1]} of a run already; "
                 "name another place"
             )
 
@@ -60,9 +62,9 @@ def load_newest_state(job: Job, folder: Path, coordinator: Coordinator, say: Say
     if there is another checkpoint. The store of another plan is first converted into a checkpoint."""
     checkpoint_dir = run_folder.checkpoints_of(folder, job.config)
     saved = coordinator.share(lambda: checkpoint.steps(checkpoint_dir))
-    before = run_folder.read_config(folder)
-    moved = [before.offload, before.nvme.folder] != [job.config.offload, job.config.nvme.folder]
-    if all_on_disk(job) and not moved and is_own_store(job):
+    previous = run_folder.read_config(folder)
+    store_changed = [previous.offload, previous.nvme.folder] != [job.config.offload, job.config.nvme.folder]
+    if all_on_disk(job) and not store_changed and matches_store(job):
         failure = ""
         try:
             state = latest(job)
@@ -76,7 +78,7 @@ def load_newest_state(job: Job, folder: Path, coordinator: Coordinator, say: Say
         say(f"passed over: {failures[0]}")
         coordinator.share(lambda: release_store(store_folder(job)))
     else:
-        saved = convert_other_store(job, folder, before, saved, coordinator, say)
+        saved = convert_foreign_store(job, folder, previous, saved, coordinator, say)
     if not saved:
         return first_state(job, weights.load_start(init).params if init else None)
     return restore_newest(job, checkpoint_dir, saved, coordinator, say)
@@ -88,30 +90,30 @@ def store_folder(job: Job) -> str | Path:
     return job.nvme.folder
 
 
-def is_own_store(job: Job) -> bool:
+def matches_store(job: Job) -> bool:
     """Whether the store in the run's folder was made by the same plan. True if there is none, or its description is
     damaged."""
     try:
         record = read_description(store_folder(job))
     except Damaged:
         return True
-    if record is None or record["ranks"] != job.mesh.size or record["owner"] != owner_table(job.plan):
+    if record is None or record["ranks"] != job.mesh.size or record["owner"] != plan_record(job.plan):
         return record is None
     leaves = leaves_on_disk(like_of(job), specs_of(job), job.plan)
-    ours = {name: [list(kept.described), str(kept.dtype).removeprefix("torch.")] for name, kept in leaves.items()}
-    return ours == {name: [leaf["shape"], leaf["dtype"]] for name, leaf in record["leaves"].items()}
+    expected = {name: [list(leaf.described), str(leaf.dtype).removeprefix("torch.")] for name, leaf in leaves.items()}
+    return expected == {name: [leaf["shape"], leaf["dtype"]] for name, leaf in record["leaves"].items()}
 
 
-def convert_other_store(
-    job: Job, folder: Path, before: RunConfig, saved: list[int], coordinator: Coordinator, say: Say
+def convert_foreign_store(
+    job: Job, folder: Path, previous: RunConfig, saved: list[int], coordinator: Coordinator, say: Say
 ) -> list[int]:
     """Convert an offload store written under another plan into a checkpoint, release its folder, and list the
     checkpoints' steps."""
-    snapshot, checkpoint_dir = weights.snapshot_of(folder, before), run_folder.checkpoints_of(folder, job.config)
-    failure, place = "", None
+    snapshot, checkpoint_dir = weights.snapshot_of(folder, previous), run_folder.checkpoints_of(folder, job.config)
+    failure, checkpoint_path = "", None
     if snapshot is not None and not snapshot.record.done and not lacks_optimizer_state(job, snapshot):
         try:
-            place = save_store(job, before, snapshot, checkpoint_dir, saved[-1] if saved else -1)
+            checkpoint_path = save_store(job, previous, snapshot, checkpoint_dir, saved[-1] if saved else -1)
         except (Damaged, checkpoint.SaveFailed) as error:
             failure = str(error)
     failures = [text for text in coordinator.gather(failure) if text]
@@ -119,28 +121,28 @@ def convert_other_store(
         raise ValueError(failures[0])
     if failures:
         say(f"passed over: {failures[0]}")
-    elif place is not None and snapshot is not None:
-        say(f"step {snapshot.record.step} on the disk was another plan's: it is {place} now")
-    for where in (
+    elif checkpoint_path is not None and snapshot is not None:
+        say(f"step {snapshot.record.step} on the disk was another plan's: it is {checkpoint_path} now")
+    for store in (
         {str(snapshot.folder)} if snapshot is not None else {str(job.nvme.folder)} if job.nvme is not None else ()
     ):
-        coordinator.share(lambda where=where: release_store(where))
+        coordinator.share(lambda store=store: release_store(store))
     return coordinator.share(lambda: checkpoint.steps(checkpoint_dir))
 
 
 def lacks_optimizer_state(job: Job, snapshot: StoreSnapshot) -> bool:
     """Whether the store lacks optimizer state (the run kept it in memory), so that it cannot be resumed from alone."""
-    there = {*snapshot.leaves, *snapshot.record.values}
-    stored = renamed_leaves(there, like_of(job))
+    stored_names = {*snapshot.leaves, *snapshot.record.values}
+    stored = renamed_leaves(stored_names, like_of(job))
     names = [name for name in pytree.names(like_of(job)) if name.startswith("opt_state/")]
-    return any(stored.get(name, name) not in there for name in names)
+    return any(stored.get(name, name) not in stored_names for name in names)
 
 
-def expect_leaves(job: Job, folder: Path, before: RunConfig) -> None:
+def expect_leaves(job: Job, folder: Path, previous: RunConfig) -> None:
     """Raise ValueError if a run whose values change has its state in a store alone, and that lacks a leaf of the
     changed optimizer's state: it would begin again."""
-    snapshot = weights.snapshot_of(folder, before)
-    if snapshot is None or checkpoint.steps(run_folder.checkpoints_of(folder, before)):
+    snapshot = weights.snapshot_of(folder, previous)
+    if snapshot is None or checkpoint.steps(run_folder.checkpoints_of(folder, previous)):
         return
     if lacks_optimizer_state(job, snapshot):
         raise ValueError(
@@ -156,19 +158,19 @@ def restore_newest(
     if on_disk(job.plan):  # all ranks make a store together, so check its source first
 
         def look() -> tuple[str, list[str]]:
-            found = newest_sound(checkpoint_dir, checkpoint.expect_sound)
-            return str(found.path), found.lines()
+            newest = newest_sound(checkpoint_dir, checkpoint.expect_sound)
+            return str(newest.path), newest.lines()
 
         path, lines = coordinator.share(look)
         for line in [*lines, *code_lines(path), *error_lines(path, job.plan, pytree.names(like_of(job)))]:
             say(line)
         return restore(job, path)
-    found = newest_sound(checkpoint_dir, lambda path: restore_on_all(job, path, coordinator), saved)
-    assert found.path is not None  # else it has raised
-    lines = [*found.lines(), *code_lines(found.path)]
-    for line in [*lines, *error_lines(found.path, job.plan, pytree.names(like_of(job)))]:
+    newest = newest_sound(checkpoint_dir, lambda path: restore_on_all(job, path, coordinator), saved)
+    assert newest.path is not None  # else it has raised
+    lines = [*newest.lines(), *code_lines(newest.path)]
+    for line in [*lines, *error_lines(newest.path, job.plan, pytree.names(like_of(job)))]:
         say(line)
-    return found.value
+    return newest.value
 
 
 def restore_on_all(
@@ -197,21 +199,23 @@ def offload_summary(job: Job) -> list[str]:
     size = job.nvme.pool_bytes
     lines = [f"offload {job.config.offload}: {job.nvme.folder}, {size / 1e6:,.0f} MB of buffers a process"]
     if all_on_disk(job):
-        kept = job.nvme.slots - 2
-        more = f", and the last {kept} checkpoints are kept" if kept > 0 else ""
-        lines.append(f"every step is complete on the disk when it ends: --resume resumes from the last one{more}")
+        pinned_slots = job.nvme.slots - 2
+        pinned_text = f", and the last {pinned_slots} checkpoints are kept" if pinned_slots > 0 else ""
+        lines.append(
+            f"every step is complete on the disk when it ends: --resume resumes from the last one{pinned_text}"
+        )
     return lines
 
 
-def disk_row(job: Job, before: DiskTraffic) -> dict[str, Any]:
+def disk_row(job: Job, previous: DiskTraffic) -> dict[str, Any]:
     """The fields of a step's row: bytes read from and written to the disk, and seconds waited for them."""
     if job.nvme is None:
         return {}
-    now = job.nvme.moved()
+    current = job.nvme.traffic()
     return {
-        "disk_read_bytes": now.read_bytes - before.read_bytes,
-        "disk_written_bytes": now.written_bytes - before.written_bytes,
-        "disk_wait_s": now.waited_s - before.waited_s,
+        "disk_read_bytes": current.read_bytes - previous.read_bytes,
+        "disk_written_bytes": current.written_bytes - previous.written_bytes,
+        "disk_wait_s": current.waited_s - previous.waited_s,
     }
 
 

@@ -30,9 +30,9 @@ from torch import Tensor
 from fzero import checkpoint
 from fzero.core import pytree
 from fzero.core.copy_buckets import read_scalars
-from fzero.core.foreign import expect_entries, parse_json, short
 from fzero.core.pytree import Tree
 from fzero.core.storage import read_text, write_text
+from fzero.core.text_parsing import expect_entries, parse_json, short
 from fzero.run import run_folder, weights
 from fzero.run.build import Job, first_state
 from fzero.run.config import Guard
@@ -54,7 +54,7 @@ class Fault(NamedTuple):
 
     step: int  # steps made before
     sample: int  # first of the batch
-    why: str
+    cause: str
 
 
 class RollbackLog(NamedTuple):
@@ -78,11 +78,11 @@ def read_log(folder: Path) -> RollbackLog:
     if text is None:
         return RollbackLog([], [], None, 0, 0, [])
     try:
-        found = parse_json(text, "it")
-        expect_entries(found, ENTRIES, "it")
-        if not all(type(n) is int for pair in found["skips"] for n in pair) or {*map(len, found["skips"])} - {2}:
-            raise ValueError(f"its skips are {short(found['skips'])}")
-        return RollbackLog(**found)
+        table = parse_json(text, "it")
+        expect_entries(table, ENTRIES, "it")
+        if not all(type(n) is int for pair in table["skips"] for n in pair) or {*map(len, table["skips"])} - {2}:
+            raise ValueError(f"its skips are {short(table['skips'])}")
+        return RollbackLog(**table)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{folder / SKIPS}: is not the record of a run's rollbacks ({error}); put it back, or start a new run"
@@ -124,16 +124,16 @@ def roll_back_decision(g: Guard, row: dict[str, Any], sample: int, skipped: int)
     if not row["skipped"]:
         return None
     step, reason = row["step"], row["reason"]
-    policy, why = {"spike": g.spike, "nonfinite": g.nonfinite}.get(reason, "skip"), REASONS[reason]
+    policy, cause = {"spike": g.spike, "nonfinite": g.nonfinite}.get(reason, "skip"), REASONS[reason]
     if reason == "spike":
-        why += f" ({row['loss']:.4f})"
+        cause += f" ({row['loss']:.4f})"
     if reason == "nonfinite" and row["grad_norm"] is not None:
-        why = "the loss is not finite"
+        cause = "the loss is not finite"
     if policy == "rollback":
-        return Fault(step - 1, sample, why)
+        return Fault(step - 1, sample, cause)
     if policy == "stop":
         raise FloatingPointError(
-            f"step {step}: {why}, with the batch of sample {sample}; guard.nonfinite=stop ends the run here"
+            f"step {step}: {cause}, with the batch of sample {sample}; guard.nonfinite=stop ends the run here"
         )
     if skipped >= g.max_skipped and reason == "nonfinite":
         raise FloatingPointError(
@@ -141,19 +141,19 @@ def roll_back_decision(g: Guard, row: dict[str, Any], sample: int, skipped: int)
         )
     if skipped >= g.max_skipped:
         raise FloatingPointError(
-            f"{skipped} steps in a row were skipped (to step {step}, where {why}); lower --lr, or raise guard.sigmas"
+            f"{skipped} steps in a row were skipped (to step {step}, where {cause}); lower --lr, or raise guard.sigmas"
         )
     return None
 
 
-def expect_agreement(job: Job, state: TrainState, part: Callable[[int], Any], step: int) -> None:
+def expect_agreement(job: Job, state: TrainState, read_micro_batch: Callable[[int], Any], step: int) -> None:
     """Raise FloatingPointError, on all ranks, if they compute or hold different values of one thing (see
     train/sdc_check.py)."""
-    lines = job.check(state, part)
+    lines = job.check(state, read_micro_batch)
     if lines:
-        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+        count_text = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         raise FloatingPointError(
-            f"step {step}: {lines[0]}{more}: hardware computes wrongly, or a memory has "
+            f"step {step}: {lines[0]}{count_text}: hardware computes wrongly, or a memory has "
             "changed; start it again without that host: --resume goes on from the last checkpoint, if there is one"
         )
 
@@ -172,11 +172,11 @@ def roll_back(job: Job, folder: Path, fault: Fault, coordinator: Coordinator, sa
         return "" if is_finite(state) else "a value in it is not finite"
 
     paths = [checkpoint.step_folder(checkpoint_dir, step) for step in steps]
-    found = checkpoint.first_sound(paths, lambda path: restore_on_all(job, path, coordinator, check))
-    for line in found.lines():
+    target = checkpoint.first_sound(paths, lambda path: restore_on_all(job, path, coordinator, check))
+    for line in target.lines():
         say(line)
-    state = found.value
-    if found.path is None:
+    state = target.value
+    if target.path is None:
         state = first_state(job, weights.load_start(Path(init)).params if init else None)
     say(coordinator.share(lambda: record_rollback(job, folder, checkpoint_dir, fault, int(state.step))))
     return state
@@ -191,7 +191,7 @@ def candidates(g: Guard, folder: Path, checkpoint_dir: checkpoint.Folder, fault:
     record, steps = merge_progress(read_log(folder), checkpoint_dir), checkpoint.steps(checkpoint_dir)
     if record.in_a_row >= g.max_rollbacks:
         raise FloatingPointError(
-            f"step {fault.step + 1}: {fault.why}, and the run has gone back {record.in_a_row} "
+            f"step {fault.step + 1}: {fault.cause}, and the run has gone back {record.in_a_row} "
             "times without coming to a checkpoint at or "
             f"after step {record.behind}; lower --lr, or look at the hardware "
             f"(guard.max_rollbacks is {g.max_rollbacks})"
@@ -220,27 +220,30 @@ def is_finite(tree: Tree) -> bool:
     return all(read_scalars([torch.isfinite(x.float() if x.element_size() == 1 else x).all() for x in floats]))
 
 
-def record_rollback(job: Job, folder: Path, checkpoint_dir: checkpoint.Folder, fault: Fault, to: int) -> str:
-    """Log the rollback to step `to` and remove checkpoints and rows after it; returns the line about the batch."""
+def record_rollback(job: Job, folder: Path, checkpoint_dir: checkpoint.Folder, fault: Fault, target_step: int) -> str:
+    """Log the rollback to step `target_step` and remove checkpoints and rows after it; returns the line about the
+    batch."""
     record, batch = merge_progress(read_log(folder), checkpoint_dir), job.config.train.batch
-    again = fault.sample in record.tried
-    if again:
+    repeat = fault.sample in record.tried
+    if repeat:
         skips, tried = (
             [*record.skips, [fault.sample, batch]],
             [first for first in record.tried if first != fault.sample],
         )
     else:
         skips, tried = record.skips, [*record.tried, fault.sample]
-    entry = {"step": fault.step + 1, "to": to, "sample": fault.sample, "why": fault.why, "left_out": again}
+    entry = {"step": fault.step + 1, "to": target_step, "sample": fault.sample, "why": fault.cause, "left_out": repeat}
     behind = max(record.behind, fault.step + 1)
-    write_log(folder, RollbackLog(skips, tried, to, behind, record.in_a_row + 1, [*record.rollbacks, entry]))
+    write_log(folder, RollbackLog(skips, tried, target_step, behind, record.in_a_row + 1, [*record.rollbacks, entry]))
     finish_rollback(folder)
-    if again:
-        end = f"again with the same batch, so the data is to blame; back to step {to}, and samples {fault.sample} to "
-        return f"step {fault.step + 1}: {fault.why} {end}{fault.sample + batch - 1} are left out"
-    why = "bad hardware may pass, bad data does not"
+    if repeat:
+        return (
+            f"step {fault.step + 1}: {fault.cause} again with the same batch, so the data is to blame; back to step "
+            f"{target_step}, and samples {fault.sample} to {fault.sample + batch - 1} are left out"
+        )
     return (
-        f"step {fault.step + 1}: {fault.why}; back to step {to}, to try the batch of sample {fault.sample} again: {why}"
+        f"step {fault.step + 1}: {fault.cause}; back to step {target_step}, to try the batch of sample {fault.sample} "
+        "again: bad hardware may pass, bad data does not"
     )
 
 

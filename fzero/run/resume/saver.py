@@ -8,7 +8,7 @@ from typing import Any
 
 from fzero import checkpoint
 from fzero.checkpoint import directory
-from fzero.checkpoint.moment_codes import in_codes
+from fzero.checkpoint.moment_codes import encode_moments
 from fzero.core.pytree import leaves
 from fzero.offload import DiskTensor
 from fzero.run import run_folder, run_lock
@@ -25,7 +25,7 @@ class CheckpointSaver:
     room: bytes of memory that a snapshot may take.
     """
 
-    def __init__(self, job: Job, folder: Path, step: int, room: int, say: Say) -> None:
+    def __init__(self, job: Job, folder: Path, step: int, snapshot_budget: int, say: Say) -> None:
         t = job.config.train
         self.job, self.folder, self.say, self.saved = job, folder, say, step
         self.specs, self.config = specs_of(job), to_table(job.config)
@@ -39,16 +39,16 @@ class CheckpointSaver:
                 keep_last=t.keep_last or None,
                 keep_every=t.keep_every or None,
                 compress="zstd" if t.compress.endswith("zstd") else "",
-                buffer_bytes=t.snapshot_mb << 20 or room,
+                buffer_bytes=t.snapshot_mb << 20 or snapshot_budget,
             )
             if job.mesh.rank == 0:
-                retire_left(run_folder.checkpoints_of(folder, job.config), step, t.keep_last, t.keep_every, say)
+                retire_excess(run_folder.checkpoints_of(folder, job.config), step, t.keep_last, t.keep_every, say)
 
     def reserve(self, state: TrainState) -> None:
         """Allocate the memory of the snapshots before the first step."""
         if self.writer is not None and self.every:
-            held = [leaf for leaf in leaves(state) if not isinstance(leaf, DiskTensor)]
-            self.writer.reserve(sum(int(1.02 * leaf.nbytes) + 8192 for leaf in held))
+            resident = [leaf for leaf in leaves(state) if not isinstance(leaf, DiskTensor)]
+            self.writer.reserve(sum(int(1.02 * leaf.nbytes) + 8192 for leaf in resident))
 
     def save(self, state: TrainState, step: int) -> None:
         """Begin the checkpoint of `step`; the state may change after this returns. Raises SaveFailed if the policy is
@@ -62,8 +62,8 @@ class CheckpointSaver:
                 nvme.store.pin(nvme.slots - 2)
             return
         self.done = self._saved(self.writer.wait) or self.done
-        held, specs = in_codes(state, self.specs, self.job.mesh) if self.coded else (state, self.specs)
-        self.writer.save(held, step=step, config=self.config, specs=specs)
+        snapshot, specs = encode_moments(state, self.specs, self.job.mesh) if self.coded else (state, self.specs)
+        self.writer.save(snapshot, step=step, config=self.config, specs=specs)
 
     def poll(self) -> dict[str, Any]:
         """The fields of a row of metrics for a checkpoint that was completed since the last call; raises as `save`
@@ -74,9 +74,9 @@ class CheckpointSaver:
             {} if done is None else {"saved_step": done.step, "save_blocked_s": done.blocked_s, "save_s": done.total_s}
         )
 
-    def _saved(self, ask: Any) -> checkpoint.Saved | None:
+    def _saved(self, poll_writer: Any) -> checkpoint.Saved | None:
         try:
-            return ask()
+            return poll_writer()
         except checkpoint.SaveFailed as error:
             if self.on_error == "stop":
                 raise
@@ -109,7 +109,7 @@ class CheckpointSaver:
                 self.writer.close()
 
 
-def retire_left(checkpoint_dir: checkpoint.Folder, step: int, keep_last: int, keep_every: int, say: Say) -> None:
+def retire_excess(checkpoint_dir: checkpoint.Folder, step: int, keep_last: int, keep_every: int, say: Say) -> None:
     """Remove the checkpoints that a run, killed after it had completed one, left beyond `keep_last`.
 
     step: that of the state that the run resumes from. Without a checkpoint of it nothing is removed: which ones are

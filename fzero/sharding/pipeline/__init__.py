@@ -10,15 +10,13 @@ one's own (`read_schedule`) is a schedule if `check` finds no fault. Nothing her
 15.0
 """
 
-from fzero.sharding.pipeline.check import check
-from fzero.sharding.pipeline.families import schedule
+from fzero.sharding.pipeline.check import check, with_updates
 from fzero.sharding.pipeline.gathers import count_gathers, with_gathers
-from fzero.sharding.pipeline.orders import FAMILIES
+from fzero.sharding.pipeline.orders import FAMILIES, schedule
 from fzero.sharding.pipeline.play import Played, play
-from fzero.sharding.pipeline.stages import layout, place, read_layout, split_layers
+from fzero.sharding.pipeline.schedule_text import read_schedule, write_schedule
+from fzero.sharding.pipeline.stages import layout, read_layout, split_layers, stage_ranks
 from fzero.sharding.pipeline.table import Act, Schedule, Stages, feeds, needs
-from fzero.sharding.pipeline.text import read_schedule, write_schedule
-from fzero.sharding.pipeline.updates import with_updates
 
 __all__ = [
     "FAMILIES",
@@ -31,12 +29,12 @@ __all__ = [
     "feeds",
     "layout",
     "needs",
-    "place",
     "play",
     "read_layout",
     "read_schedule",
     "schedule",
     "split_layers",
+    "stage_ranks",
     "with_gathers",
     "with_updates",
     "write_schedule",

@@ -1,15 +1,76 @@
-"""Whether a schedule is one: every act once, where it belongs, in an order that ends."""
+"""Whether a schedule is one: every act once, where it belongs, in an order that ends.
+
+Several updates of the parameters within one row: no flush between them, and two versions of the parameters.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from fzero.core.arguments import checked
+from fzero.core.arguments import checked, expect_count
 from fzero.sharding.pipeline.table import BACKWARD, KINDS, Act, Schedule, feeds, needs, run
-from fzero.sharding.pipeline.updates import bounds
+
+BACKWARDS = ("B", "I", "W")
+
+
+@checked()
+def with_updates(s: Schedule, updates: int) -> Schedule:
+    """The schedule with `updates` delayed updates of the parameters, each of as many micro-batches: the acts U.
+
+    The micro-batches of update i are computed with the parameters before update i - 1, so each rank goes on with those
+    of update i + 1 before update i is made, and no rank waits for the pipeline to empty. Before the first forward of
+    update i + 2 it must have been made: so a rank holds two versions of the parameters, and no more. The ranks meet at
+    U, as the norm of a gradient is that of all of them: it is put where each of them is, in ticks of a drawing, when
+    the last backward of its micro-batches ends on the last rank.
+
+    Raises ValueError if the micro-batches are not a multiple of the updates, and for a schedule that goes further ahead
+    than two versions allow.
+
+    Ref: Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", arXiv:2006.09503, section 3.1
+    (PipeDream-2BW).
+
+    >>> from fzero.sharding import pipeline
+    >>> s = with_updates(pipeline.schedule("1f1b", pipeline.layout([1.0] * 4, 2), parts=4), 2)
+    >>> print(" ".join(map(str, s.rows[0])))
+    0F0 0F1 0B0 0F2 0B1 0U0 0F3 0B2 0B3 0U1
+    """
+    expect_count("the number of updates", updates)
+    if s.parts % updates:
+        raise ValueError(f"{updates} updates cannot share {s.parts} micro-batches evenly; change one of them")
+    per_update, ends, rows = s.parts // updates, run(s).end, [list(row) for row in s.rows]
+    start = run(s).start
+    for i in range(updates):
+        ended = max(end for act, end in ends.items() if act.kind in BACKWARDS and act.micro_batch // per_update == i)
+        for rank, row in enumerate(rows):
+            earliest, due = bounds(row, i, per_update)
+            if due < earliest:
+                last, first = f"{i * per_update}-{(i + 1) * per_update - 1}", row[due]
+                raise ValueError(
+                    f"schedule {s.name} with {updates} updates of {per_update} micro-batches: rank {rank} comes to "
+                    f"{first} before it has ended those of micro-batches {last}, and would hold more than two versions "
+                    "of the parameters; give an update more micro-batches, or take 1f1b"
+                )
+            boundary = next((k for k, act in enumerate(row) if act.kind != "U" and start[act] >= ended), len(row))
+            row.insert(min(max(earliest, boundary), due), Act("U", i, s.stages.chunks(rank)[0]))
+    return s._replace(rows=tuple(map(tuple, rows)), pairs=_unbroken(s, rows))
+
+
+def bounds(row: Sequence[Act], i: int, per_update: int) -> tuple[int, int]:
+    """The first and the last place of update i in a row: behind the backwards of its micro-batches, and before the
+    first forward of update i + 2."""
+    earliest = max(k for k, act in enumerate(row) if act.kind in BACKWARDS and act.micro_batch // per_update == i) + 1
+    due = (k for k, act in enumerate(row) if act.kind == "F" and act.micro_batch // per_update >= i + 2)
+    return earliest, next(due, len(row))
+
+
+def _unbroken(s: Schedule, rows: Sequence[Sequence[Act]]) -> tuple[tuple[Act, Act], ...]:
+    """The pairs between whose acts nothing has come."""
+    following = {pair for row in rows for pair in itertools.pairwise(row)}
+    return tuple(pair for pair in s.pairs if pair in following)
+
 
 # What comes in the order of micro-batches in every stage.
 IN_ORDER = (("F",), "forwards"), (BACKWARD, "backwards"), (("B", "W"), "backwards by weights")
@@ -68,126 +129,130 @@ def _shape(s: Schedule) -> Faults:
 def _acts(s: Schedule) -> Faults:
     """Acts that cannot be, are on another rank, or are there twice."""
     for rank, row in enumerate(s.rows):
-        seen: set[Act] = set()
+        visited: set[Act] = set()
         for act in row:
             if act.kind not in KINDS:
                 yield rank, f"rank {rank}: {act} is of kind {act.kind!r}; the kinds are {', '.join(KINDS)}"
             elif not 0 <= act.stage < len(s.stages.ranks):
                 yield rank, f"rank {rank}: {act} is of stage {act.stage}; the stages are 0 to {len(s.stages.ranks) - 1}"
-            elif not 0 <= act.part < (math.inf if act.kind in "GDU" else s.parts):
-                yield rank, f"rank {rank}: {act} is of micro-batch {act.part}; they are 0 to {s.parts - 1}"
+            elif not 0 <= act.micro_batch < (math.inf if act.kind in "GDU" else s.parts):
+                yield rank, f"rank {rank}: {act} is of micro-batch {act.micro_batch}; they are 0 to {s.parts - 1}"
             elif s.stages.ranks[act.stage] != rank:
                 yield rank, f"rank {rank} has {act}, and stage {act.stage} is on rank {s.stages.ranks[act.stage]}"
-            elif act in seen:
+            elif act in visited:
                 yield rank, f"rank {rank} has {act} twice"
-            seen.add(act)
+            visited.add(act)
 
 
 def _complete(s: Schedule) -> Faults:
-    there = {act for row in s.rows for act in row}
+    acts = {act for row in s.rows for act in row}
     for stage, rank in enumerate(s.stages.ranks):
-        for part in range(s.parts):
-            f, b, i, w = (Act(kind, part, stage) for kind in "FBIW")
-            split = i in there or w in there
-            if b in there and split:
-                yield rank, f"rank {rank} has {b} and {i if i in there else w}; a backward is whole or split"
-            for act in (f, i, w) if split and b not in there else (f, b):
-                if act not in there:
-                    what = KINDS[act.kind]
-                    yield rank, f"rank {rank} has no {act}, the {what} of micro-batch {part} in stage {stage}"
+        for micro_batch in range(s.parts):
+            f, b, i, w = (Act(kind, micro_batch, stage) for kind in "FBIW")
+            split = i in acts or w in acts
+            if b in acts and split:
+                yield rank, f"rank {rank} has {b} and {i if i in acts else w}; a backward is whole or split"
+            for act in (f, i, w) if split and b not in acts else (f, b):
+                if act not in acts:
+                    label = KINDS[act.kind]
+                    yield rank, f"rank {rank} has no {act}, the {label} of micro-batch {micro_batch} in stage {stage}"
 
 
 def _updates(s: Schedule) -> Faults:
     count = sum(act.kind == "U" for act in s.rows[0])
     for rank, row in enumerate(s.rows):
         places = {i: act for i, act in enumerate(row) if act.kind == "U"}
-        if [act.part for act in places.values()] != list(range(count)):
-            had = " ".join(map(str, places.values())) or "none"
-            yield rank, f"rank {rank} has the updates {had}; every rank has the same, from 0 on, in order"
+        if [act.micro_batch for act in places.values()] != list(range(count)):
+            updates_text = " ".join(map(str, places.values())) or "none"
+            yield rank, f"rank {rank} has the updates {updates_text}; every rank has the same, from 0 on, in order"
         elif count and s.parts % count:
             yield rank, f"rank {rank} has {count} updates, which cannot share {s.parts} micro-batches evenly"
         else:
-            for place, act in places.items():
-                own, due = bounds(row, act.part, s.parts // count)
-                if not own <= place <= due:
+            for position, act in places.items():
+                earliest, due = bounds(row, act.micro_batch, s.parts // count)
+                if not earliest <= position <= due:
                     law = "an update follows the backwards of its micro-batches, and no forward of the next but one"
-                    yield rank, f"rank {rank}: {act} is between {row[place - 1]} and what follows; {law}"
+                    yield rank, f"rank {rank}: {act} is between {row[position - 1]} and what follows; {law}"
 
 
 def _in_order(s: Schedule) -> Faults:
-    wanted = needs(s)
+    needed = needs(s)
     for rank, row in enumerate(s.rows):
-        place = {act: i for i, act in enumerate(row)}
+        position = {act: i for i, act in enumerate(row)}
         for act in row:
-            for need in wanted[act]:
-                if place.get(need, -1) > place[act]:
+            for need in needed[act]:
+                if position.get(need, -1) > position[act]:
                     yield rank, f"rank {rank}: {act} comes before {need}, whose result it needs"
-        for kinds, what in IN_ORDER:
+        for kinds, label in IN_ORDER:
             last: dict[int, Act] = {}
             for act in row:
                 if act.kind in kinds:
-                    before = last.get(act.stage, act)
-                    if act.part < before.part:
-                        law = f"the {what} of a stage come in the order of micro-batches"
-                        yield rank, f"rank {rank}: {before} comes before {act}; {law}"
+                    previous = last.get(act.stage, act)
+                    if act.micro_batch < previous.micro_batch:
+                        law = f"the {label} of a stage come in the order of micro-batches"
+                        yield rank, f"rank {rank}: {previous} comes before {act}; {law}"
                     last[act.stage] = act
 
 
 def _pairs(s: Schedule) -> Faults:
     following = {pair for row in s.rows for pair in itertools.pairwise(row)}
-    for one, other in s.pairs:
-        if (one, other) not in following or (one.kind, other.kind) != ("F", "B") or one.stage == other.stage:
-            rank = s.stages.ranks[one.stage]
+    for forward_act, backward_act in s.pairs:
+        if (
+            (forward_act, backward_act) not in following
+            or (forward_act.kind, backward_act.kind) != ("F", "B")
+            or forward_act.stage == backward_act.stage
+        ):
+            rank = s.stages.ranks[forward_act.stage]
             law = "a pair is an F and a B of another stage that follow each other in a row"
-            yield rank, f"rank {rank}: {one} and {other} are no pair; {law}"
+            yield rank, f"rank {rank}: {forward_act} and {backward_act} are no pair; {law}"
 
 
 def _gathers(s: Schedule) -> Faults:
     for rank, row in enumerate(s.rows):
-        held: dict[int, Act] = {}
+        resident: dict[int, Act] = {}
         for act in row:
             if act.kind == "G":
-                if act.stage in held:
-                    yield rank, f"rank {rank}: {act} gathers parameters that are there since {held[act.stage]}"
-                held[act.stage] = act
-            elif act.kind == "D" and held.pop(act.stage, None) is None:
+                if act.stage in resident:
+                    yield rank, f"rank {rank}: {act} gathers parameters that are there since {resident[act.stage]}"
+                resident[act.stage] = act
+            elif act.kind == "D" and resident.pop(act.stage, None) is None:
                 yield rank, f"rank {rank}: {act} drops parameters that are not there"
-        for act in held.values():
+        for act in resident.values():
             yield rank, f"rank {rank} gathers parameters at {act} and never drops them"
 
 
 def _deadlock(s: Schedule) -> Faults:
-    for together in (False, True) if s.pairs else (False,):
-        stuck = run(s, together).stuck
+    for fused in (False, True) if s.pairs else (False,):
+        stuck = run(s, fused).stuck
         if stuck:
-            yield min(stuck), stuck_text(s, stuck) + " (if pairs run together)" * together
+            yield min(stuck), stuck_text(s, stuck) + " (if pairs run together)" * fused
             return
 
 
 def _channels(s: Schedule) -> Faults:
-    place = {act: i for row in s.rows for i, act in enumerate(row)}
+    position = {act: i for row in s.rows for i, act in enumerate(row)}
     channels: defaultdict[tuple[int, int, bool], list[tuple[Act, Act]]] = defaultdict(list)
     for source, target in feeds(s).items():
         sender, receiver = s.stages.ranks[source.stage], s.stages.ranks[target.stage]
         if sender != receiver:
             channels[sender, receiver, source.kind == "F"].append((source, target))
     for (sender, receiver, _), messages in channels.items():
-        for (first, late), (second, early) in itertools.pairwise(messages):
-            if place[late] > place[early]:
+        for (first, first_target), (second, second_target) in itertools.pairwise(messages):
+            if position[first_target] > position[second_target]:
                 law = "messages are received in the order of sending"
                 yield (
                     receiver,
-                    f"rank {receiver}: {early} comes before {late}, and rank {sender} has {first} before "
-                    + (f"{second}; {law}"),
+                    f"rank {receiver}: {second_target} comes before {first_target}, and rank {sender} has {first} "
+                    f"before {second}; {law}",
                 )
 
 
 def stuck_text(s: Schedule, stuck: Mapping[int, tuple[Act, Act]]) -> str:
     """Why a schedule does not end, from what each rank that stopped waits for: the circle of ranks."""
-    rank, seen = min(stuck), list[int]()
-    while rank not in seen and rank in stuck:
-        seen.append(rank)
+    rank, visited = min(stuck), list[int]()
+    while rank not in visited and rank in stuck:
+        visited.append(rank)
         rank = s.stages.ranks[stuck[rank][1].stage]
-    circle = seen[seen.index(rank) :] if rank in seen else seen
-    waits = [f"rank {one} waits at {stuck[one][0]} for {stuck[one][1]}" for one in circle]
+    circle = visited[visited.index(rank) :] if rank in visited else visited
+    waits = [f"rank {member} waits at {stuck[member][0]} for {stuck[member][1]}" for member in circle]
     return "it deadlocks: " + ", ".join(waits)

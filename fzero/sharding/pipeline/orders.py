@@ -3,23 +3,30 @@
 p ranks, m micro-batches, v chunks a rank, r the rank. In every family the forwards of a chunk come in the order of
 micro-batches, and so do its backwards and its backwards by weights: an order names only kind and chunk, and the k-th
 forward of a chunk is that of micro-batch k.
+
+A schedule by its name.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
+
+from fzero.core.arguments import checked, expect_count
+from fzero.core.text_parsing import nearest
+from fzero.sharding.pipeline.stages import stage_ranks
+from fzero.sharding.pipeline.table import Act, Schedule, Stages
 
 Step = tuple[str, int]  # (kind of an act, chunk); kind "F&": a forward, paired with the backward that follows it
 
 
-class Family(NamedTuple):
+class ScheduleFamily(NamedTuple):
     """How a schedule orders a rank, and what it asks for.
 
     order: (p, m, v, r) -> the steps of rank r; those of micro-batches from m on are left out.
     chunks: the stages of a rank, None for any number; placement: "loop" or "v" (see `place`).
-    least: the fewest micro-batches for p ranks. groups: whether they must come in equal groups (`group_size`).
+    min_parts: the fewest micro-batches for p ranks. groups: whether they must come in equal groups (`group_size`).
     split: whether any backward is split into inputs and weights.
     ref: where it was published.
     """
@@ -28,7 +35,7 @@ class Family(NamedTuple):
     ref: str
     chunks: int | None = 1
     placement: str = "loop"
-    least: Callable[[int], int] = lambda p: 1
+    min_parts: Callable[[int], int] = lambda p: 1
     groups: bool = False
     split: bool = False
 
@@ -92,77 +99,184 @@ def zb_v(p: int, m: int, v: int, r: int) -> Iterator[Step]:
             yield step("F", 0)
         yield from (step(kind, 0) for kind in "IW")
         yield from (step(kind, 1) for kind in "FIW")
-    owed = [n - backward[0], n - backward[1]]  # backwards of each chunk that are left, and weights of those
+    remaining = [n - backward[0], n - backward[1]]  # backwards of each chunk that are left, and weights of those
     for _ in range(r):
         yield "I", 0
         yield "I", 1
     for _ in range(p - r):
         yield "I", 0
         yield "W", 0
-    yield from (("W", 1) for _ in range(owed[1]))
-    yield from (("W", 0) for _ in range(owed[0] - (p - r)))
+    yield from (("W", 1) for _ in range(remaining[1]))
+    yield from (("W", 0) for _ in range(remaining[0] - (p - r)))
 
 
 def dualpipe_v(p: int, m: int, v: int, r: int) -> Iterator[Step]:
     """The eight steps of DualPipe's README, with stages down the ranks and up again: forwards of one chunk beside
     backwards of the other in the middle, whole backwards but where a gap is to be filled."""
-    owed: deque[int] = deque()  # chunks of the backwards by weights that are left, oldest first
+    pending_weights: deque[int] = deque()  # chunks of the backwards by weights that are left, oldest first
 
     def inputs(chunk: int) -> Step:
-        owed.append(chunk)
+        pending_weights.append(chunk)
         return "I", chunk
 
     def weights() -> Iterator[Step]:
-        if owed:
-            yield "W", owed.popleft()
+        if pending_weights:
+            yield "W", pending_weights.popleft()
 
-    after = p - r - 1
-    yield from [("F", 0)] * (2 * after)
+    later_ranks = p - r - 1
+    yield from [("F", 0)] * (2 * later_ranks)
     yield from [("F", 0), ("F", 1)] * (r + 1)
-    for _ in range(after):
+    for _ in range(later_ranks):
         yield inputs(1)
         yield from weights()
         yield "F", 1
     for k in range(m - 2 * p + r + 1):
         # On the last rank the first pair's two chunks follow each other: apart, the second starts earlier.
-        yield ("F" if k == 0 and after == 0 else "F&"), 0
+        yield ("F" if k == 0 and later_ranks == 0 else "F&"), 0
         yield "B", 1
         yield from [("F&", 1), ("B", 0)]
-    yield from [("B", 1), ("F&", 1), ("B", 0)] * after
+    yield from [("B", 1), ("F&", 1), ("B", 0)] * later_ranks
     split = False
     for k in range(r + 1):
         for chunk in (1, 0):
             split = split or (k == (r + 1) // 2 and (r % 2 == 1 or chunk == 0))
             yield inputs(chunk) if split else ("B", chunk)
-    for _ in range(after):
+    for _ in range(later_ranks):
         yield from weights()
         yield inputs(0) if split else ("B", 0)
-    for _ in range(len(owed)):
+    for _ in range(len(pending_weights)):
         yield from weights()
 
 
 FAMILIES = {
-    "gpipe": Family(lambda p, m, v, r: looped(p, m, v, m), "Huang et al. 2019, arXiv:1811.06965"),
-    "1f1b": Family(lambda p, m, v, r: looped(p, m, v, p - r), "Narayanan et al. 2021, arXiv:2006.09503"),
-    "interleaved": Family(
+    "gpipe": ScheduleFamily(lambda p, m, v, r: looped(p, m, v, m), "Huang et al. 2019, arXiv:1811.06965"),
+    "1f1b": ScheduleFamily(lambda p, m, v, r: looped(p, m, v, p - r), "Narayanan et al. 2021, arXiv:2006.09503"),
+    "interleaved": ScheduleFamily(
         lambda p, m, v, r: looped(p, m, v, interleaved_warm(p, m, v, r, 2)),
         "Narayanan et al. 2021, arXiv:2104.04473",
         chunks=None,
         groups=True,
     ),
-    "zb-h1": Family(lambda p, m, v, r: looped(p, m, v, p - r, r), "Qi et al. 2024, arXiv:2401.10241", split=True),
-    "zb-h2": Family(
+    "zb-h1": ScheduleFamily(
+        lambda p, m, v, r: looped(p, m, v, p - r, r), "Qi et al. 2024, arXiv:2401.10241", split=True
+    ),
+    "zb-h2": ScheduleFamily(
         lambda p, m, v, r: looped(p, m, v, 2 * (p - r) - 1, 2 * r), "Qi et al. 2024, arXiv:2401.10241", split=True
     ),
-    "interleaved-zb": Family(
+    "interleaved-zb": ScheduleFamily(
         lambda p, m, v, r: looped(p, m, v, interleaved_warm(p, m, v, r, 1), r),
         "Qi et al. 2024, arXiv:2401.10241, with the chunks of arXiv:2104.04473",
         chunks=None,
         groups=True,
         split=True,
     ),
-    "zb-v": Family(zb_v, "Qi et al. 2024, arXiv:2405.15362", chunks=2, placement="v", split=True),
-    "dualpipe-v": Family(
-        dualpipe_v, "DeepSeek-AI 2024, arXiv:2412.19437", chunks=2, placement="v", least=lambda p: 2 * p, split=True
+    "zb-v": ScheduleFamily(zb_v, "Qi et al. 2024, arXiv:2405.15362", chunks=2, placement="v", split=True),
+    "dualpipe-v": ScheduleFamily(
+        dualpipe_v, "DeepSeek-AI 2024, arXiv:2412.19437", chunks=2, placement="v", min_parts=lambda p: 2 * p, split=True
     ),
 }
+
+
+@checked()
+def schedule(name: str, stages: Stages, parts: int) -> Schedule:
+    """The schedule of this name for `parts` micro-batches over these stages.
+
+    For p ranks with v chunks (stages) each, m micro-batches, and a chunk's times F, I, W, and B = I + W, with messages
+    that take no time:
+
+        name            v, placement  idle time of a step                               most chunks in flight
+        gpipe           1             (p-1)(F+B)                                        m
+        1f1b            1             (p-1)(F+B)                                        min(m, p-r) on rank r
+        interleaved     any           (p-1)(F+B) for m >= p                             2(p-r-1) + (v-1)g + 1
+        zb-h1           1             (p-1) max(F, I, F+I-W) for m >= p                 min(m, p)
+        zb-h2           1             (p-1) max(F, I-F, F+I-2W) for m >= 2p-1           min(m, 2p-1)
+        interleaved-zb  any           as zb-h1                                          p + (v-1)g
+        zb-v            2, "v"        (p-1) max(F, I) + (p-2) max(0, F-I,               2p
+                                      W - max(F, I)), about, for m >= 2p-1
+        dualpipe-v      2, "v"        (p-1)F where F = I = W;                           2p+1
+                                      (p-1)(F&B+B-3W) with pairs together
+
+    The interleaved ones take m in equal groups of g = m / max(1, m // p) micro-batches, which is p where p divides m;
+    dualpipe-v takes m >= 2p. No order is idle for less than (p-1)F: so long the last rank
+    waits for its first micro-batch. The formula of zb-v is exact where no two of F, I, W differ by more than a factor
+    of 2; for everything else there is `play`.
+
+    name: one of `FAMILIES`, which says where each was published.
+
+    Raises ValueError for another name, for stages that are not placed as the schedule needs them, and for micro-batches
+    that are too few for it or not in equal groups, with the numbers that would do.
+
+    >>> from fzero.sharding import pipeline
+    >>> s = pipeline.schedule("gpipe", pipeline.layout([1.0] * 4, 2), parts=2)
+    >>> [" ".join(str(act) for act in row) for row in s.rows]
+    ['0F0 0F1 0B0 0B1', '1F0 1F1 1B0 1B1']
+    """
+    if name not in FAMILIES:
+        raise ValueError(f"no schedule {name!r}; the schedules are {', '.join(FAMILIES)}{nearest(name, FAMILIES)}")
+    expect_count("the number of micro-batches", parts)
+    family, p = FAMILIES[name], stages.size
+    v = len(stages.ranks) // p
+    _check_placement(name, family, stages, v)
+    _check_parts(name, family, p, v, parts)
+    rows, pairs = [], []
+    for rank in range(p):
+        row, paired = _count_up(family.order(p, parts, v, rank), stages.chunks(rank), parts)
+        rows.append(row)
+        pairs += paired
+    return Schedule(name, stages, parts, tuple(rows), tuple(pairs))
+
+
+def _count_up(
+    order: Iterable[Step], chunks: tuple[int, ...], parts: int
+) -> tuple[tuple[Act, ...], list[tuple[Act, Act]]]:
+    """The acts of a rank, micro-batches counted up by chunk and kind, and those that form pairs."""
+    counts: Counter[tuple[str, int]] = Counter()
+    row: list[Act] = []
+    first: list[int] = []  # where the pairs begin
+    for kind, chunk in order:
+        if kind == "F&":
+            first.append(len(row))
+        kinds = {"F&": "F", "B": "IW"}.get(kind, kind)  # B is both
+        micro_batch = counts[kinds[0], chunk]
+        counts.update((letter, chunk) for letter in kinds)
+        if micro_batch < parts:
+            row.append(Act(kind[0], micro_batch, chunks[chunk]))
+    return tuple(row), [(row[i], row[i + 1]) for i in first]
+
+
+def _check_placement(name: str, family: ScheduleFamily, stages: Stages, v: int) -> None:
+    p = stages.size
+    if family.chunks not in (None, v):
+        stages_text = "one stage" if family.chunks == 1 else f"{family.chunks} stages"
+        fits = ", ".join(candidate for candidate, entry in FAMILIES.items() if entry.chunks in (None, v))
+        instead = f"; for these take {fits}" if p * v == len(stages.ranks) else ""
+        raise ValueError(
+            f"schedule {name} has {stages_text} a rank; {len(stages.ranks)} stages on {p} ranks are "
+            f"{len(stages.ranks) / p:g}{instead}"
+        )
+    expected = stage_ranks(p, v, family.placement)
+    if stages.ranks != expected:
+        raise ValueError(
+            f"schedule {name} has stages on ranks {_ranks_text(expected)}; these are on {_ranks_text(stages.ranks)}: "
+            f"make them with layout(costs, {p}, {v}, {family.placement!r})"
+        )
+
+
+def _ranks_text(ranks: tuple[int, ...]) -> str:
+    return " ".join(str(rank) for rank in ranks)
+
+
+def _check_parts(name: str, family: ScheduleFamily, p: int, v: int, m: int) -> None:
+    min_parts = family.min_parts(p)
+    if m < min_parts:
+        raise ValueError(
+            f"schedule {name} on {p} ranks needs at least {min_parts} micro-batches, and there "
+            f"{'is' if m == 1 else 'are'} {m}; take at least {min_parts}, or another schedule"
+        )
+    if family.groups and v > 1 and not group_size(p, m):
+        lower = next(n for n in range(m - 1, 0, -1) if group_size(p, n))
+        upper = next(n for n in range(m + 1, 2 * m + p) if group_size(p, n))
+        raise ValueError(
+            f"schedule {name} on {p} ranks takes micro-batches in equal groups of {p} or somewhat more, and {m} has "
+            f"none; {lower} or {upper} would do"
+        )

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from fzero.core.arguments import checked
 from fzero.sharding.pipeline.check import stuck_text
-from fzero.sharding.pipeline.simulate import simulate
-from fzero.sharding.pipeline.table import Act, Schedule, groups, needs
+from fzero.sharding.pipeline.table import Act, Schedule, groups, needs, simulate
 
 Cost = Mapping[str, float | Sequence[float]]
 Wire = float | Sequence[float]
@@ -63,7 +62,7 @@ def play(s: Schedule, cost: Cost | Callable[[Act], float], wire: Wire = 0.0) -> 
     """
     costs = {} if callable(cost) else _times(s, cost)
     wires = _spread("the time of messages", wire, len(s.stages.ranks) - 1)
-    ranks, rows = s.stages.ranks, groups(s, together=PAIR in costs)
+    ranks, rows = s.stages.ranks, groups(s, fused=PAIR in costs)
 
     def time(group: tuple[Act, ...]) -> float:
         if callable(cost):
@@ -73,46 +72,46 @@ def play(s: Schedule, cost: Cost | Callable[[Act], float], wire: Wire = 0.0) -> 
     def delay(source: Act, target: Act) -> float:
         return 0.0 if ranks[source.stage] == ranks[target.stage] else wires[min(source.stage, target.stage)]
 
-    found = simulate(rows, needs(s), time, delay)
-    if found.stuck:
-        raise ValueError(f"schedule {s.name}: {stuck_text(s, found.stuck)}")
-    start, end = (tuple(tuple(of[act] for act in row) for row in s.rows) for of in (found.start, found.end))
-    step = max(found.end.values(), default=0.0)
+    timeline = simulate(rows, needs(s), time, delay)
+    if timeline.stuck:
+        raise ValueError(f"schedule {s.name}: {stuck_text(s, timeline.stuck)}")
+    start, end = (tuple(tuple(times[act] for act in row) for row in s.rows) for times in (timeline.start, timeline.end))
+    step = max(timeline.end.values(), default=0.0)
     busy = [sum(time(group) for group in row) for row in rows]
-    return Played(start, end, tuple(step - one for one in busy), tuple(peak(row) for row in s.rows))
+    return Played(start, end, tuple(step - busy_time for busy_time in busy), tuple(peak(row) for row in s.rows))
 
 
 def peak(row: Sequence[Act]) -> int:
     """The most chunks in flight in a row: forwards begun less backwards ended."""
-    held = most = 0
+    in_flight = max_in_flight = 0
     for act in row:
-        held += act.kind == "F"
-        most = max(most, held)
-        held -= act.kind in ("B", "W")
-    return most
+        in_flight += act.kind == "F"
+        max_in_flight = max(max_in_flight, in_flight)
+        in_flight -= act.kind in ("B", "W")
+    return max_in_flight
 
 
 def _times(s: Schedule, cost: Cost) -> dict[str, Sequence[float]]:
     """{kind: time by stage} of the kinds that the schedule has."""
     stages = len(s.stages.ranks)
-    given = {kind: _spread(f"the time of {kind}", value, stages) for kind, value in cost.items()}
-    if "B" not in given and "I" in given and "W" in given:
-        given["B"] = [one + other for one, other in zip(given["I"], given["W"])]
+    times = {kind: _spread(f"the time of {kind}", value, stages) for kind, value in cost.items()}
+    if "B" not in times and "I" in times and "W" in times:
+        times["B"] = [inputs_time + weights_time for inputs_time, weights_time in zip(times["I"], times["W"])]
     for kind in ("G", "D", "U"):
-        given.setdefault(kind, [0.0] * stages)
+        times.setdefault(kind, [0.0] * stages)
     for kind in sorted({act.kind for row in s.rows for act in row}):
-        if kind not in given:
+        if kind not in times:
             raise ValueError(
                 f"play: no time for {kind}; schedule {s.name} needs those of "
                 f"{', '.join(sorted({act.kind for row in s.rows for act in row} - set('GDU')))}"
             )
-    return given
+    return times
 
 
-def _spread(what: str, value: float | Sequence[float], count: int) -> Sequence[float]:
+def _spread(label: str, value: float | Sequence[float], count: int) -> Sequence[float]:
     """A number for each, where one is given for all."""
     if isinstance(value, int | float):
         return [value] * count
     if len(value) != count:
-        raise ValueError(f"play: {what} is given by {len(value)} numbers; give one for all, or {count}")
+        raise ValueError(f"play: {label} is given by {len(value)} numbers; give one for all, or {count}")
     return value

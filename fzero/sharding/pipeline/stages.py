@@ -14,13 +14,13 @@ PLACEMENTS = {"loop": "stage s on rank s mod p", "v": "down the ranks and up aga
 
 
 @checked()
-def place(p: int, v: int = 1, placement: str = "loop") -> tuple[int, ...]:
+def stage_ranks(p: int, v: int = 1, placement: str = "loop") -> tuple[int, ...]:
     """By stage its rank, for p ranks with v stages each.
 
     placement: "loop", stage s on rank s mod p; "v", down the ranks and up again, so that first and last stage are on
     one rank.
 
-    >>> place(3, 2), place(3, 2, "v")
+    >>> stage_ranks(3, 2), stage_ranks(3, 2, "v")
     ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
     """
     if placement not in PLACEMENTS:
@@ -47,7 +47,7 @@ def layout(
     [8, 9, 9, 6]
     """
     _expect_fit(len(costs), p, v)
-    return split_layers(costs, place(p, v, placement), embed, head)
+    return split_layers(costs, stage_ranks(p, v, placement), embed, head)
 
 
 @checked()
@@ -61,31 +61,31 @@ def split_layers(costs: Sequence[float], ranks: Sequence[int], embed: float = 0.
     if len(ranks) > n:
         raise ValueError(f"there are {len(ranks)} stages, and the model has {n} layers; a stage has at least one")
     _check_costs(costs, embed, head)
-    whole = [cost + embed * (i == 0) + head * (i == n - 1) for i, cost in enumerate(costs)]
-    upto = [0.0, *itertools.accumulate(whole)]
+    full_costs = [cost + embed * (i == 0) + head * (i == n - 1) for i, cost in enumerate(costs)]
+    upto = [0.0, *itertools.accumulate(full_costs)]
     spans = sorted({upto[i] - upto[j] for i in range(n + 1) for j in range(i)})
-    most = spans[bisect.bisect_left(spans, True, key=lambda span: _fits(upto, span, len(ranks)))]
+    max_span = spans[bisect.bisect_left(spans, True, key=lambda span: _fits(upto, span, len(ranks)))]
     # best[i]: of all cuts of the first i layers into the stages so far, (weighted layers, number of layers by stage)
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for rank in ranks:
         longer: dict[int, tuple[int, tuple[int, ...]]] = {}
         for begin, (weight, counts) in best.items():
             for end in range(begin + 1, n + 1):
-                if upto[end] - upto[begin] > most:
+                if upto[end] - upto[begin] > max_span:
                     break
-                found = weight + (p - rank) * (end - begin), (*counts, end - begin)
-                longer[end] = min(found, longer.get(end, found))
+                candidate = weight + (p - rank) * (end - begin), (*counts, end - begin)
+                longer[end] = min(candidate, longer.get(end, candidate))
         best = longer
     return _cut(best[n][1], tuple(ranks))
 
 
-def _fits(upto: Sequence[float], most: float, stages: int) -> bool:
-    """Whether layers with these cumulated costs fit into so many stages of at most `most` each."""
+def _fits(upto: Sequence[float], max_span: float, stages: int) -> bool:
+    """Whether layers with these cumulated costs fit into so many stages of at most `max_span` each."""
     begin, used = 0, 0
     for end in range(1, len(upto)):
-        if upto[end] - upto[begin] > most:
+        if upto[end] - upto[begin] > max_span:
             begin, used = end - 1, used + 1
-            if upto[end] - upto[begin] > most:
+            if upto[end] - upto[begin] > max_span:
                 return False
     return used + 1 <= stages
 
@@ -108,7 +108,7 @@ def read_layout(
     if text == "auto":
         return layout(costs, p, v, placement, embed, head)
     _expect_fit(len(costs), p, v)
-    ranks, words = place(p, v, placement), [word.strip() for word in text.split(",")]
+    ranks, words = stage_ranks(p, v, placement), [word.strip() for word in text.split(",")]
     for word in words:
         if not (word.isascii() and word.isdigit() and int(word)):
             raise ValueError(f"layout {text!r}: {word!r} is no number of layers; write auto, or such as 8,9,9,6")
@@ -142,6 +142,6 @@ def _check_costs(costs: Sequence[float], embed: float, head: float) -> None:
         ("of the embedding", embed),
         ("of the head", head),
     ]
-    for what, cost in named:
+    for label, cost in named:
         if not (math.isfinite(cost) and cost >= 0):
-            raise ValueError(f"layout: the cost {what} is {cost!r}; it must be a number of at least 0")
+            raise ValueError(f"layout: the cost {label} is {cost!r}; it must be a number of at least 0")

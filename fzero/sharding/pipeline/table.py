@@ -1,13 +1,106 @@
-"""What a schedule is: the acts of each rank in their order, over the stages of a model."""
+"""What a schedule is: the acts of each rank in their order, over the stages of a model.
+
+Rows of acts that wait for one another: when each starts and ends, or which ones never do.
+
+Bars over time as text: a line for each row, a column for each tick.
+"""
 
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from fzero.core.arguments import checked
-from fzero.sharding.pipeline.simulate import Simulated, simulate
-from fzero.sharding.pipeline.timeline import draw_bars
+
+A = TypeVar("A", bound=Hashable)
+
+
+class SimulatedTimes(NamedTuple, Generic[A]):
+    """The times of the acts that ran, and by row the first act that cannot start with what it waits for."""
+
+    start: dict[A, float]
+    end: dict[A, float]
+    stuck: dict[int, tuple[A, A]]  # empty if every act ran
+
+
+def simulate(
+    rows: Sequence[Sequence[tuple[A, ...]]],
+    needs: Mapping[A, Sequence[A]],
+    time: Callable[[tuple[A, ...]], float],
+    delay: Callable[[A, A], float],
+) -> SimulatedTimes[A]:
+    """Run each row in its order, an act as soon as its row is free and the acts that it needs have ended.
+
+    rows: what each row runs, in groups of acts that start and end together (most of one act).
+    needs: by act, the acts that must have ended before; those of its own group are not waited for.
+    time: the seconds of a group. delay: the seconds from the end of an act until another one has its result.
+    """
+    start: dict[A, float] = {}
+    end: dict[A, float] = {}
+    waiting: dict[A, list[int]] = {}
+    stuck: dict[int, tuple[A, A]] = {}
+    free, cursor, ready = [0.0] * len(rows), [0] * len(rows), list(range(len(rows)))
+    while ready:
+        row = ready.pop()
+        stuck.pop(row, None)
+        while cursor[row] < len(rows[row]):
+            group = rows[row][cursor[row]]
+            dependencies = [(act, need) for act in group for need in needs[act] if need not in group]
+            missing = next((pair for pair in dependencies if pair[1] not in end), None)
+            if missing is not None:
+                waiting.setdefault(missing[1], []).append(row)
+                stuck[row] = missing
+                break
+            begin = max((free[row], *(end[need] + delay(need, act) for act, need in dependencies)))
+            free[row] = begin + time(group)
+            cursor[row] += 1
+            for act in group:
+                start[act], end[act] = begin, free[row]
+                ready += waiting.pop(act, ())
+    return SimulatedTimes(start, end, stuck)
+
+
+Bar = tuple[float, float, str]  # start, end, label
+WIDTH = 120  # most characters of a line
+
+
+def draw_bars(names: Sequence[str], rows: Sequence[Sequence[Bar]], tick: float = 1.0, width: int = WIDTH) -> str:
+    """The rows of bars under a ruler of ticks; what does not fit into `width` follows below.
+
+    A bar shows its label at its start and a line to its end. Times are rounded to ticks; a bar that ends in the tick
+    that it starts in is not drawn.
+
+    >>> print(draw_bars(["a", "b"], [[(0, 2, "x"), (3, 4, "y")], [(1, 2, "z")]]))
+      0 1 2 3
+    a x──   y
+    b   z
+    """
+    placed = [[(round(start / tick), round(end / tick), label) for start, end, label in row] for row in rows]
+    ticks = max((end for row in placed for _, end, _ in row), default=0)
+    cell = max((len(label) for row in placed for _, _, label in row), default=1) + 1
+    margin = max((len(name) for name in names), default=0) + 1
+    count = -(-ticks // max(1, (width - margin) // cell)) or 1
+    fit = max(1, -(-ticks // count))  # ticks of a band: all are about equally long
+    lines = [_line(row, ticks, cell) for row in placed]
+    step = -(-(len(str(ticks)) + 1) // cell)  # a number of the ruler at least so many ticks after the one before
+    ruler = "".join(f"{'' if i % step else i:<{cell}}" for i in range(ticks))
+    bands = []
+    for first in range(0, max(ticks, 1), fit):
+        cut = slice(first * cell, (first + fit) * cell)
+        band = [("", ruler), *zip(names, lines)]
+        bands.append("\n".join(f"{name:<{margin}}{line[cut]}".rstrip() for name, line in band))
+    return "\n\n".join(bands)
+
+
+def _line(row: Sequence[tuple[int, int, str]], ticks: int, cell: int) -> str:
+    line = [" "] * (ticks * cell)
+    for start, end, label in row:
+        if end > start:
+            bar = label if end == start + 1 else f"{label:─<{(end - start) * cell - 1}}"
+            line[start * cell : end * cell] = f"{bar:<{(end - start) * cell}}"
+    return "".join(line)
+
 
 KINDS = {
     "F": "forward",
@@ -30,18 +123,18 @@ class Act(NamedTuple):
     kind: F forward, B backward; or in place of B first I, the gradient by inputs, which the stage before waits for, and
     later W, the gradient by weights. G and D: the stage's parameters are gathered, and dropped (`with_gathers`). U: all
     ranks meet, and update the parameters of all their stages (`with_updates`).
-    part: the micro-batch; of G and D which gather of the stage it is, counted from 0; of U which update.
+    micro_batch: the micro-batch; of G and D which gather of the stage it is, counted from 0; of U which update.
 
-    >>> print(Act("F", part=3, stage=1))
+    >>> print(Act("F", micro_batch=3, stage=1))
     1F3
     """
 
     kind: str
-    part: int
+    micro_batch: int
     stage: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.part}"
+        return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
 class Stages(NamedTuple):
@@ -102,26 +195,26 @@ def needs(s: Schedule) -> dict[Act, tuple[Act, ...]]:
     >>> [str(act) for act in needs(s)[Act("B", 0, 0)]]
     ['0F0', '1B0']
     """
-    there, last = {act for row in s.rows for act in row}, len(s.stages.ranks) - 1
-    found: dict[Act, tuple[Act, ...]] = {}
-    before: dict[int, list[Act]] = {}  # by update, the act before it in each row
+    acts, last = {act for row in s.rows for act in row}, len(s.stages.ranks) - 1
+    needed: dict[Act, tuple[Act, ...]] = {}
+    previous_acts: dict[int, list[Act]] = {}  # by update, the act before it in each row
     for row in s.rows:
-        for one, act in itertools.pairwise(row):
+        for previous, act in itertools.pairwise(row):
             if act.kind == "U":
-                before.setdefault(act.part, []).append(one)
-    for act in there:
-        kind, part, stage = act
+                previous_acts.setdefault(act.micro_batch, []).append(previous)
+    for act in acts:
+        kind, micro_batch, stage = act
         if kind == "F":
-            found[act] = (Act("F", part, stage - 1),) if stage > 0 else ()
+            needed[act] = (Act("F", micro_batch, stage - 1),) if stage > 0 else ()
         elif kind in BACKWARD:
-            split = Act("I", part, stage + 1)
-            after = split if split in there else Act("B", part, stage + 1)
-            found[act] = (Act("F", part, stage), after) if stage < last else (Act("F", part, stage),)
+            split = Act("I", micro_batch, stage + 1)
+            successor = split if split in acts else Act("B", micro_batch, stage + 1)
+            needed[act] = (Act("F", micro_batch, stage), successor) if stage < last else (Act("F", micro_batch, stage),)
         elif kind == "U":
-            found[act] = tuple(before.get(part, ()))
+            needed[act] = tuple(previous_acts.get(micro_batch, ()))
         else:
-            found[act] = (Act("I", part, stage),) if kind == "W" else ()
-    return found
+            needed[act] = (Act("I", micro_batch, stage),) if kind == "W" else ()
+    return needed
 
 
 @checked()
@@ -136,8 +229,8 @@ def feeds(s: Schedule) -> dict[Act, Act]:
     >>> [f"{a} -> {b}" for a, b in feeds(s).items()]
     ['0F0 -> 1F0', '1B0 -> 0B0']
     """
-    wanted = {act: acts for act, acts in needs(s).items() if act.kind != "U"}
-    target = {need: act for act, acts in wanted.items() for need in acts if need.stage != act.stage}
+    needed = {act: acts for act, acts in needs(s).items() if act.kind != "U"}
+    target = {need: act for act, acts in needed.items() for need in acts if need.stage != act.stage}
     return {act: target[act] for row in s.rows for act in row if act in target}
 
 
@@ -157,17 +250,17 @@ def draw(s: Schedule) -> str:
     picture = draw_bars([f"rank {rank}" for rank in range(len(rows))], rows)
     stuck = [f"rank {rank} waits at {act} for {need}" for rank, (act, need) in sorted(played.stuck.items())]
     counts = ((len(s.rows), "rank"), (len(s.stages.ranks), "stage"), (s.parts, "micro-batch"))
-    said = ", ".join(f"{n} {what}{'' if n == 1 else 'es' if what.endswith('h') else 's'}" for n, what in counts)
-    return "\n".join([f"{s.name}: {said}", picture, *stuck])
+    counts_text = ", ".join(f"{n} {noun}{'' if n == 1 else 'es' if noun.endswith('h') else 's'}" for n, noun in counts)
+    return "\n".join([f"{s.name}: {counts_text}", picture, *stuck])
 
 
-def run(s: Schedule, together: bool = False) -> Simulated[Act]:
+def run(s: Schedule, fused: bool = False) -> SimulatedTimes[Act]:
     """The acts of a schedule in the ticks of a drawing."""
-    return simulate(groups(s, together), needs(s), lambda group: UNIT[group[0].kind], lambda source, target: 0.0)
+    return simulate(groups(s, fused), needs(s), lambda group: UNIT[group[0].kind], lambda source, target: 0.0)
 
 
-def groups(s: Schedule, together: bool) -> list[list[tuple[Act, ...]]]:
-    """By rank what starts and ends at the same time: single acts, and the pairs if they run `together`."""
-    other = dict(s.pairs) if together else {}
-    second = set(other.values())
-    return [[(act, other[act]) if act in other else (act,) for act in row if act not in second] for row in s.rows]
+def groups(s: Schedule, fused: bool) -> list[list[tuple[Act, ...]]]:
+    """By rank what starts and ends at the same time: single acts, and the pairs if they run `fused`."""
+    partner = dict(s.pairs) if fused else {}
+    second = set(partner.values())
+    return [[(act, partner[act]) if act in partner else (act,) for act in row if act not in second] for row in s.rows]

@@ -27,7 +27,7 @@ from fzero.core.autodiff import needs_grad, transforms
 from fzero.models import base
 from fzero.sharding import Plan
 from fzero.train.gradient import StepGradient, layer_draws
-from fzero.train.row import Batches, Turn
+from fzero.train.pipeline_executor import MicroBatches, Turn
 from fzero.train.state import PREVIOUS, TrainState
 from fzero.train.update.offloaded import UpdateByUnits
 
@@ -39,7 +39,7 @@ def run_delayed(
     state: TrainState,
     parts: list[Any],
     size: int,
-    drawn: Any,
+    draws: Any,
     seed: Tensor,
     update: Callable[[TrainState, Any], tuple[TrainState | UpdateByUnits, M]],
 ) -> tuple[TrainState, list[M]]:
@@ -48,57 +48,57 @@ def run_delayed(
     parts: the micro-batches of all updates, of `size` rows each. update: (state, what `gradient` found) -> (the state
     after the update, with the version before it in `extra`, or the update begun; and anything).
     """
-    plan, device, made = gradient.plan, seed.device, list[M]()
-    each, firsts = len(parts) // plan.delayed, gradient.firsts(len(parts), size)
-    slices = [slice(i * each, (i + 1) * each) for i in range(plan.delayed)]
-    beside = UpdateBeside()
+    plan, device, reports = gradient.plan, seed.device, list[M]()
+    per_update, firsts = len(parts) // plan.delayed, gradient.firsts(len(parts), size)
+    slices = [slice(i * per_update, (i + 1) * per_update) for i in range(plan.delayed)]
+    concurrent = ConcurrentUpdate()
     delays = not plan.delay_after or bool(state.step > plan.delay_after)  # `step` counts this one
-    fields = layer_draws(drawn, plan, gradient.how)
+    fields = layer_draws(draws, plan, gradient.execution)
     if (pure := transforms() or needs_grad(*pytree.leaves((state.params, parts)))) or not delays:
-        for own in slices:
-            params = before(plan, state) if delays else state.params
+        for window in slices:
+            params = previous_params(plan, state) if delays else state.params
             if pure:
-                found = gradient.pure(params, parts[own], firsts[own], drawn, seed)
+                result = gradient.pure(params, parts[window], firsts[window], draws, seed)
             else:
-                turns = [gradient.turn(params, each, device)]
-                losses = gradient.backward(turns, Batches(parts[own], firsts[own], fields), seed)
-                found = gradient.collect(turns.pop().sink, losses, each, device)
-            begun, said = update(state, found)
-            state = beside.ended(begun)
-            made.append(said)
-        return state, made
+                turns = [gradient.turn(params, per_update, device)]
+                losses = gradient.backward(turns, MicroBatches(parts[window], firsts[window], fields), seed)
+                result = gradient.collect(turns.pop().sink, losses, per_update, device)
+            pending, report = update(state, result)
+            state = concurrent.finish(pending)
+            reports.append(report)
+        return state, reports
     turns = [
-        gradient.turn(at, each, device, parity=i % 2, beside=beside.advance)
-        for i, at in enumerate((before(plan, state), state.params)[: plan.delayed])
+        gradient.turn(version, per_update, device, parity=i % 2, on_layer=concurrent.advance)
+        for i, version in enumerate((previous_params(plan, state), state.params)[: plan.delayed])
     ]
 
     def at_update(losses: list[base.Loss]) -> None:
         nonlocal state
-        i = len(made)
-        state = beside.ended(state)
+        i = len(reports)
+        state = concurrent.finish(state)
         sink, turns[i] = turns[i].sink, Turn((), None)
-        found = gradient.collect(sink, losses, each, device)
+        result = gradient.collect(sink, losses, per_update, device)
         del sink
-        begun, said = update(state, found)
-        made.append(said)
+        pending, report = update(state, result)
+        reports.append(report)
         # Over stages a rank may be in the next update but one: its parameters are complete before it goes on.
         last = plan.stages is not None or i + 1 == plan.delayed
-        state = beside.ended(begun) if last else beside.begun(begun)
+        state = concurrent.finish(pending) if last else concurrent.start(pending)
         if i + 2 < plan.delayed:
-            turns.append(gradient.turn(state.params, each, device, parity=i % 2, beside=beside.advance))
+            turns.append(gradient.turn(state.params, per_update, device, parity=i % 2, on_layer=concurrent.advance))
 
-    gradient.backward(turns, Batches(parts, firsts, fields, plan.delayed), seed, update=at_update)
-    return state, made
+    gradient.backward(turns, MicroBatches(parts, firsts, fields, plan.delayed), seed, update=at_update)
+    return state, reports
 
 
-class UpdateBeside:
+class ConcurrentUpdate:
     """The update that the host makes while the device computes the gradients of the next one."""
 
     def __init__(self) -> None:
         self.update: UpdateByUnits | None = None
         self.layers = self.passed = 0  # gradients of layers that came in this turn; those since the update began
 
-    def begun(self, update: TrainState | UpdateByUnits) -> TrainState:
+    def start(self, update: TrainState | UpdateByUnits) -> TrainState:
         """The state that an update goes on to write in place, of which its parameters alone may be used."""
         self.layers, self.passed = self.passed, 0
         if not isinstance(update, UpdateByUnits):
@@ -113,24 +113,24 @@ class UpdateBeside:
         if self.update is not None:
             self.update.advance(self.passed / max(1, self.layers))
 
-    def ended(self, update: TrainState | UpdateByUnits) -> TrainState:
+    def finish(self, update: TrainState | UpdateByUnits) -> TrainState:
         """The state after `update`, or after the one that was begun."""
         update, self.update = self.update or update, None
         return update.finish() if isinstance(update, UpdateByUnits) else update
 
 
-def before(plan: Plan, state: TrainState) -> Any:
+def previous_params(plan: Plan, state: TrainState) -> Any:
     """The parameters before the last update, at rest."""
-    return plan.whole(state.extra[PREVIOUS], state.params)
+    return plan.merge_trained(state.extra[PREVIOUS], state.params)
 
 
 @torch.no_grad()
-def exchanged(plan: Plan, state: TrainState) -> TrainState:
+def swap_versions(plan: Plan, state: TrainState) -> TrainState:
     """The state with its parameters in the memory of the version before, which the micro-batches of an update that is
     made need no longer, and the version before in theirs, where those under way still read it."""
-    now, spare = plan.trained(state.params), state.extra[PREVIOUS]
-    pytree.map(lambda old, new: old.copy_(new), spare, now)
-    return state._replace(params=plan.whole(spare, state.params), extra={**state.extra, PREVIOUS: now})
+    current, spare = plan.trained(state.params), state.extra[PREVIOUS]
+    pytree.map(lambda old, new: old.copy_(new), spare, current)
+    return state._replace(params=plan.merge_trained(spare, state.params), extra={**state.extra, PREVIOUS: current})
 
 
 def keep_previous(plan: Plan, old: TrainState, new: TrainState) -> TrainState:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.copy_buckets import SMALL_COPY, copy_out_together, rooms_beside
+from fzero.core.copy_buckets import SMALL_COPY, allocate_adjacent, copy_out_buckets
 from fzero.core.device import HOST, kind_of
 from fzero.core.gpu_copies import Copied, await_readers, copy_out
 from fzero.core.pytree import Tree
@@ -27,9 +27,9 @@ from fzero.train.update.offloaded import AHEAD, StreamedUpdate, Update
 from fzero.train.update.old_values import OldValues
 
 
-def expect_early(how: StreamedUpdate, plan: Plan, slots: int, skips: bool) -> None:
+def expect_early(streamed: StreamedUpdate, plan: Plan, slots: int, skips: bool) -> None:
     """Raise ValueError if layers cannot be updated before all gradients are known."""
-    if how.parts.heads:
+    if streamed.parts.heads:
         raise ValueError(
             'update="backward": the optimizer begins with clip_by_global_norm, which needs all gradients before the '
             "first update; "
@@ -41,9 +41,9 @@ def expect_early(how: StreamedUpdate, plan: Plan, slots: int, skips: bool) -> No
         for name, spec in pytree.named_leaves(tree).items()
         if name not in plan.frozen
     ]
-    away = all(spec.memory == "nvme" for spec in specs)
-    if skips and not (slots > 1 and away):
-        fixes = ['the plan offload="params=nvme,opt=nvme"'] * (not away) + ["fzero.Nvme slots=2"] * (slots < 2)
+    all_on_disk = all(spec.memory == "nvme" for spec in specs)
+    if skips and not (slots > 1 and all_on_disk):
+        fixes = ['the plan offload="params=nvme,opt=nvme"'] * (not all_on_disk) + ["fzero.Nvme slots=2"] * (slots < 2)
         raise ValueError(
             'update="backward": a step whose gradient is not finite is undone by not committing it, which needs '
             f"params=nvme,opt=nvme and two slots; give {' and '.join(fixes)}, or the step "
@@ -52,7 +52,7 @@ def expect_early(how: StreamedUpdate, plan: Plan, slots: int, skips: bool) -> No
 
 
 class EarlyUpdate:
-    """One step's update: `begin` when the factor of the gradients is known, `take` for every layer's leaf, `finish`
+    """One step's update: `begin` when the factor of the gradients is known, `receive` for every layer's leaf, `finish`
     with the others.
 
     On a GPU a layer is updated when the next one has been launched, so that the GPU computes meanwhile; its gradients
@@ -62,9 +62,9 @@ class EarlyUpdate:
     keeps = False  # whether the sums of layers are kept to the end of the step
     counts: dict[str, int] = {}  # noqa: RUF012  # fields of Metrics
 
-    def __init__(self, how: StreamedUpdate, state: Tree, old: OldValues | None = None) -> None:
-        self.how, self.state, self.old = how, state, old
-        self.stacked = {name for name in how.shards if shard_dim(name) == 1}
+    def __init__(self, streamed: StreamedUpdate, state: Tree, old: OldValues | None = None) -> None:
+        self.streamed, self.state, self.old = streamed, state, old
+        self.stacked = {name for name in streamed.shards if shard_dim(name) == 1}
         self.update: Update | None = None
         self.layers: dict[int | None, list[UpdateUnit]] = {}
         self.names: dict[int | None, set[str]] = {}  # of the leaves that have the layer
@@ -76,45 +76,45 @@ class EarlyUpdate:
     def begin(self, factor: Tensor) -> None:
         """Begin the update; `factor` scales the sums of gradients."""
         await_readers(self.state.step.device)  # a checkpoint may still copy what the update writes over
-        self.update = Update(self.how, Gradients({}, factor, torch.zeros_like(factor)), self.state, old=self.old)
+        self.update = Update(self.streamed, Gradients({}, factor, torch.zeros_like(factor)), self.state, old=self.old)
         # Layers are views of one leaf, and autograd counts the writes to a leaf, not to a layer: a written layer would
         # make what was saved of the others invalid. `data` has a count of its own.
         params = self.update.params
         self.update.params = {n: leaf.data if isinstance(leaf, Tensor) else leaf for n, leaf in params.items()}
         self.update.begin_store()
-        for unit in self.how.units(self.update.width()):
+        for unit in self.streamed.units(self.update.width()):
             self.layers.setdefault(unit[0].layer, []).append(unit)
         # A stack may have fewer layers than another.
-        self.names = {layer: {part.name for unit in units for part in unit} for layer, units in self.layers.items()}
+        self.names = {layer: {block.name for unit in units for block in unit} for layer, units in self.layers.items()}
 
-    def take(self, name: str, layer: int, value: Any, copied: Copied | None = None) -> None:
+    def receive(self, name: str, layer: int, value: Any, copied: Copied | None = None) -> None:
         """Receive the reduced gradient of one leaf of one layer; update layers all of whose leaves have arrived."""
         assert self.update is not None, "begin was not called"
-        held = self.waiting.setdefault(layer, {})
-        held[name] = value, copied
-        if self.leaves(held[name]) and value.nbytes >= SMALL_COPY:
+        entries = self.waiting.setdefault(layer, {})
+        entries[name] = value, copied
+        if self.leaves(entries[name]) and value.nbytes >= SMALL_COPY:
             copied = copy_out(value)
-            held[name] = copied.tensor, copied
-        if held.keys() == self.names[layer]:
-            small = {n: x for n, (x, one) in held.items() if self.leaves((x, one))}
-            gone = copy_out_together([*small.values()], rooms_beside([*small.values()])) if small else []
-            held |= {n: (one.tensor, one) for n, one in zip(small, gone)}
+            entries[name] = copied.tensor, copied
+        if entries.keys() == self.names[layer]:
+            small = {n: x for n, (x, copy) in entries.items() if self.leaves((x, copy))}
+            small_copies = copy_out_buckets([*small.values()], allocate_adjacent([*small.values()])) if small else []
+            entries |= {n: (copy.tensor, copy) for n, copy in zip(small, small_copies)}
             self.catch_up()
             # The copies are on one stream, the small ones last, so the last one is waited for.
-            copies = [gone[-1]] if gone else [one for _, one in held.values() if one is not None]
+            copies = [small_copies[-1]] if small_copies else [copy for _, copy in entries.values() if copy is not None]
             last = copies[-1] if copies else None
             arrive = None if last is None else functools.cache(last.finish)
-            self.ready = layer, {n: (x, None if one is None else arrive) for n, (x, one) in held.items()}
+            self.ready = layer, {n: (x, None if copy is None else arrive) for n, (x, copy) in entries.items()}
             del self.waiting[layer]
             if kind_of(self.state.step) != "cuda":
                 self.catch_up()
 
-    def leaves(self, held: tuple[Any, Copied | None]) -> bool:
+    def leaves(self, entry: tuple[Any, Copied | None]) -> bool:
         """Whether a gradient is on a GPU, and is to be copied to the host, which updates."""
         assert self.update is not None, "begin was not called"
-        value, copied = held
-        there = copied is None and isinstance(value, Tensor) and kind_of(value) == "cuda"
-        return there and self.update.where == HOST
+        value, copied = entry
+        on_gpu = copied is None and isinstance(value, Tensor) and kind_of(value) == "cuda"
+        return on_gpu and self.update.device == HOST
 
     def catch_up(self) -> None:
         """Update the layer that has arrived, if there is one."""
@@ -123,8 +123,8 @@ class EarlyUpdate:
         assert self.update is not None, "begin was not called"
         layer, self.update.layer = self.ready
         self.ready = None
-        for unit, begun in begin_ahead(self.layers[layer], self.update.begin, AHEAD):
-            self.update.update(unit, begun)
+        for unit, transfer in begin_ahead(self.layers[layer], self.update.begin, AHEAD):
+            self.update.update(unit, transfer)
             self.done.append(unit)
         self.update.layer = {}
 
@@ -132,8 +132,8 @@ class EarlyUpdate:
         """`state` after the update of the leaves without layers; if the step is skipped, without any update."""
         self.catch_up()
         if skipped is not None and bool(skipped):
-            if self.how.nvme.store is not None:
-                self.how.nvme.store.abandon()
+            if self.streamed.nvme.store is not None:
+                self.streamed.nvme.store.abandon()
             return state
         assert self.update is not None, "begin was not called"
         self.update.state, self.update.grads = state, pytree.named_leaves(outside.sums)

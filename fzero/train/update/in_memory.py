@@ -40,14 +40,14 @@ def split_names(plan: Plan) -> set[str]:
     return {name for name, leaf in leaves if leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes}
 
 
-def own(plan: Plan, params: Tree, *, linear: bool = False) -> Tree:
+def local_shards(plan: Plan, params: Tree, *, linear: bool = False) -> Tree:
     """The part of the trained parameters (at rest) that this rank updates: views.
 
     linear: as a map to differentiate: the gradient of a whole leaf, the same on all ranks, is put together from that of
     each rank's part."""
     names = split_names(plan)
 
-    def part(name: str, leaf: Tensor) -> Tensor:
+    def narrow_leaf(name: str, leaf: Tensor) -> Tensor:
         if name not in names:
             return leaf
         axis = plan.link(name)
@@ -55,7 +55,7 @@ def own(plan: Plan, params: Tree, *, linear: bool = False) -> Tree:
             return own_slice(leaf, axis, shard_dim(name), leaf=name)
         return narrow_part(leaf, axis.rank, axis.size, shard_dim(name))
 
-    return pytree.map_named(part, plan.trained(params))
+    return pytree.map_named(narrow_leaf, plan.trained(params))
 
 
 def on_device(grads: Tree) -> bool:
@@ -82,10 +82,10 @@ def spread(plan: Plan, target: Tree, params: Tree, done: Collection[str] = ()) -
     names = split_names(plan)
     pending: list[tuple[Future[Tensor], Tensor | None]] = []  # and where the gathered leaf is copied to, dp leading
 
-    def gather(part: Tensor, name: str, where: Tensor) -> None:
-        into = where if where.is_contiguous() else None  # a state made by hand may have any strides
-        started = start_all_gather(part.to(where.dtype).contiguous(), plan.link(name), leaf=name, out=into)
-        pending.append((started, where if into is None else None))
+    def gather(shard: Tensor, name: str, out: Tensor) -> None:
+        out_buffer = out if out.is_contiguous() else None  # a state made by hand may have any strides
+        started = start_all_gather(shard.to(out.dtype).contiguous(), plan.link(name), leaf=name, out=out_buffer)
+        pending.append((started, out if out_buffer is None else None))
 
     values, leaves = pytree.named_leaves(target), pytree.named_leaves(plan.trained(params))
     with plan.mesh.ledger.phase("update"):
@@ -101,14 +101,14 @@ def spread(plan: Plan, target: Tree, params: Tree, done: Collection[str] = ()) -
                 for i in range(leaf.shape[0]):
                     gather(value[i], name, leaf[i])
             elif dim:
-                part = value.to(leaf.dtype).transpose(0, 1).contiguous()
-                pending.append((start_all_gather(part, plan.link(name), leaf=name), leaf.transpose(0, 1)))
+                shard = value.to(leaf.dtype).transpose(0, 1).contiguous()
+                pending.append((start_all_gather(shard, plan.link(name), leaf=name), leaf.transpose(0, 1)))
             else:
                 gather(value, name, leaf)
-        for gathering, where in pending:
-            whole = gathering.wait()
-            if where is not None:
-                where.copy_(whole)
+        for gathering, out in pending:
+            full = gathering.wait()
+            if out is not None:
+                out.copy_(full)
 
 
 @torch.no_grad()
@@ -135,20 +135,22 @@ def update_donated(
         target = state.master
     else:
         names = split_names(plan)
-        target = pytree.map_named(lambda name, x: x.contiguous() if name in names else x, own(plan, state.params))
+        target = pytree.map_named(
+            lambda name, x: x.contiguous() if name in names else x, local_shards(plan, state.params)
+        )
     copies: dict[str, Tensor] = {}
     host = not on_device(grads.sums) and on_host(parts.body, sum(leaf.numel() for leaf in pytree.leaves(target)))
     if waits_not or host:
         names, leaves = split_names(plan), pytree.named_leaves(plan.trained(state.params))
         copies = {name: leaf for name, leaf in leaves.items() if name not in names} if plan.policy.has_master else {}
-        more = Pass(factor=factor, skip=skipped, copies=copies, host=host)
+        options = Pass(factor=factor, skip=skipped, copies=copies, host=host)
         assert parts.body.in_pass is not None  # `on_host` asks for it too
-        target, body_state = parts.body.in_pass(grads.sums, body_state, target, more)
+        target, body_state = parts.body.in_pass(grads.sums, body_state, target, options)
     else:
         scaled = overwrite(lambda name, g: g.mul_(factor), name_tree(grads.sums), grads.sums)
         target, body_state = apply_in_place(parts.body, scaled, body_state, target)
     spread(plan, target, state.params, done=copies)
-    opt_state = parts.whole(state.opt_state, body_state)
+    opt_state = parts.merge(state.opt_state, body_state)
     return state._replace(master=target if plan.policy.has_master else (), opt_state=opt_state)
 
 
@@ -160,26 +162,26 @@ def update_pure(
     skipped: Tensor | None,
 ) -> Tree:
     """The same as a pure function, which chooses by torch.where: it composes with vmap and grad."""
-    before = state.master if plan.policy.has_master else own(plan, state.params, linear=True)
+    old_target = state.master if plan.policy.has_master else local_shards(plan, state.params, linear=True)
     vary = shards_of_sums(plan).vary  # the factor is the same on all ranks, and each uses it with its shards
     scaled = pytree.map_named(lambda name, g: g * vary(name, grads.factor), grads.sums)
-    updates, opt_state = tx.update(scaled, state.opt_state, before)
-    target = apply_updates(before, updates)
-    params = at_rest(plan, target, state.params)
+    updates, opt_state = tx.update(scaled, state.opt_state, old_target)
+    target = apply_updates(old_target, updates)
+    params = params_at_rest(plan, target, state.params)
     new = state._replace(params=params, master=target if plan.policy.has_master else (), opt_state=opt_state)
     return new if skipped is None else pytree.map(lambda a, b: torch.where(skipped, a, b), state, new)
 
 
-def at_rest(plan: Plan, target: Tree, params: Tree) -> Tree:
+def params_at_rest(plan: Plan, target: Tree, params: Tree) -> Tree:
     """New parameters at rest, whose trained ones are those of `target`, as this rank updates them.
 
     Communicates: an all_gather of each leaf that is updated in shards and whole at rest.
     """
     names = split_names(plan)
 
-    def rest(name: str, leaf: Tensor) -> Tensor:
+    def gather_leaf(name: str, leaf: Tensor) -> Tensor:
         leaf = leaf.to(plan.policy.param)
         return all_gather_same(leaf, plan.link(name), shard_dim(name), leaf=name) if name in names else leaf
 
     with plan.mesh.ledger.phase("update"):
-        return plan.whole(pytree.map_named(rest, target), params)
+        return plan.merge_trained(pytree.map_named(gather_leaf, target), params)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fzero.comm.collectives import all_gather
 from fzero.core import pytree
-from fzero.core.copy_buckets import SMALL_COPY, copy_in_together, rooms_beside, start_fetch
+from fzero.core.copy_buckets import SMALL_COPY, allocate_adjacent, copy_in_buckets, start_fetch
 from fzero.core.device import HOST, kind_of
 from fzero.core.gpu import pinned
 from fzero.core.gpu_copies import Copied, copy_in, copy_out, free_sources, pass_group
@@ -25,21 +25,21 @@ from fzero.core.pytree import Tree
 from fzero.offload import Buffer, DiskTensor, Nvme
 from fzero.offload.update_units import (
     OFF,
-    BegunUnit,
     BlockRead,
     RowBlock,
+    UnitTransfer,
     UpdateUnit,
     begin_ahead,
     begin_unit,
     cut_units,
-    is_whole_stack,
+    is_full_stack,
     layer_blocks,
     read_block,
 )
 from fzero.optim import GradientTransformation, apply_in_place
-from fzero.optim.base import Pass, Piece, distinct
+from fzero.optim.base import Pass, ShardSlice, distinct
 from fzero.optim.combine import split_chain
-from fzero.optim.in_units import columns_of, part_of_state
+from fzero.optim.unit_updates import columns_of, select_state
 from fzero.sharding import Plan
 from fzero.sharding.slices import MOST_ELEMENTS, local_shape, narrow_part, shard_dim
 from fzero.train.state import meta_state, state_specs
@@ -76,11 +76,11 @@ class StreamedUpdate:
         }
         # A state by which a leaf cannot be updated a row or a layer at a time has it updated by larger parts.
         units = smallest_units(plan, self.parts.state(meta_state(plan, tx).opt_state), self.parts.body.unit)
-        self.whole = {n for n in self.shards if units[n] != "row" or n in self.split}
+        self.uncut = {n for n in self.shards if units[n] != "row" or n in self.split}
         self.stacks = {n for n in self.shards if units[n] == "leaf"}  # those of which all layers are updated at once
         self.on_host = on_host(self.parts.body, sum(math.prod(shape) for shape in self.shards.values()))
         self.pruned: dict[frozenset[str], tuple[Tree, Tree]] = {}
-        self.nvme.need((AHEAD + 2) * self.largest_layer(tx) if self.whole and on_disk(plan) else 0, plan.mesh.size)
+        self.nvme.need((AHEAD + 2) * self.largest_layer(tx) if self.uncut and on_disk(plan) else 0, plan.mesh.size)
 
     def expect_layers(self, update: str) -> None:
         """Raise ValueError if a leaf cannot be updated layer by layer, in the backward pass."""
@@ -93,13 +93,13 @@ class StreamedUpdate:
 
     def largest_layer(self, tx: GradientTransformation) -> int:
         """The most bytes on a disk of a layer that is updated as a whole."""
-        plan, sizes = self.plan, dict.fromkeys(self.whole, 0)
+        plan, sizes = self.plan, dict.fromkeys(self.uncut, 0)
         like = meta_state(plan, tx)
         owner = owner_of(like, plan)
         for name, files in leaves_on_disk(like, state_specs(plan, tx), plan).items():
-            of = owner[name]
-            if of is not None and of in sizes:
-                sizes[of] += files.file_bytes
+            param = owner[name]
+            if param is not None and param in sizes:
+                sizes[param] += files.file_bytes
         for name in sizes:
             if plan.leaves[name].grads.memory == "nvme":
                 lead = shard_dim(name)
@@ -108,15 +108,15 @@ class StreamedUpdate:
 
     def units(self, width: int) -> list[UpdateUnit]:
         """The units, with `width` bytes of buffers per parameter."""
-        most = max(1, self.nvme.buffers.size // (SHARE * width)) if width else MOST_ELEMENTS
+        max_elements = max(1, self.nvme.buffers.size // (SHARE * width)) if width else MOST_ELEMENTS
         by_layer = lambda n: shard_dim(n) == 1 and n not in self.stacks  # noqa: E731
-        return cut_units(self.shards, by_layer, lambda n: n in self.whole, most)
+        return cut_units(self.shards, by_layer, lambda n: n in self.uncut, max_elements)
 
     @torch.no_grad()
     def run(self, grads: Gradients, state: Tree, skipped: Tensor | None) -> Tree:
         """The state after the update; unchanged if the step is skipped."""
         update = Update(self, grads, state, skipped)
-        return state if skipped is not None and bool(update.small["skipped"]) else update.all()
+        return state if skipped is not None and bool(update.small["skipped"]) else update.update_all()
 
     def begin(self, grads: Gradients, state: Tree, skipped: Tensor | None) -> UpdateByUnits:
         """The update, to be made unit by unit."""
@@ -129,8 +129,8 @@ class UpdateByUnits:
 
     def __init__(self, update: Update) -> None:
         self.update, self.state = update, update.state
-        self.units = update.how.units(update.width())
-        self.turns, self.taken = update.by_units(self.units), 0
+        self.units = update.streamed.units(update.width())
+        self.turns, self.turn_count = update.by_units(self.units), 0
 
     @functools.cached_property
     def skips(self) -> bool:
@@ -140,19 +140,19 @@ class UpdateByUnits:
     @torch.no_grad()
     def read_ahead(self) -> None:
         """Start to read the first units, before the device is given more to do."""
-        if not self.taken:
-            self.take()
+        if not self.turn_count:
+            self.update_next()
 
-    def take(self) -> None:
+    def update_next(self) -> None:
         """Update the unit whose rows have come, but for the first call, which begins to read."""
         next(self.turns, None)
-        self.taken += 1
+        self.turn_count += 1
 
     @torch.no_grad()
     def advance(self, share: float) -> None:
         """Make the units of the first `share` of the update that are not made yet."""
-        while not self.skips and self.taken <= min(1.0, share) * len(self.units):
-            self.take()
+        while not self.skips and self.turn_count <= min(1.0, share) * len(self.units):
+            self.update_next()
 
     @torch.no_grad()
     def finish(self) -> Tree:
@@ -170,40 +170,39 @@ class Update:
 
     def __init__(
         self,
-        how: StreamedUpdate,
+        streamed: StreamedUpdate,
         grads: Gradients,
         state: Tree,
         skipped: Tensor | None = None,
         old: OldValues | None = None,
     ) -> None:
-        self.how, self.state, self.old = how, state, old
-        parts, plan = how.parts, how.plan
+        self.streamed, self.state, self.old = streamed, state, old
+        parts, plan = streamed.parts, streamed.plan
         self.grads = pytree.named_leaves(distinct(grads.sums))
         self.params = pytree.named_leaves(plan.trained(state.params))
         self.master = pytree.named_leaves(state.master)
         self.body = parts.state(state.opt_state)
         self.columns, self.owner = columns_of(self.body, list(self.params))
         # On the host if any optimizer state is there or on a disk; else on the device.
-        kept = [leaf for name, leaf in self.columns.items() if self.owner[name] is not None] + list(
-            self.master.values()
-        )
-        on_host = any(isinstance(x, OFF) or kind_of(x) == "cpu" for x in kept)
-        self.where = HOST if on_host else state.step.device
+        owned_columns = [leaf for name, leaf in self.columns.items() if self.owner[name] is not None]
+        state_leaves = [*owned_columns, *self.master.values()]
+        on_host = any(isinstance(x, OFF) or kind_of(x) == "cpu" for x in state_leaves)
+        self.device = HOST if on_host else state.step.device
         # What is not of a parameter; on a GPU it goes to the host beside the rows, and is waited for with them.
         small = {column: leaf for column, leaf in self.columns.items() if self.owner[column] is None}
         small |= {"factor": parts.factor(grads.factor, grads.norm), "skipped": skipped}
         self._small = {name: x for name, x in small.items() if x is not None}
         self._fetch_small = start_fetch([*self._small.values()]) if on_host else None
         self.shared: dict[str, Tensor] = {}  # the new leaves that belong to no parameter
-        self.made: dict[Any, Any] = {}  # see Pass.shared
+        self.pass_cache: dict[Any, Any] = {}  # see Pass.shared
         # The gradients of a layer that is updated by itself, each with what waits for it if it is on its way to the
         # host; of a leaf on a disk those of all layers.
         self.layer: dict[str, tuple[Any, Callable[[], Any] | None]] = {}
-        self.back: list[tuple[Tensor, Tensor]] = []  # updated rows of a unit, and where they rest on the GPU
+        self.pending_copies: list[tuple[Tensor, Tensor]] = []  # updated rows of a unit, and where they rest on the GPU
         # The last copies from and to the host's memory. Each way is one stream, so the others are made before them.
         self.sent: list[Copied] = []
-        self.left: Copied | None = None
-        self.store = how.nvme.store
+        self.last_copy: Copied | None = None
+        self.store = streamed.nvme.store
 
     @functools.cached_property
     def small(self) -> dict[str, Tensor]:
@@ -215,19 +214,19 @@ class Update:
         if self.store is not None:
             self.store.begin()
 
-    def all(self) -> Tree:
+    def update_all(self) -> Tree:
         """The state after the update of all leaves."""
         self.begin_store()
-        self.run(self.how.units(self.width()))
+        self.run(self.streamed.units(self.width()))
         return self.finish()
 
     def width(self) -> int:
         """The bytes of buffers that a parameter takes, on the average, while it is updated; 0 if nothing is on a
         disk."""
         columns = (*self.columns.values(), *(self.master or self.params).values())
-        off = sum(x.dtype.itemsize for x in columns if isinstance(x, OFF))
-        sums = any(leaf.trained and leaf.grads.memory == "nvme" for leaf in self.how.plan.leaves.values())
-        return -(-off // len(self.params)) + 8 if off or sums else 0
+        disk_bytes = sum(x.dtype.itemsize for x in columns if isinstance(x, OFF))
+        sums = any(leaf.trained and leaf.grads.memory == "nvme" for leaf in self.streamed.plan.leaves.values())
+        return -(-disk_bytes // len(self.params)) + 8 if disk_bytes or sums else 0
 
     def run(self, units: list[UpdateUnit]) -> None:
         """Update some units."""
@@ -236,172 +235,179 @@ class Update:
 
     def by_units(self, units: list[UpdateUnit]) -> Iterator[None]:
         """Update some units; yields before each one, with it and the next ones on their way."""
-        for unit, begun in begin_ahead(units, self.begin, AHEAD):
+        for unit, transfer in begin_ahead(units, self.begin, AHEAD):
             yield
             pass_group(self.state.step.device, unit, fetched=True)
-            self.update(unit, begun)
+            self.update(unit, transfer)
 
-    def begin(self, unit: UpdateUnit) -> BegunUnit:
+    def begin(self, unit: UpdateUnit) -> UnitTransfer:
         """Start to bring a unit to where it is updated."""
         out: dict[str, dict[str, BlockRead]] = {}
-        for part in unit:
-            name, master = part.name, bool(self.master)
+        for block in unit:
+            name, master = block.name, bool(self.master)
             target = self.master[name] if master else self.params[name]
-            found = {
-                "grad": self.gradient(part),
-                "target": read_block(target, part, whole=not master and name in self.how.split),
+            reads = {
+                "grad": self.gradient(block),
+                "target": read_block(target, block, all_rows=not master and name in self.streamed.split),
             }
-            found |= {
-                column: read_block(leaf, part) for column, leaf in self.columns.items() if self.owner[column] == name
+            reads |= {
+                column: read_block(leaf, block) for column, leaf in self.columns.items() if self.owner[column] == name
             }
-            out[name] = found
-        return begin_unit(out, self.where)
+            out[name] = reads
+        return begin_unit(out, self.device)
 
-    def gradient(self, part: RowBlock) -> BlockRead:
+    def gradient(self, block: RowBlock) -> BlockRead:
         """Start to read the gradient of a row block."""
-        if part.name not in self.layer:
-            return read_block(self.grads[part.name], part)
-        value, arrive = self.layer[part.name]
+        if block.name not in self.layer:
+            return read_block(self.grads[block.name], block)
+        value, arrive = self.layer[block.name]
         if isinstance(value, OFF):
-            return read_block(value, part)
-        rows = read_block(value[None], part._replace(layer=0))
+            return read_block(value, block)
+        rows = read_block(value[None], block._replace(layer=0))
         return rows._replace(arrive=arrive)
 
-    def update(self, unit: UpdateUnit, begun: BegunUnit, *, change: bool = True) -> None:
+    def update(self, unit: UpdateUnit, transfer: UnitTransfer, *, change: bool = True) -> None:
         """Update a unit, and start to bring it back to where it rests; without `change` as it is, or was in `old`."""
-        parts, at = {part.name: part for part in unit}, {}
-        values, grads, targets = begun.arriving.wait(), {}, {}
+        parts, pieces = {block.name: block for block in unit}, {}
+        values, grads, targets = transfer.arriving.wait(), {}, {}
         if self.old is not None:
-            self.old.exchange(unit, begun.found, values)
-        for name, part in parts.items():
+            self.old.exchange(unit, transfer.reads, values)
+        for name, block in parts.items():
             grad = values[name].pop("grad")
-            grads[name] = grad if self.how.on_host else grad.to(self.how.plan.policy.accumulate)
-            targets[name] = self.own(name, values[name]["target"])
-            shape = self.how.shards[name]
-            at[name] = Piece(shape, part.start(len(shape)))
+            grads[name] = grad if self.streamed.on_host else grad.to(self.streamed.plan.policy.accumulate)
+            targets[name] = self.narrow_target(name, values[name]["target"])
+            shape = self.streamed.shards[name]
+            pieces[name] = ShardSlice(shape, block.start(len(shape)))
         like, pruned = self.structure(frozenset(parts))
-        flat = {column: x for found in values.values() for column, x in found.items()} | self.small
+        flat = {column: x for columns in values.values() for column, x in columns.items()} | self.small
         state = pytree.map(lambda column: flat[column], pruned)
-        rooms = {name: self.room(part) for name, part in parts.items() if self.master and name not in self.how.split}
-        copies = self.beside({name: view for name, (_, view) in rooms.items()})
+        param_buffers = {
+            name: self.param_buffer(block)
+            for name, block in parts.items()
+            if self.master and name not in self.streamed.split
+        }
+        copies = self.staging_buffers({name: view for name, (_, view) in param_buffers.items()})
         target = pytree.from_named(targets, like)
         if change:
-            new_targets, new_state = self.apply(pytree.from_named(grads, like), state, target, at, copies)
+            new_targets, new_state = self.apply(pytree.from_named(grads, like), state, target, pieces, copies)
         else:
             new_targets, new_state = emit(target, copies), state
         for column, new in zip(pytree.leaves(pruned), pytree.leaves(new_state)):
             if self.owner[column] is not None:
-                same(flat[column], new)
+                copy_if_distinct(flat[column], new)
             elif column not in self.shared:
                 self.shared[column] = to_device(new, self.columns[column].device)
         for name, new in pytree.named_leaves(new_targets).items():
-            same(targets[name], new)
-        for name, part in parts.items():
+            copy_if_distinct(targets[name], new)
+        for name, block in parts.items():
             emitted = None
-            if name in rooms:
-                buffer, view = rooms[name]
-                made = copies.get(name)
-                copied = None if made is view else self.send(targets[name] if made is None else made, view, buffer)
+            if name in param_buffers:
+                buffer, view = param_buffers[name]
+                copy = copies.get(name)
+                copied = None if copy is view else self.send(targets[name] if copy is None else copy, view, buffer)
                 emitted = None if buffer is None else (buffer, copied)
-            self.put(part, begun.found[name], values[name], targets[name], emitted)
+            self.write_back(block, transfer.reads[name], values[name], targets[name], emitted)
         self.send_back()
 
     def apply(
-        self, grads: Tree, state: Tree, targets: Tree, at: Mapping[str, Piece], copies: Mapping[str, Tensor]
+        self, grads: Tree, state: Tree, targets: Tree, pieces: Mapping[str, ShardSlice], copies: Mapping[str, Tensor]
     ) -> tuple[Tree, Tree]:
         """The optimizer's step on some rows; `copies` are given the updated parameters in their own dtype."""
-        body = self.how.parts.body
-        if self.how.on_host:
+        body = self.streamed.parts.body
+        if self.streamed.on_host:
             assert body.in_pass is not None  # `on_host` asks for it
             return body.in_pass(
-                grads, state, targets, Pass(self.small["factor"], copies=copies, at=at, host=True, shared=self.made)
+                grads,
+                state,
+                targets,
+                Pass(self.small["factor"], copies=copies, slices=pieces, host=True, shared=self.pass_cache),
             )
-        factor, kept = self.small["factor"], self.old is not None
-        scaled = pytree.map(lambda g: g * factor if kept else g.mul_(factor), grads)
+        factor, keeps_grads = self.small["factor"], self.old is not None
+        scaled = pytree.map(lambda g: g * factor if keeps_grads else g.mul_(factor), grads)
         new = (
-            body.in_pass(scaled, state, targets, Pass(at=at, shared=self.made))
+            body.in_pass(scaled, state, targets, Pass(slices=pieces, shared=self.pass_cache))
             if body.in_pass
             else apply_in_place(body, scaled, state, targets)
         )
         return emit(new[0], copies), new[1]
 
-    def room(self, part: RowBlock) -> tuple[Buffer | Tensor | None, Tensor]:
+    def param_buffer(self, block: RowBlock) -> tuple[Buffer | Tensor | None, Tensor]:
         """The target of parameters that are copies of master weights: (a buffer if they are on a disk, or memory for
         all of their layers; the rows)."""
-        rest = self.params[part.name]
-        if not isinstance(rest, DiskTensor):
-            return None, part.of(rest)
-        if is_whole_stack(rest, part):
-            stack = torch.empty(rest.shape, dtype=rest.dtype)
+        leaf = self.params[block.name]
+        if not isinstance(leaf, DiskTensor):
+            return None, block.narrow(leaf)
+        if is_full_stack(leaf, block):
+            stack = torch.empty(leaf.shape, dtype=leaf.dtype)
             return stack, stack
-        shape = tuple(rest.shape if part.layer is None else rest.shape[1:])
-        if part.rows is not None:
-            shape = (part.rows[1] - part.rows[0], *shape[1:])
-        buffer = self.buffer(shape, rest.dtype)
-        return buffer, buffer.view if part.layer is None else buffer.view[None]
+        shape = tuple(leaf.shape if block.layer is None else leaf.shape[1:])
+        if block.rows is not None:
+            shape = (block.rows[1] - block.rows[0], *shape[1:])
+        buffer = self.buffer(shape, leaf.dtype)
+        return buffer, buffer.view if block.layer is None else buffer.view[None]
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
-        return self.how.nvme.buffers.take(shape, dtype, self.how.nvme.disk.busy)
+        return self.streamed.nvme.buffers.allocate(shape, dtype, self.streamed.nvme.disk.busy)
 
-    def beside(self, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def staging_buffers(self, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Where the update writes what goes to each of `views`: the view itself, or memory from which a copy to it does
         not wait, the small ones of one dtype side by side.
 
         Nothing in a plan, where the target is copied.
         """
-        out = {name: view for name, view in views.items() if view.device == self.where}
-        back = {name: view for name, view in views.items() if view.is_cuda and name not in out}
-        small = {name: view for name, view in back.items() if view.nbytes < SMALL_COPY}
-        out |= zip(small, rooms_beside([*small.values()]))
+        out = {name: view for name, view in views.items() if view.device == self.device}
+        gpu_views = {name: view for name, view in views.items() if view.is_cuda and name not in out}
+        small = {name: view for name, view in gpu_views.items() if view.nbytes < SMALL_COPY}
+        out |= zip(small, allocate_adjacent([*small.values()]))
         for name, view in views.items():
-            if name not in out and (name in back or self.where.type == "cuda"):
-                pin = name in back
-                out[name] = torch.empty(view.shape, dtype=view.dtype, device=self.where, pin_memory=pin)
+            if name not in out and (name in gpu_views or self.device.type == "cuda"):
+                pin = name in gpu_views
+                out[name] = torch.empty(view.shape, dtype=view.dtype, device=self.device, pin_memory=pin)
         return out
 
-    def send(self, value: Tensor, home: Tensor, buffer: Buffer | Tensor | None = None) -> Copied | None:
+    def send(self, value: Tensor, target: Tensor, buffer: Buffer | Tensor | None = None) -> Copied | None:
         """Copy updated rows to where they rest, on a GPU without a wait; returns the copy into a disk's `buffer`.
 
         Those that go to a GPU wait for `send_back`.
         """
-        if home.is_cuda and not value.is_cuda:
-            self.back.append((value, home))
-        elif value.is_cuda and not home.is_cuda:
-            copied = copy_out(value, out=home)
+        if target.is_cuda and not value.is_cuda:
+            self.pending_copies.append((value, target))
+        elif value.is_cuda and not target.is_cuda:
+            copied = copy_out(value, out=target)
             if buffer is not None:
                 return copied  # for which the disk's thread waits
-            self.left = copied
+            self.last_copy = copied
         else:
-            home.copy_(value)
+            target.copy_(value)
         return None
 
     def send_back(self) -> None:
         """Start to copy the updated rows of a unit to the GPU: small ones side by side by one copy."""
-        back, self.back = self.back, []
-        if back:
-            values, homes = zip(*back)
-            self.sent = copy_in_together(values, homes[0].device, outs=homes)
+        pairs, self.pending_copies = self.pending_copies, []
+        if pairs:
+            values, homes = zip(*pairs)
+            self.sent = copy_in_buckets(values, homes[0].device, outs=homes)
 
     def structure(self, names: frozenset[str]) -> tuple[Tree, Tree]:
         """(the parameter tree, the body's state) of some parameters, with names for leaves."""
-        if names not in self.how.pruned:
-            like = pytree.map_named(lambda name, _: name, self.how.plan.trained(self.how.plan.like))
+        if names not in self.streamed.pruned:
+            like = pytree.map_named(lambda name, _: name, self.streamed.plan.trained(self.streamed.plan.like))
             state = pytree.map_named(lambda name, _: name, self.body)
-            part = part_of_state(state, self.owner, names)
-            self.how.pruned[names] = pytree.prune(like, lambda name: name in names), part
-        return self.how.pruned[names]
+            pruned_state = select_state(state, self.owner, names)
+            self.streamed.pruned[names] = pytree.prune(like, lambda name: name in names), pruned_state
+        return self.streamed.pruned[names]
 
-    def own(self, name: str, target: Tensor) -> Tensor:
+    def narrow_target(self, name: str, target: Tensor) -> Tensor:
         """This rank's part of a target."""
-        if self.master or name not in self.how.split:
+        if self.master or name not in self.streamed.split:
             return target
-        axis = self.how.plan.link(name)
+        axis = self.streamed.plan.link(name)
         return narrow_part(target, axis.rank, axis.size, shard_dim(name)).contiguous()
 
-    def put(
+    def write_back(
         self,
-        part: RowBlock,
-        found: dict[str, BlockRead],
+        block: RowBlock,
+        reads: dict[str, BlockRead],
         values: dict[str, Tensor],
         target: Tensor,
         emitted: tuple[Buffer | Tensor, Copied | None] | None,
@@ -410,49 +416,53 @@ class Update:
 
         emitted: the buffer of the parameters, if they are copies of master weights on a disk.
         """
-        name, rest = part.name, self.params[part.name]
-        whole = not self.master and name in self.how.split  # of the target a part was updated
-        for column, one in found.items():
-            if column == "grad" or (column == "target" and whole):
+        name, param = block.name, self.params[block.name]
+        is_partial = not self.master and name in self.streamed.split  # of the target a part was updated
+        for column, read in reads.items():
+            if column == "grad" or (column == "target" and is_partial):
                 continue
-            leaf = self.columns[column] if column != "target" else self.master[name] if self.master else rest
+            leaf = self.columns[column] if column != "target" else self.master[name] if self.master else param
             buffer = (
-                one.reading.buffer if one.reading is not None else one.home if isinstance(leaf, DiskTensor) else None
+                read.reading.buffer
+                if read.reading is not None
+                else read.storage
+                if isinstance(leaf, DiskTensor)
+                else None
             )
-            away = one.home.device != self.where
-            copied = self.send(values[column], one.home, buffer) if away else None
+            moves = read.storage.device != self.device
+            copied = self.send(values[column], read.storage, buffer) if moves else None
             if buffer is not None:
-                self.write(leaf, part, buffer, copied)
-        if name in self.how.split:
-            axis, dim = self.how.plan.link(name), shard_dim(name)
-            mine = to_device(target, self.state.step.device, rest.dtype)
-            gathered = all_gather(mine.contiguous(), axis, dim, leaf=name)
-            buffer, view = self.room(part)
+                self.write(leaf, block, buffer, copied)
+        if name in self.streamed.split:
+            axis, dim = self.streamed.plan.link(name), shard_dim(name)
+            shard = to_device(target, self.state.step.device, param.dtype)
+            gathered = all_gather(shard.contiguous(), axis, dim, leaf=name)
+            buffer, view = self.param_buffer(block)
             copied = self.send(gathered, view, buffer)
             emitted = None if buffer is None else (buffer, copied)
         if emitted is not None:
-            self.write(rest, part, *emitted)
+            self.write(param, block, *emitted)
 
-    def write(self, leaf: DiskTensor, part: RowBlock, value: Buffer | Tensor, after: Copied | None) -> None:
-        """Start to write rows from a buffer, or all layers of a leaf from memory; after: the copy that fills it."""
+    def write(self, leaf: DiskTensor, block: RowBlock, value: Buffer | Tensor, fill: Copied | None) -> None:
+        """Start to write rows from a buffer, or all layers of a leaf from memory; fill: the copy that fills it."""
         assert self.store is not None  # the one of its leaves
         if isinstance(value, Buffer):
-            self.store.write(leaf.name, part.layer or 0, part.rows, value, after=after)
+            self.store.write(leaf.name, block.layer or 0, block.rows, value, fill=fill)
             return
-        if after is not None:
-            after.finish()
+        if fill is not None:
+            fill.finish()
         for layer, rows in layer_blocks(value):
-            block = value[layer][rows[0] : rows[1]] if value.dim() > 1 else value[layer]
-            buffer = self.buffer(tuple(block.shape), leaf.dtype)
-            buffer.view.copy_(block)
+            values = value[layer][rows[0] : rows[1]] if value.dim() > 1 else value[layer]
+            buffer = self.buffer(tuple(values.shape), leaf.dtype)
+            buffer.view.copy_(values)
             self.store.write(leaf.name, layer, rows, buffer)
 
     def settle(self) -> None:
         """Make the current stream wait for the rows on their way to the GPU, and the host for those that leave it."""
         for copied in self.sent:
             copied.use()
-        if self.left is not None:
-            self.left.finish()
+        if self.last_copy is not None:
+            self.last_copy.finish()
         free_sources(self.state.step.device)
 
     def finish(self) -> Tree:
@@ -462,7 +472,7 @@ class Update:
         )
         self.settle()
         body = pytree.map_named(lambda column, leaf: self.shared.get(column, leaf), self.body)
-        return self.state._replace(opt_state=self.how.parts.whole(self.state.opt_state, body))
+        return self.state._replace(opt_state=self.streamed.parts.merge(self.state.opt_state, body))
 
 
 def emit(targets: Tree, copies: Mapping[str, Tensor]) -> Tree:
@@ -480,7 +490,7 @@ def to_device(x: Tensor, device: torch.device, dtype: torch.dtype | None = None)
     return copy_in(pinned(x.to(dtype or x.dtype), device), device).use()
 
 
-def same(old: Tensor, new: Tensor) -> None:
+def copy_if_distinct(old: Tensor, new: Tensor) -> None:
     """Copy `new` into the memory of `old`, unless they share it."""
     if new is not old and (_address(new) != _address(old) or new.dtype != old.dtype):
         old.copy_(new)

@@ -19,31 +19,31 @@ class OldValues:
     """
 
     def __init__(self) -> None:
-        self.rooms: dict[str, Tensor] = {}  # a leaf's column, or "target/" and its name -> memory like the leaf
-        self.held: set[tuple[str, RowBlock]] = set()
-        self.back = False  # whether `exchange` gives back
+        self.buffers: dict[str, Tensor] = {}  # a leaf's column, or "target/" and its name -> memory like the leaf
+        self.saved_rows: set[tuple[str, RowBlock]] = set()
+        self.restores = False  # whether `exchange` gives back
 
     def reserve(self, leaves: Mapping[str, Tensor]) -> None:
         """Have memory for these leaves, and hold nothing."""
-        self.held.clear()
-        self.back = False
+        self.saved_rows.clear()
+        self.restores = False
         for name, leaf in leaves.items():
-            room = self.rooms.get(name)
-            if room is None or (room.shape, room.dtype) != (leaf.shape, leaf.dtype):
-                self.rooms[name] = torch.empty(leaf.shape, dtype=leaf.dtype, device=HOST)
+            buffer = self.buffers.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (leaf.shape, leaf.dtype):
+                self.buffers[name] = torch.empty(leaf.shape, dtype=leaf.dtype, device=HOST)
 
     def exchange(
-        self, unit: UpdateUnit, found: Mapping[str, dict[str, BlockRead]], values: Mapping[str, dict[str, Tensor]]
+        self, unit: UpdateUnit, reads: Mapping[str, dict[str, BlockRead]], values: Mapping[str, dict[str, Tensor]]
     ) -> None:
         """Copy the rows of a unit here before they are updated; or, once `back` is set, copy those that are here over
         them."""
-        for part in unit:
-            for column, one in found[part.name].items():
-                if column == "grad" or one.reading is not None:
+        for block in unit:
+            for column, read in reads[block.name].items():
+                if column == "grad" or read.reading is not None:
                     continue
-                key, value = f"target/{part.name}" if column == "target" else column, values[part.name][column]
-                if not self.back:
-                    part.of(self.rooms[key]).copy_(value)
-                    self.held.add((key, part))
-                elif (key, part) in self.held:
-                    value.copy_(part.of(self.rooms[key]))
+                key, value = f"target/{block.name}" if column == "target" else column, values[block.name][column]
+                if not self.restores:
+                    block.narrow(self.buffers[key]).copy_(value)
+                    self.saved_rows.add((key, block))
+                elif (key, block) in self.saved_rows:
+                    value.copy_(block.narrow(self.buffers[key]))

@@ -23,7 +23,7 @@ from fzero.core import pytree
 from fzero.core.gpu_copies import Copied
 from fzero.core.pytree import Tree
 from fzero.offload.update_units import OFF, begin_ahead
-from fzero.optim.in_units import columns_of
+from fzero.optim.unit_updates import columns_of
 from fzero.sharding import Plan
 from fzero.train.update.in_backward import EarlyUpdate
 from fzero.train.update.in_memory import Gradients
@@ -53,8 +53,8 @@ class Speculation:
     It changes no bit of a state, only when its layers are updated. An example is `make_train_step`.
     """
 
-    def __init__(self, how: StreamedUpdate) -> None:
-        self.how, self.old, self.expected = how, OldValues(), True
+    def __init__(self, streamed: StreamedUpdate) -> None:
+        self.streamed, self.old, self.expected = streamed, OldValues(), True
 
     def start(self, state: Tree) -> SpeculativeUpdate:
         """The update of a step from `state`."""
@@ -62,14 +62,14 @@ class Speculation:
 
 
 class SpeculativeUpdate:
-    """One step's update: `begin` when the tokens of the step are counted, `take` for every layer's leaf, `finish` when
-    the norm is known."""
+    """One step's update: `begin` when the tokens of the step are counted, `receive` for every layer's leaf, `finish`
+    when the norm is known."""
 
     keeps = True
 
     def __init__(self, speculation: Speculation, state: Tree) -> None:
-        self.speculation, self.how, self.old = speculation, speculation.how, speculation.old
-        self.early = EarlyUpdate(self.how, state, self.old)
+        self.speculation, self.streamed, self.old = speculation, speculation.streamed, speculation.old
+        self.early = EarlyUpdate(self.streamed, state, self.old)
         self.stacked = self.early.stacked
         self.speculates = speculation.expected
         self.old.reserve(self.overwritten(state))
@@ -84,54 +84,56 @@ class SpeculativeUpdate:
     def overwritten(self, state: Tree) -> dict[str, Tensor]:
         """The leaves of layers in memory that an update overwrites, but for copies of master weights; as in
         OldValues."""
-        targets = pytree.named_leaves(state.master) or pytree.named_leaves(self.how.plan.trained(state.params))
-        columns, owner = columns_of(self.how.parts.state(state.opt_state), list(targets))
+        targets = pytree.named_leaves(state.master) or pytree.named_leaves(self.streamed.plan.trained(state.params))
+        columns, owner = columns_of(self.streamed.parts.state(state.opt_state), list(targets))
         leaves = {f"target/{name}": (name, leaf) for name, leaf in targets.items()}
         leaves |= {column: (owner[column], leaf) for column, leaf in columns.items()}
-        return {key: leaf for key, (of, leaf) in leaves.items() if of in self.stacked and not isinstance(leaf, OFF)}
+        return {
+            key: leaf for key, (param, leaf) in leaves.items() if param in self.stacked and not isinstance(leaf, OFF)
+        }
 
     def begin(self, factor: Tensor) -> None:
         """Begin the update; `factor` scales the sums of gradients."""
         self.early.begin(factor)
 
-    def take(self, name: str, layer: int, value: Any, copied: Copied | None = None) -> None:
+    def receive(self, name: str, layer: int, value: Any, copied: Copied | None = None) -> None:
         """Receive the reduced gradient of one leaf of one layer."""
         if self.speculates:
-            self.early.take(name, layer, value, copied)
+            self.early.receive(name, layer, value, copied)
 
     def finish(self, grads: Gradients, state: Tree, skipped: Tensor | None) -> Tree:
         """`state` after the update with the factor that the norm gives; if the step is skipped, without any update."""
-        begun = self.early.update
-        assert begun is not None, "begin was not called"
-        late = Update(self.how, grads, state, skipped, self.old)
+        early_update = self.early.update
+        assert early_update is not None, "begin was not called"
+        full_update = Update(self.streamed, grads, state, skipped, self.old)
         self.early.catch_up()
-        skips = skipped is not None and bool(late.small["skipped"])
-        clipped = bool(late.small["factor"] != begun.small["factor"])
+        skips = skipped is not None and bool(full_update.small["skipped"])
+        clipped = bool(full_update.small["factor"] != early_update.small["factor"])
         self.wrong = skips or clipped
         if not skips:
             self.speculation.expected = not clipped
-        store, done = self.how.nvme.store, self.early.done
+        store, done = self.streamed.nvme.store, self.early.done
         if not self.wrong and done:
-            begun.state, begun.grads, begun.old = state, late.grads, None
-            begun.run(self.early.layers.get(None, []))
-            return begun.finish()
+            early_update.state, early_update.grads, early_update.old = state, full_update.grads, None
+            early_update.run(self.early.layers.get(None, []))
+            return early_update.finish()
         if done:
-            begun.settle()  # what it sent is read again, and written over
-            self.old.back = True
+            early_update.settle()  # what it sent is read again, and written over
+            self.old.restores = True
         if skips:
-            self.undo(late)
+            self.undo(full_update)
             return state
         if store is not None:
             store.flush()  # no earlier write may end after a later one
         if not done:
-            late.old = None
-        return late.all()
+            full_update.old = None
+        return full_update.update_all()
 
-    def undo(self, late: Update) -> None:
+    def undo(self, update: Update) -> None:
         """Give everything back that was updated, also in the parameters."""
-        if self.old.held or not all(isinstance(late.params[name], OFF) for name in self.stacked):
-            for unit, begun in begin_ahead(self.early.done, late.begin, AHEAD):
-                late.update(unit, begun, change=False)
-            late.settle()
-        if self.how.nvme.store is not None:
-            self.how.nvme.store.abandon()
+        if self.old.saved_rows or not all(isinstance(update.params[name], OFF) for name in self.stacked):
+            for unit, transfer in begin_ahead(self.early.done, update.begin, AHEAD):
+                update.update(unit, transfer, change=False)
+            update.settle()
+        if self.streamed.nvme.store is not None:
+            self.streamed.nvme.store.abandon()

@@ -1,0 +1,145 @@
+"""Small tables that all ranks fill together: a row of each, sums of rows, a flag that any may raise, a barrier."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fzero.comm.collectives import all_gather, all_gather_same
+from fzero.core.storage import Damaged
+
+Mesh = Any  # fzero.sharding.Mesh, which is above
+Refusal = ValueError | TypeError  # of what the caller gave
+BY_RANK = ("pp", "rp", "dp", "ep", "cp", "tp")  # the axes in the order in which ranks are numbered, the outermost first
+BY_DATA_RANK = ("rp", "dp", "ep")
+BY_TOKENS = (*BY_DATA_RANK, "cp")  # along which ranks have other tokens
+SHARDS = ("dp", "ep", "cp")  # the axes over which ZeRO shards; where several are in use, one link of all their ranks
+
+
+def links_of(axes: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
+    """The links that communicate over `axes`: those of size above 1, and one in place of several of dp, ep and cp,
+    such as "dp+cp", whose ranks are numbered as by all of them, dp first.
+
+    >>> links_of(("dp", "rp", "cp"), {"dp": 2, "rp": 2, "cp": 2}), links_of(("dp", "cp"), {"dp": 2, "cp": 1})
+    (['dp+cp', 'rp'], ['dp'])
+    """
+    used = [axis for axis in axes if sizes[axis] > 1]
+    joined = [axis for axis in SHARDS if axis in used]
+    if len(joined) < 2:
+        return used
+    return ["+".join(joined) if axis == joined[0] else axis for axis in used if axis not in joined[1:]]
+
+
+def joined_links(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """The axes of each link of several on a mesh: of those over which ZeRO shards dense leaves, and experts, which ep
+    shards already.
+
+    >>> joined_links({"dp": 2, "ep": 2, "cp": 2}), joined_links({"dp": 1, "ep": 2, "cp": 2})
+    ([('dp', 'ep', 'cp'), ('dp', 'cp')], [('ep', 'cp')])
+    """
+    used = [axis for axis in SHARDS if sizes[axis] > 1]
+    axis_sets = dict.fromkeys((tuple(used), tuple(axis for axis in used if axis != "ep")))
+    return [axes for axes in axis_sets if len(axes) > 1]
+
+
+def gather_rows(row: Tensor, mesh: Mesh, *, leaf: str, axes: Sequence[str] = BY_RANK) -> Tensor:
+    """The rows of all ranks, [ranks, *row.shape] in the order of the ranks, the same on each of them.
+
+    row: of one shape and dtype on all ranks, on the device that the mesh communicates from. axes: those along which
+    rows differ, the outermost first; BY_DATA_RANK gathers a row of each data rank. Differentiable: the gradient of the
+    table is the same on all ranks, and a rank's row has its slice of it.
+    Communicates: an all_gather over each axis, the innermost first.
+    """
+    table = row[None]
+    for name in reversed(axes):
+        table = all_gather_same(table, mesh[name], leaf=leaf)
+    return table
+
+
+def sum_rows(row: Tensor, mesh: Mesh, *, leaf: str) -> Tensor:
+    """The sum of the rows of all ranks; for integers, whose sums do not depend on the order.
+
+    Communicates: an all_gather of one row over each axis.
+    """
+    for axis in mesh.axes:
+        row = all_gather(row[None], axis, leaf=leaf).sum(0)
+    return row
+
+
+def any_rank(flag: int, mesh: Mesh) -> int:
+    """The largest `flag` of all ranks, the same on each of them: 0 where none has raised one.
+
+    Communicates: one integer over each axis, in the phase "stop".
+    """
+    highest = torch.tensor([flag], device=device_of(mesh))
+    with mesh.ledger.phase("stop"):
+        for axis in mesh.axes:
+            highest = all_gather(highest, axis, leaf="stop").amax(0, keepdim=True)
+    return int(highest)
+
+
+def barrier(mesh: Mesh) -> None:
+    """Return when all ranks of the mesh have called this.
+
+    Communicates: one float32 over each axis, in the phase "commit".
+    """
+    token = torch.zeros(1, device=device_of(mesh))
+    with mesh.ledger.phase("commit"):
+        for axis in mesh.axes:
+            token = all_gather(token, axis, leaf="commit")[:1]
+    float(token)  # a GPU's collective has come this far
+
+
+def raise_together(failure: Refusal | None, mesh: Mesh, phase: str = "commit") -> None:
+    """Return when all ranks of the mesh have called this with None; else raise, on each of them, its own failure or,
+    as a ValueError, that of the first rank that has one.
+
+    Communicates: one float32 over each axis, in the phase, and if a rank failed its text.
+    """
+    kind = 0 if failure is None else 2 if isinstance(failure, Damaged) else 1
+    with mesh.ledger.phase(phase):
+        sound = torch.full((1,), float(not kind), device=device_of(mesh))
+        for axis in mesh.axes:
+            sound = all_gather(sound, axis, leaf="commit").amin(0, keepdim=True)
+        if float(sound):  # a GPU's collective has come this far; 1 in a plan
+            return
+        text = list(str(failure or "").encode())
+        sizes = gather_rows(torch.tensor([kind, len(text)], device=device_of(mesh)), mesh, leaf="commit").tolist()
+        row = torch.tensor(text + [0] * (max(size for _, size in sizes) - len(text)), dtype=torch.uint8)
+        texts = gather_rows(row.to(device_of(mesh)), mesh, leaf="commit").tolist()
+    if failure is not None:
+        raise failure
+    rank = next(rank for rank, (kind, _) in enumerate(sizes) if kind)
+    message = f"rank {rank}: {bytes(texts[rank][: sizes[rank][1]]).decode()}"
+    raise Damaged(message) if sizes[rank][0] == 2 else ValueError(message)
+
+
+def raise_local(failure: Refusal | None) -> None:
+    """`raise_together` of one rank."""
+    if failure is not None:
+        raise failure
+
+
+@contextlib.contextmanager
+def failing_together(agree: Callable[[Refusal | None], None]) -> Iterator[None]:
+    """A context behind which the ranks agree: if it fails on one of them, it fails on all. agree: `raise_together` of
+    their mesh."""
+    failure = None
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        failure = error
+    agree(failure)
+
+
+def device_of(mesh: Mesh) -> str:
+    """The kind of device that small tables are sent from: the host, so that no table waits for a GPU, unless the
+    processes have NCCL alone."""
+    if mesh.device_mesh is None or "cpu" in dist.get_backend_config(mesh.device_mesh.get_group(0)):
+        return "cpu"
+    return mesh.device_mesh.device_type

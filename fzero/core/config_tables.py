@@ -1,0 +1,117 @@
+"""Nested tables of plain values: TOML and JSON files, settings `a.b=c`, and the types of values."""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fzero.core.text_parsing import Unparsable, parse_json, parse_toml, read_text_file, short
+
+Table = dict[str, Any]
+
+
+KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def check_type(name: str, value: Any, hint: Any) -> Any:
+    """Return `value` if it has the type `hint` (an int is converted to float); raises ValueError naming key, value and
+    the types allowed.
+    """
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if float in kinds and type(value) is int:
+        return float(value)
+    if typing.get_origin(hint) is dict:
+        if isinstance(value, dict) and all(type(size) is int for size in value.values()):
+            return dict(value)
+        raise ValueError(f"{name} is {short(value)}; it must be a table of whole numbers, such as {{dp = 1}}")
+    if typing.get_origin(hint) is tuple:  # of texts
+        if isinstance(value, list | tuple) and all(type(item) is str for item in value):
+            return tuple(value)
+        raise ValueError(f'{name} is {short(value)}; it must be a list of texts, such as ["csv"]')
+    if type(value) not in kinds:
+        raise ValueError(
+            f"{name} is {short(value)}; it must be {' or '.join(KINDS[kind] for kind in kinds if kind in KINDS)}"
+        )
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError(f"{name} is {short(value)}; a text has no NUL")
+    return value
+
+
+def read_table(path: str | Path) -> Table:
+    """The table of a .toml or .json file; raises ValueError naming the file."""
+    path = Path(path)
+    if path.suffix not in (".toml", ".json"):
+        raise ValueError(f"{path}: a config is a .toml file, or the config.json of a run")
+    text = read_text_file(path)
+    return parse_toml(text, str(path)) if path.suffix == ".toml" else parse_json(text, str(path))
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """(`a.b`, value) of a text `a.b=value`: the value in TOML syntax, or a bare word as a text."""
+    key, equals, value = (field.strip() for field in text.partition("="))
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+        raise ValueError(f"--set {text!r} is not of the form a.b=value, such as train.steps=100")
+    try:
+        return key, parse_toml(f"value = {value}", f"--set {key}")["value"]
+    except Unparsable:
+        if re.fullmatch(r"[\w./:+,=@-]+", value):
+            return key, value
+        raise ValueError(f"--set {text!r}: {value!r} is not a TOML value; a text with spaces goes in quotes") from None
+
+
+def set_nested(table: Table, key: str, value: Any) -> None:
+    """Set `a.b` in nested tables, in place; raises ValueError if `a` is not a table."""
+    *parents, last = key.split(".")
+    for i, name in enumerate(parents):
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ValueError(f"{key}: {'.'.join(parents[: i + 1])} is {table!r}, not a table")
+    table[last] = value
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """The pairs (`a.b`, value) of nested tables."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def to_toml(table: Table, notes: Mapping[str, str] | None = None) -> str:
+    """The TOML text of nested tables of numbers, texts, truth values and lists of them; `tomllib.loads` gives them
+    back. notes: comments after values, by dotted name.
+
+    Raises ValueError for a value that TOML cannot express, such as None.
+    """
+
+    def word(key: str, value: Any) -> str:
+        if isinstance(value, bool | str):
+            return json.dumps(value, ensure_ascii=False)
+        if isinstance(value, int | float):
+            return repr(value)
+        if isinstance(value, list | tuple):
+            return "[" + ", ".join(word(key, item) for item in value) + "]"
+        raise ValueError(f"{key} is {value!r}, which a TOML file cannot say")
+
+    def lines(table: Mapping[str, Any], prefix: str) -> Iterable[str]:
+        for key, value in table.items():
+            if not isinstance(value, Mapping):
+                note = (notes or {}).get(prefix + key, "")
+                yield f"{key} = {word(prefix + key, value)}" + (f"  # {note}" if note else "")
+        for key, value in table.items():
+            if isinstance(value, Mapping):
+                yield f"\n[{prefix}{key}]"
+                yield from lines(value, f"{prefix}{key}.")
+
+    return "\n".join(lines(table, "")) + "\n"
+
+
+def format_list(values: list[int]) -> str:
+    """The text of a list; of more than 8 values the first seven and the last."""
+    return ", ".join(map(str, values)) if len(values) <= 8 else f"{', '.join(map(str, values[:7]))}, ..., {values[-1]}"

@@ -1,0 +1,59 @@
+"""Processes that share the work of this one. Ctrl-C, which a terminal sends to all, reaches this one alone, also while
+they start and import; it ends the others at once."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+
+@contextlib.contextmanager
+def deaf_to_interrupts() -> Iterator[None]:
+    """A context in which processes are started that get no SIGINT for as long as they live; this one gets it at its
+    end. Before one in which processes are spawned, call `begin_spawning`."""
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+
+
+def begin_spawning() -> None:
+    """Start the process that spawned ones need, which takes the block of SIGINT away as it starts."""
+    resource_tracker.ensure_running()
+
+
+class Pool(ProcessPoolExecutor):
+    """An executor of new processes (spawned) for a with statement, which an error or Ctrl-C in it ends at once, with
+    what they are in the middle of.
+
+    >>> with Pool(1) as pool:
+    ...     pool.submit(abs, -3).result()
+    3
+    """
+
+    def __init__(self, workers: int | None = None) -> None:
+        super().__init__(workers, multiprocessing.get_context("spawn"))
+        begin_spawning()
+        self.started: set[BaseProcess] = set()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        """As of any executor; the first call starts the processes."""
+        children = set(multiprocessing.active_children())
+        with deaf_to_interrupts():
+            future = super().submit(fn, *args, **kwargs)
+            self.started |= set(multiprocessing.active_children()) - children
+        return future
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool | None:
+        if kind is not None:
+            self.shutdown(wait=False, cancel_futures=True)
+            for process in self.started:
+                process.kill()
+        return super().__exit__(kind, error, traceback)

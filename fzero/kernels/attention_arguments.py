@@ -1,0 +1,229 @@
+"""What a call of attention must have, whichever form serves it: each operation's `expect`.
+
+Every message is one line: the argument, what it is, and what it may be.
+
+Attention sinks: a logit of each query head that takes its share of the softmax and gives no value.
+
+    out[t] = sum_s exp(x[t, s]) v[s] / (exp(sink) + sum_s exp(x[t, s]))      with the scores x of the keys that t sees
+
+With lse the log-sum-exp of the scores, out is the one without a sink times sigmoid(lse - sink), and the log-sum-exp
+with it is lse' = log(exp(lse) + exp(sink)). A backward pass that begins with out and the log-sum-exp,
+
+    p = exp(x - lse),   ds = p (dp - g . out)
+
+is that with sinks if it is given both as they are with the sink: a sink's own column has dp = 0. So every form that
+has such passes, whole or over parts of the keys, serves sinks by a function of its results.
+
+    dsink = - sum_t exp(sink - lse'[t]) (g[t] . out[t])
+
+Ref: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b model card", arXiv:2508.10925, section 2.3; Xiao et al. 2023, "Efficient
+streaming language models with attention sinks", arXiv:2309.17453.
+
+Shapes: out and g [B, T, H, K], lse [B, H, T] in float32 or wider, sinks [H] in any floating dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from fzero.kernels.attention_pattern import FULL, Pattern
+from fzero.kernels.custom_operator import Fused
+
+Tensors = tuple[Tensor, ...]
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The definition: the shares [B, G, R, T, S] of the keys by scores [B, G, R, T, S], of H = G R heads; with sinks
+    they sum to less than 1.
+    """
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    column = sinks.to(scores.dtype).reshape(*scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) with the sinks, from those without."""
+    sinks = sinks.to(lse.dtype)[:, None]
+    share = rearrange(torch.sigmoid(lse - sinks), "b h t -> b t h 1")
+    return (out * share).to(out.dtype), torch.logaddexp(lse, sinks.expand(lse.shape))
+
+
+def gradient(out: Tensor, lse: Tensor, g: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient by the sinks, in their dtype, for the gradient g of out; out and lse with the sinks."""
+    delta = torch.einsum("bthk,bthk->bht", g.to(lse.dtype), out.to(lse.dtype))
+    return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def attend_by(
+    label: str,
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    backward: Callable[[Tensors, Tensors], Sequence[Tensor]],
+    tensors: Sequence[Tensor],
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """out by the passes of a form, differentiable once by q, k, v and the sinks.
+
+    tensors: q, k, v and what is not differentiated. forward(*tensors) -> (out, lse).
+    backward((*tensors, out, lse), (g,)) -> the gradients of q, k and v.
+    """
+    if sinks is None:
+        return Fused(label, forward, backward, select_saved=lambda tensors, outputs: (*tensors, *outputs))(*tensors)
+
+    def forward_with(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *extra: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = forward(q, k, v, *extra)
+        return with_sinks(out, lse, sinks)
+
+    def backward_with(saved: Tensors, grads: Tensors) -> Tensors:
+        q, k, v, sinks, *extra, out, lse = saved
+        return *backward((q, k, v, *extra, out, lse), grads), gradient(out, lse, grads[0], sinks)
+
+    q, k, v, *extra = tensors
+    fused = Fused(label, forward_with, backward_with, select_saved=lambda tensors, outputs: (*tensors, *outputs))
+    return fused(q, k, v, sinks, *extra)
+
+
+def expect_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    pattern: Any = FULL,
+    documents: Any = None,
+    scale: Any = None,
+    cap: Any = 0.0,
+    sinks: Any = None,
+) -> None:
+    """Raise ValueError for a call of `attention` that no form serves."""
+    expect_heads(q, k, v, scale)
+    expect_scores(q, pattern, cap, sinks)
+    t, s = q.shape[1], k.shape[1]
+    if t > s:
+        raise ValueError(
+            f"attention: there are {t} queries of {s} keys; the queries are the last of the keys' positions, at most "
+            "as many"
+        )
+    expect_integers("documents", documents, q, [q.shape[0], s])
+
+
+def expect_positions(
+    q: Any,
+    k: Any,
+    v: Any,
+    query: Any,
+    key: Any,
+    *,
+    pattern: Any = FULL,
+    query_documents: Any = None,
+    key_documents: Any = None,
+    scale: Any = None,
+    cap: Any = 0.0,
+    sinks: Any = None,
+) -> None:
+    """Raise ValueError for a call of `attention_at` that no form serves."""
+    expect_heads(q, k, v, scale)
+    expect_scores(q, pattern, cap, sinks)
+    (b, t), s = q.shape[:2], k.shape[1]
+    for name, places, n in (("query", query, t), ("key", key, s)):
+        if not isinstance(places, Tensor) or places.dtype != torch.int64:
+            raise ValueError(f"attention: {name} is {_describe(places)}; give positions, int64 {[n]} or {[b, n]}")
+        expect_integers(name, places, q, [n], [b, n])
+    expect_integers("query_documents", query_documents, q, [t], [b, t])
+    expect_integers("key_documents", key_documents, q, [s], [b, s])
+    if (query_documents is None) != (key_documents is None):
+        missing = "query_documents" if query_documents is None else "key_documents"
+        raise ValueError(f"attention: {missing} are not given, and those of the other side are; give both or neither")
+
+
+def expect_heads(q: Any, k: Any, v: Any, scale: Any = None) -> None:
+    """Raise ValueError unless q [B, T, H, K], k [B, S, G, K] and v [B, S, G, V] fit together, H being a multiple of G.
+
+    scale: a number; one that is learned multiplies q.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 4 or not x.dtype.is_floating_point or x.dtype != q.dtype:
+            raise ValueError(
+                f"attention: {name} is {_describe(x)}; give tensors [B, T, heads, K] of one floating dtype"
+            )
+        _expect_device(name, x, q)
+    (b, _t, heads, size), (groups,) = q.shape, k.shape[2:3]
+    if k.shape[0] != b or k.shape[3] != size or k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"attention: q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}; k and v have q's rows, and as "
+            "many tokens and heads as each other, and k the size of q's heads"
+        )
+    if not groups or heads % groups or not size:
+        raise ValueError(
+            f"attention: q has {heads} heads of {size} and k {groups}; give a multiple of k's heads, of 1 element or "
+            "more"
+        )
+    if scale is not None and not _is_number(scale):
+        raise ValueError(
+            f"attention: scale is {_describe(scale)}; give a finite number, and multiply q by one that is learned"
+        )
+
+
+def expect_scores(q: Tensor, pattern: Any, cap: Any = 0.0, sinks: Any = None) -> None:
+    """Raise ValueError unless these are a pattern, a cap of scores, 0 for none, and a sink for each head of q."""
+    if not isinstance(pattern, Pattern):
+        raise ValueError(
+            f"attention: pattern is {_describe(pattern)}; give a Pattern, as Pattern.parse('full') makes one"
+        )
+    if not _is_number(cap) or cap < 0:
+        raise ValueError(f"attention: cap is {_describe(cap)}; give a finite number above 0, or 0 for none")
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or not sinks.dtype.is_floating_point or list(sinks.shape) != [q.shape[2]]:
+        raise ValueError(
+            f"attention: sinks are {_describe(sinks)}; give one of each head of q, floating {[q.shape[2]]}"
+        )
+    _expect_device("sinks", sinks, q)
+
+
+def expect_integers(name: str, x: Any, q: Tensor, *shapes: list[int]) -> None:
+    """Raise ValueError unless x is None, or whole numbers of one of these shapes where q is."""
+    if x is None:
+        return
+    integral = isinstance(x, Tensor) and not (x.dtype.is_floating_point or x.dtype.is_complex)
+    if not integral or list(x.shape) not in shapes:
+        allowed = " or ".join(map(str, shapes))
+        raise ValueError(f"attention: {_is(name)} {_describe(x)}; give a tensor of whole numbers, {allowed}")
+    _expect_device(name, x, q)
+
+
+def _expect_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"attention: {_is(name)} on {x.device} and q on {q.device}; bring them to one device")
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float | torch.SymFloat) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _is(name: str) -> str:
+    return f"{name} are" if name.endswith("s") else f"{name} is"
+
+
+def _describe(x: Any) -> str:
+    """A tensor by its dtype and shape, a number or a short text as it is, and else the type."""
+    if isinstance(x, Tensor):
+        return f"{x.dtype} {list(x.shape)}"
+    return repr(x) if isinstance(x, int | float | str) and len(repr(x)) < 40 else type(x).__name__
+
+
+def outputs_of(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """(out, log-sum-exp [B, H, T]), not filled, of a form's queries."""
+    b, t, h, _k = q.shape
+    return q.new_empty(q.shape), q.new_empty((b, h, t), dtype=torch.float32)
+
+
+def widened(x: Tensor) -> Tensor:
+    """x in float32 or wider: products of narrow numbers are exact there, so that no score is rounded before its
+    softmax."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

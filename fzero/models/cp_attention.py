@@ -1,0 +1,136 @@
+"""Attention of a layer's queries on its keys and values, where a rank has whole sequences and where cp splits them.
+
+Over cp a rank has the queries, keys and values of its own tokens, and a form brings together what must meet:
+
+gather: the keys and values of all ranks are gathered, in the order of the sequence, and each block of queries works on
+the keys up to its end.
+
+ulysses: all ranks exchange tokens for heads, so that each has whole sequences of its share of the heads, and exchange
+the results back. Key/value heads are repeated as far as the ranks need.
+
+ring: keys and values travel from rank to rank while each works on those that it has; kernels/attention_ring.py.
+
+hierarchical: groups of neighbouring ranks exchange tokens for heads, and keys and values travel from group to group.
+
+The first two are static, and compose with every transform; the others are differentiated once.
+Ref: Llama Team 2024, "The Llama 3 herd of models", arXiv:2407.21783, section 3.3.2 (gather); Jacobs et al. 2023,
+"DeepSpeed Ulysses", arXiv:2309.14509.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.comm.collectives import all_gather, all_to_all
+from fzero.kernels.attention import Pattern, attention
+from fzero.kernels.attention_positions import attention_at
+from fzero.kernels.attention_ring import ring_attention
+from fzero.models.base import Ctx
+from fzero.sharding.context_cost import largest_inner
+from fzero.sharding.slices import narrow_part
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
+    """Attention of q [B, T, H, K] on k and v [B, S, G, K] as [B, T, H, K]; over cp of this rank's T / cp tokens each.
+
+    scores: `scale`, `cap` and `sinks` (of this rank's heads) of `kernels.attention`, where they are not its own.
+    Communicates over cp: the keys and values as its form says.
+    """
+    if isinstance(ctx.placed, Tensor):
+        assert ctx.context  # which says how
+        return OVER_CP[ctx.context.form](q, k, v, pattern, ctx, **scores)
+    return full_attention(q, k, v, pattern, ctx, **scores)
+
+
+def full_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
+    """`attend` on whole sequences."""
+    documents = None if isinstance(ctx.documents, tuple) else ctx.documents
+    return attention(q, k, v, pattern=pattern, documents=documents, impl=ctx.kernels["attention"], **scores)
+
+
+def gathered_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
+    """`attend` over cp by the keys and values of all ranks.
+
+    Communicates over cp: an all_gather of keys and values, (cp - 1) / cp 2 B T G K elements from each rank; in the
+    backward pass as much.
+    """
+    cp, size = ctx.mesh["cp"], k.shape[-1]
+    full = all_gather(torch.cat((k, v), -1), cp, 1, leaf="blocks/attn/kv")
+    if ctx.pieces and not ctx.pieces.contiguous:
+        full = full.index_select(1, ctx.pieces.order(full.shape[1], q.device))
+    k, v = full.split([size, full.shape[-1] - size], -1)
+    if not ctx.pieces:  # chosen by the batch
+        return positional_attention(q, k, v, pattern, ctx, **scores)
+    out, start = [], 0
+    for first, number in ctx.pieces.ranges(cp.rank, full.shape[1]):
+        end = first + number  # the queries are the last of the keys that they may see
+        documents = None if isinstance(ctx.documents, tuple) else ctx.documents[:, :end]
+        queries = q[:, start : start + number]
+        options = {"pattern": pattern, "documents": documents, "impl": ctx.kernels["attention"], **scores}
+        out.append(attention(queries, k[:, :end], v[:, :end], **options))
+        start += number
+    return torch.cat(out, 1) if len(out) > 1 else out[0]
+
+
+def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
+    """`attend` over cp by heads: each rank has whole sequences of its share of them.
+
+    Communicates over cp: an all_to_all of queries, keys and values and one of the results, (cp - 1) / cp B T / cp
+    (2 H + 2 G) K elements from each rank, G the key/value heads after repetition; in the backward pass as much.
+    """
+    assert ctx.pieces  # attend looks
+    cp, device = ctx.mesh["cp"], q.device
+    groups = math.lcm(k.shape[2], cp.size)
+    k, v = (x.repeat_interleave(groups // x.shape[2], 2) for x in (k, v))
+    shares = [q.shape[2] // cp.size, groups // cp.size, groups // cp.size]
+    mixed = torch.cat([x.unflatten(2, (cp.size, -1)) for x in (q, k, v)], 3).flatten(2, 3)
+    full = all_to_all(mixed, cp, 2, 1, leaf="blocks/attn/qkv")
+    tokens = full.shape[1]
+    if not ctx.pieces.contiguous:
+        full = full.index_select(1, ctx.pieces.order(tokens, device))
+    q, k, v = full.split(shares, 2)
+    if "sinks" in scores:
+        scores["sinks"] = narrow_part(scores["sinks"], cp.rank, cp.size, 0)
+    out = full_attention(q, k, v, pattern, ctx, **scores)
+    if not ctx.pieces.contiguous:
+        out = out.index_select(1, torch.cat([ctx.pieces.positions(rank, tokens, device) for rank in range(cp.size)]))
+    return all_to_all(out, cp, 1, 2, leaf="blocks/attn/out")
+
+
+def positional_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
+    """Attention of this rank's queries on the keys of all ranks, one rank's after the other's, by their positions."""
+    assert isinstance(ctx.placed, Tensor)  # attend looks
+    query, key = ctx.placed[ctx.mesh["cp"].rank], ctx.placed.flatten()
+    options: dict[str, Any] = {"pattern": pattern, "impl": ctx.kernels["attention_at"], **scores}
+    if isinstance(ctx.documents, Tensor):
+        options |= {"query_documents": ctx.documents[:, query], "key_documents": ctx.documents[:, key]}
+    return attention_at(q, k, v, query, key, **options)
+
+
+def ring_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
+    """`attend` over cp by a ring, of groups of ranks in form "hierarchical".
+
+    Communicates over cp: see `ring_attention`.
+    """
+    assert isinstance(ctx.placed, Tensor)  # attend looks
+    assert ctx.context
+    cp, inner = ctx.mesh["cp"], 1
+    if ctx.context.form == "hierarchical":
+        inner = ctx.context.inner or largest_inner(cp.size, k.shape[2])
+    documents = None if isinstance(ctx.documents, tuple) else ctx.documents
+    impl = ctx.kernels["attention_at"]
+    options = {"documents": documents, "inner": inner, "pattern": pattern, "impl": impl, **scores}
+    return ring_attention(q, k, v, cp, ctx.placed, leaf="blocks/attn/ring", **options)
+
+
+OVER_CP: dict[str, Callable[..., Tensor]] = {
+    "gather": gathered_attention,
+    "ulysses": exchanged_attention,
+    "ring": ring_of,
+    "hierarchical": ring_of,
+}

@@ -1,0 +1,386 @@
+"""What tensor parallelism splits of a module's layers where nobody said it: found by where the outputs of its linear
+layers flow, and proved on numbers.
+
+A group is some linear layers whose outputs are split (columns) and the one that they flow into, whose inputs are
+(rows). Proof: a layer with random weights is run whole, and once for each rank with that rank's part of the group. The
+ranks' outputs of the row layer must sum to the whole one's, everything after it must be the same, and the gradients of
+every parameter and input too. Nothing is communicated: up to the row layer no rank needs another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from inspect import unwrap
+from itertools import combinations
+from types import FunctionType
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fzero.core import graph_tracing, pytree
+from fzero.core.constant_reads import names_in
+from fzero.models.base import Ctx
+from fzero.models.module_tp import (
+    Cuts,
+    Regions,
+    ShardedTensors,
+    Ways,
+    calling,
+    divided,
+    draws_of,
+    is_transposed,
+    replaced,
+    specs_of,
+)
+
+MOST = 1e-4  # the largest difference in float32 over the largest element
+LEAST = 1e-2  # of the largest gradient: the least size that a difference of another one is compared with
+MOST_NUMBERS, MOST_COLUMNS = 8, 6  # of attributes, and of linear layers, whose subsets are tried
+MOST_DIVIDED = 3  # attributes at once
+
+
+class Probe(NamedTuple):
+    """A layer with random numbers in it, as it is called."""
+
+    layer: nn.Module
+    linears: Mapping[str, nn.Module]
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    args: Any
+    kwargs: Any
+    rows: int  # samples in the batch
+
+    def call(self, params: Mapping[str, Tensor]) -> Any:
+        """What the layer returns with these parameters."""
+        return torch.func.functional_call(self.layer, {**params, **self.buffers}, self.args, self.kwargs)
+
+
+class SplitGroup(NamedTuple):
+    """Linear layers that are split together, and the numbers of their modules that are divided with them."""
+
+    columns: tuple[str, ...]
+    row: str
+    numbers: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def cuts(self) -> Cuts:
+        """The group as Cuts."""
+        return Cuts({**dict.fromkeys(self.columns, "columns"), self.row: "rows"}, self.numbers)
+
+    def __str__(self) -> str:
+        numbers = ", ".join(".".join(filter(None, number)) for number in self.numbers)
+        return f"{', '.join(self.columns)} -> {self.row}" + (f" ({numbers} divided)" if numbers else "")
+
+
+class Unequal(Exception):
+    """Why a group cannot be split."""
+
+
+def find_cuts(
+    ways: Mapping[str, Ways], probes: Callable[[], Mapping[str, list[Probe]]], size: int
+) -> tuple[dict[str, Cuts], str]:
+    """({stack: what tp of this size splits}, a line about what was found, "" if nothing was looked for).
+
+    ways: {stack: {linear layer: way}}; those that are "auto" are looked for. probes: makes the layers of each kind of a
+    stack; without any, nothing is found.
+    """
+    declared = {
+        stack: {name: way for name, way in layer_ways.items() if way in ("columns", "rows")}
+        for stack, layer_ways in ways.items()
+    }
+    cuts, lines = {stack: Cuts(layer_ways) for stack, layer_ways in declared.items()}, []
+    if not any("auto" in layer_ways.values() for layer_ways in ways.values()):
+        return cuts, ""
+    for stack, kinds in probes().items():
+        free = [name for name, way in ways[stack].items() if way == "auto"]
+        groups, reasons = groups_of(kinds, free, size)
+        for group in groups:
+            current = cuts[stack]
+            cuts[stack] = Cuts({**current.ways, **group.cuts.ways}, (*current.divided, *group.numbers))
+        several = f" of {stack}" if len(ways) > 1 else ""
+        number = sum(len(group.columns) + 1 for group in groups)
+        groups_text = f": {'; '.join(map(str, groups))}" if groups else ""
+        uncut_text = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason(reasons).items())
+        lines.append(
+            f"splits {number} of {len(free)} linear layers{several} that no rule names{groups_text}"
+            + (f". Whole: {uncut_text}" if uncut_text else "")
+        )
+    return cuts, "; ".join(lines)
+
+
+def by_reason(reasons: dict[str, str]) -> dict[str, list[str]]:
+    """The linear layers that have each reason."""
+    return {reason: [name for name, text in reasons.items() if text == reason] for reason in reasons.values()}
+
+
+def groups_of(kinds: list[Probe], free: list[str], size: int) -> tuple[list[SplitGroup], dict[str, str]]:
+    """(the groups of linear layers that tp can split, the reasons of those that stay whole), of a stack's layers."""
+    sources = sources_of(kinds[0])
+    reasons = {name: "its outputs flow into no other linear layer alone" for name in free}
+    reasons |= {name: "it is not called" for name in free if name not in sources}
+    rows = [row for row in free if sources.get(row)]
+    elements = {name: kinds[0].linears[name].get_parameter("weight").numel() for name in free}
+    assigned: dict[str, SplitGroup] = {}
+    tried: set[str] = set()
+
+    def worth(row: str) -> int:
+        return elements[row] + sum(elements[name] for name in sources[row] if name in elements)
+
+    for row in sorted(rows, key=worth, reverse=True):  # the largest first, where several exclude each other
+        columns = [name for name in free if name in sources[row] and name not in assigned]
+        if row in assigned or not columns:
+            continue
+        try:
+            group = first_equal(kinds, row, columns, size)
+            assigned |= dict.fromkeys((*group.columns, group.row), group)
+        except Unequal as reason:
+            # Of a linear layer in several groups: as a column if it has more outputs than inputs, else as a row.
+            affected = [name for name in columns if name not in tried or expands(kinds[0].linears[name])]
+            affected += [row] if row not in tried or not expands(kinds[0].linears[row]) else []
+            reasons |= dict.fromkeys(affected, str(reason))
+            tried |= {row, *columns}
+    groups = [group for group in dict.fromkeys(assigned.values())]
+    return sorted(groups, key=lambda group: free.index(group.columns[0])), {
+        name: text for name, text in reasons.items() if name not in assigned
+    }
+
+
+def expands(module: nn.Module) -> bool:
+    """Whether a linear layer has more outputs than inputs."""
+    out, size = module.get_parameter("weight").shape
+    return (out < size) if is_transposed(module) else (out > size)
+
+
+def first_equal(kinds: list[Probe], row: str, columns: list[str], size: int) -> SplitGroup:
+    """The first group that equals a whole layer: with all of the columns before fewer, and with few numbers divided;
+    raises Unequal with the reason of the largest one.
+    """
+    reason: Unequal | None = None
+    for subset in subsets(columns[:MOST_COLUMNS]):
+        max_divided = MOST_DIVIDED if len(subset) == len(columns) else 0
+        for numbers in numbers_of(kinds[0].layer, (*subset, row), size, max_divided):
+            group = SplitGroup(subset, row, numbers)
+            try:
+                for probe in kinds:
+                    expect_equal(probe, group, size)
+                return group
+            except Unequal as error:
+                reason = reason or error
+    assert reason is not None
+    raise reason
+
+
+def subsets(columns: list[str]) -> Iterator[tuple[str, ...]]:
+    """All subsets with something in them, the largest first."""
+    for number in range(len(columns), 0, -1):
+        yield from combinations(columns, number)
+
+
+def numbers_of(
+    layer: nn.Module, names: Iterable[str], size: int, max_numbers: int
+) -> Iterator[tuple[tuple[str, str], ...]]:
+    """None, one, and up to `max_numbers` of the whole-number attributes, divisible by tp, that the code of the modules
+    reads which linear layers are in: the number of heads is there, unless it writes -1.
+    """
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    numbers = [
+        (owner, key)
+        for owner in owners
+        for key, value in vars(layer.get_submodule(owner)).items()
+        if type(value) is int and value > 1 and value % size == 0 and key in read_by(type(layer.get_submodule(owner)))
+    ]
+    for count in range(max_numbers + 1):
+        yield from combinations(numbers[:MOST_NUMBERS], count)
+
+
+def read_by(kind: type) -> set[str]:
+    """The names that the methods of a module's class use, but for its constructor."""
+    classes = [cls for cls in kind.__mro__ if cls not in nn.Module.__mro__]
+    methods = [f for cls in classes for name, f in vars(cls).items() if name != "__init__"]
+    return {name for f in methods if isinstance(f, FunctionType) for name in names_in(unwrap(f).__code__)}
+
+
+class Origins(TorchFunctionMode):
+    """A mode in which a result comes from the linear layers that what it is computed with comes from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: dict[str, ShardedTensors] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for name in self.names(args, kwargs):
+            # What is written into comes from there too.
+            self.outputs[name].add(
+                (out, args[:1] if func in WRITES or getattr(func, "__name__", "").endswith("_") else ())
+            )
+        return out
+
+    def names(self, *trees: Any) -> list[str]:
+        """The linear layers that something in these trees comes from."""
+        leaves = [leaf for leaf in pytree.leaves(trees) if isinstance(leaf, Tensor)]
+        return [name for name, tensors in self.outputs.items() if any(leaf in tensors for leaf in leaves)]
+
+
+WRITES = {Tensor.__setitem__}
+
+
+def sources_of(probe: Probe) -> dict[str, set[str]]:
+    """{a linear layer that is called: those whose outputs flow into it without another one between}."""
+    sources: dict[str, set[str]] = {}
+    origins = Origins()
+
+    def note(name: str, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
+        sources.setdefault(name, set()).update(origins.names(x))
+        y = forward(x).clone()
+        for tensors in origins.outputs.values():
+            tensors.remove(y)
+        origins.outputs.setdefault(name, ShardedTensors()).add(y)
+        return y
+
+    noted = [
+        (module, "forward", partial(note, name, vars(module)["forward"])) for name, module in probe.linears.items()
+    ]
+    with torch.no_grad(), calling(Ctx(dtype=torch.float32), probe.rows, draws=draws_of), replaced(noted), origins:
+        probe.call(probe.params)
+    return sources
+
+
+class ProbeRun(NamedTuple):
+    """A run of a layer: the products of the row layer, what the layer returns, and the gradients of both together."""
+
+    products: list[Tensor]
+    out: list[Tensor]
+    grads: dict[str, Tensor]
+
+
+def expect_equal(probe: Probe, group: SplitGroup, size: int) -> None:
+    """Raise Unequal with the reason if the ranks' parts of a group are not the whole."""
+    specs = specs_of(probe.layer, group.cuts)
+    dims = {name: text.split(", ").index(piece) - 1 for name, text in specs.items() for piece in split_dims(text)}
+    for name, dim in dims.items():
+        if probe.params[name].shape[dim] % size:
+            raise Unequal(f"{name} has {probe.params[name].shape[dim]} features, not divisible by tp={size}")
+    rank_params = [
+        {n: probe.params[n].chunk(size, dim)[rank].contiguous() for n, dim in dims.items()} for rank in range(size)
+    ]
+    with torch.no_grad():  # most of what cannot be split fails here
+        run(probe, group, size, {**probe.params, **rank_params[0]}, rank_params[0], [], [])
+    full = run(probe, group, 1, probe.params, {}, [], [])
+    weights = [torch.cos(torch.arange(float(y.numel()))).reshape(y.shape) for y in full.out]
+    row_outputs = [y.detach().requires_grad_() for y in full.products]
+    # The gradient that the row layer's outputs get, from a run with them as inputs.
+    tail = run(probe, group, 1, probe.params, {}, row_outputs, [])
+    total = torch.stack([(y * w).sum() for y, w in zip(tail.out, weights)]).sum()
+    seeds = [
+        torch.zeros_like(y) if g is None else g
+        for y, g in zip(
+            row_outputs, torch.autograd.grad(total, row_outputs, allow_unused=True) if total.requires_grad else ()
+        )
+    ]
+    if not seeds or not any(map(torch.any, seeds)):
+        raise Unequal(f"what the layer returns does not depend on {group.row}")
+    full = run(probe, group, 1, probe.params, {}, row_outputs, seeds)
+    parts = [run(probe, group, size, {**probe.params, **shards}, shards, row_outputs, seeds) for shards in rank_params]
+    for piece in parts:
+        expect_near("what the layer returns", piece.out, full.out)
+        if len(piece.products) != len(full.products):
+            raise Unequal(f"{group.row} is called more or less often with a part")
+    for i, y in enumerate(full.products):
+        expect_near(f"what {group.row} returns", [sum_of([piece.products[i] for piece in parts])], [y])
+    # A gradient that is 0 but for rounding, such as that of a key's bias, is compared with the others' size.
+    min_size = LEAST * max(size_of(g) for g in full.grads.values())
+    for name, g in full.grads.items():
+        pieces = [piece.grads[name] for piece in parts]
+        combined = torch.cat(pieces, dims[name]) if name in dims else sum_of(pieces)
+        expect_near(f"the gradient of {name}", [combined], [g], min_size)
+
+
+def split_dims(text: str) -> list[str]:
+    """The dims of a spec's text that tp splits."""
+    return [dim for dim in text.split(", ") if "/tp" in dim]
+
+
+def run(
+    probe: Probe,
+    group: SplitGroup,
+    size: int,
+    params: Mapping[str, Tensor],
+    rank_params: Mapping[str, Tensor],
+    row_outputs: list[Tensor],
+    seeds: list[Tensor],
+) -> ProbeRun:
+    """A layer with these parameters, of which some are a rank's part.
+
+    row_outputs: what takes the place of the row layer's products in the rest of the layer; none: they do. seeds: the
+    gradients of the products, from which those of all parameters and inputs are made; none: none are.
+    Raises Unequal with the line where the layer fails.
+    """
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
+    inputs, treedef = pytree.flatten((probe.args, probe.kwargs))
+    for i, leaf in enumerate(inputs):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            inputs[i] = leaves[f"input {i}"] = leaf.detach().clone().requires_grad_()
+    args, kwargs = pytree.unflatten(inputs, treedef)
+    products: list[Tensor] = []
+    layer = probe.linears[group.row]
+
+    def row(x: Tensor) -> Tensor:
+        if rank_params and x not in call.parts:
+            raise Unequal(f"the inputs of {group.row} are not followed to {', '.join(group.columns)}")
+        w, bias = cast(Tensor, layer.weight), cast(Tensor | None, getattr(layer, "bias", None))
+        y = F.linear(x, w.t() if is_transposed(layer) else w)
+        products.append(y)
+        if len(products) <= len(row_outputs):
+            y = row_outputs[len(products) - 1]
+        # Whole again, and a tensor of its own.
+        y = y.clone() if bias is None else y + bias.detach()
+        call.parts.remove(y)
+        return y
+
+    try:
+        with calling(Ctx(dtype=torch.float32), probe.rows, cuts=group.cuts, draws=draws_of) as call:
+            call.parts.add([leaves[name] for name in rank_params])
+            with divided(probe.layer, group.cuts, size), replaced([(layer, "forward", row)]), Regions(call):
+                out = probe._replace(args=args, kwargs=kwargs).call({n: leaves[n] for n in params})
+        outputs = [leaf for leaf in pytree.leaves(out) if isinstance(leaf, Tensor)]
+        if any(leaf in call.parts for leaf in outputs):
+            raise Unequal("a part of its outputs leaves the layer")
+        grads = {}
+        if seeds:
+            total = torch.stack([(y * g).sum() for y, g in zip(products, seeds)]).sum()
+            all_grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+            grads = {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), all_grads)}
+        return ProbeRun(products, [leaf for leaf in outputs if leaf.is_floating_point()], grads)
+    except Unequal:
+        raise
+    except Exception as error:  # whatever the module's own code raises for other shapes
+        location, text = graph_tracing.line(error), str(error).strip().split("\n")[0]
+        raise Unequal(": ".join(filter(None, (location, text)))) from error
+
+
+def sum_of(tensors: list[Tensor]) -> Tensor:
+    """The sum of the ranks' tensors; raises Unequal if their shapes differ."""
+    if len({leaf.shape for leaf in tensors}) > 1:
+        raise Unequal("the ranks' parts have other shapes")
+    return torch.stack(tensors).sum(0)
+
+
+def size_of(x: Tensor) -> float:
+    """The size of the largest element."""
+    return float(x.detach().abs().max()) if x.numel() else 0.0
+
+
+def expect_near(subject: str, actual: list[Tensor], expected: list[Tensor], min_size: float = 0.0) -> None:
+    """Raise Unequal unless tensors equal others, but for rounding. min_size: what counts as their size if it is
+    less."""
+    for x, y in zip(actual, expected):
+        if x.shape != y.shape:
+            raise Unequal(f"{subject} is {list(x.shape)} and whole {list(y.shape)}")
+        distance = size_of(x - y) / (max(size_of(y), min_size) or 1.0)
+        if not distance <= MOST:
+            raise Unequal(f"{subject} differs from a whole one's by {distance:.0e}")

@@ -1,0 +1,102 @@
+"""An update in place by a transformation that only has the pure form: one leaf, or layer of a leaf, at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.pytree import Tree
+from fzero.sharding.slices import is_stacked, shard_dim
+
+
+def columns_of(state: Tree, params: list[str]) -> tuple[dict[str, Any], dict[str, str | None]]:
+    """({name: leaf of an optimizer's state}, {name: its parameter, None for a leaf of none})."""
+    columns = pytree.named_leaves(state)
+    # Names of the state's leaves have no path prefix if the state is itself a parameter tree.
+    owner = pytree.owners([f"/{name}" for name in columns], params)
+    return columns, {name.removeprefix("/"): param for name, param in owner.items()}
+
+
+def is_layered(name: str, shape: Sequence[int], column: Sequence[int]) -> bool:
+    """Whether a leaf of a state, of shape `column`, has layers as its parameter of this name and shape has."""
+    return is_stacked(name) and len(shape) > 0 and tuple(column[:1]) == tuple(shape[:1])
+
+
+def smallest_unit(name: str, shape: Sequence[int], columns: Iterable[Sequence[int]], unit: str) -> str:
+    """The smallest part of a parameter that is updated apart from the rest: "row", "layer" or "leaf".
+
+    columns: the shapes of its leaves of the state. Where one has no layers (a number for a whole stack), all of them
+    are updated at once; where one has other rows (a number for each layer, or each row, which lie otherwise in pages),
+    all rows of a layer. unit: of the transformation, see GradientTransformation.
+    """
+    lead, columns = shard_dim(name), [tuple(column) for column in columns]
+    if lead and not all(is_layered(name, shape, column) for column in columns):
+        return "leaf"
+    return "row" if unit == "row" and all(column[lead:] == tuple(shape[lead:]) for column in columns) else "layer"
+
+
+@torch.no_grad()
+def select_state(names: Tree, owner: Mapping[str, str | None], parameters: Container[str | None]) -> Tree:
+    """The part of a state that some parameters have: their columns and what is of none. A tree of parameters of which
+    none are left is an empty dict, as `init` makes of an empty tree.
+
+    names: the tree of the columns' names.
+    """
+    trees = {column.removesuffix(param).removesuffix("/") for column, param in owner.items() if param is not None}
+    return pytree.prune(names, lambda column: owner[column] is None or owner[column] in parameters, trees)
+
+
+def add_in_units(
+    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]], grads: Tree, state: Tree, params: Tree
+) -> tuple[Tree, Tree] | None:
+    """(params, state) after `update` and the addition, in their buffers; temporaries have the size of one layer.
+
+    `update` is called with trees of one leaf, or one layer [1, ...] of a stacked one. None, with nothing changed, where
+    the state's leaves cannot be told apart by the names of parameters: what is of none must be a single number.
+    """
+    leaves, g_of = pytree.named_leaves(params), pytree.named_leaves(grads)
+    columns, owner = columns_of(state, list(leaves))
+    shared = [name for name, param in owner.items() if param is None]
+    if not leaves:
+        return None  # what is of no parameter moves all the same
+    if any(columns[name].dim() for name in shared) or (shared and not all(p.dim() for p in leaves.values())):
+        return None
+    names = pytree.map_named(lambda name, _: name, params), pytree.map_named(lambda name, _: name, state)
+    parts = {}
+    for leaf in leaves:
+        like = pytree.prune(names[0], lambda name, leaf=leaf: name == leaf)
+        state_names = select_state(names[1], owner, (leaf,))
+        if pytree.leaves(like) != [leaf] or any(owner[name] not in (None, leaf) for name in pytree.leaves(state_names)):
+            return None  # a tuple of leaves, of which none can be left out
+        parts[leaf] = like, state_names
+    new_shared: dict[str, Tensor] = {}
+    for leaf, (like, state_names) in parts.items():
+        leaf_columns = [columns[name] for name in pytree.leaves(state_names) if owner[name] is not None]
+        p, layers = leaves[leaf], 0
+        if (
+            is_stacked(leaf)
+            and p.dim()
+            and smallest_unit(leaf, p.shape, [x.shape for x in leaf_columns], "layer") == "layer"
+        ):
+            layers = p.shape[0]
+        for layer in range(layers) if layers else [None]:
+
+            def cut(x: Tensor, layer: int | None = layer) -> Tensor:
+                return x if layer is None else x[layer : layer + 1]
+
+            def unit_column(name: str, cut: Callable[[Tensor], Tensor] = cut) -> Tensor:
+                return columns[name] if owner[name] is None else cut(columns[name])
+
+            unit_inputs = pytree.from_named({leaf: cut(g_of[leaf])}, like), pytree.map(unit_column, state_names)
+            updates, new = update(*unit_inputs, pytree.from_named({leaf: cut(p)}, like))
+            cut(p).add_(pytree.leaves(updates)[0])
+            for name, value in zip(pytree.leaves(state_names), pytree.leaves(new)):
+                if owner[name] is None:
+                    new_shared[name] = value
+                else:
+                    unit_column(name).copy_(value)
+    return params, pytree.map_named(lambda name, x: new_shared.get(name, x), state)

@@ -1,0 +1,67 @@
+"""How a step's tokens are spread over the experts, assumed or as a run recorded them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from fzero.run.run_folder import read_metrics
+
+
+class Loads(NamedTuple):
+    """How a step's tokens are spread over the experts.
+
+    factor: of every layer, the rows of the rank with the fullest experts over the mean of the ranks. shares: of each
+    layer the share of the choices that each expert gets, as a run records them; if given, the factor follows from them
+    and the number of ranks.
+
+    >>> Loads(1.2).imbalance(8), Loads(shares=((0.5, 0.1, 0.2, 0.2),)).imbalance(2)
+    (1.2, 1.2)
+    """
+
+    factor: float = 1.0
+    shares: tuple[tuple[float, ...], ...] = ()
+
+    def imbalance(self, ep: int) -> float:
+        """The rows of the fullest of ep ranks over the mean of them, on the average over the layers: all ranks wait for
+        it in each. 1 without ep.
+
+        Raises ValueError for shares of a number of experts that ep does not divide."""
+        if ep == 1:
+            return 1.0
+        if not self.shares:
+            return self.factor
+        count = len(self.shares[0])
+        if count % ep:
+            raise ValueError(f"imbalance: ep={ep} does not divide the {count} experts of the shares; give a factor")
+        per_rank = count // ep
+        fullest = [
+            max(sum(layer[i : i + per_rank]) for i in range(0, count, per_rank)) / sum(layer) for layer in self.shares
+        ]
+        return ep * sum(fullest) / len(fullest)
+
+    @classmethod
+    def parse(cls, text: str) -> Loads:
+        """The Loads of a text: a factor from 1, such as "1.2", or the folder of a run with experts, whose last recorded
+        step is taken. Raises ValueError for another one."""
+        try:
+            factor = float(text)
+        except ValueError:
+            return cls(shares=recorded(Path(text)))
+        if not 1.0 <= factor < math.inf:
+            raise ValueError(f"imbalance is {text}; the fullest rank over the mean is finite and at least 1")
+        return cls(factor)
+
+
+EVEN = Loads()
+
+
+def recorded(folder: Path) -> tuple[tuple[float, ...], ...]:
+    """The shares of all layers with experts in the last recorded step of a run."""
+    if not folder.is_dir():
+        raise ValueError(f"imbalance is {str(folder)!r}: no number and no folder of a run; write 1.2, for example")
+    rows = [row["experts"] for row in read_metrics(folder) if row.get("experts")]
+    if not rows:
+        raise ValueError(f"{folder}: no step of this run has recorded experts; give a factor, such as 1.2")
+    return tuple(tuple(layer) for stack in rows[-1].values() for layer in stack["load"])

@@ -1,0 +1,149 @@
+"""`fzero report`: runs in, a folder with report.json, report.md, report.html and the pictures out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import fzero
+from fzero.core.files import make_folder
+from fzero.core.storage import write_text
+from fzero.core.text_parsing import in_form, read_json
+from fzero.report import compare, figures, html_page, markdown, values
+from fzero.report.elements import Picture
+from fzero.report.figures import Drawing
+from fzero.report.run_reader import Predict, read_run, without_folders
+from fzero.report.values import Report, RunReport
+from fzero.run.run_folder import CONFIG
+
+JSON, MARKDOWN, PAGE = "report.json", "report.md", "report.html"
+
+
+def gather(
+    folders: Sequence[Path],
+    predict: Predict | None = None,
+    *,
+    title: str = "",
+    command: str = "",
+    commit: str = "",
+    public: bool = False,
+) -> Report:
+    """Make the report of the runs in `folders`, written by `command` at `commit`. `public`: remove this machine's
+    folders.
+
+    Raises ValueError if a folder holds no run, is named twice, or has damaged files.
+    """
+    if not folders:
+        raise ValueError("no run is given; name the folder of one: fzero report RUN")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ValueError(f"{', '.join(map(str, folders))}: a run is named twice; name each once")
+    run_reports = []
+    for folder in folders:
+        with in_form(str(folder), "; its traceback (--traceback) shows where"):
+            run_reports += runs_of(folder, predict)
+    runs = distinct(run_reports)
+    if public:
+        runs = [RunReport(**{**without_folders(run._asdict()), "quantities": run.quantities}) for run in runs]
+    author = {"fzero": fzero.__version__, "commit": commit}
+    title = title or (
+        f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
+    )
+    return Report(title, author, command, runs, compare.compare(runs) if len(runs) > 1 else None)
+
+
+def runs_of(folder: Path, predict: Predict | None = None) -> list[RunReport]:
+    """The run in a folder, or the runs of an earlier report in it."""
+    return (
+        read(folder).runs
+        if os.path.lexists(folder / JSON) and not os.path.lexists(folder / CONFIG)
+        else [read_run(folder, predict)]
+    )
+
+
+def merge(reports: Sequence[Report], command: str = "") -> Report:
+    """Merge reports into one that compares all their runs."""
+    runs = distinct([run for report in reports for run in report.runs])
+    return Report(
+        f"{len(runs)} runs: {', '.join(run.name for run in runs)}", reports[0].by, command, runs, compare.compare(runs)
+    )
+
+
+def distinct(runs: list[RunReport]) -> list[RunReport]:
+    """Number the runs whose names are not unique."""
+    names = [run.name for run in runs]
+    return [
+        run._replace(name=f"{run.name} ({names[: i + 1].count(run.name)})") if names.count(run.name) > 1 else run
+        for i, run in enumerate(runs)
+    ]
+
+
+def draw(report: Report, *, runs: bool = True) -> dict[str, Drawing]:
+    """{name with prefix: drawn picture} of every picture of a report. `runs`: also those of single runs, not only the
+    comparison."""
+    pictures = {}
+    for run, prefix, element in markdown.all_elements(report):
+        if isinstance(element, Picture) and (runs or run is None):
+            files = f"the files of run {run.name}" if run else "the files of the runs"
+            with in_form(files, "; its traceback (--traceback) shows which value"):
+                pictures[prefix + element.name] = figures.draw_svg(element.draw)
+    return pictures
+
+
+def json_text(report: Report) -> str:
+    """Format the report as exact JSON; the first levels have one line for each value, so that diffs are readable."""
+
+    def lines(value: Any, depth: int) -> str:
+        if depth and isinstance(value, dict) and value:
+            inner = ",\n".join(f"{json.dumps(key)}: {lines(item, depth - 1)}" for key, item in value.items())
+            return "{\n" + inner + "\n}"
+        if depth and isinstance(value, list) and value and isinstance(value[0], dict):
+            return "[\n" + ",\n".join(lines(item, depth - 1) for item in value) + "\n]"
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+    return lines(values.to_json(report), 4) + "\n"
+
+
+def default_folder(folders: Sequence[Path]) -> Path:
+    """The default folder of a report: inside its run, or beside the first of several."""
+    return folders[0] / "report" if len(folders) == 1 else folders[0].absolute().parent / "report"
+
+
+def expect_ours(folder: Path) -> None:
+    """Raise ValueError if `folder` is a file, or holds files but no report."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: is a file; name a folder (--out)")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / JSON).is_file():
+        raise ValueError(
+            f"{folder}: is not empty and holds no {JSON}; name a new folder, or one of an earlier report (--out)"
+        )
+
+
+def write(report: Report, folder: Path) -> list[Path]:
+    """Write the report into `folder`, replacing an earlier one, and return the files.
+
+    Raises ValueError if `folder` holds something else."""
+    expect_ours(folder)
+    make_folder(folder.parent, folder.name)
+    pictures = draw(report)
+    for old in folder.glob("*.svg"):
+        old.unlink()
+    files = {JSON: json_text(report), **{f"{name}.svg": drawing.svg for name, drawing in pictures.items()}}
+    files |= {MARKDOWN: markdown.write(report), PAGE: html_page.write(report, pictures)}
+    for name, text in files.items():
+        write_text(folder, name, text)
+    return [folder / name for name in files]
+
+
+def read(folder: Path) -> Report:
+    """Read the report in a folder; raises ValueError naming the file if it is missing or damaged."""
+    path = folder / JSON
+    if not os.path.lexists(path):
+        raise ValueError(f"{path}: no such file; fzero report RUN --out {folder} writes it")
+    try:
+        value = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; write it again by fzero report RUN") from None
+    return values.from_json(value, str(path))

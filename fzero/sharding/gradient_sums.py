@@ -1,0 +1,306 @@
+"""The sums of a step's gradients where they rest: on the device, in the host's memory or on a disk.
+
+On a GPU a term is added there, so that nobody waits for it: a sum that rests elsewhere is brought to the GPU and
+leaves again, small ones of a layer together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.copy_buckets import SMALL_COPY, allocate_adjacent, copy_in_buckets, copy_out_buckets
+from fzero.core.device import kind_of
+from fzero.core.future import Future
+from fzero.core.gpu_copies import Copied, copy_out
+from fzero.core.host_memory import empty_persistent
+from fzero.core.pytree import Tree
+from fzero.sharding.plan import Plan
+from fzero.sharding.slices import is_stacked, local_shape
+
+SUMS_MEMORY = "the sums of gradients in the host's memory"
+
+
+class LayerSums(NamedTuple):
+    """Who hears of a layer's final sums during the backward pass."""
+
+    # (leaf, layer, sum, the copy of it that is under way or None); of a leaf on a disk the sum of all its layers
+    receive: Callable[[str, int, Any, Copied | None], None]
+    retain: bool = False  # whether the sums are in `GradientReducer.sums` too, at rest where the plan says
+
+
+Key = tuple[str, str, int | None]  # (stream, leaf, layer)
+
+
+class SumsAtRest:
+    """The sums of gradients, leaf by leaf, each stacked where the plan lets it rest; for `parts` micro-batches.
+
+    make_disk_sum: (leaf, stream, depth) -> the sum of a leaf that rests on a disk (see ScratchTensor), with
+    `add(layer, value)` and `plus(another)`. early: is handed the sums of each layer as soon as they are final, so that
+    nothing of layers is left for the end unless it keeps them. buffers: the memory of sums that rest in the host's
+    memory, for the next step too. narrow: with one micro-batch the sums keep its dtype at the end; else they are in
+    policy.accumulate.
+    squares_of: (a leaf, or a layer of one) -> what the norm is made of; of a sum that leaves the GPU or is handed to
+    `early` it is taken before that, and is in `squared`, so that nobody reads the sum again.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        parts: int,
+        make_disk_sum: Callable[..., Any] | None = None,
+        early: LayerSums | None = None,
+        buffers: dict[Any, Tensor] | None = None,
+        narrow: bool = False,
+        squares_of: Callable[[Tensor], list[Any]] | None = None,
+    ):
+        self.accumulate, self.parts = plan.policy.accumulate, parts
+        self.make_disk_sum, self.early = make_disk_sum, early
+        self.buffers, self.narrow, self.squares_of = {} if buffers is None else buffers, narrow, squares_of
+        self.last = False  # whether the micro-batch under way is the last one
+        self.tiers = {name: leaf.grads.memory for name, leaf in plan.leaves.items()}
+        # What is owed over pp stays on the device until its sum over the stages is made.
+        self.memory = {
+            name: tier if plan.stages is None or is_stacked(name) else "device" for name, tier in self.tiers.items()
+        }
+        shapes = {name: local_shape(leaf.shape, leaf.opt, plan.mesh) for name, leaf in plan.leaves.items()}
+        self.depth = {name: shape[0] for name, shape in shapes.items() if is_stacked(name)}
+        self.final: dict[tuple[str, str], Any] = {}  # (stream, leaf) -> its sum, stacked: a tensor, or what `away` made
+        self.started: set[Key] = set()  # the keys whose part of `final` holds a sum already
+        # On a GPU, what is added to sums that rest elsewhere; and the same once such a sum is on its way to the GPU.
+        self.pending: list[tuple[Key, Tensor]] = []
+        self.incoming: list[tuple[Key, Tensor, Future[Tensor]]] = []
+        self.host_copies: dict[Key, Copied] = {}  # the last copy of each sum to the host's memory
+        self.small: list[tuple[Key, Tensor]] = []  # sums that wait to leave by one copy
+        self.squared: dict[tuple[str, str], dict[int, list[Any]]] = {}  # (stream, leaf) -> layer -> its `squares_of`
+
+    def add_value(self, key: Key, value: Tensor) -> None:
+        """Write a value into the stacked sums, or add it to them."""
+        stream, name, layer = key
+        if self.memory[name] != "device" and kind_of(value) == "cuda":
+            # The GPU adds, for which nobody waits; for the host to add, it would wait for the value.
+            if key in self.started:
+                self.pending.append((key, value))
+            else:
+                self.offload(key, self.wide(value))
+            return
+        if self.ends_early(layer):
+            self.emit_sum(key, self.ended(key, value))
+            return
+        if self.memory[name] == "nvme":
+            self.on_disk(key).add(layer or 0, self.wide(value))
+            self.notify_early(key)
+            return
+        stacked = self.final.get((stream, name))
+        if stacked is None:
+            value = self.wide(value)
+            if layer is None and self.parts == 1 and value.is_contiguous() and self.memory[name] == "device":
+                stacked = self.final[stream, name] = value
+                self.started.add(key)
+                return
+            stacked = self.final[stream, name] = self.sum_buffer(key, value)
+        slot = stacked if layer is None else stacked[layer]
+        if key in self.started:
+            slot.add_(value)
+        else:
+            slot.copy_(value)
+            self.started.add(key)
+        self.notify_early(key)
+
+    def ends_early(self, layer: int | None) -> bool:
+        """Whether a value of this micro-batch ends its sum, which then goes to `early` and nowhere else."""
+        return self.early is not None and not self.early.retain and self.last and layer is not None
+
+    def emit_sum(self, key: Key, total: Tensor) -> None:
+        """Hand a layer's final sum to `early`."""
+        _, name, layer = key
+        assert self.early is not None and layer is not None  # `ends_early` asks
+        self.note_squares(key, total)
+        self.early.receive(name, layer, total, None)
+
+    def notify_early(self, key: Key, copied: Copied | None = None) -> None:
+        """Show `early` a layer's final sum where it is kept; `copied`: it is on its way there."""
+        stream, name, layer = key
+        if self.early is not None and self.early.retain and self.last and layer is not None:
+            stacked = self.final[stream, name]
+            self.early.receive(name, layer, stacked if self.memory[name] == "nvme" else stacked[layer], copied)
+
+    def on_disk(self, key: Key) -> Any:
+        """The sums of a leaf that rest on a disk."""
+        stream, name, _ = key
+        assert self.make_disk_sum is not None  # given if a leaf rests on a disk
+        return self.final.setdefault((stream, name), self.make_disk_sum(name, stream, self.depth.get(name)))
+
+    def fetch_pending(self) -> None:
+        """Start to copy the sums so far that something is added to from where they rest to the GPU: the small ones of a
+        layer in the host's memory by one copy.
+        """
+        pending, self.pending = self.pending, []
+        host_keys = [key for key, _ in pending if self.memory[key[1]] == "host"]
+        host_sums: dict[Any, Future[Tensor]] = {}
+        if host_keys:
+            wholes = [(self.final[stream, name], layer) for stream, name, layer in host_keys]
+            sums = [stacked if layer is None else stacked[layer] for stacked, layer in wholes]
+            events = [self.host_copies[key].event for key in host_keys]
+            copies = copy_in_buckets(sums, pending[0][1].device, events=events)
+            host_sums = {key: Future(copied.use) for key, copied in zip(host_keys, copies)}
+        for key, value in pending:
+            stream, name, layer = key
+            on_disk = key not in host_sums
+            bring = self.final[stream, name].read(layer or 0).copy_to(value.device) if on_disk else host_sums[key]
+            self.incoming.append((key, value, bring))
+
+    def offload(self, key: Key, total: Tensor) -> None:
+        """Start to copy a sum from the GPU to where it rests, or hand it to `early`."""
+        _, name, layer = key
+        if self.ends_early(layer):
+            self.emit_sum(key, total)
+            return
+        if self.last:
+            self.note_squares(key, total)
+        self.started.add(key)
+        if self.memory[name] == "nvme":
+            self.on_disk(key).set_layer(layer or 0, total)
+            self.notify_early(key)
+            return
+        if total.nbytes < SMALL_COPY:
+            self.small.append((key, total))
+        else:
+            self.send([(key, total)])
+
+    def offload_small(self) -> None:
+        """Start to copy the small sums that wait for it to the host's memory: those of a layer by one copy."""
+        small, self.small = self.small, []
+        if small:
+            self.allocate_buffers(small)
+            self.send(small)
+
+    def send(self, leaving: list[tuple[Key, Tensor]]) -> None:
+        """Start to copy sums from the GPU to the host's memory."""
+        tensors, slots = [], []
+        for key, total in leaving:
+            stream, name, layer = key
+            stacked = self.final.get((stream, name))
+            if stacked is None:
+                stacked = self.final[stream, name] = self.sum_buffer(key, total)
+            tensors.append(total.to(stacked.dtype))
+            slots.append(stacked if layer is None else stacked[layer])
+        for (key, _), copied in zip(leaving, copy_out_buckets(tensors, slots)):
+            self.host_copies.pop(key, None)  # so that the last entry is the last copy
+            self.host_copies[key] = copied
+            self.notify_early(key, copied)
+
+    def allocate_buffers(self, sums: list[tuple[Key, Tensor]]) -> None:
+        """Make the memory of those that have none, side by side where they have as many layers."""
+        fresh: dict[int | None, list[tuple[tuple[str, str], Tensor]]] = {}
+        for (stream, name, layer), total in sums:
+            if (stream, name) not in self.buffers:
+                depth = None if layer is None else self.depth[name]
+                fresh.setdefault(depth, []).append(((stream, name), total))
+        for depth, entries in fresh.items():
+            empty = functools.partial(empty_persistent, label=SUMS_MEMORY, pinned=entries[0][1].is_cuda)
+            buffers = allocate_adjacent([total for _, total in entries], depth, empty)
+            self.buffers |= {key: buffer for (key, _), buffer in zip(entries, buffers)}
+
+    def store_shard(self, name: str, piece: Tensor) -> Any:
+        """This rank's part of a sum over the stages, on its way to where such sums rest."""
+        key, on_gpu = ("", name, None), kind_of(piece) == "cuda"
+        if not piece.numel() or self.tiers[name] == "device" or (self.tiers[name] == "host" and not on_gpu):
+            return piece
+        if on_gpu:
+            self.note_squares(key, piece)
+        if self.tiers[name] == "nvme":
+            assert self.make_disk_sum is not None  # given if a leaf rests on a disk
+            sums = self.make_disk_sum(name, "", None)
+            sums.set_layer(0, piece)
+            return sums
+        buffer = self.host_buffer(("", name), piece.shape, piece)
+        self.host_copies[key] = copy_out(piece, out=buffer)
+        return buffer
+
+    def note_squares(self, key: Key, total: Tensor) -> None:
+        """Keep the squares of a final sum."""
+        stream, name, layer = key
+        if self.squares_of is not None:
+            self.squared.setdefault((stream, name), {})[layer or 0] = self.squares_of(total)
+
+    def squares(self) -> dict[str, list[tuple[int, Any]]]:
+        """{leaf: (layer, one of its `squares_of`), in order}, of the leaves whose final sums went that way."""
+        streams = [name for _, name in self.squared]
+        return {
+            name: [(layer, square) for layer in sorted(layers) for square in layers[layer]]
+            for (_, name), layers in self.squared.items()
+            if streams.count(name) == 1  # the sum of two streams is made at the end
+        }
+
+    def ended(self, key: Key, value: Tensor) -> Tensor:
+        """The final sum of a layer; `value` is its last term."""
+        stream, name, layer = key
+        so_far = self.final.get((stream, name))
+        if so_far is None:
+            return self.wide(value)
+        if self.memory[name] == "nvme":
+            reading = so_far.read(layer)
+            return reading.wait().add_(value)
+        return so_far[layer].add_(value)
+
+    def wide(self, value: Tensor) -> Tensor:
+        """A value in the dtype of its sum.
+
+        With a single micro-batch, in its own dtype until the activations are freed.
+        """
+        return value if self.parts == 1 else value.to(self.accumulate)
+
+    def sum_buffer(self, key: Key, value: Tensor) -> Tensor:
+        """Uninitialised memory for a leaf's sum, of which `value` is a part: the kept host buffer if it rests in host
+        memory."""
+        stream, name, layer = key
+        shape = value.shape if layer is None else (self.depth[name], *value.shape)
+        if self.memory[name] != "host":
+            return torch.empty(shape, dtype=value.dtype, device=value.device)
+        return self.host_buffer((stream, name), shape, value)
+
+    def host_buffer(self, key: tuple[str, str], shape: Sequence[int], value: Tensor) -> Tensor:
+        """Memory of the host for a sum of `value`'s dtype, kept from step to step."""
+        buffer = self.buffers.get(key)
+        if buffer is None or buffer.shape != torch.Size(shape) or buffer.dtype != value.dtype:
+            buffer = empty_persistent(shape, value.dtype, SUMS_MEMORY, pinned=value.is_cuda)
+            self.buffers[key] = buffer
+        return buffer
+
+    def finish(self) -> None:
+        """Add what waits for sums that come to the GPU, and start to copy the last ones back."""
+        self.fetch_pending()
+        while self.incoming:
+            key, value, total = self.incoming.pop(0)
+            self.offload(key, total.wait().add_(value))
+        self.offload_small()
+
+    def pop_tree(
+        self, like: Tree, over_pp: Callable[[dict[tuple[str, str], Any]], dict[str, Tensor]] | None = None
+    ) -> Tree:
+        """The tree of all sums, in the structure of `like`; none of them stays here.
+
+        over_pp: takes those that are owed over pp out of {(stream, leaf): sum}, and gives the others' parts.
+        """
+        out: dict[str, Any] = {}
+        if over_pp is not None:
+            out = {name: self.store_shard(name, piece) for name, piece in over_pp(self.final).items()}
+        if self.host_copies:
+            *_, last = self.host_copies.values()
+            last.finish()  # on one stream, so all are made: whoever has the sums may read them
+        names = set(pytree.names(like))
+        for stream, name in sorted(self.final):
+            value = self.final.pop((stream, name))
+            if name not in names:
+                continue
+            if self.memory[name] == "nvme":
+                out[name] = out[name].plus(value) if name in out else value
+                continue
+            value = value if self.narrow else value.to(self.accumulate)
+            out[name] = out[name].to(self.accumulate).add_(value) if name in out else value
+        return pytree.from_named(out, like)

@@ -1,0 +1,375 @@
+"""The text of `print(plan)`: the layout of every leaf, its bytes on a rank, and its communication."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.comm.rank_tables import SHARDS, links_of
+from fzero.sharding.codec import is_matrix
+from fzero.sharding.coded_sums import padded
+from fzero.sharding.error_feedback import error_bytes, error_dtype
+from fzero.sharding.experts import FORMS as EXPERT_FORMS
+from fzero.sharding.experts import Experts, shares
+from fzero.sharding.gradient_paths import is_coded, moves, ranks_of, reduce_dtype
+from fzero.sharding.pipeline_traffic import sent_table
+from fzero.sharding.sign_sums import link_of, optimizer_sum_leaves, sign_bytes, sign_leaves, sum_dtype, summed_spec
+from fzero.sharding.slices import is_stacked, local_numel
+from fzero.sharding.zero_specs import shard_axes
+
+Plan = Any  # fzero.sharding.plan.Plan, whose __str__ this is
+WORDS = {"scatter": "psum_scatter {}", "psum": "psum {}", "gather": "all_gather {} of the gradient"}
+
+
+def missing_fraction(link: str, sizes: dict[str, int]) -> float:
+    """The part of a whole that a rank of a link has not, if it has its own: 0 for no link."""
+    return 1 - 1 / ranks_of(link, sizes) if link else 0.0
+
+
+def describe(plan: Plan) -> str:
+    """The table that `print(plan)` shows.
+
+    For each leaf its specs, the bytes that a rank holds of it (of the parameter at rest, of the sum of gradients
+    between micro-batches, of the master weight), and its communication.
+    """
+    policy = plan.policy
+    groups = ("params", "grads", "master") if policy.has_master else ("params", "grads")
+    head = (
+        "leaf",
+        "shape",
+        "compute",
+        "params",
+        "grads",
+        "optimizer",
+        *(f"{group} bytes" for group in groups),
+        "communicated",
+    )
+    rows: list[tuple[str, ...]] = [head]
+    sent, bytes_of = [0.0, 0.0], dict.fromkeys(groups, 0)
+    for name, leaf in plan.leaves.items():
+        words, *amounts = communication(plan, name)
+        sent = [total + size for total, size in zip(sent, amounts)]
+        sizes = rank_bytes(plan, name)
+        for group in groups:
+            bytes_of[group] += sizes[group]
+        shape = "×".join(str(s) for s in leaf.shape) or "scalar"
+        specs = (
+            leaf.compute,
+            leaf.params,
+            leaf.grads if leaf.trained else "frozen",
+            leaf.opt if leaf.trained else "frozen",
+        )
+        rows.append((name, shape, *map(str, specs), *(f"{sizes[group]:,}" for group in groups), words))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+    total = sum(torch.Size(leaf.shape).numel() for leaf in plan.leaves.values())
+    at_rest = sum(local_numel(leaf.shape, leaf.params, plan.sizes) for leaf in plan.leaves.values())
+    used = ", ".join(f"{a}={n}" for a, n in plan.sizes.items() if n > 1) or "one process"
+    extra = "".join(
+        f", {text}"
+        for text in (
+            plan.reduce == "canonical" and "canonical sums",
+            plan.sequence and "sequence parallel",
+            plan.stages is not None and f"{plan.pipeline.name} of {stages_text(plan)} layers",
+        )
+        if text
+    )
+    notes = uncut_text(plan)
+    top = f"ZeRO stage {plan.stage} on {used}{extra}: {total:,} parameters, {at_rest:,} at rest on a rank"
+    notes += [context_text(plan)] if plan.context is not None else []
+    notes += [experts_text(plan)] if plan.experts is not None else []
+    notes += codec_text(plan) if plan.codec is not None else []
+    dtypes = {"params": policy.param, "grads": policy.accumulate, "master": policy.state}
+    sizes = ", ".join(
+        f"{bytes_of[group]:,} bytes of {GROUP_TEXT[group]} in {dtype_name(dtypes[group])}" for group in groups
+    )
+    notes.append(f"policy {policy.name}: a rank holds {sizes}")
+    if plan.delayed:
+        second = sum(rank_bytes(plan, name)["params"] for name, leaf in plan.leaves.items() if leaf.trained)
+        notes.append(
+            f"delayed updates, {plan.delayed} a step: gradients are taken at the parameters before the last update; a "
+            f"rank holds {second:,} bytes of these beside the others, as they rest"
+        )
+    if plan.stages is not None:
+        notes += sent_table(plan)
+    elif any(sent):
+        per = "an update" if plan.delayed else "a step"
+        notes.append(
+            f"a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} {per}; sums of gradients travel in "
+            f"{dtype_name(reduce_dtype(plan))}"
+        )
+    return "\n".join([top, *lines, *notes])
+
+
+def uncut_text(plan: Plan) -> list[str]:
+    """The lines that name the leaves which rest whole on every rank, as their dims do not divide."""
+    cut = plan.stage and links_of(SHARDS, plan.sizes)
+    uncut = [n for n, leaf in plan.leaves.items() if cut and "dp" not in leaf.opt.axes and leaf.dtype.is_floating_point]
+    among = " x ".join(f"{axis}={plan.sizes[axis]}" for axis in SHARDS if plan.sizes[axis] > 1)
+    notes = [f"not divisible by {among}, so whole on every rank: {', '.join(uncut)}"] if uncut else []
+    pp_uncut = [name for name, leaf in plan.leaves.items() if plan.sizes["pp"] > 1 and "pp" not in leaf.opt.axes]
+    if pp_uncut:
+        notes.append(
+            f"not divisible by pp={plan.sizes['pp']} (and dp), so whole on every rank of it: {', '.join(pp_uncut)}"
+        )
+    return notes
+
+
+def context_text(plan: Plan) -> str:
+    """The form of attention over cp of a plan, and what each form sends and holds."""
+    context, cp, heads = plan.context, plan.sizes["cp"], plan.heads
+    text = f"context: {replace(context, pieces='auto')} of {context.pieces} pieces over cp={cp}"
+    if heads is None:
+        return f"{text}: the model has no attention"
+    costs = heads.costs(context, cp, plan.policy.compute.itemsize)
+    forms = "; ".join(f"{form} {cost}" for form, cost in costs.items())
+    return (
+        f"{text}; bytes of a rank in attention of a layer, forward and backward, for each token of a sequence: {forms}"
+    )
+
+
+def capacity_text(experts: Experts) -> str:
+    """The room of an exchange in words."""
+    return "all rows" if math.isinf(experts.slack) else f"{experts.slack:g} times an even load"
+
+
+def experts_text(plan: Plan) -> str:
+    """How tokens come to experts over ep in a plan, and what forms send."""
+    experts, routed, ep = plan.experts, plan.routed, plan.sizes["ep"]
+    capacity = f", room for {capacity_text(experts)}" if experts.form == "exchange" else ""
+    capacity += f", in {experts.parts} parts" if experts.parts > 1 else ""
+    sent = ", ".join(f"{form} {routed.sent(form, ep):,.0f}" for form in EXPERT_FORMS)
+    min_experts, max_experts = (f(shares(routed.experts, ep)) for f in (min, max))
+    counts_text = str(max_experts) if min_experts == max_experts else f"{min_experts} or {max_experts}"
+    return (
+        f"experts: {experts.form} over ep={ep}, {counts_text} of {routed.experts} on a rank{capacity}; elements "
+        f"that a rank sends in a layer's forward pass, for each of its tokens: {sent}"
+    )
+
+
+def stages_text(plan: Plan) -> str:
+    """The number of layers of each stage of a plan with pp, such as "8,9,9,6"."""
+    return ",".join(str(len(layers)) for layers in plan.stages.layers)
+
+
+GROUP_TEXT = {"params": "parameters", "grads": "gradients between micro-batches", "master": "master weights"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as text, without the package's name."""
+    return str(dtype).removeprefix("torch.")
+
+
+def rank_bytes(plan: Plan, name: str) -> dict[str, int]:
+    """The bytes that a rank holds of a leaf: {"params": at rest, "grads": between micro-batches, "master": of its
+    master weight}."""
+    leaf, policy = plan.leaves[name], plan.policy
+    specs = {
+        "params": (leaf.params, leaf.dtype, True),
+        "grads": (leaf.grads, policy.accumulate, leaf.trained),
+        "master": (leaf.opt, policy.state, leaf.trained and policy.has_master),
+    }
+    return {
+        group: local_numel(leaf.shape, spec, plan.sizes) * dtype.itemsize * present
+        for group, (spec, dtype, present) in specs.items()
+    }
+
+
+class Traffic(NamedTuple):
+    """What a rank sends of one leaf by one collective: in words, over which link, in bytes for a micro-batch and once a
+    step."""
+
+    words: str
+    link: str
+    per_micro_batch: float
+    per_step: float
+
+
+def communication(plan: Plan, name: str) -> tuple[str, float, float]:
+    """(the communication of one leaf, in words; bytes that a rank sends of it for a micro-batch; and once a step)."""
+    entries = traffic(plan, name)
+    words = ", ".join(entry.words for entry in entries) or "nothing"
+    return words, sum(entry.per_micro_batch for entry in entries), sum(entry.per_step for entry in entries)
+
+
+def traffic(plan: Plan, name: str) -> list[Traffic]:
+    """What a rank sends of one leaf, collective by collective.
+
+    Excludes the activations that tensor parallelism and pipelines send (see pipeline_traffic for what each rank of a
+    pipeline sends). A leaf that the head shares counts once, and one that pp shards as sent to one rank that uses it.
+    The parameters of a layer are gathered a second time for its backward pass, as Execution(reshard=True) has them.
+    """
+    leaf, sizes = plan.leaves[name], plan.sizes
+    n = local_numel(leaf.shape, leaf.compute, sizes)
+    shard_link = "".join(links_of(shard_axes(leaf.compute), sizes))
+    full_bytes, entries = n * plan.policy.param.itemsize, list[Traffic]()
+    if "rp" in leaf.use.axes:
+        node_bytes = gathered_bytes(
+            plan, name, n // (ranks_of(shard_link, sizes) if shard_link else 1)
+        ) * missing_fraction("rp", sizes)
+        entries.append(Traffic(f"all_gather rp{coding_words(plan, name)} for use a step", "rp", 0.0, node_bytes))
+    if shard_link and "dp" in leaf.use.axes:
+        share = gathered_bytes(plan, name, n) * missing_fraction(shard_link, sizes)
+        words = f"all_gather {shard_link} for use{coding_words(plan, name)}"
+        entries.append(Traffic(words, shard_link, share * (2 if is_stacked(name) else 1), 0.0))
+    if "pp" in leaf.params.axes and not is_stacked(name):
+        gathered = local_numel(leaf.shape, leaf.params, sizes) * plan.policy.param.itemsize
+        entries.append(Traffic("gather pp for use a step", "pp", 0.0, gathered))
+    signed = name in sign_leaves(plan)
+    for is_final, path in enumerate(moves(leaf.compute, leaf.grads, leaf.opt, sizes) if leaf.trained else ()):
+        for op, link in path:
+            if signed and is_coded(op, link) and link == link_of(leaf, sizes):
+                signs = 2 * sign_bytes(plan, name) * missing_fraction(link, sizes)
+                entries.append(Traffic(f"all_to_all and all_gather {link} of signs a step", link, 0.0, signs))
+                continue
+            words = WORDS[op].format(link)
+            bytes_sent = summed_bytes(plan, name, op, link, n) * missing_fraction(link, sizes)
+            if name in plan.coded_grads and not signed and is_coded(op, link):
+                words += f" as {plan.codec.grads}"
+            words += (" a step" if is_final else " a micro-batch") * (op != "gather")
+            entries.append(Traffic(words, link, bytes_sent * (not is_final), bytes_sent * is_final))
+            n = n // ranks_of(link, sizes) if op == "scatter" else n * ranks_of(link, sizes) if op == "gather" else n
+    if shard_link and leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes:
+        entries.append(
+            Traffic(
+                f"all_gather {shard_link} after the update",
+                shard_link,
+                0.0,
+                full_bytes * missing_fraction(shard_link, sizes),
+            )
+        )
+        if plan.codec is not None and plan.codec.local:
+            entries.append(
+                Traffic(f"all_gather {shard_link} of where ranks are", shard_link, 0.0, entries[-1].per_step)
+            )
+    return entries
+
+
+def coding_words(plan: Plan, name: str) -> str:
+    """In what a leaf is gathered, in words; "" as it is."""
+    return " as float8" if name in plan.float8 else f" as {plan.codec.params}" if name in plan.coded else ""
+
+
+def gathered_bytes(plan: Plan, name: str, elements: int) -> float:
+    """The bytes of so many elements of a leaf on their way to where they are used."""
+    if name in plan.float8:
+        return elements
+    if name not in plan.coded:
+        return elements * plan.leaves[name].dtype.itemsize
+    leaf = plan.leaves[name]
+    last = leaf.shape[-1] // math.prod(plan.sizes[axis] for axis in leaf.compute.dims[-1])
+    return plan.codec.bytes_of(plan.codec.params, elements, last)
+
+
+def summed_bytes(plan: Plan, name: str, op: str, link: str, elements: int) -> float:
+    """The bytes of a sum of so many elements over a link, all ranks' parts together; of a gather, of the result."""
+    ranks, width = ranks_of(link, plan.sizes), reduce_dtype(plan).itemsize
+    if name not in plan.coded_grads or plan.codec.signs or not is_coded(op, link):
+        return elements * width * {"scatter": 1, "psum": 2, "gather": ranks}[op]
+    row = elements // ranks if op == "scatter" else padded(elements, ranks) // ranks
+    return plan.codec.bytes_of(plan.codec.grads, row * ranks, row) * (2 if op == "psum" else 1)
+
+
+def sent_by_link(plan: Plan) -> dict[str, tuple[float, float]]:
+    """{link: bytes of parameters and gradients that a rank sends over it for a micro-batch, and once a step}; see
+    `traffic` for what is left out.
+
+    >>> import fzero
+    >>> params, mesh = {"w": torch.zeros(64, 512)}, fzero.fake_mesh({"dp": 2, "rp": 2})
+    >>> fzero.zero_plan(3, params, mesh, codec="params=int8,grads=int4,hpz").sent_by_link()
+    {'rp': (4352.0, 8448.0), 'dp': (25600.0, 0.0)}
+    """
+    totals: dict[str, list[float]] = {}
+    for name in plan.leaves:
+        for entry in traffic(plan, name):
+            so_far = totals.setdefault(entry.link, [0.0, 0.0])
+            so_far[0], so_far[1] = so_far[0] + entry.per_micro_batch, so_far[1] + entry.per_step
+    return {link: (micro_batch_bytes, step_bytes) for link, (micro_batch_bytes, step_bytes) in totals.items()}
+
+
+def errors_text(plan: Plan) -> list[str]:
+    """The lines that say what a codec's error feedback takes, and of what it keeps none."""
+    error_size, kind = error_bytes(plan), plan.codec.errors or dtype_name(error_dtype(plan))
+    lines = [
+        f"  error feedback: a rank holds {error_size:,} bytes of errors in {kind}, and as many "
+        "again in a step until it is known whether it is skipped"
+    ]
+    fit = [n for n, leaf in plan.leaves.items() if leaf.trained and is_matrix(n, leaf.shape, leaf.dtype)]
+    exact = [name for name in fit if name not in plan.coded_grads]
+    if exact:
+        lines.append(f"  sums that all ranks get travel as they are: those of {', '.join(exact)}")
+    return lines
+
+
+def codec_text(plan: Plan) -> list[str]:
+    """The lines that say what a codec sends over each link, beside the same plan without one."""
+    plain, codec = replace(plan, codec=None, coded=frozenset(), coded_grads=frozenset()), plan.codec
+    if codec.signs:
+        return signs_text(plan, plain)
+    uncoded, rounded = sent_by_link(plain), []
+    if plan.coded:
+        rounded.append(f"steps see {codec.params} roundings of {len(plan.coded)} leaves of parameters")
+    if plan.coded_grads:
+        rounded.append(f"each rank's gradients of {len(plan.coded_grads)} leaves are rounded to {codec.grads}")
+    if rounded:
+        rounded.append(f"{codec.block} elements share a scale")
+    lines = [f"codec {codec}: " + ("; ".join(rounded) or "parameters rest over rp as well")]
+    lines += errors_text(plan) if codec.loco is not None else []
+    for link, sent in sent_by_link(plan).items():
+        comparison = f" ({uncoded[link][0]:,.0f} and {uncoded[link][1]:,.0f} in full)" if sent != uncoded[link] else ""
+        lines.append(
+            f"  over {link} a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} a step{comparison}"
+        )
+    return lines
+
+
+def signs_text(plan: Plan, plain: Plan) -> list[str]:
+    """The lines that say what an optimizer's sums by signs send and take; `plain` is the plan without them."""
+    names, sizes, partial_leaves = sorted(sign_leaves(plan)), plan.sizes, sorted(optimizer_sum_leaves(plan))
+    numel = {n: local_numel(plan.leaves[n].shape, summed_spec(plan.leaves[n], sizes), sizes) for n in partial_leaves}
+    itemsize, plain_bytes = sum_dtype(plan).itemsize, sent_by_link(plain)
+    signed_elements = sum(numel[name] for name in names)
+    served_elements = sum(numel[name] // ranks_of(link_of(plan.leaves[name], sizes), sizes) for name in names)
+    plain_leaves = [
+        n for n, leaf in plan.leaves.items() if leaf.trained and n not in names and leaf.dtype.is_floating_point
+    ]
+    lines = [
+        f"codec {plan.codec}: the optimizer sends signs of {len(names)} leaves; a rank holds "
+        f"{2 * signed_elements * itemsize:,} bytes of their momentum and of its errors, and "
+        f"{served_elements * itemsize:,} of the errors of what it serves"
+    ]
+    lines += [f"  sums that travel as they are: those of {', '.join(plain_leaves)}"] if plain_leaves else []
+    if plan.codec.local:
+        local_elements = sum(numel.values())
+        links = sorted({link_of(plan.leaves[name], sizes) for name in partial_leaves} - {""})
+        lines.append(
+            f"  local steps send none of it over {' and '.join(links)}: a rank holds {local_elements * itemsize:,} "
+            f"bytes of how far it moved from the others, and in a step {local_elements * plan.policy.param.itemsize:,} "
+            "of parameters that moved"
+        )
+    for link, sent in sent_by_link(plan).items():
+        comparison = (
+            f" ({plain_bytes[link][1]:,.0f} without signs, {full_sum_bytes(plan, link):,.0f} in a step of a full sum)"
+        )
+        comparison = comparison if sent != plain_bytes[link] else ""
+        lines.append(
+            f"  over {link} a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} a step{comparison}"
+        )
+    return lines
+
+
+def full_sum_bytes(plan: Plan, link: str) -> float:
+    """The bytes that a rank sends over a link once in a step whose sums are not by signs, as in a warm-up: every rank
+    then gets the whole sum."""
+    signed, width = sign_leaves(plan), reduce_dtype(plan).itemsize
+    total = 0.0
+    for name, leaf in plan.leaves.items():
+        by_link = [entry for entry in traffic(plan, name) if entry.link == link]
+        total += sum(entry.per_step for entry in by_link)
+        if name in signed and link_of(leaf, plan.sizes) == link:
+            elements = local_numel(leaf.shape, summed_spec(leaf, plan.sizes), plan.sizes)
+            total += 2 * (elements * width - sign_bytes(plan, name)) * missing_fraction(link, plan.sizes)
+    return total

@@ -1,0 +1,377 @@
+"""The gradients of a step: micro-batch by micro-batch, part by part, from the parameters at rest to the optimizer's
+shards.
+
+A layered model is its embedding, one stack of layers or several, and its head. Each part is fetched (with the next ones
+on their way), run and dropped; in the backward pass the same in reverse, and each part's gradients leave to be summed
+as soon as they are ready. This is torch.func.grad of `models.forward.loss`, which defines it and serves under
+transforms; written out, to control memory and messages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.autodiff import Remat
+from fzero.core.device import HOST
+from fzero.core.pytree import Tree
+from fzero.core.stack import LayerLoop, segment_pair, static_signature
+from fzero.core.vjp_pair import VjpPair
+from fzero.models import base, forward
+from fzero.offload import Nvme
+from fzero.offload.scratch import DiskActivations, HostActivations
+from fzero.sharding import Plan
+from fzero.sharding.partitioned_activations import PartitionedActivations
+from fzero.sharding.prefetch import LeafGroup, NodeShards, ParamFetcher, Prefetcher, Resident
+from fzero.sharding.reduce import GradientReducer
+from fzero.train.codes import params_coding
+from fzero.train.stage_sharing import Segment, stages_of
+
+
+class SegmentPass(NamedTuple):
+    """A part before the head whose forward pass is done, with what its backward pass needs."""
+
+    segment: Segment
+    pairs: tuple[VjpPair, ...]
+    extra: list[Tensor]  # the pairs' inputs that are not differentiated
+    inputs: int  # the number of leaves of x that it took
+    run: LayerLoop | None = None  # of a stack
+    residuals: Any = None  # of a function that is called once: its residuals
+
+    def order(self) -> list[LeafGroup]:
+        """The groups that its backward pass fetches, in their order."""
+        if self.run is None:
+            return self.segment.groups if self.residuals.needs else []
+        groups = self.segment.groups
+        return [groups[i] for i in self.run.order()]
+
+
+class SegmentActivations(NamedTuple):
+    """The activations between two parts: their leaves, and the structure of their tree."""
+
+    leaves: list[Tensor]
+    treedef: Any
+
+
+StackHook = Callable[[Segment, SegmentActivations], None]
+
+
+class ForwardResult(NamedTuple):
+    """A micro-batch between its forward and its backward pass over the parts of a stage."""
+
+    passed: list[SegmentPass]  # emptied by the backward pass
+    x: SegmentActivations
+    batch: base.Batch
+    ctx: base.Ctx
+    ahead: Prefetcher | Resident
+
+    def order(self) -> list[LeafGroup]:
+        """The groups that the backward pass fetches, in their order."""
+        return [group for segment_pass in reversed(self.passed) for group in segment_pass.order()]
+
+
+class HeadResult(NamedTuple):
+    """A micro-batch between the forward and the backward pass of the head."""
+
+    loss: base.Loss
+    pair: VjpPair
+    residuals: Any
+    other_results: list[Tensor]  # the results beside the loss's total
+    inputs: int  # the number of leaves of x that it took
+
+
+class StreamedModel(NamedTuple):
+    """The passes of a layered model over parameters as a step uses them, a stage at a time. `ahead`: parts fetched
+    before they are needed. `reshard`, `resident`: see Execution. pipeline_executor.py calls them in the order of a
+    schedule."""
+
+    model: base.Model
+    parts: tuple[Segment, ...]  # of the whole model
+    plan: Plan
+    ctx: base.Ctx
+    remat: Remat
+    ahead: int
+    reshard: bool = True
+    nvme: Nvme | None = None
+    shape_cache: dict[Any, Any] = {}  # noqa: RUF012  (of shapes between stages, see between.Between; given where pp is used)
+    resident: int = 0
+    partition: bool = False  # the kept inputs of layers over tp
+
+    @property
+    def local_segments(self) -> tuple[Segment, ...]:
+        """The parts of this rank's stages, in the order of a forward pass."""
+        return tuple(segment for stage in stages_of(self.parts, self.plan).values() for segment in stage)
+
+    @property
+    def split(self) -> bool:
+        """Whether the schedule has backward passes by inputs and by weights."""
+        return self.plan.stages is not None and self.plan.pipeline is not None and self.plan.pipeline.split
+
+    def pairs_of(
+        self, segment: Segment, x_def: Any, ctx: base.Ctx, batch: base.Batch
+    ) -> tuple[tuple[VjpPair, ...], list[Any], list[Tensor]]:
+        """(pairs, structure of the result, inputs that are not differentiated) of a part's functions; blocks alone are
+        compiled, and split. With layers that are dropped there is a pair for each layer."""
+        block, dropped, ctx = segment.kind == "block", ctx.dropped, ctx._replace(dropped=())
+        leaves, extra_def = pytree.flatten(ctx if block else (ctx, batch))
+        short = tuple(name.removeprefix(f"{segment.name}/") for name in segment.leaves) if block else segment.leaves
+        compiled, budget = (self.ctx.compiled, self.remat.budget) if block else (False, 1.0)
+        structure = (short, x_def, extra_def, static_signature(leaves))
+        frozen, split = len(segment.leaves) - len(self.trained(segment)), block and self.split
+        built = [segment_pair(segment.kind, f, structure, compiled, budget, frozen, split) for f in segment.functions]
+        pairs = tuple(pair for pair, _ in built)
+        if block and dropped:
+            identity = segment_pair(segment.kind, passed_over, structure, False, 1.0, frozen, split)[0]
+            numbered = enumerate(itertools.islice(itertools.cycle(pairs), segment.depth), segment.first)
+            pairs = tuple(identity if number in dropped else pair for number, pair in numbered)
+        return pairs, built[0][1], [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def trained(self, segment: Segment) -> tuple[str, ...]:
+        """The leaves of a part that are trained."""
+        return tuple(name for name in segment.leaves if name not in self.plan.frozen)
+
+    def prepare(self, segment: Segment, x: SegmentActivations, batch: base.Batch, ctx: base.Ctx, params: Tree) -> None:
+        """Make the programs of a stack for activations that look like `x`, before these are there."""
+        device = pytree.leaves(batch)[0].device
+        fetcher, number = ParamFetcher(params, self.plan, device), torch.full((), segment.first, device=device)
+        pairs, _, extra = self.pairs_of(segment, x.treedef, ctx, batch)
+        for pair, group in zip(pairs, segment.groups):
+            pair.prepare([*fetcher.like(group), *x.leaves, number, *extra])
+
+    def primal(
+        self,
+        parts: Sequence[Segment],
+        x: SegmentActivations,
+        batch: base.Batch,
+        ctx: base.Ctx,
+        ahead: Prefetcher,
+        on_stack: StackHook = lambda part, x: None,
+    ) -> Any:
+        """The activations after some parts, or the loss after a head; nothing is kept. on_stack: see `forward`."""
+        ahead.expect([group for segment in parts for group in segment.groups], "forward")
+        batch = forward.localize_batch(self.model, batch, ctx)
+        zero = torch.full((), 0, device=pytree.leaves(batch)[0].device)
+        leaves, x_def = x
+        with torch.no_grad():
+            for segment in parts:
+                pairs, out_def, extra = self.pairs_of(segment, x_def, ctx, batch)
+                if segment.depth:
+                    on_stack(segment, SegmentActivations(leaves, x_def))
+                    run = LayerLoop(pairs, segment.depth, 0, first=segment.first)
+                    leaves = run.primal(layer_fetcher(ahead, segment), leaves, extra)
+                else:
+                    leaves = pairs[0].primal([*ahead.fetch(segment.groups[0]), *leaves, zero, *extra])
+                    x_def = out_def[0]
+        if not parts or parts[-1].kind != "head":
+            return SegmentActivations(leaves, x_def)
+        return forward.flag_invalid(pytree.unflatten(leaves, x_def), batch)
+
+    def forward(
+        self,
+        parts: Sequence[Segment],
+        x: SegmentActivations,
+        batch: base.Batch,
+        ctx: base.Ctx,
+        ahead: Prefetcher | Resident,
+        early: Sequence[LeafGroup] = (),
+        on_stack: StackHook = lambda part, x: None,
+    ) -> ForwardResult:
+        """The forward pass of a micro-batch over the parts of a stage but its head, and what its backward pass needs.
+
+        ctx: the batch's, from `context`. early: the head's leaves, if they are used at once. on_stack: is called with
+        each stack before it runs, and the activations that it takes; those that it gives look like them.
+        """
+        batch = forward.localize_batch(self.model, batch, ctx)
+        device, ledger = pytree.leaves(batch)[0].device, self.plan.mesh.ledger
+        zero = torch.full((), 0, device=device)
+        ahead.expect([*(group for segment in parts for group in segment.groups), *early], "forward")
+        storage = self.residual_storage(device)  # one for all stacks: what is kept last is needed first
+        passed: list[SegmentPass] = []
+        leaves, x_def = x
+        del x
+        with torch.no_grad():
+            for segment in parts:
+                pairs, out_def, extra = self.pairs_of(segment, x_def, ctx, batch)
+                segment_pass = SegmentPass(segment, pairs, extra, len(leaves))
+                drop = ahead.dropped(segment.groups[0], self.reshard)
+                if segment.depth:
+                    on_stack(segment, SegmentActivations(leaves, x_def))
+                    on_layer = partial(ledger.reach, segment.name)
+                    run = LayerLoop(
+                        pairs, segment.depth, self.remat.every, drop, **storage, on_layer=on_layer, first=segment.first
+                    )
+                    leaves = run.forward(layer_fetcher(ahead, segment), leaves, extra)
+                    passed.append(segment_pass._replace(run=run))
+                else:
+                    inputs = [*ahead.fetch(segment.groups[0]), *leaves, zero, *extra]
+                    leaves, residuals = pairs[0].forward(inputs, drop * len(segment.leaves))
+                    del inputs
+                    x_def = out_def[0]
+                    passed.append(segment_pass._replace(residuals=residuals))
+        return ForwardResult(passed, SegmentActivations(leaves, x_def), batch, ctx, ahead)
+
+    def head_forward(self, head: Segment, result: ForwardResult) -> HeadResult:
+        """The loss of a micro-batch, and what the backward pass of its head needs; the leaves of x leave `result`.
+
+        A head runs just before its backward pass: its residuals are gradients, if its cross entropy is fused, and so
+        only one of the micro-batches under way has them.
+        """
+        ahead, zero = result.ahead, torch.full((), 0, device=pytree.leaves(result.batch)[0].device)
+        with torch.no_grad():
+            ahead.expect(result.order(), "backward")
+            leaves, x_def = result.x
+            (pair,), out_def, extra = self.pairs_of(head, x_def, result.ctx, result.batch)
+            out, residuals = pair.forward([*ahead.fetch(head.groups[0]), *leaves, zero, *extra])
+            loss = forward.flag_invalid(pytree.unflatten(out, out_def[0]), result.batch)
+            headed = HeadResult(loss, pair, residuals, out[1:], len(leaves))
+            leaves.clear()
+        return headed
+
+    def head_backward(
+        self, head: Segment, headed: HeadResult, seed: Tensor, reducer: GradientReducer, last: bool
+    ) -> list[Tensor]:
+        """The gradients of total * seed for the leaves of x that a head took; those of its parameters go to `reducer`.
+
+        last: the micro-batch is the final one."""
+        with torch.no_grad():
+            self.plan.mesh.ledger.reach(head.name, None)
+            grads = headed.pair.backward(headed.residuals, [seed.to(headed.loss.total.dtype), *headed.other_results])
+            x_grads = grads[len(grads) - headed.inputs :]
+            del grads[len(grads) - headed.inputs :]
+            reducer.reduce_group(
+                head.groups[0],
+                self.trained(head),
+                grads,
+                last=last,
+                shared_leaves=earlier_leaves(self.local_segments, head),
+            )
+        return x_grads
+
+    def backward(
+        self,
+        result: ForwardResult,
+        x_grads: list[Tensor],
+        reducer: GradientReducer,
+        last: bool,
+        weight_passes: list[SegmentPass] | None = None,
+    ) -> list[Tensor]:
+        """The gradients of the leaves of x that a stage took, from those of the ones that it gave; those of its
+        parameters go to `reducer`.
+
+        weight_passes: is given the stacks, of which the gradients by weights are left for `backward_weights`; None:
+        nothing is left. Only stacks are split: the other parts are a small share of the time, and what they would keep
+        is large (a head whose cross entropy is fused, its whole gradient). They come in the order of micro-batches here
+        too.
+        """
+        with torch.no_grad():
+            while result.passed:
+                segment_pass = result.passed.pop()
+                if weight_passes is not None and segment_pass.run is not None:
+                    x_grads = segment_pass.run.backward_inputs(
+                        layer_fetcher(result.ahead, segment_pass.segment), x_grads, segment_pass.extra
+                    )
+                    weight_passes.append(segment_pass._replace(extra=[]))
+                else:
+                    x_grads = self.run_backward(segment_pass, x_grads, result.ahead, reducer, last)
+        return x_grads
+
+    def backward_weights(self, weight_passes: list[SegmentPass], reducer: GradientReducer, last: bool) -> None:
+        """Give the gradients of stacks' parameters to `reducer`, in the order of a whole backward pass."""
+        with torch.no_grad():
+            for segment_pass in weight_passes:
+                assert segment_pass.run is not None  # only stacks are owed
+                segment_pass.run.backward_weights(self.putter(segment_pass.segment, reducer, last))
+
+    def putter(self, segment: Segment, reducer: GradientReducer, last: bool) -> Callable[[int, list[Tensor]], None]:
+        """The function that gives a layer's gradients to `reducer`."""
+        groups, trained = segment.groups, self.trained(segment)
+        return lambda i, grads: reducer.reduce_group(groups[i], trained, grads, last=last)
+
+    def run_backward(
+        self,
+        segment_pass: SegmentPass,
+        x_grads: list[Tensor],
+        ahead: Prefetcher | Resident,
+        reducer: GradientReducer,
+        last: bool,
+    ) -> list[Tensor]:
+        """The gradients of the leaves of x that a part took; those of its parameters go to `reducer`."""
+        segment = segment_pass.segment
+        if segment_pass.run is not None:
+            put_layer = self.putter(segment, reducer, last)
+            # Given away: nobody holds them while the layers' own are made.
+            return segment_pass.run.backward(
+                layer_fetcher(ahead, segment), put_layer, [x_grads.pop(0) for _ in x_grads[:]], segment_pass.extra
+            )
+        (group,) = segment.groups
+        fetched = ahead.fetch(group) if segment_pass.residuals.needs else ()
+        self.plan.mesh.ledger.reach(segment.name, None)
+        grads = segment_pass.pairs[0].backward(segment_pass.residuals, x_grads, fetched)
+        del fetched
+        x_grads.clear()
+        x_grads = grads[len(grads) - segment_pass.inputs :]
+        del grads[len(grads) - segment_pass.inputs :]
+        reducer.reduce_group(
+            group, self.trained(segment), grads, last=last, shared_leaves=earlier_leaves(self.local_segments, segment)
+        )
+        return x_grads
+
+    def context(self, batch: base.Batch, draws: dict[str, Any], first: int) -> base.Ctx:
+        """The ctx of a batch whose rows begin with row `first` of the step's; checks the batch.
+
+        draws: the step's `layer_draws`. Without any `first` is 0, so that training and evaluation share a compiled
+        block.
+        """
+        forward.check(self.model, batch, self.ctx)
+        row = torch.full((), first, device=pytree.leaves(batch)[0].device) if draws else 0
+        return forward.prepare(self.model, batch, self.ctx._replace(first=row, **draws))
+
+    def fetcher(
+        self, params: Tree, device: torch.device, node_shards: NodeShards | None = None, exact: bool = False
+    ) -> Prefetcher:
+        """The fetches of one pass over the model. node_shards: see ParamFetcher. exact: no parameter is rounded on its
+        way."""
+        coding = params_coding(self.plan, self.ctx.kernels, exact)
+        return Prefetcher(ParamFetcher(params, self.plan, device, coding, node_shards), self.ahead)
+
+    def resident_stage(
+        self, parts: Sequence[Segment], params: Tree, device: torch.device, *, forward: bool
+    ) -> Resident:
+        """The parameters of a stage, to stay whole for several passes, of which the first one is forward or not."""
+        groups = [group for segment in parts for group in segment.groups]
+        phase = "forward" if forward else "backward"
+        return Resident(self.fetcher(params, device), groups if forward else groups[::-1], phase)
+
+    def residual_storage(self, device: torch.device) -> dict[str, Any]:
+        """{"saved": the storage of activations kept by the remat policy}, {} for a list on the device."""
+        storage: Any = None
+        if self.plan.acts == "nvme":
+            assert self.nvme is not None  # given with a plan whose activations rest on a disk
+            storage = DiskActivations(self.nvme.scratch)
+        elif self.plan.acts == "host" and device != HOST:
+            storage = HostActivations(device)
+        if self.partition:
+            storage = PartitionedActivations(self.plan.mesh["tp"], [] if storage is None else storage)
+        return {} if storage is None else {"saved": storage}
+
+
+def passed_over(params: Tree, x: Any, ctx: base.Ctx) -> Any:
+    """The block of a layer that is dropped."""
+    return x
+
+
+def layer_fetcher(ahead: Prefetcher | Resident, segment: Segment) -> Callable[[int], Sequence[Tensor]]:
+    """The function from the number of a layer of a stack to its parameters."""
+    groups = segment.groups
+    return lambda i: ahead.fetch(groups[i])
+
+
+def earlier_leaves(parts: Sequence[Segment], segment: Segment) -> frozenset[str]:
+    """The leaves of a part that one before it uses too: their gradients come more than once in a micro-batch."""
+    earlier = itertools.takewhile(lambda candidate: candidate.name != segment.name, parts)  # no stack shares leaves
+    return frozenset(segment.leaves) & frozenset(name for candidate in earlier for name in candidate.leaves)
