@@ -43,8 +43,8 @@ def births(monkeypatch, model, tokens, policy, compiled, gpu):
     born = MemoryTrace.born
 
     def noted(self, x, key, size, here):
-        if self.here.phase in ("forward", "backward"):
-            place = f"{self.here.phase}/{self.here.part}"
+        if self.current_visit.phase in ("forward", "backward"):
+            place = f"{self.current_visit.phase}/{self.current_visit.segment}"
             found.append(Born(self.op, place, x.dtype, size))
         return born(self, x, key, size, here)
 

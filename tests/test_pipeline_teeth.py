@@ -230,7 +230,7 @@ def message_room_used_again():
         key = (self.label, tuple((tuple(shape), dtype) for shape, dtype in shapes))
         if key not in rooms:
             rooms[key] = [torch.empty(tuple(shape), dtype=dtype, device=device) for shape, dtype in shapes]
-        self.coming.append([self._start(after + i, room) for i, room in enumerate(rooms[key])])
+        self.pending.append([self._start(after + i, room) for i, room in enumerate(rooms[key])])
         self.received += 1
 
     return mock.patch.object(channel.Receiver, "expect", expect)
@@ -263,7 +263,7 @@ def what_weights_need_freed_with_the_inputs():
 
     def wrong(self, *args):
         out = real(self, *args)
-        for t in (t for owed in self.owed for t in owed):
+        for t in (t for owed in self.pending for t in owed):
             if isinstance(t, torch.Tensor) and t.is_floating_point():
                 t.zero_()
         return out
@@ -280,11 +280,11 @@ def last_one_early():
     """The sum over micro-batches leaves with the one before the last, and again with the last."""
     real = GradientReducer.reduce_group
 
-    def wrong(self, group, names, grads, *, last, again=frozenset()):
+    def wrong(self, group, names, grads, *, last, shared_leaves=frozenset()):
         seen = self.__dict__.setdefault("seen", {})
         key = group.name, group.layer, tuple(names)
         seen[key] = seen.get(key, 0) + 1
-        return real(self, group, names, grads, last=last or seen[key] == self.rest.parts - 1, shared_leaves=again)
+        return real(self, group, names, grads, last=last or seen[key] == self.stored_sums.parts - 1, shared_leaves=shared_leaves)
 
     return mock.patch.object(GradientReducer, "reduce_group", wrong)
 

@@ -354,7 +354,7 @@ def test_buffers_that_are_copied_to_the_gpu_are_lent_until_then():
     assert pool.allocate((pool.size,), torch.uint8).view.numel() == pool.size
 
 
-def early(tensors, device, *, after):
+def early(tensors, device, *, events):
     return copy_buckets.copy_in_buckets(tensors, device)
 
 
