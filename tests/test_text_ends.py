@@ -106,7 +106,7 @@ def test_ids_are_those_of_auto_tokenizer(place, case, model_type, tmp_path):
     tokenizer, chat = start_tokenizer(folder), start_chat(folder)
     encode = encoder(tokenizer)
     for text in TEXTS:
-        assert encode(text, whole=True)[0].tolist() == theirs(text)["input_ids"], text
+        assert encode(text, add_special=True)[0].tolist() == theirs(text)["input_ids"], text
         if text.strip():
             assert text_ids({"text": text}, None, encode, -1).tolist() == theirs(text)["input_ids"]
     known = {name: str(text) for name, text in theirs.special_tokens_map.items() if isinstance(text, str)}
