@@ -284,7 +284,9 @@ def last_one_early():
         seen = self.__dict__.setdefault("seen", {})
         key = group.name, group.layer, tuple(names)
         seen[key] = seen.get(key, 0) + 1
-        return real(self, group, names, grads, last=last or seen[key] == self.stored_sums.parts - 1, shared_leaves=shared_leaves)
+        return real(
+            self, group, names, grads, last=last or seen[key] == self.stored_sums.parts - 1, shared_leaves=shared_leaves
+        )
 
     return mock.patch.object(GradientReducer, "reduce_group", wrong)
 
