@@ -22,9 +22,9 @@ from fzero.checkpoint.convert.decoders import decoder_of, save_decoder
 from fzero.checkpoint.convert.huggingface import in_memory
 from fzero.core import pytree
 from fzero.models.base import Ctx
-from fzero.models.decoders.config import name_of_scored, read_decoder
+from fzero.models.decoder_config import name_of_scored, read_decoder
 from fzero.models.lora import FROZEN
-from fzero.models.vocabulary import with_vocab_size
+from fzero.models.presets import with_vocab_size
 from fzero.run import run_folder, weights
 from fzero.train.to_module import gathered
 

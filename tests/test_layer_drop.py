@@ -16,7 +16,7 @@ from zero_cases import OPTIMIZERS, batch_for, model_of, packed_batch_for, train,
 import fzero
 from fzero import models
 from fzero.core import prng, pytree
-from fzero.models.layer_drop import keep_probability
+from fzero.models.dropping import keep_probability
 from fzero.run.config_table import from_table
 from fzero.run.deepspeed import config_from_deepspeed
 from fzero.train.loss import draws_of

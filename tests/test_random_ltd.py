@@ -18,7 +18,7 @@ import fzero
 from fzero import models
 from fzero.core import prng, pytree
 from fzero.models import forward
-from fzero.models.random_ltd import sample_positions
+from fzero.models.dropping import sample_positions
 from fzero.run.config_table import from_table
 from fzero.run.stages import count_tokens, stages_of
 
@@ -115,7 +115,7 @@ def test_steps_equal_one_process(mesh):
 
 def kept_by_local_row(mesh, options):
     """Steps in which a row's tokens are drawn by its number on its rank."""
-    module = sys.modules["fzero.models.random_ltd"]  # which the function of its name hides
+    module = sys.modules["fzero.models.dropping"]  # which the function of its name hides
     with mock.patch.object(
         module, "sample_positions", lambda b, t, k, ctx: sample_positions(b, t, k, ctx._replace(first=0))
     ):

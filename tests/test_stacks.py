@@ -16,8 +16,8 @@ import fzero
 from fzero import checkpoint, models
 from fzero.core import prng, pytree
 from fzero.models import forward
+from fzero.models.config_values import layers_text, parse_layers
 from fzero.models.deepseek import choose_experts
-from fzero.models.layer_kinds import layers_text, parse_layers
 from fzero.offload import Nvme
 from fzero.run.generate import Sampling, generate
 from fzero.train.stage_sharing import segments_of

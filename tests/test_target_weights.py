@@ -14,7 +14,7 @@ from fzero.core import pytree
 from fzero.kernels import cross_entropy as ce
 from fzero.kernels import linear_cross_entropy as linear
 from fzero.models import batch as batches
-from fzero.models.position_losses import by_position
+from fzero.models.preference import by_position
 from fzero.sharding.context import Context
 from fzero.sharding.pipeline_plan import Pipeline
 

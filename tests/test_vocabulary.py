@@ -1,5 +1,5 @@
 """Tokenizers and tables of other sizes: tokens that a chat template writes and a vocabulary lacks, tokens that are
-added (fzero/run/vocabulary.py), and rows for them (fzero/models/vocabulary.py)."""
+added (fzero/run/vocabulary.py), and rows for them (fzero/models/presets.py)."""
 
 import dataclasses
 import json

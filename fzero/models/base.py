@@ -85,7 +85,7 @@ class Ctx(NamedTuple):
     placed: Tensor | tuple[()] = ()  # int64 [cp, T / cp], of every rank's
     chunk: tuple[int, int] | tuple[()] = ()  # inside a layer in chunks: (position of its first token, tokens of a row)
     prepared: Any = ()  # what the model's `prepare` made of the batch: a tree of tensors and of hashable values
-    scales: Tensor | tuple[()] = ()  # float64 [L] of what each layer adds to x, see models.layer_drop; () for 1
+    scales: Tensor | tuple[()] = ()  # float64 [L] of what each layer adds to x, see models.dropping; () for 1
     dropped: frozenset[int] | tuple[()] = ()  # the layers whose scale is 0, if a step knows them: it passes over them
 
 
@@ -159,7 +159,7 @@ class Model(NamedTuple):
     # Entries of a batch of shape [B, T, ...] that are not by token: where cp splits sequences, embedding and head see
     # them whole, and of all others this rank's tokens.
     whole_entries: tuple[str, ...] = ()
-    # (a step's key, the steps made before) -> `scales` of its ctx, see models.layer_drop
+    # (a step's key, the steps made before) -> `scales` of its ctx, see models.dropping
     drop: Callable[[Tensor, Tensor], Tensor] | None = None
 
 

@@ -1,6 +1,19 @@
 """DeepSeek-V3: latent attention, and experts chosen by sigmoid scores after a few dense layers.
 
 Ref: DeepSeek-AI 2024, "DeepSeek-V3 technical report", arXiv:2412.19437, section 2.1.
+
+A second head that predicts the token after the next one, from the last activations and the next token's embedding.
+
+    x' = M [norm(x_i); norm(E(t_{i+1}))],   then one layer,   then the model's own head, behind a norm of its own
+    loss = sum_i CE(t_{i+1}) + lambda sum_i CE'(t_{i+2})
+
+Both sums are divided by the number of tokens of the first, as all losses are. A position counts in the second sum if
+the next one counts in the first, as much as that one does, and lies in the same document. The layer is a stack of its
+own, `blocks_mtp`, and what comes before it a join (see models.base.Model), so that it is sharded, recomputed and cut
+into stages like any other.
+
+Ref: DeepSeek-AI 2024, "DeepSeek-V3 technical report", arXiv:2412.19437, section 2.2, of depth 1.
+Shapes: x [B, T, D], targets [B, T].
 """
 
 from __future__ import annotations
@@ -19,9 +32,9 @@ from fzero.kernels import glu
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.rope import rope_frequencies, rope_qk
-from fzero.models import mtp
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
+from fzero.models.config_values import check_sizes
 from fzero.models.cp_attention import attend
 from fzero.models.experts import (
     ENTROPY,
@@ -54,8 +67,48 @@ from fzero.models.layers import (
     with_cache,
 )
 from fzero.models.llama import MLP_RULES, embed, features, head_inputs, logits, unembed
-from fzero.models.size_bounds import check_sizes
 from fzero.sharding import Mesh, Rules
+
+MTP_STACK, MTP_JOIN = "blocks_mtp", "join_mtp"
+MTP_RULES = ((rf"^({MTP_JOIN}/norm_|head/norm_mtp/)", "[D]"), (rf"^{MTP_JOIN}/w$", "[D, D]"))
+
+
+def mtp_leaves(c: Any, make: MakeLeaf) -> Tree:
+    """The leaves of the join: two norms, and M [2 D, D]."""
+    d = c.d_model
+    norms = {name: {"scale": make(f"{MTP_JOIN}/{name}/scale", (d,), 0.0, 1.0)} for name in ("norm_x", "norm_e")}
+    return {**norms, "w": make(f"{MTP_JOIN}/w", (2 * d, d), c.init_std)}
+
+
+def join_mtp(c: Any, params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Tree:
+    """The activations with "main", those of the model itself, and x of the layer that follows.
+
+    When sampling there are no next tokens, and nobody uses what this layer makes of others.
+    """
+    p, following = params[MTP_JOIN], batch.get("targets", batch["tokens"]).clamp_min(0)
+    e = embed(c, params, {**batch, "tokens": following}, ctx)
+    normed = norm(p["norm_x"], state["x"], c.norm_eps, ctx), norm(p["norm_e"], e, c.norm_eps, ctx)
+    return {**state, "main": state["x"], "x": linear(torch.cat(normed, -1), p["w"])}
+
+
+def mtp_loss(c: Any, params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Tensor:
+    """The cross entropy of the tokens after the next ones, summed over the positions that count."""
+    mtp_params = {**params, "head": {**params["head"], "norm": params["head"]["norm_mtp"]}}
+    return token_loss(*head_inputs(c, mtp_params, x, ctx), shifted_batch(batch), ctx, words=c.vocab_size)[0]
+
+
+def shifted_batch(batch: Batch) -> Batch:
+    """The batch whose targets are the next position's, where those count and are of the same document."""
+    targets = batch["targets"]
+    counts = counted_tokens(targets, batch.get("mask"))[:, 1:]
+    if "documents" in batch:
+        counts = counts * (batch["documents"][:, 1:] == batch["documents"][:, :-1])
+    last = targets.new_zeros(len(targets), 1)
+    return {
+        **batch,
+        "targets": torch.cat((targets[:, 1:], last), 1),
+        "mask": torch.cat((counts, last.to(counts.dtype)), 1),
+    }
 
 
 @dataclass(frozen=True)
@@ -71,7 +124,7 @@ class DeepSeekConfig:
     A bias moves the choice of experts and not their weights, by `bias_rate` once a step towards equal loads of the
     experts of a layer (0: it stays). The balance loss of a sequence is E / top_k sum_e load_e score_e, summed over the
     layers with experts: load_e counts e's tokens per position and score_e is e's mean share of the scores. With n_mtp
-    see models.mtp; the published model has one.
+    see `join_mtp`; the published model has one.
 
     Raises ValueError for experts that cannot be chosen so, and sizes out of bounds.
 
@@ -202,7 +255,7 @@ def _init(c: DeepSeekConfig, make: MakeLeaf) -> Tree:
     tree["blocks_experts"] = stack("blocks_experts", c.n_layers - c.n_dense, routed)
     tree["head"] = {"norm": ones("head/norm", c.d_model)}
     if c.n_mtp:
-        tree |= {mtp.JOIN: mtp.leaves(c, make), mtp.STACK: stack(mtp.STACK, 1, routed)}
+        tree |= {MTP_JOIN: mtp_leaves(c, make), MTP_STACK: stack(MTP_STACK, 1, routed)}
         tree["head"]["norm_mtp"] = ones("head/norm_mtp", c.d_model)
     if not c.tied:
         tree["head"]["w"] = make("head/w", (c.vocab_size, c.d_model), c.init_std)
@@ -276,7 +329,7 @@ def deepseek(config: DeepSeekConfig) -> Model:
 
     The activations are a tree: x, and the balance loss and the routing counts of each sequence. The loss reports
     cross_entropy and balance in `extra`. The bias of the router is a leaf that no gradient moves, but the counts of a
-    step (see `routing.balance_by_bias`). With n_mtp a third stack, "blocks_mtp", and "mtp" in `extra`: see models.mtp.
+    step (see `routing.balance_by_bias`). With n_mtp a third stack, "blocks_mtp", and "mtp" in `extra`: see `join_mtp`.
     Heads, units and vocabulary are split over tp, experts over ep, layers over pp.
 
     >>> sizes = {"d_model": 16, "n_layers": 2, "n_dense": 1, "n_heads": 2, "q_rank": 8, "kv_rank": 4, "d_ff": 32}
@@ -323,8 +376,8 @@ def deepseek(config: DeepSeekConfig) -> Model:
         counts = {n: state[n] for n in (LOAD, ENTROPY)}
         total, sums = total + c.balance_coef * balance, tables("blocks_experts", rows(counts, 0, layers))
         if c.n_mtp:
-            extra["mtp"] = mtp.loss(c, params, state["x"], batch, ctx)
-            total, sums = total + c.mtp_coef * extra["mtp"], sums | tables(mtp.STACK, rows(counts, layers, layers + 1))
+            extra["mtp"] = mtp_loss(c, params, state["x"], batch, ctx)
+            total, sums = total + c.mtp_coef * extra["mtp"], sums | tables(MTP_STACK, rows(counts, layers, layers + 1))
         return Loss(total, num_tokens, extra, sums)
 
     return Model(
@@ -334,9 +387,9 @@ def deepseek(config: DeepSeekConfig) -> Model:
         block={
             **({"blocks_dense": dense} if c.n_dense else {}),
             "blocks_experts": routed,
-            **({mtp.STACK: routed} if c.n_mtp else {}),
+            **({MTP_STACK: routed} if c.n_mtp else {}),
         },
-        join={mtp.STACK: functools.partial(mtp.join, c)} if c.n_mtp else {},
+        join={MTP_STACK: functools.partial(join_mtp, c)} if c.n_mtp else {},
         head=head,
         logits=lambda params, state, ctx: logits(c, params, main(state), ctx),
         rules=lambda mesh: _rules(c, mesh),
@@ -345,7 +398,7 @@ def deepseek(config: DeepSeekConfig) -> Model:
         features=lambda params, state, ctx: features(c, params, main(state), ctx),
         unembed=unembed(c),
         leaf_rules=balance_by_bias("blocks_experts", c.bias_rate)
-        | (balance_by_bias(mtp.STACK, c.bias_rate) if c.n_mtp else {}),
+        | (balance_by_bias(MTP_STACK, c.bias_rate) if c.n_mtp else {}),
         splits=not c.n_mtp,  # which looks at the next position
     )
 
@@ -370,5 +423,5 @@ def _rules(c: DeepSeekConfig, mesh: Mesh) -> Rules[str]:
     )
     flagged = (*(MLP_RULES if c.n_dense else ()), *(SHARED_RULES if c.n_shared else ()))
     of_head = () if c.tied else ((r"^head/w$", "[V/tp, D]"),)
-    rules = (*flagged, *(mtp.MTP_RULES if c.n_mtp else ()), *MOE_RULES, *RULES, *of_head)
+    rules = (*flagged, *(MTP_RULES if c.n_mtp else ()), *MOE_RULES, *RULES, *of_head)
     return split_words(rules, mesh, c.vocab_size)

@@ -42,7 +42,7 @@ from fzero.models.batch import (
     select_tokens,
     sums_by_source,
 )
-from fzero.models.layer_kinds import parse_layers
+from fzero.models.config_values import parse_layers
 from fzero.sharding import Plan
 from fzero.sharding.context import balanced, blocks_of, in_blocks
 from fzero.sharding.prefetch import unshard_block, unshard_tree

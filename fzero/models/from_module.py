@@ -22,10 +22,8 @@ from fzero.core.purity_checks import PureCalls
 from fzero.core.pytree import Tree
 from fzero.models.base import Ctx, Loss, Model, Start
 from fzero.models.batch import Batch
-from fzero.models.loss_value import loss_of
 from fzero.models.module_functions import (
     Layered,
-    ModuleConfig,
     Weights,
     dotted,
     expect_batch,
@@ -37,6 +35,7 @@ from fzero.models.module_functions import (
 from fzero.models.module_layers import CannotSplit, Constants, choices, without_memory
 from fzero.models.module_split import LossOf, ModuleCall
 from fzero.models.module_tp import calling, draws_of
+from fzero.models.user_functions import ModuleConfig, loss_of
 from fzero.models.wide_sums import wide_sums
 from fzero.sharding import Mesh, Rules
 

@@ -15,6 +15,7 @@ from fzero.kernels.embedding import look_up
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
 from fzero.models.chunked_layer import AttentionLayer
+from fzero.models.config_values import check_sizes
 from fzero.models.forward import token_loss
 from fzero.models.layers import (
     Attention,
@@ -38,7 +39,6 @@ from fzero.models.layers import (
     split_words,
     vocabulary_logits,
 )
-from fzero.models.size_bounds import check_sizes
 from fzero.models.tiled_linear import tiled_gelu_mlp
 from fzero.sharding import Mesh, Rules
 from fzero.sharding.slices import narrow_part

@@ -26,8 +26,8 @@ from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
 from fzero.models.chunked_layer import AttentionLayer
+from fzero.models.config_values import LayerKind, check_sizes, parse_layers
 from fzero.models.forward import token_loss
-from fzero.models.layer_kinds import LayerKind, parse_layers
 from fzero.models.layers import (
     GATES,
     Attention,
@@ -46,7 +46,6 @@ from fzero.models.layers import (
     split_words,
     vocabulary_logits,
 )
-from fzero.models.size_bounds import check_sizes
 from fzero.sharding import Mesh, Rules
 
 NORMS = ("in", "out", "both")
@@ -78,7 +77,7 @@ class LlamaConfig:
     tied: bool = False
     dropout: float = 0.0
     init_std: float = 0.02
-    pattern: str = "full"  # attention pattern, or those of a period of layers, see fzero.models.layer_kinds
+    pattern: str = "full"  # attention pattern, or those of a period of layers, see fzero.models.config_values
     mlp_tiles: int = 1  # parts that the MLP's hidden units are computed in, see fzero.models.tiled_linear
     mlp_tokens: int = 0  # tokens that the MLP is computed for at a time, for long sequences; 0: all
     layer_tokens: int = 0  # and a whole layer, see fzero.models.chunked_layer; 0: all

@@ -10,6 +10,7 @@ from torch import Tensor
 from fzero.core.pytree import Tree
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
+from fzero.models.config_values import check_sizes
 from fzero.models.forward import token_loss
 from fzero.models.layers import (
     DimSplit,
@@ -22,7 +23,6 @@ from fzero.models.layers import (
     split_words,
     vocabulary_logits,
 )
-from fzero.models.size_bounds import check_sizes
 from fzero.sharding import Mesh, Rules
 
 

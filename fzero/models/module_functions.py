@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple, NoReturn
@@ -30,7 +29,6 @@ from fzero.core.stack import Blocks
 from fzero.core.variable_snapshot import Snapshot
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model, Start
 from fzero.models.batch import Batch
-from fzero.models.loss_value import loss_of
 from fzero.models.module_layers import (
     CannotSplit,
     Constants,
@@ -60,18 +58,11 @@ from fzero.models.module_tp import (
     ways_of,
 )
 from fzero.models.module_tp_search import Probe, find_cuts
+from fzero.models.user_functions import ModuleConfig, loss_of
 from fzero.models.wide_sums import wide_sums
 from fzero.sharding import Mesh, Rules
 
 Weights = Callable[[str], Callable[[], Tensor]]  # the name of a parameter -> what reads the value that it begins with
-
-
-@dataclass(frozen=True)
-class ModuleConfig:
-    """The config of a Model made from a module."""
-
-    name: str  # of the module's class
-    n_layers: int  # 0: the module is not split
 
 
 class Prepared(NamedTuple):

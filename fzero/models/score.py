@@ -25,7 +25,7 @@ from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens, number_of, weighed
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, with_still_leaves
-from fzero.models.decoders.config import DecoderConfig
+from fzero.models.decoder_config import DecoderConfig
 from fzero.models.layers import DimSplit, enter_region, expect_divisible
 from fzero.models.preference import (
     expect_no_weights,
@@ -137,7 +137,7 @@ def reward(model: Model, pad: int = -1) -> Model:
 def scored(model: Model, config: ScoreConfig) -> Model:
     """Return the model with the head of `config`."""
     if isinstance(model.config, DecoderConfig):
-        from fzero.models.decoders.model import trunk
+        from fzero.models.decoder import trunk
 
         model = trunk(model.config)
     expect_replaceable_head("classify" if config.labels else "reward", model)

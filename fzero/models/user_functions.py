@@ -1,22 +1,79 @@
-"""A Model of somebody's own functions, in a step: they draw random numbers by the step's key, and are pure."""
+"""A Model of somebody's own functions, in a step: they draw random numbers by the step's key, and are pure.
+
+The Loss of the value that a user's loss function returned.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fzero.core import prng, pytree
+from fzero.core.arguments import expect_kind
 from fzero.core.closure_state import ClosureState
 from fzero.core.graph_tracing import is_foreign
 from fzero.core.purity_checks import PureCalls
 from fzero.core.random_interception import Draws, is_drawing
-from fzero.models.base import Model, map_blocks
-from fzero.models.loss_value import loss_of
-from fzero.models.module_functions import ModuleConfig
+from fzero.models.base import Loss, Model, map_blocks
 from fzero.models.wide_sums import wide_sums
+
+
+@dataclass(frozen=True)
+class ModuleConfig:
+    """The config of a Model made from a module."""
+
+    name: str  # of the module's class
+    n_layers: int  # 0: the module is not split
+
+
+def loss_of(out: Any) -> Loss:
+    """The Loss that a plain function returned; raises TypeError or ValueError, with what to write instead, for anything
+    else."""
+    pair = "return (losses.sum(), losses.numel())"
+    out, tables = (out[:3], out.tables) if isinstance(out, Loss) else (out, {})
+    if isinstance(out, dict):
+        raise TypeError(
+            f"the loss function returned a dict of {', '.join(map(str, out)) or 'nothing'}; return (sum, number of "
+            "samples, {name: sum to report})"
+        )
+    if isinstance(out, list) or (isinstance(out, tuple) and len(out) not in (2, 3)):
+        raise TypeError(f"the loss function returned a {type(out).__name__} of {len(out)}; {pair}")
+    total, number, *extra = out if isinstance(out, tuple) else (out, 1.0)
+    if isinstance(total, (int, float)):
+        raise TypeError(
+            f"the loss function returned the number {total!r}, which has no gradient; return a tensor, not its .item()"
+        )
+    expect_kind("what the loss function returned", total, Tensor, pair)
+    if total.dim() or not total.is_floating_point():
+        raise ValueError(f"the loss function returned {total.dtype} of shape {list(total.shape)}; {pair}")
+    total = total.to(torch.promote_types(total.dtype, torch.float32))  # micro-batches are summed
+    if not isinstance(out, tuple):
+        return Loss(total, torch.ones_like(total.detach()))
+    sums = {"the number of samples": number}
+    if extra:
+        expect_kind("the third result of the loss function", extra[0], dict, "return {name: sum to report}")
+        sums |= {f"{name!r} of the loss function's sums": value for name, value in extra[0].items()}
+    for label, value in sums.items():
+        expect_kind(label, value, (Tensor, int, float), "return a scalar, such as len(batch['x'])")
+        if isinstance(value, Tensor) and value.dim():
+            raise ValueError(f"{label} has shape {list(value.shape)}; return its sum, a scalar")
+        if isinstance(value, Tensor) and value.is_complex():
+            raise ValueError(f"{label} is {value.dtype}; return a real number")
+
+    def to_loss_device(x: Any) -> Tensor:
+        # A number is written where the loss is: copying it there would wait for a GPU.
+        if not isinstance(x, Tensor):
+            return torch.full((), x, device=total.device)
+        wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+        return x.to(total.device, wide)
+
+    extra = {name: to_loss_device(x) for name, x in extra[0].items()} if extra else {}
+    return Loss(total, to_loss_device(number), extra, tables)
 
 
 def has_key(model: Model) -> bool:

@@ -14,9 +14,9 @@ from fzero.core import pytree
 from fzero.kernels.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, SPLIT_PRODUCTS
 from fzero.models import DeepSeekConfig, LlamaConfig
 from fzero.models.base import CODES, leaf_shapes
+from fzero.models.config_values import hidden_units
 from fzero.models.presets import body_of
 from fzero.models.score import head_rows
-from fzero.models.size_bounds import hidden_units
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_forms import memory
 from fzero.planner.closed_layer import Basis, Layer

@@ -20,7 +20,7 @@ from fzero.data.packing import PACKINGS
 from fzero.data.remote_tokens import MIN_CACHE_BYTES
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import Kernels
-from fzero.models import size_bounds
+from fzero.models import config_values
 from fzero.models.score import head_of
 from fzero.optim.adamw import CORRECTIONS
 from fzero.optim.deepspeed_schedules import RISES
@@ -46,7 +46,7 @@ RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 
 MAX_RANKS = 10_000_000
 BOUNDS: dict[str, Bounds] = {
-    **{f"model.{name}": bounds for name, bounds in size_bounds.BOUNDS.items()},
+    **{f"model.{name}": bounds for name, bounds in config_values.BOUNDS.items()},
     **{"data.seq_len": LENGTH, "optim.lr": RATE, "data.span_corruption": (0.0, True, 1.0, True)},
     **{"data.cache_gb": POSITIVE, "data.retry_minutes": RATE, "data.fim": FRACTION},
     **{"data.noise_density": (0.0, False, 1.0), "data.mean_noise_span_length": SIZE},

@@ -9,7 +9,7 @@ from typing import Any
 from fzero import models
 from fzero.core.config_tables import Table
 from fzero.data.labels import labels_of
-from fzero.models.decoders.config import DecoderConfig
+from fzero.models.decoder_config import DecoderConfig
 from fzero.models.lora import ON
 from fzero.models.presets import body_of
 from fzero.models.score import head_of
@@ -60,7 +60,7 @@ def lora_targets(model: models.Model, targets: str) -> str:
     """The regex of the weights that get factors: targets, or what "attn" and "all" stand for in the model."""
     body = body_of(model.config)
     if targets in ON and isinstance(body, DecoderConfig):
-        from fzero.models.decoders.model import linear_targets
+        from fzero.models.decoder import linear_targets
 
         return linear_targets(body, targets == "attn")
     return ON.get(targets, targets)

@@ -20,7 +20,7 @@ from fzero.core import pytree
 from fzero.core.storage import write_texts
 from fzero.data.auto_tokenizer import changed_on_load
 from fzero.data.chat import read_chat
-from fzero.models.decoders.config import DecoderConfig
+from fzero.models.decoder_config import DecoderConfig
 from fzero.models.presets import body_of, without_adapters
 from fzero.models.score import head_of
 from fzero.run import run_folder, run_lock, special_token_files, weights

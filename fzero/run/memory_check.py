@@ -22,9 +22,9 @@ from fzero.core.device import HOST
 from fzero.core.host_memory import bytes_cached, bytes_taken
 from fzero.core.pytree import Tree
 from fzero.models import LlamaConfig
+from fzero.models.config_values import hidden_units
 from fzero.models.presets import family_of
 from fzero.models.score import head_rows
-from fzero.models.size_bounds import hidden_units
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.store_folder import store_bytes
 from fzero.optim.average import AVERAGE

@@ -15,7 +15,7 @@ from fzero.data.chat import read_chat
 from fzero.data.tokenizers import Tokenizer, load_tokenizer
 from fzero.models import ModelConfig
 from fzero.models.lora import TABLES, LoRAConfig
-from fzero.models.vocabulary import with_vocab_size
+from fzero.models.presets import with_vocab_size
 from fzero.run import special_token_files, weights
 from fzero.run.config import Data, RunConfig
 from fzero.run.special_token_files import start_chat, start_tokenizer

@@ -21,7 +21,7 @@ from fzero.checkpoint.convert.transformers_weights import copy_to_disk, hide_pro
 from fzero.core.files import remove_entry
 from fzero.core.storage import write_text, write_texts
 from fzero.core.text_parsing import parse_json, read_json
-from fzero.models.decoders.config import DecoderConfig, read_decoder
+from fzero.models.decoder_config import DecoderConfig, read_decoder
 from fzero.models.score import SCORE, ScoreConfig, head_rows
 
 
@@ -61,11 +61,11 @@ def open_decoder(
 
 def decoder_of(config: DecoderConfig | ScoreConfig) -> Any:
     """The decoder of a config, with the sources of all its leaves."""
-    from fzero.models.decoders import model
+    from fzero.models import decoder
 
     if not isinstance(config, ScoreConfig):
-        return model.decoder_of(config)
-    base = model.decoder_of(config.base, head_rows(config))
+        return decoder.decoder_of(config)
+    base = decoder.decoder_of(config.base, head_rows(config))
     return base._replace(sources={**base.sources, SCORE: ("score.weight",)})
 
 

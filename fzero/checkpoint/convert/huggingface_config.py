@@ -26,8 +26,7 @@ from fzero.checkpoint.convert.huggingface_layers import (
 from fzero.core.bounds import check_bounds
 from fzero.core.text_parsing import expect_entries, nearest, short
 from fzero.models import DeepSeekConfig, GPT2Config, MoEConfig, RopeScaling, ScoreConfig
-from fzero.models.layer_kinds import parse_layers
-from fzero.models.size_bounds import BOUNDS
+from fzero.models.config_values import BOUNDS, parse_layers
 
 LATENT_EPS = 1e-6  # of DeepSeek-V3's norms of latents in transformers, whatever config.json says
 OTHER_EPS = f"DeepSeek-V3 of transformers has {LATENT_EPS} in its norms of latents, and fzero one number for all norms"

@@ -18,7 +18,7 @@ from fzero.checkpoint.convert.huggingface_families import HuggingFaceFamily
 from fzero.core.text_parsing import expect_entries, short
 from fzero.kernels.attention import FULL, Pattern
 from fzero.models import ScoreConfig
-from fzero.models.layer_kinds import LayerKind, layers_text, parse_layers
+from fzero.models.config_values import LayerKind, layers_text, parse_layers
 
 MOST_LABELS = 100_000  # that a number alone can ask for
 # Architectures that are not called as the one that says words.

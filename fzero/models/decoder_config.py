@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fzero.core.text_parsing import parse_json, short
-from fzero.models.size_bounds import check_sizes
+from fzero.models.config_values import check_sizes
 
 # What a message ends with.
 IN_PYTHON = "; other models train in Python: fzero.from_huggingface(folder), or fzero.from_module of an nn.Module"

@@ -28,7 +28,7 @@ from fzero.core.random_interception import seeded
 from fzero.kernels.cross_entropy import counted_tokens, number_of, weighed
 from fzero.models.base import Ctx, Loss, Model
 from fzero.models.batch import Batch, sums_by_source
-from fzero.models.decoders.config import IN_PYTHON, DecoderConfig, class_of_decoder, class_of_scored, config_of_text
+from fzero.models.decoder_config import IN_PYTHON, DecoderConfig, class_of_decoder, class_of_scored, config_of_text
 from fzero.models.from_module import expect_trainable
 from fzero.models.layers import document_positions
 from fzero.models.module_functions import Layered, LayerLeaves, Prepared, slashed

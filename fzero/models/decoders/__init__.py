@@ -1,1 +1,0 @@
-"""Decoders for which fzero has no functions of its own: the code of the installed transformers computes them."""
