@@ -12,12 +12,12 @@ from kernel_laws import adjoint, both_passes, draw, numbers, repeats, strides, t
 
 from fzero.core.device import FakeDevice, Target
 from fzero.core.product_flops import flop_of
-from fzero.kernels import attention_library, chips
+from fzero.kernels import attention_library, tuning
 from fzero.kernels.attention import FULL, Pattern, attention
 from fzero.kernels.attention_library import LIBRARIES, library_attention
-from fzero.kernels.chips import Speed
 from fzero.kernels.flops import pairs
 from fzero.kernels.registry import explain
+from fzero.kernels.tuning import Speed
 from fzero.planner.calibrate.attention import Shape, measure_attention
 from fzero.planner.calibrate.attention import _repeats as repeats_of
 
@@ -231,31 +231,31 @@ def test_what_must_be_installed():
 
 def test_the_fastest_comes_first_and_what_was_measured_here_before_what_was_published(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    order = functools.partial(chips.order_of_attention, H100.name)
-    for cached in (chips.measured, chips.order_of_attention):
+    order = functools.partial(tuning.order_of_attention, H100.name)
+    for cached in (tuning.measured, tuning.order_of_attention):
         cached.cache_clear()
     try:
         assert order("bfloat16", 128, 512) == ("cudnn", "fa3", "triton", "flash")  # by figures of FlashAttention-3
         assert order("bfloat16", 128, 30_000) == ("fa3", "cudnn", "triton", "flash")
         assert order("bfloat16", 64, 512) == ("triton", "fa3", "flash", "cudnn")  # not measured: as the file states
-        assert chips.order_of_attention(B200.name, "bfloat16", 128, 512) == ()
+        assert tuning.order_of_attention(B200.name, "bfloat16", 128, 512) == ()
         here = [Speed("flash", "bfloat16", 64, 1024, 500.0), Speed("triton", "bfloat16", 64, 1024, 400.0)]
-        path = chips.write_measured(H100.name, here)
+        path = tuning.write_measured(H100.name, here)
         assert order("bfloat16", 64, 512)[:2] == ("flash", "triton")
         assert planned(H100, k=64).chosen == "flash"
-        chips.write_measured(H100.name, [here[0]._replace(repeats=False), here[1]])
+        tuning.write_measured(H100.name, [here[0]._replace(repeats=False), here[1]])
         said = planned(H100, k=64)
         assert said.chosen == "triton" and "gave other bits when `fzero bench` measured it" in said.reasons["flash"]
         path.write_text(json.dumps({"speeds": [{"form": "flash"}]}))
-        chips.measured.cache_clear()
-        chips.order_of_attention.cache_clear()
+        tuning.measured.cache_clear()
+        tuning.order_of_attention.cache_clear()
         with pytest.raises(
             ValueError, match=r"attention.json is not what .* \(there is no 'dtype'\); remove it, or run"
         ):
             order("bfloat16", 64, 512)
     finally:
         monkeypatch.undo()
-        for cached in (chips.measured, chips.order_of_attention):
+        for cached in (tuning.measured, tuning.order_of_attention):
             cached.cache_clear()
 
 
@@ -277,9 +277,9 @@ def test_a_cpu_has_no_part_attention(fz):
 
 def test_each_chip_s_file_names_forms_and_its_source():
     forms = {form.name for form in attention.forms}
-    for name, chip in chips.listed().items():
+    for name, chip in tuning.listed().items():
         table = chip["attention"]
-        assert {*table["order"], *(s.form for s in chips.speeds_of(table["speeds"]))} <= forms, name
+        assert {*table["order"], *(s.form for s in tuning.speeds_of(table["speeds"]))} <= forms, name
         assert table["source"] and table["order_source"]
         assert table["speeds"] or table["source"].startswith("not measured yet")
 

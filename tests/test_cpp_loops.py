@@ -21,7 +21,7 @@ import fzero
 from fzero.core import cpp, crc32c, digest, prng
 from fzero.core.compile import have_compiler
 from fzero.core.vjp_pair import vjp_pair
-from fzero.kernels import glu, norm, norm_cpu, quantize
+from fzero.kernels import glu, norm, quantize
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.attention_tiled import tiled_attention
 from fzero.kernels.custom_operator import MANY
@@ -56,7 +56,7 @@ def test_every_law(name, shape):
 @every_op
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_bits_do_not_depend_on_the_number_of_threads(name, dtype):
-    assert norm_cpu._chunk_rows(1500) < 1500 and MANY > 1 << 15  # several parts, and several threads
+    assert norm._chunk_rows(1500) < 1500 and MANY > 1 << 15  # several parts, and several threads
     given, found, before = [t.to(dtype) for t in inputs(name, 1500, 64)], [], torch.get_num_threads()
     try:
         for threads in (1, 3):
@@ -225,10 +225,10 @@ def checksums(dtype):
 LOOPS = {
     "kernels/attention_tiled": attention,
     "kernels/cross_entropy_rows": cross_entropy,
-    "kernels/glu_cpu": gates,
-    "kernels/norm_cpu": norms,
-    "kernels/optim_cpu": steps,
-    "kernels/quantize_cpu": codes,
+    "kernels/glu": gates,
+    "kernels/norm": norms,
+    "kernels/optim_leaf": steps,
+    "kernels/quantize_codes": codes,
     "core/crc32c": checksums,
     "core/digest": digests,
     "core/prng": draws,

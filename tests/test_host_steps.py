@@ -11,7 +11,7 @@ import torch
 from close import assert_close, assert_same
 
 from fzero.core.compile import have_compiler
-from fzero.kernels import optim_cpu, optim_lowbit
+from fzero.kernels import optim_leaf, optim_lowbit
 from fzero.kernels import optim_multi_tensor as kernels
 from fzero.kernels.optim_leaf import OptimLeaf, StepRates
 from fzero.kernels.optim_lowbit import LeafPosition, make_position
@@ -340,7 +340,7 @@ def test_what_auto_takes():
     assert explain("adamw", leaves, rates("adamw"), impl="cpp").chosen == "cpp"
     lion = draw("lion", [(3, 40)])
     assert "it must be compiled, for 120 elements" in explain("lion", lion, rates("lion")).reasons["cpp"]
-    many = torch.zeros(optim_cpu.MANY)
+    many = torch.zeros(optim_leaf.MANY)
     assert explain("lion", [OptimLeaf(many, many, (many,))], rates("lion")).chosen == "cpp"
 
 

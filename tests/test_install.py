@@ -130,11 +130,11 @@ for module in pkgutil.walk_packages(fzero.__path__, "fzero."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 from fzero.cli import aot
-from fzero.kernels import glu, optional_triton, custom_operator
-assert not optional_triton.INSTALLED and not custom_operator.INTERPRETED
+from fzero.kernels import glu, custom_operator
+assert not custom_operator.INSTALLED and not custom_operator.INTERPRETED
 assert custom_operator.triton_runs(torch.ones(1)).endswith("run on cuda")
 try:
-    next(value for value in vars(glu).values() if isinstance(value, optional_triton.AbsentKernel))[(1,)]
+    next(value for value in vars(glu).values() if isinstance(value, custom_operator.AbsentKernel))[(1,)]
 except ImportError as error:
     print(error)
 aot.main([])

@@ -38,8 +38,8 @@ from fzero.kernels import (
 )
 from fzero.kernels.attention import attention
 from fzero.kernels.attention_masked import masked_attention
+from fzero.kernels.custom_operator import tl, triton
 from fzero.kernels.dropout import dropout_add
-from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.quantize_codes import KINDS
 
 pytestmark = pytest.mark.skipif(not laws.INTERPRETED, reason="programs are watched in the interpreter")

@@ -12,7 +12,7 @@ import torch
 from pretend_gpu import pretend
 
 from fzero.core import pytree, torch_private
-from fzero.kernels import chips
+from fzero.kernels import tuning
 from fzero.planner import devices
 from fzero.planner.calibrate import attention, case_timer, fused, gemm, machine, memory
 from fzero.report import figures_bars, run_pictures, sections_cost
@@ -215,7 +215,7 @@ def test_bench_measures_the_gpu_and_writes_a_whole_file(fz, tmp_path, monkeypatc
     monkeypatch.setattr(machine, "host_memory_rate", functools.partial(machine.host_memory_rate, 1 << 12))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     speeds = {}
-    monkeypatch.setattr(chips, "write_measured", lambda gpu, found: speeds.update({gpu: found}))
+    monkeypatch.setattr(tuning, "write_measured", lambda gpu, found: speeds.update({gpu: found}))
     path = tmp_path / "fzero/device.json"
     with pretend() as seen:
         code, out, err = fz("bench")

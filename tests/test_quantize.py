@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fzero.core import prng
 from fzero.core.compile import have_compiler
 from fzero.kernels import quantize as file
-from fzero.kernels import quantize_cpu
+from fzero.kernels import quantize_codes
 from fzero.kernels.quantize import dequantize, dequantize_sum_requantize, quantize
 from fzero.kernels.quantize_codes import KINDS, Quantized, empty_codes
 from fzero.kernels.registry import explain
@@ -297,7 +297,7 @@ CPP = pytest.mark.skipif(not have_compiler(), reason="no C++ compiler")
 
 @CPP
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", quantize_cpu.TYPES)
+@pytest.mark.parametrize("dtype", quantize_codes.TYPES)
 @pytest.mark.parametrize(("shape", "block"), [((5, 37), 16), ((2, 3, 128), 128), ((1, 70001), 64), ((3, 0), 32)])
 def test_the_c_plus_plus_gives_the_bits_of_the_reference(kind, dtype, shape, block):
     def both(op, *args):
@@ -320,7 +320,7 @@ def test_the_c_plus_plus_gives_the_bits_of_the_reference(kind, dtype, shape, blo
 
 @CPP
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", quantize_cpu.TYPES)
+@pytest.mark.parametrize("dtype", quantize_codes.TYPES)
 @pytest.mark.parametrize("spread", [1, 8, 255])
 def test_the_c_plus_plus_gives_the_bits_of_the_reference_for_any_numbers(kind, dtype, spread):
     """Exponents of a block differ by less than `spread`, from 2^-149 to infinity; the other bits are any."""
@@ -348,7 +348,7 @@ def test_the_c_plus_plus_serves_many_numbers_on_a_cpu():
 
 @CPP
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [*quantize_cpu.TYPES])
+@pytest.mark.parametrize("dtype", [*quantize_codes.TYPES])
 def test_no_member_of_the_family_is_without_a_form(kind, dtype):
     """On a CPU "auto" takes a form in one pass for every kind and dtype; a reference is 10 to 100 times as slow."""
     x = torch.ones(2, 1 << 14, dtype=dtype)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fzero.core import gpu
-from fzero.kernels import chips, registry, tuning
+from fzero.kernels import registry, tuning
 from fzero.kernels.registry import Form, Kernels, Op
 
 
@@ -173,9 +173,9 @@ def test_block_sizes_are_those_of_the_chip(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "cache_file", lambda device: tmp_path / "device.json")
     rows = {"_glu": [{"BLOCK": 4096, "num_warps": 8}]}
     other = {"names": "B200", "blocks": {"rows": rows}}
-    found = {**chips.listed(), "other": other}
-    monkeypatch.setattr(chips, "listed", lambda: found)
-    table, device = chips.ConfigTable("_glu"), torch.device("cuda")
+    found = {**tuning.listed(), "other": other}
+    monkeypatch.setattr(tuning, "listed", lambda: found)
+    table, device = tuning.ConfigTable("_glu"), torch.device("cuda")
     for gpu_name, first in (("NVIDIA H200", 1024), ("NVIDIA B200", 4096), ("NVIDIA L40S", 1024)):
         monkeypatch.setattr(gpu, "properties", lambda device, name=gpu_name: SimpleNamespace(name=name))
         assert tuning.rows(table, device)[0]["BLOCK"] == first
@@ -185,8 +185,8 @@ def test_block_sizes_are_those_of_the_chip(tmp_path, monkeypatch):
 
 def test_every_row_of_a_chip_has_the_constants_of_the_default_one():
     """So a file of another chip names no kernel and no block size that is not there."""
-    default = chips.listed()[chips.DEFAULT]["blocks"]["rows"]
-    for name, chip in chips.listed().items():
+    default = tuning.listed()[tuning.DEFAULT]["blocks"]["rows"]
+    for name, chip in tuning.listed().items():
         blocks = chip.get("blocks", {"rows": {}, "source": "-"})
         assert blocks["source"]
         for kernel, configs in blocks["rows"].items():

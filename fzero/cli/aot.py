@@ -17,7 +17,7 @@ from concurrent.futures import Future
 
 from fzero.core.process_pool import Pool
 from fzero.kernels import aot
-from fzero.kernels.optional_triton import INSTALLED, MISSING, triton
+from fzero.kernels.custom_operator import INSTALLED, MISSING, triton
 
 PARTS = ("all", "kernels", "inductor")
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import fzero.kernels.custom_operator  # noqa: F401  (which settles how Triton fuses)
 from fzero.core.files import writing
-from fzero.kernels.optional_triton import VERSION, triton
+from fzero.kernels.custom_operator import VERSION, triton
 
 FILES = (
     "attention_flash",
@@ -79,7 +79,7 @@ class Arch(NamedTuple):
     matrix: str  # instructions of the matrix units
     access: str  # accesses to global memory
     wide: str  # those of 128 bits
-    gpu: str  # the name of one, by whose table block sizes are chosen (see kernels.chips)
+    gpu: str  # the name of one, by whose table block sizes are chosen (see kernels.tuning)
 
 
 PTX_ACCESS = r"(?:ld|st)\.global[^\n]*|cp\.async\.c[ag][^\n]*|cp\.async\.bulk\.tensor[^\n]*"

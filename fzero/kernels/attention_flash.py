@@ -50,8 +50,7 @@ from fzero.kernels.attention_tiles import (
     tables,
     tile,
 )
-from fzero.kernels.custom_operator import INTERPRETED, operator
-from fzero.kernels.optional_triton import tl, triton
+from fzero.kernels.custom_operator import INTERPRETED, operator, tl, triton
 
 # By the head dim rounded up to a power of two (or float32): tiles of M queries and N keys.
 CONFIGS = tables("_flash_forward")

@@ -45,8 +45,7 @@ from fzero.kernels.attention_tiles import (
     tile,
     visible_pairs,
 )
-from fzero.kernels.custom_operator import INTERPRETED, operator
-from fzero.kernels.optional_triton import INSTALLED, VERSION, tl, triton
+from fzero.kernels.custom_operator import INSTALLED, INTERPRETED, VERSION, operator, tl, triton
 
 # As in the forward pass: tiles of M queries and N keys.
 QUERY_CONFIGS = tables("_flash_dq")

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import attention as torch_attention
 
 from fzero.core.device import fake_device_of, kind_of, target_of
-from fzero.kernels import chips, flops
+from fzero.kernels import flops, tuning
 from fzero.kernels.attention_arguments import outputs_of
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.custom_operator import Fused, operator
@@ -289,7 +289,7 @@ def order(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[str, ...]:
     """The forms in the order in which "auto" should ask them on the device of q, the fastest first; () if unknown."""
     if kind_of(q) != "cuda":
         return ()
-    ranking = chips.order_of_attention(target_of(q).name, str(q.dtype).removeprefix("torch."), q.shape[3], q.shape[1])
+    ranking = tuning.order_of_attention(target_of(q).name, str(q.dtype).removeprefix("torch."), q.shape[3], q.shape[1])
     # Of float32 nothing is measured unless a table says so: what the matrix units compute comes first.
     return ranking if q.dtype != torch.float32 or "efficient" in ranking else ("efficient", "triton", *ranking)
 
@@ -300,7 +300,7 @@ def auto_refusal(q: Tensor, k: Tensor, v: Tensor, *, library: str, **options: An
         return "a second run of its backward pass gives other bits; ask for it by name"
     if library == "efficient" and q.shape[0] * q.shape[2] < FEWEST:
         return f"its backward pass has a block for each row and head, {q.shape[0] * q.shape[2]} here, below {FEWEST}"
-    if library in chips.without_repeats(target_of(q).name, str(q.dtype).removeprefix("torch.")):
+    if library in tuning.without_repeats(target_of(q).name, str(q.dtype).removeprefix("torch.")):
         return "a second run of its backward pass gave other bits when `fzero bench` measured it; ask for it by name"
     if LIBRARIES[library].package and fake_device_of(q) is not None:
         return f"a plan does not know whether {LIBRARIES[library].package} is installed; ask for it by name"

@@ -21,7 +21,7 @@ from torch import Tensor
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.attention_tiles import FAR, may_see
-from fzero.kernels.optional_triton import tl, triton
+from fzero.kernels.custom_operator import tl, triton
 
 NONE, SOME, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # of the pairs of two tiles
 CHUNK = 512  # document numbers that `document_bounds` reads at a time

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels import chips, tuning
+from fzero.kernels import tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.attention_pattern import FIELDS, KINDS
-from fzero.kernels.optional_triton import tl, triton
+from fzero.kernels.custom_operator import tl, triton
 
 LOG2_E, LN_2 = math.log2(math.e), tl.constexpr(math.log(2.0))
 FAR = tl.constexpr(2**31 - 1)  # larger than every position
@@ -223,10 +223,10 @@ def tables(kernel: str) -> dict[Any, Sequence[tuning.Config]]:
     """
     configs: dict[Any, Sequence[tuning.Config]] = {}
     for name, key in ((64, 64), (128, 128), (256, 256), ("float32", torch.float32)):
-        configs[key] = chips.ConfigTable(f"{kernel} {name}")
+        configs[key] = tuning.ConfigTable(f"{kernel} {name}")
         for mask in ("at", *KINDS):
-            if (table_name := f"{kernel} {name} {mask}") in chips.listed()[chips.DEFAULT]["blocks"]["rows"]:
-                configs[key, mask] = chips.ConfigTable(table_name)
+            if (table_name := f"{kernel} {name} {mask}") in tuning.listed()[tuning.DEFAULT]["blocks"]["rows"]:
+                configs[key, mask] = tuning.ConfigTable(table_name)
     return configs
 
 
@@ -290,7 +290,7 @@ def attention_builds(
 
     def rows(width: Any, kind: str = "full", has_positions: bool = False) -> Sequence[tuning.Config]:
         table = table_of(configs, width, kind, has_positions)
-        return table.for_gpu(gpu) if isinstance(table, chips.ConfigTable) else table
+        return table.for_gpu(gpu) if isinstance(table, tuning.ConfigTable) else table
 
     def build(
         dim: int,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.optional_triton import tl, triton
+from fzero.kernels.custom_operator import tl, triton
 
 NONE, WRONG = -1, -2  # replace a target: the token does not count; it counts, but the vocabulary has no such column
 NOT_COUNTED, NO_SUCH = tl.constexpr(NONE), tl.constexpr(WRONG)

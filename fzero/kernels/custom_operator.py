@@ -1,13 +1,17 @@
-"""Turn a forward and a backward launcher into a function that autograd and torch.func differentiate and that a trace
-keeps as one node.
+"""What files of kernels are made with: Triton, operators, and functions of a forward and a backward launcher, which
+autograd and torch.func differentiate and a trace keeps as one node.
+
+Kernels import `triton` and `tl` from here. Triton need not be installed on a machine without a GPU: the files of this
+package still load, plans still count what their kernels would do on a GPU, and only a launch raises.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,7 +22,61 @@ from fzero.core.compile import have_compiler
 from fzero.core.device import KERNELS, fake_device_of, kind_of
 from fzero.core.product_flops import Formula, add_formula
 from fzero.core.torch_private import FakeTensor
-from fzero.kernels.optional_triton import INSTALLED, INTERPRETED, MISSING
+
+MISSING = "Triton is not installed; it comes with torch's CUDA build, or by `pip install triton`"
+
+
+class AbsentKernel:
+    """Stands for a kernel; a launch raises ImportError."""
+
+    def __init__(self, function: Any):
+        self.__name__ = function.__name__
+
+    def __getitem__(self, grid: Any) -> NoReturn:
+        raise ImportError(f"{self.__name__}: {MISSING}")
+
+
+class Absent:
+    """Stands for `triton` and `triton.language`: what a file needs to define its kernels and count their blocks."""
+
+    float32, float16, bfloat16 = "fp32", "fp16", "bf16"
+
+    def jit(self, function: Any = None, **_: Any) -> Any:
+        return AbsentKernel if function is None else AbsentKernel(function)
+
+    def constexpr(self, value: Any) -> Any:
+        return value
+
+    def cdiv(self, a: int, b: int) -> int:
+        return -(-a // b)
+
+    def next_power_of_2(self, n: int) -> int:
+        return 1 << max(0, n - 1).bit_length()
+
+
+# By Triton's own types a kernel takes no number where it has a `tl.constexpr`, and its language's functions return
+# nothing; and it need not be installed. So a type checker is told that all of it is Any.
+if TYPE_CHECKING:
+
+    class triton(Any):
+        JITFunction = Any
+
+    class tl(Any):
+        class constexpr(Any):
+            def __init__(self, value: Any) -> None: ...
+else:
+    try:
+        import triton
+        import triton.language as tl
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        triton = tl = Absent()
+
+INSTALLED = not isinstance(triton, Absent)
+VERSION: tuple[int, ...] = tuple(map(int, triton.__version__.split(".")[:2])) if INSTALLED else (0, 0)
+# TRITON_INTERPRET=1 before Triton's import: kernels run in Python, on any device.
+INTERPRETED = INSTALLED and bool(triton.knobs.runtime.interpret)
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default up to Triton 3.9, which warns that it will change
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
@@ -163,3 +221,36 @@ class _Fused(Function):
         run = functools.partial(_backward, fused, len(saved))
         gradients = run_backward(fused.label, run, *saved, *grads[: fused.results])
         return None, *gradients, *([None] * (ctx.inputs - len(gradients)))
+
+
+# ---- largest magnitudes that a kernel finds of what it writes; core.graph_passes says for whom and where -------------
+# A magnitude is compared by the bits of its float32, which are ordered as magnitudes are, NaN above infinity.
+
+PART = 256  # the most numbers of a row whose largest magnitude a kernel of flat blocks keeps
+
+
+@triton.jit
+def bits_of(x):
+    """The bits of |x| for x as it is stored, int32."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def store_largest(MOST, indices, bits, mask):
+    """Store the magnitudes with these bits, which round to themselves in the dtype that they come from."""
+    tl.store(MOST + indices, bits.to(tl.float32, bitcast=True).to(MOST.dtype.element_ty), mask=mask)
+
+
+def segment_length(x: Tensor) -> int:
+    """The length of the parts of a row of x [..., N]: a power of two, at most PART, that divides N.
+
+    >>> segment_length(torch.empty(2, 14336)), segment_length(torch.empty(2, 48))
+    (256, 16)
+    """
+    return math.gcd(x.shape[-1], PART) if x.dim() and x.shape[-1] else 1
+
+
+def largest_like(x: Tensor, segment_size: int | None = None) -> Tensor:
+    """An empty tensor [rows, parts] for the largest magnitudes of the parts of x [..., N], or of whole rows."""
+    parts = 1 if segment_size is None else x.shape[-1] // segment_size
+    return torch.empty((math.prod(x.shape[:-1]), parts), dtype=x.dtype, device=x.device)

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng
-from fzero.kernels import chips, tuning
+from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.custom_operator import Fused, on_cuda, operator, triton_runs
-from fzero.kernels.optional_triton import tl, triton
+from fzero.kernels.custom_operator import Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.registry import Form, Op
 
-CONFIGS = chips.ConfigTable("_dropout")
+CONFIGS = tuning.ConfigTable("_dropout")
 
 
 def dropout(x: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None) -> Tensor:

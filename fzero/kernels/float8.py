@@ -29,19 +29,18 @@ from fzero.core.graph_passes import PAIRED_OPERATORS
 from fzero.core.joint_graph import SHARED
 from fzero.core.pytree import nearest
 from fzero.core.reinterpret import reinterpret
-from fzero.kernels import chips, flops, tuning
+from fzero.kernels import flops, tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.custom_operator import Fused, on_cuda, operator, triton_runs
-from fzero.kernels.optional_triton import tl, triton
+from fzero.kernels.custom_operator import Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.registry import Form, Op
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST = 1e-12  # the lower bound of max |A|
 # By the order of x; None: for both orders of the numbers.
 CONFIGS = {
-    True: chips.ConfigTable("_quantise rows"),
-    False: chips.ConfigTable("_quantise columns"),
-    None: chips.ConfigTable("_quantise both"),
+    True: tuning.ConfigTable("_quantise rows"),
+    False: tuning.ConfigTable("_quantise columns"),
+    None: tuning.ConfigTable("_quantise both"),
 }
 
 

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fzero.kernels import chips, tuning
+from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.custom_operator import on_cuda, operator, triton_runs
+from fzero.kernels.custom_operator import on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.float8 import E4M3, SMALLEST, scale_of
-from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
-CONFIGS = chips.ConfigTable("_float8_move")
+CONFIGS = tuning.ConfigTable("_float8_move")
 CHUNK = 1 << 20  # elements that the reference widens at a time
 LIMIT = tl.constexpr(torch.finfo(E4M3).max)
 LEAST = tl.constexpr(SMALLEST)

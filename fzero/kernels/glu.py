@@ -15,6 +15,7 @@ Shapes: a and b of one shape and dtype, any strides; the arithmetic is in float3
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -23,15 +24,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fzero.core import cpp
 from fzero.core.graph_passes import add_twin
-from fzero.kernels import chips, glu_cpu, tuning
+from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.custom_operator import Fused, cpp_runs, on_cuda, operator, runs_alone, triton_runs
-from fzero.kernels.magnitudes import PART, bits_of, largest_like, segment_length, store_largest
-from fzero.kernels.optional_triton import tl, triton
+from fzero.kernels.custom_operator import (
+    PART,
+    Fused,
+    bits_of,
+    cpp_runs,
+    largest_like,
+    on_cuda,
+    operator,
+    runs_alone,
+    segment_length,
+    store_largest,
+    tl,
+    triton,
+    triton_runs,
+)
 from fzero.kernels.registry import Form, Op
 
-CONFIGS = chips.ConfigTable("_glu")
+CONFIGS = tuning.ConfigTable("_glu")
 GELU_SLOPE = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
 GELU_CUBE = tl.constexpr(0.044715)
 CLAMPED_SLOPE = tl.constexpr(1.702)
@@ -198,11 +212,64 @@ def _fused(label: str, kind: int) -> Fused:
 def _supports(a: Tensor, b: Tensor) -> str:
     if a.dtype not in (torch.float32, torch.bfloat16, torch.float16) or b.dtype != a.dtype:
         return f"the dtypes are {a.dtype} and {b.dtype}; it takes two of float32, bfloat16 or float16"
-    return (
-        triton_runs(a, b)
-        if a.shape == b.shape
-        else f"the shapes are {list(a.shape)} and {list(b.shape)}; they must agree"
-    )
+    return _same_shape(a, b) or triton_runs(a, b)
+
+
+def _same_shape(a: Tensor, b: Tensor) -> str:
+    return "" if a.shape == b.shape else f"the shapes are {list(a.shape)} and {list(b.shape)}; they must agree"
+
+
+# ---- on a CPU, in C++ (glu.cpp), compiled when first used -----------------------------------------------------------
+# One pass over memory forward and one backward, and silu(a) is not kept. The bits are those of the reference, up to the
+# last bit of exp in a tail shorter than a vector.
+
+TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def _vectors() -> str:
+    """The part of the library with the vectors that torch has on this CPU, or is told to have."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"OF_{capability}" if capability in ("AVX512", "AVX2") else ""
+
+
+def _call_cpp(name: str, tensors: tuple[Tensor, ...]) -> None:
+    """Call a function of the library on all numbers of tensors of one shape."""
+    n, threads = tensors[0].numel(), torch.get_num_threads() if tensors[0].numel() > 1 << 15 else 1
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
+    run = getattr(cpp.library(__file__, cpp.EXACT, _vectors()), f"{name}_{TYPES[tensors[0].dtype]}")
+    run(*pointers, ctypes.c_int64(n), ctypes.c_int64(threads))
+
+
+@operator("swiglu_cpu(Tensor a, Tensor b) -> Tensor", lambda a, b: a.new_empty(a.shape))
+def swiglu_in_cpp(a: Tensor, b: Tensor) -> Tensor:
+    """silu(a) b."""
+    out = a.new_empty(a.shape)
+    _call_cpp("forward", (a.contiguous(), b.contiguous(), out))
+    return out
+
+
+@operator(
+    "swiglu_cpu_backward(Tensor a, Tensor b, Tensor g) -> (Tensor, Tensor)",
+    lambda a, b, g: (a.new_empty(a.shape), a.new_empty(a.shape)),
+)
+def swiglu_backward_in_cpp(a: Tensor, b: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients by a and b for the gradient g of the result."""
+    da, db = (a.new_empty(a.shape) for _ in range(2))
+    _call_cpp("backward", (a.contiguous(), b.contiguous(), g.contiguous(), da, db))
+    return da, db
+
+
+_swiglu_in_cpp = Fused(
+    "swiglu",
+    lambda a, b: (swiglu_in_cpp(a, b),),
+    lambda saved, grads: swiglu_backward_in_cpp(*saved, *grads),
+)
+
+
+def _cpp_supports(a: Tensor, b: Tensor) -> str:
+    if a.dtype not in TYPES or b.dtype != a.dtype:
+        return f"the dtypes are {a.dtype} and {b.dtype}; it takes two of float32 or bfloat16"
+    return _same_shape(a, b) or cpp_runs(a, b)
 
 
 def _op(name: str, reference: Callable[[Tensor, Tensor], Tensor], *forms: Form) -> Op:
@@ -216,13 +283,7 @@ def _op(name: str, reference: Callable[[Tensor, Tensor], Tensor], *forms: Form) 
     )
 
 
-in_cpp = Form(
-    "cpp",
-    glu_cpu.swiglu,
-    supports=lambda a, b: glu_cpu.supports(a, b) or cpp_runs(a, b),
-    prefers=runs_alone,
-)
-swiglu = _op("swiglu", swiglu_reference, in_cpp)
+swiglu = _op("swiglu", swiglu_reference, Form("cpp", _swiglu_in_cpp, supports=_cpp_supports, prefers=runs_alone))
 geglu = _op("geglu", geglu_reference)
 clamped_swiglu = _op("clamped_swiglu", clamped_swiglu_reference)
 

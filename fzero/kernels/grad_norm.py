@@ -18,10 +18,9 @@ from torch import Tensor
 from fzero.core import gpu
 from fzero.core.device import fake_device_of, kind_of, record_launch
 from fzero.kernels.aot import Build
-from fzero.kernels.custom_operator import INTERPRETED
+from fzero.kernels.custom_operator import INTERPRETED, tl, triton
 from fzero.kernels.optim_leaf import OptimLeaf
 from fzero.kernels.optim_lowbit import LeafPosition
-from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
 FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

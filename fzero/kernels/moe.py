@@ -25,20 +25,19 @@ from torch import Tensor
 from fzero.core import torch_private
 from fzero.core.device import kind_of, target_of
 from fzero.core.pytree import Tree
-from fzero.kernels import chips, flops, tuning
+from fzero.kernels import flops, tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, triton_runs
+from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.glu import swiglu
 from fzero.kernels.moe_float8 import float8_grouped_mm, group_of_tile
 from fzero.kernels.moe_permute import permute, unpermute
 from fzero.kernels.moe_routing import group, route
-from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import AUTO, Form, Kernels, Op
 
 __all__ = ["capacity", "dropless", "feed_forward", "group", "grouped_mm", "permute", "route", "unpermute"]
 
 
-HALF_CONFIGS, FLOAT_CONFIGS = chips.ConfigTable("_grouped_mm half"), chips.ConfigTable("_grouped_mm float32")
+HALF_CONFIGS, FLOAT_CONFIGS = tuning.ConfigTable("_grouped_mm half"), tuning.ConfigTable("_grouped_mm float32")
 
 
 # ---- grouped_mm ------------------------------------------------------------------------------------------------------
@@ -176,7 +175,7 @@ def _grouped_mm_dw(
     tl.store(OUT + (e * D + d) * F + f, total.to(OUT.dtype.element_ty), mask=(d < D) & (f < F))
 
 
-def _configs(x: Tensor) -> chips.ConfigTable:
+def _configs(x: Tensor) -> tuning.ConfigTable:
     return FLOAT_CONFIGS if x.dtype == torch.float32 else HALF_CONFIGS
 
 

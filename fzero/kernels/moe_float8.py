@@ -22,14 +22,13 @@ from torch import Tensor
 
 from fzero.core.autodiff import Function
 from fzero.core.device import kind_of, target_of
-from fzero.kernels import chips, flops, tuning
+from fzero.kernels import flops, tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, triton_runs
+from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.float8 import E4M3, quantise
-from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
-CONFIGS, DW_CONFIGS = chips.ConfigTable("_grouped_float8"), chips.ConfigTable("_grouped_float8_dw")
+CONFIGS, DW_CONFIGS = tuning.ConfigTable("_grouped_float8"), tuning.ConfigTable("_grouped_float8_dw")
 LEAST = (8, 9)  # the compute capability from which on a GPU multiplies float8
 # Numbers that Hopper's matrix units may add up before the sum goes to a float32 register: they keep 14 bits or so.
 # The more there are, the larger the error, so without a bound it grows with K.

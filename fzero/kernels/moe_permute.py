@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels import chips, tuning
+from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.custom_operator import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.custom_operator import Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.moe_routing import refuse_dtype, signature
-from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
-ROW_CONFIGS = chips.ConfigTable("_permute")
+ROW_CONFIGS = tuning.ConfigTable("_permute")
 
 
 def permute_reference(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.custom_operator import Fused, on_cuda, operator, triton_runs
-from fzero.kernels.optional_triton import tl, triton
+from fzero.kernels.custom_operator import Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.registry import Form, Op
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -20,15 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels import chips, flops, tuning
+from fzero.kernels import flops, tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, triton_runs
-from fzero.kernels.optional_triton import tl, triton
+from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.registry import Form, Op
 
 # The steepest slope at 0 for which five steps keep singular values near 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-CONFIGS = chips.ConfigTable("_symmetric")  # the first for many programs, the second for few
+CONFIGS = tuning.ConfigTable("_symmetric")  # the first for many programs, the second for few
 
 
 def _iterate(

@@ -22,9 +22,7 @@ from fzero.core import gpu
 from fzero.core.graph_passes import add_twin
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.custom_operator import Fused, operator
-from fzero.kernels.magnitudes import bits_of, largest_like, store_largest
-from fzero.kernels.optional_triton import tl, triton
+from fzero.kernels.custom_operator import Fused, bits_of, largest_like, operator, store_largest, tl, triton
 
 # The longest rows that a program holds in registers; it reads longer ones twice, CHUNK columns at a time.
 WHOLE = {"_norm_forward": 16384, "_norm_backward": 8192}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fzero.core import prng
 from fzero.core.reinterpret import reinterpret
-from fzero.kernels.optional_triton import tl, triton
+from fzero.kernels.custom_operator import tl, triton
 
 SHIFT = tl.constexpr(20)  # a step of the codes in float32's bits
 HALF = tl.constexpr(1 << 19)

@@ -16,8 +16,9 @@ import torch
 
 from fzero.core import gpu
 from fzero.core.device import fake_device_of, record_launch
-from fzero.kernels import optim_cpu, optim_lowbit
+from fzero.kernels import optim_leaf, optim_lowbit
 from fzero.kernels.aot import Build
+from fzero.kernels.custom_operator import tl, triton
 from fzero.kernels.grad_norm import (
     COLUMNS,
     COPY,
@@ -54,7 +55,6 @@ from fzero.kernels.optim_leaf import (
     touched_tensors,
 )
 from fzero.kernels.optim_lowbit import decode_blocks, draw_words, encode_blocks, round_bf16
-from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
 CONFIG = {"BLOCK": 2048, "num_warps": 4}
@@ -309,9 +309,9 @@ adamw = Op(
     Form("fused", adamw_fused, supports=fused_serves),
     Form(
         "cpp",
-        functools.partial(optim_cpu.step, adamw_step),
-        functools.partial(optim_cpu.supports, adamw_step),
-        optim_cpu.adamw_prefers,
+        functools.partial(optim_leaf.cpp_step, adamw_step),
+        functools.partial(optim_leaf.cpp_serves, adamw_step),
+        optim_leaf.adamw_cpp_prefers,
     ),
     flops=lambda leaves, rates: 16 * sum(leaf.p.numel() for leaf in leaves),
     bytes=_cost,
@@ -322,9 +322,9 @@ lion = Op(
     Form("triton", functools.partial(_launch, lion_step), supports=_supports, prefers=on_cuda),
     Form(
         "cpp",
-        functools.partial(optim_cpu.step, lion_step),
-        functools.partial(optim_cpu.supports, lion_step),
-        optim_cpu.lion_prefers,
+        functools.partial(optim_leaf.cpp_step, lion_step),
+        functools.partial(optim_leaf.cpp_serves, lion_step),
+        optim_leaf.lion_cpp_prefers,
     ),
     flops=lambda leaves, rates: 10 * sum(leaf.p.numel() for leaf in leaves),
     bytes=_cost,

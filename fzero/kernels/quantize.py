@@ -30,10 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels import quantize_cpu, tuning
+from fzero.kernels import quantize_codes, tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.custom_operator import on_cuda, operator, triton_runs
-from fzero.kernels.optional_triton import tl, triton
+from fzero.kernels.custom_operator import on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.quantize_blocks import decode, draw_words, encode
 from fzero.kernels.quantize_codes import (
     FLOAT8,
@@ -260,9 +259,9 @@ quantize = Op(
     quantize_reference,
     Form(
         "cpp",
-        quantize_cpu.quantize,
-        lambda x, kind, block, key=None, first=0: quantize_cpu.supports(x.dtype, kind, block, key, x),
-        lambda x, *_, **__: quantize_cpu.prefers(x.numel()),
+        quantize_codes.quantize_in_cpp,
+        lambda x, kind, block, key=None, first=0: quantize_codes.cpp_serves(x.dtype, kind, block, key, x),
+        lambda x, *_, **__: quantize_codes.cpp_preferred(x.numel()),
     ),
     Form(
         "triton",
@@ -278,9 +277,9 @@ dequantize = Op(
     dequantize_reference,
     Form(
         "cpp",
-        quantize_cpu.dequantize,
-        lambda q, kind, block, dtype=torch.float32, size=None: quantize_cpu.supports(dtype, kind, block, None, *q),
-        lambda q, kind, *_, **__: quantize_cpu.prefers(_elements(q[0], kind)),
+        quantize_codes.dequantize_in_cpp,
+        lambda q, kind, block, dtype=torch.float32, size=None: quantize_codes.cpp_serves(dtype, kind, block, None, *q),
+        lambda q, kind, *_, **__: quantize_codes.cpp_preferred(_elements(q[0], kind)),
     ),
     Form(
         "triton",
@@ -298,11 +297,11 @@ dequantize_sum_requantize = Op(
     dequantize_sum_requantize_reference,
     Form(
         "cpp",
-        quantize_cpu.add,
-        lambda data, scale, kind, block, size=None, key=None, first=0: quantize_cpu.supports(
+        quantize_codes.add_in_cpp,
+        lambda data, scale, kind, block, size=None, key=None, first=0: quantize_codes.cpp_serves(
             torch.float32, kind, block, key, data, scale
         ),
-        lambda data, scale, kind, *_, **__: quantize_cpu.prefers(_elements(data, kind)),
+        lambda data, scale, kind, *_, **__: quantize_codes.cpp_preferred(_elements(data, kind)),
     ),
     Form(
         "triton",

@@ -10,7 +10,7 @@ and no float8 hardware is needed. The division is the exact one; Triton's x / y 
 
 import itertools
 
-from fzero.kernels.optional_triton import tl, triton
+from fzero.kernels.custom_operator import tl, triton
 from fzero.kernels.quantize_codes import NF4
 
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to |y| < 2^22 it rounds y to the nearest integer, ties to even

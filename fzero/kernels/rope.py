@@ -27,15 +27,14 @@ from fzero.core.arguments import expect_fields
 from fzero.core.autodiff import needs_grad
 from fzero.core.bounds import check_bounds
 from fzero.core.pytree import nearest
-from fzero.kernels import chips, tuning
+from fzero.kernels import tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.custom_operator import Fused, on_cuda, operator, triton_runs
-from fzero.kernels.optional_triton import tl, triton
+from fzero.kernels.custom_operator import Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.registry import Form, Op
 
 LAYOUTS = ("half", "interleaved")
 # A warp for few heads at a time: the angles of a token are then found by few threads, not by each of many again.
-CONFIGS = chips.ConfigTable("_rope")
+CONFIGS = tuning.ConfigTable("_rope")
 
 
 SCALINGS = ("llama3", "yarn", "yarn_whole")

@@ -1,10 +1,14 @@
 """The block sizes of kernels: those of the chip's file or a default chosen from shapes, or the fastest measured on this
-device, kept in the user's cache folder.
+device, kept in the user's cache folder; and how fast forms of attention are on a chip.
 
 A configuration is a dict of a kernel's constants and launch options, {"BLOCK": 1024, "num_warps": 8, "num_stages": 2}:
 JSON, and keyword arguments of a launch. Timing happens in `tune` alone, and launches call it only inside `searching()`:
 run a step of your own there once, and every kernel that it launches has found its configuration for those shapes. Other
 runs never depend on a clock.
+
+A chip's file (chips/*.json) has the names of the GPUs that it is of (`names`, a regular expression), the speeds of
+forms of attention with their source, and block sizes of kernels. What `fzero bench` measured on this machine comes
+before what was published.
 """
 
 from __future__ import annotations
@@ -12,19 +16,153 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero.core import gpu
 from fzero.core.files import make_folder, replacing
+from fzero.core.storage import user_folder
 from fzero.core.text_parsing import read_json
-from fzero.kernels import chips
-from fzero.kernels.optional_triton import triton
+from fzero.kernels.custom_operator import triton
 
-Config = chips.Config
+LISTED = Path(__file__).parent / "chips"
+DEFAULT = "hopper"  # the file whose block sizes serve on GPUs that have none
+Config = dict[str, int]  # of a kernel: its block sizes and launch options
+
+
+class Speed(NamedTuple):
+    """How fast a form of attention is, in calls of one shape."""
+
+    form: str
+    dtype: str
+    dim: int  # of a head
+    queries: int
+    tflop_s: float
+    repeats: bool = True  # whether more runs gave the same bits
+
+
+def kernel_folder() -> Path:
+    """Where what was measured of kernels on this machine is kept: $XDG_CACHE_HOME (or ~/.cache)/fzero/kernels."""
+    return user_folder("XDG_CACHE_HOME") / "kernels"
+
+
+def file_name(gpu: str) -> str:
+    """A GPU's name as part of a file's name.
+
+    >>> file_name("NVIDIA H100 80GB HBM3")
+    'NVIDIA-H100-80GB-HBM3'
+    """
+    return re.sub(r"[^A-Za-z0-9]+", "-", gpu).strip("-")
+
+
+@functools.cache
+def listed() -> dict[str, Mapping[str, Any]]:
+    """The files of chips/, by name."""
+    return {path.stem: read_json(path) for path in sorted(LISTED.glob("*.json"))}
+
+
+def chip_of(gpu: str) -> Mapping[str, Any]:
+    """The listed file of a GPU by its name, as the driver or a device file gives it; {} if there is none.
+
+    >>> chip_of("NVIDIA GH200 480GB")["name"]
+    'Hopper: H100, H200, GH200'
+    """
+    return next((chip for chip in listed().values() if re.search(chip["names"], gpu)), {})
+
+
+class ConfigTable(list[Config]):
+    """The configurations of a kernel, or of one kind of its calls, by the name in the files of chips/.
+
+    It holds those of the default file, of which the first serves and the others are for `searching`.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(listed()[DEFAULT]["blocks"]["rows"][name])
+        self.name = name
+
+    def for_gpu(self, gpu: str) -> Sequence[Config]:
+        """The configurations for a GPU by its name.
+
+        >>> ConfigTable("_glu").for_gpu("NVIDIA A100-SXM4-80GB")[0]
+        {'BLOCK': 1024, 'num_warps': 4}
+        """
+        return chip_of(gpu).get("blocks", {"rows": {}})["rows"].get(self.name, self)
+
+
+def measured_file(gpu: str) -> Path:
+    """Where `fzero bench` writes how fast the forms of attention are on a GPU of this machine."""
+    return kernel_folder() / f"{file_name(gpu)}-attention.json"
+
+
+@functools.cache
+def measured(gpu: str) -> tuple[Speed, ...]:
+    """The figures that `fzero bench` measured on this machine's GPU of this name; () if it did not."""
+    path = measured_file(gpu)
+    if not path.is_file():
+        return ()
+    table = read_json(path)
+    try:
+        return speeds_of(table["speeds"])
+    except (LookupError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not what `fzero bench` writes (there is no {error}); remove it, or run "
+            "`fzero bench --only attention` again"
+        ) from error
+
+
+def speeds_of(rows: Iterable[Mapping[str, Any]]) -> tuple[Speed, ...]:
+    """The Speeds of a file's rows; what else a row says, such as its source, is for readers."""
+    fields = [(field, field in Speed._field_defaults) for field in Speed._fields]
+    return tuple(Speed(**{field: row[field] for field, usual in fields if field in row or not usual}) for row in rows)
+
+
+def without_repeats(gpu: str, dtype: str) -> set[str]:
+    """The forms of attention of which a second run gave other bits when `fzero bench` measured them on this machine."""
+    return {speed.form for speed in measured(gpu) if speed.dtype == dtype and not speed.repeats}
+
+
+def write_measured(gpu: str, speeds: Sequence[Speed]) -> Path:
+    """Write what was measured on a GPU of this machine, from where `order_of_attention` reads it."""
+    path = measured_file(gpu)
+    make_folder(path.parent)
+    with replacing(path, cache=True) as file:
+        file.write((json.dumps({"speeds": [speed._asdict() for speed in speeds]}, indent=1) + "\n").encode())
+    measured.cache_clear()
+    order_of_attention.cache_clear()
+    return path
+
+
+@functools.lru_cache(maxsize=256)
+def order_of_attention(gpu: str, dtype: str, dim: int, queries: int) -> tuple[str, ...]:
+    """The forms of attention in the order in which "auto" asks them on a GPU; () if no table has the GPU.
+
+    The fastest first, each by its speed at the nearest number of queries measured for this dtype and head dim; then
+    those that were not measured, in the order that the chip's file states.
+
+    >>> order_of_attention("NVIDIA H100 80GB HBM3", "bfloat16", 128, 8192)
+    ('fa3', 'cudnn', 'triton', 'flash')
+    """
+    table = chip_of(gpu).get("attention", {"order": [], "speeds": []})
+    speeds = measured(gpu) or speeds_of(table["speeds"])
+    nearest: dict[str, Speed] = {}
+    for speed in speeds:
+        if (speed.dtype, speed.dim) == (dtype, dim):
+            distance, best_distance = (
+                abs(math.log(s.queries / queries)) if s else math.inf for s in (speed, nearest.get(speed.form))
+            )
+            if distance < best_distance:
+                nearest[speed.form] = speed
+    fastest = sorted(nearest, key=lambda form: -nearest[form].tflop_s)
+    return (*fastest, *(form for form in table["order"] if form not in nearest))
+
+
+# ---- configurations measured on this device --------------------------------------------------------------------------
+
 _LOADED: dict[Path, dict[str, Config]] = {}
 _SEARCHING: list[bool] = []
 
@@ -34,8 +172,8 @@ def cache_file(device: torch.device) -> Path:
     """Where the configurations of a CUDA device are kept: $XDG_CACHE_HOME (or
     ~/.cache)/fzero/kernels/DEVICE-triton-VERSION.json.
     """
-    name = chips.file_name(gpu.properties(device).name)
-    return chips.kernel_folder() / f"{name}-triton-{triton.__version__}.json"
+    name = file_name(gpu.properties(device).name)
+    return kernel_folder() / f"{name}-triton-{triton.__version__}.json"
 
 
 def _read(path: Path) -> dict[str, Config]:
@@ -52,8 +190,8 @@ def _key(kernel: str, shape: Sequence[Any]) -> str:
 
 
 def rows(configs: Sequence[Config], device: torch.device) -> Sequence[Config]:
-    """The configurations of a kernel on a device: those of its chip, where `configs` is a table (see kernels.chips)."""
-    if device.type != "cuda" or not isinstance(configs, chips.ConfigTable):
+    """The configurations of a kernel on a device: those of its chip, where `configs` is a table (see ConfigTable)."""
+    if device.type != "cuda" or not isinstance(configs, ConfigTable):
         return configs
     return configs.for_gpu(gpu.properties(device).name)
 

@@ -32,8 +32,8 @@ from fzero.core.gpu_copies import Copied, copy_in, copy_out, pass_group
 from fzero.core.pytree import Tree, TreeDef
 from fzero.core.torch_private import FakeTensor, run_autograd
 from fzero.kernels import attention_arguments
-from fzero.kernels.attention_chunks import ChunkAttention, join
 from fzero.kernels.attention_positions import Scoring
+from fzero.kernels.attention_ring import ChunkAttention, join
 from fzero.models.base import Ctx
 from fzero.models.layers import Attention, attend_with_cache
 from fzero.models.weights import tensors_of, with_tensors

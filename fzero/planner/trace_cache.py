@@ -29,7 +29,7 @@ from fzero.core.device import Target
 from fzero.core.files import make_folder, replacing
 from fzero.core.storage import user_folder
 from fzero.core.text_parsing import in_form, read_json
-from fzero.kernels import chips
+from fzero.kernels import tuning
 from fzero.planner.operations import ExecutedOp
 from fzero.planner.step_trace import RepeatedEvents, Trace, Transfer
 from fzero.run.config import RunConfig
@@ -71,7 +71,7 @@ def question(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Tar
         "sizes": {name: size for name, size in sizes.items() if size > 1},
         "rank": rank,
         "target": target._asdict(),
-        "attention": [list(speed) for speed in chips.measured(target.name)],
+        "attention": [list(speed) for speed in tuning.measured(target.name)],
     }
 
 

@@ -61,7 +61,7 @@ def forms() -> list[tuple[str, tuple[str, ...], str]]:
     dtype = "bfloat16" if {"amx_bf16", "avx512_bf16"} & set(processor().split()) else "float32"
     return [
         (str(PACKAGE / "kernels" / "attention_tiled.py"), CONTRACTED, f"OF_{dtype}"),
-        (str(PACKAGE / "kernels" / "optim_cpu.py"), EXACT, ""),
+        (str(PACKAGE / "kernels" / "optim_leaf.py"), EXACT, ""),
         (str(PACKAGE / "kernels" / "cross_entropy_rows.py"), CONTRACTED, ""),
         (str(PACKAGE / "core" / "prng.py"), EXACT, ""),
     ]

@@ -9,8 +9,8 @@ import torch
 
 from fzero.kernels.attention import attention
 from fzero.kernels.attention_pattern import FULL
-from fzero.kernels.chips import Speed
 from fzero.kernels.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pairs
+from fzero.kernels.tuning import Speed
 from fzero.planner.calibrate.case_timer import Case, time_cases
 
 

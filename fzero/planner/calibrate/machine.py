@@ -19,7 +19,7 @@ import fzero
 from fzero.core import gpu
 from fzero.core.compile import have_compiler
 from fzero.core.files import make_folder, replacing
-from fzero.kernels import chips
+from fzero.kernels import tuning
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_config import load_settings
 from fzero.planner.calibrate import attention, collectives, fused, gemm, memory, step_operators
@@ -128,7 +128,7 @@ def measure(
     whose disk to measure too.
 
     Measures three sweeps: one thread, all threads, and one process for each core simultaneously. A GPU has one sweep,
-    and the forms of attention, whose speeds go to a file of their own (see kernels.chips).
+    and the forms of attention, whose speeds go to a file of their own (see kernels.tuning).
     Raises ValueError for an unknown part, and if a process of the measurement fails.
     """
     for section in effort.parts:
@@ -171,7 +171,7 @@ def measure(
     device = assemble_device(effort, [*rates, *previous_rates], messages, previous)
     if effort.device == "cuda" and "attention" in effort.parts:
         say("attention")
-        chips.write_measured(device.name, attention.measure_attention(effort.seconds("attention")))
+        tuning.write_measured(device.name, attention.measure_attention(effort.seconds("attention")))
     if disk is not None:
         say(f"the disk of {disk}")
         device = replace(device, nvme=disk_rates(disk, effort.quick))

@@ -15,7 +15,7 @@ from fzero.core.compile import have_compiler
 from fzero.core.device import kind_of
 from fzero.core.future import Future
 from fzero.core.pytree import Tree
-from fzero.kernels.optim_cpu import MANY
+from fzero.kernels.optim_leaf import MANY
 from fzero.optim import GradientTransformation, apply_in_place, apply_updates
 from fzero.optim.base import Pass, name_tree, overwrite
 from fzero.optim.combine import split_chain
