@@ -6,8 +6,10 @@ Heavy imports wait until a command runs, so that `fzero --help` is quick.
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import sys
+from collections import UserDict
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -15,25 +17,31 @@ import click
 
 from fzero import __version__
 from fzero.cli import process
-from fzero.cli.bench import bench
-from fzero.cli.checkpoint import ckpt
-from fzero.cli.config import config_command
-from fzero.cli.data import data_group, doctor, export, import_command, models
-from fzero.cli.finetune import finetune
-from fzero.cli.plan import plan
-from fzero.cli.pretrain import pretrain
-from fzero.cli.replay import bisect, replay
-from fzero.cli.report import report
-from fzero.cli.sample import sample
 from fzero.core import compile_cache
 from fzero.run.ranks import signals
 
-# Every command once, in the order of work.
+# Every command once, in the order of work, and the object that is loaded when it is asked for.
 SECTIONS = {
-    "Before a run": ("doctor", "bench", "models", "config", "plan", "data"),
-    "A run": ("pretrain", "finetune", "sample"),
-    "After a run": ("report", "ckpt", "export", "import"),
-    "If a run goes wrong": ("replay", "bisect"),
+    "Before a run": {
+        "doctor": "fzero.cli.data:doctor",
+        "bench": "fzero.cli.bench:bench",
+        "models": "fzero.cli.data:models",
+        "config": "fzero.cli.config:config_command",
+        "plan": "fzero.cli.plan:plan",
+        "data": "fzero.cli.data:data_group",
+    },
+    "A run": {
+        "pretrain": "fzero.cli.pretrain:pretrain",
+        "finetune": "fzero.cli.finetune:finetune",
+        "sample": "fzero.cli.sample:sample",
+    },
+    "After a run": {
+        "report": "fzero.cli.report:report",
+        "ckpt": "fzero.cli.checkpoint:ckpt",
+        "export": "fzero.cli.data:export",
+        "import": "fzero.cli.data:import_command",
+    },
+    "If a run goes wrong": {"replay": "fzero.cli.replay:replay", "bisect": "fzero.cli.replay:bisect"},
 }
 EXAMPLES = """Examples:
   fzero pretrain                               train a small model on Python's standard library
@@ -45,6 +53,16 @@ def first_sentence(text: str) -> str:
     """The first sentence of a help text, in one line."""
     words = " ".join(text.split("\n\n")[0].split())
     return re.split(r"(?<=[^.])\. ", words)[0].rstrip(".") + "."
+
+
+class Commands(UserDict[str, Any]):
+    """The commands by name, each imported when first used."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        value = self.data[name]
+        if isinstance(value, str):
+            value = self.data[name] = pkgutil.resolve_name(value)
+        return value
 
 
 class Sections(click.Group):
@@ -68,7 +86,11 @@ class Sections(click.Group):
             raise click.Abort from None
 
 
-@click.group(cls=Sections, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(
+    cls=Sections,
+    commands=Commands({name: value for section in SECTIONS.values() for name, value in section.items()}),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
 @click.version_option(__version__, prog_name="fzero")
 @click.option("--traceback", is_flag=True, help="Show the traceback of an error (also: FZERO_TRACEBACK=1).")
 @click.pass_context
@@ -93,23 +115,3 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         return cli.main(args, prog_name="fzero", standalone_mode=False)
 
     sys.exit(process.run(command, traceback=traceback))
-
-
-for command in (
-    pretrain,
-    finetune,
-    sample,
-    replay,
-    bisect,
-    bench,
-    ckpt,
-    plan,
-    report,
-    data_group,
-    import_command,
-    export,
-    doctor,
-    models,
-    config_command,
-):
-    cli.add_command(command)

@@ -10,32 +10,6 @@ one's own (`read_schedule`) is a schedule if `check` finds no fault. Nothing her
 15.0
 """
 
-from fzero.sharding.pipeline.check import check, with_updates
-from fzero.sharding.pipeline.gathers import count_gathers, with_gathers
-from fzero.sharding.pipeline.orders import FAMILIES, schedule
-from fzero.sharding.pipeline.play import Played, play
-from fzero.sharding.pipeline.schedule_text import read_schedule, write_schedule
-from fzero.sharding.pipeline.stages import layout, read_layout, split_layers, stage_ranks
-from fzero.sharding.pipeline.table import Act, Schedule, Stages, feeds, needs
+from fzero.core.lazy_names import attach
 
-__all__ = [
-    "FAMILIES",
-    "Act",
-    "Played",
-    "Schedule",
-    "Stages",
-    "check",
-    "count_gathers",
-    "feeds",
-    "layout",
-    "needs",
-    "play",
-    "read_layout",
-    "read_schedule",
-    "schedule",
-    "split_layers",
-    "stage_ranks",
-    "with_gathers",
-    "with_updates",
-    "write_schedule",
-]
+__all__ = attach(__name__)  # pyright: ignore[reportUnsupportedDunderAll]

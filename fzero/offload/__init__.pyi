@@ -1,0 +1,12 @@
+from fzero.offload.buffer_pool import Buffer as Buffer
+from fzero.offload.buffer_pool import BufferPool as BufferPool
+from fzero.offload.chunk_files import LeafFiles as LeafFiles
+from fzero.offload.disk_io import DiskIO as DiskIO
+from fzero.offload.disk_io import DiskSettings as DiskSettings
+from fzero.offload.disk_io import DiskTraffic as DiskTraffic
+from fzero.offload.nvme import Nvme as Nvme
+from fzero.offload.scratch import ScratchFile as ScratchFile
+from fzero.offload.scratch import ScratchTensor as ScratchTensor
+from fzero.offload.store import DiskTensor as DiskTensor
+from fzero.offload.store import VersionedStore as VersionedStore
+from fzero.offload.store_folder import open_store as open_store
