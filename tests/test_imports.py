@@ -148,7 +148,7 @@ def test_the_root_reads_like_a_table_of_contents():
     entries = sorted(
         p.name
         for p in ROOT.iterdir()
-        if p.name not in ("__pycache__", "py.typed") and (p.is_file() or any(p.rglob("*.py")))
+        if p.name not in ("__pycache__", "py.typed", "__init__.pyi") and (p.is_file() or any(p.rglob("*.py")))
     )
     folders = [name for names in FLOORS for name in names if name != "__main__"]
     assert entries == sorted([*folders, "__init__.py", "__main__.py"])
