@@ -9,9 +9,10 @@ import torch
 
 from fzero import models
 from fzero.core import config_tables
-from fzero.core.config_tables import flat, set_nested
+from fzero.core.bounds import Within
+from fzero.core.config_tables import flat, metadata_of, set_nested
 from fzero.core.device import CPU
-from fzero.run import build, build_optim, config, config_checks, machine, memory_check, run_folder, unused_keys
+from fzero.run import build, build_optim, config, machine, memory_check, run_folder, unused_keys
 from fzero.run.config import RunConfig
 from fzero.run.config_ranks import drop_absent_axes, refuse_without_axis
 from fzero.run.config_table import from_json, from_table, to_json, to_table
@@ -31,17 +32,19 @@ def test_every_preset_goes_to_json_and_back(name):
     assert run.train.batch // run.train.micro_batch >= 4
 
 
-@pytest.mark.parametrize("name", config_checks.OPTIMIZERS)
+@pytest.mark.parametrize("name", unused_keys.OPTIMIZERS)
 def test_every_optimizer_goes_to_json_and_back(name):
     run = recipe("llama-tiny", optimizer=name)
     assert run.optim.name == name and from_json(to_json(run)) == run
 
 
+MARKS = metadata_of(config.RunConfig)
 FROM_ZERO = [
     (name, key)
-    for name, keys in config_checks.OPTIMIZERS.items()
+    for name, keys in unused_keys.OPTIMIZERS.items()
     for key in keys
-    if type(getattr(config.Optim(), key)) is float and config_checks.BOUNDS[f"optim.{key}"][:2] == (0, True)
+    if type(getattr(config.Optim(), key)) is float
+    and [mark.bounds[:2] for mark in MARKS[f"optim.{key}"] if isinstance(mark, Within)] == [(0, True)]
 ]
 
 
@@ -58,7 +61,7 @@ def after_steps(tx):
 @pytest.mark.parametrize("name, key", [*FROM_ZERO, ("slowmo", "momentum"), ("diloco", "momentum")])
 def test_a_number_of_0_is_the_limit_of_small_ones_and_no_word_for_another(name, key):
     def outcome(value):
-        if name in config_checks.OPTIMIZERS:
+        if name in unused_keys.OPTIMIZERS:
             optim = dataclasses.replace(recipe("llama-tiny", optimizer=name).optim, nesterov=False, **{key: value})
             return after_steps(build_optim.make_optimizer(optim, 400))
         settings = config.LocalSteps(name, 5, **{key: value})
@@ -172,7 +175,7 @@ def test_what_is_wrong_is_said_before_anything_runs(name):
     assert "\n" not in str(caught.value)
 
 
-MET = {  # what has the keys of unused_keys.NEEDS do something, by their first key
+MET = {  # what has keys that need something do something, by the first of such keys
     "train.batch_ramp": {"train": {"batch": 16}},
     "dpo": {"objective": "dpo"},
     "data.add_tokens": {"objective": "chat"},
@@ -186,18 +189,31 @@ MET = {  # what has the keys of unused_keys.NEEDS do something, by their first k
 }
 
 
-@pytest.mark.parametrize("need", unused_keys.NEEDS, ids=lambda need: need.keys[0])
-def test_a_key_is_refused_without_what_it_needs(need):
+def keys_with(need):
+    leaves = dict(flat(to_table(config.RunConfig())))
+    return [key for key, marks in MARKS.items() if need in marks and key in leaves]
+
+
+NEEDS = dict.fromkeys(mark for marks in MARKS.values() for mark in marks if isinstance(mark, unused_keys.Need))
+
+
+def test_each_key_that_needs_something_is_tried():
+    assert len(NEEDS) == len(MET) == 10
+
+
+@pytest.mark.parametrize("name", MET)
+def test_a_key_is_refused_without_what_it_needs(name):
+    (need,) = {mark for mark in MARKS[name] if isinstance(mark, unused_keys.Need)}
     usual = {**dict(flat(to_table(config.RunConfig()))), "train.batch_ramp": "12:4:100"}
     without = from_table({"guard": {"nonfinite": "stop"}, "train": {"batch": 16, "batch_ramp": "16:4:100"}})
-    keys = [key for key in usual if any(f"{key}.".startswith(f"{name}.") for name in need.keys)]
-    assert len(keys) >= len(need.keys)
+    keys = keys_with(need)
+    assert keys
     for key in keys:
         table = {}
         set_nested(table, key, usual[key])
         with pytest.raises(ValueError, match=f"^{key} does nothing with {need.missing(without)}; .*, or leave it out$"):
             refuse_unused(without, table)
-        refuse_unused(from_table(MET[need.keys[0]]), table)
+        refuse_unused(from_table(MET[name]), table)
 
 
 NO_AXIS = {
@@ -306,24 +322,24 @@ def resolved(table):
     return machine.resolve_auto(from_table(table), CPU)
 
 
-@pytest.mark.parametrize("name", config_checks.SCHEDULES)
+@pytest.mark.parametrize("name", unused_keys.SCHEDULES)
 def test_schedules_start_peak_and_end_as_they_say(name):
     numbers = (
         {"name": name}
-        | ({"decay_steps": 50} if "decay_steps" in config_checks.SCHEDULES[name] else {})
+        | ({"decay_steps": 50} if "decay_steps" in unused_keys.SCHEDULES[name] else {})
         | ({} if name == "one_cycle" else {"warmup_steps": 10})
     )
-    numbers |= {"end": 0.25} if "end" in config_checks.SCHEDULES[name] else {}
+    numbers |= {"end": 0.25} if "end" in unused_keys.SCHEDULES[name] else {}
     run = from_table({"train": {"steps": 100}, "optim": {"lr": 2.0, "schedule": numbers}})
     rate = build_optim.make_schedule(run.optim, run.optim.lr, 100)
     values = [float(rate(step)) for step in range(101)]
     assert max(values) == pytest.approx(2.0)
     assert values[0] < 0.2
-    if "end" in config_checks.SCHEDULES[name]:
+    if "end" in unused_keys.SCHEDULES[name]:
         assert values[100] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("optimizer", config_checks.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", unused_keys.OPTIMIZERS)
 @pytest.mark.parametrize("preset", ["mlp-tiny", "mixtral-tiny"])
 def test_state_bytes_are_those_of_the_state(preset, optimizer):
     sizes = {"mlp-tiny": {}, "mixtral-tiny": {"d_model": 32, "d_ff": 16, "n_layers": 2, "vocab_size": 64}}[preset]

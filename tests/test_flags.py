@@ -14,14 +14,19 @@ import pytest
 from fzero.cli import main
 from fzero.cli.bounded_number import Flag, Number
 from fzero.cli.flags import SHORTHANDS
+from fzero.core.bounds import Within
+from fzero.core.config_tables import metadata_of
+from fzero.models import config_values
 from fzero.models.presets import FAMILIES, WRAPPERS
 from fzero.run.config import RunConfig
-from fzero.run.config_checks import BOUNDS
 
 VALUES = (
     "-1", "0", "0.5", "1e-300", "1e30", "1e300", str(10**12), str(2**31), str(2**63 - 1), str(2**63), str(2**64),
     "inf", "-inf", "nan", "", "x", "1e", "0x10", "1_000",
 )  # fmt: skip
+BOUNDS = {f"model.{name}": bounds for name, bounds in config_values.BOUNDS.items()} | {
+    name: mark.bounds for name, marks in metadata_of(RunConfig).items() for mark in marks if isinstance(mark, Within)
+}
 STRIDE = 7  # of the cases that the slow tier runs; the exhaustive one runs all
 NUMBER = r"(-?[\d.]+(?:e[-+]?\d+|\^\d+)?)"
 BOUND = re.compile(rf"it must be (at least|above) {NUMBER}(?:,? and (below|at most|a finite number) ?{NUMBER}?)?$")

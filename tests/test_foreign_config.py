@@ -16,7 +16,7 @@ from fzero.checkpoint.convert.huggingface_families import FAMILIES, REQUIRED
 from fzero.checkpoint.convert.huggingface_read import read_hf_config
 from fzero.core import prng
 from fzero.models import RopeScaling
-from fzero.run.config_checks import BOUNDS
+from fzero.models.config_values import BOUNDS
 from fzero.run.config_table import from_table
 
 ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -128,9 +128,8 @@ def test_a_billion_layers_are_refused_before_memory_is_taken(folders, tmp_path):
 
 @pytest.mark.parametrize("config", [*MODELS.values(), models.MLPConfig()], ids=lambda config: type(config).__name__)
 def test_the_sizes_of_a_model_have_bounds_wherever_they_come_from(config):
-    names = [name.removeprefix("model.") for name in BOUNDS if name.startswith("model.")]
-    for name in (name for name in names if name in vars(config)):
-        low, included, high = BOUNDS[f"model.{name}"]
+    for name in (name for name in BOUNDS if name in vars(config)):
+        low, included, high = BOUNDS[name]
         wrong = [low - 1, *([] if included else [low]), math.nan, *([high] if high < math.inf else []), math.inf]
         for value in wrong:
             with pytest.raises(ValueError, match=rf"{name} is {re.escape(repr(value))}; it must be"):

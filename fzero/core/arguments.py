@@ -72,7 +72,8 @@ def hints_of(target: Callable[..., Any] | type) -> dict[str, Any]:
 
 def _evaluated(text: Any, scope: dict[str, Any]) -> Any:
     try:
-        return eval(text, scope) if isinstance(text, str) else text
+        hint = eval(text, scope) if isinstance(text, str) else text
+        return hint.__origin__ if hasattr(hint, "__metadata__") else hint  # bounds are not of the kind
     except (NameError, AttributeError, TypeError):
         return Any
 

@@ -1,10 +1,12 @@
-"""Bounds of numbers: refused outside of them, by name, value and what is allowed."""
+"""What the value of a key may be: refused otherwise, by name, value and what is allowed."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
 
-from fzero.core.text_parsing import short
+from fzero.core.text_parsing import nearest, short
 
 INF = math.inf
 # The lower bound, whether it is allowed, the upper bound, and, where it is allowed as well, True.
@@ -49,3 +51,31 @@ def _shown(bound: float) -> str:
     """The text of a bound, short where that is the same number."""
     text = POWERS.get(bound) or format(bound, "g")
     return text if bound in POWERS or float(text) == bound else repr(bound)
+
+
+class Within(NamedTuple):
+    """Of a number: its bounds."""
+
+    bounds: Bounds
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raise ValueError naming the nearest choice if `value` is not among `choices`."""
+    if value not in choices:
+        texts = [str(choice).lower() if isinstance(choice, bool) else choice for choice in choices]
+        raise ValueError(f"{name} is {value!r}{nearest(str(value), texts)}; it must be one of {', '.join(texts)}")
+
+
+def optional(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The function that refuses what `parse` refuses, except an empty text."""
+    return lambda text: parse(text) if text else None
+
+
+# Types of numbers with their bounds.
+Amount = Annotated[int, Within((1, True, 1e12))]
+Count = Annotated[int, Within(COUNT)]
+Size = Annotated[int, Within(SIZE)]
+Rate = Annotated[float, Within(RATE)]
+Positive = Annotated[float, Within(POSITIVE)]
+Fraction = Annotated[float, Within(FRACTION)]
+Share = Annotated[float, Within((0.0, False, 1.0))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import re
 import types
@@ -40,6 +42,23 @@ def check_type(name: str, value: Any, hint: Any) -> Any:
     if isinstance(value, str) and "\0" in value:
         raise ValueError(f"{name} is {short(value)}; a text has no NUL")
     return value
+
+
+@functools.cache
+def metadata_of(kind: type, prefix: str = "", outer: tuple[Any, ...] = ()) -> dict[str, tuple[Any, ...]]:
+    """{`a.b`: what `Annotated` says of that field of a dataclass, and of the tables around it}, with `outer` of all.
+
+    >>> from fzero.run.config import RunConfig
+    >>> metadata_of(RunConfig)["optim.lr"]
+    (Within(bounds=(0.0, True, inf)),)
+    """
+    metadata: dict[str, tuple[Any, ...]] = {}
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        metadata[f"{prefix}{name}"] = marks = (*outer, *getattr(hint, "__metadata__", ()))
+        inner = getattr(hint, "__origin__", hint)
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+            metadata |= metadata_of(inner, f"{prefix}{name}.", marks)
+    return metadata
 
 
 def read_table(path: str | Path) -> Table:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.core.arguments import expect_fields, expect_floating
+from fzero.core.bounds import INF, Positive, Size, Within
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ class LossScale:
     Ref: Micikevicius et al. 2018, "Mixed precision training", arXiv:1710.03740, section 3.2.
     """
 
-    init: float = 2.0**16
-    window: int = 1000
-    hysteresis: int = 2
-    floor: float = 1.0
-    factor: float = 2.0
+    init: Positive = 2.0**16
+    window: Size = 1000
+    hysteresis: Size = 2
+    floor: Positive = 1.0
+    factor: Annotated[float, Within((1.0, False, INF))] = 2.0
     at_floor: str = "raise"
 
     def __post_init__(self) -> None:

@@ -7,154 +7,52 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fzero.core import gpu
 from fzero.core.autodiff import Remat
-from fzero.core.bounds import COUNT, FRACTION, INF, LENGTH, POSITIVE, RATE, SEED, SIZE, STAGE, Bounds, check_bounds
-from fzero.core.config_tables import flat, format_list
+from fzero.core.bounds import Within, check_bounds, check_choice
+from fzero.core.config_tables import flat, format_list, metadata_of
 from fzero.core.precision import POLICIES
 from fzero.core.pytree import nearest
 from fzero.core.storage import is_url
-from fzero.data.examples import TOO_LONG
-from fzero.data.mixture import Mixture
-from fzero.data.packing import PACKINGS
 from fzero.data.remote_tokens import MIN_CACHE_BYTES
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import Kernels
 from fzero.models import config_values
 from fzero.models.score import head_of
-from fzero.optim.adamw import CORRECTIONS
-from fzero.optim.deepspeed_schedules import RISES
 from fzero.run.batch_ramp import Ramp, shared_batch
-from fzero.run.buckets import BUCKETS, SCALINGS, SIZES, validate_buckets
-from fzero.run.config_ranks import OUTER, validate_codes, validate_local, validate_signs
+from fzero.run.buckets import BUCKETS, validate_buckets
+from fzero.run.config_ranks import validate_codes, validate_local, validate_signs
 from fzero.run.curriculum import validate_curriculum, validate_layers, validate_random_ltd
-from fzero.run.measure.loggers import check_loggers
 from fzero.run.objectives import OBJECTIVES, SCORED
 from fzero.run.transforms import validate_transforms
-from fzero.run.unused_keys import OPTIMIZERS, SCHEDULES, reads_url, validate_cycle, validate_tokens
+from fzero.run.unused_keys import reads_url, validate_cycle, validate_tokens
 from fzero.sharding import AXES
-from fzero.sharding.codec import Codec
-from fzero.sharding.context import Context
-from fzero.sharding.experts import Experts
 from fzero.sharding.memory import Offload
-from fzero.sharding.plan import REDUCE
-from fzero.train.checks import UPDATES
-from fzero.train.execution import CAPTURE
-from fzero.train.spike import SIGMAS, WARMUP, WINDOW
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 
 MAX_RANKS = 10_000_000
-BOUNDS: dict[str, Bounds] = {
-    **{f"model.{name}": bounds for name, bounds in config_values.BOUNDS.items()},
-    **{"data.seq_len": LENGTH, "optim.lr": RATE, "data.span_corruption": (0.0, True, 1.0, True)},
-    **{"data.cache_gb": POSITIVE, "data.retry_minutes": RATE, "data.fim": FRACTION},
-    **{"data.noise_density": (0.0, False, 1.0), "data.mean_noise_span_length": SIZE},
-    **{"data.curriculum_start": (0.0, False, 1.0), "data.curriculum_steps": COUNT, "data.curriculum_tokens": COUNT},
-    **{f"optim.{n}": RATE for n in ("lr_rest", "weight_decay", "eps", "clip")},
-    **{f"optim.{n}": FRACTION for n in ("beta1", "beta2", "momentum")},
-    **{f"optim.{n}": COUNT for n in ("freeze_steps", "sum_double", "schedule.warmup_steps")},
-    **{"optim.sum_every": SIZE, "optim.schedule.decay_steps": COUNT, "optim.schedule.decay_every": COUNT},
-    **{"optim.min_ratio": RATE, "optim.max_ratio": RATE, "optim.schedule.decay_rate": RATE},
-    **{"optim.schedule.low_beta1": FRACTION, "optim.schedule.high_beta1": FRACTION},
-    **{f"optim.schedule.{n}": COUNT for n in ("tokens", "warmup_tokens", "decay_tokens")},
-    **{"optim.schedule.end": RATE, "optim.schedule.power": POSITIVE, "optim.schedule.rise": (0.0, False, 1.0)},
-    "optim.schedule.start": FRACTION,
-    **{f"train.{n}": (1, True, 1e12) for n in ("steps", "batch", "micro_batch", "log_every", "updates")},
-    **{f"train.{n}": COUNT for n in ("eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every")},
-    "train.delay_after": COUNT,
-    **{
-        "train.random_ltd": COUNT,
-        "train.layer_drop_theta": (0.0, False, 1.0, True),
-        "train.layer_drop_gamma": RATE,
-        "train.snapshot_mb": COUNT,
-        "train.digest_every": COUNT,
-        "train.measure_every": COUNT,
-    },
-    **{
-        "train.seed": SEED,
-        "train.hang_s": RATE,
-        "train.ema_decay": FRACTION,
-        "zero": STAGE,
-        "pipeline.chunks": COUNT,
-        "prefetch": COUNT,
-        "resident": COUNT,
-        "host_memory_gb": (0.0, True, 1e6),
-    },
-    **{
-        "nvme.buffer_mb": COUNT,
-        "nvme.slots": SIZE,
-        "guard.sigmas": SIGMAS,
-        "guard.rollback_steps": COUNT,
-        "guard.check_every": COUNT,
-    },
-    **{"local.every": SIZE, "local.after": COUNT, "local.lr": POSITIVE, "local.momentum": FRACTION},
-    **{"precision.loss_scale.init": POSITIVE, "precision.loss_scale.floor": POSITIVE},
-    **{"precision.loss_scale.window": SIZE, "precision.loss_scale.hysteresis": SIZE},
-    "precision.loss_scale.factor": (1.0, False, INF),
-    "dpo.beta": POSITIVE,
-    "dpo.smoothing": (0.0, True, 0.5),
-    **{f"guard.{n}": SIZE for n in ("max_skipped", "max_rollbacks")},
-    **{"guard.window": WINDOW, "guard.warmup": WARMUP},
-}
 
 
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "objective": tuple(OBJECTIVES),
-    "data.packing": (*PACKINGS, BUCKETS),
-    "data.too_long": TOO_LONG,
-    "optim.name": tuple(OPTIMIZERS),
-    "optim.states": ("full", "bf16", "8bit"),
-    "optim.decay": ("matrices", "all"),
-    "optim.correction": CORRECTIONS,
-    "optim.adjust": ("original", "match_rms_adamw"),
-    "optim.lr_scaling": tuple(SCALINGS),
-    "optim.lr_scaling_by": SIZES,
-    "optim.schedule.name": tuple(SCHEDULES),
-    "optim.schedule.decay": ("linear", "sqrt", "cosine"),
-    "optim.schedule.warmup": RISES,
-    "precision.policy": ("auto", *POLICIES),
-    "precision.fp32_matmul": ("auto", "default", "onednn"),
-    "train.compiled": ("auto", True, False),
-    "train.capture": CAPTURE,
-    "train.compress": ("none", "zstd", "8bit", "8bit,zstd"),
-    "train.on_save_error": ("continue", "stop"),
-    "train.update": UPDATES,
-    "local.method": ("", *OUTER),
-    "device": gpu.KINDS,
-    "reduce": REDUCE,
-    "guard.nonfinite": ("skip", "rollback", "stop"),
-    "guard.spike": ("off", "skip", "rollback"),
-}
-
-
-def check_leaf(name: str, value: Any) -> None:
-    """Raise ValueError if one value is out of its range or not among its choices."""
-    if name in CHOICES and value not in CHOICES[name]:
-        allowed = [str(choice).lower() if isinstance(choice, bool) else choice for choice in CHOICES[name]]
-        raise ValueError(f"{name} is {value!r}{nearest(str(value), allowed)}; it must be one of {', '.join(allowed)}")
-    if name == "train.loggers":
-        check_loggers(value)
-    if name == "train.batch_ramp" and value:
-        Ramp.parse(value)
-    if name == "data.mixture" and value:
-        Mixture.parse(value)
-    if name == "context":
-        Context.parse(value)
-    if name == "experts":
-        Experts.parse(value)
-    if name == "codec" and value:
-        Codec.parse(value)
-    if name in BOUNDS and value is not None:  # None: left out
-        check_bounds(name, value, BOUNDS[name])
-    elif isinstance(value, float) and not math.isfinite(value):
+def check_leaf(kind: type, name: str, value: Any) -> None:
+    """Raise ValueError if a value is not as the dataclass `kind` of a config says of the key `name`, or not finite."""
+    marks = metadata_of(kind).get(name, ())
+    if name.startswith("model.") and (bounds := config_values.BOUNDS.get(name[len("model.") :])):
+        marks = (Within(bounds),)
+    for mark in marks:
+        if isinstance(mark, Within) and value is not None:  # None: left out
+            check_bounds(name, value, mark.bounds)
+        elif type(mark) is tuple:
+            check_choice(name, value, mark)
+        elif callable(mark):
+            mark(value)
+    if isinstance(value, float) and not math.isfinite(value) and not any(isinstance(mark, Within) for mark in marks):
         raise ValueError(f"{name} is {value!r}; it must be a finite number")
 
 
 def validate(config: RunConfig) -> None:
     """Raise ValueError for the first value in `config` that is wrong whatever the data and the machine."""
     for name, value in flat(dataclasses.asdict(config)):
-        check_leaf(name, value)
+        check_leaf(type(config), name, value)
     c, t = config, config.train
     if t.batch % t.micro_batch:
         low = [m for m in range(1, math.isqrt(t.batch) + 1) if t.batch % m == 0]

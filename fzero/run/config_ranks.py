@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from fzero.comm.mesh_text import mesh_text
-from fzero.core.config_tables import Table, flat
+from fzero.core.config_tables import Table, flat, metadata_of
 from fzero.optim.zero_one_adam import Intervals
 from fzero.sharding.codec import Codec
 from fzero.sharding.memory import Offload
@@ -118,16 +118,14 @@ def validate_local(c: RunConfig) -> None:
             raise ValueError(f"{prefix} and {reason}")
 
 
-# What the ranks of an axis do: nothing without that axis.
-OVER_AXIS = {
-    "context": "cp",
-    "experts": "ep",
-    "sequence": "tp",
-    "partition_activations": "tp",
-    "pipeline.schedule": "pp",
-    "pipeline.chunks": "pp",
-    "pipeline.layout": "pp",
-}
+class OverAxis(NamedTuple):
+    """Of a key: it says what the ranks of an axis do."""
+
+    axis: str
+
+
+class Gathering(NamedTuple):
+    """Of a key: it says how parameters are gathered."""
 
 
 def refuse_without_axis(config: RunConfig, table: Table, baseline: RunConfig | None = None) -> None:
@@ -139,9 +137,11 @@ def refuse_without_axis(config: RunConfig, table: Table, baseline: RunConfig | N
     values, usual = (dict(flat(dataclasses.asdict(source))) for source in (config, baseline or type(config)()))
     fetched = config.zero == 3 or Offload.parse(config.offload).params.memory != "device"
     for key in dict(flat(table)):
-        value, axis = values.get(key), OVER_AXIS.get(key)
+        value = values.get(key)
         if value == usual.get(key):
             continue
+        marks = metadata_of(type(config)).get(key, ())
+        axis = next((mark.axis for mark in marks if isinstance(mark, OverAxis)), "")
         value_text = "a table" if "\n" in str(value) else str(value).lower() if isinstance(value, bool) else value
         if axis and config.mesh.get(axis, 1) == 1:
             mesh_label = mesh_text(config.mesh) if config.mesh else "dp alone"
@@ -149,7 +149,7 @@ def refuse_without_axis(config: RunConfig, table: Table, baseline: RunConfig | N
                 f"{key} is {value_text}, which is for ranks of {axis}, and the mesh is {mesh_label}; use "
                 f"--mesh {axis}=2, or leave it out"
             )
-        if key in ("prefetch", "reshard", "resident") and not fetched:
+        if Gathering() in marks and not fetched:
             raise ValueError(
                 f"{key} is {value_text}, and stage {config.zero} gathers no parameters; use --zero 3, or leave it out"
             )
@@ -157,5 +157,9 @@ def refuse_without_axis(config: RunConfig, table: Table, baseline: RunConfig | N
 
 def drop_absent_axes(config: RunConfig) -> RunConfig:
     """A config with the usual values of what is said of axes that its mesh does not have."""
-    unused_keys = {key.partition(".")[0] for key, axis in OVER_AXIS.items() if config.mesh.get(axis, 1) == 1}
-    return dataclasses.replace(config, **{name: getattr(type(config)(), name) for name in unused_keys})
+    usual = {
+        key: getattr(type(config)(), key)
+        for key, marks in metadata_of(type(config)).items()
+        if "." not in key and any(isinstance(mark, OverAxis) and config.mesh.get(mark.axis, 1) == 1 for mark in marks)
+    }
+    return dataclasses.replace(config, **usual)

@@ -108,7 +108,7 @@ def apply_table(value: Any, table: Table, prefix: str = "") -> Any:
             changes[key] = apply_table(kind() if old is None else old, new, f"{name}.")
         else:
             changes[key] = check_type(name, new, hint)
-            check_leaf(name, changes[key])
+            check_leaf(RunConfig, name, changes[key])
     if isinstance(value, Pipeline):
         changes = value.with_followers(changes)
     try:

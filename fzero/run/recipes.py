@@ -21,7 +21,7 @@ from fzero.run.config_checks import (
 
 def optimizer_defaults(name: str) -> Optim:
     """The optimizer of that name with numbers that serve small models; raises ValueError for an unknown name."""
-    check_leaf("optim.name", name)
+    check_leaf(RunConfig, "optim.name", name)
     numbers: dict[str, dict[str, Any]] = {
         "adamw": {},
         "adam": {"weight_decay": 0.0},
@@ -74,7 +74,7 @@ def preset_for(objective: str, *, lora: bool) -> str:
 def fine_tuning(name: str, model: ModelConfig, *, steps: int | None = None, optimizer: str | None = None) -> RunConfig:
     """The whole run of a preset of FINE_TUNING for `model`: AdamW without decay, rows of up to 1,024 positions."""
     steps = 200 if steps is None else steps
-    check_leaf("train.steps", steps)
+    check_leaf(RunConfig, "train.steps", steps)
     objective, lr = FINE_TUNING[name]
     optim = replace(optimizer_defaults(optimizer or "adamw"), lr=lr, weight_decay=0.0, beta2=0.999)
     optim = replace(optim, schedule=ScheduleConfig(warmup_steps=min(steps // 20, 100), end=0.1))
@@ -102,7 +102,7 @@ def recipe(
     usual, batch, micro_batch, seq_len = SMALL_RUNS.get(name, LARGE_RUN)
     steps = usual if steps is None else steps
     small = name in SMALL_RUNS
-    check_leaf("train.steps", steps)
+    check_leaf(RunConfig, "train.steps", steps)
     optim = optimizer_defaults(optimizer or ("muon" if small else "adamw"))
     if not small:
         optim = replace(optim, lr=optim.lr / 10, lr_rest=optim.lr_rest / 10)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fzero.core.config_tables import Table, flat
+from fzero.core.config_tables import Table, flat, metadata_of
 from fzero.core.storage import is_url
 from fzero.run.batch_ramp import Ramp
 
@@ -107,7 +107,6 @@ ANY_OPTIM = ("name", "clip", "schedule", "lr_scaling", "lr_scaling_by")  # the k
 class Need(NamedTuple):
     """What the keys of a config need to do anything: whether a config has it, and what to write."""
 
-    keys: tuple[str, ...]  # or their tables
     met: Callable[[RunConfig], bool]
     missing: Callable[[RunConfig], str]  # that a config says instead
     remedy: str
@@ -124,68 +123,57 @@ def grows(config: RunConfig) -> bool:
     return not text or Ramp.parse(text).start < config.train.batch
 
 
-NEEDS = (
-    Need(
-        ("train.batch_ramp",),
-        grows,
-        lambda c: f"train.batch={c.train.batch}, with which {c.train.batch_ramp} begins",
-        "begin with less",
-    ),
-    Need(("dpo",), lambda c: c.objective == "dpo", lambda c: f"objective={c.objective}", "use objective=dpo"),
-    Need(
-        ("data.add_tokens",),
-        lambda c: c.objective != "text",
-        lambda c: "objective=text",
-        "prepare the text with a tokenizer.json that has them, and give --set model.vocab_size=N",
-    ),
-    Need(
-        ("data.template",),
-        lambda c: c.objective != "text",
-        lambda c: "objective=text, which renders no conversations",
-        "it is for conversations and pairs",
-    ),
-    Need(
-        ("data.too_long",),
-        lambda c: c.objective != "text",
-        lambda c: "objective=text, whose documents are cut into rows",
-        "it is for conversations, pairs and texts with labels",
-    ),
-    Need(
-        ("data.cache", "data.cache_gb", "data.retry_minutes"),
-        reads_url,
-        lambda c: "a corpus on this machine",
-        "it is for one at a URL",
-    ),
-    Need(
-        ("precision.loss_scale",),
-        lambda c: c.precision.policy == "fp16",
-        lambda c: f"precision.policy={c.precision.policy}",
-        "use precision.policy=fp16",
-    ),
-    Need(
-        ("guard.sigmas", "guard.window", "guard.warmup"),
-        lambda c: c.guard.spike != "off",
-        lambda c: "guard.spike=off",
-        "use guard.spike=skip or rollback",
-    ),
-    Need(
-        ("guard.rollback_steps", "guard.max_rollbacks"),
-        lambda c: "rollback" in (c.guard.nonfinite, c.guard.spike),
-        lambda c: "no rollback",
-        "use guard.nonfinite=rollback or guard.spike=rollback",
-    ),
-    Need(
-        ("guard.max_skipped",),
-        lambda c: "skip" in (c.guard.nonfinite, c.guard.spike),
-        lambda c: f"guard.nonfinite={c.guard.nonfinite} and guard.spike={c.guard.spike}",
-        "use guard.nonfinite=skip or guard.spike=skip",
-    ),
+GROWING = Need(
+    grows,
+    lambda c: f"train.batch={c.train.batch}, with which {c.train.batch_ramp} begins",
+    "begin with less",
+)
+OF_DPO = Need(lambda c: c.objective == "dpo", lambda c: f"objective={c.objective}", "use objective=dpo")
+CHAT_TOKENIZER = Need(
+    lambda c: c.objective != "text",
+    lambda c: "objective=text",
+    "prepare the text with a tokenizer.json that has them, and give --set model.vocab_size=N",
+)
+CONVERSATIONS = Need(
+    lambda c: c.objective != "text",
+    lambda c: "objective=text, which renders no conversations",
+    "it is for conversations and pairs",
+)
+EXAMPLES = Need(
+    lambda c: c.objective != "text",
+    lambda c: "objective=text, whose documents are cut into rows",
+    "it is for conversations, pairs and texts with labels",
+)
+AT_URL = Need(
+    reads_url,
+    lambda c: "a corpus on this machine",
+    "it is for one at a URL",
+)
+OF_FP16 = Need(
+    lambda c: c.precision.policy == "fp16",
+    lambda c: f"precision.policy={c.precision.policy}",
+    "use precision.policy=fp16",
+)
+SPIKES = Need(
+    lambda c: c.guard.spike != "off",
+    lambda c: "guard.spike=off",
+    "use guard.spike=skip or rollback",
+)
+ROLLING_BACK = Need(
+    lambda c: "rollback" in (c.guard.nonfinite, c.guard.spike),
+    lambda c: "no rollback",
+    "use guard.nonfinite=rollback or guard.spike=rollback",
+)
+SKIPPING = Need(
+    lambda c: "skip" in (c.guard.nonfinite, c.guard.spike),
+    lambda c: f"guard.nonfinite={c.guard.nonfinite} and guard.spike={c.guard.spike}",
+    "use guard.nonfinite=skip or guard.spike=skip",
 )
 
 
 def refuse_unused(config: RunConfig, table: Table) -> None:
     """Raise ValueError if `table`, as the user wrote it, sets a key that does nothing: that the chosen optimizer or
-    schedule does not use, or without what NEEDS says."""
+    schedule does not use, or without what it needs."""
     optim = table.get("optim", {})
     name, schedule = config.optim.name, config.optim.schedule.name
     for prefix, section, kind, uses in (
@@ -199,6 +187,6 @@ def refuse_unused(config: RunConfig, table: Table) -> None:
                     "leave it out"
                 )
     for key, _ in flat(table):
-        for need in NEEDS:
-            if any(f"{key}.".startswith(f"{parent}.") for parent in need.keys) and not need.met(config):
+        for need in metadata_of(type(config)).get(key, ()):
+            if isinstance(need, Need) and not need.met(config):
                 raise ValueError(f"{key} does nothing with {need.missing(config)}; {need.remedy}, or leave it out")

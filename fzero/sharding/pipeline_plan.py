@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fzero.core.arguments import expect_count, expect_kind
+from fzero.core.bounds import Count
 from fzero.core.pytree import nearest
 from fzero.core.text_parsing import read_text_file
 from fzero.sharding.pipeline import (
@@ -51,7 +52,7 @@ class Pipeline:
     """
 
     schedule: str | Schedule = "1f1b"
-    chunks: int = 0
+    chunks: Count = 0
     layout: str = "auto"
 
     def __post_init__(self) -> None:
