@@ -13,7 +13,7 @@ import fzero
 from fzero import models
 from fzero.checkpoint.convert import huggingface
 from fzero.core import pytree
-from fzero.data.chat import Chat, encoder, examples_of, read_chat, spans_of
+from fzero.data.chat import Chat, Example, encoder, examples_of, read_chat, spans_of
 from fzero.data.examples import (
     Lengths,
     LineReader,
@@ -25,10 +25,11 @@ from fzero.data.examples import (
 from fzero.data.labels import labels_reader
 from fzero.data.preferences import prepare_preferences
 from fzero.data.row_stream import RowStream, pack
-from fzero.data.tokens import open_tokens, verify
+from fzero.data.tokens import open_tokens, read_meta, verify
 from fzero.models.base import Ctx
 from fzero.run import run_folder, weights
 from fzero.run.config_table import from_json, from_table, to_json
+from fzero.run.objectives import OBJECTIVES, Objective
 
 EOS = {"eos_token": "<|im_end|>"}
 TWO_TURNS = [
@@ -338,3 +339,38 @@ def test_a_model_without_a_chat_template_asks_for_one(folder, tmp_path, fz):
     args = ["finetune", "--init", tmp_path / "bare", "--data", folder / "chat.jsonl", *FLAGS, "--out", tmp_path / "run"]
     code, _, err = fz(*args)
     assert code == 2 and "bare: has no chat template" in err and "--chat-template FILE.jinja" in err
+
+
+class Echo(Objective):
+    """Lines {"echo": TEXT}, of which each token counts, twice as much as in a text."""
+
+    def with_loss(self, config, model):
+        def doubled(*arguments):
+            loss = model.head(*arguments)
+            return loss._replace(total=2 * loss.total)
+
+        return model._replace(head=doubled)
+
+    def prepare(self, lines):
+        def read(row):
+            ids = encoder(lines.tokenizer)(row["echo"])[0]
+            return [Example(ids, np.ones(len(ids), bool))]
+
+        place = (lines.path, lines.out, self.corpus)
+        return prepare_examples(*place, LineReader(read), lines.chat, lines.tokenizer), ["echoes count whole"]
+
+
+def test_another_objective_is_one_value(folder, tmp_path, fz, monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, "echo", Echo("echo", "echoes", "echo", "echo", rates=(1e-2, 1e-1)))
+    (tmp_path / "echo.jsonl").write_text("".join(f'{{"echo": "{i} and {i}"}}\n' for i in range(12)))
+    command = ("finetune", "--init", folder / "qwen3", "--data", tmp_path / "echo.jsonl", *FLAGS, "--steps", 3)
+    code, out, err = fz(*command, "--objective", "echo", "--out", tmp_path / "run")
+    assert (code, err) == (0, "") and "echoes count whole" in out and "nats per echo" in out
+    config = run_folder.read_config(tmp_path / "run")
+    assert (config.preset, config.objective, read_meta(tmp_path / "run" / "data")["kind"]) == (
+        "finetune-echo", "echo", "echoes",
+    )  # fmt: skip
+    losses = chats.column(tmp_path / "run", "loss")
+    assert losses[0] > 1.5 * math.log(256)  # of one text about ln of the vocabulary
+    code, _, err = fz(*command, "--objective", "ecko", "--out", tmp_path / "other")
+    assert code == 2 and "objective is 'ecko' (did you mean echo?)" in err

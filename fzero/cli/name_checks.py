@@ -10,6 +10,7 @@ from typing import Any
 
 from fzero.core.text_parsing import nearest
 from fzero.planner.device_names import device_path
+from fzero.run.objectives import fine_tuning_presets
 
 
 @functools.cache
@@ -34,12 +35,7 @@ def keys_in(file: str, variable: str) -> tuple[str, ...]:
 def check_preset(name: Any) -> None:
     """Raise ValueError naming the nearest preset for an unknown name; "" and the path of a file are no presets."""
     names = preset_names()
-    if (
-        not isinstance(name, str)
-        or not name
-        or name.endswith(".json")
-        or name in keys_in("run/recipes.py", "FINE_TUNING")
-    ):
+    if not isinstance(name, str) or not name or name.endswith(".json") or name in fine_tuning_presets():
         return
     if name not in names:
         raise ValueError(f"model {name!r} is not a preset{nearest(name, names)}; the presets are {', '.join(names)}")

@@ -294,11 +294,11 @@ def refuse_lora_flags(rank: int | None, targets: str | None, quantize: str | Non
 def with_classes(config: Any, classes: int) -> Any:
     """The config whose model has a head of so many classes, or of a reward, with its objective."""
     from fzero import models
+    from fzero.run.objectives import objective_of
 
     model = models.build(config.model)
     head_model = models.reward(model) if classes == 1 else models.classify(model, [str(i) for i in range(classes)])
-    objective = "reward" if classes == 1 else "classify"
-    return dataclasses.replace(config, model=head_model.config, objective=objective)
+    return dataclasses.replace(config, model=head_model.config, objective=objective_of(head_model.config).name)
 
 
 def with_lora(config: Any, rank: int, targets: str | None, kind: str | None) -> Any:

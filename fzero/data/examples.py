@@ -232,7 +232,7 @@ def describe_conversations(meta: Mapping[str, Any]) -> str:
     """The lines that tell a user what was prepared of conversations or pairs of answers."""
     pairs = ("pairs of answers", 2)
     kinds = {"chat": ("conversations", 1), "labels": ("texts", 1), "pairs": pairs, "ranked": pairs}
-    label, divisor = kinds[meta["kind"]]
+    label, divisor = kinds.get(meta["kind"], ("examples", 1))
     lines = [
         f"{split}: {counts['documents'] // divisor:,} {label}, {counts['tokens']:,} tokens, {counts['said']:,} of them "
         f"to learn; the longest has {counts['longest']:,}"

@@ -337,7 +337,7 @@ def fake_batch(job: Job, mode: FakeDevice) -> dict[str, Tensor]:
     dtypes = {"tokens": torch.int64, "targets": torch.int64, "documents": torch.int32, "mask": torch.bool}
     if not config.data.within_documents:
         del dtypes["documents"]
-    if config.objective == "dpo":
+    if config.task.reference:
         dtypes["reference"] = torch.float64
     return {name: torch.empty(shape, dtype=dtype, device=mode.device) for name, dtype in dtypes.items()}
 

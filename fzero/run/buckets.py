@@ -59,7 +59,7 @@ def validate_buckets(c: RunConfig) -> None:
         return
     split = "sequence" if c.sequence else f"mesh.cp={c.mesh['cp']}" if c.mesh.get("cp", 1) > 1 else ""
     table = (
-        (c.objective not in ("text", "chat"), f"objective is {c.objective}: buckets are of text and of chat"),
+        (not c.task.of_tokens, f"objective is {c.objective}: buckets are of text and of chat"),
         (bool(d.mixture), "data.mixture is given: a step reads one length of one corpus"),
         (bool(d.curriculum), f"data.curriculum is {d.curriculum}: the order of an epoch is by lengths"),
         (bool(d.seq_len_warmup), f"data.seq_len_warmup is {d.seq_len_warmup}: rows have lengths of their own"),

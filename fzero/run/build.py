@@ -100,7 +100,7 @@ def build(
     mesh = make_mesh(config.mesh, device="cpu") if mesh is None else mesh
     micro_batches = local_micro_batches(config, mesh)
     expect_even_sequences(config, mesh)
-    model = with_objective(config, models.build(config.model) if model is None else model)
+    model = config.task.with_loss(config, models.build(config.model) if model is None else model)
     members = members_of(config.local, mesh)
     plan = zero_plan(
         config.zero,
@@ -198,11 +198,6 @@ def delayed_updates(config: RunConfig, micro_batches: int) -> int:
             "which so many updates cannot share evenly; change train.batch, or the mesh"
         )
     return config.train.updates
-
-
-def with_objective(config: RunConfig, model: Model) -> Model:
-    """The model with the loss of what is learnt."""
-    return models.dpo(model, config.dpo.beta, config.dpo.smoothing) if config.objective == "dpo" else model
 
 
 def make_nvme(config: RunConfig, folder: Path | None) -> Nvme | None:

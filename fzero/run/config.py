@@ -44,7 +44,7 @@ from fzero.run.buckets import BUCKETS, SCALINGS, SIZES
 from fzero.run.config_checks import validate
 from fzero.run.config_ranks import OUTER, Gathering, OverAxis
 from fzero.run.measure.loggers import check_loggers
-from fzero.run.objectives import OBJECTIVES
+from fzero.run.objectives import OBJECTIVES, Objective
 from fzero.run.stages import expect_stages
 from fzero.run.unused_keys import (
     AT_URL,
@@ -125,7 +125,7 @@ class ScheduleConfig:
     """The learning rate over the run as a fraction of its peak. Which numbers count depends on the name: see
     SCHEDULES."""
 
-    name: Annotated[str, tuple(SCHEDULES)] = "cosine"
+    name: Annotated[str, SCHEDULES] = "cosine"
     warmup_steps: Count = 0  # linear from 0
     end: Rate = 0.1  # the fraction at the last step
     power: Positive = 1.0
@@ -151,7 +151,7 @@ class ScheduleConfig:
 class Optim:
     """The optimizer. Which numbers count depends on the name: see OPTIMIZERS."""
 
-    name: Annotated[str, tuple(OPTIMIZERS)] = "adamw"
+    name: Annotated[str, OPTIMIZERS] = "adamw"
     lr: Rate = 3e-3  # the schedule's peak
     lr_rest: Rate = 0.0  # muon: AdamW's peak, for leaves other than matrices of blocks
     weight_decay: Rate = 0.1
@@ -179,7 +179,7 @@ class Optim:
     clip: Rate = 1.0  # largest norm of the gradient; 0: as it is
     # of data.packing=buckets: how the learning rate follows the size of a batch, none, linear or sqrt, in sequences (1
     # for train.batch of them) or tokens (1 for train.batch x data.seq_len)
-    lr_scaling: Annotated[str, tuple(SCALINGS)] = "none"
+    lr_scaling: Annotated[str, SCALINGS] = "none"
     lr_scaling_by: Annotated[str, SIZES] = "sequences"
     schedule: ScheduleConfig = ScheduleConfig()
 
@@ -313,7 +313,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=MLPConfig)
     # what is learnt: text (each next token), chat (what the assistant says), dpo (to prefer one answer to another),
     # classify (the classes of texts), reward (a score for answers)
-    objective: Annotated[str, tuple(OBJECTIVES)] = "text"
+    objective: Annotated[str, OBJECTIVES] = "text"
     dpo: Annotated[DPO, OF_DPO] = DPO()
     data: Data = Data()
     optim: Optim = Optim()
@@ -350,6 +350,11 @@ class RunConfig:
     # of the run, before its last one: the last step of each and what it has otherwise than the one after it, such as
     # "1000: data.seq_len=8192"; --resume with another --seq-len writes them
     stages: tuple[str, ...] = ()
+
+    @property
+    def task(self) -> Objective:
+        """The Objective of its name."""
+        return OBJECTIVES[self.objective]
 
     def __post_init__(self) -> None:
         validate(self)

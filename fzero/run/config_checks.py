@@ -22,7 +22,7 @@ from fzero.run.batch_ramp import Ramp, shared_batch
 from fzero.run.buckets import BUCKETS, validate_buckets
 from fzero.run.config_ranks import validate_codes, validate_local, validate_signs
 from fzero.run.curriculum import validate_curriculum, validate_layers, validate_random_ltd
-from fzero.run.objectives import OBJECTIVES, SCORED
+from fzero.run.objectives import objective_of
 from fzero.run.transforms import validate_transforms
 from fzero.run.unused_keys import reads_url, validate_cycle, validate_tokens
 from fzero.sharding import AXES
@@ -41,8 +41,8 @@ def check_leaf(kind: type, name: str, value: Any) -> None:
     for mark in marks:
         if isinstance(mark, Within) and value is not None:  # None: left out
             check_bounds(name, value, mark.bounds)
-        elif type(mark) is tuple:
-            check_choice(name, value, mark)
+        elif type(mark) in (tuple, dict):
+            check_choice(name, value, tuple(mark))
         elif callable(mark):
             mark(value)
     if isinstance(value, float) and not math.isfinite(value) and not any(isinstance(mark, Within) for mark in marks):
@@ -75,7 +75,7 @@ def validate(config: RunConfig) -> None:
     validate_buckets(c)
     validate_curriculum(c)
     validate_transforms(c)
-    if t.loss_by_position and c.objective not in ("text", "chat"):
+    if t.loss_by_position and not c.task.of_tokens:
         raise ValueError(
             f"train.loss_by_position is true and the loss of objective={c.objective} is not of tokens; leave it out"
         )
@@ -128,18 +128,18 @@ def validate(config: RunConfig) -> None:
 
 def validate_data(c: RunConfig) -> None:
     """Raise ValueError for ways of reading that the objective does not have, and for several corpora beside one."""
-    if c.objective != "text" and not c.data.within_documents and c.data.packing != BUCKETS:
+    if c.task.examples and not c.data.within_documents and c.data.packing != BUCKETS:
         raise ValueError(
             f"data.within_documents is false and objective is {c.objective}: conversations in a row do not see each "
             "other; leave it out"
         )
-    if c.data.mixture and (c.objective != "text" or c.data.path != "stdlib"):
-        key, fix = ("objective", c.objective) if c.objective != "text" else ("data.path", c.data.path)
+    if c.data.mixture and (c.task.examples or c.data.path != "stdlib"):
+        key, fix = ("objective", c.objective) if c.task.examples else ("data.path", c.data.path)
         raise ValueError(
             f"data.mixture is {c.data.mixture!r} and {key} is {fix}: a mixture names its own corpora, of text; leave "
             "one of them out"
         )
-    if c.objective != "text" and is_url(c.data.path):
+    if c.task.examples and is_url(c.data.path):
         raise ValueError(
             f"data.path is {c.data.path} and objective is {c.objective}: examples are read from a folder; copy them to "
             "this machine"
@@ -152,7 +152,7 @@ def validate_data(c: RunConfig) -> None:
             f"data.retry_minutes is {c.data.retry_minutes:g} and train.hang_s {c.train.hang_s:g} s, after which ranks "
             "that wait for data are ended; give data.retry_minutes less, or train.hang_s more"
         )
-    if c.objective != "text" and c.data.packing not in ("stream", BUCKETS):
+    if c.task.examples and c.data.packing not in ("stream", BUCKETS):
         raise ValueError(
             f"data.packing is {c.data.packing} and objective is {c.objective}, whose examples are whole in a row as it "
             "is; leave it out"
@@ -161,13 +161,11 @@ def validate_data(c: RunConfig) -> None:
 
 def validate_head(config: RunConfig) -> None:
     """Raise ValueError if the model has not the head that the objective trains."""
-    head = head_of(config.model)
-    required_head = {"classify": "classes", "reward": "a reward"}.get(config.objective, "")
-    model_head = "" if head is None else "classes" if head.labels else "a reward"
-    if required_head != model_head:
-        head_text = f"a head of {model_head}" if model_head else "no head of scores"
-        use = " or ".join(name for name in SCORED if (name == "classify") == bool(head.labels)) if head else ""
-        fix = f"use --objective {use}, or a model without" if model_head else "fzero finetune --objective makes one"
+    fitting = objective_of(config.model)
+    if config.task.head != fitting.head:
+        head_text = f"a head of {fitting.head}" if fitting.head else "no head of scores"
+        fix = f"use --objective {fitting.name}, or a model without"
+        fix = fix if fitting.head else "fzero finetune --objective makes one"
         raise ValueError(f"objective is {config.objective} and the model has {head_text}; {fix}")
 
 
@@ -263,7 +261,7 @@ def check_corpus(config: RunConfig, corpus: str | Path) -> None:
     """Raise ValueError if the prepared corpus is not of what the objective learns from, or has tokens that the model
     does not."""
     meta = read_meta(corpus)
-    kind, required_kind, size = meta.get("kind", "text"), OBJECTIVES[config.objective].corpus, meta["vocab_size"]
+    kind, required_kind, size = meta.get("kind", "text"), config.task.corpus, meta["vocab_size"]
     if kind != required_kind:
         raise ValueError(
             f"{corpus}: is a corpus of {kind}, and objective={config.objective} learns from {required_kind}"

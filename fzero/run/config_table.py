@@ -18,7 +18,8 @@ from fzero.run.config_checks import (
     check_leaf,
 )
 from fzero.run.config_versions import current_keys
-from fzero.run.recipes import FINE_TUNING, recipe
+from fzero.run.objectives import fine_tuning_presets
+from fzero.run.recipes import recipe
 from fzero.sharding import Pipeline
 
 DEFAULT_PRESET = "llama-tiny"
@@ -35,7 +36,7 @@ def from_table(table: Table, model: ModelConfig | None = None) -> RunConfig:
         section if isinstance(section := table.get(name), dict) else {} for name in ("train", "optim", "model")
     )
     name = check_type("preset", table.get("preset", "" if model is not None else DEFAULT_PRESET), str)
-    if (not name or name in FINE_TUNING) and model is None:
+    if (not name or name in fine_tuning_presets()) and model is None:
         model = first_sizes(sizes)
     steps, optimizer = (check_type(f"{a}.{b}", t[b], kind) if b in t else None for a, t, b, kind in (
         ("train", train, "steps", int), ("optim", optim, "name", str)))  # fmt: skip

@@ -9,15 +9,13 @@ import numpy as np
 
 from fzero.data.added_tokens import missing_lines
 from fzero.data.chat import encoder, read_chat, render
-from fzero.data.examples import Lengths, LineReader, describe_conversations, prepare_conversations, prepare_examples
-from fzero.data.labels import expect_label_coverage, labels_reader, ranked_reader
-from fzero.data.preferences import prepare_preferences
+from fzero.data.examples import Lengths, describe_conversations
 from fzero.data.tokenizers import Tokenizer
 from fzero.models.score import head_of
 from fzero.run import run_folder
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import expect_rows
-from fzero.run.objectives import OBJECTIVES
+from fzero.run.objectives import Lines
 from fzero.run.special_token_files import start_chat, start_tokenizer, stop_ids
 from fzero.run.vocabulary import TEMPLATE, added_line, grown_tokenizer
 
@@ -32,7 +30,7 @@ def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: 
     if path.suffix != ".jsonl":
         raise ValueError(
             f"data.path is {config.data.path!r} and objective is {config.objective}; give a .jsonl file with a "
-            f"{OBJECTIVES[config.objective].line} a line, or a folder that was prepared of one: --data FILE.jsonl"
+            f"{config.task.line} a line, or a folder that was prepared of one: --data FILE.jsonl"
         )
     if init is None:
         raise ValueError(f"objective is {config.objective}, which starts from a model: --init FOLDER")
@@ -44,34 +42,18 @@ def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: 
     for line in missing_lines(chat, tokenizer, f"--add-tokens {TEMPLATE}"):
         say(line)
     say(f"preparing {path} ({tokenizer.name}) in {out}")
-    seed, lengths = config.train.seed, Lengths(config.data.seq_len, config.model.max_len, config.data.too_long)
-    if config.objective == "dpo":  # pairs of texts need no template
-        meta = prepare_preferences(path, out, chat, tokenizer, lengths, seed)
-    elif (head := head_of(config.model)) is not None:
-        if head.labels:
-            read = labels_reader(chat, tokenizer, lengths, head.labels, head.pad)
-        else:
-            read = ranked_reader(chat, tokenizer, lengths, head.pad)
-        kind = OBJECTIVES[config.objective].corpus
-        meta = prepare_examples(
-            path, out, kind, LineReader(read, lengths.too_long), chat, tokenizer, seed=seed, labels=head.labels
-        )
-        if head.labels:
-            say(expect_label_coverage(path, out, head.labels))
-    elif chat is None:
-        raise ValueError(
-            f"{init}: has no chat template (chat_template.jinja, or an entry of tokenizer_config.json); give one: "
-            "--chat-template FILE.jinja"
-        )
-    else:
-        meta = prepare_conversations(path, out, chat, tokenizer, lengths, seed)
+    lengths = Lengths(config.data.seq_len, config.model.max_len, config.data.too_long)
+    lines = Lines(path, out, init, chat, tokenizer, lengths, config.train.seed, head_of(config.model))
+    meta, remarks = config.task.prepare(lines)
+    for line in remarks:
+        say(line)
     say(describe_conversations(meta))
     return out
 
 
 def answers_messages(config: RunConfig, folder: Path) -> bool:
     """Whether the model of the run in `folder` answers a prompt as a message, and does not continue it as a text."""
-    return config.objective != "text" and (config.objective == "chat" or read_chat(folder) is not None)
+    return config.task.examples and (config.task.of_tokens or read_chat(folder) is not None)
 
 
 def prompt_ids(folder: Path, tokenizer: Tokenizer, text: str, *, chat: bool) -> tuple[np.ndarray, list[int]]:

@@ -63,7 +63,7 @@ def find_corpus(value: RunConfig, folder: Path, say: Say, init: Path | None = No
     if config.path != "stdlib" and os.path.lexists(path / "meta.json"):
         expect_tokenizer(config.tokenizer, read_meta(path)["tokenizer"], f"{path} was")
         return path
-    if value.objective != "text":
+    if value.task.examples:
         return conversations.prepare_for(value, folder / run_folder.DATA, say, init)
     if config.path != "stdlib":
         say(f"preparing {path} ({config.tokenizer}) in {folder / run_folder.DATA}")
@@ -272,7 +272,7 @@ def open_stream(
         raise ValueError(
             f"objective is {config.objective}, whose rows are prepared for one length; leave out --seq-len"
         )
-    reference = config.dpo.reference if config.objective == "dpo" else ""
+    reference = config.dpo.reference if config.task.reference else ""
     return RowStream(tokens, seq_len, batch, seed, read_reference(corpus, split, reference) if reference else None)
 
 

@@ -44,7 +44,7 @@ def validate_curriculum(c: RunConfig) -> None:
             f"data.curriculum_steps is {d.curriculum_steps} and data.curriculum_tokens {d.curriculum_tokens}; give one "
             "of them, after which all rows are allowed"
         )
-    if c.objective != "text" or d.mixture:
+    if c.task.examples or d.mixture:
         reason = f"data.mixture is {d.mixture}" if d.mixture else f"objective is {c.objective}"
         raise ValueError(f"data.curriculum is {d.curriculum} and {reason}: it orders the rows of one corpus of text")
     if c.stages:
@@ -62,8 +62,8 @@ def validate_warmup(c: RunConfig) -> None:
     ramp = Ramp.parse(text, "data.seq_len_warmup")
     if ramp.start >= c.data.seq_len:
         raise ValueError(f"data.seq_len_warmup is {text}, which begins with data.seq_len={c.data.seq_len} or above")
-    if not c.data.within_documents or c.objective != "text":
-        reason = f"objective is {c.objective}" if c.objective != "text" else "data.within_documents is false"
+    if not c.data.within_documents or c.task.examples:
+        reason = f"objective is {c.objective}" if c.task.examples else "data.within_documents is false"
         raise ValueError(f"data.seq_len_warmup is {text} and {reason}: its pieces do not see each other")
 
 
@@ -91,7 +91,7 @@ def validate_random_ltd(c: RunConfig) -> None:
     except ValueError as error:
         raise ValueError(f"train.random_ltd is {max_tokens} of {seq_len} tokens; {error}") from None
     split = "sequence" if c.sequence else f"mesh.cp={c.mesh['cp']}" if c.mesh.get("cp", 1) > 1 else ""
-    if split or c.objective != "text":
+    if split or c.task.examples:
         reason = f"{split}: ranks have not the tokens of one another" if split else f"objective is {c.objective}"
         raise ValueError(f"train.random_ltd is {max_tokens} of {seq_len} tokens and {reason}; leave one of them out")
 

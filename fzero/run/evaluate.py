@@ -16,7 +16,6 @@ from fzero.optim import AverageState
 from fzero.run.build import Job
 from fzero.run.corpus import prefetch_to_device
 from fzero.run.measure.metrics_rows import losses_by_source
-from fzero.run.objectives import OBJECTIVES
 from fzero.run.resume.newest_state import to_memory
 from fzero.train.state import TrainState
 from fzero.train.update.in_memory import split_names, spread
@@ -41,7 +40,7 @@ def evaluate_all(
         for batch in prefetch_to_device(batches(), job.device):
             loss = job.eval_step(params, batch)
             extras = loss.extra
-            if not (placed or OBJECTIVES[job.config.objective].reports):
+            if not (placed or job.config.task.reports):
                 extras = {key: value for key, value in extras.items() if key.partition("/")[0] in KINDS}
             of_tokens = (loss.extra.get("cross_entropy", loss.total), loss.num_tokens)
             sums += [x.double() for x in (*of_tokens, *extras.values())]

@@ -30,7 +30,7 @@ def validate_fim(c: RunConfig) -> None:
         if d.fim_tokens:
             raise ValueError(f"data.fim_tokens is {d.fim_tokens!r} and data.fim is 0; give the part of the documents")
         return
-    if c.objective != "text":
+    if c.task.examples:
         raise ValueError(f"data.fim is {d.fim:g} and objective is {c.objective}; it rearranges documents of text")
     if d.fim_tokens and len(set(d.fim_tokens.split(","))) != 3:
         raise ValueError(f"data.fim_tokens is {d.fim_tokens!r}; it is {FORM}")

@@ -8,15 +8,13 @@ from typing import Any
 
 from fzero import models
 from fzero.core.config_tables import Table
-from fzero.data.labels import labels_of
 from fzero.models.decoder_config import DecoderConfig
 from fzero.models.lora import ON
 from fzero.models.presets import body_of
 from fzero.models.score import head_of
 from fzero.run import config_table
 from fzero.run.config import RunConfig
-from fzero.run.objectives import SCORED
-from fzero.run.recipes import preset_for
+from fzero.run.objectives import objective_named
 from fzero.run.special_token_files import start_pad
 from fzero.run.vocabulary import start_model
 
@@ -49,9 +47,10 @@ def tuned_config(
             options = {"targets": lora["targets"]} if "targets" in lora else {}
             model = models.quantized(model, quantize, **options)
         sizes = models.lora(model, **{**lora, "vocabulary": new_tokens or lora.get("vocabulary", False)}).config
-    preset = preset_for(table.get("objective", "chat"), lora=isinstance(sizes, models.LoRAConfig))
+    suffix = "-lora" if isinstance(sizes, models.LoRAConfig) else ""
+    preset = objective_named(table.get("objective")).preset + suffix
     value = config_table.from_table({**table, "preset": preset}, sizes)
-    if value.objective == "text":
+    if not value.task.examples:
         raise ValueError("objective is text, which fzero pretrain learns: use that with --init")
     return value
 
@@ -69,18 +68,12 @@ def lora_targets(model: models.Model, targets: str) -> str:
 def with_head(init: Path, table: Table, sizes: models.ModelConfig) -> models.ModelConfig:
     """The config of the model in `init` with the head that the objective trains, of the labels that the data has, if it
     lacks one. Raises ValueError for a model that has LoRA below it."""
-    objective = table.get("objective", "chat")
-    if objective not in SCORED or head_of(sizes) is not None:
+    objective = objective_named(table.get("objective"))
+    if not objective.head or head_of(sizes) is not None:
         return sizes
     if isinstance(sizes, models.LoRAConfig):
         raise ValueError(
-            f"objective is {objective} and {init} has LoRA without a head of scores; merge it first: fzero export "
+            f"objective is {objective.name} and {init} has LoRA without a head of scores; merge it first: fzero export "
             f"{init} --out FOLDER"
         )
-    model, pad = models.build(sizes), start_pad(init)
-    if objective == "reward":
-        return models.reward(model, pad).config
-    path = table.get("data", {}).get("path")
-    if not path:
-        raise ValueError("objective is classify, whose labels come from the data; give data.path")
-    return models.classify(model, labels_of(Path(path)), pad).config
+    return objective.with_head(models.build(sizes), start_pad(init), table.get("data", {}).get("path")).config

@@ -42,7 +42,6 @@ from fzero.run.measure.profiler import steps_of
 from fzero.run.measure.progress import format_duration, show_progress
 from fzero.run.measure.step_records import StepSelection, recording, select_steps
 from fzero.run.memory_check import snapshot_limit
-from fzero.run.objectives import OBJECTIVES
 from fzero.run.out_of_memory import explained
 from fzero.run.placement import resume_command
 from fzero.run.pretrain import expect_memory
@@ -324,7 +323,7 @@ def summarize(attempt: Attempt, state: TrainState, seconds: float) -> None:
     per_byte = f" ({last['val_loss_per_byte']:.4f} per byte)" if "val_loss_per_byte" in last else ""
     say(
         f"{step} steps in {format_duration(seconds)}; validation loss {last.get('val_loss', math.nan):.4f} "
-        f"nats per {OBJECTIVES[config.objective].unit}{per_byte}"
+        f"nats per {config.task.unit}{per_byte}"
     )
     state_path = (
         job.nvme.folder

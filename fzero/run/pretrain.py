@@ -113,7 +113,7 @@ def start(
         attempt = Attempt(job, folder, path, coordinator, options, config)
         with explained(job, folder, coordinator, "the first state"):
             state = first_state(job, weights.params if weights else None)
-        if config.objective == "dpo":
+        if config.task.reference:
             fresh = weights is not None and not has_factors(weights.params)
             job = with_reference(job, state, path, coordinator, options.say, fresh=fresh)
             attempt = attempt._replace(job=job, config=job.config)

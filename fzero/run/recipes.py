@@ -17,6 +17,7 @@ from fzero.run.config import (
 from fzero.run.config_checks import (
     check_leaf,
 )
+from fzero.run.objectives import fine_tuning_presets
 
 
 def optimizer_defaults(name: str) -> Optim:
@@ -50,38 +51,17 @@ SMALL_RUNS: dict[str, tuple[int, int, int, int]] = {
 LARGE_RUN = (50_000, 256, 1, 4096)
 
 
-# Of runs that begin with the weights of another, by name: objective and peak learning rate. LoRA's factors take more
-# than whole weights (Schulman et al. 2025, "LoRA without regret"), and preferences less than texts (Rafailov et al.
-# 2023, appendix B, has 1e-6).
-FINE_TUNING: dict[str, tuple[str, float]] = {
-    "finetune": ("chat", 2e-5),
-    "finetune-lora": ("chat", 2e-4),
-    "finetune-dpo": ("dpo", 1e-6),
-    "finetune-dpo-lora": ("dpo", 1e-5),
-    "finetune-classify": ("classify", 2e-5),
-    "finetune-classify-lora": ("classify", 2e-4),
-    "finetune-reward": ("reward", 1e-5),
-    "finetune-reward-lora": ("reward", 1e-4),
-}
-
-
-def preset_for(objective: str, *, lora: bool) -> str:
-    """The preset of FINE_TUNING for what is to be learnt."""
-    name = next((name for name, (goal, _) in FINE_TUNING.items() if goal == objective), "finetune")
-    return f"{name}-lora" if lora else name
-
-
 def fine_tuning(name: str, model: ModelConfig, *, steps: int | None = None, optimizer: str | None = None) -> RunConfig:
-    """The whole run of a preset of FINE_TUNING for `model`: AdamW without decay, rows of up to 1,024 positions."""
+    """The whole run of a preset of a fine-tuning for `model`: AdamW without decay, rows of up to 1,024 positions."""
     steps = 200 if steps is None else steps
     check_leaf(RunConfig, "train.steps", steps)
-    objective, lr = FINE_TUNING[name]
+    objective, lr = fine_tuning_presets()[name]
     optim = replace(optimizer_defaults(optimizer or "adamw"), lr=lr, weight_decay=0.0, beta2=0.999)
     optim = replace(optim, schedule=ScheduleConfig(warmup_steps=min(steps // 20, 100), end=0.1))
     return RunConfig(
         preset=name,
         model=model,
-        objective=objective,
+        objective=objective.name,
         data=Data(path="", seq_len=min(1024, model.max_len)),
         optim=optim,
         train=Train(steps=steps, batch=16, micro_batch=2, eval_every=50, checkpoint_every=100),
@@ -96,7 +76,7 @@ def recipe(
     Small models are trained with Muon, to a rate of 0; large ones by the usual recipe, AdamW to a tenth of its rate.
     Raises ValueError naming the nearest preset.
     """
-    if name in FINE_TUNING and model is not None:
+    if name in fine_tuning_presets() and model is not None:
         return fine_tuning(name, model, steps=steps, optimizer=optimizer)
     model = models.preset(name) if model is None else model
     usual, batch, micro_batch, seq_len = SMALL_RUNS.get(name, LARGE_RUN)

@@ -34,7 +34,7 @@ def analyze_by_model(
     """
     trained = weights.load(run)
     c = trained.config
-    if c.objective not in ("text", "chat"):
+    if not c.task.of_tokens:
         raise ValueError(f"{run}: its objective is {c.objective}, whose loss is not of tokens; use a run on text")
     if seq_len > c.model.max_len:
         raise ValueError(f"--seq-len is {seq_len} and the model of {run} takes {c.model.max_len} (model.max_len)")

@@ -32,7 +32,7 @@ def validate_spans(c: RunConfig) -> None:
                     f"data.{key} is {getattr(d, key)!r} and data.span_corruption is 0; give the part of the documents"
                 )
         return
-    if c.objective != "text" or d.fim:
+    if c.task.examples or d.fim:
         reason = f"data.fim is {d.fim:g}, which rearranges them too" if d.fim else f"objective is {c.objective}"
         raise ValueError(
             f"data.span_corruption is {d.span_corruption:g} and {reason}; it takes spans out of documents of text: "

@@ -22,7 +22,6 @@ from fzero.run.token_ids import token_ids
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one by its checks
 
 FORM = "TOKEN=WEIGHT,..., tokens or their ids with weights of 0 or more, or a .npy file with a weight for each id"
-OBJECTIVES = ("text", "chat")  # whose loss is the mean of tokens
 
 
 def validate_weights(c: RunConfig) -> None:
@@ -30,7 +29,7 @@ def validate_weights(c: RunConfig) -> None:
     text = c.data.token_weights
     if not text:
         return
-    if c.objective not in OBJECTIVES:
+    if not c.task.of_tokens:
         raise ValueError(
             f"data.token_weights is {text!r} and the loss of objective={c.objective} is no mean of tokens; leave it out"
         )

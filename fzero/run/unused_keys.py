@@ -128,19 +128,19 @@ GROWING = Need(
     lambda c: f"train.batch={c.train.batch}, with which {c.train.batch_ramp} begins",
     "begin with less",
 )
-OF_DPO = Need(lambda c: c.objective == "dpo", lambda c: f"objective={c.objective}", "use objective=dpo")
+OF_DPO = Need(lambda c: c.task.reference, lambda c: f"objective={c.objective}", "use objective=dpo")
 CHAT_TOKENIZER = Need(
-    lambda c: c.objective != "text",
+    lambda c: c.task.examples,
     lambda c: "objective=text",
     "prepare the text with a tokenizer.json that has them, and give --set model.vocab_size=N",
 )
 CONVERSATIONS = Need(
-    lambda c: c.objective != "text",
+    lambda c: c.task.examples,
     lambda c: "objective=text, which renders no conversations",
     "it is for conversations and pairs",
 )
 EXAMPLES = Need(
-    lambda c: c.objective != "text",
+    lambda c: c.task.examples,
     lambda c: "objective=text, whose documents are cut into rows",
     "it is for conversations, pairs and texts with labels",
 )

@@ -20,11 +20,11 @@ from fzero.core.precision import POLICIES
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url
 from fzero.models import LoRAConfig, Model, ModelConfig
-from fzero.models.score import head_of
 from fzero.offload import Nvme
 from fzero.optim.average import AVERAGE
 from fzero.run.config import RunConfig
-from fzero.run.recipes import preset_for, recipe
+from fzero.run.objectives import objective_of
+from fzero.run.recipes import recipe
 from fzero.run.run_folder import (
     NVME,
     checkpoints_of,
@@ -235,10 +235,9 @@ def load_start(init: Path) -> TrainedWeights:
 
 def config_of(model: ModelConfig) -> RunConfig:
     """The config of a run of a model that another system trained: of the objective that its head of scores has."""
-    head = head_of(model)
-    if head is None:
-        return recipe("", model)
-    return recipe(preset_for("classify" if head.labels else "reward", lora=isinstance(model, LoRAConfig)), model)
+    objective = objective_of(model)
+    lora = "-lora" if isinstance(model, LoRAConfig) else ""
+    return recipe(objective.preset + lora if objective.head else "", model)
 
 
 def move_params(device: torch.device, params: Tree) -> Tree:

@@ -40,7 +40,7 @@ def with_changes(recorded: RunConfig, values: Table, say: Say) -> tuple[RunConfi
     table: Table = {}
     for key, value in values.items():
         set_nested(table, key, value)
-    if recorded.objective != "text":
+    if recorded.task.examples:
         raise ValueError(
             f"{', '.join(values)}: the objective is {recorded.objective}, whose examples were prepared for sequences "
             f"of {recorded.data.seq_len}; leave it out"
