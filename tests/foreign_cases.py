@@ -31,7 +31,7 @@ from fzero.kernels import tuning
 from fzero.models import DeepSeekConfig, GPT2Config, LlamaConfig, MoEConfig, RopeScaling, build, init_params
 from fzero.offload import LeafFiles, Nvme, disk_config
 from fzero.planner import devices
-from fzero.report import first_screen, markdown, report_writer
+from fzero.report import first_screen, pages, report_writer
 from fzero.run import machine, run_folder
 from fzero.run.config_table import from_table
 from fzero.run.resume import rollback
@@ -210,7 +210,7 @@ def read_run(folder):
     run_folder.read_config(run), run_folder.read_tokenizer(run), list(run_folder.read_metrics(run))
     run_folder.read_attempts(run), rollback.skips_of(run)
     report = report_writer.gather([run])
-    return markdown.write(report), first_screen.opening(report).parts[:2]
+    return pages.to_markdown(report), first_screen.opening(report).parts[:2]
 
 
 def make_report(folder):
@@ -304,7 +304,7 @@ READERS: dict[str, Reader] = {
         read_run,
     ),
     "report": Reader(
-        make_report, ("report/report.json",), lambda d: markdown.write(report_writer.gather([d / "report"]))
+        make_report, ("report/report.json",), lambda d: pages.to_markdown(report_writer.gather([d / "report"]))
     ),
     **{
         f"hf-{name}": Reader(model_folder(name), ("model/config.json", "model/model.safetensors"), import_model)

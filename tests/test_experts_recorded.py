@@ -12,8 +12,8 @@ from zero_cases import FP64, OPTIMIZERS, batch_for, model_of
 
 import fzero
 from fzero.report import figures
-from fzero.report.elements import Picture, ReportTable
-from fzero.report.sections_experts import experts as section
+from fzero.report.sections import experts as section
+from fzero.report.values import Picture, ReportTable
 from fzero.run.measure.metrics_rows import pack_numbers
 from fzero.run.measure.norms import imbalance, spread_of
 
@@ -62,7 +62,7 @@ def test_a_step_s_counts_are_shares_by_layer(case):
 def test_a_model_without_experts_records_nothing():
     _, plan, state, metrics = made("llama", {})
     assert imbalance(metrics.tables) == {} and spread_of(metrics.tables, state.params, plan, 1) == {}
-    assert section(SimpleNamespace(series={"step": [1], "loss": [2.0]})).parts == []
+    assert section(SimpleNamespace(series={"step": [1], "loss": [2.0]})) == []
 
 
 def test_the_section_of_a_report():
@@ -74,7 +74,7 @@ def test_the_section_of_a_report():
         "experts.blocks.entropy": [[1.0, 1.05], None, [0.9, 0.95]],
         "experts.blocks.bias": [[[0.0] * 3] * 2, None, [[-0.01, 0.0, 0.02], [0.0, 0.0, 0.01]]],
     }
-    parts = section(SimpleNamespace(series=series)).parts
+    parts = section(SimpleNamespace(series=series))
     (picture,) = (part for part in parts if isinstance(part, Picture))
     assert "1.50 at the first of them and 1.20 at the last" in picture.alt and "3 experts of 2 layers" in picture.alt
     svg = figures.svg(picture.draw)

@@ -10,19 +10,17 @@ import sys
 import time
 
 import pytest
+import reported
 import torch
 import torch.distributed as dist
 
-import fzero
-import fzero.run.config_table
 from fzero import checkpoint, data
 from fzero.checkpoint.convert.huggingface_config import _read_rope
 from fzero.cli import process
 from fzero.core.bounds import COUNT, FRACTION, POSITIVE, RATE, SIZE, check_bounds
 from fzero.data import work_folder
 from fzero.data.chat import Chat, read_chat, render
-from fzero.report import plots
-from fzero.run import run_folder
+from fzero.report import curves
 from fzero.run.measure.progress import sized_bar
 
 
@@ -178,14 +176,11 @@ def test_a_launcher_that_ended_is_no_fault(kind, capsys):
 @pytest.mark.parametrize(
     "row", [{"step": 1}, {"step": 1, "tokens": "x", "loss": 1.0}, {"step": 1, "loss": 1.0, "tokens": 3}]
 )
-def test_a_row_without_keys_is_named_where_it_is_drawn(row, tmp_path, monkeypatch):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    monkeypatch.setattr(run_folder, "read_environment", lambda folder: {"num_params": 3})
-    monkeypatch.setattr(
-        run_folder, "read_config", lambda folder: fzero.run.config_table.from_table({"preset": "llama-tiny"})
-    )
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: damaged, or not of the form"):
-        plots.write_pictures(tmp_path)
+def test_a_row_without_keys_is_named_where_it_is_drawn(row, tmp_path):
+    reported.make_run(tmp_path / "run", steps=4)
+    (tmp_path / "run/metrics.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl(: damaged, or not of the form|:1: is not a row of metrics)"):
+        curves.write_pictures(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +193,7 @@ def test_a_picture_that_cannot_be_drawn_does_not_end_a_run(error, tmp_path, monk
     def fail(folder):
         raise error
 
-    monkeypatch.setattr(plots, "write_pictures", fail)
+    monkeypatch.setattr(curves, "write_pictures", fail)
     said = []
     assert pretrain.finish(Coordinator(), tmp_path, 0, said.append) == 0
     assert len(said) == 1 and said[0].startswith("pictures: none (") and str(error) in said[0]

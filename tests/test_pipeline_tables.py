@@ -12,7 +12,7 @@ from pipeline_cases import CASES, made, serves, stages_of
 from test_docs import ROOT, blocks_of, run_python
 
 from fzero.report import figures
-from fzero.report.sections_pipeline import schedule_bars
+from fzero.report.bars import schedule_bars
 from fzero.sharding import pipeline
 from fzero.sharding.pipeline import Act, Schedule, Stages, count_gathers, play, stage_ranks
 

@@ -15,7 +15,7 @@ from fzero.core import pytree, torch_private
 from fzero.kernels import tuning
 from fzero.planner import devices
 from fzero.planner.calibrate import attention, case_timer, fused, gemm, machine, memory
-from fzero.report import figures_bars, run_pictures, sections_cost
+from fzero.report import bars, sections_cost
 from fzero.report.compare import value_of
 from fzero.report.first_screen import final_table, outcomes
 from fzero.report.run_reader import read_run
@@ -110,7 +110,7 @@ def test_nothing_between_plain_steps_leaves_the_device_idle(train, monkeypatch):
 
 @pytest.mark.slow
 def test_steps_that_are_measured_have_phases_and_the_memory_of_gpu_and_host_apart(train, monkeypatch):
-    reset, drawn = [], []
+    reset = []
     with pretend(), monkeypatch.context() as patch:
         patch.setattr(step_records, "MEMORY_AT", 2)
         patch.setattr(torch.cuda, "memory_reserved", lambda device: 33 << 20)
@@ -130,11 +130,10 @@ def test_steps_that_are_measured_have_phases_and_the_memory_of_gpu_and_host_apar
     assert memory["timeline"][0]["parts"]["optimizer"] < 100
     run = read_run(Path("gpu"))
     assert value_of(run, "gpu_peak_bytes") == 30 << 20 and value_of(run, "host_peak_bytes") >= moments
-    assert "keeps 34.60 MB, 1.100 times the 31.46 MB" in sections_cost.memory(run).parts[-1]
+    assert "keeps 34.60 MB, 1.100 times the 31.46 MB" in sections_cost.memory(run)[-1]
     assert "31.46 MB" in final_table(Report("", {}, "", [run], None), outcomes(Report("", {}, "", [run], None))).rows[0]
-    monkeypatch.setattr(figures_bars, "time_steps", lambda *given: drawn.append(given))
-    run_pictures.time_steps(run)()
-    assert drawn[0][0] == [2, 4] and all(value > 0 for value in drawn[0][1]["forward"])
+    steps, phases = bars.step_phases(run)
+    assert steps == [2, 4] and all(value > 0 for value in phases["forward"])
 
 
 @pytest.mark.slow

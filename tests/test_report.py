@@ -13,22 +13,9 @@ import pytest
 from reported import STATE, make_run, make_runs
 
 from fzero.cli import main
-from fzero.core.config_tables import set_nested
-from fzero.report import (
-    attempts,
-    compare,
-    figures,
-    html_page,
-    markdown,
-    report_writer,
-    run_reader,
-    sections,
-    sections_compare,
-    sections_pipeline,
-    values,
-)
-from fzero.report.elements import ReportTable
-from fzero.report.values import Quantity
+from fzero.core.config_tables import flat, set_nested
+from fzero.report import compare, figures, pages, report_writer, run_reader, sections, sections_cost, values
+from fzero.report.values import Quantity, ReportTable
 from fzero.sharding import pipeline
 
 ROOT = Path(__file__).parent.parent
@@ -142,7 +129,7 @@ def test_every_number_traces_to_a_file(runs, name):
     rows = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
     for i, row in enumerate(rows):
         assert {n: column[i] for n, column in run.series.items() if column[i] is not None} == {
-            n: v for n, v in run_reader.flat(row) if v is not None
+            n: v for n, v in flat(row) if v is not None
         }
     assert run.config == json.loads((runs / name / "config.json").read_text())
     assert run.memory == json.loads((runs / name / "memory.json").read_text())
@@ -158,10 +145,7 @@ def test_the_ratio_is_predicted_over_measured(runs):
     assert Quantity("a", "a", "s", 0, 0, "", "").ratio == 1.0
     run = run_reader.read_run(runs / "zero3")
     (summary,) = [
-        part
-        for section in sections_compare.of_run(run)
-        for part in section.parts
-        if getattr(part, "name", "") == "summary"
+        part for section in sections.of_run(run) for part in section.parts if getattr(part, "name", "") == "summary"
     ]
     assert isinstance(summary, ReportTable) and summary.head == ("", "predicted", "measured", "predicted ÷ measured")
     cells = {row[0]: row[1:] for row in summary.rows}
@@ -201,7 +185,7 @@ def test_what_an_old_run_lacks_is_said(runs):
         "no phases" in sentence for sentence in run.missing
     )
     assert all(q.predicted is None and q.predicted_from == "" for q in run.quantities)
-    text = markdown.write(report_writer.gather([runs / "old"]))
+    text = pages.to_markdown(report_writer.gather([runs / "old"]))
     assert "**Not recorded:** memory.json is not there" in text and "## Memory" not in text and "loss.svg" in text
     assert "| commit | not recorded |" in text
 
@@ -262,7 +246,7 @@ def test_speeds_of_other_work_are_not_divided(key, tmp_path):
     change_config(two, key, OTHER_WORK[key])
     found = [run_reader.read_run(folder) for folder in (one, two)]
     assert compare.scaling(found) == [] and compare.conflicting_keys(found) == [key]
-    page = markdown.write(report_writer.gather([one, two]))
+    page = pages.to_markdown(report_writer.gather([one, two]))
     assert f"different work ({key}): their speeds are not divided" in page and "efficiency" not in page
 
 
@@ -345,7 +329,7 @@ def resumed(folder, key, first, last=None):
 
 
 def test_every_fact_that_a_speed_depends_on_is_tried_here():
-    assert set(ELSEWHERE) == {"mesh", *attempts.FACTS}
+    assert set(ELSEWHERE) == {"mesh", *compare.FACTS}
 
 
 @pytest.mark.parametrize("key", some(ELSEWHERE, "mesh", "zero", "config"))
@@ -355,9 +339,9 @@ def test_figures_are_of_one_placement_and_each_attempt_has_its_own(key, tmp_path
     assert 1000 < speed < 2000 and 0.4 < compare.value_of(run, "step_s") < 1.1 and "of the steps 23 to 40" in str(run)
     assert any("another placement are not counted" in sentence for sentence in run.missing)
     assert min(run_reader.steady(run.series, run.attempts)) >= 20
-    (_, slow, _), (_, fast, _) = reversed(attempts.rates(run.series, run.attempts, range(40)))
+    (_, slow, _), (_, fast, _) = reversed(compare.rates(run.series, run.attempts, range(40)))
     assert slow > 5 * fast
-    text = markdown.write(report_writer.gather([tmp_path / "run"]))
+    text = pages.to_markdown(report_writer.gather([tmp_path / "run"]))
     assert "| steps kept | time of a step | throughput |" in text
     same = run_reader.read_run(resumed(tmp_path / "same", "", None))
     assert len(run_reader.steady(same.series, same.attempts)) > 30 and not any("not counted" in s for s in same.missing)
@@ -395,8 +379,8 @@ def test_an_attempt_that_made_no_step_is_not_what_the_figures_are_of(tmp_path):
     folder = make_run(tmp_path / "run", dp=2)
     change_attempts(folder, lambda i, line: i == 1 and line.update(first_step=40, processes=64, mesh={"dp": 64}))
     run = run_reader.read_run(folder)
-    assert compare.ranks_of(run) == 2 and attempts.subject(run.series["step"], run.attempts)["attempt"] == 1
-    assert attempts.attempt_of_rows([1, 5, 6, 12], [{"first_step": 0}, {"first_step": 10}, {"first_step": 5}]) == [
+    assert compare.ranks_of(run) == 2 and compare.subject(run.series["step"], run.attempts)["attempt"] == 1
+    assert compare.attempt_of_rows([1, 5, 6, 12], [{"first_step": 0}, {"first_step": 10}, {"first_step": 5}]) == [
         0,
         0,
         2,
@@ -412,7 +396,7 @@ def test_several_runs_are_compared(runs):
     assert at["tokens"] == 30 * 1024 and at["val"] == [found[0].series["val_loss"][29]] * 2
     last = found[0].series["loss"][27:30]
     assert at["train"] == pytest.approx([sum(last) / 3] * 2)
-    text = markdown.write(report_writer.gather([runs / "one", runs / "zero3"]))
+    text = pages.to_markdown(report_writer.gather([runs / "one", runs / "zero3"]))
     assert (
         "| zero | 0 | 3 |" in text and "![Tokens per second and scaling efficiency" in text and "(2-memory.svg)" in text
     )
@@ -510,7 +494,7 @@ def test_the_passes_of_a_pipeline_are_drawn_beside_the_played_ones(tmp_path, fz)
         assert fz(folder, "--out", out)[0] == 0
         (section,) = [one for one in sections.of_run(report_writer.read(out).runs[0]) if one.name == "pipeline"]
         rows = next(part for part in section.parts if isinstance(part, ReportTable)).rows
-        shown = lambda step: [sections_pipeline.percent(1 - one / step) for one in busy]  # noqa: E731
+        shown = lambda step: [sections_cost.percent(1 - one / step) for one in busy]  # noqa: E731
         assert [row[2] for row in rows[:2]] == shown(played.step)
         assert [row[3] for row in rows[:2]] == shown(played.step + late)
         assert [row[1] for row in rows] == ["2", "3", "5"]
@@ -535,7 +519,7 @@ def test_the_bubble_of_a_plan_is_beside_the_measured_one(tmp_path, fz):
         found = next(part for part in section.parts if isinstance(part, ReportTable))
         assert list(found.head[2:]) == columns
         if parts == 4:
-            assert [row[2] for row in found.rows[:2]] == [sections_pipeline.percent(x) for x in (0.25, 0.125)]
+            assert [row[2] for row in found.rows[:2]] == [sections_cost.percent(x) for x in (0.25, 0.125)]
 
 
 def test_mistakes_are_one_clear_line(runs, tmp_path, fz):
@@ -617,7 +601,7 @@ def test_the_reports_of_this_repository_are_whole_and_small():
     found = sorted((ROOT / "reports").glob("*/report.json"))
     for path in found:
         report = report_writer.read(path.parent)
-        text = markdown.write(report)
+        text = pages.to_markdown(report)
         assert path.with_name("report.md").read_text() == text, "run: python reports/make.py --paste"
         for link in re.findall(r"\]\((\S+\.svg)\)", text):
             assert (path.parent / link).is_file()
@@ -663,4 +647,4 @@ def test_numbers_in_words():
     assert math.isclose(values.ratio(1, 3), 1 / 3)
     assert run_reader.without_folders({"a": ["/x/y/z", "--out=/q/r"]}) == {"a": ["…/z", "--out=…/r"]}
     assert sum(STATE.values()) == values.ratio(sum(STATE.values()), 1)
-    assert html_page.text("a < `b` **c**") == "a &lt; <code>b</code> <strong>c</strong>"
+    assert pages.format_words("a < `b` **c**") == "a &lt; <code>b</code> <strong>c</strong>"

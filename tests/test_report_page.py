@@ -6,30 +6,28 @@ import json
 import math
 import re
 import statistics
+import tomllib
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 from matplotlib.ticker import FixedLocator
 from reported import make_run, make_runs
 
 from fzero.report import (
-    attempts,
+    bars,
+    compare,
+    curves,
     figures,
-    figures_bars,
-    figures_compare,
-    figures_curves,
     first_screen,
-    html_page,
-    markdown,
-    plots,
+    pages,
     report_writer,
-    run_pictures,
     run_reader,
-    sections_compare,
+    sections,
     values,
 )
-from fzero.report.elements import Picture, ReportTable
-from fzero.report.sections_pipeline import ACTS
+from fzero.report.bars import ACTS
+from fzero.report.values import Picture, ReportTable
 from fzero.run import run_folder
 
 SMALL = ("small_loss", "small_lr", "small_throughput", "small_memory")
@@ -124,7 +122,7 @@ def test_a_picture_is_shortened_in_its_tags_alone():
 
 
 def pictures_of(report):
-    return [part for _, _, part in markdown.all_elements(report) if isinstance(part, Picture)]
+    return [part for _, _, part in pages.all_elements(report) if isinstance(part, Picture)]
 
 
 def test_every_axis_has_a_name_and_a_unit(runs):
@@ -191,15 +189,15 @@ def test_the_predicted_line_follows_the_measured_places(runs):
     run = run_reader.read_run(runs / "zero3")
     measured = run.memory["timeline"]
     predicted = [{**m, "at": 3 * m["at"] ** 2} for m in measured]  # the same moments, counted otherwise
-    assert figures_bars.align(predicted, measured) == pytest.approx(figures_bars.along(measured))
+    assert bars.align(predicted, measured) == pytest.approx(bars.along(measured))
     between = [
         *predicted[:3],
         {**predicted[3], "op": "another", "at": (predicted[2]["at"] + predicted[3]["at"]) / 2},
         *predicted[3:],
     ]
-    x = figures_bars.align(between, measured)
+    x = bars.align(between, measured)
     assert x[2] < x[3] < x[4] and x == sorted(x)
-    assert figures_bars.align(predicted, []) == figures_bars.along(predicted)
+    assert bars.align(predicted, []) == bars.along(predicted)
 
 
 # ---- the first screen ----
@@ -244,15 +242,15 @@ def test_the_first_screen_says_what_became_of_a_run(tmp_path):
 @pytest.mark.parametrize("names", [["zero3"], ["zero3", "one"]])
 def test_the_text_begins_with_the_first_screen_of_the_page(names, runs):
     report = report_writer.gather([runs / name for name in names])
-    begin, sections = markdown.write(report).split("\n\nWritten by fzero ")
+    begin, sections = pages.to_markdown(report).split("\n\nWritten by fzero ")
     parts = first_screen.opening(report).parts
     assert begin.startswith(f"# {report.title}\n\n{parts[0]}\n\n")
     (table,) = [part for part in parts if isinstance(part, ReportTable)]
-    assert f"\n\n{table.caption}:\n\n{markdown.table_text(table)}\n" in begin
+    assert f"\n\n{table.caption}:\n\n{pages.table_text(table)}\n" in begin
     row = begin.splitlines()[-1]
     assert re.findall(r"\]\((\S+)\)", row) == [f"{name}.svg" for name in SMALL]
     assert "| Loss | Learning rate | Throughput | Memory of a rank |\n" in begin and "small_" not in sections
-    assert markdown.find(report, "final") == (table, "") and markdown.names(report)[:2] == ["final", "small_loss.svg"]
+    assert pages.by_name(report)["final"] == (table, "") and [*pages.by_name(report)][:2] == ["final", "small_loss.svg"]
 
 
 FAILED = {
@@ -318,10 +316,10 @@ def test_samples_are_in_the_page_and_a_damaged_one_is_named(tmp_path):
     for sample in ("before", text):
         run_folder.add_sample(folder, 6, "def ", sample)
     report = report_writer.gather([folder])
-    (sample,) = [part for section in sections_compare.sections(report)[0][1] for part in section.parts
+    (sample,) = [part for section in sections.chapters(report)[0].sections for part in section.parts
                  if getattr(part, "name", "") == "sample"]  # fmt: skip
-    assert sample.text == text and "<pre>def &lt;f&gt;():" in html_page.element_html(sample, {}, "", "")
-    written = markdown.write(report)
+    assert sample.text == text and "<pre>def &lt;f&gt;():" in pages.fill("elements.html", "element_of", sample, "", [])
+    written = pages.to_markdown(report)
     assert f"\n`````text\n{text}\n`````\n" in written and "before" not in written
     (folder / "samples.jsonl").write_text('{"step": 6, "prompt": "def "}\n')
     with pytest.raises(ValueError, match=r"samples.jsonl:1: text is missing"):
@@ -335,26 +333,26 @@ def test_samples_are_in_the_page_and_a_damaged_one_is_named(tmp_path):
 def test_running_means_have_no_lag(count):
     line = [3.0 + 2 * i for i in range(count)]
     noisy = [v + math.sin(5.3 * i**1.5) for i, v in enumerate(line)]
-    assert plots.smooth(line) == pytest.approx(line)
+    assert figures.smooth(line) == pytest.approx(line)
     if count >= 40:
-        rest = [statistics.pstdev(a - b for a, b in zip(of, line)) for of in (noisy, plots.smooth(noisy))]
+        rest = [statistics.pstdev(a - b for a, b in zip(of, line)) for of in (noisy, figures.smooth(noisy))]
         assert rest[1] < 0.7 * rest[0]
 
 
 def test_the_last_running_mean_is_not_the_last_value():
     """A spike in the last step moves the end of the line by its part of a window, not to the spike."""
     flat, spike = [2.0] * 400, [2.0] * 399 + [3.0]
-    assert plots.smooth(flat)[-1] == pytest.approx(2.0) and plots.smooth(spike)[-1] < 2.25
+    assert figures.smooth(flat)[-1] == pytest.approx(2.0) and figures.smooth(spike)[-1] < 2.25
 
 
 def test_attempts_are_marked_where_they_begin(runs):
     run = run_reader.read_run(runs / "zero3")
-    assert attempts.starts(run.series, run.attempts) == [(20 * 1024, 2)]
+    assert compare.starts(run.series, run.attempts) == [(20 * 1024, 2)]
     begins = [{"first_step": 0}, {"first_step": 3}, {"first_step": 3}, {"first_step": 9}]
     series = {"step": list(range(1, 13)), "tokens": [10 * n for n in range(1, 13)]}
-    assert attempts.starts(series, begins) == [(30, 3), (90, 4)]  # the second made no step
-    assert attempts.starts({"step": series["step"]}, begins) == [(3, 3), (9, 4)]
-    (axes,) = run_pictures.loss(run)().axes
+    assert compare.starts(series, begins) == [(30, 3), (90, 4)]  # the second made no step
+    assert compare.starts({"step": series["step"]}, begins) == [(3, 3), (9, 4)]
+    (axes,) = curves.loss(run).axes
     assert [line.get_xdata() for line in axes.lines if line.get_transform() is not axes.transData] == [[20480] * 2]
     assert "attempt 2" in [text.get_text() for text in axes.texts]
 
@@ -365,26 +363,28 @@ def test_a_few_slow_steps_do_not_stretch_the_axis(count, far):
     usual = [1.0 + 0.01 * (i % 7) for i in range(count)]
     slow = min(far, count // 20)
     times = [50.0 + i for i in range(slow)] + usual[slow:]
-    ceiling = run_pictures.highest_shown(times)
+    ceiling = bars.highest_shown(times)
     assert sum(t > ceiling for t in times) == slow and ceiling < 1.3
     many = [50.0] * (count // 5) + usual[count // 5 :]  # such as evaluations
-    ceiling = run_pictures.highest_shown(many)
+    ceiling = bars.highest_shown(many)
     assert sum(t > ceiling for t in many) == count // 5 and ceiling < 3.3
 
 
 def test_the_picture_of_all_steps_says_what_it_cuts_off(runs):
     run = run_reader.read_run(runs / "one")  # its first step takes five times as long as the others
-    (axes,) = run_pictures.time_steps(run)().axes
+    (axes,) = bars.time_steps(run).axes
     assert axes.get_title(loc="left").startswith("1 of 40 steps are longer; the longest, step 1, ")
     times = [sum(v[i] or 0.0 for n, v in run.series.items() if n.startswith("phases.")) for i in range(40)]
-    assert times[0] > run_pictures.highest_shown(times) >= max(times[1:])
+    assert times[0] > bars.highest_shown(times) >= max(times[1:])
 
 
 @pytest.mark.parametrize("count", [1, 40, 5000])
-def test_a_long_run_has_no_larger_picture(count):
+def test_a_long_run_has_no_larger_picture(count, runs):
     steps = [1024 * i for i in range(1, count + 1)]
     values = [2.0 + math.sin(i) for i in steps]
-    for figure in (figures_curves.loss(steps, values, values), figures_compare.losses([("a", steps, values, values)])):
+    run = run_reader.read_run(runs / "one")
+    run = run._replace(series={"step": steps, "loss": values, "val_loss": values}, attempts=[])
+    for figure in (curves.loss(run), curves.losses(report_writer.gather([runs / "one"])._replace(runs=[run]))):
         (axes,) = figure.axes
         whole = [line for line in axes.lines if line.get_marker() != "None"]
         assert all(len(steps[:: line.get_markevery()]) < 2 * figures.MARKS for line in whole) and whole
@@ -397,7 +397,7 @@ def test_a_long_run_has_no_larger_picture(count):
 @pytest.mark.parametrize("log", [False, True], ids=["linear", "logarithmic"])
 def test_the_points_of_a_picture_are_its_values(runs, log):
     run = run_reader.read_run(runs / "one")
-    figure = run_pictures.loss(run)()
+    figure = curves.loss(run)
     ((axes,),) = [[one for one in figures.draw_svg(lambda: figure, log=log).points]]
     (there,) = figure.axes
     lines = {name: (axes["xs"][which], y) for name, which, y in axes["lines"]}
@@ -429,11 +429,22 @@ def test_the_page_has_the_points_of_its_pictures(written):
         assert not linear[0]["log"] and log[0]["log"]
 
 
+def test_an_installation_has_the_templates():
+    """Each file of the package that is no module is matched by a pattern of pyproject.toml."""
+    root = Path(pages.__file__).parents[2]
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["fzero"]
+    shipped = {path for pattern in patterns for path in (root / "fzero").glob(pattern)}
+    kinds = {".html", ".md", ".css", ".js"}
+    templates = {path for path in (root / "fzero").rglob("*") if path.suffix in kinds}
+    assert len(templates) >= 6 and templates <= shipped
+
+
 def test_the_lines_of_the_script_are_whole():
-    """A text of Python that ends a line inside a text of the script would make all of it void."""
-    for line in html_page.SCRIPT.splitlines():
+    """A line that ends inside a text of the script would make all of it void."""
+    script = (Path(pages.__file__).parent / "templates/page.js").read_text()
+    for line in script.splitlines():
         assert line.count('"') % 2 == line.count("`") % 2 == 0, line
-    assert all(html_page.SCRIPT.count(a) == html_page.SCRIPT.count(b) for a, b in ("()", "[]", "{}"))
+    assert all(script.count(a) == script.count(b) for a, b in ("()", "[]", "{}"))
 
 
 # ---- dark ----

@@ -206,7 +206,7 @@ def with_cost_layout(config: Any, coordinator: Any) -> Any:
 def finish(coordinator: Any, folder: Path, stopped: int, line: Callable[[str], None]) -> int:
     """Write the pictures of a run and end with the other ranks; returns the exit code. stopped: as of `loop.train`."""
     if coordinator.first:
-        from fzero.report.plots import write_pictures
+        from fzero.report.curves import write_pictures
 
         try:
             packages.load("matplotlib", "they")

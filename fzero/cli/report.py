@@ -36,7 +36,7 @@ def report(
 ) -> int:
     """Write reports of runs, predicted beside measured: JSON, Markdown, and a page with pictures."""
     from fzero.report import report_writer
-    from fzero.report.elements import command_of
+    from fzero.report.values import command_of
     from fzero.run.measure import attempts
 
     folder = out if out is not None else None if as_json or not runs else report_writer.default_folder(runs)
@@ -65,7 +65,7 @@ def predict_run(folder: Path) -> dict[str, Any] | None:
     from fzero.core.storage import write_text
     from fzero.core.text_parsing import parse_json, read_json
     from fzero.planner.plan import plan
-    from fzero.report.attempts import planned_for
+    from fzero.report.compare import planned_for
     from fzero.run import run_folder
     from fzero.run.config_table import from_table
     from fzero.run.measure import attempts
@@ -84,18 +84,17 @@ def predict_run(folder: Path) -> dict[str, Any] | None:
 
 def lines(report_data: Any) -> list[str]:
     """The outcome of the runs, and the short tables of a report, for a terminal."""
-    from fzero.report.elements import ReportTable
     from fzero.report.first_screen import opening
-    from fzero.report.sections_compare import sections
+    from fzero.report.sections import chapters
+    from fzero.report.values import ReportTable
 
     out = [*(item.replace("**", "") for item in opening(report_data).parts if isinstance(item, str)), ""]
-    for run, parts in sections(report_data):
-        tables = [
-            item for section in parts for item in section.parts if isinstance(item, ReportTable) and item.name in SHOWN
-        ]
-        for table in tables:
-            out += [f"{run.name}: {table.caption}" if run is not None else table.caption, *in_columns(table), ""]
-        out += [f"{run.name}: {sentence}" for sentence in run.missing] if run is not None else []
+    for chapter in chapters(report_data):
+        prefix = f"{chapter.name}: " if chapter.run is not None else ""
+        for item in (item for section in chapter.sections for item in section.parts):
+            if isinstance(item, ReportTable) and item.name in SHOWN:
+                out += [f"{prefix}{item.caption}", *in_columns(item), ""]
+        out += [f"{prefix}{sentence}" for sentence in chapter.run.missing] if chapter.run is not None else []
     return out
 
 

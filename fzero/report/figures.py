@@ -262,3 +262,26 @@ def band(axes: Any, edges: Sequence[float], bottom: Sequence[float], top: Sequen
     """Fill the area between two stairs."""
     (x, y), (base_x, low) = stairs(edges, top), stairs(edges, bottom)
     axes.fill([*x, *base_x[::-1]], [*y, *low[::-1]], **look)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Centred running means: of each value with as many before as after it, a tenth of all at most, and 51.
+
+    A trend has no lag in it: the mean of a straight line is the line, to its ends. At the beginning, where a loss falls
+    fast, the windows are short; at the end, where noise would decide, the line through the last window goes on.
+
+    >>> smooth([1.0, 2.0, 3.0]), smooth([0.0] * 10 + [3.0] + [0.0] * 19)[9:12]
+    ([1.0, 2.0, 3.0], [1.0, 1.0, 1.0])
+    """
+    half, last = min(25, len(values) // 20), len(values) - 1
+    means = []
+    for i in range(len(values)):
+        side = min(half, i)
+        first, window = i - side, values[i - side : i + side + 1]
+        mean, centre = sum(window) / len(window), first + (len(window) - 1) / 2
+        if i + side > last and len(window) > 1:
+            spread = sum((first + j - centre) ** 2 for j in range(len(window)))
+            slope = sum((first + j - centre) * v for j, v in enumerate(window)) / spread
+            mean += slope * (i - centre)
+        means.append(mean)
+    return means

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fzero.core.text_parsing import in_form
-from fzero.report import figures_curves
-from fzero.report.attempts import starts
-from fzero.report.compare import ranks_of, value_of
-from fzero.report.elements import Picture, ReportTable, Section, table
-from fzero.report.figures import stairs
-from fzero.report.figures_bars import along, cell_edges
-from fzero.report.plots import smooth
-from fzero.report.run_pictures import places
-from fzero.report.values import Report, RunReport, digits, format_quantity, loss_unit, perplexity, scale_of
+from fzero.report import curves
+from fzero.report.bars import along, cell_edges
+from fzero.report.compare import ranks_of, starts, value_of
+from fzero.report.figures import smooth, stairs
+from fzero.report.values import (
+    Picture,
+    Report,
+    ReportTable,
+    RunReport,
+    Section,
+    digits,
+    format_quantity,
+    loss_unit,
+    perplexity,
+    scale_of,
+    table,
+)
 
 
 class Outcome(NamedTuple):
@@ -48,22 +56,14 @@ def outcomes(report: Report) -> list[Outcome]:
         s = run.series
         seconds = sum(v for v in s.get("wall_s", s.get("step_s", ())) if v is not None)
         if common:
-            results.append(
-                Outcome(common["tokens"], common["train"][i], common["val"][i], common["val_tokens"][i], seconds)
-            )
+            figures = (common["tokens"], common["train"][i], common["val"][i], common["val_tokens"][i])
+            results.append(Outcome(*figures, seconds))
             continue
-        losses = [v for v in s["loss"] if v is not None]
+        losses, tokens = [v for v in s["loss"] if v is not None], run.column("tokens")
         train = smooth(losses)[-1 - min(25, len(losses) // 20)] if losses else None  # the last mean of a whole window
-        last_val = last_known(s.get("val_loss", ()))
-        tokens = s["tokens"] if "tokens" in s else [None] * len(s["step"])
-        val, row = last_val if last_val is not None else (None, -1)
-        results.append(Outcome(tokens[-1], train, val, tokens[row] if last_val is not None else None, seconds))
+        vals = [(value, seen) for value, seen in zip(run.column("val_loss"), tokens) if value is not None]
+        results.append(Outcome(tokens[-1], train, *(vals[-1] if vals else (None, None)), seconds))
     return results
-
-
-def last_known(values: Sequence[Any]) -> tuple[Any, int] | None:
-    """(the last value that is not None, its index); None if there is none."""
-    return next(((values[i], i) for i in reversed(range(len(values))) if values[i] is not None), None)
 
 
 # ---- in words ----
@@ -173,13 +173,14 @@ def final_table(report: Report, results: Sequence[Outcome]) -> ReportTable:
     rows = []
     for run, outcome in zip(report.runs, results):
         spread = perplexity(outcome.val) if outcome.val is not None and of_tokens(run) else None
-        losses = ["-" if v is None else digits(v) for v in (outcome.val, *[spread] * spread_out, outcome.train)]
+        losses = [digits(v) for v in (outcome.val, *[spread] * spread_out, outcome.train)]
         if several and outcome.val is not None and outcome.val_tokens != outcome.tokens:
             losses[0] += f" (at {outcome.val_tokens:,})"
-        cells = [cell(value_of(run, counted(run, name)), unit) for name, unit in quantities.values()]
+        cells = [format_quantity(value_of(run, best_counter(run, name)), unit) for name, unit in quantities.values()]
         rows.append([run.name if several else "measured", *losses, duration(outcome.seconds), *cells])
     if not several:
-        planned = [cell(value_of(report.runs[0], name, predicted=True), unit) for name, unit in quantities.values()]
+        run = report.runs[0]
+        planned = [format_quantity(value_of(run, name, predicted=True), unit) for name, unit in quantities.values()]
         rows += [["predicted", *["-"] * (len(head) - 1), *planned]] if {*planned} != {"-"} else []
     common = (report.compared or {}).get("losses")
     caption = "The final figures, each at the run's own end" if several else "The final figures"
@@ -188,19 +189,10 @@ def final_table(report: Report, results: Sequence[Outcome]) -> ReportTable:
     return table("final", caption, [*head, *quantities], rows)
 
 
-def counted(run: RunReport, name: str) -> str:
+def best_counter(run: RunReport, name: str) -> str:
     """The quantity that tells `name` best: a GPU's allocator counts what no operator shows."""
     on_gpu = name == "peak_bytes" and value_of(run, "gpu_peak_bytes") is not None
     return "gpu_peak_bytes" if on_gpu else name
-
-
-def cell(value: float | None, unit: str) -> str:
-    """Format a figure with its unit."""
-    return (
-        format_quantity(None if value is None else 100 * value, "%")
-        if unit == "fraction"
-        else format_quantity(value, unit)
-    )
 
 
 # ---- the pictures ----
@@ -214,20 +206,17 @@ def pictures(runs: Sequence[RunReport]) -> list[Picture]:
     if single:
         train = [("training", *c[1:]) for c in train]
     vals = [("validation" if single else f"{c[0]}, validation", *c[1:]) for c in vals]
-    small_pictures = [small("loss", "Loss", train, f"loss (nats per {loss_unit(runs)})", marks, vals)]
-    for name, column, title, unit in (
-        ("lr", "lr", "Learning rate", "learning rate (1)"),
-        ("throughput", "tokens_per_s", "Throughput", "throughput (tokens/s)"),
-    ):
-        curves = [curve(run, column, mean=column != "lr") for run in runs]
-        small_pictures.append(small(name, title, curves, unit, marks))
-    small_pictures.append(small_memory(runs))
-    return [picture for picture in small_pictures if picture is not None]
+    drawn = [small("loss", "Loss", train, f"loss (nats per {loss_unit(runs)})", marks, vals)]
+    rates = [curve(run, "lr") for run in runs], [curve(run, "tokens_per_s", mean=True) for run in runs]
+    drawn.append(small("lr", "Learning rate", rates[0], "learning rate (1)", marks))
+    drawn.append(small("throughput", "Throughput", rates[1], "throughput (tokens/s)", marks))
+    drawn.append(small_memory(runs))
+    return [picture for picture in drawn if picture is not None]
 
 
-def curve(run: RunReport, column: str, *, mean: bool = False) -> figures_curves.Curve:
+def curve(run: RunReport, column: str, *, mean: bool = False) -> curves.Curve:
     """(name of the run, tokens seen, values) of a column where it has values; with `mean`, their running means."""
-    points = [(x, y) for x, y in zip(places(run), run.series.get(column, ())) if y is not None]
+    points = curves.points_of(run, column)
     values = [y for _, y in points]
     return run.name, [x for x, _ in points], smooth(values) if mean else values
 
@@ -235,19 +224,17 @@ def curve(run: RunReport, column: str, *, mean: bool = False) -> figures_curves.
 def small(
     name: str,
     title: str,
-    curves: Sequence[figures_curves.Curve],
+    lines: Sequence[curves.Curve],
     unit: str,
-    marks: figures_curves.Marks = (),
-    points: Sequence[figures_curves.Curve] = (),
+    marks: curves.Marks = (),
+    points: Sequence[curves.Curve] = (),
 ) -> Picture | None:
     """A small picture over the tokens seen; None if there is nothing to draw."""
-    if not any(values for _, _, values in [*curves, *points]):
+    lasts = [f"{name} ends at {digits(values[-1])}" for name, _, values in [*lines, *points] if values]
+    if not lasts:
         return None
-    lasts = [(name, values[-1]) for name, _, values in [*curves, *points] if values]
-    ends = "; ".join(f"{name} ends at {digits(last)}" for name, last in lasts if last is not None)
-    alt = f"{title} over the tokens seen: {ends}."
-    draw = partial(figures_curves.small, curves, "tokens seen (tokens)", unit, marks, points)
-    return Picture(f"small_{name}", title, alt, draw)
+    draw = partial(curves.small, lines, "tokens seen (tokens)", unit, marks, points)
+    return Picture(f"small_{name}", title, f"{title} over the tokens seen: {'; '.join(lasts)}.", draw)
 
 
 def small_memory(runs: Sequence[RunReport]) -> Picture | None:
@@ -256,10 +243,9 @@ def small_memory(runs: Sequence[RunReport]) -> Picture | None:
     if not moments:
         return None
     factor, unit = scale_of("bytes", max(m["bytes"] for _, record in moments for m in record))
-    edges = [cell_edges(along(record)) for _, record in moments]
-    curves = [
-        (name, *stairs(bounds, [m["bytes"] / factor for m in record])) for (name, record), bounds in zip(moments, edges)
+    lines = [
+        (name, *stairs(cell_edges(along(record)), [m["bytes"] / factor for m in record])) for name, record in moments
     ]
-    ends = "; ".join(f"{name} has at most {digits(max(values))} {unit}" for name, _, values in curves)
-    draw = partial(figures_curves.small, curves, "progress of a step (%)", f"memory ({unit})")
+    ends = "; ".join(f"{name} has at most {digits(max(values))} {unit}" for name, _, values in lines)
+    draw = partial(curves.small, lines, "progress of a step (%)", f"memory ({unit})")
     return Picture("small_memory", "Memory of a rank", f"Live tensors of a rank over one step: {ends}.", draw)

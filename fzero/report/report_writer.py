@@ -12,11 +12,10 @@ import fzero
 from fzero.core.files import make_folder
 from fzero.core.storage import write_text
 from fzero.core.text_parsing import in_form, read_json
-from fzero.report import compare, figures, html_page, markdown, values
-from fzero.report.elements import Picture
+from fzero.report import compare, figures, pages, values
 from fzero.report.figures import Drawing
 from fzero.report.run_reader import Predict, read_run, without_folders
-from fzero.report.values import Report, RunReport
+from fzero.report.values import Picture, Report, RunReport
 from fzero.run.run_folder import CONFIG
 
 JSON, MARKDOWN, PAGE = "report.json", "report.md", "report.html"
@@ -84,7 +83,7 @@ def draw(report: Report, *, runs: bool = True) -> dict[str, Drawing]:
     """{name with prefix: drawn picture} of every picture of a report. `runs`: also those of single runs, not only the
     comparison."""
     pictures = {}
-    for run, prefix, element in markdown.all_elements(report):
+    for run, prefix, element in pages.all_elements(report):
         if isinstance(element, Picture) and (runs or run is None):
             files = f"the files of run {run.name}" if run else "the files of the runs"
             with in_form(files, "; its traceback (--traceback) shows which value"):
@@ -131,7 +130,7 @@ def write(report: Report, folder: Path) -> list[Path]:
     for old in folder.glob("*.svg"):
         old.unlink()
     files = {JSON: json_text(report), **{f"{name}.svg": drawing.svg for name, drawing in pictures.items()}}
-    files |= {MARKDOWN: markdown.write(report), PAGE: html_page.write(report, pictures)}
+    files |= {MARKDOWN: pages.to_markdown(report), PAGE: pages.to_html(report, pictures)}
     for name, text in files.items():
         write_text(folder, name, text)
     return [folder / name for name in files]

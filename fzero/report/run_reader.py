@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fzero.core.config_tables import flat
 from fzero.core.text_parsing import expect_entries, read_json
-from fzero.report.attempts import belongs, counted, planned_for, subject
+from fzero.report.compare import belongs, counted, planned_for, subject
 from fzero.report.values import Quantity, RunReport
 from fzero.run import run_folder
 from fzero.run.config_versions import current_keys
@@ -195,14 +196,6 @@ def columns(rows: Sequence[Mapping[str, Any]], path: Path) -> dict[str, list[Any
                 table[name] = [None] * len(rows)
             table[name][i] = value
     return table
-
-
-def flat(row: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """[(dotted name, value)] of nested objects."""
-    pairs: list[tuple[str, Any]] = []
-    for key, value in row.items():
-        pairs += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
-    return pairs
 
 
 def steady(series: Mapping[str, list[Any]], attempts: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -1,9 +1,10 @@
-"""The values of a report: recorded runs, and each predicted number beside the measured one."""
+"""The values of a report: runs with each predicted number beside the measured one, and the elements of its page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fzero.run.objectives import unit_of
@@ -46,6 +47,10 @@ class RunReport(NamedTuple):
     samples: Sequence[Mapping[str, Any]] = ()  # samples.jsonl: {"step", "prompt", "text"}
     rollbacks: Sequence[Mapping[str, Any]] = ()  # of skips.json: {"step", "to", "why", ...}
     pipeline: dict[str, Any] | None = None  # measured: pipeline.json, the acts of one step
+
+    def column(self, name: str) -> list[Any]:
+        """The value of a column of metrics.jsonl at each step, None where it was not recorded."""
+        return self.series.get(name) or [None] * len(self.series["step"])
 
 
 class Report(NamedTuple):
@@ -147,6 +152,14 @@ def from_json(value: Any, source: str) -> Report:
 # -- formatting of numbers
 
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+# {unit: [(the least number, what it is divided by, the unit it then has)]}
+SCALES: dict[str, list[tuple[float, float, str]]] = {
+    "s": [(120.0, 60.0, "min"), (1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "µs")],
+    **{
+        unit: [(factor, factor, prefix + short) for factor, prefix in PREFIXES]
+        for unit, short in {"bytes": "B", "FLOP": "FLOP", "FLOP/s": "FLOP/s"}.items()
+    },
+}
 
 
 def scale_of(unit: str, largest: float) -> tuple[float, str]:
@@ -155,28 +168,19 @@ def scale_of(unit: str, largest: float) -> tuple[float, str]:
     >>> scale_of("bytes", 2_500_000), scale_of("s", 0.02)
     ((1000000.0, 'MB'), (0.001, 'ms'))
     """
-    if unit == "s":
-        times = ((120.0, 60.0, "min"), (1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "µs"))
-        return (
-            (1.0, "s")
-            if largest == 0
-            else next(((factor, name) for min_value, factor, name in times if largest >= min_value), (1.0, "s"))
-        )
-    if unit == "1" or unit == "%":
-        return 1.0, "" if unit == "1" else "%"
-    short = {"bytes": "B"}.get(unit, unit)
-    prefixes = PREFIXES if unit in ("bytes", "FLOP", "FLOP/s", "bytes/s") else ()
-    if unit == "bytes/s":
-        short = "B/s"
-    return next(((factor, prefix + short) for factor, prefix in prefixes if largest >= factor), (1.0, short))
+    scales = SCALES.get(unit, []) if largest else []
+    plain = {"bytes": "B", "1": ""}.get(unit, unit)
+    return next(((factor, name) for least, factor, name in scales if largest >= least), (1.0, plain))
 
 
-def digits(value: float, significant: int = 4) -> str:
-    """Format a number with `significant` digits and commas, without an exponent unless it is tiny.
+def digits(value: float | None, significant: int = 4) -> str:
+    """Format a number with `significant` digits and commas, without an exponent unless it is tiny; "-" for None.
 
-    >>> digits(1234567.8), digits(0.012345), digits(3), digits(2.0)
-    ('1,234,568', '0.01235', '3', '2.000')
+    >>> digits(1234567.8), digits(0.012345), digits(3), digits(2.0), digits(None)
+    ('1,234,568', '0.01235', '3', '2.000', '-')
     """
+    if value is None:
+        return "-"
     if isinstance(value, int) or (abs(value) >= 10 ** (significant - 1) and math.isfinite(value)):
         return f"{value:,.0f}"
     if not math.isfinite(value):
@@ -189,16 +193,84 @@ def digits(value: float, significant: int = 4) -> str:
 
 
 def format_quantity(value: Number | None, unit: str, largest: float | None = None) -> str:
-    """Format a quantity with its unit; "-" for None. `largest`: choose the prefix for this value instead."""
+    """Format a quantity with its unit, a fraction in percent; "-" for None. `largest`: choose the prefix for this value
+    instead."""
     if value is None:
         return "-"
+    if unit == "fraction":
+        return f"{digits(100 * value)}%"
     factor, name = scale_of(unit, abs(value) if largest is None else largest)
-    number = digits(value if factor == 1.0 else value / factor)
-    return f"{number} {name}".strip() if name != "%" else f"{number}%"
+    return f"{digits(value if factor == 1.0 else value / factor)} {name}".strip()
 
 
 def format_ratio(value: float | None) -> str:
     """Format a ratio; "1 exactly" for 1, "-" for None."""
-    if value is None:
-        return "-"
     return "1 exactly" if value == 1.0 else digits(value)
+
+
+# -- the elements of a page
+
+PAIR = ("predicted", "measured", "predicted ÷ measured")
+
+
+class ReportTable(NamedTuple):
+    """A table of texts; `right`: the columns of numbers."""
+
+    name: str
+    caption: str
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    right: frozenset[int]
+
+
+class Picture(NamedTuple):
+    """A picture: its caption, alternative text, and a function that draws it."""
+
+    name: str
+    caption: str
+    alt: str
+    draw: Callable[[], Any]  # returns a matplotlib Figure
+    log: bool = False  # whether the page has it with logarithmic axes too
+
+
+class Code(NamedTuple):
+    """A long text, collapsed until opened unless `open`."""
+
+    name: str
+    caption: str
+    text: str
+    kind: str = "json"  # of the text, as Markdown names it
+    open: bool = False
+
+
+Element = str | ReportTable | Picture | Code  # a str is a paragraph
+
+
+class Section(NamedTuple):
+    """A titled list of paragraphs, tables, pictures and long texts."""
+
+    name: str
+    title: str
+    parts: list[Element]
+
+
+def table(
+    name: str, caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1
+) -> ReportTable:
+    """A Table whose first `text_columns` columns are text."""
+    return ReportTable(
+        name, caption, tuple(head), [tuple(map(str, row)) for row in rows], frozenset(range(text_columns, len(head)))
+    )
+
+
+def pair(q: Quantity) -> tuple[str, str, str]:
+    """The cells of a quantity: predicted and measured in the same unit, and their ratio."""
+    largest = max((abs(v) for v in (q.predicted, q.measured) if v is not None), default=0)
+    predicted, measured = (format_quantity(v, q.unit, largest) for v in (q.predicted, q.measured))
+    return predicted, measured, format_ratio(q.ratio)
+
+
+def command_of(argv: Sequence[str], processes: int = 1) -> str:
+    """Format a command line as typed: without the folder of the program, and with torchrun for several processes."""
+    program = f"torchrun --nproc-per-node {processes} -m fzero" if processes > 1 else "fzero"
+    return f"{program} {shlex.join(argv[1:])}" if argv else ""
