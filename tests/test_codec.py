@@ -76,10 +76,10 @@ def test_shards_over_nodes_are_those_of_one_process(mesh, name, optimizer, m, op
     assert_close(state.opt_state, expected.opt_state, rtol=1e-8, atol=1e-10)
 
 
-def dims_swapped(name, leaf, sizes):
+def dims_swapped(leaf):
     """A leaf over rp whose first gather is not of neighbours: rp before dp."""
-    made = over_nodes(name, leaf, sizes)
-    dim = 1 if name.startswith("blocks") else 0
+    made = over_nodes(leaf)
+    dim = 1 if leaf.name.startswith("blocks") else 0
     cut = {group: swapped(getattr(made, group), dim) for group in ("params", "opt", "use")}
     return codec.replace(made, **cut)
 

@@ -23,8 +23,8 @@ from fzero.optim import sharded_leaves
 from fzero.run.measure import norms
 from fzero.sharding import pipeline
 from fzero.sharding.pipeline_plan import Pipeline
-from fzero.sharding.plan import zero_plan
 from fzero.sharding.reduce import GradientReducer
+from fzero.sharding.zero_stages import zero_plan
 from fzero.train import gradient, pipeline_executor, streamed_model
 from fzero.train.batch import local_batch
 

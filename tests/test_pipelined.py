@@ -21,8 +21,8 @@ from fzero.core import pytree, vjp_pair
 from fzero.run.measure import norms
 from fzero.sharding.pipeline import FAMILIES
 from fzero.sharding.pipeline_plan import Pipeline
-from fzero.sharding.plan import zero_plan
 from fzero.sharding.redistribute import digests
+from fzero.sharding.zero_stages import zero_plan
 from fzero.train.batch import local_batch
 from fzero.train.eval import make_eval_step
 from fzero.train.pipeline_executor import min_capacity, schedule_of

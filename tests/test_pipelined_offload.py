@@ -20,7 +20,7 @@ from fzero.run.attempt import Options
 from fzero.run.config_table import from_table
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.sharding.pipeline_plan import Pipeline
-from fzero.sharding.plan import zero_plan
+from fzero.sharding.zero_stages import zero_plan
 
 PP2, PP2_DP2 = (("pp", 2),), (("pp", 2), ("dp", 2))
 ALL = "params=nvme,grads=nvme,opt=nvme,acts=nvme"

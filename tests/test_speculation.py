@@ -17,7 +17,7 @@ import fzero
 from fzero import optim
 from fzero.core import precision, pytree
 from fzero.run import build, config_table, memory_check
-from fzero.sharding.plan import shapes_of
+from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import is_stacked
 from fzero.train.batch import local_batch
 from fzero.train.update import offloaded

@@ -13,7 +13,7 @@ from zero_cases import train, whole
 import fzero
 from fzero.core import stack
 from fzero.core.future import Future
-from fzero.sharding import prefetch, reduce
+from fzero.sharding import LeafPlan, prefetch
 from fzero.train import gradient, loss
 from fzero.train.update import in_memory
 
@@ -21,11 +21,11 @@ from fzero.train.update import in_memory
 def without(op, axis):
     """The sums of gradients over `axis` are forgotten."""
 
-    def forgetful(*args):
-        return tuple(tuple(move for move in path if move != (op, axis)) for path in real(*args))
+    def forgetful(leaf):
+        return tuple(tuple(move for move in path if move != (op, axis)) for path in real(leaf))
 
-    real = reduce.moves
-    return mock.patch.object(reduce, "moves", forgetful)
+    real = LeafPlan.moves_within_stage.fget
+    return mock.patch.object(LeafPlan, "moves_within_stage", property(forgetful))
 
 
 def local_losses():

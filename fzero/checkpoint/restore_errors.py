@@ -25,7 +25,6 @@ from fzero.kernels.registry import Kernels
 from fzero.sharding import Plan, Spec
 from fzero.sharding.codec import ERROR_KINDS
 from fzero.sharding.error_feedback import ERROR, SCALE, error_dtype, error_specs, errors_of
-from fzero.sharding.sign_sums import of_ranks, optimizer_sum_leaves, served_spec, sign_leaves
 from fzero.sharding.slices import is_stacked, local_shape, local_windows
 from fzero.train.codes import coder_of, errors_coder
 
@@ -77,19 +76,19 @@ def scale_of(name: str) -> str:
 
 def full_shapes(plan: Plan, names: Collection[str]) -> dict[str, tuple[int, ...]]:
     """{leaf of errors among `names`, those of the state of a plan: the shape of all of it}."""
-    hop_shapes = errors_of(plan, lambda shape, spec: shape)
-    rank_shapes = of_ranks(plan, optimizer_sum_leaves(plan), lambda shape, spec: shape)
-    shapes = {f"{ERROR}{hop}/{leaf}": shape for hop, leaves in hop_shapes.items() for leaf, shape in leaves.items()}
+    errors = errors_of(plan)
+    shapes = {f"{ERROR}{hop}/{name}": error.shape for hop, leaves in errors.items() for name, error in leaves.items()}
     for name, kind in match_signs(names):
-        shapes[name] = plan.leaves[leaf_of(name)].shape if kind == "server" else rank_shapes[leaf_of(name)]
+        leaf = plan.leaves[leaf_of(name)]
+        shapes[name] = leaf.shape if kind == "server" else leaf.of_each_rank.shape
     return shapes
 
 
 def specs_of_signs(plan: Plan, names: Collection[str]) -> dict[str, Spec]:
     """{leaf of an optimizer's errors, or of what a rank has of its own, among `names`: its layout}."""
-    rank_specs = of_ranks(plan, optimizer_sum_leaves(plan), lambda shape, spec: spec)
-    served = {leaf: served_spec(leaf, plan.leaves[leaf], plan.sizes) for leaf in sign_leaves(plan)}
-    return {name: (served if kind == "server" else rank_specs)[leaf_of(name)] for name, kind in match_signs(names)}
+    leaves = {name: plan.leaves[leaf_of(name)] for name, _ in match_signs(names)}
+    kinds = dict(match_signs(names))
+    return {name: leaf.served if kinds[name] == "server" else leaf.of_each_rank.spec for name, leaf in leaves.items()}
 
 
 def match_signs(names: Collection[str]) -> list[tuple[str, str]]:

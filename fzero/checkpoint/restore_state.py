@@ -28,7 +28,7 @@ from fzero.sharding.error_feedback import ERROR
 from fzero.sharding.slices import Window, global_shape, local_windows
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import PREVIOUS, TrainState, move_leaf, move_to_memory
-from fzero.train.state_on_disk import from_text, on_disk, write_to_disk
+from fzero.train.state_on_disk import from_text, write_to_disk
 
 PARAMS, MASTER, SCALER, PREVIOUS_PARAMS = "params/", "master/", "scaler/", f"extra/{PREVIOUS}/"
 OPT = "opt_state/"
@@ -103,7 +103,7 @@ def _restore_from(
             read_boxes(reader, boxes, pool)
         return out.to(leaf.dtype)
 
-    if on_disk(plan):
+    if plan.on_disk:
         return write_to_disk(read, like, specs, plan, nvme, device)
     named = pytree.named_leaves(like)
     plain = [name for name in named if name in source and source[name] not in coded]

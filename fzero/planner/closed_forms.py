@@ -28,9 +28,8 @@ from fzero.planner.closed_layer import Basis, offload_of, remat_of, row_facts, s
 from fzero.planner.closed_time import step_time
 from fzero.planner.estimate import of_signs
 from fzero.run.config_ranks import SEND_SIGNS
-from fzero.sharding.codec import Codec, is_matrix
+from fzero.sharding.codec import Codec
 from fzero.sharding.pipeline import FAMILIES
-from fzero.sharding.sign_sums import summed_spec
 from fzero.sharding.slices import local_numel
 
 
@@ -185,17 +184,16 @@ def error_bytes(basis: Basis, c: Candidate) -> float:
         plan, ranks = basis.plan_of(c)[0], c.rp if c.rp > 1 else c.dp * c.cp
         element_bytes = max(basis.policy.state.itemsize, 4)
         trained = [leaf for leaf in plan.leaves.values() if leaf.trained]
-        total = sum(local_numel(leaf.shape, summed_spec(leaf, plan.sizes), plan.sizes) for leaf in trained)
+        total = sum(leaf.numel(leaf.summed) for leaf in trained)
         local_bytes = element_bytes + basis.policy.param.itemsize if basis.config.optim.sum_every > 1 else 0
         return of_signs(total, ranks) * element_bytes + total * local_bytes
     if not basis.config.codec or c.zero < 2 or Codec.parse(basis.config.codec).loco is None:
         return 0.0
     plan, policy = basis.plan_of(c)[0], basis.policy
-    cut = {name: leaf for name, leaf in plan.leaves.items() if leaf.trained and "dp" in leaf.opt.axes}
-    coded = [leaf for name, leaf in cut.items() if is_matrix(name, leaf.shape, leaf.dtype)]
+    coded = [leaf for leaf in plan.leaves.values() if leaf.trained and "dp" in leaf.opt.axes and leaf.is_matrix]
     codec = Codec.parse(basis.config.codec)
     element_bytes = 1 + 4 / codec.block if codec.errors else max(policy.accumulate.itemsize, 4)
-    return 2.0 * element_bytes * sum(local_numel(leaf.shape, leaf.compute, plan.sizes) for leaf in coded) / c.pp
+    return 2.0 * element_bytes * sum(leaf.numel(leaf.compute) for leaf in coded) / c.pp
 
 
 def activations(basis: Basis, c: Candidate, alive: float) -> ActivationBytes:

@@ -23,7 +23,7 @@ from fzero.sharding import fake_mesh, zero_plan
 from fzero.sharding.memory import Offload
 from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import is_stacked, local_numel
-from fzero.sharding.zero_specs import ZERO
+from fzero.sharding.zero_stages import ZERO
 
 # Elements of optimizer state per parameter. muon: for a model almost all of whose parameters are matrices of blocks;
 # adafactor: without its rows and columns.

@@ -25,7 +25,6 @@ from fzero.run.config_table import to_table
 from fzero.run.measure.flops import hfu, mfu, token_flop
 from fzero.run.memory_check import rounded_on_host
 from fzero.sharding import AXES, fake_mesh
-from fzero.sharding.pipeline_plan import users_of
 from fzero.sharding.plan_table import full_sum_bytes
 from fzero.sharding.slices import local_numel
 from fzero.train.capture import SHARE, refusal_of
@@ -217,7 +216,7 @@ def grad_bytes(built: Job) -> int:
     dtype = built.policy.param if single else built.policy.accumulate
     if single and plan.mesh["pp"].size == 1:
         specs = {name: replace(leaf.opt, memory=specs[name].memory) for name, leaf in plan.leaves.items()}
-    users, pp = users_of(plan), plan.mesh["pp"].rank
+    users, pp = plan.users, plan.mesh["pp"].rank
     elements = [
         local_numel(leaf.shape, specs[name], plan.sizes)
         for name, leaf in pytree.named_leaves(plan.like).items()

@@ -18,7 +18,7 @@ from fzero.run.corpus import prefetch_to_device
 from fzero.run.measure.metrics_rows import losses_by_source
 from fzero.run.resume.newest_state import to_memory
 from fzero.train.state import TrainState
-from fzero.train.update.in_memory import split_names, spread
+from fzero.train.update.in_memory import spread
 
 
 def evaluate_all(
@@ -78,7 +78,7 @@ def average_params(job: Job, state: TrainState) -> Any:
     Communicates: if the optimizer's state is sharded and the parameters are not, an all_gather over dp of each leaf.
     """
     ema = state.opt_state.average if isinstance(state.opt_state, AverageState) else ()
-    if not pytree.leaves(ema) or not split_names(job.plan):
+    if not pytree.leaves(ema) or not job.plan.split_leaves:
         return ema
     average = pytree.map(lambda leaf: torch.empty(leaf.shape, dtype=job.policy.state, device=leaf.device), state.params)
     spread(job.plan, to_memory(ema), average)

@@ -2,15 +2,14 @@ from fzero.comm.collectives import Axis as Axis
 from fzero.sharding.codec import Codec as Codec
 from fzero.sharding.context import Context as Context
 from fzero.sharding.experts import Experts as Experts
+from fzero.sharding.leaf_plan import LeafPlan as LeafPlan
 from fzero.sharding.mesh import AXES as AXES
 from fzero.sharding.mesh import Mesh as Mesh
 from fzero.sharding.mesh import fake_mesh as fake_mesh
 from fzero.sharding.mesh import make_mesh as make_mesh
 from fzero.sharding.mesh import one_process as one_process
 from fzero.sharding.pipeline_plan import Pipeline as Pipeline
-from fzero.sharding.plan import LeafPlan as LeafPlan
 from fzero.sharding.plan import Plan as Plan
-from fzero.sharding.plan import zero_plan as zero_plan
 from fzero.sharding.redistribute import from_dtensor as from_dtensor
 from fzero.sharding.redistribute import redistribute as redistribute
 from fzero.sharding.redistribute import to_dtensor as to_dtensor
@@ -19,4 +18,5 @@ from fzero.sharding.rules import match_rules as match_rules
 from fzero.sharding.slices import local_shape as local_shape
 from fzero.sharding.slices import narrow_to as narrow_to
 from fzero.sharding.spec import Spec as Spec
-from fzero.sharding.zero_specs import ZERO as ZERO
+from fzero.sharding.zero_stages import ZERO as ZERO
+from fzero.sharding.zero_stages import zero_plan as zero_plan

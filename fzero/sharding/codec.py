@@ -13,9 +13,8 @@ training", arXiv:2407.04480, section 3.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,12 +22,10 @@ import torch
 from torch import Tensor
 
 from fzero.core.pytree import nearest
-from fzero.sharding.gradient_paths import rounds_once
-from fzero.sharding.sign_sums import served_by_all
-from fzero.sharding.slices import is_stacked, largest_block, shard_dim
+from fzero.sharding.leaf_plan import LeafPlan
+from fzero.sharding.slices import largest_block, shard_dim
 
 Plan = Any  # fzero.sharding.plan.Plan, which is made with this
-LeafPlan = Any
 KINDS = ("int8", "int4", "fp8_e4m3")
 SIGNS = "1bit"  # of grads alone
 BETA = 0.8  # LoCo's, where the text says "loco"
@@ -179,38 +176,33 @@ class Coder(NamedTuple):
     add: Callable[[tuple[Tensor, ...], int], tuple[Tensor, ...]]
 
 
-def is_matrix(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether a leaf, or a layer of a stacked one, has two dims or more, and is floating-point."""
-    return dtype.is_floating_point and len(shape) - shard_dim(name) >= 2
-
-
 def coded_plan(plan: Plan, codec: Codec | str) -> Plan:
     """The plan with a codec; raises ValueError for one that does not go with the plan."""
     codec = Codec.parse(codec) if isinstance(codec, str) else codec
-    expect_codec(codec, plan, any("nvme" in (leaf.params.memory, leaf.opt.memory) for leaf in plan.leaves.values()))
+    expect_codec(codec, plan, plan.on_disk)
+    fit = [leaf for leaf in plan.leaves.values() if leaf.is_matrix]
     if codec.signs:
-        signed = [n for n, leaf in plan.leaves.items() if leaf.trained and is_matrix(n, leaf.shape, leaf.dtype)]
-        signed = [n for n in signed if served_by_all(n, plan.leaves[n], plan.sizes)]
         # What pp shards beside the layers is summed over the stages that use it, behind the sums over data ranks.
-        signed = [name for name in signed if plan.sizes["pp"] == 1 or is_stacked(name)]
-        return replace(plan, codec=codec, coded_grads=frozenset(signed))
+        fit = [leaf for leaf in fit if leaf.trained and (plan.sizes["pp"] == 1 or leaf.stacked)]
+        return replace(plan, codec=codec, coded_grads=frozenset(leaf.name for leaf in fit if leaf.served_by_all))
     leaves = dict(plan.leaves)
     if codec.hpz:
-        leaves = {name: shard_over_nodes(name, leaf, plan.sizes) for name, leaf in leaves.items()}
-    fit = [name for name, leaf in leaves.items() if is_matrix(name, leaf.shape, leaf.dtype)]
-    gathered = frozenset(name for name in fit if codec.params and "dp" in leaves[name].use.axes)
-    summed = frozenset(name for name in fit if codec.grads and leaves[name].trained)
+        leaves = {name: shard_over_nodes(leaf) for name, leaf in leaves.items()}
+        fit = [leaves[leaf.name] for leaf in fit]
+    gathered = frozenset(leaf.name for leaf in fit if codec.params and "dp" in leaf.use.axes)
+    summed = [leaf for leaf in fit if codec.grads and leaf.trained]
     if codec.loco is not None:  # what a sum loses on its way back to all ranks is the error of no sender
-        summed = frozenset(name for name in summed if rounds_once(leaves[name], plan.sizes))
-        expect_blocks(codec, {name: leaves[name] for name in summed}, plan.sizes)
-    return replace(plan, leaves=leaves, codec=codec, coded=gathered, coded_grads=summed)
+        summed = [leaf for leaf in summed if leaf.rounds_once]
+        expect_blocks(codec, summed)
+    names = frozenset(leaf.name for leaf in summed)
+    return replace(plan, leaves=leaves, codec=codec, coded=gathered, coded_grads=names)
 
 
-def expect_blocks(codec: Codec, leaves: Mapping[str, LeafPlan], sizes: Mapping[str, int]) -> None:
+def expect_blocks(codec: Codec, leaves: Sequence[LeafPlan]) -> None:
     """Raise ValueError for rows of errors in codes that are cut elsewhere than between blocks: another mesh would have
     other blocks."""
-    parts = {name: math.prod(sizes[axis] for axis in leaf.compute.dims[-1]) for name, leaf in leaves.items()}
-    cut = {name: leaves[name].shape[-1] // n for name, n in parts.items() if n > 1}
+    parts = {leaf.name: (leaf.shape[-1], leaf.ranks("+".join(leaf.compute.dims[-1]))) for leaf in leaves}
+    cut = {name: size // n for name, (size, n) in parts.items() if n > 1}
     wrong = [name for name, size in cut.items() if size % codec.block]
     if codec.errors and wrong:
         fits = largest_block(cut.values(), 8192)
@@ -220,13 +212,13 @@ def expect_blocks(codec: Codec, leaves: Mapping[str, LeafPlan], sizes: Mapping[s
         )
 
 
-def shard_over_nodes(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> LeafPlan:
+def shard_over_nodes(leaf: LeafPlan) -> LeafPlan:
     """A leaf that rests over rp too, behind the other axes of its dim, where that divides it. Gradients are summed over
     rp once a step."""
-    dim = shard_dim(name)
+    dim = shard_dim(leaf.name)
     specs = {group: getattr(leaf, group) for group in ("params", "opt", "use")}
-    ranks = max(math.prod(sizes[axis] for axis in spec.dims[dim]) for spec in specs.values()) if leaf.shape[dim:] else 0
-    if not ranks or "dp" not in leaf.params.axes or leaf.shape[dim] % (ranks * sizes["rp"]):
+    ranks = max(leaf.ranks("+".join(spec.dims[dim])) for spec in specs.values()) if leaf.shape[dim:] else 0
+    if not ranks or "dp" not in leaf.params.axes or leaf.shape[dim] % (ranks * leaf.sizes["rp"]):
         return leaf
     cut = {}
     for group, spec in specs.items():

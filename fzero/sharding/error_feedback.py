@@ -17,8 +17,8 @@ section 3; Seide et al. 2014, "1-bit stochastic gradient descent", Interspeech, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ from fzero.comm.bucket import pack, unpack
 from fzero.comm.rank_tables import SHARDS
 from fzero.core import pytree
 from fzero.sharding.codec import Coder
-from fzero.sharding.gradient_paths import is_coded, moves
-from fzero.sharding.pipeline_plan import users_of
+from fzero.sharding.leaf_plan import Stored, is_coded
 from fzero.sharding.slices import is_stacked, local_numel, local_shape, shard_dim
 from fzero.sharding.spec import Spec
 
@@ -42,13 +41,21 @@ SCALE = "_scale"  # behind the name of a hop: the scales of its errors in codes
 HOPS = ("data", "rp")  # between the ranks that share a leaf, of a node if there is hpz; between nodes
 
 
+class StoredError(NamedTuple):
+    """What a state has of the errors of a leaf, or of their scales: the whole shape, its layout, its dtype."""
+
+    shape: tuple[int, ...]
+    spec: Spec
+    dtype: torch.dtype
+
+
 def hop_of(link: str) -> str:
     """The hop of the sum over a link, such as "dp+cp"."""
     return HOPS[0] if link.split("+")[0] in SHARDS else link
 
 
-def errors_of(plan: Plan, make: Callable[[tuple[int, ...], Spec], T]) -> Hops[T]:
-    """`make(shape, spec)` for the errors of each leaf that a plan's codec keeps some of, in each hop; {} for none.
+def errors_of(plan: Plan) -> Hops[Stored]:
+    """The errors of each leaf that a plan's codec keeps some of, in each hop; {} for none.
 
     The errors of a leaf are one tensor [rows, senders, *layer]. Rows are its layers, and of a leaf outside of layers
     the ranks of pp that use it, or one. Senders are the ranks over which the sum is owed, each of which has one.
@@ -56,63 +63,63 @@ def errors_of(plan: Plan, make: Callable[[tuple[int, ...], Spec], T]) -> Hops[T]
     >>> import fzero
     >>> params, mesh = {"blocks/w": torch.zeros(3, 8, 32)}, fzero.fake_mesh({"dp": 4, "tp": 2})
     >>> plan = fzero.zero_plan(2, params, mesh, codec="grads=int8,loco")
-    >>> errors_of(plan, lambda shape, spec: (shape, str(spec)))
-    {'data': {'blocks/w': ((3, 4, 8, 32), '[·, ·/dp, ·, ·]')}}
+    >>> shape, spec = errors_of(plan)["data"]["blocks/w"]
+    >>> print(shape, spec)
+    (3, 4, 8, 32) [·, ·/dp, ·, ·]
     """
-    hops: Hops[T] = {}
+    hops: Hops[Stored] = {}
     if plan.codec is None or plan.codec.loco is None:
         return hops
-    users = {name: sorted({rank for _, rank in uses}) for name, uses in users_of(plan).items()}
+    users = {name: sorted({rank for _, rank in uses}) for name, uses in plan.users.items()}
     for name in sorted(plan.coded_grads):
         leaf, dim = plan.leaves[name], shard_dim(name)
         dims, lead, rows = list(leaf.compute.dims[dim:]), leaf.compute.dims[:dim] or ((),), leaf.compute.rows
         if name in users:
             lead, rows = (("pp",),), rows_of(users[name], plan.sizes["pp"])
         first = leaf.shape[0] if is_stacked(name) else max(1, len(users.get(name, ())))
-        micro_path, end = moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes)
-        path = [*micro_path, *end]
+        path = [move for moves in leaf.moves for move in moves]
         for i, (op, link) in enumerate(path):
             if not is_coded(op, link):
                 continue
             # Ranks over which the sum is still owed have other terms of it.
             senders = tuple(axis for _, later in path[i:] for axis in later.split("+") if axis != "pp")
             spec = Spec((*lead, senders, *dims), rows=rows, parts=leaf.compute.parts)
-            ranks = 1
-            for axis in senders:
-                ranks *= plan.sizes[axis]
-            hops.setdefault(hop_of(link), {})[name] = make((first, ranks, *leaf.shape[dim:]), spec)
+            shape = (first, leaf.ranks("+".join(senders)), *leaf.shape[dim:])
+            hops.setdefault(hop_of(link), {})[name] = Stored(shape, spec)
             dims[0] = (*dims[0], *link.split("+"))
     return hops
 
 
-def stored_errors(plan: Plan, make: Callable[[tuple[int, ...], Spec, torch.dtype], T]) -> Hops[T]:
-    """`make(shape, spec, dtype)` for what a state has of the errors: of each itself; or its codes, a byte an element,
-    and under the hop's name with "_scale" a scale for each block of its rows."""
-    hops: Hops[T] = {}
-    for hop, leaves in errors_of(plan, lambda shape, spec: (shape, spec)).items():
+def stored_errors(plan: Plan) -> Hops[StoredError]:
+    """What a state has of the errors: of each itself; or its codes, a byte an element, and under the hop's name with
+    "_scale" a scale for each block of its rows."""
+    hops: Hops[StoredError] = {}
+    for hop, leaves in errors_of(plan).items():
         coded = plan.codec.errors
         dtype = torch.uint8 if coded else error_dtype(plan)
-        hops[hop] = {name: make(shape, spec, dtype) for name, (shape, spec) in leaves.items()}
+        hops[hop] = {name: StoredError(*stored, dtype) for name, stored in leaves.items()}
         if coded:
-            blocks = {name: (*shape[:-1], -(-shape[-1] // plan.codec.block)) for name, (shape, _) in leaves.items()}
-            hops[hop + SCALE] = {name: make(blocks[name], spec, torch.float32) for name, (_, spec) in leaves.items()}
+            hops[hop + SCALE] = {
+                name: StoredError((*shape[:-1], -(-shape[-1] // plan.codec.block)), spec, torch.float32)
+                for name, (shape, spec) in leaves.items()
+            }
     return hops
 
 
 def error_specs(plan: Plan) -> dict[str, Hops[Spec]]:
     """The entry of `TrainState.extra` for errors as specs: {"codec_error": {hop: {leaf: Spec}}}; {} without errors."""
-    stored = stored_errors(plan, lambda shape, spec, dtype: spec)
-    return {ERRORS: stored} if stored else {}
+    hops = {hop: {name: error.spec for name, error in errors.items()} for hop, errors in stored_errors(plan).items()}
+    return {ERRORS: hops} if hops else {}
 
 
 def first_errors(plan: Plan, device: torch.device | str) -> dict[str, Hops[Tensor]]:
     """The same entry before the first step: this rank's errors, zeros."""
 
-    def zeros(shape: tuple[int, ...], spec: Spec, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(local_shape(shape, spec, plan.mesh), dtype=dtype, device=device)
+    def zeros(error: StoredError) -> Tensor:
+        return torch.zeros(local_shape(error.shape, error.spec, plan.mesh), dtype=error.dtype, device=device)
 
-    stored = stored_errors(plan, zeros)
-    return {ERRORS: stored} if stored else {}
+    hops = {hop: {name: zeros(error) for name, error in errors.items()} for hop, errors in stored_errors(plan).items()}
+    return {ERRORS: hops} if hops else {}
 
 
 def rows_of(ranks: list[int], pp: int) -> tuple[tuple[int, ...], ...]:
@@ -128,16 +135,10 @@ def error_dtype(plan: Plan) -> torch.dtype:
 def error_bytes(plan: Plan) -> int:
     """The bytes of errors that a rank holds: the rank of pp with the most."""
     bytes_by_rank = [0] * plan.sizes["pp"]
-
-    def add(shape: tuple[int, ...], spec: Spec, dtype: torch.dtype) -> None:
+    for shape, spec, dtype in (error for errors in stored_errors(plan).values() for error in errors.values()):
         rows = [len(rank_rows) for rank_rows in spec.rows] or [1] * len(bytes_by_rank)
-        size = (
-            local_numel(shape, spec, plan.sizes) * dtype.itemsize // max(rows)
-        )  # of all rows of the rank with the most
-        for rank, n in enumerate(rows):
-            bytes_by_rank[rank] += size * n
-
-    stored_errors(plan, add)
+        row_bytes = local_numel(shape, spec, plan.sizes) * dtype.itemsize // max(rows)  # of the rank with the most
+        bytes_by_rank = [total + row_bytes * n for total, n in zip(bytes_by_rank, rows)]
     return max(bytes_by_rank)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 import math
 import re
@@ -81,6 +82,11 @@ class Mesh:
                 return axis
         raise ValueError(f"the mesh has no axis {name!r}; its axes are {', '.join(AXES)}{nearest(name, AXES)}")
 
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the axes, by name."""
+        return {axis.name: axis.size for axis in self.axes}
+
     @property
     def size(self) -> int:
         """The number of processes."""
@@ -102,7 +108,7 @@ class Mesh:
         >>> mesh.link()[:3], mesh.link(("dp", "cp"))[:3]
         (('dp+ep+cp', 8, 5), ('dp+cp', 4, 3))
         """
-        names = links_of([axis for axis in SHARDS if axis in axes], {axis.name: axis.size for axis in self.axes})
+        names = links_of([axis for axis in SHARDS if axis in axes], self.sizes)
         return self[names[0]] if names else self[SHARDS[0]]
 
     def member(self) -> Mesh:
@@ -176,7 +182,7 @@ class Mesh:
         return [axis.communicator for axis in (*self.axes, *self.links) if axis.communicator is not None]
 
     def __str__(self) -> str:
-        return f"Mesh({_sizes_text({a.name: a.size for a in self.axes}).removeprefix('of ')})"
+        return f"Mesh({_sizes_text(self.sizes).removeprefix('of ')})"
 
 
 def _check_sizes(sizes: Mapping[str, int] | None) -> dict[str, int]:

@@ -247,22 +247,6 @@ def outside_users(
     return out
 
 
-def users_of(plan: Any) -> dict[str, list[tuple[str, int]]]:
-    """Which ranks of pp use each leaf outside the layers: by leaf the (stream of gradients, rank), in the order of the
-    sum; {} without pp.
-
-    plan: a fzero.sharding.Plan. In canonical order each part of the model has a stream of its own.
-    """
-    if plan.stages is None:
-        return {}
-    return {
-        name: sorted(
-            {(segment if plan.reduce == "canonical" else "", plan.stages.ranks[stage]) for stage, segment in uses}
-        )
-        for name, uses in sorted(plan.outside.items())
-    }
-
-
 def with_layers(
     compute: dict[str, Spec], named: Mapping[str, Any], model: Any, stages: Stages | None
 ) -> dict[str, Spec]:

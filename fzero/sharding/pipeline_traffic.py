@@ -7,21 +7,15 @@ of leaves that are gathered as float8.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero.comm.bucket import bucket_groups
 from fzero.comm.ledger import sent_elements
-from fzero.comm.rank_tables import links_of
-from fzero.sharding import sign_sums
-from fzero.sharding.gradient_paths import COLLECTIVES, Moves, moves, ranks_of, reduce_dtype, without_pp
-from fzero.sharding.pipeline_plan import users_of
-from fzero.sharding.sign_sums import layers_of, sign_bytes, sign_leaves
-from fzero.sharding.slices import is_stacked, local_numel
-from fzero.sharding.spec import Spec
-from fzero.sharding.zero_specs import shard_axes
+from fzero.sharding.leaf_plan import COLLECTIVES, LeafPlan, Moves
+from fzero.sharding.sign_sums import sign_bytes
 
 Plan = Any  # fzero.sharding.plan.Plan, which prints this
 KINDS = ("activations", "gradients", "layers", "outside")
@@ -34,7 +28,7 @@ class RankTraffic(NamedTuple):
     of "layers", and of "outside", the leaves outside the layers, `per_micro_batch` and `per_step` are elements.
     """
 
-    kind: str  # of WHATS
+    kind: str  # of KINDS
     collective: str
     link: str
     itemsize: int  # bytes of an element; 0: of activations, in the dtype of products
@@ -43,15 +37,15 @@ class RankTraffic(NamedTuple):
 
     @property
     def amounts(self) -> tuple[int, int]:
-        """`part` and `once`."""
+        """`per_micro_batch` and `per_step`."""
         return self.per_micro_batch, self.per_step
 
 
 class Sums:
     """Adds up what a rank sends."""
 
-    def __init__(self, sizes: Mapping[str, int]):
-        self.sizes, self.totals = sizes, dict[tuple[str, str, str, int], list[int]]()
+    def __init__(self) -> None:
+        self.totals: dict[tuple[str, str, str, int], list[int]] = {}
 
     def add(self, kind: str, collective: str, link: str, itemsize: int, per_micro_batch: int, per_step: int) -> None:
         """Add elements of each micro-batch, and of a step."""
@@ -59,19 +53,11 @@ class Sums:
             so_far = self.totals.setdefault((kind, collective, link, itemsize), [0, 0])
             so_far[0], so_far[1] = so_far[0] + per_micro_batch, so_far[1] + per_step
 
-    def gather(
-        self, kind: str, link: str, itemsize: int, elements: int, per_micro_batch: int = 0, per_step: int = 0
-    ) -> None:
-        """Add gathers of so many elements, those of the whole tensor: `per_micro_batch` in each micro-batch, `per_step`
-        in a step."""
-        sent = sent_elements("all_gather", elements, ranks_of(link, self.sizes))
-        self.add(kind, "all_gather", link, itemsize, per_micro_batch * sent, per_step * sent)
-
-    def walk(self, kind: str, path: Moves, itemsize: int, elements: int, times: tuple[int, int]) -> int:
-        """Add the collectives of a path of gradients, so often in a micro-batch and in a step; return the elements
+    def walk(self, kind: str, leaf: LeafPlan, path: Moves, itemsize: int, elements: int, times: tuple[int, int]) -> int:
+        """Add the collectives of a path of such a leaf, so often in a micro-batch and in a step; return the elements
         behind it."""
         for op, link in path:
-            ranks = ranks_of(link, self.sizes)
+            ranks = leaf.ranks(link)
             full = elements * ranks if op == "gather" else elements
             sent = sent_elements(COLLECTIVES[op], full, ranks)
             self.add(kind, COLLECTIVES[op], link, itemsize, times[0] * sent, times[1] * sent)
@@ -95,15 +81,15 @@ def sent_by_rank(plan: Plan) -> tuple[tuple[RankTraffic, ...], ...]:
 
 def sent_of(plan: Plan, rank: int) -> tuple[RankTraffic, ...]:
     """What a rank of pp sends in a step."""
-    sums, ranks = Sums(plan.sizes), plan.stages.ranks
+    sums, ranks = Sums(), plan.stages.ranks
     for stage in plan.stages.chunks(rank):
         if stage + 1 < len(ranks) and ranks[stage + 1] != rank:
             sums.add("activations", "message", "pp", 0, 1, 0)
         if stage and ranks[stage - 1] != rank:
             sums.add("gradients", "message", "pp", 0, 1, 0)
     stacks: dict[str, list[str]] = {}
-    for name in plan.leaves:
-        if is_stacked(name):
+    for name, leaf in plan.leaves.items():
+        if leaf.stacked:
             stacks.setdefault(name.split("/")[0], []).append(name)
     for names in stacks.values():
         layers = len(plan.leaves[names[0]].params.rows[rank])
@@ -133,14 +119,6 @@ def segment_order(segment: str) -> int:
     return {"embed": 0, "head": 2}.get(segment, 1)
 
 
-def layer_numel(plan: Plan, name: str, spec: Spec) -> int:
-    """The elements of a leaf, or of a layer of a stacked one, that a rank holds under a spec."""
-    shape = plan.leaves[name].shape
-    if not is_stacked(name):
-        return local_numel(shape, spec, plan.sizes)
-    return local_numel(shape[1:], spec.layer, plan.sizes)
-
-
 def add_group(
     sums: Sums, plan: Plan, kind: str, names: Sequence[str], times: int, passes: int, shared_leaves: frozenset[str]
 ) -> None:
@@ -149,74 +127,62 @@ def add_group(
 
     shared_leaves: leaves for which a part before it on the rank gives a gradient too.
     """
-    links, sizes = {name: link_of(plan, name) for name in names}, plan.sizes
-    numels = {name: layer_numel(plan, name, plan.leaves[name].use) for name in names}
-    shards = [name for name in names if links[name] and "dp" in plan.leaves[name].use.axes]
-    dtypes = [torch.uint8 if name in plan.float8 else plan.leaves[name].dtype for name in shards]
-    like = [torch.empty(numels[name], dtype=dtype, device="meta") for name, dtype in zip(shards, dtypes)]
-    for bucket in bucket_groups(like, [links[name] for name in shards]):
-        link = links[shards[bucket[0]]]
-        gathered = sum(numels[shards[i]] for i in bucket) * ranks_of(link, sizes)
-        sums.gather(kind, link, dtypes[bucket[0]].itemsize, gathered, per_micro_batch=times * passes)
-    trained = [name for name in names if plan.leaves[name].trained]
-    paths = {name: without_pp(path_of(plan, name)) for name in trained}
-    for name in sign_leaves(plan) & set(trained):
-        micro_path, end = paths[name]
-        link = sign_sums.link_of(plan.leaves[name], sizes)
-        paths[name] = micro_path, tuple(move for move in end if move[1] != link)
-        size = int(sign_bytes(plan, name)) // layers_of(name, plan.leaves[name]) * times
+    leaves = [plan.leaves[name] for name in names]
+    shards = [leaf for leaf in leaves if leaf.gathered]
+    dtypes = [torch.uint8 if leaf.name in plan.float8 else leaf.dtype for leaf in shards]
+    numels = [leaf.layer_numel(leaf.use) for leaf in shards]
+    like = [torch.empty(numel, dtype=dtype, device="meta") for numel, dtype in zip(numels, dtypes)]
+    for bucket in bucket_groups(like, [leaf.link for leaf in shards]):
+        first, elements = shards[bucket[0]], sum(numels[i] for i in bucket)
+        path = (("gather", first.link),)
+        sums.walk(kind, first, path, dtypes[bucket[0]].itemsize, elements, (times * passes, 0))
+    trained = [leaf for leaf in leaves if leaf.trained]
+    paths = {leaf.name: leaf.moves_within_stage for leaf in trained}
+    for leaf in (leaf for leaf in trained if leaf.name in plan.sign_leaves):
+        micro_path, end = paths[leaf.name]
+        paths[leaf.name] = micro_path, tuple(move for move in end if move[1] != leaf.sum_link)
+        size = int(sign_bytes(plan, leaf.name)) // leaf.layers * times
         for collective in ("all_to_all", "all_gather"):
-            sums.add(kind, collective, link, 1, 0, sent_elements(collective, size, ranks_of(link, plan.sizes)))
-    full_numels = {name: layer_numel(plan, name, plan.leaves[name].compute) for name in trained}
-    grads = [torch.empty(full_numels[name], dtype=plan.leaves[name].dtype, device="meta") for name in trained]
-    kinds = [(paths[name], name in shared_leaves) for name in trained]
-    width = reduce_dtype(plan).itemsize
+            sent = sent_elements(collective, size, leaf.ranks(leaf.sum_link))
+            sums.add(kind, collective, leaf.sum_link, 1, 0, sent)
+    numels = [leaf.layer_numel(leaf.compute) for leaf in trained]
+    grads = [torch.empty(numel, dtype=leaf.dtype, device="meta") for numel, leaf in zip(numels, trained)]
+    kinds = [(paths[leaf.name], leaf.name in shared_leaves) for leaf in trained]
+    width = plan.reduce_dtype.itemsize
     for bucket in bucket_groups(grads, kinds):
         (micro_path, end), is_shared = kinds[bucket[0]]
-        elements = sum(full_numels[trained[i]] for i in bucket)
-        elements = sums.walk(kind, micro_path, width, elements, (times, 0))
+        first, elements = trained[bucket[0]], sum(numels[i] for i in bucket)
+        elements = sums.walk(kind, first, micro_path, width, elements, (times, 0))
         if not is_shared or plan.reduce == "canonical":  # else the part before it ends the sum
-            sums.walk(kind, end, width, elements, (0, times))
-
-
-def link_of(plan: Plan, name: str) -> str:
-    """The link over which ZeRO shards a leaf of a plan; "" for none."""
-    return "".join(links_of(shard_axes(plan.leaves[name].compute), plan.sizes))
-
-
-def path_of(plan: Plan, name: str) -> tuple[Moves, Moves]:
-    """The `moves` of a leaf of a plan."""
-    leaf = plan.leaves[name]
-    return moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes)
+            sums.walk(kind, first, end, width, elements, (0, times))
 
 
 def add_over_pp(sums: Sums, plan: Plan, rank: int) -> None:
     """Add the leaves outside the layers that pp shards: to the ranks that use them, and their sums from there."""
     p = plan.sizes["pp"]
-    for name, users in users_of(plan).items():
-        link = link_of(plan, name)
+    for name, users in plan.users.items():
         leaf, using_ranks = plan.leaves[name], {user for _, user in users}
         size = leaf.dtype.itemsize
         if leaf.params.dims != leaf.use.dims:
-            shard_numel = local_numel(leaf.shape, leaf.params, plan.sizes)
+            shard_numel = leaf.numel(leaf.params)
             sums.add("outside", "gather_to", "pp", size, 0, shard_numel * len(using_ranks - {rank}))
-            if link and rank in using_ranks and "dp" in leaf.params.axes and "dp" not in leaf.use.axes:
-                sums.gather("outside", link, size, shard_numel * p * ranks_of(link, plan.sizes), per_step=1)
+            if leaf.link and rank in using_ranks and "dp" in leaf.params.axes and "dp" not in leaf.use.axes:
+                sums.walk("outside", leaf, (("gather", leaf.link),), size, shard_numel * p, (0, 1))
         if leaf.trained:
-            sum_numel = local_numel(leaf.shape, leaf.opt, plan.sizes) * (p - 1)
             times = sum(source == rank for _, source in users)
-            sums.add("outside", "scatter_from", "pp", plan.policy.accumulate.itemsize, 0, sum_numel * times)
+            sent = leaf.numel(leaf.opt) * (p - 1) * times
+            sums.add("outside", "scatter_from", "pp", plan.policy.accumulate.itemsize, 0, sent)
 
 
 def add_updated(sums: Sums, plan: Plan, rank: int) -> None:
     """Add the gathers over data ranks of what is updated in shards and used whole."""
-    for name, leaf in plan.leaves.items():
-        link = link_of(plan, name)
-        if link and leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes:
-            layers = len(leaf.params.rows[rank]) if is_stacked(name) else 1
-            full_numel = layer_numel(plan, name, leaf.params) * layers
-            kind = "layers" if is_stacked(name) else "outside"
-            sums.gather(kind, link, leaf.dtype.itemsize, full_numel, per_step=1)
+    for leaf in plan.leaves.values():
+        if leaf.updated_in_shards:
+            layers = len(leaf.params.rows[rank]) if leaf.stacked else 1
+            full_numel = leaf.layer_numel(leaf.params) * layers
+            sent = sent_elements("all_gather", full_numel, leaf.ranks(leaf.link))
+            kind = "layers" if leaf.stacked else "outside"
+            sums.add(kind, "all_gather", leaf.link, leaf.dtype.itemsize, 0, sent)
 
 
 def sent_table(plan: Plan) -> list[str]:
@@ -239,5 +205,5 @@ def sent_table(plan: Plan) -> list[str]:
         "elements of parameters and gradients",
         *lines,
         f"beside messages a rank sends at most {max_bytes[0]:,} bytes a micro-batch and {max_bytes[1]:,} {times[1]}; "
-        f"sums of gradients travel in {str(reduce_dtype(plan)).removeprefix('torch.')}",
+        f"sums of gradients travel in {str(plan.reduce_dtype).removeprefix('torch.')}",
     ]

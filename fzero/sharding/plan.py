@@ -1,72 +1,27 @@
-"""A ZeRO stage is a row of a table; a plan is what follows from it for every leaf.
-
-Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 5.
-"""
+"""Plan: a parallel program as a value, the layout of every leaf; `zero_plan` makes it."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from fzero.comm.collectives import Axis
 from fzero.core import pytree
-from fzero.core.arguments import PLAN, checked, expect_count, expect_kind, expect_regex
-from fzero.core.precision import POLICIES, Policy
+from fzero.core.arguments import expect_count, expect_kind
+from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
-from fzero.sharding.codec import Codec, coded_plan
+from fzero.sharding.codec import Codec
 from fzero.sharding.context import Context
-from fzero.sharding.context_cost import Heads, context_for, heads_of
-from fzero.sharding.experts import Experts, Routed, experts_for, experts_of, with_parts
-from fzero.sharding.memory import ALL_ON_DEVICE, Offload
+from fzero.sharding.context_cost import Heads
+from fzero.sharding.experts import Experts, Routed, experts_for
+from fzero.sharding.leaf_plan import LeafPlan, shard_axes
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.pipeline import Stages
-from fzero.sharding.pipeline_plan import Pipeline, outside_users, stages_for, with_layers
+from fzero.sharding.pipeline_plan import Pipeline
 from fzero.sharding.plan_table import describe, sent_by_link
-from fzero.sharding.shapes import shapes_of
-from fzero.sharding.slices import check_dims
-from fzero.sharding.spec import Spec
-from fzero.sharding.zero_specs import (
-    ZERO,
-    compute_specs,
-    shard_axes,
-    shard_over_data,
-    shard_specs_over_pp,
-    stage_specs,
-    with_memory,
-    with_partial,
-)
-
-REDUCE = ("fast", "once", "canonical")
-
-
-@dataclass(frozen=True)
-class LeafPlan:
-    """The layout of one leaf of the parameters in each part of a step, and the dtype in which it rests.
-
-    An axis in `compute.partial` is one over which the leaf, whole on every rank, is used differently, so that the sum
-    of its gradient is owed. In `grads.partial` it is one over which the sum is still owed after a micro-batch; it is
-    made once, at the end.
-
-    >>> plan = fzero.zero_plan(1, {"w": torch.zeros(8, 2)}, fzero.fake_mesh({"dp": 4}))
-    >>> leaf = plan.leaves["w"]
-    >>> print(leaf.shape, leaf.params, leaf.grads, leaf.opt)
-    (8, 2) [·, ·] [·, ·] +dp [·/dp, ·]
-    """
-
-    shape: tuple[int, ...]  # of the whole leaf
-    dtype: torch.dtype
-    compute: Spec  # as the model's code sees it (a layer of it, once gathered)
-    params: Spec  # at rest
-    grads: Spec  # after the backward pass of a micro-batch
-    opt: Spec  # of the optimizer's per-parameter state, and of the update
-    use: Spec  # between the micro-batches of a step: at rest, but for a leaf that pp shards until it is used
-    trained: bool = True  # False: no gradient, no optimizer state, no update; leaves that are not floating never are
-    moved: bool = False  # by a rule of the model once a step, see models.base.Model.after
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,12 +85,74 @@ class Plan:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """The sizes of the mesh's axes, by name."""
-        return {axis.name: axis.size for axis in self.mesh.axes}
+        return self.mesh.sizes
 
     @cached_property
     def frozen(self) -> frozenset[str]:
         """The names of the leaves that are not trained."""
         return frozenset(name for name, leaf in self.leaves.items() if not leaf.trained)
+
+    @cached_property
+    def split_leaves(self) -> frozenset[str]:
+        """The names of the trained leaves that are whole at rest and updated in shards."""
+        return frozenset(name for name, leaf in self.leaves.items() if leaf.updated_in_shards)
+
+    @cached_property
+    def sign_leaves(self) -> frozenset[str]:
+        """The names of the leaves whose sums an optimizer makes by signs."""
+        return self.coded_grads if self.codec is not None and self.codec.signs else frozenset()
+
+    @cached_property
+    def optimizer_sums(self) -> frozenset[str]:
+        """The names of the leaves whose sums an optimizer makes: with local steps all that it trains, as most steps
+        make no sum."""
+        if self.codec is None or not self.codec.local:
+            return self.sign_leaves
+        return frozenset(self.leaves) - self.frozen
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype of such sums, of their scales and errors: that in which parameters are updated, at least
+        float32."""
+        policy = self.policy
+        return torch.promote_types(policy.state if policy.has_master else policy.param, torch.float32)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype of gradients on their way."""
+        # On one process there is no rank to sum over: one dtype for both is what makes canonical sums agree between
+        # meshes.
+        return self.policy.accumulate if self.reduce == "canonical" else self.policy.reduce
+
+    @cached_property
+    def users(self) -> dict[str, list[tuple[str, int]]]:
+        """Which ranks of pp use each leaf outside the layers: by leaf the (stream of gradients, rank), in the order of
+        the sum; {} without pp. In canonical order each part of the model has a stream of its own."""
+        if self.stages is None:
+            return {}
+        streams = {
+            segment: segment * (self.reduce == "canonical") for uses in self.outside.values() for _, segment in uses
+        }
+        return {
+            name: sorted({(streams[segment], self.stages.ranks[stage]) for stage, segment in uses})
+            for name, uses in sorted(self.outside.items())
+        }
+
+    @cached_property
+    def memories(self) -> dict[str, set[str]]:
+        """The memories in which each group rests: {"params": {"device"}, "grads": ..., "opt": ...}."""
+        groups = ("params", "grads", "opt")
+        return {group: {getattr(leaf, group).memory for leaf in self.leaves.values()} for group in groups}
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether parameters or optimizer states rest on a disk."""
+        return "nvme" in self.memories["params"] | self.memories["opt"]
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether any parameter, gradient or optimizer state rests elsewhere than on the device."""
+        return set().union(*self.memories.values()) != {"device"}
 
     @cached_property
     def rule_leaves(self) -> frozenset[str]:
@@ -216,215 +233,3 @@ class Plan:
 
     def _tree(self, group: str) -> Tree:
         return pytree.from_named({name: getattr(leaf, group) for name, leaf in self.leaves.items()}, self.like)
-
-
-@checked("stage model mesh policy sequence frozen offload codec", **PLAN)
-def zero_plan(
-    stage: int,
-    model: Any,
-    mesh: Mesh,
-    *,
-    policy: Policy | str = "fp32",
-    reduce: str = "fast",
-    sequence: bool | Context = False,
-    frozen: str | None = None,
-    offload: Offload | str = ALL_ON_DEVICE,
-    pipeline: Pipeline | None = None,
-    codec: Codec | str | None = None,
-) -> Plan:
-    """Return the plan of a ZeRO stage for `model` on `mesh`: where every parameter, gradient and optimizer state lives.
-
-    At rest a sharded leaf is split over dp, ep and cp (experts, which ep shards anyhow, over dp and cp) on its first
-    dim, or the second where the first counts layers (`blocks/...`), after the axes that the model's own rules put
-    there; a leaf whose dim does not divide stays whole on every rank, and the printed plan says so.
-
-    stage: 0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters.
-    model: a Model, or the parameter tree of a plain loss function.
-        Leaves of integers or bools keep their dtype under every policy: they have no gradient and no optimizer state.
-    policy: the dtypes (see fzero.Policy), or their name, such as "bf16": of parameters at rest, of products, of
-    gradients on their way and in sums, of master weights.
-    reduce: how gradients are summed over the ranks. "fast": as is cheapest, at stages 2 and 3 each micro-batch into
-    shards. "once": whole gradients are summed over the micro-batches, and over the ranks once a step, which takes more
-    memory and fewer messages (as with no_sync of PyTorch's DDP). "canonical": each micro-batch over the ranks first, in
-    the order of a binary tree, which gives bitwise the same sums for any power of two of data ranks, any stage and any
-    number of micro-batches on a rank.
-    sequence: True: activations are split along it over tp, outside the tensor-parallel products; Context: and over cp.
-    frozen: a regex of leaves that are not trained, beside those that the model itself freezes.
-    offload: the memory that each group of leaves rests in, e.g. "params=nvme,opt=nvme"; the specs say it leaf by leaf.
-    pipeline: how a layered Model is cut into stages over pp, and the order of their work; None: Pipeline().
-    codec: in how few bytes parameters and gradients travel, e.g. "params=int8,grads=int4,hpz"; None: as they are.
-    Raises ValueError for an unknown stage or choice, a dim that its axes do not divide, rules that do not fit the
-    leaves, complex leaves, and a tree of which nothing is trained.
-
-    >>> for stage in range(4):
-    ...     leaf = zero_plan(stage, {"w": torch.zeros(8, 2)}, fzero.fake_mesh({"dp": 4})).leaves["w"]
-    ...     print(stage, leaf.params, leaf.grads, leaf.opt)
-    0 [·, ·] [·, ·] +dp [·, ·]
-    1 [·, ·] [·, ·] +dp [·/dp, ·]
-    2 [·, ·] [·/dp, ·] [·/dp, ·]
-    3 [·/dp, ·] [·/dp, ·] [·/dp, ·]
-
-    Ref: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models",
-    arXiv:1910.02054, section 5.
-    """
-    expect_kinds(mesh, sequence, frozen, offload, pipeline, codec)
-    policy = policy_of(policy)
-    check_choices(stage, mesh, reduce)
-    named, sizes = pytree.named_leaves(like := shapes_of(model)), {axis.name: axis.size for axis in mesh.axes}
-    context = context_for(sequence, model, sizes, policy.compute.itemsize)
-    split = context.over_tp and sizes["tp"] > 1
-    pipeline = (pipeline or Pipeline()) if sizes["pp"] > 1 else None
-    stages = stages_for(pipeline, model, named, sizes["pp"]) if pipeline else None
-    compute = specs_in_use(model, named, mesh, {"tp"} if split else set(), stages)
-    routed = experts_of(model, named, compute)
-    dispatch = experts_for("auto", routed, sizes)
-    check_all_dims(named, compute, sizes)
-    fixed = frozenset(name for name, leaf in named.items() if not leaf.is_floating_point())
-    shards = {name: shard_over_data(name, tuple(named[name].shape), spec, sizes) for name, spec in compute.items()}
-    params, grads, opt = stage_specs(compute, shards, stage, sizes, reduce)
-    use, (params, opt) = params, shard_specs_over_pp(named, params, opt, sizes)
-    offload = Offload.parse(offload) if isinstance(offload, str) else offload
-    rule_leaves, never = rule_and_frozen_leaves(model)
-    params, use = ({**specs, **unsharded_over_data(rule_leaves, compute)} for specs in (params, use))
-    out = fixed | never | frozen_names(frozen, [name for name in named if name not in fixed | never])
-    dtypes = stored_dtypes(named, fixed, rule_leaves, policy)
-    fetched = {name: dtype.itemsize for name, dtype in dtypes.items() if name not in rule_leaves}
-    trained = {name: policy.state.itemsize for name in named if name not in out}
-    params = with_memory(params, named, fetched, sizes, offload.params)
-    grads = with_memory(grads, named, trained, sizes, offload.grads)
-    opt = with_memory(opt, named, trained, sizes, offload.opt)
-    leaves = leaves_of(named, (compute, params, grads, opt, use), dtypes, out, rule_leaves)
-    float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
-    options = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"]), 0, dispatch, routed
-    users = outside_users(model, named, stages)
-    plan = Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *options, outside=users)
-    return plan if codec is None else coded_plan(plan, codec)
-
-
-def specs_in_use(
-    model: Any, named: Mapping[str, Any], mesh: Mesh, partial_axes: set[str], stages: Stages | None
-) -> dict[str, Spec]:
-    """The specs of the leaves as the model's code sees them: over `partial_axes` they are used differently."""
-    compute = {name: with_partial(spec, partial_axes) for name, spec in compute_specs(model, dict(named), mesh).items()}
-    return with_layers(with_parts(compute, named, mesh["ep"].size), dict(named), model, stages)
-
-
-def check_all_dims(named: Mapping[str, Any], specs: Mapping[str, Spec], sizes: Mapping[str, int]) -> None:
-    """`check_dims` of every leaf."""
-    for name, spec in specs.items():
-        check_dims(name, named[name].shape, spec, sizes)
-
-
-def stored_dtypes(
-    named: Mapping[str, Any], fixed: frozenset[str], rule_leaves: frozenset[str], policy: Policy
-) -> dict[str, torch.dtype]:
-    """The dtypes of parameters at rest. fixed: those that keep theirs. rule_leaves: those that a rule moves."""
-    return {
-        name: leaf.dtype if name in fixed else wide_dtype(policy) if name in rule_leaves else policy.param
-        for name, leaf in named.items()
-    }
-
-
-def leaves_of(
-    named: Mapping[str, Any],
-    specs: tuple[dict[str, Spec], ...],
-    dtypes: Mapping[str, torch.dtype],
-    frozen: frozenset[str],
-    rule_leaves: frozenset[str],
-) -> dict[str, LeafPlan]:
-    """The LeafPlans of leaves. specs: as they are used, of parameters, gradients and optimizer states at rest, and
-    between micro-batches. frozen: those that no gradient trains; rule_leaves: those of them that a rule moves."""
-    leaf_plans = {}
-    for name, leaf in named.items():
-        compute, params, grads, opt, use = (group_specs[name] for group_specs in specs)
-        flags = {"trained": name not in frozen, "moved": name in rule_leaves}
-        leaf_plans[name] = LeafPlan(tuple(leaf.shape), dtypes[name], compute, params, grads, opt, use, **flags)
-    return leaf_plans
-
-
-def rule_and_frozen_leaves(model: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """The leaves that a rule of a Model moves, and those and the others that no gradient does."""
-    if not hasattr(model, "rules"):
-        return frozenset(), frozenset()
-    rule_leaves = frozenset(model.leaf_rules)
-    return rule_leaves, rule_leaves | model.frozen
-
-
-def unsharded_over_data(names: frozenset[str], compute: Mapping[str, Spec]) -> dict[str, Spec]:
-    """The specs of leaves that are whole on the ranks of dp and cp, which all move them alike."""
-    return {name: replace(compute[name], partial=frozenset()) for name in names}
-
-
-def wide_dtype(policy: Policy) -> torch.dtype:
-    """That of leaves that a rule moves, by steps which a narrow one would round away."""
-    return torch.promote_types(policy.state, torch.float32)
-
-
-def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any, codec: Any) -> None:
-    """Raise TypeError for options of a plan that are of other kinds, ValueError for what is no regex."""
-    expect_kind("mesh", mesh, Mesh, 'write fzero.make_mesh({"dp": 2}), or fzero.one_process()')
-    expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
-    expect_regex("frozen", frozen)
-    expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
-    expect_kind("sequence", sequence, (bool, Context), 'write sequence=True, or sequence=fzero.Context("gather")')
-    expect_kind("pipeline", pipeline, (Pipeline, type(None)), 'write fzero.Pipeline("1f1b"), or None')
-    expect_kind("codec", codec, (Codec, str, type(None)), 'write codec="params=int8,grads=int4", or None')
-
-
-def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Policy) -> frozenset[str]:
-    """The names of the leaves that are gathered over dp as float8 numbers (see Policy.gather): those that tensorwise
-    products alone use (`linear`, a regex, see models.base.Model).
-
-    Their scales are found from all layers before a pass, so they must rest on the device. Raises ValueError for a model
-    without such leaves, and for leaves elsewhere.
-    """
-    gathered = {name: leaf for name, leaf in leaves.items() if "dp" in leaf.params.axes}
-    if policy.gather != "float8" or not gathered:
-        return frozenset()
-    instead = f"policy {policy.name} gathers weights as float8, and"
-    if not linear:
-        raise ValueError(f"{instead} the model says of no leaf that linear products alone use it; use bf16_float8")
-    names = frozenset(name for name in gathered if re.fullmatch(linear, name) and gathered[name].dtype == policy.param)
-    for name in sorted(names):
-        if gathered[name].params.memory != "device":
-            raise ValueError(
-                f"{instead} {name} rests in memory {gathered[name].params.memory!r}; use bf16_float8, or leave the "
-                "parameters on the device"
-            )
-    return names
-
-
-def policy_of(policy: Policy | str) -> Policy:
-    """The policy, or the one of that name; raises TypeError or ValueError for anything else."""
-    names = ", ".join(POLICIES)
-    if isinstance(policy, str) and policy not in POLICIES:
-        raise ValueError(f"policy is {policy!r}{pytree.nearest(policy, POLICIES)}; it must be one of {names}")
-    expect_kind("policy", policy, (Policy, str), f"write fzero.bf16(), or a name: {names}")
-    return POLICIES[policy]() if isinstance(policy, str) else policy
-
-
-def check_choices(stage: int, mesh: Mesh, reduce: str) -> None:
-    """Raise ValueError for a stage or choice that does not exist."""
-    if type(stage) is not int or stage not in ZERO:
-        raise ValueError(f"zero stage is {stage!r}; it must be 0, 1, 2 or 3")
-    if reduce not in REDUCE:
-        raise ValueError(f"reduce is {reduce!r}; it must be one of {', '.join(REDUCE)}")
-    if reduce == "canonical" and mesh.data_size & (mesh.data_size - 1):
-        raise ValueError(
-            f'reduce="canonical" needs dp x rp x ep to be a power of two and it is {mesh.data_size}; use reduce="fast"'
-        )
-
-
-def frozen_names(frozen: str | None, names: list[str]) -> frozenset[str]:
-    """The names that the regex matches; raises ValueError if that is none, or all, of them, or there are none."""
-    if not names:
-        raise ValueError("no leaf of the parameters is floating-point, so there is nothing to train; convert some")
-    if frozen is None:
-        return frozenset()
-    matches = frozenset(name for name in names if re.search(frozen, name))
-    if len(matches) in (0, len(names)):
-        raise ValueError(
-            f"frozen={frozen!r} matches {'every' if matches else 'no'} leaf of {', '.join(names[:6])}, ...; "
-            "some must be trained"
-        )
-    return matches

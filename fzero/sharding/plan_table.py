@@ -9,24 +9,16 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.comm.rank_tables import SHARDS, links_of
-from fzero.sharding.codec import is_matrix
 from fzero.sharding.coded_sums import padded
 from fzero.sharding.error_feedback import error_bytes, error_dtype
 from fzero.sharding.experts import FORMS as EXPERT_FORMS
 from fzero.sharding.experts import Experts, shares
-from fzero.sharding.gradient_paths import is_coded, moves, ranks_of, reduce_dtype
+from fzero.sharding.leaf_plan import LeafPlan, is_coded
 from fzero.sharding.pipeline_traffic import sent_table
-from fzero.sharding.sign_sums import link_of, optimizer_sum_leaves, sign_bytes, sign_leaves, sum_dtype, summed_spec
-from fzero.sharding.slices import is_stacked, local_numel
-from fzero.sharding.zero_specs import shard_axes
+from fzero.sharding.sign_sums import sign_bytes
 
 Plan = Any  # fzero.sharding.plan.Plan, whose __str__ this is
 WORDS = {"scatter": "psum_scatter {}", "psum": "psum {}", "gather": "all_gather {} of the gradient"}
-
-
-def missing_fraction(link: str, sizes: dict[str, int]) -> float:
-    """The part of a whole that a rank of a link has not, if it has its own: 0 for no link."""
-    return 1 - 1 / ranks_of(link, sizes) if link else 0.0
 
 
 def describe(plan: Plan) -> str:
@@ -66,14 +58,14 @@ def describe(plan: Plan) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
     total = sum(torch.Size(leaf.shape).numel() for leaf in plan.leaves.values())
-    at_rest = sum(local_numel(leaf.shape, leaf.params, plan.sizes) for leaf in plan.leaves.values())
+    at_rest = sum(leaf.numel(leaf.params) for leaf in plan.leaves.values())
     used = ", ".join(f"{a}={n}" for a, n in plan.sizes.items() if n > 1) or "one process"
     extra = "".join(
         f", {text}"
         for text in (
             plan.reduce == "canonical" and "canonical sums",
             plan.sequence and "sequence parallel",
-            plan.stages is not None and f"{plan.pipeline.name} of {stages_text(plan)} layers",
+            plan.stages is not None and f"{plan.pipeline.name} of {plan.stages.layout} layers",
         )
         if text
     )
@@ -99,7 +91,7 @@ def describe(plan: Plan) -> str:
         per = "an update" if plan.delayed else "a step"
         notes.append(
             f"a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} {per}; sums of gradients travel in "
-            f"{dtype_name(reduce_dtype(plan))}"
+            f"{dtype_name(plan.reduce_dtype)}"
         )
     return "\n".join([top, *lines, *notes])
 
@@ -150,11 +142,6 @@ def experts_text(plan: Plan) -> str:
     )
 
 
-def stages_text(plan: Plan) -> str:
-    """The number of layers of each stage of a plan with pp, such as "8,9,9,6"."""
-    return ",".join(str(len(layers)) for layers in plan.stages.layers)
-
-
 GROUP_TEXT = {"params": "parameters", "grads": "gradients between micro-batches", "master": "master weights"}
 
 
@@ -172,10 +159,7 @@ def rank_bytes(plan: Plan, name: str) -> dict[str, int]:
         "grads": (leaf.grads, policy.accumulate, leaf.trained),
         "master": (leaf.opt, policy.state, leaf.trained and policy.has_master),
     }
-    return {
-        group: local_numel(leaf.shape, spec, plan.sizes) * dtype.itemsize * present
-        for group, (spec, dtype, present) in specs.items()
-    }
+    return {group: leaf.numel(spec) * dtype.itemsize * present for group, (spec, dtype, present) in specs.items()}
 
 
 class Traffic(NamedTuple):
@@ -202,50 +186,43 @@ def traffic(plan: Plan, name: str) -> list[Traffic]:
     pipeline sends). A leaf that the head shares counts once, and one that pp shards as sent to one rank that uses it.
     The parameters of a layer are gathered a second time for its backward pass, as Execution(reshard=True) has them.
     """
-    leaf, sizes = plan.leaves[name], plan.sizes
-    n = local_numel(leaf.shape, leaf.compute, sizes)
-    shard_link = "".join(links_of(shard_axes(leaf.compute), sizes))
-    full_bytes, entries = n * plan.policy.param.itemsize, list[Traffic]()
+    leaf, entries = plan.leaves[name], list[Traffic]()
+    n, link = leaf.numel(leaf.compute), leaf.link
+    signed, coding = name in plan.sign_leaves, coding_words(plan, name)
     if "rp" in leaf.use.axes:
-        node_bytes = gathered_bytes(
-            plan, name, n // (ranks_of(shard_link, sizes) if shard_link else 1)
-        ) * missing_fraction("rp", sizes)
-        entries.append(Traffic(f"all_gather rp{coding_words(plan, name)} for use a step", "rp", 0.0, node_bytes))
-    if shard_link and "dp" in leaf.use.axes:
-        share = gathered_bytes(plan, name, n) * missing_fraction(shard_link, sizes)
-        words = f"all_gather {shard_link} for use{coding_words(plan, name)}"
-        entries.append(Traffic(words, shard_link, share * (2 if is_stacked(name) else 1), 0.0))
-    if "pp" in leaf.params.axes and not is_stacked(name):
-        gathered = local_numel(leaf.shape, leaf.params, sizes) * plan.policy.param.itemsize
-        entries.append(Traffic("gather pp for use a step", "pp", 0.0, gathered))
-    signed = name in sign_leaves(plan)
-    for is_final, path in enumerate(moves(leaf.compute, leaf.grads, leaf.opt, sizes) if leaf.trained else ()):
-        for op, link in path:
-            if signed and is_coded(op, link) and link == link_of(leaf, sizes):
-                signs = 2 * sign_bytes(plan, name) * missing_fraction(link, sizes)
-                entries.append(Traffic(f"all_to_all and all_gather {link} of signs a step", link, 0.0, signs))
+        node_bytes = gathered_bytes(plan, leaf, n // leaf.ranks(link)) * missing_fraction(leaf, "rp")
+        entries.append(Traffic(f"all_gather rp{coding} for use a step", "rp", 0.0, node_bytes))
+    if leaf.gathered:
+        share = gathered_bytes(plan, leaf, n) * missing_fraction(leaf, link) * (2 if leaf.stacked else 1)
+        entries.append(Traffic(f"all_gather {link} for use{coding}", link, share, 0.0))
+    if "pp" in leaf.params.axes and not leaf.stacked:
+        entries.append(
+            Traffic("gather pp for use a step", "pp", 0.0, leaf.numel(leaf.params) * plan.policy.param.itemsize)
+        )
+    for is_final, path in enumerate(leaf.moves * leaf.trained):
+        for op, over in path:
+            if signed and is_coded(op, over) and over == leaf.sum_link:
+                signs = 2 * sign_bytes(plan, name) * missing_fraction(leaf, over)
+                entries.append(Traffic(f"all_to_all and all_gather {over} of signs a step", over, 0.0, signs))
                 continue
-            words = WORDS[op].format(link)
-            bytes_sent = summed_bytes(plan, name, op, link, n) * missing_fraction(link, sizes)
-            if name in plan.coded_grads and not signed and is_coded(op, link):
+            words = WORDS[op].format(over)
+            bytes_sent = summed_bytes(plan, leaf, op, over, n) * missing_fraction(leaf, over)
+            if name in plan.coded_grads and not signed and is_coded(op, over):
                 words += f" as {plan.codec.grads}"
             words += (" a step" if is_final else " a micro-batch") * (op != "gather")
-            entries.append(Traffic(words, link, bytes_sent * (not is_final), bytes_sent * is_final))
-            n = n // ranks_of(link, sizes) if op == "scatter" else n * ranks_of(link, sizes) if op == "gather" else n
-    if shard_link and leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes:
-        entries.append(
-            Traffic(
-                f"all_gather {shard_link} after the update",
-                shard_link,
-                0.0,
-                full_bytes * missing_fraction(shard_link, sizes),
-            )
-        )
+            entries.append(Traffic(words, over, bytes_sent * (not is_final), bytes_sent * is_final))
+            n = n // leaf.ranks(over) if op == "scatter" else n * leaf.ranks(over) if op == "gather" else n
+    if leaf.updated_in_shards:
+        full_bytes = leaf.numel(leaf.compute) * plan.policy.param.itemsize * missing_fraction(leaf, link)
+        entries.append(Traffic(f"all_gather {link} after the update", link, 0.0, full_bytes))
         if plan.codec is not None and plan.codec.local:
-            entries.append(
-                Traffic(f"all_gather {shard_link} of where ranks are", shard_link, 0.0, entries[-1].per_step)
-            )
+            entries.append(Traffic(f"all_gather {link} of where ranks are", link, 0.0, full_bytes))
     return entries
+
+
+def missing_fraction(leaf: LeafPlan, link: str) -> float:
+    """The part of a whole that a rank of a link has not, if it has its own."""
+    return 1 - 1 / leaf.ranks(link)
 
 
 def coding_words(plan: Plan, name: str) -> str:
@@ -253,21 +230,18 @@ def coding_words(plan: Plan, name: str) -> str:
     return " as float8" if name in plan.float8 else f" as {plan.codec.params}" if name in plan.coded else ""
 
 
-def gathered_bytes(plan: Plan, name: str, elements: int) -> float:
+def gathered_bytes(plan: Plan, leaf: LeafPlan, elements: int) -> float:
     """The bytes of so many elements of a leaf on their way to where they are used."""
-    if name in plan.float8:
-        return elements
-    if name not in plan.coded:
-        return elements * plan.leaves[name].dtype.itemsize
-    leaf = plan.leaves[name]
-    last = leaf.shape[-1] // math.prod(plan.sizes[axis] for axis in leaf.compute.dims[-1])
+    if leaf.name not in plan.coded:
+        return elements * (1 if leaf.name in plan.float8 else leaf.dtype.itemsize)
+    last = leaf.shape[-1] // leaf.ranks("+".join(leaf.compute.dims[-1]))
     return plan.codec.bytes_of(plan.codec.params, elements, last)
 
 
-def summed_bytes(plan: Plan, name: str, op: str, link: str, elements: int) -> float:
+def summed_bytes(plan: Plan, leaf: LeafPlan, op: str, link: str, elements: int) -> float:
     """The bytes of a sum of so many elements over a link, all ranks' parts together; of a gather, of the result."""
-    ranks, width = ranks_of(link, plan.sizes), reduce_dtype(plan).itemsize
-    if name not in plan.coded_grads or plan.codec.signs or not is_coded(op, link):
+    ranks, width = leaf.ranks(link), plan.reduce_dtype.itemsize
+    if leaf.name not in plan.coded_grads or plan.codec.signs or not is_coded(op, link):
         return elements * width * {"scatter": 1, "psum": 2, "gather": ranks}[op]
     row = elements // ranks if op == "scatter" else padded(elements, ranks) // ranks
     return plan.codec.bytes_of(plan.codec.grads, row * ranks, row) * (2 if op == "psum" else 1)
@@ -297,7 +271,7 @@ def errors_text(plan: Plan) -> list[str]:
         f"  error feedback: a rank holds {error_size:,} bytes of errors in {kind}, and as many "
         "again in a step until it is known whether it is skipped"
     ]
-    fit = [n for n, leaf in plan.leaves.items() if leaf.trained and is_matrix(n, leaf.shape, leaf.dtype)]
+    fit = [n for n, leaf in plan.leaves.items() if leaf.trained and leaf.is_matrix]
     exact = [name for name in fit if name not in plan.coded_grads]
     if exact:
         lines.append(f"  sums that all ranks get travel as they are: those of {', '.join(exact)}")
@@ -328,23 +302,25 @@ def codec_text(plan: Plan) -> list[str]:
 
 def signs_text(plan: Plan, plain: Plan) -> list[str]:
     """The lines that say what an optimizer's sums by signs send and take; `plain` is the plan without them."""
-    names, sizes, partial_leaves = sorted(sign_leaves(plan)), plan.sizes, sorted(optimizer_sum_leaves(plan))
-    numel = {n: local_numel(plan.leaves[n].shape, summed_spec(plan.leaves[n], sizes), sizes) for n in partial_leaves}
-    itemsize, plain_bytes = sum_dtype(plan).itemsize, sent_by_link(plain)
-    signed_elements = sum(numel[name] for name in names)
-    served_elements = sum(numel[name] // ranks_of(link_of(plan.leaves[name], sizes), sizes) for name in names)
+    numel = {leaf: leaf.numel(leaf.summed) for leaf in plan.leaves.values() if leaf.name in plan.optimizer_sums}
+    signed = [leaf for leaf in numel if leaf.name in plan.sign_leaves]
+    itemsize, plain_bytes = plan.sum_dtype.itemsize, sent_by_link(plain)
+    signed_elements = sum(numel[leaf] for leaf in signed)
+    served_elements = sum(numel[leaf] // leaf.ranks(leaf.sum_link) for leaf in signed)
     plain_leaves = [
-        n for n, leaf in plan.leaves.items() if leaf.trained and n not in names and leaf.dtype.is_floating_point
+        leaf.name
+        for leaf in plan.leaves.values()
+        if leaf.trained and leaf not in signed and leaf.dtype.is_floating_point
     ]
     lines = [
-        f"codec {plan.codec}: the optimizer sends signs of {len(names)} leaves; a rank holds "
+        f"codec {plan.codec}: the optimizer sends signs of {len(signed)} leaves; a rank holds "
         f"{2 * signed_elements * itemsize:,} bytes of their momentum and of its errors, and "
         f"{served_elements * itemsize:,} of the errors of what it serves"
     ]
     lines += [f"  sums that travel as they are: those of {', '.join(plain_leaves)}"] if plain_leaves else []
     if plan.codec.local:
         local_elements = sum(numel.values())
-        links = sorted({link_of(plan.leaves[name], sizes) for name in partial_leaves} - {""})
+        links = sorted({leaf.sum_link for leaf in numel} - {""})
         lines.append(
             f"  local steps send none of it over {' and '.join(links)}: a rank holds {local_elements * itemsize:,} "
             f"bytes of how far it moved from the others, and in a step {local_elements * plan.policy.param.itemsize:,} "
@@ -364,12 +340,11 @@ def signs_text(plan: Plan, plain: Plan) -> list[str]:
 def full_sum_bytes(plan: Plan, link: str) -> float:
     """The bytes that a rank sends over a link once in a step whose sums are not by signs, as in a warm-up: every rank
     then gets the whole sum."""
-    signed, width = sign_leaves(plan), reduce_dtype(plan).itemsize
     total = 0.0
     for name, leaf in plan.leaves.items():
         by_link = [entry for entry in traffic(plan, name) if entry.link == link]
         total += sum(entry.per_step for entry in by_link)
-        if name in signed and link_of(leaf, plan.sizes) == link:
-            elements = local_numel(leaf.shape, summed_spec(leaf, plan.sizes), plan.sizes)
-            total += 2 * (elements * width - sign_bytes(plan, name)) * missing_fraction(link, plan.sizes)
+        if name in plan.sign_leaves and leaf.sum_link == link:
+            full_bytes = leaf.numel(leaf.summed) * plan.reduce_dtype.itemsize
+            total += 2 * (full_bytes - sign_bytes(plan, name)) * missing_fraction(leaf, link)
     return total

@@ -42,7 +42,7 @@ def unshard(x: Tensor, stored: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "
     Communicates: an all_gather over dp and cp if they shard the leaf at rest, and over pp if that shards a leaf outside
     the layers; in the backward pass psum_scatters, or psums.
     """
-    sizes = {axis.name: axis.size for axis in mesh.axes}
+    sizes = mesh.sizes
     partial_axes = [axis for axis in compute.partial_axes if axis not in stored.axes]
     for link in links_of(partial_axes, sizes) if x.is_floating_point() else ():
         x = pvary(x, mesh[link], leaf=leaf)
@@ -139,8 +139,8 @@ class ParamFetcher:
         self.leaves: dict[str, Any] = pytree.named_leaves(params)
         self.ledger, self.device, self.node_shards = plan.mesh.ledger, device, node_shards
         self.compute = pytree.named_leaves(plan.compute)
-        links = {name: plan.link(name) for name in self.leaves if "dp" in plan.leaves[name].use.axes}
-        self.sharded = {name: link for name, link in links.items() if link.size > 1}  # and what each is gathered over
+        # And what each is gathered over.
+        self.sharded = {name: plan.link(name) for name in self.leaves if plan.leaves[name].gathered}
         nodes = plan.mesh["rp"]
         self.over_nodes = {name: nodes for name in self.leaves if "rp" in plan.leaves[name].use.axes and nodes.size > 1}
         # What has no memory of its own, or not on the device. A leaf on a disk has `read(layer)`, whose result has

@@ -23,11 +23,10 @@ from fzero.core.tree_sum import TreeSum
 from fzero.sharding.codec import Coder
 from fzero.sharding.coded_sums import sum_coded
 from fzero.sharding.error_feedback import ErrorFeedback
-from fzero.sharding.gradient_paths import Moves, is_coded, moves, reduce_dtype, without_pp
 from fzero.sharding.gradient_sums import Key, SumsAtRest
+from fzero.sharding.leaf_plan import Moves, is_coded
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import LeafGroup
-from fzero.sharding.sign_sums import link_of, optimizer_sum_leaves
 
 ENDED = object()  # in place of what a job yields
 
@@ -54,14 +53,11 @@ class GradientReducer:
     ):
         self.mesh, self.accumulate, self.stored_sums = plan.mesh, plan.policy.accumulate, stored_sums
         self.canonical, self.on_group = plan.reduce == "canonical", on_group
-        self.reduce, self.coder, self.errors = reduce_dtype(plan), coder, errors
+        self.reduce, self.coder, self.errors = plan.reduce_dtype, coder, errors
         self.coded = plan.coded_grads
-        self.moves = {
-            name: without_pp(moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes))
-            for name, leaf in plan.leaves.items()
-        }
-        for name in optimizer_sum_leaves(plan):  # whose sums over a link the optimizer makes
-            (micro_path, end), link = self.moves[name], link_of(plan.leaves[name], plan.sizes)
+        self.moves = {name: leaf.moves_within_stage for name, leaf in plan.leaves.items()}
+        for name in plan.optimizer_sums:  # whose sums over a link the optimizer makes
+            (micro_path, end), link = self.moves[name], plan.leaves[name].sum_link
             self.moves[name] = micro_path, tuple(move for move in end if move[1] != link)
         # Sums over micro-batches before the last one: a TreeSum if canonical, else a tensor.
         self.partial_sums: dict[Key, Any] = {}

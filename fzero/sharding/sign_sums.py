@@ -20,8 +20,7 @@ communication efficiency for large-scale training via 0/1 Adam", arXiv:2202.0600
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,15 +29,12 @@ from torch import Tensor
 
 from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import start_all_gather, start_all_to_all, start_psum
-from fzero.comm.rank_tables import links_of
 from fzero.core.reinterpret import reinterpret
-from fzero.sharding.gradient_paths import ranks_of, reduce_dtype
-from fzero.sharding.slices import is_stacked, local_numel, local_shape, narrow_part, part_dim, shard_dim
+from fzero.sharding.leaf_plan import Stored
+from fzero.sharding.slices import is_stacked, local_shape, narrow_part, part_dim, shard_dim
 from fzero.sharding.spec import Spec
-from fzero.sharding.zero_specs import shard_axes, shard_over_data
 
 Plan = Any  # fzero.sharding.plan.Plan, which prints what they send
-LeafPlan = Any
 
 
 # ---- the code ----
@@ -103,98 +99,28 @@ def from_message(message: Tensor, blocks: int, dtype: torch.dtype) -> tuple[Tens
 # ---- plans ----
 
 
-def link_of(leaf: LeafPlan, sizes: Mapping[str, int]) -> str:
-    """The link over which an optimizer makes the sum of a leaf's gradient; "" for none."""
-    return "rp" if sizes["rp"] > 1 else "".join(links_of(shard_axes(leaf.compute), sizes))
-
-
-def axes_of(leaf: LeafPlan, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of that link."""
-    return tuple(filter(None, link_of(leaf, sizes).split("+")))
-
-
-def summed_spec(leaf: LeafPlan, sizes: Mapping[str, int]) -> Spec:
-    """The layout of such a sum, which is whole over its link: over rp that in which a leaf is updated."""
-    return leaf.opt if sizes["rp"] > 1 else replace(leaf.compute, partial=frozenset())
-
-
-def served_spec(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> Spec:
-    """The layout of what each rank serves of a leaf: over dp as stage 1 shards it, over rp each part so once more."""
-    spec = summed_spec(leaf, sizes)
-    if sizes["rp"] == 1:
-        return shard_over_data(name, leaf.shape, spec, sizes)
-    dim, dims = shard_dim(name), list(spec.dims)
-    if dim < len(leaf.shape) and leaf.shape[dim] % math.prod(sizes[axis] for axis in (*dims[dim], "rp")) == 0:
-        dims[dim] = (*dims[dim], "rp")
-    return replace(spec, dims=tuple(dims))
-
-
-def served_by_all(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> bool:
-    """Whether a leaf is cut into blocks of whole bytes for all ranks of its link."""
-    spec, axes = served_spec(name, leaf, sizes), axes_of(leaf, sizes)
-    if not axes or not {*axes} <= {*spec.axes}:
-        return False
-    return local_numel(leaf.shape, spec, sizes) // layers_of(name, leaf) % 8 == 0
-
-
-def layers_of(name: str, leaf: LeafPlan) -> int:
-    """The layers of a leaf that a rank has, the most over pp; 1 for one that is not stacked."""
-    return max(map(len, leaf.compute.rows), default=leaf.shape[0]) if is_stacked(name) else 1
-
-
-def sum_dtype(plan: Plan) -> torch.dtype:
-    """The dtype of such sums, of their scales and errors: that in which parameters are updated, at least float32."""
-    policy = plan.policy
-    return torch.promote_types(policy.state if policy.has_master else policy.param, torch.float32)
-
-
 def sign_bytes(plan: Plan, name: str) -> float:
     """The bytes of a leaf's signs and scales, of which a rank sends what is not its own, twice a sum."""
-    leaf, sizes = plan.leaves[name], plan.sizes
-    blocks = layers_of(name, leaf) * ranks_of(link_of(leaf, sizes), sizes)
-    return local_numel(leaf.shape, summed_spec(leaf, sizes), sizes) / 8 + blocks * sum_dtype(plan).itemsize
+    leaf = plan.leaves[name]
+    return leaf.numel(leaf.summed) / 8 + leaf.layers * leaf.ranks(leaf.sum_link) * plan.sum_dtype.itemsize
 
 
 def terms_of(plan: Plan) -> tuple[dict[str, Spec], dict[str, Tensor]]:
     """(layouts, whole leaves) of what the optimizer is given of the gradient of each trained leaf: the terms of a sum
     that is owed over a link are the parts of a leaf of so many times the size, as far as norms go."""
-    specs = {name: leaf.opt for name, leaf in plan.leaves.items() if leaf.trained}
-    like: dict[str, Tensor] = {name: torch.empty(plan.leaves[name].shape, device="meta") for name in specs}
-    for name in optimizer_sum_leaves(plan):
-        spec, dim, shape = summed_spec(plan.leaves[name], plan.sizes), shard_dim(name), list(plan.leaves[name].shape)
-        dims, axes = list(spec.dims), axes_of(plan.leaves[name], plan.sizes)
+    stored = {name: Stored(leaf.shape, leaf.opt) for name, leaf in plan.leaves.items() if leaf.trained}
+    for name in plan.optimizer_sums:
+        leaf, dim = plan.leaves[name], shard_dim(name)
+        spec, shape = leaf.summed, list(leaf.shape)
+        dims = list(spec.dims)
         if dim == len(shape):  # a number, or one of each layer
             dims, shape = [*dims, ()], [*shape, 1]
-        dims[dim], shape[dim] = (*dims[dim], *axes), shape[dim] * math.prod(plan.sizes[axis] for axis in axes)
+        dims[dim], shape[dim] = (*dims[dim], *leaf.sum_axes), shape[dim] * leaf.ranks(leaf.sum_link)
         ranks = shape[part_dim(spec)] // sum(spec.parts) if spec.parts else 1  # terms of each word, or of an expert
         parts = tuple(ranks * size for size in spec.parts)
-        specs[name], like[name] = replace(spec, dims=tuple(dims), parts=parts), torch.empty(shape, device="meta")
-    return specs, like
-
-
-def sign_leaves(plan: Plan) -> frozenset[str]:
-    """The leaves whose sums an optimizer makes by signs."""
-    return plan.coded_grads if plan.codec is not None and plan.codec.signs else frozenset()
-
-
-def optimizer_sum_leaves(plan: Plan) -> frozenset[str]:
-    """The leaves whose sums an optimizer makes: with local steps all that it trains, as most steps make no sum."""
-    if plan.codec is None or not plan.codec.local:
-        return sign_leaves(plan)
-    return frozenset(name for name, leaf in plan.leaves.items() if leaf.trained)
-
-
-def of_ranks(plan: Plan, names: Iterable[str], make: Callable[[tuple[int, ...], Spec], Any]) -> dict[str, Any]:
-    """{leaf of `names`: `make(shape, spec)` of what each rank of its link has of it, such as errors, [layers or 1,
-    ranks, *layer]}."""
-    by_leaf = {}
-    for name in sorted(names):
-        leaf, dim = plan.leaves[name], shard_dim(name)
-        dims, axes = summed_spec(leaf, plan.sizes).dims, axes_of(leaf, plan.sizes)
-        spec = Spec((*(dims[:dim] or ((),)), axes, *dims[dim:]), rows=leaf.compute.rows, parts=leaf.compute.parts)
-        shape = (leaf.shape[0] if dim else 1, math.prod(plan.sizes[axis] for axis in axes), *leaf.shape[dim:])
-        by_leaf[name] = make(shape, spec)
-    return by_leaf
+        stored[name] = Stored(tuple(shape), replace(spec, dims=tuple(dims), parts=parts))
+    like = {name: torch.empty(shape, device="meta") for name, (shape, _) in stored.items()}
+    return {name: spec for name, (_, spec) in stored.items()}, like
 
 
 # ---- the sums ----
@@ -209,20 +135,12 @@ class SignSums:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.mesh, self.reduce, self.dtype = plan.mesh, reduce_dtype(plan), sum_dtype(plan)
-        self.names, self.sum_leaves = sign_leaves(plan), optimizer_sum_leaves(plan)
-        links = {name: link_of(plan.leaves[name], plan.sizes) for name in self.sum_leaves}
-        self.axes = {name: plan.mesh[link] if link else plan.mesh.link() for name, link in links.items()}
-        self.shapes = {name: plan.leaves[name].shape for name in self.sum_leaves}
-        self.specs = {
-            name: SumLayout(
-                summed_spec(plan.leaves[name], plan.sizes),
-                worker,
-                served_spec(name, plan.leaves[name], plan.sizes),
-                plan.leaves[name].opt,
-            )
-            for name, worker in of_ranks(plan, self.sum_leaves, lambda shape, spec: Worker(shape, spec)).items()
-        }
+        self.mesh, self.reduce, self.dtype = plan.mesh, plan.reduce_dtype, plan.sum_dtype
+        self.names, self.sum_leaves = plan.sign_leaves, plan.optimizer_sums
+        leaves = {name: plan.leaves[name] for name in sorted(self.sum_leaves)}
+        self.axes = {n: plan.mesh[leaf.sum_link] if leaf.sum_link else plan.mesh.link() for n, leaf in leaves.items()}
+        self.shapes = {name: leaf.shape for name, leaf in leaves.items()}
+        self.specs = {n: SumLayout(leaf.summed, leaf.of_each_rank, leaf.served, leaf.opt) for n, leaf in leaves.items()}
 
     def zeros(self, name: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """(the sum of a leaf, this rank's errors, those of what it serves), all 0."""
@@ -313,17 +231,10 @@ class SignSums:
         return start_all_gather(to_message(bits[:, None], scales[:, None]), axis, leaf=name)
 
 
-class Worker(NamedTuple):
-    """The whole shape of what the ranks keep of a leaf, and its layout."""
-
-    shape: tuple[int, ...]
-    spec: Spec
-
-
 class SumLayout(NamedTuple):
     """Where the parts of a leaf's sum are: the sum, a rank's errors, those of what it serves, and what it updates."""
 
     full: Spec
-    worker: Worker
+    worker: Stored
     served: Spec
     opt: Spec

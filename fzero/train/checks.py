@@ -154,10 +154,8 @@ def expect_delayed(plan: Plan, update: str) -> None:
 
 def plan_memories(plan: Plan) -> str:
     """The text of the memories that a plan uses beside the device."""
-    memories = [
-        (group, getattr(leaf, group).memory) for group in ("params", "grads", "opt") for leaf in plan.leaves.values()
-    ]
-    return ", ".join(dict.fromkeys(f"{group}={memory}" for group, memory in memories if memory != "device"))
+    memories = [(group, memory) for group, memories in plan.memories.items() for memory in sorted(memories)]
+    return ", ".join(f"{group}={memory}" for group, memory in memories if memory != "device")
 
 
 def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: Plan) -> None:

@@ -26,7 +26,6 @@ from fzero.optim.sharded_leaves import shards_of
 from fzero.sharding import Plan
 from fzero.sharding.error_feedback import ERRORS, ErrorFeedback
 from fzero.sharding.gradient_sums import LayerSums, SumsAtRest
-from fzero.sharding.pipeline_plan import users_of
 from fzero.sharding.prefetch import Coding, LeafGroup, NodeShards, ParamFetcher
 from fzero.sharding.reduce import GradientReducer
 from fzero.sharding.slices import is_stacked, iterate_blocks, shard_dim
@@ -137,7 +136,7 @@ class StepGradient:
         self.loss, self.backward = make_loss(loss_fn, plan, execution), self.make_backward(plan)
         self.backward_plan = plan
         self.shape_cache: dict[Any, Any] = {} if execution._known is None else execution._known
-        self.users, self.kernels = users_of(plan), context_of(plan, execution).kernels
+        self.users, self.kernels = plan.users, context_of(plan, execution).kernels
         self.square = shards_of(plan).square
 
     def firsts(self, parts: int, size: int) -> list[int]:

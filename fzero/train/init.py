@@ -19,7 +19,7 @@ from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import narrow_to
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, expect_shapes, move_leaf, move_to_memory, state_specs, with_previous
-from fzero.train.state_on_disk import init_on_disk, on_disk
+from fzero.train.state_on_disk import init_on_disk
 from fzero.train.update.in_memory import local_shards
 
 
@@ -67,7 +67,7 @@ def init_state(
     if not is_model:  # a module's parameters have a graph of their own
         model = pytree.map(lambda leaf: leaf.detach() if isinstance(leaf, torch.nn.Parameter) else leaf, model)
     tx, policy = bind_to_plan(tx, plan), plan.policy
-    if on_disk(plan):
+    if plan.on_disk:
         return init_on_disk(model, tx, plan, key, device, nvme)
     masters = {}
 

@@ -25,7 +25,7 @@ from fzero.models import base
 from fzero.sharding.pipeline import Act, Schedule, Stages, feeds, needs, with_updates, write_schedule
 from fzero.sharding.pipeline.gathers import gather_row
 from fzero.sharding.pipeline.table import BACKWARD, simulate
-from fzero.sharding.pipeline_plan import Pipeline, schedule_for, users_of
+from fzero.sharding.pipeline_plan import Pipeline, schedule_for
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import NodeShards, Prefetcher, Resident
 from fzero.train.stage_exchange import StageExchange, signature_of
@@ -259,7 +259,7 @@ def evaluate_row(model: StreamedModel, params: Tree, batch: Any) -> base.Loss:
     stages, row = stages_of(model.parts, plan), forward_row(plan)
     ctx = model.context(batch, {}, 0)
     exchange = StageExchange(plan, row, 2, model.shape_cache, device)
-    users = users_of(plan)
+    users = plan.users
     params = gather_over_pp(params, plan, users, device)
     exchange.open([signature_of(batch)])
     losses = []

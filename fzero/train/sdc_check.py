@@ -28,7 +28,6 @@ from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.mesh import ORDER
-from fzero.sharding.pipeline_plan import users_of
 from fzero.sharding.prefetch import LeafGroup
 from fzero.sharding.spec import Spec
 from fzero.train.execution import Execution
@@ -96,7 +95,7 @@ def make_check(
     Ref: Dixit et al. 2021, "Silent data corruptions at scale", arXiv:2102.11245.
     """
     backward, mesh, policy = make_backward(model, with_slack_for_all(plan), execution, nvme), plan.mesh, plan.policy
-    specs, users = state_specs(plan, tx), users_of(plan)
+    specs, users = state_specs(plan, tx), plan.users
     compared = ["the loss", *sorted(name for name, leaf in plan.leaves.items() if leaf.trained)]
     shared = {name: spec for name, spec in pytree.named_leaves(specs).items() if copies(spec, mesh) > 1}
 

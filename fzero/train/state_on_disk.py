@@ -36,11 +36,6 @@ from fzero.train.state import TrainState, meta_state, move_leaf, move_to_memory,
 OF_OPTIMIZER = "opt_state/"  # begins the names of an optimizer's leaves in a state
 
 
-def on_disk(plan: Plan) -> bool:
-    """Whether parameters or optimizer state of the plan rest on a disk."""
-    return any("nvme" in (leaf.params.memory, leaf.opt.memory) for leaf in plan.leaves.values())
-
-
 def owner_of(state: TrainState, plan: Plan) -> dict[str, str | None]:
     """{leaf of the state: its parameter, or None}."""
     return pytree.owners(pytree.names(state), pytree.names(plan.like))
@@ -241,8 +236,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "stage": plan.stage,
     }
     if plan.pipeline is not None and plan.stages is not None:
-        layout = ",".join(str(len(layers)) for layers in plan.stages.layers)
-        record["pipeline"] = dataclasses.asdict(dataclasses.replace(plan.pipeline, layout=layout))
+        record["pipeline"] = dataclasses.asdict(dataclasses.replace(plan.pipeline, layout=plan.stages.layout))
     return record
 
 

@@ -42,11 +42,11 @@ from fzero.train.pipeline_executor import expect_equal_schedules
 from fzero.train.rank_divergence import with_local_params
 from fzero.train.spike import LOSS, Skip, Verdict, judge_step
 from fzero.train.state import TrainState
-from fzero.train.state_on_disk import commit, on_disk
+from fzero.train.state_on_disk import commit
 from fzero.train.update.delayed import keep_previous, run_delayed, swap_versions
 from fzero.train.update.in_backward import EarlyUpdate, expect_early
 from fzero.train.update.in_memory import Gradients, update_donated, update_pure
-from fzero.train.update.offloaded import StreamedUpdate, UpdateByUnits, is_offloaded
+from fzero.train.update.offloaded import StreamedUpdate, UpdateByUnits
 from fzero.train.update.speculation import Speculation, SpeculativeUpdate, expect_speculation
 
 
@@ -124,7 +124,7 @@ def make_train_step(
     expect_arguments(model, tx, plan, micro_batches, execution, skip)
     mesh, tx = plan.mesh, bind_to_plan(tx, plan)
     expect_plan(model, tx, plan)
-    streamed = StreamedUpdate(tx, plan, nvme) if is_offloaded(plan) else None
+    streamed = StreamedUpdate(tx, plan, nvme) if plan.offloaded else None
     expect_options(plan, execution, donate, update, streamed is not None, isinstance(model, base.Model))
     skips = skip.nonfinite or skip.spike is not None
     start_early = early_start(update, streamed, plan, nvme, skips)
@@ -210,7 +210,7 @@ def early_start(
     update: str, streamed: StreamedUpdate | None, plan: Plan, nvme: Nvme | None, skips: bool
 ) -> Callable[[TrainState], EarlyUpdate | SpeculativeUpdate] | None:
     """The function from a state to its update in the backward pass; None for an update at the end."""
-    if nvme is None and on_disk(plan):
+    if nvme is None and plan.on_disk:
         raise ValueError("the plan puts a part of the state on a disk; give nvme=, the one given to init_state")
     slots = nvme.slots if nvme is not None else 1
     if streamed is not None and update == "backward":

@@ -25,7 +25,7 @@ from fzero.run.corpus import Say
 from fzero.run.memory_check import check_disk
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.train.state import TrainState
-from fzero.train.state_on_disk import leaves_on_disk, on_disk, plan_record
+from fzero.train.state_on_disk import leaves_on_disk, plan_record
 
 
 def expect_disk(job: Job, coordinator: Coordinator) -> None:
@@ -155,7 +155,7 @@ def restore_newest(
     job: Job, checkpoint_dir: checkpoint.Folder, saved: list[int], coordinator: Coordinator, say: Say
 ) -> TrainState:
     """The state of the newest sound checkpoint among `steps`; says which ones were passed over."""
-    if on_disk(job.plan):  # all ranks make a store together, so check its source first
+    if job.plan.on_disk:  # all ranks make a store together, so check its source first
 
         def look() -> tuple[str, list[str]]:
             newest = newest_sound(checkpoint_dir, checkpoint.expect_sound)

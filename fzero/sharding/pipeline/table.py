@@ -155,6 +155,11 @@ class Stages(NamedTuple):
         """The number of ranks."""
         return max(self.ranks) + 1
 
+    @property
+    def layout(self) -> str:
+        """The number of layers of each stage, such as "8,9,9,6"."""
+        return ",".join(str(len(layers)) for layers in self.layers)
+
     def chunks(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, in order: its chunk number k is the k-th of them."""
         return tuple(stage for stage, owner in enumerate(self.ranks) if owner == rank)

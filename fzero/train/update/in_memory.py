@@ -34,18 +34,12 @@ class Gradients(NamedTuple):
     errors: ErrorFeedback | None = None  # of what was sent in codes
 
 
-def split_names(plan: Plan) -> set[str]:
-    """The trained leaves that are whole at rest and updated in shards."""
-    leaves = [(name, leaf) for name, leaf in plan.leaves.items() if plan.link(name).size > 1]
-    return {name for name, leaf in leaves if leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes}
-
-
 def local_shards(plan: Plan, params: Tree, *, linear: bool = False) -> Tree:
     """The part of the trained parameters (at rest) that this rank updates: views.
 
     linear: as a map to differentiate: the gradient of a whole leaf, the same on all ranks, is put together from that of
     each rank's part."""
-    names = split_names(plan)
+    names = plan.split_leaves
 
     def narrow_leaf(name: str, leaf: Tensor) -> Tensor:
         if name not in names:
@@ -79,7 +73,7 @@ def spread(plan: Plan, target: Tree, params: Tree, done: Collection[str] = ()) -
     Communicates: an all_gather over dp, ep and cp (of experts over dp and cp) of each leaf that is updated in shards
     (of each layer of a large one).
     """
-    names = split_names(plan)
+    names = plan.split_leaves
     pending: list[tuple[Future[Tensor], Tensor | None]] = []  # and where the gathered leaf is copied to, dp leading
 
     def gather(shard: Tensor, name: str, out: Tensor) -> None:
@@ -134,14 +128,14 @@ def update_donated(
     if plan.policy.has_master:
         target = state.master
     else:
-        names = split_names(plan)
+        names = plan.split_leaves
         target = pytree.map_named(
             lambda name, x: x.contiguous() if name in names else x, local_shards(plan, state.params)
         )
     copies: dict[str, Tensor] = {}
     host = not on_device(grads.sums) and on_host(parts.body, sum(leaf.numel() for leaf in pytree.leaves(target)))
     if waits_not or host:
-        names, leaves = split_names(plan), pytree.named_leaves(plan.trained(state.params))
+        names, leaves = plan.split_leaves, pytree.named_leaves(plan.trained(state.params))
         copies = {name: leaf for name, leaf in leaves.items() if name not in names} if plan.policy.has_master else {}
         options = Pass(factor=factor, skip=skipped, copies=copies, host=host)
         assert parts.body.in_pass is not None  # `on_host` asks for it too
@@ -177,7 +171,7 @@ def params_at_rest(plan: Plan, target: Tree, params: Tree) -> Tree:
 
     Communicates: an all_gather of each leaf that is updated in shards and whole at rest.
     """
-    names = split_names(plan)
+    names = plan.split_leaves
 
     def gather_leaf(name: str, leaf: Tensor) -> Tensor:
         leaf = leaf.to(plan.policy.param)

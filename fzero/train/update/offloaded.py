@@ -43,17 +43,12 @@ from fzero.optim.unit_updates import columns_of, select_state
 from fzero.sharding import Plan
 from fzero.sharding.slices import MOST_ELEMENTS, local_shape, narrow_part, shard_dim
 from fzero.train.state import meta_state, state_specs
-from fzero.train.state_on_disk import leaves_on_disk, on_disk, owner_of, smallest_units
-from fzero.train.update.in_memory import Gradients, on_host, split_names
+from fzero.train.state_on_disk import leaves_on_disk, owner_of, smallest_units
+from fzero.train.update.in_memory import Gradients, on_host
 from fzero.train.update.old_values import OldValues
 
 AHEAD = 2  # units read before their turn
 SHARE = 12  # of the buffers that one unit may take
-
-
-def is_offloaded(plan: Plan) -> bool:
-    """Whether any parameter, gradient or optimizer state of the plan rests elsewhere than on the device."""
-    return any(spec.memory != "device" for leaf in plan.leaves.values() for spec in (leaf.params, leaf.grads, leaf.opt))
 
 
 class StreamedUpdate:
@@ -68,7 +63,7 @@ class StreamedUpdate:
                 "it is not the first "
                 "of a chain), and an offloaded state is updated part by part; leave that out, or put the clipping first"
             )
-        self.split = split_names(plan)
+        self.split = plan.split_leaves
         opt = pytree.named_leaves(plan.trained(plan.opt))
         self.shards = {
             n: local_shape(tuple(x.shape), opt[n], plan.mesh)
@@ -80,7 +75,7 @@ class StreamedUpdate:
         self.stacks = {n for n in self.shards if units[n] == "leaf"}  # those of which all layers are updated at once
         self.on_host = on_host(self.parts.body, sum(math.prod(shape) for shape in self.shards.values()))
         self.pruned: dict[frozenset[str], tuple[Tree, Tree]] = {}
-        self.nvme.need((AHEAD + 2) * self.largest_layer(tx) if self.uncut and on_disk(plan) else 0, plan.mesh.size)
+        self.nvme.need((AHEAD + 2) * self.largest_layer(tx) if self.uncut and plan.on_disk else 0, plan.mesh.size)
 
     def expect_layers(self, update: str) -> None:
         """Raise ValueError if a leaf cannot be updated layer by layer, in the backward pass."""

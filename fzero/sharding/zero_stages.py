@@ -1,0 +1,281 @@
+"""A ZeRO stage is a row of a table; a plan is what follows from it for every leaf.
+
+Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 5.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fzero.core import pytree
+from fzero.core.arguments import PLAN, checked, expect_kind, expect_regex
+from fzero.core.precision import POLICIES, Policy
+from fzero.sharding.codec import Codec, coded_plan
+from fzero.sharding.context import Context
+from fzero.sharding.context_cost import context_for, heads_of
+from fzero.sharding.experts import experts_for, experts_of, with_parts
+from fzero.sharding.leaf_plan import LeafPlan, shard_over_data
+from fzero.sharding.memory import ALL_ON_DEVICE, Offload, Tier, select_largest
+from fzero.sharding.mesh import Mesh
+from fzero.sharding.pipeline import Stages
+from fzero.sharding.pipeline_plan import Pipeline, outside_users, stages_for, with_layers
+from fzero.sharding.plan import Plan
+from fzero.sharding.rules import match_rules
+from fzero.sharding.shapes import shapes_of
+from fzero.sharding.slices import check_dims, is_stacked
+from fzero.sharding.spec import Spec
+
+REDUCE = ("fast", "once", "canonical")
+#        params  grads  optimizer        True = sharded over dp, ep and cp when at rest
+ZERO = {
+    0: (False, False, False),
+    1: (False, False, True),
+    2: (False, True, True),
+    3: (True, True, True),
+}
+
+
+@checked("stage model mesh policy sequence frozen offload codec", **PLAN)
+def zero_plan(
+    stage: int,
+    model: Any,
+    mesh: Mesh,
+    *,
+    policy: Policy | str = "fp32",
+    reduce: str = "fast",
+    sequence: bool | Context = False,
+    frozen: str | None = None,
+    offload: Offload | str = ALL_ON_DEVICE,
+    pipeline: Pipeline | None = None,
+    codec: Codec | str | None = None,
+) -> Plan:
+    """Return the plan of a ZeRO stage for `model` on `mesh`: where every parameter, gradient and optimizer state lives.
+
+    At rest a sharded leaf is split over dp, ep and cp (experts, which ep shards anyhow, over dp and cp) on its first
+    dim, or the second where the first counts layers (`blocks/...`), after the axes that the model's own rules put
+    there; a leaf whose dim does not divide stays whole on every rank, and the printed plan says so.
+
+    stage: 0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters.
+    model: a Model, or the parameter tree of a plain loss function.
+        Leaves of integers or bools keep their dtype under every policy: they have no gradient and no optimizer state.
+    policy: the dtypes (see fzero.Policy), or their name, such as "bf16": of parameters at rest, of products, of
+    gradients on their way and in sums, of master weights.
+    reduce: how gradients are summed over the ranks. "fast": as is cheapest, at stages 2 and 3 each micro-batch into
+    shards. "once": whole gradients are summed over the micro-batches, and over the ranks once a step, which takes more
+    memory and fewer messages (as with no_sync of PyTorch's DDP). "canonical": each micro-batch over the ranks first, in
+    the order of a binary tree, which gives bitwise the same sums for any power of two of data ranks, any stage and any
+    number of micro-batches on a rank.
+    sequence: True: activations are split along it over tp, outside the tensor-parallel products; Context: and over cp.
+    frozen: a regex of leaves that are not trained, beside those that the model itself freezes.
+    offload: the memory that each group of leaves rests in, e.g. "params=nvme,opt=nvme"; the specs say it leaf by leaf.
+    pipeline: how a layered Model is cut into stages over pp, and the order of their work; None: Pipeline().
+    codec: in how few bytes parameters and gradients travel, e.g. "params=int8,grads=int4,hpz"; None: as they are.
+    Raises ValueError for an unknown stage or choice, a dim that its axes do not divide, rules that do not fit the
+    leaves, complex leaves, and a tree of which nothing is trained.
+
+    >>> for stage in range(4):
+    ...     leaf = zero_plan(stage, {"w": torch.zeros(8, 2)}, fzero.fake_mesh({"dp": 4})).leaves["w"]
+    ...     print(stage, leaf.params, leaf.grads, leaf.opt)
+    0 [·, ·] [·, ·] +dp [·, ·]
+    1 [·, ·] [·, ·] +dp [·/dp, ·]
+    2 [·, ·] [·/dp, ·] [·/dp, ·]
+    3 [·/dp, ·] [·/dp, ·] [·/dp, ·]
+
+    Ref: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models",
+    arXiv:1910.02054, section 5.
+    """
+    expect_kinds(mesh, sequence, frozen, offload, pipeline, codec)
+    policy = policy_of(policy)
+    check_choices(stage, mesh, reduce)
+    named, sizes = pytree.named_leaves(like := shapes_of(model)), mesh.sizes
+    context = context_for(sequence, model, sizes, policy.compute.itemsize)
+    split = context.over_tp and sizes["tp"] > 1
+    pipeline = (pipeline or Pipeline()) if sizes["pp"] > 1 else None
+    stages = stages_for(pipeline, model, named, sizes["pp"]) if pipeline else None
+    compute = specs_in_use(model, named, mesh, {"tp"} if split else set(), stages)
+    routed = experts_of(model, named, compute)
+    dispatch = experts_for("auto", routed, sizes)
+    for name, spec in compute.items():
+        check_dims(name, named[name].shape, spec, sizes)
+    offload = Offload.parse(offload) if isinstance(offload, str) else offload
+    rules, never = rule_and_frozen_leaves(model)
+    never |= {name for name, leaf in named.items() if not leaf.is_floating_point()}
+    never |= frozen_names(frozen, [name for name in named if name not in never])
+    leaves: dict[str, LeafPlan] = {}
+    for name, x in named.items():
+        specs = stage_specs(name, tuple(x.shape), compute[name], sizes, (*ZERO[stage], reduce), name in rules)
+        dtype = policy.param if x.is_floating_point() else x.dtype
+        if name in rules and x.is_floating_point():  # steps which a narrow dtype would round away
+            dtype = torch.promote_types(policy.state, torch.float32)
+        flags = name not in never, name in rules
+        leaves[name] = LeafPlan(name, tuple(x.shape), dtype, compute[name], *specs, sizes, *flags)
+    leaves = with_offload(leaves, offload, policy.state)
+    float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
+    options = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"]), 0, dispatch, routed
+    users = outside_users(model, named, stages)
+    plan = Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *options, outside=users)
+    return plan if codec is None else coded_plan(plan, codec)
+
+
+def specs_in_use(
+    model: Any, named: Mapping[str, Any], mesh: Mesh, partial_axes: set[str], stages: Stages | None
+) -> dict[str, Spec]:
+    """The specs of the leaves as the model's code sees them: over `partial_axes` they are used differently."""
+    compute = {name: with_partial(spec, partial_axes) for name, spec in compute_specs(model, dict(named), mesh).items()}
+    return with_layers(with_parts(compute, named, mesh["ep"].size), dict(named), model, stages)
+
+
+def rule_and_frozen_leaves(model: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """The leaves that a rule of a Model moves, and those and the others that no gradient does."""
+    if not hasattr(model, "rules"):
+        return frozenset(), frozenset()
+    rule_leaves = frozenset(model.leaf_rules)
+    return rule_leaves, rule_leaves | model.frozen
+
+
+def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any, codec: Any) -> None:
+    """Raise TypeError for options of a plan that are of other kinds, ValueError for what is no regex."""
+    expect_kind("mesh", mesh, Mesh, 'write fzero.make_mesh({"dp": 2}), or fzero.one_process()')
+    expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
+    expect_regex("frozen", frozen)
+    expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
+    expect_kind("sequence", sequence, (bool, Context), 'write sequence=True, or sequence=fzero.Context("gather")')
+    expect_kind("pipeline", pipeline, (Pipeline, type(None)), 'write fzero.Pipeline("1f1b"), or None')
+    expect_kind("codec", codec, (Codec, str, type(None)), 'write codec="params=int8,grads=int4", or None')
+
+
+def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Policy) -> frozenset[str]:
+    """The names of the leaves that are gathered over dp as float8 numbers (see Policy.gather): those that tensorwise
+    products alone use (`linear`, a regex, see models.base.Model).
+
+    Their scales are found from all layers before a pass, so they must rest on the device. Raises ValueError for a model
+    without such leaves, and for leaves elsewhere.
+    """
+    gathered = {name: leaf for name, leaf in leaves.items() if "dp" in leaf.params.axes}
+    if policy.gather != "float8" or not gathered:
+        return frozenset()
+    instead = f"policy {policy.name} gathers weights as float8, and"
+    if not linear:
+        raise ValueError(f"{instead} the model says of no leaf that linear products alone use it; use bf16_float8")
+    names = frozenset(name for name in gathered if re.fullmatch(linear, name) and gathered[name].dtype == policy.param)
+    for name in sorted(names):
+        if gathered[name].params.memory != "device":
+            raise ValueError(
+                f"{instead} {name} rests in memory {gathered[name].params.memory!r}; use bf16_float8, or leave the "
+                "parameters on the device"
+            )
+    return names
+
+
+def policy_of(policy: Policy | str) -> Policy:
+    """The policy, or the one of that name; raises TypeError or ValueError for anything else."""
+    names = ", ".join(POLICIES)
+    if isinstance(policy, str) and policy not in POLICIES:
+        raise ValueError(f"policy is {policy!r}{pytree.nearest(policy, POLICIES)}; it must be one of {names}")
+    expect_kind("policy", policy, (Policy, str), f"write fzero.bf16(), or a name: {names}")
+    return POLICIES[policy]() if isinstance(policy, str) else policy
+
+
+def check_choices(stage: int, mesh: Mesh, reduce: str) -> None:
+    """Raise ValueError for a stage or choice that does not exist."""
+    if type(stage) is not int or stage not in ZERO:
+        raise ValueError(f"zero stage is {stage!r}; it must be 0, 1, 2 or 3")
+    if reduce not in REDUCE:
+        raise ValueError(f"reduce is {reduce!r}; it must be one of {', '.join(REDUCE)}")
+    if reduce == "canonical" and mesh.data_size & (mesh.data_size - 1):
+        raise ValueError(
+            f'reduce="canonical" needs dp x rp x ep to be a power of two and it is {mesh.data_size}; use reduce="fast"'
+        )
+
+
+def frozen_names(frozen: str | None, names: list[str]) -> frozenset[str]:
+    """The names that the regex matches; raises ValueError if that is none, or all, of them, or there are none."""
+    if not names:
+        raise ValueError("no leaf of the parameters is floating-point, so there is nothing to train; convert some")
+    if frozen is None:
+        return frozenset()
+    matches = frozenset(name for name in names if re.search(frozen, name))
+    if len(matches) in (0, len(names)):
+        raise ValueError(
+            f"frozen={frozen!r} matches {'every' if matches else 'no'} leaf of {', '.join(names[:6])}, ...; "
+            "some must be trained"
+        )
+    return matches
+
+
+def compute_specs(model: Any, named: dict[str, Any], mesh: Mesh) -> dict[str, Spec]:
+    """The model's own specs by leaf name: from its rules, or whole leaves for a plain parameter tree."""
+    if not hasattr(model, "rules"):
+        return {name: Spec(((),) * leaf.dim()) for name, leaf in named.items()}
+    texts = match_rules(model.rules(mesh), list(named), subject="the model's sharding rules")
+    return {name: Spec.parse(text) for name, text in texts.items()}
+
+
+def with_partial(spec: Spec, axes: set[str]) -> Spec:
+    """The spec with a sum owed over those of `axes` that do not shard it."""
+    return replace(spec, partial=spec.partial | {a for a in axes if a not in spec.axes})
+
+
+def stage_specs(
+    name: str,
+    shape: tuple[int, ...],
+    compute: Spec,
+    sizes: Mapping[str, int],
+    row: tuple[bool, bool, bool, str],
+    moved: bool,
+) -> tuple[Spec, Spec, Spec, Spec]:
+    """The specs of a leaf at rest: of its parameter, gradient and optimizer state, and between micro-batches.
+
+    row: of ZERO, and how gradients are summed (see `zero_plan`). moved: by a rule: whole on the ranks of dp and cp,
+    which all move it alike.
+    """
+    whole, shards = replace(compute, partial=frozenset()), shard_over_data(name, shape, compute, sizes)
+    params_cut, grads_cut, opt_cut, reduce = row
+    grads = shards if reduce == "canonical" or (grads_cut and reduce == "fast") else whole
+    if reduce != "canonical":
+        owed = (axis for axis in compute.partial_axes if axis not in grads.axes and sizes[axis] > 1)
+        grads = replace(grads, partial=frozenset(owed))
+    use, opt = shards if params_cut and not moved else whole, shards if opt_cut else whole
+    over_pp = shard_over_pp(name, shape, opt, sizes)
+    # Such a parameter rests as its optimizer state does: it is gathered before its use in any case.
+    return over_pp if over_pp != opt and not moved else use, grads, over_pp, use
+
+
+def shard_over_pp(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> Spec:
+    """The spec of a leaf outside the stacks of layers with pp behind the axes of its first dim; as it is if that dim
+    does not divide."""
+    ranks = sizes["pp"] * math.prod(sizes[a] for a in spec.dims[0]) if spec.dims else 0
+    if sizes["pp"] == 1 or is_stacked(name) or not ranks or shape[0] % ranks:
+        return spec
+    return replace(spec, dims=((*spec.dims[0], "pp"), *spec.dims[1:]))
+
+
+def with_offload(leaves: dict[str, LeafPlan], offload: Offload, state: torch.dtype) -> dict[str, LeafPlan]:
+    """The leaves with the memories of an offload. state: the dtype of what an update reads and writes."""
+    fetched = {name: leaf.dtype for name, leaf in leaves.items() if not leaf.moved}
+    trained = {name: state for name, leaf in leaves.items() if leaf.trained}
+    for group, dtypes in (("params", fetched), ("grads", trained), ("opt", trained)):
+        leaves = with_memory(leaves, group, getattr(offload, group), dtypes)
+    return leaves
+
+
+def with_memory(
+    leaves: dict[str, LeafPlan], group: str, tier: Tier, dtypes: Mapping[str, torch.dtype]
+) -> dict[str, LeafPlan]:
+    """The leaves with the memory of a tier for the largest ones of a group that hold its fraction of the bytes.
+
+    dtypes: of each leaf that the group has, which alone count and move.
+    """
+    if tier.memory == "device":
+        return leaves  # as the model's own rules have them
+    sizes = {name: leaves[name].numel(getattr(leaves[name], group)) * dtype.itemsize for name, dtype in dtypes.items()}
+    out = dict(leaves)
+    for name in select_largest(sizes, tier.fraction):
+        out[name] = replace(out[name], **{group: replace(getattr(out[name], group), memory=tier.memory)})
+    return out
