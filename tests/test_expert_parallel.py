@@ -13,7 +13,7 @@ from zero_cases import FP64, OPTIMIZERS, batch_for, expect_one_process, model_of
 
 import fzero
 from fzero import checkpoint
-from fzero.sharding.spec import VARYING
+from fzero.comm.axes import VARYING
 from fzero.train.batch import local_batch
 from fzero.train.state import state_specs
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from fzero.cli.process import print_error
+from fzero.comm.axes import BY_RANK
 from fzero.sharding import AXES, Spec, fake_mesh, make_mesh, one_process, to_dtensor
-from fzero.sharding.mesh import ORDER, start_processes
+from fzero.sharding.mesh import start_processes
 
 
 def described(mesh):
@@ -34,7 +35,7 @@ def described(mesh):
 )
 def test_ranks_are_numbered_from_the_outermost_axis_in(sizes):
     by_rank = ranks.run(4, described, mesh=sizes)
-    used = [name for name in ORDER if name in sizes]
+    used = [name for name in BY_RANK if name in sizes]
     for rank, got in enumerate(by_rank):
         assert got["rank"] == got["where"] == rank and got["size"] == 4 and got["same"]
         assert got["dims"] == tuple(used) and list(got["at"]) == list(AXES)

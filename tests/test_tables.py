@@ -7,15 +7,8 @@ import pytest
 import ranks
 import torch
 
-from fzero.comm.rank_tables import (
-    BY_DATA_RANK,
-    any_rank,
-    barrier,
-    failing_together,
-    gather_rows,
-    raise_together,
-    sum_rows,
-)
+from fzero.comm.axes import BY_DATA_RANK
+from fzero.comm.rank_tables import any_rank, barrier, failing_together, gather_rows, raise_together, sum_rows
 from fzero.core.storage import Damaged
 from fzero.sharding import one_process
 

@@ -39,7 +39,7 @@ def pack_extras(extras: Mapping[str, Any], mesh: Mesh) -> dict[str, Tensor]:
             width = -(-int(sizes.max()) // ROUND) * ROUND
             row = torch.nn.functional.pad(row, (0, width - row.numel())).to(size.device)
             # Of the first stage, where the ranks of one data rank are neighbours: the first one speaks for them.
-            rows, stage = gather_rows(row, mesh, leaf=EXTRAS + name), mesh.size // mesh["pp"].size
+            rows, stage = gather_rows(row, mesh, leaf=EXTRAS + name), mesh.stage_size
             rows = rows[: stage : stage // mesh.data_size].cpu()
             leaves[EXTRAS + name] = (rows[:1] if bool((rows == rows[:1]).all()) else rows).contiguous()
     return leaves

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import EP, TP
 from fzero.core.digest import digest_strided
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.sharding import Mesh, Spec
@@ -176,14 +177,14 @@ def grid_by_ranks(local: Sequence[int], spec: Spec, mesh: Mesh) -> Grid:
     ranges: list[Sequence[int]] = [range(1)] * len(local)
     for dim, axes in enumerate(spec.dims):
         if spec.rows and dim == 0:
-            tile[0], grid[0], ranges[0] = 1, sum(map(len, spec.rows)), spec.rows[mesh["pp"].rank]
+            tile[0], grid[0], ranges[0] = 1, sum(map(len, spec.rows)), spec.rows[mesh.pp.rank]
             continue
-        if spec.part_axis == "ep" and axes == ("ep",):
-            start[dim] = sum(spec.parts[: mesh["ep"].rank])
+        if spec.part_axis == EP and axes == (EP,):
+            start[dim] = sum(spec.parts[: mesh.ep.rank])
             ranges[dim] = range(start[dim], start[dim] + tile[dim])
             tile[dim], grid[dim] = 1, sum(spec.parts)
             continue
-        if spec.part_axis == "tp" and axes == ("tp",):
+        if spec.part_axis == TP and axes == (TP,):
             tile[dim] = spec.parts[0]  # the last rank's too, which reaches beyond the leaf
         for name in axes:
             grid[dim] *= mesh[name].size
@@ -244,7 +245,7 @@ def plan_tiles(
         ):
             cut(dim, smallest_factor(tile[dim]))
     layout = ChunkLayout(full_shape, dtype, tuple(grid), chunk_shape(tile, dtype.itemsize, spec, grid), compress)
-    rows = spec.rows[mesh["pp"].rank] if spec.rows else ()
+    rows = spec.rows[mesh.pp.rank] if spec.rows else ()
     return RankTiles(
         layout, list(itertools.product(*ranges)) if is_writer and layout.nbytes else [], tuple(start), rows
     )

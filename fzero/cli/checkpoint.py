@@ -11,7 +11,7 @@ import click
 
 from fzero.cli.bounded_number import Number
 from fzero.cli.flags import AS_JSON
-from fzero.comm.mesh_text import mesh_text
+from fzero.comm.axes import mesh_text
 from fzero.core.bounds import COUNT, RATE
 
 

@@ -16,7 +16,7 @@ from fzero.cli.flags import AS_JSON, FOLDER, MAX_RANKS, SHORTHANDS, config_flags
 from fzero.cli.name_checks import check_names, check_preset
 from fzero.cli.plan_questions import OF_SEARCH, QUESTIONS, AnsweredSearch, answer_question
 from fzero.cli.progress import Progress
-from fzero.comm.mesh_text import mesh_text
+from fzero.comm.axes import mesh_text
 from fzero.core import config_tables
 from fzero.core.bounds import COUNT, MEMORY_GB, POSITIVE, SIZE
 from fzero.core.packages import without_collection

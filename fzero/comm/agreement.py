@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from fzero.comm.axes import PP
+
 
 class RankError(RuntimeError):
     """Raised if another rank is gone, is late, or runs another program; the message says which rank and where.
@@ -116,7 +118,7 @@ class ProgramAgreement:
                 return self._read(store, key)
             try:
                 last = self._read(store, f"{neighbor}/last") if store.check([f"{neighbor}/last"]) else None
-                if last is not None and call.axis != "pp" and last.order >= call.order:
+                if last is not None and call.axis != PP and last.order >= call.order:
                     # That rank has reached this place: its key exists by now, or its collective was over another axis.
                     return self._read(store, key) if store.check([key]) else last
             except RuntimeError:

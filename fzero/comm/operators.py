@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
+from fzero.comm.axes import EP
 from fzero.comm.communicator import Communicator, communicator_of
 from fzero.core import varying_axes
 from fzero.core.device import is_traced
@@ -117,7 +118,7 @@ def _rule(removes: bool, adds: bool) -> Callable[..., tuple[frozenset[str], froz
 
 varying_axes.RULES |= {name: _rule(True, False) for name in ("psum", "all_gather")}
 varying_axes.RULES |= {name: _rule(False, True) for name in ("psum_scatter", "all_to_all", "ppermute")}
-varying_axes.RULES["start_rows"] = lambda x, *_: (varying_axes.NOWHERE, frozenset(("ep",)))
+varying_axes.RULES["start_rows"] = lambda x, *_: (varying_axes.NOWHERE, frozenset((EP,)))
 varying_axes.RULES["wait_rows"] = varying_axes.RULES["start_rows"]
 # ---- exchanges of rows, in two operators -----------------------------------------------------------------------------
 

@@ -3,48 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fzero.comm.axes import BY_RANK
 from fzero.comm.collectives import all_gather, all_gather_same
 from fzero.core.storage import Damaged
 
 Mesh = Any  # fzero.sharding.Mesh, which is above
 Refusal = ValueError | TypeError  # of what the caller gave
-BY_RANK = ("pp", "rp", "dp", "ep", "cp", "tp")  # the axes in the order in which ranks are numbered, the outermost first
-BY_DATA_RANK = ("rp", "dp", "ep")
-BY_TOKENS = (*BY_DATA_RANK, "cp")  # along which ranks have other tokens
-SHARDS = ("dp", "ep", "cp")  # the axes over which ZeRO shards; where several are in use, one link of all their ranks
-
-
-def links_of(axes: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
-    """The links that communicate over `axes`: those of size above 1, and one in place of several of dp, ep and cp,
-    such as "dp+cp", whose ranks are numbered as by all of them, dp first.
-
-    >>> links_of(("dp", "rp", "cp"), {"dp": 2, "rp": 2, "cp": 2}), links_of(("dp", "cp"), {"dp": 2, "cp": 1})
-    (['dp+cp', 'rp'], ['dp'])
-    """
-    used = [axis for axis in axes if sizes[axis] > 1]
-    joined = [axis for axis in SHARDS if axis in used]
-    if len(joined) < 2:
-        return used
-    return ["+".join(joined) if axis == joined[0] else axis for axis in used if axis not in joined[1:]]
-
-
-def joined_links(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """The axes of each link of several on a mesh: of those over which ZeRO shards dense leaves, and experts, which ep
-    shards already.
-
-    >>> joined_links({"dp": 2, "ep": 2, "cp": 2}), joined_links({"dp": 1, "ep": 2, "cp": 2})
-    ([('dp', 'ep', 'cp'), ('dp', 'cp')], [('ep', 'cp')])
-    """
-    used = [axis for axis in SHARDS if sizes[axis] > 1]
-    axis_sets = dict.fromkeys((tuple(used), tuple(axis for axis in used if axis != "ep")))
-    return [axes for axes in axis_sets if len(axes) > 1]
 
 
 def gather_rows(row: Tensor, mesh: Mesh, *, leaf: str, axes: Sequence[str] = BY_RANK) -> Tensor:

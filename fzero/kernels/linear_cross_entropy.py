@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import TP
 from fzero.comm.collectives import Axis, all_gather, psum
 from fzero.core.autodiff import needs_grad, remat
 from fzero.core.device import fake_device_of, kind_of
@@ -48,7 +49,7 @@ CHUNK_ROWS = 8192
 PRODUCT_BYTES = 32 << 20  # of a product beside the sum that it is added to
 FEW_SUMS = 32  # products that are added up with no more error than that of a product's own sums
 PART_BYTES = {"cpu": 1 << 18, "cuda": PRODUCT_BYTES}  # of a sum, to which products of many chunks are added: in a cache
-WHOLE = Axis("tp")  # of size 1: all of the vocabulary is here
+WHOLE = Axis(TP)  # of size 1: all of the vocabulary is here
 
 
 def reference(

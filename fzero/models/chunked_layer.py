@@ -67,8 +67,8 @@ def expect_chunks(x: Tensor, ctx: Ctx, tokens: int) -> None:
     plan = fake_device_of(x)
     traced = isinstance(x, FakeTensor) if plan is None else plan.tracing
     for holds, reason, fix in (
-        (ctx.mesh["cp"].size > 1, f"cp is {ctx.mesh['cp'].size}, which splits sequences itself", "use cp=1"),
-        (ctx.sequence and ctx.mesh["tp"].size > 1, "sequence parallelism splits x along T too", "use sequence=False"),
+        (ctx.mesh.cp.size > 1, f"cp is {ctx.mesh.cp.size}, which splits sequences itself", "use cp=1"),
+        (ctx.sequence and ctx.mesh.tp.size > 1, "sequence parallelism splits x along T too", "use sequence=False"),
         (isinstance(ctx.positions, Tensor), "the layer computes some of the positions alone", "leave random-LTD out"),
         (bool(ctx.matmul), f"products are in {ctx.matmul}, whose scales are of all tokens", "use another policy"),
         (traced, "the block is traced into a graph", "use compiled=False, remat none, full or every:K, and a pipeline "

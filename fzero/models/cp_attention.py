@@ -59,7 +59,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: C
     Communicates over cp: an all_gather of keys and values, (cp - 1) / cp 2 B T G K elements from each rank; in the
     backward pass as much.
     """
-    cp, size = ctx.mesh["cp"], k.shape[-1]
+    cp, size = ctx.mesh.cp, k.shape[-1]
     full = all_gather(torch.cat((k, v), -1), cp, 1, leaf="blocks/attn/kv")
     if ctx.pieces and not ctx.pieces.contiguous:
         full = full.index_select(1, ctx.pieces.order(full.shape[1], q.device))
@@ -84,7 +84,7 @@ def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: 
     (2 H + 2 G) K elements from each rank, G the key/value heads after repetition; in the backward pass as much.
     """
     assert ctx.pieces  # attend looks
-    cp, device = ctx.mesh["cp"], q.device
+    cp, device = ctx.mesh.cp, q.device
     groups = math.lcm(k.shape[2], cp.size)
     k, v = (x.repeat_interleave(groups // x.shape[2], 2) for x in (k, v))
     shares = [q.shape[2] // cp.size, groups // cp.size, groups // cp.size]
@@ -105,7 +105,7 @@ def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: 
 def positional_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
     """Attention of this rank's queries on the keys of all ranks, one rank's after the other's, by their positions."""
     assert isinstance(ctx.placed, Tensor)  # attend looks
-    query, key = ctx.placed[ctx.mesh["cp"].rank], ctx.placed.flatten()
+    query, key = ctx.placed[ctx.mesh.cp.rank], ctx.placed.flatten()
     options: dict[str, Any] = {"pattern": pattern, "impl": ctx.kernels["attention_at"], **scores}
     if isinstance(ctx.documents, Tensor):
         options |= {"query_documents": ctx.documents[:, query], "key_documents": ctx.documents[:, key]}
@@ -119,7 +119,7 @@ def ring_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **score
     """
     assert isinstance(ctx.placed, Tensor)  # attend looks
     assert ctx.context
-    cp, inner = ctx.mesh["cp"], 1
+    cp, inner = ctx.mesh.cp, 1
     if ctx.context.form == "hierarchical":
         inner = ctx.context.inner or largest_inner(cp.size, k.shape[2])
     documents = None if isinstance(ctx.documents, tuple) else ctx.documents

@@ -268,7 +268,7 @@ def latent_attention(c: DeepSeekConfig, p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     Of ctx.cache the projected keys and values are kept, not the latents. Communicates over tp: see `enter` and `leave`,
     once each. Ref: DeepSeek-AI 2024, "DeepSeek-V3 technical report", equations 1 to 11.
     """
-    tp = ctx.mesh["tp"]
+    tp = ctx.mesh.tp
     low = norm(p["norm_q"], linear(x, p["w_q_a"], ctx=ctx), c.norm_eps, ctx) if c.q_rank else x
     latent, turned = linear(x, p["w_kv_a"], ctx=ctx).split([c.kv_rank, c.rope_dim], -1)
     latent = norm(p["norm_kv"], latent, c.norm_eps, ctx)

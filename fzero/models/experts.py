@@ -71,10 +71,10 @@ def mixture(
     `kernels.moe_float8` says, with scales of rows under either recipe: one scale of all rows would depend on which
     tokens share a rank.
     """
-    tp = ctx.mesh["tp"]
+    tp = ctx.mesh.tp
     if "b_down" in p and tp.size > 1:  # whose ranks add it once together
         p = {**p, "b_down": p["b_down"] * float(tp.rank == 0)}
-    if ctx.mesh["ep"].size > 1:
+    if ctx.mesh.ep.size > 1:
         return mixture_over_ep(p, x, ids, weights, ctx, options, overlap)
     gate = GATES[options.activation]
     if options.capacity_factor:
@@ -97,7 +97,7 @@ def mixture_over_ep(
 
     Communicates: see `gathered` and `exchanged`. Raises ValueError for a ctx that does not say which.
     """
-    ep = ctx.mesh["ep"]
+    ep = ctx.mesh.ep
     if not isinstance(ctx.experts, Experts):
         raise ValueError(
             f"ep={ep.size}: the ctx does not say how tokens come to experts; write Ctx(experts=plan.experts), or give "
@@ -134,7 +134,7 @@ def gather_mixture(p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int], gat
     Communicates: an all_gather over ep of tokens, and one of ids and weights; a psum_scatter of the results. Backward
     their transposes.
     """
-    ep, kernels = ctx.mesh["ep"], ctx.kernels
+    ep, kernels = ctx.mesh.ep, ctx.kernels
     x, (ids, weights) = all_gather(tokens[0], ep, leaf=LEAF), gather_routing(*tokens[1:], ep)
     first, count = sum(counts[: ep.rank]), counts[ep.rank]
     is_local = (ids >= first) & (ids < first + count)
@@ -172,7 +172,7 @@ def exchange_mixture(
     Communicates: an all_gather over ep of E counts of rows of each part; the rows by `exchange_rows`, and back.
     Backward as many. Raises ValueError, on every rank of ep, if one is sent more rows than it has room for.
     """
-    ep, kernels = ctx.mesh["ep"], ctx.kernels
+    ep, kernels = ctx.mesh.ep, ctx.kernels
     if dispatch.parts > len(tokens[0]):
         raise ValueError(f"experts: parts is {dispatch.parts}, and a rank has {len(tokens[0])} tokens; use fewer parts")
     split = [t.tensor_split(dispatch.parts) for t in tokens]
@@ -201,7 +201,7 @@ def exchange_mixture(
 def send_rows(chunk: TokenChunk, ctx: Ctx, counts: Sequence[int], dispatch: Experts) -> Future[Tensor]:
     """The start of the exchange of a part's rows, which arrive in the order of senders, and of experts in what each
     sends."""
-    ep, (n, k) = ctx.mesh["ep"], chunk.weights.shape
+    ep, (n, k) = ctx.mesh.ep, chunk.weights.shape
     rows = moe.permute(chunk.x, chunk.order, chunk.inverse, impl=ctx.kernels["permute"])
     capacity = dispatch.row_capacity(n * k, ep.size * n * min(k, max(counts)))
     otherwise = f"use a larger slack than exchange:{dispatch.slack:g}, or gather"
@@ -245,7 +245,7 @@ def mean_over_positions(ctx: Ctx, *values: Tensor) -> Sequence[Tensor]:
 
     Communicates: with sequence parallelism, one psum over tp of all of them; with cp one over cp, forward and backward.
     """
-    axis, cp, leaf = sequence_axis(ctx), ctx.mesh["cp"], "blocks/moe/router"
+    axis, cp, leaf = sequence_axis(ctx), ctx.mesh.cp, "blocks/moe/router"
     if axis.size == cp.size == 1:
         return [value.mean(1) for value in values]
     sums = psum(torch.cat(values, -1).sum(1) / (cp.size * axis.size * values[0].shape[1]), axis, leaf=leaf)
@@ -280,7 +280,7 @@ def count(
     probs = shares.detach()
     entropy = -(probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log()).sum(-1, keepdim=True)
     means: Sequence[Tensor] = mean_over_positions(ctx, chosen, shares, *extras, entropy)
-    positions = ids.shape[1] * sequence_axis(ctx).size * ctx.mesh["cp"].size
+    positions = ids.shape[1] * sequence_axis(ctx).size * ctx.mesh.cp.size
     is_layer = (torch.arange(layers, device=ids.device) == ctx.layer - first).to(shares.dtype)
     load = torch.round(means[0].detach() * positions)  # a number of tokens again, exactly
     entropy = means[-1].detach() * positions
@@ -301,7 +301,7 @@ def tables(stack: str, counts: Counts, capacity: int = 0) -> dict[str, Tensor]:
 
 def positions_of_batch(batch: Batch, ctx: Ctx) -> int:
     """The positions T of a whole sequence, of a batch as a head sees it."""
-    return batch["targets"].shape[-1] * ctx.mesh["cp"].size
+    return batch["targets"].shape[-1] * ctx.mesh.cp.size
 
 
 def balance_by_bias(stack: str, rate: float) -> dict[str, Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None]:

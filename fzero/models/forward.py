@@ -118,7 +118,7 @@ def stack_over_pp(
     Communicates: x for each stage that begins in this stack, from each rank of pp; in the backward pass as much.
     """
     assert plan.stages is not None
-    axis = plan.mesh["pp"]
+    axis = plan.mesh.pp
     leaves = [leaf for leaf_name, leaf in plan.leaves.items() if leaf_name.startswith(f"{name}/")]
     rows, end = leaves[0].params.rows[axis.rank], first + leaves[0].shape[0]
     for stage, numbers in enumerate(plan.stages.layers):
@@ -161,12 +161,12 @@ def under_plan(ctx: Ctx, plan: Plan) -> Ctx:
 
 def sequence_parts(ctx: Ctx) -> int:
     """The number of parts that sequence parallelism cuts a sequence into."""
-    return ctx.mesh["tp"].size if ctx.sequence else 1
+    return ctx.mesh.tp.size if ctx.sequence else 1
 
 
 def check(model: Model, batch: Batch, ctx: Ctx) -> None:
     """Raise ValueError if a batch of whole sequences does not fit the model, or cannot be split as ctx says."""
-    parts, cp = sequence_parts(ctx), ctx.mesh["cp"].size
+    parts, cp = sequence_parts(ctx), ctx.mesh.cp.size
     check_batch(model.config, batch, parts if cp == 1 else 1)
     if cp > 1:
         if not ctx.context:
@@ -179,7 +179,7 @@ def check(model: Model, batch: Batch, ctx: Ctx) -> None:
 def prepare(model: Model, batch: Batch, ctx: Ctx) -> Ctx:
     """Return the ctx of a batch of whole sequences: with its documents, its first row, this rank's positions and what
     the model's `prepare` makes of it."""
-    cp = ctx.mesh["cp"]
+    cp = ctx.mesh.cp
     if ctx.context:
         tokens, pieces = batch["tokens"], ctx.context.pieces_for(cp.size)
         if pieces is None:
@@ -278,7 +278,7 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
     out = flag_invalid(model.head(unshard_segment(model, "head", params, plan, ctx), x, batch, ctx), batch)
     if plan is None or plan.stages is None:
         return out
-    axis = plan.mesh["pp"]  # whose ranks have computed a head each, as they must gather its leaves
+    axis = plan.mesh.pp  # whose ranks have computed a head each, as they must gather its leaves
     is_last = torch.full((), axis.rank == plan.stages.ranks[-1], device=out.total.device)
     return pytree.map(lambda leaf: psum(torch.where(is_last, leaf, torch.zeros_like(leaf)), axis, leaf="loss"), out)
 
@@ -309,7 +309,7 @@ def token_loss(
     are the same on all ranks of tp.
     """
     targets, mask = batch["targets"].reshape(-1), batch["mask"].reshape(-1) if "mask" in batch else None
-    options = {"axis": ctx.mesh["tp"], "compiled": ctx.compiled, "impl": ctx.kernels["linear_cross_entropy"]}
+    options = {"axis": ctx.mesh.tp, "compiled": ctx.compiled, "impl": ctx.kernels["linear_cross_entropy"]}
     options |= {name: value for name, value in (("cap", cap), ("columns", words)) if value}
     flat = x.reshape(-1, x.shape[-1])
     if SOURCES not in batch:

@@ -81,8 +81,8 @@ def unsplit_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
 
 def unsplit_rules(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh) -> Rules[str]:
     """The sharding rules of a module that is not split: nothing is over tp."""
-    if mesh["tp"].size > 1:
-        raise ValueError(f"tp={mesh['tp'].size}: this module is trained whole, and tp splits layers; use dp")
+    if mesh.tp.size > 1:
+        raise ValueError(f"tp={mesh.tp.size}: this module is trained whole, and tp splits layers; use dp")
     return [(f"^{re.escape(n)}$", f"[{', '.join('·' * len(shape))}]") for n, shape in shapes.items()]
 
 

@@ -17,6 +17,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from fzero.comm.axes import TP
 from fzero.comm.collectives import Axis, all_gather, psum, psum_scatter, pvary
 from fzero.core import prng
 from fzero.core.pytree import Tree
@@ -61,7 +62,7 @@ def expect_divisible(mesh: Mesh, *splits: DimSplit) -> None:
             return parts_as_chunks(split.size, tp)[-1] > 0
         return split.size % tp == 0 or (split.kind == "kv heads" and tp % split.size == 0)
 
-    tp = mesh["tp"].size
+    tp = mesh.tp.size
     for split in splits:
         if not fits(split, tp):
             largest = max(s.size for s in splits if s.kind != "kv heads")
@@ -83,9 +84,9 @@ def split_words(rules: Rules[str], mesh: Mesh, words: int) -> Rules[str]:
     >>> split_words([("^head/w$", "[V/tp, D]")], fake_mesh({"tp": 2}), 257)
     [('^head/w$', '[V/tp, D] %129,128')]
     """
-    if words % mesh["tp"].size == 0:
+    if words % mesh.tp.size == 0:
         return rules
-    parts = ",".join(map(str, parts_as_chunks(words, mesh["tp"].size)))
+    parts = ",".join(map(str, parts_as_chunks(words, mesh.tp.size)))
     return [(name, f"{text} %{parts}" if text == WORDS else text) for name, text in rules]
 
 
@@ -96,7 +97,7 @@ def sequence_axis(ctx: Ctx) -> Axis:
     """The axis that splits activations outside the tensor-parallel regions along T: tp with sequence parallelism, else
     one of size 1.
     """
-    return ctx.mesh["tp"] if ctx.sequence else Axis("tp")
+    return ctx.mesh.tp if ctx.sequence else Axis(TP)
 
 
 def positions_of(x: Tensor, ctx: Ctx) -> Tensor:
@@ -112,7 +113,7 @@ def ranges_outside(tokens: int, ctx: Ctx) -> tuple[list[tuple[int | Tensor, int]
     number of a whole sequence's. Where the blocks are chosen by the batch, positions are scalar tensors."""
     if ctx.chunk:
         return [(ctx.chunk[0], tokens)], ctx.chunk[1]
-    axis, cp, positions = sequence_axis(ctx), ctx.mesh["cp"], ctx.positions
+    axis, cp, positions = sequence_axis(ctx), ctx.mesh.cp, ctx.positions
     start, total = axis.rank * tokens, axis.size * tokens * (cp.size if isinstance(positions, Tensor) else 1)
     runs: list[tuple[int | Tensor, int]] = [(0, total)]
     if ctx.pieces:
@@ -136,7 +137,7 @@ def enter_region(x: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
     Communicates over tp: nothing forward and a psum backward; with sequence parallelism an all_gather and a
     psum_scatter.
     """
-    tp = ctx.mesh["tp"]
+    tp = ctx.mesh.tp
     return all_gather(x, tp, 1, leaf=leaf) if ctx.sequence else pvary(x, tp, leaf=leaf)
 
 
@@ -147,7 +148,7 @@ def exit_region(y: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
     Communicates over tp: a psum forward and nothing backward; with sequence parallelism a psum_scatter and an
     all_gather.
     """
-    tp = ctx.mesh["tp"]
+    tp = ctx.mesh.tp
     return psum_scatter(y, tp, 1, leaf=leaf) if ctx.sequence else psum(y, tp, leaf=leaf)
 
 
@@ -284,7 +285,7 @@ def queries_keys_values(p: Tree, x: Tensor, ctx: Ctx, attention: Attention) -> t
     Communicates over tp: see `enter`; with a norm of all heads together two psums forward and backward (see
     `norm_over_ranks`).
     """
-    tp, kv_heads = ctx.mesh["tp"], attention.kv_heads
+    tp, kv_heads = ctx.mesh.tp, attention.kv_heads
 
     def local_heads(full: Tensor) -> Tensor:  # consecutive ranks share a head
         return narrow_part(full, tp.rank * kv_heads // tp.size, kv_heads, -1)
@@ -348,7 +349,7 @@ def norm_over_ranks(p: Tree, x: Tensor, eps: float, ctx: Ctx) -> Tensor:
 
     Communicates over tp: a psum of [B, T, 1] forward and one backward.
     """
-    tp = ctx.mesh["tp"]
+    tp = ctx.mesh.tp
     if tp.size == 1:
         return norm(p, x, eps, ctx)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -406,7 +407,7 @@ def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx, words: int = 0) -> Tensor:
 
     Under tp w is this rank's rows [V/tp, D]. words: V; 0: tp divides it. Communicates: see `leave`.
     """
-    tp = ctx.mesh["tp"]
+    tp = ctx.mesh.tp
     if tp.size == 1:
         return look_up(w, batch["tokens"]).to(ctx.dtype)
     row = batch["tokens"] - column_range(w.shape[0], tp, words)[0]
@@ -422,7 +423,7 @@ def vocabulary_logits(x: Tensor, w: Tensor, ctx: Ctx, words: int = 0) -> Tensor:
     Communicates: a psum of [B, T, V] zero-padded logits. (Not an all_gather, whose backward pass would sum the ranks'
     gradients: the result is used in the same way on all ranks.)
     """
-    logits, tp = x @ w.to(x.dtype).T, ctx.mesh["tp"]
+    logits, tp = x @ w.to(x.dtype).T, ctx.mesh.tp
     if tp.size == 1:
         return logits
     start, size = column_range(w.shape[0], tp, words)

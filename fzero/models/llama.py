@@ -296,7 +296,7 @@ def rules(c: LlamaConfig, mesh: Mesh, feed_forward: Rules[str], hidden: DimSplit
         hidden,
         DimSplit("embed/tokens", 0, c.vocab_size, "vocab_size", "words"),
     )
-    is_shared = c.n_kv_heads < mesh["tp"].size
+    is_shared = c.n_kv_heads < mesh.tp.size
     shared = (
         *(SHARED_KV_RULES if is_shared else ()),
         *((SHARED_BIAS_RULE,) if is_shared and c.qkv_bias else ()),

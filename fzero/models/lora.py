@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import TP
 from fzero.comm.collectives import Axis
 from fzero.core import pytree
 from fzero.core.arguments import checked
@@ -105,15 +106,15 @@ def lora(
     @functools.cache
     def split_inside(tp: int) -> frozenset[str]:
         """The targets, as the blocks name them, whose dim `in` is sharded over so many ranks of tp."""
-        texts = texts_of(fake_mesh({"tp": tp}))
-        return frozenset(n.partition("/")[2] for n, text in texts.items() if "tp" in Spec.parse(text).dims[1])
+        texts = texts_of(fake_mesh({TP: tp}))
+        return frozenset(n.partition("/")[2] for n, text in texts.items() if TP in Spec.parse(text).dims[1])
 
     def adapted(block: Block) -> Block:
         if model.foreign:
             return lambda params, x, ctx: block(_with_scale(params, config), x, ctx)
 
         def block_with_factors(params: Tree, x: Any, ctx: Ctx) -> Any:
-            tp = ctx.mesh["tp"]
+            tp = ctx.mesh.tp
             inside = {name: tp for name in split_inside(tp.size)} if dora and tp.size > 1 else {}
             return block(_with_factors(params, config, inside), x, ctx)
 
@@ -249,7 +250,7 @@ def _with_factors(node: Tree, config: LoRAConfig, inside: Mapping[str, Axis] = {
     for key, value in node.items():
         if f"{key}_lora_a" in node:
             a, b, m = (node.get(f"{key}_lora_{factor}") for factor in "abm")
-            axis = inside.get(f"{path}{key}", Axis("tp"))
+            axis = inside.get(f"{path}{key}", Axis(TP))
             out[key] = LowRankSum(value, a, b, config.alpha / config.rank, m, axis)
         elif isinstance(value, dict):
             out[key] = _with_factors(value, config, inside, f"{path}{key}/")

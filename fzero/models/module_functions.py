@@ -221,7 +221,7 @@ class Layered:
         try:
             out = self.call_layer(kind, leaves, args, kwargs, ctx, prepared.rows)
         except RuntimeError as error:
-            tp = ctx.mesh["tp"].size
+            tp = ctx.mesh.tp.size
             if tp == 1:
                 raise
             fix = "a layer that tp splits must not name the number of heads or units: write -1 for it"
@@ -257,7 +257,7 @@ class Layered:
         """What the layer of a kind with these leaves returns. detect_draws: find out whether it may draw random
         numbers."""
         template, tensors = self.templates[kind.stack][kind.number], {**leaves.params, **leaves.buffers}
-        size = ctx.mesh["tp"].size
+        size = ctx.mesh.tp.size
         cuts = self.cuts(ctx.mesh)[kind.stack] if size > 1 else Cuts()
         draws = {"draws": draws_of} if detect_draws or kind in self.drawing else {}
         graph_tracing.allow_constants(tensors.values())  # the tables that it has made
@@ -285,7 +285,7 @@ class Layered:
         """What tp splits of each stack: what the caller said, and what is found ("auto"), with a line of the first rank
         that says so.
         """
-        size = mesh["tp"].size
+        size = mesh.tp.size
         if size not in self.known_cuts:
             self.known_cuts[size], summary = find_cuts(self.ways, self.probes, size)
             if summary and mesh.rank == 0:
@@ -320,7 +320,7 @@ class Layered:
 
     def rules(self, mesh: Mesh) -> Rules[str]:
         """The sharding rules: the layers' linears over tp, as the caller said, or as they are found."""
-        size = mesh["tp"].size
+        size = mesh.tp.size
         cuts = self.cuts(mesh) if size > 1 else {}
         if size > 1 and not any(stack_cuts.ways for stack_cuts in cuts.values()):
             reason = (

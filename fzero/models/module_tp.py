@@ -113,7 +113,7 @@ class Regions(TorchFunctionMode):
 
     def __init__(self, call: CallContext):
         super().__init__()
-        self.axis, self.parts = call.ctx.mesh["tp"], call.parts
+        self.axis, self.parts = call.ctx.mesh.tp, call.parts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

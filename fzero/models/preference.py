@@ -83,7 +83,7 @@ def preference_loss(rewards: Tensor, batch: Batch, ctx: Ctx, dtype: torch.dtype,
     """
     tokens = counted_tokens(batch["targets"], batch.get("mask"))
     counted = sum_over_cp(sum_by_document(tokens, batch, local_positions(ctx)), ctx) > 0
-    pair = counted[:, 0::2] & counted[:, 1::2] & (ctx.mesh["cp"].rank == 0)
+    pair = counted[:, 0::2] & counted[:, 1::2] & (ctx.mesh.cp.rank == 0)
     chosen, rejected = (torch.where(pair, rewards[:, i::2], 0.0) for i in (0, 1))
     z = chosen - rejected
     losses = -(1.0 - smoothing) * F.logsigmoid(z) - smoothing * F.logsigmoid(-z)
@@ -172,7 +172,7 @@ def losses_by_token(model: Model, params: Tree, x: Any, batch: Batch, ctx: Ctx) 
     h, w = enter_region(model.features(params, x, ctx), ctx, "head"), pytree.named_leaves(params)[model.unembed]
     targets, mask = batch["targets"], batch["mask"].reshape(-1) if "mask" in batch else None
     cap = getattr(model.config, "logit_cap", 0.0)
-    options = {"axis": ctx.mesh["tp"], "columns": leaf_shapes(model)[model.unembed][0], "cap": cap}
+    options = {"axis": ctx.mesh.tp, "columns": leaf_shapes(model)[model.unembed][0], "cap": cap}
     losses = token_losses(h.reshape(-1, h.shape[-1]), w, targets.reshape(-1), mask, **options)
     return losses.reshape(targets.shape)
 
@@ -187,7 +187,7 @@ def sum_over_cp(sums: Tensor, ctx: Ctx) -> Tensor:
 
     Communicates: a psum over cp, forward and backward.
     """
-    cp = ctx.mesh["cp"]
+    cp = ctx.mesh.cp
     return pvary(psum(sums, cp, leaf="loss"), cp, leaf="loss")
 
 
@@ -252,7 +252,7 @@ def document_offsets(targets: Tensor, ctx: Ctx) -> Tensor:
 
     targets: of this rank's tokens [B, T / cp].
     """
-    split = 1 if isinstance(ctx.positions, tuple) else ctx.mesh["cp"].size
+    split = 1 if isinstance(ctx.positions, tuple) else ctx.mesh.cp.size
     positions = torch.arange(targets.shape[-1] * split, device=targets.device)[None]
     if isinstance(ctx.documents, tuple):
         return positions

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import TP
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree, nearest
@@ -100,7 +101,7 @@ def quantized(model: Model, kind: str = "nf4", block: int = 64, targets: str = r
         base = model.rules(mesh)
         texts = match_rules(base, list(shapes), subject="the model's sharding rules")
         for name in names:
-            parts = mesh["tp"].size if "tp" in Spec.parse(texts[name]).dims[-1] else 1
+            parts = mesh.tp.size if TP in Spec.parse(texts[name]).dims[-1] else 1
             if parts > 1 and shapes[name][-1] % (parts * block):
                 raise ValueError(
                     f"quantized: {name} has rows of {shapes[name][-1]} elements, which tp={parts} cuts within a block "

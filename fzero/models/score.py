@@ -157,7 +157,7 @@ def scored(model: Model, config: ScoreConfig) -> Model:
 
     def scores(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         assert model.features is not None  # expect_own_head
-        tp, h = ctx.mesh["tp"], enter_region(model.features(params, x, ctx), ctx, "head")
+        tp, h = ctx.mesh.tp, enter_region(model.features(params, x, ctx), ctx, "head")
         local = narrow_part(h, tp.rank, tp.size, 2)
         partial_scores = F.linear(local, params["head"]["score"].to(local.dtype))
         return psum(partial_scores.to(torch.promote_types(partial_scores.dtype, torch.float32)), tp, leaf=SCORE)

@@ -117,7 +117,7 @@ def keyed_function(kind: str, f: Callable[..., Any], keyed: bool) -> Callable[..
         def run() -> Any:
             with wide_sums(pytree.leaves((params, values))):
                 out = loss_of(f(params, *args)) if kind == "head" else f(params, *args)
-            cp, tp = ctx.mesh["cp"].size, ctx.mesh["tp"].size if ctx.sequence else 1
+            cp, tp = ctx.mesh.cp.size, ctx.mesh.tp.size if ctx.sequence else 1
             if isinstance(ctx.key, Tensor) and is_drawing() and cp * tp > 1:
                 axis = f"cp={cp}" if cp > 1 else f"tp={tp} with sequence=True"
                 raise ValueError(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import TP
 from fzero.comm.collectives import Axis, psum
 from fzero.core import pytree
 from fzero.core.arguments import expect_regex
@@ -24,7 +25,7 @@ from fzero.kernels.quantize import Quantized, dequantize
 from fzero.models.base import CODES, SCALES
 from fzero.sharding.slices import is_stacked
 
-WHOLE = Axis("tp")  # of size 1
+WHOLE = Axis(TP)  # of size 1
 Multiply = Callable[[Tensor, Any], Tensor]  # (x [..., in], w [in, out]) -> [..., out]
 PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero.comm.axes import PP
 from fzero.core.files import leaf_fault
 from fzero.core.storage import Damaged, read_text
 from fzero.core.text_parsing import expect_entries, parse_json, short
@@ -157,10 +158,10 @@ def _check_leaf(name: str, leaf: dict[str, Any], sizes: dict[str, int]) -> None:
         raise ValueError(f"its leaf {short(name)} has the dtype {short(leaf['dtype'])}")
     if "cut" in leaf:
         cut = Spec.parse(leaf["cut"])
-        ranks = len(cut.rows) or sizes.get("pp", 1), len(cut.parts) or sizes.get(cut.part_axis, 1)
+        ranks = len(cut.rows) or sizes.get(PP, 1), len(cut.parts) or sizes.get(cut.part_axis, 1)
         if (
             len(cut.dims) != len(shape)
-            or ranks != (sizes.get("pp", 1), sizes.get(cut.part_axis, 1))
+            or ranks != (sizes.get(PP, 1), sizes.get(cut.part_axis, 1))
             or largest_shard(tuple(shape), cut) != tuple(shape)
         ):
             raise ValueError(f"its leaf {short(name)} is cut by {short(leaf['cut'])}")

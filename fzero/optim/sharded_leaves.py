@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import DP
 from fzero.comm.collectives import Axis, all_gather, all_to_all, psum, pvary
 from fzero.core import pytree
 from fzero.core.arguments import checked
@@ -233,7 +234,7 @@ def _local_layers(
     """The layers that this rank has of leaves whose layers are on several ranks. Their squares are added in the order
     of the layers, once all are here."""
     with_rows = [name for name in named if name in specs and specs[name].rows]
-    return {name: (specs[name].rows[mesh["pp"].rank], shapes[name]) for name in with_rows}
+    return {name: (specs[name].rows[mesh.pp.rank], shapes[name]) for name in with_rows}
 
 
 def shards_of(plan: Plan) -> ShardedLeaves:
@@ -312,7 +313,7 @@ def rms(shards: ShardedLeaves, name: str, x: Tensor, lead: int) -> Tensor:
 def _expect_whole_rows(axes: dict[str, tuple[tuple[Axis, ...], ...]]) -> None:
     for name, dims in axes.items():
         for dim, dim_axes in enumerate(dims):
-            if dim != shard_dim(name) and any(axis.name == "dp" for axis in dim_axes):
+            if dim != shard_dim(name) and any(axis.name == DP for axis in dim_axes):
                 raise ValueError(
                     f"{name}: dp shards dim {dim}; ordered sums need it on dim {shard_dim(name)}; use ordered=False"
                 )

@@ -190,7 +190,7 @@ def error_bytes(basis: Basis, c: Candidate) -> float:
     if not basis.config.codec or c.zero < 2 or Codec.parse(basis.config.codec).loco is None:
         return 0.0
     plan, policy = basis.plan_of(c)[0], basis.policy
-    coded = [leaf for leaf in plan.leaves.values() if leaf.trained and "dp" in leaf.opt.axes and leaf.is_matrix]
+    coded = [leaf for leaf in plan.leaves.values() if leaf.trained and leaf.opt.over_data and leaf.is_matrix]
     codec = Codec.parse(basis.config.codec)
     element_bytes = 1 + 4 / codec.block if codec.errors else max(policy.accumulate.itemsize, 4)
     return 2.0 * element_bytes * sum(leaf.numel(leaf.compute) for leaf in coded) / c.pp

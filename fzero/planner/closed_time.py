@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from fzero.comm.rank_tables import SHARDS, links_of
+from fzero.comm.axes import SHARDS, links_of
 from fzero.planner import experts
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_layer import ROW, TRACED_ROWS, Basis, offload_of, remat_of, row_facts, stacked

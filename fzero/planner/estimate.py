@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fzero import models
-from fzero.comm.mesh_text import mesh_text
+from fzero.comm.axes import mesh_text
 from fzero.core import pytree
 from fzero.core.precision import POLICIES
 from fzero.models import ModelConfig

@@ -22,16 +22,16 @@ def has_capacity(plan: Plan, loads: Loads) -> bool:
     """Whether a load has room in the exchange of a plan; else a run would take more memory than the plan."""
     if plan.experts is None or plan.experts.form != "exchange":
         return True
-    return loads.imbalance(plan.sizes["ep"]) <= plan.experts.slack
+    return loads.imbalance(plan.mesh.ep.size) <= plan.experts.slack
 
 
 def check_capacity(plan: Plan, loads: Loads) -> None:
     """Raise ValueError for a load that has no room in the exchange of a plan."""
     if plan.experts is not None and not has_capacity(plan, loads):
-        factor = loads.imbalance(plan.sizes["ep"])
+        factor = loads.imbalance(plan.mesh.ep.size)
         raise ValueError(
-            f"imbalance {factor:.3g}: the fullest rank of ep={plan.sizes['ep']} is sent so many times what each sends, "
-            f"and exchange:{plan.experts.slack:g} has no room for it, so that a run would "
+            f"imbalance {factor:.3g}: the fullest rank of ep={plan.mesh.ep.size} is sent so many times what each "
+            f"sends, and exchange:{plan.experts.slack:g} has no room for it, so that a run would "
             "take more memory than planned; plan a larger slack, or gather"
         )
 
@@ -48,7 +48,7 @@ def leaves(plan: Plan) -> dict[str, int]:
 
 def numel(plan: Plan) -> int:
     """The elements of the leaves that ep splits, on a rank of ep; 0 without ep."""
-    return sum(leaves(plan).values()) if plan.sizes["ep"] > 1 else 0
+    return sum(leaves(plan).values()) if plan.mesh.ep.size > 1 else 0
 
 
 def depth(plan: Plan) -> int:
@@ -71,9 +71,9 @@ def spare_bytes(plan: Plan, config: RunConfig, itemsize: int) -> int:
     a rank has room for more. Of a row its input and result, and three times its hidden units."""
     if plan.experts is None or plan.routed is None:
         return 0
-    extra_rows = plan.routed.rows(plan.experts, plan.sizes["ep"]) - plan.routed.top_k
+    extra_rows = plan.routed.rows(plan.experts, plan.mesh.ep.size) - plan.routed.top_k
     return int(
-        extra_rows * (2 * plan.routed.width + 3 * units(config) / plan.sizes["tp"]) * config.data.seq_len * itemsize
+        extra_rows * (2 * plan.routed.width + 3 * units(config) / plan.mesh.tp.size) * config.data.seq_len * itemsize
     )
 
 

@@ -94,7 +94,7 @@ def inputs_on_host(job: Job, config: RunConfig, layers: int) -> int:
     tokens = config.train.batch // job.mesh.data_size // run_build.local_micro_batches(config, job.mesh)
     width = job.model.config.d_model * job.policy.compute.itemsize
     saved_layers = layers // (Remat.parse(config.train.remat).every or 1)
-    return saved_layers * tokens * config.data.seq_len // job.mesh["cp"].size * width
+    return saved_layers * tokens * config.data.seq_len // job.mesh.cp.size * width
 
 
 def deepest_stack(model: ModelConfig) -> tuple[str, int]:

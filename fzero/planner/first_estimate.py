@@ -163,9 +163,9 @@ def residual_elements(config: RunConfig, tp: int) -> float:
 
 def closed_layer(job: Job, device: Device) -> Layer:
     """The Layer of a job by closed forms, as closed_layer.layer_of traces it."""
-    config, policy, tp = job.config, job.policy, job.mesh["tp"].size
+    config, policy, tp = job.config, job.policy, job.mesh.tp.size
     c, seq, itemsize = body_of(config.model), config.data.seq_len, policy.compute.itemsize
-    rows = config.train.micro_batch / job.mesh["cp"].size  # a rank has its share of each
+    rows = config.train.micro_batch / job.mesh.cp.size  # a rank has its share of each
     split = tp if config.sequence or config.partition_activations else 1  # of inputs, which recomputation keeps
     residual_bytes = seq * residual_elements(config, tp) * itemsize
     logits = seq * head_rows(config.model) / tp * itemsize

@@ -56,9 +56,9 @@ def trace_agreement(
         record = MemoryTrace(state, {}, device=device, note=tracer.note, make_transfer=tracer.make_transfer)
         with recorded(record, mesh.ledger):
             if full_mean:
-                average_members(job.plan, state, mesh["rp"])
+                average_members(job.plan, state, mesh.rp)
             else:
-                restart_member(job.plan, job.members.outer, mesh["rp"], state, coder)
+                restart_member(job.plan, job.members.outer, mesh.rp, state, coder)
             record.close(state)
     return AgreementEvents(tuple(event for stay in record.stays for event in stay.events))
 

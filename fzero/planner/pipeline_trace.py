@@ -192,7 +192,7 @@ def record_of(config: RunConfig, sizes: Mapping[str, int], rank: int, parts: int
     """The Record of a global rank, with `count` of `parts` micro-batches."""
     step = run_step(set_micro_batches(config, count, parts), sizes, rank, target)
     plan = step.job.plan
-    s, pp = schedule_of(plan, count), plan.mesh["pp"].rank
+    s, pp = schedule_of(plan, count), plan.mesh.pp.rank
     names = {str(act): i for i, act in enumerate(s.rows[pp])}
     marks = [i for i, stay in enumerate(step.stays) if stay.visit.phase == "" and stay.visit.segment in names]
     end = next(i for i, stay in enumerate(step.stays) if (stay.visit.phase, stay.visit.segment) == ("", "row"))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fzero.comm.mesh_text import mesh_text
+from fzero.comm.axes import mesh_text
 from fzero.models import ModelConfig
 from fzero.planner.devices import Device
 from fzero.planner.plan import device_for, plan

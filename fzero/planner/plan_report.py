@@ -214,9 +214,9 @@ def grad_bytes(built: Job) -> int:
     specs, plan = pytree.named_leaves(built.plan.grads), built.plan
     single = build.local_micro_batches(built.config, built.mesh) == 1
     dtype = built.policy.param if single else built.policy.accumulate
-    if single and plan.mesh["pp"].size == 1:
+    if single and plan.mesh.pp.size == 1:
         specs = {name: replace(leaf.opt, memory=specs[name].memory) for name, leaf in plan.leaves.items()}
-    users, pp = plan.users, plan.mesh["pp"].rank
+    users, pp = plan.users, plan.mesh.pp.rank
     elements = [
         local_numel(leaf.shape, specs[name], plan.sizes)
         for name, leaf in pytree.named_leaves(plan.like).items()

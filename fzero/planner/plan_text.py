@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fzero.comm.mesh_text import mesh_text
+from fzero.comm.axes import mesh_text
 
 PlanReport = Any  # fzero.planner.plan.PlanReport, whose module imports this one
 UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))

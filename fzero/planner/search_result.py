@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fzero import models
-from fzero.comm.mesh_text import mesh_text
+from fzero.comm.axes import mesh_text
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_forms import Sketch
 from fzero.planner.devices import Device

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero.comm.mesh_text import mesh_text
+from fzero.comm.axes import mesh_text
 from fzero.planner.devices import Device, between_nodes
 from fzero.planner.local_step_sync import agreement_bytes
 from fzero.planner.plan import reports_of, resolve_for, sizes_of

@@ -198,7 +198,7 @@ def even_fraction(plan: Plan) -> float:
     for more."""
     if plan.experts is None or plan.routed is None:
         return 1.0
-    return plan.routed.top_k / plan.routed.rows(plan.experts, plan.sizes["ep"])
+    return plan.routed.top_k / plan.routed.rows(plan.experts, plan.mesh.ep.size)
 
 
 class Tracer:

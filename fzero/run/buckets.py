@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import CP
 from fzero.core import gpu_copies, pytree
 from fzero.data.buckets import BucketStream, Size, expect_lengths
 from fzero.data.tokens import Tokens
@@ -57,7 +58,7 @@ def validate_buckets(c: RunConfig) -> None:
                     "data.packing=buckets, or leave it out"
                 )
         return
-    split = "sequence" if c.sequence else f"mesh.cp={c.mesh['cp']}" if c.mesh.get("cp", 1) > 1 else ""
+    split = "sequence" if c.sequence else f"mesh.cp={c.mesh[CP]}" if c.mesh.get(CP, 1) > 1 else ""
     table = (
         (not c.task.of_tokens, f"objective is {c.objective}: buckets are of text and of chat"),
         (bool(d.mixture), "data.mixture is given: a step reads one length of one corpus"),

@@ -14,7 +14,7 @@ import torch
 from fzero import checkpoint, models
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.restore_state import restore_state, save_snapshot
-from fzero.comm.rank_tables import BY_DATA_RANK
+from fzero.comm.axes import BY_DATA_RANK
 from fzero.core import pytree
 from fzero.core.device import HOST
 from fzero.core.precision import Policy
@@ -118,7 +118,7 @@ def build(
     if config.train.update == "delayed":
         plan = plan.with_updates(delayed_updates(config, micro_batches), config.train.delay_after)
     if plan.context is not None:
-        plan.context.expect_divisible(mesh["cp"].size, config.data.seq_len, mesh["tp"].size * config.sequence or 1)
+        plan.context.expect_divisible(mesh.cp.size, config.data.seq_len, mesh.tp.size * config.sequence or 1)
     t = config.train
     rates = token_rates(config)
     tx = optimizer_of(config, rates, max(1, plan.delayed))
@@ -175,10 +175,9 @@ def with_drops(config: RunConfig, model: Model) -> Model:
 
 def expect_even_sequences(config: RunConfig, mesh: Mesh) -> None:
     """Raise ValueError if sequence parallelism cannot cut a sequence into equal parts."""
-    if config.sequence and mesh["cp"].size == 1 and config.data.seq_len % mesh["tp"].size:
+    if config.sequence and mesh.cp.size == 1 and config.data.seq_len % mesh.tp.size:
         raise ValueError(
-            f"data.seq_len is {config.data.seq_len}, which sequence parallelism over tp={mesh['tp'].size} "
-            "does not divide"
+            f"data.seq_len is {config.data.seq_len}, which sequence parallelism over tp={mesh.tp.size} does not divide"
         )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from fzero.comm.axes import CP, EP, PP, TP
 from fzero.core import gpu
 from fzero.core.bounds import (
     FRACTION,
@@ -64,7 +65,7 @@ from fzero.sharding.codec import Codec
 from fzero.sharding.context import Context
 from fzero.sharding.experts import Experts
 from fzero.sharding.pipeline_plan import Pipeline
-from fzero.sharding.plan import REDUCE
+from fzero.sharding.zero_stages import REDUCE
 from fzero.train.checks import UPDATES
 from fzero.train.execution import CAPTURE
 from fzero.train.spike import SIGMAS, WARMUP, WINDOW
@@ -323,24 +324,24 @@ class RunConfig:
     zero: Annotated[int, Within(STAGE)] = 0  # ZeRO stage
     # sums over ranks; once: whole over micro-batches first; canonical: alike on every mesh
     reduce: Annotated[str, REDUCE] = "fast"
-    sequence: Annotated[bool, OverAxis("tp")] = False  # sequence parallelism over tp
+    sequence: Annotated[bool, OverAxis(TP)] = False  # sequence parallelism over tp
     # attention over cp: a form of Context, "hierarchical/2", "gather:contiguous"
-    context: Annotated[str, Context.parse, OverAxis("cp")] = "auto"
+    context: Annotated[str, Context.parse, OverAxis(CP)] = "auto"
     # how tokens come to experts over ep: gather, exchange, exchange:SLACK[:PARTS]
-    experts: Annotated[str, Experts.parse, OverAxis("ep")] = "auto"
+    experts: Annotated[str, Experts.parse, OverAxis(EP)] = "auto"
     # in how few bytes parameters and gradients travel: "params=int8,grads=int4,hpz"; "" is as they are, or "grads=1bit"
     # or "grads=1bit,local" of an optimizer that sends signs
     codec: Annotated[str, optional(Codec.parse)] = ""
     local: LocalSteps = LocalSteps()
     # over pp: its schedule, chunks of a rank, layers of a stage
-    pipeline: Annotated[Pipeline, OverAxis("pp")] = field(default_factory=Pipeline)
+    pipeline: Annotated[Pipeline, OverAxis(PP)] = field(default_factory=Pipeline)
     prefetch: Annotated[Count, Gathering()] = 1  # layers gathered ahead of their use at stage 3
     # stage 3: a layer's parameters are dropped after its forward pass and gathered again
     reshard: Annotated[bool, Gathering()] = True
     # stage 3 or offloaded parameters: stages of a rank that may stay whole between micro-batches
     resident: Annotated[Count, Gathering()] = 0
     # over tp without sequence: a rank keeps its part of what remat keeps
-    partition_activations: Annotated[bool, OverAxis("tp")] = False
+    partition_activations: Annotated[bool, OverAxis(TP)] = False
     # memories of groups of leaves: "params=nvme,opt=nvme,acts=host", "opt=host:0.5"; "" is all on the device
     offload: str = ""
     nvme: NvmeConfig = NvmeConfig()

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from fzero.comm.axes import CP
 from fzero.core.autodiff import Remat
 from fzero.core.bounds import Within, check_bounds, check_choice
 from fzero.core.config_tables import flat, format_list, metadata_of
@@ -186,7 +187,7 @@ def validate_layer_inputs(c: RunConfig, offload: Offload) -> None:
 
 def validate_chunks(c: RunConfig) -> None:
     """Raise ValueError if a layer in chunks of the sequence is asked for with what computes all of its tokens."""
-    remat, cp = Remat.parse(c.train.remat), c.mesh.get("cp", 1)
+    remat, cp = Remat.parse(c.train.remat), c.mesh.get(CP, 1)
     for name, holds, value, fix in (
         ("train.compiled", c.train.compiled is True, "true", "leave it out, or use train.compiled=false"),
         ("train.remat", remat.budget < 1.0, c.train.remat, "use --remat full, every:K or none"),

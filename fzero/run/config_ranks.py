@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from fzero.comm.mesh_text import mesh_text
+from fzero.comm.axes import RP, mesh_text
 from fzero.core.config_tables import Table, flat, metadata_of
 from fzero.optim.zero_one_adam import Intervals
 from fzero.sharding.codec import Codec
@@ -88,7 +88,7 @@ def validate_local(c: RunConfig) -> None:
         return
     Local(local.every, local.codec, local.after)
     prefix = f"local.method is {local.method}"
-    if c.mesh.get("rp", 1) < 2:
+    if c.mesh.get(RP, 1) < 2:
         raise ValueError(
             f"{prefix}, and its members are the ranks of rp, which is 1; write for example --mesh dp=1,rp=2"
         )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fzero.comm.axes import CP
 from fzero.core.storage import is_url
 from fzero.data.analysis import open_analysis
 from fzero.data.assemble import Batch
@@ -90,7 +91,7 @@ def validate_random_ltd(c: RunConfig) -> None:
         expect_droppable(c.model)
     except ValueError as error:
         raise ValueError(f"train.random_ltd is {max_tokens} of {seq_len} tokens; {error}") from None
-    split = "sequence" if c.sequence else f"mesh.cp={c.mesh['cp']}" if c.mesh.get("cp", 1) > 1 else ""
+    split = "sequence" if c.sequence else f"mesh.cp={c.mesh[CP]}" if c.mesh.get(CP, 1) > 1 else ""
     if split or c.task.examples:
         reason = f"{split}: ranks have not the tokens of one another" if split else f"objective is {c.objective}"
         raise ValueError(f"train.random_ltd is {max_tokens} of {seq_len} tokens and {reason}; leave one of them out")

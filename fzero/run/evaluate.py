@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fzero.comm.rank_tables import BY_DATA_RANK, device_of, gather_rows
+from fzero.comm.axes import BY_DATA_RANK
+from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.copy_buckets import read_scalars
 from fzero.models.batch import KINDS

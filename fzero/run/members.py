@@ -48,7 +48,7 @@ class Members(NamedTuple):
 
     def text(self, plan: Plan) -> str:
         """What members send, in words."""
-        local, ranks = self.local, self.mesh["rp"].size
+        local, ranks = self.local, self.mesh.rp.size
         trained = [leaf for leaf in plan.leaves.values() if leaf.trained]
         itemsize = (plan.policy.state if plan.policy.has_master else plan.policy.param).itemsize
         size = sum(local_numel(leaf.shape, leaf.opt, plan.sizes) for leaf in trained) * itemsize
@@ -67,7 +67,7 @@ class MemberStep:
     def __init__(self, step: Step, plan: Plan, members: Members) -> None:
         self.plan, self.members = plan, members
         self.inner_step = step  # without the other members, as plans trace it
-        self.local = make_local_step(step, plan, members.outer, members.mesh["rp"], members.local)
+        self.local = make_local_step(step, plan, members.outer, members.mesh.rp, members.local)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         state, metrics = self.local(state, batch)
@@ -75,7 +75,7 @@ class MemberStep:
 
     def agree(self, state: TrainState) -> TrainState:
         """The state once all members agree on all of it, to be saved."""
-        return synchronize(self.plan, self.members.mesh["rp"], state, self.members.local)
+        return synchronize(self.plan, self.members.mesh.rp, state, self.members.local)
 
 
 @torch.no_grad()
@@ -94,13 +94,13 @@ def join(metrics: Metrics, mesh: Mesh) -> Metrics:
     flags, norm = [metrics.skipped, spike], metrics.grad_norm.to(torch.float64).square()
     row = torch.stack([local_tokens, norm, *(flag.to(torch.float64) for flag in flags), *weighed])
     with mesh.ledger.phase("metrics"):
-        total = psum(row, mesh["rp"], leaf="members")
+        total = psum(row, mesh.rp, leaf="members")
     tokens, norms, skipped, spiked, loss, *extra = total.unbind(0)
     divisor = torch.where(tokens == 0, 1, tokens)
     return metrics._replace(
         loss=(loss / divisor).to(metrics.loss.dtype),
         num_tokens=tokens.to(metrics.num_tokens.dtype),
-        grad_norm=(norms / mesh["rp"].size).sqrt().to(metrics.grad_norm.dtype),
+        grad_norm=(norms / mesh.rp.size).sqrt().to(metrics.grad_norm.dtype),
         skipped=skipped > 0,
         spike=spiked > 0 if isinstance(metrics.spike, Tensor) else (),
         extra={name: (value / divisor).to(metrics.extra[name].dtype) for name, value in zip(metrics.extra, extra)},

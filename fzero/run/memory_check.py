@@ -79,18 +79,18 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     sums += sum(sizes_of_sums(plan, "host")) * sums_dtype(job).itemsize
     grads = terms * sums + 2 * segment_numel * policy.param.itemsize
     at_rest = pytree.leaves(plan.params)
-    gathers = plan.mesh.link().size > 1 and any("dp" in spec.axes for spec in at_rest)
+    gathers = plan.mesh.link().size > 1 and any(spec.over_data for spec in at_rest)
     gathers |= job.device != HOST and any(spec.memory != "device" for spec in at_rest)
     full_layers = job.config.prefetch + 1 + layers_resident(job)
     gathered = full_layers * segment_numel * policy.param.itemsize if gathers else 0
     boundary_numel = numel_between_stages(plan)
     grads += boundary_numel * policy.accumulate.itemsize
     gathered += boundary_numel * policy.param.itemsize * min(2, plan.delayed or 1)
-    remat, tp, depth = Remat.parse(t.remat), plan.sizes["tp"], layers_alive(job)
+    remat, tp, depth = Remat.parse(t.remat), plan.mesh.tp.size, layers_alive(job)
     layer = int((10 * c.d_model + 4 * hidden_units(c) / tp) * remat.budget) + c.d_model
     inputs = 2 + depth // remat.every // tp if job.config.partition_activations else depth // max(1, remat.every)
     saved_numel = c.d_model * inputs + remat.every * layer if remat.every else depth * layer
-    tokens = t.micro_batch * job.config.data.seq_len // plan.sizes["cp"]
+    tokens = t.micro_batch * job.config.data.seq_len // plan.mesh.cp.size
     logits = 2 * 4 * (tokens if job.model.foreign else min(tokens, 1024)) * head_rows(job.config.model) // tp
     acts = tokens * (layer if plan.acts == "nvme" else saved_numel) * policy.compute.itemsize + logits
     buffers = job.nvme.pool_bytes if job.nvme is not None else 0
@@ -122,7 +122,7 @@ def layers_resident(job: Job) -> int:
     if plan.stages is None:
         return job.model.config.n_layers * min(1, limit)
     chunks = [
-        [len(plan.stages.layers[stage]) for stage in plan.stages.chunks(rank)] for rank in range(plan.sizes["pp"])
+        [len(plan.stages.layers[stage]) for stage in plan.stages.chunks(rank)] for rank in range(plan.mesh.pp.size)
     ]
     return max(sum(sorted(layers)[-limit:]) if limit else 0 for layers in chunks)
 

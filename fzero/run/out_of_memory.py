@@ -137,7 +137,7 @@ def settings_within(job: Job, folder: Path, limits: MemoryLimits, longer: float)
 
     longer: the factor by which activations are larger than reckoned.
     """
-    kinds, sufficed = changes(job.config, job.mesh["dp"].size), list[set[int]]()
+    kinds, sufficed = changes(job.config, job.mesh.dp.size), list[set[int]]()
     for n in range(1, len(kinds) + 1):
         for chosen in itertools.combinations(range(len(kinds)), n):
             if any(fewer < {*chosen} for fewer in sufficed):

@@ -8,6 +8,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
+from fzero.comm.axes import DP, PP
 from fzero.core.config_tables import Table, flat
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
@@ -57,7 +58,7 @@ def fit_layout(recorded: RunConfig, config: RunConfig, changes: Table) -> tuple[
 
     Without pp the recorded layout is kept for later attempts.
     """
-    layout, pp = recorded.pipeline.layout, config.mesh.get("pp", 1)
+    layout, pp = recorded.pipeline.layout, config.mesh.get(PP, 1)
     old, new = layout.count(",") + 1, pp * config.pipeline.chunks
     if layout == "auto" or "layout" in changes.get("pipeline", {}) or pp == 1 or old == new:
         return config, []
@@ -73,7 +74,7 @@ def pretrain_command(processes: int) -> str:
 def resume_command(folder: Path, config: RunConfig, processes: int) -> str:
     """The command that resumes the run in `folder` with the placement of `config`, as far as it is not the default."""
     words, values = [], dict(flat(to_table(config)))
-    if math.prod(config.mesh.values()) == processes and {"dp": processes} != config.mesh and processes > 1:
+    if math.prod(config.mesh.values()) == processes and {DP: processes} != config.mesh and processes > 1:
         words += ["--mesh", ",".join(f"{axis}={size}" for axis, size in config.mesh.items())]
     usual = dict(flat(to_table(RunConfig())))
     for key, flag in FLAGS.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fzero import data
-from fzero.comm.mesh_text import mesh_text
+from fzero.comm.axes import DP, PP, mesh_text
 from fzero.core import gpu, numa_binding
 from fzero.core.config_tables import Table
 from fzero.core.files import NotWritable
@@ -68,7 +68,7 @@ def start(
     """
     preexisting, mesh_lines = coordinator.share(lambda: auto_resume.claim_folder(folder, auto=auto)), []
     if auto and (math.prod(config.mesh.values()) != coordinator.size or not config.mesh):
-        sizes, line = refit_mesh(config, config.mesh or {"dp": coordinator.size}, coordinator.size)
+        sizes, line = refit_mesh(config, config.mesh or {DP: coordinator.size}, coordinator.size)
         config, mesh_lines = replace(config, mesh=sizes), [line]
         coordinator.set_size(math.prod(sizes.values()))
     coordinator.record(str(folder.absolute()))
@@ -302,7 +302,7 @@ def resolve_placement(config: RunConfig, coordinator: Coordinator) -> tuple[RunC
     """
     device_setting = config.device
     config = replace(config, device=coordinator.share(lambda: gpu.resolve_device(config.device)))
-    if config.mesh.get("pp", 1) > 1:
+    if config.mesh.get(PP, 1) > 1:
         gpu.widen_queues()
     device = gpu.use_device(config.device, coordinator.local_size)
     reason = (
@@ -318,7 +318,7 @@ def resolve_placement(config: RunConfig, coordinator: Coordinator) -> tuple[RunC
         processes = numa_node.processes
         lines += [f"cores: {numa_node.line}"] * bool(numa_node.line)
     if coordinator.size > 1 and not config.mesh:
-        config = replace(config, mesh={"dp": coordinator.size})
+        config = replace(config, mesh={DP: coordinator.size})
         lines.append(f"mesh: dp={coordinator.size}, all {coordinator.size} processes (--mesh says otherwise)")
     if config.host_memory_gb:
         lines.append(f"host memory: {gigabytes(machine.host_memory(config))}, as host_memory_gb says")

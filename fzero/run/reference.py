@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fzero.comm.rank_tables import BY_DATA_RANK, device_of, gather_rows
+from fzero.comm.axes import BY_DATA_RANK
+from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.data import open_tokens
 from fzero.data.preferences import read_reference, reference_folder, write_reference
 from fzero.data.row_stream import RowStream

@@ -1,9 +1,9 @@
+from fzero.comm.axes import AXES as AXES
 from fzero.comm.collectives import Axis as Axis
 from fzero.sharding.codec import Codec as Codec
 from fzero.sharding.context import Context as Context
 from fzero.sharding.experts import Experts as Experts
 from fzero.sharding.leaf_plan import LeafPlan as LeafPlan
-from fzero.sharding.mesh import AXES as AXES
 from fzero.sharding.mesh import Mesh as Mesh
 from fzero.sharding.mesh import fake_mesh as fake_mesh
 from fzero.sharding.mesh import make_mesh as make_mesh

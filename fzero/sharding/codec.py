@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import EP, PP, RP
 from fzero.core.pytree import nearest
 from fzero.sharding.leaf_plan import LeafPlan
 from fzero.sharding.slices import largest_block, shard_dim
@@ -183,13 +184,13 @@ def coded_plan(plan: Plan, codec: Codec | str) -> Plan:
     fit = [leaf for leaf in plan.leaves.values() if leaf.is_matrix]
     if codec.signs:
         # What pp shards beside the layers is summed over the stages that use it, behind the sums over data ranks.
-        fit = [leaf for leaf in fit if leaf.trained and (plan.sizes["pp"] == 1 or leaf.stacked)]
+        fit = [leaf for leaf in fit if leaf.trained and (plan.mesh.pp.size == 1 or leaf.stacked)]
         return replace(plan, codec=codec, coded_grads=frozenset(leaf.name for leaf in fit if leaf.served_by_all))
     leaves = dict(plan.leaves)
     if codec.hpz:
         leaves = {name: shard_over_nodes(leaf) for name, leaf in leaves.items()}
         fit = [leaves[leaf.name] for leaf in fit]
-    gathered = frozenset(leaf.name for leaf in fit if codec.params and "dp" in leaf.use.axes)
+    gathered = frozenset(leaf.name for leaf in fit if codec.params and leaf.use.over_data)
     summed = [leaf for leaf in fit if codec.grads and leaf.trained]
     if codec.loco is not None:  # what a sum loses on its way back to all ranks is the error of no sender
         summed = [leaf for leaf in summed if leaf.rounds_once]
@@ -218,14 +219,14 @@ def shard_over_nodes(leaf: LeafPlan) -> LeafPlan:
     dim = shard_dim(leaf.name)
     specs = {group: getattr(leaf, group) for group in ("params", "opt", "use")}
     ranks = max(leaf.ranks("+".join(spec.dims[dim])) for spec in specs.values()) if leaf.shape[dim:] else 0
-    if not ranks or "dp" not in leaf.params.axes or leaf.shape[dim] % (ranks * leaf.sizes["rp"]):
+    if not ranks or not leaf.params.over_data or leaf.shape[dim] % (ranks * leaf.sizes[RP]):
         return leaf
     cut = {}
     for group, spec in specs.items():
-        axes = [axis for axis in spec.dims[dim] if axis != "pp"]  # a leaf outside the layers rests over pp behind all
+        axes = [axis for axis in spec.dims[dim] if axis != PP]  # a leaf outside the layers rests over pp behind all
         dims = list(spec.dims)
-        dims[dim] = (*axes, "rp", *spec.dims[dim][len(axes) :])
-        cut[group] = replace(spec, dims=tuple(dims), partial=spec.partial - {"rp"})
+        dims[dim] = (*axes, RP, *spec.dims[dim][len(axes) :])
+        cut[group] = replace(spec, dims=tuple(dims), partial=spec.partial - {RP})
     return replace(leaf, **cut)
 
 
@@ -248,9 +249,9 @@ def expect_codec(codec: Codec, plan: Plan, on_disk: bool) -> None:
         raise ValueError(f"codec {codec}: {option} is of stage 3, which gathers parameters, and the stage is {stage}")
     if codec.grads and stage < 2:
         raise ValueError(f"codec {codec}: grads is of stages 2 and 3, which scatter sums, and the stage is {stage}")
-    if codec.loco is not None and sizes["rp"] > 1 and not codec.hpz:
+    if codec.loco is not None and sizes[RP] > 1 and not codec.hpz:
         raise ValueError(
-            f"codec {codec}: loco keeps the error of a term that is rounded once, and sums over rp={sizes['rp']} are "
+            f"codec {codec}: loco keeps the error of a term that is rounded once, and sums over rp={sizes[RP]} are "
             "rounded on their way back too; write hpz (stage 3), or these ranks as dp"
         )
     if codec.loco is not None and on_disk:
@@ -258,7 +259,7 @@ def expect_codec(codec: Codec, plan: Plan, on_disk: bool) -> None:
             f"codec {codec}: loco keeps errors in memory, and parameters or optimizer states rest on a disk, which has "
             "each step complete without them; offload to host, or leave loco out"
         )
-    if codec.hpz and sizes["rp"] == 1:
+    if codec.hpz and sizes[RP] == 1:
         raise ValueError(
             f"codec {codec}: hpz keeps what the ranks of a node hold together, and needs the nodes as rp, which is 1; "
             "for two nodes of 8 write the mesh dp=8,rp=2"
@@ -273,25 +274,25 @@ def expect_codec(codec: Codec, plan: Plan, on_disk: bool) -> None:
 def expect_signs(codec: Codec, plan: Plan) -> None:
     """Raise ValueError for what sums by signs do not go with: a plan's stage, mesh and offload."""
     sizes = plan.sizes
-    if plan.stage >= 2 and plan.reduce != "once" and sizes["rp"] == 1:
+    if plan.stage >= 2 and plan.reduce != "once" and sizes[RP] == 1:
         raise ValueError(
             f"codec {codec}: the optimizer needs whole gradients of a step, and stage {plan.stage} sums each "
             'micro-batch into shards; use reduce="once", or stage 0 or 1 (or write these ranks as rp)'
         )
-    if codec.local and plan.stage and sizes["rp"] == 1:
+    if codec.local and plan.stage and sizes[RP] == 1:
         raise ValueError(
             f"codec {codec}: in local steps each rank moves parameters and momentum of its own, and stage {plan.stage} "
             "shares them between the ranks of dp; use stage 0, or write these ranks as rp"
         )
-    if codec.local and sizes["pp"] > 1:
+    if codec.local and sizes[PP] > 1:
         raise ValueError(
-            f"codec {codec}: local steps leave all sums to the optimizer, and with pp={sizes['pp']} leaves outside of "
+            f"codec {codec}: local steps leave all sums to the optimizer, and with pp={sizes[PP]} leaves outside of "
             "the layers are summed over its ranks behind them; use tp or dp"
         )
     for name, leaf in plan.leaves.items():
-        if "ep" in leaf.compute.axes and sizes["ep"] > 1:
+        if EP in leaf.compute.axes and sizes[EP] > 1:
             raise ValueError(
-                f"codec {codec}: ep={sizes['ep']} shards the experts {name}, whose sums are over fewer ranks than the "
+                f"codec {codec}: ep={sizes[EP]} shards the experts {name}, whose sums are over fewer ranks than the "
                 "others'; use dp"
             )
         memory = next((m for m in (leaf.params.memory, leaf.grads.memory, leaf.opt.memory) if m != "device"), "")

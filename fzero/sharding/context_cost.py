@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from fzero.comm.axes import CP, TP
 from fzero.sharding.context import BALANCED, FORMS, Context
 
 MAX_RESIDENT_RATIO = 2.0  # of what the leanest form holds
@@ -152,7 +153,7 @@ def context_for(sequence: bool | Context, model: Any, sizes: Mapping[str, int], 
     itemsize: bytes of an element of activations. Raises ValueError for a model whose sequences cp cannot split, and for
     one whose heads a form cannot.
     """
-    context, cp, tp = sequence if isinstance(sequence, Context) else Context(over_tp=sequence), sizes["cp"], sizes["tp"]
+    context, cp, tp = sequence if isinstance(sequence, Context) else Context(over_tp=sequence), sizes[CP], sizes[TP]
     if context.over_tp and getattr(model, "foreign", False):
         raise ValueError("sequence parallelism: a model made from a module has none; leave sequence=True out")
     if cp == 1:

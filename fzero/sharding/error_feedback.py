@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import PP, RP, SHARDS
 from fzero.comm.bucket import pack, unpack
-from fzero.comm.rank_tables import SHARDS
 from fzero.core import pytree
 from fzero.sharding.codec import Coder
 from fzero.sharding.leaf_plan import Stored, is_coded
@@ -38,7 +38,7 @@ Hops = dict[str, dict[str, T]]  # {"data" or "rp": {leaf: T}}: one for each sum 
 ERRORS = "codec_error"  # their name in `TrainState.extra`
 ERROR = f"extra/{ERRORS}/"  # how the name of one begins there: a hop and a leaf follow
 SCALE = "_scale"  # behind the name of a hop: the scales of its errors in codes
-HOPS = ("data", "rp")  # between the ranks that share a leaf, of a node if there is hpz; between nodes
+HOPS = ("data", RP)  # between the ranks that share a leaf, of a node if there is hpz; between nodes
 
 
 class StoredError(NamedTuple):
@@ -75,14 +75,14 @@ def errors_of(plan: Plan) -> Hops[Stored]:
         leaf, dim = plan.leaves[name], shard_dim(name)
         dims, lead, rows = list(leaf.compute.dims[dim:]), leaf.compute.dims[:dim] or ((),), leaf.compute.rows
         if name in users:
-            lead, rows = (("pp",),), rows_of(users[name], plan.sizes["pp"])
+            lead, rows = ((PP,),), rows_of(users[name], plan.mesh.pp.size)
         first = leaf.shape[0] if is_stacked(name) else max(1, len(users.get(name, ())))
         path = [move for moves in leaf.moves for move in moves]
         for i, (op, link) in enumerate(path):
             if not is_coded(op, link):
                 continue
             # Ranks over which the sum is still owed have other terms of it.
-            senders = tuple(axis for _, later in path[i:] for axis in later.split("+") if axis != "pp")
+            senders = tuple(axis for _, later in path[i:] for axis in later.split("+") if axis != PP)
             spec = Spec((*lead, senders, *dims), rows=rows, parts=leaf.compute.parts)
             shape = (first, leaf.ranks("+".join(senders)), *leaf.shape[dim:])
             hops.setdefault(hop_of(link), {})[name] = Stored(shape, spec)
@@ -134,7 +134,7 @@ def error_dtype(plan: Plan) -> torch.dtype:
 
 def error_bytes(plan: Plan) -> int:
     """The bytes of errors that a rank holds: the rank of pp with the most."""
-    bytes_by_rank = [0] * plan.sizes["pp"]
+    bytes_by_rank = [0] * plan.mesh.pp.size
     for shape, spec, dtype in (error for errors in stored_errors(plan).values() for error in errors.values()):
         rows = [len(rank_rows) for rank_rows in spec.rows] or [1] * len(bytes_by_rank)
         row_bytes = local_numel(shape, spec, plan.sizes) * dtype.itemsize // max(rows)  # of the rank with the most

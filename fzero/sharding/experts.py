@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from fzero.comm.axes import EP
 from fzero.core.pytree import nearest
 from fzero.sharding.spec import Spec
 
@@ -116,7 +117,7 @@ def with_parts(compute: Mapping[str, Spec], named: Mapping[str, Any], ranks: int
     """
     out = dict(compute)
     for name, spec in compute.items():
-        experts = named[name].shape[spec.dims.index(("ep",))] if ("ep",) in spec.dims else 0
+        experts = named[name].shape[spec.dims.index((EP,))] if (EP,) in spec.dims else 0
         if experts % ranks:
             if experts < ranks:
                 raise ValueError(f"ep={ranks} is more than the {experts} experts of a block; use ep={experts} at most")
@@ -128,7 +129,7 @@ def experts_of(model: Any, named: Mapping[str, Any], compute: Mapping[str, Spec]
     """The experts of a model whose rules split some over ep; None for another one."""
     for name, spec in compute.items():
         for dim, axes in enumerate(spec.dims):
-            if "ep" in axes:
+            if EP in axes:
                 config = model.config
                 capacity = bool(getattr(config, "capacity_factor", 0.0))
                 return Routed(named[name].shape[dim], config.top_k, config.d_model, capacity)
@@ -141,7 +142,7 @@ def experts_for(experts: Experts | str, routed: Routed | None, sizes: Mapping[st
     Raises ValueError for a model without experts, and for experts with a capacity, which takes the tokens of a sequence
     in their order, in an exchange.
     """
-    experts, ranks = Experts.parse(experts) if isinstance(experts, str) else experts, sizes["ep"]
+    experts, ranks = Experts.parse(experts) if isinstance(experts, str) else experts, sizes[EP]
     if ranks == 1:
         return None
     if routed is None:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.comm.rank_tables import BY_TOKENS, SHARDS, links_of
+from fzero.comm.axes import BY_TOKENS, PP, RP, SHARDS, links_of
 from fzero.sharding.slices import is_stacked, local_numel, shard_dim
 from fzero.sharding.spec import Spec
 
-Moves = tuple[tuple[str, str], ...]  # (operation, link: see rank_tables.links_of)
+Moves = tuple[tuple[str, str], ...]  # (operation, link: see comm.axes.links_of)
 COLLECTIVES = {"scatter": "psum_scatter", "psum": "psum", "gather": "all_gather"}  # by operation
 
 
@@ -108,12 +108,12 @@ class LeafPlan:
     @property
     def gathered(self) -> bool:
         """Whether shards of the leaf are gathered over `link` for each use."""
-        return bool(self.link) and "dp" in self.use.axes
+        return bool(self.link) and self.use.over_data
 
     @property
     def updated_in_shards(self) -> bool:
         """Whether the leaf is trained, whole at rest, and gathered over `link` after the update of its shards."""
-        return bool(self.link) and self.trained and "dp" in self.opt.axes and "dp" not in self.params.axes
+        return bool(self.link) and self.trained and self.opt.over_data and not self.params.over_data
 
     @cached_property
     def moves(self) -> tuple[Moves, Moves]:
@@ -128,13 +128,13 @@ class LeafPlan:
             for link, axis in owed
             if axis in grads.partial
         ]
-        end += [("gather", self.link)] * bool(self.link and "dp" in grads.axes and "dp" not in opt.axes)
+        end += [("gather", self.link)] * bool(self.link and grads.over_data and not opt.over_data)
         return tuple(micro_path), tuple(end)
 
     @property
     def moves_within_stage(self) -> tuple[Moves, Moves]:
         """The moves but those over pp, which are made behind the row of a rank."""
-        micro_path, end = (tuple(move for move in path if move[1] != "pp") for path in self.moves)
+        micro_path, end = (tuple(move for move in path if move[1] != PP) for path in self.moves)
         return micro_path, end
 
     @property
@@ -147,7 +147,7 @@ class LeafPlan:
     @property
     def sum_link(self) -> str:
         """The link over which it does; "" for none."""
-        return "rp" if self.sizes["rp"] > 1 else self.link
+        return RP if self.sizes[RP] > 1 else self.link
 
     @property
     def sum_axes(self) -> tuple[str, ...]:
@@ -157,17 +157,17 @@ class LeafPlan:
     @property
     def summed(self) -> Spec:
         """The layout of such a sum, which is whole over its link: over rp that in which the leaf is updated."""
-        return self.opt if self.sizes["rp"] > 1 else replace(self.compute, partial=frozenset())
+        return self.opt if self.sizes[RP] > 1 else replace(self.compute, partial=frozenset())
 
     @property
     def served(self) -> Spec:
         """The layout of what each rank serves of the leaf: over dp as stage 1 shards it, over rp each part so once
         more."""
-        if self.sizes["rp"] == 1:
+        if self.sizes[RP] == 1:
             return shard_over_data(self.name, self.shape, self.summed, self.sizes)
         dim, dims = shard_dim(self.name), list(self.summed.dims)
-        if dim < len(self.shape) and self.shape[dim] % math.prod(self.sizes[axis] for axis in (*dims[dim], "rp")) == 0:
-            dims[dim] = (*dims[dim], "rp")
+        if dim < len(self.shape) and self.shape[dim] % math.prod(self.sizes[axis] for axis in (*dims[dim], RP)) == 0:
+            dims[dim] = (*dims[dim], RP)
         return replace(self.summed, dims=tuple(dims))
 
     @property

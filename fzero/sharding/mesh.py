@@ -21,24 +21,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fzero.comm.agreement import ProgramAgreement, RankError
+from fzero.comm.axes import AXES, BY_DATA_RANK, BY_RANK, CP, DP, EP, PP, RP, SHARDS, TP, joined_links, links_of
 from fzero.comm.collectives import Axis
 from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
-from fzero.comm.rank_tables import BY_DATA_RANK, BY_RANK, SHARDS, joined_links, links_of
 from fzero.core import gpu
 from fzero.core.arguments import checked, expect_kind
 from fzero.core.pytree import nearest
 from fzero.core.text_parsing import environment_number
 
-AXES = {
-    "dp": "data, and the shards of ZeRO",
-    "rp": "replicas of the dp group (hybrid sharding)",
-    "tp": "tensor",
-    "pp": "pipeline",
-    "cp": "context",
-    "ep": "experts",
-}
-ORDER = BY_RANK  # of ranks, outermost first: axes that communicate most are nearest
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by the device of the run; small tables stay on the host
 # What to do where one cannot start, by the device of the run.
 STARTING = {
@@ -74,13 +65,43 @@ class Mesh:
     owned: bool = field(default=False, compare=False, repr=False)  # whether make_mesh initialised torch.distributed
     # Several of dp, ep and cp as one, where they are in use: see joined_links.
     links: tuple[Axis, ...] = field(default=(), compare=False, repr=False)
-    members: Axis = field(default_factory=lambda: Axis("rp"))  # of whose ranks this is the mesh of one, see `member`
+    members: Axis = field(default_factory=lambda: Axis(RP))  # of whose ranks this is the mesh of one, see `member`
 
     def __getitem__(self, name: str) -> Axis:
         for axis in (*self.axes, *self.links):
             if axis.name == name:
                 return axis
         raise ValueError(f"the mesh has no axis {name!r}; its axes are {', '.join(AXES)}{nearest(name, AXES)}")
+
+    @property
+    def dp(self) -> Axis:
+        """The axis of data, and of the shards of ZeRO."""
+        return self[DP]
+
+    @property
+    def rp(self) -> Axis:
+        """That of replicas of the dp group."""
+        return self[RP]
+
+    @property
+    def tp(self) -> Axis:
+        """That of tensor parallelism."""
+        return self[TP]
+
+    @property
+    def pp(self) -> Axis:
+        """That of the pipeline."""
+        return self[PP]
+
+    @property
+    def cp(self) -> Axis:
+        """That of context parallelism."""
+        return self[CP]
+
+    @property
+    def ep(self) -> Axis:
+        """That of experts."""
+        return self[EP]
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -93,10 +114,15 @@ class Mesh:
         return math.prod(a.size for a in self.axes)
 
     @property
+    def stage_size(self) -> int:
+        """The number of processes with the same layers, next to each other."""
+        return self.size // self.pp.size
+
+    @property
     def rank(self) -> int:
         """This process's number among all of them."""
         rank = 0
-        for name in ORDER:
+        for name in BY_RANK:
             rank = rank * self[name].size + self[name].rank
         return rank
 
@@ -120,8 +146,8 @@ class Mesh:
         >>> print(mesh, mesh.size, mesh.data_size, mesh.data_rank)
         Mesh(dp=2) 2 8 5
         """
-        axes = tuple(Axis("rp") if axis.name == "rp" else axis for axis in self.axes)
-        return replace(self, axes=axes, members=self["rp"], owned=False)
+        axes = tuple(Axis(RP) if axis.name == RP else axis for axis in self.axes)
+        return replace(self, axes=axes, members=self.rp, owned=False)
 
     @property
     def data_size(self) -> int:
@@ -202,7 +228,7 @@ def _sizes_text(sizes: Mapping[str, int]) -> str:
 
 def _coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
     coordinates = {}
-    for name in reversed(ORDER):
+    for name in reversed(BY_RANK):
         rank, coordinates[name] = divmod(rank, sizes[name])
     return coordinates
 
@@ -252,11 +278,11 @@ def make_mesh(
         return one_process()
     if not started:
         device = gpu.resolve_device(device or "auto")
-        if sizes["pp"] > 1:
+        if sizes[PP] > 1:
             gpu.widen_queues()
         start_processes(gpu.use_device(device, environment_number("LOCAL_WORLD_SIZE", 1, 1)), timeout_s)
     device = device or ("cuda" if "nccl" in dist.get_backend_config() else "cpu")
-    used = [name for name in ORDER if sizes[name] > 1]
+    used = [name for name in BY_RANK if sizes[name] > 1]
     with _naming_transport(device, dist.get_rank()):
         device_mesh = init_device_mesh(device, tuple(sizes[name] for name in used), mesh_dim_names=tuple(used))
     store = dist.PrefixStore(f"fzero/{next(_MESHES)}", dist.distributed_c10d._get_default_store())
@@ -345,7 +371,7 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Mesh:
     coordinates, ledger, agreement, axes = _coordinates(sizes, rank), Ledger(), ProgramAgreement(None, rank, 0.0), []
 
     def stride(name: str) -> int:
-        return math.prod(sizes[inner] for inner in ORDER[ORDER.index(name) + 1 :])
+        return math.prod(sizes[inner] for inner in BY_RANK[BY_RANK.index(name) + 1 :])
 
     def communicator(names: Sequence[str]) -> Communicator:
         first = rank - sum(coordinates[name] * stride(name) for name in names)

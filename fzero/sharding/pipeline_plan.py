@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fzero.comm.axes import PP
 from fzero.core.arguments import expect_count, expect_kind
 from fzero.core.bounds import Count
 from fzero.core.pytree import nearest
@@ -264,5 +265,5 @@ def with_layers(
     out = {}
     for name, spec in compute.items():
         stack = name.split("/")[0]
-        out[name] = replace(spec, dims=(("pp",), *spec.dims[1:]), rows=rows[stack]) if is_stacked(name) else spec
+        out[name] = replace(spec, dims=((PP,), *spec.dims[1:]), rows=rows[stack]) if is_stacked(name) else spec
     return out

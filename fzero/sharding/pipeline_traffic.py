@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero.comm.axes import PP
 from fzero.comm.bucket import bucket_groups
 from fzero.comm.ledger import sent_elements
 from fzero.sharding.leaf_plan import COLLECTIVES, LeafPlan, Moves
@@ -76,7 +77,7 @@ def sent_by_rank(plan: Plan) -> tuple[tuple[RankTraffic, ...], ...]:
     >>> [(entry.kind, entry.collective, entry.per_micro_batch, entry.per_step) for entry in traffic[0]]
     [('activations', 'message', 1, 0), ('outside', 'gather_to', 0, 32896), ('outside', 'scatter_from', 0, 32768)]
     """
-    return tuple(sent_of(plan, rank) for rank in range(plan.sizes["pp"]))
+    return tuple(sent_of(plan, rank) for rank in range(plan.mesh.pp.size))
 
 
 def sent_of(plan: Plan, rank: int) -> tuple[RankTraffic, ...]:
@@ -84,9 +85,9 @@ def sent_of(plan: Plan, rank: int) -> tuple[RankTraffic, ...]:
     sums, ranks = Sums(), plan.stages.ranks
     for stage in plan.stages.chunks(rank):
         if stage + 1 < len(ranks) and ranks[stage + 1] != rank:
-            sums.add("activations", "message", "pp", 0, 1, 0)
+            sums.add("activations", "message", PP, 0, 1, 0)
         if stage and ranks[stage - 1] != rank:
-            sums.add("gradients", "message", "pp", 0, 1, 0)
+            sums.add("gradients", "message", PP, 0, 1, 0)
     stacks: dict[str, list[str]] = {}
     for name, leaf in plan.leaves.items():
         if leaf.stacked:
@@ -159,19 +160,19 @@ def add_group(
 
 def add_over_pp(sums: Sums, plan: Plan, rank: int) -> None:
     """Add the leaves outside the layers that pp shards: to the ranks that use them, and their sums from there."""
-    p = plan.sizes["pp"]
+    p = plan.mesh.pp.size
     for name, users in plan.users.items():
         leaf, using_ranks = plan.leaves[name], {user for _, user in users}
         size = leaf.dtype.itemsize
         if leaf.params.dims != leaf.use.dims:
             shard_numel = leaf.numel(leaf.params)
-            sums.add("outside", "gather_to", "pp", size, 0, shard_numel * len(using_ranks - {rank}))
-            if leaf.link and rank in using_ranks and "dp" in leaf.params.axes and "dp" not in leaf.use.axes:
+            sums.add("outside", "gather_to", PP, size, 0, shard_numel * len(using_ranks - {rank}))
+            if leaf.link and rank in using_ranks and leaf.params.over_data and not leaf.use.over_data:
                 sums.walk("outside", leaf, (("gather", leaf.link),), size, shard_numel * p, (0, 1))
         if leaf.trained:
             times = sum(source == rank for _, source in users)
             sent = leaf.numel(leaf.opt) * (p - 1) * times
-            sums.add("outside", "scatter_from", "pp", plan.policy.accumulate.itemsize, 0, sent)
+            sums.add("outside", "scatter_from", PP, plan.policy.accumulate.itemsize, 0, sent)
 
 
 def add_updated(sums: Sums, plan: Plan, rank: int) -> None:

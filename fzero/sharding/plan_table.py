@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.comm.rank_tables import SHARDS, links_of
+from fzero.comm.axes import PP, RP, SHARDS, links_of
 from fzero.sharding.coded_sums import padded
 from fzero.sharding.error_feedback import error_bytes, error_dtype
 from fzero.sharding.experts import FORMS as EXPERT_FORMS
@@ -99,20 +99,20 @@ def describe(plan: Plan) -> str:
 def uncut_text(plan: Plan) -> list[str]:
     """The lines that name the leaves which rest whole on every rank, as their dims do not divide."""
     cut = plan.stage and links_of(SHARDS, plan.sizes)
-    uncut = [n for n, leaf in plan.leaves.items() if cut and "dp" not in leaf.opt.axes and leaf.dtype.is_floating_point]
+    uncut = [n for n, leaf in plan.leaves.items() if cut and not leaf.opt.over_data and leaf.dtype.is_floating_point]
     among = " x ".join(f"{axis}={plan.sizes[axis]}" for axis in SHARDS if plan.sizes[axis] > 1)
     notes = [f"not divisible by {among}, so whole on every rank: {', '.join(uncut)}"] if uncut else []
-    pp_uncut = [name for name, leaf in plan.leaves.items() if plan.sizes["pp"] > 1 and "pp" not in leaf.opt.axes]
+    pp_uncut = [name for name, leaf in plan.leaves.items() if plan.mesh.pp.size > 1 and PP not in leaf.opt.axes]
     if pp_uncut:
         notes.append(
-            f"not divisible by pp={plan.sizes['pp']} (and dp), so whole on every rank of it: {', '.join(pp_uncut)}"
+            f"not divisible by pp={plan.mesh.pp.size} (and dp), so whole on every rank of it: {', '.join(pp_uncut)}"
         )
     return notes
 
 
 def context_text(plan: Plan) -> str:
     """The form of attention over cp of a plan, and what each form sends and holds."""
-    context, cp, heads = plan.context, plan.sizes["cp"], plan.heads
+    context, cp, heads = plan.context, plan.mesh.cp.size, plan.heads
     text = f"context: {replace(context, pieces='auto')} of {context.pieces} pieces over cp={cp}"
     if heads is None:
         return f"{text}: the model has no attention"
@@ -130,7 +130,7 @@ def capacity_text(experts: Experts) -> str:
 
 def experts_text(plan: Plan) -> str:
     """How tokens come to experts over ep in a plan, and what forms send."""
-    experts, routed, ep = plan.experts, plan.routed, plan.sizes["ep"]
+    experts, routed, ep = plan.experts, plan.routed, plan.mesh.ep.size
     capacity = f", room for {capacity_text(experts)}" if experts.form == "exchange" else ""
     capacity += f", in {experts.parts} parts" if experts.parts > 1 else ""
     sent = ", ".join(f"{form} {routed.sent(form, ep):,.0f}" for form in EXPERT_FORMS)
@@ -189,15 +189,15 @@ def traffic(plan: Plan, name: str) -> list[Traffic]:
     leaf, entries = plan.leaves[name], list[Traffic]()
     n, link = leaf.numel(leaf.compute), leaf.link
     signed, coding = name in plan.sign_leaves, coding_words(plan, name)
-    if "rp" in leaf.use.axes:
-        node_bytes = gathered_bytes(plan, leaf, n // leaf.ranks(link)) * missing_fraction(leaf, "rp")
-        entries.append(Traffic(f"all_gather rp{coding} for use a step", "rp", 0.0, node_bytes))
+    if RP in leaf.use.axes:
+        node_bytes = gathered_bytes(plan, leaf, n // leaf.ranks(link)) * missing_fraction(leaf, RP)
+        entries.append(Traffic(f"all_gather rp{coding} for use a step", RP, 0.0, node_bytes))
     if leaf.gathered:
         share = gathered_bytes(plan, leaf, n) * missing_fraction(leaf, link) * (2 if leaf.stacked else 1)
         entries.append(Traffic(f"all_gather {link} for use{coding}", link, share, 0.0))
-    if "pp" in leaf.params.axes and not leaf.stacked:
+    if PP in leaf.params.axes and not leaf.stacked:
         entries.append(
-            Traffic("gather pp for use a step", "pp", 0.0, leaf.numel(leaf.params) * plan.policy.param.itemsize)
+            Traffic("gather pp for use a step", PP, 0.0, leaf.numel(leaf.params) * plan.policy.param.itemsize)
         )
     for is_final, path in enumerate(leaf.moves * leaf.trained):
         for op, over in path:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import RP, links_of
 from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import Axis, all_gather, pvary, start_all_gather
-from fzero.comm.rank_tables import links_of
 from fzero.core import pytree, varying_axes
 from fzero.core.copy_buckets import LARGE_COPY, SMALL_COPY
 from fzero.core.future import Future, ready
@@ -141,8 +141,8 @@ class ParamFetcher:
         self.compute = pytree.named_leaves(plan.compute)
         # And what each is gathered over.
         self.sharded = {name: plan.link(name) for name in self.leaves if plan.leaves[name].gathered}
-        nodes = plan.mesh["rp"]
-        self.over_nodes = {name: nodes for name in self.leaves if "rp" in plan.leaves[name].use.axes and nodes.size > 1}
+        nodes = plan.mesh.rp
+        self.over_nodes = {name: nodes for name in self.leaves if RP in plan.leaves[name].use.axes and nodes.size > 1}
         # What has no memory of its own, or not on the device. A leaf on a disk has `read(layer)`, whose result has
         # `copy_to(device)`.
         self.offloaded = {

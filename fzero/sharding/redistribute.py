@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import TP
 from fzero.comm.collectives import all_gather_same, all_to_all, own_slice, psum, psum_scatter
 from fzero.comm.rank_tables import device_of, sum_rows
 from fzero.core import pytree
@@ -200,7 +201,7 @@ def gather_layers(
     padded = torch.cat([x, x.new_zeros((max_layers - x.shape[0], *x.shape[1:]))])
     places = {row: rank * max_layers + i for rank, rows in enumerate(spec.rows) for i, row in enumerate(rows)}
     order = torch.tensor([places[row] for row in range(len(places))], device=x.device)
-    return gather(padded, mesh["pp"], 0, leaf=leaf).index_select(0, order)
+    return gather(padded, mesh.pp, 0, leaf=leaf).index_select(0, order)
 
 
 def gather_parts(
@@ -306,5 +307,5 @@ def from_dtensor(t: DTensor, mesh: Mesh) -> tuple[Tensor, Spec]:
                 factor //= mesh[axes[position]].size
                 position += 1
             dims[placement.dim] = (*axes[:position], name, *axes[position:])
-    parts = next((parts_as_chunks(size, mesh["tp"].size) for size, axes in zip(t.shape, dims) if axes == ("tp",)), ())
+    parts = next((parts_as_chunks(size, mesh.tp.size) for size, axes in zip(t.shape, dims) if axes == (TP,)), ())
     return t.to_local(), Spec(tuple(dims), frozenset(partial), parts=parts if len(set(parts)) > 1 else ())

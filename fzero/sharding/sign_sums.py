@@ -162,7 +162,7 @@ class SignSums:
     def updated_slice(self, name: str, full: Tensor) -> Tensor:
         """The part of a leaf's sum that this rank updates: a view."""
         layout, axis = self.specs[name], self.axes[name]
-        cut = "dp" in layout.opt.axes and "dp" not in layout.full.axes
+        cut = layout.opt.over_data and not layout.full.over_data
         return narrow_part(full, axis.rank, axis.size, shard_dim(name)) if cut else full
 
     def full_sums(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:

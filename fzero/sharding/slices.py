@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import PP, TP
 from fzero.core.storage import PAGE
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.spec import Spec, runs_of
@@ -61,8 +62,8 @@ def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "")
     local = list(shape)
     for dim, axes in enumerate(dims):
         if spec.rows and dim == 0:
-            check_rows(leaf or "tensor", local[0], spec, mesh["pp"].size)
-            local[0] = len(spec.rows[mesh["pp"].rank])
+            check_rows(leaf or "tensor", local[0], spec, mesh.pp.size)
+            local[0] = len(spec.rows[mesh.pp.rank])
             continue
         if spec.parts and dim == part_dim(spec):
             check_parts(leaf or "tensor", local[dim], spec, {axis: mesh[axis].size for axis in spec.dims[dim]})
@@ -119,7 +120,7 @@ def local_windows(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "
     if not spec.rows:
         return [Window(tuple(start), size)]
     out, offset = [], 0
-    for first, number in runs_of(spec.rows[mesh["pp"].rank]):
+    for first, number in runs_of(spec.rows[mesh.pp.rank]):
         out.append(Window((first, *start[1:]), (number, *size[1:]), offset))
         offset += number
     return out
@@ -208,7 +209,7 @@ def check_dims(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str
         raise ValueError(f"{name}: its spec {spec} has {len(spec.dims)} dims and the leaf has {len(shape)}")
     for dim, (size, axes) in enumerate(zip(shape, spec.dims)):
         if spec.rows and dim == 0:
-            check_rows(name, size, spec, sizes["pp"])
+            check_rows(name, size, spec, sizes[PP])
             continue
         if spec.parts and dim == part_dim(spec):
             check_parts(name, size, spec, sizes)
@@ -251,7 +252,7 @@ def check_parts(name: str, size: int, spec: Spec, sizes: Mapping[str, int]) -> N
     ranks = sizes[axis]
     if len(spec.parts) != ranks or sum(spec.parts) != size or any(share % inner for share in spec.parts):
         raise ValueError(f"{name}: the parts of its spec {spec} do not share {size} among {axis}={ranks} ranks")
-    if axis == "tp" and (spec.parts != parts_as_chunks(size, ranks) or not spec.parts[-1] or ranks == 1):
+    if axis == TP and (spec.parts != parts_as_chunks(size, ranks) or not spec.parts[-1] or ranks == 1):
         expected = parts_as_chunks(size, ranks)
         instead = f"they must be %{','.join(map(str, expected))}" if expected[-1] and ranks > 1 else "use a smaller tp"
         raise ValueError(f"{name}: the parts of its spec {spec} are not those of torch.chunk, of 1 or more; {instead}")
@@ -275,7 +276,7 @@ def shard_of_rank(largest: tuple[int, ...], spec: Spec, mesh: Mesh) -> tuple[int
     """The shape of this rank's shard by such a spec, from that of the largest."""
     sizes = list(largest)
     if spec.rows:
-        sizes[0] = len(spec.rows[mesh["pp"].rank])
+        sizes[0] = len(spec.rows[mesh.pp.rank])
     if spec.parts:
         sizes[part_dim(spec)] = spec.parts[mesh[spec.part_axis].rank]
     return tuple(sizes)

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from fzero.comm.axes import DP, EP, PP, TP, VARYING
+
 if TYPE_CHECKING:
     from fzero.sharding.mesh import Mesh
 
 MEMORIES = ("device", "host", "nvme")
-# Axes whose ranks use a leaf that they all hold differently: on other rows of the batch, at other positions of it, or
-# in another part of the model.
-VARYING = ("dp", "rp", "ep", "cp", "pp")
 Rows = tuple[tuple[int, ...], ...]
 
 
@@ -57,7 +56,7 @@ class Spec:
                 raise ValueError(f"spec {self}: axis {axis!r} appears twice; an axis shards one dim or is owed, once")
         if self.memory not in MEMORIES:
             raise ValueError(f"spec {self}: memory is {self.memory!r}; it must be one of {', '.join(MEMORIES)}")
-        if self.rows and self.dims[:1] != (("pp",),):
+        if self.rows and self.dims[:1] != ((PP,),):
             raise ValueError(f"spec {self}: rows are those of pp, which must shard the first dim, alone")
         if self.parts and self.part_axis not in {d[0] for d in dims if d}:
             raise ValueError(f"spec {self}: parts are those of ep or tp, which must shard a dim, before other axes")
@@ -89,6 +88,11 @@ class Spec:
         return tuple(axis for d in self.dims for axis in d)
 
     @property
+    def over_data(self) -> bool:
+        """Whether ZeRO shards it, over dp and the axes beside it."""
+        return DP in self.axes
+
+    @property
     def partial_axes(self) -> tuple[str, ...]:
         """The axes over which the gradient of a leaf that is used in this layout is owed: those whose ranks use it
         differently and that do not shard it, then those in `partial`."""
@@ -97,7 +101,7 @@ class Spec:
     @property
     def part_axis(self) -> str:
         """The axis that `parts` are of; "" without parts."""
-        return "" if not self.parts else "ep" if "ep" in self.axes else "tp"
+        return "" if not self.parts else EP if EP in self.axes else TP
 
     @property
     def layer(self) -> Spec:
@@ -118,7 +122,7 @@ class Spec:
 
         from fzero.core.torch_private import StridedShard
 
-        if self.part_axis == "ep":
+        if self.part_axis == EP:
             raise ValueError(f"spec {self}: a DTensor has no placement for parts of these sizes; use ep that divides")
         if mesh.device_mesh is None:
             raise ValueError(f"spec {self}: a mesh of one process has no DeviceMesh, and a tensor on it no placements")

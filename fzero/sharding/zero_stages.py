@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fzero.comm.axes import CP, PP, TP
 from fzero.core import pytree
 from fzero.core.arguments import PLAN, checked, expect_kind, expect_regex
 from fzero.core.precision import POLICIES, Policy
@@ -95,10 +96,10 @@ def zero_plan(
     check_choices(stage, mesh, reduce)
     named, sizes = pytree.named_leaves(like := shapes_of(model)), mesh.sizes
     context = context_for(sequence, model, sizes, policy.compute.itemsize)
-    split = context.over_tp and sizes["tp"] > 1
-    pipeline = (pipeline or Pipeline()) if sizes["pp"] > 1 else None
-    stages = stages_for(pipeline, model, named, sizes["pp"]) if pipeline else None
-    compute = specs_in_use(model, named, mesh, {"tp"} if split else set(), stages)
+    split = context.over_tp and sizes[TP] > 1
+    pipeline = (pipeline or Pipeline()) if sizes[PP] > 1 else None
+    stages = stages_for(pipeline, model, named, sizes[PP]) if pipeline else None
+    compute = specs_in_use(model, named, mesh, {TP} if split else set(), stages)
     routed = experts_of(model, named, compute)
     dispatch = experts_for("auto", routed, sizes)
     for name, spec in compute.items():
@@ -117,7 +118,7 @@ def zero_plan(
         leaves[name] = LeafPlan(name, tuple(x.shape), dtype, compute[name], *specs, sizes, *flags)
     leaves = with_offload(leaves, offload, policy.state)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
-    options = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"]), 0, dispatch, routed
+    options = pipeline, stages, context if sizes[CP] > 1 else None, heads_of(model, sizes[TP]), 0, dispatch, routed
     users = outside_users(model, named, stages)
     plan = Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *options, outside=users)
     return plan if codec is None else coded_plan(plan, codec)
@@ -128,7 +129,7 @@ def specs_in_use(
 ) -> dict[str, Spec]:
     """The specs of the leaves as the model's code sees them: over `partial_axes` they are used differently."""
     compute = {name: with_partial(spec, partial_axes) for name, spec in compute_specs(model, dict(named), mesh).items()}
-    return with_layers(with_parts(compute, named, mesh["ep"].size), dict(named), model, stages)
+    return with_layers(with_parts(compute, named, mesh.ep.size), dict(named), model, stages)
 
 
 def rule_and_frozen_leaves(model: Any) -> tuple[frozenset[str], frozenset[str]]:
@@ -157,7 +158,7 @@ def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Poli
     Their scales are found from all layers before a pass, so they must rest on the device. Raises ValueError for a model
     without such leaves, and for leaves elsewhere.
     """
-    gathered = {name: leaf for name, leaf in leaves.items() if "dp" in leaf.params.axes}
+    gathered = {name: leaf for name, leaf in leaves.items() if leaf.params.over_data}
     if policy.gather != "float8" or not gathered:
         return frozenset()
     instead = f"policy {policy.name} gathers weights as float8, and"
@@ -250,10 +251,10 @@ def stage_specs(
 def shard_over_pp(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> Spec:
     """The spec of a leaf outside the stacks of layers with pp behind the axes of its first dim; as it is if that dim
     does not divide."""
-    ranks = sizes["pp"] * math.prod(sizes[a] for a in spec.dims[0]) if spec.dims else 0
-    if sizes["pp"] == 1 or is_stacked(name) or not ranks or shape[0] % ranks:
+    ranks = sizes[PP] * math.prod(sizes[a] for a in spec.dims[0]) if spec.dims else 0
+    if sizes[PP] == 1 or is_stacked(name) or not ranks or shape[0] % ranks:
         return spec
-    return replace(spec, dims=((*spec.dims[0], "pp"), *spec.dims[1:]))
+    return replace(spec, dims=((*spec.dims[0], PP), *spec.dims[1:]))
 
 
 def with_offload(leaves: dict[str, LeafPlan], offload: Offload, state: torch.dtype) -> dict[str, LeafPlan]:

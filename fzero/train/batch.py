@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import CP, TP
 from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.arguments import checked, expect_count, expect_kind
@@ -200,10 +201,10 @@ def expect_distinct_rows(batch: Any, mesh: Mesh, micro_batches: int, dealt: bool
     row = [int.from_bytes(content.digest()[:8], "big", signed=True), next(iter(named.values())).shape[0]]
     row += [one_row or dealing is not None, 0 if one_row else parts, 0 if one_row else twice]
     table = gather_rows(torch.tensor(row, device=device_of(mesh)), mesh, leaf="batch").tolist()
-    group, first = mesh.size // mesh["pp"].size, {}
+    group, first = mesh.stage_size, {}
     alike, tp = (
-        mesh["cp"].size * mesh["tp"].size,
-        mesh["tp"].size,
+        mesh.cp.size * mesh.tp.size,
+        mesh.tp.size,
     )  # neighbours of one data rank, and those of one tp group
     for rank, (digest, rows, passes, parts, source) in enumerate(table):
         if parts not in (0, micro_batches):
@@ -218,7 +219,7 @@ def expect_distinct_rows(batch: Any, mesh: Mesh, micro_batches: int, dealt: bool
                 "before: each would train on a part of its part; give the step what local_batch returned, or a copy"
             )
         if rank % alike and digest != table[rank - rank % alike][0]:
-            kind = "tp" if rank % alike < tp else "cp"
+            kind = TP if rank % alike < tp else CP
             raise ValueError(
                 f"ranks {rank - rank % alike} and {rank} are of one {kind} group and were given different batches; "
                 f"give all ranks of a {kind} group the same one, as local_batch(batch, mesh, micro_batches) does"

@@ -45,7 +45,7 @@ def refusal_of(plan: Plan, tx: GradientTransformation, donate: bool) -> str:
     offloads += f"{', ' * bool(offloads)}acts={plan.acts}" if plan.acts != "device" else ""
     gloo = [a.name for a in plan.mesh.axes if a.communicator is not None and a.communicator.transport == "gloo"]
     table = (
-        (plan.stages is not None, f"pp={plan.sizes['pp']}: messages between stages are started by the host"),
+        (plan.stages is not None, f"pp={plan.mesh.pp.size}: messages between stages are started by the host"),
         (plan.delayed > 0, 'update="delayed": the two versions of the parameters change places'),
         (not donate, "donate=False: each step makes its state in other memory"),
         (bool(offloads), f"offload {offloads}: the host takes part in a step"),

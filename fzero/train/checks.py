@@ -75,7 +75,7 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
     assert isinstance(remat, Remat)  # Execution parses a text
     if plan.stages is not None and not layered:
         raise ValueError(
-            f"pp={plan.sizes['pp']} cuts a layered Model into stages, and this is a plain function; use dp"
+            f"pp={plan.mesh.pp.size} cuts a layered Model into stages, and this is a plain function; use dp"
         )
     if offloaded and not donate:
         raise ValueError(
@@ -89,7 +89,7 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
         )
     if execution.partition_activations:
         expect_same_inputs(plan, layered)
-    fetched = any("dp" in leaf.use.axes or leaf.params.memory != "device" for leaf in plan.leaves.values())
+    fetched = any(leaf.use.over_data or leaf.params.memory != "device" for leaf in plan.leaves.values())
     if execution.resident and not (fetched and layered):
         raise ValueError(
             f"resident is {execution.resident}, and no parameters are fetched layer by layer here; use stage 3 with a "
@@ -116,7 +116,7 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
         )
     if update in ("speculate", "backward") and plan.stages is not None:
         raise ValueError(
-            f'update="{update}" updates layers in the backward pass of a whole model, and pp={plan.sizes["pp"]} cuts '
+            f'update="{update}" updates layers in the backward pass of a whole model, and pp={plan.mesh.pp.size} cuts '
             'it into stages; use update="end"'
         )
     if update in ("speculate", "backward") and not (offloaded and layered):
@@ -128,8 +128,8 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
 
 def expect_same_inputs(plan: Plan, layered: bool) -> None:
     """Raise ValueError unless the ranks of tp have the same inputs of layers, to be partitioned."""
-    if plan.sizes["tp"] == 1 or plan.sequence or not layered:
-        layout = "sequence parallelism, which cuts them" if plan.sequence else f"tp={plan.sizes['tp']}"
+    if plan.mesh.tp.size == 1 or plan.sequence or not layered:
+        layout = "sequence parallelism, which cuts them" if plan.sequence else f"tp={plan.mesh.tp.size}"
         raise ValueError(
             "partition_activations is for layer inputs of a Model that all ranks of tp have, and this is "
             + (f"a plan with {layout}" if layered else "a plain function")
@@ -184,7 +184,7 @@ def expect_sums(tx: GradientTransformation, plan: Plan) -> None:
             f"codec {plan.codec}: local leaves all sums to an optimizer that makes few of them, and this one sums in "
             "each step; use optim.zero_one_adam(freeze=STEPS, sum_every=STEPS), or leave local out"
         )
-    several = max(plan.mesh.link().size, plan.mesh["rp"].size) > 1
+    several = max(plan.mesh.link().size, plan.mesh.rp.size) > 1
     if tx.local is not None and several and not local:
         raise ValueError(
             "the optimizer makes local steps, between which ranks send nothing, and the plan sums gradients in each; "

@@ -49,7 +49,7 @@ class ExpertSlack:
     @property
     def limited(self) -> bool:
         """Whether a rank can be sent more rows than it has memory for; never in a plan, where nothing is sent."""
-        plan, ranks, communicator = self.plan, self.plan.sizes["ep"], self.plan.mesh["ep"].communicator
+        plan, ranks, communicator = self.plan, self.plan.mesh.ep.size, self.plan.mesh.ep.communicator
         if plan.experts is None or plan.routed is None or plan.experts.form != "exchange":
             return False
         if communicator is None or communicator.transport == "fake":
@@ -74,7 +74,7 @@ class ExpertSlack:
     def _cutting(self) -> Iterator[list[int]]:
         """A context in which exchanges over ep are cut to the rows that have memory, and note in the list that they
         were."""
-        communicator = self.plan.mesh["ep"].communicator
+        communicator = self.plan.mesh.ep.communicator
         if not self.limited or communicator is None:
             yield []
             return

@@ -121,9 +121,9 @@ def with_agreed(state: TrainState, outer: Outer) -> TrainState:
 
 def expect_local(plan: Plan) -> None:
     """Raise ValueError for a plan whose members cannot agree in this way."""
-    if plan.sizes["rp"] > 1:
+    if plan.mesh.rp.size > 1:
         raise ValueError(
-            f"local steps: the plan sums gradients over rp={plan.sizes['rp']}; make it, its state and its step with "
+            f"local steps: the plan sums gradients over rp={plan.mesh.rp.size}; make it, its state and its step with "
             "mesh.member(), the mesh of one member"
         )
     if plan.codec is not None and plan.codec.feedback:

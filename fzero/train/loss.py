@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import BY_TOKENS, CP
 from fzero.comm.collectives import psum
-from fzero.comm.rank_tables import BY_TOKENS, gather_rows
+from fzero.comm.rank_tables import gather_rows
 from fzero.core import prng, pytree
 from fzero.core.closure_state import ClosureState
 from fzero.core.precision import Policy
@@ -130,7 +131,7 @@ def sum_tables(tables: Sequence[dict[str, Tensor]], mesh: Mesh, axes: Sequence[s
     rows, layout = packed(tables)
     sums = rows.sum(0)
     for axis in axes:
-        if axis != "cp":
+        if axis != CP:
             sums = psum(sums, mesh[axis], leaf="tables")
     return layout.unpack(sums)
 

@@ -85,7 +85,7 @@ def channel_capacity(plan: Plan, parts: int, updates: int | None = None) -> int:
 def row_of(plan: Plan, parts: int, updates: int) -> list[Act]:
     """This rank's acts in a step of so many micro-batches, with so many updates in between."""
     if plan.stages is not None:
-        return list(schedule_of(plan, parts, updates).rows[plan.mesh["pp"].rank])
+        return list(schedule_of(plan, parts, updates).rows[plan.mesh.pp.rank])
     per_update, row = parts // max(1, updates), []
     for micro_batch in range(parts):
         row += [Act(kind, micro_batch, 0) for kind in "FB"]
@@ -103,7 +103,7 @@ def expect_equal_schedules(plan: Plan, parts: int) -> None:
     text = write_schedule(schedule_of(plan, parts)) + repr(plan.stages.layers)
     local_digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
     digests = all_gather(
-        torch.tensor([local_digest], device=device_of(plan.mesh)), plan.mesh["pp"], leaf="schedule"
+        torch.tensor([local_digest], device=device_of(plan.mesh)), plan.mesh.pp, leaf="schedule"
     ).tolist()
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
@@ -115,7 +115,7 @@ def expect_equal_schedules(plan: Plan, parts: int) -> None:
 
 def forward_row(plan: Plan) -> list[Act]:
     """This rank's acts in the evaluation of one batch."""
-    stages = (0,) if plan.stages is None else plan.stages.chunks(plan.mesh["pp"].rank)
+    stages = (0,) if plan.stages is None else plan.stages.chunks(plan.mesh.pp.rank)
     return [Act("F", 0, stage) for stage in stages]
 
 

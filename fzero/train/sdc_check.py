@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import BY_RANK, DP, RP
 from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.arguments import checked
@@ -27,7 +28,6 @@ from fzero.models import base
 from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.mesh import ORDER
 from fzero.sharding.prefetch import LeafGroup
 from fzero.sharding.spec import Spec
 from fzero.train.execution import Execution
@@ -116,7 +116,7 @@ def make_check(
     def check(state: TrainState, micro_batch: Callable[[int], Any]) -> list[str]:
         expect_alive(state)
         with torch.no_grad(), mesh.ledger.phase("check"):
-            previous = (mesh.data_rank - mesh["ep"].size) % mesh.data_size  # ranks of ep compute together
+            previous = (mesh.data_rank - mesh.ep.size) % mesh.data_size  # ranks of ep compute together
             local, repeat = (compute_digests(state, m, micro_batch(m)) for m in (mesh.data_rank, previous))
             leaves = pytree.named_leaves(state)
             replicated = {name: [start_digest(leaves[name])] for name in shared if isinstance(leaves[name], Tensor)}
@@ -145,7 +145,7 @@ def gather_words(words: list[int], mesh: Mesh) -> list[list[int]]:
 
 def coordinates(mesh: Mesh) -> list[dict[str, int]]:
     """{axis: coordinate} of every rank."""
-    return [dict(zip(ORDER, point)) for point in itertools.product(*(range(mesh[name].size) for name in ORDER))]
+    return [dict(zip(BY_RANK, point)) for point in itertools.product(*(range(mesh[name].size) for name in BY_RANK))]
 
 
 def copies(spec: Spec, mesh: Mesh) -> int:
@@ -189,10 +189,10 @@ def disagreeing(names: list[str], local: list[list[int]], repeat: list[list[int]
     neighbours is to blame."""
     ranks = {tuple(point.values()): rank for rank, point in enumerate(coordinates(mesh))}
     mismatches = []
-    rank_count = mesh["rp"].size * mesh["dp"].size  # of ranks with other micro-batches and the same experts
+    rank_count = mesh.rp.size * mesh.dp.size  # of ranks with other micro-batches and the same experts
     for rank, point in enumerate(coordinates(mesh)):
-        number = (point["rp"] * mesh["dp"].size + point["dp"] + 1) % rank_count
-        next_rank = ranks[tuple((point | {"rp": number // mesh["dp"].size, "dp": number % mesh["dp"].size}).values())]
+        number = (point[RP] * mesh.dp.size + point[DP] + 1) % rank_count
+        next_rank = ranks[tuple((point | {RP: number // mesh.dp.size, DP: number % mesh.dp.size}).values())]
         first = next((name for name, a, b in zip(names, local[rank], repeat[next_rank]) if a != b), None)
         if first is not None:
             mismatches.append((rank, next_rank, first))

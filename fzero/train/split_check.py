@@ -38,7 +38,7 @@ def check_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx)
     params: at rest. Communicates: gathers of the parameters outside of the layers and of a layer of each kind, the
     layer's own messages, and a flag.
     """
-    if not isinstance(model, base.Model) or not model.foreign or plan.mesh["tp"].size == 1:
+    if not isinstance(model, base.Model) or not model.foreign or plan.mesh.tp.size == 1:
         return
     wide = torch.promote_types(ctx.dtype, torch.float32)
     ctx = ctx._replace(dtype=wide, key=(), compiled=False, experts=with_slack_for_all(plan).experts or ())
@@ -65,7 +65,7 @@ def check_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx)
         if any_rank(bool(reasons), plan.mesh):
             local = reasons[0] if reasons else "a gradient on another rank"
             raise ValueError(
-                f"tp={plan.mesh['tp'].size}: a layer that tp splits differs from a whole one: {local}; something in "
+                f"tp={plan.mesh.tp.size}: a layer that tp splits differs from a whole one: {local}; something in "
                 "it, such as a norm, works over all of the features that tp splits: leave the linear layers beside it "
                 "out of tp"
             )

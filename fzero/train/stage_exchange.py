@@ -52,7 +52,7 @@ class StageExchange:
     def __init__(
         self, plan: Plan, row: Sequence[Act], capacity: int, shapes: dict[Any, Any], device: torch.device
     ) -> None:
-        self.shapes, self.device, axis, self.acts = shapes, device, plan.mesh["pp"], plan.mesh.ledger.acts
+        self.shapes, self.device, axis, self.acts = shapes, device, plan.mesh.pp, plan.mesh.ledger.acts
         self.ranks, self.rank = (0,) if plan.stages is None else plan.stages.ranks, axis.rank
         self.signatures: Sequence[Signature] = ()  # of the micro-batches, see `open`
         self.local: dict[tuple[int, int, bool], SegmentActivations] = {}  # between two stages of this rank

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import PP
 from fzero.comm.collectives import Axis, start_all_gather
 from fzero.comm.communicator import Communicator
 from fzero.core import pytree
@@ -97,7 +98,7 @@ def stages_of(parts: Sequence[Segment], plan: Plan, rank: int | None = None) -> 
     """
     if plan.stages is None:
         return {0: tuple(parts)}
-    out, count, rank = {}, len(plan.stages.layers), plan.mesh["pp"].rank if rank is None else rank
+    out, count, rank = {}, len(plan.stages.layers), plan.mesh.pp.rank if rank is None else rank
     for stage in plan.stages.chunks(rank):
         low, high = plan.stages.layers[stage][0], plan.stages.layers[stage][-1] + 1
         local_segments: list[Segment] = []
@@ -139,7 +140,7 @@ def gather_over_pp(params: Tree, plan: Plan, users: Users, device: torch.device)
     """
     if plan.stages is None:
         return params
-    axis, leaves = plan.mesh["pp"], pytree.named_leaves(params)
+    axis, leaves = plan.mesh.pp, pytree.named_leaves(params)
 
     def start(name: str, leaf: Any) -> Future[Tensor | None] | None:
         if is_stacked(name) or plan.leaves[name].params.dims == plan.leaves[name].use.dims:
@@ -151,7 +152,7 @@ def gather_over_pp(params: Tree, plan: Plan, users: Users, device: torch.device)
         value = started.wait() if started is not None else None
         if value is None:
             return leaves[name]
-        if "dp" in plan.leaves[name].params.axes and "dp" not in plan.leaves[name].use.axes:
+        if plan.leaves[name].params.over_data and not plan.leaves[name].use.over_data:
             value = start_all_gather(value, plan.link(name), leaf=name).wait()
         return value
 
@@ -175,12 +176,12 @@ def scatter_over_pp(
 
     Communicates: for each leaf its sum, from each rank that uses it, to all of them in parts.
     """
-    link, accumulate = link_of(plan.mesh["pp"]), plan.policy.accumulate
+    link, accumulate = link_of(plan.mesh.pp), plan.policy.accumulate
 
     def start(name: str, stream: str, source: int, shape: tuple[int, ...]) -> Future[Tensor]:
         value = sums.pop((stream, name)).to(accumulate) if source == link.rank else None
         piece = torch.empty(shape, dtype=accumulate, device=device)
-        return link.start_scatter_from(value, source, piece, name, cut="pp" in plan.leaves[name].opt.axes)
+        return link.start_scatter_from(value, source, piece, name, cut=PP in plan.leaves[name].opt.axes)
 
     out, started = {}, {}
     with plan.mesh.ledger.phase("reduce"):
@@ -206,7 +207,7 @@ def share_losses(
     Communicates: a few float64 for each micro-batch, from that rank to all others.
     """
     assert plan.stages is not None
-    axis, source = plan.mesh["pp"], plan.stages.ranks[-1]
+    axis, source = plan.mesh.pp, plan.stages.ranks[-1]
     with plan.mesh.ledger.phase("metrics"):
         if "loss" not in shape_cache:
             treedef, *leaf_fields = TreeLayout.from_tree(losses[0]) if losses else (pytree.flatten(())[1], (), ())

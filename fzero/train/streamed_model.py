@@ -356,7 +356,7 @@ class StreamedModel(NamedTuple):
         elif self.plan.acts == "host" and device != HOST:
             storage = HostActivations(device)
         if self.partition:
-            storage = PartitionedActivations(self.plan.mesh["tp"], [] if storage is None else storage)
+            storage = PartitionedActivations(self.plan.mesh.tp, [] if storage is None else storage)
         return {} if storage is None else {"saved": storage}
 
 

@@ -151,7 +151,7 @@ def read(leaf: Any, layer: int | None = None) -> Tensor:
 def layer_over_pp(leaf: Any, layer: int, spec: Spec, plan: Plan, name: str) -> Tensor:
     """A layer, by its number in the model, of a leaf whose layers are on ranks of pp. Ranks that do not have it gather
     one of their own beside it, or zeros."""
-    pp = plan.mesh["pp"]
+    pp = plan.mesh.pp
     ranks = [rank for rank, rows in enumerate(spec.rows) if layer in rows]
     local_layers = spec.rows[pp.rank]
     shard = (

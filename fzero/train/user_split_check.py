@@ -229,7 +229,7 @@ def fewer_tokens(model: base.Model, batch: base.Batch, ctx: base.Ctx) -> base.Ba
 
 def is_divisible(tokens: int, ctx: base.Ctx) -> bool:
     """Whether the ranks can share sequences of so many tokens."""
-    parts, cp = forward.sequence_parts(ctx), ctx.mesh["cp"].size
+    parts, cp = forward.sequence_parts(ctx), ctx.mesh.cp.size
     if cp == 1 or not ctx.context:
         return tokens % parts == 0
     try:

@@ -102,7 +102,7 @@ def _work(rank: int, n: int, port: int, device: str, pipe: Any, f: Callable[...,
 
 def messages(mesh: Mesh, seconds: float, sizes: Sequence[int] = MESSAGES) -> MessageTimes:
     """Measure collectives between the ranks of `mesh` for about `seconds`; called on all of them."""
-    communicator = mesh["dp"].communicator
+    communicator = mesh.dp.communicator
     assert communicator is not None  # an axis of several ranks has one
     device = "cuda" if communicator.transport == "nccl" else "cpu"
     calls = {(kind, size): _call(communicator, kind, size, device) for kind in COLLECTIVES for size in sizes}

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import checkpoint
-from fzero.comm.mesh_text import mesh_text
+from fzero.comm.axes import TP, mesh_text
 from fzero.core.bounds import RATE, check_bounds
 from fzero.core.config_tables import Table, flat
 from fzero.data.assemble import Batch
@@ -314,7 +314,7 @@ def same_bits(recorded: RunConfig, actual: RunConfig) -> bool:
         return False
     if sizes(recorded) == sizes(actual) and (recorded.zero == actual.zero or not sizes(actual)):
         return True
-    return actual.reduce == "canonical" and sizes(recorded).get("tp") == sizes(actual).get("tp")
+    return actual.reduce == "canonical" and sizes(recorded).get(TP) == sizes(actual).get(TP)
 
 
 def placement_text(config: RunConfig) -> str:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import SHARDS
 from fzero.comm.ledger import Ledger
-from fzero.comm.rank_tables import SHARDS
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import DispatchKey, FakeTensor, TorchDispatchMode

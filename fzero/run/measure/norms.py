@@ -177,6 +177,6 @@ def scatter_layers(sums: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
     layers, where those of other ranks are 0: a sum over pp then has each layer's own bits."""
     if not spec.rows:
         return sums
-    indices = torch.tensor(spec.rows[mesh["pp"].rank], dtype=torch.int64, device=device_of(mesh))
+    indices = torch.tensor(spec.rows[mesh.pp.rank], dtype=torch.int64, device=device_of(mesh))
     placed = torch.zeros(sum(len(rows) for rows in spec.rows), dtype=sums.dtype, device=device_of(mesh))
     return placed.index_copy_(0, indices, sums)

@@ -60,7 +60,7 @@ def recording_acts(job: Job, folder: Path, named: dict[str, Any]) -> Iterator[No
     rows = (tables[:, BARRIERS:] - delays[:, None, None]).tolist()
     if mesh.rank == 0:
         # The ranks of pp are the outermost: of each stage the first.
-        firsts = [rows[rank * (mesh.size // mesh["pp"].size)][: len(row)] for rank, row in enumerate(schedule.rows)]
+        firsts = [rows[rank * mesh.stage_size][: len(row)] for rank, row in enumerate(schedule.rows)]
         record = {"schedule": write_schedule(schedule), "start": [[a for a, _ in row] for row in firsts]}
         record["end"] = [[b for _, b in row] for row in firsts]
         write_text(folder, PIPELINE, json_text({**named, **record}, str(folder / PIPELINE)) + "\n")

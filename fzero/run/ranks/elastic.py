@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 
-from fzero.comm.mesh_text import mesh_text
+from fzero.comm.axes import DP, RP, TP, mesh_text
 from fzero.run.batch_ramp import shared_batch
 from fzero.run.config import RunConfig
 from fzero.run.ranks.coordinator import OVER, STOP, Coordinator, Ended
@@ -23,13 +23,13 @@ def fit_mesh(
     rest of the processes allow, such that the data ranks (dp x rp) divide the micro-batches of a step, and are a power
     of two for canonical sums."""
     out, remaining = {}, processes
-    for axis in sorted(sizes.keys() - {"dp"}, key=lambda axis: (axis != "tp", axis)):
+    for axis in sorted(sizes.keys() - {DP}, key=lambda axis: (axis != TP, axis)):
         out[axis] = max(d for d in range(1, sizes[axis] + 1) if sizes[axis] % d == 0 and d <= remaining)
         remaining //= out[axis]
-    copies = out.get("rp", 1)
+    copies = out.get(RP, 1)
     fits = [d for d in range(1, remaining + 1) if micro_batches % (d * copies) == 0 and not (canonical and d & (d - 1))]
-    out["dp"] = max(fits, default=1)
-    return {axis: out[axis] for axis in [*sizes, "dp"] if out[axis] > 1}
+    out[DP] = max(fits, default=1)
+    return {axis: out[axis] for axis in [*sizes, DP] if out[axis] > 1}
 
 
 def refit_mesh(config: RunConfig, sizes: Mapping[str, int], processes: int) -> tuple[dict[str, int], str]:
