@@ -4,10 +4,15 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
 from fzero import models
 from fzero.planner.first_estimate import MEMORY_BOUND, TIME_BOUND, first_estimate
 from fzero.planner.plan import config_for, device_for, plan, resolve_for, sizes_of
+from fzero.planner.step_trace import fake_nvme
+from fzero.run.build import build
+from fzero.run.memory_check import check_memory, memory_on_device
+from fzero.sharding import fake_mesh
 
 FULL = {"train.remat": "full"}
 # what: (model, mesh, device, settings); the published bounds hold for them
@@ -115,6 +120,49 @@ def test_states_are_exact_and_memory_is_near(more):
     first, traced = both("gpt2-124m", {"dp": 2}, "h100", {**SMALL, "zero": 3, **more})
     assert (first.state_bytes, first.state_elsewhere) == (traced.state_bytes, traced.state_elsewhere)
     assert first.peak_bytes == pytest.approx(traced.peak_bytes_per_rank, rel=MEMORY_BOUND)
+
+
+GPU = torch.device("cuda", 0)
+GRID = [
+    pytest.param(preset, mesh, {"zero": zero, "train.remat": remat}, 0.85, marks=marks)
+    for preset, mesh in (
+        ("gpt2-124m", {"dp": 4}),
+        ("llama-tiny", {"dp": 2}),
+        ("mlp-tiny", {"dp": 2}),
+        ("llama-1b", {"dp": 2, "tp": 2}),
+        ("gpt2-tiny", {}),
+        ("mixtral-tiny", {"dp": 2}),
+    )
+    for zero in range(4)
+    for remat in ("none", "full")
+    for marks in [() if (preset, zero) in {("gpt2-124m", 1), ("mlp-tiny", 1)} else pytest.mark.exhaustive]
+]
+GRID += [
+    pytest.param("gpt2-124m", mesh, {"zero": 1, **settings}, least, marks=pytest.mark.exhaustive)
+    for mesh, settings, least in (
+        ({"pp": 2, "dp": 2}, {}, 0.85),
+        ({"pp": 2}, {"pipeline.schedule": "gpipe"}, 0.85),
+        ({"dp": 2}, {"offload": "opt=host"}, 0.85),
+        # Gradients that are being copied to the host are not in the closed form.
+        ({"dp": 2}, {"zero": 3, "offload": "params=host,opt=host,grads=host", "train.remat": "full"}, 0.6),
+        ({"dp": 2}, {"offload": "acts=host", "train.remat": "full"}, 0.85),
+        ({"dp": 2}, {"zero": 2, "train.remat": "every:4"}, 0.85),
+        ({"dp": 2}, {"reduce": "canonical"}, 0.8),
+        ({"tp": 2}, {"zero": 0, "sequence": True}, 0.85),
+    )
+]
+
+
+@pytest.mark.parametrize(("preset", "mesh", "settings", "least"), GRID)
+def test_a_run_whose_plan_fits_is_not_refused_and_its_memory_is_near(preset, mesh, settings, least):
+    """What a run's own check counts is from `least` to 1.15 of the traced step, and never so much more that it refuses
+    a GPU which has room for that step."""
+    device = device_for("h100")
+    config = resolve_for(config_for(preset, {"train.compiled": False, "optim.name": "adamw", **settings}), device)
+    report = plan(config, mesh, gpu=device)
+    job = build(config, fake_mesh(mesh), nvme=fake_nvme(config), device=GPU)
+    assert least < sum(memory_on_device(job)) / report.peak_bytes_per_rank < 1.15
+    check_memory(job, report.peak_bytes_per_rank, report.host_peak_bytes)
 
 
 def test_a_device_without_rates_has_no_times():

@@ -15,7 +15,7 @@ from zero_cases import FP64, OPTIMIZERS, model_of
 import fzero
 from fzero.core import pytree
 from fzero.offload.scratch import DiskActivations
-from fzero.run import build, loop, memory_check, pretrain, run_folder, run_lock, weights
+from fzero.run import build, loop, memory_check, peak_memory, pretrain, run_folder, run_lock, weights
 from fzero.run.attempt import Options
 from fzero.run.config_table import from_table
 from fzero.run.ranks.coordinator import Coordinator
@@ -134,8 +134,8 @@ def test_memory_and_disk_have_room_for_the_micro_batches_under_way():
         run = {"offload": "acts=nvme", "mesh": {"pp": pp}, "pipeline": {"schedule": schedule}}
         return build.build(from_table(table_of(Path("run"), run)), fzero.fake_mesh({"pp": pp}))
 
-    assert [memory_check.layers_alive(job(name)) for name in ("1f1b", "gpipe")] == [4, 8]
-    assert memory_check.layers_alive(job("1f1b", 1)) == 4
+    assert [peak_memory.layers_alive(job(name)) for name in ("1f1b", "gpipe")] == [4, 8]
+    assert peak_memory.layers_alive(job("1f1b", 1)) == 4
     few, many = (memory_check.disk_needed(job(name)) for name in ("1f1b", "gpipe"))
     assert many == 2 * few > 0
 

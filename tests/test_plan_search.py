@@ -10,10 +10,11 @@ from test_plan import SMALL as PLANNED
 
 import fzero
 from fzero.cli import main
-from fzero.planner import candidates, closed_forms, closed_layer, closed_time, devices, search, search_result
+from fzero.planner import candidates, closed_forms, closed_layer, devices, search, search_result
 from fzero.planner.candidates import Candidate
 from fzero.run import config_table, machine, run_folder
 from fzero.run.build import build
+from fzero.run.peak_memory import LayerBytes
 
 H100 = devices.device("h100")
 # Without what a search decides.
@@ -236,9 +237,9 @@ def test_a_host_that_updates_during_the_backward_pass_is_expected_to_take_less()
             {**SMALL, "offload": "opt=host", "train": {**SMALL["train"], "update": update}}
         )
         for backward_s in (1e-9, 1.0):  # of a layer and a sequence
-            layer = closed_layer.Layer(0, 0, 0, 1e-3, backward_s, 0.0, 0.0, 0.0, 0.0)
+            layer = closed_layer.Layer(LayerBytes(0, 0, 0), 1e-3, backward_s, 0.0, 0.0, 0.0, 0.0)
             basis = closed_layer.Basis(config, H100, 4, {1: layer})
-            found[update, backward_s] = closed_time.step_time(basis, c)
+            found[update, backward_s] = closed_forms.step_time(basis, c)
             elements = basis.plan(4, 1, 1, 1, 1, 1)[1]["opt"]
     rate = H100.host_memory_bytes_s * H100.efficiency.get("host", 1.0) / 4
     alone, short = 28 * elements / rate, 2 * SMALL["model"]["n_layers"] * 1e-9

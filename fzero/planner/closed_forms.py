@@ -1,14 +1,10 @@
-"""Closed forms of a candidate's memory, and its time (closed_time.py): a cheap estimate of each candidate of a search.
+"""Closed forms of a candidate's memory and time: a cheap estimate of each candidate of a search.
 
 A search compares thousands of candidates, so none is traced here; see closed_layer.py for what is. With pp a rank is
 given its share of the states. The estimates decide the order in which candidates are traced exactly.
 
-Closed forms of what the passes of a step hold on a rank: at each moment that may be its peak.
-
-A step that recomputes and one that does not, a long micro-batch and a short one, have their peaks at different moments,
-and what one holds another does not: logits are of the loss, gradients of hidden units of a layer's backward pass. So
-each moment is counted by itself, and the peak is the one with the most bytes.
-"""
+Of the time: a pipeline's waiting is that of its schedule played over few micro-batches. Communication is exposed where
+it takes longer than what is computed beside it."""
 
 from __future__ import annotations
 
@@ -16,105 +12,18 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
-
+from fzero.comm.axes import SHARDS, links_of
 from fzero.core.host_memory import bytes_cached
-from fzero.kernels.linear_cross_entropy import chunk_rows
-from fzero.models.presets import body_of
-from fzero.models.score import head_rows
 from fzero.planner import experts
 from fzero.planner.candidates import Candidate
-from fzero.planner.closed_layer import Basis, offload_of, remat_of, row_facts, stacked
-from fzero.planner.closed_time import step_time
+from fzero.planner.closed_layer import ROW, TRACED_ROWS, Basis, offload_of, remat_of, row_facts
 from fzero.planner.estimate import of_signs
+from fzero.planner.rates import collective_s, wire_s
 from fzero.run.config_ranks import SEND_SIGNS
+from fzero.run.peak_memory import PassSizes, passes_peak, stacked
 from fzero.sharding.codec import Codec
+from fzero.sharding.memory import Tier
 from fzero.sharding.pipeline import FAMILIES
-from fzero.sharding.slices import local_numel
-
-
-class ActivationBytes(NamedTuple):
-    """The bytes of a rank's activations."""
-
-    residuals: float  # of all layers for their backward passes
-    recomputation: float  # of the layers that are recomputed at a time
-    last: float  # of what is kept, what the last two layers had, which is gone when sums of gradients are made
-    spare: float  # on top while a layer's backward pass computes
-    stream: float  # between two layers
-    loss: float  # on top while the loss and its gradients are made: see `loss_bytes`
-
-
-class Weights(NamedTuple):
-    """Gradients of a rank, and parameters that are gathered."""
-
-    sums: float  # bytes of the sums of gradients during the backward pass
-    first: float  # of those, of the micro-batches before the first backward pass that counts
-    ends: float  # elements of the largest part outside of layers
-    second_ends: float  # and of the next one: the embedding beside a head of its own
-    layer: float  # elements of the largest layer
-    param: int  # bytes of an element of parameters and their gradients
-    reduce: int  # bytes of an element of gradients on their way; 0: none is sent
-    trained: bool  # whether these parts have gradients; those of adapters alone do not count
-    ahead: int  # layers that are gathered besides the one that computes
-    gathers: bool  # whether the parameters of layers are gathered
-    ends_gathered: float  # bytes of what is gathered of the largest part outside of them
-
-
-def moments(acts: ActivationBytes, weights: Weights) -> dict[str, dict[str, float]]:
-    """Bytes by component of each moment that may be the peak of a rank's passes."""
-    w = weights
-    ends, layer = w.ends * w.param, w.layer * w.param
-    ends_grad, layer_grad = ends * w.trained, layer * w.trained
-    ends_sent, layer_sent, other_sent = (
-        elements * w.reduce * w.trained for elements in (w.ends, w.layer, w.second_ends)
-    )
-    ahead = w.ahead * layer * w.gathers
-    return {
-        "the loss": {
-            "activations": acts.residuals + 3 * acts.stream + acts.loss,
-            # The gradients of the embedding of the micro-batch before may still be on their way.
-            "grads": w.first + ends_grad + other_sent * (w.first > 0),
-            "gathered": ahead + w.ends_gathered,
-        },
-        "the gradients of the head": {
-            "activations": acts.residuals + acts.stream + ends_sent,
-            "grads": w.first + ends_grad,
-            "gathered": ahead,
-        },
-        "the last layer": {
-            "activations": acts.residuals + acts.recomputation + acts.spare + ends_sent,
-            "grads": w.first + layer_grad,
-            "gathered": ahead + layer * w.gathers,
-        },
-        "a layer": {
-            "activations": acts.residuals - acts.last + acts.recomputation + acts.spare + layer_sent,
-            "grads": w.sums + layer_grad,
-            "gathered": ahead + layer * w.gathers,
-        },
-        "the gradients of the embedding": {
-            "activations": acts.stream,
-            "grads": w.sums + ends_grad + ends_sent,
-            "gathered": 0.0,
-        },
-    }
-
-
-def peak(acts: ActivationBytes, weights: Weights) -> dict[str, float]:
-    """Bytes by component of the moment of a rank's passes that has the most."""
-    return max(moments(acts, weights).values(), key=lambda components: sum(components.values()))
-
-
-def loss_bytes(tokens: int, columns: int, width: int, dtype: torch.dtype, kind: str) -> float:
-    """The bytes in which a device of this kind makes the loss and its gradients: a chunk of the logits of `tokens`,
-    and the float32 sum of the head's gradient over the chunks if there are several; width: 0 if it has none.
-
-    >>> sizes = [loss_bytes(tokens, 128_256, 4096, torch.bfloat16, "cuda") for tokens in (4096, 8192, 16384)]
-    >>> [round(size / 1e9, 2) for size in sizes]
-    [1.05, 3.15, 3.15]
-    """
-    chunk = min(tokens, chunk_rows(tokens, columns, dtype, kind))
-    return chunk * columns * dtype.itemsize + (4.0 * columns * width if tokens > chunk else 0.0)
-
 
 OWED = 1.5  # what a layer holds between I and W, of what its forward pass keeps (docs/pipeline.md, Memory)
 
@@ -145,8 +54,8 @@ def sketch_candidate(basis: Basis, c: Candidate) -> Sketch:
 
 def memory(basis: Basis, c: Candidate) -> tuple[dict[str, float], float]:
     """Estimate (a rank's peak device memory in bytes by component, its bytes in the host's memory)."""
-    _, elements, parts = basis.plan_of(c)
-    layer, tiers, remat = basis.layer(c.tp), offload_of(c.offload), remat_of(c.remat)
+    plan, elements, parts = basis.plan_of(c)
+    layer, tiers, remat = basis.layer(c.tp).memory, offload_of(c.offload), remat_of(c.remat)
     # A rank of cp has its share of the tokens of each row, of all but the keys and values of attention.
     rows, layers, policy = c.micro_batch / c.cp, basis.config.model.n_layers, basis.policy
     micro_batches = basis.config.train.batch // c.micro_batch // c.data
@@ -165,10 +74,22 @@ def memory(basis: Basis, c: Candidate) -> tuple[dict[str, float], float]:
     offloaded = {name: groups[name] * tier.fraction for name, tier in placement.items() if tier.memory != "device"}
     host = sum(size for name, size in offloaded.items() if placement[name].memory == "host")
     if tiers.acts.memory == "host":
-        host += math.ceil(alive / max(1, remat.every)) * bytes_cached(math.ceil(rows * layer.input_bytes))
+        host += math.ceil(alive / max(1, remat.every)) * bytes_cached(math.ceil(rows * layer.input))
     on_device = {name: groups[name] - offloaded.get(name, 0.0) for name in ("params", "optimizer")}
-    sums = weights(basis, c, micro_batches, groups["grads"] - offloaded.get("grads", 0.0))
-    on_device |= peak(activations(basis, c, alive), sums)
+    passes = PassSizes(
+        config=basis.config,
+        plan=plan,
+        parts=parts,
+        layer=layer,
+        kind=basis.device.kind,
+        remat=remat,
+        offload=tiers,
+        micro_batch=c.micro_batch,
+        micro_batches=micro_batches,
+        alive=alive,
+        resident=math.ceil(layers / c.pp / c.chunks) * min(basis.config.resident, c.chunks),
+    )
+    on_device |= passes_peak(passes, groups["grads"] - offloaded.get("grads", 0.0))
     on_device["errors"] = error_bytes(basis, c)
     if c.pp > 1:  # what the first and the last stage use outside of the layers, and the sums of its gradients
         ends = max((n for name, n in parts.items() if not stacked(name)), default=0)
@@ -196,72 +117,172 @@ def error_bytes(basis: Basis, c: Candidate) -> float:
     return 2.0 * element_bytes * sum(leaf.numel(leaf.compute) for leaf in coded) / c.pp
 
 
-def activations(basis: Basis, c: Candidate, alive: float) -> ActivationBytes:
-    """What activations take on a rank that keeps those of so many layers."""
-    layer, remat, compute = basis.layer(c.tp), remat_of(c.remat), basis.policy.compute
-    rows = c.micro_batch / c.cp
-    plan = basis.plan_of(c)[0]
-    spare = experts.spare_bytes(plan, basis.config, compute.itemsize)
-    layer_bytes = (rows * (layer.kept_bytes + spare) + cp_bytes(basis, c, "residuals")) * remat.budget
-    residuals, recompute, last = alive * layer_bytes, 0.0, min(2, alive) * layer_bytes
-    if remat.every:
-        offloaded = offload_of(c.offload).acts.memory != "device"
-        inputs = 2 if offloaded else math.ceil(alive / remat.every)
-        residuals, recompute = inputs * rows * layer.input_bytes, remat.every * layer_bytes
-        last = 0.0 if offloaded else min(2 // remat.every, inputs) * rows * layer.input_bytes
-    columns, width = head_rows(basis.config.model) // c.tp, 0 if plan.frozen else body_of(basis.config.model).d_model
-    return ActivationBytes(
-        residuals,
-        recompute,
-        last,
-        spare=max(rows * layer.spare_bytes, 2 * cp_bytes(basis, c, "resident_keys")),
-        stream=rows * layer.input_bytes,
-        loss=loss_bytes(math.ceil(rows * basis.config.data.seq_len), columns, width, compute, basis.device.kind),
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+def step_time(basis: Basis, c: Candidate) -> dict[str, float]:
+    """Estimate the seconds of a step, by cause."""
+    layer, remat, tiers = basis.layer(c.tp), remat_of(c.remat), offload_of(c.offload)
+    plan, elements, parts = basis.plan_of(c)
+    layers, policy = math.ceil(basis.config.model.n_layers / c.pp), basis.policy
+    elements = {name: numels / c.pp for name, numels in elements.items()}
+    micro = basis.config.train.batch // c.micro_batch // c.data
+    rows = TRACED_ROWS * layer.host + (1 - layer.host) * c.micro_batch / c.cp
+    forward, backward = rows * layer.forward_s, rows * layer.backward_s
+    recompute_s = forward if remat.every else (1 - remat.budget) * forward / 2
+    out = {
+        "computation": micro * (layers * (forward + backward) + rows * layer.ends_s),
+        "recomputation": micro * layers * recompute_s,
+        "communication on tp": micro * layers * rows * layer.tp_s * (1.5 if remat.every else 1.0),
+        "update": update_s(basis, 28 * elements["opt"], tiers.opt, layers * (backward + recompute_s)) + layer.rest_s,
+    }
+    if c.pp > 1:
+        out["bubble"] = bubble_s(basis, c, micro, layers * forward, rows * layer.memory.input)
+    if c.cp > 1:
+        out["communication on cp"] = cp_s(basis, c, micro, bool(remat.every))
+    if c.ep > 1:
+        out["communication on ep"] = ep_s(basis, c, micro, bool(remat.every))
+        fullest = (basis.device.loads.imbalance(c.ep) - 1.0) * experts.flop_fraction(plan, basis.config)
+        out["waiting for the fullest experts"] = fullest * (out["computation"] + out["recomputation"])
+    for axis, seconds in exposed_s(basis, c, micro, forward, backward + recompute_s, parts, elements).items():
+        out[f"communication on {axis}"] = out.get(f"communication on {axis}", 0.0) + seconds
+    # Each micro-batch but the first adds to a sum that comes back to the device.
+    sums = policy.param if micro == 1 else policy.accumulate
+    # States that the host of a GPU updates in its memory stay there: sums of gradients come, and parameters go.
+    on_host = basis.device.kind == "cuda" and tiers.opt.memory == "host"
+    transfers = (
+        (tiers.opt, elements["opt"] * (sums.itemsize + policy.param.itemsize if on_host else 2 * basis.opt_bytes)),
+        (tiers.params, 3 * micro * elements["params"] * policy.param.itemsize),
+        (tiers.grads, (2 * micro - 1) * elements["grads"] * sums.itemsize),
+        (
+            tiers.acts,
+            2 * micro * c.micro_batch / c.cp * math.ceil(layers / max(1, remat.every)) * layer.memory.input,
+        ),
     )
+    for memory, rates, name, sharing in (
+        ("host", basis.device.host, "the host", 1),
+        ("nvme", basis.device.nvme, "the disk", basis.on_node),
+    ):
+        offloaded = sum(amount * tier.fraction for tier, amount in transfers if tier.memory == memory)
+        if offloaded:
+            rate = min((rates.get(way, 0.0) for way in ("read", "write")), default=0.0) / sharing
+            rate *= basis.device.efficiency.get("host", 1.0) if memory == "host" else 1.0
+            hidden = 0.0 if tiers.opt.memory == memory else 0.8 * (out["computation"] + out["recomputation"])
+            out[f"transfers to {name}"] = max(0.0, offloaded / rate - hidden) if rate else math.inf
+    return out
 
 
-def weights(basis: Basis, c: Candidate, micro_batches: int, sums: float) -> Weights:
-    """What gradients and gathered parameters take on a rank. sums: bytes of the sums of gradients on its device."""
-    plan, _, parts = basis.plan_of(c)
-    tiers, policy, several = offload_of(c.offload), basis.policy, c.rp * c.sharing > 1
-    reduces = several or tiers.grads.memory != "device"
-    # Sums of one micro-batch that are made as gradients come have the dtype of their sending until all are there.
-    wide = policy.reduce.itemsize / policy.param.itemsize if micro_batches == 1 and c.zero >= 2 and several else 1.0
-    offloaded = tiers.params.memory != "device"
-    fetched: dict[str, int] = {}  # elements of each part
-    for name, leaf in plan.leaves.items():
-        if offloaded or leaf.compute.dims != leaf.params.dims:
-            numel, segment = local_numel(leaf.shape, leaf.compute, plan.sizes), name.split("/")[0]
-            fetched[segment] = fetched.get(segment, 0) + numel
-    ends = sorted([(0, ""), (0, ""), *((n, segment) for segment, n in parts.items() if not stacked(segment))])
-    (second, _), (largest, largest_name) = ends[-2:]
-    return Weights(
-        sums=sums * wide,
-        first=sums if micro_batches > 1 else 0.0,
-        ends=largest,
-        second_ends=second,
-        layer=largest_layer(parts),
-        param=policy.param.itemsize,
-        reduce=policy.reduce.itemsize if reduces else 0,
-        trained=not plan.frozen,
-        ahead=basis.config.prefetch
-        + math.ceil(basis.config.model.n_layers / c.pp / c.chunks) * min(basis.config.resident, c.chunks),
-        gathers=any(map(stacked, fetched)),
-        ends_gathered=fetched.get(largest_name, 0) * policy.param.itemsize,
-    )
-
-
-def cp_bytes(basis: Basis, c: Candidate, method: str) -> float:
-    """The bytes that attention over cp needs in a layer, by a name of the methods of Heads: `kept` or
-    `keys_held`."""
+def cp_s(basis: Basis, c: Candidate, micro: int, recompute: bool) -> float:
+    """Estimate the seconds of a step in which a rank of cp waits for the messages of attention: all of them, but
+    those of a ring, beside which it computes."""
     plan = basis.plan_of(c)[0]
-    if plan.context is None or plan.heads is None:
+    if plan.context is None or plan.heads is None or plan.context.form == "ring":
         return 0.0
-    elements = getattr(plan.heads, method)(plan.context.form, c.cp)
-    return elements * c.micro_batch * basis.config.data.seq_len * basis.policy.compute.itemsize
+    context, itemsize = plan.context, basis.policy.compute.itemsize
+    elements = plan.heads.sent(context.form, c.cp, context.inner) * c.micro_batch * basis.config.data.seq_len
+    way = basis.ways_of(c)["cp"]
+    message = collective_s(way, "all_gather", int(elements * itemsize)).seconds
+    return micro * basis.config.model.n_layers * message * (3.0 if recompute else 2.0)
 
 
-def largest_layer(parts: Mapping[str, int]) -> int:
-    """The elements of the largest layer, of those of `segment_numels`; of the largest part without layers."""
-    layers = [size for segment, size in parts.items() if stacked(segment)]
-    return max(layers or parts.values())
+def ep_s(basis: Basis, c: Candidate, micro: int, recompute: bool) -> float:
+    """Estimate the seconds of a step in which a rank of ep waits for the tokens of experts, there and back."""
+    plan, tokens = basis.plan_of(c)[0], basis.config.data.seq_len * c.micro_batch / c.cp
+    ways = basis.ways_of(c)
+    exchange_s = experts.messages_s(plan, ways["ep"], tokens * basis.policy.compute.itemsize, basis.device.loads)
+    return micro * math.ceil(experts.depth(plan) / c.pp) * exchange_s * (3.0 if recompute else 2.0)
+
+
+def bubble_s(basis: Basis, c: Candidate, micro: int, forward: float, message: float) -> float:
+    """Estimate the seconds of a step in which the longest rank of a pipeline waits for others and for messages.
+
+    forward: the seconds of a rank's layers for one micro-batch. message: its bytes.
+    """
+    facts = row_facts(c.schedule, c.pp, c.chunks, c.remat not in ("", "none"))
+    way = basis.ways_of(c)["pp"]
+    wires = facts.wires + facts.wires_each * (micro - ROW * c.pp)
+    return facts.idle * forward + max(0.0, wires) * wire_s(way, 0, 1, int(message))
+
+
+def update_s(basis: Basis, size: float, tier: Tier, backward: float = 0.0) -> float:
+    """Estimate the seconds of an optimizer's update that moves `size` bytes: on the device, and in its host's
+    memory as far as the state is there or on a disk.
+
+    backward: the seconds of the last micro-batch's backward pass, beside which the host updates where
+    train.update says so.
+    """
+    fraction = tier.fraction if tier.memory != "device" and basis.device.kind == "cuda" else 0.0
+    memory = basis.device.bandwidth_bytes_s * basis.device.efficiency.get("memory", 1.0)
+    host_rate = (
+        (basis.device.host_memory_bytes_s or math.inf) * basis.device.efficiency.get("host", 1.0) / basis.on_node
+    )
+    hidden_s = backward if basis.config.train.update != "end" else 0.0
+    return size * (1.0 - fraction) / memory + max(0.0, size * fraction / host_rate - hidden_s)
+
+
+def exposed_s(
+    basis: Basis,
+    c: Candidate,
+    micro: int,
+    forward: float,
+    backward: float,
+    parts: Mapping[str, int],
+    elements: Mapping[str, float],
+) -> dict[str, float]:
+    """Estimate the exposed data-parallel communication: seconds of a step, by axis."""
+    layers, size = math.ceil(basis.config.model.n_layers / c.pp), basis.policy.param.itemsize
+    sums = basis.policy.reduce.itemsize
+    ways = basis.ways_of(c)
+    # The link of the ranks that share the states, and that of those which share a rank's experts: none or one.
+    sizes = {"dp": c.dp, "ep": c.ep, "cp": c.cp}
+    links, expert_links = links_of(SHARDS, sizes), links_of(SHARDS, {**sizes, "ep": 1})
+    plan = basis.plan_of(c)[0]
+    theirs = experts.numel(plan) / basis.config.model.n_layers  # of a layer, of a rank's experts
+    out: dict[str, float] = {}
+
+    def seconds(axis: str, collective: str, elements: float, itemsize: int, experts: float = 0.0) -> float:
+        """experts: those of the elements that the ranks of `own` share."""
+        times, total = 2 if collective == "psum" else 1, 0.0
+        for link, count in ((links[:1] if axis == "dp" else [axis], elements - experts), (expert_links, experts)):
+            way = ways.get(link[0]) if link and count else None
+            if way is not None:
+                sent = int(times * count * itemsize * (way.size - 1) / way.size)
+                total += collective_s(way, collective, sent).seconds
+        return total
+
+    total = sum(basis.depths[segment] * size for segment, size in parts.items())
+    ends = sum(size for segment, size in parts.items() if not stacked(segment))
+    block = (total - ends) / basis.config.model.n_layers
+    total = ends + layers * block
+    if links:
+        gather = seconds("dp", "all_gather", block, size, theirs)
+        scatter = seconds("dp", "psum_scatter", block, sums, theirs)
+        times = micro if c.zero >= 2 else 1  # below stage 2 sums are made once
+        outside = times * seconds("dp", "psum_scatter" if c.zero >= 2 else "psum", ends, sums)
+        if c.zero == 3:
+            # Where all stages of a rank stay whole between micro-batches, the first one gathers them.
+            stays = basis.config.resident >= c.chunks
+            gathers = 1 if stays else micro
+            outside += gathers * seconds("dp", "all_gather", ends, size)
+            # Of each K recomputed layers, all but the last are gathered once more.
+            regather_s = (2.0 - 1.0 / (remat_of(c.remat).every or 1)) * gather
+            regather_s = 0.0 if stays else regather_s
+            out["dp"] = outside + layers * (
+                gathers * max(0.0, gather - forward) + micro * max(0.0, regather_s + scatter - backward)
+            )
+        elif c.zero == 2:
+            out["dp"] = (
+                micro * layers * max(0.0, scatter - backward)
+                + outside
+                + seconds("dp", "all_gather", total, size, layers * theirs)
+            )
+        else:
+            # With pp the sums go on until the row ends, and most of them have nothing left to hide behind.
+            hidden_s = backward if c.pp == 1 else 0.0
+            collective = "psum" if c.zero == 0 else "psum_scatter"
+            out["dp"] = layers * max(0.0, seconds("dp", collective, block, sums, theirs) - hidden_s) + outside
+            out["dp"] += seconds("dp", "all_gather", total, size, layers * theirs) if c.zero else 0.0
+    out = {links[0]: out["dp"]} if links else {}
+    if c.rp > 1:
+        out["rp"] = seconds("rp", "psum", elements["grads"], sums) * (micro if c.zero == 0 else 1)
+    return out

@@ -15,18 +15,24 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fzero import models
+from fzero.core import pytree
 from fzero.core.autodiff import Remat
+from fzero.kernels.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, SPLIT_PRODUCTS
 from fzero.models.lora import frozen_leaves
+from fzero.models.presets import body_of
+from fzero.models.score import head_rows
 from fzero.planner.candidates import Candidate
 from fzero.planner.devices import Device
 from fzero.planner.estimate import MOMENTS, STATE_BYTES
-from fzero.planner.rates import Way, ways_of
+from fzero.planner.rates import Way, collective_s, tiled_fraction, ways_of
 from fzero.planner.step_trace import trace_step
 from fzero.planner.timing import predict
 from fzero.run import build_optim
+from fzero.run.build import Job
 from fzero.run.config import RunConfig
 from fzero.run.config_ranks import SIGNS, codec_of
-from fzero.run.memory_check import segment_layers, segment_numels
+from fzero.run.measure.flops import token_flop
+from fzero.run.peak_memory import LayerBytes, codes_to_decode, layer_bytes, residual_elements, segment_numels
 from fzero.sharding import Context, Plan, fake_mesh, zero_plan
 from fzero.sharding.codec import Codec, expect_codec
 from fzero.sharding.memory import Offload
@@ -71,15 +77,15 @@ def row_facts(name: str, p: int, v: int, recompute: bool) -> RowFacts:
 
 # A search has tens of thousands of candidates with a few dozen texts.
 remat_of, offload_of = functools.cache(Remat.parse), functools.cache(Offload.parse)
+OPERATORS = 20  # that a block's forward pass issues if it is not compiled; its backward pass twice as many
+TOUCHED = (2.0, 4.0)  # bytes that elementwise operators move for each byte kept: forward, backward
 TRACED_ROWS = 2  # with one row a compiled block has views instead of the copies it makes with more
 
 
 class Layer(NamedTuple):
     """The memory and time of one layer on a rank, for each row of a micro-batch, at one size of tp."""
 
-    kept_bytes: int  # activations for its backward pass
-    input_bytes: int  # its input alone, which recomputation keeps
-    spare_bytes: int  # temporary memory while it and the head are computed
+    memory: LayerBytes
     forward_s: float
     backward_s: float
     tp_s: float  # exposed communication of tensor parallelism, forward and backward
@@ -124,9 +130,11 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
     ends = sum(timing.phases.get(phase, 0.0) - sum(seconds[phase]) for phase in seconds)
     host = timing.bound.get("host", 0.0) / max(1e-12, sum(timing.bound.values()))
     return Layer(
-        kept_bytes=max(per_layer, inputs) // rows,
-        input_bytes=inputs // rows,
-        spare_bytes=max(0, max_bytes - depth * per_layer) // rows,
+        LayerBytes(
+            kept=max(per_layer, inputs) // rows,
+            input=inputs // rows,
+            spare=max(0, max_bytes - depth * per_layer) // rows,
+        ),
         forward_s=sum(seconds["forward"]) / depth / rows,
         backward_s=sum(seconds["backward"]) / depth / rows,
         tp_s=timing.exposed.get("tp", 0.0) / depth / rows,
@@ -136,10 +144,57 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
     )
 
 
-@functools.cache
-def stacked(segment: str) -> bool:
-    """Whether a part of a model has layers."""
-    return is_stacked(f"{segment}/")
+def closed_layer(job: Job, device: Device) -> Layer:
+    """The Layer of a job by closed forms, as `layer_of` traces it."""
+    config, policy, tp = job.config, job.policy, job.mesh.tp.size
+    c, seq, itemsize = body_of(config.model), config.data.seq_len, policy.compute.itemsize
+    rows = config.train.micro_batch / job.mesh.cp.size  # a rank has its share of each
+    residual_bytes = seq * residual_elements(config, tp) * itemsize
+    logits = seq * head_rows(config.model) / tp * itemsize
+    flop = token_flop(job)
+    pairs = (flop.model - flop.model_causal) / 6 / c.n_layers  # T D of a layer
+    head = 6.0 * head_rows(config.model) * c.d_model
+    products = (flop.model_causal - 6 * c.n_layers * pairs - head) / 6 / c.n_layers  # parameters of a layer in use
+    efficiency, dtype = device.efficiency, str(policy.compute).removeprefix("torch.")
+    peak = device.flops.get(dtype) or max(device.flops.values(), default=float("inf"))
+    # The blocks' products in float8; the passes that round their operands are not in these forms.
+    float8 = device.flops.get("float8_e4m3fn", peak) / peak if policy.matmul and device.kind == "cuda" else 1.0
+    rate = peak * efficiency.get("gemm", 1.0)
+    if not device.measured:
+        rate *= tiled_fraction(
+            device.processors, (1, max(1, int(rows * seq)), getattr(c, "d_expert", c.d_ff) // tp, c.d_model)
+        )
+    gemm_s = seq / (rate * tp)  # of a FLOP a token
+    bytes_s = 1.0 / (device.bandwidth_bytes_s * efficiency.get("memory", 1.0)) if device.bandwidth_bytes_s else 0.0
+    # A product of queries and keys takes 2 T D FLOPs a token, and half of that where it is causal.
+    backward_products = SPLIT_PRODUCTS if device.kind == "cuda" else BACKWARD_PRODUCTS
+    attend = [
+        products_made * pairs * seq / (peak * efficiency.get(f"attention_{way}", efficiency.get("gemm", 1.0)) * tp)
+        for way, products_made in (("forward", FORWARD_PRODUCTS), ("backward", backward_products))
+    ]
+    # The host issues a call of a compiled block, or its operators one by one; it rules small models.
+    host_s = device.op_s.get("compiled", 0.0) if config.train.compiled else OPERATORS * device.op_s.get("eager", 0.0)
+    host_s /= rows
+    coded, _ = codes_to_decode(job)
+    # Codes are read, and the weight is written and read again, in each pass.
+    decode_s = coded * (1 + 2 * itemsize) * bytes_s / rows
+    return Layer(
+        layer_bytes(job),
+        forward_s=decode_s
+        + max(host_s, 2 * products * gemm_s / float8 + attend[0] + TOUCHED[0] * residual_bytes * bytes_s),
+        backward_s=decode_s
+        + max(2 * host_s, 4 * products * gemm_s / float8 + attend[1] + TOUCHED[1] * residual_bytes * bytes_s),
+        tp_s=tp_seconds(job, device, seq * c.d_model * itemsize),
+        ends_s=head * gemm_s + TOUCHED[1] * logits * bytes_s,
+        host=0.0,
+        rest_s=0.0,
+    )
+
+
+def tp_seconds(job: Job, device: Device, full_bytes: int) -> float:
+    """The seconds of a layer's four sums over tp of `full_bytes` bytes each, for one row: none of it is hidden."""
+    way = ways_of(device, {name: job.mesh[name].size for name in ("dp", "rp", "cp", "tp")}).get("tp")
+    return 4 * collective_s(way, "psum", 2 * full_bytes * (way.size - 1) // way.size).seconds if way else 0.0
 
 
 def admits_codec(basis: Basis, c: Candidate) -> bool:
@@ -186,7 +241,8 @@ class Basis:
     @functools.cached_property
     def depths(self) -> dict[str, int]:
         """The layers of each part of the model."""
-        return segment_layers(self.plan(1, 1, 1, 0, 1, 1)[0])
+        leaves = pytree.named_leaves(self.plan(1, 1, 1, 0, 1, 1)[0].like)
+        return {name.split("/")[0]: leaf.shape[0] if is_stacked(name) else 1 for name, leaf in leaves.items()}
 
     def _plan(
         self, dp: int, rp: int, tp: int, zero: int, cp: int, ep: int

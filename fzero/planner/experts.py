@@ -14,6 +14,7 @@ from fzero.models.presets import body_of
 from fzero.planner.expert_loads import Loads
 from fzero.planner.rates import Way, collective_s
 from fzero.run.config import RunConfig
+from fzero.run.peak_memory import expert_units
 from fzero.sharding import Plan
 from fzero.sharding.slices import is_stacked, local_numel
 
@@ -66,29 +67,12 @@ def messages_s(plan: Plan, way: Way, token_bytes: float, loads: Loads) -> float:
     return sum(collective_s(way, collective, int(sent)).seconds for collective in ("all_gather", "psum_scatter"))
 
 
-def spare_bytes(plan: Plan, config: RunConfig, itemsize: int) -> int:
-    """The bytes that a layer keeps of each sequence for rows of experts that hold no token if the load is even: over ep
-    a rank has room for more. Of a row its input and result, and three times its hidden units."""
-    if plan.experts is None or plan.routed is None:
-        return 0
-    extra_rows = plan.routed.rows(plan.experts, plan.mesh.ep.size) - plan.routed.top_k
-    return int(
-        extra_rows * (2 * plan.routed.width + 3 * units(config) / plan.mesh.tp.size) * config.data.seq_len * itemsize
-    )
-
-
 def flop_fraction(plan: Plan, config: RunConfig) -> float:
     """The part of a layer's FLOPs that are of a token's experts."""
     body, routed = body_of(config.model), plan.routed
     assert routed is not None  # a plan with ep
-    expert_flop = 6 * routed.top_k * routed.width * units(config)
+    expert_flop = 6 * routed.top_k * routed.width * expert_units(config)
     shapes = [leaf.shape for name, leaf in plan.leaves.items() if is_stacked(name) and not OF_EXPERTS.search(name)]
     dense = 2 * sum(map(math.prod, shapes)) / body.n_layers
     heads = body.n_heads * getattr(body, "key_dim", body.d_model // body.n_heads)
     return expert_flop / (expert_flop + dense + 2 * config.data.seq_len * heads)
-
-
-def units(config: RunConfig) -> int:
-    """The hidden units of an expert."""
-    body = body_of(config.model)
-    return getattr(body, "d_expert", body.d_ff)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fzero.core import pytree
 from fzero.models import LoRAConfig
 from fzero.planner import extrapolate, fake_inductor
 from fzero.planner.devices import Device
@@ -23,10 +22,9 @@ from fzero.run.config import RunConfig
 from fzero.run.config_ranks import count_sums
 from fzero.run.config_table import to_table
 from fzero.run.measure.flops import hfu, mfu, token_flop
-from fzero.run.memory_check import rounded_on_host
+from fzero.run.memory_check import grad_bytes, rounded_on_host
 from fzero.sharding import AXES, fake_mesh
 from fzero.sharding.plan_table import full_sum_bytes
-from fzero.sharding.slices import local_numel
 from fzero.train.capture import SHARE, refusal_of
 
 PASSES = ("forward", "backward")
@@ -203,27 +201,6 @@ def report_of(trace: Trace, device: Device, timing: Timing | None = None) -> Pla
 def has_rates(device: Device) -> bool:
     """Whether times can be predicted for a device."""
     return device.measured or bool(device.flops)
-
-
-def grad_bytes(built: Job) -> int:
-    """The bytes of gradients on a rank's device after its last backward pass: the third of ZeRO's model states.
-
-    One micro-batch's gradients keep the dtype in which they are computed, and are summed into the optimizer's shards as
-    they are made; sums over several micro-batches have the dtype of accumulation.
-    """
-    specs, plan = pytree.named_leaves(built.plan.grads), built.plan
-    single = build.local_micro_batches(built.config, built.mesh) == 1
-    dtype = built.policy.param if single else built.policy.accumulate
-    if single and plan.mesh.pp.size == 1:
-        specs = {name: replace(leaf.opt, memory=specs[name].memory) for name, leaf in plan.leaves.items()}
-    users, pp = plan.users, plan.mesh.pp.rank
-    elements = [
-        local_numel(leaf.shape, specs[name], plan.sizes)
-        for name, leaf in pytree.named_leaves(plan.like).items()
-        if name not in plan.frozen and specs[name].memory == "device"
-        if name not in users or pp in {rank for _, rank in users[name]}  # else no stage of this rank uses it
-    ]
-    return sum(elements) * dtype.itemsize
 
 
 def turns(trace: Trace) -> list[int]:

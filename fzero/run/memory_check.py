@@ -22,22 +22,22 @@ from fzero.core.device import HOST
 from fzero.core.host_memory import bytes_cached, bytes_taken
 from fzero.core.pytree import Tree
 from fzero.models import LlamaConfig
-from fzero.models.config_values import hidden_units
 from fzero.models.presets import family_of
-from fzero.models.score import head_rows
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.store_folder import store_bytes
 from fzero.optim.average import AVERAGE
 from fzero.run.build import Job, build, like_of, local_micro_batches, num_params, specs_of
 from fzero.run.config import RunConfig
+from fzero.run.peak_memory import layers_alive, pass_sizes, passes_peak
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.error_feedback import ERROR
 from fzero.sharding.slices import is_stacked, local_numel
-from fzero.train.pipeline_executor import schedule_of
 from fzero.train.state import meta_state
 from fzero.train.state_on_disk import leaves_on_disk
 
 PROCESS = 450 << 20  # bytes of a process that has loaded its libraries
+# Of what is not the state, the fraction that a run needs for sure: no plan whose traced step fits is refused.
+SURE = 0.8
 
 
 class Memory(NamedTuple):
@@ -46,7 +46,7 @@ class Memory(NamedTuple):
     state: int  # parameters, master weights, optimizer state, average, errors, what a step keeps of them beside: exact
     grads: int  # their sums, and gradients of one part of the model on their way there
     gathered: int  # parameters that are whole for use
-    activations: int  # of one micro-batch: a rough bound
+    activations: int  # of one micro-batch: estimated
     buffers: int  # for transfers to and from a disk
 
 
@@ -58,84 +58,58 @@ def bytes_of_state(job: Job) -> dict[str, tuple[str, int]]:
 
 def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) -> Memory:
     """The bytes that each rank of `job` needs. leaves: its `bytes_of_state`, where that is known."""
-    policy, plan, t, c = job.policy, job.plan, job.config.train, job.model.config
+    leaves = bytes_of_state(job) if leaves is None else leaves
+    parts = memory_on_device(job, leaves), memory_on_host(job, leaves)
+    return Memory(*map(sum, zip(*parts)))
+
+
+def memory_on_device(job: Job, leaves: dict[str, tuple[str, int]] | None = None, kind: str = "") -> Memory:
+    """The part of `memory_needed` beside `memory_on_host`. kind: of the device, "cpu" or "cuda"; "" for the job's."""
+    plan, policy = job.plan, job.policy
     leaves = bytes_of_state(job) if leaves is None else leaves
     scalars = ("step", "key", "data_cursor", "scaler")
-    state = sum(n for name, (memory, n) in leaves.items() if memory != "nvme" and name.split("/")[0] not in scalars)
+    state = sum(n for name, (memory, n) in leaves.items() if memory == "device" and name.split("/")[0] not in scalars)
     if plan.codec is not None and plan.codec.loco is not None:
         state += sum(
             n for name, (_, n) in leaves.items() if name.startswith(ERROR)
         )  # those of the step, until it is known whether it is skipped
     if plan.codec is not None and plan.codec.local:
         state += numel(plan, plan.params) * policy.param.itemsize  # where the rank is between two sums
-    if t.update == "speculate":
+    if job.config.train.update == "speculate":
         state += old_values_bytes(job, leaves)
-    micro_batches = local_micro_batches(job.config, job.mesh)
     # A sum by a binary tree holds a term for each of its levels.
-    terms = micro_batches.bit_length() if plan.reduce == "canonical" else 1
-    segment_numel = max(segment_numels(plan).values())
-    terms *= min(2, plan.delayed or 1)  # the sums of an update that is not made yet, and of the next one
-    sums = sum(sizes_of_sums(plan, "device")) * policy.accumulate.itemsize
-    sums += sum(sizes_of_sums(plan, "host")) * sums_dtype(job).itemsize
-    grads = terms * sums + 2 * segment_numel * policy.param.itemsize
-    at_rest = pytree.leaves(plan.params)
-    gathers = plan.mesh.link().size > 1 and any(spec.over_data for spec in at_rest)
-    gathers |= job.device != HOST and any(spec.memory != "device" for spec in at_rest)
-    full_layers = job.config.prefetch + 1 + layers_resident(job)
-    gathered = full_layers * segment_numel * policy.param.itemsize if gathers else 0
+    terms = local_micro_batches(job.config, job.mesh).bit_length() if plan.reduce == "canonical" else 1
+    versions = min(2, plan.delayed or 1)  # of an update that is not made yet, and of the next one
+    sums = terms * versions * sum(sizes_of_sums(plan, "device")) * sums_dtype(job).itemsize
+    peak = passes_peak(pass_sizes(job, kind), sums)
     boundary_numel = numel_between_stages(plan)
-    grads += boundary_numel * policy.accumulate.itemsize
-    gathered += boundary_numel * policy.param.itemsize * min(2, plan.delayed or 1)
-    remat, tp, depth = Remat.parse(t.remat), plan.mesh.tp.size, layers_alive(job)
-    layer = int((10 * c.d_model + 4 * hidden_units(c) / tp) * remat.budget) + c.d_model
-    inputs = 2 + depth // remat.every // tp if job.config.partition_activations else depth // max(1, remat.every)
-    saved_numel = c.d_model * inputs + remat.every * layer if remat.every else depth * layer
-    tokens = t.micro_batch * job.config.data.seq_len // plan.mesh.cp.size
-    logits = 2 * 4 * (tokens if job.model.foreign else min(tokens, 1024)) * head_rows(job.config.model) // tp
-    acts = tokens * (layer if plan.acts == "nvme" else saved_numel) * policy.compute.itemsize + logits
-    buffers = job.nvme.pool_bytes if job.nvme is not None else 0
-    return Memory(state, grads, gathered, acts, buffers)
+    grads = max(peak["grads"], grad_bytes(job)) + boundary_numel * policy.accumulate.itemsize
+    gathered = peak["gathered"] + boundary_numel * policy.param.itemsize * versions
+    return Memory(state, int(grads), int(gathered), int(peak["activations"]), 0)
+
+
+def grad_bytes(job: Job) -> int:
+    """The bytes of gradients on a rank's device after its last backward pass: the third of ZeRO's model states.
+
+    One micro-batch's gradients keep the dtype in which they are computed, and are summed into the optimizer's shards as
+    they are made; sums over several micro-batches have the dtype of accumulation.
+    """
+    specs, plan = pytree.named_leaves(job.plan.grads), job.plan
+    if local_micro_batches(job.config, job.mesh) == 1 and plan.mesh.pp.size == 1:
+        specs = {name: replace(leaf.opt, memory=specs[name].memory) for name, leaf in plan.leaves.items()}
+    users, pp = plan.users, plan.mesh.pp.rank
+    elements = [
+        local_numel(leaf.shape, specs[name], plan.sizes)
+        for name, leaf in pytree.named_leaves(plan.like).items()
+        if name not in plan.frozen and specs[name].memory == "device"
+        if name not in users or pp in {rank for _, rank in users[name]}  # else no stage of this rank uses it
+    ]
+    return sum(elements) * sums_dtype(job).itemsize
 
 
 def sums_dtype(job: Job) -> torch.dtype:
     """The dtype of sums of gradients that rest off the device: those of one micro-batch keep that of the parameters."""
     return job.policy.param if local_micro_batches(job.config, job.mesh) == 1 else job.policy.accumulate
-
-
-def layers_alive(job: Job) -> int:
-    """The most layers whose activations a rank keeps at a time: those of the model, or with pp those of its stages for
-    each micro-batch under way."""
-    plan, max_layers = job.plan, 0
-    if plan.stages is None:
-        return job.model.config.n_layers
-    for row in schedule_of(plan, local_micro_batches(job.config, job.mesh)).rows:
-        alive = 0
-        for act in row:
-            alive += len(plan.stages.layers[act.stage]) * ((act.kind == "F") - (act.kind in "BW"))
-            max_layers = max(max_layers, alive)
-    return max_layers
-
-
-def layers_resident(job: Job) -> int:
-    """The most layers of a rank whose parameters may stay whole between micro-batches."""
-    plan, limit = job.plan, job.config.resident
-    if plan.stages is None:
-        return job.model.config.n_layers * min(1, limit)
-    chunks = [
-        [len(plan.stages.layers[stage]) for stage in plan.stages.chunks(rank)] for rank in range(plan.mesh.pp.size)
-    ]
-    return max(sum(sorted(layers)[-limit:]) if limit else 0 for layers in chunks)
-
-
-def numel_between_stages(plan: Plan) -> int:
-    """The elements of leaves outside the layers that a rank of pp has whole during a step, and the sums of their
-    gradients: of the first stage or the last, whichever has more."""
-    parts: dict[str, int] = {}
-    for name, leaf in plan.leaves.items():
-        if leaf.use.dims != leaf.params.dims:
-            segment = name.split("/")[0]
-            parts[segment] = parts.get(segment, 0) + local_numel(leaf.shape, leaf.use, plan.sizes)
-    return max(parts.values(), default=0)
 
 
 def old_values_bytes(job: Job, leaves: dict[str, tuple[str, int]]) -> int:
@@ -145,6 +119,17 @@ def old_values_bytes(job: Job, leaves: dict[str, tuple[str, int]]) -> int:
     stacked = [name for name in job.plan.leaves if is_stacked(name) and name not in job.plan.frozen]
     owner = pytree.owners([name for name in leaves if name.split("/")[0] in groups], stacked)
     return sum(leaves[name][1] for name, stack in owner.items() if stack is not None and leaves[name][0] != "nvme")
+
+
+def numel_between_stages(plan: Plan) -> int:
+    """The elements of leaves outside the layers that a rank of pp has whole during a step, and the sums of their
+    gradients: of the first stage or the last, whichever has more."""
+    parts: dict[str, int] = {}
+    for name, leaf in plan.leaves.items():
+        if leaf.use.dims != leaf.params.dims:
+            segment = name.split("/")[0]
+            parts[segment] = parts.get(segment, 0) + leaf.numel(leaf.use)
+    return max(parts.values(), default=0)
 
 
 def snapshot_limit(job: Job, available: int) -> int:
@@ -166,23 +151,7 @@ def numel(plan: Plan, specs: Tree) -> int:
 def sizes_of_sums(plan: Plan, memory: str) -> list[int]:
     """The elements of each sum of gradients that one rank keeps in a memory."""
     leaves = [leaf for leaf in plan.leaves.values() if leaf.trained and leaf.grads.memory == memory]
-    return [local_numel(leaf.shape, leaf.grads, plan.sizes) for leaf in leaves]
-
-
-def segment_numels(plan: Plan) -> dict[str, int]:
-    """The elements of the embedding, of one layer of each stack and of the head, gathered over dp."""
-    compute, parts = pytree.named_leaves(plan.compute), {}
-    for name, leaf in pytree.named_leaves(plan.like).items():
-        segment = name.split("/")[0]
-        layers = leaf.shape[0] if is_stacked(name) else 1
-        parts[segment] = parts.get(segment, 0) + local_numel(leaf.shape, compute[name], plan.sizes) // layers
-    return parts
-
-
-def segment_layers(plan: Plan) -> dict[str, int]:
-    """The layers of each part of `segment_numels`; 1 for a part that is no stack."""
-    leaves = pytree.named_leaves(plan.like)
-    return {name.split("/")[0]: leaf.shape[0] if is_stacked(name) else 1 for name, leaf in leaves.items()}
+    return [leaf.numel(leaf.grads) for leaf in leaves]
 
 
 def tree_bytes(tree: Tree) -> int:
@@ -346,19 +315,18 @@ STATE = {
 
 
 def needs_on_device(job: Job) -> dict[str, int]:
-    """{component: bytes that a rank needs of it on its device}; activations are a rough bound."""
+    """{component: bytes that a rank needs of it on its device}; activations are estimated."""
     leaves, out = bytes_of_state(job), dict.fromkeys(STATE.values(), 0)
-    need = memory_needed(job, leaves)
-    host_memory = memory_on_host(job, leaves) if job.device != HOST else Memory(0, 0, 0, 0, 0)
+    need = (memory_needed if job.device == HOST else memory_on_device)(job, leaves)
     device_memories = ("device",) if job.device != HOST else ("device", "host")
     for name, (memory, size) in leaves.items():
         group = next((words for prefix, words in STATE.items() if name.startswith(prefix)), "")
         if group and memory in device_memories:
             out[group] += size
-    out["gradients"] = need.grads - host_memory.grads
+    out["gradients"] = need.grads
     out["gathered parameters"] = need.gathered
-    out["activations"] = need.activations - host_memory.activations
-    out["buffers"] = need.buffers - host_memory.buffers
+    out["activations"] = need.activations
+    out["buffers"] = need.buffers
     return {name: size for name, size in out.items() if size > 0}
 
 
@@ -368,7 +336,6 @@ def check_memory(job: Job, available: int, host: int | None = None) -> None:
 
     host: the bytes of the host's memory where the device is a GPU, whose memory is then the available one.
     """
-    need = memory_needed(job)
     if not job.config.train.memory_check:
         return
     if job.device != HOST and host is not None:
@@ -379,8 +346,8 @@ def check_memory(job: Job, available: int, host: int | None = None) -> None:
                 f"{gigabytes(host)} are available; offload less, or to a disk; --set train.memory_check=false tries "
                 "anyway"
             )
-        need = Memory(*(size - host_size for size, host_size in zip(need, memory_on_host(job))))
-    if sum(need) <= available:
+    need = memory_needed(job) if job.device == HOST else memory_on_device(job)
+    if need.state + SURE * (sum(need) - need.state) <= available:
         return
     c, n = job.config, num_params(job)
     fixed, ranks = need.state + need.grads + need.gathered + need.buffers, job.mesh.size
