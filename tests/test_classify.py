@@ -10,8 +10,8 @@ import torch
 from fzero import models
 from fzero.checkpoint.convert import huggingface
 from fzero.core import pytree
-from fzero.data.labels import labels_of
-from fzero.data.row_stream import RowStream
+from fzero.data.preferences import labels_of
+from fzero.data.token_stream import RowStream
 from fzero.data.tokens import open_tokens
 from fzero.models.base import Ctx
 from fzero.models.score import head_of

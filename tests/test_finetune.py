@@ -22,9 +22,8 @@ from fzero.data.examples import (
     prepare_conversations,
     prepare_examples,
 )
-from fzero.data.labels import labels_reader
-from fzero.data.preferences import prepare_preferences
-from fzero.data.row_stream import RowStream, pack
+from fzero.data.preferences import labels_reader, prepare_preferences
+from fzero.data.token_stream import RowStream, pack
 from fzero.data.tokens import open_tokens, read_meta, verify
 from fzero.models.base import Ctx
 from fzero.run import run_folder, weights

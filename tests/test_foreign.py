@@ -21,7 +21,7 @@ import fzero
 from fzero.cli import main, process
 from fzero.core import text_parsing
 from fzero.data.chat import Chat, read_chat
-from fzero.data.labels import labels_of
+from fzero.data.preferences import labels_of
 from fzero.run import run_folder
 
 ROOT = Path(fzero.__file__).parent

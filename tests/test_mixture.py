@@ -14,9 +14,8 @@ import torch
 import fzero
 from fzero import data, models
 from fzero.core import prng
-from fzero.data.mixed_corpus import sources_of, write_mixture
 from fzero.data.mixed_stream import SOURCES, MixedStream, counts_of, mixture_segments, source_of, tree_of
-from fzero.data.mixture import Mixture
+from fzero.data.mixture import Mixture, sources_of, write_mixture
 from fzero.data.tokens import Tokens
 from fzero.run import corpus
 from fzero.run.config_table import from_json, from_table

@@ -18,8 +18,8 @@ from fzero import checkpoint, data
 from fzero.checkpoint.convert.huggingface_config import _read_rope
 from fzero.cli import process
 from fzero.core.bounds import COUNT, FRACTION, POSITIVE, RATE, SIZE, check_bounds
-from fzero.data import work_folder
 from fzero.data.chat import Chat, read_chat, render
+from fzero.data.prepare import open_work
 from fzero.report import curves
 from fzero.run.measure.progress import sized_bar
 
@@ -40,7 +40,7 @@ class PanicException(BaseException):
 
 @pytest.mark.parametrize(("error", "stays"), [(PanicException, False), (ValueError, False), (KeyboardInterrupt, True)])
 def test_what_a_panic_leaves_does_not_block_the_next_preparation(error, stays, tmp_path):
-    with pytest.raises(error), work_folder.open_work(tmp_path / "out", {"a": 1}):
+    with pytest.raises(error), open_work(tmp_path / "out", {"a": 1}):
         raise error
     assert os.path.exists(tmp_path / "out.partial") == stays
 

@@ -18,7 +18,7 @@ from fzero.core import pytree
 from fzero.data.chat import Chat, encoder
 from fzero.data.examples import Lengths
 from fzero.data.preferences import pair_of, prepare_preferences, read_reference
-from fzero.data.row_stream import RowStream
+from fzero.data.token_stream import RowStream
 from fzero.data.tokens import open_tokens
 from fzero.models.base import Ctx
 from fzero.models.preference import answer_log_probs, log_probs_of

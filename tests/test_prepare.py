@@ -18,8 +18,7 @@ import torch
 from fzero import data
 from fzero.core import text_parsing
 from fzero.data import sources
-from fzero.data.document_scan import Sources, scan_sources, split_texts
-from fzero.data.prepare_options import PREPARING
+from fzero.data.document_scan import PREPARING, Sources, scan_sources, split_texts
 from fzero.data.sources import cut, find_files
 from fzero.data.tokenizers import byte_tokenizer, json_tokenizer, train_bpe
 

@@ -11,8 +11,7 @@ from test_prepare_pieces import content, interrupted
 
 from fzero import data
 from fzero.data import sources
-from fzero.data.document_scan import later_copies
-from fzero.data.prepare_options import apply_filters
+from fzero.data.document_scan import apply_filters, later_copies
 
 WORDS = [f"word{i}" for i in range(500)]
 

@@ -21,7 +21,8 @@ from unittest import mock
 import pytest
 
 from fzero import data
-from fzero.data import encoding, sources, work_folder, workers
+from fzero.data import encoding, sources, workers
+from fzero.data.prepare import path_of, remove_finished
 from fzero.data.sources import cut, find_files, read_documents
 
 MODULE = sys.modules["fzero.data.prepare"]  # data.prepare is its function
@@ -131,8 +132,8 @@ def interrupted(folder, out, after, error=KeyboardInterrupt, **more):
     options = {"tokenizer": "bpe:300", "val_fraction": 0.2} | more
     with pytest.raises(error):
         data.prepare(folder, out, preparing=data.Preparing(workers=1, show=show), **options)
-    assert not out.exists() and work_folder.path_of(out).is_dir()
-    return work_folder.path_of(out)
+    assert not out.exists() and path_of(out).is_dir()
+    return path_of(out)
 
 
 @pytest.fixture
@@ -231,7 +232,7 @@ def test_a_tokenizer_that_has_changed_is_one_line(tmp_path, whole, small):
 
 def test_what_a_kill_leaves_beside_a_whole_corpus_is_removed(tmp_path, whole):
     folder, expected = whole
-    out, work = tmp_path / "out", work_folder.path_of(tmp_path / "out")
+    out, work = tmp_path / "out", path_of(tmp_path / "out")
     with mock.patch("shutil.rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         prepare(folder, out)
     assert content(out) == expected and (work / "settings.json").exists()
@@ -245,7 +246,7 @@ def test_what_a_kill_leaves_beside_a_whole_corpus_is_removed(tmp_path, whole):
     (work / "settings.json").write_text(settings)
     with (work / "lock").open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert not work_folder.remove_finished(out) and work.exists()
+        assert not remove_finished(out) and work.exists()
     with pytest.raises(ValueError, match="out: already exists"):
         prepare(folder, out)
     assert content(out) == expected and not work.exists()
@@ -253,8 +254,8 @@ def test_what_a_kill_leaves_beside_a_whole_corpus_is_removed(tmp_path, whole):
 
 def test_the_folder_is_one_process_s(tmp_path, whole, monkeypatch):
     folder, _ = whole
-    monkeypatch.setattr(work_folder, "ENDING_S", 0.1)
-    work = work_folder.path_of(tmp_path / "out")
+    monkeypatch.setattr(sys.modules[path_of.__module__], "ENDING_S", 0.1)
+    work = path_of(tmp_path / "out")
     work.mkdir()
     with (work / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -362,7 +363,7 @@ def test_kills_at_any_instant(tmp_path, whole, small):
     for _ in range(40):
         if out.exists():  # an attempt came to its end, maybe with its folder left
             assert content(out) == expected
-            for folder_left in (out, work_folder.path_of(out)):
+            for folder_left in (out, path_of(out)):
                 shutil.rmtree(folder_left, ignore_errors=True)
         attempt(took * draw.random())
         killed += not out.exists()
@@ -370,7 +371,7 @@ def test_kills_at_any_instant(tmp_path, whole, small):
             break
     if not out.exists():
         prepare(folder, out, 2)
-        assert not work_folder.path_of(out).exists()
+        assert not path_of(out).exists()
     assert killed >= 5 and content(out) == expected
 
 
@@ -401,7 +402,7 @@ def test_a_kill_before_any_rename_loses_nothing(tmp_path, whole):
             break
         assert process.exitcode == 9
         prepare(folder, out)
-        assert content(out) == expected and not work_folder.path_of(out).exists()
+        assert content(out) == expected and not path_of(out).exists()
         shutil.rmtree(out)
     assert last >= 5
 

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from fzero.core import prng
 from fzero.data.chat import encoder, end_tokens, read_chat, render
-from fzero.data.labels import text_ids
-from fzero.data.preferences import pair_of
+from fzero.data.preferences import pair_of, text_ids
 from fzero.data.tokenizer_classes import special_tokens
 from fzero.run import conversations, special_token_files, weights
 from fzero.run.generate import Sampling, generate

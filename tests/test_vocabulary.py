@@ -16,7 +16,7 @@ import fzero
 from fzero import data
 from fzero.checkpoint.convert import huggingface
 from fzero.core import pytree
-from fzero.data.added_tokens import missing_tokens, template_tokens
+from fzero.data.auto_tokenizer import missing_tokens, template_tokens
 from fzero.data.chat import Chat, encoder
 from fzero.data.tokenizers import byte_tokenizer, json_tokenizer
 from fzero.models import build, frozen_leaves, grow_vocabulary, init_params, logits

@@ -94,7 +94,7 @@ def prepare(sources: tuple[str, ...], out: Path, workers: int, duplicates: str, 
 
     The same command goes on after an interrupt or a kill, from the folder OUT.partial."""
     from fzero import data
-    from fzero.data.work_folder import path_of
+    from fzero.data.prepare import path_of
 
     refuse_idle(sources)
 

@@ -84,7 +84,7 @@ def sample(
     import torch
 
     from fzero.core import gpu, prng
-    from fzero.data.added_tokens import missing_lines
+    from fzero.data.auto_tokenizer import missing_lines
     from fzero.data.chat import read_chat
     from fzero.run import conversations, run_folder, weights
     from fzero.run.generate import Sampling, generate

@@ -24,9 +24,8 @@ from fzero.core.files import make_folder, writing
 from fzero.core.pytree import nearest
 from fzero.core.storage import write_text
 from fzero.core.text_parsing import expect_entries, read_json
-from fzero.data.assemble import Batch, assemble
-from fzero.data.mixed_corpus import digest
-from fzero.data.packing import FILL, PACKINGS, Packing, full_range
+from fzero.data.mixture import digest
+from fzero.data.packing import FILL, PACKINGS, Batch, Packing, assemble, full_range
 from fzero.data.token_stream import expect_rows
 from fzero.data.tokens import Tokens, open_tokens, read_meta
 

@@ -1,5 +1,7 @@
 """The tokenizer of a model's folder, with the ids of AutoTokenizer of `transformers`: built by its class, with the
 special tokens that its files name, and compared with AutoTokenizer itself where `transformers` is installed.
+
+Special tokens of a chat template: those that a tokenizer lacks, and a tokenizer that has them.
 """
 
 from __future__ import annotations
@@ -8,11 +10,14 @@ import contextlib
 import importlib.util
 import json
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fzero.core.arguments import checked
 from fzero.core.text_parsing import parse_json, read_json, read_text_file, short
+from fzero.data.chat import Chat, encoder, render, template_texts
 from fzero.data.tokenizer_classes import (
     CLASSES,
     CONFIG,
@@ -28,10 +33,96 @@ from fzero.data.tokenizer_classes import (
     rebuild_json,
     text_of,
 )
-from fzero.data.tokenizers import library_of
+from fzero.data.tokenizers import Tokenizer, json_tokenizer, library_of
+
+# What templates write that no other text has: <|user|>, <|turn>, <start_of_turn>, </s>, [INST], [/INST]. A pair of tags
+# such as <tool_call> and </tool_call> is text for many models, so it is none.
+TOKEN = re.compile(
+    r"<[|｜][^<>|｜\s]+[|｜]?>|<[^<>|｜\s]+[|｜]>|<(?:start|end|begin)_[a-z_]+>|</?s>"
+    r"|<(?:bos|eos|pad|unk|sep|cls|mask)>|\[/?[A-Z][A-Z_]+\]"
+)
+PROBES = (("system", "user", "assistant", "user"), ("user", "assistant"))  # roles of conversations
+
+
+@checked()
+def add_tokens(tokenizer: Tokenizer, tokens: Sequence[str]) -> Tokenizer:
+    """Return the tokenizer with these special tokens: with the next ids, in this order, as `add_special_tokens` of
+    transformers gives them; those that it has keep their ids, and are never split from then on.
+
+    Raises ValueError for one that is empty, and for bytes, which have no other tokens.
+
+    >>> from tokenizers import Tokenizer as Library, models
+    >>> json = Library(models.BPE({"a": 0, "b": 1}, [])).to_str()
+    >>> from fzero.data.tokenizers import json_tokenizer
+    >>> larger = add_tokens(json_tokenizer(json, "ab", eos=1), ["<|user|>"])
+    >>> larger.vocab_size
+    3
+    """
+    for text in tokens:
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"the tokens to add are {short(list(tokens))}; {text!r} is no text of one")
+    if not tokens:
+        return tokenizer
+    expect_json(tokenizer)
+    from tokenizers import AddedToken
+
+    base_tokenizer, library = (library_of(tokenizer.json, tokenizer.name) for _ in range(2))
+    library.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in tokens])
+    for text in tokens:
+        new = library.token_to_id(text)
+        holder = text if new is None else base_tokenizer.id_to_token(new)
+        if holder not in (None, text):
+            raise ValueError(
+                f"{tokenizer.name}: its ids have holes, and {holder!r} has the one that {text} would get, next by "
+                "their count; number its tokens from 0 without holes first"
+            )
+    return json_tokenizer(library.to_str(), tokenizer.name, tokenizer.eos)
+
+
+def expect_json(tokenizer: Tokenizer) -> None:
+    """Raise ValueError for bytes."""
+    if not tokenizer.json:
+        raise ValueError("the tokenizer is bytes, which has no tokens but them, so none can be added")
+
+
+def template_tokens(chat: Chat) -> list[str]:
+    """The texts that a template writes as tokens: in its constants, and in what it makes of roles and `chat.tokens`."""
+    texts = template_texts(chat)
+    for roles in PROBES:
+        try:
+            texts.append(render(chat, [{"role": role, "content": "a"} for role in roles], prompt=True))
+        except ValueError:  # a template may take other conversations only
+            continue
+    written = [token for text in texts for token in TOKEN.findall(text)]
+    named = [token for token in chat.tokens.values() if token and any(token in text for text in texts)]
+    return list(dict.fromkeys([*written, *named]))
+
+
+def missing_tokens(chat: Chat, tokenizer: Tokenizer) -> dict[str, int]:
+    """{token that the template writes: the tokens that it is split into}, of those that are no single one. Empty for
+    bytes, which split everything."""
+    if not tokenizer.json:
+        return {}
+    encode = encoder(tokenizer)
+    sizes = {token: len(encode(token)[0]) for token in template_tokens(chat)}
+    return {token: size for token, size in sizes.items() if size != 1}
+
+
+def missing_lines(chat: Chat | None, tokenizer: Tokenizer, fix: str) -> list[str]:
+    """A line that names the tokens of a template that a tokenizer lacks, [] if it has all. fix: what adds them."""
+    missing = missing_tokens(chat, tokenizer) if chat is not None else {}
+    if not missing:
+        return []
+    parts = ", ".join(f"{token} into {size}" for token, size in missing.items())
+    return [
+        f"the vocabulary lacks tokens that the chat template writes, and splits them: {parts}; {fix} gives each an id "
+        "(leave them split if the model has learnt them so)"
+    ]
+
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken, Tokenizer
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Library
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of a token
 OTHERS = ("tokenizer.model", "tiktoken.model", "tekken.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
@@ -82,7 +173,7 @@ def changed_on_load(folder: Path) -> str:
     return "" if unchanged else tokens.class_name
 
 
-def build_tokenizer(content: str, path: Path, tokens: FolderTokens, *, fresh: bool = False) -> Tokenizer:
+def build_tokenizer(content: str, path: Path, tokens: FolderTokens, *, fresh: bool = False) -> Library:
     """The tokenizer that AutoTokenizer makes of the content of a tokenizer.json. fresh: that there was no such file, so
     that add_bos_token and add_eos_token are read."""
     table, builder = parse_json(content, str(path), wide=True), CLASSES.get(tokens.class_name)
@@ -93,7 +184,7 @@ def build_tokenizer(content: str, path: Path, tokens: FolderTokens, *, fresh: bo
     if not tokens.complete:
         theirs = [entry for entry in table.get("added_tokens") or [] if isinstance(entry, dict) and is_token(entry)]
         tokens = tokens._replace(listed={**tokens.listed, **{entry["id"]: entry for entry in theirs}})
-    add_tokens(library, tokens, plain=builder is not None and builder.plain)
+    make_whole(library, tokens, plain=builder is not None and builder.plain)
     begins = builder is not None and (builder.begins or (fresh and bool(tokens.config.get("add_bos_token"))))
     ends = builder is not None and fresh and bool(tokens.config.get("add_eos_token"))
     if begins or ends:
@@ -124,7 +215,7 @@ def from_merges(folder: Path) -> dict[str, Any]:
     return {"version": "1.0", "added_tokens": [], "post_processor": None, "model": model}
 
 
-def add_tokens(library: Tokenizer, tokens: FolderTokens, *, plain: bool) -> None:
+def make_whole(library: Library, tokens: FolderTokens, *, plain: bool) -> None:
     """Make the tokens that a folder names whole; those that the vocabulary lacks get the next ids. plain: without
     their flags."""
     names = {text_of(token) for token in tokens.named.values()}
@@ -147,7 +238,7 @@ def added_token(token: Any, special: bool) -> AddedToken:
     return LibraryToken(text_of(token), **(flags | {"special": True} if special else flags))
 
 
-def surround(library: Tokenizer, begin: str, end: str) -> None:
+def surround(library: Library, begin: str, end: str) -> None:
     """Put a token before each text and one after it; "" is none."""
     from tokenizers import processors
 
@@ -156,7 +247,7 @@ def surround(library: Tokenizer, begin: str, end: str) -> None:
     library.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
 
 
-def expect_same_ids(library: Tokenizer, folder: Path, tokens: FolderTokens) -> None:
+def expect_same_ids(library: Library, folder: Path, tokens: FolderTokens) -> None:
     """Raise ValueError naming a text that AutoTokenizer has other ids of, and, without `transformers`, for a class
     that fzero does not build."""
     name = tokens.class_name

@@ -22,8 +22,7 @@ import torch
 
 from fzero.core import prng
 from fzero.core.arguments import expect_fields
-from fzero.data.assemble import Batch, assemble, fetch, sparse
-from fzero.data.packing import FILL, cut, within_documents
+from fzero.data.packing import FILL, Batch, assemble, cut, fetch, sparse, within_documents
 from fzero.data.token_stream import DRAWN, shuffled
 from fzero.data.tokens import Tokens
 

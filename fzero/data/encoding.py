@@ -32,8 +32,7 @@ import numpy as np
 from fzero.core.crc32c import crc32c
 from fzero.core.files import writing
 from fzero.data.checksums import SummedFile, write_sums
-from fzero.data.document_scan import Corpus, split_texts
-from fzero.data.prepare_options import Preparing
+from fzero.data.document_scan import Corpus, Preparing, split_texts
 from fzero.data.sources import Document
 from fzero.data.tokenizers import Tokenizer
 from fzero.data.tokens import SPLITS, token_dtype

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from fzero.core.arguments import expect_fields
-from fzero.data.assemble import Batch, assemble
 from fzero.data.mixture import Mixture
+from fzero.data.packing import Batch, assemble
 from fzero.data.remote_tokens import RemoteTokens
 from fzero.data.token_stream import EpochRemainder, TokenStream, even_batches
 

@@ -2,33 +2,181 @@
 
 The first reading finds every error, the number of documents and the digest of the content before anything is encoded
 (document_scan.py); the second encodes (encoding.py), into a work folder beside `out` from which a preparation that was
-killed goes on (work_folder.py). Both are the work of several processes, piece by piece; the pieces and their order
+killed goes on. Both are the work of several processes, piece by piece; the pieces and their order
 follow from the sources alone, and so does the corpus.
+
+The folder of a preparation that is not finished, beside the corpus that it makes: OUT.partial.
+
+    lock             locked (flock) by the process that prepares
+    settings.json    what the corpus is made of, and the digest of the sources: written after their first reading
+    documents/       what the first reading said of each piece (fzero/data/document_scan.py)
+    tokenizer.json   one that was trained
+    encoded/         the pieces that are encoded (fzero/data/encoding.py)
+    corpus/          the corpus, while the pieces are joined
+
+The same preparation goes on from there after a kill. After an error of the user's in the first attempt it is removed,
+as it is once the corpus is whole; what a kill leaves then, the next one that meets it removes (`clear`).
 """
 
+from __future__ import annotations
+
 import contextlib
+import fcntl
 import hashlib
+import json
 import os
 import re
+import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fzero.core.arguments import checked
 from fzero.core.bounds import check_bounds
-from fzero.core.files import make_folder, remove_entry
-from fzero.core.storage import write_text
-from fzero.core.text_parsing import expect_regular, json_text, read_text_file, short
-from fzero.data import work_folder
+from fzero.core.files import make_folder, remove_entry, writing
+from fzero.core.storage import naming, write_text
+from fzero.core.text_parsing import expect_regular, json_text, parse_json, read_text_file, short
 from fzero.data.auto_tokenizer import read_tokenizer_json
-from fzero.data.document_scan import Corpus, Sources, scan_sources, split_texts
+from fzero.data.document_scan import PREPARING, Corpus, Preparing, Sources, scan_sources, split_texts
 from fzero.data.encoding import encode, join, text_spans
-from fzero.data.prepare_options import PREPARING, Preparing
 from fzero.data.sources import ALLOWED, SMALLEST, cut, find_files
 from fzero.data.tokenizer_classes import TOKENIZER
-from fzero.data.tokenizers import USUAL_EOS, Tokenizer, byte_tokenizer, json_tokenizer, train_bpe, words_of_bpe
+from fzero.data.tokenizers import (
+    USUAL_EOS,
+    Tokenizer,
+    byte_tokenizer,
+    json_tokenizer,
+    sha256_of,
+    train_bpe,
+    words_of_bpe,
+)
 from fzero.data.tokens import FORMAT, SPLITS, VERSION
 from fzero.data.workers import run_in_process
+
+SETTINGS = "settings.json"
+FOLDERS = ("documents", "signatures", "encoded")
+INITIAL_NAMES = {"lock", "stdin", *FOLDERS, f"{SETTINGS}.partial"}  # what there may be before the settings
+ENDING_S = 5.0  # how long the processes of one that was killed may take to end
+
+
+class Busy(ValueError):
+    """Raised where another process prepares the same corpus."""
+
+
+def path_of(out: Path) -> Path:
+    """The work folder of a corpus."""
+    return out.with_name(f"{out.name}.partial")
+
+
+@contextlib.contextmanager
+def open_work(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
+    """A context of the work folder of a preparation, which is new or is resumed.
+
+    It is there after an interrupt, a kill and an OSError, such as that of a full disk; it is removed at the end, and
+    after another error, unless it was resumed. Raises Busy if another process has it, and ValueError if it is of other
+    settings.
+    """
+    folder = path_of(out)
+    new = not folder.exists()
+    with naming(folder):
+        make_folder(folder.parent, folder.name)
+    with writing(folder / "lock", "update") as lock:
+        end = time.monotonic() + ENDING_S
+        while not try_lock(lock):
+            if time.monotonic() > end:
+                raise Busy(f"{folder}: another process prepares {out} there; wait for it, or stop it")
+            time.sleep(0.02)
+        resumed = (folder / SETTINGS).exists()
+        if not new and not resumed:
+            _expect_work_folder(folder)
+        if resumed:
+            expect_settings(folder, settings)
+        try:
+            for name in FOLDERS:
+                make_folder(folder, name)
+            yield folder
+        except BaseException as error:
+            # A panic of a library is no Exception; an interrupt and a signal are none either, and go on later.
+            panic = type(error).__name__ == "PanicException"
+            if not resumed and (panic or (isinstance(error, Exception) and not isinstance(error, OSError))):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+    shutil.rmtree(folder)
+
+
+def remove_finished(out: Path) -> bool:
+    """Remove what a kill left of the work folder of a corpus that was whole by then; returns whether there was that.
+
+    A folder stays in which a process works, that has anything of another origin, or that is of another preparation.
+    """
+    folder, meta = path_of(out), out / "meta.json"
+    if not (folder.is_dir() and meta.is_file()):
+        return False
+    if {path.name for path in folder.iterdir()} - INITIAL_NAMES - {SETTINGS, TOKENIZER}:
+        return False
+    with contextlib.ExitStack() as stack:
+        if (folder / "lock").exists() and not try_lock(
+            stack.enter_context(writing(folder / "lock", "update", make=False))
+        ):
+            return False
+        if (folder / SETTINGS).exists():  # else it was removed already, or the sources were being read
+            settings, corpus_meta = (parse_json(read_text_file(path), str(path)) for path in (folder / SETTINGS, meta))
+            if settings.get("sources") != corpus_meta.get("source", {}).get("sha256"):
+                return False
+        shutil.rmtree(folder)
+    return True
+
+
+def try_lock(lock: Any) -> bool:
+    """Lock a file, which its processes hold together; False if others have it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+
+
+def _expect_work_folder(folder: Path) -> None:
+    """Raise ValueError if a folder without settings holds what a preparation does not make."""
+    unknown = sorted({path.name for path in folder.iterdir()} - INITIAL_NAMES)
+    if unknown:
+        raise ValueError(f"{folder}: is no folder of an unfinished preparation (it holds {unknown[0]}); move it away")
+
+
+def expect_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Raise ValueError unless the preparation that began in the folder has these settings too."""
+    saved_settings = parse_json(read_text_file(folder / SETTINGS), str(folder / SETTINGS))
+    differing = [name for name, value in settings.items() if saved_settings.get(name) != value]
+    if differing:
+        saved_text, current_text = (
+            ", ".join(f"{name} {table.get(name)!r}" for name in differing) for table in (saved_settings, settings)
+        )
+        raise ValueError(
+            f"{folder}: an unfinished preparation with {saved_text}, and this one has {current_text}; give the same "
+            "sources and options to go on, or remove that folder to begin anew"
+        )
+
+
+def record_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Note what the corpus is made of, unless the folder has that already; raises ValueError if that differs."""
+    if (folder / SETTINGS).exists():
+        expect_settings(folder, settings)
+    else:
+        write_text(folder, SETTINGS, json.dumps(settings, indent=2) + "\n")
+
+
+def save_tokenizer(folder: Path, content: str) -> None:
+    """Keep a tokenizer that was trained."""
+    write_text(folder, TOKENIZER, f"{sha256_of(content)}\n{content}")
+
+
+def load_saved_tokenizer(folder: Path) -> str | None:
+    """The content of the tokenizer that was trained; None if there is none, or it is damaged."""
+    if not (folder / TOKENIZER).exists():
+        return None
+    digest, _, content = read_text_file(folder / TOKENIZER).partition("\n")
+    return content if sha256_of(content) == digest else None
 
 
 @checked()
@@ -77,7 +225,7 @@ def prepare(
         raise ValueError(f"no source given; {ALLOWED}")
     preparing.expect_sound()
     check_bounds("seed", seed, (0, True, 2**64))
-    work_folder.remove_finished(Path(out))
+    remove_finished(Path(out))
     out = check_new(out, val_fraction)
     _check_tokenizer(str(tokenizer), eos)
     try:
@@ -91,7 +239,7 @@ def prepare(
         "seed": seed,
         "text_key": text_key,
     } | preparing.settings()
-    with work_folder.open_work(out, settings) as work:
+    with open_work(out, settings) as work:
         files = find_files(sources, work)
         source_set = Sources(cut(files), text_key, seed, work / "documents", preparing.filters)
         corpus = scan_sources(source_set, val_fraction, preparing)
@@ -100,7 +248,7 @@ def prepare(
         origin = {"pieces": len(source_set.pieces), "sources": corpus.sha256}
         if built_tokenizer is not None:
             origin["tokenizer.json"] = hashlib.sha256(built_tokenizer.json.encode()).hexdigest()
-        work_folder.record_settings(work, settings | origin)
+        record_settings(work, settings | origin)
         if built_tokenizer is None:
             built_tokenizer, learned = _train(str(tokenizer), eos, corpus, work)
         encode(corpus, built_tokenizer, work / "encoded", preparing)
@@ -182,7 +330,7 @@ def _tokenizer_json(spec: str) -> Path:
 def _train(spec: str, eos: str | None, corpus: Corpus, work: Path) -> tuple[Tokenizer, float]:
     """The tokenizer that is trained on the training split, and the share of it; the one in the work folder if it is
     there."""
-    content = work_folder.load_saved_tokenizer(work)
+    content = load_saved_tokenizer(work)
     if content is None:
         # Apart where there is much text, as the counts of its words stay in the memory of the process.
         numbers = range(len(corpus.sources.pieces))
@@ -197,7 +345,7 @@ def _train(spec: str, eos: str | None, corpus: Corpus, work: Path) -> tuple[Toke
         share = min(1.0, MOST_LEARNED / max(1, corpus.text_bytes))
         train = lambda: "{1!r}\n{0}".format(*learn_bpe(texts, int(spec.removeprefix("bpe:")), eos, share))  # noqa: E731
         content = train() if len(numbers) == 1 and sum(corpus.sources.sizes()) < SMALLEST else run_in_process(train)
-        work_folder.save_tokenizer(work, content)
+        save_tokenizer(work, content)
     learned, _, text = content.partition("\n")
     return json_tokenizer(text, spec, USUAL_EOS[0] if eos is None else eos), float(learned)
 

@@ -91,7 +91,7 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
 def open_tokens(folder: str | Path, split: str = "train", reading: Reading = READING) -> Tokens:
     """Memory-map the `split` ("train" or "val") of the prepared corpus in `folder`.
 
-    reading: how tokens are read that are in an object store (see fzero/data/remote_corpus.py).
+    reading: how tokens are read that are in an object store (see fzero/data/linked_corpus.py).
 
     Raises ValueError naming a file that is missing or whose size differs from meta.json, and if the document offsets do
     not increase from 0 to the number of tokens, or do not match their checksums. The token values are not scanned: who

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fzero.core import prng
 from fzero.core.arguments import WrongKind, checked
-from fzero.data.assemble import Batch
+from fzero.data.packing import Batch
 
 SHORTEST = 6  # tokens of a document's part that is rearranged: three that are added, one for each part
 

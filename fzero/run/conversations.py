@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fzero.data.added_tokens import missing_lines
+from fzero.data.auto_tokenizer import missing_lines
 from fzero.data.chat import encoder, read_chat, render
 from fzero.data.examples import Lengths, describe_conversations
 from fzero.data.tokenizers import Tokenizer

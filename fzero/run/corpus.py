@@ -22,17 +22,16 @@ from fzero.core.config_tables import Table
 from fzero.core.gpu import HOST, pinned
 from fzero.core.gpu_copies import Copied, copy_in
 from fzero.core.storage import is_url, user_folder
-from fzero.data.assemble import Batch
 from fzero.data.buckets import BucketStream
-from fzero.data.mixed_corpus import digest, open_sources, sources_of, write_mixture
+from fzero.data.linked_corpus import expect_unchanged
 from fzero.data.mixed_stream import MixedStream
-from fzero.data.mixture import Mixture
+from fzero.data.mixture import Mixture, digest, open_sources, sources_of, write_mixture
+from fzero.data.packing import Batch
 from fzero.data.preferences import read_reference
-from fzero.data.remote_corpus import expect_unchanged
+from fzero.data.prepare import Busy, remove_finished
 from fzero.data.remote_tokens import Reading
-from fzero.data.row_stream import RowStream
+from fzero.data.token_stream import RowStream
 from fzero.data.tokens import VERSION, read_meta, token_dtype
-from fzero.data.work_folder import Busy, remove_finished
 from fzero.run import conversations, run_folder
 from fzero.run.buckets import BUCKETS, lengths_of, with_scale
 from fzero.run.config import RunConfig

@@ -16,8 +16,8 @@ import torch
 from fzero.comm.axes import CP
 from fzero.core.storage import is_url
 from fzero.data.analysis import open_analysis
-from fzero.data.assemble import Batch
 from fzero.data.curriculum import Curriculum, Growth, Piece, rank
+from fzero.data.packing import Batch
 from fzero.models.dropping import expect_droppable, expect_layers_apart
 from fzero.run.batch_ramp import Ramp
 from fzero.run.stages import stages_of

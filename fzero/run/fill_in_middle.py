@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fzero.data.assemble import Batch
+from fzero.data.packing import Batch
 from fzero.data.tokens import read_meta
 from fzero.data.transforms import Sentinels, fill_in_middle
 from fzero.run.token_ids import known_tokens, sentinel_ids

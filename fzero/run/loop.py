@@ -20,8 +20,7 @@ from fzero import data
 from fzero.comm.rank_tables import any_rank
 from fzero.core import prng, pytree
 from fzero.core.host_memory import to_host
-from fzero.data.mixed_corpus import sources_of
-from fzero.data.mixture import Mixture, describe_mixture
+from fzero.data.mixture import Mixture, describe_mixture, sources_of
 from fzero.data.packing import figures
 from fzero.data.remote_tokens import RemoteTokens
 from fzero.data.tokenizers import Tokenizer

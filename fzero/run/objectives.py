@@ -98,7 +98,7 @@ class Classes(Objective):
 
     def prepare(self, lines: Lines) -> tuple[dict[str, Any], list[str]]:
         """As that of every objective, with a line of how many texts each class has."""
-        from fzero.data.labels import expect_label_coverage, labels_reader
+        from fzero.data.preferences import expect_label_coverage, labels_reader
 
         labels = lines.head.labels
         read = labels_reader(lines.chat, lines.tokenizer, lines.lengths, labels, lines.head.pad)
@@ -107,7 +107,7 @@ class Classes(Objective):
     def with_head(self, model: Model, pad: int, path: str | None) -> Model:
         """The model with a score for each label of the data."""
         from fzero import models
-        from fzero.data.labels import labels_of
+        from fzero.data.preferences import labels_of
 
         if not path:
             raise ValueError("objective is classify, whose labels come from the data; give data.path")
@@ -119,7 +119,7 @@ class Rewards(Objective):
 
     def prepare(self, lines: Lines) -> tuple[dict[str, Any], list[str]]:
         """As that of every objective."""
-        from fzero.data.labels import ranked_reader
+        from fzero.data.preferences import ranked_reader
 
         read = ranked_reader(lines.chat, lines.tokenizer, lines.lengths, lines.head.pad)
         return prepare_scored(self.corpus, lines, read), []

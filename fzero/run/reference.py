@@ -17,7 +17,7 @@ from fzero.comm.axes import BY_DATA_RANK
 from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.data import open_tokens
 from fzero.data.preferences import read_reference, reference_folder, write_reference
-from fzero.data.row_stream import RowStream
+from fzero.data.token_stream import RowStream
 from fzero.data.tokens import SPLITS
 from fzero.models.lora import LORA
 from fzero.models.preference import answer_model

@@ -10,7 +10,7 @@ import torch
 
 from fzero import data
 from fzero.core import pytree
-from fzero.data.assemble import Batch
+from fzero.data.packing import Batch
 from fzero.data.tokens import read_meta
 from fzero.models import Model
 from fzero.models.batch import KINDS, SOURCES

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fzero.data.assemble import Batch
+from fzero.data.packing import Batch
 from fzero.data.tokens import read_meta
 from fzero.data.transforms import corrupt_spans
 from fzero.run.token_ids import known_tokens, sentinel_ids

@@ -12,8 +12,7 @@ from fzero import data
 from fzero.data.buckets import BucketStream
 from fzero.data.mixed_stream import MixedStream
 from fzero.data.packing import FILL
-from fzero.data.row_stream import RowStream
-from fzero.data.token_stream import TokenStream
+from fzero.data.token_stream import RowStream, TokenStream
 from fzero.data.tokens import Tokens
 from fzero.run import corpus, run_folder
 from fzero.run.config import RunConfig

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.text_parsing import open_regular
-from fzero.data.assemble import Batch
+from fzero.data.packing import Batch
 from fzero.data.tokens import read_meta
 from fzero.data.transforms import weigh_targets
 from fzero.run.token_ids import token_ids

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fzero.data.assemble import Batch
+from fzero.data.packing import Batch
 from fzero.run.fill_in_middle import make_fim, validate_fim
 from fzero.run.span_corruption import make_spans, validate_spans
 from fzero.run.token_weights import make_weights, validate_weights

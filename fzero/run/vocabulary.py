@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fzero.core import pytree
 from fzero.core.config_tables import Table, check_type
 from fzero.core.pytree import Tree
-from fzero.data.added_tokens import add_tokens, expect_json, missing_tokens
+from fzero.data.auto_tokenizer import add_tokens, expect_json, missing_tokens
 from fzero.data.chat import read_chat
 from fzero.data.tokenizers import Tokenizer, load_tokenizer
 from fzero.models import ModelConfig

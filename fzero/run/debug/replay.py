@@ -23,7 +23,7 @@ from fzero import checkpoint
 from fzero.comm.axes import TP, mesh_text
 from fzero.core.bounds import RATE, check_bounds
 from fzero.core.config_tables import Table, flat
-from fzero.data.assemble import Batch
+from fzero.data.packing import Batch
 from fzero.run import corpus, machine, run_folder, weights
 from fzero.run.build import Job, build, first_state, restore, save_store, specs_of
 from fzero.run.config import RunConfig
