@@ -17,7 +17,7 @@ from fzero import optim
 from fzero.core import pytree
 from fzero.kernels.registry import Kernels
 from fzero.planner.devices import between_nodes, device
-from fzero.sharding import codec, coded_sums, reduce
+from fzero.sharding import codec, reduce
 from fzero.sharding.prefetch import ParamFetcher
 from fzero.train.batch import local_batch
 from fzero.train.codes import coder_of
@@ -247,7 +247,7 @@ def one_sum(mesh, op, kind, size):
     axis = mesh["dp"]
     coder = coder_of(kind, 16, Kernels())
     terms = [torch.randn(size, generator=torch.Generator().manual_seed(r)) for r in range(axis.size)]
-    job = coded_sums.sum_coded(op, ["w"], [terms[axis.rank].clone()], axis, coder, torch.float32, mesh.ledger)
+    job = codec.sum_coded(op, ["w"], [terms[axis.rank].clone()], axis, coder, torch.float32, mesh.ledger)
     while True:
         try:
             next(job)

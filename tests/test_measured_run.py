@@ -26,6 +26,7 @@ from fzero.run.measure.timer import PHASES, Clock, Comm, Times
 from fzero.run.recipes import recipe
 from fzero.sharding import pipeline
 from fzero.sharding.pipeline import feeds, read_schedule, write_schedule
+from fzero.sharding.zero_stages import shapes_of
 from fzero.train.batch import local_batch
 
 # -- the clock, by hand
@@ -318,10 +319,7 @@ def test_the_memory_of_a_step(run):
     assert (said["attempt"], said["step"], said["rank"]) == (1, 8, 0)
     start, peak = said["timeline"][0], said["peak"]
     params = sum(
-        leaf.numel()
-        for leaf in pytree.leaves(
-            fzero.sharding.shapes.shapes_of(fzero.models.build(run_folder.read_config(run).model))
-        )
+        leaf.numel() for leaf in pytree.leaves(shapes_of(fzero.models.build(run_folder.read_config(run).model)))
     )
     assert start["parts"]["params"] == said["state"]["params"] == 4 * params
     assert peak["bytes"] == max(moment["bytes"] for moment in said["timeline"]) > start["bytes"]

@@ -10,8 +10,8 @@ from zero_cases import model_of, train, trained_whole
 
 import fzero
 from fzero import models
-from fzero.sharding import partitioned_activations
-from fzero.sharding.partitioned_activations import PartitionedActivations
+from fzero.sharding import prefetch
+from fzero.sharding.prefetch import PartitionedActivations
 
 PART = {"partition_activations": True}
 # The sizes of the mesh: (family, optimizer, stage, options).
@@ -46,14 +46,14 @@ def kept_bytes(mesh, case, options):
 
 def both(mesh, cases):
     """[(whole state, metrics)] with whole layer inputs, the same with parts, and `kept_bytes` of each case."""
-    usual, partitioned_activations.SMALL = partitioned_activations.SMALL, 8
+    usual, prefetch.SMALL = prefetch.SMALL, 8
     try:
         whole, parts = (
             trained_whole(mesh, [((*case[:3], 4), {**case[3], **more}) for case in cases]) for more in ({}, PART)
         )
         return whole, parts, [kept_bytes(mesh, case[:3], {**case[3], **PART}) for case in cases]
     finally:
-        partitioned_activations.SMALL = usual
+        prefetch.SMALL = usual
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m != "tp2")) for m in MESHES])

@@ -293,7 +293,7 @@ AT_THE_ENDS = {
     "train/init.py",
     "train/first_step.py",
     "train/state_on_disk.py",
-    "sharding/leaf_init.py",
+    "sharding/slices.py",
     "core/prng.py",
     "run/loop.py",
 }

@@ -15,7 +15,7 @@ import fzero
 from fzero import models, optim
 from fzero.core import copy_buckets, gpu_copies, precision, pytree
 from fzero.offload import chunk_files, scratch
-from fzero.sharding import gradient_sums, leaf_init, prefetch
+from fzero.sharding import gradient_sums, prefetch, slices
 from fzero.sharding.pipeline_plan import Pipeline
 from fzero.train.init import init_state
 from fzero.train.spike import Skip
@@ -175,7 +175,7 @@ def test_so_does_one_of_several_ranks(name, tmp_path):
 def test_a_first_state_that_rests_on_the_host_takes_the_memory_of_a_leaf(policy, monkeypatch):
     # A draw takes 440 MB beside, whatever the leaf.
     zeros = lambda key, shape, start, size, mean, std, dtype, device: torch.zeros(size, dtype=dtype, device=device)  # noqa: E731
-    monkeypatch.setattr(leaf_init, "draw_normal_box", zeros)
+    monkeypatch.setattr(slices, "draw_normal_box", zeros)
     config = models.LlamaConfig(vocab_size=64, max_len=8, d_model=256, n_layers=8, n_heads=2, n_kv_heads=2, d_ff=512)
     model = models.build(config)
     with pretend() as gpu:

@@ -10,8 +10,7 @@ from fzero.kernels import attention, attention_ring
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.attention_positions import attention_at
 from fzero.kernels.attention_ring import ring_attention
-from fzero.sharding.context import Pieces, contiguous, zigzag
-from fzero.sharding.context_cost import largest_inner
+from fzero.sharding.context import Pieces, contiguous, largest_inner, zigzag
 
 F64 = torch.float64
 H, G, K = 8, 4, 6

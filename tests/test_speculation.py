@@ -17,8 +17,8 @@ import fzero
 from fzero import optim
 from fzero.core import precision, pytree
 from fzero.run import build, config_table, memory_check
-from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import is_stacked
+from fzero.sharding.zero_stages import shapes_of
 from fzero.train.batch import local_batch
 from fzero.train.update import offloaded
 from fzero.train.update.in_backward import EarlyUpdate

@@ -25,7 +25,7 @@ from fzero.run import pretrain, special_token_files, vocabulary, weights
 from fzero.run.config import Data
 from fzero.run.fine_tuning import tuned_config
 from fzero.run.resume import auto_resume
-from fzero.sharding.shapes import shapes_of
+from fzero.sharding.zero_stages import shapes_of
 
 NEW = ["<|im_start|>", "<|im_end|>"]
 FLAGS = [*chats.FLAGS, "--prompt", ""]

@@ -19,7 +19,7 @@ from fzero.core.stack import Block, Blocks, in_turn
 from fzero.kernels.quantize_codes import codes_a_byte
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.models.batch import Batch
-from fzero.sharding import Mesh, Plan, Rules, Spec, leaf_init, one_process, slices
+from fzero.sharding import Mesh, Plan, Rules, Spec, one_process, slices
 from fzero.sharding.context import Context, Pieces
 from fzero.sharding.experts import Experts
 from fzero.sharding.slices import is_stacked
@@ -268,7 +268,7 @@ def init_params(
                 parts.append(model.start[name].box(window.start, window.size, kind, device))
             else:
                 box = tuple(shape), window.start, window.size
-                parts.append(leaf_init.draw_leaf(prng.fold_in(key, name), box, mean, std, kind, device))
+                parts.append(slices.draw_leaf(prng.fold_in(key, name), box, mean, std, kind, device))
         none = torch.empty(slices.local_shape(shape, spec, mesh), dtype=kind, device=device) if not parts else None
         return on_leaf(name, torch.cat(parts) if len(parts) > 1 else parts[0] if none is None else none)
 

@@ -31,7 +31,7 @@ from fzero.kernels.attention import Pattern, attention
 from fzero.kernels.attention_positions import attention_at
 from fzero.kernels.attention_ring import ring_attention
 from fzero.models.base import Ctx
-from fzero.sharding.context_cost import largest_inner
+from fzero.sharding.context import largest_inner
 from fzero.sharding.slices import narrow_part
 
 

@@ -25,8 +25,8 @@ from fzero.core.stack import Block
 from fzero.models.base import CODES, SCALES, Ctx, MakeLeaf, Model, leaf_shapes, map_blocks, with_still_leaves
 from fzero.models.weights import ConfigOver, LowRankSum, WeightInParts, block_weights, weights_of
 from fzero.sharding import Mesh, Rules, Spec, fake_mesh, match_rules
-from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import is_stacked
+from fzero.sharding.zero_stages import shapes_of
 
 ON = {"attn": r"/attn/w_[a-z_]+$", "all": r"/(attn|mlp)/w_[a-z_]+$"}  # weights of fzero's own models
 LORA = r"_lora_[abm]$"  # the leaves that are trained

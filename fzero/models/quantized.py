@@ -24,7 +24,7 @@ from fzero.models.base import CODES, SCALES, MakeLeaf, Model, leaf_shapes, map_b
 from fzero.models.lora import LoRAConfig
 from fzero.models.weights import ConfigOver, block_weights, weights_of
 from fzero.sharding import Mesh, Rules, Spec, match_rules
-from fzero.sharding.shapes import shapes_of
+from fzero.sharding.zero_stages import shapes_of
 
 WEIGHT_KINDS = ("nf4", "int4", "int8")
 

@@ -20,7 +20,7 @@ from fzero.optim.base import (
     expect_optimizer,
 )
 from fzero.optim.sharded_leaves import ShardedLeaves, bind
-from fzero.sharding.rules import Rules, match_rules
+from fzero.sharding.spec import Rules, match_rules
 
 
 def chain(*txs: GradientTransformation) -> GradientTransformation:

@@ -13,8 +13,8 @@ from fzero.core.arguments import checked, expect_regex
 from fzero.core.pytree import Tree, nearest
 from fzero.optim.base import GradientTransformation, check_number, name_tree, overwrite
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
-from fzero.sharding.rules import Rules, match_rules
 from fzero.sharding.slices import shard_dim
+from fzero.sharding.spec import Rules, match_rules
 
 # What is no weight matrix though it may have two dims: the last word of a step of its path says what it is.
 NO_MATRIX = re.compile(

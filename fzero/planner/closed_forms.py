@@ -22,8 +22,8 @@ from fzero.planner.rates import collective_s, wire_s
 from fzero.run.config_ranks import SEND_SIGNS
 from fzero.run.peak_memory import PassSizes, passes_peak, stacked
 from fzero.sharding.codec import Codec
-from fzero.sharding.memory import Tier
 from fzero.sharding.pipeline import FAMILIES
+from fzero.sharding.spec import Tier
 
 OWED = 1.5  # what a layer holds between I and W, of what its forward pass keeps (docs/pipeline.md, Memory)
 

@@ -35,10 +35,10 @@ from fzero.run.measure.flops import token_flop
 from fzero.run.peak_memory import LayerBytes, codes_to_decode, layer_bytes, residual_elements, segment_numels
 from fzero.sharding import Context, Plan, fake_mesh, zero_plan
 from fzero.sharding.codec import Codec, expect_codec
-from fzero.sharding.memory import Offload
 from fzero.sharding.pipeline import FAMILIES, play, schedule, stage_ranks
 from fzero.sharding.pipeline.table import Stages
 from fzero.sharding.slices import is_stacked, local_numel
+from fzero.sharding.spec import Offload
 from fzero.train.expert_slack import with_expert_slack
 
 ROW = 4  # micro-batches for each rank of pp in the rows that `row_facts` plays

@@ -20,10 +20,9 @@ from fzero.models import ModelConfig
 from fzero.planner.plan_text import quantity, size, table
 from fzero.run.config_ranks import SEND_SIGNS
 from fzero.sharding import fake_mesh, zero_plan
-from fzero.sharding.memory import Offload
-from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import is_stacked, local_numel
-from fzero.sharding.zero_stages import ZERO
+from fzero.sharding.spec import Offload
+from fzero.sharding.zero_stages import ZERO, shapes_of
 
 # Elements of optimizer state per parameter. muon: for a model almost all of whose parameters are matrices of blocks;
 # adafactor: without its rows and columns.

@@ -28,9 +28,9 @@ from fzero.run.config import RunConfig
 from fzero.run.machine import resolve_auto
 from fzero.run.measure.memory_timeline import START, Change, Life, Stay, Visit
 from fzero.sharding import fake_mesh
-from fzero.sharding.memory import Offload
-from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import is_stacked
+from fzero.sharding.spec import Offload
+from fzero.sharding.zero_stages import shapes_of
 
 MANY = 40  # models with more layers are traced without the norms of layers
 PARTS = 4  # micro-batches to run, if there are more

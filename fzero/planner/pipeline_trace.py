@@ -25,7 +25,7 @@ from fzero.run.machine import resolve_auto
 from fzero.run.measure.memory_timeline import Change, Life, Stay
 from fzero.sharding import Plan
 from fzero.sharding.pipeline import Act, Schedule
-from fzero.sharding.pipeline.gathers import gather_row
+from fzero.sharding.pipeline.check import gather_row
 from fzero.sharding.pipeline.play import peak
 from fzero.sharding.pipeline.table import BACKWARD
 from fzero.sharding.pipeline_plan import expect_parts

@@ -38,7 +38,7 @@ from fzero.run.measure.live_bytes import MemoryTrace, device_of, recorded
 from fzero.run.measure.memory_timeline import Moment, Stay, Visit, alive, moments
 from fzero.sharding import Mesh, Plan, fake_mesh
 from fzero.sharding.error_feedback import ERROR
-from fzero.sharding.memory import Offload
+from fzero.sharding.spec import Offload
 from fzero.train.state_on_disk import leaves_on_disk
 
 HOST_COPIES = 1 << 50  # number of the first copy between host and device

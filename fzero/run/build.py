@@ -39,7 +39,7 @@ from fzero.run.members import Members, members_of
 from fzero.run.stages import token_rates
 from fzero.sharding import Mesh, Plan, fake_mesh, make_mesh, zero_plan
 from fzero.sharding.context import Context
-from fzero.sharding.memory import Offload
+from fzero.sharding.spec import Offload
 from fzero.train.eval import make_eval_step
 from fzero.train.execution import Execution
 from fzero.train.expert_slack import with_expert_slack

@@ -27,7 +27,7 @@ from fzero.run.objectives import objective_of
 from fzero.run.transforms import validate_transforms
 from fzero.run.unused_keys import reads_url, validate_cycle, validate_tokens
 from fzero.sharding import AXES
-from fzero.sharding.memory import Offload
+from fzero.sharding.spec import Offload
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 

@@ -9,7 +9,7 @@ from fzero.comm.axes import RP, mesh_text
 from fzero.core.config_tables import Table, flat, metadata_of
 from fzero.optim.zero_one_adam import Intervals
 from fzero.sharding.codec import Codec
-from fzero.sharding.memory import Offload
+from fzero.sharding.spec import Offload
 from fzero.train.local_steps import Local
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one

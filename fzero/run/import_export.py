@@ -28,7 +28,7 @@ from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
 from fzero.run.recipes import recipe
 from fzero.run.special_token_files import tokenizer_of
-from fzero.sharding.shapes import shapes_of
+from fzero.sharding.zero_stages import shapes_of
 
 BUFFER_BYTES = 64 << 20  # of memory for writing
 

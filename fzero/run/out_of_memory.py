@@ -23,7 +23,7 @@ from fzero.run.config import RunConfig
 from fzero.run.memory_check import gigabytes, host_bytes, needs_on_device, other_usage_text
 from fzero.run.placement import resume_command
 from fzero.run.ranks.coordinator import Coordinator
-from fzero.sharding.memory import Offload
+from fzero.sharding.spec import Offload
 
 REQUEST = re.compile(r"Tried to allocate ([\d.]+) (B|bytes|KiB|MiB|GiB)")  # in PyTorch's message
 UNITS = {"B": 1, "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}

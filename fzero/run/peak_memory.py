@@ -29,8 +29,8 @@ from fzero.models.score import head_rows
 from fzero.run.build import Job, local_micro_batches
 from fzero.run.config import RunConfig
 from fzero.sharding import Plan, Spec
-from fzero.sharding.memory import Offload
 from fzero.sharding.slices import is_stacked, local_numel
+from fzero.sharding.spec import Offload
 from fzero.train.pipeline_executor import schedule_of
 
 GATED = (LlamaConfig, DeepSeekConfig)  # models whose hidden units are products of two

@@ -32,8 +32,8 @@ from fzero.run.run_folder import (
     read_config,
 )
 from fzero.sharding import Plan, fake_mesh, one_process, zero_plan
-from fzero.sharding.memory import Offload
-from fzero.sharding.shapes import shapes_of
+from fzero.sharding.spec import Offload
+from fzero.sharding.zero_stages import shapes_of
 
 
 def read_newest(

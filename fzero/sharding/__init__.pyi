@@ -13,10 +13,10 @@ from fzero.sharding.plan import Plan as Plan
 from fzero.sharding.redistribute import from_dtensor as from_dtensor
 from fzero.sharding.redistribute import redistribute as redistribute
 from fzero.sharding.redistribute import to_dtensor as to_dtensor
-from fzero.sharding.rules import Rules as Rules
-from fzero.sharding.rules import match_rules as match_rules
 from fzero.sharding.slices import local_shape as local_shape
 from fzero.sharding.slices import narrow_to as narrow_to
+from fzero.sharding.spec import Rules as Rules
 from fzero.sharding.spec import Spec as Spec
+from fzero.sharding.spec import match_rules as match_rules
 from fzero.sharding.zero_stages import ZERO as ZERO
 from fzero.sharding.zero_stages import zero_plan as zero_plan

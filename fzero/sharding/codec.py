@@ -1,7 +1,8 @@
 """In how few bytes parameters and gradients travel between the ranks over which ZeRO shards, and what that changes.
 
     qwZ    parameters are gathered as codes; a step is one on rounded parameters
-    qgZ    each rank's term of a sum of gradients is rounded once, sent to the rank that keeps the sum, added in float32
+    qgZ    each rank's term of a sum of gradients is rounded once, sent to the rank that keeps its part of the sum, and
+           added there in float32, in the order of a plain sum (see core.tree_sum)
     hpZ    parameters rest over rp as well; what the ranks of a node hold together stays for the rest of the step
     LoCo   what rounding takes from gradients is kept and sent later (see error_feedback.py)
     1bit   an optimizer makes the sums itself, by signs of its momentum (see sign_sums.py)
@@ -13,16 +14,21 @@ training", arXiv:2407.04480, section 3.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fzero.comm.axes import EP, PP, RP
+from fzero.comm.bucket import pack, unpack
+from fzero.comm.collectives import Axis, Ledger, start_all_gather, start_all_to_all
 from fzero.core.pytree import nearest
+from fzero.core.tree_sum import TreeSum
 from fzero.sharding.leaf_plan import LeafPlan
 from fzero.sharding.slices import largest_block, shard_dim
 
@@ -301,3 +307,42 @@ def expect_signs(codec: Codec, plan: Plan) -> None:
                 f"codec {codec}: {name} rests in memory {memory!r}, which is updated layer by layer, and signs are "
                 "sent of all layers at once; offload activations alone"
             )
+
+
+def padded(elements: int, ranks: int) -> int:
+    """The elements of a whole sum in codes, of which each rank adds up as many: a multiple of 16 of them."""
+    return elements + -elements % (16 * ranks)
+
+
+def sum_coded(
+    op: str, names: Sequence[str], tensors: list[Tensor], axis: Axis, coder: Coder, dtype: torch.dtype, ledger: Ledger
+) -> Iterator[Any]:
+    """The tensors after a "scatter" or a "psum" over `axis`, float32 or `dtype` if that is wider; `tensors` is emptied.
+
+    Of a psum the sums are rounded once more, and are the same on all ranks. Yields whenever collectives have been
+    started.
+    Communicates: an all_to_all of codes and one of scales; for a psum then an all_gather of both.
+    """
+    shapes, label, ranks = [t.shape for t in tensors], " ".join(names), axis.size
+    dtype, wide = torch.promote_types(dtype, torch.float32), torch.promote_types(tensors[0].dtype, torch.float32)
+    rows = pack(tensors, ranks if op == "scatter" else 1, wide)
+    tensors.clear()
+    if op == "psum":
+        rows = F.pad(rows, (0, padded(rows.shape[1], ranks) - rows.shape[1])).view(ranks, -1)
+    width = rows.shape[1]
+    sent = coder.encode(rows)
+    del rows
+    with ledger.phase("reduce"):
+        pending = [start_all_to_all(chunk, axis, leaf=label) for chunk in sent]
+    yield pending
+    parts = tuple(collective.wait() for collective in pending)
+    if op == "scatter":
+        total = TreeSum()
+        for rank in range(ranks):
+            total.add(coder.decode(tuple(chunk[rank : rank + 1] for chunk in parts), dtype, width))
+        return unpack(total.sum(), [(shape[0] // ranks, *shape[1:]) for shape in shapes])
+    with ledger.phase("reduce"):
+        pending = [start_all_gather(chunk[None], axis, leaf=label) for chunk in coder.add(parts, width)]
+    yield pending
+    full = coder.decode(tuple(collective.wait() for collective in pending), dtype, width).flatten()
+    return unpack(full[None, : sum(math.prod(shape) for shape in shapes)].contiguous(), shapes)

@@ -14,8 +14,7 @@ from fzero.core.arguments import expect_count, expect_kind
 from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
 from fzero.sharding.codec import Codec
-from fzero.sharding.context import Context
-from fzero.sharding.context_cost import Heads
+from fzero.sharding.context import Context, Heads
 from fzero.sharding.experts import Experts, Routed, experts_for
 from fzero.sharding.leaf_plan import LeafPlan, shard_axes
 from fzero.sharding.mesh import Mesh

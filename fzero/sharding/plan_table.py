@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.comm.axes import PP, RP, SHARDS, links_of
-from fzero.sharding.coded_sums import padded
+from fzero.sharding.codec import padded
 from fzero.sharding.error_feedback import error_bytes, error_dtype
 from fzero.sharding.experts import FORMS as EXPERT_FORMS
 from fzero.sharding.experts import Experts, shares

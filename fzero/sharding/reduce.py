@@ -20,8 +20,7 @@ from fzero.comm.collectives import start_all_gather, start_psum, start_psum_scat
 from fzero.core.gpu_copies import pass_group
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum
-from fzero.sharding.codec import Coder
-from fzero.sharding.coded_sums import sum_coded
+from fzero.sharding.codec import Coder, sum_coded
 from fzero.sharding.error_feedback import ErrorFeedback
 from fzero.sharding.gradient_sums import Key, SumsAtRest
 from fzero.sharding.leaf_plan import Moves, is_coded

@@ -1,16 +1,62 @@
 """Spec: for one leaf, the mesh axes that shard each tensor dim, the axes over which a sum is owed, and the memory it
-rests in."""
+rests in; the rules over leaf names that say so, and Offload, the memory of each group of a state."""
 
 from __future__ import annotations
 
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fzero.comm.axes import DP, EP, PP, TP, VARYING
+from fzero.core.arguments import checked
+from fzero.core.pytree import nearest
+
+Value = TypeVar("Value")
+Rules = Sequence[tuple[str, Value]]  # (regex searched in the leaf name, value)
+
+
+@checked()
+def match_rules(
+    rules: Rules[Value], names: Sequence[str], *, subject: str = "rules", partial: bool = False
+) -> dict[str, Value]:
+    """{leaf name: value of the first rule whose regular expression is found in it}.
+
+    rules: (regular expression, value) pairs, in order. names: the names of a tree's leaves. subject: the rules' name in
+    errors.
+    partial: whether `names` are only some of the tree's, so that a rule may match none of them.
+    Raises ValueError for a leaf that no rule matches, a rule that is the first match of no leaf, or an invalid regular
+    expression.
+
+    >>> match_rules([("bias$", 0.0), (".*", 0.1)], ["mlp/w", "mlp/bias"])
+    {'mlp/w': 0.1, 'mlp/bias': 0.0}
+    """
+    try:
+        compiled = [(re.compile(pattern), value) for pattern, value in rules]
+    except re.error as error:
+        raise ValueError(f"{subject}: {error.pattern!r} is not a regular expression: {error}") from None
+    matched: dict[str, Value] = {}
+    used: set[int] = set()
+    for name in names:
+        for i, (pattern, value) in enumerate(compiled):
+            if pattern.search(name):
+                matched[name] = value
+                used.add(i)
+                break
+        else:
+            raise ValueError(
+                f"{subject}: no rule matches leaf {name!r}{nearest(name, [p for p, _ in rules])}; add a rule, or "
+                "a last one ('.*', ...)"
+            )
+    for i, (pattern, _) in enumerate(rules):
+        if i not in used and not partial:
+            raise ValueError(
+                f"{subject}: rule {pattern!r} matches no leaf first{nearest(pattern, names)}; remove or reorder it"
+            )
+    return matched
+
 
 if TYPE_CHECKING:
     from fzero.sharding.mesh import Mesh
@@ -171,3 +217,94 @@ def _rows_text(rows: Sequence[int]) -> str:
 def _parse_rows(text: str) -> tuple[int, ...]:
     ends = [span.split("-") for span in text.split(",") if span]
     return tuple(row for span in ends for row in range(int(span[0]), int(span[-1]) + 1))
+
+
+GROUPS = {
+    "params": "the parameters that the model computes with",
+    "grads": "the sums of the gradients of a step",
+    "opt": "master weights, optimizer state and average",
+    "acts": "the activations that a remat policy keeps",
+}
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A memory, and the fraction of a group's bytes, in whole leaves, that rests in it.
+
+    The other leaves stay on the device.
+    """
+
+    memory: str = "device"
+    fraction: float = 1.0
+
+    def __str__(self) -> str:
+        return self.memory + (f":{self.fraction:g}" if self.fraction < 1.0 else "")
+
+
+@dataclass(frozen=True)
+class Offload:
+    """A Tier for each group. `str` gives the text that `parse` reads."""
+
+    params: Tier = Tier()
+    grads: Tier = Tier()
+    opt: Tier = Tier()
+    acts: Tier = Tier()
+
+    @classmethod
+    def parse(cls, text: str) -> Offload:
+        """The Offload of a text such as "params=nvme,acts=host" or "opt=host:0.5" (half of the bytes).
+
+        "" leaves all on the device.
+        """
+        tiers: dict[str, Tier] = {}
+        for entry in filter(None, text.replace(" ", "").split(",")):
+            group, equals, tier_text = entry.partition("=")
+            memory, colon, fraction = tier_text.partition(":")
+            if group not in GROUPS or not equals:
+                raise ValueError(
+                    f"offload {text!r}: {group!r} is not a group{nearest(group, GROUPS)}; "
+                    f"use {', '.join(GROUPS)}, as in params=nvme,opt=nvme"
+                )
+            if memory not in MEMORIES:
+                raise ValueError(
+                    f"offload {text!r}: {memory!r} is not a memory{nearest(memory, MEMORIES)}; use "
+                    f"{', '.join(MEMORIES)}"
+                )
+            if group in tiers:
+                raise ValueError(f"offload {text!r}: {group} is given twice")
+            try:
+                share = float(fraction) if colon else 1.0
+            except ValueError:
+                share = -1.0
+            if memory == "device" and colon:
+                raise ValueError(f"offload {text!r}: {group}=device has no fraction; give that of host or nvme")
+            if not 0.0 < share <= 1.0 or (group == "acts" and share < 1.0):
+                raise ValueError(
+                    f"offload {text!r}: the fraction {fraction!r} of {group} must be above 0 and at most 1 "
+                    "(acts: all of them)"
+                )
+            tiers[group] = Tier(memory, share)
+        return cls(**tiers)
+
+    @property
+    def memories(self) -> set[str]:
+        """The memories in use."""
+        return {tier.memory for tier in (self.params, self.grads, self.opt, self.acts)}
+
+    def __str__(self) -> str:
+        tiers = {group: getattr(self, group) for group in GROUPS}
+        return ",".join(f"{group}={tier}" for group, tier in tiers.items() if tier.memory != "device")
+
+
+ALL_ON_DEVICE = Offload()
+
+
+def select_largest(sizes: Mapping[str, int], fraction: float) -> set[str]:
+    """The names of the largest leaves that together hold at least `fraction` of all bytes. sizes: {name: bytes}."""
+    names, selected_bytes, total = set(), 0, sum(sizes.values())
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        if selected_bytes >= fraction * total:
+            break
+        names.add(name)
+        selected_bytes += sizes[name]
+    return names

@@ -18,7 +18,7 @@ from fzero.optim.base import expect_optimizer
 from fzero.sharding import Plan
 from fzero.sharding.error_feedback import ERRORS, error_specs
 from fzero.sharding.pipeline_plan import expect_parts
-from fzero.sharding.shapes import shapes_of
+from fzero.sharding.zero_stages import shapes_of
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn
 from fzero.train.pipeline_executor import schedule_of

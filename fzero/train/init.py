@@ -15,8 +15,8 @@ from fzero.optim import GradientTransformation
 from fzero.optim.sharded_leaves import bind_to_plan
 from fzero.sharding import Plan
 from fzero.sharding.error_feedback import first_errors
-from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import narrow_to
+from fzero.sharding.zero_stages import shapes_of
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, expect_shapes, move_leaf, move_to_memory, state_specs, with_previous
 from fzero.train.state_on_disk import init_on_disk

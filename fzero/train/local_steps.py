@@ -34,8 +34,7 @@ from fzero.core.pytree import Tree
 from fzero.kernels.registry import Kernels
 from fzero.optim import GradientTransformation, apply_updates
 from fzero.sharding import Plan, Spec
-from fzero.sharding.codec import KINDS, Coder
-from fzero.sharding.coded_sums import sum_coded
+from fzero.sharding.codec import KINDS, Coder, sum_coded
 from fzero.train.codes import coder_of
 from fzero.train.state import TrainState
 from fzero.train.step import Metrics

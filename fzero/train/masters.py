@@ -22,8 +22,8 @@ from fzero.core.pytree import Tree
 from fzero.core.torch_private import FakeTensor
 from fzero.offload import DiskTensor, Nvme
 from fzero.sharding import Mesh, Plan, Spec
-from fzero.sharding.shapes import check_tree
 from fzero.sharding.slices import is_stacked, local_shape, local_windows, narrow_box, narrow_to, row_blocks, shard_dim
+from fzero.sharding.zero_stages import check_tree
 from fzero.train.checks import expect_state, have_values
 from fzero.train.init import copy_of
 from fzero.train.state import STATE_MEMORY, TrainState, expect_alive, hand_over, with_previous

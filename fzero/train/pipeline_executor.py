@@ -23,7 +23,7 @@ from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.sharding.pipeline import Act, Schedule, Stages, feeds, needs, with_updates, write_schedule
-from fzero.sharding.pipeline.gathers import gather_row
+from fzero.sharding.pipeline.check import gather_row
 from fzero.sharding.pipeline.table import BACKWARD, simulate
 from fzero.sharding.pipeline_plan import Pipeline, schedule_for
 from fzero.sharding.plan import Plan

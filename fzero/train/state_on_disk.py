@@ -28,8 +28,7 @@ from fzero.offload.update_units import RowBlock
 from fzero.optim import GradientTransformation
 from fzero.optim.unit_updates import columns_of, is_layered, smallest_unit
 from fzero.sharding import Plan
-from fzero.sharding.leaf_init import Box, draw_leaf
-from fzero.sharding.slices import local_shape, local_windows, narrow_box, row_blocks, shard_dim
+from fzero.sharding.slices import Box, draw_leaf, local_shape, local_windows, narrow_box, row_blocks, shard_dim
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, meta_state, move_leaf, move_to_memory, state_specs
 

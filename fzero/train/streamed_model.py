@@ -26,8 +26,7 @@ from fzero.models import base, forward
 from fzero.offload import Nvme
 from fzero.offload.scratch import DiskActivations, HostActivations
 from fzero.sharding import Plan
-from fzero.sharding.partitioned_activations import PartitionedActivations
-from fzero.sharding.prefetch import LeafGroup, NodeShards, ParamFetcher, Prefetcher, Resident
+from fzero.sharding.prefetch import LeafGroup, NodeShards, ParamFetcher, PartitionedActivations, Prefetcher, Resident
 from fzero.sharding.reduce import GradientReducer
 from fzero.train.codes import params_coding
 from fzero.train.stage_sharing import Segment, stages_of

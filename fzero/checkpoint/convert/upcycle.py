@@ -17,7 +17,7 @@ from fzero.checkpoint.convert.huggingface_read import meta_leaves
 from fzero.checkpoint.convert.safetensors import TensorEntry
 from fzero.core import prng
 from fzero.models import LlamaConfig, MoEConfig
-from fzero.sharding import leaf_init
+from fzero.sharding import slices
 
 DENSE, ROUTED, ROUTER = "blocks/mlp/", "blocks/moe/", "blocks/moe/router"
 
@@ -76,7 +76,7 @@ def upcycled_leaves(leaves: dict[str, TensorEntry], config: MoEConfig, seed: int
     def router(shape: tuple[int, ...], dtype: torch.dtype) -> TensorEntry:
         def give() -> Tensor:
             box = shape, (0,) * len(shape), shape
-            return leaf_init.draw_leaf(prng.fold_in(key, ROUTER), box, 0.0, config.init_std, dtype, "cpu")
+            return slices.draw_leaf(prng.fold_in(key, ROUTER), box, 0.0, config.init_std, dtype, "cpu")
 
         return TensorEntry(dtype, shape, give)
 

@@ -21,7 +21,7 @@ from fzero.core.storage import is_url
 from fzero.offload.store_manifest import STEP, STORE, read_store
 from fzero.run import config_table, run_folder
 from fzero.run.config_versions import current_keys
-from fzero.sharding.memory import Offload
+from fzero.sharding.spec import Offload
 
 
 class CheckpointEntry(NamedTuple):

@@ -38,8 +38,8 @@ from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import expect_disk
 from fzero.run.stages import stage_of_step
-from fzero.sharding.memory import Offload
 from fzero.sharding.redistribute import digest_text
+from fzero.sharding.spec import Offload
 from fzero.train.state import TrainState
 
 SHOWN = 12  # lines about differences

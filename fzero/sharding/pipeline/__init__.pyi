@@ -1,7 +1,7 @@
 from fzero.sharding.pipeline.check import check as check
+from fzero.sharding.pipeline.check import count_gathers as count_gathers
+from fzero.sharding.pipeline.check import with_gathers as with_gathers
 from fzero.sharding.pipeline.check import with_updates as with_updates
-from fzero.sharding.pipeline.gathers import count_gathers as count_gathers
-from fzero.sharding.pipeline.gathers import with_gathers as with_gathers
 from fzero.sharding.pipeline.orders import FAMILIES as FAMILIES
 from fzero.sharding.pipeline.orders import schedule as schedule
 from fzero.sharding.pipeline.play import Played as Played
