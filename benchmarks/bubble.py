@@ -103,8 +103,8 @@ def make_step(mesh: Mesh, text: str, parts: int, layer_s: float) -> tuple[Any, C
     chunks, parts = FAMILIES[name].chunks or CHUNKS, parts * max(1, updates)
     plan = fzero.zero_plan(0, model, mesh, pipeline=fzero.Pipeline(name, chunks=chunks))
     plan = plan.with_updates(updates) if updates else plan
-    update = "delayed" if updates else "end"
-    train_step = fzero.make_train_step(model, tx, plan, micro_batches=parts, update=update)
+    execution = fzero.Execution(update="delayed" if updates else "end")
+    train_step = fzero.make_train_step(model, tx, plan, micro_batches=parts, execution=execution)
     state = fzero.init_state(model, tx, plan, seed=0)
     tokens = torch.zeros(ROWS * parts, LENGTH, dtype=torch.int64)
     batch = fzero.local_batch({"tokens": tokens, "targets": tokens}, mesh, parts)

@@ -170,7 +170,8 @@ def prepare(case: Case, mesh: Any, folder: str) -> Run:
     make = fzero.make_train_step
     how = {"remat": case.remat, "compiled": case.compiled, "kernels": case.kernels, "prefetch": case.prefetch}
     how |= {} if in_plan else {"reshard": case.reshard}
-    made: dict[str, Any] = {"micro_batches": case.micro_batches, "donate": case.donate, "update": case.update}
+    made: dict[str, Any] = {"micro_batches": case.micro_batches, "donate": case.donate}
+    (made if takes(make, "update") else how)["update"] = case.update
     made |= {"execution": fzero.Execution(**how)} if takes(make, "execution") else how
     made |= {} if whole_plan else {"policy": policy}
     made |= {"ema_decay": case.average} if takes(make, "ema_decay") else {}

@@ -51,7 +51,6 @@ from fzero.sharding import zero_plan as zero_plan
 from fzero.train.batch import local_batch as local_batch
 from fzero.train.eval import make_eval_step as make_eval_step
 from fzero.train.execution import Execution as Execution
-from fzero.train.full_params import full_params as full_params
 from fzero.train.init import init_state as init_state
 from fzero.train.masters import with_params as with_params
 from fzero.train.optimizer_change import with_optimizer as with_optimizer
@@ -63,6 +62,7 @@ from fzero.train.state import state_specs as state_specs
 from fzero.train.state_on_disk import reopen_state as reopen_state
 from fzero.train.step import Metrics as Metrics
 from fzero.train.step import make_train_step as make_train_step
+from fzero.train.to_module import full_params as full_params
 from fzero.train.to_module import to_module as to_module
 
 __version__: str

@@ -79,6 +79,12 @@ def assert_same(a, b, tolerance=0.0):
         torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def step(tx, form):
+    """The function (grads, state, params) -> (updates, or params for "apply", state): the pure one, or in place."""
+    adds = optim.Pass(adds=form == "apply")
+    return tx.update if form == "update" else lambda *trees: optim.apply_in_place(tx, *trees, adds)
+
+
 def run(tx, params, steps=3, form="update", dtype=F64, state=None):
     """Parameters and state after `steps` steps of one of the three forms, from copies."""
     params, state = clone(params), tx.init(params) if state is None else clone(state)
@@ -87,6 +93,6 @@ def run(tx, params, steps=3, form="update", dtype=F64, state=None):
         if form == "apply":
             params, state = optim.apply_in_place(tx, grads, state, params)
         else:
-            updates, state = (tx.update if form == "update" else tx.donate or tx.update)(grads, state, params)
+            updates, state = step(tx, form)(grads, state, params)
             params = optim.apply_updates(params, updates)
     return params, state

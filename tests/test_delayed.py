@@ -23,9 +23,10 @@ from fzero.sharding.pipeline.table import Act
 from fzero.sharding.pipeline_plan import Pipeline
 from fzero.train.batch import local_batch
 from fzero.train.state import meta_state, state_specs
-from fzero.train.update import delayed, offloaded
+from fzero.train.update import delayed
 
 UPDATES, ROWS = 6, 24
+DELAY = fzero.Execution(update="delayed")
 BAD = 2  # the update whose loss is not finite, where a case wants one
 
 
@@ -86,7 +87,7 @@ def steps_of(mesh, case, bad=False, donate=True):
     delay_after = options.pop("delay_after", 0)
     plan = fzero.zero_plan(stage, model, mesh, policy=FP64, **options).with_updates(updates, delay_after)
     local = updates * micro
-    step = fzero.make_train_step(model, tx, plan, micro_batches=local, update="delayed", donate=donate)
+    step = fzero.make_train_step(model, tx, plan, micro_batches=local, execution=DELAY, donate=donate)
 
     def make(i, state):
         parts = batches(bad)[i * updates : (i + 1) * updates]
@@ -153,8 +154,8 @@ def test_with_states_on_the_host_one_process_is_the_definition(bad):
 
 def test_the_host_updates_while_the_next_gradient_comes(monkeypatch):
     """Two of three updates have units between the layers of the next gradient; the last one has none beside it."""
-    events, take, advance = [], offloaded.UpdateByUnits.update_next, delayed.ConcurrentUpdate.advance
-    monkeypatch.setattr(offloaded.UpdateByUnits, "update_next", lambda update: events.append("U") or take(update))
+    events, take, advance = [], delayed.UpdateByUnits.update_next, delayed.ConcurrentUpdate.advance
+    monkeypatch.setattr(delayed.UpdateByUnits, "update_next", lambda update: events.append("U") or take(update))
     monkeypatch.setattr(delayed.ConcurrentUpdate, "advance", lambda beside: events.append("L") or advance(beside))
     trained(fzero.one_process(), [("llama", "adam", 0, 3, 2, {"offload": "opt=host"})])
     # The rows of the first units are asked for, and each unit is updated once its share of the ten layers has come.
@@ -377,18 +378,18 @@ def test_the_plan_says_that_there_are_two_versions():
 
 MODEL = model_of("llama", dropout=0.0)
 REFUSED = {
-    "no second version": (dict(), dict(update="delayed"), "the plan has 0 delayed updates"),
+    "no second version": (dict(), dict(execution=DELAY), "the plan has 0 delayed updates"),
     "another update": (dict(delayed=1), dict(), 'update="end" and the plan has 1 delayed updates'),
-    "offload": (dict(delayed=1, offload="params=host"), dict(update="delayed"), "both versions .* on the device"),
-    "a disk": (dict(delayed=1, offload="opt=nvme"), dict(update="delayed"), "has its opt in memory 'nvme'"),
-    "loss scale": (dict(delayed=1, policy="fp16"), dict(update="delayed"), "scales the loss"),
-    "uneven": (dict(delayed=2), dict(update="delayed", micro_batches=3), "cannot share them evenly"),
-    "no number": (dict(delayed=-1), dict(update="delayed"), "updates is -1; it must be a whole number"),
+    "offload": (dict(delayed=1, offload="params=host"), dict(execution=DELAY), "both versions .* on the device"),
+    "a disk": (dict(delayed=1, offload="opt=nvme"), dict(execution=DELAY), "has its opt in memory 'nvme'"),
+    "loss scale": (dict(delayed=1, policy="fp16"), dict(execution=DELAY), "scales the loss"),
+    "uneven": (dict(delayed=2), dict(execution=DELAY, micro_batches=3), "cannot share them evenly"),
+    "no number": (dict(delayed=-1), dict(execution=DELAY), "updates is -1; it must be a whole number"),
     "resident": (
-        dict(delayed=1), dict(update="delayed", execution=fzero.Execution(resident=1)), 'update="delayed" writes to',
+        dict(delayed=1), dict(execution=fzero.Execution(resident=1, update="delayed")), 'update="delayed" writes to',
     ),
     "too far ahead": (
-        dict(delayed=3, pipeline=Pipeline("gpipe"), mesh={"pp": 2}), dict(update="delayed", micro_batches=6),
+        dict(delayed=3, pipeline=Pipeline("gpipe"), mesh={"pp": 2}), dict(execution=DELAY, micro_batches=6),
         "schedule gpipe with 3 updates of 2 micro-batches: rank 0 comes to 0F4 before it has ended those of",
     ),
 }  # fmt: skip

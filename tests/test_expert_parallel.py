@@ -192,7 +192,7 @@ def same_tokens(mesh, experts, update="end", offload="", **options):
     model, tx = model_of("deepseek", **SIZES["deepseek"]), OPTIMIZERS["adam"]
     plan = fzero.zero_plan(2, model, mesh, policy=FP64, offload=offload).with_experts(experts)
     state, again = fzero.init_state(model, tx, plan, seed=3), []
-    step = fzero.make_train_step(model, tx, plan, update=update, execution=fzero.Execution(**options))
+    step = fzero.make_train_step(model, tx, plan, execution=fzero.Execution(update=update, **options))
     for i in range(4):
         batch = batch_for(i, 4)
         if i != 1:

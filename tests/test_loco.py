@@ -523,7 +523,7 @@ def test_updates_that_keep_no_errors_are_one_line():
     plan = fzero.zero_plan(3, model, mesh, codec=LOCO, offload="opt=host")
     for update in ("backward", "speculate"):
         with pytest.raises(ValueError, match=f'update="{update}" updates layers before the step is decided'):
-            fzero.make_train_step(model, tx, plan, update=update)
+            fzero.make_train_step(model, tx, plan, execution=fzero.Execution(update=update))
     plan = fzero.zero_plan(3, model, mesh, codec=LOCO)
     with pytest.raises(ValueError, match=r"delayed updates: codec .* keeps the errors of one gradient at a time"):
         plan.with_updates(1)

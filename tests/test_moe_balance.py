@@ -108,7 +108,9 @@ def test_a_state_on_a_disk_is_reopened_with_it(update, tmp_path):
     step, state = steps_of("deepseek", precision.bf16())
     nvme = Nvme(tmp_path / "store")
     everything = "params=nvme,opt=nvme"
-    on_disk, other = steps_of("deepseek", precision.bf16(), offload=everything, nvme=nvme, update=update)
+    on_disk, other = steps_of(
+        "deepseek", precision.bf16(), offload=everything, nvme=nvme, execution=fzero.Execution(update=update)
+    )
     for i in range(2):
         state, other = step(state, batch_for(i, 8))[0], on_disk(other, batch_for(i, 8))[0]
     nvme.close()
@@ -140,7 +142,7 @@ def test_delayed_updates_are_refused_where_a_bias_moves():
     plan = fzero.zero_plan(0, model, fzero.one_process(), policy=FP64).with_updates(1)
     said = r'update="delayed": a rule of the model moves blocks/moe/bias after each step.*use update="end"$'
     with pytest.raises(ValueError, match=said):
-        fzero.make_train_step(model, ADAM, plan, update="delayed")
+        fzero.make_train_step(model, ADAM, plan, execution=fzero.Execution(update="delayed"))
     stays = model_of("moe dropless", **{**SIZES["moe dropless"], "bias_rate": 0.0})
     plan = fzero.zero_plan(0, stays, fzero.one_process(), policy=FP64).with_updates(1)
-    assert callable(fzero.make_train_step(stays, ADAM, plan, update="delayed"))
+    assert callable(fzero.make_train_step(stays, ADAM, plan, execution=fzero.Execution(update="delayed")))

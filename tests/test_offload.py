@@ -620,4 +620,4 @@ def test_layers_of_a_state_without_layers_are_not_updated_in_the_backward_pass(u
     plan = fzero.zero_plan(0, model, fzero.one_process(), offload="opt=host")
     words = rf'update="{update}" updates layers .* state of blocks/\S+ has leaves without layers, .* use update="end"'
     with pytest.raises(ValueError, match=words):
-        fzero.make_train_step(model, statistic("number"), plan, update=update)
+        fzero.make_train_step(model, statistic("number"), plan, execution=fzero.Execution(update=update))

@@ -55,7 +55,7 @@ def trained(
     tx = optim.with_average(optim.chain(optim.clip_by_global_norm(clip), tx) if clip else tx, 0.9)
     space = Nvme(folder) if "nvme" in offload else None
     state = fzero.init_state(MODEL, tx, plan, seed=0, nvme=space)
-    options = {"micro_batches": micro, "update": update}
+    options = {"micro_batches": micro, "execution": fzero.Execution(update=update)}
     step, losses = fzero.make_train_step(MODEL, tx, plan, nvme=space, **options), []
     for i in range(steps):
         batch = batch_at(i)

@@ -1175,7 +1175,9 @@ def test_a_refused_call_leaves_the_state_that_is_open(tmp_path):
         "another plan": lambda: reopen_state(tx, lacking, nvme),
         "another number of slots": lambda: reopen_state(tx, plan, Nvme(folder, slots=3)),
         "changed to the same folder": lambda: fzero.with_optimizer(state, optim.adam(0.1), plan, nvme=nvme),
-        "options": lambda: fzero.make_train_step(model, tx, plan, nvme=nvme, update="backward", donate=False),
+        "options": lambda: fzero.make_train_step(
+            model, tx, plan, nvme=nvme, execution=fzero.Execution(update="backward"), donate=False
+        ),
         "the whole tree": lambda: fzero.make_train_step(
             model, optim.chain(tx, optim.clip_by_global_norm(1.0)), plan, nvme=nvme
         ),

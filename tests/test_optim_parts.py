@@ -154,7 +154,7 @@ def test_accumulate_is_a_step_on_the_mean(form):
         for i, g in enumerate(grads):
             before = clone(p)
             if form == "apply":
-                p, state = tx.apply(clone(g), state, p)
+                p, state = optim.apply_in_place(tx, clone(g), state, p)
             else:
                 u, state = tx.update(g, state, p)
                 p = optim.apply_updates(p, u)
@@ -173,10 +173,10 @@ def test_the_count_of_accumulate_is_what_its_tensor_holds():
 
     def counts(state, times=3):
         for _ in range(times):
-            _, state = tx.apply({"w": torch.ones(1)}, state, params)
+            _, state = optim.apply_in_place(tx, {"w": torch.ones(1)}, state, params)
             yield int(state.count)
 
-    _, state = tx.apply({"w": torch.ones(1)}, tx.init(params), params)
+    _, state = optim.apply_in_place(tx, {"w": torch.ones(1)}, tx.init(params), params)
     assert list(counts(clone(state))) == list(counts(copy.deepcopy(state))) == list(counts(state)) == [2, 0, 1]
     state.count.fill_(2)  # as a restored state does
     assert list(counts(copy.deepcopy(state))) == list(counts(state)) == [0, 1, 2]
@@ -203,7 +203,7 @@ def test_the_average_of_one_pass_stays_where_the_step_is_skipped():
     for skip in (False, True):
         params = {"w": torch.ones(4)}
         state, more = tx.init(params), Pass(torch.ones(()), torch.tensor(skip), norm=torch.ones(()))
-        new, state = tx.in_pass({"w": torch.ones(4)}, state, params, more)
+        new, state = tx.in_place({"w": torch.ones(4)}, state, params, more)
         assert_same(state.average, pytree.map(lambda p: (1 + p) / 2, new))
         assert torch.equal(new["w"], torch.ones(4)) == skip
 
@@ -295,8 +295,4 @@ def test_a_rate_in_the_state_is_that_of_a_schedule(name):
         assert_same(pure, expected, 1e-12)
         assert_same(applied, expected, 1e-12)
         assert factor and states[0].lr_scale == number
-    assert (scaled.needs, scaled.unit, scaled.in_pass is None) == (
-        scheduled.needs,
-        scheduled.unit,
-        scheduled.in_pass is None,
-    )
+    assert (scaled.needs, scaled.unit, scaled.one_pass) == (scheduled.needs, scheduled.unit, scheduled.one_pass)

@@ -32,7 +32,7 @@ def ours(tx, params, form="update"):
     for step in range(STEPS):
         grads = {n: gradient(n, p, step) for n, p in params.items()}
         if form == "apply":
-            params, state = tx.apply(grads, state, params)
+            params, state = optim.apply_in_place(tx, grads, state, params)
         else:
             updates, state = tx.update(grads, state, params)
             params = optim.apply_updates(params, updates)
@@ -179,7 +179,7 @@ def test_a_stacked_leaf_is_one_parameter_of_torch_for_each_layer(name, form):
             for layer, g in zip(layers, grads["blocks"][n.split("/")[1]]):
                 layer.grad = g.clone()
         if form == "apply":
-            tree, state = tx.apply(grads, state, tree)
+            tree, state = optim.apply_in_place(tx, grads, state, tree)
         else:
             updates, state = tx.update(grads, state, tree)
             tree = optim.apply_updates(tree, updates)

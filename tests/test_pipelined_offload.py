@@ -145,7 +145,7 @@ def test_an_update_in_the_backward_pass_is_refused(update):
     model, mesh = model_of("gemma"), fzero.fake_mesh({"pp": 2})
     plan = zero_plan(0, model, mesh, policy=FP64, offload="opt=host")
     with pytest.raises(ValueError, match=f'update="{update}" .* pp=2 cuts it into stages; use update="end"'):
-        fzero.make_train_step(model, OPTIMIZERS["sgd"], plan, update=update)
+        fzero.make_train_step(model, OPTIMIZERS["sgd"], plan, execution=fzero.Execution(update=update))
 
 
 def test_a_captured_step_is_none_with_stages():

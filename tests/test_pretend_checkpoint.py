@@ -256,7 +256,7 @@ def test_accumulation_of_gradients_waits_for_nothing(seen):
             if i == 1:
                 seen.forget()
             grads = {"w": torch.full((4,), float(i), device=device)}
-            params, state = tx.apply(grads, state, params)
+            params, state = optim.apply_in_place(tx, grads, state, params)
         assert not seen.waits
         found.append([x.to("cpu") for x in pytree.leaves((params, state))])
     assert all(map(torch.equal, *found)) and not seen.races

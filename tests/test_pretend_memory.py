@@ -74,8 +74,8 @@ def peaks(folder, offload="", plant=None, update="end", micro_batches=1, policy=
         nvme = fzero.Nvme(folder, buffer_bytes=4 << 20) if "nvme" in offload else None
         state = init_state(model, tx, plan, seed=0, device="cuda", nvme=nvme)
         skip = Skip(nonfinite=update != "backward" or "nvme" in offload)
-        execution = fzero.Execution(remat=remat, kernels="reference")
-        options = {"micro_batches": micro_batches, "update": update, "nvme": nvme, "skip": skip}
+        execution = fzero.Execution(remat=remat, kernels="reference", update=update)
+        options = {"micro_batches": micro_batches, "nvme": nvme, "skip": skip}
         step = fzero.make_train_step(model, tx, plan, execution=execution, **options)
         tokens = torch.randint(0, 32, (8 * micro_batches, 32)).to("cuda")
         batch = {"tokens": tokens, "targets": tokens.roll(-1, 1)}

@@ -103,10 +103,9 @@ def losses(device, seen=None, offload="", folder=None, steps=2, **options):
         tx,
         plan,
         micro_batches=micro_batches,
-        update=update,
         nvme=nvme,
         skip=Skip(nonfinite=update != "backward" or "nvme" in offload),
-        execution=fzero.Execution(remat=remat, kernels="reference"),
+        execution=fzero.Execution(remat=remat, kernels="reference", update=update),
     )
     tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(1))
     batch, out = {"tokens": tokens.to(device), "targets": tokens.roll(-1, 1).to(device)}, []

@@ -42,8 +42,8 @@ def train(mesh, device, case, folder=None, seen=None, steps=2):
         if "nvme" in settings.get("offload", ""):
             nvme = stack.enter_context(contextlib.closing(fzero.Nvme(folder / device, buffer_bytes=2 << 20)))
         state = init_state(model, tx, plan, seed=0, device=device, nvme=nvme)
-        execution = fzero.Execution(kernels="reference", remat=case.get("remat", "none"))
-        options = {"micro_batches": 2, "nvme": nvme, "update": case.get("update", "end")}
+        how = {"remat": case.get("remat", "none"), "update": case.get("update", "end")}
+        execution, options = fzero.Execution(kernels="reference", **how), {"micro_batches": 2, "nvme": nvme}
         step = fzero.make_train_step(model, tx, plan, execution=execution, **options)
         return steps_of(mesh, device, state, step, seen, steps)
 

@@ -242,8 +242,8 @@ def test_options_of_a_step(tmp_path, options):
         plan = fzero.zero_plan(stage, MODEL, fzero.one_process(), offload=offload, policy=policy)
         plan = plan.with_updates(updates) if updates else plan
         tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw()) if clip else optim.adamw()
-        how = fzero.Execution(remat=remat, resident=resident)
-        fzero.make_train_step(MODEL, tx, plan, execution=how, donate=donate, skip=skip, update=update, nvme=nvme)
+        how = fzero.Execution(remat=remat, resident=resident, update=update)
+        fzero.make_train_step(MODEL, tx, plan, execution=how, donate=donate, skip=skip, nvme=nvme)
 
     tried(make, subject="policy" if "policy" in options else "", **options)
 

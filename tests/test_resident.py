@@ -169,4 +169,4 @@ def test_what_does_not_go_together_is_refused(stage, how, update, words):
     model = model_of("gemma")
     plan = fzero.zero_plan(stage, model, fzero.one_process())
     with pytest.raises(ValueError, match=words):
-        fzero.make_train_step(model, OPTIMIZERS["sgd"], plan, execution=fzero.Execution(**how), update=update)
+        fzero.make_train_step(model, OPTIMIZERS["sgd"], plan, execution=fzero.Execution(update=update, **how))

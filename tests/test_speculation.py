@@ -23,8 +23,7 @@ from fzero.train.batch import local_batch
 from fzero.train.update import offloaded
 from fzero.train.update.in_backward import EarlyUpdate
 from fzero.train.update.offloaded import StreamedUpdate
-from fzero.train.update.old_values import OldValues
-from fzero.train.update.speculation import Speculation
+from fzero.train.update.speculation import OldValues, Speculation
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*its file system refuses direct transfers:UserWarning")
 
@@ -45,8 +44,8 @@ def trained(
     tx = optim.chain(optim.clip_by_global_norm(clip), tx) if clip else tx
     nvme = fzero.Nvme(folder) if "nvme" in offload else None
     state = fzero.init_state(model, tx, plan, seed=0, nvme=nvme, device=device)
-    options = {"micro_batches": micro, "update": update, "nvme": nvme}
-    step = fzero.make_train_step(model, tx, plan, execution=fzero.Execution(kernels="reference"), **options)
+    execution = fzero.Execution(kernels="reference", update=update)
+    step = fzero.make_train_step(model, tx, plan, micro_batches=micro, execution=execution, nvme=nvme)
     rows = []
     for i in range(steps):
         batch = {name: x.to(device) for name, x in local_batch(batches(i), mesh, micro).items()}
@@ -199,7 +198,13 @@ def test_what_cannot_speculate_is_refused(tmp_path):
         trained("", "speculate", "fp32")
     plan = fzero.zero_plan(0, MODEL, fzero.one_process(), offload="opt=nvme")
     with pytest.raises(ValueError, match="the store has 1 slot; give it two"):
-        fzero.make_train_step(MODEL, optim.adamw(), plan, update="speculate", nvme=fzero.Nvme(tmp_path, slots=1))
+        fzero.make_train_step(
+            MODEL,
+            optim.adamw(),
+            plan,
+            execution=fzero.Execution(update="speculate"),
+            nvme=fzero.Nvme(tmp_path, slots=1),
+        )
 
 
 def test_the_memory_of_old_values_is_foreseen():

@@ -240,7 +240,7 @@ def trained(
     tx = optim.with_average(tx, 0.9)
     space = Nvme(folder) if offload else None
     state = fzero.init_state(MODEL, tx, plan, seed=0, nvme=space)
-    options = {"micro_batches": micro, "update": update, "donate": donate}
+    options = {"micro_batches": micro, "execution": fzero.Execution(update=update), "donate": donate}
     step = fzero.make_train_step(MODEL, tx, plan, nvme=space, skip=fzero.Skip(spike=spike), **options)
     log, states = [], []
     for i in range(steps):
@@ -331,9 +331,8 @@ def test_an_early_update_must_be_able_to_undo(tmp_path):
     plan = fzero.zero_plan(0, MODEL, MESH, offload=ALL)
     with pytest.raises(ValueError, match="two slots"):
         space = Nvme(tmp_path, slots=1)
-        fzero.make_train_step(
-            MODEL, optim.sgd(0.1), plan, skip=fzero.Skip(spike=SPIKE, nonfinite=False), update="backward", nvme=space
-        )
+        how, skip = fzero.Execution(update="backward"), fzero.Skip(spike=SPIKE, nonfinite=False)
+        fzero.make_train_step(MODEL, optim.sgd(0.1), plan, skip=skip, execution=how, nvme=space)
 
 
 def on_ranks(mesh, cases):

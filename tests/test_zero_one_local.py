@@ -31,8 +31,8 @@ from fzero.run import build
 from fzero.sharding.plan_table import full_sum_bytes, traffic
 from fzero.train import step as train_step_file
 from fzero.train.batch import local_batch
-from fzero.train.rank_divergence import sum_divergence
 from fzero.train.state import meta_state, state_specs
+from fzero.train.update.in_memory import sum_divergence
 
 zero_one_adam = importlib.import_module("fzero.optim.zero_one_adam")  # of its name there is a function too
 
@@ -398,7 +398,7 @@ def test_one_process_alone_sums_what_it_moved():
     params, one = {"w": torch.ones(2, dtype=torch.float64)}, torch.ones(2, dtype=torch.float64)
     state, x = tx.init(params), []
     for _ in range(3):
-        x.append(tx.local(state, params))
+        x.append(tx.sums.local(state, params))
         updates, state = tx.update({"w": one}, state, params)
         params = optim.apply_updates(params, updates)
     assert x[:2] == [None, None]  # together before the first local step
@@ -430,7 +430,7 @@ def test_a_sum_behind_the_last_step_is_that_of_a_step_that_sums():
 def test_a_config_has_its_codec_and_first_local_step():
     config = made(optimizer="zero_one_adam", mesh={"dp": 2}, zero=0, optim_sum_every=4)
     job = build.build(config, fzero.fake_mesh(config.mesh))
-    assert str(job.plan.codec) == "grads=1bit,local" and job.tx.local is not None
+    assert str(job.plan.codec) == "grads=1bit,local" and job.tx.sums.local is not None
 
 
 MATRIX = {"w": torch.zeros(16, 8)}

@@ -21,8 +21,8 @@ from fzero.core import pytree
 from fzero.core.device import HOST
 from fzero.core.precision import Policy, init_scaler
 from fzero.offload import Nvme
-from fzero.optim.average import AVERAGE
-from fzero.optim.state_matching import same_leaves
+from fzero.optim.unit_updates import same_leaves
+from fzero.optim.wrappers import AVERAGE
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.error_feedback import ERROR
 from fzero.sharding.slices import Window, global_shape, local_windows

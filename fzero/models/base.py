@@ -153,7 +153,7 @@ class Model(NamedTuple):
     # (params, x, batch, ctx) -> the cross-entropy of each target [B, T], of a model without `features`
     token_losses: Callable[[Tree, Any, Batch, Ctx], Tensor] | None = None
     # Whether cp may split its sequences: positions from ctx, and a loss that adds up over ranks. A first step compares
-    # functions of one's own, split, with those of whole sequences (train/user_split_check.py).
+    # functions of one's own, split, with those of whole sequences (train/split_check.py).
     splits: bool = False
     draws: bool = False  # whether its blocks draw random numbers of their own, and need a key as dropout does
     # Entries of a batch of shape [B, T, ...] that are not by token: where cp splits sequences, embedding and head see

@@ -1,13 +1,9 @@
-from fzero.optim.accumulate import AccumulateState as AccumulateState
-from fzero.optim.accumulate import accumulate as accumulate
 from fzero.optim.adafactor import AdafactorState as AdafactorState
 from fzero.optim.adafactor import adafactor as adafactor
 from fzero.optim.adamw import Adam8State as Adam8State
 from fzero.optim.adamw import AdamState as AdamState
 from fzero.optim.adamw import adam as adam
 from fzero.optim.adamw import adamw as adamw
-from fzero.optim.average import AverageState as AverageState
-from fzero.optim.average import with_average as with_average
 from fzero.optim.base import GradientTransformation as GradientTransformation
 from fzero.optim.base import Pass as Pass
 from fzero.optim.base import Schedule as Schedule
@@ -29,8 +25,6 @@ from fzero.optim.lamb import lamb as lamb
 from fzero.optim.lion import Lion8State as Lion8State
 from fzero.optim.lion import LionState as LionState
 from fzero.optim.lion import lion as lion
-from fzero.optim.lr_scale import LrScaleState as LrScaleState
-from fzero.optim.lr_scale import with_lr_scale as with_lr_scale
 from fzero.optim.masks import add_decayed_weights as add_decayed_weights
 from fzero.optim.masks import decay_matrices as decay_matrices
 from fzero.optim.masks import scale_by_rules as scale_by_rules
@@ -59,4 +53,10 @@ from fzero.optim.sharded_leaves import WHOLE as WHOLE
 from fzero.optim.sharded_leaves import ShardedLeaves as ShardedLeaves
 from fzero.optim.sharded_leaves import bind as bind
 from fzero.optim.sharded_leaves import sharded as sharded
+from fzero.optim.wrappers import AccumulateState as AccumulateState
+from fzero.optim.wrappers import AverageState as AverageState
+from fzero.optim.wrappers import LrScaleState as LrScaleState
+from fzero.optim.wrappers import accumulate as accumulate
+from fzero.optim.wrappers import with_average as with_average
+from fzero.optim.wrappers import with_lr_scale as with_lr_scale
 from fzero.optim.zero_one_adam import zero_one_adam as zero_one_adam

@@ -13,7 +13,7 @@ from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
 from fzero.optim.leafwise import Slot, layer_dims, layer_pieces, leafwise, without_partial
 from fzero.optim.masks import Mask, check_mask, decay_predicate
-from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves, rms
+from fzero.optim.sharded_leaves import ShardedLeaves, on_shards, rms
 from fzero.sharding.slices import STACKED
 from fzero.sharding.spec import Spec
 
@@ -87,7 +87,7 @@ def adafactor(
     _expect_decay(beta2_decay)
     decays = decay_predicate(mask)
 
-    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
+    def make(shards: ShardedLeaves) -> GradientTransformation:
         def mean(leaf: AdafactorLeaf, x: Tensor, dim: int, leaf_dim: int) -> Tensor:  # over dim `of` of the leaf
             return shards.psum(leaf.name, x.mean(dim) * (x.shape[dim] / max(1, leaf.shape[leaf_dim])), (leaf_dim,))
 
@@ -117,12 +117,11 @@ def adafactor(
             step,
             info=info,
             pieces=layer_pieces(stacked, shards.parts),
-            needs="matrix" if shards is WHOLE else "elementwise",
             check=check_mask("adafactor", mask),
             vary=shards.vary,
-        )._replace(with_shards=with_shards)
+        )
 
-    return with_shards(WHOLE)
+    return on_shards(make, needs="matrix")
 
 
 def _expect_decay(beta2_decay: float) -> None:

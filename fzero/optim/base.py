@@ -1,4 +1,4 @@
-"""An optimizer is a value: a pair of pure functions, the layout of its state, and an optional form that reuses buffers.
+"""An optimizer is a value: a pair of pure functions, the layout of its state, and one form that reuses buffers.
 
 `chain` and `by_label` put such values together; `apply_updates` and `apply_in_place` end a step.
 """
@@ -25,11 +25,13 @@ UNITS = ("row", "layer", "tree")
 
 
 class Pass(NamedTuple):
-    """The work that `in_pass` does beside the update, in the same pass over memory; each field may be None.
+    """How `in_place` makes an update, and what it does beside it in the same pass over memory.
+
+    A transformation with `one_pass` takes factor, skip, copies and norm; all of them take the others.
 
     >>> tx, params = adamw(0.1), {"w": torch.tensor([1.0])}
     >>> more = Pass(skip=torch.tensor(True))  # such as: a gradient was not finite
-    >>> params, state = tx.in_pass({"w": torch.tensor([2.0])}, tx.init(params), params, more)
+    >>> params, state = tx.in_place({"w": torch.tensor([2.0])}, tx.init(params), params, more)
     >>> params["w"], state.count
     (tensor([1.]), tensor(0))
     """
@@ -42,6 +44,19 @@ class Pass(NamedTuple):
     host: bool = False  # whether "auto" may choose the form for states on the host
     # What the passes of one update share: a transformation leaves there what it makes of the count alone.
     shared: dict[Any, Any] | None = None
+    adds: bool = True  # to the params; else the updates are returned in their place, in the buffers of the gradients
+
+    @property
+    def fuses(self) -> bool:
+        """Whether it asks for what takes `one_pass`."""
+        return self.host or any(x is not None for x in (self.factor, self.skip, self.copies))
+
+    def finish(self, params: Tree, updates: Tree) -> Tree:
+        """What an `in_place` returns in place of params that are not changed yet."""
+        return pytree.map(lambda p, u: p.add_(u), params, updates) if self.adds else updates
+
+
+PLAIN = Pass()
 
 
 class ShardSlice(NamedTuple):
@@ -51,8 +66,20 @@ class ShardSlice(NamedTuple):
     start: tuple[int, ...]  # of the part, in each dim
 
 
+class RankSums(NamedTuple):
+    """The sums over data ranks that an optimizer makes itself."""
+
+    makes: bool = False  # whether it makes them, as a plan with codec "grads=1bit" leaves them to it
+    # Of one whose ranks move apart between two sums, `local(state, params) -> params`: where this rank's next gradient
+    # is taken; None in place of params where they are. `params` of a state are the same on all ranks.
+    local: Callable[[Tree, Tree], Tree | None] | None = None
+    # Of such a one, `sync(state, params) -> (updates, state)`: what ranks moved since their last sum is summed, in the
+    # state's buffers; None in place of both where they are together.
+    sync: Callable[[Tree, Tree], tuple[Tree, Tree] | None] | None = None
+
+
 class GradientTransformation(NamedTuple):
-    """A pair of pure functions that turn gradients into updates, the layout of their state, and faster forms of them.
+    """A pair of pure functions that turn gradients into updates, the layout of their state, and a faster form of them.
 
     Gradients, state and parameters are trees of tensors; a state is `()` if there is none.
     init: `init(params) -> state`.
@@ -62,23 +89,18 @@ class GradientTransformation(NamedTuple):
         or none (replicated).
     needs: what it must see whole: "elementwise" (nothing), "row" (the last dim), "matrix" (a leaf, but for the leading
         dim that counts layers) or "tree" (every leaf).
-    donate: `update` that may overwrite the buffers of grads and state.
-    apply: `apply(grads, state, params) -> (params, state)` is `update` and the addition; it may overwrite all three.
-    in_pass: `in_pass(grads, state, params, Pass) -> (params, state)` is `apply` with a Pass.
-    factor: if it only rescales: `factor(grads, so_far, norm) -> number` is the scale of raw gradients,
-        including the accumulated `so_far` (None: 1). `norm`, if given, is theirs, and `grads` is not read.
-    members: the transformations of a chain, in order.
-    split: `split() -> SplitChain`, for a transformation around another one (see `with_average`).
     unit: the smallest part of a leaf that may be updated apart from the rest, with the same bits: a "row" of a layer, a
         "layer", or the whole "tree"; an offloaded state is updated by such units.
-    sums: whether it makes the sums over data ranks itself, as a plan with codec "grads=1bit" leaves them to it.
-    local: `local(state, params) -> params` is where this rank's next gradient is taken, for one whose ranks move apart
-        between two sums; None in place of params where they are. `params` of a state are the same on all ranks.
-    sync: of such a one, `meet(state, params) -> (updates, state)`: what ranks moved since their last sum is summed, in
-        the state's buffers; None in place of both where they are together.
-    with_shards: `on(shards) -> GradientTransformation` is the same transformation on leaves that are cut as `shards`
-        says (a ShardedLeaves); None if it is elementwise. A train step binds its optimizer to its plan this way, and
-        `bind` does it by hand.
+    in_place: `in_place(grads, state, params, Pass) -> (params, state)` is `update` and the addition as a Pass says; it
+        may overwrite all three trees.
+    one_pass: whether `in_place` also scales, skips and copies as a Pass says.
+    factor: if it only rescales: `factor(grads, so_far, norm) -> number` is the scale of raw gradients,
+        including the accumulated `so_far` (None: 1). `norm`, if given, is theirs, and `grads` is not read.
+    split: `split() -> SplitChain`, for one that has leading rescalings: a chain, or what is around one.
+    sums: the sums over data ranks that it makes itself (a RankSums).
+    with_shards: `with_shards(shards) -> GradientTransformation` is the same transformation on leaves that are cut as
+        `shards` says (a ShardedLeaves); None if it is elementwise. A train step binds its optimizer to its plan this
+        way, and `bind` does it by hand.
 
     Only the first three are needed to write one. Where its state has the names of the parameters (as a tree of moments
     made by `pytree.map`), `update` is then called with one leaf, or a layer of it, at a time, and its result added in
@@ -98,16 +120,12 @@ class GradientTransformation(NamedTuple):
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
     spec: Callable[[Tree], Tree]
     needs: str = "elementwise"
-    donate: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]] | None = None
-    apply: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]] | None = None
-    in_pass: Callable[[Tree, Tree, Tree, Pass], tuple[Tree, Tree]] | None = None
-    factor: Callable[..., Tensor] | None = None
-    members: tuple[GradientTransformation, ...] = ()
-    split: Callable[[], Any] | None = None
     unit: str = "layer"
-    sums: bool = False
-    local: Callable[[Tree, Tree], Tree | None] | None = None
-    sync: Callable[[Tree, Tree], tuple[Tree, Tree] | None] | None = None
+    in_place: Callable[[Tree, Tree, Tree, Pass], tuple[Tree, Tree]] | None = None
+    one_pass: bool = False
+    factor: Callable[..., Tensor] | None = None
+    split: Callable[[], Any] | None = None
+    sums: RankSums = RankSums()
     with_shards: Callable[[Any], GradientTransformation] | None = None
 
 
@@ -138,26 +156,28 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
 
 @torch.no_grad()
-def apply_in_place(tx: GradientTransformation, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+def apply_in_place(
+    tx: GradientTransformation, grads: Tree, state: Tree, params: Tree, options: Pass = PLAIN
+) -> tuple[Tree, Tree]:
     """Return `(params, state)` after one step of `tx`, overwriting the buffers of all three trees.
 
-    It calls `tx.apply` if there is one, else `tx.donate` and adds in place; else `tx.update`, one leaf or layer at a
-    time where `tx.unit` and the names in its state allow it.
+    It calls `tx.in_place` if there is one, else `tx.update`, one leaf or layer at a time where `tx.unit` and the names
+    in its state allow it.
 
     >>> tx, params = sgd(0.5), {"w": torch.tensor([1.0, 2.0])}
     >>> new, state = apply_in_place(tx, {"w": torch.ones(2)}, tx.init(params), params)
     >>> new["w"], new["w"] is params["w"]
     (tensor([0.5000, 1.5000]), True)
     """
-    if tx.apply is not None:
-        return tx.apply(grads, state, params)
-    if tx.donate is None and "tree" not in (tx.unit, tx.needs):
+    if tx.in_place is not None:
+        return tx.in_place(grads, state, params, options)
+    if options.adds and "tree" not in (tx.unit, tx.needs):
         # A state may begin with one tensor for two leaves, or with the parameters themselves.
         done = add_in_units(tx.update, grads, distinct((params, state))[1], params)
         if done is not None:
             return done
-    updates, state = (tx.donate or tx.update)(grads, state, params)
-    return pytree.map(lambda p, u: p.add_(u), params, updates), state
+    updates, state = tx.update(grads, state, params)
+    return options.finish(params, updates), state
 
 
 @torch.no_grad()
@@ -184,6 +204,27 @@ def distinct(grads: Tree) -> Tree:
         return g.clone(memory_format=torch.contiguous_format) if shared else g
 
     return pytree.map(unshare, grads)
+
+
+def stateless(
+    update: Callable, donate: Callable, check: Callable = lambda params: None, unit: str = "row"
+) -> GradientTransformation:
+    """The transformation of `update(grads, params)`; `donate` is the same in the buffers of the gradients."""
+
+    def init(params: Tree) -> tuple:
+        check(params)
+        return ()
+
+    def in_place(grads: Tree, state: Tree, params: Tree, options: Pass) -> tuple[Tree, Tree]:
+        return options.finish(params, donate(grads, params)), ()
+
+    return GradientTransformation(
+        init=init,
+        update=lambda grads, state, params: (update(grads, params), ()),
+        spec=lambda specs: (),
+        unit=unit,
+        in_place=in_place,
+    )
 
 
 def name_tree(tree: Tree) -> Tree:

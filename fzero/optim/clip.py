@@ -10,8 +10,8 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
-from fzero.optim.base import GradientTransformation, check_number, name_tree, overwrite
-from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
+from fzero.optim.base import GradientTransformation, Pass, check_number, name_tree, overwrite, stateless
+from fzero.optim.sharded_leaves import ShardedLeaves, on_shards
 
 
 @checked()
@@ -42,33 +42,24 @@ def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
             bound = torch.full((), max_norm, dtype=size.dtype, device=size.device)
         return bound / torch.maximum(size, bound).clamp(min=torch.finfo(size.dtype).tiny)
 
-    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
+    def make(shards: ShardedLeaves) -> GradientTransformation:
         def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
             ratio = scale(shards.norm(grads))
             return pytree.map_named(lambda name, g: (g * shards.vary(name, ratio)).to(g.dtype), grads), ()
 
-        def donate(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        def in_place(grads: Tree, state: Tree, params: Tree, options: Pass) -> tuple[Tree, Tree]:
             ratio = scale(shards.norm(grads))
-            return overwrite(lambda name, g: g.mul_(ratio), name_tree(grads), grads), ()
+            return options.finish(params, overwrite(lambda name, g: g.mul_(ratio), name_tree(grads), grads)), ()
 
         def factor(grads: Tree, so_far: Tensor | None, norm: Tensor | None = None) -> Tensor:
             size = shards.norm(grads) if norm is None else norm
             ratio = scale(size if so_far is None else size * so_far.to(size.dtype))
             return ratio if so_far is None else ratio * so_far.to(ratio.dtype)
 
-        needs = "tree" if shards is WHOLE else "elementwise"
-        return GradientTransformation(
-            lambda params: (),
-            update,
-            lambda specs: (),
-            needs,
-            donate,
-            factor=factor,
-            unit="tree",
-            with_shards=with_shards,
-        )
+        empty = lambda tree: ()  # noqa: E731
+        return GradientTransformation(empty, update, empty, unit="tree", in_place=in_place, factor=factor)
 
-    return with_shards(WHOLE)
+    return on_shards(make, needs="tree")
 
 
 def check_bound(owner: str, **bounds: Any) -> None:
@@ -94,13 +85,7 @@ def clip_by_value(max_value: float) -> GradientTransformation:
     """
     check_bound("clip_by_value", max_value=max_value)
 
-    def donate(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        return overwrite(lambda name, g: g.clamp_(-max_value, max_value), name_tree(grads), grads), ()
-
-    return GradientTransformation(
-        init=lambda params: (),
-        update=lambda grads, state, params: (pytree.map(lambda g: g.clamp(-max_value, max_value), grads), ()),
-        spec=lambda specs: (),
-        donate=donate,
-        unit="row",
+    return stateless(
+        lambda grads, params: pytree.map(lambda g: g.clamp(-max_value, max_value), grads),
+        lambda grads, params: overwrite(lambda name, g: g.clamp_(-max_value, max_value), name_tree(grads), grads),
     )

@@ -5,29 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree, nearest
-from fzero.optim.base import (
-    NEEDS,
-    UNITS,
-    GradientTransformation,
-    Pass,
-    apply_in_place,
-    expect_optimizer,
-)
-from fzero.optim.sharded_leaves import ShardedLeaves, bind
+from fzero.optim.base import GradientTransformation, Pass, apply_in_place, expect_optimizer
+from fzero.optim.sharded_leaves import around
 from fzero.sharding.spec import Rules, match_rules
 
 
 def chain(*txs: GradientTransformation) -> GradientTransformation:
     """The transformation that feeds each one's updates to the next; its state is the tuple of theirs.
 
-    Its `needs` is the strongest of its parts. Its `apply` donates through all but the last and applies the last. It has
-    an `in_pass` if the last has one and at most one other precedes it, which only multiplies by a factor.
+    Its `needs` is the strongest of its parts. It has `one_pass` if the last has it and at most one other precedes it,
+    which only multiplies by a factor.
     Raises ValueError without a transformation, and in a step when the state is of another chain.
 
     >>> tx = chain(clip_by_global_norm(1.0), adamw(3e-4))
@@ -45,55 +37,46 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
         if not isinstance(state, (tuple, list)) or len(state) != len(txs):
             raise ValueError(f"chain: the state is not a tuple of {len(txs)} states; take it from this chain's init")
 
-    def run(step: Callable, txs: tuple, grads: Tree, states: Tree, params: Tree) -> tuple[Tree, list]:
-        new = []
-        for tx, state in zip(txs, states):
-            grads, state = step(tx)(grads, state, params)
-            new.append(state)
-        return grads, new
-
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         check(state)
-        updates, new = run(lambda tx: tx.update, txs, grads, state, params)
-        return updates, tuple(new)
+        new = []
+        for tx, tx_state in zip(txs, state):
+            grads, tx_state = tx.update(grads, tx_state, params)
+            new.append(tx_state)
+        return grads, tuple(new)
 
-    def donate(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    def in_place(grads: Tree, state: Tree, params: Tree, options: Pass) -> tuple[Tree, Tree]:
         check(state)
-        updates, new = run(lambda tx: tx.donate or tx.update, txs, grads, state, params)
-        return updates, tuple(new)
-
-    @torch.no_grad()
-    def apply(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        check(state)
-        updates, new = run(lambda tx: tx.donate or tx.update, txs[:-1], grads, state[:-1], params)
-        params, last = apply_in_place(txs[-1], updates, state[-1], params)
+        leading, new = options._replace(adds=False), list(state[:-1])
+        if options.fuses:
+            for tx in txs[:-1]:
+                assert tx.factor is not None  # see `one_pass`
+                options = options._replace(factor=tx.factor(grads, options.factor, options.norm))
+        else:
+            for i, tx in enumerate(txs[:-1]):
+                grads, new[i] = apply_in_place(tx, grads, state[i], params, leading)
+        params, last = apply_in_place(txs[-1], grads, state[-1], params, options)
         return params, (*new, last)
 
-    def in_pass(grads: Tree, state: Tree, params: Tree, options: Pass) -> tuple[Tree, Tree]:
-        check(state)
-        last_tx = txs[-1].in_pass
-        assert last_tx is not None  # see `one_pass`
-        if len(txs) == 2:
-            assert txs[0].factor is not None
-            options = options._replace(factor=txs[0].factor(grads, options.factor, options.norm))
-        params, last = last_tx(grads, state[-1], params, options)
-        return params, (*state[:-1], last)
+    heads = 0
+    while heads < len(txs) - 1 and txs[heads].factor is not None:
+        heads += 1
 
-    one_pass = txs[-1].in_pass is not None and len(txs) <= 2 and all(tx.factor is not None for tx in txs[:-1])
-    return GradientTransformation(
+    def split() -> SplitChain:
+        if len(txs) == heads + 1:
+            return SplitChain(txs[:heads], txs[heads], lambda s: s[heads], lambda s, body: (*s[:heads], body))
+        return SplitChain(txs[:heads], chain(*txs[heads:]), lambda s: s[heads:], lambda s, body: (*s[:heads], *body))
+
+    one_pass = txs[-1].one_pass and heads == len(txs) - 1 <= 1
+    made = GradientTransformation(
         init=lambda params: tuple(tx.init(params) for tx in txs),
         update=update,
         spec=lambda specs: tuple(tx.spec(specs) for tx in txs),
-        needs=max((tx.needs for tx in txs), key=NEEDS.index),
-        donate=donate,
-        apply=apply,
-        in_pass=in_pass if one_pass else None,
-        members=txs,
-        unit=max((tx.unit for tx in txs), key=UNITS.index),
-        with_shards=(lambda shards: chain(*(bind(tx, shards) for tx in txs)))
-        if any(tx.with_shards for tx in txs)
-        else None,
+        in_place=in_place,
+        one_pass=one_pass,
+        split=split if heads else None,
     )
+    return around(txs, chain, made)
 
 
 class SplitChain(NamedTuple):
@@ -115,16 +98,7 @@ class SplitChain(NamedTuple):
 
 def split_chain(tx: GradientTransformation) -> SplitChain:
     """The parts of `tx`: the leading members of a chain that only multiply by a factor, and the rest."""
-    if tx.split is not None:
-        return tx.split()
-    n = 0
-    while n < len(tx.members) - 1 and tx.members[n].factor is not None:
-        n += 1
-    if not n:
-        return SplitChain((), tx)
-    if len(tx.members) == n + 1:
-        return SplitChain(tx.members[:n], tx.members[n], lambda s: s[n], lambda s, body: (*s[:n], body))
-    return SplitChain(tx.members[:n], chain(*tx.members[n:]), lambda s: s[n:], lambda s, body: (*s[:n], *body))
+    return SplitChain((), tx) if tx.split is None else tx.split()
 
 
 @checked("transforms")
@@ -164,28 +138,21 @@ def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]
         return pytree.from_named({name: leaf for subtree in split.values() for name, leaf in subtree.items()}, like)
 
     def run(step: Callable, grads: Tree, state: Tree, params: Tree, *options: Pass) -> tuple[Tree, Tree]:
+        """step: (transformation, grads, state, params, *options) -> what it gives."""
         grad_parts, param_parts, out, new = split_leaves(grads), split_leaves(params), {}, {}
         for label, tx in transforms.items():
-            out[label], new[label] = step(tx)(grad_parts[label], state[label], param_parts[label], *options)
+            out[label], new[label] = step(tx, grad_parts[label], state[label], param_parts[label], *options)
         return merge(out, params), new
 
-    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
-        return by_label({label: bind(tx, shards) for label, tx in transforms.items()}, rules)
-
-    return GradientTransformation(
+    made = GradientTransformation(
         init=lambda params: {
             label: transforms[label].init(subtree) for label, subtree in split_leaves(params, partial=False).items()
         },
-        update=lambda *step: run(lambda tx: tx.update, *step),
+        update=lambda *step: run(lambda tx, *tx_step: tx.update(*tx_step), *step),
         spec=lambda specs: {
             label: transforms[label].spec(subtree) for label, subtree in split_leaves(specs, partial=False).items()
         },
-        needs=max((tx.needs for tx in transforms.values()), key=NEEDS.index),
-        donate=lambda *step: run(lambda tx: tx.donate or tx.update, *step),
-        apply=lambda *step: run(lambda tx: lambda g, s, p: apply_in_place(tx, g, s, p), *step),
-        in_pass=(lambda *step: run(lambda tx: tx.in_pass, *step))
-        if all(tx.in_pass for tx in transforms.values())
-        else None,
-        unit=max((tx.unit for tx in transforms.values()), key=UNITS.index),
-        with_shards=with_shards if any(tx.with_shards for tx in transforms.values()) else None,
+        in_place=lambda *step: run(apply_in_place, *step),
+        one_pass=all(tx.one_pass for tx in transforms.values()),
     )
+    return around([*transforms.values()], lambda *txs: by_label(dict(zip(transforms, txs)), rules), made)

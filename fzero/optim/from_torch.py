@@ -19,7 +19,7 @@ from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.device import kind_of
 from fzero.core.pytree import Tree
-from fzero.optim.base import GradientTransformation, Schedule, distinct, lr_at
+from fzero.optim.base import GradientTransformation, Pass, Schedule, distinct, lr_at
 from fzero.optim.leafwise import flat_pieces, rows_of, without_partial
 from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.sharding.spec import Spec
@@ -102,7 +102,9 @@ def from_torch(
         return state(Spec(), dict.fromkeys(initial_state.numbers, Spec()), slots)
 
     @torch.no_grad()
-    def apply(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    def in_place(grads: Tree, state: Tree, params: Tree, options: Pass) -> tuple[Tree, Tree]:
+        if not options.adds:
+            return update(grads, state, params)
         names = list(initial_state.slots)
         pieces: dict[bool, list[Sequence[Tensor]]] = {True: [], False: []}
         for row in rows_of(distinct(grads), [state.slots[name] for name in names], params):
@@ -121,10 +123,10 @@ def from_torch(
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         new = pytree.map(lambda p: p.clone(memory_format=torch.contiguous_format), params)
         slots = pytree.map(lambda s: s.clone(memory_format=torch.contiguous_format), state.slots)
-        new, state = apply(pytree.map(torch.clone, grads), state._replace(slots=slots), new)
+        new, state = in_place(pytree.map(torch.clone, grads), state._replace(slots=slots), new, Pass())
         return pytree.map(lambda new_param, param: new_param - param, new, params), state
 
-    return GradientTransformation(init, update, spec, apply=apply, unit="row")
+    return GradientTransformation(init, update, spec, unit="row", in_place=in_place)
 
 
 def slot_of(p: Tensor, value: float | None) -> Tensor:

@@ -15,7 +15,7 @@ from fzero.optim.adamw import adam_scalars, check_correction
 from fzero.optim.base import GradientTransformation, Schedule, check_number
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
 from fzero.optim.masks import Mask, check_mask, decay_predicate
-from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves, layer_norm2
+from fzero.optim.sharded_leaves import ShardedLeaves, layer_norm2, on_shards
 from fzero.sharding.slices import STACKED
 
 
@@ -71,7 +71,7 @@ def lamb(
     check_ratios("lamb", ratios)
     decays = decay_predicate(mask)
 
-    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
+    def make(shards: ShardedLeaves) -> GradientTransformation:
         def info(name: str, p: Tensor) -> tuple[str, float, int]:
             return name, weight_decay if decays(name, p) else 0.0, layer_dims("lamb", stacked, name, p.dim())
 
@@ -94,12 +94,11 @@ def lamb(
             step,
             info=info,
             pieces=layer_pieces(stacked, shards.parts),
-            needs="matrix" if shards is WHOLE else "elementwise",
             check=check_mask("lamb", mask),
             vary=shards.vary,
-        )._replace(with_shards=with_shards)
+        )
 
-    return with_shards(WHOLE)
+    return on_shards(make, needs="matrix")
 
 
 def check_ratios(owner: str, ratios: tuple[float, float]) -> None:

@@ -7,6 +7,7 @@ is not), so that their temporaries have the size of a piece and not of the model
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from fzero.core.device import kind_of
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_leaf import PIECE as _PIECE
 from fzero.kernels.optim_leaf import PIECE_ELSEWHERE as _PIECE_ELSEWHERE
-from fzero.optim.base import GradientTransformation, name_tree, overwrite
+from fzero.optim.base import GradientTransformation, Pass, distinct
 from fzero.sharding.spec import Spec
 
 
@@ -120,28 +121,18 @@ def rows_of(grads: Tree, columns: Sequence[Tree], params: Tree) -> list[LeafRow]
     return [LeafRow(n, g[i], tuple(s[i] for s in slots), p) for i, (n, p) in enumerate(named.items())]
 
 
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """The widest of the dtypes, at least float32."""
+    return functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+
+
 def run_step(step: Step, g: Tensor, slots: Sequence[Tensor], p: Tensor, scalars: Sequence[Tensor], info: Any) -> tuple:
     """`step` in the widest of the dtypes, at least float32; new slots are rounded once, to their own dtype."""
-    dtype = torch.float32
-    for x in (g, *slots, p):
-        dtype = torch.promote_types(dtype, x.dtype)
+    dtype = wide_dtype(g, *slots, p)
     u, new = step(
         g.to(dtype), tuple(s.to(dtype) for s in slots), p.to(dtype), tuple(x.to(dtype) for x in scalars), info
     )
     return u, tuple(n.to(s.dtype) for n, s in zip(new, slots))
-
-
-def apply_rows(
-    rows: Sequence[LeafRow], step: Step, scalars: Sequence[Tensor], info: Callable, pieces: Callable
-) -> None:
-    """Add the update to each param and overwrite its slots, piece by piece."""
-    for row in rows:
-        details = info(row.name, row.p)
-        for g, *slots, p in pieces(row.name, (row.g, *row.slots, row.p)):
-            u, new = run_step(step, g, slots, p, scalars, details)
-            p.add_(u)
-            for slot, value in zip(slots, new):
-                slot.copy_(value)
 
 
 def leafwise(
@@ -152,7 +143,6 @@ def leafwise(
     *,
     info: Callable[[str, Tensor], Any] = lambda name, p: None,
     pieces: Callable[[str, Sequence[Tensor]], Iterable[Sequence[Tensor]]] = flat_pieces,
-    needs: str = "elementwise",
     check: Callable[[Tree], None] = lambda params: None,
     vary: Callable[[str, Tensor], Tensor] = lambda name, x: x,
 ) -> GradientTransformation:
@@ -188,33 +178,27 @@ def leafwise(
         return pytree.unflatten([u for u, _ in done], treedef), state_type(state.count + 1, *columns, *spare)
 
     @torch.no_grad()
-    def donate(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    def in_place(grads: Tree, state: Tree, params: Tree, options: Pass) -> tuple[Tree, Tree]:
         columns, step_scalars = state[1 : 1 + len(slots)], scalars(state.count)
-        rows_of(grads, columns, params)  # refuses trees that do not match
-
-        def update_leaf(name: str, g: Tensor, p: Tensor, *leaf_slots: Tensor) -> Tensor:
-            dtype, details = torch.float32, info(name, p)
-            for x in (g, *leaf_slots, p):
-                dtype = torch.promote_types(dtype, x.dtype)
-            out = g if g.dtype == dtype else torch.empty_like(g, dtype=dtype)
-            for target, from_, param_piece, *old in pieces(name, (out, g, p, *leaf_slots)):
-                u, new = run_step(step, from_, old, param_piece, step_scalars, details)
-                target.copy_(u)
+        # A gradient that is read once, piece by piece, may share its memory with another one.
+        rows = rows_of(grads if options.adds else distinct(grads), columns, params)
+        leaves = []
+        for name, g, leaf_slots, p in rows:
+            out, details = p, info(name, p)
+            if not options.adds:
+                dtype = wide_dtype(g, *leaf_slots, p)
+                out = g if g.dtype == dtype else torch.empty_like(g, dtype=dtype)
+            leaves.append(out)
+            for target, g_piece, p_piece, *old in pieces(name, (out, g, p, *leaf_slots)):
+                u, new = run_step(step, g_piece, old, p_piece, step_scalars, details)
+                target.add_(u) if options.adds else target.copy_(u)
                 for slot, value in zip(old, new):
                     slot.copy_(value)
-            return out
-
-        updates = overwrite(update_leaf, name_tree(params), grads, params, *columns)
-        return updates, state_type(state.count + 1, *columns, *spare)
-
-    @torch.no_grad()
-    def apply(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        columns = state[1 : 1 + len(slots)]
-        apply_rows(rows_of(grads, columns, params), step, scalars(state.count), info, pieces)
-        return params, state_type(state.count + 1, *columns, *spare)
+        leaf_tree = params if options.adds else pytree.unflatten(leaves, pytree.flatten(params)[1])
+        return leaf_tree, state_type(state.count + 1, *columns, *spare)
 
     unit = "row" if pieces is flat_pieces else "layer"
-    transformation = GradientTransformation(init, partial(update_on, vary), spec, needs, donate, apply, unit=unit)
+    transformation = GradientTransformation(init, partial(update_on, vary), spec, unit=unit, in_place=in_place)
     return transformation._replace(
         with_shards=lambda shards: transformation._replace(update=partial(update_on, shards.vary))
     )

@@ -11,8 +11,8 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.arguments import checked, expect_regex
 from fzero.core.pytree import Tree, nearest
-from fzero.optim.base import GradientTransformation, check_number, name_tree, overwrite
-from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
+from fzero.optim.base import GradientTransformation, check_number, name_tree, overwrite, stateless
+from fzero.optim.sharded_leaves import ShardedLeaves, on_shards
 from fzero.sharding.slices import shard_dim
 from fzero.sharding.spec import Rules, match_rules
 
@@ -96,22 +96,6 @@ def check_mask(owner: str, mask: Mask) -> Callable[[Tree], None]:
     return check
 
 
-def _stateless(
-    update: Callable, donate: Callable, check: Callable = lambda params: None, unit: str = "row"
-) -> GradientTransformation:
-    def init(params: Tree) -> tuple:
-        check(params)
-        return ()
-
-    return GradientTransformation(
-        init=init,
-        update=lambda grads, state, params: (update(grads, params), ()),
-        spec=lambda specs: (),
-        donate=lambda grads, state, params: (donate(grads, params), ()),
-        unit=unit,
-    )
-
-
 @checked()
 def add_decayed_weights(weight_decay: float, mask: Mask = None) -> GradientTransformation:
     """Add weight_decay * params to the updates of the leaves that `mask` selects (L2 before an optimizer).
@@ -134,7 +118,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask = None) -> GradientTrans
         add = lambda n, g, p: g.add_(p, alpha=weight_decay) if decays(n, p) else g  # noqa: E731
         return overwrite(add, name_tree(params), grads, params)
 
-    return _stateless(update, donate, check_mask("add_decayed_weights", mask))
+    return stateless(update, donate, check_mask("add_decayed_weights", mask))
 
 
 @checked()
@@ -149,7 +133,7 @@ def scale_by_rules(rules: Rules[float | Sequence[float]]) -> GradientTransformat
     >>> tx = scale_by_rules(((r"^embed/", 0.1), (r"^blocks/", [0.8**3, 0.8**2, 0.8, 1.0]), (".*", 1.0)))
     """
 
-    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
+    def make(shards: ShardedLeaves) -> GradientTransformation:
         def factors(params: Tree) -> dict[str, Tensor | float]:
             named, leaf_factors = pytree.named_leaves(params), {}
             for name, factor in match_rules(rules, list(named), subject="scale_by_rules").items():
@@ -179,6 +163,6 @@ def scale_by_rules(rules: Rules[float | Sequence[float]]) -> GradientTransformat
             leaf_factors = factors(params)
             return overwrite(lambda n, g: g.mul_(cast(leaf_factors[n], g)), name_tree(params), grads)
 
-        return _stateless(update, donate, factors, unit="tree")._replace(with_shards=with_shards)
+        return stateless(update, donate, factors, unit="tree")
 
-    return with_shards(WHOLE)
+    return on_shards(make)

@@ -21,7 +21,7 @@ from fzero.core.torch_private import disable_current_modes
 from fzero.kernels import optim_lowbit
 from fzero.kernels.optim_leaf import OptimLeaf, StepRates, step_leaf
 from fzero.kernels.registry import Op
-from fzero.optim.base import GradientTransformation, Pass, ShardSlice
+from fzero.optim.base import GradientTransformation, Pass, ShardSlice, apply_in_place
 from fzero.optim.leafwise import Slot, leafwise, moment, rows_of, without_partial
 from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
@@ -119,7 +119,7 @@ def with_kernel(
     impl: str,
     **numbers: Any,
 ) -> GradientTransformation:
-    """The transformation of `step` on each leaf; its `apply` is one call of `op` for all leaves of the same dtypes.
+    """The transformation of `step` on each leaf; its `in_place` is one call of `op` for all leaves of the same dtypes.
 
     state_types: of (count, a tree per moment), and of (count, a tree of codes per moment, a tree of scales per moment).
     numbers: the rest of Rates.
@@ -153,7 +153,9 @@ def with_kernel(
         return pytree.unflatten([u for u, _ in done], treedef), state_type(state.count + 1, *columns)
 
     @torch.no_grad()
-    def in_pass(grads: Tree, state: Tree, params: Tree, options: Pass) -> tuple[Tree, Tree]:
+    def in_place(grads: Tree, state: Tree, params: Tree, options: Pass) -> tuple[Tree, Tree]:
+        if not options.adds:
+            return apply_in_place(pure, grads, state, params, options) if exact else update(grads, state, params)
         leaf_boxes, rates = leaves(grads, state, params, options)
         rates = rates._replace(factor=options.factor, skip=options.skip)
         for group in alike([box for boxes in leaf_boxes for box in boxes]):
@@ -161,9 +163,6 @@ def with_kernel(
             op(group, rates, impl="cpp" if on_host else impl)
         increment = 1 if options.skip is None else 1 - options.skip.to(state.count.device, torch.int64)
         return params, state_type(state.count + increment, *state[1:])
-
-    def apply(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        return in_pass(grads, state, params, Pass())
 
     def with_shards(shards: ShardedLeaves) -> GradientTransformation:
         on_shards = encoding._replace(shards=shards)
@@ -176,13 +175,13 @@ def with_kernel(
         scalars,
         lambda g, slots, p, scalars, decay: step(g, slots, p, scalars, decay, fixed),
         info=info,
-        needs="elementwise" if exact or encoding.shards is not WHOLE else "matrix",
         check=partial(check_leaves, owner, encoding, check_mask(owner, mask)),
         vary=encoding.shards.vary,
     )
     unit = "row" if encoding.bits is None else "layer"  # the scales of rows fill no whole pages of a disk
-    pure = pure._replace(apply=apply, in_pass=in_pass, unit=unit, with_shards=with_shards)
-    return pure if exact else pure._replace(update=update, donate=None)
+    needs = "elementwise" if exact or encoding.shards is not WHOLE else "matrix"
+    tx = pure._replace(needs=needs, unit=unit, in_place=in_place, one_pass=True, with_shards=with_shards)
+    return tx if exact else tx._replace(update=update)
 
 
 def _leaf_boxes(

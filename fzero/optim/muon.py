@@ -15,7 +15,7 @@ from fzero.kernels.newton_schulz import COEFFICIENTS, newton_schulz
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
 from fzero.optim.masks import Mask, check_mask, decay_predicate
-from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
+from fzero.optim.sharded_leaves import ShardedLeaves, on_shards
 from fzero.sharding.slices import STACKED
 
 
@@ -91,7 +91,7 @@ def muon(
     fixed = {"dtype": ns_dtype, "coefficients": ns_coefficients, "eps": ns_eps, "impl": impl}
     decays, orthogonal = decay_predicate(mask), partial(newton_schulz, steps=ns_steps, **fixed)
 
-    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
+    def make(shards: ShardedLeaves) -> GradientTransformation:
         def info(name: str, p: Tensor) -> MuonLeaf:
             _expect_matrix(name, p, lead := layer_dims("muon", stacked, name, p.dim()))
             last = (-2, -1) if weights == "in_out" else (-1, -2)
@@ -114,12 +114,11 @@ def muon(
             step,
             info=info,
             pieces=layer_pieces(stacked, shards.parts),
-            needs="matrix" if shards is WHOLE else "elementwise",
             check=check_mask("muon", mask),
             vary=shards.vary,
-        )._replace(with_shards=with_shards)
+        )
 
-    return with_shards(WHOLE)
+    return on_shards(make, needs="matrix")
 
 
 def _expect_choices(adjust: str, weights: str, ns_steps: int) -> None:

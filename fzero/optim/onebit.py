@@ -13,10 +13,10 @@ from fzero.core import pytree
 from fzero.core.arguments import OPTIMIZER, checked, expect_count
 from fzero.core.autodiff import transforms
 from fzero.core.pytree import Tree
-from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
+from fzero.optim.base import GradientTransformation, Pass, RankSums, Schedule, check_number, lr_at
 from fzero.optim.leafwise import Slot, without_partial
 from fzero.optim.masks import Mask, check_mask, decay_predicate
-from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
+from fzero.optim.sharded_leaves import ShardedLeaves, on_shards
 from fzero.sharding.sign_sums import SCALES, SignSums
 from fzero.sharding.spec import Spec
 
@@ -161,7 +161,7 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
     numbers.check(owner)
     check, decays = check_mask(owner, mask), decay_predicate(mask)
 
-    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
+    def make(shards: ShardedLeaves) -> GradientTransformation:
         signs = shards.signs
 
         def init(params: Tree) -> OneBitState:
@@ -193,22 +193,14 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
             return OneBitState(count, *moments, worker, server, extra)
 
         def update(grads: Tree, state: OneBitState, params: Tree) -> tuple[Tree, OneBitState]:
-            state = pytree.map(lambda x: x.clone(), state)
-            leaf_updates = dict(steps(grads, state, params))
-            updates = pytree.from_named({name: u.clone() for name, u in leaf_updates.items()}, params)
-            return updates, state._replace(count=state.count + 1)
+            return in_place(grads, pytree.map(lambda x: x.clone(), state), params, Pass(adds=False))
 
         @torch.no_grad()
-        def donate(grads: Tree, state: OneBitState, params: Tree) -> tuple[Tree, OneBitState]:
-            leaf_updates = dict(steps(grads, state, params))
-            return pytree.from_named(leaf_updates, params), state._replace(count=state.count + 1)
-
-        @torch.no_grad()
-        def apply(grads: Tree, state: OneBitState, params: Tree) -> tuple[Tree, OneBitState]:
-            named = pytree.named_leaves(params)
+        def in_place(grads: Tree, state: OneBitState, params: Tree, options: Pass) -> tuple[Tree, OneBitState]:
+            out, named = {}, pytree.named_leaves(params)
             for name, u in steps(grads, state, params):
-                named[name].add_(u)
-            return params, state._replace(count=state.count + 1)
+                out[name] = named[name].add_(u) if options.adds else u
+            return pytree.from_named(out, params), state._replace(count=state.count + 1)
 
         def steps(grads: Tree, state: OneBitState, params: Tree) -> Iterator[tuple[str, Tensor]]:
             """(leaf, its update), once its part of `state` is overwritten with the new one."""
@@ -230,11 +222,9 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
                 r = method.direction(Moments(name, *parts, *casts(correct, wide_p), full), state.extra, shards)
                 yield name, r.mul_(-lr.to(r.dtype))
 
-        needs = "tree" if shards is WHOLE else "elementwise"
-        transformation = GradientTransformation(init, update, spec, needs, donate, apply, unit="tree", sums=True)
-        return transformation._replace(with_shards=with_shards)
+        return GradientTransformation(init, update, spec, unit="tree", in_place=in_place, sums=RankSums(makes=True))
 
-    return with_shards(WHOLE)
+    return on_shards(make, needs="tree")
 
 
 def is_full(owner: str, method: Method, count: Tensor) -> bool:

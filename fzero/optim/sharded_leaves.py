@@ -23,7 +23,7 @@ from fzero.core.gpu import pinned
 from fzero.core.gpu_copies import copy_in
 from fzero.core.pytree import Tree, nearest
 from fzero.kernels.optim_leaf import safe_sqrt
-from fzero.optim.base import GradientTransformation, expect_optimizer
+from fzero.optim.base import NEEDS, UNITS, GradientTransformation, expect_optimizer
 from fzero.optim.norm import (
     Layers,
     LeafRows,
@@ -270,6 +270,30 @@ def bind(tx: GradientTransformation, shards: ShardedLeaves) -> GradientTransform
     """
     expect_optimizer(tx)
     return tx if tx.with_shards is None else tx.with_shards(shards)
+
+
+def on_shards(
+    make: Callable[[ShardedLeaves], GradientTransformation], needs: str = "elementwise"
+) -> GradientTransformation:
+    """`make(WHOLE)`, which `bind` makes anew; its `needs` are those before it is bound."""
+
+    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
+        return make(shards)._replace(needs=needs if shards is WHOLE else "elementwise", with_shards=with_shards)
+
+    return with_shards(WHOLE)
+
+
+def around(
+    txs: Sequence[GradientTransformation], remake: Callable[..., GradientTransformation], tx: GradientTransformation
+) -> GradientTransformation:
+    """`tx`, which is `remake(*txs)`: it needs what the neediest of them does, and is bound by binding them."""
+    return tx._replace(
+        needs=max((inner.needs for inner in txs), key=NEEDS.index),
+        unit=max((inner.unit for inner in txs), key=UNITS.index),
+        with_shards=(lambda shards: remake(*(bind(inner, shards) for inner in txs)))
+        if any(inner.with_shards for inner in txs)
+        else None,
+    )
 
 
 def bind_to_plan(tx: GradientTransformation, plan: Plan) -> GradientTransformation:

@@ -12,7 +12,7 @@ u = mean of u_r over the ranks, by signs;   m_r <- u / s;   p <- p - u / (√v̂
 
 where s is what ρ in place of ρ m_r makes of u_r: without decay the sum of the ρ since the last sum. So `params` of a
 state are those that all ranks had after their last sum, the same on all of them, and m_r and u_r are a rank's own. A
-run that ends between two sums makes one more, by `meet`.
+run that ends between two sums makes one more, by `sync`.
 
 Ref: Lu et al. 2022, arXiv:2202.06009, algorithm 1, whose x is p - u_r / √v̂ and whose λ is 0. As in `zero_one_adam` a
 step uses the momentum that it has just moved.
@@ -28,7 +28,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.arguments import OPTIMIZER, checked, expect_count
 from fzero.core.pytree import Tree
-from fzero.optim.base import GradientTransformation, Schedule, lr_at
+from fzero.optim.base import GradientTransformation, Pass, RankSums, Schedule, apply_in_place, lr_at
 from fzero.optim.leafwise import without_partial
 from fzero.optim.masks import Mask, decay_predicate
 from fzero.optim.onebit import (
@@ -41,7 +41,7 @@ from fzero.optim.onebit import (
     one_bit,
     wide,
 )
-from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
+from fzero.optim.sharded_leaves import ShardedLeaves, bind, on_shards
 
 OWN, MOVED = "own", "moved"  # of `extra`: m_r and u_r, [layers or 1, ranks, *layer] where ranks share the sums
 SINCE = "since"  # of `extra`: int64 0-dim, the steps since the last sum
@@ -119,10 +119,8 @@ def with_local_steps(
     rule = Rule(numbers, method, intervals)
     warmup_tx, decays = one_bit(owner, numbers, method, mask), decay_predicate(mask)
 
-    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
-        signs = shards.signs
-        assert warmup_tx.with_shards is not None  # as `one_bit` has it
-        first = warmup_tx if shards is WHOLE else warmup_tx.with_shards(shards)
+    def make(shards: ShardedLeaves) -> GradientTransformation:
+        signs, first = shards.signs, bind(warmup_tx, shards)
 
         def init(params: Tree) -> OneBitState:
             named = pytree.named_leaves(params)
@@ -141,18 +139,18 @@ def with_local_steps(
             return state._replace(m={}, extra={OWN: momenta, MOVED: dict(momenta), SINCE: state.count})
 
         def update(grads: Tree, state: OneBitState, params: Tree) -> tuple[Tree, OneBitState]:
-            return donate(grads, pytree.map(lambda x: x.clone(), state), params)
+            return in_place(grads, pytree.map(lambda x: x.clone(), state), params, Pass(adds=False))
 
         @torch.no_grad()
-        def donate(grads: Tree, state: OneBitState, params: Tree) -> tuple[Tree, OneBitState]:
+        def in_place(grads: Tree, state: OneBitState, params: Tree, options: Pass) -> tuple[Tree, OneBitState]:
             expect_no_transform(owner)
             g, p = dict(pytree.named_leaves(grads)), pytree.named_leaves(params)
             if bool(state.count < intervals.freeze):
                 if signs is not None:
                     g.update(signs.full_sums({name: g.pop(name) for name in sorted(signs.sum_leaves - signs.names)}))
                 m = pytree.from_named(like_params(state.extra[OWN], p), params)
-                assert first.donate is not None  # as `one_bit` has it
-                updates, _ = first.donate(pytree.from_named(g, params), state._replace(m=m), params)
+                full = pytree.from_named(g, params), state._replace(m=m), params
+                updates, _ = apply_in_place(first, *full, Pass(adds=False))
             else:
                 decayed = {name: decays(name, x) for name, x in p.items()}
                 named = move(rule, shards, g, p, state, decayed)
@@ -160,7 +158,7 @@ def with_local_steps(
                 if bool(intervals.sums(state.count)):
                     add_up(rule, shards, p, state, decayed, named, state.count)
                 updates = pytree.from_named(named, params)
-            return updates, state._replace(count=state.count + 1)
+            return options.finish(params, updates), state._replace(count=state.count + 1)
 
         @torch.no_grad()
         def local(state: OneBitState, params: Tree) -> Tree | None:
@@ -180,11 +178,10 @@ def with_local_steps(
             add_up(rule, shards, p, state, {name: decays(name, x) for name, x in p.items()}, named, state.count - 1)
             return pytree.from_named(named, params), state
 
-        needs = "tree" if shards is WHOLE else "elementwise"
-        transformation = GradientTransformation(init, update, spec, needs, donate, unit="tree", sums=True)
-        return transformation._replace(local=local, sync=sync, with_shards=with_shards)
+        sums = RankSums(True, local, sync)
+        return GradientTransformation(init, update, spec, unit="tree", in_place=in_place, sums=sums)
 
-    return with_shards(WHOLE)
+    return on_shards(make, needs="tree")
 
 
 def local_zeros(shards: ShardedLeaves, name: str, p: Tensor) -> Tensor:

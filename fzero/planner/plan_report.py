@@ -142,7 +142,7 @@ def report_of(trace: Trace, device: Device, timing: Timing | None = None) -> Pla
     if timing is not None and built.members is not None:
         phases = with_agreements(timing, trace.config, trace.sizes, device, trace.rank)
         timing = weighted_sum(phases)
-    if timing is not None and built.tx.local is not None:
+    if timing is not None and built.tx.sums.local is not None:
         timing = with_sums(timing, trace, device)
     step_tokens = trace.tokens * built.mesh.data_size
     full, causal = (step_tokens * flop for flop in token_flop(built)[:2])
@@ -324,7 +324,7 @@ def sums_notes(built: Job, phases: Sequence[tuple[Timing, float]]) -> list[str]:
             local_time, first = (duration(timing.step_s) for timing, _ in phases)
             share += f": a step takes {first} until step {switch_step}, and {local_time} from then on"
         notes.append(f"{built.members.text(built.plan)}; the step above is one of a member with {share}")
-    if built.tx.sums:
+    if built.tx.sums.makes:
         plan, optim = built.plan, built.config.optim
         full = size(sum(full_sum_bytes(plan, link) for link in plan.sent_by_link()))
         if plan.codec is not None and plan.codec.local:

@@ -25,7 +25,7 @@ from fzero.core.device import CPU, HOST, FakeDevice, Target
 from fzero.core.gpu_copies import free_sources
 from fzero.core.pytree import Tree
 from fzero.offload import DiskTensor
-from fzero.optim.average import AVERAGE
+from fzero.optim.wrappers import AVERAGE
 from fzero.planner import fake_inductor
 from fzero.planner.fake_disk import PlannedNvme
 from fzero.planner.operations import ExecutedOp, describe_op, describe_passes

@@ -12,7 +12,7 @@ from fzero.comm.axes import CP
 from fzero.core import gpu_copies, pytree
 from fzero.data.buckets import BucketStream, Size, expect_lengths
 from fzero.data.tokens import Tokens
-from fzero.optim.lr_scale import LR_SCALE
+from fzero.optim.wrappers import LR_SCALE
 from fzero.run.config_ranks import SEND_SIGNS
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one by its checks

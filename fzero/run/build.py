@@ -135,6 +135,7 @@ def build(
         t.capture,
         config.resident,
         config.partition_activations,
+        t.update,
         **{"_layers": layers, "_dealt": True, "_known": trace_cache},
     )
     trained = with_drops(config, model)
@@ -145,7 +146,6 @@ def build(
         micro_batches=micro_batches,
         execution=execution,
         skip=skip_of(config),
-        update=t.update,
         nvme=nvme,
     )
     evaluated = models.by_position(model) if t.loss_by_position else model

@@ -141,4 +141,4 @@ def make_optimizer(
         "adafactor": lambda: optim.adafactor(lr, **decay),
         "muon": block_matrices,
     }[config.name]()
-    return optim.chain(optim.clip_by_global_norm(config.clip), tx) if config.clip and not tx.sums else tx
+    return optim.chain(optim.clip_by_global_norm(config.clip), tx) if config.clip and not tx.sums.makes else tx

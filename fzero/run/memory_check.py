@@ -25,7 +25,7 @@ from fzero.models import LlamaConfig
 from fzero.models.presets import family_of
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.store_folder import store_bytes
-from fzero.optim.average import AVERAGE
+from fzero.optim.wrappers import AVERAGE
 from fzero.run.build import Job, build, like_of, local_micro_batches, num_params, specs_of
 from fzero.run.config import RunConfig
 from fzero.run.peak_memory import layers_alive, pass_sizes, passes_peak

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fzero.run.build import Job
 from fzero.run.members import MemberStep
-from fzero.train.rank_divergence import sum_divergence
 from fzero.train.state import TrainState
+from fzero.train.update.in_memory import sum_divergence
 
 
 def agreed(job: Job, state: TrainState, steps: int) -> TrainState:

@@ -21,7 +21,7 @@ from fzero.core.pytree import Tree
 from fzero.core.storage import is_url
 from fzero.models import LoRAConfig, Model, ModelConfig
 from fzero.offload import Nvme
-from fzero.optim.average import AVERAGE
+from fzero.optim.wrappers import AVERAGE
 from fzero.run.config import RunConfig
 from fzero.run.objectives import objective_of
 from fzero.run.recipes import recipe

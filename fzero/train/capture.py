@@ -54,7 +54,7 @@ def refusal_of(plan: Plan, tx: GradientTransformation, donate: bool) -> str:
             'the host asks whether the loss scale is at its floor (at_floor="hold" does not)',
         ),
         (
-            split_chain(tx).body.in_pass is None,
+            not split_chain(tx).body.one_pass,
             "the optimizer cannot update in one pass, so that the host asks whether a step is skipped",
         ),
         (bool(gloo), f"the ranks along {', '.join(gloo)} exchange by gloo, on the host"),

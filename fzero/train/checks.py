@@ -21,7 +21,6 @@ from fzero.sharding.pipeline_plan import expect_parts
 from fzero.sharding.zero_stages import shapes_of
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn
-from fzero.train.pipeline_executor import schedule_of
 from fzero.train.spike import Skip
 from fzero.train.state import TrainState, expect_alive, expect_shapes
 
@@ -42,7 +41,6 @@ def expect_program(loss_fn: Any) -> None:
         expect_kind("the model", loss_fn, base.Model, PROGRAM)
 
 
-UPDATES = ("end", "speculate", "backward", "delayed")  # when a step updates the state
 PROGRAM = (
     "give a Model, such as models.build(models.preset('llama-tiny')), or a function loss(params, batch) that returns "
     "(sum, number of samples)"
@@ -60,18 +58,11 @@ def expect_arguments(loss_fn: Any, tx: Any, plan: Any, micro_batches: Any, execu
     expect_kind("skip", skip, Skip, "write fzero.Skip(nonfinite=True), fzero.Skip(spike=fzero.Spike())")
     if plan.stages is not None and plan.pipeline is not None:
         expect_parts(plan.pipeline, plan.stages, micro_batches)
-    if plan.delayed and micro_batches % plan.delayed:
-        raise ValueError(
-            f"micro_batches is {micro_batches} and the plan has {plan.delayed} delayed updates a step, which cannot "
-            "share them evenly; change one of them"
-        )
-    if plan.delayed and plan.stages is not None:
-        schedule_of(plan, micro_batches)  # which says so if two versions of the parameters are too few
 
 
-def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, offloaded: bool, layered: bool) -> None:
+def expect_options(plan: Plan, execution: Execution, donate: bool, offloaded: bool, layered: bool) -> None:
     """Raise ValueError for options of a step that are out of range, or do not go together or with the plan."""
-    remat = execution.remat
+    remat, update = execution.remat, execution.update
     assert isinstance(remat, Remat)  # Execution parses a text
     if plan.stages is not None and not layered:
         raise ValueError(
@@ -106,23 +97,11 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
             f"reshard={execution.reshard} and resident={execution.resident} they stay whole; use reshard=True and "
             "resident=0"
         )
-    if update not in UPDATES:
-        raise ValueError(f"update is {update!r}; it must be {', '.join(UPDATES[:-1])} or {UPDATES[-1]}")
-    expect_delayed(plan, update)
-    if plan.codec is not None and plan.codec.loco is not None and update in ("speculate", "backward"):
+    if (update == "delayed") != bool(plan.delayed):
         raise ValueError(
-            f'update="{update}" updates layers before the step is decided, and codec {plan.codec} keeps errors until '
-            'then; use update="end", or leave loco out'
-        )
-    if update in ("speculate", "backward") and plan.stages is not None:
-        raise ValueError(
-            f'update="{update}" updates layers in the backward pass of a whole model, and pp={plan.mesh.pp.size} cuts '
-            'it into stages; use update="end"'
-        )
-    if update in ("speculate", "backward") and not (offloaded and layered):
-        raise ValueError(
-            f'update="{update}" is for a layered Model with offloaded states; give the plan '
-            f'offload="{"opt=host" if update == "speculate" else "params=nvme,opt=nvme"}"'
+            f'update="{update}" and the plan has {plan.delayed} delayed updates, whose gradients are those at the '
+            'parameters before the last one, which the state must have; write update="delayed" and '
+            "zero_plan(...).with_updates(1), or neither"
         )
 
 
@@ -137,21 +116,6 @@ def expect_same_inputs(plan: Plan, layered: bool) -> None:
         )
 
 
-def expect_delayed(plan: Plan, update: str) -> None:
-    """Raise ValueError if a plan and the time of its updates do not go together."""
-    if (update == "delayed") != bool(plan.delayed):
-        raise ValueError(
-            f'update="{update}" and the plan has {plan.delayed} delayed updates, whose gradients are those at the '
-            'parameters before the last one, which the state must have; write update="delayed" and '
-            "zero_plan(...).with_updates(1), or neither"
-        )
-    if plan.delayed and plan.policy.loss_scale:
-        raise ValueError(
-            f'update="delayed": policy {plan.policy.name} scales the loss, and a scale changes while the gradients of '
-            "the next update are under way; use bf16"
-        )
-
-
 def plan_memories(plan: Plan) -> str:
     """The text of the memories that a plan uses beside the device."""
     memories = [(group, memory) for group, memories in plan.memories.items() for memory in sorted(memories)]
@@ -162,35 +126,29 @@ def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: 
     """Raise ValueError if the plan was made for another model, or its sums are not those of the optimizer."""
     if isinstance(loss_fn, base.Model):
         expect_shapes(plan, shapes_of(loss_fn))
-        moving = [name for name, rule in loss_fn.leaf_rules.items() if rule]
-        if plan.delayed and moving:
-            raise ValueError(
-                f'update="delayed": a rule of the model moves {moving[0]} after each step, and micro-batches under way '
-                'would see it move; use update="end"'
-            )
     expect_sums(tx, plan)
 
 
 def expect_sums(tx: GradientTransformation, plan: Plan) -> None:
     """Raise ValueError unless a plan leaves sums of gradients to its optimizer and that makes them, or neither."""
     signs, local = plan.codec is not None and plan.codec.signs, plan.codec is not None and plan.codec.local
-    if signs and not tx.sums:
+    if signs and not tx.sums.makes:
         raise ValueError(
             f"codec {plan.codec}: the plan leaves sums of gradients to the optimizer, and this one makes none; use "
             "optim.onebit_adam, onebit_lamb or zero_one_adam, alone (their clip= clips), or leave the codec out"
         )
-    if local and tx.local is None:
+    if local and tx.sums.local is None:
         raise ValueError(
             f"codec {plan.codec}: local leaves all sums to an optimizer that makes few of them, and this one sums in "
             "each step; use optim.zero_one_adam(freeze=STEPS, sum_every=STEPS), or leave local out"
         )
     several = max(plan.mesh.link().size, plan.mesh.rp.size) > 1
-    if tx.local is not None and several and not local:
+    if tx.sums.local is not None and several and not local:
         raise ValueError(
             "the optimizer makes local steps, between which ranks send nothing, and the plan sums gradients in each; "
             'write zero_plan(..., codec="grads=1bit,local"), or leave sum_every out'
         )
-    if tx.sums and not signs and several:
+    if tx.sums.makes and not signs and several:
         raise ValueError(
             "the optimizer sends signs of its momentum, and the plan sums gradients in full; write zero_plan(..., "
             'codec="grads=1bit"), or use another optimizer, such as adamw'

@@ -10,6 +10,7 @@ from fzero.core.autodiff import Remat
 from fzero.kernels.registry import AUTO, Kernels
 
 CAPTURE = ("auto", "off")
+UPDATES = ("end", "speculate", "backward", "delayed")  # when a step updates the state
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,12 @@ class Execution:
         fzero.run.measure.norms).
     capture: "auto" records a step as one CUDA graph where the GPU waits for the host to issue its operators (see
         fzero.train.capture); "off" issues every step.
+    update: when a step updates the state: "end"; "speculate" (optimizer state offloaded): layer by layer in the
+        backward pass, and put right exactly where the step is clipped or skipped (see Metrics); "backward" (offloaded,
+        without clipping by the norm): the same, and no gradient of layers is kept; "delayed" (a plan
+        `.with_updates(k)`): k updates a step, of a k-th of its micro-batches each, with gradients at the parameters
+        before the last update (PipeDream-2BW: other numbers). `grad_norm` is then the largest one, and `skipped` says
+        if any update was.
 
     Raises ValueError for a text that is none of these, a prefetch or resident below 0, and resident with reshard=False.
 
@@ -49,6 +56,7 @@ class Execution:
     capture: str = "off"
     resident: int = 0
     partition_activations: bool = False
+    update: str = "end"
     _layers: int = 0  # planner only: run the first layers and extrapolate; 0: all
     _dealt: bool = False  # runs only: their loader deals rows, which tiny data may have twice
     # planner only: the shapes between stages and of losses, which ranks of pp tell each other in a first step
@@ -72,6 +80,8 @@ class Execution:
         expect_fields(self)
         if self.capture not in CAPTURE:
             raise ValueError(f"capture is {self.capture!r}; it must be one of {', '.join(CAPTURE)}")
+        if self.update not in UPDATES:
+            raise ValueError(f"update is {self.update!r}; it must be {', '.join(UPDATES[:-1])} or {UPDATES[-1]}")
         assert isinstance(self.remat, Remat)  # parsed above
         if self.partition_activations and not self.remat.every:
             raise ValueError(

@@ -30,9 +30,8 @@ from fzero.sharding import Mesh, Plan
 from fzero.train.checks import check_values
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, context_of, make_loss
-from fzero.train.split_check import check_split
+from fzero.train.split_check import check_split, check_user_split
 from fzero.train.state import TrainState
-from fzero.train.user_split_check import check_user_split
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.autodiff import Remat, dense, needs_grad, transforms
 from fzero.core.device import fake_device_of
-from fzero.core.gpu_copies import free_sources
+from fzero.core.gpu_copies import Copied, free_sources
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum
 from fzero.models import base
@@ -37,9 +37,7 @@ from fzero.train.pipeline_executor import MicroBatches, Turn, run_row
 from fzero.train.stage_sharing import gather_over_pp, scatter_over_pp, segments_of, share_losses
 from fzero.train.state import TrainState
 from fzero.train.streamed_model import StreamedModel
-from fzero.train.update.in_backward import EarlyUpdate
 from fzero.train.update.in_memory import local_shards
-from fzero.train.update.speculation import SpeculativeUpdate
 
 
 def make_backward(
@@ -103,6 +101,15 @@ def layer_draws(draws: dict[str, Tensor], plan: Plan, execution: Execution) -> d
     return fields
 
 
+class EarlySums(Protocol):
+    """Who is given the reduced gradients of layers in the backward pass, leaf by leaf."""
+
+    keeps: bool  # whether the sums of layers are kept to the end of the step
+    stacked: set[str]  # the leaves with layers
+
+    def receive(self, name: str, layer: int, value: Any, copied: Copied | None = None) -> None: ...
+
+
 class GradientResult(NamedTuple):
     """What StepGradient finds."""
 
@@ -117,7 +124,7 @@ class StepGradient:
     """The gradient of the summed total * seed over all parts of all ranks, in the layout of plan.opt, in
     policy.accumulate.
 
-    lasting: see SumsAtRest, rooms and narrow; the sums of two turns that are under way have rooms of their own.
+    narrow: see SumsAtRest; the sums of two turns that are under way have buffers of their own.
     """
 
     def __init__(
@@ -126,11 +133,10 @@ class StepGradient:
         plan: Plan,
         execution: Execution,
         nvme: Nvme | None = None,
-        lasting: tuple[dict[Any, Tensor] | None, bool] = (None, False),
+        narrow: bool = False,
     ) -> None:
-        self.plan, self.execution, self.nvme = plan, execution, nvme
-        buffers, self.narrow = lasting
-        self.buffers = buffers, None if buffers is None else dict[Any, Tensor]()
+        self.plan, self.execution, self.nvme, self.narrow = plan, execution, nvme, narrow
+        self.buffers = dict[Any, Tensor](), dict[Any, Tensor]()
         self.slack = ExpertSlack(plan)
         self.make_backward = partial(make_backward, loss_fn, execution=execution, nvme=nvme)
         self.loss, self.backward = make_loss(loss_fn, plan, execution), self.make_backward(plan)
@@ -187,7 +193,7 @@ class StepGradient:
         losses: list[base.Loss],
         parts: int,
         device: torch.device,
-        early: EarlyUpdate | SpeculativeUpdate | None = None,
+        early: EarlySums | None = None,
     ) -> GradientResult:
         """What a turn has found."""
         plan, over_pp = self.plan, None
@@ -215,7 +221,7 @@ class StepGradient:
         size: int,
         draws: Any,
         seed: Tensor,
-        early: EarlyUpdate | SpeculativeUpdate | None = None,
+        early: EarlySums | None = None,
         on_loss: Callable[[base.Loss], None] | None = None,
     ) -> GradientResult:
         """What the parts give, which have `size` rows each. on_loss: is called with the sum of losses before the last

@@ -7,18 +7,15 @@ from torch import Tensor
 
 from fzero.core import prng, pytree
 from fzero.core.arguments import STATE, checked, expect_device, expect_kind
-from fzero.core.precision import init_scaler
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
 from fzero.optim.sharded_leaves import bind_to_plan
 from fzero.sharding import Plan
-from fzero.sharding.error_feedback import first_errors
 from fzero.sharding.slices import narrow_to
 from fzero.sharding.zero_stages import shapes_of
-from fzero.train.spike import LOSS, init_stats
-from fzero.train.state import TrainState, expect_shapes, move_leaf, move_to_memory, state_specs, with_previous
+from fzero.train.state import TrainState, expect_shapes, first_state, move_leaf, move_to_memory, state_specs
 from fzero.train.state_on_disk import init_on_disk
 from fzero.train.update.in_memory import local_shards
 
@@ -85,18 +82,8 @@ def init_state(
         params = base.init_params(model, init_key, policy.state, device, plan=plan, on_leaf=place_leaf)
     else:
         params = pytree.map_named(place_leaf, model)
-    master = pytree.from_named(masters, plan.trained(plan.like)) if policy.has_master else ()
-    target = master if policy.has_master else local_shards(plan, params)
-    state = TrainState(
-        step=torch.tensor(0).to(device),
-        params=params,
-        master=master,
-        opt_state=tx.init(target),
-        scaler=init_scaler(policy.loss_scale, device) if policy.loss_scale else (),
-        key=key,
-        data_cursor=torch.tensor(0).to(device),
-        extra={LOSS: init_stats(device), **with_previous(plan, params), **first_errors(plan, device)},
-    )
+    target = pytree.from_named(masters, plan.trained(plan.like)) if policy.has_master else local_shards(plan, params)
+    state = first_state(plan, tx, params, target, key)
     on_host = any("host" in (leaf.params.memory, leaf.opt.memory) for leaf in plan.leaves.values())
     return move_to_memory(state, state_specs(plan, tx)) if on_host else state
 

@@ -220,9 +220,7 @@ def rewrite_store(values: NewValues, state: TrainState, nvme: Nvme | None) -> No
         full = values.local_value(*target).to("cpu", files.dtype) if target else None
         for i in range(files.layers):
             layer = read(DiskTensor(store, name), i if files.stacked else None) if full is None else full
-            layer = layer[i] if full is not None and files.stacked else layer
-            for rows in row_blocks(files.chunk):
-                store.write_rows(name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
+            store.write_layer(name, i, layer[i] if full is not None and files.stacked else layer)
     store.flush()
 
 

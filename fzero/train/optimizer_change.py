@@ -12,14 +12,14 @@ from fzero.core.arguments import checked, expect_kind, expect_regex
 from fzero.offload import DiskTensor, Nvme
 from fzero.optim import GradientTransformation
 from fzero.optim.sharded_leaves import bind_to_plan
-from fzero.optim.state_matching import same_leaves
+from fzero.optim.unit_updates import same_leaves
 from fzero.sharding import Plan
 from fzero.sharding.slices import row_blocks, shard_dim
 from fzero.train.masters import narrowing
-from fzero.train.rank_divergence import updated_params
 from fzero.train.state import TrainState, expect_alive, meta_state, move_to_memory, state_specs
 from fzero.train.state_on_disk import FirstState, assemble_state, commit, leaves_on_disk, open_in, updated_shape
 from fzero.train.to_module import read
+from fzero.train.update.in_memory import updated_params
 
 OPT_PREFIX = "opt_state/"
 
@@ -112,10 +112,7 @@ def copy_state(
         if name not in store.leaves:
             leaves[name] = old[old_name] if old_name else first.shared.get(name, first.out.get(name))
         for i in range(store.leaves[name].layers if old_name and name in store.leaves else 0):
-            files = store.leaves[name]
-            layer = read(old[old_name], i if files.stacked else None)
-            for rows in row_blocks(files.chunk):
-                store.write_rows(name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
+            store.write_layer(name, i, read(old[old_name], i if store.leaves[name].stacked else None))
     changed = assemble_state(like, leaves, store)
     commit(nvme, changed, plan)
     return move_to_memory(changed, specs)

@@ -47,15 +47,7 @@ class Digests:
     def __init__(self) -> None:
         self.digests: dict[str, list[Started]] = {}
 
-    def reduce_group(
-        self,
-        group: LeafGroup,
-        names: Sequence[str],
-        grads: list[Tensor],
-        *,
-        last: bool,
-        shared_leaves: frozenset[str] = frozenset(),
-    ) -> None:
+    def reduce_group(self, group: LeafGroup, names: Sequence[str], grads: list[Tensor], **_: Any) -> None:
         """Take (and empty) the gradients of a part; those of a leaf's layers, and of a leaf with two uses, add up."""
         for name, grad in zip(names, grads):
             layer = group.layer or 0

@@ -1,4 +1,10 @@
-"""The first step of a module that tp splits: its layers, split and whole, compute one thing.
+"""The first step of a Model with functions of one's own whose sequences or features are split over ranks: the sums of
+its loss are those of whole sequences.
+
+fzero does not know what such a head computes. The loss of a mean over a sequence, for instance, is another one of a
+rank's tokens; nothing fails, and each rank counts the sequence.
+
+The first step of a module that tp splits: its layers, split and whole, compute one thing.
 
 fzero does not know the code of such layers. A norm over features that tp splits, for instance, takes the mean of a
 rank's part; nothing fails, and the loss is nearly right.
@@ -6,21 +12,29 @@ rank's part; nothing fails, and the loss is nearly right.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fzero.comm.rank_tables import any_rank
+from fzero.comm.agreement import RankError
+from fzero.comm.rank_tables import any_rank, gather_rows
 from fzero.core import pytree
+from fzero.core.graph_tracing import is_foreign
 from fzero.core.pytree import Tree
 from fzero.core.stack import in_turn
+from fzero.kernels.cross_entropy import counted_tokens
 from fzero.models import base, forward
+from fzero.models.batch import SOURCES, has_tokens, select_tokens
+from fzero.models.layers import local_tokens
+from fzero.models.user_functions import keyed_model
 from fzero.sharding import Plan, Spec, one_process
 from fzero.sharding.redistribute import gather_full
 from fzero.sharding.slices import narrow_to
 from fzero.train.expert_slack import with_slack_for_all
+from fzero.train.loss import sum_losses
 from fzero.train.to_module import read
 
 # The largest difference of a result or gradient, over its largest element. Sums in another order differ by 1e-6; a norm
@@ -58,7 +72,7 @@ def check_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx)
                 layer = {name: full_leaf(plan, leaves, name, wide, i) for name in names}
                 device = next(iter(layer.values())).device
                 local = ctx._replace(layer=torch.full((), first + i, device=device))
-                worst, subject = compare(plan, kinds[i], layer, x, local)
+                worst, subject = compare_layer(plan, kinds[i], layer, x, local)
                 if not worst <= MAX_DIFFERENCE[wide]:
                     reasons.append(f"{subject} of layer {first + i} by {worst:.1e} of its size")
             first += plan.leaves[names[0]].shape[0]
@@ -71,7 +85,7 @@ def check_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx)
             )
 
 
-def compare(
+def compare_layer(
     plan: Plan, block: Callable[..., Any], layer: dict[str, Tensor], x: Any, ctx: base.Ctx
 ) -> tuple[float, str]:
     """(the largest difference of a block under tp from the one of one process, over the size of its value; of what)."""
@@ -125,3 +139,248 @@ def full_leaf(plan: Plan, leaves: dict[str, Any], name: str, dtype: torch.dtype,
     spec = Spec(spec.dims, parts=spec.parts) if layer is None else spec.layer
     value = read(leaves[name], layer).to(dtype)
     return gather_full(value, spec, plan.mesh, leaf=name) if any(plan.mesh[a].size > 1 for a in spec.axes) else value
+
+
+TOKENS = 4096  # of a longer micro-batch not all are compared
+PACKAGE_ENTRIES = {"tokens", "targets", "mask", "documents", SOURCES}
+
+
+def check_user_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx) -> None:
+    """Raise ValueError, the same on all ranks, if the loss of a Model with functions of one's own is another one where
+    cp or tp split it: its sums over the ranks of cp, or its gradient by the embeddings of a rank's tokens.
+
+    Embedding, joins, one layer of each kind that is one's own, and head are run in float32 or float64 on a micro-batch,
+    whole on every rank and split; of more than `TOKENS` tokens, on those that count. Models without such functions, and
+    those of modules (see split_check), are passed over.
+
+    params: at rest. Communicates: gathers of the parameters of these parts, what they do themselves, and a row a rank.
+    """
+    sizes = {axis: plan.mesh[axis].size for axis in ("cp", "tp")}
+    if not isinstance(model, base.Model) or model.foreign or max(sizes.values()) == 1:
+        return
+    functions = user_function_names(model)
+    if not functions:
+        return
+    wide = torch.promote_types(ctx.dtype, torch.float32)
+    ctx = ctx._replace(dtype=wide, key=(), compiled=False, experts=with_slack_for_all(plan).experts or ())
+    alone = ctx._replace(mesh=one_process(), sequence=False, context=(), experts=())
+    model = keyed_model(model)
+    with torch.no_grad(), plan.mesh.ledger.phase("check"):
+        leaves, layers = full_leaves(model, plan, params, wide)
+        batch, (whole_loss, whole_grads, _) = run_full(model, leaves, layers, batch, ctx, alone)
+        split = {name: local(plan, name, leaf) for name, leaf in leaves.items()}
+        split_layers = [{name: local(plan, name, leaf, True) for name, leaf in layer.items()} for layer in layers]
+        axes_text = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        remedy = "; ".join(REMEDIES[axis] for axis, size in sizes.items() if size > 1)
+        failed, split_run = None, None
+        try:
+            split_run = run(model, split, split_layers, batch, ctx)
+        except (IndexError, RuntimeError) as error:
+            if isinstance(error, RankError):
+                raise
+            failed = error
+        if any_rank(failed is not None, plan.mesh) or split_run is None:
+            reason = str(failed).splitlines()[0] if failed else "on another rank"
+            raise ValueError(
+                f"{axes_text}: the model's own {functions} fails on a rank's tokens, and not on whole sequences: "
+                f"{reason}; {remedy}"
+            ) from failed
+        loss, grads, ctx = split_run
+        full_loss = sum_losses([whole_loss._replace(tables={})], one_process())
+        summed = sum_losses([loss._replace(tables={})], plan.mesh, ("cp",))
+        # What is of a sequence, as the counts of experts, is on every rank: only tokens' gradients are complete.
+        tokens = batch["tokens"].shape[1]
+        pairs = [
+            (local_tokens(grad, ctx), local_grad)
+            for grad, local_grad in zip(whole_grads, grads)
+            if grad.dim() > 2 and grad.shape[1] == tokens
+        ]
+        differences = compare(full_loss, summed, pairs, MAX_DIFFERENCE[wide])
+        names = list(differences)
+        wrong = next((i for i, name in enumerate(names) if differences[name] is not None), -1)
+        values = (differences[names[wrong]] if wrong >= 0 else None) or (0.0, 0.0)
+        row = torch.tensor([float(wrong), *values], dtype=torch.float64, device=loss.total.device)
+        table = gather_rows(row, plan.mesh, leaf="user split").tolist()
+    for number, *values in table:
+        if number >= 0:
+            raise ValueError(
+                f"{axes_text}: the model's own {functions} {describe_difference(names[int(number)], *values)}; {remedy}"
+            )
+
+
+REMEDIES = {
+    "cp": (
+        "cp cuts entries of the batch [B, T, ...] to a rank's tokens, those at ctx.positions, unless whole_entries of "
+        "the model names them; return sums over a rank's tokens, or add up what is of a sequence by "
+        'pvary(psum(x, ctx.mesh["cp"]), ctx.mesh["cp"]) of fzero.comm.collectives and count it on rank 0 of cp alone; '
+        "or use dp"
+    ),
+    "tp": (
+        "under tp all ranks return the same sums: what uses a rank's rows of a leaf takes models.layers.enter(x, ctx), "
+        "and what all ranks compute alike x itself, or with sequence parallelism "
+        'all_gather_same(x, ctx.mesh["tp"], 1) of fzero.comm.collectives'
+    ),
+}
+GRADIENT = "the gradient"
+
+
+def describe_difference(name: str, full: float, parts: float) -> str:
+    """What differs, of a row of `compare`."""
+    if name == GRADIENT:
+        return f"gives embeddings gradients that differ from those of whole sequences by {parts:.1e} of their size"
+    return f"does not add up over the ranks: {name} is {parts:.6g}, and {full:.6g} of whole sequences"
+
+
+def user_function_names(model: base.Model) -> str:
+    """The names of a model's functions that are one's own, such as "embed and head"; "" without."""
+    blocks = [kind for stack in base.stacks_of(model) for kind in in_turn(stack.block)]
+    functions = {"prepare": [model.prepare], "embed": [model.embed], "block": blocks}
+    functions |= {"join": list(model.join.values()), "head": [model.head]}
+    return " and ".join(name for name, fs in functions.items() if any(f is not None and is_foreign(f) for f in fs))
+
+
+def user_kinds(stack: base.Stack) -> list[tuple[int, Any]]:
+    """(number in its stack, function) of the first layer of each kind that is one's own."""
+    kinds = in_turn(stack.block)
+    return [(i, kind) for i, kind in enumerate(kinds) if kind not in kinds[:i] and is_foreign(kind)]
+
+
+def full_leaves(
+    model: base.Model, plan: Plan, params: Tree, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """The whole parameters of embedding, joins and head by name, and of the layers that are run."""
+    named = pytree.named_leaves(params)
+    stacks = base.stacks_of(model)
+    blocks = tuple(f"{stack.name}/" for stack in stacks)
+    leaves = {name: full_leaf(plan, named, name, dtype) for name in named if not name.startswith(blocks)}
+    layers = [
+        {name: full_leaf(plan, named, name, dtype, i) for name in named if name.startswith(f"{stack.name}/")}
+        for stack in stacks
+        for i, _ in user_kinds(stack)
+    ]
+    return leaves, layers
+
+
+def local(plan: Plan, name: str, leaf: Tensor, layer: bool = False) -> Tensor:
+    """This rank's part of a parameter under tp."""
+    spec = plan.leaves[name].compute
+    spec = Spec(spec.dims, parts=spec.parts)  # the sums that its gradient owes aside
+    return narrow_to(leaf, spec.layer if layer else spec, plan.mesh, leaf=name).contiguous()
+
+
+Sums = tuple[base.Loss, list[Tensor], base.Ctx]
+
+
+def run(
+    model: base.Model, leaves: dict[str, Tensor], layers: list[dict[str, Tensor]], batch: base.Batch, ctx: base.Ctx
+) -> Sums:
+    """(the loss, its gradients by the embedding's results, the ctx of the batch)."""
+
+    def segment_params(name: str) -> Tree:
+        shared = model.shared if name != "embed" else ()
+        return pytree.nest({n: leaf for n, leaf in leaves.items() if n.startswith(f"{name}/") or n in shared})
+
+    ctx = forward.prepare(model, batch, ctx)
+    batch, following, first = forward.localize_batch(model, batch, ctx), iter(layers), 0
+    embedded, treedef = pytree.flatten(model.embed(segment_params("embed"), batch, ctx))
+    inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in embedded]
+    with torch.enable_grad():
+        x = pytree.unflatten(inputs, treedef)
+        for stack in base.stacks_of(model):
+            if stack.join is not None:
+                x = stack.join(segment_params(stack.join_name), x, batch, ctx)
+            for i, kind in user_kinds(stack):
+                layer = {name.split("/", 1)[1]: leaf for name, leaf in next(following).items()}
+                x = kind(pytree.nest(layer), x, ctx._replace(layer=torch.full((), first + i, device=inputs[0].device)))
+            first += len(in_turn(stack.block))
+        loss = model.head(segment_params("head"), x, batch, ctx)
+        grad_inputs = [x for x in inputs if x.requires_grad]
+        grads = [None] * len(grad_inputs)
+        if loss.total.requires_grad:
+            grads = torch.autograd.grad(loss.total, grad_inputs, allow_unused=True)
+    grads = [torch.zeros_like(x) if g is None else g for x, g in zip(grad_inputs, grads)]
+    return pytree.map(torch.Tensor.detach, loss), grads, ctx
+
+
+def run_full(
+    model: base.Model,
+    leaves: dict[str, Tensor],
+    layers: list[dict[str, Tensor]],
+    batch: base.Batch,
+    ctx: base.Ctx,
+    alone: base.Ctx,
+) -> tuple[base.Batch, Sums]:
+    """(the batch that is compared, its loss on one process): of fewer tokens, if it is long and a loss is known to take
+    fewer."""
+    short_batch = fewer_tokens(model, batch, ctx)
+    if short_batch is not None:
+        try:
+            return short_batch, run(model, leaves, layers, short_batch, alone)
+        except (RuntimeError, ValueError, IndexError):
+            pass  # it is of sequences of one length
+    return batch, run(model, leaves, layers, batch, alone)
+
+
+def fewer_tokens(model: base.Model, batch: base.Batch, ctx: base.Ctx) -> base.Batch | None:
+    """The batch of at most about TOKENS tokens, those that count first; None for a batch that is short, or has integers
+    that may be positions."""
+    if not has_tokens(model.config) or batch["tokens"].numel() <= TOKENS:
+        return None
+    odd = [entry for name, entry in batch.items() if name not in PACKAGE_ENTRIES]
+    if any(not entry.is_floating_point() and entry.dtype != torch.bool for entry in odd):
+        return None
+    rows, tokens = batch["tokens"].shape
+    size = tokens
+    while rows * size > TOKENS and size % 2 == 0 and is_divisible(size // 2, ctx):
+        size //= 2
+    counts = counted_tokens(batch["targets"], batch.get("mask")).double().sum(0)
+    positions = counts.sort(descending=True, stable=True).indices[:size].sort().values
+    return select_tokens(batch, positions, (SOURCES, *model.whole_entries))
+
+
+def is_divisible(tokens: int, ctx: base.Ctx) -> bool:
+    """Whether the ranks can share sequences of so many tokens."""
+    parts, cp = forward.sequence_parts(ctx), ctx.mesh.cp.size
+    if cp == 1 or not ctx.context:
+        return tokens % parts == 0
+    try:
+        ctx.context.expect_divisible(cp, tokens, parts)
+    except ValueError:
+        return False
+    return True
+
+
+def compare(
+    full: base.Loss, summed: base.Loss, grads: list[tuple[Tensor, Tensor]], tolerance: float
+) -> dict[str, tuple[float, float] | None]:
+    """By what is compared (of whole sequences, of the ranks' parts) where they differ, else None."""
+    count = float(full.num_tokens)
+    out: dict[str, tuple[float, float] | None] = {
+        "num_tokens": pair(count, float(summed.num_tokens), rounded(full.num_tokens, tolerance)),
+        "the loss's sum": pair(
+            float(full.total), float(summed.total), rounded(full.total, tolerance), MIN_SIZE * abs(count)
+        ),
+    }
+    # A metric may count by a threshold, which rounding moves.
+    for name in sorted(full.extra.keys() | summed.extra.keys()):
+        full_sum, parts = (
+            float(loss.extra[name].double().abs().sum()) if name in loss.extra else 0.0 for loss in (full, summed)
+        )
+        out[f"extra[{name!r}]"] = pair(full_sum, parts, MIN_SIZE, MIN_SIZE * abs(count))
+    pairs = [(e, g) for e, g in grads if e.shape == g.shape and e.numel()]
+    differences = [float((e - g).abs().max()) / (float(e.abs().max()) or 1.0) for e, g in pairs if e.isfinite().all()]
+    worst = next((x for x in differences if not x <= tolerance), 0.0)
+    out[GRADIENT] = (0.0, worst) if worst else None
+    return out
+
+
+def rounded(x: Tensor, tolerance: float) -> float:
+    """`tolerance`, or what sums in the dtype of x differ by in another order, if that is more."""
+    return max(tolerance, 16 * torch.finfo(x.dtype).eps) if x.is_floating_point() else tolerance
+
+
+def pair(full: float, parts: float, tolerance: float, min_scale: float = 0.0) -> tuple[float, float] | None:
+    """Both numbers, if they differ by more than the fraction `tolerance`, or one alone is finite."""
+    if not math.isfinite(full):
+        return None  # wrong on one process too
+    return None if abs(full - parts) <= tolerance * max(abs(full), abs(parts), min_scale) else (full, parts)

@@ -123,15 +123,22 @@ def meta_state(plan: Plan, tx: GradientTransformation) -> TrainState:
     policy = plan.policy
     params = local("params", policy.param)
     opt = plan.trained(local("opt", policy.state if policy.has_master else policy.param))
+    return first_state(plan, bind_to_plan(tx, plan), params, opt, torch.empty(2, dtype=torch.int64, device="meta"))
+
+
+def first_state(plan: Plan, tx: GradientTransformation, params: Tree, target: Tree, key: Tensor) -> TrainState:
+    """The state before the first step, on the device of its key. tx: on the plan's shards. target: what it updates,
+    the master weights if there are any."""
+    policy, device = plan.policy, key.device
     return TrainState(
-        step=torch.empty((), dtype=torch.int64, device="meta"),
+        step=torch.tensor(0).to(device),
         params=params,
-        master=opt if policy.has_master else (),
-        opt_state=bind_to_plan(tx, plan).init(opt),
-        scaler=pytree.map(lambda x: x.to("meta"), init_scaler(policy.loss_scale)) if policy.loss_scale else (),
-        key=torch.empty(2, dtype=torch.int64, device="meta"),
-        data_cursor=torch.empty((), dtype=torch.int64, device="meta"),
-        extra={LOSS: init_stats("meta"), **with_previous(plan, params), **first_errors(plan, "meta")},
+        master=target if policy.has_master else (),
+        opt_state=tx.init(target),
+        scaler=init_scaler(policy.loss_scale, device) if policy.loss_scale else (),
+        key=key,
+        data_cursor=torch.tensor(0).to(device),
+        extra={LOSS: init_stats(device), **with_previous(plan, params), **first_errors(plan, device)},
     )
 
 

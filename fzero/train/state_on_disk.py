@@ -351,9 +351,7 @@ def write_to_disk(
             resident[name] = move_leaf(device, read(name, leaf, None), named[name])
             continue
         for i in range(leaves[name].layers):
-            layer = read(name, leaf, i if leaves[name].stacked else None)
-            for rows in row_blocks(leaves[name].chunk):
-                store.write_rows(name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
+            store.write_layer(name, i, read(name, leaf, i if leaves[name].stacked else None))
     state = assemble_state(like, resident, store)
     commit(nvme, state, plan)
     return move_to_memory(state, specs)

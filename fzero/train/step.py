@@ -2,15 +2,19 @@
 
 A step is gradients of a sum, one division by the global number of tokens, and an optimizer's update of values. What is
 sharded, kept in which dtype, recomputed or compiled is data that the step is made with; nothing in it branches on them.
+
+Leaves that no gradient moves but a rule, once a step: the bias by which experts are balanced, for instance.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,28 +30,57 @@ from fzero.optim import GradientTransformation
 from fzero.optim.norm import Squared, summed_by_kernel
 from fzero.optim.sharded_leaves import ShardedLeaves, bind_to_plan, shards_of_sums
 from fzero.optim.sharded_leaves import squares as layer_squares
-from fzero.sharding import Mesh, Plan
+from fzero.sharding import Mesh, Plan, Spec
 from fzero.sharding.error_feedback import ERRORS, ErrorFeedback
+from fzero.sharding.slices import is_stacked, narrow_to
 from fzero.train.batch import expect_distinct_rows, positions, split_batch
 from fzero.train.capture import CapturedStep, refusal_of
 from fzero.train.checks import expect_arguments, expect_options, expect_plan
 from fzero.train.execution import Execution
 from fzero.train.expert_slack import with_expert_slack
 from fzero.train.first_step import FirstStep, noting_sums, refusing_jointly
-from fzero.train.gradient import GradientResult, StepGradient
-from fzero.train.leaf_rules import move_leaves
+from fzero.train.gradient import EarlySums, GradientResult, StepGradient
 from fzero.train.loss import LossFn, draws_of
 from fzero.train.masters import StateCheck
 from fzero.train.pipeline_executor import expect_equal_schedules
-from fzero.train.rank_divergence import with_local_params
 from fzero.train.spike import LOSS, Skip, Verdict, judge_step
 from fzero.train.state import TrainState
 from fzero.train.state_on_disk import commit
-from fzero.train.update.delayed import keep_previous, run_delayed, swap_versions
-from fzero.train.update.in_backward import EarlyUpdate, expect_early
-from fzero.train.update.in_memory import Gradients, update_donated, update_pure
-from fzero.train.update.offloaded import StreamedUpdate, UpdateByUnits
-from fzero.train.update.speculation import Speculation, SpeculativeUpdate, expect_speculation
+from fzero.train.update.in_memory import Gradients, update_donated, update_pure, with_local_params
+from fzero.train.update.offloaded import StreamedUpdate
+
+
+def move_leaves(
+    model: Any, plan: Plan, state: TrainState, tables: Mapping[str, Tensor], skipped: Tensor | None, *, donate: bool
+) -> TrainState:
+    """The state with the leaves of `Model.leaf_rules` moved by their rules; as they are if the step is skipped.
+
+    tables: the sums of a step over all of its micro-batches and ranks, so that every rank moves its layers alike.
+    donate: write into the leaves. Raises KeyError for a rule whose table the loss does not give.
+    """
+    rules = {name: rule for name, rule in model.leaf_rules.items() if rule} if isinstance(model, base.Model) else {}
+    if not rules:
+        return state
+    leaves = pytree.named_leaves(state.params)
+    for name, rule in rules.items():
+        spec, stack = plan.leaves[name].params, name.split("/")[0]
+        local_tables = {
+            table_name: local_layers(table_name, x, spec, plan)
+            for table_name, x in tables.items()
+            if table_name.split("/")[0] == stack
+        }
+        leaf = leaves[name]
+        value = rule(leaf, local_tables).to(leaf.dtype)
+        value = value if skipped is None else torch.where(skipped, leaf, value)
+        leaves[name] = leaf.copy_(value) if donate else value
+    return state if donate else state._replace(params=pytree.from_named(leaves, state.params))
+
+
+def local_layers(name: str, table: Tensor, spec: Spec, plan: Plan) -> Tensor:
+    """The rows of a table that belong to the layers of a leaf which rests by `spec` on this rank."""
+    assert is_stacked(name), f"{name}: a table has the name of a stack of layers"
+    layers = replace(spec, dims=(spec.dims[0], *((),) * (table.dim() - 1)))
+    return narrow_to(table, layers, plan.mesh)
 
 
 class Metrics(NamedTuple):
@@ -84,6 +117,13 @@ class Metrics(NamedTuple):
     recomputed: Tensor | tuple[()] = ()
 
 
+# The updates that are not made at the end of a step: each is a file of fzero/train/update that nothing else needs, with
+# `make_step(StepParts) -> train_step`.
+UPDATE_MODULES = {"speculate": "speculation", "backward": "in_backward", "delayed": "delayed"}
+
+TrainStep = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+
+
 @checked("model tx plan micro_batches execution skip", **STEP)
 def make_train_step(
     model: base.Model | LossFn,
@@ -94,23 +134,18 @@ def make_train_step(
     execution: Execution = Execution(),  # noqa: B008
     donate: bool = True,
     skip: Skip = Skip(),  # noqa: B008
-    update: str = "end",
     nvme: Nvme | None = None,
-) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+) -> TrainStep:
     """The function `(state, batch) -> (state, Metrics)` of one training step.
 
     model: a Model, or a function loss(params, batch) of whole parameters (see make_loss). tx: the optimizer.
     plan: where every leaf lives, on which mesh, in which dtypes. On a mesh the batch is this rank's rows of the global
         batch (see `local_batch`), the same on the ranks of tp.
     micro_batches: the equal parts of this rank's batch, along the first dim of its leaves, one after the other.
-    execution: what changes speed and memory alone (see Execution). skip: which steps make no update (see Skip).
+    execution: what changes speed and memory alone, and when the state is updated (see Execution).
+    skip: which steps make no update (see Skip).
     donate: whether the new state takes the buffers of the old one, whose next use raises. With False alone the step
         composes with torch.func (vmap over states, grad through steps).
-    update: when the state is updated: "end"; "speculate" (optimizer state offloaded): layer by layer in the backward
-        pass, and put right exactly where the step is clipped or skipped (see Metrics); "backward" (offloaded, without
-        clipping by the norm): the same, and no gradient of layers is kept; "delayed" (a plan `.with_updates(k)`): k
-        updates a step, of a k-th of its micro-batches each, with gradients at the parameters before the last update
-        (PipeDream-2BW: other numbers). `grad_norm` is then the largest one, and `skipped` says if any update was.
     nvme: that of `init_state`, made before or after, if the plan puts anything on a disk; a step commits its store.
 
     The first call checks that all ranks run the same program (RankError names the first difference), on rows of their
@@ -122,49 +157,110 @@ def make_train_step(
     >>> step = fzero.make_train_step(model, tx, plan)
     """
     expect_arguments(model, tx, plan, micro_batches, execution, skip)
-    mesh, tx = plan.mesh, bind_to_plan(tx, plan)
+    tx, module = bind_to_plan(tx, plan), UPDATE_MODULES.get(execution.update)
     expect_plan(model, tx, plan)
     streamed = StreamedUpdate(tx, plan, nvme) if plan.offloaded else None
-    expect_options(plan, execution, donate, update, streamed is not None, isinstance(model, base.Model))
-    skips = skip.nonfinite or skip.spike is not None
-    start_early = early_start(update, streamed, plan, nvme, skips)
-    finish = streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan)
-    gradient = StepGradient(model, with_expert_slack(plan, update), execution, nvme, ({}, streamed is not None))
-    states = StateCheck(plan, pytree.names(tx.spec(plan.trained(plan.opt))), donate, nvme)
-    unchecked, first = unchecked_of(plan, micro_batches, execution), FirstStep(model, plan, execution)
-    measured = partial(measure, plan, shards_of_sums(plan), skip, execution.norms)
+    expect_options(plan, execution, donate, streamed is not None, isinstance(model, base.Model))
+    if nvme is None and plan.on_disk:
+        raise ValueError("the plan puts a part of the state on a disk; give nvme=, the one given to init_state")
+    parts = StepParts(
+        model,
+        tx,
+        plan,
+        micro_batches,
+        donate,
+        skip.nonfinite or skip.spike is not None,
+        nvme,
+        streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan),
+        streamed,
+        StepGradient(model, with_expert_slack(plan, execution.update), execution, nvme, streamed is not None),
+        partial(measure, plan, shards_of_sums(plan), skip, execution.norms),
+        StateCheck(plan, pytree.names(tx.spec(plan.trained(plan.opt))), donate, nvme),
+        FirstStep(model, plan, execution),
+        # In a plan there are no ranks to be compared.
+        [(plan, micro_batches, execution._dealt)] if plan.mesh.store is not None else [],
+    )
+    make = update_at_end if module is None else importlib.import_module(f"fzero.train.update.{module}").make_step
+    step = make(parts)
+    return step if execution.capture == "off" else CapturedStep(step, plan.mesh, refusal_of(plan, tx, donate))
+
+
+class StepParts(NamedTuple):
+    """What a step is put together from."""
+
+    model: base.Model | LossFn
+    tx: GradientTransformation  # on the plan's shards
+    plan: Plan
+    micro_batches: int
+    donate: bool
+    skips: bool  # whether a step may be skipped
+    nvme: Nvme | None
+    finish: Callable[[Gradients, TrainState, Tensor | None], TrainState]  # the update, see `update_pure`
+    streamed: StreamedUpdate | None  # that of an offloaded state
+    gradient: StepGradient
+    measured: Callable[[Seed, TrainState, GradientResult], Measured]
+    states: StateCheck
+    first: FirstStep
+    unchecked: Unchecked
+
+    @contextlib.contextmanager
+    def checked(self, state: TrainState, batch: Any) -> Iterator[tuple[Inputs, Seed]]:
+        """The context of a step, with what its gradient is of; raises ValueError for a state or batch that is none."""
+        with refusing_jointly(self.plan.mesh, bool(self.unchecked)):
+            self.states.expect(state)
+            size, micro_batches = split_batch(batch, self.micro_batches)
+            self.first.look(batch)
+        self.first.check(state.params, micro_batches[0])
+        seed = seed_of(self.plan.policy, state, micro_batches[0])
+        # A pure step may itself be differentiated: through the gradient, the update, and several steps.
+        with torch.no_grad() if self.donate else contextlib.nullcontext(), checking_ranks(self.unchecked, batch):
+            yield (micro_batches, size, draws_of(self.model, state), seed.value), seed
+
+    def judge_first(self, state: TrainState, inputs: Inputs, metrics: Metrics) -> None:
+        """Raise ValueError, on all ranks, for what a first step found that cannot be."""
+        self.first.expect_loss(self.gradient, state, inputs, metrics)
+
+
+Inputs = tuple[list[Any], int, dict[str, Any], Tensor]  # micro-batches, the rows of each, the draws, the seed's value
+
+
+class Early(EarlySums, Protocol):
+    """An update in the backward pass: `begin` when the factor of the gradients is known, `receive` for every layer's
+    leaf, `finish` with the others."""
+
+    @property
+    def counts(self) -> dict[str, int]: ...  # fields of Metrics
+
+    def begin(self, factor: Tensor) -> None: ...
+
+    def finish(self, grads: Gradients, state: TrainState, skipped: Tensor | None) -> TrainState: ...
+
+
+def update_at_end(step: StepParts, start_early: Callable[[TrainState], Early] | None = None) -> TrainStep:
+    """The step with one update, of the whole gradient. start_early: begins one that is made in the backward pass."""
+    plan, gradient = step.plan, step.gradient
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        with refusing_jointly(mesh, bool(unchecked)):
-            states.expect(state)
-            size, parts = split_batch(batch, micro_batches)
-            first.look(batch)
-        first.check(state.params, parts[0])
-        seed = seed_of(plan.policy, state, parts[0])
-        # A pure step may itself be differentiated: through the gradient, the update, and several steps.
-        with torch.no_grad() if donate else contextlib.nullcontext(), checking_ranks(unchecked, batch):
+        with step.checked(state, batch) as (inputs, seed):
             early = start_early(state) if start_early is not None else None
             on_loss = None if early is None else lambda total: early.begin(seed.mean_factor(total))
-            inputs, rows = (parts, size, draws_of(model, state)), size * micro_batches
-            if plan.delayed:
-                later = partial(update_delayed, plan, donate, skips, streamed or finish, partial(measured, seed))
-                new, all_metrics = run_delayed(gradient, count_step(plan, state, rows), *inputs, seed.value, later)
-                first.expect_loss(gradient, new, (*inputs, seed.value), join_metrics(all_metrics))
-                return states.handed_over(state, new), join_metrics(all_metrics)
-            result = gradient(with_local_params(tx, plan, state), *inputs, seed.value, early, on_loss)
-            metrics, verdict, sums = measured(seed, state, result)
-            first.expect_loss(gradient, state, (*inputs, seed.value), metrics)
-            next_state = advance(plan, state, verdict, rows)
+            result = gradient(with_local_params(step.tx, plan, state), *inputs, early, on_loss)
+            metrics, verdict, sums = step.measured(seed, state, result)
+            step.judge_first(state, inputs, metrics)
+            next_state = advance(plan, state, verdict, inputs[1] * step.micro_batches)
             gpu_copies.await_readers(state.step.device)  # a checkpoint may still copy what the update writes over
-            with mesh.ledger.phase("update"):
-                skipped = metrics.skipped if skips else None
-                next_state = settle_errors(next_state, sums.errors, skipped, donate=donate)
-                new = (finish if early is None else early.finish)(sums, next_state, skipped)
-                new = move_leaves(model, plan, new, metrics.tables, skipped, donate=donate)
-                commit(nvme, new, plan)
-            return states.handed_over(state, new), count_layers(metrics, early)
+            with plan.mesh.ledger.phase("update"):
+                skipped = metrics.skipped if step.skips else None
+                next_state = settle_errors(next_state, sums.errors, skipped, donate=step.donate)
+                new = (step.finish if early is None else early.finish)(sums, next_state, skipped)
+                new = move_leaves(step.model, plan, new, metrics.tables, skipped, donate=step.donate)
+                commit(step.nvme, new, plan)
+            counts = {} if early is None else early.counts
+            device = metrics.loss.device
+            counts = {k: torch.full((), n, dtype=torch.int64, device=device) for k, n in counts.items()}
+            return step.states.handed_over(state, new), metrics._replace(**counts)
 
-    return train_step if execution.capture == "off" else CapturedStep(train_step, mesh, refusal_of(plan, tx, donate))
+    return train_step
 
 
 Measured = tuple[Metrics, Verdict, Gradients]
@@ -179,57 +275,13 @@ def measure(
     norm, by_leaf = norms_of(shards, plan.mesh, grads, squares, factor if norms else None)
     loss = total.total.to(factor.dtype) / tokens_of(total)
     verdict = judge_step(skip, state.extra[LOSS], loss, norm * factor, total.num_tokens)
-    metrics = metrics_of(total, loss, norm * factor, verdict, seed.scale)._replace(**by_leaf, recomputed=recomputed)
+    extra = {name: value / tokens_of(total) for name, value in total.extra.items()}
+    metrics = Metrics(loss, total.num_tokens, norm * factor, verdict.skipped, seed.scale, extra, verdict.spike)
+    metrics = metrics._replace(tables=total.tables, **by_leaf, recomputed=recomputed)
     return metrics, verdict, Gradients(grads, factor, norm, errors)
 
 
-def update_delayed(
-    plan: Plan,
-    donate: bool,
-    skips: bool,
-    finish: StreamedUpdate | Callable[..., TrainState],
-    measured: Callable[[TrainState, Any], Measured],
-    state: TrainState,
-    result: Any,
-) -> tuple[TrainState | UpdateByUnits, Metrics]:
-    """The state after one delayed update, or that update begun, with the parameters before it in `extra`, and its
-    metrics."""
-    metrics, verdict, sums = measured(state, result)
-    next_state = state._replace(extra={**state.extra, LOSS: verdict.stats})
-    gpu_copies.await_readers(state.step.device)
-    with plan.mesh.ledger.phase("update"):
-        begin = finish.begin if isinstance(finish, StreamedUpdate) else finish
-        new = begin(sums, swap_versions(plan, next_state) if donate else next_state, metrics.skipped if skips else None)
-    if donate:
-        return new, metrics
-    assert isinstance(new, TrainState)  # an offloaded state is donated
-    return keep_previous(plan, state, new), metrics
-
-
-def early_start(
-    update: str, streamed: StreamedUpdate | None, plan: Plan, nvme: Nvme | None, skips: bool
-) -> Callable[[TrainState], EarlyUpdate | SpeculativeUpdate] | None:
-    """The function from a state to its update in the backward pass; None for an update at the end."""
-    if nvme is None and plan.on_disk:
-        raise ValueError("the plan puts a part of the state on a disk; give nvme=, the one given to init_state")
-    slots = nvme.slots if nvme is not None else 1
-    if streamed is not None and update == "backward":
-        streamed.expect_layers(update)
-        expect_early(streamed, plan, slots, skips)
-        return partial(EarlyUpdate, streamed)
-    if streamed is not None and update == "speculate":
-        streamed.expect_layers(update)
-        expect_speculation(plan, slots)
-        return Speculation(streamed).start
-    return None
-
-
 Unchecked = list[tuple[Plan, int, bool]]  # (plan, micro-batches, whether a run's loader dealt the batch)
-
-
-def unchecked_of(plan: Plan, micro_batches: int, execution: Execution) -> Unchecked:
-    """What `checking_ranks` compares; [] in a plan, which has no ranks."""
-    return [(plan, micro_batches, execution._dealt)] if plan.mesh.store is not None else []
 
 
 @contextlib.contextmanager
@@ -250,40 +302,6 @@ def checking_ranks(unchecked: Unchecked, batch: Any) -> Iterator[None]:
                 expect_equal_schedules(plan, micro_batches)
         yield
     unchecked.clear()  # a refused step is no first one
-
-
-def metrics_of(total: base.Loss, loss: Tensor, grad_norm: Tensor, verdict: Verdict, scale: Tensor) -> Metrics:
-    """The Metrics of a step from its sums over the batch and what was judged of them."""
-    extra = {name: value / tokens_of(total) for name, value in total.extra.items()}
-    metrics = Metrics(loss, total.num_tokens, grad_norm, verdict.skipped, scale, extra, verdict.spike)
-    return metrics._replace(tables=total.tables)
-
-
-def join_metrics(all_metrics: list[Metrics]) -> Metrics:
-    """The Metrics of a step of several updates: means over its tokens, and the largest norm."""
-    if len(all_metrics) == 1:
-        return all_metrics[0]
-    tokens = torch.stack([metrics.num_tokens for metrics in all_metrics])
-
-    def mean(values: list[Tensor]) -> Tensor:
-        counts = tokens.to(values[0].dtype)
-        return (torch.stack(values) * (counts / torch.where(counts.sum() == 0, 1, counts.sum()))).sum()
-
-    spikes = [metrics.spike for metrics in all_metrics if isinstance(metrics.spike, Tensor)]
-    return all_metrics[-1]._replace(
-        loss=mean([metrics.loss for metrics in all_metrics]),
-        num_tokens=tokens.sum(),
-        grad_norm=torch.stack([metrics.grad_norm for metrics in all_metrics]).max(),
-        skipped=torch.stack([metrics.skipped for metrics in all_metrics]).any(),
-        extra={name: mean([metrics.extra[name] for metrics in all_metrics]) for name in all_metrics[-1].extra},
-        spike=torch.stack(spikes).any() if spikes else (),
-    )
-
-
-def count_layers(metrics: Metrics, early: EarlyUpdate | SpeculativeUpdate | None) -> Metrics:
-    """The metrics with the layers that an update in the backward pass counts."""
-    counts, device = {} if early is None else early.counts, metrics.loss.device
-    return metrics._replace(**{k: torch.full((), n, dtype=torch.int64, device=device) for k, n in counts.items()})
 
 
 class Seed(NamedTuple):

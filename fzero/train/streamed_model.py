@@ -240,15 +240,16 @@ class StreamedModel(NamedTuple):
         with torch.no_grad():
             self.plan.mesh.ledger.reach(head.name, None)
             grads = headed.pair.backward(headed.residuals, [seed.to(headed.loss.total.dtype), *headed.other_results])
-            x_grads = grads[len(grads) - headed.inputs :]
-            del grads[len(grads) - headed.inputs :]
-            reducer.reduce_group(
-                head.groups[0],
-                self.trained(head),
-                grads,
-                last=last,
-                shared_leaves=earlier_leaves(self.local_segments, head),
-            )
+            return self.reduce_params(head, grads, headed.inputs, reducer, last)
+
+    def reduce_params(
+        self, segment: Segment, grads: list[Tensor], inputs: int, reducer: GradientReducer, last: bool
+    ) -> list[Tensor]:
+        """Give the gradients of a part's parameters to `reducer`, and return the others, those of its `inputs`."""
+        x_grads = grads[len(grads) - inputs :]
+        del grads[len(grads) - inputs :]
+        shared_leaves = earlier_leaves(self.local_segments, segment)
+        reducer.reduce_group(segment.groups[0], self.trained(segment), grads, last=last, shared_leaves=shared_leaves)
         return x_grads
 
     def backward(
@@ -269,14 +270,21 @@ class StreamedModel(NamedTuple):
         """
         with torch.no_grad():
             while result.passed:
-                segment_pass = result.passed.pop()
-                if weight_passes is not None and segment_pass.run is not None:
-                    x_grads = segment_pass.run.backward_inputs(
-                        layer_fetcher(result.ahead, segment_pass.segment), x_grads, segment_pass.extra
-                    )
-                    weight_passes.append(segment_pass._replace(extra=[]))
+                segment, pairs, extra, inputs, run, residuals = result.passed.pop()
+                if run is None:
+                    fetched = result.ahead.fetch(segment.groups[0]) if residuals.needs else ()
+                    self.plan.mesh.ledger.reach(segment.name, None)
+                    grads = pairs[0].backward(residuals, x_grads, fetched)
+                    del fetched, residuals
+                    x_grads.clear()
+                    x_grads = self.reduce_params(segment, grads, inputs, reducer, last)
+                elif weight_passes is not None:
+                    x_grads = run.backward_inputs(layer_fetcher(result.ahead, segment), x_grads, extra)
+                    weight_passes.append(SegmentPass(segment, pairs, [], inputs, run))
                 else:
-                    x_grads = self.run_backward(segment_pass, x_grads, result.ahead, reducer, last)
+                    fetch, put_layer = layer_fetcher(result.ahead, segment), self.putter(segment, reducer, last)
+                    # Given away: nobody holds them while the layers' own are made.
+                    x_grads = run.backward(fetch, put_layer, [x_grads.pop(0) for _ in x_grads[:]], extra)
         return x_grads
 
     def backward_weights(self, weight_passes: list[SegmentPass], reducer: GradientReducer, last: bool) -> None:
@@ -290,35 +298,6 @@ class StreamedModel(NamedTuple):
         """The function that gives a layer's gradients to `reducer`."""
         groups, trained = segment.groups, self.trained(segment)
         return lambda i, grads: reducer.reduce_group(groups[i], trained, grads, last=last)
-
-    def run_backward(
-        self,
-        segment_pass: SegmentPass,
-        x_grads: list[Tensor],
-        ahead: Prefetcher | Resident,
-        reducer: GradientReducer,
-        last: bool,
-    ) -> list[Tensor]:
-        """The gradients of the leaves of x that a part took; those of its parameters go to `reducer`."""
-        segment = segment_pass.segment
-        if segment_pass.run is not None:
-            put_layer = self.putter(segment, reducer, last)
-            # Given away: nobody holds them while the layers' own are made.
-            return segment_pass.run.backward(
-                layer_fetcher(ahead, segment), put_layer, [x_grads.pop(0) for _ in x_grads[:]], segment_pass.extra
-            )
-        (group,) = segment.groups
-        fetched = ahead.fetch(group) if segment_pass.residuals.needs else ()
-        self.plan.mesh.ledger.reach(segment.name, None)
-        grads = segment_pass.pairs[0].backward(segment_pass.residuals, x_grads, fetched)
-        del fetched
-        x_grads.clear()
-        x_grads = grads[len(grads) - segment_pass.inputs :]
-        del grads[len(grads) - segment_pass.inputs :]
-        reducer.reduce_group(
-            group, self.trained(segment), grads, last=last, shared_leaves=earlier_leaves(self.local_segments, segment)
-        )
-        return x_grads
 
     def context(self, batch: base.Batch, draws: dict[str, Any], first: int) -> base.Ctx:
         """The ctx of a batch whose rows begin with row `first` of the step's; checks the batch.

@@ -26,7 +26,7 @@ from fzero.core.storage import naming
 from fzero.core.text_parsing import json_text
 from fzero.data.mixture import Mixture
 from fzero.models.batch import KINDS
-from fzero.optim.lr_scale import LR_SCALE
+from fzero.optim.wrappers import LR_SCALE
 from fzero.run import run_folder, run_lock
 from fzero.run.build import Job
 from fzero.run.config import RunConfig

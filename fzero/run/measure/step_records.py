@@ -19,7 +19,7 @@ from fzero.core.config_tables import Table
 from fzero.core.storage import write_text
 from fzero.core.text_parsing import json_text
 from fzero.kernels.registry import describe, observe
-from fzero.optim.average import AVERAGE
+from fzero.optim.wrappers import AVERAGE
 from fzero.run.build import Job
 from fzero.run.measure.live_bytes import record_step
 from fzero.run.measure.memory_timeline import COMPONENTS

@@ -16,39 +16,67 @@ Ref: Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fzero.core import pytree
+from fzero.core import gpu_copies, pytree
 from fzero.core.autodiff import needs_grad, transforms
+from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.sharding import Plan
-from fzero.train.gradient import StepGradient, layer_draws
-from fzero.train.pipeline_executor import MicroBatches, Turn
+from fzero.train.gradient import GradientResult, layer_draws
+from fzero.train.pipeline_executor import MicroBatches, Turn, schedule_of
+from fzero.train.spike import LOSS
 from fzero.train.state import PREVIOUS, TrainState
-from fzero.train.update.offloaded import UpdateByUnits
+from fzero.train.step import Inputs, Metrics, Seed, StepParts, TrainStep, count_step
+from fzero.train.update.offloaded import Update
 
-M = TypeVar("M")
+
+def expect_delayed(step: StepParts) -> None:
+    """Raise ValueError for a plan or a model whose updates cannot be delayed."""
+    plan, model = step.plan, step.model
+    if not plan.delayed:
+        return  # see `expect_options`
+    if plan.policy.loss_scale:
+        raise ValueError(
+            f'update="delayed": policy {plan.policy.name} scales the loss, and a scale changes while the gradients of '
+            "the next update are under way; use bf16"
+        )
+    moving = [name for name, rule in model.leaf_rules.items() if rule] if isinstance(model, base.Model) else []
+    if moving:
+        raise ValueError(
+            f'update="delayed": a rule of the model moves {moving[0]} after each step, and micro-batches under way '
+            'would see it move; use update="end"'
+        )
+    if step.micro_batches % plan.delayed:
+        raise ValueError(
+            f"micro_batches is {step.micro_batches} and the plan has {plan.delayed} delayed updates a step, which "
+            "cannot share them evenly; change one of them"
+        )
+    if plan.stages is not None:
+        schedule_of(plan, step.micro_batches)  # which says so if two versions of the parameters are too few
 
 
-def run_delayed(
-    gradient: StepGradient,
-    state: TrainState,
-    parts: list[Any],
-    size: int,
-    draws: Any,
-    seed: Tensor,
-    update: Callable[[TrainState, Any], tuple[TrainState | UpdateByUnits, M]],
-) -> tuple[TrainState, list[M]]:
-    """The state after the updates of a step, and what `update` says of each.
+def make_step(step: StepParts) -> TrainStep:
+    """The step of `plan.delayed` updates."""
+    expect_delayed(step)
 
-    parts: the micro-batches of all updates, of `size` rows each. update: (state, what `gradient` found) -> (the state
-    after the update, with the version before it in `extra`, or the update begun; and anything).
-    """
-    plan, device, reports = gradient.plan, seed.device, list[M]()
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        with step.checked(state, batch) as (inputs, seed):
+            new, metrics = run_delayed(step, count_step(step.plan, state, inputs[1] * step.micro_batches), inputs, seed)
+            step.judge_first(new, inputs, metrics)
+            return step.states.handed_over(state, new), metrics
+
+    return train_step
+
+
+def run_delayed(step: StepParts, state: TrainState, inputs: Inputs, seed: Seed) -> tuple[TrainState, Metrics]:
+    """The state after the updates of a step, and its metrics. inputs: of all updates."""
+    (parts, size, draws, scale), gradient, plan = inputs, step.gradient, step.plan
+    device, reports = scale.device, list[Metrics]()
     per_update, firsts = len(parts) // plan.delayed, gradient.firsts(len(parts), size)
     slices = [slice(i * per_update, (i + 1) * per_update) for i in range(plan.delayed)]
     concurrent = ConcurrentUpdate()
@@ -58,15 +86,15 @@ def run_delayed(
         for window in slices:
             params = previous_params(plan, state) if delays else state.params
             if pure:
-                result = gradient.pure(params, parts[window], firsts[window], draws, seed)
+                result = gradient.pure(params, parts[window], firsts[window], draws, scale)
             else:
                 turns = [gradient.turn(params, per_update, device)]
-                losses = gradient.backward(turns, MicroBatches(parts[window], firsts[window], fields), seed)
+                losses = gradient.backward(turns, MicroBatches(parts[window], firsts[window], fields), scale)
                 result = gradient.collect(turns.pop().sink, losses, per_update, device)
-            pending, report = update(state, result)
+            pending, report = begin_update(step, seed, state, result)
             state = concurrent.finish(pending)
             reports.append(report)
-        return state, reports
+        return state, join_metrics(reports)
     turns = [
         gradient.turn(version, per_update, device, parity=i % 2, on_layer=concurrent.advance)
         for i, version in enumerate((previous_params(plan, state), state.params)[: plan.delayed])
@@ -79,7 +107,7 @@ def run_delayed(
         sink, turns[i] = turns[i].sink, Turn((), None)
         result = gradient.collect(sink, losses, per_update, device)
         del sink
-        pending, report = update(state, result)
+        pending, report = begin_update(step, seed, state, result)
         reports.append(report)
         # Over stages a rank may be in the next update but one: its parameters are complete before it goes on.
         last = plan.stages is not None or i + 1 == plan.delayed
@@ -87,8 +115,65 @@ def run_delayed(
         if i + 2 < plan.delayed:
             turns.append(gradient.turn(state.params, per_update, device, parity=i % 2, on_layer=concurrent.advance))
 
-    gradient.backward(turns, MicroBatches(parts, firsts, fields, plan.delayed), seed, update=at_update)
-    return state, reports
+    gradient.backward(turns, MicroBatches(parts, firsts, fields, plan.delayed), scale, update=at_update)
+    return state, join_metrics(reports)
+
+
+def begin_update(
+    step: StepParts, seed: Seed, state: TrainState, result: GradientResult
+) -> tuple[TrainState | UpdateByUnits, Metrics]:
+    """The state after one delayed update, or that update begun, with the parameters before it in `extra`, and its
+    metrics."""
+    metrics, verdict, sums = step.measured(seed, state, result)
+    skipped = metrics.skipped if step.skips else None
+    next_state = state._replace(extra={**state.extra, LOSS: verdict.stats})
+    gpu_copies.await_readers(state.step.device)
+    with step.plan.mesh.ledger.phase("update"):
+        if not step.donate:
+            new = step.finish(sums, next_state, skipped)
+            return new._replace(extra={**new.extra, PREVIOUS: step.plan.trained(state.params)}), metrics
+        next_state = swap_versions(step.plan, next_state)
+        if step.streamed is None:
+            return step.finish(sums, next_state, skipped), metrics
+        return UpdateByUnits(Update(step.streamed, sums, next_state, skipped)), metrics
+
+
+class UpdateByUnits:
+    """An update with nothing on a disk, made unit by unit in the memory of `state`, until `finish` gives the state
+    after it."""
+
+    def __init__(self, update: Update) -> None:
+        self.update, self.state = update, update.state
+        self.units = update.streamed.units(update.width())
+        self.turns, self.turn_count = update.by_units(self.units), 0
+
+    @functools.cached_property
+    def skips(self) -> bool:
+        """Whether the step is skipped; waits for the norm."""
+        return "skipped" in self.update.small and bool(self.update.small["skipped"])
+
+    @torch.no_grad()
+    def read_ahead(self) -> None:
+        """Start to read the first units, before the device is given more to do."""
+        if not self.turn_count:
+            self.update_next()
+
+    def update_next(self) -> None:
+        """Update the unit whose rows have come, but for the first call, which begins to read."""
+        next(self.turns, None)
+        self.turn_count += 1
+
+    @torch.no_grad()
+    def advance(self, share: float) -> None:
+        """Make the units of the first `share` of the update that are not made yet."""
+        while not self.skips and self.turn_count <= min(1.0, share) * len(self.units):
+            self.update_next()
+
+    @torch.no_grad()
+    def finish(self) -> Tree:
+        """The state after the update; unchanged if the step is skipped."""
+        self.advance(1.0)
+        return self.state if self.skips else self.update.finish()
 
 
 class ConcurrentUpdate:
@@ -133,6 +218,22 @@ def swap_versions(plan: Plan, state: TrainState) -> TrainState:
     return state._replace(params=plan.merge_trained(spare, state.params), extra={**state.extra, PREVIOUS: current})
 
 
-def keep_previous(plan: Plan, old: TrainState, new: TrainState) -> TrainState:
-    """`new`, a pure function of `old`, with the parameters of `old` as the version before."""
-    return new._replace(extra={**new.extra, PREVIOUS: plan.trained(old.params)})
+def join_metrics(all_metrics: list[Metrics]) -> Metrics:
+    """The Metrics of a step of several updates: means over its tokens, and the largest norm."""
+    if len(all_metrics) == 1:
+        return all_metrics[0]
+    tokens = torch.stack([metrics.num_tokens for metrics in all_metrics])
+
+    def mean(values: list[Tensor]) -> Tensor:
+        counts = tokens.to(values[0].dtype)
+        return (torch.stack(values) * (counts / torch.where(counts.sum() == 0, 1, counts.sum()))).sum()
+
+    spikes = [metrics.spike for metrics in all_metrics if isinstance(metrics.spike, Tensor)]
+    return all_metrics[-1]._replace(
+        loss=mean([metrics.loss for metrics in all_metrics]),
+        num_tokens=tokens.sum(),
+        grad_norm=torch.stack([metrics.grad_norm for metrics in all_metrics]).max(),
+        skipped=torch.stack([metrics.skipped for metrics in all_metrics]).any(),
+        extra={name: mean([metrics.extra[name] for metrics in all_metrics]) for name in all_metrics[-1].extra},
+        spike=torch.stack(spikes).any() if spikes else (),
+    )

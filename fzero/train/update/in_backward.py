@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,47 @@ from fzero.core.copy_buckets import SMALL_COPY, allocate_adjacent, copy_out_buck
 from fzero.core.device import HOST, kind_of
 from fzero.core.gpu_copies import Copied, await_readers, copy_out
 from fzero.core.pytree import Tree
+from fzero.models import base
 from fzero.offload.update_units import UpdateUnit, begin_ahead
 from fzero.sharding import Plan
 from fzero.sharding.slices import shard_dim
+from fzero.train.step import StepParts, TrainStep, update_at_end
 from fzero.train.update.in_memory import Gradients
-from fzero.train.update.offloaded import AHEAD, StreamedUpdate, Update
-from fzero.train.update.old_values import OldValues
+from fzero.train.update.offloaded import AHEAD, Exchange, StreamedUpdate, Update
+
+
+def make_step(step: StepParts) -> TrainStep:
+    """The step whose layers are updated in the backward pass."""
+    streamed = expect_layers(step, "backward")
+    expect_early(streamed, step.plan, step.nvme.slots if step.nvme is not None else 1, step.skips)
+    return update_at_end(step, partial(EarlyUpdate, streamed))
+
+
+def expect_layers(step: StepParts, update: str) -> StreamedUpdate:
+    """The update of a state that can be made layer by layer in the backward pass; raises ValueError for another one."""
+    plan = step.plan
+    if plan.codec is not None and plan.codec.loco is not None:
+        raise ValueError(
+            f'update="{update}" updates layers before the step is decided, and codec {plan.codec} keeps errors until '
+            'then; use update="end", or leave loco out'
+        )
+    if plan.stages is not None:
+        raise ValueError(
+            f'update="{update}" updates layers in the backward pass of a whole model, and pp={plan.mesh.pp.size} cuts '
+            'it into stages; use update="end"'
+        )
+    if step.streamed is None or not isinstance(step.model, base.Model):
+        raise ValueError(
+            f'update="{update}" is for a layered Model with offloaded states; give the plan '
+            f'offload="{"opt=host" if update == "speculate" else "params=nvme,opt=nvme"}"'
+        )
+    if step.streamed.stacks:
+        raise ValueError(
+            f'update="{update}" updates layers in the backward pass, and the optimizer\'s state of '
+            f"{min(step.streamed.stacks)} has leaves without layers, for which all of them are updated at once; use "
+            'update="end"'
+        )
+    return step.streamed
 
 
 def expect_early(streamed: StreamedUpdate, plan: Plan, slots: int, skips: bool) -> None:
@@ -56,14 +92,13 @@ class EarlyUpdate:
     with the others.
 
     On a GPU a layer is updated when the next one has been launched, so that the GPU computes meanwhile; its gradients
-    leave at once for where it is updated, the small ones of a layer by one copy. old: see Update.
+    leave at once for where it is updated, the small ones of a layer by one copy. exchange: see Update.
     """
 
     keeps = False  # whether the sums of layers are kept to the end of the step
-    counts: dict[str, int] = {}  # noqa: RUF012  # fields of Metrics
 
-    def __init__(self, streamed: StreamedUpdate, state: Tree, old: OldValues | None = None) -> None:
-        self.streamed, self.state, self.old = streamed, state, old
+    def __init__(self, streamed: StreamedUpdate, state: Tree, exchange: Exchange | None = None) -> None:
+        self.streamed, self.state, self.exchange = streamed, state, exchange
         self.stacked = {name for name in streamed.shards if shard_dim(name) == 1}
         self.update: Update | None = None
         self.layers: dict[int | None, list[UpdateUnit]] = {}
@@ -73,10 +108,16 @@ class EarlyUpdate:
         self.ready: tuple[int, dict[str, tuple[Any, Callable[[], Any] | None]]] | None = None
         self.done: list[UpdateUnit] = []
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Fields of Metrics."""
+        return {}
+
     def begin(self, factor: Tensor) -> None:
         """Begin the update; `factor` scales the sums of gradients."""
         await_readers(self.state.step.device)  # a checkpoint may still copy what the update writes over
-        self.update = Update(self.streamed, Gradients({}, factor, torch.zeros_like(factor)), self.state, old=self.old)
+        sums = Gradients({}, factor, torch.zeros_like(factor))
+        self.update = Update(self.streamed, sums, self.state, exchange=self.exchange)
         # Layers are views of one leaf, and autograd counts the writes to a leaf, not to a layer: a written layer would
         # make what was saved of the others invalid. `data` has a count of its own.
         params = self.update.params
@@ -128,7 +169,7 @@ class EarlyUpdate:
             self.done.append(unit)
         self.update.layer = {}
 
-    def finish(self, outside: Gradients, state: Tree, skipped: Tensor | None) -> Tree:
+    def finish(self, grads: Gradients, state: Tree, skipped: Tensor | None) -> Tree:
         """`state` after the update of the leaves without layers; if the step is skipped, without any update."""
         self.catch_up()
         if skipped is not None and bool(skipped):
@@ -136,6 +177,6 @@ class EarlyUpdate:
                 self.streamed.nvme.store.abandon()
             return state
         assert self.update is not None, "begin was not called"
-        self.update.state, self.update.grads = state, pytree.named_leaves(outside.sums)
+        self.update.state, self.update.grads = state, pytree.named_leaves(grads.sums)
         self.update.run(self.layers.get(None, []))
         return self.update.finish()

@@ -1,4 +1,7 @@
-"""The end of a step: the optimizer's update on this rank's part of every leaf, and back to the parameters at rest."""
+"""The end of a step: the optimizer's update on this rank's part of every leaf, and back to the parameters at rest.
+
+Ranks that move apart between two sums of their optimizer (see optim/zero_one_adam.py).
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,11 @@ from fzero.kernels.optim_leaf import MANY
 from fzero.optim import GradientTransformation, apply_in_place, apply_updates
 from fzero.optim.base import Pass, name_tree, overwrite
 from fzero.optim.combine import split_chain
-from fzero.optim.sharded_leaves import shards_of_sums
+from fzero.optim.sharded_leaves import bind_to_plan, shards_of_sums
 from fzero.sharding import Plan
 from fzero.sharding.error_feedback import ErrorFeedback
 from fzero.sharding.slices import narrow_part, shard_dim
+from fzero.train.state import TrainState
 
 
 class Gradients(NamedTuple):
@@ -61,7 +65,7 @@ def on_host(body: GradientTransformation, elements: int) -> bool:
     """Whether to use the compiled one-pass update on a CPU: worth its compile time for many elements per rank.
 
     Depends on their number alone, so that in-memory and streamed states have the same bits."""
-    return body.in_pass is not None and elements >= MANY and have_compiler()
+    return body.one_pass and elements >= MANY and have_compiler()
 
 
 def spread(plan: Plan, target: Tree, params: Tree, done: Collection[str] = ()) -> None:
@@ -119,7 +123,7 @@ def update_donated(
     skipped: None if nothing is ever skipped, and no value is waited for.
     """
     parts = split_chain(tx)
-    waits_not = parts.body.in_pass is not None and on_device(grads.sums)
+    waits_not = parts.body.one_pass and on_device(grads.sums)
     if skipped is not None and not waits_not:
         if bool(skipped):
             return state
@@ -138,11 +142,10 @@ def update_donated(
         names, leaves = plan.split_leaves, pytree.named_leaves(plan.trained(state.params))
         copies = {name: leaf for name, leaf in leaves.items() if name not in names} if plan.policy.has_master else {}
         options = Pass(factor=factor, skip=skipped, copies=copies, host=host)
-        assert parts.body.in_pass is not None  # `on_host` asks for it too
-        target, body_state = parts.body.in_pass(grads.sums, body_state, target, options)
+        sums = grads.sums
     else:
-        scaled = overwrite(lambda name, g: g.mul_(factor), name_tree(grads.sums), grads.sums)
-        target, body_state = apply_in_place(parts.body, scaled, body_state, target)
+        sums, options = overwrite(lambda name, g: g.mul_(factor), name_tree(grads.sums), grads.sums), Pass()
+    target, body_state = apply_in_place(parts.body, sums, body_state, target, options)
     spread(plan, target, state.params, done=copies)
     opt_state = parts.merge(state.opt_state, body_state)
     return state._replace(master=target if plan.policy.has_master else (), opt_state=opt_state)
@@ -179,3 +182,46 @@ def params_at_rest(plan: Plan, target: Tree, params: Tree) -> Tree:
 
     with plan.mesh.ledger.phase("update"):
         return plan.merge_trained(pytree.map_named(gather_leaf, target), params)
+
+
+def updated_params(plan: Plan, state: TrainState) -> Tree:
+    """The parameters that this rank updates."""
+    return state.master if plan.policy.has_master else local_shards(plan, state.params)
+
+
+def with_local_params(tx: GradientTransformation, plan: Plan, state: TrainState) -> TrainState:
+    """The state with the parameters at which this rank's gradient is taken: its own, where ranks move apart between two
+    sums of an optimizer."""
+    if tx.sums.local is None:
+        return state
+    params = tx.sums.local(state.opt_state, updated_params(plan, state))
+    return state if params is None else state._replace(params=params_at_rest(plan, params, state.params))
+
+
+@torch.no_grad()
+def sum_divergence(tx: GradientTransformation, plan: Plan, state: TrainState) -> TrainState:
+    """The state once ranks that move apart have summed what they moved since their last sum, in the buffers of `state`:
+    what a run needs that ends between two sums. Where they are together it is the state as it was.
+
+    Communicates: a sum of the optimizer, and what an update does to spread its result.
+
+    >>> import fzero
+    >>> params, tx = {"w": torch.ones(2)}, fzero.optim.zero_one_adam(0.1, freeze=1, sum_every=8, weight_decay=0.0)
+    >>> plan = fzero.zero_plan(0, params, fzero.one_process(), codec="grads=1bit,local")
+    >>> step = fzero.make_train_step(lambda p, batch: (p["w"] * batch["x"]).sum(), tx, plan)
+    >>> state = fzero.init_state(params, tx, plan, seed=0)
+    >>> for _ in range(2):
+    ...     state, metrics = step(state, {"x": torch.ones(1, 2)})
+    >>> state.params["w"], sum_divergence(tx, plan, state).params["w"]
+    (tensor([0.9000, 0.9000]), tensor([0.8000, 0.8000]))
+    """
+    sync = bind_to_plan(tx, plan).sums.sync
+    if sync is None:
+        return state
+    params = updated_params(plan, state)
+    result = sync(state.opt_state, params)
+    if result is None:
+        return state
+    target = apply_updates(params, result[0])
+    spread(plan, target, state.params)
+    return state._replace(master=target if plan.policy.has_master else (), opt_state=result[1])

@@ -45,8 +45,9 @@ from fzero.sharding.slices import MOST_ELEMENTS, local_shape, narrow_part, shard
 from fzero.train.state import meta_state, state_specs
 from fzero.train.state_on_disk import leaves_on_disk, owner_of, smallest_units
 from fzero.train.update.in_memory import Gradients, on_host
-from fzero.train.update.old_values import OldValues
 
+# (unit, what is read of it, its values by leaf and column): is called with rows before they are updated.
+Exchange = Callable[[UpdateUnit, Mapping[str, dict[str, BlockRead]], Mapping[str, dict[str, Tensor]]], None]
 AHEAD = 2  # units read before their turn
 SHARE = 12  # of the buffers that one unit may take
 
@@ -77,15 +78,6 @@ class StreamedUpdate:
         self.pruned: dict[frozenset[str], tuple[Tree, Tree]] = {}
         self.nvme.need((AHEAD + 2) * self.largest_layer(tx) if self.uncut and plan.on_disk else 0, plan.mesh.size)
 
-    def expect_layers(self, update: str) -> None:
-        """Raise ValueError if a leaf cannot be updated layer by layer, in the backward pass."""
-        if self.stacks:
-            raise ValueError(
-                f'update="{update}" updates layers in the backward pass, and the optimizer\'s state of '
-                f"{min(self.stacks)} has leaves without layers, for which all of them are updated at once; use "
-                'update="end"'
-            )
-
     def largest_layer(self, tx: GradientTransformation) -> int:
         """The most bytes on a disk of a layer that is updated as a whole."""
         plan, sizes = self.plan, dict.fromkeys(self.uncut, 0)
@@ -113,54 +105,12 @@ class StreamedUpdate:
         update = Update(self, grads, state, skipped)
         return state if skipped is not None and bool(update.small["skipped"]) else update.update_all()
 
-    def begin(self, grads: Gradients, state: Tree, skipped: Tensor | None) -> UpdateByUnits:
-        """The update, to be made unit by unit."""
-        return UpdateByUnits(Update(self, grads, state, skipped))
-
-
-class UpdateByUnits:
-    """An update with nothing on a disk, made unit by unit in the memory of `state`, until `finish` gives the state
-    after it."""
-
-    def __init__(self, update: Update) -> None:
-        self.update, self.state = update, update.state
-        self.units = update.streamed.units(update.width())
-        self.turns, self.turn_count = update.by_units(self.units), 0
-
-    @functools.cached_property
-    def skips(self) -> bool:
-        """Whether the step is skipped; waits for the norm."""
-        return "skipped" in self.update.small and bool(self.update.small["skipped"])
-
-    @torch.no_grad()
-    def read_ahead(self) -> None:
-        """Start to read the first units, before the device is given more to do."""
-        if not self.turn_count:
-            self.update_next()
-
-    def update_next(self) -> None:
-        """Update the unit whose rows have come, but for the first call, which begins to read."""
-        next(self.turns, None)
-        self.turn_count += 1
-
-    @torch.no_grad()
-    def advance(self, share: float) -> None:
-        """Make the units of the first `share` of the update that are not made yet."""
-        while not self.skips and self.turn_count <= min(1.0, share) * len(self.units):
-            self.update_next()
-
-    @torch.no_grad()
-    def finish(self) -> Tree:
-        """The state after the update; unchanged if the step is skipped."""
-        self.advance(1.0)
-        return self.state if self.skips else self.update.finish()
-
 
 class Update:
     """An update in progress.
 
-    old: keeps what is in memory of the units before they are updated, and the update leaves the gradients as they are;
-    or gives it back before the update.
+    exchange: keeps what is in memory of the units before they are updated, or gives it back; with it the update leaves
+    the gradients as they are.
     """
 
     def __init__(
@@ -169,9 +119,9 @@ class Update:
         grads: Gradients,
         state: Tree,
         skipped: Tensor | None = None,
-        old: OldValues | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
-        self.streamed, self.state, self.old = streamed, state, old
+        self.streamed, self.state, self.exchange = streamed, state, exchange
         parts, plan = streamed.parts, streamed.plan
         self.grads = pytree.named_leaves(distinct(grads.sums))
         self.params = pytree.named_leaves(plan.trained(state.params))
@@ -262,11 +212,11 @@ class Update:
         return rows._replace(arrive=arrive)
 
     def update(self, unit: UpdateUnit, transfer: UnitTransfer, *, change: bool = True) -> None:
-        """Update a unit, and start to bring it back to where it rests; without `change` as it is, or was in `old`."""
+        """Update a unit, and start to bring it back to where it rests; without `change` as `exchange` leaves it."""
         parts, pieces = {block.name: block for block in unit}, {}
         values, grads, targets = transfer.arriving.wait(), {}, {}
-        if self.old is not None:
-            self.old.exchange(unit, transfer.reads, values)
+        if self.exchange is not None:
+            self.exchange(unit, transfer.reads, values)
         for name, block in parts.items():
             grad = values[name].pop("grad")
             grads[name] = grad if self.streamed.on_host else grad.to(self.streamed.plan.policy.accumulate)
@@ -308,23 +258,14 @@ class Update:
         self, grads: Tree, state: Tree, targets: Tree, pieces: Mapping[str, ShardSlice], copies: Mapping[str, Tensor]
     ) -> tuple[Tree, Tree]:
         """The optimizer's step on some rows; `copies` are given the updated parameters in their own dtype."""
-        body = self.streamed.parts.body
+        body, options = self.streamed.parts.body, Pass(slices=pieces, shared=self.pass_cache)
+        factor, keeps_grads = self.small["factor"], self.exchange is not None
         if self.streamed.on_host:
-            assert body.in_pass is not None  # `on_host` asks for it
-            return body.in_pass(
-                grads,
-                state,
-                targets,
-                Pass(self.small["factor"], copies=copies, slices=pieces, host=True, shared=self.pass_cache),
-            )
-        factor, keeps_grads = self.small["factor"], self.old is not None
+            options = options._replace(factor=factor, copies=copies, host=True)
+            return apply_in_place(body, grads, state, targets, options)
         scaled = pytree.map(lambda g: g * factor if keeps_grads else g.mul_(factor), grads)
-        new = (
-            body.in_pass(scaled, state, targets, Pass(slices=pieces, shared=self.pass_cache))
-            if body.in_pass
-            else apply_in_place(body, scaled, state, targets)
-        )
-        return emit(new[0], copies), new[1]
+        new_targets, new_state = apply_in_place(body, scaled, state, targets, options)
+        return emit(new_targets, copies), new_state
 
     def param_buffer(self, block: RowBlock) -> tuple[Buffer | Tensor | None, Tensor]:
         """The target of parameters that are copies of master weights: (a buffer if they are on a disk, or memory for

@@ -15,20 +15,30 @@ Ref: Lian et al. 2025, "SuperOffload", arXiv:2509.21271, section 4.5 (speculatio
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.device import HOST
 from fzero.core.gpu_copies import Copied
 from fzero.core.pytree import Tree
-from fzero.offload.update_units import OFF, begin_ahead
+from fzero.offload.update_units import OFF, BlockRead, RowBlock, UpdateUnit, begin_ahead
 from fzero.optim.unit_updates import columns_of
 from fzero.sharding import Plan
-from fzero.train.update.in_backward import EarlyUpdate
+from fzero.train.step import StepParts, TrainStep, update_at_end
+from fzero.train.update.in_backward import EarlyUpdate, expect_layers
 from fzero.train.update.in_memory import Gradients
 from fzero.train.update.offloaded import AHEAD, StreamedUpdate, Update
-from fzero.train.update.old_values import OldValues
+
+
+def make_step(step: StepParts) -> TrainStep:
+    """The step whose layers are updated in the backward pass, and put right."""
+    streamed = expect_layers(step, "speculate")
+    expect_speculation(step.plan, step.nvme.slots if step.nvme is not None else 1)
+    return update_at_end(step, Speculation(streamed).start)
 
 
 def expect_speculation(plan: Plan, slots: int) -> None:
@@ -44,6 +54,43 @@ def expect_speculation(plan: Plan, slots: int) -> None:
             f'update="speculate": an update on a disk is put right from its old version, and the store has {slots} '
             'slot; give it two (slots=2 of fzero.Nvme; nvme.slots=2 of a run), or use update="end"'
         )
+
+
+class OldValues:
+    """Copies of the leaves of layers that an update overwrites; their memory lasts from step to step.
+
+    Rows from a disk are not among them: their old version stays there until the step is committed.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}  # a leaf's column, or "target/" and its name -> memory like the leaf
+        self.saved_rows: set[tuple[str, RowBlock]] = set()
+        self.restores = False  # whether `exchange` gives back
+
+    def reserve(self, leaves: Mapping[str, Tensor]) -> None:
+        """Have memory for these leaves, and hold nothing."""
+        self.saved_rows.clear()
+        self.restores = False
+        for name, leaf in leaves.items():
+            buffer = self.buffers.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (leaf.shape, leaf.dtype):
+                self.buffers[name] = torch.empty(leaf.shape, dtype=leaf.dtype, device=HOST)
+
+    def exchange(
+        self, unit: UpdateUnit, reads: Mapping[str, dict[str, BlockRead]], values: Mapping[str, dict[str, Tensor]]
+    ) -> None:
+        """Copy the rows of a unit here before they are updated; or, with `restores`, copy those that are here over
+        them."""
+        for block in unit:
+            for column, read in reads[block.name].items():
+                if column == "grad" or read.reading is not None:
+                    continue
+                key, value = f"target/{block.name}" if column == "target" else column, values[block.name][column]
+                if not self.restores:
+                    block.narrow(self.buffers[key]).copy_(value)
+                    self.saved_rows.add((key, block))
+                elif (key, block) in self.saved_rows:
+                    value.copy_(block.narrow(self.buffers[key]))
 
 
 class Speculation:
@@ -69,7 +116,7 @@ class SpeculativeUpdate:
 
     def __init__(self, speculation: Speculation, state: Tree) -> None:
         self.speculation, self.streamed, self.old = speculation, speculation.streamed, speculation.old
-        self.early = EarlyUpdate(self.streamed, state, self.old)
+        self.early = EarlyUpdate(self.streamed, state, self.old.exchange)
         self.stacked = self.early.stacked
         self.speculates = speculation.expected
         self.old.reserve(self.overwritten(state))
@@ -105,7 +152,7 @@ class SpeculativeUpdate:
         """`state` after the update with the factor that the norm gives; if the step is skipped, without any update."""
         early_update = self.early.update
         assert early_update is not None, "begin was not called"
-        full_update = Update(self.streamed, grads, state, skipped, self.old)
+        full_update = Update(self.streamed, grads, state, skipped, self.old.exchange)
         self.early.catch_up()
         skips = skipped is not None and bool(full_update.small["skipped"])
         clipped = bool(full_update.small["factor"] != early_update.small["factor"])
@@ -114,7 +161,7 @@ class SpeculativeUpdate:
             self.speculation.expected = not clipped
         store, done = self.streamed.nvme.store, self.early.done
         if not self.wrong and done:
-            early_update.state, early_update.grads, early_update.old = state, full_update.grads, None
+            early_update.state, early_update.grads, early_update.exchange = state, full_update.grads, None
             early_update.run(self.early.layers.get(None, []))
             return early_update.finish()
         if done:
@@ -126,7 +173,7 @@ class SpeculativeUpdate:
         if store is not None:
             store.flush()  # no earlier write may end after a later one
         if not done:
-            full_update.old = None
+            full_update.exchange = None
         return full_update.update_all()
 
     def undo(self, update: Update) -> None:

@@ -1,0 +1,281 @@
+"""Gradient accumulation as a transformation around another.
+
+The exponential moving average of the weights, as a transformation around an optimizer.
+
+A factor of the learning rate that is in the state, as a transformation around an optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.arguments import checked
+from fzero.core.pytree import Tree
+from fzero.optim.base import (
+    GradientTransformation,
+    Pass,
+    RankSums,
+    apply_in_place,
+    apply_updates,
+    check_number,
+    expect_optimizer,
+)
+from fzero.optim.combine import SplitChain, split_chain
+from fzero.optim.leafwise import without_partial
+from fzero.optim.sharded_leaves import ShardedLeaves, around, bind
+from fzero.sharding.spec import Spec
+
+AVERAGE = "opt_state/average/"  # the names of averaged weights in a state begin so
+
+
+class AverageState(NamedTuple):
+    """The state of `with_average`.
+
+    >>> state = with_average(sgd(0.1), 0.9).init({"w": torch.ones(2)})
+    >>> state.inner.count, state.average["w"]
+    (tensor(0), tensor([1., 1.]))
+    """
+
+    inner: Tree  # the optimizer's own state
+    average: Tree  # in the structure, layout and dtypes of the params that the optimizer updates
+
+
+@checked("tx")
+def with_average(tx: GradientTransformation, decay: float | Tensor) -> GradientTransformation:
+    """The optimizer `tx`, which also keeps an average of the weights: average = decay * average + (1 - decay) * params.
+
+    Put it around the whole optimizer; `state.opt_state.average` is the average, in float32 if the policy has master
+    weights. It begins at the first params, not at zero, so it needs no bias correction. Skipped steps leave it. In a
+    dtype narrower than float32, changes below half a unit in the last place are lost when decay is near 1.
+    Raises ValueError for a decay outside [0, 1). Ref: Polyak & Juditsky 1992, "Acceleration of Stochastic Approximation
+    by Averaging".
+
+    >>> tx, params = with_average(sgd(1.0), 0.5), {"w": torch.tensor([1.0])}
+    >>> updates, state = tx.update({"w": torch.tensor([2.0])}, tx.init(params), params)
+    >>> state.average  # half way from 1 to 1 - 2
+    {'w': tensor([0.])}
+    """
+    expect_optimizer(tx)
+    check_number("with_average", high=1.0, decay=decay)
+
+    def mix(average: Tensor, param: Tensor) -> Tensor:
+        return (average + (param.to(average.dtype) - average) * (1 - decay)).to(average.dtype)
+
+    def update(grads: Tree, state: AverageState, params: Tree) -> tuple[Tree, AverageState]:
+        updates, inner = tx.update(grads, state.inner, params)
+        return updates, AverageState(inner, pytree.map(mix, state.average, apply_updates(params, updates)))
+
+    @torch.no_grad()
+    def in_place(grads: Tree, state: AverageState, params: Tree, options: Pass) -> tuple[Tree, AverageState]:
+        if not options.adds:
+            return update(grads, state, params)
+        params, inner = apply_in_place(tx, grads, state.inner, params, options)
+
+        def move(average: Tensor, param: Tensor) -> Tensor:
+            new = mix(average, param)
+            return average.copy_(new if options.skip is None else torch.where(options.skip, average, new))
+
+        return params, AverageState(inner, pytree.map(move, state.average, params))
+
+    @torch.no_grad()
+    def sync(state: AverageState, params: Tree) -> tuple[Tree, AverageState] | None:
+        assert tx.sums.sync is not None  # else this one has no `sync` either
+        result = tx.sums.sync(state.inner, params)
+        if result is None:
+            return None
+
+        def move(average: Tensor, update: Tensor) -> Tensor:  # the last step's params are these
+            return average.add_(update.to(average.dtype) * (1 - decay))
+
+        return result[0], AverageState(result[1], pytree.map(move, state.average, result[0]))
+
+    def split() -> SplitChain:
+        inner = split_chain(tx)
+        return SplitChain(
+            inner.heads,
+            with_average(inner.body, decay),
+            lambda state: AverageState(inner.state(state.inner), state.average),
+            lambda state, body: AverageState(inner.merge(state.inner, body.inner), body.average),
+        )
+
+    sums = tx.sums
+    if (inner := sums.local) is not None:
+        sums = sums._replace(local=lambda state, params: inner(state.inner, params), sync=sync)
+    made = GradientTransformation(
+        init=lambda params: AverageState(tx.init(params), pytree.map(lambda p: p.detach().clone(), params)),
+        update=update,
+        spec=lambda specs: AverageState(tx.spec(specs), specs),
+        in_place=in_place,
+        one_pass=tx.one_pass,
+        split=split,
+        sums=sums,
+    )
+    return around([tx], lambda inner: with_average(inner, decay), made)
+
+
+LR_SCALE = "lr_scale"  # the name of the factor in a state
+
+
+class LrScaleState(NamedTuple):
+    """The state of `with_lr_scale`.
+
+    >>> with_lr_scale(lambda scale: sgd(scale * 0.1)).init({"w": torch.ones(2)}).lr_scale
+    tensor(1., dtype=torch.float64)
+    """
+
+    lr_scale: Tensor  # float64 0-dim: of the next step; whoever makes it sets it
+    inner: Tree  # the optimizer's own state
+
+
+@checked()
+def with_lr_scale(make: Callable[[Tensor], GradientTransformation]) -> GradientTransformation:
+    """The optimizer `make(scale)`, where scale is `state.lr_scale`: a number of each step beside its schedule, such as
+    the root of the size of its batch.
+
+    make: from a float64 0-dim tensor to an optimizer, whose state has the same layout for all of them.
+
+    >>> tx = with_lr_scale(lambda scale: sgd(lambda count: 0.5 * scale))
+    >>> params = {"w": torch.tensor([1.0])}
+    >>> state = tx.init(params)._replace(lr_scale=torch.tensor(2.0, dtype=torch.float64))
+    >>> tx.update({"w": torch.tensor([3.0])}, state, params)[0]
+    {'w': tensor([-3.])}
+    """
+    like = make(torch.ones((), dtype=torch.float64))  # what does not depend on the number
+    expect_optimizer(like, "what make(scale) returns")
+
+    def init(params: Tree) -> LrScaleState:
+        leaves = pytree.leaves(params)
+        scale = torch.ones((), dtype=torch.float64, device=leaves[0].device if leaves else None)
+        return LrScaleState(scale, like.init(params))
+
+    def spec(specs: Tree) -> LrScaleState:
+        scale: Any = Spec()  # in the tensor's place
+        return LrScaleState(scale, like.spec(specs))
+
+    def update(grads: Tree, state: LrScaleState, params: Tree) -> tuple[Tree, LrScaleState]:
+        updates, inner = make(state.lr_scale).update(grads, state.inner, params)
+        return updates, state._replace(inner=inner)
+
+    def in_place(grads: Tree, state: LrScaleState, params: Tree, options: Pass) -> tuple[Tree, LrScaleState]:
+        params, inner = apply_in_place(make(state.lr_scale), grads, state.inner, params, options)
+        return params, state._replace(inner=inner)
+
+    def split() -> SplitChain:
+        inner = split_chain(like)
+        return SplitChain(
+            inner.heads,
+            with_lr_scale(lambda scale: split_chain(make(scale)).body),
+            lambda state: state._replace(inner=inner.state(state.inner)),
+            lambda state, body: LrScaleState(body.lr_scale, inner.merge(state.inner, body.inner)),
+        )
+
+    def with_shards(shards: ShardedLeaves) -> GradientTransformation:
+        return with_lr_scale(lambda scale: bind(make(scale), shards))
+
+    return GradientTransformation(
+        init=init,
+        update=update,
+        spec=spec,
+        needs=like.needs,
+        unit=like.unit,
+        in_place=in_place,
+        one_pass=like.one_pass,
+        split=split,
+        sums=RankSums(like.sums.makes),
+        with_shards=with_shards if like.with_shards is not None else None,
+    )
+
+
+class AccumulateState(NamedTuple):
+    """The state of `accumulate`.
+
+    >>> accumulate(sgd(0.1), every=4).init({"w": torch.zeros(2)}).sum
+    {'w': tensor([0., 0.])}
+    """
+
+    count: torch.Tensor  # int64 0-dim: gradients in the sum, 0 .. every - 1
+    sum: Tree  # of the gradients since the last step, like the params
+    inner: Tree  # state of the inner transformation
+
+
+@checked("tx every")
+def accumulate(tx: GradientTransformation, every: int, *, dtype: torch.dtype | None = None) -> GradientTransformation:
+    """Return the transformation that gives `tx` the mean of each `every` gradients; the updates between are zero.
+
+    dtype: of the sum of gradients; None: the param's.
+    `tx` sees one step per `every` gradients, so its schedules count those.
+    The pure form runs `tx` at each gradient and selects, so that it works under vmap; in place it runs only when
+    its turn comes.
+    Raises ValueError when every is not an int >= 1.
+
+    >>> tx, params = accumulate(sgd(1.0), every=2), {"w": torch.zeros(1)}
+    >>> state = tx.init(params)
+    >>> for g in (1.0, 3.0):
+    ...     updates, state = tx.update({"w": torch.tensor([g])}, state, params)
+    ...     print(updates["w"].item())
+    0.0
+    -2.0
+    """
+    expect_optimizer(tx)
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(f"accumulate: every is {every!r}; it must be an int >= 1")
+
+    def init(params: Tree) -> AccumulateState:
+        zeros = pytree.map(lambda p: torch.zeros_like(p, dtype=dtype), params)
+        leaves = pytree.leaves(params)
+        count = torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
+        return AccumulateState(count, zeros, tx.init(params))
+
+    def update(grads: Tree, state: AccumulateState, params: Tree) -> tuple[Tree, AccumulateState]:
+        total = pytree.map(lambda s, g: (s + g).to(s.dtype), state.sum, grads)
+        done = state.count + 1 == every
+        updates, inner = tx.update(pytree.map(lambda s: s / every, total), state.inner, params)
+        return (
+            pytree.map(lambda u: torch.where(done, u, torch.zeros_like(u)), updates),
+            AccumulateState(
+                (state.count + 1) % every,
+                pytree.map(lambda s: torch.where(done, torch.zeros_like(s), s), total),
+                pytree.map(lambda new, old: torch.where(done, new, old), inner, state.inner),
+            ),
+        )
+
+    def spec(specs: Tree) -> AccumulateState:
+        count: Any = Spec()  # in the tensor's place
+        return AccumulateState(count, pytree.map(without_partial, specs), tx.spec(specs))
+
+    @torch.no_grad()
+    def in_place(grads: Tree, state: AccumulateState, params: Tree, options: Pass) -> tuple[Tree, AccumulateState]:
+        if not options.adds:
+            return update(grads, state, params)
+        total = pytree.map(lambda s, g: s.add_(g), state.sum, grads)
+        number = known_count(state.count) + 1
+        if number < every:
+            return params, AccumulateState(marked(state.count + 1, number), total, state.inner)
+        mean = pytree.map(lambda s: s.div_(every), total)
+        params, inner = apply_in_place(tx, mean, state.inner, params, options)
+        zeros = pytree.map(lambda s: s.zero_(), total)
+        return params, AccumulateState(marked(torch.zeros_like(state.count), 0), zeros, inner)
+
+    made = GradientTransformation(init, update, spec, in_place=in_place)
+    return around([tx], lambda inner: accumulate(inner, every, dtype=dtype), made)
+
+
+MARK = "fzero_count"  # the attribute of a count that `in_place` made
+
+
+def marked(count: torch.Tensor, value: int) -> torch.Tensor:
+    """The count, with its value beside it for the host: of this tensor as it is now, not of a copy."""
+    if not count.is_inference():  # of such a tensor PyTorch does not tell whether it was written over since
+        setattr(count, MARK, (id(count), count._version, value))
+    return count
+
+
+def known_count(count: torch.Tensor) -> int:
+    """The value of a count; the host waits for a GPU only where `in_place` has not marked it, as after a restart."""
+    tensor, version, value = getattr(count, MARK, (0, 0, 0))
+    return value if tensor == id(count) and version == count._version else int(count)
