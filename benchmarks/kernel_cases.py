@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng
+from fzero.kernels.attention_arguments import Positions
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.block_mask import bigbird_blocks
 from fzero.kernels.optim_leaf import OptimLeaf, StepRates
@@ -154,8 +155,9 @@ def attentions(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
             options["documents"] = (torch.arange(t, device=device) // (t // 3)).expand(b, t).contiguous()
         if name == "masked_attention":
             more = [bigbird_blocks(t, 16 if tiny else 64, random=2, heads=h).to(device)]
-        if name == "attention_at":
-            more = [torch.arange(t, device=device), torch.arange(t, device=device)]
+        if options.pop("in_memory", False):
+            line = torch.arange(t, device=device)
+            options["positions"] = Positions(line, line)
         return _case(name, (q, key, v), 3, *more, label=label, **options)
 
     for k in (64, 128):
@@ -163,7 +165,7 @@ def attentions(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
     yield functools.partial(attention, "attention float32", "attention", 64, F32)
     window = Pattern("window", size=16 if tiny else 512)
     yield functools.partial(attention, "attention window", "attention", 64, BF16, pattern=window, documents=True)
-    yield functools.partial(attention, "attention_at", "attention_at", 64, BF16)
+    yield functools.partial(attention, "attention at positions", "attention", 64, BF16, in_memory=True)
     yield functools.partial(attention, "masked_attention", "masked_attention", 64, BF16)
 
 

@@ -12,19 +12,14 @@ from close import assert_close
 
 from fzero.core.compile import have_compiler
 from fzero.kernels import attention, attention_flash, attention_flash_backward, registry
+from fzero.kernels.attention import FORM_PASSES
+from fzero.kernels.attention_arguments import Positions, Scoring
+from fzero.kernels.attention_blocked import blocked_forward_at
 from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.attention_positions import (
-    FORM_PASSES,
-    Positions,
-    Scoring,
-    attention_at,
-    blocked_forward_at,
-    reference,
-)
 from fzero.kernels.attention_ring import join
 from fzero.kernels.block_mask import BlockMask
 
-# ring's parts and `attention_at` alike; triton in its interpreter, in float32
+# ring's parts and attention at positions alike; triton in its interpreter, in float32
 FORMS = [
     "blocked",
     pytest.param("tiled", marks=pytest.mark.skipif(not have_compiler(), reason="there is no C++ compiler")),
@@ -37,6 +32,14 @@ PATTERNS = [
     Pattern("fixed", 16, 3),
     Pattern("bigbird", 8, global_count=1, near=1, random=1, seed=5),
 ]
+
+
+def attention_at(q, k, v, query, key, query_documents=None, key_documents=None, form=attention.attention, **options):
+    """Attention at positions, by the operation or a function such as its reference."""
+    return form(q, k, v, positions=Positions(query, key, query_documents, key_documents), **options)
+
+
+reference = functools.partial(attention_at, form=attention.reference)
 
 
 def draw(b, t, s, h=4, g=2, k=6, dtype=torch.float64, seed=0):
@@ -199,10 +202,10 @@ def drawn(name, seed, dtype=torch.float64):
     options["pattern"] = pick.choice(PATTERNS)
     sinks = torch.linspace(-1, 1, h, dtype=dtype)
     options |= {"cap": pick.choice((0.0, 3.0)), "sinks": pick.choice((None, sinks))}
-    if name != "attention_at":
+    if name != "positions":
         return tensors, options | {"documents": documents}
-    options |= {"query_documents": documents[:, s - t :], "key_documents": documents}
-    return (*tensors, torch.arange(s - t, s), torch.arange(s)), options
+    positions = Positions(torch.arange(s - t, s), torch.arange(s), documents[:, s - t :], documents)
+    return tensors, options | {"positions": positions}
 
 
 def put(place, change):
@@ -210,15 +213,20 @@ def put(place, change):
 
     def of(args, options):
         args = list(args)
-        into = args if isinstance(place, int) else options
-        into[place] = change(into[place], args[0].shape[2]) if callable(change) else change
-        return args, options
+        field = place if place in Positions._fields else ""
+        into = options["positions"]._asdict() if field else args if isinstance(place, int) else options
+        into[place] = (
+            change(into.get(place) if isinstance(into, dict) else into[place], args[0].shape[2])
+            if callable(change)
+            else change
+        )
+        return args, options | ({"positions": Positions(**into)} if field else {})
 
     return of
 
 
 OPTIONS = {"attention": "pattern documents cap sinks scale"}
-OPTIONS |= {"attention_at": "pattern query_documents key_documents cap sinks scale"}
+OPTIONS |= {"positions": "pattern query_documents key_documents cap sinks scale"}
 OPTIONS |= {"masked_attention": "documents scale"}
 WRONG_OPTIONS = {
     "sinks": [
@@ -248,9 +256,9 @@ WRONG_TENSORS = [
 ]
 WRONG = {name: [put(o, c) for o in options.split() for c in WRONG_OPTIONS[o]] for name, options in OPTIONS.items()}
 WRONG["attention"] += [put(0, lambda x, _: x.repeat(1, 41, 1, 1))]  # more queries than keys
-WRONG["attention_at"] += [
+WRONG["positions"] += [
     put(place, change)
-    for place in (3, 4)
+    for place in ("query", "key")
     for change in (
         lambda x, _: x.int(),
         lambda x, _: x.double(),
@@ -259,6 +267,7 @@ WRONG["attention_at"] += [
         None,
     )
 ]
+WRONG["positions"] += [put("positions", lambda x, _: tuple(x)), put("documents", lambda *_: torch.zeros(1, 1).int())]
 WRONG["masked_attention"] += [
     put(3, lambda x, _: x.blocks),
     put(3, lambda x, _: x.to("meta")),
@@ -269,7 +278,7 @@ WRONG["masked_attention"] += [
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_drawn_call_is_that_of_float64_or_refused_in_one_line_by_every_form(name):
-    op = registry.op(name)
+    op = registry.op("attention" if name == "positions" else name)
     for number, change in enumerate(WRONG_TENSORS + WRONG[name]):
         said = set()
         for impl in ("auto", "reference", *(form.name for form in op.forms)):

@@ -9,14 +9,13 @@ import pytest
 import ranks
 import torch
 from close import assert_close
-from test_attention_at import FORMS, on_device, places, small_tiles  # noqa: F401  (a fixture)
+from test_attention_at import FORMS, attention_at, on_device, places, small_tiles  # noqa: F401  (a fixture)
+from test_attention_at import reference as reference_at
 from test_ring import CHOICES, H, by_rank, documents_of, placed, tensors_of
 
 import fzero
 from fzero.kernels import attention as attn
 from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.attention_positions import attention_at
-from fzero.kernels.attention_positions import reference as reference_at
 from fzero.kernels.attention_ring import ring_attention
 
 F64 = torch.float64

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from fzero.kernels.attention_pattern import FULL, Pattern, pairs_by_query, visible_mask
+from fzero.kernels.attention_arguments import Positions
+from fzero.kernels.attention_pattern import FULL, Pattern, pairs_by_query
 from fzero.sharding.context import balanced, blocks_of, contiguous, imbalance, in_blocks, zigzag
 
 TOKENS = 65536
@@ -64,7 +65,7 @@ def test_work_is_the_number_of_pairs_that_the_mask_has(pattern):
     rows = [np.repeat(rng.integers(0, 4, 30), rng.integers(1, 6, 30))[:60] for _ in range(5)]
     documents = np.stack([np.zeros(60, int), *rows])
     line = torch.arange(60)
-    mask = visible_mask(pattern, line, line, torch.from_numpy(documents))
+    mask = Positions(line, line, *(torch.from_numpy(documents),) * 2).mask(pattern)
     assert (pairs_by_query(pattern, documents) == mask.sum(-1).numpy()).all()
     for start, queries, end in ((0, 60, 60), (13, 20, 25), (30, 10, 7)):
         assert pattern.pairs(start, queries, end) == int(mask[0, start : start + queries, :end].sum())

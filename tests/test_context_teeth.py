@@ -21,7 +21,6 @@ from fzero.core import cpp
 from fzero.core.compile import have_compiler
 from fzero.core.future import Future
 from fzero.kernels import attention_ring, attention_tiled
-from fzero.kernels.attention_positions import attention_at, reference
 from fzero.models import cp_attention, experts, layers
 from fzero.sharding.context import Pieces, contiguous, zigzag
 from fzero.train import gradient
@@ -115,9 +114,11 @@ def later_keys_of_chosen_blocks():
     """The same of blocks that the batch chooses."""
 
     def wrong(real):
-        return lambda q, k, v, query, *rest, **more: real(q, k, v, query + 1, *rest, **more)
+        return lambda q, k, v, positions, **more: real(
+            q, k, v, positions=positions._replace(query=positions.query + 1), **more
+        )
 
-    return wrap(cp_attention, "attention_at", wrong)
+    return wrap(cp_attention, "attention", wrong)
 
 
 def narrow_join():
@@ -291,7 +292,10 @@ def attends(form):
 @pytest.mark.skipif(not have_compiler(), reason="there is no C++ compiler")
 @pytest.mark.parametrize("mistake", TILES)
 def test_a_mistake_in_the_tile_loops_is_caught(mistake, tmp_path, monkeypatch):
-    tiled, expected = functools.partial(attention_at, impl="tiled"), attends(reference)
+    tiled, expected = (
+        functools.partial(test_attention_at.attention_at, impl="tiled"),
+        attends(test_attention_at.reference),
+    )
     assert_close(attends(tiled), expected, rtol=1e-10, atol=1e-12)
     right, wrong = TILES[mistake]
     source = cpp.source_of(Path(attention_tiled.__file__).with_suffix(".cpp"))

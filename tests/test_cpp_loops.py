@@ -22,8 +22,8 @@ from fzero.core import cpp, crc32c, digest, prng
 from fzero.core.compile import have_compiler
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import glu, norm, quantize
+from fzero.kernels.attention import attend
 from fzero.kernels.attention_pattern import Pattern
-from fzero.kernels.attention_tiled import tiled_attention
 from fzero.kernels.custom_operator import MANY
 from fzero.kernels.quantize_codes import KINDS
 from fzero.kernels.registry import observe
@@ -159,7 +159,7 @@ def norms(dtype):
 def attention(dtype):
     tensors = laws.draw((1, 130, 2, 6), (1, 130, 1, 6), (1, 130, 1, 6), dtype=dtype)
     for documents in (None, torch.arange(130)[None] // 47):
-        f = functools.partial(tiled_attention, pattern=Pattern("window", 70), documents=documents)
+        f = functools.partial(attend, "tiled", pattern=Pattern("window", 70), documents=documents)
         both_passes_inside(f, tensors)
 
 

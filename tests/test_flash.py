@@ -195,7 +195,7 @@ def test_a_document_in_a_packed_row_is_the_document_alone():
 def tiles_seen(pattern, documents, t, m, n):
     """How many tiles of m queries and n keys there are in which a query sees a key."""
     at = torch.arange(t, device=laws.DEVICE)
-    mask = attn.visible_mask(pattern, at, at, documents)[0]
+    mask = attn.Positions(at, at, documents, documents).mask(pattern)[0]
     return sum(int(part.any()) for rows in mask.split(m) for part in rows.split(n, 1))
 
 

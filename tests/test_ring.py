@@ -8,7 +8,6 @@ from close import assert_close
 
 from fzero.kernels import attention, attention_ring
 from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.attention_positions import attention_at
 from fzero.kernels.attention_ring import ring_attention
 from fzero.sharding.context import Pieces, contiguous, largest_inner, zigzag
 
@@ -126,7 +125,7 @@ def test_bfloat16_parts_are_joined_in_float32():
     exact, plain = [], []
     for to, found in ((F64, exact), (torch.bfloat16, plain)):
         leaves, line = [x.to(to).requires_grad_() for x in given], torch.arange(tokens)
-        out = attention_at(*leaves, line, line)
+        out = attention.attention(*leaves, positions=attention.Positions(line, line))
         found += [out.detach(), *torch.autograd.grad(out, leaves, g.to(to))]
     got = placed(ranks.run(n, in_bfloat16, tokens, zigzag(n), mesh={"cp": n}), zigzag(n), tokens)
     for error, base in zip(errors(got, exact), errors(plain, exact)):

@@ -10,7 +10,7 @@ from moe_balance_cases import equals_written_out
 
 from fzero import models, optim
 from fzero.core import precision, prng, pytree, stack
-from fzero.kernels import attention, attention_blocked, attention_pattern, cross_entropy_rows, moe
+from fzero.kernels import attention_arguments, attention_blocked, attention_pattern, cross_entropy_rows, moe
 from fzero.models import base, forward, layers
 from fzero.optim import leafwise, moment_storage
 from fzero.train import eval as evaluation
@@ -198,13 +198,9 @@ def everywhere(documents):
 
 @caught_by(*(of_model(law, m) for law in (laws.documents, laws.as_written) for m in ("gpt2", "llama", "moe dropless")))
 def document_mask_forgotten(monkeypatch):
-    for owner in (attention, attention_blocked):
-        wrap(
-            monkeypatch,
-            owner,
-            "visible_mask",
-            lambda f: lambda pattern, query, key, documents: f(pattern, query, key, everywhere(documents)),
-        )
+    forget = {"query_documents": None, "key_documents": None}
+    positions = attention_arguments.Positions
+    wrap(monkeypatch, positions, "mask", lambda f: lambda self, pattern: f(self._replace(**forget), pattern))
 
 
 @caught_by(*(of_model(laws.as_written, m) for m in ("llama", "moe dropless", "moe capacity")))
@@ -286,7 +282,7 @@ def gradient_of_the_softmax_without_its_target(monkeypatch):
 @caught_by(*(one_normalisation(case) for case in ("gpt2", "llama", "moe dropless")))
 def attention_backward_without_the_normalisation_of_rows(monkeypatch):
     def without(f):
-        return lambda pattern, scale, q, k, v, out, *rest: f(pattern, scale, q, k, v, out * 0, *rest)
+        return lambda q, k, v, sinks, documents, lse, *rest: f(q, k, v, sinks, documents, lse * 0, *rest)
 
     wrap(monkeypatch, attention_blocked, "_blocked_backward", without)
 

@@ -1,4 +1,4 @@
-"""Causal attention with patterns and document masks.
+"""Causal attention with patterns and document masks, of whole sequences and of queries and keys at any positions.
 
     out[t] = sum_s softmax_s(scale q[t] . k[s]) v[s]      over the s that query t may see
 
@@ -7,15 +7,20 @@ section 2.1). With a sink, a logit of each query head, the softmax has one more 
 attention_arguments.py.
 
 A query sees the keys at positions up to its own that are in its document and that the pattern allows. `reference`
-defines this.
+defines this. The queries are the last T of the S positions; or both are at positions that are given, as one rank of
+context parallelism has them, where a query that sees no key has out 0.
 
-Shapes: q [B, T, H, K], k and v [B, S, G, K] with H a multiple of G, out [B, T, H, K]; the queries are the last T of the
-S positions.
+Shapes: q [B, T, H, K], k and v [B, S, G, K] with H a multiple of G, out [B, T, H, K].
+
+`FORM_PASSES` gives a form's two passes on plain tensors, also for parts of one softmax over several sets of keys: (out,
+the log-sum-exp of each query's scores), at positions in float32 or wider, and the gradients from the log-sum-exp over
+all sets. Nothing of T times S elements is kept.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -23,17 +28,31 @@ from torch import Tensor
 
 from fzero.core.device import kind_of
 from fzero.kernels import attention_flash, attention_library, attention_tiled
-from fzero.kernels.attention_arguments import attend_by, expect_attention, softmax, widened
-from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK, blocked_attention
-from fzero.kernels.attention_flash import flash_forward
-from fzero.kernels.attention_flash_backward import flash_backward
-from fzero.kernels.attention_pattern import FULL, Pattern, visible_mask
-from fzero.kernels.cross_entropy_rows import cap_logits
+from fzero.kernels.attention_arguments import (
+    Positions,
+    Scoring,
+    attend_by,
+    expect_attention,
+    masked_scores,
+    softmax,
+)
+from fzero.kernels.attention_blocked import (
+    MAX_BLOCKS,
+    MIN_BLOCK,
+    blocked_attention,
+    blocked_backward_at,
+    blocked_forward_at,
+)
+from fzero.kernels.attention_flash import flash_forward, flash_forward_at
+from fzero.kernels.attention_flash_backward import flash_backward, flash_backward_at
+from fzero.kernels.attention_pattern import FULL, Pattern
+from fzero.kernels.attention_tiled import tiled_backward, tiled_forward
 from fzero.kernels.custom_operator import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
-__all__ = ["FULL", "Pattern", "attention"]
+__all__ = ["FULL", "Pattern", "Positions", "attention"]
 MAX_POSITION = 2**30  # the kernels compute positions in 32 bits
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def reference(
@@ -43,22 +62,126 @@ def reference(
     *,
     pattern: Pattern = FULL,
     documents: Tensor | None = None,
+    positions: Positions | None = None,
     scale: float | None = None,
     cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """The definition: compute all scores, mask them, and take the softmax in float32 or wider. Shapes as at the top of
-    the file; documents int [B, S]; cap: of the scores, 0 for none; sinks [H].
+    the file; documents int [B, S]; positions: of queries and keys, and their documents, in place of `documents`; cap:
+    of the scores, 0 for none; sinks [H].
     """
-    t, s = q.shape[1], k.shape[1]
-    key = torch.arange(s, device=q.device)
-    mask = visible_mask(pattern, key[s - t :], key, documents)
-    grouped = rearrange(q, "b t (g r) k -> b g r t k", g=k.shape[2])
-    scores = torch.einsum("bgrtk,bsgk->bgrts", widened(grouped), widened(k))
-    scores = cap_logits(scores * (q.shape[-1] ** -0.5 if scale is None else scale), cap)
-    scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
-    out = torch.einsum("bgrts,bsgk->btgrk", softmax(scores, sinks).to(v.dtype), v)
-    return rearrange(out, "b t g r k -> b t (g r) k")
+    t, s, in_order = q.shape[1], k.shape[1], positions is None
+    if positions is None:
+        positions = Positions.of_last(range(s - t, s), range(s), documents, q.device)
+    scores, mask = masked_scores(q, k, positions, Scoring.of_call(q, pattern, scale, cap))
+    if in_order:  # a query sees itself
+        p = softmax(scores, sinks)
+    else:
+        has_key = mask.any(-1, keepdim=True)
+        p = torch.where(has_key, softmax(torch.where(has_key, scores, 0.0), sinks), 0.0)
+    return rearrange(torch.einsum("bgrts,bsgk->btgrk", p.to(v.dtype), v), "b t g r k -> b t (g r) k")
+
+
+# ---- the passes of forms --------------------------------------------------------------------------------------------
+
+
+class FormPasses(NamedTuple):
+    """The two passes of a form, on plain tensors: forward(q, k, v, positions, scoring) -> (out, lse), and
+    backward(q, k, v, positions, out, lse, g, scoring) -> (dq, dk, dv).
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Positions, Scoring], tuple[Tensor, Tensor]]
+    backward: Callable[..., Gradients]
+
+
+def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, positions: Positions, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    wide = positions.query is not None
+    return tiled_forward(q, k, v, *positions.rows(q.shape[0]), scoring.numbers, scoring.scale, scoring.cap, wide)
+
+
+def _tiled_backward(
+    q: Tensor, k: Tensor, v: Tensor, positions: Positions, out: Tensor, lse: Tensor, g: Tensor, scoring: Scoring
+) -> Gradients:
+    arguments = scoring.numbers, scoring.scale, scoring.cap, positions.query is not None
+    return tiled_backward(q, k, v, *positions.rows(q.shape[0]), out, lse, g, *arguments)[:3]
+
+
+def _last_queries(q: Tensor, k: Tensor, documents: Tensor | None, scoring: Scoring) -> tuple[Any, ...]:
+    """The arguments of flash attention in order."""
+    offset = k.shape[1] - q.shape[1]
+    of_queries = None if documents is None else documents[:, offset:]
+    return of_queries, documents, scoring.numbers, scoring.scale, offset, 0
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, positions: Positions, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    if positions.query is None:
+        return flash_forward(q, k, v, *_last_queries(q, k, positions.key_documents, scoring))
+    return flash_forward_at(q, k, v, *positions.rows(q.shape[0]), scoring.numbers, scoring.scale)
+
+
+def _flash_backward(
+    q: Tensor, k: Tensor, v: Tensor, positions: Positions, out: Tensor, lse: Tensor, g: Tensor, scoring: Scoring
+) -> Gradients:
+    if positions.query is None:
+        return flash_backward(g, q, k, v, out, lse, *_last_queries(q, k, positions.key_documents, scoring))
+    return flash_backward_at(g, q, k, v, out, lse, *positions.rows(q.shape[0]), scoring.numbers, scoring.scale)
+
+
+FORM_PASSES = {
+    "triton": FormPasses(_flash_forward, _flash_backward),
+    "tiled": FormPasses(_tiled_forward, _tiled_backward),
+    "blocked": FormPasses(blocked_forward_at, blocked_backward_at),  # at positions alone
+}
+
+
+def attend(
+    form: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern = FULL,
+    documents: Tensor | None = None,
+    positions: Positions | None = None,
+    scale: float | None = None,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`reference` by the passes of a form."""
+    passes, scoring = FORM_PASSES[form], Scoring.of_call(q, pattern, scale, cap)
+    places = positions or Positions(key_documents=documents)
+    present = [x is not None for x in places]
+
+    def places_of(tensors: Sequence[Tensor]) -> Positions:
+        remaining = iter(tensors)
+        return Positions(*(next(remaining) if is_present else None for is_present in present))
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = passes.forward(q, k, v, places_of(tensors), scoring)
+        return out.to(q.dtype), lse
+
+    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        q, k, v, *tensors, out, lse = saved
+        gradients = passes.backward(q, k, v, places_of(tensors), out, lse, *grads, scoring)
+        return tuple(x.to(q.dtype) for x in gradients)
+
+    tensors = q, k, v, *(x for x in places if x is not None)
+    return attend_by(f"{form} attention", forward, backward, tensors, sinks)
+
+
+def _by_triton(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return attend("triton", q, k, v, **options)
+
+
+def _by_tiles(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return attend("tiled", q, k, v, **options)
+
+
+def _by_blocks(q: Tensor, k: Tensor, v: Tensor, *, positions: Positions | None = None, **options: Any) -> Tensor:
+    if positions is None:
+        return blocked_attention(q, k, v, **options)
+    return attend("blocked", q, k, v, positions=positions, **options)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **_: Any) -> Tensor:
@@ -68,29 +191,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = No
     return out.transpose(1, 2)
 
 
-def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    pattern: Pattern = FULL,
-    documents: Tensor | None = None,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """`reference` by the kernels of attention_flash.py."""
-    offset = k.shape[1] - q.shape[1]
-    document_pair = () if documents is None else (documents[:, offset:], documents)
-    where = (pattern.numbers, q.shape[-1] ** -0.5 if scale is None else scale, offset, 0)
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, *documents: Tensor) -> tuple[Tensor, Tensor]:
-        return flash_forward(q, k, v, *(documents or (None, None)), *where)
-
-    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        q, k, v, *documents, out, lse = saved
-        return flash_backward(grads[0], q, k, v, out, lse, *(documents or (None, None)), *where)
-
-    return attend_by("flash attention", forward, backward, (q, k, v, *document_pair), sinks)
+# ---- what forms serve -----------------------------------------------------------------------------------------------
 
 
 def _flash_serves(
@@ -100,6 +201,7 @@ def _flash_serves(
     *,
     pattern: Pattern = FULL,
     documents: Tensor | None = None,
+    positions: Positions | None = None,
     scale: float | None = None,
     cap: float = 0.0,
     **options: Any,
@@ -107,25 +209,29 @@ def _flash_serves(
     t, s = q.shape[1], k.shape[1]
     if reason := attention_flash.serves(q, k, v, scale, cap):
         return reason
-    if t > s:
+    if positions is None and t > s:
         return f"there are {t} queries of {s} positions; it takes at most as many"
-    if max(s, pattern.size) > MAX_POSITION:
+    if positions is None and max(s, pattern.size) > MAX_POSITION:
         return f"there are {s} keys and the pattern's size is {pattern.size}; both must be at most 2^30"
-    return triton_runs(q, k, v) if documents is None else triton_runs(q, k, v, documents)
+    return triton_runs(q, k, v, *(x for x in (documents, *(positions or ())) if x is not None))
 
 
-def _flash_preferred(q: Tensor, *tensors: Tensor, **options: Any) -> str:
-    return (
-        "one query makes one tile of each head, which goes through the keys alone"
-        if q.shape[1] == 1
-        else on_cuda(q, *tensors)
-    )
+def _flash_preferred(q: Tensor, *tensors: Tensor, positions: Positions | None = None, **options: Any) -> str:
+    if positions is None and q.shape[1] == 1:
+        return "one query makes one tile of each head, which goes through the keys alone"
+    return on_cuda(q, *tensors)
 
 
-def _blocked_serves(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
+def _blocked_serves(q: Tensor, k: Tensor, v: Tensor, *, positions: Positions | None = None, **options: Any) -> str:
+    if positions is not None:
+        return ""
     if q.shape[1] > k.shape[1]:
         return f"there are {q.shape[1]} queries of {k.shape[1]} positions; it takes at most as many"
     return "" if q.numel() else f"the queries {list(q.shape)} are empty, and blocks are not"
+
+
+def _blocked_preferred(q: Tensor, *tensors: Tensor, positions: Positions | None = None, **options: Any) -> str:
+    return "" if q.shape[1] > 1 or positions is not None else "one query needs no blocks"
 
 
 def _fused_serves(
@@ -135,12 +241,15 @@ def _fused_serves(
     *,
     pattern: Pattern = FULL,
     documents: Tensor | None = None,
+    positions: Positions | None = None,
     cap: float = 0.0,
     sinks: Tensor | None = None,
     **options: Any,
 ) -> str:
     if sinks is not None:
         return "it has no sinks"
+    if positions is not None:
+        return "it has no positions"
     if pattern != FULL or documents is not None:
         return "it has neither patterns nor documents"
     if q.shape[1] != k.shape[1]:
@@ -157,12 +266,13 @@ def _fused_preferred(q: Tensor, *tensors: Tensor, **options: Any) -> str:
     return "blocked takes 0.5 to 1.0 of its time on a CPU up to T = 1024"
 
 
-def _blocked_preferred(q: Tensor, *tensors: Tensor, **options: Any) -> str:
-    return "" if q.shape[1] > 1 else "one query needs no blocks"
-
-
-def _flops(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, **options: Any) -> int:
-    """FLOPs of the two products over the pairs that pattern and causality allow; documents are ignored."""
+def _flops(
+    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, positions: Positions | None = None, **options: Any
+) -> int:
+    """FLOPs of the two products over the pairs that pattern and causality allow; documents are ignored. At positions of
+    half of the pairs: which are seen is data."""
+    if positions is not None:
+        return 2 * q.numel() * k.shape[1]
     pairs = pattern.pairs(k.shape[1] - q.shape[1], q.shape[1], k.shape[1])
     return 4 * q.shape[0] * q.shape[2] * q.shape[3] * pairs
 
@@ -174,13 +284,19 @@ def _bytes(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> int:
 attention = Op(
     "attention",
     reference,
-    Form("triton", flash_attention, supports=_flash_serves, prefers=_flash_preferred),
+    Form("triton", _by_triton, supports=_flash_serves, prefers=_flash_preferred),
     *attention_library.forms(),
-    Form("tiled", attention_tiled.tiled_attention, supports=attention_tiled.supports, prefers=attention_tiled.prefers),
+    Form("tiled", _by_tiles, supports=attention_tiled.supports, prefers=attention_tiled.prefers),
     Form("fused", fused_attention, supports=_fused_serves, prefers=_fused_preferred),
-    Form("blocked", blocked_attention, supports=_blocked_serves, prefers=_blocked_preferred),
+    Form("blocked", _by_blocks, supports=_blocked_serves, prefers=_blocked_preferred),
     flops=_flops,
     bytes=_bytes,
     order=attention_library.order,
     expect=expect_attention,
 )
+
+
+def choose_form(impl: str, q: Tensor, k: Tensor, v: Tensor, positions: Positions, scoring: Scoring) -> str:
+    """The name in FORM_PASSES of the form that serves parts; raises ValueError if `impl` is none, or does not serve."""
+    name, _ = attention.choose(impl, (q, k, v), {"positions": positions, **scoring._asdict()})
+    return name if name in FORM_PASSES else "blocked"

@@ -1,6 +1,6 @@
-"""What a call of attention must have, whichever form serves it: each operation's `expect`.
+"""What every form of attention shares: positions, scores, sinks, and what a call must have.
 
-Every message is one line: the argument, what it is, and what it may be.
+Every message of a refusal is one line: the argument, what it is, and what it may be.
 
 Attention sinks: a logit of each query head that takes its share of the softmax and gives no value.
 
@@ -26,16 +26,92 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from fzero.kernels.attention_pattern import FULL, Pattern
+from fzero.kernels.cross_entropy_rows import cap_logits
 from fzero.kernels.custom_operator import Fused
 
 Tensors = tuple[Tensor, ...]
+
+
+class Positions(NamedTuple):
+    """The positions of queries and keys, int64 [T] and [S] or [B, T] and [B, S], and their documents or None.
+
+    Without positions, within this package, the queries are the last of the keys, whose documents alone are given.
+    """
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    query_documents: Tensor | None = None
+    key_documents: Tensor | None = None
+
+    def rows(self, b: int) -> Positions:
+        """The same as contiguous int64 [B, T] and [B, S]."""
+
+        def wide(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.to(torch.int64).expand(b, x.shape[-1]).contiguous()
+
+        return Positions(*map(wide, self))
+
+    def queries(self, start: int, end: int) -> Positions:
+        """The same of some of the queries."""
+
+        def cut(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[..., start:end]
+
+        return self._replace(query=cut(self.query), query_documents=cut(self.query_documents))
+
+    def mask(self, pattern: Pattern) -> Tensor:
+        """Which keys each query sees, bool [1 or B, T, S]."""
+        assert self.query is not None and self.key is not None
+        pair_mask = pattern.visible(self.query[..., :, None], self.key[..., None, :])
+        if self.query_documents is not None and self.key_documents is not None:
+            pair_mask = pair_mask & (self.query_documents[..., :, None] == self.key_documents[..., None, :])
+        return pair_mask if pair_mask.dim() == 3 else pair_mask[None]
+
+    @classmethod
+    def of_last(cls, queries: range, keys: range, documents: Tensor | None, device: torch.device) -> Positions:
+        """Of queries and keys that lie side by side in a sequence, whose documents are int [B, length]."""
+        query, key = (torch.arange(x.start, x.stop, device=device) for x in (queries, keys))
+        of_both = () if documents is None else (documents[:, x.start : x.stop] for x in (queries, keys))
+        return cls(query, key, *of_both)
+
+
+class Scoring(NamedTuple):
+    """What of attention is no tensor: the pattern, the scale of the scores, and their cap, 0 for none."""
+
+    pattern: Pattern = FULL
+    scale: float = 1.0
+    cap: float = 0.0
+
+    @property
+    def numbers(self) -> list[int]:
+        """The pattern in numbers, for operators."""
+        return self.pattern.numbers
+
+    @classmethod
+    def of_call(cls, q: Tensor, pattern: Pattern, scale: float | None, cap: float) -> Scoring:
+        """That of a call, whose scale is 1 / sqrt(K) if None is given."""
+        return cls(pattern, q.shape[-1] ** -0.5 if scale is None else scale, cap)
+
+    @classmethod
+    def of_numbers(cls, pattern: list[int], scale: float, cap: float) -> Scoring:
+        """The value whose `numbers` are `pattern`."""
+        return cls(Pattern.of_numbers(pattern), scale, cap)
+
+
+def masked_scores(q: Tensor, k: Tensor, positions: Positions, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """(scores [B, G, R, T, S] in float32 or wider, -inf of a pair that is not seen; the mask, [1 or B, 1, 1, T, S])."""
+    q = rearrange(q, "b t (g r) k -> b g r t k", g=k.shape[2])
+    scores = torch.einsum("bgrtk,bsgk->bgrts", widened(q), widened(k))
+    scores = cap_logits(scores * scoring.scale, scoring.cap)
+    mask = positions.mask(scoring.pattern)[:, None, None]
+    return scores.masked_fill(~mask, float("-inf")), mask
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -96,6 +172,7 @@ def expect_attention(
     *,
     pattern: Any = FULL,
     documents: Any = None,
+    positions: Any = None,
     scale: Any = None,
     cap: Any = 0.0,
     sinks: Any = None,
@@ -103,41 +180,36 @@ def expect_attention(
     """Raise ValueError for a call of `attention` that no form serves."""
     expect_heads(q, k, v, scale)
     expect_scores(q, pattern, cap, sinks)
-    t, s = q.shape[1], k.shape[1]
-    if t > s:
+    (b, t), s = q.shape[:2], k.shape[1]
+    if positions is not None:
+        _expect_positions(positions, documents, q, s)
+    elif t > s:
         raise ValueError(
             f"attention: there are {t} queries of {s} keys; the queries are the last of the keys' positions, at most "
             "as many"
         )
-    expect_integers("documents", documents, q, [q.shape[0], s])
+    expect_integers("documents", documents, q, [b, s])
 
 
-def expect_positions(
-    q: Any,
-    k: Any,
-    v: Any,
-    query: Any,
-    key: Any,
-    *,
-    pattern: Any = FULL,
-    query_documents: Any = None,
-    key_documents: Any = None,
-    scale: Any = None,
-    cap: Any = 0.0,
-    sinks: Any = None,
-) -> None:
-    """Raise ValueError for a call of `attention_at` that no form serves."""
-    expect_heads(q, k, v, scale)
-    expect_scores(q, pattern, cap, sinks)
-    (b, t), s = q.shape[:2], k.shape[1]
-    for name, places, n in (("query", query, t), ("key", key, s)):
+def _expect_positions(positions: Any, documents: Any, q: Tensor, s: int) -> None:
+    if not isinstance(positions, Positions):
+        raise ValueError(
+            f"attention: {_is('positions')} {_describe(positions)}; give Positions(query, key), or also the documents "
+            "of both"
+        )
+    if documents is not None:
+        raise ValueError(
+            "attention: documents are given, and positions; give the documents to Positions, of both sides"
+        )
+    b, t = q.shape[:2]
+    for name, places, n in (("query", positions.query, t), ("key", positions.key, s)):
         if not isinstance(places, Tensor) or places.dtype != torch.int64:
             raise ValueError(f"attention: {name} is {_describe(places)}; give positions, int64 {[n]} or {[b, n]}")
         expect_integers(name, places, q, [n], [b, n])
-    expect_integers("query_documents", query_documents, q, [t], [b, t])
-    expect_integers("key_documents", key_documents, q, [s], [b, s])
-    if (query_documents is None) != (key_documents is None):
-        missing = "query_documents" if query_documents is None else "key_documents"
+    expect_integers("query_documents", positions.query_documents, q, [t], [b, t])
+    expect_integers("key_documents", positions.key_documents, q, [s], [b, s])
+    if (positions.query_documents is None) != (positions.key_documents is None):
+        missing = "query_documents" if positions.query_documents is None else "key_documents"
         raise ValueError(f"attention: {missing} are not given, and those of the other side are; give both or neither")
 
 

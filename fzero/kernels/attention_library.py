@@ -229,11 +229,14 @@ def refusal_reason(
     library: str,
     pattern: Pattern = FULL,
     documents: Tensor | None = None,
+    positions: Any = None,
     sinks: Tensor | None = None,
     **options: Any,
 ) -> str:
     """The reason why a library does not serve a call; "" if it does."""
     (b, t, h, dim), groups, backend = q.shape, k.shape[2], LIBRARIES[library]
+    if positions is not None:
+        return "it has no positions; triton has them"
     if documents is not None:
         return "it has no documents packed in a row; triton has them, and a run without data.within_documents has none"
     if sinks is not None:

@@ -223,14 +223,3 @@ def _pairs_of_row(pattern: Pattern, documents: np.ndarray) -> np.ndarray:
             counts[start:end] += pattern.count_visible(queries, last) - pattern.count_visible(queries, first)
         runs.append((start, end))
     return counts
-
-
-def visible_mask(pattern: Pattern, query: Tensor, key: Tensor, documents: Tensor | None) -> Tensor:
-    """The mask (bool [1 or B, len(query), len(key)]) of the positions `query` and `key` (int64 vectors).
-
-    documents: int [B, S], the document of each of the S positions, or None.
-    """
-    mask = pattern.visible(query[:, None], key[None, :])[None]
-    if documents is None:
-        return mask
-    return mask & (documents[:, query, None] == documents[:, None, key])

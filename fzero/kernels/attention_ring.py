@@ -50,18 +50,17 @@ from fzero.core.device import is_traced, kind_of
 from fzero.core.product_flops import add_formula
 from fzero.core.torch_private import FakeTensor
 from fzero.kernels import flops
-from fzero.kernels.attention_arguments import attend_by, expect_heads, expect_integers, expect_scores
-from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.attention_positions import (
-    FORM_PASSES,
-    FormPasses,
+from fzero.kernels.attention import FORM_PASSES, FormPasses, attention, choose_form
+from fzero.kernels.attention_arguments import (
     Positions,
     Scoring,
-    attention_at,
-    blocked_backward_at,
-    blocked_forward_at,
-    choose_form,
+    attend_by,
+    expect_heads,
+    expect_integers,
+    expect_scores,
 )
+from fzero.kernels.attention_blocked import blocked_backward_at, blocked_forward_at
+from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.custom_operator import OPENED, operator
 
 
@@ -139,9 +138,10 @@ class Ring:
 def may_see(positions: Positions) -> bool:
     """False only if all keys are after all queries, or in other documents: then nothing is computed. Values are looked
     at in the host's memory alone, as a GPU would be waited for."""
-    if kind_of(positions.query) != "cpu" or isinstance(positions.query, FakeTensor) or is_traced(positions.query):
+    query, key = positions.query, positions.key
+    if query is None or key is None or kind_of(query) != "cpu" or isinstance(query, FakeTensor) or is_traced(query):
         return True
-    if int(positions.key.min()) > int(positions.query.max()):
+    if int(key.min()) > int(query.max()):
         return False
     query_documents, key_documents = positions.query_documents, positions.key_documents
     if query_documents is None or key_documents is None:
@@ -242,7 +242,7 @@ def ring_attention(
     q [B, n, H, K], k and v [B, n, G, K]: of this rank's positions. positions: int64 [c, n], those of each rank,
     together each of a sequence's T = c n once, the same on all ranks. documents: int [B, T] of the whole sequences, or
     None. inner: ranks of a group that exchange heads, see the top of the file; it divides c, H and G. sinks: [H], see
-    attention_arguments. impl: the form of `attention_at`. Keys and values are passed on while the hop before is
+    attention_arguments. impl: the form of `attention`. Keys and values are passed on while the hop before is
     computed.
 
     Communicates: see the top of the file. Raises ValueError for shapes that do not fit, and under transforms that
@@ -254,9 +254,9 @@ def ring_attention(
     _expect_fit(q, k, axis, positions, inner)
     expect_integers("documents", documents, q, [q.shape[0], positions.numel()])
     if axis.size == 1:
-        row_documents = {} if documents is None else {"query_documents": documents[:, positions[0]]}
-        row_documents |= {} if documents is None else {"key_documents": documents[:, positions[0]]}
-        return attention_at(q, k, v, positions[0], positions[0], impl=impl, sinks=sinks, **row_documents, **options)
+        row_documents = None if documents is None else documents[:, positions[0]]
+        row = Positions(positions[0], positions[0], row_documents, row_documents)
+        return attention(q, k, v, positions=row, impl=impl, sinks=sinks, **options)
     if not first_order():
         raise ValueError(
             "ring attention is differentiated once, and serves neither vmap nor jvp; use the form gather of context "
@@ -268,7 +268,7 @@ def ring_attention(
         k, v = exchange_within(torch.cat((k, v), -1), axis, inner, 2, 1, leaf=leaf).chunk(2, -1)
         sinks = None if sinks is None else sinks.chunk(inner)[axis.rank % inner]
     positions = positions.reshape(axis.size // inner, -1)
-    scoring = Scoring(pattern, q.shape[-1] ** -0.5 if scale is None else scale, cap)
+    scoring = Scoring.of_call(q, pattern, scale, cap)
     form = choose_form(impl, q, k, v, Positions(positions[0], positions[0]), scoring)
     arguments = axis.communicator.number, inner, form, scoring.numbers, scoring.scale, scoring.cap, leaf
 
@@ -340,10 +340,8 @@ class ChunkAttention(NamedTuple):
 
 def _positions(q: Tensor, k: Tensor, documents: Tensor | None, query: int, key: int) -> Positions:
     """The positions and documents of chunks that begin at `query` and `key`."""
-    query_end, key_end = query + q.shape[1], key + k.shape[1]
-    positions = torch.arange(query, query_end, device=q.device), torch.arange(key, key_end, device=q.device)
-    document_rows = (None, None) if documents is None else (documents[:, query:query_end], documents[:, key:key_end])
-    return Positions(*positions, *document_rows)
+    queries, keys = range(query, query + q.shape[1]), range(key, key + k.shape[1])
+    return Positions.of_last(queries, keys, documents, q.device)
 
 
 CHUNK_ARGUMENTS = "Tensor? documents, int query, int key, str form, int[] pattern, float scale, float cap"

@@ -1,7 +1,9 @@
 """Attention by tiles on a CPU, in C++ (attention_tiled.cpp), compiled when first used and kept in Inductor's cache.
 
-The products of a tile use torch's `brgemm`; scores and probabilities stay in the core's cache, tiles without a visible
-pair are skipped, and no tensor larger than q, k and v is kept.
+The products of a tile, of 64 queries and 128 keys, use torch's `brgemm`; scores and probabilities stay in the core's
+cache, tiles without a visible pair are skipped, and no tensor larger than q, k and v is kept. Scores and probabilities
+are rounded to the inputs' dtype once, before a product, and summed in float32 or wider. The bits do not depend on the
+number of threads; at most B G threads have work.
 """
 
 from __future__ import annotations
@@ -18,8 +20,7 @@ from fzero.core import cpp
 from fzero.core.compile import have_compiler
 from fzero.core.device import kind_of
 from fzero.kernels import flops
-from fzero.kernels.attention_arguments import attend_by
-from fzero.kernels.attention_pattern import FIELDS, FULL, Pattern
+from fzero.kernels.attention_pattern import FIELDS
 from fzero.kernels.custom_operator import operator
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
@@ -163,52 +164,12 @@ def tiled_backward(
     return results
 
 
-def tiled_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    pattern: Pattern = FULL,
-    documents: Tensor | None = None,
-    scale: float | None = None,
-    cap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """`attention.reference` by tiles of 64 queries and 128 keys; at most as many queries as keys.
-
-    Scores and probabilities are rounded to the inputs' dtype once, before a product, and summed in float32 or wider.
-    The bits do not depend on the number of threads; at most B G threads have work.
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    kind = pattern.numbers
-    data = () if documents is None else (documents.to(torch.int64).contiguous(),)
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return tiled_forward(q, k, v, None, None, None, documents, kind, scale, cap, False)
-
-    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        q, k, v, *documents, out, lse = saved
-        places = None, None, None, *(documents or (None,))
-        return tiled_backward(q, k, v, *places, out, lse, *grads, kind, scale, cap, False)[:3]
-
-    return attend_by("tiled attention", forward, backward, (q, k, v, *data), sinks)
-
-
 def supports(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = None, scale: float | None = None, **options: object
+    q: Tensor, k: Tensor, v: Tensor, *, positions: Any = None, scale: float | None = None, **options: Any
 ) -> str:
     """The reason why it does not serve a call; "" if it does."""
-    (b, t), s = q.shape[:2], k.shape[1]
-    if t > s:
+    if positions is None and q.shape[1] > k.shape[1]:
         return f"the shapes are {list(q.shape)} and {list(k.shape)}; it takes at most as many queries as keys"
-    if documents is not None and documents.shape != (b, s):
-        return f"documents are {list(documents.shape)}; they must be {[b, s]}"
-    return serves(q, k, v, scale)
-
-
-def serves(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str:
-    """The reason why tiles of q, k and v cannot be computed; "" if they can, whatever the numbers of queries and
-    keys."""
     (b, _, h, dim), (_, s, groups, _) = q.shape, k.shape
     if any(kind_of(x) != "cpu" for x in (q, k, v)):
         return "a tensor is not on the CPU"

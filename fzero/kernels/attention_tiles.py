@@ -77,7 +77,7 @@ def random_block(block, i, pattern):
 def visible_pairs(
     query, key, query_docs, key_docs, end, pattern, KIND: tl.constexpr, RANDOM: tl.constexpr, DOCUMENTS: tl.constexpr
 ):
-    """The mask of `attention_pattern.visible_mask` for positions; documents `query_docs` of queries, `key_docs` of
+    """The mask of `Positions.mask`; documents `query_docs` of queries, `key_docs` of
     keys; keys before position `end`. pattern: (size, keep, near, seed) of it, RANDOM: the number of its random blocks.
     """
     size, global_count, near, _seed = pattern

@@ -32,7 +32,7 @@ from fzero.core.gpu_copies import Copied, copy_in, copy_out, pass_group
 from fzero.core.pytree import Tree, TreeDef
 from fzero.core.torch_private import FakeTensor, run_autograd
 from fzero.kernels import attention_arguments
-from fzero.kernels.attention_positions import Scoring
+from fzero.kernels.attention_arguments import Scoring
 from fzero.kernels.attention_ring import ChunkAttention, join
 from fzero.models.base import Ctx
 from fzero.models.layers import Attention, attend_with_cache
@@ -143,7 +143,7 @@ class _Run:
         """How chunks like these attend."""
         settings, documents = self.layer.attention, None if isinstance(ctx.documents, tuple) else ctx.documents
         scores = Scoring(settings.pattern, settings.scale or q.shape[-1] ** -0.5, settings.cap)
-        return ChunkAttention.choose(ctx.kernels["attention_at"], q, k, v, documents, scores)
+        return ChunkAttention.choose(ctx.kernels["attention"], q, k, v, documents, scores)
 
     def visible_chunks(self, i: int, attention: ChunkAttention) -> range:
         """The chunks before chunk i whose keys its queries see."""

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from fzero.comm.collectives import all_gather, all_to_all
-from fzero.kernels.attention import Pattern, attention
-from fzero.kernels.attention_positions import attention_at
+from fzero.kernels.attention import Pattern, Positions, attention
 from fzero.kernels.attention_ring import ring_attention
 from fzero.models.base import Ctx
 from fzero.sharding.context import largest_inner
@@ -106,10 +105,10 @@ def positional_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx:
     """Attention of this rank's queries on the keys of all ranks, one rank's after the other's, by their positions."""
     assert isinstance(ctx.placed, Tensor)  # attend looks
     query, key = ctx.placed[ctx.mesh.cp.rank], ctx.placed.flatten()
-    options: dict[str, Any] = {"pattern": pattern, "impl": ctx.kernels["attention_at"], **scores}
+    positions = Positions(query, key)
     if isinstance(ctx.documents, Tensor):
-        options |= {"query_documents": ctx.documents[:, query], "key_documents": ctx.documents[:, key]}
-    return attention_at(q, k, v, query, key, **options)
+        positions = Positions(query, key, ctx.documents[:, query], ctx.documents[:, key])
+    return attention(q, k, v, positions=positions, pattern=pattern, impl=ctx.kernels["attention"], **scores)
 
 
 def ring_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
@@ -123,7 +122,7 @@ def ring_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **score
     if ctx.context.form == "hierarchical":
         inner = ctx.context.inner or largest_inner(cp.size, k.shape[2])
     documents = None if isinstance(ctx.documents, tuple) else ctx.documents
-    impl = ctx.kernels["attention_at"]
+    impl = ctx.kernels["attention"]
     options = {"documents": documents, "inner": inner, "pattern": pattern, "impl": impl, **scores}
     return ring_attention(q, k, v, cp, ctx.placed, leaf="blocks/attn/ring", **options)
 
