@@ -198,9 +198,11 @@ def everywhere(documents):
 
 @caught_by(*(of_model(law, m) for law in (laws.documents, laws.as_written) for m in ("gpt2", "llama", "moe dropless")))
 def document_mask_forgotten(monkeypatch):
-    forget = {"query_documents": None, "key_documents": None}
+    def forgotten(self):
+        return self._replace(**{f: everywhere(x) for f, x in self._asdict().items() if f.endswith("documents")})
+
     positions = attention_arguments.Positions
-    wrap(monkeypatch, positions, "mask", lambda f: lambda self, pattern: f(self._replace(**forget), pattern))
+    wrap(monkeypatch, positions, "mask", lambda f: lambda self, pattern: f(forgotten(self), pattern))
 
 
 @caught_by(*(of_model(laws.as_written, m) for m in ("llama", "moe dropless", "moe capacity")))

@@ -59,6 +59,32 @@ class Build(NamedTuple):
     spills: int = 0  # bytes that any version may spill; above 0 only with a reason in a comment (see KNOWN_SPILLS)
 
 
+def build(
+    kernel: Any,
+    variant: str,
+    config: dict[str, int],
+    constants: dict[str, Any],
+    types: str = "",
+    default: str = "*bf16",
+    **checks: Any,
+) -> Build:
+    """The Build of a kernel by its own list of arguments.
+
+    variant: what distinguishes this build. types: "NAME:type" of the arguments that are not as follows: what the kernel
+    says to be a constant is one, a name that begins with a capital is a pointer of type `default`, and others are i32.
+    checks: fields of Build.
+    """
+    special = dict(item.split(":") for item in types.split())
+    constant_names, name = kernel.fn.__annotations__, kernel.__name__
+
+    def type_of(argument: str) -> str:
+        usual = "constexpr" if argument in constant_names else default if argument[0].isupper() else "i32"
+        return special.get(argument, usual)
+
+    signature = {argument: type_of(argument) for argument in kernel.arg_names}
+    return Build(f"{name} {variant}".rstrip(), name, signature, constants, config, **checks)
+
+
 # Bytes at most that a version of Triton spills of a build for sm_90, where others spill none: this costs time and no
 # digit. Labels are whole; whatever else spills is a fault.
 KNOWN_SPILLS: dict[tuple[int, ...], dict[str, int]] = {

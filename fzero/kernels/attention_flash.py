@@ -250,4 +250,4 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float | None, cap: float) -> 
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    yield from attention_builds("_flash_forward", "Q K V OUT LSE QDOCS KDOCS REACH", gpu)
+    yield from attention_builds(_flash_forward, gpu)

@@ -406,7 +406,7 @@ def _backward(
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    yield from attention_builds("_flash_dq", "Q K V OUT LSE G DQ DELTA QDOCS KDOCS REACH", gpu)
+    yield from attention_builds(_flash_dq, gpu)
     # With K = 256 two accumulators take half of the registers, so the compiler spills some addresses that are constant
     # in the loop.
-    yield from attention_builds("_flash_dkv", "Q K V LSE G DELTA DK DV QDOCS KDOCS REACH", gpu, spills=64)
+    yield from attention_builds(_flash_dkv, gpu, spills=64)

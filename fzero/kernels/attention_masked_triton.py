@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.attention_arguments import outputs_of
 from fzero.kernels.attention_tiles import LN_2, LOG2_E, compact_rows, dot
 from fzero.kernels.custom_operator import INTERPRETED, VERSION, operator, tl, triton
@@ -292,30 +292,28 @@ def masked_backward(
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`: units of 16 to 64 rows, head dims and dtypes, with and without a mask within blocks."""
-    special = {name: "*fp32" for name in ("LSE", "DELTA")} | dict.fromkeys(("DOCS", "START", "UNITS"), "*i32")
+    types = "LSE:*fp32 DELTA:*fp32 DOCS:*i32 START:*i32 UNITS:*i32 scale:fp32"
     strides = tuple(x + y for x in "qkv" for y in "bth")
-    for kernel, pointers in (
-        ("_masked_forward", "Q K V OUT LSE DOCS START UNITS"),
-        ("_masked_dq", "Q K V OUT LSE G DQ DELTA DOCS START UNITS"),
-        ("_masked_dkv", "Q K V LSE G DELTA DK DV DOCS START UNITS"),
-    ):
+    for kernel in (_masked_forward, _masked_dq, _masked_dkv):
         for dim, unit, dtype, masked in (
             *((64, 16, "bf16", True), (64, 64, "bf16", True), (128, 16, "bf16", True), (128, 32, "bf16", True)),
             *((128, 64, "bf16", True), (96, 64, "bf16", False), (256, 64, "bf16", True)),
             *((64, 16, "fp32", True), (128, 64, "fp32", True)),
         ):
-            blocks = config(
-                kernel, unit, triton.next_power_of_2(dim), torch.float32 if dtype == "fp32" else torch.bfloat16
+            width = triton.next_power_of_2(dim)
+            blocks = config(kernel.__name__, unit, width, torch.float32 if dtype == "fp32" else torch.bfloat16)
+            constants = {"CAUSAL": masked, "DOCUMENTS": masked, "DIM": dim, "WIDTH": width, "UNIT": unit}
+            yield build(
+                kernel,
+                f"{dim} of {unit} {dtype}{' causal documents' * masked}",
+                blocks,
+                constants | {"UPCAST": False},
+                types,
+                f"*{dtype}",
+                matrix=dtype != "fp32" and unit == 64,
+                # Triton 3.6 reads lists and lse by so many narrow accesses that they are more than half in two kernels.
+                wide=not masked and (VERSION != (3, 6) or kernel is _masked_dq),
+                aligned=strides,
+                # Two accumulators of K = 256 take half of the registers, as in `_flash_dkv`.
+                spills=64 * (kernel is _masked_dkv and dim > 128),
             )
-            label = f"{kernel} {dim} of {unit} {dtype}{' causal documents' * masked}"
-            constants = {"CAUSAL": masked, "DOCUMENTS": masked, "DIM": dim, "WIDTH": triton.next_power_of_2(dim)}
-            constants |= {"UNIT": unit, "UPCAST": False}
-            types = {name: special.get(name, f"*{dtype}") for name in pointers.split()} | dict.fromkeys(SIZES, "i32")
-            types |= {"scale": "fp32"} | dict.fromkeys(strides, "i32")
-            types |= dict.fromkeys((*constants, "M", "N"), "constexpr")
-            matrix = dtype != "fp32" and unit == 64
-            # Two accumulators of K = 256 take half of the registers, as in `_flash_dkv`.
-            spills = 64 * (kernel == "_masked_dkv" and dim > 128)
-            # Triton 3.6 reads lists and lse by so many narrow accesses that they are more than half in two kernels.
-            wide = not masked and (VERSION != (3, 6) or kernel == "_masked_dq")
-            yield Build(label, kernel, types, constants, blocks, matrix, wide, strides, spills)

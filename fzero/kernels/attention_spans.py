@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fzero.kernels import tuning
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.attention_tiles import FAR, may_see
 from fzero.kernels.custom_operator import tl, triton
 
@@ -224,20 +224,10 @@ class KernelPositions(NamedTuple):
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    numbers = {"X": "*i32", "Y": "*i32", "OUT": "*i32", "nx": "i32", "ny": "i32", "shift": "i32"}
-    constants = dict.fromkeys(("AFTER", "BLOCK", "CHUNK"), "constexpr")
     for ahead in (False, True):
-        values = {"AFTER": ahead, "BLOCK": 128, "CHUNK": CHUNK}
-        yield Build(
-            f"_document_bounds {'after' if ahead else 'before'}",
-            "_document_bounds",
-            numbers | constants,
-            values,
-            {"num_warps": 4},
-            wide=False,
+        constants = {"AFTER": ahead, "BLOCK": 128, "CHUNK": CHUNK}
+        yield build(
+            _document_bounds, "after" if ahead else "before", {"num_warps": 4}, constants, default="*i32", wide=False
         )
-    places = {"AT": "*i32", "DOCS": "*i32", "OUT": "*i32", "n": "i32"} | dict.fromkeys(
-        ("DOCUMENTS", "BLOCK"), "constexpr"
-    )
-    values = {"DOCUMENTS": True, "BLOCK": 128}
-    yield Build("_tile_spans", "_tile_spans", places, values, {"num_warps": 4}, wide=False)
+    constants = {"DOCUMENTS": True, "BLOCK": 128}
+    yield build(_tile_spans, "", {"num_warps": 4}, constants, default="*i32", wide=False)

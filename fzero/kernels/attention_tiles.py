@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero.kernels import tuning
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.attention_pattern import FIELDS, KINDS
 from fzero.kernels.custom_operator import tl, triton
 
@@ -257,42 +257,19 @@ def compact_rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 and abs(x.stride(1)) < 2**22 else x.contiguous()
 
 
-def signature(pointers: str, dtype: str, has_positions: bool = False) -> dict[str, str]:
-    """The signature of a kernel for `aot`; pointers have `dtype` except for those listed here. has_positions: with AT,
-    of which results are float32."""
-    special = {"LSE": "*fp32", "DELTA": "*fp32", "QDOCS": "*i32", "KDOCS": "*i32", "REACH": "*i32"}
-    strides = [x + y for x in "qkv" for y in "bth"]
-    constants = "KIND DOCUMENTS AT DIM WIDTH M N UPCAST"
-    wide = {"DQ", "DK", "DV"} if "G" in pointers.split() else {"OUT"}
-    special |= dict.fromkeys(wide, "*fp32") if has_positions else {}
-    starts = dict.fromkeys(("query_start", "key_start"), "*i32") if has_positions else {}
-    return (
-        {name: special.get(name, f"*{dtype}") for name in pointers.split()}
-        | dict.fromkeys(SIZES, "i32")
-        | starts
-        | {"RANDOM": "constexpr", "scale": "fp32"}
-        | dict.fromkeys(strides, "i32")
-        | dict.fromkeys(constants.split(), "constexpr")
-    )
-
-
-def attention_builds(
-    kernel: str,
-    pointers: str,
-    gpu: str,
-    spills: int = 0,
-) -> Iterator[Build]:
+def attention_builds(kernel: Any, gpu: str, spills: int = 0) -> Iterator[Build]:
     """The builds of a kernel: each configuration, and several masks; `spills`: bytes of spills allowed for the widest
     heads.
     """
     strides = tuple(x + y for x in "qkv" for y in "bth")
-    configs = tables(kernel)
+    configs = tables(kernel.__name__)
+    results = {"DQ", "DK", "DV"} & {*kernel.arg_names} or {"OUT"}  # float32 at positions in memory
 
     def rows(width: Any, kind: str = "full", has_positions: bool = False) -> Sequence[tuning.Config]:
         table = table_of(configs, width, kind, has_positions)
         return table.for_gpu(gpu) if isinstance(table, tuning.ConfigTable) else table
 
-    def build(
+    def of_dim(
         dim: int,
         blocks: tuning.Config,
         dtype: str = "bf16",
@@ -301,7 +278,6 @@ def attention_builds(
         has_positions: bool = False,
     ) -> Build:
         variant = f"{kind}{' documents' * documents}{' at' * has_positions}"
-        label = f"{kernel} {dim} {blocks['M']}x{blocks['N']} {dtype} {variant}"
         constants = {
             "KIND": kind,
             "DOCUMENTS": documents,
@@ -311,27 +287,30 @@ def attention_builds(
             "UPCAST": False,
             "RANDOM": 3 * (kind == "bigbird"),
         }
-        types = signature(pointers, dtype, has_positions)
-        wide = not documents and not has_positions
-        return Build(label, kernel, types, constants, blocks, dtype != "fp32", wide, strides, spills * (dim > 128))
+        types = "LSE:*fp32 DELTA:*fp32 QDOCS:*i32 KDOCS:*i32 REACH:*i32 scale:fp32"
+        if has_positions:
+            types += " query_start:*i32 key_start:*i32" + "".join(f" {name}:*fp32" for name in results)
+        label = f"{dim} {blocks['M']}x{blocks['N']} {dtype} {variant}"
+        wide, checks = not documents and not has_positions, {"aligned": strides, "spills": spills * (dim > 128)}
+        return build(kernel, label, blocks, constants, types, f"*{dtype}", matrix=dtype != "fp32", wide=wide, **checks)
 
     for dim in (64, 128, 256):
         for blocks in rows(dim):
-            yield build(dim, blocks)
-    yield build(96, rows(128)[0])
+            yield of_dim(dim, blocks)
+    yield of_dim(96, rows(128)[0])
     for kind, documents in (("full", True), ("window", False), ("fixed", True)):
-        yield build(128, rows(128, kind)[0], kind=kind, documents=documents)
+        yield of_dim(128, rows(128, kind)[0], kind=kind, documents=documents)
     for dim in (64, 128):
         for has_positions in (False, True):
-            yield build(
+            yield of_dim(
                 dim, rows(dim, "bigbird", has_positions)[0], kind="bigbird", documents=True, has_positions=has_positions
             )
-    yield build(128, rows(torch.float32)[0], dtype="fp32")
+    yield of_dim(128, rows(torch.float32)[0], dtype="fp32")
     for dim, kind, documents in (
         (64, "full", True),
         (128, "full", False),
         (128, "fixed", True),
         (256, "window", True),
     ):
-        yield build(dim, rows(dim, kind, True)[0], kind=kind, documents=documents, has_positions=True)
-    yield build(128, rows(torch.float32, has_positions=True)[0], dtype="fp32", documents=True, has_positions=True)
+        yield of_dim(dim, rows(dim, kind, True)[0], kind=kind, documents=documents, has_positions=True)
+    yield of_dim(128, rows(torch.float32, has_positions=True)[0], dtype="fp32", documents=True, has_positions=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.kernels import tuning
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import tl, triton
 
 NONE, WRONG = -1, -2  # replace a target: the token does not count; it counts, but the vocabulary has no such column
@@ -226,30 +226,17 @@ def scale_by_kernel_(x: Tensor, factor: Tensor) -> None:
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    pointers = {"LOGITS": "*bf16", "OUT": "*bf16", "TARGETS": "*i64", "STATISTICS": "*fp32"}
-    numbers = dict.fromkeys(("stride", "out_stride", "columns", "first"), "i32")
-    weights = dict.fromkeys(("z_loss", "smoothing", "uniform", "cap"), "fp32")
-    flags = ("GIVEN", "WRITE", "CAP", "SMOOTH", "RAGGED", "HELD", "BLOCK", "STAGES")
-    signature = pointers | numbers | weights | dict.fromkeys(flags, "constexpr")
+    types = "TARGETS:*i64 STATISTICS:*fp32 z_loss:fp32 smoothing:fp32 uniform:fp32 cap:fp32"
     passes = {"both": (0, 1, 0), "both, all terms": (0, 1, 1), "statistics": (0, 0, 0), "gradient": (1, 1, 0)}
     for columns in (256, 16384, 50257, 128256):
         ragged = columns % 8 != 0
         resident, configs = _configs(columns, ragged)
+        aligned = () if ragged else ("stride", "out_stride", "columns")
         for pass_name, (has_statistics, write, terms) in passes.items():
-            constants = {
-                "GIVEN": has_statistics,
-                "WRITE": write,
-                "CAP": terms,
-                "SMOOTH": terms,
-                "RAGGED": ragged,
-                "HELD": resident,
-            }
-            aligned = () if ragged else ("stride", "out_stride", "columns")
+            constants = {"GIVEN": has_statistics, "WRITE": write, "CAP": terms, "SMOOTH": terms}
+            constants |= {"RAGGED": ragged, "HELD": resident}
             for config in configs if terms else configs[:1]:
-                label = f"_cross_entropy {columns} {pass_name} {config['BLOCK']}"
+                label = f"{columns} {pass_name} {config['BLOCK']}"
                 # For short rows most accesses are the few to single numbers.
-                yield Build(
-                    label, "_cross_entropy", signature, constants, config, aligned=aligned, wide=columns > 16384
-                )
-    signature = {"X": "*bf16", "FACTOR": "*fp32", "n": "i64", "BLOCK": "constexpr"}
-    yield Build("_scale", "_scale", signature, {}, {"BLOCK": 4096, "num_warps": 8}, aligned=("n",))
+                yield build(_cross_entropy, label, config, constants, types, aligned=aligned, wide=columns > 16384)
+    yield build(_scale, "", {"BLOCK": 4096, "num_warps": 8}, {}, "FACTOR:*fp32 n:i64", aligned=("n",))

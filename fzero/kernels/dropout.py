@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fzero.core import prng
 from fzero.kernels import tuning
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.registry import Form, Op
 
@@ -169,17 +169,10 @@ dropout_add = Op(
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    kinds = dict.fromkeys(("KEY", "FIRST"), "*i64") | {
-        "limit": "i64",
-        "scale": "fp32",
-        "ADD": "constexpr",
-        "BLOCK": "constexpr",
-    }
     aligned = ("n", "x_row", "r_row", "row_stride")
-    kinds |= dict.fromkeys((*aligned, "parts"), "i32")
     for dtype in ("bf16", "fp32"):
-        signature = {name: kinds.get(name, f"*{dtype}") for name in _dropout.arg_names}
         for config in CONFIGS.for_gpu(gpu):
             for add in (False, True):
-                label = f"_dropout {dtype} {config['BLOCK']} {'forward' if add else 'backward'}"
-                yield Build(label, "_dropout", signature, {"ADD": add}, config, aligned=aligned)
+                label = f"{dtype} {config['BLOCK']} {'forward' if add else 'backward'}"
+                types = "KEY:*i64 FIRST:*i64 limit:i64 scale:fp32"
+                yield build(_dropout, label, config, {"ADD": add}, types, f"*{dtype}", aligned=aligned)

@@ -30,7 +30,7 @@ from fzero.core.joint_graph import SHARED
 from fzero.core.pytree import nearest
 from fzero.core.reinterpret import reinterpret
 from fzero.kernels import flops, tuning
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.registry import Form, Op
 
@@ -386,27 +386,16 @@ float8_linear = Op(
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    sizes = dict.fromkeys(("R", "C", "stride_r", "stride_c"), "i32")
-    names = ("SMALLEST", "LIMIT", "POWERS_OF_2", "ROWWISE", "BOTH", "BLOCK_R", "BLOCK_C")
     for name, unit_stride, transposed in (
         ("rows", "stride_c", False),
         ("transposed", "stride_r", False),
         ("both", "stride_c", True),
     ):
         for config in CONFIGS[None if transposed else True].for_gpu(gpu):
-            for out, limit, rowwise in (("*fp8e4nv", 448.0, True), ("*fp8e5", 57344.0, False)):
-                pointers = {"X": "*bf16", "AMAX": "*bf16", "OUT": out, "INVERSE": "*fp32"}
-                pointers |= {"AMAX_T": "*bf16", "OUT_T": out, "INVERSE_T": "*fp32"}
-                signature = pointers | sizes | {unit_stride: "constexpr"}
-                constants = {
-                    unit_stride: 1,
-                    "SMALLEST": SMALLEST,
-                    "LIMIT": limit,
-                    "POWERS_OF_2": rowwise,
-                    "ROWWISE": rowwise,
-                    "BOTH": transposed,
-                }
+            for out, limit, rowwise in (("fp8e4nv", 448.0, True), ("fp8e5", 57344.0, False)):
+                types = f"OUT:*{out} OUT_T:*{out} INVERSE:*fp32 INVERSE_T:*fp32 R:i32 C:i32 {unit_stride}:constexpr"
+                constants = {unit_stride: 1, "SMALLEST": SMALLEST, "LIMIT": limit, "POWERS_OF_2": rowwise}
+                constants |= {"ROWWISE": rowwise, "BOTH": transposed}
                 aligned = ("R", "C", "stride_r" if unit_stride == "stride_c" else "stride_c")
-                label = f"_quantise {name} {out[1:]} {config['BLOCK_R']}x{config['BLOCK_C']}"
-                signature |= dict.fromkeys(names, "constexpr")
-                yield Build(label, "_quantise", signature, constants, config, aligned=aligned)
+                label = f"{name} {out} {config['BLOCK_R']}x{config['BLOCK_C']}"
+                yield build(_quantise, label, config, constants, types, aligned=aligned)

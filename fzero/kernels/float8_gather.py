@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero.kernels import tuning
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.float8 import E4M3, SMALLEST, scale_of
 from fzero.kernels.registry import Form, Op
@@ -111,7 +111,6 @@ widen_weight = _op("widen_weight", widen_reference, float8_widen)
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
     for config in CONFIGS.for_gpu(gpu):
-        for narrow, x, out in ((True, "*bf16", "*fp8e4nv"), (False, "*fp8e4nv", "*bf16")):
-            signature = {"X": x, "MOST": "*fp32", "OUT": out, "n": "i32", "NARROW": "constexpr", "BLOCK": "constexpr"}
-            label = f"_float8_move {'narrow' if narrow else 'widen'} {config['BLOCK']}"
-            yield Build(label, "_float8_move", signature, {"NARROW": narrow}, config, aligned=("n",))
+        for narrow, pointer in ((True, "OUT"), (False, "X")):
+            label, types = f"{'narrow' if narrow else 'widen'} {config['BLOCK']}", f"MOST:*fp32 {pointer}:*fp8e4nv"
+            yield build(_float8_move, label, config, {"NARROW": narrow}, types, aligned=("n",))

@@ -27,7 +27,7 @@ from torch import Tensor
 from fzero.core import cpp
 from fzero.core.graph_passes import add_twin
 from fzero.kernels import tuning
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import (
     PART,
     Fused,
@@ -290,12 +290,8 @@ clamped_swiglu = _op("clamped_swiglu", clamped_swiglu_reference)
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    for kernel, pointers in (("_glu_forward", "A B OUT MOST"), ("_glu_backward", "A B G DA DB MOST_A MOST_B")):
+    for kernel in (_glu_forward, _glu_backward):
         for config in CONFIGS.for_gpu(gpu):
             for kind, segment_size in ((0, 0), (1, 0), (2, 0), (0, PART)):
-                signature = dict.fromkeys(pointers.split(), "*bf16") | {
-                    "n": "i32",
-                    **dict.fromkeys(("KIND", "PART", "BLOCK"), "constexpr"),
-                }
-                label = f"{kernel} {KINDS[kind]}{', largest,' * bool(segment_size)} {config['BLOCK']}"
-                yield Build(label, kernel, signature, {"KIND": kind, "PART": segment_size}, config, aligned=("n",))
+                label = f"{KINDS[kind]}{', largest,' * bool(segment_size)} {config['BLOCK']}"
+                yield build(kernel, label, config, {"KIND": kind, "PART": segment_size}, aligned=("n",))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fzero.core import gpu
 from fzero.core.device import fake_device_of, kind_of, record_launch
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import INTERPRETED, tl, triton
 from fzero.kernels.optim_leaf import OptimLeaf
 from fzero.kernels.optim_lowbit import LeafPosition
@@ -186,14 +186,5 @@ grad_norm = Op(
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
     for dtype in (tl.float32, tl.bfloat16):
-        signature = {
-            "T": "*i64",
-            "WORK": "*i64",
-            "OUT": "*fp32",
-            "WIDE": "constexpr",
-            "GT": "constexpr",
-            "BLOCK": "constexpr",
-        }
-        yield Build(
-            f"_square_sums {dtype} {NORM['BLOCK']}", "_square_sums", signature, {"WIDE": True, "GT": dtype}, NORM
-        )
+        types, constants = "T:*i64 WORK:*i64 OUT:*fp32", {"WIDE": True, "GT": dtype}
+        yield build(_square_sums, f"{dtype} {NORM['BLOCK']}", NORM, constants, types)

@@ -26,7 +26,7 @@ from fzero.core import torch_private
 from fzero.core.device import kind_of, target_of
 from fzero.core.pytree import Tree
 from fzero.kernels import flops, tuning
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.glu import swiglu
 from fzero.kernels.moe_float8 import float8_grouped_mm, group_of_tile
@@ -361,36 +361,18 @@ def capacity(
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    sizes = dict.fromkeys(("D", "F"), "i32")
-    blocks = dict.fromkeys(("UPCAST", "BLOCK_M", "BLOCK_N", "BLOCK_K"), "constexpr")
+    sizes, constants = "ENDS:*i32 E:i32 D:i32 F:i32", {"UPCAST": False}
+    strides = ("stride_e", "stride_d", "stride_f")
     for kind, configs in (("bf16", HALF_CONFIGS), ("fp32", FLOAT_CONFIGS)):
         for config in configs.for_gpu(gpu):
-            label = f"{kind} {config['BLOCK_M']}x{config['BLOCK_N']}"
-            of_w = {"X": f"*{kind}", "W": f"*{kind}", "ENDS": "*i32", "OUT": f"*{kind}", "E": "i32"} | sizes
-            strides = dict.fromkeys(("stride_e", "stride_d", "stride_f"), "i32")
-            matrix, constants = kind == "bf16", {"UPCAST": False}
+            label, checks = f"{kind} {config['BLOCK_M']}x{config['BLOCK_N']}", {"matrix": kind == "bf16"}
             # Triton compiles a stride of 1 as a constant: that of the last dim forward, that of the middle dim for w
             # transposed.
-            for name, unit_stride in (("", "stride_f"), (" transposed", "stride_d")):
-                signature = of_w | strides | {unit_stride: "constexpr", "EXPERTS": "constexpr"} | blocks
-                build_constants = constants | {unit_stride: 1, "EXPERTS": 64}
+            for name, unit_stride in (("", "stride_f"), ("transposed ", "stride_d")):
                 aligned = ("D", "F", *(stride for stride in strides if stride != unit_stride))
-                yield Build(
-                    f"_grouped_mm{name} {label}",
-                    "_grouped_mm",
-                    signature,
-                    build_constants,
-                    config,
-                    matrix=matrix,
-                    aligned=aligned,
+                unit_constants = constants | {unit_stride: 1, "EXPERTS": 64}
+                types = f"{sizes} {unit_stride}:constexpr"
+                yield build(
+                    _grouped_mm, name + label, config, unit_constants, types, f"*{kind}", aligned=aligned, **checks
                 )
-            signature = {"X": f"*{kind}", "G": f"*{kind}", "ENDS": "*i32", "OUT": f"*{kind}"} | sizes | blocks
-            yield Build(
-                f"_grouped_mm_dw {label}",
-                "_grouped_mm_dw",
-                signature,
-                constants,
-                config,
-                matrix=matrix,
-                aligned=("D", "F"),
-            )
+            yield build(_grouped_mm_dw, label, config, constants, sizes, f"*{kind}", aligned=("D", "F"), **checks)

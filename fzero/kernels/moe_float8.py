@@ -23,7 +23,7 @@ from torch import Tensor
 from fzero.core.autodiff import Function
 from fzero.core.device import kind_of, target_of
 from fzero.kernels import flops, tuning
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.float8 import E4M3, quantise
 from fzero.kernels.registry import Form, Op
@@ -394,29 +394,11 @@ float8_grouped_mm = Op(
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    blocks = dict.fromkeys(("UPCAST", "BLOCK_M", "BLOCK_N", "BLOCK_K"), "constexpr")
-    scales = {"X_INVERSE": "*fp32", "W_INVERSE": "*fp32", "ENDS": "*i32", "OUT": "*bf16"}
-    sizes = dict.fromkeys(("E", "D", "F", "stride_e", "stride_f"), "i32")
-    for config in CONFIGS.for_gpu(gpu):
-        signature = {"X": "*fp8e4nv", "W": "*fp8e4nv"} | scales | sizes | {"EXPERTS": "constexpr"} | blocks
-        yield Build(
-            f"_grouped_float8 {config['BLOCK_M']}x{config['BLOCK_N']}",
-            "_grouped_float8",
-            signature,
-            {"EXPERTS": 64, "UPCAST": False},
-            config,
-            matrix=True,
-            aligned=("D", "F", "stride_e", "stride_f"),
-        )
-    for config in DW_CONFIGS.for_gpu(gpu):
-        signature = {"X": "*fp8e4nv", "G": "*fp8e4nv", "X_INVERSE": "*fp32", "G_INVERSE": "*fp32"}
-        signature |= {"ENDS": "*i32", "OUT": "*bf16"} | dict.fromkeys(("M", "D", "F"), "i32") | blocks
-        yield Build(
-            f"_grouped_float8_dw {config['BLOCK_M']}x{config['BLOCK_N']}",
-            "_grouped_float8_dw",
-            signature,
-            {"UPCAST": False},
-            config,
-            matrix=True,
-            aligned=("M", "D", "F"),
-        )
+    types = "ENDS:*i32 OUT:*bf16 E:i32 M:i32 D:i32 F:i32 X_INVERSE:*fp32 W_INVERSE:*fp32 G_INVERSE:*fp32"
+    for kernel, configs, constants, aligned in (
+        (_grouped_float8, CONFIGS, {"EXPERTS": 64}, ("D", "F", "stride_e", "stride_f")),
+        (_grouped_float8_dw, DW_CONFIGS, {}, ("M", "D", "F")),
+    ):
+        for config in configs.for_gpu(gpu):
+            label, constants = f"{config['BLOCK_M']}x{config['BLOCK_N']}", constants | {"UPCAST": False}
+            yield build(kernel, label, config, constants, types, "*fp8e4nv", matrix=True, aligned=aligned)

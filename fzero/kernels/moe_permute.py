@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from fzero.kernels import tuning
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import Fused, on_cuda, operator, tl, triton, triton_runs
-from fzero.kernels.moe_routing import refuse_dtype, signature
+from fzero.kernels.moe_routing import refuse_dtype
 from fzero.kernels.registry import Form, Op
 
 ROW_CONFIGS = tuning.ConfigTable("_permute")
@@ -212,14 +212,10 @@ unpermute = Op(
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
+    types = "WEIGHTS:*fp32 DWEIGHTS:*fp32 PLACE:*i64 D:i32"
     for config, top_k in (*((config, 2) for config in ROW_CONFIGS.for_gpu(gpu)), (ROW_CONFIGS.for_gpu(gpu)[0], 8)):
         label, constants = f"{top_k} {config['BLOCK']}", {"K": top_k}
-        spread = signature("X:bf16 PLACE:i64 OUT:bf16", "D", "K BLOCK")
-        collect = signature("Y:bf16 WEIGHTS:fp32 PLACE:i64 OUT:bf16", "D", "K WEIGHTED BLOCK")
-        backward = signature("Y:bf16 WEIGHTS:fp32 PLACE:i64 G:bf16 DY:bf16 DWEIGHTS:fp32", "D", "K BLOCK")
-        yield Build(f"_spread {label}", "_spread", spread, constants, config, aligned=("D",))
+        yield build(_spread, label, config, constants, types, aligned=("D",))
         # Two single numbers beside each wide access.
-        yield Build(
-            f"_collect {label}", "_collect", collect, constants | {"WEIGHTED": True}, config, aligned=("D",), wide=False
-        )
-        yield Build(f"_collect_backward {label}", "_collect_backward", backward, constants, config, aligned=("D",))
+        yield build(_collect, label, config, constants | {"WEIGHTED": True}, types, aligned=("D",), wide=False)
+        yield build(_collect_backward, label, config, constants, types, aligned=("D",))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fzero.kernels import tuning
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.registry import Form, Op
 
@@ -278,42 +278,17 @@ group = Op(
 )
 
 
-def signature(pointers: str, sizes: str, constants: str) -> dict[str, str]:
-    """The signature of a kernel for `aot`, of names side by side; pointers are "NAME:type"."""
-    typed = dict(item.split(":") for item in pointers.split())
-    named = {name: f"*{kind}" for name, kind in typed.items()}
-    return named | dict.fromkeys(sizes.split(), "i32") | dict.fromkeys(constants.split(), "constexpr")
-
-
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
+    types = "IDS:*i64 E:i32 K:i32"
     for experts, top_k, biased in ((8, 2, False), (64, 8, False), (256, 8, True), (1024, 8, False)):
         constants = {"WIDTH": experts, "CHOICES": top_k}
         for config in route_configs(experts):
-            forward = signature(
-                "LOGITS:fp32 BIAS:fp32 WEIGHTS:fp32 PROBS:fp32 IDS:i64", "n E K", "WIDTH CHOICES BIASED ROWS"
-            )
-            backward = signature(
-                "WEIGHTS:fp32 PROBS:fp32 IDS:i64 DWEIGHTS:fp32 DPROBS:fp32 DLOGITS:fp32", "n E K", "WIDTH CHOICES ROWS"
-            )
-            label = f"{top_k} of {experts} {config['ROWS']}"
+            label, checks = f"{top_k} of {experts} {config['ROWS']}", {"aligned": ("E",)}
             # The k numbers of a row beside the E are few and narrow.
-            yield Build(
-                f"_route_forward {label}",
-                "_route_forward",
-                forward,
-                {**constants, "BIASED": biased},
-                config,
-                aligned=("E",),
-                wide=experts > 8,
-            )
-            yield Build(
-                f"_route_backward {label}", "_route_backward", backward, constants, config, aligned=("E",), wide=False
-            )
-    # Single numbers everywhere here.
-    pairs = (
-        signature("IDS:i64 RANK:i32 COUNTS:i32", "m E", "PAIRS"),
-        signature("IDS:i64 RANK:i32 FIRST:i64 ORDER:i64 PLACE:i64", "m blocks", "PAIRS"),
-    )
-    yield Build("_rank", "_rank", pairs[0], {"PAIRS": PAIRS}, {"num_warps": 4}, wide=False)
-    yield Build("_scatter_rows", "_scatter_rows", pairs[1], {"PAIRS": PAIRS}, {"num_warps": 4}, wide=False)
+            forward = constants | {"BIASED": biased}
+            yield build(_route_forward, label, config, forward, types, "*fp32", wide=experts > 8, **checks)
+            yield build(_route_backward, label, config, constants, types, "*fp32", wide=False, **checks)
+    types = "RANK:*i32 COUNTS:*i32 E:i32"
+    for kernel in (_rank, _scatter_rows):  # single numbers everywhere
+        yield build(kernel, "", {"num_warps": 4}, {"PAIRS": PAIRS}, types, "*i64", wide=False)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fzero.kernels import flops, tuning
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.registry import Form, Op
 
@@ -202,11 +202,8 @@ newton_schulz = Op(
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    kinds = {"X": "*bf16", "ADD": "*bf16", "OUT": "*bf16", "m": "i32", "k": "i32", "alpha": "fp32", "beta": "fp32"}
-    signature = kinds | dict.fromkeys(("ADDS", "UPCAST", "BLOCK", "BLOCK_K"), "constexpr")
     for config in CONFIGS.for_gpu(gpu):
         for adds in (False, True):
-            label = f"_symmetric{' add' * adds} {config['BLOCK']}x{config['BLOCK_K']}"
-            yield Build(
-                label, "_symmetric", signature, {"ADDS": adds, "UPCAST": False}, config, matrix=True, aligned=("m", "k")
-            )
+            label, constants = f"{'add ' * adds}{config['BLOCK']}x{config['BLOCK_K']}", {"ADDS": adds, "UPCAST": False}
+            types = "alpha:fp32 beta:fp32"
+            yield build(_symmetric, label, config, constants, types, matrix=True, aligned=("m", "k"))

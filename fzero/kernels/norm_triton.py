@@ -21,7 +21,7 @@ from torch import Tensor
 from fzero.core import gpu
 from fzero.core.graph_passes import add_twin
 from fzero.kernels import tuning
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import Fused, bits_of, largest_like, operator, store_largest, tl, triton
 
 # The longest rows that a program holds in registers; it reads longer ones twice, CHUNK columns at a time.
@@ -377,17 +377,14 @@ def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`: the forms with a sum, which hold most registers, for the sizes at which the configuration
     changes.
     """
-    kinds = dict.fromkeys(("W", "B", "STATS", "PARTS"), "*fp32") | {"eps": "fp32"}
-    kinds |= dict.fromkeys(("M", "N", "x_row", "r_row", "g_row", "gs_row"), "i32")
-    kinds |= dict.fromkeys(("LAYER", "ADD", "LARGEST", "IS_WHOLE", "ROWS", "BLOCK"), "constexpr")
+    types = "W:*fp32 B:*fp32 STATS:*fp32 PARTS:*fp32 eps:fp32 M:i32 N:i32"
     for kernel in (_norm_forward, _norm_backward):
-        signature = {name: kinds.get(name, "*bf16") for name in kernel.arg_names}
+        aligned = tuple(name for name in kernel.arg_names if name == "N" or name.endswith("_row"))
         for layer, largest in ((False, False), (True, False), (False, True)):
             for n in (128, 1024, 4096, 8192, 16384, 65536):
                 config = _config(kernel.__name__, n)
                 flags = {"LAYER": layer, "ADD": True, "LARGEST": largest, "IS_WHOLE": n <= config["BLOCK"]}
-                aligned = tuple(name for name in signature if name == "N" or name.endswith("_row"))
-                label = f"{kernel.__name__} {'layer' if layer else 'rms'}{', largest,' * largest} {n}"
+                label = f"{'layer' if layer else 'rms'}{', largest,' * largest} {n}"
                 # Triton 3.7's ptxas spills two registers of the widest LayerNorm held whole; that of 3.9 none.
                 spills = 8 if kernel is _norm_forward and layer and n == 8192 else 0
-                yield Build(label, kernel.__name__, signature, flags, config, aligned=aligned, spills=spills)
+                yield build(kernel, label, config, flags, types, aligned=aligned, spills=spills)

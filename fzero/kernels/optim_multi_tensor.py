@@ -17,7 +17,7 @@ import torch
 from fzero.core import gpu
 from fzero.core.device import fake_device_of, record_launch
 from fzero.kernels import optim_leaf, optim_lowbit
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import tl, triton
 from fzero.kernels.grad_norm import (
     COLUMNS,
@@ -334,9 +334,7 @@ lion = Op(
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
     flags = dict.fromkeys(("COUPLED", "SCALED", "SKIPS", "COPIES"), False)
-    real = {"S": "*fp32", "b1": "fp32", "c1": "fp32", "b2": "fp32", "c2": "fp32", "eps": "fp32"}
-    flat = {"T": "*i64", "WORK": "*i64", "S": "*fp32", "COUNT": "*i64", "SKIP": "*i32", **real}
-    names = "LION COUPLED SCALED SKIPS COPIES STOCHASTIC PLACED QUADS WIDE PT GT MT CT BLOCK"
+    types = "T:*i64 WORK:*i64 S:*fp32 COUNT:*i64 SKIP:*i32 b1:fp32 c1:fp32 b2:fp32 c2:fp32 eps:fp32"
     all_flags = {"SCALED": True, "SKIPS": True, "COPIES": True}
     for label, lion, state, extra in (
         ("fp32", False, tl.float32, {}),
@@ -355,18 +353,13 @@ def builds(gpu: str) -> Iterator[Build]:
     ):
         constants = flags | {"LION": lion, "STOCHASTIC": False, "PLACED": False, "QUADS": False, "WIDE": True}
         constants |= {"PT": tl.float32, "GT": tl.float32, "MT": state, "CT": tl.bfloat16} | extra
-        signature = flat | dict.fromkeys(names.split(), "constexpr")
         config = CONFIG if constants["WIDE"] else ODD
-        title = f"_update_flat {'lion' if lion else 'adamw'} {label} {config['BLOCK']}"
-        yield Build(title, "_update_flat", signature, constants, config, wide=constants["WIDE"])
-    names = "LION COUPLED SCALED SKIPS COPIES WIDE PT GT CT CODES BLOCK"
+        variant = f"{'lion' if lion else 'adamw'} {label} {config['BLOCK']}"
+        yield build(_update_flat, variant, config, constants, types, wide=constants["WIDE"])
     for lion in (False, True):
         for copies in (False, True):
             constants = flags | {"LION": lion, "COPIES": copies, "WIDE": True, "CODES": 256}
             constants |= {"PT": tl.float32, "GT": tl.float32, "CT": tl.bfloat16}
-            signature = {"T": "*i64", "WORK": "*i64", "S": "*fp32", "SKIP": "*i32", **real} | dict.fromkeys(
-                names.split(), "constexpr"
-            )
-            title = f"_update_blocks {'lion' if lion else 'adamw'}{' copy' * copies} {CONFIG['BLOCK']}"
+            variant = f"{'lion' if lion else 'adamw'}{' copy' * copies} {CONFIG['BLOCK']}"
             # Without a copy AdamW's are 16 of 33: those of the table and the scales are narrow.
-            yield Build(title, "_update_blocks", signature, constants, CONFIG, wide=lion or copies)
+            yield build(_update_blocks, variant, CONFIG, constants, types, wide=lion or copies)

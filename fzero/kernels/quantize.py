@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fzero.kernels import quantize_codes, tuning
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.quantize_blocks import decode, draw_words, encode
 from fzero.kernels.quantize_codes import (
@@ -318,15 +318,6 @@ dequantize_sum_requantize = Op(
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    codes = {"KEY": "*i64", "first": "i32", "DATA": "CODES", "SCALE": "*fp32"}
-    kernels = {
-        "_quantize": ({"X": "*bf16"} | codes, {"STOCHASTIC", "ALIGNED"}),
-        "_dequantize": ({"DATA": "CODES", "SCALE": "*fp32", "OUT": "*bf16"}, set()),
-        "_sum_requantize": (
-            {"PARTS": "CODES", "SCALES": "*fp32", "stride": "i32"} | codes,
-            {"STOCHASTIC", "ALIGNED", "COUNT"},
-        ),
-    }
     flat = [
         ("int8", 256, False),
         ("int8", 8192, True),
@@ -336,25 +327,16 @@ def builds(gpu: str) -> Iterator[Build]:
         ("nf4", 64, False),
     ]
     cases = [(True, *case) for case in flat] + [(False, "int8", 256, True), (False, "fp8_e4m3", 32, True)]
-    for (name, (pointers, flag_names)), (flat, kind, block, stochastic) in itertools.product(kernels.items(), cases):
-        constants = {"STOCHASTIC": stochastic, "ALIGNED": flat, "COUNT": 8}
-        constants = {c: v for c, v in constants.items() if c in flag_names} | {
-            "KIND": kind,
-            "FLAT": flat,
-            "BLOCK": block,
-        }
-        signature = {a: ("*i8" if kind == "int8" else "*u8") if t == "CODES" else t for a, t in pointers.items()}
-        signature |= {"n": "i32", "total": "i32"} | dict.fromkeys((*constants, "ROWS"), "constexpr")
+    for kernel, (flat, kind, block, stochastic) in itertools.product((_quantize, _dequantize, _sum_requantize), cases):
+        constants = {"STOCHASTIC": stochastic, "ALIGNED": flat, "COUNT": 8, "KIND": kind, "FLAT": flat, "BLOCK": block}
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        code = "*i8" if kind == "int8" else "*u8"
+        types = f"KEY:*i64 DATA:{code} PARTS:{code} SCALE:*fp32 SCALES:*fp32"
         for config in _configs(block, flat)[: 1 + (flat and block == 256)]:
-            label = (
-                f"{name} {kind} "
-                f"{config['ROWS']}x{block}{' stochastic' * constants.get('STOCHASTIC', 0)}{' ragged' * (not flat)}"
-            )
+            ways = f"{' stochastic' * constants.get('STOCHASTIC', 0)}{' ragged' * (not flat)}"
+            label = f"{kind} {config['ROWS']}x{block}{ways}"
             # Narrow are the scales, the key, four bits an element, and rows that begin anywhere.
-            wide, aligned = (
-                flat and codes_a_byte(kind) == 1 and name != "_sum_requantize",
-                ("n", "first", "stride") if flat else (),
-            )
-            yield Build(
-                label, name, signature, constants, config | {"enable_fp_fusion": False}, wide=wide, aligned=aligned
-            )
+            wide = flat and codes_a_byte(kind) == 1 and kernel is not _sum_requantize
+            aligned = ("n", "first", "stride") if flat else ()
+            unfused = config | {"enable_fp_fusion": False}
+            yield build(kernel, label, unfused, constants, types, wide=wide, aligned=aligned)

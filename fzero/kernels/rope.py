@@ -28,7 +28,7 @@ from fzero.core.autodiff import needs_grad
 from fzero.core.bounds import check_bounds
 from fzero.core.pytree import nearest
 from fzero.kernels import tuning
-from fzero.kernels.aot import Build
+from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.registry import Form, Op
 
@@ -383,16 +383,7 @@ rope_qk = _op("rope_qk", rope_qk_reference, _rope_qk_triton)
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    pointers = {
-        "Q": "*bf16",
-        "K": "*bf16",
-        "POSITIONS": "*i64",
-        "FREQUENCIES": "*fp32",
-        "OUT_Q": "*bf16",
-        "OUT_K": "*bf16",
-    }
     outer = [f"{tensor}{dim}" for tensor in "qk" for dim in range(3)]
-    numbers = dict.fromkeys(("length", "q0", "q1", "q2", "q3", "k0", "k1", "k2", "k3", "p0", "p1"), "i32")
     cases = [
         ((32, 8, 128), False, False),
         ((32, 8, 128), True, False),
@@ -407,6 +398,6 @@ def builds(gpu: str) -> Iterator[Build]:
             "BLOCK": triton.next_power_of_2(size // 2),
         }
         constants |= {"INTERLEAVED": interleaved, "INVERSE": inverse, "q3": 1, "k3": 1, "p1": 1}
-        signature = pointers | numbers | dict.fromkeys((*constants, "HEADS"), "constexpr")
-        label = f"_rope {LAYOUTS[interleaved]} {heads}+{kv_heads} {size} {config['HEADS']}{' inverse' * inverse}"
-        yield Build(label, "_rope", signature, constants, config, aligned=tuple(outer))
+        types = "POSITIONS:*i64 FREQUENCIES:*fp32 q3:constexpr k3:constexpr p1:constexpr"
+        label = f"{LAYOUTS[interleaved]} {heads}+{kv_heads} {size} {config['HEADS']}{' inverse' * inverse}"
+        yield build(_rope, label, config, constants, types, aligned=tuple(outer))
