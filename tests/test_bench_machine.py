@@ -11,7 +11,7 @@ import ranks as pools
 import torch
 
 from fzero.kernels import attention_tiled, registry
-from fzero.planner.calibrate import case_timer, fused, gemm, machine, memory, step_operators
+from fzero.planner.calibrate import case_timer, gemm, machine, memory, step_operators
 from fzero.planner.calibrate import collectives as processes
 from fzero.planner.calibrate.case_timer import Case, Figure
 from fzero.planner.device_names import list_devices
@@ -497,9 +497,9 @@ def test_a_process_that_fails_is_named():
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 def test_fused_loops_are_compiled_once_for_all_sizes():
-    found = fused.measure_fused(0.1)
+    found = memory.measure_fused(0.1)
     assert set(found) == {"fused/float32", "fused/bfloat16"} and all(
-        len(sizes) == len(fused.ROWS) for sizes in found.values()
+        len(sizes) == len(memory.ROWS) for sizes in found.values()
     )
 
 

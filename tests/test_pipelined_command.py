@@ -14,7 +14,7 @@ from test_bench_machine import HERE
 
 import fzero
 from fzero.planner.calibrate import machine
-from fzero.planner.layer_costs import with_layout
+from fzero.planner.pipeline_report import with_layout
 from fzero.run import run_folder
 from fzero.run.machine import device_file
 from fzero.run.resume import auto_resume

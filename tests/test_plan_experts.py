@@ -11,9 +11,9 @@ from test_plan_memory import flop, fullest, measured
 
 import fzero
 from fzero import models
-from fzero.planner import closed_forms, closed_layer, devices, estimate, experts, pipeline_trace, search_result
+from fzero.planner import closed_forms, closed_layer, devices, estimate, pipeline_trace, search_result
 from fzero.planner.candidates import Candidate, candidates
-from fzero.planner.expert_loads import Loads
+from fzero.planner.experts import Loads
 from fzero.planner.plan_report import total_flop
 from fzero.planner.step_trace import trace_step
 from fzero.run import config_table, machine
@@ -202,4 +202,4 @@ def test_the_part_of_experts_is_that_of_the_counted_flops():
     rest = 2 * (2 * c.d_model**2 + 2 * c.d_model * c.d_model * c.n_kv_heads // c.n_heads)
     rest += 2 * (8 + 2) * c.d_model  # the router, and two norms
     attention = 2 * config.data.seq_len * c.d_model  # causal: half of queries by keys, and by values
-    assert experts.flop_fraction(plan, config) == pytest.approx(mine / (mine + rest + attention), rel=1e-6)
+    assert closed_forms.expert_flop_fraction(plan, config) == pytest.approx(mine / (mine + rest + attention), rel=1e-6)

@@ -356,7 +356,7 @@ def device_with(
     """The Device of a name, with this memory, this rate of its disk, these loads of experts, these links between nodes,
     and the other fields that are given."""
     from fzero.planner.devices import between_nodes
-    from fzero.planner.expert_loads import Loads
+    from fzero.planner.experts import Loads
     from fzero.planner.plan import device_for
 
     changes = {name: value for name, value in overrides.items() if value is not None}

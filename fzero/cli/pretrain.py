@@ -194,7 +194,7 @@ def with_cost_layout(config: Any, coordinator: Any) -> Any:
     from dataclasses import replace
 
     def find_layout() -> str:
-        from fzero.planner.layer_costs import with_layout
+        from fzero.planner.pipeline_report import with_layout
         from fzero.planner.plan import device_for, resolve_for
 
         device = device_for("here")

@@ -13,16 +13,23 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fzero.comm.axes import SHARDS, links_of
+from fzero.comm.ledger import sent_elements
 from fzero.core.host_memory import bytes_cached
-from fzero.planner import experts
+from fzero.models.experts import OF_EXPERTS
+from fzero.models.presets import body_of
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_layer import ROW, TRACED_ROWS, Basis, offload_of, remat_of, row_facts
 from fzero.planner.estimate import of_signs
-from fzero.planner.rates import collective_s, wire_s
+from fzero.planner.experts import Loads
+from fzero.planner.rates import Way, collective_s, wire_s
+from fzero.run.config import RunConfig
 from fzero.run.config_ranks import SEND_SIGNS
-from fzero.run.peak_memory import PassSizes, passes_peak, stacked
+from fzero.run.peak_memory import PassSizes, expert_units, passes_peak, stacked
+from fzero.sharding import Plan
 from fzero.sharding.codec import Codec
+from fzero.sharding.leaf_plan import LeafPlan
 from fzero.sharding.pipeline import FAMILIES
+from fzero.sharding.slices import is_stacked
 from fzero.sharding.spec import Tier
 
 OWED = 1.5  # what a layer holds between I and W, of what its forward pass keeps (docs/pipeline.md, Memory)
@@ -142,7 +149,7 @@ def step_time(basis: Basis, c: Candidate) -> dict[str, float]:
         out["communication on cp"] = cp_s(basis, c, micro, bool(remat.every))
     if c.ep > 1:
         out["communication on ep"] = ep_s(basis, c, micro, bool(remat.every))
-        fullest = (basis.device.loads.imbalance(c.ep) - 1.0) * experts.flop_fraction(plan, basis.config)
+        fullest = (basis.device.loads.imbalance(c.ep) - 1.0) * expert_flop_fraction(plan, basis.config)
         out["waiting for the fullest experts"] = fullest * (out["computation"] + out["recomputation"])
     for axis, seconds in exposed_s(basis, c, micro, forward, backward + recompute_s, parts, elements).items():
         out[f"communication on {axis}"] = out.get(f"communication on {axis}", 0.0) + seconds
@@ -189,8 +196,9 @@ def ep_s(basis: Basis, c: Candidate, micro: int, recompute: bool) -> float:
     """Estimate the seconds of a step in which a rank of ep waits for the tokens of experts, there and back."""
     plan, tokens = basis.plan_of(c)[0], basis.config.data.seq_len * c.micro_batch / c.cp
     ways = basis.ways_of(c)
-    exchange_s = experts.messages_s(plan, ways["ep"], tokens * basis.policy.compute.itemsize, basis.device.loads)
-    return micro * math.ceil(experts.depth(plan) / c.pp) * exchange_s * (3.0 if recompute else 2.0)
+    exchange_s = expert_messages_s(plan, ways["ep"], tokens * basis.policy.compute.itemsize, basis.device.loads)
+    depth = max((leaf.shape[0] for leaf in expert_leaves(plan)), default=0)
+    return micro * math.ceil(depth / c.pp) * exchange_s * (3.0 if recompute else 2.0)
 
 
 def bubble_s(basis: Basis, c: Candidate, micro: int, forward: float, message: float) -> float:
@@ -237,16 +245,17 @@ def exposed_s(
     sizes = {"dp": c.dp, "ep": c.ep, "cp": c.cp}
     links, expert_links = links_of(SHARDS, sizes), links_of(SHARDS, {**sizes, "ep": 1})
     plan = basis.plan_of(c)[0]
-    theirs = experts.numel(plan) / basis.config.model.n_layers  # of a layer, of a rank's experts
+    # Of a layer, of a rank's experts.
+    theirs = sum(leaf.numel(leaf.compute) for leaf in expert_leaves(plan)) / basis.config.model.n_layers
     out: dict[str, float] = {}
 
     def seconds(axis: str, collective: str, elements: float, itemsize: int, experts: float = 0.0) -> float:
         """experts: those of the elements that the ranks of `own` share."""
-        times, total = 2 if collective == "psum" else 1, 0.0
+        total = 0.0
         for link, count in ((links[:1] if axis == "dp" else [axis], elements - experts), (expert_links, experts)):
             way = ways.get(link[0]) if link and count else None
             if way is not None:
-                sent = int(times * count * itemsize * (way.size - 1) / way.size)
+                sent = sent_elements(collective, int(count), way.size) * itemsize
                 total += collective_s(way, collective, sent).seconds
         return total
 
@@ -286,3 +295,32 @@ def exposed_s(
     if c.rp > 1:
         out["rp"] = seconds("rp", "psum", elements["grads"], sums) * (micro if c.zero == 0 else 1)
     return out
+
+
+# ---- experts over ep ------------------------------------------------------------------------------------------------
+
+
+def expert_leaves(plan: Plan) -> list[LeafPlan]:
+    """The leaves that ep splits; none without ep."""
+    return [leaf for leaf in plan.leaves.values() if "ep" in leaf.compute.axes and plan.mesh.ep.size > 1]
+
+
+def expert_messages_s(plan: Plan, way: Way, token_bytes: float, loads: Loads) -> float:
+    """The seconds of a layer's forward pass in which a rank of ep waits for its tokens on their way to experts and
+    back. token_bytes: the rank's tokens times the bytes of an element."""
+    assert plan.routed is not None and plan.experts is not None  # a plan with ep
+    sent = plan.routed.sent(plan.experts.form, way.size) / 2 * token_bytes
+    if plan.experts.form == "exchange":
+        return 2 * collective_s(way, "exchange_rows", int(sent * loads.imbalance(way.size))).seconds
+    return sum(collective_s(way, collective, int(sent)).seconds for collective in ("all_gather", "psum_scatter"))
+
+
+def expert_flop_fraction(plan: Plan, config: RunConfig) -> float:
+    """The part of a layer's FLOPs that are of a token's experts."""
+    body, routed = body_of(config.model), plan.routed
+    assert routed is not None  # a plan with ep
+    expert_flop = 6 * routed.top_k * routed.width * expert_units(config)
+    shapes = [leaf.shape for name, leaf in plan.leaves.items() if is_stacked(name) and not OF_EXPERTS.search(name)]
+    dense = 2 * sum(map(math.prod, shapes)) / body.n_layers
+    heads = body.n_heads * getattr(body, "key_dim", body.d_model // body.n_heads)
+    return expert_flop / (expert_flop + dense + 2 * config.data.seq_len * heads)

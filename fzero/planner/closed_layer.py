@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fzero import models
+from fzero.comm.ledger import sent_elements
 from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.kernels.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, SPLIT_PRODUCTS
@@ -194,7 +195,7 @@ def closed_layer(job: Job, device: Device) -> Layer:
 def tp_seconds(job: Job, device: Device, full_bytes: int) -> float:
     """The seconds of a layer's four sums over tp of `full_bytes` bytes each, for one row: none of it is hidden."""
     way = ways_of(device, {name: job.mesh[name].size for name in ("dp", "rp", "cp", "tp")}).get("tp")
-    return 4 * collective_s(way, "psum", 2 * full_bytes * (way.size - 1) // way.size).seconds if way else 0.0
+    return 4 * collective_s(way, "psum", sent_elements("psum", full_bytes, way.size)).seconds if way else 0.0
 
 
 def admits_codec(basis: Basis, c: Candidate) -> bool:

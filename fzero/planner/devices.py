@@ -21,7 +21,7 @@ from fzero.core.device import Target
 from fzero.core.pytree import nearest
 from fzero.core.text_parsing import parse_json, read_text_file
 from fzero.planner.device_names import device_path
-from fzero.planner.expert_loads import EVEN, Loads
+from fzero.planner.experts import EVEN, Loads
 from fzero.run.machine import device_file
 
 # Of a machine here: memory of a process besides tensors (Python, PyTorch's libraries), and the fraction lost.

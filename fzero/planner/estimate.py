@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 from fzero import models
 from fzero.comm.axes import mesh_text
-from fzero.core import pytree
 from fzero.core.precision import POLICIES
 from fzero.models import ModelConfig
 from fzero.planner.plan_text import quantity, size, table
 from fzero.run.config_ranks import SEND_SIGNS
+from fzero.run.peak_memory import segment_numels
 from fzero.sharding import fake_mesh, zero_plan
-from fzero.sharding.slices import is_stacked, local_numel
+from fzero.sharding.slices import local_numel
 from fzero.sharding.spec import Offload
-from fzero.sharding.zero_stages import ZERO, shapes_of
+from fzero.sharding.zero_stages import ZERO
 
 # Elements of optimizer state per parameter. muon: for a model almost all of whose parameters are matrices of blocks;
 # adafactor: without its rows and columns.
@@ -59,14 +59,9 @@ def count(model: str | ModelConfig | int) -> tuple[int, int]:
     """
     if isinstance(model, int):
         return model, 0
-    config = models.preset(model) if isinstance(model, str) else model
-    parts: dict[str, int] = {}
-    total = 0
-    for name, leaf in pytree.named_leaves(shapes_of(models.build(config))).items():
-        segment, layers = name.split("/")[0], leaf.shape[0] if is_stacked(name) else 1
-        parts[segment] = parts.get(segment, 0) + leaf.numel() // layers
-        total += leaf.numel()
-    return total, max(parts.values())
+    built = models.build(models.preset(model) if isinstance(model, str) else model)
+    plan = zero_plan(0, built, fake_mesh({}))
+    return models.num_params(built), max(segment_numels(plan).values())
 
 
 def count_experts(model: str | ModelConfig | int, ep: int) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Experts in a plan: how full they are, what their messages take, and their part of a layer's memory and FLOPs.
+"""How a step's tokens are spread over the experts, assumed or as a run recorded them, and what a plan has room for.
 
 Shapes in an exchange are the same whatever is chosen, so how tokens are spread changes no byte of memory: the rank with
 the fullest experts computes longer and sends more, and the others wait for it in every layer.
@@ -7,16 +7,69 @@ the fullest experts computes longer and sends more, and the others wait for it i
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import NamedTuple
 
-from fzero.core import pytree
-from fzero.models.experts import OF_EXPERTS
-from fzero.models.presets import body_of
-from fzero.planner.expert_loads import Loads
-from fzero.planner.rates import Way, collective_s
-from fzero.run.config import RunConfig
-from fzero.run.peak_memory import expert_units
+from fzero.run.run_folder import read_metrics
 from fzero.sharding import Plan
-from fzero.sharding.slices import is_stacked, local_numel
+
+
+class Loads(NamedTuple):
+    """How a step's tokens are spread over the experts.
+
+    factor: of every layer, the rows of the rank with the fullest experts over the mean of the ranks. shares: of each
+    layer the share of the choices that each expert gets, as a run records them; if given, the factor follows from them
+    and the number of ranks.
+
+    >>> Loads(1.2).imbalance(8), Loads(shares=((0.5, 0.1, 0.2, 0.2),)).imbalance(2)
+    (1.2, 1.2)
+    """
+
+    factor: float = 1.0
+    shares: tuple[tuple[float, ...], ...] = ()
+
+    def imbalance(self, ep: int) -> float:
+        """The rows of the fullest of ep ranks over the mean of them, on the average over the layers: all ranks wait for
+        it in each. 1 without ep.
+
+        Raises ValueError for shares of a number of experts that ep does not divide."""
+        if ep == 1:
+            return 1.0
+        if not self.shares:
+            return self.factor
+        count = len(self.shares[0])
+        if count % ep:
+            raise ValueError(f"imbalance: ep={ep} does not divide the {count} experts of the shares; give a factor")
+        per_rank = count // ep
+        fullest = [
+            max(sum(layer[i : i + per_rank]) for i in range(0, count, per_rank)) / sum(layer) for layer in self.shares
+        ]
+        return ep * sum(fullest) / len(fullest)
+
+    @classmethod
+    def parse(cls, text: str) -> Loads:
+        """The Loads of a text: a factor from 1, such as "1.2", or the folder of a run with experts, whose last recorded
+        step is taken. Raises ValueError for another one."""
+        try:
+            factor = float(text)
+        except ValueError:
+            return cls(shares=recorded(Path(text)))
+        if not 1.0 <= factor < math.inf:
+            raise ValueError(f"imbalance is {text}; the fullest rank over the mean is finite and at least 1")
+        return cls(factor)
+
+
+EVEN = Loads()
+
+
+def recorded(folder: Path) -> tuple[tuple[float, ...], ...]:
+    """The shares of all layers with experts in the last recorded step of a run."""
+    if not folder.is_dir():
+        raise ValueError(f"imbalance is {str(folder)!r}: no number and no folder of a run; write 1.2, for example")
+    rows = [row["experts"] for row in read_metrics(folder) if row.get("experts")]
+    if not rows:
+        raise ValueError(f"{folder}: no step of this run has recorded experts; give a factor, such as 1.2")
+    return tuple(tuple(layer) for stack in rows[-1].values() for layer in stack["load"])
 
 
 def has_capacity(plan: Plan, loads: Loads) -> bool:
@@ -35,44 +88,3 @@ def check_capacity(plan: Plan, loads: Loads) -> None:
             f"sends, and exchange:{plan.experts.slack:g} has no room for it, so that a run would "
             "take more memory than planned; plan a larger slack, or gather"
         )
-
-
-# ---- closed forms ----------------------------------------------------------------------------------------------------
-
-
-def leaves(plan: Plan) -> dict[str, int]:
-    """By name of the leaves that ep splits, the elements of a rank of ep, gathered over dp and cp: of all layers."""
-    shapes, compute = pytree.named_leaves(plan.like), pytree.named_leaves(plan.compute)
-    split = {name: spec for name, spec in compute.items() if "ep" in spec.axes}
-    return {name: local_numel(shapes[name].shape, spec, plan.sizes) for name, spec in split.items()}
-
-
-def numel(plan: Plan) -> int:
-    """The elements of the leaves that ep splits, on a rank of ep; 0 without ep."""
-    return sum(leaves(plan).values()) if plan.mesh.ep.size > 1 else 0
-
-
-def depth(plan: Plan) -> int:
-    """The layers of a model that have experts."""
-    return max((plan.leaves[name].shape[0] for name in leaves(plan)), default=0)
-
-
-def messages_s(plan: Plan, way: Way, token_bytes: float, loads: Loads) -> float:
-    """The seconds of a layer's forward pass in which a rank of ep waits for its tokens on their way to experts and
-    back. token_bytes: the rank's tokens times the bytes of an element."""
-    assert plan.routed is not None and plan.experts is not None  # a plan with ep
-    sent = plan.routed.sent(plan.experts.form, way.size) / 2 * token_bytes
-    if plan.experts.form == "exchange":
-        return 2 * collective_s(way, "exchange_rows", int(sent * loads.imbalance(way.size))).seconds
-    return sum(collective_s(way, collective, int(sent)).seconds for collective in ("all_gather", "psum_scatter"))
-
-
-def flop_fraction(plan: Plan, config: RunConfig) -> float:
-    """The part of a layer's FLOPs that are of a token's experts."""
-    body, routed = body_of(config.model), plan.routed
-    assert routed is not None  # a plan with ep
-    expert_flop = 6 * routed.top_k * routed.width * expert_units(config)
-    shapes = [leaf.shape for name, leaf in plan.leaves.items() if is_stacked(name) and not OF_EXPERTS.search(name)]
-    dense = 2 * sum(map(math.prod, shapes)) / body.n_layers
-    heads = body.n_heads * getattr(body, "key_dim", body.d_model // body.n_heads)
-    return expert_flop / (expert_flop + dense + 2 * config.data.seq_len * heads)

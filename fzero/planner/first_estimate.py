@@ -16,10 +16,10 @@ from fzero.planner.closed_layer import Basis, closed_layer
 from fzero.planner.devices import Device
 from fzero.planner.plan_report import has_rates
 from fzero.planner.plan_text import duration, size
-from fzero.planner.step_trace import fake_nvme, state_bytes
+from fzero.planner.step_trace import fake_nvme
 from fzero.run import build
 from fzero.run.config import RunConfig
-from fzero.run.memory_check import grad_bytes, memory_on_device
+from fzero.run.memory_check import grad_bytes, memory_on_device, state_bytes
 from fzero.sharding import fake_mesh
 
 MEMORY_BOUND, TIME_BOUND = 0.10, 0.35  # largest relative errors over the cases of tests/test_first_estimate.py

@@ -11,24 +11,6 @@ from torch import Tensor
 
 from fzero.core.product_flops import flop_of
 
-KINDS = (
-    "gemm",
-    "attention",
-    "cross_entropy",
-    "norm",
-    "rope",
-    "glu",
-    "moe",
-    "optimizer",
-    "random",
-    "reduce",
-    "pointwise",
-    "copy",
-    "gather",
-    "fused",
-    "other",
-)
-
 
 class ExecutedOp(NamedTuple):
     """One executed operator."""
@@ -36,7 +18,7 @@ class ExecutedOp(NamedTuple):
     phase: str
     layer: int | None
     name: str  # "aten.mm", "aten.mm/nt" (of a transposed second operand, see `layout`), "fzero.flash_forward"
-    kind: str  # one of KINDS
+    kind: str  # of NAMES, "pointwise" or "fused"
     dtype: str  # of its result, else of a tensor it wrote, else of an argument
     shape: tuple[int, ...]  # of a gemm (batch, m, n, k), else of its largest tensor
     flop: int
@@ -44,66 +26,52 @@ class ExecutedOp(NamedTuple):
     host: bool = False  # whether the host of a GPU computes it, on tensors in its own memory
 
 
-# Kinds by the operator's name without its namespace; every other operator is pointwise.
-NAMED: dict[str, str] = {
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "symmetric_product"), "gemm"),
-    **dict.fromkeys(("float8_product", "float8_product_of", "float8_emulated"), "gemm"),
-    **dict.fromkeys(("grouped_mm", "grouped_mm_dw", "grouped_mm_triton", "grouped_mm_dw_triton"), "gemm"),
-    **dict.fromkeys(("float8_grouped_mm", "float8_grouped_mm_dw"), "gemm"),
-    **dict.fromkeys(("float8_grouped_mm_emulated", "float8_grouped_mm_dw_emulated"), "gemm"),
-    **dict.fromkeys(("tiled_forward", "tiled_backward", "flash_forward", "flash_backward"), "attention"),
-    **dict.fromkeys(("flash_forward_at", "flash_backward_at", "ring_forward", "ring_backward"), "attention"),
-    **dict.fromkeys(("library_forward", "library_backward"), "attention"),
-    **dict.fromkeys(
-        ("cross_entropy_rows", "cross_entropy_rows_", "nll_loss_forward", "nll_loss_backward"), "cross_entropy"
+# The names of operators, without their namespace, by kind; every other operator is pointwise.
+NAMES: dict[str, str] = {
+    "gemm": (
+        "mm addmm bmm baddbmm _scaled_mm _grouped_mm symmetric_product float8_product float8_product_of "
+        "float8_emulated grouped_mm grouped_mm_dw grouped_mm_triton grouped_mm_dw_triton float8_grouped_mm "
+        "float8_grouped_mm_dw float8_grouped_mm_emulated float8_grouped_mm_dw_emulated"
     ),
-    **dict.fromkeys(
-        ("norm_forward", "add_norm_forward", "norm_backward", "native_layer_norm", "native_layer_norm_backward"), "norm"
+    "attention": (
+        "tiled_forward tiled_backward flash_forward flash_backward flash_forward_at flash_backward_at "
+        "ring_forward ring_backward library_forward library_backward"
     ),
-    **dict.fromkeys(("norm_forward_largest", "add_norm_forward_largest", "norm_backward_largest"), "norm"),
-    **dict.fromkeys(("_fused_rms_norm", "_fused_rms_norm_backward"), "norm"),
-    **dict.fromkeys(("rms_norm_cpu", "add_rms_norm_cpu", "rms_norm_cpu_backward", "layer_norm_rows_backward"), "norm"),
+    "cross_entropy": "cross_entropy_rows cross_entropy_rows_ nll_loss_forward nll_loss_backward",
+    "norm": (
+        "norm_forward add_norm_forward norm_backward native_layer_norm native_layer_norm_backward "
+        "norm_forward_largest add_norm_forward_largest norm_backward_largest _fused_rms_norm "
+        "_fused_rms_norm_backward rms_norm_cpu add_rms_norm_cpu rms_norm_cpu_backward "
+        "layer_norm_rows_backward"
+    ),
     "rope": "rope",
-    **dict.fromkeys(("glu_forward", "glu_backward", "glu_forward_largest", "glu_backward_largest"), "glu"),
-    **dict.fromkeys(("swiglu_cpu", "swiglu_cpu_backward"), "glu"),
-    **dict.fromkeys(("route_forward", "route_backward", "group_rows", "permute_rows", "unpermute_rows"), "moe"),
-    **dict.fromkeys(("unpermute_rows_backward", "sort", "topk", "bincount"), "moe"),
-    **dict.fromkeys(("_fused_adamw_", "_fused_adam_", "host_step"), "optimizer"),
-    **dict.fromkeys(
-        ("dropout_add", "native_dropout", "bernoulli", "uniform_", "normal_", "rand", "randn", "randint"), "random"
+    "glu": "glu_forward glu_backward glu_forward_largest glu_backward_largest swiglu_cpu swiglu_cpu_backward",
+    "moe": (
+        "route_forward route_backward group_rows permute_rows unpermute_rows unpermute_rows_backward sort topk bincount"
     ),
-    **dict.fromkeys(
-        ("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "any", "all", "std", "var", "norm"),
-        "reduce",
+    "optimizer": "_fused_adamw_ _fused_adam_ host_step",
+    "random": "dropout_add native_dropout bernoulli uniform_ normal_ rand randn randint",
+    "reduce": (
+        "sum mean amax amin max min argmax argmin prod any all std var norm linalg_vector_norm _foreach_norm "
+        "logsumexp _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data cumsum aminmax "
+        "var_mean"
     ),
-    **dict.fromkeys(
-        ("linalg_vector_norm", "_foreach_norm", "logsumexp", "_softmax", "_softmax_backward_data", "_log_softmax"),
-        "reduce",
+    "copy": (
+        "copy_ _to_copy clone cat stack contiguous _foreach_copy_ constant_pad_nd repeat fill_ zero_ zeros "
+        "ones full zeros_like ones_like full_like new_zeros new_ones new_full arange lift_fresh_copy eye tril "
+        "triu flip roll"
     ),
-    **dict.fromkeys(("_log_softmax_backward_data", "cumsum", "aminmax", "var_mean"), "reduce"),
-    **dict.fromkeys(
-        ("copy_", "_to_copy", "clone", "cat", "stack", "contiguous", "_foreach_copy_", "constant_pad_nd", "repeat"),
-        "copy",
+    "gather": (
+        "embedding embedding_dense_backward index index_select gather index_put index_put_ scatter scatter_ "
+        "scatter_add scatter_add_ index_add index_add_ select_backward slice_backward searchsorted "
+        "take_along_dim masked_select nonzero embedding_backward"
     ),
-    **dict.fromkeys(
-        ("fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"),
-        "copy",
+    "other": (
+        "empty empty_like new_empty empty_strided new_empty_strided empty_permuted _local_scalar_dense "
+        "is_same_size scalar_tensor"
     ),
-    **dict.fromkeys(("new_full", "arange", "lift_fresh_copy", "eye", "tril", "triu", "flip", "roll"), "copy"),
-    **dict.fromkeys(
-        ("embedding", "embedding_dense_backward", "index", "index_select", "gather", "index_put", "index_put_"),
-        "gather",
-    ),
-    **dict.fromkeys(
-        ("scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_", "select_backward"), "gather"
-    ),
-    **dict.fromkeys(("slice_backward", "searchsorted", "take_along_dim", "masked_select", "nonzero"), "gather"),
-    "embedding_backward": "gather",
-    **dict.fromkeys(
-        ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"), "other"
-    ),
-    **dict.fromkeys(("_local_scalar_dense", "is_same_size", "scalar_tensor"), "other"),
 }
+KIND_OF = {name: kind for kind, names in NAMES.items() for name in names.split()}
 LOOKED_UP = (
     "embedding",
     "index",
@@ -120,7 +88,7 @@ def names_of(func: Any) -> tuple[str, str, str]:
     """Return (namespace.name, name, kind) of an operator."""
     space, _, name = func._schema.name.partition("::")
     name = name.removesuffix("_") if name in ("addmm_", "baddbmm_") else name  # the same product
-    kind = NAMED.get(name)
+    kind = KIND_OF.get(name)
     if kind is None:
         kind = "attention" if "attention" in name else "optimizer" if "_fused_" in name else "pointwise"
     return f"{space}.{name}", name, kind

@@ -19,10 +19,8 @@ from fzero.models.decoder_config import DecoderConfig
 from fzero.models.presets import body_of
 from fzero.planner import devices, extrapolate, pipeline_trace
 from fzero.planner.devices import Device
-from fzero.planner.expert_loads import EVEN
-from fzero.planner.experts import check_capacity
-from fzero.planner.layer_costs import with_layout
-from fzero.planner.pipeline_report import pipeline_report
+from fzero.planner.experts import EVEN, check_capacity
+from fzero.planner.pipeline_report import pipeline_report, with_layout
 from fzero.planner.plan_report import PlanReport, report_of
 from fzero.planner.step_trace import Trace, fake_nvme
 from fzero.planner.trace_cache import cached_trace

@@ -23,9 +23,7 @@ from fzero.comm.ledger import LedgerRow
 from fzero.core import pytree
 from fzero.core.device import CPU, HOST, FakeDevice, Target
 from fzero.core.gpu_copies import free_sources
-from fzero.core.pytree import Tree
 from fzero.offload import DiskTensor
-from fzero.optim.wrappers import AVERAGE
 from fzero.planner import fake_inductor
 from fzero.planner.fake_disk import PlannedNvme
 from fzero.planner.operations import ExecutedOp, describe_op, describe_passes
@@ -36,16 +34,14 @@ from fzero.run.config import RunConfig
 from fzero.run.machine import resolve_auto
 from fzero.run.measure.live_bytes import MemoryTrace, device_of, recorded
 from fzero.run.measure.memory_timeline import Moment, Stay, Visit, alive, moments
+from fzero.run.memory_check import state_bytes
 from fzero.sharding import Mesh, Plan, fake_mesh
-from fzero.sharding.error_feedback import ERROR
 from fzero.sharding.spec import Offload
 from fzero.train.state_on_disk import leaves_on_disk
 
 HOST_COPIES = 1 << 50  # number of the first copy between host and device
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 LOOKS = torch.ops.aten._local_scalar_dense.default
-STATE = {"params": "params", "master": "master", AVERAGE: "ema", "opt_state": "opt"}
-WITH_CODEC = {ERROR: "errors"}  # groups that a state has with a codec that keeps errors alone
 
 
 class Transfer(NamedTuple):
@@ -385,18 +381,3 @@ def rows(stays: Iterable[Stay]) -> tuple[LedgerRow, ...]:
         )
         for (phase, collective, axis, leaf, dtype), (calls, elements) in sums.items()
     )
-
-
-def state_bytes(job: Job, state: Tree) -> tuple[dict[str, int], dict[str, int]]:
-    """({group: bytes at rest on the device}, {"host": bytes, "nvme": bytes}) of a state, real or fake."""
-    on_device, elsewhere = dict.fromkeys((*STATE.values(), "other"), 0), {"host": 0, "nvme": 0}
-    specs = pytree.named_leaves(run_build.specs_of(job))
-    for name, leaf in pytree.named_leaves(state).items():
-        size = leaf.numel() * leaf.element_size()
-        memory = specs[name].memory if name in specs else "device"
-        if memory == "device":
-            group = next((group for start, group in (STATE | WITH_CODEC).items() if name.startswith(start)), "other")
-            on_device[group] = on_device.get(group, 0) + size
-        else:
-            elsewhere[memory] += size
-    return on_device, elsewhere

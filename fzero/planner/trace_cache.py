@@ -1,4 +1,5 @@
 """Traces of earlier plans, kept in the user's cache folder: the same question is answered without tracing again.
+A plan of llama-8b on 8 ranks takes 15 seconds of a core, and 3 where its trace is kept, most of them to import torch.
 
 A trace is a file of JSON under a name that is a digest of all that it depends on: the files of this package, the
 versions of Python, torch and Triton, the environment variables that these read, the config, the mesh, the rank and the

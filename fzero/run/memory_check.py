@@ -305,28 +305,32 @@ def rounded_on_host(job: Job) -> int:
     return host_bytes(job) - sum(memory_on_host(job))
 
 
-STATE = {
-    "params/": "parameters",
-    "master/": "master weights",
-    AVERAGE: "average",
-    "opt_state/": "optimizer state",
-    ERROR: "errors of the codec",
-}
+STATE = {"params": "params", "master": "master", AVERAGE: "ema", "opt_state": "opt"}
+WITH_CODEC = {ERROR: "errors"}  # groups that a state has with a codec that keeps errors alone
+WORDS = {"params": "parameters", "master": "master weights", "ema": "average", "opt": "optimizer state"}
+WORDS |= {"errors": "errors of the codec"}
+
+
+def state_bytes(job: Job, state: Tree) -> tuple[dict[str, int], dict[str, int]]:
+    """({group: bytes at rest on the device}, {"host": bytes, "nvme": bytes}) of a state, real or fake."""
+    on_device, elsewhere = dict.fromkeys((*STATE.values(), "other"), 0), {"host": 0, "nvme": 0}
+    specs = pytree.named_leaves(specs_of(job))
+    for name, leaf in pytree.named_leaves(state).items():
+        size = leaf.numel() * leaf.element_size()
+        memory = specs[name].memory if name in specs else "device"
+        if memory == "device":
+            group = next((group for start, group in (STATE | WITH_CODEC).items() if name.startswith(start)), "other")
+            on_device[group] = on_device.get(group, 0) + size
+        else:
+            elsewhere[memory] += size
+    return on_device, elsewhere
 
 
 def needs_on_device(job: Job) -> dict[str, int]:
-    """{component: bytes that a rank needs of it on its device}; activations are estimated."""
-    leaves, out = bytes_of_state(job), dict.fromkeys(STATE.values(), 0)
-    need = (memory_needed if job.device == HOST else memory_on_device)(job, leaves)
-    device_memories = ("device",) if job.device != HOST else ("device", "host")
-    for name, (memory, size) in leaves.items():
-        group = next((words for prefix, words in STATE.items() if name.startswith(prefix)), "")
-        if group and memory in device_memories:
-            out[group] += size
-    out["gradients"] = need.grads
-    out["gathered parameters"] = need.gathered
-    out["activations"] = need.activations
-    out["buffers"] = need.buffers
+    """{component: bytes that a rank needs of it on its GPU}; activations are estimated."""
+    groups, need = state_bytes(job, like_of(job))[0], memory_on_device(job)
+    out = {words: groups.get(group, 0) for group, words in WORDS.items()}
+    out |= {"gradients": need.grads, "gathered parameters": need.gathered, "activations": need.activations}
     return {name: size for name, size in out.items() if size > 0}
 
 

@@ -22,7 +22,7 @@ from fzero.core.files import make_folder, replacing
 from fzero.kernels import tuning
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_config import load_settings
-from fzero.planner.calibrate import attention, collectives, fused, gemm, memory, step_operators
+from fzero.planner.calibrate import collectives, gemm, memory, step_operators
 from fzero.planner.calibrate.case_timer import (
     Figure,
     curve_of,
@@ -171,7 +171,7 @@ def measure(
     device = assemble_device(effort, [*rates, *previous_rates], messages, previous)
     if effort.device == "cuda" and "attention" in effort.parts:
         say("attention")
-        tuning.write_measured(device.name, attention.measure_attention(effort.seconds("attention")))
+        tuning.write_measured(device.name, gemm.measure_attention(effort.seconds("attention")))
     if disk is not None:
         say(f"the disk of {disk}")
         device = replace(device, nvme=disk_rates(disk, effort.quick))
@@ -197,7 +197,7 @@ def sweep(effort: Effort, threads: int, coarse: bool = False) -> Sweep:
         }
         products = join_curves(recorded.gemm, products)
     loops = (
-        fused.measure_fused(effort.seconds("fused"), **options)
+        memory.measure_fused(effort.seconds("fused"), **options)
         if "fused" in parts and have_compiler() and not quick
         else {}
     )

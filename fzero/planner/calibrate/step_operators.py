@@ -20,7 +20,7 @@ from fzero.core.compile import jit
 from fzero.core.torch_private import TorchDispatchMode
 from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK
 from fzero.planner.calibrate.case_timer import Case, Figure, clock, figure, on_threads, time_cases
-from fzero.planner.operations import ExecutedOp, describe_op
+from fzero.planner.operations import ExecutedOp, describe_op, layout
 from fzero.run.build import Job, build, first_state
 from fzero.run.config_table import from_table
 from fzero.sharding import one_process
@@ -108,15 +108,9 @@ class OpTimer(TorchDispatchMode):
         took = self.now() - begin
         op = describe_op(func, args, kwargs or {}, out, "", None)
         if op is not None:
-            self.report(TimedOp(op, layout(args) if op.kind == "gemm" else "", func._overloadname == "out", took))
+            operands = [x for x in args if isinstance(x, Tensor)] if op.kind == "gemm" else []
+            self.report(TimedOp(op, layout(operands) if operands else "", func._overloadname == "out", took))
         return out
-
-
-def layout(args: Sequence[Any]) -> str:
-    """Which operand of a product is a transpose: "/tn" the first, "/nt" the second, "" neither."""
-    a, b = [x for x in args if isinstance(x, Tensor)][-2:]
-    by_columns = [x.dim() > 1 and x.stride(-2) == 1 < x.stride(-1) for x in (a, b)]
-    return "/tn" if by_columns[0] else "/nt" if by_columns[1] else ""
 
 
 class Step(NamedTuple):
@@ -172,9 +166,10 @@ def record(
             turn += 1
     kernels: dict[str, dict[float, list[Figure]]] = {}
     products: dict[str, dict[tuple[int, ...], list[Figure]]] = {}
-    for (op, layout, *_), took in samples.values():
+    for ran, took in samples.values():
+        op = ran.op
         if op.kind == "gemm":
-            products.setdefault(op.dtype + layout, {}).setdefault(op.shape, []).append(figure(took))
+            products.setdefault(op.dtype + ran.layout, {}).setdefault(op.shape, []).append(figure(took))
         elif size := op.flop if op.kind == "attention" else op.bytes:
             for key in (f"{op.name}/{op.dtype}", f"{op.kind}/{op.dtype}"):
                 kernels.setdefault(key, {}).setdefault(float(size), []).append(figure(took))
