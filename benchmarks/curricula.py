@@ -33,7 +33,7 @@ import torch
 from turns import write_run
 
 from fzero import data
-from fzero.run import corpus, row_losses
+from fzero.run import corpus, evaluate
 from fzero.run.build import build, first_state
 from fzero.run.config import RunConfig
 from fzero.run.config_table import from_table
@@ -166,7 +166,7 @@ def prepare_modules(place: Path, steps: int, ways: Container[str]) -> Path:
         # The reference is a plain run of another seed.
         config = config_of(folder, steps, 1000, {})
         _, state = trained(config, folder, steps)
-        measure = row_losses.row_loss_of(build(config, one_process()).model, state.params, torch.device("cpu"))
+        measure = evaluate.row_loss_of(build(config, one_process()).model, state.params, torch.device("cpu"))
         data.analyze(folder, "loss", seq_len=SEQ_LEN, measure=measure, origin="a plain run", rows_at_once=64)
     return folder
 

@@ -28,8 +28,8 @@ from turns import machine
 
 from fzero.run import machine as here
 from fzero.run.build import build, first_state
+from fzero.run.config_table import recipe
 from fzero.run.process_settings import WAIT_VARIABLES, sleep_while_shared
-from fzero.run.recipes import recipe
 
 BESIDE = (0, 1, 4)
 WARMUP = 3

@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 
 from fzero.run import run_folder
-from fzero.run.attempt import Options
+from fzero.run.build import Options
 from fzero.run.config_table import from_table
 from fzero.run.fine_tuning import tuned_config
-from fzero.run.from_python import train_run
+from fzero.run.loop import train_run
 
 place, quiet = Path(tempfile.mkdtemp()), Options(sample="", say=lambda line: None)
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

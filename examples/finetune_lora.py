@@ -12,9 +12,9 @@ import fzero
 from fzero import models
 from fzero.checkpoint.convert import huggingface
 from fzero.run import run_folder
-from fzero.run.attempt import Options
+from fzero.run.build import Options
 from fzero.run.fine_tuning import tuned_config
-from fzero.run.from_python import train_run
+from fzero.run.loop import train_run
 
 TEMPLATE = """{% for m in messages %}<{{ m.role }}>
 {%- if m.role == 'assistant' %}{% generation %}{{ m.content }}#{% endgeneration %}{% else %}{{ m.content }}#{% endif %}

@@ -13,9 +13,9 @@ from fzero.data.prepare import tokenizer_of_file
 from fzero.data.tokenizer_classes import special_tokens
 from fzero.data.tokenizers import json_tokenizer
 from fzero.models import LlamaConfig
-from fzero.run import import_export, run_folder, special_token_files
-from fzero.run.recipes import recipe
-from fzero.run.special_token_files import start_tokenizer
+from fzero.run import import_export, run_folder, vocabulary
+from fzero.run.config_table import recipe
+from fzero.run.vocabulary import start_tokenizer
 
 WHY = "transformers is not installed; it is the reference these tests compare with"
 QWEN = {"tokenizer_class": "Qwen2Tokenizer"}
@@ -192,7 +192,7 @@ def test_a_tokenizer_of_a_run_of_its_own_is_exported_as_it_is(tmp_path):
     )
     value = recipe("", LlamaConfig(vocab_size=420))
     run_folder.create_run(tmp_path / "run", value, tokenizer, chat)
-    _, files = special_token_files.export_entries(tmp_path / "run", tokenizer)
+    _, files = vocabulary.export_entries(tmp_path / "run", tokenizer)
     about = json.loads(files["tokenizer_config.json"])
     assert about == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
     out = write_folder(tmp_path / "out", "pieces", "gpt2", about)
@@ -217,12 +217,12 @@ def test_templates_by_name_are_read_and_go_along(tmp_path):
         out.mkdir()
         write_texts(
             out,
-            special_token_files.start_files(folder)
+            vocabulary.start_files(folder)
             | chat_files(chat, json.loads((folder / "tokenizer_config.json").read_text())),
         )
         assert read_chat(out) == chat
-        assert special_token_files.files_in(out).keys() == special_token_files.files_in(folder).keys()
-        assert not any("/" in name for name in special_token_files.start_files(folder, templates=False))
+        assert vocabulary.files_in(out).keys() == vocabulary.files_in(folder).keys()
+        assert not any("/" in name for name in vocabulary.start_files(folder, templates=False))
     (files / "chat_template.jinja").unlink()
     assert read_chat(files) is None  # transformers has no default then either
     bare = tmp_path / "bare"

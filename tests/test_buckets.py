@@ -26,7 +26,7 @@ from fzero.run.build import build, first_state, specs_of
 from fzero.run.config_table import from_json, from_table, to_json
 from fzero.run.measure.metrics_rows import metrics_row
 from fzero.run.stages import count_samples
-from fzero.run.step_documents import rows_of
+from fzero.run.step_rows import rows_of
 from fzero.sharding import fake_mesh
 from fzero.sharding.redistribute import gather_on_first
 

@@ -14,13 +14,11 @@ from fzero.core.config_tables import flat, metadata_of, set_nested
 from fzero.core.device import CPU
 from fzero.run import build, build_optim, config, machine, memory_check, run_folder, unused_keys
 from fzero.run.config import RunConfig
-from fzero.run.config_ranks import drop_absent_axes, refuse_without_axis
-from fzero.run.config_table import from_json, from_table, to_json, to_table
+from fzero.run.config_table import from_json, from_table, recipe, to_json, to_table
 from fzero.run.debug.checkpoint_list import differing_values
 from fzero.run.measure.flops import token_flop
 from fzero.run.members import members_of
-from fzero.run.recipes import recipe
-from fzero.run.unused_keys import refuse_unused
+from fzero.run.unused_keys import drop_absent_axes, refuse_unused, refuse_without_axis
 from fzero.sharding import fake_mesh
 
 

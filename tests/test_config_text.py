@@ -5,23 +5,23 @@ import tomllib
 import pytest
 
 from fzero.core.config_tables import flat
-from fzero.run import config_table, config_text
+from fzero.run import config_table
 
 
 @pytest.mark.parametrize("preset", ["gpt2-tiny", "llama-8b", "mixtral-tiny", "mlp-tiny"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_text_is_a_file_of_the_same_config(preset, optimizer):
     config = config_table.from_table({"preset": preset, "optim": {"name": optimizer}, "train": {"loggers": ["csv"]}})
-    text = config_text.commented(config)
+    text = config_table.commented(config)
     table = tomllib.loads(text)
-    config_text.refuse_unused(config, table)
+    config_table.refuse_unused(config, table)
     assert config_table.from_table(table) == config
     for name, value in flat(config_table.to_table(config)):
         assert value is None or f"{name.rpartition('.')[2]} = " in text, name
 
 
 def test_comments_are_those_of_the_fields_and_name_the_defaults():
-    lines = config_text.commented(config_table.from_table({"train": {"steps": 7}})).splitlines()
+    lines = config_table.commented(config_table.from_table({"train": {"steps": 7}})).splitlines()
     assert "steps = 7  # (default 1000)" in lines
     assert 'states = "full"' in next(line for line in lines if line.startswith("# states"))
     assert any(line.startswith("slots = 2  # versions on the disk") for line in lines)

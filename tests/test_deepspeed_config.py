@@ -23,7 +23,7 @@ from fzero.run import deepspeed_keys as keys
 from fzero.run.curriculum import make_pieces
 from fzero.run.deepspeed import merge_tables, read_deepspeed
 from fzero.run.deepspeed_keys import Values
-from fzero.run.deepspeed_sparse import block_mask_of, read_sparse
+from fzero.run.deepspeed_optim import block_mask_of, read_sparse
 
 ROOT = Path(__file__).parent.parent
 MLP = {"preset": "mlp-tiny"}

@@ -16,8 +16,7 @@ from fzero.checkpoint.convert import huggingface
 from fzero.cli import main
 from fzero.core import precision, pytree
 from fzero.run import import_export, run_folder, weights
-from fzero.run.config_table import to_table
-from fzero.run.recipes import recipe
+from fzero.run.config_table import recipe, to_table
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 24}
 CONFIGS = {

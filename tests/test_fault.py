@@ -36,9 +36,9 @@ from launched import (
 from fzero import checkpoint
 from fzero.cli import main
 from fzero.comm import communicator
-from fzero.run import config_table, from_python, pretrain
-from fzero.run.attempt import Options
-from fzero.run.ranks import coordinator, rendezvous, watchdog
+from fzero.run import config_table, loop, pretrain
+from fzero.run.build import Options
+from fzero.run.ranks import coordinator, watchdog
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.ranks.elastic import fit_mesh
 from fzero.run.ranks.watchdog import Beat, verdict
@@ -71,7 +71,7 @@ def meet_all(store, size, ranks=None, timeout_s=20.0):
 
     def one(rank):
         try:
-            found[rank] = rendezvous.await_ranks(store(), rank, size, timeout_s)
+            found[rank] = coordinator.await_ranks(store(), rank, size, timeout_s)
         except (TimeoutError, ValueError) as error:
             found[rank] = error
 
@@ -121,7 +121,7 @@ def test_a_process_that_ends_while_all_meet_is_replaced(store):
 
 
 def test_who_does_not_come_is_named(store, monkeypatch, capsys):
-    monkeypatch.setattr(rendezvous, "SAY_S", 0.1)
+    monkeypatch.setattr(coordinator, "SAY_S", 0.1)
     found = meet_all(store, 4, ranks=(0, 2), timeout_s=0.5)
     assert "rank 1, 3 did not come within 0.5 s (train.hang_s)" in str(found[0])
     assert "rank 1, 3 did not come" in str(found[2])
@@ -130,8 +130,8 @@ def test_who_does_not_come_is_named(store, monkeypatch, capsys):
 
 def test_who_came_and_is_gone_is_named(store, monkeypatch):
     """Rank 1 gives signs of life while rank 0 waits, then none more; rank 2 has none yet and is waited for."""
-    monkeypatch.setattr(rendezvous, "BEAT_S", 0.02)
-    monkeypatch.setattr(rendezvous, "SILENT_S", 0.3)
+    monkeypatch.setattr(coordinator, "BEAT_S", 0.02)
+    monkeypatch.setattr(coordinator, "SILENT_S", 0.3)
     other, found = store(), {}
     other.set("hello/1", "a name")
     thread = threading.Thread(target=lambda: found.update(meet_all(store, 3, ranks=(0,), timeout_s=60.0)))
@@ -868,11 +868,11 @@ def lose_a_rank_before_the_first_step(mesh, folder):
             os.kill(os.getpid(), signal.SIGKILL)
         Endless().wait()
 
-    ours.mesh, from_python.join, pretrain.first_state = mesh_of_run, lambda **_: ours, first_state
+    ours.mesh, loop.join, pretrain.first_state = mesh_of_run, lambda **_: ours, first_state
     table = {"preset": "mlp-tiny", "data": {"path": str(folder / "text.txt"), "seq_len": 16}, "mesh": {"dp": 2}}
     table |= {"precision": {"policy": "fp32", "fp32_matmul": "default"}, "device": "cpu"}
     table["train"] = {"steps": 2, "batch": 4, "micro_batch": 2, "compiled": False}
-    from_python.train_run(folder / "run", config_table.from_table(table), options=Options(peak_flops=1e12, sample=""))
+    loop.train_run(folder / "run", config_table.from_table(table), options=Options(peak_flops=1e12, sample=""))
 
 
 @pytest.mark.slow

@@ -12,8 +12,7 @@ import click
 import pytest
 
 from fzero.cli import main
-from fzero.cli.bounded_number import Flag, Number
-from fzero.cli.flags import SHORTHANDS
+from fzero.cli.flags import SHORTHANDS, Flag, Number
 from fzero.core.bounds import Within
 from fzero.core.config_tables import metadata_of
 from fzero.models import config_values

@@ -36,9 +36,8 @@ OWN = {
     "planner/calibrate/disk_rates.py": 1,  # the output of fio
     "planner/search_result.py": 1,  # a round trip
     "run/debug/checkpoint_list.py": 1,  # a round trip
-    "run/measure/profiler.py": 1,  # the profiler's trace
-    "run/ranks/coordinator.py": 2,  # messages of ranks
-    "run/ranks/rendezvous.py": 1,
+    "run/measure/step_records.py": 1,  # the profiler's trace
+    "run/ranks/coordinator.py": 3,  # messages of ranks
     "run/ranks/watchdog.py": 1,
 }
 

@@ -14,7 +14,7 @@ from launched import TIMED
 from fzero import checkpoint
 from fzero.cli import main
 from fzero.core import pytree
-from fzero.run import config, corpus, pretrain, recipes, run_folder
+from fzero.run import config, config_table, corpus, pretrain, run_folder
 from fzero.run.resume import rollback
 from fzero.train import sdc_check
 from fzero.train.spike import LOSS
@@ -488,7 +488,7 @@ def test_what_cannot_work_is_refused(said, fz):
 
 
 def test_the_defaults_are_those_of_a_run_without_a_guard():
-    value = recipes.recipe("mlp-tiny")
+    value = config_table.recipe("mlp-tiny")
     assert value.guard == config.Guard() and (value.guard.nonfinite, value.guard.spike, value.guard.check_every) == (
         "skip",
         "off",

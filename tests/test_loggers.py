@@ -13,10 +13,10 @@ from fzero import models
 from fzero.core.compile import notify_compiling
 from fzero.core.config_tables import check_type
 from fzero.run import build, config_table, fitting_steps, run_folder
-from fzero.run.attempt import Options
-from fzero.run.from_python import train_run
+from fzero.run.build import Options
+from fzero.run.loop import train_run
 from fzero.run.measure import loggers
-from fzero.run.measure.progress import show_progress
+from fzero.run.measure.metrics_rows import show_progress
 from fzero.sharding import fake_mesh, one_process
 from fzero.train.step import Metrics
 

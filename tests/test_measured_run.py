@@ -20,10 +20,10 @@ from fzero.comm.ledger import Ledger
 from fzero.core import pytree
 from fzero.core.precision import fp64
 from fzero.run import run_folder
+from fzero.run.config_table import recipe
 from fzero.run.measure import flops, norms, step_records
-from fzero.run.measure.profiler import Named, steps_of
+from fzero.run.measure.step_records import Named, steps_of
 from fzero.run.measure.timer import PHASES, Clock, Comm, Times
-from fzero.run.recipes import recipe
 from fzero.sharding import pipeline
 from fzero.sharding.pipeline import feeds, read_schedule, write_schedule
 from fzero.sharding.zero_stages import shapes_of

@@ -21,7 +21,7 @@ from fzero.core.bounds import COUNT, FRACTION, POSITIVE, RATE, SIZE, check_bound
 from fzero.data.chat import Chat, read_chat, render
 from fzero.data.prepare import open_work
 from fzero.report import curves
-from fzero.run.measure.progress import sized_bar
+from fzero.run.measure.metrics_rows import sized_bar
 
 
 @pytest.mark.parametrize("count", [0, 256, 10**12, 2**63 - 1, 2**64, "9" * 5000, "²", "-1"])

@@ -16,7 +16,7 @@ import fzero
 from fzero.core import pytree
 from fzero.offload.scratch import DiskActivations
 from fzero.run import build, loop, memory_check, peak_memory, pretrain, run_folder, run_lock, weights
-from fzero.run.attempt import Options
+from fzero.run.build import Options
 from fzero.run.config_table import from_table
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.sharding.pipeline_plan import Pipeline

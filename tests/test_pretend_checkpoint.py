@@ -15,7 +15,7 @@ from fzero.checkpoint import Writer, save_state, writer
 from fzero.checkpoint.tile_file import TileFile
 from fzero.cli.main import main
 from fzero.core import digest, gpu_copies, prng, pytree
-from fzero.run.debug.leaf_comparison import describe_difference
+from fzero.run.debug.checkpoint_diff import describe_difference
 from fzero.run.resume import rollback
 from fzero.sharding import Spec
 from fzero.sharding.redistribute import digests

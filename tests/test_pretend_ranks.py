@@ -20,7 +20,7 @@ from fzero import models, optim
 from fzero.comm import channel
 from fzero.core import gpu_copies, precision
 from fzero.run import loop, pretrain, run_folder, run_lock
-from fzero.run.attempt import Options
+from fzero.run.build import Options
 from fzero.run.config_table import from_table
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.sharding.pipeline_plan import Pipeline

@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from fzero.run import machine
-from fzero.run.attempt import Options
+from fzero.run.build import Options
 from fzero.run.config_table import from_table
-from fzero.run.from_python import train_run
+from fzero.run.loop import train_run
 from fzero.run.process_settings import VARIABLES, settings_restored
 
 # Set where something is first imported, for all that it compiles later.

@@ -18,7 +18,7 @@ from fzero.cli import main
 from fzero.core import pytree
 from fzero.core.digest import DTYPES
 from fzero.run import config_table, run_folder
-from fzero.run.debug import leaf_comparison
+from fzero.run.debug import checkpoint_diff
 from fzero.run.debug import replay as again
 from fzero.run.debug.bisect_runs import bisect, find_difference
 from fzero.run.debug.bisect_runs import report as report_bisect
@@ -323,37 +323,37 @@ def test_batches_that_were_left_out_are_left_out_again(home):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).split(".")[1])
 def test_where_leaves_differ(dtype, monkeypatch):
-    monkeypatch.setattr(leaf_comparison, "PIECE", 2)
+    monkeypatch.setattr(checkpoint_diff, "PIECE", 2)
     for shape, last in (((), "[]"), ((3,), "[2]"), ((2, 5), "[1, 4]")):
         a = torch.zeros(shape).to(dtype)
         b = a.clone()
-        assert leaf_comparison.describe_difference(a, b, "{} {}") == ""
+        assert checkpoint_diff.describe_difference(a, b, "{} {}") == ""
         b.view(-1).view(torch.uint8)[-1] ^= 1
-        assert f": 1 of {a.numel()} elements, by " in leaf_comparison.describe_difference(a, b, "{} {}")
+        assert f": 1 of {a.numel()} elements, by " in checkpoint_diff.describe_difference(a, b, "{} {}")
         assert (
             f"the first at {last}, {a.view(-1)[0].item()!r} {b.view(-1)[-1].item()!r}"
-            in leaf_comparison.describe_difference(a, b, "{} {}")
+            in checkpoint_diff.describe_difference(a, b, "{} {}")
         )
 
 
 def test_the_largest_difference_of_leaves_and_the_first(monkeypatch):
-    monkeypatch.setattr(leaf_comparison, "PIECE", 2)
+    monkeypatch.setattr(checkpoint_diff, "PIECE", 2)
     a = torch.arange(12.0).reshape(3, 4)
     b = a.clone()
     b[1, 1], b[2, 1], b[2, 2] = 0.0, 100.0, 11.0
     assert (
-        leaf_comparison.describe_difference(a, b, "{} and {}")
+        checkpoint_diff.describe_difference(a, b, "{} and {}")
         == ": 3 of 12 elements, by 91 at most; the first at [1, 1], 5.0 and 0.0"
     )
     assert (
-        leaf_comparison.describe_difference(torch.zeros(3), -torch.zeros(3), "{}, {}")
+        checkpoint_diff.describe_difference(torch.zeros(3), -torch.zeros(3), "{}, {}")
         == ": 3 of 3 elements, by 0 at most; the first at [0], 0.0, -0.0"
     )
     nan = torch.tensor([1.0, torch.nan])
-    assert leaf_comparison.describe_difference(
+    assert checkpoint_diff.describe_difference(
         nan, nan.clone(), ""
-    ) == "" and "by inf at most" in leaf_comparison.describe_difference(nan, torch.ones(2), "{} {}")
-    assert leaf_comparison.describe_difference(a, a.bfloat16(), "") == ": float32 [3, 4] and bfloat16 [3, 4]"
+    ) == "" and "by inf at most" in checkpoint_diff.describe_difference(nan, torch.ones(2), "{} {}")
+    assert checkpoint_diff.describe_difference(a, a.bfloat16(), "") == ": float32 [3, 4] and bfloat16 [3, 4]"
 
 
 # -- two runs

@@ -22,9 +22,8 @@ from fzero.models import GPT2Config, gpt2
 from fzero.run import placement
 from fzero.run.config import RunConfig
 from fzero.run.config_table import apply_table, from_table, to_table
-from fzero.run.resume import changed_run
 from fzero.run.resume.auto_resume import allowed_changes
-from fzero.run.resume.newest_state import to_memory
+from fzero.run.resume.saver import to_memory
 from fzero.run.run_folder import create_run
 from fzero.train.state import meta_state
 
@@ -375,12 +374,12 @@ def test_what_a_resumed_run_may_change():
         RunConfig(), {"train": {"steps": 100}, "optim": {"name": "onebit_adam"}, "codec": "grads=1bit"}
     )
     values = {"train": {"steps": 200}, "optim": {"schedule": {"name": "linear"}}}
-    own, rest = changed_run.split_values({**values, "zero": 2, "mesh": {"dp": 2}})
+    own, rest = placement.split_values({**values, "zero": 2, "mesh": {"dp": 2}})
     assert own == values and rest == {"zero": 2, "mesh": {"dp": 2}}
-    new, lines = changed_run.with_values(config, own)
+    new, lines = placement.with_values(config, own)
     assert new.optim.freeze_steps == 20  # a fifth of the steps that it began with
     assert "train.steps = 200, not 100" in lines and "optim.schedule.name = 'linear', not 'cosine'" in lines
-    assert changed_run.with_values(config, {}) == (config, [])
+    assert placement.with_values(config, {}) == (config, [])
 
 
 @pytest.mark.slow

@@ -9,11 +9,9 @@ import torch
 from data_cases import hand_made
 
 from fzero import data
-from fzero.run import token_weights
+from fzero.run import transforms
 from fzero.run.config_table import from_table
-from fzero.run.fill_in_middle import sentinels_of
-from fzero.run.span_corruption import span_sentinels
-from fzero.run.token_weights import weights_of
+from fzero.run.transforms import sentinels_of, span_sentinels, weights_of
 
 SENTINELS = data.Sentinels(901, 902, 903)
 
@@ -203,8 +201,8 @@ def test_weights_are_of_tokens_or_a_file_of_all(tmp_path):
     assert weights[[270, 271, 3, 4]].tolist() == [0, 2.5, 0.25, 0.25] and weights.sum() == 272 - 1 + 1.5 - 1.5
     values = np.random.default_rng(0).random(272, np.float32)
     np.save(tmp_path / "own.npy", values)
-    began = token_weights.with_digest(str(tmp_path / "own.npy"))
-    assert began == token_weights.with_digest(began) != token_weights.with_digest("1=0.5")
+    began = transforms.with_digest(str(tmp_path / "own.npy"))
+    assert began == transforms.with_digest(began) != transforms.with_digest("1=0.5")
     assert torch.equal(weights_of(began, place), torch.from_numpy(values).double())
     for wrong, words in (
         (values[1:], r"is float32 \[271\]; data.token_weights of this corpus is a vector of 272 numbers of 0 or more"),

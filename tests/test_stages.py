@@ -11,15 +11,15 @@ from launched import hashes, rows, torchrun
 
 from fzero import checkpoint, data
 from fzero.data import packing
-from fzero.run import attempt, corpus, pretrain, run_folder
-from fzero.run.batch_ramp import Ramp
+from fzero.run import build as run_build
+from fzero.run import corpus, pretrain, run_folder
 from fzero.run.build import build
 from fzero.run.build_optim import make_schedule
 from fzero.run.config_table import from_table, to_table
 from fzero.run.debug.replay import replay
 from fzero.run.ranks.elastic import refit_mesh
 from fzero.run.resume import auto_resume, rollback
-from fzero.run.stages import change_stage, count_tokens, read_stage, stage_of_step, stages_of
+from fzero.run.stages import Ramp, change_stage, count_tokens, read_stage, stage_of_step, stages_of
 from fzero.sharding import fake_mesh
 
 SIZES = {"n_layers": 1, "d_model": 16, "d_ff": 24, "n_heads": 2, "n_kv_heads": 2, "max_len": 64}
@@ -118,7 +118,7 @@ def test_a_run_goes_on_in_its_stages_from_any_checkpoint(extended, fz):
 
 def spoiled(monkeypatch, wrong):
     """A number of the parameters is none in the steps for whose (state, batch) `wrong` is true."""
-    for module in (pretrain, attempt):  # the first stage's job, and another stage's
+    for module in (pretrain, run_build):  # the first stage's job, and another stage's
 
         def planted(*args, build=module.build, **named):
             job = build(*args, **named)

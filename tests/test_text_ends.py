@@ -1,5 +1,5 @@
 """Where texts begin and end: the ids of a folder's texts are those of AutoTokenizer, and runs and exports keep what a
-folder says of them (fzero/run/special_token_files.py, fzero/data/tokenizer_classes.py)."""
+folder says of them (fzero/run/vocabulary.py, fzero/data/tokenizer_classes.py)."""
 
 import json
 import shutil
@@ -13,9 +13,9 @@ from fzero.core import prng
 from fzero.data.chat import encoder, end_tokens, read_chat, render
 from fzero.data.preferences import pair_of, text_ids
 from fzero.data.tokenizer_classes import special_tokens
-from fzero.run import conversations, special_token_files, weights
+from fzero.run import fine_tuning, vocabulary, weights
 from fzero.run.generate import Sampling, generate
-from fzero.run.special_token_files import start_chat, start_pad, start_tokenizer
+from fzero.run.vocabulary import start_chat, start_pad, start_tokenizer
 
 TEXTS = ("a b", "1+1 é", "", " lead", "x<|im_end|>y", "<s> z </s>")
 MESSAGES = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is 2."}]
@@ -157,9 +157,9 @@ def test_an_import_and_its_export_keep_every_entry(place, tmp_path, fz):
 def test_a_prompt_begins_and_an_answer_ends_as_the_folder_says(place, tmp_path, fz):
     folder = folder_of(place, tmp_path / "model", "map alone", eos_token_id=[256, 120])
     run, tokenizer = run_of(folder, tmp_path / "run", fz), start_tokenizer(folder)
-    ids, stops = conversations.prompt_ids(run, tokenizer, "ab", chat=False)
+    ids, stops = fine_tuning.prompt_ids(run, tokenizer, "ab", chat=False)
     assert ids.tolist()[0] == 257 and len(ids) == 3 and stops == [256, 120, 258]
-    ids, stops = conversations.prompt_ids(run, tokenizer, "ab", chat=True)
+    ids, stops = fine_tuning.prompt_ids(run, tokenizer, "ab", chat=True)
     assert ids.tolist()[0] == 257 and ids.tolist()[-1] == 258 and stops == [256, 120, 258]
     encode = encoder(tokenizer)
     pair = pair_of({"prompt": "a", "chosen": "b", "rejected": "c"}, None, encode, 256)
@@ -203,7 +203,7 @@ def test_generate_on_the_export_stops_where_sample_stops(place, case, kind, tmp_
             folder = folder_of(place, tmp_path / f"{i}-{len(ends)}", case, generation=generation, eos_token_id=eos)
             run = run_of(folder, tmp_path / f"{i}-{len(ends)}-run", fz)
             trained, tokenizer = weights.load(run), start_tokenizer(run)
-            ids, stops = conversations.prompt_ids(run, tokenizer, prompt, chat=False)
+            ids, stops = fine_tuning.prompt_ids(run, tokenizer, prompt, chat=False)
             begin = torch.from_numpy(ids.astype("int64"))[None]
             ours = generate(trained.model, trained.params, begin, 12, prng.key(0), sampling=Sampling(0.0), eos=stops)
             said = ours[0, len(ids) :].tolist()
@@ -239,9 +239,7 @@ def test_a_tuned_chat_model_gives_back_what_its_folder_said(place, lora, tmp_pat
     if lora:
         assert fz("export", tmp_path / "run", "--out", tmp_path / "adapter", "--adapter")[::2] == (0, "")
         assert (tmp_path / "adapter/generation_config.json").read_text() == (out / "generation_config.json").read_text()
-        assert special_token_files.start_ids(tmp_path / "adapter") == {
-            "token_ids": special_token_files.ids_of(folder / "config.json")
-        }
+        assert vocabulary.start_ids(tmp_path / "adapter") == {"token_ids": vocabulary.ids_of(folder / "config.json")}
 
 
 def test_ids_that_are_none_are_refused_by_name(place, tmp_path):
@@ -249,4 +247,4 @@ def test_ids_that_are_none_are_refused_by_name(place, tmp_path):
                         ({"pad_token_id": 10**30}, "pad_token_id is 1000.* does not fit into 64 bits")):  # fmt: skip
         folder = folder_of(place, tmp_path / said[:5] / str(len(said)), "plain", **entry)
         with pytest.raises(ValueError, match=rf"config\.json: .*{said}"):
-            special_token_files.start_ids(folder)
+            vocabulary.start_ids(folder)

@@ -21,7 +21,7 @@ from fzero.data.chat import Chat, encoder
 from fzero.data.tokenizers import byte_tokenizer, json_tokenizer
 from fzero.models import build, frozen_leaves, grow_vocabulary, init_params, logits
 from fzero.models.lora import FROZEN_BLOCKS
-from fzero.run import pretrain, special_token_files, vocabulary, weights
+from fzero.run import pretrain, vocabulary, weights
 from fzero.run.config import Data
 from fzero.run.fine_tuning import tuned_config
 from fzero.run.resume import auto_resume
@@ -287,8 +287,8 @@ def test_ids_are_those_of_transformers(name, kind, place, tmp_path):
     new = [text for text in ("<|tool|>", *NEW) if text not in theirs.all_special_tokens]
     theirs.add_special_tokens({"additional_special_tokens": [*theirs.all_special_tokens, *new]})
     (out / "tokenizer.json").write_text(vocabulary.grown_tokenizer(init, asked.add_tokens, "").json)
-    for file, content in special_token_files.with_added(
-        special_token_files.start_files(init), vocabulary.added_tokens(asked, init)
+    for file, content in vocabulary.with_added(
+        vocabulary.start_files(init), vocabulary.added_tokens(asked, init)
     ).items():
         (out / file).write_text(content)
     ours, text = transformers.AutoTokenizer.from_pretrained(out), "<|im_start|>a<X> <Y><|tool|>é<|im_end|><D><M>[PAD]"

@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from fzero.cli.bounded_number import Number
-from fzero.cli.flags import FOLDER
+from fzero.cli.flags import FOLDER, Number
 from fzero.cli.process import progress
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from fzero.cli.bounded_number import Number
-from fzero.cli.flags import AS_JSON
+from fzero.cli.flags import AS_JSON, Number
 from fzero.comm.axes import mesh_text
 from fzero.core.bounds import COUNT, RATE
 

@@ -17,12 +17,12 @@ def config_command(
     config_file: Path | None, settings: tuple[str, ...], mesh: str | None, run: Path | None, **flags: Any
 ) -> None:
     """Show every value of a run's config with its meaning, as a file for --config."""
-    from fzero.run import config_text, run_folder
+    from fzero.run import config_table, run_folder
 
     table = table_of(config_file, settings, mesh, flags)
     config = config_of(table, config_file)
     if run is None:
-        click.echo(config_text.commented(config), nl=False)
+        click.echo(config_table.commented(config), nl=False)
         return
-    lines = config_text.differences(config, run_folder.read_config(run))
+    lines = config_table.differences(config, run_folder.read_config(run))
     click.echo("\n".join(lines) if lines else f"the config is that of {run}")

@@ -10,8 +10,7 @@ from typing import Any
 
 import click
 
-from fzero.cli.bounded_number import Flag, Number, refuse_idle
-from fzero.cli.flags import DEVICE, EMA, FOLDER
+from fzero.cli.flags import DEVICE, EMA, FOLDER, Flag, Number, refuse_idle
 from fzero.cli.process import say
 from fzero.core import packages
 from fzero.core.bounds import LENGTH, SEED, SIZE
@@ -116,7 +115,7 @@ def bytes_bar() -> Iterator[Callable[[str, int, int], None] | None]:
     if not (sys.stderr.isatty() and packages.installed("tqdm")):
         yield None
         return
-    from fzero.run.measure.progress import sized_bar
+    from fzero.run.measure.metrics_rows import sized_bar
 
     with sized_bar(unit="B", unit_scale=True, leave=False) as bar:
 
@@ -207,7 +206,7 @@ def analyze(
     if reference is None:
         values = data.analyze(corpus, metric, seq_len=seq_len, packing=packing, name=name)
     else:
-        from fzero.run.row_losses import analyze_by_model
+        from fzero.run.evaluate import analyze_by_model
 
         options = {"seq_len": seq_len, "packing": packing, "name": name}
         torch_device = gpu.use_device(gpu.resolve_device(device or "auto"))
@@ -224,7 +223,7 @@ def analyze(
 @click.option("--step", type=Number(int, SIZE), required=True, help="A step of the run. It may be one to come.")
 def show(run: Path, step: int) -> None:
     """Show the documents of a step of a run: row by row their source, their number, and how they begin."""
-    from fzero.run.step_documents import documents_of, lines_of
+    from fzero.run.step_rows import documents_of, lines_of
 
     for line in lines_of(documents_of(run, step)):
         say(line)

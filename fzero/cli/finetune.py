@@ -141,7 +141,7 @@ def config_of_flags(
     quantize: str | None,
 ) -> Any:
     """The RunConfig of a new run that starts from the model in `init`."""
-    from fzero.run import config_ranks, unused_keys
+    from fzero.run import unused_keys
     from fzero.run.fine_tuning import tuned_config
 
     if init is None:
@@ -149,5 +149,5 @@ def config_of_flags(
     value = tuned_config(init, table, lora=adapters, quantize=quantize)
     if not is_written(config_file):
         unused_keys.refuse_unused(value, table)
-        config_ranks.refuse_without_axis(value, table)
+        unused_keys.refuse_without_axis(value, table)
     return value

@@ -11,8 +11,19 @@ from typing import Any
 
 import click
 
-from fzero.cli.bounded_number import Flag, Number, refuse_idle
-from fzero.cli.flags import AS_JSON, FOLDER, MAX_RANKS, SHORTHANDS, config_flags, config_of, parse_mesh, table_of
+from fzero.cli.flags import (
+    AS_JSON,
+    FOLDER,
+    MAX_RANKS,
+    SHORTHANDS,
+    Flag,
+    Number,
+    config_flags,
+    config_of,
+    parse_mesh,
+    refuse_idle,
+    table_of,
+)
 from fzero.cli.name_checks import check_names, check_preset
 from fzero.cli.plan_questions import OF_SEARCH, QUESTIONS, AnsweredSearch, answer_question
 from fzero.cli.progress import Progress

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from fzero.cli.bounded_number import Number, refuse_idle
-from fzero.cli.flags import FOLDER, SHORTHANDS, add_flags, config_flags, config_of, table_of
+from fzero.cli.flags import FOLDER, SHORTHANDS, Number, add_flags, config_flags, config_of, refuse_idle, table_of
 from fzero.cli.process import coordinated, end_run, escape_line, quiet, say, versions, without_reader
 from fzero.core import packages
 from fzero.core.bounds import POSITIVE, SIZE
@@ -149,8 +148,8 @@ def prepare(
     """
     from fzero.run import pretrain as run
     from fzero.run import run_folder
-    from fzero.run.attempt import Options
-    from fzero.run.measure.profiler import steps_of
+    from fzero.run.build import Options
+    from fzero.run.measure.step_records import steps_of
     from fzero.run.resume import auto_resume as earlier
 
     out, init = begin.out, begin.init
@@ -232,8 +231,7 @@ def refuse_flags(begin: Begin, flags: dict[str, Any], settings: tuple[str, ...])
 def refuse_config(flags: dict[str, Any], settings: tuple[str, ...]) -> None:
     """Raise ValueError for flags beside --resume that set a value that a resumed run may not change."""
     from fzero.core.config_tables import parse_setting
-    from fzero.run.placement import KEYS
-    from fzero.run.resume.changed_run import may_change
+    from fzero.run.placement import KEYS, may_change
     from fzero.run.stages import STAGED as STAGE_KEYS
 
     named = [

@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 
 from fzero.cli import process
-from fzero.cli.bounded_number import Number
-from fzero.cli.flags import FOLDER, RUNS_DEVICE, SHORTHANDS, table_of
+from fzero.cli.flags import FOLDER, RUNS_DEVICE, SHORTHANDS, Number, table_of
 from fzero.cli.process import quiet, say
 from fzero.core.bounds import COUNT, RATE, SIZE, STAGE
 

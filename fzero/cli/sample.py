@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from fzero.cli.bounded_number import Number
-from fzero.cli.flags import DEVICE, EMA, FOLDER
+from fzero.cli.flags import DEVICE, EMA, FOLDER, Number
 from fzero.cli.process import say
 from fzero.core.bounds import COUNT, RATE, SEED
 
@@ -86,7 +85,7 @@ def sample(
     from fzero.core import gpu, prng
     from fzero.data.auto_tokenizer import missing_lines
     from fzero.data.chat import read_chat
-    from fzero.run import conversations, run_folder, weights
+    from fzero.run import fine_tuning, run_folder, weights
     from fzero.run.generate import Sampling, generate
 
     sampling = Sampling(temperature, top_k, top_p)
@@ -99,11 +98,11 @@ def sample(
     tokenizer = run_folder.read_tokenizer(run)
     for line in trained.warnings:
         print(line, file=sys.stderr)
-    chat = conversations.answers_messages(trained.config, run) if chat is None else chat
+    chat = fine_tuning.answers_messages(trained.config, run) if chat is None else chat
     remedy = f"fzero finetune --init {run} --add-tokens template"
     for line in missing_lines(read_chat(run), tokenizer, remedy) if chat else ():
         print(line, file=sys.stderr)
-    prompt_tokens, eos = conversations.prompt_ids(run, tokenizer, prompt, chat=chat)
+    prompt_tokens, eos = fine_tuning.prompt_ids(run, tokenizer, prompt, chat=chat)
     ids = torch.from_numpy(prompt_tokens.astype("int64"))[None].to(torch_device)
     out = generate(
         trained.model,

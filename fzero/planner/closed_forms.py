@@ -23,8 +23,8 @@ from fzero.planner.estimate import of_signs
 from fzero.planner.experts import Loads
 from fzero.planner.rates import Way, collective_s, wire_s
 from fzero.run.config import RunConfig
-from fzero.run.config_ranks import SEND_SIGNS
 from fzero.run.peak_memory import PassSizes, expert_units, passes_peak, stacked
+from fzero.run.unused_keys import SEND_SIGNS
 from fzero.sharding import Plan
 from fzero.sharding.codec import Codec
 from fzero.sharding.leaf_plan import LeafPlan

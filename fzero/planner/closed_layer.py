@@ -31,9 +31,9 @@ from fzero.planner.timing import predict
 from fzero.run import build_optim
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
-from fzero.run.config_ranks import SIGNS, codec_of
 from fzero.run.measure.flops import token_flop
 from fzero.run.peak_memory import LayerBytes, codes_to_decode, layer_bytes, residual_elements, segment_numels
+from fzero.run.unused_keys import SIGNS, codec_of
 from fzero.sharding import Context, Plan, fake_mesh, zero_plan
 from fzero.sharding.codec import Codec, expect_codec
 from fzero.sharding.pipeline import FAMILIES, play, schedule, stage_ranks

@@ -19,10 +19,10 @@ from fzero.planner.timing import SECONDS_A_DAY, Timing, predict, weighted_sum
 from fzero.run import build
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
-from fzero.run.config_ranks import count_sums
 from fzero.run.config_table import to_table
 from fzero.run.measure.flops import hfu, mfu, token_flop
 from fzero.run.memory_check import grad_bytes, rounded_on_host
+from fzero.run.unused_keys import count_sums
 from fzero.sharding import AXES, fake_mesh
 from fzero.sharding.plan_table import full_sum_bytes
 from fzero.train.capture import SHARE, refusal_of

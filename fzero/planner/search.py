@@ -43,9 +43,8 @@ from fzero.planner.search_result import (
     words,
 )
 from fzero.run.config import RunConfig
-from fzero.run.config_ranks import codec_of
-from fzero.run.config_table import to_json, to_table
-from fzero.run.recipes import recipe
+from fzero.run.config_table import recipe, to_json, to_table
+from fzero.run.unused_keys import codec_of
 
 MOST = 16  # most candidates that fit to trace, and most that do not
 PIPELINES = 2  # most candidates with pp to trace, each of a kind

@@ -23,7 +23,7 @@ from fzero.planner.plan_text import duration, size, table
 from fzero.planner.rates import Way, collective_s, ways_of
 from fzero.run.build import build
 from fzero.run.config import LocalSteps, RunConfig
-from fzero.run.config_ranks import count_sums
+from fzero.run.unused_keys import count_sums
 from fzero.sharding import fake_mesh
 
 GIGABIT = (100.0, 10.0, 1.0)  # links between nodes that are looked at beside the device's own

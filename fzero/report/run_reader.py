@@ -15,7 +15,7 @@ from fzero.report.compare import belongs, counted, planned_for, subject
 from fzero.report.values import Quantity, RunReport
 from fzero.run import run_folder
 from fzero.run.config_versions import current_keys
-from fzero.run.measure.pipeline_timeline import PIPELINE
+from fzero.run.measure.timer import PIPELINE
 from fzero.run.resume import rollback
 from fzero.sharding.pipeline import read_schedule
 

@@ -13,7 +13,7 @@ from fzero.core import gpu_copies, pytree
 from fzero.data.buckets import BucketStream, Size, expect_lengths
 from fzero.data.tokens import Tokens
 from fzero.optim.wrappers import LR_SCALE
-from fzero.run.config_ranks import SEND_SIGNS
+from fzero.run.unused_keys import SEND_SIGNS
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one by its checks
 

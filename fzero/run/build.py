@@ -1,5 +1,10 @@
 """From a RunConfig to the functions of a run: mesh, model, plan, optimizer, policy, steps; and the
-memory that it needs."""
+memory that it needs.
+
+The state that a run evaluates and saves, where its ranks or members are apart for some steps.
+
+One start of a run: the inputs of its loop besides the state.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +34,15 @@ from fzero.offload import Nvme
 from fzero.offload.nvme import buffer_need
 from fzero.optim import GradientTransformation, Schedule, with_average, with_lr_scale
 from fzero.run import run_folder
-from fzero.run.batch_ramp import shared_batch
 from fzero.run.buckets import BUCKETS, BucketStep
 from fzero.run.build_optim import make_optimizer, make_policy, make_schedule
 from fzero.run.config import RunConfig
-from fzero.run.config_ranks import codec_of
 from fzero.run.config_table import to_table
-from fzero.run.members import Members, members_of
-from fzero.run.stages import token_rates
+from fzero.run.corpus import Say
+from fzero.run.members import Members, MemberStep, members_of
+from fzero.run.ranks.coordinator import Coordinator
+from fzero.run.stages import shared_batch, stage_of_step, token_rates
+from fzero.run.unused_keys import codec_of
 from fzero.sharding import Mesh, Plan, fake_mesh, make_mesh, zero_plan
 from fzero.sharding.context import Context
 from fzero.sharding.spec import Offload
@@ -49,6 +55,7 @@ from fzero.train.spike import Skip, Spike
 from fzero.train.state import TrainState, meta_state, state_specs
 from fzero.train.state_on_disk import missing_leaves, reopen_state
 from fzero.train.step import make_train_step
+from fzero.train.update.in_memory import sum_divergence
 
 
 class Job(NamedTuple):
@@ -330,3 +337,52 @@ def save_store(
 def num_params(job: Job) -> int:
     """The number of parameters."""
     return models.num_params(job.model)
+
+
+def agreed(job: Job, state: TrainState, steps: int) -> TrainState:
+    """The state once all members agree; after the last of the run's `steps` steps also once ranks that move apart have
+    summed what they moved (see `sum_divergence`). In the buffers of `state`; a run without either keeps it as it is.
+
+    Before the last step ranks that move apart keep what they moved beside parameters that are the same on all of them.
+    """
+    with job.mesh.ledger.phase("checkpoint"):
+        if isinstance(job.train_step, MemberStep):
+            return job.train_step.agree(state)
+        return sum_divergence(job.tx, job.plan, state) if int(state.step) == steps else state
+
+
+class Options(NamedTuple):
+    """Options of a run that do not change its numbers."""
+
+    stop_at: int | None = None  # end after this step, resumably
+    peak_flops: float = 0.0  # peak for MFU, of all processes together; 0: the measured rate of products
+    peak_measured: bool = False  # whether that rate was measured at the start
+    profile: str = ""  # "FROM-TO": steps of this attempt to trace, from 1 on
+    sample: str = "def "  # prompt of the text shown at the end; "" for none
+    say: Say = print
+    bar: bool = False  # a progress bar on stderr in place of lines
+    log: Callable[[int, dict[str, Any]], None] | None = None  # hears of each step on rank 0: its number and its row
+
+
+class Attempt(NamedTuple):
+    """A run that is ready to train: job, folders, processes and options."""
+
+    job: Job
+    folder: Path  # of the run
+    corpus: Path
+    coordinator: Coordinator
+    options: Options
+    config: RunConfig  # of the whole run, whose `stages` may lie before or behind the one of `job`
+
+    @property
+    def last_step(self) -> int:
+        """The step after which this attempt ends."""
+        steps = self.config.train.steps
+        return min(steps, self.options.stop_at or steps)
+
+    def in_stage(self, step: int) -> Attempt:
+        """The attempt with the job of the stage that makes the step after `step` steps."""
+        config, job = stage_of_step(self.config, step).config, self.job
+        if config == job.config:
+            return self
+        return self._replace(job=build(config, job.mesh, self.folder, nvme=job.nvme, device=job.device))

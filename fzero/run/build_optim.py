@@ -16,7 +16,7 @@ from fzero.kernels.registry import AUTO, Kernels
 from fzero.optim import GradientTransformation, Schedule, decay_matrices
 from fzero.optim.onebit_lamb import RATIOS
 from fzero.run.config import Optim, RunConfig
-from fzero.run.config_ranks import first_local
+from fzero.run.unused_keys import first_local
 from fzero.sharding.slices import STACKED
 
 BLOCK_MATRICES = rf"{STACKED}(.*/)?w_"  # updated by muon; AdamW updates the router and all leaves outside the blocks

@@ -40,13 +40,11 @@ from fzero.data.packing import PACKINGS
 from fzero.models import MLPConfig, ModelConfig
 from fzero.optim.adamw import CORRECTIONS
 from fzero.optim.deepspeed_schedules import RISES
-from fzero.run.batch_ramp import Ramp
 from fzero.run.buckets import BUCKETS, SCALINGS, SIZES
 from fzero.run.config_checks import validate
-from fzero.run.config_ranks import OUTER, Gathering, OverAxis
 from fzero.run.measure.loggers import check_loggers
 from fzero.run.objectives import OBJECTIVES, Objective
-from fzero.run.stages import expect_stages
+from fzero.run.stages import Ramp, expect_stages
 from fzero.run.unused_keys import (
     AT_URL,
     CHAT_TOKENIZER,
@@ -56,10 +54,13 @@ from fzero.run.unused_keys import (
     OF_DPO,
     OF_FP16,
     OPTIMIZERS,
+    OUTER,
     ROLLING_BACK,
     SCHEDULES,
     SKIPPING,
     SPIKES,
+    Gathering,
+    OverAxis,
 )
 from fzero.sharding.codec import Codec
 from fzero.sharding.context import Context

@@ -19,13 +19,19 @@ from fzero.data.tokens import read_meta
 from fzero.kernels.registry import Kernels
 from fzero.models import config_values
 from fzero.models.score import head_of
-from fzero.run.batch_ramp import Ramp, shared_batch
 from fzero.run.buckets import BUCKETS, validate_buckets
-from fzero.run.config_ranks import validate_codes, validate_local, validate_signs
 from fzero.run.curriculum import validate_curriculum, validate_layers, validate_random_ltd
 from fzero.run.objectives import objective_of
+from fzero.run.stages import Ramp, shared_batch
 from fzero.run.transforms import validate_transforms
-from fzero.run.unused_keys import reads_url, validate_cycle, validate_tokens
+from fzero.run.unused_keys import (
+    reads_url,
+    validate_codes,
+    validate_cycle,
+    validate_local,
+    validate_signs,
+    validate_tokens,
+)
 from fzero.sharding import AXES
 from fzero.sharding.spec import Offload
 

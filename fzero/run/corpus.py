@@ -32,7 +32,7 @@ from fzero.data.prepare import Busy, remove_finished
 from fzero.data.remote_tokens import Reading
 from fzero.data.token_stream import RowStream
 from fzero.data.tokens import VERSION, read_meta, token_dtype
-from fzero.run import conversations, run_folder
+from fzero.run import fine_tuning, run_folder
 from fzero.run.buckets import BUCKETS, lengths_of, with_scale
 from fzero.run.config import RunConfig
 from fzero.run.curriculum import curriculum_of, make_pieces
@@ -63,7 +63,7 @@ def find_corpus(value: RunConfig, folder: Path, say: Say, init: Path | None = No
         expect_tokenizer(config.tokenizer, read_meta(path)["tokenizer"], f"{path} was")
         return path
     if value.task.examples:
-        return conversations.prepare_for(value, folder / run_folder.DATA, say, init)
+        return fine_tuning.prepare_for(value, folder / run_folder.DATA, say, init)
     if config.path != "stdlib":
         say(f"preparing {path} ({config.tokenizer}) in {folder / run_folder.DATA}")
         say(data.describe(data.prepare(path, folder / run_folder.DATA, tokenizer=config.tokenizer)))

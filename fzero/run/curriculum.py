@@ -19,8 +19,7 @@ from fzero.data.analysis import open_analysis
 from fzero.data.curriculum import Curriculum, Growth, Piece, rank
 from fzero.data.packing import Batch
 from fzero.models.dropping import expect_droppable, expect_layers_apart
-from fzero.run.batch_ramp import Ramp
-from fzero.run.stages import stages_of
+from fzero.run.stages import Ramp, stages_of
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 

@@ -18,8 +18,7 @@ from fzero.core.text_parsing import nearest, parse_json, read_text_file, short
 from fzero.models.presets import family_of
 from fzero.run import deepspeed_keys as keys
 from fzero.run.deepspeed_keys import Values
-from fzero.run.deepspeed_optim import add_optimizer, add_scheduler
-from fzero.run.deepspeed_sparse import add_pattern
+from fzero.run.deepspeed_optim import add_optimizer, add_pattern, add_scheduler
 
 if TYPE_CHECKING:
     from fzero.run.config import RunConfig

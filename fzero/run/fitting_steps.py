@@ -8,9 +8,9 @@ import torch
 
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
+from fzero.run.config_table import SMALL_RUNS, recipe
 from fzero.run.machine import peak_rate
 from fzero.run.measure.flops import token_flop
-from fzero.run.recipes import SMALL_RUNS, recipe
 
 FRACTIONS = (1.0, 0.5, 0.25)  # of a preset's steps; README has the losses of each
 LONGEST_S = 165.0  # of training, besides starting and compiling

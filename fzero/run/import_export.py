@@ -23,11 +23,10 @@ from fzero.data.chat import read_chat
 from fzero.models.decoder_config import DecoderConfig
 from fzero.models.presets import body_of, without_adapters
 from fzero.models.score import head_of
-from fzero.run import run_folder, run_lock, special_token_files, weights
+from fzero.run import run_folder, run_lock, vocabulary, weights
 from fzero.run.config import RunConfig
-from fzero.run.config_table import to_table
-from fzero.run.recipes import recipe
-from fzero.run.special_token_files import tokenizer_of
+from fzero.run.config_table import recipe, to_table
+from fzero.run.vocabulary import tokenizer_of
 from fzero.sharding.zero_stages import shapes_of
 
 BUFFER_BYTES = 64 << 20  # of memory for writing
@@ -54,12 +53,10 @@ def import_weights(folder: Path, out: Path, config: Path | None = None, upcycle:
         run_folder.expect_free(out)
         try:
             chat = read_chat(source.hf_config.parent)
-            special_token_files.ids_of(
-                source.hf_config.parent / special_token_files.GENERATION
-            )  # which the run gets as it is
+            vocabulary.ids_of(source.hf_config.parent / vocabulary.GENERATION)  # which the run gets as it is
             files, ids = (
-                special_token_files.start_files(source.hf_config.parent, folder),
-                special_token_files.ids_of(source.hf_config),
+                vocabulary.start_files(source.hf_config.parent, folder),
+                vocabulary.ids_of(source.hf_config),
             )
             provenance = {"imported": str(folder.resolve()), "imported_from": source.kind, "token_ids": ids}
             run_folder.create_run(out, value, tokenizer, chat, files, **provenance)
@@ -95,7 +92,7 @@ def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
     """
     value = run_folder.read_config(run)
     has_text = run_folder.read_environment(run)["tokenizer"] != ""
-    ids, files = special_token_files.export_entries(run, run_folder.read_tokenizer(run) if has_text else None)
+    ids, files = vocabulary.export_entries(run, run_folder.read_tokenizer(run) if has_text else None)
     tokenizer_path = run / run_folder.TOKENIZER if os.path.lexists(run / run_folder.TOKENIZER) else None
 
     def write(leaves: huggingface.Leaves) -> None:
@@ -142,7 +139,7 @@ def export_adapter(run: Path, out: Path, *, ema: bool = False) -> tuple[str, lis
         raise ValueError(f"--adapter: {run} trains a head of scores too, which is no adapter; merge: leave it out")
     trained, base = weights.load(run, wide=True, ema=ema), base_folder(run)
     has_text = run_folder.read_environment(run)["tokenizer"] != ""
-    _, files = special_token_files.export_entries(run, run_folder.read_tokenizer(run) if has_text else None)
+    _, files = vocabulary.export_entries(run, run_folder.read_tokenizer(run) if has_text else None)
     peft.save_adapter(out, value.model, trained.params, base=str(base))
     write_texts(out, files)
     return f"{out}: the adapters of {run} after step {trained.step}, on {base}", trained.warnings

@@ -1,6 +1,8 @@
 """The loop of a run: announce it, make its steps, roll back after a bad step, summarize it.
 
 Read `train` first, then `train_steps`: from there the step itself is `job.train_step` (fzero/train/step.py).
+
+A whole run from Python: what `fzero pretrain` does, with a function of your own that hears of each step.
 """
 
 from __future__ import annotations
@@ -28,31 +30,27 @@ from fzero.data.tokens import read_meta
 from fzero.kernels.registry import describe, observe
 from fzero.offload import DiskTraffic
 from fzero.optim import AverageState
-from fzero.run import buckets, config_table, conversations, corpus, curriculum, machine, run_folder
-from fzero.run.attempt import Attempt
-from fzero.run.build import Job, all_on_disk, num_params, specs_of
+from fzero.run import buckets, config_table, corpus, curriculum, fine_tuning, machine, run_folder, run_lock
+from fzero.run.build import Attempt, Job, Options, agreed, all_on_disk, num_params, specs_of
 from fzero.run.config import RunConfig
 from fzero.run.evaluate import evaluate_all
 from fzero.run.generate import Sampling, generate
 from fzero.run.measure import attempts
 from fzero.run.measure.flops import token_flop
-from fzero.run.measure.metrics_rows import Meter, metrics_writer
-from fzero.run.measure.profiler import steps_of
-from fzero.run.measure.progress import format_duration, show_progress
-from fzero.run.measure.step_records import StepSelection, recording, select_steps
+from fzero.run.measure.metrics_rows import Meter, format_duration, metrics_writer, show_progress
+from fzero.run.measure.step_records import StepSelection, recording, select_steps, steps_of
 from fzero.run.memory_check import snapshot_limit
 from fzero.run.out_of_memory import explained
 from fzero.run.placement import resume_command
-from fzero.run.pretrain import expect_memory
-from fzero.run.process_settings import sleep_while_shared
-from fzero.run.ranks.signals import stop_signals
-from fzero.run.ranks.watchdog import watch_steps
+from fzero.run.pretrain import expect_memory, resume, start
+from fzero.run.process_settings import settings_restored, sleep_while_shared
+from fzero.run.ranks.coordinator import join
+from fzero.run.ranks.signals import handlers_restored, stop_signals
+from fzero.run.ranks.watchdog import watch, watch_steps
 from fzero.run.resume import rollback
-from fzero.run.resume.newest_state import disk_row, offload_summary, to_memory
-from fzero.run.resume.saver import CheckpointSaver
+from fzero.run.resume.saver import CheckpointSaver, disk_row, offload_summary, to_memory
 from fzero.run.stages import stage_of_step
 from fzero.run.step_rows import StepRows, due_after
-from fzero.run.synced_state import agreed
 from fzero.sharding.plan_table import codec_text, context_text, experts_text
 from fzero.sharding.redistribute import digest_text, gather_on_first
 from fzero.train.capture import pop_news
@@ -356,8 +354,8 @@ def prompt_of(attempt: Attempt) -> tuple[Tokenizer, np.ndarray, list[int]]:
     no tokens, or one that leaves no position of the model's."""
     folder, max_len = attempt.folder, attempt.job.model.config.max_len
     tokenizer = run_folder.read_tokenizer(folder)
-    chat = conversations.answers_messages(attempt.job.config, folder)
-    ids, ends = conversations.prompt_ids(folder, tokenizer, attempt.options.sample, chat=chat)
+    chat = fine_tuning.answers_messages(attempt.job.config, folder)
+    ids, ends = fine_tuning.prompt_ids(folder, tokenizer, attempt.options.sample, chat=chat)
     if not 0 < len(ids) < max_len:
         raise ValueError(
             f"--prompt has {len(ids)} tokens, and the model {max_len} positions, of which a text needs one more; give "
@@ -379,3 +377,51 @@ def sample_text(attempt: Attempt, params: Any, n: int = 300) -> str:
     key = prng.key(job.config.train.seed, job.device)
     out = generate(job.model, params, tokens, n, key, sampling=Sampling(0.7), vocab_size=tokenizer.vocab_size, eos=eos)
     return tokenizer.decode(out[0].tolist())
+
+
+@handlers_restored()
+@settings_restored()
+def train_run(
+    folder: str | Path,
+    config: RunConfig | None = None,
+    *,
+    init: str | Path | None = None,
+    options: Options | None = None,
+) -> int:
+    """Train a new run of `config` in `folder`, or (None) resume the run there; the signal that stopped it, or 0.
+
+    init: the model that a new run starts from, as `--init`; see `tuned_config` of fzero/run/fine_tuning.py.
+    options: `Options(log=f)` has f(step, row) called on rank 0 after each step, with the row that metrics.jsonl gets;
+    what f raises ends the run. Every process of torchrun calls this, in its main thread.
+    When it ends, also by an error, the process has its own threads, way of float32 products, signal handlers and the
+    like again; see `settings_restored` of fzero/run/process_settings.py.
+    Raises ValueError as `start` and `resume` of fzero/run/pretrain.py.
+
+    >>> import tempfile
+    >>> from fzero.run.config_table import from_table
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "text.txt").write_text("a line of text\\n" * 40)
+    >>> train = {"steps": 2, "batch": 1, "micro_batch": 1, "compiled": False, "loggers": []}
+    >>> table = {"preset": "mlp-tiny", "data": {"path": str(folder / "text.txt"), "seq_len": 4}, "train": train}
+    >>> options = Options(say=lambda line: None, sample="", peak_flops=1e12, log=lambda step, row: print(step))
+    >>> train_run(folder / "run", from_table(table), options=options)
+    1
+    2
+    0
+    """
+    options, coordinator = options or Options(), join(**{"hang_s": config.train.hang_s} if config is not None else {})
+    if not coordinator.first:
+        options = options._replace(say=lambda line: None)
+    try:
+        with watch(coordinator):
+            if config is None:
+                ready = resume(Path(folder), coordinator, options)
+            else:
+                begin = {"init": Path(init), "grow_vocabulary": False} if init is not None else {}
+                ready = start(config, Path(folder), coordinator, options, **begin)
+            stopped = train(*ready) if ready is not None else 0
+            if not coordinator.spare:
+                coordinator.close(stopped)  # and with it torch.distributed
+            return stopped
+    finally:
+        run_lock.release_all()

@@ -17,7 +17,7 @@ from fzero.comm.collectives import psum
 from fzero.comm.ledger import sent_elements
 from fzero.optim import GradientTransformation
 from fzero.run.config import LocalSteps
-from fzero.run.config_ranks import OUTER
+from fzero.run.unused_keys import OUTER
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.slices import local_numel
 from fzero.train.local_steps import Local, init_local, local_specs, make_local_step, synchronize

@@ -20,28 +20,27 @@ from fzero.core.storage import absolute, is_url
 from fzero.data.chat import read_chat
 from fzero.data.mixture import Mixture
 from fzero.data.tokens import read_meta
-from fzero.run import corpus, curriculum, machine, run_folder, run_lock, special_token_files, token_weights
+from fzero.run import corpus, curriculum, machine, run_folder, run_lock, transforms, vocabulary
 from fzero.run import weights as weights_module
-from fzero.run.attempt import Attempt, Options
-from fzero.run.build import Job, build, first_state, has_factors, num_params
+from fzero.run.build import Attempt, Job, Options, build, first_state, has_factors, num_params
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import check_corpus
-from fzero.run.config_ranks import refuse_without_axis
 from fzero.run.config_table import apply_table, from_json, to_json
 from fzero.run.corpus import Say
 from fzero.run.fitting_steps import fitting_steps, shortened
 from fzero.run.measure.flops import token_flop
-from fzero.run.measure.profiler import steps_of
+from fzero.run.measure.step_records import steps_of
 from fzero.run.memory_check import check_memory, gigabytes
 from fzero.run.out_of_memory import explained
-from fzero.run.placement import fit_layout, keep_placement
+from fzero.run.placement import fit_layout, keep_placement, split_values, with_values
 from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator
 from fzero.run.ranks.elastic import refit_mesh
 from fzero.run.reference import with_reference
-from fzero.run.resume import auto_resume, changed_run, rollback
-from fzero.run.resume.newest_state import expect_disk, expect_leaves, expect_new, load_newest_state
+from fzero.run.resume import auto_resume, rollback
+from fzero.run.resume.saver import expect_disk, expect_leaves, expect_new, load_newest_state
 from fzero.run.stages import change_stage, split_changes, stages_of
 from fzero.run.transforms import make_transforms
+from fzero.run.unused_keys import refuse_without_axis
 from fzero.run.vocabulary import expect_added, growth_lines, start_texts
 from fzero.sharding import Mesh
 from fzero.train.state import TrainState
@@ -134,7 +133,7 @@ def with_digests(config: RunConfig, path: Path, coordinator: Coordinator) -> Run
 
     def find_digests() -> list[str]:
         data_config = curriculum.with_digest(config, path).data
-        return [data_config.curriculum, token_weights.with_digest(data_config.token_weights)]
+        return [data_config.curriculum, transforms.with_digest(data_config.token_weights)]
 
     order, weights = coordinator.share(find_digests)
     return replace(config, data=replace(config.data, curriculum=order, token_weights=weights))
@@ -149,7 +148,7 @@ def create_folder(attempt: Attempt, init: Path | None) -> None:
         data.load_tokenizer(path),
         read_chat(path),
         start_texts(config.data, init) if init else {},
-        **(special_token_files.start_ids(init) if init else {}),
+        **(vocabulary.start_ids(init) if init else {}),
         corpus=run_folder.DATA if path == folder / run_folder.DATA else str(path.resolve()),
         corpus_sha256=corpus.corpus_digest(path),
         init=str(init.resolve()) if init else "",
@@ -165,7 +164,7 @@ def resume(
 ) -> tuple[Attempt, TrainState] | None:
     """The run in `folder`, ready to resume from its newest sound state, by its own config.
 
-    changes: new values of the config, such as the mesh, train.steps or optim.lr (see run/resume/changed_run.py), or
+    changes: new values of the config, such as the mesh, train.steps or optim.lr (see run/placement.py), or
     data.seq_len, with which a new stage begins (see run/stages.py); if the run's own mesh does not fit the processes
     and none is given, it is the nearest that does (see run/ranks/elastic.py), with spares. auto: also fit a given mesh,
     and accept a run that has made its steps. Raises ValueError if `folder` is no run, its corpus has changed, or every
@@ -179,8 +178,8 @@ def resume(
     coordinator.record(str(folder.absolute()))
     coordinator.share(lambda: auto_resume.remove_marker(folder))
     values, changes = split_changes(changes)
-    numbers, changes = changed_run.split_values(changes)
-    recorded, changed_lines = changed_run.with_values(recorded, numbers)
+    numbers, changes = split_values(changes)
+    recorded, changed_lines = with_values(recorded, numbers)
     previous = recorded
     if values:
         new, values = auto_resume.with_changes(recorded, values, options.say)

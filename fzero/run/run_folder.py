@@ -8,7 +8,7 @@ samples.jsonl     the text generated at the end: {"step", "prompt", "text"}
 checkpoints/      see fzero/checkpoint/; train.checkpoints names another folder
 tokenizer.json    unless the tokenizer is bytes
 chat_template.jinja, tokenizer_config.json   where the model has a chat template: see fzero/data/chat.py
-special_tokens_map.json, generation_config.json   of the folder that it comes from: see fzero/run/special_token_files.py
+special_tokens_map.json, generation_config.json   of the folder that it comes from: see fzero/run/vocabulary.py
 data/             the corpus, if the run prepared its own
 lock.json         the process that trains it now: see fzero/run/run_lock.py
 nvme/             offloaded leaves, unless nvme.folder names another folder: see fzero/offload/store.py
@@ -51,7 +51,7 @@ from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer
 from fzero.run import config_table, run_lock
 from fzero.run.config import RunConfig
 from fzero.run.config_versions import current_keys
-from fzero.run.recorded_config import Copy, copies, expect_corpus, expect_recorded
+from fzero.run.placement import Copy, copies, expect_corpus, expect_recorded
 
 CONFIG, ENVIRONMENT, METRICS, ATTEMPTS, SAMPLES, CHECKPOINTS, TOKENIZER, DATA, NVME = (
     "config.json",

@@ -5,6 +5,9 @@ seconds. A dead owner's lock is taken over: at once if it was a process of this 
 SILENT_S seconds old. A start that finds an owner on another host watches the heartbeat for as long, so the clocks of
 hosts need not agree. Of several ranks only rank 0 owns the folder: the others are its own, and torchrun starts no new
 ranks before the old ones have ended.
+
+Why not filelock: its SoftFileLease, which comes closest, watches each claim of another host for a whole lease, however
+old it is, and its file names no owner in words that a start could print.
 """
 
 from __future__ import annotations

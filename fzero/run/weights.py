@@ -23,8 +23,8 @@ from fzero.models import LoRAConfig, Model, ModelConfig
 from fzero.offload import Nvme
 from fzero.optim.wrappers import AVERAGE
 from fzero.run.config import RunConfig
+from fzero.run.config_table import recipe
 from fzero.run.objectives import objective_of
-from fzero.run.recipes import recipe
 from fzero.run.run_folder import (
     NVME,
     checkpoints_of,

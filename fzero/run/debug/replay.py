@@ -30,13 +30,13 @@ from fzero.run.config import RunConfig
 from fzero.run.config_table import apply_table, from_table
 from fzero.run.config_versions import current_keys
 from fzero.run.corpus import Say
-from fzero.run.debug.leaf_comparison import Comparison, compare_leaves
+from fzero.run.debug.checkpoint_diff import Comparison, compare_leaves
 from fzero.run.measure.metrics_rows import metrics_row
 from fzero.run.pretrain import expect_memory, resolve_placement
 from fzero.run.process_settings import settings_restored
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.resume import rollback
-from fzero.run.resume.newest_state import expect_disk
+from fzero.run.resume.saver import expect_disk
 from fzero.run.stages import stage_of_step
 from fzero.sharding.redistribute import digest_text
 from fzero.sharding.spec import Offload

@@ -19,11 +19,10 @@ from fzero.core.files import append_line
 from fzero.core.text_parsing import json_text
 from fzero.run import machine as doctor
 from fzero.run import run_folder
-from fzero.run.attempt import Attempt
-from fzero.run.build import local_micro_batches, num_params
+from fzero.run.build import Attempt, local_micro_batches, num_params
 from fzero.run.config_table import to_table
 from fzero.run.measure.flops import TokenFlop
-from fzero.run.recorded_config import CORPUS, WHOLE
+from fzero.run.placement import CORPUS, WHOLE
 
 PLAN = "plan.json"
 

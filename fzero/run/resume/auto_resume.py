@@ -22,9 +22,8 @@ from fzero.run import run_folder, run_lock
 from fzero.run.config import RunConfig
 from fzero.run.config_table import apply_table, to_table
 from fzero.run.corpus import Say, first_samples
-from fzero.run.placement import KEYS
+from fzero.run.placement import KEYS, may_change
 from fzero.run.resume import rollback
-from fzero.run.resume.changed_run import may_change
 from fzero.run.stages import staged
 
 

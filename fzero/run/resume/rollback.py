@@ -38,7 +38,7 @@ from fzero.run.build import Job, first_state
 from fzero.run.config import Guard
 from fzero.run.corpus import Say
 from fzero.run.ranks.coordinator import Coordinator
-from fzero.run.resume.newest_state import restore_on_all
+from fzero.run.resume.saver import restore_on_all
 from fzero.train.state import TrainState
 
 SKIPS = "skips.json"
