@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fzero
 from fzero import checkpoint, models, optim
 from fzero.core import precision, pytree
-from fzero.core.storage import sync_folder
+from fzero.core.files import sync_folder
 from fzero.sharding.slices import local_slice
 from fzero.train.state import meta_state, state_specs
 

@@ -25,7 +25,7 @@ import torch
 from turns import write_run
 
 from fzero import data
-from fzero.core.object_store import Objects
+from fzero.core.storage import Objects
 from fzero.run.corpus import AHEAD
 
 

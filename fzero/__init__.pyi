@@ -9,8 +9,8 @@ from fzero import optim as optim
 from fzero import run as run
 from fzero import sharding as sharding
 from fzero import train as train
-from fzero.checkpoint.convert.from_huggingface import from_huggingface as from_huggingface
-from fzero.checkpoint.convert.from_huggingface import to_huggingface as to_huggingface
+from fzero.checkpoint.convert.transformers_models import from_huggingface as from_huggingface
+from fzero.checkpoint.convert.transformers_models import to_huggingface as to_huggingface
 from fzero.comm.collectives import RankError as RankError
 from fzero.comm.collectives import all_gather as all_gather
 from fzero.comm.collectives import all_to_all as all_to_all

@@ -20,7 +20,7 @@ import fzero
 from fzero.checkpoint import convert, offload_snapshot
 from fzero.checkpoint.convert.huggingface import save_hf
 from fzero.checkpoint.convert.huggingface_families import FAMILIES
-from fzero.checkpoint.convert.safetensors import read_safetensors
+from fzero.checkpoint.convert.tensor_files import read_safetensors
 from fzero.checkpoint.verify import verify
 from fzero.core import config_tables, prng
 from fzero.data import prepare
@@ -29,7 +29,7 @@ from fzero.data.tokenizers import json_tokenizer, load_tokenizer
 from fzero.data.tokens import open_tokens
 from fzero.kernels import tuning
 from fzero.models import DeepSeekConfig, GPT2Config, LlamaConfig, MoEConfig, RopeScaling, build, init_params
-from fzero.offload import LeafFiles, Nvme, disk_config
+from fzero.offload import LeafFiles, Nvme, disk_io
 from fzero.planner import devices
 from fzero.report import first_screen, pages, report_writer
 from fzero.run import machine, run_folder
@@ -242,13 +242,13 @@ def read_device(folder):
 def make_settings(folder):
     (folder / "fzero").mkdir()
     entry = "block_bytes = 1048576\nreaders = 2\nread_gbs = 1.5\nmeasured = 2026-01-01\n"
-    (folder / "fzero/config.toml").write_text(f'[disk."{disk_config.mount_point(folder)}"]\n{entry}')
+    (folder / "fzero/config.toml").write_text(f'[disk."{disk_io.mount_point(folder)}"]\n{entry}')
 
 
 def read_settings(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(folder))
-        return disk_config.load_settings(folder)
+        return disk_io.load_settings(folder)
 
 
 def read_cache(folder):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fzero.offload import disk_config, disk_io
+from fzero.offload import disk_io
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_io import DiskSettings, serves_direct
 from fzero.planner.calibrate import disk, disk_rates
@@ -205,7 +205,7 @@ def test_the_command_keeps_no_settings_of_a_busy_disk(fz, folder, quick, monkeyp
     monkeypatch.setattr(disk, "NOISY", 0.0)
     code, out, _ = fz("bench", "disk", folder, "--size-gb", "0.005", "--seconds", "0.01")
     assert code == 0 and "measure again" in out and "no settings were written" in out
-    assert not disk_config.config_file().exists()
+    assert not disk_io.config_file().exists()
 
 
 def test_the_command_measures_and_writes_the_settings(fz, folder, quick, monkeypatch):
@@ -219,21 +219,21 @@ def test_the_command_measures_and_writes_the_settings(fz, folder, quick, monkeyp
     assert (
         "page cache: bypassed (O_DIRECT); afterwards it held 0% of the files" in out and "fio is not installed" in out
     )
-    assert out.count("<- best") == 1 and f'written to {disk_config.config_file()}, [disk."{mount}"]' in out
-    entry = tomllib.loads(disk_config.config_file().read_text())["disk"][mount]
+    assert out.count("<- best") == 1 and f'written to {disk_io.config_file()}, [disk."{mount}"]' in out
+    entry = tomllib.loads(disk_io.config_file().read_text())["disk"][mount]
     assert list(entry) == ["block_bytes", "readers", "writers", "read_gbs", "write_gbs", "mixed_gbs", "measured"]
     assert entry["measured"] == date.today() and all(entry[f"{kind}_gbs"] > 0 for kind in KINDS)
-    settings = disk_config.load_settings(folder)
+    settings = disk_io.load_settings(folder)
     assert (
         settings == DiskSettings(*(entry[name] for name in DiskSettings._fields))
         and f"best: {disk.named(settings)};" in out
     )
-    assert list(disk_config.config_file().parent.iterdir()) == [disk_config.config_file()]
+    assert list(disk_io.config_file().parent.iterdir()) == [disk_io.config_file()]
 
 
 def test_the_command_writes_nothing_where_it_is_told_so(fz, folder, quick):
     code, out, _ = fz("bench", "disk", folder, "--size-gb", "0.005", "--seconds", "0.01", "--no-write-config")
-    assert code == 0 and "no settings were written" in out and not disk_config.config_file().exists()
+    assert code == 0 and "no settings were written" in out and not disk_io.config_file().exists()
 
 
 def test_help_names_the_command(fz):
@@ -338,28 +338,28 @@ def test_no_file_stays_when_it_is_ended(folder, end):
 
 def test_settings_of_a_disk_that_was_not_measured_are_the_default_ones(tmp_path):
     assert (
-        disk_config.load_settings(tmp_path)
-        == disk_config.load_settings(tmp_path / "not" / "there")
-        == disk_config.load_settings("s3://bucket/x")
+        disk_io.load_settings(tmp_path)
+        == disk_io.load_settings(tmp_path / "not" / "there")
+        == disk_io.load_settings("s3://bucket/x")
         == DiskSettings()
     )
-    disk_config.save_settings("/some/other/disk", DiskSettings(MB, 7, 7), {})
-    assert disk_config.load_settings(tmp_path) == DiskSettings()
-    disk_config.save_settings(disk_io.mount_point("."), DiskSettings(MB, 7, 7), {})
+    disk_io.save_settings("/some/other/disk", DiskSettings(MB, 7, 7), {})
+    assert disk_io.load_settings(tmp_path) == DiskSettings()
+    disk_io.save_settings(disk_io.mount_point("."), DiskSettings(MB, 7, 7), {})
     assert (
-        disk_config.load_settings(".") == DiskSettings(MB, 7, 7)
-        and disk_config.load_settings("s3://bucket/x") == DiskSettings()
+        disk_io.load_settings(".") == DiskSettings(MB, 7, 7)
+        and disk_io.load_settings("s3://bucket/x") == DiskSettings()
     )
 
 
 def test_settings_replace_those_of_the_same_disk_and_nothing_else(tmp_path):
-    path, mount = disk_config.config_file(), disk_io.mount_point(tmp_path)
+    path, mount = disk_io.config_file(), disk_io.mount_point(tmp_path)
     path.parent.mkdir(parents=True)
     mine = 'colour = "blue"  # mine\n\n[disk."/a \\"b\\" ü"]\nreaders = 3\n# a note\n\n[other]\nx = [1, 2]\n'
     path.write_text(mine)
-    disk_config.save_settings(mount, DiskSettings(MB, 1, 2), {"read": 1.23456, "write": 2.0})
-    disk_config.save_settings(mount, DiskSettings(2 * MB, 3, 4), {"read": 5.0})
-    disk_config.save_settings('/a "b" ü', DiskSettings(4 * MB, 5, 6), {})
+    disk_io.save_settings(mount, DiskSettings(MB, 1, 2), {"read": 1.23456, "write": 2.0})
+    disk_io.save_settings(mount, DiskSettings(2 * MB, 3, 4), {"read": 5.0})
+    disk_io.save_settings('/a "b" ü', DiskSettings(4 * MB, 5, 6), {})
     found = tomllib.loads(path.read_text())
     assert found["colour"] == "blue" and found["other"] == {"x": [1, 2]} and "# mine" in path.read_text()
     assert found["disk"][mount] == {
@@ -370,32 +370,30 @@ def test_settings_replace_those_of_the_same_disk_and_nothing_else(tmp_path):
         "measured": date.today(),
     }
     assert found["disk"]['/a "b" ü']["readers"] == 5 and len(found["disk"]) == 2
-    assert disk_config.load_settings(tmp_path / "run") == DiskSettings(2 * MB, 3, 4)
+    assert disk_io.load_settings(tmp_path / "run") == DiskSettings(2 * MB, 3, 4)
     assert path.read_text().count("[disk.") == 2
 
 
 def test_a_table_in_another_form_is_not_torn(tmp_path):
-    path = disk_config.config_file()
+    path = disk_io.config_file()
     path.parent.mkdir(parents=True)
     path.write_text("[disk]\n'/x' = {readers = 2}\n")
     with pytest.raises(ValueError, match="in a form that cannot be replaced; delete it"):
-        disk_config.save_settings("/x", DiskSettings(), {})
+        disk_io.save_settings("/x", DiskSettings(), {})
     assert path.read_text() == "[disk]\n'/x' = {readers = 2}\n"
 
 
 def test_the_file_is_the_old_one_where_writing_fails(tmp_path, monkeypatch):
-    disk_config.save_settings("/x", DiskSettings(MB, 1, 1), {})
-    before = disk_config.config_file().read_text()
+    disk_io.save_settings("/x", DiskSettings(MB, 1, 1), {})
+    before = disk_io.config_file().read_text()
 
     def failing(source, target):
         raise OSError(errno.EIO, "it broke")
 
     monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(OSError, match="it broke"):
-        disk_config.save_settings("/x", DiskSettings(MB, 2, 2), {})
-    assert (
-        disk_config.config_file().read_text() == before and len(list(disk_config.config_file().parent.iterdir())) == 1
-    )
+        disk_io.save_settings("/x", DiskSettings(MB, 2, 2), {})
+    assert disk_io.config_file().read_text() == before and len(list(disk_io.config_file().parent.iterdir())) == 1
 
 
 @pytest.mark.parametrize(
@@ -412,11 +410,11 @@ def test_the_file_is_the_old_one_where_writing_fails(tmp_path, monkeypatch):
     ],
 )
 def test_a_broken_file_is_one_clear_error(fz, folder, text, message):
-    path, mount = disk_config.config_file(), disk_io.mount_point(folder)
+    path, mount = disk_io.config_file(), disk_io.mount_point(folder)
     path.parent.mkdir(parents=True)
     path.write_bytes(text if isinstance(text, bytes) else text.replace("MOUNT", mount).encode())
     with pytest.raises(ValueError, match=message.replace("MOUNT", mount)) as error:
-        disk_config.load_settings(folder)
+        disk_io.load_settings(folder)
     assert str(path) in str(error.value) and "fzero bench disk" in str(error.value)
     assert str(path) in refused(fz, folder)
     assert list(folder.iterdir()) == []

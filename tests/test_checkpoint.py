@@ -346,7 +346,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     for step in (1, 2):
-        for name in ("mkdir", "pwrite", "fsync", "replace", "posix_fallocate", "sync_file_system"):
+        for name in ("mkdir", "pwritev", "fsync", "replace", "posix_fallocate", "sync_file_system"):
             state = small(1, n=300_000 if name == "posix_fallocate" else 5)
             with (
                 monkeypatch.context() as patch,

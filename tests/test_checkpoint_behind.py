@@ -11,7 +11,7 @@ import zarr
 from checkpoint_cases import assert_same_bits, contents, small, tree
 
 from fzero import checkpoint
-from fzero.checkpoint import directory, save_state, tile_file, writer
+from fzero.checkpoint import directory, save_state, writer
 from fzero.checkpoint import manifest as describe
 from fzero.core import pytree
 
@@ -64,13 +64,13 @@ def test_files_that_are_used_again_by_another_state(tmp_path, compress):
 
 def held_back(monkeypatch):
     """An event without which no part is written from now on."""
-    gate, write = threading.Event(), tile_file.TileFile.write
+    gate, write = threading.Event(), save_state.TileFile.write
 
     def waits(self, *args):
         assert gate.wait(20)
         return write(self, *args)
 
-    monkeypatch.setattr(tile_file.TileFile, "write", waits)
+    monkeypatch.setattr(save_state.TileFile, "write", waits)
     return gate
 
 
@@ -115,7 +115,7 @@ def test_a_failure_is_told_once_and_the_next_save_is_sound(tmp_path, monkeypatch
 
     for at in ("poll", "wait", "save", "close"):
         with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", full)
+            patch.setattr(os, "pwritev", full)
             saving.save(state, step=2)
             saving.current.finished.wait(20)
         with pytest.raises(
@@ -127,7 +127,7 @@ def test_a_failure_is_told_once_and_the_next_save_is_sound(tmp_path, monkeypatch
             assert saving.poll() is None and contents(tmp_path) == before
     saving = checkpoint.Writer(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
+        patch.setattr(os, "pwritev", full)
         saving.save(state, step=2)
         with pytest.raises(checkpoint.SaveFailed) as error:
             saving.wait()
@@ -141,7 +141,7 @@ def test_a_failure_is_told_once_and_the_next_save_is_sound(tmp_path, monkeypatch
 def test_a_failure_before_the_snapshot_is_made(tmp_path, monkeypatch):
     """The thread that commits may fail at once, while leaves are still being copied."""
     state = {str(i): torch.full((100_000,), float(i)) for i in range(40)}
-    fill = tile_file.TileFile.fill
+    fill = save_state.TileFile.fill
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -153,7 +153,7 @@ def test_a_failure_before_the_snapshot_is_made(tmp_path, monkeypatch):
     saving = checkpoint.Writer(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(directory, "begin", full)
-        patch.setattr(tile_file.TileFile, "fill", slow)
+        patch.setattr(save_state.TileFile, "fill", slow)
         saving.save(state, step=1)
         assert saving.current.finished.wait(5), "nothing came of the save"
     with pytest.raises(checkpoint.SaveFailed, match="No space left"):

@@ -15,7 +15,7 @@ from checkpoint_cases import assert_same_bits, contents
 from launched import TINY, ended, start, write_text
 
 from fzero import checkpoint
-from fzero.checkpoint import tile_file
+from fzero.checkpoint import save_state
 from fzero.cli import main
 from fzero.run import run_folder
 
@@ -191,7 +191,7 @@ def fz(capsys, *args):
 
 def full_from(monkeypatch, first, last):
     """Writing of parts fails in the saves with these numbers, the first one being 1."""
-    number, begin, write = [0], checkpoint.directory.begin, tile_file.TileFile.write
+    number, begin, write = [0], checkpoint.directory.begin, save_state.TileFile.write
 
     def begins(home, step):
         number[0] += 1
@@ -203,7 +203,7 @@ def full_from(monkeypatch, first, last):
         return write(self, raw, slab)
 
     monkeypatch.setattr(checkpoint.directory, "begin", begins)
-    monkeypatch.setattr(tile_file.TileFile, "write", full)
+    monkeypatch.setattr(save_state.TileFile, "write", full)
 
 
 def test_training_goes_on_where_a_checkpoint_cannot_be_written(here, monkeypatch, capsys):
@@ -254,9 +254,9 @@ def test_the_last_checkpoint_of_a_run_must_be_written(here, monkeypatch, capsys)
 
 WORKER = """
 import os, signal, sys
-from fzero.checkpoint import tile_file
+from fzero.checkpoint import save_state
 from fzero.cli.main import main
-write, said = tile_file.TileFile.write, []
+write, said = save_state.TileFile.write, []
 def full(self, raw, slab):
     if os.environ["RANK"] == "1" and len(said) < int(os.environ["FAILS"]):
         said.append(1)
@@ -264,7 +264,7 @@ def full(self, raw, slab):
             os.kill(os.getpid(), signal.SIGKILL)
         raise OSError(28, "No space left on device")
     return write(self, raw, slab)
-tile_file.TileFile.write = full
+save_state.TileFile.write = full
 main(sys.argv[1:])
 """
 

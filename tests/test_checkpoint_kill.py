@@ -25,7 +25,7 @@ import fzero
 from fzero import checkpoint, models, optim
 from fzero.checkpoint import directory as homes
 from fzero.checkpoint import manifest
-from fzero.checkpoint.tile_file import TileFile
+from fzero.checkpoint.save_state import TileFile
 from fzero.core import precision, pytree
 from fzero.train.state import meta_state, state_specs
 

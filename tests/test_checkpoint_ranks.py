@@ -364,7 +364,7 @@ def fail_on_one(mesh, home):
         saving.save(state, step=1, specs=specs)
         saving.wait()
         if mesh.rank == 1:
-            patch.setattr(checkpoint.tile_file.TileFile, "write", full)
+            patch.setattr(checkpoint.save_state.TileFile, "write", full)
         for ask in ("poll", "wait"):
             saving.save(state, step=2, specs=specs)
             try:

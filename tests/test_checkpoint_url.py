@@ -17,8 +17,8 @@ from close import assert_same
 
 from fzero import checkpoint
 from fzero.checkpoint import manifest
-from fzero.core import object_store
-from fzero.core.object_store import Objects
+from fzero.core import storage
+from fzero.core.storage import Objects
 from fzero.run import run_folder
 from fzero.sharding import Spec, fake_mesh
 
@@ -225,7 +225,7 @@ import os, sys, torch
 from fzero import checkpoint
 from fzero.checkpoint import save_state
 if sys.argv[3] == "parts":  # before the second object
-    from fzero.core.object_store import Objects
+    from fzero.core.storage import Objects
     write, calls = Objects.write, []
     Objects.write = lambda *a: (calls.append(1), os._exit(9) if len(calls) > 1 else write(*a))
 else:
@@ -382,11 +382,11 @@ def test_the_commands_on_a_store(home, fz):
 @pytest.fixture
 def impatient(monkeypatch):
     """Two retries, and the shortest wait."""
-    monkeypatch.setattr(object_store, "RETRIES", {"max_retries": 2, "initial_delay": "50ms", "max_delay": "50ms"})
-    monkeypatch.setattr(object_store, "WAIT_S", 0.2)
-    object_store.context.cache_clear()
+    monkeypatch.setattr(storage, "RETRIES", {"max_retries": 2, "initial_delay": "50ms", "max_delay": "50ms"})
+    monkeypatch.setattr(storage, "WAIT_S", 0.2)
+    storage.context.cache_clear()
     yield
-    object_store.context.cache_clear()
+    storage.context.cache_clear()
 
 
 def refused(home, fz, *said):
@@ -490,27 +490,27 @@ def test_a_url_of_no_store(url, fz):
 def test_what_the_environment_says_of_s3(monkeypatch):
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", *ACCESS):
         monkeypatch.delenv(name, raising=False)
-    assert object_store.url_spec("s3://b/a%20c/d/") == {"driver": "s3", "bucket": "b", "path": "a c/d/"}
-    assert object_store.url_spec("s3://b") == {"driver": "s3", "bucket": "b", "path": ""}
+    assert storage.url_spec("s3://b/a%20c/d/") == {"driver": "s3", "bucket": "b", "path": "a c/d/"}
+    assert storage.url_spec("s3://b") == {"driver": "s3", "bucket": "b", "path": ""}
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one/")
     assert (
-        object_store.url_spec("s3://b/d")["endpoint"] == "http://one"
-        and object_store.url_spec("s3://b/d")["aws_region"] == "us-east-1"
+        storage.url_spec("s3://b/d")["endpoint"] == "http://one"
+        and storage.url_spec("s3://b/d")["aws_region"] == "us-east-1"
     )
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://two")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
     assert (
-        object_store.url_spec("s3://b/d")["endpoint"] == "http://two"
-        and object_store.url_spec("s3://b/d")["aws_region"] == "eu-west-1"
+        storage.url_spec("s3://b/d")["endpoint"] == "http://two"
+        and storage.url_spec("s3://b/d")["aws_region"] == "eu-west-1"
     )
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
-    assert "aws_credentials" not in object_store.url_spec("s3://b/d")
+    assert "aws_credentials" not in storage.url_spec("s3://b/d")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
-    assert object_store.url_spec("s3://b/d")["aws_credentials"] == {"type": "environment"}
+    assert storage.url_spec("s3://b/d")["aws_credentials"] == {"type": "environment"}
 
 
 def test_files_by_url_are_durable():
-    assert object_store.url_spec("file:///a/b%20c") == {"driver": "file", "path": "/a/b c/", "file_io_sync": True}
+    assert storage.url_spec("file:///a/b%20c") == {"driver": "file", "path": "/a/b c/", "file_io_sync": True}
 
 
 def test_places_are_joined():

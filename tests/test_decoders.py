@@ -18,8 +18,8 @@ import transformers as hf
 import fzero
 from fzero import models, optim
 from fzero.checkpoint import convert
-from fzero.checkpoint.convert.decoders import decoder_of, save_decoder
 from fzero.checkpoint.convert.huggingface import in_memory
+from fzero.checkpoint.convert.transformers_models import decoder_of, save_decoder
 from fzero.core import pytree
 from fzero.models.base import Ctx
 from fzero.models.decoder_config import name_of_scored, read_decoder

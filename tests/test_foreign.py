@@ -27,7 +27,7 @@ from fzero.run import run_folder
 ROOT = Path(fzero.__file__).parent
 # Calls of a parser outside of core/text_parsing.py, and why: the text was made by this program a moment ago.
 OWN = {
-    "checkpoint/extras.py": 1,  # what `to_bytes` made, compared with its checksum; numbers have any size
+    "checkpoint/leaf_source.py": 1,  # what `to_bytes` made, compared with its checksum; numbers have any size
     "checkpoint/save_state.py": 1,  # another rank's message
     "cli/plan_questions.py": 2,  # what plans made
     "cli/checkpoint.py": 0,

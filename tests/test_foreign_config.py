@@ -11,9 +11,8 @@ import pytest
 from foreign_cases import MODELS, VARIATIONS, model_folder
 
 from fzero import models
-from fzero.checkpoint.convert.huggingface import save_hf
+from fzero.checkpoint.convert.huggingface import read_hf_config, save_hf
 from fzero.checkpoint.convert.huggingface_families import FAMILIES, REQUIRED
-from fzero.checkpoint.convert.huggingface_read import read_hf_config
 from fzero.core import prng
 from fzero.models import RopeScaling
 from fzero.models.config_values import BOUNDS

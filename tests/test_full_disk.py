@@ -14,10 +14,11 @@ import torch
 
 import fzero
 from fzero import checkpoint, data
-from fzero.checkpoint.convert.safetensors import TensorEntry, write_safetensors
-from fzero.checkpoint.tile_file import FileWriter
-from fzero.core.storage import naming, write_text
+from fzero.checkpoint.convert.tensor_files import TensorEntry, write_safetensors
+from fzero.core.files import naming
+from fzero.core.storage import write_text
 from fzero.data.piece_cache import PieceCache
+from fzero.offload.range_files import FileWriter
 from fzero.planner import search
 from fzero.run import config_table, run_folder, run_lock
 from fzero.run.measure import metrics_rows
@@ -114,7 +115,8 @@ OTHERS = {
     "start.py": "on the terminal",
 }
 CALLS = {"write_text", "write_bytes", "savefig", "pwrite", "pwritev", "posix_fallocate", "copyfileobj", "copyfile"}
-WORDS = re.compile(r"\bopen\(|fdopen|os\.write|" + "|".join(CALLS))
+RANGES = {"write_range", "allocate_space"}  # of disk_io.py
+WORDS = re.compile(r"\bopen\(|fdopen|os\.write|" + "|".join(CALLS | RANGES))
 
 
 def writes(node):
@@ -129,7 +131,7 @@ def writes(node):
         return any(set(mode) <= set("rwaxbt+") and set(mode) & set("wax") for mode in modes)
     if name == "write" and isinstance(node.func, ast.Attribute):
         return getattr(node.func.value, "id", "") == "os"
-    return name in CALLS and isinstance(node.func, ast.Attribute)
+    return name in RANGES or (name in CALLS and isinstance(node.func, ast.Attribute))
 
 
 def unnamed(tree):

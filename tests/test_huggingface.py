@@ -33,7 +33,7 @@ from zero_cases import whole
 import fzero
 from fzero import optim
 from fzero.checkpoint.convert.huggingface import load_hf, meta_leaves, save_hf
-from fzero.checkpoint.convert.safetensors import DTYPES, read_safetensors, write_safetensors
+from fzero.checkpoint.convert.tensor_files import DTYPES, read_safetensors, write_safetensors
 from fzero.core import pytree
 from fzero.models import Ctx, GPT2Config, MLPConfig, build, logits, loss, num_params, preset
 from fzero.train.batch import local_batch

@@ -18,8 +18,7 @@ from zero_cases import batch_for, model_of
 
 import fzero
 from fzero import checkpoint, optim
-from fzero.checkpoint.restore_errors import error_lines
-from fzero.checkpoint.restore_state import restore_state
+from fzero.checkpoint.restore_state import error_lines, restore_state
 from fzero.core import pytree
 from fzero.kernels.registry import Kernels
 from fzero.planner.candidates import Candidate

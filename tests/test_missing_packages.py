@@ -16,7 +16,7 @@ from fzero.core import packages
 ROOT = Path(fzero.__file__).parents[1]
 # Of what is installed with fzero, or with torch's CUDA build: all but torch, numpy, einops and click.
 WITHOUT = {
-    *("crc32c", "zstandard", "triton", "tokenizers", "jinja2", "matplotlib", "tensorstore", "tqdm", "safetensors"),
+    *("crc32c", "zstandard", "triton", "tokenizers", "jinja2", "matplotlib", "tensorstore", "tqdm"),
 }
 # Its folder is the first of the path: what every process of Python there runs at its start.
 BLOCKING = """

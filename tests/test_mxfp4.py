@@ -9,7 +9,7 @@ from hf_cases import copy_of, save, theirs
 from safetensors.torch import load_file, save_file
 
 from fzero.checkpoint.convert.huggingface import load_hf
-from fzero.checkpoint.convert.huggingface_read import dequantize
+from fzero.checkpoint.convert.tensor_files import dequantize
 from fzero.core import pytree
 
 E, D, F = 4, 32, 40  # of hf_cases' gpt-oss

@@ -14,8 +14,8 @@ from fzero import checkpoint
 from fzero.checkpoint import manifest
 from fzero.checkpoint.convert import dcp as dcp_reader
 from fzero.checkpoint.convert.deepspeed import find_universal
-from fzero.checkpoint.convert.huggingface_read import tensors_of
-from fzero.checkpoint.convert.safetensors import TensorEntry, write_safetensors
+from fzero.checkpoint.convert.huggingface import tensors_of
+from fzero.checkpoint.convert.tensor_files import TensorEntry, write_safetensors
 from fzero.core import pytree
 from fzero.core.files import leaf_fault, path_fault
 from fzero.offload import LeafFiles

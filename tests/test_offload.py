@@ -25,6 +25,7 @@ from fzero.offload import DiskTensor, Nvme
 from fzero.offload.disk_io import serves_direct
 from fzero.optim import moment_storage
 from fzero.optim.sharded_leaves import WHOLE
+from fzero.sharding import spec
 from fzero.sharding.context import Context
 from fzero.sharding.pipeline_plan import Pipeline
 from fzero.sharding.slices import shard_dim
@@ -351,6 +352,19 @@ QUICK = [case for case in PAIRS if case.policy == "fp32" and (case.offload.endsw
 )
 def test_a_group_elsewhere_has_the_same_bits(case, folder):
     check(case, folder)
+
+
+def test_a_memory_that_is_entered_into_the_table_has_the_same_bits(monkeypatch, folder):
+    put = []
+
+    class Pool(spec.StateOnHost):
+        def put(self, tensors, device):
+            put.extend(tensors)
+            return spec.StateOnHost.put(self, tensors, device)
+
+    monkeypatch.setitem(spec.MEMORIES, "pool", Pool("pool"))
+    check(single("pool", "opt", 0, (), "bf16"), folder)
+    assert put and str(Spec(memory="pool")) == "[] @pool"
 
 
 ALL = "params=nvme,grads=nvme,opt=nvme,acts=nvme"

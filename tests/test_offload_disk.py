@@ -16,9 +16,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fzero.core.host_memory import HUGE, round_to_pages
 from fzero.core.storage import PAGE
 from fzero.offload import disk_io as disk_module
-from fzero.offload.buffer_pool import HUGE, BufferPool, round_to_pages
+from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_io import LATER, NEXT, DiskIO, DiskSettings, open_direct, serves_direct
 from fzero.planner.calibrate import disk_rates as bench
 

@@ -17,9 +17,9 @@ from fzero import models, optim
 from fzero.checkpoint import offload_snapshot
 from fzero.cli import main
 from fzero.core import precision, pytree
+from fzero.core.host_memory import round_to_pages
 from fzero.core.storage import PAGE
 from fzero.offload import DiskTensor, Nvme
-from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.disk_io import serves_direct
 from fzero.run import build, config_table, memory_check, run_folder
 from fzero.run.build_optim import STATES

@@ -25,6 +25,7 @@ from remedies import tried
 import fzero
 from fzero import models, optim
 from fzero.core import precision, pytree
+from fzero.core.host_memory import HUGE
 from fzero.core.storage import PAGE, Damaged
 from fzero.offload import (
     BufferPool,
@@ -35,13 +36,11 @@ from fzero.offload import (
     Nvme,
     ScratchFile,
     open_store,
-    store_owner,
+    store_manifest,
 )
 from fzero.offload import chunk_files as chunks_module
 from fzero.offload import scratch as scratch_module
-from fzero.offload.buffer_pool import HUGE
-from fzero.offload.disk_config import save_settings
-from fzero.offload.disk_io import mount_point, serves_direct
+from fzero.offload.disk_io import mount_point, save_settings, serves_direct
 from fzero.offload.nvme import buffer_need
 from fzero.offload.store_folder import StoreRanks, release_store
 from fzero.offload.store_manifest import (
@@ -1193,7 +1192,7 @@ def test_a_refused_call_leaves_the_state_that_is_open(tmp_path):
         if nvme.store.chunks.direct:
             damaged()
             state, metrics = step(state, batch)
-    assert os.path.realpath(folder) in store_owner.LOCKS
+    assert os.path.realpath(folder) in store_manifest.LOCKS
     nvme.close()
     again, state, _ = state_on(folder, resume=True)
     assert int(state.step) == len(refused) + again.store.chunks.direct

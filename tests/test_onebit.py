@@ -20,9 +20,8 @@ from zero_cases import batch_for, model_of
 
 import fzero
 from fzero import checkpoint, optim
-from fzero.checkpoint import restore_errors
-from fzero.checkpoint.restore_errors import error_lines
-from fzero.checkpoint.restore_state import restore_state
+from fzero.checkpoint import restore_state
+from fzero.checkpoint.restore_state import error_lines
 from fzero.comm.collectives import all_gather, psum
 from fzero.core import pytree
 from fzero.core.precision import LossScale, fp16
@@ -390,12 +389,12 @@ def saved(mesh, folder, stage):
 def resumed(mesh, folder, stage, mistake=None):
     _, tx, plan, step = made_on(mesh, stage)
     path, like = checkpoint.latest(folder), meta_state(plan, tx)
-    with mock.patch.object(restore_errors, "read_share", SHARES[mistake]) if mistake else contextlib.nullcontext():
-        state = restore_state(path, like, state_specs(plan, tx), plan, None)
+    with mock.patch.object(restore_state, "read_share", SHARES[mistake]) if mistake else contextlib.nullcontext():
+        state = restore_state.restore_state(path, like, state_specs(plan, tx), plan, None)
     return owed_of(state), go(mesh, step, state, 4, 6), error_lines(path, plan, pytree.names(like))
 
 
-READ = restore_errors.read_share
+READ = restore_state.read_share
 SHARES = {
     "each rank has all of it": lambda held, sources, whole, *rest: READ(held, sources, whole, *rest) * whole[1],
     "that of one rank": lambda held, sources, *rest: torch.zeros_like(READ(held, sources, *rest)),

@@ -12,7 +12,7 @@ from test_pretend_gpu import SIZES, batch_of, losses, make
 import fzero
 from fzero import checkpoint, models, one_process, optim
 from fzero.checkpoint import Writer, save_state, writer
-from fzero.checkpoint.tile_file import TileFile
+from fzero.checkpoint.save_state import TileFile
 from fzero.cli.main import main
 from fzero.core import digest, gpu_copies, prng, pytree
 from fzero.run.debug.checkpoint_diff import describe_difference
@@ -96,7 +96,7 @@ def test_a_save_waits_for_nothing_and_the_next_update_comes_behind_its_copies(se
 def test_an_update_that_does_not_wait_for_the_copies_is_found(seen, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_copies, "await_readers", lambda device: None)
     trained("cuda", tmp_path, 1, seen, **ONE_LAYER)
-    assert any("checkpoint/tile_file.py" in text and "kernels/optim_leaf.py" in text for text in seen.races)
+    assert any("checkpoint/save_state.py" in text and "kernels/optim_leaf.py" in text for text in seen.races)
 
 
 def some():

@@ -131,7 +131,7 @@ def test_names_that_are_not_there_are_seen():
 
 COMMANDS = ("cli/", "run/", "planner/plan_text.py", "planner/launch.py")  # whose texts answer a command
 # Options that a text has for another reason: what was given, a program's own, and a text that is in parentheses later.
-OPTIONS = {"core/config_tables.py", "checkpoint/convert/upcycle.py", "kernels/aot.py", "offload/disk_config.py"}
+OPTIONS = {"core/config_tables.py", "checkpoint/convert/upcycle.py", "kernels/aot.py", "offload/disk_io.py"}
 
 
 def options_without_argument(text):

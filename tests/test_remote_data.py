@@ -18,8 +18,8 @@ from test_checkpoint_url import BUCKET, WITHOUT, ask, s3, server  # noqa: F401  
 from test_data_law import home as law  # noqa: F401
 
 from fzero import data
-from fzero.core import object_store
-from fzero.core.object_store import Objects
+from fzero.core import storage
+from fzero.core.storage import Objects
 from fzero.data import piece_cache, remote_tokens, token_stream
 from fzero.data.piece_cache import PieceCache
 from fzero.data.remote_tokens import MIN_CACHE_BYTES, Reading
@@ -60,11 +60,11 @@ def store(stores):
 def quick(monkeypatch):
     """No wait of some length before a store is asked again."""
     retries = {"max_retries": 1, "initial_delay": "10ms", "max_delay": "10ms"}
-    monkeypatch.setattr(object_store, "RETRIES", retries)
+    monkeypatch.setattr(storage, "RETRIES", retries)
     monkeypatch.setattr(remote_tokens, "FIRST_WAIT_S", 0.01)
-    object_store.context.cache_clear()
+    storage.context.cache_clear()
     yield
-    object_store.context.cache_clear()
+    storage.context.cache_clear()
 
 
 @pytest.fixture

@@ -20,8 +20,7 @@ from zero_cases import model_of
 
 import fzero
 from fzero import checkpoint, optim
-from fzero.checkpoint.restore_errors import error_lines
-from fzero.checkpoint.restore_state import restore_state
+from fzero.checkpoint.restore_state import error_lines, restore_state
 from fzero.core import pytree
 from fzero.optim.zero_one_adam import Intervals, Rule
 from fzero.planner import slow_link_options

@@ -6,7 +6,7 @@ from typing import Any
 
 from fzero.checkpoint.directory import Sound, first_sound, latest, remove, step_folder, steps
 from fzero.checkpoint.leaf_source import Lazy
-from fzero.checkpoint.manifest import Folder, Leaf, read_manifest
+from fzero.checkpoint.manifest import Leaf, read_manifest
 from fzero.checkpoint.reader import CheckpointReader, open_checkpoint, read_extra
 from fzero.checkpoint.restore_tree import restore, restore_leaves
 from fzero.checkpoint.save_state import Saved, SaveFailed
@@ -14,7 +14,7 @@ from fzero.checkpoint.verify import expect_sound, newest_sound, verify
 from fzero.checkpoint.writer import Writer
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
-from fzero.core.storage import Damaged
+from fzero.core.storage import Damaged, Folder
 from fzero.sharding import Mesh
 
 __all__ = [

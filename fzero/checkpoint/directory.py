@@ -20,12 +20,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero.checkpoint.manifest import ARRAYS, MANIFEST, Folder, join, read_manifest
+from fzero.checkpoint.manifest import ARRAYS, MANIFEST, read_manifest
 from fzero.core.arguments import checked
-from fzero.core.files import is_real_folder, make_folder, remove_entry
-from fzero.core.object_store import Objects
-from fzero.core.storage import is_url, sync_folder
-from fzero.offload.chunk_files import Damaged
+from fzero.core.files import is_real_folder, make_folder, remove_entry, sync_folder
+from fzero.core.storage import Damaged, Folder, Objects, is_url, join
 
 SPARE = "spare"  # the files of a removed checkpoint, which the next one overwrites
 

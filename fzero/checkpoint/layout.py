@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fzero.comm.axes import EP, TP
 from fzero.core.digest import digest_strided
-from fzero.offload.buffer_pool import round_to_pages
+from fzero.core.host_memory import round_to_pages
 from fzero.sharding import Mesh, Spec
 from fzero.sharding.slices import global_shape, narrow_box
 
@@ -115,6 +115,10 @@ class ChunkLayout(NamedTuple):
     def key(self, tile: Index) -> str:
         """The name of a part's file beside zarr.json."""
         return ".".join(["c", *map(str, tile)])
+
+    def file(self, name: str, tile: Index) -> str:
+        """The name of a part's file, of the leaf `name`, below the folder of arrays."""
+        return f"{name}/{self.key(tile)}" if name else self.key(tile)
 
 
 def smallest_factor(n: int) -> int:

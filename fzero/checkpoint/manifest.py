@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 import torch
 
@@ -22,7 +21,7 @@ import fzero
 from fzero.checkpoint.layout import ZARR, ChunkLayout, array_json, group_json
 from fzero.core.arguments import checked
 from fzero.core.files import leaf_fault, make_folder, writing
-from fzero.core.storage import Damaged, is_url, read_text, sync_file_system, write_text
+from fzero.core.storage import Damaged, Folder, is_url, join, read_text, sync_file_system, write_text
 from fzero.core.text_parsing import expect_entries, parse_json, short
 
 FORMAT, VERSION = "fzero-checkpoint", 2
@@ -35,8 +34,6 @@ MOST_DIMS = 32
 MANIFEST_ENTRIES = {"step": int, "versions": dict, "mesh": dict, "arrays": str, "leaves": dict}
 LEAF = {"shape": list, "dtype": str, "spec": str, "grid": list, "chunk": list, "compress": str, "digest": str}
 LEAF |= {"sums": list}
-
-Folder = str | Path  # a local folder, or the URL of one that tensorstore knows
 
 
 class Leaf(NamedTuple):
@@ -202,13 +199,6 @@ def _digest(body: dict) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def join(folder: Folder, *names: str) -> Folder:
-    """The path or URL of an entry below a folder; an empty name is that of the folder itself."""
-    if is_url(folder):
-        return "/".join((str(folder).rstrip("/"), *(quote(name) for name in names if name)))
-    return Path(folder, *names)
-
-
 def zarr_texts(leaves: dict[str, Leaf]) -> dict[str, str]:
     """{name: text of its zarr.json} of each leaf and of each group that contains leaves; the outermost
     group is "", which is the leaf itself if the tree is one leaf."""
@@ -235,7 +225,7 @@ def write_descriptions(arrays: Folder, leaves: dict[str, Leaf], pool: ThreadPool
 
     run_all(pool, write_json, texts)
     expected = {
-        Path(arrays, name, leaf.layout.key(tile)) for name, leaf in leaves.items() for tile in leaf.layout.tiles()
+        Path(arrays, leaf.layout.file(name, tile)) for name, leaf in leaves.items() for tile in leaf.layout.tiles()
     }
     expected |= {Path(arrays, name, "zarr.json") for name in texts}
     for folder, _, files in os.walk(arrays, topdown=False):

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint.leaf_source import Lazy
-from fzero.checkpoint.manifest import Folder, Leaf
+from fzero.checkpoint.manifest import Leaf
 from fzero.checkpoint.reader import CheckpointReader, open_checkpoint
 from fzero.core import pytree
 from fzero.core.pytree import Tree
+from fzero.core.storage import Folder
 from fzero.kernels.optim_lowbit import blocks_of, decode, encode
 from fzero.optim.moment_storage import SMALL
 from fzero.sharding import Mesh, Spec

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.host_memory import round_to_pages
 from fzero.core.pytree import Tree
 from fzero.core.storage import Damaged
 from fzero.offload import DiskTensor, LeafFiles, Nvme
-from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.chunk_files import read_chunk
+from fzero.offload.store import sum_words
 from fzero.offload.store_manifest import StepManifest, read_store, read_sums
 from fzero.sharding import Plan, Spec, fake_mesh, one_process
 from fzero.sharding.pipeline_plan import Pipeline
-from fzero.sharding.slices import local_windows, narrow_box, row_blocks, shard_dim, shard_of_rank
+from fzero.sharding.slices import local_windows, narrow_box, shard_dim, shard_of_rank
 
 
 class StoreSnapshot(NamedTuple):
@@ -105,7 +106,7 @@ class StoreSnapshot(NamedTuple):
         if sums is not None:
             words = np.zeros(round_to_pages(leaf_files.chunk_bytes), np.uint8)
             words[: leaf_files.chunk_bytes] = data[: leaf_files.chunk_bytes]
-            if int(words.view(np.uint64).sum(dtype=np.uint64)) != sums[layer] % (1 << 64):
+            if sum_words(memoryview(words)) != sums[layer] % (1 << 64):
                 raise Damaged(
                     f"{self.folder}: {name}, layer {layer} of rank {rank}, does not match its checksum; the store "
                     "is damaged"
@@ -190,10 +191,7 @@ def write_params(read: Callable[[str], Tensor], plan: Plan, nvme: Nvme) -> Tree:
             }
             store = nvme.open(leaf_files, one_process())
             store.begin()
-        for i in range(store.leaves[name].layers):
-            layer = value[i] if store.leaves[name].stacked else value
-            for rows in row_blocks(store.leaves[name].chunk):
-                store.write_rows(name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
+        store.write_leaf(name, value)
         store.flush()
         del value, like
     assert store is not None  # a model has leaves

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.extras import EXTRAS, from_bytes
 from fzero.checkpoint.layout import (
     CRC,
     ChunkLayout,
@@ -27,13 +26,15 @@ from fzero.checkpoint.layout import (
     view_chunks,
     view_file,
 )
-from fzero.checkpoint.manifest import Folder, Leaf, join, parse_leaf, read_manifest
-from fzero.checkpoint.tile_file import TileReader, as_integers, as_tensor, empty_tensor
+from fzero.checkpoint.leaf_source import EXTRAS, from_bytes
+from fzero.checkpoint.manifest import Leaf, parse_leaf, read_manifest
+from fzero.checkpoint.save_state import as_integers, as_tensor, empty_tensor
 from fzero.core import packages, pytree
 from fzero.core.arguments import checked
 from fzero.core.crc32c import crc32c
 from fzero.core.pytree import nearest
-from fzero.core.storage import Damaged
+from fzero.core.storage import Damaged, Folder, join
+from fzero.offload.range_files import RangeReader
 from fzero.sharding import Mesh, one_process
 from fzero.sharding.slices import Window
 
@@ -63,7 +64,7 @@ class CheckpointReader:
         self.path, self.step, self.config, self.mesh = path, record["step"], record["config"], record["mesh"]
         self.leaves: dict[str, Leaf] = {name: parse_leaf(table) for name, table in record["leaves"].items()}
         self.arrays = join(path, record["arrays"])
-        self.files = TileReader(self.arrays)
+        self.files = RangeReader(self.arrays)
         self.headers: dict[tuple[str, Index], tuple[np.ndarray, np.ndarray]] = {}
         self.lock = threading.Lock()
 
@@ -81,9 +82,26 @@ class CheckpointReader:
         checksum does not match.
         """
         box = self.box(name, start, size, out)
-        with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
-            read_boxes(self, [box], pool)
+        self.read_boxes([box])
         return box.out
+
+    def read_boxes(self, boxes: list[Box]) -> None:
+        """Read the boxes from only the chunks that contain their elements."""
+        needs = [
+            (box, StoredTile(self, box.name, index), spans)
+            for box in boxes
+            for index, spans in overlapping_tiles(self.leaves[box.name].layout, box.start, box.size)
+        ]
+        with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
+            # Headers are read first: they are small, and the large reads would wait for them.
+            tasks: list[Future[Any]] = [pool.submit(tile.header) for _, tile, _ in needs]
+            for box, tile, spans in needs:
+                for slab in slabs(tile.layout, 0 if tile.layout.compress else RUN, spans):
+                    tasks.append(pool.submit(tile.read_into, box, slab))
+        failures = [error for task in tasks if (error := task.exception()) is not None]
+        if failures:
+            raise failures[0]
+        torch.autograd.graph.increment_version([box.out for box in boxes])  # which were written without a word to torch
 
     def box(self, name: str, start: Index | None = None, size: Index | None = None, out: Tensor | None = None) -> Box:
         """A slice to read, with the tensor that it will be read into."""
@@ -141,25 +159,6 @@ def open_checkpoint(path: Folder) -> CheckpointReader:
     return CheckpointReader(path)
 
 
-def read_boxes(reader: CheckpointReader, boxes: list[Box], pool: ThreadPoolExecutor) -> None:
-    """Read the boxes from only the chunks that contain their elements."""
-    needs = [
-        (box, tile, spans)
-        for box in boxes
-        for tile, spans in overlapping_tiles(reader.leaves[box.name].layout, box.start, box.size)
-    ]
-    # Headers are read first: they are small, and the large reads would wait for them.
-    tasks: list[Future[Any]] = [pool.submit(read_header, reader, box.name, tile) for box, tile, _ in needs]
-    for box, tile, spans in needs:
-        layout = reader.leaves[box.name].layout
-        for slab in slabs(layout, 0 if layout.compress else RUN, spans):
-            tasks.append(pool.submit(read_slab, reader, box, tile, slab))
-    failures = [error for task in tasks if (error := task.exception()) is not None]
-    if failures:
-        raise failures[0]
-    torch.autograd.graph.increment_version([box.out for box in boxes])  # which were written without a word to torch
-
-
 def overlapping_tiles(layout: ChunkLayout, start: Index, size: Index) -> Iterator[tuple[Index, list[tuple[int, int]]]]:
     """Yield (part, first and last + 1 chunk along each dim) of every part that contains elements of a box."""
     if not all(size):
@@ -174,138 +173,123 @@ def overlapping_tiles(layout: ChunkLayout, start: Index, size: Index) -> Iterato
         yield tile, spans
 
 
-def read_slab(reader: CheckpointReader, box: Box, tile: Index, slab: Slab) -> None:
-    """Read contiguous chunks, verify them, and copy the elements that belong to a box into it."""
-    layout = reader.leaves[box.name].layout
-    chunks = view_file(as_tensor(read_verified(reader, box.name, tile, slab)), layout, slab.counts)
-    first = slab_start(layout, tile, slab)
-    ends = [corner + k * c for corner, k, c in zip(first, slab.counts, layout.chunk)]
-    if all(corner >= begin and end <= begin + n for corner, end, begin, n in zip(first, ends, box.start, box.size)):
-        target = box.out
-        for dim, (corner, end, begin) in enumerate(zip(first, ends, box.start)):
-            target = target.narrow(dim, corner - begin, end - corner)
-        copy_elements(chunks, view_chunks(target, slab.counts, layout.chunk))
-        return
-    for position in grid_positions(slab.counts):
-        chunk, target = chunks[position], box.out
-        for dim, (f, i, c, begin, n) in enumerate(zip(first, position, layout.chunk, box.start, box.size)):
-            low, high = max(f + i * c, begin), min(f + (i + 1) * c, begin + n)
-            chunk, target = chunk.narrow(dim, low - f - i * c, high - low), target.narrow(dim, low - begin, high - low)
-        copy_elements(chunk, target)
+class StoredTile:
+    """A part of a leaf of an open checkpoint. Its reads raise Damaged naming leaf, chunk and file."""
+
+    def __init__(self, reader: CheckpointReader, name: str, index: Index) -> None:
+        self.reader, self.name, self.index, self.leaf = reader, name, index, reader.leaves[name]
+        self.layout = self.leaf.layout
+        self.file = self.layout.file(name, index)
+        self.path = join(reader.arrays, self.file)
+
+    def damaged(self, fault: str) -> Damaged:
+        """The error to raise for a fault of its leaf."""
+        return Damaged(f"leaf {self.name} is damaged: {fault}")
+
+    def chunk_text(self, number: int) -> str:
+        """A chunk by its position among all chunks of its leaf and its file, such as "0,3,1 in PATH"."""
+        layout = self.layout
+        position = np.unravel_index(number, layout.counts) if layout.counts else ()
+        numbers = ",".join(str(int(p * k + i)) for p, k, i in zip(self.index, layout.counts, position)) or "0"
+        return f"{numbers} in {self.path}"
+
+    def read_into(self, box: Box, slab: Slab) -> None:
+        """Read contiguous chunks, verify them, and copy the elements that belong to a box into it."""
+        layout = self.layout
+        chunks = view_file(as_tensor(self.read(slab)), layout, slab.counts)
+        first = slab_start(layout, self.index, slab)
+        ends = [corner + k * c for corner, k, c in zip(first, slab.counts, layout.chunk)]
+        if all(corner >= begin and end <= begin + n for corner, end, begin, n in zip(first, ends, box.start, box.size)):
+            target = box.out
+            for dim, (corner, end, begin) in enumerate(zip(first, ends, box.start)):
+                target = target.narrow(dim, corner - begin, end - corner)
+            copy_elements(chunks, view_chunks(target, slab.counts, layout.chunk))
+            return
+        for position in grid_positions(slab.counts):
+            chunk, target = chunks[position], box.out
+            for dim, (f, i, c, begin, n) in enumerate(zip(first, position, layout.chunk, box.start, box.size)):
+                low, high = max(f + i * c, begin), min(f + (i + 1) * c, begin + n)
+                chunk = chunk.narrow(dim, low - f - i * c, high - low)
+                target = target.narrow(dim, low - begin, high - low)
+            copy_elements(chunk, target)
+
+    def read(self, slab: Slab) -> np.ndarray:
+        """The bytes of a slab in file order, verified; valid until this thread reads again."""
+        layout = self.layout
+        table, sums = self.header()
+        if layout.compress or layout.chunks == 1:
+            offset, size = (int(x) for x in table[slab.first])
+            rows = self.read_range(offset, size)[None]
+        else:
+            rows = self.read_range(layout.header + slab.first * layout.stride, slab.size * layout.stride)
+            rows = rows.reshape(slab.size, layout.stride)
+        n = rows.shape[1] - CRC if layout.compress else layout.chunk_bytes
+        stored = rows[:, n : n + CRC].copy().view("<u4")[:, 0]
+        for i, (row, wanted_sum) in enumerate(zip(rows, sums[slab.first :].tolist())):
+            if crc32c(row[:n]) != wanted_sum or stored[i] != wanted_sum:
+                raise self.damaged(f"chunk {self.chunk_text(slab.first + i)} does not match its checksum")
+        if not layout.compress:
+            return rows.reshape(-1)[: n if layout.chunks == 1 else None]
+        zstandard = packages.load("zstandard", str(self.path))
+        try:
+            data = zstandard.ZstdDecompressor().decompress(memoryview(rows[0, :n]), layout.chunk_bytes)
+        except zstandard.ZstdError as error:
+            data, fault = b"", f" ({error})"
+        else:
+            fault = f": {len(data):,} bytes"
+        if len(data) != layout.chunk_bytes:
+            chunk = self.chunk_text(slab.first)
+            raise self.damaged(f"chunk {chunk} is not what zstd made of {layout.chunk_bytes:,} bytes{fault}")
+        return np.frombuffer(data, np.uint8)
+
+    def header(self) -> tuple[np.ndarray, np.ndarray]:
+        """(offset and bytes of every chunk, their crc32c), from the verified header, which is read only once."""
+        reader, key = self.reader, (self.name, self.index)
+        with reader.lock:
+            if key in reader.headers:
+                return reader.headers[key]
+        layout, crc, n = self.layout, self.leaf.sums[self.layout.number(self.index)], self.layout.chunks
+        if n == 1:
+            size = layout.file_bytes if not layout.compress else self.size()
+            header = np.array([[0, size]], "<u8"), np.array([crc], "<u4")
+        else:
+            if layout.header > self.size():  # before memory for it is taken
+                raise self.damaged(f"{self.path} is shorter than its index")
+            raw = self.read_range(0, layout.header)
+            if crc32c(memoryview(raw)) != crc:
+                raise self.damaged(f"the index of {self.path} does not match its checksum")
+            header = (
+                raw[: 16 * n].copy().view("<u8").reshape(n, 2),
+                raw[16 * n + CRC : 16 * n + CRC + 4 * n].copy().view("<u4"),
+            )
+        with reader.lock:
+            reader.headers[key] = header
+        return header
+
+    def read_range(self, offset: int, size: int) -> np.ndarray:
+        """Read bytes of the file; raises Damaged if it is missing or too short."""
+        try:
+            return self.reader.files.get(self.file, offset, size)
+        except FileNotFoundError:
+            raise self.damaged(f"{self.path} is missing") from None
+        except EOFError as error:
+            raise self.damaged(f"{self.path} ends after {error.args[0]:,} bytes") from None
+        except OSError as error:
+            if self.reader.files.objects is not None:
+                raise  # a failure of the network does not mean damage
+            raise Damaged(f"leaf {self.name} cannot be read: {self.path}: {error.strerror or error}") from None
+
+    def size(self) -> int:
+        """The size of the file in bytes; raises Damaged if it is missing."""
+        try:
+            return self.reader.files.size(self.file)
+        except FileNotFoundError:
+            raise self.damaged(f"{self.path} is missing") from None
 
 
 def copy_elements(source: Tensor, target: Tensor) -> None:
     """Copy elements, bit for bit, in this thread alone: Tensor.copy_ would start threads of its own in each of ours."""
     np.copyto(as_integers(target), as_integers(source))
-
-
-def read_verified(reader: CheckpointReader, name: str, tile: Index, slab: Slab) -> np.ndarray:
-    """The bytes of a slab in file order, verified; valid until this thread reads again.
-
-    Raises Damaged naming the first chunk that does not match its checksum.
-    """
-    layout = reader.leaves[name].layout
-    table, sums = read_header(reader, name, tile)
-    if layout.compress or layout.chunks == 1:
-        offset, size = (int(x) for x in table[slab.first])
-        rows = read_range(reader, name, tile_name(layout, name, tile), offset, size)[None]
-    else:
-        rows = read_range(
-            reader,
-            name,
-            tile_name(layout, name, tile),
-            layout.header + slab.first * layout.stride,
-            slab.size * layout.stride,
-        )
-        rows = rows.reshape(slab.size, layout.stride)
-    n = rows.shape[1] - CRC if layout.compress else layout.chunk_bytes
-    stored = rows[:, n : n + CRC].copy().view("<u4")[:, 0]
-    for i, (row, wanted_sum) in enumerate(zip(rows, sums[slab.first :].tolist())):
-        if crc32c(row[:n]) != wanted_sum or stored[i] != wanted_sum:
-            location = f"chunk {chunk_name(layout, tile, slab.first + i)} in {tile_path(reader, name, tile)}"
-            raise Damaged(f"leaf {name} is damaged: {location} does not match its checksum")
-    if not layout.compress:
-        return rows.reshape(-1)[: n if layout.chunks == 1 else None]
-    zstandard = packages.load("zstandard", str(tile_path(reader, name, tile)))
-    try:
-        data = zstandard.ZstdDecompressor().decompress(memoryview(rows[0, :n]), layout.chunk_bytes)
-    except zstandard.ZstdError as error:
-        data, fault = b"", f" ({error})"
-    else:
-        fault = f": {len(data):,} bytes"
-    if len(data) != layout.chunk_bytes:
-        location = f"chunk {chunk_name(layout, tile, slab.first)} in {tile_path(reader, name, tile)}"
-        raise Damaged(
-            f"leaf {name} is damaged: {location} is not what zstd made of {layout.chunk_bytes:,} bytes{fault}"
-        )
-    return np.frombuffer(data, np.uint8)
-
-
-def read_header(reader: CheckpointReader, name: str, tile: Index) -> tuple[np.ndarray, np.ndarray]:
-    """(offset and bytes of every chunk, their crc32c) of a part, from its verified header, which is read only once."""
-    with reader.lock:
-        if (name, tile) in reader.headers:
-            return reader.headers[name, tile]
-    leaf = reader.leaves[name]
-    layout, crc, key = leaf.layout, leaf.sums[leaf.layout.number(tile)], tile_name(leaf.layout, name, tile)
-    n = layout.chunks
-    if n == 1:
-        size = layout.file_bytes if not layout.compress else file_size(reader, name, key)
-        header = np.array([[0, size]], "<u8"), np.array([crc], "<u4")
-    else:
-        if layout.header > file_size(reader, name, key):  # before memory for it is taken
-            raise Damaged(f"leaf {name} is damaged: {tile_path(reader, name, tile)} is shorter than its index")
-        raw = read_range(reader, name, key, 0, layout.header)
-        if crc32c(memoryview(raw)) != crc:
-            location = tile_path(reader, name, tile)
-            raise Damaged(f"leaf {name} is damaged: the index of {location} does not match its checksum")
-        header = (
-            raw[: 16 * n].copy().view("<u8").reshape(n, 2),
-            raw[16 * n + CRC : 16 * n + CRC + 4 * n].copy().view("<u4"),
-        )
-    with reader.lock:
-        reader.headers[name, tile] = header
-    return header
-
-
-def read_range(reader: CheckpointReader, name: str, key: str, offset: int, size: int) -> np.ndarray:
-    """Read bytes of a file; raises Damaged if it is missing or too short."""
-    try:
-        return reader.files.get(key, offset, size)
-    except FileNotFoundError:
-        raise Damaged(f"leaf {name} is damaged: {join(reader.arrays, key)} is missing") from None
-    except EOFError as error:
-        raise Damaged(
-            f"leaf {name} is damaged: {join(reader.arrays, key)} ends after {error.args[0]:,} bytes"
-        ) from None
-    except OSError as error:
-        if reader.files.url:
-            raise  # a failure of the network does not mean damage
-        raise Damaged(f"leaf {name} cannot be read: {join(reader.arrays, key)}: {error.strerror or error}") from None
-
-
-def file_size(reader: CheckpointReader, name: str, key: str) -> int:
-    """The size of a file in bytes; raises Damaged if it is missing."""
-    try:
-        return reader.files.size(key)
-    except FileNotFoundError:
-        raise Damaged(f"leaf {name} is damaged: {join(reader.arrays, key)} is missing") from None
-
-
-def tile_name(layout: ChunkLayout, name: str, tile: Index) -> str:
-    """The name of a part's file, below the folder of arrays."""
-    return f"{name}/{layout.key(tile)}" if name else layout.key(tile)
-
-
-def tile_path(reader: CheckpointReader, name: str, tile: Index) -> Folder:
-    """The path of a part's file."""
-    return join(reader.arrays, tile_name(reader.leaves[name].layout, name, tile))
-
-
-def chunk_name(layout: ChunkLayout, tile: Index, number: int) -> str:
-    """The position of a chunk among all chunks of its leaf, such as "0,3,1"."""
-    position = np.unravel_index(number, layout.counts) if layout.counts else ()
-    return ",".join(str(int(p * k + i)) for p, k, i in zip(tile, layout.counts, position)) or "0"
 
 
 @checked()

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.extras import EXTRAS
 from fzero.checkpoint.layout import Index
-from fzero.checkpoint.manifest import Folder, Leaf
+from fzero.checkpoint.leaf_source import EXTRAS
+from fzero.checkpoint.manifest import Leaf
 from fzero.checkpoint.moment_codes import SCALES, coded_leaves
-from fzero.checkpoint.reader import THREADS, Box, open_checkpoint, read_boxes
+from fzero.checkpoint.reader import Box, open_checkpoint
 from fzero.core import pytree
 from fzero.core.arguments import checked, expect_regex
 from fzero.core.pytree import Tree
+from fzero.core.storage import Folder
 from fzero.sharding import Mesh, Spec, one_process
 from fzero.sharding.slices import Window, global_shape, local_shape, local_windows, part_dim, ranks_per_dim
 from fzero.train.masters import compare
@@ -94,8 +94,7 @@ def restore(
     try:
         for name in wanted_leaves:
             shards[name] = reader.shard(name, *windows[name], outs.get(short(name)))
-        with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
-            read_boxes(reader, [box for _, boxes in shards.values() for box in boxes], pool)
+        reader.read_boxes([box for _, boxes in shards.values() for box in boxes])
     finally:
         reader.close()
     done = {short(name): out for name, (out, _) in shards.items()}
@@ -157,8 +156,7 @@ def restore_leaves(path: Folder, select: Callable[[str], bool]) -> dict[str, Ten
     if not chosen:
         raise ValueError(f"{path}: none of its leaves is selected; they are {list_some(list(reader.leaves))}")
     boxes = [reader.box(name) for name in chosen]
-    with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
-        read_boxes(reader, boxes, pool)
+    reader.read_boxes(boxes)
     reader.close()
     return {box.name: box.out for box in boxes}
 

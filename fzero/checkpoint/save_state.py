@@ -4,6 +4,8 @@ The end of a save: what the ranks report to rank 0, and the manifest with which 
 
 The plan of a state's snapshot: which slabs of which parts this rank writes, and the memory that they take. States of
 the same shapes have the same one.
+
+One part of a leaf being written: chunks in file order, their checksums, and the index that finds them.
 """
 
 from __future__ import annotations
@@ -18,16 +20,201 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from fzero.checkpoint import manifest
 from fzero.checkpoint.directory import step_folder
-from fzero.checkpoint.layout import RankTiles, Slab, plan_tiles, slabs
-from fzero.checkpoint.manifest import Folder, Leaf, join, write_descriptions
-from fzero.checkpoint.tile_file import TileFile
-from fzero.core.storage import is_url, sync_folder
-from fzero.offload.buffer_pool import round_to_pages
+from fzero.checkpoint.layout import (
+    CRC,
+    ZSTD_LEVEL,
+    ChunkLayout,
+    Index,
+    RankTiles,
+    Slab,
+    inner_chunks,
+    plan_tiles,
+    slab_digest,
+    slab_size,
+    slab_start,
+    slabs,
+    view_chunks,
+    view_file,
+)
+from fzero.checkpoint.manifest import Leaf, write_descriptions
+from fzero.core import packages
+from fzero.core.crc32c import crc32c
+from fzero.core.files import sync_folder
+from fzero.core.gpu_copies import Copied, SnapshotReader
+from fzero.core.host_memory import HUGE, aligned_memory, round_to_pages
+from fzero.core.storage import Folder, is_url, join
+from fzero.offload.range_files import FileWriter, ObjectWriter, RangeWriter
 from fzero.sharding import Mesh, Spec
+from fzero.sharding.slices import narrow_box
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_integers(x: Tensor) -> np.ndarray:
+    """View the memory of a CPU tensor as integers of its elements' width."""
+    return x.view(WORDS[x.dtype.itemsize]).numpy()
+
+
+def as_tensor(raw: np.ndarray) -> Tensor:
+    """A uint8 tensor of some bytes; it shares their memory if that is writable."""
+    return torch.from_numpy(raw if raw.flags.writeable else raw.copy())
+
+
+def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Allocate an uninitialised tensor.
+
+    A large one is in huge pages, whose first use is a hundred times faster than that of small ones.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    return (
+        torch.from_numpy(aligned_memory(size)[:size]).view(dtype).view(shape)
+        if size >= HUGE
+        else torch.empty(shape, dtype=dtype)
+    )
+
+
+Box = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # (start, size) -> elements of this rank's shard
+
+
+class TileFile:
+    """A part being written: call `fill` and `write` for each of its slabs, in any order and from any thread.
+
+    path: (leaf name) -> the folder of its array, called once that is known. pending_slabs: the number of slabs still to
+    be written.
+    """
+
+    def __init__(self, name: str, layout: ChunkLayout, index: Index, path: Callable[[str], Folder]) -> None:
+        self.name, self.layout, self.index, self.path = name, layout, index, path
+        self.pending_slabs, self.sum, self.digest = 0, 0, 0
+        self.lock = threading.Lock()
+        self.table = np.zeros((layout.chunks, 2), "<u8")
+        self.sums = np.zeros(layout.chunks, "<u4")
+        self.file: RangeWriter | None = None
+
+    @property
+    def number(self) -> int:
+        return self.layout.number(self.index)
+
+    def fill(
+        self, raw: Tensor, slab: Slab, give: Box, shard_start: Index, reading: SnapshotReader | None = None
+    ) -> Copied:
+        """Copy a slab's elements into `raw` in file order; from a GPU, start to.
+
+        give: reads boxes of this rank's shard. shard_start: the start of the shard in the leaf. reading: of its GPU.
+        """
+        layout = self.layout
+        start = tuple(index - begin for index, begin in zip(slab_start(layout, self.index, slab), shard_start))
+        size = slab_size(layout, self.index, slab)
+        box, is_full = give(start, size), size == tuple(k * c for k, c in zip(slab.counts, layout.chunk))
+
+        def write_chunks(memory: Tensor) -> None:
+            chunks = view_file(memory, layout, slab.counts)
+            if is_full:
+                chunks.copy_(view_chunks(box, slab.counts, layout.chunk))
+                return
+            chunks.zero_()
+            for position, offset, extent in inner_chunks(layout, self.index, slab):
+                narrow_box(chunks[position], (0,) * len(extent), extent).copy_(narrow_box(box, offset, extent))
+
+        if reading is not None:
+            return reading.copy(box, raw, write_chunks)
+        write_chunks(raw)
+        return Copied(raw)
+
+    def write(self, raw: Tensor, slab: Slab) -> None:
+        """Checksum a slab and write it; after the last slab, write the index. Raises OSError."""
+        layout = self.layout
+        with self.lock:
+            if self.file is None:
+                self.file = self._open()
+            file = self.file
+        total = slab_digest(raw, layout, self.index, slab)
+        rows = raw.numpy().reshape(-1, layout.stride)
+        if layout.compress:
+            self._write_compressed(file, [compress(row[: layout.chunk_bytes]) for row in rows], slab)
+        else:
+            self.sums[slab.first : slab.first + len(rows)] = append_crc(rows, layout.chunk_bytes)
+            size = raw.numel() if layout.chunks > 1 else layout.file_bytes
+            file.write_at(raw, size, layout.header + slab.first * layout.stride)
+        with self.lock:
+            self.digest = (self.digest + total) % (1 << 64)
+            self.pending_slabs -= 1
+            last = self.pending_slabs == 0
+        if last:
+            self._end(file)
+
+    def _write_compressed(self, file: RangeWriter, packed: list[np.ndarray], slab: Slab) -> None:
+        for number, data in enumerate(packed, slab.first):
+            size = len(data) + CRC
+            block = aligned_memory(size)
+            block[: len(data)] = data
+            self.sums[number] = append_crc(block[None], len(data))[0]
+            offset = file.append(size) if self.layout.chunks > 1 else 0
+            self.table[number] = offset, size
+            file.write_at(torch.from_numpy(block), size, offset)
+
+    def _open(self) -> RangeWriter:
+        layout, folder = self.layout, self.path(self.name)
+        if is_url(folder):
+            file = ObjectWriter(str(folder), layout.key(self.index))
+        else:
+            name, size = layout.file(self.name, self.index), 0 if layout.compress else layout.file_bytes
+            file = FileWriter(Path(self.path("")), name, size)
+        file.append(layout.header)
+        return file
+
+    def _end(self, file: RangeWriter) -> None:
+        layout = self.layout
+        if not layout.compress:
+            self.table[:, 0] = layout.header + np.arange(layout.chunks) * layout.stride
+            self.table[:, 1] = layout.chunk_bytes + CRC
+        size = int(self.table.sum(1).max()) if layout.compress else layout.file_bytes
+        if layout.chunks == 1:
+            self.sum = int(self.sums[0])
+        else:
+            head = make_header(self.table, self.sums, layout.header)
+            file.write_at(torch.from_numpy(head), len(head), 0)
+            self.sum = crc32c(memoryview(head))
+        file.end(size)
+        self.file = None
+
+    def close(self) -> None:
+        """Close its file if it was not written to the end."""
+        if self.file is not None:
+            self.file.close()
+
+
+def append_crc(rows: np.ndarray, n: int) -> np.ndarray:
+    """Write the crc32c of the first n bytes of each row after those bytes, and zeros after it.
+
+    Returns the crc32c of each row.
+    """
+    sums = np.array([crc32c(row[:n]) for row in rows], "<u4")
+    rows[:, n : n + CRC] = sums.view(np.uint8).reshape(-1, CRC)
+    rows[:, n + CRC :] = 0
+    return sums
+
+
+def make_header(table: np.ndarray, sums: np.ndarray, size: int) -> np.ndarray:
+    """The first `size` bytes of a part: zarr's index with its crc32c, and the chunks' sums."""
+    out, index = aligned_memory(size), table.tobytes()
+    out[: len(index)] = np.frombuffer(index, np.uint8)
+    out[len(index) : len(index) + CRC] = np.frombuffer(crc32c(index).to_bytes(CRC, "little"), np.uint8)
+    out[len(index) + CRC : len(index) + CRC + 4 * len(sums)] = sums.view(np.uint8)
+    return out
+
+
+def compress(data: np.ndarray) -> np.ndarray:
+    """Compress the bytes to a zstd frame."""
+    packer = packages.load("zstandard", "train.compress = zstd").ZstdCompressor(level=ZSTD_LEVEL)
+    return np.frombuffer(packer.compress(memoryview(data)), np.uint8)
+
 
 SLAB = 16 << 20  # bytes to copy, checksum and write at a time
 SLAB_OF_GPU = 64 << 20  # the same from a GPU, where each copy takes the host as long as it takes to start it

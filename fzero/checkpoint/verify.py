@@ -9,26 +9,13 @@ import numpy as np
 
 from fzero.checkpoint import directory
 from fzero.checkpoint.layout import CRC, Index, Slab, flat_index, grid_positions, slab_digest, slabs
-from fzero.checkpoint.manifest import MANIFEST, Folder, join, manifest_text, zarr_texts
-from fzero.checkpoint.reader import (
-    RUN,
-    THREADS,
-    CheckpointReader,
-    chunk_name,
-    file_size,
-    open_checkpoint,
-    read_header,
-    read_range,
-    read_verified,
-    tile_name,
-    tile_path,
-)
-from fzero.checkpoint.tile_file import as_tensor
+from fzero.checkpoint.manifest import MANIFEST, manifest_text, zarr_texts
+from fzero.checkpoint.reader import RUN, THREADS, CheckpointReader, StoredTile, open_checkpoint
+from fzero.checkpoint.save_state import as_tensor
 from fzero.core.arguments import checked
-from fzero.core.object_store import Objects
-from fzero.core.storage import PAGE, Damaged, is_url, read_text
+from fzero.core.host_memory import round_to_pages
+from fzero.core.storage import PAGE, Damaged, Folder, Objects, is_url, join, read_text
 from fzero.core.text_parsing import parse_json
-from fzero.offload.buffer_pool import round_to_pages
 
 
 @checked()
@@ -84,7 +71,7 @@ def verify(path: Folder) -> list[str]:
     damages: list[str] = []
     with ThreadPoolExecutor(THREADS, "fzero-verify") as pool:
         tasks = [
-            (name, [pool.submit(verify_tile, reader, name, tile) for tile in leaf.layout.tiles()])
+            (name, [pool.submit(verify_tile, StoredTile(reader, name, tile)) for tile in leaf.layout.tiles()])
             for name, leaf in reader.leaves.items()
         ]
         for name, parts in tasks:
@@ -101,33 +88,29 @@ def verify(path: Folder) -> list[str]:
     return damages + verify_descriptions(reader)
 
 
-def verify_tile(reader: CheckpointReader, name: str, tile: Index) -> tuple[list[str], int]:
+def verify_tile(tile: StoredTile) -> tuple[list[str], int]:
     """(lines of damage in a part, the digest of its elements)."""
-    layout, damages, total = reader.leaves[name].layout, [], 0
+    layout, damages, total = tile.layout, [], 0
     try:
-        table, _ = read_header(reader, name, tile)
-        size = file_size(reader, name, tile_name(layout, name, tile))
+        table, _ = tile.header()
+        size = tile.size()
         work = list(slabs(layout, 0 if layout.compress else RUN))
         while work:
             slab = work.pop(0)
             try:
-                raw = read_verified(reader, name, tile, slab)
+                raw = tile.read(slab)
             except Damaged as error:
                 if slab.size == 1:
                     damages.append(str(error))
                 else:
                     work = [*split_slab(slab, layout.counts), *work]
                 continue
-            total += slab_digest(as_tensor(raw), layout, tile, slab)
-            for number in find_nonzero_padding(reader, name, tile, slab, raw, int(table[slab.first].sum()), size):
-                location = f"{chunk_name(layout, tile, number)} in {tile_path(reader, name, tile)}"
-                damages.append(f"leaf {name} is damaged: the bytes after chunk {location}")
+            total += slab_digest(as_tensor(raw), layout, tile.index, slab)
+            for number in find_nonzero_padding(tile, slab, raw, int(table[slab.first].sum()), size):
+                damages.append(str(tile.damaged(f"the bytes after chunk {tile.chunk_text(number)}")))
         written = int(table.sum(1).max()) if layout.compress else layout.file_bytes
         if size != written:
-            damages.append(
-                f"leaf {name} is damaged: {tile_path(reader, name, tile)} has {size:,} bytes, and {written:,} "
-                "were written"
-            )
+            damages.append(str(tile.damaged(f"{tile.path} has {size:,} bytes, and {written:,} were written")))
     except Damaged as error:
         damages.append(str(error))
     return damages, total % (1 << 64)
@@ -139,23 +122,17 @@ def split_slab(slab: Slab, counts: Index) -> list[Slab]:
     return [Slab(flat_index(position, counts), position, (1,) * len(counts)) for position in positions]
 
 
-def find_nonzero_padding(
-    reader: CheckpointReader, name: str, tile: Index, slab: Slab, raw: np.ndarray, end: int, size: int
-) -> list[int]:
+def find_nonzero_padding(tile: StoredTile, slab: Slab, raw: np.ndarray, end: int, size: int) -> list[int]:
     """The numbers of a slab's chunks that are not followed by zeros up to the end of the page.
 
     end: where the slab's first chunk ends in the file. size: the bytes of the file.
     """
-    layout = reader.leaves[name].layout
+    layout = tile.layout
     if layout.chunks == 1:
         return []
     if layout.compress:
         gap = min(size, round_to_pages(end)) - end
-        page = (
-            read_range(reader, name, tile_name(layout, name, tile), end // PAGE * PAGE, end % PAGE + gap)
-            if gap
-            else np.zeros(0)
-        )
+        page = tile.read_range(end // PAGE * PAGE, end % PAGE + gap) if gap else np.zeros(0)
         return [slab.first] if page[end % PAGE :].any() else []
     rows = raw.reshape(slab.size, layout.stride)
     return [slab.first + int(i) for i in np.flatnonzero(rows[:, layout.chunk_bytes + CRC :].any(1))]
@@ -181,9 +158,7 @@ def verify_descriptions(reader: CheckpointReader) -> list[str]:
         if not matches:
             damages.append(f"{join(folder, 'zarr.json')}: damaged or missing; its leaves can still be restored")
     expected = {f"{name}/zarr.json".lstrip("/") for name in texts}
-    expected |= {
-        tile_name(leaf.layout, name, tile) for name, leaf in reader.leaves.items() for tile in leaf.layout.tiles()
-    }
+    expected |= {leaf.layout.file(name, tile) for name, leaf in reader.leaves.items() for tile in leaf.layout.tiles()}
     actual = Objects(str(reader.arrays)).names() if is_url(reader.arrays) else files_below(Path(reader.arrays))
     return damages + [
         f"{join(reader.arrays, name)}: does not belong to the checkpoint"

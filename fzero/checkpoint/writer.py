@@ -23,16 +23,15 @@ import torch
 
 from fzero.checkpoint import directory
 from fzero.checkpoint.directory import step_folder
-from fzero.checkpoint.extras import pack_extras
 from fzero.checkpoint.layout import Slab
-from fzero.checkpoint.leaf_source import box_reader, check_state
-from fzero.checkpoint.manifest import Folder, join
+from fzero.checkpoint.leaf_source import box_reader, check_state, pack_extras
 from fzero.checkpoint.save_state import (
     Reports,
     Save,
     Saved,
     SaveFailed,
     SnapshotPlan,
+    TileFile,
     complete,
     error_line,
     is_on_gpu,
@@ -40,7 +39,6 @@ from fzero.checkpoint.save_state import (
     traits_of,
     wait_for_all,
 )
-from fzero.checkpoint.tile_file import TileFile
 from fzero.core import gpu, packages
 from fzero.core.arguments import checked
 from fzero.core.crc32c import crc32c
@@ -49,7 +47,7 @@ from fzero.core.files import make_folder
 from fzero.core.gpu_copies import Copied, SnapshotReader
 from fzero.core.numa_binding import cores
 from fzero.core.pytree import Tree
-from fzero.core.storage import is_url, sync_file_system
+from fzero.core.storage import Folder, is_url, join, sync_file_system
 from fzero.core.text_parsing import parse_json
 from fzero.offload.buffer_pool import BufferPool
 from fzero.sharding import Mesh, Spec, one_process

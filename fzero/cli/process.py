@@ -207,7 +207,7 @@ def write_traceback(error: BaseException) -> str:
     import tempfile
     import traceback
 
-    from fzero.core.storage import naming
+    from fzero.core.files import naming
 
     try:
         fd, path = tempfile.mkstemp(prefix="fzero-traceback-", suffix=".txt")

@@ -214,6 +214,27 @@ def replacing(path: str | Path, *, cache: bool = False) -> Iterator[BinaryIO]:
         sync_folder(path.parent)
 
 
+def expect_absent(folder: str | Path) -> Path:
+    """The path of a folder to write; raises ValueError if it exists."""
+    if Path(folder).exists():
+        raise ValueError(f"{folder}: already exists; name another folder or remove this one first")
+    return Path(folder)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A context of a folder beside `folder`, which is renamed to it at the end: it appears when it is complete."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    remove_entry(partial)
+    make_folder(partial.parent, partial.name)
+    try:
+        yield partial
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
 def append_line(path: str | Path, line: str) -> None:
     """Append a line to a text file; one at its end that a kill cut short is removed first."""
     with writing(path, "append") as file:

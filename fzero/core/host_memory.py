@@ -53,6 +53,22 @@ def bytes_cached(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
+def _map_pages(size: int, align: int) -> tuple[mmap.mmap, np.ndarray]:
+    # anonymous and private: a shared one has small pages
+    memory = mmap.mmap(-1, size + (align if align > PAGE else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # of a kernel without them, as small virtual machines have
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    first = -np.frombuffer(memory, np.uint8).ctypes.data % align
+    return memory, np.ndarray((size,), np.uint8, buffer=memory, offset=first)
+
+
+def aligned_memory(size: int) -> np.ndarray:
+    """Allocate `size` zero bytes, rounded up to whole pages, from a page on; large sizes from a huge page on, so that
+    direct transfers need fewer descriptors."""
+    return _map_pages(round_to_pages(max(size, 1)), HUGE if size >= HUGE else PAGE)[1]
+
+
 def allocate_pages(size: int, label: str, remedy: str, *, align: int = PAGE, awaited: bool = False) -> np.ndarray:
     """`size` bytes of fresh memory as uint8, touched by the calling thread, pinned if this process uses a GPU. They go
     back to the system with the last array or tensor that shares them, after the work that the GPU has been given then.
@@ -62,13 +78,7 @@ def allocate_pages(size: int, label: str, remedy: str, *, align: int = PAGE, awa
     descriptors.
     """
     _release_pending()
-    # anonymous and private: a shared one has small pages
-    memory = mmap.mmap(-1, size + (align if align > PAGE else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # of a kernel without them, as small virtual machines have
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    first = -np.frombuffer(memory, np.uint8).ctypes.data % align
-    pages = np.ndarray((size,), np.uint8, buffer=memory, offset=first)
+    memory, pages = _map_pages(size, align)
     pages[:: mmap.PAGESIZE] = 0
     if gpu.in_use():
         code, unpin = gpu.pin_pages(pages.ctypes.data, size)

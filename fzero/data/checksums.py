@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from fzero.core.crc32c import crc32c
-from fzero.core.files import open_to_write, writing
-from fzero.core.storage import naming
+from fzero.core.files import naming, open_to_write, writing
 
 CHUNK = 1 << 16  # bytes
 FIX = "put the file back, or prepare the corpus again (fzero data prepare)"

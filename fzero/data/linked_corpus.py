@@ -39,9 +39,8 @@ import numpy as np
 
 from fzero.core.arguments import checked
 from fzero.core.crc32c import crc32c
-from fzero.core.files import make_folder, writing
-from fzero.core.object_store import Objects
-from fzero.core.storage import is_url, naming, write_text
+from fzero.core.files import make_folder, naming, writing
+from fzero.core.storage import Objects, is_url, write_text
 from fzero.core.text_parsing import expect_regular, json_text
 from fzero.data.checksums import CHUNK, FIX, split_sums
 from fzero.data.prepare import check_new, tokenizer_of_file

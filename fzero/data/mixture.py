@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.arguments import expect_fields
-from fzero.core.files import make_folder
-from fzero.core.storage import absolute, is_url, naming, read_text, write_text
+from fzero.core.files import make_folder, naming
+from fzero.core.storage import absolute, is_url, read_text, write_text
 from fzero.core.text_parsing import json_text
 from fzero.data.linked_corpus import link_url, read_remote_meta
 from fzero.data.remote_tokens import READING, Reading

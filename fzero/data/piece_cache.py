@@ -25,8 +25,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fzero.core.files import make_folder, open_to_write, writing
-from fzero.core.storage import naming
+from fzero.core.files import make_folder, naming, open_to_write, writing
 
 LOCK, PARTIAL = "lock", "partial"
 RETAINED_SHARE = 0.9  # the share of the bytes that is kept where room is made

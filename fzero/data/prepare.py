@@ -34,8 +34,8 @@ from typing import Any
 
 from fzero.core.arguments import checked
 from fzero.core.bounds import check_bounds
-from fzero.core.files import make_folder, remove_entry, writing
-from fzero.core.storage import naming, write_text
+from fzero.core.files import make_folder, naming, remove_entry, writing
+from fzero.core.storage import write_text
 from fzero.core.text_parsing import expect_regular, json_text, parse_json, read_text_file, short
 from fzero.data.auto_tokenizer import read_tokenizer_json
 from fzero.data.document_scan import PREPARING, Corpus, Preparing, Sources, scan_sources, split_texts

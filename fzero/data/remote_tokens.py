@@ -25,8 +25,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from fzero.core.crc32c import crc32c
-from fzero.core.object_store import Objects, Refused
-from fzero.core.storage import user_folder
+from fzero.core.storage import Objects, Refused, user_folder
 from fzero.data.checksums import CHUNK
 from fzero.data.piece_cache import PieceCache
 

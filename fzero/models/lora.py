@@ -307,7 +307,7 @@ def _factor_specs(text: str, foreign: bool = False) -> tuple[str, ...]:
     """
     spec = Spec.parse(text)
     layers, size_in, size_out = (dim.strip() for dim in text[text.index("[") + 1 : text.index("]")].split(","))
-    memory = "" if spec.memory == "device" else f" @{spec.memory}"
+    memory = "" if spec.memory.on_device else f" @{spec.memory}"
     if foreign:
         return f"[{layers}, R, {size_out}]{memory}", f"[{layers}, {size_in}, R]{memory}"
 

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from fzero.core.gpu_copies import Copied
-from fzero.core.host_memory import HUGE as HUGE
-from fzero.core.host_memory import allocate_pages
-from fzero.core.host_memory import round_to_pages as round_to_pages
+from fzero.core.host_memory import HUGE, allocate_pages, round_to_pages
 from fzero.core.storage import PAGE
-from fzero.offload.disk_config import BUFFERS
+from fzero.offload.disk_io import BUFFERS
 
 
 class Buffer(NamedTuple):

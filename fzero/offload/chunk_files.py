@@ -24,11 +24,21 @@ from fzero.core.files import make_folder
 from fzero.core.future import Future
 from fzero.core.gpu import HOST
 from fzero.core.gpu_copies import Copied, copy_in, reserve
+from fzero.core.host_memory import round_to_pages
 from fzero.core.storage import PAGE, Damaged, context, is_url, kvstore
 from fzero.core.text_parsing import expect_regular
-from fzero.offload.buffer_pool import Buffer, BufferPool, round_to_pages
-from fzero.offload.disk_config import FOLDER
-from fzero.offload.disk_io import NEXT, DiskIO, DiskRequest, file_system, mount_point, open_direct, serves_direct
+from fzero.offload.buffer_pool import Buffer, BufferPool
+from fzero.offload.disk_io import (
+    FOLDER,
+    NEXT,
+    DiskIO,
+    DiskRequest,
+    allocate_space,
+    file_system,
+    mount_point,
+    open_direct,
+    serves_direct,
+)
 from fzero.sharding.slices import largest_shard, row_blocks
 from fzero.sharding.spec import Spec
 
@@ -226,7 +236,7 @@ class Chunks:
         assert fd is not None, f"{path} refuses direct transfers, and the store's folder does not"
         if create:
             try:
-                os.posix_fallocate(fd, 0, size)
+                allocate_space(fd, 0, size)
             except OSError as error:
                 os.close(fd)
                 raise self.failed(error) from error

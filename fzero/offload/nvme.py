@@ -17,8 +17,7 @@ from fzero.core.host_memory import round_to_pages
 from fzero.core.storage import is_url
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.chunk_files import LeafFiles
-from fzero.offload.disk_config import FOLDER, load_settings
-from fzero.offload.disk_io import DiskIO, DiskSettings, DiskTraffic
+from fzero.offload.disk_io import FOLDER, DiskIO, DiskSettings, DiskTraffic, load_settings
 from fzero.offload.scratch import ScratchFile
 from fzero.offload.store import VersionedStore
 from fzero.offload.store_folder import StoreRanks, open_store
@@ -164,7 +163,7 @@ def disk_of(nvme: Nvme | None, plan: Plan, prefetch: int = 0) -> Nvme | None:
     specs = (spec for leaf in plan.leaves.values() for spec in (leaf.params, leaf.grads, leaf.opt))
     if nvme is not None:
         nvme.need(buffer_need(plan, prefetch=prefetch), plan.mesh.size)
-    elif plan.acts == "nvme" or any(spec.memory == "nvme" for spec in specs):
+    elif plan.acts.on_disk or any(spec.memory.on_disk for spec in specs):
         raise ValueError(
             "offload: the plan puts something on a disk, and none is given; give init_state and the step the same "
             "nvme=fzero.Nvme(folder)"
@@ -184,10 +183,10 @@ def buffer_need(plan: Plan, *, prefetch: int = 0, activation_bytes: int = 0) -> 
     for name, leaf in plan.leaves.items():
         segment, layers = name.split("/")[0], leaf.shape[0] if is_stacked(name) else 1
         for sizes, spec, dtype in ((parts, leaf.params, policy.param), (sums, leaf.grads, policy.accumulate)):
-            if spec.memory == "nvme":
+            if spec.memory.on_disk:
                 size = local_numel(leaf.shape, spec, plan.sizes) // max(1, layers) * dtype.itemsize
                 sizes[segment] = sizes.get(segment, 0) + round_to_pages(size)
-    acts = 4 * round_to_pages(activation_bytes) if plan.acts == "nvme" else 0
+    acts = 4 * round_to_pages(activation_bytes) if plan.acts.on_disk else 0
     forward = (prefetch + 3) * max(parts.values(), default=0) + 2 * max(sums.values(), default=0) + acts
     total = sum(leaf.numel() for leaf in pytree.leaves(plan.like)) * 4
     return max(forward, min(max(total // 4, MIN_UNIT_BYTES), MAX_UNIT_BYTES))

@@ -21,8 +21,7 @@ from fzero.core.gpu_copies import Copied, copy_in, copy_out
 from fzero.core.storage import PAGE
 from fzero.offload.buffer_pool import Buffer, BufferPool
 from fzero.offload.chunk_files import RowRead, Rows
-from fzero.offload.disk_config import FOLDER
-from fzero.offload.disk_io import LATER, NEXT, DiskIO, DiskRequest, serves_direct
+from fzero.offload.disk_io import FOLDER, LATER, NEXT, DiskIO, DiskRequest, allocate_space, serves_direct
 from fzero.sharding.slices import row_blocks
 
 
@@ -88,7 +87,7 @@ class ScratchFile:
         size, extent = len(buffer.raw), self.extents.get(key)
         if extent is None or extent.size < size:
             try:
-                os.posix_fallocate(self.fd, self.end, size)
+                allocate_space(self.fd, self.end, size)
             except OSError as error:
                 raise self.failed(error) from error
             extent = Extent(self.end, size, (), buffer.view.dtype)
@@ -200,71 +199,65 @@ class ScratchTensor:
             del value, reading
 
 
-class DiskActivations:
-    """A stack of lists of tensors on a disk: `append` starts a write, and `pop` starts the read of the next list.
+class HostActivations:
+    """A stack of lists of tensors of `device`, a GPU, in pinned memory of the host, which waits for no copy: `append`
+    starts to copy a list, and `pop` the next one back."""
 
-    Several may be in use at a time, one for each micro-batch under way; a file has room for as many as ever were.
-    """
-
-    def __init__(self, scratch: ScratchFile) -> None:
-        self.scratch, self.sizes = scratch, []
+    def __init__(self, device: torch.device | None) -> None:
+        self.device, self.lists = device, list[Any]()
         self.ahead: Future[list[Tensor]] | None = None
-        self.number: int | None = None  # among the stacks of the file that hold anything
 
     def append(self, tensors: Sequence[Tensor]) -> None:
         """Push a list of tensors. They may be freed from then on; those of a GPU may not be written over before `pop`
         has returned them, as no stream waits for their copies."""
         assert self.ahead is None, "all lists must be popped before the next append"
-        if self.number is None:
-            self.number = self.scratch.stacks.acquire()
-        for j, tensor in enumerate(tensors):
-            self.scratch.write(("acts", self.number, len(self.sizes), j), tensor.detach())
-        self.sizes.append([tensor.device for tensor in tensors])
+        self.lists.append(self._store([tensor.detach() for tensor in tensors]))
 
     def pop(self) -> list[Tensor]:
         """Remove and return the last list of tensors."""
-        pending = self.ahead or self._fetch()
-        self.ahead = self._fetch() if self.sizes else None
-        tensors = pending.wait()
+        pending = self.ahead or self._fetch(self.lists.pop())
+        self.ahead = self._fetch(self.lists.pop()) if self.lists else None
+        return pending.wait()
+
+    def _store(self, tensors: list[Tensor]) -> Any:
+        return [copy_out(tensor) for tensor in tensors]
+
+    def _fetch(self, stored: Any) -> Future[list[Tensor]]:
+        assert self.device is not None
+        arriving = [copy_in(out.tensor, self.device, event=out.event) for out in stored]
+        return Future(lambda: [copied.use() for copied in arriving])
+
+    def __bool__(self) -> bool:
+        return bool(self.lists) or self.ahead is not None
+
+
+class DiskActivations(HostActivations):
+    """The same stack on a disk, for tensors of any device.
+
+    Several may be in use at a time, one for each micro-batch under way; a file has room for as many as ever were.
+    """
+
+    def __init__(self, scratch: ScratchFile) -> None:
+        super().__init__(None)
+        self.scratch = scratch
+        self.number: int | None = None  # among the stacks of the file that hold anything
+
+    def pop(self) -> list[Tensor]:
+        tensors = super().pop()
         if not self:  # all is read, so another stack may write over it
             assert self.number is not None  # something was appended
             self.scratch.stacks.release(self.number)
             self.number = None
         return tensors
 
-    def _fetch(self) -> Future[list[Tensor]]:
-        devices, index = self.sizes.pop(), len(self.sizes)
-        arriving = [
-            self.scratch.read(("acts", self.number, index, j)).copy_to(device) for j, device in enumerate(devices)
-        ]
+    def _store(self, tensors: list[Tensor]) -> Any:
+        if self.number is None:
+            self.number = self.scratch.stacks.acquire()
+        keys = [("acts", self.number, len(self.lists), j) for j in range(len(tensors))]
+        for key, tensor in zip(keys, tensors):
+            self.scratch.write(key, tensor)
+        return [(key, tensor.device) for key, tensor in zip(keys, tensors)]
+
+    def _fetch(self, stored: Any) -> Future[list[Tensor]]:
+        arriving = [self.scratch.read(key).copy_to(device) for key, device in stored]
         return Future(lambda: [tensor.wait() for tensor in arriving])
-
-    def __bool__(self) -> bool:
-        return bool(self.sizes) or self.ahead is not None
-
-
-class HostActivations:
-    """The same stack in pinned host memory, for tensors of `device`, a GPU; the host waits for no copy."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.copies: list[list[Copied]] = []
-        self.ahead: Future[list[Tensor]] | None = None
-
-    def append(self, tensors: Sequence[Tensor]) -> None:
-        """Push a list of tensors. They may be freed from then on, but not written over before `pop` has returned them:
-        no stream waits for their copies."""
-        self.copies.append([copy_out(tensor.detach()) for tensor in tensors])
-
-    def pop(self) -> list[Tensor]:
-        """Remove and return the last list of tensors."""
-        pending = self.ahead or self._fetch()
-        self.ahead = self._fetch() if self.copies else None
-        return pending.wait()
-
-    def _fetch(self) -> Future[list[Tensor]]:
-        arriving = [copy_in(out.tensor, self.device, event=out.event) for out in self.copies.pop()]
-        return Future(lambda: [copied.use() for copied in arriving])
-
-    def __bool__(self) -> bool:
-        return bool(self.copies) or self.ahead is not None

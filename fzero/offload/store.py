@@ -24,7 +24,7 @@ from torch import Tensor
 from fzero.comm.rank_tables import Refusal, failing_together, raise_local
 from fzero.core.gpu_copies import Copied
 from fzero.core.storage import Damaged, write_text
-from fzero.offload import store_owner
+from fzero.offload import store_manifest
 from fzero.offload.buffer_pool import Buffer
 from fzero.offload.chunk_files import Chunks, LeafFiles, RowRead, Rows
 from fzero.offload.disk_io import LATER, NEXT, DiskRequest
@@ -222,14 +222,14 @@ class VersionedStore:
         """Raise ValueError if this store was closed, or its folder opened again since."""
         if self.closed:
             raise ValueError(f"{self.folder}: this store was closed (Nvme.close); fzero.reopen_state opens it again")
-        store_owner.expect_owner(self, self.folder, self.chunks.rank)
+        store_manifest.expect_owner(self, self.folder, self.chunks.rank)
 
     def expect_last(self) -> None:
         """Raise ValueError if the last complete step is not the one that this store left, as somebody else wrote to the
         folder since. Rank 0 reads it, who wrote it: on another node a file may come late."""
         self.expect_open()
         if self.chunks.rank == 0 and self.record is not None and read_step_manifest(self.folder) != self.record:
-            raise self.chunks.failed(OSError()) if self.chunks.is_removed else store_owner.another_state(self.folder)
+            raise self.chunks.failed(OSError()) if self.chunks.is_removed else store_manifest.another_state(self.folder)
 
     def _write_manifest(self, record: StepManifest) -> None:
         self.record = record
@@ -268,7 +268,7 @@ class VersionedStore:
             pending.done.wait()
         self.closed = True
         self.chunks.close()
-        store_owner.release(self, self.folder, self.chunks.rank)
+        store_manifest.release(self, self.folder, self.chunks.rank)
 
 
 class DiskTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -12,11 +13,10 @@ from typing import Any, NamedTuple
 from fzero.comm.rank_tables import Refusal, failing_together, raise_local
 from fzero.core.files import make_folder, remove_entry
 from fzero.core.storage import Damaged, is_url, write_text
-from fzero.offload import store_owner
+from fzero.offload import store_manifest
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.chunk_files import Chunks, LeafFiles
-from fzero.offload.disk_config import FOLDER
-from fzero.offload.disk_io import DiskIO
+from fzero.offload.disk_io import FOLDER, DiskIO
 from fzero.offload.store import VersionedStore
 from fzero.offload.store_manifest import (
     NEW_STATE,
@@ -70,46 +70,29 @@ def open_store(
     Raises ValueError if the folder cannot be written or holds another store, or the disk is too small, and Damaged if
     the store is damaged.
     """
-    ranks = ranks or StoreRanks()
-    try:
-        return _open(folder, leaves, streams, ranks, slots=slots, verify=verify, owner=owner, resume=resume)
-    except BaseException:
-        store_owner.unlock_unowned((store_owner.canonical_name(folder), ranks.rank))
-        raise
-
-
-def _open(
-    folder: str | Path,
-    leaves: dict[str, LeafFiles],
-    streams: tuple[BufferPool, DiskIO],
-    ranks: StoreRanks,
-    *,
-    slots: int,
-    verify: bool,
-    owner: dict[str, Any] | None,
-    resume: bool,
-) -> VersionedStore:
-    """`open_store`, which unlocks the folder if this fails."""
-    (buffers, disk), (rank, size, agree) = streams, ranks
-    if slots < 1:
-        raise ValueError(
-            f"nvme.slots is {slots} (slots of fzero.Nvme); it must be at least 1, and 2 or more for steps that survive "
-            "a kill"
-        )
-    leaves = {
-        name: leaf._replace(slots=min(leaf.slots, slots) if leaf.slots == 1 else slots) for name, leaf in leaves.items()
-    }
-    description, record, sums = describe_store(leaves, size, slots, owner or {}, verify=verify), None, verify
-    with failing_together(agree):
-        if resume:
-            record, sums = _expect_store(folder, description, verify=verify)
-            if rank == 0:
-                store_owner.lock(folder)
-        elif rank == 0:
-            _claim_folder(folder, description)
-    with failing_together(agree):
-        chunks = _make_chunks(folder, partial(Chunks, folder, leaves, rank, size, buffers, disk, create=not resume))
-    try:
+    (buffers, disk), (rank, size, agree) = streams, ranks or StoreRanks()
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(store_manifest.unlock_unowned, (store_manifest.canonical_name(folder), rank))
+        if slots < 1:
+            raise ValueError(
+                f"nvme.slots is {slots} (slots of fzero.Nvme); it must be at least 1, and 2 or more for steps that "
+                "survive a kill"
+            )
+        leaves = {
+            name: leaf._replace(slots=min(leaf.slots, slots) if leaf.slots == 1 else slots)
+            for name, leaf in leaves.items()
+        }
+        description, record, sums = describe_store(leaves, size, slots, owner or {}, verify=verify), None, verify
+        with failing_together(agree):
+            if resume:
+                record, sums = _expect_store(folder, description, verify=verify)
+                if rank == 0:
+                    store_manifest.lock(folder)
+            elif rank == 0:
+                _claim_folder(folder, description)
+        with failing_together(agree):
+            chunks = _make_chunks(folder, partial(Chunks, folder, leaves, rank, size, buffers, disk, create=not resume))
+        on_failure.callback(chunks.discard)
         with failing_together(agree):
             resident = {record.slot, *record.pinned} if record is not None else set()
             _make_chunks(folder, partial(chunks.open, resident))
@@ -117,11 +100,9 @@ def _open(
             if record is not None:
                 store.record = record
                 store.check(record.slot) if verify else None
-    except BaseException:
-        chunks.discard()
-        raise
-    store_owner.claim(store, folder, rank)  # not before: a store that is refused leaves the owner what it was
-    return store
+        store_manifest.claim(store, folder, rank)  # not before: a store that is refused leaves the owner what it was
+        on_failure.pop_all()
+        return store
 
 
 def _make_chunks(folder: str | Path, make: Callable[[], Any]) -> Any:
@@ -169,7 +150,7 @@ def _claim_folder(folder: str | Path, description: dict[str, Any]) -> None:
     path = Path(folder)
     try:
         make_folder(path)
-        store_owner.lock(path)
+        store_manifest.lock(path)
         unknown_entries = sorted({entry.name for entry in path.iterdir()} - LEFTOVER_NAMES)
         if existing is None and unknown_entries:
             raise ValueError(

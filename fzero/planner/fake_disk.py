@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fzero.core.device import HOST
 from fzero.core.future import Future
+from fzero.core.host_memory import HUGE, round_to_pages
 from fzero.core.storage import PAGE
 from fzero.offload import Buffer, LeafFiles, Nvme
-from fzero.offload.buffer_pool import HUGE, round_to_pages
 from fzero.offload.chunk_files import RowRead, Rows
 from fzero.offload.disk_io import DiskTraffic
 from fzero.offload.scratch import Extent, StackNumbers

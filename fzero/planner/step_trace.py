@@ -305,7 +305,7 @@ def _value_of(x: Tensor) -> Any:
 
 def fake_nvme(config: RunConfig) -> PlannedNvme | None:
     """The PlannedNvme for the leaves that a config offloads to a disk; None if there are none."""
-    if "nvme" not in Offload.parse(config.offload).memories:
+    if not Offload.parse(config.offload).on_disk:
         return None
     size = config.nvme.buffer_mb << 20 if config.nvme.buffer_mb else None
     return PlannedNvme(buffer_bytes=size, slots=config.nvme.slots, verify=config.nvme.verify)

@@ -208,7 +208,7 @@ def delayed_updates(config: RunConfig, micro_batches: int) -> int:
 
 def make_nvme(config: RunConfig, folder: Path | None) -> Nvme | None:
     """The store of the leaves that a config puts on a disk; None if it puts none there."""
-    if "nvme" not in Offload.parse(config.offload).memories:
+    if not Offload.parse(config.offload).on_disk:
         return None
     n = config.nvme
     store_folder = n.folder or (str(folder / run_folder.NVME) if folder is not None else None)

@@ -101,7 +101,7 @@ def validate(config: RunConfig) -> None:
     validate_signs(c)
     validate_codes(c)
     validate_local(c)
-    if c.nvme != type(c.nvme)() and "nvme" not in offload.memories:
+    if c.nvme != type(c.nvme)() and not offload.on_disk:
         raise ValueError(
             f"nvme says how a disk is used and offload={c.offload!r} puts nothing on one; use --offload "
             "params=nvme,opt=nvme"
@@ -179,7 +179,7 @@ def validate_head(config: RunConfig) -> None:
 def validate_layer_inputs(c: RunConfig, offload: Offload) -> None:
     """Raise ValueError if what a remat policy keeps is to be moved or cut, and there is no such thing."""
     remat = Remat.parse(c.train.remat)
-    if offload.acts.memory != "device" and not remat.every:
+    if not offload.acts.memory.on_device and not remat.every:
         raise ValueError(
             f"offload is {c.offload!r} and train.remat is {c.train.remat}: acts are what a remat policy keeps; use "
             "--remat full"
@@ -222,7 +222,7 @@ def validate_delayed(c: RunConfig, offload: Offload) -> None:
             f"train.updates is {t.updates}, and a step has {pieces} micro-batches (train.batch={t.batch} in pieces of "
             f"{t.micro_batch}), which so many updates cannot share evenly; change one of them"
         )
-    if offload.params.memory != "device" or "nvme" in (offload.grads.memory, offload.opt.memory):
+    if not offload.params.memory.on_device or offload.grads.memory.on_disk or offload.opt.memory.on_disk:
         raise ValueError(
             f"train.update is delayed and offload is {c.offload!r}: both versions of the parameters must be on the "
             "device, gradients and the optimizer's states there or on the host; use opt=host, grads=host or acts alone"
@@ -245,7 +245,7 @@ def validate_guard(config: RunConfig) -> None:
     if "rollback" not in (g.nonfinite, g.spike):
         return
     policy = "guard.nonfinite is rollback" if g.nonfinite == "rollback" else "guard.spike is rollback"
-    if "nvme" in (offload.params.memory, offload.opt.memory):
+    if offload.params.memory.on_disk or offload.opt.memory.on_disk:
         raise ValueError(
             f"{policy} and offload is {config.offload!r}: a state on a disk cannot be put back while a run "
             "goes on; use skip"

@@ -14,7 +14,7 @@ import torch
 from fzero import checkpoint, models
 from fzero.checkpoint import convert, offload_snapshot
 from fzero.checkpoint.convert import huggingface, peft
-from fzero.checkpoint.convert.decoders import save_decoder
+from fzero.checkpoint.convert.transformers_models import save_decoder
 from fzero.checkpoint.convert.upcycle import Upcycle, upcycled_config, upcycled_leaves
 from fzero.core import pytree
 from fzero.core.storage import write_texts

@@ -21,7 +21,7 @@ from fzero.core.numa_binding import cores
 from fzero.core.text_parsing import in_form, read_json
 from fzero.kernels.float8 import least_capability
 from fzero.kernels.registry import Kernels
-from fzero.offload.disk_config import config_file
+from fzero.offload.disk_io import config_file
 from fzero.run.build_optim import make_policy
 from fzero.run.config import RunConfig
 

@@ -19,11 +19,10 @@ from fzero import models
 from fzero.core import gpu, pytree
 from fzero.core.autodiff import Remat
 from fzero.core.device import HOST
-from fzero.core.host_memory import bytes_cached, bytes_taken
+from fzero.core.host_memory import bytes_cached, bytes_taken, round_to_pages
 from fzero.core.pytree import Tree
 from fzero.models import LlamaConfig
 from fzero.models.presets import family_of
-from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.store_folder import store_bytes
 from fzero.optim.wrappers import AVERAGE
 from fzero.run.build import Job, build, like_of, local_micro_batches, num_params, specs_of

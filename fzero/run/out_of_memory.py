@@ -168,7 +168,7 @@ def changes(config: RunConfig, ranks: int) -> list[list[Change]]:
         {group: getattr(offload, group) for group in ("params", "grads", "opt", "acts")}
         | dict.fromkeys(targets, "host")
         for targets in groups
-        if all(getattr(offload, group).memory == "device" for group in targets)
+        if all(getattr(offload, group).memory.on_device for group in targets)
     ]
     texts = [
         ",".join(f"{group}={tier}" for group, tier in memories.items() if str(tier) != "device") for memories in onto

@@ -26,8 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fzero.core.files import make_folder, open_to_write
-from fzero.core.storage import naming
+from fzero.core.files import make_folder, naming, open_to_write
 from fzero.core.text_parsing import parse_json, read_text_file
 
 LOCK = "lock.json"

@@ -82,7 +82,7 @@ def validate_codes(c: RunConfig) -> None:
             f"{prefix}, and optim.name {c.optim.name}, for which a momentum of 0 is one without a scale; use none or "
             "zstd"
         )
-    if Offload.parse(c.offload).opt.memory == "nvme":
+    if Offload.parse(c.offload).opt.memory.on_disk:
         raise ValueError(
             f"{prefix}, and offload {c.offload}: what rests on a disk is written as it is; use none or zstd"
         )
@@ -144,7 +144,7 @@ def refuse_without_axis(config: RunConfig, table: Table, baseline: RunConfig | N
     baseline: a config whose values do no harm; None: one with the usual values.
     """
     values, usual = (dict(flat(dataclasses.asdict(source))) for source in (config, baseline or type(config)()))
-    fetched = config.zero == 3 or Offload.parse(config.offload).params.memory != "device"
+    fetched = config.zero == 3 or not Offload.parse(config.offload).params.memory.on_device
     for key in dict(flat(table)):
         value = values.get(key)
         if value == usual.get(key):

@@ -59,7 +59,7 @@ def snapshot_of(folder: Path, value: RunConfig) -> offload_snapshot.StoreSnapsho
         return None
     snapshot = (
         offload_snapshot.find_snapshot(Path(value.nvme.folder or folder / NVME))
-        if "nvme" in Offload.parse(value.offload).memories
+        if Offload.parse(value.offload).on_disk
         else None
     )
     if snapshot is None:

@@ -301,7 +301,7 @@ def expect_signs(codec: Codec, plan: Plan) -> None:
                 f"codec {codec}: ep={sizes[EP]} shards the experts {name}, whose sums are over fewer ranks than the "
                 "others'; use dp"
             )
-        memory = next((m for m in (leaf.params.memory, leaf.grads.memory, leaf.opt.memory) if m != "device"), "")
+        memory = next((m for m in (leaf.params.memory, leaf.grads.memory, leaf.opt.memory) if not m.on_device), "")
         if memory:
             raise ValueError(
                 f"codec {codec}: {name} rests in memory {memory!r}, which is updated layer by layer, and signs are "

@@ -21,6 +21,7 @@ from fzero.core.host_memory import empty_persistent
 from fzero.core.pytree import Tree
 from fzero.sharding.plan import Plan
 from fzero.sharding.slices import is_stacked, local_shape
+from fzero.sharding.spec import DEVICE
 
 SUMS_MEMORY = "the sums of gradients in the host's memory"
 
@@ -65,7 +66,7 @@ class SumsAtRest:
         self.tiers = {name: leaf.grads.memory for name, leaf in plan.leaves.items()}
         # What is owed over pp stays on the device until its sum over the stages is made.
         self.memory = {
-            name: tier if plan.stages is None or is_stacked(name) else "device" for name, tier in self.tiers.items()
+            name: tier if plan.stages is None or is_stacked(name) else DEVICE for name, tier in self.tiers.items()
         }
         shapes = {name: local_shape(leaf.shape, leaf.opt, plan.mesh) for name, leaf in plan.leaves.items()}
         self.depth = {name: shape[0] for name, shape in shapes.items() if is_stacked(name)}
@@ -81,7 +82,7 @@ class SumsAtRest:
     def add_value(self, key: Key, value: Tensor) -> None:
         """Write a value into the stacked sums, or add it to them."""
         stream, name, layer = key
-        if self.memory[name] != "device" and kind_of(value) == "cuda":
+        if not self.memory[name].on_device and kind_of(value) == "cuda":
             # The GPU adds, for which nobody waits; for the host to add, it would wait for the value.
             if key in self.started:
                 self.pending.append((key, value))
@@ -91,14 +92,14 @@ class SumsAtRest:
         if self.ends_early(layer):
             self.emit_sum(key, self.ended(key, value))
             return
-        if self.memory[name] == "nvme":
+        if self.memory[name].on_disk:
             self.on_disk(key).add(layer or 0, self.wide(value))
             self.notify_early(key)
             return
         stacked = self.final.get((stream, name))
         if stacked is None:
             value = self.wide(value)
-            if layer is None and self.parts == 1 and value.is_contiguous() and self.memory[name] == "device":
+            if layer is None and self.parts == 1 and value.is_contiguous() and self.memory[name].on_device:
                 stacked = self.final[stream, name] = value
                 self.started.add(key)
                 return
@@ -127,7 +128,7 @@ class SumsAtRest:
         stream, name, layer = key
         if self.early is not None and self.early.retain and self.last and layer is not None:
             stacked = self.final[stream, name]
-            self.early.receive(name, layer, stacked if self.memory[name] == "nvme" else stacked[layer], copied)
+            self.early.receive(name, layer, stacked if self.memory[name].on_disk else stacked[layer], copied)
 
     def on_disk(self, key: Key) -> Any:
         """The sums of a leaf that rest on a disk."""
@@ -140,7 +141,7 @@ class SumsAtRest:
         layer in the host's memory by one copy.
         """
         pending, self.pending = self.pending, []
-        host_keys = [key for key, _ in pending if self.memory[key[1]] == "host"]
+        host_keys = [key for key, _ in pending if self.memory[key[1]].on_host]
         host_sums: dict[Any, Future[Tensor]] = {}
         if host_keys:
             wholes = [(self.final[stream, name], layer) for stream, name, layer in host_keys]
@@ -163,7 +164,7 @@ class SumsAtRest:
         if self.last:
             self.note_squares(key, total)
         self.started.add(key)
-        if self.memory[name] == "nvme":
+        if self.memory[name].on_disk:
             self.on_disk(key).set_layer(layer or 0, total)
             self.notify_early(key)
             return
@@ -209,11 +210,11 @@ class SumsAtRest:
     def store_shard(self, name: str, piece: Tensor) -> Any:
         """This rank's part of a sum over the stages, on its way to where such sums rest."""
         key, on_gpu = ("", name, None), kind_of(piece) == "cuda"
-        if not piece.numel() or self.tiers[name] == "device" or (self.tiers[name] == "host" and not on_gpu):
+        if not piece.numel() or self.tiers[name].on_device or (self.tiers[name].on_host and not on_gpu):
             return piece
         if on_gpu:
             self.note_squares(key, piece)
-        if self.tiers[name] == "nvme":
+        if self.tiers[name].on_disk:
             assert self.make_disk_sum is not None  # given if a leaf rests on a disk
             sums = self.make_disk_sum(name, "", None)
             sums.set_layer(0, piece)
@@ -243,7 +244,7 @@ class SumsAtRest:
         so_far = self.final.get((stream, name))
         if so_far is None:
             return self.wide(value)
-        if self.memory[name] == "nvme":
+        if self.memory[name].on_disk:
             reading = so_far.read(layer)
             return reading.wait().add_(value)
         return so_far[layer].add_(value)
@@ -260,7 +261,7 @@ class SumsAtRest:
         memory."""
         stream, name, layer = key
         shape = value.shape if layer is None else (self.depth[name], *value.shape)
-        if self.memory[name] != "host":
+        if not self.memory[name].on_host:
             return torch.empty(shape, dtype=value.dtype, device=value.device)
         return self.host_buffer((stream, name), shape, value)
 
@@ -298,7 +299,7 @@ class SumsAtRest:
             value = self.final.pop((stream, name))
             if name not in names:
                 continue
-            if self.memory[name] == "nvme":
+            if self.memory[name].on_disk:
                 out[name] = out[name].plus(value) if name in out else value
                 continue
             value = value if self.narrow else value.to(self.accumulate)

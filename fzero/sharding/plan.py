@@ -21,6 +21,7 @@ from fzero.sharding.mesh import Mesh
 from fzero.sharding.pipeline import Stages
 from fzero.sharding.pipeline_plan import Pipeline
 from fzero.sharding.plan_table import describe, sent_by_link
+from fzero.sharding.spec import DEVICE, StateMemory
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ class Plan:
     leaves: Mapping[str, LeafPlan]  # by name
     reduce: str = "fast"  # or "once" or "canonical", see `zero_plan`
     sequence: bool = False  # sequence parallelism over tp
-    acts: str = "device"  # the memory of activations kept by a remat policy
+    acts: StateMemory = DEVICE  # the memory of activations kept by a remat policy
     float8: frozenset[str] = frozenset()  # leaves that are gathered as the float8 numbers which products make of them
     pipeline: Pipeline | None = None  # on a mesh with pp
     stages: Stages | None = None  # of the pipeline: the layers of each, and its rank of pp
@@ -138,7 +139,7 @@ class Plan:
         }
 
     @cached_property
-    def memories(self) -> dict[str, set[str]]:
+    def memories(self) -> dict[str, set[StateMemory]]:
         """The memories in which each group rests: {"params": {"device"}, "grads": ..., "opt": ...}."""
         groups = ("params", "grads", "opt")
         return {group: {getattr(leaf, group).memory for leaf in self.leaves.values()} for group in groups}
@@ -146,12 +147,12 @@ class Plan:
     @property
     def on_disk(self) -> bool:
         """Whether parameters or optimizer states rest on a disk."""
-        return "nvme" in self.memories["params"] | self.memories["opt"]
+        return any(memory.on_disk for memory in self.memories["params"] | self.memories["opt"])
 
     @property
     def offloaded(self) -> bool:
         """Whether any parameter, gradient or optimizer state rests elsewhere than on the device."""
-        return set().union(*self.memories.values()) != {"device"}
+        return not all(memory.on_device for memories in self.memories.values() for memory in memories)
 
     @cached_property
     def rule_leaves(self) -> frozenset[str]:
@@ -207,8 +208,8 @@ class Plan:
                 "way; leave loco or 1bit out"
             )
         for name, leaf in self.leaves.items():
-            offloaded = {group for group in ("grads", "opt") if getattr(leaf, group).memory == "nvme"}
-            for group in offloaded | ({"params"} if leaf.params.memory != "device" else set()):
+            offloaded = {group for group in ("grads", "opt") if getattr(leaf, group).memory.on_disk}
+            for group in offloaded | ({"params"} if not leaf.params.memory.on_device else set()):
                 raise ValueError(
                     f"delayed updates: {name} has its {group} in memory {getattr(leaf, group).memory!r}; both versions "
                     "of the parameters must be on the device, gradients and the optimizer's states there or on the "

@@ -103,7 +103,7 @@ class GradientReducer:
         """Whether a bucket's last sums are waited for behind the row: of whole gradients, that stay on the device."""
         micro_path, end = paths
         is_full = bool(end) and all(op != "scatter" for op, _ in micro_path)
-        return self.long and is_full and all(self.stored_sums.memory[name] == "device" for name in names)
+        return self.long and is_full and all(self.stored_sums.memory[name].on_device for name in names)
 
     def finish(self) -> None:
         """Wait for the collectives under way, and add their results.

@@ -10,8 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from fzero.comm.axes import DP, EP, PP, TP, VARYING
 from fzero.core.arguments import checked
+from fzero.core.copy_buckets import bring
+from fzero.core.host_memory import to_host
 from fzero.core.pytree import nearest
 
 Value = TypeVar("Value")
@@ -61,7 +66,55 @@ def match_rules(
 if TYPE_CHECKING:
     from fzero.sharding.mesh import Mesh
 
-MEMORIES = ("device", "host", "nvme")
+
+class StateMemory(str):
+    """A memory that leaves of a state may rest in. It is its name, as specs, offloads, plans and files have it.
+
+    Of the three kinds one is true: `on_device`, what a step computes with; `on_host`, tensors that are copied from and
+    to the device; `on_disk`, leaves of a store, of which a step reads rows into buffers. A subclass that is entered
+    into MEMORIES is one more.
+    """
+
+    __slots__ = ()
+    on_device = on_host = on_disk = False
+
+    def put(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """The tensors where they rest in this memory, of a state whose step computes on `device`."""
+        raise NotImplementedError
+
+
+class StateOnDevice(StateMemory):
+    """The memory of the device."""
+
+    __slots__ = ()
+    on_device = True
+
+    def put(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        return [bring(tensor, device) for tensor in tensors]
+
+
+class StateOnHost(StateMemory):
+    """The memory of the host, pinned if the device is a GPU."""
+
+    __slots__ = ()
+    on_host = True
+
+    def put(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        return to_host(tensors, device, "the state in the host's memory")
+
+
+class StateOnDisk(StateMemory):
+    """A store on a disk, which is written on its own: tensors stay where they are."""
+
+    __slots__ = ()
+    on_disk = True
+
+    def put(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        return list(tensors)
+
+
+DEVICE = StateOnDevice("device")
+MEMORIES: dict[str, StateMemory] = {memory: memory for memory in (DEVICE, StateOnHost("host"), StateOnDisk("nvme"))}
 Rows = tuple[tuple[int, ...], ...]
 
 
@@ -71,7 +124,7 @@ class Spec:
 
     dims: for each tensor dim the mesh axes that shard it, outermost first; a trailing dim that is not given is whole.
     partial: the axes over which a sum is partial_axes: the tensor is the sum of their ranks' values.
-    memory: "device", "host" or "nvme".
+    memory: "device", "host" or "nvme", which becomes that StateMemory.
     rows: where pp shards the first dim, which counts layers: by its rank the numbers of the layers that it holds.
     parts: where ep, or tp where ep shards none, does not divide the size of a dim that it shards first: by its rank the
     size of its part. Those of tp are as torch.chunk has them: equal, and what is left for the last rank.
@@ -87,7 +140,7 @@ class Spec:
 
     dims: tuple[tuple[str, ...], ...] = ()
     partial: frozenset[str] = frozenset()
-    memory: str = "device"
+    memory: StateMemory = DEVICE
     rows: Rows = ()
     parts: tuple[int, ...] = ()
 
@@ -102,6 +155,7 @@ class Spec:
                 raise ValueError(f"spec {self}: axis {axis!r} appears twice; an axis shards one dim or is owed, once")
         if self.memory not in MEMORIES:
             raise ValueError(f"spec {self}: memory is {self.memory!r}; it must be one of {', '.join(MEMORIES)}")
+        object.__setattr__(self, "memory", MEMORIES[self.memory])
         if self.rows and self.dims[:1] != ((PP,),):
             raise ValueError(f"spec {self}: rows are those of pp, which must shard the first dim, alone")
         if self.parts and self.part_axis not in {d[0] for d in dims if d}:
@@ -126,7 +180,8 @@ class Spec:
             dims.append(tuple(field[1].split("+")) if field[1] else ())
         rows = tuple(_parse_rows(field) for field in form[4].split("|")) if form[4] else ()
         sizes = tuple(map(int, form[5].split(","))) if form[5] else ()
-        return cls(tuple(dims), frozenset(re.findall(r"\+(\w+)", form[2])), form[3] or "device", rows, sizes)
+        memory: Any = form[3] or DEVICE
+        return cls(tuple(dims), frozenset(re.findall(r"\+(\w+)", form[2])), memory, rows, sizes)
 
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:
@@ -189,7 +244,7 @@ class Spec:
         rows = "|".join(map(_rows_text, self.rows))
         return (
             f"[{dims}]{partial}"
-            + (f" @{self.memory}" if self.memory != "device" else "")
+            + (f" @{self.memory}" if self.memory != DEVICE else "")
             + (f" #{rows}" if self.rows else "")
             + (f" %{','.join(map(str, self.parts))}" if self.parts else "")
         )
@@ -234,7 +289,7 @@ class Tier:
     The other leaves stay on the device.
     """
 
-    memory: str = "device"
+    memory: StateMemory = DEVICE
     fraction: float = 1.0
 
     def __str__(self) -> str:
@@ -276,24 +331,24 @@ class Offload:
                 share = float(fraction) if colon else 1.0
             except ValueError:
                 share = -1.0
-            if memory == "device" and colon:
+            if MEMORIES[memory].on_device and colon:
                 raise ValueError(f"offload {text!r}: {group}=device has no fraction; give that of host or nvme")
             if not 0.0 < share <= 1.0 or (group == "acts" and share < 1.0):
                 raise ValueError(
                     f"offload {text!r}: the fraction {fraction!r} of {group} must be above 0 and at most 1 "
                     "(acts: all of them)"
                 )
-            tiers[group] = Tier(memory, share)
+            tiers[group] = Tier(MEMORIES[memory], share)
         return cls(**tiers)
 
     @property
-    def memories(self) -> set[str]:
-        """The memories in use."""
-        return {tier.memory for tier in (self.params, self.grads, self.opt, self.acts)}
+    def on_disk(self) -> bool:
+        """Whether any group rests on a disk."""
+        return any(tier.memory.on_disk for tier in (self.params, self.grads, self.opt, self.acts))
 
     def __str__(self) -> str:
         tiers = {group: getattr(self, group) for group in GROUPS}
-        return ",".join(f"{group}={tier}" for group, tier in tiers.items() if tier.memory != "device")
+        return ",".join(f"{group}={tier}" for group, tier in tiers.items() if not tier.memory.on_device)
 
 
 ALL_ON_DEVICE = Offload()

@@ -219,7 +219,7 @@ def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Poli
         raise ValueError(f"{instead} the model says of no leaf that linear products alone use it; use bf16_float8")
     names = frozenset(name for name in gathered if re.fullmatch(linear, name) and gathered[name].dtype == policy.param)
     for name in sorted(names):
-        if gathered[name].params.memory != "device":
+        if not gathered[name].params.memory.on_device:
             raise ValueError(
                 f"{instead} {name} rests in memory {gathered[name].params.memory!r}; use bf16_float8, or leave the "
                 "parameters on the device"
@@ -326,7 +326,7 @@ def with_memory(
 
     dtypes: of each leaf that the group has, which alone count and move.
     """
-    if tier.memory == "device":
+    if tier.memory.on_device:
         return leaves  # as the model's own rules have them
     sizes = {name: leaves[name].numel(getattr(leaves[name], group)) * dtype.itemsize for name, dtype in dtypes.items()}
     out = dict(leaves)

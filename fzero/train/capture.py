@@ -42,7 +42,7 @@ Step = Callable[[TrainState, Any], tuple[TrainState, Any]]
 def refusal_of(plan: Plan, tx: GradientTransformation, donate: bool) -> str:
     """Why steps with these options cannot be captured, "" if they can."""
     scale, offloads = plan.policy.loss_scale, plan_memories(plan)
-    offloads += f"{', ' * bool(offloads)}acts={plan.acts}" if plan.acts != "device" else ""
+    offloads += f"{', ' * bool(offloads)}acts={plan.acts}" if not plan.acts.on_device else ""
     gloo = [a.name for a in plan.mesh.axes if a.communicator is not None and a.communicator.transport == "gloo"]
     table = (
         (plan.stages is not None, f"pp={plan.mesh.pp.size}: messages between stages are started by the host"),

@@ -73,14 +73,14 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, offloaded: bo
             f"offload: the plan's offloaded leaves ({plan_memories(plan)}) are overwritten by a step; make it "
             "with donate=True"
         )
-    if plan.acts != "device" and not remat.every:
+    if not plan.acts.on_device and not remat.every:
         raise ValueError(
             f"offload: acts={plan.acts} moves what a remat policy keeps, and remat is {remat}; use remat=full "
             "or every:2"
         )
     if execution.partition_activations:
         expect_same_inputs(plan, layered)
-    fetched = any(leaf.use.over_data or leaf.params.memory != "device" for leaf in plan.leaves.values())
+    fetched = any(leaf.use.over_data or not leaf.params.memory.on_device for leaf in plan.leaves.values())
     if execution.resident and not (fetched and layered):
         raise ValueError(
             f"resident is {execution.resident}, and no parameters are fetched layer by layer here; use stage 3 with a "
@@ -119,7 +119,7 @@ def expect_same_inputs(plan: Plan, layered: bool) -> None:
 def plan_memories(plan: Plan) -> str:
     """The text of the memories that a plan uses beside the device."""
     memories = [(group, memory) for group, memories in plan.memories.items() for memory in sorted(memories)]
-    return ", ".join(f"{group}={memory}" for group, memory in memories if memory != "device")
+    return ", ".join(f"{group}={memory}" for group, memory in memories if not memory.on_device)
 
 
 def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: Plan) -> None:
@@ -172,7 +172,7 @@ def expect_state(plan: Plan, opt_names: list[str], state: TrainState, donate: bo
                 f"{name} is {leaf.dtype} and the plan, of policy {policy.name}, has {plan.leaves[name].dtype}; give "
                 "init_state this plan"
             )
-        if isinstance(leaf, torch.Tensor) and plan.leaves[name].params.memory == "nvme":
+        if isinstance(leaf, torch.Tensor) and plan.leaves[name].params.memory.on_disk:
             raise ValueError(
                 f"{name} rests on a disk by the plan and is in memory here, where no update would write it; write "
                 "state = fzero.with_params(state, params, plan, nvme=nvme)"

@@ -84,7 +84,7 @@ def init_state(
         params = pytree.map_named(place_leaf, model)
     target = pytree.from_named(masters, plan.trained(plan.like)) if policy.has_master else local_shards(plan, params)
     state = first_state(plan, tx, params, target, key)
-    on_host = any("host" in (leaf.params.memory, leaf.opt.memory) for leaf in plan.leaves.values())
+    on_host = any(leaf.params.memory.on_host or leaf.opt.memory.on_host for leaf in plan.leaves.values())
     return move_to_memory(state, state_specs(plan, tx)) if on_host else state
 
 

@@ -131,7 +131,7 @@ def expect_local(plan: Plan) -> None:
             "state; leave loco or 1bit out"
         )
     for name, leaf in plan.leaves.items():
-        if leaf.opt.memory == "nvme" or leaf.params.memory == "nvme":
+        if leaf.opt.memory.on_disk or leaf.params.memory.on_disk:
             raise ValueError(f"local steps: {name} rests on a disk; members agree on what is in memory: use host")
 
 

@@ -16,8 +16,6 @@ from fzero.comm.collectives import all_gather
 from fzero.comm.rank_tables import any_rank
 from fzero.core import gpu, pytree
 from fzero.core.arguments import checked, expect_kind
-from fzero.core.copy_buckets import bring
-from fzero.core.host_memory import to_host
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import FakeTensor
 from fzero.offload import DiskTensor, Nvme
@@ -26,7 +24,7 @@ from fzero.sharding.slices import is_stacked, local_shape, local_windows, narrow
 from fzero.sharding.zero_stages import check_tree
 from fzero.train.checks import expect_state, have_values
 from fzero.train.init import copy_of
-from fzero.train.state import STATE_MEMORY, TrainState, expect_alive, hand_over, with_previous
+from fzero.train.state import TrainState, expect_alive, hand_over, with_previous
 from fzero.train.state_on_disk import commit
 from fzero.train.to_module import read
 
@@ -191,7 +189,7 @@ class NewValues(NamedTuple):
         dtype, spec = (leaf.dtype, leaf.params) if group == "params" else (self.plan.policy.state, leaf.opt)
         value = self.local_value(group, name)
         new = copy_of(value, dtype, value.device)
-        return to_host([new], self.device, STATE_MEMORY)[0] if spec.memory == "host" else bring(new, self.device)
+        return spec.memory.put([new], self.device)[0]
 
 
 def rewrite_store(values: NewValues, state: TrainState, nvme: Nvme | None) -> None:

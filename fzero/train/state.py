@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.arguments import checked
-from fzero.core.copy_buckets import bring
-from fzero.core.host_memory import LARGE_BYTES, to_host
+from fzero.core.host_memory import LARGE_BYTES
 from fzero.core.precision import ScalerState, init_scaler
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import disable_current_modes
@@ -24,7 +23,6 @@ from fzero.sharding.error_feedback import error_specs, first_errors
 from fzero.sharding.slices import local_shape
 from fzero.train.spike import LOSS, init_stats
 
-STATE_MEMORY = "the state in the host's memory"
 PREVIOUS = "previous"  # the name of the parameters before the last update in `TrainState.extra`
 
 
@@ -154,18 +152,18 @@ def move_to_memory(state: TrainState, specs: TrainState) -> TrainState:
     that an optimizer made beside such a leaf, on the device where their spec says that."""
     named, leaves, device = pytree.named_leaves(specs), pytree.named_leaves(state), state.step.device
     tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
-    host_names = [name for name in tensors if named[name].memory == "host"]
-    replacements = dict(zip(host_names, to_host([leaves[name] for name in host_names], device, STATE_MEMORY)))
-    replacements |= {name: bring(leaf, device) for name, leaf in tensors.items() if named[name].memory == "device"}
+    replacements = dict[str, Tensor]()
+    for memory in dict.fromkeys(named[name].memory for name in tensors):
+        names = [name for name in tensors if named[name].memory == memory]
+        replacements |= zip(names, memory.put([tensors[name] for name in names], device))
     return pytree.map_named(lambda name, leaf: replacements.get(name, leaf), state)
 
 
 def move_leaf(device: torch.device, leaf: Tensor, spec: Spec) -> Tensor:
     """A leaf of a state on `device`, if its spec says that it rests there and not on a disk; a large one that rests in
     host memory is put there, so that nobody has a second copy of all."""
-    if spec.memory == "host" and leaf.nbytes >= LARGE_BYTES:
-        return to_host([leaf], device, STATE_MEMORY)[0]
-    return bring(leaf, device) if spec.memory == "device" else leaf
+    is_small = spec.memory.on_host and leaf.nbytes < LARGE_BYTES  # put there with the others, by `move_to_memory`
+    return leaf if is_small else spec.memory.put([leaf], device)[0]
 
 
 DONATED = (

@@ -55,7 +55,7 @@ def leaves_on_disk(like: TrainState, specs: TrainState, plan: Plan) -> dict[str,
             cut=cut[name],
         )
         for name, leaf in pytree.named_leaves(like).items()
-        if named[name].memory == "nvme" and (param := owner[name]) is not None
+        if named[name].memory.on_disk and (param := owner[name]) is not None
     }
 
 

@@ -328,10 +328,10 @@ class StreamedModel(NamedTuple):
     def residual_storage(self, device: torch.device) -> dict[str, Any]:
         """{"saved": the storage of activations kept by the remat policy}, {} for a list on the device."""
         storage: Any = None
-        if self.plan.acts == "nvme":
+        if self.plan.acts.on_disk:
             assert self.nvme is not None  # given with a plan whose activations rest on a disk
             storage = DiskActivations(self.nvme.scratch)
-        elif self.plan.acts == "host" and device != HOST:
+        elif self.plan.acts.on_host and device != HOST:
             storage = HostActivations(device)
         if self.partition:
             storage = PartitionedActivations(self.plan.mesh.tp, [] if storage is None else storage)

@@ -21,8 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from fzero.checkpoint.convert.safetensors import TensorEntry
-from fzero.checkpoint.convert.torch_zip import expect_sound
+from fzero.checkpoint.convert.tensor_files import TensorEntry, expect_sound
 from fzero.core.files import path_fault
 from fzero.core.text_parsing import expect_regular
 

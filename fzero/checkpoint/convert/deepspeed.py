@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.convert.safetensors import TensorEntry
-from fzero.checkpoint.convert.torch_zip import expect_sound
+from fzero.checkpoint.convert.tensor_files import TensorEntry, expect_sound
 from fzero.core.files import path_fault
 from fzero.core.text_parsing import expect_regular
 

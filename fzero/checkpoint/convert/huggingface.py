@@ -6,29 +6,271 @@ the parameters.
 
 Differs from transformers: no dropout of attention probabilities (attn_pdrop, which no weight depends on, is passed
 over), and one rate for embeddings and residual branches; Mixtral's auxiliary loss is taken per sequence (see
-MoEConfig)."""
+MoEConfig).
+
+Build the leaves of our parameters from tensors with the names of `transformers`, in any source.
+
+A source of weights is a table {name: Entry} with shapes and dtypes; a tensor is read on request. The result is such a
+table of our leaves. So all problems of names, shapes and dtypes are found before a tensor is read, and one leaf is in
+memory at a time.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import shutil
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.convert.huggingface_config import write_config
+from fzero.checkpoint.convert.huggingface_config import find_family, read_config, write_config
 from fzero.checkpoint.convert.huggingface_families import HuggingFaceFamily, full_name
-from fzero.checkpoint.convert.huggingface_names import TensorRow, row_tensors, tensor_shape
-from fzero.checkpoint.convert.huggingface_read import FLOATS, leaves_of, meta_leaves, read_hf_config, tensors_of
-from fzero.checkpoint.convert.safetensors import TensorEntry, write_safetensors
+from fzero.checkpoint.convert.huggingface_names import OUTER, TensorRow, column_slice, row_tensors, tensor_shape
+from fzero.checkpoint.convert.tensor_files import (
+    TensorEntry,
+    memory_of,
+    read_safetensors,
+    unpack_tensors,
+    write_safetensors,
+)
 from fzero.core import pytree
-from fzero.core.files import make_folder, remove_entry
+from fzero.core.files import expect_absent, new_folder, path_fault
 from fzero.core.pytree import Tree
 from fzero.core.storage import write_text, write_texts
+from fzero.core.text_parsing import read_json
 from fzero.models import build
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+HEAD = "lm_head.weight"
+MOST_MODELS = 16  # in one source, looked into before it is refused
+# Parts that wrappers of PyTorch insert into parameter names.
+WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def meta_leaves(config: Any) -> dict[str, Tensor]:
+    """`{name: leaf}` of the parameters of a model of these sizes, as tensors on the meta device."""
+    tree = build(config).init(lambda name, shape, std, mean=0.0, dtype=None: torch.empty(shape, device="meta"))
+    return pytree.named_leaves(tree)
+
+
+def read_hf_config(path: Path, *, bare: bool = False) -> tuple[Any, HuggingFaceFamily]:
+    """(our config, the family) of the model that a config.json describes. bare: see find_family.
+
+    Raises ValueError naming an unsupported architecture or entry.
+    """
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: no such file; a model folder of transformers has a config.json, which says the model's sizes"
+        )
+    hf = read_json(path, wide=True)
+    family = find_family(hf, path, bare=bare)
+    return read_config(hf, family, path), family
+
+
+def tensors_of(folder: Path) -> dict[str, TensorEntry]:
+    """{name: Entry} of the safetensors files in a folder; raises ValueError if there are none, and naming a damaged
+    one."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        shards = ["model.safetensors"]
+    elif index.is_file():
+        table = read_json(index, wide=True).get("weight_map")
+        if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+            raise ValueError(f"{index}: damaged: it has no weight_map from tensors to files")
+        for name, shard in table.items():
+            if fault := path_fault(shard):
+                raise ValueError(f"{index}: damaged: the file of {name}, {shard!r}, {fault}")
+        shards = sorted(set(table.values()))
+    else:
+        raise ValueError(
+            f"{folder}: neither model.safetensors nor {index.name} in it; fzero reads no other weights (no .bin files)"
+        )
+    entries: dict[str, TensorEntry] = {}
+    for shard in shards:
+        if not (folder / shard).is_file():
+            raise ValueError(f"{folder / shard}: no such file, but {index.name} names it")
+        for name, entry in read_safetensors(folder / shard).items():
+            if name in entries:
+                raise ValueError(f"{folder}: tensor {name} is there twice")
+            entries[name] = entry
+    return entries
+
+
+class Names(NamedTuple):
+    """The names of a model's tensors in a source."""
+
+    rows: tuple[TensorRow, ...]  # of the source's layout
+    source_names: dict[str, str]  # the name in the rows -> the name in the source
+
+
+def leaves_of(
+    source: Path,
+    config: Any,
+    family: HuggingFaceFamily,
+    tensors: dict[str, TensorEntry],
+    *,
+    dtype: torch.dtype | None = None,
+    alone: bool = True,
+) -> dict[str, TensorEntry]:
+    """{name: Entry} of the leaves of a model of this config, each made from `tensors` on request.
+
+    dtype: of the leaves; None keeps the stored one. alone: the source holds only the model; else other tensors are
+    allowed. Raises ValueError naming `source` and the tensor that is missing, unexpected, or of another shape or dtype.
+    """
+    leaves = meta_leaves(config)
+    tensors = unpack_tensors(source, tensors) if family.quantized else tensors
+    names = find_names(source, family, leaves, tensors, alone=alone)
+    entries = {name: tensors[source_name] for name, source_name in names.source_names.items()}
+    for row in names.rows:
+        _expect_tensors(source, row, leaves, entries, names.source_names, dtype)
+    if config.tied and HEAD in entries:
+        tokens = next(row.pattern for row in names.rows if row.leaf == "embed/tokens")
+        if entries[HEAD][:2] != entries[tokens][:2] or _digest(entries[HEAD]) != _digest(entries[tokens]):
+            raise ValueError(
+                f"{source}: the config says tie_word_embeddings, but {names.source_names[HEAD]} is not "
+                f"{names.source_names[tokens]}; make it false"
+            )
+    row_leaves = {row.leaf: _leaf(row, leaves, entries, dtype) for row in names.rows}
+    return {name: row_leaves[name] for name in leaves}
+
+
+def find_names(
+    source: Path, family: HuggingFaceFamily, leaves: dict[str, Tensor], tensors: Iterable[str], *, alone: bool
+) -> Names:
+    """Find the tensors of a model of `family`, under any prefix.
+
+    A name that ends in the embedding's gives the prefix of all others, except the head, whose name lacks the family's
+    own part of it.
+    """
+    plain: dict[str, str] = {}
+    for actual in tensors:
+        name = ".".join(segment for segment in actual.split(".") if segment not in WRAPPERS)
+        if name in plain:
+            raise ValueError(f"{source}: tensor {name} is there twice, as {plain[name]} and as {actual}")
+        plain[name] = actual
+    layouts = [tuple(row for row in layout if row.leaf in leaves) for layout in family.layouts]
+    anchor = next(row.pattern for row in layouts[0] if row.leaf == "embed/tokens")
+    stems = {name.removesuffix(anchor) for name in plain if name == anchor or name.endswith(f".{anchor}")}
+    # Before any name is made: a config of 10^5 layers with 10^5 experts has more names than memory holds.
+    counts = [sum(math.prod(leaves[row.leaf].shape[: row.pattern.count("{")]) for row in rows) for rows in layouts]
+    layouts = [rows for rows, count in zip(layouts, counts) if count <= 10 * len(plain) + 10_000]
+    if not layouts:
+        raise ValueError(
+            f"{source}: the config asks for {min(counts):,} tensors and {len(plain):,} are there; its layers or "
+            "experts are those of another model"
+        )
+    if len(stems) > MOST_MODELS:
+        raise ValueError(
+            f"{source}: the weights of {len(stems)} models are in it; save the one to be imported by itself"
+        )
+    best: list[tuple[int, str, tuple[TensorRow, ...], set[str]]] = []
+    for stem in sorted(stems or {family.prefix}):
+        for rows in layouts:
+            expected = {name for row in rows for name, _ in row_tensors(row, leaves)}
+            best.append((sum(_source_name(stem, family, name) in plain for name in expected), stem, rows, expected))
+    max_matches = max(count for count, *_ in best)
+    full = sorted({stem for count, stem, *_ in best if count == max_matches})
+    if len(full) > 1:
+        embeddings = " and ".join(f"{stem}{anchor}" for stem in full)
+        raise ValueError(
+            f"{source}: the weights of more than one model are in it, as {embeddings} say; save the one to be "
+            "imported by itself"
+        )
+    _, stem, rows, expected = next(candidate for candidate in best if candidate[0] == max_matches)
+    source_names = {
+        name: plain[actual] for name in (*expected, HEAD) if (actual := _source_name(stem, family, name)) in plain
+    }
+    if not set(source_names) - {HEAD}:
+        present = list(plain.values())
+        actual = (
+            ", ".join(present[:5]) + (f" and {len(present) - 5} more" if len(present) > 5 else "")
+            if present
+            else "nothing"
+        )
+        raise ValueError(
+            f"{source}: no tensor of a {family.architecture} is in it, under any prefix; there is {actual}"
+        )
+    missing = sorted(full_name(family, name) for name in expected - set(source_names))
+    outer = stem.removesuffix(family.prefix)
+    extra = [
+        actual
+        for name, actual in sorted(plain.items())
+        if actual not in source_names.values()
+        and (alone or name.startswith((stem, *(f"{outer}{segment}" for segment in OUTER))))
+        and not re.fullmatch(family.passed_over, name.removeprefix(stem))
+    ]
+    for fault, names in (("are missing", missing), ("are unexpected", extra)):
+        if names:
+            suffix = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ValueError(
+                f"{source}: tensors {fault} for a {family.architecture} of these sizes: {', '.join(names[:5])}{suffix}"
+            )
+    return Names(rows, source_names)
+
+
+def _source_name(stem: str, family: HuggingFaceFamily, name: str) -> str:
+    """The name in the source of a tensor of the rows, with prefix `stem`."""
+    return (stem.removesuffix(family.prefix) if name.startswith(OUTER) else stem) + name
+
+
+def _expect_tensors(
+    source: Path,
+    row: TensorRow,
+    leaves: dict[str, Tensor],
+    entries: dict[str, TensorEntry],
+    source_names: dict[str, str],
+    dtype: torch.dtype | None,
+) -> None:
+    first = None
+    for name, _ in row_tensors(row, leaves):
+        entry, shape = entries[name], tensor_shape(row, leaves)
+        if list(entry.shape) != shape:
+            raise ValueError(
+                f"{source}: tensor {source_names[name]} has shape {list(entry.shape)}, config.json asks for {shape}"
+            )
+        if entry.dtype not in FLOATS:
+            raise ValueError(
+                f"{source}: tensor {source_names[name]} is {entry.dtype}; fzero reads float32, bfloat16, float16 and "
+                "float64"
+            )
+        first = first or entry.dtype
+        if dtype is None and entry.dtype != first:
+            raise ValueError(
+                f"{source}: tensor {source_names[name]} is {entry.dtype} and other layers {first}; give load_hf a "
+                "dtype, or save it in one"
+            )
+
+
+def _leaf(
+    row: TensorRow, leaves: dict[str, Tensor], entries: dict[str, TensorEntry], dtype: torch.dtype | None
+) -> TensorEntry:
+    shape, spots = tuple(leaves[row.leaf].shape), list(row_tensors(row, leaves))
+    entry = entries[spots[0][0]]
+    if spots[0][1] == () and not row.transposed and len(row.fused_leaves) < 2 and dtype in (None, entry.dtype):
+        return TensorEntry(entry.dtype, shape, entry.give)  # shares the memory
+
+    column_range = column_slice(row, leaves)
+
+    def give() -> Tensor:
+        leaf = torch.empty(shape, dtype=dtype or entry.dtype)
+        for name, index in spots:
+            tensor = entries[name].give()
+            values = tensor.transpose(-1, -2) if row.transposed else tensor
+            leaf[index].copy_(values[..., column_range])
+            del tensor, values
+        return leaf
+
+    return TensorEntry(dtype or entry.dtype, shape, give)
+
+
+def _digest(entry: TensorEntry) -> str:
+    return hashlib.sha256(memory_of(entry.give().contiguous())).hexdigest()
+
 
 # ---- import ----
 
@@ -80,9 +322,7 @@ def save_hf(
     Raises ValueError if it exists, if `params` are not those of `config`, and for features that transformers does not
     compute: an attention pattern of another kind than the architecture has, and expert capacity.
     """
-    folder = Path(folder)
-    if folder.exists():
-        raise ValueError(f"{folder}: already exists; name another folder or remove this one first")
+    folder = expect_absent(folder)
     source = _tokenizer_file(tokenizer)
     hf, family = write_config(config, architecture)
     leaves = params if isinstance(params, Leaves) else in_memory(params)
@@ -99,18 +339,11 @@ def save_hf(
     } | ({} if eos is None or isinstance(eos, int) else dict(eos))
     if pad >= 0:  # some have one by default
         hf["pad_token_id"] = pad
-    partial = folder.with_name(f"{folder.name}.partial")
-    remove_entry(partial)
-    make_folder(partial.parent, partial.name)
-    try:
+    with new_folder(folder) as partial:
         write_text(partial, "config.json", json.dumps(hf, indent=2) + "\n")
         write_tokenizer(partial, source, config.max_len)
         write_texts(partial, files)
         _write_tensors(partial, _tensors(family, rows, leaves), max_shard_bytes)
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return folder
 
 

@@ -6,7 +6,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from fzero.checkpoint.convert.huggingface_entries import expect_known
+from fzero.checkpoint.convert.huggingface_entries import (
+    expect_known,
+    read_labels,
+    read_layers,
+    scored_family,
+    write_labels,
+    write_layers,
+)
 from fzero.checkpoint.convert.huggingface_families import (
     FAMILIES,
     MOE_PLAIN,
@@ -15,13 +22,6 @@ from fzero.checkpoint.convert.huggingface_families import (
     ROPE,
     Field,
     HuggingFaceFamily,
-)
-from fzero.checkpoint.convert.huggingface_layers import (
-    read_labels,
-    read_layers,
-    scored_family,
-    write_labels,
-    write_layers,
 )
 from fzero.core.bounds import check_bounds
 from fzero.core.text_parsing import expect_entries, nearest, short

@@ -54,7 +54,7 @@ class HuggingFaceFamily(NamedTuple):
     fixed: dict[str, tuple[Any, ...]]
     passed_over: str  # tensors that are not weights
     flags: dict[str, Any] = {}  # noqa: RUF012  (fields of ours by which architectures with one type of config differ)
-    layers: str = ""  # what its layers may differ in, see huggingface_layers
+    layers: str = ""  # what its layers may differ in, see huggingface_entries
     window: int | None = None  # the default of sliding_window
     theta: float = 1e4  # the default of RoPE's base
     rope: dict[str, Any] = {}  # noqa: RUF012  (rope_parameters, where config.json has no scaling of RoPE)

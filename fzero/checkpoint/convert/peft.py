@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.checkpoint.convert.huggingface import meta_leaves, read_hf_config
 from fzero.checkpoint.convert.huggingface_config import write_config
 from fzero.checkpoint.convert.huggingface_families import full_name
 from fzero.checkpoint.convert.huggingface_names import TensorRow, row_tensors
-from fzero.checkpoint.convert.huggingface_read import meta_leaves, read_hf_config
-from fzero.checkpoint.convert.safetensors import TensorEntry, read_safetensors, write_safetensors
+from fzero.checkpoint.convert.tensor_files import TensorEntry, read_safetensors, write_safetensors
 from fzero.core import digest, pytree
-from fzero.core.files import make_folder, remove_entry
+from fzero.core.files import expect_absent, new_folder
 from fzero.core.pytree import Tree
 from fzero.core.storage import write_text
 from fzero.core.text_parsing import expect_entries, nearest, read_json, short
@@ -131,9 +130,7 @@ def save_adapter(folder: str | Path, config: LoRAConfig, params: Tree, *, base: 
     params: of `models.lora`, whole (not sharded). The folder appears only when it is complete. Raises ValueError if it
     exists, for a model that transformers lacks, and for a weight that is only a part of one of transformers.
     """
-    folder = Path(folder)
-    if folder.exists():
-        raise ValueError(f"{folder}: already exists; name another folder or remove this one first")
+    folder = expect_absent(folder)
     if config.vocabulary:
         raise ValueError(
             "the tables of the vocabulary are trained too, which are no factors; merge: fzero export without --adapter"
@@ -173,18 +170,11 @@ def save_adapter(folder: str | Path, config: LoRAConfig, params: Tree, *, base: 
         "fan_in_fan_out": not next(iter(used.values())).transposed,
         "inference_mode": True,
     }
-    partial = folder.with_name(f"{folder.name}.partial")
-    remove_entry(partial)
-    make_folder(partial.parent, partial.name)
-    try:
+    with new_folder(folder) as partial:
         write_text(partial, CONFIG, json.dumps(peft_config, indent=2) + "\n")
         write_safetensors(partial / TENSORS, entries)
         if base_sum := base_digest(named):
             write_text(partial, BASE, json.dumps({"digest": base_sum}) + "\n")
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return folder
 
 

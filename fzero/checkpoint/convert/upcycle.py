@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.convert.huggingface_read import meta_leaves
-from fzero.checkpoint.convert.safetensors import TensorEntry
+from fzero.checkpoint.convert.huggingface import meta_leaves
+from fzero.checkpoint.convert.tensor_files import TensorEntry
 from fzero.core import prng
 from fzero.models import LlamaConfig, MoEConfig
 from fzero.sharding import slices

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.offload.buffer_pool import BufferPool
-from fzero.offload.disk_config import load_settings, save_settings
-from fzero.offload.disk_io import DiskSettings, file_system, mount_point
+from fzero.offload.disk_io import DiskSettings, file_system, load_settings, mount_point, save_settings
 from fzero.planner.calibrate.disk_rates import (
     ANCHOR_BLOCK,
     ANCHOR_THREADS,

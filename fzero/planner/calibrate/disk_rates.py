@@ -24,7 +24,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fzero.core.storage import PAGE, naming
+from fzero.core.files import naming
+from fzero.core.storage import PAGE
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_io import REFUSED, DiskIO, DiskSettings, file_system, mount_point, open_direct, serves_direct
 

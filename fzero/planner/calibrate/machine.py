@@ -21,7 +21,7 @@ from fzero.core.compile import have_compiler
 from fzero.core.files import make_folder, replacing
 from fzero.kernels import tuning
 from fzero.offload.buffer_pool import BufferPool
-from fzero.offload.disk_config import load_settings
+from fzero.offload.disk_io import load_settings
 from fzero.planner.calibrate import collectives, gemm, memory, step_operators
 from fzero.planner.calibrate.case_timer import (
     Figure,

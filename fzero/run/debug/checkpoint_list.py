@@ -11,13 +11,11 @@ from typing import Any, NamedTuple
 from fzero import checkpoint
 from fzero.checkpoint import Folder
 from fzero.checkpoint.directory import SPARE, clean_step, step_of
-from fzero.checkpoint.manifest import MANIFEST, join, parse_leaf
+from fzero.checkpoint.manifest import MANIFEST, parse_leaf
 from fzero.checkpoint.offload_snapshot import verify_store
-from fzero.checkpoint.reader import tile_name
 from fzero.checkpoint.restore_tree import dtype_name
 from fzero.core.config_tables import flat
-from fzero.core.object_store import Objects
-from fzero.core.storage import is_url
+from fzero.core.storage import Objects, is_url, join
 from fzero.offload.store_manifest import STEP, STORE, read_store
 from fzero.run import config_table, run_folder
 from fzero.run.config_versions import current_keys
@@ -162,9 +160,7 @@ def entry_of(path: Folder, step: int, files: dict[str, int | None]) -> Checkpoin
         return CheckpointEntry(step, path, "damaged", str(error), written, size, None, None, None)
     leaves = {name: parse_leaf(table) for name, table in record["leaves"].items()}
     parts = {
-        f"{record['arrays']}/{tile_name(leaf.layout, name, shard)}": None
-        if leaf.layout.compress
-        else leaf.layout.file_bytes
+        f"{record['arrays']}/{leaf.layout.file(name, shard)}": None if leaf.layout.compress else leaf.layout.file_bytes
         for name, leaf in leaves.items()
         for shard in leaf.layout.tiles()
     }
@@ -215,7 +211,7 @@ def on_disk(folder: Path) -> OnDisk | None:
 def store_of(folder: Path) -> str | None:
     """The place of the store of the run in `folder`; None if its state is not on a disk."""
     value = run_folder.read_config(folder)
-    if "nvme" not in Offload.parse(value.offload).memories:
+    if not Offload.parse(value.offload).on_disk:
         return None
     return str(value.nvme.folder or folder / run_folder.NVME)
 

@@ -215,7 +215,7 @@ def open_job(
         scratch = None
         try:
             torch.set_num_threads(environment.get("threads", torch.get_num_threads()))
-            if "nvme" in Offload.parse(config.offload).memories:
+            if Offload.parse(config.offload).on_disk:
                 scratch = Path(coordinator.share(lambda: tempfile.mkdtemp(prefix="fzero-replay-", dir=nvme)))
             job = build(config, mesh, scratch, device=device)
             expect_memory(job, coordinator)

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from fzero.core.compile import on_first_compile
-from fzero.core.files import cut_half_line, open_to_write
+from fzero.core.files import cut_half_line, naming, open_to_write
 from fzero.core.gpu import HOST, memory_of, reset_peak
 from fzero.core.gpu_copies import Copied, copy_out
-from fzero.core.storage import naming
 from fzero.core.text_parsing import json_text
 from fzero.data.mixture import Mixture
 from fzero.models.batch import KINDS

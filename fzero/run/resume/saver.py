@@ -16,8 +16,7 @@ from fzero.checkpoint import directory
 from fzero.checkpoint.directory import newest_sound
 from fzero.checkpoint.moment_codes import code_lines, encode_moments
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
-from fzero.checkpoint.restore_errors import error_lines
-from fzero.checkpoint.restore_state import renamed_leaves
+from fzero.checkpoint.restore_state import error_lines, renamed_leaves
 from fzero.core import pytree
 from fzero.core.pytree import leaves
 from fzero.core.storage import Damaged, is_url

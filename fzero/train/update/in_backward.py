@@ -77,7 +77,7 @@ def expect_early(streamed: StreamedUpdate, plan: Plan, slots: int, skips: bool) 
         for name, spec in pytree.named_leaves(tree).items()
         if name not in plan.frozen
     ]
-    all_on_disk = all(spec.memory == "nvme" for spec in specs)
+    all_on_disk = all(spec.memory.on_disk for spec in specs)
     if skips and not (slots > 1 and all_on_disk):
         fixes = ['the plan offload="params=nvme,opt=nvme"'] * (not all_on_disk) + ["fzero.Nvme slots=2"] * (slots < 2)
         raise ValueError(

@@ -88,7 +88,7 @@ class StreamedUpdate:
             if param is not None and param in sizes:
                 sizes[param] += files.file_bytes
         for name in sizes:
-            if plan.leaves[name].grads.memory == "nvme":
+            if plan.leaves[name].grads.memory.on_disk:
                 lead = shard_dim(name)
                 sizes[name] += math.prod(self.shards[name][lead:]) * plan.policy.accumulate.itemsize
         return max(sizes.values())
@@ -170,7 +170,7 @@ class Update:
         disk."""
         columns = (*self.columns.values(), *(self.master or self.params).values())
         disk_bytes = sum(x.dtype.itemsize for x in columns if isinstance(x, OFF))
-        sums = any(leaf.trained and leaf.grads.memory == "nvme" for leaf in self.streamed.plan.leaves.values())
+        sums = any(leaf.trained and leaf.grads.memory.on_disk for leaf in self.streamed.plan.leaves.values())
         return -(-disk_bytes // len(self.params)) + 8 if disk_bytes or sums else 0
 
     def run(self, units: list[UpdateUnit]) -> None:

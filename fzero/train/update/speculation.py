@@ -44,12 +44,12 @@ def make_step(step: StepParts) -> TrainStep:
 def expect_speculation(plan: Plan, slots: int) -> None:
     """Raise ValueError if the host does not update, or could not put an update right."""
     trained = [leaf for leaf in plan.leaves.values() if leaf.trained]
-    if {leaf.opt.memory for leaf in trained} == {"device"}:
+    if trained and all(leaf.opt.memory.on_device for leaf in trained):
         raise ValueError(
             'update="speculate" has the host update layers while the device computes, and the optimizer\'s state is on '
             'the device; give the plan offload="opt=host" or "opt=nvme", or use update="end"'
         )
-    if slots < 2 and any(leaf.params.memory == "nvme" or leaf.opt.memory == "nvme" for leaf in trained):
+    if slots < 2 and any(leaf.params.memory.on_disk or leaf.opt.memory.on_disk for leaf in trained):
         raise ValueError(
             f'update="speculate": an update on a disk is put right from its old version, and the store has {slots} '
             'slot; give it two (slots=2 of fzero.Nvme; nvme.slots=2 of a run), or use update="end"'
