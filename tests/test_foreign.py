@@ -29,12 +29,11 @@ ROOT = Path(fzero.__file__).parent
 OWN = {
     "checkpoint/leaf_source.py": 1,  # what `to_bytes` made, compared with its checksum; numbers have any size
     "checkpoint/save_state.py": 1,  # another rank's message
-    "cli/plan_questions.py": 2,  # what plans made
     "cli/checkpoint.py": 0,
     "comm/agreement.py": 1,  # messages of ranks
     "offload/store_folder.py": 2,  # round trips
     "planner/calibrate/disk_rates.py": 1,  # the output of fio
-    "planner/search_result.py": 1,  # a round trip
+    "planner/search_result.py": 3,  # round trips
     "run/debug/checkpoint_list.py": 1,  # a round trip
     "run/measure/step_records.py": 1,  # the profiler's trace
     "run/ranks/coordinator.py": 3,  # messages of ranks

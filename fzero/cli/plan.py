@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from functools import partial
@@ -25,7 +24,6 @@ from fzero.cli.flags import (
     table_of,
 )
 from fzero.cli.name_checks import check_names, check_preset
-from fzero.cli.plan_questions import OF_SEARCH, QUESTIONS, AnsweredSearch, answer_question
 from fzero.cli.progress import Progress
 from fzero.comm.axes import mesh_text
 from fzero.core import config_tables
@@ -39,6 +37,8 @@ TABLES = (
     "model", "data", "optim", "precision", "train", "mesh", "pipeline", "nvme", "guard", "reshard", "objective", "dpo",
     "stages", "local", "partition_activations",
 )  # fmt: skip
+QUESTIONS = ("longest", "fewer-bytes")  # of --ask
+OF_SEARCH = ("fewer-bytes",)  # which may be asked of the best plan of a search
 MAX_CLASSES = 1 << 20
 RATE_GBS = (0.0, False, 1e6)
 
@@ -227,14 +227,15 @@ def plan(
     choices = parse_choices(vary)
     check_names(table, gpu, *choices.get("gpu", ()))
     with without_collection():
-        from fzero.planner import first_estimate  # noqa: F401  (and torch below it)
+        from fzero.planner import first_estimate, search_result  # noqa: F401  (with torch)
+        from fzero.planner import plan as plans
     make_config = partial(config_of, config_file=config_file, has_mesh=not searches and not vary)
     config = make_config(table)
     if out is not None and tokens is not None:
         config = make_config(with_steps_of(tokens, table, config))
-    config = config if classes is None else with_classes(config, classes)
-    config = config if lora_rank is None else with_lora(config, lora_rank, lora_targets, quantize)
-    device = device_with(
+    config = config if classes is None else plans.with_classes(config, classes)
+    config = config if lora_rank is None else plans.with_lora(config, lora_rank, lora_targets, quantize)
+    device = plans.device_with(
         gpu, memory_gb, nvme_gbs, imbalance, between, price_per_hour=price, ranks_on_node=ranks_on_node
     )
     if not (kind or question):  # which change the config
@@ -242,7 +243,8 @@ def plan(
     if searches and world_size is not None:
         answer = search_plans(config, world_size, device, top, out, slurm)
         if question:
-            answer = AnsweredSearch(answer, answer_question(question, answer.config, device, cache_of(no_cache)))
+            second = answer_question(question, answer.config, device, cache_of(no_cache))
+            answer = search_result.AnsweredSearch(answer, second)
     elif question:
         answer = answer_question(question, config, device, cache_of(no_cache))
     elif vary:
@@ -302,36 +304,20 @@ def refuse_lora_flags(rank: int | None, targets: str | None, quantize: str | Non
         raise ValueError(f"--lora-rank is for one plan; leave out {kind}")
 
 
-def with_classes(config: Any, classes: int) -> Any:
-    """The config whose model has a head of so many classes, or of a reward, with its objective."""
-    from fzero import models
-    from fzero.run.objectives import objective_of
-
-    model = models.build(config.model)
-    head_model = models.reward(model) if classes == 1 else models.classify(model, [str(i) for i in range(classes)])
-    return dataclasses.replace(config, model=head_model.config, objective=objective_of(head_model.config).name)
-
-
-def with_lora(config: Any, rank: int, targets: str | None, kind: str | None) -> Any:
-    """The config whose model has LoRA, beside weights in codes of this kind; its scale changes no number of a plan."""
-    from fzero import models
-
-    if config.optim.name == "muon":
-        raise ValueError(
-            "optim.name is muon, which trains other leaves than matrices too, and LoRA has matrices only; add --set "
-            "optim.name=adamw"
-        )
-    model = models.build(config.model)
-    model = model if kind is None else models.quantized(model, kind)
-    lora_model = models.lora(model, rank) if targets is None else models.lora(model, rank, targets=targets)
-    return dataclasses.replace(config, model=lora_model.config)
-
-
 def cache_of(no_cache: bool) -> Path | None:
     """The folder of the traces of earlier plans; None for --no-cache."""
     from fzero.planner.trace_cache import cache_folder
 
     return None if no_cache else cache_folder()
+
+
+def answer_question(question: str, config: Any, device: Any, cache: Path | None) -> Any:
+    """The answer to one of QUESTIONS about a config on a device. cache: of traces, for plans."""
+    from fzero.planner.max_sequence import longest
+    from fzero.planner.slow_link_options import fewer_bytes
+
+    with Progress("planning") as show:
+        return longest(config, device, show) if question == "longest" else fewer_bytes(config, device, show, cache)
 
 
 def plan_config(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
@@ -354,37 +340,6 @@ def plan_config(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
         print(line, file=sys.stderr, flush=True)
     with Progress("tracing") as show:
         return plans.plan(config, gpu=device, say=show, cache=cache, rank=rank)
-
-
-def device_with(
-    gpu: str,
-    memory_gb: float | None,
-    nvme_gbs: float | None,
-    imbalance: str | None,
-    node_links: str | None,
-    **overrides: Any,
-) -> Any:
-    """The Device of a name, with this memory, this rate of its disk, these loads of experts, these links between nodes,
-    and the other fields that are given."""
-    from fzero.planner.devices import between_nodes
-    from fzero.planner.experts import Loads
-    from fzero.planner.plan import device_for
-
-    changes = {name: value for name, value in overrides.items() if value is not None}
-    if memory_gb is not None:
-        changes["memory_bytes"] = int(memory_gb * 1e9)
-    if imbalance is not None:
-        changes["loads"] = Loads.parse(imbalance)
-    if nvme_gbs is not None:
-        changes["nvme"] = dict.fromkeys(("read", "write", "both"), nvme_gbs * 1e9)
-    device = dataclasses.replace(device_for(gpu), **changes)
-    device = device if node_links is None else between_nodes(device, node_links)
-    if device.memory_bytes <= device.reserved_bytes:
-        raise ValueError(
-            f"--memory-gb is {memory_gb:g}; it must be above the {device.reserved_bytes / 1e9:.2f} GB that the driver "
-            "and libraries take"
-        )
-    return device
 
 
 def parse_choices(texts: tuple[str, ...]) -> dict[str, list[Any]]:

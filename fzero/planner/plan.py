@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fzero import models
 from fzero.core import config_tables
 from fzero.core import gpu as gpu_module
 from fzero.core.arguments import checked
@@ -19,7 +20,7 @@ from fzero.models.decoder_config import DecoderConfig
 from fzero.models.presets import body_of
 from fzero.planner import devices, extrapolate, pipeline_trace
 from fzero.planner.devices import Device
-from fzero.planner.experts import EVEN, check_capacity
+from fzero.planner.experts import EVEN, Loads, check_capacity
 from fzero.planner.pipeline_report import pipeline_report, with_layout
 from fzero.planner.plan_report import PlanReport, report_of
 from fzero.planner.step_trace import Trace, fake_nvme
@@ -29,6 +30,7 @@ from fzero.run.build import build
 from fzero.run.config import RunConfig
 from fzero.run.config_table import apply_table, from_table
 from fzero.run.doctor import usable_device
+from fzero.run.objectives import objective_of
 from fzero.sharding import fake_mesh
 
 
@@ -126,6 +128,33 @@ def device_for(gpu: str | Device) -> Device:
     return unmeasured_here()
 
 
+def device_with(
+    gpu: str,
+    memory_gb: float | None,
+    nvme_gbs: float | None,
+    imbalance: str | None,
+    node_links: str | None,
+    **overrides: Any,
+) -> Device:
+    """The Device of a name, with this memory, this rate of its disk, these loads of experts, these links between nodes,
+    and the other fields that are given."""
+    changes = {name: value for name, value in overrides.items() if value is not None}
+    if memory_gb is not None:
+        changes["memory_bytes"] = int(memory_gb * 1e9)
+    if imbalance is not None:
+        changes["loads"] = Loads.parse(imbalance)
+    if nvme_gbs is not None:
+        changes["nvme"] = dict.fromkeys(("read", "write", "both"), nvme_gbs * 1e9)
+    device = replace(device_for(gpu), **changes)
+    device = device if node_links is None else devices.between_nodes(device, node_links)
+    if device.memory_bytes <= device.reserved_bytes:
+        raise ValueError(
+            f"--memory-gb is {memory_gb:g}; it must be above the {device.reserved_bytes / 1e9:.2f} GB that the driver "
+            "and libraries take"
+        )
+    return device
+
+
 def with_host_memory(device: Device, config: RunConfig) -> Device:
     """The device with the memory of its host that a config gives to a run, if it gives any."""
     size = int(config.host_memory_gb * 1e9)
@@ -173,3 +202,25 @@ def sizes_of(config: RunConfig, mesh: Mapping[str, int] | None) -> dict[str, int
     sizes = dict(config.mesh if mesh is None else mesh)
     fake_mesh(sizes)
     return sizes
+
+
+def with_classes(config: RunConfig, classes: int) -> RunConfig:
+    """The config whose model has a head of so many classes, or of a reward, with its objective."""
+    from fzero import models
+
+    model = models.build(config.model)
+    head_model = models.reward(model) if classes == 1 else models.classify(model, [str(i) for i in range(classes)])
+    return replace(config, model=head_model.config, objective=objective_of(head_model.config).name)
+
+
+def with_lora(config: RunConfig, rank: int, targets: str | None, kind: str | None) -> RunConfig:
+    """The config whose model has LoRA, beside weights in codes of this kind; its scale changes no number of a plan."""
+    if config.optim.name == "muon":
+        raise ValueError(
+            "optim.name is muon, which trains other leaves than matrices too, and LoRA has matrices only; add --set "
+            "optim.name=adamw"
+        )
+    model = models.build(config.model)
+    model = model if kind is None else models.quantized(model, kind)
+    lora_model = models.lora(model, rank) if targets is None else models.lora(model, rank, targets=targets)
+    return replace(config, model=lora_model.config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fzero import models
 from fzero.comm.axes import mesh_text
@@ -98,6 +98,24 @@ class SearchResult(NamedTuple):
 
     def __str__(self) -> str:
         return describe(self)
+
+
+class AnsweredSearch(NamedTuple):
+    """A search, and the answer to a question about its best plan."""
+
+    search: SearchResult
+    answer: Any
+
+    def for_tokens(self, tokens: float) -> AnsweredSearch:
+        """The same with a budget of tokens in the reports of the search."""
+        return self._replace(search=self.search.for_tokens(tokens))
+
+    def to_json(self) -> str:
+        """Format as one JSON object."""
+        return json.dumps({"search": json.loads(self.search.to_json()), "asked": json.loads(self.answer.to_json())})
+
+    def __str__(self) -> str:
+        return f"{self.search}\n\n{self.answer}"
 
 
 # ---- reasons -----------------------------------------------------------------------------------------------------
