@@ -832,7 +832,7 @@ def lose_a_rank(mesh, folder):
     watchdog.BEAT_S, watchdog.SILENT_S = 0.1, 1.0
     link, ended = mesh["dp"].communicator, communicator.Communicator.abort
     link.transport, communicator._all_gather = "nccl", lambda *_, **__: Endless()
-    link.messages.transport, link.messages.transport_of = "nccl", lambda x: "nccl"
+    link.transport_of = lambda x: "nccl"
     link.abort = lambda: ((folder / f"aborted{mesh.rank}").touch(), ended(link))
     ours = Coordinator(mesh.rank, 2, 2, dist.PrefixStore("run", mesh.store))
     ours.current_mesh, ours.notices = mesh, False

@@ -432,9 +432,9 @@ def test_small_tables_stay_in_the_memory_of_the_host_beside_nccl():
     communicator = Communicator(
         "dp", (0, 1), transport="nccl", ledger=Ledger(), agreement=ProgramAgreement(None, 0, 0.0), ordered=False
     )
-    assert communicator.messages.transport_of(torch.ones(1)) == "gloo"
+    assert communicator.transport_of(torch.ones(1)) == "gloo"
     with pretend():
-        assert communicator.messages.transport_of(torch.ones(1, device="cuda")) == "nccl"
+        assert communicator.transport_of(torch.ones(1, device="cuda")) == "nccl"
 
 
 @pytest.mark.parametrize(

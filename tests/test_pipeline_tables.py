@@ -423,7 +423,7 @@ def test_an_even_model_is_cut_evenly_and_a_head_takes_layers_from_its_stage():
     assert counts(pipeline.layout([1.0] * 32, 4)) == [8, 8, 8, 8]
     assert counts(pipeline.layout([1.0] * 32, 4, head=2.5)) == [8, 9, 9, 6]
     assert pipeline.read_layout("8,9, 9,6", [1.0] * 32, 4) == pipeline.layout([1.0] * 32, 4, head=2.5)
-    assert pipeline.read_layout("auto", [1.0] * 32, 4, head=2.5) == pipeline.layout([1.0] * 32, 4, head=2.5)
+    assert pipeline.read_layout("auto", [1.0] * 32, 4) == pipeline.layout([1.0] * 32, 4)
     assert pipeline.read_layout("auto", [1.0] * 8, 2, 2, "v") == pipeline.layout([1.0] * 8, 2, 2, "v")
 
 

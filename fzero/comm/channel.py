@@ -35,12 +35,12 @@ def open_channels(link: Communicator, channels: Sequence[tuple[str, int, int]]) 
     of them did that in the middle of unlike programs, each could wait for the other.
     """
     for label, source, target in channels:
-        if link.transport != "nccl" or label in link.messages.connections or link.rank not in (source, target):
+        if link.transport != "nccl" or label in link.connections or link.rank not in (source, target):
             continue
         assert link.agreement.store is not None  # ranks with NCCL have one
         name, sends = f"channel/{link.ranks[source]}-{link.ranks[target]}/{label}", link.rank == source
         backend = pair_over_nccl(dist.PrefixStore(name, link.agreement.store), int(not sends))
-        connection = link.messages.connections[label] = Connection(backend, int(sends))
+        connection = link.connections[label] = Connection(backend, int(sends))
         connection.start(torch.zeros(1, device=current_device()), sends=sends).wait()
 
 

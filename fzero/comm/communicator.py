@@ -78,7 +78,7 @@ def _cut(counts: Sequence[int], limit: int) -> list[int]:
     return [end - begin for begin, end in zip([0, *ends], ends)]
 
 
-class Communicator:
+class Communicator(AxisMessages):
     """The connection of this process with the other ranks of one mesh axis.
 
     ranks: the global ranks along the axis, with that of this process, which `agreement` knows; `rank` is its number
@@ -99,12 +99,10 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
         ordered: bool = False,
     ) -> None:
-        rank = list(ranks).index(agreement.rank)
-        self.axis, self.ranks, self.rank, self.size = axis, tuple(ranks), rank, len(ranks)
-        self.transport, self.ledger, self.agreement, self.group = transport, ledger, agreement, group
-        self.ordered = ordered
+        super().__init__(ranks, transport, group, agreement, ledger)
+        self.axis, self.size, self.ordered = axis, len(ranks), ordered
         # Beginning with the next rank, so that not all ranks send to the same one first.
-        self.peers = [(rank + k) % self.size for k in range(1, self.size)]
+        self.peers = [(self.rank + k) % self.size for k in range(1, self.size)]
         if transport == "fake":
             # Nothing is sent: one other rank represents all, and its buffers the memory of a real collective.
             self.peers = self.peers[:1]
@@ -113,7 +111,6 @@ class Communicator:
         self.calls = 0
         # None: an exchange of more rows than a rank has room for raises; a list: it is cut, and their number appended.
         self.cut: list[int] | None = None
-        self.messages = AxisMessages(ranks, rank, transport, group, agreement, ledger)
         self.number = next(_NUMBERS)
         _COMMUNICATORS[self.number] = self
 
@@ -135,12 +132,10 @@ class Communicator:
             raise ValueError(
                 f"{call}: out is {out.dtype} {list(out.shape)}; it must be contiguous, {x.dtype} {list(shape)}"
             )
-        if self.messages.transport_of(x) == "nccl":
-            return self.messages.native(call, x, lambda: _all_gather(out, x, group=self.group, async_op=True), out)
+        if self.transport_of(x) == "nccl":
+            return self.native(call, x, lambda: _all_gather(out, x, group=self.group, async_op=True), out)
         parts = out.view(self.size, *x.shape)
-        gathering = self.messages.exchange(
-            call, {j: x for j in self.peers}, {j: parts[j] for j in self.peers}, lambda: out
-        )
+        gathering = self.exchange(call, {j: x for j in self.peers}, {j: parts[j] for j in self.peers}, lambda: out)
         if self.transport == "fake" or parts[self.rank].data_ptr() != x.data_ptr():
             parts[self.rank].copy_(x)
         return gathering
@@ -153,7 +148,7 @@ class Communicator:
         if self._by_messages(x):
             return self._sum_of(call, pieces)
         out = torch.empty_like(pieces[0])
-        return self.messages.native(call, x, lambda: _reduce_scatter(out, x, group=self.group, async_op=True), out)
+        return self.native(call, x, lambda: _reduce_scatter(out, x, group=self.group, async_op=True), out)
 
     def start_psum(self, x: Tensor, leaf: str = "", guarded: bool = True) -> Future[Tensor]:
         """Start x -> the sum over ranks, of the same shape. guarded: in checked mode, refuse an x that is the same on
@@ -164,7 +159,7 @@ class Communicator:
             self._refuse_same(call, x)
         if not self._by_messages(x):
             out = x.clone(memory_format=torch.contiguous_format)
-            return self.messages.native(call, x, lambda: dist.all_reduce(out, group=self.group, async_op=True), out)
+            return self.native(call, x, lambda: dist.all_reduce(out, group=self.group, async_op=True), out)
         x = x.contiguous()
         if self.size * x.numel() * x.element_size() <= SMALL_BYTES:
             return self._sum_of(call, [x] * self.size)
@@ -174,10 +169,7 @@ class Communicator:
         def gather() -> Tensor:
             local_sum, out = pending.wait(), torch.empty_like(x)
             parts = out.view(-1).tensor_split(self.size)
-            sends, receives = {j: local_sum for j in self.peers}, {j: parts[j] for j in self.peers}
-            gathering = self.messages.exchange(call, sends, receives, lambda: out, half=1)
-            parts[self.rank].copy_(local_sum)
-            return gathering.wait()
+            return self._swap(call, [local_sum] * self.size, parts, out, half=1).wait()
 
         return Future(gather)
 
@@ -187,10 +179,7 @@ class Communicator:
         x = x.contiguous()
         out = torch.empty_like(x)
         sent_slices, received_slices = (t.view(self.size, x.shape[0] // self.size, *x.shape[1:]) for t in (x, out))
-        sends, receives = {j: sent_slices[j] for j in self.peers}, {j: received_slices[j] for j in self.peers}
-        arriving = self.messages.exchange(call, sends, receives, lambda: out)
-        received_slices[self.rank].copy_(sent_slices[self.rank])
-        return arriving
+        return self._swap(call, sent_slices, received_slices, out)
 
     def start_exchange_rows(
         self, x: Tensor, counts: Tensor, capacity: int, leaf: str = "", otherwise: str = ""
@@ -205,7 +194,7 @@ class Communicator:
         if self.transport == "fake":  # as many rows to each rank
             rows = min(x.shape[0], capacity) * (self.size - 1) // self.size
             call = self._begin("exchange_rows", x, leaf, rows * row)
-            return self.messages.exchange(call, {j: x for j in self.peers}, {j: out for j in self.peers}, lambda: out)
+            return self.exchange(call, {j: x for j in self.peers}, {j: out for j in self.peers}, lambda: out)
         table = counts.tolist()
         if self.cut is not None and (max_rows := max(map(sum, zip(*table)))) > capacity:
             self.cut.append(max_rows)
@@ -228,17 +217,15 @@ class Communicator:
         call = self._begin("exchange_rows", x, leaf, (sum(sent) - sent[self.rank]) * row)
         pieces = x.contiguous().split([*sent, x.shape[0] - sum(sent)])
         slots = out.split([*arrived, capacity - sum(arrived)])
-        sends, receives = {j: pieces[j] for j in self.peers}, {j: slots[j] for j in self.peers}
-        arriving = self.messages.exchange(call, sends, receives, lambda: out)
-        slots[self.rank].copy_(pieces[self.rank])
         slots[-1].zero_()
-        return arriving
+        return self._swap(call, pieces, slots, out)
 
     def start_ppermute(self, x: Tensor, perm: Sequence[tuple[int, int]], leaf: str = "") -> Future[Tensor]:
         """Start x -> the x of the rank that sends to this one by the pairs (source, destination) of `perm`; zeros if
         none does.
         """
-        call = self._begin("ppermute", x, leaf, x.numel() if self.sends(perm) else 0)
+        sends = any(s == self.rank and d != s for s, d in perm)
+        call = self._begin("ppermute", x, leaf, x.numel() if sends else 0)
         x = x.contiguous()
         source = next((s for s, d in perm if d == self.rank), None)
         if source == self.rank:
@@ -246,7 +233,7 @@ class Communicator:
         out = torch.zeros_like(x) if source is None else torch.empty_like(x)
         targets = [d for s, d in perm if s == self.rank]
         receives = {} if source is None else {source: out}
-        return self.messages.exchange(call, {d: x for d in targets}, receives, lambda: out)
+        return self.exchange(call, {d: x for d in targets}, receives, lambda: out)
 
     def start_message(self, x: Tensor, peer: int, label: str, *, sends: bool) -> Future[Tensor]:
         """Start to send x to rank `peer` of the axis, or to receive it from there into x; both ends give one label."""
@@ -260,10 +247,10 @@ class Communicator:
             self.ledger.add("message", self.axis, label.split()[0], x.dtype, sent)
         for watch in self.ledger.watches:
             watch.start(order, "message", self.axis, label, sent * x.dtype.itemsize)
-        if self.messages.transport_of(x) == "nccl" and x.numel():
-            connection = self.messages.connections[label.split()[0]]
-            return self.messages.native(call, x, lambda: connection.start(x, sends=sends), x)
-        return self.messages.exchange(call, {peer: x} if sends else {}, {} if sends else {peer: x}, lambda: x)
+        if self.transport_of(x) == "nccl" and x.numel():
+            connection = self.connections[label.split()[0]]
+            return self.native(call, x, lambda: connection.start(x, sends=sends), x)
+        return self.exchange(call, {peer: x} if sends else {}, {} if sends else {peer: x}, lambda: x)
 
     def start_gather_to(self, x: Tensor, targets: Sequence[int], leaf: str = "") -> Future[Tensor | None]:
         """Start x [n, ...] -> [N n, ...] in rank order on the ranks `targets` of the axis, and None on the others."""
@@ -275,7 +262,7 @@ class Communicator:
             parts = out.view(self.size, *x.shape)
             parts[self.rank].copy_(x)
             receives = {j: parts[j] for j in self.peers}
-        return self.messages.exchange(call, {j: x for j in self.peers if j in targets}, receives, lambda: out)
+        return self.exchange(call, {j: x for j in self.peers if j in targets}, receives, lambda: out)
 
     def start_scatter_from(
         self, x: Tensor | None, source: int, out: Tensor, leaf: str = "", *, cut: bool = True
@@ -286,24 +273,12 @@ class Communicator:
         """
         call = self._begin("scatter_from", out, leaf, out.numel() * (self.size - 1) * (self.rank == source))
         if self.rank != source:
-            return self.messages.exchange(call, {}, {source: out}, lambda: out)
+            return self.exchange(call, {}, {source: out}, lambda: out)
         assert x is not None  # the source has it
         pieces = x.contiguous().view(self.size, *out.shape) if cut else x.contiguous().expand(self.size, *out.shape)
-        sending = self.messages.exchange(call, {j: pieces[j] for j in self.peers}, {}, lambda: out)
+        sending = self.exchange(call, {j: pieces[j] for j in self.peers}, {}, lambda: out)
         out.copy_(pieces[self.rank])
         return sending
-
-    def sends(self, perm: Sequence[tuple[int, int]]) -> bool:
-        """Whether this rank sends to another one in `perm`."""
-        return any(s == self.rank and d != s for s, d in perm)
-
-    def abort(self) -> None:
-        """End NCCL's collectives under way, on this rank; nothing on gloo, whose messages end with the process."""
-        self.messages.abort()
-
-    def close(self) -> None:
-        """End what NCCL's messages go through, once they have arrived."""
-        self.messages.close()
 
     # ---- shared by the collectives -----------------------------------------------------------------------------------
 
@@ -346,7 +321,7 @@ class Communicator:
         local_digest = torch.tensor([digest], device=x.device)
         rank_digests = [local_digest if j == self.rank else torch.empty_like(local_digest) for j in range(self.size)]
         receives = {j: rank_digests[j] for j in self.peers}
-        self.messages.exchange(call, {j: local_digest for j in self.peers}, receives, lambda: None, half=2).wait()
+        self.exchange(call, {j: local_digest for j in self.peers}, receives, lambda: None, half=2).wait()
         digests = {int(d) for d in rank_digests}
         if len(digests) == 1 and digests != {0} and self.agreement.noted is not None:
             self.agreement.noted.append(call)
@@ -362,8 +337,22 @@ class Communicator:
         GPUs) only if `ordered`.
         """
         return self.ordered or not (
-            self.messages.transport_of(x) == "nccl" or (self.transport == "fake" and kind_of(x) == "cuda")
+            self.transport_of(x) == "nccl" or (self.transport == "fake" and kind_of(x) == "cuda")
         )
+
+    def _swap(
+        self,
+        call: CollectiveCall,
+        pieces: Sequence[Tensor] | Tensor,
+        slots: Sequence[Tensor] | Tensor,
+        out: T,
+        half: int = 0,
+    ) -> Future[T]:
+        """Start to send piece j to rank j, and to receive what rank j sends into slot j, parts of the result `out`."""
+        sends, receives = {j: pieces[j] for j in self.peers}, {j: slots[j] for j in self.peers}
+        arriving = self.exchange(call, sends, receives, lambda: out, half)
+        slots[self.rank].copy_(pieces[self.rank])
+        return arriving
 
     def _sum_of(self, call: CollectiveCall, pieces: Sequence[Tensor] | Tensor) -> Future[Tensor]:
         """Start sending piece j to rank j, and summing this rank's piece over ranks."""
@@ -371,4 +360,4 @@ class Communicator:
         parts = [local_piece if j == self.rank else torch.empty_like(local_piece) for j in range(self.size)]
         sends, receives = {j: pieces[j] for j in self.peers}, {j: parts[j] for j in self.peers}
         owned = [j != self.rank for j in range(self.size)]
-        return self.messages.exchange(call, sends, receives, lambda: tree_sum(parts, owned))
+        return self.exchange(call, sends, receives, lambda: tree_sum(parts, owned))

@@ -70,20 +70,24 @@ class InFlight:
 class AxisMessages:
     """Starts the messages of one axis, and names the call in the error of one that fails.
 
-    ranks: the global ranks along the axis; rank: the number of this one among them. transport: "gloo", "nccl" or
-    "fake".
+    ranks: the global ranks along the axis, with that of this process, which `agreement` knows; `rank` is its number
+    among them. transport: "gloo", "nccl" or "fake".
     """
 
     def __init__(
         self,
         ranks: Sequence[int],
-        rank: int,
         transport: str,
         group: dist.ProcessGroup | None,
         agreement: ProgramAgreement,
         ledger: Ledger,
     ) -> None:
-        self.ranks, self.rank, self.transport, self.group = tuple(ranks), rank, transport, group
+        self.ranks, self.rank, self.transport, self.group = (
+            tuple(ranks),
+            list(ranks).index(agreement.rank),
+            transport,
+            group,
+        )
         self.agreement, self.ledger = agreement, ledger
         self.dropped: deque[InFlight] = deque()  # begun, and left by an error before they were waited for
         self.failed: list[InFlight] = []  # of which another rank is gone or late: nobody waits for the others' again

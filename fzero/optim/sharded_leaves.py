@@ -40,7 +40,7 @@ from fzero.optim.norm import (
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.plan import Plan
 from fzero.sharding.redistribute import gather_layers, gather_parts
-from fzero.sharding.sign_sums import SignSums, terms_of
+from fzero.sharding.sign_sums import SignSums
 from fzero.sharding.slices import Window, check_dims, local_shape, local_windows, narrow_part, shard_dim
 from fzero.sharding.spec import Spec
 
@@ -247,7 +247,8 @@ def shards_of_sums(plan: Plan) -> ShardedLeaves:
     """The ShardedLeaves of what a plan's optimizer is given: terms of sums that it makes itself are parts of a leaf."""
     if plan.codec is None or not plan.codec.signs:
         return shards_of(plan)
-    specs, like = terms_of(plan)
+    specs = {name: spec for name, (_, spec) in plan.terms.items()}
+    like = {name: torch.empty(shape, device="meta") for name, (shape, _) in plan.terms.items()}
     return sharded(specs, plan.mesh, like=like)
 
 

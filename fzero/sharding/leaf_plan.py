@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.comm.axes import BY_TOKENS, PP, RP, SHARDS, links_of
-from fzero.sharding.slices import is_stacked, local_numel, shard_dim
+from fzero.sharding.slices import is_stacked, local_numel, part_dim, shard_dim
 from fzero.sharding.spec import Spec
 
 Moves = tuple[tuple[str, str], ...]  # (operation, link: see comm.axes.links_of)
@@ -175,6 +175,16 @@ class LeafPlan:
         """Whether the leaf is cut into blocks of whole bytes for all ranks of its link."""
         axes = {*self.sum_axes}
         return bool(axes) and axes <= {*self.served.axes} and self.numel(self.served) // self.layers % 8 == 0
+
+    @property
+    def terms(self) -> Stored:
+        """The terms of the sum as the parts of one leaf."""
+        dim, spec, shape, dims = shard_dim(self.name), self.summed, list(self.shape), list(self.summed.dims)
+        if dim == len(shape):  # a number, or one of each layer
+            dims, shape = [*dims, ()], [*shape, 1]
+        dims[dim], shape[dim] = (*dims[dim], *self.sum_axes), shape[dim] * self.ranks(self.sum_link)
+        ranks = shape[part_dim(spec)] // sum(spec.parts) if spec.parts else 1  # terms of each word, or of an expert
+        return Stored(tuple(shape), replace(spec, dims=tuple(dims), parts=tuple(ranks * n for n in spec.parts)))
 
     @property
     def of_each_rank(self) -> Stored:

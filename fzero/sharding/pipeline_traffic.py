@@ -16,7 +16,6 @@ from fzero.comm.axes import PP
 from fzero.comm.bucket import bucket_groups
 from fzero.comm.ledger import sent_elements
 from fzero.sharding.leaf_plan import COLLECTIVES, LeafPlan, Moves
-from fzero.sharding.sign_sums import sign_bytes
 
 Plan = Any  # fzero.sharding.plan.Plan, which prints this
 KINDS = ("activations", "gradients", "layers", "outside")
@@ -142,7 +141,7 @@ def add_group(
     for leaf in (leaf for leaf in trained if leaf.name in plan.sign_leaves):
         micro_path, end = paths[leaf.name]
         paths[leaf.name] = micro_path, tuple(move for move in end if move[1] != leaf.sum_link)
-        size = int(sign_bytes(plan, leaf.name)) // leaf.layers * times
+        size = int(plan.sign_bytes(leaf.name)) // leaf.layers * times
         for collective in ("all_to_all", "all_gather"):
             sent = sent_elements(collective, size, leaf.ranks(leaf.sum_link))
             sums.add(kind, collective, leaf.sum_link, 1, 0, sent)

@@ -16,7 +16,7 @@ from fzero.core.pytree import Tree
 from fzero.sharding.codec import Codec
 from fzero.sharding.context import Context, Heads
 from fzero.sharding.experts import Experts, Routed, experts_for
-from fzero.sharding.leaf_plan import LeafPlan, shard_axes
+from fzero.sharding.leaf_plan import LeafPlan, Stored, shard_axes
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.pipeline import Stages
 from fzero.sharding.pipeline_plan import Pipeline
@@ -116,6 +116,19 @@ class Plan:
         float32."""
         policy = self.policy
         return torch.promote_types(policy.state if policy.has_master else policy.param, torch.float32)
+
+    def sign_bytes(self, name: str) -> float:
+        """The bytes of a leaf's signs and scales, of which a rank sends what is not its own, twice a sum."""
+        leaf = self.leaves[name]
+        return leaf.numel(leaf.summed) / 8 + leaf.layers * leaf.ranks(leaf.sum_link) * self.sum_dtype.itemsize
+
+    @cached_property
+    def terms(self) -> dict[str, Stored]:
+        """Of what the optimizer is given of the gradient of each trained leaf, the whole shape and the layout: the
+        terms of a sum that is owed over a link are the parts of a leaf of so many times the size, as far as norms go.
+        """
+        stored = {name: Stored(leaf.shape, leaf.opt) for name, leaf in self.leaves.items() if leaf.trained}
+        return stored | {name: self.leaves[name].terms for name in self.optimizer_sums}
 
     @property
     def reduce_dtype(self) -> torch.dtype:

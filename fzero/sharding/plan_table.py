@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ from fzero.sharding.experts import FORMS as EXPERT_FORMS
 from fzero.sharding.experts import Experts, shares
 from fzero.sharding.leaf_plan import LeafPlan, is_coded
 from fzero.sharding.pipeline_traffic import sent_table
-from fzero.sharding.sign_sums import sign_bytes
 
 Plan = Any  # fzero.sharding.plan.Plan, whose __str__ this is
 WORDS = {"scatter": "psum_scatter {}", "psum": "psum {}", "gather": "all_gather {} of the gradient"}
@@ -202,7 +202,7 @@ def traffic(plan: Plan, name: str) -> list[Traffic]:
     for is_final, path in enumerate(leaf.moves * leaf.trained):
         for op, over in path:
             if signed and is_coded(op, over) and over == leaf.sum_link:
-                signs = 2 * sign_bytes(plan, name) * missing_fraction(leaf, over)
+                signs = 2 * plan.sign_bytes(name) * missing_fraction(leaf, over)
                 entries.append(Traffic(f"all_to_all and all_gather {over} of signs a step", over, 0.0, signs))
                 continue
             words = WORDS[op].format(over)
@@ -292,12 +292,17 @@ def codec_text(plan: Plan) -> list[str]:
         rounded.append(f"{codec.block} elements share a scale")
     lines = [f"codec {codec}: " + ("; ".join(rounded) or "parameters rest over rp as well")]
     lines += errors_text(plan) if codec.loco is not None else []
-    for link, sent in sent_by_link(plan).items():
-        comparison = f" ({uncoded[link][0]:,.0f} and {uncoded[link][1]:,.0f} in full)" if sent != uncoded[link] else ""
-        lines.append(
-            f"  over {link} a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} a step{comparison}"
-        )
-    return lines
+    return lines + link_lines(plan, uncoded, lambda link: "{:,.0f} and {:,.0f} in full".format(*uncoded[link]))
+
+
+def link_lines(plan: Plan, plain: dict[str, tuple[float, float]], in_full: Callable[[str], str]) -> list[str]:
+    """The lines that say what a rank sends over each link, and, where that is not what the plan without its codec
+    sends, `plain`, what that is in words."""
+    return [
+        f"  over {link} a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} a step"
+        + (f" ({in_full(link)})" if sent != plain[link] else "")
+        for link, sent in sent_by_link(plan).items()
+    ]
 
 
 def signs_text(plan: Plan, plain: Plan) -> list[str]:
@@ -326,15 +331,10 @@ def signs_text(plan: Plan, plain: Plan) -> list[str]:
             f"bytes of how far it moved from the others, and in a step {local_elements * plan.policy.param.itemsize:,} "
             "of parameters that moved"
         )
-    for link, sent in sent_by_link(plan).items():
-        comparison = (
-            f" ({plain_bytes[link][1]:,.0f} without signs, {full_sum_bytes(plan, link):,.0f} in a step of a full sum)"
-        )
-        comparison = comparison if sent != plain_bytes[link] else ""
-        lines.append(
-            f"  over {link} a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} a step{comparison}"
-        )
-    return lines
+    without = "{:,.0f} without signs, {:,.0f} in a step of a full sum"
+    return lines + link_lines(
+        plan, plain_bytes, lambda link: without.format(plain_bytes[link][1], full_sum_bytes(plan, link))
+    )
 
 
 def full_sum_bytes(plan: Plan, link: str) -> float:
@@ -346,5 +346,5 @@ def full_sum_bytes(plan: Plan, link: str) -> float:
         total += sum(entry.per_step for entry in by_link)
         if name in plan.sign_leaves and leaf.sum_link == link:
             full_bytes = leaf.numel(leaf.summed) * plan.reduce_dtype.itemsize
-            total += 2 * (full_bytes - sign_bytes(plan, name)) * missing_fraction(leaf, link)
+            total += 2 * (full_bytes - plan.sign_bytes(name)) * missing_fraction(leaf, link)
     return total

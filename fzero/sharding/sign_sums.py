@@ -21,7 +21,6 @@ communication efficiency for large-scale training via 0/1 Adam", arXiv:2202.0600
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import start_all_gather, start_all_to_all, start_psum
 from fzero.core.reinterpret import reinterpret
 from fzero.sharding.leaf_plan import Stored
-from fzero.sharding.slices import is_stacked, local_shape, narrow_part, part_dim, shard_dim
+from fzero.sharding.slices import is_stacked, local_shape, narrow_part, shard_dim
 from fzero.sharding.spec import Spec
 
 Plan = Any  # fzero.sharding.plan.Plan, which prints what they send
@@ -94,33 +93,6 @@ def from_message(message: Tensor, blocks: int, dtype: torch.dtype) -> tuple[Tens
     return bits.reshape(ranks, blocks, -1).transpose(0, 1), reinterpret(scale.reshape(-1), dtype).view(
         ranks, blocks
     ).t()
-
-
-# ---- plans ----
-
-
-def sign_bytes(plan: Plan, name: str) -> float:
-    """The bytes of a leaf's signs and scales, of which a rank sends what is not its own, twice a sum."""
-    leaf = plan.leaves[name]
-    return leaf.numel(leaf.summed) / 8 + leaf.layers * leaf.ranks(leaf.sum_link) * plan.sum_dtype.itemsize
-
-
-def terms_of(plan: Plan) -> tuple[dict[str, Spec], dict[str, Tensor]]:
-    """(layouts, whole leaves) of what the optimizer is given of the gradient of each trained leaf: the terms of a sum
-    that is owed over a link are the parts of a leaf of so many times the size, as far as norms go."""
-    stored = {name: Stored(leaf.shape, leaf.opt) for name, leaf in plan.leaves.items() if leaf.trained}
-    for name in plan.optimizer_sums:
-        leaf, dim = plan.leaves[name], shard_dim(name)
-        spec, shape = leaf.summed, list(leaf.shape)
-        dims = list(spec.dims)
-        if dim == len(shape):  # a number, or one of each layer
-            dims, shape = [*dims, ()], [*shape, 1]
-        dims[dim], shape[dim] = (*dims[dim], *leaf.sum_axes), shape[dim] * leaf.ranks(leaf.sum_link)
-        ranks = shape[part_dim(spec)] // sum(spec.parts) if spec.parts else 1  # terms of each word, or of an expert
-        parts = tuple(ranks * size for size in spec.parts)
-        stored[name] = Stored(tuple(shape), replace(spec, dims=tuple(dims), parts=parts))
-    like = {name: torch.empty(shape, device="meta") for name, (shape, _) in stored.items()}
-    return {name: spec for name, (_, spec) in stored.items()}, like
 
 
 # ---- the sums ----

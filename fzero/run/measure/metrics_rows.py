@@ -41,7 +41,6 @@ from fzero.run.measure.loggers import open_loggers
 from fzero.run.measure.norms import RankTimes
 from fzero.run.measure.timer import Clock, ClockSpan
 from fzero.run.stages import count_tokens
-from fzero.sharding.sign_sums import terms_of
 from fzero.train.state import TrainState
 from fzero.train.step import Metrics
 
@@ -275,7 +274,11 @@ class Meter:
         # A step that measures has both.
         assert not isinstance(metrics.squares, tuple) and not isinstance(metrics.factor, tuple)
         grads = norms.segment_norms(
-            norms.sums(metrics.squares), terms_of(plan)[0], mesh, plan.trained(plan.like), float(metrics.factor)
+            norms.sums(metrics.squares),
+            {name: spec for name, (_, spec) in plan.terms.items()},
+            mesh,
+            plan.trained(plan.like),
+            float(metrics.factor),
         )
         params = norms.segment_norms(norms.of_params(state.params), plan.params, mesh, plan.like)
         return {"grad_norms": grads, "param_norms": params}

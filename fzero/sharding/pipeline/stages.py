@@ -91,22 +91,14 @@ def _fits(upto: Sequence[float], max_span: float, stages: int) -> bool:
 
 
 @checked()
-def read_layout(
-    text: str,
-    costs: Sequence[float],
-    p: int,
-    v: int = 1,
-    placement: str = "loop",
-    embed: float = 0.0,
-    head: float = 0.0,
-) -> Stages:
+def read_layout(text: str, costs: Sequence[float], p: int, v: int = 1, placement: str = "loop") -> Stages:
     """The stages of a text: "auto", or the number of layers of each stage, such as "8,9,9,6". See `layout`.
 
     >>> read_layout("3,1", [1.0] * 4, p=2).layers
     ((0, 1, 2), (3,))
     """
     if text == "auto":
-        return layout(costs, p, v, placement, embed, head)
+        return layout(costs, p, v, placement)
     _expect_fit(len(costs), p, v)
     ranks, words = stage_ranks(p, v, placement), [word.strip() for word in text.split(",")]
     for word in words:
