@@ -265,7 +265,7 @@ def test_ctrl_c_in_a_command_and_behind_its_end(tmp_path, fz, monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main.models, "callback", interrupted)
+    monkeypatch.setattr(main.cli.commands["models"], "callback", interrupted)
     code, out, err = fz("models")
     assert (code, out, err) == (130, "", "fzero: interrupted\n")
     late = "import atexit, os; atexit.register(lambda: os.kill(os.getpid(), 2)); "

@@ -81,47 +81,25 @@ FOLDER = click.Path(path_type=Path)
 # Options of several commands.
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text.")
 EMA = click.option("--ema", is_flag=True, help="Use the moving average of the weights.")
-DEVICE = click.option(
-    "--device", help="The device to compute on. auto (the default: the GPU where there is one), cpu or cuda."
-)
 RUNS_DEVICE = click.option("--device", help="The device to compute on. auto, cpu or cuda; default: the run's own.")
-# Flags that set a value of the config.
-SHORTHANDS = {
-    "model": "preset",
-    "device": "device",
-    "data": "data.path",
-    "mixture": "data.mixture",
-    "seq_len": "data.seq_len",
-    "packing": "data.packing",
-    "rope_theta": "model.rope_theta",
-    "rope_scaling": "model.rope_scaling",
-    "steps": "train.steps",
-    "batch": "train.batch",
-    "batch_ramp": "train.batch_ramp",
-    "micro_batch": "train.micro_batch",
-    "lr": "optim.lr",
-    "seed": "train.seed",
-    "precision": "precision.policy",
-    "remat": "train.remat",
-    "update": "train.update",
-    "zero": "zero",
-    "reduce": "reduce",
-    "sequence": "sequence",
-    "context": "context",
-    "experts": "experts",
-    "codec": "codec",
-    "schedule": "pipeline.schedule",
-    "chunks": "pipeline.chunks",
-    "layout": "pipeline.layout",
-    "prefetch": "prefetch",
-    "resident": "resident",
-    "offload": "offload",
-    "nvme": "nvme.folder",
-    "buffer_mb": "nvme.buffer_mb",
-    "host_memory": "host_memory_gb",
-}
-MODEL = click.option(
+
+
+# {argument of a flag that sets a value of the config: the key}
+SHORTHANDS: dict[str, str] = {}
+
+
+def key_flag(flag: str, key: str, **options: Any) -> Callable[..., Any]:
+    """The option of a flag that sets a key of the config."""
+    SHORTHANDS[flag.partition("/")[0].strip("-").replace("-", "_")] = key
+    return click.option(flag, **options)
+
+
+DEVICE = key_flag(
+    "--device", "device", help="The device to compute on. auto (the default: the GPU where there is one), cpu or cuda."
+)
+MODEL = key_flag(
     "--model",
+    "preset",
     metavar="PRESET",
     help="A preset: llama-tiny (the default), gpt2-124m, mixtral-tiny, ...; or a config.json of Hugging Face.",
 )
@@ -147,18 +125,21 @@ FILES = (
         help="One value of the config, such as optim.name=muon. Repeatable.",
     ),
 )
-TEXT = click.option(
+TEXT = key_flag(
     "--data",
+    "data.path",
     metavar="PATH",
     help="What to learn from. A prepared corpus, a text file, a folder of text, or stdlib (the default).",
 )
-MIXTURE = click.option(
+MIXTURE = key_flag(
     "--mixture",
+    "data.mixture",
     metavar="SOURCES",
     help="Prepared corpora by weights: web=corpora/web:0.7,code=corpora/code:0.3:epochs=2.",
 )
-CONVERSATIONS = click.option(
+CONVERSATIONS = key_flag(
     "--data",
+    "data.path",
     metavar="PATH",
     help="What to learn from. Conversations, one a line: its messages, each with role and content. For dpo pairs: "
     "prompt, chosen and rejected.",
@@ -172,35 +153,42 @@ def on_ranks(config: Any, device: Any = None) -> bool:
 
 VALUES = (
     DEVICE,
-    click.option("--steps", type=int, help="The steps of the whole run, which determine the schedule."),
-    click.option("--batch", type=int, help="The sequences in a step."),
-    click.option(
+    key_flag("--steps", "train.steps", type=int, help="The steps of the whole run, which determine the schedule."),
+    key_flag("--batch", "train.batch", type=int, help="The sequences in a step."),
+    key_flag(
         "--batch-ramp",
+        "train.batch_ramp",
         metavar="START:INCREMENT:TOKENS",
         help="A batch that grows to that of --batch: 16:16:1e8 begins with 16 and adds 16 each 1e8 tokens.",
     ),
-    click.option("--micro-batch", type=int, help="The sequences computed at a time; a divisor of the batch."),
-    click.option("--seq-len", type=Number(int, LENGTH), help="The tokens in a sequence."),
-    click.option(
+    key_flag(
+        "--micro-batch", "train.micro_batch", type=int, help="The sequences computed at a time; a divisor of the batch."
+    ),
+    key_flag("--seq-len", "data.seq_len", type=Number(int, LENGTH), help="The tokens in a sequence."),
+    key_flag(
         "--packing",
+        "data.packing",
         help="How documents fill sequences: stream (end to end), best-fit (whole, what is left filled up); of a run "
         "also buckets (each in a row of its own, batches by length).",
     ),
-    click.option("--rope-theta", type=float, help="The base of the wavelengths of RoPE."),
-    click.option(
+    key_flag("--rope-theta", "model.rope_theta", type=float, help="The base of the wavelengths of RoPE."),
+    key_flag(
         "--rope-scaling",
+        "model.rope_scaling",
         help="The scaling of RoPE: linear:FACTOR, llama3 or yarn:FACTOR:LENGTH with the length before it, or none.",
     ),
-    click.option("--lr", type=float, help="The peak learning rate."),
-    click.option(
+    key_flag("--lr", "optim.lr", type=float, help="The peak learning rate."),
+    key_flag(
         "--seed",
+        "train.seed",
         type=Number(int, SEED),
         help="The seed of all random numbers. They decide parameters, dropout and the order of the data.",
     ),
-    click.option("--precision", help="The dtypes: auto, fp32, bf16, fp16 or fp64."),
-    click.option("--remat", help="What the backward pass recomputes: none, full, every:K or selective:F."),
-    click.option(
+    key_flag("--precision", "precision.policy", help="The dtypes: auto, fp32, bf16, fp16 or fp64."),
+    key_flag("--remat", "train.remat", help="What the backward pass recomputes: none, full, every:K or selective:F."),
+    key_flag(
         "--update",
+        "train.update",
         metavar="WHEN",
         help="When parameters are updated: end (of a step), backward, speculate; or delayed, with other numbers.",
     ),
@@ -208,60 +196,82 @@ VALUES = (
         "--mesh",
         help="The sizes of the axes dp, rp, tp, pp, cp, ep. For example dp=2,tp=2. Default: dp over all processes.",
     ),
-    click.option("--zero", type=Number(int, STAGE), help="The ZeRO stage, 0 to 3."),
-    click.option(
+    key_flag("--zero", "zero", type=Number(int, STAGE), help="The ZeRO stage, 0 to 3."),
+    key_flag(
         "--reduce",
+        "reduce",
         cls=Flag,
         needs="several ranks, by torchrun or --mesh",
         of=lambda config, device=None: config.reduce != "once" or on_ranks(config),  # canonical sums go on elsewhere
         help="How ranks sum gradients: fast, once (whole over micro-batches first), canonical (alike on every mesh).",
     ),
-    click.option("--sequence/--no-sequence", default=None, help="Split activations over tp along the sequence."),
-    click.option(
+    key_flag(
+        "--sequence/--no-sequence",
+        "sequence",
+        default=None,
+        help="Split activations over tp along the sequence.",
+    ),
+    key_flag(
         "--context",
+        "context",
         metavar="FORM",
         help="Attention over cp: gather, ulysses, ring, hierarchical, hierarchical/2; auto: by what each sends, holds.",
     ),
-    click.option(
+    key_flag(
         "--experts",
+        "experts",
         metavar="FORM",
         help="How tokens come to experts over ep: gather, exchange, exchange:SLACK[:PARTS]; or auto, the default.",
     ),
-    click.option(
+    key_flag(
         "--codec",
+        "codec",
         cls=Flag,
         needs="several ranks, by torchrun or --mesh",
         of=on_ranks,
         metavar="CODES",
         help="What travels in codes of few bytes: params=int8,grads=int4,hpz,loco. Default: nothing.",
     ),
-    click.option(
+    key_flag(
         "--schedule",
+        "pipeline.schedule",
         help="The order of a pipeline's passes, with pp: gpipe, 1f1b, zb-v, ..., or the path of a table (.txt).",
     ),
-    click.option(
-        "--chunks", type=int, help="The stages of a rank of pp: more for interleaved ones; else as the schedule has."
+    key_flag(
+        "--chunks",
+        "pipeline.chunks",
+        type=int,
+        help="The stages of a rank of pp: more for interleaved ones; else as the schedule has.",
     ),
-    click.option("--layout", help="The layers of each stage, such as 8,9,9,6; cost: by their times."),
-    click.option("--prefetch", type=int, help="The number of layers that stage 3 gathers ahead of use."),
-    click.option(
-        "--resident", type=int, help="The stages of a rank that stay whole between micro-batches; without pp 1 is all."
+    key_flag("--layout", "pipeline.layout", help="The layers of each stage, such as 8,9,9,6; cost: by their times."),
+    key_flag("--prefetch", "prefetch", type=int, help="The number of layers that stage 3 gathers ahead of use."),
+    key_flag(
+        "--resident",
+        "resident",
+        type=int,
+        help="The stages of a rank that stay whole between micro-batches; without pp 1 is all.",
     ),
-    click.option(
+    key_flag(
         "--offload",
+        "offload",
         metavar="WHERE",
         help="The memory of params, grads, opt and acts. For example params=nvme,opt=nvme,acts=host.",
     ),
-    click.option(
-        "--nvme", metavar="DIR", help="The folder for state offloaded to a disk. Default: nvme/ in the run folder."
+    key_flag(
+        "--nvme",
+        "nvme.folder",
+        metavar="DIR",
+        help="The folder for state offloaded to a disk. Default: nvme/ in the run folder.",
     ),
-    click.option(
+    key_flag(
         "--buffer-mb",
+        "nvme.buffer_mb",
         type=int,
         help="The memory for transfers to and from the disk. Default: as much as the plan needs.",
     ),
-    click.option(
+    key_flag(
         "--host-memory",
+        "host_memory_gb",
         type=Number(float, MEMORY_GB),
         metavar="GB",
         help="The memory of this host that the run may count on. Default: what the system says is available.",
