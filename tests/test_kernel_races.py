@@ -31,7 +31,6 @@ from fzero.kernels import (
     moe_routing,
     newton_schulz,
     norm,
-    norm_triton,
     quantize,
     rope,
     tuning,
@@ -115,10 +114,10 @@ def normed(name, dtype=F32):
 
 def magnitudes():
     x, r, g, w = laws.draw((150, 48), (150, 48), (150, 48), (48,), dtype=BF16)
-    stats = norm_triton.add_norm_forward_largest(x, r, w, None, 1e-5)[2]
-    norm_triton.norm_backward_largest(g, None, x, w, stats)
-    glu.glu_forward_largest(x, r, 0)
-    glu.glu_backward_largest(x, r, g, 0)
+    stats = torch.ops.fzero.add_norm_forward_largest(x, r, w, None, 1e-5)[2]
+    torch.ops.fzero.norm_backward_largest(g, None, x, w, stats)
+    torch.ops.fzero.glu_forward_largest(x, r, 0)
+    torch.ops.fzero.glu_backward_largest(x, r, g, 0)
 
 
 def rotated(impl, x):

@@ -20,6 +20,7 @@ from fzero.core import gpu
 from fzero.core.autodiff import Function, run_backward, transforms
 from fzero.core.compile import have_compiler
 from fzero.core.device import KERNELS, fake_device_of, kind_of
+from fzero.core.graph_passes import add_twin
 from fzero.core.product_flops import Formula, add_formula
 from fzero.core.torch_private import FakeTensor
 
@@ -254,3 +255,31 @@ def largest_like(x: Tensor, segment_size: int | None = None) -> Tensor:
     """An empty tensor [rows, parts] for the largest magnitudes of the parts of x [..., N], or of whole rows."""
     parts = 1 if segment_size is None else x.shape[-1] // segment_size
     return torch.empty((math.prod(x.shape[:-1]), parts), dtype=x.dtype, device=x.device)
+
+
+def operator_with_largest(
+    schema: str, fake: Callable[..., Any], indices: Sequence[int] = (0,), segmented: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: register launch(*arguments, largest) as the operator of `schema`, and as one named NAME_largest, which
+    with largest=True also returns the largest magnitudes of the results `indices`: of their rows, or of the parts of
+    these.
+    """
+
+    def fake_with_largest(*args: Any) -> tuple[Tensor, ...]:
+        results = fake(*args)
+        results = results if isinstance(results, tuple) else (results,)
+        watched = (results[i] for i in indices)
+        return *results, *(largest_like(x, segment_length(x) if segmented else None) for x in watched)
+
+    def define(launch: Callable[..., Any]) -> Callable[..., Any]:
+        signature, _, results = schema.partition(" -> ")
+        name, _, arguments = signature.partition("(")
+        count = results.count("Tensor")
+        more = ", ".join(["Tensor"] * (count + len(indices)))
+        plain = operator(schema, fake)(functools.partial(launch, largest=False))
+        twin_schema = f"{name}_largest({arguments} -> ({more})"
+        twin = operator(twin_schema, fake_with_largest)(functools.partial(launch, largest=True))
+        add_twin(plain, twin, {index: count + i for i, index in enumerate(indices)})
+        return plain
+
+    return define

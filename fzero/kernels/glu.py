@@ -19,13 +19,13 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fzero.core import cpp
-from fzero.core.graph_passes import add_twin
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import (
@@ -36,6 +36,7 @@ from fzero.kernels.custom_operator import (
     largest_like,
     on_cuda,
     operator,
+    operator_with_largest,
     runs_alone,
     segment_length,
     store_largest,
@@ -147,58 +148,32 @@ def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], kind: int, 
         tuning.launch(kernel, grid, (*tensors, n), CONFIGS, shape=shape, KIND=kind, PART=segment_size)
 
 
-@operator("glu_forward(Tensor a, Tensor b, int kind) -> Tensor", lambda a, b, kind: a.new_empty(a.shape))
-def glu_forward(a: Tensor, b: Tensor, kind: int) -> Tensor:
+@operator_with_largest(
+    "glu_forward(Tensor a, Tensor b, int kind) -> Tensor", lambda a, b, kind: a.new_empty(a.shape), segmented=True
+)
+def glu_forward(a: Tensor, b: Tensor, kind: int, *, largest: bool) -> Any:
     """The activation of a times b, in one pass over memory."""
     out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-    _launch(_glu_forward, (a.contiguous(), b.contiguous(), out, out), kind)
-    return out
-
-
-@operator(
-    "glu_forward_largest(Tensor a, Tensor b, int kind) -> (Tensor, Tensor)",
-    lambda a, b, kind: (a.new_empty(a.shape), largest_like(a, segment_length(a))),
-)
-def glu_forward_largest(a: Tensor, b: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    """`glu_forward`, and the largest magnitudes [rows, parts] of the result."""
-    out, segment_size = torch.empty(a.shape, dtype=a.dtype, device=a.device), segment_length(a)
-    amax = largest_like(a, segment_size)
+    segment_size = segment_length(a) * largest
+    amax = largest_like(a, segment_size) if largest else out
     _launch(_glu_forward, (a.contiguous(), b.contiguous(), out, amax), kind, segment_size)
-    return out, amax
+    return (out, amax) if largest else out
 
 
-add_twin(glu_forward, glu_forward_largest, {0: 1})
-
-
-def _two_like(a: Tensor, b: Tensor, g: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    return a.new_empty(a.shape), a.new_empty(a.shape)
-
-
-@operator("glu_backward(Tensor a, Tensor b, Tensor g, int kind) -> (Tensor, Tensor)", _two_like)
-def glu_backward(a: Tensor, b: Tensor, g: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    """The gradients by a and b for the gradient g of the result."""
-    da, db = (torch.empty(a.shape, dtype=a.dtype, device=a.device) for _ in range(2))
-    _launch(_glu_backward, (a.contiguous(), b.contiguous(), g.contiguous(), da, db, da, db), kind)
-    return da, db
-
-
-def _four_like(a: Tensor, b: Tensor, g: Tensor, kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_two_like(a, b, g, kind), largest_like(a, segment_length(a)), largest_like(a, segment_length(a))
-
-
-@operator(
-    "glu_backward_largest(Tensor a, Tensor b, Tensor g, int kind) -> (Tensor, Tensor, Tensor, Tensor)", _four_like
+@operator_with_largest(
+    "glu_backward(Tensor a, Tensor b, Tensor g, int kind) -> (Tensor, Tensor)",
+    lambda a, b, g, kind: (a.new_empty(a.shape), a.new_empty(a.shape)),
+    indices=(0, 1),
+    segmented=True,
 )
-def glu_backward_largest(a: Tensor, b: Tensor, g: Tensor, kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`glu_backward`, and the largest magnitudes [rows, parts] of each gradient."""
-    segment_size = segment_length(a)
-    da, db = (torch.empty(a.shape, dtype=a.dtype, device=a.device) for _ in range(2))
-    outs = da, db, largest_like(a, segment_size), largest_like(a, segment_size)
-    _launch(_glu_backward, (a.contiguous(), b.contiguous(), g.contiguous(), *outs), kind, segment_size)
-    return outs
-
-
-add_twin(glu_backward, glu_backward_largest, {0: 2, 1: 3})
+def glu_backward(a: Tensor, b: Tensor, g: Tensor, kind: int, *, largest: bool) -> tuple[Tensor, ...]:
+    """The gradients by a and b for the gradient g of the result."""
+    grads = tuple(torch.empty(a.shape, dtype=a.dtype, device=a.device) for _ in range(2))
+    segment_size = segment_length(a) * largest
+    magnitudes = tuple(largest_like(a, segment_size) for _ in range(2)) if largest else grads
+    tensors = (a.contiguous(), b.contiguous(), g.contiguous(), *grads, *magnitudes)
+    _launch(_glu_backward, tensors, kind, segment_size)
+    return grads + magnitudes if largest else grads
 
 
 def _fused(label: str, kind: int) -> Fused:

@@ -67,66 +67,42 @@ def weights_reference(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     return torch.stack(out).to(x.dtype)
 
 
-class _GroupedRows(Function):
-    """`rows_reference`, with derivatives that are float8 products too. Rounding has no part in them."""
+class _GroupedProduct(Function):
+    """`rows_reference` of x and w, or `weights_reference` of x and g, with derivatives that are float8 products too.
+    Rounding has no part in them.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-        return rows_reference(x, w, ends)
+    def forward(a: Tensor, b: Tensor, ends: Tensor, of_weights: bool) -> Tensor:
+        return (weights_reference if of_weights else rows_reference)(a, b, ends)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
+        *tensors, ctx.of_weights = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, ends = ctx.saved_tensors
-        dx = _GroupedRows.apply(g, w.mT, ends) if ctx.needs_input_grad[0] else None
-        return dx, _Weights.apply(x, g, ends) if ctx.needs_input_grad[1] else None, None
+        (a, b, ends), apply = ctx.saved_tensors, _GroupedProduct.apply
+        pair = (b, g.mT) if ctx.of_weights else (g, b.mT)
+        da = apply(*pair, ends, False) if ctx.needs_input_grad[0] else None
+        return da, apply(a, g, ends, not ctx.of_weights) if ctx.needs_input_grad[1] else None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tx: Tensor | None, tw: Tensor | None, _: None) -> Tensor:
-        x, w, ends = ctx.saved_tensors
-        parts: list[Tensor] = [] if tx is None else [_GroupedRows.apply(tx, w, ends)]
-        parts += [] if tw is None else [_GroupedRows.apply(x, tw, ends)]
-        return sum(parts[1:], parts[0])
-
-
-class _Weights(Function):
-    """`weights_reference`, likewise."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
-        return weights_reference(x, g, ends)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, h: Tensor) -> tuple[Tensor | None, ...]:
-        x, g, ends = ctx.saved_tensors
-        dx = _GroupedRows.apply(g, h.mT, ends) if ctx.needs_input_grad[0] else None
-        return dx, _GroupedRows.apply(x, h, ends) if ctx.needs_input_grad[1] else None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tx: Tensor | None, tg: Tensor | None, _: None) -> Tensor:
-        x, g, ends = ctx.saved_tensors
-        parts: list[Tensor] = [] if tx is None else [_Weights.apply(tx, g, ends)]
-        parts += [] if tg is None else [_Weights.apply(x, tg, ends)]
+    def jvp(ctx: Any, ta: Tensor | None, tb: Tensor | None, *_: None) -> Tensor:
+        (a, b, ends), apply = ctx.saved_tensors, _GroupedProduct.apply
+        parts: list[Tensor] = [] if ta is None else [apply(ta, b, ends, ctx.of_weights)]
+        parts += [] if tb is None else [apply(a, tb, ends, ctx.of_weights)]
         return sum(parts[1:], parts[0])
 
 
 def float8_grouped_mm_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows of x [M, D] by their group's w [E, D, F] through float8, in x's dtype, on any device: the same
     numbers as on the matrix units but for the order of the sums. Rows behind the last group are zero."""
-    return _GroupedRows.apply(x, w, ends)
+    return _GroupedProduct.apply(x, w, ends, False)
 
 
 # ---- on the CPU ------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -349,86 +350,57 @@ def _on_cpu(x: Tensor, *args: Any, **options: Any) -> str:
     return "" if kind_of(x) == "cpu" else "it was measured on the CPU alone, 2 to 9 times as fast as the reference"
 
 
-rms_norm = Op(
-    "rms_norm",
-    rms_norm_reference,
-    Form(
-        "triton",
-        lambda x, scale, eps: fused_norm("rms_norm", False, False, eps)(x, scale),
-        supports=lambda x, scale, eps: _supports(x, None, scale),
-        prefers=on_cuda,
-    ),
-    Form(
-        "cpp",
-        _rms_norm_in_cpp,
-        supports=lambda x, scale, eps: _cpp_supports(x, None, scale),
-        prefers=runs_alone,
-    ),
-    Form("chunks", rms_norm_in_chunks, prefers=_long_on_cpu),
-    flops=lambda x, scale, eps: 4 * x.numel(),
-    bytes=lambda x, scale, eps: 2 * x.numel() * x.element_size(),
+def _op(name: str, reference: Callable[..., Any], forms: Sequence[Form], flop: int, bytes_of_x: int) -> Op:
+    """The operation of x, the residual if it adds one, parameters and eps; flop, bytes_of_x: of an element of x."""
+    add, layer = name.startswith("add_"), name.endswith("layer_norm")
+
+    def run(*arguments: Any) -> Any:
+        *tensors, eps = arguments
+        return fused_norm(name, add, layer, eps)(*tensors)
+
+    def supports(x: Tensor, *arguments: Any) -> str:
+        *params, _eps = arguments
+        return _supports(x, params[0], *params[1:]) if add else _supports(x, None, *params)
+
+    return Op(
+        name,
+        reference,
+        Form("triton", run, supports=supports, prefers=on_cuda),
+        *forms,
+        flops=lambda x, *arguments: flop * x.numel(),
+        bytes=lambda x, *arguments: bytes_of_x * x.nbytes,
+    )
+
+
+def _rms_forms(in_cpp: Callable[..., Any], in_chunks: Callable[..., Any], add: bool) -> list[Form]:
+    def supports(x: Tensor, *arguments: Any) -> str:
+        *residual, scale, _eps = arguments
+        return _cpp_supports(x, residual[0] if add else None, scale)
+
+    return [
+        Form("cpp", in_cpp, supports=supports, prefers=runs_alone),
+        Form("chunks", in_chunks, prefers=_long_on_cpu),
+    ]
+
+
+def _layer_forms(by_rows: Callable[..., Any], by_aten: Callable[..., Any]) -> list[Form]:
+    def rows_support(x: Tensor, *arguments: Any) -> str:
+        return _rows_support(x, *arguments[-3:-1])
+
+    def aten_supports(x: Tensor, *arguments: Any) -> str:
+        return _aten_supports(x, *arguments[-3:-1])
+
+    return [
+        Form("rows", by_rows, supports=rows_support, prefers=_on_cpu),
+        Form("aten", by_aten, supports=aten_supports, prefers=_on_cpu, composes=True),
+    ]
+
+
+rms_norm = _op("rms_norm", rms_norm_reference, _rms_forms(_rms_norm_in_cpp, rms_norm_in_chunks, False), 4, 2)
+add_rms_norm = _op(
+    "add_rms_norm", add_rms_norm_reference, _rms_forms(_add_rms_norm_in_cpp, add_rms_norm_in_chunks, True), 5, 4
 )
-add_rms_norm = Op(
-    "add_rms_norm",
-    add_rms_norm_reference,
-    Form(
-        "triton",
-        lambda x, residual, scale, eps: fused_norm("add_rms_norm", True, False, eps)(x, residual, scale),
-        supports=lambda x, residual, scale, eps: _supports(x, residual, scale),
-        prefers=on_cuda,
-    ),
-    Form(
-        "cpp",
-        _add_rms_norm_in_cpp,
-        supports=lambda x, residual, scale, eps: _cpp_supports(x, residual, scale),
-        prefers=runs_alone,
-    ),
-    Form("chunks", add_rms_norm_in_chunks, prefers=_long_on_cpu),
-    flops=lambda x, residual, scale, eps: 5 * x.numel(),
-    bytes=lambda x, residual, scale, eps: 4 * x.numel() * x.element_size(),
-)
-layer_norm = Op(
-    "layer_norm",
-    layer_norm_reference,
-    Form(
-        "triton",
-        lambda x, scale, bias, eps: fused_norm("layer_norm", False, True, eps)(x, scale, bias),
-        supports=lambda x, scale, bias, eps: _supports(x, None, scale, bias),
-        prefers=on_cuda,
-    ),
-    Form("rows", layer_norm_rows, supports=lambda x, scale, bias, eps: _rows_support(x, scale, bias), prefers=_on_cpu),
-    Form(
-        "aten",
-        layer_norm_aten,
-        supports=lambda x, scale, bias, eps: _aten_supports(x, scale, bias),
-        prefers=_on_cpu,
-        composes=True,
-    ),
-    flops=lambda x, scale, bias, eps: 7 * x.numel(),
-    bytes=lambda x, scale, bias, eps: 2 * x.numel() * x.element_size(),
-)
-add_layer_norm = Op(
-    "add_layer_norm",
-    add_layer_norm_reference,
-    Form(
-        "triton",
-        lambda x, residual, scale, bias, eps: fused_norm("add_layer_norm", True, True, eps)(x, residual, scale, bias),
-        supports=lambda x, residual, scale, bias, eps: _supports(x, residual, scale, bias),
-        prefers=on_cuda,
-    ),
-    Form(
-        "rows",
-        add_layer_norm_rows,
-        supports=lambda x, residual, scale, bias, eps: _rows_support(x, scale, bias),
-        prefers=_on_cpu,
-    ),
-    Form(
-        "aten",
-        add_layer_norm_aten,
-        supports=lambda x, residual, scale, bias, eps: _aten_supports(x, scale, bias),
-        prefers=_on_cpu,
-        composes=True,
-    ),
-    flops=lambda x, residual, scale, bias, eps: 8 * x.numel(),
-    bytes=lambda x, residual, scale, bias, eps: 4 * x.numel() * x.element_size(),
+layer_norm = _op("layer_norm", layer_norm_reference, _layer_forms(layer_norm_rows, layer_norm_aten), 7, 2)
+add_layer_norm = _op(
+    "add_layer_norm", add_layer_norm_reference, _layer_forms(add_layer_norm_rows, add_layer_norm_aten), 8, 4
 )

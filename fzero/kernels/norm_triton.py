@@ -19,10 +19,17 @@ import torch
 from torch import Tensor
 
 from fzero.core import gpu
-from fzero.core.graph_passes import add_twin
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build, build
-from fzero.kernels.custom_operator import Fused, bits_of, largest_like, operator, store_largest, tl, triton
+from fzero.kernels.custom_operator import (
+    Fused,
+    bits_of,
+    largest_like,
+    operator_with_largest,
+    store_largest,
+    tl,
+    triton,
+)
 
 # The longest rows that a program holds in registers; it reads longer ones twice, CHUNK columns at a time.
 WHOLE = {"_norm_forward": 16384, "_norm_backward": 8192}
@@ -225,7 +232,7 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def _forward(
-    x: Tensor, residual: Tensor | None, scale: Tensor, bias: Tensor | None, eps: float, largest: bool = False
+    x: Tensor, residual: Tensor | None, scale: Tensor, bias: Tensor | None, eps: float, largest: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(normed, the sum, statistics, largest magnitudes of normed rows): see the operators."""
     layer, add, m, n = bias is not None, residual is not None, math.prod(x.shape[:-1]), x.shape[-1]
@@ -248,71 +255,44 @@ def _stats_like(x: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((1 + (bias is not None), math.prod(x.shape[:-1])), dtype=torch.float32)
 
 
-@operator(
+@operator_with_largest(
     "norm_forward(Tensor x, Tensor scale, Tensor? bias, float eps) -> (Tensor, Tensor)",
     lambda x, scale, bias, eps: (x.new_empty(x.shape), _stats_like(x, bias)),
 )
-def norm_forward(x: Tensor, scale: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def norm_forward(x: Tensor, scale: Tensor, bias: Tensor | None, eps: float, *, largest: bool) -> tuple[Tensor, ...]:
     """(x normed, statistics float32 [1 or 2, M]): 1 / sqrt(mean square + eps) of the M rows; with a bias, LayerNorm's,
     and the means.
     """
-    y, _, stats, _ = _forward(x, None, scale, bias, eps)
-    return y, stats
+    y, _, *more = _forward(x, None, scale, bias, eps, largest)
+    return y, *more[: 1 + largest]
 
 
-@operator(
-    "norm_forward_largest(Tensor x, Tensor scale, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
-    lambda x, scale, bias, eps: (x.new_empty(x.shape), _stats_like(x, bias), largest_like(x)),
-)
-def norm_forward_largest(x: Tensor, scale: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`norm_forward`, and the largest magnitudes [M, 1] of the rows of x normed."""
-    y, _, stats, magnitudes = _forward(x, None, scale, bias, eps, True)
-    return y, stats, magnitudes
-
-
-add_twin(norm_forward, norm_forward_largest, {0: 2})
-
-
-@operator(
+@operator_with_largest(
     "add_norm_forward(Tensor x, Tensor residual, Tensor scale, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
     lambda x, residual, scale, bias, eps: (x.new_empty(x.shape), x.new_empty(x.shape), _stats_like(x, bias)),
 )
 def add_norm_forward(
-    x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor | None, eps: float, *, largest: bool
+) -> tuple[Tensor, ...]:
     """(the sum normed, the sum x + residual, statistics of the sum as of norm_forward)."""
-    return _forward(x, residual, scale, bias, eps)[:3]
+    return _forward(x, residual, scale, bias, eps, largest)[: 3 + largest]
 
 
-@operator(
-    "add_norm_forward_largest(Tensor x, Tensor residual, Tensor scale, Tensor? bias, float eps) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
-    lambda x, residual, scale, bias, eps: (
-        x.new_empty(x.shape),
-        x.new_empty(x.shape),
-        _stats_like(x, bias),
-        largest_like(x),
-    ),
+@operator_with_largest(
+    "norm_backward(Tensor g, Tensor? total_g, Tensor x, Tensor scale, Tensor stats) -> (Tensor, Tensor)",
+    lambda g, total_g, x, scale, stats: (x.new_empty(x.shape), stats.new_empty((stats.shape[0], x.shape[-1]))),
 )
-def add_norm_forward_largest(
-    x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`add_norm_forward`, and the largest magnitudes [M, 1] of the rows of the sum normed."""
-    return _forward(x, residual, scale, bias, eps, True)
-
-
-add_twin(add_norm_forward, add_norm_forward_largest, {0: 3})
-
-
-def _backward(
-    g: Tensor, total_g: Tensor | None, x: Tensor, scale: Tensor, stats: Tensor, largest: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient by x, those by scale and by bias, largest magnitudes of rows of the first): see the operators."""
+def norm_backward(
+    g: Tensor, total_g: Tensor | None, x: Tensor, scale: Tensor, stats: Tensor, *, largest: bool
+) -> tuple[Tensor, ...]:
+    """(gradient by x, float32 [1 or 2, N] by scale and by bias) from the gradient g of x normed, and total_g of x
+    itself, if any.
+    """
     add, (kinds, m), n = total_g is not None, stats.shape, x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     magnitudes = largest_like(x) if largest else dx
     if not dx.numel():
-        return dx, stats.new_zeros((kinds, n)), magnitudes
+        return dx, stats.new_zeros((kinds, n)), *[magnitudes] * largest
     config = _tuned_config(_norm_backward, x, kinds == 2)
     programs = min(triton.cdiv(m, config["ROWS"]), _programs(x.device, config["num_warps"]))
     parts = stats.new_empty((kinds, programs, n))
@@ -322,37 +302,7 @@ def _backward(
     strides = g.stride(0), gs.stride(0), x.stride(0)
     arguments = g, gs, x, scale.contiguous(), stats, dx, parts, magnitudes, m, n, *strides
     _norm_backward[(programs,)](*arguments, **flags, **config)
-    return dx, parts.sum(1), magnitudes
-
-
-@operator(
-    "norm_backward(Tensor g, Tensor? total_g, Tensor x, Tensor scale, Tensor stats) -> (Tensor, Tensor)",
-    lambda g, total_g, x, scale, stats: (x.new_empty(x.shape), stats.new_empty((stats.shape[0], x.shape[-1]))),
-)
-def norm_backward(g: Tensor, total_g: Tensor | None, x: Tensor, scale: Tensor, stats: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient by x, float32 [1 or 2, N] by scale and by bias) from the gradient g of x normed, and total_g of x
-    itself, if any.
-    """
-    return _backward(g, total_g, x, scale, stats)[:2]
-
-
-@operator(
-    "norm_backward_largest(Tensor g, Tensor? total_g, Tensor x, Tensor scale, Tensor stats) -> "
-    "(Tensor, Tensor, Tensor)",
-    lambda g, total_g, x, scale, stats: (
-        x.new_empty(x.shape),
-        stats.new_empty((stats.shape[0], x.shape[-1])),
-        largest_like(x),
-    ),
-)
-def norm_backward_largest(
-    g: Tensor, total_g: Tensor | None, x: Tensor, scale: Tensor, stats: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`norm_backward`, and the largest magnitudes [M, 1] of the rows of the gradient by x."""
-    return _backward(g, total_g, x, scale, stats, True)
-
-
-add_twin(norm_backward, norm_backward_largest, {0: 2})
+    return dx, parts.sum(1), *[magnitudes] * largest
 
 
 def fused_norm(label: str, add: bool, layer: bool, eps: float) -> Fused:
