@@ -171,7 +171,7 @@ PATTERN = "int[] pattern, float scale"
     f"flash_forward(Tensor q, Tensor k, Tensor v, {DOCUMENTS}, {PATTERN}, int query_start, int key_start) -> "
     "(Tensor, Tensor)",
     outputs_of,
-    flop=flops.flash_forward,
+    flop=flops.flash(flops.FORWARD_PRODUCTS),
 )
 def flash_forward(
     q: Tensor,
@@ -195,7 +195,7 @@ def flash_forward(
     f"flash_forward_at(Tensor q, Tensor k, Tensor v, Tensor query, Tensor key, {DOCUMENTS}, {PATTERN}) -> "
     "(Tensor, Tensor)",
     _wide_outputs,
-    flop=flops.flash_forward_at,
+    flop=flops.flash_at(flops.FORWARD_PRODUCTS),
 )
 def flash_forward_at(
     q: Tensor,

@@ -320,7 +320,7 @@ def _wide_gradients(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tupl
     f"flash_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {DOCUMENTS}, "
     f"{PATTERN}, int query_start, int key_start) -> (Tensor, Tensor, Tensor)",
     _gradients,
-    flop=flops.flash_backward,
+    flop=flops.flash(flops.SPLIT_PRODUCTS, 1),
 )
 def flash_backward(
     g: Tensor,
@@ -346,7 +346,7 @@ def flash_backward(
     "flash_backward_at(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor query, Tensor key, "
     f"{DOCUMENTS}, {PATTERN}) -> (Tensor, Tensor, Tensor)",
     _wide_gradients,
-    flop=flops.flash_backward_at,
+    flop=flops.flash_at(flops.SPLIT_PRODUCTS, 1),
 )
 def flash_backward_at(
     g: Tensor,

@@ -173,7 +173,7 @@ def _head_major(x: Tensor) -> Tensor:
 @operator(
     "library_forward(Tensor q, Tensor k, Tensor v, str library, float scale) -> (Tensor, Tensor)",
     outputs_of,
-    flop=flops.library_forward,
+    flop=flops.library(flops.FORWARD_PRODUCTS),
 )
 def library_forward(q: Tensor, k: Tensor, v: Tensor, library: str, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse) of causal attention by a library of LIBRARIES."""
@@ -185,7 +185,7 @@ def library_forward(q: Tensor, k: Tensor, v: Tensor, library: str, scale: float)
     "library_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, str library, float scale) -> "
     "(Tensor, Tensor, Tensor)",
     lambda g, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)),
-    flop=flops.library_backward,
+    flop=flops.library(flops.BACKWARD_PRODUCTS, 1),
 )
 def library_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, library: str, scale: float

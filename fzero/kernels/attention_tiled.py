@@ -21,7 +21,7 @@ from fzero.core.compile import have_compiler
 from fzero.core.device import kind_of
 from fzero.kernels import flops
 from fzero.kernels.attention_pattern import FIELDS
-from fzero.kernels.custom_operator import operator
+from fzero.kernels.custom_operator import address, operator
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 SHORT = 64  # queries below which plain products are as fast
@@ -57,10 +57,6 @@ def _threads(k: Tensor) -> int:
     return max(1, min(torch.get_num_threads(), k.shape[0] * k.shape[2]))
 
 
-def _address(x: Tensor | None) -> int | None:
-    return x.data_ptr() if x is not None else None
-
-
 def _run(
     direction: str,
     q: Tensor,
@@ -76,8 +72,8 @@ def _run(
     if q.numel() and k.numel():
         (b, t, h, dim), (_, s, g, _) = q.shape, k.shape
         shape = _AttentionShape(b, t, s, h, g, dim, *pattern, _threads(k), wide, *factors)
-        positions = ctypes.byref(_PositionPointers(*(_address(x) for x in places)))
-        pointers = [ctypes.c_void_p(_address(x)) for x in (q, k, v, *tensors)]
+        positions = ctypes.byref(_PositionPointers(*map(address, places)))
+        pointers = [ctypes.c_void_p(address(x)) for x in (q, k, v, *tensors)]
         run = getattr(_library(q.dtype), f"{direction}_{DTYPES[q.dtype]}")
         run(*pointers[:3], positions, *pointers[3:], ctypes.byref(shape))
 

@@ -24,7 +24,7 @@ from fzero.core.cpp import CONTRACTED, library
 from fzero.core.device import kind_of
 from fzero.core.torch_private import TorchDispatchModeKey, get_dispatch_mode
 from fzero.kernels.cross_entropy_triton import NONE, WRONG, launch, scale_by_kernel_
-from fzero.kernels.custom_operator import operator
+from fzero.kernels.custom_operator import call_cpp, operator
 
 BLOCK_BYTES = 1 << 20  # of float32 logits that plain torch works on at a time, on a CPU
 NATIVE = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}  # what the C++ takes
@@ -138,8 +138,8 @@ def _by_cpp(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Ten
     )
     sizes = (n, columns, logits.stride(0), output.stride(0), terms.first, torch.get_num_threads(), has_statistics)
     shape = _RowsShape(*sizes, terms.z_loss, terms.smoothing, terms.uniform, terms.cap)
-    pointers = [ctypes.c_void_p(x.data_ptr() if x is not None else None) for x in (logits, out, targets, statistics)]
-    getattr(_library(), f"rows_{NATIVE[logits.dtype]}")(*pointers, ctypes.byref(shape))
+    tensors, run = (logits, out, targets, statistics), getattr(_library(), f"rows_{NATIVE[logits.dtype]}")
+    call_cpp(run, tensors, ctypes.byref(shape))
     return statistics
 
 

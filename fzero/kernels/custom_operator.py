@@ -7,6 +7,7 @@ package still load, plans still count what their kernels would do on a GPU, and 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import os
@@ -161,6 +162,16 @@ def cpp_runs(*tensors: Tensor) -> str:
     if any(kind_of(t) != "cpu" for t in tensors):
         return "a tensor is not on the CPU"
     return "" if have_compiler() else "there is no C++ compiler"
+
+
+def address(x: Tensor | None) -> int | None:
+    """Where the numbers of a tensor lie in memory; None for no tensor."""
+    return None if x is None else x.data_ptr()
+
+
+def call_cpp(function: Any, tensors: Sequence[Tensor | None], *arguments: Any) -> None:
+    """Call a C++ function with pointers to tensors, null for None, and then other arguments."""
+    function(*(ctypes.c_void_p(address(x)) for x in tensors), *arguments)
 
 
 def runs_alone(x: Tensor, *args: Any, **options: Any) -> str:

@@ -64,14 +64,14 @@ def spread(products: int, q: Tensor, k: Tensor, pattern: Pattern) -> int:
     return of_pairs(products, q, pairs(pattern, k.shape[1], k.shape[1]) * q.shape[1] // k.shape[1])
 
 
-def flash_forward_at(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, out_val: Any = None) -> int:
-    """Of `flash_forward_at`."""
-    return spread(FORWARD_PRODUCTS, q, k, _pattern_of(arguments))
+def flash_at(products: int, first: int = 0) -> Callable[..., int]:
+    """Of flash attention at positions in memory, whose arguments have q from number `first` on."""
 
+    def formula(*arguments: Any, out_val: Any = None) -> int:
+        q, k = arguments[first : first + 2]
+        return spread(products, q, k, _pattern_of(arguments))
 
-def flash_backward_at(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, out_val: Any = None) -> int:
-    """Of `flash_backward_at`."""
-    return spread(SPLIT_PRODUCTS, q, k, _pattern_of(arguments))
+    return formula
 
 
 def ring(products: int) -> Callable[..., int]:
@@ -95,14 +95,14 @@ def visible_pairs(q: Tensor, k: Tensor, pattern: Pattern, query_start: int, key_
     return upto - pairs(pattern, q.shape[1], key_start, query_start)
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, out_val: Any = None) -> int:
-    """Of `flash_forward`."""
-    return of_pairs(FORWARD_PRODUCTS, q, visible_pairs(q, k, _pattern_of(arguments), *arguments[-2:]))
+def flash(products: int, first: int = 0) -> Callable[..., int]:
+    """Of flash attention in order, likewise; its last arguments are where queries and keys begin."""
 
+    def formula(*arguments: Any, out_val: Any = None) -> int:
+        q, k = arguments[first : first + 2]
+        return of_pairs(products, q, visible_pairs(q, k, _pattern_of(arguments), *arguments[-2:]))
 
-def flash_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, out_val: Any = None) -> int:
-    """Of `flash_backward`."""
-    return of_pairs(SPLIT_PRODUCTS, q, visible_pairs(q, k, _pattern_of(arguments), *arguments[-2:]))
+    return formula
 
 
 def attention_chunk(q: Tensor, k: Tensor, v: Tensor, documents: Any, *arguments: Any, out_val: Any = None) -> int:
@@ -118,14 +118,14 @@ def attention_chunk_backward(
     return of_pairs(products, q, visible_pairs(q, k, _pattern_of(arguments), *arguments[:2]))
 
 
-def library_forward(q: Tensor, k: Tensor, *arguments: Any, out_val: Any = None) -> int:
-    """Of causal attention by a library."""
-    return of_pairs(FORWARD_PRODUCTS, q, pairs(FULL, q.shape[1], k.shape[1]))
+def library(products: int, first: int = 0) -> Callable[..., int]:
+    """Of causal attention by a library, likewise."""
 
+    def formula(*arguments: Any, out_val: Any = None) -> int:
+        q, k = arguments[first : first + 2]
+        return of_pairs(products, q, pairs(FULL, q.shape[1], k.shape[1]))
 
-def library_backward(g: Tensor, q: Tensor, k: Tensor, *arguments: Any, out_val: Any = None) -> int:
-    """Of its backward pass."""
-    return of_pairs(BACKWARD_PRODUCTS, q, pairs(FULL, q.shape[1], k.shape[1]))
+    return formula
 
 
 def grouped(x: Tensor, w: Tensor, *arguments: Any, out_val: Any = None) -> int:

@@ -32,6 +32,7 @@ from fzero.kernels.custom_operator import (
     PART,
     Fused,
     bits_of,
+    call_cpp,
     cpp_runs,
     largest_like,
     on_cuda,
@@ -210,9 +211,8 @@ def _vectors() -> str:
 def _call_cpp(name: str, tensors: tuple[Tensor, ...]) -> None:
     """Call a function of the library on all numbers of tensors of one shape."""
     n, threads = tensors[0].numel(), torch.get_num_threads() if tensors[0].numel() > 1 << 15 else 1
-    pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
     run = getattr(cpp.library(__file__, cpp.EXACT, _vectors()), f"{name}_{TYPES[tensors[0].dtype]}")
-    run(*pointers, ctypes.c_int64(n), ctypes.c_int64(threads))
+    call_cpp(run, tensors, ctypes.c_int64(n), ctypes.c_int64(threads))
 
 
 @operator("swiglu_cpu(Tensor a, Tensor b) -> Tensor", lambda a, b: a.new_empty(a.shape))

@@ -18,7 +18,7 @@ from torch import Tensor
 from fzero.core import gpu
 from fzero.core.device import fake_device_of, kind_of, record_launch
 from fzero.kernels.aot import Build, build
-from fzero.kernels.custom_operator import INTERPRETED, tl, triton
+from fzero.kernels.custom_operator import INTERPRETED, address, tl, triton
 from fzero.kernels.optim_leaf import OptimLeaf
 from fzero.kernels.optim_lowbit import LeafPosition
 from fzero.kernels.registry import Form, Op
@@ -77,13 +77,9 @@ def leaf_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tenso
     return _cache_on_device(rows, lambda: torch.tensor(rows, dtype=torch.int64), device)
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
 def leaf_row(leaf: OptimLeaf, moments: int) -> tuple[int, ...]:
     """The row of the table of a leaf; `moments`: how many its optimizer has, 0 for the gradient alone."""
-    state = [*map(_address, leaf.state), 0, 0, 0, 0]
+    state = [*map(address, leaf.state), 0, 0, 0, 0]
     coded = leaf.state and leaf.state[0].dtype == torch.uint8
     m, v = state[0], state[1] if moments == 2 else 0
     sm, sv = (state[moments], state[moments + 1] if moments == 2 else 0) if coded else (0, 0)
@@ -91,7 +87,7 @@ def leaf_row(leaf: OptimLeaf, moments: int) -> tuple[int, ...]:
     position = leaf.position or LeafPosition()
     columns = leaf.p.shape[-1] if leaf.p.dim() else 1
     return (
-        leaf.p.data_ptr(), leaf.g.data_ptr(), m, v, _address(leaf.copy), sm, sv, leaf.p.numel(), columns, decay,
+        leaf.p.data_ptr(), leaf.g.data_ptr(), m, v, address(leaf.copy) or 0, sm, sv, leaf.p.numel(), columns, decay,
         *position.key, position.first, position.size0, position.stride0, position.size1, position.stride1,
     )  # fmt: skip
 

@@ -15,6 +15,8 @@ x's dtype. As in the references, s and the normed row are rounded to that dtype 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +29,7 @@ from fzero.core import cpp
 from fzero.core.autodiff import transforms
 from fzero.core.device import kind_of
 from fzero.core.vjp_pair import vjp_pair
-from fzero.kernels.custom_operator import Fused, cpp_runs, on_cuda, operator, runs_alone, triton_runs
+from fzero.kernels.custom_operator import Fused, call_cpp, cpp_runs, on_cuda, operator, runs_alone, triton_runs
 from fzero.kernels.norm_triton import fused_norm
 from fzero.kernels.registry import Form, Op
 
@@ -215,8 +217,7 @@ def _call_cpp(name: str, tensors: tuple[Tensor | None, ...], x: Tensor, eps: flo
     rows, n = math.prod(x.shape[:-1]), x.shape[-1]
     threads = torch.get_num_threads() if x.numel() > 1 << 15 else 1
     shape = _NormShape(rows, n, _chunk_rows(rows), threads, eps)
-    pointers = (ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors)
-    getattr(cpp.library(__file__, cpp.CONTRACTED), f"{name}_{TYPES[x.dtype]}")(*pointers, ctypes.byref(shape))
+    call_cpp(getattr(cpp.library(__file__, cpp.CONTRACTED), f"{name}_{TYPES[x.dtype]}"), tensors, ctypes.byref(shape))
 
 
 def _chunk_rows(rows: int) -> int:
@@ -299,7 +300,7 @@ def _add_rms_norm_in_cpp(x: Tensor, residual: Tensor, scale: Tensor, eps: float)
 # ---- the operations -------------------------------------------------------------------------------------------------
 
 
-def _rows_support(x: Tensor, *params: Tensor) -> str:
+def _rows_support(x: Tensor, residual: Tensor | None, *params: Tensor) -> str:
     if kind_of(x) != "cpu":
         return "x is not on the CPU"
     if x.dtype not in DTYPES:
@@ -307,13 +308,13 @@ def _rows_support(x: Tensor, *params: Tensor) -> str:
     return _param_shapes(x, *params)
 
 
-def _aten_supports(x: Tensor, *params: Tensor) -> str:
+def _aten_supports(x: Tensor, residual: Tensor | None, *params: Tensor) -> str:
     if kind_of(x) == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
         return f"on a CPU it sums the gradients of scale and bias over rows in {x.dtype}"
     return _param_shapes(x, *params)
 
 
-def _long_on_cpu(x: Tensor, *args: Any) -> str:
+def _long_on_cpu(x: Tensor, *args: Any, **options: Any) -> str:
     """Why "auto" should not take chunks: a compiled block, which is traced under torch.func, has no float32 copies."""
     if kind_of(x) != "cpu" or transforms():
         return "it is for eager operators on a CPU"
@@ -351,56 +352,74 @@ def _on_cpu(x: Tensor, *args: Any, **options: Any) -> str:
 
 
 def _op(name: str, reference: Callable[..., Any], forms: Sequence[Form], flop: int, bytes_of_x: int) -> Op:
-    """The operation of x, the residual if it adds one, parameters and eps; flop, bytes_of_x: of an element of x."""
-    add, layer = name.startswith("add_"), name.endswith("layer_norm")
+    """The operation of x, the residual if it adds one, parameters and eps.
 
-    def run(*arguments: Any) -> Any:
-        *tensors, eps = arguments
+    forms: those beside Triton's, whose `supports` takes (x, residual or None, *parameters). flop, bytes_of_x: for an
+    element and a byte of x.
+    """
+    add, layer, signature = name.startswith("add_"), name.endswith("layer_norm"), inspect.signature(reference)
+
+    def in_order(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        complete = not named and len(arguments) == len(signature.parameters)
+        return arguments if complete else signature.bind(*arguments, **named).args
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        *tensors, eps = in_order(arguments, named)
         return fused_norm(name, add, layer, eps)(*tensors)
 
-    def supports(x: Tensor, *arguments: Any) -> str:
-        *params, _eps = arguments
-        return _supports(x, params[0], *params[1:]) if add else _supports(x, None, *params)
+    def of_tensors(form: Form) -> Form:
+        def supports(*arguments: Any, **named: Any) -> str:
+            x, *params, _eps = in_order(arguments, named)
+            return form.supports(x, params.pop(0) if add else None, *params)
+
+        return dataclasses.replace(form, supports=supports)
 
     return Op(
         name,
         reference,
-        Form("triton", run, supports=supports, prefers=on_cuda),
-        *forms,
-        flops=lambda x, *arguments: flop * x.numel(),
-        bytes=lambda x, *arguments: bytes_of_x * x.nbytes,
+        *map(of_tensors, (Form("triton", run, _supports, on_cuda), *forms)),
+        flops=lambda x, *arguments, **named: flop * x.numel(),
+        bytes=lambda x, *arguments, **named: bytes_of_x * x.nbytes,
     )
 
 
-def _rms_forms(in_cpp: Callable[..., Any], in_chunks: Callable[..., Any], add: bool) -> list[Form]:
-    def supports(x: Tensor, *arguments: Any) -> str:
-        *residual, scale, _eps = arguments
-        return _cpp_supports(x, residual[0] if add else None, scale)
-
-    return [
-        Form("cpp", in_cpp, supports=supports, prefers=runs_alone),
-        Form("chunks", in_chunks, prefers=_long_on_cpu),
-    ]
-
-
-def _layer_forms(by_rows: Callable[..., Any], by_aten: Callable[..., Any]) -> list[Form]:
-    def rows_support(x: Tensor, *arguments: Any) -> str:
-        return _rows_support(x, *arguments[-3:-1])
-
-    def aten_supports(x: Tensor, *arguments: Any) -> str:
-        return _aten_supports(x, *arguments[-3:-1])
-
-    return [
-        Form("rows", by_rows, supports=rows_support, prefers=_on_cpu),
-        Form("aten", by_aten, supports=aten_supports, prefers=_on_cpu, composes=True),
-    ]
-
-
-rms_norm = _op("rms_norm", rms_norm_reference, _rms_forms(_rms_norm_in_cpp, rms_norm_in_chunks, False), 4, 2)
-add_rms_norm = _op(
-    "add_rms_norm", add_rms_norm_reference, _rms_forms(_add_rms_norm_in_cpp, add_rms_norm_in_chunks, True), 5, 4
+rms_norm = _op(
+    "rms_norm",
+    rms_norm_reference,
+    (
+        Form("cpp", _rms_norm_in_cpp, _cpp_supports, runs_alone),
+        Form("chunks", rms_norm_in_chunks, prefers=_long_on_cpu),
+    ),
+    flop=4,
+    bytes_of_x=2,
 )
-layer_norm = _op("layer_norm", layer_norm_reference, _layer_forms(layer_norm_rows, layer_norm_aten), 7, 2)
+add_rms_norm = _op(
+    "add_rms_norm",
+    add_rms_norm_reference,
+    (
+        Form("cpp", _add_rms_norm_in_cpp, _cpp_supports, runs_alone),
+        Form("chunks", add_rms_norm_in_chunks, prefers=_long_on_cpu),
+    ),
+    flop=5,
+    bytes_of_x=4,
+)
+layer_norm = _op(
+    "layer_norm",
+    layer_norm_reference,
+    (
+        Form("rows", layer_norm_rows, _rows_support, _on_cpu),
+        Form("aten", layer_norm_aten, _aten_supports, _on_cpu, composes=True),
+    ),
+    flop=7,
+    bytes_of_x=2,
+)
 add_layer_norm = _op(
-    "add_layer_norm", add_layer_norm_reference, _layer_forms(add_layer_norm_rows, add_layer_norm_aten), 8, 4
+    "add_layer_norm",
+    add_layer_norm_reference,
+    (
+        Form("rows", add_layer_norm_rows, _rows_support, _on_cpu),
+        Form("aten", add_layer_norm_aten, _aten_supports, _on_cpu, composes=True),
+    ),
+    flop=8,
+    bytes_of_x=4,
 )

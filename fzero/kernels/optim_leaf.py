@@ -30,6 +30,7 @@ from fzero.core import cpp, torch_private
 from fzero.core.compile import have_compiler
 from fzero.core.device import fake_device_of, kind_of, record_launch
 from fzero.kernels import optim_lowbit
+from fzero.kernels.custom_operator import address
 from fzero.kernels.optim_lowbit import LeafPosition
 
 # Elements of a piece: its temporaries stay in a CPU's cache; large enough that a GPU is not bound by launches.
@@ -301,20 +302,16 @@ def _library() -> ctypes.CDLL:
     return cpp.library(__file__, cpp.EXACT)
 
 
-def _address_of(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
 def _leaf_struct(leaf: OptimLeaf, moments: int) -> _Leaf:
     coded, position = leaf.state[0].dtype == torch.uint8, leaf.position or LeafPosition()
-    moment = [*map(_address_of, leaf.state[:moments]), None][:2]
-    scales = [*(map(_address_of, leaf.state[moments:]) if coded else ()), None, None][:2]
+    moment = [*map(address, leaf.state[:moments]), None][:2]
+    scales = [*(map(address, leaf.state[moments:]) if coded else ()), None, None][:2]
     columns = leaf.p.shape[-1] if leaf.p.dim() else 1
     types = (0 if x is None else TYPES[x.dtype] for x in (leaf.g, leaf.state[0], leaf.copy))
     stochastic = leaf.position is not None and not coded
     sizes = (position.first, position.size0, position.stride0, position.size1, position.stride1)
     return _Leaf(
-        _address_of(leaf.p), _address_of(leaf.g), *moment, *scales, _address_of(leaf.copy), leaf.p.numel(), columns,
+        address(leaf.p), address(leaf.g), *moment, *scales, address(leaf.copy), leaf.p.numel(), columns,
         *types, stochastic, *position.key, *sizes, leaf.decay,
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ from fzero.core.compile import have_compiler
 from fzero.core.device import kind_of
 from fzero.core.pytree import nearest
 from fzero.core.reinterpret import reinterpret
-from fzero.kernels.custom_operator import operator
+from fzero.kernels.custom_operator import call_cpp, operator
 
 
 class Quantized(NamedTuple):
@@ -240,8 +240,7 @@ def _call(name: str, tensors: tuple[Tensor, ...], kind: str, shape: torch.Size, 
         return
     tables = (ctypes.cast(table, ctypes.c_void_p) for table in _tables(kind))
     sizes = _CodesShape(math.prod(shape[:-1]), shape[-1], block, torch.get_num_threads(), parts, *tables)
-    pointers = (ctypes.c_void_p(x.data_ptr()) for x in tensors)
-    getattr(cpp.library(__file__, cpp.EXACT), name)(*pointers, ctypes.byref(sizes))
+    call_cpp(getattr(cpp.library(__file__, cpp.EXACT), name), tensors, ctypes.byref(sizes))
 
 
 @operator(
