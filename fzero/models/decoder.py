@@ -31,8 +31,9 @@ from fzero.models.batch import Batch, sums_by_source
 from fzero.models.decoder_config import IN_PYTHON, DecoderConfig, class_of_decoder, class_of_scored, config_of_text
 from fzero.models.from_module import expect_trainable
 from fzero.models.layers import document_positions
-from fzero.models.module_functions import Layered, LayerLeaves, Prepared, slashed
-from fzero.models.module_layers import CannotSplit, any_numbers, choices, layer_buffer
+from fzero.models.module_functions import Layered, Prepared, layered_model, slashed
+from fzero.models.module_layers import CannotSplit, any_numbers
+from fzero.models.module_rehearsal import first_of
 from fzero.models.module_split import LossOf, StackKind, inputs_of
 from fzero.models.transformers_module import module_of_config, tp_rules
 
@@ -93,15 +94,15 @@ def first_difference(layered: Layered, packed_batch: Batch, alone: Batch, text: 
         sample = torch.randn(x[0][0].shape)
         x = [(sample, *x[0][1:]), (sample[:, text], *x[1][1:])]
         for number, layer in enumerate(layered.templates[stack]):
-            kind, index = StackKind(stack, number), torch.tensor(layers.kinds.index(number))
+            kind = StackKind(stack, number)
+            index = torch.tensor(layered.firsts[kind])
             params = {name: any_numbers(leaf.shape) for name, leaf in layer.named_parameters()}
             results = []
             for (_, prepared), activations in zip(pairs, x):
-                args, kwargs = layered.splits[prepared.split].arguments_of(kind, activations, prepared.side_args)
-                buffers = {name: layer_buffer(leaf, index, 0) for name, leaf in prepared.stacked[stack].items()}
-                leaves = LayerLeaves(dict(params), buffers, {})
-                out = layered.call_layer(kind, leaves, args, kwargs, ctx._replace(layer=index), prepared.rows)
-                results.append(out[0] if isinstance(out, (tuple, list)) else out)
+                layer_inputs = layered.splits[prepared.split].arguments_of(kind, activations, prepared.side_args)
+                leaves = {**params, **layered.layer_buffers(kind, prepared.stacked, index)}
+                out = layered.call_layer(kind, leaves, layer_inputs, ctx._replace(layer=index), prepared.rows)
+                results.append(first_of(out))
             if differ(results[0][:, text], results[1]):
                 return layers.first(number)
     return ""
@@ -182,7 +183,7 @@ def decoder_of(config: DecoderConfig, scores: int = 0) -> Decoder:
     example = {"input_ids": torch.arange(16).reshape(2, 8) % config.vocab_size}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        layered, model = layered_model(body, example, features_of if scores else logits_of)
+        layered, model = decoder_layers(body, example, features_of if scores else logits_of)
     layered.name = source
     functions = Functions(layered)
     sources = {leaf: tuple(read.name for read in start.layers) for leaf, start in model.start.items()}
@@ -236,27 +237,21 @@ def linear_targets(config: DecoderConfig, attention: bool) -> str:
     return f"^({'|'.join(map(re.escape, names))})$"
 
 
-def layered_model(module: nn.Module, example: Batch, outputs: LossOf) -> tuple[Layered, Model]:
+def decoder_layers(module: nn.Module, example: Batch, outputs: LossOf) -> tuple[Layered, Model]:
     """The functions of a module's layers and the Model that they are, which ends with these outputs; raises ValueError
     for a module that has no stack of like layers."""
-    reason: CannotSplit | None = None
+    rules = tp_rules(module) or {"": "auto"}
     try:
-        for stacks in choices(module):
-            try:
-                layered = Layered(module, outputs, stacks, tp_rules(module) or {"": "auto"}, True)
-                return layered, layered.model(MissingWeight, example)
-            except CannotSplit as error:
-                reason = error
-    except CannotSplit as error:
-        reason = error
+        return layered_model(module, outputs, MissingWeight, batch=example, tp=rules, inferred=True)[:2]
+    except CannotSplit as reason:
+        raise ValueError(
+            f"{type(module).__name__} cannot be cut into layers, which a run gathers, keeps and recomputes one by one: "
+            f"{reason}; fzero.from_huggingface trains it whole"
+        ) from None
     except Impure as error:
         raise ValueError(
             f"{type(module).__name__}: transformers' code of this config.json is no pure function: {error}"
         ) from None
-    raise ValueError(
-        f"{type(module).__name__} cannot be cut into layers, which a run gathers, keeps and recomputes one by one: "
-        f"{reason}; fzero.from_huggingface trains it whole"
-    )
 
 
 def logits_of(call: Callable[..., Any], batch: Batch) -> Tensor:

@@ -23,16 +23,16 @@ from fzero.core.pytree import Tree
 from fzero.models.base import Ctx, Loss, Model, Start
 from fzero.models.batch import Batch
 from fzero.models.module_functions import (
-    Layered,
     Weights,
     dotted,
     expect_batch,
     init,
+    layered_model,
     no_logits,
     slashed,
-    trained_of,
 )
-from fzero.models.module_layers import CannotSplit, Constants, choices, without_memory
+from fzero.models.module_layers import CannotSplit, Constants, without_memory
+from fzero.models.module_rehearsal import trained_of
 from fzero.models.module_split import LossOf, ModuleCall
 from fzero.models.module_tp import calling, draws_of
 from fzero.models.user_functions import ModuleConfig, loss_of
@@ -166,27 +166,21 @@ def model_of(
     """The Model of a module that may be trained, which begins with these weights; see from_module. inferred: the rules
     of tp are not the caller's, and need not fit.
     """
-    reasons: list[str] = []
     if isinstance(tp, str) and tp != "auto":
         raise ValueError(f'tp={tp!r}: it must be "auto", or rules such as {{"q|k|v|up": "columns", "o|down": "rows"}}')
     tp, inferred = ({"": "auto"}, True) if not tp or isinstance(tp, str) else (tp, inferred)
     try:
-        for stacks in choices(module, layers):
-            try:
-                model = Layered(module, loss, stacks, tp, inferred).model(weights, batch)
-            except CannotSplit as reason:
-                reasons.append(str(reason))
-                continue
-            if reasons:
-                subject = f"only {stacks['blocks'].names[0]} to {stacks['blocks'].names[-1]}"
-                warn_of(module, f"{subject} are trained layer by layer, and no other list", reasons[0])
-            return model
+        options = {"layers": layers, "batch": batch, "tp": tp, "inferred": inferred}
+        layered, model, reasons = layered_model(module, loss, weights, **options)
     except CannotSplit as reason:
-        reasons.append(str(reason))
-    if layers is not None or (tp and not inferred):
-        raise ValueError(f"{type(module).__name__} cannot be split into layers: {reasons[-1]}")
-    warn_of(module, "it is trained whole, and not layer by layer", reasons[-1])
-    return unsplit_model(module, loss, weights)
+        if layers is not None or (tp and not inferred):
+            raise ValueError(f"{type(module).__name__} cannot be split into layers: {reason}") from None
+        warn_of(module, "it is trained whole, and not layer by layer", str(reason))
+        return unsplit_model(module, loss, weights)
+    if reasons:
+        names = layered.stacks["blocks"].names
+        warn_of(module, f"only {names[0]} to {names[-1]} are trained layer by layer, and no other list", reasons[0])
+    return model
 
 
 def warn_of(module: nn.Module, subject: str, reason: str) -> None:

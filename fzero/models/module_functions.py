@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple, NoReturn
@@ -24,42 +22,28 @@ from fzero.core.constant_reads import Readings
 from fzero.core.graph_tracing import Watch
 from fzero.core.purity_checks import is_near
 from fzero.core.pytree import Tree
-from fzero.core.random_interception import is_drawing, seeded
+from fzero.core.random_interception import seeded
 from fzero.core.stack import Blocks
-from fzero.core.variable_snapshot import Snapshot
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model, Start
 from fzero.models.batch import Batch
 from fzero.models.module_layers import (
     CannotSplit,
-    Constants,
     Stacks,
     any_numbers,
     blank,
-    layer_buffer,
+    choices,
     layer_of,
-    stacked_buffers,
-    templates_of,
-    without_memory,
 )
-from fzero.models.module_rehearsal import Rehearsal, values_of
-from fzero.models.module_split import ForwardSplit, GraphProgram, Inputs, LossOf, StackKind, call_pure, inputs_of, split
+from fzero.models.module_rehearsal import CopiedModule, Rehearsal, first_of, values_of
+from fzero.models.module_split import ForwardSplit, GraphProgram, Inputs, LossOf, StackKind, inputs_of, split
 from fzero.models.module_tp import (
     CALL,
     Cuts,
-    Factors,
-    Regions,
-    calling,
-    divided,
-    draws_of,
-    expect_called,
-    key_linears,
     specs_of,
-    split_factors,
     ways_of,
 )
 from fzero.models.module_tp_search import Probe, find_cuts
 from fzero.models.user_functions import ModuleConfig, loss_of
-from fzero.models.wide_sums import wide_sums
 from fzero.sharding import Mesh, Rules
 
 Weights = Callable[[str], Callable[[], Tensor]]  # the name of a parameter -> what reads the value that it begins with
@@ -75,38 +59,18 @@ class Prepared(NamedTuple):
     stacked: dict[str, dict[str, Tensor]]  # of each stack's layers, [L, ...], or [1, ...] where all have the same
 
 
-class LayerLeaves(NamedTuple):
-    """What a layer is called with beside x."""
-
-    params: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    factors: dict[str, Factors]  # LoRA's, by the name of a linear layer
-
-
-class Layered:
+class Layered(CopiedModule):
     """The functions of the Model of a module with layers.
 
     Its Splits are made when a batch of new shapes comes, and kept.
     """
 
     def __init__(self, module: nn.Module, loss: LossOf, stacks: Stacks, tp: Mapping[str, str], inferred: bool):
-        self.stacks, self.loss, self.originals, self.inferred = stacks, loss, trained_of(module), inferred
-        self.skeleton = without_memory(module)
-        self.templates = {stack: templates_of(module, layers) for stack, layers in stacks.items()}
+        super().__init__(module, loss, stacks)
+        self.inferred, self.ways = inferred, ways_of(self.linears, tp, inferred)
         self.draws = any(child.training for child in module.modules())  # unless an example says that nothing does
-        self.drawing: set[StackKind] = set()  # the layers that may draw random numbers
-        self.linears = {stack: key_linears(layer) for stack, layers in self.templates.items() for layer in layers}
-        self.ways = ways_of(self.linears, tp, inferred)
         self.known_cuts: dict[int, dict[str, Cuts]] = {}  # by the size of tp
         self.example: Batch | None = None
-        # Shapes alone: the Model's `start` has the values, and nothing else holds them.
-        self.parameters = {n: p for n, p in self.skeleton.named_parameters() if not layer_of(stacks, n)}
-        self.within = {stack: dict(layers[0].named_parameters()) for stack, layers in self.templates.items()}
-        saved = set(module.state_dict(keep_vars=True))
-        outside = {n: b.detach().clone() for n, b in module.named_buffers() if not layer_of(stacks, n)}
-        self.buffers = Constants(outside, saved)
-        self.stacked = {stack: stacked_buffers(module, layers.names, saved) for stack, layers in stacks.items()}
-        self.name = type(module).__name__
         self.splits: list[ForwardSplit] = []
         self.split_numbers: dict[Any, int] = {}  # signature of a batch -> number of its Split
         self.calls: Counter[Any] = Counter()  # by the signature of a batch
@@ -158,15 +122,9 @@ class Layered:
             draws=self.draws,
         )
 
-    def widest(self) -> torch.dtype:
-        """The dtype of the module's parameters, at least float32."""
-        leaves = [*self.parameters.values(), *(leaf for params in self.within.values() for leaf in params.values())]
-        return functools.reduce(torch.promote_types, (leaf.dtype for leaf in leaves), torch.float32)
-
     def functions(self, stack: str) -> Blocks:
         """The functions that the layers of a stack take in turn."""
-        first = sum(len(self.stacks[name].names) for name in list(self.stacks)[: list(self.stacks).index(stack)])
-        blocks = [partial(self.block, StackKind(stack, kind), first) for kind in range(len(self.templates[stack]))]
+        blocks = [partial(self.block, StackKind(stack, kind)) for kind in range(len(self.templates[stack]))]
         turns = self.stacks[stack].turns
         return tuple(blocks[kind] for kind in turns) if len(turns) > 1 else blocks[0]
 
@@ -211,75 +169,22 @@ class Layered:
         forward_split = self.splits[ctx.prepared.split]
         return forward_split.result_of(forward_split.epilogue(self.inputs(params, batch, ctx), x))
 
-    def block(self, kind: StackKind, first: int, params: Tree, x: tuple[Tensor, ...], ctx: Ctx) -> tuple[Tensor, ...]:
-        """x after a layer of a kind, and what it had beside. first: the number of its stack's first layer."""
+    def block(self, kind: StackKind, params: Tree, x: tuple[Tensor, ...], ctx: Ctx) -> tuple[Tensor, ...]:
+        """x after a layer of a kind, and what it had beside."""
         prepared: Prepared = ctx.prepared
-        args, kwargs = self.splits[prepared.split].arguments_of(kind, x, prepared.side_args)
-        stacked = prepared.stacked[kind.stack]
-        buffers = {name: layer_buffer(leaf, ctx.layer, first) for name, leaf in stacked.items()}
-        leaves = self.leaves_of(kind, dotted(params, ctx.dtype), buffers)
+        inputs = self.splits[prepared.split].arguments_of(kind, x, prepared.side_args)
+        buffers, tp = self.layer_buffers(kind, prepared.stacked, ctx.layer), ctx.mesh.tp.size
+        cuts = self.cuts(ctx.mesh)[kind.stack] if tp > 1 else Cuts()
         try:
-            out = self.call_layer(kind, leaves, args, kwargs, ctx, prepared.rows)
+            out = self.call_layer(kind, {**dotted(params, ctx.dtype), **buffers}, inputs, ctx, prepared.rows, cuts)
         except RuntimeError as error:
-            tp = ctx.mesh.tp.size
             if tp == 1:
                 raise
             fix = "a layer that tp splits must not name the number of heads or units: write -1 for it"
             if self.inferred:  # in somebody else's code
                 fix = "what is split does not go with this layer; use dp, pp or cp in place of tp"
             raise ValueError(f"tp={tp}: {graph_tracing.line(error)}: {str(error).splitlines()[0]}; {fix}") from error
-        return (out[0] if isinstance(out, (tuple, list)) else out, *x[1:])
-
-    def leaves_of(self, kind: StackKind, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> LayerLeaves:
-        """A layer's parameters and buffers, with LoRA's factors apart; those of other weights than its linear layers'
-        are added here.
-        """
-        factors = {}
-        for name in [name.removesuffix("_lora_a") for name in params if name.endswith("_lora_a")]:
-            pair = Factors(params.pop(f"{name}_lora_a"), params.pop(f"{name}_lora_b"))
-            owner, _, leaf = name.rpartition(".")
-            if leaf == "weight" and type(self.linears[kind.stack].get(owner)) is nn.Linear:
-                factors[owner] = pair
-            else:
-                params[name] = params[name] + pair.b @ pair.a
-        return LayerLeaves(params, buffers, factors)
-
-    def call_layer(
-        self,
-        kind: StackKind,
-        leaves: LayerLeaves,
-        args: Any,
-        kwargs: Any,
-        ctx: Ctx,
-        rows: int,
-        detect_draws: bool = False,
-    ) -> Any:
-        """What the layer of a kind with these leaves returns. detect_draws: find out whether it may draw random
-        numbers."""
-        template, tensors = self.templates[kind.stack][kind.number], {**leaves.params, **leaves.buffers}
-        size = ctx.mesh.tp.size
-        cuts = self.cuts(ctx.mesh)[kind.stack] if size > 1 else Cuts()
-        draws = {"draws": draws_of} if detect_draws or kind in self.drawing else {}
-        graph_tracing.allow_constants(tensors.values())  # the tables that it has made
-        with calling(ctx, rows, leaves.factors, cuts, **draws) as call:
-            if size == 1:
-                with wide_sums(tensors.values()):
-                    out = call_pure(template, tensors, args, kwargs)
-                self.drawing |= {kind} if is_drawing() else set()
-                expect_called(call)
-                return out
-            specs = specs_of(template, cuts)
-            call.parts.add([leaves.params[name] for name, text in specs.items() if "/tp" in text])
-            call.parts.add([factor for n, pair in leaves.factors.items() for factor in split_factors(cuts, n, pair)])
-            with divided(template, cuts, size), Regions(call):
-                out = call_pure(template, tensors, args, kwargs)
-            expect_called(call)
-            if any(leaf in call.parts for leaf in pytree.leaves(out)):
-                raise ValueError(
-                    "tp: what a layer returns is a rank's part; after linear layers of kind 'columns' one of kind "
-                    "'rows' must follow"
-                )
-            return out
+        return (first_of(out), *x[1:])
 
     def cuts(self, mesh: Mesh) -> dict[str, Cuts]:
         """What tp splits of each stack: what the caller said, and what is found ("auto"), with a line of the first rank
@@ -302,20 +207,18 @@ class Layered:
             prepared = self.prepare(batch, ctx)
             forward_split = self.splits[prepared.split]
             outside = {name: any_numbers(leaf.shape, 1) for name, leaf in self.parameters.items()}
-            inputs = inputs_of(outside, prepared.buffers, batch, ctx)
+            tensors = inputs_of(outside, prepared.buffers, batch, ctx)
             probes, x = {}, ()
-            for stack, layers in self.stacks.items():
-                x = forward_split.prologues[stack](inputs, x)
+            for stack in self.stacks:
+                x = forward_split.prologues[stack](tensors, x)
                 x = (torch.randn(x[0].shape), *x[1:])
                 probes[stack] = []
                 for number, layer in enumerate(self.templates[stack]):
-                    args, kwargs = forward_split.arguments_of(StackKind(stack, number), x, prepared.side_args)
-                    index = torch.tensor(layers.kinds.index(number))
-                    buffers = {name: layer_buffer(leaf, index, 0) for name, leaf in prepared.stacked[stack].items()}
+                    kind, first = StackKind(stack, number), torch.tensor(self.firsts[StackKind(stack, number)])
+                    inputs = forward_split.arguments_of(kind, x, prepared.side_args)
+                    buffers = self.layer_buffers(kind, prepared.stacked, first)
                     params = {name: any_numbers(leaf.shape) for name, leaf in layer.named_parameters()}
-                    probes[stack].append(
-                        Probe(layer, self.linears[stack], params, buffers, args, kwargs, prepared.rows)
-                    )
+                    probes[stack].append(Probe(layer, self.linears[stack], params, buffers, *inputs, prepared.rows))
         return probes
 
     def rules(self, mesh: Mesh) -> Rules[str]:
@@ -441,27 +344,16 @@ class Layered:
         like = inputs_of(parameters, buffers, shapes, Ctx(key=key))
         inputs = self.skeleton, self.stacks, self.loss, self.check, batch, like, Ctx(dtype=ctx.dtype), self.originals()
         with self.preserve_variables():
-            if not self.strict:
-                return split(*inputs)
-            try:
-                with expect_unchanged("the module", self.skeleton):
-                    return split(*inputs)
-            except Changed:  # by what a module makes once, in its first call, if not by the second one too
-                with expect_unchanged("the module", self.skeleton):
-                    return split(*inputs)
+            return self.run_unchanged("the module", self.skeleton, partial(split, *inputs))
 
-    def snapshot(self) -> Snapshot:
-        """What variables have that the module and the loss function reach."""
-        return Snapshot(self.skeleton, *(layer for layers in self.templates.values() for layer in layers), self.loss)
-
-    @contextlib.contextmanager
-    def preserve_variables(self) -> Iterator[None]:
-        """What variables have that the module and the loss function reach, they have again after what runs within."""
-        snapshot = self.snapshot()
-        try:
-            yield
-        finally:
-            snapshot.restore()
+    def run_unchanged(self, subject: str, module: nn.Module, run: Callable[[], Any]) -> Any:
+        """What `run` returns; where a trace is strict it raises Changed if both a first and a second run change the
+        module, as what it makes once it makes in its first call."""
+        if self.strict:
+            with contextlib.suppress(Changed), expect_unchanged(subject, module):
+                return run()
+        with expect_unchanged(subject, module) if self.strict else contextlib.nullcontext():
+            return run()
 
     def check(self, kind: StackKind, watch: Watch, args: Any, kwargs: Any) -> Any:
         """What a layer returns, run on tensors without values; raises Impure for what a pure function may not do."""
@@ -474,17 +366,13 @@ class Layered:
             for name, leaf in leaves.items():
                 watch.protect(f"the {label} {name} of a layer", leaf)
         watch.recorded = False  # a layer is not run as a graph
-        layer_leaves = LayerLeaves(params, buffers, {})
-        template = self.templates[kind.stack][kind.number]
+        template, leaves = self.templates[kind.stack][kind.number], {**params, **buffers}
 
         def run() -> Any:
-            with expect_unchanged("a layer", template) if self.strict else contextlib.nullcontext():
-                return self.call_layer(kind, layer_leaves, args, kwargs, ctx, call.rows, detect_draws=True)
+            return self.call_layer(kind, leaves, (args, kwargs), ctx, call.rows, detect_draws=True)
 
         try:
-            return run()
-        except Changed:  # by what a module makes once
-            return run()
+            return self.run_unchanged("a layer", template, run)
         finally:
             watch.recorded = True
 
@@ -500,10 +388,27 @@ class Layered:
                     )
 
 
-def trained_of(module: nn.Module) -> Callable[[], dict[str, Tensor]]:
-    """What finds the trained parameters of a module by name, as long as it lives."""
-    refs = {name: weakref.ref(leaf) for name, leaf in module.named_parameters() if leaf.requires_grad}
-    return lambda: {name: leaf for name, ref in refs.items() if (leaf := ref()) is not None}
+def layered_model(
+    module: nn.Module,
+    loss: LossOf,
+    weights: Weights,
+    *,
+    layers: str | Sequence[str] | None = None,
+    batch: Batch | None = None,
+    tp: Mapping[str, str],
+    inferred: bool,
+) -> tuple[Layered, Model, list[str]]:
+    """(the functions of a module with layers, its Model, why no better choice of stacks could be split); raises
+    CannotSplit if none can. See from_module.model_of.
+    """
+    reasons: list[str] = []
+    for stacks in choices(module, layers):
+        try:
+            layered = Layered(module, loss, stacks, tp, inferred)
+            return layered, layered.model(weights, batch), reasons
+        except CannotSplit as reason:
+            reasons.append(str(reason))
+    raise CannotSplit(reasons[-1])
 
 
 def expect_batch(batch: Any) -> int:

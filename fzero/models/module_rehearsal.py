@@ -1,4 +1,5 @@
-"""Real calls of a module beside its trace, with random numbers in place of its weights.
+"""A copy of a module whose layers are called with given tensors, and real calls of it beside its trace, with random
+numbers in place of its weights.
 
 The first call lets the module make what it makes once, such as tables, of real tensors. Two more tell whether its
 results are a function of what it is given, and are compared with those of the layers and of the traced parts.
@@ -6,10 +7,13 @@ results are a function of what it is given, and are compared with those of the l
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,35 +22,145 @@ from fzero.core import graph_tracing, pytree
 from fzero.core.closure_state import ClosureState
 from fzero.core.graph_tracing import Watch
 from fzero.core.purity_checks import expect_data, expect_pure, is_near
-from fzero.core.random_interception import seeded
+from fzero.core.random_interception import is_drawing, seeded
 from fzero.core.torch_private import get_unwrapped, is_functorch_wrapped_tensor, maybe_get_bdim
 from fzero.core.variable_snapshot import Snapshot
 from fzero.models.base import Ctx
-from fzero.models.module_layers import CannotSplit, Constants, Stacks, any_numbers, layer_buffer
-from fzero.models.module_split import ForwardSplit, ModuleCall, StackKind, inputs_of
-from fzero.models.module_tp import calling, draws_of, replaced
+from fzero.models.module_layers import (
+    CannotSplit,
+    Constants,
+    Stacks,
+    any_numbers,
+    layer_buffer,
+    layer_of,
+    stacked_buffers,
+    templates_of,
+    without_memory,
+)
+from fzero.models.module_split import ForwardSplit, LossOf, ModuleCall, StackKind, call_pure, inputs_of
+from fzero.models.module_tp import (
+    Cuts,
+    Factors,
+    Regions,
+    calling,
+    divided,
+    draws_of,
+    expect_called,
+    key_linears,
+    replaced,
+    specs_of,
+    split_factors,
+)
 from fzero.models.wide_sums import wide_sums
 
 RUNS = 2  # layers of a kind that are run; the others pass on what they get
 
 
-class LayeredModule(Protocol):
-    """What a rehearsal needs of a module with layers, see models.module_functions.Layered."""
+def trained_of(module: nn.Module) -> Callable[[], dict[str, Tensor]]:
+    """What finds the trained parameters of a module by name, as long as it lives."""
+    refs = {name: weakref.ref(leaf) for name, leaf in module.named_parameters() if leaf.requires_grad}
+    return lambda: {name: leaf for name, ref in refs.items() if (leaf := ref()) is not None}
 
-    skeleton: nn.Module
-    stacks: Stacks
-    loss: Callable[..., Any]
-    parameters: dict[str, nn.Parameter]  # outside of the layers
-    within: dict[str, dict[str, nn.Parameter]]  # of a stack's layer
-    buffers: Constants
-    stacked: dict[str, Constants]
 
-    def snapshot(self) -> Snapshot: ...
-    def originals(self) -> dict[str, Tensor]: ...
-    def leaves_of(self, kind: StackKind, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Any: ...
+class CopiedModule:
+    """A copy of a module with layers that has no memory: the module, and a layer of each kind, which are called with
+    other tensors in place of their parameters and buffers."""
+
+    def __init__(self, module: nn.Module, loss: LossOf, stacks: Stacks):
+        self.stacks, self.loss, self.originals, self.name = stacks, loss, trained_of(module), type(module).__name__
+        self.skeleton = without_memory(module)
+        self.templates = {stack: templates_of(module, layers) for stack, layers in stacks.items()}
+        self.linears = {stack: key_linears(layer) for stack, layers in self.templates.items() for layer in layers}
+        self.drawing: set[StackKind] = set()  # the layers that may draw random numbers
+        # Shapes alone: the Model's `start` has the values, and nothing else holds them.
+        self.parameters = {n: p for n, p in self.skeleton.named_parameters() if not layer_of(stacks, n)}
+        self.within = {stack: dict(layers[0].named_parameters()) for stack, layers in self.templates.items()}
+        saved = set(module.state_dict(keep_vars=True))
+        outside = {n: b.detach().clone() for n, b in module.named_buffers() if not layer_of(stacks, n)}
+        self.buffers = Constants(outside, saved)
+        self.stacked = {stack: stacked_buffers(module, layers.names, saved) for stack, layers in stacks.items()}
+        self.layers = [  # in the order of a forward pass
+            (name, StackKind(stack, kind))
+            for stack, layers in stacks.items()
+            for name, kind in zip(layers.names, layers.kinds)
+        ]
+        self.firsts = {kind: i for i, (_, kind) in reversed(list(enumerate(self.layers)))}  # the first layer of each
+
+    def widest(self) -> torch.dtype:
+        """The dtype of the module's parameters, at least float32."""
+        leaves = [*self.parameters.values(), *(leaf for params in self.within.values() for leaf in params.values())]
+        return functools.reduce(torch.promote_types, (leaf.dtype for leaf in leaves), torch.float32)
+
+    def layer_buffers(self, kind: StackKind, stacked: Mapping[str, dict[str, Tensor]], layer: Any) -> dict[str, Tensor]:
+        """The buffers of a layer, by its number, from those of the stacks."""
+        first = self.firsts[StackKind(kind.stack, 0)]
+        return {name: layer_buffer(leaf, layer, first) for name, leaf in stacked[kind.stack].items()}
+
     def call_layer(
-        self, kind: StackKind, leaves: Any, args: Any, kwargs: Any, ctx: Ctx, rows: int, detect_draws: bool = False
-    ) -> Any: ...
+        self,
+        kind: StackKind,
+        tensors: dict[str, Tensor],
+        inputs: tuple[Any, Any],
+        ctx: Ctx,
+        rows: int,
+        cuts: Cuts = Cuts(),  # noqa: B008
+        detect_draws: bool = False,
+    ) -> Any:
+        """What the layer of a kind returns for (args, kwargs). tensors: its parameters, with LoRA's factors beside
+        them, and its buffers. cuts: what tp splits. detect_draws: find out whether it may draw random numbers."""
+        template, size = self.templates[kind.stack][kind.number], ctx.mesh.tp.size
+        tensors, factors = self.take_factors(kind, tensors)
+        draws = {"draws": draws_of} if detect_draws or kind in self.drawing else {}
+        graph_tracing.allow_constants(tensors.values())  # the tables that it has made
+        with calling(ctx, rows, factors, cuts, **draws) as call:
+            if size == 1:
+                with wide_sums(tensors.values()):
+                    out = call_pure(template, tensors, *inputs)
+                self.drawing |= {kind} if is_drawing() else set()
+                expect_called(call)
+                return out
+            specs = specs_of(template, cuts)
+            call.parts.add([tensors[name] for name, text in specs.items() if "/tp" in text])
+            call.parts.add([factor for n, pair in factors.items() for factor in split_factors(cuts, n, pair)])
+            with divided(template, cuts, size), Regions(call):
+                out = call_pure(template, tensors, *inputs)
+            expect_called(call)
+            if any(leaf in call.parts for leaf in pytree.leaves(out)):
+                raise ValueError(
+                    "tp: what a layer returns is a rank's part; after linear layers of kind 'columns' one of kind "
+                    "'rows' must follow"
+                )
+            return out
+
+    def take_factors(self, kind: StackKind, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Factors]]:
+        """A layer's tensors, and LoRA's factors of its linear layers; those of other weights are added to these."""
+        tensors, factors = dict(tensors), {}
+        for name in [name.removesuffix("_lora_a") for name in tensors if name.endswith("_lora_a")]:
+            pair = Factors(tensors.pop(f"{name}_lora_a"), tensors.pop(f"{name}_lora_b"))
+            owner, _, leaf = name.rpartition(".")
+            if leaf == "weight" and type(self.linears[kind.stack].get(owner)) is nn.Linear:
+                factors[owner] = pair
+            else:
+                tensors[name] = tensors[name] + pair.b @ pair.a
+        return tensors, factors
+
+    def snapshot(self) -> Snapshot:
+        """What variables have that the module and the loss function reach."""
+        return Snapshot(self.skeleton, *(layer for layers in self.templates.values() for layer in layers), self.loss)
+
+    @contextlib.contextmanager
+    def preserve_variables(self) -> Iterator[None]:
+        """What variables have that the module and the loss function reach, they have again after what runs within."""
+        snapshot = self.snapshot()
+        try:
+            yield
+        finally:
+            snapshot.restore()
+
+
+def first_of(out: Any) -> Any:
+    """The activations in what a layer returns: alone, or at the head of a tuple."""
+    return out[0] if isinstance(out, (tuple, list)) else out
 
 
 class LayerRuns(NamedTuple):
@@ -61,7 +175,7 @@ class Rehearsal:
     """Calls of a module with layers on a batch, in one process, without gradients. All layers of a kind have the same
     numbers in place of their parameters."""
 
-    def __init__(self, layered: LayeredModule, batch: Any, ctx: Ctx, rows: int, seed: int) -> None:
+    def __init__(self, layered: CopiedModule, batch: Any, ctx: Ctx, rows: int, seed: int) -> None:
         device = pytree.leaves(batch)[0].device
         key = () if isinstance(ctx.key, tuple) else torch.zeros(2, dtype=torch.int64, device=device)
         self.layered, self.batch, self.rows = layered, batch, rows
@@ -78,19 +192,12 @@ class Rehearsal:
 
     def layers(self) -> list[tuple[str, StackKind, Tensor]]:
         """(name, kind, number) of each layer."""
-        stacks, device = self.layered.stacks.items(), pytree.leaves(self.batch)[0].device
-        kinds = [
-            (name, StackKind(s, kind))
-            for s, stack_layers in stacks
-            for name, kind in zip(stack_layers.names, stack_layers.kinds)
-        ]
-        return [(*pair, torch.tensor(i, device=device)) for i, pair in enumerate(kinds)]
+        device = pytree.leaves(self.batch)[0].device
+        return [(*pair, torch.tensor(i, device=device)) for i, pair in enumerate(self.layered.layers)]
 
-    def buffers_of(self, kind: StackKind, number: Tensor) -> dict[str, Tensor]:
-        """The buffers of a layer."""
-        previous = list(self.stacked)[: list(self.stacked).index(kind.stack)]
-        first = sum(len(self.layered.stacks[stack].names) for stack in previous)
-        return {name: layer_buffer(leaf, number, first) for name, leaf in self.stacked[kind.stack].items()}
+    def leaves_of(self, kind: StackKind, number: Tensor) -> dict[str, Tensor]:
+        """The parameters and buffers of a layer."""
+        return {**self.within[kind.stack], **self.layered.layer_buffers(kind, self.stacked, number)}
 
     def run_module(self, first: bool = False) -> list[Any]:
         """What goes into the stacks, and what the loss function returns, of the copied module.
@@ -98,8 +205,7 @@ class Rehearsal:
         first: the layers that stand for all of a kind are called too, each with what its first one is given."""
         state, layers, runs = {**self.outside, **self.buffers}, [], LayerRuns(Counter(), {}, {})
         for name, kind, number in self.layers():
-            leaves = {**self.within[kind.stack], **self.buffers_of(kind, number)}
-            state |= {f"{name}.{leaf}": x for leaf, x in leaves.items()}
+            state |= {f"{name}.{leaf}": x for leaf, x in self.leaves_of(kind, number).items()}
             module = self.layered.skeleton.get_submodule(name)
             forward = [partial(self.template, kind, number)] if first else []
             layers.append((module, "forward", partial(self.layer, [*forward, module.forward], kind, number, runs)))
@@ -124,10 +230,8 @@ class Rehearsal:
 
     def template(self, kind: StackKind, number: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the layer that stands for all of a kind returns."""
-        leaves = self.layered.leaves_of(kind, dict(self.within[kind.stack]), self.buffers_of(kind, number))
-        return self.layered.call_layer(
-            kind, leaves, args, kwargs, self.ctx._replace(layer=number), self.rows, detect_draws=True
-        )
+        leaves, ctx = self.leaves_of(kind, number), self.ctx._replace(layer=number)
+        return self.layered.call_layer(kind, leaves, (args, kwargs), ctx, self.rows, detect_draws=True)
 
     def layer(
         self,
@@ -164,8 +268,7 @@ class Rehearsal:
                 if runs[kind] > RUNS:
                     continue
                 args, kwargs = split.arguments_of(kind, x, side_args)
-                out = self.template(kind, layer, *args, **kwargs)
-                x = (out[0] if isinstance(out, (tuple, list)) else out, *x[1:])
+                x = (first_of(self.template(kind, layer, *args, **kwargs)), *x[1:])
             return [*entered.values(), *pytree.leaves(split.result_of(split.epilogue(inputs, x)))]
 
     def first(self, variables: dict[str, Any] | None = None) -> None:

@@ -126,7 +126,8 @@ class Regions(TorchFunctionMode):
 
         args, kwargs = pytree.map(varied, (args, kwargs))
         out = func(*args, **kwargs)
-        self.parts.add(out)
+        written = func is Tensor.__setitem__ or getattr(func, "__name__", "").endswith("_")
+        self.parts.add((out, args[:1] if written else ()))
         return out
 
 

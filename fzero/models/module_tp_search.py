@@ -9,7 +9,7 @@ every parameter and input too. Nothing is communicated: up to the row layer no r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import unwrap
 from itertools import combinations
@@ -19,15 +19,14 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from fzero.core import graph_tracing, pytree
 from fzero.core.constant_reads import names_in
 from fzero.models.base import Ctx
 from fzero.models.module_tp import (
+    CallContext,
     Cuts,
     Regions,
-    ShardedTensors,
     Ways,
     calling,
     divided,
@@ -204,58 +203,45 @@ def read_by(kind: type) -> set[str]:
     return {name for f in methods if isinstance(f, FunctionType) for name in names_in(unwrap(f).__code__)}
 
 
-class Origins(TorchFunctionMode):
-    """A mode in which a result comes from the linear layers that what it is computed with comes from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: dict[str, ShardedTensors] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for name in self.names(args, kwargs):
-            # What is written into comes from there too.
-            self.outputs[name].add(
-                (out, args[:1] if func in WRITES or getattr(func, "__name__", "").endswith("_") else ())
-            )
-        return out
-
-    def names(self, *trees: Any) -> list[str]:
-        """The linear layers that something in these trees comes from."""
-        leaves = [leaf for leaf in pytree.leaves(trees) if isinstance(leaf, Tensor)]
-        return [name for name, tensors in self.outputs.items() if any(leaf in tensors for leaf in leaves)]
-
-
-WRITES = {Tensor.__setitem__}
-
-
 def sources_of(probe: Probe) -> dict[str, set[str]]:
     """{a linear layer that is called: those whose outputs flow into it without another one between}."""
     sources: dict[str, set[str]] = {}
-    origins = Origins()
 
-    def note(name: str, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
-        sources.setdefault(name, set()).update(origins.names(x))
+    def follow(source: str, call: CallContext, name: str, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
+        sources.setdefault(name, set()).update({source} if x in call.parts else ())
         y = forward(x).clone()
-        for tensors in origins.outputs.values():
-            tensors.remove(y)
-        origins.outputs.setdefault(name, ShardedTensors()).add(y)
+        (call.parts.add if name == source else call.parts.remove)(y)
         return y
 
-    noted = [
-        (module, "forward", partial(note, name, vars(module)["forward"])) for name, module in probe.linears.items()
-    ]
-    with torch.no_grad(), calling(Ctx(dtype=torch.float32), probe.rows, draws=draws_of), replaced(noted), origins:
-        probe.call(probe.params)
+    for source in probe.linears:
+        with torch.no_grad(), calling(Ctx(dtype=torch.float32), probe.rows, draws=draws_of) as call:
+            followed = [
+                (module, "forward", partial(follow, source, call, name, vars(module)["forward"]))
+                for name, module in probe.linears.items()
+            ]
+            with replaced(followed), Regions(call):
+                probe.call(probe.params)
     return sources
 
 
+def gradients(total: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """The gradients of a sum; 0 where it does not depend on a leaf."""
+    return list(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
+
+
 class ProbeRun(NamedTuple):
-    """A run of a layer: the products of the row layer, what the layer returns, and the gradients of both together."""
+    """A run of a layer: the products of the row layer, what stands for them in what follows, what the layer returns,
+    and its parameters and inputs."""
 
     products: list[Tensor]
+    row_outputs: list[Tensor]
     out: list[Tensor]
-    grads: dict[str, Tensor]
+    leaves: dict[str, Tensor]
+
+    def grads(self, seeds: list[Tensor]) -> dict[str, Tensor]:
+        """The gradients of all leaves, from those of the products."""
+        total = torch.stack([(y * g).sum() for y, g in zip(self.products, seeds)]).sum()
+        return dict(zip(self.leaves, gradients(total, list(self.leaves.values()))))
 
 
 def expect_equal(probe: Probe, group: SplitGroup, size: int) -> None:
@@ -265,37 +251,31 @@ def expect_equal(probe: Probe, group: SplitGroup, size: int) -> None:
     for name, dim in dims.items():
         if probe.params[name].shape[dim] % size:
             raise Unequal(f"{name} has {probe.params[name].shape[dim]} features, not divisible by tp={size}")
-    rank_params = [
+    shards = [
         {n: probe.params[n].chunk(size, dim)[rank].contiguous() for n, dim in dims.items()} for rank in range(size)
     ]
     with torch.no_grad():  # most of what cannot be split fails here
-        run(probe, group, size, {**probe.params, **rank_params[0]}, rank_params[0], [], [])
-    full = run(probe, group, 1, probe.params, {}, [], [])
-    weights = [torch.cos(torch.arange(float(y.numel()))).reshape(y.shape) for y in full.out]
-    row_outputs = [y.detach().requires_grad_() for y in full.products]
-    # The gradient that the row layer's outputs get, from a run with them as inputs.
-    tail = run(probe, group, 1, probe.params, {}, row_outputs, [])
-    total = torch.stack([(y * w).sum() for y, w in zip(tail.out, weights)]).sum()
-    seeds = [
-        torch.zeros_like(y) if g is None else g
-        for y, g in zip(
-            row_outputs, torch.autograd.grad(total, row_outputs, allow_unused=True) if total.requires_grad else ()
-        )
-    ]
-    if not seeds or not any(map(torch.any, seeds)):
+        run(probe, group, size, shards[0])
+    full = run(probe, group, 1, {})
+    total = torch.stack(
+        [(y * torch.cos(torch.arange(float(y.numel()))).reshape(y.shape)).sum() for y in full.out]
+    ).sum()
+    # The gradient that the row layer's outputs get.
+    seeds = gradients(total, full.row_outputs) if total.requires_grad else []
+    if not any(map(torch.any, seeds)):
         raise Unequal(f"what the layer returns does not depend on {group.row}")
-    full = run(probe, group, 1, probe.params, {}, row_outputs, seeds)
-    parts = [run(probe, group, size, {**probe.params, **shards}, shards, row_outputs, seeds) for shards in rank_params]
+    parts = [run(probe, group, size, shard, full.row_outputs) for shard in shards]
     for piece in parts:
         expect_near("what the layer returns", piece.out, full.out)
         if len(piece.products) != len(full.products):
             raise Unequal(f"{group.row} is called more or less often with a part")
     for i, y in enumerate(full.products):
         expect_near(f"what {group.row} returns", [sum_of([piece.products[i] for piece in parts])], [y])
+    full_grads, rank_grads = full.grads(seeds), [piece.grads(seeds) for piece in parts]
     # A gradient that is 0 but for rounding, such as that of a key's bias, is compared with the others' size.
-    min_size = LEAST * max(size_of(g) for g in full.grads.values())
-    for name, g in full.grads.items():
-        pieces = [piece.grads[name] for piece in parts]
+    min_size = LEAST * max(map(size_of, full_grads.values()))
+    for name, g in full_grads.items():
+        pieces = [grads[name] for grads in rank_grads]
         combined = torch.cat(pieces, dims[name]) if name in dims else sum_of(pieces)
         expect_near(f"the gradient of {name}", [combined], [g], min_size)
 
@@ -306,61 +286,50 @@ def split_dims(text: str) -> list[str]:
 
 
 def run(
-    probe: Probe,
-    group: SplitGroup,
-    size: int,
-    params: Mapping[str, Tensor],
-    rank_params: Mapping[str, Tensor],
-    row_outputs: list[Tensor],
-    seeds: list[Tensor],
+    probe: Probe, group: SplitGroup, size: int, shards: Mapping[str, Tensor], row_outputs: Sequence[Tensor] = ()
 ) -> ProbeRun:
-    """A layer with these parameters, of which some are a rank's part.
+    """A layer, of which a rank has these parts of parameters; nothing follows from what the row layer returns but by
+    `row_outputs`, those of a whole layer, or ones like its own.
 
-    row_outputs: what takes the place of the row layer's products in the rest of the layer; none: they do. seeds: the
-    gradients of the products, from which those of all parameters and inputs are made; none: none are.
     Raises Unequal with the line where the layer fails.
     """
-    leaves = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in {**probe.params, **shards}.items()}
     inputs, treedef = pytree.flatten((probe.args, probe.kwargs))
     for i, leaf in enumerate(inputs):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             inputs[i] = leaves[f"input {i}"] = leaf.detach().clone().requires_grad_()
     args, kwargs = pytree.unflatten(inputs, treedef)
     products: list[Tensor] = []
+    cut_outputs = list(row_outputs)
     layer = probe.linears[group.row]
 
     def row(x: Tensor) -> Tensor:
-        if rank_params and x not in call.parts:
+        if shards and x not in call.parts:
             raise Unequal(f"the inputs of {group.row} are not followed to {', '.join(group.columns)}")
         w, bias = cast(Tensor, layer.weight), cast(Tensor | None, getattr(layer, "bias", None))
-        y = F.linear(x, w.t() if is_transposed(layer) else w)
-        products.append(y)
-        if len(products) <= len(row_outputs):
-            y = row_outputs[len(products) - 1]
+        products.append(F.linear(x, w.t() if is_transposed(layer) else w))
+        if len(products) > len(cut_outputs):
+            cut_outputs.append(products[-1].detach().requires_grad_())
         # Whole again, and a tensor of its own.
-        y = y.clone() if bias is None else y + bias.detach()
+        y = cut_outputs[len(products) - 1].clone()
+        y = y if bias is None else y + bias.detach()
         call.parts.remove(y)
         return y
 
     try:
         with calling(Ctx(dtype=torch.float32), probe.rows, cuts=group.cuts, draws=draws_of) as call:
-            call.parts.add([leaves[name] for name in rank_params])
+            call.parts.add([leaves[name] for name in shards])
             with divided(probe.layer, group.cuts, size), replaced([(layer, "forward", row)]), Regions(call):
-                out = probe._replace(args=args, kwargs=kwargs).call({n: leaves[n] for n in params})
-        outputs = [leaf for leaf in pytree.leaves(out) if isinstance(leaf, Tensor)]
-        if any(leaf in call.parts for leaf in outputs):
-            raise Unequal("a part of its outputs leaves the layer")
-        grads = {}
-        if seeds:
-            total = torch.stack([(y * g).sum() for y, g in zip(products, seeds)]).sum()
-            all_grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-            grads = {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), all_grads)}
-        return ProbeRun(products, [leaf for leaf in outputs if leaf.is_floating_point()], grads)
+                out = probe._replace(args=args, kwargs=kwargs).call({n: leaves[n] for n in probe.params})
     except Unequal:
         raise
     except Exception as error:  # whatever the module's own code raises for other shapes
         location, text = graph_tracing.line(error), str(error).strip().split("\n")[0]
         raise Unequal(": ".join(filter(None, (location, text)))) from error
+    outputs = [leaf for leaf in pytree.leaves(out) if isinstance(leaf, Tensor)]
+    if any(leaf in call.parts for leaf in outputs):
+        raise Unequal("a part of its outputs leaves the layer")
+    return ProbeRun(products, cut_outputs, [leaf for leaf in outputs if leaf.is_floating_point()], leaves)
 
 
 def sum_of(tensors: list[Tensor]) -> Tensor:
