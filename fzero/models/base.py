@@ -80,13 +80,17 @@ class Ctx(NamedTuple):
     sequence: bool = False  # under tp: activations outside the tensor-parallel regions are split along T too
     context: Context | tuple[()] = ()  # how attention works over cp; () without
     experts: Experts | tuple[()] = ()  # how tokens come to experts over ep; () without
-    pieces: Pieces | tuple[()] = ()  # the tokens of each rank of cp; () for whole sequences, and chosen by the batch
     positions: Tensor | tuple[()] = ()  # int64 [T / cp], of this rank's tokens; () where it has whole sequences
     placed: Tensor | tuple[()] = ()  # int64 [cp, T / cp], of every rank's
     chunk: tuple[int, int] | tuple[()] = ()  # inside a layer in chunks: (position of its first token, tokens of a row)
     prepared: Any = ()  # what the model's `prepare` made of the batch: a tree of tensors and of hashable values
     scales: Tensor | tuple[()] = ()  # float64 [L] of what each layer adds to x, see models.dropping; () for 1
     dropped: frozenset[int] | tuple[()] = ()  # the layers whose scale is 0, if a step knows them: it passes over them
+
+
+def pieces_of(ctx: Ctx) -> Pieces | None:
+    """The tokens of each rank of cp; None for whole sequences, and where they are chosen by the batch."""
+    return ctx.context.pieces_for(ctx.mesh.cp.size) if ctx.context else None
 
 
 class Loss(NamedTuple):
@@ -146,10 +150,9 @@ class Model(NamedTuple):
     # wider, on the device, and whole on every rank of dp and cp. A step that is skipped moves none.
     leaf_rules: Mapping[str, Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None] = {}
     foreign: bool = False  # its layers are somebody's code: a first step under tp compares them with whole ones
-    # x -> [B, T, D] after the last norm, outside the tensor-parallel regions, and the leaf [V, D] by which the head
-    # multiplies it: for another head on the same stack (models.dpo, ...). None for a module
+    # x -> [B, T, D] after the last norm, outside the tensor-parallel regions, which the head multiplies by head/w, or,
+    # without that leaf, by the embedding: for another head on the same stack (models.dpo, ...). None for a module
     features: Callable[[Tree, Any, Ctx], Tensor] | None = None
-    unembed: str = "head/w"
     # (params, x, batch, ctx) -> the cross-entropy of each target [B, T], of a model without `features`
     token_losses: Callable[[Tree, Any, Batch, Ctx], Tensor] | None = None
     # Whether cp may split its sequences: positions from ctx, and a loss that adds up over ranks. A first step compares

@@ -29,7 +29,7 @@ from torch import Tensor
 from fzero.comm.collectives import all_gather, all_to_all
 from fzero.kernels.attention import Pattern, Positions, attention
 from fzero.kernels.attention_ring import ring_attention
-from fzero.models.base import Ctx
+from fzero.models.base import Ctx, pieces_of
 from fzero.sharding.context import largest_inner
 from fzero.sharding.slices import narrow_part
 
@@ -60,13 +60,14 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: C
     """
     cp, size = ctx.mesh.cp, k.shape[-1]
     full = all_gather(torch.cat((k, v), -1), cp, 1, leaf="blocks/attn/kv")
-    if ctx.pieces and not ctx.pieces.contiguous:
-        full = full.index_select(1, ctx.pieces.order(full.shape[1], q.device))
+    pieces = pieces_of(ctx)
+    if pieces is not None and not pieces.contiguous:
+        full = full.index_select(1, pieces.order(full.shape[1], q.device))
     k, v = full.split([size, full.shape[-1] - size], -1)
-    if not ctx.pieces:  # chosen by the batch
+    if pieces is None:  # chosen by the batch
         return positional_attention(q, k, v, pattern, ctx, **scores)
     out, start = [], 0
-    for first, number in ctx.pieces.ranges(cp.rank, full.shape[1]):
+    for first, number in pieces.ranges(cp.rank, full.shape[1]):
         end = first + number  # the queries are the last of the keys that they may see
         documents = None if isinstance(ctx.documents, tuple) else ctx.documents[:, :end]
         queries = q[:, start : start + number]
@@ -82,22 +83,22 @@ def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: 
     Communicates over cp: an all_to_all of queries, keys and values and one of the results, (cp - 1) / cp B T / cp
     (2 H + 2 G) K elements from each rank, G the key/value heads after repetition; in the backward pass as much.
     """
-    assert ctx.pieces  # attend looks
-    cp, device = ctx.mesh.cp, q.device
+    cp, device, pieces = ctx.mesh.cp, q.device, pieces_of(ctx)
+    assert pieces is not None  # attend looks
     groups = math.lcm(k.shape[2], cp.size)
     k, v = (x.repeat_interleave(groups // x.shape[2], 2) for x in (k, v))
     shares = [q.shape[2] // cp.size, groups // cp.size, groups // cp.size]
     mixed = torch.cat([x.unflatten(2, (cp.size, -1)) for x in (q, k, v)], 3).flatten(2, 3)
     full = all_to_all(mixed, cp, 2, 1, leaf="blocks/attn/qkv")
     tokens = full.shape[1]
-    if not ctx.pieces.contiguous:
-        full = full.index_select(1, ctx.pieces.order(tokens, device))
+    if not pieces.contiguous:
+        full = full.index_select(1, pieces.order(tokens, device))
     q, k, v = full.split(shares, 2)
     if "sinks" in scores:
         scores["sinks"] = narrow_part(scores["sinks"], cp.rank, cp.size, 0)
     out = full_attention(q, k, v, pattern, ctx, **scores)
-    if not ctx.pieces.contiguous:
-        out = out.index_select(1, torch.cat([ctx.pieces.positions(rank, tokens, device) for rank in range(cp.size)]))
+    if not pieces.contiguous:
+        out = out.index_select(1, torch.cat([pieces.positions(rank, tokens, device) for rank in range(cp.size)]))
     return all_to_all(out, cp, 1, 2, leaf="blocks/attn/out")
 
 

@@ -28,7 +28,6 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.core.pytree import Tree
-from fzero.kernels import glu
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.rope import rope_frequencies, rope_qk
@@ -59,6 +58,7 @@ from fzero.models.layers import (
     exit_region,
     expect_divisible,
     gated_mlp,
+    gated_product,
     linear,
     norm,
     positions_of,
@@ -66,7 +66,7 @@ from fzero.models.layers import (
     split_words,
     with_cache,
 )
-from fzero.models.llama import MLP_RULES, embed, features, head_inputs, logits, unembed
+from fzero.models.llama import MLP_RULES, embed, ends, gated_leaves, head_inputs
 from fzero.sharding import Mesh, Rules
 
 MTP_STACK, MTP_JOIN = "blocks_mtp", "join_mtp"
@@ -235,22 +235,14 @@ def _init(c: DeepSeekConfig, make: MakeLeaf) -> Tree:
             **feed_forward(w),
         }
 
-    def gated(w: Callable[..., Any], name: str, *shape: int) -> Tree:
-        *outer, d, f = shape
-        return {
-            "w_gate": w(f"{name}/w_gate", *outer, d, f),
-            "w_up": w(f"{name}/w_up", *outer, d, f),
-            "w_down": w(f"{name}/w_down", *outer, f, d),
-        }
-
     def routed(w: Callable[..., Any]) -> Tree:
         e, d, f = c.n_experts, c.d_model, c.d_expert
-        moe = {"router": w("moe/router", d, e), "bias": w("moe/bias", e, std=0.0), **gated(w, "moe", e, d, f)}
-        return {"moe": moe, **({"shared": gated(w, "shared", d, c.n_shared * f)} if c.n_shared else {})}
+        moe = {"router": w("moe/router", d, e), "bias": w("moe/bias", e, std=0.0), **gated_leaves(w, "moe", e, d, f)}
+        return {"moe": moe, **({"shared": gated_leaves(w, "shared", d, c.n_shared * f)} if c.n_shared else {})}
 
     tree: Tree = {"embed": {"tokens": make("embed/tokens", (c.vocab_size, c.d_model), c.init_std)}}
     if c.n_dense:
-        dense = lambda w: {"mlp": gated(w, "mlp", c.d_model, c.d_ff)}  # noqa: E731
+        dense = lambda w: {"mlp": gated_leaves(w, "mlp", c.d_model, c.d_ff)}  # noqa: E731
         tree["blocks_dense"] = stack("blocks_dense", c.n_dense, dense)
     tree["blocks_experts"] = stack("blocks_experts", c.n_layers - c.n_dense, routed)
     tree["head"] = {"norm": ones("head/norm", c.d_model)}
@@ -318,12 +310,6 @@ def _largest(x: Tensor, count: int) -> Tensor:
     return torch.sort(x, dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def shared_experts(p: Tree, h: Tensor, ctx: Ctx) -> Tensor:
-    """Return the experts of every token, of h [..., D] inside the tensor-parallel region."""
-    gate, up_proj = (linear(h, p[f"w_{name}"], ctx=ctx) for name in ("gate", "up"))
-    return linear(glu.swiglu(gate, up_proj, impl=ctx.kernels["swiglu"]), p["w_down"], ctx=ctx)
-
-
 def deepseek(config: DeepSeekConfig) -> Model:
     """Return the DeepSeek-V3 of these sizes, as a Model of two stacks: "blocks_dense" and "blocks_experts".
 
@@ -361,7 +347,7 @@ def deepseek(config: DeepSeekConfig) -> Model:
         counts, (load, share) = count(state, ids, scores / scores.sum(-1, keepdim=True), c.n_dense, ctx)
         balance = (c.n_experts / c.top_k) * (load * share).sum(-1)
         h, ids, weights = enter_region(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
-        shared = functools.partial(shared_experts, p["shared"], h, ctx) if c.n_shared else None
+        shared = functools.partial(gated_product, p["shared"], h, ctx) if c.n_shared else None
         out = mixture(p["moe"], h, ids, weights, ctx, ExpertMixture(c.n_experts), shared)
         x = add(x, exit_region(out, ctx, "blocks/moe"), c.dropout, "mlp", ctx)
         return {**state, "x": x, "balance": state["balance"] + balance, **counts}
@@ -380,6 +366,7 @@ def deepseek(config: DeepSeekConfig) -> Model:
             total, sums = total + c.mtp_coef * extra["mtp"], sums | tables(MTP_STACK, rows(counts, layers, layers + 1))
         return Loss(total, num_tokens, extra, sums)
 
+    head_fields: dict[str, Any] = ends(c, main) | ({"shared": ("embed/tokens",)} if c.n_mtp else {})
     return Model(
         config=c,
         init=lambda make: _init(c, make),
@@ -391,15 +378,12 @@ def deepseek(config: DeepSeekConfig) -> Model:
         },
         join={MTP_STACK: functools.partial(join_mtp, c)} if c.n_mtp else {},
         head=head,
-        logits=lambda params, state, ctx: logits(c, params, main(state), ctx),
         rules=lambda mesh: _rules(c, mesh),
-        shared=("embed/tokens",) if c.tied or c.n_mtp else (),
         linear=r"blocks_\w+/(attn|mlp|shared)/w_\w+",
-        features=lambda params, state, ctx: features(c, params, main(state), ctx),
-        unembed=unembed(c),
         leaf_rules=balance_by_bias("blocks_experts", c.bias_rate)
         | (balance_by_bias(MTP_STACK, c.bias_rate) if c.n_mtp else {}),
         splits=not c.n_mtp,  # which looks at the next position
+        **head_fields,
     )
 
 

@@ -30,7 +30,7 @@ from fzero.kernels.attention_pattern import Pattern, pairs_by_query
 from fzero.kernels.cross_entropy import counted_tokens, number_of
 from fzero.kernels.custom_operator import operator
 from fzero.kernels.linear_cross_entropy import linear_cross_entropy
-from fzero.models.base import Ctx, Loss, Model, stacks_of
+from fzero.models.base import Ctx, Loss, Model, pieces_of, stacks_of
 from fzero.models.batch import (
     FULL_ENTRIES,
     SOURCES,
@@ -181,13 +181,13 @@ def prepare(model: Model, batch: Batch, ctx: Ctx) -> Ctx:
     the model's `prepare` makes of it."""
     cp = ctx.mesh.cp
     if ctx.context:
-        tokens, pieces = batch["tokens"], ctx.context.pieces_for(cp.size)
+        tokens, pieces = batch["tokens"], pieces_of(ctx)
         if pieces is None:
             placed = balanced_positions(tokens, batch.get("documents"), cp.size, patterns_of(model.config))
         else:
             ranks = range(cp.size)
             placed = torch.stack([pieces.positions(rank, tokens.shape[-1], tokens.device) for rank in ranks])
-        ctx = ctx._replace(pieces=pieces or (), placed=placed, positions=placed[cp.rank])
+        ctx = ctx._replace(placed=placed, positions=placed[cp.rank])
     if has_tokens(model.config):
         ctx = ctx._replace(documents=batch.get("documents", ()), first=batch.get("first", ctx.first))
     return ctx if model.prepare is None else ctx._replace(prepared=model.prepare(batch, ctx))

@@ -37,8 +37,8 @@ from fzero.models.layers import (
     row_parallel_linear,
     sequence_axis,
     split_words,
-    vocabulary_logits,
 )
+from fzero.models.llama import ends, head_inputs
 from fzero.models.tiled_linear import tiled_gelu_mlp
 from fzero.sharding import Mesh, Rules
 from fzero.sharding.slices import narrow_part
@@ -174,18 +174,8 @@ def gpt2(config: GPT2Config) -> Model:
 
     layer = AttentionLayer(pre_attention, post_attention, attention)
 
-    def features(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-        return norm(params["head"]["norm"], x, c.norm_eps, ctx)
-
-    def normed(params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
-        w = params["embed"]["tokens"] if c.tied else params["head"]["w"]
-        return enter_region(features(params, x, ctx), ctx, "head"), w
-
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
-        return Loss(*token_loss(*normed(params, x, ctx), batch, ctx, words=c.vocab_size))
-
-    def logits(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-        return vocabulary_logits(*normed(params, x, ctx), ctx, c.vocab_size)
+        return Loss(*token_loss(*head_inputs(c, params, x, ctx), batch, ctx, words=c.vocab_size))
 
     def rules(mesh: Mesh) -> Rules[str]:
         expect_divisible(
@@ -197,16 +187,13 @@ def gpt2(config: GPT2Config) -> Model:
         return split_words(RULES, mesh, c.vocab_size)
 
     return Model(
-        config,
-        partial(_init, c),
-        embed,
-        lambda p, x, ctx: layer(p, x, ctx, c.layer_tokens),
-        head,
-        logits,
-        rules,
-        shared=("embed/tokens",) if c.tied else (),
+        config=c,
+        init=partial(_init, c),
+        embed=embed,
+        block=lambda p, x, ctx: layer(p, x, ctx, c.layer_tokens),
+        head=head,
+        rules=rules,
         linear=r"blocks/(attn|mlp)/w_\w+",
-        features=features,
-        unembed="embed/tokens" if c.tied else "head/w",
         splits=True,
+        **ends(c),
     )

@@ -29,8 +29,9 @@ from fzero.kernels.embedding import look_up
 from fzero.kernels.float8 import float8_linear
 from fzero.kernels.linear_cross_entropy import column_range
 from fzero.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fzero.kernels.registry import Op
 from fzero.kernels.rope import RopeScaling, rope_frequencies, rope_qk
-from fzero.models.base import Ctx
+from fzero.models.base import Ctx, pieces_of
 from fzero.models.batch import Batch
 from fzero.models.cp_attention import attend
 from fzero.models.tiled_linear import tiled_mlp
@@ -116,8 +117,8 @@ def ranges_outside(tokens: int, ctx: Ctx) -> tuple[list[tuple[int | Tensor, int]
     axis, cp, positions = sequence_axis(ctx), ctx.mesh.cp, ctx.positions
     start, total = axis.rank * tokens, axis.size * tokens * (cp.size if isinstance(positions, Tensor) else 1)
     runs: list[tuple[int | Tensor, int]] = [(0, total)]
-    if ctx.pieces:
-        runs = [*ctx.pieces.ranges(cp.rank, total)]
+    if (pieces := pieces_of(ctx)) is not None:
+        runs = [*pieces.ranges(cp.rank, total)]
     elif isinstance(positions, Tensor):
         size = total // blocks_of(total, cp.size)
         runs = [(positions[offset], size) for offset in range(0, total // cp.size, size)]
@@ -381,8 +382,13 @@ def gated_mlp(p: Tree, x: Tensor, ctx: Ctx, activation: str = "silu", tiles: int
         options = {"tokens": tokens, "gate": gate.name, "impl": ctx.kernels[gate.name]}
         h = tiled_mlp(x, p["w_gate"], p["w_up"], p["w_down"], tiles, **options)
         return exit_region(h, ctx, "blocks/mlp")
+    return exit_region(gated_product(p, x, ctx, gate), ctx, "blocks/mlp")
+
+
+def gated_product(p: Tree, x: Tensor, ctx: Ctx, gate: Op = glu.swiglu) -> Tensor:
+    """gate(x w_gate, x w_up) w_down of x [..., D] inside the tensor-parallel region."""
     h = gate(linear(x, p["w_gate"], ctx=ctx), linear(x, p["w_up"], ctx=ctx), impl=ctx.kernels[gate.name])
-    return row_parallel_linear(h, p["w_down"], ctx, "blocks/mlp")
+    return linear(h, p["w_down"], ctx=ctx)
 
 
 def expect_plain(p: Tree, ctx: Ctx, tiles: int, tokens: int = 0) -> None:

@@ -274,14 +274,24 @@ def head_inputs(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor,
     return enter_region(features(c, params, x, ctx), ctx, "head"), w
 
 
-def unembed(c: EndSizes) -> str:
-    """Return the name of the head's w."""
-    return "embed/tokens" if c.tied else "head/w"
-
-
 def logits(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     """Return all logits [B, T, V] of the activations x [B, T, D] after the last block."""
     return vocabulary_logits(*head_inputs(c, params, x, ctx), ctx, c.vocab_size)
+
+
+def ends(c: EndSizes, main: Callable[[Any], Tensor] = lambda x: x) -> dict[str, Any]:
+    """Return the fields of a Model that follow from its head. main: x [B, T, D] in the activations of the model."""
+    return {
+        "logits": lambda params, x, ctx: logits(c, params, main(x), ctx),
+        "features": lambda params, x, ctx: features(c, params, main(x), ctx),
+        "shared": ("embed/tokens",) if c.tied else (),
+    }
+
+
+def gated_leaves(w: Callable[..., Any], name: str, *shape: int, **out: float) -> Tree:
+    """Make the weights of a gated feed-forward part of shape (..., D, F) by w(name, *shape). out: std= of the last."""
+    inner = {leaf: w(f"{name}/{leaf}", *shape) for leaf in ("w_gate", "w_up")}
+    return {**inner, "w_down": w(f"{name}/w_down", *shape[:-2], shape[-1], shape[-2], **out)}
 
 
 def rules(c: LlamaConfig, mesh: Mesh, feed_forward: Rules[str], hidden: DimSplit) -> Rules[str]:
@@ -328,14 +338,7 @@ def llama(config: LlamaConfig) -> Model:
     c = config
 
     def mlp(w: Callable[..., Any], out_std: float) -> Tree:
-        d, f = c.d_model, c.d_ff
-        return {
-            "mlp": {
-                "w_gate": w("mlp/w_gate", d, f),
-                "w_up": w("mlp/w_up", d, f),
-                "w_down": w("mlp/w_down", f, d, std=out_std),
-            }
-        }
+        return {"mlp": gated_leaves(w, "mlp", c.d_model, c.d_ff, std=out_std)}
 
     def post_attention(p: Tree, x: Tensor, out: Tensor, ctx: Ctx) -> Tensor:
         x, h = after_attention(c, p, x, out, ctx)
@@ -370,6 +373,5 @@ def llama(config: LlamaConfig) -> Model:
         shared=("embed/tokens",) if c.tied else (),
         linear=r"blocks/(attn|mlp)/w_\w+",
         features=lambda params, x, ctx: features(c, last(params), x, ctx),
-        unembed=unembed(c),
         splits=True,
     )

@@ -152,9 +152,9 @@ def _init(model: Model, config: LoRAConfig, weights: Mapping[str, tuple[int, ...
     """Make the parameters of `model` with factors, and magnitudes, beside the weights of these shapes."""
     deviations: dict[str, float] = {}
 
-    def note(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0, dtype: Any = None) -> Any:
+    def note(name: str, shape: tuple[int, ...], std: float, *leaf: Any, **options: Any) -> Any:
         deviations[name] = std
-        return make(name, shape, std, mean, dtype)
+        return make(name, shape, std, *leaf, **options)
 
     def add_factors(node: Tree, path: str) -> Tree:
         out = {}

@@ -37,13 +37,12 @@ from fzero.models.llama import (
     LlamaConfig,
     attend,
     embed,
-    features,
+    ends,
+    gated_leaves,
     head_inputs,
     in_layers,
     init,
-    logits,
     rules,
-    unembed,
 )
 
 BALANCE = ("loss", "bias")
@@ -120,9 +119,7 @@ def mixtral(config: MoEConfig) -> Model:
         bias = {"bias": w("moe/bias", e, std=0.0)} if by_bias else {}
         sizes = {"router": (e,), "gate": (e, f), "up": (e, f), "down": (e, d)} if c.expert_bias else {}
         bias |= {f"b_{name}": w(f"moe/b_{name}", *shape, std=0.0) for name, shape in sizes.items()}
-        input_weights = {name: w(f"moe/{name}", e, d, f) for name in ("w_gate", "w_up")}
-        router = w("moe/router", d, e)
-        return {"moe": {"router": router, **bias, **input_weights, "w_down": w("moe/w_down", e, f, d, std=out_std)}}
+        return {"moe": {"router": w("moe/router", d, e), **bias, **gated_leaves(w, "moe", e, d, f, std=out_std)}}
 
     def embed_with_statistics(params: Tree, batch: Batch, ctx: Ctx) -> Tree:
         x = embed(c, params, batch, ctx)
@@ -169,12 +166,9 @@ def mixtral(config: MoEConfig) -> Model:
         embed=embed_with_statistics,
         block=in_layers(c, lambda attention: functools.partial(block, attention)),
         head=head,
-        logits=lambda params, state, ctx: logits(c, params, state["x"], ctx),
         rules=lambda mesh: rules(c, mesh, own_rules, DimSplit("blocks/moe/w_gate", 3, c.d_ff, "d_ff")),
-        shared=("embed/tokens",) if c.tied else (),
         linear=r"blocks/attn/w_\w+",
-        features=lambda params, state, ctx: features(c, params, state["x"], ctx),
-        unembed=unembed(c),
         leaf_rules=balance_by_bias("blocks", c.bias_rate) if by_bias else {},
         splits=not c.capacity_factor,  # whose places are those of one rank's tokens
+        **ends(c, lambda state: state["x"]),
     )

@@ -16,15 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fzero.comm.collectives import psum, pvary
-from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens, number_of
 from fzero.kernels.linear_cross_entropy import token_losses
-from fzero.models.base import Batch, Ctx, Loss, Model, leaf_shapes, with_still_leaves
+from fzero.models.base import Batch, Ctx, Loss, Model, with_still_leaves
 from fzero.models.batch import sums_by_source
 from fzero.models.forward import loss
-from fzero.models.layers import enter_region
+from fzero.models.layers import document_positions, enter_region
 
 
 @checked()
@@ -169,10 +168,11 @@ def losses_by_token(model: Model, params: Tree, x: Any, batch: Batch, ctx: Ctx) 
     if model.token_losses is not None:
         return model.token_losses(params, x, batch, ctx)
     assert model.features is not None  # expect_losses
-    h, w = enter_region(model.features(params, x, ctx), ctx, "head"), pytree.named_leaves(params)[model.unembed]
+    h = enter_region(model.features(params, x, ctx), ctx, "head")
+    w = params.get("head", {}).get("w", params.get("embed", {}).get("tokens"))
     targets, mask = batch["targets"], batch["mask"].reshape(-1) if "mask" in batch else None
     cap = getattr(model.config, "logit_cap", 0.0)
-    options = {"axis": ctx.mesh.tp, "columns": leaf_shapes(model)[model.unembed][0], "cap": cap}
+    options = {"axis": ctx.mesh.tp, "columns": model.config.vocab_size, "cap": cap}
     losses = token_losses(h.reshape(-1, h.shape[-1]), w, targets.reshape(-1), mask, **options)
     return losses.reshape(targets.shape)
 
@@ -252,13 +252,10 @@ def document_offsets(targets: Tensor, ctx: Ctx) -> Tensor:
 
     targets: of this rank's tokens [B, T / cp].
     """
-    split = 1 if isinstance(ctx.positions, tuple) else ctx.mesh.cp.size
-    positions = torch.arange(targets.shape[-1] * split, device=targets.device)[None]
     if isinstance(ctx.documents, tuple):
-        return positions
-    first = torch.ones_like(ctx.documents, dtype=torch.bool)
-    first[:, 1:] = ctx.documents[:, 1:] != ctx.documents[:, :-1]
-    return positions - torch.where(first, positions, 0).cummax(-1).values
+        split = 1 if isinstance(ctx.positions, tuple) else ctx.mesh.cp.size
+        return torch.arange(targets.shape[-1] * split, device=targets.device)[None]
+    return document_positions(ctx.documents)
 
 
 def position_ranges(seq_len: int) -> tuple[int, ...]:

@@ -42,8 +42,11 @@ ModelConfig = (
 )
 
 
-def _gpt2(d_model: int, n_layers: int, n_heads: int, **sizes: Any) -> GPT2Config:
-    return GPT2Config(d_model=d_model, n_layers=n_layers, n_heads=n_heads, d_ff=4 * d_model, **sizes)
+# Below, `sizes` are d_model, n_layers, n_heads, n_kv_heads and d_ff.
+
+
+def _gpt2(d_model: int, n_layers: int, n_heads: int, vocab_size: int = 50257, max_len: int = 1024) -> GPT2Config:
+    return GPT2Config(vocab_size, max_len, d_model, n_layers, n_heads, 4 * d_model)
 
 
 def _megatron(d_model: int, n_layers: int, n_heads: int) -> GPT2Config:
@@ -51,79 +54,40 @@ def _megatron(d_model: int, n_layers: int, n_heads: int) -> GPT2Config:
     return _gpt2(d_model, n_layers, n_heads, vocab_size=51200, max_len=2048)
 
 
-def _llama3(d_model: int, n_layers: int, n_heads: int, d_ff: int, factor: float, *, tied: bool = False) -> LlamaConfig:
+def _llama3(*sizes: Any, factor: float = 8.0, tied: bool = False) -> LlamaConfig:
     # Grattafiori et al. 2024, "The Llama 3 herd of models", table 3; 1B and 3B as released in Llama 3.2.
-    return LlamaConfig(
-        vocab_size=128256,
-        max_len=131072,
-        d_model=d_model,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=8,
-        d_ff=d_ff,
-        rope_theta=500000.0,
-        rope_scaling=RopeScaling(factor=factor),
-        tied=tied,
-    )
+    return LlamaConfig(128256, 131072, *sizes, rope_theta=500000.0, rope_scaling=RopeScaling(factor=factor), tied=tied)
 
 
-def _bytes_llama(d_model: int, n_layers: int, n_heads: int, n_kv_heads: int, d_ff: int) -> LlamaConfig:
-    return LlamaConfig(256, 1024, d_model, n_layers, n_heads, n_kv_heads, d_ff)
-
-
-def _qwen(d_model: int, n_layers: int, n_heads: int, d_ff: int, vocab_size: int, **overrides: Any) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocab_size,
-        d_model=d_model,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        d_ff=d_ff,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        **overrides,
-    )
-
-
-def _qwen25(d_model: int, n_layers: int, n_heads: int, n_kv_heads: int, d_ff: int, vocab_size: int) -> LlamaConfig:
+def _qwen25(*sizes: Any) -> LlamaConfig:
     # Qwen team 2024, "Qwen2.5 technical report", table 1; sizes and padded vocabulary as released.
-    return _qwen(d_model, n_layers, n_heads, d_ff, vocab_size, n_kv_heads=n_kv_heads, max_len=131072, qkv_bias=True)
+    return LlamaConfig(152064, 131072, *sizes, rope_theta=1e6, norm_eps=1e-6, qkv_bias=True)
 
 
-def _qwen3(d_model: int, n_layers: int, n_heads: int, d_ff: int) -> LlamaConfig:
+def _qwen3(*sizes: Any) -> LlamaConfig:
     # Qwen team 2025, "Qwen3 technical report", table 1; as released.
-    options = {"n_kv_heads": 8, "head_dim": 128, "max_len": 40960, "qk_norm": True}
-    return _qwen(d_model, n_layers, n_heads, d_ff, 151936, **options)
+    return LlamaConfig(151936, 40960, *sizes, head_dim=128, rope_theta=1e6, norm_eps=1e-6, qk_norm=True)
 
 
-def _gemma(d_model: int, n_layers: int, n_heads: int, n_kv_heads: int, d_ff: int, **overrides: Any) -> LlamaConfig:
-    options = {"norms": "both", "norm_offset": True, "activation": "gelu", "embed_scaled": True, "tied": True}
-    return LlamaConfig(
-        d_model=d_model,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        d_ff=d_ff,
-        norm_eps=1e-6,
-        **{**options, **overrides},
-    )
+def _gemma(vocab_size: int, max_len: int, *sizes: Any, **options: Any) -> LlamaConfig:
+    options |= {"norms": "both", "norm_offset": True, "activation": "gelu", "embed_scaled": True, "tied": True}
+    return LlamaConfig(vocab_size, max_len, *sizes, norm_eps=1e-6, **options)
 
 
-def _gemma2(*sizes: int, score_dim: int = 256, head_dim: int = 256) -> LlamaConfig:
+def _gemma2(*sizes: Any, score_dim: int = 256, head_dim: int = 256) -> LlamaConfig:
     # Gemma team 2024, "Gemma 2", arXiv:2408.00118, table 1; the rest as released.
     caps: dict[str, Any] = {"score_cap": 50.0, "logit_cap": 30.0, "pattern": "window:4096,full"}
-    heads = {"head_dim": head_dim, "score_dim": score_dim}
-    return _gemma(*sizes, vocab_size=256000, max_len=8192, **heads, **caps)
+    return _gemma(256000, 8192, *sizes, head_dim=head_dim, score_dim=score_dim, **caps)
 
 
 def _gemma3(
-    *sizes: int, window: int = 1024, factor: float = 8.0, vocab_size: int = 262208, **heads: int
+    *sizes: Any, window: int = 1024, factor: float = 8.0, vocab_size: int = 262208, **heads: int
 ) -> LlamaConfig:
     # Gemma team 2025, "Gemma 3 technical report", arXiv:2503.19786, section 2; the text model as released.
     layers = {"pattern": f"5*window:{window}@10000,full", "rope_theta": 1e6, "qk_norm": True}
     scaling = RopeScaling.linear(factor) if factor > 1.0 else None
-    max_len = 131072 if scaling else 32768
     heads = {"head_dim": 256, "score_dim": 256, **heads}
-    return _gemma(*sizes, vocab_size=vocab_size, max_len=max_len, rope_scaling=scaling, **heads, **layers)
+    return _gemma(vocab_size, 131072 if scaling else 32768, *sizes, rope_scaling=scaling, **heads, **layers)
 
 
 def _mistral(pattern: str, max_len: int, **overrides: Any) -> LlamaConfig:
@@ -131,18 +95,16 @@ def _mistral(pattern: str, max_len: int, **overrides: Any) -> LlamaConfig:
     return LlamaConfig(max_len=max_len, n_kv_heads=8, d_ff=14336, pattern=pattern, **overrides)
 
 
-def _olmo2(d_model: int, n_layers: int, n_heads: int, d_ff: int) -> LlamaConfig:
+def _olmo2(*sizes: Any) -> LlamaConfig:
     # OLMo team 2025, "2 OLMo 2 furious", arXiv:2501.00656, table 3; as released.
-    sizes = {"d_model": d_model, "n_layers": n_layers, "n_heads": n_heads, "n_kv_heads": n_heads, "d_ff": d_ff}
     options: dict[str, Any] = {"norms": "out", "qk_norm": True, "wide_qk_norm": True, "norm_eps": 1e-6}
-    return LlamaConfig(vocab_size=100352, rope_theta=500000.0, **sizes, **options)
+    return LlamaConfig(100352, 4096, *sizes, rope_theta=500000.0, **options)
 
 
 def _smollm3() -> LlamaConfig:
     # Bakouch et al. 2025, "SmolLM3: smol, multilingual, long-context reasoner"; as released.
-    sizes = {"d_model": 2048, "n_layers": 36, "n_heads": 16, "n_kv_heads": 4, "d_ff": 11008, "max_len": 65536}
     options: dict[str, Any] = {"pattern": "3*full,full@0", "rope_theta": 5e6, "norm_eps": 1e-6, "tied": True}
-    return LlamaConfig(vocab_size=128256, **sizes, **options)
+    return LlamaConfig(128256, 65536, 2048, 36, 16, 4, 11008, **options)
 
 
 def _phi3_mini() -> LlamaConfig:
@@ -150,18 +112,12 @@ def _phi3_mini() -> LlamaConfig:
     return LlamaConfig(vocab_size=32064, d_model=3072, d_ff=8192, pattern="window:2047")
 
 
-def _gpt_oss(n_layers: int, n_experts: int, **sizes: Any) -> MoEConfig:
+def _gpt_oss(*sizes: Any, n_experts: int = 32, top_k: int = 4, **options: Any) -> MoEConfig:
     # OpenAI 2025, "gpt-oss-120b & gpt-oss-20b model card", arXiv:2508.10925, section 2; the rest as released.
-    size: dict[str, Any] = {"vocab_size": 201088, "d_model": 2880, "n_heads": 64, "n_kv_heads": 8, "d_ff": 2880}
-    size |= {"head_dim": 64, "max_len": 131072, "pattern": "window:128,full", "n_experts": n_experts, "top_k": 4}
-    rope = {"rope_theta": 150000.0, "rope_scaling": RopeScaling(32.0, 1.0, 32.0, 4096, "yarn")}
-    options: dict[str, Any] = dict.fromkeys(("qkv_bias", "out_bias", "sinks", "expert_bias"), True)
-    return MoEConfig(n_layers=n_layers, **{**size, **rope, **sizes}, **options, activation="clamped")
-
-
-def _gpt_oss_tiny() -> MoEConfig:
-    sizes = {"vocab_size": 256, "max_len": 1024, "d_model": 192, "n_heads": 4, "n_kv_heads": 2, "d_ff": 192}
-    return _gpt_oss(4, 4, **sizes, head_dim=48, top_k=2, rope_scaling=None)
+    options = {"rope_scaling": RopeScaling(32.0, 1.0, 32.0, 4096, "yarn"), **options}
+    options |= dict.fromkeys(("qkv_bias", "out_bias", "sinks", "expert_bias"), True)
+    options |= {"rope_theta": 150000.0, "pattern": "window:128,full", "activation": "clamped"}
+    return MoEConfig(*sizes, n_experts=n_experts, top_k=top_k, **options)
 
 
 def _deepseek_tiny() -> DeepSeekConfig:
@@ -184,24 +140,24 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "gpt-310b": lambda: _megatron(16384, 96, 128),
     "gpt-530b": lambda: _megatron(20480, 105, 128),
     "gpt-1t": lambda: _megatron(25600, 128, 160),
-    "llama-tiny": lambda: _bytes_llama(256, 4, 4, 2, 704),
-    "llama-small": lambda: _bytes_llama(512, 8, 8, 4, 1408),
-    "llama-1b": lambda: _llama3(2048, 16, 32, 8192, 32.0, tied=True),
-    "llama-3b": lambda: _llama3(3072, 28, 24, 8192, 32.0, tied=True),
-    "llama-8b": lambda: _llama3(4096, 32, 32, 14336, 8.0),
-    "llama-70b": lambda: _llama3(8192, 80, 64, 28672, 8.0),
-    "llama-405b": lambda: _llama3(16384, 126, 128, 53248, 8.0),
+    "llama-tiny": lambda: LlamaConfig(256, 1024, 256, 4, 4, 2, 704),
+    "llama-small": lambda: LlamaConfig(256, 1024, 512, 8, 8, 4, 1408),
+    "llama-1b": lambda: _llama3(2048, 16, 32, 8, 8192, factor=32.0, tied=True),
+    "llama-3b": lambda: _llama3(3072, 28, 24, 8, 8192, factor=32.0, tied=True),
+    "llama-8b": lambda: _llama3(4096, 32, 32, 8, 14336),
+    "llama-70b": lambda: _llama3(8192, 80, 64, 8, 28672),
+    "llama-405b": lambda: _llama3(16384, 126, 128, 8, 53248),
     "llama2-7b": lambda: LlamaConfig(),
-    "llama2-13b": lambda: LlamaConfig(d_model=5120, n_layers=40, n_heads=40, n_kv_heads=40, d_ff=13824),
-    "llama2-70b": lambda: LlamaConfig(d_model=8192, n_layers=80, n_heads=64, n_kv_heads=8, d_ff=28672),
-    "qwen2.5-7b": lambda: _qwen25(3584, 28, 28, 4, 18944, 152064),
-    "qwen2.5-72b": lambda: _qwen25(8192, 80, 64, 8, 29568, 152064),
-    "qwen3-8b": lambda: _qwen3(4096, 36, 32, 12288),
-    "qwen3-32b": lambda: _qwen3(5120, 64, 64, 25600),
+    "llama2-13b": lambda: LlamaConfig(32000, 4096, 5120, 40, 40, 40, 13824),
+    "llama2-70b": lambda: LlamaConfig(32000, 4096, 8192, 80, 64, 8, 28672),
+    "qwen2.5-7b": lambda: _qwen25(3584, 28, 28, 4, 18944),
+    "qwen2.5-72b": lambda: _qwen25(8192, 80, 64, 8, 29568),
+    "qwen3-8b": lambda: _qwen3(4096, 36, 32, 8, 12288),
+    "qwen3-32b": lambda: _qwen3(5120, 64, 64, 8, 25600),
     "mistral-7b": lambda: _mistral("window:4096", 32768),
     "mistral-7b-v0.3": lambda: _mistral("full", 32768, vocab_size=32768, rope_theta=1e6),
-    "olmo2-7b": lambda: _olmo2(4096, 32, 32, 11008),
-    "olmo2-13b": lambda: _olmo2(5120, 40, 40, 13824),
+    "olmo2-7b": lambda: _olmo2(4096, 32, 32, 32, 11008),
+    "olmo2-13b": lambda: _olmo2(5120, 40, 40, 40, 13824),
     "phi3-mini": _phi3_mini,
     "smollm3-3b": _smollm3,
     "gemma2-2b": lambda: _gemma2(2304, 26, 8, 4, 9216),
@@ -213,9 +169,9 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "gemma3-27b": lambda: _gemma3(5376, 62, 32, 16, 21504, head_dim=128, score_dim=168),
     "mixtral-tiny": lambda: MoEConfig(256, 1024, 192, 4, 4, 2, 384, n_experts=4, top_k=2),
     "mixtral-8x7b": lambda: MoEConfig(32000, 32768, 4096, 32, 32, 8, 14336, rope_theta=1e6),
-    "gpt-oss-tiny": _gpt_oss_tiny,
-    "gpt-oss-20b": lambda: _gpt_oss(24, 32),
-    "gpt-oss-120b": lambda: _gpt_oss(36, 128),
+    "gpt-oss-tiny": lambda: _gpt_oss(256, 1024, 192, 4, 4, 2, 192, 48, n_experts=4, top_k=2, rope_scaling=None),
+    "gpt-oss-20b": lambda: _gpt_oss(201088, 131072, 2880, 24, 64, 8, 2880, 64),
+    "gpt-oss-120b": lambda: _gpt_oss(201088, 131072, 2880, 36, 64, 8, 2880, 64, n_experts=128),
     "deepseek-tiny": _deepseek_tiny,
     "deepseek-v3": lambda: DeepSeekConfig(),
     "mlp-tiny": lambda: MLPConfig(),

@@ -140,16 +140,14 @@ def scored(model: Model, config: ScoreConfig) -> Model:
         from fzero.models.decoder import trunk
 
         model = trunk(model.config)
-    expect_replaceable_head("classify" if config.labels else "reward", model)
     if head_of(model.config) is not None:
         raise ValueError("the model has a head of scores already; give it the model without")
+    expect_replaceable_head("classify" if config.labels else "reward", model)
     outputs, std = len(config.labels) or 1, getattr(config, "init_std", 0.02)
 
     def init(make: MakeLeaf) -> Tree:
-        def without_head(
-            name: str, shape: tuple[int, ...], std: float, mean: float = 0.0, dtype: torch.dtype | None = None
-        ) -> Any:
-            return None if name == "head/w" else make(name, shape, std, mean, dtype)
+        def without_head(name: str, *leaf: Any, **options: Any) -> Any:
+            return None if name == "head/w" else make(name, *leaf, **options)
 
         tree = model.init(without_head)
         head_leaves = {name: leaf for name, leaf in tree.get("head", {}).items() if name != "w"}
@@ -174,7 +172,7 @@ def scored(model: Model, config: ScoreConfig) -> Model:
         return class_loss(values, batch) if config.labels else reward_loss(values[..., 0], batch, ctx)
 
     base, shared = with_still_leaves(model), model.shared if model.foreign else ()  # the head was beside an embedding
-    return base._replace(config=config, init=init, head=head, logits=scores, rules=rules, shared=shared, unembed=SCORE)
+    return base._replace(config=config, init=init, head=head, logits=scores, rules=rules, shared=shared, features=None)
 
 
 def class_loss(scores: Tensor, batch: Batch) -> Loss:

@@ -144,7 +144,7 @@ class QuantizedWeight(WeightInParts):
 
     def product(self, x: Tensor, multiply: Multiply = torch.matmul) -> Tensor:
         """x times the weight, in x's dtype; always a product of x's dtype."""
-        return _FrozenProduct.apply(x, self.codes, self.scales, self.kind, self.block)
+        return _FrozenProduct.apply(x, self.codes, self.scales, self.kind, self.block, False)
 
     def to(self, dtype: torch.dtype) -> QuantizedWeight:
         """The weight, dequantised to another dtype."""
@@ -156,13 +156,14 @@ def _dense(codes: Tensor, scales: Tensor, kind: str, block: int, dtype: torch.dt
 
 
 class _FrozenProduct(Function):
-    """x w of a weight in codes; its derivatives are products with w again, dequantised anew."""
+    """x w of a weight in codes, or x w^T; its derivatives are products with w again, dequantised anew."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, codes: Tensor, scales: Tensor, kind: str, block: int) -> Tensor:
-        return x @ _dense(codes, scales, kind, block, x.dtype)
+    def forward(x: Tensor, codes: Tensor, scales: Tensor, kind: str, block: int, transposed: bool) -> Tensor:
+        w = _dense(codes, scales, kind, block, x.dtype)
+        return x @ (w.mT if transposed else w)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -172,33 +173,12 @@ class _FrozenProduct(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return _FrozenTransposed.apply(g, *ctx.saved_tensors, *ctx.options), None, None, None, None
+        kind, block, transposed = ctx.options
+        return _FrozenProduct.apply(g, *ctx.saved_tensors, kind, block, not transposed), *[None] * 5
 
     @staticmethod
     def jvp(ctx: Any, t: Tensor, *_: None) -> Tensor:
         return _FrozenProduct.apply(t, *ctx.saved_tensors, *ctx.options)
-
-
-class _FrozenTransposed(Function):
-    """g w^T of a weight in codes."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(g: Tensor, codes: Tensor, scales: Tensor, kind: str, block: int) -> Tensor:
-        return g @ _dense(codes, scales, kind, block, g.dtype).mT
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _FrozenProduct.setup_context(ctx, inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, x: Tensor) -> tuple[Tensor | None, ...]:
-        return _FrozenProduct.apply(x, *ctx.saved_tensors, *ctx.options), None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, t: Tensor, *_: None) -> Tensor:
-        return _FrozenTransposed.apply(t, *ctx.saved_tensors, *ctx.options)
 
 
 def weights_of(node: Any, kind: str, block: int) -> Any:
