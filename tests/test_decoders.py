@@ -22,9 +22,9 @@ from fzero.checkpoint.convert.huggingface import in_memory
 from fzero.checkpoint.convert.transformers_models import decoder_of, save_decoder
 from fzero.core import pytree
 from fzero.models.base import Ctx
-from fzero.models.decoder_config import name_of_scored, read_decoder
 from fzero.models.lora import FROZEN
 from fzero.models.presets import with_vocab_size
+from fzero.models.transformers_module import name_of_scored, read_decoder
 from fzero.run import run_folder, weights
 from fzero.train.to_module import gathered
 

@@ -17,8 +17,8 @@ from fzero.kernels import embedding, norm
 from fzero.kernels import linear_cross_entropy as lce
 from fzero.kernels.attention_arguments import gradient, with_sinks
 from fzero.models.layers import linear
+from fzero.models.user_functions import WideSums
 from fzero.models.weights import LowRankSum
-from fzero.models.wide_sums import WideSums
 
 N, D = 1 << 15, 8
 # A narrow result is rounded once, and products of narrow numbers before they are summed; what float32 has beside that

@@ -28,14 +28,21 @@ from fzero.core.random_interception import seeded
 from fzero.kernels.cross_entropy import counted_tokens, number_of, weighed
 from fzero.models.base import Ctx, Loss, Model
 from fzero.models.batch import Batch, sums_by_source
-from fzero.models.decoder_config import IN_PYTHON, DecoderConfig, class_of_decoder, class_of_scored, config_of_text
 from fzero.models.from_module import expect_trainable
 from fzero.models.layers import document_positions
 from fzero.models.module_functions import Layered, Prepared, layered_model, slashed
 from fzero.models.module_layers import CannotSplit, any_numbers
 from fzero.models.module_rehearsal import first_of
 from fzero.models.module_split import LossOf, StackKind, inputs_of
-from fzero.models.transformers_module import module_of_config, tp_rules
+from fzero.models.transformers_module import (
+    IN_PYTHON,
+    DecoderConfig,
+    class_of_decoder,
+    class_of_scored,
+    config_of_text,
+    module_of_config,
+    tp_rules,
+)
 
 BEFORE, TEXT, AFTER = 3, 5, 4  # tokens
 NEAR = 1e-3  # of the largest number: what products of other shapes may differ by in float32

@@ -35,8 +35,7 @@ from fzero.models.module_layers import CannotSplit, Constants, without_memory
 from fzero.models.module_rehearsal import trained_of
 from fzero.models.module_split import LossOf, ModuleCall
 from fzero.models.module_tp import calling, draws_of
-from fzero.models.user_functions import ModuleConfig, loss_of
-from fzero.models.wide_sums import wide_sums
+from fzero.models.user_functions import ModuleConfig, loss_of, wide_sums
 from fzero.sharding import Mesh, Rules
 
 

@@ -51,7 +51,7 @@ from fzero.models.module_tp import (
     specs_of,
     split_factors,
 )
-from fzero.models.wide_sums import wide_sums
+from fzero.models.user_functions import wide_sums
 
 RUNS = 2  # layers of a kind that are run; the others pass on what they get
 

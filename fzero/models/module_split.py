@@ -25,7 +25,7 @@ from fzero.core.random_interception import is_drawing
 from fzero.models.base import Ctx
 from fzero.models.module_layers import HOOKS, CannotSplit, Stacks, holds_tensors
 from fzero.models.module_tp import calling, draws_of, replaced
-from fzero.models.wide_sums import wide_sums
+from fzero.models.user_functions import wide_sums
 
 Inputs = Mapping[str, Tensor]  # by name: parameter NAME, buffer NAME, batch NAME, "key" and "first" of the Ctx
 LossOf = Callable[[Callable[..., Any], Any], Any]

@@ -269,13 +269,15 @@ def key_linears(layer: nn.Module) -> dict[str, nn.Module]:
 
 
 def linear(name: str, layer: nn.Module, x: Tensor) -> Tensor:
-    """The outputs of a linear layer, with LoRA's product where the call has factors for it."""
+    """The outputs of a linear layer, with LoRA's product where the call has factors for it, and summed over the ranks'
+    inputs where tp splits these."""
     call = CALL.get()
-    if call.cuts.ways.get(name) == "rows":
-        return rows(name, layer, x)
     if name not in call.factors and name not in call.cuts.ways:
         return type(layer).forward(layer, x)
     y = product(name, layer, x)
+    if call.cuts.ways.get(name) == "rows":
+        y = exit_region(y, call.ctx, f"blocks/{name}")
+        call.parts.remove(y)
     return y if layer.bias is None else y + cast(Tensor, layer.bias)
 
 
@@ -303,11 +305,3 @@ def expect_called(call: CallContext) -> None:
 def split_factors(cuts: Cuts, name: str, factors: Factors) -> list[Tensor]:
     """The factors of a linear layer that tp splits with its weight: a with its inputs, b with its outputs."""
     return {"rows": [factors.a], "columns": [factors.b]}.get(cuts.ways.get(name, ""), [])
-
-
-def rows(name: str, layer: nn.Module, x: Tensor) -> Tensor:
-    """The outputs of a linear layer, summed over the ranks' inputs."""
-    call = CALL.get()
-    y = exit_region(product(name, layer, x), call.ctx, f"blocks/{name}")
-    call.parts.remove(y)
-    return y if layer.bias is None else y + cast(Tensor, layer.bias)

@@ -18,7 +18,6 @@ from fzero.core.pytree import Tree, nearest
 from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Model
 from fzero.models.config_values import parse_layers
-from fzero.models.decoder_config import DecoderConfig
 from fzero.models.deepseek import DeepSeekConfig, deepseek
 from fzero.models.gpt2 import GPT2Config, gpt2
 from fzero.models.llama import LlamaConfig, llama
@@ -27,6 +26,7 @@ from fzero.models.mixtral import MoEConfig, mixtral
 from fzero.models.mlp import MLPConfig, mlp
 from fzero.models.quantized import QuantizedConfig, quantized
 from fzero.models.score import ScoreConfig, scored
+from fzero.models.transformers_module import DecoderConfig
 from fzero.models.weights import ConfigOver
 
 ModelConfig = (

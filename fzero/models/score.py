@@ -25,7 +25,6 @@ from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens, number_of, weighed
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, with_still_leaves
-from fzero.models.decoder_config import DecoderConfig
 from fzero.models.layers import DimSplit, enter_region, expect_divisible
 from fzero.models.preference import (
     expect_no_weights,
@@ -35,6 +34,7 @@ from fzero.models.preference import (
     sum_by_document,
     sum_over_cp,
 )
+from fzero.models.transformers_module import DecoderConfig
 from fzero.models.weights import ConfigOver
 from fzero.sharding import Mesh, Rules
 from fzero.sharding.slices import narrow_part

@@ -17,10 +17,10 @@ from fzero.data.auto_tokenizer import missing_lines
 from fzero.data.chat import encoder, read_chat, render
 from fzero.data.examples import Lengths, describe_conversations
 from fzero.data.tokenizers import Tokenizer
-from fzero.models.decoder_config import DecoderConfig
 from fzero.models.lora import ON
 from fzero.models.presets import body_of
 from fzero.models.score import head_of
+from fzero.models.transformers_module import DecoderConfig
 from fzero.run import config_table, run_folder
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import expect_rows

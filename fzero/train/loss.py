@@ -22,8 +22,7 @@ from fzero.core.random_interception import Draws
 from fzero.core.tree_sum import tree_sum_rows
 from fzero.kernels.registry import Kernels
 from fzero.models import base, forward
-from fzero.models.user_functions import has_key, keyed_model, loss_of
-from fzero.models.wide_sums import wide_sums
+from fzero.models.user_functions import has_key, keyed_model, loss_of, wide_sums
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.prefetch import unshard_tree
 from fzero.train.execution import Execution
