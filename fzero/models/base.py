@@ -42,6 +42,20 @@ class MakeLeaf(Protocol):
     ) -> Any: ...
 
 
+# (shape, standard deviation) of a leaf, or (shape, 0.0, mean) of a constant one, by name.
+Leaves = dict[str, tuple[Any, ...]]
+
+
+def make_tree(leaves: Leaves, make: MakeLeaf) -> Tree:
+    """The parameter tree of these leaves."""
+    return pytree.nest({name: make(name, *leaf) for name, leaf in leaves.items()})
+
+
+def ones(name: str, *shape: int) -> Leaves:
+    """The factors of a norm, which begin as ones."""
+    return {f"{name}/scale": (shape, 0.0, 1.0)}
+
+
 class Cache(NamedTuple):
     """The key-value cache of one layer while sampling; a block writes the new keys and values into it, in place, after
     the old ones.

@@ -31,7 +31,7 @@ from fzero.core.pytree import Tree
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.rope import rope_frequencies, rope_qk
-from fzero.models.base import Ctx, Loss, MakeLeaf, Model
+from fzero.models.base import Ctx, Leaves, Loss, Model, make_tree, ones
 from fzero.models.batch import Batch
 from fzero.models.config_values import check_sizes
 from fzero.models.cp_attention import attend
@@ -73,11 +73,10 @@ MTP_STACK, MTP_JOIN = "blocks_mtp", "join_mtp"
 MTP_RULES = ((rf"^({MTP_JOIN}/norm_|head/norm_mtp/)", "[D]"), (rf"^{MTP_JOIN}/w$", "[D, D]"))
 
 
-def mtp_leaves(c: Any, make: MakeLeaf) -> Tree:
+def mtp_leaves(c: Any) -> Leaves:
     """The leaves of the join: two norms, and M [2 D, D]."""
     d = c.d_model
-    norms = {name: {"scale": make(f"{MTP_JOIN}/{name}/scale", (d,), 0.0, 1.0)} for name in ("norm_x", "norm_e")}
-    return {**norms, "w": make(f"{MTP_JOIN}/w", (2 * d, d), c.init_std)}
+    return {**ones(f"{MTP_JOIN}/norm_x", d), **ones(f"{MTP_JOIN}/norm_e", d), f"{MTP_JOIN}/w": ((2 * d, d), c.init_std)}
 
 
 def join_mtp(c: Any, params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Tree:
@@ -208,50 +207,35 @@ RULES = (
 SHARED_RULES = ((r"/shared/w_(gate|up)$", "[L/pp, D, F/tp]"), (r"/shared/w_down$", "[L/pp, F/tp, D]"))
 
 
-def _init(c: DeepSeekConfig, make: MakeLeaf) -> Tree:
-    def ones(name: str, *shape: int) -> Tree:
-        return {"scale": make(f"{name}/scale", shape, 0.0, 1.0)}
+def _leaves(c: DeepSeekConfig) -> Leaves:
+    def stack(name: str, layers: int, feed_forward: Callable[..., Leaves]) -> Leaves:
+        def w(leaf: str, *shape: int, std: float = c.init_std) -> Leaves:
+            return {f"{name}/{leaf}": ((layers, *shape), std)}
 
-    def stack(name: str, layers: int, feed_forward: Callable[..., Tree]) -> Tree:
-        def w(leaf: str, *shape: int, std: float = c.init_std) -> Any:
-            return make(f"{name}/{leaf}", (layers, *shape), std)
-
-        queries = c.n_heads * c.key_dim
+        d, queries = c.d_model, c.n_heads * c.key_dim
+        leaves = ones(f"{name}/norm_1", layers, d)
         if c.q_rank:
-            q = {"w_q_a": w("attn/w_q_a", c.d_model, c.q_rank), "norm_q": ones(f"{name}/attn/norm_q", layers, c.q_rank)}
-            q["w_q_b"] = w("attn/w_q_b", c.q_rank, queries)
-        else:
-            q = {"w_q": w("attn/w_q", c.d_model, queries)}
-        return {
-            "norm_1": ones(f"{name}/norm_1", layers, c.d_model),
-            "attn": {
-                **q,
-                "w_kv_a": w("attn/w_kv_a", c.d_model, c.kv_rank + c.rope_dim),
-                "norm_kv": ones(f"{name}/attn/norm_kv", layers, c.kv_rank),
-                "w_kv_b": w("attn/w_kv_b", c.kv_rank, c.n_heads * (c.nope_dim + c.value_dim)),
-                "w_o": w("attn/w_o", c.n_heads * c.value_dim, c.d_model),
-            },
-            "norm_2": ones(f"{name}/norm_2", layers, c.d_model),
-            **feed_forward(w),
-        }
+            leaves |= {**w("attn/w_q_a", d, c.q_rank), **ones(f"{name}/attn/norm_q", layers, c.q_rank)}
+        leaves |= w("attn/w_q_b", c.q_rank, queries) if c.q_rank else w("attn/w_q", d, queries)
+        leaves |= {**w("attn/w_kv_a", d, c.kv_rank + c.rope_dim), **ones(f"{name}/attn/norm_kv", layers, c.kv_rank)}
+        leaves |= w("attn/w_kv_b", c.kv_rank, c.n_heads * (c.nope_dim + c.value_dim))
+        leaves |= w("attn/w_o", c.n_heads * c.value_dim, d)
+        return {**leaves, **ones(f"{name}/norm_2", layers, d), **feed_forward(w)}
 
-    def routed(w: Callable[..., Any]) -> Tree:
+    def dense(w: Callable[..., Leaves]) -> Leaves:
+        return gated_leaves(w, "mlp", c.d_model, c.d_ff)
+
+    def routed(w: Callable[..., Leaves]) -> Leaves:
         e, d, f = c.n_experts, c.d_model, c.d_expert
-        moe = {"router": w("moe/router", d, e), "bias": w("moe/bias", e, std=0.0), **gated_leaves(w, "moe", e, d, f)}
-        return {"moe": moe, **({"shared": gated_leaves(w, "shared", d, c.n_shared * f)} if c.n_shared else {})}
+        leaves = {**w("moe/router", d, e), **w("moe/bias", e, std=0.0), **gated_leaves(w, "moe", e, d, f)}
+        return leaves | (gated_leaves(w, "shared", d, c.n_shared * f) if c.n_shared else {})
 
-    tree: Tree = {"embed": {"tokens": make("embed/tokens", (c.vocab_size, c.d_model), c.init_std)}}
-    if c.n_dense:
-        dense = lambda w: {"mlp": gated_leaves(w, "mlp", c.d_model, c.d_ff)}  # noqa: E731
-        tree["blocks_dense"] = stack("blocks_dense", c.n_dense, dense)
-    tree["blocks_experts"] = stack("blocks_experts", c.n_layers - c.n_dense, routed)
-    tree["head"] = {"norm": ones("head/norm", c.d_model)}
+    leaves: Leaves = {"embed/tokens": ((c.vocab_size, c.d_model), c.init_std)}
+    leaves |= stack("blocks_dense", c.n_dense, dense) if c.n_dense else {}
+    leaves |= {**stack("blocks_experts", c.n_layers - c.n_dense, routed), **ones("head/norm", c.d_model)}
     if c.n_mtp:
-        tree |= {MTP_JOIN: mtp_leaves(c, make), MTP_STACK: stack(MTP_STACK, 1, routed)}
-        tree["head"]["norm_mtp"] = ones("head/norm_mtp", c.d_model)
-    if not c.tied:
-        tree["head"]["w"] = make("head/w", (c.vocab_size, c.d_model), c.init_std)
-    return tree
+        leaves |= {**mtp_leaves(c), **stack(MTP_STACK, 1, routed), **ones("head/norm_mtp", c.d_model)}
+    return leaves if c.tied else {**leaves, "head/w": ((c.vocab_size, c.d_model), c.init_std)}
 
 
 def latent_attention(c: DeepSeekConfig, p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
@@ -369,7 +353,7 @@ def deepseek(config: DeepSeekConfig) -> Model:
     head_fields: dict[str, Any] = ends(c, main) | ({"shared": ("embed/tokens",)} if c.n_mtp else {})
     return Model(
         config=c,
-        init=lambda make: _init(c, make),
+        init=functools.partial(make_tree, _leaves(c)),
         embed=embed_with_balance,
         block={
             **({"blocks_dense": dense} if c.n_dense else {}),

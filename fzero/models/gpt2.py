@@ -12,7 +12,7 @@ from torch import Tensor
 from fzero.core.pytree import Tree
 from fzero.kernels.attention import Pattern
 from fzero.kernels.embedding import look_up
-from fzero.models.base import Ctx, Loss, MakeLeaf, Model
+from fzero.models.base import Ctx, Leaves, Loss, Model, make_tree, ones
 from fzero.models.batch import Batch
 from fzero.models.chunked_layer import AttentionLayer
 from fzero.models.config_values import check_sizes
@@ -91,39 +91,28 @@ RULES = (
 )
 
 
-def _init(c: GPT2Config, make: MakeLeaf) -> Tree:
-    std, out_std = c.init_std, c.init_std / math.sqrt(2 * c.n_layers)  # residual branches: section 2.3
+def _leaves(c: GPT2Config) -> Leaves:
+    d, layers = c.d_model, c.n_layers
+    std, out_std = c.init_std, c.init_std / math.sqrt(2 * layers)  # residual branches: section 2.3
 
-    def norm(name: str, *shape: int) -> Tree:
-        return {"scale": make(f"{name}/scale", shape, 0.0, 1.0), "bias": make(f"{name}/bias", shape, 0.0)}
+    def layer_norm(name: str, *shape: int) -> Leaves:
+        return {**ones(name, *shape), f"{name}/bias": (shape, 0.0)}
 
-    def dense(name: str, w: str, b: str, size_in: int, size_out: int, std: float) -> Tree:
-        return {
-            w: make(f"{name}/{w}", (c.n_layers, size_in, size_out), std),
-            b: make(f"{name}/{b}", (c.n_layers, size_out), 0.0),
-        }
+    def dense(part: str, name: str, size_in: int, size_out: int, std: float) -> Leaves:
+        w, b = (layers, size_in, size_out), (layers, size_out)
+        return {f"blocks/{part}/w_{name}": (w, std), f"blocks/{part}/b_{name}": (b, 0.0)}
 
-    d = c.d_model
-    attn = [dense("blocks/attn", f"w_{n}", f"b_{n}", d, d, out_std if n == "o" else std) for n in "qkvo"]
-    tree = {
-        "embed": {
-            "tokens": make("embed/tokens", (c.vocab_size, d), std),
-            "positions": make("embed/positions", (c.max_len, d), std / 2),
-        },
-        "blocks": {
-            "ln_1": norm("blocks/ln_1", c.n_layers, d),
-            "attn": {name: leaf for leaves in attn for name, leaf in leaves.items()},
-            "ln_2": norm("blocks/ln_2", c.n_layers, d),
-            "mlp": {
-                **dense("blocks/mlp", "w_in", "b_in", d, c.d_ff, std),
-                **dense("blocks/mlp", "w_out", "b_out", c.d_ff, d, out_std),
-            },
-        },
-        "head": {"norm": norm("head/norm", d)},
+    leaves: Leaves = {
+        "embed/tokens": ((c.vocab_size, d), std),
+        "embed/positions": ((c.max_len, d), std / 2),
+        **layer_norm("blocks/ln_1", layers, d),
     }
-    if not c.tied:
-        tree["head"]["w"] = make("head/w", (c.vocab_size, d), std)
-    return tree
+    for name in "qkvo":
+        leaves |= dense("attn", name, d, d, out_std if name == "o" else std)
+    leaves |= layer_norm("blocks/ln_2", layers, d)
+    leaves |= {**dense("mlp", "in", d, c.d_ff, std), **dense("mlp", "out", c.d_ff, d, out_std)}
+    leaves |= layer_norm("head/norm", d)
+    return leaves if c.tied else {**leaves, "head/w": ((c.vocab_size, d), std)}
 
 
 def _feed_forward(c: GPT2Config, p: Tree, h: Tensor, ctx: Ctx) -> Tensor:
@@ -188,7 +177,7 @@ def gpt2(config: GPT2Config) -> Model:
 
     return Model(
         config=c,
-        init=partial(_init, c),
+        init=partial(make_tree, _leaves(c)),
         embed=embed,
         block=lambda p, x, ctx: layer(p, x, ctx, c.layer_tokens),
         head=head,

@@ -23,7 +23,7 @@ from fzero.core.pytree import Tree
 from fzero.core.stack import Block, Blocks
 from fzero.kernels.cross_entropy_rows import cap_logits
 from fzero.kernels.rope import RopeScaling
-from fzero.models.base import Ctx, Loss, MakeLeaf, Model
+from fzero.models.base import Ctx, Leaves, Loss, Model, make_tree
 from fzero.models.batch import Batch
 from fzero.models.chunked_layer import AttentionLayer
 from fzero.models.config_values import LayerKind, check_sizes, parse_layers
@@ -150,53 +150,34 @@ SHARED_NORM_RULE = (r"/attn/norm_k/scale$", "[L/pp, G] +tp")
 MLP_RULES = ((r"/mlp/w_(gate|up)$", "[L/pp, D, F/tp]"), (r"/mlp/w_down$", "[L/pp, F/tp, D]"))
 
 
-def init(c: LlamaConfig, make: MakeLeaf, feed_forward: Callable[..., Tree]) -> Tree:
-    """Make the parameters of a Llama. feed_forward(w, out_std) makes those of the feed-forward part by `w(name, *shape,
+def leaves_of(c: LlamaConfig, feed_forward: Callable[..., Leaves]) -> Leaves:
+    """Return the leaves of a Llama. feed_forward(w, out_std) gives those of the feed-forward part by `w(name, *shape,
     std=...)`.
     """
     layers, d, q, kv = c.n_layers, c.d_model, c.n_heads * c.key_dim, c.n_kv_heads * c.key_dim
     out_std = c.init_std / math.sqrt(2 * layers)
 
-    def w(name: str, *shape: int, std: float = c.init_std) -> Any:
-        return make(f"blocks/{name}", (layers, *shape), std)
+    def w(name: str, *shape: int, std: float = c.init_std) -> Leaves:
+        return {f"blocks/{name}": ((layers, *shape), std)}
 
-    def ones(name: str, *shape: int) -> Any:
-        return {"scale": make(f"{name}/scale", shape, 0.0, 0.0 if c.norm_offset else 1.0)}
+    def factors(name: str, *shape: int) -> Leaves:
+        return {f"{name}/scale": (shape, 0.0, 0.0 if c.norm_offset else 1.0)}
 
-    def norms(half: int) -> Tree:
+    def norms(half: int) -> Leaves:
         names = {"in": (f"norm_{half}",), "out": (f"norm_{half}_out",), "both": (f"norm_{half}", f"norm_{half}_out")}
-        return {name: ones(f"blocks/{name}", layers, d) for name in names[c.norms]}
+        return {k: leaf for name in names[c.norms] for k, leaf in factors(f"blocks/{name}", layers, d).items()}
 
-    flagged: Tree = {}
-    if c.qkv_bias:
-        flagged |= {f"b_{n}": w(f"attn/b_{n}", size, std=0.0) for n, size in (("q", q), ("k", kv), ("v", kv))}
-    if c.out_bias:
-        flagged["b_o"] = w("attn/b_o", d, std=0.0)
-    if c.sinks:
-        flagged["sinks"] = w("attn/sinks", c.n_heads)
-    if c.qk_norm:
-        sizes = {"q": q, "k": kv} if c.wide_qk_norm else dict.fromkeys("qk", c.key_dim)
-        flagged |= {f"norm_{n}": ones(f"blocks/attn/norm_{n}", layers, size) for n, size in sizes.items()}
-
-    tree = {
-        "embed": {"tokens": make("embed/tokens", (c.vocab_size, d), c.init_std)},
-        "blocks": {
-            **norms(1),
-            "attn": {
-                "w_q": w("attn/w_q", d, q),
-                "w_k": w("attn/w_k", d, kv),
-                "w_v": w("attn/w_v", d, kv),
-                "w_o": w("attn/w_o", q, d, std=out_std),
-                **flagged,
-            },
-            **norms(2),
-            **feed_forward(w, out_std),
-        },
-        "head": {"norm": ones("head/norm", d)},
-    }
-    if not c.tied:
-        tree["head"]["w"] = make("head/w", (c.vocab_size, d), c.init_std)
-    return tree
+    leaves: Leaves = {"embed/tokens": ((c.vocab_size, d), c.init_std), **norms(1)}
+    leaves |= {**w("attn/w_q", d, q), **w("attn/w_k", d, kv), **w("attn/w_v", d, kv)}
+    leaves |= w("attn/w_o", q, d, std=out_std)
+    for name, size in (("q", q), ("k", kv), ("v", kv)) if c.qkv_bias else ():
+        leaves |= w(f"attn/b_{name}", size, std=0.0)
+    leaves |= w("attn/b_o", d, std=0.0) if c.out_bias else {}
+    leaves |= w("attn/sinks", c.n_heads) if c.sinks else {}
+    for name, size in (("q", q), ("k", kv)) if c.qk_norm else ():
+        leaves |= factors(f"blocks/attn/norm_{name}", layers, size if c.wide_qk_norm else c.key_dim)
+    leaves |= {**norms(2), **feed_forward(w, out_std), **factors("head/norm", d)}
+    return leaves if c.tied else {**leaves, "head/w": ((c.vocab_size, d), c.init_std)}
 
 
 def embed(c: EndSizes, params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
@@ -288,10 +269,10 @@ def ends(c: EndSizes, main: Callable[[Any], Tensor] = lambda x: x) -> dict[str, 
     }
 
 
-def gated_leaves(w: Callable[..., Any], name: str, *shape: int, **out: float) -> Tree:
-    """Make the weights of a gated feed-forward part of shape (..., D, F) by w(name, *shape). out: std= of the last."""
-    inner = {leaf: w(f"{name}/{leaf}", *shape) for leaf in ("w_gate", "w_up")}
-    return {**inner, "w_down": w(f"{name}/w_down", *shape[:-2], shape[-1], shape[-2], **out)}
+def gated_leaves(w: Callable[..., Leaves], name: str, *shape: int, **out: float) -> Leaves:
+    """The weights of a gated feed-forward part of shape (..., D, F) by w(name, *shape). out: std= of the last."""
+    inner = {**w(f"{name}/w_gate", *shape), **w(f"{name}/w_up", *shape)}
+    return {**inner, **w(f"{name}/w_down", *shape[:-2], shape[-1], shape[-2], **out)}
 
 
 def rules(c: LlamaConfig, mesh: Mesh, feed_forward: Rules[str], hidden: DimSplit) -> Rules[str]:
@@ -337,8 +318,8 @@ def llama(config: LlamaConfig) -> Model:
     """
     c = config
 
-    def mlp(w: Callable[..., Any], out_std: float) -> Tree:
-        return {"mlp": gated_leaves(w, "mlp", c.d_model, c.d_ff, std=out_std)}
+    def mlp(w: Callable[..., Leaves], out_std: float) -> Leaves:
+        return gated_leaves(w, "mlp", c.d_model, c.d_ff, std=out_std)
 
     def post_attention(p: Tree, x: Tensor, out: Tensor, ctx: Ctx) -> Tensor:
         x, h = after_attention(c, p, x, out, ctx)
@@ -364,7 +345,7 @@ def llama(config: LlamaConfig) -> Model:
 
     return Model(
         config=c,
-        init=lambda make: init(c, make, mlp),
+        init=functools.partial(make_tree, leaves_of(c, mlp)),
         embed=embed_tokens_scaled,
         block=in_layers(c, block_of),
         head=head,

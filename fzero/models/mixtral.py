@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from fzero.core.pytree import Tree, nearest
 from fzero.kernels import moe as moe_kernels
 from fzero.kernels.cross_entropy import counted_tokens
-from fzero.models.base import Ctx, Loss, Model
+from fzero.models.base import Ctx, Leaves, Loss, Model, make_tree
 from fzero.models.batch import Batch
 from fzero.models.experts import (
     EXPERT_BIAS_RULES,
@@ -41,7 +40,7 @@ from fzero.models.llama import (
     gated_leaves,
     head_inputs,
     in_layers,
-    init,
+    leaves_of,
     rules,
 )
 
@@ -114,12 +113,13 @@ def mixtral(config: MoEConfig) -> Model:
     c = config
     by_bias, mixture_options = c.balance == "bias", ExpertMixture(c.n_experts, c.capacity_factor, c.activation)
 
-    def moe(w: Callable[..., Any], out_std: float) -> Tree:
+    def moe(w: Callable[..., Leaves], out_std: float) -> Leaves:
         e, d, f = c.n_experts, c.d_model, c.d_ff
-        bias = {"bias": w("moe/bias", e, std=0.0)} if by_bias else {}
+        leaves = {**w("moe/router", d, e), **(w("moe/bias", e, std=0.0) if by_bias else {})}
         sizes = {"router": (e,), "gate": (e, f), "up": (e, f), "down": (e, d)} if c.expert_bias else {}
-        bias |= {f"b_{name}": w(f"moe/b_{name}", *shape, std=0.0) for name, shape in sizes.items()}
-        return {"moe": {"router": w("moe/router", d, e), **bias, **gated_leaves(w, "moe", e, d, f, std=out_std)}}
+        for name, shape in sizes.items():
+            leaves |= w(f"moe/b_{name}", *shape, std=0.0)
+        return {**leaves, **gated_leaves(w, "moe", e, d, f, std=out_std)}
 
     def embed_with_statistics(params: Tree, batch: Batch, ctx: Ctx) -> Tree:
         x = embed(c, params, batch, ctx)
@@ -162,7 +162,7 @@ def mixtral(config: MoEConfig) -> Model:
     own_rules = (*MOE_RULES, *((MOE_BIAS_RULE,) if by_bias else ()), *(EXPERT_BIAS_RULES if c.expert_bias else ()))
     return Model(
         config=c,
-        init=lambda make: init(c, make, moe),
+        init=functools.partial(make_tree, leaves_of(c, moe)),
         embed=embed_with_statistics,
         block=in_layers(c, lambda attention: functools.partial(block, attention)),
         head=head,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fzero.core.pytree import Tree
-from fzero.models.base import Ctx, Loss, MakeLeaf, Model
+from fzero.models.base import Ctx, Leaves, Loss, Model, make_tree
 from fzero.models.batch import Batch
 from fzero.models.config_values import check_sizes
 from fzero.models.forward import token_loss
@@ -61,16 +62,13 @@ def mlp(config: MLPConfig) -> Model:
     2"""
     c = config
 
-    def init(make: MakeLeaf) -> Tree:
-        return {
-            "embed": {"tokens": make("embed/tokens", (c.vocab_size, c.d_model), 1.0)},
-            "blocks": {
-                "scale": make("blocks/scale", (c.n_layers, c.d_model), 0.0, 1.0),
-                "w_in": make("blocks/w_in", (c.n_layers, c.d_model, c.d_ff), c.init_std),
-                "w_out": make("blocks/w_out", (c.n_layers, c.d_ff, c.d_model), c.init_std),
-            },
-            "head": {"w": make("head/w", (c.vocab_size, c.d_model), c.init_std)},
-        }
+    leaves: Leaves = {
+        "embed/tokens": ((c.vocab_size, c.d_model), 1.0),
+        "blocks/scale": ((c.n_layers, c.d_model), 0.0, 1.0),
+        "blocks/w_in": ((c.n_layers, c.d_model, c.d_ff), c.init_std),
+        "blocks/w_out": ((c.n_layers, c.d_ff, c.d_model), c.init_std),
+        "head/w": ((c.vocab_size, c.d_model), c.init_std),
+    }
 
     def embed(params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
         return embed_tokens(params["embed"]["tokens"], batch, ctx, c.vocab_size)
@@ -92,7 +90,7 @@ def mlp(config: MLPConfig) -> Model:
 
     return Model(
         config,
-        init,
+        partial(make_tree, leaves),
         embed,
         block,
         head,
