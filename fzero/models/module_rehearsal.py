@@ -37,7 +37,7 @@ from fzero.models.module_layers import (
     templates_of,
     without_memory,
 )
-from fzero.models.module_split import ForwardSplit, LossOf, ModuleCall, StackKind, call_pure, inputs_of
+from fzero.models.module_split import ForwardSplit, LossOf, ModuleCall, StackKind, call_pure, inputs_of, layers_of
 from fzero.models.module_tp import (
     Cuts,
     Factors,
@@ -79,11 +79,7 @@ class CopiedModule:
         outside = {n: b.detach().clone() for n, b in module.named_buffers() if not layer_of(stacks, n)}
         self.buffers = Constants(outside, saved)
         self.stacked = {stack: stacked_buffers(module, layers.names, saved) for stack, layers in stacks.items()}
-        self.layers = [  # in the order of a forward pass
-            (name, StackKind(stack, kind))
-            for stack, layers in stacks.items()
-            for name, kind in zip(layers.names, layers.kinds)
-        ]
+        self.layers = layers_of(stacks)
         self.firsts = {kind: i for i, (_, kind) in reversed(list(enumerate(self.layers)))}  # the first layer of each
 
     def widest(self) -> torch.dtype:

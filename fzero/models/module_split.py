@@ -64,6 +64,13 @@ class StackKind(NamedTuple):
     number: int
 
 
+def layers_of(stacks: Stacks) -> list[tuple[str, StackKind]]:
+    """The layers by name, each with its kind, in the order of a forward pass."""
+    return [
+        (n, StackKind(stack, kind)) for stack, layers in stacks.items() for n, kind in zip(layers.names, layers.kinds)
+    ]
+
+
 @dataclass(frozen=True)
 class ForwardSplit:
     """A forward pass cut at the layers, for batches of certain shapes."""
@@ -141,14 +148,9 @@ class Recorder:
     sides: list[tuple[str, StackKind, list[Tensor]]] = field(default_factory=list)  # what each layer has beside
     unused: list[tuple[str, Tensor]] = field(default_factory=list)  # what layers return and no layer may be asked for
     x: Any = None  # what the last call returned
-    layers: list[tuple[str, StackKind]] = field(init=False)  # by name, in the order of a forward pass
 
     def __post_init__(self) -> None:
-        self.layers = [
-            (name, StackKind(stack, kind))
-            for stack, stack_layers in self.stacks.items()
-            for name, kind in zip(stack_layers.names, stack_layers.kinds)
-        ]
+        self.layers = layers_of(self.stacks)
 
     def call(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """Stand in for layer `number`."""
