@@ -32,34 +32,34 @@ def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
     """
     check_bound("clip_by_global_norm", max_norm=max_norm)
 
-    def scale(size: Tensor) -> Tensor:
-        # max_norm / max(norm, max_norm) is min(1, max_norm / norm) without a division by a zero norm; 0 / 0 only at
-        # max_norm = 0.
-        # A number is written on the device: a copy from the host would wait for it.
-        if isinstance(max_norm, Tensor):
-            bound = max_norm.to(size)
-        else:
-            bound = torch.full((), max_norm, dtype=size.dtype, device=size.device)
-        return bound / torch.maximum(size, bound).clamp(min=torch.finfo(size.dtype).tiny)
-
     def make(shards: ShardedLeaves) -> GradientTransformation:
         def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-            ratio = scale(shards.norm(grads))
+            ratio = clip_ratio(shards.norm(grads), max_norm)
             return pytree.map_named(lambda name, g: (g * shards.vary(name, ratio)).to(g.dtype), grads), ()
 
         def in_place(grads: Tree, state: Tree, params: Tree, options: Pass) -> tuple[Tree, Tree]:
-            ratio = scale(shards.norm(grads))
+            ratio = clip_ratio(shards.norm(grads), max_norm)
             return options.finish(params, overwrite(lambda name, g: g.mul_(ratio), name_tree(grads), grads)), ()
 
         def factor(grads: Tree, so_far: Tensor | None, norm: Tensor | None = None) -> Tensor:
             size = shards.norm(grads) if norm is None else norm
-            ratio = scale(size if so_far is None else size * so_far.to(size.dtype))
+            ratio = clip_ratio(size if so_far is None else size * so_far.to(size.dtype), max_norm)
             return ratio if so_far is None else ratio * so_far.to(ratio.dtype)
 
         empty = lambda tree: ()  # noqa: E731
         return GradientTransformation(empty, update, empty, unit="tree", in_place=in_place, factor=factor)
 
     return on_shards(make, needs="tree")
+
+
+def clip_ratio(norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    """min(1, max_norm / norm), without a division by a zero norm."""
+    # A number is written on the device: a copy from the host would wait for it.
+    if isinstance(max_norm, Tensor):
+        bound = max_norm.to(norm)
+    else:
+        bound = torch.full((), max_norm, dtype=norm.dtype, device=norm.device)
+    return bound / torch.maximum(norm, bound).clamp(min=torch.finfo(norm.dtype).tiny)
 
 
 def check_bound(owner: str, **bounds: Any) -> None:

@@ -14,6 +14,7 @@ from fzero.core.arguments import OPTIMIZER, checked, expect_count
 from fzero.core.autodiff import transforms
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Pass, RankSums, Schedule, check_number, lr_at
+from fzero.optim.clip import clip_ratio
 from fzero.optim.leafwise import Slot, without_partial
 from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import ShardedLeaves, on_shards
@@ -287,11 +288,7 @@ def local_shard(signs: SignSums | None, state: OneBitState, name: str, x: Tensor
 
 def clip_factor(shards: ShardedLeaves, parts: dict[str, Tensor], clip: float) -> Tensor | None:
     """What makes the norm of a tree at most `clip`; None without clipping."""
-    if not clip:
-        return None
-    norm = shards.norm(parts)
-    bound = torch.full((), clip, dtype=norm.dtype, device=norm.device)
-    return bound / torch.maximum(norm, bound)
+    return clip_ratio(shards.norm(parts), clip) if clip else None
 
 
 def casts(numbers: tuple[Tensor, Tensor, Tensor], like: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -38,7 +38,7 @@ from fzero.sharding.codec import KINDS, Coder, sum_coded
 from fzero.train.codes import coder_of
 from fzero.train.state import TrainState
 from fzero.train.step import Metrics
-from fzero.train.update.in_memory import local_shards, spread
+from fzero.train.update.in_memory import spread, updated_params
 
 # The names of what members agreed on last in `TrainState.extra`, and in checkpoints.
 OUTER, WHOLE = "outer", "0"
@@ -137,7 +137,7 @@ def expect_local(plan: Plan) -> None:
 
 def updated(plan: Plan, state: TrainState) -> dict[str, Tensor]:
     """The parameters that this rank updates, from the master weights if there are any: views."""
-    return pytree.named_leaves(state.master if plan.policy.has_master else local_shards(plan, state.params))
+    return pytree.named_leaves(updated_params(plan, state))
 
 
 def make_local_step(

@@ -100,13 +100,19 @@ class EarlyUpdate:
     def __init__(self, streamed: StreamedUpdate, state: Tree, exchange: Exchange | None = None) -> None:
         self.streamed, self.state, self.exchange = streamed, state, exchange
         self.stacked = {name for name in streamed.shards if shard_dim(name) == 1}
-        self.update: Update | None = None
+        self._update: Update | None = None
         self.layers: dict[int | None, list[UpdateUnit]] = {}
         self.names: dict[int | None, set[str]] = {}  # of the leaves that have the layer
         self.waiting: dict[int, dict[str, tuple[Any, Copied | None]]] = {}  # layers of which leaves are missing
         # The layer to be updated next, see `Update.layer`.
         self.ready: tuple[int, dict[str, tuple[Any, Callable[[], Any] | None]]] | None = None
         self.done: list[UpdateUnit] = []
+
+    @property
+    def update(self) -> Update:
+        """The update that was begun."""
+        assert self._update is not None, "begin was not called"
+        return self._update
 
     @property
     def counts(self) -> dict[str, int]:
@@ -117,7 +123,7 @@ class EarlyUpdate:
         """Begin the update; `factor` scales the sums of gradients."""
         await_readers(self.state.step.device)  # a checkpoint may still copy what the update writes over
         sums = Gradients({}, factor, torch.zeros_like(factor))
-        self.update = Update(self.streamed, sums, self.state, exchange=self.exchange)
+        self._update = Update(self.streamed, sums, self.state, exchange=self.exchange)
         # Layers are views of one leaf, and autograd counts the writes to a leaf, not to a layer: a written layer would
         # make what was saved of the others invalid. `data` has a count of its own.
         params = self.update.params
@@ -130,7 +136,6 @@ class EarlyUpdate:
 
     def receive(self, name: str, layer: int, value: Any, copied: Copied | None = None) -> None:
         """Receive the reduced gradient of one leaf of one layer; update layers all of whose leaves have arrived."""
-        assert self.update is not None, "begin was not called"
         entries = self.waiting.setdefault(layer, {})
         entries[name] = value, copied
         if self.leaves(entries[name]) and value.nbytes >= SMALL_COPY:
@@ -152,7 +157,6 @@ class EarlyUpdate:
 
     def leaves(self, entry: tuple[Any, Copied | None]) -> bool:
         """Whether a gradient is on a GPU, and is to be copied to the host, which updates."""
-        assert self.update is not None, "begin was not called"
         value, copied = entry
         on_gpu = copied is None and isinstance(value, Tensor) and kind_of(value) == "cuda"
         return on_gpu and self.update.device == HOST
@@ -161,7 +165,6 @@ class EarlyUpdate:
         """Update the layer that has arrived, if there is one."""
         if self.ready is None:
             return
-        assert self.update is not None, "begin was not called"
         layer, self.update.layer = self.ready
         self.ready = None
         for unit, transfer in begin_ahead(self.layers[layer], self.update.begin, AHEAD):
@@ -176,7 +179,6 @@ class EarlyUpdate:
             if self.streamed.nvme.store is not None:
                 self.streamed.nvme.store.abandon()
             return state
-        assert self.update is not None, "begin was not called"
         self.update.state, self.update.grads = state, pytree.named_leaves(grads.sums)
         self.update.run(self.layers.get(None, []))
         return self.update.finish()

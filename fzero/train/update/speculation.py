@@ -108,24 +108,22 @@ class Speculation:
         return SpeculativeUpdate(self, state)
 
 
-class SpeculativeUpdate:
+class SpeculativeUpdate(EarlyUpdate):
     """One step's update: `begin` when the tokens of the step are counted, `receive` for every layer's leaf, `finish`
     when the norm is known."""
 
     keeps = True
 
     def __init__(self, speculation: Speculation, state: Tree) -> None:
-        self.speculation, self.streamed, self.old = speculation, speculation.streamed, speculation.old
-        self.early = EarlyUpdate(self.streamed, state, self.old.exchange)
-        self.stacked = self.early.stacked
-        self.speculates = speculation.expected
+        super().__init__(speculation.streamed, state, speculation.old.exchange)
+        self.speculation, self.old, self.speculates = speculation, speculation.old, speculation.expected
         self.old.reserve(self.overwritten(state))
         self.wrong = False
 
     @property
     def counts(self) -> dict[str, int]:
         """Fields of Metrics: the layers that were updated in the backward pass, and how many of them were put right."""
-        layers = len({unit[0].layer for unit in self.early.done})
+        layers = len({unit[0].layer for unit in self.done})
         return {"speculated": layers, "put_right": layers * self.wrong}
 
     def overwritten(self, state: Tree) -> dict[str, Tensor]:
@@ -139,30 +137,25 @@ class SpeculativeUpdate:
             key: leaf for key, (param, leaf) in leaves.items() if param in self.stacked and not isinstance(leaf, OFF)
         }
 
-    def begin(self, factor: Tensor) -> None:
-        """Begin the update; `factor` scales the sums of gradients."""
-        self.early.begin(factor)
-
     def receive(self, name: str, layer: int, value: Any, copied: Copied | None = None) -> None:
         """Receive the reduced gradient of one leaf of one layer."""
         if self.speculates:
-            self.early.receive(name, layer, value, copied)
+            super().receive(name, layer, value, copied)
 
     def finish(self, grads: Gradients, state: Tree, skipped: Tensor | None) -> Tree:
         """`state` after the update with the factor that the norm gives; if the step is skipped, without any update."""
-        early_update = self.early.update
-        assert early_update is not None, "begin was not called"
+        early_update = self.update
         full_update = Update(self.streamed, grads, state, skipped, self.old.exchange)
-        self.early.catch_up()
+        self.catch_up()
         skips = skipped is not None and bool(full_update.small["skipped"])
         clipped = bool(full_update.small["factor"] != early_update.small["factor"])
         self.wrong = skips or clipped
         if not skips:
             self.speculation.expected = not clipped
-        store, done = self.streamed.nvme.store, self.early.done
+        store, done = self.streamed.nvme.store, self.done
         if not self.wrong and done:
             early_update.state, early_update.grads, early_update.exchange = state, full_update.grads, None
-            early_update.run(self.early.layers.get(None, []))
+            early_update.run(self.layers.get(None, []))
             return early_update.finish()
         if done:
             early_update.settle()  # what it sent is read again, and written over
@@ -179,7 +172,7 @@ class SpeculativeUpdate:
     def undo(self, update: Update) -> None:
         """Give everything back that was updated, also in the parameters."""
         if self.old.saved_rows or not all(isinstance(update.params[name], OFF) for name in self.stacked):
-            for unit, transfer in begin_ahead(self.early.done, update.begin, AHEAD):
+            for unit, transfer in begin_ahead(self.done, update.begin, AHEAD):
                 update.update(unit, transfer, change=False)
             update.settle()
         if self.streamed.nvme.store is not None:
