@@ -15,7 +15,7 @@ from fzero.core.autodiff import transforms
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Pass, RankSums, Schedule, check_number, lr_at
 from fzero.optim.clip import clip_ratio
-from fzero.optim.leafwise import Slot, without_partial
+from fzero.optim.leafwise import Slot, wide_dtype, without_partial
 from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import ShardedLeaves, on_shards
 from fzero.sharding.sign_sums import SCALES, SignSums
@@ -169,7 +169,7 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
             check(params)
             named = pytree.named_leaves(params)
             device = next((p.device for p in named.values()), torch.device("cpu"))
-            zeros = {name: p.new_zeros(p.shape, dtype=wide(p)) for name, p in named.items()}
+            zeros = {name: p.new_zeros(p.shape, dtype=wide_dtype(p)) for name, p in named.items()}
             m, worker, server = dict(zeros), {}, {}
             for name in signed(signs, named):
                 assert signs is not None
@@ -295,11 +295,6 @@ def casts(numbers: tuple[Tensor, Tensor, Tensor], like: Tensor) -> tuple[Tensor,
     """The numbers in a tensor's dtype."""
     first, second, third = (number.to(like.dtype) for number in numbers)
     return first, second, third
-
-
-def wide(p: Tensor) -> torch.dtype:
-    """The dtype of the state of a parameter: its own, at least float32."""
-    return torch.promote_types(p.dtype, torch.float32)
 
 
 def signed(signs: SignSums | None, named: dict[str, Any]) -> list[str]:

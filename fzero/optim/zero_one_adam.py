@@ -29,7 +29,7 @@ from fzero.core import pytree
 from fzero.core.arguments import OPTIMIZER, checked, expect_count
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Pass, RankSums, Schedule, apply_in_place, lr_at
-from fzero.optim.leafwise import without_partial
+from fzero.optim.leafwise import wide_dtype, without_partial
 from fzero.optim.masks import Mask, decay_predicate
 from fzero.optim.onebit import (
     Method,
@@ -39,7 +39,6 @@ from fzero.optim.onebit import (
     clip_factor,
     expect_no_transform,
     one_bit,
-    wide,
 )
 from fzero.optim.sharded_leaves import ShardedLeaves, bind, on_shards
 
@@ -174,7 +173,7 @@ def with_local_steps(
             if bool(state.extra[SINCE] == 0):
                 return None
             p = pytree.named_leaves(params)
-            named = {name: torch.zeros_like(x, dtype=wide(x)) for name, x in p.items()}
+            named = {name: torch.zeros_like(x, dtype=wide_dtype(x)) for name, x in p.items()}
             add_up(rule, shards, p, state, {name: decays(name, x) for name, x in p.items()}, named, state.count - 1)
             return pytree.from_named(named, params), state
 
@@ -186,7 +185,9 @@ def with_local_steps(
 
 def local_zeros(shards: ShardedLeaves, name: str, p: Tensor) -> Tensor:
     """What a rank has of its own of a leaf, before the first step."""
-    return p.new_zeros(p.shape, dtype=wide(p)) if shards.signs is None else shards.signs.worker_zeros(name, p.device)
+    return (
+        p.new_zeros(p.shape, dtype=wide_dtype(p)) if shards.signs is None else shards.signs.worker_zeros(name, p.device)
+    )
 
 
 def like_params(tensors: dict[str, Tensor], params: dict[str, Tensor]) -> dict[str, Tensor]:
