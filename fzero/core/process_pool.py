@@ -30,17 +30,20 @@ def begin_spawning() -> None:
 
 
 class Pool(ProcessPoolExecutor):
-    """An executor of new processes (spawned) for a with statement, which an error or Ctrl-C in it ends at once, with
-    what they are in the middle of.
+    """An executor of new processes for a with statement, which an error or Ctrl-C in it ends at once, with what they
+    are in the middle of. start: how they are started, "spawn" or "fork"; begin: called in each of them, with `args`.
 
     >>> with Pool(1) as pool:
     ...     pool.submit(abs, -3).result()
     3
     """
 
-    def __init__(self, workers: int | None = None) -> None:
-        super().__init__(workers, multiprocessing.get_context("spawn"))
-        begin_spawning()
+    def __init__(
+        self, workers: int | None = None, start: str = "spawn", begin: Callable[..., None] | None = None, *args: Any
+    ) -> None:
+        super().__init__(workers, multiprocessing.get_context(start), begin, args)
+        if start == "spawn":
+            begin_spawning()
         self.started: set[BaseProcess] = set()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:

@@ -9,22 +9,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from fzero.core.packages import without_collection
-from fzero.core.process_pool import deaf_to_interrupts
+from fzero.core.process_pool import Pool
 
 R = TypeVar("R")
 END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 SERIAL = "TOKENIZERS_PARALLELISM"  # the threads of the tokenizers library, which a forked process does not have
+WORK: list[Callable[[int], Any]] = []  # of a forked process
 
 
 def results_of(work: Callable[[int], R], numbers: Sequence[int], workers: int) -> Generator[tuple[int, R], None, None]:
@@ -42,113 +43,74 @@ def results_of(work: Callable[[int], R], numbers: Sequence[int], workers: int) -
         if workers <= 1:
             for number in numbers:
                 yield number, work(number)
-            return
-        with _processes(work, workers) as started:
-            yield from _dealt(started, numbers)
+        else:
+            yield from _forked_results(work, numbers, workers)
 
 
 def run_in_process(work: Callable[[], R]) -> R:
     """work(), computed in a process of its own, whose memory and threads are gone when it is done."""
-    with _processes(lambda _: work(), 1) as started:
-        return next(_dealt(started, [0]))[1]
+    return next(_forked_results(lambda _: work(), [0], 1))[1]
 
 
-def _dealt(started: list[tuple[Any, Any]], numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
+def _forked_results(work: Callable[[int], R], numbers: Sequence[int], workers: int) -> Iterator[tuple[int, R]]:
     """The results of all numbers, each given to the next process that is free."""
-    free, remaining = [connection for _, connection in started], iter(numbers)
-    busy: dict[Any, int] = {}
-    failed: dict[int, BaseException] = {}
-    while True:
-        while free and not failed and (number := next(remaining, None)) is not None:
-            connection = free.pop()
-            connection.send(number)
-            busy[connection] = number
-        if failed and not any(number < min(failed) for number in busy.values()):
-            raise failed[min(failed)]
-        if not busy:
-            return
-        ready: list[Any] = multiprocessing.connection.wait(list(busy))
-        for connection in ready:
-            number = busy.pop(connection)
-            try:
-                result, error = connection.recv()
-            except (EOFError, ConnectionError):
-                raise OSError(_ended(started, connection)) from None
-            free.append(connection)
-            if error is not None:
-                failed[number] = error
-            else:
-                yield number, result
+    sys.stdout.flush()  # what waits there is written once
+    sys.stderr.flush()
+    with Pool(workers, "fork", _begin, work, os.getpid()) as pool:
+        with without_collection(), warnings.catch_warnings():
+            # Python 3.12 and JAX warn of locks that other threads may hold; what reads and encodes text takes none
+            # of theirs, nor of torch's and of loggers.
+            warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+            warnings.filterwarnings("ignore", r".*os\.fork\(\) is incompatible with multithreaded", RuntimeWarning)
+            futures = {pool.submit(_serve, number): number for number in numbers}
+        order: list[Future[R]] = list(futures)
+        for future in as_completed(order):
+            if future.cancelled():
+                continue
+            if isinstance(future.exception(), BrokenProcessPool):
+                raise OSError(_ended(pool)) from None
+            if future.exception() is None:
+                yield futures[future], future.result()
+            else:  # those before it may raise too
+                for later in order[order.index(future) + 1 :]:
+                    later.cancel()
+        for future in order:
+            if not future.cancelled() and (error := future.exception()) is not None:
+                raise error
 
 
-def _ended(started: list[tuple[Any, Any]], connection: Any) -> str:
-    (process,) = (process for process, pipe in started if pipe is connection)
-    process.join()
-    outcome = f"by signal {-process.exitcode}" if process.exitcode < 0 else f"with exit code {process.exitcode}"
+def _ended(pool: Pool) -> str:
+    """How a process ended; those beside it are then terminated."""
+    codes = [process.exitcode for process in pool.started]
+    code = next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), -signal.SIGTERM)
     return (
-        f"a process that prepares ended {outcome}; if memory was short, use fewer (workers= of Preparing, "
-        f"--workers); the same command goes on "
-        "from what is done"
+        f"a process that prepares ended {f'by signal {-code}' if code < 0 else f'with exit code {code}'}; if memory "
+        "was short, use fewer (workers= of Preparing, --workers); the same command goes on from what is done"
     )
 
 
-@contextlib.contextmanager
-def _processes(work: Callable[[int], Any], workers: int) -> Iterator[list[tuple[Any, Any]]]:
-    """A context of processes that wait for numbers, each with its connection; they are killed at its end."""
-    context = multiprocessing.get_context("fork")
-    started: list[tuple[Any, Any]] = []
-    sys.stdout.flush()  # what waits there is written once
-    sys.stderr.flush()
-    try:
-        for _ in range(workers):
-            parent_end, child_end = context.Pipe()
-            open_pipes = [parent_end, *(connection for _, connection in started)]
-            process = context.Process(target=_serve, args=(work, child_end, open_pipes, os.getpid()), daemon=True)
-            with without_collection(), deaf_to_interrupts(), warnings.catch_warnings():
-                # Python 3.12 and JAX warn of locks that other threads may hold; what reads and encodes text takes none
-                # of theirs, nor of torch's and of loggers.
-                warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-                warnings.filterwarnings("ignore", r".*os\.fork\(\) is incompatible with multithreaded", RuntimeWarning)
-                process.start()
-            child_end.close()
-            started.append((process, parent_end))
-        yield started
-    finally:
-        for process, connection in started:
-            connection.close()
-            process.kill()  # what it is in the middle of is not needed, or is done anew
-            process.join()
-            process.close()
-
-
-def _serve(work: Callable[[int], Any], connection: Any, open_pipes: list[Any], parent: int) -> None:
-    """Answer numbers with (result, error), until there are no more."""
+def _begin(work: Callable[[int], Any], parent: int) -> None:
+    """Make a forked process ready for numbers."""
     gc.freeze()  # garbage of the parent is not ended here: that may take threads, which a forked process does not have
     gc.enable()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
-        return
-    for pipe in open_pipes:
-        pipe.close()
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            number = connection.recv()
-            try:
-                answer = work(number), None
-            except BaseException as error:
-                answer = None, _portable(error)
-            connection.send(answer)
+        os._exit(1)
+    WORK[:] = [work]
 
 
-def _portable(error: BaseException) -> BaseException:
-    """The error, or one of its words if it cannot be sent."""
+def _serve(number: int) -> Any:
+    """The result of a number; an error that cannot be sent becomes one of its words."""
     try:
-        pickle.loads(pickle.dumps(error))
-        return error
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        return WORK[0](number)
+    except BaseException as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        raise
 
 
 @contextlib.contextmanager
