@@ -11,8 +11,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,14 +18,14 @@ from typing import NamedTuple
 import numpy as np
 
 from fzero.core.arguments import checked
-from fzero.core.files import make_folder, writing
+from fzero.core.files import writing
 from fzero.core.pytree import nearest
 from fzero.core.storage import write_text
 from fzero.core.text_parsing import expect_entries, read_json
 from fzero.data.mixture import digest
 from fzero.data.packing import FILL, PACKINGS, Batch, Packing, assemble, full_range
 from fzero.data.token_stream import expect_rows
-from fzero.data.tokens import Tokens, open_tokens, read_meta
+from fzero.data.tokens import Tokens, new_folder, open_tokens, read_meta
 
 BATCH_TOKENS = 1 << 20  # tokens in memory, but for the batches of a model
 ENTRIES = {"metric": str, "by": str, "corpus": str, "sha256": str}
@@ -151,12 +149,10 @@ def write_analysis(target: Path, values: np.ndarray, metric: str, origin: str, c
     content = io.BytesIO()
     np.save(content, values)
     meta = {"metric": metric, "by": origin, "corpus": corpus, "sha256": hashlib.sha256(content.getbuffer()).hexdigest()}
-    with tempfile.TemporaryDirectory(prefix=".analysis-", dir=target.parent) as temporary:
-        folder = make_folder(temporary, "analysis")
+    with new_folder(target) as folder:
         with writing(folder / "values.npy", "new") as file:
             file.write(content.getbuffer())
         write_text(folder, "meta.json", json.dumps(meta, indent=2) + "\n")
-        os.rename(folder, target)
 
 
 def open_analysis(corpus: str | Path, name: str, seq_len: int, packing: str) -> Analysis:

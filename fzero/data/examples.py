@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import os
 import struct
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -25,13 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fzero.core.config_tables import Table
-from fzero.core.files import make_folder
 from fzero.core.storage import write_text
-from fzero.core.text_parsing import expect_regular, json_text, parse_json, short
+from fzero.core.text_parsing import expect_regular, parse_json, short
 from fzero.data.chat import Chat, Example, Message, encoder, examples_of, write_chat
 from fzero.data.checksums import SummedFile, write_sums
 from fzero.data.tokenizers import Tokenizer
-from fzero.data.tokens import FORMAT, SPLITS, VERSION, token_dtype
+from fzero.data.tokens import FORMAT, SPLITS, VERSION, new_folder, token_dtype, write_meta
 
 VAL_FRACTION = 0.05
 
@@ -98,9 +95,7 @@ def prepare_examples(
     low, high, threshold, cut = min(fit), max(fit), VAL_FRACTION * 2**64, 0
     counts = {split: {"tokens": 0, "documents": 0, "said": 0, "longest": 0} for split in SPLITS}
     dtype = token_dtype(tokenizer.vocab_size)
-    make_folder(out.parent)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary, ExitStack() as stack:
-        folder = make_folder(temporary, "corpus")
+    with new_folder(out) as folder, ExitStack() as stack:
         files = {
             split: [stack.enter_context(closing(SummedFile(folder / f"{split}.{x}"))) for x in ("bin", "docs", "said")]
             for split in SPLITS
@@ -138,8 +133,7 @@ def prepare_examples(
             write_text(folder, "tokenizer.json", tokenizer.json)
         if chat is not None:
             write_chat(folder, chat)
-        write_text(folder, "meta.json", json_text(meta, f"{out}/meta.json", 2) + "\n")
-        os.rename(folder, out)
+        write_meta(folder, meta, out)
     return meta
 
 

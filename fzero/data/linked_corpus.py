@@ -31,7 +31,6 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,12 +38,22 @@ import numpy as np
 
 from fzero.core.arguments import checked
 from fzero.core.crc32c import crc32c
-from fzero.core.files import make_folder, naming, writing
+from fzero.core.files import writing
 from fzero.core.storage import Objects, is_url, write_text
-from fzero.core.text_parsing import expect_regular, json_text
+from fzero.core.text_parsing import expect_regular
 from fzero.data.checksums import CHUNK, FIX, split_sums
 from fzero.data.prepare import check_new, tokenizer_of_file
-from fzero.data.tokens import FORMAT, PREPARE_AGAIN, SPLITS, VERSION, read_meta, sampled_sum, token_dtype
+from fzero.data.tokens import (
+    FORMAT,
+    PREPARE_AGAIN,
+    SPLITS,
+    VERSION,
+    new_folder,
+    read_meta,
+    sampled_sum,
+    token_dtype,
+    write_meta,
+)
 
 COPY_BYTES = 1024 * CHUNK  # bytes of a file that are copied at a time
 
@@ -73,18 +82,14 @@ def link_url(url: str, out: str | Path) -> dict[str, Any]:
     if os.path.lexists(out):
         raise ValueError(f"{out}: already exists; name another folder or remove this one first")
     meta, sha256, objects = read_remote_meta(url), remote_digest(url), Objects(url)
-    with naming(out):
-        make_folder(out.parent)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
-            folder = make_folder(temporary, "corpus")
-            for split in SPLITS:
-                copy_split(objects, meta, split, folder)
-            if meta["tokenizer"] != "bytes":
-                write_text(folder, "tokenizer.json", read_object(objects, "tokenizer.json").decode())
-            linked_meta = meta | {"remote": {"url": url, "sha256": sha256}}
-            write_text(folder, "meta.json", json_text(linked_meta, f"{out}/meta.json", 2) + "\n")
-            expect_unchanged(folder)
-            os.rename(folder, out)
+    with new_folder(out) as folder:
+        for split in SPLITS:
+            copy_split(objects, meta, split, folder)
+        if meta["tokenizer"] != "bytes":
+            write_text(folder, "tokenizer.json", read_object(objects, "tokenizer.json").decode())
+        linked_meta = meta | {"remote": {"url": url, "sha256": sha256}}
+        write_meta(folder, linked_meta, out)
+        expect_unchanged(folder)
     return linked_meta
 
 
@@ -292,17 +297,13 @@ def link(
         },
         "val_fraction": val_fraction,
     }
-    with naming(out):
-        make_folder(out.parent)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
-            folder = make_folder(temporary, "corpus")
-            for split, split_docs in docs.items():
-                with writing(folder / f"{split}.docs", "new") as file:
-                    file.write(split_docs.astype("<i8").tobytes())
-            if built_tokenizer.json:
-                write_text(folder, "tokenizer.json", built_tokenizer.json)
-            write_text(folder, "meta.json", json_text(meta, f"{out}/meta.json", 2) + "\n")
-            os.rename(folder, out)
+    with new_folder(out) as folder:
+        for split, split_docs in docs.items():
+            with writing(folder / f"{split}.docs", "new") as file:
+                file.write(split_docs.astype("<i8").tobytes())
+        if built_tokenizer.json:
+            write_text(folder, "tokenizer.json", built_tokenizer.json)
+        write_meta(folder, meta, out)
     return meta
 
 

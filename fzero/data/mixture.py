@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -29,12 +27,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.arguments import expect_fields
-from fzero.core.files import make_folder, naming
 from fzero.core.storage import absolute, is_url, read_text, write_text
-from fzero.core.text_parsing import json_text
 from fzero.data.linked_corpus import link_url, read_remote_meta
 from fzero.data.remote_tokens import READING, Reading
-from fzero.data.tokens import FORMAT, SPLITS, VERSION, Tokens, open_tokens, read_meta
+from fzero.data.tokens import FORMAT, SPLITS, VERSION, Tokens, new_folder, open_tokens, read_meta, write_meta
 
 FORM = "a source is NAME=PATH:WEIGHT[:WEIGHT@TOKENS]...[:epochs=N][:tokens=N], such as code=corpora/code:0.3:epochs=2"
 
@@ -258,22 +254,18 @@ def write_mixture(mixture: Mixture, out: Path) -> dict[str, Any]:
     meta = {"format": FORMAT, "version": VERSION, **tokenizer_meta, "splits": splits, "mixture": []}
     if all("text_bytes" in entry.get("source", {}) for entry in metas):
         meta["source"] = {"text_bytes": sum(entry["source"]["text_bytes"] for entry in metas)}
-    with naming(out):
-        make_folder(out.parent)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
-            folder = make_folder(temporary, "corpus")
-            for i, source in enumerate(mixture.sources):
-                if is_url(source.path):
-                    link_url(source.path, folder / f"source-{i}")
-                    location = {"path": f"source-{i}", "url": source.path}
-                else:
-                    location = {"path": absolute(source.path)}
-                sha256 = digest(folder / location["path"])
-                meta["mixture"].append({"name": source.name, **location, "sha256": sha256})
-            if tokenizer_meta["tokenizer"] != "bytes":
-                write_text(folder, "tokenizer.json", read_text(first.path, "tokenizer.json") or "")
-            write_text(folder, "meta.json", json_text(meta, f"{out}/meta.json", 2) + "\n")
-            os.rename(folder, out)
+    with new_folder(out) as folder:
+        for i, source in enumerate(mixture.sources):
+            if is_url(source.path):
+                link_url(source.path, folder / f"source-{i}")
+                location = {"path": f"source-{i}", "url": source.path}
+            else:
+                location = {"path": absolute(source.path)}
+            sha256 = digest(folder / location["path"])
+            meta["mixture"].append({"name": source.name, **location, "sha256": sha256})
+        if tokenizer_meta["tokenizer"] != "bytes":
+            write_text(folder, "tokenizer.json", read_text(first.path, "tokenizer.json") or "")
+        write_meta(folder, meta, out)
     return meta
 
 

@@ -23,8 +23,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from fzero.core.config_tables import Table
-from fzero.core.files import make_folder, writing
+from fzero.core.files import writing
 from fzero.core.storage import write_text
 from fzero.core.text_parsing import expect_entries, nearest, parse_json, read_json, short
 from fzero.data.chat import Chat, Encode, Example, Message, encode_spans, encoder, render
@@ -49,7 +47,7 @@ from fzero.data.examples import (
     truncate,
 )
 from fzero.data.tokenizers import Tokenizer
-from fzero.data.tokens import SPLITS, open_tokens, read_meta
+from fzero.data.tokens import SPLITS, new_folder, open_tokens, read_meta
 
 NUMBERS = np.dtype("<f8")
 
@@ -61,8 +59,7 @@ def reference_folder(corpus: Path, digest: str) -> Path:
 
 def write_reference(corpus: Path, digest: str, log_probs: dict[str, np.ndarray]) -> None:
     """Write the log-probabilities [documents] of each split; the folder appears when it is complete."""
-    with tempfile.TemporaryDirectory(prefix=".reference-", dir=corpus) as temporary:
-        folder = make_folder(temporary, "reference")
+    with new_folder(reference_folder(corpus, digest)) as folder:
         sums = {}
         for split in SPLITS:
             content = log_probs[split].astype(NUMBERS).tobytes()
@@ -71,7 +68,6 @@ def write_reference(corpus: Path, digest: str, log_probs: dict[str, np.ndarray])
                 file.write(content)
             sums[split] = hashlib.sha256(content).hexdigest()
         write_text(folder, "meta.json", json.dumps({"digest": digest, "sha256": sums}, indent=2) + "\n")
-        os.rename(folder, reference_folder(corpus, digest))
 
 
 def read_reference(corpus: str | Path, split: str, digest: str) -> np.ndarray:

@@ -36,7 +36,7 @@ from fzero.core.arguments import checked
 from fzero.core.bounds import check_bounds
 from fzero.core.files import make_folder, naming, remove_entry, writing
 from fzero.core.storage import write_text
-from fzero.core.text_parsing import expect_regular, json_text, parse_json, read_text_file, short
+from fzero.core.text_parsing import expect_regular, parse_json, read_text_file, short
 from fzero.data.auto_tokenizer import read_tokenizer_json
 from fzero.data.document_scan import PREPARING, Corpus, Preparing, Sources, scan_sources, split_texts
 from fzero.data.encoding import encode, join, text_spans
@@ -51,7 +51,7 @@ from fzero.data.tokenizers import (
     train_bpe,
     words_of_bpe,
 )
-from fzero.data.tokens import FORMAT, SPLITS, VERSION
+from fzero.data.tokens import FORMAT, SPLITS, VERSION, write_meta
 from fzero.data.workers import run_in_process
 
 SETTINGS = "settings.json"
@@ -255,7 +255,7 @@ def prepare(
         source = {"names": [str(source) for source in sources], "files": len(files)} | preparing.settings()
         source |= {"learned": learned} if learned < 1.0 else {}
         meta = _write(work, corpus, built_tokenizer, source) | {"val_fraction": val_fraction, "seed": seed}
-        write_text(work / "corpus", "meta.json", json_text(meta, f"{out}/meta.json", 2) + "\n")
+        write_meta(work / "corpus", meta, out)
         os.rename(work / "corpus", out)
     return meta
 

@@ -15,7 +15,10 @@ Every document of text ends with the end-of-document token `eos`, which occurs n
 files are memory-mapped.
 """
 
+import contextlib
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +26,9 @@ import numpy as np
 
 from fzero.core.arguments import checked
 from fzero.core.crc32c import crc32c
-from fzero.core.storage import is_url, read_text
-from fzero.core.text_parsing import expect_regular, open_regular, parse_json
+from fzero.core.files import make_folder, naming
+from fzero.core.storage import is_url, read_text, write_text
+from fzero.core.text_parsing import expect_regular, json_text, open_regular, parse_json
 from fzero.data.checksums import CHUNK, ChunkSums, line, read_sums, split_sums
 from fzero.data.remote_tokens import READING, Reading, RemoteTokens, TokenFile
 
@@ -52,6 +56,22 @@ class Tokens(NamedTuple):
 def token_dtype(vocab_size: int) -> np.dtype:
     """The smallest little-endian unsigned dtype that holds the ids 0 .. vocab_size - 1."""
     return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A context of a folder that is at `target` when it is complete; nothing is there after an error."""
+    with naming(target):
+        make_folder(target.parent)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
+            folder = make_folder(temporary, "corpus")
+            yield folder
+            os.rename(folder, target)
+
+
+def write_meta(folder: Path, meta: dict[str, Any], target: Path) -> None:
+    """Write the meta.json of a corpus that will be at `target`."""
+    write_text(folder, "meta.json", json_text(meta, f"{target}/meta.json", 2) + "\n")
 
 
 @checked()
