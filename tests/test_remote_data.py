@@ -20,9 +20,8 @@ from test_data_law import home as law  # noqa: F401
 from fzero import data
 from fzero.core import storage
 from fzero.core.storage import Objects
-from fzero.data import piece_cache, remote_tokens, token_stream
-from fzero.data.piece_cache import PieceCache
-from fzero.data.remote_tokens import MIN_CACHE_BYTES, Reading
+from fzero.data import remote_tokens, token_stream
+from fzero.data.remote_tokens import MIN_CACHE_BYTES, PieceCache, Reading
 from fzero.run import corpus, run_folder
 from fzero.run.config_table import from_table
 from fzero.sharding import fake_mesh
@@ -317,7 +316,7 @@ def test_a_piece_that_another_process_removes_takes_no_room_and_is_looked_for_an
 
 
 def test_so_many_files_are_open_at_most(tmp_path, monkeypatch):
-    monkeypatch.setattr(piece_cache, "MOST_OPEN", 3)
+    monkeypatch.setattr(remote_tokens, "MOST_OPEN", 3)
     cache = PieceCache(tmp_path, 10_000)
     for i in range(6):
         cache.write(f"a/{i}", bytes([i]) * 10)
