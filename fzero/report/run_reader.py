@@ -84,8 +84,7 @@ def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
     ):
         if not any(column == name or column.startswith(f"{name}.") for column in series):
             missing.append(f"{run_folder.METRICS} has no {name.split('.')[0]}: {description} is not known.")
-    quantities = list_quantities(series, environment, attempts, memory, ledger.get("rows"), predicted, plan_from)
-    return RunReport(
+    run = RunReport(
         folder.absolute().name,
         config,
         environment,
@@ -95,12 +94,13 @@ def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
         plan_from,
         memory,
         ledger.get("rows"),
-        quantities,
+        [],
         missing,
         read_samples(folder / run_folder.SAMPLES),
         read_rollbacks(folder),
         pipeline if belongs(pipeline, series["step"], attempts) else None,
     )
+    return run._replace(quantities=list_quantities(run))
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
@@ -215,37 +215,26 @@ def warm_rows(series: Mapping[str, list[Any]], attempts: Sequence[Mapping[str, A
     ]
 
 
-def median(series: Mapping[str, list[Any]], name: str, indices: Sequence[int]) -> tuple[float | None, str]:
-    """Return (the median of a column over the rows `indices`, a text that names its source)."""
-    values = [series[name][i] for i in indices if series[name][i] is not None] if name in series else []
-    if not values:
-        return None, f"{run_folder.METRICS}: has no {name}"
-    steps = [series["step"][i] for i in indices]
-    source = f"{run_folder.METRICS}: median of {name} over {len(values)} of the steps {steps[0]} to {steps[-1]}"
-    return statistics.median(values), source
-
-
-def mean_phases(series: Mapping[str, list[Any]], indices: Sequence[int]) -> dict[str, float]:
-    """{phase: mean seconds in the rows `indices`}, without evaluation and checkpoints; {} if the run recorded no
-    phases."""
-    means = {}
-    for column, values in series.items():
-        phase = column.removeprefix("phases.")
-        samples = (
-            [values[i] for i in indices if values[i] is not None]
-            if column.startswith("phases.") and phase not in BESIDE_THE_STEP
-            else []
-        )
-        if samples:
-            means[phase] = statistics.fmean(samples)
-    return means
-
-
 class Quantities:
-    """The quantities of a run so far, each with its prediction in `plan` beside it."""
+    """The quantities of a run so far, each with its prediction in the plan beside it; measured in its steady rows."""
 
-    def __init__(self, plan: Mapping[str, Any] | None, plan_from: str) -> None:
-        self.plan, self.plan_from, self.items = plan or {}, plan_from, list[Quantity]()
+    def __init__(self, run: RunReport) -> None:
+        self.plan, self.plan_from, self.items = run.plan or {}, run.plan_from, list[Quantity]()
+        self.series, self.indices = run.series, steady(run.series, run.attempts)
+
+    def values(self, column: str) -> list[Any]:
+        """The recorded values of a column in the steady rows."""
+        rows = self.series.get(column)
+        return [rows[i] for i in self.indices if rows[i] is not None] if rows else []
+
+    def add_median(self, name: str, title: str, unit: str, key: str, column: str = "") -> None:
+        """Add one that is measured as the median of a column, or of that of its name."""
+        column = column or name
+        values, source = self.values(column), f"{run_folder.METRICS}: has no {column}"
+        if values:
+            first, last = (self.series["step"][i] for i in (self.indices[0], self.indices[-1]))
+            source = f"{run_folder.METRICS}: median of {column} over {len(values)} of the steps {first} to {last}"
+        self.add(name, title, unit, key, statistics.median(values) if values else None, source)
 
     def add(self, name: str, title: str, unit: str, key: str, measured: Any, source: str, total: bool = False) -> None:
         """Add one that is predicted or measured. key: its path in the plan, or ""; total: it is the sum of a table."""
@@ -260,48 +249,48 @@ class Quantities:
             self.items.append(Quantity(name, title, unit, predicted, measured, plan_from, source))
 
 
-def list_quantities(
-    series: Mapping[str, list[Any]],
-    environment: Mapping[str, Any],
-    attempts: Sequence[Mapping[str, Any]],
-    memory: Mapping[str, Any] | None,
-    ledger: Sequence[Mapping[str, Any]] | None,
-    plan: Mapping[str, Any] | None,
-    plan_from: str,
-) -> list[Quantity]:
+def list_quantities(run: RunReport) -> list[Quantity]:
     """Every predicted or measured quantity of a run, with its sources."""
-    indices, last, out = steady(series, attempts), subject(series["step"], attempts), Quantities(plan, plan_from)
+    out, last = Quantities(run), subject(run.series["step"], run.attempts)
     source = f"{run_folder.ENVIRONMENT}: num_params"
-    out.add("num_params", "parameters", "1", "num_params", environment.get("num_params"), source)
-    steps, source = last.get("tokens_per_step"), f"{ATTEMPTS}: tokens_per_step"
-    out.add("tokens_per_step", "tokens of a step", "tokens", "tokens_per_step", steps, source)
-    add_memory(out, memory or {}, series, indices)
-    add_traffic(out, ledger)
+    out.add("num_params", "parameters", "1", "num_params", run.environment.get("num_params"), source)
+    tokens, source = last.get("tokens_per_step"), f"{ATTEMPTS}: tokens_per_step"
+    out.add("tokens_per_step", "tokens of a step", "tokens", "tokens_per_step", tokens, source)
+    add_memory(out, run.memory or {})
+    add_traffic(out, run.ledger)
     for way, column, words in (
         ("read", "disk_read_bytes", "read from the disk by a rank in a step"),
         ("write", "disk_written_bytes", "written to the disk by a rank in a step"),
     ):
-        out.add(f"disk_bytes/{way}", words, "bytes", f"traffic/nvme/{way}", *median(series, column, indices))
-    add_flop(out, last)
-    add_times(out, series, indices)
-    out.add("tokens_per_s", "throughput", "tokens/s", "tokens_per_s", *median(series, "tokens_per_s", indices))
-    factor = mfu_factor(out.plan, last)
-    for name, title in (
-        ("mfu", "MFU (6N + 12LTD)"),
-        ("mfu_causal", "MFU (6N + 6LTD)"),
-        ("hfu", "HFU, causal attention"),
-    ):
-        out.add(name, title, "fraction", name, *median(series, "hfu_causal" if name == "hfu" else name, indices))
-        quantities = out.items
-        if factor is not None and quantities and quantities[-1].name == name and quantities[-1].predicted is not None:
-            source = f"{quantities[-1].predicted_from}, as a fraction of {ATTEMPTS}: peak_flops"
-            quantities[-1] = quantities[-1]._replace(predicted=quantities[-1].predicted * factor, predicted_from=source)
+        out.add_median(f"disk_bytes/{way}", words, "bytes", f"traffic/nvme/{way}", column)
+    hardware = ("hardware FLOPs of a step's passes, all ranks", "pass_flop_per_step", "hardware_flop_per_token_causal")
+    for name, (title, key, per_token) in {
+        "model_flop": ("model FLOPs of a step, all ranks", "model_flop_per_step", "flop_per_token"),
+        "flop": hardware,
+    }.items():
+        flop = last[per_token] * tokens if last.get(per_token) and tokens else None
+        out.add(name, title, "FLOP", key, flop, f"{ATTEMPTS}: {per_token} x tokens_per_step (a closed formula)")
+    add_times(out)
+    out.add_median("tokens_per_s", "throughput", "tokens/s", "tokens_per_s")
+    out.add_median("mfu", "MFU (6N + 12LTD)", "fraction", "mfu")
+    out.add_median("mfu_causal", "MFU (6N + 6LTD)", "fraction", "mfu_causal")
+    out.add_median("hfu", "HFU, causal attention", "fraction", "hfu", "hfu_causal")
+    plan, peak = out.plan, last.get("peak_flops")
+    if plan.get("mfu") and plan.get("step_s") and peak:  # predicted relative to the device's highest rate, not the peak
+        factor = plan["model_flop_per_step"] / plan["step_s"] / peak / plan["mfu"]
+        return [relative_to_peak(q, factor) for q in out.items]
     return out.items
 
 
-def add_memory(
-    out: Quantities, memory: Mapping[str, Any], series: Mapping[str, list[Any]], indices: Sequence[int]
-) -> None:
+def relative_to_peak(q: Quantity, factor: float) -> Quantity:
+    """A quantity, whose prediction is multiplied by a factor if it is a utilization."""
+    if q.unit != "fraction" or q.predicted is None:
+        return q
+    source = f"{q.predicted_from}, as a fraction of {ATTEMPTS}: peak_flops"
+    return q._replace(predicted=q.predicted * factor, predicted_from=source)
+
+
+def add_memory(out: Quantities, memory: Mapping[str, Any]) -> None:
     """Add the bytes at rest by group, and the peaks: of live tensors, and of a GPU's run also by its allocator and in
     the host's memory."""
     state = memory.get("state", {})
@@ -314,14 +303,12 @@ def add_memory(
         # both.
         peak, source = memory.get("allocator_peak_bytes"), f"{MEMORY}: allocator_peak_bytes"
     out.add("peak_bytes", "peak of live tensors of a rank", "bytes", "peak_bytes_per_rank", peak, source)
-    column = series.get("gpu_peak_bytes")
-    peaks = [column[i] for i in indices if column[i] is not None] if column else []
-    if peaks:
+    if peaks := out.values("gpu_peak_bytes"):
         source = f"{run_folder.METRICS}: the largest gpu_peak_bytes of {len(peaks)} rows"
         title = "peak of a rank by the GPU's allocator"
         out.add("gpu_peak_bytes", title, "bytes", "peak_bytes_per_rank", max(peaks), source)
-    host, planned = memory.get("host_peak_bytes"), out.plan.get("host_peak_bytes")
-    if host or planned:
+    host = memory.get("host_peak_bytes")
+    if host or out.plan.get("host_peak_bytes"):
         title, source = "peak of a rank's tensors in the host's memory", f"{MEMORY}: host_peak_bytes"
         out.add("host_peak_bytes", title, "bytes", "host_peak_bytes", host, source)
 
@@ -337,36 +324,17 @@ def add_traffic(out: Quantities, ledger: Sequence[Mapping[str, Any]] | None) -> 
         out.add(f"comm_bytes/{axis}", title, "bytes", key, sent, source)
 
 
-def add_flop(out: Quantities, attempt: Mapping[str, Any]) -> None:
-    """Add the FLOPs of a step, of the model and of the hardware."""
-    tokens = attempt.get("tokens_per_step")
-    hardware = ("hardware FLOPs of a step's passes, all ranks", "pass_flop_per_step", "hardware_flop_per_token_causal")
-    for name, (title, key, per_token) in {
-        "model_flop": ("model FLOPs of a step, all ranks", "model_flop_per_step", "flop_per_token"),
-        "flop": hardware,
-    }.items():
-        flop = attempt[per_token] * tokens if attempt.get(per_token) and tokens else None
-        out.add(name, title, "FLOP", key, flop, f"{ATTEMPTS}: {per_token} x tokens_per_step (a closed formula)")
-
-
-def add_times(out: Quantities, series: Mapping[str, list[Any]], indices: Sequence[int]) -> None:
+def add_times(out: Quantities) -> None:
     """Add the time of a step and of its phases. A prediction has waits apart from its phases, by axis and by memory."""
-    out.add("step_s", "time of a step", "s", "step_s", *median(series, "step_s", indices))
-    phases, planned = mean_phases(series, indices), out.plan.get("time") or {}
-    sum_keys = {"comm_exposed": "time/exposed", "io": "time/waiting"}
+    out.add_median("step_s", "time of a step", "s", "step_s")
+    recorded = {name.removeprefix("phases."): out.values(name) for name in out.series if name.startswith("phases.")}
+    means = {phase: statistics.fmean(v) for phase, v in recorded.items() if v and phase not in BESIDE_THE_STEP}
+    planned, sum_keys = out.plan.get("time") or {}, {"comm_exposed": "time/exposed", "io": "time/waiting"}
     extra = [name for name, key in sum_keys.items() if planned.get(key.removeprefix("time/"))]
-    for phase in dict.fromkeys([*phases, *planned.get("phases", {}), *extra]):
+    for phase in dict.fromkeys([*means, *planned.get("phases", {}), *extra]):
         source = f"{run_folder.METRICS}: mean of phases.{phase} over the steps of step_s"
         key = sum_keys.get(phase, f"time/phases/{phase}")
-        out.add(f"time/{phase}", f"time: {phase}", "s", key, phases.get(phase), source, total=phase in sum_keys)
-
-
-def mfu_factor(plan: Mapping[str, Any], attempt: Mapping[str, Any]) -> float | None:
-    """The factor from a predicted MFU, relative to the device's highest rate, to one relative to the run's peak, if
-    known."""
-    if not (plan.get("mfu") and plan.get("step_s") and attempt.get("peak_flops")):
-        return None
-    return plan["model_flop_per_step"] / plan["step_s"] / attempt["peak_flops"] / plan["mfu"]
+        out.add(f"time/{phase}", f"time: {phase}", "s", key, means.get(phase), source, total=phase in sum_keys)
 
 
 # -- private paths
