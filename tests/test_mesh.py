@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fzero.cli.process import print_error
-from fzero.comm.axes import BY_RANK
+from fzero.comm.axes import BY_DATA_RANK, BY_RANK, BY_TOKENS, SHARDS, VARYING
 from fzero.sharding import AXES, Spec, fake_mesh, make_mesh, one_process, to_dtensor
 from fzero.sharding.mesh import start_processes
 
@@ -28,6 +28,13 @@ def described(mesh):
         "where": torch.distributed.get_rank(),
         "same": mesh == mesh and hash(mesh) == hash(mesh) and mesh != one_process(),
     }
+
+
+def test_groups_of_axes_follow_from_what_each_splits():
+    """Their orders are those of data ranks, of links and of the sums of gradients: another one changes the bits."""
+    assert (BY_DATA_RANK, BY_TOKENS) == (("rp", "dp", "ep"), ("rp", "dp", "ep", "cp"))
+    assert (SHARDS, VARYING) == (("dp", "ep", "cp"), ("dp", "rp", "ep", "cp", "pp"))
+    assert sorted(BY_RANK) == sorted(AXES)
 
 
 @pytest.mark.parametrize(
