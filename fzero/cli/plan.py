@@ -233,11 +233,11 @@ def plan(
     config = make_config(table)
     if out is not None and tokens is not None:
         config = make_config(with_steps_of(tokens, table, config))
-    config = config if classes is None else plans.with_classes(config, classes)
-    config = config if lora_rank is None else plans.with_lora(config, lora_rank, lora_targets, quantize)
+    config = with_model_flags(config, classes, lora_rank, lora_targets, quantize)
     device = plans.device_with(
         gpu, memory_gb, nvme_gbs, imbalance, between, price_per_hour=price, ranks_on_node=ranks_on_node
     )
+    refuse_small_memory(device, memory_gb)
     if not (kind or question):  # which change the config
         refuse_idle(config, device)
     if searches and world_size is not None:
@@ -302,6 +302,33 @@ def refuse_lora_flags(rank: int | None, targets: str | None, quantize: str | Non
         raise ValueError("--quantize needs --lora-rank: frozen weights are in codes, and LoRA's factors are trained")
     if rank is not None and kind:
         raise ValueError(f"--lora-rank is for one plan; leave out {kind}")
+
+
+def with_model_flags(
+    config: Any, classes: int | None, rank: int | None, targets: str | None, quantize: str | None
+) -> Any:
+    """The config with the head of --classes and the factors of --lora-rank; raises ValueError for an optimizer that
+    does not go with them."""
+    from fzero.planner import plan as plans
+
+    config = config if classes is None else plans.with_classes(config, classes)
+    if rank is None:
+        return config
+    if config.optim.name == "muon":
+        raise ValueError(
+            "optim.name is muon, which trains other leaves than matrices too, and LoRA has matrices only; add --set "
+            "optim.name=adamw"
+        )
+    return plans.with_lora(config, rank, targets, quantize)
+
+
+def refuse_small_memory(device: Any, memory_gb: float | None) -> None:
+    """Raise ValueError for a memory of a device in which no tensor has a place."""
+    if device.memory_bytes <= device.reserved_bytes:
+        raise ValueError(
+            f"--memory-gb is {memory_gb:g}; it must be above the {device.reserved_bytes / 1e9:.2f} GB that the driver "
+            "and libraries take"
+        )
 
 
 def cache_of(no_cache: bool) -> Path | None:

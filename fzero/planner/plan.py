@@ -146,13 +146,7 @@ def device_with(
     if nvme_gbs is not None:
         changes["nvme"] = dict.fromkeys(("read", "write", "both"), nvme_gbs * 1e9)
     device = replace(device_for(gpu), **changes)
-    device = device if node_links is None else devices.between_nodes(device, node_links)
-    if device.memory_bytes <= device.reserved_bytes:
-        raise ValueError(
-            f"--memory-gb is {memory_gb:g}; it must be above the {device.reserved_bytes / 1e9:.2f} GB that the driver "
-            "and libraries take"
-        )
-    return device
+    return device if node_links is None else devices.between_nodes(device, node_links)
 
 
 def with_host_memory(device: Device, config: RunConfig) -> Device:
@@ -215,11 +209,6 @@ def with_classes(config: RunConfig, classes: int) -> RunConfig:
 
 def with_lora(config: RunConfig, rank: int, targets: str | None, kind: str | None) -> RunConfig:
     """The config whose model has LoRA, beside weights in codes of this kind; its scale changes no number of a plan."""
-    if config.optim.name == "muon":
-        raise ValueError(
-            "optim.name is muon, which trains other leaves than matrices too, and LoRA has matrices only; add --set "
-            "optim.name=adamw"
-        )
     model = models.build(config.model)
     model = model if kind is None else models.quantized(model, kind)
     lora_model = models.lora(model, rank) if targets is None else models.lora(model, rank, targets=targets)
