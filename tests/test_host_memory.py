@@ -180,7 +180,7 @@ def test_memory_that_cannot_be_pinned_is_one_line_that_names_the_limit(code, mon
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
         what = rf"CUDA cannot pin the 4,194,304 bytes of the state in the host's memory \(error {code}\)"
         with pytest.raises(ValueError, match=rf"^{what}; offload less .*\(ulimit -l, which is [^\n]* here\)$"):
-            to_host([torch.ones(1 << 20)], CUDA, "the state")
+            to_host([torch.ones(1 << 20)], CUDA, "the state in the host's memory")
         gc.collect()
 
 
