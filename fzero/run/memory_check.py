@@ -31,6 +31,7 @@ from fzero.run.peak_memory import layers_alive, pass_sizes, passes_peak
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.error_feedback import ERROR
 from fzero.sharding.slices import is_stacked, local_numel
+from fzero.sharding.spec import DEVICE, MEMORIES, StateMemory
 from fzero.train.state import meta_state
 from fzero.train.state_on_disk import leaves_on_disk
 
@@ -49,25 +50,25 @@ class Memory(NamedTuple):
     buffers: int  # for transfers to and from a disk
 
 
-def bytes_of_state(job: Job) -> dict[str, tuple[str, int]]:
+def bytes_of_state(job: Job) -> dict[str, tuple[StateMemory, int]]:
     """{name of a leaf of the state: (the memory it rests in, its bytes on a rank)}, without making a tensor of it."""
     specs, like = pytree.named_leaves(specs_of(job)), pytree.named_leaves(like_of(job))
     return {name: (specs[name].memory, tree_bytes(leaf)) for name, leaf in like.items()}
 
 
-def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) -> Memory:
+def memory_needed(job: Job, leaves: dict[str, tuple[StateMemory, int]] | None = None) -> Memory:
     """The bytes that each rank of `job` needs. leaves: its `bytes_of_state`, where that is known."""
     leaves = bytes_of_state(job) if leaves is None else leaves
     parts = memory_on_device(job, leaves), memory_on_host(job, leaves)
     return Memory(*map(sum, zip(*parts)))
 
 
-def memory_on_device(job: Job, leaves: dict[str, tuple[str, int]] | None = None, kind: str = "") -> Memory:
+def memory_on_device(job: Job, leaves: dict[str, tuple[StateMemory, int]] | None = None, kind: str = "") -> Memory:
     """The part of `memory_needed` beside `memory_on_host`. kind: of the device, "cpu" or "cuda"; "" for the job's."""
     plan, policy = job.plan, job.policy
     leaves = bytes_of_state(job) if leaves is None else leaves
     scalars = ("step", "key", "data_cursor", "scaler")
-    state = sum(n for name, (memory, n) in leaves.items() if memory == "device" and name.split("/")[0] not in scalars)
+    state = sum(n for name, (memory, n) in leaves.items() if memory.on_device and name.split("/")[0] not in scalars)
     if plan.codec is not None and plan.codec.loco is not None:
         state += sum(
             n for name, (_, n) in leaves.items() if name.startswith(ERROR)
@@ -79,7 +80,7 @@ def memory_on_device(job: Job, leaves: dict[str, tuple[str, int]] | None = None,
     # A sum by a binary tree holds a term for each of its levels.
     terms = local_micro_batches(job.config, job.mesh).bit_length() if plan.reduce == "canonical" else 1
     versions = min(2, plan.delayed or 1)  # of an update that is not made yet, and of the next one
-    sums = terms * versions * sum(sizes_of_sums(plan, "device")) * sums_dtype(job).itemsize
+    sums = terms * versions * sum(sizes_of_sums(plan, lambda memory: memory.on_device)) * sums_dtype(job).itemsize
     peak = passes_peak(pass_sizes(job, kind), sums)
     boundary_numel = numel_between_stages(plan)
     grads = max(peak["grads"], grad_bytes(job)) + boundary_numel * policy.accumulate.itemsize
@@ -100,7 +101,7 @@ def grad_bytes(job: Job) -> int:
     elements = [
         local_numel(leaf.shape, specs[name], plan.sizes)
         for name, leaf in pytree.named_leaves(plan.like).items()
-        if name not in plan.frozen and specs[name].memory == "device"
+        if name not in plan.frozen and specs[name].memory.on_device
         if name not in users or pp in {rank for _, rank in users[name]}  # else no stage of this rank uses it
     ]
     return sum(elements) * sums_dtype(job).itemsize
@@ -111,13 +112,13 @@ def sums_dtype(job: Job) -> torch.dtype:
     return job.policy.param if local_micro_batches(job.config, job.mesh) == 1 else job.policy.accumulate
 
 
-def old_values_bytes(job: Job, leaves: dict[str, tuple[str, int]]) -> int:
+def old_values_bytes(job: Job, leaves: dict[str, tuple[StateMemory, int]]) -> int:
     """The bytes of the host's memory in which a speculating step keeps the old values of layers (see
     train/update/speculation.py)."""
     groups = ("master", "opt_state") if job.policy.has_master else ("params", "opt_state")
     stacked = [name for name in job.plan.leaves if is_stacked(name) and name not in job.plan.frozen]
     owner = pytree.owners([name for name in leaves if name.split("/")[0] in groups], stacked)
-    return sum(leaves[name][1] for name, stack in owner.items() if stack is not None and leaves[name][0] != "nvme")
+    return sum(leaves[name][1] for name, stack in owner.items() if stack is not None and not leaves[name][0].on_disk)
 
 
 def numel_between_stages(plan: Plan) -> int:
@@ -147,9 +148,9 @@ def numel(plan: Plan, specs: Tree) -> int:
     return sum(local_numel(leaf.shape, spec, plan.sizes) for leaf, spec in pairs)
 
 
-def sizes_of_sums(plan: Plan, memory: str) -> list[int]:
-    """The elements of each sum of gradients that one rank keeps in a memory."""
-    leaves = [leaf for leaf in plan.leaves.values() if leaf.trained and leaf.grads.memory == memory]
+def sizes_of_sums(plan: Plan, select: Callable[[StateMemory], bool]) -> list[int]:
+    """The elements of each sum of gradients that one rank keeps in the memories that `select` takes."""
+    leaves = [leaf for leaf in plan.leaves.values() if leaf.trained and select(leaf.grads.memory)]
     return [leaf.numel(leaf.grads) for leaf in leaves]
 
 
@@ -167,9 +168,13 @@ def disk_needed(job: Job) -> int:
     like = meta_state(plan, job.tx)
     state = store_bytes(leaves_on_disk(like, specs_of(job), plan).values(), job.nvme.slots)
     dtype = sums_dtype(job)
-    grads = 0 if config.train.update == "backward" else sum(sizes_of_sums(plan, "nvme")) * dtype.itemsize
+    grads = (
+        0
+        if config.train.update == "backward"
+        else sum(sizes_of_sums(plan, lambda memory: memory.on_disk)) * dtype.itemsize
+    )
     acts = 0
-    if plan.acts == "nvme":
+    if plan.acts.on_disk:
         saved_layers = -(-layers_alive(job) // Remat.parse(config.train.remat).every)
         acts = saved_layers * round_to_pages(
             config.train.micro_batch * config.data.seq_len * job.model.config.d_model * policy.compute.itemsize
@@ -272,21 +277,21 @@ class OnHost(NamedTuple):
     buffers: int  # for transfers to and from a disk, together
 
 
-def sizes_on_host(job: Job, leaves: dict[str, tuple[str, int]] | None = None) -> OnHost:
+def sizes_on_host(job: Job, leaves: dict[str, tuple[StateMemory, int]] | None = None) -> OnHost:
     """The bytes of leaves, sums of gradients and activations that the plan of `job` keeps in the host's memory. leaves:
     its `bytes_of_state`, where that is known."""
     plan, t, d_model = job.plan, job.config.train, job.model.config.d_model
     leaves = bytes_of_state(job) if leaves is None else leaves
-    state = [n for memory, n in leaves.values() if memory == "host"]
-    grads = [size * sums_dtype(job).itemsize for size in sizes_of_sums(plan, "host")]
+    state = [n for memory, n in leaves.values() if memory.on_host]
+    grads = [size * sums_dtype(job).itemsize for size in sizes_of_sums(plan, lambda memory: memory.on_host)]
     acts = []
-    if plan.acts == "host":
+    if plan.acts.on_host:
         inputs = t.micro_batch * job.config.data.seq_len * d_model * job.policy.compute.itemsize
         acts = [inputs] * (layers_alive(job) // Remat.parse(t.remat).every)
     return OnHost(state, grads, acts, job.nvme.pool_bytes if job.nvme is not None else 0)
 
 
-def memory_on_host(job: Job, leaves: dict[str, tuple[str, int]] | None = None) -> Memory:
+def memory_on_host(job: Job, leaves: dict[str, tuple[StateMemory, int]] | None = None) -> Memory:
     """The part of `memory_needed` that rests in the host's memory where the device is a GPU."""
     state, grads, acts, buffers = sizes_on_host(job, leaves)
     return Memory(sum(state), sum(grads), 0, sum(acts), buffers)
@@ -311,13 +316,14 @@ WORDS |= {"errors": "errors of the codec"}
 
 
 def state_bytes(job: Job, state: Tree) -> tuple[dict[str, int], dict[str, int]]:
-    """({group: bytes at rest on the device}, {"host": bytes, "nvme": bytes}) of a state, real or fake."""
-    on_device, elsewhere = dict.fromkeys((*STATE.values(), "other"), 0), {"host": 0, "nvme": 0}
+    """({group: bytes at rest on the device}, {memory: bytes} of the other memories) of a state, real or fake."""
+    on_device = dict.fromkeys((*STATE.values(), "other"), 0)
+    elsewhere: dict[str, int] = {memory: 0 for memory in MEMORIES.values() if not memory.on_device}
     specs = pytree.named_leaves(specs_of(job))
     for name, leaf in pytree.named_leaves(state).items():
         size = leaf.numel() * leaf.element_size()
-        memory = specs[name].memory if name in specs else "device"
-        if memory == "device":
+        memory = specs[name].memory if name in specs else DEVICE
+        if memory.on_device:
             group = next((group for start, group in (STATE | WITH_CODEC).items() if name.startswith(start)), "other")
             on_device[group] = on_device.get(group, 0) + size
         else:

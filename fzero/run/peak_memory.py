@@ -88,7 +88,7 @@ def moments(p: PassSizes, sums: float) -> dict[str, dict[str, float]]:
     layer = largest_layer(p.parts)
     trained = not plan.frozen  # the gradients of adapters alone do not count
     ends_grad, layer_grad = (n * policy.param.itemsize * trained for n in (largest, layer))
-    sends = several or p.offload.grads.memory != "device"
+    sends = several or not p.offload.grads.memory.on_device
     ends_sent, layer_sent, second_sent = (
         n * policy.reduce.itemsize * sends * trained for n in (largest, layer, second)
     )
@@ -139,7 +139,7 @@ def activations(p: PassSizes) -> ActivationBytes:
     layer_bytes = kept * p.remat.budget
     residuals, recomputation, last = p.alive * layer_bytes, 0.0, min(2, p.alive) * layer_bytes
     if every:
-        offloaded = p.offload.acts.memory != "device"
+        offloaded = not p.offload.acts.memory.on_device
         inputs = 2 if offloaded else math.ceil(p.alive / every)
         residuals, recomputation = inputs * rows * p.layer.input, every * layer_bytes
         last = 0.0 if offloaded else min(2 // every, inputs) * rows * p.layer.input
@@ -174,7 +174,7 @@ def loss_bytes(tokens: int, columns: int, width: int, dtype: torch.dtype, kind: 
 
 def fetched_numels(p: PassSizes, several: bool) -> dict[str, int]:
     """The elements of each part of the model that is gathered for use. several: whether ranks share the states."""
-    offloaded = p.kind == "cuda" and p.offload.params.memory != "device"
+    offloaded = p.kind == "cuda" and not p.offload.params.memory.on_device
     fetched: dict[str, int] = {}
     for name, leaf in p.plan.leaves.items():
         if offloaded or (several and leaf.compute.dims != leaf.params.dims):

@@ -43,6 +43,7 @@ from fzero.run.transforms import make_transforms
 from fzero.run.unused_keys import refuse_without_axis
 from fzero.run.vocabulary import expect_added, growth_lines, start_texts
 from fzero.sharding import Mesh
+from fzero.sharding.spec import Offload
 from fzero.train.state import TrainState
 
 
@@ -247,7 +248,7 @@ def lock_run(folder: Path, say: Say) -> tuple[str, Table]:
 
 def lock_outside_folders(config: RunConfig, say: Say) -> None:
     """Own the folders outside of the run's own that it writes: of checkpoints, and of offloaded state."""
-    places = [config.train.checkpoints, config.nvme.folder if "nvme" in config.offload else ""]
+    places = [config.train.checkpoints, config.nvme.folder if Offload.parse(config.offload).on_disk else ""]
     for folder in places:
         if folder and not is_url(folder):
             try:
