@@ -23,6 +23,7 @@ from fzero.core.arguments import checked
 from fzero.core.files import leaf_fault, make_folder, writing
 from fzero.core.storage import Damaged, Folder, is_url, join, read_text, sync_file_system, write_text
 from fzero.core.text_parsing import expect_entries, parse_json, short
+from fzero.offload.store_manifest import expect_mesh
 
 FORMAT, VERSION = "fzero-checkpoint", 2
 
@@ -183,10 +184,7 @@ def _expect_body(body: dict[str, Any]) -> None:
         raise ValueError(fault)
     if "config" not in body:
         raise ValueError("its config is missing")
-    for name, size in body["mesh"].items():
-        expect_entries(body["mesh"], {name: int}, "its mesh")
-        if not 1 <= size < 1 << 31:
-            raise ValueError(f"its mesh has {name}={size}")
+    expect_mesh(body["mesh"])
     for name, table in body["leaves"].items():
         expect_entries(body["leaves"], {name: dict}, "its leaves")
         try:

@@ -245,6 +245,14 @@ def _check_leaf(name: str, leaf: dict[str, Any], sizes: dict[str, int]) -> None:
             raise ValueError(f"its leaf {short(name)} is cut by {short(leaf['cut'])}")
 
 
+def expect_mesh(sizes: dict[str, Any]) -> None:
+    """Raise ValueError if these are not the sizes of a mesh's axes."""
+    for name, size in sizes.items():
+        expect_entries(sizes, {name: int}, "its mesh")
+        if not 1 <= size < 1 << 31:
+            raise ValueError(f"its mesh has {name}={size}")
+
+
 def read_description(folder: str | Path) -> dict[str, Any] | None:
     """The content of store.json in `folder`, or None if there is none.
 
@@ -270,10 +278,7 @@ def read_description(folder: str | Path) -> dict[str, Any] | None:
             expect_entries(
                 description["owner"]["pipeline"], {"schedule": str, "chunks": int, "layout": str}, "its pipeline"
             )
-        for name, size in description["owner"].get("mesh", {}).items():
-            expect_entries(description["owner"]["mesh"], {name: int}, "its mesh")
-            if not 1 <= size < 1 << 31:
-                raise ValueError(f"its mesh has {name}={size}")
+        expect_mesh(description["owner"].get("mesh", {}))
         if fault := leaf_fault(description["leaves"]):
             raise ValueError(fault)
         for name, leaf in description["leaves"].items():
