@@ -63,9 +63,9 @@ def global_generator():
 def fz(capsys, monkeypatch):
     """A function that runs the command line: (exit code, stdout, stderr). On a slow machine too stderr has no lines of
     progress."""
-    from fzero.cli import main, progress
+    from fzero.cli import main, process
 
-    monkeypatch.setattr(progress, "EVERY", 1e6)
+    monkeypatch.setattr(process, "EVERY", 1e6)
 
     def run(*args):
         with pytest.raises(SystemExit) as ended:

@@ -24,7 +24,7 @@ from fzero.cli.flags import (
     table_of,
 )
 from fzero.cli.name_checks import check_names, check_preset
-from fzero.cli.progress import Progress
+from fzero.cli.process import Progress
 from fzero.comm.axes import mesh_text
 from fzero.core import config_tables
 from fzero.core.bounds import COUNT, MEMORY_GB, POSITIVE, SIZE

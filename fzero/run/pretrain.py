@@ -27,6 +27,7 @@ from fzero.run.config import RunConfig
 from fzero.run.config_checks import check_corpus
 from fzero.run.config_table import apply_table, from_json, to_json
 from fzero.run.corpus import Say
+from fzero.run.evaluate import with_reference
 from fzero.run.fitting_steps import fitting_steps, shortened
 from fzero.run.measure.flops import token_flop
 from fzero.run.measure.step_records import steps_of
@@ -35,7 +36,6 @@ from fzero.run.out_of_memory import explained
 from fzero.run.placement import fit_layout, keep_placement, split_values, with_values
 from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator
 from fzero.run.ranks.elastic import refit_mesh
-from fzero.run.reference import with_reference
 from fzero.run.resume import auto_resume, rollback
 from fzero.run.resume.saver import expect_disk, expect_leaves, expect_new, load_newest_state
 from fzero.run.stages import change_stage, split_changes, stages_of
