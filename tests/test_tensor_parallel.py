@@ -2,6 +2,7 @@
 that must show."""
 
 import contextlib
+import importlib
 import re
 import sys
 
@@ -20,7 +21,9 @@ from fzero.models.batch import check_batch
 from fzero.sharding import Mesh, Spec, fake_mesh, match_rules, one_process
 
 # The packages' functions of the same names hide these modules.
-gpt2, llama, mlp, mixtral = (sys.modules[f"fzero.models.{name}"] for name in ("gpt2", "llama", "mlp", "mixtral"))
+gpt2, llama, mlp, mixtral = (
+    importlib.import_module(f"fzero.models.{name}") for name in ("gpt2", "llama", "mlp", "mixtral")
+)
 F64 = torch.float64
 B, T, V, D, L, H, F = 3, 8, 16, 8, 2, 4, 12
 ODD = 19
