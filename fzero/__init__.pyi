@@ -18,7 +18,7 @@ from fzero.comm.collectives import ppermute as ppermute
 from fzero.comm.collectives import psum as psum
 from fzero.comm.collectives import psum_scatter as psum_scatter
 from fzero.comm.collectives import pvary as pvary
-from fzero.core import prng as random  # noqa: F401
+from fzero.core import prng
 from fzero.core import pytree as pytree
 from fzero.core.autodiff import Remat as Remat
 from fzero.core.autodiff import remat as remat
@@ -65,4 +65,5 @@ from fzero.train.step import make_train_step as make_train_step
 from fzero.train.to_module import full_params as full_params
 from fzero.train.to_module import to_module as to_module
 
+random = prng
 __version__: str

@@ -41,6 +41,10 @@ def attach(package: str) -> list[str]:
     stub = ast.parse(Path(str(module.__file__)).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     sources = {alias.asname or alias.name: (node.module, alias.name) for node in imports for alias in node.names}
+    for node in stub.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(alias)], value=ast.Name(name)):
+                sources[alias] = sources.pop(name)
     module.__dict__["_sources"] = sources
     module.__class__ = LazyPackage
     return list(sources)
