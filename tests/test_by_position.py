@@ -101,7 +101,17 @@ def test_ranges_are_powers_of_two_and_the_length():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="by_position: the model was made from a module, whose loss is its own"):
+    with pytest.raises(ValueError, match="by_position: the model has a loss of its own, as a module and a head for"):
         models.by_position(model_of("llama")._replace(features=None))  # as of models.from_module
+    with pytest.raises(ValueError, match="by_position: the model has a loss of its own, as a module and a head for"):
+        models.by_position(models.reward(model_of("llama")))
+
+    def init(make):
+        return model_of("llama").init(
+            lambda name, *leaf: make(name.replace("head/", "out/").replace("embed/", "in/"), *leaf)
+        )
+
+    with pytest.raises(ValueError, match="by_position: the model has no leaf head/w or embed/tokens, by which a head"):
+        models.by_position(model_of("llama")._replace(init=init))
     with pytest.raises(ValueError, match=r"train.loss_by_position is true and the loss of objective=dpo is not of"):
         from_table({"objective": "dpo", "train": {"loss_by_position": True}})

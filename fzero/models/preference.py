@@ -20,7 +20,7 @@ from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens, number_of
 from fzero.kernels.linear_cross_entropy import token_losses
-from fzero.models.base import Batch, Ctx, Loss, Model, with_still_leaves
+from fzero.models.base import Batch, Ctx, Loss, Model, leaf_shapes, with_still_leaves
 from fzero.models.batch import sums_by_source
 from fzero.models.forward import loss
 from fzero.models.layers import document_positions, enter_region
@@ -107,8 +107,8 @@ def expect_replaceable_head(subject: str, model: Model) -> None:
     """Raise ValueError if no other head can be put on the model."""
     if model.features is None:
         raise ValueError(
-            f"{subject}: the model was made from a module, whose loss is its own; take a model of fzero.models "
-            "(huggingface.load_hf), or write the loss as a function"
+            f"{subject}: the model has a loss of its own, as a module and a head for scores have; take a model of "
+            "fzero.models (huggingface.load_hf), or write the loss as a function"
         )
 
 
@@ -116,6 +116,11 @@ def expect_losses(subject: str, model: Model) -> None:
     """Raise ValueError if nothing gives the losses of the model's tokens."""
     if model.token_losses is None:
         expect_replaceable_head(subject, model)
+        if not {"head/w", "embed/tokens"} & leaf_shapes(model).keys():
+            raise ValueError(
+                f"{subject}: the model has no leaf head/w or embed/tokens, by which a head multiplies its features; give "
+                "one of them this name, or write the loss as a function"
+            )
 
 
 def answer_model(model: Model) -> Model:
@@ -169,7 +174,7 @@ def losses_by_token(model: Model, params: Tree, x: Any, batch: Batch, ctx: Ctx) 
         return model.token_losses(params, x, batch, ctx)
     assert model.features is not None  # expect_losses
     h = enter_region(model.features(params, x, ctx), ctx, "head")
-    w = params.get("head", {}).get("w", params.get("embed", {}).get("tokens"))
+    w = params["head"]["w"] if "w" in params.get("head", {}) else params["embed"]["tokens"]
     targets, mask = batch["targets"], batch["mask"].reshape(-1) if "mask" in batch else None
     cap = getattr(model.config, "logit_cap", 0.0)
     options = {"axis": ctx.mesh.tp, "columns": model.config.vocab_size, "cap": cap}

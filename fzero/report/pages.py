@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
+import functools
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
-
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
-from markupsafe import Markup, escape
+from typing import TYPE_CHECKING, Any
 
 from fzero.report import figures
 from fzero.report.figures import Drawing
@@ -16,9 +14,15 @@ from fzero.report.first_screen import opening
 from fzero.report.sections import chapters
 from fzero.report.values import Code, Element, Picture, Report, ReportTable, RunReport
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
 
 def format_words(words: str) -> Markup:
     """Escape a text of a report, with `**strong**` and `code` as in Markdown."""
+    from markupsafe import Markup, escape
+
     text = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", str(escape(words)))
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", text))
 
@@ -28,8 +32,11 @@ def fence(text: str) -> str:
     return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
 
 
+@functools.cache
 def load_templates() -> Environment:
     """The templates of the page and the text; values are escaped in the page alone."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
     templates = Environment(
         loader=PackageLoader("fzero.report"),
         autoescape=select_autoescape(["html"]),
@@ -48,9 +55,6 @@ def load_templates() -> Environment:
     return templates
 
 
-TEMPLATES = load_templates()
-
-
 def to_html(report: Report, pictures: Mapping[str, Drawing]) -> str:
     """The report as one HTML text. `pictures`: {name with prefix: drawn} of all in its sections."""
 
@@ -60,12 +64,12 @@ def to_html(report: Report, pictures: Mapping[str, Drawing]) -> str:
         logarithmic = [figures.draw_svg(element.draw, log=True)] if element.log else []
         return [pictures[prefix + element.name], *logarithmic]
 
-    return TEMPLATES.get_template("page.html").render(page_values(report), drawings=drawings)
+    return load_templates().get_template("page.html").render(page_values(report), drawings=drawings)
 
 
 def to_markdown(report: Report, *, runs: bool = True) -> str:
     """The report as one Markdown text. `runs`: with the sections of single runs, not only the comparison."""
-    return TEMPLATES.get_template("report.md").render(page_values(report), runs=runs)
+    return load_templates().get_template("report.md").render(page_values(report), runs=runs)
 
 
 def page_values(report: Report) -> dict[str, Any]:
@@ -87,7 +91,7 @@ def picture_text(picture: Picture, path: str) -> str:
 
 def fill(template: str, macro: str, *values: Any) -> str:
     """The text of one macro of a template."""
-    return getattr(TEMPLATES.get_template(template).module, macro)(*values)
+    return getattr(load_templates().get_template(template).module, macro)(*values)
 
 
 def all_elements(report: Report) -> Iterator[tuple[RunReport | None, str, Element]]:
