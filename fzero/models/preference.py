@@ -118,8 +118,8 @@ def expect_losses(subject: str, model: Model) -> None:
         expect_replaceable_head(subject, model)
         if not {"head/w", "embed/tokens"} & leaf_shapes(model).keys():
             raise ValueError(
-                f"{subject}: the model has no leaf head/w or embed/tokens, by which a head multiplies its features; give "
-                "one of them this name, or write the loss as a function"
+                f"{subject}: the model has no leaf head/w or embed/tokens, by which a head multiplies its features; "
+                "give one of them this name, or write the loss as a function"
             )
 
 
