@@ -17,7 +17,7 @@ from fzero.core.host_memory import ALIGNED, LARGE_BYTES, PAGE, bytes_cached, byt
 from fzero.run.build import build, first_state
 from fzero.run.config_table import from_table
 from fzero.run.memory_check import host_bytes, sizes_on_host
-from fzero.train import state as train_state
+from fzero.sharding import spec
 
 CUDA = torch.device("cuda", 0)
 
@@ -117,7 +117,7 @@ def test_a_run_takes_of_the_host_what_its_check_says():
 
 @pytest.mark.slow
 def test_leaves_from_pytorch_s_allocator_are_found(monkeypatch):
-    monkeypatch.setattr(train_state, "to_host", lambda every, *_: [x.to("cpu").pin_memory() for x in every])
+    monkeypatch.setattr(spec, "to_host", lambda every, *_: [x.to("cpu").pin_memory() for x in every])
     with pretend() as seen:
         job = job_of(WIDTH)
         state, _ = steps(job)

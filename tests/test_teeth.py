@@ -326,12 +326,8 @@ def bias_correction_missing(monkeypatch):
 
 @caught_by(donation("mlp", "lion"), donation("plain function", "sgd momentum"))
 def donated_slots_not_written(monkeypatch):
-    def outer(original):
-        return lambda rows, *rest: original(
-            [row._replace(slots=tuple(s.clone() for s in row.slots)) for row in rows], *rest
-        )
-
-    wrap(monkeypatch, leafwise, "apply_rows", outer)
+    rows = lambda f: lambda *trees: [row._replace(slots=tuple(s.clone() for s in row.slots)) for row in f(*trees)]  # noqa: E731
+    wrap(monkeypatch, leafwise, "rows_of", rows)
     alike = lambda f: lambda leaves: f([leaf._replace(state=tuple(s.clone() for s in leaf.state)) for leaf in leaves])  # noqa: E731
     wrap(monkeypatch, moment_storage, "alike", alike)
 
@@ -342,16 +338,16 @@ def clip_left_out_when_donated(monkeypatch):
         monkeypatch,
         in_memory,
         "apply_in_place",
-        lambda f: lambda tx, g, s, p: f(tx, pytree.map(lambda x: x * 1e-3, g), s, p),
+        lambda f: lambda tx, g, *rest: f(tx, pytree.map(lambda x: x * 1e-3, g), *rest),
     )
 
 
 @caught_by(donation("mlp", "sgd"))
 def average_left_out_when_donated(monkeypatch):
     def outer(original):
-        def apply(tx, grads, state, params):
+        def apply(tx, grads, state, *rest):
             before = pytree.map(torch.clone, state.average)
-            params, new = original(tx, grads, state, params)
+            params, new = original(tx, grads, state, *rest)
             return params, new._replace(average=before)
 
         return apply
