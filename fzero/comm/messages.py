@@ -82,13 +82,8 @@ class AxisMessages:
         agreement: ProgramAgreement,
         ledger: Ledger,
     ) -> None:
-        self.ranks, self.rank, self.transport, self.group = (
-            tuple(ranks),
-            list(ranks).index(agreement.rank),
-            transport,
-            group,
-        )
-        self.agreement, self.ledger = agreement, ledger
+        self.ranks, self.rank = tuple(ranks), list(ranks).index(agreement.rank)
+        self.transport, self.group, self.agreement, self.ledger = transport, group, agreement, ledger
         self.dropped: deque[InFlight] = deque()  # begun, and left by an error before they were waited for
         self.failed: list[InFlight] = []  # of which another rank is gone or late: nobody waits for the others' again
         self.connections: dict[str, Connection] = {}  # of NCCL's messages, by the first word of their labels

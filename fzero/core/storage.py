@@ -1,12 +1,9 @@
-"""Small text files in a local folder or below a URL that tensorstore supports, replaced atomically.
-
-Read and write objects below a URL through tensorstore; every failure of the store is an OSError with a message of
-one line.
+"""Small text files in a local folder or below a URL that tensorstore supports, replaced atomically; and the objects
+below a URL, of which every failure is an OSError with a message of one line.
 
 s3://bucket/path    the endpoint of another store than Amazon's is $AWS_ENDPOINT_URL_S3 or $AWS_ENDPOINT_URL; the region
-is $AWS_REGION
-                    or $AWS_DEFAULT_REGION; credentials are $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY, else those
-                    of the profile, the container or the instance
+                    is $AWS_REGION or $AWS_DEFAULT_REGION; credentials are $AWS_ACCESS_KEY_ID and
+                    $AWS_SECRET_ACCESS_KEY, else those of the profile, the container or the instance
 gs://bucket/path    with Google's application default credentials
 http://host/path    of a server that gives ranges of bytes, and https://; to read alone
 file:///path        files, each put in place by a rename and durable then

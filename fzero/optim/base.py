@@ -182,7 +182,7 @@ def apply_in_place(
 
 @torch.no_grad()
 def overwrite(change: Callable[..., Tensor], names: Tree, grads: Tree, *trees: Tree) -> Tree:
-    """A tree of `change(name, g, *leaves of rest)`, where `change` may write into `g`, as no two share memory (see
+    """A tree of `change(name, g, *leaves of trees)`, where `change` may write into `g`, as no two share memory (see
     `distinct`)."""
     return pytree.map(change, names, distinct(grads), *trees)
 

@@ -1,6 +1,5 @@
-"""An update in place by a transformation that only has the pure form: one leaf, or layer of a leaf, at a time.
-
-Which leaf of an optimizer's state is which after a transformation was put around it, or left out.
+"""The leaves of an optimizer's state by name: which is which after a transformation was put around it, or left out; and
+an update in place, one leaf or layer of a leaf at a time, by a transformation that only has the pure form.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Gradient accumulation as a transformation around another.
-
-The exponential moving average of the weights, as a transformation around an optimizer.
-
-A factor of the learning rate that is in the state, as a transformation around an optimizer.
+"""Transformations around an optimizer: an average of the weights, a factor of the learning rate that is in the state,
+and accumulation of gradients.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Which blocks of a sequence each rank of cp has, so that all ranks have as much a
 A block's work is the number of pairs of a query of it and a key that the query sees. Under a causal mask a late block
 has more than an early one; with several documents in a row, how much depends on where they lie.
 
-What each form of attention over cp sends and holds, and which of them "auto" takes.
+And what each form of attention over cp sends and holds, and which of them "auto" takes.
 
 Of a layer, for each token of a sequence, with H query and G key/value heads of K elements on a rank of tp, c ranks of
 cp and u of a group:
@@ -127,7 +127,7 @@ class Context:
     """How activations are split along the sequence: over cp, and over tp.
 
     form: how a rank's queries meet the keys of the other ranks: "gather", "ulysses", "ring", "hierarchical" (see
-        docs/context.md), or "auto": by what each sends and holds (context.py).
+        docs/context.md), or "auto": by what each sends and holds (see the top of the file).
     pieces: which tokens a rank has: "contiguous" (one block each), "zigzag" (two, so that all ranks have as much work
         under a causal mask), "balanced" (up to 16, so that they have under a batch's documents too), or "auto": as
         suits the form.
@@ -321,7 +321,7 @@ class Heads(NamedTuple):
         return (2 * (keys - self.keys) + self.queries) / ranks * self.size
 
     def cost(self, form: str, ranks: int, inner: int = 0, itemsize: int = 2) -> AttentionCost:
-        """The Cost of a form, of activations of `itemsize` bytes.
+        """The AttentionCost of a form, of activations of `itemsize` bytes.
 
         >>> print(Heads(queries=32, keys=8, size=128).cost("gather", 8))
         sends 7,168 and holds 6,144
@@ -333,8 +333,8 @@ class Heads(NamedTuple):
         return AttentionCost(sent, self.resident(form, ranks) * itemsize)
 
     def costs(self, context: Context, ranks: int, itemsize: int = 2) -> dict[str, AttentionCost]:
-        """The Cost of each form that serves these heads and a context's pieces, by its text: "hierarchical/2" where
-        that is neither of its parts."""
+        """The AttentionCost of each form that serves these heads and a context's pieces, by its text: "hierarchical/2"
+        where that is neither of its parts."""
         out = {}
         for form in FORMS:
             inner = (context.inner or largest_inner(ranks, self.keys)) if form == "hierarchical" else 0

@@ -1,14 +1,9 @@
 """Parameters from rest to use: the reads, copies and gathers of a group of leaves, started before the computation needs
-them.
+them. `unshard_tree` is the definition, a differentiable function; train/streamed_model.py computes the same faster.
 
-Parameters from rest to use, as a differentiable function: the definition.
-
-Train/streamed_model.py computes the same faster.
-
-Layer inputs that a remat policy keeps, cut over the ranks of tp: each has a part, and all gather the whole again.
-
-Under plain tensor parallelism the ranks of tp have the same layer inputs, so that each of them keeping all is a waste;
-with sequence parallelism they are parts already.
+And `PartitionedActivations`, layer inputs that a remat policy keeps, cut over the ranks of tp: each has a part, and all
+gather the whole again. Under plain tensor parallelism the ranks of tp have the same layer inputs, so that each of them
+keeping all is a waste; with sequence parallelism they are parts already.
 Ref: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 6.1 (partitioned activation checkpointing).
 """
 

@@ -1,13 +1,10 @@
-"""The first step of a Model with functions of one's own whose sequences or features are split over ranks: the sums of
-its loss are those of whole sequences.
+"""The checks of a first step that what tp or cp splits computes one thing, split and whole.
 
-fzero does not know what such a head computes. The loss of a mean over a sequence, for instance, is another one of a
-rank's tokens; nothing fails, and each rank counts the sequence.
+`check_split` is for a module that tp splits, whose layers fzero does not know. A norm over features that tp splits, for
+instance, takes the mean of a rank's part; nothing fails, and the loss is nearly right.
 
-The first step of a module that tp splits: its layers, split and whole, compute one thing.
-
-fzero does not know the code of such layers. A norm over features that tp splits, for instance, takes the mean of a
-rank's part; nothing fails, and the loss is nearly right.
+`check_user_split` is for a Model with functions of one's own. The loss of a mean over a sequence, for instance, is
+another one of a rank's tokens; nothing fails, and each rank counts the sequence.
 """
 
 from __future__ import annotations
@@ -151,7 +148,7 @@ def check_user_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base
 
     Embedding, joins, one layer of each kind that is one's own, and head are run in float32 or float64 on a micro-batch,
     whole on every rank and split; of more than `TOKENS` tokens, on those that count. Models without such functions, and
-    those of modules (see split_check), are passed over.
+    those of modules (see `check_split`), are passed over.
 
     params: at rest. Communicates: gathers of the parameters of these parts, what they do themselves, and a row a rank.
     """

@@ -2,8 +2,6 @@
 
 A step is gradients of a sum, one division by the global number of tokens, and an optimizer's update of values. What is
 sharded, kept in which dtype, recomputed or compiled is data that the step is made with; nothing in it branches on them.
-
-Leaves that no gradient moves but a rule, once a step: the bias by which experts are balanced, for instance.
 """
 
 from __future__ import annotations
@@ -53,7 +51,8 @@ from fzero.train.update.offloaded import StreamedUpdate
 def move_leaves(
     model: Any, plan: Plan, state: TrainState, tables: Mapping[str, Tensor], skipped: Tensor | None, *, donate: bool
 ) -> TrainState:
-    """The state with the leaves of `Model.leaf_rules` moved by their rules; as they are if the step is skipped.
+    """The state with the leaves that no gradient moves but a rule, once a step: the bias by which experts are balanced,
+    for instance (see `Model.leaf_rules`); as they are if the step is skipped.
 
     tables: the sums of a step over all of its micro-batches and ranks, so that every rank moves its layers alike.
     donate: write into the leaves. Raises KeyError for a rule whose table the loss does not give.

@@ -97,7 +97,7 @@ class StreamedModel(NamedTuple):
     ahead: int
     reshard: bool = True
     nvme: Nvme | None = None
-    shape_cache: dict[Any, Any] = {}  # noqa: RUF012  (of shapes between stages, see between.Between; given where pp is used)
+    shape_cache: dict[Any, Any] = {}  # noqa: RUF012  (see StageExchange.shapes; given where pp is used)
     resident: int = 0
     partition: bool = False  # the kept inputs of layers over tp
 

@@ -1,7 +1,4 @@
-"""Trained weights back into the nn.Module that a Model was made from.
-
-The whole parameters of a state, on every rank.
-"""
+"""A state's whole parameters: on every rank as a tree, and back in the nn.Module that a Model was made from."""
 
 from __future__ import annotations
 

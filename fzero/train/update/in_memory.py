@@ -1,6 +1,6 @@
 """The end of a step: the optimizer's update on this rank's part of every leaf, and back to the parameters at rest.
 
-Ranks that move apart between two sums of their optimizer (see optim/zero_one_adam.py).
+And what a step and a run do where ranks move apart between two sums of their optimizer (see optim/zero_one_adam.py).
 """
 
 from __future__ import annotations
