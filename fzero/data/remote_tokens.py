@@ -64,7 +64,7 @@ class PieceCache:
     >>> cache = PieceCache(Path(tempfile.mkdtemp()), max_bytes=200)
     >>> cache.write("a/0", bytes(40))
     >>> cache.write("a/1", bytes(40))
-    >>> cache.read_into([("a/0", 8, memoryview(bytearray(16)))]), cache.has("a/1"), cache.has("a/2")
+    >>> cache.read_into([("a/0", 8, memoryview(bytearray(16)))]), cache.contains("a/1"), cache.contains("a/2")
     ([16], True, False)
     """
 

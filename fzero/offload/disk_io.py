@@ -242,11 +242,11 @@ def _transfer(
     return run
 
 
-def read_range(fd: int, view: memoryview, offset: int) -> int:
+def read_range(fd: int, view: memoryview, offset: int, *, direct: bool = True) -> int:
     """Read the bytes at `offset` of a file into `view` (whole pages for direct files); returns their number, which is
     smaller than that of `view` only where the file ends."""
     done = 0
-    while done < len(view) and not done % PAGE:  # what ends inside of a page ends the file
+    while done < len(view) and not (direct and done % PAGE):  # a direct read ends inside of a page where the file does
         count = os.preadv(fd, [view[done:]], offset + done)
         if not count:
             break

@@ -138,7 +138,7 @@ class RangeReader:
             if (end := os.fstat(file.fd).st_size) < offset + size:
                 raise EOFError(end)  # before memory is taken for what a damaged header asks for
             raw = self._buffer(round_to_pages(size) if file.direct else size)
-            return raw[: min(size, read_range(file.fd, memoryview(raw), offset))]
+            return raw[: min(size, read_range(file.fd, memoryview(raw), offset, direct=file.direct))]
 
     def _read_object(self, name: str, offset: int, size: int) -> np.ndarray:
         cached = getattr(self.local, "whole", None)
