@@ -9,7 +9,7 @@ import pytest
 from data_cases import TEXTS, write_jsonl
 
 from fzero import data
-from fzero.data import checksums
+from fzero.data import checksums, packing
 
 
 @pytest.fixture
@@ -70,11 +70,11 @@ def test_a_run_compares_the_chunks_that_it_reads_and_each_of_them_once(summed, m
         for window in [n for n in range(len(stream.rows)) if n not in (8, 9)]:  # a window is 65 tokens
             before = len(compared)
             for _ in range(2):
-                data.assemble.assemble(stream.tokens, stream.rows.positions(np.array([window])))
+                packing.assemble(stream.tokens, stream.rows.positions(np.array([window])))
             assert len(compared) - before <= 2
         for window in (8, 9):
             with pytest.raises(ValueError, match="the bytes 576 to 639 do not match"):
-                data.assemble.assemble(stream.tokens, stream.rows.positions(np.array([window])))
+                packing.assemble(stream.tokens, stream.rows.positions(np.array([window])))
     stream.samples_at(0, 3 * stream.samples_per_epoch)
     assert sum(stream.tokens.sums.left) == stream.tokens.sums.count <= 1  # the tail that no window has
     done = len(compared)

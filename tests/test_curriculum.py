@@ -16,6 +16,7 @@ from close import assert_close
 from fzero import data, models
 from fzero import random as keys
 from fzero.data import curriculum as curriculum_module
+from fzero.data import packing
 from fzero.data.analysis import open_analysis
 from fzero.data.curriculum import rank
 from fzero.models import Ctx
@@ -199,7 +200,7 @@ def test_the_loss_of_a_row_is_the_models(text, fz, tmp_path, monkeypatch):
     trained, found = weights.load(tmp_path / "run"), open_analysis(text, "loss", 16, "stream").values
     stream = data.TokenStream(data.open_tokens(text), 16, 1)
     for row in range(0, len(found), 7):
-        one = data.assemble.assemble(stream.tokens, stream.rows.positions(np.array([row])))
+        one = packing.assemble(stream.tokens, stream.rows.positions(np.array([row])))
         loss = models.loss(trained.model, trained.params, one, Ctx())
         assert found[row] == pytest.approx(float(loss.total / loss.num_tokens), rel=1e-5)
     # A run by it; then with an analysis of another length.

@@ -15,6 +15,7 @@ import torch
 from data_cases import TEXTS, hand_made, write_jsonl
 
 from fzero import data
+from fzero.data import token_stream
 from fzero.data.tokenizers import train_bpe
 from fzero.data.tokens import token_dtype
 
@@ -224,10 +225,10 @@ def test_changing_the_batch_size_in_the_middle_keeps_each_sample_once():
 def test_windows_are_the_same_however_many_are_drawn_together(monkeypatch):
     stream = data.TokenStream(numbered(60, 3), seq_len=3, batch=8, seed=3)
     whole = [windows_of(stream.samples_at(first, count), 3) for first, count in ((0, 60), (3, 17), (55, 70))]
-    monkeypatch.setattr(data.token_stream, "DRAWN", 7)
-    data.token_stream._drawn.cache_clear()
+    monkeypatch.setattr(token_stream, "DRAWN", 7)
+    token_stream._drawn.cache_clear()
     assert [windows_of(stream.samples_at(first, count), 3) for first, count in ((0, 60), (3, 17), (55, 70))] == whole
-    data.token_stream._drawn.cache_clear()
+    token_stream._drawn.cache_clear()
 
 
 @pytest.mark.parametrize("max_windows", [None, 7])

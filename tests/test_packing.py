@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fzero import data
-from fzero.data import packing
+from fzero.data import packing, token_stream
 from fzero.data.checksums import ChunkSums, crc32c
 from fzero.data.tokens import token_dtype
 
@@ -19,9 +19,9 @@ def quick_order(monkeypatch):
 
     def drawn(seed, epoch, rows, block):
         whole = np.random.default_rng((seed, epoch, rows)).permutation(rows)
-        return torch.from_numpy(whole[block * data.token_stream.DRAWN : (block + 1) * data.token_stream.DRAWN])
+        return torch.from_numpy(whole[block * token_stream.DRAWN : (block + 1) * token_stream.DRAWN])
 
-    monkeypatch.setattr(data.token_stream, "_drawn", drawn)
+    monkeypatch.setattr(token_stream, "_drawn", drawn)
 
 
 def corpus_of(lengths):
@@ -69,7 +69,7 @@ def test_batches_are_by_the_definition(kind):
     for tokens, seq_len, _ in corpora(2, 20):
         stream = data.TokenStream(tokens, seq_len, 1, 3, kind)
         numbers = np.arange(stream.samples_per_epoch)
-        batch = data.assemble.assemble(tokens, stream.rows.positions(numbers))
+        batch = packing.assemble(tokens, stream.rows.positions(numbers))
         for r, row in enumerate(stream.rows.positions(numbers).tolist()):
             number, last = -1, None
             for t, place in enumerate(row):
@@ -174,9 +174,9 @@ def test_what_rows_read_is_compared_with_its_checksums(tmp_path, monkeypatch):
         held = {i for place in positions[positions >= 0].tolist() for i in (place, place + 1)}
         if any(16 <= i < 24 for i in held):
             with pytest.raises(ValueError, match="the bytes 16 to 23 do not match"):
-                data.assemble.assemble(tokens, positions)
+                packing.assemble(tokens, positions)
         else:
-            data.assemble.assemble(tokens, positions)
+            packing.assemble(tokens, positions)
 
 
 def test_refusals():

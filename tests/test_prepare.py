@@ -20,7 +20,7 @@ from fzero.core import text_parsing
 from fzero.data import sources
 from fzero.data.document_scan import PREPARING, Sources, scan_sources, split_texts
 from fzero.data.sources import cut, find_files
-from fzero.data.tokenizers import byte_tokenizer, json_tokenizer, train_bpe
+from fzero.data.tokenizers import USUAL_EOS, byte_tokenizer, json_tokenizer, train_bpe
 
 preparation = importlib.import_module("fzero.data.prepare")  # not the function of this name
 
@@ -94,7 +94,7 @@ def library_json(*, special="</s>", extra_id=None, more=(), post=False):
     return library.to_str()
 
 
-@pytest.mark.parametrize("eos", data.tokenizers.USUAL_EOS)
+@pytest.mark.parametrize("eos", USUAL_EOS)
 def test_usual_end_tokens_are_found(eos):
     assert json_tokenizer(library_json(special=eos), "t").eos == 2
 

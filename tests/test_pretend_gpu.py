@@ -10,6 +10,7 @@ from pretend_gpu import Event, Stream, pretend
 
 import fzero
 from fzero import checkpoint, models, optim
+from fzero.checkpoint import CheckpointReader
 from fzero.checkpoint import restore_state as restore
 from fzero.core import copy_buckets, gpu, gpu_copies, precision, prng, pytree
 from fzero.offload import scratch
@@ -257,9 +258,9 @@ def test_an_evaluation_reads_its_sums_at_its_end():
 @pytest.mark.parametrize("offload", ["", "opt=host"])
 def test_a_checkpoint_is_restored_to_the_gpu_leaf_by_leaf(tmp_path, monkeypatch, offload):
     most = []
-    read = restore.read_boxes
+    read = CheckpointReader.read_boxes
     monkeypatch.setattr(
-        restore, "read_boxes", lambda held, boxes, pool: most.append(len(boxes)) or read(held, boxes, pool)
+        CheckpointReader, "read_boxes", lambda reader, boxes: most.append(len(boxes)) or read(reader, boxes)
     )
     before, _, plan = make("cpu", offload=offload)
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))

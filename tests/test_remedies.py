@@ -17,6 +17,7 @@ import fzero
 from fzero import data, models, optim
 from fzero.cli.main import cli
 from fzero.core.config_tables import flat
+from fzero.optim import sharded_leaves
 from fzero.run.config import RunConfig
 from fzero.run.config_table import apply_table, to_table
 from fzero.sharding import Context, Pipeline, Spec, fake_mesh, local_shape
@@ -201,13 +202,13 @@ def test_blocks_of_8_bits_under_tp(make, tp):
     shapes = {"blocks": {"w_a": torch.zeros(1, 64, 512 * tp), "w_b": torch.zeros(1, 64, 96 * tp)}}
     if tp == 8:
         shapes["blocks"]["w_c"] = torch.zeros(1, 512, 8 * tp)
-    shards = optim.sharded_leaves.sharded(
+    shards = sharded_leaves.sharded(
         {"blocks": {name: Spec.parse("[L, D, F/tp]") for name in shapes["blocks"]}}, fake_mesh({"tp": tp}), like=shapes
     )
     local = {"blocks": {name: leaf[..., : leaf.shape[-1] // tp] for name, leaf in shapes["blocks"].items()}}
 
     def init(state_bits=8, block=256):
-        optim.sharded_leaves.bind(make(1e-3, state_bits=state_bits, block=block), shards).init(local)
+        sharded_leaves.bind(make(1e-3, state_bits=state_bits, block=block), shards).init(local)
 
     found = tried(init)
     assert found == ([{"state_bits": None}] if tp == 8 else [{"block": 32}, {"state_bits": None}])
