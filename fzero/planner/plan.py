@@ -200,8 +200,6 @@ def sizes_of(config: RunConfig, mesh: Mapping[str, int] | None) -> dict[str, int
 
 def with_classes(config: RunConfig, classes: int) -> RunConfig:
     """The config whose model has a head of so many classes, or of a reward, with its objective."""
-    from fzero import models
-
     model = models.build(config.model)
     head_model = models.reward(model) if classes == 1 else models.classify(model, [str(i) for i in range(classes)])
     return replace(config, model=head_model.config, objective=objective_of(head_model.config).name)

@@ -21,7 +21,7 @@ from fzero.core.config_tables import Table
 from fzero.core.pytree import nearest
 from fzero.kernels.rope import RopeScaling
 
-FORM = "a ramp is START:INCREMENT:TOKENS, such as 16:16:1e8: 16 at first, and 16 more each 1e8 tokens"
+RAMP_FORM = "a ramp is START:INCREMENT:TOKENS, such as 16:16:1e8: 16 at first, and 16 more each 1e8 tokens"
 MAX_SIZES = 1000  # sizes on the way, each with steps of its own
 
 
@@ -49,12 +49,12 @@ class Ramp(NamedTuple):
             try:
                 value = float(field)
             except ValueError:
-                raise ValueError(f"{key} is {text!r}: {field!r} is no number; {FORM}") from None
+                raise ValueError(f"{key} is {text!r}: {field!r} is no number; {RAMP_FORM}") from None
             if not (math.isfinite(value) and value >= 1 and value == int(value)):
-                raise ValueError(f"{key} is {text!r}: {field} is no whole number of at least 1; {FORM}")
+                raise ValueError(f"{key} is {text!r}: {field} is no whole number of at least 1; {RAMP_FORM}")
             numbers.append(int(value))
         if len(numbers) != 3:
-            raise ValueError(f"{key} is {text!r}; {FORM}")
+            raise ValueError(f"{key} is {text!r}; {RAMP_FORM}")
         return cls(*numbers)
 
     def expect_fits(self, batch: int, micro_batch: int) -> None:

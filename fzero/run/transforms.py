@@ -84,12 +84,12 @@ def known_tokens(corpus: Path) -> Callable[[str], int | None] | None:
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one by its checks
 
 # The tokens before prefix, middle and suffix of vocabularies that have them: Qwen2.5-Coder, StarCoder, CodeLlama.
-USUAL = (
+FIM_TOKENS = (
     ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
     ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
     ("▁<PRE>", "▁<MID>", "▁<SUF>"),
 )
-OF_BYTES = Sentinels(prefix=253, middle=254, suffix=255)  # which UTF-8 never has
+FIM_OF_BYTES = Sentinels(prefix=253, middle=254, suffix=255)  # which UTF-8 never has
 FIM_FORM = "PREFIX,MIDDLE,SUFFIX, the tokens that begin these parts, or their ids"
 
 
@@ -129,12 +129,12 @@ def sentinels_of(text: str, corpus: Path) -> Sentinels:
         return Sentinels(*ids)
     id_of, eos = known_tokens(corpus), read_meta(corpus)["eos"]
     if id_of is None:
-        return OF_BYTES
-    for names in USUAL:
+        return FIM_OF_BYTES
+    for names in FIM_TOKENS:
         usual_ids = [token_id for name in names if (token_id := id_of(name)) is not None]
         if len(usual_ids) == 3 and eos not in usual_ids:
             return Sentinels(*usual_ids)
-    usual = "; ".join(" ".join(names) for names in USUAL)
+    usual = "; ".join(" ".join(names) for names in FIM_TOKENS)
     raise ValueError(
         f"data.fim is given and the tokenizer of {corpus} has none of the usual tokens for it ({usual}); give "
         f"data.fim_tokens={FIM_FORM}"
