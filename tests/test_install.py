@@ -1,5 +1,6 @@
 """README's commands resolve with every build of torch that we allow, and what they install suffices."""
 
+import importlib
 import json
 import os
 import re
@@ -12,6 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+
+import fzero
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILDS = {
@@ -95,25 +98,27 @@ def test_the_oldest_versions_that_are_allowed_are_those_that_are_tested():
     assert len(files) > 35 and all((ROOT / name).is_file() and rest in ([], ["slow"]) for name, *rest in files)
 
 
-def test_names_load_when_first_used_from_the_list_that_checkers_and_editors_read():
+def test_names_load_when_first_used_from_the_list_that_checkers_and_editors_read(tmp_path, monkeypatch):
     """By `__init__.pyi` of a package; a name has precedence over the module of that name."""
-    assert (ROOT / "fzero/py.typed").is_file()
-    code = """if True:
-        import importlib, sys
-        import fzero
-        assert "torch" not in sys.modules
-        assert {*fzero.__all__, "__version__"} <= {*dir(fzero)}
-        importlib.import_module("fzero.optim.lamb")
-        assert callable(fzero.optim.lamb) and "fzero.optim.adafactor" not in sys.modules
-        for name in fzero.optim.__all__:
-            assert getattr(fzero.optim, name) is vars(fzero.optim)[name], name
-        try:
-            fzero.optim.adagrad
-        except AttributeError as error:
-            assert str(error) == "module 'fzero.optim' has no attribute 'adagrad'"
-        else:
-            raise SystemExit("no error")"""
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    assert (ROOT / "fzero/py.typed").is_file() and {*fzero.__all__, "__version__"} <= {*dir(fzero)}
+    package = tmp_path / "lazily"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from fzero.core.lazy_names import attach\n\n__all__ = attach(__name__)\n__version__ = '1'\n"
+    )
+    (package / "__init__.pyi").write_text(
+        "from lazily.adam import adam as adam\nfrom lazily import tables\nnumbers = tables\n__version__: str\n"
+    )
+    for name in ("adam", "tables", "clip"):
+        (package / f"{name}.py").write_text("def adam():\n    return 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    lazily = importlib.import_module("lazily")
+    assert lazily.__all__ == ["adam", "numbers"] and "lazily.adam" not in sys.modules
+    importlib.import_module("lazily.adam")
+    assert lazily.adam() == 3 and {"adam", "numbers", "__version__"} <= {*dir(lazily)}
+    assert lazily.numbers.__name__ == "lazily.tables" and lazily.clip.__name__ == "lazily.clip"
+    with pytest.raises(AttributeError, match="module 'lazily' has no attribute 'sgd'"):
+        _ = lazily.sgd
 
 
 @pytest.mark.parametrize("extra", ["tensorboard", "wandb", "hf", "parquet", "test"])

@@ -3,7 +3,7 @@ Python's SPEC 1). The package lazy_loader does this too, but not for a name that
 """
 
 import ast
-import importlib
+import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,13 +11,13 @@ from typing import Any
 
 
 class LazyPackage(ModuleType):
-    """A package whose names are imported when first used."""
+    """A package whose names, and modules, are imported when first used."""
 
     def __getattr__(self, name: str) -> Any:
         table = self.__dict__["_sources"]
-        if name not in table:
+        if name not in table and (name[0] == "_" or importlib.util.find_spec(f"{self.__name__}.{name}") is None):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        module, attribute = table[name]
+        module, attribute = table.get(name, (self.__name__, name))
         if module != self.__name__ and hasattr(importlib.import_module(module), attribute):
             value = getattr(sys.modules[module], attribute)
         else:
