@@ -201,7 +201,7 @@ class Plan:
         return sent_by_link(self)
 
     def with_updates(self, updates: int, delay_after: int = 0) -> Plan:
-        """This plan with so many delayed updates a step, for update="delayed" (see make_train_step): the state has two
+        """This plan with so many delayed updates a step, for update="delayed" (see Execution): the state has two
         versions of the trained parameters; with pp no rank waits for the pipeline to empty between the updates, and
         with opt=host an update is made while the gradient of the next one is computed.
 
