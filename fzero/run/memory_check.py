@@ -36,8 +36,9 @@ from fzero.train.state import meta_state
 from fzero.train.state_on_disk import leaves_on_disk
 
 PROCESS = 450 << 20  # bytes of a process that has loaded its libraries
-# The state is exact. The rest is a closed form, up to 1.15 times what a traced step has (tests/test_first_estimate.py):
-# this fraction of it is what a run needs for sure, so that none is refused whose plan fits.
+# State and buffers are exact. The rest is a closed form, up to 1.15 times what a traced step has
+# (tests/test_first_estimate.py): this fraction of it is what a run needs for sure, so that no run is refused whose plan
+# fits.
 SURE = 0.8
 
 
@@ -341,8 +342,8 @@ def needs_on_device(job: Job) -> dict[str, int]:
 
 
 def check_memory(job: Job, available: int, host: int | None = None) -> None:
-    """Raise ValueError naming the needs of a rank, and a model that would fit, if its state and SURE of the rest do not
-    fit into `available` bytes.
+    """Raise ValueError naming the needs of a rank, and a model that would fit, if its state, its buffers and SURE of
+    the rest do not fit into `available` bytes.
 
     host: the bytes of the host's memory where the device is a GPU, whose memory is then the available one.
     """
@@ -357,7 +358,8 @@ def check_memory(job: Job, available: int, host: int | None = None) -> None:
                 "anyway"
             )
     need = memory_needed(job) if job.device == HOST else memory_on_device(job)
-    if need.state + SURE * (sum(need) - need.state) <= available:
+    exact = need.state + need.buffers
+    if exact + SURE * (sum(need) - exact) <= available:
         return
     c, n = job.config, num_params(job)
     fixed, ranks = need.state + need.grads + need.gathered + need.buffers, job.mesh.size
