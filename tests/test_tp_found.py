@@ -13,7 +13,8 @@ from torch import nn
 
 import fzero
 from fzero import optim
-from fzero.models import module_tp_search
+from fzero.models import module_tp, module_tp_search
+from fzero.models.base import Ctx
 
 D, HORNS, STEPS = 8, 4, 5
 
@@ -276,3 +277,13 @@ def test_a_mistake_is_caught(name, monkeypatch):
     plant(monkeypatch)
     with pytest.raises((AssertionError, ValueError, module_tp_search.Unequal, pytest.fail.Exception)):
         law(monkeypatch)
+
+
+def test_what_reads_a_part_makes_no_part_of_the_tensor_before_it():
+    part, index, mask, written = torch.arange(2.0), torch.arange(2), torch.ones(2, dtype=torch.bool), torch.zeros(2)
+    with module_tp.calling(Ctx(), 1) as call:
+        call.parts.add((part, index))
+        with module_tp.Regions(call):
+            results = mask[index], mask & (part > 0)
+            written[index] = part
+    assert all(x in call.parts for x in (*results, written)) and mask not in call.parts

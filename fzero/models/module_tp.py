@@ -107,6 +107,10 @@ def calling(
         CALL.reset(token)
 
 
+# Names of functions that change their first argument; others that end so, such as __getitem__, do not.
+WRITES = re.compile(r"\w*[^_]_|__setitem__|__i(and|or|xor|lshift|rshift)__")
+
+
 class Regions(TorchFunctionMode):
     """A mode in which a result computed with a rank's part counts as a part, and whole tensors that meet a part are
     varied over tp."""
@@ -126,7 +130,7 @@ class Regions(TorchFunctionMode):
 
         args, kwargs = pytree.map(varied, (args, kwargs))
         out = func(*args, **kwargs)
-        written = func is Tensor.__setitem__ or getattr(func, "__name__", "").endswith("_")
+        written = WRITES.fullmatch(getattr(func, "__name__", ""))
         self.parts.add((out, args[:1] if written else ()))
         return out
 
