@@ -195,6 +195,8 @@ def _rows(x: Tensor, tokens: int) -> int:
 def tiled_layer(x: Tensor, params: Sequence[Tensor], kind: str, tiles: int, tokens: int, impl: str) -> Tensor:
     """Return y [N, F] of x [N, D] for a layer of this kind (see `_layer`), `tokens` rows at a time (0: all)."""
     layer, rows = _layer(kind, params, tiles, impl), _rows(x, tokens)
+    if rows >= len(x):
+        return layer.forward(x, params)
     y = x.new_empty(x.shape[0], params[-1].shape[-1])
     for x_chunk, y_chunk in zip(x.split(rows), y.split(rows)):
         y_chunk.copy_(layer.forward(x_chunk, params))
@@ -216,10 +218,13 @@ def tiled_layer_backward(
 ) -> list[Tensor]:
     """The gradients of x and, unless they are frozen, of the parameters: sums over chunks of tokens, in float32 or
     wider."""
-    layer, rows, dx = _layer(kind, params, tiles, impl), _rows(x, tokens), x.new_empty(x.shape)
+    layer, rows = _layer(kind, params, tiles, impl), _rows(x, tokens)
     wide = torch.promote_types(x.dtype, torch.float32)
     trained = [] if frozen else params
     sums = [torch.zeros_like(p, dtype=wide if rows < len(x) else p.dtype) for p in trained]
+    if rows >= len(x):
+        return [layer.backward(x, params, dy, sums), *sums]
+    dx = x.new_empty(x.shape)
     for x_chunk, dy_chunk, dx_chunk in zip(x.split(rows), dy.split(rows), dx.split(rows)):
         dx_chunk.copy_(layer.backward(x_chunk, params, dy_chunk, sums))
     return [dx, *(sums.pop(0).to(p.dtype) for p in trained)]
