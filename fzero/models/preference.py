@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fzero.comm.collectives import psum, pvary
+from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens, number_of
@@ -174,10 +175,11 @@ def losses_by_token(model: Model, params: Tree, x: Any, batch: Batch, ctx: Ctx) 
         return model.token_losses(params, x, batch, ctx)
     assert model.features is not None  # expect_losses
     h = enter_region(model.features(params, x, ctx), ctx, "head")
-    w = params["head"]["w"] if "w" in params.get("head", {}) else params["embed"]["tokens"]
+    name = "head/w" if "w" in params.get("head", {}) else "embed/tokens"
+    w, words = pytree.named_leaves(params)[name], leaf_shapes(model)[name][0]
     targets, mask = batch["targets"], batch["mask"].reshape(-1) if "mask" in batch else None
     cap = getattr(model.config, "logit_cap", 0.0)
-    options = {"axis": ctx.mesh.tp, "columns": model.config.vocab_size, "cap": cap}
+    options = {"axis": ctx.mesh.tp, "columns": words, "cap": cap}
     losses = token_losses(h.reshape(-1, h.shape[-1]), w, targets.reshape(-1), mask, **options)
     return losses.reshape(targets.shape)
 
