@@ -427,8 +427,7 @@ TRANSFORMATIONS = {
 
 
 def trained(name, impl, policy, steps=3):
-    mesh = fzero.one_process(device=laws.DEVICE) if laws.DEVICE == "cuda" else fzero.one_process()
-    plan = fzero.zero_plan(0, MODEL, mesh, policy=policy)
+    plan = fzero.zero_plan(0, MODEL, fzero.one_process(), policy=policy)
     tx = TRANSFORMATIONS[name](impl)
     state = fzero.init_state(MODEL, tx, plan, seed=0, device=laws.DEVICE)
     step, seen = fzero.make_train_step(MODEL, tx, plan), []

@@ -301,7 +301,7 @@ def _expect_fit(q: Tensor, k: Tensor, axis: Axis, positions: Tensor, inner: int)
 
 
 class ChunkAttention(NamedTuple):
-    """How the chunks of a sequence attend: the name of a form in PARTS, and the documents int [B, T] of whole rows."""
+    """How the chunks of a sequence attend: a name in FORM_PASSES, and the documents int [B, T] of whole rows."""
 
     form: str
     scoring: Scoring

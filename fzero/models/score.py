@@ -154,7 +154,7 @@ def scored(model: Model, config: ScoreConfig) -> Model:
         return {**tree, "head": {**head_leaves, "score": make(SCORE, (outputs, config.d_model), std)}}
 
     def scores(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-        assert model.features is not None  # expect_own_head
+        assert model.features is not None  # expect_replaceable_head
         tp, h = ctx.mesh.tp, enter_region(model.features(params, x, ctx), ctx, "head")
         local = narrow_part(h, tp.rank, tp.size, 2)
         partial_scores = F.linear(local, params["head"]["score"].to(local.dtype))
