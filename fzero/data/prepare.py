@@ -15,7 +15,7 @@ The folder of a preparation that is not finished, beside the corpus that it make
     corpus/          the corpus, while the pieces are joined
 
 The same preparation goes on from there after a kill. After an error of the user's in the first attempt it is removed,
-as it is once the corpus is whole; what a kill leaves then, the next one that meets it removes (`clear`).
+as it is once the corpus is whole; what a kill leaves then, the next one that meets it removes (`remove_finished`).
 """
 
 from __future__ import annotations

@@ -62,7 +62,10 @@ def _forked_results(work: Callable[[int], R], numbers: Sequence[int], workers: i
             # of theirs, nor of torch's and of loggers.
             warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
             warnings.filterwarnings("ignore", r".*os\.fork\(\) is incompatible with multithreaded", RuntimeWarning)
-            futures = {pool.submit(_serve, number): number for number in numbers}
+            try:
+                futures = {pool.submit(_serve, number): number for number in numbers}
+            except BrokenProcessPool:  # one ended while numbers were still being given
+                raise OSError(_ended(pool)) from None
         order: list[Future[R]] = list(futures)
         for future in as_completed(order):
             if future.cancelled():
