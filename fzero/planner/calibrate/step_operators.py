@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
         return self.seq_len * self.batch
 
 
-# Longer sequences than blockwise attention handles on a CPU without small products (see kernels/tiled.py): torch's own
+# Longer sequences than blockwise attention handles on a CPU without small products (attention_tiled.py): torch's own
 # attention computes them.
 LONG = Sizes("llama", 64, 1, MIN_BLOCK * MAX_BLOCKS + 128, 1)
 LADDER = (
