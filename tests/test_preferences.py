@@ -283,7 +283,7 @@ def test_what_does_not_go_together_is_one_line(folder, tmp_path, fz):
     code, _, err = fz(*args, *FLAGS)
     assert code == 2 and "pairs.jsonl:1: the line has messages and the model no chat template" in err, err
     model = models.build(config_of("mlp"))._replace(features=None)
-    with pytest.raises(ValueError, match="dpo: the model was made from a module"):
+    with pytest.raises(ValueError, match="dpo: the model has a loss of its own, as a module"):
         models.dpo(model)
     with pytest.raises(ValueError, match="dpo: the batch has no 'reference'; it has documents, mask, targets, tokens"):
         params, batch = models.init_params(models.build(config_of("mlp")), fzero.random.key(0)), batch_of(0)

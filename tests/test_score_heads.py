@@ -194,7 +194,7 @@ def test_what_a_head_refuses_is_one_line():
         (lambda: models.classify(base, ["a"]), "classify: labels is .*; there must be two"),
         (lambda: models.classify(base, ["a", "a"]), "labels has 'a' twice"),
         (lambda: models.classify(models.reward(base), ["a", "b"]), "has a head of scores already"),
-        (lambda: models.reward(base._replace(features=None)), "reward: the model was made from a module"),
+        (lambda: models.reward(base._replace(features=None)), "reward: the model has a loss of its own, as a module"),
         (lambda: models.loss(models.reward(base), models.init_params(models.reward(base), fzero.random.key(0)),
                              {"tokens": torch.zeros(1, 2).long(), "targets": torch.zeros(1, 2).long()}, Ctx()),
          "reward: the batch has no 'documents'"),
