@@ -260,7 +260,9 @@ def test_a_checkpoint_is_restored_to_the_gpu_leaf_by_leaf(tmp_path, monkeypatch,
     most = []
     read = CheckpointReader.read_boxes
     monkeypatch.setattr(
-        CheckpointReader, "read_boxes", lambda reader, boxes: most.append(len(boxes)) or read(reader, boxes)
+        CheckpointReader,
+        "read_boxes",
+        lambda reader, boxes, pool=None: most.append(len(boxes)) or read(reader, boxes, pool),
     )
     before, _, plan = make("cpu", offload=offload)
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))

@@ -85,19 +85,21 @@ class CheckpointReader:
         self.read_boxes([box])
         return box.out
 
-    def read_boxes(self, boxes: list[Box]) -> None:
-        """Read the boxes from only the chunks that contain their elements."""
+    def read_boxes(self, boxes: list[Box], pool: ThreadPoolExecutor | None = None) -> None:
+        """Read the boxes from only the chunks that contain their elements, by threads of `pool` or of their own."""
+        if pool is None:
+            with reading_threads() as pool:
+                return self.read_boxes(boxes, pool)
         needs = [
             (box, StoredTile(self, box.name, index), spans)
             for box in boxes
             for index, spans in overlapping_tiles(self.leaves[box.name].layout, box.start, box.size)
         ]
-        with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
-            # Headers are read first: they are small, and the large reads would wait for them.
-            tasks: list[Future[Any]] = [pool.submit(tile.header) for _, tile, _ in needs]
-            for box, tile, spans in needs:
-                for slab in slabs(tile.layout, 0 if tile.layout.compress else RUN, spans):
-                    tasks.append(pool.submit(tile.read_into, box, slab))
+        # Headers are read first: they are small, and the large reads would wait for them.
+        tasks: list[Future[Any]] = [pool.submit(tile.header) for _, tile, _ in needs]
+        for box, tile, spans in needs:
+            for slab in slabs(tile.layout, 0 if tile.layout.compress else RUN, spans):
+                tasks.append(pool.submit(tile.read_into, box, slab))
         failures = [error for task in tasks if (error := task.exception()) is not None]
         if failures:
             raise failures[0]
@@ -129,6 +131,11 @@ class CheckpointReader:
 
     def close(self) -> None:
         self.files.close()
+
+
+def reading_threads() -> ThreadPoolExecutor:
+    """The threads of one or several calls of `read_boxes`; each has buffers of its own."""
+    return ThreadPoolExecutor(THREADS, "fzero-load")
 
 
 class Box(NamedTuple):

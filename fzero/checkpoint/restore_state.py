@@ -27,7 +27,7 @@ from fzero.checkpoint.leaf_source import EXTRAS
 from fzero.checkpoint.manifest import Leaf
 from fzero.checkpoint.moment_codes import SCALES, coded_leaves, read_coded
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
-from fzero.checkpoint.reader import CheckpointReader, open_checkpoint
+from fzero.checkpoint.reader import CheckpointReader, open_checkpoint, reading_threads
 from fzero.checkpoint.restore_tree import list_some
 from fzero.core import pytree
 from fzero.core.device import HOST
@@ -303,10 +303,11 @@ def _restore_from(
     plain = [name for name in named if name in source and source[name] not in coded]
     direct = [name for name in plain if reader.leaves[source[name]].dtype == named[name].dtype]
     out: dict[str, Tensor] = {}
-    for names in [direct] if device == HOST else [[name] for name in direct]:
-        shards = {name: reader.shard(source[name], *slices[name]) for name in names}
-        reader.read_boxes([box for _, boxes in shards.values() for box in boxes])
-        out |= {name: move_leaf(device, value, spec_of[name]) for name, (value, _) in shards.items()}
+    with reading_threads() as pool:
+        for names in [direct] if device == HOST else [[name] for name in direct]:
+            shards = {name: reader.shard(source[name], *slices[name]) for name in names}
+            reader.read_boxes([box for _, boxes in shards.values() for box in boxes], pool)
+            out |= {name: move_leaf(device, value, spec_of[name]) for name, (value, _) in shards.items()}
     out |= {name: move_leaf(device, read(name, leaf), spec_of[name]) for name, leaf in named.items() if name not in out}
     return move_to_memory(pytree.from_named(out, like), specs)
 
