@@ -87,6 +87,8 @@ def config_of(kind: str, *, dropout: float = 0.1, **changes: Any) -> Any:
         return models.LlamaConfig(
             **{**sizes, "rope_scaling": models.RopeScaling(8.0, 1.0, 4.0, 16), "tied": True, **changes}
         )
+    if kind not in ("moe dropless", "moe capacity", "gpt-oss"):
+        raise ValueError(f"no sizes of {kind}; add them here")
     sizes |= {"n_experts": 3, "top_k": 2, "capacity_factor": 1.0 if kind == "moe capacity" else 0.0}
     sizes |= GPT_OSS if kind == "gpt-oss" else {}
     return models.MoEConfig(**{**sizes, **changes})
