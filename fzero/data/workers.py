@@ -84,6 +84,7 @@ def _forked_results(work: Callable[[int], R], numbers: Sequence[int], workers: i
 
 def _ended(pool: Pool) -> str:
     """How a process ended; those beside it are then terminated."""
+    pool.shutdown()  # until all have ended: before, another thread may be about to learn the exit code
     codes = [process.exitcode for process in pool.started]
     code = next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), -signal.SIGTERM)
     return (
