@@ -7,6 +7,7 @@ import functools
 import json
 import re
 import shlex
+import types
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 import fzero
 from fzero import models
 from fzero.checkpoint.convert import huggingface_config
+from fzero.cli import plan as plan_command
 from fzero.core import pytree
 from fzero.planner import devices, estimate, plan_grid, plan_text
 from fzero.planner import plan as report
@@ -288,6 +290,12 @@ def test_bad_input_is_one_line_and_exit_2(fz, args, match):
     code, out, err = fz("plan", *args)
     assert code == 2 and out == "" and err.startswith("fzero: error: ") and err.count("\n") == 1
     assert match in err
+
+
+def test_a_device_whose_memory_is_reserved_is_refused():
+    device = types.SimpleNamespace(name="card", memory_bytes=10**9, reserved_bytes=2 * 10**9)
+    with pytest.raises(ValueError, match=r"the memory of card is 1 GB; it must be above the 2\.00 GB that the driver"):
+        plan_command.refuse_small_memory(device, None)
 
 
 def test_a_config_file_plans_as_its_flags_do(fz, tmp_path, planned):

@@ -325,9 +325,10 @@ def with_model_flags(
 def refuse_small_memory(device: Any, memory_gb: float | None) -> None:
     """Raise ValueError for a memory of a device in which no tensor has a place."""
     if device.memory_bytes <= device.reserved_bytes:
+        memory = f"the memory of {device.name} is {device.memory_bytes / 1e9:g} GB"
         raise ValueError(
-            f"--memory-gb is {memory_gb:g}; it must be above the {device.reserved_bytes / 1e9:.2f} GB that the driver "
-            "and libraries take"
+            f"{memory if memory_gb is None else f'--memory-gb is {memory_gb:g}'}; it must be above the "
+            f"{device.reserved_bytes / 1e9:.2f} GB that the driver and libraries take"
         )
 
 
