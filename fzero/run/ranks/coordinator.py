@@ -388,7 +388,17 @@ def torchrun_store(timeout_s: float) -> dist.Store:
 
 # -- the end
 
-_PARENT, _ENDING = os.getppid(), threading.Lock()
+_ENDING = threading.Lock()
+
+
+def note_parent() -> None:
+    """Take the parent of this process for its torchrun: as it starts, and in a process that is forked from it."""
+    global _PARENT
+    _PARENT = os.getppid()
+
+
+note_parent()
+os.register_at_fork(after_in_child=note_parent)
 
 
 def end_as_orphan() -> None:
