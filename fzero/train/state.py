@@ -129,13 +129,13 @@ def first_state(plan: Plan, tx: GradientTransformation, params: Tree, target: Tr
     the master weights if there are any."""
     policy, device = plan.policy, key.device
     return TrainState(
-        step=torch.tensor(0).to(device),
+        step=torch.zeros((), dtype=torch.int64, device=device),
         params=params,
         master=target if policy.has_master else (),
         opt_state=tx.init(target),
         scaler=init_scaler(policy.loss_scale, device) if policy.loss_scale else (),
         key=key,
-        data_cursor=torch.tensor(0).to(device),
+        data_cursor=torch.zeros((), dtype=torch.int64, device=device),
         extra={LOSS: init_stats(device), **with_previous(plan, params), **first_errors(plan, device)},
     )
 
