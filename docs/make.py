@@ -4,6 +4,7 @@ it and in the pages of this repository:
 python docs/make.py site
 """
 
+import importlib
 import sys
 import warnings
 from pathlib import Path
@@ -19,8 +20,9 @@ PAGES = ("optim", "models", "sharding", "sharding.pipeline", "checkpoint", "data
 
 def make(folder: Path) -> None:
     """Write the pages of fzero and PAGES into `folder`; of a module with `__all__` they have the names in it."""
-    for name in fzero.__all__:  # loads when first used, and pdoc looks into the dict of the module
-        setattr(fzero, name, getattr(fzero, name))
+    for module in (fzero, *(importlib.import_module(f"fzero.{name}") for name in PAGES)):
+        for name in getattr(module, "__all__", ()):  # loads when first used; pdoc looks into the dict of the module
+            getattr(module, name)
     theme = Path(__file__).parent / "theme"
     pdoc.render.configure(show_source=False, template_directory=theme, footer_text=f"fzero {fzero.__version__}")
     with warnings.catch_warnings():

@@ -82,9 +82,9 @@ def test_no_update_is_made():
     [
         {"donate": False, "policy": "bf16"},
         {"policy": "fp16"},
-        {"offload": "opt=host", "update": "speculate"},
+        {"offload": "opt=host", "execution": fzero.Execution(update="speculate")},
         {"offload": "params=nvme,opt=nvme"},
-        {"offload": "params=nvme,opt=nvme", "update": "backward"},
+        {"offload": "params=nvme,opt=nvme", "execution": fzero.Execution(update="backward")},
         {"execution": fzero.Execution(remat="full", compiled=True)},
     ],
     ids=str,
