@@ -502,6 +502,7 @@ def test_a_rank_that_sleeps_in_a_step_is_named_with_what_the_others_wait_for(fol
 def test_a_stopped_rank_is_named(folder, rank):
     log = f"-stop{rank}"
     process = started(folder, f"stop{rank}", 2, *HANG, log=log)
+    time.sleep(2 * watchdog.BEAT_S)  # until a sign of life says that it is in the steps
     stopped, begin = ranks_of(process)[rank], time.monotonic()
     os.kill(stopped, signal.SIGSTOP)
     code, _, said, codes = ended(folder, process, log=log)
