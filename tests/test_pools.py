@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 
 def tell(what):
     deaf = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -35,7 +35,7 @@ if __name__ == "__main__":
         with Pool(2) as pool:
             [each.result() for each in [pool.submit(work, n) for n in range(4)]]
     except KeyboardInterrupt:
-        print("interrupted", flush=True)
+        print("interrupted", *[thread.name for thread in threading.enumerate()[1:]], flush=True)
 """
 
 

@@ -56,7 +56,8 @@ class Pool(ProcessPoolExecutor):
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool | None:
         if kind is not None:
-            self.shutdown(wait=False, cancel_futures=True)
             for process in self.started:
                 process.kill()
-        return super().__exit__(kind, error, traceback)
+        # Also the executor's thread is waited for: at the interpreter's end it may close a pipe that is written to.
+        self.shutdown(wait=True, cancel_futures=kind is not None)
+        return None
