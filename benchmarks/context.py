@@ -101,7 +101,7 @@ def work(rank: int, order: dict[str, Any], port: int, answer: Connection) -> Non
 def job_of(how: str, ranks: int, tokens: int) -> tuple[Any, Any, Any]:
     """(job, its state, a batch of this rank) of llama-tiny over dp, or over cp by a form."""
     from fzero.planner.plan import config_for, device_for, resolve_for
-    from fzero.run import build
+    from fzero.run.setup import build
     from fzero.train.batch import local_batch
 
     settings = {"train.remat": "full", "train.compiled": False, "zero": 3}

@@ -33,11 +33,12 @@ import torch
 from turns import write_run
 
 from fzero import data
-from fzero.run import corpus, evaluate
-from fzero.run.build import build, first_state
-from fzero.run.config import RunConfig
-from fzero.run.config_table import from_table
-from fzero.run.stages import count_samples, stage_of_step
+from fzero.run.config.config_table import from_table
+from fzero.run.config.run_config import RunConfig
+from fzero.run.config.stages import count_samples, stage_of_step
+from fzero.run.runner import evaluate
+from fzero.run.setup import corpus
+from fzero.run.setup.build import build, first_state
 from fzero.sharding import one_process
 
 SEQ_LEN, BATCH, RATE = 64, 16, 1e-2

@@ -139,9 +139,9 @@ def train(name: str, seed: int) -> dict[str, Any]:
 
     import fzero
     from fzero.planner.plan import config_for, device_for, resolve_for
-    from fzero.run import build, corpus
-    from fzero.run.build import agreed
-    from fzero.run.evaluate import evaluate_all
+    from fzero.run.runner.evaluate import evaluate_all
+    from fzero.run.setup import build, corpus
+    from fzero.run.setup.build import agreed
 
     form, begin = FORMS[name], time.perf_counter()
     mesh = fzero.make_mesh(form.mesh, device="cpu")

@@ -77,8 +77,8 @@ def batch_of(vocabulary: int, tokens: int) -> dict[str, Tensor]:
 
 def run_fzero(model: str, tokens: int, growth: int, layer_tokens: int = 0) -> dict[str, Any]:
     """{"peak_bytes", "loss"} of a second step, which begins with all that a run keeps between steps."""
-    from fzero.run import build
     from fzero.run.measure.live_bytes import record_step
+    from fzero.run.setup import build
     from fzero.sharding import one_process
 
     config = config_of(model, tokens, layer_tokens)

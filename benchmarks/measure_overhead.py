@@ -27,11 +27,12 @@ import torch.multiprocessing as mp
 from turns import machine
 
 from fzero.core.config_tables import parse_setting, set_nested
-from fzero.run import build, config_table
-from fzero.run import machine as doctor
+from fzero.run.config import config_table
 from fzero.run.measure import metrics_rows
 from fzero.run.measure.flops import token_flop
 from fzero.run.measure.timer import Clock
+from fzero.run.setup import build
+from fzero.run.setup import machine as doctor
 from fzero.sharding import make_mesh, one_process
 
 RESULTS = Path(__file__).parent / "results" / "measure-overhead.json"

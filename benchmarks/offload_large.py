@@ -38,7 +38,8 @@ def main() -> None:
     args = parser.parse_args()
 
     from fzero import models
-    from fzero.run import build, memory_check, run_folder
+    from fzero.run.measure import memory_check
+    from fzero.run.setup import build, run_folder
 
     layers = {
         key: int(n)

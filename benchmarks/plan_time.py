@@ -38,10 +38,10 @@ import fzero
 from fzero.planner.devices import Device, device
 from fzero.planner.step_trace import trace_step
 from fzero.planner.timing import Timing, predict
-from fzero.run import build
-from fzero.run import machine as doctor
-from fzero.run.config import RunConfig
-from fzero.run.config_table import from_table, to_json
+from fzero.run.config.config_table import from_table, to_json
+from fzero.run.config.run_config import RunConfig
+from fzero.run.setup import build
+from fzero.run.setup import machine as doctor
 
 WARMUP = 3
 

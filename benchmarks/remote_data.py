@@ -26,7 +26,7 @@ from turns import write_run
 
 from fzero import data
 from fzero.core.storage import Objects
-from fzero.run.corpus import AHEAD
+from fzero.run.setup.corpus import AHEAD
 
 
 class Later:

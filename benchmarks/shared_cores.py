@@ -5,7 +5,7 @@
 A process for each way of waiting makes the steps of `fzero pretrain` (its default model, a thread a core). They take
 turns, some steps each: alone, beside one process that never sleeps, and beside four; who has no turn sleeps in a read.
 `spinning` is OpenMP's default: a thread without work tries again for milliseconds before it sleeps. `fzero` is what
-the command does (fzero/run/process_settings.py). NAME=VALUE is that variable alone. Figures are medians
+the command does (fzero/run/setup/process_settings.py). NAME=VALUE is that variable alone. Figures are medians
 over rounds; `kept` divides by the tokens/s of `spinning` alone in the same round. Use an idle machine.
 """
 
@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 from turns import machine
 
-from fzero.run import machine as here
-from fzero.run.build import build, first_state
-from fzero.run.config_table import recipe
-from fzero.run.process_settings import WAIT_VARIABLES, sleep_while_shared
+from fzero.run.config.config_table import recipe
+from fzero.run.setup import machine as here
+from fzero.run.setup.build import build, first_state
+from fzero.run.setup.process_settings import WAIT_VARIABLES, sleep_while_shared
 
 BESIDE = (0, 1, 4)
 WARMUP = 3

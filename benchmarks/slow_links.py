@@ -99,7 +99,7 @@ def work(order: dict[str, Any]) -> dict[str, Any]:
 
     import fzero
     from fzero.planner.plan import config_for, device_for, resolve_for
-    from fzero.run import build
+    from fzero.run.setup import build
     from fzero.train.batch import local_batch
 
     torch.set_num_threads(1)
@@ -151,7 +151,7 @@ def planned(form: str, rates: list[float]) -> tuple[dict[str, float], dict[str, 
     import fzero
     from fzero.planner.devices import between_nodes, device
     from fzero.planner.plan import config_for, plan
-    from fzero.run import build
+    from fzero.run.setup import build
 
     sizes, codec = FORMS[form]
     here = device("here")

@@ -19,7 +19,7 @@ import torch
 from ten_rows import NEEDS_GPU, Rows, Where, fzero, median_seconds, must, said_by, synchronize
 
 from fzero.core import gpu, numa_binding
-from fzero.run import machine
+from fzero.run.setup import machine
 
 TOOLS = ("g++", "nvidia-smi", "compute-sanitizer", "nsys", "ncu", "numactl")
 PACKAGES = ("numpy", "triton", "transformers", "crc32c", "zstandard", "xdist", "pytest_timeout", "flash_attn_interface")

@@ -36,10 +36,10 @@ from ten_rows import (
 import fzero
 from fzero.core import gpu
 from fzero.kernels.registry import observe
-from fzero.run import machine
-from fzero.run.build import Job, build, first_state
-from fzero.run.config_table import from_table
+from fzero.run.config.config_table import from_table
 from fzero.run.measure.flops import token_flop
+from fzero.run.setup import machine
+from fzero.run.setup.build import Job, build, first_state
 from fzero.train.capture import pop_news
 
 HOST = "params=host,grads=host,opt=host"

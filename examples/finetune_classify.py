@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from fzero import models
-from fzero.run import run_folder, weights
-from fzero.run.build import Options
-from fzero.run.config_table import from_table
-from fzero.run.fine_tuning import tuned_config
-from fzero.run.loop import train_run
+from fzero.run.config.config_table import from_table
+from fzero.run.runner.loop import train_run
+from fzero.run.setup import run_folder, weights
+from fzero.run.setup.build import Options
+from fzero.run.setup.fine_tuning import tuned_config
 
 place, quiet = Path(tempfile.mkdtemp()), Options(sample="", say=lambda line: None)
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

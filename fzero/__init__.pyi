@@ -36,7 +36,7 @@ from fzero.offload import Nvme as Nvme
 from fzero.planner.plan import plan as plan
 from fzero.planner.plan_report import PlanReport as PlanReport
 from fzero.planner.search import search as search
-from fzero.run.deepspeed import config_from_deepspeed as config_from_deepspeed
+from fzero.run.config.deepspeed import config_from_deepspeed as config_from_deepspeed
 from fzero.run.measure.loggers import open_loggers as open_loggers
 from fzero.sharding import Context as Context
 from fzero.sharding import Mesh as Mesh

@@ -9,7 +9,7 @@ import fzero
 from fzero.checkpoint.convert import huggingface
 from fzero.data.tokenizers import json_tokenizer
 from fzero.models import LlamaConfig, build, init_params
-from fzero.run import run_folder
+from fzero.run.setup import run_folder
 
 TEMPLATE = """\
 {%- for message in messages %}

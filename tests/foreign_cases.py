@@ -32,9 +32,9 @@ from fzero.models import DeepSeekConfig, GPT2Config, LlamaConfig, MoEConfig, Rop
 from fzero.offload import LeafFiles, Nvme, disk_io
 from fzero.planner import devices
 from fzero.report import first_screen, pages, report_writer
-from fzero.run import machine, run_folder
-from fzero.run.config_table import from_table
-from fzero.run.resume import rollback
+from fzero.run.config.config_table import from_table
+from fzero.run.runner import rollback
+from fzero.run.setup import machine, run_folder
 from fzero.sharding import one_process
 
 TOKENIZER = {

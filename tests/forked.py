@@ -33,7 +33,7 @@ PRELOAD = [
     "fzero.core.compile",
     "fzero.planner.plan",
     "fzero.report.report_writer",
-    "fzero.run.loop",
+    "fzero.run.runner.loop",
     "fzero.run.ranks.coordinator",
     "matplotlib.backends.backend_agg",
     "torch._decomp.decompositions_for_jvp",

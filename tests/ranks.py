@@ -32,7 +32,7 @@ PRELOAD = [
     "fzero.core.compile",
     "fzero.models",
     "fzero.optim",
-    "fzero.run.build",
+    "fzero.run.setup.build",
     "fzero.run.measure.live_bytes",
     "fzero.sharding",
     "fzero.train.step",

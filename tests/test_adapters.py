@@ -18,9 +18,9 @@ from fzero.core import prng, pytree
 from fzero.models.base import Ctx
 from fzero.models.lora import FROZEN
 from fzero.models.weights import LowRankSum
-from fzero.run import run_folder, weights
-from fzero.run.build import build, first_state
-from fzero.run.fine_tuning import tuned_config
+from fzero.run.setup import run_folder, weights
+from fzero.run.setup.build import build, first_state
+from fzero.run.setup.fine_tuning import tuned_config
 from fzero.sharding.redistribute import gather_on_first
 
 TARGETS = {"gpt2": r"/(attn|mlp)/w_", "llama": r"/(attn|mlp)/w_", "deepseek": r"/(attn|mlp|shared)/w_"}

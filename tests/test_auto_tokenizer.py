@@ -13,9 +13,9 @@ from fzero.data.prepare import tokenizer_of_file
 from fzero.data.tokenizer_classes import special_tokens
 from fzero.data.tokenizers import json_tokenizer
 from fzero.models import LlamaConfig
-from fzero.run import import_export, run_folder, vocabulary
-from fzero.run.config_table import recipe
-from fzero.run.vocabulary import start_tokenizer
+from fzero.run.config.config_table import recipe
+from fzero.run.setup import import_export, run_folder, vocabulary
+from fzero.run.setup.vocabulary import start_tokenizer
 
 WHY = "transformers is not installed; it is the reference these tests compare with"
 QWEN = {"tokenizer_class": "Qwen2Tokenizer"}

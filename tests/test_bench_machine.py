@@ -16,7 +16,7 @@ from fzero.planner.calibrate import collectives as processes
 from fzero.planner.calibrate.case_timer import Case, Figure
 from fzero.planner.device_names import list_devices
 from fzero.planner.devices import Device, Level, MeasuredRates, device, from_json, to_json
-from fzero.run.machine import device_file
+from fzero.run.setup.machine import device_file
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from fzero.kernels.attention import attention as causal_attention
 from fzero.kernels.attention_masked import masked_attention
 from fzero.kernels.block_mask import BlockMask
 from fzero.kernels.registry import explain, observe
-from fzero.run.deepspeed_optim import block_mask_of
+from fzero.run.config.deepspeed_optim import block_mask_of
 
 # ---- the layouts ----------------------------------------------------------------------------------------------------
 

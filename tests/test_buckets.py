@@ -20,13 +20,13 @@ from fzero.core import pytree
 from fzero.data.buckets import BucketStream, Size
 from fzero.data.packing import cut, within_documents
 from fzero.data.tokens import Tokens
-from fzero.run import corpus, run_folder
-from fzero.run.buckets import lr_scale
-from fzero.run.build import build, first_state, specs_of
-from fzero.run.config_table import from_json, from_table, to_json
+from fzero.run.config.buckets import lr_scale
+from fzero.run.config.config_table import from_json, from_table, to_json
+from fzero.run.config.stages import count_samples
 from fzero.run.measure.metrics_rows import metrics_row
-from fzero.run.stages import count_samples
-from fzero.run.step_rows import rows_of
+from fzero.run.runner.step_rows import rows_of
+from fzero.run.setup import corpus, run_folder
+from fzero.run.setup.build import build, first_state, specs_of
 from fzero.sharding import fake_mesh
 from fzero.sharding.redistribute import gather_on_first
 

@@ -18,7 +18,7 @@ from fzero.checkpoint import manifest as manifest_module
 from fzero.checkpoint import writer
 from fzero.core import pytree, torch_private
 from fzero.core.digest import digest
-from fzero.run.resume.saver import retire_excess
+from fzero.run.runner.saver import retire_excess
 from fzero.sharding import Spec, fake_mesh
 
 # ---- round trips ----

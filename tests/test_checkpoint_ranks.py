@@ -24,7 +24,8 @@ from fzero.cli import main
 from fzero.core import pytree
 from fzero.core.digest import digest
 from fzero.offload import DiskTensor
-from fzero.run import build, config_table
+from fzero.run.config import config_table
+from fzero.run.setup import build
 from fzero.sharding import Spec, fake_mesh
 from fzero.sharding.redistribute import digests
 from fzero.sharding.slices import local_slice

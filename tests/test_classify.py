@@ -15,8 +15,8 @@ from fzero.data.token_stream import RowStream
 from fzero.data.tokens import open_tokens
 from fzero.models.base import Ctx
 from fzero.models.score import head_of
-from fzero.run import run_folder, weights
-from fzero.run.config_table import from_json, to_json
+from fzero.run.config.config_table import from_json, to_json
+from fzero.run.setup import run_folder, weights
 
 FLAGS = [*chats.FLAGS, "--set", "train.eval_every=6"]
 

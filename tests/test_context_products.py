@@ -16,7 +16,7 @@ from zero_cases import model_of, packed_batch_for, train, whole
 import fzero
 from fzero import checkpoint
 from fzero.core import precision
-from fzero.run import build
+from fzero.run.setup import build
 from fzero.sharding.context import Context
 from fzero.sharding.pipeline_plan import Pipeline
 from fzero.sharding.redistribute import digests

@@ -15,7 +15,7 @@ from close import assert_same
 import fzero
 from fzero import checkpoint, models, optim
 from fzero.core import precision, pytree
-from fzero.run import run_folder
+from fzero.run.setup import run_folder
 from fzero.sharding import Spec, fake_mesh
 from fzero.train import sdc_check
 from fzero.train.batch import local_batch
@@ -247,7 +247,7 @@ SCRIPT = """
 import sys, torch
 from fzero.cli.main import main
 from fzero.core import pytree
-from fzero.run import pretrain
+from fzero.run.runner import pretrain
 build, (rank, at, what) = pretrain.build, sys.argv[1].split(",")
 left = [int(at)]
 

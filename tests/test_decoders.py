@@ -25,7 +25,7 @@ from fzero.models.base import Ctx
 from fzero.models.lora import FROZEN
 from fzero.models.presets import with_vocab_size
 from fzero.models.transformers_module import name_of_scored, read_decoder
-from fzero.run import run_folder, weights
+from fzero.run.setup import run_folder, weights
 from fzero.train.to_module import gathered
 
 hf.logging.disable_progress_bar()  # they are no part of what fzero writes

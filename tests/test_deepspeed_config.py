@@ -18,12 +18,12 @@ from fzero.core.config_tables import flat, set_nested
 from fzero.core.precision import LossScale, init_scaler, update_scaler
 from fzero.kernels.attention_pattern import Pattern
 from fzero.models import presets
-from fzero.run import build_optim
-from fzero.run import deepspeed_keys as keys
-from fzero.run.curriculum import make_pieces
-from fzero.run.deepspeed import merge_tables, read_deepspeed
-from fzero.run.deepspeed_keys import Values
-from fzero.run.deepspeed_optim import block_mask_of, read_sparse
+from fzero.run.config import deepspeed_keys as keys
+from fzero.run.config.curriculum import make_pieces
+from fzero.run.config.deepspeed import merge_tables, read_deepspeed
+from fzero.run.config.deepspeed_keys import Values
+from fzero.run.config.deepspeed_optim import block_mask_of, read_sparse
+from fzero.run.setup import build_optim
 
 ROOT = Path(__file__).parent.parent
 MLP = {"preset": "mlp-tiny"}
@@ -766,7 +766,9 @@ def test_lengths_of_a_course_are_deepspeeds_one_step_later(low, high, steps, ste
 
 def test_the_page_has_the_table_of_the_code():
     page = (ROOT / "docs" / "migrate.md").read_text()
-    assert f"<!-- keys -->\n\n{keys.markdown()}\n<!-- end -->" in page, "paste fzero.run.deepspeed_keys.markdown()"
+    assert f"<!-- keys -->\n\n{keys.markdown()}\n<!-- end -->" in page, (
+        "paste fzero.run.config.deepspeed_keys.markdown()"
+    )
 
 
 @pytest.mark.slow

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from fzero.run import doctor, machine
-from fzero.run.config_table import from_table
+from fzero.run.config.config_table import from_table
+from fzero.run.measure import doctor
+from fzero.run.setup import machine
 
 
 @pytest.fixture(autouse=True)

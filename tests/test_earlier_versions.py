@@ -13,7 +13,7 @@ import fzero
 from fzero import models, optim
 from fzero.checkpoint.restore_state import restore_state
 from fzero.core import precision, pytree
-from fzero.run import run_folder
+from fzero.run.setup import run_folder
 from fzero.train.state import meta_state
 
 DATA = Path(__file__).parent / "data/3885c9a"

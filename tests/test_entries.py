@@ -19,7 +19,7 @@ from fzero.checkpoint.convert.huggingface_entries import OFF, UNUSED
 from fzero.checkpoint.convert.huggingface_families import FAMILIES
 from fzero.core import pytree
 from fzero.models import Ctx, LlamaConfig, build, logits
-from fzero.run import weights
+from fzero.run.setup import weights
 
 # A case of each family.
 KINDS = {

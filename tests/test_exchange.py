@@ -1,5 +1,4 @@
-"""Exports of runs (run/import_export.py): of any mesh, with master weights or an average, from checkpoints and from a
-disk."""
+"""Exports of runs: of any mesh, with master weights or an average, from checkpoints and from a disk."""
 
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from fzero import checkpoint, models, optim
 from fzero.checkpoint.convert import huggingface
 from fzero.cli import main
 from fzero.core import precision, pytree
-from fzero.run import import_export, run_folder, weights
-from fzero.run.config_table import recipe, to_table
+from fzero.run.config.config_table import recipe, to_table
+from fzero.run.setup import import_export, run_folder, weights
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 24}
 CONFIGS = {

@@ -13,8 +13,8 @@ from fzero.core import device
 from fzero.core.device import FakeDevice, Target
 from fzero.core.torch_private import FakeTensorMode
 from fzero.planner.step_trace import Trace, Transfer, trace_step
-from fzero.run.config import RunConfig
-from fzero.run.config_table import from_table
+from fzero.run.config.config_table import from_table
+from fzero.run.config.run_config import RunConfig
 
 GPU = Target("cuda", 132, (9, 0), "NVIDIA H100")
 

@@ -36,13 +36,13 @@ from launched import (
 from fzero import checkpoint
 from fzero.cli import main
 from fzero.comm import communicator
-from fzero.run import config_table, loop, pretrain
-from fzero.run.build import Options
+from fzero.run.config import config_table
 from fzero.run.ranks import coordinator, watchdog
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.ranks.elastic import fit_mesh
 from fzero.run.ranks.watchdog import Beat, verdict
-from fzero.run.resume import auto_resume
+from fzero.run.runner import auto_resume, loop, pretrain
+from fzero.run.setup.build import Options
 
 # Saves often, for ranks that may be killed.
 KEEP = [*TINY, "--reduce", "canonical", "--set", "train.checkpoint_every=2"]
@@ -597,7 +597,7 @@ WAIT = """
 import time
 from pathlib import Path
 from fzero.cli.main import main
-from fzero.run import corpus
+from fzero.run.setup import corpus
 
 find = corpus.find_corpus
 

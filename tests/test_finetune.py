@@ -26,9 +26,9 @@ from fzero.data.preferences import labels_reader, prepare_preferences
 from fzero.data.token_stream import RowStream, pack
 from fzero.data.tokens import open_tokens, read_meta, verify
 from fzero.models.base import Ctx
-from fzero.run import run_folder, weights
-from fzero.run.config_table import from_json, from_table, to_json
-from fzero.run.objectives import OBJECTIVES, Objective
+from fzero.run.config.config_table import from_json, from_table, to_json
+from fzero.run.config.objectives import OBJECTIVES, Objective
+from fzero.run.setup import run_folder, weights
 
 EOS = {"eos_token": "<|im_end|>"}
 TWO_TURNS = [

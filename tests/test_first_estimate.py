@@ -10,8 +10,8 @@ from fzero import models
 from fzero.planner.first_estimate import MEMORY_BOUND, TIME_BOUND, first_estimate
 from fzero.planner.plan import config_for, device_for, plan, resolve_for, sizes_of
 from fzero.planner.step_trace import fake_nvme
-from fzero.run.build import build
-from fzero.run.memory_check import check_memory, memory_on_device
+from fzero.run.measure.memory_check import check_memory, memory_on_device
+from fzero.run.setup.build import build
 from fzero.sharding import fake_mesh
 
 FULL = {"train.remat": "full"}

@@ -17,7 +17,7 @@ from fzero.core.bounds import Within
 from fzero.core.config_tables import metadata_of
 from fzero.models import config_values
 from fzero.models.presets import FAMILIES, WRAPPERS
-from fzero.run.config import RunConfig
+from fzero.run.config.run_config import RunConfig
 
 VALUES = (
     "-1", "0", "0.5", "1e-300", "1e30", "1e300", str(10**12), str(2**31), str(2**63 - 1), str(2**63), str(2**64),

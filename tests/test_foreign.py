@@ -22,7 +22,7 @@ from fzero.cli import main, process
 from fzero.core import text_parsing
 from fzero.data.chat import Chat, read_chat
 from fzero.data.preferences import labels_of
-from fzero.run import run_folder
+from fzero.run.setup import run_folder
 
 ROOT = Path(fzero.__file__).parent
 # Calls of a parser outside of core/text_parsing.py, and why: the text was made by this program a moment ago.
@@ -390,7 +390,7 @@ def test_the_names_known_without_torch_are_all_names():
     from fzero.cli.name_checks import preset_names
     from fzero.cli.plan import TABLES, check_choice
     from fzero.models import PRESETS
-    from fzero.run.config import RunConfig
+    from fzero.run.config.run_config import RunConfig
 
     assert preset_names() == tuple(PRESETS)
     keys = set(RunConfig.__dataclass_fields__)

@@ -16,7 +16,7 @@ from fzero.checkpoint.convert.huggingface_families import FAMILIES, REQUIRED
 from fzero.core import prng
 from fzero.models import RopeScaling
 from fzero.models.config_values import BOUNDS
-from fzero.run.config_table import from_table
+from fzero.run.config.config_table import from_table
 
 ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # What no entry may be. 0 and fractions are left to each entry's bounds.

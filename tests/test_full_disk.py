@@ -20,8 +20,9 @@ from fzero.core.storage import write_text
 from fzero.data.remote_tokens import PieceCache
 from fzero.offload.range_files import FileWriter
 from fzero.planner import search
-from fzero.run import config_table, run_folder, run_lock
+from fzero.run.config import config_table
 from fzero.run.measure import metrics_rows
+from fzero.run.setup import run_folder, run_lock
 
 ROOT = Path(fzero.__file__).parent
 W = torch.arange(3e5)

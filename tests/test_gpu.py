@@ -22,11 +22,9 @@ from fzero.core import gpu, gpu_copies, pytree
 from fzero.core.device import CPU, Target
 from fzero.planner import devices
 from fzero.planner.plan import with_host_memory
-from fzero.run import doctor
-from fzero.run import machine as run_machine
-from fzero.run.build import build, num_params
-from fzero.run.config_table import from_json, from_table, to_json
-from fzero.run.memory_check import (
+from fzero.run.config.config_table import from_json, from_table, to_json
+from fzero.run.measure import doctor
+from fzero.run.measure.memory_check import (
     SURE,
     check_memory,
     host_bytes,
@@ -36,9 +34,11 @@ from fzero.run.memory_check import (
     needs_on_device,
     other_usage_text,
 )
-from fzero.run.out_of_memory import explain
-from fzero.run.pretrain import expect_memory, resolve_placement
 from fzero.run.ranks.coordinator import Coordinator
+from fzero.run.runner.out_of_memory import explain
+from fzero.run.runner.pretrain import expect_memory, resolve_placement
+from fzero.run.setup import machine as run_machine
+from fzero.run.setup.build import build, num_params
 
 ROOT = Path(fzero.__file__).parent
 # fake_inductor puts answers for a planned GPU in the place of torch.cuda's; it asks nothing.

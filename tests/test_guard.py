@@ -14,8 +14,10 @@ from launched import TIMED
 from fzero import checkpoint
 from fzero.cli import main
 from fzero.core import pytree
-from fzero.run import config, config_table, corpus, pretrain, run_folder
-from fzero.run.resume import rollback
+from fzero.run.config import config_table
+from fzero.run.config import run_config as config
+from fzero.run.runner import pretrain, rollback
+from fzero.run.setup import corpus, run_folder
 from fzero.train import sdc_check
 from fzero.train.spike import LOSS
 

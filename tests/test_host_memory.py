@@ -14,9 +14,9 @@ from pretend_gpu import pretend
 import fzero
 from fzero.core import gpu, gpu_copies, host_memory, pytree
 from fzero.core.host_memory import ALIGNED, LARGE_BYTES, PAGE, bytes_cached, bytes_taken, empty_packed, to_host
-from fzero.run.build import build, first_state
-from fzero.run.config_table import from_table
-from fzero.run.memory_check import host_bytes, sizes_on_host
+from fzero.run.config.config_table import from_table
+from fzero.run.measure.memory_check import host_bytes, sizes_on_host
+from fzero.run.setup.build import build, first_state
 from fzero.sharding import spec
 
 CUDA = torch.device("cuda", 0)

@@ -28,6 +28,7 @@ FLOORS = (
     ("cli",),
     ("__main__",),
 )
+RUN_FLOORS = ("config", "ranks", "setup", "measure", "runner", "debug")  # of the folders in run/
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
@@ -121,6 +122,18 @@ def test_imports_point_one_way():
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_folders_of_a_run_use_those_before_them():
+    floors = [path.parent.name for path in FILES if path.parent.parent == ROOT / "run"]
+    assert set(floors) == set(RUN_FLOORS)
+    imports = [
+        (path.parent.name, name.split(".")[2], f"{path.relative_to(ROOT)}:{line}")
+        for path in FILES
+        for name, line in imported(path)
+        if path.parent.name in RUN_FLOORS and name.startswith("fzero.run.")
+    ]
+    assert not [row for row in imports if RUN_FLOORS.index(row[1]) > RUN_FLOORS.index(row[0])]
+
+
 def test_the_folder_map_of_the_contributors_is_this_order():
     text = (ROOT.parent / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| (\d+) \| `fzero/(\w+)/` \|", text, re.MULTILINE)
@@ -197,7 +210,7 @@ def test_import_waits_for_no_heavy_library(module):
 @pytest.mark.slow
 def test_a_run_waits_for_no_library_that_its_first_step_does_not_use():
     """Where blocks were compiled by an earlier run: sympy is what torch's compiler and DTensor bring."""
-    found = set(after_import("fzero.run.loop, fzero.run.pretrain"))
+    found = set(after_import("fzero.run.runner.loop, fzero.run.runner.pretrain"))
     assert "torch" in found
     assert not {"sympy", "networkx", "matplotlib", "tensorstore", "transformers", "jinja2", "jax"} & found
 

@@ -17,8 +17,8 @@ import fzero
 from fzero import models
 from fzero.core import prng, pytree
 from fzero.models.dropping import keep_probability
-from fzero.run.config_table import from_table
-from fzero.run.deepspeed import config_from_deepspeed
+from fzero.run.config.config_table import from_table
+from fzero.run.config.deepspeed import config_from_deepspeed
 from fzero.train.loss import draws_of
 
 F64 = torch.float64

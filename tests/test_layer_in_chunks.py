@@ -18,7 +18,7 @@ from fzero.models import chunked_layer
 from fzero.models.base import Cache, Ctx
 from fzero.planner.plan import config_for, device_for
 from fzero.planner.step_trace import make_trace, run_step
-from fzero.run import build
+from fzero.run.setup import build
 from fzero.sharding import one_process
 
 F64 = torch.float64

@@ -24,7 +24,7 @@ from fzero.planner.devices import between_nodes, device
 from fzero.planner.local_step_sync import agreement_bytes, trace_agreement, with_agreements
 from fzero.planner.rates import ways_of
 from fzero.planner.timing import Timing, weighted_sum
-from fzero.run import build
+from fzero.run.setup import build
 from fzero.train.batch import local_batch
 from fzero.train.local_steps import Local, init_local, local_specs, make_local_step, synchronize
 from fzero.train.state import state_specs

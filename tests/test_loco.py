@@ -25,8 +25,8 @@ from fzero.planner.candidates import Candidate
 from fzero.planner.closed_layer import Basis, admits_codec
 from fzero.planner.devices import device
 from fzero.planner.step_trace import trace_step
-from fzero.run import build
-from fzero.run.memory_check import state_bytes
+from fzero.run.measure.memory_check import state_bytes
+from fzero.run.setup import build
 from fzero.sharding import error_feedback
 from fzero.sharding.codec import Codec
 from fzero.sharding.error_feedback import ERROR, ERRORS, ErrorFeedback, error_bytes

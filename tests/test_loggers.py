@@ -12,11 +12,12 @@ import fzero
 from fzero import models
 from fzero.core.compile import notify_compiling
 from fzero.core.config_tables import check_type
-from fzero.run import build, config_table, fitting_steps, run_folder
-from fzero.run.build import Options
-from fzero.run.loop import train_run
-from fzero.run.measure import loggers
+from fzero.run.config import config_table
+from fzero.run.measure import fitting_steps, loggers
 from fzero.run.measure.metrics_rows import show_progress
+from fzero.run.runner.loop import train_run
+from fzero.run.setup import build, run_folder
+from fzero.run.setup.build import Options
 from fzero.sharding import fake_mesh, one_process
 from fzero.train.step import Metrics
 

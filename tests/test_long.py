@@ -11,8 +11,8 @@ from fzero.kernels import attention_blocked, attention_tiled, linear_cross_entro
 from fzero.kernels.attention_pattern import FULL
 from fzero.planner import max_sequence
 from fzero.planner.plan import config_for, device_for, resolve_for
-from fzero.run import build
 from fzero.run.measure.live_bytes import MemoryTrace, record_step
+from fzero.run.setup import build
 from fzero.sharding import one_process
 from fzero.train.batch import local_batch
 

@@ -19,11 +19,11 @@ from fzero.cli import main
 from fzero.comm.ledger import Ledger
 from fzero.core import pytree
 from fzero.core.precision import fp64
-from fzero.run import run_folder
-from fzero.run.config_table import recipe
+from fzero.run.config.config_table import recipe
 from fzero.run.measure import flops, norms, step_records
 from fzero.run.measure.step_records import Named, steps_of
 from fzero.run.measure.timer import PHASES, Clock, Comm, Times
+from fzero.run.setup import run_folder
 from fzero.sharding import pipeline
 from fzero.sharding.pipeline import feeds, read_schedule, write_schedule
 from fzero.sharding.zero_stages import shapes_of
@@ -435,7 +435,7 @@ def test_what_is_recorded_of_two_ranks(tmp_path):
     # The ledger of a step is what the same step on a mesh of fake ranks enters, to the byte.
     ledger = json.loads((run / step_records.LEDGER).read_text())
     assert (ledger["step"], ledger["rank"]) == (2, 0) and "rms_norm=" in ledger["kernels"]
-    program = fzero.run.build.build(run_folder.read_config(run), fzero.sharding.fake_mesh({"dp": 2}))
+    program = fzero.run.setup.build.build(run_folder.read_config(run), fzero.sharding.fake_mesh({"dp": 2}))
     assert ledger["rows"] == [row._asdict() for row in planned_rows(program)]
     events, named = named_ranges(run / "trace.json.gz")
     nested(named)
@@ -454,7 +454,7 @@ def planned_rows(program):
 
     t, length = program.config.train, program.config.data.seq_len
     with FakeTensorMode(allow_non_fake_inputs=True):
-        micro_batches = fzero.run.build.local_micro_batches(program.config, program.mesh)
+        micro_batches = fzero.run.setup.build.local_micro_batches(program.config, program.mesh)
         skip, execution = fzero.Skip(nonfinite=False), fzero.Execution(norms=True)
         step = fzero.make_train_step(
             program.model, program.tx, program.plan, skip=skip, execution=execution, micro_batches=micro_batches
@@ -464,7 +464,7 @@ def planned_rows(program):
         batch = {"tokens": tokens, "targets": tokens, "mask": tokens > 0, "documents": tokens}
         if not program.config.data.within_documents:
             del batch["documents"]
-        step(fzero.run.build.first_state(program), batch)
+        step(fzero.run.setup.build.first_state(program), batch)
     return program.mesh.ledger.rows()
 
 
@@ -499,8 +499,10 @@ def test_flops_of_what_is_computed_again():
         "data": {"seq_len": 32},
     }
     programs = {
-        remat: fzero.run.build.build(
-            fzero.run.config_table.apply_table(fzero.run.config_table.from_table(table), {"train": {"remat": remat}})
+        remat: fzero.run.setup.build.build(
+            fzero.run.config.config_table.apply_table(
+                fzero.run.config.config_table.from_table(table), {"train": {"remat": remat}}
+            )
         )
         for remat in ("none", "full")
     }

@@ -17,8 +17,8 @@ from fzero.core import prng
 from fzero.data.mixed_stream import SOURCES, MixedStream, counts_of, mixture_segments, source_of, tree_of
 from fzero.data.mixture import Mixture, sources_of, write_mixture
 from fzero.data.tokens import Tokens
-from fzero.run import corpus
-from fzero.run.config_table import from_json, from_table
+from fzero.run.config.config_table import from_json, from_table
+from fzero.run.setup import corpus
 
 TINY = (
     *("--model", "mlp-tiny", "--batch", 4, "--micro-batch", 2, "--seq-len", 16, "--steps", 6),

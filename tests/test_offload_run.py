@@ -21,8 +21,10 @@ from fzero.core.host_memory import round_to_pages
 from fzero.core.storage import PAGE
 from fzero.offload import DiskTensor, Nvme
 from fzero.offload.disk_io import serves_direct
-from fzero.run import build, config_table, memory_check, run_folder
-from fzero.run.build_optim import STATES
+from fzero.run.config import config_table
+from fzero.run.measure import memory_check
+from fzero.run.setup import build, run_folder
+from fzero.run.setup.build_optim import STATES
 from fzero.train.batch import local_batch
 from fzero.train.state_on_disk import reopen_state
 

@@ -30,8 +30,8 @@ from fzero.planner.closed_layer import Basis, admits_codec
 from fzero.planner.devices import device
 from fzero.planner.estimate import estimate_model_states
 from fzero.planner.step_trace import trace_step
-from fzero.run import build
-from fzero.run.memory_check import state_bytes
+from fzero.run.measure.memory_check import state_bytes
+from fzero.run.setup import build
 from fzero.sharding import sign_sums
 from fzero.sharding.pipeline_traffic import sent_of
 from fzero.sharding.plan_table import full_sum_bytes

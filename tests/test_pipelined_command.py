@@ -15,9 +15,9 @@ from test_bench_machine import HERE
 import fzero
 from fzero.planner.calibrate import machine
 from fzero.planner.pipeline_report import with_layout
-from fzero.run import run_folder
-from fzero.run.machine import device_file
-from fzero.run.resume import auto_resume
+from fzero.run.runner import auto_resume
+from fzero.run.setup import run_folder
+from fzero.run.setup.machine import device_file
 from fzero.sharding import pipeline
 
 LAYERS = 8  # one for each stage of 4 ranks with 2 chunks

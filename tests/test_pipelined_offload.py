@@ -15,10 +15,12 @@ from zero_cases import FP64, OPTIMIZERS, model_of
 import fzero
 from fzero.core import pytree
 from fzero.offload.scratch import DiskActivations
-from fzero.run import build, loop, memory_check, peak_memory, pretrain, run_folder, run_lock, weights
-from fzero.run.build import Options
-from fzero.run.config_table import from_table
+from fzero.run.config.config_table import from_table
+from fzero.run.measure import memory_check, peak_memory
 from fzero.run.ranks.coordinator import Coordinator
+from fzero.run.runner import loop, pretrain
+from fzero.run.setup import build, run_folder, run_lock, weights
+from fzero.run.setup.build import Options
 from fzero.sharding.pipeline_plan import Pipeline
 from fzero.sharding.zero_stages import zero_plan
 

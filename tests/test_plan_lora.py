@@ -8,8 +8,8 @@ import pytest
 from fzero import models
 from fzero.planner.first_estimate import first_estimate
 from fzero.planner.plan import config_for, device_for, plan, resolve_for
-from fzero.run import memory_check
-from fzero.run.build import build
+from fzero.run.measure import memory_check
+from fzero.run.setup.build import build
 from fzero.sharding import fake_mesh
 
 RANK, BLOCK = 16, 64

@@ -22,11 +22,11 @@ from fzero.planner import devices, extrapolate
 from fzero.planner.operations import ExecutedOp
 from fzero.planner.plan import plan
 from fzero.planner.step_trace import Transfer, trace_step
-from fzero.run import build
-from fzero.run.config_table import from_table
+from fzero.run.config.config_table import from_table
 from fzero.run.measure.live_bytes import record_step
+from fzero.run.measure.memory_check import state_bytes
 from fzero.run.measure.memory_timeline import COMPONENTS
-from fzero.run.memory_check import state_bytes
+from fzero.run.setup import build
 from fzero.sharding import one_process
 
 

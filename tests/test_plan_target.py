@@ -20,9 +20,9 @@ from fzero.kernels import linear_cross_entropy as lce
 from fzero.kernels.registry import explain, observe
 from fzero.planner.operations import ExecutedOp
 from fzero.planner.step_trace import Transfer, trace_step
-from fzero.run import build_optim
-from fzero.run.config_table import from_table
+from fzero.run.config.config_table import from_table
 from fzero.run.measure.live_bytes import LiveBytes
+from fzero.run.setup import build_optim
 from fzero.sharding.mesh import fake_mesh
 
 H100, A100 = Target("cuda", 132, (9, 0), "H100"), Target("cuda", 108, (8, 0), "A100")

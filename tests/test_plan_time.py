@@ -17,7 +17,7 @@ from fzero.planner.operations import ExecutedOp, describe_op, describe_passes
 from fzero.planner.rates import along, collective_s, gemm_s, op_costs, tiled_fraction, ways_of
 from fzero.planner.step_trace import Moment, RepeatedEvents, Trace, Transfer
 from fzero.planner.timing import crossing, predict
-from fzero.run.config_table import from_table
+from fzero.run.config.config_table import from_table
 from fzero.run.measure.flops import hfu, mfu
 
 CONFIG = from_table(

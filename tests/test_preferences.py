@@ -22,7 +22,7 @@ from fzero.data.token_stream import RowStream
 from fzero.data.tokens import open_tokens
 from fzero.models.base import Ctx
 from fzero.models.preference import answer_log_probs, log_probs_of
-from fzero.run import run_folder, weights
+from fzero.run.setup import run_folder, weights
 from fzero.sharding.context import Context
 from fzero.sharding.redistribute import gather_on_first
 

@@ -16,7 +16,7 @@ from fzero.checkpoint.save_state import TileFile
 from fzero.cli.main import main
 from fzero.core import digest, gpu_copies, prng, pytree
 from fzero.run.debug.checkpoint_diff import describe_difference
-from fzero.run.resume import rollback
+from fzero.run.runner import rollback
 from fzero.sharding import Spec
 from fzero.sharding.redistribute import digests
 from fzero.train.sdc_check import make_check

@@ -14,12 +14,12 @@ from fzero.checkpoint import CheckpointReader
 from fzero.checkpoint import restore_state as restore
 from fzero.core import copy_buckets, gpu, gpu_copies, precision, prng, pytree
 from fzero.offload import scratch
-from fzero.run import run_folder
-from fzero.run.build import build, first_state
-from fzero.run.config_table import from_table
-from fzero.run.corpus import prefetch_to_device
-from fzero.run.evaluate import evaluate_all
-from fzero.run.generate import Sampling, generate
+from fzero.run.config.config_table import from_table
+from fzero.run.runner.evaluate import evaluate_all
+from fzero.run.runner.generate import Sampling, generate
+from fzero.run.setup import run_folder
+from fzero.run.setup.build import build, first_state
+from fzero.run.setup.corpus import prefetch_to_device
 from fzero.train.init import init_state
 from fzero.train.state import meta_state, state_specs
 
@@ -229,7 +229,7 @@ def test_a_sample_is_the_same_on_the_gpu():
             assert not seen.unpinned
             found.append(out.to("cpu"))
         # The prompt is looked at once; after each token, whether all rows have met `eos`.
-        assert waits == {"run/generate.py": 1 + 4} and not seen.races and not seen.freed
+        assert waits == {"run/runner/generate.py": 1 + 4} and not seen.races and not seen.freed
     assert torch.equal(*found)
 
 
@@ -251,7 +251,7 @@ def test_an_evaluation_reads_its_sums_at_its_end():
     assert found[0] == found[1] and {*found[0]} == {
         f"{name}{unit}" for name in ("val_loss", "val_loss_ema") for unit in ("", "_per_byte")
     }
-    assert by_file(seen.waits) == {"run/evaluate.py": 2}  # of the parameters, and of their average
+    assert by_file(seen.waits) == {"run/runner/evaluate.py": 2}  # of the parameters, and of their average
     assert not seen.unpinned and not seen.races and not seen.freed
 
 
@@ -298,7 +298,7 @@ AT_THE_ENDS = {
     "train/state_on_disk.py",
     "sharding/slices.py",
     "core/prng.py",
-    "run/loop.py",
+    "run/runner/loop.py",
 }
 
 

@@ -19,10 +19,11 @@ import fzero
 from fzero import models, optim
 from fzero.comm import channel
 from fzero.core import gpu_copies, precision
-from fzero.run import loop, pretrain, run_folder, run_lock
-from fzero.run.build import Options
-from fzero.run.config_table import from_table
+from fzero.run.config.config_table import from_table
 from fzero.run.ranks.coordinator import Coordinator
+from fzero.run.runner import loop, pretrain
+from fzero.run.setup import run_folder, run_lock
+from fzero.run.setup.build import Options
 from fzero.sharding.pipeline_plan import Pipeline
 from fzero.train.init import init_state
 

@@ -20,9 +20,10 @@ from fzero.report.compare import value_of
 from fzero.report.first_screen import final_table, outcomes
 from fzero.report.run_reader import read_run
 from fzero.report.values import Report
-from fzero.run import pretrain, run_folder
 from fzero.run.measure import step_records
 from fzero.run.measure.metrics_rows import Meter
+from fzero.run.runner import pretrain
+from fzero.run.setup import run_folder
 from fzero.train import capture
 
 SIZES = {"d_model": 16, "n_layers": 1, "d_ff": 24}

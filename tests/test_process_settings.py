@@ -20,11 +20,11 @@ import numpy
 import pytest
 import torch
 
-from fzero.run import machine
-from fzero.run.build import Options
-from fzero.run.config_table import from_table
-from fzero.run.loop import train_run
-from fzero.run.process_settings import VARIABLES, settings_restored
+from fzero.run.config.config_table import from_table
+from fzero.run.runner.loop import train_run
+from fzero.run.setup import machine
+from fzero.run.setup.build import Options
+from fzero.run.setup.process_settings import VARIABLES, settings_restored
 
 # Set where something is first imported, for all that it compiles later.
 IMPORTED = {"TRITON_DEFAULT_FP_FUSION", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "PYTEST_CURRENT_TEST"}
@@ -191,7 +191,7 @@ RANK = """
 import sys
 sys.path[:0] = [{tests!r}]
 from test_process_settings import *
-import fzero.run.loop
+import fzero.run.runner.loop
 torch.set_num_threads(3)
 folder, table = Path({folder!r}), from_table(json.loads({table!r}))
 options, before = Options(say=lambda line: None, sample="", peak_flops=1e12), snapshot()

@@ -19,8 +19,8 @@ from fzero import models
 from fzero.core import prng, pytree
 from fzero.models import forward
 from fzero.models.dropping import sample_positions
-from fzero.run.config_table import from_table
-from fzero.run.stages import count_tokens, stages_of
+from fzero.run.config.config_table import from_table
+from fzero.run.config.stages import count_tokens, stages_of
 
 F64 = torch.float64
 SIZES = {"n_layers": 4, "vocab_size": 20, "dropout": 0.0}

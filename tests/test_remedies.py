@@ -18,8 +18,8 @@ from fzero import data, models, optim
 from fzero.cli.main import cli
 from fzero.core.config_tables import flat
 from fzero.optim import sharded_leaves
-from fzero.run.config import RunConfig
-from fzero.run.config_table import apply_table, to_table
+from fzero.run.config.config_table import apply_table, to_table
+from fzero.run.config.run_config import RunConfig
 from fzero.sharding import Context, Pipeline, Spec, fake_mesh, local_shape
 from fzero.sharding.context import zigzag
 from fzero.sharding.pipeline.orders import FAMILIES, schedule

@@ -22,8 +22,8 @@ from fzero.core import storage
 from fzero.core.storage import Objects
 from fzero.data import remote_tokens, token_stream
 from fzero.data.remote_tokens import MIN_CACHE_BYTES, PieceCache, Reading
-from fzero.run import corpus, run_folder
-from fzero.run.config_table import from_table
+from fzero.run.config.config_table import from_table
+from fzero.run.setup import corpus, run_folder
 from fzero.sharding import fake_mesh
 
 EXHAUSTIVE = pytest.mark.exhaustive

@@ -17,14 +17,15 @@ from fzero import checkpoint
 from fzero.cli import main
 from fzero.core import pytree
 from fzero.core.digest import DTYPES
-from fzero.run import config_table, run_folder
+from fzero.run.config import config_table
 from fzero.run.debug import checkpoint_diff
 from fzero.run.debug import replay as again
 from fzero.run.debug.bisect_runs import bisect, find_difference
 from fzero.run.debug.bisect_runs import report as report_bisect
 from fzero.run.debug.replay import replay, report, same_bits
 from fzero.run.measure.metrics_rows import metrics_row
-from fzero.run.resume import rollback
+from fzero.run.runner import rollback
+from fzero.run.setup import run_folder
 
 SIZES = {"n_layers": 2, "d_model": 16, "d_ff": 24, "n_heads": 2, "n_kv_heads": 2}
 SETTINGS = [f"model.{name}={size}" for name, size in SIZES.items()] + [
@@ -312,7 +313,7 @@ def test_as_many_threads_as_the_run_had(plain, copy, monkeypatch):
 
 
 def test_batches_that_were_left_out_are_left_out_again(home):
-    """A run that goes on without the batch that was next, as after a rollback: see fzero/run/resume/rollback.py."""
+    """A run that goes on without the batch that was next, as after a rollback: see fzero/run/runner/rollback.py."""
     run = pretrain(home / "skips", "--stop-at", 4)
     rollback.write_log(run, rollback.RollbackLog([[16, 4]], [], None, 0, 0, []))
     pretrain(run, "--resume", "--peak-tflops", 1)

@@ -28,7 +28,7 @@ from fzero.report import (
 )
 from fzero.report.bars import ACTS
 from fzero.report.values import Picture, ReportTable
-from fzero.run import run_folder
+from fzero.run.setup import run_folder
 
 SMALL = ("small_loss", "small_lr", "small_throughput", "small_memory")
 

@@ -19,12 +19,12 @@ from fzero.cli import pretrain as command
 from fzero.core import precision, pytree
 from fzero.core.config_tables import flat, set_nested
 from fzero.models import GPT2Config, gpt2
-from fzero.run import placement
-from fzero.run.config import RunConfig
-from fzero.run.config_table import apply_table, from_table, to_table
-from fzero.run.resume.auto_resume import allowed_changes
-from fzero.run.resume.saver import to_memory
-from fzero.run.run_folder import create_run
+from fzero.run.config import placement
+from fzero.run.config.config_table import apply_table, from_table, to_table
+from fzero.run.config.run_config import RunConfig
+from fzero.run.runner.auto_resume import allowed_changes
+from fzero.run.runner.saver import to_memory
+from fzero.run.setup.run_folder import create_run
 from fzero.train.state import meta_state
 
 MESH = fzero.one_process()

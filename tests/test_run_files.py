@@ -21,10 +21,10 @@ from fzero.core.files import append_line, remove_entry
 from fzero.core.text_parsing import json_text, parse_json, read_json
 from fzero.data.chat import Chat, read_chat
 from fzero.data.tokenizers import train_bpe
-from fzero.run import run_folder, run_lock, weights
-from fzero.run.config_table import from_table
+from fzero.run.config.config_table import from_table
 from fzero.run.measure.loggers import open_loggers
-from fzero.run.resume import rollback
+from fzero.run.runner import rollback
+from fzero.run.setup import run_folder, run_lock, weights
 
 WORDS = "--model mlp-tiny --steps 8 --batch 4 --micro-batch 2 --seq-len 16 --precision fp32 --peak-tflops 1 --lr 0.01"
 SETTINGS = damaged_runs.SETTINGS

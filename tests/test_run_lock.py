@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 from launched import TINY, ended, started, steps_of, torchrun, write_text
 
-from fzero.run import config_table, run_folder, run_lock
+from fzero.run.config import config_table
+from fzero.run.setup import run_folder, run_lock
 
 # A process that takes the lock of argv[1], says so, and does what argv[2] says.
 OWNER = """
 import sys, time
 from pathlib import Path
-from fzero.run import run_lock
+from fzero.run.setup import run_lock
 run_lock.BEAT_S = float(sys.argv[3])
 try:
     print("taken", run_lock.acquire(Path(sys.argv[1]), lambda line: None), flush=True)

@@ -10,8 +10,8 @@ from ranks import run as on_ranks
 import fzero
 from fzero import models, optim
 from fzero.core import pytree
-from fzero.run.config import Guard
-from fzero.run.resume import rollback
+from fzero.run.config.run_config import Guard
+from fzero.run.runner import rollback
 from fzero.train.batch import local_batch
 
 MODEL = models.build(

@@ -12,7 +12,7 @@ import fzero
 from fzero import checkpoint, models, optim
 from fzero.core import precision, pytree
 from fzero.offload import DiskTensor, Nvme
-from fzero.run.config_table import from_table
+from fzero.run.config.config_table import from_table
 from fzero.sharding.redistribute import gather_on_first
 from fzero.train.batch import local_batch
 from fzero.train.spike import ENTRY, LOSS, LossStats, Spike, init_stats, judge

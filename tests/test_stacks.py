@@ -19,7 +19,7 @@ from fzero.models import forward
 from fzero.models.config_values import layers_text, parse_layers
 from fzero.models.deepseek import choose_experts
 from fzero.offload import Nvme
-from fzero.run.generate import Sampling, generate
+from fzero.run.runner.generate import Sampling, generate
 from fzero.train.stage_sharing import segments_of
 
 KINDS = ("deepseek", "encoder and decoder", "gemma")

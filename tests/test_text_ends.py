@@ -1,5 +1,5 @@
 """Where texts begin and end: the ids of a folder's texts are those of AutoTokenizer, and runs and exports keep what a
-folder says of them (fzero/run/vocabulary.py, fzero/data/tokenizer_classes.py)."""
+folder says of them (fzero/run/setup/vocabulary.py, fzero/data/tokenizer_classes.py)."""
 
 import json
 import shutil
@@ -13,9 +13,9 @@ from fzero.core import prng
 from fzero.data.chat import encoder, end_tokens, read_chat, render
 from fzero.data.preferences import pair_of, text_ids
 from fzero.data.tokenizer_classes import special_tokens
-from fzero.run import fine_tuning, vocabulary, weights
-from fzero.run.generate import Sampling, generate
-from fzero.run.vocabulary import start_chat, start_pad, start_tokenizer
+from fzero.run.runner.generate import Sampling, generate
+from fzero.run.setup import fine_tuning, vocabulary, weights
+from fzero.run.setup.vocabulary import start_chat, start_pad, start_tokenizer
 
 TEXTS = ("a b", "1+1 é", "", " lead", "x<|im_end|>y", "<s> z </s>")
 MESSAGES = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is 2."}]

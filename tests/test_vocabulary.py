@@ -1,5 +1,5 @@
 """Tokenizers and tables of other sizes: tokens that a chat template writes and a vocabulary lacks, tokens that are
-added (fzero/run/vocabulary.py), and rows for them (fzero/models/presets.py)."""
+added (fzero/run/setup/vocabulary.py), and rows for them (fzero/models/presets.py)."""
 
 import dataclasses
 import json
@@ -21,10 +21,10 @@ from fzero.data.chat import Chat, encoder
 from fzero.data.tokenizers import byte_tokenizer, json_tokenizer
 from fzero.models import build, frozen_leaves, grow_vocabulary, init_params, logits
 from fzero.models.lora import FROZEN_BLOCKS
-from fzero.run import pretrain, vocabulary, weights
-from fzero.run.config import Data
-from fzero.run.fine_tuning import tuned_config
-from fzero.run.resume import auto_resume
+from fzero.run.config.run_config import Data
+from fzero.run.runner import auto_resume, pretrain
+from fzero.run.setup import vocabulary, weights
+from fzero.run.setup.fine_tuning import tuned_config
 from fzero.sharding.zero_stages import shapes_of
 
 NEW = ["<|im_start|>", "<|im_end|>"]

@@ -1,4 +1,4 @@
-"""OpenMP's threads sleep while the process shares its cores, and spin else: fzero/run/process_settings.py."""
+"""OpenMP's threads sleep while the process shares its cores, and spin else: fzero/run/setup/process_settings.py."""
 
 import itertools
 import os
@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from fzero.run import process_settings
+from fzero.run.setup import process_settings
 
 
 @pytest.fixture

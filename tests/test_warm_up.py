@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from fzero.core import compile_cache
-from fzero.run import warm_up
+from fzero.run.setup import warm_up
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def cold(monkeypatch, tmp_path):
 
 
 def test_a_cold_machine_is_warmed_up_once(cold):
-    assert warm_up.begin() and cold == [[sys.executable, "-m", "fzero.run.warm_up"]]
+    assert warm_up.begin() and cold == [[sys.executable, "-m", "fzero.run.setup.warm_up"]]
     warm_up.mark().touch()
     assert warm_up.begin() is None and len(cold) == 1
 
@@ -64,7 +64,7 @@ def test_the_instructions_are_those_that_inductor_finds(tmp_path):
 @pytest.mark.slow
 def test_a_warm_up_leaves_its_mark_and_the_libraries_of_a_run(tmp_path):
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-m", "fzero.run.warm_up"], env=environment, check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "fzero.run.setup.warm_up"], env=environment, check=True, timeout=300)
     cache = tmp_path / "cache"
     assert (cache / warm_up.mark().name).exists() and len(list(cache.rglob("*.so"))) == 4
     assert not list(tmp_path.rglob("*.gch"))  # the headers take longer than the few loops of a run

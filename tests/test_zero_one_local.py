@@ -26,7 +26,7 @@ from fzero.optim.zero_one_adam import Intervals, Rule
 from fzero.planner import slow_link_options
 from fzero.planner.devices import between_nodes, device
 from fzero.planner.plan import reports_of, resolve_for
-from fzero.run import build
+from fzero.run.setup import build
 from fzero.sharding.plan_table import full_sum_bytes, traffic
 from fzero.train import step as train_step_file
 from fzero.train.batch import local_batch

@@ -52,7 +52,7 @@ def bench_machine(
     from fzero.core import gpu, numa_binding
     from fzero.planner import devices
     from fzero.planner.calibrate import machine
-    from fzero.run.machine import device_file
+    from fzero.run.setup.machine import device_file
 
     path = device_file() if out is None else out
     if path.suffix != ".json":

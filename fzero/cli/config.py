@@ -17,7 +17,8 @@ def config_command(
     config_file: Path | None, settings: tuple[str, ...], mesh: str | None, run: Path | None, **flags: Any
 ) -> None:
     """Show every value of a run's config with its meaning, as a file for --config."""
-    from fzero.run import config_table, run_folder
+    from fzero.run.config import config_table
+    from fzero.run.setup import run_folder
 
     table = table_of(config_file, settings, mesh, flags)
     config = config_of(table, config_file)

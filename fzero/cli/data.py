@@ -206,7 +206,7 @@ def analyze(
     if reference is None:
         values = data.analyze(corpus, metric, seq_len=seq_len, packing=packing, name=name)
     else:
-        from fzero.run.evaluate import analyze_by_model
+        from fzero.run.runner.evaluate import analyze_by_model
 
         options = {"seq_len": seq_len, "packing": packing, "name": name}
         torch_device = gpu.use_device(gpu.resolve_device(device or "auto"))
@@ -223,7 +223,7 @@ def analyze(
 @click.option("--step", type=Number(int, SIZE), required=True, help="A step of the run. It may be one to come.")
 def show(run: Path, step: int) -> None:
     """Show the documents of a step of a run: row by row their source, their number, and how they begin."""
-    from fzero.run.step_rows import documents_of, lines_of
+    from fzero.run.runner.step_rows import documents_of, lines_of
 
     for line in lines_of(documents_of(run, step)):
         say(line)
@@ -248,7 +248,7 @@ def import_command(source: Path, out: Path, hf_config: Path | None, upcycle: str
 
     SOURCE is a folder of Hugging Face transformers, a torch.distributed.checkpoint, or a DeepSpeed universal
     checkpoint. It uses no GPU."""
-    from fzero.run import import_export
+    from fzero.run.setup import import_export
 
     say(import_export.import_weights(source, out, hf_config, upcycle))
 
@@ -260,7 +260,7 @@ def import_command(source: Path, out: Path, hf_config: Path | None, upcycle: str
 @EMA
 def export(run: Path, out: Path, adapter: bool, ema: bool) -> None:
     """Write the model of a run in the format of Hugging Face transformers. It uses no GPU."""
-    from fzero.run import import_export
+    from fzero.run.setup import import_export
 
     line, passed = (import_export.export_adapter if adapter else import_export.export_hf)(run, out, ema=ema)
     for warning in passed:
@@ -271,7 +271,7 @@ def export(run: Path, out: Path, adapter: bool, ema: bool) -> None:
 @click.command()
 def doctor() -> None:
     """Show the relevant features of this machine, and which of them fzero will use."""
-    from fzero.run.doctor import diagnose
+    from fzero.run.measure.doctor import diagnose
 
     say(diagnose())
 

@@ -13,7 +13,7 @@ from fzero.cli.pretrain import RUN_FLAGS, Begin, bar_or_lines, finish, hang_s_of
 from fzero.cli.process import coordinated
 from fzero.core.packages import without_collection
 from fzero.core.text_parsing import nearest
-from fzero.run import warm_up
+from fzero.run.setup import warm_up
 
 WORDS = ("dora", "vocabulary")
 
@@ -97,8 +97,8 @@ def finetune(
 
     with coordinated(hang_s_of(table, begin.out)) as coordinator, bar_or_lines() as (bar, line):
         with without_collection():
-            from fzero.run import loop
             from fzero.run.ranks.watchdog import watch
+            from fzero.run.runner import loop
 
         make = partial(config_of_flags, table, config_file, begin.init, adapters, quantize)
         with watch(coordinator):
@@ -141,8 +141,8 @@ def config_of_flags(
     quantize: str | None,
 ) -> Any:
     """The RunConfig of a new run that starts from the model in `init`."""
-    from fzero.run import unused_keys
-    from fzero.run.fine_tuning import tuned_config
+    from fzero.run.config import unused_keys
+    from fzero.run.setup.fine_tuning import tuned_config
 
     if init is None:
         raise ValueError("fzero finetune needs a model: --init FOLDER")

@@ -303,7 +303,7 @@ def table_of(
     """The config table of the flags: the files, changed by --set, changed by the other flags."""
     from fzero.cli import name_checks
     from fzero.core import config_tables
-    from fzero.run.config_versions import current_keys
+    from fzero.run.config.config_versions import current_keys
 
     table = config_tables.read_table(config_file) if config_file else {}
     table = current_keys(table) if is_written(config_file) else table
@@ -339,7 +339,7 @@ def table_of(
         # A loss scale of the file is for its fp16.
         table = {**table, "precision": {name: x for name, x in precision.items() if name != "loss_scale"}}
     if flags.get("deepspeed") is not None and flags.get("init") is None:  # whose recipe has one rate
-        from fzero.run.deepspeed import expect_pattern, read_deepspeed, stretched_line, with_uniform_rate
+        from fzero.run.config.deepspeed import expect_pattern, read_deepspeed, stretched_line, with_uniform_rate
 
         deepspeed_table = read_deepspeed(flags["deepspeed"], ranks_of(sizes)).table
         table = with_uniform_rate(table, deepspeed_table)
@@ -362,7 +362,7 @@ def merge_deepspeed(
 ) -> dict[str, Any]:
     """The table of a file of --config and of one of --deepspeed, which may not set the same; says what is ignored."""
     from fzero.core import config_tables
-    from fzero.run.deepspeed import ignored_line, merge_tables, read_deepspeed
+    from fzero.run.config.deepspeed import ignored_line, merge_tables, read_deepspeed
 
     conversion = read_deepspeed(path, ranks_of(mesh))
     for key in sorted(dict(config_tables.flat(table)).keys() & dict(config_tables.flat(conversion.table)).keys()):
@@ -418,8 +418,8 @@ def config_of(
 
     has_mesh: whether its mesh is that of a run, and nothing may be said of axes that it does not have.
     """
-    from fzero.run import config_table, unused_keys
-    from fzero.run.vocabulary import start_model
+    from fzero.run.config import config_table, unused_keys
+    from fzero.run.setup.vocabulary import start_model
 
     if init is None:
         value = config_table.from_table(table)

@@ -10,7 +10,7 @@ from typing import Any
 
 from fzero.core.text_parsing import nearest
 from fzero.planner.device_names import device_path
-from fzero.run.objectives import fine_tuning_presets
+from fzero.run.config.objectives import fine_tuning_presets
 
 
 @functools.cache

@@ -440,7 +440,7 @@ def search_plans(config: Any, gpus: int, gpu: Any, top: int, out: Path | None, s
     """Search, and write the best config to `out` and a script that starts it to `slurm`; return the SearchResult."""
     from fzero.core.storage import write_text
     from fzero.planner import search
-    from fzero.run.machine import cores
+    from fzero.run.setup.machine import cores
 
     if out is not None:
         search.expect_config_path(out)

@@ -16,7 +16,7 @@ from fzero.cli.process import coordinated, end_run, escape_line, quiet, say, ver
 from fzero.core import packages
 from fzero.core.bounds import POSITIVE, SIZE
 from fzero.core.packages import without_collection
-from fzero.run import warm_up
+from fzero.run.setup import warm_up
 
 # The flags, besides --mesh, that a resumed run may change.
 PLACEMENT = (
@@ -38,7 +38,7 @@ PLACEMENT = (
     "host_memory",
     "precision",
 )
-# And those that begin a stage of it: see fzero/run/stages.py.
+# And those that begin a stage of it: see fzero/run/config/stages.py.
 STAGED = ("seq_len", "packing", "rope_theta", "rope_scaling", "batch", "micro_batch")
 
 
@@ -108,8 +108,8 @@ def pretrain(config_file: Path | None, settings: tuple[str, ...], mesh: str | No
 
     with coordinated(hang_s_of(table, begin.out)) as coordinator, bar_or_lines() as (bar, line):
         with without_collection():
-            from fzero.run import loop
             from fzero.run.ranks.watchdog import watch
+            from fzero.run.runner import loop
 
         grow = "vocab_size" not in table.get("model", {}) and begin.init is None
         has_length = {"steps", "batch"} & set(table.get("train", {}))
@@ -144,13 +144,13 @@ def prepare(
     """(the run folder, the run ready for `loop.train` or None), started or resumed as the flags say.
 
     table: the values that were given. make: makes the RunConfig of a new run. output: (whether to show a progress bar,
-    the function that prints a line). start: options of `fzero.run.pretrain.start`.
+    the function that prints a line). start: options of `fzero.run.runner.pretrain.start`.
     """
-    from fzero.run import pretrain as run
-    from fzero.run import run_folder
-    from fzero.run.build import Options
     from fzero.run.measure.step_records import steps_of
-    from fzero.run.resume import auto_resume as earlier
+    from fzero.run.runner import auto_resume as earlier
+    from fzero.run.runner import pretrain as run
+    from fzero.run.setup import run_folder
+    from fzero.run.setup.build import Options
 
     out, init = begin.out, begin.init
     steps_of(begin.profile or "3-5", 0)  # raises ValueError for an invalid value
@@ -231,8 +231,8 @@ def refuse_flags(begin: Begin, flags: dict[str, Any], settings: tuple[str, ...])
 def refuse_config(flags: dict[str, Any], settings: tuple[str, ...]) -> None:
     """Raise ValueError for flags beside --resume that set a value that a resumed run may not change."""
     from fzero.core.config_tables import parse_setting
-    from fzero.run.placement import KEYS, may_change
-    from fzero.run.stages import STAGED as STAGE_KEYS
+    from fzero.run.config.placement import KEYS, may_change
+    from fzero.run.config.stages import STAGED as STAGE_KEYS
 
     named = [
         f"--{name.replace('_', '-')}"
@@ -254,7 +254,7 @@ def refuse_config(flags: dict[str, Any], settings: tuple[str, ...]) -> None:
 def all_values(value: Any) -> dict[str, Any]:
     """The values of a RunConfig, or of a table, by their dotted names."""
     from fzero.core import config_tables
-    from fzero.run import config_table
+    from fzero.run.config import config_table
 
     return dict(config_tables.flat(value if isinstance(value, dict) else config_table.to_table(value)))
 

@@ -155,9 +155,9 @@ def coordinated(hang_s: float | None = None) -> Iterator[Any]:
     with signals.raise_on_sigterm():
         with without_collection():
             # Before this process joins, as it gives no sign of life while it imports.
-            from fzero.run import loop, run_lock  # noqa: F401
-            from fzero.run.process_settings import settings_restored
             from fzero.run.ranks.coordinator import TIMEOUT_S, join
+            from fzero.run.setup import run_lock
+            from fzero.run.setup.process_settings import settings_restored
 
         coordinator = join(hang_s=TIMEOUT_S if hang_s is None else hang_s)
         try:

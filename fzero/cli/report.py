@@ -66,9 +66,9 @@ def predict_run(folder: Path) -> dict[str, Any] | None:
     from fzero.core.text_parsing import parse_json, read_json
     from fzero.planner.plan import plan
     from fzero.report.compare import planned_for
-    from fzero.run import run_folder
-    from fzero.run.config_table import from_table
+    from fzero.run.config.config_table import from_table
     from fzero.run.measure import attempts
+    from fzero.run.setup import run_folder
 
     path, lines = folder / attempts.PLAN, run_folder.read_attempts(folder)
     saved_plan = read_json(path) if os.path.lexists(path) else None

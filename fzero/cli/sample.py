@@ -85,8 +85,8 @@ def sample(
     from fzero.core import gpu, prng
     from fzero.data.auto_tokenizer import missing_lines
     from fzero.data.chat import read_chat
-    from fzero.run import fine_tuning, run_folder, weights
-    from fzero.run.generate import Sampling, generate
+    from fzero.run.runner.generate import Sampling, generate
+    from fzero.run.setup import fine_tuning, run_folder, weights
 
     sampling = Sampling(temperature, top_k, top_p)
     if offload not in (None, "params=nvme"):

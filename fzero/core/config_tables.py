@@ -48,7 +48,7 @@ def check_type(name: str, value: Any, hint: Any) -> Any:
 def metadata_of(kind: type, prefix: str = "", outer: tuple[Any, ...] = ()) -> dict[str, tuple[Any, ...]]:
     """{`a.b`: what `Annotated` says of that field of a dataclass, and of the tables around it}, with `outer` of all.
 
-    >>> from fzero.run.config import RunConfig
+    >>> from fzero.run.config.run_config import RunConfig
     >>> metadata_of(RunConfig)["optim.lr"]
     (Within(bounds=(0.0, True, inf)),)
     """

@@ -9,7 +9,7 @@ A prepared corpus is a folder:
     train.said val.said     of examples only (fzero/data/examples.py): uint8, 1 for each token to be learnt
     tokenizer.json          when the tokenizer is not bytes
     chat_template.jinja     of examples only, with tokenizer_config.json: what rendered them
-    reference-DIGEST/       of pairs of answers: what a frozen reference says of them (fzero/run/evaluate.py)
+    reference-DIGEST/       of pairs of answers: what a frozen reference says of them (fzero/run/runner/evaluate.py)
 
 Every document of text ends with the end-of-document token `eos`, which occurs nowhere else. Nothing is loaded: the
 files are memory-mapped.

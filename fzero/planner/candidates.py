@@ -12,8 +12,8 @@ from fzero import models
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import nearest
 from fzero.models.presets import body_of
-from fzero.run.config import RunConfig
-from fzero.run.unused_keys import drop_absent_axes
+from fzero.run.config.run_config import RunConfig
+from fzero.run.config.unused_keys import drop_absent_axes
 from fzero.sharding import fake_mesh, zero_plan
 from fzero.sharding.pipeline import FAMILIES
 from fzero.sharding.pipeline.orders import group_size

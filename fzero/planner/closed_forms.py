@@ -22,9 +22,9 @@ from fzero.planner.closed_layer import ROW, TRACED_ROWS, Basis, offload_of, rema
 from fzero.planner.estimate import of_signs
 from fzero.planner.experts import Loads
 from fzero.planner.rates import Way, collective_s, wire_s
-from fzero.run.config import RunConfig
-from fzero.run.peak_memory import PassSizes, expert_units, passes_peak, stacked
-from fzero.run.unused_keys import SEND_SIGNS
+from fzero.run.config.run_config import RunConfig
+from fzero.run.config.unused_keys import SEND_SIGNS
+from fzero.run.measure.peak_memory import PassSizes, expert_units, passes_peak, stacked
 from fzero.sharding import Plan
 from fzero.sharding.codec import Codec
 from fzero.sharding.leaf_plan import LeafPlan

@@ -28,12 +28,12 @@ from fzero.planner.estimate import MOMENTS, STATE_BYTES
 from fzero.planner.rates import Way, collective_s, tiled_fraction, ways_of
 from fzero.planner.step_trace import trace_step
 from fzero.planner.timing import predict
-from fzero.run import build_optim
-from fzero.run.build import Job
-from fzero.run.config import RunConfig
+from fzero.run.config.run_config import RunConfig
+from fzero.run.config.unused_keys import SIGNS, codec_of
 from fzero.run.measure.flops import token_flop
-from fzero.run.peak_memory import LayerBytes, codes_to_decode, layer_bytes, residual_elements, segment_numels
-from fzero.run.unused_keys import SIGNS, codec_of
+from fzero.run.measure.peak_memory import LayerBytes, codes_to_decode, layer_bytes, residual_elements, segment_numels
+from fzero.run.setup import build_optim
+from fzero.run.setup.build import Job
 from fzero.sharding import Context, Plan, fake_mesh, zero_plan
 from fzero.sharding.codec import Codec, expect_codec
 from fzero.sharding.pipeline import FAMILIES, play, schedule, stage_ranks

@@ -22,7 +22,7 @@ from fzero.core.pytree import nearest
 from fzero.core.text_parsing import parse_json, read_text_file
 from fzero.planner.device_names import device_path
 from fzero.planner.experts import EVEN, Loads
-from fzero.run.machine import device_file
+from fzero.run.setup.machine import device_file
 
 # Of a machine here: memory of a process besides tensors (Python, PyTorch's libraries), and the fraction lost.
 RESERVED_BYTES, MARGIN = 1 << 30, 0.05
@@ -40,7 +40,7 @@ class MeasuredRates(NamedTuple):
     threads: int
     processes: int
     bandwidth: Curve  # bytes read and written -> seconds of a sum of two tensors
-    gemm: dict[str, Products]  # by dtype; "float32/onednn": computed by oneDNN, see fzero.run.machine
+    gemm: dict[str, Products]  # by dtype; "float32/onednn": computed by oneDNN, see fzero.run.setup.machine
     kernels: dict[str, Curve]  # "name/dtype" -> seconds by bytes read and written, or by FLOP for attention
     # Host seconds for an operator ("eager"), a call of a compiled graph ("compiled") and one of its kernels ("kernel").
     op_s: dict[str, float]

@@ -17,8 +17,8 @@ from fzero.comm.axes import mesh_text
 from fzero.core.precision import POLICIES
 from fzero.models import ModelConfig
 from fzero.planner.plan_text import quantity, size, table
-from fzero.run.peak_memory import segment_numels
-from fzero.run.unused_keys import SEND_SIGNS
+from fzero.run.config.unused_keys import SEND_SIGNS
+from fzero.run.measure.peak_memory import segment_numels
 from fzero.sharding import fake_mesh, zero_plan
 from fzero.sharding.slices import local_numel
 from fzero.sharding.spec import Offload

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from fzero.run.run_folder import read_metrics
+from fzero.run.setup.run_folder import read_metrics
 from fzero.sharding import Plan
 
 

@@ -22,11 +22,11 @@ from fzero.core.autodiff import Remat
 from fzero.core.device import CPU, Target
 from fzero.models import ModelConfig
 from fzero.planner.step_trace import RepeatedEvents, Trace, Transfer, make_trace, run_step
-from fzero.run import build as run_build
-from fzero.run.build import Job
-from fzero.run.config import RunConfig
-from fzero.run.machine import resolve_auto
+from fzero.run.config.run_config import RunConfig
 from fzero.run.measure.memory_timeline import START, Change, Life, Stay, Visit
+from fzero.run.setup import build as run_build
+from fzero.run.setup.build import Job
+from fzero.run.setup.machine import resolve_auto
 from fzero.sharding import fake_mesh
 from fzero.sharding.slices import is_stacked
 from fzero.sharding.spec import Offload

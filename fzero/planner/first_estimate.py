@@ -17,9 +17,9 @@ from fzero.planner.devices import Device
 from fzero.planner.plan_report import has_rates
 from fzero.planner.plan_text import duration, size
 from fzero.planner.step_trace import fake_nvme
-from fzero.run import build
-from fzero.run.config import RunConfig
-from fzero.run.memory_check import grad_bytes, memory_on_device, state_bytes
+from fzero.run.config.run_config import RunConfig
+from fzero.run.measure.memory_check import grad_bytes, memory_on_device, state_bytes
+from fzero.run.setup import build
 from fzero.sharding import fake_mesh
 
 MEMORY_BOUND, TIME_BOUND = 0.10, 0.35  # largest relative errors over the cases of tests/test_first_estimate.py

@@ -20,13 +20,13 @@ from fzero.planner.devices import Device
 from fzero.planner.operations import ExecutedOp
 from fzero.planner.step_trace import Tracer, Transfer, fake_state, shared_mesh, shared_model
 from fzero.planner.timing import Timing, play_of, weighted_sum
-from fzero.run import build
-from fzero.run.config import RunConfig
+from fzero.run.config.run_config import RunConfig
 from fzero.run.measure.live_bytes import MemoryTrace, recorded
+from fzero.run.setup import build
 from fzero.train.codes import coder_of
 from fzero.train.local_steps import average_members, restart_member
 
-METRICS = 6  # numbers of a step that members add up, see `join` in run/members.py
+METRICS = 6  # numbers of a step that members add up, see `join` in run/setup/members.py
 
 
 class AgreementEvents(NamedTuple):

@@ -25,8 +25,8 @@ from fzero.planner.plan_report import has_rates, total_flop
 from fzero.planner.plan_text import duration, format_moment, size, table
 from fzero.planner.step_trace import Trace, make_trace, run_step
 from fzero.planner.timing import predict
-from fzero.run.config import RunConfig
-from fzero.run.config_table import apply_table
+from fzero.run.config.config_table import apply_table
+from fzero.run.config.run_config import RunConfig
 
 LADDER = (
     "",

@@ -25,9 +25,9 @@ from fzero.planner.plan_report import PASSES, PlanReport, has_rates, report_of
 from fzero.planner.rates import ways_of, wire_s
 from fzero.planner.step_trace import FakeStep, Transfer, run_step
 from fzero.planner.timing import Timing, play_of
-from fzero.run.build import build
-from fzero.run.config import LocalSteps, RunConfig
+from fzero.run.config.run_config import LocalSteps, RunConfig
 from fzero.run.measure.flops import hfu
+from fzero.run.setup.build import build
 from fzero.sharding import fake_mesh
 from fzero.sharding.pipeline import FAMILIES, Act, Played, Schedule, Stages, play, split_layers, stage_ranks
 from fzero.sharding.pipeline_plan import Pipeline

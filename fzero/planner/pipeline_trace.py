@@ -19,10 +19,10 @@ from fzero.comm.ledger import sent_elements
 from fzero.core.device import CPU, Target
 from fzero.planner.extrapolate import scaled, set_micro_batches
 from fzero.planner.step_trace import FakeStep, Trace, fake_nvme, make_trace, run_step, shared_mesh, shared_model
-from fzero.run import build as run_build
-from fzero.run.config import RunConfig
-from fzero.run.machine import resolve_auto
+from fzero.run.config.run_config import RunConfig
 from fzero.run.measure.memory_timeline import Change, Life, Stay
+from fzero.run.setup import build as run_build
+from fzero.run.setup.machine import resolve_auto
 from fzero.sharding import Plan
 from fzero.sharding.pipeline import Act, Schedule
 from fzero.sharding.pipeline.check import gather_row

@@ -25,12 +25,12 @@ from fzero.planner.pipeline_report import pipeline_report, with_layout
 from fzero.planner.plan_report import PlanReport, report_of
 from fzero.planner.step_trace import Trace, fake_nvme
 from fzero.planner.trace_cache import cached_trace
-from fzero.run import machine
-from fzero.run.build import build
-from fzero.run.config import RunConfig
-from fzero.run.config_table import apply_table, from_table
-from fzero.run.doctor import usable_device
-from fzero.run.objectives import objective_of
+from fzero.run.config.config_table import apply_table, from_table
+from fzero.run.config.objectives import objective_of
+from fzero.run.config.run_config import RunConfig
+from fzero.run.measure.doctor import usable_device
+from fzero.run.setup import machine
+from fzero.run.setup.build import build
 from fzero.sharding import fake_mesh
 
 
@@ -48,7 +48,7 @@ def plan(
     """Predict the memory, communication and step time of a run on a mesh of devices, without any of them.
 
     model: a preset's name, a model's sizes, a whole RunConfig, or the table of one (see `from_table` in
-    run/config_table.py). mesh: sizes of its axes; None: the config's.
+    run/config/config_table.py). mesh: sizes of its axes; None: the config's.
     gpu: a device's name (a100, h100, ...; "here": this machine, as measured by `fzero bench`; a path), or a Device,
     which may have a price and a number of ranks on a node: `devices.device("h100", price_per_hour=2, ranks_on_node=4)`.
     settings: values of the config by dotted name, such as {"train.batch": 8, "zero": 3}.

@@ -14,7 +14,7 @@ from fzero.planner.devices import Device
 from fzero.planner.plan import device_for, plan
 from fzero.planner.plan_report import PlanReport
 from fzero.planner.plan_text import duration, percent, quantity, size, table
-from fzero.run.config import RunConfig
+from fzero.run.config.run_config import RunConfig
 
 COLUMNS = ("memory", "of it", "at rest", "sent a step", "step", "tokens/s", "MFU", "binds")
 FACTS = (

@@ -16,13 +16,13 @@ from fzero.planner.local_step_sync import with_agreements
 from fzero.planner.plan_text import duration, page, size
 from fzero.planner.step_trace import Trace, Transfer
 from fzero.planner.timing import SECONDS_A_DAY, Timing, predict, weighted_sum
-from fzero.run import build
-from fzero.run.build import Job
-from fzero.run.config import RunConfig
-from fzero.run.config_table import to_table
+from fzero.run.config.config_table import to_table
+from fzero.run.config.run_config import RunConfig
+from fzero.run.config.unused_keys import count_sums
 from fzero.run.measure.flops import hfu, mfu, token_flop
-from fzero.run.memory_check import grad_bytes, rounded_on_host
-from fzero.run.unused_keys import count_sums
+from fzero.run.measure.memory_check import grad_bytes, rounded_on_host
+from fzero.run.setup import build
+from fzero.run.setup.build import Job
 from fzero.sharding import AXES, fake_mesh
 from fzero.sharding.plan_table import full_sum_bytes
 from fzero.train.capture import SHARE, refusal_of

@@ -42,9 +42,9 @@ from fzero.planner.search_result import (
     step_seconds,
     words,
 )
-from fzero.run.config import RunConfig
-from fzero.run.config_table import recipe, to_json, to_table
-from fzero.run.unused_keys import codec_of
+from fzero.run.config.config_table import recipe, to_json, to_table
+from fzero.run.config.run_config import RunConfig
+from fzero.run.config.unused_keys import codec_of
 
 MOST = 16  # most candidates that fit to trace, and most that do not
 PIPELINES = 2  # most candidates with pp to trace, each of a kind

@@ -14,9 +14,9 @@ from fzero.planner.closed_forms import Sketch
 from fzero.planner.devices import Device
 from fzero.planner.plan_report import PlanReport
 from fzero.planner.plan_text import duration, percent, quantity, size, table
-from fzero.run import build_optim
-from fzero.run.config import RunConfig
-from fzero.run.config_table import to_table
+from fzero.run.config.config_table import to_table
+from fzero.run.config.run_config import RunConfig
+from fzero.run.setup import build_optim
 from fzero.sharding import Context, fake_mesh, zero_plan
 from fzero.sharding.plan_table import context_text
 

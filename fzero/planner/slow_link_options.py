@@ -21,9 +21,9 @@ from fzero.planner.plan import reports_of, resolve_for, sizes_of
 from fzero.planner.plan_report import PlanReport, has_rates
 from fzero.planner.plan_text import duration, size, table
 from fzero.planner.rates import Way, collective_s, ways_of
-from fzero.run.build import build
-from fzero.run.config import LocalSteps, RunConfig
-from fzero.run.unused_keys import count_sums
+from fzero.run.config.run_config import LocalSteps, RunConfig
+from fzero.run.config.unused_keys import count_sums
+from fzero.run.setup.build import build
 from fzero.sharding import fake_mesh
 
 GIGABIT = (100.0, 10.0, 1.0)  # links between nodes that are looked at beside the device's own

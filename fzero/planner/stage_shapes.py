@@ -12,8 +12,8 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.device import FakeDevice
 from fzero.models import base
-from fzero.run import build as run_build
-from fzero.run.config import LocalSteps, RunConfig
+from fzero.run.config.run_config import LocalSteps, RunConfig
+from fzero.run.setup import build as run_build
 from fzero.sharding import Plan, fake_mesh
 from fzero.train.batch import split_batch
 from fzero.train.execution import Execution

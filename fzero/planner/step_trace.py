@@ -28,13 +28,13 @@ from fzero.planner import fake_inductor
 from fzero.planner.fake_disk import PlannedNvme
 from fzero.planner.operations import ExecutedOp, describe_op, describe_passes
 from fzero.planner.stage_shapes import stage_shapes
-from fzero.run import build as run_build
-from fzero.run.build import Job
-from fzero.run.config import RunConfig
-from fzero.run.machine import resolve_auto
+from fzero.run.config.run_config import RunConfig
 from fzero.run.measure.live_bytes import MemoryTrace, device_of, recorded
+from fzero.run.measure.memory_check import state_bytes
 from fzero.run.measure.memory_timeline import Moment, Stay, Visit, alive, moments
-from fzero.run.memory_check import state_bytes
+from fzero.run.setup import build as run_build
+from fzero.run.setup.build import Job
+from fzero.run.setup.machine import resolve_auto
 from fzero.sharding import Mesh, Plan, fake_mesh
 from fzero.sharding.spec import Offload
 from fzero.train.state_on_disk import leaves_on_disk

@@ -26,7 +26,7 @@ from fzero.core.autodiff import Remat
 from fzero.planner.devices import Device
 from fzero.planner.rates import Way, collective_s, least_seconds, op_costs, threads_of, ways_of
 from fzero.planner.step_trace import ExecutedOp, Trace, Transfer
-from fzero.run.config import RunConfig
+from fzero.run.config.run_config import RunConfig
 
 STEADY = 3  # turns of a repeated segment to simulate; the others are assumed to equal the last of them
 DISKS = ("nvme", "host")  # names used as `axis` by transfers that are not collectives

@@ -33,8 +33,8 @@ from fzero.core.text_parsing import in_form, read_json
 from fzero.kernels import tuning
 from fzero.planner.operations import ExecutedOp
 from fzero.planner.step_trace import RepeatedEvents, Trace, Transfer
-from fzero.run.config import RunConfig
-from fzero.run.config_table import to_table
+from fzero.run.config.config_table import to_table
+from fzero.run.config.run_config import RunConfig
 from fzero.run.measure.live_bytes import Moment
 
 FOLDER = "FZERO_PLAN_CACHE"  # the environment variable that names the folder; 0: none

@@ -15,8 +15,8 @@ from typing import Any
 
 from fzero.core.config_tables import flat
 from fzero.report.values import RunReport
-from fzero.run.config_versions import current_keys
-from fzero.run.placement import FLAGS
+from fzero.run.config.config_versions import current_keys
+from fzero.run.config.placement import FLAGS
 
 Attempt = Mapping[str, Any]
 # What the time of a step depends on, of a line of attempts.jsonl.

@@ -24,7 +24,7 @@ from fzero.report.figures import (
 )
 from fzero.report.run_reader import read_run, steady
 from fzero.report.values import Report, RunReport, digits, loss_unit, perplexity
-from fzero.run import run_folder
+from fzero.run.setup import run_folder
 
 Marks = Sequence[tuple[float, int]]  # (place on the x axis, number) of the attempts after the first
 NAMED_MARKS = 8  # most attempts with their numbers beside their lines

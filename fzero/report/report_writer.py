@@ -16,7 +16,7 @@ from fzero.report import compare, figures, pages, values
 from fzero.report.figures import Drawing
 from fzero.report.run_reader import Predict, read_run, without_folders
 from fzero.report.values import Picture, Report, RunReport
-from fzero.run.run_folder import CONFIG
+from fzero.run.setup.run_folder import CONFIG
 
 JSON, MARKDOWN, PAGE = "report.json", "report.md", "report.html"
 

@@ -13,10 +13,10 @@ from fzero.core.config_tables import flat
 from fzero.core.text_parsing import expect_entries, read_json
 from fzero.report.compare import belongs, counted, planned_for, subject
 from fzero.report.values import Quantity, RunReport
-from fzero.run import run_folder
-from fzero.run.config_versions import current_keys
+from fzero.run.config.config_versions import current_keys
 from fzero.run.measure.timer import PIPELINE
-from fzero.run.resume import rollback
+from fzero.run.runner import rollback
+from fzero.run.setup import run_folder
 from fzero.sharding.pipeline import read_schedule
 
 ATTEMPTS, LEDGER, MEMORY, PLAN = run_folder.ATTEMPTS, "ledger.json", "memory.json", "plan.json"

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fzero.run.objectives import unit_of
+from fzero.run.config.objectives import unit_of
 
 FORMAT = 1  # version of report.json
 Number = int | float

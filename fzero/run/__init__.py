@@ -1,5 +1,5 @@
-"""A run of `fzero pretrain`.
+"""A run of `fzero pretrain`. Each folder uses those before it:
 
-config, build, run_folder, corpus, machine and memory_check come first; ranks/, resume/ and measure/ use them; pretrain
-and loop use all of these; debug/ looks at runs from outside.
+config (what it is told to do), ranks (its processes), setup (what it starts from), measure (what it measures and the
+memory it needs), runner (the loop), debug (runs seen from outside).
 """

@@ -16,7 +16,7 @@ from fzero.kernels.attention_pattern import FULL
 from fzero.kernels.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pairs
 from fzero.kernels.tuning import Speed
 from fzero.planner.calibrate.case_timer import Case, Figure, time_cases
-from fzero.run.machine import fp32_error, fp32_matmul, onednn_switch, set_fp32_matmul
+from fzero.run.setup.machine import fp32_error, fp32_matmul, onednn_switch, set_fp32_matmul
 
 
 class Shape(NamedTuple):
@@ -91,7 +91,7 @@ MOST_FLOP = {
 }  # of one product: larger ones take too long
 MOST_S = 0.1  # of one product on a CPU: a dtype without units there, as bfloat16 on many, is a hundred times slower
 SIDE = 128  # of the product whose speed says which ones take longer
-MAX_ERROR = 1e-6  # allowed error of float32 products by oneDNN, as in fzero.run.machine
+MAX_ERROR = 1e-6  # allowed error of float32 products by oneDNN, as in fzero.run.setup.machine
 
 
 def shapes(quick: bool) -> list[GemmShape]:

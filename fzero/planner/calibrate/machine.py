@@ -35,8 +35,8 @@ from fzero.planner.calibrate.case_timer import (
 from fzero.planner.calibrate.disk import DEPTH
 from fzero.planner.calibrate.disk_rates import KINDS, MB, engine, open_files
 from fzero.planner.devices import MARGIN, RESERVED_BYTES, Curve, Device, Level, MeasuredRates, from_json, to_json
-from fzero.run.machine import cores, processor
-from fzero.run.memory_check import gigabytes
+from fzero.run.measure.memory_check import gigabytes
+from fzero.run.setup.machine import cores, processor
 
 SHOWN = ("fused/float32", "norm/float32", "attention/float32", "cross_entropy/float32", "optimizer/float32")
 

@@ -21,8 +21,8 @@ from fzero.core.torch_private import TorchDispatchMode
 from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK
 from fzero.planner.calibrate.case_timer import Case, Figure, clock, figure, on_threads, time_cases
 from fzero.planner.operations import ExecutedOp, describe_op, layout
-from fzero.run.build import Job, build, first_state
-from fzero.run.config_table import from_table
+from fzero.run.config.config_table import from_table
+from fzero.run.setup.build import Job, build, first_state
 from fzero.sharding import one_process
 
 FAMILIES = {"llama": "llama-tiny", "gpt2": "gpt2-tiny", "mixtral": "mixtral-tiny"}

@@ -19,9 +19,7 @@ from fzero import checkpoint
 from fzero.core import pytree
 from fzero.core.config_tables import flat
 from fzero.core.digest import combine, digest_tree
-from fzero.run import run_folder
-from fzero.run.config_table import to_table
-from fzero.run.corpus import Say
+from fzero.run.config.config_table import to_table
 from fzero.run.debug.checkpoint_diff import describe_difference, recorded_digests
 from fzero.run.debug.replay import (
     ReplayedStep,
@@ -33,7 +31,9 @@ from fzero.run.debug.replay import (
     same_bits,
 )
 from fzero.run.ranks.coordinator import Coordinator
-from fzero.run.resume.saver import to_memory
+from fzero.run.runner.saver import to_memory
+from fzero.run.setup import run_folder
+from fzero.run.setup.corpus import Say
 from fzero.train.state import TrainState
 
 # The numbers of a row that follow from a run's state and data, in the order in which a step computes them.

@@ -17,12 +17,12 @@ from fzero.core import gpu
 from fzero.core.config_tables import Table
 from fzero.core.files import append_line
 from fzero.core.text_parsing import json_text
-from fzero.run import machine as doctor
-from fzero.run import run_folder
-from fzero.run.build import Attempt, local_micro_batches, num_params
-from fzero.run.config_table import to_table
+from fzero.run.config.config_table import to_table
+from fzero.run.config.placement import CORPUS, WHOLE
 from fzero.run.measure.flops import TokenFlop
-from fzero.run.placement import CORPUS, WHOLE
+from fzero.run.setup import machine as doctor
+from fzero.run.setup import run_folder
+from fzero.run.setup.build import Attempt, local_micro_batches, num_params
 
 PLAN = "plan.json"
 

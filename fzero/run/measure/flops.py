@@ -20,7 +20,7 @@ from fzero.models.base import leaf_shapes
 from fzero.models.experts import OF_EXPERTS
 from fzero.models.presets import without_adapters
 from fzero.models.score import head_of
-from fzero.run.build import Job
+from fzero.run.setup.build import Job
 from fzero.sharding.slices import is_stacked
 
 

@@ -16,24 +16,11 @@ from torch import Tensor
 from fzero.core import packages, pytree
 from fzero.core.arguments import checked
 from fzero.core.files import make_folder, replacing, writing
-from fzero.core.pytree import nearest
 from fzero.core.text_parsing import open_regular, short
+from fzero.run.config.config_checks import check_loggers
 from fzero.sharding import Mesh
 
 Log = Callable[[int, Any], None]  # takes the number of a step, and its values
-LOGGERS = ("tensorboard", "wandb", "csv")
-PACKAGES = ("tensorboard", "wandb")
-
-
-def check_loggers(names: Sequence[str]) -> None:
-    """Raise ValueError for a name that is no logger, and for one whose package is not installed."""
-    for name in names:
-        if name not in LOGGERS and name != "auto":
-            raise ValueError(
-                f"train.loggers has {name!r}{nearest(name, LOGGERS)}; it must be a list of auto, {', '.join(LOGGERS)}"
-            )
-        if name in PACKAGES and not packages.installed(name):
-            raise ValueError(f"train.loggers has {name!r} and its package is not installed: pip install fzero[{name}]")
 
 
 def numbers(values: Any) -> dict[str, float]:

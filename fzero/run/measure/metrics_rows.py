@@ -31,16 +31,16 @@ from fzero.core.text_parsing import json_text
 from fzero.data.mixture import Mixture
 from fzero.models.batch import KINDS
 from fzero.optim.wrappers import LR_SCALE
-from fzero.run import run_folder, run_lock
-from fzero.run.build import Job
-from fzero.run.config import RunConfig
-from fzero.run.corpus import Say
+from fzero.run.config.run_config import RunConfig
+from fzero.run.config.stages import count_tokens
 from fzero.run.measure import norms
 from fzero.run.measure.flops import TokenFlop
 from fzero.run.measure.loggers import open_loggers
 from fzero.run.measure.norms import RankTimes
 from fzero.run.measure.timer import Clock, ClockSpan
-from fzero.run.stages import count_tokens
+from fzero.run.setup import run_folder, run_lock
+from fzero.run.setup.build import Job
+from fzero.run.setup.corpus import Say
 from fzero.train.state import TrainState
 from fzero.train.step import Metrics
 
@@ -136,7 +136,7 @@ def losses_by_source(config: RunConfig, sums: dict[str, float], name: str = "los
     """{"loss_by_source": {source: nats a token of it}} of the sums of `models.by_source`, or of what is in proportion
     to them, which are removed from `sums`; {} where there are none. A source without a token that counts is left out.
 
-    >>> from fzero.run.config import Data
+    >>> from fzero.run.config.run_config import Data
     >>> config = RunConfig(data=Data(mixture="web:1,code:1"))
     >>> losses_by_source(config, {"source_loss/0": 6.0, "source_tokens/0": 2.0, "source_tokens/1": 0.0})
     {'loss_by_source': {'web': 3.0}}

@@ -32,11 +32,11 @@ from fzero.core.storage import write_text
 from fzero.core.text_parsing import json_text
 from fzero.kernels.registry import describe, observe
 from fzero.optim.wrappers import AVERAGE
-from fzero.run.build import Job
 from fzero.run.measure.live_bytes import record_step
 from fzero.run.measure.memory_timeline import COMPONENTS
 from fzero.run.measure.metrics_rows import process_peak_bytes
 from fzero.run.measure.timer import recording_acts
+from fzero.run.setup.build import Job
 from fzero.sharding.error_feedback import ERROR
 from fzero.train.state import TrainState
 

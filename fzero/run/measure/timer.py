@@ -30,7 +30,7 @@ from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.core import gpu
 from fzero.core.storage import write_text
 from fzero.core.text_parsing import json_text
-from fzero.run.build import Job, local_micro_batches
+from fzero.run.setup.build import Job, local_micro_batches
 from fzero.sharding.pipeline import write_schedule
 from fzero.train.pipeline_executor import schedule_of
 

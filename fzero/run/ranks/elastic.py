@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 
 from fzero.comm.axes import DP, RP, TP, mesh_text
-from fzero.run.config import RunConfig
+from fzero.run.config.run_config import RunConfig
+from fzero.run.config.stages import shared_batch
 from fzero.run.ranks.coordinator import OVER, STOP, Coordinator, Ended
 from fzero.run.ranks.signals import stop_signals
 from fzero.run.ranks.watchdog import BEAT_S, SILENT_S, read_beats
-from fzero.run.stages import shared_batch
 
 
 def fit_mesh(

@@ -1,0 +1,238 @@
+"""The curriculum of a run: which rows it reads at which step, and in pieces of which length."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fzero.comm.axes import CP
+from fzero.core.storage import is_url
+from fzero.data.analysis import open_analysis
+from fzero.data.curriculum import Curriculum, Growth, Piece, rank
+from fzero.data.packing import Batch
+from fzero.models.dropping import expect_droppable, expect_layers_apart
+from fzero.run.config.stages import Ramp, stages_of
+
+RunConfig = Any  # fzero.run.config.run_config.RunConfig, whose module imports this one
+
+GAMMA = 0.001  # of progressive layer dropping, DeepSpeed's
+MAX_SIZES = 64  # numbers of tokens that random-LTD keeps on its way, each with a program of its own
+KEYS = {"curriculum_schedule": "linear", "curriculum_start": 0.1, "curriculum_steps": 0, "curriculum_tokens": 0}
+
+
+def validate_curriculum(c: RunConfig) -> None:
+    """Raise ValueError for a curriculum without its length, beside what it does not go with, and for its values without
+    one."""
+    d = c.data
+    if d.seq_len_warmup:
+        validate_warmup(c)
+    if not d.curriculum:
+        for key, value in KEYS.items():
+            if getattr(d, key) != value:
+                raise ValueError(f"data.{key} is {getattr(d, key)} and data.curriculum is ''; name an analysis")
+        return
+    if bool(d.curriculum_steps) == bool(d.curriculum_tokens):
+        raise ValueError(
+            f"data.curriculum_steps is {d.curriculum_steps} and data.curriculum_tokens {d.curriculum_tokens}; give one "
+            "of them, after which all rows are allowed"
+        )
+    if c.task.examples or d.mixture:
+        reason = f"data.mixture is {d.mixture}" if d.mixture else f"objective is {c.objective}"
+        raise ValueError(f"data.curriculum is {d.curriculum} and {reason}: it orders the rows of one corpus of text")
+    if c.stages:
+        raise ValueError(
+            f"data.curriculum is {d.curriculum} and the run has stages, whose rows are what others left; start a new "
+            "run (--init) with the other length, or leave the curriculum out"
+        )
+    split_name(d.curriculum)
+    growth_of(c)
+
+
+def validate_warmup(c: RunConfig) -> None:
+    """Raise ValueError for a warm-up of lengths that is none, or whose pieces would see each other."""
+    text = c.data.seq_len_warmup
+    ramp = Ramp.parse(text, "data.seq_len_warmup")
+    if ramp.start >= c.data.seq_len:
+        raise ValueError(f"data.seq_len_warmup is {text}, which begins with data.seq_len={c.data.seq_len} or above")
+    if not c.data.within_documents or c.task.examples:
+        reason = f"objective is {c.objective}" if c.task.examples else "data.within_documents is false"
+        raise ValueError(f"data.seq_len_warmup is {text} and {reason}: its pieces do not see each other")
+
+
+def validate_random_ltd(c: RunConfig) -> None:
+    """Raise ValueError for random-LTD with what it does not go with, and a ramp that does not lead to all it keeps."""
+    t, seq_len = c.train, c.data.seq_len
+    if not t.random_ltd and not t.random_ltd_ramp:
+        return
+    text, max_tokens = t.random_ltd_ramp, t.random_ltd or seq_len
+    if max_tokens > seq_len:
+        raise ValueError(f"train.random_ltd is {max_tokens} and data.seq_len {seq_len}; keep at most all tokens")
+    if text:
+        ramp = Ramp.parse(text, "train.random_ltd_ramp")
+        if (
+            ramp.start > max_tokens
+            or (max_tokens - ramp.start) % ramp.increment
+            or max_tokens - ramp.start > MAX_SIZES * ramp.increment
+        ):
+            raise ValueError(
+                f"train.random_ltd_ramp is {text}, whose steps of {ramp.increment} do not lead from {ramp.start} to "
+                f"{max_tokens} tokens (train.random_ltd, or all) in at most {MAX_SIZES}; make them fit"
+            )
+    try:
+        expect_droppable(c.model)
+    except ValueError as error:
+        raise ValueError(f"train.random_ltd is {max_tokens} of {seq_len} tokens; {error}") from None
+    split = "sequence" if c.sequence else f"mesh.cp={c.mesh[CP]}" if c.mesh.get(CP, 1) > 1 else ""
+    if split or c.task.examples:
+        reason = f"{split}: ranks have not the tokens of one another" if split else f"objective is {c.objective}"
+        raise ValueError(f"train.random_ltd is {max_tokens} of {seq_len} tokens and {reason}; leave one of them out")
+
+
+def validate_layers(c: RunConfig) -> None:
+    """Raise ValueError for progressive layer dropping with what it does not go with, and for its values without it."""
+    t = c.train
+    if t.layer_drop_theta == 1:
+        if t.layer_drop_gamma != GAMMA:
+            raise ValueError(
+                f"train.layer_drop_gamma is {t.layer_drop_gamma} and train.layer_drop_theta is 1: no layer is dropped; "
+                "give a theta, such as 0.5"
+            )
+        return
+    try:
+        expect_layers_apart(c.model)
+    except ValueError as error:
+        raise ValueError(f"train.layer_drop_theta is {t.layer_drop_theta}; {error}") from None
+    table = (
+        (t.random_ltd or t.random_ltd_ramp, f"train.random_ltd is {t.random_ltd}, which drops in layers too"),
+        (t.capture != "off", f"train.capture is {t.capture}: a graph has all layers"),
+        (t.update == "delayed", "train.update is delayed: its updates are several a step"),
+    )
+    for wrong, reason in table:
+        if wrong:
+            raise ValueError(f"train.layer_drop_theta is {t.layer_drop_theta} and {reason}; leave one of them out")
+
+
+def split_name(text: str) -> tuple[str, str]:
+    """(the name, the digest or "") of data.curriculum; raises ValueError for a text that has no such form.
+
+    >>> split_name("rarity@0123456789abcdef")
+    ('rarity', '0123456789abcdef')
+    """
+    match = re.fullmatch(r"([^@/]+)(?:@([0-9a-f]{16}))?", text)
+    if match is None:
+        raise ValueError(f"data.curriculum is {text!r}; it is the name of an analysis, such as rarity")
+    return match[1], match[2] or ""
+
+
+def growth_of(c: RunConfig) -> Growth:
+    """How the part of the rows that is allowed grows."""
+    d = c.data
+    try:
+        return Growth(
+            d.curriculum_schedule, Fraction(str(d.curriculum_start)), d.curriculum_steps or d.curriculum_tokens
+        )
+    except ValueError as error:
+        raise ValueError(f"data.{error}") from None
+
+
+def pieces_of(c: RunConfig, by_tokens: bool) -> tuple[Piece, ...]:
+    """The samples of a run's steps with their progress, in steps or in tokens of the run."""
+    pieces, first, tokens = list[Piece](), 0, 0
+    for stage in stages_of(c):
+        of_step = stage.batch * stage.written.data.seq_len
+        pieces.append(Piece(first, tokens if by_tokens else stage.begin, stage.batch, of_step if by_tokens else 1))
+        first, tokens = first + stage.samples, tokens + stage.tokens
+    return tuple(pieces)
+
+
+def curriculum_of(c: RunConfig, corpus: Path) -> Curriculum | None:
+    """The curriculum of a run's rows, None for none; raises ValueError if its analysis is missing, damaged, of another
+    corpus, or not the one that the run began with."""
+    d = c.data
+    if not d.curriculum:
+        return None
+    name, digest = split_name(d.curriculum)
+    analysis = open_analysis(corpus, name, d.seq_len, d.packing)
+    if digest and analysis.digest != digest:
+        raise ValueError(
+            f"data.curriculum is {d.curriculum} and the analysis {name} beside {corpus} is {analysis.digest} by now; "
+            "put the other one back, or start a new run"
+        )
+    return Curriculum(rank(analysis.values), growth_of(c), pieces_of(c, by_tokens=bool(d.curriculum_tokens)))
+
+
+def with_digest(c: RunConfig, corpus: Path) -> RunConfig:
+    """The config with the digest of its curriculum's analysis, if it has a curriculum and no digest yet.
+
+    Raises ValueError for a corpus that was prepared for the run alone, or is at a URL.
+    """
+    name, digest = split_name(c.data.curriculum) if c.data.curriculum else ("", "-")
+    if digest:
+        return c
+    if c.data.path != "stdlib" and Path(c.data.path) != corpus:
+        command = "link" if is_url(c.data.path) else "prepare"
+        raise ValueError(
+            f"data.curriculum is {name} and data.path {c.data.path} is no corpus in a folder, beside which an analysis "
+            f"is; make one first: fzero data {command} {c.data.path} --out corpus"
+        )
+    analysis = open_analysis(corpus, name, c.data.seq_len, c.data.packing)
+    return replace(c, data=replace(c.data, curriculum=f"{name}@{analysis.digest}"))
+
+
+def described(c: RunConfig) -> Iterator[str]:
+    """The lines that say which rows a run reads at first, and in pieces of which length."""
+    d = c.data
+    if d.curriculum:
+        length = f"{d.curriculum_steps:,} steps" if d.curriculum_steps else f"{d.curriculum_tokens:,} tokens"
+        yield f"curriculum {d.curriculum}: {d.curriculum_start:.3g} of the rows at first, all after {length}"
+    if c.train.layer_drop_theta < 1:
+        t, layers = c.train, c.model.n_layers
+        keep_rate = 1 - (layers - 1) / layers * (1 - t.layer_drop_theta)
+        last_steps = f"of the last steps the last layer is in {keep_rate:.0%}"
+        yield f"layers are dropped: {last_steps} (theta={t.layer_drop_theta:g})"
+    if d.seq_len_warmup:
+        ramp = Ramp.parse(d.seq_len_warmup, "data.seq_len_warmup")
+        yield f"rows in pieces of {ramp.start} tokens at first, {ramp.increment} more each {ramp.tokens:,} tokens"
+
+
+def make_pieces(c: RunConfig) -> Callable[[Batch, int], Batch]:
+    """The function from (a batch, the sample of the run that its step begins with) to the batch in pieces of the length
+    of that step, where data.seq_len_warmup says so.
+
+    A piece is a document of its own, as if rows of T tokens were cut into rows of fewer: every target stays, and no
+    shape changes. `documents` alone says where pieces begin."""
+    if not c.data.seq_len_warmup:
+        return lambda batch, sample: batch
+    ramp, seq_len = Ramp.parse(c.data.seq_len_warmup, "data.seq_len_warmup"), c.data.seq_len
+    firsts, begins, batches, step_sizes = np.array(pieces_of(c, by_tokens=True), np.int64).T
+
+    @functools.lru_cache(maxsize=1)
+    def length_of(sample: int) -> int:
+        index = int(np.searchsorted(firsts, sample, side="right")) - 1
+        tokens = begins[index] + (sample - firsts[index]) // batches[index] * step_sizes[index]
+        return min(seq_len, ramp.start + int(tokens) // ramp.tokens * ramp.increment)
+
+    return lambda batch, sample: cut_rows(batch, length_of(sample))
+
+
+def cut_rows(batch: Batch, length: int) -> Batch:
+    """The batch whose rows are cut into documents of at most `length` tokens, one every `length` tokens.
+
+    >>> cut_rows({"documents": torch.tensor([[0, 0, 0, 1, 1]])}, 2)["documents"].tolist()
+    [[0, 0, 1, 2, 3]]
+    """
+    documents = batch["documents"]
+    if length >= documents.shape[1]:
+        return batch
+    begins = (torch.arange(documents.shape[1]) % length == 0).expand(documents.shape).clone()
+    begins[:, 1:] |= documents[:, 1:] != documents[:, :-1]
+    begins[:, 0] = False
+    return {**batch, "documents": begins.cumsum(1, dtype=documents.dtype)}

@@ -1,0 +1,351 @@
+"""Keys of a config that do nothing without another value: each says what it needs, and is refused where that is
+missing.
+
+The schedules of a config: the keys that each uses, and whether its lengths are of steps or of tokens.
+
+Checks of how the ranks of a run share its work: what an axis of the mesh does, sums by signs, local steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fzero.comm.axes import RP, mesh_text
+from fzero.core.config_tables import Table, flat, metadata_of
+from fzero.core.storage import is_url
+from fzero.optim.zero_one_adam import Intervals
+from fzero.run.config.stages import Ramp
+from fzero.sharding.codec import Codec
+from fzero.sharding.spec import Offload
+from fzero.train.local_steps import Local
+
+RunConfig = Any  # fzero.run.config.run_config.RunConfig, whose module imports this one
+
+# By method of local steps the rate and the momentum of its outer optimizer.
+OUTER = {"localsgd": (1.0, 0.0), "slowmo": (1.0, 0.6), "diloco": (0.7, 0.9)}
+SEND_SIGNS = ("onebit_adam", "onebit_lamb", "zero_one_adam")  # with the codec that leaves them the sums of gradients
+SIGNS = "grads=1bit"
+
+
+def codec_of(config: RunConfig) -> str:
+    """The codec of a run: its own, or that of its optimizer."""
+    name = config.optim.name
+    local = ",local" if name == "zero_one_adam" and config.optim.sum_every > 1 else ""
+    return f"{SIGNS}{local}" if name in SEND_SIGNS else config.codec
+
+
+def first_local(optim: Any, steps: int) -> int:
+    """The first step that zero_one_adam may make without a sum, in a run of so many steps."""
+    return optim.freeze_steps or max(1, steps // 5)
+
+
+def count_sums(optim: Any, steps: int) -> int:
+    """The steps of a run of zero_one_adam whose ranks sum: all before the first local one, and some behind it."""
+    first = first_local(optim, steps)
+    return first + Intervals(first, optim.sum_every, optim.sum_double).count_sums(steps)
+
+
+def validate_signs(c: RunConfig) -> None:
+    """Raise ValueError for a codec and an optimizer of which only one sends signs, and a warm-up that is none."""
+    name, signs = c.optim.name, c.optim.name in SEND_SIGNS
+    if signs and c.codec not in ("", codec_of(c)):
+        raise ValueError(
+            f"optim.name is {name}, which sends signs of its momentum, and codec is {c.codec}; leave --codec out"
+        )
+    if not signs and c.codec and Codec.parse(c.codec).signs:
+        raise ValueError(
+            f"codec is {c.codec} and optim.name is {name}, which makes no sums of gradients; use optim.name="
+            f"{' or '.join(SEND_SIGNS)}"
+        )
+    if name == "zero_one_adam":
+        Intervals(first_local(c.optim, c.train.steps), c.optim.sum_every, c.optim.sum_double).check("optim")
+    if signs and c.optim.freeze_steps >= c.train.steps:
+        raise ValueError(
+            f"optim.freeze_steps is {c.optim.freeze_steps} and train.steps {c.train.steps}, so that {name} would never "
+            "send signs; use fewer, or 0 for its own number"
+        )
+
+
+def validate_codes(c: RunConfig) -> None:
+    """Raise ValueError for checkpoints in codes of moments that are not in float32, or of which a 0 means something."""
+    prefix = f"train.compress is {c.train.compress}, which writes moments in 8-bit codes"
+    if not c.train.compress.startswith("8bit"):
+        return
+    if c.optim.name == "adafactor":
+        raise ValueError(f"{prefix}, and optim.name adafactor, whose state is small already; use none or zstd")
+    if c.optim.states != "full":
+        raise ValueError(f"{prefix}, and optim.states {c.optim.states}: they are small already; use none or zstd")
+    if c.optim.name in SEND_SIGNS:
+        raise ValueError(
+            f"{prefix}, and optim.name {c.optim.name}, for which a momentum of 0 is one without a scale; use none or "
+            "zstd"
+        )
+    if Offload.parse(c.offload).opt.memory.on_disk:
+        raise ValueError(
+            f"{prefix}, and offload {c.offload}: what rests on a disk is written as it is; use none or zstd"
+        )
+
+
+def validate_local(c: RunConfig) -> None:
+    """Raise ValueError for local steps that do not go with the mesh, the checkpoints or the rest of a config."""
+    local, t = c.local, c.train
+    if not local.method:
+        if local != type(local)():
+            raise ValueError("local says how members agree and local.method is empty; write local.method=diloco")
+        return
+    Local(local.every, local.codec, local.after)
+    prefix = f"local.method is {local.method}"
+    if c.mesh.get(RP, 1) < 2:
+        raise ValueError(
+            f"{prefix}, and its members are the ranks of rp, which is 1; write for example --mesh dp=1,rp=2"
+        )
+    if t.checkpoint_every % local.every:
+        raise ValueError(
+            f"{prefix}, local.every {local.every} and train.checkpoint_every {t.checkpoint_every}: checkpoints are of "
+            "steps after which members agree; make it a multiple"
+        )
+    if local.after >= t.steps:
+        raise ValueError(
+            f"{prefix}, local.after {local.after} and train.steps {t.steps}, so that members would never train apart; "
+            "use fewer, a multiple of local.every"
+        )
+    if local.method == "localsgd" and (local.lr, local.momentum) != (None, None):
+        raise ValueError(f"{prefix}, which takes the mean of the members; leave local.lr and local.momentum out")
+    for wrong, reason in (
+        (t.capture != "off", f"train.capture is {t.capture}: a recorded step has no agreement in it; use off"),
+        (t.update == "delayed", "train.update is delayed, and members agree on one version of the parameters; use end"),
+        (
+            c.guard.check_every > 0,
+            f"guard.check_every is {c.guard.check_every}: ranks compute each other's micro-batches, and members have "
+            "other parameters; use 0",
+        ),
+        (c.optim.name in SEND_SIGNS, f"optim.name is {c.optim.name}, whose errors are of one member; use adamw"),
+    ):
+        if wrong:
+            raise ValueError(f"{prefix} and {reason}")
+
+
+class OverAxis(NamedTuple):
+    """Of a key: it says what the ranks of an axis do."""
+
+    axis: str
+
+
+class Gathering(NamedTuple):
+    """Of a key: it says how parameters are gathered."""
+
+
+def refuse_without_axis(config: RunConfig, table: Table, baseline: RunConfig | None = None) -> None:
+    """Raise ValueError if `table`, as the user wrote it, says how work is split over an axis that the mesh of `config`
+    does not have, or how parameters are gathered where none is.
+
+    baseline: a config whose values do no harm; None: one with the usual values.
+    """
+    values, usual = (dict(flat(dataclasses.asdict(source))) for source in (config, baseline or type(config)()))
+    fetched = config.zero == 3 or not Offload.parse(config.offload).params.memory.on_device
+    for key in dict(flat(table)):
+        value = values.get(key)
+        if value == usual.get(key):
+            continue
+        marks = metadata_of(type(config)).get(key, ())
+        axis = next((mark.axis for mark in marks if isinstance(mark, OverAxis)), "")
+        value_text = "a table" if "\n" in str(value) else str(value).lower() if isinstance(value, bool) else value
+        if axis and config.mesh.get(axis, 1) == 1:
+            mesh_label = mesh_text(config.mesh) if config.mesh else "dp alone"
+            raise ValueError(
+                f"{key} is {value_text}, which is for ranks of {axis}, and the mesh is {mesh_label}; use "
+                f"--mesh {axis}=2, or leave it out"
+            )
+        if Gathering() in marks and not fetched:
+            raise ValueError(
+                f"{key} is {value_text}, and stage {config.zero} gathers no parameters; use --zero 3, or leave it out"
+            )
+
+
+def drop_absent_axes(config: RunConfig) -> RunConfig:
+    """A config with the usual values of what is said of axes that its mesh does not have."""
+    usual = {
+        key: getattr(type(config)(), key)
+        for key, marks in metadata_of(type(config)).items()
+        if "." not in key and any(isinstance(mark, OverAxis) and config.mesh.get(mark.axis, 1) == 1 for mark in marks)
+    }
+    return dataclasses.replace(config, **usual)
+
+
+# The keys that each schedule uses, by steps.
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "constant": ("warmup_steps",),
+    "linear": ("warmup_steps", "end"),
+    "cosine": ("warmup_steps", "end"),
+    "polynomial": ("warmup_steps", "end", "power"),
+    "exponential": ("warmup_steps", "end"),
+    "inverse_sqrt": ("warmup_steps",),
+    "one_cycle": ("rise",),
+    "wsd": ("warmup_steps", "end", "decay_steps", "decay"),
+    "warmup_lr": ("warmup_steps", "warmup", "start"),
+    "warmup_decay_lr": ("warmup_steps", "warmup", "start"),
+    "warmup_cosine_lr": ("warmup_steps", "warmup", "start", "end"),
+    "cycle_lr": ("warmup_steps", "decay_steps", "start", "decay_rate", "decay_every", "low_beta1", "high_beta1"),
+}
+BY_TOKENS = {"warmup_steps": "warmup_tokens", "decay_steps": "decay_tokens"}
+
+
+def validate_tokens(schedule: Any) -> None:
+    """Raise ValueError for a schedule by tokens with lengths in steps, one by steps with lengths in tokens, and lengths
+    that leave nothing between them."""
+    s = schedule
+    for steps, tokens in BY_TOKENS.items():
+        wrong, right = (steps, tokens) if s.tokens else (tokens, steps)
+        if getattr(s, wrong):
+            kind = f"{s.tokens:,}, a length in tokens" if s.tokens else "0: it follows the steps"
+            raise ValueError(
+                f"optim.schedule.{wrong} is {getattr(s, wrong)} and optim.schedule.tokens is {kind}; use {wrong}=0 "
+                f"and {right}"
+            )
+    if s.tokens and s.warmup_tokens + s.decay_tokens > s.tokens:
+        raise ValueError(
+            f"optim.schedule.warmup_tokens={s.warmup_tokens} and decay_tokens={s.decay_tokens} are longer than "
+            f"tokens={s.tokens}; shorten one of them"
+        )
+
+
+def validate_cycle(optim: Any) -> None:
+    """Raise ValueError for a cycle without a length, for one of the momentum of an optimizer that has no such, and for
+    a correction or ratios that the optimizer has not."""
+    s = optim.schedule
+    if s.name == "cycle_lr" and not (s.warmup_steps and s.decay_steps):
+        raise ValueError(
+            f"optim.schedule.warmup_steps is {s.warmup_steps} and decay_steps {s.decay_steps}: cycle_lr rises in the "
+            "first and falls in the second; give both"
+        )
+    low, high = s.low_beta1, s.high_beta1
+    cycles = optim.name in ("adam", "adamw") and None not in (low, high)
+    if (low, high) != (None, None) and not (cycles and low <= high):
+        raise ValueError(
+            f"optim.schedule.low_beta1 is {low}, high_beta1 {high} and optim.name {optim.name}; the "
+            "momentum of adam and adamw can cycle, from low_beta1 to a high_beta1 that is not below it; else leave "
+            "both out"
+        )
+    if optim.correction == "rate" and optim.name.startswith(("onebit", "zero_one")):
+        raise ValueError(f"optim.correction is rate and optim.name {optim.name}; use moments or none")
+    if optim.max_ratio is not None and optim.max_ratio <= (optim.min_ratio or 0.0):
+        raise ValueError(
+            f"optim.max_ratio is {optim.max_ratio} and optim.min_ratio {optim.min_ratio or 0.0}; it must be above that"
+        )
+
+
+def keys_of(name: str) -> set[str]:
+    """The keys that a schedule uses.
+
+    >>> sorted(keys_of("linear"))
+    ['end', 'tokens', 'warmup_steps', 'warmup_tokens']
+    """
+    keys = set(SCHEDULES[name])
+    return {*keys, "tokens", *(tokens for steps, tokens in BY_TOKENS.items() if steps in keys)}
+
+
+# The keys that each optimizer uses.
+ADAM = ("lr", "weight_decay", "decay", "beta1", "beta2", "eps")
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "adamw": (*ADAM, "states", "correction"),
+    "adam": (*ADAM, "states", "correction"),
+    "lamb": (*ADAM, "correction", "min_ratio", "max_ratio"),
+    "lion": (*ADAM[:-1], "states"),
+    "sgd": ("lr", "weight_decay", "decay", "momentum", "nesterov"),
+    "adafactor": ("lr", "weight_decay", "decay"),
+    "muon": (*ADAM, "lr_rest", "momentum", "nesterov", "adjust"),
+    "onebit_adam": (*ADAM, "correction", "freeze_steps"),
+    "onebit_lamb": (*ADAM, "correction", "freeze_steps", "min_ratio", "max_ratio"),
+    "zero_one_adam": (*ADAM, "correction", "freeze_steps", "sum_every", "sum_double"),
+}
+ANY_OPTIM = ("name", "clip", "schedule", "lr_scaling", "lr_scaling_by")  # the keys of every optimizer
+
+
+class Need(NamedTuple):
+    """What the keys of a config need to do anything: whether a config has it, and what to write."""
+
+    met: Callable[[RunConfig], bool]
+    missing: Callable[[RunConfig], str]  # that a config says instead
+    remedy: str
+
+
+def reads_url(config: RunConfig) -> bool:
+    """Whether a run reads its corpus, or one of a mixture, from a store."""
+    return is_url(config.data.path) or "://" in config.data.mixture
+
+
+def grows(config: RunConfig) -> bool:
+    """Whether the batch of a run grows."""
+    text = config.train.batch_ramp
+    return not text or Ramp.parse(text).start < config.train.batch
+
+
+GROWING = Need(
+    grows,
+    lambda c: f"train.batch={c.train.batch}, with which {c.train.batch_ramp} begins",
+    "begin with less",
+)
+OF_DPO = Need(lambda c: c.task.reference, lambda c: f"objective={c.objective}", "use objective=dpo")
+CHAT_TOKENIZER = Need(
+    lambda c: c.task.examples,
+    lambda c: "objective=text",
+    "prepare the text with a tokenizer.json that has them, and give --set model.vocab_size=N",
+)
+CONVERSATIONS = Need(
+    lambda c: c.task.examples,
+    lambda c: "objective=text, which renders no conversations",
+    "it is for conversations and pairs",
+)
+EXAMPLES = Need(
+    lambda c: c.task.examples,
+    lambda c: "objective=text, whose documents are cut into rows",
+    "it is for conversations, pairs and texts with labels",
+)
+AT_URL = Need(
+    reads_url,
+    lambda c: "a corpus on this machine",
+    "it is for one at a URL",
+)
+OF_FP16 = Need(
+    lambda c: c.precision.policy == "fp16",
+    lambda c: f"precision.policy={c.precision.policy}",
+    "use precision.policy=fp16",
+)
+SPIKES = Need(
+    lambda c: c.guard.spike != "off",
+    lambda c: "guard.spike=off",
+    "use guard.spike=skip or rollback",
+)
+ROLLING_BACK = Need(
+    lambda c: "rollback" in (c.guard.nonfinite, c.guard.spike),
+    lambda c: "no rollback",
+    "use guard.nonfinite=rollback or guard.spike=rollback",
+)
+SKIPPING = Need(
+    lambda c: "skip" in (c.guard.nonfinite, c.guard.spike),
+    lambda c: f"guard.nonfinite={c.guard.nonfinite} and guard.spike={c.guard.spike}",
+    "use guard.nonfinite=skip or guard.spike=skip",
+)
+
+
+def refuse_unused(config: RunConfig, table: Table) -> None:
+    """Raise ValueError if `table`, as the user wrote it, sets a key that does nothing: that the chosen optimizer or
+    schedule does not use, or without what it needs."""
+    optim = table.get("optim", {})
+    name, schedule = config.optim.name, config.optim.schedule.name
+    for prefix, section, kind, uses in (
+        ("optim", optim, name, {*OPTIMIZERS[name], *ANY_OPTIM}),
+        ("optim.schedule", optim.get("schedule", {}), schedule, {*keys_of(schedule), "name"}),
+    ):
+        for key in section:
+            if key not in uses:
+                raise ValueError(
+                    f"{prefix}.{key} does nothing with {kind}, which has {', '.join(sorted(uses - {'name'}))}; "
+                    "leave it out"
+                )
+    for key, _ in flat(table):
+        for need in metadata_of(type(config)).get(key, ()):
+            if isinstance(need, Need) and not need.met(config):
+                raise ValueError(f"{key} does nothing with {need.missing(config)}; {need.remedy}, or leave it out")

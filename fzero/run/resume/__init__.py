@@ -1,1 +1,0 @@
-"""Checkpoints while training, loading the newest sound state, resuming by the same command, rollbacks."""
