@@ -17,16 +17,14 @@ import torch
 from law_cases import GPT_OSS
 
 import fzero
-from fzero.checkpoint import convert, offload_snapshot
+from fzero.checkpoint import convert, offload_snapshot, verify
 from fzero.checkpoint.convert.huggingface import save_hf
 from fzero.checkpoint.convert.huggingface_families import FAMILIES
 from fzero.checkpoint.convert.tensor_files import read_safetensors
-from fzero.checkpoint.verify import verify
 from fzero.core import config_tables, prng
-from fzero.data import prepare
+from fzero.data import load_tokenizer, open_tokens, prepare
 from fzero.data.sources import find_files, read_documents
-from fzero.data.tokenizers import json_tokenizer, load_tokenizer
-from fzero.data.tokens import open_tokens
+from fzero.data.tokenizers import json_tokenizer
 from fzero.kernels import tuning
 from fzero.models import DeepSeekConfig, GPT2Config, LlamaConfig, MoEConfig, RopeScaling, build, init_params
 from fzero.offload import LeafFiles, Nvme, disk_io

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 import fzero
-from fzero import models, optim
+from fzero import TrainState, models, optim
 from fzero.core import precision, prng, pytree
 from fzero.models.layers import embed_tokens
-from fzero.train.state import TrainState
 
 F64 = torch.float64
 FP64 = precision.fp64()

@@ -6,8 +6,8 @@ import math
 import torch
 from law_cases import FP64
 
+from fzero import LossScale
 from fzero.core import pytree
-from fzero.core.precision import LossScale
 
 SHAPES = {"blocks/w": (2, 8, 16), "b": (8,), "u": (8, 32), "v": (8, 32)}  # b travels as it is
 SCALED = dataclasses.replace(FP64, loss_scale=LossScale(init=2.0**10, window=4, hysteresis=1))

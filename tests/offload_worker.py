@@ -22,11 +22,10 @@ import torch
 import torch.distributed as dist
 
 import fzero
-from fzero import models, optim
+from fzero import models, optim, reopen_state
 from fzero.core import precision, pytree
 from fzero.offload import DiskIO, DiskTensor, Nvme, VersionedStore
 from fzero.offload.chunk_files import Chunks
-from fzero.train.state_on_disk import reopen_state
 
 STEPS = 6
 CONFIG = models.LlamaConfig(vocab_size=97, max_len=16, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24)

@@ -557,8 +557,7 @@ def pretend():
     global WHOLE
     from fzero.checkpoint import leaf_source
     from fzero.core import device, gpu, gpu_copies, torch_private
-    from fzero.offload import disk_io
-    from fzero.offload.buffer_pool import BufferPool
+    from fzero.offload import BufferPool, disk_io
     from fzero.optim import norm
 
     found, take, give_back = PretendGpu(), BufferPool.allocate, BufferPool._return

@@ -15,7 +15,7 @@ import fzero
 from fzero import models, optim
 from fzero.checkpoint.convert import huggingface, peft
 from fzero.core import prng, pytree
-from fzero.models.base import Ctx
+from fzero.models import Ctx
 from fzero.models.lora import FROZEN
 from fzero.models.weights import LowRankSum
 from fzero.run.setup import run_folder, weights

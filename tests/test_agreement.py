@@ -10,8 +10,7 @@ import torch
 from close import assert_same
 
 import fzero
-from fzero import models, optim
-from fzero.comm.collectives import RankError, all_gather, all_to_all, ppermute, psum, psum_scatter, pvary
+from fzero import RankError, all_gather, all_to_all, models, optim, ppermute, psum, psum_scatter, pvary
 from fzero.core.tree_sum import tree_sum
 from fzero.sharding import make_mesh
 

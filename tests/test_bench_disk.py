@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from fzero.offload import disk_io
-from fzero.offload.buffer_pool import BufferPool
-from fzero.offload.disk_io import DiskSettings, serves_direct
+from fzero.offload import BufferPool, DiskSettings, disk_io
+from fzero.offload.disk_io import serves_direct
 from fzero.planner.calibrate import disk, disk_rates
 from fzero.planner.calibrate.disk import DiskMeasurement, SweepResult
 from fzero.planner.calibrate.disk_rates import KINDS, MB, Rate

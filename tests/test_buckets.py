@@ -17,9 +17,9 @@ from close import assert_close
 import fzero
 from fzero import data
 from fzero.core import pytree
-from fzero.data.buckets import BucketStream, Size
+from fzero.data import BucketStream, Tokens
+from fzero.data.buckets import Size
 from fzero.data.packing import cut, within_documents
-from fzero.data.tokens import Tokens
 from fzero.run.config.buckets import lr_scale
 from fzero.run.config.config_table import from_json, from_table, to_json
 from fzero.run.config.stages import count_samples

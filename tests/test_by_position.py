@@ -12,7 +12,7 @@ import fzero
 from fzero import models
 from fzero.models.preference import position_ranges
 from fzero.run.config.config_table import from_table
-from fzero.sharding.context import Context
+from fzero.sharding import Context
 
 ROWS, LENGTH = 24, 16
 BATCHES = {"whole": batch_for, "documents": packed_batch_for}

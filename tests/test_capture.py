@@ -12,11 +12,10 @@ import torch
 from pretend_gpu import Event, pretend
 
 import fzero
-from fzero import models, optim
+from fzero import init_state, models, optim
 from fzero.core import gpu, gpu_copies, precision, pytree
 from fzero.planner.plan_text import duration, size
 from fzero.train import capture
-from fzero.train.init import init_state
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 32}
 

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 import fzero
-from fzero import checkpoint, models, optim
+from fzero import checkpoint, models, optim, state_specs
 from fzero.checkpoint import directory as homes
 from fzero.checkpoint import manifest
 from fzero.checkpoint.save_state import TileFile
 from fzero.core import precision, pytree
-from fzero.train.state import meta_state, state_specs
+from fzero.train.state import meta_state
 
 STEPS, EVERY, KEPT = (
     12,

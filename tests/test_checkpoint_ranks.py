@@ -17,7 +17,7 @@ from launched import SHORT, TINY, hashes, rows, torchrun, write_text
 from zero_cases import whole
 
 import fzero
-from fzero import checkpoint
+from fzero import checkpoint, local_batch
 from fzero.checkpoint import restore_tree
 from fzero.checkpoint.moment_codes import code_lines, coded_leaves, encode_moments
 from fzero.cli import main
@@ -29,7 +29,6 @@ from fzero.run.setup import build
 from fzero.sharding import Spec, fake_mesh
 from fzero.sharding.redistribute import digests
 from fzero.sharding.slices import local_slice
-from fzero.train.batch import local_batch
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 32}
 EVERYTHING = "params=nvme,opt=nvme"

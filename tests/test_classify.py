@@ -10,10 +10,10 @@ import torch
 from fzero import models
 from fzero.checkpoint.convert import huggingface
 from fzero.core import pytree
+from fzero.data import open_tokens
 from fzero.data.preferences import labels_of
 from fzero.data.token_stream import RowStream
-from fzero.data.tokens import open_tokens
-from fzero.models.base import Ctx
+from fzero.models import Ctx
 from fzero.models.score import head_of
 from fzero.run.config.config_table import from_json, to_json
 from fzero.run.setup import run_folder, weights

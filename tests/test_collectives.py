@@ -10,11 +10,11 @@ import ranks
 import torch
 from close import assert_close, assert_same
 
-from fzero import jit
+from fzero import all_gather, all_to_all, jit, ppermute, psum, psum_scatter, pvary
 from fzero.comm import collectives
-from fzero.comm.collectives import Axis, all_gather, all_to_all, own_slice, ppermute, psum, psum_scatter, pvary
+from fzero.comm.collectives import own_slice
 from fzero.core.vjp_pair import vjp_pair
-from fzero.sharding import fake_mesh, one_process
+from fzero.sharding import Axis, fake_mesh, one_process
 
 F64 = torch.float64
 

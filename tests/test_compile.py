@@ -10,8 +10,8 @@ from close import assert_close, assert_same
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from fzero import jit
 from fzero.core import compile as fzero_compile
-from fzero.core.compile import jit
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels.norm import layer_norm_rows
 

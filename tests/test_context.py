@@ -20,8 +20,9 @@ from zero_cases import (
 )
 
 import fzero
-from fzero.sharding.context import PIECES, Context
-from fzero.train.batch import local_batch
+from fzero import local_batch
+from fzero.sharding import Context
+from fzero.sharding.context import PIECES
 
 STEPS = 5
 MESHES = {

@@ -14,13 +14,11 @@ from test_context import equals_one_process
 from zero_cases import model_of, packed_batch_for, train, whole
 
 import fzero
-from fzero import checkpoint
+from fzero import checkpoint, local_batch
 from fzero.core import precision
 from fzero.run.setup import build
-from fzero.sharding.context import Context
-from fzero.sharding.pipeline_plan import Pipeline
+from fzero.sharding import Context, Pipeline
 from fzero.sharding.redistribute import digests
-from fzero.train.batch import local_batch
 
 FORMS = {
     "gather": Context("gather"),

@@ -13,12 +13,11 @@ import torch
 from close import assert_same
 
 import fzero
-from fzero import checkpoint, models, optim
+from fzero import checkpoint, local_batch, models, optim
 from fzero.core import precision, pytree
 from fzero.run.setup import run_folder
 from fzero.sharding import Spec, fake_mesh
 from fzero.train import sdc_check
-from fzero.train.batch import local_batch
 from fzero.train.sdc_check import copies, disagreeing, replicas, show, unlike
 
 SIZES = {"vocab_size": 64, "max_len": 8, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "d_ff": 32}

@@ -15,7 +15,7 @@ import ranks
 from launched import rows, torchrun
 
 from fzero import data
-from fzero.data.curriculum import Curriculum
+from fzero.data import Curriculum
 from fzero.data.mixed_stream import SOURCES
 from fzero.run.config import curriculum
 from fzero.run.config.config_table import from_json, from_table, to_json

@@ -21,7 +21,7 @@ from fzero.checkpoint import convert
 from fzero.checkpoint.convert.huggingface import in_memory
 from fzero.checkpoint.convert.transformers_models import decoder_of, save_decoder
 from fzero.core import pytree
-from fzero.models.base import Ctx
+from fzero.models import Ctx
 from fzero.models.lora import FROZEN
 from fzero.models.presets import with_vocab_size
 from fzero.models.transformers_module import name_of_scored, read_decoder

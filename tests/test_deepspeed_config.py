@@ -12,10 +12,11 @@ from click.testing import CliRunner
 from deepspeed_published import COURSE, CYCLE, PUBLISHED
 
 import fzero
+from fzero import LossScale
 from fzero.cli.main import cli
 from fzero.core import pytree
 from fzero.core.config_tables import flat, set_nested
-from fzero.core.precision import LossScale, init_scaler, update_scaler
+from fzero.core.precision import init_scaler, update_scaler
 from fzero.kernels.attention_pattern import Pattern
 from fzero.models import presets
 from fzero.run.config import deepspeed_keys as keys

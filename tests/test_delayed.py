@@ -14,15 +14,13 @@ from launched import rows, write_text
 from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, whole
 
 import fzero
-from fzero import checkpoint, optim
+from fzero import checkpoint, local_batch, optim, state_specs
 from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
 from fzero.models import base, forward
-from fzero.sharding import pipeline
+from fzero.sharding import Pipeline, pipeline
 from fzero.sharding.pipeline.table import Act
-from fzero.sharding.pipeline_plan import Pipeline
-from fzero.train.batch import local_batch
-from fzero.train.state import meta_state, state_specs
+from fzero.train.state import meta_state
 from fzero.train.update import delayed
 
 UPDATES, ROWS = 6, 24

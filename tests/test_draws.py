@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import fzero
-from fzero.core.autodiff import Remat
+from fzero import Remat
 
 slow = pytest.mark.slow
 F64 = torch.float64

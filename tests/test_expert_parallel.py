@@ -12,10 +12,8 @@ from close import assert_close, assert_same
 from zero_cases import FP64, OPTIMIZERS, batch_for, expect_one_process, model_of, train, whole
 
 import fzero
-from fzero import checkpoint
+from fzero import checkpoint, local_batch, state_specs
 from fzero.comm.axes import VARYING
-from fzero.train.batch import local_batch
-from fzero.train.state import state_specs
 
 STEPS = 5
 FORMS = ("gather", "exchange:1")

@@ -10,12 +10,12 @@ from close import assert_close
 from torch import Tensor
 
 import fzero
-from fzero.comm.collectives import Axis
 from fzero.core import pytree
 from fzero.kernels import moe
+from fzero.models import Ctx
 from fzero.models import experts as block
-from fzero.models.base import Ctx
-from fzero.sharding.experts import Experts, Routed, shares
+from fzero.sharding import Axis, Experts
+from fzero.sharding.experts import Routed, shares
 
 E, K, B, T, D, F = 8, 2, 2, 4, 4, 5  # of a rank of ep
 N = B * T

@@ -7,10 +7,9 @@ from test_offload import folder  # noqa: F401  (a fixture)
 from zero_cases import FP64, OPTIMIZERS, batch_for, expect_one_process, model_of, whole
 
 import fzero
+from fzero import local_batch, state_specs
 from fzero.core import pytree
 from fzero.offload import DiskTensor, Nvme
-from fzero.train.batch import local_batch
-from fzero.train.state import state_specs
 
 EXPERTS = 3
 

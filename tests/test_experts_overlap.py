@@ -14,9 +14,9 @@ from fzero.comm.exchanges import start_exchange_rows
 from fzero.core import compile, pytree
 from fzero.core.joint_graph import chain_in_order, keeps_order
 from fzero.core.vjp_pair import vjp_pair
+from fzero.models import Ctx
 from fzero.models import experts as block
-from fzero.models.base import Ctx
-from fzero.sharding.experts import Experts
+from fzero.sharding import Experts
 
 ROWS, WIDTH = 4, 3
 EVENTS = []

@@ -13,6 +13,7 @@ import fzero
 from fzero import models
 from fzero.checkpoint.convert import huggingface
 from fzero.core import pytree
+from fzero.data import open_tokens, read_meta, verify
 from fzero.data.chat import Chat, Example, encoder, examples_of, read_chat, spans_of
 from fzero.data.examples import (
     Lengths,
@@ -24,8 +25,7 @@ from fzero.data.examples import (
 )
 from fzero.data.preferences import labels_reader, prepare_preferences
 from fzero.data.token_stream import RowStream, pack
-from fzero.data.tokens import open_tokens, read_meta, verify
-from fzero.models.base import Ctx
+from fzero.models import Ctx
 from fzero.run.config.config_table import from_json, from_table, to_json
 from fzero.run.config.objectives import OBJECTIVES, Objective
 from fzero.run.setup import run_folder, weights

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from fzero import models
+from fzero import models, plan
 from fzero.planner.first_estimate import MEMORY_BOUND, TIME_BOUND, first_estimate
-from fzero.planner.plan import config_for, device_for, plan, resolve_for, sizes_of
+from fzero.planner.plan import config_for, device_for, resolve_for, sizes_of
 from fzero.planner.step_trace import fake_nvme
 from fzero.run.measure.memory_check import check_memory, memory_on_device
 from fzero.run.setup.build import build

@@ -7,12 +7,12 @@ import zero_cases
 from close import assert_close, assert_same
 
 import fzero
-from fzero import checkpoint, optim
+from fzero import checkpoint, optim, state_specs
 from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
 from fzero.offload import DiskTensor, Nvme
 from fzero.sharding import Spec
-from fzero.train.state import meta_state, state_specs
+from fzero.train.state import meta_state
 
 T = torch.optim
 CLASSES = {

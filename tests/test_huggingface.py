@@ -31,13 +31,11 @@ from safetensors.torch import load_file, save_file
 from zero_cases import whole
 
 import fzero
-from fzero import optim
+from fzero import local_batch, optim, state_specs
 from fzero.checkpoint.convert.huggingface import load_hf, meta_leaves, save_hf
 from fzero.checkpoint.convert.tensor_files import DTYPES, read_safetensors, write_safetensors
 from fzero.core import pytree
 from fzero.models import Ctx, GPT2Config, MLPConfig, build, logits, loss, num_params, preset
-from fzero.train.batch import local_batch
-from fzero.train.state import state_specs
 
 every_case = pytest.mark.parametrize(
     "case",

@@ -14,11 +14,10 @@ from law_cases import config_of
 from zero_cases import OPTIMIZERS, batch_for, model_of, packed_batch_for, train, trained_whole
 
 import fzero
-from fzero import models
+from fzero import config_from_deepspeed, models
 from fzero.core import prng, pytree
 from fzero.models.dropping import keep_probability
 from fzero.run.config.config_table import from_table
-from fzero.run.config.deepspeed import config_from_deepspeed
 from fzero.train.loss import draws_of
 
 F64 = torch.float64

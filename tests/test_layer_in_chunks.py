@@ -14,8 +14,7 @@ from pretend_gpu import pretend
 
 from fzero import models
 from fzero.core import prng, pytree
-from fzero.models import chunked_layer
-from fzero.models.base import Cache, Ctx
+from fzero.models import Cache, Ctx, chunked_layer
 from fzero.planner.plan import config_for, device_for
 from fzero.planner.step_trace import make_trace, run_step
 from fzero.run.setup import build

@@ -15,7 +15,7 @@ from plan_cases import made
 from zero_cases import SIZES, model_of, whole
 
 import fzero
-from fzero import optim
+from fzero import local_batch, optim, state_specs
 from fzero.checkpoint import restore, save, step_folder
 from fzero.core import pytree
 from fzero.core.device import CPU
@@ -25,9 +25,7 @@ from fzero.planner.local_step_sync import agreement_bytes, trace_agreement, with
 from fzero.planner.rates import ways_of
 from fzero.planner.timing import Timing, weighted_sum
 from fzero.run.setup import build
-from fzero.train.batch import local_batch
 from fzero.train.local_steps import Local, init_local, local_specs, make_local_step, synchronize
-from fzero.train.state import state_specs
 
 ROOT = Path(__file__).parent.parent
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive

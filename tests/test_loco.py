@@ -17,7 +17,7 @@ from test_plan_memory import fullest, measured
 from zero_cases import batch_for, model_of
 
 import fzero
-from fzero import checkpoint, optim
+from fzero import checkpoint, local_batch, optim, state_specs
 from fzero.checkpoint.restore_state import error_lines, restore_state
 from fzero.core import pytree
 from fzero.kernels.registry import Kernels
@@ -27,14 +27,12 @@ from fzero.planner.devices import device
 from fzero.planner.step_trace import trace_step
 from fzero.run.measure.memory_check import state_bytes
 from fzero.run.setup import build
-from fzero.sharding import error_feedback
-from fzero.sharding.codec import Codec
+from fzero.sharding import Codec, error_feedback
 from fzero.sharding.error_feedback import ERROR, ERRORS, ErrorFeedback, error_bytes
-from fzero.train.batch import local_batch
 from fzero.train.codes import coder_of, errors_coder
 from fzero.train.local_steps import init_local
 from fzero.train.sdc_check import replicas
-from fzero.train.state import meta_state, state_specs
+from fzero.train.state import meta_state
 
 exhaustive = pytest.mark.exhaustive
 STEPS, RATE, BLOCK = 20, 0.25, 16

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fzero
-from fzero import models
+from fzero import Metrics, models
 from fzero.core.compile import notify_compiling
 from fzero.core.config_tables import check_type
 from fzero.run.config import config_table
@@ -19,7 +19,6 @@ from fzero.run.runner.loop import train_run
 from fzero.run.setup import build, run_folder
 from fzero.run.setup.build import Options
 from fzero.sharding import fake_mesh, one_process
-from fzero.train.step import Metrics
 
 
 def row(step, **values):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from close import assert_same
 
+from fzero import local_batch
 from fzero.kernels import attention_blocked, attention_tiled, linear_cross_entropy, norm
 from fzero.kernels.attention_pattern import FULL
 from fzero.planner import max_sequence
@@ -14,7 +15,6 @@ from fzero.planner.plan import config_for, device_for, resolve_for
 from fzero.run.measure.live_bytes import MemoryTrace, record_step
 from fzero.run.setup import build
 from fzero.sharding import one_process
-from fzero.train.batch import local_batch
 
 CHUNK = 128  # tokens of a chunk of the MLP, the norms and the loss
 

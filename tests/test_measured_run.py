@@ -15,10 +15,10 @@ from launched import torchrun, write_text
 from zero_cases import OPTIMIZERS, batch_for, model_of
 
 import fzero
+from fzero import fp64, local_batch
 from fzero.cli import main
 from fzero.comm.ledger import Ledger
 from fzero.core import pytree
-from fzero.core.precision import fp64
 from fzero.run.config.config_table import recipe
 from fzero.run.measure import flops, norms, step_records
 from fzero.run.measure.step_records import Named, steps_of
@@ -27,7 +27,6 @@ from fzero.run.setup import run_folder
 from fzero.sharding import pipeline
 from fzero.sharding.pipeline import feeds, read_schedule, write_schedule
 from fzero.sharding.zero_stages import shapes_of
-from fzero.train.batch import local_batch
 
 # -- the clock, by hand
 

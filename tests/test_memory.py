@@ -13,7 +13,7 @@ import fzero
 from fzero import models, optim
 from fzero.core import precision, pytree
 from fzero.run.measure.live_bytes import LiveBytes, predict_peak
-from fzero.sharding.mesh import fake_mesh
+from fzero.sharding import fake_mesh
 from fzero.sharding.plan_table import communication
 
 # Every first dim of a layer's leaf, and the vocabulary, divide by 4: nothing is whole on all ranks.

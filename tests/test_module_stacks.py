@@ -11,11 +11,11 @@ from law_cases import FP64
 from torch import nn
 
 import fzero
-from fzero import checkpoint, optim
+from fzero import checkpoint, optim, state_specs
 from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
 from fzero.offload import Nvme
-from fzero.train.state import meta_state, state_specs
+from fzero.train.state import meta_state
 
 slow = pytest.mark.slow
 D, STEPS = 6, 3

@@ -10,11 +10,10 @@ from moe_balance_cases import RATE, SIZES, STEPS, biases, equals_written_out, wr
 from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, trained_whole
 
 import fzero
-from fzero import checkpoint, models
+from fzero import checkpoint, models, reopen_state
 from fzero.core import precision, pytree
 from fzero.offload import Nvme
-from fzero.sharding.pipeline_plan import Pipeline
-from fzero.train.state_on_disk import reopen_state
+from fzero.sharding import Pipeline
 
 exhaustive = pytest.mark.exhaustive
 NAMES = tuple(SIZES)

@@ -12,9 +12,9 @@ from fzero.core import pytree
 from fzero.kernels import moe, moe_float8
 from fzero.kernels.float8 import E4M3, float8_linear, quantise
 from fzero.kernels.moe_float8 import float8_grouped_mm
+from fzero.models import Ctx
 from fzero.models import experts as block
-from fzero.models.base import Ctx
-from fzero.sharding.experts import Experts
+from fzero.sharding import Experts
 
 FORMS = ("reference", "emulated", "triton") if laws.DEVICE == "cpu" else ("reference", "triton")
 ENDS = [(2, 2, 40, 70), (0, 0, 0, 75), (1, 33, 64, 75)]

@@ -14,16 +14,13 @@ from close import assert_close, assert_same
 from zero_cases import FP64, batch_for, model_of, train, whole
 
 import fzero
-from fzero import checkpoint, models, optim
+from fzero import checkpoint, local_batch, models, optim, reopen_state, state_specs
 from fzero.checkpoint.offload_snapshot import find_snapshot, verify_store
 from fzero.core import pytree
 from fzero.offload import DiskTensor, Nvme
-from fzero.sharding import Context, Spec, from_dtensor, one_process, to_dtensor
+from fzero.sharding import Context, Spec, from_dtensor, narrow_to, one_process, to_dtensor
 from fzero.sharding.redistribute import digests, gather_full
-from fzero.sharding.slices import narrow_box, narrow_to, parts_as_chunks
-from fzero.train.batch import local_batch
-from fzero.train.state import state_specs
-from fzero.train.state_on_disk import reopen_state
+from fzero.sharding.slices import narrow_box, parts_as_chunks
 
 pytestmark = pytest.mark.slow
 

@@ -17,22 +17,16 @@ import ranks
 import torch
 
 import fzero
-from fzero import checkpoint, models, optim
+from fzero import checkpoint, local_batch, models, optim, reopen_state
 from fzero.checkpoint.restore_state import restore_state
 from fzero.core import precision, pytree
 from fzero.models.lora import FROZEN
 from fzero.offload import DiskTensor, Nvme
 from fzero.offload.disk_io import serves_direct
-from fzero.optim import moment_storage
-from fzero.optim.sharded_leaves import WHOLE
-from fzero.sharding import spec
-from fzero.sharding.context import Context
-from fzero.sharding.pipeline_plan import Pipeline
+from fzero.optim import WHOLE, moment_storage
+from fzero.sharding import Context, Pipeline, Spec, spec
 from fzero.sharding.slices import shard_dim
-from fzero.sharding.spec import Spec
-from fzero.train.batch import local_batch
 from fzero.train.state import meta_state
-from fzero.train.state_on_disk import reopen_state
 from fzero.train.update import in_memory, offloaded
 
 MEMORY = Path("/dev/shm")  # a disk is slower and its time is other people's

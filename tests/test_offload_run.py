@@ -13,7 +13,7 @@ import torch
 from launched import TIMED
 
 import fzero
-from fzero import models, optim
+from fzero import local_batch, models, optim, reopen_state
 from fzero.checkpoint import offload_snapshot
 from fzero.cli import main
 from fzero.core import precision, pytree
@@ -25,8 +25,6 @@ from fzero.run.config import config_table
 from fzero.run.measure import memory_check
 from fzero.run.setup import build, run_folder
 from fzero.run.setup.build_optim import STATES
-from fzero.train.batch import local_batch
-from fzero.train.state_on_disk import reopen_state
 
 # A folder without direct transfers is used through tensorstore, with the same numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*its file system refuses direct transfers:UserWarning")

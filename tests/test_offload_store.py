@@ -23,10 +23,11 @@ import torch
 from remedies import tried
 
 import fzero
-from fzero import models, optim
+from fzero import local_batch, models, optim, reopen_state
+from fzero.checkpoint import Damaged
 from fzero.core import precision, pytree
 from fzero.core.host_memory import HUGE
-from fzero.core.storage import PAGE, Damaged
+from fzero.core.storage import PAGE
 from fzero.offload import (
     BufferPool,
     DiskIO,
@@ -53,8 +54,6 @@ from fzero.offload.store_manifest import (
 )
 from fzero.offload.update_units import RowBlock, begin_ahead, cut_units
 from fzero.sharding.slices import MOST_ELEMENTS, row_blocks
-from fzero.train.batch import local_batch
-from fzero.train.state_on_disk import reopen_state
 
 LEAVES = {
     "params/blocks/w": LeafFiles((3, 70, 64), torch.float32, stacked=True),

@@ -19,12 +19,10 @@ from sign_cases import sign_sum, stack
 from zero_cases import batch_for, model_of
 
 import fzero
-from fzero import checkpoint, optim
+from fzero import LossScale, all_gather, checkpoint, fp16, local_batch, optim, psum, state_specs
 from fzero.checkpoint import restore_state
 from fzero.checkpoint.restore_state import error_lines
-from fzero.comm.collectives import all_gather, psum
 from fzero.core import pytree
-from fzero.core.precision import LossScale, fp16
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_layer import Basis, admits_codec
 from fzero.planner.devices import device
@@ -36,9 +34,8 @@ from fzero.sharding import sign_sums
 from fzero.sharding.pipeline_traffic import sent_of
 from fzero.sharding.plan_table import full_sum_bytes
 from fzero.sharding.sign_sums import SignSums
-from fzero.train.batch import local_batch
 from fzero.train.local_steps import init_local
-from fzero.train.state import meta_state, state_specs
+from fzero.train.state import meta_state
 
 exhaustive = pytest.mark.exhaustive
 STEPS, FREEZE, RATE, B1, B2, EPS, DECAY = 20, 6, 0.05, 0.8, 0.9, 1e-6, 0.1

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fzero import optim
 from fzero.core import pytree
 from fzero.optim import leafwise
-from fzero.sharding.spec import Spec
+from fzero.sharding import Spec
 
 # `apply` runs PyTorch's fused Adam, or works layer by layer: another rounding. The others are bitwise.
 FUSED = {"adam", "adamw", "lamb", "adafactor", "muon by label", "accumulate"}

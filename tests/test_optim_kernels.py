@@ -18,7 +18,7 @@ from fzero.kernels.optim_lowbit import LeafPosition, make_position
 from fzero.kernels.registry import explain
 from fzero.optim import moment_storage
 from fzero.optim import norm as norm_module
-from fzero.sharding.spec import Spec
+from fzero.sharding import Spec
 from fzero.train.update import in_memory
 
 F64, BF16 = torch.float64, torch.bfloat16

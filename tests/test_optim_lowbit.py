@@ -13,7 +13,7 @@ from fzero import checkpoint, optim
 from fzero.core import pytree
 from fzero.kernels import optim_leaf, optim_lowbit
 from fzero.optim import moment_storage
-from fzero.sharding.spec import Spec
+from fzero.sharding import Spec
 
 # leaf -> (shape, spec as a plan's `opt` has it)
 LEAVES = {

@@ -15,7 +15,7 @@ from fzero import optim
 from fzero.core import pytree
 from fzero.optim import norm as norm_module
 from fzero.optim import sharded_leaves as layouts
-from fzero.sharding.spec import Spec
+from fzero.sharding import Spec
 
 LAYERS = 6  # of which 4 ranks share the first four, and gather the last two
 # leaf -> (shape, spec as a plan's `opt` has it)

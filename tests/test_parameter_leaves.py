@@ -8,10 +8,8 @@ from close import assert_close, assert_same
 from zero_cases import whole
 
 import fzero
-from fzero import checkpoint, optim
+from fzero import checkpoint, local_batch, optim, state_specs
 from fzero.offload import DiskTensor
-from fzero.train.batch import local_batch
-from fzero.train.state import state_specs
 
 FIXED = {  # by dtype; values that a float32 or bfloat16 would not hold
     torch.int64: torch.tensor([2**53 + 1, -3, 5, 2**24 + 1]),

@@ -9,6 +9,7 @@ from plan_cases import made
 from zero_cases import FP64, OPTIMIZERS, batch_for, model_of
 
 import fzero
+from fzero import local_batch
 from fzero.core import pytree
 from fzero.planner.step_trace import run_step
 from fzero.run.measure.live_bytes import LiveBytes
@@ -16,7 +17,6 @@ from fzero.run.setup.build import local_micro_batches
 from fzero.sharding.pipeline import FAMILIES
 from fzero.sharding.pipeline_traffic import KINDS, sent_by_rank
 from fzero.sharding.plan_table import communication
-from fzero.train.batch import local_batch
 
 M = 4
 PIPELINES = {

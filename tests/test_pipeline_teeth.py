@@ -17,16 +17,14 @@ from test_pipelined import layer_norms
 from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, train, whole
 
 import fzero
+from fzero import local_batch
 from fzero.comm import channel, ledger
 from fzero.core import stack
 from fzero.optim import sharded_leaves
 from fzero.run.measure import norms
-from fzero.sharding import pipeline
-from fzero.sharding.pipeline_plan import Pipeline
+from fzero.sharding import Pipeline, pipeline, zero_plan
 from fzero.sharding.reduce import GradientReducer
-from fzero.sharding.zero_stages import zero_plan
 from fzero.train import gradient, pipeline_executor, streamed_model
-from fzero.train.batch import local_batch
 
 MICRO, STEPS = 4, 2
 

@@ -15,18 +15,14 @@ from pipeline_steps import equals_one_process, options_of
 from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, train, whole
 
 import fzero
-from fzero import checkpoint
+from fzero import checkpoint, local_batch, make_eval_step, state_specs
 from fzero.comm.channel import Receiver
 from fzero.core import pytree, vjp_pair
 from fzero.run.measure import norms
+from fzero.sharding import Pipeline, zero_plan
 from fzero.sharding.pipeline import FAMILIES
-from fzero.sharding.pipeline_plan import Pipeline
 from fzero.sharding.redistribute import digests
-from fzero.sharding.zero_stages import zero_plan
-from fzero.train.batch import local_batch
-from fzero.train.eval import make_eval_step
 from fzero.train.pipeline_executor import min_capacity, schedule_of
-from fzero.train.state import state_specs
 
 # A table of one's own: down the ranks and up again, so that embedding and head are on rank 0.
 V = """name vee

@@ -21,8 +21,7 @@ from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.runner import loop, pretrain
 from fzero.run.setup import build, run_folder, run_lock, weights
 from fzero.run.setup.build import Options
-from fzero.sharding.pipeline_plan import Pipeline
-from fzero.sharding.zero_stages import zero_plan
+from fzero.sharding import Pipeline, zero_plan
 
 PP2, PP2_DP2 = (("pp", 2),), (("pp", 2), ("dp", 2))
 ALL = "params=nvme,grads=nvme,opt=nvme,acts=nvme"

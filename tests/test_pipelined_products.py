@@ -14,8 +14,8 @@ from pipeline_steps import equals_one_process, options_of
 from zero_cases import train
 
 from fzero.core import precision
+from fzero.sharding import Pipeline
 from fzero.sharding.pipeline import FAMILIES
-from fzero.sharding.pipeline_plan import Pipeline
 from fzero.sharding.redistribute import digests
 
 CHUNKS = {name: 1 if family.chunks == 1 else 2 for name, family in FAMILIES.items()}

@@ -17,7 +17,7 @@ from fzero.core.device import CPU, FakeDevice, Target
 from fzero.core.vjp_pair import vjp_pair
 from fzero.planner import fake_inductor
 from fzero.run.measure.live_bytes import LiveBytes
-from fzero.sharding.mesh import fake_mesh
+from fzero.sharding import fake_mesh
 
 H100, A100 = Target("cuda", 132, (9, 0), "H100"), Target("cuda", 108, (8, 0), "A100")
 N = 64

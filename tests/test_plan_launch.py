@@ -8,9 +8,9 @@ import tomllib
 
 import pytest
 
+from fzero import search
 from fzero.planner import launch
 from fzero.planner.candidates import Candidate
-from fzero.planner.search import search
 from fzero.run.config.config_table import from_table, to_table
 
 # A value of every key that a search decides, as it is set and as a flag says it.

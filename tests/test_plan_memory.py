@@ -17,10 +17,10 @@ import torch
 from plan_cases import CASES, SLOW, THIN, made
 from torch.utils.flop_counter import FlopCounterMode
 
+from fzero import plan
 from fzero.core.product_flops import FORMULAS
 from fzero.planner import devices, extrapolate
 from fzero.planner.operations import ExecutedOp
-from fzero.planner.plan import plan
 from fzero.planner.step_trace import Transfer, trace_step
 from fzero.run.config.config_table import from_table
 from fzero.run.measure.live_bytes import record_step

@@ -23,7 +23,7 @@ from fzero.planner.step_trace import Transfer, trace_step
 from fzero.run.config.config_table import from_table
 from fzero.run.measure.live_bytes import LiveBytes
 from fzero.run.setup import build_optim
-from fzero.sharding.mesh import fake_mesh
+from fzero.sharding import fake_mesh
 
 H100, A100 = Target("cuda", 132, (9, 0), "H100"), Target("cuda", 108, (8, 0), "A100")
 SIZES = {"vocab_size": 128, "max_len": 64, "d_model": 64, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2}

@@ -9,9 +9,9 @@ import torch
 from close import assert_same
 
 import fzero
-from fzero import checkpoint, optim
+from fzero import LossScale, Policy, checkpoint, fp16, optim
 from fzero.core import pytree, torch_private
-from fzero.core.precision import POLICIES, LossScale, Policy, fp16, init_scaler, overflow_at_floor, update_scaler
+from fzero.core.precision import POLICIES, init_scaler, overflow_at_floor, update_scaler
 
 
 class AtFloor(Exception):

@@ -10,7 +10,7 @@ from pretend_gpu import GpuTensor, join, pretend
 from test_pretend_gpu import SIZES, batch_of, losses, make
 
 import fzero
-from fzero import checkpoint, models, one_process, optim
+from fzero import checkpoint, make_check, models, one_process, optim
 from fzero.checkpoint import Writer, save_state, writer
 from fzero.checkpoint.save_state import TileFile
 from fzero.cli.main import main
@@ -19,7 +19,6 @@ from fzero.run.debug.checkpoint_diff import describe_difference
 from fzero.run.runner import rollback
 from fzero.sharding import Spec
 from fzero.sharding.redistribute import digests
-from fzero.train.sdc_check import make_check
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from pretend_gpu import Event, Stream, pretend
 
 import fzero
-from fzero import checkpoint, models, optim
+from fzero import checkpoint, init_state, models, optim, state_specs
 from fzero.checkpoint import CheckpointReader
 from fzero.checkpoint import restore_state as restore
 from fzero.core import copy_buckets, gpu, gpu_copies, precision, prng, pytree
@@ -20,8 +20,7 @@ from fzero.run.runner.generate import Sampling, generate
 from fzero.run.setup import run_folder
 from fzero.run.setup.build import build, first_state
 from fzero.run.setup.corpus import prefetch_to_device
-from fzero.train.init import init_state
-from fzero.train.state import meta_state, state_specs
+from fzero.train.state import meta_state
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "d_ff": 32}
 

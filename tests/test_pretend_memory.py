@@ -12,13 +12,10 @@ import torch
 from pretend_gpu import pretend
 
 import fzero
-from fzero import models, optim
+from fzero import Skip, init_state, models, optim
 from fzero.core import copy_buckets, gpu_copies, precision, pytree
 from fzero.offload import chunk_files, scratch
-from fzero.sharding import gradient_sums, prefetch, slices
-from fzero.sharding.pipeline_plan import Pipeline
-from fzero.train.init import init_state
-from fzero.train.spike import Skip
+from fzero.sharding import Pipeline, gradient_sums, prefetch, slices
 
 D, F, TOKENS, LAYERS = 32, 64, 8 * 32, 6
 CONFIG = models.LlamaConfig(vocab_size=32, max_len=32, d_model=D, n_layers=LAYERS, n_heads=2, n_kv_heads=2, d_ff=F)

@@ -11,13 +11,11 @@ from pretend_gpu import Stream, pretend
 from test_pretend_gpu import by_file
 
 import fzero
-from fzero import models, optim
+from fzero import Skip, init_state, models, optim
 from fzero.core import copy_buckets, gpu_copies, precision, pytree
 from fzero.offload import buffer_pool
 from fzero.offload.scratch import DiskActivations
 from fzero.sharding import gradient_sums, prefetch
-from fzero.train.init import init_state
-from fzero.train.spike import Skip
 from fzero.train.update import in_backward, offloaded
 
 MLP = models.MLPConfig(vocab_size=32, max_len=8, d_model=8, n_layers=2, d_ff=16)

@@ -20,8 +20,8 @@ from test_data_law import home as law  # noqa: F401
 from fzero import data
 from fzero.core import storage
 from fzero.core.storage import Objects
-from fzero.data import remote_tokens, token_stream
-from fzero.data.remote_tokens import MIN_CACHE_BYTES, PieceCache, Reading
+from fzero.data import Reading, remote_tokens, token_stream
+from fzero.data.remote_tokens import MIN_CACHE_BYTES, PieceCache
 from fzero.run.config.config_table import from_table
 from fzero.run.setup import corpus, run_folder
 from fzero.sharding import fake_mesh

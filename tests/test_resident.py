@@ -12,11 +12,11 @@ from test_offload import Case, check, each, folder  # noqa: F401  (a fixture)
 from zero_cases import FP64, OPTIMIZERS, batch_for, model_of
 
 import fzero
+from fzero import local_batch
 from fzero.comm.ledger import Ledger
 from fzero.core import pytree
+from fzero.sharding import Pipeline
 from fzero.sharding.pipeline import count_gathers, with_gathers
-from fzero.sharding.pipeline_plan import Pipeline
-from fzero.train.batch import local_batch
 from fzero.train.pipeline_executor import schedule_of
 
 LAYERS, M = 4, 4

@@ -15,14 +15,13 @@ import damaged_runs
 import numpy as np
 import pytest
 
-from fzero import checkpoint, data
+from fzero import checkpoint, data, open_loggers
 from fzero.core.config_tables import set_nested
 from fzero.core.files import append_line, remove_entry
 from fzero.core.text_parsing import json_text, parse_json, read_json
 from fzero.data.chat import Chat, read_chat
 from fzero.data.tokenizers import train_bpe
 from fzero.run.config.config_table import from_table
-from fzero.run.measure.loggers import open_loggers
 from fzero.run.runner import rollback
 from fzero.run.setup import run_folder, run_lock, weights
 

@@ -14,9 +14,9 @@ import fzero
 from fzero import models, optim
 from fzero.checkpoint.convert import huggingface
 from fzero.core import pytree
-from fzero.models.base import Ctx
+from fzero.models import Ctx
 from fzero.models.lora import FROZEN
-from fzero.sharding.context import Context
+from fzero.sharding import Context
 from fzero.sharding.redistribute import gather_on_first
 
 LABELS = ("bad", "fair", "good")

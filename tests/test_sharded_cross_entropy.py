@@ -5,7 +5,7 @@ import ranks
 import torch
 from close import assert_at_most_twice_the_error, assert_close, assert_same
 
-from fzero.comm.collectives import pvary
+from fzero import pvary
 from fzero.kernels import linear_cross_entropy as ce
 from fzero.sharding import one_process
 

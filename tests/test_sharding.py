@@ -6,18 +6,29 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from fzero import bf16
 from fzero.core import pytree
-from fzero.core.precision import bf16
-from fzero.sharding import AXES, ZERO, Axis, Mesh, Spec, fake_mesh, make_mesh, match_rules, one_process, zero_plan
+from fzero.sharding import (
+    AXES,
+    ZERO,
+    Axis,
+    Mesh,
+    Spec,
+    fake_mesh,
+    local_shape,
+    make_mesh,
+    match_rules,
+    narrow_to,
+    one_process,
+    zero_plan,
+)
 from fzero.sharding.slices import (
     check_dims,
     global_shape,
     largest_shard,
     local_numel,
-    local_shape,
     local_windows,
     narrow_box,
-    narrow_to,
     parts_as_chunks,
     shard_of_rank,
 )

@@ -9,15 +9,12 @@ import torch
 from close import assert_close, assert_same
 
 import fzero
-from fzero import checkpoint, models, optim
+from fzero import Spike, checkpoint, local_batch, models, optim, reopen_state, state_specs
 from fzero.core import precision, pytree
 from fzero.offload import DiskTensor, Nvme
 from fzero.run.config.config_table import from_table
 from fzero.sharding.redistribute import gather_on_first
-from fzero.train.batch import local_batch
-from fzero.train.spike import ENTRY, LOSS, LossStats, Spike, init_stats, judge
-from fzero.train.state import state_specs
-from fzero.train.state_on_disk import reopen_state
+from fzero.train.spike import ENTRY, LOSS, LossStats, init_stats, judge
 
 MESH = fzero.one_process()
 SPIKE = Spike(sigmas=1.5, window=3, warmup=4)

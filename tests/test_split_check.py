@@ -8,8 +8,7 @@ from own_modules import points_of, square_loss
 from torch import nn
 
 import fzero
-from fzero import models, optim
-from fzero.comm.collectives import psum, pvary
+from fzero import models, optim, psum, pvary
 from fzero.train import split_check
 
 D = 8

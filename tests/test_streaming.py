@@ -8,10 +8,10 @@ import pytest
 import torch
 from close import assert_close, assert_same
 
+from fzero import Remat, stack
 from fzero.core import pytree, vjp_pair
 from fzero.core import stack as streaming
-from fzero.core.autodiff import Remat
-from fzero.core.stack import reference, stack
+from fzero.core.stack import reference
 
 F64 = torch.float64
 B, D, F = 3, 4, 6

@@ -10,10 +10,8 @@ from law_cases import FP64, plain_loss, plain_params, step_options
 from zero_cases import batch_for, model_of, whole
 
 import fzero
-from fzero import models, optim
+from fzero import local_batch, models, optim, state_specs
 from fzero.core import precision, pytree
-from fzero.train.batch import local_batch
-from fzero.train.state import state_specs
 
 MESHES = {"dp2": {"dp": 2}, "dp2 x tp2": {"dp": 2, "tp": 2}}
 

@@ -7,9 +7,9 @@ import pytest
 import ranks
 import torch
 
+from fzero.checkpoint import Damaged
 from fzero.comm.axes import BY_DATA_RANK
 from fzero.comm.rank_tables import any_rank, barrier, failing_together, gather_rows, raise_together, sum_rows
-from fzero.core.storage import Damaged
 from fzero.sharding import one_process
 
 

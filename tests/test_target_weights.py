@@ -14,9 +14,8 @@ from fzero.core import pytree
 from fzero.kernels import cross_entropy as ce
 from fzero.kernels import linear_cross_entropy as linear
 from fzero.models import batch as batches
-from fzero.models.preference import by_position
-from fzero.sharding.context import Context
-from fzero.sharding.pipeline_plan import Pipeline
+from fzero.models import by_position
+from fzero.sharding import Context, Pipeline
 
 F64, RATE = torch.float64, 2e-3
 SUMS = {"rtol": 1e-10, "atol": 1e-10}

@@ -12,8 +12,7 @@ import torch
 from close import assert_close, assert_same
 from law_cases import GEMMA, GPT_OSS, OLMO2
 
-from fzero import models
-from fzero.comm.collectives import psum, pvary
+from fzero import models, psum, pvary
 from fzero.core import prng, pytree
 from fzero.kernels import linear_cross_entropy as ce
 from fzero.models import base, experts, forward, layers

@@ -11,10 +11,9 @@ from close import assert_close, assert_same
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero import Execution, init_state, make_train_step, models, one_process, optim, zero_plan
+from fzero import Execution, fp64, init_state, make_train_step, models, one_process, optim, zero_plan
 from fzero.core import pytree
 from fzero.core.compile import have_compiler
-from fzero.core.precision import fp64
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels.registry import observe
 from fzero.models.tiled_linear import (

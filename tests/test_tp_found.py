@@ -13,8 +13,7 @@ from torch import nn
 
 import fzero
 from fzero import optim
-from fzero.models import module_tp, module_tp_search
-from fzero.models.base import Ctx
+from fzero.models import Ctx, module_tp, module_tp_search
 
 D, HORNS, STEPS = 8, 4, 5
 

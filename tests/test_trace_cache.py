@@ -6,12 +6,13 @@ import os
 import pytest
 import torch
 
+from fzero import plan
 from fzero.core import compile_cache
 from fzero.core.device import Target
 from fzero.kernels.tuning import kernel_folder
 from fzero.offload.disk_io import config_file
 from fzero.planner import extrapolate, trace_cache
-from fzero.planner.plan import config_for, device_for, plan, resolve_for
+from fzero.planner.plan import config_for, device_for, resolve_for
 from fzero.planner.plan_report import report_of
 from fzero.planner.trace_cache import cached_trace, entry_name, is_cached, question, remove_oldest
 

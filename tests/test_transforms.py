@@ -12,14 +12,11 @@ from law_cases import F64, FP64
 from zero_cases import batch_for, model_of, packed_batch_for, whole_leaf
 
 import fzero
-from fzero import optim
-from fzero.comm.collectives import psum, pvary
+from fzero import local_batch, optim, psum, pvary, state_specs
 from fzero.core import prng, pytree
 from fzero.models import base, forward
-from fzero.sharding.context import Context
-from fzero.train.batch import local_batch
+from fzero.sharding import Context
 from fzero.train.loss import make_loss
-from fzero.train.state import state_specs
 
 ROWS = 4
 

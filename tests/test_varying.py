@@ -10,7 +10,8 @@ from torch.func import grad
 from zero_cases import OPTIMIZERS, model_of
 
 import fzero
-from fzero.comm.collectives import all_gather, own_slice, psum, psum_scatter, pvary
+from fzero import all_gather, psum, psum_scatter, pvary
+from fzero.comm.collectives import own_slice
 from fzero.core import pytree
 from fzero.core.autodiff import Function
 from fzero.core.varying_axes import Varying

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 import fzero
-from fzero import checkpoint
+from fzero import checkpoint, open_loggers
 from fzero.core.files import NotWritable, make_folder, open_to_write, replacing, writing
 from fzero.core.storage import write_text
-from fzero.run.measure.loggers import open_loggers
 from fzero.run.setup import run_folder, run_lock
 
 ROOT = Path(fzero.__file__).parent

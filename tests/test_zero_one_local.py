@@ -19,7 +19,7 @@ from sign_cases import sign_sum, stack
 from zero_cases import model_of
 
 import fzero
-from fzero import checkpoint, optim
+from fzero import checkpoint, local_batch, optim, state_specs
 from fzero.checkpoint.restore_state import error_lines, restore_state
 from fzero.core import pytree
 from fzero.optim.zero_one_adam import Intervals, Rule
@@ -29,8 +29,7 @@ from fzero.planner.plan import reports_of, resolve_for
 from fzero.run.setup import build
 from fzero.sharding.plan_table import full_sum_bytes, traffic
 from fzero.train import step as train_step_file
-from fzero.train.batch import local_batch
-from fzero.train.state import meta_state, state_specs
+from fzero.train.state import meta_state
 from fzero.train.update.in_memory import sum_divergence
 
 zero_one_adam = importlib.import_module("fzero.optim.zero_one_adam")  # of its name there is a function too

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero import plan
 from fzero.planner import devices
-from fzero.planner.plan import plan
 
 GPU = Path(__file__).with_name("gpu.json")
 HOST = "params=host,grads=host,opt=host"

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fzero import plan
 from fzero.planner import devices
-from fzero.planner.plan import plan
 
 H100 = Path(__file__).with_name("h100.json")
 DISK = {"read": 6e9, "write": 4e9, "both": 7e9}  # bytes/s
