@@ -21,7 +21,7 @@ from fzero.comm.collectives import pvary as pvary
 from fzero.core import prng
 from fzero.core import pytree as pytree
 from fzero.core.autodiff import Remat as Remat
-from fzero.core.autodiff import remat as remat
+from fzero.core.captured_state import remat as remat
 from fzero.core.compile import jit as jit
 from fzero.core.precision import LossScale as LossScale
 from fzero.core.precision import Policy as Policy

@@ -10,7 +10,7 @@ import pytest
 import torch
 from close import assert_close
 
-from fzero.core.compile import have_compiler
+from fzero.core.cpp import have_compiler
 from fzero.kernels import attention, attention_flash, attention_flash_backward, registry
 from fzero.kernels.attention import FORM_PASSES
 from fzero.kernels.attention_arguments import Positions, Scoring

@@ -18,7 +18,7 @@ from zero_cases import packed_batch_for, train, whole
 import fzero
 from fzero.comm.collectives import all_gather_same
 from fzero.core import cpp
-from fzero.core.compile import have_compiler
+from fzero.core.cpp import have_compiler
 from fzero.core.future import Future
 from fzero.kernels import attention_ring, attention_tiled
 from fzero.models import cp_attention, experts, layers

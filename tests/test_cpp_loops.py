@@ -19,7 +19,7 @@ from test_quantize import bits
 
 import fzero
 from fzero.core import cpp, crc32c, digest, prng
-from fzero.core.compile import have_compiler
+from fzero.core.cpp import have_compiler
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import glu, norm, quantize
 from fzero.kernels.attention import attend

@@ -10,7 +10,7 @@ import pytest
 import torch
 from close import assert_close, assert_same
 
-from fzero.core.compile import have_compiler
+from fzero.core.cpp import have_compiler
 from fzero.kernels import optim_leaf, optim_lowbit
 from fzero.kernels import optim_multi_tensor as kernels
 from fzero.kernels.optim_leaf import OptimLeaf, StepRates

@@ -8,7 +8,7 @@ from close import assert_close, assert_same
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.core import prng
-from fzero.core.compile import have_compiler
+from fzero.core.cpp import have_compiler
 from fzero.kernels import quantize as file
 from fzero.kernels import quantize_codes
 from fzero.kernels.quantize import dequantize, dequantize_sum_requantize, quantize

@@ -8,7 +8,7 @@ import pytest
 import torch
 from close import assert_close, assert_same
 
-from fzero.core.compile import have_compiler
+from fzero.core.cpp import have_compiler
 from fzero.kernels import attention_tiled as module
 from fzero.kernels.attention import attend, reference
 from fzero.kernels.attention_blocked import blocked_attention

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero import Execution, fp64, init_state, make_train_step, models, one_process, optim, zero_plan
 from fzero.core import pytree
-from fzero.core.compile import have_compiler
+from fzero.core.cpp import have_compiler
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels.registry import observe
 from fzero.models.tiled_linear import (

@@ -1,4 +1,4 @@
-"""Recomputation in the backward pass (remat), and helpers for autograd Functions that run under torch.func
+"""The policy of recomputation in the backward pass, and helpers for autograd Functions that run under torch.func
 transforms.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree, varying_axes
-from fzero.core.arguments import checked, expect_fields
-from fzero.core.captured_state import Rerun, generators_in
+from fzero.core.arguments import expect_fields
 from fzero.core.torch_private import (
     get_interpreter_stack,
     is_functorch_wrapped_tensor,
@@ -116,20 +115,6 @@ def expect_closed(f: Callable[..., Any], label: str) -> None:
                 )
 
 
-def _bind_arguments(run: Callable[..., Any], values: Sequence[Any], positions: Sequence[int]) -> Callable[..., Any]:
-    """`run` as a function of only the arguments at positions `positions`; the other arguments are fixed to those in
-    `values`.
-    """
-
-    def call_selected(*selected: Tensor) -> Any:
-        full = list(values)
-        for i, value in zip(positions, selected):
-            full[i] = value
-        return run(*full)
-
-    return call_selected
-
-
 class Function(torch.autograd.Function):
     """A torch.autograd.Function whose `apply` binds no arguments where no transform is active: torch reads the
     signature of `forward` out of the code at each call, which takes longer than most kernels of a small step.
@@ -182,80 +167,3 @@ class Backward(Function):
             row = (t if dim is None else t.select(dim, i) for t, dim in zip(tensors, in_dims[2:]))
             outs.append(Backward.apply(operation, run, *row))
         return tuple(torch.stack(parts) for parts in zip(*outs)), (0,) * len(outs[0])
-
-
-class _Remat(Function):
-    @staticmethod
-    def forward(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-        # Autograd cannot save an input that is also an output, such as what a dropout passes.
-        return tuple(x.view_as(x) if any(x is t for t in tensors) else x for x in run(*tensors))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.run = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = unwrap_dead_wrappers(ctx.saved_tensors)  # of a recomputation around this one, which is over
-        grad_indices = [i for i, t in enumerate(saved) if ctx.needs_input_grad[i + 1]]
-
-        vjp = torch.func.vjp(_bind_arguments(ctx.run, saved, grad_indices), *(saved[i] for i in grad_indices))[1]
-        results: list[Tensor | None] = [None] * (len(saved) + 1)
-        for i, grad in zip(grad_indices, vjp(grads)):
-            results[i + 1] = grad
-        return tuple(results)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        primals = ctx.saved_tensors
-        live = [i for i, t in enumerate(tangents) if t is not None]
-        arguments = (tuple(values[i] for i in live) for values in (primals, tangents))
-        return torch.func.jvp(_bind_arguments(ctx.run, primals, live), *arguments)[1]
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], run: Callable, *tensors: Tensor) -> tuple[Any, ...]:
-        batched = torch.vmap(run, in_dims=in_dims[1:], randomness=info.randomness)
-        out = _Remat.apply(batched, *tensors)
-        return out, (0,) * len(out)
-
-
-@checked()
-def remat(f: Callable[..., R]) -> Callable[..., R]:
-    """Return a function equal to `f` that keeps only its inputs for the backward pass, which runs `f` again.
-
-    f: a pure function of trees of tensors, of any shapes and dtypes, that returns a tree. Values and gradients have the
-    same bits as those of `f`. Composes with torch.func.grad, vjp, jvp and vmap, and with .backward(). What f reads
-    beside its arguments is put back where it runs again: random numbers, those of generators of torch, Python and numpy
-    that it reaches too, autocast and the default dtype.
-
-    Raises ValueError if `f` closes over a tensor that is differentiated: pass it as an argument; if it changes a
-    variable that its result depends on (a count, an iterator, an average), in one of its first calls; and, where it is
-    compiled or traced, if it draws random numbers by torch's generators.
-
-    >>> f = remat(lambda p, x: torch.tanh(x @ p["w"]).sum())
-    >>> torch.func.grad(f)({"w": torch.zeros(2, 2)}, torch.ones(1, 2))["w"]
-    tensor([[1., 1.],
-            [1., 1.]])
-
-    Ref: Chen et al. 2016, "Training deep nets with sublinear memory cost", arXiv:1604.06174, section 3.
-    """
-
-    def remat_f(*args: Any) -> Any:
-        expect_closed(f, "remat")
-        flat, treedef = pytree.flatten(args)
-        positions = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
-        out_def: list[Any] = []
-
-        def run(*leaves: Any) -> tuple[Tensor, ...]:
-            out, out_treedef = pytree.flatten(f(*pytree.unflatten(leaves, treedef)))
-            out_def[:] = [out_treedef]
-            return tuple(out)
-
-        out = _Remat.apply(
-            Rerun(_bind_arguments(run, flat, positions), f, generators_in(f, *flat)), *(flat[i] for i in positions)
-        )
-        return pytree.unflatten(out, out_def[0])
-
-    return remat_f

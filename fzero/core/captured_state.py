@@ -1,5 +1,5 @@
-"""What a program reads beside its arguments, put back where it runs again: a recomputation must see what the first run
-saw, or its gradient is that of another function.
+"""Recomputation in the backward pass (remat). What a program reads beside its arguments is put back where it runs
+again: a recomputation must see what the first run saw, or its gradient is that of another function.
 
 That is: random numbers (torch's generators, Python's, numpy's, and the draws by a key), autocast and the default
 dtype.
@@ -18,13 +18,16 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from fzero.core import gpu, pytree
+from fzero.core.arguments import checked
+from fzero.core.autodiff import Function, expect_closed
 from fzero.core.closure_state import ClosureState, first_change, is_generator
 from fzero.core.graph_tracing import Collectives, Impure, Watch, is_foreign
 from fzero.core.purity_checks import equal_values, values_of
 from fzero.core.random_interception import CURRENT, Draws
-from fzero.core.torch_private import get_current_dispatch_mode
+from fzero.core.torch_private import get_current_dispatch_mode, unwrap_dead_wrappers
 
 R = TypeVar("R")
 DEVICES = ("cpu", "cuda")
@@ -249,3 +252,94 @@ def first_run() -> Iterator[None]:
         if traced and draws is None:
             stack.enter_context(Watch({}, reason=ANEW))
         yield
+
+
+def _bind_arguments(run: Callable[..., Any], values: Sequence[Any], positions: Sequence[int]) -> Callable[..., Any]:
+    """`run` as a function of only the arguments at positions `positions`; the other arguments are fixed to those in
+    `values`.
+    """
+
+    def call_selected(*selected: Tensor) -> Any:
+        full = list(values)
+        for i, value in zip(positions, selected):
+            full[i] = value
+        return run(*full)
+
+    return call_selected
+
+
+class _Remat(Function):
+    @staticmethod
+    def forward(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        # Autograd cannot save an input that is also an output, such as what a dropout passes.
+        return tuple(x.view_as(x) if any(x is t for t in tensors) else x for x in run(*tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.run = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = unwrap_dead_wrappers(ctx.saved_tensors)  # of a recomputation around this one, which is over
+        grad_indices = [i for i, t in enumerate(saved) if ctx.needs_input_grad[i + 1]]
+
+        vjp = torch.func.vjp(_bind_arguments(ctx.run, saved, grad_indices), *(saved[i] for i in grad_indices))[1]
+        results: list[Tensor | None] = [None] * (len(saved) + 1)
+        for i, grad in zip(grad_indices, vjp(grads)):
+            results[i + 1] = grad
+        return tuple(results)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        primals = ctx.saved_tensors
+        live = [i for i, t in enumerate(tangents) if t is not None]
+        arguments = (tuple(values[i] for i in live) for values in (primals, tangents))
+        return torch.func.jvp(_bind_arguments(ctx.run, primals, live), *arguments)[1]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], run: Callable, *tensors: Tensor) -> tuple[Any, ...]:
+        batched = torch.vmap(run, in_dims=in_dims[1:], randomness=info.randomness)
+        out = _Remat.apply(batched, *tensors)
+        return out, (0,) * len(out)
+
+
+@checked()
+def remat(f: Callable[..., R]) -> Callable[..., R]:
+    """Return a function equal to `f` that keeps only its inputs for the backward pass, which runs `f` again.
+
+    f: a pure function of trees of tensors, of any shapes and dtypes, that returns a tree. Values and gradients have the
+    same bits as those of `f`. Composes with torch.func.grad, vjp, jvp and vmap, and with .backward(). What f reads
+    beside its arguments is put back where it runs again: random numbers, those of generators of torch, Python and numpy
+    that it reaches too, autocast and the default dtype.
+
+    Raises ValueError if `f` closes over a tensor that is differentiated: pass it as an argument; if it changes a
+    variable that its result depends on (a count, an iterator, an average), in one of its first calls; and, where it is
+    compiled or traced, if it draws random numbers by torch's generators.
+
+    >>> f = remat(lambda p, x: torch.tanh(x @ p["w"]).sum())
+    >>> torch.func.grad(f)({"w": torch.zeros(2, 2)}, torch.ones(1, 2))["w"]
+    tensor([[1., 1.],
+            [1., 1.]])
+
+    Ref: Chen et al. 2016, "Training deep nets with sublinear memory cost", arXiv:1604.06174, section 3.
+    """
+
+    def remat_f(*args: Any) -> Any:
+        expect_closed(f, "remat")
+        flat, treedef = pytree.flatten(args)
+        positions = [i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor)]
+        out_def: list[Any] = []
+
+        def run(*leaves: Any) -> tuple[Tensor, ...]:
+            out, out_treedef = pytree.flatten(f(*pytree.unflatten(leaves, treedef)))
+            out_def[:] = [out_treedef]
+            return tuple(out)
+
+        out = _Remat.apply(
+            Rerun(_bind_arguments(run, flat, positions), f, generators_in(f, *flat)), *(flat[i] for i in positions)
+        )
+        return pytree.unflatten(out, out_def[0])
+
+    return remat_f

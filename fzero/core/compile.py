@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shutil
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -23,7 +21,7 @@ from fzero.core import pytree, varying_axes
 from fzero.core.arguments import checked
 from fzero.core.autodiff import needs_grad, transforms
 from fzero.core.compile_cache import package_digest
-from fzero.core.cpp import vector_instructions
+from fzero.core.cpp import have_compiler, vector_instructions
 from fzero.core.device import FakeDevice, fake_device_of
 from fzero.core.joint_graph import chain_in_order, has_equal_sums, keeps_order
 from fzero.core.loop_library import batch_compilation
@@ -31,18 +29,6 @@ from fzero.core.random_interception import no_draws
 
 R = TypeVar("R")
 Run = Callable[[list[Tensor]], Sequence[Tensor]]  # a compiled graph; it empties its list
-
-
-@functools.cache
-def have_compiler() -> bool:
-    """Whether Inductor can compile here: a C++ compiler for the CPU, or Triton for CUDA. Warns once if it cannot."""
-    available = any(shutil.which(name) for name in ("g++", "clang++", "c++"))
-    if not available:
-        warnings.warn(
-            "no C++ compiler (g++ or clang++) is on PATH: blocks run uncompiled, slower and with the same numbers",
-            stacklevel=2,
-        )
-    return available
 
 
 def signature_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:

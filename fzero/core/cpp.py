@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import warnings
 from importlib import metadata
 from pathlib import Path
 
@@ -136,3 +137,14 @@ def vector_instructions() -> str:
 
     trust_vector_flags()
     return pick_vec_isa().build_arch_flags()
+
+
+@functools.cache
+def have_compiler() -> bool:
+    """Whether Inductor can compile here: a C++ compiler for the CPU, or Triton for CUDA. Warns once if it cannot."""
+    if not compiler():
+        warnings.warn(
+            "no C++ compiler (g++ or clang++) is on PATH: blocks run uncompiled, slower and with the same numbers",
+            stacklevel=2,
+        )
+    return compiler() != ""

@@ -26,16 +26,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from fzero.core import compile_cache, form_observer, program_cache, varying_axes
 from fzero.core.autodiff import dense
-from fzero.core.compile import (
-    Run,
-    compile_graph,
-    fake_mode,
-    fakes_of,
-    have_compiler,
-    notify_compiling,
-    signature_of,
-    trace,
-)
+from fzero.core.compile import Run, compile_graph, fake_mode, fakes_of, notify_compiling, signature_of, trace
+from fzero.core.cpp import have_compiler
 from fzero.core.device import FakeDevice, fake_device_of
 from fzero.core.graph_passes import fuse_max_magnitudes, merge_transposed_calls
 from fzero.core.joint_graph import ORDERED, is_random, merge_shared, pin_ordered

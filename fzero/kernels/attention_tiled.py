@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import cpp
-from fzero.core.compile import have_compiler
+from fzero.core.cpp import have_compiler
 from fzero.core.device import kind_of
 from fzero.kernels import flops
 from fzero.kernels.attention_pattern import FIELDS

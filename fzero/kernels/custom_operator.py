@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fzero.core import gpu
 from fzero.core.autodiff import Function, run_backward, transforms
-from fzero.core.compile import have_compiler
+from fzero.core.cpp import have_compiler
 from fzero.core.device import KERNELS, fake_device_of, kind_of
 from fzero.core.graph_passes import add_twin
 from fzero.core.product_flops import Formula, add_formula

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from fzero.comm.axes import TP
 from fzero.comm.collectives import Axis, all_gather, psum
-from fzero.core.autodiff import needs_grad, remat
+from fzero.core.autodiff import needs_grad
+from fzero.core.captured_state import remat
 from fzero.core.device import fake_device_of, kind_of
 from fzero.core.torch_private import disable_current_modes
 from fzero.kernels.cross_entropy import DTYPES, IGNORE, ValueAndGradients, mark_targets, total_loss, weights_of

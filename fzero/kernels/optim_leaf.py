@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import cpp, torch_private
-from fzero.core.compile import have_compiler
+from fzero.core.cpp import have_compiler
 from fzero.core.device import fake_device_of, kind_of, record_launch
 from fzero.kernels import optim_lowbit
 from fzero.kernels.custom_operator import address

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fzero.core import cpp, prng
-from fzero.core.compile import have_compiler
+from fzero.core.cpp import have_compiler
 from fzero.core.device import kind_of
 from fzero.core.pytree import nearest
 from fzero.core.reinterpret import reinterpret

@@ -14,7 +14,7 @@ from fzero import models
 from fzero.core import config_tables
 from fzero.core import gpu as gpu_module
 from fzero.core.arguments import checked
-from fzero.core.compile import have_compiler
+from fzero.core.cpp import have_compiler
 from fzero.models import ModelConfig
 from fzero.models.presets import body_of
 from fzero.models.transformers_module import DecoderConfig

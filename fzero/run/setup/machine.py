@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fzero.core import cpp, gpu, packages
-from fzero.core.compile import have_compiler
+from fzero.core.cpp import have_compiler
 from fzero.core.device import CPU, Target, target_on
 from fzero.core.numa_binding import cores
 from fzero.core.text_parsing import in_form, read_json

@@ -14,7 +14,7 @@ from torch import Tensor
 from fzero.comm.bucket import SMALL
 from fzero.comm.collectives import all_gather_same, own_slice, start_all_gather
 from fzero.core import pytree
-from fzero.core.compile import have_compiler
+from fzero.core.cpp import have_compiler
 from fzero.core.device import kind_of
 from fzero.core.future import Future
 from fzero.core.pytree import Tree
