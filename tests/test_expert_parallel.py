@@ -13,7 +13,7 @@ from zero_cases import FP64, OPTIMIZERS, batch_for, expect_one_process, model_of
 
 import fzero
 from fzero import checkpoint, local_batch, state_specs
-from fzero.comm.axes import VARYING
+from fzero.comm.axes import AXES
 
 STEPS = 5
 FORMS = ("gather", "exchange:1")
@@ -272,7 +272,7 @@ def test_a_checkpoint_of_uneven_experts_is_read_elsewhere(tmp_path):
 
 
 def owes_ep(spec):
-    return (*(axis for axis in VARYING if axis not in spec.axes or axis == "ep"), *sorted(spec.partial))
+    return (*(axis for axis in AXES.varying if axis not in spec.axes or axis == "ep"), *sorted(spec.partial))
 
 
 def mistaken(mesh, case, options):

@@ -4,14 +4,18 @@ import os
 import socket
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from close import assert_close
+from zero_cases import model_of, train
 
+import fzero
 from fzero.cli.process import print_error
-from fzero.comm.axes import BY_DATA_RANK, BY_RANK, BY_TOKENS, SHARDS, VARYING
+from fzero.comm.axes import ParallelAxis
 from fzero.sharding import AXES, Spec, fake_mesh, make_mesh, one_process, to_dtensor
 from fzero.sharding.mesh import start_processes
 
@@ -32,9 +36,9 @@ def described(mesh):
 
 def test_groups_of_axes_follow_from_what_each_splits():
     """Their orders are those of data ranks, of links and of the sums of gradients: another one changes the bits."""
-    assert (BY_DATA_RANK, BY_TOKENS) == (("rp", "dp", "ep"), ("rp", "dp", "ep", "cp"))
-    assert (SHARDS, VARYING) == (("dp", "ep", "cp"), ("dp", "rp", "ep", "cp", "pp"))
-    assert sorted(BY_RANK) == sorted(AXES)
+    assert (AXES.by_data_rank, AXES.by_tokens) == (("rp", "dp", "ep"), ("rp", "dp", "ep", "cp"))
+    assert (AXES.shards, AXES.varying) == (("dp", "ep", "cp"), ("dp", "rp", "ep", "cp", "pp"))
+    assert sorted(AXES.by_rank) == sorted(AXES)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +46,7 @@ def test_groups_of_axes_follow_from_what_each_splits():
 )
 def test_ranks_are_numbered_from_the_outermost_axis_in(sizes):
     by_rank = ranks.run(4, described, mesh=sizes)
-    used = [name for name in BY_RANK if name in sizes]
+    used = [name for name in AXES.by_rank if name in sizes]
     for rank, got in enumerate(by_rank):
         assert got["rank"] == got["where"] == rank and got["size"] == 4 and got["same"]
         assert got["dims"] == tuple(used) and list(got["at"]) == list(AXES)
@@ -62,6 +66,29 @@ def test_ranks_are_numbered_from_the_outermost_axis_in(sizes):
     assert [got["data"] for got in by_rank] == [
         (count, r if count == 4 else r // 2 if count == 2 else 0) for r in range(4)
     ]
+
+
+TOY = ParallelAxis("rows, as replicas do", depth=1, rows=True, tokens=True, summed=1)
+
+
+def trained_over_a_toy_axis(_):
+    with mock.patch.dict(AXES, toy=TOY):
+        mesh = make_mesh({"toy": 2}, device="cpu")
+        state, _, log = train(mesh, "gpt2", "adam", 2, 2, steps=1)
+        text = str(fzero.zero_plan(2, model_of("gpt2"), mesh))
+        return (mesh.rank, mesh.data_rank, mesh.data_size, str(mesh)), state.params, log, text
+
+
+def test_an_axis_more_is_an_entry_more():
+    """With it alone there are meshes, plans and steps, which split rows over it and sum gradients."""
+    expected, _, log = train(fzero.one_process(), "gpt2", "adam", 2, 2, steps=1)
+    for rank, (numbers, params, found, text) in enumerate(ranks.run(2, trained_over_a_toy_axis)):
+        assert numbers == (rank, rank, 2, "Mesh(toy=2)") and "psum toy" in text
+        assert text.startswith("ZeRO stage 2 on toy=2:")
+        assert_close((params, found), (expected.params, log), rtol=1e-11, atol=1e-11)
+    assert "toy" not in AXES.by_rank
+    with pytest.raises(ValueError, match="unknown axis 'toy'; the axes are dp, rp, tp, pp, cp, ep"):
+        make_mesh({"toy": 2})
 
 
 def wrong_sizes(mesh):

@@ -8,7 +8,7 @@ import ranks
 import torch
 
 from fzero.checkpoint import Damaged
-from fzero.comm.axes import BY_DATA_RANK
+from fzero.comm.axes import AXES
 from fzero.comm.rank_tables import any_rank, barrier, failing_together, gather_rows, raise_together, sum_rows
 from fzero.sharding import one_process
 
@@ -17,7 +17,7 @@ def tables(mesh):
     row = torch.tensor([mesh.rank, 10 * mesh.data_rank])
     found = {
         "all": gather_rows(row, mesh, leaf="rows").tolist(),
-        "data": gather_rows(row, mesh, leaf="rows", axes=BY_DATA_RANK)[:, 1].tolist(),
+        "data": gather_rows(row, mesh, leaf="rows", axes=AXES.by_data_rank)[:, 1].tolist(),
         "sum": sum_rows(row, mesh, leaf="sum").tolist(),
         "last": any_rank(15 * (mesh.rank == mesh.size - 1), mesh),
         "none": any_rank(0, mesh),

@@ -12,31 +12,65 @@ DP, RP, TP, PP, CP, EP = "dp", "rp", "tp", "pp", "cp", "ep"
 class ParallelAxis(NamedTuple):
     """What an axis splits among its ranks, and so how they differ.
 
+    depth: ranks are numbered with the axes of the least depth outermost: those that communicate most are nearest.
     rows: they have other rows of a batch. tokens: other tokens, of other rows or of a part of each. states: ZeRO shards
-    over it what they would all hold. varying: they use leaves that they all hold differently, so that gradients are
-    summed over it.
+    over it what they would all hold. summed: the place of the axis in the order in which gradients are summed over
+    those whose ranks use leaves differently, though they all hold the same; None: they use them alike.
     """
 
     splits: str
+    depth: int
     rows: bool = False
     tokens: bool = False
     states: bool = False
-    varying: bool = True
+    summed: int | None = None
 
 
-AXES = {
-    DP: ParallelAxis("data, and the shards of ZeRO", rows=True, tokens=True, states=True),
-    RP: ParallelAxis("replicas of the dp group (hybrid sharding)", rows=True, tokens=True),
-    TP: ParallelAxis("tensor", varying=False),
-    PP: ParallelAxis("pipeline"),
-    CP: ParallelAxis("context", tokens=True, states=True),
-    EP: ParallelAxis("experts", rows=True, tokens=True, states=True),
-}
-BY_RANK = (PP, RP, DP, EP, CP, TP)  # as ranks are numbered, the outermost first: axes that communicate most are nearest
-BY_DATA_RANK = tuple(name for name in BY_RANK if AXES[name].rows)
-BY_TOKENS = tuple(name for name in BY_RANK if AXES[name].tokens)
-SHARDS = tuple(name for name in BY_RANK if AXES[name].states)  # where several are in use, one link of all their ranks
-VARYING = tuple(name for name in (DP, RP, EP, CP, PP, TP) if AXES[name].varying)  # as sums of gradients are made
+class Axes(dict[str, ParallelAxis]):
+    """The axes of every mesh, by name, and the groups of them that follow from their values: an axis more is an entry
+    more.
+
+    >>> AXES.by_rank, AXES.shards
+    (('pp', 'rp', 'dp', 'ep', 'cp', 'tp'), ('dp', 'ep', 'cp'))
+    """
+
+    @property
+    def by_rank(self) -> tuple[str, ...]:
+        """All of them, as ranks are numbered, the outermost first."""
+        return tuple(sorted(self, key=lambda name: self[name].depth))
+
+    @property
+    def by_data_rank(self) -> tuple[str, ...]:
+        """Those whose ranks have other rows, the outermost first."""
+        return tuple(name for name in self.by_rank if self[name].rows)
+
+    @property
+    def by_tokens(self) -> tuple[str, ...]:
+        """Those whose ranks have other tokens, the outermost first."""
+        return tuple(name for name in self.by_rank if self[name].tokens)
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """Those over which ZeRO shards: where several are in use, one link of all their ranks."""
+        return tuple(name for name in self.by_rank if self[name].states)
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        """Those over which gradients are summed, in the order of the sums."""
+        order = {name: axis.summed for name, axis in self.items() if axis.summed is not None}
+        return tuple(sorted(order, key=order.__getitem__))
+
+
+AXES = Axes(
+    {
+        DP: ParallelAxis("data, and the shards of ZeRO", 2, rows=True, tokens=True, states=True, summed=0),
+        RP: ParallelAxis("replicas of the dp group (hybrid sharding)", 1, rows=True, tokens=True, summed=1),
+        TP: ParallelAxis("tensor", 5),
+        PP: ParallelAxis("pipeline", 0, summed=4),
+        CP: ParallelAxis("context", 4, tokens=True, states=True, summed=3),
+        EP: ParallelAxis("experts", 3, rows=True, tokens=True, states=True, summed=2),
+    }
+)
 
 
 def links_of(axes: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
@@ -47,7 +81,7 @@ def links_of(axes: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
     (['dp+cp', 'rp'], ['dp'])
     """
     used = [axis for axis in axes if sizes[axis] > 1]
-    joined = [axis for axis in SHARDS if axis in used]
+    joined = [axis for axis in AXES.shards if axis in used]
     if len(joined) < 2:
         return used
     return ["+".join(joined) if axis == joined[0] else axis for axis in used if axis not in joined[1:]]
@@ -60,7 +94,7 @@ def joined_links(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
     >>> joined_links({"dp": 2, "ep": 2, "cp": 2}), joined_links({"dp": 1, "ep": 2, "cp": 2})
     ([('dp', 'ep', 'cp'), ('dp', 'cp')], [('ep', 'cp')])
     """
-    used = [axis for axis in SHARDS if sizes[axis] > 1]
+    used = [axis for axis in AXES.shards if sizes[axis] > 1]
     axis_sets = dict.fromkeys((tuple(used), tuple(axis for axis in used if axis != EP)))
     return [axes for axes in axis_sets if len(axes) > 1]
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fzero.comm.axes import BY_RANK
+from fzero.comm.axes import AXES
 from fzero.comm.collectives import all_gather, all_gather_same
 from fzero.core.storage import Damaged
 
@@ -18,16 +18,16 @@ Mesh = Any  # fzero.sharding.Mesh, which is above
 Refusal = ValueError | TypeError  # of what the caller gave
 
 
-def gather_rows(row: Tensor, mesh: Mesh, *, leaf: str, axes: Sequence[str] = BY_RANK) -> Tensor:
+def gather_rows(row: Tensor, mesh: Mesh, *, leaf: str, axes: Sequence[str] | None = None) -> Tensor:
     """The rows of all ranks, [ranks, *row.shape] in the order of the ranks, the same on each of them.
 
     row: of one shape and dtype on all ranks, on the device that the mesh communicates from. axes: those along which
-    rows differ, the outermost first; BY_DATA_RANK gathers a row of each data rank. Differentiable: the gradient of the
-    table is the same on all ranks, and a rank's row has its slice of it.
+    rows differ, the outermost first, None: all; AXES.by_data_rank gathers a row of each data rank. Differentiable: the
+    gradient of the table is the same on all ranks, and a rank's row has its slice of it.
     Communicates: an all_gather over each axis, the innermost first.
     """
     table = row[None]
-    for name in reversed(axes):
+    for name in reversed(AXES.by_rank if axes is None else axes):
         table = all_gather_same(table, mesh[name], leaf=leaf)
     return table
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from fzero.comm.axes import SHARDS, links_of
+from fzero.comm.axes import AXES, links_of
 from fzero.comm.ledger import sent_elements
 from fzero.core.host_memory import bytes_cached
 from fzero.models.experts import OF_EXPERTS
@@ -243,7 +243,7 @@ def exposed_s(
     ways = basis.ways_of(c)
     # The link of the ranks that share the states, and that of those which share a rank's experts: none or one.
     sizes = {"dp": c.dp, "ep": c.ep, "cp": c.cp}
-    links, expert_links = links_of(SHARDS, sizes), links_of(SHARDS, {**sizes, "ep": 1})
+    links, expert_links = links_of(AXES.shards, sizes), links_of(AXES.shards, {**sizes, "ep": 1})
     plan = basis.plan_of(c)[0]
     # Of a layer, of a rank's experts.
     theirs = sum(leaf.numel(leaf.compute) for leaf in expert_leaves(plan)) / basis.config.model.n_layers

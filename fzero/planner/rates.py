@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from fzero.comm.axes import BY_RANK, joined_links
+from fzero.comm.axes import AXES, joined_links
 from fzero.comm.communicator import ONE_SIDED, SMALL_BYTES
 from fzero.planner.devices import Curve, Device, Level, MeasuredRates, Products
 from fzero.planner.operations import ExecutedOp
@@ -205,15 +205,15 @@ class Way(NamedTuple):
 def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
     """The Way of each axis of a mesh that has more than one rank, and of several of dp, ep and cp as one link.
 
-    Ranks are numbered with the axes in BY_RANK, outermost first, and fill a level's units in order: so a group whose
-    ranks are `stride` apart has ranks/stride of them in a unit of `ranks` ranks. Messages between processes need the
-    cores: where more ranks of a run share one than of those that were measured, they start as much later.
+    Ranks are numbered with the axes of AXES.by_rank, outermost first, and fill a level's units in order: so a group
+    whose ranks are `stride` apart has ranks/stride of them in a unit of `ranks` ranks. Messages between processes need
+    the cores: where more ranks of a run share one than of those that were measured, they start as much later.
     """
     world, ways, strides, stride = math.prod(sizes.values()), {}, {}, 1
-    for name in reversed(BY_RANK):
+    for name in reversed(AXES.by_rank):
         strides[name] = stride
         stride *= sizes.get(name, 1)
-    joined = joined_links({name: sizes.get(name, 1) for name in BY_RANK})
+    joined = joined_links({name: sizes.get(name, 1) for name in AXES.by_rank})
     crowd = {size: crowded(device, world, size) for size in range(2, world + 1)}
     for names in (*((name,) for name in strides), *joined):
         name, size = "+".join(names), math.prod(sizes.get(axis, 1) for axis in names)

@@ -18,7 +18,6 @@ from fzero.run.config.config_table import to_table
 from fzero.run.config.run_config import RunConfig
 from fzero.run.setup import build_optim
 from fzero.sharding import Context, fake_mesh, zero_plan
-from fzero.sharding.plan_table import context_text
 
 SPARE = 0.9  # the fraction of the capacity that a sketch, being rough, may fill
 ALIKE = 5e-4  # relative differences of step times below this count as equal
@@ -324,7 +323,8 @@ def context_of(result: SearchResult) -> str:
     c, config = next(f.candidate for f in result.best if f.candidate.cp > 1), result.config
     model, policy = models.build(config.model), build_optim.make_policy(config)
     plan = zero_plan(c.zero, model, fake_mesh(c.mesh), policy=policy, sequence=Context.parse(config.context))
-    return context_text(plan)
+    assert plan.context is not None  # on a mesh with cp
+    return plan.context.describe(plan)
 
 
 def alternative_rows(alternatives: Sequence[Alternative]) -> list[list[str]]:

@@ -179,6 +179,19 @@ class Context:
         inner, pieces = f"/{self.inner}" * bool(self.inner), f":{self.pieces}" * (self.pieces != "auto")
         return f"{self.form}{inner}{pieces}"
 
+    def describe(self, plan: Any) -> str:
+        """The form of attention over cp in a plan, and what each form sends and holds."""
+        cp, heads = plan.mesh.cp.size, plan.heads
+        text = f"context: {replace(self, pieces='auto')} of {self.pieces} pieces over cp={cp}"
+        if heads is None:
+            return f"{text}: the model has no attention"
+        costs = heads.costs(self, cp, plan.policy.compute.itemsize)
+        forms = "; ".join(f"{form} {cost}" for form, cost in costs.items())
+        return (
+            f"{text}; bytes of a rank in attention of a layer, forward and backward, for each token of a sequence: "
+            f"{forms}"
+        )
+
     def pieces_for(self, ranks: int) -> Pieces | None:
         """The pieces of so many ranks of cp, None for balanced ones, which each batch chooses; raises KeyError for
         "auto", which a plan decides.

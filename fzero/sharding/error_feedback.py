@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fzero.comm.axes import PP, RP, SHARDS
+from fzero.comm.axes import AXES, PP, RP
 from fzero.comm.bucket import pack, unpack
 from fzero.core import pytree
 from fzero.sharding.codec import Coder
@@ -51,7 +51,7 @@ class StoredError(NamedTuple):
 
 def hop_of(link: str) -> str:
     """The hop of the sum over a link, such as "dp+cp"."""
-    return HOPS[0] if link.split("+")[0] in SHARDS else link
+    return HOPS[0] if link.split("+")[0] in AXES.shards else link
 
 
 def errors_of(plan: Plan) -> Hops[Stored]:

@@ -66,6 +66,24 @@ class Experts:
         `max_rows`."""
         return max_rows if self.slack * rows >= max_rows else math.ceil(self.slack * rows)
 
+    @property
+    def capacity_text(self) -> str:
+        """The room of an exchange in words."""
+        return "all rows" if math.isinf(self.slack) else f"{self.slack:g} times an even load"
+
+    def describe(self, plan: Any) -> str:
+        """How tokens come to experts over ep in a plan, and what forms send."""
+        routed, ep = plan.routed, plan.mesh.ep.size
+        capacity = f", room for {self.capacity_text}" if self.form == "exchange" else ""
+        capacity += f", in {self.parts} parts" if self.parts > 1 else ""
+        sent = ", ".join(f"{form} {routed.sent(form, ep):,.0f}" for form in FORMS)
+        min_experts, max_experts = (f(shares(routed.experts, ep)) for f in (min, max))
+        counts_text = str(max_experts) if min_experts == max_experts else f"{min_experts} or {max_experts}"
+        return (
+            f"experts: {self.form} over ep={ep}, {counts_text} of {routed.experts} on a rank{capacity}; elements "
+            f"that a rank sends in a layer's forward pass, for each of its tokens: {sent}"
+        )
+
 
 class Routed(NamedTuple):
     """The experts of a model's blocks: how many there are, of which a token uses top_k, the size of a token, and

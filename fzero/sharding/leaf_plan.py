@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.comm.axes import BY_TOKENS, PP, RP, SHARDS, links_of
+from fzero.comm.axes import AXES, PP, RP, links_of
 from fzero.sharding.slices import is_stacked, local_numel, part_dim, shard_dim
 from fzero.sharding.spec import Spec
 
@@ -27,14 +27,14 @@ class Stored(NamedTuple):
 
 def shard_axes(spec: Spec) -> list[str]:
     """The axes over which ZeRO shards a leaf that is used in the layout of `spec`: those that do not shard it there."""
-    return [axis for axis in SHARDS if axis not in spec.axes]
+    return [axis for axis in AXES.shards if axis not in spec.axes]
 
 
 def shard_over_data(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> Spec:
     """The spec with dp, and behind it ep and cp if they are in use and do not shard the leaf anyhow, on the leaf's
     first dim, or the second if the first counts layers; as it is if that dim does not divide."""
     dim, dims = shard_dim(name), list(spec.dims)
-    axes = [axis for axis in shard_axes(spec) if axis == SHARDS[0] or sizes[axis] > 1]
+    axes = [axis for axis in shard_axes(spec) if axis == AXES.shards[0] or sizes[axis] > 1]
     if dim < len(shape) and shape[dim] % math.prod(sizes[a] for a in (*axes, *dims[dim])) == 0:
         dims[dim] = (*dims[dim], *axes)
     return replace(spec, dims=tuple(dims), partial=frozenset())
@@ -43,7 +43,7 @@ def shard_over_data(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mappin
 def is_coded(op: str, link: str) -> bool:
     """Whether an operation of `LeafPlan.moves` sends codes, where a plan's codec has any: a sum over ranks that have
     other tokens."""
-    return op in ("scatter", "psum") and link.split("+")[0] in BY_TOKENS
+    return op in ("scatter", "psum") and link.split("+")[0] in AXES.by_tokens
 
 
 @dataclass(frozen=True)

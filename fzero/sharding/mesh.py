@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fzero.comm.agreement import ProgramAgreement, RankError
-from fzero.comm.axes import AXES, BY_DATA_RANK, BY_RANK, CP, DP, EP, PP, RP, SHARDS, TP, joined_links, links_of
+from fzero.comm.axes import AXES, CP, DP, EP, PP, RP, TP, joined_links, links_of
 from fzero.comm.collectives import Axis
 from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
@@ -122,20 +122,21 @@ class Mesh:
     def rank(self) -> int:
         """This process's number among all of them."""
         rank = 0
-        for name in BY_RANK:
+        for name in AXES.by_rank:
             rank = rank * self[name].size + self[name].rank
         return rank
 
-    def link(self, axes: Sequence[str] = SHARDS) -> Axis:
-        """The ranks of those of dp, ep and cp that are among `axes`, as one axis: those over which ZeRO shards a leaf.
+    def link(self, axes: Sequence[str] | None = None) -> Axis:
+        """The ranks of those of dp, ep and cp that are among `axes` (None: of all), as one axis: those over which ZeRO
+        shards a leaf.
 
         >>> from fzero.sharding import fake_mesh
         >>> mesh = fake_mesh({"dp": 2, "ep": 2, "cp": 2}, rank=5)
         >>> mesh.link()[:3], mesh.link(("dp", "cp"))[:3]
         (('dp+ep+cp', 8, 5), ('dp+cp', 4, 3))
         """
-        names = links_of([axis for axis in SHARDS if axis in axes], self.sizes)
-        return self[names[0]] if names else self[SHARDS[0]]
+        names = links_of([axis for axis in AXES.shards if axes is None or axis in axes], self.sizes)
+        return self[names[0]] if names else self[AXES.shards[0]]
 
     def member(self) -> Mesh:
         """The mesh of one member of local steps (see make_local_step): of the processes with this one's number along
@@ -152,13 +153,13 @@ class Mesh:
     @property
     def data_size(self) -> int:
         """The number of ranks with data of their own: rp times dp times ep, those of other members among them."""
-        return self.members.size * math.prod(self[name].size for name in BY_DATA_RANK)
+        return self.members.size * math.prod(self[name].size for name in AXES.by_data_rank)
 
     @property
     def data_rank(self) -> int:
         """This process's number among those."""
         rank = self.members.rank
-        for name in BY_DATA_RANK:
+        for name in AXES.by_data_rank:
             rank = rank * self[name].size + self[name].rank
         return rank
 
@@ -228,7 +229,7 @@ def _sizes_text(sizes: Mapping[str, int]) -> str:
 
 def _coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
     coordinates = {}
-    for name in reversed(BY_RANK):
+    for name in reversed(AXES.by_rank):
         rank, coordinates[name] = divmod(rank, sizes[name])
     return coordinates
 
@@ -282,7 +283,7 @@ def make_mesh(
             gpu.widen_queues()
         start_processes(gpu.use_device(device, environment_number("LOCAL_WORLD_SIZE", 1, 1)), timeout_s)
     device = device or ("cuda" if "nccl" in dist.get_backend_config() else "cpu")
-    used = [name for name in BY_RANK if sizes[name] > 1]
+    used = [name for name in AXES.by_rank if sizes[name] > 1]
     with _naming_transport(device, dist.get_rank()):
         device_mesh = init_device_mesh(device, tuple(sizes[name] for name in used), mesh_dim_names=tuple(used))
     store = dist.PrefixStore(f"fzero/{next(_MESHES)}", dist.distributed_c10d._get_default_store())
@@ -371,7 +372,7 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Mesh:
     coordinates, ledger, agreement, axes = _coordinates(sizes, rank), Ledger(), ProgramAgreement(None, rank, 0.0), []
 
     def stride(name: str) -> int:
-        return math.prod(sizes[inner] for inner in BY_RANK[BY_RANK.index(name) + 1 :])
+        return math.prod(sizes[inner] for inner in AXES.by_rank[AXES.by_rank.index(name) + 1 :])
 
     def communicator(names: Sequence[str]) -> Communicator:
         first = rank - sum(coordinates[name] * stride(name) for name in names)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from fzero.comm.axes import PP, RP, SHARDS, links_of
+from fzero.comm.axes import AXES, PP, RP, links_of
 from fzero.sharding.codec import padded
 from fzero.sharding.error_feedback import error_bytes, error_dtype
-from fzero.sharding.experts import FORMS as EXPERT_FORMS
-from fzero.sharding.experts import Experts, shares
 from fzero.sharding.leaf_plan import LeafPlan, is_coded
 from fzero.sharding.pipeline_traffic import sent_table
 
@@ -71,9 +68,7 @@ def describe(plan: Plan) -> str:
     )
     notes = uncut_text(plan)
     top = f"ZeRO stage {plan.stage} on {used}{extra}: {total:,} parameters, {at_rest:,} at rest on a rank"
-    notes += [context_text(plan)] if plan.context is not None else []
-    notes += [experts_text(plan)] if plan.experts is not None else []
-    notes += codec_text(plan) if plan.codec is not None else []
+    notes += option_lines(plan)
     dtypes = {"params": policy.param, "grads": policy.accumulate, "master": policy.state}
     sizes = ", ".join(
         f"{bytes_of[group]:,} bytes of {GROUP_TEXT[group]} in {dtype_name(dtypes[group])}" for group in groups
@@ -98,9 +93,9 @@ def describe(plan: Plan) -> str:
 
 def uncut_text(plan: Plan) -> list[str]:
     """The lines that name the leaves which rest whole on every rank, as their dims do not divide."""
-    cut = plan.stage and links_of(SHARDS, plan.sizes)
+    cut = plan.stage and links_of(AXES.shards, plan.sizes)
     uncut = [n for n, leaf in plan.leaves.items() if cut and not leaf.opt.over_data and leaf.dtype.is_floating_point]
-    among = " x ".join(f"{axis}={plan.sizes[axis]}" for axis in SHARDS if plan.sizes[axis] > 1)
+    among = " x ".join(f"{axis}={plan.sizes[axis]}" for axis in AXES.shards if plan.sizes[axis] > 1)
     notes = [f"not divisible by {among}, so whole on every rank: {', '.join(uncut)}"] if uncut else []
     pp_uncut = [name for name, leaf in plan.leaves.items() if plan.mesh.pp.size > 1 and PP not in leaf.opt.axes]
     if pp_uncut:
@@ -110,36 +105,10 @@ def uncut_text(plan: Plan) -> list[str]:
     return notes
 
 
-def context_text(plan: Plan) -> str:
-    """The form of attention over cp of a plan, and what each form sends and holds."""
-    context, cp, heads = plan.context, plan.mesh.cp.size, plan.heads
-    text = f"context: {replace(context, pieces='auto')} of {context.pieces} pieces over cp={cp}"
-    if heads is None:
-        return f"{text}: the model has no attention"
-    costs = heads.costs(context, cp, plan.policy.compute.itemsize)
-    forms = "; ".join(f"{form} {cost}" for form, cost in costs.items())
-    return (
-        f"{text}; bytes of a rank in attention of a layer, forward and backward, for each token of a sequence: {forms}"
-    )
-
-
-def capacity_text(experts: Experts) -> str:
-    """The room of an exchange in words."""
-    return "all rows" if math.isinf(experts.slack) else f"{experts.slack:g} times an even load"
-
-
-def experts_text(plan: Plan) -> str:
-    """How tokens come to experts over ep in a plan, and what forms send."""
-    experts, routed, ep = plan.experts, plan.routed, plan.mesh.ep.size
-    capacity = f", room for {capacity_text(experts)}" if experts.form == "exchange" else ""
-    capacity += f", in {experts.parts} parts" if experts.parts > 1 else ""
-    sent = ", ".join(f"{form} {routed.sent(form, ep):,.0f}" for form in EXPERT_FORMS)
-    min_experts, max_experts = (f(shares(routed.experts, ep)) for f in (min, max))
-    counts_text = str(max_experts) if min_experts == max_experts else f"{min_experts} or {max_experts}"
-    return (
-        f"experts: {experts.form} over ep={ep}, {counts_text} of {routed.experts} on a rank{capacity}; elements "
-        f"that a rank sends in a layer's forward pass, for each of its tokens: {sent}"
-    )
+def option_lines(plan: Plan) -> list[str]:
+    """The lines of what a plan has beside its leaves: what is split over cp and ep, and what travels in codes."""
+    lines = [value.describe(plan) for value in (plan.context, plan.experts) if value is not None]
+    return lines + (codec_text(plan) if plan.codec is not None else [])
 
 
 GROUP_TEXT = {"params": "parameters", "grads": "gradients between micro-batches", "master": "master weights"}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from fzero.comm.axes import DP, EP, PP, TP, VARYING
+from fzero.comm.axes import AXES, DP, EP, PP, TP
 from fzero.core.arguments import checked
 from fzero.core.copy_buckets import bring
 from fzero.core.host_memory import to_host
@@ -197,7 +197,7 @@ class Spec:
     def partial_axes(self) -> tuple[str, ...]:
         """The axes over which the gradient of a leaf that is used in this layout is owed: those whose ranks use it
         differently and that do not shard it, then those in `partial`."""
-        return (*(axis for axis in VARYING if axis not in self.axes), *sorted(self.partial))
+        return (*(axis for axis in AXES.varying if axis not in self.axes), *sorted(self.partial))
 
     @property
     def part_axis(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fzero.comm.axes import BY_TOKENS, CP
+from fzero.comm.axes import AXES, CP
 from fzero.core.arguments import STEP, checked, expect_kind
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree
@@ -78,7 +78,7 @@ def make_eval_step(
             check_user_split(program, plan, params, batch, ctx)
             unseen.clear()
         with plan.mesh.ledger.phase("evaluate"):
-            out, axes = loss(params, batch), BY_TOKENS if reduce else (CP,)
+            out, axes = loss(params, batch), AXES.by_tokens if reduce else (CP,)
             return sum_losses([out], plan.mesh, axes)
 
     return eval_step

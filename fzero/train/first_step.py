@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.axes import BY_TOKENS
+from fzero.comm.axes import AXES
 from fzero.comm.rank_tables import Refusal, any_rank, device_of, failing_together, gather_rows, raise_together
 from fzero.core import pytree
 from fzero.core.autodiff import transforms
@@ -67,7 +67,7 @@ def judge_sums(plan: Plan, params: Tree, parts: Any, compute: Callable[[], Any])
                 if isinstance(leaf, Tensor):
                     followed.mark(leaf, frozenset(plan.leaves[name].params.axes))
             for leaf in pytree.leaves(parts):
-                followed.mark(leaf, frozenset(BY_TOKENS))
+                followed.mark(leaf, frozenset(AXES.by_tokens))
             compute()
     finally:
         agreement.noted = previous

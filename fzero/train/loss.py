@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.comm.axes import BY_TOKENS, CP
+from fzero.comm.axes import AXES, CP
 from fzero.comm.collectives import psum
 from fzero.comm.rank_tables import gather_rows
 from fzero.core import prng, pytree
@@ -97,7 +97,7 @@ def draws_of(loss_fn: base.Model | LossFn, state: TrainState) -> dict[str, Any]:
     return fields if loss_fn.drop is None else fields | {"scales": loss_fn.drop(key("layers"), state.step)}
 
 
-def sum_losses(losses: Sequence[base.Loss], mesh: Mesh, axes: Sequence[str] = BY_TOKENS) -> base.Loss:
+def sum_losses(losses: Sequence[base.Loss], mesh: Mesh, axes: Sequence[str] | None = None) -> base.Loss:
     """The sums of micro-batch losses over those of all ranks along `axes`: by default of all with other tokens. On
     meshes of one cp they have the same bits.
 
@@ -106,6 +106,7 @@ def sum_losses(losses: Sequence[base.Loss], mesh: Mesh, axes: Sequence[str] = BY
     passed on, see `with_counts`.
     Communicates: an all_gather of a few float64 over each of dp, rp and cp, and a psum of the tables.
     """
+    axes = AXES.by_tokens if axes is None else axes
     rows, layout = packed([loss._replace(tables={}) for loss in losses])
     with mesh.ledger.phase("metrics"):
         gathered = gather_rows(rows, mesh, leaf="loss", axes=axes)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.axes import BY_RANK, DP, RP
+from fzero.comm.axes import AXES, DP, RP
 from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.arguments import checked
@@ -137,7 +137,8 @@ def gather_words(words: list[int], mesh: Mesh) -> list[list[int]]:
 
 def coordinates(mesh: Mesh) -> list[dict[str, int]]:
     """{axis: coordinate} of every rank."""
-    return [dict(zip(BY_RANK, point)) for point in itertools.product(*(range(mesh[name].size) for name in BY_RANK))]
+    names = AXES.by_rank
+    return [dict(zip(names, point)) for point in itertools.product(*(range(mesh[name].size) for name in names))]
 
 
 def copies(spec: Spec, mesh: Mesh) -> int:

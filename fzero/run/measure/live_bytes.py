@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.axes import SHARDS
+from fzero.comm.axes import AXES
 from fzero.comm.ledger import Ledger
 from fzero.core import pytree
 from fzero.core.pytree import Tree
@@ -297,7 +297,7 @@ class MemoryTrace(LiveBytes):
         """A collective is started."""
         gathers = (
             collective == "all_gather"
-            and axis.partition("+")[0] in SHARDS
+            and axis.partition("+")[0] in AXES.shards
             and self.current_visit.phase in ("forward", "backward", "update")
             and not self.reducing
         )

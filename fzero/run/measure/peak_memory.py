@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.comm.axes import SHARDS
+from fzero.comm.axes import AXES
 from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.core.device import HOST
@@ -80,7 +80,7 @@ def passes_peak(p: PassSizes, sums: float) -> dict[str, float]:
 def moments(p: PassSizes, sums: float) -> dict[str, dict[str, float]]:
     """Bytes by component of each moment that may be the peak of a rank's passes; `sums` as in `passes_peak`."""
     plan, acts, policy = p.plan, activations(p), p.plan.policy
-    several = plan.mesh.rp.size * math.prod(plan.sizes[axis] for axis in SHARDS) > 1
+    several = plan.mesh.rp.size * math.prod(plan.sizes[axis] for axis in AXES.shards) > 1
     # Of the largest part outside of layers, of the next one (the embedding beside a head of its own), of a layer.
     (second, _), (largest, largest_name) = sorted(
         [(0, ""), (0, ""), *((n, segment) for segment, n in p.parts.items() if not stacked(segment))]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fzero import data
-from fzero.comm.axes import BY_DATA_RANK
+from fzero.comm.axes import AXES
 from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.copy_buckets import read_scalars
@@ -98,7 +98,7 @@ def log_probs(job: Job, state: TrainState, corpus: Path, split: str) -> np.ndarr
 
     sums = [step(state.params, batch).extra["log_probs"].cpu() for batch in prefetch_to_device(batches(), job.device)]
     with mesh.ledger.phase("evaluate"):
-        table = gather_rows(torch.stack(sums).to(device_of(mesh)), mesh, leaf="log_probs", axes=BY_DATA_RANK)
+        table = gather_rows(torch.stack(sums).to(device_of(mesh)), mesh, leaf="log_probs", axes=AXES.by_data_rank)
     # Batch k of rank r is batch k n + r of all.
     by_row = table.transpose(0, 1).reshape(-1, table.shape[-1]).cpu().numpy()
     out = np.zeros(len(tokens.docs) - 1)
@@ -198,7 +198,7 @@ def evaluate_all(
             sums += [x.double() for x in (*of_tokens, *extras.values())]
         with mesh.ledger.phase("evaluate"):
             rows = torch.tensor(read_scalars(sums), dtype=torch.float64, device=device_of(mesh))
-            table = gather_rows(rows.reshape(-1, 2 + len(extras)), mesh, leaf="sums", axes=BY_DATA_RANK)
+            table = gather_rows(rows.reshape(-1, 2 + len(extras)), mesh, leaf="sums", axes=AXES.by_data_rank)
         total, count, *extra_sums = (sum(column) for column in table.transpose(0, 1).flatten(0, 1).T.tolist())
         out[name] = total / max(count, 1)
         reported: dict[str, float] = dict(zip(extras, extra_sums))

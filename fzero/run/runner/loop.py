@@ -52,7 +52,7 @@ from fzero.run.runner.step_rows import StepRows, due_after
 from fzero.run.setup import corpus, fine_tuning, machine, run_folder, run_lock
 from fzero.run.setup.build import Attempt, Job, Options, agreed, all_on_disk, num_params, specs_of
 from fzero.run.setup.process_settings import settings_restored, sleep_while_shared
-from fzero.sharding.plan_table import codec_text, context_text, experts_text
+from fzero.sharding.plan_table import option_lines
 from fzero.sharding.redistribute import digest_text, gather_on_first
 from fzero.train.capture import pop_news
 from fzero.train.state import TrainState
@@ -248,11 +248,7 @@ def announce(attempt: Attempt) -> None:
         say(line)
     if coordinator.size > 1:
         say(str(job.plan).splitlines()[0])
-    if job.plan.context is not None:
-        say(context_text(job.plan))
-    if job.plan.experts is not None:
-        say(experts_text(job.plan))
-    for line in codec_text(job.plan) if job.plan.codec is not None else []:
+    for line in option_lines(job.plan):
         say(line)
     for line in offload_summary(job):
         say(line)

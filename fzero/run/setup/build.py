@@ -19,7 +19,7 @@ import torch
 from fzero import checkpoint, models
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.restore_state import restore_state, save_snapshot
-from fzero.comm.axes import BY_DATA_RANK
+from fzero.comm.axes import AXES
 from fzero.core import pytree
 from fzero.core.device import HOST
 from fzero.core.precision import Policy
@@ -232,13 +232,12 @@ def local_micro_batches(config: RunConfig, mesh: Mesh) -> int:
             f"{ranks} data ranks cannot share evenly; begin with, and grow by, multiples of {ranks * t.micro_batch}"
         )
     if total % ranks:
+        among = " x ".join(f"{a}={mesh[a].size}" for a in AXES.by_data_rank if mesh[a].size > 1)
         fits = [m for m in range(1, t.batch + 1) if t.batch % m == 0 and (t.batch // m) % ranks == 0]
         fix = f"use --micro-batch {' or '.join(map(str, fits[-3:]))}" if fits else f"use a --batch that {ranks} divides"
         raise ValueError(
             f"train.batch={t.batch} in pieces of train.micro_batch={t.micro_batch} makes {total} micro-batches, which "
-            f"{ranks} data ranks "
-            f"({' x '.join(f'{a}={mesh[a].size}' for a in BY_DATA_RANK if mesh[a].size > 1)}) cannot share evenly; "
-            f"{fix}, or another mesh"
+            f"{ranks} data ranks ({among}) cannot share evenly; {fix}, or another mesh"
         )
     return total // ranks
 
