@@ -67,11 +67,14 @@ def _forward_tiles(
     """
     k, kt, v, vt, s, _key_start, _docs = keys
     for j in range(lo, hi, N):
+        # Within [lo, hi) a scattered pattern has tiles of which no query sees a key; the other patterns have none.
         if (
             AT
             or (KIND != "strided" and KIND != "fixed" and KIND != "bigbird")
             or needs_tile(j, keys, queries, pattern, KIND, RANDOM, N)
         ):
+            # Scores [M, N] without the scale, which is above 0 (`serves`): the maximum of the scaled ones is the scaled
+            # maximum, and x is multiplied once, inside exp2.
             x = dot(q, tl.trans(tile(k, j, kt, s, DIM, WIDTH, N, not MASKED)), UPCAST)
             if MASKED:
                 x = tl.where(mask_of_keys(j, keys, queries, pattern, KIND, RANDOM, DOCUMENTS, AT, N), x, float("-inf"))
@@ -79,8 +82,11 @@ def _forward_tiles(
             # For a row that has seen no key yet m is -inf, and -inf - -inf would be NaN.
             base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
             p = tl.exp2(x * scale - base[:, None])
+            # What is summed so far was relative to the old maximum, and is 0 for a row that had none (exp2 of -inf).
             shrink = tl.exp2(m - base)
             value = tile(v, j, vt, s, DIM, WIDTH, N, not MASKED)
+            # The product takes p as rounded to v's dtype, in which the matrix units multiply; both sums are in float32,
+            # and l takes p as it was before.
             o = o * shrink[:, None] + dot(p.to(value.dtype), value, UPCAST)
             l = l * shrink + tl.sum(p, 1)
             m = higher
@@ -101,9 +107,12 @@ def _flash_forward(
     tile_index = tiles - 1 - tl.program_id(0) % tiles
     row = (tl.program_id(0) // tiles).to(tl.int64)
     b, h, i = row // heads, row % heads, tile_index * M
+    # Read once, and used for every tile of keys.
     q = tile(Q + b * qb + h * qh, i, qt, t, DIM, WIDTH, M, False)
     if AT:
+        # Pointers to int32 positions, [B, T] and [B, S]: now to those of this row of the batch.
         query_start, key_start = query_start + b * t, key_start + b * s
+    # h // share: runs of `share` query heads have one key/value head.
     keys = (K + b * kb + h // share * kh, kt, V + b * vb + h // share * vh, vt, s, key_start, KDOCS + b * s)
     rows = i + tl.arange(0, M)
     span = span_of(query_start, QDOCS + b * t, rows, t, AT, DOCUMENTS)
@@ -111,10 +120,14 @@ def _flash_forward(
     queries = (load_positions(query_start, rows, t, AT), span, query_docs)
     pattern = (size, global_count, near, seed)
 
+    # The state of the softmax: output [M, WIDTH] and sum before the division, and the maximum in units of log 2.
     o, m, l = tl.zeros([M, WIDTH], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     if AT:
+        # Four numbers a tile of keys. j begins as 0 in the type of i, as a loop's variable keeps its type.
         SPANS, j = REACH + b * tl.cdiv(s, N) * 4, tl.minimum(i, 0)
         while j < s:
+            # Tiles from j on, in runs of the same coverage: [j, a) needs no mask, [a, z) does, and what follows is not
+            # seen. A run may be empty.
             a = run_end(ALL, SPANS, j, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
             o, m, l = _forward_tiles(
                 o, m, l, q, j, a, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N, False,
@@ -126,6 +139,7 @@ def _flash_forward(
                 UPCAST,
             )  # fmt: skip
             j = run_end(NONE, SPANS, z, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
+    # Which pairs are seen has no left and right edge: every tile of the range is tested, and takes a mask.
     elif KIND == "strided" or KIND == "fixed" or KIND == "bigbird":
         lo, _a, _z, hi = key_tiles(
             span[0], span[1], s, key_start, size, REACH + (b * tiles + tile_index) * 2, KIND, DOCUMENTS, N
@@ -137,6 +151,8 @@ def _flash_forward(
         lo, a, z, hi = key_tiles(
             span[0], span[1], s, key_start, size, REACH + (b * tiles + tile_index) * 2, KIND, DOCUMENTS, N
         )
+        # [lo, a): at the left edge some queries do not see a key any more. All see those from 0 on where neither a
+        # pattern nor a document ends.
         if KIND != "full" or DOCUMENTS:
             o, m, l = _forward_tiles(
                 o, m, l, q, lo, a, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N, True,
@@ -149,6 +165,7 @@ def _flash_forward(
             o, m, l, q, z, hi, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N, True, UPCAST
         )
 
+    # The division of the softmax, once for all tiles.
     o = o / tl.where(l == 0.0, 1.0, l)[:, None]  # a query that sees no key has l = 0: out 0, lse -inf
     # out is contiguous [B, T, H, K]: element (b, i + r, h, c) at ((b t + i + r) heads + h) DIM + c. lse is [B, H, T]:
     # row t + i + r.

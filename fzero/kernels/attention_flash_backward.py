@@ -70,12 +70,16 @@ def _dq_tiles(
             or (KIND != "strided" and KIND != "fixed" and KIND != "bigbird")
             or needs_tile(j, keys, queries, pattern, KIND, RANDOM, N)
         ):
+            # Read once for two products: the scores, and dq.
             key = tile(k, j, kt, s, DIM, WIDTH, N, not MASKED)
             x = dot(q, tl.trans(key), UPCAST)
             if MASKED:
                 x = tl.where(mask_of_keys(j, keys, queries, pattern, KIND, RANDOM, DOCUMENTS, AT, N), x, float("-inf"))
+            # The probabilities themselves, as lse holds the maximum and the sum: no running maximum is needed. A score
+            # of -inf gives 0.
             p = tl.exp2(x * scale - lse[:, None])
             dp = dot(g, tl.trans(tile(v, j, vt, s, DIM, WIDTH, N, not MASKED)), UPCAST)
+            # ds is rounded to k's dtype for the matrix units, as p is in the forward pass; dq adds up in float32.
             dq += dot((p * (dp - delta[:, None])).to(key.dtype), key, UPCAST)
     return dq
 
@@ -94,6 +98,7 @@ def _flash_dq(
     rows, columns = i + tl.arange(0, M), tl.arange(0, WIDTH)
     q = tile(Q + b * qb + h * qh, i, qt, t, DIM, WIDTH, M, False)
     if AT:
+        # Pointers to int32 positions, [B, T] and [B, S]: now to those of this row of the batch.
         query_start, key_start = query_start + b * t, key_start + b * s
     keys = (K + b * kb + h // share * kh, kt, V + b * vb + h // share * vh, vt, s, key_start, KDOCS + b * s)
     span = span_of(query_start, QDOCS + b * t, rows, t, AT, DOCUMENTS)
@@ -105,10 +110,14 @@ def _flash_dq(
     begin = (b * t * heads + h) * DIM
     g = tile(G + begin, i, heads * DIM, t, DIM, WIDTH, M, False)
     out = tile(OUT + begin, i, heads * DIM, t, DIM, WIDTH, M, False)
+    # In float32 from the rounded out: sum_s p dp is g . out for whatever out the forward pass returned.
     delta = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
+    # A query that sees no key has lse -inf. Its scores are masked, and -inf - 0 gives p = 0, where -inf + inf would be
+    # NaN. Rows from t on are read as 0, and not stored.
     lse = tl.load(LSE + row * t + rows, mask=rows < t, other=0.0)
     delta = tl.where(lse == float("-inf"), 0.0, delta)
     lse = tl.where(lse == float("-inf"), 0.0, lse * LOG2_E_)
+    # `_flash_dkv` reads it afterwards: its launch follows on the same stream.
     tl.store(DELTA + row * t + rows, delta, mask=rows < t)
 
     dq = tl.zeros([M, WIDTH], tl.float32)
@@ -161,11 +170,15 @@ def _flash_dq(
 @triton.jit
 def query_tiles(first, last, t, query_start, size, REACH, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, M: tl.constexpr):
     """The range of queries for keys at positions [first, last]: (lo, a, z, hi) as in `key_tiles`, in multiples of M."""
+    # Causality: the first key is seen from its own position on (lo), all keys from that of the last one on (a). The
+    # first key is the first that a window or a block leaves behind (z), the last key the last (hi).
     lo = tl.minimum(tl.maximum(first - query_start, 0), t)
     a = tl.maximum(last - query_start, 0)
     z = tl.minimum(tl.maximum(end_query(first, size, KIND) - query_start, 0), t)
     hi = tl.minimum(tl.maximum(end_query(last, size, KIND) - query_start, 0), t)
     if DOCUMENTS:
+        # Two numbers a tile of keys, see `document_bounds` with AFTER: where its documents end, and up to where all are
+        # of its one document.
         hi, z = tl.minimum(hi, tl.load(REACH)), tl.minimum(z, tl.load(REACH + 1))
     return align_tiles(lo, a, z, hi, M)
 
@@ -179,6 +192,7 @@ def end_query(key, size, KIND: tl.constexpr):
         return key + size
     if KIND == "local":
         return (key // size + 1) * size
+    # FAR in the type of `key`: no end.
     return tl.maximum(key, FAR)
 
 
@@ -212,7 +226,10 @@ def _dkv_tiles(
         ):
             rows = i + tl.arange(0, M)
             query = tile(q + h * qh, i, qt, t, DIM, WIDTH, M, not MASKED)
+            # Keys are the rows of x, so that p and ds are left operands of dv and dk as they are, and only q and g are
+            # turned.
             x = dot(k, tl.trans(query), UPCAST)
+            # In units of log 2, as x * scale is.
             level = load_values(lse + h * t, rows, t, not MASKED) * LOG2_E_
             if MASKED:
                 query_docs = load_documents(docs, rows, t, DOCUMENTS)
@@ -228,12 +245,16 @@ def _dkv_tiles(
                     DOCUMENTS,
                 )
                 x = tl.where(mask, x, float("-inf"))
+                # Of a query that sees no key: x is -inf as well, and -inf + inf would be NaN.
                 level = tl.where(level == float("-inf"), 0.0, level)
             p = tl.exp2(x * scale - level[None, :])
+            # G is contiguous [B, T, H, K]: from head to head DIM elements. Rows from t on are zeros in g, and add
+            # nothing to dv.
             grad = tile(g + h * DIM, i, gt, t, DIM, WIDTH, M, not MASKED)
             dv += dot(p.to(grad.dtype), grad, UPCAST)
             dp = dot(v, tl.trans(grad), UPCAST)
             d = load_values(delta + h * t, rows, t, not MASKED)
+            # All of g, delta and q are 0 in rows from t on, so neither do they add to dk.
             dk += dot((p * (dp - d[None, :])).to(query.dtype), query, UPCAST)
     return dk, dv
 
@@ -253,14 +274,18 @@ def _flash_dkv(
     row = (tl.program_id(0) // tiles).to(tl.int64)
     b, group, j = row // groups, row % groups, tile_index * N
     rows, columns = j + tl.arange(0, N), tl.arange(0, WIDTH)
+    # Both stay in registers while the queries pass.
     k = tile(K + b * kb + group * kh, j, kt, s, DIM, WIDTH, N, False)
     v = tile(V + b * vb + group * vh, j, vt, s, DIM, WIDTH, N, False)
     if AT:
+        # Pointers to int32 positions, [B, T] and [B, S]: now to those of this row of the batch.
         query_start, key_start = query_start + b * t, key_start + b * s
     span = span_of(key_start, KDOCS + b * s, rows, s, AT, DOCUMENTS)
     key_docs = load_documents(KDOCS + b * s, rows, s, DOCUMENTS)
+    # With AT positions say nothing about where the keys end; masked rows have the position FAR, after every query's.
     keys = (load_positions(key_start, rows, s, AT), span, FAR if AT else s + key_start, key_docs)
     pattern = (size, global_count, near, seed)
+    # One program adds up all query heads of its key/value head, in their order: no two programs write to the same dk.
     h = group * share
     level = (b * heads + h) * t
     queries = (
@@ -271,8 +296,10 @@ def _flash_dkv(
 
     dk, dv = tl.zeros([N, WIDTH], tl.float32), tl.zeros([N, WIDTH], tl.float32)
     if AT:
+        # Four numbers a tile of M queries; i begins as 0 in the type of j.
         SPANS, i = REACH + b * tl.cdiv(t, M) * 4, tl.minimum(j, 0)
         while i < t:
+            # Nothing is jumped over here: `skip` is a run's end and 0.
             a = run_end(ALL, SPANS, i, t, span, pattern, KIND, RANDOM, DOCUMENTS, M, True)
             dk, dv = _dkv_tiles(
                 dk, dv, k, v, i, (a - i) // M, (a, 0), queries, keys, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM,
@@ -292,6 +319,7 @@ def _flash_dkv(
         if KIND == "strided" or KIND == "fixed" or KIND == "bigbird":
             full_tiles = 0
         # Masked tiles have M / 2 queries: a mask needs registers, and smaller tiles waste less work at the edges.
+        # The masked tiles of [lo, hi): all but the 2 full_tiles half tiles from a on, over which `skip` jumps.
         count = tl.cdiv(hi - lo, M // 2) - full_tiles * 2
         dk, dv = _dkv_tiles(
             dk, dv, k, v, lo, count, (a, full_tiles * M), queries, keys, pattern, scale, KIND, RANDOM, DOCUMENTS, AT,
@@ -302,6 +330,7 @@ def _flash_dkv(
                 dk, dv, k, v, a, full_tiles, (hi, 0), queries, keys, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM,
                 WIDTH, M, False, UPCAST,
             )  # fmt: skip
+    # DK and DV are contiguous [B, S, G, K]: element (b, j + r, group, c) at ((b s + j + r) groups + group) DIM + c.
     offsets = ((b * s + j) * groups + group) * DIM + (tl.arange(0, N)[:, None] * groups * DIM + columns[None, :])
     mask = (rows < s)[:, None] & (columns < DIM)[None, :]
     tl.store(DK + offsets, (dk * (scale * LN_2)).to(DK.dtype.element_ty), mask=mask)
@@ -386,7 +415,9 @@ def _backward(
     (b, t, heads, dim), (s, groups) = q.shape, k.shape[1:3]
     if b * t * s * heads == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
+    # The kernels compute addresses in g and out without strides.
     q, k, v, g, out = compact_rows(q), compact_rows(k), compact_rows(v), g.contiguous(), out.contiguous()
+    # Made by the first kernel, read by the second.
     delta = torch.empty_like(lse)
     sizes = (t, s, heads, heads // groups, *places.starts, *mask_pattern.sizes, scale * LOG2_E)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])

@@ -32,6 +32,7 @@ def listed_rows(UNITS, slot, end, count, UNIT: tl.constexpr):
     """The rows of the listed units at the slots `slot`, UNIT slots for each; -1 after the list's end and from row
     `count` on.
     """
+    # UNIT slots in a row read one entry of the list; `-1` of a slot after its end becomes a row of -1.
     unit = tl.load(UNITS + slot // UNIT, mask=slot < end, other=-1)
     rows = unit * UNIT + slot % UNIT
     return tl.where((unit >= 0) & (rows < count), rows, -1)
@@ -40,6 +41,7 @@ def listed_rows(UNITS, slot, end, count, UNIT: tl.constexpr):
 @triton.jit
 def slots(START, row, UNIT: tl.constexpr):
     """(first, end) of the slots of a row of the lists."""
+    # START has one more number than there are rows, where the last list ends.
     return tl.load(START + row) * UNIT, tl.load(START + row + 1) * UNIT
 
 
@@ -47,6 +49,7 @@ def slots(START, row, UNIT: tl.constexpr):
 def load_rows(base, rows, stride, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """The rows of a matrix, `stride` apart, zeros for -1 and from column DIM on."""
     columns = tl.arange(0, WIDTH)[None, :]
+    # In int64: rows are anywhere in the sequence, and row * stride may pass 2^31. Negative addresses are masked off.
     pointers = base + rows.to(tl.int64)[:, None] * stride + columns
     return tl.load(pointers, mask=(rows >= 0)[:, None] & (columns < DIM), other=0.0)
 
@@ -85,13 +88,16 @@ def _masked_forward(
     tiles = tl.cdiv(t, M)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     b, h = row // heads, row % heads
+    # h // share: runs of `share` query heads have one key/value head.
     K, V, DOCS = K + b * kb + h // share * kh, V + b * vb + h // share * vh, DOCS + b * t
     query = tile_rows(tile, t, M)
     q = load_rows(Q + b * qb + h * qh, query, qt, DIM, WIDTH)
     query_docs = load_numbers(DOCS, query) if DOCUMENTS else query
+    # A tile lies within one unit of queries, number tile * M // UNIT. head_rows is 0 where all heads have one list.
     lo, end = slots(START, h * head_rows + tile * M // UNIT, UNIT)
 
     o, m, l = tl.zeros([M, WIDTH], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    # N slots at a time, from unit to unit of the list; the last step has slots after its end, whose scores are masked.
     for n in range(lo, end, N):
         key = listed_rows(UNITS, n + tl.arange(0, N), end, s, UNIT)
         key_docs = load_numbers(DOCS, key) if DOCUMENTS else key
@@ -99,18 +105,23 @@ def _masked_forward(
         pair_mask = visible_pairs(
             query[:, None], key[None, :], query_docs[:, None], key_docs[None, :], CAUSAL, DOCUMENTS
         )
+        # Masked in every step: units may be cut by the diagonal, by documents or by the end of the keys.
         x = tl.where(pair_mask, x, float("-inf"))
+        # The scale is above 0, so the maximum of the scaled scores is the scaled maximum.
         higher = tl.maximum(m, tl.max(x, 1) * scale)
         base = tl.where(higher == float("-inf"), 0.0, higher)  # for a row that has seen no key yet
         p = tl.exp2(x * scale - base[:, None])
         shrink = tl.exp2(m - base)
         value = load_rows(V, key, vt, DIM, WIDTH)
+        # p is rounded to v's dtype for the matrix units; the sums are in float32, that of l from p before the rounding.
         o = o * shrink[:, None] + dot(p.to(value.dtype), value, UPCAST)
         l = l * shrink + tl.sum(p, 1)
         m = higher
 
+    # A query that sees no key has l = 0: out 0, lse -inf.
     o = o / tl.where(l == 0.0, 1.0, l)[:, None]
     columns = tl.arange(0, WIDTH)[None, :]
+    # OUT is contiguous [B, T, H, K], LSE [B, H, T].
     out = OUT + (b * t * heads + h) * DIM + query.to(tl.int64)[:, None] * (heads * DIM) + columns
     tl.store(out, o.to(OUT.dtype.element_ty), mask=(query >= 0)[:, None] & (columns < DIM))
     tl.store(LSE + row * t + query, tl.where(l == 0.0, float("-inf"), (m + tl.log2(l)) * LN_2), mask=query >= 0)
@@ -123,6 +134,7 @@ def _masked_dq(
     CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    # Programs as in the forward pass.
     tiles = tl.cdiv(t, M)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     b, h = row // heads, row % heads
@@ -133,8 +145,11 @@ def _masked_dq(
     out = load_rows(OUT + begin, query, heads * DIM, DIM, WIDTH)
     query_docs = load_numbers(DOCS, query) if DOCUMENTS else query
     lse = load_numbers(LSE + row * t, query)
+    # From the rounded out, in float32: sum_s p dp is g . out for whatever the forward pass returned.
     delta = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
+    # 0 for a query without keys: its scores are -inf, and -inf - -inf would be NaN. p is 0 then.
     lse = tl.where(lse == float("-inf"), 0.0, lse * LOG2_E_)
+    # `_masked_dkv`, launched after this kernel on the same stream, reads it.
     tl.store(DELTA + row * t + query, delta, mask=query >= 0)
 
     lo, end = slots(START, h * head_rows + tile * M // UNIT, UNIT)
@@ -148,6 +163,7 @@ def _masked_dq(
         )
         p = tl.exp2(tl.where(pair_mask, dot(q, tl.trans(k), UPCAST), float("-inf")) * scale - lse[:, None])
         dp = dot(g, tl.trans(load_rows(V, key, vt, DIM, WIDTH)), UPCAST)
+        # ds is rounded to k's dtype for the matrix units; dq adds up in float32.
         dq += dot((p * (dp - delta[:, None])).to(k.dtype), k, UPCAST)
     columns = tl.arange(0, WIDTH)[None, :]
     pointers = DQ + begin + query.to(tl.int64)[:, None] * (heads * DIM) + columns
@@ -172,8 +188,10 @@ def _masked_dkv(
     key_docs = load_numbers(DOCS, key) if DOCUMENTS else key
 
     dk, dv = tl.zeros([M, WIDTH], tl.float32), tl.zeros([M, WIDTH], tl.float32)
+    # All query heads of this key/value head in their order: no other program adds to these rows.
     for i in range(0, share):
         h = group * share + i
+        # The lists are those of keys here: which units of queries see the unit of this tile.
         lo, end = slots(START, h * head_rows + tile * M // UNIT, UNIT)
         level = (b * heads + h) * t
         for n in range(lo, end, N):
@@ -186,6 +204,8 @@ def _masked_dkv(
             pair_mask = visible_pairs(
                 query[None, :], key[:, None], query_docs[None, :], key_docs[:, None], CAUSAL, DOCUMENTS
             )
+            # Keys are rows, so that p and ds are left operands as they are. Queries after the list's end are masked,
+            # and their g, q and delta are 0.
             p = tl.exp2(tl.where(pair_mask, dot(k, tl.trans(q), UPCAST), float("-inf")) * scale - lse[None, :])
             dv += dot(p.to(g.dtype), g, UPCAST)
             dp = dot(v, tl.trans(g), UPCAST)
@@ -193,6 +213,7 @@ def _masked_dkv(
     columns = tl.arange(0, WIDTH)[None, :]
     offsets = (b * s * groups + group) * DIM + key.to(tl.int64)[:, None] * (groups * DIM) + columns
     mask = (key >= 0)[:, None] & (columns < DIM)
+    # `scale` includes log2(e), which LN_2 takes out; dv has no scale.
     tl.store(DK + offsets, (dk * (scale * LN_2)).to(DK.dtype.element_ty), mask=mask)
     tl.store(DV + offsets, dv.to(DV.dtype.element_ty), mask=mask)
 
@@ -202,6 +223,7 @@ def config(kernel: str, unit: int, width: int, dtype: torch.dtype) -> dict[str, 
     power of two.
     """
     keys = kernel == "_masked_dkv"  # with two accumulators
+    # Float32 operands take twice the shared memory, and their products use no matrix units: the tiles are small.
     if dtype == torch.float32:
         return {"M": min(unit, 16 if keys else 32), "N": 16, "num_warps": 8, "num_stages": 2}
     rows = 32 if width > 128 or keys else 64
@@ -220,6 +242,7 @@ def _launch(
     (_, t, heads, dim), (s, groups) = q.shape, k.shape[1:3]
     width = max(16, triton.next_power_of_2(dim))
     blocks = config(kernel.fn.__name__, unit, width, q.dtype)
+    # One program a tile of `tiled`: queries, or keys for dk and dv. Without documents the pointer DOCS is never read.
     kernel[(triton.cdiv(tiled.shape[1], blocks["M"]) * tiled.shape[0] * tiled.shape[2],)](
         *pointers, starts if documents is None else documents.to(torch.int32).contiguous(), starts, units, t, s, heads,
         heads // groups, head_rows, scale * LOG2_E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], CAUSAL=causal,

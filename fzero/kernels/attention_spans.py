@@ -30,9 +30,11 @@ CHUNK = 512  # document numbers that `document_bounds` reads at a time
 @triton.jit
 def span_of(START, DOCS, rows, count, AT: tl.constexpr, DOCUMENTS: tl.constexpr):
     """(least position, largest, least document, largest) of the rows below `count`; of documents with AT alone."""
+    # In order the rows of a tile count up from START; the last one may be beyond the end.
     valid, first, last = rows < count, tl.min(rows, 0) + START, tl.minimum(tl.max(rows, 0), count - 1) + START
     if AT:
         positions = tl.load(START + rows, mask=valid, other=0)
+        # FAR and -FAR never win the minimum and the maximum, so rows beyond the end do not count.
         first, last = tl.min(tl.where(valid, positions, FAR), 0), tl.max(tl.where(valid, positions, -FAR), 0)
         if DOCUMENTS:
             documents = tl.load(DOCS + rows, mask=valid, other=0)
@@ -56,6 +58,7 @@ def tile_coverage(
     """How a tile with the span `span` meets the tile of rows [j, j + N): NONE of the pairs is seen, SOME may be, ALL
     are; -1: there is no such tile. OF_KEYS: `span` is of keys, and the rows are queries.
     """
+    # Four int32 for each tile of N rows, from `spans`.
     tile_span = SPANS + j // N * 4
     valid = j < count
     first, last = tl.load(tile_span, mask=valid, other=0), tl.load(tile_span + 1, mask=valid, other=0)
@@ -63,7 +66,11 @@ def tile_coverage(
     query, last_query, key, last_key = span[0], span[1], first, last
     if OF_KEYS:
         query, last_query, key, last_key = first, last, span[0], span[1]
+    # The earliest key against the latest query, and the latest key against the earliest query. A tile that reaches
+    # beyond the end always takes its mask, which hides the rows that do not exist.
     any_pair, all_pairs = key <= last_query, (last_key <= query) & (j + N <= count)
+    # Bounds by the spans alone: of queries in between nothing is known, so SOME may turn out to be no pair, never the
+    # reverse.
     if KIND == "window":
         any_pair = any_pair & (query - last_key < size)
     if KIND == "local":
@@ -71,6 +78,7 @@ def tile_coverage(
     if KIND == "strided" or KIND == "fixed" or KIND == "bigbird":
         any_pair = any_pair & may_see(query, last_query, key, last_key, pattern, KIND, RANDOM)
     if KIND == "window" or KIND == "strided":
+        # The largest distance of the two spans is within the window.
         all_pairs = all_pairs & (last_query - key < size)
     if KIND == "local" or KIND == "fixed":
         all_pairs = all_pairs & (last_query // size == key // size)
@@ -80,6 +88,7 @@ def tile_coverage(
         min_document = tl.load(tile_span + 2, mask=valid, other=0)
         max_document = tl.load(tile_span + 3, mask=valid, other=0)
         any_pair = any_pair & (min_document <= span[3]) & (span[2] <= max_document)
+        # Both tiles are of one document; that it is the same one follows from any_pair.
         all_pairs = all_pairs & (min_document == max_document) & (span[2] == span[3])
     return tl.where(valid, tl.where(any_pair, tl.where(all_pairs, ALL, SOME), NONE), -1)
 
@@ -90,6 +99,7 @@ def run_end(
     DOCUMENTS: tl.constexpr, N: tl.constexpr, OF_KEYS: tl.constexpr,
 ):  # fmt: skip
     """The end of the tiles from j on of which `look` says `coverage`; j if it does not of the first."""
+    # -1 from `count` on is no coverage, so the loop ends there.
     while tile_coverage(SPANS, j, count, span, pattern, KIND, RANDOM, DOCUMENTS, N, OF_KEYS) == coverage:
         j += N
     return j
@@ -102,6 +112,7 @@ def _tile_spans(AT, DOCS, OUT, n, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) % tiles * BLOCK
     b = (tl.program_id(0) // tiles).to(tl.int64)
     span = span_of(AT + b * n, DOCS + b * n, i + tl.arange(0, BLOCK), n, True, DOCUMENTS)
+    # Program number b * tiles + tile is the number of the tile in OUT.
     out = OUT + tl.program_id(0).to(tl.int64) * 4
     tl.store(out, span[0])
     tl.store(out + 1, span[1])
@@ -113,6 +124,7 @@ def spans(positions: Tensor, documents: Tensor | None, block: int) -> Tensor:
     """The spans of tiles of `block` rows, int32 [B, tiles, 4], of positions and documents int32 [B, n]."""
     b, n = positions.shape
     out = torch.empty((b, triton.cdiv(n, block), 4), dtype=torch.int32, device=positions.device)
+    # Without documents the pointer is never read.
     docs, has_documents = (positions, False) if documents is None else (documents, True)
     _tile_spans[(b * out.shape[1],)](positions, docs, out, n, DOCUMENTS=has_documents, BLOCK=block, num_warps=4)
     return out
@@ -135,13 +147,17 @@ def _document_bounds(X, Y, OUT, nx, ny, shift, AFTER: tl.constexpr, BLOCK: tl.co
     b = (tl.program_id(0) // tiles).to(tl.int64)
     documents = tl.load(X + b * nx + tl.minimum(i + tl.arange(0, BLOCK), nx - 1))
     min_document, max_document = tl.min(documents, 0), tl.max(documents, 0)
+    # Causal: keys up to the block's last position, [0, hi), in Y's indices (X's plus shift). AFTER: queries from its
+    # first position on. tl.minimum(i, 0) is 0, and tl.maximum(ny, 0) ny, as a loop's bounds.
     lo, hi = tl.minimum(i, 0), tl.minimum(tl.maximum(tl.minimum(i + BLOCK, nx) + shift, 0), ny)
     if AFTER:
         lo, hi = tl.minimum(tl.maximum(i + shift, 0), ny), tl.maximum(ny, 0)
+    # Before anything is seen: no entry has these documents, and all belong to the one document.
     reach, clean = (lo, hi) if AFTER else (hi, lo)
     for start in range(lo, hi, CHUNK):
         indices = start + tl.arange(0, CHUNK)
         y = tl.load(Y + b * ny + indices, mask=indices < hi, other=0)
+        # A document between the least and the largest may be of neither: `matching` is an upper bound, as is needed.
         matching = (indices < hi) & (y >= min_document) & (y <= max_document)
         foreign = (indices < hi) & ((y != min_document) | (y != max_document))
         if AFTER:
@@ -165,6 +181,7 @@ def document_bounds(
         return dummy, dummy, dummy
     (b, nx), ny = x.shape, y.shape[1]
     x, y = x.contiguous(), y.contiguous()
+    # Two numbers a block: reach and clean.
     out = torch.empty((b, triton.cdiv(nx, block), 2), dtype=torch.int32, device=x.device)
     _document_bounds[(b * out.shape[1],)](x, y, out, nx, ny, shift, AFTER=ahead, BLOCK=block, CHUNK=CHUNK, num_warps=4)
     return x, y, out

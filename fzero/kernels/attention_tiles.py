@@ -51,6 +51,7 @@ def dot(a, b, UPCAST: tl.constexpr):
     """a b, accumulated in float32. UPCAST: convert the operands first, because the interpreter has no bfloat16
     arithmetic.
     """
+    # "ieee": float32 operands are multiplied exactly, not rounded to TF32.
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision="ieee")
@@ -59,6 +60,7 @@ def dot(a, b, UPCAST: tl.constexpr):
 @triton.jit
 def mix(x):
     """attention_pattern's `mix`, of uint32."""
+    # uint32 products wrap, as those of the definition are cut to 32 bits.
     x = ((x >> 16) ^ x) * 0x45D9F3B
     x = ((x >> 16) ^ x) * 0x45D9F3B
     return (x >> 16) ^ x
@@ -70,6 +72,7 @@ def random_block(block, i, pattern):
     _size, global_count, near, seed = pattern
     salt = mix(tl.cast(seed, tl.uint32) + tl.cast(i + 1, tl.uint32) * 0x9E3779B9)
     candidates = tl.maximum(block - (near - 1 + global_count), 1)
+    # Unsigned, because the remainder of a negative int32 would be negative.
     return global_count + (mix(block.to(tl.uint32) ^ salt) % candidates.to(tl.uint32)).to(tl.int32)
 
 
@@ -81,6 +84,7 @@ def visible_pairs(
     keys; keys before position `end`. pattern: (size, keep, near, seed) of it, RANDOM: the number of its random blocks.
     """
     size, global_count, near, _seed = pattern
+    # Causality and the end of the keys in one comparison; broadcast to [M, N] (or [N, M]).
     mask = key <= tl.minimum(query, end - 1)
     if KIND == "window":
         mask = mask & (key > query - size)
@@ -128,6 +132,7 @@ def may_see(query, last_query, key, last_key, pattern, KIND: tl.constexpr, RANDO
             | (query_block - last_key // size < near)
             | (last_query_block - query_block >= BLOCKS)
         )
+        # BLOCKS blocks from the first query's on; those after the last query's do not count.
         blocks = query_block + tl.arange(0, BLOCKS)
         hits = blocks < 0
         for i in tl.static_range(RANDOM):
@@ -136,6 +141,7 @@ def may_see(query, last_query, key, last_key, pattern, KIND: tl.constexpr, RANDO
         return overlap | (tl.max((hits & (blocks <= last_query_block)).to(tl.int32), 0) > 0)
     # The first from `key` on.
     first_global = tl.where(key % size >= size - global_count, key, key // size * size + size - global_count)
+    # Of fixed: a key of the first query's own block or later, or one that an earlier block keeps.
     return (last_key >= query // size * size) | (first_global <= last_key)
 
 
@@ -148,6 +154,7 @@ def first_key(query, size, KIND: tl.constexpr):
         return tl.maximum(query - size + 1, 0)
     if KIND == "local":
         return query // size * size
+    # 0, in the type of `query`.
     return tl.minimum(query, 0)
 
 
@@ -156,7 +163,10 @@ def align_tiles(lo, a, z, hi, N: tl.constexpr):
     """Round `lo` down, `a` up and `z` down to multiples of N; [a, z) and [lo, hi) become empty ranges if nothing is
     between.
     """
+    # An empty range becomes [0, 0). `hi` is not rounded: the last tile is masked by the number of rows.
     lo, hi = tl.where(lo < hi, lo // N * N, 0), tl.where(lo < hi, hi, 0)
+    # Only tiles that lie in [a, z) as a whole need no mask, so the range shrinks at both ends; the clamps keep lo <= a
+    # <= z <= hi.
     a = tl.minimum(tl.maximum((a + N - 1) // N * N, lo), hi)
     return lo, a, tl.maximum(tl.minimum(z, hi) // N * N, a), hi
 
@@ -174,6 +184,8 @@ def key_tiles(first, last, s, key_start, size, REACH, KIND: tl.constexpr, DOCUME
     z = tl.minimum(tl.maximum(first + 1 - key_start, 0), s)
     hi = tl.minimum(tl.maximum(last + 1 - key_start, 0), s)
     if DOCUMENTS:
+        # Two numbers a tile of queries, see `document_bounds`: the first key of its documents, and from where all keys
+        # are of its one document.
         lo, a = tl.maximum(lo, tl.load(REACH)), tl.maximum(a, tl.load(REACH + 1))
     return align_tiles(lo, a, z, hi, N)
 
@@ -213,6 +225,7 @@ def mask_of_keys(
 @triton.jit
 def needs_tile(j, keys, queries, pattern, KIND: tl.constexpr, RANDOM: tl.constexpr, N: tl.constexpr):
     """Whether a tile of queries may see any of the keys [j, j + N), in a strided, fixed or bigbird pattern."""
+    # keys[5] is key_start: scattered patterns are tested this way only where keys are in order.
     span, key = queries[1], j + keys[5]
     return may_see(span[0], span[1], key, key + N - 1, pattern, KIND, RANDOM)
 
@@ -244,6 +257,7 @@ def config(
     """Return (head dim rounded up to a power of two, configuration) of a kernel for queries `q`; of the sizes only K
     matters. has_positions: whether positions lie in memory (AT).
     """
+    # Not below 16, the least size of a product of the matrix units.
     width = max(16, triton.next_power_of_2(q.shape[-1]))
     key = torch.float32 if q.dtype == torch.float32 else max(64, width)
     rows = tuning.rows(table_of(configs, key, kind, has_positions), q.device)
@@ -254,6 +268,7 @@ def compact_rows(x: Tensor) -> Tensor:
     """Return `x` [B, T, H, K], or a contiguous copy if heads are not contiguous or offsets inside a tile could pass
     2^31.
     """
+    # Tiles have less than 2^9 rows, so that offsets within one, row * stride, stay below 2^31.
     return x if x.stride(3) == 1 and abs(x.stride(1)) < 2**22 else x.contiguous()
 
 

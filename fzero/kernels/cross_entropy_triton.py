@@ -87,6 +87,7 @@ def _running(IN, begin, end, cap, CAP: tl.constexpr, SMOOTH: tl.constexpr, BLOCK
         positions, inside = _positions(start, begin, end, BLOCK)
         y = _read(IN, positions, inside, cap, CAP)
         larger = tl.maximum(m, tl.max(y, 0))
+        # Sums by column of the block need no reduction in the loop but that of the maximum.
         sums = sums * tl.exp(m - _base(larger)) + tl.exp(y - _base(larger))
         m = larger
         if SMOOTH:
@@ -137,6 +138,7 @@ def _cross_entropy(
             m, sums, total = _running(IN, begin, end, cap, CAP, SMOOTH, BLOCK, STAGES)
         s = tl.sum(sums, 0)
         if RAGGED:
+            # The edge joins as one more block would.
             larger = tl.maximum(m, tl.max(y_edge, 0))
             s = s * tl.exp(m - _base(larger)) + tl.sum(tl.exp(y_edge - _base(larger)), 0)
             total += tl.sum(tl.where(on_edge, y_edge, 0.0), 0)

@@ -57,6 +57,7 @@ def dropout_add_reference(
 
 @triton.jit
 def _words(seed, block):
+    # The counter is 64 bits of 128: element numbers beyond 2^32 go on in its second word.
     return tl.philox(seed, block.to(tl.uint32), (block >> 32).to(tl.uint32), 0, 0)
 
 
@@ -74,15 +75,19 @@ def _dropout(
     block = (first >> 2) + 2 * tl.arange(0, BLOCK // 8)
     a, b, c, d = _words(seed, block)
     e, f, g, h = _words(seed, block + 1)
+    # A branch on one number for the whole program, so aligned rows never draw the third block.
     if first & 3 != 0:
         i, j, k, _ = _words(seed, block + 2)
         if first & 1 != 0:
             a, b, c, d, e, f, g, h, i, j = b, c, d, e, f, g, h, i, j, k
         if first & 2 != 0:
             a, b, c, d, e, f, g, h = c, d, e, f, g, h, i, j
+    # join appends a dim of 2 at the end, so the first pair joined is the slowest bit: a with e (4 apart), then 2 apart,
+    # then 1.
     words = tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))
     mask = tl.reshape(words, [BLOCK]) <= limit.to(tl.uint32)  # a b c d e f g h of the first lane, and so on
     offsets = start + tl.arange(0, BLOCK)
+    # The product in float32, rounded to the dtype of x once, before the sum: as the reference does.
     x = tl.load(X + row * x_row + offsets, mask=offsets < n, other=0.0).to(tl.float32) * scale
     x = tl.where(mask, x, 0.0).to(OUT.dtype.element_ty)
     if ADD:

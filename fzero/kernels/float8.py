@@ -158,10 +158,14 @@ def _scales(
         amax, count = tl.load(AMAX + indices, mask=indices < n, other=1.0).to(tl.float32), n
     else:
         amax, count = tl.full((BLOCK,), 0.0, tl.float32) + tl.load(AMAX).to(tl.float32), 1
+    # Exact division, as torch divides; Triton's / may be off by a bit, and scales must be those of every form.
     scale = tl.div_rn(tl.full((BLOCK,), LIMIT, tl.float32), tl.where(amax < SMALLEST, SMALLEST, amax))
     if POWERS_OF_2:
+        # Clears the mantissa of a positive float32: the power of 2 at or below it.
         scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+    # What the product is multiplied by.
     inverse = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), scale)
+    # All programs along these rows (or columns) compute the same scales; the first of them stores them.
     tl.store(INVERSE + indices, inverse, mask=indices < tl.where(first, count, 0))
     return scale
 
@@ -175,13 +179,17 @@ def _quantise(
     # A program quantises a tile [BLOCK_R, BLOCK_C]; program_id(0) is the tile of rows, program_id(1) that of columns.
     # OUT is contiguous [R, C], by a scale per row, or by one. With BOTH, OUT_T is contiguous [C, R]: the same of X
     # turned, by a scale per column of X.
+    # In int64: the offset row * stride may pass 2^31.
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     col = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     scale = _scales(AMAX, INVERSE, row, R, tl.program_id(1) == 0, SMALLEST, LIMIT, POWERS_OF_2, ROWWISE, BLOCK_R)
     live = (row[:, None] < R) & (col[None, :] < C)
     x = tl.load(X + row[:, None] * stride_r + col[None, :] * stride_c, mask=live, other=0.0).to(tl.float32)
+    # No clamp: |x| <= amax puts x * scale at or below the largest number, up to a rounding that the format's own takes
+    # back.
     tl.store(OUT + row[:, None] * C + col[None, :], (x * scale[:, None]).to(OUT.dtype.element_ty), mask=live)
     if BOTH:
+        # X is read once for both layouts: the matrix units of Hopper take operands that are contiguous along the sum.
         first = tl.program_id(0) == 0
         scale = _scales(AMAX_T, INVERSE_T, col, C, first, SMALLEST, LIMIT, POWERS_OF_2, ROWWISE, BLOCK_C)
         tl.store(OUT_T + col[None, :] * R + row[:, None], (x * scale[None, :]).to(OUT_T.dtype.element_ty), mask=live)

@@ -57,10 +57,15 @@ def widen_reference(numbers: Tensor, amax: Tensor) -> Tensor:
 @triton.jit
 def _float8_move(X, MOST, OUT, n, NARROW: tl.constexpr, BLOCK: tl.constexpr):
     """NARROW: OUT = round(s X), else OUT = X / s; both as float8.py divides, so that the bits are the same."""
+    # In int64: a gathered weight may have more than 2^31 elements.
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(MOST)
+    # One scale for the whole weight, from a number that all ranks agree on: the shards of a rank round as the whole
+    # would.
     scale = tl.div_rn(tl.full((), LIMIT, tl.float32), tl.where(amax < LEAST, LEAST, amax))
+    # Narrow: bfloat16 to E4M3; back: E4M3 to bfloat16, in float32 between.
     x = tl.load(X + offsets, mask=offsets < n, other=0.0).to(tl.float32)
+    # The inverse is rounded and multiplied by, as where a product is scaled back.
     x = x * scale if NARROW else x * tl.div_rn(tl.full((), 1.0, tl.float32), scale)
     tl.store(OUT + offsets, x.to(OUT.dtype.element_ty), mask=offsets < n)
 

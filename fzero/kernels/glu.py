@@ -77,6 +77,7 @@ def clamped_swiglu_reference(a: Tensor, b: Tensor) -> Tensor:
 def _gate(a, KIND: tl.constexpr):
     """(activation, its derivative) of float32 a."""
     if KIND == 2:
+        # Above the limit the activation is constant, and its derivative 0.
         low = tl.minimum(a, CLAMPED_LIMIT)
         s = tl.sigmoid(low * CLAMPED_SLOPE)
         return low * s, tl.where(a <= CLAMPED_LIMIT, s * (1.0 + low * CLAMPED_SLOPE * (1.0 - s)), 0.0)
@@ -101,6 +102,7 @@ def _factor(b, KIND: tl.constexpr):
 def _largest(MOST, x, n, PART: tl.constexpr, BLOCK: tl.constexpr):
     """Store the largest magnitude of each PART numbers of a program's x [BLOCK], of n in all."""
     bits = tl.max(tl.reshape(bits_of(x), [BLOCK // PART, PART]), 1)
+    # BLOCK is a multiple of PART, so no part crosses two programs.
     segments = tl.program_id(0).to(tl.int64) * (BLOCK // PART) + tl.arange(0, BLOCK // PART)
     store_largest(MOST, segments, bits, segments * PART < n)
 
@@ -113,6 +115,7 @@ def _glu_forward(A, B, OUT, MOST, n, KIND: tl.constexpr, PART: tl.constexpr, BLO
     b = tl.load(B + offsets, mask=offsets < n, other=0.0).to(tl.float32)
     act, _ = _gate(a, KIND)
     times, _ = _factor(b, KIND)
+    # Rounded first: MOST is the largest of what is stored, which a float8 product reads.
     out = (act * times).to(OUT.dtype.element_ty)
     tl.store(OUT + offsets, out, mask=offsets < n)
     if PART:
@@ -128,6 +131,7 @@ def _glu_backward(
     a = tl.load(A + offsets, mask=offsets < n, other=0.0).to(tl.float32)
     b = tl.load(B + offsets, mask=offsets < n, other=0.0).to(tl.float32)
     g = tl.load(G + offsets, mask=offsets < n, other=0.0).to(tl.float32)
+    # Computed again rather than kept: a and b are read anyway.
     act, slope = _gate(a, KIND)
     times, slope_b = _factor(b, KIND)
     da, db = (g * times * slope).to(DA.dtype.element_ty), (g * act * slope_b).to(DB.dtype.element_ty)

@@ -34,6 +34,7 @@ P, G, M, V, COPY, SM, SV, SIZE, COLUMNS, DECAY, KEY, FIRST, FIELDS = (
 @triton.jit
 def field_pointer(ROW, FIELD: tl.constexpr, TYPE: tl.constexpr, WIDE: tl.constexpr):
     """The address in a field of a row, as a pointer to elements of TYPE. WIDE: it is a multiple of 16."""
+    # An address is a number in the table, as leaves are of any count.
     pointer = tl.load(ROW + FIELD).to(tl.pointer_type(TYPE))
     if WIDE:
         pointer = tl.multiple_of(pointer, 16)
@@ -125,13 +126,17 @@ def _square_sums(T, WORK, OUT, WIDE: tl.constexpr, GT: tl.constexpr, BLOCK: tl.c
     """
     pid = tl.program_id(0).to(tl.int64)
     work = tl.load(WORK + pid)
+    # A number of the list is leaf << 40 | stretch.
     ROW = T + (work >> 40) * FIELDS
     n = tl.load(ROW + SIZE)
     if WIDE:
         n = tl.multiple_of(n, 16)
     offsets = (work & 0xFFFFFFFFFF) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(field_pointer(ROW, G, GT, WIDE) + offsets, mask=offsets < n, other=0.0).to(tl.float32)
+    # An exponent of ones is infinity or NaN. The squares may overflow where all are finite, so their sum does not tell.
     finite = (g.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
+    # One pair a program, which the caller adds up in their order: no atomic adds, so the norm has the same bits each
+    # time.
     tl.store(OUT + pid * 2, tl.sum(g * g))
     tl.store(OUT + pid * 2 + 1, tl.sum(tl.where(finite, 0.0, 1.0)))
 

@@ -128,7 +128,10 @@ def _grouped_mm(
     row = (first + tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
     k = tl.arange(0, BLOCK_K)
+    # Any strides, as the backward pass multiplies by W turned. In int64: e * stride_e passes 2^31 with many large
+    # experts.
     W += e.to(tl.int64) * stride_e
+    # In float32, also for operands in bfloat16.
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, D, BLOCK_K):
         offsets = start + k
@@ -164,6 +167,7 @@ def _grouped_mm_dw(
     first = tl.load(ENDS + e - 1, mask=e > 0, other=0)
     d = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     f = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
+    # An expert without rows stores zeros: OUT is not filled beforehand.
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(first, end, BLOCK_K):
         row = (start + tl.arange(0, BLOCK_K)).to(tl.int64)

@@ -165,6 +165,7 @@ def group_of_tile(ENDS, tile, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
     ends = tl.load(ENDS + expert, mask=expert < E, other=0)
     starts = tl.load(ENDS + expert - 1, mask=(expert > 0) & (expert < E), other=0)
     tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
+    # All groups at once, EXPERTS being their number rounded up to a power of two: no search, no table in memory.
     behind = tl.cumsum(tiles, 0)
     e = tl.sum((behind <= tile).to(tl.int32), 0)
     in_group = expert == e
@@ -204,6 +205,7 @@ def _grouped_float8(
         total = tl.dot(x, tl.trans(w), total, max_num_imprecise_acc=min(BLOCK_K, PROMOTED))
     ix = tl.load(X_INVERSE + row, mask=row < end, other=0.0)
     iw = tl.load(W_INVERSE + e.to(tl.int64) * F + col, mask=col < F, other=0.0)
+    # Scales are powers of 2, so their product is exact, and it does not matter that it is applied after the sum.
     y = total * (ix[:, None] * iw[None, :])
     tl.store(OUT + row[:, None] * F + col[None, :], y.to(OUT.dtype.element_ty), mask=(row[:, None] < end) & (col < F))
 

@@ -39,6 +39,8 @@ def unpermute_reference(y: Tensor, weights: Tensor, order: Tensor, inverse: Tens
 
 @triton.jit
 def _spread(X, PLACE, OUT, D, K: tl.constexpr, BLOCK: tl.constexpr):
+    # A program copies one token, BLOCK columns of it, to its K rows: read once, written K times. int64, as row * D may
+    # pass 2^31.
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(X + token * D + col, mask=col < D)
@@ -51,10 +53,13 @@ def _spread(X, PLACE, OUT, D, K: tl.constexpr, BLOCK: tl.constexpr):
 def _collect(Y, WEIGHTS, PLACE, OUT, D, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # One program adds up all rows of a token in the order of its choices, in float32: no atomic adds, so a second run
+    # gives the same bits.
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(K):
         row = tl.load(PLACE + token * K + k)
         y = tl.load(Y + row * D + col, mask=col < D, other=0.0).to(tl.float32)
+        # Without weights this is the backward pass of `_spread`.
         if WEIGHTED:
             y = y * tl.load(WEIGHTS + token * K + k).to(tl.float32)
         total += y
@@ -63,14 +68,17 @@ def _collect(Y, WEIGHTS, PLACE, OUT, D, K: tl.constexpr, WEIGHTED: tl.constexpr,
 
 @triton.jit
 def _collect_backward(Y, WEIGHTS, PLACE, G, DY, DWEIGHTS, D, K: tl.constexpr, BLOCK: tl.constexpr):
+    # A program handles one pair (token, choice), hence one row of y: pair // K is its token.
     pair = tl.program_id(0).to(tl.int64)
     row = tl.load(PLACE + pair)
     w = tl.load(WEIGHTS + pair).to(tl.float32)
+    # By column of a block, and added up once at the end.
     dw = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, D, BLOCK):
         col = start + tl.arange(0, BLOCK)
         g = tl.load(G + pair // K * D + col, mask=col < D, other=0.0).to(tl.float32)
         y = tl.load(Y + row * D + col, mask=col < D, other=0.0).to(tl.float32)
+        # Each row belongs to one pair, so no two programs write to it.
         tl.store(DY + row * D + col, (g * w).to(DY.dtype.element_ty), mask=col < D)
         dw += y * g
     tl.store(DWEIGHTS + pair, tl.sum(dw, 0).to(DWEIGHTS.dtype.element_ty))

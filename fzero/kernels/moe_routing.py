@@ -60,13 +60,16 @@ def _route_forward(
     LOGITS, BIAS, WEIGHTS, PROBS, IDS, n, E, K,
     WIDTH: tl.constexpr, CHOICES: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    # A program routes ROWS tokens, with all WIDTH columns of each in registers: E rounded up to a power of two.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col, choice = tl.arange(0, WIDTH)[None, :], tl.arange(0, CHOICES)[None, :]
     live = (row < n) & (col < E)
     x = tl.load(LOGITS + row * E + col, mask=live, other=float("-inf")).to(tl.float32)
+    # Columns from E on are -inf, and have probability 0.
     p = tl.exp(x - tl.max(x, 1)[:, None])
     p = p / tl.sum(p, 1)[:, None]
     tl.store(PROBS + row * E + col, p, mask=live)
+    # A bias moves the choice alone; the weights are those of p.
     if BIASED:
         x = p + tl.load(BIAS + col, mask=col < E, other=0.0)
     x = tl.where(x == x, x, float("inf"))  # NaN counts as infinity, so that each choice is a valid expert
@@ -75,6 +78,7 @@ def _route_forward(
     ids = tl.zeros((ROWS, CHOICES), tl.int32)
     for k in range(K):
         best = tl.max(tl.where(free, x, float("-inf")), 1)[:, None]
+        # Of equal ones the lowest number: the choice does not depend on the order in which a device compares.
         pick = tl.min(tl.where(free & (x == best), col, WIDTH), 1)[:, None]
         weights += tl.where(choice == k, tl.sum(tl.where(col == pick, p, 0.0), 1)[:, None], 0.0)
         ids += tl.where(choice == k, pick, 0)
@@ -108,6 +112,7 @@ def _route_backward(
     dx = p * (dp - tl.sum(p * dp, 1)[:, None])
     w = tl.load(WEIGHTS + row * K + choice, mask=used, other=0.0)
     dw = tl.load(DWEIGHTS + row * K + choice, mask=used, other=0.0)
+    # dw belongs to the chosen columns: added there choice by choice, since a token's choices differ.
     ids = tl.load(IDS + row * K + choice, mask=used, other=0).to(tl.int32)
     dw = w * (dw - tl.sum(w * dw, 1)[:, None])
     for k in range(K):

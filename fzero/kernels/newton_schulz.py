@@ -88,6 +88,7 @@ def _symmetric(
     i = tl.where((i + 1) * (i + 2) // 2 <= t, i + 1, i)
     j = t - i * (i + 1) // 2
     rows, cols = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
+    # Matrices are contiguous [batch, m, k]. The second operand is X again, by the rows of tile j.
     rows_from, cols_from = X + (batch * m + rows)[:, None] * k, X + (batch * m + cols)[:, None] * k
     acc = tl.zeros([BLOCK, BLOCK], tl.float32)
     for start in range(0, k, BLOCK_K):
@@ -96,6 +97,7 @@ def _symmetric(
         b = tl.load(cols_from + offsets, mask=(cols[:, None] < m) & (offsets < k), other=0.0)
         if UPCAST:
             a, b = a.to(tl.float32), b.to(tl.float32)
+        # Both loads are zeros beyond m and k, and add nothing.
         acc = tl.dot(a, tl.trans(b), acc)
     acc = acc * alpha
     lower_mask = (rows[:, None] < m) & (cols[None, :] < m)
@@ -104,8 +106,10 @@ def _symmetric(
             tl.load(ADD + (batch * m + rows)[:, None] * m + cols[None, :], mask=lower_mask, other=0.0).to(tl.float32)
             * beta
         )
+    # Rounded once, then stored twice: the result is symmetric bit for bit.
     out = acc.to(OUT.dtype.element_ty)
     tl.store(OUT + (batch * m + rows)[:, None] * m + cols[None, :], out, mask=lower_mask)
+    # On the diagonal the mask is empty, as the tile has written all of itself.
     mirror_mask = (cols[:, None] < tl.where(i != j, m, 0)) & (rows[None, :] < m)
     tl.store(OUT + (batch * m + cols)[:, None] * m + rows[None, :], tl.trans(out), mask=mirror_mask)
 

@@ -42,6 +42,7 @@ def _read(X, R, x_at, r_at, mask, ADD: tl.constexpr):
     x = tl.load(X + x_at, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(R + r_at, mask=mask, other=0.0).to(tl.float32)
+        # The sum is stored in its dtype, and normed as it is stored: the backward pass reads that one.
         x = x.to(X.dtype.element_ty).to(tl.float32)
     return x
 
@@ -59,6 +60,7 @@ def _moments(x, mask, n, LAYER: tl.constexpr):
     """
     mean = tl.sum(x, 1) / n
     if LAYER:
+        # Masked columns were loaded as 0, and would deviate by the mean.
         x = tl.where(mask, x - mean[:, None], 0.0)
     return mean, tl.sum(x * x, 1)
 
@@ -85,6 +87,7 @@ def _norm_forward(
         for start in range(0, N, BLOCK):
             columns = start + cols
             mask = inside & (columns < N)
+            # The last chunk may be shorter; BLOCK masked columns are no columns of the mean.
             n = tl.minimum(N - start, BLOCK)
             m, s = _moments(_read(X, R, x_at + columns, r_at + columns, mask, ADD), mask, n, LAYER)
             squares += s
@@ -104,6 +107,7 @@ def _norm_forward(
             x = _read(X, R, x_at + columns, r_at + columns, mask, ADD)
         if ADD:
             tl.store(S + y_at + columns, x.to(S.dtype.element_ty), mask=mask)
+        # Rounded after each step, as plain torch in that dtype rounds: normed, times the scale, plus the bias.
         y = ((x - mean[:, None]) if LAYER else x) * rstd[:, None]
         y = y.to(Y.dtype.element_ty).to(tl.float32) * _param(W, X, columns, N)
         if LAYER:
@@ -138,6 +142,7 @@ def _norm_backward(
     DW, DB = PARTS + pid.to(tl.int64) * N, PARTS + (programs + pid).to(tl.int64) * N  # this program's rows
     if IS_WHOLE:
         w = _param(W, X, cols, N)
+        # By row of the tile and column: added up over the rows once, at the end.
         dw = tl.zeros([ROWS, BLOCK], tl.float32)
         if LAYER:
             db = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -154,6 +159,7 @@ def _norm_backward(
         mean = tl.load(STATS + M + row, mask=row < M, other=0.0) if LAYER else rstd
         if IS_WHOLE:
             g, d, n = _load_normed(G, X, g_at + cols, x_at + cols, inside & (cols < N), w, mean, rstd, LAYER)
+            # The two sums of a row that dx needs; each is along the whole row, so a long one is read twice.
             along, total = tl.sum(d * n, 1), tl.sum(d, 1)
             dw += g * n
             if LAYER:
@@ -180,6 +186,7 @@ def _norm_backward(
                 tl.store(DW + i, tl.load(DW + i, mask=has_sum, other=0.0) + tl.sum(g * n, 0), mask=i < N)
                 if LAYER:
                     tl.store(DB + i, tl.load(DB + i, mask=has_sum, other=0.0) + tl.sum(g, 0), mask=i < N)
+            # Masked rows have rstd 0 and masked columns g and x 0; neither is stored.
             dx = d - n * (along / N)[:, None]
             if LAYER:
                 dx -= (total / N)[:, None]

@@ -120,6 +120,7 @@ def _block_words(block, k0, k1):
 
 @triton.jit
 def _global_index(i, first, size0, stride0, size1, stride1):
+    # A shard of several runs: size0 elements stride0 apart, within size1 elements that are stride1 apart.
     within = i % size1
     return first + i // size1 * stride1 + within // size0 * stride0 + within % size0
 
@@ -142,6 +143,7 @@ def draw_words(begin, ROW, k0, k1, PLACED: tl.constexpr, QUADS: tl.constexpr, BL
     )
     w0, w1, w2, w3 = _block_words(e >> 2, k0, k1)
     if QUADS:
+        # join appends a dim of 2: the order is w0, w1, w2, w3 of each block.
         words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])
     else:
         words = tl.where(e % 4 < 2, tl.where(e % 4 == 0, w0, w1), tl.where(e % 4 == 2, w2, w3))
@@ -153,6 +155,7 @@ def round_bf16(x, bits):
     """float32 x as bfloat16 by 16 random bits (uint32)."""
     raw = x.to(tl.uint32, bitcast=True)
     rounded = ((raw + bits) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    # By the addition a NaN could become infinity, or carry into the sign.
     return tl.where((raw & 0x7F800000) != 0x7F800000, rounded, x).to(tl.bfloat16)
 
 
@@ -208,8 +211,10 @@ def encode_blocks(x, SIGNED: tl.constexpr):
     LEVELS: tl.constexpr = 127 if SIGNED else 255
     LEAST: tl.constexpr = 0 if SIGNED else 1
     raw = x.to(tl.int32, bitcast=True)
+    # Magnitudes are ordered as their bits are; a step is 2^SHIFT of these.
     size = raw & 0x7FFFFFFF
     top = tl.max(size, axis=1)
+    # Codes count down from LEVELS, rounded to the nearest step. Without a sign 1 is the least: only zero becomes 0.
     code = tl.maximum(((top[:, None] - size + HALF) >> SHIFT) * -1 + LEVELS, LEAST)
     code = tl.where(size == 0, 0, code)
     if SIGNED:
@@ -223,6 +228,7 @@ def decode_blocks(codes, scales, SIGNED: tl.constexpr):
     LEVELS: tl.constexpr = 127 if SIGNED else 255
     code = codes.to(tl.int32)
     steps = code & LEVELS
+    # Below 0 bits there is no number: magnitudes stop at zero.
     raw = tl.maximum(scales.to(tl.int32, bitcast=True)[:, None] - (((steps * -1) + LEVELS) << SHIFT), 0)
     raw = tl.where(steps == 0, 0, raw)
     if SIGNED:

@@ -66,12 +66,15 @@ ODD = {"BLOCK": 512, "num_warps": 4}  # for stochastic rounding in which each el
 
 @triton.jit
 def _adamw(p, g, m, v, S, decay, b1, c1, b2, c2, eps, COUPLED: tl.constexpr):
+    # S lies on the device: the rate and the corrections of the biases, which change with each step, are no constants.
     rate, correct1, root_correct2 = tl.load(S), tl.load(S + 1), tl.load(S + 2)
     if COUPLED:
         g += p * decay
     m = m * b1 + g * c1
     v = v * b2 + g * g * c2
+    # Exact division and root, as torch computes them: the bits are those of the other forms.
     u = tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root_correct2) + eps) * tl.div_rn(-rate, correct1)
+    # COUPLED: Adam with the decay in the gradient, else AdamW's, beside it.
     return p + (u if COUPLED else u - p * (rate * decay)), m, v
 
 
@@ -85,6 +88,7 @@ def _lion(p, g, m, S, decay, b1, c1, b2, c2):
 
 @triton.jit
 def _decay_of(ROW):
+    # A float32 in the lower bits of an int64.
     return tl.load(ROW + DECAY).to(tl.int32).to(tl.float32, bitcast=True)
 
 
@@ -107,14 +111,17 @@ def _update_flat(
     n = tl.load(ROW + SIZE)
     if SKIPS:
         n = tl.where(tl.load(SKIP) != 0, n * 0, n)
+    # Every address and size is a multiple of 16, which the compiler cannot know of a table in memory.
     if WIDE:
         n = tl.multiple_of(n, 16)
     offsets = begin + tl.arange(0, BLOCK)
     P_, G_, M_ = field_pointer(ROW, P, PT, WIDE), field_pointer(ROW, G, GT, WIDE), field_pointer(ROW, M, MT, WIDE)
+    # All arithmetic in float32, whatever dtype a leaf is stored in.
     p = tl.load(P_ + offsets, mask=offsets < n, other=0.0).to(tl.float32)
     g = tl.load(G_ + offsets, mask=offsets < n, other=0.0).to(tl.float32)
     m = tl.load(M_ + offsets, mask=offsets < n, other=0.0).to(tl.float32)
     if SCALED:
+        # A factor of all gradients, as of clipping, which is on the device.
         g *= tl.load(S + 3)
     if LION:
         p, m = _lion(p, g, m, S, _decay_of(ROW), b1, c1, b2, c2)
@@ -129,6 +136,7 @@ def _update_flat(
         k0, k1 = optim_lowbit._step_key(
             tl.load(ROW + KEY).to(tl.uint32), tl.load(ROW + KEY + 1).to(tl.uint32), tl.load(COUNT)
         )
+        # 32 bits an element: m takes the lower half, v the upper one.
         bits = draw_words(begin, ROW + FIRST, k0, k1, PLACED, QUADS, BLOCK)
         tl.store(M_ + offsets, round_bf16(m, bits & 0xFFFF), mask=offsets < n)
         if not LION:
@@ -161,6 +169,8 @@ def _update_blocks(
     if SKIPS:
         total = tl.where(tl.load(SKIP) != 0, total * 0, total)
     block = (work & 0xFFFFFFFFFF) * (BLOCK // CODES) + tl.arange(0, BLOCK // CODES)
+    # A tile [blocks, CODES]: each row of it is one block, so that its largest magnitude is a maximum along the tile's
+    # rows.
     column = (block % across * CODES)[:, None] + tl.arange(0, CODES)[None, :]
     offsets = (block // across * columns)[:, None] + column
     valid = block < total
@@ -171,6 +181,7 @@ def _update_blocks(
     g = tl.load(G_ + offsets, mask=mask, other=0.0).to(tl.float32)
     if SCALED:
         g *= tl.load(S + 3)
+    # Columns beyond the row's end are code 0, which is zero: they do not count in the largest magnitude.
     m = decode_blocks(tl.load(M_ + offsets, mask=mask, other=0), tl.load(SM_ + block, mask=valid, other=0.0), True)
     if LION:
         p, m = _lion(p, g, m, S, _decay_of(ROW), b1, c1, b2, c2)
@@ -178,6 +189,7 @@ def _update_blocks(
         V_, SV_ = field_pointer(ROW, V, tl.uint8, WIDE), field_pointer(ROW, SV, tl.float32, False)
         v = decode_blocks(tl.load(V_ + offsets, mask=mask, other=0), tl.load(SV_ + block, mask=valid, other=0.0), False)
         p, m, v = _adamw(p, g, m, v, S, _decay_of(ROW), b1, c1, b2, c2, eps, COUPLED)
+        # v is 0 or more, and needs no sign: twice the levels.
         codes, scales = encode_blocks(v, False)
         tl.store(V_ + offsets, codes, mask=mask)
         tl.store(SV_ + block, scales, mask=valid)

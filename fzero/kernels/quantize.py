@@ -60,6 +60,7 @@ def _block_offsets(block, n, total, FLAT: tl.constexpr, BLOCK: tl.constexpr):
     if FLAT:
         offsets = (block * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
         return block * BLOCK, offsets, offsets < n
+    # In int64, as `block` is; a division for each block and not for each element.
     row = block // tl.cdiv(n, BLOCK)
     column = (block - row * tl.cdiv(n, BLOCK)) * BLOCK
     columns = column[:, None] + tl.arange(0, BLOCK)[None, :]
@@ -73,6 +74,7 @@ def _load_values(DATA, SCALE, block, n, total, KIND: tl.constexpr, FLAT: tl.cons
     if KIND == "int4" or KIND == "nf4":
         # Two codes per byte, the earlier in the low half: rows of ceil(n / 2) bytes in blocks of BLOCK / 2.
         _, offsets, mask = _block_offsets(block, n - n // 2, total, FLAT, BLOCK // 2)
+        # int4: shifted up and down again, so that the sign comes along.
         pair = tl.load(DATA + offsets, mask=mask, other=0).to(tl.int32)
         nibbles = tl.join((pair << 28) >> 28, (pair << 24) >> 28) if KIND == "int4" else tl.join(pair & 15, pair >> 4)
         codes = tl.reshape(nibbles, (block.shape[0], BLOCK))
@@ -82,6 +84,7 @@ def _load_values(DATA, SCALE, block, n, total, KIND: tl.constexpr, FLAT: tl.cons
     x = decode(codes, scale, KIND)
     if KIND == "nf4":  # whose code 0 is no zero
         _, offsets, mask = _block_offsets(block, n, total, FLAT, BLOCK)
+        # So that sums over blocks, and their largest magnitudes, have nothing from beyond the end.
         x = tl.where(mask, x, 0.0)
     return x
 
@@ -93,11 +96,14 @@ def _store_codes(
 ):  # fmt: skip
     """Quantise and store blocks x, float32 [ROWS, BLOCK], 0 beyond the end."""
     start, offsets, mask = _block_offsets(block, n, total, FLAT, BLOCK)
+    # Words are numbered by element (`first` on), so a shard rounds as the whole tensor would. Without STOCHASTIC x
+    # stands for them, unread.
     codes, scale = encode(x, draw_words(KEY, start + first, BLOCK, ALIGNED) if STOCHASTIC else x, KIND, STOCHASTIC)
     if KIND == "int4" or KIND == "nf4":
         codes = tl.where(mask, codes, 0)  # nf4's code of 0, which stands beyond the end, is none
         _, offsets, mask = _block_offsets(block, n - n // 2, total, FLAT, BLOCK // 2)
         low, high = tl.split(tl.reshape(codes, (block.shape[0], BLOCK // 2, 2)))
+        # A row of odd length ends in a half byte of 0.
         codes = (low & 15) | ((high & 15) << 4)
     tl.store(DATA + offsets, codes.to(DATA.dtype.element_ty), mask=mask)
     tl.store(SCALE + block, scale, mask=block < total)
@@ -109,6 +115,8 @@ def _quantize(
     KIND: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # A program handles ROWS blocks, a block a row of its tile: the largest magnitude is found in registers, and x read
+    # once.
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     _, offsets, mask = _block_offsets(block, n, total, FLAT, BLOCK)
     x = tl.load(X + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -132,8 +140,10 @@ def _sum_requantize(
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # Over the ranks in their order, in float32: the sum alone is rounded again.
     x = tl.zeros((ROWS, BLOCK), tl.float32)
     for rank in tl.range(0, COUNT, loop_unroll_factor=4):
+        # In int64: rank * stride may pass 2^31.
         rank_index = tl.cast(rank, tl.int64)
         x += _load_values(PARTS + rank_index * stride, SCALES + rank_index * total, block, n, total, KIND, FLAT, BLOCK)
     _store_codes(x, KEY, first, DATA, SCALE, block, n, total, KIND, STOCHASTIC, ALIGNED, FLAT, BLOCK)

@@ -31,6 +31,7 @@ def _round_to_int(y, word, STOCHASTIC: tl.constexpr):
     """
     if STOCHASTIC:
         floor = tl.floor(y)
+        # Words are unsigned; their upper 24 bits are exact in float32, and 2^-24 makes them [0, 1).
         u = (word.to(tl.uint32, bitcast=True) >> 8).to(tl.int32, bitcast=True).to(tl.float32) * 5.9604644775390625e-08
         return floor.to(tl.int32) + (u < y - floor).to(tl.int32)
     return (y + ROUNDER).to(tl.int32, bitcast=True) - ROUNDER_BITS
@@ -75,6 +76,7 @@ def encode(x, word, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
     absmax = magnitude.to(tl.float32, bitcast=True)
     scale = tl.maximum(tl.div_rn(absmax, tl.full(absmax.shape, LARGEST, tl.float32)), SMALLEST)
     scale = tl.where(magnitude < 0x7F800000, scale, INFINITY)
+    # x times the rounded inverse, as the definition divides.
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     y = tl.where(scale[:, None] < INFINITY, x * inverse[:, None], 0.0)
     y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)  # also keeps the product above from being fused with the sum below
@@ -127,6 +129,7 @@ def draw_words(KEY, start, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     seed = tl.load(KEY) | (tl.load(KEY + 1) << 32)
     if ALIGNED:
         a, b, c, d = tl.randint4x(seed, (start >> 2)[:, None] + tl.arange(0, BLOCK // 4)[None, :])
+        # join appends a dim of 2: the order is a, b, c, d of each counter.
         return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (start.shape[0], BLOCK))
     element = start[:, None] + tl.arange(0, BLOCK)[None, :]
     a, b, c, d = tl.randint4x(seed, element >> 2)

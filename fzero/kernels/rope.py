@@ -220,13 +220,18 @@ def _cos_sin(angle):
     The device's own are approximate far from 0, at large positions.
     Ref: Moshier, Cephes mathematical library, sinf.c.
     """
+    # In float32 the product of quarters and pi/2 would be rounded by up to 4e-3 at angle 1e5.
     wide = angle.to(tl.float64)
     quarters = tl.floor(wide * QUARTERS + 0.5)
     r = (wide - quarters * QUARTER).to(tl.float32)
+    # By way of int64, in which the quarters of every position fit; only the two lowest bits matter.
     quadrant = quarters.to(tl.int64).to(tl.int32)
+    # Minimax polynomials for [-pi/4, pi/4].
     z = r * r
     s = r + r * z * ((z * -1.9515295891e-4 + 8.3321608736e-3) * z - 1.6666654611e-1)
     c = 1.0 - 0.5 * z + z * z * ((z * 2.443315711809948e-5 - 1.388731625493765e-3) * z + 4.166664568298827e-2)
+    # A turn by a quarter: (cos, sin) -> (-sin, cos). Quadrants 1 and 3 exchange the two, 1 and 2 negate the cosine, 2
+    # and 3 the sine.
     odd = (quadrant & 1) != 0
     cos, sin = tl.where(odd, s, c), tl.where(odd, c, s)
     return tl.where(((quadrant + 1) & 2) != 0, -cos, cos), tl.where((quadrant & 2) != 0, -sin, sin)
@@ -241,9 +246,12 @@ def _rotate_heads(
     [BLOCK].
     """
     pair = tl.arange(0, BLOCK)[None, :].to(tl.int64)
+    # HEADS heads at a time, because a tile must be a power of two; heads from COUNT on are masked.
     for start in range(0, COUNT, HEADS):
         head = (start + tl.arange(0, HEADS)[:, None]).to(tl.int64)
         if INTERLEAVED:
+            # One load of both elements of the pairs, which lie side by side, so that accesses are wide; split and
+            # joined in registers.
             column = tl.arange(0, 2 * BLOCK)[None, :].to(tl.int64)
             mask = (head < COUNT) & (column < 2 * HALF)
             x = tl.load(X + head * head_stride + column * stride, mask=mask, other=0.0).to(tl.float32)
@@ -252,6 +260,7 @@ def _rotate_heads(
             tl.store(OUT + head * (2 * HALF) + column, x.to(OUT.dtype.element_ty), mask=mask)
         else:
             mask = (head < COUNT) & (pair < HALF)
+            # Element `pair` and its partner HALF further; OUT is contiguous, a head having 2 HALF elements.
             source, target = X + head * head_stride, OUT + head * (2 * HALF) + pair
             a = tl.load(source + pair * stride, mask=mask, other=0.0).to(tl.float32)
             b = tl.load(source + (pair + HALF) * stride, mask=mask, other=0.0).to(tl.float32)
@@ -271,8 +280,10 @@ def _rope(
     token = tl.program_id(0).to(tl.int64)
     row = token // length
     column = token - row * length
+    # BLOCK is HALF rounded up to a power of two.
     frequency = tl.load(FREQUENCIES + tl.arange(0, BLOCK), mask=tl.arange(0, BLOCK) < HALF, other=0.0)
     cos, sin = _cos_sin(tl.load(POSITIONS + row * p0 + column * p1).to(tl.float32) * frequency)
+    # The backward pass turns by -w, which negates the sine alone.
     cos, sin = cos[None, :], (-sin if INVERSE else sin)[None, :]
     q, k = Q + row * q0 + column * q1, K + row * k0 + column * k1
     _rotate_heads(q, OUT_Q + token * (Q_HEADS * HALF * 2), q2, q3, cos, sin, Q_HEADS, HALF, INTERLEAVED, HEADS, BLOCK)
