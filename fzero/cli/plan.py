@@ -45,7 +45,9 @@ RATE_GBS = (0.0, False, 1e6)
 
 def on_disk(config: Any, device: Any) -> bool:
     """Whether a run has a state on a disk."""
-    return "nvme" in config.offload
+    from fzero.sharding.spec import Offload
+
+    return Offload.parse(config.offload).on_disk
 
 
 def on_nodes(config: Any, device: Any) -> bool:

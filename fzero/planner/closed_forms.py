@@ -30,7 +30,7 @@ from fzero.sharding.codec import Codec
 from fzero.sharding.leaf_plan import LeafPlan
 from fzero.sharding.pipeline import FAMILIES
 from fzero.sharding.slices import is_stacked
-from fzero.sharding.spec import Tier
+from fzero.sharding.spec import DISK, HOST_MEMORY, Tier
 
 OWED = 1.5  # what a layer holds between I and W, of what its forward pass keeps (docs/pipeline.md, Memory)
 
@@ -78,9 +78,9 @@ def memory(basis: Basis, c: Candidate) -> tuple[dict[str, float], float]:
         "grads": elements["grads"] * (policy.param if micro_batches == 1 else policy.accumulate).itemsize,
     }
     placement = {"params": tiers.params, "optimizer": tiers.opt, "grads": tiers.grads}
-    offloaded = {name: groups[name] * tier.fraction for name, tier in placement.items() if tier.memory != "device"}
-    host = sum(size for name, size in offloaded.items() if placement[name].memory == "host")
-    if tiers.acts.memory == "host":
+    offloaded = {name: groups[name] * tier.fraction for name, tier in placement.items() if not tier.memory.on_device}
+    host = sum(size for name, size in offloaded.items() if placement[name].memory.on_host)
+    if tiers.acts.memory.on_host:
         host += math.ceil(alive / max(1, remat.every)) * bytes_cached(math.ceil(rows * layer.input))
     on_device = {name: groups[name] - offloaded.get(name, 0.0) for name in ("params", "optimizer")}
     passes = PassSizes(
@@ -156,7 +156,7 @@ def step_time(basis: Basis, c: Candidate) -> dict[str, float]:
     # Each micro-batch but the first adds to a sum that comes back to the device.
     sums = policy.param if micro == 1 else policy.accumulate
     # States that the host of a GPU updates in its memory stay there: sums of gradients come, and parameters go.
-    on_host = basis.device.kind == "cuda" and tiers.opt.memory == "host"
+    on_host = basis.device.kind == "cuda" and tiers.opt.memory.on_host
     transfers = (
         (tiers.opt, elements["opt"] * (sums.itemsize + policy.param.itemsize if on_host else 2 * basis.opt_bytes)),
         (tiers.params, 3 * micro * elements["params"] * policy.param.itemsize),
@@ -166,14 +166,11 @@ def step_time(basis: Basis, c: Candidate) -> dict[str, float]:
             2 * micro * c.micro_batch / c.cp * math.ceil(layers / max(1, remat.every)) * layer.memory.input,
         ),
     )
-    for memory, rates, name, sharing in (
-        ("host", basis.device.host, "the host", 1),
-        ("nvme", basis.device.nvme, "the disk", basis.on_node),
-    ):
+    for memory, name, sharing in ((HOST_MEMORY, "the host", 1), (DISK, "the disk", basis.on_node)):
         offloaded = sum(amount * tier.fraction for tier, amount in transfers if tier.memory == memory)
         if offloaded:
-            rate = min((rates.get(way, 0.0) for way in ("read", "write")), default=0.0) / sharing
-            rate *= basis.device.efficiency.get("host", 1.0) if memory == "host" else 1.0
+            rates = basis.device.rates_to(memory)
+            rate = min(rates.get(way, 0.0) for way in ("read", "write")) / sharing
             hidden = 0.0 if tiers.opt.memory == memory else 0.8 * (out["computation"] + out["recomputation"])
             out[f"transfers to {name}"] = max(0.0, offloaded / rate - hidden) if rate else math.inf
     return out
@@ -219,10 +216,10 @@ def update_s(basis: Basis, size: float, tier: Tier, backward: float = 0.0) -> fl
     backward: the seconds of the last micro-batch's backward pass, beside which the host updates where
     train.update says so.
     """
-    fraction = tier.fraction if tier.memory != "device" and basis.device.kind == "cuda" else 0.0
+    fraction = tier.fraction if not tier.memory.on_device and basis.device.kind == "cuda" else 0.0
     memory = basis.device.bandwidth_bytes_s * basis.device.efficiency.get("memory", 1.0)
     host_rate = (
-        (basis.device.host_memory_bytes_s or math.inf) * basis.device.efficiency.get("host", 1.0) / basis.on_node
+        (basis.device.host_memory_bytes_s or math.inf) * basis.device.efficiency.get(HOST_MEMORY, 1.0) / basis.on_node
     )
     hidden_s = backward if basis.config.train.update != "end" else 0.0
     return size * (1.0 - fraction) / memory + max(0.0, size * fraction / host_rate - hidden_s)

@@ -27,7 +27,7 @@ from fzero.planner.devices import Device
 from fzero.planner.estimate import MOMENTS, STATE_BYTES
 from fzero.planner.rates import Way, collective_s, tiled_fraction, ways_of
 from fzero.planner.step_trace import trace_step
-from fzero.planner.timing import predict
+from fzero.planner.timing import ISSUER, predict
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.unused_keys import SIGNS, codec_of
 from fzero.run.measure.flops import token_flop
@@ -39,7 +39,7 @@ from fzero.sharding.codec import Codec, expect_codec
 from fzero.sharding.pipeline import FAMILIES, play, schedule, stage_ranks
 from fzero.sharding.pipeline.table import Stages
 from fzero.sharding.slices import is_stacked, local_numel
-from fzero.sharding.spec import Offload
+from fzero.sharding.spec import DEVICE, DISK, Offload
 from fzero.train.expert_slack import with_expert_slack
 
 ROW = 4  # micro-batches for each rank of pp in the rows that `row_facts` plays
@@ -129,7 +129,7 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
         phase: [timing.layers.get(f"{phase}/{i}", 0.0) for i in range(depth)] for phase in ("forward", "backward")
     }
     ends = sum(timing.phases.get(phase, 0.0) - sum(seconds[phase]) for phase in seconds)
-    host = timing.bound.get("host", 0.0) / max(1e-12, sum(timing.bound.values()))
+    host = timing.bound.get(ISSUER, 0.0) / max(1e-12, sum(timing.bound.values()))
     return Layer(
         LayerBytes(
             kept=max(per_layer, inputs) // rows,
@@ -202,10 +202,10 @@ def admits_codec(basis: Basis, c: Candidate) -> bool:
     """Whether the codec of a search's config goes with a candidate: with its stage, mesh and offload."""
     codec, tiers = codec_of(basis.config), Offload.parse(c.offload)
     try:
-        if codec.startswith(SIGNS) and not {tiers.params.memory, tiers.grads.memory, tiers.opt.memory} <= {"device"}:
+        if codec.startswith(SIGNS) and not {tiers.params.memory, tiers.grads.memory, tiers.opt.memory} <= {DEVICE}:
             return False
         if codec:
-            expect_codec(Codec.parse(codec), basis.plan_of(c)[0], "nvme" in (tiers.params.memory, tiers.opt.memory))
+            expect_codec(Codec.parse(codec), basis.plan_of(c)[0], DISK in (tiers.params.memory, tiers.opt.memory))
     except ValueError:
         return False
     return True

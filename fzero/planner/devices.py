@@ -23,6 +23,7 @@ from fzero.core.text_parsing import parse_json, read_text_file
 from fzero.planner.device_names import device_path
 from fzero.planner.experts import EVEN, Loads
 from fzero.run.setup.machine import device_file
+from fzero.sharding.spec import HOST_MEMORY, StateMemory
 
 # Of a machine here: memory of a process besides tensors (Python, PyTorch's libraries), and the fraction lost.
 RESERVED_BYTES, MARGIN = 1 << 30, 0.05
@@ -114,6 +115,13 @@ class Device:
     def on_node(self, ranks: int) -> int:
         """The number of ranks on a node of a run with `ranks` ranks."""
         return min(ranks, self.ranks_on_node or self.links[0].ranks or ranks)
+
+    def rates_to(self, memory: StateMemory) -> dict[str, float]:
+        """The bytes/s to and from a memory beside the device's, by direction: of the host's memory what is reached."""
+        if memory.on_disk:
+            return self.nvme
+        reached = self.efficiency.get(HOST_MEMORY, 1.0)
+        return {direction: rate * reached for direction, rate in self.host.items()}
 
     def host_capacity_bytes(self, processes: int) -> int | None:
         """The bytes of host memory available to each of `processes` processes of a node; None if unknown."""

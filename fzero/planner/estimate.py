@@ -136,8 +136,8 @@ def estimate_model_states(
         + (signs * policy.state.itemsize if optimizer in SEND_SIGNS else 0),
     }
     placements = {"params": tiers.params, "grads": tiers.grads, "master": tiers.opt, "optimizer": tiers.opt}
-    host = sum(state_bytes[name] * tier.fraction for name, tier in placements.items() if tier.memory != "device")
-    gathered = (ZERO[zero][0] and ranks > 1) or tiers.params.memory != "device"
+    host = sum(state_bytes[name] * tier.fraction for name, tier in placements.items() if not tier.memory.on_device)
+    gathered = (ZERO[zero][0] and ranks > 1) or not tiers.params.memory.on_device
     layer = largest * policy.param.itemsize if gathered else 0.0
     return ModelStates(
         zero,

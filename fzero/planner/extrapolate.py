@@ -89,7 +89,7 @@ def trace(
 def inputs_on_host(job: Job, config: RunConfig, layers: int) -> int:
     """The bytes of the inputs of so many layers that a forward pass keeps in the host's memory, at most: those of a
     micro-batch."""
-    if Offload.parse(config.offload).acts.memory != "host":
+    if not Offload.parse(config.offload).acts.memory.on_host:
         return 0
     tokens = config.train.batch // job.mesh.data_size // run_build.local_micro_batches(config, job.mesh)
     width = job.model.config.d_model * job.policy.compute.itemsize
@@ -109,13 +109,13 @@ def shape(config: RunConfig, depth: int) -> tuple[int, int, int]:
     group = math.lcm(Remat.parse(config.train.remat).every or 1, models.period(config.model))
     offload = Offload.parse(config.offload)
     ahead = (
-        config.prefetch + 2 * (offload.params.memory != "device")
-        if config.zero == 3 or offload.params.memory != "device"
+        config.prefetch + 2 * (not offload.params.memory.on_device)
+        if config.zero == 3 or not offload.params.memory.on_device
         else 0
     )
     # A group's backward pass prefetches the activations of the group before.
-    offloaded = offload.acts.memory != "device"
-    leaving = 2 * (offload.grads.memory != "device")  # groups for which a GPU keeps what is copied to the host
+    offloaded = not offload.acts.memory.on_device
+    leaving = 2 * (not offload.grads.memory.on_device)  # groups for which a GPU keeps what is copied to the host
     # The last layer's gradient sums get their memory while the layer before it computes.
     edges = max(1 + group * offloaded, leaving), 2 + leaving
     prefix, behind = (-(-max(edge, ahead) // group) * group for edge in edges)

@@ -143,9 +143,9 @@ def device_with(
         changes["memory_bytes"] = int(memory_gb * 1e9)
     if imbalance is not None:
         changes["loads"] = Loads.parse(imbalance)
-    if nvme_gbs is not None:
-        changes["nvme"] = dict.fromkeys(("read", "write", "both"), nvme_gbs * 1e9)
     device = replace(device_for(gpu), **changes)
+    if nvme_gbs is not None:
+        device = replace(device, nvme=dict.fromkeys(("read", "write", "both"), nvme_gbs * 1e9))
     return device if node_links is None else devices.between_nodes(device, node_links)
 
 

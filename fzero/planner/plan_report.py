@@ -25,6 +25,7 @@ from fzero.run.setup import build
 from fzero.run.setup.build import Job
 from fzero.sharding import AXES, fake_mesh
 from fzero.sharding.plan_table import full_sum_bytes
+from fzero.sharding.spec import DISK
 from fzero.train.capture import SHARE, refusal_of
 
 PASSES = ("forward", "backward")
@@ -299,7 +300,7 @@ def notes_of(trace: Trace, timing: Timing | None, device: Device) -> list[str]:
         )
     if trace.config.train.compiled and fake_inductor.note():
         notes.append(fake_inductor.note())
-    if trace.state_elsewhere["nvme"] and trace.config.nvme.slots > 1:
+    if trace.state_elsewhere[DISK] and trace.config.nvme.slots > 1:
         notes.append(f"the disk holds {trace.config.nvme.slots} versions of what rests there")
     return notes
 

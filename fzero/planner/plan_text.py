@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fzero.comm.axes import mesh_text
+from fzero.sharding.spec import HOST_MEMORY
 
 PlanReport = Any  # fzero.planner.plan.PlanReport, whose module imports this one
 UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -151,7 +152,7 @@ def memory(r: PlanReport) -> list[str]:
             f"{size(r.host_peak_bytes * r.ranks_on_node)} a node"
         )
         host += f" of {size(r.host_capacity_bytes * r.ranks_on_node)}" if r.host_capacity_bytes is not None else ""
-        lines.append(f"  elsewhere  {listing(r.state_elsewhere)}{host if r.state_elsewhere['host'] else ''}")
+        lines.append(f"  elsewhere  {listing(r.state_elsewhere)}{host if r.state_elsewhere[HOST_MEMORY] else ''}")
     lines += [
         f"  peak       in {format_moment(r.peak)}: {listing(r.peak['components'])}",
         f"  largest    {', '.join(largest)}",

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from fzero.planner.plan_report import PlanReport
 from fzero.planner.plan_text import duration, percent, table
+from fzero.planner.timing import ISSUER
 
 LEAST = 0.005  # fraction of the step; smaller parts are one row
 
@@ -48,8 +49,8 @@ def roofline(report: PlanReport) -> list[RooflineRow]:
             rows.append(RooflineRow(name, seconds, flop_s / seconds, bytes_s / seconds, bound))
     waits = {f"waiting for {axis}": seconds for axis, seconds in time["exposed"].items()}
     waits |= {f"waiting for {memory}": seconds for memory, seconds in time["waiting"].items()}
-    waits |= {"issuing operators": time["bound"].get("host", 0.0), "not simulated": time["phases"].get("lost", 0.0)}
-    bounds = {"issuing operators": "host", "not simulated": ""}
+    waits |= {"issuing operators": time["bound"].get(ISSUER, 0.0), "not simulated": time["phases"].get("lost", 0.0)}
+    bounds = {"issuing operators": ISSUER, "not simulated": ""}
     rows += [RooflineRow(name, s, 0.0, 0.0, bounds.get(name, "transfers")) for name, s in waits.items() if s]
     return sorted(rows, key=lambda row: -row.seconds)
 

@@ -45,6 +45,7 @@ from fzero.planner.search_result import (
 from fzero.run.config.config_table import recipe, to_json, to_table
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.unused_keys import codec_of
+from fzero.sharding.spec import HOST_MEMORY
 
 MOST = 16  # most candidates that fit to trace, and most that do not
 PIPELINES = 2  # most candidates with pp to trace, each of a kind
@@ -101,7 +102,7 @@ def search(
     node = device.on_node(gpus)
     rank_bytes = device.capacity_bytes // (node if device.kind == "cpu" else 1)
     limits = RankMemory(rank_bytes, device.host_capacity_bytes(node))
-    every = [c for c in candidates(config, gpus, node, choices) if "host" not in c.offload or device.host]
+    every = [c for c in candidates(config, gpus, node, choices) if HOST_MEMORY not in c.offload or device.host]
     with tracers(workers if models.num_params(models.build(config.model)) >= SMALL else 1) as pool:
         # Smallest tp first: it has the largest tensors and takes longest.
         layers = {tp: pool.submit(layer_of, config, device, tp) for tp in sorted({c.tp for c in every})}

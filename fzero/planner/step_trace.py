@@ -36,7 +36,7 @@ from fzero.run.setup import build as run_build
 from fzero.run.setup.build import Job
 from fzero.run.setup.machine import resolve_auto
 from fzero.sharding import Mesh, Plan, fake_mesh
-from fzero.sharding.spec import Offload
+from fzero.sharding.spec import DISK, HOST_MEMORY, Offload
 from fzero.train.state_on_disk import leaves_on_disk
 
 HOST_COPIES = 1 << 50  # number of the first copy between host and device
@@ -50,7 +50,7 @@ class Transfer(NamedTuple):
     event: str  # "start" or "wait"
     number: int  # unique in a trace; a wait has the number of its start
     kind: str  # "all_gather", "psum", ...; "read", "write"
-    axis: str  # an axis of the mesh, or "nvme", "host"
+    axis: str  # an axis of the mesh, or a memory beside the device's
     bytes: int  # sent by one rank, or read or written
     phase: str
     layer: int | None
@@ -168,7 +168,7 @@ def run_step(
             make_transfer=tracer.make_transfer,
         )
         if nvme is not None:
-            nvme.disk.tell = lambda event, number, kind, size: record.transfer(event, number, kind, "nvme", size)
+            nvme.disk.tell = lambda event, number, kind, size: record.transfer(event, number, kind, DISK, size)
         record.parts = run_build.local_micro_batches(config, mesh) if short else 0
         free_sources(mode.device)  # of a step that ended early, or by an error
         with contextlib.suppress(EndOfRecord), recorded(record, mesh.ledger):
@@ -241,7 +241,7 @@ class Tracer:
         """
         destination = args[0] if func is COPIES[1] else out
         direction, self.copies = "write" if device_of(destination) == HOST else "read", self.copies + 1
-        record.transfer("start", self.copies, direction, "host", destination.numel() * destination.element_size())
+        record.transfer("start", self.copies, direction, HOST_MEMORY, destination.numel() * destination.element_size())
         if direction == "read" or record.current_visit.phase != "forward":
             storage = destination.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
@@ -264,7 +264,7 @@ class Tracer:
         for copy in pending:
             moving.remove(copy)
             if not record.is_closed:
-                record.transfer("wait", copy[0], self.started[copy[0]][0], "host", 0)
+                record.transfer("wait", copy[0], self.started[copy[0]][0], HOST_MEMORY, 0)
         if not moving:
             del self.coming[key]
 
@@ -319,7 +319,7 @@ def fake_state(job: Job, mode: FakeDevice) -> Any:
     def leaf(name: str, x: Tensor) -> Any:
         if name in stored:
             return DiskTensor(store, name)
-        return torch.empty(x.shape, dtype=x.dtype, device=HOST if specs[name].memory == "host" else mode.device)
+        return torch.empty(x.shape, dtype=x.dtype, device=HOST if specs[name].memory.on_host else mode.device)
 
     stored = leaves_on_disk(like, run_build.specs_of(job), job.plan) if nvme is not None else {}
     store: Any = nvme.open(stored, mesh) if nvme is not None and stored else None  # a PlannedStore

@@ -27,9 +27,10 @@ from fzero.planner.devices import Device
 from fzero.planner.rates import Way, collective_s, least_seconds, op_costs, threads_of, ways_of
 from fzero.planner.step_trace import ExecutedOp, Trace, Transfer
 from fzero.run.config.run_config import RunConfig
+from fzero.sharding.spec import DEVICE, HOST_MEMORY, MEMORIES
 
 STEADY = 3  # turns of a repeated segment to simulate; the others are assumed to equal the last of them
-DISKS = ("nvme", "host")  # names used as `axis` by transfers that are not collectives
+ISSUER = "host"  # the processor that issues operators: its clock, its work, and what waits for it
 COMPILED = (
     "fused",
     "gemm",
@@ -99,7 +100,7 @@ class Play:
         self.device, self.cost, self.ways, self.processes = device, cost, ways, processes
         self.issued = issued  # whether the host issues the operators
         self.one_clock = device.kind == "cpu"
-        self.clock: dict[str, float] = {"host": 0.0, "device": 0.0}
+        self.clock: dict[str, float] = {ISSUER: 0.0, "device": 0.0}
         self.call_s: float | None = None  # host seconds for a call of a compiled block; None: blocks are not compiled
         self.imbalance = 1.0  # the rows of the rank with the fullest experts over the mean
         self.again = False  # whether blocks are recomputed in the backward pass
@@ -113,16 +114,16 @@ class Play:
     def add(self, group: str, key: str, amount: float) -> None:
         self.sums[group, key] = self.sums.get((group, key), 0.0) + amount
 
-    def spend(self, phase: str, layer: int | None, host_s: float, device_s: float = 0.0, bound: str = "host") -> None:
+    def spend(self, phase: str, layer: int | None, host_s: float, device_s: float = 0.0, bound: str = ISSUER) -> None:
         """Issue and compute some work."""
         clock, start = self.clock, self.clock["device"]
         host_s *= self.issued
         if self.one_clock:
             lag = host_s
-            clock["device"] = clock["host"] = start + host_s + device_s
+            clock["device"] = clock[ISSUER] = start + host_s + device_s
         else:
-            clock["host"] += host_s
-            lag = max(0.0, clock["host"] - start)
+            clock[ISSUER] += host_s
+            lag = max(0.0, clock[ISSUER] - start)
             if device_s:
                 clock["device"] = start + lag + device_s
             else:
@@ -131,7 +132,7 @@ class Play:
         self.add("phases", phase, spent)
         if layer is not None:
             self.add("layers", f"{phase}/{layer}", spent)
-        self.add("bound", "host", lag)
+        self.add("bound", ISSUER, lag)
         self.add("bound", bound, spent - lag)
 
     def on_host(self, op: ExecutedOp) -> None:
@@ -142,10 +143,10 @@ class Play:
                 f"device {self.device.name}: the host updates what rests in its memory, and the rate of that memory, "
                 "host_memory_bytes_s, is not known; run `fzero bench`"
             )
-        efficiency = self.device.efficiency.get("host", 1.0)
+        efficiency = self.device.efficiency.get(HOST_MEMORY, 1.0)
         seconds = op.bytes * self.processes / (rate * efficiency)
-        self.clock["host"] += seconds
-        self.add("host", op.kind, seconds)
+        self.clock[ISSUER] += seconds
+        self.add(ISSUER, op.kind, seconds)
 
     def op(self, op: ExecutedOp) -> None:
         """Simulate an operator."""
@@ -176,7 +177,7 @@ class Play:
         return (self.call_s or 0.0) * calls if previous != self.block else 0.0
 
     def start(self, t: Transfer) -> None:
-        if t.axis in DISKS:
+        if t.axis in MEMORIES:
             self.done[t.number] = self.transfer_time(t)
             return
         if t.kind == "message":  # between stages of a pipeline; the schedule has its time, see pipeline_report.py
@@ -202,7 +203,8 @@ class Play:
     def transfer_time(self, t: Transfer) -> tuple[float, float, float]:
         """Return (end, seconds, 0) of a read or write of a disk, which a node's processes share evenly, or of the
         host's memory, to which each GPU has a link of its own, and whose bandwidth they share."""
-        rates = self.device.nvme if t.axis == "nvme" else self.device.host
+        memory = MEMORIES[t.axis]
+        rates = self.device.rates_to(memory)
         rate = rates.get(t.kind) or rates.get("both")
         if not rate:
             names = ", ".join(rates) or "none"
@@ -210,14 +212,14 @@ class Play:
                 f"device {self.device.name}: a plan with {t.axis} needs its rate of {t.kind}, and it has {names}; "
                 "run `fzero bench`"
             )
-        channel, begin = f"{t.axis} {t.kind}", self.clock["host" if t.kind == "read" else "device"]
-        if t.axis == "host":
-            memory = self.device.host_memory_bytes_s or math.inf
-            seconds = t.bytes / (min(rate, memory / self.processes) * self.device.efficiency.get("host", 1.0))
+        channel, begin = f"{t.axis} {t.kind}", self.clock[ISSUER if t.kind == "read" else "device"]
+        if memory.on_host:
+            share = (self.device.host_memory_bytes_s or math.inf) / self.processes
+            seconds = t.bytes / min(rate, share * self.device.efficiency.get(memory, 1.0))
         else:
             seconds = t.bytes * self.processes / rate
         end = self.clock[channel] = max(begin, self.clock.get(channel, 0.0)) + seconds
-        if t.axis == "nvme":  # its reads and writes share a common rate as well
+        if memory.on_disk:  # its reads and writes share a common rate as well
             common_s, shared = t.bytes * self.processes / max(rates.values()), f"{t.axis} both"
             self.clock[shared] = max(begin, self.clock.get(shared, 0.0)) + common_s
             end = max(end, self.clock[shared])
@@ -228,16 +230,16 @@ class Play:
         if t.number not in self.done:
             return  # of an earlier turn of a repeated segment, which a later one has overtaken
         end, seconds, min_s = self.done.pop(t.number)
-        clock, current, disk = self.clock, self.clock["device"], t.axis in DISKS
-        if t.axis == "host" and t.kind == "write" and not self.one_clock:
-            clock["host"] = max(clock["host"], end)  # the host waits for what it computes with, and not the device
+        clock, current, memory = self.clock, self.clock["device"], MEMORIES.get(t.axis, DEVICE)
+        if memory.on_host and t.kind == "write" and not self.one_clock:
+            clock[ISSUER] = max(clock[ISSUER], end)  # the host waits for what it computes with, and not the device
             return
         exposed = max(end - current, min_s)
         clock["device"] = current + exposed
-        if self.one_clock or t.axis == "nvme":  # the host waits for a disk; for a link the device does
-            clock["host"] = max(clock["host"], clock["device"])
-        self.add("waiting" if disk else "exposed", t.axis, exposed)
-        if not disk:
+        if self.one_clock or memory.on_disk:  # the host waits for a disk; for a link the device does
+            clock[ISSUER] = max(clock[ISSUER], clock["device"])
+        self.add("exposed" if memory.on_device else "waiting", t.axis, exposed)
+        if memory.on_device:
             self.add("hidden", t.axis, max(0.0, seconds - exposed))
 
     # ---- many --------------------------------------------------------------------------------------------------------
@@ -297,11 +299,11 @@ class Play:
     def settle(self) -> None:
         """Go on to the end of the host's update and of the copies of what it has updated, where the device has nothing
         to compute any more: the next step begins with them."""
-        lag = max(self.clock["host"], self.clock.get("host read", 0.0)) - self.clock["device"]
-        if self.sums.get(("host", "optimizer")) and lag > 0.0:
+        lag = max(self.clock[ISSUER], self.clock.get(f"{HOST_MEMORY} read", 0.0)) - self.clock["device"]
+        if self.sums.get((ISSUER, "optimizer")) and lag > 0.0:
             self.clock["device"] += lag
             self.add("phases", "update", lag)
-            self.add("bound", "host", lag)
+            self.add("bound", ISSUER, lag)
 
     def timing(self) -> Timing:
         groups: dict[str, dict[str, float]] = {}
@@ -312,8 +314,8 @@ class Play:
         rows = {label: (seconds, of_flop[label], of_bytes[label]) for label, seconds in predicted.items()}
         flop = int(groups.get("flop", {}).get("", 0))
         binds = binding(sums)
-        issue_s = 0.0 if self.one_clock else self.clock["host"]
-        host_s = sum(groups.get("host", {}).values())
+        issue_s = 0.0 if self.one_clock else self.clock[ISSUER]
+        host_s = sum(groups.get(ISSUER, {}).values())
         return Timing(self.clock["device"], **sums, parts=rows, flop=flop, binds=binds, issue_s=issue_s, host_s=host_s)
 
 

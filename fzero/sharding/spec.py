@@ -113,8 +113,8 @@ class StateOnDisk(StateMemory):
         return list(tensors)
 
 
-DEVICE = StateOnDevice("device")
-MEMORIES: dict[str, StateMemory] = {memory: memory for memory in (DEVICE, StateOnHost("host"), StateOnDisk("nvme"))}
+DEVICE, HOST_MEMORY, DISK = StateOnDevice("device"), StateOnHost("host"), StateOnDisk("nvme")
+MEMORIES: dict[str, StateMemory] = {memory: memory for memory in (DEVICE, HOST_MEMORY, DISK)}
 Rows = tuple[tuple[int, ...], ...]
 
 

@@ -23,7 +23,7 @@ from fzero.run.measure.memory_check import gigabytes, host_bytes, needs_on_devic
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.setup import machine, run_folder
 from fzero.run.setup.build import Job, build
-from fzero.sharding.spec import Offload
+from fzero.sharding.spec import HOST_MEMORY, Offload, Tier
 
 REQUEST = re.compile(r"Tried to allocate ([\d.]+) (B|bytes|KiB|MiB|GiB)")  # in PyTorch's message
 UNITS = {"B": 1, "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -164,14 +164,10 @@ def changes(config: RunConfig, ranks: int) -> list[list[Change]]:
     if not Remat.parse(t.remat).every:
         kinds.append([("remat", "full")])
     groups = [["acts"], ["opt"], ["grads", "opt"], ["params", "grads", "opt"]]
-    onto = [
-        {group: getattr(offload, group) for group in ("params", "grads", "opt", "acts")}
-        | dict.fromkeys(targets, "host")
+    texts = [
+        str(replace(offload, **dict.fromkeys(targets, Tier(HOST_MEMORY))))
         for targets in groups
         if all(getattr(offload, group).memory.on_device for group in targets)
-    ]
-    texts = [
-        ",".join(f"{group}={tier}" for group, tier in memories.items() if str(tier) != "device") for memories in onto
     ]
     return [kind for kind in (*kinds, [("offload", text) for text in texts]) if kind]
 

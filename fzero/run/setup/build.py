@@ -272,8 +272,7 @@ def first_state(job: Job, params: Tree | None = None) -> TrainState:
                     norms = partial(column_norms, named_params, name, lora)
                     begin[name] = Start((norms,), tuple(leaf.shape), False)
             start = job.model._replace(start=begin)
-    options = {"seed": config.seed, "nvme": job.nvme, "device": job.device}
-    state = init_state(start, job.tx, job.plan, **options)
+    state = init_state(start, job.tx, job.plan, seed=config.seed, nvme=job.nvme, device=job.device)
     return state if job.members is None else job.members.first_state(state, job.plan)
 
 
