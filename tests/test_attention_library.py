@@ -13,8 +13,9 @@ from kernel_laws import adjoint, both_passes, draw, numbers, repeats, strides, t
 from fzero.core.device import FakeDevice, Target
 from fzero.core.product_flops import flop_of
 from fzero.kernels import attention_library, tuning
-from fzero.kernels.attention import FULL, Pattern, attention
+from fzero.kernels.attention import attention
 from fzero.kernels.attention_library import LIBRARIES, library_attention
+from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.flops import pairs
 from fzero.kernels.registry import explain
 from fzero.kernels.tuning import Speed

@@ -11,7 +11,8 @@ from close import assert_close, assert_same
 
 from fzero.kernels import attention as attn
 from fzero.kernels import attention_flash, attention_flash_backward, attention_spans, attention_tiles, registry
-from fzero.kernels.attention import FULL, Pattern, attention
+from fzero.kernels.attention import attention
+from fzero.kernels.attention_pattern import FULL, Pattern
 
 PATTERNS = {
     "full": FULL,

@@ -25,7 +25,8 @@ from fzero.planner.local_step_sync import agreement_bytes, trace_agreement, with
 from fzero.planner.rates import ways_of
 from fzero.planner.timing import Timing, weighted_sum
 from fzero.run.setup import build
-from fzero.train.local_steps import Local, init_local, local_specs, make_local_step, synchronize
+from fzero.sharding.codec import Local
+from fzero.train.local_steps import init_local, local_specs, make_local_step, synchronize
 
 ROOT = Path(__file__).parent.parent
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
@@ -507,7 +508,7 @@ def test_a_plan_that_sums_over_members_is_refused():
     mesh = fzero.fake_mesh({"rp": 2})
     plan = fzero.zero_plan(0, model_of("llama"), mesh)
     with pytest.raises(ValueError, match=r"the plan sums gradients over rp=2; make it, .* with mesh.member\(\)"):
-        make_local_step(lambda state, batch: (state, None), plan, OUTER["DiLoCo"], mesh["rp"])
+        make_local_step(lambda state, batch: (state, None), plan, OUTER["DiLoCo"], mesh["rp"], Local())
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

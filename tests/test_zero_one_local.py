@@ -22,7 +22,8 @@ import fzero
 from fzero import checkpoint, local_batch, optim, state_specs
 from fzero.checkpoint.restore_state import error_lines, restore_state
 from fzero.core import pytree
-from fzero.optim.zero_one_adam import Intervals, Rule
+from fzero.optim.schedules import Intervals
+from fzero.optim.zero_one_adam import Rule
 from fzero.planner import slow_link_options
 from fzero.planner.devices import between_nodes, device
 from fzero.planner.plan import reports_of, resolve_for

@@ -50,7 +50,6 @@ from fzero.kernels.attention_tiled import tiled_backward, tiled_forward
 from fzero.kernels.custom_operator import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
-__all__ = ["FULL", "Pattern", "Positions", "attention"]
 MAX_POSITION = 2**30  # the kernels compute positions in 32 bits
 Gradients = tuple[Tensor, Tensor, Tensor]
 

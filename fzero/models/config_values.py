@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from fzero.core.arguments import expect_fields
 from fzero.core.bounds import FRACTION, INF, POSITIVE, RATE, Bounds, check_bounds
-from fzero.kernels.attention import Pattern
+from fzero.kernels.attention_pattern import Pattern
 
 MOST_LAYERS = 100_000  # of a period
 

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from fzero.comm.collectives import all_gather, all_to_all
-from fzero.kernels.attention import Pattern, Positions, attention
+from fzero.kernels.attention import Positions, attention
+from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.attention_ring import ring_attention
 from fzero.models.base import Ctx, pieces_of
 from fzero.sharding.context import largest_inner

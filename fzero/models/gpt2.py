@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fzero.core.pytree import Tree
-from fzero.kernels.attention import Pattern
+from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.embedding import look_up
 from fzero.models.base import Ctx, Leaves, Loss, Model, make_tree, ones
 from fzero.models.batch import Batch

@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.core.arguments import checked
+from fzero.core.arguments import checked, expect_count
 from fzero.optim.base import Schedule
 
 Value = float | Tensor
@@ -320,3 +321,47 @@ def wsd(
         return end + (peak - end) * _DECAYS[decay](_fraction(step, decay_steps))
 
     return join([warmup(constant(peak), warmup_steps), fall], [steps - decay_steps])
+
+
+class Intervals(NamedTuple):
+    """Which steps sum, from step `freeze` on: each `every`-th; with `double` each first, then each second, fourth, ...
+    up to `every`, twice as many after so many steps.
+
+    >>> intervals = Intervals(freeze=2, every=4, double=4)
+    >>> [count for count in range(2, 18) if intervals.sums(torch.tensor(count))]
+    [2, 3, 4, 5, 7, 9, 13, 17]
+    """
+
+    freeze: int
+    every: int
+    double: int = 0
+
+    def check(self, owner: str) -> Intervals:
+        """The same, if they go together."""
+        expect_count(f"{owner}: sum_every", self.every)
+        expect_count(f"{owner}: sum_double", self.double, minimum=0)
+        if self.double and (self.double % self.every or self.every & (self.every - 1)):
+            raise ValueError(
+                f"{owner}: sum_double is {self.double} and sum_every {self.every}; the latter must be a power of two, "
+                "and divide the former"
+            )
+        return self
+
+    def sums(self, count: Tensor) -> Tensor:
+        """Whether the step after `count` others sums."""
+        step = count - self.freeze
+        if not self.double:
+            return (step + 1) % self.every == 0
+        length = (2 ** (step // self.double).clamp(0, 30)).clamp(max=self.every)
+        return (step % self.double + 1) % length == 0
+
+    def count_sums(self, steps: int) -> int:
+        """The sums from step `freeze` up to the end of a run of so many steps.
+
+        >>> Intervals(freeze=2, every=4, double=4).count_sums(18)
+        8
+        """
+        remaining, total, length = max(0, steps - self.freeze), 0, 1 if self.double else self.every
+        while length < self.every and remaining > self.double:
+            total, remaining, length = total + self.double // length, remaining - self.double, 2 * length
+        return total + remaining // length

@@ -346,3 +346,36 @@ def sum_coded(
     yield pending
     full = coder.decode(tuple(collective.wait() for collective in pending), dtype, width).flatten()
     return unpack(full[None, : sum(math.prod(shape) for shape in shapes)].contiguous(), shapes)
+
+
+@dataclass(frozen=True)
+class Local:
+    """How members agree.
+
+    every: H, the steps of a member between two times. codec: the kind of code in which d is sent, "int8", "int4" or
+    "fp8_e4m3"; "": as it is. after: the first steps of the run, after each of which members take their mean, all of it
+    and without codes; a multiple of `every`.
+
+    >>> [Local(every=4, after=4).due(step) for step in range(1, 9)]
+    [False, False, False, False, False, False, False, True]
+    """
+
+    every: int = 20
+    codec: str = ""
+    after: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.every) is not int or self.every < 1:
+            raise ValueError(f"local: every is {self.every!r}; it is the steps between two times, at least 1")
+        if self.codec and self.codec not in KINDS:
+            raise ValueError(f"local: codec is {self.codec!r}; it must be one of {', '.join(KINDS)}")
+        if type(self.after) is not int or self.after < 0 or self.after % self.every:
+            raise ValueError(f"local: after is {self.after!r}; it must be 0 or a multiple of every = {self.every}")
+
+    def takes_mean(self, step: int) -> bool:
+        """Whether members take their mean after so many steps, and not yet train apart."""
+        return step <= self.after
+
+    def due(self, step: int) -> bool:
+        """Whether d is sent after so many steps."""
+        return not self.takes_mean(step) and step % self.every == 0

@@ -22,7 +22,6 @@ use large mini-batches, use local SGD", arXiv:1808.07217, section 3 (post-local)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ from fzero.core.pytree import Tree
 from fzero.kernels.registry import Kernels
 from fzero.optim import GradientTransformation, apply_updates
 from fzero.sharding import Plan, Spec
-from fzero.sharding.codec import KINDS, Coder, sum_coded
+from fzero.sharding.codec import Coder, Local, sum_coded
 from fzero.train.codes import coder_of
 from fzero.train.state import TrainState
 from fzero.train.step import Metrics
@@ -43,39 +42,6 @@ from fzero.train.update.in_memory import spread, updated_params
 # The names of what members agreed on last in `TrainState.extra`, and in checkpoints.
 OUTER, WHOLE = "outer", "0"
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
-
-
-@dataclass(frozen=True)
-class Local:
-    """How members agree.
-
-    every: H, the steps of a member between two times. codec: the kind of code in which d is sent, "int8", "int4" or
-    "fp8_e4m3"; "": as it is. after: the first steps of the run, after each of which members take their mean, all of it
-    and without codes; a multiple of `every`.
-
-    >>> [Local(every=4, after=4).due(step) for step in range(1, 9)]
-    [False, False, False, False, False, False, False, True]
-    """
-
-    every: int = 20
-    codec: str = ""
-    after: int = 0
-
-    def __post_init__(self) -> None:
-        if type(self.every) is not int or self.every < 1:
-            raise ValueError(f"local: every is {self.every!r}; it is the steps between two times, at least 1")
-        if self.codec and self.codec not in KINDS:
-            raise ValueError(f"local: codec is {self.codec!r}; it must be one of {', '.join(KINDS)}")
-        if type(self.after) is not int or self.after < 0 or self.after % self.every:
-            raise ValueError(f"local: after is {self.after!r}; it must be 0 or a multiple of every = {self.every}")
-
-    def takes_mean(self, step: int) -> bool:
-        """Whether members take their mean after so many steps, and not yet train apart."""
-        return step <= self.after
-
-    def due(self, step: int) -> bool:
-        """Whether d is sent after so many steps."""
-        return not self.takes_mean(step) and step % self.every == 0
 
 
 class Outer(NamedTuple):
@@ -140,9 +106,7 @@ def updated(plan: Plan, state: TrainState) -> dict[str, Tensor]:
     return pytree.named_leaves(updated_params(plan, state))
 
 
-def make_local_step(
-    step: Step, plan: Plan, outer: GradientTransformation, members: Axis, local: Local = Local()
-) -> Step:
+def make_local_step(step: Step, plan: Plan, outer: GradientTransformation, members: Axis, local: Local) -> Step:
     """The function `(state, batch) -> (state, Metrics)` of a member's step, after which members agree where it is due.
 
     step, plan: of the member, by make_train_step on `mesh.member()`, with donate=True. outer: an elementwise

@@ -19,7 +19,7 @@ from typing import Any
 
 from fzero.checkpoint.convert.huggingface_families import FAMILIES, ROPE, HuggingFaceFamily
 from fzero.core.text_parsing import expect_entries, nearest, short
-from fzero.kernels.attention import FULL, Pattern
+from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.models import ScoreConfig
 from fzero.models.config_values import LayerKind, layers_text, parse_layers
 

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 from fzero.comm.axes import RP, mesh_text
 from fzero.core.config_tables import Table, flat, metadata_of
 from fzero.core.storage import is_url
-from fzero.optim.zero_one_adam import Intervals
+from fzero.optim.schedules import Intervals
 from fzero.run.config.stages import Ramp
-from fzero.sharding.codec import Codec
+from fzero.sharding.codec import Codec, Local
 from fzero.sharding.spec import Offload
-from fzero.train.local_steps import Local
 
 RunConfig = Any  # fzero.run.config.run_config.RunConfig, whose module imports this one
 

@@ -30,10 +30,9 @@ from fzero.run.debug.replay import (
     replay_steps,
     same_bits,
 )
-from fzero.run.ranks.coordinator import Coordinator
+from fzero.run.ranks.coordinator import Coordinator, Say
 from fzero.run.runner.saver import to_memory
 from fzero.run.setup import run_folder
-from fzero.run.setup.corpus import Say
 from fzero.train.state import TrainState
 
 # The numbers of a row that follow from a run's state and data, in the order in which a step computes them.

@@ -38,9 +38,9 @@ from fzero.run.measure.flops import TokenFlop
 from fzero.run.measure.loggers import open_loggers
 from fzero.run.measure.norms import RankTimes
 from fzero.run.measure.timer import Clock, ClockSpan
+from fzero.run.ranks.coordinator import Say
 from fzero.run.setup import run_folder, run_lock
 from fzero.run.setup.build import Job
-from fzero.run.setup.corpus import Say
 from fzero.train.state import TrainState
 from fzero.train.step import Metrics
 

@@ -38,6 +38,8 @@ from fzero.run.ranks.signals import Stopped, exit_code, expect_environment, unde
 from fzero.sharding import Mesh, make_mesh, one_process
 from fzero.sharding.mesh import start_processes
 
+Say = Callable[[str], None]  # with a line for people, on the first rank
+
 SAY_S = 10.0  # a wait of so long is told
 BEAT_S = 1.0  # between two signs of life
 SILENT_S = 8.0  # without a sign of life, a process that has given some is gone

@@ -35,11 +35,11 @@ from fzero.models.lora import LORA
 from fzero.models.preference import answer_model
 from fzero.optim import AverageState
 from fzero.run.measure.metrics_rows import losses_by_source
-from fzero.run.ranks.coordinator import Coordinator
+from fzero.run.ranks.coordinator import Coordinator, Say
 from fzero.run.runner.saver import to_memory
 from fzero.run.setup import run_folder, weights
 from fzero.run.setup.build import Job, specs_of
-from fzero.run.setup.corpus import Say, on_device, prefetch_to_device
+from fzero.run.setup.corpus import on_device, prefetch_to_device
 from fzero.sharding import one_process, zero_plan
 from fzero.sharding.redistribute import digests
 from fzero.train.eval import make_eval_step

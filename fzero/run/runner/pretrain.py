@@ -32,7 +32,7 @@ from fzero.run.measure.fitting_steps import fitting_steps, shortened
 from fzero.run.measure.flops import token_flop
 from fzero.run.measure.memory_check import check_memory, gigabytes
 from fzero.run.measure.step_records import steps_of
-from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator
+from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator, Say
 from fzero.run.ranks.elastic import refit_mesh
 from fzero.run.runner import auto_resume, rollback
 from fzero.run.runner.evaluate import with_reference
@@ -41,7 +41,6 @@ from fzero.run.runner.saver import expect_disk, expect_leaves, expect_new, load_
 from fzero.run.setup import corpus, machine, run_folder, run_lock, vocabulary
 from fzero.run.setup import weights as weights_module
 from fzero.run.setup.build import Attempt, Job, Options, build, first_state, has_factors, num_params
-from fzero.run.setup.corpus import Say
 from fzero.run.setup.vocabulary import expect_added, growth_lines, start_texts
 from fzero.sharding import Mesh
 from fzero.sharding.spec import Offload

@@ -34,11 +34,10 @@ from fzero.core.pytree import Tree
 from fzero.core.storage import read_text, write_text
 from fzero.core.text_parsing import expect_entries, parse_json, short
 from fzero.run.config.run_config import Guard
-from fzero.run.ranks.coordinator import Coordinator
+from fzero.run.ranks.coordinator import Coordinator, Say
 from fzero.run.runner.saver import restore_on_all
 from fzero.run.setup import run_folder, weights
 from fzero.run.setup.build import Job, first_state
-from fzero.run.setup.corpus import Say
 from fzero.train.state import TrainState
 
 SKIPS = "skips.json"

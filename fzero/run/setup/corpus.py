@@ -37,11 +37,10 @@ from fzero.run.config.curriculum import curriculum_of, make_pieces
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.stages import stages_of
 from fzero.run.config.transforms import make_transforms
-from fzero.run.ranks.coordinator import Coordinator
+from fzero.run.ranks.coordinator import Coordinator, Say
 from fzero.run.setup import fine_tuning, run_folder
 from fzero.sharding import Mesh
 
-Say = Callable[[str], None]
 AHEAD = 8  # batches whose tokens are fetched from object stores before they are asked for
 
 

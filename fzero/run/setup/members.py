@@ -19,8 +19,9 @@ from fzero.optim import GradientTransformation
 from fzero.run.config.run_config import LocalSteps
 from fzero.run.config.unused_keys import OUTER
 from fzero.sharding import Mesh, Plan
+from fzero.sharding.codec import Local
 from fzero.sharding.slices import local_numel
-from fzero.train.local_steps import Local, init_local, local_specs, make_local_step, synchronize
+from fzero.train.local_steps import init_local, local_specs, make_local_step, synchronize
 from fzero.train.state import TrainState
 from fzero.train.step import Metrics
 
