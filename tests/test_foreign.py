@@ -387,13 +387,12 @@ assert not {{"torch", "numpy"}} & set(sys.modules), "heavy"
 
 def test_the_names_known_without_torch_are_all_names():
     from fzero.cli.flags import SHORTHANDS
-    from fzero.cli.name_checks import preset_names
-    from fzero.cli.plan import TABLES, check_choice
+    from fzero.cli.name_checks import config_keys, preset_names
+    from fzero.cli.plan import check_choice
     from fzero.models import PRESETS
     from fzero.run.config.run_config import RunConfig
 
     assert preset_names() == tuple(PRESETS)
-    keys = set(RunConfig.__dataclass_fields__)
-    assert keys <= {*TABLES, *SHORTHANDS.values()} and set(TABLES) <= keys
-    for key in keys:
-        check_choice(key)
+    assert config_keys() == list(RunConfig.__dataclass_fields__)
+    for key in (*config_keys(), *SHORTHANDS, "gpu", "model.n_layers"):
+        check_choice(SHORTHANDS.get(key, key))

@@ -16,20 +16,23 @@ from fzero.run.config.objectives import fine_tuning_presets
 @functools.cache
 def preset_names() -> tuple[str, ...]:
     """The names in fzero.models.PRESETS."""
-    return keys_in("models/presets.py", "PRESETS")
+    table = definition("models/presets.py", "PRESETS").value
+    return tuple(str(key.value) for key in table.keys if isinstance(key, ast.Constant))
 
 
-def keys_in(file: str, variable: str) -> tuple[str, ...]:
-    """The keys of a table in a file of fzero, taken from its source, as the file imports torch."""
+def config_keys() -> list[str]:
+    """The keys of a RunConfig, without those in its tables."""
+    fields = definition("run/config/run_config.py", "RunConfig").body
+    return [ast.unparse(field.target) for field in fields if isinstance(field, ast.AnnAssign)]
+
+
+def definition(file: str, name: str) -> Any:
+    """The tree of a class, or of an annotated variable, in a file of fzero that imports torch."""
     source = Path(__file__).parent.parent / file
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        if (
-            isinstance(node, ast.AnnAssign)
-            and ast.unparse(node.target) == variable
-            and isinstance(node.value, ast.Dict)
-        ):
-            return tuple(str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
-    raise AssertionError(f"{source}: no {variable}")
+        if name in (getattr(node, "name", ""), getattr(getattr(node, "target", None), "id", "")):
+            return node
+    raise AssertionError(f"{source}: no {name}")
 
 
 def check_preset(name: Any) -> None:

@@ -23,7 +23,7 @@ from fzero.cli.flags import (
     refuse_idle,
     table_of,
 )
-from fzero.cli.name_checks import check_names, check_preset
+from fzero.cli.name_checks import check_names, check_preset, config_keys
 from fzero.cli.process import Progress
 from fzero.comm.axes import mesh_text
 from fzero.core import config_tables
@@ -32,11 +32,6 @@ from fzero.core.packages import without_collection
 from fzero.core.text_parsing import Unparsable, nearest, parse_toml
 from fzero.planner import launch
 
-# Of a config.
-TABLES = (
-    "model", "data", "optim", "precision", "train", "mesh", "pipeline", "nvme", "guard", "reshard", "objective", "dpo",
-    "stages", "local", "partition_activations",
-)  # fmt: skip
 QUESTIONS = ("longest", "fewer-bytes")  # of --ask
 OF_SEARCH = ("fewer-bytes",)  # which may be asked of the best plan of a search
 MAX_CLASSES = 1 << 20
@@ -398,9 +393,8 @@ def parse_choices(texts: tuple[str, ...]) -> dict[str, list[Any]]:
 
 def check_choice(name: str) -> None:
     """Raise ValueError if --vary names nothing that a plan has: no flag, table of a config, `mesh` or `gpu`."""
-    allowed = ("mesh", "gpu", *SHORTHANDS.values())
-    if name not in allowed and name.partition(".")[0] not in TABLES:
-        near = nearest(name, [*SHORTHANDS, *allowed])
+    if name not in ("gpu", *SHORTHANDS.values()) and name.partition(".")[0] not in config_keys():
+        near = nearest(name, [*SHORTHANDS, "mesh", "gpu", *SHORTHANDS.values()])
         raise ValueError(
             f"--vary {name}: nothing of that name{near}; it is a flag of a config, mesh, gpu, or a.b of --set"
         )

@@ -18,30 +18,6 @@ from fzero.core.bounds import POSITIVE, SIZE
 from fzero.core.packages import without_collection
 from fzero.run.setup import warm_up
 
-# The flags, besides --mesh, that a resumed run may change.
-PLACEMENT = (
-    "device",
-    "zero",
-    "reduce",
-    "sequence",
-    "context",
-    "experts",
-    "codec",
-    "schedule",
-    "chunks",
-    "layout",
-    "prefetch",
-    "resident",
-    "offload",
-    "nvme",
-    "buffer_mb",
-    "host_memory",
-    "precision",
-)
-# And those that begin a stage of it: see fzero/run/config/stages.py.
-STAGED = ("seq_len", "packing", "rope_theta", "rope_scaling", "batch", "micro_batch")
-
-
 RUN_FLAGS = (
     click.option(
         "--stop-at",
@@ -232,16 +208,14 @@ def refuse_config(flags: dict[str, Any], settings: tuple[str, ...]) -> None:
     """Raise ValueError for flags beside --resume that set a value that a resumed run may not change."""
     from fzero.core.config_tables import parse_setting
     from fzero.run.config.placement import KEYS, may_change
-    from fzero.run.config.stages import STAGED as STAGE_KEYS
+    from fzero.run.config.stages import STAGED
 
-    named = [
-        f"--{name.replace('_', '-')}"
-        for name in flags
-        if name not in (*PLACEMENT, *STAGED) and not may_change(SHORTHANDS.get(name, ""))
-    ]
+    free = {*KEYS, *STAGED}
+    keys = {f"--{name.replace('_', '-')}": SHORTHANDS.get(name, name) for name in flags}
+    named = [flag for flag, key in keys.items() if key not in free and not may_change(key)]
     keys = [parse_setting(setting)[0] for setting in settings]
-    free = {*KEYS, *STAGE_KEYS} - {"precision.policy"}  # decided once; the state is made of it
-    named += [f"--set {key}" for key in keys if not may_change(key) and key not in free]
+    free.remove("precision.policy")  # decided once; the state is made of it
+    named += [f"--set {key}" for key in keys if key not in free and not may_change(key)]
     if flags.get("layout") == "cost":
         raise ValueError("--resume has the layers of each stage that the run began with; give others, as 8,9,9,6")
     if named:

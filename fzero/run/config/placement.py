@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,20 +21,16 @@ from typing import Any, NamedTuple
 from fzero import checkpoint
 from fzero.checkpoint.manifest import MANIFEST
 from fzero.comm.axes import DP, PP
-from fzero.core.config_tables import Table, flat, set_nested
+from fzero.core.config_tables import Table, flat, metadata_of, set_nested
 from fzero.core.text_parsing import short
 from fzero.data.mixture import Mixture
 from fzero.run.config.config_table import apply_table, differences, from_table, to_table
 from fzero.run.config.config_versions import current_keys
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.stages import STAGED, stage_of_step
-from fzero.run.config.unused_keys import first_local, refuse_unused
+from fzero.run.config.unused_keys import CHANGING, LOCATION, Placement, first_local, refuse_unused
 
-# From the step at which a run is resumed on; what its state and its data are made of is not among them.
-CHANGING = (
-    r"train\.(steps|eval_every|eval_batches|checkpoint_every|keep_last|keep_every|log_every|on_save_error)"
-    r"|optim\.(lr|lr_rest|weight_decay|decay|beta1|beta2|eps|momentum|nesterov|clip|schedule\..*)"
-)
+MARKS = metadata_of(RunConfig)
 
 
 def may_change(key: str) -> bool:
@@ -44,7 +39,7 @@ def may_change(key: str) -> bool:
     >>> may_change("optim.schedule.name"), may_change("train.seed")
     (True, False)
     """
-    return re.fullmatch(CHANGING, key) is not None
+    return CHANGING in MARKS.get(key, ())
 
 
 def split_values(changes: Table) -> tuple[Table, Table]:
@@ -74,25 +69,10 @@ def with_values(recorded: RunConfig, values: Table) -> tuple[RunConfig, list[str
 
 # key of the config: the flag of `fzero pretrain` that sets it; "" for none
 FLAGS = {
-    "device": "",  # decided once: config.json has it
-    "zero": "--zero",
-    "reduce": "--reduce",
-    "sequence": "--sequence",
-    "context": "--context",
-    "experts": "--experts",
-    "codec": "--codec",
-    "pipeline.schedule": "--schedule",
-    "pipeline.chunks": "--chunks",
-    "pipeline.layout": "--layout",
-    "prefetch": "--prefetch",
-    "reshard": "",
-    "resident": "--resident",
-    "partition_activations": "",
-    "offload": "--offload",
-    "nvme.folder": "--nvme",
-    "nvme.buffer_mb": "--buffer-mb",
-    "host_memory_gb": "--host-memory",
-    "precision.policy": "",  # decided once: config.json has it
+    key: f"--{key.rpartition('.')[2].replace('_', '-')}" if mark.flag is None else mark.flag
+    for key, _ in flat(to_table(RunConfig()))
+    for mark in MARKS.get(key, ())
+    if isinstance(mark, Placement)
 }
 KEYS = ("mesh", *FLAGS)
 
@@ -143,8 +123,6 @@ def resume_command(folder: Path, config: RunConfig, processes: int) -> str:
 
 
 WHOLE = "whole"  # in a line of attempts.jsonl: the config of all stages, where the attempt begins in one of several
-# Where a run lies and computes is no number of it: folders may have moved, and an attempt may have had another mesh.
-PLACES = ("data.path", "data.cache", "data.template", "train.checkpoints", "nvme.folder", "device", "pipeline.layout")
 # What of environment.json decides what is trained.
 CORPUS = ("corpus_sha256", "tokenizer", "eos")
 
@@ -189,7 +167,9 @@ def expect_recorded(config: RunConfig, path: Path, copy: Copy) -> None:
         return
     current = config if copy.step is None else stage_of_step(config, copy.step).config
     current_values, recorded_values = (dict(flat(to_table(without_folders(item)))) for item in (current, recorded))
-    free = {*PLACES, *(() if copy.placed else FLAGS)}
+    free = {key for key, marks in MARKS.items() if LOCATION in marks}
+    free |= {"pipeline.layout"}  # an attempt may have had another mesh
+    free |= set(() if copy.placed else FLAGS)
     for key in {**current_values, **recorded_values}:
         if current_values.get(key) != recorded_values.get(key) and key not in free and not key.startswith("mesh."):
             new_text, old_text = (short(item.get(key)) for item in (current_values, recorded_values))

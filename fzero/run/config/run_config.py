@@ -5,7 +5,8 @@ A table (of a TOML or JSON file, or of `--set`) names a preset and the values th
 whatever the data and the machine are refused here, before anything runs.
 
 A field has all that is said of a key alone. Its type: bounds of a number, the choices or the function that parses a
-text, what the key needs to do anything, the axis whose ranks it is for. Its comment: the help.
+text, what the key needs to do anything, the axis whose ranks it is for, whether a resumed run may have another value.
+Its comment: the help.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ from fzero.run.config.objectives import OBJECTIVES, Objective
 from fzero.run.config.stages import Ramp, expect_stages
 from fzero.run.config.unused_keys import (
     AT_URL,
+    CHANGING,
     CHAT_TOKENIZER,
     CONVERSATIONS,
     EXAMPLES,
     GROWING,
+    LOCATION,
     OF_DPO,
     OF_FP16,
     OPTIMIZERS,
@@ -60,6 +63,7 @@ from fzero.run.config.unused_keys import (
     SPIKES,
     Gathering,
     OverAxis,
+    Placement,
 )
 from fzero.sharding.codec import Codec
 from fzero.sharding.context import Context
@@ -74,12 +78,14 @@ from fzero.train.spike import SIGMAS, WARMUP, WINDOW
 class Data:
     """The training text."""
 
-    path: str = "stdlib"  # a prepared corpus (or its URL), or text to prepare once: a file, a folder, "stdlib"
+    path: Annotated[str, LOCATION] = (
+        "stdlib"  # a prepared corpus (or its URL), or text to prepare once: a file, a folder, "stdlib"
+    )
     # several prepared corpora in place of path, such as "web=corpora/web:0.7,code=corpora/code:0.3"; see docs/data.md
     mixture: Annotated[str, optional(Mixture.parse)] = ""
     tokenizer: str = "bytes"  # of text to prepare, as in `fzero data prepare`
     # a chat template (a file of Jinja) for conversations; "": the one beside the tokenizer
-    template: Annotated[str, CONVERSATIONS] = ""
+    template: Annotated[str, CONVERSATIONS, LOCATION] = ""
     # special tokens that the tokenizer of the model gets, and "template" for those that the chat template writes and
     # the vocabulary lacks; of conversations, pairs and texts with labels
     add_tokens: Annotated[tuple[str, ...], CHAT_TOKENIZER] = ()
@@ -115,7 +121,7 @@ class Data:
     # whose digest is recorded at the start of a run
     token_weights: str = ""
     # of corpora at URLs: the folder of their pieces, of this machine; "": in the user's caches
-    cache: Annotated[str, AT_URL] = ""
+    cache: Annotated[str, AT_URL, LOCATION] = ""
     cache_gb: Annotated[Positive, AT_URL] = 20.0  # its size, of all ranks of the machine together
     retry_minutes: Annotated[Rate, AT_URL] = 5.0  # how long their store may be away
 
@@ -152,15 +158,15 @@ class Optim:
     """The optimizer. Which numbers count depends on the name: see OPTIMIZERS."""
 
     name: Annotated[str, OPTIMIZERS] = "adamw"
-    lr: Rate = 3e-3  # the schedule's peak
-    lr_rest: Rate = 0.0  # muon: AdamW's peak, for leaves other than matrices of blocks
-    weight_decay: Rate = 0.1
-    decay: Annotated[str, ("matrices", "all")] = "matrices"  # the leaves that decay: matrices, or all
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    eps: Rate = 1e-8
-    momentum: Fraction = 0.0
-    nesterov: bool = False
+    lr: Annotated[Rate, CHANGING] = 3e-3  # the schedule's peak
+    lr_rest: Annotated[Rate, CHANGING] = 0.0  # muon: AdamW's peak, for leaves other than matrices of blocks
+    weight_decay: Annotated[Rate, CHANGING] = 0.1
+    decay: Annotated[str, ("matrices", "all"), CHANGING] = "matrices"  # the leaves that decay: matrices, or all
+    beta1: Annotated[Fraction, CHANGING] = 0.9
+    beta2: Annotated[Fraction, CHANGING] = 0.95
+    eps: Annotated[Rate, CHANGING] = 1e-8
+    momentum: Annotated[Fraction, CHANGING] = 0.0
+    nesterov: Annotated[bool, CHANGING] = False
     # how muon scales an update with the matrix's shape
     adjust: Annotated[str, ("original", "match_rms_adamw")] = "original"
     # of Adam's bias and LAMB's: moments, rate (of lamb, DeepSpeed's) or none, see optim.adamw
@@ -176,12 +182,12 @@ class Optim:
     # zero_one_adam: after those steps ranks sum once in so many, and move apart in between; 1: they sum in each step
     sum_every: Size = 1
     sum_double: Count = 0  # so many steps first sum each, then each second, fourth, ... up to sum_every; 0: at once
-    clip: Rate = 1.0  # largest norm of the gradient; 0: as it is
+    clip: Annotated[Rate, CHANGING] = 1.0  # largest norm of the gradient; 0: as it is
     # of data.packing=buckets: how the learning rate follows the size of a batch, none, linear or sqrt, in sequences (1
     # for train.batch of them) or tokens (1 for train.batch x data.seq_len)
     lr_scaling: Annotated[str, SCALINGS] = "none"
     lr_scaling_by: Annotated[str, SIZES] = "sequences"
-    schedule: ScheduleConfig = ScheduleConfig()
+    schedule: Annotated[ScheduleConfig, CHANGING] = ScheduleConfig()
 
 
 @dataclass(frozen=True)
@@ -189,7 +195,7 @@ class Precision:
     """How numbers are kept and multiplied. "auto" is decided on the machine at the start of a run and recorded."""
 
     # bf16 if bf16 products are faster than fp32 ones, else fp32
-    policy: Annotated[str, ("auto", *POLICIES)] = "auto"
+    policy: Annotated[str, ("auto", *POLICIES), Placement("")] = "auto"
     # onednn: its split of a float32 product into bfloat16 ones, if that is as exact and faster
     fp32_matmul: Annotated[str, ("auto", "default", "onednn")] = "auto"
     loss_scale: Annotated[LossScale, OF_FP16] = field(default_factory=LossScale)  # of fp16
@@ -199,7 +205,7 @@ class Precision:
 class Train:
     """The loop. `batch` sequences a step are made of pieces of `micro_batch`; an interval of 0 is never."""
 
-    steps: Amount = 1000
+    steps: Annotated[Amount, CHANGING] = 1000
     batch: Amount = 16
     # of a batch that grows: its first size, by how much and after how many tokens it grows, up to `batch`: "16:16:1e8"
     batch_ramp: Annotated[str, optional(Ramp.parse), GROWING] = ""
@@ -224,20 +230,22 @@ class Train:
     # the form of each hot operation: auto, reference, or exceptions such as auto,attention=blocked
     kernels: str = "auto"
     ema_decay: Fraction = 0.0  # 0: no average of the weights
-    eval_every: Count = 100
-    eval_batches: Count = 16  # micro-batches of an evaluation; 0: the whole validation split
+    eval_every: Annotated[Count, CHANGING] = 100
+    eval_batches: Annotated[Count, CHANGING] = 16  # micro-batches of an evaluation; 0: the whole validation split
     loss_by_position: bool = False  # of evaluations: the mean loss in ranges of positions, see docs/measure.md
-    checkpoint_every: Count = 500
-    keep_last: Count = 2  # checkpoints; 0: all
-    keep_every: Count = 0  # of these steps all are kept; 0: none
-    checkpoints: str = ""  # their folder, or a URL such as s3://bucket/run; "": checkpoints/ in the run folder
+    checkpoint_every: Annotated[Count, CHANGING] = 500
+    keep_last: Annotated[Count, CHANGING] = 2  # checkpoints; 0: all
+    keep_every: Annotated[Count, CHANGING] = 0  # of these steps all are kept; 0: none
+    checkpoints: Annotated[str, LOCATION] = (
+        ""  # their folder, or a URL such as s3://bucket/run; "": checkpoints/ in the run folder
+    )
     # checkpoints: none, zstd (lossless), 8bit (an optimizer's moments in codes: lossy), or 8bit,zstd
     compress: Annotated[str, ("none", "zstd", "8bit", "8bit,zstd")] = "none"
     # memory of a rank for the copy that is written while training goes on; 0: the state's size if there is room
     snapshot_mb: Count = 0
     # if a checkpoint cannot be written: continue, and try again at the next; or stop
-    on_save_error: Annotated[str, ("continue", "stop")] = "continue"
-    log_every: Amount = 20
+    on_save_error: Annotated[str, ("continue", "stop"), CHANGING] = "continue"
+    log_every: Annotated[Amount, CHANGING] = 20
     # beside metrics.jsonl: tensorboard, wandb, csv; auto: TensorBoard if installed
     loggers: Annotated[tuple[str, ...], check_loggers] = ("auto",)
     # rows of metrics.jsonl with norms by layer and times by rank; 0: none, and no record of memory and ledger
@@ -251,8 +259,10 @@ class Train:
 class NvmeConfig:
     """The disk that offloaded leaves rest on."""
 
-    folder: str = ""  # on a disk that all ranks see, or a URL of tensorstore's; "": nvme/ in the run folder
-    buffer_mb: Count = 0  # memory for transfers to and from the disk; 0: as the plan needs
+    folder: Annotated[str, Placement("--nvme"), LOCATION] = (
+        ""  # on a disk that all ranks see, or a URL of tensorstore's; "": nvme/ in the run folder
+    )
+    buffer_mb: Annotated[Count, Placement()] = 0  # memory for transfers to and from the disk; 0: as the plan needs
     # versions on the disk: 2 make every step atomic, each one more keeps a checkpoint; 1 saves the space
     slots: Size = 2
     verify: bool = True  # checksums with every write, compared when the run is resumed
@@ -309,7 +319,7 @@ class RunConfig:
 
     preset: str = ""  # that the other values started from; "" for none
     # cpu or cuda; auto: the GPU where there is one. Decided at the start of a run and recorded
-    device: Annotated[str, gpu.KINDS] = "auto"
+    device: Annotated[str, gpu.KINDS, Placement(""), LOCATION] = "auto"
     model: ModelConfig = field(default_factory=MLPConfig)
     # what is learnt: text (each next token), chat (what the assistant says), dpo (to prefer one answer to another),
     # classify (the classes of texts), reward (a score for answers)
@@ -320,32 +330,32 @@ class RunConfig:
     precision: Precision = Precision()
     train: Train = Train()
     mesh: dict[str, int] = field(default_factory=dict)  # sizes of its axes; empty: dp over all processes
-    zero: Annotated[int, Within(STAGE)] = 0  # ZeRO stage
+    zero: Annotated[int, Within(STAGE), Placement()] = 0  # ZeRO stage
     # sums over ranks; once: whole over micro-batches first; canonical: alike on every mesh
-    reduce: Annotated[str, REDUCE] = "fast"
-    sequence: Annotated[bool, OverAxis(TP)] = False  # sequence parallelism over tp
+    reduce: Annotated[str, REDUCE, Placement()] = "fast"
+    sequence: Annotated[bool, OverAxis(TP), Placement()] = False  # sequence parallelism over tp
     # attention over cp: a form of Context, "hierarchical/2", "gather:contiguous"
-    context: Annotated[str, Context.parse, OverAxis(CP)] = "auto"
+    context: Annotated[str, Context.parse, OverAxis(CP), Placement()] = "auto"
     # how tokens come to experts over ep: gather, exchange, exchange:SLACK[:PARTS]
-    experts: Annotated[str, Experts.parse, OverAxis(EP)] = "auto"
+    experts: Annotated[str, Experts.parse, OverAxis(EP), Placement()] = "auto"
     # in how few bytes parameters and gradients travel: "params=int8,grads=int4,hpz"; "" is as they are, or "grads=1bit"
     # or "grads=1bit,local" of an optimizer that sends signs
-    codec: Annotated[str, optional(Codec.parse)] = ""
+    codec: Annotated[str, optional(Codec.parse), Placement()] = ""
     local: LocalSteps = LocalSteps()
     # over pp: its schedule, chunks of a rank, layers of a stage
-    pipeline: Annotated[Pipeline, OverAxis(PP)] = field(default_factory=Pipeline)
-    prefetch: Annotated[Count, Gathering()] = 1  # layers gathered ahead of their use at stage 3
+    pipeline: Annotated[Pipeline, OverAxis(PP), Placement()] = field(default_factory=Pipeline)
+    prefetch: Annotated[Count, Gathering(), Placement()] = 1  # layers gathered ahead of their use at stage 3
     # stage 3: a layer's parameters are dropped after its forward pass and gathered again
-    reshard: Annotated[bool, Gathering()] = True
+    reshard: Annotated[bool, Gathering(), Placement("")] = True
     # stage 3 or offloaded parameters: stages of a rank that may stay whole between micro-batches
-    resident: Annotated[Count, Gathering()] = 0
+    resident: Annotated[Count, Gathering(), Placement()] = 0
     # over tp without sequence: a rank keeps its part of what remat keeps
-    partition_activations: Annotated[bool, OverAxis(TP)] = False
+    partition_activations: Annotated[bool, OverAxis(TP), Placement("")] = False
     # memories of groups of leaves: "params=nvme,opt=nvme,acts=host", "opt=host:0.5"; "" is all on the device
-    offload: str = ""
+    offload: Annotated[str, Placement()] = ""
     nvme: NvmeConfig = NvmeConfig()
     # GB of this host's memory for the run's processes, where the system tells too little; 0: what it says is available
-    host_memory_gb: Annotated[float, Within((0.0, True, 1e6))] = 0.0
+    host_memory_gb: Annotated[float, Within((0.0, True, 1e6)), Placement("--host-memory")] = 0.0
     guard: Guard = Guard()
     # of the run, before its last one: the last step of each and what it has otherwise than the one after it, such as
     # "1000: data.seq_len=8192"; --resume with another --seq-len writes them

@@ -1,5 +1,5 @@
-"""Keys of a config that do nothing without another value: each says what it needs, and is refused where that is
-missing.
+"""What a field of a config says of its key, besides its bounds: what the key needs to do anything, without which it is
+refused; the axis it is for; whether a resumed run may have another value.
 
 The schedules of a config: the keys that each uses, and whether its lengths are of steps or of tokens.
 
@@ -136,6 +136,19 @@ class Gathering(NamedTuple):
     """Of a key: it says how parameters are gathered."""
 
 
+class Placement(NamedTuple):
+    """Of a key: it is of an attempt's placement, which the next one keeps if it has no other.
+
+    flag: of `fzero pretrain`, that sets it; None: its name, "" for none.
+    """
+
+    flag: str | None = None
+
+
+CHANGING = "changing"  # of a key: from the step at which a run is resumed on it may have another value
+LOCATION = "location"  # of a key: it says where a run lies or computes, and is no number of it: folders may have moved
+
+
 def refuse_without_axis(config: RunConfig, table: Table, baseline: RunConfig | None = None) -> None:
     """Raise ValueError if `table`, as the user wrote it, says how work is split over an axis that the mesh of `config`
     does not have, or how parameters are gathered where none is.
@@ -173,29 +186,29 @@ def drop_absent_axes(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, **usual)
 
 
-# The keys that each schedule uses, by steps.
+# The keys that each schedule uses; those of no row are of all.
+WARMUP, DECAY = ("warmup_steps", "warmup_tokens"), ("decay_steps", "decay_tokens")
 SCHEDULES: dict[str, tuple[str, ...]] = {
-    "constant": ("warmup_steps",),
-    "linear": ("warmup_steps", "end"),
-    "cosine": ("warmup_steps", "end"),
-    "polynomial": ("warmup_steps", "end", "power"),
-    "exponential": ("warmup_steps", "end"),
-    "inverse_sqrt": ("warmup_steps",),
+    "constant": WARMUP,
+    "linear": (*WARMUP, "end"),
+    "cosine": (*WARMUP, "end"),
+    "polynomial": (*WARMUP, "end", "power"),
+    "exponential": (*WARMUP, "end"),
+    "inverse_sqrt": WARMUP,
     "one_cycle": ("rise",),
-    "wsd": ("warmup_steps", "end", "decay_steps", "decay"),
-    "warmup_lr": ("warmup_steps", "warmup", "start"),
-    "warmup_decay_lr": ("warmup_steps", "warmup", "start"),
-    "warmup_cosine_lr": ("warmup_steps", "warmup", "start", "end"),
-    "cycle_lr": ("warmup_steps", "decay_steps", "start", "decay_rate", "decay_every", "low_beta1", "high_beta1"),
+    "wsd": (*WARMUP, *DECAY, "end", "decay"),
+    "warmup_lr": (*WARMUP, "warmup", "start"),
+    "warmup_decay_lr": (*WARMUP, "warmup", "start"),
+    "warmup_cosine_lr": (*WARMUP, "warmup", "start", "end"),
+    "cycle_lr": (*WARMUP, *DECAY, "start", "decay_rate", "decay_every", "low_beta1", "high_beta1"),
 }
-BY_TOKENS = {"warmup_steps": "warmup_tokens", "decay_steps": "decay_tokens"}
 
 
 def validate_tokens(schedule: Any) -> None:
     """Raise ValueError for a schedule by tokens with lengths in steps, one by steps with lengths in tokens, and lengths
     that leave nothing between them."""
     s = schedule
-    for steps, tokens in BY_TOKENS.items():
+    for steps, tokens in (WARMUP, DECAY):
         wrong, right = (steps, tokens) if s.tokens else (tokens, steps)
         if getattr(s, wrong):
             kind = f"{s.tokens:,}, a length in tokens" if s.tokens else "0: it follows the steps"
@@ -235,17 +248,7 @@ def validate_cycle(optim: Any) -> None:
         )
 
 
-def keys_of(name: str) -> set[str]:
-    """The keys that a schedule uses.
-
-    >>> sorted(keys_of("linear"))
-    ['end', 'tokens', 'warmup_steps', 'warmup_tokens']
-    """
-    keys = set(SCHEDULES[name])
-    return {*keys, "tokens", *(tokens for steps, tokens in BY_TOKENS.items() if steps in keys)}
-
-
-# The keys that each optimizer uses.
+# The keys that each optimizer uses; those of no row are of all.
 ADAM = ("lr", "weight_decay", "decay", "beta1", "beta2", "eps")
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adamw": (*ADAM, "states", "correction"),
@@ -259,7 +262,6 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "onebit_lamb": (*ADAM, "correction", "freeze_steps", "min_ratio", "max_ratio"),
     "zero_one_adam": (*ADAM, "correction", "freeze_steps", "sum_every", "sum_double"),
 }
-ANY_OPTIM = ("name", "clip", "schedule", "lr_scaling", "lr_scaling_by")  # the keys of every optimizer
 
 
 class Need(NamedTuple):
@@ -333,11 +335,12 @@ def refuse_unused(config: RunConfig, table: Table) -> None:
     """Raise ValueError if `table`, as the user wrote it, sets a key that does nothing: that the chosen optimizer or
     schedule does not use, or without what it needs."""
     optim = table.get("optim", {})
-    name, schedule = config.optim.name, config.optim.schedule.name
-    for prefix, section, kind, uses in (
-        ("optim", optim, name, {*OPTIMIZERS[name], *ANY_OPTIM}),
-        ("optim.schedule", optim.get("schedule", {}), schedule, {*keys_of(schedule), "name"}),
+    for prefix, section, value, rows in (
+        ("optim", optim, config.optim, OPTIMIZERS),
+        ("optim.schedule", optim.get("schedule", {}), config.optim.schedule, SCHEDULES),
     ):
+        kind = value.name
+        uses = {*rows[kind], *value.__dataclass_fields__.keys() - set().union(*rows.values())}
         for key in section:
             if key not in uses:
                 raise ValueError(
