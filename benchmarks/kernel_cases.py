@@ -147,26 +147,25 @@ def attentions(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
     """Whole sequences with grouped heads, also in float32; windows in documents; at positions; with its log-sum-exp; by
     blocks."""
 
-    def attention(label: str, name: str, k: int, dtype: torch.dtype, **options: Any) -> Case:
+    def attention(label: str, k: int, dtype: torch.dtype, **options: Any) -> Case:
         b, t, h, g, k = (1, 32, 2, 1, 16) if tiny else (2, 2048, 16, 4, k)
         q, key, v = (torch.randn(b, t, heads, k, device=device, dtype=dtype) for heads in (h, g, g))
-        more = []
         if options.pop("documents", False):
             options["documents"] = (torch.arange(t, device=device) // (t // 3)).expand(b, t).contiguous()
-        if name == "masked_attention":
-            more = [bigbird_blocks(t, 16 if tiny else 64, random=2, heads=h).to(device)]
+        if options.pop("by_blocks", False):
+            options["mask"] = bigbird_blocks(t, 16 if tiny else 64, random=2, heads=h).to(device)
         if options.pop("in_memory", False):
             line = torch.arange(t, device=device)
             options["positions"] = Positions(line, line)
-        return _case(name, (q, key, v), 3, *more, label=label, **options)
+        return _case("attention", (q, key, v), 3, label=label, **options)
 
     for k in (64, 128):
-        yield functools.partial(attention, f"attention K={k}", "attention", k, BF16)
-    yield functools.partial(attention, "attention float32", "attention", 64, F32)
+        yield functools.partial(attention, f"attention K={k}", k, BF16)
+    yield functools.partial(attention, "attention float32", 64, F32)
     window = Pattern("window", size=16 if tiny else 512)
-    yield functools.partial(attention, "attention window", "attention", 64, BF16, pattern=window, documents=True)
-    yield functools.partial(attention, "attention at positions", "attention", 64, BF16, in_memory=True)
-    yield functools.partial(attention, "masked_attention", "masked_attention", 64, BF16)
+    yield functools.partial(attention, "attention window", 64, BF16, pattern=window, documents=True)
+    yield functools.partial(attention, "attention at positions", 64, BF16, in_memory=True)
+    yield functools.partial(attention, "attention under a mask", 64, BF16, by_blocks=True)
 
 
 def optimizers(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:

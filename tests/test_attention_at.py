@@ -191,14 +191,14 @@ def drawn(name, seed, dtype=torch.float64):
     """(the arguments, the options) of a call of an operation, drawn."""
     pick = random.Random(seed)
     b, g, s = pick.randint(1, 2), pick.randint(1, 3), pick.randint(2, 40)
-    h, t = g * pick.randint(1, 2), s if name == "masked_attention" else pick.randint(1, s)
+    h, t = g * pick.randint(1, 2), s if name == "masked" else pick.randint(1, s)
     tensors = draw(b, t, s, h, g, 2 * pick.randint(1, 3), dtype, seed)
     documents = torch.randint(3, (b, s), generator=torch.Generator().manual_seed(seed)).sort(-1).values
     options = {"scale": pick.choice((None, 0.5))}
-    if name == "masked_attention":
+    if name == "masked":
         n = -(-s // 4)
         seen = torch.rand(pick.choice((1, h)), n, n, generator=torch.Generator().manual_seed(seed)) < 0.6
-        return (*tensors, BlockMask(seen, 4)), options | {"documents": documents}
+        return tensors, options | {"mask": BlockMask(seen, 4), "documents": documents}
     options["pattern"] = pick.choice(PATTERNS)
     sinks = torch.linspace(-1, 1, h, dtype=dtype)
     options |= {"cap": pick.choice((0.0, 3.0)), "sinks": pick.choice((None, sinks))}
@@ -227,7 +227,7 @@ def put(place, change):
 
 OPTIONS = {"attention": "pattern documents cap sinks scale"}
 OPTIONS |= {"positions": "pattern query_documents key_documents cap sinks scale"}
-OPTIONS |= {"masked_attention": "documents scale"}
+OPTIONS |= {"masked": "documents scale"}
 WRONG_OPTIONS = {
     "sinks": [
         *(lambda _, h: torch.zeros(h + 1), lambda _, h: torch.zeros(2 * h), lambda _, h: torch.zeros(1, h)),
@@ -268,17 +268,17 @@ WRONG["positions"] += [
     )
 ]
 WRONG["positions"] += [put("positions", lambda x, _: tuple(x)), put("documents", lambda *_: torch.zeros(1, 1).int())]
-WRONG["masked_attention"] += [
-    put(3, lambda x, _: x.blocks),
-    put(3, lambda x, _: x.to("meta")),
-    put(3, lambda x, h: BlockMask(x.blocks[:1].repeat(h + 1, 0), 4)),
-    put(3, lambda x, _: BlockMask(x.blocks.repeat(2, 1), 4)),
+WRONG["masked"] += [
+    put("mask", lambda x, _: x.blocks),
+    put("mask", lambda x, _: x.to("meta")),
+    put("mask", lambda x, h: BlockMask(x.blocks[:1].repeat(h + 1, 0), 4)),
+    put("mask", lambda x, _: BlockMask(x.blocks.repeat(2, 1), 4)),
 ]
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_drawn_call_is_that_of_float64_or_refused_in_one_line_by_every_form(name):
-    op = registry.op("attention" if name == "positions" else name)
+    op = registry.op("attention")
     for number, change in enumerate(WRONG_TENSORS + WRONG[name]):
         said = set()
         for impl in ("auto", "reference", *(form.name for form in op.forms)):

@@ -14,8 +14,7 @@ import fzero
 from fzero import optim
 from fzero.core import pytree
 from fzero.kernels import attention_masked, block_mask
-from fzero.kernels.attention import attention as causal_attention
-from fzero.kernels.attention_masked import masked_attention
+from fzero.kernels.attention import attention
 from fzero.kernels.block_mask import BlockMask
 from fzero.kernels.registry import explain, observe
 from fzero.run.config.deepspeed_optim import block_mask_of
@@ -75,9 +74,9 @@ def by_definition(table, n, head):
 
 @pytest.mark.parametrize("table", CASES, ids=lambda table: " ".join(map(str, table.values())))
 def test_a_layout_is_deepspeed_s(table):
-    for attention in ("bidirectional", "unidirectional"):
-        causal = attention == "unidirectional"
-        both = table if table["mode"] == "dense" else {**table, "attention": attention}
+    for direction in ("bidirectional", "unidirectional"):
+        causal = direction == "unidirectional"
+        both = table if table["mode"] == "dense" else {**table, "attention": direction}
         if causal and (table["mode"] == "dense" or table.get("horizontal_global_attention")):
             continue
         for n in (1, 3, 4, 7, 9):
@@ -160,7 +159,7 @@ def inputs(b, t, h, g, k, s=None, dtype=torch.float64):
 
 
 def form(mask, **options):
-    return lambda impl, q, k, v: masked_attention(q, k, v, mask, impl=impl, **options)
+    return lambda impl, q, k, v: attention(q, k, v, mask=mask, impl=impl, **options)
 
 
 def documents_of(b, t):
@@ -194,15 +193,15 @@ def test_attention_is_the_definition(table, impl):
     for causal in (False, True):
         if causal and (table["mode"] == "dense" or table.get("horizontal_global_attention")):
             continue
-        attention = {} if table["mode"] == "dense" else {"attention": ("bi", "uni")[causal] + "directional"}
-        mask = block_mask_of({**table, **attention, "block": block}, t, heads=4)
+        direction = {} if table["mode"] == "dense" else {"attention": ("bi", "uni")[causal] + "directional"}
+        mask = block_mask_of({**table, **direction, "block": block}, t, heads=4)
         pairs = [by_definition(table, -(-t // block), head) for head in range(4)]
         q, k, v = (x.cpu() for x in inputs(2, t, 4, 2, 3))
         sees = lambda h, i, j, pairs=pairs, causal=causal: (  # noqa: E731
             (i // block, j // block) in pairs[h] and (j <= i or not causal)
         )
         for options in ({}, {"documents": documents_of(2, t).cpu(), "scale": 0.3}) if causal else ({},):
-            got = masked_attention(q, k, v, mask, impl=impl, **options)
+            got = attention(q, k, v, mask=mask, impl=impl, **options)
             assert_close(got, by_hand(q, k, v, sees, **options), rtol=1e-12, atol=1e-14)
 
 
@@ -275,7 +274,7 @@ def test_memory_does_not_grow_with_the_square():
     for t in (2048, 4096):
         tensors = [x.cpu().requires_grad_() for x in inputs(1, t, 1, 1, 8, dtype=torch.float32)]
         with Largest() as mode:
-            masked_attention(*tensors, block_mask.longformer_blocks(t, 64), impl="blocked").sum().backward()
+            attention(*tensors, mask=block_mask.longformer_blocks(t, 64), impl="blocked").sum().backward()
         largest.append(mode.numbers)
     assert largest[1] <= max(attention_masked.MAX_SCORES, 2 * largest[0]) < 4096 * 4096 / 8
 
@@ -283,7 +282,7 @@ def test_memory_does_not_grow_with_the_square():
 def test_gradients_per_example():
     q, k, v = (x.cpu() for x in inputs(3, 20, 2, 1, 4))
     mask = block_mask.longformer_blocks(20, 4, global_ids=[1])
-    of_one = torch.func.grad(lambda q, k, v: (masked_attention(q[None], k[None], v[None], mask) ** 3).sum(), (0, 1, 2))
+    of_one = torch.func.grad(lambda q, k, v: (attention(q[None], k[None], v[None], mask=mask) ** 3).sum(), (0, 1, 2))
     got = torch.func.vmap(of_one)(q, k, v)
     alone = [of_one(*(x[i] for x in (q, k, v))) for i in range(3)]
     assert_close(list(got), [torch.stack(x) for x in zip(*alone)], rtol=1e-10, atol=1e-13)
@@ -297,7 +296,7 @@ def test_an_encoder_is_trained_by_either_form_alike(compiled):
     def loss(impl):
         def of(params, batch):
             x = params["embed"][batch["tokens"]].unflatten(-1, (2, 4))
-            x = x + masked_attention(x, x, x @ params["v"], mask, impl=impl)
+            x = x + attention(x, x, x @ params["v"], mask=mask, impl=impl)
             nats = torch.nn.functional.cross_entropy(x.flatten(2) @ params["embed"].T @ params["o"], batch["targets"])
             return nats * 80, torch.tensor(80)
 
@@ -315,16 +314,16 @@ def test_an_encoder_is_trained_by_either_form_alike(compiled):
             for _ in range(3):
                 state, metrics = step(state, {"tokens": tokens, "targets": tokens})
         losses[impl] = float(metrics.loss)
-        assert used["masked_attention"] == {impl}
+        assert used["attention"] == {impl}
     assert_close(torch.tensor(losses["blocked"]), torch.tensor(losses["reference"]), rtol=1e-5)
 
 
 def test_the_registry_says_which_form_and_why():
     q, k, v = inputs(1, 40, 2, 1, 8, dtype=torch.float32)
     mask = there(block_mask.longformer_blocks(40, 10))
-    said = explain("masked_attention", q, k, v, mask)
+    said = explain("attention", q, k, v, mask=mask)
     assert "multiples of 16" in said.reasons["triton"] and said.flops == 4 * 2 * 8 * int(mask.pairs(40, 40)[0])
-    assert explain("masked_attention", q.cpu(), k.cpu(), v.cpu(), mask.to("cpu")).chosen == "blocked"
+    assert explain("attention", q.cpu(), k.cpu(), v.cpu(), mask=mask.to("cpu")).chosen == "blocked"
     for wrong, message in (
         ({"mask": block_mask.dense_blocks(50, 10)}, "1 heads of 5 x 5 blocks of 10 tokens; 40 queries of 40 keys"),
         (
@@ -341,11 +340,12 @@ def test_the_registry_says_which_form_and_why():
         ({"mask": mask.blocks}, "the mask is a ndarray; give a BlockMask"),
         ({"mask": mask, "scale": torch.tensor(0.5)}, "multiply q by one that is learned"),
         ({"mask": mask, "scale": math.nan}, "give a finite number"),
+        ({"mask": mask, "cap": 3.0}, "a mask is given, and cap; beside it give documents and scale"),
     ):
         with pytest.raises(ValueError, match=message):
-            masked_attention(q, k, v, wrong.pop("mask"), **wrong)
+            attention(q, k, v, **wrong)
     with pytest.raises(ValueError, match="40 queries have 38 keys; a causal mask takes equal numbers"):
-        masked_attention(q, k[:, :38], v[:, :38], there(block_mask.dense_blocks(40, 10, causal=True)))
+        attention(q, k[:, :38], v[:, :38], mask=there(block_mask.dense_blocks(40, 10, causal=True)))
 
 
 @pytest.mark.parametrize("impl", ("auto", "reference", "blocked"))
@@ -363,10 +363,10 @@ def test_the_registry_says_which_form_and_why():
 def test_tensors_that_do_not_fit_are_refused_by_every_form(change, message, impl):
     mask = there(block_mask.sliding_blocks(40, 10))
     with pytest.raises(ValueError, match=message):
-        masked_attention(*change(*inputs(1, 40, 2, 1, 8, dtype=torch.float32)), mask, impl=impl)
+        attention(*change(*inputs(1, 40, 2, 1, 8, dtype=torch.float32)), mask=mask, impl=impl)
     if "alike" not in message:
         with pytest.raises(ValueError, match=message):
-            causal_attention(*change(*inputs(1, 40, 2, 1, 8, dtype=torch.float32)), impl=impl)
+            attention(*change(*inputs(1, 40, 2, 1, 8, dtype=torch.float32)), impl=impl)
 
 
 WRONG = {
@@ -400,13 +400,10 @@ def test_no_score_is_rounded_before_its_softmax(dtype):
     q, k, v = (16 * q).to(dtype), k.to(dtype), v.to(dtype)
     mask = there(block_mask.dense_blocks(64, 16))
     causal = block_mask.dense_blocks(64, 16, causal=True)
-    for op, given, forms in (
-        (masked_attention, (mask,), ("reference", "blocked")),
-        (causal_attention, (), ("reference", "blocked")),
-    ):
-        exact = (mask if given else there(causal)).visible(64, 64)[0]
+    for options in ({"mask": mask}, {}):
+        exact = (mask if options else there(causal)).visible(64, 64)[0]
         scores = torch.einsum("bthk,bshk->bhts", q.double(), k.double()) / 32**0.5
         want = torch.einsum("bhts,bshk->bthk", scores.masked_fill(~exact, -math.inf).softmax(-1), v.double())
-        for impl in forms:
-            got = op(q.cpu(), k.cpu(), v.cpu(), *given, impl=impl).double()
-            assert float((got - want).abs().max()) < 4 * torch.finfo(dtype).eps * float(v.abs().max()), (op.name, impl)
+        for impl in ("reference", "blocked"):
+            got = attention(q.cpu(), k.cpu(), v.cpu(), **options, impl=impl).double()
+            assert float((got - want).abs().max()) < 4 * torch.finfo(dtype).eps * float(v.abs().max()), (options, impl)

@@ -36,7 +36,6 @@ from fzero.kernels import (
     tuning,
 )
 from fzero.kernels.attention import attention
-from fzero.kernels.attention_masked import masked_attention
 from fzero.kernels.custom_operator import tl, triton
 from fzero.kernels.dropout import dropout_add
 from fzero.kernels.quantize_codes import KINDS
@@ -72,7 +71,7 @@ def attend(pattern, t=45, heads=2, documents=True, dtype=F32):
 
 def attend_by_blocks(**options):
     mask = block_mask.bigbird_blocks(80, 16, heads=4, **options)
-    f = lambda impl, *x: masked_attention(*x, mask, impl=impl)  # noqa: E731
+    f = lambda impl, *x: attention(*x, mask=mask, impl=impl)  # noqa: E731
     return passes(f, (2, 80, 4, 16), (2, 80, 2, 16), (2, 80, 2, 16))
 
 

@@ -1,4 +1,5 @@
-"""Causal attention with patterns and document masks, of whole sequences and of queries and keys at any positions.
+"""Attention: causal, with patterns and document masks, of whole sequences and of queries and keys at any positions; and
+under block masks, which may look ahead, as an encoder's do, and differ by head.
 
     out[t] = sum_s softmax_s(scale q[t] . k[s]) v[s]      over the s that query t may see
 
@@ -8,7 +9,9 @@ attention_arguments.py.
 
 A query sees the keys at positions up to its own that are in its document and that the pattern allows. `reference`
 defines this. The queries are the last T of the S positions; or both are at positions that are given, as one rank of
-context parallelism has them, where a query that sees no key has out 0.
+context parallelism has them. Under a block mask a query sees the keys of the blocks that the mask has for its own
+(block_mask.py), with a causal mask none later than itself; positions begin at 0 for both, and padding is a document of
+its own. At positions and under a mask a query that sees no key has out 0.
 
 Shapes: q [B, T, H, K], k and v [B, S, G, K] with H a multiple of G, out [B, T, H, K].
 
@@ -27,7 +30,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.core.device import kind_of
-from fzero.kernels import attention_flash, attention_library, attention_tiled
+from fzero.kernels import attention_flash, attention_library, attention_masked, attention_tiled
 from fzero.kernels.attention_arguments import (
     Positions,
     Scoring,
@@ -47,6 +50,7 @@ from fzero.kernels.attention_flash import flash_forward, flash_forward_at
 from fzero.kernels.attention_flash_backward import flash_backward, flash_backward_at
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.attention_tiled import tiled_backward, tiled_forward
+from fzero.kernels.block_mask import BlockMask
 from fzero.kernels.custom_operator import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
@@ -62,22 +66,29 @@ def reference(
     pattern: Pattern = FULL,
     documents: Tensor | None = None,
     positions: Positions | None = None,
+    mask: BlockMask | None = None,
     scale: float | None = None,
     cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """The definition: compute all scores, mask them, and take the softmax in float32 or wider. Shapes as at the top of
-    the file; documents int [B, S]; positions: of queries and keys, and their documents, in place of `documents`; cap:
-    of the scores, 0 for none; sinks [H].
+    the file; documents int [B, S]; positions: of queries and keys, and their documents, in place of `documents`; mask:
+    in place of causality, pattern and positions; cap: of the scores, 0 for none; sinks [H].
     """
-    t, s, in_order = q.shape[1], k.shape[1], positions is None
-    if positions is None:
-        positions = Positions.of_last(range(s - t, s), range(s), documents, q.device)
-    scores, mask = masked_scores(q, k, positions, Scoring.of_call(q, pattern, scale, cap))
-    if in_order:  # a query sees itself
+    t, s = q.shape[1], k.shape[1]
+    if mask is not None:
+        visible = mask.visible(t, s).to(q.device).expand(q.shape[2], -1, -1)
+        pair_mask = visible.unflatten(0, (k.shape[2], -1))[None]
+        if documents is not None:
+            pair_mask = pair_mask & (documents[:, :, None] == documents[:, None, :])[:, None, None]
+    else:
+        places = positions or Positions.of_last(range(s - t, s), range(s), documents, q.device)
+        pair_mask = places.mask(pattern)[:, None, None]
+    scores = masked_scores(q, k, pair_mask, Scoring.of_call(q, pattern, scale, cap))
+    if positions is None and mask is None:  # a query sees itself
         p = softmax(scores, sinks)
     else:
-        has_key = mask.any(-1, keepdim=True)
+        has_key = pair_mask.any(-1, keepdim=True)
         p = torch.where(has_key, softmax(torch.where(has_key, scores, 0.0), sinks), 0.0)
     return rearrange(torch.einsum("bgrts,bsgk->btgrk", p.to(v.dtype), v), "b t g r k -> b t (g r) k")
 
@@ -169,7 +180,9 @@ def attend(
     return attend_by(f"{form} attention", forward, backward, tensors, sinks)
 
 
-def _by_triton(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def _by_triton(q: Tensor, k: Tensor, v: Tensor, *, mask: BlockMask | None = None, **options: Any) -> Tensor:
+    if mask is not None:
+        return attention_masked.attend_by_kernels(q, k, v, mask, **options)
     return attend("triton", q, k, v, **options)
 
 
@@ -177,7 +190,17 @@ def _by_tiles(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return attend("tiled", q, k, v, **options)
 
 
-def _by_blocks(q: Tensor, k: Tensor, v: Tensor, *, positions: Positions | None = None, **options: Any) -> Tensor:
+def _by_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    positions: Positions | None = None,
+    mask: BlockMask | None = None,
+    **options: Any,
+) -> Tensor:
+    if mask is not None:
+        return attention_masked.attend_by_blocks(q, k, v, mask, **options)
     if positions is None:
         return blocked_attention(q, k, v, **options)
     return attend("blocked", q, k, v, positions=positions, **options)
@@ -201,27 +224,44 @@ def _flash_serves(
     pattern: Pattern = FULL,
     documents: Tensor | None = None,
     positions: Positions | None = None,
+    mask: BlockMask | None = None,
     scale: float | None = None,
     cap: float = 0.0,
     **options: Any,
 ) -> str:
-    t, s = q.shape[1], k.shape[1]
+    t, s, in_order = q.shape[1], k.shape[1], positions is None and mask is None
     if reason := attention_flash.serves(q, k, v, scale, cap):
         return reason
-    if positions is None and t > s:
+    if mask is not None and not mask.unit:
+        return f"the mask's blocks are of {mask.block} tokens; it takes multiples of 16"
+    if in_order and t > s:
         return f"there are {t} queries of {s} positions; it takes at most as many"
-    if positions is None and max(s, pattern.size) > MAX_POSITION:
+    if in_order and max(s, pattern.size) > MAX_POSITION:
         return f"there are {s} keys and the pattern's size is {pattern.size}; both must be at most 2^30"
     return triton_runs(q, k, v, *(x for x in (documents, *(positions or ())) if x is not None))
 
 
-def _flash_preferred(q: Tensor, *tensors: Tensor, positions: Positions | None = None, **options: Any) -> str:
-    if positions is None and q.shape[1] == 1:
+def _flash_preferred(
+    q: Tensor, *tensors: Tensor, positions: Positions | None = None, mask: BlockMask | None = None, **options: Any
+) -> str:
+    if positions is None and mask is None and q.shape[1] == 1:
         return "one query makes one tile of each head, which goes through the keys alone"
     return on_cuda(q, *tensors)
 
 
-def _blocked_serves(q: Tensor, k: Tensor, v: Tensor, *, positions: Positions | None = None, **options: Any) -> str:
+def _blocked_serves(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    positions: Positions | None = None,
+    mask: BlockMask | None = None,
+    **options: Any,
+) -> str:
+    if mask is not None and kind_of(q) != "cpu":  # whose sums over blocks have no order elsewhere
+        return "a tensor is not on the CPU"
+    if mask is not None:
+        return "" if q.numel() * k.numel() else f"the queries {list(q.shape)} or keys {list(k.shape)} are empty"
     if positions is not None:
         return ""
     if q.shape[1] > k.shape[1]:
@@ -229,8 +269,10 @@ def _blocked_serves(q: Tensor, k: Tensor, v: Tensor, *, positions: Positions | N
     return "" if q.numel() else f"the queries {list(q.shape)} are empty, and blocks are not"
 
 
-def _blocked_preferred(q: Tensor, *tensors: Tensor, positions: Positions | None = None, **options: Any) -> str:
-    return "" if q.shape[1] > 1 or positions is not None else "one query needs no blocks"
+def _blocked_preferred(
+    q: Tensor, *tensors: Tensor, positions: Positions | None = None, mask: BlockMask | None = None, **options: Any
+) -> str:
+    return "" if q.shape[1] > 1 or positions is not None or mask is not None else "one query needs no blocks"
 
 
 def _fused_serves(
@@ -241,10 +283,13 @@ def _fused_serves(
     pattern: Pattern = FULL,
     documents: Tensor | None = None,
     positions: Positions | None = None,
+    mask: BlockMask | None = None,
     cap: float = 0.0,
     sinks: Tensor | None = None,
     **options: Any,
 ) -> str:
+    if mask is not None:
+        return "it has no block masks"
     if sinks is not None:
         return "it has no sinks"
     if positions is not None:
@@ -266,10 +311,20 @@ def _fused_preferred(q: Tensor, *tensors: Tensor, **options: Any) -> str:
 
 
 def _flops(
-    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, positions: Positions | None = None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern = FULL,
+    positions: Positions | None = None,
+    mask: BlockMask | None = None,
+    **options: Any,
 ) -> int:
-    """FLOPs of the two products over the pairs that pattern and causality allow; documents are ignored. At positions of
-    half of the pairs: which are seen is data."""
+    """FLOPs of the two products over the pairs that pattern and causality, or the mask, allow; documents are ignored.
+    At positions of half of the pairs: which are seen is data."""
+    if mask is not None:
+        pairs_by_head = mask.pairs(q.shape[1], k.shape[1])
+        return 4 * q.shape[0] * q.shape[3] * int(pairs_by_head.sum()) * (q.shape[2] // len(pairs_by_head))
     if positions is not None:
         return 2 * q.numel() * k.shape[1]
     pairs = pattern.pairs(k.shape[1] - q.shape[1], q.shape[1], k.shape[1])

@@ -33,6 +33,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.kernels.attention_pattern import FULL, Pattern
+from fzero.kernels.block_mask import BlockMask
 from fzero.kernels.cross_entropy_rows import cap_logits
 from fzero.kernels.custom_operator import Fused
 
@@ -95,7 +96,7 @@ class Scoring(NamedTuple):
         return self.pattern.numbers
 
     @classmethod
-    def of_call(cls, q: Tensor, pattern: Pattern, scale: float | None, cap: float) -> Scoring:
+    def of_call(cls, q: Tensor, pattern: Pattern = FULL, scale: float | None = None, cap: float = 0.0) -> Scoring:
         """That of a call, whose scale is 1 / sqrt(K) if None is given."""
         return cls(pattern, q.shape[-1] ** -0.5 if scale is None else scale, cap)
 
@@ -105,13 +106,11 @@ class Scoring(NamedTuple):
         return cls(Pattern.of_numbers(pattern), scale, cap)
 
 
-def masked_scores(q: Tensor, k: Tensor, positions: Positions, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """(scores [B, G, R, T, S] in float32 or wider, -inf of a pair that is not seen; the mask, [1 or B, 1, 1, T, S])."""
+def masked_scores(q: Tensor, k: Tensor, pair_mask: Tensor, scoring: Scoring) -> Tensor:
+    """The scores [B, G, R, T, S] in float32 or wider, -inf of a pair that is not seen; pair_mask is broadcast."""
     q = rearrange(q, "b t (g r) k -> b g r t k", g=k.shape[2])
     scores = torch.einsum("bgrtk,bsgk->bgrts", widened(q), widened(k))
-    scores = cap_logits(scores * scoring.scale, scoring.cap)
-    mask = positions.mask(scoring.pattern)[:, None, None]
-    return scores.masked_fill(~mask, float("-inf")), mask
+    return cap_logits(scores * scoring.scale, scoring.cap).masked_fill(~pair_mask, float("-inf"))
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
@@ -173,6 +172,7 @@ def expect_attention(
     pattern: Any = FULL,
     documents: Any = None,
     positions: Any = None,
+    mask: Any = None,
     scale: Any = None,
     cap: Any = 0.0,
     sinks: Any = None,
@@ -181,6 +181,14 @@ def expect_attention(
     expect_heads(q, k, v, scale)
     expect_scores(q, pattern, cap, sinks)
     (b, t), s = q.shape[:2], k.shape[1]
+    if mask is not None:
+        options = {
+            "pattern": pattern != FULL,
+            "positions": positions is not None,
+            "cap": cap,
+            "sinks": sinks is not None,
+        }
+        return _expect_block_mask(q, k, v, mask, documents, [name for name, has_value in options.items() if has_value])
     if positions is not None:
         _expect_positions(positions, documents, q, s)
     elif t > s:
@@ -189,6 +197,24 @@ def expect_attention(
             "as many"
         )
     expect_integers("documents", documents, q, [b, s])
+
+
+def _expect_block_mask(q: Tensor, k: Tensor, v: Tensor, mask: Any, documents: Any, options: list[str]) -> None:
+    if not isinstance(mask, BlockMask):
+        raise ValueError(
+            f"attention: the mask is a {type(mask).__name__}; give a BlockMask, as sliding_blocks makes one"
+        )
+    if options:
+        raise ValueError(f"attention: a mask is given, and {', '.join(options)}; beside it give documents and scale")
+    (b, t, heads), s = q.shape[:3], k.shape[1]
+    if v.shape != k.shape:
+        raise ValueError(f"attention: k is {list(k.shape)} and v {list(v.shape)}; they must be alike")
+    mask.expect_sizes(t, s, heads)
+    if mask.device.type != q.device.type:
+        raise ValueError(f"attention: the mask is on {mask.device} and q on {q.device}; use mask.to(q.device), once")
+    if documents is not None and t != s:
+        raise ValueError(f"attention: documents are given, and {t} queries have {s} keys; they are of as many of both")
+    expect_integers("documents", documents, q, [b, t])
 
 
 def _expect_positions(positions: Any, documents: Any, q: Tensor, s: int) -> None:

@@ -160,8 +160,8 @@ def blocked_forward_at(
     """(out [B, T, H, K], log-sum-exp [B, H, T]) in float32 or wider."""
     outs, lses = [], []
     for start, end in _query_blocks(q.shape[1]):
-        scores, mask = masked_scores(q[:, start:end], k, positions.queries(start, end), scoring)
-        has_key = mask.any(-1, keepdim=True)
+        pair_mask = positions.queries(start, end).mask(scoring.pattern)[:, None, None]
+        scores, has_key = masked_scores(q[:, start:end], k, pair_mask, scoring), pair_mask.any(-1, keepdim=True)
         top = torch.where(has_key, scores.amax(-1, keepdim=True), 0.0)
         p = torch.exp(scores - top)
         total = p.sum(-1, keepdim=True)
@@ -180,7 +180,8 @@ def blocked_backward_at(
     dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
     delta = torch.einsum("bthk,bthk->bht", g.to(lse.dtype), out.to(lse.dtype))
     for start, end in _query_blocks(q.shape[1]):
-        scores, _ = masked_scores(q[:, start:end], k, positions.queries(start, end), scoring)
+        pair_mask = positions.queries(start, end).mask(scoring.pattern)[:, None, None]
+        scores = masked_scores(q[:, start:end], k, pair_mask, scoring)
         total, row_delta = (rearrange(x[:, :, start:end], "b (g r) t -> b g r t 1", g=groups) for x in (lse, delta))
         p = torch.exp(scores - torch.where(total == float("-inf"), 0.0, total))
         q_rows, g_rows = (rearrange(x[:, start:end], "b t (g r) k -> b g r t k", g=groups) for x in (q, g))

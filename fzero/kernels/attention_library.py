@@ -230,6 +230,7 @@ def refusal_reason(
     pattern: Pattern = FULL,
     documents: Tensor | None = None,
     positions: Any = None,
+    mask: Any = None,
     sinks: Tensor | None = None,
     **options: Any,
 ) -> str:
@@ -237,6 +238,8 @@ def refusal_reason(
     (b, t, h, dim), groups, backend = q.shape, k.shape[2], LIBRARIES[library]
     if positions is not None:
         return "it has no positions; triton has them"
+    if mask is not None:
+        return "it has no block masks; triton has them"
     if documents is not None:
         return "it has no documents packed in a row; triton has them, and a run without data.within_documents has none"
     if sinks is not None:

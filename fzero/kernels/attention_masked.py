@@ -1,81 +1,23 @@
-"""Attention under a block mask, which may look ahead: that of encoders, and of heads that see other blocks each.
-
-    out[t] = sum_s softmax_s(scale q[t] . k[s]) v[s]      over the s that query t sees in its head
+"""Attention under a block mask by the blocks that are seen: in PyTorch, on a CPU, and by Triton's kernels.
 
 A query sees the keys of the blocks that the mask has for its own (block_mask.py), of its document alone; with a causal
-mask none later than itself. One that sees no key has out 0. `reference` defines this.
-
-Shapes: q and out [B, T, H, K], k and v [B, S, G, K] with H a multiple of G; documents int [B, T], for as many queries
-as keys. Positions begin at 0 for both. Padding is a document of its own.
+mask none later than itself. Shapes as in attention.py; documents int [B, T], for as many queries as keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from einops import rearrange
 from torch import Tensor
 
-from fzero.core.device import kind_of
-from fzero.kernels import attention_flash
-from fzero.kernels.attention_arguments import attend_by, expect_heads, expect_integers, widened
+from fzero.kernels.attention_arguments import Scoring, attend_by, widened
 from fzero.kernels.attention_masked_triton import masked_backward, masked_forward
 from fzero.kernels.block_mask import BlockMask
-from fzero.kernels.custom_operator import on_cuda, triton_runs
-from fzero.kernels.registry import Form, Op
 
 MAX_SCORES = 1 << 20  # of a step of the blocked form, or those of one block of queries
-
-
-def expect_call(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, documents: Tensor | None = None, scale: float | None = None
-) -> None:
-    """Raise ValueError for a call that no form serves."""
-    expect_heads(q, k, v, scale)
-    if not isinstance(mask, BlockMask):
-        raise ValueError(
-            f"attention: the mask is a {type(mask).__name__}; give a BlockMask, as sliding_blocks makes one"
-        )
-    (b, t, heads), s = q.shape[:3], k.shape[1]
-    if v.shape != k.shape:
-        raise ValueError(f"attention: k is {list(k.shape)} and v {list(v.shape)}; they must be alike")
-    mask.expect_sizes(t, s, heads)
-    if mask.device.type != q.device.type:
-        raise ValueError(f"attention: the mask is on {mask.device} and q on {q.device}; use mask.to(q.device), once")
-    if documents is not None and t != s:
-        raise ValueError(f"attention: documents are given, and {t} queries have {s} keys; they are of as many of both")
-    expect_integers("documents", documents, q, [b, t])
-
-
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask,
-    *,
-    documents: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """The definition: compute all scores, mask them, and take the softmax in float32 or wider. Shapes as at the top of
-    the file.
-    """
-    groups, visible = k.shape[2], mask.visible(q.shape[1], k.shape[1]).to(q.device)
-    pair_mask = visible.expand(q.shape[2], -1, -1).unflatten(0, (groups, -1))[None]
-    if documents is not None:
-        pair_mask = pair_mask & (documents[:, :, None] == documents[:, None, :])[:, None, None]
-    rows = rearrange(widened(q), "b t (g r) k -> b t g r k", g=groups)
-    scores = torch.einsum("btgrk,bsgk->bgrts", rows, widened(k)) * _scale(q, scale)
-    has_key = pair_mask.any(-1, keepdim=True)
-    p = torch.softmax(torch.where(has_key, scores.masked_fill(~pair_mask, float("-inf")), 0.0), -1)
-    out = torch.einsum("bgrts,bsgk->btgrk", torch.where(has_key, p, 0.0).to(v.dtype), v)
-    return rearrange(out, "b t g r k -> b t (g r) k")
-
-
-def _scale(q: Tensor, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 # ---- by the blocks that are seen, in PyTorch ------------------------------------------------------------------------
@@ -204,7 +146,7 @@ def _blocked_backward(
     return dq, _by_position(dk, s, groups).to(dtype), _by_position(dv, s, groups).to(dtype)
 
 
-def blocked_attention(
+def attend_by_blocks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -213,9 +155,8 @@ def blocked_attention(
     documents: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """`reference` by the blocks that are seen: each block of queries by those of its keys alone, put together; the
-    backward pass recomputes the probabilities from the log-sum-exp."""
-    scale = _scale(q, scale)
+    """`attention.reference` by the blocks that are seen, each block of queries by those of its keys alone."""
+    scale = Scoring.of_call(q, scale=scale).scale
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *documents: Tensor) -> tuple[Tensor, Tensor]:
         return _blocked_forward(q, k, v, _first(documents), mask, scale)
@@ -238,7 +179,7 @@ def _first(documents: Sequence[Tensor]) -> Tensor | None:
 # ---- by Triton's kernels --------------------------------------------------------------------------------------------
 
 
-def triton_attention(
+def attend_by_kernels(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -247,8 +188,8 @@ def triton_attention(
     documents: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """`reference` by the kernels of attention_masked_triton.py."""
-    arguments = (mask.unit, mask.causal, _scale(q, scale))
+    """`attention.reference` by the kernels of attention_masked_triton.py."""
+    arguments = (mask.unit, mask.causal, Scoring.of_call(q, scale=scale).scale)
     # Rows of the lists of a head, 0 where all heads have the same.
     head_rows, key_head_rows = (n * mask.block // mask.unit * (len(mask.blocks) > 1) for n in mask.blocks.shape[1:])
 
@@ -262,52 +203,3 @@ def triton_attention(
         return masked_backward(*grads, q, k, v, out, lse, _first(documents), *lists, *arguments)
 
     return attend_by("masked attention", forward, backward, (q, k, v, *_optional(documents), *mask.lists(q)))
-
-
-def _triton_serves(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask,
-    *,
-    documents: Tensor | None = None,
-    scale: float | None = None,
-) -> str:
-    if reason := attention_flash.serves(q, k, v, scale, 0.0):
-        return reason
-    if not mask.unit:
-        return f"the mask's blocks are of {mask.block} tokens; it takes multiples of 16"
-    return triton_runs(q, k, v, *_optional(documents))
-
-
-def _blocked_serves(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, documents: Tensor | None = None, **options: Any
-) -> str:
-    if kind_of(q) != "cpu":  # whose sums over blocks have no order elsewhere
-        return "a tensor is not on the CPU"
-    return "" if q.numel() * k.numel() else f"the queries {list(q.shape)} or keys {list(k.shape)} are empty"
-
-
-# ---- the operation --------------------------------------------------------------------------------------------------
-
-
-def _flops(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, **options: Any) -> int:
-    """FLOPs of the two products over the pairs that the mask has; documents are ignored."""
-    b, t, heads, dim = q.shape
-    pairs = mask.pairs(t, k.shape[1])
-    return 4 * b * dim * int(pairs.sum()) * (heads // len(pairs))
-
-
-def _bytes(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, **options: Any) -> int:
-    return (2 * q.numel() + k.numel() + v.numel()) * q.element_size()
-
-
-masked_attention = Op(
-    "masked_attention",
-    reference,
-    Form("triton", triton_attention, supports=_triton_serves, prefers=on_cuda),
-    Form("blocked", blocked_attention, supports=_blocked_serves),
-    flops=_flops,
-    bytes=_bytes,
-    expect=expect_call,
-)

@@ -161,9 +161,18 @@ def tiled_backward(
 
 
 def supports(
-    q: Tensor, k: Tensor, v: Tensor, *, positions: Any = None, scale: float | None = None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    positions: Any = None,
+    mask: Any = None,
+    scale: float | None = None,
+    **options: Any,
 ) -> str:
     """The reason why it does not serve a call; "" if it does."""
+    if mask is not None:
+        return "it has no block masks"
     if positions is None and q.shape[1] > k.shape[1]:
         return f"the shapes are {list(q.shape)} and {list(k.shape)}; it takes at most as many queries as keys"
     (b, _, h, dim), (_, s, groups, _) = q.shape, k.shape

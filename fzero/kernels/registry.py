@@ -26,7 +26,6 @@ from fzero.core.pytree import nearest
 # The files that hold operations; each registers its own when it is imported.
 FILES = (
     "attention",
-    "attention_masked",
     "attention_ring",
     "cross_entropy",
     "dropout",
