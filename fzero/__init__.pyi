@@ -51,11 +51,11 @@ from fzero.sharding import zero_plan as zero_plan
 from fzero.train.batch import local_batch as local_batch
 from fzero.train.eval import make_eval_step as make_eval_step
 from fzero.train.execution import Execution as Execution
+from fzero.train.execution import Skip as Skip
 from fzero.train.init import init_state as init_state
 from fzero.train.masters import with_params as with_params
 from fzero.train.optimizer_change import with_optimizer as with_optimizer
 from fzero.train.sdc_check import make_check as make_check
-from fzero.train.spike import Skip as Skip
 from fzero.train.spike import Spike as Spike
 from fzero.train.state import TrainState as TrainState
 from fzero.train.state import state_specs as state_specs

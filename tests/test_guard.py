@@ -19,7 +19,7 @@ from fzero.run.config import run_config as config
 from fzero.run.runner import pretrain, rollback
 from fzero.run.setup import corpus, run_folder
 from fzero.train import sdc_check
-from fzero.train.spike import LOSS
+from fzero.train.state import LOSS
 
 TINY = [
     *("--model", "mlp-tiny", "--steps", "12", "--batch", "4", "--micro-batch", "2", "--seq-len", "16"),

@@ -14,7 +14,8 @@ from fzero.core import precision, pytree
 from fzero.offload import DiskTensor, Nvme
 from fzero.run.config.config_table import from_table
 from fzero.sharding.redistribute import gather_on_first
-from fzero.train.spike import ENTRY, LOSS, LossStats, init_stats, judge
+from fzero.train.spike import ENTRY
+from fzero.train.state import LOSS, LossStats, init_stats
 
 MESH = fzero.one_process()
 SPIKE = Spike(sigmas=1.5, window=3, warmup=4)
@@ -37,7 +38,7 @@ def judged(spike, losses):
     """([whether each of the losses is a spike], the statistics after them)."""
     stats, out = init_stats(), []
     for loss in losses:
-        bad, stats = judge(spike, stats, torch.as_tensor(loss, dtype=torch.float64))
+        bad, stats = spike.judge(stats, torch.as_tensor(loss, dtype=torch.float64))
         out.append(bool(bad))
     return out, stats
 
@@ -139,7 +140,7 @@ def test_what_lies_before_the_window_hides_no_spike(curve, window):
     for step, loss in enumerate(plain + 0.046 * noise):
         bound = stats.mean + spike.sigmas * stats.var.sqrt()
         assert step < first or plain[step] + 32 * 0.046 > bound, step
-        bad, stats = judge(spike, stats, loss)
+        bad, stats = spike.judge(stats, loss)
         spikes += int(bad)
     assert spikes <= may_be
 
@@ -175,9 +176,9 @@ def test_judging_maps_over_losses():
     stats = judged(NEVER, [1.0, 3.0, 1.0, 3.0])[1]
     losses = torch.tensor([2.0, 5.0, math.nan, math.inf])
     spike = Spike(2.0, 10, 2)
-    bad, after = torch.func.vmap(lambda loss: judge(spike, stats, loss))(losses)
+    bad, after = torch.func.vmap(lambda loss: spike.judge(stats, loss))(losses)
     for i, loss in enumerate(losses):
-        one, new = judge(spike, stats, loss)
+        one, new = spike.judge(stats, loss)
         assert bad[i] == one
         assert_same(LossStats(*(x[i] for x in after)), new)
     assert bad.tolist() == [False, True, True, True]

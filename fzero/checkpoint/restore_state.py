@@ -42,8 +42,7 @@ from fzero.sharding.codec import ERROR_KINDS
 from fzero.sharding.error_feedback import ERROR, SCALE, error_dtype, error_specs, errors_of
 from fzero.sharding.slices import Window, global_shape, is_stacked, local_shape, local_windows
 from fzero.train.codes import coder_of, errors_coder
-from fzero.train.spike import LOSS, init_stats
-from fzero.train.state import PREVIOUS, TrainState, move_leaf, move_to_memory
+from fzero.train.state import LOSS, PREVIOUS, TrainState, first_stats, move_leaf, move_to_memory
 from fzero.train.state_on_disk import from_text, write_to_disk
 
 # How the name of an optimizer's errors, or of what a rank has of its own, begins.
@@ -266,7 +265,7 @@ def _restore_from(
     policy, mesh = plan.policy, plan.mesh
     spec_of, shared = pytree.named_leaves(specs), shared_errors(reader, plan, pytree.names(like))
     source = {name: origin for name, origin in match_leaves(reader, like, policy).items() if name not in shared}
-    fresh = pytree.named_leaves({"extra": {LOSS: init_stats()}})
+    fresh = first_stats()
     fresh |= pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)}) if policy.loss_scale else {}
 
     def slice_of(name: str, leaf: Tensor) -> tuple[list[Window], Any]:
@@ -379,7 +378,7 @@ def save_snapshot(
     ValueError if the store lacks a leaf, and Damaged if it is damaged.
     """
     old_of, spec_of = pytree.named_leaves(old), pytree.named_leaves(specs)
-    statistics = pytree.named_leaves({"extra": {LOSS: init_stats()}})  # which stores of earlier versions may lack
+    statistics = first_stats()  # which stores of earlier versions may lack
 
     stored = renamed_leaves({*snapshot.leaves, *snapshot.record.values}, like)
 

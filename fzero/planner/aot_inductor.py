@@ -27,9 +27,8 @@ from fzero.core.files import writing
 from fzero.kernels import aot
 from fzero.planner import devices, fake_inductor
 from fzero.sharding import one_process, zero_plan
-from fzero.train.execution import Execution
+from fzero.train.execution import Execution, Skip
 from fzero.train.init import init_state
-from fzero.train.spike import Skip
 from fzero.train.step import make_train_step
 
 MODELS = {"llama": "llama-8b", "gpt2": "gpt2-124m", "mixtral": "mixtral-8x7b"}  # a preset for each kind of block

@@ -19,9 +19,8 @@ from fzero.sharding import Plan
 from fzero.sharding.error_feedback import ERRORS, error_specs
 from fzero.sharding.pipeline_plan import expect_parts
 from fzero.sharding.zero_stages import shapes_of
-from fzero.train.execution import Execution
+from fzero.train.execution import Execution, Skip
 from fzero.train.loss import LossFn
-from fzero.train.spike import Skip
 from fzero.train.state import TrainState, expect_alive, expect_shapes
 
 

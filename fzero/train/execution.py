@@ -1,9 +1,11 @@
-"""Options for computing a loss and its gradient that change speed and memory, not the mathematics."""
+"""Options of a step: those that change speed and memory, not the mathematics, and which steps make no update."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from fzero.core.arguments import expect_count, expect_fields, expect_kind
 from fzero.core.autodiff import Remat
@@ -92,3 +94,31 @@ class Execution:
             raise ValueError(
                 f"resident is {self.resident} and reshard is False, which keeps other parameters whole; leave one out"
             )
+
+
+@runtime_checkable
+class SpikeRule(Protocol):
+    """A rule by which a loss is a spike, such as Spike."""
+
+    def judge(self, stats: Any, loss: Tensor) -> tuple[Tensor, Any]:
+        """(whether `loss` is a spike, a bool scalar; the LossStats after it). Pure, without branches: it vmaps."""
+        ...
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Which steps make no update: parameters, optimizer state and averages stay as they were, and `metrics.skipped` is
+    true.
+
+    nonfinite: those whose loss or gradient is not finite, and those in whose batch nothing counts. False updates
+    whatever comes, and waits for no value. spike: those whose loss is one by these numbers; None: none is.
+
+    >>> Skip(spike=fzero.Spike(sigmas=4.0)).nonfinite
+    True
+    """
+
+    nonfinite: bool = True
+    spike: SpikeRule | None = None
+
+    def __post_init__(self) -> None:
+        expect_fields(self)

@@ -20,15 +20,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.core.arguments import expect_fields
 from fzero.core.bounds import Bounds, check_bounds
+from fzero.train.state import LossStats
 
-LOSS = "loss"  # the name of the statistics in `state.extra`
 SIGMAS: Bounds = (0.0, False, 1e6)
 WINDOW: Bounds = (2, True, 1e9)  # of 1 there is no deviation
 WARMUP: Bounds = (1, True, 1e9)
@@ -45,10 +44,10 @@ class Spike:
     below 24 more. warmup: the number of losses that are seen before the first one is judged, at least 1.
     Raises ValueError unless sigmas is above 0 and below 10^6, window at least 2, warmup at least 1, both below 10^9.
 
-    >>> from fzero.train.spike import init_stats, judge
-    >>> stats = init_stats()
+    >>> from fzero.train.state import init_stats
+    >>> stats, rule = init_stats(), Spike(sigmas=6.0, warmup=3)
     >>> for loss in (2.0, 2.2, 1.9, 9.0):
-    ...     is_spike, stats = judge(Spike(sigmas=6.0, warmup=3), stats, torch.tensor(loss))
+    ...     is_spike, stats = rule.judge(stats, torch.tensor(loss))
     >>> is_spike
     tensor(True)
     """
@@ -71,80 +70,22 @@ class Spike:
         """
         return max(1.0 / self.window, min(8.0 / self.window, 1.0 / 3.0))
 
+    def judge(self, stats: LossStats, loss: Tensor) -> tuple[Tensor, LossStats]:
+        """(whether `loss` is a spike, a bool scalar; the statistics after it). Pure, without branches: it vmaps.
 
-@dataclass(frozen=True)
-class Skip:
-    """Which steps make no update: parameters, optimizer state and averages stay as they were, and `metrics.skipped` is
-    true.
-
-    nonfinite: those whose loss or gradient is not finite, and those in whose batch nothing counts. False updates
-    whatever comes, and waits for no value. spike: those whose loss is one by these numbers; None: none is.
-
-    >>> Skip(spike=Spike(sigmas=4.0)).nonfinite
-    True
-    """
-
-    nonfinite: bool = True
-    spike: Spike | None = None
-
-    def __post_init__(self) -> None:
-        expect_fields(self)
-
-
-class LossStats(NamedTuple):
-    """The running statistics of the loss: scalars, the same on all ranks."""
-
-    mean: Tensor  # float64
-    var: Tensor  # float64: the square of the deviation
-    count: Tensor  # int64: losses seen
-
-
-def init_stats(device: torch.device | str = "cpu") -> LossStats:
-    """The statistics of no loss."""
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    return LossStats(zero, zero.clone(), torch.zeros((), dtype=torch.int64, device=device))
-
-
-def judge(spike: Spike, stats: LossStats, loss: Tensor) -> tuple[Tensor, LossStats]:
-    """(whether `loss` is a spike, a bool scalar; the statistics after it). Pure, without branches: it vmaps.
-
-    A spike enters the statistics as a loss of ENTRY deviations: one of them moves them little, and if all losses have
-    risen for good by 30 deviations, the bound follows within some thirteen steps, by 1,000 within 40. A loss that is
-    not finite is a spike, and does not enter."""
-    x = loss.detach().to(torch.float64)
-    fraction, floor = MIN_DEVIATION
-    deviation = torch.maximum(stats.var.sqrt(), (fraction * stats.mean.abs()).clamp(min=floor))
-    outlier = (stats.count >= min(FIRST, spike.warmup)) & ~(x <= stats.mean + spike.sigmas * deviation)
-    rate = torch.clamp(1.0 / (stats.count + 1).to(torch.float64), min=spike.rate)
-    d = torch.where(outlier, torch.minimum(x - stats.mean, ENTRY * deviation), x - stats.mean)
-    spread = (1.0 - rate) * torch.where(outlier, deviation, stats.var.sqrt())
-    spread = spread + rate * (1.0 - rate).sqrt() * math.sqrt(math.pi / 2) * d.abs()
-    new = LossStats(stats.mean + rate * d, spread.square(), stats.count + 1)
-    enters = torch.isfinite(x)
-    return outlier & (stats.count >= spike.warmup), LossStats(
-        *(torch.where(enters, next_value, previous) for next_value, previous in zip(new, stats))
-    )
-
-
-class Verdict(NamedTuple):
-    """Whether a step makes its update, and why not."""
-
-    skipped: Tensor  # bool scalar
-    overflow: Tensor  # bool scalar: the gradient is not finite, and such steps are skipped
-    spike: Tensor | tuple  # bool scalar: the loss is a spike; () if that is not judged
-    stats: LossStats  # after the step
-
-
-def judge_step(skip: Skip, stats: LossStats, loss: Tensor, grad_norm: Tensor, num_tokens: Tensor) -> Verdict:
-    """The verdict on a step with this mean loss, gradient norm and number of tokens (scalars). Pure, without branches:
-    it vmaps."""
-    none = num_tokens == 0
-    skipped = none | ~torch.isfinite(grad_norm) | ~torch.isfinite(loss)
-    overflow = (num_tokens >= 0) & ~torch.isfinite(grad_norm)  # an impossible number makes a sound gradient NaN
-    if not skip.nonfinite:
-        overflow = skipped = torch.zeros_like(overflow)
-    if skip.spike is None:
-        return Verdict(skipped, overflow, (), stats)
-    spike, next_stats = judge(skip.spike, stats, loss)
-    spike, stats = spike & ~none, LossStats(*(torch.where(none, old, new) for old, new in zip(stats, next_stats)))
-    return Verdict(skipped | spike, overflow, spike, stats)
+        A spike enters the statistics as a loss of ENTRY deviations: one of them moves them little, and if all losses
+        have risen for good by 30 deviations, the bound follows within some thirteen steps, by 1,000 within 40. A loss
+        that is not finite is a spike, and does not enter."""
+        x = loss.detach().to(torch.float64)
+        fraction, floor = MIN_DEVIATION
+        deviation = torch.maximum(stats.var.sqrt(), (fraction * stats.mean.abs()).clamp(min=floor))
+        outlier = (stats.count >= min(FIRST, self.warmup)) & ~(x <= stats.mean + self.sigmas * deviation)
+        rate = torch.clamp(1.0 / (stats.count + 1).to(torch.float64), min=self.rate)
+        d = torch.where(outlier, torch.minimum(x - stats.mean, ENTRY * deviation), x - stats.mean)
+        spread = (1.0 - rate) * torch.where(outlier, deviation, stats.var.sqrt())
+        spread = spread + rate * (1.0 - rate).sqrt() * math.sqrt(math.pi / 2) * d.abs()
+        new = LossStats(stats.mean + rate * d, spread.square(), stats.count + 1)
+        enters = torch.isfinite(x)
+        return outlier & (stats.count >= self.warmup), LossStats(
+            *(torch.where(enters, next_value, previous) for next_value, previous in zip(new, stats))
+        )

@@ -21,9 +21,28 @@ from fzero.optim.unit_updates import columns_of
 from fzero.sharding import Plan, Spec
 from fzero.sharding.error_feedback import error_specs, first_errors
 from fzero.sharding.slices import local_shape
-from fzero.train.spike import LOSS, init_stats
 
 PREVIOUS = "previous"  # the name of the parameters before the last update in `TrainState.extra`
+LOSS = "loss"  # of the statistics of the loss
+
+
+class LossStats(NamedTuple):
+    """The running statistics of the loss: scalars, the same on all ranks."""
+
+    mean: Tensor  # float64
+    var: Tensor  # float64: the square of the deviation
+    count: Tensor  # int64: losses seen
+
+
+def init_stats(device: torch.device | str = "cpu") -> LossStats:
+    """The statistics of no loss."""
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return LossStats(zero, zero.clone(), torch.zeros((), dtype=torch.int64, device=device))
+
+
+def first_stats() -> dict[str, Tensor]:
+    """The leaves of the statistics of no loss, by their names in a state."""
+    return pytree.named_leaves({"extra": {LOSS: init_stats()}})
 
 
 class TrainState(NamedTuple):

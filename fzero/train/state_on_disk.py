@@ -29,8 +29,7 @@ from fzero.optim import GradientTransformation
 from fzero.optim.unit_updates import columns_of, is_layered, smallest_unit
 from fzero.sharding import Plan
 from fzero.sharding.slices import Box, draw_leaf, local_shape, local_windows, narrow_box, row_blocks, shard_dim
-from fzero.train.spike import LOSS, init_stats
-from fzero.train.state import TrainState, meta_state, move_leaf, move_to_memory, state_specs
+from fzero.train.state import TrainState, first_stats, meta_state, move_leaf, move_to_memory, state_specs
 
 OF_OPTIMIZER = "opt_state/"  # begins the names of an optimizer's leaves in a state
 
@@ -106,7 +105,7 @@ def init_on_disk(
     fixed = {"step": torch.tensor(0), "key": key, "data_cursor": torch.tensor(0)}
     if policy.loss_scale:
         fixed |= pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)})
-    fixed |= pytree.named_leaves({"extra": {LOSS: init_stats()}})
+    fixed |= first_stats()
     fixed |= first.shared
     out = first.out | {name: leaf.to(device) for name, leaf in fixed.items()}
     state = assemble_state(like, out, store)
@@ -300,7 +299,7 @@ def reopen_state(
     record = store.record
     assert record is not None  # it was opened to resume
     # Earlier versions stored no statistics of the loss.
-    resident: dict[str, Any] = pytree.named_leaves({"extra": {LOSS: init_stats()}})
+    resident: dict[str, Any] = first_stats()
     resident |= {name: from_text(text) for name, text in record.values.items()}
     shapes, owner = pytree.named_leaves(like), owner_of(like, plan)
     derived = [name for name in shapes if name not in resident and name not in store.leaves]

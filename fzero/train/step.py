@@ -34,15 +34,14 @@ from fzero.sharding.slices import is_stacked, narrow_to
 from fzero.train.batch import expect_distinct_rows, positions, split_batch
 from fzero.train.capture import CapturedStep, refusal_of
 from fzero.train.checks import expect_arguments, expect_options, expect_plan
-from fzero.train.execution import Execution
+from fzero.train.execution import Execution, Skip
 from fzero.train.expert_slack import with_expert_slack
 from fzero.train.first_step import FirstStep, noting_sums, refusing_jointly
 from fzero.train.gradient import EarlySums, GradientResult, StepGradient
 from fzero.train.loss import LossFn, draws_of
 from fzero.train.masters import StateCheck
 from fzero.train.pipeline_executor import expect_equal_schedules
-from fzero.train.spike import LOSS, Skip, Verdict, judge_step
-from fzero.train.state import TrainState
+from fzero.train.state import LOSS, LossStats, TrainState
 from fzero.train.state_on_disk import commit
 from fzero.train.update.in_memory import Gradients, update_donated, update_pure, with_local_params
 from fzero.train.update.offloaded import StreamedUpdate
@@ -260,6 +259,30 @@ def update_at_end(step: StepParts, start_early: Callable[[TrainState], Early] | 
             return step.states.handed_over(state, new), metrics._replace(**counts)
 
     return train_step
+
+
+class Verdict(NamedTuple):
+    """Whether a step makes its update, and why not."""
+
+    skipped: Tensor  # bool scalar
+    overflow: Tensor  # bool scalar: the gradient is not finite, and such steps are skipped
+    spike: Tensor | tuple  # bool scalar: the loss is a spike; () if that is not judged
+    stats: LossStats  # after the step
+
+
+def judge_step(skip: Skip, stats: LossStats, loss: Tensor, grad_norm: Tensor, num_tokens: Tensor) -> Verdict:
+    """The verdict on a step with this mean loss, gradient norm and number of tokens (scalars). Pure, without branches:
+    it vmaps."""
+    none = num_tokens == 0
+    skipped = none | ~torch.isfinite(grad_norm) | ~torch.isfinite(loss)
+    overflow = (num_tokens >= 0) & ~torch.isfinite(grad_norm)  # an impossible number makes a sound gradient NaN
+    if not skip.nonfinite:
+        overflow = skipped = torch.zeros_like(overflow)
+    if skip.spike is None:
+        return Verdict(skipped, overflow, (), stats)
+    spike, next_stats = skip.spike.judge(stats, loss)
+    spike, stats = spike & ~none, LossStats(*(torch.where(none, old, new) for old, new in zip(stats, next_stats)))
+    return Verdict(skipped | spike, overflow, spike, stats)
 
 
 Measured = tuple[Metrics, Verdict, Gradients]

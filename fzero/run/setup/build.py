@@ -46,11 +46,11 @@ from fzero.sharding import Mesh, Plan, fake_mesh, make_mesh, zero_plan
 from fzero.sharding.context import Context
 from fzero.sharding.spec import Offload
 from fzero.train.eval import make_eval_step
-from fzero.train.execution import Execution
+from fzero.train.execution import Execution, Skip
 from fzero.train.expert_slack import with_expert_slack
 from fzero.train.init import init_state
 from fzero.train.sdc_check import make_check
-from fzero.train.spike import Skip, Spike
+from fzero.train.spike import Spike
 from fzero.train.state import TrainState, meta_state, state_specs
 from fzero.train.state_on_disk import missing_leaves, reopen_state
 from fzero.train.step import make_train_step

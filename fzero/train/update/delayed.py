@@ -29,8 +29,7 @@ from fzero.models import base
 from fzero.sharding import Plan
 from fzero.train.gradient import GradientResult, layer_draws
 from fzero.train.pipeline_executor import MicroBatches, Turn, schedule_of
-from fzero.train.spike import LOSS
-from fzero.train.state import PREVIOUS, TrainState
+from fzero.train.state import LOSS, PREVIOUS, TrainState
 from fzero.train.step import Inputs, Metrics, Seed, StepParts, TrainStep, count_step
 from fzero.train.update.offloaded import Update
 
