@@ -25,7 +25,7 @@ from fzero.core.text_parsing import expect_entries, read_json
 from fzero.data.mixture import digest
 from fzero.data.packing import FILL, PACKINGS, Batch, Packing, assemble, full_range
 from fzero.data.token_stream import expect_rows
-from fzero.data.tokens import Tokens, new_folder, open_tokens, read_meta
+from fzero.data.tokens import Tokens, new_corpus, open_tokens, read_meta
 
 BATCH_TOKENS = 1 << 20  # tokens in memory, but for the batches of a model
 ENTRIES = {"metric": str, "by": str, "corpus": str, "sha256": str}
@@ -149,7 +149,7 @@ def write_analysis(target: Path, values: np.ndarray, metric: str, origin: str, c
     content = io.BytesIO()
     np.save(content, values)
     meta = {"metric": metric, "by": origin, "corpus": corpus, "sha256": hashlib.sha256(content.getbuffer()).hexdigest()}
-    with new_folder(target) as folder:
+    with new_corpus(target) as folder:
         with writing(folder / "values.npy", "new") as file:
             file.write(content.getbuffer())
         write_text(folder, "meta.json", json.dumps(meta, indent=2) + "\n")

@@ -28,7 +28,7 @@ from fzero.core.text_parsing import expect_regular, parse_json, short
 from fzero.data.chat import Chat, Example, Message, encoder, examples_of, write_chat
 from fzero.data.checksums import SummedFile, write_sums
 from fzero.data.tokenizers import Tokenizer
-from fzero.data.tokens import FORMAT, SPLITS, VERSION, new_folder, token_dtype, write_meta
+from fzero.data.tokens import FORMAT, SPLITS, VERSION, new_corpus, token_dtype, write_meta
 
 VAL_FRACTION = 0.05
 
@@ -95,7 +95,7 @@ def prepare_examples(
     low, high, threshold, cut = min(fit), max(fit), VAL_FRACTION * 2**64, 0
     counts = {split: {"tokens": 0, "documents": 0, "said": 0, "longest": 0} for split in SPLITS}
     dtype = token_dtype(tokenizer.vocab_size)
-    with new_folder(out) as folder, ExitStack() as stack:
+    with new_corpus(out) as folder, ExitStack() as stack:
         files = {
             split: [stack.enter_context(closing(SummedFile(folder / f"{split}.{x}"))) for x in ("bin", "docs", "said")]
             for split in SPLITS

@@ -48,7 +48,7 @@ from fzero.data.tokens import (
     PREPARE_AGAIN,
     SPLITS,
     VERSION,
-    new_folder,
+    new_corpus,
     read_meta,
     sampled_sum,
     token_dtype,
@@ -82,7 +82,7 @@ def link_url(url: str, out: str | Path) -> dict[str, Any]:
     if os.path.lexists(out):
         raise ValueError(f"{out}: already exists; name another folder or remove this one first")
     meta, sha256, objects = read_remote_meta(url), remote_digest(url), Objects(url)
-    with new_folder(out) as folder:
+    with new_corpus(out) as folder:
         for split in SPLITS:
             copy_split(objects, meta, split, folder)
         if meta["tokenizer"] != "bytes":
@@ -297,7 +297,7 @@ def link(
         },
         "val_fraction": val_fraction,
     }
-    with new_folder(out) as folder:
+    with new_corpus(out) as folder:
         for split, split_docs in docs.items():
             with writing(folder / f"{split}.docs", "new") as file:
                 file.write(split_docs.astype("<i8").tobytes())

@@ -30,7 +30,7 @@ from fzero.core.arguments import expect_fields
 from fzero.core.storage import absolute, is_url, read_text, write_text
 from fzero.data.linked_corpus import link_url, read_remote_meta
 from fzero.data.remote_tokens import READING, Reading
-from fzero.data.tokens import FORMAT, SPLITS, VERSION, Tokens, new_folder, open_tokens, read_meta, write_meta
+from fzero.data.tokens import FORMAT, SPLITS, VERSION, Tokens, new_corpus, open_tokens, read_meta, write_meta
 
 FORM = "a source is NAME=PATH:WEIGHT[:WEIGHT@TOKENS]...[:epochs=N][:tokens=N], such as code=corpora/code:0.3:epochs=2"
 
@@ -254,7 +254,7 @@ def write_mixture(mixture: Mixture, out: Path) -> dict[str, Any]:
     meta = {"format": FORMAT, "version": VERSION, **tokenizer_meta, "splits": splits, "mixture": []}
     if all("text_bytes" in entry.get("source", {}) for entry in metas):
         meta["source"] = {"text_bytes": sum(entry["source"]["text_bytes"] for entry in metas)}
-    with new_folder(out) as folder:
+    with new_corpus(out) as folder:
         for i, source in enumerate(mixture.sources):
             if is_url(source.path):
                 link_url(source.path, folder / f"source-{i}")

@@ -47,7 +47,7 @@ from fzero.data.examples import (
     truncate,
 )
 from fzero.data.tokenizers import Tokenizer
-from fzero.data.tokens import SPLITS, new_folder, open_tokens, read_meta
+from fzero.data.tokens import SPLITS, new_corpus, open_tokens, read_meta
 
 NUMBERS = np.dtype("<f8")
 
@@ -59,7 +59,7 @@ def reference_folder(corpus: Path, digest: str) -> Path:
 
 def write_reference(corpus: Path, digest: str, log_probs: dict[str, np.ndarray]) -> None:
     """Write the log-probabilities [documents] of each split; the folder appears when it is complete."""
-    with new_folder(reference_folder(corpus, digest)) as folder:
+    with new_corpus(reference_folder(corpus, digest)) as folder:
         sums = {}
         for split in SPLITS:
             content = log_probs[split].astype(NUMBERS).tobytes()

@@ -59,7 +59,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 @contextlib.contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
+def new_corpus(target: Path) -> Iterator[Path]:
     """A context of a folder that is at `target` when it is complete; nothing is there after an error."""
     with naming(target):
         make_folder(target.parent)
