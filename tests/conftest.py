@@ -6,6 +6,7 @@ tiers.py says which cases of a test are slow, budgets.py how long a test file ma
 
 import gc
 import os
+import signal
 
 import budgets
 import pytest
@@ -13,6 +14,8 @@ import tiers
 import torch
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("FZERO_WARM_UP", "0")  # each test that trains would start a process
 os.environ["FZERO_PLAN_CACHE"] = "0"  # no plan of a test is answered from, or kept in, the user's cache
 if not torch.cuda.is_available():

@@ -43,12 +43,7 @@ if __name__ == "__main__":
 def started(*command, **more):
     """A context of Python in a session of its own, which is killed at its end."""
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell has what it runs in the background ignore it
-    try:
-        process = subprocess.Popen([sys.executable, *command], **how, **more)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    with process:
+    with subprocess.Popen([sys.executable, *command], **how, **more) as process:
         try:
             yield process
         finally:
