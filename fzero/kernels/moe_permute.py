@@ -4,8 +4,8 @@
 weights. Neither waits for the device, and every sum has a fixed order.
 Ref: Gale et al. 2022, "MegaBlocks", arXiv:2211.15841, section 5.2.
 
-Shapes: tokens x [N, D], k choices of each, rows y [M, D] with M = N k, weights [N, k]; `order` and `place` int64 [M] as
-in `moe_routing.Groups`: pair number n k + j is token n's choice j.
+Shapes: tokens x [N, D], k choices of each, rows y [M, D] with M = N k, weights [N, k]; `order` and `inverse` int64 [M]
+as in `moe_routing.Groups`: pair number n k + j is token n's choice j.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def permute_reference(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 
 def unpermute_reference(y: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """sum_j weights[n, j] y[place[n k + j]]: [N, D] of rows y [M, D], in y's dtype."""
+    """sum_j weights[n, j] y[inverse[n k + j]]: [N, D] of rows y [M, D], in y's dtype."""
     rows = y[inverse].reshape(*weights.shape, y.shape[-1])
     return (rows * weights[..., None].to(y.dtype)).sum(-2)
 
@@ -103,7 +103,7 @@ def _launch_rows(
         tuning.launch(kernel, grid, (*tensors, d), ROW_CONFIGS, shape=shape, K=k, **constants)
 
 
-@operator("permute_rows(Tensor x, Tensor inverse) -> Tensor", lambda x, place: x.new_empty(len(place), x.shape[1]))
+@operator("permute_rows(Tensor x, Tensor inverse) -> Tensor", lambda x, inverse: x.new_empty(len(inverse), x.shape[1]))
 def permute_rows(x: Tensor, inverse: Tensor) -> Tensor:
     """The rows [M, D] of tokens x [N, D], each token read once."""
     out = x.new_empty(len(inverse), x.shape[1])
@@ -114,7 +114,7 @@ def permute_rows(x: Tensor, inverse: Tensor) -> Tensor:
 
 @operator(
     "unpermute_rows(Tensor y, Tensor? weights, Tensor inverse, int k) -> Tensor",
-    lambda y, weights, place, k: y.new_empty(len(place) // k, y.shape[1]),
+    lambda y, weights, inverse, k: y.new_empty(len(inverse) // k, y.shape[1]),
 )
 def unpermute_rows(y: Tensor, weights: Tensor | None, inverse: Tensor, k: int) -> Tensor:
     """The sum [N, D] of each token's k rows of y [M, D], weighted if weights [N, k] are given."""
@@ -128,7 +128,7 @@ def unpermute_rows(y: Tensor, weights: Tensor | None, inverse: Tensor, k: int) -
 
 @operator(
     "unpermute_rows_backward(Tensor y, Tensor weights, Tensor inverse, Tensor g) -> (Tensor, Tensor)",
-    lambda y, weights, place, g: (y.new_empty(y.shape), weights.new_empty(weights.shape)),
+    lambda y, weights, inverse, g: (y.new_empty(y.shape), weights.new_empty(weights.shape)),
 )
 def unpermute_rows_backward(y: Tensor, weights: Tensor, inverse: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients by y and weights for the gradient g [N, D] of the weighted sum."""
@@ -181,7 +181,7 @@ def _permute_triton(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 _unpermute_gather = Fused(
     "unpermute",
-    forward=lambda y, weights, order, place: (_sum_rows(y, place, weights.shape[1], weights),),
+    forward=lambda y, weights, order, inverse: (_sum_rows(y, inverse, weights.shape[1], weights),),
     backward=lambda saved, grads: _sum_rows_backward(*saved, *grads),
 )
 
@@ -200,8 +200,8 @@ permute = Op(
     permute_reference,
     Form("triton", _permute_triton, supports=lambda x, *at: refuse_dtype(x) or triton_runs(x, *at), prefers=on_cuda),
     Form("gather", _permute_gather),
-    flops=lambda x, order, place: 0,
-    bytes=lambda x, order, place: (x.numel() + len(order) * x.shape[1]) * x.element_size() + 8 * len(order),
+    flops=lambda x, order, inverse: 0,
+    bytes=lambda x, order, inverse: (x.numel() + len(order) * x.shape[1]) * x.element_size() + 8 * len(order),
 )
 unpermute = Op(
     "unpermute",
@@ -213,8 +213,8 @@ unpermute = Op(
         prefers=on_cuda,
     ),
     Form("gather", _unpermute_gather),
-    flops=lambda y, weights, order, place: 2 * y.numel(),
-    bytes=lambda y, weights, order, place: (y.numel() + len(weights) * y.shape[1]) * y.element_size() + 12 * len(order),
+    flops=lambda y, weights, order, inverse: 2 * y.numel(),
+    bytes=lambda y, w, order, inverse: (y.numel() + len(w) * y.shape[1]) * y.element_size() + 12 * len(order),
 )
 
 

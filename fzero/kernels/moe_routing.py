@@ -253,7 +253,7 @@ def _empty_groups(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @operator("group_rows(Tensor ids, int experts) -> (Tensor, Tensor, Tensor)", _empty_groups)
 def group_rows(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (order, place, ends) of ids int64 [M] by a counting sort: count per expert and block of pairs, running
+    """Return (order, inverse, ends) of ids int64 [M] by a counting sort: count per expert and block of pairs, running
     sum, places.
     """
     m, blocks = len(ids), triton.cdiv(len(ids), PAIRS)
