@@ -1,3 +1,1 @@
-"""Communication between ranks: differentiable collectives, the messages below them, the ledger of bytes sent, the
-agreement check.
-"""
+"""Communication between ranks: collectives, the messages below them, the ledger of bytes, the agreement check."""

@@ -1,8 +1,7 @@
 """The agreement check: do all ranks run the same program; and errors that name the other ranks.
 
-Ranks that run different programs hang, or one receives a tensor that was meant for another collective. In checked mode
-each rank compares every collective, before it runs, with that of its left neighbour on the axis, through the store; if
-all neighbours agree, all ranks do.
+In checked mode each rank compares every collective, before it runs, with that of its left neighbour on the axis,
+through the store. If all neighbours agree, all ranks do.
 """
 
 from __future__ import annotations
@@ -56,13 +55,11 @@ class CollectiveCall(NamedTuple):
 
 
 class ProgramAgreement:
-    """The agreement check of a mesh, and its ranks' messages about failures, both through `store`; all axes share one.
-
-    rank: the global rank of this process. timeout_s: how long to wait for another rank.
-    """
+    """The agreement check of a mesh and the ranks' messages about failures, through one store for all axes."""
 
     def __init__(self, store: dist.Store | None, rank: int, timeout_s: float) -> None:
         self.store, self.rank, self.timeout_s = store, rank, timeout_s
+        # Ranks that run different programs hang, or one receives a tensor that was meant for another collective.
         self.number = 0  # collectives so far; the same at the same point of the program on all ranks of one stage
         self.checking = False
         # In checked mode: None: a psum of what is the same on all ranks is refused; a list: it is added to it.
@@ -84,10 +81,7 @@ class ProgramAgreement:
             self.checking = previous
 
     def compare(self, call: CollectiveCall, neighbor: int) -> None:
-        """Wait until rank `neighbor` is at the same call.
-
-        Raises RankError if it is at another call, or does not arrive in time.
-        """
+        """Wait until rank `neighbor` is at the same call; raises RankError if it is at another one or late."""
         store, text, self.waiting = self.store, json.dumps(call), call
         assert store is not None  # `checked` does not compare without one
         # The key contains the axis, so that it has exactly one reader. A neighbour on another axis learns from the key
@@ -107,11 +101,10 @@ class ProgramAgreement:
         self.waiting = None
 
     def _arrival(self, store: dist.Store, call: CollectiveCall, neighbor: int) -> CollectiveCall:
-        """Return the collective with the same number on rank `neighbor`; raises RankError if that rank does not arrive
-        in time.
-        """
+        """The collective with the same number on rank `neighbor`; raises RankError if that rank is late."""
         key, end = f"{neighbor}/{call.axis}/{call.number}", time.monotonic() + self.timeout_s
         while True:
+            # In slices of a second: a neighbour at another call never writes this key; only its `last` says so.
             left_s = end - time.monotonic()
             with contextlib.suppress(RuntimeError):
                 store.wait([key], datetime.timedelta(seconds=max(0.01, min(1.0, left_s))))
@@ -119,6 +112,7 @@ class ProgramAgreement:
             try:
                 last = self._read(store, f"{neighbor}/last") if store.check([f"{neighbor}/last"]) else None
                 if last is not None and call.axis != PP and last.order >= call.order:
+                    # Ranks of pp run different programs, so that their orders cannot be compared.
                     # That rank has reached this place: its key exists by now, or its collective was over another axis.
                     return self._read(store, key) if store.check([key]) else last
             except RuntimeError:
@@ -142,6 +136,7 @@ class ProgramAgreement:
     def fail(self, text: str) -> str:
         """Publish why this rank fails; return the reason of the rank that failed first ("" if the store is gone)."""
         try:
+            # compare_set keeps the first text: the rank that failed first is the cause, the others fail because of it.
             return "" if self.store is None else self.store.compare_set("failed", "", text).decode()
         except RuntimeError:
             return ""

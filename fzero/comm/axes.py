@@ -1,5 +1,4 @@
-"""The parallel axes of a mesh: what each splits among its ranks. It imports no torch, so what only shows a mesh need
-not either."""
+"""The parallel axes of a mesh: what each splits among its ranks. It imports no torch."""
 
 from __future__ import annotations
 
@@ -9,14 +8,11 @@ from typing import NamedTuple
 DP, RP, TP, PP, CP, EP = "dp", "rp", "tp", "pp", "cp", "ep"
 
 
+# depth: ranks are numbered with the axes of the least depth outermost, so that those that communicate most are nearest.
+# rows, tokens: the ranks have other rows, or other tokens, of a batch. states: ZeRO shards over it. summed: its number
+# in the order of the gradient sums over ranks that use a leaf differently; None: they use it alike.
 class ParallelAxis(NamedTuple):
-    """What an axis splits among its ranks, and so how they differ.
-
-    depth: ranks are numbered with the axes of the least depth outermost: those that communicate most are nearest.
-    rows: they have other rows of a batch. tokens: other tokens, of other rows or of a part of each. states: ZeRO shards
-    over it what they would all hold. summed: the place of the axis in the order in which gradients are summed over
-    those whose ranks use leaves differently, though they all hold the same; None: they use them alike.
-    """
+    """What an axis splits among its ranks, and so how they differ."""
 
     splits: str
     depth: int
@@ -27,8 +23,7 @@ class ParallelAxis(NamedTuple):
 
 
 class Axes(dict[str, ParallelAxis]):
-    """The axes of every mesh, by name, and the groups of them that follow from their values: an axis more is an entry
-    more.
+    """The axes of every mesh by name, and the groups of them that follow from their values.
 
     >>> AXES.by_rank, AXES.shards
     (('pp', 'rp', 'dp', 'ep', 'cp', 'tp'), ('dp', 'ep', 'cp'))
@@ -74,13 +69,13 @@ AXES = Axes(
 
 
 def links_of(axes: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
-    """The links that communicate over `axes`: those of size above 1, and one in place of several of dp, ep and cp,
-    such as "dp+cp", whose ranks are numbered as by all of them, dp first.
+    """The links that communicate over `axes`, of size above 1; several of dp, ep and cp are one, such as "dp+cp".
 
     >>> links_of(("dp", "rp", "cp"), {"dp": 2, "rp": 2, "cp": 2}), links_of(("dp", "cp"), {"dp": 2, "cp": 1})
     (['dp+cp', 'rp'], ['dp'])
     """
     used = [axis for axis in axes if sizes[axis] > 1]
+    # One collective over all their ranks takes the place of one over each axis.
     joined = [axis for axis in AXES.shards if axis in used]
     if len(joined) < 2:
         return used
@@ -88,8 +83,7 @@ def links_of(axes: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
 
 
 def joined_links(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """The axes of each link of several on a mesh: of those over which ZeRO shards dense leaves, and experts, which ep
-    shards already.
+    """The axes of each link that joins several: of the shards of dense leaves, and of those of experts.
 
     >>> joined_links({"dp": 2, "ep": 2, "cp": 2}), joined_links({"dp": 1, "ep": 2, "cp": 2})
     ([('dp', 'ep', 'cp'), ('dp', 'cp')], [('ep', 'cp')])

@@ -1,8 +1,7 @@
 """Buckets: the small leaves of a layer share one message, each large leaf has its own.
 
-A bucket is a matrix [n, width]: row i holds the part of every tensor that belongs to rank i of an axis, side by side. A
-collective along the first dim changes the number of rows (a gather 1 -> N, a scatter N -> 1). A bucket of one tensor is
-a view of it, without a copy.
+A bucket is a matrix [n, width]: row i holds, side by side, the part of every tensor that belongs to rank i of an axis.
+A collective changes the number of rows (a gather 1 -> N, a scatter N -> 1).
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ SMALL = 1 << 16  # bytes of a shard below which a message is mostly latency
 
 
 def bucket_groups(tensors: Sequence[Tensor], kinds: Sequence[Hashable]) -> list[list[int]]:
-    """Return the indices of the tensors grouped into buckets: small ones of equal kind and dtype share a bucket, each
-    large one has its own.
-    """
+    """The indices of the tensors by bucket: small ones of equal kind and dtype share a bucket."""
     groups: dict[Hashable, list[int]] = {}
     for i, (tensor, kind) in enumerate(zip(tensors, kinds)):
         small = tensor.numel() * tensor.element_size() < SMALL
@@ -34,9 +31,7 @@ def pack(tensors: Sequence[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def unpack(bundle: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Unpack tensors of these shapes from a bucket [rows, width]; the parts of the rows are concatenated along each
-    tensor's first dim.
-    """
+    """The tensors of these shapes in a bucket [rows, width]; the rows' parts are joined along each first dim."""
     if len(shapes) == 1:
         return [bundle.reshape(shapes[0])]
     widths = [torch.Size(shape).numel() // bundle.shape[0] for shape in shapes]

@@ -1,10 +1,7 @@
 """Channels: tensors from one rank of an axis to another, in order, by point-to-point messages that are started early.
 
-The ranks of an axis that run different programs, as those of a pipeline do, meet in no collective; a channel joins two
-of them in one direction. Both ends count its messages, so that they need no other numbers.
-
-gloo's messages have tags. Those of NCCL have none and go one behind the other, on the stream of their communicator, and
-an early receive would hold up what is sent after it: so there each channel has a communicator, from `open_channels`.
+The ranks of a pipeline run different programs and meet in no collective; a channel joins two of them in one direction,
+and both ends count its messages.
 """
 
 from __future__ import annotations
@@ -28,38 +25,31 @@ Shapes = Sequence[tuple[Sequence[int], torch.dtype]]
 
 
 def open_channels(link: Communicator, channels: Sequence[tuple[str, int, int]]) -> None:
-    """Make what NCCL's messages go through, for those of `channels` that end at this rank and have nothing yet.
-
-    channels: (label, rank that sends, rank that receives), on all ranks of the axis the same, in the same order. Each
-    carries a message at once: NCCL makes a communicator with its first message, for which both hosts wait, and if two
-    of them did that in the middle of unlike programs, each could wait for the other.
-    """
+    """Connect over NCCL the new ones of `channels` (label, sender, receiver) that end at this rank."""
     for label, source, target in channels:
         if link.transport != "nccl" or label in link.connections or link.rank not in (source, target):
             continue
+        # gloo's messages have tags; NCCL's have none and go one after the other on the stream of their communicator,
+        # where an early receive would hold up what is sent after it. So each channel has a communicator.
         assert link.agreement.store is not None  # ranks with NCCL have one
         name, sends = f"channel/{link.ranks[source]}-{link.ranks[target]}/{label}", link.rank == source
         backend = pair_over_nccl(dist.PrefixStore(name, link.agreement.store), int(not sends))
+        # NCCL makes a communicator at its first message, for which both hosts wait. Two ranks in the middle of unlike
+        # programs could wait for each other, so the first message is sent here, on all ranks in the same order of
+        # channels.
         connection = link.connections[label] = Connection(backend, int(sends))
         connection.start(torch.zeros(1, device=current_device()), sends=sends).wait()
 
 
 def pair_over_nccl(store: dist.Store, number: int) -> Any:
-    """NCCL between two processes, of which this one is `number` (0 or 1), beside torch.distributed's own groups.
-
-    A group of theirs may be split off the one of all processes, which all of these then take part in.
-    """
+    """NCCL between two processes, of which this one is `number` (0 or 1), beside torch.distributed's groups."""
+    # Not dist.new_group: that may split the group of all processes, in which all of these then take part.
     backend = getattr(dist, "ProcessGroupNCCL")  # noqa: B009  (which a build of torch for CPUs has not)
     return backend(store, number, 2, backend.Options())
 
 
 class Sender:
-    """The end of a channel that sends.
-
-    peer: the rank of the axis to send to. label: of the channel, for errors and the ledger; the same at both ends.
-    capacity: the most messages whose buffers are kept because they may not have arrived; with so many, `send` waits for
-    the oldest.
-    """
+    """The end of a channel that sends."""
 
     def __init__(self, communicator: Communicator, peer: int, label: str, capacity: int) -> None:
         self.communicator, self.peer, self.label, self.capacity = communicator, peer, label, capacity
@@ -73,8 +63,10 @@ class Sender:
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Start to send the tensors, which must not be written to."""
+        # Buffers may be freed only once they have arrived; the limit bounds their memory.
         while len(self.flying) >= self.capacity:
             self._finish()
+        # Contiguous, as a message is one range of memory.
         self.flying.append(self.header_sends + self._start([x.contiguous() for x in tensors]))
         self.header_sends = []
         self.sent += 1
@@ -104,14 +96,14 @@ class Receiver:
     def receive_header(self) -> Any:
         """Wait for the value that comes before the next message's tensors, which `expect` has not been called for."""
         device = header_device(self.communicator)
+        # Two messages: the size first, as the receiver must allocate the second.
         size = self._start(0, torch.empty(1, dtype=torch.int64, device=device)).wait()
         return pickle.loads(
             self._start(1, torch.empty(int(size), dtype=torch.uint8, device=device)).wait().cpu().numpy()
         )
 
     def expect(self, shapes: Shapes, device: torch.device, offset: int = 0) -> None:
-        """Start to receive the next message, tensors of these shapes and dtypes. offset: 2 if a value came before
-        it."""
+        """Start to receive the next message, of these shapes and dtypes; offset: 2 if a value came before it."""
         buffers = [torch.empty(tuple(shape), dtype=dtype, device=device) for shape, dtype in shapes]
         self.pending.append([self._start(offset + i, buffer) for i, buffer in enumerate(buffers)])
         self.received += 1

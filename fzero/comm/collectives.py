@@ -80,11 +80,10 @@ class Axis(NamedTuple):
 # ---- linear maps ----------------------------------------------------------------------------------------------------
 
 
+# A dataclass and not a NamedTuple, in which torch.func would look for tensors.
 @dataclass(frozen=True)
 class _Map:
-    """One collective as a linear map of a tensor. (A dataclass, because torch.func would look for tensors inside a
-    NamedTuple.)
-    """
+    """One collective as a linear map of a tensor."""
 
     kind: str
     communicator: Communicator
@@ -181,9 +180,7 @@ def communicator_over(collective: str, axis: Axis, leaf: str) -> Communicator:
 
 
 def dim_of(x: Tensor, dim: int, axis: Axis, label: str, *, divide: bool = False) -> int:
-    """Return `dim` as a non-negative number; raises ValueError if x has no such dim, or (divide) if the axis does not
-    divide it.
-    """
+    """`dim` as a non-negative number; raises ValueError if x has no such dim, or (divide) if it does not divide."""
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"{label}: x has shape {list(x.shape)} and no dim {dim}")
     dim %= x.dim()
@@ -341,6 +338,7 @@ def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]], *, leaf: st
 
 def _start(collective: str, x: Tensor, axis: Axis, leaf: str, **options: Any) -> Future[Tensor]:
     communicator = communicator_over(collective, axis, leaf)
+    # In a traced graph a collective is one operator, which also waits.
     if (communicator.transport != "fake" and (isinstance(x, FakeTensor) or x.is_meta)) or is_traced(x):
         return ready(getattr(ops, collective)(x, communicator.number, leaf))
     return getattr(communicator, f"start_{collective}")(x, leaf, **options)

@@ -1,11 +1,6 @@
 """Communicator: sends plain tensors between the ranks of one mesh axis, below autograd and torch.func.
 
-The transports are those of comm/messages.py. The differentiable collectives are in comm/collectives.py.
-
-gloo's own collectives copy a lot and its reductions are slow (4 ranks on 2 cores, 12 MB: reduce_scatter_tensor 60 ms;
-point-to-point messages and one local sum 14 ms). So on gloo each rank sends every piece directly to the rank that needs
-it, and the receiver adds the pieces in the order of a balanced binary tree over ranks. A sum over ranks then has the
-same bits whichever collective computes it. With `ordered`, NCCL does the same.
+Transports: comm/messages.py. Differentiable collectives: comm/collectives.py.
 """
 
 from __future__ import annotations
@@ -46,9 +41,7 @@ _NUMBERS = itertools.count()
 
 
 def communicator_of(number: int) -> Communicator:
-    """The communicator with this number, by which operators in a traced graph refer to it; raises ValueError if it no
-    longer exists.
-    """
+    """The communicator with this number, which traced graphs name; raises ValueError if it no longer exists."""
     communicator = _COMMUNICATORS.get(number)
     if communicator is None:
         raise ValueError("a traced collective runs on a mesh that is gone; keep the mesh while its functions are used")
@@ -62,8 +55,7 @@ def may_differ(x: Tensor, axis: str) -> bool:
 
 
 def cut_counts(table: list[list[int]], sends: int, receives: int) -> list[list[int]]:
-    """The counts [sender, receiver] of an exchange, the last ones less, so that a rank sends at most `sends` rows and
-    is sent at most `receives`.
+    """Cut the last counts [sender, receiver], so that no rank sends or receives more rows than this.
 
     >>> cut_counts([[3, 3], [4, 0]], 6, 5)
     [[3, 3], [2, 0]]
@@ -79,12 +71,7 @@ def _cut(counts: Sequence[int], limit: int) -> list[int]:
 
 
 class Communicator(AxisMessages):
-    """The connection of this process with the other ranks of one mesh axis.
-
-    ranks: the global ranks along the axis, with that of this process, which `agreement` knows; `rank` is its number
-    among them. transport: "gloo", "nccl" or "fake".
-    ordered: use the order of `tree_sum` for sums over ranks on NCCL too.
-    """
+    """The connection of this process with the other ranks of one mesh axis."""
 
     OPAQUE = True  # see core.program_cache.describe
 
@@ -120,9 +107,7 @@ class Communicator(AxisMessages):
     # ---- collectives: started here, finished by Future.wait ---------------------------------------------------------
 
     def start_all_gather(self, x: Tensor, leaf: str = "", out: Tensor | None = None) -> Future[Tensor]:
-        """Start x [n, ...] -> [N n, ...] in rank order, written into `out` if given (x may be this rank's slice of
-        it).
-        """
+        """Start x [n, ...] -> [N n, ...] in rank order, into `out` if given (x may be this rank's slice of it)."""
         call = self._begin("all_gather", x, leaf, self.size * x.numel())
         x = x.contiguous()
         shape = (self.size * x.shape[0], *x.shape[1:])
@@ -136,6 +121,7 @@ class Communicator(AxisMessages):
             return self.native(call, x, lambda: _all_gather(out, x, group=self.group, async_op=True), out)
         parts = out.view(self.size, *x.shape)
         gathering = self.exchange(call, {j: x for j in self.peers}, {j: parts[j] for j in self.peers}, lambda: out)
+        # After the start, so that the copy overlaps with the messages.
         if self.transport == "fake" or parts[self.rank].data_ptr() != x.data_ptr():
             parts[self.rank].copy_(x)
         return gathering
@@ -151,9 +137,7 @@ class Communicator(AxisMessages):
         return self.native(call, x, lambda: _reduce_scatter(out, x, group=self.group, async_op=True), out)
 
     def start_psum(self, x: Tensor, leaf: str = "", guarded: bool = True) -> Future[Tensor]:
-        """Start x -> the sum over ranks, of the same shape. guarded: in checked mode, refuse an x that is the same on
-        all ranks.
-        """
+        """Start x -> the sum over ranks; guarded: in checked mode, refuse an x that is the same on all ranks."""
         call = self._begin("psum", x, leaf, x.numel())
         if self.agreement.checking and guarded and not may_differ(x, self.axis):
             self._refuse_same(call, x)
@@ -167,6 +151,7 @@ class Communicator(AxisMessages):
         pending = self._sum_of(call, x.view(-1).tensor_split(self.size))
 
         def gather() -> Tensor:
+            # half=1: the tag of the second round, which must not meet the messages of the first.
             local_sum, out = pending.wait(), torch.empty_like(x)
             parts = out.view(-1).tensor_split(self.size)
             return self._swap(call, [local_sum] * self.size, parts, out, half=1).wait()
@@ -184,18 +169,14 @@ class Communicator(AxisMessages):
     def start_exchange_rows(
         self, x: Tensor, counts: Tensor, capacity: int, leaf: str = "", otherwise: str = ""
     ) -> Future[Tensor]:
-        """Start x [M, ...] -> [room, ...]: counts[r, j] rows of rank r go to rank j, those for rank 0 first, and what
-        a rank is sent is in the order of the senders, with zeros behind it.
-
-        counts: int64 [N, N], the same on all ranks, on which a GPU is waited for. If one is sent more than `capacity`
-        rows this raises ValueError on every rank, or cuts them (see `cut`); otherwise: what to do then.
-        """
+        """Start x [M, ...] -> [capacity, ...]: counts[r, j] rows from rank r to rank j, then zeros."""
         out, row = x.new_empty((capacity, *x.shape[1:])), math.prod(x.shape[1:])
         if self.transport == "fake":  # as many rows to each rank
             rows = min(x.shape[0], capacity) * (self.size - 1) // self.size
             call = self._begin("exchange_rows", x, leaf, rows * row)
             return self.exchange(call, {j: x for j in self.peers}, {j: out for j in self.peers}, lambda: out)
         table = counts.tolist()
+        # All ranks have the same table, so that all cut or raise alike, before anything is sent.
         if self.cut is not None and (max_rows := max(map(sum, zip(*table)))) > capacity:
             self.cut.append(max_rows)
         if self.cut:
@@ -221,9 +202,7 @@ class Communicator(AxisMessages):
         return self._swap(call, pieces, slots, out)
 
     def start_ppermute(self, x: Tensor, perm: Sequence[tuple[int, int]], leaf: str = "") -> Future[Tensor]:
-        """Start x -> the x of the rank that sends to this one by the pairs (source, destination) of `perm`; zeros if
-        none does.
-        """
+        """Start x -> the x of the rank that sends to this one by the pairs of `perm`; zeros if none does."""
         sends = any(s == self.rank and d != s for s, d in perm)
         call = self._begin("ppermute", x, leaf, x.numel() if sends else 0)
         x = x.contiguous()
@@ -247,6 +226,7 @@ class Communicator(AxisMessages):
             self.ledger.add("message", self.axis, label.split()[0], x.dtype, sent)
         for watch in self.ledger.watches:
             watch.start(order, "message", self.axis, label, sent * x.dtype.itemsize)
+        # Through the communicator of the channel, whose stream carries nothing else.
         if self.transport_of(x) == "nccl" and x.numel():
             connection = self.connections[label.split()[0]]
             return self.native(call, x, lambda: connection.start(x, sends=sends), x)
@@ -267,10 +247,7 @@ class Communicator(AxisMessages):
     def start_scatter_from(
         self, x: Tensor | None, source: int, out: Tensor, leaf: str = "", *, cut: bool = True
     ) -> Future[Tensor]:
-        """Start to write this rank's part of `x`, which rank `source` of the axis has, into `out` of its shape.
-
-        cut: the part is one of N along the first dim; False: it is all of x.
-        """
+        """Start to write this rank's part of `x`, which rank `source` has, into `out`; cut=False: all of x."""
         call = self._begin("scatter_from", out, leaf, out.numel() * (self.size - 1) * (self.rank == source))
         if self.rank != source:
             return self.exchange(call, {}, {source: out}, lambda: out)
@@ -283,10 +260,7 @@ class Communicator(AxisMessages):
     # ---- shared by the collectives -----------------------------------------------------------------------------------
 
     def _begin(self, collective: str, x: Tensor, leaf: str, elements: int) -> CollectiveCall:
-        """Record the collective, of so many elements of the whole tensor (of a one-sided one: that this rank sends), in
-        the ledger; in checked mode first verify that the other ranks are at the same
-        one.
-        """
+        """Enter the collective in the ledger; in checked mode first verify that the other ranks are at it."""
         if self.transport == "fake" and not (isinstance(x, FakeTensor) or x.is_meta):
             raise ValueError(
                 f"{collective} over {self.axis}: a mesh for planning has fake tensors only; this one is real, "
@@ -309,20 +283,20 @@ class Communicator(AxisMessages):
         return call
 
     def _refuse_same(self, call: CollectiveCall, x: Tensor) -> None:
-        """Raise ValueError on all ranks if `x`, of which nothing says that it differs between them, has the same bits
-        on all of them: a sum would only multiply it by their number.
-        """
+        """Raise ValueError on all ranks if `x` has the same bits on all of them: the sum would only multiply it."""
         if not x.is_floating_point() or x.numel() < 2:
             return
         digest = 0
         if x.any():
             data = x.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()
+            # 7 bytes, as the digest must fit in an int64 of positive sign.
             digest = int.from_bytes(hashlib.blake2b(data, digest_size=7).digest())
         local_digest = torch.tensor([digest], device=x.device)
         rank_digests = [local_digest if j == self.rank else torch.empty_like(local_digest) for j in range(self.size)]
         receives = {j: rank_digests[j] for j in self.peers}
         self.exchange(call, {j: local_digest for j in self.peers}, receives, lambda: None, half=2).wait()
         digests = {int(d) for d in rank_digests}
+        # 0: all zeros, whose sum is right whoever adds it.
         if len(digests) == 1 and digests != {0} and self.agreement.noted is not None:
             self.agreement.noted.append(call)
         elif len(digests) == 1 and digests != {0}:
@@ -333,9 +307,11 @@ class Communicator(AxisMessages):
             )
 
     def _by_messages(self, x: Tensor) -> bool:
-        """Whether sums over ranks use messages in the order of `tree_sum`: always on gloo, on NCCL (or in a plan for
-        GPUs) only if `ordered`.
-        """
+        """Whether sums over ranks use messages and `tree_sum`: on gloo always, on NCCL if `ordered`."""
+        # gloo's own collectives copy a lot and its reductions are slow (4 ranks on 2 cores, 12 MB:
+        # reduce_scatter_tensor 60 ms; messages and one local sum 14 ms). So on gloo each rank sends every piece
+        # directly to the rank that needs it, which adds the pieces by `tree_sum`: a sum then has the same bits
+        # whichever collective computes it.
         return self.ordered or not (
             self.transport_of(x) == "nccl" or (self.transport == "fake" and kind_of(x) == "cuda")
         )

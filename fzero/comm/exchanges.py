@@ -1,7 +1,6 @@
 """Exchanges beside `all_to_all`: of uneven numbers of rows, and within groups of an axis's ranks.
 
-Both are linear maps as those of collectives.py, whose values vary over the ranks before and after. The transpose of
-`exchange_rows` is itself with the counts transposed, that of `exchange_within` itself with the dims swapped.
+Both are linear maps as those of collectives.py, of values that vary over the ranks before and after.
 """
 
 from __future__ import annotations
@@ -33,12 +32,10 @@ class _RowExchange:
         return replace(self, capacity=self.rows, rows=self.capacity)
 
 
+# Between the two halves goes one row that stands for those on their way. Nobody reads it or its cotangent; autograd
+# needs it to order the two.
 class _Half(Function):
-    """The start of an exchange, or the wait for it: each is the transpose of the other, of the exchange transposed.
-
-    What goes from the one to the other stands for the rows on their way, and so does its cotangent; it is a row in
-    size, and nobody reads it.
-    """
+    """The start of an exchange, or the wait for it: each is the transpose of the other, of the exchange transposed."""
 
     @staticmethod
     def forward(x: Tensor, counts: Tensor, f: _RowExchange, starts: bool) -> Tensor:
@@ -99,11 +96,7 @@ def exchange_rows(
 def start_exchange_rows(
     x: Tensor, counts: Tensor, axis: Axis, capacity: int, *, leaf: str = "", otherwise: str = "give more room"
 ) -> Future[Tensor]:
-    """Start `exchange_rows`, and raise what it raises; what is computed before `wait` is called, is computed while the
-    rows are on their way.
-
-    Unlike the other starts it is differentiable: in a backward pass the rows' gradients are on their way while those of
-    what was computed between are. Compiled it is so too. On an axis of size 1 nothing is on its way.
+    """Start `exchange_rows`; what is computed before `wait` overlaps with the messages, also in the backward pass.
 
     >>> from fzero import one_process
     >>> rows = start_exchange_rows(torch.ones(1, 1), torch.tensor([[1]]), one_process()["ep"], 1)
@@ -132,6 +125,7 @@ def exchange_within(x: Tensor, axis: Axis, size: int, split: int, concat: int, *
     split, concat = dim_of(x, split, axis._replace(size=size), label, divide=True), dim_of(x, concat, axis, label)
     if axis.size % size:
         raise ValueError(f"{label}: the axis has {axis.size} ranks, not divisible by {size}")
+    # In each round every rank sends one piece, to the rank `shift` after it, and receives one.
     pieces, local_index = list(x.chunk(size, split)), axis.rank % size
     parts = [pieces[local_index]] * size
     for shift in range(1, size):

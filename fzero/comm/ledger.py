@@ -1,7 +1,4 @@
-"""The ledger: how many elements and bytes each collective sent, counted as in the papers, in integers.
-
-When each act of a rank's row of a schedule began and ended, in the clock of its ledger's owner.
-"""
+"""The ledger: how many elements and bytes each collective sent, counted as in the papers, in integers."""
 
 from __future__ import annotations
 
@@ -13,14 +10,12 @@ import torch
 from torch import Tensor
 
 
+# An act begins when the message that it takes has arrived, and ends when the next act is looked at.
 class ActTimes:
-    """The moments of the acts of one row, while it is `Ledger.acts`.
-
-    An act begins when the message that it takes is there, and ends when the next one is looked at: waiting for a
-    message is in no act.
+    """The moments of the acts of one row of a schedule; waiting for a message is in no act.
 
     >>> times = ActTimes(iter([1.0, 2.0, 3.0, 4.0]).__next__)
-    >>> times.next(), times.taken(), times.next()  # an act that waits for a message, and its end
+    >>> times.next(), times.mark_arrival(), times.next()  # an act that waits for a message, and its end
     (None, None, None)
     >>> times.begins, times.ends
     ([2.0], [3.0])
@@ -63,12 +58,10 @@ class LedgerRow(NamedTuple):
     bytes: int
 
 
+# A watcher with a false attribute `phases` keeps no moments, so that a step may be replayed as a whole
+# (train/capture.py).
 class Watcher(Protocol):
-    """The interface of an observer that is notified while a program runs: a timer, a memory trace, a plan.
-
-    One with an attribute `phases` that is false keeps none of what it is told at the moment: a step may then be
-    replayed as a whole (see fzero.train.capture).
-    """
+    """The interface of an observer that is notified while a program runs: a timer, a memory trace, a plan."""
 
     def enter(self, phase: str) -> None:
         """A phase begins; phases nest."""
@@ -90,11 +83,7 @@ class Watcher(Protocol):
 
 
 class Ledger:
-    """The communication of this process, summed by (phase, collective, axis, leaf, dtype); `print(ledger)` shows the
-    table.
-
-    A collective is recorded when it runs, also in a compiled graph, but not when it is traced. Elements and bytes are
-    those that one rank sends by `sent_elements`, whichever messages carry them.
+    """The communication of this process, summed by (phase, collective, axis, leaf, dtype); printed, a table.
 
     >>> ledger = Ledger()
     >>> with ledger.phase("forward"):
@@ -169,9 +158,7 @@ class Ledger:
                 totals[i] += sums - start_sums
 
     def total(self, phase: str | None = None, collective: str | None = None, axis: str | None = None) -> LedgerRow:
-        """The sum of the rows of this phase, collective and axis (None: all), as a row with `*` in the fields summed
-        over.
-        """
+        """The sum of the rows of this phase, collective and axis (None: all), with `*` in fields summed over."""
         filters = (phase, collective, axis)
         rows = [row for row in self.rows() if all(w is None or w == value for w, value in zip(filters, row[:3]))]
         names = ["*" if w is None else w for w in filters]

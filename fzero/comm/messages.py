@@ -1,7 +1,7 @@
-"""Messages between this process and the other ranks of one mesh axis, on whichever transport they go.
+"""Messages between this process and the other ranks of one mesh axis.
 
-There are three transports: gloo (a GPU's tensors go through the host's memory, for which the host waits), NCCL (beside
-it gloo, for tensors in the host's memory), and "fake", which has no process group and serves plans on fake tensors.
+Transports: gloo, NCCL (beside it gloo, for tensors in the host's memory), and "fake" without a process group, for plans
+on fake tensors.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Message = tuple[Callable[..., Any], Tensor, int]  # dist.isend or dist.irecv, wh
 
 
 def through_host(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[Tensor, Tensor]]]:
-    """Messages of tensors on a GPU for a transport between hosts: (the same of memory of the host, in which what is
-    sent has arrived; [(such memory, the tensor that it is for)] of what is received)."""
+    """The messages with host buffers in place of GPU tensors, and [(buffer, tensor)] of those received."""
+    # Pinned, so that the copies to the GPU need not block the host.
     buffers = {id(t): torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for op, t, _ in messages if op is dist.irecv}
     leaving = {id(t): copy_out(t) for op, t, _ in messages if op is dist.isend}  # one tensor may go to many ranks
     arriving = [(buffers[id(t)], t) for op, t, _ in messages if op is dist.irecv]
@@ -38,10 +38,7 @@ def through_host(messages: Sequence[Message]) -> tuple[list[Message], list[tuple
 
 
 class Connection(NamedTuple):
-    """What NCCL's messages of one channel go through: a communicator of the two ranks, with a stream of its own.
-
-    So a receive that was started early holds up no other message.
-    """
+    """A communicator of two ranks with a stream of its own, for NCCL's messages of one channel."""
 
     backend: Any  # of torch.distributed, over two processes
     peer: int  # the number of the other end in it
@@ -52,27 +49,21 @@ class Connection(NamedTuple):
 
 
 class InFlight:
-    """The messages of a call that have not been waited for, with their buffers.
-
-    gloo reads no further on a connection on which a message comes for memory that is gone, and all later messages of
-    those two ranks hang. So what nobody will wait for, as an error came between, goes to `dropped` when it would go.
-    """
+    """The messages of a call that have not been waited for, with their buffers."""
 
     def __init__(self, call: CollectiveCall, transport: str, messages: list[Message], dropped: deque[InFlight]) -> None:
         self.call, self.transport, self.messages, self.dropped = call, transport, messages, dropped
         self.work: list[tuple[dist.Work, int]] = []  # with the rank of the axis that each goes to or comes from
 
+    # gloo reads no further on a connection on which a message comes for memory that is gone, and all later messages of
+    # those two ranks hang. So the buffers of what an error left under way live on in `dropped`.
     def __del__(self) -> None:
         if self.work:
             self.dropped.append(self)
 
 
 class AxisMessages:
-    """Starts the messages of one axis, and names the call in the error of one that fails.
-
-    ranks: the global ranks along the axis, with that of this process, which `agreement` knows; `rank` is its number
-    among them. transport: "gloo", "nccl" or "fake".
-    """
+    """Starts the messages of one axis, and names the call in the error of one that fails."""
 
     def __init__(
         self,
@@ -100,10 +91,7 @@ class AxisMessages:
         result: Callable[[], T],
         half: int = 0,
     ) -> Future[T]:
-        """Start messages to and from ranks of the axis, whose buffers are kept until they have arrived.
-
-        result: called then, for the value of the Future.
-        """
+        """Start messages to and from ranks of the axis; once they have arrived, the Future's value is `result()`."""
         if self.transport == "fake":
             buffers = [*sends.values(), *receives.values()]
 
@@ -113,6 +101,7 @@ class AxisMessages:
                 return result()
 
             return Future(arrive)
+        # First what an error left under way, as the other ranks began it too.
         self.drain()
         # The tag keeps messages of different collectives apart. half: the round of messages within a collective.
         signature = f"{call.number} {call.collective} {call.leaf} {call.dtype} {call.shape} {half}"
@@ -154,6 +143,7 @@ class AxisMessages:
         while in_flight.work:
             started, j = in_flight.work[0]
             try:
+                # With a timeout NCCL's wait would block the host; without one it only orders the streams.
                 started.wait(*([] if in_flight.transport == "nccl" else [most_s]))
             except RuntimeError as error:
                 self.failed.append(in_flight)

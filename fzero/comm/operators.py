@@ -1,8 +1,7 @@
-"""The collectives as torch operators (namespace `fzero`), which a traced graph has in program order
-(core/joint_graph.py).
+"""The collectives as torch operators (namespace `fzero`), which a traced graph has in program order.
 
-An operator names its communicator by number and blocks until the result has arrived, but for `start_rows`, whose result
-`wait_rows` waits for.
+An operator names its communicator by number and blocks until the result has arrived; only `start_rows` does not, for
+whose result `wait_rows` waits.
 """
 
 from __future__ import annotations
@@ -33,12 +32,7 @@ def pairs(flat: Sequence[int]) -> list[tuple[int, int]]:
 def define_ordered(
     name: str, arguments: str, results: int, real: Callable[..., Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Define fzero::name(arguments), and its overload `after` with a token in and out, which orders it; return it.
-
-    arguments: of the schema, the first of which is a tensor, with one named `communicator`. real, fake: of these
-    arguments to `results` tensors. fake makes their shapes; a plan, whose communicator sends nothing, runs `real` on
-    fake tensors instead, and not only while tracing.
-    """
+    """Define fzero::name(arguments), and its overload `after` with a token that orders it; return it."""
     communicator_index = [argument.split()[-1] for argument in arguments.split(",")].index("communicator")
 
     def planned(x: Tensor, *args: Any) -> Any:
@@ -60,6 +54,8 @@ def define_ordered(
         _LIBRARY.impl(overload, runs[0], "CompositeExplicitAutograd")
         torch.library.register_fake(f"fzero::{overload}", runs[1], lib=_LIBRARY)
     packet = getattr(torch.ops.fzero, name)
+    # core/joint_graph.py gives each of these the token of the one before it: a compiler might swap two otherwise, and
+    # ranks that swap differently hang.
     ORDERED.append(packet.default)
     # Never dead code, even if this rank does not use the result: the other ranks wait for it.
     has_side_effect(packet.default)
@@ -74,10 +70,7 @@ def _tensors(count: int) -> str:
 def _define(
     name: str, start: Callable[..., Future[Tensor]], shape: Callable[..., Sequence[int]], extra: str = ""
 ) -> None:
-    """Define the collective fzero::name(x, communicator, <extra>, leaf).
-
-    start(communicator, x, *rest) starts it; shape(communicator, x) gives the shape of the result.
-    """
+    """Define the collective fzero::name(x, communicator, <extra>, leaf) from its start and its result's shape."""
 
     def real(x: Tensor, communicator: int, *options: Any) -> Tensor:
         return start(communicator_of(communicator), x, *options).wait()

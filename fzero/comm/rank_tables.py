@@ -19,34 +19,23 @@ Refusal = ValueError | TypeError  # of what the caller gave
 
 
 def gather_rows(row: Tensor, mesh: Mesh, *, leaf: str, axes: Sequence[str] | None = None) -> Tensor:
-    """The rows of all ranks, [ranks, *row.shape] in the order of the ranks, the same on each of them.
-
-    row: of one shape and dtype on all ranks, on the device that the mesh communicates from. axes: those along which
-    rows differ, the outermost first, None: all; AXES.by_data_rank gathers a row of each data rank. Differentiable: the
-    gradient of the table is the same on all ranks, and a rank's row has its slice of it.
-    Communicates: an all_gather over each axis, the innermost first.
-    """
+    """The rows of all ranks, [ranks, *row.shape] in their order, the same on each; axes: those to gather over."""
     table = row[None]
+    # The innermost first, so that the rows end in the order of the ranks.
     for name in reversed(AXES.by_rank if axes is None else axes):
         table = all_gather_same(table, mesh[name], leaf=leaf)
     return table
 
 
 def sum_rows(row: Tensor, mesh: Mesh, *, leaf: str) -> Tensor:
-    """The sum of the rows of all ranks; for integers, whose sums do not depend on the order.
-
-    Communicates: an all_gather of one row over each axis.
-    """
+    """The sum of the rows of all ranks; for integers, whose sums do not depend on the order."""
     for axis in mesh.axes:
         row = all_gather(row[None], axis, leaf=leaf).sum(0)
     return row
 
 
 def any_rank(flag: int, mesh: Mesh) -> int:
-    """The largest `flag` of all ranks, the same on each of them: 0 where none has raised one.
-
-    Communicates: one integer over each axis, in the phase "stop".
-    """
+    """The largest `flag` of all ranks, the same on each of them: 0 where none has raised one."""
     highest = torch.tensor([flag], device=device_of(mesh))
     with mesh.ledger.phase("stop"):
         for axis in mesh.axes:
@@ -55,10 +44,7 @@ def any_rank(flag: int, mesh: Mesh) -> int:
 
 
 def barrier(mesh: Mesh) -> None:
-    """Return when all ranks of the mesh have called this.
-
-    Communicates: one float32 over each axis, in the phase "commit".
-    """
+    """Return when all ranks of the mesh have called this."""
     token = torch.zeros(1, device=device_of(mesh))
     with mesh.ledger.phase("commit"):
         for axis in mesh.axes:
@@ -67,11 +53,7 @@ def barrier(mesh: Mesh) -> None:
 
 
 def raise_together(failure: Refusal | None, mesh: Mesh, phase: str = "commit") -> None:
-    """Return when all ranks of the mesh have called this with None; else raise, on each of them, its own failure or,
-    as a ValueError, that of the first rank that has one.
-
-    Communicates: one float32 over each axis, in the phase, and if a rank failed its text.
-    """
+    """Raise on every rank if any rank has a failure: its own, or that of the first rank that has one."""
     kind = 0 if failure is None else 2 if isinstance(failure, Damaged) else 1
     with mesh.ledger.phase(phase):
         sound = torch.full((1,), float(not kind), device=device_of(mesh))
@@ -98,8 +80,7 @@ def raise_local(failure: Refusal | None) -> None:
 
 @contextlib.contextmanager
 def failing_together(agree: Callable[[Refusal | None], None]) -> Iterator[None]:
-    """A context behind which the ranks agree: if it fails on one of them, it fails on all. agree: `raise_together` of
-    their mesh."""
+    """A context after which the ranks agree by `agree` (`raise_together`): if one fails, all fail."""
     failure = None
     try:
         yield
@@ -109,8 +90,7 @@ def failing_together(agree: Callable[[Refusal | None], None]) -> Iterator[None]:
 
 
 def device_of(mesh: Mesh) -> str:
-    """The kind of device that small tables are sent from: the host, so that no table waits for a GPU, unless the
-    processes have NCCL alone."""
+    """The kind of device that small tables are sent from: the host, unless the processes have NCCL alone."""
     if mesh.device_mesh is None or "cpu" in dist.get_backend_config(mesh.device_mesh.get_group(0)):
         return "cpu"
     return mesh.device_mesh.device_type

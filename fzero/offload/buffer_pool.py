@@ -85,6 +85,8 @@ class BufferPool:
                 self.grow(size)
                 continue
             with suppress(Empty):
+                # Put back, as `_find_range` merges it. Seconds: then everything is looked at again, as a transfer may
+                # end without returning memory.
                 self.returned.put(self.returned.get(timeout=0.05))
         start, memory = self.regions[bisect.bisect(self.regions, offset, key=lambda region: region[0]) - 1]
         block = memory[offset - start : offset - start + size]
@@ -98,10 +100,11 @@ class BufferPool:
             self.leaving.append(Copied(raw, copied.event))  # not what the GPU has of it
 
     def _release(self, *, wait: bool = False) -> bool:
-        """Let go of what `keep` was given and is copied; returns whether there was any. wait: for the oldest copy."""
+        """Forget what `retain` was given and is copied; returns whether there was any; wait: for the oldest copy."""
         with self.lock:
             oldest = self.leaving[0] if wait and self.leaving else None
         if oldest is not None:
+            # Without the lock, which the disk's threads take in `retain`.
             oldest.finish()
         with self.lock:
             finished = []
@@ -110,7 +113,7 @@ class BufferPool:
         return bool(finished)
 
     def drain(self) -> None:
-        """Wait until nothing that `keep` was given is being copied."""
+        """Wait until nothing that `retain` was given is being copied."""
         with self.lock:
             newest = self.leaving[-1] if self.leaving else None
         if newest is not None:
@@ -123,8 +126,8 @@ class BufferPool:
         return any(memory.ctypes.data <= address < memory.ctypes.data + len(memory) for _, memory in self.regions)
 
     def _return(self, offset: int, size: int) -> None:
-        # Called when the last reference is dropped, in any thread, even by a garbage collection inside `take`: it may
-        # not take a lock.
+        # Called when the last reference is dropped, in any thread, even by a garbage collection inside `allocate`:
+        # so it may not take a lock.
         self.returned.put((offset, size))
 
     def _find_range(self, size: int) -> int | None:
@@ -144,6 +147,7 @@ class BufferPool:
             return None
 
     def _merge(self, returned: list[tuple[int, int]]) -> None:
+        # Neighbours are merged, so that a large buffer fits again.
         self.lent -= sum(size for _, size in returned)
         pieces = sorted([*self.free, *returned])
         merged = [pieces[0]]

@@ -1,8 +1,7 @@
-"""Leaves as zarr3 arrays, with an uncompressed chunk for each slot, layer and rank, so that the file of a chunk is its
-bytes.
+"""Leaves as zarr3 arrays, with an uncompressed chunk for each slot, layer and rank: the file of a chunk is its bytes.
 
 tensorstore creates and opens the arrays. On a local disk that takes direct transfers, rows of chunks are read and
-overwritten in place; elsewhere tensorstore itself reads and writes them.
+overwritten in place; elsewhere tensorstore reads and writes them.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class RowRead(NamedTuple):
     buffer: Buffer
     pending: DiskRequest | Future[None]  # the latter of a plan
     failed: Callable[[OSError], ValueError]  # the error to raise for a failed transfer
-    retain: Callable[[Tensor, Copied], None] | None = None  # of the buffer's pool, see BufferPool.keep; a plan has none
+    retain: Callable[[Tensor, Copied], None] | None = None  # BufferPool.retain; a plan has none
 
     def wait(self) -> Tensor:
         """Wait for the rows and return them; raises ValueError if they cannot be read."""
@@ -108,13 +107,10 @@ class RowRead(NamedTuple):
         return self.buffer.view
 
     def copy_to(self, device: torch.device) -> Future[Tensor]:
-        """Have the rows copied to `device` as soon as they are read, without the thread that asks, whose current stream
-        has the memory there from now on.
-
-        The current stream of who waits for the rows there waits for the copy.
-        """
+        """Copy the rows to `device` as soon as they are read; the current stream has the memory there from now on."""
         if device == HOST:
             return Future(self.wait)
+        # Here, as the memory is ordered behind the work of this thread's stream; the disk's thread has another one.
         out = reserve(self.buffer.view, device)
         if device.type != "cuda":  # a plan
             return Future(lambda: out.tensor.copy_(self.wait()))
@@ -123,6 +119,7 @@ class RowRead(NamedTuple):
         def start() -> None:
             assert self.retain is not None
             started.append(copy_in(self.buffer.view, device, out=out))
+            # The copy still reads the buffer when the last reference to it is dropped.
             self.retain(self.buffer.raw, started[0])
 
         def arrive() -> Tensor:
@@ -135,10 +132,7 @@ class RowRead(NamedTuple):
 
 
 class Chunks:
-    """One rank's chunks of the arrays of a store.
-
-    create: make missing arrays and files and allocate all of their space, so that no later write finds the disk full.
-    """
+    """One rank's chunks of the arrays of a store; create: make missing arrays and files."""
 
     def __init__(
         self,
@@ -164,6 +158,8 @@ class Chunks:
         self.files: dict[tuple[str, int, int], int] = {}  # (leaf, slot, layer) -> descriptor
         self.arrays: dict[str, Any] = {}
         self.created: list[Path] = []
+        # A file with newly allocated space needs a sync of its own after its first write. Later, if the file system
+        # overwrites in place, only the disk's cache must be flushed, which a sync of any one file does.
         self.synced: set[int] = set()  # slots all of whose files were synced since they were opened
         self.in_place = self.direct and file_system(mount_point(folder)) in IN_PLACE
         if not self.direct and not is_url(folder):
@@ -180,8 +176,7 @@ class Chunks:
         _allow_files(sum(leaf.slots * leaf.layers for leaf in leaves.values()))
 
     def open(self, resident: set[int]) -> None:
-        """Open this rank's chunks, once the arrays exist; missing files of slots that are not `resident` are
-        created."""
+        """Open this rank's chunks of existing arrays; missing files of slots that are not `resident` are created."""
         if not self.direct:
             self.arrays = {
                 name: _open_array(self.folder, name, leaf, self.ranks, create=False)
@@ -236,6 +231,7 @@ class Chunks:
         assert fd is not None, f"{path} refuses direct transfers, and the store's folder does not"
         if create:
             try:
+                # All of it now, so that no later write finds the disk full.
                 allocate_space(fd, 0, size)
             except OSError as error:
                 os.close(fd)
@@ -265,8 +261,7 @@ class Chunks:
         )
 
     def row_blocks(self, name: str, max_bytes: int) -> list[Rows]:
-        """Ranges of a chunk's rows, of about `max_bytes` bytes each at most, that begin at pages: each can be read and
-        written alone."""
+        """Ranges of a chunk's rows, of about `max_bytes` bytes at most, that begin at pages."""
         leaf = self.leaves[name]
         return row_blocks((leaf.chunk[0] if leaf.chunk else 1, leaf.row_bytes), max_bytes)
 
@@ -309,10 +304,7 @@ class Chunks:
         priority: int = NEXT,
         note: Callable[[memoryview], None] | None = None,
     ) -> DiskRequest:
-        """Start to write rows of a chunk from a buffer, which may not change until that is done.
-
-        note: called with each block of the buffer before it is written.
-        """
+        """Start to write rows of a chunk from a buffer; note: called with each block before it is written."""
         leaf, shape, offset = self._span(name, rows)
         assert tuple(buffer.view.shape) == shape and buffer.view.dtype == leaf.dtype, (
             f"{name}: {buffer.view.shape} is not {shape}"
@@ -331,11 +323,7 @@ class Chunks:
         return self.disk.run(_raise_os_error(work), write=True, priority=priority)
 
     def sync(self, slot: int) -> None:
-        """Make all writes to a slot durable, also against a loss of power.
-
-        A file with newly allocated space needs a sync of its own after its first write. Later, if the file system
-        overwrites in place, only the disk's own cache must be flushed, which a sync of any one file does.
-        """
+        """Make all writes to a slot durable, also against a loss of power."""
         if not self.direct:
             return
         slots = max((leaf.slots for leaf in self.leaves.values()), default=1)
@@ -345,8 +333,10 @@ class Chunks:
             for (name, s, _), fd in self.files.items()
             if name in names and (s == slot or self.leaves[name].slots == 1)
         ]
+        # No new blocks, so no metadata: one flush of the disk's cache makes all writes durable.
         if slot in self.synced and self.in_place:
             fds = fds[:1]
+        # Each sync waits for the disk, so that several threads wait at the same time.
         group_size = max(1, -(-len(fds) // max(1, self.disk.settings.writers)))
 
         def work(group: list[int]) -> int:
@@ -380,11 +370,11 @@ class Chunks:
 
 
 def _open_array(folder: str | Path, name: str, leaf: LeafFiles, ranks: int, *, create: bool) -> Any:
-    """The array [slots, layers, ranks, elements of a chunk] of a leaf, in which the padding of a chunk's last page
-    counts as elements."""
+    """The array [slots, layers, ranks, elements of a chunk with the padding of its last page] of a leaf."""
     import tensorstore
 
     n = leaf.file_bytes // leaf.dtype.itemsize
+    # Chunks that equal the fill value are written too, so that a missing file always means damage.
     spec = {"driver": "zarr3", "kvstore": kvstore(folder, "arrays", name), "store_data_equal_to_fill_value": True}
     if create:
         spec["metadata"] = {
@@ -409,8 +399,7 @@ def _open_array(folder: str | Path, name: str, leaf: LeafFiles, ranks: int, *, c
 
 
 def _expect_no_pipe(folder: str | Path, name: str, *file: str) -> None:
-    """Raise ValueError for a file of an array that is there and no regular one, such as a FIFO, for which tensorstore
-    would wait."""
+    """Raise ValueError for an array's file that is not a regular one, such as a FIFO."""
     path = Path(folder, "arrays", name, *file)
     if not is_url(folder) and path.exists():
         expect_regular(path)

@@ -1,9 +1,7 @@
-"""Direct reads and writes of files, in blocks, by a few threads.
+"""Direct reads and writes of files, in blocks, by a few threads, and the file of disk settings.
 
-They bypass the page cache and release the interpreter's lock.
-Requests are served by priority, then in order of arrival; a large one is cut into blocks that several threads transfer.
-
-The user's file of disk settings that `fzero bench disk` found, by mount point.
+They bypass the page cache and release the interpreter's lock. Requests are served by priority, then in order of
+arrival; a large one is cut into blocks that several threads transfer.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ from fzero.core.text_parsing import parse_toml, read_text_file
 
 # Priorities: the data that the computation needs next comes first.
 NEXT, LATER = 0, 1
+# What an open or a write with O_DIRECT fails with where a file system lacks it.
 REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -62,16 +61,14 @@ class DiskRequest:
         self.disk, self.remaining = disk, blocks
         self.error: Any = None  # the Exception of a transfer that failed
         self.next: Callable[[], None] | None = None
+        # `remaining`, `error` and `next` change together, under the lock: the last block and `call_at_end` may meet.
         self.lock = threading.Lock()
         self.done = threading.Event()
         if not blocks:
             self.done.set()
 
     def call_at_end(self, work: Callable[[], None]) -> None:
-        """Have the thread that ends the transfer call `work`, unless it failed; called at once if it has ended.
-
-        `wait` returns after that, and raises the error of `work`. Give one `work` at most.
-        """
+        """Call `work` in the thread that ends the transfer, unless it failed; `wait` raises its error."""
         with self.lock:
             if self.remaining:
                 self.next = work
@@ -86,6 +83,7 @@ class DiskRequest:
             self.remaining -= 1
             if self.remaining:
                 return False
+            # Outside the lock, as it may take long; `done` is set after it.
             work, self.next = self.next, None
         if work is not None and self.error is None:
             try:
@@ -100,6 +98,7 @@ class DiskRequest:
             begin = time.perf_counter()
             self.done.wait()
             if self.disk is not None and threading.get_ident() == self.disk.owner:
+                # Of the thread that made the DiskIO alone: only its waiting makes a step longer.
                 self.disk.waited_s += time.perf_counter() - begin
         if self.error is not None:
             raise self.error
@@ -117,6 +116,7 @@ class DiskIO:
         self.queues: dict[bool, list] = {False: [], True: []}  # by whether it is a write
         # A token for each queued block, and one for each thread when it must end: a block wakes one thread.
         self.tokens: dict[bool, SimpleQueue] = {False: SimpleQueue(), True: SimpleQueue()}
+        # Breaks ties of equal priority, in order of arrival; the heap never compares functions.
         self.order = itertools.count()
         self.in_flight = 0  # requests
         self.owner = threading.get_ident()
@@ -192,9 +192,11 @@ class DiskIO:
             self.tokens[write].put(None)
 
     def _serve(self, write: bool) -> None:
+        # A new thread is on device 0, whichever its rank uses.
         gpu.select_device(self.device)
         queue, tokens = self.queues[write], self.tokens[write]
         while True:
+            # Outside the lock, so that a thread without work blocks nobody.
             tokens.get()
             with self.lock:
                 if not queue:
@@ -202,6 +204,7 @@ class DiskIO:
                 _, _, work, pending = heapq.heappop(queue)
             byte_count, error = 0, None
             try:
+                # The other blocks of a request that failed are not transferred.
                 if pending.error is None:
                     byte_count = work()
             except Exception as failure:
@@ -214,6 +217,7 @@ class DiskIO:
                     self.written_bytes += byte_count
                 else:
                     self.read_bytes += byte_count
+            # After the counters, so that who waited sees this request's bytes.
             if last:
                 pending.done.set()
 
@@ -243,10 +247,10 @@ def _transfer(
 
 
 def read_range(fd: int, view: memoryview, offset: int, *, direct: bool = True) -> int:
-    """Read the bytes at `offset` of a file into `view` (whole pages for direct files); returns their number, which is
-    smaller than that of `view` only where the file ends."""
+    """Read the bytes at `offset` of a file into `view`; returns their number, smaller only at the file's end."""
     done = 0
     while done < len(view) and not (direct and done % PAGE):  # a direct read ends inside of a page where the file does
+        # A call may transfer less than asked for, at a signal or at 2 GB.
         count = os.preadv(fd, [view[done:]], offset + done)
         if not count:
             break
@@ -287,10 +291,7 @@ def open_direct(path: Path, *, write: bool = True, make: bool = False) -> int | 
 
 
 def mount_point(path: str | Path) -> str:
-    """The folder at which the file system of `path` is mounted.
-
-    If `path` does not exist yet, that of its first parent that does.
-    """
+    """The folder at which the file system of `path`, or of its first parent that exists, is mounted."""
     folder = Path(os.path.realpath(path))
     while not folder.exists():
         folder = folder.parent
@@ -322,6 +323,7 @@ def serves_direct(folder: Path) -> bool:
         if fd is None:
             return False
         try:
+            # Some file systems take the open and refuse the write, so one page is written, at an aligned address.
             memory = torch.zeros(2 * PAGE, dtype=torch.uint8)
             skip = -memory.data_ptr() % PAGE
             return os.pwritev(fd, [memoryview(memory.numpy())[skip : skip + PAGE]], 0) == PAGE
@@ -364,10 +366,7 @@ def _read_config() -> tuple[str, dict[str, Any]]:
 
 
 def load_settings(folder: str | Path) -> DiskSettings:
-    """The DiskSettings that `fzero bench disk` found for the disk of `folder`, or the default.
-
-    Raises ValueError for an invalid file.
-    """
+    """The DiskSettings that `fzero bench disk` measured for the disk of `folder`, or the default."""
     if is_url(folder):
         return DiskSettings()
     mount = mount_point(folder)
@@ -385,11 +384,7 @@ def load_settings(folder: str | Path) -> DiskSettings:
 
 
 def save_settings(mount: str, settings: DiskSettings, gbs: dict[str, float]) -> Path:
-    """Write the settings of a disk into the user's file, replacing older ones of that disk only.
-
-    Returns the file's path.
-    gbs: GB/s by kind of transfer (read, write, mixed). Raises ValueError if the file is invalid.
-    """
+    """Write the settings of a disk, with its GB/s by kind of transfer, into the user's file; returns its path."""
     path = config_file()
     text, config = _read_config()
     values: dict[str, Any] = settings._asdict() | {f"{kind}_gbs": round(rate, 3) for kind, rate in gbs.items()}

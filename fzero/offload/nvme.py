@@ -1,7 +1,4 @@
-"""Nvme: a rank's folder on a disk, with the buffers, I/O threads, store and scratch file that use it.
-
-The disk of a plan, with the memory for transfers to and from it that the plan needs.
-"""
+"""Nvme: a rank's folder on a disk, with the buffers, I/O threads, store and scratch file that use it."""
 
 from __future__ import annotations
 
@@ -155,11 +152,7 @@ MIN_UNIT_BYTES, MAX_UNIT_BYTES = 64 << 20, 512 << 20  # bytes for the units of a
 
 
 def disk_of(nvme: Nvme | None, plan: Plan, prefetch: int = 0) -> Nvme | None:
-    """The disk of a plan, asked for the buffers of its steps; None if the plan needs none.
-
-    prefetch: the layers read ahead of their use. Raises ValueError for a plan that puts something on a disk where none
-    is given.
-    """
+    """The disk of a plan with the buffers of its steps, or None; raises ValueError if it needs one and has none."""
     specs = (spec for leaf in plan.leaves.values() for spec in (leaf.params, leaf.grads, leaf.opt))
     if nvme is not None:
         nvme.need(buffer_need(plan, prefetch=prefetch), plan.mesh.size)
@@ -172,11 +165,7 @@ def disk_of(nvme: Nvme | None, plan: Plan, prefetch: int = 0) -> Nvme | None:
 
 
 def buffer_need(plan: Plan, *, prefetch: int = 0, activation_bytes: int = 0) -> int:
-    """The bytes of buffers that a rank's step needs: for parameters ahead of their use, activations, gradients, and the
-    update's units.
-
-    prefetch: the layers read ahead of their use. activation_bytes: of the input of a layer that is kept.
-    """
+    """The bytes of buffers that a rank's step needs; prefetch: the layers read ahead of their use."""
     policy = plan.policy
     parts: dict[str, int] = {}
     sums: dict[str, int] = {}

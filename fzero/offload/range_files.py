@@ -1,7 +1,4 @@
-"""Files that threads read and write by ranges of bytes, below a local folder or a URL: the parts of a checkpoint.
-
-On a disk that takes direct transfers, large files bypass the page cache; the transfers are those of disk_io.
-"""
+"""Files that threads read and write by ranges of bytes, below a local folder or a URL: the parts of a checkpoint."""
 
 from __future__ import annotations
 
@@ -58,6 +55,7 @@ class FileWriter(RangeWriter):
         path = self.path = make_folder(folder, *Path(name).parts[:-1]) / Path(name).name
         if not is_lone_file(path):  # else it is a spare file, whose space is used again
             remove_entry(path)
+        # A small file costs less through the page cache than a direct write of whole pages.
         direct = open_direct(path, make=True) if size > SMALL else None
         self.direct, self.fd = direct is not None, open_to_write(path, "update") if direct is None else direct
         file_bytes = round_to_pages(size) if self.direct else size
@@ -73,6 +71,7 @@ class FileWriter(RangeWriter):
 
     def end(self, size: int) -> None:
         with naming(self.path):
+            # Direct writes end at a page; the file ends here.
             if os.fstat(self.fd).st_size != size:
                 os.ftruncate(self.fd, size)
             self.close()
@@ -123,10 +122,7 @@ class RangeReader:
         self.read_bytes = 0
 
     def get(self, name: str, offset: int, size: int) -> np.ndarray:
-        """Read `size` bytes of a file at `offset`, a multiple of a page; valid until this thread's next call.
-
-        Raises OSError if it cannot be read, and EOFError if the file is too short.
-        """
+        """The `size` bytes of a file at `offset`, a multiple of a page; valid until this thread's next call."""
         raw = self._read_file(name, offset, size) if self.objects is None else self._read_object(name, offset, size)
         self.read_bytes += len(raw)
         if len(raw) < size:
@@ -147,10 +143,7 @@ class RangeReader:
         return self._object(name, offset, offset + size)
 
     def size(self, name: str) -> int:
-        """The size of a file in bytes; raises OSError if it is missing.
-
-        An object is read whole, and kept for this thread's next `get`.
-        """
+        """The size of a file in bytes; an object is read whole and kept for this thread's next `get`."""
         if self.objects is None:
             return os.stat(join(self.folder, name)).st_size
         self.local.whole = None
@@ -174,6 +167,7 @@ class RangeReader:
             self.open[name] = file
             file.users += 1
             unused = [key for key, open_file in self.open.items() if not open_file.users]
+            # A file that a thread reads stays open, whatever the limit.
             for old in unused[: max(0, len(self.open) - OPEN)]:
                 os.close(self.open.pop(old).fd)
         try:

@@ -1,7 +1,5 @@
-"""Activations and gradients of a step on a disk, in a file without a name, which leaves nothing after any crash.
-
-Activations kept for the backward pass in host memory or on a disk: last in, first out, with the next list
-prefetched.
+"""Activations and gradients of a step in host memory or in a nameless file on a disk, which leaves nothing after a
+crash.
 """
 
 from __future__ import annotations
@@ -67,6 +65,7 @@ class ScratchFile:
             )
         path = folder / f".scratch-{os.getpid()}-{id(self)}"
         self.fd = open_to_write(path, "update", direct=self.direct)
+        # Without a name the file is freed when the process ends, however it ends.
         path.unlink()
         self.extents: dict[Any, Extent] = {}
         self.stacks = StackNumbers()
@@ -83,10 +82,12 @@ class ScratchFile:
         else:
             buffer = self.buffers.allocate(tuple(value.shape), value.dtype, self.disk.busy)
             copied = copy_out(value, out=buffer.view)
+        # Of a write before this one to the same extent: the disk serves requests in either order.
         self._wait(key)
         size, extent = len(buffer.raw), self.extents.get(key)
         if extent is None or extent.size < size:
             try:
+                # Reserved before the write, so that a full disk is an error here and not in a thread.
                 allocate_space(self.fd, self.end, size)
             except OSError as error:
                 raise self.failed(error) from error
@@ -97,6 +98,8 @@ class ScratchFile:
         def arrive(block: memoryview) -> None:
             copied.finish()
 
+        # Behind reads: nobody waits for this write, and somebody soon for a read. The disk's thread waits for the GPU's
+        # copy, so that the training thread need not.
         self.writing[key] = self.disk.write(self.fd, buffer.raw, extent.offset, priority=LATER, note=arrive)
 
     def _wait(self, key: Any) -> None:
@@ -200,22 +203,22 @@ class ScratchTensor:
 
 
 class HostActivations:
-    """A stack of lists of tensors of `device`, a GPU, in pinned memory of the host, which waits for no copy: `append`
-    starts to copy a list, and `pop` the next one back."""
+    """A stack of lists of tensors of a GPU, in pinned memory of the host, which waits for no copy."""
 
     def __init__(self, device: torch.device | None) -> None:
         self.device, self.lists = device, list[Any]()
         self.ahead: Future[list[Tensor]] | None = None
 
     def append(self, tensors: Sequence[Tensor]) -> None:
-        """Push a list of tensors. They may be freed from then on; those of a GPU may not be written over before `pop`
-        has returned them, as no stream waits for their copies."""
+        """Push a list of tensors, which nobody may write over before `pop` has returned them."""
         assert self.ahead is None, "all lists must be popped before the next append"
         self.lists.append(self._store([tensor.detach() for tensor in tensors]))
 
     def pop(self) -> list[Tensor]:
         """Remove and return the last list of tensors."""
         pending = self.ahead or self._fetch(self.lists.pop())
+        # The backward pass pops in reverse order, so that the next list is known: it is on its way while this one is
+        # used.
         self.ahead = self._fetch(self.lists.pop()) if self.lists else None
         return pending.wait()
 
@@ -232,10 +235,7 @@ class HostActivations:
 
 
 class DiskActivations(HostActivations):
-    """The same stack on a disk, for tensors of any device.
-
-    Several may be in use at a time, one for each micro-batch under way; a file has room for as many as ever were.
-    """
+    """The same stack on a disk, for tensors of any device; one for each micro-batch under way."""
 
     def __init__(self, scratch: ScratchFile) -> None:
         super().__init__(None)

@@ -1,13 +1,10 @@
 """A state on a disk: versions of its leaves in slots, of which one is complete at every instant.
 
-A step reads the slot of the last complete step and writes another one; `commit` makes that the last complete step by
-replacing one small file, step.json. So after any crash the store holds exactly one of the run's steps. With one slot a
-step overwrites its input: step.json is marked dirty meanwhile, and a store whose run ended then cannot be resumed.
+A step reads the slot of the last complete step and writes another one; `commit` replaces one small file, step.json.
+With one slot a step overwrites its input: step.json is marked dirty meanwhile, and a store whose run ended then cannot
+be resumed.
 
-store.json   the description of the store: its leaves, ranks and owner
-step.json    the last complete step: its slot, the checkpoints in other slots, and the small values of the state
-sums/        checksums of the chunks, a file for each slot and rank
-arrays/      the leaves, see chunk_files.py
+Files: store.json, the description; step.json, the last complete step; sums/, checksums; arrays/, the leaves.
 """
 
 from __future__ import annotations
@@ -38,6 +35,7 @@ from fzero.offload.store_manifest import (
 )
 from fzero.sharding.slices import MOST_ELEMENTS
 
+# Checksums are sums modulo 2^64: blocks may be added in any order, in which the threads write them.
 WORD = 1 << 64
 
 
@@ -83,6 +81,7 @@ class VersionedStore:
         assert free, f"the {self.slots} slots are all held: {self.record}"
         self.target = free[0]
         if self.slots == 1 and self.record is not None:
+            # Before any byte is overwritten: a run that ends now has lost its only step.
             self._write_manifest(self.record._replace(dirty=True))
         self.sums = {}
 
@@ -107,6 +106,7 @@ class VersionedStore:
             if sums is not None:
                 sums.append(sum_words(block))
 
+        # Those that ended without an error are forgotten; errors are raised by `flush`.
         self.writing = [pending for pending in self.writing if not pending.done.is_set() or pending.error]
         self.writing.append(
             self.chunks.write(name, self.slot_of(name, self.target), layer, rows, buffer, priority=LATER, note=note)
@@ -164,6 +164,7 @@ class VersionedStore:
             self._finish_slot(slot)
             self.expect_last()
         self.target = None
+        # Last, when the leaves and sums of all ranks are durable: this one small file decides which step is complete.
         self._write_manifest(StepManifest(step, slot, values, previous.pinned if previous else {}))
 
     def _finish_slot(self, slot: int) -> None:
@@ -173,6 +174,7 @@ class VersionedStore:
             sums = {name: [self._sum(name, i) for i in range(leaf.layers)] for name, leaf in self.leaves.items()}
             if self.record is None:
                 self.fixed = {name: checksums for name, checksums in sums.items() if self.leaves[name].slots == 1}
+            # Leaves first, then their checksums, then (in `commit`) step.json: a crash between leaves the step before.
             self._durably(lambda: self.chunks.sync(slot))
             if self.verify:
                 text = json.dumps(sums | (self.fixed if self.slots > 1 else {}))

@@ -116,8 +116,7 @@ def _make_chunks(folder: str | Path, make: Callable[[], Any]) -> Any:
 
 
 def _expect_store(folder: str | Path, description: dict[str, Any], *, verify: bool) -> tuple[StepManifest, bool]:
-    """(the last complete step, whether there are checksums) of the store that is described by `description`; raises
-    ValueError for another one, and one without a step."""
+    """(the last complete step, whether there are checksums) of the store; raises ValueError for another one."""
     opened = read_store(folder)
     check_same_store(folder, json.loads(json.dumps(description)))
     if opened is None:
@@ -156,6 +155,7 @@ def _claim_folder(folder: str | Path, description: dict[str, Any]) -> None:
             raise ValueError(
                 f"{folder}: is not empty ({unknown_entries[0]}) and holds no store; give an empty folder ({FOLDER})"
             )
+        # First, so that a crash from here on leaves no step that names other leaves.
         (path / STEP).unlink(missing_ok=True)
         if existing is None or _geometry(existing) != _geometry(description):
             remove_entry(path / "arrays")

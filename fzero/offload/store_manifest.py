@@ -1,8 +1,6 @@
 """The small files of a store: store.json, its description, step.json, its last complete step, and its checksums.
 
-Every reader of a store begins with `read_store`, which takes whole files that agree with each other, and nothing else.
-
-One owner of a store: the process that opened it, and in that the store object that was opened last.
+Every reader of a store begins with `read_store`, which takes only whole files that agree with each other.
 """
 
 from __future__ import annotations
@@ -39,16 +37,13 @@ def canonical_name(folder: str | Path) -> str:
 
 
 def lock(folder: str | Path) -> None:
-    """Lock the folder of a store for this process, until `release` or its end; a URL has no lock, nor has a file system
-    without locks.
-
-    Raises ValueError if another process has it.
-    """
+    """Lock the folder of a store for this process; raises ValueError if another process has it."""
     path = canonical_name(folder)
     if is_url(folder) or path in LOCKS:
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        # Of the kernel, which frees it however the process ends; no file is left over.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
@@ -102,6 +97,7 @@ def unlock_unowned(key: tuple[str, int]) -> None:
 
 FORMAT = 2
 STORE, STEP = "store.json", "step.json"
+# More than any leaf has: a bound for damaged files.
 MAX_DIMS = 32
 STEP_ENTRIES = {"step": int, "slot": int, "values": dict, "pinned": dict, "dirty": bool, "done": bool}
 STORE_ENTRIES = {"format": int, "ranks": int, "slots": int, "verify": bool, "owner": dict, "leaves": dict}
@@ -130,8 +126,7 @@ def sums_name(slot: int, rank: int) -> str:
 def describe_store(
     leaves: dict[str, LeafFiles], ranks: int, slots: int, owner: dict[str, Any], *, verify: bool = True
 ) -> dict[str, Any]:
-    """The content of store.json for a store of these leaves, with or without checksums of its chunks; raises ValueError
-    naming a leaf whose name cannot be that of a folder."""
+    """The content of store.json for these leaves; raises ValueError for a name that no folder can have."""
     fault = leaf_fault(leaves)
     if fault:
         raise ValueError(f"offload: {fault}; rename it")
@@ -162,10 +157,7 @@ def unsigned(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_step_manifest(folder: str | Path) -> StepManifest | None:
-    """The last complete step of the store in `folder`, or None if there is none.
-
-    Raises Damaged if step.json is damaged.
-    """
+    """The last complete step of the store in `folder`, or None; raises Damaged if step.json is damaged."""
     try:
         text = read_text(folder, STEP)
         if text is None:
@@ -254,10 +246,7 @@ def expect_mesh(sizes: dict[str, Any]) -> None:
 
 
 def read_description(folder: str | Path) -> dict[str, Any] | None:
-    """The content of store.json in `folder`, or None if there is none.
-
-    Raises Damaged if it does not describe a store, and ValueError for one of another format.
-    """
+    """The content of store.json in `folder`, or None; raises Damaged, or ValueError for another format."""
     try:
         text = read_text(folder, STORE)
         if text is None:
@@ -295,11 +284,7 @@ def read_description(folder: str | Path) -> dict[str, Any] | None:
 
 
 def read_store(folder: str | Path) -> tuple[dict[str, Any], StepManifest] | None:
-    """(description, last complete step) of the store in `folder`; None if it has no complete step.
-
-    Raises Damaged if one of the files is damaged, missing beside the other, or does not go with it, and ValueError for
-    a store of another format.
-    """
+    """(description, last complete step) of the store in `folder`, or None; raises Damaged if they disagree."""
     description, record = read_description(folder), read_step_manifest(folder)
     if record is None:
         return None
@@ -314,8 +299,7 @@ def read_store(folder: str | Path) -> tuple[dict[str, Any], StepManifest] | None
 
 
 def read_sums(folder: str | Path, slot: int, rank: int, layers: dict[str, int]) -> dict[str, list[int]]:
-    """{leaf: the checksums of its layers} of a rank's chunks in a slot; raises Damaged unless they are those of
-    `layers`, {leaf: number of layers}."""
+    """{leaf: checksums of its layers} of a rank's chunks in a slot; raises Damaged if they do not fit `layers`."""
     path = sums_name(slot, rank)
     try:
         sums = parse_json(read_text(folder, path) or "null", f"{folder}/{path}")

@@ -1,5 +1,4 @@
-"""Cut a state into units that are updated one after another: row blocks of layers that fit into the buffers
-together."""
+"""Cut a state into units that are updated one after another: row blocks of layers that fit into the buffers."""
 
 from __future__ import annotations
 
@@ -26,18 +25,14 @@ OFF = (DiskTensor, ScratchTensor)
 
 
 class RowBlock(NamedTuple):
-    """Rows of one layer of a leaf. layer: None for a leaf without layers, or all of them. rows: (first, end);
-    None for all rows."""
+    """Rows of one layer of a leaf: all rows, or all layers, where None."""
 
     name: str
     layer: int | None
     rows: tuple[int, int] | None
 
     def narrow(self, leaf: Tensor) -> Tensor:
-        """The view of these rows of a leaf, or of a tensor with the same rows.
-
-        A layer keeps its leading dim, of size 1.
-        """
+        """The view of these rows of a leaf, or of a tensor with the same rows; a layer keeps its leading dim."""
         layers = leaf if self.layer is None else leaf[self.layer : self.layer + 1]
         dim = 0 if self.layer is None else 1
         return (
@@ -62,12 +57,7 @@ def cut_units(
     uncut: Callable[[str], bool],
     max_elements: int,
 ) -> list[UpdateUnit]:
-    """Cut leaves of these shapes into units, layer by layer, of about `max_elements` elements at most and with each
-    leaf at most once.
-
-    stacked: (name) -> whether its first dim counts layers, which are updated one by one. uncut: (name) -> whether its
-    layers may not be cut into rows.
-    """
+    """Cut leaves of these shapes, layer by layer, into units of about `max_elements` elements at most."""
     outside = [
         RowBlock(n, None, rows)
         for n, shape in shapes.items()
@@ -90,6 +80,7 @@ def cut_units(
         total = 0
         for block in group:
             size = _numel(block, shapes[block.name])
+            # One block of a leaf at most, as a unit names its rows by leaf.
             if unit and (total + size > max_elements or any(block.name == member.name for member in unit)):
                 units.append(unit)
                 unit, total = [], 0
@@ -189,6 +180,7 @@ def begin_ahead(items: Iterable[Item], begin: Callable[[Item], Begun], depth: in
     waiting: list[tuple[Item, Begun]] = []
     for item in items:
         waiting.append((item, begin(item)))
+        # The oldest is used while the `depth` after it are on their way.
         if len(waiting) > depth:
             yield waiting.pop(0)
     while waiting:
