@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fzero.models.mixtral import MoEConfig
-from fzero.models.presets import GPT2Config, ModelConfig
+from fzero.models.configs import ModelConfig, MoEConfig
+from fzero.models.presets import GPT2Config
 from fzero.sharding import pipeline
 
 A3_NETWORK = 12.5e9  # bytes/s of a GPU: Google's a3-highgpu-8g, four interfaces of 200 Gb/s for eight GPUs

@@ -16,7 +16,7 @@ from fzero import models, optim
 from fzero.checkpoint.convert import huggingface, peft
 from fzero.core import prng, pytree
 from fzero.models import Ctx
-from fzero.models.lora import FROZEN
+from fzero.models.configs import FROZEN
 from fzero.models.weights import LowRankSum
 from fzero.run.setup import run_folder, weights
 from fzero.run.setup.build import build, first_state

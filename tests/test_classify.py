@@ -14,7 +14,7 @@ from fzero.data import open_tokens
 from fzero.data.preferences import labels_of
 from fzero.data.token_stream import RowStream
 from fzero.models import Ctx
-from fzero.models.score import head_of
+from fzero.models.configs import head_of
 from fzero.run.config.config_table import from_json, to_json
 from fzero.run.setup import run_folder, weights
 

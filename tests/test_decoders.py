@@ -22,7 +22,7 @@ from fzero.checkpoint.convert.huggingface import in_memory
 from fzero.checkpoint.convert.transformers_models import decoder_of, save_decoder
 from fzero.core import pytree
 from fzero.models import Ctx
-from fzero.models.lora import FROZEN
+from fzero.models.configs import FROZEN
 from fzero.models.presets import with_vocab_size
 from fzero.models.transformers_module import name_of_scored, read_decoder
 from fzero.run.setup import run_folder, weights

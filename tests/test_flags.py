@@ -16,7 +16,7 @@ from fzero.cli.flags import SHORTHANDS, Flag, Number
 from fzero.core.bounds import Within
 from fzero.core.config_tables import metadata_of
 from fzero.models import config_values
-from fzero.models.presets import FAMILIES, WRAPPERS
+from fzero.models.configs import FAMILIES, WRAPPERS
 from fzero.run.config.run_config import RunConfig
 
 VALUES = (

@@ -17,7 +17,7 @@ from torch import nn
 import fzero
 from fzero import models, optim
 from fzero.core import pytree
-from fzero.models.lora import FROZEN
+from fzero.models.configs import FROZEN
 
 slow = pytest.mark.slow
 RANK, ALPHA, STEPS, RATE = 2, 6.0, 3, 0.3

@@ -20,7 +20,7 @@ import fzero
 from fzero import checkpoint, local_batch, models, optim, reopen_state
 from fzero.checkpoint.restore_state import restore_state
 from fzero.core import precision, pytree
-from fzero.models.lora import FROZEN
+from fzero.models.configs import FROZEN
 from fzero.offload import DiskTensor, Nvme
 from fzero.offload.disk_io import serves_direct
 from fzero.optim import WHOLE, moment_storage

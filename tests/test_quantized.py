@@ -16,7 +16,7 @@ from fzero.core import prng, pytree
 from fzero.kernels.quantize import dequantize, quantize
 from fzero.kernels.quantize_codes import NF4
 from fzero.models import base
-from fzero.models.lora import FROZEN
+from fzero.models.configs import FROZEN
 from fzero.models.weights import LowRankSum, QuantizedWeight
 from fzero.offload import DiskTensor, Nvme
 

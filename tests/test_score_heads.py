@@ -15,7 +15,7 @@ from fzero import models, optim
 from fzero.checkpoint.convert import huggingface
 from fzero.core import pytree
 from fzero.models import Ctx
-from fzero.models.lora import FROZEN
+from fzero.models.configs import FROZEN
 from fzero.sharding import Context
 from fzero.sharding.redistribute import gather_on_first
 

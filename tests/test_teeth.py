@@ -181,7 +181,7 @@ def balance_loss_of_the_batch_in_place_of_the_sequence(monkeypatch):
 
         return built
 
-    monkeypatch.setitem(models.presets.BUILDERS, models.MoEConfig, head(models.mixtral))
+    monkeypatch.setattr(models, "mixtral", head(models.mixtral))
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from fzero.data.auto_tokenizer import missing_tokens, template_tokens
 from fzero.data.chat import Chat, encoder
 from fzero.data.tokenizers import byte_tokenizer, json_tokenizer
 from fzero.models import build, frozen_leaves, grow_vocabulary, init_params, logits
-from fzero.models.lora import FROZEN_BLOCKS
+from fzero.models.configs import FROZEN_BLOCKS
 from fzero.run.config.run_config import Data
 from fzero.run.runner import auto_resume, pretrain
 from fzero.run.setup import vocabulary, weights

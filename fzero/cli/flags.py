@@ -385,7 +385,7 @@ def is_written(config_file: Path | None) -> bool:
 def sizes_of_hf(path: Path) -> dict[str, Any]:
     """The table `model` of a config.json of Hugging Face's transformers."""
     from fzero.checkpoint.convert.huggingface import read_hf_config
-    from fzero.models.presets import family_of
+    from fzero.models.configs import family_of
 
     sizes, _ = read_hf_config(path)
     return {"family": family_of(sizes), **dataclasses.asdict(sizes)}

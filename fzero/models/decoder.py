@@ -28,6 +28,7 @@ from fzero.core.random_interception import seeded
 from fzero.kernels.cross_entropy import counted_tokens, number_of, weighed
 from fzero.models.base import Ctx, Loss, Model
 from fzero.models.batch import Batch, sums_by_source
+from fzero.models.configs import DecoderConfig
 from fzero.models.from_module import expect_trainable
 from fzero.models.layers import document_positions
 from fzero.models.module_functions import Layered, Prepared, layered_model, slashed
@@ -36,7 +37,6 @@ from fzero.models.module_rehearsal import first_of
 from fzero.models.module_split import LossOf, StackKind, inputs_of
 from fzero.models.transformers_module import (
     IN_PYTHON,
-    DecoderConfig,
     class_of_decoder,
     class_of_scored,
     config_of_text,

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.rope import rope_frequencies, rope_qk
 from fzero.models.base import Ctx, Leaves, Loss, Model, make_tree, ones
 from fzero.models.batch import Batch
-from fzero.models.config_values import check_sizes
+from fzero.models.configs import DeepSeekConfig
 from fzero.models.cp_attention import attend
 from fzero.models.experts import (
     ENTROPY,
@@ -108,90 +107,6 @@ def shifted_batch(batch: Batch) -> Batch:
         "targets": torch.cat((targets[:, 1:], last), 1),
         "mask": torch.cat((counts, last.to(counts.dtype)), 1),
     }
-
-
-@dataclass(frozen=True)
-class DeepSeekConfig:
-    """The sizes of a DeepSeek-V3; the defaults are the published ones, of pretraining at 4,096 tokens.
-
-    Queries, keys and values are projected from latents of `q_rank` (0: queries from the activations) and `kv_rank`
-    elements. A head's query and key have `nope_dim` elements, and `rope_dim` more with its position, whose key all
-    heads share. The first `n_dense` layers have a SwiGLU of d_ff units; the others `n_shared` experts of `d_expert`
-    units for every token, and `n_experts` of which a token uses the `top_k` with the highest scores in its `top_groups`
-    of `n_groups` groups.
-
-    A bias moves the choice of experts and not their weights, by `bias_rate` once a step towards equal loads of the
-    experts of a layer (0: it stays). The balance loss of a sequence is E / top_k sum_e load_e score_e, summed over the
-    layers with experts: load_e counts e's tokens per position and score_e is e's mean share of the scores. With n_mtp
-    see `join_mtp`; the published model has one.
-
-    Raises ValueError for experts that cannot be chosen so, and sizes out of bounds.
-
-    >>> DeepSeekConfig().key_dim
-    192
-    """
-
-    vocab_size: int = 129280
-    max_len: int = 4096
-    d_model: int = 7168
-    n_layers: int = 61
-    n_dense: int = 3
-    n_heads: int = 128
-    q_rank: int = 1536
-    kv_rank: int = 512
-    nope_dim: int = 128
-    rope_dim: int = 64
-    value_dim: int = 128
-    d_ff: int = 18432
-    n_experts: int = 256
-    n_shared: int = 1
-    top_k: int = 8
-    n_groups: int = 8
-    top_groups: int = 4
-    d_expert: int = 2048
-    routed_scale: float = 2.5  # of the weights of a token's experts, which sum to it
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-6
-    tied: bool = False
-    dropout: float = 0.0
-    init_std: float = 0.006
-    balance_coef: float = 1e-4
-    n_mtp: int = 0  # 1: a layer with experts more, behind which the head predicts the token after the next one
-    mtp_coef: float = 0.3  # of that loss
-    bias_rate: float = 0.001
-    pattern: str = "full"  # attention pattern, see Pattern.parse
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        if self.n_dense >= self.n_layers:
-            raise ValueError(f"n_dense is {self.n_dense}; it must be below n_layers={self.n_layers}")
-        if self.rope_dim % 2:
-            raise ValueError(f"rope_dim is {self.rope_dim}; RoPE turns pairs, so it must be even")
-        if self.value_dim > self.key_dim:
-            raise ValueError(f"value_dim is {self.value_dim}; it must be at most nope_dim + rope_dim = {self.key_dim}")
-        group = self.n_experts // self.n_groups
-        if self.n_experts % self.n_groups or group < 2:
-            raise ValueError(
-                f"n_experts is {self.n_experts} in n_groups={self.n_groups}; groups are equal and have two or more"
-            )
-        if not 1 <= self.top_groups <= self.n_groups:
-            raise ValueError(f"top_groups is {self.top_groups}; it must be in [1, n_groups = {self.n_groups}]")
-        if not 1 <= self.top_k <= self.top_groups * group:
-            raise ValueError(
-                f"top_k is {self.top_k}; it must be in [1, {self.top_groups * group}], the experts of "
-                f"{self.top_groups} groups"
-            )
-        Pattern.parse(self.pattern)
-
-    @property
-    def key_dim(self) -> int:
-        """The size K of a head's query and key."""
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def n_kv_heads(self) -> int:
-        """The number of heads of keys and values: that of queries."""
-        return self.n_heads
 
 
 RULES = (

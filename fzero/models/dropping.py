@@ -29,8 +29,7 @@ from fzero.core.pytree import Tree
 from fzero.core.stack import Block, in_turn
 from fzero.models.base import Ctx, Model, stacks_of
 from fzero.models.config_values import parse_layers
-from fzero.models.gpt2 import GPT2Config
-from fzero.models.llama import LlamaConfig
+from fzero.models.configs import GPT2Config, LlamaConfig
 
 
 @checked()

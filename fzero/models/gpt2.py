@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from fzero.kernels.embedding import look_up
 from fzero.models.base import Ctx, Leaves, Loss, Model, make_tree, ones
 from fzero.models.batch import Batch
 from fzero.models.chunked_layer import AttentionLayer
-from fzero.models.config_values import check_sizes
+from fzero.models.configs import GPT2Config
 from fzero.models.forward import token_loss
 from fzero.models.layers import (
     Attention,
@@ -42,40 +41,6 @@ from fzero.models.llama import ends, head_inputs
 from fzero.models.tiled_linear import tiled_gelu_mlp
 from fzero.sharding import Mesh, Rules
 from fzero.sharding.slices import narrow_part
-
-
-@dataclass(frozen=True)
-class GPT2Config:
-    """The sizes of a GPT-2. Dropout at rate `dropout` applies to embeddings and residual branches, not to attention
-    probabilities.
-
-    Raises ValueError if n_heads does not divide d_model, or for an unknown pattern.
-
-    >>> GPT2Config(d_model=256, n_heads=4, d_ff=1024).vocab_size
-    50257
-    """
-
-    vocab_size: int = 50257
-    max_len: int = 1024
-    d_model: int = 768
-    n_layers: int = 12
-    n_heads: int = 12
-    d_ff: int = 3072
-    dropout: float = 0.0
-    norm_eps: float = 1e-5
-    tied: bool = True
-    init_std: float = 0.02
-    pattern: str = "full"  # attention pattern, see Pattern.parse
-    mlp_tiles: int = 1  # parts that the MLP's hidden units are computed in, see fzero.models.tiled_linear
-    mlp_tokens: int = 0  # tokens that the MLP is computed for at a time, for long sequences; 0: all
-    layer_tokens: int = 0  # and a whole layer, see fzero.models.chunked_layer; 0: all
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        if self.d_model % self.n_heads:
-            raise ValueError(f"d_model is {self.d_model}, not divisible by n_heads={self.n_heads}")
-        Pattern.parse(self.pattern)
-
 
 RULES = (
     (r"^embed/tokens$|^head/w$", "[V/tp, D]"),

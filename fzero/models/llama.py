@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,14 +21,13 @@ from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.stack import Block, Blocks
 from fzero.kernels.cross_entropy_rows import cap_logits
-from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Ctx, Leaves, Loss, Model, make_tree
 from fzero.models.batch import Batch
 from fzero.models.chunked_layer import AttentionLayer
-from fzero.models.config_values import LayerKind, check_sizes, parse_layers
+from fzero.models.config_values import LayerKind, parse_layers
+from fzero.models.configs import LlamaConfig
 from fzero.models.forward import token_loss
 from fzero.models.layers import (
-    GATES,
     Attention,
     DimSplit,
     add,
@@ -47,74 +45,6 @@ from fzero.models.layers import (
     vocabulary_logits,
 )
 from fzero.sharding import Mesh, Rules
-
-NORMS = ("in", "out", "both")
-
-
-@dataclass(frozen=True)
-class LlamaConfig:
-    """The sizes of a Llama; the defaults are those of Llama 2 7B. Dropout at rate `dropout` applies to embeddings and
-    residual branches.
-
-    Raises ValueError if heads do not divide d_model or each other, if a head's size is odd, or for an unknown pattern,
-    place of norms or activation.
-
-    >>> LlamaConfig(d_model=64, n_heads=4, n_kv_heads=2).key_dim
-    16
-    """
-
-    vocab_size: int = 32000
-    max_len: int = 4096
-    d_model: int = 4096
-    n_layers: int = 32
-    n_heads: int = 32
-    n_kv_heads: int = 32
-    d_ff: int = 11008
-    head_dim: int = 0  # 0: d_model / n_heads
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
-    tied: bool = False
-    dropout: float = 0.0
-    init_std: float = 0.02
-    pattern: str = "full"  # attention pattern, or those of a period of layers, see fzero.models.config_values
-    mlp_tiles: int = 1  # parts that the MLP's hidden units are computed in, see fzero.models.tiled_linear
-    mlp_tokens: int = 0  # tokens that the MLP is computed for at a time, for long sequences; 0: all
-    layer_tokens: int = 0  # and a whole layer, see fzero.models.chunked_layer; 0: all
-    qkv_bias: bool = False  # whether queries, keys and values have biases, as in Qwen2
-    out_bias: bool = False  # whether attention's output product has a bias, as in gpt-oss
-    sinks: bool = False  # whether a learned logit of each head takes part in attention's softmax, as in gpt-oss
-    qk_norm: bool = False  # whether queries and keys are normalised before RoPE, each head by itself, as in Qwen3
-    wide_qk_norm: bool = False  # whether that norm runs over all heads together, as in OLMo 2
-    norms: str = "in"  # the norms of a block's halves: of what comes "in", of what comes "out", or "both", as in Gemma
-    norm_offset: bool = False  # whether norms multiply by 1 + their leaf, as in Gemma
-    activation: str = "silu"  # of the feed-forward part's gate: "silu", "gelu" in its tanh form, or gpt-oss's "clamped"
-    embed_scaled: bool = False  # whether embeddings are multiplied by the root of d_model, as in Gemma
-    score_dim: int = 0  # attention's scores are divided by its root; 0: by that of a head's size
-    score_cap: float = 0.0  # attention's scores are capped at it by tanh, as in Gemma 2; 0: not
-    logit_cap: float = 0.0  # and the logits
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        if not self.head_dim and self.d_model % self.n_heads:
-            raise ValueError(f"d_model is {self.d_model}, not divisible by n_heads={self.n_heads}; give head_dim")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads is {self.n_heads}, not divisible by n_kv_heads={self.n_kv_heads}")
-        if self.key_dim % 2:
-            raise ValueError(f"the heads have {self.key_dim} dims; RoPE turns pairs, so it must be even")
-        for name, value, allowed in (("norms", self.norms, NORMS), ("activation", self.activation, tuple(GATES))):
-            if value not in allowed:
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
-        if self.wide_qk_norm and not self.qk_norm:
-            raise ValueError("wide_qk_norm is true and qk_norm is not; set both, or neither")
-        if self.rope_scaling is not None and self.rope_scaling.kind != "llama3" and self.rope_theta <= 1.0:
-            raise ValueError(f"rope_theta is {self.rope_theta:g}; with {self.rope_scaling} it must be above 1")
-        parse_layers(self.pattern)
-
-    @property
-    def key_dim(self) -> int:
-        """The size K of a head."""
-        return self.head_dim or self.d_model // self.n_heads
 
 
 class EndSizes(Protocol):

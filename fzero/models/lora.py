@@ -10,10 +10,8 @@ import functools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fzero.comm.axes import TP
@@ -22,34 +20,12 @@ from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.core.stack import Block
-from fzero.models.base import CODES, SCALES, Ctx, MakeLeaf, Model, leaf_shapes, map_blocks, with_still_leaves
-from fzero.models.weights import ConfigOver, LowRankSum, WeightInParts, block_weights, weights_of
+from fzero.models.base import CODES, Ctx, MakeLeaf, Model, leaf_shapes, map_blocks, with_still_leaves
+from fzero.models.configs import LORA, LoRAConfig
+from fzero.models.weights import LowRankSum, WeightInParts, block_weights, column_norms, product_of, weights_of
 from fzero.sharding import Mesh, Rules, Spec, fake_mesh, match_rules
 from fzero.sharding.slices import is_stacked
 from fzero.sharding.zero_stages import shapes_of
-
-ON = {"attn": r"/attn/w_[a-z_]+$", "all": r"/(attn|mlp)/w_[a-z_]+$"}  # weights of fzero's own models
-LORA = r"_lora_[abm]$"  # the leaves that are trained
-FROZEN = r"^(?!.*_lora_[abm]$|head/score$)"  # and those that are not, for zero_plan; a head of scores always is
-TABLES = ("embed/tokens", "head/w")  # the leaves with a row for each token of the vocabulary
-FROZEN_BLOCKS = r"^(?!.*_lora_[abm]$|head/score$|embed/tokens$|head/w$)"  # where those are trained too
-
-
-@dataclass(frozen=True)
-class LoRAConfig(ConfigOver):
-    """The config of a model with LoRA; attributes that it lacks are read from its base, the config of the model without
-    LoRA.
-
-    >>> from fzero import models
-    >>> LoRAConfig(models.MLPConfig(), rank=4, alpha=16.0, targets="/w_").d_model
-    32
-    """
-
-    rank: int
-    alpha: float
-    targets: str
-    dora: bool = False
-    vocabulary: bool = False  # the TABLES are trained too, whole
 
 
 @checked()
@@ -134,20 +110,6 @@ def lora(
     return model._replace(config=config, init=init, block=blocks, rules=rules, linear="", start=start)
 
 
-@checked()
-def frozen_leaves(config: Any) -> str | None:
-    """The regex of the leaves that a model of this config does not train, for `zero_plan(frozen=...)`; None if it
-    trains all.
-
-    >>> from fzero import models
-    >>> frozen_leaves(models.MLPConfig()) is None
-    True
-    """
-    if not isinstance(config, LoRAConfig):
-        return None
-    return FROZEN_BLOCKS if config.vocabulary else FROZEN
-
-
 def _init(model: Model, config: LoRAConfig, weights: Mapping[str, tuple[int, ...]], make: MakeLeaf) -> Tree:
     """Make the parameters of `model` with factors, and magnitudes, beside the weights of these shapes."""
     deviations: dict[str, float] = {}
@@ -228,21 +190,6 @@ def set_magnitudes(model: Model, params: Tree) -> Tree:
     return pytree.map_named(magnitude, params)
 
 
-def column_norms(named: Mapping[str, Tensor], name: str, config: LoRAConfig) -> Tensor:
-    """Return [L, out], the norms of the columns of the weight of the magnitudes `name`, with its factors if `named`,
-    the whole leaves by name, has them."""
-    weight = name.removesuffix("_lora_m")
-    w = named.get(weight)
-    if w is None:
-        codes = {suffix: named[f"{weight}/{suffix}"] for suffix in (CODES, SCALES)}
-        w = weights_of(codes, config.kind, config.block).dense()
-    w = w.to(torch.promote_types(w.dtype, torch.float32))
-    if f"{weight}_lora_a" in named:
-        a, b = named[f"{weight}_lora_a"], named[f"{weight}_lora_b"]
-        w = LowRankSum(w, a, b, config.alpha / config.rank).dense()
-    return torch.linalg.vector_norm(w, dim=-2)
-
-
 def _with_factors(node: Tree, config: LoRAConfig, inside: Mapping[str, Axis] = {}, path: str = "") -> Tree:
     """The tree with a weight and its factors as one LowRankSum. inside: the axis that shards the dim `in` of a weight,
     by name."""
@@ -263,20 +210,6 @@ def _with_scale(node: Tree, config: LoRAConfig) -> Tree:
     """The tree with each factor b times alpha / rank."""
     scale = config.alpha / config.rank
     return pytree.map_named(lambda name, leaf: leaf * scale if name.endswith("_lora_b") else leaf, node)
-
-
-def product_of(named: Mapping[str, Any], name: str, model: Model | None) -> Any:
-    """The weight [..., out, in] called `name` of a model made from a module, with alpha / rank times the product of its
-    factors, if it has any; summed in float32 or wider, and rounded once.
-    """
-    w = named[name]
-    if model is None or f"{name}_lora_a" not in named:
-        return w
-    wide, scale = torch.promote_types(w.dtype, torch.float32), model.config.alpha / model.config.rank
-    a, b = (named[f"{name}_lora_{factor}"].to(wide) for factor in "ab")
-    # Layer by layer, as `to_module` takes them: a batched product has other bits on some CPUs.
-    product = torch.stack([y @ x for x, y in zip(a, b)]) if w.dim() == 3 else b @ a
-    return (w + scale * product).to(w.dtype)
 
 
 def _factor_shapes(model: Model, shape: tuple[int, ...], rank: int) -> tuple[list[tuple[int, ...]], float]:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fzero.core.pytree import Tree, nearest
+from fzero.core.pytree import Tree
 from fzero.kernels import moe as moe_kernels
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.models.base import Ctx, Leaves, Loss, Model, make_tree
 from fzero.models.batch import Batch
+from fzero.models.configs import MoEConfig
 from fzero.models.experts import (
     EXPERT_BIAS_RULES,
     MOE_BIAS_RULE,
@@ -32,69 +32,7 @@ from fzero.models.experts import (
 )
 from fzero.models.forward import token_loss
 from fzero.models.layers import Attention, DimSplit, add, enter_region, exit_region, linear
-from fzero.models.llama import (
-    LlamaConfig,
-    attend,
-    embed,
-    ends,
-    gated_leaves,
-    head_inputs,
-    in_layers,
-    leaves_of,
-    rules,
-)
-
-BALANCE = ("loss", "bias")
-
-
-@dataclass(frozen=True)
-class MoEConfig(LlamaConfig):
-    """The sizes of a Mixtral: a Llama with `n_experts` gated feed-forward parts of d_ff units each, of which a token
-    uses `top_k`.
-
-    norm_top_k: whether the weights of a token's experts are divided by their sum; else they are their probabilities.
-    balance: "loss" adds the balance loss, weighted by balance_coef, to the objective; "bias" does not, and a bias moves
-    the choice of experts and not their weights, by `bias_rate` once a step towards equal loads (Wang et al. 2024,
-    "Auxiliary-loss-free load balancing strategy for mixture-of-experts"). The balance loss is reported with both.
-
-    The balance loss of a sequence is E sum_e load_e prob_e, where load_e counts e's tokens per position and prob_e is
-    e's mean router probability, both averaged over its positions and the layers (Fedus et al. 2021, "Switch
-    transformers", equation 4, taken per sequence, so that the loss does not depend on how a batch is split); the z-loss
-    is the mean square of the router's log-sum-exp (Zoph et al. 2022, "ST-MoE", equation 5). Both are weighted by the
-    number of tokens of the sequence that count.
-
-    Raises ValueError if top_k is not in [1, n_experts], and what LlamaConfig raises.
-
-    >>> MoEConfig(n_experts=4, top_k=2).capacity_factor  # dropless
-    0.0
-    """
-
-    n_experts: int = 8
-    top_k: int = 2
-    capacity_factor: float = 0.0  # 0: dropless
-    balance_coef: float = 0.02
-    z_coef: float = 0.001
-    balance: str = "loss"  # or "bias"
-    bias_rate: float = 0.001
-    norm_top_k: bool = True
-    expert_bias: bool = False  # whether the router and the experts' products have biases, as in gpt-oss
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.top_k <= self.n_experts:
-            raise ValueError(f"top_k is {self.top_k}; it must be in [1, n_experts = {self.n_experts}]")
-        if self.mlp_tiles != 1:
-            raise ValueError(f"mlp_tiles is {self.mlp_tiles}; experts are not computed in tiles, so it must be 1")
-        for name in ("mlp_tokens", "layer_tokens"):
-            if value := getattr(self, name):
-                raise ValueError(f"{name} is {value}; experts take all their tokens at once, so it must be 0")
-        for name, required in (("norms", "in"), ("norm_offset", False), ("embed_scaled", False)):
-            if getattr(self, name) != required:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; a model with experts has {required!r} only")
-        if self.balance not in BALANCE:
-            raise ValueError(f"balance is {self.balance!r}{nearest(self.balance, BALANCE)}; it must be loss or bias")
-        if self.logit_cap:
-            raise ValueError(f"logit_cap is {self.logit_cap}; a model with experts has none, so it must be 0")
+from fzero.models.llama import attend, embed, ends, gated_leaves, head_inputs, in_layers, leaves_of, rules
 
 
 def mixtral(config: MoEConfig) -> Model:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from fzero.core.pytree import Tree
 from fzero.models.base import Ctx, Leaves, Loss, Model, make_tree
 from fzero.models.batch import Batch
-from fzero.models.config_values import check_sizes
+from fzero.models.configs import MLPConfig
 from fzero.models.forward import token_loss
 from fzero.models.layers import (
     DimSplit,
@@ -25,25 +24,6 @@ from fzero.models.layers import (
     vocabulary_logits,
 )
 from fzero.sharding import Mesh, Rules
-
-
-@dataclass(frozen=True)
-class MLPConfig:
-    """The sizes of an MLP that predicts a token's target from the token alone.
-
-    >>> MLPConfig(n_layers=3).d_ff
-    64"""
-
-    vocab_size: int = 256
-    max_len: int = 1024
-    d_model: int = 32
-    n_layers: int = 2
-    d_ff: int = 64
-    init_std: float = 0.2
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-
 
 RULES = (
     (r"^embed/tokens$|^head/w$", "[V/tp, D]"),

@@ -12,35 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero import models
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree, nearest
 from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Model
 from fzero.models.config_values import parse_layers
-from fzero.models.deepseek import DeepSeekConfig, deepseek
-from fzero.models.gpt2 import GPT2Config, gpt2
-from fzero.models.llama import LlamaConfig, llama
-from fzero.models.lora import TABLES, LoRAConfig, lora
-from fzero.models.mixtral import MoEConfig, mixtral
-from fzero.models.mlp import MLPConfig, mlp
-from fzero.models.quantized import QuantizedConfig, quantized
-from fzero.models.score import ScoreConfig, scored
-from fzero.models.transformers_module import DecoderConfig
-from fzero.models.weights import ConfigOver
-
-ModelConfig = (
-    GPT2Config
-    | LlamaConfig
-    | MoEConfig
-    | DeepSeekConfig
-    | MLPConfig
-    | DecoderConfig
-    | LoRAConfig
-    | QuantizedConfig
-    | ScoreConfig
+from fzero.models.configs import (
+    TABLES,
+    ConfigOver,
+    DecoderConfig,
+    DeepSeekConfig,
+    GPT2Config,
+    LlamaConfig,
+    LoRAConfig,
+    MLPConfig,
+    ModelConfig,
+    MoEConfig,
+    QuantizedConfig,
+    ScoreConfig,
+    family_of,
 )
-
 
 # Below, `sizes` are d_model, n_layers, n_heads, n_kv_heads and d_ff.
 
@@ -194,34 +187,23 @@ def preset(name: str) -> ModelConfig:
     return PRESETS[name]()
 
 
-def build_decoder(config: DecoderConfig) -> Model:
-    """The Model of a decoder that transformers' code computes; what it needs is imported here."""
-    from fzero.models.decoder import decoder
-
-    return decoder(config)
-
-
-BUILDERS: dict[type, Callable[[Any], Model]] = {
-    GPT2Config: gpt2,
-    LlamaConfig: llama,
-    MoEConfig: mixtral,
-    DeepSeekConfig: deepseek,
-    MLPConfig: mlp,
-    DecoderConfig: build_decoder,
-    LoRAConfig: lambda c: lora(build(c.base), c.rank, c.alpha, c.targets, dora=c.dora),
-    QuantizedConfig: lambda c: quantized(build(c.base), c.kind, c.block, c.targets),
-    ScoreConfig: lambda c: scored(build(c.base), c),
-}
-
-
 @checked()
 def build(config: ModelConfig) -> Model:
-    """Return the Model of a config, by the config's type.
+    """Return the Model of a config, by the config's type; the file of its family is imported here.
 
     >>> build(preset("llama-tiny")).config.d_ff
     704
     """
-    return BUILDERS[type(config)](config)
+    match config:
+        case LoRAConfig():
+            return models.lora(build(config.base), config.rank, config.alpha, config.targets, dora=config.dora)
+        case QuantizedConfig():
+            return models.quantized(build(config.base), config.kind, config.block, config.targets)
+        case ScoreConfig():
+            return models.score.scored(build(config.base), config)
+        case DecoderConfig():
+            return models.decoder.decoder(config)
+    return getattr(models, family_of(config))(config)
 
 
 @checked()
@@ -246,44 +228,6 @@ def period(config: ModelConfig) -> int:
     6
     """
     return len(parse_layers(getattr(config, "pattern", "full")))
-
-
-def without_adapters(config: ModelConfig) -> ModelConfig:
-    """Return the config of a model below its LoRA and its weights in codes, if it has them.
-
-    >>> from fzero import models
-    >>> without_adapters(models.lora(models.build(models.MLPConfig()), 2, targets="/w_").config)
-    MLPConfig(vocab_size=256, d_model=32, n_layers=2, d_ff=64, max_len=32)
-    """
-    while isinstance(config, (LoRAConfig, QuantizedConfig)):
-        config = config.base
-    return config
-
-
-def body_of(config: ModelConfig) -> Any:
-    """Return the config of a model's layers: below adapters, weights in codes and a head of scores."""
-    while isinstance(config, ConfigOver):
-        config = config.base
-    return config
-
-
-FAMILIES: dict[str, type] = {
-    "gpt2": GPT2Config,
-    "llama": LlamaConfig,
-    "mixtral": MoEConfig,
-    "deepseek": DeepSeekConfig,
-    "mlp": MLPConfig,
-    "transformers": DecoderConfig,
-}
-
-
-# What stands on the config of another model, its `base`.
-WRAPPERS: dict[str, type] = {"lora": LoRAConfig, "quantized": QuantizedConfig, "score": ScoreConfig}
-
-
-def family_of(model: ModelConfig) -> str:
-    """The name of the model family that a config belongs to."""
-    return next(name for name, kind in {**FAMILIES, **WRAPPERS}.items() if type(model) is kind)
 
 
 @checked()

@@ -6,7 +6,6 @@ Ref: Dettmers et al. 2023, "QLoRA: efficient finetuning of quantized LLMs", arXi
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,27 +20,12 @@ from fzero.core.stack import Block
 from fzero.kernels.quantize import quantize
 from fzero.kernels.quantize_codes import KINDS, codes_a_byte
 from fzero.models.base import CODES, SCALES, MakeLeaf, Model, leaf_shapes, map_blocks
-from fzero.models.lora import LoRAConfig
-from fzero.models.weights import ConfigOver, block_weights, weights_of
+from fzero.models.configs import LoRAConfig, QuantizedConfig
+from fzero.models.weights import block_weights, weights_of
 from fzero.sharding import Mesh, Rules, Spec, match_rules
 from fzero.sharding.zero_stages import shapes_of
 
 WEIGHT_KINDS = ("nf4", "int4", "int8")
-
-
-@dataclass(frozen=True)
-class QuantizedConfig(ConfigOver):
-    """The config of a model with frozen weights in codes; attributes that it lacks are read from its base, the config
-    of the model without.
-
-    >>> from fzero import models
-    >>> QuantizedConfig(models.MLPConfig(), kind="nf4", block=64, targets="/w_").d_model
-    32
-    """
-
-    kind: str
-    block: int
-    targets: str
 
 
 @checked()

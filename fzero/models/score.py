@@ -10,9 +10,7 @@ for rewards.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens, number_of, weighed
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, with_still_leaves
+from fzero.models.configs import SCORE, DecoderConfig, ScoreConfig, head_of
 from fzero.models.layers import DimSplit, enter_region, expect_divisible
 from fzero.models.preference import (
     expect_no_weights,
@@ -34,53 +33,8 @@ from fzero.models.preference import (
     sum_by_document,
     sum_over_cp,
 )
-from fzero.models.transformers_module import DecoderConfig
-from fzero.models.weights import ConfigOver
 from fzero.sharding import Mesh, Rules
 from fzero.sharding.slices import narrow_part
-
-SCORE = "head/score"  # the leaf, [C, D]
-
-
-@dataclass(frozen=True)
-class ScoreConfig(ConfigOver):
-    """The config of a model with a head of scores; attributes that it lacks are read from its base, the config of the
-    model without.
-
-    Raises ValueError for a single class, and for two of one name.
-
-    >>> from fzero import models
-    >>> ScoreConfig(models.MLPConfig(), labels=("bad", "good")).d_model
-    32
-    """
-
-    labels: tuple[str, ...] = ()  # the names of the classes; (): there is one score, a reward
-    pad: int = -1  # a text ends before its last tokens of this id, with which transformers fills rows; -1: none
-
-    def __post_init__(self) -> None:
-        if len(self.labels) == 1:
-            raise ValueError(f"labels has the class {self.labels[0]!r} alone; there must be two or more")
-        counts = Counter(self.labels)
-        if twice := sorted(name for name in counts if counts[name] > 1):
-            raise ValueError(f"labels has {twice[0]!r} twice; each class has a name of its own")
-
-
-def head_of(config: Any) -> ScoreConfig | None:
-    """The config of a model's head of scores, below adapters too; None if it has none.
-
-    >>> from fzero import models
-    >>> head_of(models.MLPConfig()) is None
-    True
-    """
-    while isinstance(config, ConfigOver) and not isinstance(config, ScoreConfig):
-        config = config.base
-    return config if isinstance(config, ScoreConfig) else None
-
-
-def head_rows(config: Any) -> int:
-    """The rows of a model's head: its classes, one for a reward, else those of the vocabulary."""
-    head = head_of(config)
-    return config.vocab_size if head is None else len(head.labels) or 1
 
 
 @checked()

@@ -14,7 +14,6 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from fzero.core.pytree import nearest
 from fzero.core.random_interception import seeded
 from fzero.core.text_parsing import parse_json, short
 from fzero.kernels.moe import group, grouped_mm, permute, unpermute
-from fzero.models.config_values import check_sizes
+from fzero.models.configs import DecoderConfig
 
 # What a message ends with.
 IN_PYTHON = "; other models train in Python: fzero.from_huggingface(folder), or fzero.from_module of an nn.Module"
@@ -35,31 +34,6 @@ INSTALL = "pip install 'transformers>=5'"
 ENDLESS = 1_000_000  # positions of a decoder whose config names no number of them
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 UNITS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """The config of a decoder that transformers' own code computes.
-
-    text: its config.json. The sizes are those that transformers reads there; `fzero plan`, checks and reports need them
-    where transformers is not installed. Raises ValueError for a size that is out of bounds.
-
-    >>> DecoderConfig("PhiForCausalLM", "{}", 100, 64, 32, 2, 64, 4, 8).n_layers
-    2
-    """
-
-    architecture: str  # its class
-    text: str
-    vocab_size: int
-    max_len: int
-    d_model: int
-    n_layers: int
-    d_ff: int
-    n_heads: int
-    key_dim: int  # of a head
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
 
 
 def read_decoder(content: Mapping[str, Any], source: str) -> DecoderConfig:

@@ -7,7 +7,7 @@ and method of torch gets the dense tensor, made for that call.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -22,24 +22,13 @@ from fzero.core.autodiff import Function
 from fzero.core.pytree import Tree, nearest
 from fzero.core.reinterpret import reinterpret
 from fzero.kernels.quantize import Quantized, dequantize
-from fzero.models.base import CODES, SCALES
+from fzero.models.base import CODES, SCALES, Model
+from fzero.models.configs import LoRAConfig
 from fzero.sharding.slices import is_stacked
 
 WHOLE = Axis(TP)  # of size 1
 Multiply = Callable[[Tensor, Any], Tensor]  # (x [..., in], w [in, out]) -> [..., out]
 PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
-
-
-@dataclass(frozen=True)
-class ConfigOver:
-    """A config beside that of a model, `base`, from which it reads the attributes that it lacks itself."""
-
-    base: Any
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "base" or name.startswith("__"):  # while unpickling, `base` does not exist yet
-            raise AttributeError(name)
-        return getattr(self.base, name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,3 +202,32 @@ def block_weights(subject: str, targets: str, shapes: dict[str, tuple[int, ...]]
                 f"{targets!r}"
             )
     return names
+
+
+def column_norms(named: Mapping[str, Tensor], name: str, config: LoRAConfig) -> Tensor:
+    """Return [L, out], the norms of the columns of the weight of the magnitudes `name`, with its factors if `named`,
+    the whole leaves by name, has them."""
+    weight = name.removesuffix("_lora_m")
+    w = named.get(weight)
+    if w is None:
+        codes = {suffix: named[f"{weight}/{suffix}"] for suffix in (CODES, SCALES)}
+        w = weights_of(codes, config.kind, config.block).dense()
+    w = w.to(torch.promote_types(w.dtype, torch.float32))
+    if f"{weight}_lora_a" in named:
+        a, b = named[f"{weight}_lora_a"], named[f"{weight}_lora_b"]
+        w = LowRankSum(w, a, b, config.alpha / config.rank).dense()
+    return torch.linalg.vector_norm(w, dim=-2)
+
+
+def product_of(named: Mapping[str, Any], name: str, model: Model | None) -> Any:
+    """The weight [..., out, in] called `name` of a model made from a module, with alpha / rank times the product of its
+    factors, if it has any; summed in float32 or wider, and rounded once.
+    """
+    w = named[name]
+    if model is None or f"{name}_lora_a" not in named:
+        return w
+    wide, scale = torch.promote_types(w.dtype, torch.float32), model.config.alpha / model.config.rank
+    a, b = (named[f"{name}_lora_{factor}"].to(wide) for factor in "ab")
+    # Layer by layer, as `to_module` takes them: a batched product has other bits on some CPUs.
+    product = torch.stack([y @ x for x, y in zip(a, b)]) if w.dim() == 3 else b @ a
+    return (w + scale * product).to(w.dtype)

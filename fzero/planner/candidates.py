@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fzero import models
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import nearest
-from fzero.models.presets import body_of
+from fzero.models.configs import body_of
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.unused_keys import drop_absent_axes
 from fzero.sharding import fake_mesh, zero_plan

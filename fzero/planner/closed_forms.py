@@ -15,8 +15,8 @@ from typing import NamedTuple
 from fzero.comm.axes import AXES, links_of
 from fzero.comm.ledger import sent_elements
 from fzero.core.host_memory import bytes_cached
+from fzero.models.configs import body_of
 from fzero.models.experts import OF_EXPERTS
-from fzero.models.presets import body_of
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_layer import ROW, TRACED_ROWS, Basis, offload_of, remat_of, row_facts
 from fzero.planner.estimate import of_signs

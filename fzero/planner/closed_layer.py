@@ -19,9 +19,7 @@ from fzero.comm.ledger import sent_elements
 from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.kernels.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, SPLIT_PRODUCTS
-from fzero.models.lora import frozen_leaves
-from fzero.models.presets import body_of
-from fzero.models.score import head_rows
+from fzero.models.configs import body_of, frozen_leaves, head_rows
 from fzero.planner.candidates import Candidate
 from fzero.planner.devices import Device
 from fzero.planner.estimate import MOMENTS, STATE_BYTES

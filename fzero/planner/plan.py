@@ -16,8 +16,7 @@ from fzero.core import gpu as gpu_module
 from fzero.core.arguments import checked
 from fzero.core.cpp import have_compiler
 from fzero.models import ModelConfig
-from fzero.models.presets import body_of
-from fzero.models.transformers_module import DecoderConfig
+from fzero.models.configs import DecoderConfig, body_of
 from fzero.planner import devices, extrapolate, pipeline_trace
 from fzero.planner.devices import Device
 from fzero.planner.experts import EVEN, Loads, check_capacity

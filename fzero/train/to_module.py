@@ -14,8 +14,9 @@ from fzero.core import pytree
 from fzero.core.arguments import checked, expect_kind
 from fzero.core.pytree import Tree
 from fzero.models.base import Model
-from fzero.models.lora import LORA, LoRAConfig, product_of
+from fzero.models.configs import LORA, LoRAConfig
 from fzero.models.module_layers import CannotSplit, Stacks, choices
+from fzero.models.weights import product_of
 from fzero.offload import DiskTensor
 from fzero.sharding import Plan, Spec
 from fzero.sharding.redistribute import gather_full

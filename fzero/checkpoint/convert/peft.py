@@ -29,7 +29,7 @@ from fzero.core.pytree import Tree
 from fzero.core.storage import write_text
 from fzero.core.text_parsing import expect_entries, nearest, read_json, short
 from fzero.models import LORA, LoRAConfig
-from fzero.models.presets import without_adapters
+from fzero.models.configs import without_adapters
 from fzero.sharding.slices import is_stacked
 
 CONFIG, TENSORS, BASE = "adapter_config.json", "adapter_model.safetensors", "fzero_base.json"

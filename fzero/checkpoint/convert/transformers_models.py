@@ -34,9 +34,9 @@ from fzero.core.storage import write_text, write_texts
 from fzero.core.text_parsing import parse_json, read_json
 from fzero.models.base import Model
 from fzero.models.batch import Batch
+from fzero.models.configs import SCORE, DecoderConfig, ScoreConfig, head_rows
 from fzero.models.from_module import expect_trainable, model_of, weight_reader
-from fzero.models.score import SCORE, ScoreConfig, head_rows
-from fzero.models.transformers_module import DecoderConfig, loss_of_task, make_module, read_decoder, tp_rules
+from fzero.models.transformers_module import loss_of_task, make_module, read_decoder, tp_rules
 from fzero.sharding import Plan
 from fzero.train.state import TrainState
 from fzero.train.to_module import full_values, stacks_of

@@ -20,7 +20,7 @@ from fzero.data.remote_tokens import MIN_CACHE_BYTES
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import Kernels
 from fzero.models import config_values
-from fzero.models.score import head_of
+from fzero.models.configs import head_of
 from fzero.run.config.buckets import BUCKETS, validate_buckets
 from fzero.run.config.curriculum import validate_curriculum, validate_layers, validate_random_ltd
 from fzero.run.config.objectives import objective_of

@@ -22,8 +22,7 @@ from fzero.core.config_tables import Table, check_type, flat, set_nested, to_tom
 from fzero.core.pytree import nearest
 from fzero.core.text_parsing import json_text, parse_json
 from fzero.models import ModelConfig
-from fzero.models.presets import FAMILIES, WRAPPERS, family_of
-from fzero.models.weights import ConfigOver
+from fzero.models.configs import FAMILIES, WRAPPERS, ConfigOver, family_of
 from fzero.run.config.config_checks import (
     check_leaf,
 )

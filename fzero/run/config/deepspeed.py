@@ -15,7 +15,7 @@ from fzero.core.arguments import checked
 from fzero.core.config_tables import Table, flat, set_nested
 from fzero.core.precision import LossScale
 from fzero.core.text_parsing import nearest, parse_json, read_text_file, short
-from fzero.models.presets import family_of
+from fzero.models.configs import family_of
 from fzero.run.config import deepspeed_keys as keys
 from fzero.run.config.deepspeed_keys import Values
 from fzero.run.config.deepspeed_optim import add_optimizer, add_pattern, add_scheduler

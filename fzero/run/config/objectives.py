@@ -165,7 +165,7 @@ def objective_named(name: Any) -> Objective:
 
 def objective_of(model: ModelConfig) -> Objective:
     """The objective of a model's head of scores; text if it has none."""
-    from fzero.models.score import head_of
+    from fzero.models.configs import head_of
 
     head = head_of(model)
     words = "" if head is None else "classes" if head.labels else "a reward"

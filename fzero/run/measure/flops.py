@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 from fzero.core.autodiff import Remat
 from fzero.models.base import leaf_shapes
+from fzero.models.configs import head_of, without_adapters
 from fzero.models.experts import OF_EXPERTS
-from fzero.models.presets import without_adapters
-from fzero.models.score import head_of
 from fzero.run.setup.build import Job
 from fzero.sharding.slices import is_stacked
 

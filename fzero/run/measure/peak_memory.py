@@ -23,9 +23,7 @@ from fzero.kernels.linear_cross_entropy import chunk_rows
 from fzero.models import DeepSeekConfig, LlamaConfig
 from fzero.models.base import CODES, leaf_shapes
 from fzero.models.config_values import hidden_units
-from fzero.models.presets import body_of
-from fzero.models.score import head_rows
-from fzero.models.transformers_module import DecoderConfig
+from fzero.models.configs import DecoderConfig, body_of, head_rows
 from fzero.run.config.run_config import RunConfig
 from fzero.run.setup.build import Job, local_micro_batches
 from fzero.sharding import Plan, Spec

@@ -17,7 +17,7 @@ from fzero.core.files import make_folder, open_to_write
 from fzero.core.storage import absolute
 from fzero.data.mixture import Mixture
 from fzero.models.base import leaf_shapes
-from fzero.models.presets import family_of
+from fzero.models.configs import family_of
 from fzero.run.config.config_table import apply_table, to_table
 from fzero.run.config.placement import KEYS, may_change
 from fzero.run.config.run_config import RunConfig

@@ -31,7 +31,7 @@ from fzero.data.token_stream import RowStream
 from fzero.data.tokens import SPLITS, read_meta
 from fzero.models import Model
 from fzero.models.batch import KINDS, SOURCES
-from fzero.models.lora import LORA
+from fzero.models.configs import LORA
 from fzero.models.preference import answer_model
 from fzero.optim import AverageState
 from fzero.run.measure.metrics_rows import losses_by_source

@@ -13,8 +13,8 @@ from fzero.core import prng, pytree
 from fzero.core.copy_buckets import read_scalars
 from fzero.core.pytree import Tree
 from fzero.models import Cache, Ctx, Model
+from fzero.models.configs import head_of
 from fzero.models.forward import prepare
-from fzero.models.score import head_of
 from fzero.sharding import Plan, one_process, zero_plan
 from fzero.sharding.prefetch import LeafGroup, ParamFetcher, Prefetcher
 from fzero.train.stage_sharing import Segment, segments_of

@@ -27,9 +27,9 @@ from fzero.core.pytree import Tree
 from fzero.kernels.registry import Kernels
 from fzero.models import Model
 from fzero.models.base import Start
-from fzero.models.lora import column_norms, frozen_leaves
+from fzero.models.configs import SCORE, frozen_leaves
 from fzero.models.presets import grow_tables
-from fzero.models.score import SCORE
+from fzero.models.weights import column_norms
 from fzero.offload import Nvme
 from fzero.offload.nvme import buffer_need
 from fzero.optim import GradientTransformation, Schedule, with_average, with_lr_scale

@@ -17,10 +17,7 @@ from fzero.data.auto_tokenizer import missing_lines
 from fzero.data.chat import encoder, read_chat, render
 from fzero.data.examples import Lengths, describe_conversations
 from fzero.data.tokenizers import Tokenizer
-from fzero.models.lora import ON
-from fzero.models.presets import body_of
-from fzero.models.score import head_of
-from fzero.models.transformers_module import DecoderConfig
+from fzero.models.configs import ON, DecoderConfig, body_of, head_of
 from fzero.run.config import config_table
 from fzero.run.config.config_checks import expect_rows
 from fzero.run.config.objectives import Lines, objective_named

@@ -20,9 +20,7 @@ from fzero.core import pytree
 from fzero.core.storage import write_texts
 from fzero.data.auto_tokenizer import changed_on_load
 from fzero.data.chat import read_chat
-from fzero.models.presets import body_of, without_adapters
-from fzero.models.score import head_of
-from fzero.models.transformers_module import DecoderConfig
+from fzero.models.configs import DecoderConfig, body_of, head_of, without_adapters
 from fzero.run.config.config_table import recipe, to_table
 from fzero.run.config.run_config import RunConfig
 from fzero.run.setup import run_folder, run_lock, vocabulary, weights

@@ -32,7 +32,7 @@ from fzero.data.chat import Chat, chat_files, end_tokens, read_chat, template_fi
 from fzero.data.tokenizer_classes import ADDED, CONFIG, MAP, TOKENIZER, add_special_tokens, special_tokens
 from fzero.data.tokenizers import Tokenizer, json_tokenizer, load_tokenizer
 from fzero.models import ModelConfig
-from fzero.models.lora import TABLES, LoRAConfig
+from fzero.models.configs import TABLES, LoRAConfig
 from fzero.models.presets import with_vocab_size
 from fzero.run.config.run_config import Data, RunConfig
 from fzero.run.setup import run_folder, weights
