@@ -172,14 +172,11 @@ class Codec:
 
 
 class Coder(NamedTuple):
-    """The operations of a kind of code, by blocks of the last dim. Codes are uint8, scales float32.
+    """The operations of a kind of code, by blocks of the last dim; codes are uint8, scales float32."""
 
-    encode: x [.., n] -> (codes, scales). decode: ((codes, scales), dtype, n) -> x. add: (codes [R, ..], scales [R, ..])
-    and n -> (codes, scales) of the sum over R, in float32 and in order.
-    """
-
-    encode: Callable[[Tensor], tuple[Tensor, ...]]
-    decode: Callable[[tuple[Tensor, ...], torch.dtype, int], Tensor]
+    encode: Callable[[Tensor], tuple[Tensor, ...]]  # x [.., n] -> (codes, scales)
+    decode: Callable[[tuple[Tensor, ...], torch.dtype, int], Tensor]  # ((codes, scales), dtype, n) -> x
+    # (codes [R, ..], scales [R, ..]), n -> the sum over R, coded again
     add: Callable[[tuple[Tensor, ...], int], tuple[Tensor, ...]]
 
 
@@ -206,8 +203,7 @@ def coded_plan(plan: Plan, codec: Codec | str) -> Plan:
 
 
 def expect_blocks(codec: Codec, leaves: Sequence[LeafPlan]) -> None:
-    """Raise ValueError for rows of errors in codes that are cut elsewhere than between blocks: another mesh would have
-    other blocks."""
+    """Raise ValueError for rows of errors in codes that are cut inside a block."""
     parts = {leaf.name: (leaf.shape[-1], leaf.ranks("+".join(leaf.compute.dims[-1]))) for leaf in leaves}
     cut = {name: size // n for name, (size, n) in parts.items() if n > 1}
     wrong = [name for name, size in cut.items() if size % codec.block]
@@ -220,8 +216,7 @@ def expect_blocks(codec: Codec, leaves: Sequence[LeafPlan]) -> None:
 
 
 def shard_over_nodes(leaf: LeafPlan) -> LeafPlan:
-    """A leaf that rests over rp too, behind the other axes of its dim, where that divides it. Gradients are summed over
-    rp once a step."""
+    """The spec with rp added behind the other axes of a leaf's sharded dim, where that divides it."""
     dim = shard_dim(leaf.name)
     specs = {group: getattr(leaf, group) for group in ("params", "opt", "use")}
     ranks = max(leaf.ranks("+".join(spec.dims[dim])) for spec in specs.values()) if leaf.shape[dim:] else 0
@@ -237,10 +232,7 @@ def shard_over_nodes(leaf: LeafPlan) -> LeafPlan:
 
 
 def expect_codec(codec: Codec, plan: Plan, on_disk: bool) -> None:
-    """Raise ValueError for what a codec does not go with: a plan's stage, mesh, order of sums or float8 gathers.
-
-    on_disk: whether parameters or optimizer states rest there.
-    """
+    """Raise ValueError for a plan's stage, mesh, order of sums or gathers that the codec does not go with."""
     stage, sizes = plan.stage, plan.sizes
     if plan.reduce == "canonical":
         raise ValueError(
@@ -317,12 +309,7 @@ def padded(elements: int, ranks: int) -> int:
 def sum_coded(
     op: str, names: Sequence[str], tensors: list[Tensor], axis: Axis, coder: Coder, dtype: torch.dtype, ledger: Ledger
 ) -> Iterator[Any]:
-    """The tensors after a "scatter" or a "psum" over `axis`, float32 or `dtype` if that is wider; `tensors` is emptied.
-
-    Of a psum the sums are rounded once more, and are the same on all ranks. Yields whenever collectives have been
-    started.
-    Communicates: an all_to_all of codes and one of scales; for a psum then an all_gather of both.
-    """
+    """Sum float32 or wider `tensors`, sent as codes, by a "scatter" or "psum"; yields when collectives have started."""
     shapes, label, ranks = [t.shape for t in tensors], " ".join(names), axis.size
     dtype, wide = torch.promote_types(dtype, torch.float32), torch.promote_types(tensors[0].dtype, torch.float32)
     rows = pack(tensors, ranks if op == "scatter" else 1, wide)
@@ -350,19 +337,15 @@ def sum_coded(
 
 @dataclass(frozen=True)
 class Local:
-    """How members agree.
-
-    every: H, the steps of a member between two times. codec: the kind of code in which d is sent, "int8", "int4" or
-    "fp8_e4m3"; "": as it is. after: the first steps of the run, after each of which members take their mean, all of it
-    and without codes; a multiple of `every`.
+    """How members agree: every `every` steps, in codes of kind `codec`, and plainly after each of the first `after`.
 
     >>> [Local(every=4, after=4).due(step) for step in range(1, 9)]
     [False, False, False, False, False, False, False, True]
     """
 
-    every: int = 20
-    codec: str = ""
-    after: int = 0
+    every: int = 20  # H, the steps of a member between two sums
+    codec: str = ""  # in which d is sent: "int8", "int4" or "fp8_e4m3"; "": as it is
+    after: int = 0  # steps at the start of the run, after each of which members take their mean; a multiple of `every`
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:

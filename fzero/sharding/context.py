@@ -1,14 +1,9 @@
-"""Which tokens of a sequence each rank of cp has: those of some of its equal blocks, as many on each rank.
+"""Which blocks of a sequence each rank of cp has, so that all ranks have as much attention to compute.
 
-Which blocks of a sequence each rank of cp has, so that all ranks have as much attention to compute.
+A block's work is the number of pairs of a query of it and a key that the query sees.
 
-A block's work is the number of pairs of a query of it and a key that the query sees. Under a causal mask a late block
-has more than an early one; with several documents in a row, how much depends on where they lie.
-
-And what each form of attention over cp sends and holds, and which of them "auto" takes.
-
-Of a layer, for each token of a sequence, with H query and G key/value heads of K elements on a rank of tp, c ranks of
-cp and u of a group:
+And what each form of attention over cp sends and holds, per token of a layer, with H query and G key/value heads of K
+elements on a rank of tp, c ranks of cp and u of a group:
 
     form          sent forward                                held
     gather        (c-1)/c 2 G K                               2 H K / c + 2 G K
@@ -16,12 +11,11 @@ cp and u of a group:
     ring          (c-1)/c 2 G K                               2 H K / c + 4 G K / c
     hierarchical  ((c/u-1) 2 G + (u-1)/u (2 H + 2 G)) K / c   as the ring
 
-G' are the key/value heads as far as ulysses repeats them. Backward passes send as much again; the gradients of keys and
-values that go around a ring come on top, 2 G K in float32 or wider. Held are a rank's queries and results, and the keys
-and values that it has at a time: all of the sequence, its heads' of the sequence, or those of two hops.
+G' are the key/value heads as ulysses repeats them. Backward passes send as much again; a ring sends the gradients of
+keys and values too, 2 G K in float32 or wider.
 
-The rule of "auto": of the forms that serve, those count that hold at most twice what the leanest does, as memory is
-what cp is for; of these the one that sends the fewest bytes in both passes, and of equals the one that holds less.
+"auto" takes, of the forms that hold at most twice what the leanest does, the one that sends the fewest bytes in both
+passes, and of equals the one that holds less.
 """
 
 from __future__ import annotations
@@ -42,8 +36,7 @@ from fzero.sharding.spec import runs_of
 
 
 class Pieces(NamedTuple):
-    """The blocks of a sequence by rank of cp: the numbers of each rank's, ascending. A rank's tokens are those of its
-    blocks, in this order.
+    """The numbers, ascending, of each cp rank's blocks of a sequence; its tokens are in this order.
 
     >>> pieces = Pieces(((0, 3), (1, 2)))
     >>> pieces.ranges(0, tokens=8), pieces.ranges(1, tokens=8)
@@ -63,8 +56,7 @@ class Pieces(NamedTuple):
         return [block for rank_blocks in self.blocks for block in rank_blocks] == list(range(self.count))
 
     def expect_divisible(self, tokens: int, parts: int = 1) -> None:
-        """Raise ValueError for a sequence of so many tokens that the blocks do not divide, or of which a rank's tokens
-        cannot be cut into `parts` among the ranks of tp."""
+        """Raise ValueError for a length that the blocks, or `parts` of a rank's tokens, do not divide."""
         unit = math.lcm(self.count, len(self.blocks) * parts)
         if tokens % unit:
             lower, upper = tokens // unit * unit, -(-tokens // unit) * unit
@@ -104,8 +96,7 @@ def contiguous(ranks: int) -> Pieces:
 
 
 def zigzag(ranks: int) -> Pieces:
-    """Two blocks a rank, one from the front and its mirror from the back: under a causal mask all ranks then have as
-    many pairs of queries and keys.
+    """Two blocks a rank, one from the front and its mirror from the back: equal work under a causal mask.
 
     >>> zigzag(2).blocks
     ((0, 3), (1, 2))
@@ -207,11 +198,7 @@ MOST_BLOCKS = 16  # of a rank
 
 
 def balanced(work: Sequence[int], ranks: int) -> Pieces:
-    """As many blocks for each rank, of the work given, so that the largest sum is small: the block with the most work
-    first, each to the rank with the least so far that has room.
-
-    Deterministic: of equal blocks the first goes first, of equal ranks too. Raises ValueError if the ranks do not
-    divide the blocks.
+    """As many blocks for each rank, so that the largest sum of work is small; deterministic.
 
     >>> balanced([1, 3, 5, 7], 2).blocks
     ((0, 3), (1, 2))
@@ -250,8 +237,7 @@ def in_blocks(by_position: np.ndarray, blocks: int) -> list[int]:
 
 
 def blocks_of(tokens: int, ranks: int, max_blocks: int = MOST_BLOCKS) -> int:
-    """The number of blocks of a sequence of so many tokens that leaves each of the ranks as many as can be, up to
-    `max_blocks`. With 16 blocks a rank the largest work is within 1% of the mean.
+    """The number of blocks of a sequence, at most `max_blocks`, that leaves each rank as many as can be.
 
     >>> blocks_of(96, 4), blocks_of(4, 4)
     (48, 4)
@@ -290,9 +276,7 @@ class Heads(NamedTuple):
     size: int
 
     def sent(self, form: str, ranks: int, inner: int = 0) -> float:
-        """The elements that a rank of cp sends in a layer's forward pass by a form, for each token of a sequence.
-
-        inner: of the form hierarchical; 0: `largest_inner`.
+        """The elements that a rank of cp sends in a layer's forward pass by a form, per token of a sequence.
 
         >>> heads = Heads(queries=8, keys=2, size=64)
         >>> [heads.sent(form, 4) for form in ("gather", "ulysses", "ring", "hierarchical")]
@@ -321,11 +305,7 @@ class Heads(NamedTuple):
         return 2 * keys / ranks * self.size
 
     def residuals(self, form: str, ranks: int) -> float:
-        """The elements that a rank of cp keeps of each token of a sequence for the backward pass of attention, beyond
-        its queries, keys, values and their result.
-
-        Where heads or keys are exchanged, what a rank attends to is kept as it came, and the result twice: as attention
-        gave it, and as the product after it reads it.
+        """The elements per token that a rank of cp keeps for the backward pass of attention, beyond its own tensors.
 
         >>> [Heads(queries=8, keys=2, size=64).residuals(form, 4) for form in ("gather", "ulysses", "ring")]
         [320.0, 192.0, 128.0]
@@ -346,8 +326,7 @@ class Heads(NamedTuple):
         return AttentionCost(sent, self.resident(form, ranks) * itemsize)
 
     def costs(self, context: Context, ranks: int, itemsize: int = 2) -> dict[str, AttentionCost]:
-        """The AttentionCost of each form that serves these heads and a context's pieces, by its text: "hierarchical/2"
-        where that is neither of its parts."""
+        """The AttentionCost of each form that serves these heads and a context's pieces, by its text."""
         out = {}
         for form in FORMS:
             inner = (context.inner or largest_inner(ranks, self.keys)) if form == "hierarchical" else 0
@@ -381,11 +360,7 @@ def heads_of(model: Any, tp: int) -> Heads | None:
 
 
 def context_for(sequence: bool | Context, model: Any, sizes: Mapping[str, int], itemsize: int = 2) -> Context:
-    """The Context of a plan for a model on a mesh of these sizes, with nothing "auto" if that has cp; True: over tp.
-
-    itemsize: bytes of an element of activations. Raises ValueError for a model whose sequences cp cannot split, and for
-    one whose heads a form cannot.
-    """
+    """The Context of a plan on a mesh of these sizes, with nothing "auto" if that has cp; True: over tp."""
     context, cp, tp = sequence if isinstance(sequence, Context) else Context(over_tp=sequence), sizes[CP], sizes[TP]
     if context.over_tp and getattr(model, "foreign", False):
         raise ValueError("sequence parallelism: a model made from a module has none; leave sequence=True out")

@@ -1,15 +1,13 @@
-"""Error feedback for gradients that travel as codes: what rounding takes from a rank's term is kept by that rank, and
-added to what it sends next.
+"""Error feedback for gradients that travel as codes: what rounding takes from a rank's term is added to what it sends
+next.
 
     h = g + beta e        what is sent: the gradient, and a part of the error so far
     s = decode(encode(h))        what arrives
     e' = e + g - s
 
-so that after any number of sends the sum of s, with e, is that of g: what is missing is never more than an error. This
-is LoCo, whose moving average (1 - beta) e + beta (h - s) is beta times this e; kept so, e does not depend on beta. With
-beta = 1 it is classical error feedback. Gradients travel multiplied by a loss scale, which changes: errors are kept
-divided by it. With codec.errors they rest in codes, as the paper's do; what that rounding takes, at most half a scale
-of an element and send, is lost.
+so that after any number of sends the sum of s, with e, is that of g. LoCo's moving average is beta times this e; beta =
+1 is classical error feedback. Errors are divided by the loss scale. With codec.errors they rest in codes; what that
+rounding takes is lost.
 
 Sources: Xie et al. 2024, "LoCo: low-bit communication adaptor for large-scale model training", arXiv:2407.04480,
 section 3; Seide et al. 2014, "1-bit stochastic gradient descent", Interspeech, section 3.
@@ -55,10 +53,7 @@ def hop_of(link: str) -> str:
 
 
 def errors_of(plan: Plan) -> Hops[Stored]:
-    """The errors of each leaf that a plan's codec keeps some of, in each hop; {} for none.
-
-    The errors of a leaf are one tensor [rows, senders, *layer]. Rows are its layers, and of a leaf outside of layers
-    the ranks of pp that use it, or one. Senders are the ranks over which the sum is owed, each of which has one.
+    """The errors of each leaf that a plan's codec keeps some of, [rows, senders, *layer], in each hop; {} for none.
 
     >>> import fzero
     >>> params, mesh = {"blocks/w": torch.zeros(3, 8, 32)}, fzero.fake_mesh({"dp": 4, "tp": 2})
@@ -91,8 +86,7 @@ def errors_of(plan: Plan) -> Hops[Stored]:
 
 
 def stored_errors(plan: Plan) -> Hops[StoredError]:
-    """What a state has of the errors: of each itself; or its codes, a byte an element, and under the hop's name with
-    "_scale" a scale for each block of its rows."""
+    """What a state has of the errors: of each itself, or its codes and, under its name with "_scale", their scales."""
     hops: Hops[StoredError] = {}
     for hop, leaves in errors_of(plan).items():
         coded = plan.codec.errors
@@ -143,13 +137,7 @@ def error_bytes(plan: Plan) -> int:
 
 
 class ErrorFeedback:
-    """The errors of a step: those that the state has, and beside them those of what was sent since, until it is known
-    whether the step is skipped.
-
-    stored: of the state, see `stored_errors`. unit: what gradients are multiplied by on their way, 0-dim. step: the
-    number of steps made. storage_coder: of the codes in which errors rest; None: as they are. A later micro-batch is
-    given the error of the one before.
-    """
+    """The errors of a step: the state's, and the new ones until it is known that the step is not skipped."""
 
     def __init__(
         self, plan: Plan, stored: Hops[Tensor], unit: Tensor, step: Tensor, storage_coder: Coder | None = None
@@ -181,8 +169,7 @@ class ErrorFeedback:
         return error if self.keep_factor is None else error * self.keep_factor
 
     def coder(self, coder: Coder, link: str, names: Sequence[str], row: int, ranks: int) -> Coder:
-        """A coder that adds the errors of these leaves to what it encodes for the ranks of a link, and notes the new
-        ones."""
+        """A coder that adds the errors of these leaves to what it encodes for a link, and notes the new ones."""
         hop = hop_of(link)
 
         def encode(terms: Tensor) -> tuple[Tensor, ...]:

@@ -86,8 +86,7 @@ class Experts:
 
 
 class Routed(NamedTuple):
-    """The experts of a model's blocks: how many there are, of which a token uses top_k, the size of a token, and
-    whether an expert takes a limited number of tokens."""
+    """The experts of a model's blocks: their number, how many a token uses, its size, whether capacity limits them."""
 
     experts: int
     top_k: int
@@ -95,8 +94,7 @@ class Routed(NamedTuple):
     capacity: bool = False
 
     def sent(self, form: str, ranks: int) -> float:
-        """The elements of tokens that a rank of ep sends in a layer's forward pass by a form, there and back, for each
-        of its tokens, if experts are chosen evenly; in the backward pass it sends as many.
+        """The elements of tokens that a rank of ep sends in a layer's forward pass, per token, for an even choice.
 
         >>> routed = Routed(experts=8, top_k=2, width=64)
         >>> [(routed.sent("gather", n), routed.sent("exchange", n)) for n in (2, 4)]
@@ -129,10 +127,7 @@ def shares(experts: int, ranks: int) -> tuple[int, ...]:
 
 
 def with_parts(compute: Mapping[str, Spec], named: Mapping[str, Any], ranks: int) -> dict[str, Spec]:
-    """The specs with parts of the leaves whose experts ep, of so many ranks, does not divide.
-
-    Raises ValueError for fewer experts than ranks.
-    """
+    """The specs with parts for leaves whose experts ep does not divide; raises ValueError for too few experts."""
     out = dict(compute)
     for name, spec in compute.items():
         experts = named[name].shape[spec.dims.index((EP,))] if (EP,) in spec.dims else 0
@@ -155,11 +150,7 @@ def experts_of(model: Any, named: Mapping[str, Any], compute: Mapping[str, Spec]
 
 
 def experts_for(experts: Experts | str, routed: Routed | None, sizes: Mapping[str, int]) -> Experts | None:
-    """The Experts of a plan on a mesh of these sizes, with nothing "auto"; None without ep.
-
-    Raises ValueError for a model without experts, and for experts with a capacity, which takes the tokens of a sequence
-    in their order, in an exchange.
-    """
+    """The Experts of a plan on a mesh of these sizes, with nothing "auto"; None without ep."""
     experts, ranks = Experts.parse(experts) if isinstance(experts, str) else experts, sizes[EP]
     if ranks == 1:
         return None

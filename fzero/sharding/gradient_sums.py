@@ -1,7 +1,7 @@
 """The sums of a step's gradients where they rest: on the device, in the host's memory or on a disk.
 
-On a GPU a term is added there, so that nobody waits for it: a sum that rests elsewhere is brought to the GPU and
-leaves again, small ones of a layer together."""
+On a GPU a term is added there, so that nobody waits: a sum that rests elsewhere is brought to the GPU and leaves again.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +38,7 @@ Key = tuple[str, str, int | None]  # (stream, leaf, layer)
 
 
 class SumsAtRest:
-    """The sums of gradients, leaf by leaf, each stacked where the plan lets it rest; for `parts` micro-batches.
-
-    make_disk_sum: (leaf, stream, depth) -> the sum of a leaf that rests on a disk (see ScratchTensor), with
-    `add(layer, value)` and `plus(another)`. early: is handed the sums of each layer as soon as they are final, so that
-    nothing of layers is left for the end unless it keeps them. buffers: the memory of sums that rest in the host's
-    memory, for the next step too. narrow: with one micro-batch the sums keep its dtype at the end; else they are in
-    policy.accumulate.
-    squares_of: (a leaf, or a layer of one) -> what the norm is made of; of a sum that leaves the GPU or is handed to
-    `early` it is taken before that, and is in `squared`, so that nobody reads the sum again.
-    """
+    """The sums of gradients, leaf by leaf, where the plan lets them rest."""
 
     def __init__(
         self,
@@ -73,6 +64,7 @@ class SumsAtRest:
         self.final: dict[tuple[str, str], Any] = {}  # (stream, leaf) -> its sum, stacked: a tensor, or what `away` made
         self.started: set[Key] = set()  # the keys whose part of `final` holds a sum already
         # On a GPU, what is added to sums that rest elsewhere; and the same once such a sum is on its way to the GPU.
+        # Collected, so that the small sums of a layer come to the GPU by one copy.
         self.pending: list[tuple[Key, Tensor]] = []
         self.incoming: list[tuple[Key, Tensor, Future[Tensor]]] = []
         self.host_copies: dict[Key, Copied] = {}  # the last copy of each sum to the host's memory
@@ -137,15 +129,14 @@ class SumsAtRest:
         return self.final.setdefault((stream, name), self.make_disk_sum(name, stream, self.depth.get(name)))
 
     def fetch_pending(self) -> None:
-        """Start to copy the sums so far that something is added to from where they rest to the GPU: the small ones of a
-        layer in the host's memory by one copy.
-        """
+        """Start to copy to the GPU the sums to which something is added next, the small ones of a layer by one copy."""
         pending, self.pending = self.pending, []
         host_keys = [key for key, _ in pending if self.memory[key[1]].on_host]
         host_sums: dict[Any, Future[Tensor]] = {}
         if host_keys:
             wholes = [(self.final[stream, name], layer) for stream, name, layer in host_keys]
             sums = [stacked if layer is None else stacked[layer] for stacked, layer in wholes]
+            # The last copy out of the GPU may be under way: the copy back waits for its event, on the GPU.
             events = [self.host_copies[key].event for key in host_keys]
             copies = copy_in_buckets(sums, pending[0][1].device, events=events)
             host_sums = {key: Future(copied.use) for key, copied in zip(host_keys, copies)}
@@ -250,15 +241,11 @@ class SumsAtRest:
         return so_far[layer].add_(value)
 
     def wide(self, value: Tensor) -> Tensor:
-        """A value in the dtype of its sum.
-
-        With a single micro-batch, in its own dtype until the activations are freed.
-        """
+        """A value in the dtype of its sum; with one micro-batch in its own until the activations are freed."""
         return value if self.parts == 1 else value.to(self.accumulate)
 
     def sum_buffer(self, key: Key, value: Tensor) -> Tensor:
-        """Uninitialised memory for a leaf's sum, of which `value` is a part: the kept host buffer if it rests in host
-        memory."""
+        """Uninitialised memory for a leaf's sum, of which `value` is a part."""
         stream, name, layer = key
         shape = value.shape if layer is None else (self.depth[name], *value.shape)
         if not self.memory[name].on_host:
@@ -284,17 +271,16 @@ class SumsAtRest:
     def pop_tree(
         self, like: Tree, over_pp: Callable[[dict[tuple[str, str], Any]], dict[str, Tensor]] | None = None
     ) -> Tree:
-        """The tree of all sums, in the structure of `like`; none of them stays here.
-
-        over_pp: takes those that are owed over pp out of {(stream, leaf): sum}, and gives the others' parts.
-        """
+        """The tree of all sums, which leave; over_pp: gives the parts of those that are owed over pp."""
         out: dict[str, Any] = {}
         if over_pp is not None:
             out = {name: self.store_shard(name, piece) for name, piece in over_pp(self.final).items()}
         if self.host_copies:
+            # Copies out are on one stream, so that the last one ends last.
             *_, last = self.host_copies.values()
             last.finish()  # on one stream, so all are made: whoever has the sums may read them
         names = set(pytree.names(like))
+        # Sorted, so that the sums of two streams are added in one order on every rank.
         for stream, name in sorted(self.final):
             value = self.final.pop((stream, name))
             if name not in names:

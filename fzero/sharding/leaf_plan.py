@@ -31,8 +31,7 @@ def shard_axes(spec: Spec) -> list[str]:
 
 
 def shard_over_data(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> Spec:
-    """The spec with dp, and behind it ep and cp if they are in use and do not shard the leaf anyhow, on the leaf's
-    first dim, or the second if the first counts layers; as it is if that dim does not divide."""
+    """The spec with dp, ep and cp on the leaf's first dim that does not count layers, if that divides."""
     dim, dims = shard_dim(name), list(spec.dims)
     axes = [axis for axis in shard_axes(spec) if axis == AXES.shards[0] or sizes[axis] > 1]
     if dim < len(shape) and shape[dim] % math.prod(sizes[a] for a in (*axes, *dims[dim])) == 0:
@@ -41,8 +40,7 @@ def shard_over_data(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mappin
 
 
 def is_coded(op: str, link: str) -> bool:
-    """Whether an operation of `LeafPlan.moves` sends codes, where a plan's codec has any: a sum over ranks that have
-    other tokens."""
+    """Whether an operation of `LeafPlan.moves` sends codes: a sum over ranks that have other tokens."""
     return op in ("scatter", "psum") and link.split("+")[0] in AXES.by_tokens
 
 

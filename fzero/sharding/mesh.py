@@ -1,6 +1,5 @@
-"""The mesh: named axes over the processes of a run. Every mesh has all axes.
-
-Collectives over one of size 1 return their input.
+"""The mesh: named axes over the processes of a run. Every mesh has all axes; collectives over one of size 1 return
+their input.
 """
 
 from __future__ import annotations
@@ -311,11 +310,7 @@ def make_mesh(
 
 
 def start_processes(device: torch.device, timeout_s: float, **rendezvous: Any) -> None:
-    """Initialise torch.distributed for tensors of `device` and of its host.
-
-    rendezvous: the store, rank and world_size, if they are not torchrun's.
-    Raises ValueError with this rank, its host and what gloo or NCCL said, if that cannot start.
-    """
+    """Initialise torch.distributed; raises ValueError with this rank, its host and what gloo or NCCL said."""
     kind, timeout = device.type, datetime.timedelta(seconds=timeout_s)
     # NCCL is told its GPU: otherwise it guesses one for a barrier.
     bound = {"device_id": device} if kind == "cuda" else {}
@@ -335,8 +330,7 @@ def _naming_transport(kind: str, rank: int) -> Iterator[None]:
 
 
 def _gist(text: str) -> str:
-    """The gist of an error of PyTorch's transports: NCCL's last error if it names one, else its kind, else the first
-    line."""
+    """The gist of an error of PyTorch's transports: NCCL's last error, else its kind, else the first line."""
     text = re.sub(r"^\[[^]]*\]:? *", "", text.strip())
     kind = re.search(r"^nccl\w+: .*", text, re.MULTILINE)
     last = re.search(r"Last error:\s*(\S.*)", text)

@@ -159,11 +159,7 @@ def read_table(text: str, layers: int) -> Schedule:
 
 
 def schedule_for(pipeline: Pipeline, stages: Stages, parts: int) -> Schedule:
-    """The schedule of so many micro-batches over these stages.
-
-    Of a table with more of them, or a schedule that needs more, the acts of the first ones, as where ranks are compared
-    by one micro-batch (see `expect_parts` for a step). Raises ValueError if the schedule does not take so many.
-    """
+    """The schedule of so many micro-batches over these stages; raises ValueError if it does not take so many."""
     if pipeline.has_table:
         table = pipeline.table()
         if parts > table.parts:
@@ -228,9 +224,7 @@ def stages_of_table(pipeline: Pipeline, layers: int, ranks: int) -> Stages:
 def outside_users(
     model: Any, named: Mapping[str, Any], stages: Stages | None
 ) -> dict[str, tuple[tuple[int, str], ...]]:
-    """By leaf outside the layers what uses it: the embedding in the first stage, the head
-    in the last one, a join with the first layer behind it, and each of the last two with the leaves that they share;
-    {} without stages."""
+    """By leaf outside the layers the parts of the model that use it; {} without stages."""
     if stages is None:
         return {}
     stage_of, first = {"embed": 0, "head": len(stages.layers) - 1}, 0

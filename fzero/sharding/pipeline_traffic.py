@@ -1,8 +1,7 @@
-"""What a rank of a pipeline sends in a step of the leaves' parameters and gradients, and over the borders of its
-stages: in the numbers of elements that the ledger counts.
+"""What a rank of a pipeline sends in a step, in the numbers of elements that the ledger counts.
 
-Left out are the activations within a stage (tensor and context parallelism), losses, norms, and the largest magnitudes
-of leaves that are gathered as float8.
+Left out: the activations within a stage (tensor and context parallelism), losses, norms, and the largest magnitudes of
+float8 gathers.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ KINDS = ("activations", "gradients", "layers", "outside")
 
 
 class RankTraffic(NamedTuple):
-    """What a rank sends of one kind by one collective over one link.
-
-    Of "activations" and their "gradients", over the borders of its stages, `per_micro_batch` is the number of messages;
-    of "layers", and of "outside", the leaves outside the layers, `per_micro_batch` and `per_step` are elements.
-    """
+    """What a rank sends of one kind by one collective over one link, in elements or messages of a micro-batch."""
 
     kind: str  # of KINDS
     collective: str
@@ -54,8 +49,7 @@ class Sums:
             so_far[0], so_far[1] = so_far[0] + per_micro_batch, so_far[1] + per_step
 
     def walk(self, kind: str, leaf: LeafPlan, path: Moves, itemsize: int, elements: int, times: tuple[int, int]) -> int:
-        """Add the collectives of a path of such a leaf, so often in a micro-batch and in a step; return the elements
-        behind it."""
+        """Add the collectives of a path of such a leaf; return the elements behind it."""
         for op, link in path:
             ranks = leaf.ranks(link)
             full = elements * ranks if op == "gather" else elements
@@ -66,8 +60,7 @@ class Sums:
 
 
 def sent_by_rank(plan: Plan) -> tuple[tuple[RankTraffic, ...], ...]:
-    """By rank of pp what it sends in a step, with parameters gathered again for each backward pass (as
-    Execution(reshard=True) has them).
+    """By rank of pp what it sends in a step, with parameters gathered again for each backward pass.
 
     >>> import fzero
     >>> from fzero import models
@@ -122,11 +115,7 @@ def segment_order(segment: str) -> int:
 def add_group(
     sums: Sums, plan: Plan, kind: str, names: Sequence[str], times: int, passes: int, shared_leaves: frozenset[str]
 ) -> None:
-    """Add what is sent of leaves that are fetched together, `times` groups of them: gathers for so many passes of a
-    micro-batch, and the sums of their gradients.
-
-    shared_leaves: leaves for which a part before it on the rank gives a gradient too.
-    """
+    """Add what is sent of `times` groups of leaves that are fetched together, and the sums of their gradients."""
     leaves = [plan.leaves[name] for name in names]
     shards = [leaf for leaf in leaves if leaf.gathered]
     dtypes = [torch.uint8 if leaf.name in plan.float8 else leaf.dtype for leaf in shards]

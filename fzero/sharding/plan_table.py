@@ -120,8 +120,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def rank_bytes(plan: Plan, name: str) -> dict[str, int]:
-    """The bytes that a rank holds of a leaf: {"params": at rest, "grads": between micro-batches, "master": of its
-    master weight}."""
+    """The bytes that a rank holds of a leaf: {"params": at rest, "grads": between micro-batches, "master": ...}."""
     leaf, policy = plan.leaves[name], plan.policy
     specs = {
         "params": (leaf.params, leaf.dtype, True),
@@ -132,8 +131,7 @@ def rank_bytes(plan: Plan, name: str) -> dict[str, int]:
 
 
 class Traffic(NamedTuple):
-    """What a rank sends of one leaf by one collective: in words, over which link, in bytes for a micro-batch and once a
-    step."""
+    """What a rank sends of one leaf by one collective over one link, in words and in bytes."""
 
     words: str
     link: str
@@ -149,12 +147,7 @@ def communication(plan: Plan, name: str) -> tuple[str, float, float]:
 
 
 def traffic(plan: Plan, name: str) -> list[Traffic]:
-    """What a rank sends of one leaf, collective by collective.
-
-    Excludes the activations that tensor parallelism and pipelines send (see pipeline_traffic for what each rank of a
-    pipeline sends). A leaf that the head shares counts once, and one that pp shards as sent to one rank that uses it.
-    The parameters of a layer are gathered a second time for its backward pass, as Execution(reshard=True) has them.
-    """
+    """What a rank sends of one leaf, collective by collective, without activations, for Execution(reshard=True)."""
     leaf, entries = plan.leaves[name], list[Traffic]()
     n, link = leaf.numel(leaf.compute), leaf.link
     signed, coding = name in plan.sign_leaves, coding_words(plan, name)
@@ -217,8 +210,7 @@ def summed_bytes(plan: Plan, leaf: LeafPlan, op: str, link: str, elements: int) 
 
 
 def sent_by_link(plan: Plan) -> dict[str, tuple[float, float]]:
-    """{link: bytes of parameters and gradients that a rank sends over it for a micro-batch, and once a step}; see
-    `traffic` for what is left out.
+    """{link: bytes of parameters and gradients that a rank sends over it for a micro-batch, and once a step}.
 
     >>> import fzero
     >>> params, mesh = {"w": torch.zeros(64, 512)}, fzero.fake_mesh({"dp": 2, "rp": 2})
@@ -265,8 +257,7 @@ def codec_text(plan: Plan) -> list[str]:
 
 
 def link_lines(plan: Plan, plain: dict[str, tuple[float, float]], in_full: Callable[[str], str]) -> list[str]:
-    """The lines that say what a rank sends over each link, and, where that is not what the plan without its codec
-    sends, `plain`, what that is in words."""
+    """The lines that say what a rank sends over each link, and what it would send without the codec."""
     return [
         f"  over {link} a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} a step"
         + (f" ({in_full(link)})" if sent != plain[link] else "")
@@ -307,8 +298,7 @@ def signs_text(plan: Plan, plain: Plan) -> list[str]:
 
 
 def full_sum_bytes(plan: Plan, link: str) -> float:
-    """The bytes that a rank sends over a link once in a step whose sums are not by signs, as in a warm-up: every rank
-    then gets the whole sum."""
+    """The bytes that a rank sends over a link in a step whose sums are not by signs, as in a warm-up."""
     total = 0.0
     for name, leaf in plan.leaves.items():
         by_link = [entry for entry in traffic(plan, name) if entry.link == link]

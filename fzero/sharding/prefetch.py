@@ -1,9 +1,8 @@
-"""Parameters from rest to use: the reads, copies and gathers of a group of leaves, started before the computation needs
-them. `unshard_tree` is the definition, a differentiable function; train/streamed_model.py computes the same faster.
+"""Parameters from rest to use: reads, copies and gathers of a group of leaves, started before they are needed.
 
-And `PartitionedActivations`, layer inputs that a remat policy keeps, cut over the ranks of tp: each has a part, and all
-gather the whole again. Under plain tensor parallelism the ranks of tp have the same layer inputs, so that each of them
-keeping all is a waste; with sequence parallelism they are parts already.
+`unshard_tree` is the definition, a differentiable function; train/streamed_model.py computes the same faster.
+`PartitionedActivations` are layer inputs that remat keeps, cut over the ranks of tp, which would each keep all.
+
 Ref: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 6.1 (partitioned activation checkpointing).
 """
 
@@ -36,12 +35,7 @@ SMALL = 1024  # elements of a tensor that is not worth a message: it is kept who
 
 
 class PartitionedActivations:
-    """A stack of lists of tensors, the same on all ranks of `axis`, of which `stack` has this rank's parts.
-
-    `append` keeps a copy of the part, and `pop` starts to gather the next list. stack: a list, or one that keeps
-    tensors in another memory (see fzero.offload.scratch).
-    Communicates: (N-1)/N of each tensor, when it is popped.
-    """
+    """A stack of lists of tensors, the same on all ranks of `axis`, of which each rank keeps its part."""
 
     def __init__(self, axis: Axis, stack: Any) -> None:
         self.axis, self.stack = axis, stack
@@ -64,6 +58,8 @@ class PartitionedActivations:
     def pop(self) -> list[Tensor]:
         """Remove and return the last list of tensors."""
         gathering = self.ahead or self._gather()
+        # The backward pass pops in reverse order, so that the next list is known, and its gather overlaps with the use
+        # of this one.
         self.ahead = self._gather() if self.shapes else None
         return gathering.wait()
 
@@ -80,20 +76,15 @@ class PartitionedActivations:
 
 
 def unshard(x: Tensor, stored: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "", layer: bool = False) -> Tensor:
-    """A leaf as the model's code sees it, from this rank's shard `x` of the leaf at rest. layer: x is of one of its
-    layers.
-
-    Its gradient has the layout at rest and is summed over all ranks: the transpose of a gather scatters it, and a
-    tensor that every rank holds passes `pvary` over the axes on which the ranks use it differently. A leaf of integers
-    has none.
-    Communicates: an all_gather over dp and cp if they shard the leaf at rest, and over pp if that shards a leaf outside
-    the layers; in the backward pass psum_scatters, or psums.
-    """
+    """A leaf as the model uses it, from this rank's shard at rest; its gradient is summed, in the layout at rest."""
     sizes = mesh.sizes
     partial_axes = [axis for axis in compute.partial_axes if axis not in stored.axes]
+    # The transpose of `pvary` sums the gradients of the ranks that use the leaf differently; a gather's transpose sums
+    # and scatters them.
     for link in links_of(partial_axes, sizes) if x.is_floating_point() else ():
         x = pvary(x, mesh[link], leaf=leaf)
     for dim, axes in enumerate(stored.dims[1:] if layer else stored.dims):
+        # The last axis of a dim divides it finest, so it is gathered first.
         for link in reversed(links_of([axis for axis in axes if axis not in compute.axes], sizes)):
             x = all_gather(x, mesh[link], dim, leaf=leaf)
     return x
@@ -114,6 +105,7 @@ def unshard_block(block: Callable[..., Any], plan: Plan, stack: str = "blocks") 
     return _unshard_block(block, specs, stack, plan.mesh)
 
 
+# One function per block, so that its compiled programs are found again.
 @functools.lru_cache(maxsize=64)
 def _unshard_block(block: Callable[..., Any], specs: tuple, stack: str, mesh: Mesh) -> Callable[..., Any]:
     spec_pairs = {name: (stored, compute) for name, stored, compute in specs}
@@ -129,8 +121,7 @@ def _unshard_block(block: Callable[..., Any], specs: tuple, stack: str, mesh: Me
 
 
 class LeafGroup(NamedTuple):
-    """The leaves of a model that are fetched, used and dropped together: those of a layer, the embedding or the
-    head."""
+    """The leaves of a model that are fetched, used and dropped together: of a layer, the embedding or the head."""
 
     name: str
     leaves: tuple[str, ...]  # full names
@@ -148,14 +139,10 @@ def is_small(leaf: Tensor) -> bool:
 
 
 class Coding(NamedTuple):
-    """How leaves that do not travel as they are do: those of Plan.float8 by `narrow(shard, most)` -> uint8 of its shape
-    and `widen(numbers, most)` back, those of Plan.coded by `coder`.
+    """How the leaves of Plan.float8 and of Plan.coded travel."""
 
-    most: the largest magnitude of the whole leaf, float32 scalar.
-    """
-
-    narrow: Callable[[Tensor, Tensor], Tensor]
-    widen: Callable[[Tensor, Tensor], Tensor]
+    narrow: Callable[[Tensor, Tensor], Tensor]  # (shard, the largest magnitude of the whole leaf) -> uint8 of its shape
+    widen: Callable[[Tensor, Tensor], Tensor]  # the way back
     coder: Coder | None = None
 
 
@@ -164,16 +151,7 @@ NodeShards = dict[tuple[str, int | None], Pieces]  # by (name, layer)
 
 
 class ParamFetcher:
-    """Fetches groups of `params` (local shards, at rest by plan.params) to `device`, whole but for tensor parallelism.
-
-    `read(group)` starts the reads from host memory or a disk, `start` the gathers. A leaf that is on the device and not
-    sharded is a view of the leaf at rest.
-    coding: how leaves of plan.float8 and plan.coded travel; None: as they are. node_shards: of leaves that rest over rp
-    too, what the ranks of a node hold together, for all that is fetched in a step; None: nothing is kept.
-    Communicates: an all_gather over dp, ep and cp (of experts over dp and cp) for each large leaf, and one for all
-    small leaves of a group; of leaves that rest over rp, before it the same over rp, unless it is kept. With float8,
-    one before them for the largest magnitudes of all its leaves. A leaf in codes has two tensors, codes and scales.
-    """
+    """Fetches groups of `params` from rest to `device`, whole but for tensor parallelism."""
 
     def __init__(
         self,
@@ -216,6 +194,7 @@ class ParamFetcher:
             row = torch.cat([maxima.to(torch.float32) for maxima in local_maxima])[None]
             for links in (self.over_nodes, self.sharded):
                 if names[0] in links:
+                    # One message for all leaves, and before the layers: a rank's scale must be that of the whole leaf.
                     every = start_all_gather(row, links[names[0]], leaf="largest of " + " ".join(names)).wait()
                     row = every.amax(0, keepdim=True)
         return dict(zip(names, row[0].split([len(maxima) for maxima in local_maxima])))
@@ -254,12 +233,12 @@ class ParamFetcher:
         return torch.empty(shape, dtype=leaf.dtype, device=self.device)
 
     def read(self, group: LeafGroup, phase: str) -> list[Future[Any]]:
-        """Start to copy this rank's shards of the group to the device; of a leaf that rests over rp, to gather there
-        the `Pieces` of them that its node holds."""
+        """Start to copy this rank's shards of the group to the device; of those over rp, to gather their `Pieces`."""
         reads: list[Future[Any]] = [
             ready(()) if name in self.over_nodes else self._bring_leaf(name, group.layer) for name in group.leaves
         ]
         node_indices = [i for i, name in enumerate(group.leaves) if name in self.over_nodes]
+        # Gathered over rp, the slow link, once a step; later passes find the pieces in `node_shards`.
         places = {i: (group.leaves[i], group.layer if is_stacked(group.leaves[i]) else None) for i in node_indices}
         cached = self.node_shards or {}
         fresh = [i for i in node_indices if places[i] not in cached]
@@ -285,6 +264,7 @@ class ParamFetcher:
     def _bring_leaf(self, name: str, layer: int | None) -> Future[Tensor]:
         leaf = self.leaves[name]
         if name in self.bulk_copied:
+            # One copy for the stack: small layers take longer to start a copy of than to copy.
             copied = self.copied.get(name) or self.copied.setdefault(name, copy_in(leaf, self.device))
             return Future(lambda: layer_of(copied.use(), name, layer))
         if isinstance(leaf, Tensor):
@@ -314,6 +294,7 @@ class ParamFetcher:
         counts = [len(leaf_pieces) for leaf_pieces in pieces]
         owners = [name for name, count in zip(names, counts) for _ in range(count)]
         flat = [tensor for leaf_pieces in pieces for tensor in leaf_pieces]
+        # The caller's list too, so that no shard outlives its bucket.
         pieces.clear()
         shapes, flying = [tensor.shape for tensor in flat], []
         for bucket in bucket_groups(flat, [links[name].name for name in owners]):
@@ -347,6 +328,7 @@ class ParamFetcher:
             out: dict[int, Tensor] = {}
             gathered = gathering.wait()
             for i in reversed(moving):
+                # Popped one by one: the codes of a leaf are freed once it is whole.
                 out[i] = self.joined(group.leaves[i], group.layer, gathered.pop())
             for i, leaf in waiting:
                 value = leaf.wait()
@@ -364,15 +346,11 @@ class ParamFetcher:
 
 
 class Prefetcher:
-    """Fetches groups in a known order, up to `ahead` of them before they are taken, so that `ahead` + 1 are whole at a
-    time.
-
-    Groups that are both read from elsewhere (or gathered over rp) and gathered are read one earlier, because a gather
-    begins when its shards have arrived.
-    """
+    """Fetches groups in a known order, up to `ahead` of them early, so that `ahead` + 1 are whole at a time."""
 
     def __init__(self, fetcher: ParamFetcher, ahead: int):
         self.fetcher, self.ahead = fetcher, ahead
+        # A gather begins when its shards have come, so a group that is both read and gathered is read one earlier.
         self.extra_ahead = bool(fetcher.offloaded and fetcher.sharded) or bool(fetcher.over_nodes)
         self.waiting: deque[tuple[LeafGroup, str]] = deque()
         self.reading: deque[tuple[LeafGroup, str, list[Future[Any]]]] = deque()
@@ -401,10 +379,7 @@ class Prefetcher:
 
 
 class Resident:
-    """Groups that stay whole from when each is first taken until `drop`, for several passes over a stage.
-
-    ahead: fetches them, in the order of the first pass, which `groups` has.
-    """
+    """Groups that stay whole from their first use until `drop`, for several passes over a stage."""
 
     def __init__(self, ahead: Prefetcher, groups: Sequence[LeafGroup], phase: str):
         self.ahead, self.fetcher = ahead, ahead.fetcher

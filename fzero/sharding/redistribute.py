@@ -1,10 +1,9 @@
 """From one layout on the mesh to another, as a chain of collectives; whole leaves from shards; DTensors in and out.
 
-On each axis of the mesh a tensor is whole (the same on all ranks), sharded along a dim, or a part of a sum. A dim that
-several axes shard is divided by the first one first, so only the last axis of a dim can be removed or added without
-moving the others.
+On each axis a tensor is whole, sharded along a dim, or a part of a sum. A dim that several axes shard is divided by the
+first one first, so only its last axis can be removed or added without moving the others.
 
-Digests of whole leaves that ranks hold in shards: the same on every mesh, for 8 bytes a leaf sent between ranks.
+Digests of whole leaves are the same on every mesh, for 8 bytes a leaf sent between ranks.
 """
 
 from __future__ import annotations
@@ -37,22 +36,19 @@ from fzero.sharding.spec import Spec
 
 @torch.no_grad()
 def digests(tree: Tree, specs: Tree, mesh: Mesh) -> dict[str, int]:
-    """{name: digest of the whole leaf}, from this rank's shards by `specs`; the same on all ranks.
-
-    Leaves may rest on a disk; one of those is in memory at a time. One of the ranks that hold the same shard computes
-    its digest, by turns.
-    Communicates: 8 bytes a leaf over each axis.
-    """
+    """{name: digest of the whole leaf}, from this rank's shards by `specs`; the same on all ranks."""
     named, started = named_leaves(specs), []
     for number, (name, leaf) in enumerate(named_leaves(tree).items()):
         copies, copy = 1, 0
         for axis in mesh.axes:
+            # The ranks with the same shard take turns, leaf by leaf, so that each digest is computed once.
             if axis.name not in named[name].axes:
                 copies, copy = copies * axis.size, copy * axis.size + axis.rank
         started.append(shard_digests(leaf, named[name], mesh) if number % copies == copy else [])
     # int64 of the same bits, whose sums wrap.
     read = iter(read_digests([digest for parts in started for digest in parts]))
     values = [sum(next(read) for _ in parts) % (1 << 64) for parts in started]
+    # The digests of shards add up to that of the leaf, modulo 2^64.
     row = torch.tensor([value - (value >> 63 << 64) for value in values], dtype=torch.int64, device=device_of(mesh))
     with mesh.ledger.phase("digest"):
         sums = sum_rows(row, mesh, leaf="digests")
@@ -60,14 +56,12 @@ def digests(tree: Tree, specs: Tree, mesh: Mesh) -> dict[str, int]:
 
 
 def digest_text(tree: Tree, specs: Tree, mesh: Mesh) -> str:
-    """One digest of all leaves under their names, in 16 hexadecimal digits: in a row of metrics.jsonl that of the
-    parameters."""
+    """One digest of all leaves under their names, in 16 hexadecimal digits."""
     return f"{combine(digests(tree, specs, mesh)):016x}"
 
 
 def shard_digests(leaf: Tensor, spec: Spec, mesh: Mesh) -> list[Started]:
-    """The digests of the windows of this rank's shard at their positions in the whole leaf: the digests of all shards
-    add up to that of the leaf. They are read by `read_digests`."""
+    """The digests of this rank's shard at its position in the whole leaf; those of all shards add up to the leaf's."""
     x = leaf if isinstance(leaf, Tensor) else leaf.tensor()
     full_shape = global_shape(x.shape, spec, mesh)
     return [start_digest(window.view(x), full_shape, window.start) for window in local_windows(full_shape, spec, mesh)]
@@ -134,10 +128,7 @@ Step = tuple[str, str] | tuple[str, str, int] | tuple[str, str, int, int]  # (co
 
 
 def _next(current: Dims, goal: Dims, partial: set[str]) -> Step | None:
-    """The next collective on the way from `current` to `goal`; None at the goal.
-
-    Those that make the tensor smaller come first.
-    """
+    """The next collective on the way from `current` to `goal`, first those that shrink the tensor; None at the goal."""
     # An axis can be added to a dim once all axes before it, and no others, shard the dim.
     ready = {
         want[len(axes)]: d
@@ -156,8 +147,10 @@ def _next(current: Dims, goal: Dims, partial: set[str]) -> Step | None:
         if axis in ready:
             return "all_to_all", axis, ready[axis], dim
     goal_axes = {axis for want in goal for axis in want}
+    # Sorted, as sets have no order that all ranks share.
     for axis in sorted(partial - goal_axes):
         return "psum", axis
+    # Last, as a gather makes the tensor larger; first the axes that the goal does not have.
     for axis, dim in sorted(leaving.items(), key=lambda item: item[0] in goal_axes):
         return "all_gather", axis, dim
     assert current == goal and not partial, f"no way from {current} to {goal}, owed {partial}"
@@ -174,10 +167,7 @@ def _note(current: Dims, partial: set[str], kind: str, axis: str, dims: Sequence
 
 
 def gather_full(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
-    """The whole tensor, on every rank, from this rank's shard `x` of it by `spec`.
-
-    Communicates: an all_gather over each axis that shards it.
-    """
+    """The whole tensor, on every rank, from this rank's shard `x` of it by `spec`."""
     if spec.rows:
         x, spec = gather_layers(x, spec, mesh, leaf=leaf), Spec(((), *spec.dims[1:]), parts=spec.parts)
     if spec.parts:
@@ -192,11 +182,8 @@ def gather_full(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
 def gather_layers(
     x: Tensor, spec: Spec, mesh: Mesh, gather: Callable[..., Tensor] = all_gather_same, *, leaf: str = ""
 ) -> Tensor:
-    """The tensor with the layers of all ranks of pp, in their order, from this rank's, which `spec.rows` numbers.
-
-    gather: the collective, `all_gather` where each rank then uses the whole differently.
-    Communicates: an all_gather over pp, of the most layers that a rank has.
-    """
+    """The tensor with the layers of all ranks of pp, in their order, from this rank's, which `spec.rows` numbers."""
+    # A gather needs equal sizes: ranks with fewer layers send zeros, which `index_select` leaves out.
     max_layers = max(map(len, spec.rows))
     padded = torch.cat([x, x.new_zeros((max_layers - x.shape[0], *x.shape[1:]))])
     places = {row: rank * max_layers + i for rank, rows in enumerate(spec.rows) for i, row in enumerate(rows)}
@@ -207,11 +194,7 @@ def gather_layers(
 def gather_parts(
     x: Tensor, spec: Spec, mesh: Mesh, gather: Callable[..., Tensor] = all_gather_same, *, leaf: str = ""
 ) -> Tensor:
-    """The tensor with the parts of all ranks, in their order, from this rank's, whose sizes `spec.parts` has.
-
-    gather: as for `gather_layers`.
-    Communicates: an all_gather over their axis, of the largest part.
-    """
+    """The tensor with the parts of all ranks, in their order, from this rank's, whose sizes `spec.parts` has."""
     dim, max_size = part_dim(spec), max(spec.parts)
     padding = x.new_zeros((*x.shape[:dim], max_size - x.shape[dim], *x.shape[dim + 1 :]))
     full = gather(torch.cat([x, padding], dim), mesh[spec.part_axis], dim, leaf=leaf)
@@ -220,11 +203,7 @@ def gather_parts(
 
 @torch.no_grad()
 def gather_on_first(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
-    """The tree of whole leaves on rank 0, and () on every other rank, from this rank's shards of them by `specs`.
-
-    It gathers one leaf at a time, and one layer of a stacked leaf: no rank but the first holds more than one of those.
-    Communicates: an all_gather over each axis that shards a leaf, for each leaf or layer.
-    """
+    """The tree of whole leaves on rank 0, and () on every other rank, from this rank's shards by `specs`."""
     named, first = pytree.named_leaves(specs), mesh.rank == 0
 
     def gather(name: str, leaf: Tensor) -> Tensor:
@@ -235,6 +214,7 @@ def gather_on_first(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
             full = gather_full(leaf, spec, mesh, leaf=name)
             return full if first else leaf
         inner, layers = spec.layer, []
+        # Layer by layer, so that no rank but the first has more than one whole layer.
         for layer in leaf:
             full = gather_full(layer, inner, mesh, leaf=name)
             layers += [full] if first else []

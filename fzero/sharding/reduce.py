@@ -1,11 +1,8 @@
 """Gradients from the backward pass to the optimizer: summed over micro-batches and over ranks, layer by layer.
 
-There are two orders of summation. "fast": micro-batches are added in order, and sums over ranks are made when the plan
-says so.
-"canonical": each micro-batch is summed over the R data ranks first, then the sums over micro-batches, both by a
-balanced binary tree.
-Micro-batch j of data rank r has the global number j R + r, so both together are one tree over the global numbers: the
-same for every R that is a power of two.
+"fast": micro-batches are added in order, and sums over ranks are made when the plan says so. "canonical": micro-batch j
+of data rank r of R has the global number j R + r, and all are added by one balanced binary tree over these numbers: the
+same sum for every R that is a power of two.
 """
 
 from __future__ import annotations
@@ -27,20 +24,12 @@ from fzero.sharding.leaf_plan import Moves, is_coded
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import LeafGroup
 
+# A value that no job yields, as a job may yield None.
 ENDED = object()  # in place of what a job yields
 
 
 class GradientReducer:
-    """Sums the gradients of a step, group by group, in the layout of plan.opt, into the sums at rest.
-
-    dtypes: policy.reduce while they travel, policy.accumulate while they are summed and at the end. At most one
-    micro-batch's gradients travel while the next one's are computed; but with pp the sums over data ranks that are made
-    once, of whole gradients, are waited for behind the row of a rank: the stage before waits for the gradient of its
-    last micro-batch, and would otherwise wait for these sums of every stage behind it.
-    coder: of the leaves of plan.coded_grads. errors: of what it rounds, if they are fed back. on_group: is
-    called after each group of a micro-batch.
-    Communicates: per leaf what `moves` says; small leaves of a part together.
-    """
+    """Sums the gradients of a step, group by group, in the layout of plan.opt, into the sums at rest."""
 
     def __init__(
         self,
@@ -61,6 +50,8 @@ class GradientReducer:
         # Sums over micro-batches before the last one: a TreeSum if canonical, else a tensor.
         self.partial_sums: dict[Key, Any] = {}
         self.flying: list[Iterator[Any]] = []
+        # With pp the stage before waits for the gradient of its last micro-batch, and would wait for the last sums of
+        # every stage behind it. So these go on until the row is over.
         self.long = plan.stages is not None  # whether sums that are made once travel until the end
         self.ending: list[Iterator[Any]] = []  # those
 
@@ -73,19 +64,19 @@ class GradientReducer:
         last: bool,
         shared_leaves: frozenset[str] = frozenset(),
     ) -> None:
-        """Take a micro-batch's gradients of the leaves `names` of a group; the list is emptied.
-
-        last: whether the micro-batch is the last one. shared_leaves: leaves for which another group gives a gradient in
-        the same micro-batch.
-        """
+        """Take a micro-batch's gradients of the leaves `names` of a group; the list is emptied."""
         if grads:
             pass_group(grads[0].device, group, fetched=False)
+        # The group before must be done: the gradients of one group travel while the next are computed, which bounds
+        # their memory.
         self.finish()
         self.mesh.ledger.holds("grads", grads)
         self.stored_sums.last = last
         kinds = [(self.moves[name], name in shared_leaves, name in self.coded) for name in names]
         for bucket in bucket_groups(grads, kinds):
             chosen, tensors = [names[i] for i in bucket], [grads[i] for i in bucket]
+            # A leaf for which another group still gives a gradient does not end here; canonical sums have a tree per
+            # group.
             ends = last and (self.canonical or not kinds[bucket[0]][1])
             job = self.job(group, chosen, tensors, kinds[bucket[0]][0], ends)
             del tensors
@@ -106,10 +97,7 @@ class GradientReducer:
         return self.long and is_full and all(self.stored_sums.memory[name].on_device for name in names)
 
     def finish(self) -> None:
-        """Wait for the collectives under way, and add their results.
-
-        What a bucket sends next is started for all buckets before any is waited for.
-        """
+        """Wait for the collectives under way, and add their results."""
         while self.flying:
             self.flying = [job for job in self.flying if next(job, ENDED) is not ENDED]
         self.stored_sums.finish()
@@ -117,16 +105,15 @@ class GradientReducer:
     def job(
         self, group: LeafGroup, names: Sequence[str], grads: list[Tensor], paths: tuple[Moves, Moves], ends: bool
     ) -> Iterator[Any]:
-        """Reduce the gradients of one bucket and add them to their sums.
-
-        Yields whenever a collective has been started.
-        """
+        """Reduce one bucket's gradients and add them to their sums; yields when a collective has started."""
         micro_path, end = paths
         values = yield from self.travel(names, grads, micro_path, group.layer)
         grads.clear()
+        # Canonical: a tree per group, as each group gives a term of its own for each micro-batch.
         keys = [(group.name if self.canonical else "", name, group.layer) for name in names]
         for i, key in enumerate(keys):
             value, values[i] = values[i], None
+            # Only `value` refers to it, so that it is freed once it is added.
             values[i] = self.add(key, value, bool(end), ends)
             del value
         if ends and end:
@@ -150,6 +137,7 @@ class GradientReducer:
             tensors.clear()
             start = {"scatter": start_psum_scatter, "psum": start_psum, "gather": start_all_gather}[op]
             with self.mesh.ledger.phase("reduce"):
+                # Yields after each start: the caller starts the collectives of all buckets before it waits for any.
                 pending = start(bundle, axis, leaf=" ".join(names))
             yield pending
             if op == "scatter":
@@ -161,15 +149,13 @@ class GradientReducer:
         return list(tensors)
 
     def add(self, key: Key, value: Tensor, unfinished: bool, ends: bool) -> Tensor | None:
-        """Add a micro-batch's value to the sum of `key`.
-
-        Returns the sum if the value is the last one (`ends`) and the sum must still be sent (`unfinished`), else None.
-        """
+        """Add a micro-batch's value to the sum of `key`; returns the last sum if it must still be sent."""
         if not unfinished and not self.canonical:
             self.stored_sums.add_value(key, value)
             return None
         if self.stored_sums.parts == 1 and ends and key not in self.partial_sums:
             return value if unfinished else self.stored_sums.add_value(key, value)
+        # A copy, as sums add in place and the value may be a view of a bucket.
         term = value.to(self.accumulate, copy=True) if value.dtype == self.accumulate else value.to(self.accumulate)
         if self.canonical:
             self.partial_sums.setdefault(key, TreeSum()).add(term)

@@ -6,12 +6,9 @@
     y = sum of s b over the ranks + f       on the rank that serves the block
     S, B, f' = y - S B                      the same again: S B is what arrives on all ranks
 
-After any number of sums what arrived, the e of all ranks and the f are together what was owed. A block is the part of a
-layer of a leaf that one rank serves. Elements whose last sum is exactly 0 are masked: they are sent as 0, count in no
-mean and owe nothing, as the sign of a zero would be one of noise.
-
-The ranks of such a sum are those of rp, where there are any, and what they sum are the sums in full of the ranks inside
-of each; else all ranks that have other data.
+A block is the part of a layer of a leaf that one rank serves. Elements whose last sum is exactly 0 are masked: the sign
+of a zero would be one of noise. The ranks are those of rp, where there are any, after full sums inside of each; else
+all ranks that have other data.
 
 Sources: Tang et al. 2021, "1-bit Adam: communication efficient large-scale training with Adam's convergence speed",
 arXiv:2102.02888, algorithm 1 (the root mean square, which keeps the magnitude); Lu et al. 2022, "Maximizing
@@ -67,8 +64,7 @@ SCALES = ("mean", "rms")
 
 
 def encode(x: Tensor, mask: Tensor, scale: str) -> tuple[Tensor, Tensor]:
-    """(bits [.., n / 8], scales [..]) of x [.., n], which is 0 where `mask` is False: the mean of |x| over the others,
-    or its root mean square ("rms")."""
+    """(bits [.., n / 8], scales [..]) of x [.., n], where `mask` is True; scale: the mean of |x|, or "rms"."""
     size = torch.linalg.vector_norm(x, 1 if scale == "mean" else 2, -1)
     number = mask.sum(-1).clamp_(min=1).to(size.dtype)
     return pack_signs(x), size / (number if scale == "mean" else number.sqrt())
@@ -99,12 +95,7 @@ def from_message(message: Tensor, blocks: int, dtype: torch.dtype) -> tuple[Tens
 
 
 class SignSums:
-    """The sums of a plan with codec "grads=1bit" as its optimizer makes them.
-
-    names: the leaves that are sent by signs. sum_leaves: and others whose sums are left to the optimizer. `specs` has
-    for each the layout of the sum, which is whole over the ranks of its link, of what each of them has, such as its
-    errors, and of the errors of what a rank serves.
-    """
+    """The sums of a plan with codec "grads=1bit" as its optimizer makes them."""
 
     def __init__(self, plan: Plan) -> None:
         self.mesh, self.reduce, self.dtype = plan.mesh, plan.reduce_dtype, plan.sum_dtype
@@ -138,10 +129,7 @@ class SignSums:
         return narrow_part(full, axis.rank, axis.size, shard_dim(name)) if cut else full
 
     def full_sums(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The sums of these terms, which travel as they do without signs; `terms` is emptied.
-
-        Communicates: a psum of each large leaf, and of the small ones together.
-        """
+        """The sums of these terms, which travel as they do without signs; `terms` is emptied."""
         names, pending = list(terms), []
         for bucket in bucket_groups([terms[n] for n in names], [self.axes[n].name for n in names]):
             chosen = [names[i] for i in bucket]
@@ -161,11 +149,7 @@ class SignSums:
         server: Mapping[str, Tensor],
         scale: str,
     ) -> None:
-        """Write the sums of `term(name)` over the ranks into `sums`, and the new errors into `worker` and `server`.
-
-        sums: the last ones, exactly 0 where elements are masked. The same on all ranks. scale: see `encode`.
-        Communicates: for each leaf an all_to_all and an all_gather of signs, with a scale for each block.
-        """
+        """Write the sums of `term(name)` over the ranks into `sums`, and the new errors into `worker` and `server`."""
         sent = {name: self.send(name, sums[name], term(name), worker[name], scale) for name in sums}
         served = {name: self.serve(name, sums[name], sent.pop(name).wait(), server[name], scale) for name in sums}
         for name, last in sums.items():

@@ -1,8 +1,4 @@
-"""All arithmetic of a rank's slice of a leaf: shapes, starts and views under a Spec, and random values of the slice,
-drawn without the rest of the leaf.
-
-And the blocks of rows that a layer is cut into.
-"""
+"""All arithmetic of a rank's slice of a leaf: shapes, starts and views under a Spec, random values, blocks of rows."""
 
 from __future__ import annotations
 
@@ -31,8 +27,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # the shape of a
 
 
 def draw_leaf(key: Tensor, box: Box, mean: float, std: float, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """A part of a leaf: of prng.normal(key, shape, mean, std), or the constant `mean` if std is 0; the same bits
-    whatever the part. Integers are the normal float32 values rounded, and clamped to their dtype."""
+    """A part of the leaf prng.normal(key, shape, mean, std), or `mean` if std is 0; the same bits whatever the part."""
     shape, start, size = box
     if dtype.is_floating_point:
         if std == 0.0:
@@ -93,10 +88,7 @@ Dims = list[tuple[str, ...]]  # for each tensor dim the axes of size above 1 tha
 
 
 def sharded_dims(spec: Spec, mesh: Mesh, dims: int, leaf: str = "") -> Dims:
-    """The axes of size above 1 that shard each of a tensor's `dims` dims.
-
-    Raises ValueError if the spec has more dims.
-    """
+    """The axes of size above 1 that shard each of a tensor's `dims` dims."""
     if len(spec.dims) > dims:
         raise ValueError(f"{leaf or 'tensor'}: its spec {spec} has {len(spec.dims)} dims and the tensor has {dims}")
     used = [tuple(axis for axis in axes if mesh[axis].size > 1) for axes in spec.dims]
@@ -104,10 +96,7 @@ def sharded_dims(spec: Spec, mesh: Mesh, dims: int, leaf: str = "") -> Dims:
 
 
 def ranks_per_dim(spec: Spec, mesh: Mesh, dims: int, leaf: str = "") -> list[int]:
-    """The number of ranks that each of a tensor's `dims` dims is divided among.
-
-    Raises ValueError if the spec has more dims.
-    """
+    """The number of ranks that each of a tensor's `dims` dims is divided among."""
     return [math.prod(mesh[axis].size for axis in axes) for axes in sharded_dims(spec, mesh, dims, leaf)]
 
 
@@ -162,10 +151,7 @@ class Window(NamedTuple):
 
 
 def local_windows(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "") -> list[Window]:
-    """The windows, side by side along the first dim, that make up this rank's slice by `spec` of such a tensor.
-
-    There is one, unless the spec has rows: then one for each run of them.
-    Raises ValueError as `local_shape` does.
+    """The windows along the first dim that make up this rank's slice: one for each run of the spec's rows.
 
     >>> from fzero.sharding import Spec, fake_mesh
     >>> spec = Spec(("pp",), rows=((0, 1, 4), (2, 3)))
@@ -192,10 +178,7 @@ def local_windows(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "
 def local_slice(
     shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = ""
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, size) per dim of this rank's slice by `spec` of a tensor of this shape.
-
-    Raises ValueError as `local_shape` does, and for a slice of several windows.
-    """
+    """(start, size) per dim of this rank's slice by `spec`; raises ValueError for one of several windows."""
     windows = local_windows(shape, spec, mesh, leaf=leaf)
     if not windows:  # no layer is this rank's
         return (0,) * len(shape), local_shape(shape, spec, mesh)
@@ -256,8 +239,7 @@ def shard_dim(name: str) -> int:
 
 
 def largest_block(sizes: Iterable[int], max_block: int) -> int:
-    """The largest block of elements, a power of two from 16 to `max_block`, that divides all of these sizes; 0 if none
-    does.
+    """The largest power of two from 16 to `max_block` that divides all of these sizes; 0 if none does.
 
     >>> largest_block([64, 96], 4096), largest_block([24], 4096)
     (32, 0)
@@ -346,8 +328,7 @@ def shard_of_rank(largest: tuple[int, ...], spec: Spec, mesh: Mesh) -> tuple[int
 
 
 def local_numel(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> int:
-    """The number of elements that one rank holds of a leaf; of a leaf that is shared unevenly, that of the ranks with
-    the most."""
+    """The number of elements that one rank holds of a leaf: of unequal shards, the largest."""
     if spec.parts:
         dim = part_dim(spec)
         shape = (*shape[:dim], max(spec.parts), *shape[dim + 1 :])
@@ -361,11 +342,7 @@ def local_numel(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) ->
 
 
 def row_blocks(shape: Sequence[int], max_elements: int = MOST_ELEMENTS) -> list[tuple[int, int]]:
-    """Ranges of the first dim of a layer of `shape`, of about `max_elements` elements each at most.
-
-    They begin at pages of its memory in every dtype, so that each can be read, written and summed apart from the
-    others.
-    """
+    """Ranges of the first dim of a layer, of about `max_elements` elements at most, that begin at pages."""
     rows, row = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     if rows * row <= max_elements:
         return [(0, rows)]
@@ -375,8 +352,7 @@ def row_blocks(shape: Sequence[int], max_elements: int = MOST_ELEMENTS) -> list[
 
 
 def iterate_blocks(x: Any, stacked: bool) -> Iterator[tuple[int, Tensor]]:
-    """(layer, row block) for all row blocks of a leaf, in order: of a tensor, or of a leaf with an `iterate_blocks` of
-    its own."""
+    """(layer, row block) for all row blocks, in order, of a tensor or a leaf with its own `iterate_blocks`."""
     if not isinstance(x, Tensor):
         yield from x.iterate_blocks()
         return

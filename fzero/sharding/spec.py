@@ -1,5 +1,6 @@
-"""Spec: for one leaf, the mesh axes that shard each tensor dim, the axes over which a sum is owed, and the memory it
-rests in; the rules over leaf names that say so, and Offload, the memory of each group of a state."""
+"""Spec: for one leaf, the mesh axes that shard each tensor dim, the axes over which a sum is owed, and its memory; the
+rules over leaf names that say so, and Offload, the memory of each group of a state.
+"""
 
 from __future__ import annotations
 
@@ -284,10 +285,7 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Tier:
-    """A memory, and the fraction of a group's bytes, in whole leaves, that rests in it.
-
-    The other leaves stay on the device.
-    """
+    """A memory, and the fraction of a group's bytes, in whole leaves, that rests in it, not on the device."""
 
     memory: StateMemory = DEVICE
     fraction: float = 1.0
@@ -307,10 +305,7 @@ class Offload:
 
     @classmethod
     def parse(cls, text: str) -> Offload:
-        """The Offload of a text such as "params=nvme,acts=host" or "opt=host:0.5" (half of the bytes).
-
-        "" leaves all on the device.
-        """
+        """The Offload of a text such as "params=nvme,acts=host" or "opt=host:0.5" (half of the bytes)."""
         tiers: dict[str, Tier] = {}
         for entry in filter(None, text.replace(" ", "").split(",")):
             group, equals, tier_text = entry.partition("=")

@@ -32,11 +32,7 @@ from fzero.sharding.spec import ALL_ON_DEVICE, Offload, Spec, Tier, match_rules,
 
 
 def shapes_of(model: Any) -> Tree:
-    """The parameter tree of a Model, or of a tree of tensors, as meta tensors: shapes and dtypes without memory.
-
-    Raises ValueError for a tree with other leaves than tensors, or with complex ones, and TypeError for what is no
-    tree.
-    """
+    """The parameter tree of a Model, or of a tree of tensors, as meta tensors; raises for other leaves."""
     if hasattr(model, "init") and hasattr(model, "rules"):
         return model.init(
             lambda name, shape, std=0.0, mean=0.0, dtype=None: torch.empty(shape, dtype=dtype, device="meta")
@@ -205,12 +201,7 @@ def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: 
 
 
 def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Policy) -> frozenset[str]:
-    """The names of the leaves that are gathered over dp as float8 numbers (see Policy.gather): those that tensorwise
-    products alone use (`linear`, a regex, see models.base.Model).
-
-    Their scales are found from all layers before a pass, so they must rest on the device. Raises ValueError for a model
-    without such leaves, and for leaves elsewhere.
-    """
+    """The names of the leaves that are gathered over dp as float8 numbers: those of tensorwise products."""
     gathered = {name: leaf for name, leaf in leaves.items() if leaf.params.over_data}
     if policy.gather != "float8" or not gathered:
         return frozenset()
@@ -284,11 +275,7 @@ def stage_specs(
     row: tuple[bool, bool, bool, str],
     moved: bool,
 ) -> tuple[Spec, Spec, Spec, Spec]:
-    """The specs of a leaf at rest: of its parameter, gradient and optimizer state, and between micro-batches.
-
-    row: of ZERO, and how gradients are summed (see `zero_plan`). moved: by a rule: whole on the ranks of dp and cp,
-    which all move it alike.
-    """
+    """The specs of a leaf at rest: of its parameter, gradient, optimizer state, and between micro-batches."""
     whole, shards = replace(compute, partial=frozenset()), shard_over_data(name, shape, compute, sizes)
     params_cut, grads_cut, opt_cut, reduce = row
     grads = shards if reduce == "canonical" or (grads_cut and reduce == "fast") else whole
@@ -302,8 +289,7 @@ def stage_specs(
 
 
 def shard_over_pp(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> Spec:
-    """The spec of a leaf outside the stacks of layers with pp behind the axes of its first dim; as it is if that dim
-    does not divide."""
+    """The spec of a leaf outside the layers with pp behind the axes of its first dim, if that divides."""
     ranks = sizes[PP] * math.prod(sizes[a] for a in spec.dims[0]) if spec.dims else 0
     if sizes[PP] == 1 or is_stacked(name) or not ranks or shape[0] % ranks:
         return spec
@@ -322,10 +308,7 @@ def with_offload(leaves: dict[str, LeafPlan], offload: Offload, state: torch.dty
 def with_memory(
     leaves: dict[str, LeafPlan], group: str, tier: Tier, dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, LeafPlan]:
-    """The leaves with the memory of a tier for the largest ones of a group that hold its fraction of the bytes.
-
-    dtypes: of each leaf that the group has, which alone count and move.
-    """
+    """The leaves with a tier's memory for the largest ones that hold its fraction of the group's bytes."""
     if tier.memory.on_device:
         return leaves  # as the model's own rules have them
     sizes = {name: leaves[name].numel(getattr(leaves[name], group)) * dtype.itemsize for name, dtype in dtypes.items()}

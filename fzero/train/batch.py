@@ -1,7 +1,4 @@
-"""The rows of a batch: which are a rank's, and which are a micro-batch's.
-
-Which batches this process dealt: known by the values of their rows, which copies keep.
-"""
+"""The rows of a batch: which are a rank's, and which are a micro-batch's; which batches this process dealt."""
 
 from __future__ import annotations
 
@@ -41,8 +38,7 @@ DEALINGS: deque[Dealing] = deque(maxlen=MAX_DEALINGS)
 
 
 def row_numbers(batch: Any) -> Tensor:
-    """A number for each row of a batch, int64, by the values of all leaves: a copy in another integer dtype, or on
-    another device, has the same."""
+    """A number for each row of a batch, int64, by the values of all leaves; copies have the same."""
     leaves = [leaf.detach() for leaf in pytree.leaves(batch)]
     total = torch.zeros(leaves[0].shape[0], dtype=torch.int64, device=leaves[0].device)
     for i, leaf in enumerate(leaves, 1):
@@ -139,11 +135,7 @@ def positions(micro_batch: Any) -> int:
 
 
 def rows_of(mesh: Mesh, rows: int, micro_batches: int = 1) -> list[int]:
-    """The rows of a global batch of `rows` that are this rank's, in the order in which its step takes them.
-
-    The batch is cut into micro_batches x (data ranks) parts; part m goes to data rank m mod R, so that the parts which
-    all ranks work on at one time are neighbours. Raises ValueError if that does not divide.
-    """
+    """The rows of a global batch that are this rank's, in the order of its step; raises ValueError if unequal."""
     parts = micro_batches * mesh.data_size
     if rows % parts:
         raise ValueError(
@@ -184,13 +176,7 @@ def local_batch(batch: Any, mesh: Mesh, micro_batches: int = 1) -> Any:
 
 
 def expect_distinct_rows(batch: Any, mesh: Mesh, micro_batches: int, dealt: bool = False) -> None:
-    """Raise ValueError, the same on all ranks, if data ranks have the same rows or unlike numbers of rows, the ranks
-    of a tp or cp group have different ones, or `local_batch` dealt them for another number of micro-batches, or twice.
-
-    Equal rows that `local_batch` dealt pass, or the loader of a run (dealt), and those of a batch whose rows are all
-    alike, as of zeros in a trial.
-    Communicates: an all_gather of five int64.
-    """
+    """Raise ValueError, the same on all ranks, if data ranks have equal rows or a group's ranks unlike ones."""
     named, content = pytree.named_leaves(batch), hashlib.sha256()
     for name, leaf in named.items():
         data = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,12 +1,11 @@
 """A train step as one CUDA graph: recorded once, and replayed by one call in place of its thousands of launches.
 
-A donated step writes the state where it is, so the addresses in a graph stay true from step to step. What a plain step
-makes anew (the counts, the loss scale, the statistics of the loss) is written back into fixed memory at the end of the
-graph, and a batch is copied into fixed memory before each replay. No number of the host is in a graph that differs from
-step to step: schedules, corrections and keys are computed on the device from the counts of the state.
+A donated step writes the state where it is, so the addresses in a graph stay true. What a plain step makes anew is
+written back into fixed memory at the graph's end, and a batch is copied into fixed memory. No number of the host that
+changes is in a graph: schedules and keys are computed on the device from the counts of the state.
 
-A step is issued as ever where something looks into it (a clock that splits its time over phases, a record of memory) or
-where a checkpoint still copies the state, whose update the graph could not let wait.
+A step is issued where something looks into it, or where a checkpoint still copies the state, for which the graph could
+not wait.
 """
 
 from __future__ import annotations
@@ -82,15 +81,7 @@ class RecordedStep(NamedTuple):
 
 
 class CapturedStep:
-    """A train step `(state, batch) -> (state, Metrics)` that replays `step` on a GPU, with its bits, where that is
-    faster.
-
-    The first step and the next `WARM_UP` are issued; if issuing takes at least `SHARE` of their time on any rank, the
-    next one is recorded, on all ranks. A batch of another shape is recorded the second time that it comes. A state
-    that is not the last result (after a rollback) is issued once and recorded again. refused: why no step can be, "" if
-    it can.
-    `news`: what was decided, a line each, until somebody takes it.
-    """
+    """A train step that replays `step` on a GPU, with its bits, where that is faster; else it issues it."""
 
     def __init__(self, step: Step, mesh: Mesh, refused: str) -> None:
         self.step, self.mesh, self.refused = step, mesh, refused
@@ -255,8 +246,7 @@ def text_of(key: Any) -> str:
 
 
 def cause_of(error: BaseException) -> str:
-    """The first line of the error that began it all, and the line of fzero, or of a loss function, that it came
-    from."""
+    """The first line of the first error in the chain, and the line of fzero or of a loss that it came from."""
     while error.__context__ is not None:
         error = error.__context__
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]

@@ -47,8 +47,7 @@ PROGRAM = (
 
 
 def expect_arguments(loss_fn: Any, tx: Any, plan: Any, micro_batches: Any, execution: Any, skip: Any) -> None:
-    """Raise TypeError for arguments of a step that are of other kinds, ValueError for a number of micro-batches that is
-    below 1 or that the plan's schedule does not take."""
+    """Raise TypeError or ValueError for a step's arguments, or a number of micro-batches that does not suit it."""
     expect_program(loss_fn)
     expect_optimizer(tx)
     expect_kind("plan", plan, Plan, "write make_train_step(model, tx, zero_plan(stage, model, mesh))")
@@ -155,8 +154,7 @@ def expect_sums(tx: GradientTransformation, plan: Plan) -> None:
 
 
 def expect_state(plan: Plan, opt_names: list[str], state: TrainState, donate: bool) -> None:
-    """Raise ValueError if the state was made for another plan, policy or optimizer, or may not be overwritten,
-    or was."""
+    """Raise ValueError if the state was made for another plan, policy or optimizer, or may not be overwritten."""
     if isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], TrainState):
         raise TypeError("the state is the pair that a step returned; write state, metrics = step(state, batch)")
     expect_kind("the state", state, TrainState, "give the one that init_state, restore or the last step returned")
@@ -193,11 +191,7 @@ def expect_state(plan: Plan, opt_names: list[str], state: TrainState, donate: bo
 
 
 def check_values(model: base.Model | LossFn, batch: Any, ctx: base.Ctx) -> bool:
-    """Raise ValueError if a Model's batch has tokens or targets outside its vocabulary; False if they cannot be looked
-    at.
-
-    That waits for the device, so a step does it once.
-    """
+    """Raise ValueError for tokens or targets outside the vocabulary; False if they cannot be looked at."""
     if not have_values(batch):
         return False
     if isinstance(model, base.Model) and hasattr(model.config, "vocab_size"):

@@ -85,11 +85,7 @@ class _Rounded(Function):
 
 
 def rounded_params(params: Tree, plan: Plan, impl: Kernels) -> Tree:
-    """The parameters at rest as a step with the plan's codec sees them: the definition of such a step, and
-    differentiable: the gradient is that of the rounded ones.
-
-    Raises ValueError for a codec of gradients, whose sums are made behind the backward pass.
-    """
+    """The parameters at rest as a step with the plan's codec sees them: its differentiable definition."""
     if plan.codec is None:
         return params
     if plan.codec.grads:

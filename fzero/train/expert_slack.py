@@ -1,9 +1,8 @@
 """The slack of a step's exchanges of rows of experts, which grows when data need more of it.
 
-Compiled blocks are programs of fixed sizes, so that an exchange has memory for `slack` times an even load. Data decide
-how many rows come: where a rank is sent more, the exchange is cut, and the step, before it changes anything, computes
-its gradient again with twice the slack, which later steps have from the start. Rows that are there have the same bits
-for any slack, so that the numbers are those of a run that had it from its first step.
+Compiled blocks have fixed sizes: memory for `slack` times an even load. Where a rank is sent more, the exchange is cut,
+and the step computes its gradient again with twice the slack before it changes anything; later steps keep it. Rows have
+the same bits for any slack.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from fzero.sharding import Plan
 
 
 def with_expert_slack(plan: Plan, update: str) -> Plan:
-    """The plan with the slack of a step that updates at this time: an update that begins before the gradient is whole
-    cannot compute it again."""
+    """The plan with the slack of a step that updates at this time; early updates cannot compute it again."""
     return plan if update == "end" else with_slack_for_all(plan)
 
 
@@ -57,11 +55,7 @@ class ExpertSlack:
         return plan.routed.rows(plan.experts, ranks) < plan.routed.rows(replace(plan.experts, slack=math.inf), ranks)
 
     def attempts(self, device: torch.device) -> Generator[tuple[Plan, Tensor | tuple[()]], None, None]:
-        """(a plan, the number of the plans before it: as Metrics.recomputed), until an exchange of one was not cut on
-        any rank of the mesh.
-
-        Communicates: where a rank can be sent too many rows, see any_rank.
-        """
+        """(a plan, the number of plans before it), until an exchange of one was not cut on any rank."""
         for attempt in itertools.count():
             with self._cutting() as cut:
                 yield self.plan, torch.full((), attempt, dtype=torch.int64, device=device) if self.grows else ()
@@ -72,8 +66,7 @@ class ExpertSlack:
 
     @contextlib.contextmanager
     def _cutting(self) -> Iterator[list[int]]:
-        """A context in which exchanges over ep are cut to the rows that have memory, and note in the list that they
-        were."""
+        """A context in which exchanges over ep are cut to the rows that have memory, and note it in the list."""
         communicator = self.plan.mesh.ep.communicator
         if not self.limited or communicator is None:
             yield []

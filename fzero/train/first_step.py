@@ -1,13 +1,11 @@
-"""What the first step looks at: the values of its batch, and whether its loss can be that of these parameters.
+"""What the first step looks at: its batch's values, its loss, and its sums over ranks.
 
 That waits for the device, so later steps do not look.
 
-The check of a first step's sums over ranks: a psum of what is the same on all of them is N times what was meant.
-
-Equal bits are no proof: equal rows, zeros and overflows give them too. So a first step notes the psums whose input was
-the same on all ranks, and only where there is one it computes its gradient a second time, following over which axes
-each tensor may differ (core/varying_axes). The second gradient is thrown away: operators that follow tensors may make
-torch's formulas of gradients take another order, and a first step must have the bits of any other.
+A psum of what is the same on all ranks is N times what was meant. Equal bits are no proof (equal rows, zeros,
+overflows), so where a first step notes one it computes its gradient again, following over which axes each tensor may
+differ (core/varying_axes). The second gradient is thrown away: the operators that follow tensors may change the order
+of torch's formulas, and so bits.
 """
 
 from __future__ import annotations
@@ -48,11 +46,7 @@ def noting_sums(mesh: Mesh) -> Iterator[None]:
 
 
 def judge_sums(plan: Plan, params: Tree, parts: Any, compute: Callable[[], Any]) -> None:
-    """Raise ValueError, on the ranks of its axis, for a noted psum of what is the same on all ranks by construction.
-
-    params: at rest. parts: the micro-batches. compute: computes the gradient again.
-    Communicates: in a step that notes, a flag over each axis; where one noted a psum, what `compute` does.
-    """
+    """Raise ValueError, on the ranks of its axis, for a noted psum of what is the same on all of them."""
     agreement = plan.mesh.agreement
     if agreement is None or agreement.noted is None:
         return
@@ -89,8 +83,7 @@ def refusing_jointly(mesh: Mesh, first: bool) -> contextlib.AbstractContextManag
 
 
 class FirstStep:
-    """The looks of a step at its first batch, and at what it found of it; later ones pass over both. Where values
-    cannot be looked at, as in a trace, the next call is the first one."""
+    """A step's checks of its first batch and of the result; later steps pass over both."""
 
     def __init__(self, loss_fn: base.Model | LossFn, plan: Plan, execution: Execution) -> None:
         self.loss_fn, self.plan, self.execution, self.is_checked, self.looks = loss_fn, plan, execution, False, False
@@ -112,11 +105,7 @@ class FirstStep:
     def expect_loss(
         self, gradient: Callable[..., Any], state: TrainState, arguments: tuple[Any, ...], metrics: Any
     ) -> None:
-        """Raise ValueError for a sum over ranks that is N times what was meant (see `judge_sums`), and, the same on all
-        ranks, for a loss that cannot be that of the parameters (see `expect_loss`).
-
-        gradient: of (state, *given), which are micro-batches, their rows, the draws and the seed. metrics: the step's.
-        """
+        """Raise ValueError for a sum over ranks that is N times too large, or a loss that cannot be this one."""
         parts, _, draws, _ = arguments
         judge_sums(self.plan, state.params, parts, lambda: gradient(state, *arguments))
         if self.looks:
@@ -128,12 +117,7 @@ class FirstStep:
 def expect_loss(
     loss: Callable[..., base.Loss], plan: Plan, params: Tree, micro_batch: Any, draws: dict[str, Tensor], metrics: Any
 ) -> None:
-    """Raise ValueError, the same on all ranks, for a loss with an impossible number of tokens, and one that no
-    parameter reaches, from the Metrics of a step.
-
-    params: at rest; those on a disk are not looked at. Communicates: an all_gather of three float64; if the gradient is
-    0, what the loss does too, and a flag.
-    """
+    """Raise ValueError on all ranks for an impossible number of tokens, or a loss that no parameter reaches."""
     row = torch.stack([x.detach().to(torch.float64) for x in (metrics.loss, metrics.num_tokens, metrics.grad_norm)])
     with plan.mesh.ledger.phase("check"):  # rank 0's, so that all go one way even if they found unlike ones
         mean, count, norm = gather_rows(row, plan.mesh, leaf="first step")[0].tolist()

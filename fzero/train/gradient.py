@@ -43,12 +43,7 @@ from fzero.train.update.in_memory import local_shards
 def make_backward(
     loss_fn: base.Model | LossFn, plan: Plan, execution: Execution, nvme: Nvme | None = None
 ) -> Callable[..., list[base.Loss]]:
-    """`(turns, batches, seed, ready=, update=) -> losses` of some micro-batches; on a mesh with pp of those whose last
-    stage is this rank's.
-
-    The gradient of the total * seed, as this rank has it before anything is summed over ranks, goes to the `sink.put`
-    of its turn, as of a Reducer, part of the model by part. ready, update: see `run_row`.
-    """
+    """`(turns, batches, seed, ready=, update=) -> losses`; the gradients go to the `sink` of each turn."""
     disk_of(nvme, plan, execution.prefetch)
     if isinstance(loss_fn, base.Model):
         loss_fn = keyed_model(loss_fn)
@@ -89,9 +84,7 @@ def make_backward(
 
 
 def layer_draws(draws: dict[str, Tensor], plan: Plan, execution: Execution) -> dict[str, Any]:
-    """The fields of the Ctx of a layered model in a step with these `draws_of`: with `keys` and `dropped`; {} for none.
-
-    A compiled block makes its keys itself, within other kernels. A plan has all layers."""
+    """The fields of a layered model's Ctx in a step with these `draws_of`; {} for none."""
     fields: dict[str, Any] = {**draws}
     if "key" in draws and not execution.compiled:
         depths = {name.split("/")[0]: leaf.shape[0] for name, leaf in plan.leaves.items() if is_stacked(name)}
@@ -121,11 +114,7 @@ class GradientResult(NamedTuple):
 
 
 class StepGradient:
-    """The gradient of the summed total * seed over all parts of all ranks, in the layout of plan.opt, in
-    policy.accumulate.
-
-    narrow: see SumsAtRest; the sums of two turns that are under way have buffers of their own.
-    """
+    """The gradient of the summed total * seed over all ranks, in the layout of plan.opt, in policy.accumulate."""
 
     def __init__(
         self,
@@ -177,8 +166,7 @@ class StepGradient:
         parity: int = 0,
         on_layer: Callable[[], None] | None = None,
     ) -> Turn:
-        """The turn of so many micro-batches at these parameters (at rest). parity: of its number; on_layer: see
-        GradientReducer."""
+        """The turn of so many micro-batches at these parameters (at rest); parity: of its number."""
         coder = grads_coder(self.plan, self.kernels)
         resting_sums = SumsAtRest(
             self.plan, parts, self.open_disk_sum, layer_sums, self.buffers[parity], self.narrow, self.squares_of
@@ -224,8 +212,7 @@ class StepGradient:
         early: EarlySums | None = None,
         on_loss: Callable[[base.Loss], None] | None = None,
     ) -> GradientResult:
-        """What the parts give, which have `size` rows each. on_loss: is called with the sum of losses before the last
-        backward pass."""
+        """What the parts, of `size` rows each, give; on_loss: called before the last backward pass."""
         firsts, mesh, device = self.firsts(len(parts), size), self.plan.mesh, seed.device
         if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
             return self.pure(state.params, parts, firsts, draws, seed)
@@ -287,10 +274,7 @@ Objective = Callable[..., base.Loss]  # (params, batch, drawn, first) -> Loss
 def functional(
     loss: Objective, params: Tree, plan: Plan, parts: list[Any], firsts: list[Any], draws: Any, seed: Tensor
 ) -> tuple[Tree, Any]:
-    """(gradient in the layout at rest, losses of the parts) by torch.func.grad, so that it may itself be transformed.
-
-    Canonical sums follow the binary tree over the micro-batches that GradientReducer's do, in policy.accumulate.
-    """
+    """(gradient in the layout at rest, losses of the parts) by torch.func.grad, which may be transformed again."""
     trained, plus = plan.trained(params), partial(pytree.map, torch.add)
 
     def objective(leaves: Tree, micro_batch: Any, first: Any) -> tuple[Tensor, base.Loss]:

@@ -9,10 +9,9 @@
 | SlowMo | sgd(alpha, momentum=beta) |
 | DiLoCo | sgd(0.7, momentum=0.9, nesterov=True) |
 
-A member is a whole run on `mesh.member()`: its plan sums nothing over rp. What members send is d, once in H steps. The
-optimizer of each member keeps its own state. With `after` (post-local) members train apart only after so many steps of
-the run: after each of these x_0 and all x_i become the mean of the x_i, and the outer optimizer, which begins behind
-them, makes no update.
+A member is a whole run on `mesh.member()`, with an optimizer state of its own; it sends d, once in H steps. With
+`after` (post-local) x_0 and all x_i become the mean of the x_i after each of the first steps, and the outer optimizer
+begins behind them.
 
 Refs: Stich 2019, "Local SGD converges fast and communicates little", arXiv:1805.09767; Wang et al. 2020, "SlowMo",
 arXiv:1910.00643, algorithm 1; Douillard et al. 2023, "DiLoCo", arXiv:2311.08105, algorithm 1; Lin et al. 2020, "Don't
@@ -205,8 +204,7 @@ def write_mean(plan: Plan, state: TrainState, members: Axis, coder: Coder | None
 
 @torch.no_grad()
 def average_members(plan: Plan, state: TrainState, members: Axis) -> TrainState:
-    """The state of a member after one of the first `after` steps: in its buffers and in x_0 the mean of the members'
-    parameters. The states of the outer optimizer, and of the member's own, stay as they are."""
+    """A member's state after one of the first `after` steps: parameters and x_0 are the members' mean."""
     return with_agreed(state, Outer(write_mean(plan, state, members, None), agreed(state).opt_state))
 
 

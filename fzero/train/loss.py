@@ -32,14 +32,7 @@ LossFn = Callable[[Tree, Any], Any]
 
 
 def make_loss(loss_fn: base.Model | LossFn, plan: Plan, execution: Execution) -> Callable[..., base.Loss]:
-    """`loss(params, batch, drawn, first) -> Loss` of a Model, or of a plain function of (params, batch), over
-    parameters at rest.
-
-    A plain function returns a `Loss`, a pair (sum, number of tokens), or a scalar, which counts as one token: then the
-    loss of a step is the mean over its micro-batches. A function that compares samples with each other sees those of
-    one micro-batch of one rank (see examples/contrastive.py). It is given whole parameters in policy.compute,
-    and those that are not floating-point as they are. drawn: as of `draws_of`. What it draws by torch, such as
-    F.dropout, comes from the state's key: the same however a batch is cut, if the first dim counts the samples."""
+    """`loss(params, batch, drawn, first) -> Loss` of a Model or a plain function, over parameters at rest."""
     if isinstance(loss_fn, base.Model):
         loss_fn = keyed_model(loss_fn)
         ctx = context_of(plan, execution)._replace(remat=execution.remat)
@@ -85,8 +78,7 @@ class PlainLoss:
 
 
 def draws_of(loss_fn: base.Model | LossFn, state: TrainState) -> dict[str, Any]:
-    """What a step draws, as fields of a Ctx: `key`, of dropout and of what else its blocks draw, and `scales` of its
-    layers; {} for none. Of a plain function: {"origin": what makes the key}, as it may draw nothing."""
+    """What a step draws, as fields of a Ctx: `key`, and `scales` of its layers; {} for none."""
 
     def key(name: str) -> Tensor:
         return prng.fold_in(prng.fold_in(state.key, name), state.step)
@@ -98,14 +90,7 @@ def draws_of(loss_fn: base.Model | LossFn, state: TrainState) -> dict[str, Any]:
 
 
 def sum_losses(losses: Sequence[base.Loss], mesh: Mesh, axes: Sequence[str] | None = None) -> base.Loss:
-    """The sums of micro-batch losses over those of all ranks along `axes`: by default of all with other tokens. On
-    meshes of one cp they have the same bits.
-
-    They are added in the order of their global numbers (see Reducer), by a balanced binary tree, in float64. `tables`,
-    whose counts have one sum in any order, are added on each rank first. A number of tokens that is impossible is
-    passed on, see `with_counts`.
-    Communicates: an all_gather of a few float64 over each of dp, rp and cp, and a psum of the tables.
-    """
+    """The sums of micro-batch losses over the ranks along `axes`, by a balanced binary tree, in float64."""
     axes = AXES.by_tokens if axes is None else axes
     rows, layout = packed([loss._replace(tables={}) for loss in losses])
     with mesh.ledger.phase("metrics"):
@@ -116,8 +101,7 @@ def sum_losses(losses: Sequence[base.Loss], mesh: Mesh, axes: Sequence[str] | No
 
 
 def with_counts(total: base.Loss, counts: Tensor) -> base.Loss:
-    """The sums of losses that count `counts` tokens, float64 [N]. If one is negative or not finite, such a one is
-    `num_tokens`, and `total` NaN; so it is where no token counts and the sum is not 0. Pure, without branches."""
+    """The sums of losses that count `counts` tokens, float64 [N]; NaN totals where a count is impossible."""
     wrong = ~((counts >= 0) & counts.isfinite())
     worst = torch.where(wrong, counts, math.inf).amin()
     number = torch.where(wrong.any(), worst.to(total.num_tokens.dtype), total.num_tokens)
@@ -126,8 +110,7 @@ def with_counts(total: base.Loss, counts: Tensor) -> base.Loss:
 
 
 def sum_tables(tables: Sequence[dict[str, Tensor]], mesh: Mesh, axes: Sequence[str]) -> dict[str, Tensor]:
-    """The sums of `Loss.tables` over micro-batches and the ranks along `axes` but cp, whose ranks all count the whole
-    sequences."""
+    """The sums of `Loss.tables` over micro-batches and the ranks along `axes` but cp, which count the same."""
     rows, layout = packed(tables)
     sums = rows.sum(0)
     for axis in axes:

@@ -1,5 +1,4 @@
-"""Parameters and their master weights: the first are the rounding of the second, which a step compares where somebody
-else may have written one of the two."""
+"""Parameters and their master weights: a step compares them where somebody else may have written one."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ def with_params(state: TrainState, params: Tree, plan: Plan, *, nvme: Nvme | Non
 
 
 def expect_new_values(values: NewValues, params: Tree, *, look: bool) -> None:
-    """Raise TypeError or ValueError, on every rank if on one, where `params` is no tree of new values. look: whether
-    values can be looked at."""
+    """Raise TypeError or ValueError, on every rank if on one, where `params` is no tree of new values."""
     error, layouts, mesh = None, "", values.plan.mesh
     try:
         tensors = {name: leaf for name, leaf in values.leaves.items() if not isinstance(leaf, DiskTensor)}
@@ -131,8 +129,7 @@ class NewValues(NamedTuple):
         raise ValueError(f"{name}: is {list(shape)}; the state has {list(leaf.shape)}{shards}: {fix}")
 
     def expect_dtype(self, name: str) -> None:
-        """Raise ValueError for a leaf that has no shape yet, or is of whole numbers where the plan has floats, and the
-        other way round."""
+        """Raise ValueError for a leaf without a shape, or of integers where the plan has floats or vice versa."""
         value, dtype = self.leaves[name], self.plan.leaves[name].dtype
         if isinstance(value, torch.nn.UninitializedParameter):
             raise ValueError(f"{name}: is an uninitialized parameter of a lazy module; call the module once before")
@@ -142,8 +139,7 @@ class NewValues(NamedTuple):
             raise ValueError(f"{name}: is {value.dtype} and the state has {dtype}; {fix}")
 
     def expect_values(self, name: str) -> None:
-        """Raise ValueError for a leaf without values, or with one that is not finite in the parameter's dtype; a frozen
-        leaf, such as a mask, may be infinite."""
+        """Raise ValueError for a leaf without values, or a trained one that is not finite in its dtype."""
         source, leaf = self.leaves[name], self.plan.leaves[name]
         if isinstance(source, Tensor):
             freed = bool(source.numel()) and not isinstance(source, FakeTensor) and not source.untyped_storage().size()
@@ -226,20 +222,14 @@ def rewrite_store(values: NewValues, state: TrainState, nvme: Nvme | None) -> No
 
 
 class StateCheck:
-    """The check of the states that a step is given: by shapes, dtypes and names in each call; parameters against their
-    masters in the first, and again where a leaf is another tensor than the one that the step returned, or was written
-    to since."""
+    """The check of the states that a step is given: kinds in each call, masters where a leaf is new."""
 
     def __init__(self, plan: Plan, opt_names: list[str], donate: bool, nvme: Nvme | None) -> None:
         self.plan, self.opt_names, self.donate, self.nvme, self.first = plan, opt_names, donate, nvme, True
         self.checked_leaves: list[tuple[Any, int]] = []  # by leaf: a weak reference, and the version of its values
 
     def expect(self, state: TrainState) -> None:
-        """Raise ValueError if the state is not one for this step, or naming a parameter that is not the rounding of its
-        master weights; that in the first call on every rank.
-
-        Communicates: in the first call, with master weights, a flag over each axis.
-        """
+        """Raise ValueError if the state is not one for this step, or a parameter is not its rounded master."""
         expect_state(self.plan, self.opt_names, state, self.donate)
         if self.nvme is not None:
             expect_store(state, self.nvme)
@@ -302,8 +292,7 @@ def fault_of(plan: Plan, state: TrainState) -> str:
 def compare(
     state: TrainState, specs: Mapping[str, tuple[Spec, Spec]], shapes: Mapping[str, tuple[int, ...]], mesh: Mesh
 ) -> str:
-    """Compare every master weight of a state with its parameter, a layer at a time: the names of those that differ, in
-    words, or "". specs: of a leaf at rest and as it is updated. shapes: of the whole leaves."""
+    """The names of the leaves whose parameter differs from its master weight, in words, or ""."""
     params, differing = pytree.named_leaves(state.params), {}
     for name, master in pytree.named_leaves(state.master).items():
         counts, layers = [], range(master.shape[0]) if is_stacked(name) else (None,)
@@ -334,8 +323,7 @@ def blocks_of(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def count_unequal(param: Tensor, master: Tensor) -> Tensor:
-    """The number of parameters that are not the rounding of their master: NaN is NaN, and numbers below the smallest
-    normal one, which some devices take for 0, are alike."""
+    """The number of parameters that are not the rounding of their master; NaN is NaN, subnormals are 0."""
     rounded, min_normal = master.to(param.dtype), torch.finfo(param.dtype).smallest_normal
     equal = (param == rounded) | ((param != param) & (rounded != rounded))
     return (~(equal | ((param.abs() < min_normal) & (rounded.abs() < min_normal)))).sum()

@@ -93,8 +93,7 @@ def kind_of(leaf: Any) -> tuple[Any, Any]:
 def copy_state(
     state: TrainState, tx: GradientTransformation, plan: Plan, source: dict[str, str], nvme: Nvme
 ) -> TrainState:
-    """The state in a new store for another optimizer. source: the leaf of the old state whose values one of the new
-    optimizer's has."""
+    """The state in a new store for another optimizer; source: the old leaf that gives a new one's values."""
     like, specs, old = meta_state(plan, tx), state_specs(plan, tx), pytree.named_leaves(state)
     store = open_in(nvme, leaves_on_disk(like, specs, plan), plan, resume=False)
     store.begin()

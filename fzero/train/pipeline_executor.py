@@ -1,8 +1,7 @@
-"""A rank's row of a schedule: the passes of its stages in their order, and the activations that go from stage to stage.
+"""A rank's row of a schedule: the passes of its stages in their order, and what goes from stage to stage.
 
-A run without pp has one stage, and its row is F0 B0 F1 B1 ..., through the same code. With pp each rank holds the
-layers of its stages; the other leaves are gathered before the row to the ranks that use them, and the sums of their
-gradients scattered back behind it (train/stage_sharing.py).
+A run without pp has one stage, and its row is F0 B0 F1 B1 ..., through the same code. With pp the leaves outside the
+layers are gathered before the row, and their gradients' sums scattered back behind it (train/stage_sharing.py).
 """
 
 from __future__ import annotations
@@ -59,14 +58,12 @@ class Turn(NamedTuple):
 
 
 def schedule_of(plan: Plan, parts: int, updates: int | None = None) -> Schedule:
-    """The schedule of a step of so many micro-batches; raises ValueError if they do not suit it.
-
-    updates: those that are made within it; None: as the plan says.
-    """
+    """The schedule of a step of so many micro-batches, with `updates` in it; raises ValueError if it does not fit."""
     assert plan.stages is not None and plan.pipeline is not None
     return build_schedule(plan.pipeline, plan.stages, parts, plan.delayed if updates is None else updates)[0]
 
 
+# Schedules are checked and simulated once, not in every step.
 @functools.lru_cache(maxsize=64)
 def build_schedule(pipeline: Pipeline, stages: Stages, parts: int, updates: int) -> tuple[Schedule, int]:
     """A schedule, and its `min_capacity`."""
@@ -94,10 +91,7 @@ def row_of(plan: Plan, parts: int, updates: int) -> list[Act]:
 
 
 def expect_equal_schedules(plan: Plan, parts: int) -> None:
-    """Raise ValueError, the same on all ranks, if the ranks of pp have unlike schedules.
-
-    Communicates: an all_gather over pp of one int64.
-    """
+    """Raise ValueError, the same on all ranks, if the ranks of pp have unlike schedules."""
     if plan.stages is None:
         return
     text = write_schedule(schedule_of(plan, parts)) + repr(plan.stages.layers)
@@ -127,17 +121,13 @@ def run_row(
     ready: Callable[[base.Loss], None] = lambda loss: None,
     update: Callable[[list[base.Loss]], None] = lambda losses: None,
 ) -> list[base.Loss]:
-    """The losses of the micro-batches, on the rank of the last stage; gradients of total * seed go to the turns' sinks.
-
-    turns: of the updates. ready: is called with each loss before its backward pass; update: at each update within the
-    row, with the losses of its micro-batches: it appends the turn of the next update but one.
-    Communicates: the activations between stages, there and their gradients back.
-    """
+    """The losses of the micro-batches, on the rank of the last stage; gradients go to the turns' sinks."""
     plan, per_update = model.plan, len(batches.parts) // max(1, batches.updates)
     stages, row = stages_of(model.parts, plan), row_of(plan, len(batches.parts), batches.updates)
     device = pytree.leaves(batches.parts[0])[0].device
     capacity = channel_capacity(plan, len(batches.parts), batches.updates)
     exchange = StageExchange(plan, row, capacity, model.shape_cache, device)
+    # Receives are started before any work, so that a message finds its buffer.
     exchange.open([signature_of(micro_batch) for micro_batch in batches.parts])
     results: dict[tuple[int, int], ForwardResult] = {}
     headed: dict[tuple[int, int], HeadResult] = {}
@@ -158,6 +148,8 @@ def run_row(
         if act.kind == "F":
             # A head whose backward pass follows at once runs in this phase, its leaves on their way before.
             fused_head = head if next_act in [act._replace(kind=kind) for kind in BACKWARD] else None
+            # A head runs in its backward pass's turn otherwise: its residuals are large, and only one micro-batch under
+            # way has them.
             body, early = parts if head is None else parts[:-1], [] if fused_head is None else fused_head.groups
             batch = batches.parts[act.micro_batch]
             ctx = model.context(batch, batches.draws, batches.firsts[act.micro_batch])
@@ -167,9 +159,12 @@ def run_row(
                 if fused_head is not None:
                     headed[key] = model.head_forward(fused_head, result)
                 elif head is None:
+                    # At once, before the next act: the next stage waits for it.
                     exchange.send(*key, result.x, True)
+            # A name that stays would hold activations until the next forward pass.
             del ctx, batch, x, result, ahead
             continue
+        # Backward passes of a stage come in the order of micro-batches, so that the last one ends the sums.
         final, sink = (act.micro_batch + 1) % per_update == 0, turn.sink
         if act.kind == "W":
             with phase("backward"):
@@ -231,11 +226,7 @@ def in_turn(
     stay: Callable[..., Resident],
     times: ActTimes | None,
 ) -> Iterator[tuple[Act, Act | None]]:
-    """Each act of a row that computes, and what follows it there; between them stages come to `resident`, and are
-    dropped.
-
-    stay: fetches the parameters of a stage's parts, for a forward pass first or a backward one. times: of the acts.
-    """
+    """Each act of a row that computes; stages come to `resident` before it and are dropped after it."""
     for act, next_act in itertools.zip_longest(row, row[1:]):
         if act.kind == "G":
             assert next_act is not None  # an act of the stage
@@ -251,10 +242,7 @@ def in_turn(
 
 
 def evaluate_row(model: StreamedModel, params: Tree, batch: Any) -> base.Loss:
-    """The loss of a batch without dropout, and without anything kept; the same on all ranks of pp.
-
-    params: at rest.
-    """
+    """The loss of a batch without dropout, and without anything kept; the same on all ranks of pp."""
     plan, device = model.plan, pytree.leaves(batch)[0].device
     stages, row = stages_of(model.parts, plan), forward_row(plan)
     ctx = model.context(batch, {}, 0)
@@ -282,11 +270,7 @@ def evaluate_row(model: StreamedModel, params: Tree, batch: Any) -> base.Loss:
 def preparer(
     model: StreamedModel, parts: Sequence[Segment], batch: Any, ctx: base.Ctx, params: Tree, on_stack: StackHook
 ) -> Callable[[SegmentActivations], None]:
-    """The function that makes a stage's programs, once it is known what it will be given looks like.
-
-    The first rank of a pipeline makes its own as it comes to them; without this each rank would wait for the one before
-    it, and then begin.
-    """
+    """The function that makes a stage's programs once shapes are known, so that ranks do it together."""
 
     def prepare(x: SegmentActivations) -> None:
         if parts[0].depth:  # else something else runs before the stack
@@ -297,10 +281,7 @@ def preparer(
 
 
 def min_capacity(s: Schedule) -> int:
-    """The least number of messages on their way in a channel, of at least 2, with which a schedule ends.
-
-    A rank that has sent so many waits until the oldest is wanted, which a schedule may not survive.
-    """
+    """The least number of messages on their way in a channel, of at least 2, with which a schedule ends."""
     required, positions = needs(s), {act: i for row in s.rows for i, act in enumerate(row)}
     channels: dict[tuple[int, int, bool], list[tuple[Act, Act]]] = {}
     for source, target in feeds(s).items():
@@ -308,6 +289,8 @@ def min_capacity(s: Schedule) -> int:
         if ends[0] != ends[1]:
             channels.setdefault((*ends, source.kind == "F"), []).append((source, target))
     rows, capacity = [[(act,) for act in row] for row in s.rows], 2
+    # A rank that has sent `capacity` messages waits until the oldest is taken. A schedule may not survive that wait, so
+    # it is played with it, for twice as many until it ends.
     while True:
         dependencies = dict(required)
         for messages in channels.values():

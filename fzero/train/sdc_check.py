@@ -1,8 +1,8 @@
 """Detect silent corruption: compute each rank's micro-batch on another rank too, and compare replicas, as digests.
 
-A processor that multiplies wrongly now and then, or a memory that flips a bit, raises no error, and the run goes on
-with other numbers. But the gradient of a micro-batch is a function: whoever computes it must get the same bits. And
-what the plan replicates must be the same on all its ranks.
+A processor that multiplies wrongly, or a memory that flips a bit, raises no error. But the gradient of a micro-batch is
+a function: whoever computes it must get the same bits, and what the plan replicates must be equal.
+
 Ref: Dixit et al. 2021, "Silent data corruptions at scale", arXiv:2102.11245; Gemini Team 2023, arXiv:2312.11805,
 section 3 (deterministic replay against silent data corruption).
 """
@@ -125,10 +125,7 @@ def read_sums(tables: Sequence[Mapping[str, Sequence[Started]]]) -> list[list[in
 
 
 def gather_words(words: list[int], mesh: Mesh) -> list[list[int]]:
-    """The 64-bit words of all ranks, by rank, as int64 of the same bits.
-
-    Communicates: an all_gather over each axis.
-    """
+    """The 64-bit words of all ranks, by rank, as int64 of the same bits."""
     row = torch.tensor(
         [word - WORD if word >= WORD // 2 else word for word in words], dtype=torch.int64, device=device_of(mesh)
     )
@@ -178,8 +175,7 @@ def unlike(names: list[str], specs: dict[str, Spec], table: list[list[int]], mes
 
 
 def disagreeing(names: list[str], local: list[list[int]], repeat: list[list[int]], mesh: Mesh) -> list[str]:
-    """A line for each rank whose micro-batch the next rank computes differently; a rank that differs from both
-    neighbours is to blame."""
+    """A line for each rank whose micro-batch the next computes differently; one unlike both neighbours is to blame."""
     ranks = {tuple(point.values()): rank for rank, point in enumerate(coordinates(mesh))}
     mismatches = []
     rank_count = mesh.rp.size * mesh.dp.size  # of ranks with other micro-batches and the same experts

@@ -1,10 +1,7 @@
 """The checks of a first step that what tp or cp splits computes one thing, split and whole.
 
-`check_split` is for a module that tp splits, whose layers fzero does not know. A norm over features that tp splits, for
-instance, takes the mean of a rank's part; nothing fails, and the loss is nearly right.
-
-`check_user_split` is for a Model with functions of one's own. The loss of a mean over a sequence, for instance, is
-another one of a rank's tokens; nothing fails, and each rank counts the sequence.
+Nothing fails where a norm takes the mean of a rank's part of the features, or a loss that of a rank's tokens; the loss
+is nearly right.
 """
 
 from __future__ import annotations
@@ -42,13 +39,7 @@ MIN_SIZE = 1e-2
 
 
 def check_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx) -> None:
-    """Raise ValueError, on every rank, if a foreign Model's layer under tp, or its gradient, differs from that of one
-    process on what the embedding, or a join, makes of the batch. One layer of each kind is compared, in float32 or
-    float64; other models are passed over.
-
-    params: at rest. Communicates: gathers of the parameters outside of the layers and of a layer of each kind, the
-    layer's own messages, and a flag.
-    """
+    """Raise ValueError on every rank if a foreign Model's layer under tp differs from that of one process."""
     if not isinstance(model, base.Model) or not model.foreign or plan.mesh.tp.size == 1:
         return
     wide = torch.promote_types(ctx.dtype, torch.float32)
@@ -143,15 +134,7 @@ PACKAGE_ENTRIES = {"tokens", "targets", "mask", "documents", SOURCES}
 
 
 def check_user_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx) -> None:
-    """Raise ValueError, the same on all ranks, if the loss of a Model with functions of one's own is another one where
-    cp or tp split it: its sums over the ranks of cp, or its gradient by the embeddings of a rank's tokens.
-
-    Embedding, joins, one layer of each kind that is one's own, and head are run in float32 or float64 on a micro-batch,
-    whole on every rank and split; of more than `TOKENS` tokens, on those that count. Models without such functions, and
-    those of modules (see `check_split`), are passed over.
-
-    params: at rest. Communicates: gathers of the parameters of these parts, what they do themselves, and a row a rank.
-    """
+    """Raise ValueError on all ranks if cp or tp change the loss of a Model with functions of one's own."""
     sizes = {axis: plan.mesh[axis].size for axis in ("cp", "tp")}
     if not isinstance(model, base.Model) or model.foreign or max(sizes.values()) == 1:
         return
@@ -307,8 +290,7 @@ def run_full(
     ctx: base.Ctx,
     alone: base.Ctx,
 ) -> tuple[base.Batch, Sums]:
-    """(the batch that is compared, its loss on one process): of fewer tokens, if it is long and a loss is known to take
-    fewer."""
+    """(the batch that is compared, its loss on one process): of fewer tokens if it is long."""
     short_batch = fewer_tokens(model, batch, ctx)
     if short_batch is not None:
         try:
@@ -319,8 +301,7 @@ def run_full(
 
 
 def fewer_tokens(model: base.Model, batch: base.Batch, ctx: base.Ctx) -> base.Batch | None:
-    """The batch of at most about TOKENS tokens, those that count first; None for a batch that is short, or has integers
-    that may be positions."""
+    """The batch of about TOKENS tokens at most, those that count first; None if it may not be cut."""
     if not has_tokens(model.config) or batch["tokens"].numel() <= TOKENS:
         return None
     odd = [entry for name, entry in batch.items() if name not in PACKAGE_ENTRIES]

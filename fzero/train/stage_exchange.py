@@ -1,7 +1,6 @@
 """What passes between the stages of a pipeline: activations, gradients, and once what they look like.
 
-Each pair of ranks whose stages are neighbours has a channel in each direction, in which messages go in the order of the
-schedule (see comm/channel.py).
+Ranks with neighbouring stages have a channel in each direction, with messages in the order of the schedule.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ def channel_name(source: int, target: int, forward: bool) -> str:
 
 
 def channels_of(ranks: Sequence[int]) -> list[tuple[str, int, int]]:
-    """(label, rank that sends, rank that receives) of the channels between stages on these ranks, in an order that is
-    the same for all of them."""
+    """(label, sender, receiver) of the channels between stages on these ranks, in one order for all ranks."""
     ends = [(a, b, True) for a, b in itertools.pairwise(ranks)]
     ends += [(b, a, False) for a, b, _ in ends]
     return sorted({(channel_name(*end), end[0], end[1]) for end in ends if end[0] != end[1]})
@@ -43,11 +41,7 @@ def signature_of(batch: Any) -> Signature:
 
 
 class StageExchange:
-    """The activations and gradients that pass between the stages of a rank's row and those before and behind them.
-
-    shapes: {(stage, signature of a batch): (shapes, tree) of what the stage gives}, for later steps too: what it gives
-    for the first such batch, its sender tells.
-    """
+    """The activations and gradients between the stages of a rank's row and their neighbours."""
 
     def __init__(
         self, plan: Plan, row: Sequence[Act], capacity: int, shapes: dict[Any, Any], device: torch.device
@@ -60,6 +54,7 @@ class StageExchange:
         self.receivers: dict[Channel, Receiver] = {}
         self.expected: dict[Channel, list[tuple[int, int]]] = {}  # the messages that this row takes, in its order
         if axis.communicator is not None:
+            # Before any work and in one order, as each new channel of NCCL waits for both ranks.
             open_channels(axis.communicator, channels_of(self.ranks))
         for act in row:
             if act.kind in "WU":
@@ -99,20 +94,17 @@ class StageExchange:
             x.leaves.clear()
 
     def send_shapes(self, stage: int, x: SegmentActivations, signature: Signature) -> None:
-        """Tell the stage behind `stage` what it will be given looks like `x`, unless it knows.
-
-        It is told before this one computes, so that all ranks make their programs at the same time.
-        """
+        """Tell the stage behind `stage`, unless it knows, that it will be given what looks like `x`."""
         key, target = (stage, signature), stage + 1
         if key in self.shapes or target == len(self.ranks) or self.ranks[target] == self.rank:
             return
         shapes = [(tuple(t.shape), t.dtype) for t in x.leaves]
         self.shapes[key] = shapes, x.treedef
+        # Before the stage computes, so that all ranks make their programs at the same time.
         self.senders[self.ranks[target], True].send_header((shapes, pytree.unflatten(range(len(shapes)), x.treedef)))
 
     def shape_sender(self, micro_batch: int, stage: int, parts: Sequence[Segment]) -> StackHook:
-        """The function that is called with each stack of a stage, before a micro-batch runs it, and with what it
-        takes."""
+        """The function that is called with each stack of a stage, and with what it takes, before it runs."""
         last = [part.name for part in parts if part.depth][-1:]  # a model that is trained whole has no stack
         return lambda segment, x: (
             self.send_shapes(stage, x, self.signatures[micro_batch]) if [segment.name] == last else None
@@ -133,10 +125,7 @@ class StageExchange:
         forward: bool,
         on_shapes: Callable[[SegmentActivations], None] = lambda x: None,
     ) -> SegmentActivations:
-        """What `stage` needs of a micro-batch: the activations of the stage before it, or the gradient for its own.
-
-        on_shapes: is called with tensors that look like it, if this rank has just been told how it looks.
-        """
+        """What `stage` needs of a micro-batch: activations or a gradient; on_shapes: called when shapes come."""
         source = stage - 1 if forward else stage + 1
         if source < 0:
             return SegmentActivations([], pytree.flatten(())[1])
@@ -147,6 +136,7 @@ class StageExchange:
         assert self.expected[channel][0] == (micro_batch, stage), (
             f"{(micro_batch, stage)} is wanted and {self.expected[channel][0]} is next"
         )
+        # The first message of these shapes: only its sender knows them.
         if not receiver.pending:
             offset = 0
             if key not in self.shapes:
@@ -160,6 +150,7 @@ class StageExchange:
         leaves = receiver.receive()
         if self.acts is not None:
             self.acts.mark_arrival()
+        # The next receive is started now, so that it overlaps with the work on this message.
         self.post(channel)
         return SegmentActivations(leaves, self.shapes[key][1])
 

@@ -1,9 +1,7 @@
 """What the stages of a pipeline share: the leaves outside the layers, the losses, and which stages use what.
 
-At rest such a leaf is sharded over pp too. It is gathered once before the row of a step, to the ranks whose stages use
-it; the sums of its gradients, of one stage or several (a tied embedding), are added and scattered back once behind it.
-
-A layered model as parts, which a pass runs one after the other, and those of a stage of a pipeline.
+At rest such a leaf is sharded over pp too. It is gathered once before a step's row, to the ranks whose stages use it;
+the sums of its gradients (several of a tied embedding) are added and scattered back behind it.
 """
 
 from __future__ import annotations
@@ -51,9 +49,7 @@ class Segment(NamedTuple):
 
 
 def segments_of(model: base.Model, plan: Plan, layers: int = 0) -> tuple[Segment, ...]:
-    """The parts of a model, in the order of a forward pass. layers: only the first ones of the deepest stack; 0: all.
-
-    Raises ValueError for a leaf outside of them, a stack without leaves, and a shared leaf that is not there."""
+    """The parts of a model in the order of a forward pass; raises ValueError for a leaf outside of them."""
     leaves = pytree.named_leaves(plan.like)
     for name in model.shared:
         if name not in leaves:
@@ -90,12 +86,7 @@ def segments_of(model: base.Model, plan: Plan, layers: int = 0) -> tuple[Segment
 
 
 def stages_of(parts: Sequence[Segment], plan: Plan, rank: int | None = None) -> dict[int, tuple[Segment, ...]]:
-    """{number of a stage: its parts} of the stages of a rank of pp (None: of this one); without pp all parts are stage
-    0.
-
-    A stage holds the parts of its layers, of one stack or several; a join is with the first layer behind it, the
-    embedding in the first stage and the head in the last one.
-    """
+    """{number of a stage: its parts} of the stages of a rank of pp; without pp all parts are stage 0."""
     if plan.stages is None:
         return {0: tuple(parts)}
     out, count, rank = {}, len(plan.stages.layers), plan.mesh.pp.rank if rank is None else rank
@@ -132,12 +123,7 @@ def link_of(axis: Axis) -> Communicator:
 
 @torch.no_grad()
 def gather_over_pp(params: Tree, plan: Plan, users: Users, device: torch.device) -> Tree:
-    """The parameters as this rank's stages use them: a leaf that pp shards at rest is whole over pp on the ranks that
-    use it, on `device`, and as at rest on the others.
-
-    Communicates: for each of those leaves its shards, to the ranks that use it; below stage 3 an all_gather over dp and
-    cp.
-    """
+    """The parameters as this rank's stages use them: what pp shards at rest is whole on its users."""
     if plan.stages is None:
         return params
     axis, leaves = plan.mesh.pp, pytree.named_leaves(params)
@@ -171,11 +157,7 @@ def bring_leaf(leaf: Any, device: torch.device) -> Tensor:
 def scatter_over_pp(
     sums: dict[tuple[str, str], Any], plan: Plan, users: Users, device: torch.device
 ) -> dict[str, Tensor]:
-    """This rank's parts of the sums of gradients of the leaves outside the layers, which leave `sums`, and tensors
-    [0, ...] for the stacks of which it has no layer.
-
-    Communicates: for each leaf its sum, from each rank that uses it, to all of them in parts.
-    """
+    """This rank's parts of the gradient sums outside the layers, which leave `sums`; [0, ...] for stacks it lacks."""
     link, accumulate = link_of(plan.mesh.pp), plan.policy.accumulate
 
     def start(name: str, stream: str, source: int, shape: tuple[int, ...]) -> Future[Tensor]:
@@ -201,11 +183,7 @@ def scatter_over_pp(
 def share_losses(
     losses: Sequence[base.Loss], parts: int, plan: Plan, shape_cache: dict[Any, Any], device: torch.device
 ) -> list[base.Loss]:
-    """The losses of a step's micro-batches on every rank of pp, from those that the rank of the last stage has.
-
-    shape_cache: keeps the structure of a loss, which is told once.
-    Communicates: a few float64 for each micro-batch, from that rank to all others.
-    """
+    """The losses of a step's micro-batches on every rank of pp, from the rank of the last stage."""
     assert plan.stages is not None
     axis, source = plan.mesh.pp, plan.stages.ranks[-1]
     with plan.mesh.ledger.phase("metrics"):

@@ -101,8 +101,7 @@ def state_specs(plan: Plan, tx: GradientTransformation) -> TrainState:
 
 
 def align_memories(specs: Tree, plan: Plan) -> Tree:
-    """The specs of an optimizer's state in which what is of a parameter rests where the plan puts that one's state,
-    whatever memory a `spec` names that made new Specs."""
+    """The specs of an optimizer's state, with what is of a parameter in the memory that the plan gives it."""
     columns, owner = columns_of(specs, list(plan.leaves))
     memories = {name: plan.leaves[param].opt.memory for name, param in owner.items() if param is not None}
     changed = {name: replace(spec, memory=memories[name]) for name, spec in columns.items() if name in memories}
@@ -110,10 +109,7 @@ def align_memories(specs: Tree, plan: Plan) -> Tree:
 
 
 def expect_shapes(plan: Plan, tree: Tree, *, shards: bool = False) -> None:
-    """Raise ValueError naming the first leaf of `tree` that is missing, extra or of another shape than the plan's.
-
-    shards: the leaves are this rank's shards at rest.
-    """
+    """Raise ValueError naming the first leaf that is missing, extra or of another shape than the plan's."""
     leaves = pytree.named_leaves(tree)
     pytree.from_named(leaves, plan.like)
     for name, leaf in plan.leaves.items():
@@ -144,8 +140,7 @@ def meta_state(plan: Plan, tx: GradientTransformation) -> TrainState:
 
 
 def first_state(plan: Plan, tx: GradientTransformation, params: Tree, target: Tree, key: Tensor) -> TrainState:
-    """The state before the first step, on the device of its key. tx: on the plan's shards. target: what it updates,
-    the master weights if there are any."""
+    """The state before the first step, on the device of its key; target: what it updates."""
     policy, device = plan.policy, key.device
     return TrainState(
         step=torch.zeros((), dtype=torch.int64, device=device),
@@ -160,15 +155,13 @@ def first_state(plan: Plan, tx: GradientTransformation, params: Tree, target: Tr
 
 
 def with_previous(plan: Plan, params: Tree) -> dict[str, Tree]:
-    """The entry of `TrainState.extra` for the parameters before the last update, at first these; {} without delayed
-    updates."""
+    """The entry of `TrainState.extra` for the parameters before the last update; {} without delayed updates."""
     copied = lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf  # noqa: E731
     return {PREVIOUS: pytree.map(copied, plan.trained(params))} if plan.delayed else {}
 
 
 def move_to_memory(state: TrainState, specs: TrainState) -> TrainState:
-    """The state with the leaves whose spec says so in the host's memory, pinned if the others are on a GPU; and those
-    that an optimizer made beside such a leaf, on the device where their spec says that."""
+    """The state with each leaf in the memory of its spec: pinned host memory, or the device."""
     named, leaves, device = pytree.named_leaves(specs), pytree.named_leaves(state), state.step.device
     tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
     replacements = dict[str, Tensor]()
@@ -179,8 +172,7 @@ def move_to_memory(state: TrainState, specs: TrainState) -> TrainState:
 
 
 def move_leaf(device: torch.device, leaf: Tensor, spec: Spec) -> Tensor:
-    """A leaf of a state on `device`, if its spec says that it rests there and not on a disk; a large one that rests in
-    host memory is put there, so that nobody has a second copy of all."""
+    """A leaf of a state on `device`, if its spec says so; a large one that stays in host memory is freed there."""
     is_small = spec.memory.on_host and leaf.nbytes < LARGE_BYTES  # put there with the others, by `move_to_memory`
     return leaf if is_small else spec.memory.put([leaf], device)[0]
 
@@ -208,12 +200,7 @@ with disable_current_modes():  # this file may be imported while a step runs on 
 
 
 def hand_over(old: TrainState, new: TrainState) -> TrainState:
-    """`new`, made in the buffers of `old`, whose next use raises from here on.
-
-    Tensors stay the same objects. The outermost dicts and lists of `new` are its own; those of `old` lose their
-    entries, which takes microseconds however many leaves are below. A tree of tuples has none: its state is known by
-    its step.
-    """
+    """`new`, made in the buffers of `old`, whose next use raises from here on."""
     new = new._replace(params=copy_containers(new.params), master=copy_containers(new.master))
     new = new._replace(opt_state=copy_containers(new.opt_state))
     new = new._replace(extra={name: copy_containers(tree) for name, tree in new.extra.items()})

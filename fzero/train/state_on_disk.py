@@ -1,5 +1,4 @@
-"""A state part of which rests on a disk: made there a few rows at a time, committed with every step, and found
-again."""
+"""A state part of which rests on a disk: made there a few rows at a time, committed with every step, and reopened."""
 
 from __future__ import annotations
 
@@ -114,9 +113,7 @@ def init_on_disk(
 
 
 class FirstState:
-    """The leaves of parameters in a state before its first step: parameters, masters, and what the optimizer's `init`
-    makes of them, a row block at a time, or a layer or all of a leaf where the optimizer needs that, as an offloaded
-    update has them."""
+    """The leaves of parameters in a state before its first step: parameters, masters and optimizer states."""
 
     def __init__(
         self,
@@ -245,8 +242,7 @@ def assemble_state(like: TrainState, resident: dict[str, Any], store: VersionedS
 
 
 def commit(nvme: Nvme | None, state: TrainState, plan: Plan) -> None:
-    """Make the state the last complete step of its store, with the values that lie outside of it: counts, keys, the
-    loss scale, and leaves that a rule moves."""
+    """Make the state its store's last complete step, with the values that lie outside of the store."""
     if nvme is None or nvme.store is None:
         return
     leaves = pytree.named_leaves(state)
@@ -337,8 +333,7 @@ def write_to_disk(
     nvme: Nvme | None,
     device: torch.device,
 ) -> TrainState:
-    """The state whose leaves are `read(name, meta tensor, layer)` in a new store, or on `device`: a layer of a stacked
-    leaf, or all of it for None."""
+    """The state whose leaves are `read(name, meta tensor, layer)`, in a new store or on `device`."""
     named = pytree.named_leaves(specs)
     leaves = leaves_on_disk(like, specs, plan)
     gpu.wake(device)

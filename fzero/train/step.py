@@ -50,12 +50,7 @@ from fzero.train.update.offloaded import StreamedUpdate
 def move_leaves(
     model: Any, plan: Plan, state: TrainState, tables: Mapping[str, Tensor], skipped: Tensor | None, *, donate: bool
 ) -> TrainState:
-    """The state with the leaves that no gradient moves but a rule, once a step: the bias by which experts are balanced,
-    for instance (see `Model.leaf_rules`); as they are if the step is skipped.
-
-    tables: the sums of a step over all of its micro-batches and ranks, so that every rank moves its layers alike.
-    donate: write into the leaves. Raises KeyError for a rule whose table the loss does not give.
-    """
+    """The state with the leaves that a rule moves once a step, such as biases of experts; as it is if skipped."""
     rules = {name: rule for name, rule in model.leaf_rules.items() if rule} if isinstance(model, base.Model) else {}
     if not rules:
         return state
@@ -223,8 +218,7 @@ Inputs = tuple[list[Any], int, dict[str, Any], Tensor]  # micro-batches, the row
 
 
 class Early(EarlySums, Protocol):
-    """An update in the backward pass: `begin` when the factor of the gradients is known, `receive` for every layer's
-    leaf, `finish` with the others."""
+    """An update in the backward pass: `begin`, then `receive` for every layer's leaf, then `finish`."""
 
     @property
     def counts(self) -> dict[str, int]: ...  # fields of Metrics
@@ -271,8 +265,7 @@ class Verdict(NamedTuple):
 
 
 def judge_step(skip: Skip, stats: LossStats, loss: Tensor, grad_norm: Tensor, num_tokens: Tensor) -> Verdict:
-    """The verdict on a step with this mean loss, gradient norm and number of tokens (scalars). Pure, without branches:
-    it vmaps."""
+    """The verdict on a step with this mean loss, gradient norm and number of tokens; pure, without branches."""
     none = num_tokens == 0
     skipped = none | ~torch.isfinite(grad_norm) | ~torch.isfinite(loss)
     overflow = (num_tokens >= 0) & ~torch.isfinite(grad_norm)  # an impossible number makes a sound gradient NaN
@@ -308,11 +301,7 @@ Unchecked = list[tuple[Plan, int, bool]]  # (plan, micro-batches, whether a run'
 
 @contextlib.contextmanager
 def checking_ranks(unchecked: Unchecked, batch: Any) -> Iterator[None]:
-    """A context of a step that, until one was made, compares with the other ranks: first whose rows it has and its
-    schedule, then each collective.
-
-    unchecked: is emptied by the first step made.
-    """
+    """A context in which the first step made compares rows, schedule and collectives with other ranks."""
     if not unchecked:
         yield
         return
@@ -338,8 +327,7 @@ class Seed(NamedTuple):
         return self.scale / self.divisor
 
     def mean_factor(self, total: base.Loss) -> Tensor:
-        """The factor that turns sums of gradients into the gradient of the mean loss; the update multiplies by it. NaN
-        if the number of tokens is impossible."""
+        """The factor from sums of gradients to the gradient of the mean loss; NaN for an impossible count."""
         count = tokens_of(total).to(torch.promote_types(total.total.dtype, torch.float32))
         return torch.where(total.num_tokens >= 0, self.divisor / (count * self.scale), math.nan)
 
@@ -353,18 +341,14 @@ def seed_of(policy: Policy, state: TrainState, micro_batch: Any) -> Seed:
 
 
 def tokens_of(total: base.Loss) -> Tensor:
-    """The number to divide by; it may be a sum of weights below 1, so that only 0, and what is impossible, is
-    replaced."""
+    """The number to divide by, which may be below 1; only 0 and what is impossible is replaced."""
     return torch.where(total.num_tokens > 0, total.num_tokens, 1)
 
 
 def norms_of(
     shards: ShardedLeaves, mesh: Mesh, sums: Tree, saved_squares: dict[str, Any], factor: Tensor | None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """(the norm of all sums of gradients; with a `factor` the fields `squares`, leaf by leaf, and `factor` of Metrics).
-
-    saved_squares: squares of leaves that were taken before their sums left the device.
-    """
+    """(the norm of all sums of gradients; with `factor` the fields `squares` and `factor` of Metrics)."""
     sums = {**pytree.named_leaves(sums), **saved_squares} if saved_squares else sums
     with mesh.ledger.phase("metrics"):
         if factor is None:

@@ -1,10 +1,9 @@
-"""The gradients of a step: micro-batch by micro-batch, part by part, from the parameters at rest to the optimizer's
-shards.
+"""The gradients of a step: micro-batch by micro-batch, part by part, from the parameters at rest to the shards.
 
-A layered model is its embedding, one stack of layers or several, and its head. Each part is fetched (with the next ones
-on their way), run and dropped; in the backward pass the same in reverse, and each part's gradients leave to be summed
-as soon as they are ready. This is torch.func.grad of `models.forward.loss`, which defines it and serves under
-transforms; written out, to control memory and messages."""
+Each part of a layered model (embedding, stacks, head) is fetched with the next ones on their way, run and dropped; in
+reverse in the backward pass, where each part's gradients leave to be summed at once. This is torch.func.grad of
+`models.forward.loss`, written out to control memory and messages.
+"""
 
 from __future__ import annotations
 
@@ -85,9 +84,7 @@ class HeadResult(NamedTuple):
 
 
 class StreamedModel(NamedTuple):
-    """The passes of a layered model over parameters as a step uses them, a stage at a time. `ahead`: parts fetched
-    before they are needed. `reshard`, `resident`: see Execution. pipeline_executor.py calls them in the order of a
-    schedule."""
+    """The passes of a layered model over parameters as a step uses them, a stage at a time."""
 
     model: base.Model
     parts: tuple[Segment, ...]  # of the whole model
@@ -114,8 +111,7 @@ class StreamedModel(NamedTuple):
     def pairs_of(
         self, segment: Segment, x_def: Any, ctx: base.Ctx, batch: base.Batch
     ) -> tuple[tuple[VjpPair, ...], list[Any], list[Tensor]]:
-        """(pairs, structure of the result, inputs that are not differentiated) of a part's functions; blocks alone are
-        compiled, and split. With layers that are dropped there is a pair for each layer."""
+        """(pairs, structure of the result, other inputs) of a part's functions; blocks alone are compiled."""
         block, dropped, ctx = segment.kind == "block", ctx.dropped, ctx._replace(dropped=())
         leaves, extra_def = pytree.flatten(ctx if block else (ctx, batch))
         short = tuple(name.removeprefix(f"{segment.name}/") for name in segment.leaves) if block else segment.leaves
@@ -180,11 +176,7 @@ class StreamedModel(NamedTuple):
         early: Sequence[LeafGroup] = (),
         on_stack: StackHook = lambda part, x: None,
     ) -> ForwardResult:
-        """The forward pass of a micro-batch over the parts of a stage but its head, and what its backward pass needs.
-
-        ctx: the batch's, from `context`. early: the head's leaves, if they are used at once. on_stack: is called with
-        each stack before it runs, and the activations that it takes; those that it gives look like them.
-        """
+        """The forward pass of a micro-batch over a stage's parts but the head, and what its backward needs."""
         batch = forward.localize_batch(self.model, batch, ctx)
         device, ledger = pytree.leaves(batch)[0].device, self.plan.mesh.ledger
         zero = torch.full((), 0, device=device)
@@ -215,11 +207,7 @@ class StreamedModel(NamedTuple):
         return ForwardResult(passed, SegmentActivations(leaves, x_def), batch, ctx, ahead)
 
     def head_forward(self, head: Segment, result: ForwardResult) -> HeadResult:
-        """The loss of a micro-batch, and what the backward pass of its head needs; the leaves of x leave `result`.
-
-        A head runs just before its backward pass: its residuals are gradients, if its cross entropy is fused, and so
-        only one of the micro-batches under way has them.
-        """
+        """The loss of a micro-batch, and what the backward pass of its head needs; x's leaves leave `result`."""
         ahead, zero = result.ahead, torch.full((), 0, device=pytree.leaves(result.batch)[0].device)
         with torch.no_grad():
             ahead.expect(result.order(), "backward")
@@ -234,9 +222,7 @@ class StreamedModel(NamedTuple):
     def head_backward(
         self, head: Segment, headed: HeadResult, seed: Tensor, reducer: GradientReducer, last: bool
     ) -> list[Tensor]:
-        """The gradients of total * seed for the leaves of x that a head took; those of its parameters go to `reducer`.
-
-        last: the micro-batch is the final one."""
+        """The gradients of total * seed for the leaves of x that a head took; its parameters' go to `reducer`."""
         with torch.no_grad():
             self.plan.mesh.ledger.reach(head.name, None)
             grads = headed.pair.backward(headed.residuals, [seed.to(headed.loss.total.dtype), *headed.other_results])
@@ -260,14 +246,7 @@ class StreamedModel(NamedTuple):
         last: bool,
         weight_passes: list[SegmentPass] | None = None,
     ) -> list[Tensor]:
-        """The gradients of the leaves of x that a stage took, from those of the ones that it gave; those of its
-        parameters go to `reducer`.
-
-        weight_passes: is given the stacks, of which the gradients by weights are left for `backward_weights`; None:
-        nothing is left. Only stacks are split: the other parts are a small share of the time, and what they would keep
-        is large (a head whose cross entropy is fused, its whole gradient). They come in the order of micro-batches here
-        too.
-        """
+        """The gradients of the leaves of x that a stage took; weight_passes: stacks whose weights come later."""
         with torch.no_grad():
             while result.passed:
                 segment, pairs, extra, inputs, run, residuals = result.passed.pop()
@@ -300,11 +279,7 @@ class StreamedModel(NamedTuple):
         return lambda i, grads: reducer.reduce_group(groups[i], trained, grads, last=last)
 
     def context(self, batch: base.Batch, draws: dict[str, Any], first: int) -> base.Ctx:
-        """The ctx of a batch whose rows begin with row `first` of the step's; checks the batch.
-
-        draws: the step's `layer_draws`. Without any `first` is 0, so that training and evaluation share a compiled
-        block.
-        """
+        """The ctx of a batch whose rows begin with row `first` of the step's; checks the batch."""
         forward.check(self.model, batch, self.ctx)
         row = torch.full((), first, device=pytree.leaves(batch)[0].device) if draws else 0
         return forward.prepare(self.model, batch, self.ctx._replace(first=row, **draws))
@@ -312,8 +287,7 @@ class StreamedModel(NamedTuple):
     def fetcher(
         self, params: Tree, device: torch.device, node_shards: NodeShards | None = None, exact: bool = False
     ) -> Prefetcher:
-        """The fetches of one pass over the model. node_shards: see ParamFetcher. exact: no parameter is rounded on its
-        way."""
+        """The fetches of one pass over the model; exact: no parameter is rounded on its way."""
         coding = params_coding(self.plan, self.ctx.kernels, exact)
         return Prefetcher(ParamFetcher(params, self.plan, device, coding, node_shards), self.ahead)
 

@@ -113,8 +113,7 @@ def to_module(
 def stacks_of(
     state: TrainState, module: nn.Module, layers: str | Sequence[str] | None, plan: Plan | None = None
 ) -> Stacks:
-    """The module's layers of each stack of the state, {} if it has none: of the ways to see the module as stacks, the
-    one by which the state's leaves are its parameters."""
+    """The module's layers of each stack of the state, {} if it has none."""
     leaves = pytree.named_leaves(state.params)
     shapes = {name: leaf.shape if plan is None else plan.leaves[name].shape for name, leaf in leaves.items()}
     depths = {name.split("/")[0]: shape[0] for name, shape in shapes.items() if is_stacked(name)}
@@ -150,10 +149,7 @@ def parameters_of(leaf: str, stacks: Stacks) -> list[str]:
 def full_values(
     state: TrainState, plan: Plan | None, stacks: Stacks, model: Model | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name of a parameter of the module, its value) for all leaves of a state, layer by layer.
-
-    model: of LoRA, whose products are added. Raises ValueError for factors without it.
-    """
+    """(parameter name, its value) for all leaves of a state, layer by layer; model: of LoRA, whose products it adds."""
     leaves, masters = pytree.named_leaves(state.params), pytree.named_leaves(state.master)
     with_lora = [leaf for leaf in leaves if re.search(LORA, leaf)]
     if with_lora and (model is None or not isinstance(model.config, LoRAConfig)):
@@ -186,8 +182,7 @@ def read(leaf: Any, layer: int | None = None) -> Tensor:
 
 
 def layer_over_pp(leaf: Any, layer: int, spec: Spec, plan: Plan, name: str) -> Tensor:
-    """A layer, by its number in the model, of a leaf whose layers are on ranks of pp. Ranks that do not have it gather
-    one of their own beside it, or zeros."""
+    """A layer, by its number, of a leaf whose layers are on ranks of pp; all ranks take part."""
     pp = plan.mesh.pp
     ranks = [rank for rank, rows in enumerate(spec.rows) if layer in rows]
     local_layers = spec.rows[pp.rank]

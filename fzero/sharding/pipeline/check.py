@@ -1,7 +1,7 @@
-"""Whether a schedule is one: every act once, where it belongs, in an order that ends.
+"""Whether a schedule is one: every act once, on its rank, in an order that ends.
 
-And what is put into one: several updates of the parameters within a row, with no flush between them, and the gathers of
-a rank that shards its parameters (ZeRO-3), which has a stage's parameters whole for a while.
+And what is put into one: updates within a row, without a flush between them, and the gathers of a rank that shards its
+parameters (ZeRO-3).
 """
 
 from __future__ import annotations
@@ -141,8 +141,7 @@ def with_updates(s: Schedule, updates: int) -> Schedule:
 
 
 def bounds(row: Sequence[Act], i: int, per_update: int) -> tuple[int, int]:
-    """The first and the last place of update i in a row: behind the backwards of its micro-batches, and before the
-    first forward of update i + 2."""
+    """The first and last index of update i in a row: after its backwards, before the first forward of update i + 2."""
     earliest = max(k for k, act in enumerate(row) if act.kind in BACKWARDS and act.micro_batch // per_update == i) + 1
     due = (k for k, act in enumerate(row) if act.kind == "F" and act.micro_batch // per_update >= i + 2)
     return earliest, next(due, len(row))
@@ -183,8 +182,7 @@ def check(s: Schedule) -> None:
 
 
 def faults(s: Schedule) -> Faults:
-    """The faults that `check` looks for, those of one kind after those of another; each kind is looked for only in what
-    the kinds before have not found wrong."""
+    """The faults that `check` looks for; each kind only in what the kinds before have not found wrong."""
     for look in (_shape, _acts, _complete, _updates, _in_order, _pairs, _gathers, _deadlock, _channels):
         sound = True
         for fault in look(s):

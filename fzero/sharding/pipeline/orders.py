@@ -3,8 +3,6 @@
 p ranks, m micro-batches, v chunks a rank, r the rank. In every family the forwards of a chunk come in the order of
 micro-batches, and so do its backwards and its backwards by weights: an order names only kind and chunk, and the k-th
 forward of a chunk is that of micro-batch k.
-
-A schedule by its name.
 """
 
 from __future__ import annotations
@@ -22,27 +20,20 @@ Step = tuple[str, int]  # (kind of an act, chunk); kind "F&": a forward, paired 
 
 
 class ScheduleFamily(NamedTuple):
-    """How a schedule orders a rank, and what it asks for.
+    """How a schedule orders a rank, and what it asks for."""
 
-    order: (p, m, v, r) -> the steps of rank r; those of micro-batches from m on are left out.
-    chunks: the stages of a rank, None for any number; placement: "loop" or "v" (see `place`).
-    min_parts: the fewest micro-batches for p ranks. groups: whether they must come in equal groups (`group_size`).
-    split: whether any backward is split into inputs and weights.
-    ref: where it was published.
-    """
-
+    # (p, m, v, r) -> the steps of rank r; those of micro-batches from m on are left out
     order: Callable[[int, int, int, int], Iterator[Step]]
-    ref: str
-    chunks: int | None = 1
-    placement: str = "loop"
-    min_parts: Callable[[int], int] = lambda p: 1
-    groups: bool = False
-    split: bool = False
+    ref: str  # where it was published
+    chunks: int | None = 1  # the stages of a rank, None for any number
+    placement: str = "loop"  # or "v", see `place`
+    min_parts: Callable[[int], int] = lambda p: 1  # the fewest micro-batches for p ranks
+    groups: bool = False  # whether micro-batches must come in equal groups (`group_size`)
+    split: bool = False  # whether any backward is split into inputs and weights
 
 
 def group_size(p: int, m: int) -> int:
-    """The micro-batches that an interleaved schedule sends through one chunk before the next: equal groups, of at
-    least p if there are so many. 0 if m has no such groups.
+    """The micro-batches that an interleaved schedule sends through one chunk before the next; 0 if no groups fit.
 
     >>> [group_size(4, m) for m in (3, 4, 6, 8, 10, 11)]
     [3, 4, 6, 4, 5, 0]
@@ -52,11 +43,7 @@ def group_size(p: int, m: int) -> int:
 
 
 def looped(p: int, m: int, v: int, warm: int, lag: int | None = None) -> Iterator[Step]:
-    """`warm` forwards, then a backward and a forward in turn, then the backwards that are left.
-
-    Forwards go through chunks 0 to v-1 in groups of `group_size` micro-batches, backwards through v-1 to 0. With a
-    `lag` each backward is split, and its part by weights follows that many further backwards by inputs.
-    """
+    """`warm` forwards, then a backward and a forward in turn, then the other backwards; `lag`: split backwards."""
     size = group_size(p, m) if v > 1 else m
     forwards = [chunk for _ in range(0, m, size) for chunk in range(v) for _ in range(size)]
     backwards = [v - 1 - chunk for chunk in forwards]
@@ -71,14 +58,12 @@ def looped(p: int, m: int, v: int, warm: int, lag: int | None = None) -> Iterato
 
 
 def interleaved_warm(p: int, m: int, v: int, r: int, pace: int) -> int:
-    """The forwards before the first backward: all groups of the chunks before the last, and `pace` for each rank after
-    this one."""
+    """The forwards before the first backward: all groups of the chunks before the last, and `pace` per later rank."""
     return pace * (p - r - 1) + (v - 1) * group_size(p, m) + 1
 
 
 def zb_v(p: int, m: int, v: int, r: int) -> Iterator[Step]:
-    """Stages go down the ranks and up again, so that the last rank turns around at once: the first chunk fills the
-    pipeline, and from the first backward on every gap is filled with a backward by weights."""
+    """Stages go down the ranks and up again; every gap after the first backward has a backward by weights."""
     n = max(m, 2 * p - 1)  # with fewer the order is that of so many, less those that are not there
     forward, backward = [0, 0], [0, 0]
 
@@ -111,8 +96,7 @@ def zb_v(p: int, m: int, v: int, r: int) -> Iterator[Step]:
 
 
 def dualpipe_v(p: int, m: int, v: int, r: int) -> Iterator[Step]:
-    """The eight steps of DualPipe's README, with stages down the ranks and up again: forwards of one chunk beside
-    backwards of the other in the middle, whole backwards but where a gap is to be filled."""
+    """The eight steps of DualPipe's README, with stages down the ranks and up again."""
     pending_weights: deque[int] = deque()  # chunks of the backwards by weights that are left, oldest first
 
     def inputs(chunk: int) -> Step:

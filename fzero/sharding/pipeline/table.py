@@ -1,9 +1,4 @@
-"""What a schedule is: the acts of each rank in their order, over the stages of a model.
-
-Rows of acts that wait for one another: when each starts and ends, or which ones never do.
-
-Bars over time as text: a line for each row, a column for each tick.
-"""
+"""What a schedule is: the acts of each rank in their order, when each starts and ends, and a drawing of it."""
 
 from __future__ import annotations
 
@@ -30,12 +25,7 @@ def simulate(
     time: Callable[[tuple[A, ...]], float],
     delay: Callable[[A, A], float],
 ) -> SimulatedTimes[A]:
-    """Run each row in its order, an act as soon as its row is free and the acts that it needs have ended.
-
-    rows: what each row runs, in groups of acts that start and end together (most of one act).
-    needs: by act, the acts that must have ended before; those of its own group are not waited for.
-    time: the seconds of a group. delay: the seconds from the end of an act until another one has its result.
-    """
+    """Run each row in its order, an act as soon as its row is free and the acts that it needs have ended."""
     start: dict[A, float] = {}
     end: dict[A, float] = {}
     waiting: dict[A, list[int]] = {}
@@ -66,10 +56,7 @@ WIDTH = 120  # most characters of a line
 
 
 def draw_bars(names: Sequence[str], rows: Sequence[Sequence[Bar]], tick: float = 1.0, width: int = WIDTH) -> str:
-    """The rows of bars under a ruler of ticks; what does not fit into `width` follows below.
-
-    A bar shows its label at its start and a line to its end. Times are rounded to ticks; a bar that ends in the tick
-    that it starts in is not drawn.
+    """The rows of bars under a ruler of ticks, cut to `width`; times are rounded to ticks.
 
     >>> print(draw_bars(["a", "b"], [[(0, 2, "x"), (3, 4, "y")], [(1, 2, "z")]]))
       0 1 2 3
@@ -240,8 +227,7 @@ def feeds(s: Schedule) -> dict[Act, Act]:
 
 
 def draw(s: Schedule) -> str:
-    """The picture that `print(schedule)` shows. An act that can never start, and those after it, are left out and
-    named below."""
+    """The picture that `print(schedule)` shows; acts that can never start are named below it."""
     played = run(s)
     short = len(s.stages.ranks) == s.stages.size  # one stage a rank: its number says nothing
     rows = [

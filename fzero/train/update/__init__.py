@@ -1,2 +1,1 @@
-"""The second half of a step: from summed gradients to the new state, in memory, offloaded, or inside the backward
-pass."""
+"""The second half of a step: from summed gradients to the new state, in memory, offloaded, or in the backward pass."""

@@ -1,14 +1,11 @@
-"""Delayed updates: each gradient is taken at the parameters before the last update, so that no rank of a pipeline waits
-for the update before it goes on.
+"""Delayed updates: each gradient is taken at the parameters before the last update, so that no rank of a pipeline
+waits.
 
     theta[j+1] = theta[j] - u(gradient of the loss of batch j at theta[j-1]),  theta[-1] = theta[0]
 
-u is the optimizer's update, with its state and clipping as ever; where an update is skipped, theta[j+1] = theta[j]. The
-state has two versions of the trained parameters. A step makes `plan.delayed` updates; how many it makes changes no
-number, only how often the pipeline empties. The first `plan.delay_after` steps are not delayed.
-
-Where the optimizer's states rest in the host's memory, an update is made there while the device computes the gradient
-of the next one: unit by unit, as the layers of that one come back. The last update of a step has nothing beside it.
+u is the optimizer's update; where one is skipped, theta[j+1] = theta[j]. A step makes `plan.delayed` updates: their
+number changes only how often the pipeline empties. The first `plan.delay_after` steps are not delayed. With optimizer
+states in host memory, an update is made while the device computes the gradient of the next one.
 
 Ref: Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", arXiv:2006.09503, section 3.1
 (PipeDream-2BW); Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840, section 5.2 (one-step delayed parameter update).
@@ -102,7 +99,9 @@ def run_delayed(step: StepParts, state: TrainState, inputs: Inputs, seed: Seed) 
     def at_update(losses: list[base.Loss]) -> None:
         nonlocal state
         i = len(reports)
+        # The update before must be complete: its result is what this one starts from.
         state = concurrent.finish(state)
+        # The list would hold the gradients and the parameters of a turn that is over.
         sink, turns[i] = turns[i].sink, Turn((), None)
         result = gradient.collect(sink, losses, per_update, device)
         del sink
@@ -121,11 +120,11 @@ def run_delayed(step: StepParts, state: TrainState, inputs: Inputs, seed: Seed) 
 def begin_update(
     step: StepParts, seed: Seed, state: TrainState, result: GradientResult
 ) -> tuple[TrainState | UpdateByUnits, Metrics]:
-    """The state after one delayed update, or that update begun, with the parameters before it in `extra`, and its
-    metrics."""
+    """The state after one delayed update, or that update begun, and its metrics."""
     metrics, verdict, sums = step.measured(seed, state, result)
     skipped = metrics.skipped if step.skips else None
     next_state = state._replace(extra={**state.extra, LOSS: verdict.stats})
+    # A checkpoint may still copy the state that is written over here.
     gpu_copies.await_readers(state.step.device)
     with step.plan.mesh.ledger.phase("update"):
         if not step.donate:
@@ -138,8 +137,7 @@ def begin_update(
 
 
 class UpdateByUnits:
-    """An update with nothing on a disk, made unit by unit in the memory of `state`, until `finish` gives the state
-    after it."""
+    """An update with nothing on a disk, made unit by unit in the memory of `state`, until `finish`."""
 
     def __init__(self, update: Update) -> None:
         self.update, self.state = update, update.state
@@ -165,6 +163,7 @@ class UpdateByUnits:
     @torch.no_grad()
     def advance(self, share: float) -> None:
         """Make the units of the first `share` of the update that are not made yet."""
+        # `skips` waits for the norm: the write of the first unit cannot be taken back.
         while not self.skips and self.turn_count <= min(1.0, share) * len(self.units):
             self.update_next()
 
@@ -184,6 +183,7 @@ class ConcurrentUpdate:
 
     def start(self, update: TrainState | UpdateByUnits) -> TrainState:
         """The state that an update goes on to write in place, of which its parameters alone may be used."""
+        # As many layers come in the next turn as in this one.
         self.layers, self.passed = self.passed, 0
         if not isinstance(update, UpdateByUnits):
             return update
@@ -210,9 +210,9 @@ def previous_params(plan: Plan, state: TrainState) -> Any:
 
 @torch.no_grad()
 def swap_versions(plan: Plan, state: TrainState) -> TrainState:
-    """The state with its parameters in the memory of the version before, which the micro-batches of an update that is
-    made need no longer, and the version before in theirs, where those under way still read it."""
+    """The state with its parameters in the memory of the version before, and the other way round."""
     current, spare = plan.trained(state.params), state.extra[PREVIOUS]
+    # Micro-batches under way read `current`, which stays as it is; the update writes `spare`.
     pytree.map(lambda old, new: old.copy_(new), spare, current)
     return state._replace(params=plan.merge_trained(spare, state.params), extra={**state.extra, PREVIOUS: current})
 

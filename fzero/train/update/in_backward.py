@@ -1,8 +1,7 @@
-"""Layers updated during the backward pass, each as soon as its gradient is reduced: then no gradient of layers is ever
-kept.
+"""Layers updated during the backward pass, each as soon as its gradient is reduced: no gradient of layers is kept.
 
-The same bits as an update at the end. A gradient that is not finite may be found after others were updated: the
-slot of the store that they were written to is then not committed.
+The same bits as an update at the end. Where a gradient is found not to be finite after others were updated, the slot of
+the store is not committed.
 """
 
 from __future__ import annotations
@@ -88,12 +87,7 @@ def expect_early(streamed: StreamedUpdate, plan: Plan, slots: int, skips: bool) 
 
 
 class EarlyUpdate:
-    """One step's update: `begin` when the factor of the gradients is known, `receive` for every layer's leaf, `finish`
-    with the others.
-
-    On a GPU a layer is updated when the next one has been launched, so that the GPU computes meanwhile; its gradients
-    leave at once for where it is updated, the small ones of a layer by one copy. exchange: see Update.
-    """
+    """One step's update: `begin`, `receive` for every layer's leaf, then `finish` with the others."""
 
     keeps = False  # whether the sums of layers are kept to the end of the step
 
@@ -136,8 +130,10 @@ class EarlyUpdate:
 
     def receive(self, name: str, layer: int, value: Any, copied: Copied | None = None) -> None:
         """Receive the reduced gradient of one leaf of one layer; update layers all of whose leaves have arrived."""
+        # A layer is updated when all its leaves have come; its small gradients leave the GPU by one copy.
         entries = self.waiting.setdefault(layer, {})
         entries[name] = value, copied
+        # A large gradient leaves at once, so that its copy overlaps with the backward pass.
         if self.leaves(entries[name]) and value.nbytes >= SMALL_COPY:
             copied = copy_out(value)
             entries[name] = copied.tensor, copied
@@ -145,6 +141,7 @@ class EarlyUpdate:
             small = {n: x for n, (x, copy) in entries.items() if self.leaves((x, copy))}
             small_copies = copy_out_buckets([*small.values()], allocate_adjacent([*small.values()])) if small else []
             entries |= {n: (copy.tensor, copy) for n, copy in zip(small, small_copies)}
+            # The layer before, now that this one's kernels are launched: the GPU computes while the host updates.
             self.catch_up()
             # The copies are on one stream, the small ones last, so the last one is waited for.
             copies = [small_copies[-1]] if small_copies else [copy for _, copy in entries.values() if copy is not None]
@@ -179,6 +176,7 @@ class EarlyUpdate:
             if self.streamed.nvme.store is not None:
                 self.streamed.nvme.store.abandon()
             return state
+        # The leaves without layers come last: their gradients are final only with the embedding's.
         self.update.state, self.update.grads = state, pytree.named_leaves(grads.sums)
         self.update.run(self.layers.get(None, []))
         return self.update.finish()

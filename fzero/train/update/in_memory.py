@@ -1,6 +1,6 @@
 """The end of a step: the optimizer's update on this rank's part of every leaf, and back to the parameters at rest.
 
-And what a step and a run do where ranks move apart between two sums of their optimizer (see optim/zero_one_adam.py).
+And what is done where ranks move apart between two sums of their optimizer (optim/zero_one_adam.py).
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ class Gradients(NamedTuple):
 
 
 def local_shards(plan: Plan, params: Tree, *, linear: bool = False) -> Tree:
-    """The part of the trained parameters (at rest) that this rank updates: views.
-
-    linear: as a map to differentiate: the gradient of a whole leaf, the same on all ranks, is put together from that of
-    each rank's part."""
+    """The part of the trained parameters (at rest) that this rank updates: views; linear: to differentiate."""
     names = plan.split_leaves
 
     def narrow_leaf(name: str, leaf: Tensor) -> Tensor:
@@ -62,21 +59,12 @@ def on_device(grads: Tree) -> bool:
 
 
 def on_host(body: GradientTransformation, elements: int) -> bool:
-    """Whether to use the compiled one-pass update on a CPU: worth its compile time for many elements per rank.
-
-    Depends on their number alone, so that in-memory and streamed states have the same bits."""
+    """Whether to use the compiled one-pass update on a CPU: only the number of elements decides."""
     return body.one_pass and elements >= MANY and have_compiler()
 
 
 def spread(plan: Plan, target: Tree, params: Tree, done: Collection[str] = ()) -> None:
-    """Write the updated parts (any dtype) into the trained parameters, in place, and those of the other ranks beside
-    them.
-
-    done: leaves that have been written already.
-
-    Communicates: an all_gather over dp, ep and cp (of experts over dp and cp) of each leaf that is updated in shards
-    (of each layer of a large one).
-    """
+    """Write the updated parts into the trained parameters, in place, and those of the other ranks beside them."""
     names = plan.split_leaves
     pending: list[tuple[Future[Tensor], Tensor | None]] = []  # and where the gathered leaf is copied to, dp leading
 
@@ -95,6 +83,8 @@ def spread(plan: Plan, target: Tree, params: Tree, done: Collection[str] = ()) -
                 continue
             if not leaf.numel():
                 continue  # a stack of which this rank's stages have no layer
+            # The shards of a layer are side by side in memory, those of a stack are not: a large layer is gathered in
+            # place, small ones together with a transpose.
             if dim and value[0].numel() * leaf.element_size() >= SMALL:
                 for i in range(leaf.shape[0]):
                     gather(value[i], name, leaf[i])
@@ -103,6 +93,7 @@ def spread(plan: Plan, target: Tree, params: Tree, done: Collection[str] = ()) -
                 pending.append((start_all_gather(shard, plan.link(name), leaf=name), leaf.transpose(0, 1)))
             else:
                 gather(value, name, leaf)
+        # All gathers are started before any is waited for.
         for gathering, out in pending:
             full = gathering.wait()
             if out is not None:
@@ -117,12 +108,9 @@ def update_donated(
     state: Tree,
     skipped: Tensor | None,
 ) -> Tree:
-    """The state after the optimizer's update, in the buffers of `state`; unchanged if the step is skipped.
-
-    An optimizer that can (AdamW, Lion) updates, clips and writes the parameters in one pass; on a GPU without waiting.
-    skipped: None if nothing is ever skipped, and no value is waited for.
-    """
+    """The state after the optimizer's update, in the buffers of `state`; unchanged if the step is skipped."""
     parts = split_chain(tx)
+    # On a GPU `skipped` stays there, and the kernel looks at it: reading it would make the host wait for the step.
     waits_not = parts.body.one_pass and on_device(grads.sums)
     if skipped is not None and not waits_not:
         if bool(skipped):
@@ -134,7 +122,9 @@ def update_donated(
     else:
         names = plan.split_leaves
         target = pytree.map_named(
-            lambda name, x: x.contiguous() if name in names else x, local_shards(plan, state.params)
+            # The optimizer's kernels need dense memory; `spread` writes the parts back.
+            lambda name, x: x.contiguous() if name in names else x,
+            local_shards(plan, state.params),
         )
     copies: dict[str, Tensor] = {}
     host = not on_device(grads.sums) and on_host(parts.body, sum(leaf.numel() for leaf in pytree.leaves(target)))
@@ -170,10 +160,7 @@ def update_pure(
 
 
 def params_at_rest(plan: Plan, target: Tree, params: Tree) -> Tree:
-    """New parameters at rest, whose trained ones are those of `target`, as this rank updates them.
-
-    Communicates: an all_gather of each leaf that is updated in shards and whole at rest.
-    """
+    """New parameters at rest, whose trained ones are those of `target`, as this rank updates them."""
     names = plan.split_leaves
 
     def gather_leaf(name: str, leaf: Tensor) -> Tensor:
@@ -190,8 +177,7 @@ def updated_params(plan: Plan, state: TrainState) -> Tree:
 
 
 def with_local_params(tx: GradientTransformation, plan: Plan, state: TrainState) -> TrainState:
-    """The state with the parameters at which this rank's gradient is taken: its own, where ranks move apart between two
-    sums of an optimizer."""
+    """The state with the parameters at which this rank's gradient is taken, where ranks move apart."""
     if tx.sums.local is None:
         return state
     params = tx.sums.local(state.opt_state, updated_params(plan, state))

@@ -1,8 +1,7 @@
-"""The end of a step with offloaded state: the same update, unit by unit.
+"""The end of a step with offloaded state: the same update, unit by unit, with the bits of a state in memory.
 
-While unit i is updated, unit i + 1 is read and unit i - 1 written; parameters leave in their own dtype as soon as they
-are updated. The arithmetic is that of fzero.train.update.in_memory on the same rows, so the bits are those of a state
-in memory. Ref: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, section 6.2.
+While unit i is updated, unit i + 1 is read and unit i - 1 written; parameters leave as soon as they are updated. Ref:
+Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, section 6.2.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ SHARE = 12  # of the buffers that one unit may take
 
 
 class StreamedUpdate:
-    """The update of a plan whose state is not all on the device; `run(grads, state, skipped)` gives the
-    state after it."""
+    """The update of a plan whose state is not all on the device: `run(grads, state, skipped)` -> the state."""
 
     def __init__(self, tx: GradientTransformation, plan: Plan, nvme: Nvme | None) -> None:
         self.parts, self.plan, self.nvme = split_chain(tx), plan, nvme or Nvme()
@@ -107,11 +105,7 @@ class StreamedUpdate:
 
 
 class Update:
-    """An update in progress.
-
-    exchange: keeps what is in memory of the units before they are updated, or gives it back; with it the update leaves
-    the gradients as they are.
-    """
+    """An update in progress; exchange: keeps what units overwrite, or gives it back."""
 
     def __init__(
         self,
@@ -131,6 +125,7 @@ class Update:
         # On the host if any optimizer state is there or on a disk; else on the device.
         owned_columns = [leaf for name, leaf in self.columns.items() if self.owner[name] is not None]
         state_leaves = [*owned_columns, *self.master.values()]
+        # Its rows are more bytes than the gradient that comes and the parameter that goes.
         on_host = any(isinstance(x, OFF) or kind_of(x) == "cpu" for x in state_leaves)
         self.device = HOST if on_host else state.step.device
         # What is not of a parameter; on a GPU it goes to the host beside the rows, and is waited for with them.
@@ -166,8 +161,7 @@ class Update:
         return self.finish()
 
     def width(self) -> int:
-        """The bytes of buffers that a parameter takes, on the average, while it is updated; 0 if nothing is on a
-        disk."""
+        """The mean bytes of buffers that a parameter takes while it is updated; 0 if nothing is on a disk."""
         columns = (*self.columns.values(), *(self.master or self.params).values())
         disk_bytes = sum(x.dtype.itemsize for x in columns if isinstance(x, OFF))
         sums = any(leaf.trained and leaf.grads.memory.on_disk for leaf in self.streamed.plan.leaves.values())
@@ -259,6 +253,7 @@ class Update:
     ) -> tuple[Tree, Tree]:
         """The optimizer's step on some rows; `copies` are given the updated parameters in their own dtype."""
         body, options = self.streamed.parts.body, Pass(slices=pieces, shared=self.pass_cache)
+        # With `exchange` the gradients may be needed again, so they are not scaled in place.
         factor, keeps_grads = self.small["factor"], self.exchange is not None
         if self.streamed.on_host:
             options = options._replace(factor=factor, copies=copies, host=True)
@@ -268,8 +263,7 @@ class Update:
         return emit(new_targets, copies), new_state
 
     def param_buffer(self, block: RowBlock) -> tuple[Buffer | Tensor | None, Tensor]:
-        """The target of parameters that are copies of master weights: (a buffer if they are on a disk, or memory for
-        all of their layers; the rows)."""
+        """The target of parameters that are copies of master weights: (a disk's buffer or memory, the rows)."""
         leaf = self.params[block.name]
         if not isinstance(leaf, DiskTensor):
             return None, block.narrow(leaf)
@@ -286,11 +280,7 @@ class Update:
         return self.streamed.nvme.buffers.allocate(shape, dtype, self.streamed.nvme.disk.busy)
 
     def staging_buffers(self, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Where the update writes what goes to each of `views`: the view itself, or memory from which a copy to it does
-        not wait, the small ones of one dtype side by side.
-
-        Nothing in a plan, where the target is copied.
-        """
+        """Where the update writes what goes to each of `views`: the view, or memory whose copy does not wait."""
         out = {name: view for name, view in views.items() if view.device == self.device}
         gpu_views = {name: view for name, view in views.items() if view.is_cuda and name not in out}
         small = {name: view for name, view in gpu_views.items() if view.nbytes < SMALL_COPY}
@@ -302,13 +292,11 @@ class Update:
         return out
 
     def send(self, value: Tensor, target: Tensor, buffer: Buffer | Tensor | None = None) -> Copied | None:
-        """Copy updated rows to where they rest, on a GPU without a wait; returns the copy into a disk's `buffer`.
-
-        Those that go to a GPU wait for `send_back`.
-        """
+        """Copy updated rows to where they rest, on a GPU without a wait; returns the copy into `buffer`."""
         if target.is_cuda and not value.is_cuda:
             self.pending_copies.append((value, target))
         elif value.is_cuda and not target.is_cuda:
+            # The copy is not waited for here: the disk's thread waits for it, or `settle` for the last one.
             copied = copy_out(value, out=target)
             if buffer is not None:
                 return copied  # for which the disk's thread waits
@@ -348,10 +336,7 @@ class Update:
         target: Tensor,
         emitted: tuple[Buffer | Tensor, Copied | None] | None,
     ) -> None:
-        """Bring updated rows back to where they rest, and start to write those of a disk.
-
-        emitted: the buffer of the parameters, if they are copies of master weights on a disk.
-        """
+        """Bring updated rows back to where they rest, and start to write those of a disk."""
         name, param = block.name, self.params[block.name]
         is_partial = not self.master and name in self.streamed.split  # of the target a part was updated
         for column, read in reads.items():

@@ -1,15 +1,11 @@
-"""Layers updated during the backward pass with the clip factor that is expected, and put right where the norm says
-otherwise: the host's optimizer works while the device computes, with the bits of an update at the end.
+"""Layers updated during the backward pass with the clip factor that is expected: that of a gradient that is not
+clipped.
 
-Which factor is expected: that of a gradient that is not clipped. A step speculates if the last update was one of those;
-while steps are clipped their factors cannot be foreseen, and they are updated at the end.
+So the host's optimizer works while the device computes, with the bits of an update at the end. A step speculates if the
+last update was not clipped. A wrong guess is put right by copies of the old values and the same update again; undoing
+the arithmetic would not give back the bits. The copies take as much as what an update writes of layers in memory (12
+bytes a parameter, with master weights and two moments in float32); rows on a disk need none.
 
-How a wrong guess is put right: by the old values, given back from copies in the host's memory, and the same update
-again from the gradients, which are kept as for an update at the end. Undoing the arithmetic would not give back the
-bits; a second buffer to swap with takes the same memory, and lets nothing but whole leaves be right or wrong. The
-copies take as much memory as the values that an update writes of layers in memory (12 bytes a parameter, for master
-weights and two moments in float32); rows on a disk need none, as their old version is there until the step is
-committed.
 Ref: Lian et al. 2025, "SuperOffload", arXiv:2509.21271, section 4.5 (speculation-then-validation).
 """
 
@@ -57,10 +53,7 @@ def expect_speculation(plan: Plan, slots: int) -> None:
 
 
 class OldValues:
-    """Copies of the leaves of layers that an update overwrites; their memory lasts from step to step.
-
-    Rows from a disk are not among them: their old version stays there until the step is committed.
-    """
+    """Copies of the leaves of layers in memory that an update overwrites; rows on a disk have their old slot."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}  # a leaf's column, or "target/" and its name -> memory like the leaf
@@ -74,13 +67,13 @@ class OldValues:
         for name, leaf in leaves.items():
             buffer = self.buffers.get(name)
             if buffer is None or (buffer.shape, buffer.dtype) != (leaf.shape, leaf.dtype):
+                # Kept from step to step, as the first touch of pages takes long.
                 self.buffers[name] = torch.empty(leaf.shape, dtype=leaf.dtype, device=HOST)
 
     def exchange(
         self, unit: UpdateUnit, reads: Mapping[str, dict[str, BlockRead]], values: Mapping[str, dict[str, Tensor]]
     ) -> None:
-        """Copy the rows of a unit here before they are updated; or, with `restores`, copy those that are here over
-        them."""
+        """Copy the rows of a unit here before they are updated; or, with `restores`, back over them."""
         for block in unit:
             for column, read in reads[block.name].items():
                 if column == "grad" or read.reading is not None:
@@ -94,11 +87,7 @@ class OldValues:
 
 
 class Speculation:
-    """The part that lasts from step to step: the memory of old values, and whether the last update was one without
-    clipping.
-
-    It changes no bit of a state, only when its layers are updated. An example is `make_train_step`.
-    """
+    """What lasts from step to step: the memory of old values, and whether the last update was unclipped."""
 
     def __init__(self, streamed: StreamedUpdate) -> None:
         self.streamed, self.old, self.expected = streamed, OldValues(), True
@@ -109,8 +98,7 @@ class Speculation:
 
 
 class SpeculativeUpdate(EarlyUpdate):
-    """One step's update: `begin` when the tokens of the step are counted, `receive` for every layer's leaf, `finish`
-    when the norm is known."""
+    """One step's update: `begin`, `receive` for every layer's leaf, `finish` when the norm is known."""
 
     keeps = True
 
@@ -127,8 +115,7 @@ class SpeculativeUpdate(EarlyUpdate):
         return {"speculated": layers, "put_right": layers * self.wrong}
 
     def overwritten(self, state: Tree) -> dict[str, Tensor]:
-        """The leaves of layers in memory that an update overwrites, but for copies of master weights; as in
-        OldValues."""
+        """The leaves of layers in memory that an update overwrites, without copies of master weights."""
         targets = pytree.named_leaves(state.master) or pytree.named_leaves(self.streamed.plan.trained(state.params))
         columns, owner = columns_of(self.streamed.parts.state(state.opt_state), list(targets))
         leaves = {f"target/{name}": (name, leaf) for name, leaf in targets.items()}
@@ -148,6 +135,7 @@ class SpeculativeUpdate(EarlyUpdate):
         full_update = Update(self.streamed, grads, state, skipped, self.old.exchange)
         self.catch_up()
         skips = skipped is not None and bool(full_update.small["skipped"])
+        # Equal bits, as the update must have those of one at the end.
         clipped = bool(full_update.small["factor"] != early_update.small["factor"])
         self.wrong = skips or clipped
         if not skips:
