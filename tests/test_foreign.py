@@ -30,7 +30,7 @@ OWN = {
     "checkpoint/leaf_source.py": 1,  # what `to_bytes` made, compared with its checksum; numbers have any size
     "checkpoint/save_state.py": 1,  # another rank's message
     "cli/checkpoint.py": 0,
-    "comm/agreement.py": 1,  # messages of ranks
+    "comm/messages.py": 1,  # messages of ranks
     "offload/store_folder.py": 2,  # round trips
     "planner/calibrate/disk_rates.py": 1,  # the output of fio
     "planner/search_result.py": 3,  # round trips

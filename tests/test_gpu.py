@@ -15,9 +15,9 @@ import torch
 from pretend_gpu import pretend
 
 import fzero
-from fzero.comm.agreement import ProgramAgreement
 from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
+from fzero.comm.messages import ProgramAgreement
 from fzero.core import gpu, gpu_copies, pytree
 from fzero.core.device import CPU, Target
 from fzero.planner import devices

@@ -13,8 +13,7 @@ import fzero
 from fzero import all_gather, psum, psum_scatter, pvary
 from fzero.comm.collectives import own_slice
 from fzero.core import pytree
-from fzero.core.autodiff import Function
-from fzero.core.varying_axes import Varying
+from fzero.core.autodiff import Function, Varying
 
 V, T = 16, 8
 

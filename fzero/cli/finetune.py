@@ -11,8 +11,8 @@ import click
 from fzero.cli.flags import FOLDER, add_flags, is_written, table_of, tuning_flags
 from fzero.cli.pretrain import RUN_FLAGS, Begin, bar_or_lines, finish, hang_s_of, prepare, refuse_flags
 from fzero.cli.process import coordinated
-from fzero.core.packages import without_collection
 from fzero.core.text_parsing import nearest
+from fzero.core.torch_private import without_collection
 from fzero.run.setup import warm_up
 
 WORDS = ("dora", "vocabulary")

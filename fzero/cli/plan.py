@@ -28,8 +28,8 @@ from fzero.cli.process import Progress
 from fzero.comm.axes import mesh_text
 from fzero.core import config_tables
 from fzero.core.bounds import COUNT, MEMORY_GB, POSITIVE, SIZE
-from fzero.core.packages import without_collection
 from fzero.core.text_parsing import Unparsable, nearest, parse_toml
+from fzero.core.torch_private import without_collection
 from fzero.planner import launch
 
 QUESTIONS = ("longest", "fewer-bytes")  # of --ask

@@ -15,7 +15,7 @@ from fzero.cli.flags import FOLDER, SHORTHANDS, Number, add_flags, config_flags,
 from fzero.cli.process import coordinated, end_run, escape_line, quiet, say, versions, without_reader
 from fzero.core import packages
 from fzero.core.bounds import POSITIVE, SIZE
-from fzero.core.packages import without_collection
+from fzero.core.torch_private import without_collection
 from fzero.run.setup import warm_up
 
 RUN_FLAGS = (

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from fzero import __version__
 from fzero.core import packages
-from fzero.core.packages import without_collection
+from fzero.core.torch_private import without_collection
 from fzero.run.ranks import signals
 
 EVERY = 5.0  # seconds between plain lines, where stderr is no terminal

@@ -27,23 +27,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fzero.comm.agreement import RankError
-from fzero.comm.communicator import Communicator
+from fzero.comm.communicator import Axis, Communicator
 from fzero.comm.ledger import Ledger, LedgerRow
+from fzero.comm.messages import RankError
 from fzero.comm.operators import ops
-from fzero.core.autodiff import Function
+from fzero.core.autodiff import Function, vary
 from fzero.core.device import is_traced
 from fzero.core.future import Future, ready
 from fzero.core.torch_private import FakeTensor
-from fzero.core.varying_axes import vary
 
 __all__ = [
-    "Axis",
     "Communicator",
     "Ledger",
     "LedgerRow",
@@ -61,20 +59,6 @@ __all__ = [
     "start_psum",
     "start_psum_scatter",
 ]
-
-
-class Axis(NamedTuple):
-    """One axis of a mesh as this process sees it: its name, its number of ranks, and this process's number among them.
-
-    >>> axis = fzero.fake_mesh({"dp": 4, "tp": 2}, rank=7)["dp"]
-    >>> axis.size, axis.rank
-    (4, 3)
-    """
-
-    name: str
-    size: int = 1
-    rank: int = 0
-    communicator: Communicator | None = None  # None if size is 1
 
 
 # ---- linear maps ----------------------------------------------------------------------------------------------------

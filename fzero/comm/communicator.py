@@ -10,16 +10,15 @@ import itertools
 import math
 import weakref
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fzero.comm.agreement import CollectiveCall, ProgramAgreement
 from fzero.comm.ledger import Ledger, sent_elements
-from fzero.comm.messages import AxisMessages
-from fzero.core import varying_axes
+from fzero.comm.messages import AxisMessages, CollectiveCall, ProgramAgreement
+from fzero.core.autodiff import active_varying
 from fzero.core.device import kind_of
 from fzero.core.future import Future, ready
 from fzero.core.torch_private import FakeTensor
@@ -50,7 +49,7 @@ def communicator_of(number: int) -> Communicator:
 
 def may_differ(x: Tensor, axis: str) -> bool:
     """Whether x is known to be a value that may differ between the ranks of an axis, however equal its bits are."""
-    followed = varying_axes.active()
+    followed = active_varying()
     return followed is not None and followed.may_differ(x, axis)
 
 
@@ -337,3 +336,17 @@ class Communicator(AxisMessages):
         sends, receives = {j: pieces[j] for j in self.peers}, {j: parts[j] for j in self.peers}
         owned = [j != self.rank for j in range(self.size)]
         return self.exchange(call, sends, receives, lambda: tree_sum(parts, owned))
+
+
+class Axis(NamedTuple):
+    """One axis of a mesh as this process sees it: its name, its number of ranks, and this process's number among them.
+
+    >>> axis = fzero.fake_mesh({"dp": 4, "tp": 2}, rank=7)["dp"]
+    >>> axis.size, axis.rank
+    (4, 3)
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    communicator: Communicator | None = None  # None if size is 1

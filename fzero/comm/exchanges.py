@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import Axis, call_of, communicator_over, dim_of, ppermute
-from fzero.comm.communicator import Communicator
+from fzero.comm.collectives import call_of, communicator_over, dim_of, ppermute
+from fzero.comm.communicator import Axis, Communicator
 from fzero.comm.operators import ops
 from fzero.core.autodiff import Function
 from fzero.core.future import Future, ready

@@ -15,7 +15,7 @@ from torch.fx.node import has_side_effect
 
 from fzero.comm.axes import EP
 from fzero.comm.communicator import Communicator, communicator_of
-from fzero.core import varying_axes
+from fzero.core.autodiff import NOWHERE, VARYING_RULES
 from fzero.core.device import is_traced
 from fzero.core.future import Future
 from fzero.core.joint_graph import ORDERED, STARTED
@@ -100,19 +100,20 @@ _define(
 
 
 def _rule(removes: bool, adds: bool) -> Callable[..., tuple[frozenset[str], frozenset[str]]]:
-    """What a collective does to the axes over which a tensor may differ (see varying_axes)."""
+    """What a collective does to the axes over which a tensor may differ (see core/autodiff)."""
 
     def rule(x: Tensor, communicator: int, *options: Any) -> tuple[frozenset[str], frozenset[str]]:
         axes = frozenset(communicator_of(communicator).axis.split("+"))
-        return axes if removes else varying_axes.NOWHERE, axes if adds else varying_axes.NOWHERE
+        return axes if removes else NOWHERE, axes if adds else NOWHERE
 
     return rule
 
 
-varying_axes.RULES |= {name: _rule(True, False) for name in ("psum", "all_gather")}
-varying_axes.RULES |= {name: _rule(False, True) for name in ("psum_scatter", "all_to_all", "ppermute")}
-varying_axes.RULES["start_rows"] = lambda x, *_: (varying_axes.NOWHERE, frozenset((EP,)))
-varying_axes.RULES["wait_rows"] = varying_axes.RULES["start_rows"]
+VARYING_RULES.update({name: _rule(True, False) for name in ("psum", "all_gather")})
+VARYING_RULES.update({name: _rule(False, True) for name in ("psum_scatter", "all_to_all", "ppermute")})
+VARYING_RULES["start_rows"] = lambda x, *_: (NOWHERE, frozenset((EP,)))
+VARYING_RULES["wait_rows"] = VARYING_RULES["start_rows"]
+
 # ---- exchanges of rows, in two operators -----------------------------------------------------------------------------
 
 _PENDING: dict[int, Future[Tensor]] = {}  # by the storage of the row that the start of an exchange returned

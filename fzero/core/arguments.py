@@ -25,7 +25,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import numpy as np
 import torch
 
-from fzero.core.pytree import nearest
+from fzero.core.text_parsing import nearest
 
 NO = object()  # the result for a value of another kind
 

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fzero.core import pytree, varying_axes
+from fzero.core import pytree
 from fzero.core.arguments import checked
-from fzero.core.autodiff import needs_grad, transforms
+from fzero.core.autodiff import needs_grad, transforms, unfollowed
 from fzero.core.compile_cache import package_digest
 from fzero.core.cpp import have_compiler, vector_instructions
 from fzero.core.device import FakeDevice, fake_device_of
@@ -218,4 +218,4 @@ def _compile_function(
     mode = fake_mode()
     graph = trace(run, fakes_of([flat[i] for i in positions], mode), [], mode)
     with batch_compilation():
-        return varying_axes.unfollowed(compile_graph(graph, mode)), out_def[0]
+        return unfollowed(compile_graph(graph, mode)), out_def[0]

@@ -23,6 +23,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from fzero.core.text_parsing import KINDS, kind_of
+
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3000  # bytes that file systems take
 DESCRIPTION = "zarr.json"  # the file beside the chunks of an array
 
@@ -81,14 +83,6 @@ FLAGS: dict[WriteMode, int] = {
     "update": os.O_RDWR,
 }
 BLOCK = 1 << 16  # bytes that are read at a time
-KINDS = {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 class NotWritable(OSError):
@@ -113,11 +107,6 @@ def naming(path: str | Path) -> Iterator[None]:
         if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
-
-
-def kind_of(mode: int) -> str:
-    """What a file of this `st_mode` is, in words; "" for a regular file."""
-    return "" if stat.S_ISREG(mode) else KINDS.get(stat.S_IFMT(mode), "no regular file")
 
 
 def is_lone_file(path: str | Path) -> bool:

@@ -1,36 +1,10 @@
-"""Packages that only some features need: imported where a feature is used, and named where they are missing.
-
-Imports of large packages, undisturbed.
-"""
+"""Packages that only some features need: imported where a feature is used, and named where they are missing."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import importlib
 import importlib.util
-from collections.abc import Iterator
 from types import ModuleType
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """A context in which Python does not look for garbage: torch's import makes a million objects and hardly any
-    garbage, and looking takes a tenth of its time.
-
-    >>> with without_collection():
-    ...     import json
-    >>> gc.isenabled()
-    True
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
 
 # Each package: what needs it, and what a machine without it does instead.
 OPTIONAL = {

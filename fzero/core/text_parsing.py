@@ -16,14 +16,13 @@ import io
 import json
 import math
 import os
+import stat
 import tomllib
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
-
-from fzero.core.files import kind_of
 
 LARGEST = 1 << 26  # bytes of a text that is read whole
 LARGEST_TOML, MAX_DOTS = 1 << 20, 200  # characters of a text, dots in a line of it
@@ -157,6 +156,21 @@ def _path_to(value: Any, target: Any) -> str:
         items = item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list) else ()
         work += [(f"{path}.{key}", inner) for key, inner in items]
     return "the key "
+
+
+KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def kind_of(mode: int) -> str:
+    """What a file of this `st_mode` is, in words; "" for a regular file."""
+    return "" if stat.S_ISREG(mode) else KINDS.get(stat.S_IFMT(mode), "no regular file")
 
 
 def short(value: Any, max_length: int = 80) -> str:

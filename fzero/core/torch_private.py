@@ -4,20 +4,39 @@ another version.
 No other file of the package names a private module or function of torch (tests/test_torch_private.py); operators of
 torch.ops are not counted, as graphs show them by these names. Use `from fzero.core.torch_private import FakeTensor`,
 or, for the modules of Inductor and Dynamo, which take a second to import, `torch_private.inductor_config` inside a
-function."""
+function. A large import is quicker without a search for garbage (`without_collection`)."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import operator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-
-import torch
-
-from fzero.core.packages import without_collection
 
 if TYPE_CHECKING:  # for isinstance, after which a type checker knows the attributes
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """A context in which Python does not look for garbage: torch's import makes a million objects and hardly any
+    garbage, and looking takes a tenth of its time.
+
+    >>> with without_collection():
+    ...     import json
+    >>> gc.isenabled()
+    True
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
 
 # Our name: its place in torch. A name after the colon is an attribute of the module before it.
 NAMES = {
@@ -88,6 +107,8 @@ NAMES = {
 def resolve(name: str) -> Any:
     """Import what torch has under one of NAMES. Raises ImportError with one line where this version of torch has no
     such name."""
+    import torch
+
     module, _, attribute = NAMES[name].partition(":")
     try:
         if module.startswith("torch._C"):  # an extension, whose submodules are attributes

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.fx import Graph, GraphModule, Node
 
-from fzero.core import compile_cache, form_observer, program_cache, varying_axes
-from fzero.core.autodiff import dense
+from fzero.core import compile_cache, form_observer, program_cache
+from fzero.core.autodiff import dense, unfollowed
 from fzero.core.compile import Run, compile_graph, fake_mode, fakes_of, notify_compiling, signature_of, trace
 from fzero.core.cpp import have_compiler
 from fzero.core.device import FakeDevice, fake_device_of
@@ -274,7 +274,7 @@ def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int, spli
                 runs, num_outs = _programs(
                     f, grad_indices, inputs, compiled and have_compiler(), split, budget, identity
                 )
-                runs = [varying_axes.unfollowed(run) for run in runs] if compiled else runs
+                runs = [unfollowed(run) for run in runs] if compiled else runs
                 starts = (split, skip) if split else (skip,)  # of what each backward program gives
                 ends = (n, split) if split else (n,)
                 gaps = [sorted({*range(start, end)} - {*grad_indices}) for start, end in zip(starts, ends)]

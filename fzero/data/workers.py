@@ -19,8 +19,8 @@ from concurrent.futures import Future, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from fzero.core.packages import without_collection
 from fzero.core.process_pool import Pool
+from fzero.core.torch_private import without_collection
 
 R = TypeVar("R")
 END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)

@@ -41,8 +41,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import Axis
-from fzero.comm.communicator import Communicator, communicator_of
+from fzero.comm.communicator import Axis, Communicator, communicator_of
 from fzero.comm.exchanges import exchange_within
 from fzero.comm.operators import define_ordered
 from fzero.core.autodiff import first_order

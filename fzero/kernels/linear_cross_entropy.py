@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from fzero.comm.axes import TP
-from fzero.comm.collectives import Axis, all_gather, psum
+from fzero.comm.collectives import all_gather, psum
+from fzero.comm.communicator import Axis
 from fzero.core.autodiff import needs_grad
 from fzero.core.captured_state import remat
 from fzero.core.device import fake_device_of, kind_of

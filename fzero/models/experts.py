@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import Axis, all_gather, psum, psum_scatter, pvary
+from fzero.comm.collectives import all_gather, psum, psum_scatter, pvary
+from fzero.comm.communicator import Axis
 from fzero.comm.exchanges import start_exchange_rows
 from fzero.core.future import Future
 from fzero.core.pytree import Tree

@@ -18,7 +18,8 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.comm.axes import TP
-from fzero.comm.collectives import Axis, all_gather, psum, psum_scatter, pvary
+from fzero.comm.collectives import all_gather, psum, psum_scatter, pvary
+from fzero.comm.communicator import Axis
 from fzero.core import prng
 from fzero.core.pytree import Tree
 from fzero.kernels import dropout as kernels_dropout

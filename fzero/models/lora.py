@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero.comm.axes import TP
-from fzero.comm.collectives import Axis
+from fzero.comm.communicator import Axis
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree

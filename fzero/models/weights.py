@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fzero.comm.axes import TP
-from fzero.comm.collectives import Axis, psum
+from fzero.comm.collectives import psum
+from fzero.comm.communicator import Axis
 from fzero.core import pytree
 from fzero.core.arguments import expect_regex
 from fzero.core.autodiff import Function

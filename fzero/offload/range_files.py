@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from fzero.core.files import is_lone_file, kind_of, make_folder, naming, open_to_write, remove_entry
+from fzero.core.files import is_lone_file, make_folder, naming, open_to_write, remove_entry
 from fzero.core.host_memory import aligned_memory, round_to_pages
 from fzero.core.storage import Folder, Objects, is_url, join
+from fzero.core.text_parsing import kind_of
 from fzero.offload.disk_io import allocate_space, open_direct, read_range, write_range
 
 OPEN = 64  # most files left open after a read, as a process may open fewer than a checkpoint has

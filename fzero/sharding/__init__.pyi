@@ -1,5 +1,5 @@
 from fzero.comm.axes import AXES as AXES
-from fzero.comm.collectives import Axis as Axis
+from fzero.comm.communicator import Axis as Axis
 from fzero.sharding.codec import Codec as Codec
 from fzero.sharding.context import Context as Context
 from fzero.sharding.experts import Experts as Experts

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from fzero.comm.axes import EP, PP, RP
 from fzero.comm.bucket import pack, unpack
-from fzero.comm.collectives import Axis, Ledger, start_all_gather, start_all_to_all
+from fzero.comm.collectives import Ledger, start_all_gather, start_all_to_all
+from fzero.comm.communicator import Axis
 from fzero.core.pytree import nearest
 from fzero.core.tree_sum import TreeSum
 from fzero.sharding.leaf_plan import LeafPlan

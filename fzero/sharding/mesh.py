@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fzero.comm.agreement import ProgramAgreement, RankError
 from fzero.comm.axes import AXES, CP, DP, EP, PP, RP, TP, joined_links, links_of
-from fzero.comm.collectives import Axis
-from fzero.comm.communicator import Communicator
+from fzero.comm.communicator import Axis, Communicator
 from fzero.comm.ledger import Ledger
+from fzero.comm.messages import ProgramAgreement, RankError
 from fzero.core import gpu
 from fzero.core.arguments import checked, expect_kind
 from fzero.core.pytree import nearest
@@ -164,7 +163,7 @@ class Mesh:
 
     def checked(self) -> contextlib.AbstractContextManager[None]:
         """A context in which each collective first makes sure that all ranks of its axis are at the same one (see
-        comm.agreement).
+        comm.messages).
 
         A mismatch then raises RankError naming both ranks and their calls, as does a rank that does not arrive within
         the mesh's timeout; a psum of a tensor that is the same on all ranks raises ValueError. Each collective costs

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from fzero.comm.collectives import Axis
+from fzero.comm.communicator import Axis
 from fzero.core import pytree
 from fzero.core.arguments import expect_count, expect_kind
 from fzero.core.precision import Policy

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from fzero.comm.axes import RP, links_of
 from fzero.comm.bucket import bucket_groups, pack, unpack
-from fzero.comm.collectives import Axis, all_gather, pvary, start_all_gather
-from fzero.core import pytree, varying_axes
+from fzero.comm.collectives import all_gather, pvary, start_all_gather
+from fzero.comm.communicator import Axis
+from fzero.core import pytree
+from fzero.core.autodiff import active_varying
 from fzero.core.copy_buckets import LARGE_COPY, SMALL_COPY
 from fzero.core.future import Future, ready
 from fzero.core.gpu_copies import Copied, copy_in, pass_group
@@ -209,7 +211,7 @@ class ParamFetcher:
 
     def mark_fetched(self, group: LeafGroup, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
         """The leaves of a group that were fetched, which differ over the axes of their compute specs alone."""
-        if followed := varying_axes.active():
+        if followed := active_varying():
             for name, leaf in zip(group.leaves, leaves):
                 followed.mark(leaf, frozenset(self.compute[name].axes))
         return leaves

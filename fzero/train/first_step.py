@@ -4,7 +4,7 @@ That waits for the device, so later steps do not look.
 
 A psum of what is the same on all ranks is N times what was meant. Equal bits are no proof (equal rows, zeros,
 overflows), so where a first step notes one it computes its gradient again, following over which axes each tensor may
-differ (core/varying_axes). The second gradient is thrown away: the operators that follow tensors may change the order
+differ (core/autodiff). The second gradient is thrown away: the operators that follow tensors may change the order
 of torch's formulas, and so bits.
 """
 
@@ -20,9 +20,8 @@ from torch import Tensor
 from fzero.comm.axes import AXES
 from fzero.comm.rank_tables import Refusal, any_rank, device_of, failing_together, gather_rows, raise_together
 from fzero.core import pytree
-from fzero.core.autodiff import transforms
+from fzero.core.autodiff import Varying, transforms
 from fzero.core.pytree import Tree
-from fzero.core.varying_axes import Varying
 from fzero.models import base
 from fzero.sharding import Mesh, Plan
 from fzero.train.checks import check_values

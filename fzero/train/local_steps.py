@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import Axis, start_psum
+from fzero.comm.collectives import start_psum
+from fzero.comm.communicator import Axis
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.kernels.registry import Kernels

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.agreement import RankError
+from fzero.comm.messages import RankError
 from fzero.comm.rank_tables import any_rank, gather_rows
 from fzero.core import pytree
 from fzero.core.graph_tracing import is_foreign

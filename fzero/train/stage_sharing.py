@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fzero.comm.axes import PP
-from fzero.comm.collectives import Axis, start_all_gather
-from fzero.comm.communicator import Communicator
+from fzero.comm.collectives import start_all_gather
+from fzero.comm.communicator import Axis, Communicator
 from fzero.core import pytree
 from fzero.core.future import Future
 from fzero.core.gpu_copies import copy_in

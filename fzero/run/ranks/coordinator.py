@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fzero.comm.agreement import RankError
+from fzero.comm.messages import RankError
 from fzero.core import gpu
 from fzero.run.ranks.signals import Stopped, exit_code, expect_environment, under_torchrun
 from fzero.sharding import Mesh, make_mesh, one_process

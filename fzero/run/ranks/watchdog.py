@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from fzero.comm.agreement import CollectiveCall
+from fzero.comm.messages import CollectiveCall
 from fzero.run.ranks.coordinator import LOST_S, RESUME_HINT, SAY_S, STOP, Coordinator, end_as_orphan
 from fzero.sharding import Mesh
 
