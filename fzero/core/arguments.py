@@ -72,14 +72,14 @@ def hints_of(target: Callable[..., Any] | type) -> dict[str, Any]:
 
 def _evaluated(text: Any, scope: dict[str, Any]) -> Any:
     try:
-        hint = eval(text, scope) if isinstance(text, str) else text
-        return hint.__origin__ if hasattr(hint, "__metadata__") else hint  # bounds are not of the kind
+        return eval(text, scope) if isinstance(text, str) else text
     except (NameError, AttributeError, TypeError):
         return Any
 
 
 def expect_hint(label: str, value: Any, hint: Any) -> Any:
-    """Return `value`, with numpy's scalars as Python's; raises WrongKind unless it is of the kind that `hint` says.
+    """Return `value`, with numpy's scalars as Python's; raises WrongKind unless it is of the kind that `hint` says, and
+    ValueError if a rule of its `Annotated` (see bounds.Allowed) refuses it.
 
     >>> expect_hint("adam: eps", "1e-8", float)
     Traceback (most recent call last):
@@ -87,7 +87,11 @@ def expect_hint(label: str, value: Any, hint: Any) -> Any:
     """
     converted = as_hinted(value, hint)
     if converted is not NO:
+        for rule in getattr(hint, "__metadata__", ()):
+            if hasattr(rule, "check"):
+                rule.check(label, converted)
         return converted
+    hint = without_rules(hint)
     inner = typing.get_args(hint)
     if isinstance(value, Mapping) and issubclass(typing.get_origin(hint) or object, Mapping):
         for key, item in value.items():
@@ -112,8 +116,14 @@ def expect_fields(instance: Any, owner: str = "") -> None:
             object.__setattr__(instance, name, converted)
 
 
+def without_rules(hint: Any) -> Any:
+    """The kind that an Annotated has, or the hint itself."""
+    return getattr(hint, "__origin__", hint) if hasattr(hint, "__metadata__") else hint
+
+
 def as_hinted(value: Any, hint: Any) -> Any:
     """`value` as one of a hint, or NO. Hints that it does not know hold for every value."""
+    hint = without_rules(hint)
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         candidates = (as_hinted(value, candidate) for candidate in typing.get_args(hint))
@@ -169,6 +179,7 @@ def _is_instance(value: Any, kind: type) -> bool:
 
 def describe_hint(hint: Any) -> str:
     """A hint in words."""
+    hint = without_rules(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         *leading, last = dict.fromkeys(describe_hint(item_hint) for item_hint in typing.get_args(hint))
         return f"{', '.join(leading)} or {last}" if leading else last
@@ -242,7 +253,8 @@ def expect_floating(label: str, dtype: torch.dtype | None) -> None:
 
 def checked(exempt: str = "", /, **write: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator of a public function: an argument of another kind than its type hint raises WrongKind (a TypeError
-    and a ValueError), in one line before anything is done. numpy's scalars become Python's.
+    and a ValueError), and one that a rule of its Annotated refuses ValueError, in one line before anything is done.
+    numpy's scalars become Python's.
 
     A keyword that the function does not have raises TypeError.
     exempt: the names of arguments that the function checks itself, as it has more to say. write: what to write instead

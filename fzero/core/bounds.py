@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, NamedTuple
 
 from fzero.core.text_parsing import nearest, short
@@ -57,6 +57,34 @@ class Within(NamedTuple):
     """Of a number: its bounds."""
 
     bounds: Bounds
+
+
+class Allowed(NamedTuple):
+    """Of an argument or a field: the values that it may have, and the words for them; None passes.
+
+    >>> Allowed(lambda n: n >= 1, "at least 1").check("sgd: steps", 0)
+    Traceback (most recent call last):
+    ValueError: sgd: steps is 0; it must be at least 1
+    """
+
+    holds: Callable[[Any], bool]
+    words: str
+
+    def check(self, label: str, value: Any) -> None:
+        """Raise ValueError, naming the argument by `label`, unless it may have this value."""
+        if value is not None and not self.holds(value):
+            raise ValueError(f"{label} is {value!r}; it must be {self.words}")
+
+
+def one_of(names: Iterable[str], words: str = "") -> Allowed:
+    """The rule that a text is one of these."""
+    choices = tuple(names)
+    return Allowed(lambda text: text in choices, words or f"one of {', '.join(choices)}")
+
+
+def at_least(low: int) -> Allowed:
+    """The rule of a whole number."""
+    return Allowed(lambda number: number >= low, f"a whole number of at least {low}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

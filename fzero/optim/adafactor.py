@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.core.arguments import OPTIMIZER, checked, expect_floating
+from fzero.core.bounds import Allowed
 from fzero.core.pytree import Tree
-from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
+from fzero.optim.base import GradientTransformation, LearningRate, NotNegative, NumberIn, lr_at
 from fzero.optim.leafwise import Slot, layer_dims, layer_pieces, leafwise, without_partial
 from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import ShardedLeaves, on_shards, rms
@@ -44,13 +45,13 @@ class AdafactorLeaf(NamedTuple):
 
 @checked(**OPTIMIZER)
 def adafactor(
-    lr: float | Tensor | Schedule = 1e-2,
-    beta2_decay: float = -0.8,
-    eps1: float | None = None,
-    eps2: float = 1e-3,
-    clip: float = 1.0,
+    lr: LearningRate = 1e-2,
+    beta2_decay: Annotated[float, Allowed(lambda decay: decay <= 0, "<= 0, such as -0.8")] = -0.8,
+    eps1: Annotated[float | None, NumberIn()] = None,
+    eps2: NotNegative = 1e-3,
+    clip: Annotated[float, NumberIn(low=1.0)] = 1.0,
     *,
-    weight_decay: float = 0.0,
+    weight_decay: NotNegative = 0.0,
     mask: Mask = None,
     stacked: str | None = STACKED,
     state_dtype: torch.dtype | None = None,
@@ -82,9 +83,6 @@ def adafactor(
     Ref: Shazeer and Stern 2018, "Adafactor: adaptive learning rates with sublinear memory cost", arXiv:1804.04235,
     algorithms 4 and 5.
     """
-    check_number("adafactor", lr=lr, eps2=eps2, weight_decay=weight_decay, **({} if eps1 is None else {"eps1": eps1}))
-    check_number("adafactor", low=1.0, clip=clip)
-    _expect_decay(beta2_decay)
     decays = decay_predicate(mask)
 
     def make(shards: ShardedLeaves) -> GradientTransformation:
@@ -122,11 +120,6 @@ def adafactor(
         )
 
     return on_shards(make, needs="matrix")
-
-
-def _expect_decay(beta2_decay: float) -> None:
-    if not beta2_decay <= 0:
-        raise ValueError(f"adafactor: beta2_decay is {beta2_decay!r}; it must be <= 0, such as -0.8")
 
 
 def _rates(lr: Tensor, t: Tensor, beta2_decay: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.core.arguments import OPTIMIZER, checked
+from fzero.core.bounds import one_of
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_multi_tensor import adamw as kernel
 from fzero.kernels.optim_multi_tensor import adamw_step
-from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
+from fzero.optim.base import Beta, GradientTransformation, LearningRate, NotNegative, NumberIn, Schedule, lr_at
 from fzero.optim.masks import Mask
-from fzero.optim.moment_storage import storage, with_kernel
+from fzero.optim.moment_storage import Bits, Block, Rounding, storage, with_kernel
+
+CORRECTIONS = ("moments", "rate", "none")
+Correction = Annotated[str, one_of(CORRECTIONS)]
 
 
 class AdamState(NamedTuple):
@@ -48,19 +52,19 @@ class Adam8State(NamedTuple):
 
 @checked(**OPTIMIZER)
 def adamw(
-    lr: float | Tensor | Schedule = 1e-3,
-    b1: float | Schedule = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
+    lr: LearningRate = 1e-3,
+    b1: Annotated[float | Schedule, NumberIn(high=1.0)] = 0.9,
+    b2: Beta = 0.999,
+    eps: NotNegative = 1e-8,
     *,
-    weight_decay: float = 0.01,
+    weight_decay: NotNegative = 0.01,
     mask: Mask = None,
     state_dtype: torch.dtype | None = None,
-    rounding: str = "nearest",
-    state_bits: int | None = None,
-    block: int = 256,
+    rounding: Rounding = "nearest",
+    state_bits: Bits = None,
+    block: Block = 256,
     seed: int = 0,
-    correction: str = "moments",
+    correction: Correction = "moments",
     impl: str = "auto",
 ) -> GradientTransformation:
     """Return AdamW: Adam's step and, apart from it, a shrinking of p by lr λ p.
@@ -98,19 +102,19 @@ def adamw(
 
 @checked(**OPTIMIZER)
 def adam(
-    lr: float | Tensor | Schedule = 1e-3,
-    b1: float | Schedule = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
+    lr: LearningRate = 1e-3,
+    b1: Annotated[float | Schedule, NumberIn(high=1.0)] = 0.9,
+    b2: Beta = 0.999,
+    eps: NotNegative = 1e-8,
     *,
-    weight_decay: float = 0.0,
+    weight_decay: NotNegative = 0.0,
     mask: Mask = None,
     state_dtype: torch.dtype | None = None,
-    rounding: str = "nearest",
-    state_bits: int | None = None,
-    block: int = 256,
+    rounding: Rounding = "nearest",
+    state_bits: Bits = None,
+    block: Block = 256,
     seed: int = 0,
-    correction: str = "moments",
+    correction: Correction = "moments",
     impl: str = "auto",
 ) -> GradientTransformation:
     """Return Adam; a weight_decay λ is L2: it adds λ p to the gradient, as in torch.optim.Adam.
@@ -130,15 +134,6 @@ def adam(
     encoding = storage("adam", state_dtype, state_bits, block, rounding, seed)
     options: dict[str, Any] = {"weight_decay": weight_decay, "mask": mask, "impl": impl, "correction": correction}
     return _adam("adam", lr, b1, b2, eps, coupled=True, encoding=encoding, **options)
-
-
-CORRECTIONS = ("moments", "rate", "none")
-
-
-def check_correction(owner: str, correction: str) -> None:
-    """Raise ValueError for a correction that there is not."""
-    if correction not in CORRECTIONS:
-        raise ValueError(f"{owner}: correction is {correction!r}; it must be one of {', '.join(CORRECTIONS)}")
 
 
 def adam_scalars(
@@ -164,13 +159,7 @@ def _adam(
     correction: str,
     **options: Any,
 ) -> GradientTransformation:
-    check_number(owner, lr=lr, eps=eps, weight_decay=weight_decay)
-    check_correction(owner, correction)
-    check_number(owner, high=1.0, b2=b2)
-    fixed = math.nan  # of a schedule: no form may use it
-    if not callable(b1):
-        check_number(owner, high=1.0, b1=b1)
-        fixed = b1
+    fixed = math.nan if callable(b1) else b1  # of a schedule: no form may use it
 
     def scalars(count: Tensor) -> tuple[Tensor, ...]:
         if not callable(b1):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,26 @@ from fzero.core.pytree import Tree
 from fzero.optim.unit_updates import add_in_units
 
 Schedule = Callable[[Tensor | int], Tensor]
+
+
+class NumberIn(NamedTuple):
+    """The rule of a number in [low, high); a scalar tensor passes, and so does a schedule."""
+
+    low: float = 0.0
+    high: float = LARGEST
+
+    def check(self, label: str, value: Any) -> None:
+        """Raise ValueError naming the argument and its value unless it may have it."""
+        if isinstance(value, Tensor):
+            if value.dim():
+                raise ValueError(f"{label} has shape {list(value.shape)}; it must be a number, or a scalar")
+        elif value is not None and not callable(value) and not self.low <= value < self.high:
+            raise ValueError(f"{label} is {value!r}; it must be a number in [{self.low:g}, {self.high:g})")
+
+
+LearningRate = Annotated[float | Tensor | Schedule, NumberIn()]
+NotNegative = Annotated[float, NumberIn()]
+Beta = Annotated[float, NumberIn(high=1.0)]  # of a mean over steps
 
 # What a transformation must see whole, weakest first: nothing, a row (last dim), a leaf (but for its stacked leading
 # dim), every leaf.
@@ -245,20 +265,3 @@ def lr_at(lr: float | Tensor | Schedule, count: Tensor) -> Tensor:
     if isinstance(lr, Tensor):
         return lr.to(count.device, torch.float64)
     return torch.full((), lr, dtype=torch.float64, device=count.device)
-
-
-def check_number(owner: str, low: float = 0.0, high: float = LARGEST, **values: Any) -> None:
-    """Raise ValueError naming owner, argument and value unless each number is in [low, high).
-
-    Scalar tensors pass, and a function as lr.
-    """
-    for name, value in values.items():
-        if isinstance(value, Tensor):
-            if value.dim():
-                raise ValueError(f"{owner}: {name} has shape {list(value.shape)}; it must be a number, or a scalar")
-            continue
-        if name == "lr" and callable(value):
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
-            allowed = f"a number in [{low:g}, {high:g})"
-            raise ValueError(f"{owner}: {name} is {value!r}; it must be {allowed}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -10,12 +10,20 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
-from fzero.optim.base import GradientTransformation, Pass, check_number, name_tree, overwrite, stateless
+from fzero.optim.base import (
+    GradientTransformation,
+    NotNegative,
+    NumberIn,
+    Pass,
+    name_tree,
+    overwrite,
+    stateless,
+)
 from fzero.optim.sharded_leaves import ShardedLeaves, on_shards
 
 
 @checked()
-def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
+def clip_by_global_norm(max_norm: Annotated[float | Tensor, NumberIn()]) -> GradientTransformation:
     """Scale all updates by min(1, max_norm / ||updates||).
 
     Every element counts once, also that of a leaf which several ranks hold.
@@ -30,7 +38,7 @@ def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
 
     Ref: Pascanu et al. 2013, arXiv:1211.5063, section 3.2.
     """
-    check_bound("clip_by_global_norm", max_norm=max_norm)
+    expect_nonzero("clip_by_global_norm: max_norm", max_norm)
 
     def make(shards: ShardedLeaves) -> GradientTransformation:
         def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -62,19 +70,16 @@ def clip_ratio(norm: Tensor, max_norm: float | Tensor) -> Tensor:
     return bound / torch.maximum(norm, bound).clamp(min=torch.finfo(norm.dtype).tiny)
 
 
-def check_bound(owner: str, **bounds: Any) -> None:
-    """Raise ValueError for a bound that is no number above 0; the value of a tensor may not be known yet."""
-    check_number(owner, **bounds)
-    for name, value in bounds.items():
-        if not isinstance(value, Tensor) and value == 0:
-            raise ValueError(
-                f"{owner}: {name} is {value}, which makes every update 0; give a number above 0, or leave the clipping "
-                "out"
-            )
+def expect_nonzero(label: str, bound: float | Tensor) -> None:
+    """Raise ValueError for a bound of 0; the value of a tensor may not be known yet."""
+    if not isinstance(bound, Tensor) and bound == 0:
+        raise ValueError(
+            f"{label} is {bound}, which makes every update 0; give a number above 0, or leave the clipping out"
+        )
 
 
 @checked()
-def clip_by_value(max_value: float) -> GradientTransformation:
+def clip_by_value(max_value: NotNegative) -> GradientTransformation:
     """Limit each element of the updates to [-max_value, max_value]; NaN stays NaN.
 
     Raises ValueError for a max_value that is not a finite number > 0.
@@ -83,8 +88,7 @@ def clip_by_value(max_value: float) -> GradientTransformation:
     >>> tx.update({"w": torch.tensor([3.0, -0.5])}, tx.init({}), {})[0]["w"]
     tensor([ 1.0000, -0.5000])
     """
-    check_bound("clip_by_value", max_value=max_value)
-
+    expect_nonzero("clip_by_value: max_value", max_value)
     return stateless(
         lambda grads, params: pytree.map(lambda g: g.clamp(-max_value, max_value), grads),
         lambda grads, params: overwrite(lambda name, g: g.clamp_(-max_value, max_value), name_tree(grads), grads),

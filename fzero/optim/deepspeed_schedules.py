@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from fzero.core.arguments import checked
-from fzero.optim.base import Schedule, check_number
-from fzero.optim.schedules import Value, check_steps, check_values, time_of
+from fzero.core.bounds import one_of
+from fzero.optim.base import Beta, NotNegative, Schedule
+from fzero.optim.schedules import Finite, Steps, StepsFromZero, Value, time_of
 
 RISES = ("log", "linear")
+Rise = Annotated[str, one_of(RISES)]
 
 
 @checked()
-def warmup_lr(peak: Value, warmup_steps: int = 1000, *, start: Value = 0.0, rise: str = "log") -> Schedule:
+def warmup_lr(peak: Value, warmup_steps: Steps = 1000, *, start: Value = 0.0, rise: Rise = "log") -> Schedule:
     """Return DeepSpeed's WarmupLR: from `start` to `peak` in warmup_steps W (at least 2), then constant.
 
     With i = t - 1 the rate is start + (peak - start) r, where r is log(i + 1) / log W for rise="log" and i / W for
@@ -30,12 +33,14 @@ def warmup_lr(peak: Value, warmup_steps: int = 1000, *, start: Value = 0.0, rise
     >>> [round(warmup_lr(1.0, 4)(t).item(), 4) for t in range(7)]
     [0.0, 0.0, 0.5, 0.7925, 1.0, 1.0, 1.0]
     """
-    warm = _warmup("warmup_lr", peak, warmup_steps, start, rise)
+    warm = _warmup(peak, warmup_steps, start, rise)
     return lambda step: warm(time_of(step) - 1, lambda i: torch.ones_like(i))
 
 
 @checked()
-def warmup_decay_lr(peak: Value, warmup_steps: int, steps: int, *, start: Value = 0.0, rise: str = "log") -> Schedule:
+def warmup_decay_lr(
+    peak: Value, warmup_steps: Steps, steps: Steps, *, start: Value = 0.0, rise: Rise = "log"
+) -> Schedule:
     """Return DeepSpeed's WarmupDecayLR: `warmup_lr`, then linear from `peak` down to `start` at iteration `steps` N.
 
     After the warmup r is max(0, (N - i) / max(1, N - W)).
@@ -44,14 +49,13 @@ def warmup_decay_lr(peak: Value, warmup_steps: int, steps: int, *, start: Value 
     >>> [round(warmup_decay_lr(1.0, 2, 6, rise="linear")(t).item(), 4) for t in range(8)]
     [0.0, 0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
-    check_steps("warmup_decay_lr", 1, steps=steps)
-    warm, ramp_steps = _warmup("warmup_decay_lr", peak, warmup_steps, start, rise), max(2, warmup_steps)
+    warm, ramp_steps = _warmup(peak, warmup_steps, start, rise), max(2, warmup_steps)
     return lambda step: warm(time_of(step) - 1, lambda i: ((steps - i) / max(1.0, steps - ramp_steps)).clamp(min=0.0))
 
 
 @checked()
 def warmup_cosine_lr(
-    peak: Value, warmup_steps: int, steps: int, *, start: float = 0.0, end: float = 1e-4, rise: str = "log"
+    peak: Value, warmup_steps: Steps, steps: Steps, *, start: Finite = 0.0, end: Finite = 1e-4, rise: Rise = "log"
 ) -> Schedule:
     """Return DeepSpeed's WarmupCosineLR: from start · peak to `peak` in W steps, then half a cosine to end · peak.
 
@@ -62,9 +66,7 @@ def warmup_cosine_lr(
     >>> [round(warmup_cosine_lr(1.0, 2, 6, end=0.0, rise="linear")(t).item(), 4) for t in range(8)]
     [0.0, 0.0, 0.5, 0.8536, 0.5, 0.1464, 0.0, 0.0]
     """
-    check_steps("warmup_cosine_lr", 1, steps=steps)
-    check_values("warmup_cosine_lr", end=end)
-    warm, ramp_steps = _warmup("warmup_cosine_lr", 1.0, warmup_steps, start, rise), max(2, warmup_steps)
+    warm, ramp_steps = _warmup(1.0, warmup_steps, start, rise), max(2, warmup_steps)
 
     def decay(i: Tensor) -> Tensor:
         x = ((i - ramp_steps + 1) / max(1, steps - ramp_steps)).clamp(max=1.0)
@@ -80,7 +82,7 @@ def warmup_cosine_lr(
 
 @checked()
 def cycle_lr(
-    low: Value, peak: Value, rise: int, fall: int, *, decay_rate: float = 0.0, decay_steps: int = 0
+    low: Value, peak: Value, rise: Steps, fall: Steps, *, decay_rate: NotNegative = 0.0, decay_steps: StepsFromZero = 0
 ) -> Schedule:
     """Return DeepSpeed's OneCycle: linear from `low` to `peak` in `rise` steps, and back in `fall` steps.
 
@@ -90,12 +92,12 @@ def cycle_lr(
     >>> [round(cycle_lr(1.0, 3.0, 2, 2, decay_rate=1.0, decay_steps=2)(t).item(), 4) for t in range(7)]
     [1.0, 2.0, 3.0, 2.0, 1.0, 0.6667, 0.5]
     """
-    height, divisor = _cycle("cycle_lr", rise, fall, decay_rate, decay_steps, low=low, peak=peak)
+    height, divisor = _cycle(rise, fall, decay_rate, decay_steps)
     return lambda step: (low + (peak - low) * height(step)) / divisor(step)
 
 
 @checked()
-def cycle_momentum(low: float, high: float, rise: int, fall: int) -> Schedule:
+def cycle_momentum(low: Beta, high: float, rise: Steps, fall: Steps) -> Schedule:
     """Return the momentum of DeepSpeed's OneCycle, `high` where the rate of `cycle_lr` is low, and `low` at its peak.
 
     It is `high` after the cycle, and `low` at step 0, as there.
@@ -104,22 +106,14 @@ def cycle_momentum(low: float, high: float, rise: int, fall: int) -> Schedule:
     >>> [round(cycle_momentum(0.8, 0.9, 2, 2)(t).item(), 4) for t in range(6)]
     [0.8, 0.85, 0.8, 0.85, 0.9, 0.9]
     """
-    check_number("cycle_momentum", high=1.0, low=low)
     if not low <= high < 1:
         raise ValueError(f"cycle_momentum: high is {high}; it must be from low={low} to below 1")
-    height, _ = _cycle("cycle_momentum", rise, fall)
+    height, _ = _cycle(rise, fall)
     return lambda step: torch.where(time_of(step) < 1, low, high - (high - low) * height(step))
 
 
-def _cycle(
-    owner: str, rise: int, fall: int, decay_rate: float = 0.0, decay_steps: int = 0, **values: Value
-) -> tuple[Schedule, Schedule]:
+def _cycle(rise: int, fall: int, decay_rate: float = 0.0, decay_steps: int = 0) -> tuple[Schedule, Schedule]:
     # (from 0 to 1 and back to 0, 1 + the decay of the steps after it)
-    check_steps(owner, 1, rise=rise, fall=fall)
-    check_steps(owner, 0, decay_steps=decay_steps)
-    check_number(owner, decay_rate=decay_rate)
-    check_values(owner, **values)
-
     def height(step: Tensor | int) -> Tensor:
         t = time_of(step)
         return torch.minimum(t / rise, (rise + fall - t) / fall).clamp(min=0.0)
@@ -131,12 +125,8 @@ def _cycle(
     return height, divisor
 
 
-def _warmup(owner: str, peak: Value, warmup_steps: int, start: Value, rise: str) -> Callable[..., Tensor]:
+def _warmup(peak: Value, warmup_steps: int, start: Value, rise: str) -> Callable[..., Tensor]:
     # (iteration, r of iterations after the warmup) -> start + (peak - start) r
-    check_steps(owner, 1, warmup_steps=warmup_steps)
-    check_values(owner, peak=peak, start=start)
-    if rise not in RISES:
-        raise ValueError(f"{owner}: rise is {rise!r}; it must be one of {', '.join(RISES)}")
     steps = max(2, warmup_steps)
 
     def rate(i: Tensor, decay: Callable[[Tensor], Tensor]) -> Tensor:

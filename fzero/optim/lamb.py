@@ -11,8 +11,8 @@ from torch import Tensor
 from fzero.core.arguments import OPTIMIZER, checked
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_leaf import safe_sqrt
-from fzero.optim.adamw import adam_scalars, check_correction
-from fzero.optim.base import GradientTransformation, Schedule, check_number
+from fzero.optim.adamw import Correction, adam_scalars
+from fzero.optim.base import Beta, GradientTransformation, LearningRate, NotNegative
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
 from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import ShardedLeaves, layer_norm2, on_shards
@@ -33,17 +33,17 @@ class LambState(NamedTuple):
 
 @checked(**OPTIMIZER)
 def lamb(
-    lr: float | Tensor | Schedule = 1e-3,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-6,
+    lr: LearningRate = 1e-3,
+    b1: Beta = 0.9,
+    b2: Beta = 0.999,
+    eps: NotNegative = 1e-6,
     *,
-    weight_decay: float = 0.0,
+    weight_decay: NotNegative = 0.0,
     mask: Mask = None,
     stacked: str | None = STACKED,
     state_dtype: torch.dtype | None = None,
     ratios: tuple[float, float] = (0.0, math.inf),
-    correction: str = "moments",
+    correction: Correction = "moments",
 ) -> GradientTransformation:
     """Return LAMB: Adam's direction, scaled per layer so that the update is lr times as long as the weights.
 
@@ -65,9 +65,6 @@ def lamb(
     Ref: You et al. 2020, "Large batch optimization for deep learning: training BERT in 76 minutes", arXiv:1904.00962,
     algorithm 2.
     """
-    check_number("lamb", lr=lr, eps=eps, weight_decay=weight_decay)
-    check_number("lamb", high=1.0, b1=b1, b2=b2)
-    check_correction("lamb", correction)
     check_ratios("lamb", ratios)
     decays = decay_predicate(mask)
 

@@ -11,9 +11,9 @@ from fzero.core.arguments import OPTIMIZER, checked
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_multi_tensor import lion as kernel
 from fzero.kernels.optim_multi_tensor import lion_step
-from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
+from fzero.optim.base import Beta, GradientTransformation, LearningRate, NotNegative, lr_at
 from fzero.optim.masks import Mask
-from fzero.optim.moment_storage import storage, with_kernel
+from fzero.optim.moment_storage import Bits, Block, Rounding, storage, with_kernel
 
 
 class LionState(NamedTuple):
@@ -44,16 +44,16 @@ class Lion8State(NamedTuple):
 
 @checked(**OPTIMIZER)
 def lion(
-    lr: float | Tensor | Schedule = 1e-4,
-    b1: float = 0.9,
-    b2: float = 0.99,
+    lr: LearningRate = 1e-4,
+    b1: Beta = 0.9,
+    b2: Beta = 0.99,
     *,
-    weight_decay: float = 0.0,
+    weight_decay: NotNegative = 0.0,
     mask: Mask = None,
     state_dtype: torch.dtype | None = None,
-    rounding: str = "nearest",
-    state_bits: int | None = None,
-    block: int = 256,
+    rounding: Rounding = "nearest",
+    state_bits: Bits = None,
+    block: Block = 256,
     seed: int = 0,
     impl: str = "auto",
 ) -> GradientTransformation:
@@ -73,8 +73,6 @@ def lion(
 
     Ref: Chen et al. 2023, "Symbolic discovery of optimization algorithms", arXiv:2302.06675, algorithm 2.
     """
-    check_number("lion", lr=lr, weight_decay=weight_decay)
-    check_number("lion", high=1.0, b1=b1, b2=b2)
     encoding = storage("lion", state_dtype, state_bits, block, rounding, seed)
     numbers = {"b1": b1, "b2": b2, "weight_decay": weight_decay, "mask": mask, "impl": impl}
     scalars = lambda count: (lr_at(lr, count),)  # noqa: E731

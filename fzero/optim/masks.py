@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.arguments import checked, expect_regex
 from fzero.core.pytree import Tree, nearest
-from fzero.optim.base import GradientTransformation, check_number, name_tree, overwrite, stateless
+from fzero.optim.base import GradientTransformation, NotNegative, name_tree, overwrite, stateless
 from fzero.optim.sharded_leaves import ShardedLeaves, on_shards
 from fzero.sharding.slices import shard_dim
 from fzero.sharding.spec import Rules, match_rules
@@ -97,7 +97,7 @@ def check_mask(owner: str, mask: Mask) -> Callable[[Tree], None]:
 
 
 @checked()
-def add_decayed_weights(weight_decay: float, mask: Mask = None) -> GradientTransformation:
+def add_decayed_weights(weight_decay: NotNegative, mask: Mask = None) -> GradientTransformation:
     """Add weight_decay * params to the updates of the leaves that `mask` selects (L2 before an optimizer).
 
     mask: a regex over names, a predicate (name, leaf), None for all leaves.
@@ -107,7 +107,6 @@ def add_decayed_weights(weight_decay: float, mask: Mask = None) -> GradientTrans
     >>> tx.update({"w": torch.ones(1), "b": torch.ones(1)}, tx.init(params), params)[0]
     {'w': tensor([1.2000]), 'b': tensor([1.])}
     """
-    check_number("add_decayed_weights", weight_decay=weight_decay)
     decays = decay_predicate(mask)
 
     def update(grads: Tree, params: Tree) -> Tree:

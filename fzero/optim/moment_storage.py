@@ -10,12 +10,13 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.core import prng, pytree
+from fzero.core.bounds import Allowed, one_of
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import disable_current_modes
 from fzero.kernels import optim_lowbit
@@ -28,7 +29,9 @@ from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
 from fzero.sharding.slices import largest_block, shard_dim
 
 SMALL = 4096  # elements of a whole leaf below which it is not kept in 8 bits (Dettmers et al. 2022, section 2.1)
-ROUNDING = ("nearest", "stochastic")
+Rounding = Annotated[str, one_of(("nearest", "stochastic"), "nearest or stochastic")]
+Bits = Annotated[int | None, Allowed(lambda bits: bits == 8, "8, or None for states in state_dtype")]
+Block = Annotated[int, Allowed(lambda n: 16 <= n <= 4096 and not n & (n - 1), "a power of two from 16 to 4096")]
 
 
 class Storage(NamedTuple):
@@ -44,18 +47,12 @@ class Storage(NamedTuple):
 
 def storage(owner: str, dtype: torch.dtype | None, bits: int | None, block: int, rounding: str, seed: int) -> Storage:
     """The Storage of an optimizer's arguments; raises ValueError for options that do not go together."""
-    if rounding not in ROUNDING:
-        raise ValueError(f"{owner}: rounding is {rounding!r}; it must be {' or '.join(ROUNDING)}")
     if rounding == "stochastic" and dtype != torch.bfloat16:
         raise ValueError(
             f"{owner}: rounding is 'stochastic' and state_dtype is {dtype}; it is for torch.bfloat16 states"
         )
-    if bits not in (None, 8):
-        raise ValueError(f"{owner}: state_bits is {bits!r}; it must be 8, or None for states in state_dtype")
     if bits == 8 and dtype is not None:
         raise ValueError(f"{owner}: state_bits is 8 and state_dtype is {dtype}; give one of them")
-    if not 16 <= block <= 4096 or block & (block - 1):
-        raise ValueError(f"{owner}: block is {block!r}; it must be a power of two from 16 to 4096")
     return Storage(dtype, bits, block, rounding, seed)
 
 

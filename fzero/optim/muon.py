@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.core.arguments import OPTIMIZER, checked
+from fzero.core.bounds import one_of
 from fzero.core.pytree import Tree
 from fzero.kernels.newton_schulz import COEFFICIENTS, newton_schulz
-from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
+from fzero.optim.base import (
+    Beta,
+    GradientTransformation,
+    LearningRate,
+    NotNegative,
+    NumberIn,
+    lr_at,
+)
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
 from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import ShardedLeaves, on_shards
 from fzero.sharding.slices import STACKED
+
+WEIGHTS = "'in_out' for weights [in, out] or 'out_in' for [out, in]"
 
 
 class MuonState(NamedTuple):
@@ -41,17 +51,17 @@ class MuonLeaf(NamedTuple):
 
 @checked(**OPTIMIZER)
 def muon(
-    lr: float | Tensor | Schedule = 1e-3,
-    momentum: float = 0.95,
+    lr: LearningRate = 1e-3,
+    momentum: Beta = 0.95,
     *,
     nesterov: bool = True,
-    weight_decay: float = 0.1,
+    weight_decay: NotNegative = 0.1,
     mask: Mask = None,
-    adjust: str = "original",
-    weights: str = "in_out",
-    ns_steps: int = 5,
+    adjust: Annotated[str, one_of(("original", "match_rms_adamw"), "'original' or 'match_rms_adamw'")] = "original",
+    weights: Annotated[str, one_of(("in_out", "out_in"), WEIGHTS)] = "in_out",
+    ns_steps: Annotated[int, NumberIn(1, 100)] = 5,
     ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
-    ns_eps: float = 1e-7,
+    ns_eps: NotNegative = 1e-7,
     ns_dtype: torch.dtype = torch.float32,
     stacked: str | None = STACKED,
     state_dtype: torch.dtype | None = None,
@@ -85,9 +95,6 @@ def muon(
     Ref: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; Liu et al. 2025,
     arXiv:2502.16982, section 2.2.
     """
-    check_number("muon", lr=lr, weight_decay=weight_decay, ns_eps=ns_eps)
-    check_number("muon", high=1.0, momentum=momentum)
-    _expect_choices(adjust, weights, ns_steps)
     fixed = {"dtype": ns_dtype, "coefficients": ns_coefficients, "eps": ns_eps, "impl": impl}
     decays, orthogonal = decay_predicate(mask), partial(newton_schulz, steps=ns_steps, **fixed)
 
@@ -119,16 +126,6 @@ def muon(
         )
 
     return on_shards(make, needs="matrix")
-
-
-def _expect_choices(adjust: str, weights: str, ns_steps: int) -> None:
-    check_number("muon", low=1, high=100, ns_steps=ns_steps)
-    if adjust not in ("original", "match_rms_adamw"):
-        raise ValueError(f"muon: adjust is {adjust!r}; it must be 'original' or 'match_rms_adamw'")
-    if weights not in ("in_out", "out_in"):
-        raise ValueError(
-            f"muon: weights is {weights!r}; it must be 'in_out' for weights [in, out] or 'out_in' for [out, in]"
-        )
 
 
 def _expect_matrix(name: str, p: Tensor, lead: int) -> None:

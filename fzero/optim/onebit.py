@@ -4,22 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.arguments import OPTIMIZER, checked, expect_count
+from fzero.core.arguments import OPTIMIZER, checked
 from fzero.core.autodiff import transforms
+from fzero.core.bounds import at_least, one_of
 from fzero.core.pytree import Tree
-from fzero.optim.base import GradientTransformation, Pass, RankSums, Schedule, check_number, lr_at
+from fzero.optim.base import (
+    Beta,
+    GradientTransformation,
+    LearningRate,
+    NotNegative,
+    Pass,
+    RankSums,
+    Schedule,
+    lr_at,
+)
 from fzero.optim.clip import clip_ratio
 from fzero.optim.leafwise import Slot, wide_dtype, without_partial
 from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import ShardedLeaves, on_shards
 from fzero.sharding.sign_sums import SCALES, SignSums
 from fzero.sharding.spec import Spec
+
+Freeze = Annotated[int, at_least(1)]
+Scale = Annotated[str, one_of(SCALES)]
+SignCorrection = Annotated[str, one_of(("moments", "none"), "moments or none")]
 
 
 class OneBitState(NamedTuple):
@@ -82,40 +96,29 @@ class Numbers(NamedTuple):
     scale: str
     correction: str = "moments"
 
-    def check(self, owner: str) -> Numbers:
-        """The same, if they are in their ranges."""
-        check_number(owner, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay, clip=self.clip)
-        check_number(owner, high=1.0, b1=self.b1, b2=self.b2)
-        if self.correction not in ("moments", "none"):
-            raise ValueError(f"{owner}: correction is {self.correction!r}; it must be moments or none")
-        if self.scale not in SCALES:
-            raise ValueError(f"{owner}: scale is {self.scale!r}; it must be one of {', '.join(SCALES)}")
-        return self
-
     def correct(self, b: float, times: Tensor) -> Tensor:
         """What a mean by b is divided by after so many steps: 1 - b^times, or 1 without a correction."""
         return 1 - b**times if self.correction == "moments" else torch.ones_like(times)
 
 
-def warm_up(owner: str, freeze: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+def warm_up(freeze: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """The `full` and `moved` of a Method whose first `freeze` steps are made in full."""
-    expect_count(f"{owner}: freeze", freeze)
     return lambda count: count < freeze, lambda count: (count + 1).clamp(max=freeze)
 
 
 @checked(**OPTIMIZER)
 def onebit_adam(
-    lr: float | Tensor | Schedule = 1e-3,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
+    lr: LearningRate = 1e-3,
+    b1: Beta = 0.9,
+    b2: Beta = 0.999,
+    eps: NotNegative = 1e-8,
     *,
-    freeze: int,
-    weight_decay: float = 0.01,
+    freeze: Freeze,
+    weight_decay: NotNegative = 0.01,
     mask: Mask = None,
-    clip: float = 0.0,
-    scale: str = "rms",
-    correction: str = "moments",
+    clip: NotNegative = 0.0,
+    scale: Scale = "rms",
+    correction: SignCorrection = "moments",
 ) -> GradientTransformation:
     """Return 1-bit Adam: AdamW for `freeze` steps; then v stays, and ranks exchange the signs of their momentum.
 
@@ -144,7 +147,7 @@ def onebit_adam(
     arXiv:2102.02888, algorithm 1.
     """
     numbers = Numbers(lr, b1, b2, eps, weight_decay, clip, scale, correction)
-    return one_bit("onebit_adam", numbers, Method(*warm_up("onebit_adam", freeze), adam_direction(eps)), mask)
+    return one_bit("onebit_adam", numbers, Method(*warm_up(freeze), adam_direction(eps)), mask)
 
 
 def adam_direction(eps: float) -> Direction:
@@ -159,7 +162,6 @@ def adam_direction(eps: float) -> Direction:
 
 def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> GradientTransformation:
     """The transformation of a method, see `onebit_adam`."""
-    numbers.check(owner)
     check, decays = check_mask(owner, mask), decay_predicate(mask)
 
     def make(shards: ShardedLeaves) -> GradientTransformation:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fzero.core.arguments import OPTIMIZER, checked
-from fzero.optim.base import GradientTransformation, Schedule
+from fzero.optim.base import Beta, GradientTransformation, LearningRate, NotNegative
 from fzero.optim.lamb import check_ratios
 from fzero.optim.leafwise import Slot, layer_dims
 from fzero.optim.masks import Mask
-from fzero.optim.onebit import Direction, Method, Moments, Numbers, one_bit, warm_up
+from fzero.optim.onebit import Direction, Freeze, Method, Moments, Numbers, Scale, SignCorrection, one_bit, warm_up
 from fzero.optim.sharded_leaves import ShardedLeaves, layer_norm2
 from fzero.sharding.slices import STACKED
 from fzero.sharding.spec import Spec
@@ -25,19 +25,19 @@ CHANGE = 0.1  # the most that a factor changes in a step, as a part of itself
 
 @checked(**OPTIMIZER)
 def onebit_lamb(
-    lr: float | Tensor | Schedule = 1e-3,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-6,
+    lr: LearningRate = 1e-3,
+    b1: Beta = 0.9,
+    b2: Beta = 0.999,
+    eps: NotNegative = 1e-6,
     *,
-    freeze: int,
-    weight_decay: float = 0.0,
+    freeze: Freeze,
+    weight_decay: NotNegative = 0.0,
     mask: Mask = None,
     stacked: str | None = STACKED,
-    clip: float = 0.0,
-    scale: str = "rms",
+    clip: NotNegative = 0.0,
+    scale: Scale = "rms",
     ratios: tuple[float, float] = RATIOS,
-    correction: str = "moments",
+    correction: SignCorrection = "moments",
 ) -> GradientTransformation:
     """Return 1-bit LAMB: LAMB for `freeze` steps; then v stays, and ranks exchange the signs of their momentum.
 
@@ -83,7 +83,7 @@ def onebit_lamb(
     }
     check_ratios("onebit_lamb", ratios)
     numbers = Numbers(lr, b1, b2, eps, weight_decay, clip, scale, correction)
-    method = Method(*warm_up("onebit_lamb", freeze), lamb_direction(numbers, stacked, ratios), extra)
+    method = Method(*warm_up(freeze), lamb_direction(numbers, stacked, ratios), extra)
     return one_bit("onebit_lamb", numbers, method, mask)
 
 

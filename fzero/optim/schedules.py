@@ -10,15 +10,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.core.arguments import checked, expect_count
+from fzero.core.arguments import checked, expect_count, expect_hint
+from fzero.core.bounds import Allowed, one_of
 from fzero.optim.base import Schedule
 
-Value = float | Tensor
+FINITE = Allowed(lambda x: isinstance(x, Tensor) or math.isfinite(x), "a finite number")
+Value = Annotated[float | Tensor, FINITE]
+Finite = Annotated[float, FINITE]
+PartOfSteps = Annotated[Finite, Allowed(lambda x: 0 < x < 1, "a fraction of the steps in (0, 1)")]
+AboveZero = Annotated[Finite, Allowed(lambda x: x > 0, "> 0")]
+Steps = Annotated[int, Allowed(lambda n: n >= 1, "a whole number of steps >= 1")]
+StepsFromZero = Annotated[int, Allowed(lambda n: n >= 0, "a whole number of steps >= 0")]
 
 
 def time_of(step: Tensor | int) -> Tensor:
@@ -30,20 +37,6 @@ def _fraction(step: Tensor | int, steps: int) -> Tensor:
     return (time_of(step) / steps).clamp(0.0, 1.0)
 
 
-def check_steps(owner: str, low: int, **steps: int) -> None:
-    """Raise ValueError naming owner, argument and value unless each is a whole number of at least `low`."""
-    for name, value in steps.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ValueError(f"{owner}: {name} is {value!r}; it must be a whole number of steps >= {low}")
-
-
-def check_values(owner: str, **values: Value) -> None:
-    """Raise ValueError naming owner, argument and value unless each number is finite; tensors pass."""
-    for name, value in values.items():
-        if not isinstance(value, Tensor) and not (isinstance(value, (int, float)) and math.isfinite(value)):
-            raise ValueError(f"{owner}: {name} is {value!r}; it must be a finite number")
-
-
 @checked()
 def constant(value: Value) -> Schedule:
     """Return the schedule that has `value` at every step.
@@ -53,12 +46,11 @@ def constant(value: Value) -> Schedule:
     >>> constant(3e-4)(1000)
     tensor(0.0003, dtype=torch.float64)
     """
-    check_values("constant", value=value)
     return lambda step: torch.zeros_like(time_of(step)) + value
 
 
 @checked()
-def linear(start: Value, end: Value, steps: int) -> Schedule:
+def linear(start: Value, end: Value, steps: Steps) -> Schedule:
     """Return the schedule that is linear from `start` at step 0 to `end` at step `steps`, and constant after it.
 
         start + (end - start) min(1, t / steps)
@@ -68,13 +60,11 @@ def linear(start: Value, end: Value, steps: int) -> Schedule:
     >>> linear(1.0, 0.0, steps=4)(torch.arange(6)).tolist()
     [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
-    check_steps("linear", 1, steps=steps)
-    check_values("linear", start=start, end=end)
     return lambda step: start + (end - start) * _fraction(step, steps)
 
 
 @checked()
-def polynomial(start: Value, end: Value, steps: int, power: float) -> Schedule:
+def polynomial(start: Value, end: Value, steps: Steps, power: AboveZero) -> Schedule:
     """Return the schedule that goes from `start` to `end` as a power of the steps left, and is constant after `steps`.
 
         end + (start - end) (1 - min(1, t / steps))^power
@@ -84,15 +74,11 @@ def polynomial(start: Value, end: Value, steps: int, power: float) -> Schedule:
     >>> polynomial(1.0, 0.0, steps=4, power=2)(torch.arange(6)).tolist()
     [1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
     """
-    check_steps("polynomial", 1, steps=steps)
-    check_values("polynomial", start=start, end=end, power=power)
-    if not power > 0:
-        raise ValueError(f"polynomial: power is {power!r}; it must be > 0")
     return lambda step: end + (start - end) * (1 - _fraction(step, steps)) ** power
 
 
 @checked()
-def cosine(start: Value, steps: int, end: Value = 0.0) -> Schedule:
+def cosine(start: Value, steps: Steps, end: Value = 0.0) -> Schedule:
     """Return the schedule that follows half a cosine from `start` at step 0 to `end` at step `steps`, then is constant.
 
         end + (start - end) (1 + cos(π min(1, t / steps))) / 2
@@ -104,13 +90,11 @@ def cosine(start: Value, steps: int, end: Value = 0.0) -> Schedule:
 
     Ref: Loshchilov and Hutter 2017, "SGDR", arXiv:1608.03983, equation 5, without restarts.
     """
-    check_steps("cosine", 1, steps=steps)
-    check_values("cosine", start=start, end=end)
     return lambda step: end + (start - end) * (1 + torch.cos(math.pi * _fraction(step, steps))) / 2
 
 
 @checked()
-def exponential(start: Value, rate: float, steps: int) -> Schedule:
+def exponential(start: Value, rate: AboveZero, steps: Steps) -> Schedule:
     """Return the schedule that begins at `start` and is multiplied by `rate` every `steps` steps, without an end.
 
         start rate^(t / steps)
@@ -120,15 +104,11 @@ def exponential(start: Value, rate: float, steps: int) -> Schedule:
     >>> [round(exponential(1.0, rate=0.5, steps=10)(t).item(), 4) for t in (0, 10, 15, 20)]
     [1.0, 0.5, 0.3536, 0.25]
     """
-    check_steps("exponential", 1, steps=steps)
-    check_values("exponential", start=start, rate=rate)
-    if not rate > 0:
-        raise ValueError(f"exponential: rate is {rate!r}; it must be > 0")
     return lambda step: start * torch.exp(time_of(step) / steps * math.log(rate))
 
 
 @checked()
-def inverse_sqrt(start: Value, scale: int) -> Schedule:
+def inverse_sqrt(start: Value, scale: Steps) -> Schedule:
     """Return the schedule that falls from `start` like one over the square root of the step.
 
         start √(scale / (t + scale))
@@ -140,8 +120,6 @@ def inverse_sqrt(start: Value, scale: int) -> Schedule:
     >>> inverse_sqrt(1.0, scale=100)(torch.tensor([0, 300, 1500])).tolist()
     [1.0, 0.5, 0.25]
     """
-    check_steps("inverse_sqrt", 1, scale=scale)
-    check_values("inverse_sqrt", start=start)
     return lambda step: start * (scale / (time_of(step).clamp(min=0.0) + scale)).sqrt()
 
 
@@ -161,7 +139,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
             "between each two schedules"
         )
     for i, boundary in enumerate(boundaries):
-        check_steps("join", 0, **{f"boundaries[{i}]": boundary})
+        expect_hint(f"join: boundaries[{i}]", boundary, StepsFromZero)
     if list(boundaries) != sorted(boundaries):
         raise ValueError(f"join: boundaries are {list(boundaries)}; they must ascend")
 
@@ -188,8 +166,8 @@ def by_tokens(schedule: Schedule, rates: Sequence[tuple[int, int]]) -> Schedule:
     """
     begins = [begin for begin, _ in rates]
     for begin, rate in rates:
-        check_steps("by_tokens", 0, begin=begin)
-        check_steps("by_tokens", 1, rate=rate)
+        expect_hint("by_tokens: begin", begin, StepsFromZero)
+        expect_hint("by_tokens: rate", rate, Steps)
     if not begins or begins[0] != 0 or any(not a < b for a, b in itertools.pairwise(begins)):
         raise ValueError(f"by_tokens: rates begin at the steps {begins}; they must ascend from 0")
     steeper = [rate - previous for (_, rate), previous in zip(rates, [0, *(rate for _, rate in rates)])]
@@ -205,7 +183,7 @@ def by_tokens(schedule: Schedule, rates: Sequence[tuple[int, int]]) -> Schedule:
 
 
 @checked()
-def warmup(schedule: Schedule, steps: int, start: Value = 0.0) -> Schedule:
+def warmup(schedule: Schedule, steps: StepsFromZero, start: Value = 0.0) -> Schedule:
     """Return `schedule` after a warmup: a straight line from `start` at step 0 to `schedule(0)` at step `steps`.
 
     From step `steps` on `schedule` runs, counting from 0. With steps=0 it is `schedule` itself.
@@ -214,8 +192,6 @@ def warmup(schedule: Schedule, steps: int, start: Value = 0.0) -> Schedule:
     >>> warmup(linear(1.0, 0.0, steps=2), steps=4)(torch.arange(7)).tolist()
     [0.0, 0.25, 0.5, 0.75, 1.0, 0.5, 0.0]
     """
-    check_steps("warmup", 0, steps=steps)
-    check_values("warmup", start=start)
     if steps == 0:
         return schedule
 
@@ -227,7 +203,7 @@ def warmup(schedule: Schedule, steps: int, start: Value = 0.0) -> Schedule:
 
 
 @checked()
-def warmup_cosine(peak: Value, warmup_steps: int, steps: int, end: Value = 0.0) -> Schedule:
+def warmup_cosine(peak: Value, warmup_steps: StepsFromZero, steps: Steps, end: Value = 0.0) -> Schedule:
     """Return the schedule of a warmup from 0 to `peak` in `warmup_steps`, and a cosine to `end` at step `steps`.
 
     steps: of the whole run, warmup included; see `warmup` and `cosine`.
@@ -237,8 +213,6 @@ def warmup_cosine(peak: Value, warmup_steps: int, steps: int, end: Value = 0.0) 
     >>> [round(schedule(t).item(), 4) for t in (0, 1, 2, 4, 5, 6, 8)]
     [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
-    check_steps("warmup_cosine", 0, warmup_steps=warmup_steps)
-    check_steps("warmup_cosine", 1, steps=steps)
     if warmup_steps >= steps:
         raise ValueError(
             f"warmup_cosine: warmup_steps={warmup_steps} leaves nothing of steps={steps}; it must be smaller"
@@ -247,7 +221,13 @@ def warmup_cosine(peak: Value, warmup_steps: int, steps: int, end: Value = 0.0) 
 
 
 @checked()
-def one_cycle(peak: Value, steps: int, rise: float = 0.3, start_div: float = 25.0, end_div: float = 1e4) -> Schedule:
+def one_cycle(
+    peak: Value,
+    steps: Steps,
+    rise: PartOfSteps = 0.3,
+    start_div: Finite = 25.0,
+    end_div: Finite = 1e4,
+) -> Schedule:
     """Return the schedule that rises along a cosine to `peak` at step rise · steps, then falls along one to the end.
 
     It begins at peak / start_div, and is peak / (start_div · end_div) from step `steps` on.
@@ -261,10 +241,6 @@ def one_cycle(peak: Value, steps: int, rise: float = 0.3, start_div: float = 25.
 
     Ref: Smith and Topin 2018, "Super-convergence", arXiv:1708.07120.
     """
-    check_steps("one_cycle", 1, steps=steps)
-    check_values("one_cycle", peak=peak, rise=rise, start_div=start_div, end_div=end_div)
-    if not 0 < rise < 1:
-        raise ValueError(f"one_cycle: rise is {rise!r}; it must be a fraction of the steps in (0, 1)")
     if not (start_div > 0 and end_div > 0):
         raise ValueError(f"one_cycle: start_div is {start_div!r} and end_div is {end_div!r}; both must be > 0")
     low, top = peak / start_div, rise * steps
@@ -289,7 +265,13 @@ _DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @checked()
 def wsd(
-    peak: Value, steps: int, warmup_steps: int, decay_steps: int, *, end: Value = 0.0, decay: str = "linear"
+    peak: Value,
+    steps: Steps,
+    warmup_steps: StepsFromZero,
+    decay_steps: StepsFromZero,
+    *,
+    end: Value = 0.0,
+    decay: Annotated[str, one_of(_DECAYS)] = "linear",
 ) -> Schedule:
     """Return the warmup-stable-decay schedule: linear from 0 to `peak`, constant, then down to `end` at step `steps`.
 
@@ -304,16 +286,11 @@ def wsd(
 
     Ref: Hu et al. 2024, "MiniCPM", arXiv:2404.06395, section 4; Hägele et al. 2024, arXiv:2405.18392, for 1 - √x.
     """
-    check_steps("wsd", 1, steps=steps)
-    check_steps("wsd", 0, warmup_steps=warmup_steps, decay_steps=decay_steps)
-    check_values("wsd", peak=peak, end=end)
     if warmup_steps + decay_steps > steps:
         raise ValueError(
             f"wsd: warmup_steps={warmup_steps} and decay_steps={decay_steps} are longer than steps={steps}; "
             f"shorten one by {warmup_steps + decay_steps - steps}"
         )
-    if decay not in _DECAYS:
-        raise ValueError(f"wsd: decay is {decay!r}; it must be one of {', '.join(_DECAYS)}")
     if decay_steps == 0:
         return warmup(constant(peak), warmup_steps)
 

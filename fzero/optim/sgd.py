@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fzero.core.arguments import OPTIMIZER, checked
 from fzero.core.pytree import Tree
-from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
+from fzero.optim.base import Beta, GradientTransformation, LearningRate, NotNegative, lr_at
 from fzero.optim.leafwise import leafwise, moment
 from fzero.optim.masks import Mask, check_mask, decay_predicate
 
@@ -27,11 +27,11 @@ class SGDState(NamedTuple):
 
 @checked(**OPTIMIZER)
 def sgd(
-    lr: float | Tensor | Schedule,
-    momentum: float = 0.0,
+    lr: LearningRate,
+    momentum: Beta = 0.0,
     *,
     nesterov: bool = False,
-    weight_decay: float = 0.0,
+    weight_decay: NotNegative = 0.0,
     mask: Mask = None,
     state_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
@@ -52,8 +52,6 @@ def sgd(
 
     Ref: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning", section 2.
     """
-    check_number("sgd", lr=lr, weight_decay=weight_decay)
-    check_number("sgd", high=1.0, momentum=momentum)
     if nesterov and momentum == 0:
         raise ValueError("sgd: nesterov=True needs a momentum; give momentum in (0, 1), such as 0.9")
     decays = decay_predicate(mask)

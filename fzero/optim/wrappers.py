@@ -5,7 +5,7 @@ and accumulation of gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,11 @@ from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.optim.base import (
     GradientTransformation,
+    NumberIn,
     Pass,
     RankSums,
     apply_in_place,
     apply_updates,
-    check_number,
     expect_optimizer,
 )
 from fzero.optim.combine import SplitChain, split_chain
@@ -43,7 +43,9 @@ class AverageState(NamedTuple):
 
 
 @checked("tx")
-def with_average(tx: GradientTransformation, decay: float | Tensor) -> GradientTransformation:
+def with_average(
+    tx: GradientTransformation, decay: Annotated[float | Tensor, NumberIn(high=1.0)]
+) -> GradientTransformation:
     """The optimizer `tx`, which also keeps an average of the weights: average = decay * average + (1 - decay) * params.
 
     Put it around the whole optimizer; `state.opt_state.average` is the average, in float32 if the policy has master
@@ -58,7 +60,6 @@ def with_average(tx: GradientTransformation, decay: float | Tensor) -> GradientT
     {'w': tensor([0.])}
     """
     expect_optimizer(tx)
-    check_number("with_average", high=1.0, decay=decay)
 
     def mix(average: Tensor, param: Tensor) -> Tensor:
         return (average + (param.to(average.dtype) - average) * (1 - decay)).to(average.dtype)

@@ -20,21 +20,34 @@ step uses the momentum that it has just moved.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.arguments import OPTIMIZER, checked, expect_count
+from fzero.core.arguments import OPTIMIZER, checked
+from fzero.core.bounds import at_least
 from fzero.core.pytree import Tree
-from fzero.optim.base import GradientTransformation, Pass, RankSums, Schedule, apply_in_place, lr_at
+from fzero.optim.base import (
+    Beta,
+    GradientTransformation,
+    LearningRate,
+    NotNegative,
+    Pass,
+    RankSums,
+    apply_in_place,
+    lr_at,
+)
 from fzero.optim.leafwise import wide_dtype, without_partial
 from fzero.optim.masks import Mask, decay_predicate
 from fzero.optim.onebit import (
+    Freeze,
     Method,
     Numbers,
     OneBitState,
+    Scale,
+    SignCorrection,
     adam_direction,
     clip_factor,
     expect_no_transform,
@@ -222,20 +235,20 @@ FAR = 1 << 48  # steps that no run makes
 
 @checked(**OPTIMIZER)
 def zero_one_adam(
-    lr: float | Tensor | Schedule = 1e-3,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
+    lr: LearningRate = 1e-3,
+    b1: Beta = 0.9,
+    b2: Beta = 0.999,
+    eps: NotNegative = 1e-8,
     *,
-    kappa: int = 16,
-    freeze: int | None = None,
+    kappa: Freeze = 16,
+    freeze: Annotated[int | None, at_least(1)] = None,
     sum_every: int = 1,
     sum_double: int = 0,
-    weight_decay: float = 0.01,
+    weight_decay: NotNegative = 0.01,
     mask: Mask = None,
-    clip: float = 0.0,
-    scale: str = "mean",
-    correction: str = "moments",
+    clip: NotNegative = 0.0,
+    scale: Scale = "mean",
+    correction: SignCorrection = "moments",
 ) -> GradientTransformation:
     """Return 0/1 Adam: v moves in steps k_0 = 0, k_{j+1} = k_j + 2^⌊j/κ⌋, by sums in full.
 
@@ -260,9 +273,6 @@ def zero_one_adam(
     algorithm 1, and its policy of when v moves; there m is summed in full, and no step is local while v moves, as by
     DeepSpeed.
     """
-    expect_count("zero_one_adam: kappa", kappa)
-    if freeze is not None:
-        expect_count("zero_one_adam: freeze", freeze)
     if sum_every != 1 and freeze is None:
         raise ValueError(
             f"zero_one_adam: sum_every is {sum_every}, which is of the steps after v has moved last, and freeze is "
