@@ -21,7 +21,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,20 @@ from fzero.kernels.registry import Form, Op
 IGNORE = -100  # torch's mark of a target that does not count; no negative one does
 LARGE = 1 << 16  # logits from which the chunked form is faster than the reference, on a CPU and one thread
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class LossOptions(NamedTuple):
+    """The options of the loss that every form takes by these names: what does not count, and z, s and c of the formula,
+    0 to leave each out."""
+
+    ignore_index: int = IGNORE
+    z_loss: float = 0.0
+    smoothing: float = 0.0
+    cap: float = 0.0
+
+    def terms(self, first: int, columns: int) -> Terms:
+        """The Terms of the columns from `first` on, of a vocabulary of so many."""
+        return Terms(*self[1:], first, columns)
 
 
 def counted_tokens(targets: Tensor, mask: Tensor | None = None, ignore_index: int = IGNORE) -> Tensor:
@@ -100,21 +114,19 @@ def reference(
     targets: Tensor,
     mask: Tensor | None = None,
     *,
-    ignore_index: int = IGNORE,
-    z_loss: float = 0.0,
-    smoothing: float = 0.0,
-    cap: float = 0.0,
     overwrite: bool = False,
     compiled: bool = True,
+    **options: Any,
 ) -> Tensor:
     """The loss, summed over the tokens that count: those whose mask is True and whose target is neither negative nor
     `ignore_index`. A mask of numbers has the weight of each, by which its loss is multiplied; one of 0 does not count.
 
-    z_loss, smoothing, cap: z, s and c of the formula; 0 leaves each out. overwrite: the logits are given up, and may
+    options: those of LossOptions. overwrite: the logits are given up, and may
     hold the gradient afterwards; there is then one backward pass. compiled: whether the form by blocks runs compiled. A
     target that counts and is not below V makes the loss NaN in every form: no form waits for a device to look;
     `check_targets` does, on request.
     """
+    ignore_index, z_loss, smoothing, cap = LossOptions(**options)
     targets = mark_targets(targets, mask, ignore_index, logits.shape[-1])
     y = cap_logits(widen(logits), cap)
     lse = torch.logsumexp(y, -1)
@@ -198,14 +210,12 @@ def _by_rows(
     targets: Tensor,
     mask: Tensor | None = None,
     *,
-    ignore_index: int = IGNORE,
-    z_loss: float = 0.0,
-    smoothing: float = 0.0,
-    cap: float = 0.0,
     overwrite: bool = False,
     compiled: bool = True,
+    **options: Any,
 ) -> Tensor:
-    terms = Terms(z_loss, smoothing, cap, 0, logits.shape[-1])
+    loss_options = LossOptions(**options)
+    terms = loss_options.terms(0, logits.shape[-1])
     row_form = form if form == "triton" else "compiled" if compiled else "eager"
 
     def make(logits: Tensor, targets: Tensor, *weights: Tensor, write: bool = True) -> tuple[Tensor, tuple[Tensor]]:
@@ -214,7 +224,7 @@ def _by_rows(
             gradient.mul_(weights[0][:, None])
         return total_loss(statistics, targets, terms, *weights), (gradient,)
 
-    targets, weights = mark_targets(targets, mask, ignore_index, terms.columns), weights_of(mask)
+    targets, weights = mark_targets(targets, mask, loss_options.ignore_index, terms.columns), weights_of(mask)
     tensors = (logits, targets) if weights is None else (logits, targets, weights)
     if not needs_grad(logits):
         return make(*tensors, write=False)[0]

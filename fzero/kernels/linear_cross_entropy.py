@@ -34,7 +34,7 @@ from fzero.core.autodiff import needs_grad
 from fzero.core.captured_state import remat
 from fzero.core.device import fake_device_of, kind_of
 from fzero.core.torch_private import disable_current_modes
-from fzero.kernels.cross_entropy import DTYPES, IGNORE, ValueAndGradients, mark_targets, total_loss, weights_of
+from fzero.kernels.cross_entropy import DTYPES, LossOptions, ValueAndGradients, mark_targets, total_loss, weights_of
 from fzero.kernels.cross_entropy import reference as cross_entropy_reference
 from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, cap_logits, log_sum_exp, rows_of, widen
 from fzero.kernels.custom_operator import on_cuda, triton_runs
@@ -63,11 +63,8 @@ def reference(
     axis: Axis = WHOLE,
     columns: int = 0,
     compiled: bool = True,
-    ignore_index: int = IGNORE,
-    z_loss: float = 0.0,
-    smoothing: float = 0.0,
-    cap: float = 0.0,
     per_token: bool = False,
+    **options: Any,
 ) -> Any:
     """The definition, with all logits; the softmax in float32 or wider.
 
@@ -75,23 +72,28 @@ def reference(
     and the gradient of x is this rank's part of a sum. columns: the words of the whole vocabulary; 0: each rank has as
     many as w has here. compiled: whether the chunked form runs its softmax compiled.
     per_token: return (the loss, the cross entropy of each token by itself [N], without a gradient: see `token_losses`).
-    The rest is cross_entropy's. Communicates: an all_gather of float32 [N], and a psum of float32 [3, N]; nothing on an
-    axis of size 1.
+    options: those of LossOptions.
+    Communicates: an all_gather of float32 [N], and a psum of float32 [3, N]; nothing on an axis of size 1.
     """
     logits = x @ w.to(x.dtype).T
     if per_token:
-        options = {"ignore_index": ignore_index, "z_loss": z_loss, "smoothing": smoothing, "cap": cap}
         with torch.no_grad():
-            losses = token_losses(x, w, targets, mask, axis=axis, columns=columns, cap=cap, ignore_index=ignore_index)
+            losses = token_losses(x, w, targets, mask, axis=axis, columns=columns, **options)
         return reference(x, w, targets, mask, axis=axis, columns=columns, **options), losses
     if axis.size == 1:
-        return cross_entropy_reference(
-            logits, targets, mask, ignore_index=ignore_index, z_loss=z_loss, smoothing=smoothing, cap=cap
-        )
-    y = cap_logits(widen(logits), cap)
-    terms = Terms(z_loss, smoothing, cap, *column_range(y.shape[-1], axis, columns))
-    targets = mark_targets(targets, mask, ignore_index, terms.columns)
+        return cross_entropy_reference(logits, targets, mask, **options)
+    terms, targets = _terms_of(options, logits.shape[-1], axis, columns, targets, mask)
+    y = cap_logits(widen(logits), terms.cap)
     return total_loss(_statistics(y, targets, terms, axis), targets, terms, weights_of(mask))
+
+
+def _terms_of(
+    options: dict[str, Any], number: int, axis: Axis, columns: int, targets: Tensor, mask: Tensor | None
+) -> tuple[Terms, Tensor]:
+    """(the terms of the `number` columns here, the targets as from `mark_targets`)."""
+    loss_options = LossOptions(**options)
+    terms = loss_options.terms(*column_range(number, axis, columns))
+    return terms, mark_targets(targets, mask, loss_options.ignore_index, terms.columns)
 
 
 def column_range(number: int, axis: Axis, total: int = 0) -> tuple[int, int]:
@@ -137,23 +139,22 @@ def token_losses(
     *,
     axis: Axis = WHOLE,
     columns: int = 0,
-    cap: float = 0.0,
-    ignore_index: int = IGNORE,
+    **options: Any,
 ) -> Tensor:
     """Return the cross entropy of each token by itself, times its weight if the mask has weights, [N] in float32 or
     wider: 0 for one that does not count.
 
+    options: those of LossOptions, but for z_loss and smoothing, which are left out.
     Their sum is `linear_cross_entropy`. The logits of a chunk of tokens are made at a time, and again in the backward
     pass. Communicates as the reference does, for each chunk.
 
     >>> token_losses(torch.zeros(2, 3), torch.ones(4, 3), torch.tensor([1, -100]))
     tensor([1.3863, 0.0000])
     """
-    terms = Terms(0.0, 0.0, cap, *column_range(w.shape[0], axis, columns))
-    targets = mark_targets(targets, mask, ignore_index, terms.columns)
+    terms, targets = _terms_of(options, w.shape[0], axis, columns, targets, mask)
 
     def losses_of(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-        return of_tokens(_statistics(cap_logits(widen(x @ w.to(x.dtype).T), cap), targets, terms, axis), targets)
+        return of_tokens(_statistics(cap_logits(widen(x @ w.to(x.dtype).T), terms.cap), targets, terms, axis), targets)
 
     rows = chunk_rows(x.shape[0], w.shape[0], x.dtype, kind_of(x))
     parts = [
@@ -304,14 +305,10 @@ def _chunked(
     axis: Axis = WHOLE,
     columns: int = 0,
     compiled: bool = True,
-    ignore_index: int = IGNORE,
-    z_loss: float = 0.0,
-    smoothing: float = 0.0,
-    cap: float = 0.0,
     per_token: bool = False,
+    **options: Any,
 ) -> Any:
-    terms = Terms(z_loss, smoothing, cap, *column_range(w.shape[0], axis, columns))
-    targets = mark_targets(targets, mask, ignore_index, terms.columns)
+    terms, targets = _terms_of(options, w.shape[0], axis, columns, targets, mask)
     wants = needs_grad(x), needs_grad(w)
     make = functools.partial(
         _run, form if form == "triton" else "compiled" if compiled else "eager", terms, axis, (*wants, per_token)
