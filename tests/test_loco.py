@@ -29,7 +29,7 @@ from fzero.run.measure.memory_check import state_bytes
 from fzero.run.setup import build
 from fzero.sharding import Codec, error_feedback
 from fzero.sharding.error_feedback import ERROR, ERRORS, ErrorFeedback, error_bytes
-from fzero.train.codes import coder_of, errors_coder
+from fzero.train.codes import coder_for, coder_of
 from fzero.train.local_steps import init_local
 from fzero.train.sdc_check import replicas
 from fzero.train.state import meta_state
@@ -56,7 +56,7 @@ def by_steps(mesh, text, micro_batches, policy, skipped):
 
 def errors_in(plan, state):
     """The errors of a state: what codes stand for, if they rest so."""
-    held, coder = state.extra.get(ERRORS, {}), errors_coder(plan, Kernels()) if plan.codec else None
+    held, coder = state.extra.get(ERRORS, {}), coder_for(plan.codec, "errors", Kernels())
     if coder is None:
         return held
     found = {}

@@ -39,9 +39,9 @@ from fzero.optim.unit_updates import same_leaves
 from fzero.optim.wrappers import AVERAGE
 from fzero.sharding import Mesh, Plan, Spec
 from fzero.sharding.codec import ERROR_KINDS
-from fzero.sharding.error_feedback import ERROR, SCALE, error_dtype, error_specs, errors_of
+from fzero.sharding.error_feedback import ERROR, SCALE, error_specs, errors_of
 from fzero.sharding.slices import Window, global_shape, is_stacked, local_shape, local_windows
-from fzero.train.codes import coder_of, errors_coder
+from fzero.train.codes import coder_for, coder_of
 from fzero.train.state import LOSS, PREVIOUS, TrainState, first_stats, move_leaf, move_to_memory
 from fzero.train.state_on_disk import from_text, write_to_disk
 
@@ -61,8 +61,8 @@ def shared_errors(reader: CheckpointReader, plan: Plan, names: Collection[str]) 
     names: the leaves of the state. Raises ValueError naming a leaf of another shape.
     """
     shapes = full_shapes(plan, names)
-    specs = pytree.named_leaves({"extra": error_specs(plan)}) | specs_of_signs(plan, names)
-    coder = errors_coder(plan, Kernels())
+    specs = pytree.named_leaves({"extra": error_specs(plan.stored_errors)}) | specs_of_signs(plan, names)
+    coder = coder_for(plan.codec, "errors", Kernels())
     loaders: dict[str, Callable[[], Tensor]] = {}
     for name, sources in sources_of(codes_of(reader.leaves), shapes).items():
         if is_unchanged(name, sources, reader.leaves, shapes, plan):
@@ -167,7 +167,7 @@ def read_share(reader: CheckpointReader, sources: list[str], shape: tuple[int, .
     their own."""
     shared = shape if not sources or is_error(sources[0]) else tuple(reader.leaves[sources[0]].shape)
     stacked = bool(sources) and is_stacked(leaf_of(sources[0]))
-    out = torch.zeros(local_shape(shape, spec, plan.mesh), dtype=error_dtype(plan))
+    out = torch.zeros(local_shape(shape, spec, plan.mesh), dtype=plan.error_dtype)
     for source in sources:
         saved_shape = tuple(reader.leaves[source].shape)
         if saved_shape[2:] != shape[2:] or (stacked and saved_shape[0] != shape[0]):

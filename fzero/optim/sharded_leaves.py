@@ -38,6 +38,7 @@ from fzero.optim.norm import (
     _wide,
     global_norm,
 )
+from fzero.sharding.leaf_plan import LeafPlan
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.plan import Plan
 from fzero.sharding.redistribute import gather_layers, gather_parts
@@ -241,12 +242,12 @@ def _local_layers(
 def shards_of(plan: Plan) -> ShardedLeaves:
     """The ShardedLeaves of a plan."""
     shards = sharded(plan.opt, plan.mesh, like=plan.like, ordered=plan.reduce == "canonical")
-    return shards._replace(signs=SignSums(plan)) if plan.codec is not None and plan.codec.signs else shards
+    return shards._replace(signs=SignSums(plan)) if plan.signs else shards
 
 
 def shards_of_sums(plan: Plan) -> ShardedLeaves:
     """The ShardedLeaves of what a plan's optimizer is given: terms of sums that it makes itself are parts of a leaf."""
-    if plan.codec is None or not plan.codec.signs:
+    if not plan.signs:
         return shards_of(plan)
     specs = {name: spec for name, (_, spec) in plan.terms.items()}
     like = {name: torch.empty(shape, device="meta") for name, (shape, _) in plan.terms.items()}
@@ -303,7 +304,7 @@ def bind_to_plan(tx: GradientTransformation, plan: Plan) -> GradientTransformati
     tx = bind(tx, shards_of(plan))
     if tx.needs == "elementwise":
         return tx
-    cut = [name for name, leaf in plan.leaves.items() if leaf.trained and cuts(plan, name, tx.needs)]
+    cut = [name for name, leaf in plan.leaves.items() if leaf.trained and cuts(leaf, tx.needs)]
     if cut:
         unit = "rows" if tx.needs == "row" else "leaves"
         raise ValueError(
@@ -314,12 +315,11 @@ def bind_to_plan(tx: GradientTransformation, plan: Plan) -> GradientTransformati
     return tx
 
 
-def cuts(plan: Plan, name: str, needs: str) -> bool:
+def cuts(leaf: LeafPlan, needs: str) -> bool:
     """Whether the optimizer's shards of a leaf are cut in a dim that `needs` (see GradientTransformation) has whole."""
-    leaf = plan.leaves[name]
     dims = [*leaf.opt.dims, *[()] * (len(leaf.shape) - len(leaf.opt.dims))]  # a Spec may leave out trailing ones
-    needed_dims = dims if needs == "tree" else dims[shard_dim(name) :][0 if needs == "matrix" else -1 :]
-    return any(plan.sizes[axis] > 1 for axes in needed_dims for axis in axes)
+    needed_dims = dims if needs == "tree" else dims[shard_dim(leaf.name) :][0 if needs == "matrix" else -1 :]
+    return any(leaf.sizes[axis] > 1 for axes in needed_dims for axis in axes)
 
 
 def layer_norm2(shards: ShardedLeaves, name: str, x: Tensor, lead: int) -> Tensor:

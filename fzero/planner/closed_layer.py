@@ -38,7 +38,6 @@ from fzero.sharding.pipeline import FAMILIES, play, schedule, stage_ranks
 from fzero.sharding.pipeline.table import Stages
 from fzero.sharding.slices import is_stacked, local_numel
 from fzero.sharding.spec import DEVICE, DISK, Offload
-from fzero.train.expert_slack import with_expert_slack
 
 ROW = 4  # micro-batches for each rank of pp in the rows that `row_facts` plays
 
@@ -250,7 +249,7 @@ class Basis:
         context = Context.parse(self.config.context)
         frozen = frozen_leaves(self.config.model)
         plan = zero_plan(zero, self.model, mesh, policy=self.policy, sequence=context, frozen=frozen)
-        plan = with_expert_slack(plan.with_experts(self.config.experts), self.config.train.update)
+        plan = plan.with_experts(self.config.experts).for_update(self.config.train.update)
         elements = {
             kind: sum(
                 local_numel(leaf.shape, getattr(leaf, kind), plan.sizes)

@@ -328,7 +328,7 @@ def sums_notes(built: Job, phases: Sequence[tuple[Timing, float]]) -> list[str]:
     if built.tx.sums.makes:
         plan, optim = built.plan, built.config.optim
         full = size(sum(full_sum_bytes(plan, link) for link in plan.sent_by_link()))
-        if plan.codec is not None and plan.codec.local:
+        if plan.local:
             signs = size(sum(sent_bytes for _, sent_bytes in plan.sent_by_link().values()))
             steps = built.config.train.steps
             statement = (

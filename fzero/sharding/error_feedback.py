@@ -26,6 +26,7 @@ from fzero.comm.bucket import pack, unpack
 from fzero.core import pytree
 from fzero.sharding.codec import Coder
 from fzero.sharding.leaf_plan import Stored, is_coded
+from fzero.sharding.mesh import Mesh
 from fzero.sharding.slices import is_stacked, local_numel, local_shape, shard_dim
 from fzero.sharding.spec import Spec
 
@@ -90,7 +91,7 @@ def stored_errors(plan: Plan) -> Hops[StoredError]:
     hops: Hops[StoredError] = {}
     for hop, leaves in errors_of(plan).items():
         coded = plan.codec.errors
-        dtype = torch.uint8 if coded else error_dtype(plan)
+        dtype = torch.uint8 if coded else plan.error_dtype
         hops[hop] = {name: StoredError(*stored, dtype) for name, stored in leaves.items()}
         if coded:
             hops[hop + SCALE] = {
@@ -100,19 +101,19 @@ def stored_errors(plan: Plan) -> Hops[StoredError]:
     return hops
 
 
-def error_specs(plan: Plan) -> dict[str, Hops[Spec]]:
+def error_specs(stored: Hops[StoredError]) -> dict[str, Hops[Spec]]:
     """The entry of `TrainState.extra` for errors as specs: {"codec_error": {hop: {leaf: Spec}}}; {} without errors."""
-    hops = {hop: {name: error.spec for name, error in errors.items()} for hop, errors in stored_errors(plan).items()}
+    hops = {hop: {name: error.spec for name, error in errors.items()} for hop, errors in stored.items()}
     return {ERRORS: hops} if hops else {}
 
 
-def first_errors(plan: Plan, device: torch.device | str) -> dict[str, Hops[Tensor]]:
+def first_errors(stored: Hops[StoredError], mesh: Mesh, device: torch.device | str) -> dict[str, Hops[Tensor]]:
     """The same entry before the first step: this rank's errors, zeros."""
 
     def zeros(error: StoredError) -> Tensor:
-        return torch.zeros(local_shape(error.shape, error.spec, plan.mesh), dtype=error.dtype, device=device)
+        return torch.zeros(local_shape(error.shape, error.spec, mesh), dtype=error.dtype, device=device)
 
-    hops = {hop: {name: zeros(error) for name, error in errors.items()} for hop, errors in stored_errors(plan).items()}
+    hops = {hop: {name: zeros(error) for name, error in errors.items()} for hop, errors in stored.items()}
     return {ERRORS: hops} if hops else {}
 
 
@@ -121,15 +122,10 @@ def rows_of(ranks: list[int], pp: int) -> tuple[tuple[int, ...], ...]:
     return tuple((ranks.index(rank),) if rank in ranks else () for rank in range(pp))
 
 
-def error_dtype(plan: Plan) -> torch.dtype:
-    """The dtype of errors, that of sums of gradients, float32 at least; they may rest in codes."""
-    return torch.promote_types(plan.policy.accumulate, torch.float32)
-
-
 def error_bytes(plan: Plan) -> int:
     """The bytes of errors that a rank holds: the rank of pp with the most."""
     bytes_by_rank = [0] * plan.mesh.pp.size
-    for shape, spec, dtype in (error for errors in stored_errors(plan).values() for error in errors.values()):
+    for shape, spec, dtype in (error for errors in plan.stored_errors.values() for error in errors.values()):
         rows = [len(rank_rows) for rank_rows in spec.rows] or [1] * len(bytes_by_rank)
         row_bytes = local_numel(shape, spec, plan.sizes) * dtype.itemsize // max(rows)  # of the rank with the most
         bytes_by_rank = [total + row_bytes * n for total, n in zip(bytes_by_rank, rows)]
@@ -143,9 +139,9 @@ class ErrorFeedback:
         self, plan: Plan, stored: Hops[Tensor], unit: Tensor, step: Tensor, storage_coder: Coder | None = None
     ) -> None:
         self.beta, self.stored, self.unit = plan.codec.loco, stored, unit
-        self.storage_coder, self.dtype = storage_coder, error_dtype(plan)
+        self.storage_coder, self.dtype = storage_coder, plan.error_dtype
         # 0 in a step that begins without errors, else 1: a number on the device, for which nobody waits
-        self.keep_factor = None if plan.codec.reset is None else (step % plan.codec.reset != 0).to(error_dtype(plan))
+        self.keep_factor = None if plan.codec.reset is None else (step % plan.codec.reset != 0).to(self.dtype)
         self.new: dict[tuple[str, str, int], Pieces] = {}
 
     def stored_pieces(self, stored: Hops[Tensor], hop: str, name: str, row: int) -> Pieces:

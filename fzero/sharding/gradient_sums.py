@@ -20,7 +20,7 @@ from fzero.core.gpu_copies import Copied, copy_out
 from fzero.core.host_memory import empty_persistent
 from fzero.core.pytree import Tree
 from fzero.sharding.plan import Plan
-from fzero.sharding.slices import is_stacked, local_shape
+from fzero.sharding.slices import is_stacked
 from fzero.sharding.spec import DEVICE
 
 SUMS_MEMORY = "the sums of gradients in the host's memory"
@@ -59,7 +59,7 @@ class SumsAtRest:
         self.memory = {
             name: tier if plan.stages is None or is_stacked(name) else DEVICE for name, tier in self.tiers.items()
         }
-        shapes = {name: local_shape(leaf.shape, leaf.opt, plan.mesh) for name, leaf in plan.leaves.items()}
+        shapes = plan.local_shapes["opt"]
         self.depth = {name: shape[0] for name, shape in shapes.items() if is_stacked(name)}
         self.final: dict[tuple[str, str], Any] = {}  # (stream, leaf) -> its sum, stacked: a tensor, or what `away` made
         self.started: set[Key] = set()  # the keys whose part of `final` holds a sum already

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,12 +16,14 @@ from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
 from fzero.sharding.codec import Codec
 from fzero.sharding.context import Context, Heads
+from fzero.sharding.error_feedback import Hops, StoredError, stored_errors
 from fzero.sharding.experts import Experts, Routed, experts_for
 from fzero.sharding.leaf_plan import LeafPlan, Stored, shard_axes
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.pipeline import Stages
 from fzero.sharding.pipeline_plan import Pipeline
 from fzero.sharding.plan_table import describe, sent_by_link
+from fzero.sharding.slices import local_shape
 from fzero.sharding.spec import DEVICE, StateMemory
 
 
@@ -97,18 +100,26 @@ class Plan:
         """The names of the trained leaves that are whole at rest and updated in shards."""
         return frozenset(name for name, leaf in self.leaves.items() if leaf.updated_in_shards)
 
+    @property
+    def signs(self) -> bool:
+        """Whether the optimizer makes the sums of gradients by signs."""
+        return self.codec is not None and self.codec.signs
+
+    @property
+    def local(self) -> bool:
+        """Whether it makes few of them, between which the ranks move apart."""
+        return self.codec is not None and self.codec.local
+
     @cached_property
     def sign_leaves(self) -> frozenset[str]:
         """The names of the leaves whose sums an optimizer makes by signs."""
-        return self.coded_grads if self.codec is not None and self.codec.signs else frozenset()
+        return self.coded_grads if self.signs else frozenset()
 
     @cached_property
     def optimizer_sums(self) -> frozenset[str]:
         """The names of the leaves whose sums an optimizer makes: with local steps all that it trains, as most steps
         make no sum."""
-        if self.codec is None or not self.codec.local:
-            return self.sign_leaves
-        return frozenset(self.leaves) - self.frozen
+        return frozenset(self.leaves) - self.frozen if self.local else self.sign_leaves
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -137,6 +148,16 @@ class Plan:
         # meshes.
         return self.policy.accumulate if self.reduce == "canonical" else self.policy.reduce
 
+    @property
+    def error_dtype(self) -> torch.dtype:
+        """The dtype of the errors of codes, that of sums of gradients, float32 at least; they may rest in codes."""
+        return torch.promote_types(self.policy.accumulate, torch.float32)
+
+    @cached_property
+    def stored_errors(self) -> Hops[StoredError]:
+        """What a state has of the errors of codes, by hop and leaf; {} without, see error_feedback.py."""
+        return stored_errors(self)
+
     @cached_property
     def users(self) -> dict[str, list[tuple[str, int]]]:
         """Which ranks of pp use each leaf outside the layers: by leaf the (stream of gradients, rank), in the order of
@@ -162,10 +183,24 @@ class Plan:
         """Whether parameters or optimizer states rest on a disk."""
         return any(memory.on_disk for memory in self.memories["params"] | self.memories["opt"])
 
+    @cached_property
+    def offloads(self) -> str:
+        """The text of the memories that leaves rest in beside the device, such as "opt=host"; "" for none."""
+        memories = [(group, memory) for group, memories in self.memories.items() for memory in sorted(memories)]
+        return ", ".join(f"{group}={memory}" for group, memory in memories if not memory.on_device)
+
     @property
     def offloaded(self) -> bool:
         """Whether any parameter, gradient or optimizer state rests elsewhere than on the device."""
-        return not all(memory.on_device for memories in self.memories.values() for memory in memories)
+        return bool(self.offloads)
+
+    @cached_property
+    def local_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """The shapes of this rank's shards, by name: {"params": of parameters at rest, "opt": of what is updated}."""
+        return {
+            group: {n: local_shape(leaf.shape, getattr(leaf, group), self.mesh) for n, leaf in self.leaves.items()}
+            for group in ("params", "opt")
+        }
 
     @cached_property
     def rule_leaves(self) -> frozenset[str]:
@@ -243,6 +278,18 @@ class Plan:
         """
         expect_kind("experts", experts, (Experts, str), 'write "auto" or, for example, "exchange:3"')
         return replace(self, experts=experts_for(experts, self.routed, self.sizes))
+
+    def with_slack(self, slack: float = math.inf) -> Plan:
+        """This plan with this slack of its exchanges of rows of experts, if it has any; inf: with memory for all rows
+        that can be sent, as for what cannot be computed again."""
+        if self.experts is None or self.experts.form != "exchange":
+            return self
+        return replace(self, experts=replace(self.experts, slack=slack))
+
+    def for_update(self, update: str) -> Plan:
+        """This plan with the slack of a step that updates at this time (see Execution): one that begins before the
+        gradient is whole cannot compute it again."""
+        return self if update == "end" else self.with_slack()
 
     def _tree(self, group: str) -> Tree:
         return pytree.from_named({name: getattr(leaf, group) for name, leaf in self.leaves.items()}, self.like)

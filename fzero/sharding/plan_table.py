@@ -10,7 +10,7 @@ import torch
 
 from fzero.comm.axes import AXES, PP, RP, links_of
 from fzero.sharding.codec import padded
-from fzero.sharding.error_feedback import error_bytes, error_dtype
+from fzero.sharding.error_feedback import error_bytes
 from fzero.sharding.leaf_plan import LeafPlan, is_coded
 from fzero.sharding.pipeline_traffic import sent_table
 
@@ -177,7 +177,7 @@ def traffic(plan: Plan, name: str) -> list[Traffic]:
     if leaf.updated_in_shards:
         full_bytes = leaf.numel(leaf.compute) * plan.policy.param.itemsize * missing_fraction(leaf, link)
         entries.append(Traffic(f"all_gather {link} after the update", link, 0.0, full_bytes))
-        if plan.codec is not None and plan.codec.local:
+        if plan.local:
             entries.append(Traffic(f"all_gather {link} of where ranks are", link, 0.0, full_bytes))
     return entries
 
@@ -227,7 +227,7 @@ def sent_by_link(plan: Plan) -> dict[str, tuple[float, float]]:
 
 def errors_text(plan: Plan) -> list[str]:
     """The lines that say what a codec's error feedback takes, and of what it keeps none."""
-    error_size, kind = error_bytes(plan), plan.codec.errors or dtype_name(error_dtype(plan))
+    error_size, kind = error_bytes(plan), plan.codec.errors or dtype_name(plan.error_dtype)
     lines = [
         f"  error feedback: a rank holds {error_size:,} bytes of errors in {kind}, and as many "
         "again in a step until it is known whether it is skipped"

@@ -26,7 +26,6 @@ from fzero.optim import GradientTransformation
 from fzero.optim.combine import split_chain
 from fzero.optim.norm import Squared
 from fzero.sharding import Mesh, Plan
-from fzero.train.checks import plan_memories
 from fzero.train.state import TrainState, expect_alive, hand_over
 
 WARM_UP = 3  # steps on the stream that records, as PyTorch asks before a capture; the times of these decide
@@ -40,7 +39,7 @@ Step = Callable[[TrainState, Any], tuple[TrainState, Any]]
 
 def refusal_of(plan: Plan, tx: GradientTransformation, donate: bool) -> str:
     """Why steps with these options cannot be captured, "" if they can."""
-    scale, offloads = plan.policy.loss_scale, plan_memories(plan)
+    scale, offloads = plan.policy.loss_scale, plan.offloads
     offloads += f"{', ' * bool(offloads)}acts={plan.acts}" if not plan.acts.on_device else ""
     gloo = [a.name for a in plan.mesh.axes if a.communicator is not None and a.communicator.transport == "gloo"]
     table = (

@@ -68,7 +68,7 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, offloaded: bo
         )
     if offloaded and not donate:
         raise ValueError(
-            f"offload: the plan's offloaded leaves ({plan_memories(plan)}) are overwritten by a step; make it "
+            f"offload: the plan's offloaded leaves ({plan.offloads}) are overwritten by a step; make it "
             "with donate=True"
         )
     if not plan.acts.on_device and not remat.every:
@@ -76,8 +76,13 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, offloaded: bo
             f"offload: acts={plan.acts} moves what a remat policy keeps, and remat is {remat}; use remat=full "
             "or every:2"
         )
-    if execution.partition_activations:
-        expect_same_inputs(plan, layered)
+    if execution.partition_activations and (plan.mesh.tp.size == 1 or plan.sequence or not layered):
+        layout = "sequence parallelism, which cuts them" if plan.sequence else f"tp={plan.mesh.tp.size}"
+        raise ValueError(
+            "partition_activations is for layer inputs of a Model that all ranks of tp have, and this is "
+            + (f"a plan with {layout}" if layered else "a plain function")
+            + "; leave it out"
+        )
     fetched = any(leaf.use.over_data or not leaf.params.memory.on_device for leaf in plan.leaves.values())
     if execution.resident and not (fetched and layered):
         raise ValueError(
@@ -103,50 +108,28 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, offloaded: bo
         )
 
 
-def expect_same_inputs(plan: Plan, layered: bool) -> None:
-    """Raise ValueError unless the ranks of tp have the same inputs of layers, to be partitioned."""
-    if plan.mesh.tp.size == 1 or plan.sequence or not layered:
-        layout = "sequence parallelism, which cuts them" if plan.sequence else f"tp={plan.mesh.tp.size}"
-        raise ValueError(
-            "partition_activations is for layer inputs of a Model that all ranks of tp have, and this is "
-            + (f"a plan with {layout}" if layered else "a plain function")
-            + "; leave it out"
-        )
-
-
-def plan_memories(plan: Plan) -> str:
-    """The text of the memories that a plan uses beside the device."""
-    memories = [(group, memory) for group, memories in plan.memories.items() for memory in sorted(memories)]
-    return ", ".join(f"{group}={memory}" for group, memory in memories if not memory.on_device)
-
-
 def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: Plan) -> None:
-    """Raise ValueError if the plan was made for another model, or its sums are not those of the optimizer."""
+    """Raise ValueError if the plan was made for another model, or unless it leaves sums of gradients to its optimizer
+    and that makes them, or neither."""
     if isinstance(loss_fn, base.Model):
         expect_shapes(plan, shapes_of(loss_fn))
-    expect_sums(tx, plan)
-
-
-def expect_sums(tx: GradientTransformation, plan: Plan) -> None:
-    """Raise ValueError unless a plan leaves sums of gradients to its optimizer and that makes them, or neither."""
-    signs, local = plan.codec is not None and plan.codec.signs, plan.codec is not None and plan.codec.local
-    if signs and not tx.sums.makes:
+    if plan.signs and not tx.sums.makes:
         raise ValueError(
             f"codec {plan.codec}: the plan leaves sums of gradients to the optimizer, and this one makes none; use "
             "optim.onebit_adam, onebit_lamb or zero_one_adam, alone (their clip= clips), or leave the codec out"
         )
-    if local and tx.sums.local is None:
+    if plan.local and tx.sums.local is None:
         raise ValueError(
             f"codec {plan.codec}: local leaves all sums to an optimizer that makes few of them, and this one sums in "
             "each step; use optim.zero_one_adam(freeze=STEPS, sum_every=STEPS), or leave local out"
         )
     several = max(plan.mesh.link().size, plan.mesh.rp.size) > 1
-    if tx.sums.local is not None and several and not local:
+    if tx.sums.local is not None and several and not plan.local:
         raise ValueError(
             "the optimizer makes local steps, between which ranks send nothing, and the plan sums gradients in each; "
             'write zero_plan(..., codec="grads=1bit,local"), or leave sum_every out'
         )
-    if tx.sums.makes and not signs and several:
+    if tx.sums.makes and not plan.signs and several:
         raise ValueError(
             "the optimizer sends signs of its momentum, and the plan sums gradients in full; write zero_plan(..., "
             'codec="grads=1bit"), or use another optimizer, such as adamw'
@@ -176,7 +159,7 @@ def expect_state(plan: Plan, opt_names: list[str], state: TrainState, donate: bo
             )
     if bool(pytree.leaves(state.master)) != policy.has_master or bool(state.scaler) != bool(policy.loss_scale):
         raise ValueError(f"the state was not made for the plan's policy {policy.name}; give init_state this plan")
-    if pytree.names(state.extra.get(ERRORS, {})) != pytree.names(error_specs(plan).get(ERRORS, {})):
+    if pytree.names(state.extra.get(ERRORS, {})) != pytree.names(error_specs(plan.stored_errors).get(ERRORS, {})):
         raise ValueError(
             f"the state was not made for the plan's codec {plan.codec}, whose errors are a part of it; give init_state "
             "this plan"

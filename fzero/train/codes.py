@@ -54,10 +54,10 @@ def coder_of(kind: str, block: int, impl: Kernels) -> Coder:
 NARROW = (torch.bfloat16, torch.float16, torch.float32)  # what the kernels read
 
 
-def params_coding(plan: Plan, impl: Kernels, exact: bool = False) -> Coding:
-    """How parameters travel under a plan. exact: not in the codes of its codec, which round them."""
+def params_coding(codec: Codec | None, impl: Kernels) -> Coding:
+    """How parameters travel under a plan's codec; None: not in codes, which round them."""
     narrow, widen = (partial(op, impl=impl[op.name]) for op in (narrow_weight, widen_weight))
-    return Coding(narrow, widen, None if exact else _coder(plan.codec, "params", impl))
+    return Coding(narrow, widen, coder_for(codec, "params", impl))
 
 
 class _Rounded(Function):
@@ -93,20 +93,12 @@ def rounded_params(params: Tree, plan: Plan, impl: Kernels) -> Tree:
             f"codec {plan.codec}: grads are rounded behind the backward pass of a step, which is transformed here; use "
             "donate=True outside of torch.func, or a codec of params"
         )
-    coder = _coder(plan.codec, "params", impl)
+    coder = coder_for(plan.codec, "params", impl)
     return pytree.map_named(lambda name, x: _Rounded.apply(x, coder) if name in plan.coded else x, params)
 
 
-def grads_coder(plan: Plan, impl: Kernels) -> Coder | None:
-    """How gradients travel under a plan; None: as they are, or by an optimizer's own sums."""
-    return None if plan.codec is not None and plan.codec.signs else _coder(plan.codec, "grads", impl)
-
-
-def errors_coder(plan: Plan, impl: Kernels) -> Coder | None:
-    """The codes in which errors rest under a plan; None: they rest as they are."""
-    return _coder(plan.codec, "errors", impl)
-
-
-def _coder(codec: Codec | None, group: str, impl: Kernels) -> Coder | None:
-    kind = getattr(codec, group) if codec is not None else ""
+def coder_for(codec: Codec | None, group: str, impl: Kernels) -> Coder | None:
+    """How a group ("params", "grads", "errors") goes in codes under a plan's codec; None: as it is, or by an
+    optimizer's own sums."""
+    kind = getattr(codec, group) if codec is not None and not codec.signs else ""
     return coder_of(kind, codec.block, impl) if codec is not None and kind else None

@@ -17,7 +17,6 @@ from fzero.models.user_functions import keyed_model
 from fzero.sharding import Plan
 from fzero.train.checks import check_values, expect_program
 from fzero.train.execution import Execution
-from fzero.train.expert_slack import with_slack_for_all
 from fzero.train.first_step import refusing_jointly
 from fzero.train.loss import LossFn, context_of, make_loss, sum_losses
 from fzero.train.pipeline_executor import evaluate_row
@@ -55,7 +54,7 @@ def make_eval_step(
     expect_program(model)
     expect_kind("plan", plan, Plan, "write zero_plan(stage, model, mesh)")
     expect_kind("execution", execution, Execution, "write fzero.Execution(compiled=True)")
-    plan = with_slack_for_all(plan)
+    plan = plan.with_slack()
     ctx = context_of(plan, execution)
     unseen, program = [ctx], model
     if isinstance(model, base.Model):

@@ -20,23 +20,6 @@ from fzero.comm.rank_tables import any_rank
 from fzero.sharding import Plan
 
 
-def with_expert_slack(plan: Plan, update: str) -> Plan:
-    """The plan with the slack of a step that updates at this time; early updates cannot compute it again."""
-    return plan if update == "end" else with_slack_for_all(plan)
-
-
-def with_slack_for_all(plan: Plan) -> Plan:
-    """The plan with exchanges that have memory for all rows that can be sent, as for what is no step."""
-    return with_slack(plan, math.inf)
-
-
-def with_slack(plan: Plan, slack: float) -> Plan:
-    """The plan with this slack of its exchanges, if it has any."""
-    if plan.experts is None or plan.experts.form != "exchange":
-        return plan
-    return replace(plan, experts=replace(plan.experts, slack=slack))
-
-
 class ExpertSlack:
     """The slack that the exchanges of a step have so far, beginning with the plan's."""
 
@@ -62,7 +45,7 @@ class ExpertSlack:
             if not self.limited or not any_rank(bool(cut), self.plan.mesh):
                 return
             assert self.plan.experts is not None  # limited
-            self.plan = with_slack(self.plan, 2 * self.plan.experts.slack)
+            self.plan = self.plan.with_slack(2 * self.plan.experts.slack)
 
     @contextlib.contextmanager
     def _cutting(self) -> Iterator[list[int]]:

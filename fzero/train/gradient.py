@@ -29,7 +29,7 @@ from fzero.sharding.gradient_sums import LayerSums, SumsAtRest
 from fzero.sharding.prefetch import Coding, LeafGroup, NodeShards, ParamFetcher
 from fzero.sharding.reduce import GradientReducer
 from fzero.sharding.slices import is_stacked, iterate_blocks, shard_dim
-from fzero.train.codes import errors_coder, grads_coder, params_coding, rounded_params
+from fzero.train.codes import coder_for, params_coding, rounded_params
 from fzero.train.execution import Execution
 from fzero.train.expert_slack import ExpertSlack
 from fzero.train.loss import LossFn, PlainLoss, context_of, make_loss, sum_losses
@@ -45,9 +45,9 @@ def make_backward(
 ) -> Callable[..., list[base.Loss]]:
     """`(turns, batches, seed, ready=, update=) -> losses`; the gradients go to the `sink` of each turn."""
     disk_of(nvme, plan, execution.prefetch)
+    ctx = context_of(plan, execution)
     if isinstance(loss_fn, base.Model):
         loss_fn = keyed_model(loss_fn)
-        ctx = context_of(plan, execution)
         parts = segments_of(loss_fn, plan, execution._layers)
         assert isinstance(execution.remat, Remat)  # Execution parses a text
         shape_cache = {} if execution._known is None else execution._known
@@ -62,7 +62,7 @@ def make_backward(
         return partial(run_row, StreamedModel(loss_fn, parts, plan, ctx, execution.remat, *options))
 
     call = PlainLoss(loss_fn, plan.policy)
-    coding = params_coding(plan, context_of(plan, execution).kernels)
+    coding = params_coding(plan.codec, ctx.kernels)
 
     def plain(
         turns: Sequence[Turn], batches: MicroBatches, seed: Tensor, ready: Any = None, update: Any = None
@@ -167,7 +167,7 @@ class StepGradient:
         on_layer: Callable[[], None] | None = None,
     ) -> Turn:
         """The turn of so many micro-batches at these parameters (at rest); parity: of its number."""
-        coder = grads_coder(self.plan, self.kernels)
+        coder = coder_for(self.plan.codec, "grads", self.kernels)
         resting_sums = SumsAtRest(
             self.plan, parts, self.open_disk_sum, layer_sums, self.buffers[parity], self.narrow, self.squares_of
         )
@@ -231,7 +231,7 @@ class StepGradient:
                 result = None  # what an exchange that was cut left
                 layer_sums = LayerSums(early.receive, early.keeps) if early is not None else None
                 saved_errors = state.extra.get(ERRORS)
-                error_coder = errors_coder(self.plan, self.kernels)
+                error_coder = coder_for(self.plan.codec, "errors", self.kernels)
                 errors = (
                     ErrorFeedback(self.plan, saved_errors, seed, state.step, error_coder)
                     if saved_errors is not None

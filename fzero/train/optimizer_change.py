@@ -17,7 +17,7 @@ from fzero.sharding import Plan
 from fzero.sharding.slices import row_blocks, shard_dim
 from fzero.train.masters import narrowing
 from fzero.train.state import TrainState, expect_alive, meta_state, move_to_memory, state_specs
-from fzero.train.state_on_disk import FirstState, assemble_state, commit, leaves_on_disk, open_in, updated_shape
+from fzero.train.state_on_disk import FirstState, assemble_state, commit, leaves_on_disk, open_in
 from fzero.train.to_module import read
 from fzero.train.update.in_memory import updated_params
 
@@ -129,7 +129,7 @@ def begin_states(first: FirstState, state: TrainState, name: str) -> None:
     )
     if first.units[name] == "leaf":
         layers = [narrow(read(weight, i), i) for i in range(weight.shape[0])]
-        value = torch.stack(layers) if layers else torch.empty(updated_shape(first.plan, name))
+        value = torch.stack(layers) if layers else torch.empty(first.plan.local_shapes["opt"][name])
         first.states(name, None, None, value.to(first.plan.policy.state))
         return
     for i in range(weight.shape[0]) if lead else (None,):

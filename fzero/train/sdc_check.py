@@ -31,7 +31,6 @@ from fzero.sharding import Mesh, Plan
 from fzero.sharding.prefetch import LeafGroup
 from fzero.sharding.spec import Spec
 from fzero.train.execution import Execution
-from fzero.train.expert_slack import with_slack_for_all
 from fzero.train.gradient import layer_draws, make_backward
 from fzero.train.loss import LossFn, draws_of
 from fzero.train.pipeline_executor import MicroBatches, Turn
@@ -86,7 +85,7 @@ def make_check(
 
     Ref: Dixit et al. 2021, "Silent data corruptions at scale", arXiv:2102.11245.
     """
-    backward, mesh, policy = make_backward(model, with_slack_for_all(plan), execution, nvme), plan.mesh, plan.policy
+    backward, mesh, policy = make_backward(model, plan.with_slack(), execution, nvme), plan.mesh, plan.policy
     specs, users = state_specs(plan, tx), plan.users
     compared = ["the loss", *sorted(name for name, leaf in plan.leaves.items() if leaf.trained)]
     shared = {name: spec for name, spec in pytree.named_leaves(specs).items() if copies(spec, mesh) > 1}

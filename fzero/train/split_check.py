@@ -27,7 +27,6 @@ from fzero.models.user_functions import keyed_model
 from fzero.sharding import Plan, Spec, one_process
 from fzero.sharding.redistribute import gather_full
 from fzero.sharding.slices import narrow_to
-from fzero.train.expert_slack import with_slack_for_all
 from fzero.train.loss import sum_losses
 from fzero.train.to_module import read
 
@@ -43,7 +42,7 @@ def check_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx)
     if not isinstance(model, base.Model) or not model.foreign or plan.mesh.tp.size == 1:
         return
     wide = torch.promote_types(ctx.dtype, torch.float32)
-    ctx = ctx._replace(dtype=wide, key=(), compiled=False, experts=with_slack_for_all(plan).experts or ())
+    ctx = ctx._replace(dtype=wide, key=(), compiled=False, experts=plan.with_slack().experts or ())
     with torch.no_grad(), plan.mesh.ledger.phase("check"):
         ctx = forward.prepare(model, batch, ctx)
         leaves = pytree.named_leaves(params)
@@ -142,7 +141,7 @@ def check_user_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base
     if not functions:
         return
     wide = torch.promote_types(ctx.dtype, torch.float32)
-    ctx = ctx._replace(dtype=wide, key=(), compiled=False, experts=with_slack_for_all(plan).experts or ())
+    ctx = ctx._replace(dtype=wide, key=(), compiled=False, experts=plan.with_slack().experts or ())
     alone = ctx._replace(mesh=one_process(), sequence=False, context=(), experts=())
     model = keyed_model(model)
     with torch.no_grad(), plan.mesh.ledger.phase("check"):

@@ -24,7 +24,7 @@ from fzero.core.stack import in_turn
 from fzero.models import base
 from fzero.sharding import Plan
 from fzero.sharding.prefetch import LeafGroup
-from fzero.sharding.slices import is_stacked, local_shape
+from fzero.sharding.slices import is_stacked
 from fzero.train.loss import TreeLayout, packed
 
 
@@ -168,7 +168,7 @@ def scatter_over_pp(
     out, started = {}, {}
     with plan.mesh.ledger.phase("reduce"):
         for name, leaf in plan.leaves.items():
-            shape = local_shape(leaf.shape, leaf.opt, plan.mesh)
+            shape = plan.local_shapes["opt"][name]
             if leaf.trained and is_stacked(name):
                 out |= {} if shape[0] else {name: torch.zeros(shape, dtype=accumulate, device=device)}
             elif leaf.trained:  # all are on their way before the first is waited for

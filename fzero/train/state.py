@@ -20,7 +20,6 @@ from fzero.optim.sharded_leaves import bind_to_plan
 from fzero.optim.unit_updates import columns_of
 from fzero.sharding import Plan, Spec
 from fzero.sharding.error_feedback import error_specs, first_errors
-from fzero.sharding.slices import local_shape
 
 PREVIOUS = "previous"  # the name of the parameters before the last update in `TrainState.extra`
 LOSS = "loss"  # of the statistics of the loss
@@ -96,7 +95,11 @@ def state_specs(plan: Plan, tx: GradientTransformation) -> TrainState:
         scaler=pytree.map(lambda _: Spec(), scaler),
         key=replicated,
         data_cursor=replicated,
-        extra={LOSS: pytree.map(lambda _: Spec(), init_stats()), **with_previous(plan, params), **error_specs(plan)},
+        extra={
+            LOSS: pytree.map(lambda _: Spec(), init_stats()),
+            **with_previous(plan, params),
+            **error_specs(plan.stored_errors),
+        },
     )
 
 
@@ -113,7 +116,7 @@ def expect_shapes(plan: Plan, tree: Tree, *, shards: bool = False) -> None:
     leaves = pytree.named_leaves(tree)
     pytree.from_named(leaves, plan.like)
     for name, leaf in plan.leaves.items():
-        shape = local_shape(leaf.shape, leaf.params, plan.mesh) if shards else leaf.shape
+        shape = plan.local_shapes["params"][name] if shards else leaf.shape
         if tuple(leaves[name].shape) != shape:
             raise ValueError(
                 f"{name}: the plan was made for shape {list(shape)} and the leaf has {list(leaves[name].shape)}"
@@ -127,9 +130,8 @@ def meta_state(plan: Plan, tx: GradientTransformation) -> TrainState:
 
     def local(group: str, of_trained: torch.dtype) -> Tree:
         def make(name: str, leaf: Tensor) -> Tensor:
-            leaf_plan = plan.leaves[name]
-            shape = local_shape(tuple(leaf.shape), getattr(leaf_plan, group), plan.mesh)
-            return leaf.new_empty(shape, dtype=of_trained if leaf_plan.trained else leaf_plan.dtype)
+            dtype = of_trained if plan.leaves[name].trained else plan.leaves[name].dtype
+            return leaf.new_empty(plan.local_shapes[group][name], dtype=dtype)
 
         return pytree.map_named(make, plan.like)
 
@@ -150,7 +152,11 @@ def first_state(plan: Plan, tx: GradientTransformation, params: Tree, target: Tr
         scaler=init_scaler(policy.loss_scale, device) if policy.loss_scale else (),
         key=key,
         data_cursor=torch.zeros((), dtype=torch.int64, device=device),
-        extra={LOSS: init_stats(device), **with_previous(plan, params), **first_errors(plan, device)},
+        extra={
+            LOSS: init_stats(device),
+            **with_previous(plan, params),
+            **first_errors(plan.stored_errors, plan.mesh, device),
+        },
     )
 
 

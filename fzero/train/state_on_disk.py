@@ -27,7 +27,7 @@ from fzero.offload.update_units import RowBlock
 from fzero.optim import GradientTransformation
 from fzero.optim.unit_updates import columns_of, is_layered, smallest_unit
 from fzero.sharding import Plan
-from fzero.sharding.slices import Box, draw_leaf, local_shape, local_windows, narrow_box, row_blocks, shard_dim
+from fzero.sharding.slices import Box, draw_leaf, local_windows, narrow_box, row_blocks, shard_dim
 from fzero.train.state import TrainState, first_stats, meta_state, move_leaf, move_to_memory, state_specs
 
 OF_OPTIMIZER = "opt_state/"  # begins the names of an optimizer's leaves in a state
@@ -43,12 +43,13 @@ def leaves_on_disk(like: TrainState, specs: TrainState, plan: Plan) -> dict[str,
     named, owner = pytree.named_leaves(specs), owner_of(like, plan)
     frozen = {f"params/{name}" for name in plan.frozen}
     cut = {name: spec if spec.rows or spec.parts else None for name, spec in named.items()}
-    shards = {name: updated_shape(plan, name) for name in plan.leaves}
     return {
         name: LeafFiles(
             tuple(leaf.shape),
             leaf.dtype,
-            is_layered(param, shards[param], leaf.shape) if name.startswith(OF_OPTIMIZER) else shard_dim(param) == 1,
+            is_layered(param, plan.local_shapes["opt"][param], leaf.shape)
+            if name.startswith(OF_OPTIMIZER)
+            else shard_dim(param) == 1,
             slots=1 if name in frozen else 2,
             cut=cut[name],
         )
@@ -57,19 +58,14 @@ def leaves_on_disk(like: TrainState, specs: TrainState, plan: Plan) -> dict[str,
     }
 
 
-def updated_shape(plan: Plan, name: str) -> tuple[int, ...]:
-    """The shape of this rank's part of a leaf that the optimizer updates."""
-    return local_shape(plan.leaves[name].shape, plan.leaves[name].opt, plan.mesh)
-
-
 def smallest_units(plan: Plan, opt_state: Tree, unit: str) -> dict[str, str]:
     """{trained leaf: the smallest part of it that is updated apart from the rest}, see `smallest_unit`."""
-    names = pytree.names(plan.trained(plan.like))
+    names, shapes = pytree.names(plan.trained(plan.like)), plan.local_shapes["opt"]
     columns, owner = columns_of(opt_state, names)
     param_shapes: dict[str | None, list[Any]] = {}
     for column, param in owner.items():
         param_shapes.setdefault(param, []).append(columns[column].shape)
-    return {name: smallest_unit(name, updated_shape(plan, name), param_shapes.get(name, ()), unit) for name in names}
+    return {name: smallest_unit(name, shapes[name], param_shapes.get(name, ()), unit) for name in names}
 
 
 def init_on_disk(
@@ -165,7 +161,7 @@ class FirstState:
                         self.states(name, first + i, None if uncut else rows, value.to(self.plan.policy.state))
         if self.units.get(name) == "leaf":
             parts = [values((shape, start, size)) for start, size, _ in updated]
-            value = torch.cat(parts) if parts else torch.empty(updated_shape(self.plan, name))
+            value = torch.cat(parts) if parts else torch.empty(self.plan.local_shapes["opt"][name])
             self.states(name, None, None, value.to(self.plan.policy.state))
 
     def states(self, name: str, layer: int | None, rows: tuple[int, int] | None, value: Tensor) -> None:

@@ -35,7 +35,6 @@ from fzero.train.batch import expect_distinct_rows, positions, split_batch
 from fzero.train.capture import CapturedStep, refusal_of
 from fzero.train.checks import expect_arguments, expect_options, expect_plan
 from fzero.train.execution import Execution, Skip
-from fzero.train.expert_slack import with_expert_slack
 from fzero.train.first_step import FirstStep, noting_sums, refusing_jointly
 from fzero.train.gradient import EarlySums, GradientResult, StepGradient
 from fzero.train.loss import LossFn, draws_of
@@ -58,7 +57,7 @@ def move_leaves(
     for name, rule in rules.items():
         spec, stack = plan.leaves[name].params, name.split("/")[0]
         local_tables = {
-            table_name: local_layers(table_name, x, spec, plan)
+            table_name: local_layers(table_name, x, spec, plan.mesh)
             for table_name, x in tables.items()
             if table_name.split("/")[0] == stack
         }
@@ -69,11 +68,11 @@ def move_leaves(
     return state if donate else state._replace(params=pytree.from_named(leaves, state.params))
 
 
-def local_layers(name: str, table: Tensor, spec: Spec, plan: Plan) -> Tensor:
+def local_layers(name: str, table: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
     """The rows of a table that belong to the layers of a leaf which rests by `spec` on this rank."""
     assert is_stacked(name), f"{name}: a table has the name of a stack of layers"
     layers = replace(spec, dims=(spec.dims[0], *((),) * (table.dim() - 1)))
-    return narrow_to(table, layers, plan.mesh)
+    return narrow_to(table, layers, mesh)
 
 
 class Metrics(NamedTuple):
@@ -166,8 +165,8 @@ def make_train_step(
         nvme,
         streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan),
         streamed,
-        StepGradient(model, with_expert_slack(plan, execution.update), execution, nvme, streamed is not None),
-        partial(measure, plan, shards_of_sums(plan), skip, execution.norms),
+        StepGradient(model, plan.for_update(execution.update), execution, nvme, streamed is not None),
+        partial(measure, plan.mesh, shards_of_sums(plan), skip, execution.norms),
         StateCheck(plan, pytree.names(tx.spec(plan.trained(plan.opt))), donate, nvme),
         FirstStep(model, plan, execution),
         # In a plan there are no ranks to be compared.
@@ -282,12 +281,12 @@ Measured = tuple[Metrics, Verdict, Gradients]
 
 
 def measure(
-    plan: Plan, shards: ShardedLeaves, skip: Skip, norms: bool, seed: Seed, state: TrainState, result: GradientResult
+    mesh: Mesh, shards: ShardedLeaves, skip: Skip, norms: bool, seed: Seed, state: TrainState, result: GradientResult
 ) -> Measured:
     """The metrics of an update, whether it is made, and its gradients, from what StepGradient found."""
     grads, total, squares, errors, recomputed = result
     factor = seed.mean_factor(total)
-    norm, by_leaf = norms_of(shards, plan.mesh, grads, squares, factor if norms else None)
+    norm, by_leaf = norms_of(shards, mesh, grads, squares, factor if norms else None)
     loss = total.total.to(factor.dtype) / tokens_of(total)
     verdict = judge_step(skip, state.extra[LOSS], loss, norm * factor, total.num_tokens)
     extra = {name: value / tokens_of(total) for name, value in total.extra.items()}

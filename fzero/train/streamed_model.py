@@ -288,7 +288,7 @@ class StreamedModel(NamedTuple):
         self, params: Tree, device: torch.device, node_shards: NodeShards | None = None, exact: bool = False
     ) -> Prefetcher:
         """The fetches of one pass over the model; exact: no parameter is rounded on its way."""
-        coding = params_coding(self.plan, self.ctx.kernels, exact)
+        coding = params_coding(None if exact else self.plan.codec, self.ctx.kernels)
         return Prefetcher(ParamFetcher(params, self.plan, device, coding, node_shards), self.ahead)
 
     def resident_stage(

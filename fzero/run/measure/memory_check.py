@@ -75,7 +75,7 @@ def memory_on_device(job: Job, leaves: dict[str, tuple[StateMemory, int]] | None
         state += sum(
             n for name, (_, n) in leaves.items() if name.startswith(ERROR)
         )  # those of the step, until it is known whether it is skipped
-    if plan.codec is not None and plan.codec.local:
+    if plan.local:
         state += numel(plan, plan.params) * policy.param.itemsize  # where the rank is between two sums
     if job.config.train.update == "speculate":
         state += old_values_bytes(job, leaves)

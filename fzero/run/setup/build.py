@@ -47,7 +47,6 @@ from fzero.sharding.context import Context
 from fzero.sharding.spec import Offload
 from fzero.train.eval import make_eval_step
 from fzero.train.execution import Execution, Skip
-from fzero.train.expert_slack import with_expert_slack
 from fzero.train.init import init_state
 from fzero.train.sdc_check import make_check
 from fzero.train.spike import Spike
@@ -120,7 +119,7 @@ def build(
         codec=codec_of(config) or None,
         frozen=frozen_leaves(config.model),
     )
-    plan = with_expert_slack(plan.with_experts(config.experts), config.train.update)
+    plan = plan.with_experts(config.experts).for_update(config.train.update)
     if config.train.update == "delayed":
         plan = plan.with_updates(delayed_updates(config, micro_batches), config.train.delay_after)
     if plan.context is not None:

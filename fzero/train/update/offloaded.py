@@ -40,7 +40,7 @@ from fzero.optim.base import Pass, ShardSlice, distinct
 from fzero.optim.combine import split_chain
 from fzero.optim.unit_updates import columns_of, select_state
 from fzero.sharding import Plan
-from fzero.sharding.slices import MOST_ELEMENTS, local_shape, narrow_part, shard_dim
+from fzero.sharding.slices import MOST_ELEMENTS, narrow_part, shard_dim
 from fzero.train.state import meta_state, state_specs
 from fzero.train.state_on_disk import leaves_on_disk, owner_of, smallest_units
 from fzero.train.update.in_memory import Gradients, on_host
@@ -63,11 +63,7 @@ class StreamedUpdate:
                 "of a chain), and an offloaded state is updated part by part; leave that out, or put the clipping first"
             )
         self.split = plan.split_leaves
-        opt = pytree.named_leaves(plan.trained(plan.opt))
-        self.shards = {
-            n: local_shape(tuple(x.shape), opt[n], plan.mesh)
-            for n, x in pytree.named_leaves(plan.trained(plan.like)).items()
-        }
+        self.shards = {n: shape for n, shape in plan.local_shapes["opt"].items() if n not in plan.frozen}
         # A state by which a leaf cannot be updated a row or a layer at a time has it updated by larger parts.
         units = smallest_units(plan, self.parts.state(meta_state(plan, tx).opt_state), self.parts.body.unit)
         self.uncut = {n for n in self.shards if units[n] != "row" or n in self.split}
