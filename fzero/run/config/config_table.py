@@ -146,6 +146,9 @@ def from_table(table: Table, model: ModelConfig | None = None) -> RunConfig:
     return apply_table(base, values)
 
 
+field_types = functools.cache(typing.get_type_hints)  # which parses the texts of all hints of a class
+
+
 def first_sizes(sizes: Table, prefix: str = "model.") -> ModelConfig:
     """The default sizes of the family that a table names, and those that it must name; of adapters, those around the
     sizes of their `base`."""
@@ -155,7 +158,7 @@ def first_sizes(sizes: Table, prefix: str = "model.") -> ModelConfig:
             f"{prefix}family is {family!r}{nearest(str(family), families)}; it must be one of {', '.join(families)}"
         )
     kind = FAMILIES.get(family) or WRAPPERS[family]
-    wraps, hints, values = family in WRAPPERS, typing.get_type_hints(kind), {}
+    wraps, hints, values = family in WRAPPERS, field_types(kind), {}
     for field in dataclasses.fields(kind):
         needed = field.default is dataclasses.MISSING
         if field.name == "base":
@@ -179,7 +182,7 @@ def with_family(sizes: Table, model: ModelConfig) -> Table:
 
 def apply_table(value: Any, table: Table, prefix: str = "") -> Any:
     """The dataclass `value` with the fields in `table`, checked one by one and then together."""
-    hints = typing.get_type_hints(type(value))
+    hints = field_types(type(value))
     changes: dict[str, Any] = {}
     for key, new in table.items():
         name = f"{prefix}{key}"
