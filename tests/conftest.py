@@ -6,7 +6,10 @@ tiers.py says which cases of a test are slow, budgets.py how long a test file ma
 
 import gc
 import os
+import shutil
 import signal
+import tempfile
+from pathlib import Path
 
 import budgets
 import pytest
@@ -17,6 +20,9 @@ torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("FZERO_WARM_UP", "0")  # each test that trains would start a process
+memory = "/dev/shm"  # folders of tests: a disk takes milliseconds for each file that is to be safe on it
+if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 8 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", memory)
 os.environ["FZERO_PLAN_CACHE"] = "0"  # no plan of a test is answered from, or kept in, the user's cache
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -60,6 +66,25 @@ def global_generator():
     """Tests draw the same numbers whatever ran before them: one that fails fails again."""
     # For devices that are not there torch.manual_seed puts three formatted tracebacks into a list, longer at each test.
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def pictures():
+    """The function that writes the pictures of a run at its end, which takes longer than the steps of a test's run: a
+    test of pictures puts it back."""
+    from fzero.report import curves
+
+    write_pictures = curves.write_pictures
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curves, "write_pictures", lambda folder: [])
+        yield write_pictures
+
+
+@pytest.fixture
+def disk_path():
+    """A folder for a test of disks, which `tmp_path` may not be on."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

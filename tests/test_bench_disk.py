@@ -28,9 +28,9 @@ def home(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(disk_path):
     """A folder on a disk."""
-    path = tmp_path / "disk"
+    path = disk_path / "disk"
     path.mkdir()
     if disk_io.file_system(disk_io.mount_point(path)) in disk_rates.MEMORY or not serves_direct(path):
         pytest.skip("the folder of this test is not on a disk that takes direct transfers")

@@ -549,19 +549,19 @@ def test_which_processes_are_started():
     assert machine._rank_counts(machine.Effort(("gemm",)), 64) == []
 
 
-def test_the_disk_is_measured_and_nothing_stays(tmp_path, monkeypatch):
+def test_the_disk_is_measured_and_nothing_stays(disk_path, monkeypatch):
     from fzero.offload import disk_io
     from fzero.offload.disk_io import serves_direct
     from fzero.planner.calibrate import disk_rates
 
-    if disk_io.file_system(disk_io.mount_point(tmp_path)) in disk_rates.MEMORY or not serves_direct(tmp_path):
+    if disk_io.file_system(disk_io.mount_point(disk_path)) in disk_rates.MEMORY or not serves_direct(disk_path):
         pytest.skip("the folder of this test is not on a disk that takes direct transfers")
     monkeypatch.setattr(machine, "DISK_BYTES", 1 << 20)
-    found = machine.disk_rates(tmp_path, quick=True)
+    found = machine.disk_rates(disk_path, quick=True)
     assert (
         set(found) == {"read", "write", "both"}
         and all(1e6 < rate < 1e12 for rate in found.values())
-        and list(tmp_path.iterdir()) == []
+        and list(disk_path.iterdir()) == []
     )
 
 

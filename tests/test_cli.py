@@ -21,6 +21,7 @@ from fzero.checkpoint.convert import huggingface
 from fzero.cli import main, process
 from fzero.cli import pretrain as pretrain_module
 from fzero.core import prng
+from fzero.report import curves
 from fzero.run.config import config_table
 from fzero.run.ranks import signals
 from fzero.run.setup import corpus, run_folder
@@ -70,7 +71,8 @@ def ok(result):
 # -- runs
 
 
-def test_a_run_from_a_text_file(fz):
+def test_a_run_from_a_text_file(fz, pictures, monkeypatch):
+    monkeypatch.setattr(curves, "write_pictures", pictures)
     out = ok(fz("pretrain", *QUIET, "--data", "text.txt", "--prompt", "line "))
     run = Path("runs/mlp-tiny-1")
     assert {path.name for path in run.iterdir()} == {

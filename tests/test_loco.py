@@ -389,8 +389,8 @@ LOCO8 = f"{LOCO},errors=int8"
         pytest.param(({"dp": 2}, LOCO), ({"dp": 2, "rp": 2}, f"{LOCO},hpz"), "were other ranks'", marks=exhaustive),
     ],
 )
-def test_other_senders_share_what_was_owed(before, after, lines):
-    with tempfile.TemporaryDirectory() as folder:
+def test_other_senders_share_what_was_owed(before, after, lines, tmp_path):
+    with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
         old = ranks.run(math.prod(before[0].values()), saved, folder, before[1], False, mesh=before[0])
         new = ranks.run(math.prod(after[0].values()), resumed, folder, after[1], True, mesh=after[0])
     owed, there = sums_of(old, before[0]), sums_of(new, after[0])
@@ -407,8 +407,8 @@ def test_other_senders_share_what_was_owed(before, after, lines):
 
 
 @pytest.mark.parametrize("text", [LOCO, LOCO8])
-def test_a_run_resumed_on_its_mesh_has_the_same_bits(text):
-    with tempfile.TemporaryDirectory() as folder:
+def test_a_run_resumed_on_its_mesh_has_the_same_bits(text, tmp_path):
+    with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
         old = ranks.run(2, saved, folder, text, True)
         new = ranks.run(2, resumed, folder, text, True)
         plain = ranks.run(2, resumed, folder, "grads=int4,block=16", True)
@@ -428,8 +428,8 @@ def begun(mesh, folder):
     return resumed(mesh, folder, LOCO, False)[::2]
 
 
-def test_a_checkpoint_without_errors_begins_with_none():
-    with tempfile.TemporaryDirectory() as folder:
+def test_a_checkpoint_without_errors_begins_with_none(tmp_path):
+    with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
         for held, said in ranks.run(2, begun, folder):
             assert len(held["data"]) == 9 and not any(float(x.abs().max()) for x in pytree.leaves(held))
             assert len(said) == 1 and "they begin at 0" in said[0]

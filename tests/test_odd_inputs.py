@@ -176,11 +176,11 @@ def test_a_launcher_that_ended_is_no_fault(kind, capsys):
 @pytest.mark.parametrize(
     "row", [{"step": 1}, {"step": 1, "tokens": "x", "loss": 1.0}, {"step": 1, "loss": 1.0, "tokens": 3}]
 )
-def test_a_row_without_keys_is_named_where_it_is_drawn(row, tmp_path):
+def test_a_row_without_keys_is_named_where_it_is_drawn(row, tmp_path, pictures):
     reported.make_run(tmp_path / "run", steps=4)
     (tmp_path / "run/metrics.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl(: damaged, or not of the form|:1: is not a row of metrics)"):
-        curves.write_pictures(tmp_path / "run")
+        pictures(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

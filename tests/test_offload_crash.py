@@ -58,8 +58,8 @@ def worker(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def disk_worker(tmp_path_factory):
-    with contextlib.closing(Worker(str(tmp_path_factory.mktemp("disk")))) as worker:
+def disk_worker():
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Worker(folder)) as worker:
         yield worker
 
 

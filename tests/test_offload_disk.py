@@ -563,10 +563,10 @@ def cached_by_itself(path, raw):
     return cached(path, len(raw)) != 0
 
 
-def test_direct_transfers_pass_the_page_cache_by(tmp_path, buffers):
-    if not serves_direct(tmp_path):
+def test_direct_transfers_pass_the_page_cache_by(disk_path, buffers):
+    if not serves_direct(disk_path):
         pytest.skip("the folder of this test refuses direct transfers")
-    fd = open_direct(tmp_path / "data", make=True)
+    fd = open_direct(disk_path / "data", make=True)
     disk = DiskIO(DiskSettings(block_bytes=64 << 10))
     buffer = buffers.allocate((HUGE // 2,), torch.uint8)
     buffer.view.copy_(torch.arange(HUGE // 2) % 251)
@@ -585,11 +585,11 @@ def test_direct_transfers_pass_the_page_cache_by(tmp_path, buffers):
             disk.read(fd, found.raw[:100], 7).wait()
     disk.close()
     os.close(fd)
-    if cached_by_itself(tmp_path / "plain", buffer.raw):
+    if cached_by_itself(disk_path / "plain", buffer.raw):
         pytest.skip(
             "the file system of this test keeps what is written directly in memory, as tmpfs does; the rest holds"
         )
-    assert cached(tmp_path / "data", HUGE // 4) == 0
+    assert cached(disk_path / "data", HUGE // 4) == 0
 
 
 def test_nothing_warns_and_threads_are_named():
