@@ -39,9 +39,15 @@ def module_of(path):
 
 
 @functools.cache
+def tree_of(path):
+    """A file's syntax tree, parsed once for all tests."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def nodes_of(path):
-    """The nodes of a file's syntax tree, parsed once for all tests."""
-    return list(ast.walk(ast.parse(path.read_text())))
+    """The nodes of a file's syntax tree."""
+    return list(ast.walk(tree_of(path)))
 
 
 @functools.cache
@@ -325,9 +331,9 @@ VAGUE_WORDS = set(
 )
 
 
-def bound_names(tree):
-    """The names of variables and parameters, once for each binding."""
-    for node in ast.walk(tree):
+def bound_names(path):
+    """The names of variables and parameters of a file, once for each binding."""
+    for node in nodes_of(path):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.arg):
@@ -335,7 +341,7 @@ def bound_names(tree):
 
 
 def test_names_are_nouns_of_the_field():
-    names = [(name, path.relative_to(ROOT)) for path in FILES for name in bound_names(ast.parse(path.read_text()))]
+    names = [(name, path.relative_to(ROOT)) for path in FILES for name in bound_names(path)]
     assert len(names) > 10_000
     for words in (STOP_WORDS, VAGUE_WORDS):
         bad = [f"{path}: {name}" for name, path in names if name in words]
@@ -345,7 +351,7 @@ def test_names_are_nouns_of_the_field():
 def test_a_class_name_exists_once():
     paths = {}
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef):
                 paths.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: places for name, places in paths.items() if len(places) > 1} == {}

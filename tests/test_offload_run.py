@@ -45,7 +45,7 @@ def in_memory(tree):
 
 
 def trained(
-    folder, offload, policy, *, update="end", clip=None, micro=1, steps=4, bad=None, mesh=None, stage=0, norms=None
+    folder, offload, policy, *, update="end", clip=None, micro=1, steps=3, bad=None, mesh=None, stage=0, norms=None
 ):
     """(losses, the state in memory); step `bad` has a gradient that is not finite. norms: is given those of the
     gradients."""

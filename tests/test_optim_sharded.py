@@ -95,7 +95,7 @@ def train(tx, params, gradient, form, steps=5):
     return params, state
 
 
-def compare_steps(mesh, name, plant=lambda layout: layout, steps=5, rows=(), specs=SPECS):
+def compare_steps(mesh, name, plant=lambda layout: layout, steps=3, rows=(), specs=SPECS):
     """On one rank: steps on shards are the own part of those on whole leaves, in each form; so is the state."""
     specs = with_rows(specs, rows) if rows else specs
     layout = plant(optim.sharded(specs, mesh, like=whole_params()))

@@ -3,7 +3,6 @@
 import itertools
 import math
 import os
-import tempfile
 import time
 from unittest import mock
 
@@ -216,23 +215,23 @@ def restored(mesh, folder, stage, pipeline):
     return whole(state, specs, mesh)
 
 
-def test_a_checkpoint_goes_to_every_other_mesh():
+def test_a_checkpoint_goes_to_every_other_mesh(tmp_path):
     """From interleaved stages to other stages, to dp, to one process, and back."""
     one = fzero.one_process()
-    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        ranks.run(2, saved, first, 3, PIPELINES["interleaved"], mesh={"pp": 2})
-        saved(one, second, 0, None)
-        expected = restored(one, second, 0, None)
-        assert_close(restored(one, first, 0, None).params, expected.params, rtol=1e-10, atol=1e-10)
-        for folder in (first, second):
-            there = restored(one, folder, 0, None)
-            for sizes, stage, pipeline in (
-                ({"pp": 2}, 1, PIPELINES["1f1b uneven"]),
-                ({"pp": 2}, 3, PIPELINES["interleaved"]),
-                ({"dp": 2}, 3, None),
-            ):
-                for state in ranks.run(2, restored, folder, stage, pipeline, mesh=sizes):
-                    assert_same(pytree.named_leaves(state), pytree.named_leaves(there))
+    first, second = tmp_path / "first", tmp_path / "second"
+    ranks.run(2, saved, first, 3, PIPELINES["interleaved"], mesh={"pp": 2})
+    saved(one, second, 0, None)
+    expected = restored(one, second, 0, None)
+    assert_close(restored(one, first, 0, None).params, expected.params, rtol=1e-10, atol=1e-10)
+    for folder in (first, second):
+        there = restored(one, folder, 0, None)
+        for sizes, stage, pipeline in (
+            ({"pp": 2}, 1, PIPELINES["1f1b uneven"]),
+            ({"pp": 2}, 3, PIPELINES["interleaved"]),
+            ({"dp": 2}, 3, None),
+        ):
+            for state in ranks.run(2, restored, folder, stage, pipeline, mesh=sizes):
+                assert_same(pytree.named_leaves(state), pytree.named_leaves(there))
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

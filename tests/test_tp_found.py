@@ -15,7 +15,7 @@ import fzero
 from fzero import optim
 from fzero.models import Ctx, module_tp, module_tp_search
 
-D, HORNS, STEPS = 8, 4, 5
+D, HORNS, STEPS = 8, 4, 3
 
 
 class Upright(nn.Module):

@@ -2,6 +2,7 @@
 on one process."""
 
 import contextlib
+import functools
 import math
 
 import pytest
@@ -117,10 +118,15 @@ def double_backward(mesh, stage):
 CASES = (gradient, per_example, hessian_vector, seeds, double_backward)
 
 
+@functools.cache
+def of_one_process(case, *which):
+    return case(fzero.one_process(), 0, *which)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @pytest.mark.parametrize("stage", (3, 1))
 def test_equals_one_process(case, stage):
-    expected = case(fzero.one_process(), 0)
+    expected = of_one_process(case)
     assert max(float(leaf.abs().max()) for leaf in pytree.leaves(expected)) > 1e-3
     for result in ranks.run(2, case, stage, mesh={"dp": 2}):
         assert_close(result, expected, rtol=1e-9, atol=1e-12)
@@ -180,7 +186,7 @@ SLOW = ("seeds", "with dp", "with tp", "examples with dp")
 def test_over_pp_equals_one_process(name):
     """Uneven layouts, several chunks, tied leaves, leaves of which a rank has no layer."""
     case, sizes, stage, *which = OVER_PP[name]
-    expected = case(fzero.one_process(), 0, which[0])
+    expected = of_one_process(case, which[0])
     assert max(float(leaf.abs().max()) for leaf in pytree.leaves(expected)) > 1e-3
     for result in ranks.run(math.prod(sizes.values()), case, stage, *which, mesh=sizes):
         assert_close(result, expected, rtol=1e-10, atol=1e-12)
@@ -295,7 +301,7 @@ def of_stages(mesh, cases):
 def expect_complete(sizes, cases):
     for found in ranks.run(math.prod(sizes.values()), of_stages, cases, mesh=sizes):
         for (_, optimizer), result in zip(cases, found):
-            expected = by_what_a_step_uses(fzero.one_process(), 0, optimizer)
+            expected = of_one_process(by_what_a_step_uses, optimizer)
             assert all(float(leaf.abs().max()) > 1e-4 for leaf in pytree.leaves(expected))
             assert_close(result, expected, rtol=1e-9, atol=1e-12)
 
