@@ -2,16 +2,20 @@
 imports them once.
 
 `programs()` is a folder for PATH with the programs `fzero` and `script` (FILE [ARGUMENTS]), which hand their arguments,
-environment, folder and open files to that process and end as the fork does. One runs at a time."""
+environment, folder, cores and open files to that process and end as the fork does. SIGINT and SIGTERM are handed on;
+where a program is killed, so is its fork. `torchrun(...)` is a command line of ranks that are all forks."""
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -19,12 +23,14 @@ import tempfile
 from pathlib import Path
 
 CLIENT = """#!{python} -SE
-import json, os, socket, sys
-said = json.dumps([sys.argv, os.getcwd(), dict(os.environ)]).encode()
+import json, os, signal, socket, sys
+said = json.dumps([sys.argv, os.getcwd(), dict(os.environ), sorted(os.sched_getaffinity(0))]).encode()
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
     socket.send_fds(server, [len(said).to_bytes(8, "big")], [0, 1, 2])
     server.sendall(said)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: server.send(bytes([number])))
     code = server.recv(1)
 sys.exit(code[0] if code else 1)
 """
@@ -39,6 +45,7 @@ PRELOAD = [
     "torch._decomp.decompositions_for_jvp",
     "torch._dynamo",
     "torch._inductor.compile_fx",
+    "torch.distributed.run",
 ]
 
 
@@ -62,39 +69,72 @@ def programs():
     return folder.name
 
 
+def torchrun(n, *program, how=("--standalone",)):
+    """The command line of torchrun that starts n ranks of `program`, ("fzero", ...) or ("script", FILE, ...): forks, as
+    torchrun itself is."""
+    name, *arguments = map(str, program)
+    run = importlib.util.find_spec("torch.distributed.run").origin
+    launcher = [f"{programs()}/script", run, *map(str, how), "--nproc-per-node", str(n), "--no-python"]
+    return [*launcher, f"{programs()}/{name}", *arguments]
+
+
 def serve(address):
     """Fork for each command until the standard input is closed. Returns in the fork, whose arguments, environment,
-    folder and open files are those of the program."""
+    folder, cores and open files are those of the program."""
     for name in PRELOAD:
         importlib.import_module(name)
     gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that attend to a program
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)
         listening.listen()
         print("ready", flush=True)
         while listening in select.select([listening, sys.stdin], [], [])[0]:
             with listening.accept()[0] as program:
-                size, files, *_ = socket.recv_fds(program, 8, 3)
-                said = b""
-                while len(said) < int.from_bytes(size, "big"):
-                    said += program.recv(1 << 16)
-                child = os.fork()
-                if not child:
-                    become(*json.loads(said), files)
+                if not os.fork():
+                    listening.close()
+                    attend(program)
                     return True
-                for file in files:
-                    os.close(file)
-                program.sendall(bytes([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255]))
     return False
 
 
-def become(arguments, folder, environment, files):
+def attend(program):
+    """Fork once more: returns in the fork. The other process hands signals on, answers with the exit code, and ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    size, files, *_ = socket.recv_fds(program, 8, 3)
+    said = b""
+    while len(said) < int.from_bytes(size, "big"):
+        said += program.recv(1 << 16)
+    child = os.fork()
+    if not child:
+        program.close()
+        become(*json.loads(said), files)
+        return
+    for file in files:
+        os.close(file)
+    end = os.pidfd_open(child)
+    while end not in select.select([end, program], [], [])[0]:
+        number = program.recv(1)
+        os.kill(child, number[0] if number else signal.SIGKILL)
+        if not number:
+            break
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(OSError):  # the program is gone
+        program.sendall(bytes([code & 255]))
+    os._exit(0)
+
+
+def become(arguments, folder, environment, cores, files):
+    import torch
+
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or len(cores)))
     sys.argv = arguments
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 
 from fzero import checkpoint
@@ -42,6 +43,7 @@ TIMED |= {"wall_s", "phases", "comm", "ranks", "recorded"}
 TIMED |= {"grad_norms", "param_norms"}  # sums over ranks: not the same bits on all meshes
 SAVED = re.compile(r"save|checkpoint")  # of a row: what a save cost, which is another row's after a restart
 STANDALONE = ("--standalone",)
+FORKED = "forked"
 
 
 def write_text(folder):
@@ -62,11 +64,12 @@ def folder_with_run(tmp_path_factory, name, run, *args):
 
 
 def start(folder, n, *args, command=("-m", "fzero"), how=STANDALONE, log="", verb="pretrain"):
-    """torchrun with n processes, started; its output goes to the files out and err with `log` behind their names."""
+    """torchrun with n processes, started; its output goes to the files out and err with `log` behind their names. The
+    command FORKED starts no interpreter, and its ranks are not in `ranks_of`."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", *map(str, how), "--nproc-per-node", str(n)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *map(str, how), "--nproc-per-node", str(n), *command]
+    line = [*(forked.torchrun(n, "fzero", how=how) if command == FORKED else launcher), verb, *map(str, args)]
     with (folder / f"out{log}").open("w") as out, (folder / f"err{log}").open("w") as err:
-        line = [*launcher, *command, verb, *map(str, args)]
         cores = os.sched_getaffinity(0)
         # So that every rank has one thread, as this process has: the same bits need the same threads. A child takes its
         # parent's cores.
@@ -100,7 +103,7 @@ def ended(folder, process, timeout_s=120, log=""):
 
 def torchrun(folder, n, *args, verb="pretrain", timeout_s=120):
     """What all ranks of a run printed that ends well."""
-    code, out, said, _ = ended(folder, start(folder, n, *args, verb=verb), timeout_s)
+    code, out, said, _ = ended(folder, start(folder, n, *args, command=FORKED, verb=verb), timeout_s)
     assert code == 0 and not said, (folder / "err").read_text()
     return out
 
