@@ -3,6 +3,7 @@ on one process."""
 
 import contextlib
 import functools
+import itertools
 import math
 
 import pytest
@@ -311,10 +312,21 @@ def test_gradients_through_steps_are_complete_at_every_stage(stages):
     expect_complete({"dp": 2}, [(stage, "clipped sgd") for stage in stages])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "rp": 2}], ids=str)
-def test_gradients_through_steps_of_any_optimizer_are_complete(sizes):
-    expect_complete(sizes, [(stage, name) for name in list(OPTIMIZERS)[1:] for stage in (0, 1, 3)])
+OTHERS = list(OPTIMIZERS)[1:]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cases"),
+    [
+        pytest.param({"dp": 2}, list(itertools.product((0, 1, 3), OTHERS)), marks=pytest.mark.slow, id="dp"),
+        pytest.param({"dp": 2, "rp": 2}, list(zip((0, 1, 3), OTHERS)), marks=pytest.mark.slow, id="rp, each pair"),
+        pytest.param(
+            {"dp": 2, "rp": 2}, list(itertools.product((0, 1, 3), OTHERS)), marks=pytest.mark.exhaustive, id="rp"
+        ),
+    ],
+)
+def test_gradients_through_steps_of_any_optimizer_are_complete(sizes, cases):
+    expect_complete(sizes, cases)
 
 
 def by_rate_and_parameters(mesh, stage, name, sequence):
