@@ -8,7 +8,7 @@ from zero_cases import FP64, expect_one_process, train, trained_whole
 
 import fzero
 
-STEPS = 2  # the second has moments of the first, and programs made for it
+STEPS = 3  # the second has moments of the first, and programs made for it
 
 
 def options_of(pipeline, **more):

@@ -49,9 +49,9 @@ def shared(folder, rank):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def measured(mesh, cases):
-    """By case, of rank 0: (timeline, state bytes, rows of the ledger, FLOPs, bytes read and written on a disk) of a
-    real second step. The others count nothing, which takes longer than the step."""
+def measured(mesh, cases, rank=None):
+    """By case: (timeline, state bytes, rows of the ledger, FLOPs, bytes read and written on a disk) of a real second
+    step. rank: the only one that counts, which takes longer than the step; None: all do."""
     out = {}
     for name, config in cases.items():
         # One folder for all ranks, which have one parent.
@@ -60,7 +60,7 @@ def measured(mesh, cases):
             built = build.build(config, mesh, folder)
             state, batch = build.first_state(built), batch_of(config, mesh)
             state, _ = built.train_step(state, batch)
-            if mesh.rank != 0:
+            if rank not in (None, mesh.rank):
                 built.train_step(state, batch)
                 if built.nvme:
                     built.nvme.close()
@@ -99,7 +99,9 @@ def results(tier, n, sizes):
         if (tier_of(name), m, tuple(config.mesh.items())) == (tier, n, sizes)
     }
     return (
-        measured(one_process(), cases) if n == 1 else ranks.run(n, measured, cases, mesh=dict(sizes), timeout_s=300)[0]
+        measured(one_process(), cases)
+        if n == 1
+        else ranks.run(n, measured, cases, 0, mesh=dict(sizes), timeout_s=300)[0]
     )
 
 

@@ -24,7 +24,7 @@ MODELS = {
     "deepseek": {},
     "encoder and decoder": {},
 }
-STEPS = 2  # the second one uses what the first one left: moments, orders of gathers, programs
+STEPS = 3
 
 
 @functools.cache
