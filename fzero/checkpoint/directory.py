@@ -4,10 +4,9 @@
         manifest.json   step, config, versions, mesh; for each leaf shape, dtype, spec, layout, digest, checksums
         arrays/         the leaves as zarr3 arrays, under their names: see layout.py
 
-A checkpoint exists once its manifest does, and the manifest is written by one rename (in an object store: one write)
-after all files that it names are durable. So a killed save leaves earlier checkpoints unchanged, and files that no
-manifest names, which the next save removes. A step that is saved again is written to arrays-1 beside arrays, until its
-manifest replaces the old one. Only one process writes into a directory.
+A checkpoint exists once its manifest does, which is written by one rename (in an object store: one write) after all
+files that it names are durable. So a killed save leaves earlier checkpoints unchanged, and files that the next save
+removes. A step that is saved again is written to arrays-1 beside arrays. Only one process writes into a directory.
 """
 
 from __future__ import annotations
@@ -171,10 +170,7 @@ def newest_sound(
 
 
 def begin(checkpoint_dir: Folder, step: int) -> str:
-    """Make the folder of a step, with the spare files in it if there are any.
-
-    Returns the name of its folder of arrays.
-    """
+    """Make the folder of a step, with spare files in it if there are any; returns its folder of arrays."""
     if is_url(checkpoint_dir):
         path = step_folder(checkpoint_dir, step)
         used = _arrays_used(path)
@@ -200,10 +196,7 @@ def _arrays_used(path: Folder) -> str | None:
 
 
 def clean(checkpoint_dir: Folder, *, active_step: int | None = None) -> None:
-    """Remove the files that interrupted saves left in `checkpoint_dir`: ours, and named by no manifest.
-
-    active_step: a step being written.
-    """
+    """Remove the files that interrupted saves left in `checkpoint_dir`, but not of `active_step`."""
     if is_url(checkpoint_dir):
         _clean_url(checkpoint_dir, active_step)
         return
@@ -221,10 +214,7 @@ def drop_spare(checkpoint_dir: Folder) -> None:
 
 
 def clean_step(path: Folder) -> None:
-    """Remove the files of ours in a step's folder that its manifest does not name.
-
-    Without a manifest it removes all of them, and the folder.
-    """
+    """Remove our files in a step's folder that its manifest does not name; without a manifest all, and the folder."""
     if is_url(path):
         _clean_url_step(path)
         return

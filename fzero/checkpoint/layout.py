@@ -1,16 +1,14 @@
 """The layout of a leaf in a checkpoint: divided into parts, each a file written by one rank, and these into chunks.
 
-A chunk is read whole and has a checksum of its own. A leaf is a zarr3 array. A part is, in zarr's terms, a chunk of its
-grid. If it holds one chunk of ours, its file is that chunk followed by its crc32c; if it holds several, zarr's codec
-`sharding_indexed` describes it:
+A chunk is read whole and has a checksum of its own. A leaf is a zarr3 array, a part a chunk of its grid: one chunk of
+ours followed by its crc32c, or several with zarr's codec `sharding_indexed`:
 
     index       offset and bytes of every chunk, uint64, in C order; the crc32c of those
     sums        the crc32c of every chunk, uint32, ignored by zarr; the manifest has the crc32c of index and sums
     chunks      each begins at a page and is followed by its crc32c; zeros fill the page
 
-The last part along a dim may reach beyond the leaf, as the last chunk of a grid may in zarr: there it holds zeros.
-So any zarr library can read and check it, direct transfers can write and read it, and a slice of the leaf is a few
-chunks of a few files.
+The last part along a dim may reach beyond the leaf, with zeros there. So any zarr library can read it, direct transfers
+can write it, and a slice of the leaf is a few chunks.
 """
 
 from __future__ import annotations
@@ -127,13 +125,7 @@ def smallest_factor(n: int) -> int:
 
 
 def chunk_shape(tile: Sequence[int], itemsize: int, spec: Spec, grid: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the chunks of a tile: small enough for the slices that other meshes will read, large enough for a
-    transfer each.
-
-    If there are three dims or more, the first counts layers and is cut first. Then the rows (which a data axis shards)
-    and the dims for which `spec` names an axis, whatever its size, are cut evenly, counting the cuts into parts of
-    `grid`; other dims are cut only when those cannot be cut further.
-    """
+    """The shape of the chunks of a tile: layers are cut first, then rows and dims that `spec` shards, then others."""
     chunk, cuts = list(tile), list(grid)
     lead = int(len(chunk) > 2)
     named = {dim for dim, axes in enumerate(spec.dims) if axes} | {lead}
@@ -175,8 +167,7 @@ Grid = tuple[list[int], list[int], list[int], list[Sequence[int]]]
 
 
 def grid_by_ranks(local: Sequence[int], spec: Spec, mesh: Mesh) -> Grid:
-    """(the shape of a part, the parts along each dim, where this rank's shard begins, its parts along each dim) of a
-    grid in which each shard is a part. Each layer, and each expert, that ranks share unevenly is one."""
+    """(the shape of a part, parts along each dim, this rank's first part, its parts) of a grid of shards."""
     tile, grid, start = list(local), [1] * len(local), [0] * len(local)
     ranges: list[Sequence[int]] = [range(1)] * len(local)
     for dim, axes in enumerate(spec.dims):
@@ -208,13 +199,7 @@ def plan_tiles(
     max_bytes: int | None = None,
     compress: str = "",
 ) -> RankTiles:
-    """Divide a leaf, of which this rank holds the shard of shape `local` by `spec`, into the parts that all ranks
-    write.
-
-    Ranks that hold the same shard write a part of it each if it can be cut so; else they take turns by the `number` of
-    the leaf.
-    max_bytes: the largest bytes of a part, if it can be cut.
-    """
+    """The parts of a leaf that all ranks write, by the shards; max_bytes: the largest part that can be cut."""
     full_shape, (tile, grid, start, ranges) = global_shape(local, spec, mesh), grid_by_ranks(local, spec, mesh)
     copies, copy = 1, 0
     for axis in mesh.axes:
@@ -269,10 +254,7 @@ class Slab(NamedTuple):
 
 
 def slabs(layout: ChunkLayout, max_bytes: int, spans: Sequence[tuple[int, int]] | None = None) -> Iterator[Slab]:
-    """The slabs of a part, in order, of at most `max_bytes` bytes each, or of one chunk if that is larger.
-
-    spans: along each dim the first chunk, and the one after the last; None: all chunks.
-    """
+    """The slabs of a part, in order, of at most `max_bytes` bytes each, or of one chunk if that is larger."""
     counts, dims = layout.counts, len(layout.counts)
     spans = [(0, n) for n in counts] if spans is None else spans
     max_chunks, dim = max(1, max_bytes // max(1, layout.stride)), dims
@@ -333,8 +315,7 @@ def slab_size(layout: ChunkLayout, tile: Index, slab: Slab) -> Index:
 
 
 def inner_chunks(layout: ChunkLayout, tile: Index, slab: Slab) -> Iterator[tuple[Index, Index, Index]]:
-    """(the position of a chunk in its slab, the start and the size of its elements in the slab's box) of each chunk
-    that does not lie beyond the leaf."""
+    """(position of a chunk in its slab, start, size of its elements in the slab's box) of each chunk in the leaf."""
     inside = slab_size(layout, tile, slab)
     for position in grid_positions(slab.counts):
         start = tuple(i * c for i, c in zip(position, layout.chunk))

@@ -1,9 +1,7 @@
-"""The sources of a leaf to save: a tensor in memory, a leaf on a disk, or a function that makes it; what is none of
-these is refused.
+"""The sources of a leaf to save: a tensor in memory, a leaf on a disk, or a function that makes it.
 
-Values beside a state, of which every rank has its own, such as where its data loader is, as leaves of bytes.
-
-An extra is one leaf uint8 [R, N]: a row for each data rank, or one row where all of them have the same.
+Also values beside a state, of which every rank has its own, such as where its data loader is: a leaf uint8 [R, N] with
+a row for each data rank, or one row where all are equal.
 """
 
 from __future__ import annotations
@@ -37,11 +35,7 @@ ROUND = 1024  # a row's bytes are a multiple of it, so that one save is planned 
 
 
 def pack_extras(extras: Mapping[str, Any], mesh: Mesh) -> dict[str, Tensor]:
-    """{name of a leaf: uint8 [R, N]} of the values of all ranks, the same on each of them.
-
-    Communicates: an int64 and the bytes of a rank for each extra, over all ranks.
-    Raises ValueError naming a value that is of another kind than those of `encode`.
-    """
+    """{name of a leaf: uint8 [R, N]} of the values of all ranks; raises ValueError for values of other kinds."""
     packed = {name: to_bytes(name, value) for name, value in extras.items()}
     leaves = {}
     with mesh.ledger.phase("commit"):

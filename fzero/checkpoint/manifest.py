@@ -1,7 +1,4 @@
-"""The manifest of a checkpoint: its rename is the commit.
-
-zarr metadata: a zarr.json for each leaf of a checkpoint and for each group that contains leaves.
-"""
+"""The manifest of a checkpoint: its rename is the commit. And a zarr.json for each leaf and group of leaves."""
 
 from __future__ import annotations
 
@@ -110,10 +107,7 @@ def are_cuts(size: int, parts: int, chunk: int) -> bool:
 def write_manifest(
     path: Folder, arrays: str, leaves: dict[str, Leaf], *, step: int, config: Any, mesh: dict[str, int]
 ) -> None:
-    """Write the manifest of the checkpoint at `path`, durably, which makes the checkpoint complete.
-
-    Raises ValueError, and writes nothing, if `read_manifest` would refuse it.
-    """
+    """Write the manifest of the checkpoint at `path`, durably, which completes it; raises ValueError for a bad one."""
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -198,8 +192,7 @@ def _digest(body: dict) -> str:
 
 
 def zarr_texts(leaves: dict[str, Leaf]) -> dict[str, str]:
-    """{name: text of its zarr.json} of each leaf and of each group that contains leaves; the outermost
-    group is "", which is the leaf itself if the tree is one leaf."""
+    """{name: text of its zarr.json} of each leaf and of each group of leaves; the outermost is ""."""
     texts = {name: array_json(leaf.layout, {"spec": leaf.spec, "digest": leaf.digest}) for name, leaf in leaves.items()}
     groups = {"/".join(parts[:n]) for name in leaves for parts in [name.split("/")] for n in range(len(parts))} | {""}
     return texts | dict.fromkeys(groups - texts.keys(), group_json())
@@ -236,10 +229,7 @@ def write_descriptions(arrays: Folder, leaves: dict[str, Leaf], pool: ThreadPool
 
 
 def run_all(pool: ThreadPoolExecutor, fn: Callable[[Any], None], items: Iterable[Any]) -> None:
-    """Call `fn` with each by the threads of `pool`; after all calls have ended, raise the first error.
-
-    So no call still creates files when the caller removes them.
-    """
+    """Call `fn` with each by the threads of `pool`; after all calls have ended, raise the first error."""
     tasks = [pool.submit(fn, item) for item in items]
     wait(tasks)
     for task in tasks:

@@ -1,9 +1,8 @@
 """Checkpoints whose moments are in 8-bit codes: a quarter of their bytes, at a relative error of up to a 16th.
 
-Of an optimizer's m, momentum and v, leaves in float32 of two dims or more and SMALL elements are written as the codes
-of 8-bit states, and beside them a scale for each block of a row. Codes of v have no sign: none falls to 0. What is read
-stands for what was written, and is not it: a run that resumes there does not have the bits of the run that went on.
-Everything else is written as it is.
+An optimizer's m, momentum and v, in float32 of two dims or more and SMALL elements, are written as codes with a scale
+for each block of a row; codes of v have no sign, so that none falls to 0. A run that resumes there does not have the
+bits of the run that went on.
 
 Source: Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", arXiv:2110.02861, section 2.1.
 """
@@ -39,10 +38,7 @@ MIN_BLOCK, MAX_BLOCK = 16, 256  # elements of a block, powers of two
 
 
 def encode_moments(state: TrainState, specs: Tree, mesh: Mesh) -> tuple[dict[str, Any], dict[str, Spec]]:
-    """({name: leaf}, {name: its Spec}) of a state to save, with its moments in codes.
-
-    Codes are made when a leaf is written, one leaf at a time.
-    """
+    """({name: leaf}, {name: its Spec}) of a state to save, whose moments become codes when they are written."""
     leaves, spec_of = dict[str, Any](), pytree.named_leaves(specs)
     laid, params = dict[str, Spec](), frozenset(pytree.names(state.params))
     for name, leaf in pytree.named_leaves(state).items():

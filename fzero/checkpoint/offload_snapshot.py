@@ -1,6 +1,5 @@
-"""Another run's offload store, read only: whole leaves from the chunks of its ranks.
-
-It also writes parameters that stay on a disk while they are used.
+"""Another run's offload store, read only: whole leaves from the chunks of its ranks; and parameters for use on a
+disk.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ class StoreSnapshot(NamedTuple):
         start: tuple[int, ...] | None = None,
         size: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """The elements [start, start + size) (None: all) of a leaf of `shape`, assembled from the ranks' shards by
-        `spec`.
-
-        Raises Damaged naming a chunk that does not match its checksum.
-        """
+        """The elements [start, start + size) of a leaf, from the ranks' shards; raises Damaged naming a chunk."""
         leaf_files = self.files(name, 0)
         start, size = start if start is not None else (0,) * len(shape), size if size is not None else shape
         out, done = torch.empty(size, dtype=leaf_files.dtype), set()
@@ -143,8 +138,7 @@ def find_snapshot(folder: Path) -> StoreSnapshot | None:
 
 
 def verify_store(folder: Path) -> list[str]:
-    """Read all chunks of the last complete step of the store in `folder`, and of the steps that it keeps as
-    checkpoints; return a line for each that is damaged."""
+    """Read all chunks of the steps that the store in `folder` keeps; return a line for each that is damaged."""
     try:
         snapshot = find_snapshot(folder)
     except ValueError as error:
@@ -177,10 +171,7 @@ def read_weights(snapshot: StoreSnapshot, plan: Plan, prefix: str, dtype: torch.
 
 
 def write_params(read: Callable[[str], Tensor], plan: Plan, nvme: Nvme) -> Tree:
-    """Write the parameters `read(name)` to a new store in `nvme`, one whole leaf in memory at a time.
-
-    Returns the tree of its leaves.
-    """
+    """Write the parameters `read(name)` to a new store in `nvme`, one leaf at a time; returns their tree."""
     store = None
     for name, like in pytree.named_leaves(plan.like).items():
         value = read(name)

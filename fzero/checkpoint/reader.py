@@ -1,7 +1,4 @@
-"""Read checkpoints: slices of leaves, from only the chunks that contain them, each compared with its checksum.
-
-Read a value that a rank saved beside its state.
-"""
+"""Read checkpoints: slices of leaves, from only the chunks that contain them, each compared with its checksum."""
 
 from __future__ import annotations
 

@@ -1,13 +1,8 @@
-"""Restore a TrainState at another mesh, stage, memory or policy; each rank reads its slices of a checkpoint or
-store.
+"""Restore a TrainState at another mesh, stage, memory or policy; each rank reads its slices of a checkpoint or store.
 
-The errors of a codec from a checkpoint: as they are for the same senders, else their sum, shared by those of a run.
-
-What a leaf's senders owe together is what must not be lost: each of N' senders takes the N'-th part of the sum over
-those before, whichever they were. Errors in codes are read as what they stand for, and rounded once more where they
-change. So it is with those of an optimizer that sends signs; the errors of what a rank
-serves have the shape of their leaf, and are read like it. Of the momentum of ranks that move apart, and of how far they
-moved, what must not be lost is the mean: it is what others begin with.
+The errors of a codec are as they are for the same senders; else each of N' senders takes the N'-th part of their sum,
+as what the senders of a leaf owe together must not be lost. Errors in codes are rounded once more where they change. Of
+the momentum of ranks that move apart, and of how far they moved, the mean is kept: it is what others begin with.
 """
 
 from __future__ import annotations
@@ -56,10 +51,7 @@ def is_error(name: str) -> bool:
 
 
 def shared_errors(reader: CheckpointReader, plan: Plan, names: Collection[str]) -> dict[str, Callable[[], Tensor]]:
-    """{leaf of errors in the state of a plan: what reads this rank's part}, of those that are not as in the checkpoint.
-
-    names: the leaves of the state. Raises ValueError naming a leaf of another shape.
-    """
+    """{leaf of errors: what reads this rank's part}, of those that are not as in the checkpoint."""
     shapes = full_shapes(plan, names)
     specs = pytree.named_leaves({"extra": error_specs(plan.stored_errors)}) | specs_of_signs(plan, names)
     coder = coder_for(plan.codec, "errors", Kernels())
@@ -114,8 +106,7 @@ def match_signs(names: Collection[str]) -> list[tuple[str, str]]:
 
 
 def sources_of(saved: Collection[str], current: Collection[str]) -> dict[str, list[str]]:
-    """{leaf of errors of a run: those of a checkpoint whose sum it shares}: those of its own hop, and in the first hop
-    of a leaf those of hops that the run has not.
+    """{leaf of errors of a run: those of a checkpoint whose sum it shares}: of its own hop, or of others.
 
     >>> sources_of([f"{ERROR}data/w", f"{ERROR}rp/w"], [f"{ERROR}data/w", f"{ERROR}data/v"])
     {'extra/codec_error/data/w': ['extra/codec_error/data/w', 'extra/codec_error/rp/w'], 'extra/codec_error/data/v': []}
@@ -163,8 +154,7 @@ def is_unchanged(
 
 
 def read_share(reader: CheckpointReader, sources: list[str], shape: tuple[int, ...], spec: Spec, plan: Plan) -> Tensor:
-    """This rank's share of the sum over the senders of some errors, zeros for none; the mean of what ranks have of
-    their own."""
+    """This rank's share of the sum over the senders of some errors, zeros for none; or the mean of what ranks have."""
     shared = shape if not sources or is_error(sources[0]) else tuple(reader.leaves[sources[0]].shape)
     stacked = bool(sources) and is_stacked(leaf_of(sources[0]))
     out = torch.zeros(local_shape(shape, spec, plan.mesh), dtype=plan.error_dtype)
@@ -199,8 +189,7 @@ def read_error(reader: CheckpointReader, source: str, start: tuple[int, ...], si
 
 
 def error_lines(path: Folder, plan: Plan, names: Collection[str] = ()) -> list[str]:
-    """What a run by `plan`, whose state has leaves of these names, that begins at the checkpoint at `path` does to its
-    errors, in words; [] for nothing."""
+    """What a run by `plan` that begins at the checkpoint at `path` does to its errors, in words; [] for nothing."""
     reader = open_checkpoint(path)
     reader.close()
     shapes = full_shapes(plan, names)
@@ -237,16 +226,7 @@ def restore_state(
     nvme: Nvme | None,
     device: torch.device = HOST,
 ) -> TrainState:
-    """This rank's state from the checkpoint at `path`, saved with any mesh, stage, memory and policy of dtypes.
-
-    like: the state to restore, with leaves on the meta device. device: where the leaves are that the plan keeps there;
-    they go to a GPU one at a time, so that the host never holds all of them. A change of policy is followed: master
-    weights are made from parameters, parameters from master weights, other dtypes by rounding, and a missing loss scale
-    afresh; and one to delayed updates, whose version before the last update is then the parameters, or from them, which
-    leaves it out. All other leaves must be those of the checkpoint.
-    Raises ValueError naming leaves that are missing, extra, or of another shape, and Damaged if a checksum does not
-    match.
-    """
+    """This rank's state from the checkpoint at `path`, saved with any mesh, stage, memory and policy of dtypes."""
     reader = checkpoint.open_checkpoint(path)
     try:
         return _restore_from(reader, like, specs, plan, nvme, device)
@@ -312,11 +292,7 @@ def _restore_from(
 
 
 def match_leaves(reader: checkpoint.CheckpointReader, like: TrainState, policy: Policy) -> dict[str, str]:
-    """{leaf of the state: leaf of the checkpoint that it is made of}, without leaves that are initialised afresh.
-
-    Those are a new loss scale, and the statistics of the loss, which checkpoints of earlier versions may lack. Raises
-    ValueError naming the leaves that are missing or extra.
-    """
+    """{leaf of the state: leaf of the checkpoint that it is made of}; raises ValueError naming missing ones."""
     expected, out, missing = pytree.names(like), {}, []
     consumed, renamed = set(), renamed_leaves(reader.leaves, like)
     for name in expected:
@@ -344,8 +320,7 @@ def match_leaves(reader: checkpoint.CheckpointReader, like: TrainState, policy: 
 
 
 def renamed_leaves(names: Collection[str], like: TrainState) -> dict[str, str]:
-    """{leaf of an optimizer's state: the leaf among `names`, those of a stored state}, of one that has other
-    transformations around it."""
+    """{leaf of an optimizer's state: the stored leaf} of one with other transformations around it."""
     saved = [name.removeprefix(OPT) for name in names if name.startswith(OPT)]
     current = pytree.names(like.opt_state)
     if set(saved) == set(current):
@@ -369,14 +344,7 @@ def save_snapshot(
     mesh: Mesh,
     config: Any,
 ) -> checkpoint.Folder:
-    """Save the last complete step of a store, written by the ranks of another mesh, in `checkpoint_dir`; return its
-    path.
-
-    All ranks of `mesh` call it.
-    old: the specs by which those ranks held the leaves. like: this rank's state on the meta device by `specs`, all in
-    memory; one leaf at a time is loaded. Parameters that the store lacks are made from its master weights. Raises
-    ValueError if the store lacks a leaf, and Damaged if it is damaged.
-    """
+    """Save the last complete step of another mesh's store in `checkpoint_dir`; all ranks call it; return its path."""
     old_of, spec_of = pytree.named_leaves(old), pytree.named_leaves(specs)
     statistics = first_stats()  # which stores of earlier versions may lack
 

@@ -107,8 +107,7 @@ def restore(
 
 
 def check_masters(path: Folder, state: Tree, specs: Tree | None, mesh: Mesh) -> Tree:
-    """What was restored; raises ValueError naming a parameter of a TrainState that is not the rounding of its master
-    weights, as where only one of the two is the checkpoint's."""
+    """What was restored; raises ValueError naming a parameter that is not the rounding of its master weights."""
     if not isinstance(state, TrainState):
         return state
     spec_of = pytree.named_leaves(specs) if specs is not None else {}

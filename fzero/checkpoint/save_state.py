@@ -1,11 +1,7 @@
-"""A checkpoint being written: its state, its outcome, and the errors of its threads.
+"""A checkpoint being written: its state, its outcome, the errors of its threads, and the manifest that completes it.
 
-The end of a save: what the ranks report to rank 0, and the manifest with which a checkpoint is complete.
-
-The plan of a state's snapshot: which slabs of which parts this rank writes, and the memory that they take. States of
-the same shapes have the same one.
-
-One part of a leaf being written: chunks in file order, their checksums, and the index that finds them.
+The plan of a state's snapshot: which slabs of which parts this rank writes, and the memory that they take. A part being
+written has its chunks in file order, their checksums, and the index that finds them.
 """
 
 from __future__ import annotations
@@ -67,10 +63,7 @@ def as_tensor(raw: np.ndarray) -> Tensor:
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Allocate an uninitialised tensor.
-
-    A large one is in huge pages, whose first use is a hundred times faster than that of small ones.
-    """
+    """An uninitialised tensor; a large one in huge pages, whose first use is a hundred times faster."""
     size = math.prod(shape) * dtype.itemsize
     return (
         torch.from_numpy(aligned_memory(size)[:size]).view(dtype).view(shape)
@@ -83,11 +76,7 @@ Box = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # (start, size) -> e
 
 
 class TileFile:
-    """A part being written: call `fill` and `write` for each of its slabs, in any order and from any thread.
-
-    path: (leaf name) -> the folder of its array, called once that is known. pending_slabs: the number of slabs still to
-    be written.
-    """
+    """A part being written: call `fill` and `write` for each of its slabs, in any order and from any thread."""
 
     def __init__(self, name: str, layout: ChunkLayout, index: Index, path: Callable[[str], Folder]) -> None:
         self.name, self.layout, self.index, self.path = name, layout, index, path
@@ -104,10 +93,7 @@ class TileFile:
     def fill(
         self, raw: Tensor, slab: Slab, give: Box, shard_start: Index, reading: SnapshotReader | None = None
     ) -> Copied:
-        """Copy a slab's elements into `raw` in file order; from a GPU, start to.
-
-        give: reads boxes of this rank's shard. shard_start: the start of the shard in the leaf. reading: of its GPU.
-        """
+        """Copy a slab's elements into `raw` in file order; from a GPU, start to."""
         layout = self.layout
         start = tuple(index - begin for index, begin in zip(slab_start(layout, self.index, slab), shard_start))
         size = slab_size(layout, self.index, slab)
@@ -191,10 +177,7 @@ class TileFile:
 
 
 def append_crc(rows: np.ndarray, n: int) -> np.ndarray:
-    """Write the crc32c of the first n bytes of each row after those bytes, and zeros after it.
-
-    Returns the crc32c of each row.
-    """
+    """Write the crc32c of the first n bytes of each row after those bytes, then zeros; return the crc32c of each."""
     sums = np.array([crc32c(row[:n]) for row in rows], "<u4")
     rows[:, n : n + CRC] = sums.view(np.uint8).reshape(-1, CRC)
     rows[:, n + CRC :] = 0
@@ -366,10 +349,7 @@ class Reports:
 def complete(
     checkpoint_dir: Folder, save: Save, reports: Sequence[dict[str, Any]], mesh: Mesh, pool: ThreadPoolExecutor
 ) -> None:
-    """Write the zarr metadata and the manifest of a save whose parts are all written.
-
-    reports: of each rank, {leaf: {part: [checksum, digest]}}.
-    """
+    """Write the zarr metadata and the manifest of a save whose parts are all written."""
     path, leaves = step_folder(checkpoint_dir, save.step), {}
     for name, (rank_tiles, spec) in save.layouts.items():
         layout = rank_tiles.layout

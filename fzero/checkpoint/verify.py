@@ -123,10 +123,7 @@ def split_slab(slab: Slab, counts: Index) -> list[Slab]:
 
 
 def find_nonzero_padding(tile: StoredTile, slab: Slab, raw: np.ndarray, end: int, size: int) -> list[int]:
-    """The numbers of a slab's chunks that are not followed by zeros up to the end of the page.
-
-    end: where the slab's first chunk ends in the file. size: the bytes of the file.
-    """
+    """The numbers of a slab's chunks that are not followed by zeros up to the end of the page."""
     layout = tile.layout
     if layout.chunks == 1:
         return []

@@ -1,9 +1,8 @@
 """Save a state during training: a snapshot, threads that write it, and a commit once every rank has written its parts.
 
-`Writer.save` copies this rank's shards into buffers and returns. Threads then checksum and write them. Leaves of a GPU
-are copied as they are at that moment, but after `save` has returned: a thread starts the copies, slab by slab, and
-others wait for their slab's. When all ranks have reported their parts to rank 0, through the store of the mesh, rank 0
-writes the zarr metadata, and finally the manifest.
+`Writer.save` copies this rank's shards into buffers and returns; threads checksum and write them. A GPU's leaves are
+copied as they are at that moment, after `save` has returned, slab by slab. When all ranks have reported their parts,
+rank 0 writes the zarr metadata, and finally the manifest.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from fzero.core.text_parsing import parse_json
 from fzero.offload.buffer_pool import BufferPool
 from fzero.sharding import Mesh, Spec, one_process
 
-THREADS = 4
+THREADS = 4  # that checksum and write
 MANY = 1 << 27  # bytes of a state, above which compiling the digest function (about 1 s) saves time
 _WRITERS = itertools.count()
 
@@ -155,6 +154,7 @@ class Writer:
             raise ValueError(f"{self.checkpoint_dir}: is not a folder; give a folder to save checkpoints in")
         self.wait()
         save = self.current = Save(step, config)
+        # A daemon: a process that must end does not wait for a checkpoint; without its manifest there is none.
         threading.Thread(target=self._serve, args=(save, next(self.saves)), name="fzero-commit", daemon=True).start()
         goes_on = False
         try:
@@ -235,6 +235,8 @@ class Writer:
         self._copy(save, plan, {name: leaf for name, (leaf, _) in named.items() if name not in on_gpu})
         if on_gpu:
             device = next(iter(on_gpu.values())).device
+            # The reader is made on this thread: it records an event behind the work that the current stream has so far,
+            # so that the copies see this state, and the next update waits for them.
             args = (save, plan, on_gpu, device, SnapshotReader(device))
             threading.Thread(target=self._copy_from_gpu, args=args, name="fzero-snapshot", daemon=True).start()
         return bool(on_gpu)
@@ -253,6 +255,7 @@ class Writer:
         short = buffers is not None and buffers.size < plan.total
 
         def busy() -> bool:
+            # The buffers are smaller than the state: the copies wait for writes, which begin now.
             if short:
                 save.go.set()  # otherwise threads would take memory bandwidth from the copies
             return save.go.is_set() and save.error is None and any(not task.done() for task in reversed(save.tasks))
@@ -314,11 +317,13 @@ class Writer:
             if not save.go.is_set() and has_spare_core() and save.early.acquire(blocking=False):
                 stack.callback(save.early.release)
             else:
+                # Until the snapshot is made, so that writes take no memory bandwidth from it.
                 save.go.wait()
             self._write_now(save, tile, slab, copied)
 
     def _write_now(self, save: Save, tile: TileFile, slab: Slab, copied: Copied) -> None:
         raw = copied.finish()  # also if nothing is written: the memory is the next snapshot's
+        # The folder of the step, which rank 0 makes.
         save.target.wait()
         if save.error is None:
             try:
@@ -368,6 +373,7 @@ class Writer:
         for task in save.tasks:
             task.result()
         if not is_url(self.checkpoint_dir):
+            # One sync for all files of this rank, before it reports: the manifest may name only what is durable.
             sync_file_system(Path(self.checkpoint_dir))
         return {
             name: {str(tile.number): [tile.sum, tile.digest] for tile in parts} for name, parts in save.tiles.items()
@@ -382,10 +388,9 @@ class Writer:
         return directory.begin(self.checkpoint_dir, step)
 
     def _commit(self, save: Save, key: str, report: dict[str, Any]) -> dict[str, Any]:
-        """Complete the checkpoint on rank 0, once all ranks have reported.
-
-        Returns {} or {"error": ...} on every rank.
-        """
+        """Complete the checkpoint on rank 0, once all ranks have reported; {} or {"error": ...} on every rank."""
+        # Through the store and not by a collective: the training thread runs collectives meanwhile, and two orders of
+        # them would hang.
         self.reports.send(f"{key}/{self.mesh.rank}", report)
         path = step_folder(self.checkpoint_dir, save.step)
 
@@ -398,12 +403,14 @@ class Writer:
                 rank, reason = failed[0]
                 return {"error": reason if self.mesh.size == 1 else f"rank {rank}: {reason}"}
             try:
+                # The manifest is the last file that it writes: from then on the checkpoint exists.
                 complete(self.checkpoint_dir, save, reports, self.mesh, self.pool)
             except BaseException:
                 with contextlib.suppress(OSError):
                     directory.clean_step(path)  # keeps the files of the manifest, which may be the new one
                 raise
             directory.clean_step(path)
+            # Only now, when the new checkpoint exists: at every instant there are as many as before.
             directory.retire(
                 self.checkpoint_dir, save.step, keep_last=self.keep_last, keep_every=self.keep_every, spare=True
             )

@@ -1,6 +1,7 @@
 """`python -m fzero.cli.aot [PATTERN] [--arch sm_90] [--part kernels]`: compile every kernel that a run on a GPU
-would launch, without having one, and check the machine code: fzero's own, and those that Inductor generates for
-compiled blocks.
+launches.
+
+It needs no GPU, and checks the machine code: fzero's own, and what Inductor generates for compiled blocks.
 """
 
 from __future__ import annotations
@@ -69,8 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _models(arch: str, *, chosen: bool) -> Sequence[str]:
-    """The models whose compiled blocks are looked at. Unless an architecture was chosen, the second one has that of a
-    Llama alone: what Inductor generates of the others differs from the first one's in block sizes."""
+    """The models whose compiled blocks are looked at; the others' differ from the first one's in block sizes."""
     from fzero.planner import aot_inductor
 
     names = list(aot_inductor.MODELS) if arch in aot_inductor.DEVICES else []

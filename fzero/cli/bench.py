@@ -1,5 +1,4 @@
-"""`fzero bench`: measure this machine, for plans; and `fzero bench disk`: find the settings of a disk
-(planner/calibrate/)."""
+"""`fzero bench`: measure this machine, for plans; and `fzero bench disk`: find the settings of a disk."""
 
 from __future__ import annotations
 

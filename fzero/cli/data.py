@@ -110,8 +110,7 @@ def prepare(sources: tuple[str, ...], out: Path, workers: int, duplicates: str, 
 
 @contextlib.contextmanager
 def bytes_bar() -> Iterator[Callable[[str, int, int], None] | None]:
-    """A context of a function that shows (what is done now, bytes done, bytes of all) in a bar; None without a
-    terminal."""
+    """A context of a function that shows (work, bytes done, bytes of all) in a bar; None without a terminal."""
     if not (sys.stderr.isatty() and packages.installed("tqdm")):
         yield None
         return

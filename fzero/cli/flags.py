@@ -1,9 +1,7 @@
 """The flags that set the config of a run, for every command that takes one, and their conversion to a RunConfig.
 
-The numbers of flags: outside of their bounds they are refused while a command line is parsed, before any file is
-opened.
-
-Flags that do nothing without something else: each says what it needs, and is refused where that is missing.
+Numbers outside of their bounds are refused while a command line is parsed, before any file is opened, and so are flags
+that do nothing without something else.
 """
 
 from __future__ import annotations
@@ -21,11 +19,7 @@ from fzero.core.text_parsing import environment_number, short
 
 
 class Flag(click.Option):
-    """An option that does nothing without another one, or without something of what the command works on.
-
-    needs: the other one, "--search"; with `of`, words for what is needed. of: a function of what the command gives
-    `refuse_idle`, whether that is there.
-    """
+    """An option that does nothing without another one, or without something of what the command works on."""
 
     def __init__(self, *args: Any, needs: str, of: Callable[..., bool] | None = None, **options: Any):
         super().__init__(*args, **options)
@@ -280,8 +274,7 @@ VALUES = (
 
 
 def config_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the flags of a config to `command`; its arguments get `config_file`, `settings`, `mesh` and those of
-    SHORTHANDS."""
+    """Add the flags of a config to `command`, which gets `config_file`, `settings`, `mesh` and SHORTHANDS."""
     return add_flags(command, (MODEL, *FILES, TEXT, MIXTURE, *VALUES))
 
 
@@ -414,10 +407,7 @@ def parse_mesh(text: str, flag: str = "--mesh ") -> dict[str, int]:
 def config_of(
     table: dict[str, Any], config_file: Path | None, init: Path | None = None, *, has_mesh: bool = True
 ) -> Any:
-    """The RunConfig of a table of `table_of`, with the model's sizes of the run `init` if given.
-
-    has_mesh: whether its mesh is that of a run, and nothing may be said of axes that it does not have.
-    """
+    """The RunConfig of a table of `table_of`, with the model's sizes of the run `init` if given."""
     from fzero.run.config import config_table, unused_keys
     from fzero.run.setup.vocabulary import start_model
 

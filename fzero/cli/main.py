@@ -1,4 +1,4 @@
-"""The command line: the list of commands, and the entry that runs one of them (fzero/cli/process.py says how it ends).
+"""The command line: the list of commands, and the entry that runs one of them.
 
 Heavy imports wait until a command runs, so that `fzero --help` is quick.
 """

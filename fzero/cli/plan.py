@@ -280,10 +280,7 @@ def of_many(searches: bool, vary: bool) -> str:
 
 
 def refuse_conflicts(kind: str, question: str | None, as_json: bool, of_one: dict[str, bool]) -> None:
-    """Raise ValueError for flags that exclude each other.
-
-    kind: "--search", "--vary" or "". of_one: {flag of one plan: whether it is given}.
-    """
+    """Raise ValueError for flags that exclude each other; kind: "--search", "--vary" or ""."""
     conflicts = [kind] if kind else [flag for flag, present in of_one.items() if present]
     if question and conflicts and not (question in OF_SEARCH and kind == "--search"):
         raise ValueError(f"--ask {question} answers one question; leave out {conflicts[0]}")
@@ -304,8 +301,7 @@ def refuse_lora_flags(rank: int | None, targets: str | None, quantize: str | Non
 def with_model_flags(
     config: Any, classes: int | None, rank: int | None, targets: str | None, quantize: str | None
 ) -> Any:
-    """The config with the head of --classes and the factors of --lora-rank; raises ValueError for an optimizer that
-    does not go with them."""
+    """The config with the head of --classes and the factors of --lora-rank; raises ValueError if they do not fit."""
     from fzero.planner import plan as plans
 
     config = config if classes is None else plans.with_classes(config, classes)
@@ -368,11 +364,7 @@ def plan_config(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
 
 
 def parse_choices(texts: tuple[str, ...]) -> dict[str, list[Any]]:
-    """Parse texts NAME=A,B to {name: values}. If a text has a semicolon, semicolons separate, as values of mesh and
-    offload have commas.
-
-    NAME is a flag of a config, `mesh`, `gpu`, or a dotted name of the config.
-    """
+    """{name: values} of texts NAME=A,B; a semicolon, if there is one, separates values that have commas."""
     choices: dict[str, list[Any]] = {}
     for text in texts:
         key, equals, values = text.partition("=")
@@ -409,10 +401,7 @@ def parse_value(text: str) -> Any:
 
 
 def refuse_decided_flags(config_file: Path | None, settings: tuple[str, ...], flags: dict[str, Any]) -> None:
-    """Raise ValueError naming what the user gives and a search decides: a flag, a --set, or an entry of a .toml file.
-
-    The config.json of a run has every value, so there nothing is asked for: a line says that they do not count.
-    """
+    """Raise ValueError naming what the user gives and a search decides: a flag, a --set, or a .toml entry."""
     keys = {**SHORTHANDS, "mesh": "mesh"}
     if flags.pop("deepspeed") is not None:
         raise ValueError("--search decides stage, micro-batch and offload, which --deepspeed sets; give --config")

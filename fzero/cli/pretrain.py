@@ -162,8 +162,7 @@ def prepare(
 
 
 def with_cost_layout(config: Any, coordinator: Any) -> Any:
-    """The config of a new run, with the numbers of layers that its first rank finds for --layout cost. From then
-    on they are those of the run."""
+    """The config of a new run, with the numbers of layers that its first rank finds for --layout cost."""
     if config.pipeline.layout != "cost":
         return config
     from dataclasses import replace

@@ -1,8 +1,6 @@
 """Run a command as one of several processes: its output, how it joins the others, and how it ends.
 
 Heavy modules are imported only when needed, so that `fzero --help` is quick.
-
-The current work of a long command and its duration, on stderr.
 """
 
 from __future__ import annotations
@@ -27,10 +25,7 @@ REDRAWN = 0.25  # seconds between two drawings of a terminal's line
 
 
 class Progress:
-    """A context that shows a stage and its seconds on stderr while a command works: on a terminal a line that is
-    rewritten and removed at the end, else a plain line every EVERY seconds.
-
-    Call it with the text of the next stage. A command that ends sooner prints nothing to a file.
+    """A context that shows a stage and its seconds on stderr while a command works; call it with the next stage.
 
     >>> with Progress("counting") as show:
     ...     show("adding")
@@ -87,8 +82,7 @@ def say(line: str) -> None:
 
 
 def without_reader(show: Callable[[str], None]) -> Callable[[str], None]:
-    """The function that prints a line, for a run, which goes on where the reader of its output, such as head, has
-    ended."""
+    """The function that prints a line, for a run, which goes on where the reader of its output has ended."""
 
     def show_line(line: str) -> None:
         try:
@@ -114,8 +108,7 @@ def quiet(line: str) -> None:
 
 
 def escape_output() -> None:
-    """Let the standard streams write a character that their encoding lacks as an escape: a terminal of another locale
-    must not end a run."""
+    """Let the standard streams write a character that their encoding lacks as an escape."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # a stream of another kind, or a closed one
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
@@ -147,11 +140,7 @@ def versions() -> dict[str, str]:
 
 @contextlib.contextmanager
 def coordinated(hang_s: float | None = None) -> Iterator[Any]:
-    """A context of this process's Coordinator (fzero/run/ranks/coordinator.py), in which SIGTERM raises Stopped.
-
-    hang_s: how long it waits for the others; None: the default of train.hang_s.
-    An exception that ends the context has the coordinator as its attribute, so that `exit_code` tells the other ranks.
-    """
+    """A context of this process's Coordinator, in which SIGTERM raises Stopped."""
     with signals.raise_on_sigterm():
         with without_collection():
             # Before this process joins, as it gives no sign of life while it imports.
@@ -262,8 +251,7 @@ def drop(stream: TextIO) -> None:
 
 
 def write_traceback(error: BaseException) -> str:
-    """Write the traceback of an error into a new file of the system's temporary folder; return its path, or "" if it
-    cannot be written."""
+    """The path of a new file with the traceback of an error, "" if it cannot be written."""
     import tempfile
     import traceback
 
@@ -303,8 +291,7 @@ def last_words(text: str, error: BaseException) -> tuple[str, int]:
 
 
 def end_stopped(error: signals.Stopped) -> int:
-    """Return the exit code of a process stopped by a signal before there was anything to save, and stop the other
-    ranks."""
+    """The exit code of a process stopped before there was anything to save; stops the other ranks."""
     coordinator = getattr(error, "coordinator", None)
     if coordinator is None and signals.under_torchrun():
         return 128 + error.number  # torchrun ends the others

@@ -56,12 +56,7 @@ def report(
 
 
 def predict_run(folder: Path) -> dict[str, Any] | None:
-    """The plan of the last attempt of the run in `folder`: its plan.json, or one made now for this machine and kept
-    there.
-
-    The run itself does not make it, as that takes seconds and the run does not need it. None if no attempt is recorded.
-    Raises ValueError if it cannot be planned.
-    """
+    """The plan of the last attempt of the run in `folder`: its plan.json, or one made and kept now."""
     from fzero.core.storage import write_text
     from fzero.core.text_parsing import parse_json, read_json
     from fzero.planner.plan import plan

@@ -1,7 +1,6 @@
 """The entry of `fzero` and `python -m fzero`: Ctrl-C while modules are imported is one line, too.
 
-It loads nothing before it has the signal in hand, and `fzero/__init__.py` hardly anything: what Python itself does
-before that it shows as it likes.
+It loads nothing before it has the signal in hand.
 """
 
 from __future__ import annotations
@@ -14,16 +13,14 @@ from typing import NoReturn
 
 
 def exit_immediately(number: int, frame: FrameType | None) -> NoReturn:
-    """The handler of Ctrl-C while a command is imported and nothing has begun: an exception would be the traceback of
-    some import, or be swallowed by it."""
+    """The handler of Ctrl-C while a command is imported: an exception would be swallowed or be a traceback."""
     if os.environ.get("RANK", "0") == "0":
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"fzero: interrupted\n")
     os._exit(130)
 
 
 def open_streams() -> None:
-    """Open the standard streams that this process was started without, on nothing: Python has None in their place, and
-    the next file to be opened would get their number, and all that is printed there."""
+    """Open the standard streams that this process was started without, on nothing."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)

@@ -127,6 +127,7 @@ def open_to_write(path: str | Path, mode: WriteMode, *, direct: bool = False, ma
     Raises NotWritable, an OSError, if a link, a folder or a FIFO is there, and for a file to update that has other
     names (hard links); one to append to is copied first.
     """
+    # O_NOFOLLOW: a link fails. O_NONBLOCK: so does a FIFO without a reader, which would be waited for.
     path, flags = Path(path), FLAGS[mode] | os.O_CREAT * make | os.O_NOFOLLOW | os.O_NONBLOCK
     flags |= os.O_DIRECT if direct else 0
     try:
@@ -139,10 +140,12 @@ def open_to_write(path: str | Path, mode: WriteMode, *, direct: bool = False, ma
             raise NotWritable(path, _fault(kind)) from None
         raise
     try:
+        # Of the open file: what is at the path may have changed since.
         status = os.fstat(fd)
         if kind := kind_of(status.st_mode):
             raise NotWritable(path, _fault(kind))
         if status.st_nlink > 1 and mode == "append":
+            # The other names keep the old content.
             with replacing(path) as copy, path.open("rb") as old:
                 shutil.copyfileobj(old, copy)
         elif status.st_nlink > 1 and mode != "replace":
@@ -184,12 +187,15 @@ def replacing(path: str | Path, *, cache: bool = False) -> Iterator[BinaryIO]:
     cache: a file that several processes may write at once, and that need not outlive a crash.
     """
     path = Path(path)
+    # In the same folder, as a rename is atomic within one file system. A cache's has the process in its name, as
+    # several may write it at once.
     partial = path.with_name(f"{path.name}.{os.getpid()}.part" if cache else f"{path.name}.partial")
     try:
         with writing(partial, "replace") as file, naming(path):
             yield file
             file.flush()
             if not cache:
+                # Before the rename: after a crash the name may otherwise lead to an empty file.
                 os.fsync(file.fileno())
         try:
             os.replace(partial, path)
@@ -200,6 +206,7 @@ def replacing(path: str | Path, *, cache: bool = False) -> Iterator[BinaryIO]:
             partial.unlink(missing_ok=True)
         raise
     if not cache:
+        # Then the folder, in which the rename is.
         sync_folder(path.parent)
 
 
@@ -236,6 +243,7 @@ def cut_half_line(fd: int) -> None:
     size = end = os.fstat(fd).st_size
     while end:
         begin = max(0, end - BLOCK)
+        # From the end, as the file may be long.
         newline = os.pread(fd, end - begin, begin).rfind(b"\n")
         if newline >= 0:
             end = begin + newline + 1
@@ -258,6 +266,7 @@ def make_folder(folder: str | Path, *names: str) -> Path:
         try:
             path.mkdir()
         except FileExistsError:
+            # lstat, which does not follow a link.
             mode = os.lstat(path).st_mode
             if not stat.S_ISDIR(mode):
                 kind = kind_of(mode) or "a file"

@@ -17,6 +17,8 @@ from typing import Any
 def deaf_to_interrupts() -> Iterator[None]:
     """A context in which processes are started that get no SIGINT for as long as they live; this one gets it at its
     end. Before one in which processes are spawned, call `begin_spawning`."""
+    # A process inherits the mask of its parent, and blocked signals stay pending: Ctrl-C reaches this process at the
+    # end.
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -48,6 +50,7 @@ class Pool(ProcessPoolExecutor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         """As of any executor; the first call starts the processes."""
+        # The executor keeps its processes to itself, so that those that `submit` starts are found by comparison.
         children = set(multiprocessing.active_children())
         with deaf_to_interrupts():
             future = super().submit(fn, *args, **kwargs)
@@ -57,6 +60,7 @@ class Pool(ProcessPoolExecutor):
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool | None:
         if kind is not None:
             for process in self.started:
+                # SIGKILL, as a forked worker has inherited the handlers of this process.
                 process.kill()
         # Also the executor's thread is waited for: at the interpreter's end it may close a pipe that is written to.
         self.shutdown(wait=True, cancel_futures=kind is not None)

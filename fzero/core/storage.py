@@ -25,6 +25,7 @@ from urllib.parse import quote, unquote, urlsplit
 from fzero.core.files import make_folder, replacing
 from fzero.core.text_parsing import read_text_file
 
+# tensorstore itself waits without end for a server that does not answer.
 WAIT_S = 30.0  # the timeout of a transfer, plus as much again for every SLOWEST bytes
 SLOWEST = 8 << 20  # bytes
 # An unreachable store is reported after about 10 s; one that asks for slower requests gets them.
@@ -77,8 +78,10 @@ def context() -> Any:
     return tensorstore.Context(
         {
             "file_io_concurrency": {"limit": 4},
+            # Durable by one sync at the end (`sync_file_system`), which is faster than one per file.
             "file_io_sync": False,
             "file_io_locking": {"mode": "none"},  # each chunk has one writer: its rank
+            # A chunk is read once, so that a cache would only take memory.
             "cache_pool": {"total_bytes_limit": 0},
             "data_copy_concurrency": {"limit": 2},
             "s3_request_retries": RETRIES,
@@ -116,6 +119,7 @@ class Objects:
 
         Raises EOFError if the object is shorter.
         """
+        # Of unknown size: time for 64 MiB.
         size = 64 << 20 if end is None else end - start
         return self.end_read(self.begin_read(name, start, end), size)
 
@@ -134,6 +138,7 @@ class Objects:
 
     def remove(self, names: list[str]) -> None:
         """Remove objects; missing ones are ignored."""
+        # All are started before any is waited for.
         for future in [self.kv.write(name, None) for name in names]:
             self._done(future, 0)
 
@@ -271,6 +276,7 @@ def sync_file_system(path: Path) -> None:
     """
     fd = os.open(path, os.O_RDONLY)
     try:
+        # Python has no syncfs.
         if ctypes.CDLL(None, use_errno=True).syncfs(fd):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), str(path))

@@ -202,17 +202,12 @@ def apply_in_place(
 
 @torch.no_grad()
 def overwrite(change: Callable[..., Tensor], names: Tree, grads: Tree, *trees: Tree) -> Tree:
-    """A tree of `change(name, g, *leaves of trees)`, where `change` may write into `g`, as no two share memory (see
-    `distinct`)."""
+    """A tree of `change(name, g, *leaves of trees)`, where `change` may write into `g`."""
     return pytree.map(change, names, distinct(grads), *trees)
 
 
 def distinct(grads: Tree) -> Tree:
-    """The gradients, each in memory of its own.
-
-    A gradient may be one element expanded, or the very buffer of another leaf's gradient (autograd gives the terms of a
-    sum one tensor): such a leaf is copied, before anything is written. Other leaves stay as they are.
-    """
+    """The gradients, each in memory of its own: those that share it are copied."""
     buffers: set[tuple[int, int | torch.SymInt]] = set()
 
     def unshare(g: Any) -> Any:

@@ -80,8 +80,7 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
 
 
 class SplitChain(NamedTuple):
-    """A chain split into leading rescalings (such as clipping), which need the global norm, and a body that can update
-    leaves separately."""
+    """A chain split into leading rescalings (clipping), which need the global norm, and a body for single leaves."""
 
     heads: tuple[GradientTransformation, ...]
     body: GradientTransformation

@@ -1,7 +1,7 @@
 """DeepSpeed's schedules, step for step.
 
-DeepSpeed sets the learning rate after each update, from an iteration that begins at -1: before update t (0 for the
-first) it is that of iteration t - 1, and the first two updates have the rate that the warmup begins with.
+It sets the rate after each update, from an iteration that begins at -1: before update t (0 for the first) it is that of
+iteration t - 1, and the first two updates have the warmup's first rate.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """An optimizer class of torch, or anyone's, as a transformation: its own step runs on pieces of the leaves.
 
-What the class keeps for a parameter is found by running it on a small one: tensors of the parameter's shape become
-trees of the state, single numbers are one for all leaves. A class is taken if its step on two parts of a parameter
-gives the bits of its step on the whole; one that needs more is refused by name.
+What the class keeps is found by running it on a small parameter: tensors of its shape become trees of the state, single
+numbers are one for all leaves. A class whose step on two parts has not the bits of its step on the whole is refused.
 """
 
 from __future__ import annotations
@@ -198,11 +197,7 @@ class _First(dict[str, Any]):
 
 
 def probe(name: str, make: Callable[..., torch.optim.Optimizer]) -> InitialState:
-    """Find the state that a class keeps, by steps on a small parameter.
-
-    Raises ValueError unless steps on two parts of it, from the state that was found, have the bits of those on the
-    whole.
-    """
+    """The state that a class keeps, found by steps on a small parameter; raises ValueError if parts give other bits."""
     draw = torch.Generator().manual_seed(0)
     start, *grads = (torch.randn(4, 6, generator=draw).double() for _ in range(4))
     full = start.clone()

@@ -1,8 +1,7 @@
 """From the update of one leaf to a whole GradientTransformation.
 
-An optimizer states its equation once, for one leaf, out of place. From that follow the pure `update`, and the forms
-that reuse buffers: they walk over pieces of a leaf (flat stretches where the equation is elementwise, layers where it
-is not), so that their temporaries have the size of a piece and not of the model.
+An optimizer states its equation once, for one leaf, out of place. The pure `update` and the forms that reuse buffers
+follow: they walk over pieces of a leaf (flat stretches or layers), so that temporaries have the size of a piece.
 """
 
 from __future__ import annotations
@@ -48,10 +47,7 @@ Step = Callable[[Tensor, tuple[Tensor, ...], Tensor, tuple[Tensor, ...], Any], t
 
 
 def moment(state_dtype: torch.dtype | None) -> Slot:
-    """A slot of zeros in the param's shape, in `state_dtype` (None: the param's dtype).
-
-    Raises ValueError for a dtype that is not floating-point.
-    """
+    """A slot of zeros in the param's shape, in `state_dtype` (None: the param's); raises ValueError for integers."""
     expect_floating("state_dtype", state_dtype)
 
     def zeros(name: str, p: Tensor) -> Tensor:
@@ -95,12 +91,7 @@ def flat_pieces(name: str, tensors: Sequence[Tensor]) -> Iterator[Sequence[Tenso
 def layer_pieces(
     stacked: str | None, parts: Callable[[str, Sequence[int]], int]
 ) -> Callable[[str, Sequence[Tensor]], Iterable[Sequence[Tensor]]]:
-    """Cuts a leaf whose name `stacked` matches into views of one layer (the leading dim kept); others stay whole.
-
-    parts: (name, dims) -> into how many parts they are cut, 1 if the leaf is whole. Of a leaf whose layers are in n
-    parts, n layers at a time, which take no more room than one: so few collectives, and a layer for each of n ranks.
-    Raises ValueError if `stacked` is no regular expression.
-    """
+    """A function that cuts a leaf whose name `stacked` matches into views of one layer; others stay whole."""
     expect_regex("stacked", stacked)
 
     def pieces(name: str, tensors: Sequence[Tensor]) -> Iterable[Sequence[Tensor]]:
@@ -146,15 +137,7 @@ def leafwise(
     check: Callable[[Tree], None] = lambda params: None,
     vary: Callable[[str, Tensor], Tensor] = lambda name, x: x,
 ) -> GradientTransformation:
-    """The transformation that does `step` on every leaf; its state is `state_type(count, a tree per slot, then ()s)`.
-
-    scalars: (count of steps made before) -> float64 0-dim tensors that `step` is given, cast to the leaf's computing
-    dtype.
-    info: (name, param) -> what `step` must know of the whole leaf (it sees pieces of it when buffers are reused).
-    pieces: how a leaf may be cut without changing what `step` computes.
-    check: raises ValueError in `init` for params that the optimizer cannot take.
-    vary: of ShardedLeaves, for scalars: they are the same on all ranks, and each uses them with its shards.
-    """
+    """The transformation that does `step` on every leaf; its state is `state_type(count, a tree per slot, ...)`."""
     spare = ((),) * (len(state_type._fields) - 1 - len(slots))
 
     def init(params: Tree) -> Tree:

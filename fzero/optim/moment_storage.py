@@ -1,8 +1,8 @@
 """The storage of an optimizer's moments, and the transformation that updates many leaves with one kernel.
 
-A moment is kept in a float dtype, rounded to nearest; in bfloat16, rounded stochastically; or in 8 bits: codes with a
-scale for each block of a row. Small leaves and vectors stay in float32 if the others have 8 bits: they are few, and
-some are delicate."""
+A moment is in a float dtype, rounded to nearest; in bfloat16, rounded stochastically; or in 8 bits: codes with a scale
+for each block of a row. Small leaves and vectors stay in float32 beside 8 bits: few, and some are delicate.
+"""
 
 from __future__ import annotations
 
@@ -116,11 +116,7 @@ def with_kernel(
     impl: str,
     **numbers: Any,
 ) -> GradientTransformation:
-    """The transformation of `step` on each leaf; its `in_place` is one call of `op` for all leaves of the same dtypes.
-
-    state_types: of (count, a tree per moment), and of (count, a tree of codes per moment, a tree of scales per moment).
-    numbers: the rest of Rates.
-    """
+    """The transformation of `step` on each leaf; `in_place` calls `op` once for all leaves of the same dtypes."""
     if impl not in ("auto", "reference"):
         op.form(impl)
     decays, exact = decay_predicate(mask), encoding.bits is None and encoding.rounding == "nearest"
@@ -184,8 +180,7 @@ def with_kernel(
 def _leaf_boxes(
     encoding: Storage, name: str, leaf: OptimLeaf, slices: Mapping[str, ShardSlice] | None
 ) -> list[OptimLeaf]:
-    """A leaf, or the piece `slices` of it, in boxes whose elements have their places in the whole leaf: one, but where
-    the layers of a rank do not follow one another."""
+    """A leaf, or the piece `slices` of it, in boxes whose elements have their indices in the whole leaf."""
     shape = tuple(leaf.p.shape)
     shard, offset = slices[name] if slices else (shape, (0,) * len(shape))
     windows, full_shape = encoding.shards.windows(name, shard)

@@ -29,8 +29,7 @@ _COLUMNS = 1 << 16
 
 @dataclass(frozen=True)
 class Squared:
-    """In place of a leaf in a tree of which the norm is asked: what `ShardedLeaves.square` made of its pieces, in their
-    order."""
+    """In place of a leaf in a tree whose norm is asked for: the squares of its pieces, in order."""
 
     squares: list[tuple[int, Tensor]]  # (layer, square)
     shape: torch.Size  # of the whole leaf, or of a shard: its number of dims counts
@@ -80,10 +79,7 @@ def _wide(tree: Tree) -> torch.dtype:
 
 
 def _set_sums(named: dict[str, Any], used: dict[str, tuple[str, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """{a leaf's name: the sum of squares [1] of this rank's part of it and of all leaves on the same set of axes}.
-
-    By the pieces of each leaf, so that its bits are the same for a leaf that is not in memory as a whole.
-    """
+    """{name of a leaf: the sum of squares [1] of this rank's part of it and of all leaves on its axes}."""
     members: dict[tuple[str, ...], list[str]] = {}
     for name in sorted(named, key=lambda name: (used[name], name)):  # the same order on all ranks
         members.setdefault(used[name], []).append(name)
@@ -114,8 +110,7 @@ def _squared(x: Any, stacked: bool, f: Callable[[Tensor], Tensor]) -> list[tuple
 
 
 def widen(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    """The pieces (layer, tensor) in float32 or wider, those that are not in one buffer, so that a piece lasts until the
-    next."""
+    """The pieces (layer, tensor) in float32 or wider, each of which lasts until the next."""
     buffer = torch.empty(0)
     for layer, piece in pieces:
         wide = torch.promote_types(piece.dtype, torch.float32)
@@ -150,14 +145,12 @@ class LeafRows(NamedTuple):
 
 
 def _row_sums(named: dict[str, Any], rows: dict[str, LeafRows], layers: dict[str, Layers]) -> dict[str, Tensor]:
-    """{name of each leaf: this rank's part of the sums of squares of its rows}, by name; of leaves in `layers`, whose
-    layers are on several ranks, the sums [rows x layers] of the rows of each layer."""
+    """{name of each leaf: this rank's part of the sums of squares of its rows}, by name."""
     return {name: _local_row_sums(named[name], shard_dim(name), rows[name], layers.get(name)) for name in sorted(named)}
 
 
 def _fold(x: Tensor) -> Tensor:
-    """The sum over the last dim by halves: its order is that of the size alone, on any device, with any number of
-    threads."""
+    """The sum over the last dim by halves: the same order on any device, with any number of threads."""
     while x.shape[-1] > 1:
         half = (x.shape[-1] + 1) // 2
         low, high, odd = x[..., : x.shape[-1] - half], x[..., half:], x[..., x.shape[-1] - half : half]
@@ -166,8 +159,7 @@ def _fold(x: Tensor) -> Tensor:
 
 
 def _local_row_sums(x: Any, dim: int, rows: LeafRows, local_layers: Layers | None) -> Tensor:
-    """The sums of squares, float64 [rows of the whole leaf], of the rows of dim `dim`; zero for the rows of other
-    ranks. local_layers: see `_row_sums`."""
+    """The sums of squares, float64 [rows of the whole leaf], of the rows of dim `dim`; zero for other ranks' rows."""
     rows = rows if x.dim() > dim else LeafRows()  # without such a dim there is one
     layers: dict[int, list[Tensor]] = {}
     for layer, squares in _squared(x, dim == 1, _row_squares):

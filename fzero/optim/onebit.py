@@ -70,17 +70,12 @@ Direction = Callable[[Moments, dict[str, Any], ShardedLeaves], Tensor]
 
 
 class Method(NamedTuple):
-    """What differs between the optimizers that send signs.
+    """What differs between the optimizers that send signs."""
 
-    full: count -> bool 0-dim: whether the sum of gradients of this step is made in full, and v moves.
-    v_steps: count -> how often v has moved, with this step.
-    direction: (Moments, `extra` of the state, shards) -> the update but for the rate, and its sign; it may write to its
-    leaf of `extra`. extra: the slots there.
-    """
-
-    full: Callable[[Tensor], Tensor]
-    v_steps: Callable[[Tensor], Tensor]
-    direction: Direction
+    full: Callable[[Tensor], Tensor]  # count -> whether this step's sum of gradients is made in full, and v moves
+    v_steps: Callable[[Tensor], Tensor]  # count -> how often v has moved, with this step
+    direction: Direction  # (Moments, `extra`, shards) -> the update but for the rate, and its sign
+    # slots of the state beside the moments, to which `direction` may write
     extra: dict[str, Slot] = {}  # noqa: RUF012
 
 
@@ -253,8 +248,7 @@ def move_momentum(
     state: OneBitState,
     moments: tuple[dict[str, Tensor], dict[str, Tensor]],
 ) -> None:
-    """Overwrite m, and in a step with a full sum v, or else the errors of `state`; `g` is emptied of leaves that are
-    sent."""
+    """Overwrite m, and v in a step with a full sum, else the errors; `g` is emptied of leaves that are sent."""
     (m, v), signs, b1, b2 = moments, shards.signs, numbers.b1, numbers.b2
     sent = [name for name in state.worker if m[name].numel()]  # a stage may have no layer of a stack
     shard_of = partial(local_shard, signs, state)
@@ -283,8 +277,7 @@ def move_momentum(
 
 
 def local_shard(signs: SignSums | None, state: OneBitState, name: str, x: Tensor) -> Tensor:
-    """What this rank updates of a leaf that is whole on every rank because it is sent by signs; other leaves are that
-    already."""
+    """What this rank updates of a leaf that is whole on every rank because it is sent by signs."""
     return signs.updated_slice(name, x) if signs is not None and name in state.worker else x
 
 

@@ -1,8 +1,7 @@
 """Schedules: pure functions of the step, such as learning rates.
 
 A schedule takes the number of steps made before (an int, or an integer tensor of any shape) and returns a float64
-tensor of that shape; 0-dim for an int. Values (peak, start, end) may be tensors, so that schedules can be batched by
-torch.func.vmap too.
+tensor of that shape. Peak, start and end may be tensors, so that schedules can be batched by torch.func.vmap too.
 """
 
 from __future__ import annotations
@@ -301,8 +300,7 @@ def wsd(
 
 
 class Intervals(NamedTuple):
-    """Which steps sum, from step `freeze` on: each `every`-th; with `double` each first, then each second, fourth, ...
-    up to `every`, twice as many after so many steps.
+    """Which steps sum, from step `freeze` on: each `every`-th; with `double` the distance doubles up to `every`.
 
     >>> intervals = Intervals(freeze=2, every=4, double=4)
     >>> [count for count in range(2, 18) if intervals.sums(torch.tensor(count))]

@@ -1,7 +1,7 @@
 """Functions for optimizers that must see more than their own shard of a leaf.
 
-`WHOLE` serves leaves that are whole on every rank; `sharded(plan.opt, mesh, like=plan.like)` those of a plan. A
-transformation is given one of them by its `on`: a train step does so with its own plan.
+`WHOLE` serves leaves that are whole on every rank; `sharded(plan.opt, mesh, like=plan.like)` those of a plan, which a
+train step gives a transformation by its `on`.
 """
 
 from __future__ import annotations
@@ -233,8 +233,7 @@ def _local_rows(name: str, spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Le
 def _local_layers(
     named: dict[str, Any], specs: dict[str, Spec], shapes: dict[str, tuple[int, ...]], mesh: Mesh
 ) -> dict[str, Layers]:
-    """The layers that this rank has of leaves whose layers are on several ranks. Their squares are added in the order
-    of the layers, once all are here."""
+    """The layers that this rank has of leaves whose layers are on several ranks."""
     with_rows = [name for name in named if name in specs and specs[name].rows]
     return {name: (specs[name].rows[mesh.pp.rank], shapes[name]) for name in with_rows}
 
@@ -255,8 +254,7 @@ def shards_of_sums(plan: Plan) -> ShardedLeaves:
 
 
 def squares(shards: ShardedLeaves, tree: Tree) -> dict[str, Squared]:
-    """{name: the squares of a leaf}: `shards.norm` takes this in place of the tree, with the same bits; also for norms
-    of layers."""
+    """{name: the squares of a leaf}, which `shards.norm` takes in place of the tree, with the same bits."""
     return {
         name: _squares_of(leaf, shard_dim(name) == 1, shards.square) for name, leaf in pytree.named_leaves(tree).items()
     }
@@ -323,8 +321,7 @@ def cuts(leaf: LeafPlan, needs: str) -> bool:
 
 
 def layer_norm2(shards: ShardedLeaves, name: str, x: Tensor, lead: int) -> Tensor:
-    """The 2-norm of each layer of a leaf of which `x` is the shard, over all dims but the first `lead`; those are kept
-    with size 1."""
+    """The 2-norm of each layer of a leaf of which `x` is the shard, over all dims but the first `lead`."""
     dims = tuple(range(lead, x.dim()))
     norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True) if dims else x.abs()
     return safe_sqrt(shards.psum(name, norm.square(), dims))  # the root of a square is exact

@@ -1,5 +1,5 @@
-"""The leaves of an optimizer's state by name: which is which after a transformation was put around it, or left out; and
-an update in place, one leaf or layer of a leaf at a time, by a transformation that only has the pure form.
+"""The leaves of an optimizer's state by name, before and after a transformation was put around it; and updates by
+units.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ def groups_of(names: Iterable[str], params: Collection[str]) -> dict[str, Member
 
 
 def same_leaves(old_names: Iterable[str], new_names: Iterable[str], params: Collection[str]) -> dict[str, str]:
-    """{leaf of a state `new_names` its optimizer changed: the leaf `old_names` with its values}; what is new is left
-    out.
-
-    Members are known by their leaves, wherever they are: first those with the same ones, then those with the most in
-    common. Raises ValueError where two members have the same leaves and their number changes.
+    """{leaf of the state `new_names`: the leaf of `old_names` with its values}; what is new is left out.
 
     >>> same_leaves(["count", "m/w"], ["inner/1/count", "inner/1/m/w", "average/w"], ["w"])
     {'inner/1/count': 'count', 'inner/1/m/w': 'm/w'}
@@ -86,12 +82,7 @@ def is_layered(name: str, shape: Sequence[int], column: Sequence[int]) -> bool:
 
 
 def smallest_unit(name: str, shape: Sequence[int], columns: Iterable[Sequence[int]], unit: str) -> str:
-    """The smallest part of a parameter that is updated apart from the rest: "row", "layer" or "leaf".
-
-    columns: the shapes of its leaves of the state. Where one has no layers (a number for a whole stack), all of them
-    are updated at once; where one has other rows (a number for each layer, or each row, which lie otherwise in pages),
-    all rows of a layer. unit: of the transformation, see GradientTransformation.
-    """
+    """The smallest part of a parameter that is updated apart from the rest: "row", "layer" or "leaf"."""
     lead, columns = shard_dim(name), [tuple(column) for column in columns]
     if lead and not all(is_layered(name, shape, column) for column in columns):
         return "leaf"
@@ -100,11 +91,7 @@ def smallest_unit(name: str, shape: Sequence[int], columns: Iterable[Sequence[in
 
 @torch.no_grad()
 def select_state(names: Tree, owner: Mapping[str, str | None], parameters: Container[str | None]) -> Tree:
-    """The part of a state that some parameters have: their columns and what is of none. A tree of parameters of which
-    none are left is an empty dict, as `init` makes of an empty tree.
-
-    names: the tree of the columns' names.
-    """
+    """The part of a state that some parameters have: their columns and what is of no parameter."""
     trees = {column.removesuffix(param).removesuffix("/") for column, param in owner.items() if param is not None}
     return pytree.prune(names, lambda column: owner[column] is None or owner[column] in parameters, trees)
 
@@ -112,11 +99,7 @@ def select_state(names: Tree, owner: Mapping[str, str | None], parameters: Conta
 def add_in_units(
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]], grads: Tree, state: Tree, params: Tree
 ) -> tuple[Tree, Tree] | None:
-    """(params, state) after `update` and the addition, in their buffers; temporaries have the size of one layer.
-
-    `update` is called with trees of one leaf, or one layer [1, ...] of a stacked one. None, with nothing changed, where
-    the state's leaves cannot be told apart by the names of parameters: what is of none must be a single number.
-    """
+    """(params, state) after `update`, in their buffers, one layer at a time; None where leaves cannot be told apart."""
     leaves, g_of = pytree.named_leaves(params), pytree.named_leaves(grads)
     columns, owner = columns_of(state, list(leaves))
     shared = [name for name, param in owner.items() if param is None]

@@ -1,6 +1,4 @@
-"""Transformations around an optimizer: an average of the weights, a factor of the learning rate that is in the state,
-and accumulation of gradients.
-"""
+"""Transformations around an optimizer: an average of the weights, a learning-rate factor in the state, accumulation."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """0/1 Adam: 1-bit Adam without a warm-up, whose second moment moves ever more rarely, and then sums too.
 
-0/1 Adam's local steps: ranks move apart, each by its own momentum, and sum by signs how far they moved.
-
-With N ranks, v as it was last, and g_r the term of rank r of the sum of gradients, in a step t
+Local steps: ranks move apart, each by its own momentum, and sum by signs how far they moved. With N ranks, v as it was
+last, and g_r the term of rank r of the sum of gradients, in a step t
 
 m_r <- b1 m_r + (1 - b1) N g_r;   u_r <- (1 - lr λ) u_r + ρ m_r;   p <- (1 - lr λ) p        ρ = lr / (1 - b1^t)
 
@@ -10,9 +9,8 @@ and its gradient was taken at p - u_r / (√v̂ + eps): where a rank is. In a st
 
 u = mean of u_r over the ranks, by signs;   m_r <- u / s;   p <- p - u / (√v̂ + eps);   u_r <- 0
 
-where s is what ρ in place of ρ m_r makes of u_r: without decay the sum of the ρ since the last sum. So `params` of a
-state are those that all ranks had after their last sum, the same on all of them, and m_r and u_r are a rank's own. A
-run that ends between two sums makes one more, by `sync`.
+where s is what ρ in place of ρ m_r makes of u_r. So `params` of a state are those that all ranks had after their last
+sum; m_r and u_r are a rank's own. A run that ends between two sums makes one more, by `sync`.
 
 Ref: Lu et al. 2022, arXiv:2202.06009, algorithm 1, whose x is p - u_r / √v̂ and whose λ is 0. As in `zero_one_adam` a
 step uses the momentum that it has just moved.
@@ -201,8 +199,7 @@ def add_up(
     updates: dict[str, Tensor],
     last: Tensor,
 ) -> None:
-    """Sum how far the ranks moved up to the step after `last` others, and add it to the updates; m_r and the errors
-    follow, and u_r is 0 again."""
+    """Sum how far the ranks moved up to the step after `last` others, and add it to the updates; u_r is 0 again."""
     momenta, displacements = (like_params(state.extra[key], params) for key in (OWN, MOVED))
     v, step_count = pytree.named_leaves(state.v), int(state.extra[SINCE])
     means = mean_of(shards, rule.numbers.scale, displacements, v, state)

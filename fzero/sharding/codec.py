@@ -176,6 +176,7 @@ class Coder(NamedTuple):
     """The operations of a kind of code, by blocks of the last dim; codes are uint8, scales float32."""
 
     encode: Callable[[Tensor], tuple[Tensor, ...]]  # x [.., n] -> (codes, scales)
+    # ((codes, scales), dtype, n) -> x
     decode: Callable[[tuple[Tensor, ...], torch.dtype, int], Tensor]  # ((codes, scales), dtype, n) -> x
     # (codes [R, ..], scales [R, ..]), n -> the sum over R, coded again
     add: Callable[[tuple[Tensor, ...], int], tuple[Tensor, ...]]
@@ -345,7 +346,9 @@ class Local:
     """
 
     every: int = 20  # H, the steps of a member between two sums
+    # in which d is sent: "int8", "int4" or "fp8_e4m3"; "": as it is
     codec: str = ""  # in which d is sent: "int8", "int4" or "fp8_e4m3"; "": as it is
+    # steps at the start of the run, after each of which members take their mean; a multiple of `every`
     after: int = 0  # steps at the start of the run, after each of which members take their mean; a multiple of `every`
 
     def __post_init__(self) -> None:

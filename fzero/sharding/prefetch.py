@@ -143,6 +143,7 @@ def is_small(leaf: Tensor) -> bool:
 class Coding(NamedTuple):
     """How the leaves of Plan.float8 and of Plan.coded travel."""
 
+    # (shard, the largest magnitude of the whole leaf) -> uint8 of its shape
     narrow: Callable[[Tensor, Tensor], Tensor]  # (shard, the largest magnitude of the whole leaf) -> uint8 of its shape
     widen: Callable[[Tensor, Tensor], Tensor]  # the way back
     coder: Coder | None = None

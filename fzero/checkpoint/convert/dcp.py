@@ -99,10 +99,7 @@ def _has_form(metadata: Metadata) -> bool:
 
 
 def open_dcp(folder: Path) -> dict[str, TensorEntry]:
-    """{name: Entry of a tensor} of the checkpoint in `folder`; values that are not tensors are left out.
-
-    Raises ValueError if the metadata are damaged, and naming a tensor with a missing part or file.
-    """
+    """{name: Entry of a tensor} of the checkpoint in `folder`; raises ValueError naming what is damaged or missing."""
     metadata = read_metadata(folder)
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=True)

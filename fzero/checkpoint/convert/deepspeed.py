@@ -6,12 +6,10 @@
     mp_rank_00_model_states.pt      shapes, frozen and shared parameters, and other values that the program saved
                                     (stage 3: zero_pp_rank_R_mp_rank_00_model_states.pt)
 
-Found by experiment with DeepSpeed 0.19.8. The elements of stage 3 have no shape: param_shapes in the model states has
-them. A frozen parameter is in zero/ for stages 1 and 2, and in pieces in the model states of all ranks for stage 3. A
-tied head is in zero/ for stages 1 and 2, with its weights rounded to the compute dtype; shared_params names it as the
-embedding.
-
-All weights are float32. Moments are not imported.
+Found by experiment with DeepSpeed 0.19.8. param_shapes in the model states has the shapes of stage 3. A frozen
+parameter is in zero/ for stages 1 and 2, and in pieces in the model states of all ranks for stage 3. A tied head is in
+zero/ for stages 1 and 2, rounded to the compute dtype; shared_params names it as the embedding. Moments are not
+imported.
 """
 
 from __future__ import annotations
@@ -70,10 +68,7 @@ def is_plain_deepspeed(folder: Path) -> bool:
 
 
 def open_universal(folder: Path) -> dict[str, TensorEntry]:
-    """{name: Entry of a tensor} of the checkpoint in `folder`: the float32 weights.
-
-    Raises ValueError naming a file that is damaged or of another form.
-    """
+    """{name: Entry of a tensor} of the float32 weights in `folder`; raises ValueError naming a damaged file."""
     shapes: dict[str, tuple[int, ...]] = {}
     shared: dict[str, str] = {}
     frozen: dict[str, tuple[int, ...]] = {}
@@ -103,8 +98,7 @@ def open_universal(folder: Path) -> dict[str, TensorEntry]:
 
 
 def _load(path: Path, device: str, *, mapped: bool = False) -> Any:
-    """Load a file of torch.save: tensors and plain values; objects of other classes are not made. On "meta", no data
-    are read."""
+    """Load a file of torch.save, tensors and plain values alone; on "meta" no data are read."""
     expect_regular(path)
     try:
         unknown: list[Any] = [(_Inert, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]

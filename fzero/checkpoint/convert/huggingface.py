@@ -1,18 +1,11 @@
-"""The weights of GPT-2, Mixtral, gpt-oss, DeepSeek-V3, Llama and its variations to and from folders that Hugging Face
-`transformers` reads and writes.
+"""The weights of GPT-2, Mixtral, gpt-oss, DeepSeek-V3, Llama and its variations to and from folders of `transformers`.
 
-The names are data, in huggingface_names.py; import and export read the same rows. One tensor is held at a time beside
-the parameters.
-
-Differs from transformers: no dropout of attention probabilities (attn_pdrop, which no weight depends on, is passed
-over), and one rate for embeddings and residual branches; Mixtral's auxiliary loss is taken per sequence (see
-MoEConfig).
-
-Build the leaves of our parameters from tensors with the names of `transformers`, in any source.
-
-A source of weights is a table {name: Entry} with shapes and dtypes; a tensor is read on request. The result is such a
-table of our leaves. So all problems of names, shapes and dtypes are found before a tensor is read, and one leaf is in
+The names are data, in huggingface_names.py; import and export read the same rows. A source of weights is a table {name:
+Entry} with shapes and dtypes, and so is the result: all problems are found before a tensor is read, and one leaf is in
 memory at a time.
+
+Differs from transformers: no dropout of attention probabilities, one rate for embeddings and residual branches;
+Mixtral's auxiliary loss is taken per sequence (see MoEConfig).
 """
 
 from __future__ import annotations
@@ -59,10 +52,7 @@ def meta_leaves(config: Any) -> dict[str, Tensor]:
 
 
 def read_hf_config(path: Path, *, bare: bool = False) -> tuple[Any, HuggingFaceFamily]:
-    """(our config, the family) of the model that a config.json describes. bare: see find_family.
-
-    Raises ValueError naming an unsupported architecture or entry.
-    """
+    """(our config, the family) of a config.json's model; raises ValueError naming what is not supported."""
     if not path.is_file():
         raise ValueError(
             f"{path}: no such file; a model folder of transformers has a config.json, which says the model's sizes"
@@ -73,8 +63,7 @@ def read_hf_config(path: Path, *, bare: bool = False) -> tuple[Any, HuggingFaceF
 
 
 def tensors_of(folder: Path) -> dict[str, TensorEntry]:
-    """{name: Entry} of the safetensors files in a folder; raises ValueError if there are none, and naming a damaged
-    one."""
+    """{name: Entry} of the safetensors files in a folder; raises ValueError if there are none or one is damaged."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         shards = ["model.safetensors"]
@@ -117,11 +106,7 @@ def leaves_of(
     dtype: torch.dtype | None = None,
     alone: bool = True,
 ) -> dict[str, TensorEntry]:
-    """{name: Entry} of the leaves of a model of this config, each made from `tensors` on request.
-
-    dtype: of the leaves; None keeps the stored one. alone: the source holds only the model; else other tensors are
-    allowed. Raises ValueError naming `source` and the tensor that is missing, unexpected, or of another shape or dtype.
-    """
+    """{name: Entry} of the leaves of a model, each made from `tensors` on request; raises ValueError naming one."""
     leaves = meta_leaves(config)
     tensors = unpack_tensors(source, tensors) if family.quantized else tensors
     names = find_names(source, family, leaves, tensors, alone=alone)
@@ -142,11 +127,7 @@ def leaves_of(
 def find_names(
     source: Path, family: HuggingFaceFamily, leaves: dict[str, Tensor], tensors: Iterable[str], *, alone: bool
 ) -> Names:
-    """Find the tensors of a model of `family`, under any prefix.
-
-    A name that ends in the embedding's gives the prefix of all others, except the head, whose name lacks the family's
-    own part of it.
-    """
+    """The names of the tensors of a model of `family`, under any prefix, which the embedding's name gives."""
     plain: dict[str, str] = {}
     for actual in tensors:
         name = ".".join(segment for segment in actual.split(".") if segment not in WRAPPERS)

@@ -33,10 +33,7 @@ OTHER_EPS = f"DeepSeek-V3 of transformers has {LATENT_EPS} in its norms of laten
 
 
 def find_family(hf: dict[str, Any], path: Path, *, bare: bool = False) -> HuggingFaceFamily:
-    """The family of the model that a config.json describes; raises ValueError for an unsupported one.
-
-    bare: accept a model_type without architectures, as in a config that was saved without a model.
-    """
+    """The family of the model that a config.json describes; bare: a model_type alone suffices."""
     names = hf.get("architectures") or []
     for family in FAMILIES:
         if hf.get("model_type") != family.model_type:
@@ -52,8 +49,7 @@ def find_family(hf: dict[str, Any], path: Path, *, bare: bool = False) -> Huggin
 
 
 def read_config(hf: dict[str, Any], family: HuggingFaceFamily, path: Path) -> Any:
-    """Convert the content of a config.json to our config; raises ValueError naming an entry that is missing or
-    unsupported."""
+    """Our config of a config.json; raises ValueError naming an entry that is missing or unsupported."""
     name = str(path)
     _expect_unquantized(hf, family, path)
     expect_known(hf, family, path)
@@ -154,9 +150,7 @@ def _expect_bounds(family: HuggingFaceFamily, sizes: dict[str, Any], path: Path)
 
 
 def rope_of(hf: dict[str, Any], kind: str, path: Path) -> dict[str, Any]:
-    """The content of a config.json with RoPE's entries for layers of a kind alone, where rope_parameters, of
-    transformers 5, has a table for each.
-    """
+    """The config.json with RoPE's entries for layers of one kind, where rope_parameters has a table for each."""
     tables = hf.get("rope_parameters")
     if not isinstance(tables, dict) or not any(isinstance(table, dict) for table in tables.values()):
         return hf
@@ -170,8 +164,7 @@ def rope_of(hf: dict[str, Any], kind: str, path: Path) -> dict[str, Any]:
 
 
 def _full_rope(hf: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The content of a Gemma 3's config.json with RoPE's entries for layers without a window, as transformers reads it:
-    it passes over a table for all layers, the old name `type`, and truncate, so these are refused."""
+    """The content of a Gemma 3's config.json with RoPE's entries for layers without a window."""
     full_rope, scaling = rope_of(hf, "full_attention", path), hf.get("rope_scaling")
     if hf.get("rope_parameters") and full_rope is hf:
         raise ValueError(f"{path}: rope_parameters has no full_attention and sliding_attention, which it has here")
@@ -198,11 +191,7 @@ def _local_theta(hf: dict[str, Any], path: Path) -> float:
 
 
 def _read_rope(hf: dict[str, Any], theta: float, path: Path) -> dict[str, Any]:
-    """Read RoPE's base and scaling, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4).
-
-    Either table is whole: transformers takes rope_scaling where both are there, and other programs the other, so both
-    must say the same.
-    """
+    """Read RoPE's base and scaling, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4)."""
     expect_entries(hf, {"rope_scaling?": dict | None, "rope_parameters?": dict | None, "rope_theta?": float}, str(path))
     tables = {name: hf[name] for name in ("rope_scaling", "rope_parameters") if hf.get(name)} or {"": {}}
     ropes = {name: _read_table(table, hf, theta, path) for name, table in tables.items()}
@@ -297,8 +286,7 @@ def _scaling(kind: str, rope: dict[str, Any]) -> RopeScaling:
 
 
 def write_config(config: Any, architecture: str = "") -> tuple[dict[str, Any], HuggingFaceFamily]:
-    """(the content of config.json, the family) of one of our configs; ValueError for features that transformers
-    lacks. architecture: of the families that compute the model, the one of this name; "" takes the first."""
+    """(content of config.json, family) of our config; raises ValueError for features that transformers lacks."""
     if isinstance(config, ScoreConfig):
         hf, family = write_config(config.base, architecture)
         family = scored_family(family)
@@ -358,8 +346,7 @@ def _family_of(config: Any, architecture: str) -> tuple[HuggingFaceFamily, dict[
 
 
 def _write_rope(config: Any, family: HuggingFaceFamily) -> dict[str, Any]:
-    """The entries of config.json for RoPE, in the spellings of transformers 4 and most other readers, and of
-    transformers 5."""
+    """The entries of config.json for RoPE, in the spellings of transformers 4 and of transformers 5."""
     scaling, rope = config.rope_scaling, {"rope_type": "default"}
     if scaling is not None and scaling.is_linear:
         rope = {"rope_type": "linear", "factor": scaling.factor}

@@ -1,14 +1,11 @@
-"""The entries of a config.json of `transformers` that fzero knows: an entry is used, changes nothing that the model
-computes (UNUSED), is that of a feature which is off (OFF), or is refused by name.
+"""The entries of a config.json of `transformers` that fzero knows: used, without effect (UNUSED), off (OFF), or
+refused.
 
-The kinds of layers of a model of `transformers`, by the entries of its config.json, and back.
+And the kinds of layers, by `Family.layers`: "" none; "window" one sliding_window for all; "qwen", "gemma2" and "gemma3"
+layer_types and sliding_window, with different defaults; "smollm3" those, and layers without positions. Layers with a
+window of "gemma3" have a RoPE of their own.
 
-`Family.layers` says which entries an architecture has: "" none; "window" one sliding_window for all layers; "qwen",
-"gemma2" and "gemma3" layer_types, whose defaults differ, and sliding_window; "smollm3" those, and layers without
-positions. Layers with a window of "gemma3" have a RoPE of their own.
-
-The models `...ForSequenceClassification` of Hugging Face `transformers`: those of the families with a head of scores
-in place of the vocabulary's, which has no bias.
+And the models `...ForSequenceClassification`: a head of scores without a bias in place of the vocabulary's.
 """
 
 from __future__ import annotations
@@ -35,8 +32,7 @@ def scored_family(family: HuggingFaceFamily) -> HuggingFaceFamily:
 
 
 def read_labels(hf: dict[str, Any], base: Any, path: Path) -> ScoreConfig:
-    """The config with the classes that a config.json names: of one class, a reward. base: of the model without the
-    head. Raises ValueError for classes that are not numbered from 0."""
+    """The config with the classes that a config.json names; raises ValueError unless they are numbered from 0."""
     expect_entries(hf, {"id2label?": dict | None, "num_labels?": int | None}, str(path))
     named = hf.get("id2label")
     if named is None:  # transformers does not write its default
@@ -70,11 +66,7 @@ SWITCHED = ("qwen", "smollm3")  # their windows are off unless use_sliding_windo
 def read_layers(
     hf: dict[str, Any], family: HuggingFaceFamily, n_layers: int, local_theta: float | None, path: Path
 ) -> str:
-    """The text of the layers' kinds, as `parse_layers` takes it. local_theta: the base of RoPE in layers
-    with a window, None for the model's.
-
-    Raises ValueError naming an entry of another form, and a layer that fzero does not compute.
-    """
+    """The text of the layers' kinds, as `parse_layers` takes it; raises ValueError naming a layer that fzero lacks."""
     if not family.layers:
         return "full"
     expect_entries(hf, {"sliding_window?": int | None, "use_sliding_window?": bool | None}, str(path))
@@ -135,9 +127,7 @@ def _listed(hf: dict[str, Any], entry: str, n_layers: int, allowed: Sequence[Any
 
 
 def write_layers(config: Any, family: HuggingFaceFamily) -> dict[str, Any] | None:
-    """The entries of config.json for the layers of a Llama or Mixtral of ours; None if the architecture has not such
-    layers.
-    """
+    """The entries of config.json for the layers of our Llama or Mixtral; None if the architecture lacks such layers."""
     period = parse_layers(config.pattern)
     kinds = [period[i % len(period)] for i in range(config.n_layers)]
     windows = {kind.pattern.size for kind in kinds if kind.pattern != FULL}
@@ -243,8 +233,7 @@ POSITIONS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_fa
 
 
 def expect_known(hf: dict[str, Any], family: HuggingFaceFamily, path: Path) -> None:
-    """Raise ValueError naming the first entry of a config.json that is not known, or is that of a feature which fzero
-    lacks. Entries that are used are checked where they are read."""
+    """Raise ValueError naming the first unknown entry of a config.json, or that of a feature which fzero lacks."""
     used = used_entries(family)
     for name, value in hf.items():
         if name in used:

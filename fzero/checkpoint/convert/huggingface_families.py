@@ -1,6 +1,4 @@
-"""The architectures of Hugging Face `transformers` that fzero reads and writes, as data: the rows of their tensors, and
-fields that map a size of ours to an entry of their config.json.
-"""
+"""The architectures of Hugging Face `transformers` that fzero reads and writes, as data."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ REQUIRED = object()
 
 
 class Field(NamedTuple):
-    """A size of ours and its entry in config.json; `default`: the value that transformers assumes if there is none;
-    `null`: our value for null, where that is allowed; `aliases`: other names of the entry, which must agree with it.
-    """
+    """A size of ours and its entry in config.json, with its default, our value for null, and other names."""
 
     size: str
     entry: str

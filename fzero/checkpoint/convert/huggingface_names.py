@@ -1,5 +1,5 @@
-"""The names of the tensors of Hugging Face `transformers`: rows that map a leaf of ours to tensors of theirs, or parts
-of them.
+"""The names of the tensors of Hugging Face `transformers`: rows that map a leaf of ours to tensors or parts of
+tensors.
 """
 
 from __future__ import annotations

@@ -125,11 +125,7 @@ def base_of(folder: Path) -> Path:
 
 
 def save_adapter(folder: str | Path, config: LoRAConfig, params: Tree, *, base: str = "") -> Path:
-    """Write `folder` for PEFT to load on the model in the folder `base`; return its path.
-
-    params: of `models.lora`, whole (not sharded). The folder appears only when it is complete. Raises ValueError if it
-    exists, for a model that transformers lacks, and for a weight that is only a part of one of transformers.
-    """
+    """Write `folder` for PEFT to load on the model in `base`; return its path. It appears only when it is complete."""
     folder = expect_absent(folder)
     if config.vocabulary:
         raise ValueError(
@@ -179,11 +175,7 @@ def save_adapter(folder: str | Path, config: LoRAConfig, params: Tree, *, base: 
 
 
 def open_adapter(folder: Path, base: Path, inner: Any) -> Adapter:
-    """The adapter in `folder`, for the model of config `inner` in the folder `base`; its factors are read later.
-
-    Those of SUBTRACTED have twice the rank: see `add_subtracted`. Raises ValueError of one line for an adapter of
-    another kind than LoRA or DoRA, and for one of another base.
-    """
+    """The adapter in `folder` for the model `inner` in `base`, its factors read later; raises ValueError."""
     peft_config = _read_peft_config(folder / CONFIG)
     if not (folder / TENSORS).is_file():
         raise ValueError(
@@ -254,14 +246,11 @@ def open_adapter(folder: Path, base: Path, inner: Any) -> Adapter:
     return Adapter(config, factors, notes, stored, subtracted, folder)
 
 
+# SUBTRACTED: W - s B0 A0 + s B A = W + s [B, -B0] [A; A0], where s B0 A0 is the best product of that rank (PiSSA, Meng
+# et al. 2024, arXiv:2404.02948), or that of the first columns of Q and rows of R (OLoRA, Bueyuekakyuez 2024,
+# arXiv:2406.01775).
 def adapter_leaves(adapter: Adapter, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The leaves of an adapter for the base `named`.
-
-    One of SUBTRACTED has, after its factors, those that PEFT takes out of the base when it loads the adapter, with a
-    minus: W - s B0 A0 + s B A = W + s [B, -B0] [A; A0], where s B0 A0 is the best product of that rank (PiSSA, Meng et
-    al. 2024, arXiv:2404.02948), or that of the first columns of Q and rows of R (OLoRA, Bueyuekakyuez 2024,
-    arXiv:2406.01775).
-    """
+    """The leaves of an adapter for the base `named`; SUBTRACTED ones with the factors that PEFT takes out of it."""
     leaves = {name: entry.give() for name, entry in adapter.leaves.items()}
     scale, rank = adapter.config.alpha / adapter.config.rank, adapter.config.rank // 2
     for name, transposed in adapter.stored.items() if adapter.subtracted else ():
@@ -287,8 +276,7 @@ def adapter_leaves(adapter: Adapter, named: Mapping[str, Tensor]) -> dict[str, T
 
 
 def _principal_factors(weight: Tensor, rank: int) -> tuple[tuple[Tensor, Tensor], float]:
-    """The factors [L, M, R], [L, R, N] of the best product of that rank of weights [L, M, N], and how far rounding of
-    the weights in float32 can turn it, as a part of the weights: by the gap between the singular values R and R+1."""
+    """The factors [L, M, R], [L, R, N] of the best product of weights, and how far rounding of them can turn it."""
     u, sizes, v = torch.linalg.svd(weight, full_matrices=False)
     root = sizes[..., :rank].sqrt()
     factors = u[..., :rank] * root[..., None, :], v[..., :rank, :] * root[..., None]
@@ -299,8 +287,7 @@ def _principal_factors(weight: Tensor, rank: int) -> tuple[tuple[Tensor, Tensor]
 
 
 def _orthogonal_factors(weight: Tensor, rank: int) -> tuple[tuple[Tensor, Tensor], float]:
-    """The first columns of Q [L, M, R] and rows of R [L, R, N] of weights [L, M, N], and how far rounding can turn
-    their product: by what each of the first columns has beside those before it."""
+    """The first columns of Q [L, M, R], rows of R [L, R, N] of weights, and how far rounding can turn their product."""
     q, r = torch.linalg.qr(weight)
     residual = r.diagonal(dim1=-2, dim2=-1)[..., :rank].abs() / weight[..., :rank].norm(dim=-2)
     turn = (torch.finfo(torch.float32).eps / residual).nan_to_num(0.0).clamp(max=1.0)  # a column of zeros turns nothing
@@ -339,8 +326,7 @@ def _read_peft_config(path: Path) -> dict[str, Any]:
 
 
 def _expect_selected(peft_config: dict[str, Any], modules: list[str], adapted: set[str], folder: Path) -> None:
-    """Raise ValueError where target_modules and exclude_modules, by which PEFT chooses the modules that it adapts, and
-    the factors in the file speak of others."""
+    """Raise ValueError where target_modules and exclude_modules, and the factors in the file, name other modules."""
 
     def matches(pattern: list[str] | str | None, module: str) -> bool:
         if isinstance(pattern, str):
@@ -385,8 +371,7 @@ def expect_base(folder: Path, base: Path, named: Mapping[str, Tensor]) -> None:
 
 
 def base_digest(named: Mapping[str, Tensor]) -> str:
-    """A digest of the weights below adapters in bfloat16, so that it is that of wider ones too; "" if they are in codes
-    or in float16."""
+    """A digest of the weights below adapters in bfloat16; "" if they are in codes or in float16."""
     base = {name: leaf for name, leaf in named.items() if not re.search(LORA, name)}
     if any(leaf.dtype not in (torch.bfloat16, torch.float32, torch.float64) for leaf in base.values()):
         return ""
@@ -394,8 +379,7 @@ def base_digest(named: Mapping[str, Tensor]) -> str:
 
 
 def _modules(inner: Any, base: Path | None) -> list[_ModuleLayer]:
-    """The layers of the weights [in, out] of the blocks. base: the folder of the model, whose config.json tells the
-    architecture."""
+    """The layers of the weights [in, out] of the blocks, by the architecture in the config.json of `base`."""
     has_config = (
         base is not None
         and (base / "config.json").is_file()

@@ -4,19 +4,17 @@
 header      JSON: {name: {dtype, shape, data_offsets: [begin, end] after the header}}, and texts under __metadata__
 data        the tensors, without gaps
 
-The package safetensors writes tensors that are all in memory (16 of 16 MiB took 257 MiB there, and 33 here), and reads
-through a mapping, in which a file that is cut short meanwhile is zeros or ends the process; here it is an error, as is
-a header that asks for more memory than the file has.
+The package safetensors writes tensors that are all in memory, and reads through a mapping, in which a file that is cut
+short meanwhile is zeros or ends the process; here it is an error.
 
-Weights in MXFP4, the format of gpt-oss's published experts: numbers of four bits (e2m1) in blocks of 32 along the
-rows of a product, each block with a scale that is a power of two (e8m0).
+Weights in MXFP4, the format of gpt-oss's experts: numbers of four bits (e2m1) in blocks of 32, each block with a scale
+that is a power of two (e8m0).
 
     w[e, 32 g + 2 i + h, f] = MXFP4_VALUES[half h of byte i of blocks[e, f, g]] 2^(scales[e, f, g] - 127)
 
-with h = 0 the lower half of a byte. Every such number within bfloat16's range is exact in it.
-Ref: Open Compute Project 2023, "OCP microscaling formats (MX) specification", version 1.0, sections 5.3.3 and 6.3.
-
-Shapes: blocks uint8 [E, F, G, 16], scales uint8 [E, F, G], w bfloat16 [E, D, F] with D = 32 G.
+with h = 0 the lower half of a byte; blocks uint8 [E, F, G, 16], scales uint8 [E, F, G], w bfloat16 [E, D, F] with D =
+32 G. Ref: Open Compute Project 2023, "OCP microscaling formats (MX) specification", version 1.0, sections 5.3.3 and
+6.3.
 
 The zip files of torch.save, and their checksums, which torch.load ignores.
 """
@@ -128,10 +126,7 @@ class TensorEntry(NamedTuple):
 
 
 def write_safetensors(path: Path, entries: dict[str, TensorEntry]) -> int:
-    """Write a safetensors file to `path`, which must not exist; return its size in bytes once it is durable.
-
-    One tensor is made at a time, and dropped before the next.
-    """
+    """Write a safetensors file to a new `path`, one tensor at a time; return its bytes once it is durable."""
     # Wide dtypes first, so that every tensor is aligned, as readers that map the file require.
     order = sorted(entries, key=lambda name: -entries[name].dtype.itemsize)
     table, position = {}, 0
@@ -168,11 +163,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def read_safetensors(path: Path) -> dict[str, TensorEntry]:
-    """{name: Entry} of a safetensors file. Only its header is read now; a tensor is read on request.
-
-    Raises ValueError naming a damaged file (truncated, with an invalid header, or with offsets that do not fit the
-    data), and naming a tensor whose dtype torch lacks.
-    """
+    """{name: Entry} of a safetensors file, of which only the header is read now; raises ValueError if it is damaged."""
     file_bytes = expect_regular(path)
     with open(path, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
@@ -260,10 +251,7 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def unpack_tensors(source: Path, tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors with NAME in place of each pair NAME_blocks and NAME_scales, dequantised on request.
-
-    Raises ValueError naming a tensor of such a pair whose other half is missing, or that has another dtype or shape.
-    """
+    """The tensors with NAME, dequantised on request, in place of each pair NAME_blocks and NAME_scales."""
     out: dict[str, TensorEntry] = {}
     for name, entry in tensors.items():
         if name.endswith(BLOCKS):

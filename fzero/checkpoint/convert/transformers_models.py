@@ -1,12 +1,7 @@
 """Any model of `transformers` as a Model, from a folder or a config, and back into a folder.
 
-Folders of decoders that transformers' own code computes: their weights as leaves of ours, and back.
-
-The weights in a folder of `transformers` by the names of a module's parameters, each read on request.
-
-Names and layouts of files differ from those of the modules (experts that are saved one by one are one parameter): the
-table of renamings and conversions is transformers' own, run first on tensors without memory, which gives the shapes,
-and again when a weight is read.
+Names and layouts of files differ from those of the modules: the table of renamings and conversions is transformers'
+own, run first on tensors without memory, and again when a weight is read.
 """
 
 from __future__ import annotations
@@ -59,10 +54,7 @@ class Conversion(NamedTuple):
 
 
 def weights_of(module: Any, folder: Path) -> dict[str, TensorEntry]:
-    """The parameters, and the buffers that a state_dict has, by name, of the module that `folder` is of.
-
-    Raises ValueError naming the tensor that is missing, unexpected, or of another shape.
-    """
+    """The parameters and buffers, by name, of the module that `folder` is of; raises ValueError naming a bad tensor."""
     state = module.state_dict(keep_vars=True)
     firsts: dict[int, str] = {}  # of tied parameters, the first name is the one that a module lists
     first_names = {name: firsts.setdefault(id(leaf), name) for name, leaf in state.items()}
@@ -139,10 +131,7 @@ def is_foreign(path: Path) -> bool:
 def open_decoder(
     folder: Path, path: Path, *, dtype: torch.dtype | None = None
 ) -> tuple[DecoderConfig | ScoreConfig, dict[str, TensorEntry]]:
-    """(the config of the decoder in `folder`, its leaves, each read on request), by its config.json.
-
-    Raises ValueError as `read_decoder` does, for a module that cannot be cut into layers, and naming a tensor that is
-    missing, unexpected or of another shape, and a buffer whose values are not those that its code makes."""
+    """(config, leaves that are read on request) of the decoder in `folder`; raises ValueError where it does not fit."""
     content = read_json(path, wide=True)
     config: Any = read_decoder(content, str(path))
     if content.get("architectures") not in (None, [], [config.architecture]):  # else read_decoder has refused it
@@ -215,11 +204,7 @@ def save_decoder(
     eos: Mapping[str, Any] | None = None,
     files: Mapping[str, str] = {},
 ) -> Path:
-    """Write `folder` for transformers to load, with the config.json that the decoder came with; return its path.
-
-    leaves, tokenizer, files: see `save_hf`. eos: entries of config.json that replace its own. The weights are in a
-    nameless file beside the folder meanwhile. The folder appears when it is complete. Raises ValueError if it exists.
-    """
+    """Write `folder` for transformers to load, with the decoder's own config.json; return its path."""
     folder = expect_absent(folder)
     decoder = decoder_of(config)
     values = {name: leaf for name, leaf in decoder.module.state_dict().items() if not leaf.is_meta}

@@ -1,8 +1,8 @@
 """A mixture of experts from a dense model: every expert a copy of its feed-forward part, and a router that is drawn.
 
 Ref: Komatsuzaki et al. 2022, "Sparse upcycling: training mixture-of-experts from dense checkpoints", arXiv:2212.05055.
-Differs from it in that every layer gets experts, and a token's weights sum to 1, so that the model computes at first
-what the dense one does.
+Differs: every layer gets experts, and a token's weights sum to 1, so that the model computes at first what the dense
+one does.
 """
 
 from __future__ import annotations

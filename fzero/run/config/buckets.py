@@ -108,8 +108,7 @@ def lr_scale(c: RunConfig, size: Size) -> float:
 
 
 def with_scale(c: RunConfig, stream: Any, sample: int) -> dict[str, Tensor]:
-    """The entry of the batch that begins with a sample of a stream by which `BucketStep` scales its learning rate; {}
-    if that does not depend on the batch."""
+    """{entry of the batch by which `BucketStep` scales its learning rate}; {} if that does not depend on the batch."""
     if c.optim.lr_scaling == "none":
         return {}
     assert isinstance(stream, BucketStream)  # by the checks of the config
@@ -117,11 +116,7 @@ def with_scale(c: RunConfig, stream: Any, sample: int) -> dict[str, Tensor]:
 
 
 class BucketStep:
-    """A train step `(state, batch) -> (state, Metrics)` on batches of rows of any length: each counts as `samples`
-    samples, and is made at the rate that its `lr_scale` says.
-
-    The factor is in the state (see `optim.with_lr_scale`): there it is set in place, where graphs of steps have it.
-    """
+    """A train step on batches of rows of any length, made at the rate that its `lr_scale` says."""
 
     def __init__(self, step: Callable[[Any, Any], tuple[Any, Any]], samples: int, ranks: int) -> None:
         self.inner_step, self.samples, self.ranks = step, samples, ranks  # of data

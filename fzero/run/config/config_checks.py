@@ -280,8 +280,7 @@ def validate_guard(config: RunConfig) -> None:
 
 
 def check_corpus(config: RunConfig, corpus: str | Path) -> None:
-    """Raise ValueError if the prepared corpus is not of what the objective learns from, or has tokens that the model
-    does not."""
+    """Raise ValueError if the corpus does not fit the objective, or has tokens that the model lacks."""
     meta = read_meta(corpus)
     kind, required_kind, size = meta.get("kind", "text"), config.task.corpus, meta["vocab_size"]
     if kind != required_kind:

@@ -1,8 +1,5 @@
-"""A config as a nested table, and as JSON text: read with checks, written whole.
-
-Presets: the optimizer and the length of a run for a model.
-
-A config as commented TOML: each value with the comment of its field, and its default where the value differs.
+"""A config as a nested table and as JSON text; presets: the optimizer and length of a run; a config as commented
+TOML.
 """
 
 from __future__ import annotations
@@ -90,11 +87,7 @@ def fine_tuning(name: str, model: ModelConfig, *, steps: int | None = None, opti
 def recipe(
     name: str, model: ModelConfig | None = None, *, steps: int | None = None, optimizer: str | None = None
 ) -> RunConfig:
-    """The whole run of a model preset (or of `model`, under the name ""), for `steps` steps; warmup follows from them.
-
-    Small models are trained with Muon, to a rate of 0; large ones by the usual recipe, AdamW to a tenth of its rate.
-    Raises ValueError naming the nearest preset.
-    """
+    """The whole run of a model preset (or of `model`, named ""), for `steps` steps; warmup follows from them."""
     if name in fine_tuning_presets() and model is not None:
         return fine_tuning(name, model, steps=steps, optimizer=optimizer)
     model = models.preset(name) if model is None else model
@@ -150,8 +143,7 @@ field_types = functools.cache(typing.get_type_hints)  # which parses the texts o
 
 
 def first_sizes(sizes: Table, prefix: str = "model.") -> ModelConfig:
-    """The default sizes of the family that a table names, and those that it must name; of adapters, those around the
-    sizes of their `base`."""
+    """The default sizes of the family that a table names; of adapters, those around the sizes of their `base`."""
     family, families = sizes.get("family", ""), (*FAMILIES, *WRAPPERS)
     if family not in families:
         raise ValueError(
@@ -238,8 +230,7 @@ def from_json(text: str, name: str = "config.json") -> RunConfig:
 
 
 def commented(config: RunConfig) -> str:
-    """The TOML text of every value of a config, which `fzero pretrain --config` takes; unset values are left out, and
-    those that do nothing with the chosen optimizer, schedule or policies follow a "#".
+    """The TOML text of every value of a config; values that do nothing with the chosen options follow a "#".
 
     >>> from fzero.run.config.config_table import from_table
     >>> [line for line in commented(from_table({"zero": 3})).splitlines() if line.startswith("zero")]

@@ -9,9 +9,7 @@ ENDED = {"local": {"fragments": 1, "overlap": 0, "mix": 0.0}}
 
 
 def current_keys(table: Table) -> Table:
-    """The table of a config that fzero wrote (config.json, attempts.jsonl, a checkpoint's manifest), by today's keys.
-
-    What a user writes is not changed: there an earlier key is an error.
+    """The table of a config that fzero wrote, by today's keys; in a user's table an earlier key is an error.
 
     >>> current_keys({"zero": 2, "accumulate": "full"})
     {'zero': 2, 'reduce': 'once'}

@@ -29,8 +29,7 @@ KEYS = {"curriculum_schedule": "linear", "curriculum_start": 0.1, "curriculum_st
 
 
 def validate_curriculum(c: RunConfig) -> None:
-    """Raise ValueError for a curriculum without its length, beside what it does not go with, and for its values without
-    one."""
+    """Raise ValueError for a curriculum without its length or with what it excludes, and for its values alone."""
     d = c.data
     if d.seq_len_warmup:
         validate_warmup(c)
@@ -154,8 +153,7 @@ def pieces_of(c: RunConfig, by_tokens: bool) -> tuple[Piece, ...]:
 
 
 def curriculum_of(c: RunConfig, corpus: Path) -> Curriculum | None:
-    """The curriculum of a run's rows, None for none; raises ValueError if its analysis is missing, damaged, of another
-    corpus, or not the one that the run began with."""
+    """The curriculum of a run's rows, None for none; raises ValueError if its analysis is not the run's."""
     d = c.data
     if not d.curriculum:
         return None
@@ -170,10 +168,7 @@ def curriculum_of(c: RunConfig, corpus: Path) -> Curriculum | None:
 
 
 def with_digest(c: RunConfig, corpus: Path) -> RunConfig:
-    """The config with the digest of its curriculum's analysis, if it has a curriculum and no digest yet.
-
-    Raises ValueError for a corpus that was prepared for the run alone, or is at a URL.
-    """
+    """The config with the digest of its curriculum's analysis, if it has a curriculum and no digest yet."""
     name, digest = split_name(c.data.curriculum) if c.data.curriculum else ("", "-")
     if digest:
         return c
@@ -204,11 +199,7 @@ def described(c: RunConfig) -> Iterator[str]:
 
 
 def make_pieces(c: RunConfig) -> Callable[[Batch, int], Batch]:
-    """The function from (a batch, the sample of the run that its step begins with) to the batch in pieces of the length
-    of that step, where data.seq_len_warmup says so.
-
-    A piece is a document of its own, as if rows of T tokens were cut into rows of fewer: every target stays, and no
-    shape changes. `documents` alone says where pieces begin."""
+    """The function from (a batch, its first sample) to the batch in pieces of its step's length."""
     if not c.data.seq_len_warmup:
         return lambda batch, sample: batch
     ramp, seq_len = Ramp.parse(c.data.seq_len_warmup, "data.seq_len_warmup"), c.data.seq_len

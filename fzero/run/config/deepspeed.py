@@ -1,5 +1,7 @@
-"""A DeepSpeed config as a config of a run: its stage, offload, precision, optimizer, schedule, clipping and batch are
-taken; every other key is named as ignored, or refused if it would change the run.
+"""A DeepSpeed config as a config of a run.
+
+Its stage, offload, precision, optimizer, schedule, clipping and batch are taken; every other key is named as ignored,
+or refused if it would change the run.
 """
 
 from __future__ import annotations
@@ -67,8 +69,7 @@ def config_from_deepspeed(
 
 
 def with_uniform_rate(table: Table, source_table: Table) -> Table:
-    """The table of a run, where its optimizer has a second rate (muon's, of leaves other than matrices) with that of
-    the config's schedule, which DeepSpeed gives to every leaf. source_table: the table of the DeepSpeed config.
+    """The table of a run whose second rate (muon's) has the config's schedule, which DeepSpeed gives to every leaf.
 
     >>> with_uniform_rate({"preset": "mlp-tiny", "optim": {"lr": 0.5}}, {"optim": {"lr": 0.5}})["optim"]
     {'lr': 0.5, 'lr_rest': 0.5}
@@ -97,8 +98,7 @@ def expect_pattern(source: str | Path | Mapping[str, Any], table: Table, source_
 
 
 def stretched_line(source: str | Path | Mapping[str, Any], table: Table, source_table: Table) -> str:
-    """The line that says that a schedule of `source_table` goes over other steps, those of the run's table, "" if
-    not."""
+    """The line that says that a schedule of `source_table` goes over the steps of the run's table, "" if not."""
     total, steps = source_table.get("train", {}).get("steps"), table.get("train", {}).get("steps")
     if total is None or steps in (None, total):
         return ""
@@ -131,8 +131,7 @@ def merge_tables(table: Table, overrides: Table) -> Table:
 
 
 def read_deepspeed(source: str | Path | Mapping[str, Any], ranks: int = 1) -> FromDeepSpeed:
-    """Return the values that a DeepSpeed config sets, as a table of a RunConfig; arguments and errors as
-    `config_from_deepspeed`.
+    """The values that a DeepSpeed config sets, as a table of a RunConfig; as `config_from_deepspeed`.
 
     >>> read_deepspeed({"gradient_clipping": 1.0, "wall_clock_breakdown": True}).ignored
     ('wall_clock_breakdown',)

@@ -1,8 +1,6 @@
 """The keys of a DeepSpeed config, and what becomes of each: docs/migrate.md has this table.
 
 Ref: https://www.deepspeed.ai/docs/config-json, and deepspeed/runtime/config.py of DeepSpeed 0.19.
-
-The values of a DeepSpeed config by their dotted names, read with their types.
 """
 
 from __future__ import annotations

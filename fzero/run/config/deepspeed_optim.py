@@ -1,7 +1,4 @@
-"""The optimizer and the scheduler of a DeepSpeed config as those of a run.
-
-DeepSpeed's `sparse_attention`: the attention pattern of a decoder that sees the same, or a block mask for an
-encoder.
+"""The optimizer, scheduler and `sparse_attention` of a DeepSpeed config as those of a run.
 
 Ref: deepspeed/runtime/config.py (get_sparse_attention) and deepspeed/ops/sparse_attention/sparsity_config.py.
 """
@@ -41,10 +38,7 @@ class Sparse(NamedTuple):
 
 
 def read_sparse(reader: Values) -> Sparse:
-    """Return the values of the table, by their names in it.
-
-    Raises ValueError for a mode or key that there is not, and for values that contradict each other.
-    """
+    """The values of the table, by their names; raises ValueError for unknown ones and contradictions."""
     mode = reader.choice("mode", tuple(keys.SPARSE), "fixed")
     for name in reader.table:
         if name not in (names := ("mode", *keys.SPARSE[mode])):
@@ -156,9 +150,7 @@ def block_mask_of(table: Mapping[str, Any], tokens: int, heads: int = 1, *, seed
 
 
 def add_pattern(out: Table, reader: Values) -> None:
-    """Put the attention pattern of a config, if it has the table: that of a decoder which sees the same keys, but for
-    random blocks.
-    """
+    """Put the attention pattern of a config: that of a decoder with the same keys, but for random blocks."""
     try:
         sparse = read_sparse(reader)
     except ValueError as error:
@@ -290,8 +282,7 @@ def _of_kind(kind: str, params: Values) -> Table:
 
 
 def add_scheduler(out: Table, reader: Values, auto_keys: Sequence[str]) -> None:
-    """Put the schedule of a config; a constant rate for an optimizer without one. auto_keys: the keys that are
-    "auto"."""
+    """Put the schedule of a config; a constant rate for an optimizer without one."""
     optim = out["optim"]
     if "scheduler.type" not in reader.table:
         if "optimizer.type" in reader.table:

@@ -1,10 +1,7 @@
-"""The placement of a run: the values that a resumed run may change. Those of its last attempt are the default of the
-next one, and the printed command that resumes it carries them.
+"""The placement of a run: the values that a resumed run may change.
 
-Values of a run that may change while it goes on: its length, and the numbers of its optimizer and intervals.
-
-The config that a run trained with, as its attempts.jsonl and checkpoints have it: a config.json whose checksum was
-taken out is compared with it, and one that is damaged is made again from it.
+Those of its last attempt are the default of the next one, and the printed command that resumes it has them. A
+config.json whose checksum was taken out is compared with the copy in attempts.jsonl or a checkpoint.
 """
 
 from __future__ import annotations
@@ -52,11 +49,7 @@ def split_values(changes: Table) -> tuple[Table, Table]:
 
 
 def with_values(recorded: RunConfig, values: Table) -> tuple[RunConfig, list[str]]:
-    """(the config of a run from now on, a line for each value that changed).
-
-    What follows from the number of steps where it is not written, the end of an optimizer's warm-up, stays as it was.
-    Raises ValueError for values that are wrong or do not go together.
-    """
+    """(the config of a run from now on, a line for each changed value); raises ValueError for wrong values."""
     optim, steps = recorded.optim, recorded.train.steps
     new = apply_table(recorded, values)
     refuse_unused(new, values)
@@ -78,11 +71,7 @@ KEYS = ("mesh", *FLAGS)
 
 
 def keep_placement(recorded: RunConfig, config: RunConfig, mesh: dict[str, int] | None) -> RunConfig:
-    """The config of a run from now on: `recorded` with the placement of the attempt's `config`.
-
-    mesh: the sizes that were asked for; None keeps the recorded ones, from which a mesh is fitted to the processes of
-    each attempt (run/ranks/elastic.py): fewer processes for a while do not make the mesh smaller for good.
-    """
+    """`recorded` with the placement of the attempt's `config`; mesh: the sizes that were asked for, or None."""
     parts = dict.fromkeys(key.partition(".")[0] for key in FLAGS)
     return replace(
         recorded,
@@ -92,11 +81,7 @@ def keep_placement(recorded: RunConfig, config: RunConfig, mesh: dict[str, int] 
 
 
 def fit_layout(recorded: RunConfig, config: RunConfig, changes: Table) -> tuple[RunConfig, list[str]]:
-    """The config of an attempt, and lines about it: a recorded layout that is of another number of stages is left out,
-    unless `changes` has one.
-
-    Without pp the recorded layout is kept for later attempts.
-    """
+    """The config of an attempt, and lines about it: a layout of another number of stages is left out."""
     layout, pp = recorded.pipeline.layout, config.mesh.get(PP, 1)
     old, new = layout.count(",") + 1, pp * config.pipeline.chunks
     if layout == "auto" or "layout" in changes.get("pipeline", {}) or pp == 1 or old == new:
@@ -159,8 +144,7 @@ def is_whole(table: Any) -> bool:
 
 
 def expect_recorded(config: RunConfig, path: Path, copy: Copy) -> None:
-    """Raise ValueError naming the first entry of `config`, that of the file `path` without a checksum, which differs
-    from a copy of it."""
+    """Raise ValueError naming the first entry of `config` that differs from a copy of it."""
     try:
         recorded = from_table(current_keys(copy.table))
     except ValueError:  # of keys that this version does not have: there is nothing to compare with
@@ -196,8 +180,7 @@ def change_of(key: str, value: str) -> str:
 
 
 def expect_corpus(environment: Table, path: Path, attempts: Sequence[Table], attempts_path: Path) -> None:
-    """Raise ValueError naming the first entry of environment.json, without a checksum, by which the run trains on
-    another text than its last attempt did."""
+    """Raise ValueError naming the first entry of environment.json by which the run has another text than before."""
     recorded: Any = attempts[-1].get("environment") if attempts else None
     for key, recorded_value in recorded.items() if isinstance(recorded, dict) else ():
         if environment.get(key) != recorded_value:

@@ -1,12 +1,10 @@
-"""The configuration of a run as a value: frozen dataclasses, tables in, JSON out and back exactly, presets as
-functions.
+"""The configuration of a run as a value: frozen dataclasses, tables in, JSON out and back exactly.
 
 A table (of a TOML or JSON file, or of `--set`) names a preset and the values that differ from it. Values that are wrong
-whatever the data and the machine are refused here, before anything runs.
+whatever the data and the machine are refused here.
 
-A field has all that is said of a key alone. Its type: bounds of a number, the choices or the function that parses a
-text, what the key needs to do anything, the axis whose ranks it is for, whether a resumed run may have another value.
-Its comment: the help.
+A field has all that is said of a key alone. Its type: bounds, choices or parser, what the key needs to do anything, the
+axis whose ranks it is for, whether a resumed run may change it. Its comment: the help.
 """
 
 from __future__ import annotations
@@ -128,8 +126,7 @@ class Data:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate over the run as a fraction of its peak. Which numbers count depends on the name: see
-    SCHEDULES."""
+    """The learning rate over the run as a fraction of its peak; SCHEDULES says which numbers count."""
 
     name: Annotated[str, SCHEDULES] = "cosine"
     warmup_steps: Count = 0  # linear from 0

@@ -1,12 +1,9 @@
 """Stages of a run: steps with a length of sequences, and what goes with it, of their own.
 
-A config has the values of the last stage, and in `stages` a text for each one before it: its last step, and what it has
-otherwise than the stage after it, such as "1000: data.seq_len=8192 train.batch=512 train.micro_batch=8". So the values
-of step i, and its data, are a function of the config and i, and a run that is resumed with another length has the
-config of one that was started with both. With `train.batch_ramp` a stage is several, one for each size of its batches,
-which read on where the one before stopped.
-
-A batch that grows: its size as a function of the tokens of the run before it.
+A config has the values of the last stage, and in `stages` a text for each one before it: its last step, and how it
+differs from the stage after it, such as "1000: data.seq_len=8192 train.batch=512 train.micro_batch=8". So the values
+and data of step i are a function of the config and i. With `train.batch_ramp` a stage is several, one for each size of
+its batches, which grow with the tokens of the run.
 """
 
 from __future__ import annotations
@@ -26,13 +23,10 @@ MAX_SIZES = 1000  # sizes on the way, each with steps of its own
 
 
 class Ramp(NamedTuple):
-    """Batches of `start` sequences at first, and of `increment` more after each `tokens` tokens of the run, up to that
-    of the config.
+    """Batches of `start` sequences, and `increment` more after each `tokens` tokens, up to the config's."""
 
-    Ref: Smith et al. 2022, "Using DeepSpeed and Megatron to train Megatron-Turing NLG 530B", arXiv:2201.11990, section
-    3.2, whose ramp is by samples.
-    """
-
+    # Ref: Smith et al. 2022, "Using DeepSpeed and Megatron to train Megatron-Turing NLG 530B", arXiv:2201.11990,
+    # section 3.2, whose ramp is by samples.
     start: int
     increment: int
     tokens: int
@@ -86,8 +80,6 @@ class Ramp(NamedTuple):
         self, batch: int, seq_len: int, past_tokens: int, steps: int, sequences: int = 0
     ) -> list[tuple[int, int]]:
         """[(a batch, steps of it)] of so many steps up to `batch`, after `past_tokens` tokens of the run.
-
-        sequences: of each step, where it is not a batch that grows.
 
         >>> Ramp(2, 1, 40).pieces(4, 10, 0, 6)
         [(2, 2), (3, 2), (4, 2)]
@@ -179,8 +171,7 @@ def stages_of(config: RunConfig) -> list[Stage]:
 def cut_stages(
     stages: list[Stage], pieces: Callable[[Stage, int, int], list[tuple[int, int]]], field: str
 ) -> list[Stage]:
-    """The stages in pieces: those that `pieces`(a stage, tokens before it, its steps) gives, each a value of a field of
-    a stage and steps with it."""
+    """The stages in pieces, as `pieces`(a stage, tokens before it, its steps) gives them."""
     tokens, out = 0, list[Stage]()
     for stage in stages:
         begin = stage.begin
@@ -216,8 +207,7 @@ def ends_of(config: RunConfig) -> list[int]:
 
 
 def expect_stages(config: RunConfig) -> None:
-    """Raise ValueError for a text that is no stage, stages whose ends do not rise, and values of one that are wrong or
-    do not go together. It makes no config with stages, so that making a config calls this once for each of them."""
+    """Raise ValueError for a text that is no stage, ends that do not rise, and values that do not fit."""
     ends_of(config)
     current = config
     for text in reversed(config.stages):

@@ -1,13 +1,6 @@
-"""What a run does to the rows that it reads before they are used: transforms of fzero/data/transforms.py by config.
+"""What a run does to its rows before they are used: transforms of fzero/data/transforms.py by config.
 
-The tokens that a config names, by their texts or their ids, as ids of a corpus.
-
-Documents of a run rearranged so that its model learns to fill in a middle: by data.fim, before a batch is used.
-
-Documents of a run with spans taken out, so that its model learns to say them: by data.span_corruption, before a
-batch is used.
-
-Weights of a run's targets by their tokens: by data.token_weights, before a batch is used.
+data.fim, data.span_corruption, data.token_weights, and the tokens that they name, as ids of a corpus.
 """
 
 from __future__ import annotations
@@ -32,12 +25,7 @@ from fzero.data.transforms import Sentinels, corrupt_spans, fill_in_middle, weig
 
 
 def token_ids(key: str, text: str, corpus: Path, form: str) -> list[int]:
-    """The ids of the tokens in `text`, the value of `key`: texts of tokens, ids, and ranges of ids such as 32000-32099,
-    with commas between them.
-
-    form: what the value is, for the texts of errors. Raises ValueError for an id that the vocabulary does not reach, a
-    range that falls, and a token that the corpus' tokenizer does not have.
-    """
+    """The ids of the tokens in `text`, the value of `key`: texts of tokens, ids and ranges, with commas."""
     id_list, size = list[int](), read_meta(corpus)["vocab_size"]
     id_of: Callable[[str], int | None] | None = None
     for item in text.split(","):
@@ -57,8 +45,7 @@ def token_ids(key: str, text: str, corpus: Path, form: str) -> list[int]:
 
 
 def sentinel_ids(key: str, text: str, corpus: Path, form: str) -> list[int]:
-    """The ids of tokens that stand for something else than text, as `token_ids`; raises ValueError also for one that
-    ends documents, and one that comes twice."""
+    """The ids of tokens that stand for something else than text; raises ValueError for ends and repetitions."""
     ids, eos = token_ids(key, text, corpus, form), read_meta(corpus)["eos"]
     if eos in ids:
         raise ValueError(
@@ -71,8 +58,7 @@ def sentinel_ids(key: str, text: str, corpus: Path, form: str) -> list[int]:
 
 
 def known_tokens(corpus: Path) -> Callable[[str], int | None] | None:
-    """The function from the text of a token of a corpus to its id, None for one that it does not have; None if its
-    tokens are bytes."""
+    """The function from the text of a token to its id or None; None if a corpus's tokens are bytes."""
     tokenizer = load_tokenizer(corpus)
     if not tokenizer.json:
         return None
@@ -107,10 +93,7 @@ def validate_fim(c: RunConfig) -> None:
 
 
 def make_fim(c: RunConfig, corpus: Path) -> Callable[[Batch, int], Batch]:
-    """The function from (a batch, the number of its first sample in the run) to the batch with documents rearranged.
-
-    The row of sample n is changed by (the run's seed, n) alone. Raises ValueError as `sentinels_of`.
-    """
+    """The function from (a batch, its first sample) to the batch with documents rearranged, by the run's seed."""
     if not c.data.fim:
         return lambda batch, first: batch
     sentinels, rate, seed = sentinels_of(c.data.fim_tokens, corpus), c.data.fim, c.train.seed
@@ -118,10 +101,7 @@ def make_fim(c: RunConfig, corpus: Path) -> Callable[[Batch, int], Batch]:
 
 
 def sentinels_of(text: str, corpus: Path) -> Sentinels:
-    """The ids of the tokens that begin prefix, middle and suffix in a corpus; text: of data.fim_tokens, "": usual ones.
-
-    Raises ValueError as `sentinel_ids`, and if the tokenizer has none of the usual ones.
-    """
+    """The ids of the tokens that begin prefix, middle and suffix; text: of data.fim_tokens, "": usual ones."""
     if text:
         ids = sentinel_ids("data.fim_tokens", text, corpus, FIM_FORM)
         if len(ids) != 3:
@@ -148,8 +128,7 @@ KEYS = {"noise_density": 0.15, "mean_noise_span_length": 3.0, "sentinel_tokens":
 
 
 def validate_spans(c: RunConfig) -> None:
-    """Raise ValueError for data.span_corruption outside of 0 to 1, beside another objective than text and beside
-    data.fim, and for its values without it."""
+    """Raise ValueError for data.span_corruption outside of 0 to 1, beside what it excludes, or its values alone."""
     d = c.data
     if not d.span_corruption:
         for key, value in KEYS.items():
@@ -167,10 +146,7 @@ def validate_spans(c: RunConfig) -> None:
 
 
 def make_spans(c: RunConfig, corpus: Path) -> Callable[[Batch, int], Batch]:
-    """The function from (a batch, the number of its first sample in the run) to the batch with spans taken out.
-
-    The row of sample n is changed by (the run's seed, n) alone. Raises ValueError as `span_sentinels`.
-    """
+    """The function from (a batch, its first sample) to the batch with spans taken out, by the run's seed."""
     d, seed = c.data, c.train.seed
     if not d.span_corruption:
         return lambda batch, first: batch
@@ -180,10 +156,7 @@ def make_spans(c: RunConfig, corpus: Path) -> Callable[[Batch, int], Batch]:
 
 
 def span_sentinels(text: str, corpus: Path) -> list[int]:
-    """The ids of the tokens that stand for spans in a corpus; text: of data.sentinel_tokens, "": the usual ones.
-
-    Raises ValueError as `sentinel_ids`, for fewer than two, and if the tokenizer has none of the usual ones.
-    """
+    """The ids of the tokens that stand for spans; text: of data.sentinel_tokens, "": the usual ones."""
     if text:
         ids = sentinel_ids("data.sentinel_tokens", text, corpus, SPANS_FORM)
         if len(ids) < 2:
@@ -224,8 +197,7 @@ def validate_weights(c: RunConfig) -> None:
 
 
 def make_weights(c: RunConfig, corpus: Path) -> Callable[[Batch, int], Batch]:
-    """The function from (a batch, the number of its first sample in the run) to the batch whose mask has the weight of
-    each target. Raises ValueError as `weights_of`."""
+    """The function from (a batch, its first sample) to the batch whose mask has the weight of each target."""
     if not c.data.token_weights:
         return lambda batch, first: batch
     weights = weights_of(c.data.token_weights, corpus)
@@ -233,11 +205,7 @@ def make_weights(c: RunConfig, corpus: Path) -> Callable[[Batch, int], Batch]:
 
 
 def weights_of(text: str, corpus: Path) -> Tensor:
-    """The weight of each id of a corpus, float64 [V], as data.token_weights says; a token that it does not name has 1.
-
-    Raises ValueError as `token_ids`; for a file that is missing, has not a number of 0 or more for each id, or is not
-    the one that the run began with.
-    """
+    """The weight of each id of a corpus, float64 [V], as data.token_weights says; 1 for tokens without one."""
     size, file = read_meta(corpus)["vocab_size"], split_file(text)
     if file is not None:
         return read_weights(*file, size)
@@ -324,11 +292,7 @@ def validate_transforms(c: RunConfig) -> None:
 
 
 def make_transforms(c: RunConfig, corpus: Path) -> Callable[[Batch, int], Batch]:
-    """The function from (a batch, the number of its first sample in the run) to the batch as it is used.
-
-    The row of sample n is changed by (the config, n) alone, so that it is the same on every mesh and after every
-    resume. Raises ValueError for tokens that the corpus does not have.
-    """
+    """The function from (a batch, its first sample) to the batch as it is used, the same on every mesh."""
     transforms = [make(c, corpus) for make in (make_fim, make_spans, make_weights)]
 
     def transformed(batch: Batch, first: int) -> Batch:

@@ -1,9 +1,6 @@
-"""What a field of a config says of its key, besides its bounds: what the key needs to do anything, without which it is
-refused; the axis it is for; whether a resumed run may have another value.
+"""What a field of a config says of its key, besides its bounds: what it needs, its axis, whether it may change.
 
-The schedules of a config: the keys that each uses, and whether its lengths are of steps or of tokens.
-
-Checks of how the ranks of a run share its work: what an axis of the mesh does, sums by signs, local steps.
+The keys that each optimizer and schedule uses, and checks of how the ranks of a run share its work.
 """
 
 from __future__ import annotations
@@ -137,10 +134,7 @@ class Gathering(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Of a key: it is of an attempt's placement, which the next one keeps if it has no other.
-
-    flag: of `fzero pretrain`, that sets it; None: its name, "" for none.
-    """
+    """Of a key: it is of an attempt's placement; flag: of `fzero pretrain`, that sets it, None: the key's name."""
 
     flag: str | None = None
 
@@ -150,11 +144,7 @@ LOCATION = "location"  # of a key: it says where a run lies or computes, and is 
 
 
 def refuse_without_axis(config: RunConfig, table: Table, baseline: RunConfig | None = None) -> None:
-    """Raise ValueError if `table`, as the user wrote it, says how work is split over an axis that the mesh of `config`
-    does not have, or how parameters are gathered where none is.
-
-    baseline: a config whose values do no harm; None: one with the usual values.
-    """
+    """Raise ValueError if `table` says how work is split over an axis that the mesh of `config` lacks."""
     values, usual = (dict(flat(dataclasses.asdict(source))) for source in (config, baseline or type(config)()))
     fetched = config.zero == 3 or not Offload.parse(config.offload).params.memory.on_device
     for key in dict(flat(table)):
@@ -205,8 +195,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 
 
 def validate_tokens(schedule: Any) -> None:
-    """Raise ValueError for a schedule by tokens with lengths in steps, one by steps with lengths in tokens, and lengths
-    that leave nothing between them."""
+    """Raise ValueError for a schedule by tokens with lengths in steps or the reverse, or lengths that do not fit."""
     s = schedule
     for steps, tokens in (WARMUP, DECAY):
         wrong, right = (steps, tokens) if s.tokens else (tokens, steps)
@@ -224,8 +213,7 @@ def validate_tokens(schedule: Any) -> None:
 
 
 def validate_cycle(optim: Any) -> None:
-    """Raise ValueError for a cycle without a length, for one of the momentum of an optimizer that has no such, and for
-    a correction or ratios that the optimizer has not."""
+    """Raise ValueError for a cycle without a length, or numbers that the optimizer or schedule lacks."""
     s = optim.schedule
     if s.name == "cycle_lr" and not (s.warmup_steps and s.decay_steps):
         raise ValueError(
@@ -332,8 +320,7 @@ SKIPPING = Need(
 
 
 def refuse_unused(config: RunConfig, table: Table) -> None:
-    """Raise ValueError if `table`, as the user wrote it, sets a key that does nothing: that the chosen optimizer or
-    schedule does not use, or without what it needs."""
+    """Raise ValueError if `table`, as the user wrote it, sets a key that does nothing."""
     optim = table.get("optim", {})
     for prefix, section, value, rows in (
         ("optim", optim, config.optim, OPTIMIZERS),

@@ -1,7 +1,6 @@
 """Find the first step, and the first leaf of the state, in which two runs differ by a bit.
 
-Compare the recorded rows and checkpoints first. Then replay both runs side by side in this process, from the last equal
-checkpoint, until their states differ.
+Compare the recorded rows and checkpoints first. Then replay both runs side by side, from the last equal checkpoint.
 """
 
 from __future__ import annotations
@@ -170,9 +169,7 @@ def bisect(
 def recorded_difference(
     checkpoints: list[dict[int, checkpoint.Folder]], rows: list[dict[int, dict[str, Any]]]
 ) -> tuple[int, int | None, str, int]:
-    """(the last step before the difference whose checkpoints are equal, 0 for none; the first step whose rows or
-    checkpoints differ, None for none; the name of the difference; the number of steps that both have recorded).
-    """
+    """(last equal checkpoint, first unequal step or None, name of the difference or None, common steps)."""
     common, common_rows = checkpoints[0].keys() & checkpoints[1].keys(), rows[0].keys() & rows[1].keys()
     equal, steps = 0, sorted(common | common_rows)
     for step in steps:

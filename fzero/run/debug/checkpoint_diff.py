@@ -1,7 +1,4 @@
-"""Compare two checkpoints: by the digests in their manifests, then element by element, a few MB at a time.
-
-Comparisons of leaves, of digests and of elements, between two states.
-"""
+"""Compare two checkpoints: by the digests in their manifests, then element by element, a few MB at a time."""
 
 from __future__ import annotations
 
@@ -69,8 +66,7 @@ def recorded_digests(path: checkpoint.Folder) -> dict[str, int]:
 def compare_leaves(
     job: Job, state: TrainState, path: checkpoint.Folder, step: int, *, explain: bool
 ) -> list[Comparison]:
-    """Compare the leaves of a state and of a checkpoint by digest. explain: say where the first differs, and by how
-    much."""
+    """Compare a state with a checkpoint by digests; explain: say where the first leaf differs, and by how much."""
     specs = specs_of(job)
     theirs, actual = recorded_digests(path), digests(state, specs, job.mesh)
     if theirs.keys() != actual.keys():

@@ -90,8 +90,7 @@ def is_run(folder: Path) -> bool:
 
 
 def path_of(location: str) -> Folder:
-    """The checkpoint that `location` names: itself, or the newest complete one of a run, a folder or a URL. Raises
-    ValueError for none."""
+    """The checkpoint that `location` names: itself, or the newest complete one; raises ValueError for none."""
     if is_url(location):
         candidate = Objects(location).read(MANIFEST) is not None
         return trim_zeros(location) if candidate else checkpoint.latest(trim_zeros(location))
@@ -242,8 +241,7 @@ def verify(location: str) -> list[tuple[Folder, list[str]]]:
 
 
 def describe_checkpoint(location: str) -> CheckpointDescription:
-    """The content of the manifest of a checkpoint (a run, folder or URL: of its newest). Raises ValueError if there is
-    none."""
+    """The content of the manifest of a checkpoint (of a run, folder or URL: of its newest)."""
     path = path_of(location)
     record = checkpoint.read_manifest(path)
     leaves, totals = {}, {}

@@ -1,9 +1,9 @@
 """Replay a recorded step of a run from the nearest checkpoint before it, without writing to the run's folder.
 
 A step is a function of a state and a position in the data, so a replay must give the numbers of its row, and every leaf
-of its checkpoint. If sums have the same order (the same kind of device, the same mesh and stage or `reduce =
-"canonical"`, and as many threads) the bits must be equal; a difference then comes from hardware, another version, or
-something outside the state."""
+of its checkpoint. Where sums have the same order (device, mesh and stage or `reduce = "canonical"`, threads) the bits
+must be equal; a difference then comes from hardware, another version, or something outside the state.
+"""
 
 from __future__ import annotations
 

@@ -74,8 +74,7 @@ def begin(attempt: Attempt, first: int, flop: TokenFlop) -> int:
 
 
 def commit_of(folder: Path) -> tuple[str, bool]:
-    """(the commit of the checkout that `folder` is in, whether its files were changed since); ("", False) where it is
-    in none."""
+    """(the commit of the checkout that `folder` is in, whether files were changed since); ("", False) without."""
     if not (folder.parent / ".git").exists():  # installed, perhaps below somebody else's checkout
         return "", False
 

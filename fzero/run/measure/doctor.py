@@ -25,8 +25,7 @@ from fzero.run.setup.process_settings import settings_restored
 
 
 def forms(config: RunConfig) -> dict[str, set[str]]:
-    """The form that each hot operation of a training step takes on the CPU: found on tensors without data, nothing is
-    computed."""
+    """The form that each hot operation of a training step takes on the CPU, by tensors without data."""
     from fzero.core.torch_private import FakeTensorMode
 
     def leaf(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0, dtype: Any = None) -> torch.Tensor:

@@ -20,8 +20,7 @@ OVERHEAD = 0.35
 
 
 def fitting_steps(job: Job) -> int:
-    """The steps of the longest of PARTS that ends within LONGEST_S here, or of the shortest; the config's own steps if
-    its preset is not small."""
+    """The steps of the longest of PARTS that ends within LONGEST_S here, or of the shortest."""
     config = job.config
     if config.preset not in SMALL_RUNS:
         return config.train.steps

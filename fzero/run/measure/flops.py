@@ -1,10 +1,8 @@
 """FLOPs of a model by the papers' formulas, and what part of a processor's peak they are.
 
 Model FLOPs are what training on a token needs, whatever is recomputed; MFU is their share of the peak. Hardware FLOPs
-are those of the operators as they ran, recomputation included (`core.product_flops` counts them); HFU is their share. A
-multiply-add counts as two. Products and attention count, nothing else.
-
-Attention has two conventions. "full" counts every pair of positions, "causal" the half that a causal model uses.
+are those of the operators as they ran (`core.product_flops` counts them); HFU is their share. A multiply-add counts as
+two. Attention has two conventions: "full" counts every pair of positions, "causal" half.
 
 Ref: Chowdhery et al. 2022, "PaLM", appendix B (MFU); Korthikanti et al. 2022, "Reducing activation recomputation in
 large transformer models", section 5 and appendix A (hardware FLOPs).
@@ -80,8 +78,6 @@ def uses_tiles(config: Any) -> bool:
 def mfu(model_flop_per_token: float, tokens_per_s: float, peak_flop_per_s: float) -> float:
     """The model FLOPs utilization of all processors together: observed tokens/s over those at peak.
 
-    peak_flop_per_s: of all processors. Ref: Chowdhery et al. 2022, "PaLM", appendix B.
-
     >>> round(mfu(6 * 7e9, 2_000.0, 312e12), 3)
     0.269
     """
@@ -89,10 +85,5 @@ def mfu(model_flop_per_token: float, tokens_per_s: float, peak_flop_per_s: float
 
 
 def hfu(hardware_flop: float, step_s: float, peak_flop_per_s: float) -> float:
-    """The hardware FLOPs utilization of one processor: its FLOP/s in a step, recomputation included, over its peak.
-
-    The optimizer's products (Muon's) count as time, not as FLOPs.
-
-    Ref: Korthikanti et al. 2022, section 5 ("hardware FLOPs utilization").
-    """
+    """The hardware FLOPs utilization of one processor: its FLOP/s in a step over its peak."""
     return hardware_flop / step_s / peak_flop_per_s

@@ -2,7 +2,7 @@
 
 Every storage of an operator's arguments or results is counted once, from its first use until it is freed. fzero's
 operators that are made of PyTorch's are looked into. Memory that never meets the dispatcher is not seen: scratch inside
-another operator, and buffers of Inductor's compiled code. For the components see memory_timeline.py.
+an operator, buffers of Inductor's code. Components: memory_timeline.py.
 """
 
 from __future__ import annotations
@@ -62,10 +62,7 @@ def is_composite(func: Any) -> bool:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A context that counts: `live` bytes are alive, `peak` were at most.
-
-    device: tensors elsewhere are counted apart, in `off_device` (None: all together).
-    """
+    """A context that counts: `live` bytes are alive, `peak` were at most; other devices' in `off_device`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -122,12 +119,7 @@ class LiveBytes(TorchDispatchMode):
         return False
 
     def opened(self, func: Any) -> Callable[..., Any] | None:
-        """What runs in place of an operator that is made of others, which are then seen; None for one that is not.
-
-        PyTorch's own are opened inside of fzero's alone, where autograd has been passed already. Elsewhere one may
-        choose among kernels, as attention does, and chooses another one if it is opened: what is measured would then
-        have other bits.
-        """
+        """What runs in place of an operator that is made of others, which are then seen; None for other ones."""
         return OPENED.get(func) or (func.decompose if self.inside and is_composite(func) else None)
 
     def run_inside(self, launch: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -156,14 +148,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class MemoryTrace(LiveBytes):
-    """The record of one step, real or fake: births and deaths of storages, and events.
-
-    A context around the step; the ledger reports phases, parts of the model and transfers to it (see `recorded`).
-
-    note: (operator, args, kwargs, result) -> the event to enter, or None; without it, operators are counted by name.
-    make_transfer: ("start" | "wait", number, what, axis, bytes, visit) -> an event of a transfer.
-    buffers: the pool of offloaded leaves, counted at its full size.
-    """
+    """The record of one step, real or fake, and a context around it: births, deaths, and events."""
 
     def __init__(
         self,
@@ -370,10 +355,7 @@ def peak_of(f: Callable[..., Any], *args: Any) -> int:
 
 
 def predict_peak(make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]) -> int:
-    """`peak_of(f, *args)` for the (f, args) that `make()` gives, on fake tensors: without memory and computation.
-
-    A train step is made with `fake_mesh` and skip_nonfinite=False, as a fake tensor has no value to branch on.
-    """
+    """`peak_of(f, *args)` for the (f, args) that `make()` gives, on fake tensors, without memory."""
     from fzero.core.torch_private import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):

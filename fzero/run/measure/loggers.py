@@ -24,8 +24,7 @@ Log = Callable[[int, Any], None]  # takes the number of a step, and its values
 
 
 def numbers(values: Any) -> dict[str, float]:
-    """The numbers among the values of a step, and those by source or by position, as loggers draw them; a tensor of one
-    element is waited for.
+    """The numbers among the values of a step, and those by source or by position, as loggers draw them.
 
     >>> numbers({"step": 3, "loss": 1.5, "skipped": False, "phases": {"forward": 0.1}})
     {'loss': 1.5, 'skipped': False}
@@ -119,10 +118,7 @@ def _wandb(folder: Path, first: int, config: Mapping[str, Any]) -> Iterator[Log]
 
 @contextlib.contextmanager
 def _csv(folder: Path, first: int, config: Mapping[str, Any]) -> Iterator[Log]:
-    """A row a step; the file is written anew, whole, when a row brings a new column, such as the first val_loss.
-
-    The last rows of an earlier attempt, which this one makes again, are dropped.
-    """
+    """A row a step; the file is written anew when a row brings a new column, such as the first val_loss."""
     path = folder / "metrics.csv"
     columns = _columns(path)
     if columns:
@@ -163,8 +159,7 @@ def _csv_of(path: Path) -> Iterator[None]:
 
 
 def _rewrite(path: Path, columns: Sequence[str], last: int | None = None) -> None:
-    """Write metrics.csv anew with these columns and its rows up to the step `last`, None: all; a row that a kill cut
-    short is left out. The old file stays until the new one is whole."""
+    """Write metrics.csv anew, atomically, with these columns and its rows up to the step `last`."""
     with replacing(path) as file:
         text = io.TextIOWrapper(file, "utf-8", newline="")
         writer = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")

@@ -4,8 +4,8 @@
     buffers
     disk   = slots x state on the disk + gradients and activations there
 
-Offloaded, the memory no longer grows with the depth of a model, only with its largest part: the embedding, a layer or
-the head."""
+Offloaded, the memory no longer grows with the depth of a model, only with its largest part.
+"""
 
 from __future__ import annotations
 
@@ -91,11 +91,7 @@ def memory_on_device(job: Job, leaves: dict[str, tuple[StateMemory, int]] | None
 
 
 def grad_bytes(job: Job) -> int:
-    """The bytes of gradients on a rank's device after its last backward pass: the third of ZeRO's model states.
-
-    One micro-batch's gradients keep the dtype in which they are computed, and are summed into the optimizer's shards as
-    they are made; sums over several micro-batches have the dtype of accumulation.
-    """
+    """The bytes of gradients on a rank's device after its last backward pass: the third of ZeRO's model states."""
     specs, plan = pytree.named_leaves(job.plan.grads), job.plan
     if local_micro_batches(job.config, job.mesh) == 1 and plan.mesh.pp.size == 1:
         specs = {name: replace(leaf.opt, memory=specs[name].memory) for name, leaf in plan.leaves.items()}
@@ -115,8 +111,7 @@ def sums_dtype(job: Job) -> torch.dtype:
 
 
 def old_values_bytes(job: Job, leaves: dict[str, tuple[StateMemory, int]]) -> int:
-    """The bytes of the host's memory in which a speculating step keeps the old values of layers (see
-    train/update/speculation.py)."""
+    """The bytes of the host's memory for the old values of layers in a speculating step."""
     groups = ("master", "opt_state") if job.policy.has_master else ("params", "opt_state")
     stacked = [name for name in job.plan.leaves if is_stacked(name) and name not in job.plan.frozen]
     owner = pytree.owners([name for name in leaves if name.split("/")[0] in groups], stacked)
@@ -124,8 +119,7 @@ def old_values_bytes(job: Job, leaves: dict[str, tuple[StateMemory, int]]) -> in
 
 
 def numel_between_stages(plan: Plan) -> int:
-    """The elements of leaves outside the layers that a rank of pp has whole during a step, and the sums of their
-    gradients: of the first stage or the last, whichever has more."""
+    """The elements of leaves outside the layers that a rank of pp has whole, and their gradients' sums."""
     parts: dict[str, int] = {}
     for name, leaf in plan.leaves.items():
         if leaf.use.dims != leaf.params.dims:
@@ -135,9 +129,7 @@ def numel_between_stages(plan: Plan) -> int:
 
 
 def snapshot_limit(job: Job, available: int) -> int:
-    """The bytes that the snapshot of a checkpoint may take while `available` are left: half of those that a step does
-    not need, at least 64 MiB.
-    """
+    """The bytes that a checkpoint's snapshot may take while `available` are left, at least 64 MiB."""
     if job.device != HOST:
         return max(64 << 20, available // 2)  # a step on a GPU takes no more of the host's memory
     needed = memory_needed(job)
@@ -162,8 +154,7 @@ def tree_bytes(tree: Tree) -> int:
 
 
 def disk_needed(job: Job) -> int:
-    """The bytes that each rank of `job` takes on its disk: exact for the state, and all that a step may put there
-    beside it."""
+    """The bytes that each rank of `job` takes on its disk: the state, and what a step may put there."""
     if job.nvme is None:
         return 0
     plan, policy, config = job.plan, job.policy, job.config
@@ -226,11 +217,7 @@ SIZES = (
 
 
 def largest(config: RunConfig, memory: int, disk: int, mesh: Mesh | None = None) -> Largest:
-    """The largest Llama that trains by `config` (its vocabulary, batch, precision and offload) in `memory` and `disk`
-    bytes of a rank.
-
-    Raises ValueError if not even the smallest of SIZES does.
-    """
+    """The largest Llama that trains by `config` in `memory` and `disk` bytes of a rank, of SIZES."""
     if not isinstance(config.model, LlamaConfig):
         raise ValueError(f"largest: the config's model is of family {family_of(config.model)}; it scales a llama")
 
@@ -280,8 +267,7 @@ class OnHost(NamedTuple):
 
 
 def sizes_on_host(job: Job, leaves: dict[str, tuple[StateMemory, int]] | None = None) -> OnHost:
-    """The bytes of leaves, sums of gradients and activations that the plan of `job` keeps in the host's memory. leaves:
-    its `bytes_of_state`, where that is known."""
+    """The bytes of leaves, sums of gradients and activations that `job` keeps in the host's memory."""
     plan, t, d_model = job.plan, job.config.train, job.model.config.d_model
     leaves = bytes_of_state(job) if leaves is None else leaves
     state = [n for memory, n in leaves.values() if memory.on_host]
@@ -300,8 +286,7 @@ def memory_on_host(job: Job, leaves: dict[str, tuple[StateMemory, int]] | None =
 
 
 def host_bytes(job: Job) -> int:
-    """The bytes of the host's memory that a rank of `job` takes for what rests there: what lasts in whole pages,
-    activations as PyTorch's allocator rounds them up."""
+    """The bytes of the host's memory that a rank of `job` takes for what rests there."""
     state, grads, acts, buffers = sizes_on_host(job)
     return bytes_taken(state) + bytes_taken(grads) + sum(map(bytes_cached, acts)) + buffers
 
@@ -342,11 +327,7 @@ def needs_on_device(job: Job) -> dict[str, int]:
 
 
 def check_memory(job: Job, available: int, host: int | None = None) -> None:
-    """Raise ValueError naming the needs of a rank, and a model that would fit, if its state, its buffers and SURE of
-    the rest do not fit into `available` bytes.
-
-    host: the bytes of the host's memory where the device is a GPU, whose memory is then the available one.
-    """
+    """Raise ValueError naming the needs of a rank, and a model that would fit, if `available` is too little."""
     if not job.config.train.memory_check:
         return
     if job.device != HOST and host is not None:

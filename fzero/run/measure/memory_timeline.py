@@ -1,5 +1,4 @@
-"""The stays of a step at the parts of a model, the storages that were born and died in each, and so the bytes that were
-alive at any moment, by component.
+"""The stays of a step at the parts of a model, the storages born and dead in each, and so the bytes alive by component.
 
 A storage belongs to one component, by where it was born and where it died:
 
@@ -105,10 +104,7 @@ START = Visit(0, 0, "", "", None)
 
 
 def moments(stays: Iterable[Stay]) -> tuple[Moment, ...]:
-    """The start of the step with its inputs; then for each stay its fullest moment and its last, in order.
-
-    A stay that repeats the events of an earlier one shares its moments.
-    """
+    """The start of the step with its inputs; then for each stay its fullest moment and its last, in order."""
     out: list[Moment] = []
     parts: dict[str, int] = dict.fromkeys(COMPONENTS, 0)
     total, end, changes, starts = 0, 0, 0, {}
@@ -141,11 +137,7 @@ def moments(stays: Iterable[Stay]) -> tuple[Moment, ...]:
 
 
 def alive(stays: Iterable[Stay], moment: Moment, max_count: int = 20) -> tuple[tuple[str, str, int], ...]:
-    """(name, component, bytes) of the largest storages alive at a moment of `moments(stays)`, those of one operator and
-    place together.
-
-    All layers count as one: a repeated stay frees storages that bear the name of another layer than those it makes.
-    """
+    """(name, component, bytes) of the largest storages alive at a moment of `moments(stays)`."""
     sums: dict[tuple[str, str], int] = {}
     changes = itertools.chain.from_iterable(stay.changes for stay in stays)
     for life, sign, _ in itertools.islice(changes, moment.change + 1):

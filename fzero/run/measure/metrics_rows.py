@@ -1,9 +1,4 @@
-"""The row of a step in metrics.jsonl: its numbers and times; and its writers: file, terminal, loggers.
-
-The losses of a mixture's sources in a row of metrics.
-
-The display of a run on a terminal: a line every few steps, or a bar.
-"""
+"""The row of a step in metrics.jsonl: its numbers and times; and its writers: file, terminal, loggers."""
 
 from __future__ import annotations
 
@@ -53,11 +48,7 @@ COMPILING = "compiling (about 25 s on two cores, once a machine)"
 def show_progress(
     first: int, last: int, *, every: int, bar: bool, say: Say
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """A context of a function that shows a step's row.
-
-    first, last: the step before the first row, and the last one. every: steps from line to line; the bar is drawn
-    anew after each. If the first step waits for the compiler, that is said; its time predicts nothing.
-    """
+    """A context of a function that shows a step's row, by a line every `every` steps or a bar."""
     recent: list[float] = []
     val = ""
     with ExitStack() as stack:
@@ -95,8 +86,7 @@ def open_bar(first: int, last: int) -> Any:
 
 
 def sized_bar(**options: Any) -> Any:
-    """A bar of tqdm on stderr that follows the terminal's width; a terminal that says it has none, such as a pty of 0
-    columns, is taken for one of 80."""
+    """A bar of tqdm on stderr that follows the terminal's width; one of 0 columns is taken for 80."""
     from tqdm import tqdm
 
     columns = rows = 1  # where stderr is no terminal tqdm decides
@@ -133,8 +123,7 @@ def format_duration(seconds: float) -> str:
 
 
 def losses_by_source(config: RunConfig, sums: dict[str, float], name: str = "loss") -> dict[str, dict[str, float]]:
-    """{"loss_by_source": {source: nats a token of it}} of the sums of `models.by_source`, or of what is in proportion
-    to them, which are removed from `sums`; {} where there are none. A source without a token that counts is left out.
+    """{"loss_by_source": {source: nats a token}} of the sums of `models.by_source`, which leave `sums`.
 
     >>> from fzero.run.config.run_config import Data
     >>> config = RunConfig(data=Data(mixture="web:1,code:1"))
@@ -203,12 +192,7 @@ def numbers_row(job: Job, read: dict[str, float], step: int) -> dict[str, Any]:
 
 
 class Meter:
-    """The times and rates in the rows of an attempt after step `first`. Every rank has one. peak_flops: FLOP/s of all
-    processes together.
-
-    On a GPU `end_step` and `cut` start what `row` and `times` read, which wait; and only steps that are measured are
-    split over phases, as every mark is an event that the host gives to the device.
-    """
+    """The times and rates in the rows of an attempt after step `first`; every rank has one."""
 
     def __init__(self, job: Job, flop: TokenFlop, peak_flops: float, first: int = 0) -> None:
         self.job, self.flop, self.peak = job, flop, peak_flops
@@ -239,8 +223,7 @@ class Meter:
         return batch
 
     def end_step(self, state: TrainState, metrics: Metrics, step: int) -> StepMeasurement:
-        """The end of the step that made `state`, the run's step number `step`; on a GPU it waits for a measured step
-        alone."""
+        """The end of the step that made `state`, numbered `step`; on a GPU it waits for a measured step alone."""
         (names, values), measured = pack_numbers(metrics), {}
         end = self.clock.timestamp()
         numbers = copy_out(values)
@@ -295,10 +278,7 @@ class Meter:
         return stretch
 
     def times(self, stretch: ClockSpan, step: int, recorder: str) -> dict[str, Any]:
-        """The seconds of a stretch by phase, and every `train.measure_every` steps those of all ranks.
-
-        recorder: the recorder of the step, or ""; the time of a recorded step is not counted for its rank.
-        """
+        """The seconds of a stretch by phase, and every `train.measure_every` steps those of all ranks."""
         times = self.clock.read(stretch)
         row: dict[str, Any] = {"wall_s": times.wall}
         if times.phases:
@@ -312,11 +292,7 @@ class Meter:
 
 
 def memory_row(device: torch.device) -> dict[str, Any]:
-    """The memory of a GPU and of this process since the last call: the most that tensors held, what the allocator
-    keeps and its part of that, and the most that the process has held in the host's memory; {} for a CPU.
-
-    Nothing is waited for: the allocator counts when an operator is given to the GPU.
-    """
+    """The memory of a GPU and of this process since the last call; {} for a CPU."""
     if device == HOST:
         return {}
     usage = memory_of(device)

@@ -2,11 +2,8 @@
 
     norms.by_part(norms.sums(metrics.squares), plan.opt, mesh, plan.trained(plan.like), float(metrics.factor))
 
-The squares of gradients come from the step's own norm, so nothing is read again and no gradient is held longer.
-
-What a run records of its experts: how evenly the tokens of a step are spread over them, by layer.
-
-Find stragglers: the times of every rank, gathered at intervals in one small collective.
+The squares of gradients come from the step's own norm, so nothing is read again and no gradient is held longer. Also
+how evenly a step's tokens are spread over experts, and stragglers by the times of every rank.
 """
 
 from __future__ import annotations
@@ -46,13 +43,7 @@ def imbalance(tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def spread_of(tables: Mapping[str, Tensor], params: Tree, plan: Plan, top_k: int) -> dict[str, Any]:
-    """{"experts": {stack: its tables}} for a row of metrics; {} without experts.
-
-    Of a stack: "load" [layers][experts], the share of the layer's choices, which sum to 1; "dropped", the share of them
-    beyond the capacity; "entropy" [layers], the mean over tokens of that of the router's shares, in nats; "bias".
-    top_k: the choices of a token.
-    Communicates: an all_gather over pp of each bias.
-    """
+    """{"experts": {stack: load, dropped, entropy, bias}} for a row of metrics; {} without experts."""
     leaves, stacks = pytree.named_leaves(params), dict[str, Any]()
     for name, load in tables.items():
         stack, _, kind = name.rpartition("/")
@@ -92,11 +83,7 @@ class RankTimes:
             self.sums[i] += value
 
     def gather(self, mesh: Mesh) -> dict[str, Any]:
-        """The times of all ranks, as lists by rank, and the straggler; resets the sums. All ranks call it
-        after the same step.
-
-        Communicates: four float64 of each rank.
-        """
+        """The times of all ranks, as lists by rank, and the straggler; resets the sums. All ranks call it."""
         with mesh.ledger.phase("ranks"):
             row = torch.tensor(self.sums, dtype=torch.float64, device=device_of(mesh))
             rows = gather_rows(row, mesh, leaf="ranks").tolist()
@@ -107,10 +94,7 @@ class RankTimes:
 
 
 def find_straggler(own_s: list[float]) -> tuple[int | None, float]:
-    """(the rank that the others wait for, or None; by what factor its time is above the others' median).
-
-    own_s: by rank, the time that does not depend on other ranks.
-    """
+    """(the rank that the others wait for, or None; by what factor its time is above the others' median)."""
     if len(own_s) < 2:
         return None, 1.0
     rank = max(range(len(own_s)), key=lambda i: own_s[i])
@@ -144,12 +128,7 @@ def of_params(params: Tree) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def segment_norms(local: Mapping[str, Tensor], specs: Tree, mesh: Mesh, like: Tree, factor: float = 1.0) -> Norms:
-    """The 2-norms, times `factor`, of the parts of a model: the embedding, each layer, the head; the same on all ranks.
-
-    local: this rank's `sums` of leaves that `specs` shard. like: a tree with all leaves; a part with a leaf
-    missing in `local` is None. A number that is not finite is None too.
-    Communicates: one psum per axis that shards any leaf, of a float64 number per leaf and layer.
-    """
+    """The 2-norms, times `factor`, of the parts of a model: embedding, layers, head; the same on all ranks."""
     named = pytree.named_leaves(specs)
     # One place for all: those of leaves in the host's memory, and of other stages' layers, are not on the GPU.
     device_sums = dict(zip(local, start_fetch(list(local.values())).wait()))
@@ -173,8 +152,7 @@ def segment_norms(local: Mapping[str, Tensor], specs: Tree, mesh: Mesh, like: Tr
 
 
 def scatter_layers(sums: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
-    """The sums [layers of this rank] of a leaf whose layers are on several ranks at their places among all of its
-    layers, where those of other ranks are 0: a sum over pp then has each layer's own bits."""
+    """The sums of this rank's layers at their indices among all layers of a leaf, 0 elsewhere."""
     if not spec.rows:
         return sums
     indices = torch.tensor(spec.rows[mesh.pp.rank], dtype=torch.int64, device=device_of(mesh))

@@ -1,9 +1,7 @@
-"""The closed form of the memory that the passes of a step take on a rank: of a run before it starts (memory_check.py),
-and of each candidate of a search (fzero/planner/). tests/test_first_estimate.py compares it with traced steps.
+"""The closed form of the memory that the passes of a step take on a rank.
 
-A step that recomputes and one that does not, a long micro-batch and a short one, have their peaks at different moments,
-and what one holds another does not: logits are of the loss, gradients of hidden units of a layer's backward pass. So
-each moment is counted by itself, and the peak is the one with the most bytes.
+tests/test_first_estimate.py compares it with traced steps. Recomputation and the length of a micro-batch move the peak
+to another moment, so each moment is counted by itself, and the peak is the one with the most bytes.
 """
 
 from __future__ import annotations
@@ -70,8 +68,7 @@ class ActivationBytes(NamedTuple):
 
 
 def passes_peak(p: PassSizes, sums: float) -> dict[str, float]:
-    """Bytes by component of the moment of a rank's passes that has the most. sums: bytes of the sums of gradients on
-    its device."""
+    """Bytes by component of the moment of a rank's passes that has the most; sums: of gradients there."""
     return max(moments(p, sums).values(), key=lambda components: sum(components.values()))
 
 
@@ -159,8 +156,7 @@ def activations(p: PassSizes) -> ActivationBytes:
 
 
 def loss_bytes(tokens: int, columns: int, width: int, dtype: torch.dtype, kind: str) -> float:
-    """The bytes in which a device of this kind makes the loss and its gradients: a chunk of the logits of `tokens`,
-    and the float32 sum of the head's gradient over the chunks if there are several; width: 0 if it has none.
+    """The bytes of the loss and its gradients: a chunk of logits, and the head's gradient sum in float32.
 
     >>> sizes = [loss_bytes(tokens, 128_256, 4096, torch.bfloat16, "cuda") for tokens in (4096, 8192, 16384)]
     >>> [round(size / 1e9, 2) for size in sizes]
@@ -182,8 +178,7 @@ def fetched_numels(p: PassSizes, several: bool) -> dict[str, int]:
 
 
 def expert_spare_bytes(plan: Plan, config: RunConfig) -> int:
-    """The bytes that a layer keeps of each sequence for rows of experts that hold no token if the load is even: over ep
-    a rank has room for more. Of a row its input and result, and three times its hidden units."""
+    """The bytes that a layer keeps of each sequence for rows of experts without a token, at an even load."""
     if plan.experts is None or plan.routed is None:
         return 0
     extra_rows = plan.routed.rows(plan.experts, plan.mesh.ep.size) - plan.routed.top_k
@@ -198,8 +193,7 @@ def expert_units(config: RunConfig) -> int:
 
 
 def context_bytes(p: PassSizes, method: str) -> float:
-    """The bytes that attention over cp needs in a layer, by a name of the methods of Heads: `residuals` or
-    `resident_keys`."""
+    """The bytes that attention over cp needs in a layer, by a method of Heads: `residuals` or `resident_keys`."""
     plan = p.plan
     if plan.context is None or plan.heads is None:
         return 0.0
@@ -254,8 +248,7 @@ def pass_sizes(job: Job, kind: str = "") -> PassSizes:
 
 
 def layers_alive(job: Job) -> int:
-    """The most layers whose activations a rank keeps at a time: those of the model, or with pp those of its stages for
-    each micro-batch under way."""
+    """The most layers whose activations a rank keeps at a time: of the model, or of its stages in flight."""
     plan, max_layers = job.plan, 0
     if plan.stages is None:
         return job.model.config.n_layers
@@ -294,8 +287,7 @@ def layer_bytes(job: Job) -> LayerBytes:
 
 
 def residual_elements(config: RunConfig, tp: int) -> float:
-    """The elements that a layer keeps of each token for its backward pass: inputs of its products, of attention, of
-    its norms and of its activation function."""
+    """The elements that a layer keeps of each token for its backward pass."""
     c, split = body_of(config.model), tp if config.sequence else 1
     experts = getattr(c, "top_k", 0)
     # A compiled GELU is computed again from its input; SwiGLU's kernel keeps its output too.

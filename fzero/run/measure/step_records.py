@@ -1,11 +1,7 @@
 """Record selected steps of a run: the ledger of one, the memory of one, the profile of some.
 
 A recorded step takes longer, so its row has "recorded" and no statistic of time counts it. All ranks record the same
-steps.
-
-A Chrome trace of some steps: operators inside named phases and layers, and collectives beside them.
-
-https://ui.perfetto.dev and chrome://tracing show it. Names come from the ledger's marks.
+steps. A Chrome trace, for https://ui.perfetto.dev, has operators inside named phases and layers, and collectives.
 """
 
 from __future__ import annotations
@@ -214,12 +210,7 @@ def select_steps(first: int, last: int, measured: bool, profile: tuple[int, int]
 def recording(
     job: Job, folder: Path, attempt: int, selection: StepSelection
 ) -> Iterator[Callable[[TrainState, Any, int], tuple]]:
-    """A function `(state, batch, number of the step) -> (state, metrics)`: the job's step, recorded if it is
-    chosen.
-
-    It writes ledger.json, memory.json and trace.json.gz into `folder`: the records of this process; and on a mesh with
-    pp pipeline.json, of all ranks.
-    """
+    """The job's step as `(state, batch, number) -> (state, metrics)`, recorded into `folder` if it is chosen."""
     ledger = job.mesh.ledger
     every = job.config.train.measure_every if job.plan.stages is not None else 0
     records_acts = lambda number: every > 0 and number % every == 0  # noqa: E731 - on all ranks
@@ -271,8 +262,7 @@ def write(folder: Path, name: str, value: Table) -> None:
 
 
 def measure_memory(job: Job, state: TrainState, batch: Any) -> tuple[TrainState, Any, Table]:
-    """(state, metrics, the table of memory.json) of one step: bytes alive by component; on a GPU those of its memory,
-    the peak that its allocator counts, and the peak of tensors in the host's memory beside it."""
+    """(state, metrics, the table of memory.json) of one step: bytes alive by component."""
     buffers = job.nvme.buffers if job.nvme is not None else None
     device, on_gpu = state.step.device, state.step.device.type == "cuda"
     gpu.reset_peak(device)
@@ -298,8 +288,7 @@ def measure_memory(job: Job, state: TrainState, batch: Any) -> tuple[TrainState,
 
 
 def device_state_bytes(state: TrainState, device: torch.device) -> dict[str, int]:
-    """{group of the state: bytes of its leaves on `device`}: "params", "master", "opt", "ema", "other", and "errors" of
-    a codec that keeps them."""
+    """{group of the state: bytes of its leaves on `device`}."""
     out: dict[str, int] = dict.fromkeys(("params", "master", "opt", "ema", "other"), 0)
     for name, leaf in pytree.named_leaves(state._asdict()).items():
         if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type:

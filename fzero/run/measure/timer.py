@@ -7,11 +7,8 @@
         state, metrics = train_step(state, batch)
     times = clock.take()
 
-While a step runs, a mark is a line in a list; `take` interprets the marks after the step. On a GPU the marks are events
-of the device: `cut` ends a stretch of them without a wait, and `read` interprets it later, when the device has come to
-its end.
-
-The record of one step of a pipeline: when each act of each rank of pp began and ended, in pipeline.json.
+While a step runs, a mark is a line in a list, or on a GPU an event: `cut` ends a stretch of marks without a wait, and
+`read` interprets it later. pipeline.json: when each act of each rank of pp began and ended.
 """
 
 from __future__ import annotations
@@ -68,15 +65,7 @@ class ClockSpan(NamedTuple):
 
 
 class Clock:
-    """A ledger.Watcher that measures time.
-
-    A second belongs to the outermost phase, whatever is entered inside it; but waiting for a collective is
-    "comm_exposed", and waiting for a disk and the commit of a store are "io", outside evaluations and checkpoints. On a
-    GPU the marks are events in the current stream, and `read` waits for the last one: exposed is how long that stream
-    waited. waited: the seconds that this thread has waited for a disk so far (None: it has none).
-
-    phases: whether the stretch under way is split over phases, from a cut on. Without, its marks cost nothing.
-    """
+    """A ledger.Watcher that measures time: by phase, "comm_exposed" and "io" (waits for a disk)."""
 
     def __init__(self, device: torch.device | str = "cpu", waited: Callable[[], float] | None = None) -> None:
         self.events: list[Any] | None = [] if torch.device(device).type == "cuda" else None  # to be used again
@@ -124,8 +113,7 @@ class Clock:
         return self.read(self.cut())
 
     def cut(self) -> ClockSpan:
-        """The marks since the last cut, or since the clock was made. It does not wait. No collective may be under
-        way."""
+        """The marks since the last cut; it does not wait. No collective may be under way."""
         self.log.append(("cut", None, self.timestamp(), self.waited()))
         log, self.log = self.log, []
         return ClockSpan(log, self.phases)
@@ -215,12 +203,7 @@ BARRIERS = 9  # at which the clocks of ranks are compared
 
 @contextmanager
 def recording_acts(job: Job, folder: Path, named: dict[str, Any]) -> Iterator[None]:
-    """A context of one step on a mesh with pp, whose acts rank 0 writes into `folder`. named: what else it writes.
-
-    All ranks call it for the same step. No rank leaves a barrier before all are there, but one may leave it late: so
-    clocks are compared at several, and the median of what they say counts.
-    Communicates: the barriers, and behind the step two float64 for each act and one for each barrier, over all ranks.
-    """
+    """A context of one step on a mesh with pp, whose acts rank 0 writes into `folder`; all ranks call it."""
     mesh, ledger = job.mesh, job.mesh.ledger
     clock = time.perf_counter if job.device == gpu.HOST else partial(gpu.mark_time, [])
     times = ActTimes(clock)

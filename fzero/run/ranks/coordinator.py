@@ -1,17 +1,12 @@
 """Coordinate the processes of one command: exchange values besides tensors, and end all processes when one ends.
 
-torchrun starts every process with the same command. They agree through its store: the first (rank 0) decides what must
-be the same and speaks for all. A rank that fails leaves its reason there before it ends; the others, whose collectives
-then fail, find it and end in silence, so that one line is printed. If a rank was killed and left nothing, the first to
-notice says so.
+torchrun starts every process with the same command. The first (rank 0) decides what must be the same. A rank that fails
+leaves its reason in the store; the others, whose collectives then fail, find it and end in silence, so that one line is
+printed.
 
-Rendezvous of the processes that torchrun started, in a store that holds keys of earlier attempts.
-
-torchrun restarts its workers when one fails, and when a node comes or goes. It does not say which restart this is: each
-agent counts its own failures (TORCHELASTIC_RESTART_COUNT), a node that comes is not counted, and the store is the same
-one. So each process says hello with a name that nobody had before; rank 0 publishes the list of names it finds, under a
-number that counts up; a process accepts a list that has its own name at its own rank, and says so; and rank 0 publishes
-another one when a name changes, until all have accepted.
+torchrun restarts its workers into the same store and does not say which restart this is. So each process says hello
+with a new name; rank 0 publishes the list of names under a number that counts up; a process accepts a list that has its
+name at its rank, and says so; rank 0 publishes another one when a name changes, until all have accepted.
 """
 
 from __future__ import annotations
@@ -46,12 +41,9 @@ SILENT_S = 8.0  # without a sign of life, a process that has given some is gone
 
 
 def await_ranks(store: dist.Store, rank: int, size: int, timeout_s: float) -> tuple[int, list[str]]:
-    """(the number of this coordinator in `store`, from 1; the names of its processes by rank), the same on all of its
-    processes.
-
-    timeout_s: how long to wait for the others; 0: without end. The first rank that is there says after SAY_S whom it
-    waits for. Raises TimeoutError naming the ranks that do not come, or have come and are gone, ValueError if another
-    process has taken this one's rank meanwhile."""
+    """(the number of this coordinator in `store`, the names of its processes by rank), the same on all of them."""
+    # A name that no process had before: the store keeps the keys of earlier attempts, and torchrun does not say which
+    # attempt this is.
     nonce = uuid.uuid4().hex
     store.set(f"hello/{rank}", nonce)
     number, names, begin, pause = 0, [""] * size, time.monotonic(), 0.002
@@ -63,11 +55,14 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout_s: float) -> tu
                 f"rank {rank} was started again while this process ({nonce[:8]}) still waits for the others; "
                 "nothing to do"
             )
+        # A new list whenever a name changes, as a rank that is restarted says hello again. The number keeps the lists
+        # apart.
         if rank == 0 and "" not in hellos and hellos != names:
             number, names = store.add("teams", 1), hellos
             store.set("list", json.dumps([number, names]))
         elif rank > 0 and store.check(["list"]):
             latest, listed = json.loads(store.get("list"))
+            # A list of an earlier attempt has another name at this rank.
             if latest != number and len(listed) == size and listed[rank] == nonce:
                 number, names = latest, listed
                 store.set(f"{number}/here/{rank}", nonce)
@@ -98,6 +93,7 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout_s: float) -> tu
             signs.reported = True
             limit_text = f", at most {timeout_s:g} s (train.hang_s)" if timeout_s else ""
             print(f"rank {rank} waits for rank {missing_text} to start{limit_text}", file=sys.stderr, flush=True)
+        # Short at first, as ranks start together; longer then, to spare the store.
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
 
@@ -117,12 +113,14 @@ class Signs:
         if timestamp < self.next:
             return []
         self.next = timestamp + BEAT_S
+        # A new value each time: the others see that it changes, and compare no clocks.
         self.store.set(f"meets/{self.rank}", uuid.uuid4().hex)
         for rank in {*range(self.size)} - {self.rank}:
             key = f"meets/{rank}"
             sign = self.store.get(key) if self.store.check([key]) else b""
             if rank in self.last and sign != self.last[rank]:
                 self.quiet[rank] = 0
+            # Counted only for ranks that have given a sign meanwhile: an old key of a process that is gone is none.
             elif rank in self.quiet:
                 self.quiet[rank] += 1
             self.last[rank] = sign
@@ -149,10 +147,7 @@ class Ended(Exception):
 
 
 class Coordinator:
-    """The processes of a command as this one sees them. See `join`.
-
-    store: of these processes alone. lasting: of all attempts of the same torchrun. names: of the processes, by rank.
-    """
+    """The processes of a command as this one sees them; `join` makes it."""
 
     def __init__(
         self,
@@ -194,10 +189,7 @@ class Coordinator:
         self.size, self.spares = size, self.size - size
 
     def share(self, make: Callable[[], Any]) -> Any:
-        """Return rank 0's `make()` (any JSON value) on all ranks, however long it takes.
-
-        Raises Ended if a rank has failed meanwhile.
-        """
+        """Rank 0's `make()` (any JSON value) on all ranks, however long it takes; raises Ended if a rank has failed."""
         self.agreements += 1
         if self.store is None:
             return make()
@@ -206,15 +198,13 @@ class Coordinator:
         return json.loads(self._hear(str(self.agreements), "rank 0", None))
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values (any JSON) of all ranks, in rank order, on all ranks.
-
-        Raises Ended if a rank has failed, TimeoutError naming one that does not come.
-        """
+        """The values (any JSON) of all ranks, in rank order, on all ranks; raises Ended or TimeoutError."""
         if self.store is None:
             return [value]
         self.agreements += 1
         key = str(self.agreements)
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
+        # The watchdog ends a wait that is too long, and says which rank hangs.
         limit = None if self.watched else self.hang_s or None
         return self.share(
             lambda: [json.loads(self._hear(f"{key}/{rank}", f"rank {rank}", limit)) for rank in range(self.size)]
@@ -231,12 +221,7 @@ class Coordinator:
                     )
 
     def mesh(self, sizes: Mapping[str, int], timeout_s: float = TIMEOUT_S, device: torch.device = gpu.HOST) -> Mesh:
-        """The mesh of these processes; raises ValueError if its sizes do not multiply to their number.
-
-        timeout_s: how long a collective waits for another rank. device: of this process, for its own tensors.
-        On GPUs the watchdog (fzero.run.ranks.watchdog) ends a wait for a rank that is gone, so PyTorch's own handling
-        of NCCL's errors is switched off, unless TORCH_NCCL_ASYNC_ERROR_HANDLING says otherwise.
-        """
+        """The mesh of these processes; raises ValueError if its sizes do not multiply to their number."""
         if self.size > 1 and self.store is not None:
             if sys.platform == "linux" and self.local_size >= self.size:
                 os.environ.setdefault(
@@ -246,6 +231,7 @@ class Coordinator:
             if not self.notices:
                 # PyTorch would end this process by SIGABRT and many lines; the watchdog says one, and names the rank.
                 os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            # Keys of its own: the store is shared with everything else of this run.
             store = dist.PrefixStore("group", self.store)
             self.waiting = "all ranks, to connect"
             start_processes(device, timeout_s, store=store, rank=self.rank, world_size=self.size)
@@ -257,12 +243,12 @@ class Coordinator:
         return self.current_mesh
 
     def close(self, stopped: int = 0) -> None:
-        """Wait until rank 0 is here too, let the spares go, and end torch.distributed. stopped: the signal that ended
-        the run, or 0."""
+        """Wait until rank 0 is here too, let the spares go, and end torch.distributed; stopped: the signal or 0."""
         self.share(lambda: "end")
         if self.store is not None and self.first:
             self.store.set(OVER, str(stopped))
             end = time.monotonic() + NODE_S
+            # The store lives in this process: the others must have read the end before it goes.
             while (
                 rank_0_keeps_store() and self.store.add(BYE, 0) < self.size + self.spares - 1 and time.monotonic() < end
             ):
@@ -277,10 +263,7 @@ class Coordinator:
             self.store.add(BYE, 1)
 
     def code(self, stopped: int) -> int:
-        """The exit code of this process where the signal `stopped` (0: none) ended the run.
-
-        If one of several nodes was stopped: 2 on the others, so that torchrun continues with them.
-        """
+        """The exit code of this process where the signal `stopped` (0: none) ended the run."""
         if not stopped or self.signalled or int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
             return exit_code(stopped)
         try:
@@ -298,6 +281,7 @@ class Coordinator:
         """Leave the reason why all ranks end; returns the one that was left first, by whichever rank."""
         if self.store is None:
             return text
+        # The first text stays: later ones are its consequences.
         return self.store.compare_set(REASON, "", text).decode()
 
     def reason(self) -> str:
@@ -326,6 +310,7 @@ class Coordinator:
                 )
             if self.lasting is not None and self.names and timestamp - last_check > 1.0:
                 last_check = timestamp
+                # Once a second: a rank that was started again will never answer here.
                 for rank, (name, hello) in enumerate(zip(self.names, read_hellos(self.lasting, len(self.names)))):
                     if name != hello:
                         raise TimeoutError(
@@ -369,10 +354,7 @@ def rank_0_keeps_store() -> bool:
 
 
 def torchrun_store(timeout_s: float) -> dist.Store:
-    """torchrun's store, under the name of its run.
-
-    Raises ValueError if the environment is not torchrun's, or the store does not answer.
-    """
+    """torchrun's store, under the name of its run; raises ValueError if it is not there."""
     expect_environment()
     env = os.environ
     host, port, prefix = env["MASTER_ADDR"], int(env["MASTER_PORT"]), f"fzero/{env['TORCHELASTIC_RUN_ID']}"
@@ -390,6 +372,7 @@ def torchrun_store(timeout_s: float) -> dist.Store:
 
 # -- the end
 
+# Held until the process ends: the main thread and the watchdog may both come to the end.
 _ENDING = threading.Lock()
 
 
@@ -417,12 +400,7 @@ def end_as_orphan() -> None:
 
 
 def last_words(text: str, coordinator: Coordinator | None, *, lost: bool = False) -> tuple[str, int]:
-    """(the line to print when this process ends, its exit code): the text with its rank, or "" if another rank has
-    reported the reason.
-
-    coordinator: None if it fails before it has joined the others. lost: the reason is that another rank is gone,
-    which may still report more. The code is 2, unless a signal has ended the run.
-    """
+    """(the line to print when this process ends, its exit code): "" if another rank has reported the reason."""
     if not under_torchrun():
         return text, 2
     # torchrun ends the others as soon as one process has ended; they may be about to report why.

@@ -17,16 +17,14 @@ from fzero.run.ranks.watchdog import BEAT_S, SILENT_S, read_beats
 def fit_mesh(
     sizes: Mapping[str, int], processes: int, micro_batches: int, *, canonical: bool = False
 ) -> dict[str, int]:
-    """The sizes of a mesh like `sizes` for this number of processes, or for fewer.
-
-    Each axis but dp keeps its size if that fits, tp first, else its largest divisor that does. dp is as large as the
-    rest of the processes allow, such that the data ranks (dp x rp) divide the micro-batches of a step, and are a power
-    of two for canonical sums."""
+    """The sizes of a mesh like `sizes` for this number of processes, or for fewer."""
     out, remaining = {}, processes
+    # tp first: a model that does not fit on fewer ranks of tp does not run at all. dp takes what is left.
     for axis in sorted(sizes.keys() - {DP}, key=lambda axis: (axis != TP, axis)):
         out[axis] = max(d for d in range(1, sizes[axis] + 1) if sizes[axis] % d == 0 and d <= remaining)
         remaining //= out[axis]
     copies = out.get(RP, 1)
+    # A power of two for canonical sums: their tree over micro-batches is the same for these alone.
     fits = [d for d in range(1, remaining + 1) if micro_batches % (d * copies) == 0 and not (canonical and d & (d - 1))]
     out[DP] = max(fits, default=1)
     return {axis: out[axis] for axis in [*sizes, DP] if out[axis] > 1}
@@ -47,11 +45,7 @@ def refit_mesh(config: RunConfig, sizes: Mapping[str, int], processes: int) -> t
 
 
 def stand_by(coordinator: Coordinator) -> int:
-    """Wait, as a spare, until the run of the others has ended; returns the signal that stopped it, or 0.
-
-    Passes a signal to this process on to them: they save, and end. Raises Ended if one of them has failed,
-    TimeoutError if none of them gives a sign of life.
-    """
+    """Wait, as a spare, until the others' run has ended; returns the signal that stopped it, or 0."""
     store = coordinator.store
     assert store is not None  # a spare has others
     heard, last_beats, signalled_at, beat = time.monotonic(), {}, 0.0, 0.0
@@ -63,6 +57,7 @@ def stand_by(coordinator: Coordinator) -> int:
             if timestamp - beat > BEAT_S:
                 beat, beats = timestamp, read_beats(coordinator)
                 store.set(f"beat/{coordinator.rank}", "spare")
+                # The others live as long as any of their signs changes.
                 heard, last_beats = (heard, last_beats) if beats == last_beats and beats else (timestamp, beats)
             if received and not signalled_at:
                 signalled_at, heard, coordinator.signalled = timestamp, timestamp, True

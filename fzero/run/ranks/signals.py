@@ -37,9 +37,9 @@ TORCHRUN = (
 IMPORT_S = 0.05  # until a signal in the middle of an import comes again
 
 
+# No Exception: `except Exception`, of a thread or of somebody else's code, must not take it for a failure.
 class Stopped(BaseException):
-    """A signal, to this rank or another, has ended the run with nothing to save. No Exception: `except Exception`, of a
-    thread or of somebody else's code, must not take it for a failure."""
+    """A signal, to this rank or another, has ended the run with nothing to save."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -53,11 +53,7 @@ def under_torchrun() -> bool:
 
 
 def expect_environment() -> int:
-    """Return WORLD_SIZE, the number of processes, 1 if it is not set.
-
-    Raises ValueError naming a variable of torchrun's whose text is no number, or out of range, and if only a part of
-    them is set.
-    """
+    """WORLD_SIZE, or 1; raises ValueError for variables of torchrun's that are wrong or not all there."""
     size = environment_number("WORLD_SIZE", 1, 1)
     rank = environment_number("RANK", 0)
     for name in RANK_NUMBERS:
@@ -93,12 +89,11 @@ def is_importing(frame: FrameType | None) -> bool:
 
 
 def waits_for_import(number: int, frame: FrameType | None) -> bool:
-    """Whether a signal came in the middle of an import; if so it comes again when that may have ended.
-
-    An exception there is swallowed by some modules (PyTorch's own import of numpy), which then stay half made.
-    """
+    """Whether a signal came in the middle of an import; if so it comes again later."""
     if not is_importing(frame):
         return False
+    # An exception inside an import is swallowed by some modules (PyTorch's own import of numpy), which then stay half
+    # made.
     timer = threading.Timer(IMPORT_S, os.kill, (os.getpid(), number))
     timer.daemon = True
     timer.start()
@@ -135,8 +130,7 @@ def raise_on_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def handlers_restored() -> Iterator[None]:
-    """A context, or a decorator, at whose end Ctrl-C and SIGTERM have the handlers of its beginning, and errors that
-    nobody catches, whose report torch.distributed takes over."""
+    """A context, or a decorator, that restores the handlers of Ctrl-C, SIGTERM and uncaught errors at its end."""
     main = threading.current_thread() is threading.main_thread()  # signals are the main thread's
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if main}
     report = sys.excepthook
@@ -156,6 +150,7 @@ def stop_signals() -> Iterator[list[int]]:
 
     def handle(number: int, frame: Any) -> None:
         received.append(number)
+        # The first signal ends the run after its step; a second Ctrl-C must end it at once.
         signal.signal(signal.SIGINT, interrupt)
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

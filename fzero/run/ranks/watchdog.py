@@ -1,12 +1,10 @@
 """The watch thread of a rank: publish signs of life, end a process that waits for a dead rank, name hanging ranks.
 
 Each rank publishes once a second the state of its main thread: collectives begun, the one it waits in, its step, the
-top of its stack. The main thread pays for that with three attributes a collective (comm/messages.py).
-NCCL does not notice that a rank is gone, and its waits do not even return: so a rank whose main thread makes no
-progress on GPUs looks for the signs of its neighbour.
-A rank whose own main thread makes no progress reads the others', and after `hang_s` reports which of them hangs
-and what the rest wait for. Outside of steps, where ranks import, read a corpus or compile, a rank makes progress too if
-its stack changes, or it and the processes that it started compute; and one that waits says after SAY_S for whom."""
+top of its stack. A rank whose main thread makes no progress reads the others', and after `hang_s` reports which of them
+hangs and what the rest wait for. Outside of steps, a rank makes progress too if its stack changes or it computes; one
+that waits says after SAY_S for whom.
+"""
 
 from __future__ import annotations
 
@@ -51,16 +49,12 @@ class Beat(NamedTuple):
 
 @contextlib.contextmanager
 def watch(coordinator: Coordinator) -> Iterator[None]:
-    """A context in which a thread ends this process if the main thread waits for a rank that is gone: of all that a
-    command does together with other ranks, from the first state on.
-
-    The thread publishes signs of life and looks for a reason to end. After a SIGTERM, which torchrun sends when a
-    process has ended, it checks the signs of the other ranks. It also ends all ranks after `coordinator.hang_s` seconds
-    without progress of one, and `coordinator.stops` receives the number of a signal to a spare.
-    """
+    """A context in which a thread ends this process if the main thread waits for a rank that is gone."""
     if coordinator.store is None:
         yield
         return
+    # Python writes the number of each signal into this socket at once, also while the main thread is inside a
+    # collective and runs no handler.
     reader_socket, writer_socket = socket.socketpair()
     writer_socket.setblocking(False)
     reader_socket.setblocking(False)
@@ -71,6 +65,7 @@ def watch(coordinator: Coordinator) -> Iterator[None]:
     thread.start()
     try:
         yield
+        # Only at an orderly end: a rank that raises is missed by the others until it has left a reason.
         coordinator.store.set(f"beat/{coordinator.rank}", DONE.decode())
     finally:
         done_event.set()
@@ -107,6 +102,7 @@ def _watch(coordinator: Coordinator, wakeup: socket.socket, done_event: threadin
     store = coordinator.store.clone()  # pyright: ignore[reportAttributeAccessIssue]  (torch's stub lacks it)
     watcher = Coordinator(coordinator.rank, coordinator.size, coordinator.local_size, store)
     main, progress_time = threading.main_thread(), time.monotonic()
+    # term: when SIGTERM came, or the neighbour fell silent. reason: when a reason was seen.
     number, last_position, term, reason, last_beats = 0, None, 0.0, 0.0, {}
     quiet, sign = 0, b""  # looks since the neighbour's last sign, and that sign: for transports that do not notice
     heard: dict[int, tuple[bytes, float]] = {}  # at a hang: the last sign of each rank, and when it came
@@ -120,6 +116,7 @@ def _watch(coordinator: Coordinator, wakeup: socket.socket, done_event: threadin
             watcher.size = coordinator.size
             if position != last_position:
                 last_position, progress_time = position, timestamp
+            # `number` makes each sign another text, so that a silent rank shows as one that stays equal.
             beat = beat_of(coordinator, number, timestamp - progress_time, main.ident)
             store.set(f"beat/{coordinator.rank}", json.dumps(beat))
             if coordinator.spares and coordinator.first and not coordinator.stops and store.check([STOP]):
@@ -145,9 +142,12 @@ def _watch(coordinator: Coordinator, wakeup: socket.socket, done_event: threadin
                 reason = timestamp
             if done_event.is_set():
                 return
+            # The main thread finds the reason itself, unless it is inside a collective; then this thread ends it.
             if reason and timestamp - reason > (LOST_S + 2 * BEAT_S if coordinator.trains else CLEAR_S):
                 end_process(coordinator)
             end_as_orphan()
+            # All signs are read again after so long: who has not changed is gone. torchrun sends SIGTERM to the ranks
+            # that live.
             if term and timestamp - term > SILENT_S:
                 term, last_beats = timestamp, report_lost_ranks(coordinator, watcher, last_beats)
             if (
@@ -200,6 +200,7 @@ def detect_hang(
         text = verdict(states, stale, hang_s)
         if text:
             for rank in stale:
+                # A stopped process (SIGSTOP) takes no SIGTERM, and torchrun would wait for it.
                 kill_sibling(int(watcher.store.get(f"process/{rank}")))  # pyright: ignore[reportOptionalMemberAccess]
             end_with_reason(coordinator, watcher, text)
     return heard
@@ -237,6 +238,7 @@ class Work:
         if (coordinator.trains and coordinator.has_stepped) or waits_of(coordinator):
             return self.number
         cpu, stack = cpu_seconds(), stack_of(main.ident)
+        # A compiler or a reader of data works without a change of the stack; an idle wait uses no processor time.
         self.number += stack != self.stack or cpu - self.cpu > WORK_S
         self.cpu, self.stack = cpu, stack
         return self.number
@@ -279,10 +281,8 @@ def read_beats(coordinator: Coordinator) -> dict[int, bytes]:
 
 
 def end_with_reason(coordinator: Coordinator, watcher: Coordinator, text: str) -> None:
-    """End this process, with the text on stderr unless another rank has left a reason.
-
-    watcher: of this thread, whose store no other thread waits in.
-    """
+    """End this process, with the text on stderr unless another rank has left a reason."""
+    # With the rank, so that exactly one rank sees its own text and prints it.
     claimed = f"{text}\n{coordinator.rank}"  # other ranks may find the same text
     if watcher.claim(claimed) == claimed:
         print(f"fzero: error: {text}", file=sys.stderr, flush=True)
@@ -294,6 +294,7 @@ def end_process(coordinator: Coordinator) -> None:
     if coordinator.current_mesh is not None:
         thread = threading.Thread(target=_abort, args=(coordinator.current_mesh,), daemon=True)
         thread.start()
+        # In a thread, as NCCL's abort may itself hang.
         thread.join(ABORT_S)
     os._exit(2)
 
@@ -369,10 +370,7 @@ def stack_top(thread: int | None) -> str:
 
 
 def verdict(states: Mapping[int, Beat], stale: Mapping[int, float], hang_s: float) -> str:
-    """Which of the ranks hangs, where, and what the others wait for, in one line; "" if none does.
-
-    stale: seconds without a sign of life, by rank.
-    """
+    """Which of the ranks hangs, where, and what the others wait for, in one line; "" if none does."""
     hung = sorted(stale) or [rank for rank, s in sorted(states.items()) if not s.waits and s.idle_s >= hang_s]
     if not hung and states and all(s.waits and s.idle_s >= hang_s for s in states.values()):
         # All wait: the rank that has begun the fewest collectives blocks the others.

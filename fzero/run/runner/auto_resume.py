@@ -1,7 +1,6 @@
 """Resume a run by the command that started it: detect the run in the folder, and check the command's values.
 
-Begin a stage of a run that is resumed with another length of sequences, or what else a stage has: its config,
-checked before anything is loaded, and what the run's record of rollbacks keeps.
+And begin a stage of a run that is resumed with another length of sequences, or what else a stage has.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ from fzero.run.setup.corpus import first_samples
 
 
 def with_changes(recorded: RunConfig, values: Table, say: Say) -> tuple[RunConfig, Table]:
-    """(the config of a new last stage of a run, its `stages` left out; the values that differ, by their dotted names).
-
-    values: that were asked for. A model takes longer sequences if none of its parameters changes its shape. Raises
-    ValueError if it cannot, and for values that are wrong or do not go together.
-    """
+    """(the config of a new last stage of a run, its changed values by name); raises ValueError for wrong ones."""
     length, max_len = values.get("data.seq_len", 0), getattr(recorded.model, "max_len", 0)
     if length > max_len and "model.max_len" in staged(recorded):
         values = {**values, "model.max_len": length}
@@ -61,8 +56,7 @@ def with_changes(recorded: RunConfig, values: Table, say: Say) -> tuple[RunConfi
 
 
 def drop_later_skips(folder: Path, config: RunConfig) -> None:
-    """Remove from the record of the rollbacks of the run in `folder` the batches that its last stage has in other rows:
-    those of the stage before that it had not come to."""
+    """Drop from the record of rollbacks the batches that the run's last stage has in other rows."""
     log = rollback.read_log(folder)
     begin = first_samples(config, [(first, count) for first, count in log.skips])[-1]
     skips, tried = [skip for skip in log.skips if skip[0] < begin], [first for first in log.tried if first < begin]
@@ -74,11 +68,7 @@ MARKER = "begun"  # a file that marks the folder of a run without config.json ye
 
 
 def claim_folder(folder: Path, *, auto: bool) -> bool:
-    """Make this process the owner of a `folder` that is free for a new run; returns whether it was there before.
-
-    auto: remove the files of an earlier start of the run that ended before it trained.
-    Raises ValueError if the folder holds anything else, or another process owns it.
-    """
+    """Own a `folder` that is free for a new run; whether it was there before; auto: remove an earlier start's files."""
     if not any(os.path.lexists(folder / name) for name in (run_lock.LOCK, *([MARKER] if auto else []))):
         run_folder.expect_free(folder)
     preexisting = run_lock.acquire(folder)
@@ -105,11 +95,7 @@ def run_exists(folder: Path) -> bool:
 
 
 def allowed_changes(table: Table, folder: Path, init: Path | None) -> Table:
-    """The values in the table of a command that a resumed run takes over: of its placement, and those of its steps,
-    optimizer, schedule and intervals that differ.
-
-    Raises ValueError naming the first other key whose value in `table` differs from that of the run in `folder`.
-    """
+    """The values in the table of a command that a resumed run takes over; raises ValueError for other changes."""
     old, recorded = run_folder.read_config(folder), run_folder.read_environment(folder)
     if init is not None and str(init.resolve()) != recorded.get("init", ""):
         raise difference_error("--init", init, recorded.get("init") or "no other run", folder)

@@ -1,9 +1,7 @@
-"""The validation loss of a state, of its parameters and of their average.
+"""The validation loss of a state, of its parameters and of their average; the loss of each row of a corpus.
 
-The loss of a run's model on each row of a corpus, as an analysis of it.
-
-The frozen reference of a run that learns from pairs: the model that the run starts from. What it says of the pairs
-is computed once and kept beside them, so that no second model is in memory.
+And the frozen reference of a run that learns from pairs: what it says of them is computed once and kept beside them, so
+that no second model is in memory.
 """
 
 from __future__ import annotations
@@ -51,13 +49,7 @@ from fzero.train.update.in_memory import spread
 def with_reference(
     job: Job, state: TrainState, corpus: Path, coordinator: Coordinator, say: Say, *, fresh: bool
 ) -> Job:
-    """The job whose config names its reference, `state` before the first step, or the one that the config has already;
-    what it says of the corpus is then beside it.
-
-    fresh: whether the model's adapters were drawn for this run: they add nothing yet, so that the reference is the same
-    whatever the seed. All ranks call it. Communicates: the passes of an evaluation, and 8 bytes an answer. Raises
-    ValueError if the config's reference is not beside the corpus.
-    """
+    """The job whose config names its reference, with its log-probabilities beside the corpus; all ranks call it."""
     digest = digest_of(job, state, fresh=fresh)
     reference = job.config.dpo.reference
     if reference and reference != digest:
@@ -82,11 +74,7 @@ def digest_of(job: Job, state: TrainState, *, fresh: bool) -> str:
 
 
 def log_probs(job: Job, state: TrainState, corpus: Path, split: str) -> np.ndarray:
-    """The log-probability of each answer of a split, float64 [documents]; the same on all ranks.
-
-    The data ranks compute a share of the rows each. Communicates: what the model does, and a row of sums a batch over
-    dp and rp.
-    """
+    """The log-probability of each answer of a split, float64 [documents]; the same on all ranks."""
     config, mesh, tokens = job.config, job.mesh, open_tokens(corpus, split)
     t = config.train
     stream = RowStream(tokens, config.data.seq_len, t.micro_batch)
@@ -113,13 +101,7 @@ TOKENS_AT_ONCE = 1 << 13
 def analyze_by_model(
     corpus: Path, run: Path, *, seq_len: int, packing: str, name: str, device: torch.device
 ) -> tuple[np.ndarray, list[str]]:
-    """(the mean loss in nats of each row's tokens that count, float32 [S], under the newest weights of `run`, in
-    float32; lines about checkpoints that were passed over as damaged). It is written beside the corpus, as
-    `data.analyze` does.
-
-    Raises ValueError as `data.analyze`, for a run of another tokenizer or objective, and rows longer than the model
-    takes.
-    """
+    """(the mean loss in nats of each row under the newest weights of `run`, lines about damaged checkpoints)."""
     trained = weights.load(run)
     c = trained.config
     if not c.task.of_tokens:
@@ -176,14 +158,7 @@ def row_loss_of(
 def evaluate_all(
     job: Job, state: TrainState, batches: Callable[[], Iterator[Any]], bytes_per_token: float
 ) -> dict[str, Any]:
-    """{"val_loss": nats per token on the validation split, ...}: cross entropy; also per byte unless tokens are
-    bytes, and of the average. Of an objective that
-    reports more also the means of that, such as val_accuracy; with train.loss_by_position val_loss_by_position, the
-    means of ranges of positions by their ends; of a mixture val_loss_by_source.
-
-    The data ranks evaluate a share of the batches each; their sums are added in the order of the batches, as on one
-    process. Communicates: what the model does, and two float64 per batch over dp and rp.
-    """
+    """{"val_loss": nats per token on the validation split, ...}, and what else the config asks for."""
     out, mesh, placed = {}, job.mesh, job.config.train.loss_by_position
     for name, params in (("val_loss", state.params), ("val_loss_ema", average_params(job, state))):
         if not pytree.leaves(params):
@@ -213,8 +188,7 @@ def evaluate_all(
 
 
 def means_by_position(sums: dict[str, float]) -> dict[str, float]:
-    """{end of a range of positions: mean loss in it} of the sums that `models.by_position` reports; without ranges in
-    which no token counts.
+    """{end of a range of positions: mean loss in it} of the sums that `models.by_position` reports.
 
     >>> means_by_position({"loss/1": 6.0, "tokens/1": 2.0, "loss/2": 0.0, "tokens/2": 0.0})
     {'1': 3.0}
@@ -225,10 +199,7 @@ def means_by_position(sums: dict[str, float]) -> dict[str, float]:
 
 
 def average_params(job: Job, state: TrainState) -> Any:
-    """The average of the weights in the layout of the parameters at rest, () if there is none.
-
-    Communicates: if the optimizer's state is sharded and the parameters are not, an all_gather over dp of each leaf.
-    """
+    """The average of the weights in the layout of the parameters at rest, () if there is none."""
     ema = state.opt_state.average if isinstance(state.opt_state, AverageState) else ()
     if not pytree.leaves(ema) or not job.plan.split_leaves:
         return ema

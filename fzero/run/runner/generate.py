@@ -24,17 +24,11 @@ FILL = 64  # positions: a module's code is traced anew for each number of them
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from its logits.
+    """How a token is drawn from its logits: temperature (0: the likeliest), top_k, top_p; checked."""
 
-    temperature: the logits are divided by it; 0 takes the likeliest token. top_k: draw among the k likeliest (0: all).
-    top_p: among the fewest whose probabilities add up to p (Holtzman et al. 2020, "The curious case of neural text
-    degeneration", section 3.1). Raises ValueError for numbers out of range, and for top_k or top_p at a temperature
-    of 0.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float = 1.0  # the logits are divided by it; 0 takes the likeliest token
+    top_k: int = 0  # draw among the k likeliest; 0: all
+    top_p: float = 1.0  # among the fewest whose probabilities add up to p (Holtzman et al. 2020, section 3.1)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < math.inf:
@@ -135,10 +129,7 @@ def make_caches(model: Model, params: Tree, batch: int, length: int, device: tor
 def forward(
     model: Model, plan: Plan, params: Tree, tokens: Tensor, caches: list[Cache | tuple[()]], length: int
 ) -> Tensor:
-    """The logits [B, T, V] of `tokens` that follow `length` positions, which the caches hold; writes the new ones into
-    them. A model of somebody's code has no caches.
-
-    plan: that of one process."""
+    """The logits [B, T, V] of `tokens` that follow `length` positions, which the caches hold and get."""
     parts, batch = segments_of(model, plan), {"tokens": tokens}
     ctx = prepare(model, batch, Ctx(dtype=pytree.leaves(params)[0].dtype))
     caches = [cache._replace(length=length) if cache else () for cache in caches] or [()] * model.config.n_layers
@@ -163,11 +154,9 @@ def forward(
     return model.logits(fetch_group(parts[-1], parts[-1].groups[0]), x, ctx)
 
 
+# Ref: Gumbel 1954; Maddison et al. 2014, "A* sampling", section 2.
 def draw(logits: Tensor, key: Tensor, sampling: Sampling) -> Tensor:
-    """One token per row of logits [B, V] (int64 [B]), by the largest of logits / temperature + Gumbel noise.
-
-    Ref: Gumbel 1954; Maddison et al. 2014, "A* sampling", section 2.
-    """
+    """One token per row of logits [B, V] (int64 [B]), by the largest of logits / temperature + Gumbel noise."""
     logits = logits.double()
     if sampling.temperature == 0.0:
         return logits.argmax(-1)

@@ -1,8 +1,7 @@
 """The loop of a run: announce it, make its steps, roll back after a bad step, summarize it.
 
 Read `train` first, then `train_steps`: from there the step itself is `job.train_step` (fzero/train/step.py).
-
-A whole run from Python: what `fzero pretrain` does, with a function of your own that hears of each step.
+`train_run` is a whole run from Python.
 """
 
 from __future__ import annotations
@@ -119,12 +118,7 @@ def recorder(attempt: Attempt, first: int) -> Iterator[Callable[[Mapping[str, An
 
 
 def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[TrainState, int, rollback.Fault | None]:
-    """(the state after the last step made, the signal that stopped the steps or 0, the Fault of a step that asks for a
-    rollback or None).
-
-    The steps end after `attempt.last_step`, after the step in which a signal came to any rank (`stop` holds this
-    rank's), or with a fault. Rank 0 writes a row of metrics for every step, checkpoints, and shows progress.
-    """
+    """(the state after the last step, the signal that stopped the steps or 0, the Fault of a rollback or None)."""
     job, folder, path, coordinator, options, _ = attempt
     config, t, mesh = job.config, job.config.train, job.mesh
     end = min(attempt.last_step, stage_of_step(attempt.config, int(state.step)).end)
@@ -204,11 +198,7 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
 def measure_steps(
     attempt: Attempt, first: int
 ) -> Iterator[tuple[Meter, StepSelection, Callable[[TrainState, Any, int], tuple]]]:
-    """(the meter of the steps after step `first`, which of them are recorded, the function that makes a step), rank 0
-    writing the records.
-
-    The function takes the state, the batch and the step's number.
-    """
+    """(the meter of the steps after `first`, which of them are recorded, the function that makes a step)."""
     job, folder, _, coordinator, options, _ = attempt
     flop, t, end = token_flop(job), job.config.train, attempt.last_step
     selection = select_steps(
@@ -263,8 +253,7 @@ def announce(attempt: Attempt) -> None:
 
 
 def missing_rows(folder: Path, step: int) -> str:
-    """The line about steps up to this one that have no row of metrics, "" if all have one: a state on a disk may be a
-    step ahead of the rows of a process that was killed."""
+    """The line about steps up to this one that have no row of metrics, "" if all have one."""
     without = set(range(1, step + 1)).difference(row["step"] for row in run_folder.read_metrics(folder))
     if not without:
         return ""
@@ -302,10 +291,7 @@ def corpus_lines(config: RunConfig, path: Path) -> Iterator[str]:
 
 
 def summarize(attempt: Attempt, state: TrainState, seconds: float) -> None:
-    """Print the progress of the run; after its last step also its validation loss, its files, and a sample.
-
-    All ranks call it. Communicates: the weights to rank 0, if a sample is asked for.
-    """
+    """Print the progress of the run; after its last step its validation loss, files and a sample; all ranks call it."""
     job, folder, _, coordinator, options, _ = attempt
     config, say, step = attempt.config, options.say, int(state.step)
     if step < config.train.steps:
@@ -347,8 +333,7 @@ def best_params(job: Job, state: TrainState) -> Any:
 
 
 def prompt_of(attempt: Attempt) -> tuple[Tokenizer, np.ndarray, list[int]]:
-    """(the tokenizer, the ids of the prompt of the options, the ids that end a text); raises ValueError for a prompt of
-    no tokens, or one that leaves no position of the model's."""
+    """(the tokenizer, the ids of the prompt, the ids that end a text); raises ValueError for a bad prompt."""
     folder, max_len = attempt.folder, attempt.job.model.config.max_len
     tokenizer = run_folder.read_tokenizer(folder)
     chat = fine_tuning.answers_messages(attempt.job.config, folder)

@@ -1,5 +1,4 @@
-"""One line for a GPU whose memory has run out: what a rank needs of it, what is held, and the nearest settings that
-would fit."""
+"""One line for a GPU whose memory has run out: what is needed and held, and the nearest settings that would fit."""
 
 from __future__ import annotations
 
@@ -47,10 +46,7 @@ class MemoryLimits(NamedTuple):
 
 @contextlib.contextmanager
 def explained(job: Job, folder: Path, coordinator: Coordinator, location: str = "") -> Iterator[None]:
-    """A context in which a GPU that runs out of memory raises MemoryError with the line of `explain`.
-
-    location: where the program is; "" is the step under way.
-    """
+    """A context in which a GPU that runs out of memory raises MemoryError with the line of `explain`."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -63,11 +59,7 @@ def explained(job: Job, folder: Path, coordinator: Coordinator, location: str = 
 
 
 def explain(job: Job, folder: Path, coordinator: Coordinator, usage: gpu.DeviceMemory, requested_bytes: int) -> str:
-    """The line of an error: the memory that ran out, was needed and held, the two nearest settings that would fit, and
-    how to go on.
-
-    usage: the GPU's memory when it ran out. requested_bytes: the bytes that it could not give; 0 if that is not known.
-    """
+    """The line of an error: the memory needed and held, the nearest settings that would fit, how to go on."""
     needs = needs_on_device(job)
     parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in needs.items())
     request_text = f" when {gigabytes(requested_bytes)} more were asked for" if requested_bytes else ""
@@ -132,11 +124,7 @@ def next_start(job: Job, folder: Path, coordinator: Coordinator, fitting: list[t
 
 
 def settings_within(job: Job, folder: Path, limits: MemoryLimits, longer: float) -> Iterator[tuple[Setting, int]]:
-    """(a setting, the bytes of the device that it needs) of those that fit into `limits`: single changes first, then
-    pairs and more, in each the mildest that suffices.
-
-    longer: the factor by which activations are larger than reckoned.
-    """
+    """(a setting, the bytes that it needs) of those that fit into `limits`, the mildest changes first."""
     kinds, sufficed = changes(job.config, job.mesh.dp.size), list[set[int]]()
     for n in range(1, len(kinds) + 1):
         for chosen in itertools.combinations(range(len(kinds)), n):
@@ -183,10 +171,7 @@ def apply_changes(config: RunConfig, values: tuple[Change, ...]) -> RunConfig:
 
 
 def needed_bytes(job: Job, folder: Path, config: RunConfig, limits: MemoryLimits, longer: float) -> int | None:
-    """The bytes of the device that a rank needs by `config`; None if they are not there, or not in the host's memory.
-
-    Raises ValueError if the config cannot be built.
-    """
+    """The bytes of the device that a rank needs by `config`; None if they are not there."""
     candidate = build(config, job.mesh, folder, nvme=job.nvme, device=job.device)
     needs = needs_on_device(candidate)
     size = int(sum(needs.values()) + (longer - 1.0) * needs.get("activations", 0))

@@ -1,7 +1,8 @@
-"""Prepare a run of `fzero pretrain`: `start` a new one or `resume` an existing one; fzero/run/runner/loop.py trains it.
+"""Prepare a run of `fzero pretrain`: `start` a new one or `resume` an existing one; runner/loop.py trains it.
 
 Both return (the Attempt, the state), or None if this process has nothing to train: it is a spare, or the run has made
-its steps."""
+its steps.
+"""
 
 from __future__ import annotations
 
@@ -58,14 +59,7 @@ def start(
     init: Path | None = None,
     auto: bool = False,
 ) -> tuple[Attempt, TrainState] | None:
-    """A new run in the free `folder`, ready to train.
-
-    grow_vocabulary: raise the model's vocabulary to the corpus's. may_shorten: take fewer steps where a small preset's
-    own would take more than some three minutes (fitting_steps.py). init: start from the weights of this run. auto:
-    remove the files that an earlier start of this run left in `folder` before it trained; fit the mesh to the
-    processes, as in `resume`.
-    Raises ValueError for whatever is wrong before anything is trained; `folder` is then as it was.
-    """
+    """A new run in the free `folder`, ready to train; raises ValueError for whatever is wrong before that."""
     preexisting, mesh_lines = coordinator.share(lambda: auto_resume.claim_folder(folder, auto=auto)), []
     if auto and (math.prod(config.mesh.values()) != coordinator.size or not config.mesh):
         sizes, line = refit_mesh(config, config.mesh or {DP: coordinator.size}, coordinator.size)
@@ -129,8 +123,7 @@ def start(
 
 
 def with_digests(config: RunConfig, path: Path, coordinator: Coordinator) -> RunConfig:
-    """The config with the digests, as rank 0 finds them, of the files that the order and the weights of its rows are
-    in."""
+    """The config with the digests, as rank 0 finds them, of the files with the order and weights of its rows."""
 
     def find_digests() -> list[str]:
         data_config = curriculum.with_digest(config, path).data
@@ -163,13 +156,7 @@ def create_folder(attempt: Attempt, init: Path | None) -> None:
 def resume(
     folder: Path, coordinator: Coordinator, options: Options, *, changes: Table | None = None, auto: bool = False
 ) -> tuple[Attempt, TrainState] | None:
-    """The run in `folder`, ready to resume from its newest sound state, by its own config.
-
-    changes: new values of the config, such as the mesh, train.steps or optim.lr (see placement.py), or data.seq_len,
-    with which a new stage begins (see stages.py); if the run's own mesh does not fit the processes and none is given,
-    it is the nearest that does (see elastic.py), with spares. auto: also fit a given mesh,
-    and accept a run that has made its steps. Raises ValueError if `folder` is no run, its corpus has changed, or every
-    checkpoint is damaged."""
+    """The run in `folder`, ready to resume from its newest sound state, by its own config and `changes`."""
     text, environment = coordinator.share(lambda: lock_run(folder, options.say))
     recorded, changes = from_json(text, str(folder)), dict(changes or {})
     if not environment.get("corpus"):
@@ -236,10 +223,7 @@ def resume(
 
 
 def lock_run(folder: Path, say: Say) -> tuple[str, Table]:
-    """Own the folder of a run; returns (config.json as a text, environment.json), read after that.
-
-    Raises ValueError if it is no run, or another process owns it.
-    """
+    """Own the folder of a run; returns (config.json as a text, environment.json), read after that."""
     run_folder.read_config(folder)
     run_lock.acquire(folder, say)
     run_folder.expect_writable(folder)
@@ -279,8 +263,7 @@ def expect_remaining_steps(folder: Path, config: RunConfig, options: Options, st
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The config with absolute paths of its corpora and its checkpoints; raises ValueError for one that is not UTF-8,
-    with which config.json could not be read again."""
+    """The config with absolute paths of its corpora and checkpoints; raises ValueError for one not in UTF-8."""
     if config.data.path != "stdlib":
         config = replace(config, data=replace(config.data, path=absolute(config.data.path)))
     if config.data.cache:
@@ -295,11 +278,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def resolve_placement(config: RunConfig, coordinator: Coordinator) -> tuple[RunConfig, Mesh, torch.device, list[str]]:
-    """(the config with its mesh and every "auto" decided, the mesh, the device of this process, lines about them); rank
-    0 decides for all.
-
-    Sets how the process makes float32 products, on how many threads, and its current GPU.
-    """
+    """(the config with every "auto" decided, the mesh, the device, lines about them); rank 0 decides for all."""
     device_setting = config.device
     config = replace(config, device=coordinator.share(lambda: gpu.resolve_device(config.device)))
     if config.mesh.get(PP, 1) > 1:

@@ -1,11 +1,8 @@
 """The policy after a bad step: train on without its update, roll back to a checkpoint, or stop.
 
-A step whose gradient is not finite, or whose loss is a spike, makes no update (see `train.make_train_step`); the config
-names the policy. A rollback first retries the same batch: a hardware fault, such as a flipped bit in the parameters of
-one rank, is then gone, and the run has the bits of one without it. If the fault returns with the same batch, the data
-is to blame, and the run rolls back once more and leaves that batch out for good.
-
-Decisions are in RUN/skips.json, replaced as a whole before they take effect:
+A rollback first retries the same batch: a hardware fault is then gone, and the run has the bits of one without it. If
+the fault returns, the run rolls back once more and leaves that batch out for good. Decisions are in RUN/skips.json,
+replaced as a whole before they take effect, so that a run that is killed at any instant resumes as if it had not been:
 
     skips       [first sample, count] of each batch that is left out: see corpus.sample_at
     tried       first samples of batches under retry
@@ -13,8 +10,6 @@ Decisions are in RUN/skips.json, replaced as a whole before they take effect:
     behind      the number of the last bad step
     in_a_row    rollbacks since a checkpoint was saved at or after it
     rollbacks   all of them, with their reasons
-
-So a run that is killed at any instant resumes as if it had not been.
 """
 
 from __future__ import annotations
@@ -71,8 +66,7 @@ ENTRIES = {"skips": list, "tried": list, "back_to": int | None, "behind": int, "
 
 
 def read_log(folder: Path) -> RollbackLog:
-    """The rollback log of the run in `folder`, an empty one if there is no file; raises ValueError if it is
-    damaged."""
+    """The rollback log of the run in `folder`, an empty one if there is none; raises ValueError if it is damaged."""
     text = read_text(folder, SKIPS)
     if text is None:
         return RollbackLog([], [], None, 0, 0, [])
@@ -99,10 +93,7 @@ def skips_of(folder: Path) -> list[tuple[int, int]]:
 
 
 def finish_rollback(folder: Path) -> None:
-    """Finish a rollback under way, if any: remove the checkpoints and the rows of metrics after its target step.
-
-    One process calls it, before looking for the newest checkpoint.
-    """
+    """Finish a rollback under way: remove the checkpoints and rows after its target step; one process calls it."""
     record = read_log(folder)
     if record.back_to is None:
         return
@@ -115,11 +106,7 @@ def finish_rollback(folder: Path) -> None:
 
 
 def roll_back_decision(g: Guard, row: dict[str, Any], sample: int, skipped: int) -> Fault | None:
-    """The Fault of a step that asks for a rollback; None for a step that is sound or is only skipped.
-
-    row: the step's metrics. sample: the first of its batch. skipped: steps skipped in a row, this one included.
-    Raises FloatingPointError if the policy is to stop, or too many were skipped.
-    """
+    """The Fault of a step that asks for a rollback, or None; raises FloatingPointError if the run must stop."""
     if not row["skipped"]:
         return None
     step, reason = row["step"], row["reason"]
@@ -146,8 +133,7 @@ def roll_back_decision(g: Guard, row: dict[str, Any], sample: int, skipped: int)
 
 
 def expect_agreement(job: Job, state: TrainState, read_micro_batch: Callable[[int], Any], step: int) -> None:
-    """Raise FloatingPointError, on all ranks, if they compute or hold different values of one thing (see
-    train/sdc_check.py)."""
+    """Raise FloatingPointError, on all ranks, if they hold different values of one thing (train/sdc_check.py)."""
     lines = job.check(state, read_micro_batch)
     if lines:
         count_text = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
@@ -158,12 +144,7 @@ def expect_agreement(job: Job, state: TrainState, read_micro_batch: Callable[[in
 
 
 def roll_back(job: Job, folder: Path, fault: Fault, coordinator: Coordinator, say: Say) -> TrainState:
-    """The state to resume from after a fault: the newest sound checkpoint far enough back, else the start of the run.
-
-    A checkpoint with a damaged leaf, or with a value that is not finite, is passed over. Logs whether the batch is
-    retried or left out, and removes the checkpoints and rows after the step. All ranks call it, after freeing the
-    state. Raises FloatingPointError if the run has gone back too often.
-    """
+    """The state to resume from after a fault: the newest sound checkpoint far enough back, or the start."""
     checkpoint_dir = run_folder.checkpoints_of(folder, job.config)
     steps, init = coordinator.share(lambda: candidates(job.config.guard, folder, checkpoint_dir, fault))
 
@@ -182,11 +163,7 @@ def roll_back(job: Job, folder: Path, fault: Fault, coordinator: Coordinator, sa
 
 
 def candidates(g: Guard, folder: Path, checkpoint_dir: checkpoint.Folder, fault: Fault) -> tuple[list[int], str]:
-    """(steps of the checkpoints to roll back to, the best first; the run whose weights this one started from, or "").
-
-    Those at least guard.rollback_steps before the fault, newest first; then the later ones, oldest first.
-    Raises FloatingPointError if the run has gone back too often.
-    """
+    """(steps of the checkpoints to roll back to, the best first; the run whose weights this one began with)."""
     record, steps = merge_progress(read_log(folder), checkpoint_dir), checkpoint.steps(checkpoint_dir)
     if record.in_a_row >= g.max_rollbacks:
         raise FloatingPointError(
@@ -220,8 +197,7 @@ def is_finite(tree: Tree) -> bool:
 
 
 def record_rollback(job: Job, folder: Path, checkpoint_dir: checkpoint.Folder, fault: Fault, target_step: int) -> str:
-    """Log the rollback to step `target_step` and remove checkpoints and rows after it; returns the line about the
-    batch."""
+    """Log the rollback to `target_step` and remove what is after it; returns the line about the batch."""
     record, batch = merge_progress(read_log(folder), checkpoint_dir), job.config.train.batch
     repeat = fault.sample in record.tried
     if repeat:

@@ -1,6 +1,5 @@
-"""The checkpoints that a run writes while it trains, and the policy if one cannot be written.
-
-Load the newest state of a run, from its offload store or a checkpoint; report the traffic of its disk.
+"""The checkpoints that a run writes while it trains, and the policy if one cannot be written; the newest state of a
+run.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ def expect_disk(job: Job, coordinator: Coordinator) -> None:
 
 
 def expect_new(job: Job, folder: Path, coordinator: Coordinator) -> None:
-    """Raise ValueError if a new run's checkpoint folder already has checkpoints, OSError if its store cannot be
-    reached."""
+    """Raise ValueError if a new run's checkpoint folder has checkpoints, OSError if its store is out of reach."""
     if job.config.train.checkpoints and not all_on_disk(job):
         checkpoint_dir = run_folder.checkpoints_of(folder, job.config)
         if steps := coordinator.share(lambda: checkpoint.steps(checkpoint_dir)):
@@ -60,11 +58,7 @@ def expect_new(job: Job, folder: Path, coordinator: Coordinator) -> None:
 
 
 def load_newest_state(job: Job, folder: Path, coordinator: Coordinator, say: Say, init: Path | None) -> TrainState:
-    """The state to resume from: the last complete step on the run's disk, else the newest sound checkpoint, else the
-    first state.
-
-    It may have been written with another mesh, stage, offload and policy. A damaged store or checkpoint is passed over
-    if there is another checkpoint. The store of another plan is first converted into a checkpoint."""
+    """The state to resume from: the last complete step on the run's disk, else the newest sound checkpoint."""
     checkpoint_dir = run_folder.checkpoints_of(folder, job.config)
     saved = coordinator.share(lambda: checkpoint.steps(checkpoint_dir))
     previous = run_folder.read_config(folder)
@@ -96,8 +90,7 @@ def store_folder(job: Job) -> str | Path:
 
 
 def matches_store(job: Job) -> bool:
-    """Whether the store in the run's folder was made by the same plan. True if there is none, or its description is
-    damaged."""
+    """Whether the store in the run's folder was made by the same plan, or there is none."""
     try:
         record = read_description(store_folder(job))
     except Damaged:
@@ -112,8 +105,7 @@ def matches_store(job: Job) -> bool:
 def convert_foreign_store(
     job: Job, folder: Path, previous: RunConfig, saved: list[int], coordinator: Coordinator, say: Say
 ) -> list[int]:
-    """Convert an offload store written under another plan into a checkpoint, release its folder, and list the
-    checkpoints' steps."""
+    """Convert another plan's store into a checkpoint, release its folder, and list the checkpoints' steps."""
     snapshot, checkpoint_dir = weights.snapshot_of(folder, previous), run_folder.checkpoints_of(folder, job.config)
     failure, checkpoint_path = "", None
     if snapshot is not None and not snapshot.record.done and not lacks_optimizer_state(job, snapshot):
@@ -144,8 +136,7 @@ def lacks_optimizer_state(job: Job, snapshot: StoreSnapshot) -> bool:
 
 
 def expect_leaves(job: Job, folder: Path, previous: RunConfig) -> None:
-    """Raise ValueError if a run whose values change has its state in a store alone, and that lacks a leaf of the
-    changed optimizer's state: it would begin again."""
+    """Raise ValueError if a store lacks a leaf of the changed optimizer's state and no checkpoint has it."""
     snapshot = weights.snapshot_of(folder, previous)
     if snapshot is None or checkpoint.steps(run_folder.checkpoints_of(folder, previous)):
         return
@@ -181,11 +172,7 @@ def restore_newest(
 def restore_on_all(
     job: Job, path: checkpoint.Folder, coordinator: Coordinator, check: Callable[[TrainState], str] = lambda state: ""
 ) -> TrainState:
-    """This rank's state from the checkpoint at `path`; raises Damaged, on all ranks, if it is damaged for one of
-    them.
-
-    check: returns another fault of this rank's state, or "".
-    """
+    """This rank's state from the checkpoint at `path`; raises Damaged, on all ranks, if it is for one."""
     try:
         state = restore(job, path)
         failure = check(state)
@@ -230,11 +217,7 @@ def to_memory(tree: Any) -> Any:
 
 
 class CheckpointSaver:
-    """Write checkpoints: all ranks call `save` after steps to keep, `poll` after every step, `close` at the end.
-
-    A run that commits its whole state to a disk with every step pins slots of its store in place of checkpoints.
-    room: bytes of memory that a snapshot may take.
-    """
+    """Writes checkpoints: all ranks call `save`, then `poll` after every step, `close` at the end."""
 
     def __init__(self, job: Job, folder: Path, step: int, snapshot_budget: int, say: Say) -> None:
         t = job.config.train
@@ -277,8 +260,7 @@ class CheckpointSaver:
         self.writer.save(snapshot, step=step, config=self.config, specs=specs)
 
     def poll(self) -> dict[str, Any]:
-        """The fields of a row of metrics for a checkpoint that was completed since the last call; raises as `save`
-        does."""
+        """The fields of a row of metrics for a checkpoint completed since the last call; raises as `save` does."""
         done = self.done or (self._saved(self.writer.poll) if self.writer is not None else None)
         self.done = None
         return (
@@ -321,11 +303,7 @@ class CheckpointSaver:
 
 
 def retire_excess(checkpoint_dir: checkpoint.Folder, step: int, keep_last: int, keep_every: int, say: Say) -> None:
-    """Remove the checkpoints that a run, killed after it had completed one, left beyond `keep_last`.
-
-    step: that of the state that the run resumes from. Without a checkpoint of it nothing is removed: which ones are
-    sound is not known then.
-    """
+    """Remove the checkpoints that a killed run left beyond `keep_last`, if that of `step` is there."""
     if not keep_last or step not in checkpoint.steps(checkpoint_dir):
         return
     try:

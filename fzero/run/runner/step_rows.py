@@ -1,12 +1,11 @@
 """The rows of a run's steps: each is written, and judged, when its numbers are in the host's memory.
 
-On a CPU that is at the end of the step. On a GPU the host gives the device the next step first and reads the row of the
-one before while that one runs, so that the device never waits for the host. Whatever follows from a row (a rollback, a
-stop, the log of a retried batch) then follows one step later, and the update of that step is dropped with its state. A
-step whose state is kept, measured or evaluated is read at once, and so is every step of a run with a disk, as a commit
-to it cannot be dropped.
+On a GPU the host gives the device the next step first and reads the row of the one before while it runs, so that the
+device never waits. What follows from a row (a rollback, a stop) follows one step later, and the update of that step is
+dropped with its state. A step whose state is kept, measured or evaluated is read at once, and so is every step of a run
+with a disk, as a commit to it cannot be dropped.
 
-The documents of a step, of one that is made or of one to come: its data is a function of the config and the step.
+The documents of a step are a function of the config and the step.
 """
 
 from __future__ import annotations
@@ -48,10 +47,7 @@ class DocumentPiece(NamedTuple):
 
 
 def documents_of(folder: Path, step: int) -> list[DocumentPiece]:
-    """The parts of documents in the rows of step `step`, from 1 on, of the run in `folder`, row by row.
-
-    Raises ValueError if it is no training run, has no such step, or its corpus is gone or has changed.
-    """
+    """The parts of documents in the rows of step `step` of the run in `folder`, row by row."""
     config, environment = run_folder.read_config(folder), run_folder.read_environment(folder)
     run_folder.expect_trained(environment, folder)
     if not 1 <= step <= config.train.steps:
@@ -150,11 +146,7 @@ class PendingRow(NamedTuple):
 
 
 class StepRows:
-    """The rows of an attempt, in the order of the steps; a context, which at an error writes the row that is left.
-
-    record: writes a row (None: this rank writes none). tried: first samples of batches under retry.
-    defers: whether a row may be read when the next step is under way.
-    """
+    """The rows of an attempt, in order; a context, which at an error writes the row that is left."""
 
     def __init__(
         self, attempt: Attempt, meter: Meter, record: Callable[[Mapping[str, Any]], None] | None, tried: list[int]
@@ -170,12 +162,7 @@ class StepRows:
         self.unread = PendingRow(measurement, sample, fields, self.meter.cut(measurement.step), recorder)
 
     def settle(self) -> rollback.Fault | None:
-        """Write the row that was added last, if it is not written; returns the Fault of a step that asks for a
-        rollback, or None.
-
-        On a GPU it waits for the end of that step, not of one that was given to it since. All ranks call it. Raises
-        FloatingPointError as `roll_back_decision` does.
-        """
+        """Write the row that was added last; returns the Fault of a step that asks for a rollback, or None."""
         job, folder, _, coordinator, options, _ = self.attempt
         unread = self.unread
         if unread is None:

@@ -1,9 +1,6 @@
-"""From a RunConfig to the functions of a run: mesh, model, plan, optimizer, policy, steps; and the
-memory that it needs.
+"""From a RunConfig to the functions of a run: mesh, model, plan, optimizer, policy, steps; and its memory.
 
-The state that a run evaluates and saves, where its ranks or members are apart for some steps.
-
-One start of a run: the inputs of its loop besides the state.
+The state that a run evaluates and saves where its ranks or members are apart; one start of a run, an Attempt.
 """
 
 from __future__ import annotations
@@ -247,11 +244,7 @@ def specs_of(job: Job) -> TrainState:
 
 
 def first_state(job: Job, params: Tree | None = None) -> TrainState:
-    """The state before the first step, drawn from the config's seed, or around the given parameters.
-
-    params: of the model, or of the one without its adapters and its head of scores: weights in codes are made of them,
-    factors and head are drawn. Tables of a smaller vocabulary grow.
-    """
+    """The state before the first step, drawn from the config's seed, or around the given parameters."""
     config = job.config.train
     if params is not None:
         params = pytree.from_named(grow_tables(pytree.named_leaves(params), job.config.model.vocab_size), params)
@@ -307,11 +300,7 @@ def like_of(job: Job) -> TrainState:
 def save_store(
     job: Job, previous: RunConfig, snapshot: StoreSnapshot, checkpoint_dir: checkpoint.Folder, last: int
 ) -> checkpoint.Folder | None:
-    """Convert the last complete step of another plan's store into a checkpoint in `checkpoint_dir`; None if it is not
-    after step `last`.
-
-    previous: the config under which the store was written. Raises Damaged if its checksums differ.
-    """
+    """Convert the last complete step of another plan's store into a checkpoint; None if it is not after `last`."""
     if snapshot.record.step <= last:
         return None
     job = job._replace(plan=replace(job.plan, policy=make_policy(previous)))
@@ -336,11 +325,7 @@ def num_params(job: Job) -> int:
 
 
 def agreed(job: Job, state: TrainState, steps: int) -> TrainState:
-    """The state once all members agree; after the last of the run's `steps` steps also once ranks that move apart have
-    summed what they moved (see `sum_divergence`). In the buffers of `state`; a run without either keeps it as it is.
-
-    Before the last step ranks that move apart keep what they moved beside parameters that are the same on all of them.
-    """
+    """The state once all members agree, in the buffers of `state`; after the last step also ranks that move apart."""
     with job.mesh.ledger.phase("checkpoint"):
         if isinstance(job.train_step, MemberStep):
             return job.train_step.agree(state)

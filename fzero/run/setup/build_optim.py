@@ -29,10 +29,7 @@ def make_policy(config: RunConfig) -> Policy:
 
 
 def make_schedule(config: Optim, peak: float, steps: int, rates: Sequence[tuple[int, int]] = ((0, 1),)) -> Schedule:
-    """The learning rate of a run of `steps` steps with this peak, as a function of the steps made before.
-
-    rates: of the run's tokens by steps, for a schedule by tokens (see `optim.by_tokens`).
-    """
+    """The learning rate of a run with this peak, as a function of the steps made before."""
     s = config.schedule
     if s.tokens:
         token_schedule = replace(s, tokens=0, warmup_tokens=0, decay_tokens=0)
@@ -82,11 +79,7 @@ def make_optimizer(
     updates: int = 1,
     scale: Tensor | None = None,
 ) -> GradientTransformation:
-    """The optimizer of a config: clipping, then the named one with its schedule.
-
-    rates: as of `make_schedule`. kernels: the forms of its operations. seed: for stochastic rounding of its states.
-    updates: of a step, all at its rate. scale: a factor of all rates.
-    """
+    """The optimizer of a config: clipping, then the named one with its schedule."""
 
     def rate(peak: float) -> Schedule:
         plain = make_schedule(config, peak, steps, rates)

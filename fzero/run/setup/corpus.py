@@ -45,10 +45,7 @@ AHEAD = 8  # batches whose tokens are fetched from object stores before they are
 
 
 def find_corpus(value: RunConfig, folder: Path, say: Say, init: Path | None = None) -> Path:
-    """The prepared corpus of a run: `data.path` itself, or made from it: the standard library's in the user's cache,
-    a text's in `folder`/data, and so that of conversations, by tokenizer and chat template of the model in `init`, and
-    that of a mixture, which names the corpora.
-    """
+    """The prepared corpus of a run: `data.path` itself, or made from it in the user's cache or `folder`/data."""
     config, path = value.data, Path(value.data.path)
     if config.mixture:
         meta = write_mixture(Mixture.parse(config.mixture), folder / run_folder.DATA)
@@ -110,10 +107,7 @@ def corpus_of_run(value: RunConfig, folder: Path, environment: Table, coordinato
 
 
 def corpus_digest(corpus: Path) -> str:
-    """A SHA-256 that identifies a corpus: of meta.json, which holds that of the text.
-
-    Raises ValueError if a corpus of a mixture, or one at a URL, has changed since the run began.
-    """
+    """A SHA-256 that identifies a corpus; raises ValueError if a corpus of a mixture or at a URL has changed."""
     for path in [corpus, *(source.path for source in sources_of(corpus))]:
         expect_unchanged(path)
     return digest(corpus)
@@ -124,14 +118,7 @@ Skips = Sequence[tuple[int, int]]
 
 
 def sample_of_cursor(cursor: int, skips: Skips) -> int:
-    """The first sample of the batch of a run that has consumed `cursor` samples, with `skips` left out of the
-    order of the data.
-
-    cursor: as in `state.data_cursor`, which counts samples trained on, so it is step x train.batch whatever is
-    left out. skips: (first sample, count) of each batch left out, by sample numbers of the whole order (see
-    `skips_of` in run/runner/rollback.py), each beginning where a batch of the run
-    without it would. They say nothing of the batches before them: a state from before a batch was left out is
-    one of the run without it too.
+    """The first sample of the batch of a run that has consumed `cursor` samples, without the `skips`.
 
     >>> [sample_of_cursor(cursor, [(8, 4), (16, 4)]) for cursor in (0, 4, 8, 12, 16)]
     [0, 4, 12, 20, 24]
@@ -144,8 +131,7 @@ def sample_of_cursor(cursor: int, skips: Skips) -> int:
 
 
 def first_samples(config: RunConfig, skips: Skips) -> list[int]:
-    """The first sample of each stage of a run that has rows of its own, by the numbers of the whole order: those that
-    the stages before it have consumed, and the batches that they left out."""
+    """The first sample of each stage that has rows of its own, by the numbers of the whole order."""
     starts, cursor = [], 0
     for stage in stages_of(config):
         first = cursor
@@ -157,10 +143,7 @@ def first_samples(config: RunConfig, skips: Skips) -> list[int]:
 
 
 def open_last(config: RunConfig, corpus: Path, skips: Skips = ()) -> tuple[Any, int]:
-    """(the training rows of the last stage of a config, the sample of the whole order that is their first one).
-
-    skips: as in `sample_of_cursor`. Raises ValueError if the split is too short.
-    """
+    """(the training rows of the last stage of a config, the sample of the whole order that is their first)."""
     firsts, streams, rows = first_samples(config, skips), list[Any](), 0
     for stage in stages_of(config):
         if not stage.reads_on:
@@ -176,18 +159,12 @@ def open_last(config: RunConfig, corpus: Path, skips: Skips = ()) -> tuple[Any, 
 
 
 def open_micro_batches(config: RunConfig, corpus: Path, skips: Skips = ()) -> MicroBatchReader:
-    """The function (sample, m) -> micro-batch m of the batch that begins with that sample, the same on every mesh, in
-    the last stage of a config.
-
-    Of R data ranks, rank r computes the micro-batches r, r + R, ... skips: as in `sample_of_cursor`.
-    Raises ValueError if the split is too short.
-    """
+    """The function (sample, m) -> micro-batch m of the batch that begins with that sample, on every mesh."""
     return micro_batches(config, corpus, *open_last(config, corpus, skips))
 
 
 def micro_batches(config: RunConfig, corpus: Path, stream: Any, base_sample: int) -> MicroBatchReader:
-    """The function (sample, m) -> micro-batch m of the batch that begins with that sample, of a stream whose first row
-    is sample `base_sample`."""
+    """The function (sample, m) -> micro-batch m, of a stream whose first row is sample `base_sample`."""
     rows_per_sample = stream.seq_len // stream.lengths[0] if isinstance(stream, BucketStream) else 1  # rows of a sample
     size, in_pieces, transformed = config.train.micro_batch, make_pieces(config), make_transforms(config, corpus)
 
@@ -202,8 +179,7 @@ def micro_batches(config: RunConfig, corpus: Path, stream: Any, base_sample: int
 def make_prefetcher(
     config: RunConfig, stream: Any, base_sample: int, local_indices: Sequence[int]
 ) -> Callable[[int], None]:
-    """The function that begins to fetch the micro-batches `local_indices` of the batch that begins with a sample, and
-    of AHEAD batches after it, as far as the last stage of a config reads."""
+    """The function that begins to fetch the micro-batches of the batch of a sample, and of AHEAD after it."""
     t, stages = config.train, stages_of(config)
     last = max(i for i, stage in enumerate(stages) if not stage.reads_on)
     end, cursor = base_sample + sum(stage.samples for stage in stages[last:]), 0
@@ -222,8 +198,7 @@ def make_prefetcher(
 
 
 def open_counts(config: RunConfig, corpus: Path, skips: Skips = ()) -> Callable[[int], dict[str, Any]]:
-    """A function from the first sample of a batch to {"rows_by_source": {name: its rows of that batch}}; to {} where
-    there is no mixture."""
+    """A function from the first sample of a batch to {"rows_by_source": {name: rows}}; to {} without a mixture."""
     if not config.data.mixture:
         return lambda sample: {}
     stream, base_sample = open_last(config, corpus, skips)
@@ -249,11 +224,7 @@ def expect_enough_rows(stream: Any, rows: int) -> None:
 def open_stream(
     config: RunConfig, corpus: Path, split: str, batch: int, remainder: Any = None
 ) -> data.TokenStream | MixedStream | RowStream | BucketStream:
-    """The batches of a split: rows of text, after those of `remainder`, of one corpus or of a mixture's, rows of whole
-    conversations, or to train rows of documents of like length.
-
-    remainder: what `rest_after` of the stream of the stage before gives.
-    """
+    """The batches of a split: rows of text, of a mixture, of conversations, or of documents of like length."""
     seed, seq_len, packing = config.train.seed, config.data.seq_len, config.data.packing
     if config.data.mixture:
         remainders = itertools.repeat(None) if remainder is None else remainder.remainders
@@ -287,11 +258,7 @@ def reading_of(config: RunConfig, corpus: Path) -> Reading:
 def open_data(
     config: RunConfig, corpus: Path, mesh: Mesh, skips: Skips = ()
 ) -> tuple[Callable[[int], Batch], Callable[[], Iterator[Any]]]:
-    """(a function from the first sample of a batch to this rank's rows of it, one that gives its validation batches).
-
-    The batch of a step is the same on every mesh. Of its micro-batches data rank r of R has r, r + R, ...; of the
-    validation batches too. Raises ValueError if a split is too short.
-    """
+    """(first sample -> this rank's rows of its batch, the same of validation), the same batches on every mesh."""
     t, (stream, base_sample) = config.train, open_last(config, corpus, skips)
     read_micro_batch, local_indices = (
         micro_batches(config, corpus, stream, base_sample),

@@ -1,7 +1,4 @@
-"""The config of a run that trains a model further: `fzero finetune` as a function.
-
-The conversations of a run: prepared by the tokenizer and the chat template of the model that it starts from.
-"""
+"""The config of a run that trains a model further: `fzero finetune` as a function; and its conversations."""
 
 from __future__ import annotations
 
@@ -36,11 +33,7 @@ from fzero.run.setup.vocabulary import (
 
 
 def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: Path | None) -> Path:
-    """Prepare the conversations at `data.path` in `out`, and return it.
-
-    init: the run, import or folder of another system whose tokenizer and chat template are taken. Raises ValueError as
-    `prepare_conversations`, and for a model without a tokenizer or a chat template.
-    """
+    """Prepare the conversations at `data.path` in `out` by the tokenizer and template of `init`; return it."""
     path = Path(config.data.path)
     if path.suffix != ".jsonl":
         raise ValueError(
@@ -72,12 +65,7 @@ def answers_messages(config: RunConfig, folder: Path) -> bool:
 
 
 def prompt_ids(folder: Path, tokenizer: Tokenizer, text: str, *, chat: bool) -> tuple[np.ndarray, list[int]]:
-    """(the ids [N] to generate after, the ids that end the text) for a prompt to the model of the run in `folder`.
-
-    chat: the prompt is a user's message, which the run's chat template renders, and the text the answer; else a text,
-    with the tokens that the tokenizer puts around it, which the documents of a run that began without weights do not
-    have. The ends are those of `stop_ids`. Raises ValueError if the run has no chat template.
-    """
+    """(the ids [N] to generate after, the ids that end the text) for a prompt to the model of the run in `folder`."""
     stops = stop_ids(folder, tokenizer)
     if not chat:
         foreign = "token_ids" in run_folder.read_environment(folder)
@@ -135,8 +123,7 @@ def lora_targets(model: models.Model, targets: str) -> str:
 
 
 def with_head(init: Path, table: Table, sizes: models.ModelConfig) -> models.ModelConfig:
-    """The config of the model in `init` with the head that the objective trains, of the labels that the data has, if it
-    lacks one. Raises ValueError for a model that has LoRA below it."""
+    """The config of the model in `init` with the head that the objective trains, if it lacks one."""
     objective = objective_named(table.get("objective"))
     if not objective.head or head_of(sizes) is not None:
         return sizes

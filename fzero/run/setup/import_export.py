@@ -1,5 +1,4 @@
-"""Run folders from the weights of other systems, and to folders of Hugging Face `transformers`; one leaf is in memory
-at a time."""
+"""Run folders from the weights of other systems, and to folders of `transformers`, one leaf in memory at a time."""
 
 from __future__ import annotations
 
@@ -31,11 +30,7 @@ BUFFER_BYTES = 64 << 20  # of memory for writing
 
 
 def import_weights(folder: Path, out: Path, config: Path | None = None, upcycle: str | None = None) -> str:
-    """Make the run folder `out` of the weights in `folder`, and of the tokenizer there or beside `config`; returns a
-    line about it.
-
-    config: a config.json of transformers; None takes the one in `folder`. upcycle: "experts=8,top=2" makes a mixture of
-    experts of a dense model. Raises ValueError as `convert.open_source` does, and for a model that has no mixture."""
+    """Make the run folder `out` of the weights and the tokenizer in `folder`; returns a line about it."""
     options = Upcycle.parse(upcycle) if upcycle is not None else None
     if not (out / run_lock.LOCK).exists():
         run_folder.expect_free(out)
@@ -81,13 +76,7 @@ def import_weights(folder: Path, out: Path, config: Path | None = None, upcycle:
 
 
 def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str]]:
-    """Write the model of `run` to the new folder `out`; returns (a line about it, a line for each checkpoint passed
-    over).
-
-    Exports the master weights if the run has them. Passes over checkpoints with a damaged leaf. LoRA's factors are
-    added to their weights, for which all of them are in memory; weights in codes become float32. The chat template, and
-    what says where texts begin and end, go along.
-    """
+    """Write the model of `run` to the new folder `out`; returns (a line, a line per damaged checkpoint)."""
     value = run_folder.read_config(run)
     has_text = run_folder.read_environment(run)["tokenizer"] != ""
     ids, files = vocabulary.export_entries(run, run_folder.read_tokenizer(run) if has_text else None)

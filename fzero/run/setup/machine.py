@@ -33,13 +33,7 @@ MAX_ERROR = 1e-6  # of a float32 product, relative to its float64 value
 
 
 def share_cores(processes: int, device: torch.device = gpu.HOST) -> str:
-    """Share the cores that this process may use among the `processes` of this host that may too, and return a line that
-    says how many threads each uses.
-
-    torchrun sets OMP_NUM_THREADS to 1 if it is not set, so 1 means nothing; a larger number is kept, and so is one that
-    is set for a single process. device: of the processes; those of a GPU leave 2 cores each to the threads that launch
-    its work and move data.
-    """
+    """Share this host's cores among its `processes`; returns a line that says how many threads each uses."""
     setting = os.environ.get("OMP_NUM_THREADS")
     if setting is None or (setting == "1" and "LOCAL_RANK" in os.environ):
         torch.set_num_threads(max(1, cores() // processes - BESIDE_GPU * (device.type == "cuda")))
@@ -63,20 +57,12 @@ def available_bytes() -> int:
 
 
 def host_memory(config: RunConfig) -> int:
-    """The bytes of this host's memory that the processes of a run may have: as its config says, or `available_bytes`.
-
-    A virtual machine may grow as it is used, and say before that it has little.
-    """
+    """The bytes of this host's memory that the processes of a run may have."""
     return int(config.host_memory_gb * 1e9) if config.host_memory_gb else available_bytes()
 
 
 def product_rates(kinds: Sequence[Kind]) -> list[float]:
-    """The FLOP/s of this process' products of each kind (dtype, way of float32), as `fzero bench` measured them, or as
-    measured once here.
-
-    A process without a device file of this machine measures for 0.1 s a kind, on one thread, and counts it for all its
-    threads: "auto" cannot be decided without a figure (bf16 is many times faster than fp32 on one CPU, and many times
-    slower on another)."""
+    """The FLOP/s of this process' products of each kind, as `fzero bench` measured them, or measured now."""
     rates = bench_rates()
     if not all(kind in rates for kind in kinds):
         missing = [kind for kind in kinds if kind not in _MEASURED]
@@ -87,11 +73,7 @@ def product_rates(kinds: Sequence[Kind]) -> list[float]:
 
 
 def bench_rates() -> dict[Kind, float]:
-    """The best FLOP/s of products of one process by kind, of the device file that `fzero bench` wrote on this machine;
-    else nothing.
-
-    Raises ValueError for a file that is not JSON.
-    """
+    """The best FLOP/s of products by kind, of the device file that `fzero bench` wrote on this machine."""
     path = device_file()
     if not path.is_file():
         return {}
@@ -124,8 +106,7 @@ def processor() -> str:
 
 
 def peak_rate(dtype: torch.dtype, processes: int = 1, device: torch.device = gpu.HOST) -> float:
-    """The FLOP/s of products in `dtype` of one of `processes` that share this host: the peak for MFU. device: of the
-    process; each has a GPU of its own."""
+    """The FLOP/s of products in `dtype` of one of `processes` that share this host: the peak for MFU."""
     if device != gpu.HOST:
         return gpu.product_rate(dtype, device)
     (rate,) = product_rates([(dtype, fp32_matmul())])
@@ -133,11 +114,7 @@ def peak_rate(dtype: torch.dtype, processes: int = 1, device: torch.device = gpu
 
 
 def gemm_rates(kinds: Sequence[Kind], seconds: float = 0.1) -> list[float]:
-    """Time the fastest square product of each kind for `seconds`, in turn, on one thread and by its own clock: FLOP/s.
-
-    So that a comparison does not depend on who else uses the machine: while another process has one of two cores, a
-    product on two threads can take a hundred times as long, and one that waits for a core ten times. The side is 1024,
-    or less where one product would take too long."""
+    """The FLOP/s of the fastest square product of each kind, for `seconds` in turn, on one thread."""
     all_threads, previous_mode = torch.get_num_threads(), fp32_matmul()
     torch.set_num_threads(1)
 
@@ -184,10 +161,7 @@ def fp32_matmul() -> str:
 
 
 def set_fp32_matmul(mode: str) -> None:
-    """Have float32 products made the "default" way, or by oneDNN from bfloat16 parts ("onednn"). For the whole process.
-
-    Raises ValueError if this torch has no such switch.
-    """
+    """Make float32 products the "default" way, or by oneDNN from bfloat16 parts, for the whole process."""
     switch = onednn_switch()
     if mode == "onednn" and switch is None:
         raise ValueError(
@@ -198,11 +172,7 @@ def set_fp32_matmul(mode: str) -> None:
 
 
 def choose_fp32_matmul(mode: str) -> tuple[str, str]:
-    """(the way float32 products are now made, a line that says why); `mode` is auto, default or onednn.
-
-    auto takes oneDNN's way where its error stays below 1e-6 and it is at least 5% faster (see product_rates).
-    Raises ValueError if "onednn" is asked for and its error is larger, or it is not there.
-    """
+    """(the way float32 products are now made, a line that says why); `mode` is auto, default or onednn."""
     set_fp32_matmul("default")
     if mode == "default":
         return mode, "fp32 products: torch's default, as asked"
@@ -232,12 +202,7 @@ def resolve_auto(
     flops: Mapping[str, float] | None = None,
     compiled: bool | None = None,
 ) -> RunConfig:
-    """Decide every "auto" of `config` as a run on `target` does, without measuring.
-
-    flops: FLOP/s of a CPU's products by dtype; None: fp32 is taken to be the faster.
-    compiled: whether blocks can be compiled there; None: on a GPU alone.
-    Raises ValueError for float8 on a GPU that has no such products.
-    """
+    """Decide every "auto" of `config` as a run on `target` does, without measuring."""
     cuda = target.kind == "cuda"
     policy, mode, blocks = config.precision.policy, config.precision.fp32_matmul, config.train.compiled
     if policy == "auto":
@@ -279,11 +244,7 @@ def check_packages(config: RunConfig) -> None:
 
 
 def resolve_here(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """(`config` with every "auto" decided for this machine, lines with the decisions and their reasons).
-
-    Sets how the process makes float32 products. Raises ValueError if something asked for is not here. config.device is
-    decided already, and is this process's (see `place` in fzero/run/runner/pretrain.py).
-    """
+    """(`config` with every "auto" decided for this machine, lines with the decisions and their reasons)."""
     check_packages(config)
     if config.device == "cuda":
         return resolve_gpu(config, gpu.local_device("cuda"))

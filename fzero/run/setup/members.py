@@ -1,7 +1,7 @@
-"""Local steps of a run: its members, the replicas over rp, train apart and agree once in H steps
-(see train/local_steps.py).
+"""Local steps of a run: its members, the replicas over rp, train apart and agree once in H steps.
 
-A member's plan is that of `mesh.member()`; batches, evaluations, checkpoints and rows of metrics are of all of them.
+See train/local_steps.py. A member's plan is that of `mesh.member()`; batches, evaluations, checkpoints and rows of
+metrics are of all members.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""What a run sets for its whole process, and sets back at its end.
+"""What a run sets for its whole process, and sets back at its end; how threads without work wait.
 
-How threads without work wait: they spin on a machine of their own, and sleep on one that they share.
-
-OpenMP's threads try again for milliseconds before they sleep. Alone that is right (on two cores a step takes up to a
-third longer if they sleep at once, because they must be woken); beside other busy processes they burn the time that the
-others and their own process need. GCC's OpenMP, which torch's Linux wheels bring, reads its environment once, but it
-cuts the spinning to 100 tries while the process has more OpenMP threads than cores. So `sleep_while_shared` watches how
-long this process' threads wait for a core, and while they do beside other processes (the teams of one process wait for
-each other as well) it keeps a second team of threads, which never works.
+OpenMP's idle threads spin for milliseconds before they sleep. Alone that is right (a step takes up to a third longer if
+they sleep at once); beside other busy processes they burn the others' time. GCC's OpenMP reads its environment once,
+but spins only 100 tries while the process has more OpenMP threads than cores. So `sleep_while_shared` watches how long
+threads wait for a core, and meanwhile keeps a second team of threads, which never works.
 
 Ref: libgomp manual, GOMP_SPINCOUNT.
 """
@@ -37,10 +33,7 @@ NEIGHBOUR = 0.25  # cores that others have: with less, threads wait only for thr
 
 
 def core_wait_s() -> float:
-    """Seconds that this process' threads, those that live, were ready to run and had no core.
-
-    Raises OSError where the system does not tell (not Linux).
-    """
+    """Seconds that this process' live threads were ready to run and had no core; raises OSError if unknown."""
     total = 0
     for name in os.listdir("/proc/self/task"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
@@ -83,11 +76,7 @@ def watch(
     peer_cpu: Callable[[], float],
     hold: Callable[[], Callable[[], None]],
 ) -> None:
-    """Until `stop` is set: call `hold` when the threads begin to wait for cores beside other processes, and what it
-    returned when they cease.
-
-    waited, peer_cpu: seconds so far, as `core_wait_s` and `peer_cpu_s`.
-    """
+    """Call `hold` when threads begin to wait for cores, and what it returned when they cease, until `stop`."""
     release, quiet, previous_wait, previous_peer = None, 0, waited(), peer_cpu()
     while not stop.wait(INTERVAL):
         wait_s, peer_s = waited(), peer_cpu()
@@ -104,10 +93,7 @@ def watch(
 
 @contextlib.contextmanager
 def sleep_while_shared() -> Iterator[None]:
-    """A context in which OpenMP's idle threads sleep while this process waits for cores; numbers do not change.
-
-    Does nothing if one of VARIABLES is set, and on systems whose OpenMP or whose waiting it does not know.
-    """
+    """A context in which OpenMP's idle threads sleep while this process waits for cores."""
     openmp = ""
     if not any(name in os.environ for name in WAIT_VARIABLES):
         with contextlib.suppress(OSError):
@@ -151,10 +137,7 @@ VARIABLES = (
 
 @contextlib.contextmanager
 def settings_restored() -> Iterator[None]:
-    """A context, or a decorator, at whose end the process has the settings of its beginning, also after an error: its
-    threads, how float32 products are made, its cores, its current GPU, its limit of open files, and VARIABLES.
-
-    So numbers that a caller computes after a run have the bits that they had before it.
+    """A context, or a decorator, that restores at its end the settings that a run makes for its process.
 
     >>> before = torch.get_num_threads()
     >>> with settings_restored():

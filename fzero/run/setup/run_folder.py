@@ -112,8 +112,7 @@ def create_run(
     files: Mapping[str, str] = {},
     **environment: Any,
 ) -> None:
-    """Write config.json, environment.json, tokenizer.json, the chat template and `files` {name: content} into `folder`;
-    config.json last: with it the folder is a run."""
+    """Write config.json, environment.json, tokenizer.json, the chat template and `files`; config.json last."""
     make_folder(folder)
     write_texts(folder, files)
     if chat is not None:
@@ -143,8 +142,7 @@ def _write_sealed(path: Path, table: dict[str, Any]) -> None:
 
 
 def expect_seal(table: dict[str, Any], path: Path) -> None:
-    """Raise ValueError if the content of a file has changed since fzero wrote it; one without a checksum is a user's or
-    an earlier version's."""
+    """Raise ValueError if the content of a file has changed since fzero wrote it with a checksum."""
     if isinstance(table, dict) and SEAL in table:
         content = {name: value for name, value in table.items() if name != SEAL}
         if table[SEAL] != _digest(content):
@@ -161,8 +159,7 @@ def _digest_of(path: Path) -> str:
 
 
 def expect_writable(folder: Path) -> None:
-    """Raise NotWritable, before anything is trained, if a link or something of another kind is in the place of a file
-    to which the run in `folder` appends, or of a folder that it fills."""
+    """Raise NotWritable if something else is in the way of a file or folder that the run in `folder` writes."""
     for name in (METRICS, ATTEMPTS, SAMPLES):
         with contextlib.suppress(FileNotFoundError):
             os.close(open_to_write(folder / name, "append", make=False))
@@ -182,11 +179,7 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def read_config_table(folder: Path) -> Table:
-    """The table of config.json of the run in `folder`, by the keys of the version that wrote it.
-
-    Raises ValueError if it is no run; if the file is damaged, naming the copy of it that there is; and if its checksum
-    was taken out and a value is another than the one that the run trained with.
-    """
+    """The table of config.json of the run in `folder`; raises ValueError if it is no run or was changed."""
     path = folder / CONFIG
     if not os.path.lexists(path):
         if copy := next(copies_of(folder, None), None):
@@ -274,8 +267,7 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file's lines, none if there is no file; a last line that a kill cut short is left
-    out."""
+    """The JSON objects of a file's lines, none if there is no file; a last line cut short is left out."""
     if not os.path.lexists(path):
         return
     with open_regular(path) as file:

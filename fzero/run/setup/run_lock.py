@@ -1,13 +1,11 @@
 """The lock of a folder that a run writes: one process owns it at a time, and a second start is refused in one line.
 
-FOLDER/lock.json names the owner: host, pid, when it began; its modification time is the heartbeat, renewed every BEAT_S
-seconds. A dead owner's lock is taken over: at once if it was a process of this host, else once the heartbeat is
-SILENT_S seconds old. A start that finds an owner on another host watches the heartbeat for as long, so the clocks of
-hosts need not agree. Of several ranks only rank 0 owns the folder: the others are its own, and torchrun starts no new
-ranks before the old ones have ended.
+FOLDER/lock.json names the owner: host, pid, when it began; its modification time is the heartbeat. A dead owner's lock
+is taken over: at once if it was of this host, else once the heartbeat is SILENT_S seconds old, by as long a watch, so
+the clocks of hosts need not agree. Only rank 0 owns the folder.
 
-Why not filelock: its SoftFileLease, which comes closest, watches each claim of another host for a whole lease, however
-old it is, and its file names no owner in words that a start could print.
+Why not filelock: its SoftFileLease watches each claim of another host for a whole lease, however old it is, and its
+file names no owner.
 """
 
 from __future__ import annotations
@@ -86,11 +84,7 @@ _LOCKS: dict[str, FolderLock] = {}
 
 
 def acquire(folder: Path, say: Callable[[str], None] = print) -> bool:
-    """Make this process the owner of `folder`, which is made if it is missing; returns whether it was there before.
-
-    A process that owns it already stays its owner. Raises Owned naming another owner that lives. `release_all` ends
-    it; a process that is killed needs no release.
-    """
+    """Own `folder`, which is made if missing; whether it was there; raises Owned naming a live owner."""
     key = os.path.realpath(folder)
     if key not in _LOCKS:
         new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -162,8 +156,7 @@ def _acquire(folder: Path, say: Callable[[str], None]) -> str:
 
 
 def _is_silent(folder: Path, owner: dict[str, Any], beat: int, previous: tuple[str, int] | None, begin: float) -> bool:
-    """Whether an owner on another host has been silent: by the times of the file system, or as long as we have
-    looked."""
+    """Whether an owner on another host has been silent: by the file system's times, or since we look."""
     if is_local(owner):
         return False
     if previous is not None:
@@ -176,9 +169,7 @@ def _is_silent(folder: Path, owner: dict[str, Any], beat: int, previous: tuple[s
 
 
 def identity() -> dict[str, Any]:
-    """The content of lock.json for this process. A pid means something on one boot of one host, in one namespace of
-    pids.
-    """
+    """The content of lock.json for this process; a pid is of one boot of a host, in one namespace."""
     boot = pids = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -217,8 +208,7 @@ def is_alive(owner: dict[str, Any]) -> bool:
 
 
 def started(pid: int) -> str:
-    """When a process of this host began, in the kernel's ticks, so that a pid used again is another process; "" if it
-    has ended."""
+    """When a process of this host began, in the kernel's ticks; "" if it has ended."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state in ("Z", "X") else fields[18]

@@ -1,7 +1,6 @@
 """The vocabulary of a run that starts from a model: tokens added to its tokenizer, and rows to its tables.
 
-Where texts of a model begin and end: the files and ids of its folder that say so. A run keeps them as they were, and
-an export gives them back, with the tokens at which the run's own texts end.
+Where texts of a model begin and end is in files of its folder, which a run keeps and an export gives back:
 
 tokenizer_config.json      special tokens, padding_side, model_max_length
 special_tokens_map.json    special tokens
@@ -9,8 +8,6 @@ added_tokens.json          more of them, in folders of before
 generation_config.json     the ids at which `generate` stops, and how it draws
 additional_chat_templates  chat templates by name, beside chat_template.jinja
 config.json                bos_token_id, eos_token_id, pad_token_id: in a run's environment.json, as token_ids
-
-The tokenizer of what a run starts from: another run, or a folder of another system.
 """
 
 from __future__ import annotations
@@ -51,8 +48,7 @@ def start_tokenizer(init: Path) -> Tokenizer:
 
 
 def start_pad(init: Path) -> int:
-    """The token with which transformers fills the rows of the model in `init`: as its config.json says, else the end of
-    a document. Raises ValueError as `start_tokenizer`."""
+    """The token with which transformers fills the rows of the model in `init`."""
     if peft.is_adapter(init):
         return start_pad(peft.base_of(init))
     path = init / run_folder.ENVIRONMENT if run_folder.is_run(init) else init / "config.json"
@@ -62,8 +58,7 @@ def start_pad(init: Path) -> int:
 
 
 def start_chat(init: Path, template: str = "") -> Chat | None:
-    """The chat template of a run, of a folder of another system, or of an adapter, which may have its base's; None if
-    there is none. template: a file in place of it."""
+    """The chat template of a run, a folder of another system or an adapter; None if there is none."""
     chat = read_chat(init)
     if chat is None and peft.is_adapter(init):
         chat = start_chat(peft.base_of(init))
@@ -71,8 +66,7 @@ def start_chat(init: Path, template: str = "") -> Chat | None:
 
 
 def tokenizer_of(folder: Path, hf_config: Path) -> Tokenizer | None:
-    """The tokenizer in `folder` or beside a config.json, as AutoTokenizer loads it, None if there is none; its eos is
-    the one that config.json names."""
+    """The tokenizer in `folder` or beside a config.json, as AutoTokenizer loads it, None if there is none."""
     places = [source for source in (folder, hf_config.parent) if os.path.lexists(source / TOKENIZER)]
     source = (places or [folder])[0]
     config_folder = source if (source / CONFIG).is_file() else hf_config.parent
@@ -93,9 +87,7 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def start_files(init: Path, *extra_folders: Path, templates: bool = True) -> dict[str, str]:
-    """{name: content} of the FILES of what a run starts from: a run, a folder of another system, or an adapter, which
-    may have its base's; extra_folders: folders that may have what `init` lacks; templates: with
-    additional_chat_templates."""
+    """{name: content} of the FILES of what a run starts from; extra_folders: for what `init` lacks."""
     places = [init, *extra_folders]
     if peft.is_adapter(init):
         return start_files(peft.base_of(init), templates=templates) | files_in(init, templates=templates)
@@ -120,8 +112,7 @@ def files_in(folder: Path, *, templates: bool = True) -> dict[str, str]:
 
 
 def start_ids(init: Path) -> dict[str, Any]:
-    """{"token_ids": the ids of what a run starts from}, for its environment.json; {} if that is a run that began
-    without weights."""
+    """{"token_ids": the ids of what a run starts from}, for its environment.json; {} without weights."""
     if peft.is_adapter(init):
         return start_ids(peft.base_of(init))
     if not run_folder.is_run(init):
@@ -153,8 +144,7 @@ def listed(ids: Any) -> list[int]:
 
 
 def stop_ids(folder: Path, tokenizer: Tokenizer) -> list[int]:
-    """The ids that end a text of the run in `folder`: those at which `generate` of transformers stops in the model that
-    it comes from, the end of a document, and that of an answer by its chat template."""
+    """The ids that end a text of the run in `folder`."""
     generation_ids = ids_of(folder / GENERATION) if os.path.lexists(folder / GENERATION) else {}
     chat = read_chat(folder)
     ids = [*listed(generation_ids.get("eos_token_id")), *listed(run_ids(folder).get("eos_token_id")), tokenizer.eos]
@@ -163,10 +153,7 @@ def stop_ids(folder: Path, tokenizer: Tokenizer) -> list[int]:
 
 
 def export_entries(folder: Path, tokenizer: Tokenizer | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """(the entries of IDS for config.json, {name: content} of files to write beside it) of an export of a run.
-
-    All are as they came, but `eos_token_id`, which gets the ids of `stop_ids` where it lacks one, and the tokens of the
-    chat template."""
+    """(the entries of IDS for config.json, {name: content} of files to write beside it) of an export."""
     ids, files, chat = run_ids(folder), files_in(folder), read_chat(folder)
     if chat is not None:
         config_entries = parse_json(files.get(CONFIG, "{}"), str(folder / CONFIG), wide=True)
@@ -204,11 +191,7 @@ class StartModel(NamedTuple):
 
 
 def start_model(init: Path, table: Table) -> StartModel:
-    """The model of a run that starts from `init`: the sizes of that model, with the tokens that `table` asks for.
-
-    Raises ValueError for other sizes, for fewer tokens than the model or its tokenizer with `data.add_tokens` has, and
-    as `load_start`, `start_tokenizer`, `add_tokens`.
-    """
+    """The model of a run that starts from `init`, with the tokens that `table` asks for; raises ValueError."""
     table, sizes = dict(table), check_type("model", table.get("model", {}), dict)
     if "preset" in table or set(sizes) - {"vocab_size", *AT_A_TIME}:
         raise ValueError(
@@ -249,11 +232,7 @@ def computed_by(config: Any, values: Mapping[str, Any]) -> Any:
 
 
 def grown_tokenizer(init: Path, new_tokens: Sequence[str], template: str) -> Tokenizer:
-    """The tokenizer of what a run starts from with the tokens of `data.add_tokens`, by the chat template
-    `data.template` or the model's.
-
-    Raises ValueError as `start_tokenizer` and `add_tokens`, and for "template" where there is no template.
-    """
+    """The tokenizer of what a run starts from with the tokens of `data.add_tokens`; raises ValueError."""
     tokenizer = start_tokenizer(init)
     return add_tokens(tokenizer, tokens_to_add(init, tokenizer, new_tokens, template)) if new_tokens else tokenizer
 

@@ -1,8 +1,7 @@
-"""Compile in a process of its own, while a run reads its data, fzero's C++ forms that every first step here needs.
+"""Compile the C++ forms that every first step here needs, in a process beside a run that reads its data.
 
-`begin` starts that process if this machine has no such results yet; they are kept (core/compile_cache), and the run
-finds them. `python -m fzero.run.setup.warm_up` does it at once, for an image of a machine. What fails here is left to
-the run, which compiles it again and says why.
+`begin` starts it if this machine has no such results yet; they are kept (core/compile_cache). `python -m
+fzero.run.setup.warm_up` does it at once, for an image of a machine. What fails here the run compiles again.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ def mark() -> Path:
 
 
 def begin() -> subprocess.Popen | None:
-    """Start the warm-up if this machine has had none and can compile; return its process, which nobody needs to wait
-    for.
-
-    Ranks of a launcher leave it to the first one of their machine. FZERO_WARM_UP=0 prevents it.
-    """
+    """Start the warm-up if this machine has had none and can compile; return its process."""
     enabled = os.environ.get("FZERO_WARM_UP", "1") != "0" and os.environ.get("LOCAL_RANK", "0") == "0"
     if not enabled or not any(shutil.which(name) for name in ("g++", "clang++", "c++")) or mark().exists():
         return None
@@ -52,10 +47,7 @@ def main() -> None:
 
 
 def forms() -> list[tuple[str, tuple[str, ...], str]]:
-    """(module file, rounding, part) of the C++ that a run compiles, the longest first.
-
-    Attention in the dtype that "auto" comes to, as a rule; a run in another one compiles its own.
-    """
+    """(module file, rounding, part) of the C++ that a run compiles, the longest first."""
     from fzero.core.cpp import CONTRACTED, EXACT
 
     dtype = "bfloat16" if {"amx_bf16", "avx512_bf16"} & set(processor().split()) else "float32"

@@ -176,8 +176,7 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> TrainedWeigh
 
 
 def restore_weights(reader: checkpoint.CheckpointReader, like: Tree, prefix: str) -> Tree:
-    """The parameters in a checkpoint: their leaves below `prefix`, and of frozen ones, which have no other form, those
-    that the run trained with."""
+    """The parameters in a checkpoint: their leaves below `prefix`, and of frozen ones those of training."""
     first = {n: leaf for n, leaf in pytree.named_leaves(like).items() if prefix + n in reader.leaves}
     saved = meta_like_saved(reader, pytree.nest(first), prefix)
     restored = checkpoint.restore(reader.path, saved, prefix=prefix.rstrip("/"))
@@ -210,11 +209,7 @@ def _base_sizes(init: Path, base: Path) -> ModelConfig:
 
 
 def load_start(init: Path) -> TrainedWeights:
-    """The weights that a new run starts from: those of the run in `init`, or those that another system saved there;
-    of an adapter of PEFT also those of its base.
-
-    Raises ValueError as `load`, `convert.open_source` and `peft.open_adapter` do.
-    """
+    """The weights that a new run starts from: of the run in `init`, or those that another system saved there."""
     if is_run(init):
         return load(init, wide=True)
     if peft.is_adapter(init):

@@ -27,8 +27,11 @@ class ScheduleFamily(NamedTuple):
     ref: str  # where it was published
     chunks: int | None = 1  # the stages of a rank, None for any number
     placement: str = "loop"  # or "v", see `place`
+    # the fewest micro-batches for p ranks
     min_parts: Callable[[int], int] = lambda p: 1  # the fewest micro-batches for p ranks
+    # whether micro-batches must come in equal groups (`group_size`)
     groups: bool = False  # whether micro-batches must come in equal groups (`group_size`)
+    # whether any backward is split into inputs and weights
     split: bool = False  # whether any backward is split into inputs and weights
 
 
