@@ -6,10 +6,10 @@ import json
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import fzero
-from fzero.checkpoint.convert import huggingface
-from fzero.data.tokenizers import json_tokenizer
+from fzero.checkpoint import huggingface
+from fzero.data import json_tokenizer
 from fzero.models import LlamaConfig, build, init_params
-from fzero.run.setup import run_folder
+from fzero.run import run_folder
 
 TEMPLATE = """\
 {%- for message in messages %}

@@ -12,7 +12,7 @@ import shutil
 import signal
 from pathlib import Path
 
-from fzero.run.setup import run_folder
+from fzero.run import run_folder
 
 CASE_S = 240  # a FIFO that is waited for never ends
 KINDS = ("link", "dangling", "fifo", "folder", "missing", "flipped", "cut", "empty")

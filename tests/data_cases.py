@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from fzero import data
-from fzero.data.tokens import token_dtype
+from fzero.data import token_dtype
 
 TEXTS = [f"def f_{i}(x):\n    return x * {i}  # né 漢字 🙂\n" * (1 + i % 5) for i in range(40)]
 

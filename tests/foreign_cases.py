@@ -22,17 +22,14 @@ from fzero.checkpoint.convert.huggingface import save_hf
 from fzero.checkpoint.convert.huggingface_families import FAMILIES
 from fzero.checkpoint.convert.tensor_files import read_safetensors
 from fzero.core import config_tables, prng
-from fzero.data import load_tokenizer, open_tokens, prepare
+from fzero.data import json_tokenizer, load_tokenizer, open_tokens, prepare
 from fzero.data.sources import find_files, read_documents
-from fzero.data.tokenizers import json_tokenizer
 from fzero.kernels import tuning
 from fzero.models import DeepSeekConfig, GPT2Config, LlamaConfig, MoEConfig, RopeScaling, build, init_params
 from fzero.offload import LeafFiles, Nvme, disk_io
 from fzero.planner import devices
 from fzero.report import first_screen, pages, report_writer
-from fzero.run.config.config_table import from_table
-from fzero.run.runner import rollback
-from fzero.run.setup import machine, run_folder
+from fzero.run import from_table, machine, rollback, run_folder
 from fzero.sharding import one_process
 
 TOKENIZER = {

@@ -14,7 +14,7 @@ import pytest
 
 from fzero import checkpoint
 from fzero.cli import main
-from fzero.run.setup import run_folder
+from fzero.run import run_folder
 
 SIZES = {"n_layers": 2, "d_model": 16, "d_ff": 32, "n_heads": 4, "n_kv_heads": 2}
 # The default optimizer of small models: Muon, which works on whole matrices, with clipping.

@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from fzero import models
-from fzero.checkpoint.convert import huggingface
+from fzero.checkpoint import huggingface
 from fzero.core import prng, pytree
-from fzero.run.setup import import_export
+from fzero.run import import_export
 
 SIZES = models.LlamaConfig(vocab_size=4096, max_len=256, d_model=512, n_layers=16, n_heads=8, n_kv_heads=8, d_ff=1408)
 SMALL = models.LlamaConfig(vocab_size=64, max_len=64, d_model=32, n_layers=2, n_heads=2, n_kv_heads=2, d_ff=64)

@@ -1,8 +1,6 @@
 """Schedules for tests: over stages of one layer each."""
 
-from fzero.sharding import pipeline
-from fzero.sharding.pipeline import FAMILIES, Stages, stage_ranks
-from fzero.sharding.pipeline.orders import group_size
+from fzero.sharding import FAMILIES, Stages, group_size, pipeline, stage_ranks
 
 CASES = [(name, v) for name, family in FAMILIES.items() for v in ([family.chunks] if family.chunks else [1, 2, 3, 4])]
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from fzero import models
-from fzero.run.config import config_table
+from fzero.run import config_table
 
 SIZES = {
     "llama": {

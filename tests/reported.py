@@ -3,10 +3,8 @@
 import json
 import math
 
-from fzero.run.config import config_table
-from fzero.run.config.config_table import from_table
+from fzero.run import config_table, from_table, run_folder
 from fzero.run.measure.memory_timeline import COMPONENTS
-from fzero.run.setup import run_folder
 
 STATE = {"params": 1_000_448, "master": 2_000_896, "opt": 2_400_512, "other": 44}
 

@@ -13,15 +13,14 @@ from law_cases import F64, FP64, batch_of, config_of
 
 import fzero
 from fzero import models, optim
-from fzero.checkpoint.convert import huggingface, peft
+from fzero.checkpoint import huggingface, peft
 from fzero.core import prng, pytree
 from fzero.models import Ctx
 from fzero.models.configs import FROZEN
 from fzero.models.weights import LowRankSum
-from fzero.run.setup import run_folder, weights
-from fzero.run.setup.build import build, first_state
-from fzero.run.setup.fine_tuning import tuned_config
-from fzero.sharding.redistribute import gather_on_first
+from fzero.run import first_state, run_folder, tuned_config, weights
+from fzero.run.setup.build import build
+from fzero.sharding import gather_on_first
 
 TARGETS = {"gpt2": r"/(attn|mlp)/w_", "llama": r"/(attn|mlp)/w_", "deepseek": r"/(attn|mlp|shared)/w_"}
 CTX = Ctx(dtype=F64)

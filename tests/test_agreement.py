@@ -11,7 +11,7 @@ from close import assert_same
 
 import fzero
 from fzero import RankError, all_gather, all_to_all, models, optim, ppermute, psum, psum_scatter, pvary
-from fzero.core.tree_sum import tree_sum
+from fzero.core import tree_sum
 from fzero.sharding import make_mesh
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 from close import assert_at_most_twice_the_error, assert_close, assert_same
 
+from fzero.kernels import FULL, Pattern, attention_blocked, glu, norm
 from fzero.kernels import attention as attn
-from fzero.kernels import attention_blocked, glu, norm
-from fzero.kernels.attention_pattern import FULL, Pattern
 
 F64 = torch.float64
 PATTERNS = {

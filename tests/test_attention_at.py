@@ -10,14 +10,21 @@ import pytest
 import torch
 from close import assert_close
 
-from fzero.core.cpp import have_compiler
-from fzero.kernels import attention, attention_flash, attention_flash_backward, registry
+from fzero.core import have_compiler
+from fzero.kernels import (
+    FULL,
+    BlockMask,
+    Pattern,
+    Positions,
+    Scoring,
+    attention,
+    attention_flash,
+    attention_flash_backward,
+    join,
+    registry,
+)
 from fzero.kernels.attention import FORM_PASSES
-from fzero.kernels.attention_arguments import Positions, Scoring
 from fzero.kernels.attention_blocked import blocked_forward_at
-from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.attention_ring import join
-from fzero.kernels.block_mask import BlockMask
 
 # ring's parts and attention at positions alike; triton in its interpreter, in float32
 FORMS = [

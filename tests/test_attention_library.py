@@ -10,15 +10,11 @@ import torch
 from close import assert_close, assert_same
 from kernel_laws import adjoint, both_passes, draw, numbers, repeats, strides, traced
 
-from fzero.core.device import FakeDevice, Target
-from fzero.core.product_flops import flop_of
-from fzero.kernels import attention_library, tuning
+from fzero.core import FakeDevice, Target, flop_of
+from fzero.kernels import FULL, Pattern, Speed, attention_library, pairs, tuning
 from fzero.kernels.attention import attention
 from fzero.kernels.attention_library import LIBRARIES, library_attention
-from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.flops import pairs
 from fzero.kernels.registry import explain
-from fzero.kernels.tuning import Speed
 from fzero.planner.calibrate.gemm import Shape, measure_attention
 from fzero.planner.calibrate.gemm import _repeats as repeats_of
 

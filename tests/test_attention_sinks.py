@@ -14,9 +14,8 @@ from test_attention_at import reference as reference_at
 from test_ring import CHOICES, H, by_rank, documents_of, placed, tensors_of
 
 import fzero
+from fzero.kernels import FULL, Pattern, ring_attention
 from fzero.kernels import attention as attn
-from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.attention_ring import ring_attention
 
 F64 = torch.float64
 SINKS = torch.tensor([-2.0, 0.5, 1.5, 4.0], dtype=F64)

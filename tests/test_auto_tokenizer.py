@@ -6,15 +6,22 @@ import json
 import pytest
 from tokenizer_folders import BYTES, TEXTS, content_of, draw_folder, flags, write_folder
 
-from fzero.core.storage import write_texts
-from fzero.data import auto_tokenizer, tokenizer_classes
-from fzero.data.chat import Chat, chat_files, encoder, read_chat, render
+from fzero.core import write_texts
+from fzero.data import (
+    Chat,
+    auto_tokenizer,
+    chat_files,
+    encoder,
+    json_tokenizer,
+    read_chat,
+    render,
+    special_tokens,
+    tokenizer_classes,
+)
 from fzero.data.prepare import tokenizer_of_file
-from fzero.data.tokenizer_classes import special_tokens
-from fzero.data.tokenizers import json_tokenizer
 from fzero.models import LlamaConfig
-from fzero.run.config.config_table import recipe
-from fzero.run.setup import import_export, run_folder, vocabulary
+from fzero.run import import_export, recipe, run_folder
+from fzero.run.setup import vocabulary
 from fzero.run.setup.vocabulary import start_tokenizer
 
 WHY = "transformers is not installed; it is the reference these tests compare with"

@@ -9,8 +9,7 @@ from close import assert_close, assert_same
 
 import fzero
 from fzero import Remat, remat
-from fzero.core import pytree
-from fzero.core.autodiff import Function, first_order, needs_grad, run_backward, transforms
+from fzero.core import Function, first_order, needs_grad, pytree, run_backward, transforms
 from fzero.core.captured_state import MAX_LOOKS
 
 F64 = torch.float64

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from fzero.kernels.attention_arguments import Positions
-from fzero.kernels.attention_pattern import FULL, Pattern, pairs_by_query
-from fzero.sharding.context import balanced, blocks_of, contiguous, imbalance, in_blocks, zigzag
+from fzero.kernels import FULL, Pattern, Positions, pairs_by_query
+from fzero.sharding import balanced, blocks_of, in_blocks
+from fzero.sharding.context import contiguous, imbalance, zigzag
 
 TOKENS = 65536
 PATTERNS = (

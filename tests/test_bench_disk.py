@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from fzero.offload import BufferPool, DiskSettings, disk_io
-from fzero.offload.disk_io import serves_direct
-from fzero.planner.calibrate import disk, disk_rates
+from fzero.offload import BufferPool, DiskSettings, disk_io, serves_direct
+from fzero.planner import disk
+from fzero.planner.calibrate import disk_rates
 from fzero.planner.calibrate.disk import DiskMeasurement, SweepResult
 from fzero.planner.calibrate.disk_rates import KINDS, MB, Rate
 

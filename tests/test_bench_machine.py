@@ -11,12 +11,13 @@ import ranks as pools
 import torch
 
 from fzero.kernels import attention_tiled, registry
-from fzero.planner.calibrate import case_timer, gemm, machine, memory, step_operators
+from fzero.planner import machine
+from fzero.planner.calibrate import case_timer, gemm, memory, step_operators
 from fzero.planner.calibrate import collectives as processes
 from fzero.planner.calibrate.case_timer import Case, Figure
 from fzero.planner.device_names import list_devices
 from fzero.planner.devices import Device, Level, MeasuredRates, device, from_json, to_json
-from fzero.run.setup.machine import device_file
+from fzero.run import device_file
 
 
 @pytest.fixture(autouse=True)
@@ -550,8 +551,7 @@ def test_which_processes_are_started():
 
 
 def test_the_disk_is_measured_and_nothing_stays(disk_path, monkeypatch):
-    from fzero.offload import disk_io
-    from fzero.offload.disk_io import serves_direct
+    from fzero.offload import disk_io, serves_direct
     from fzero.planner.calibrate import disk_rates
 
     if disk_io.file_system(disk_io.mount_point(disk_path)) in disk_rates.MEMORY or not serves_direct(disk_path):

@@ -13,9 +13,8 @@ from close import assert_close
 import fzero
 from fzero import optim
 from fzero.core import pytree
-from fzero.kernels import attention_masked, block_mask
+from fzero.kernels import BlockMask, attention_masked, block_mask
 from fzero.kernels.attention import attention
-from fzero.kernels.block_mask import BlockMask
 from fzero.kernels.registry import explain, observe
 from fzero.run.config.deepspeed_optim import block_mask_of
 

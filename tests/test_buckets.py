@@ -17,18 +17,17 @@ from close import assert_close
 import fzero
 from fzero import data
 from fzero.core import pytree
-from fzero.data import BucketStream, Tokens
-from fzero.data.buckets import Size
+from fzero.data import BucketStream, Size, Tokens
 from fzero.data.packing import cut, within_documents
+from fzero.run import first_state, from_table, run_folder, to_json
 from fzero.run.config.buckets import lr_scale
-from fzero.run.config.config_table import from_json, from_table, to_json
+from fzero.run.config.config_table import from_json
 from fzero.run.config.stages import count_samples
 from fzero.run.measure.metrics_rows import metrics_row
 from fzero.run.runner.step_rows import rows_of
-from fzero.run.setup import corpus, run_folder
-from fzero.run.setup.build import build, first_state, specs_of
-from fzero.sharding import fake_mesh
-from fzero.sharding.redistribute import gather_on_first
+from fzero.run.setup import corpus
+from fzero.run.setup.build import build, specs_of
+from fzero.sharding import fake_mesh, gather_on_first
 
 MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "n_kv_heads": 1, "d_ff": 32}
 BATCH, STEPS = 4, 20  # of 18 batches an epoch

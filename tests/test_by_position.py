@@ -11,7 +11,7 @@ from zero_cases import FP64, batch_for, model_of, packed_batch_for
 import fzero
 from fzero import models
 from fzero.models.preference import position_ranges
-from fzero.run.config.config_table import from_table
+from fzero.run import from_table
 from fzero.sharding import Context
 
 ROWS, LENGTH = 24, 16

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 import fzero
 from fzero.cli.main import cli
 from fzero.core import vjp_pair
-from fzero.sharding.prefetch import Prefetcher
+from fzero.sharding import Prefetcher
 
 ROOT = Path(fzero.__file__).parent
 CONTRIBUTING = ROOT.parent / "CONTRIBUTING.md"

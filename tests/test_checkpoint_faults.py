@@ -17,7 +17,7 @@ from launched import TINY, ended, start, write_text
 from fzero import checkpoint
 from fzero.checkpoint import save_state
 from fzero.cli import main
-from fzero.run.setup import run_folder
+from fzero.run import run_folder
 
 MB = 1 << 20
 

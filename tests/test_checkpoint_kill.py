@@ -27,7 +27,7 @@ from fzero.checkpoint import directory as homes
 from fzero.checkpoint import manifest
 from fzero.checkpoint.save_state import TileFile
 from fzero.core import precision, pytree
-from fzero.train.state import meta_state
+from fzero.train import meta_state
 
 STEPS, EVERY, KEPT = (
     12,

@@ -24,9 +24,9 @@ from fzero.checkpoint.layout import (
     smallest_factor,
 )
 from fzero.checkpoint.reader import overlapping_tiles
-from fzero.core.storage import PAGE
-from fzero.sharding import Spec, fake_mesh
-from fzero.sharding.slices import local_slice, parts_as_chunks
+from fzero.core import PAGE
+from fzero.sharding import Spec, fake_mesh, parts_as_chunks
+from fzero.sharding.slices import local_slice
 
 MESHES = [
     {},

@@ -18,16 +18,14 @@ from zero_cases import whole
 
 import fzero
 from fzero import checkpoint, local_batch
-from fzero.checkpoint import restore_tree
-from fzero.checkpoint.moment_codes import code_lines, coded_leaves, encode_moments
+from fzero.checkpoint import code_lines, encode_moments, restore_tree
+from fzero.checkpoint.moment_codes import coded_leaves
 from fzero.cli import main
 from fzero.core import pytree
 from fzero.core.digest import digest
 from fzero.offload import DiskTensor
-from fzero.run.config import config_table
-from fzero.run.setup import build
-from fzero.sharding import Spec, fake_mesh
-from fzero.sharding.redistribute import digests
+from fzero.run import build, config_table
+from fzero.sharding import Spec, digests, fake_mesh
 from fzero.sharding.slices import local_slice
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 32}

@@ -17,9 +17,8 @@ from close import assert_same
 
 from fzero import checkpoint
 from fzero.checkpoint import manifest
-from fzero.core import storage
-from fzero.core.storage import Objects
-from fzero.run.setup import run_folder
+from fzero.core import Objects, storage
+from fzero.run import run_folder
 from fzero.sharding import Spec, fake_mesh
 
 MOTO = all(importlib.util.find_spec(name) for name in ("moto", "flask", "flask_cors"))

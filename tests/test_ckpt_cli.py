@@ -16,8 +16,9 @@ from fzero import checkpoint
 from fzero.checkpoint import directory as homes
 from fzero.checkpoint import manifest
 from fzero.cli import main
-from fzero.offload.store_manifest import StepManifest, step_manifest_text
-from fzero.run.debug import checkpoint_diff, checkpoint_list
+from fzero.offload import StepManifest
+from fzero.offload.store_manifest import step_manifest_text
+from fzero.run import checkpoint_diff, checkpoint_list
 
 
 @pytest.fixture(autouse=True)

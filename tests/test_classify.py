@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from fzero import models
-from fzero.checkpoint.convert import huggingface
+from fzero.checkpoint import huggingface
 from fzero.core import pytree
-from fzero.data import open_tokens
-from fzero.data.preferences import labels_of
-from fzero.data.token_stream import RowStream
-from fzero.models import Ctx
-from fzero.models.configs import head_of
-from fzero.run.config.config_table import from_json, to_json
-from fzero.run.setup import run_folder, weights
+from fzero.data import RowStream, labels_of, open_tokens
+from fzero.models import Ctx, head_of
+from fzero.run import run_folder, to_json, weights
+from fzero.run.config.config_table import from_json
 
 FLAGS = [*chats.FLAGS, "--set", "train.eval_every=6"]
 

@@ -17,14 +17,13 @@ from launched import TIMED
 
 import fzero
 from fzero import checkpoint, models
-from fzero.checkpoint.convert import huggingface
+from fzero.checkpoint import huggingface
 from fzero.cli import main, process
 from fzero.cli import pretrain as pretrain_module
 from fzero.core import prng
 from fzero.report import curves
-from fzero.run.config import config_table
-from fzero.run.ranks import signals
-from fzero.run.setup import corpus, run_folder
+from fzero.run import config_table, run_folder, signals
+from fzero.run.setup import corpus
 
 TINY = "--model mlp-tiny --steps 8 --batch 4 --micro-batch 1 --seq-len 16 --precision fp32"
 SETTINGS = ("train.compiled=false", "precision.fp32_matmul=default", "train.eval_batches=2", "train.eval_every=4")

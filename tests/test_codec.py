@@ -15,11 +15,10 @@ from zero_cases import SIZES, model_of, train, trained_whole
 import fzero
 from fzero import local_batch, optim
 from fzero.core import pytree
-from fzero.kernels.registry import Kernels
+from fzero.kernels import Kernels
 from fzero.planner.devices import between_nodes, device
-from fzero.sharding import codec, reduce
-from fzero.sharding.prefetch import ParamFetcher
-from fzero.train.codes import coder_of
+from fzero.sharding import ParamFetcher, codec, reduce
+from fzero.train import coder_of
 
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
 MESHES = {

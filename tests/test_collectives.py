@@ -11,8 +11,7 @@ import torch
 from close import assert_close, assert_same
 
 from fzero import all_gather, all_to_all, jit, ppermute, psum, psum_scatter, pvary
-from fzero.comm import collectives
-from fzero.comm.collectives import own_slice
+from fzero.comm import collectives, own_slice
 from fzero.core.vjp_pair import vjp_pair
 from fzero.sharding import Axis, fake_mesh, one_process
 

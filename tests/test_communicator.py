@@ -9,10 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero import all_gather, all_to_all, ppermute, psum, psum_scatter, pvary
-from fzero.comm import communicator
-from fzero.comm.collectives import Ledger, start_all_gather, start_psum, start_psum_scatter
-from fzero.comm.ledger import sent_elements
-from fzero.core.tree_sum import tree_sum
+from fzero.comm import Ledger, communicator, sent_elements, start_all_gather, start_psum, start_psum_scatter
+from fzero.core import tree_sum
 from fzero.sharding import fake_mesh
 
 

@@ -8,19 +8,26 @@ import pytest
 import torch
 
 from fzero import models
-from fzero.core import config_tables
-from fzero.core.bounds import Within
-from fzero.core.config_tables import flat, metadata_of, set_nested
-from fzero.core.device import CPU
+from fzero.core import CPU, Within, config_tables, flat, metadata_of, set_nested
+from fzero.run import (
+    RunConfig,
+    build,
+    build_optim,
+    drop_absent_axes,
+    from_table,
+    machine,
+    recipe,
+    run_folder,
+    to_json,
+    to_table,
+    token_flop,
+    unused_keys,
+)
 from fzero.run.config import run_config as config
-from fzero.run.config import unused_keys
-from fzero.run.config.config_table import from_json, from_table, recipe, to_json, to_table
-from fzero.run.config.run_config import RunConfig
-from fzero.run.config.unused_keys import drop_absent_axes, refuse_unused, refuse_without_axis
+from fzero.run.config.config_table import from_json
+from fzero.run.config.unused_keys import refuse_unused, refuse_without_axis
 from fzero.run.debug.checkpoint_list import differing_values
 from fzero.run.measure import memory_check
-from fzero.run.measure.flops import token_flop
-from fzero.run.setup import build, build_optim, machine, run_folder
 from fzero.run.setup.members import members_of
 from fzero.sharding import fake_mesh
 

@@ -4,8 +4,8 @@ import tomllib
 
 import pytest
 
-from fzero.core.config_tables import flat
-from fzero.run.config import config_table
+from fzero.core import flat
+from fzero.run import config_table
 
 
 @pytest.mark.parametrize("preset", ["gpt2-tiny", "llama-8b", "mixtral-tiny", "mlp-tiny"])

@@ -16,9 +16,8 @@ from zero_cases import model_of, packed_batch_for, train, whole
 import fzero
 from fzero import checkpoint, local_batch
 from fzero.core import precision
-from fzero.run.setup import build
-from fzero.sharding import Context, Pipeline
-from fzero.sharding.redistribute import digests
+from fzero.run import build
+from fzero.sharding import Context, Pipeline, digests
 
 FORMS = {
     "gather": Context("gather"),

@@ -16,13 +16,12 @@ from test_context import options_of
 from zero_cases import packed_batch_for, train, whole
 
 import fzero
-from fzero.comm.collectives import all_gather_same
-from fzero.core import cpp
-from fzero.core.cpp import have_compiler
-from fzero.core.future import Future
+from fzero.comm import all_gather_same
+from fzero.core import Future, cpp, have_compiler
 from fzero.kernels import attention_ring, attention_tiled
 from fzero.models import cp_attention, experts, layers
-from fzero.sharding.context import Pieces, contiguous, zigzag
+from fzero.sharding import Pieces
+from fzero.sharding.context import contiguous, zigzag
 from fzero.train import gradient
 
 gpt2 = import_module("fzero.models.gpt2")  # the package exports a function of this name

@@ -18,14 +18,11 @@ from test_cross_entropy_kernels import TERMS, of_logits
 from test_quantize import bits
 
 import fzero
-from fzero.core import cpp, crc32c, digest, prng
-from fzero.core.cpp import have_compiler
+from fzero.core import cpp, crc32c, digest, have_compiler, prng
 from fzero.core.vjp_pair import vjp_pair
-from fzero.kernels import glu, norm, quantize
+from fzero.kernels import KINDS, Pattern, glu, norm, quantize
 from fzero.kernels.attention import attend
-from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.custom_operator import MANY
-from fzero.kernels.quantize_codes import KINDS
 from fzero.kernels.registry import observe
 
 pytestmark = [

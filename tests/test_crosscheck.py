@@ -15,7 +15,7 @@ from close import assert_same
 import fzero
 from fzero import checkpoint, local_batch, models, optim
 from fzero.core import precision, pytree
-from fzero.run.setup import run_folder
+from fzero.run import run_folder
 from fzero.sharding import Spec, fake_mesh
 from fzero.train import sdc_check
 from fzero.train.sdc_check import copies, disagreeing, replicas, show, unlike

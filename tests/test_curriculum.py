@@ -16,12 +16,10 @@ from close import assert_close
 from fzero import data, models
 from fzero import random as keys
 from fzero.data import curriculum as curriculum_module
-from fzero.data import packing
-from fzero.data.analysis import open_analysis
-from fzero.data.curriculum import rank
+from fzero.data import open_analysis, packing, rank
 from fzero.models import Ctx
+from fzero.run import from_table
 from fzero.run.config import curriculum
-from fzero.run.config.config_table import from_table
 from fzero.run.setup import corpus
 
 
@@ -196,7 +194,7 @@ def test_the_loss_of_a_row_is_the_models(text, fz, tmp_path, monkeypatch):
     assert fz("pretrain", "--data", text, *run, *more)[0] == 0
     code, out, _ = fz("data", "analyze", text, "--metric", "loss", "--seq-len", 16, "--reference", "run")
     assert code == 0 and out.startswith("loss of ") and "written: " in out
-    from fzero.run.setup import weights
+    from fzero.run import weights
 
     trained, found = weights.load(tmp_path / "run"), open_analysis(text, "loss", 16, "stream").values
     stream = data.TokenStream(data.open_tokens(text), 16, 1)

@@ -15,9 +15,8 @@ import torch
 from data_cases import TEXTS, hand_made, write_jsonl
 
 from fzero import data
-from fzero.data import token_stream
+from fzero.data import token_dtype, token_stream
 from fzero.data.tokenizers import train_bpe
-from fzero.data.tokens import token_dtype
 
 
 def numbered(windows, seq_len):

@@ -17,8 +17,9 @@ from launched import rows, torchrun
 from fzero import data
 from fzero.data import Curriculum
 from fzero.data.mixed_stream import SOURCES
+from fzero.run import from_table, to_json
 from fzero.run.config import curriculum
-from fzero.run.config.config_table import from_json, from_table, to_json
+from fzero.run.config.config_table import from_json
 from fzero.run.config.stages import count_samples, count_tokens, stage_of_step, stages_of
 from fzero.run.setup import corpus
 from fzero.sharding import fake_mesh

@@ -8,7 +8,7 @@ import torch
 
 from fzero import models, optim
 from fzero.core import pytree
-from fzero.sharding.zero_stages import shapes_of
+from fzero.sharding import shapes_of
 
 OLD_RULE = r"(^|/)(w[^/]*|router[^/]*|tokens)$"  # by fzero's own names, which runs before this rule were made with
 

@@ -17,15 +17,14 @@ import transformers as hf
 
 import fzero
 from fzero import models, optim
-from fzero.checkpoint import convert
+from fzero.checkpoint import convert, save_decoder
 from fzero.checkpoint.convert.huggingface import in_memory
-from fzero.checkpoint.convert.transformers_models import decoder_of, save_decoder
+from fzero.checkpoint.convert.transformers_models import decoder_of
 from fzero.core import pytree
-from fzero.models import Ctx
+from fzero.models import Ctx, read_decoder, with_vocab_size
 from fzero.models.configs import FROZEN
-from fzero.models.presets import with_vocab_size
-from fzero.models.transformers_module import name_of_scored, read_decoder
-from fzero.run.setup import run_folder, weights
+from fzero.models.transformers_module import name_of_scored
+from fzero.run import run_folder, weights
 from fzero.train.to_module import gathered
 
 hf.logging.disable_progress_bar()  # they are no part of what fzero writes

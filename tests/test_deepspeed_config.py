@@ -14,17 +14,14 @@ from deepspeed_published import COURSE, CYCLE, PUBLISHED
 import fzero
 from fzero import LossScale
 from fzero.cli.main import cli
-from fzero.core import pytree
-from fzero.core.config_tables import flat, set_nested
-from fzero.core.precision import init_scaler, update_scaler
-from fzero.kernels.attention_pattern import Pattern
+from fzero.core import flat, init_scaler, pytree, set_nested, update_scaler
+from fzero.kernels import Pattern
 from fzero.models import presets
+from fzero.run import build_optim, merge_tables, read_deepspeed
 from fzero.run.config import deepspeed_keys as keys
 from fzero.run.config.curriculum import make_pieces
-from fzero.run.config.deepspeed import merge_tables, read_deepspeed
 from fzero.run.config.deepspeed_keys import Values
 from fzero.run.config.deepspeed_optim import block_mask_of, read_sparse
-from fzero.run.setup import build_optim
 
 ROOT = Path(__file__).parent.parent
 MLP = {"preset": "mlp-tiny"}

@@ -18,9 +18,8 @@ from fzero import checkpoint, local_batch, optim, state_specs
 from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
 from fzero.models import base, forward
-from fzero.sharding import Pipeline, pipeline
-from fzero.sharding.pipeline.table import Act
-from fzero.train.state import meta_state
+from fzero.sharding import Act, Pipeline, pipeline
+from fzero.train import meta_state
 from fzero.train.update import delayed
 
 UPDATES, ROWS = 6, 24

@@ -12,10 +12,10 @@ import pytest
 import torch
 from ranks import run
 
+from fzero.core import combine, digest_tree
 from fzero.core import digest as module
-from fzero.core.digest import DTYPES, combine, digest, digest_tree
-from fzero.sharding import Spec, one_process
-from fzero.sharding.redistribute import digest_text, digests
+from fzero.core.digest import DTYPES, digest
+from fzero.sharding import Spec, digest_text, digests, one_process
 from fzero.sharding.slices import local_slice
 
 MASK = (1 << 64) - 1

@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 
-from fzero.run.config.config_table import from_table
+from fzero.run import from_table, machine
 from fzero.run.measure import doctor
-from fzero.run.setup import machine
 
 
 @pytest.fixture(autouse=True)

@@ -359,7 +359,7 @@ def test_draws_that_count_no_rows_differ_between_parts_of_a_batch(shift):
 
 
 def test_draws_have_the_distributions_of_torchs():
-    from fzero.core.random_interception import Draws
+    from fzero.core import Draws
 
     n = 20000
     x = torch.ones(n, 2, dtype=F64)

@@ -13,8 +13,8 @@ import fzero
 from fzero import models, optim
 from fzero.checkpoint.restore_state import restore_state
 from fzero.core import precision, pytree
-from fzero.run.setup import run_folder
-from fzero.train.state import meta_state
+from fzero.run import run_folder
+from fzero.train import meta_state
 
 DATA = Path(__file__).parent / "data/3885c9a"
 RECORDED = json.loads((DATA / "recorded.json").read_text())  # what that commit itself makes of its files

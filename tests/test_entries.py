@@ -13,13 +13,13 @@ import torch
 from hf_cases import CASES, LLAMA3, YARN, hf, relative, save, theirs, tokens
 from safetensors.torch import load_file
 
-from fzero.checkpoint.convert import peft
+from fzero.checkpoint import peft
 from fzero.checkpoint.convert.huggingface import load_hf
 from fzero.checkpoint.convert.huggingface_entries import OFF, UNUSED
 from fzero.checkpoint.convert.huggingface_families import FAMILIES
 from fzero.core import pytree
 from fzero.models import Ctx, LlamaConfig, build, logits
-from fzero.run.setup import weights
+from fzero.run import weights
 
 # A case of each family.
 KINDS = {

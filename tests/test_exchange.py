@@ -11,11 +11,10 @@ from safetensors.torch import load_file
 
 import fzero
 from fzero import checkpoint, models, optim
-from fzero.checkpoint.convert import huggingface
+from fzero.checkpoint import huggingface
 from fzero.cli import main
 from fzero.core import precision, pytree
-from fzero.run.config.config_table import recipe, to_table
-from fzero.run.setup import import_export, run_folder, weights
+from fzero.run import import_export, recipe, run_folder, to_table, weights
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 24}
 CONFIGS = {

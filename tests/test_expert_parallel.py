@@ -13,7 +13,7 @@ from zero_cases import FP64, OPTIMIZERS, batch_for, expect_one_process, model_of
 
 import fzero
 from fzero import checkpoint, local_batch, state_specs
-from fzero.comm.axes import AXES
+from fzero.comm import AXES
 
 STEPS = 2  # the second has moments of the first
 FORMS = ("gather", "exchange:1")

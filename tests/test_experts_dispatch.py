@@ -14,8 +14,8 @@ from fzero.core import pytree
 from fzero.kernels import moe
 from fzero.models import Ctx
 from fzero.models import experts as block
-from fzero.sharding import Axis, Experts
-from fzero.sharding.experts import Routed, shares
+from fzero.sharding import Axis, Experts, shares
+from fzero.sharding.experts import Routed
 
 E, K, B, T, D, F = 8, 2, 2, 4, 4, 5  # of a rank of ep
 N = B * T

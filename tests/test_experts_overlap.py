@@ -10,7 +10,7 @@ from test_expert_parallel import equals_one_process, options_of
 from test_experts_dispatch import E, given, own_part
 
 import fzero
-from fzero.comm.exchanges import start_exchange_rows
+from fzero.comm import start_exchange_rows
 from fzero.core import compile, pytree
 from fzero.core.joint_graph import chain_in_order, keeps_order
 from fzero.core.vjp_pair import vjp_pair

@@ -11,9 +11,9 @@ from moe_balance_cases import RATE, SIZES
 from zero_cases import FP64, OPTIMIZERS, batch_for, model_of
 
 import fzero
-from fzero.report import figures
+from fzero.report import ReportTable, figures
 from fzero.report.sections import experts as section
-from fzero.report.values import Picture, ReportTable
+from fzero.report.values import Picture
 from fzero.run.measure.metrics_rows import pack_numbers
 from fzero.run.measure.norms import imbalance, spread_of
 

@@ -10,7 +10,7 @@ import fzero
 from fzero import checkpoint, models, optim, state_specs
 from fzero.checkpoint.restore_state import restore_state
 from fzero.sharding import Spec
-from fzero.train.state import meta_state
+from fzero.train import meta_state
 
 Point = collections.namedtuple("Point", "x y")
 VALUE = {

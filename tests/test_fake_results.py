@@ -9,12 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fzero.core import device
-from fzero.core.device import FakeDevice, Target
-from fzero.core.torch_private import FakeTensorMode
+from fzero.core import FakeDevice, Target, device, torch_private
 from fzero.planner.step_trace import Trace, Transfer, trace_step
-from fzero.run.config.config_table import from_table
-from fzero.run.config.run_config import RunConfig
+from fzero.run import RunConfig, from_table
 
 GPU = Target("cuda", 132, (9, 0), "NVIDIA H100")
 
@@ -114,7 +111,7 @@ def test_values_are_not_remembered() -> None:
 
 
 def test_tensors_of_another_mode_and_real_ones_are_not_remembered() -> None:
-    mode, other = FakeDevice(), FakeTensorMode()
+    mode, other = FakeDevice(), torch_private.FakeTensorMode()
     with other:
         foreign = torch.empty(3)
     given: list[Any] = []

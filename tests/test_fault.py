@@ -36,13 +36,11 @@ from launched import (
 from fzero import checkpoint
 from fzero.cli import main
 from fzero.comm import communicator
-from fzero.run.config import config_table
-from fzero.run.ranks import coordinator, watchdog
+from fzero.run import Options, auto_resume, config_table, coordinator, loop, pretrain
+from fzero.run.ranks import watchdog
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.ranks.elastic import fit_mesh
 from fzero.run.ranks.watchdog import Beat, verdict
-from fzero.run.runner import auto_resume, loop, pretrain
-from fzero.run.setup.build import Options
 
 # Saves often, for ranks that may be killed.
 KEEP = [*TINY, "--reduce", "canonical", "--set", "train.checkpoint_every=2"]

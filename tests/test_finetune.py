@@ -11,24 +11,31 @@ import torch
 
 import fzero
 from fzero import models
-from fzero.checkpoint.convert import huggingface
+from fzero.checkpoint import huggingface
 from fzero.core import pytree
-from fzero.data import open_tokens, read_meta, verify
-from fzero.data.chat import Chat, Example, encoder, examples_of, read_chat, spans_of
-from fzero.data.examples import (
+from fzero.data import (
+    Chat,
     Lengths,
     LineReader,
+    RowStream,
     describe_conversations,
-    messages_of,
+    encoder,
+    labels_reader,
+    open_tokens,
     prepare_conversations,
     prepare_examples,
+    prepare_preferences,
+    read_chat,
+    read_meta,
+    verify,
 )
-from fzero.data.preferences import labels_reader, prepare_preferences
-from fzero.data.token_stream import RowStream, pack
+from fzero.data.chat import Example, examples_of, spans_of
+from fzero.data.examples import messages_of
+from fzero.data.token_stream import pack
 from fzero.models import Ctx
-from fzero.run.config.config_table import from_json, from_table, to_json
+from fzero.run import from_table, run_folder, to_json, weights
+from fzero.run.config.config_table import from_json
 from fzero.run.config.objectives import OBJECTIVES, Objective
-from fzero.run.setup import run_folder, weights
 
 EOS = {"eos_token": "<|im_end|>"}
 TWO_TURNS = [

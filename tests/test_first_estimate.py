@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from fzero import models, plan
+from fzero.planner import device_for, resolve_for
 from fzero.planner.first_estimate import MEMORY_BOUND, TIME_BOUND, first_estimate
-from fzero.planner.plan import config_for, device_for, resolve_for, sizes_of
+from fzero.planner.plan import config_for, sizes_of
 from fzero.planner.step_trace import fake_nvme
-from fzero.run.measure.memory_check import check_memory, memory_on_device
+from fzero.run import memory_on_device
+from fzero.run.measure.memory_check import check_memory
 from fzero.run.setup.build import build
 from fzero.sharding import fake_mesh
 

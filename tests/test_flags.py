@@ -13,11 +13,9 @@ import pytest
 
 from fzero.cli import main
 from fzero.cli.flags import SHORTHANDS, Flag, Number
-from fzero.core.bounds import Within
-from fzero.core.config_tables import metadata_of
-from fzero.models import config_values
-from fzero.models.configs import FAMILIES, WRAPPERS
-from fzero.run.config.run_config import RunConfig
+from fzero.core import Within, metadata_of
+from fzero.models import FAMILIES, WRAPPERS, config_values
+from fzero.run import RunConfig
 
 VALUES = (
     "-1", "0", "0.5", "1e-300", "1e30", "1e300", str(10**12), str(2**31), str(2**63 - 1), str(2**63), str(2**64),

@@ -9,10 +9,17 @@ import triton
 import triton.language as tl
 from close import assert_close, assert_same
 
+from fzero.kernels import (
+    FULL,
+    Pattern,
+    attention_flash,
+    attention_flash_backward,
+    attention_spans,
+    attention_tiles,
+    registry,
+)
 from fzero.kernels import attention as attn
-from fzero.kernels import attention_flash, attention_flash_backward, attention_spans, attention_tiles, registry
 from fzero.kernels.attention import attention
-from fzero.kernels.attention_pattern import FULL, Pattern
 
 PATTERNS = {
     "full": FULL,

@@ -18,9 +18,8 @@ from fzero import models, optim
 from fzero.core import precision, pytree, torch_private
 from fzero.core.graph_passes import merge_transposed_calls
 from fzero.core.vjp_pair import vjp_pair
-from fzero.kernels import float8, float8_gather
-from fzero.kernels.float8 import E4M3, E5M2, RECIPES, float8_linear
-from fzero.kernels.float8_gather import narrow_weight, widen_weight
+from fzero.kernels import float8, float8_gather, float8_linear, narrow_weight, widen_weight
+from fzero.kernels.float8 import E4M3, E5M2, RECIPES
 from fzero.kernels.registry import explain, observe
 
 F64 = torch.float64

@@ -20,9 +20,8 @@ from foreign_cases import READERS, documents, import_model, model_folder
 import fzero
 from fzero.cli import main, process
 from fzero.core import text_parsing
-from fzero.data.chat import Chat, read_chat
-from fzero.data.preferences import labels_of
-from fzero.run.setup import run_folder
+from fzero.data import Chat, labels_of, read_chat
+from fzero.run import run_folder
 
 ROOT = Path(fzero.__file__).parent
 # Calls of a parser outside of core/text_parsing.py, and why: the text was made by this program a moment ago.
@@ -390,7 +389,7 @@ def test_the_names_known_without_torch_are_all_names():
     from fzero.cli.name_checks import config_keys, preset_names
     from fzero.cli.plan import check_choice
     from fzero.models import PRESETS
-    from fzero.run.config.run_config import RunConfig
+    from fzero.run import RunConfig
 
     assert preset_names() == tuple(PRESETS)
     assert config_keys() == list(RunConfig.__dataclass_fields__)

@@ -11,12 +11,12 @@ import pytest
 from foreign_cases import MODELS, VARIATIONS, model_folder
 
 from fzero import models
-from fzero.checkpoint.convert.huggingface import read_hf_config, save_hf
+from fzero.checkpoint import read_hf_config
+from fzero.checkpoint.convert.huggingface import save_hf
 from fzero.checkpoint.convert.huggingface_families import FAMILIES, REQUIRED
 from fzero.core import prng
-from fzero.models import RopeScaling
-from fzero.models.config_values import BOUNDS
-from fzero.run.config.config_table import from_table
+from fzero.models import BOUNDS, RopeScaling
+from fzero.run import from_table
 
 ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # What no entry may be. 0 and fractions are left to each entry's bounds.

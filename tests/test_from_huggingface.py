@@ -20,7 +20,8 @@ import transformers
 
 import fzero
 from fzero import optim
-from fzero.models.transformers_module import class_of, loss_of_task
+from fzero.models import loss_of_task
+from fzero.models.transformers_module import class_of
 
 slow = pytest.mark.slow
 STEPS, RATE = 5, 0.5

@@ -12,7 +12,7 @@ from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
 from fzero.offload import DiskTensor, Nvme
 from fzero.sharding import Spec
-from fzero.train.state import meta_state
+from fzero.train import meta_state
 
 T = torch.optim
 CLASSES = {

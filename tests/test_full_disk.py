@@ -15,14 +15,12 @@ import torch
 import fzero
 from fzero import checkpoint, data
 from fzero.checkpoint.convert.tensor_files import TensorEntry, write_safetensors
-from fzero.core.files import naming
-from fzero.core.storage import write_text
+from fzero.core import naming, write_text
 from fzero.data.remote_tokens import PieceCache
-from fzero.offload.range_files import FileWriter
+from fzero.offload import FileWriter
 from fzero.planner import search
-from fzero.run.config import config_table
+from fzero.run import config_table, run_folder, run_lock
 from fzero.run.measure import metrics_rows
-from fzero.run.setup import run_folder, run_lock
 
 ROOT = Path(fzero.__file__).parent
 W = torch.arange(3e5)

@@ -15,21 +15,19 @@ import torch
 from pretend_gpu import pretend
 
 import fzero
-from fzero.comm.communicator import Communicator
-from fzero.comm.ledger import Ledger
-from fzero.comm.messages import ProgramAgreement
-from fzero.core import gpu, gpu_copies, pytree
-from fzero.core.device import CPU, Target
+from fzero.comm import Communicator, Ledger, ProgramAgreement
+from fzero.core import CPU, Target, gpu, gpu_copies, pytree
 from fzero.planner import devices
 from fzero.planner.plan import with_host_memory
-from fzero.run.config.config_table import from_json, from_table, to_json
+from fzero.run import from_table, memory_on_device, to_json
+from fzero.run import machine as run_machine
+from fzero.run.config.config_table import from_json
 from fzero.run.measure import doctor
 from fzero.run.measure.memory_check import (
     SURE,
     check_memory,
     host_bytes,
     memory_needed,
-    memory_on_device,
     memory_on_host,
     needs_on_device,
     other_usage_text,
@@ -37,7 +35,6 @@ from fzero.run.measure.memory_check import (
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.runner.out_of_memory import explain
 from fzero.run.runner.pretrain import expect_memory, resolve_placement
-from fzero.run.setup import machine as run_machine
 from fzero.run.setup.build import build, num_params
 
 ROOT = Path(fzero.__file__).parent

@@ -14,12 +14,10 @@ from launched import TIMED
 from fzero import checkpoint
 from fzero.cli import main
 from fzero.core import pytree
-from fzero.run.config import config_table
+from fzero.run import config_table, pretrain, rollback, run_folder
 from fzero.run.config import run_config as config
-from fzero.run.runner import pretrain, rollback
-from fzero.run.setup import corpus, run_folder
-from fzero.train import sdc_check
-from fzero.train.state import LOSS
+from fzero.run.setup import corpus
+from fzero.train import LOSS, sdc_check
 
 TINY = [
     *("--model", "mlp-tiny", "--steps", "12", "--batch", "4", "--micro-batch", "2", "--seq-len", "16"),

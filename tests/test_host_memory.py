@@ -12,11 +12,11 @@ import torch
 from pretend_gpu import pretend
 
 import fzero
-from fzero.core import gpu, gpu_copies, host_memory, pytree
-from fzero.core.host_memory import ALIGNED, LARGE_BYTES, PAGE, bytes_cached, bytes_taken, empty_packed, to_host
-from fzero.run.config.config_table import from_table
+from fzero.core import LARGE_BYTES, PAGE, bytes_cached, bytes_taken, gpu, gpu_copies, host_memory, pytree, to_host
+from fzero.core.host_memory import ALIGNED, empty_packed
+from fzero.run import first_state, from_table
 from fzero.run.measure.memory_check import host_bytes, sizes_on_host
-from fzero.run.setup.build import build, first_state
+from fzero.run.setup.build import build
 from fzero.sharding import spec
 
 CUDA = torch.device("cuda", 0)

@@ -10,10 +10,9 @@ import pytest
 import torch
 from close import assert_close, assert_same
 
-from fzero.core.cpp import have_compiler
-from fzero.kernels import optim_leaf, optim_lowbit
+from fzero.core import have_compiler
+from fzero.kernels import OptimLeaf, StepRates, optim_leaf, optim_lowbit
 from fzero.kernels import optim_multi_tensor as kernels
-from fzero.kernels.optim_leaf import OptimLeaf, StepRates
 from fzero.kernels.optim_lowbit import LeafPosition, make_position
 from fzero.kernels.registry import explain
 

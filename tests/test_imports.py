@@ -247,6 +247,29 @@ def test_every_public_name_loads():
         _ = fzero.Trainer
 
 
+def names_of(module):
+    """The names that a module binds, or the stub of a package imports."""
+    path = ROOT.parent.joinpath(*module.split(".")).with_suffix(".py")
+    nodes = nodes_of(path if path.exists() else path.with_suffix("") / "__init__.pyi")
+    return {getattr(node, "asname", None) or getattr(node, "name", None) or getattr(node, "id", None) for node in nodes}
+
+
+def test_what_a_package_offers_exists():
+    """Names load when first used, so that no import of a package fails because of a name that moved."""
+    stubs = sorted(ROOT.rglob("__init__.pyi"))
+    assert len(stubs) > 20
+    missing = [
+        f"{stub.relative_to(ROOT)}:{node.lineno}: {node.module} has no {alias.name}; say where it is now"
+        for stub in stubs
+        for node in nodes_of(stub)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if not exists(f"{node.module}.{alias.name}")
+        and not (exists(node.module) and alias.name in names_of(node.module))
+    ]
+    assert not missing, "\n".join(missing)
+
+
 MOST_LINES, MOST_PARAMETERS = 80, 8
 # Kernels take pointers and strides, optimizers their hyperparameters, commands their flags.
 MANY_PARAMETERS = ("kernels", "optim", "cli")

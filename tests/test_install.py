@@ -99,7 +99,8 @@ def test_the_oldest_versions_that_are_allowed_are_those_that_are_tested():
 
 
 def test_names_load_when_first_used_from_the_list_that_checkers_and_editors_read(tmp_path, monkeypatch):
-    """By `__init__.pyi` of a package; a name has precedence over the module of that name."""
+    """By `__init__.pyi` of a package; a name has precedence over the module of that name. Those below a string are for
+    contributors."""
     assert (ROOT / "fzero/py.typed").is_file() and {*fzero.__all__, "__version__"} <= {*dir(fzero)}
     package = tmp_path / "lazily"
     package.mkdir()
@@ -108,8 +109,9 @@ def test_names_load_when_first_used_from_the_list_that_checkers_and_editors_read
     )
     (package / "__init__.pyi").write_text(
         "from lazily.adam import adam as adam\nfrom lazily import tables\nnumbers = tables\n__version__: str\n"
+        '"""For contributors."""\nfrom lazily.norm import adam as norm_adam\n'
     )
-    for name in ("adam", "tables", "clip"):
+    for name in ("adam", "tables", "clip", "norm"):
         (package / f"{name}.py").write_text("def adam():\n    return 3\n")
     monkeypatch.syspath_prepend(tmp_path)
     lazily = importlib.import_module("lazily")
@@ -117,6 +119,7 @@ def test_names_load_when_first_used_from_the_list_that_checkers_and_editors_read
     importlib.import_module("lazily.adam")
     assert lazily.adam() == 3 and {"adam", "numbers", "__version__"} <= {*dir(lazily)}
     assert lazily.numbers.__name__ == "lazily.tables" and lazily.clip.__name__ == "lazily.clip"
+    assert lazily.norm_adam() == 3 and lazily.norm_adam.__module__ == "lazily.norm"
     with pytest.raises(AttributeError, match="module 'lazily' has no attribute 'sgd'"):
         _ = lazily.sgd
 

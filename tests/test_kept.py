@@ -12,8 +12,7 @@ from close import assert_same
 
 from fzero import jit, models
 from fzero.core import compile as fzero_compile
-from fzero.core import compile_cache, form_observer, loop_library, program_cache, pytree, vjp_pair
-from fzero.core.stack import segment_pair
+from fzero.core import compile_cache, form_observer, loop_library, program_cache, pytree, segment_pair, vjp_pair
 from fzero.models import Ctx
 from fzero.sharding import fake_mesh
 

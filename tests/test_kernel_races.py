@@ -19,9 +19,11 @@ from triton.runtime import interpreter
 
 from fzero.core import prng
 from fzero.kernels import (
+    KINDS,
     aot,
     block_mask,
     cross_entropy_triton,
+    dropout_add,
     float8,
     float8_gather,
     glu,
@@ -33,12 +35,11 @@ from fzero.kernels import (
     norm,
     quantize,
     rope,
+    triton,
     tuning,
 )
 from fzero.kernels.attention import attention
-from fzero.kernels.custom_operator import tl, triton
-from fzero.kernels.dropout import dropout_add
-from fzero.kernels.quantize_codes import KINDS
+from fzero.kernels.custom_operator import tl
 
 pytestmark = pytest.mark.skipif(not laws.INTERPRETED, reason="programs are watched in the interpreter")
 F32, BF16 = torch.float32, torch.bfloat16

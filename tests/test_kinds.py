@@ -14,7 +14,8 @@ from test_docstrings import PUBLIC
 
 import fzero
 from fzero import data, models, optim
-from fzero.core.arguments import NO, SELF_CHECKED, WrongKind, as_hinted, checked, describe_hint, hints_of
+from fzero.core import WrongKind, checked
+from fzero.core.arguments import NO, SELF_CHECKED, as_hinted, describe_hint, hints_of
 
 OBJECT = object()
 # Functions that are called with every tensor of a step, or inside of one, and say nothing of their own.

@@ -9,9 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.core.graph_passes import ABS, AMAX, TWINS, VECTOR_NORM, fuse_max_magnitudes
 from fzero.core.vjp_pair import vjp_pair
-from fzero.kernels import glu, norm, norm_triton
+from fzero.kernels import float8_linear, glu, norm, norm_triton
 from fzero.kernels.custom_operator import segment_length
-from fzero.kernels.float8 import float8_linear
 
 
 def calls(shape, dtype, layer=False):

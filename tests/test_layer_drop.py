@@ -17,7 +17,7 @@ import fzero
 from fzero import config_from_deepspeed, models
 from fzero.core import prng, pytree
 from fzero.models.dropping import keep_probability
-from fzero.run.config.config_table import from_table
+from fzero.run import from_table
 from fzero.train.loss import draws_of
 
 F64 = torch.float64

@@ -15,9 +15,10 @@ from pretend_gpu import pretend
 from fzero import models
 from fzero.core import prng, pytree
 from fzero.models import Cache, Ctx, chunked_layer
-from fzero.planner.plan import config_for, device_for
+from fzero.planner import device_for
+from fzero.planner.plan import config_for
 from fzero.planner.step_trace import make_trace, run_step
-from fzero.run.setup import build
+from fzero.run import build
 from fzero.sharding import one_process
 
 F64 = torch.float64

@@ -17,16 +17,15 @@ from zero_cases import SIZES, model_of, whole
 import fzero
 from fzero import local_batch, optim, state_specs
 from fzero.checkpoint import restore, save, step_folder
-from fzero.core import pytree
-from fzero.core.device import CPU
+from fzero.core import CPU, pytree
 from fzero.planner import slow_link_options
 from fzero.planner.devices import between_nodes, device
 from fzero.planner.local_step_sync import agreement_bytes, trace_agreement, with_agreements
 from fzero.planner.rates import ways_of
 from fzero.planner.timing import Timing, weighted_sum
-from fzero.run.setup import build
-from fzero.sharding.codec import Local
-from fzero.train.local_steps import init_local, local_specs, make_local_step, synchronize
+from fzero.run import build
+from fzero.sharding import Local
+from fzero.train import init_local, local_specs, make_local_step, synchronize
 
 ROOT = Path(__file__).parent.parent
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive

@@ -18,21 +18,19 @@ from zero_cases import batch_for, model_of
 
 import fzero
 from fzero import checkpoint, local_batch, optim, state_specs
-from fzero.checkpoint.restore_state import error_lines, restore_state
+from fzero.checkpoint import error_lines
+from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
-from fzero.kernels.registry import Kernels
+from fzero.kernels import Kernels
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_layer import Basis, admits_codec
 from fzero.planner.devices import device
 from fzero.planner.step_trace import trace_step
-from fzero.run.measure.memory_check import state_bytes
-from fzero.run.setup import build
-from fzero.sharding import Codec, error_feedback
-from fzero.sharding.error_feedback import ERROR, ERRORS, ErrorFeedback, error_bytes
-from fzero.train.codes import coder_for, coder_of
-from fzero.train.local_steps import init_local
+from fzero.run import build, state_bytes
+from fzero.sharding import ERROR, ERRORS, Codec, ErrorFeedback, error_feedback
+from fzero.sharding.error_feedback import error_bytes
+from fzero.train import coder_for, coder_of, init_local, meta_state
 from fzero.train.sdc_check import replicas
-from fzero.train.state import meta_state
 
 exhaustive = pytest.mark.exhaustive
 STEPS, RATE, BLOCK = 20, 0.25, 16

@@ -10,14 +10,12 @@ import torch
 
 import fzero
 from fzero import Metrics, models
+from fzero.core import check_type
 from fzero.core.compile import notify_compiling
-from fzero.core.config_tables import check_type
-from fzero.run.config import config_table
+from fzero.run import Options, build, config_table, run_folder
 from fzero.run.measure import fitting_steps, loggers
 from fzero.run.measure.metrics_rows import show_progress
 from fzero.run.runner.loop import train_run
-from fzero.run.setup import build, run_folder
-from fzero.run.setup.build import Options
 from fzero.sharding import fake_mesh, one_process
 
 

@@ -8,12 +8,11 @@ import torch
 from close import assert_same
 
 from fzero import local_batch
-from fzero.kernels import attention_blocked, attention_tiled, linear_cross_entropy, norm
-from fzero.kernels.attention_pattern import FULL
-from fzero.planner import max_sequence
-from fzero.planner.plan import config_for, device_for, resolve_for
-from fzero.run.measure.live_bytes import MemoryTrace, record_step
-from fzero.run.setup import build
+from fzero.kernels import FULL, attention_blocked, attention_tiled, linear_cross_entropy, norm
+from fzero.planner import device_for, max_sequence, resolve_for
+from fzero.planner.plan import config_for
+from fzero.run import MemoryTrace, build
+from fzero.run.measure.live_bytes import record_step
 from fzero.sharding import one_process
 
 CHUNK = 128  # tokens of a chunk of the MLP, the norms and the loss

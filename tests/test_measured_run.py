@@ -17,16 +17,13 @@ from zero_cases import OPTIMIZERS, batch_for, model_of
 import fzero
 from fzero import fp64, local_batch
 from fzero.cli import main
-from fzero.comm.ledger import Ledger
+from fzero.comm import Ledger
 from fzero.core import pytree
-from fzero.run.config.config_table import recipe
+from fzero.run import recipe, run_folder, steps_of
 from fzero.run.measure import flops, norms, step_records
-from fzero.run.measure.step_records import Named, steps_of
+from fzero.run.measure.step_records import Named
 from fzero.run.measure.timer import PHASES, Clock, Comm, Times
-from fzero.run.setup import run_folder
-from fzero.sharding import pipeline
-from fzero.sharding.pipeline import feeds, read_schedule, write_schedule
-from fzero.sharding.zero_stages import shapes_of
+from fzero.sharding import feeds, pipeline, read_schedule, shapes_of, write_schedule
 
 # -- the clock, by hand
 

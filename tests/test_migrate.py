@@ -36,8 +36,8 @@ from fzero.checkpoint.convert.huggingface import load_hf
 from fzero.cli import main
 from fzero.core import pytree
 from fzero.models import Ctx, logits
-from fzero.run.setup import import_export
-from fzero.run.setup import weights as weights_module
+from fzero.run import import_export
+from fzero.run import weights as weights_module
 
 FAMILIES = ("llama", "llama-tied-scaled", "gpt2", "mixtral")
 TIED = {

@@ -14,10 +14,10 @@ import torch
 import fzero
 from fzero import data, models
 from fzero.core import prng
-from fzero.data import MixedStream, Mixture, Tokens
+from fzero.data import MixedStream, Mixture, Tokens, sources_of, write_mixture
 from fzero.data.mixed_stream import SOURCES, counts_of, mixture_segments, source_of, tree_of
-from fzero.data.mixture import sources_of, write_mixture
-from fzero.run.config.config_table import from_json, from_table
+from fzero.run import from_table
+from fzero.run.config.config_table import from_json
 from fzero.run.setup import corpus
 
 TINY = (

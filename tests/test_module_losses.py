@@ -11,7 +11,7 @@ from torch.func import grad, vmap
 
 import fzero
 from fzero import models, optim
-from fzero.core.constant_reads import Readings
+from fzero.core import Readings
 
 DATA = [
     {"x": x, "y": x.sum(1, keepdim=True).sin()}

@@ -15,7 +15,7 @@ from fzero import checkpoint, optim, state_specs
 from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
 from fzero.offload import Nvme
-from fzero.train.state import meta_state
+from fzero.train import meta_state
 
 slow = pytest.mark.slow
 D, STEPS = 6, 3

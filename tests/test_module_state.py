@@ -17,7 +17,7 @@ from torch import nn
 
 import fzero
 from fzero import models, optim
-from fzero.core.variable_snapshot import Snapshot
+from fzero.core import Snapshot
 
 slow = pytest.mark.slow
 F64 = torch.float64

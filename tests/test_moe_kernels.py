@@ -7,8 +7,7 @@ import torch
 from close import assert_close, assert_same
 
 from fzero.core.vjp_pair import vjp_pair
-from fzero.kernels import moe, moe_permute, moe_routing
-from fzero.kernels.registry import Kernels
+from fzero.kernels import Kernels, moe, moe_permute, moe_routing
 
 F64 = torch.float64
 

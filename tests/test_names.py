@@ -16,10 +16,9 @@ from fzero.checkpoint.convert import dcp as dcp_reader
 from fzero.checkpoint.convert.deepspeed import find_universal
 from fzero.checkpoint.convert.huggingface import tensors_of
 from fzero.checkpoint.convert.tensor_files import TensorEntry, write_safetensors
-from fzero.core import pytree
-from fzero.core.files import leaf_fault, path_fault
-from fzero.offload import LeafFiles
-from fzero.offload.store_manifest import describe_store, read_description, signed_text
+from fzero.core import leaf_fault, path_fault, pytree
+from fzero.offload import LeafFiles, read_description
+from fzero.offload.store_manifest import describe_store, signed_text
 from fzero.sharding import Spec
 
 W = torch.arange(3.0)

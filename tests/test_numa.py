@@ -9,11 +9,10 @@ import torch
 from pretend_gpu import pretend
 
 from fzero.core import gpu, numa_binding
-from fzero.run.config.config_table import from_table
+from fzero.run import from_table, machine
 from fzero.run.measure import doctor
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.runner.pretrain import resolve_placement
-from fzero.run.setup import machine
 
 TWO = {0: "0-3,8-11", 1: "4-7,12-15"}
 BUSES = (0x1B, 0x3B, 0x9A, 0xBA)  # of four GPUs, two a node

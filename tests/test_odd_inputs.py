@@ -17,11 +17,11 @@ import torch.distributed as dist
 from fzero import checkpoint, data
 from fzero.checkpoint.convert.huggingface_config import _read_rope
 from fzero.cli import process
-from fzero.core.bounds import COUNT, FRACTION, POSITIVE, RATE, SIZE, check_bounds
-from fzero.data.chat import Chat, read_chat, render
+from fzero.core import COUNT, FRACTION, POSITIVE, RATE, SIZE, check_bounds
+from fzero.data import Chat, read_chat, render
 from fzero.data.prepare import open_work
 from fzero.report import curves
-from fzero.run.measure.metrics_rows import sized_bar
+from fzero.run import sized_bar
 
 
 @pytest.mark.parametrize("count", [0, 256, 10**12, 2**63 - 1, 2**64, "9" * 5000, "²", "-1"])

@@ -15,12 +15,22 @@ from zero_cases import FP64, batch_for, model_of, train, whole
 
 import fzero
 from fzero import checkpoint, local_batch, models, optim, reopen_state, state_specs
-from fzero.checkpoint.offload_snapshot import find_snapshot, verify_store
+from fzero.checkpoint import verify_store
+from fzero.checkpoint.offload_snapshot import find_snapshot
 from fzero.core import pytree
 from fzero.offload import DiskTensor, Nvme
-from fzero.sharding import Context, Spec, from_dtensor, narrow_to, one_process, to_dtensor
-from fzero.sharding.redistribute import digests, gather_full
-from fzero.sharding.slices import narrow_box, parts_as_chunks
+from fzero.sharding import (
+    Context,
+    Spec,
+    digests,
+    from_dtensor,
+    gather_full,
+    narrow_box,
+    narrow_to,
+    one_process,
+    parts_as_chunks,
+    to_dtensor,
+)
 
 pytestmark = pytest.mark.slow
 

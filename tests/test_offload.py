@@ -21,12 +21,10 @@ from fzero import checkpoint, local_batch, models, optim, reopen_state
 from fzero.checkpoint.restore_state import restore_state
 from fzero.core import precision, pytree
 from fzero.models.configs import FROZEN
-from fzero.offload import DiskTensor, Nvme
-from fzero.offload.disk_io import serves_direct
+from fzero.offload import DiskTensor, Nvme, serves_direct
 from fzero.optim import WHOLE, moment_storage
-from fzero.sharding import Context, Pipeline, Spec, spec
-from fzero.sharding.slices import shard_dim
-from fzero.train.state import meta_state
+from fzero.sharding import Context, Pipeline, Spec, shard_dim, spec
+from fzero.train import meta_state
 from fzero.train.update import in_memory, offloaded
 
 MEMORY = Path("/dev/shm")  # a disk is slower and its time is other people's

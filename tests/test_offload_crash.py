@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fzero.offload.disk_io import serves_direct
+from fzero.offload import serves_direct
 
 STEPS = 6  # of offload_worker
 MEMORY = Path(

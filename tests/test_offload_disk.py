@@ -16,11 +16,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fzero.core.host_memory import HUGE, round_to_pages
-from fzero.core.storage import PAGE
-from fzero.offload import BufferPool, DiskIO, DiskSettings
+from fzero.core import HUGE, PAGE, round_to_pages
+from fzero.offload import BufferPool, DiskIO, DiskSettings, open_direct, serves_direct
 from fzero.offload import disk_io as disk_module
-from fzero.offload.disk_io import LATER, NEXT, open_direct, serves_direct
+from fzero.offload.disk_io import LATER, NEXT
 from fzero.planner.calibrate import disk_rates as bench
 
 ALL = (HUGE,)  # the shape that takes all of a small pool

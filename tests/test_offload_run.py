@@ -16,14 +16,10 @@ import fzero
 from fzero import local_batch, models, optim, reopen_state
 from fzero.checkpoint import offload_snapshot
 from fzero.cli import main
-from fzero.core import precision, pytree
-from fzero.core.host_memory import round_to_pages
-from fzero.core.storage import PAGE
-from fzero.offload import DiskTensor, Nvme
-from fzero.offload.disk_io import serves_direct
-from fzero.run.config import config_table
+from fzero.core import PAGE, precision, pytree, round_to_pages
+from fzero.offload import DiskTensor, Nvme, serves_direct
+from fzero.run import build, config_table, run_folder
 from fzero.run.measure import memory_check
-from fzero.run.setup import build, run_folder
 from fzero.run.setup.build_optim import STATES
 
 # A folder without direct transfers is used through tensorstore, with the same numbers.

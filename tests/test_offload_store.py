@@ -25,35 +25,36 @@ from remedies import tried
 import fzero
 from fzero import local_batch, models, optim, reopen_state
 from fzero.checkpoint import Damaged
-from fzero.core import precision, pytree
-from fzero.core.host_memory import HUGE
-from fzero.core.storage import PAGE
+from fzero.core import HUGE, PAGE, precision, pytree
 from fzero.offload import (
+    STEP,
+    STORE,
     BufferPool,
     DiskIO,
     DiskSettings,
     DiskTensor,
     LeafFiles,
     Nvme,
+    RowBlock,
     ScratchFile,
+    begin_ahead,
+    buffer_need,
+    cut_units,
+    mount_point,
     open_store,
+    read_description,
+    read_step_manifest,
+    read_store,
+    release_store,
+    save_settings,
+    serves_direct,
     store_manifest,
 )
 from fzero.offload import chunk_files as chunks_module
 from fzero.offload import scratch as scratch_module
-from fzero.offload.disk_io import mount_point, save_settings, serves_direct
-from fzero.offload.nvme import buffer_need
-from fzero.offload.store_folder import StoreRanks, release_store
-from fzero.offload.store_manifest import (
-    STEP,
-    STORE,
-    read_description,
-    read_step_manifest,
-    read_store,
-    step_manifest_text,
-)
-from fzero.offload.update_units import RowBlock, begin_ahead, cut_units
-from fzero.sharding.slices import MOST_ELEMENTS, row_blocks
+from fzero.offload.store_folder import StoreRanks
+from fzero.offload.store_manifest import step_manifest_text
+from fzero.sharding import MOST_ELEMENTS, row_blocks
 
 LEAVES = {
     "params/blocks/w": LeafFiles((3, 70, 64), torch.float32, stacked=True),

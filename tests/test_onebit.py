@@ -20,22 +20,17 @@ from zero_cases import batch_for, model_of
 
 import fzero
 from fzero import LossScale, all_gather, checkpoint, fp16, local_batch, optim, psum, state_specs
-from fzero.checkpoint import restore_state
-from fzero.checkpoint.restore_state import error_lines
+from fzero.checkpoint import error_lines, restore_state
 from fzero.core import pytree
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_layer import Basis, admits_codec
 from fzero.planner.devices import device
 from fzero.planner.estimate import estimate_model_states
 from fzero.planner.step_trace import trace_step
-from fzero.run.measure.memory_check import state_bytes
-from fzero.run.setup import build
-from fzero.sharding import sign_sums
+from fzero.run import build, state_bytes
+from fzero.sharding import SignSums, full_sum_bytes, sign_sums
 from fzero.sharding.pipeline_traffic import sent_of
-from fzero.sharding.plan_table import full_sum_bytes
-from fzero.sharding.sign_sums import SignSums
-from fzero.train.local_steps import init_local
-from fzero.train.state import meta_state
+from fzero.train import init_local, meta_state
 
 exhaustive = pytest.mark.exhaustive
 STEPS, FREEZE, RATE, B1, B2, EPS, DECAY = 20, 6, 0.05, 0.8, 0.9, 1e-6, 0.1

@@ -11,9 +11,8 @@ from close import assert_close, assert_same
 import fzero
 from fzero import models, optim
 from fzero.core import precision, prng, pytree
-from fzero.kernels import grad_norm, optim_lowbit
+from fzero.kernels import OptimLeaf, StepRates, grad_norm, optim_lowbit
 from fzero.kernels import optim_multi_tensor as kernels
-from fzero.kernels.optim_leaf import OptimLeaf, StepRates
 from fzero.kernels.optim_lowbit import LeafPosition, make_position
 from fzero.kernels.registry import explain
 from fzero.optim import moment_storage

@@ -8,8 +8,7 @@ from optim_cases import F64, assert_same, clone, muon_for_matrices, run, tree
 
 from fzero import optim
 from fzero.core import pytree
-from fzero.optim import Pass, apply_in_place
-from fzero.optim.combine import split_chain
+from fzero.optim import Pass, apply_in_place, split_chain
 
 # ---- chain, by_label ------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from fzero.core.compile_cache import processor
+from fzero.core import processor
 
 pytestmark = pytest.mark.slow
 

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from fzero import data
-from fzero.data import packing, token_stream
+from fzero.data import packing, token_dtype, token_stream
 from fzero.data.checksums import ChunkSums, crc32c
-from fzero.data.tokens import token_dtype
 
 PACKINGS = ("stream", "best-fit")
 

@@ -10,8 +10,7 @@ from zero_cases import model_of, train, trained_whole
 
 import fzero
 from fzero import models
-from fzero.sharding import prefetch
-from fzero.sharding.prefetch import PartitionedActivations
+from fzero.sharding import PartitionedActivations, prefetch
 
 PART = {"partition_activations": True}
 # The sizes of the mesh: (family, optimizer, stage, options).

@@ -8,9 +8,7 @@ import pytest
 from pipeline_cases import CASES, made, serves
 from torch.distributed.pipelining import schedules as of_torch
 
-from fzero.sharding import pipeline
-from fzero.sharding.pipeline import Act, play
-from fzero.sharding.pipeline.orders import group_size
+from fzero.sharding import Act, group_size, pipeline, play
 
 TIMES = ((1, 1, 1), (2, 3, 1), (10, 12, 8), (3, 2, 2), (4, 5, 6))  # of F, I, W
 

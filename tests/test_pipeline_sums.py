@@ -14,7 +14,7 @@ from fzero.core import pytree
 from fzero.planner.step_trace import run_step
 from fzero.run.measure.live_bytes import LiveBytes
 from fzero.run.setup.build import local_micro_batches
-from fzero.sharding.pipeline import FAMILIES
+from fzero.sharding import FAMILIES
 from fzero.sharding.pipeline_traffic import KINDS, sent_by_rank
 from fzero.sharding.plan_table import communication
 

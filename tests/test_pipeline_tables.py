@@ -13,8 +13,8 @@ from test_docs import ROOT, blocks_of, run_python
 
 from fzero.report import figures
 from fzero.report.bars import schedule_bars
-from fzero.sharding import pipeline
-from fzero.sharding.pipeline import Act, Schedule, Stages, count_gathers, play, stage_ranks
+from fzero.sharding import Act, Schedule, Stages, pipeline, play, stage_ranks
+from fzero.sharding.pipeline import count_gathers
 
 # ---- what is refused ----
 

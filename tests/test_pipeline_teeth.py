@@ -22,8 +22,7 @@ from fzero.comm import channel, ledger
 from fzero.core import stack
 from fzero.optim import sharded_leaves
 from fzero.run.measure import norms
-from fzero.sharding import Pipeline, pipeline, zero_plan
-from fzero.sharding.reduce import GradientReducer
+from fzero.sharding import GradientReducer, Pipeline, pipeline, zero_plan
 from fzero.train import gradient, pipeline_executor, streamed_model
 
 MICRO, STEPS = 4, 2

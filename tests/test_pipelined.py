@@ -15,13 +15,12 @@ from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, train, whole
 
 import fzero
 from fzero import checkpoint, local_batch, make_eval_step, state_specs
-from fzero.comm.channel import Receiver
+from fzero.comm import Receiver
 from fzero.core import pytree, vjp_pair
 from fzero.run.measure import norms
-from fzero.sharding import Pipeline, zero_plan
-from fzero.sharding.pipeline import FAMILIES
-from fzero.sharding.redistribute import digests
-from fzero.train.pipeline_executor import min_capacity, schedule_of
+from fzero.sharding import FAMILIES, Pipeline, digests, zero_plan
+from fzero.train import schedule_of
+from fzero.train.pipeline_executor import min_capacity
 
 # A table of one's own: down the ranks and up again, so that embedding and head are on rank 0.
 V = """name vee

@@ -13,11 +13,8 @@ from launched import LONG, SHORT, TINY, ended, folder_with_run, ranks_of, rows, 
 from test_bench_machine import HERE
 
 import fzero
-from fzero.planner.calibrate import machine
-from fzero.planner.pipeline_report import with_layout
-from fzero.run.runner import auto_resume
-from fzero.run.setup import run_folder
-from fzero.run.setup.machine import device_file
+from fzero.planner import machine, with_layout
+from fzero.run import auto_resume, device_file, run_folder
 from fzero.sharding import pipeline
 
 LAYERS = 8  # one for each stage of 4 ranks with 2 chunks

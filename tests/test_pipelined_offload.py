@@ -14,13 +14,10 @@ from zero_cases import FP64, OPTIMIZERS, model_of
 
 import fzero
 from fzero.core import pytree
-from fzero.offload.scratch import DiskActivations
-from fzero.run.config.config_table import from_table
+from fzero.offload import DiskActivations
+from fzero.run import Options, build, from_table, loop, pretrain, run_folder, run_lock, weights
 from fzero.run.measure import memory_check, peak_memory
 from fzero.run.ranks.coordinator import Coordinator
-from fzero.run.runner import loop, pretrain
-from fzero.run.setup import build, run_folder, run_lock, weights
-from fzero.run.setup.build import Options
 from fzero.sharding import Pipeline, zero_plan
 
 PP2, PP2_DP2 = (("pp", 2),), (("pp", 2), ("dp", 2))

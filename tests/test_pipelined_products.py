@@ -14,9 +14,7 @@ from pipeline_steps import equals_one_process, options_of
 from zero_cases import train
 
 from fzero.core import precision
-from fzero.sharding import Pipeline
-from fzero.sharding.pipeline import FAMILIES
-from fzero.sharding.redistribute import digests
+from fzero.sharding import FAMILIES, Pipeline, digests
 
 CHUNKS = {name: 1 if family.chunks == 1 else 2 for name, family in FAMILIES.items()}
 UNEVEN = ("1f1b", "interleaved", "zb-h1", "zb-v")

@@ -19,8 +19,7 @@ from fzero.cli import plan as plan_command
 from fzero.core import pytree
 from fzero.planner import devices, estimate, plan_grid, plan_text
 from fzero.planner import plan as report
-from fzero.run.config import config_table
-from fzero.run.setup import build, machine
+from fzero.run import build, config_table, machine
 from fzero.sharding import fake_mesh
 from fzero.sharding.plan_table import communication
 

@@ -16,10 +16,8 @@ from fzero.planner.candidates import Candidate, candidates
 from fzero.planner.experts import Loads
 from fzero.planner.plan_report import total_flop
 from fzero.planner.step_trace import trace_step
-from fzero.run.config import config_table
+from fzero.run import config_table, machine, segment_numels
 from fzero.run.measure.memory_check import numel
-from fzero.run.measure.peak_memory import segment_numels
-from fzero.run.setup import machine
 
 H100 = devices.device("h100")
 SIZES = {"d_model": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 128, "n_experts": 8, "top_k": 2}

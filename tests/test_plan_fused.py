@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fzero
 import fzero.comm.collectives
 import fzero.core.device
-from fzero.core.device import CPU, FakeDevice, Target
+from fzero.core import CPU, FakeDevice, Target
 from fzero.core.vjp_pair import vjp_pair
 from fzero.planner import fake_inductor
 from fzero.run.measure.live_bytes import LiveBytes

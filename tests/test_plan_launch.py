@@ -11,7 +11,7 @@ import pytest
 from fzero import search
 from fzero.planner import launch
 from fzero.planner.candidates import Candidate
-from fzero.run.config.config_table import from_table, to_table
+from fzero.run import from_table, to_table
 
 # A value of every key that a search decides, as it is set and as a flag says it.
 VALUES = {
@@ -56,7 +56,7 @@ def test_what_a_search_decides_is_refused_wherever_it_is_set(fz, tmp_path, key):
 
 
 def test_a_config_of_a_run_says_that_its_own_do_not_count(fz, tmp_path):
-    from fzero.run.config.config_table import to_json
+    from fzero.run import to_json
 
     (tmp_path / "config.json").write_text(to_json(from_table({"preset": "mlp-tiny", "mesh": {"dp": 2}})))
     code, _, err = fz("plan", "--search", "--world-size", "0", "--config", tmp_path / "config.json")

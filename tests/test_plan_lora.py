@@ -6,8 +6,9 @@ import dataclasses
 import pytest
 
 from fzero import models, plan
+from fzero.planner import device_for, resolve_for
 from fzero.planner.first_estimate import first_estimate
-from fzero.planner.plan import config_for, device_for, resolve_for
+from fzero.planner.plan import config_for
 from fzero.run.measure import memory_check
 from fzero.run.setup.build import build
 from fzero.sharding import fake_mesh

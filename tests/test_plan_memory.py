@@ -22,11 +22,9 @@ from fzero.core.product_flops import FORMULAS
 from fzero.planner import devices, extrapolate
 from fzero.planner.operations import ExecutedOp
 from fzero.planner.step_trace import Transfer, trace_step
-from fzero.run.config.config_table import from_table
+from fzero.run import build, from_table, state_bytes
 from fzero.run.measure.live_bytes import record_step
-from fzero.run.measure.memory_check import state_bytes
 from fzero.run.measure.memory_timeline import COMPONENTS
-from fzero.run.setup import build
 from fzero.sharding import one_process
 
 

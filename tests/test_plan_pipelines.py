@@ -12,9 +12,8 @@ from plan_cases import made
 from test_plan_memory import flop, fullest, measured
 
 import fzero
-from fzero.planner import devices, pipeline_trace
-from fzero.planner.pipeline_report import layer_costs, layout_by_cost, with_layout
-from fzero.planner.plan import device_for
+from fzero.planner import device_for, devices, pipeline_trace, with_layout
+from fzero.planner.pipeline_report import layer_costs, layout_by_cost
 from fzero.planner.plan_report import total_flop
 from fzero.planner.step_trace import Transfer, trace_step
 from fzero.run.measure.memory_timeline import COMPONENTS

@@ -12,9 +12,7 @@ import fzero
 from fzero.cli import main
 from fzero.planner import candidates, closed_forms, closed_layer, devices, search, search_result
 from fzero.planner.candidates import Candidate
-from fzero.run.config import config_table
-from fzero.run.measure.peak_memory import LayerBytes
-from fzero.run.setup import machine, run_folder
+from fzero.run import LayerBytes, config_table, machine, run_folder
 from fzero.run.setup.build import build
 
 H100 = devices.device("h100")

@@ -13,16 +13,14 @@ from pretend_gpu import pretend
 
 import fzero
 from fzero import models, optim
-from fzero.comm.communicator import Communicator
-from fzero.core import precision, pytree
-from fzero.core.device import CPU, HOST, FakeDevice, Target, fake_device_of, kind_of, target_of
+from fzero.comm import Communicator
+from fzero.core import CPU, HOST, FakeDevice, Target, fake_device_of, kind_of, precision, pytree, target_of
 from fzero.kernels import linear_cross_entropy as lce
 from fzero.kernels.registry import explain, observe
 from fzero.planner.operations import ExecutedOp
 from fzero.planner.step_trace import Transfer, trace_step
-from fzero.run.config.config_table import from_table
+from fzero.run import build_optim, from_table
 from fzero.run.measure.live_bytes import LiveBytes
-from fzero.run.setup import build_optim
 from fzero.sharding import fake_mesh
 
 H100, A100 = Target("cuda", 132, (9, 0), "H100"), Target("cuda", 108, (8, 0), "A100")

@@ -7,18 +7,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fzero.core.device import CPU, FakeDevice
-from fzero.core.product_flops import FORMULAS, flop_of
-from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.flops import pairs
+from fzero.core import CPU, FakeDevice, flop_of
+from fzero.core.product_flops import FORMULAS
+from fzero.kernels import FULL, Pattern, pairs
 from fzero.planner import devices, rates
 from fzero.planner.devices import Device, Level, MeasuredRates, between_nodes
 from fzero.planner.operations import ExecutedOp, describe_op, describe_passes
 from fzero.planner.rates import along, collective_s, gemm_s, op_costs, tiled_fraction, ways_of
 from fzero.planner.step_trace import Moment, RepeatedEvents, Trace, Transfer
 from fzero.planner.timing import crossing, predict
-from fzero.run.config.config_table import from_table
-from fzero.run.measure.flops import hfu, mfu
+from fzero.run import from_table, hfu, mfu
 
 CONFIG = from_table(
     {"preset": "llama-tiny", "precision": {"policy": "fp32", "fp32_matmul": "default"}, "train": {"compiled": False}}
@@ -586,7 +584,7 @@ def test_what_the_counter_counts_of_grouped_products():
         torch.randn(3, 4, 6, requires_grad=True),
         torch.tensor([2, 7, 10], dtype=torch.int32),
     )
-    from fzero.kernels.moe import grouped_mm
+    from fzero.kernels import grouped_mm
 
     flop = count_flop(lambda: grouped_mm(x.requires_grad_(), w, ends).sum().backward())
     assert flop == 3 * 2 * 10 * 4 * 6

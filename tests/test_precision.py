@@ -10,8 +10,7 @@ from close import assert_same
 
 import fzero
 from fzero import LossScale, Policy, checkpoint, fp16, optim
-from fzero.core import pytree, torch_private
-from fzero.core.precision import POLICIES, init_scaler, overflow_at_floor, update_scaler
+from fzero.core import POLICIES, init_scaler, overflow_at_floor, pytree, torch_private, update_scaler
 
 
 class AtFloor(Exception):

@@ -15,16 +15,12 @@ from law_cases import F64, FP64, T, V, config_of
 import fzero
 from fzero import models, optim
 from fzero.core import pytree
-from fzero.data import open_tokens
-from fzero.data.chat import Chat, encoder
-from fzero.data.examples import Lengths
-from fzero.data.preferences import pair_of, prepare_preferences, read_reference
-from fzero.data.token_stream import RowStream
+from fzero.data import Chat, Lengths, RowStream, encoder, open_tokens, prepare_preferences, read_reference
+from fzero.data.preferences import pair_of
 from fzero.models import Ctx, answer_log_probs
 from fzero.models.preference import log_probs_of
-from fzero.run.setup import run_folder, weights
-from fzero.sharding import Context
-from fzero.sharding.redistribute import gather_on_first
+from fzero.run import run_folder, weights
+from fzero.sharding import Context, gather_on_first
 
 EOS = {"eos_token": "<|im_end|>"}
 FLAGS = ["--objective", "dpo", *chats.FLAGS, "--set", "train.eval_every=6"]

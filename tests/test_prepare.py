@@ -17,10 +17,10 @@ import torch
 
 from fzero import data
 from fzero.core import text_parsing
-from fzero.data import sources
+from fzero.data import byte_tokenizer, json_tokenizer, sources
 from fzero.data.document_scan import PREPARING, Sources, scan_sources, split_texts
 from fzero.data.sources import cut, find_files
-from fzero.data.tokenizers import USUAL_EOS, byte_tokenizer, json_tokenizer, train_bpe
+from fzero.data.tokenizers import USUAL_EOS, train_bpe
 
 preparation = importlib.import_module("fzero.data.prepare")  # not the function of this name
 

@@ -21,8 +21,7 @@ from unittest import mock
 import pytest
 
 from fzero import data
-from fzero.data import encoding, sources, workers
-from fzero.data.prepare import path_of, remove_finished
+from fzero.data import encoding, path_of, remove_finished, sources, workers
 from fzero.data.sources import cut, find_files, read_documents
 
 MODULE = sys.modules["fzero.data.prepare"]  # data.prepare is its function

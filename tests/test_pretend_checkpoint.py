@@ -15,10 +15,9 @@ from fzero.checkpoint import Writer, save_state, writer
 from fzero.checkpoint.save_state import TileFile
 from fzero.cli.main import main
 from fzero.core import digest, gpu_copies, prng, pytree
+from fzero.run import rollback
 from fzero.run.debug.checkpoint_diff import describe_difference
-from fzero.run.runner import rollback
-from fzero.sharding import Spec
-from fzero.sharding.redistribute import digests
+from fzero.sharding import Spec, digests
 
 
 @pytest.fixture

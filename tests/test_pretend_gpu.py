@@ -14,13 +14,11 @@ from fzero.checkpoint import CheckpointReader
 from fzero.checkpoint import restore_state as restore
 from fzero.core import copy_buckets, gpu, gpu_copies, precision, prng, pytree
 from fzero.offload import scratch
-from fzero.run.config.config_table import from_table
+from fzero.run import Sampling, first_state, from_table, generate, run_folder
 from fzero.run.runner.evaluate import evaluate_all
-from fzero.run.runner.generate import Sampling, generate
-from fzero.run.setup import run_folder
-from fzero.run.setup.build import build, first_state
+from fzero.run.setup.build import build
 from fzero.run.setup.corpus import prefetch_to_device
-from fzero.train.state import meta_state
+from fzero.train import meta_state
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "d_ff": 32}
 

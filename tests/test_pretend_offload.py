@@ -13,8 +13,7 @@ from test_pretend_gpu import by_file
 import fzero
 from fzero import Skip, init_state, models, optim
 from fzero.core import copy_buckets, gpu_copies, precision, pytree
-from fzero.offload import buffer_pool
-from fzero.offload.scratch import DiskActivations
+from fzero.offload import DiskActivations, buffer_pool
 from fzero.sharding import gradient_sums, prefetch
 from fzero.train.update import in_backward, offloaded
 

@@ -19,11 +19,8 @@ import fzero
 from fzero import init_state, models, optim
 from fzero.comm import channel
 from fzero.core import gpu_copies, precision
-from fzero.run.config.config_table import from_table
+from fzero.run import Options, from_table, loop, pretrain, run_folder, run_lock
 from fzero.run.ranks.coordinator import Coordinator
-from fzero.run.runner import loop, pretrain
-from fzero.run.setup import run_folder, run_lock
-from fzero.run.setup.build import Options
 from fzero.sharding import Pipeline
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "d_ff": 32}

@@ -13,17 +13,16 @@ from pretend_gpu import pretend
 
 from fzero.core import pytree, torch_private
 from fzero.kernels import tuning
-from fzero.planner import devices
-from fzero.planner.calibrate import case_timer, gemm, machine, memory
+from fzero.planner import devices, machine
+from fzero.planner.calibrate import case_timer, gemm, memory
 from fzero.report import bars, sections_cost
 from fzero.report.compare import value_of
 from fzero.report.first_screen import final_table, outcomes
 from fzero.report.run_reader import read_run
 from fzero.report.values import Report
+from fzero.run import pretrain, run_folder
 from fzero.run.measure import step_records
 from fzero.run.measure.metrics_rows import Meter
-from fzero.run.runner import pretrain
-from fzero.run.setup import run_folder
 from fzero.train import capture
 
 SIZES = {"d_model": 16, "n_layers": 1, "d_ff": 24}

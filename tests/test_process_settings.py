@@ -20,11 +20,9 @@ import numpy
 import pytest
 import torch
 
-from fzero.run.config.config_table import from_table
+from fzero.run import Options, from_table, machine, settings_restored
 from fzero.run.runner.loop import train_run
-from fzero.run.setup import machine
-from fzero.run.setup.build import Options
-from fzero.run.setup.process_settings import VARIABLES, settings_restored
+from fzero.run.setup.process_settings import VARIABLES
 
 # Set where something is first imported, for all that it compiles later.
 IMPORTED = {"TRITON_DEFAULT_FP_FUSION", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "PYTEST_CURRENT_TEST"}

@@ -12,14 +12,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fzero
-from fzero.core import torch_private
-from fzero.core.product_flops import FORMULAS, flop_of, partition_by_cost
+from fzero.core import flop_of, torch_private
+from fzero.core.product_flops import FORMULAS, partition_by_cost
 from fzero.core.vjp_pair import vjp_pair
+from fzero.kernels import OPENED, float8_linear, rms_norm, swiglu
 from fzero.kernels.attention import attention
-from fzero.kernels.custom_operator import OPENED
-from fzero.kernels.float8 import float8_linear
-from fzero.kernels.glu import swiglu
-from fzero.kernels.norm import rms_norm
 from fzero.models.tiled_linear import tiled_gelu_mlp, tiled_mlp
 
 ROOT = Path(fzero.__file__).parent

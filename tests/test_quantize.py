@@ -7,12 +7,10 @@ import torch
 from close import assert_close, assert_same
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fzero.core import prng
-from fzero.core.cpp import have_compiler
+from fzero.core import have_compiler, prng
+from fzero.kernels import KINDS, Quantized, dequantize, empty_codes, quantize_codes
 from fzero.kernels import quantize as file
-from fzero.kernels import quantize_codes
-from fzero.kernels.quantize import dequantize, dequantize_sum_requantize, quantize
-from fzero.kernels.quantize_codes import KINDS, Quantized, empty_codes
+from fzero.kernels.quantize import dequantize_sum_requantize, quantize
 from fzero.kernels.registry import explain
 
 KEY = prng.key(2**40 + 11, laws.DEVICE)

@@ -13,7 +13,8 @@ from zero_cases import batch_for, model_of, train, trained_whole
 import fzero
 from fzero import models
 from fzero.core import prng, pytree
-from fzero.kernels.quantize import dequantize, quantize
+from fzero.kernels import dequantize
+from fzero.kernels.quantize import quantize
 from fzero.kernels.quantize_codes import NF4
 from fzero.models import base
 from fzero.models.configs import FROZEN

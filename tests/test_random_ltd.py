@@ -19,7 +19,7 @@ from fzero import models
 from fzero.core import prng, pytree
 from fzero.models import forward
 from fzero.models.dropping import sample_positions
-from fzero.run.config.config_table import from_table
+from fzero.run import from_table
 from fzero.run.config.stages import count_tokens, stages_of
 
 F64 = torch.float64

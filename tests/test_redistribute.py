@@ -12,8 +12,17 @@ from close import assert_close, assert_same
 import fzero
 from fzero import models, optim
 from fzero.core import pytree
-from fzero.sharding import Spec, fake_mesh, from_dtensor, local_shape, narrow_to, one_process, redistribute, to_dtensor
-from fzero.sharding.slices import global_shape
+from fzero.sharding import (
+    Spec,
+    fake_mesh,
+    from_dtensor,
+    global_shape,
+    local_shape,
+    narrow_to,
+    one_process,
+    redistribute,
+    to_dtensor,
+)
 
 SIZES = {"dp": 2, "tp": 2}
 SHAPE = (8, 12)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fzero.core import gpu
-from fzero.kernels import registry, tuning
-from fzero.kernels.registry import Form, Kernels, Op
+from fzero.kernels import Kernels, Op, registry, tuning
+from fzero.kernels.registry import Form
 
 
 @pytest.fixture

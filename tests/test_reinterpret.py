@@ -4,10 +4,9 @@ import pytest
 import torch
 from close import assert_same
 
-from fzero.core import prng
-from fzero.core.reinterpret import reinterpret
-from fzero.kernels.quantize import dequantize, quantize
-from fzero.kernels.quantize_codes import KINDS
+from fzero.core import prng, reinterpret
+from fzero.kernels import KINDS, dequantize
+from fzero.kernels.quantize import quantize
 from fzero.sharding import sign_sums
 
 I32, U8, F32 = torch.int32, torch.uint8, torch.float32

@@ -16,13 +16,11 @@ from remedies import remedies_of, tried
 import fzero
 from fzero import data, models, optim
 from fzero.cli.main import cli
-from fzero.core.config_tables import flat
+from fzero.core import flat
 from fzero.optim import sharded_leaves
-from fzero.run.config.config_table import apply_table, to_table
-from fzero.run.config.run_config import RunConfig
-from fzero.sharding import Context, Pipeline, Spec, fake_mesh, local_shape
+from fzero.run import RunConfig, apply_table, to_table
+from fzero.sharding import FAMILIES, Context, Pipeline, Spec, fake_mesh, local_shape, schedule
 from fzero.sharding.context import zigzag
-from fzero.sharding.pipeline.orders import FAMILIES, schedule
 from fzero.sharding.pipeline.stages import layout
 
 ROOT = Path(fzero.__file__).parent

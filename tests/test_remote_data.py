@@ -18,12 +18,11 @@ from test_checkpoint_url import BUCKET, WITHOUT, ask, s3, server  # noqa: F401  
 from test_data_law import home as law  # noqa: F401
 
 from fzero import data
-from fzero.core import storage
-from fzero.core.storage import Objects
-from fzero.data import Reading, remote_tokens, token_stream
-from fzero.data.remote_tokens import MIN_CACHE_BYTES, PieceCache
-from fzero.run.config.config_table import from_table
-from fzero.run.setup import corpus, run_folder
+from fzero.core import Objects, storage
+from fzero.data import MIN_CACHE_BYTES, Reading, remote_tokens, token_stream
+from fzero.data.remote_tokens import PieceCache
+from fzero.run import from_table, run_folder
+from fzero.run.setup import corpus
 from fzero.sharding import fake_mesh
 
 EXHAUSTIVE = pytest.mark.exhaustive

@@ -17,15 +17,12 @@ from fzero import checkpoint
 from fzero.cli import main
 from fzero.core import pytree
 from fzero.core.digest import DTYPES
-from fzero.run.config import config_table
-from fzero.run.debug import checkpoint_diff
-from fzero.run.debug import replay as again
+from fzero.run import checkpoint_diff, config_table, rollback, run_folder
+from fzero.run import replay as again
 from fzero.run.debug.bisect_runs import bisect, find_difference
 from fzero.run.debug.bisect_runs import report as report_bisect
 from fzero.run.debug.replay import replay, report, same_bits
 from fzero.run.measure.metrics_rows import metrics_row
-from fzero.run.runner import rollback
-from fzero.run.setup import run_folder
 
 SIZES = {"n_layers": 2, "d_model": 16, "d_ff": 24, "n_heads": 2, "n_kv_heads": 2}
 SETTINGS = [f"model.{name}={size}" for name, size in SIZES.items()] + [

@@ -13,9 +13,19 @@ import pytest
 from reported import STATE, make_run, make_runs
 
 from fzero.cli import main
-from fzero.core.config_tables import flat, set_nested
-from fzero.report import compare, figures, pages, report_writer, run_reader, sections, sections_cost, values
-from fzero.report.values import Quantity, ReportTable
+from fzero.core import flat, set_nested
+from fzero.report import (
+    ReportTable,
+    compare,
+    figures,
+    pages,
+    report_writer,
+    run_reader,
+    sections,
+    sections_cost,
+    values,
+)
+from fzero.report.values import Quantity
 from fzero.sharding import pipeline
 
 ROOT = Path(__file__).parent.parent

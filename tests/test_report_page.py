@@ -15,6 +15,7 @@ from matplotlib.ticker import FixedLocator
 from reported import make_run, make_runs
 
 from fzero.report import (
+    ReportTable,
     bars,
     compare,
     curves,
@@ -27,8 +28,8 @@ from fzero.report import (
     values,
 )
 from fzero.report.bars import ACTS
-from fzero.report.values import Picture, ReportTable
-from fzero.run.setup import run_folder
+from fzero.report.values import Picture
+from fzero.run import run_folder
 
 SMALL = ("small_loss", "small_lr", "small_throughput", "small_memory")
 

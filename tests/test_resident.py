@@ -13,11 +13,11 @@ from zero_cases import FP64, OPTIMIZERS, batch_for, model_of
 
 import fzero
 from fzero import local_batch
-from fzero.comm.ledger import Ledger
+from fzero.comm import Ledger
 from fzero.core import pytree
 from fzero.sharding import Pipeline
 from fzero.sharding.pipeline import count_gathers, with_gathers
-from fzero.train.pipeline_executor import schedule_of
+from fzero.train import schedule_of
 
 LAYERS, M = 4, 4
 PIPELINES = {

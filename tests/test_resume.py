@@ -16,16 +16,14 @@ import fzero
 from fzero import checkpoint, optim
 from fzero.checkpoint.restore_state import restore_state
 from fzero.cli import pretrain as command
-from fzero.core import precision, pytree
-from fzero.core.config_tables import flat, set_nested
+from fzero.core import flat, precision, pytree, set_nested
 from fzero.models import GPT2Config, gpt2
+from fzero.run import RunConfig, apply_table, from_table, to_table
 from fzero.run.config import placement
-from fzero.run.config.config_table import apply_table, from_table, to_table
-from fzero.run.config.run_config import RunConfig
 from fzero.run.runner.auto_resume import allowed_changes
 from fzero.run.runner.saver import to_memory
 from fzero.run.setup.run_folder import create_run
-from fzero.train.state import meta_state
+from fzero.train import meta_state
 
 MESH = fzero.one_process()
 MODEL = gpt2(GPT2Config(vocab_size=17, max_len=8, d_model=8, n_layers=2, n_heads=2, d_ff=16, dropout=0.2, init_std=0.3))

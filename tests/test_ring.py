@@ -6,10 +6,9 @@ import ranks
 import torch
 from close import assert_close
 
-from fzero.kernels import attention, attention_ring
-from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.attention_ring import ring_attention
-from fzero.sharding.context import Pieces, contiguous, largest_inner, zigzag
+from fzero.kernels import FULL, Pattern, attention, attention_ring, ring_attention
+from fzero.sharding import Pieces, largest_inner
+from fzero.sharding.context import contiguous, zigzag
 
 F64 = torch.float64
 H, G, K = 8, 4, 6

@@ -10,8 +10,7 @@ from click.testing import CliRunner
 
 import fzero
 from fzero.cli.main import cli
-from fzero.planner import roofline
-from fzero.planner.plan import device_for
+from fzero.planner import device_for, roofline
 
 
 @pytest.fixture(scope="module")

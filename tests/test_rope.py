@@ -11,7 +11,8 @@ from close import assert_close, assert_same
 from einops import rearrange
 
 from fzero.kernels import rope as file
-from fzero.kernels.rope import rope, rope_frequencies, rope_qk
+from fzero.kernels import rope_frequencies, rope_qk
+from fzero.kernels.rope import rope
 from fzero.models import RopeScaling
 
 every_layout = pytest.mark.parametrize("layout", file.LAYOUTS)

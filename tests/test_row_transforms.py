@@ -9,8 +9,8 @@ import torch
 from data_cases import hand_made
 
 from fzero import data
+from fzero.run import from_table
 from fzero.run.config import transforms
-from fzero.run.config.config_table import from_table
 from fzero.run.config.transforms import sentinels_of, span_sentinels, weights_of
 
 SENTINELS = data.Sentinels(901, 902, 903)

@@ -16,14 +16,10 @@ import numpy as np
 import pytest
 
 from fzero import checkpoint, data, open_loggers
-from fzero.core.config_tables import set_nested
-from fzero.core.files import append_line, remove_entry
-from fzero.core.text_parsing import json_text, parse_json, read_json
-from fzero.data.chat import Chat, read_chat
+from fzero.core import append_line, json_text, parse_json, read_json, remove_entry, set_nested
+from fzero.data import Chat, read_chat
 from fzero.data.tokenizers import train_bpe
-from fzero.run.config.config_table import from_table
-from fzero.run.runner import rollback
-from fzero.run.setup import run_folder, run_lock, weights
+from fzero.run import from_table, rollback, run_folder, run_lock, weights
 
 WORDS = "--model mlp-tiny --steps 8 --batch 4 --micro-batch 2 --seq-len 16 --precision fp32 --peak-tflops 1 --lr 0.01"
 SETTINGS = damaged_runs.SETTINGS

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from launched import TINY, ended, started, steps_of, torchrun, write_text
 
-from fzero.run.config import config_table
-from fzero.run.setup import run_folder, run_lock
+from fzero.run import config_table, run_folder, run_lock
 
 # A process that takes the lock of argv[1], says so, and does what argv[2] says.
 OWNER = """

@@ -12,12 +12,11 @@ from law_cases import F64, FP64, T, V, config_of
 
 import fzero
 from fzero import models, optim
-from fzero.checkpoint.convert import huggingface
+from fzero.checkpoint import huggingface
 from fzero.core import pytree
 from fzero.models import Ctx
 from fzero.models.configs import FROZEN
-from fzero.sharding import Context
-from fzero.sharding.redistribute import gather_on_first
+from fzero.sharding import Context, gather_on_first
 
 LABELS = ("bad", "fair", "good")
 OPTIMIZERS = {"sgd": optim.sgd(0.3), "adam": optim.adamw(1e-2)}

@@ -14,23 +14,21 @@ from fzero.sharding import (
     Axis,
     Mesh,
     Spec,
-    fake_mesh,
-    local_shape,
-    make_mesh,
-    match_rules,
-    narrow_to,
-    one_process,
-    zero_plan,
-)
-from fzero.sharding.slices import (
     check_dims,
+    fake_mesh,
     global_shape,
     largest_shard,
     local_numel,
+    local_shape,
     local_windows,
+    make_mesh,
+    match_rules,
     narrow_box,
+    narrow_to,
+    one_process,
     parts_as_chunks,
     shard_of_rank,
+    zero_plan,
 )
 
 # ---- Spec -----------------------------------------------------------------------------------------------------------

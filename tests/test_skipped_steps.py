@@ -10,8 +10,8 @@ from ranks import run as on_ranks
 import fzero
 from fzero import local_batch, models, optim
 from fzero.core import pytree
+from fzero.run import rollback
 from fzero.run.config.run_config import Guard
-from fzero.run.runner import rollback
 
 MODEL = models.build(
     models.LlamaConfig(vocab_size=32, max_len=16, d_model=16, n_layers=2, n_heads=2, n_kv_heads=2, d_ff=32)

@@ -16,11 +16,9 @@ from zero_cases import batch_for, model_of
 import fzero
 from fzero import local_batch, optim
 from fzero.core import precision, pytree
-from fzero.run.config import config_table
+from fzero.run import build, config_table
 from fzero.run.measure import memory_check
-from fzero.run.setup import build
-from fzero.sharding.slices import is_stacked
-from fzero.sharding.zero_stages import shapes_of
+from fzero.sharding import is_stacked, shapes_of
 from fzero.train.update import offloaded
 from fzero.train.update.in_backward import EarlyUpdate
 from fzero.train.update.offloaded import StreamedUpdate

@@ -12,10 +12,11 @@ import fzero
 from fzero import Spike, checkpoint, local_batch, models, optim, reopen_state, state_specs
 from fzero.core import precision, pytree
 from fzero.offload import DiskTensor, Nvme
-from fzero.run.config.config_table import from_table
-from fzero.sharding.redistribute import gather_on_first
+from fzero.run import from_table
+from fzero.sharding import gather_on_first
+from fzero.train import LOSS
 from fzero.train.spike import ENTRY
-from fzero.train.state import LOSS, LossStats, init_stats
+from fzero.train.state import LossStats, init_stats
 
 MESH = fzero.one_process()
 SPIKE = Spike(sigmas=1.5, window=3, warmup=4)

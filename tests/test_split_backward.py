@@ -20,8 +20,7 @@ from zero_cases import OPTIMIZERS, model_of, train
 import fzero
 from fzero.core import vjp_pair as pairs
 from fzero.core.vjp_pair import vjp_pair
-from fzero.sharding import Pipeline
-from fzero.sharding.redistribute import digests
+from fzero.sharding import Pipeline, digests
 from fzero.train import streamed_model
 
 SPLIT = {

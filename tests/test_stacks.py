@@ -15,12 +15,11 @@ from zero_cases import train, trained_whole
 import fzero
 from fzero import checkpoint, models
 from fzero.core import prng, pytree
-from fzero.models import forward
-from fzero.models.config_values import layers_text, parse_layers
+from fzero.models import forward, layers_text, parse_layers
 from fzero.models.deepseek import choose_experts
 from fzero.offload import Nvme
-from fzero.run.runner.generate import Sampling, generate
-from fzero.train.stage_sharing import segments_of
+from fzero.run import Sampling, generate
+from fzero.train import segments_of
 
 KINDS = ("deepseek", "encoder and decoder", "gemma")
 slow = pytest.mark.slow

@@ -11,13 +11,12 @@ from launched import hashes, rows, torchrun
 
 from fzero import checkpoint, data
 from fzero.data import packing
-from fzero.run.config.config_table import from_table, to_table
+from fzero.run import auto_resume, from_table, pretrain, rollback, run_folder, to_table
+from fzero.run import build as run_build
 from fzero.run.config.stages import Ramp, change_stage, count_tokens, read_stage, stage_of_step, stages_of
 from fzero.run.debug.replay import replay
 from fzero.run.ranks.elastic import refit_mesh
-from fzero.run.runner import auto_resume, pretrain, rollback
-from fzero.run.setup import build as run_build
-from fzero.run.setup import corpus, run_folder
+from fzero.run.setup import corpus
 from fzero.run.setup.build import build
 from fzero.run.setup.build_optim import make_schedule
 from fzero.sharding import fake_mesh

@@ -8,8 +8,7 @@ import ranks
 import torch
 
 from fzero.checkpoint import Damaged
-from fzero.comm.axes import AXES
-from fzero.comm.rank_tables import any_rank, barrier, failing_together, gather_rows, raise_together, sum_rows
+from fzero.comm import AXES, any_rank, barrier, failing_together, gather_rows, raise_together, sum_rows
 from fzero.sharding import one_process
 
 

@@ -8,7 +8,8 @@ from law_cases import FP64, case_of
 
 import fzero
 from fzero import models, optim
-from fzero.kernels.cross_entropy import check_targets, cross_entropy
+from fzero.kernels import check_targets
+from fzero.kernels.cross_entropy import cross_entropy
 from fzero.kernels.linear_cross_entropy import linear_cross_entropy
 
 N, D, V = 12, 4, 16

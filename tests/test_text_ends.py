@@ -10,11 +10,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from fzero.core import prng
-from fzero.data.chat import encoder, end_tokens, read_chat, render
+from fzero.data import encoder, end_tokens, read_chat, render, special_tokens
 from fzero.data.preferences import pair_of, text_ids
-from fzero.data.tokenizer_classes import special_tokens
-from fzero.run.runner.generate import Sampling, generate
-from fzero.run.setup import fine_tuning, vocabulary, weights
+from fzero.run import Sampling, fine_tuning, generate, weights
+from fzero.run.setup import vocabulary
 from fzero.run.setup.vocabulary import start_chat, start_pad, start_tokenizer
 
 TEXTS = ("a b", "1+1 é", "", " lead", "x<|im_end|>y", "<s> z </s>")

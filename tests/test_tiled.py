@@ -8,11 +8,11 @@ import pytest
 import torch
 from close import assert_close, assert_same
 
-from fzero.core.cpp import have_compiler
+from fzero.core import have_compiler
+from fzero.kernels import FULL, Pattern
 from fzero.kernels import attention_tiled as module
 from fzero.kernels.attention import attend, reference
 from fzero.kernels.attention_blocked import blocked_attention
-from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.attention_tiled import prefers, supports
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="there is no C++ compiler")

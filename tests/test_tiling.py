@@ -12,8 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero import Execution, fp64, init_state, make_train_step, models, one_process, optim, zero_plan
-from fzero.core import pytree
-from fzero.core.cpp import have_compiler
+from fzero.core import have_compiler, pytree
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels.registry import observe
 from fzero.models.tiled_linear import (

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from fzero import plan
-from fzero.core import compile_cache
-from fzero.core.device import Target
+from fzero.core import Target, compile_cache
 from fzero.kernels.tuning import kernel_folder
-from fzero.offload.disk_io import config_file
-from fzero.planner import extrapolate, trace_cache
-from fzero.planner.plan import config_for, device_for, resolve_for
+from fzero.offload import config_file
+from fzero.planner import device_for, extrapolate, is_cached, resolve_for, trace_cache
+from fzero.planner.plan import config_for
 from fzero.planner.plan_report import report_of
-from fzero.planner.trace_cache import cached_trace, entry_name, is_cached, question, remove_oldest
+from fzero.planner.trace_cache import cached_trace, entry_name, question, remove_oldest
 
 DEVICE = device_for("h100")
 SIZES = {"dp": 2}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fzero.core.tree_sum import TreeSum, tree_sum, tree_sum_rows
+from fzero.core import TreeSum, tree_sum, tree_sum_rows
 
 
 def written_out(terms):

@@ -8,7 +8,7 @@ import fzero
 from fzero import models, optim
 from fzero.checkpoint.convert.huggingface import save_hf
 from fzero.core import prng, pytree
-from fzero.run.setup import weights
+from fzero.run import weights
 
 CONFIGS = {
     "llama": models.LlamaConfig(61, 64, 16, 2, 2, 1, 24, init_std=0.3),

@@ -11,9 +11,8 @@ from zero_cases import OPTIMIZERS, model_of
 
 import fzero
 from fzero import all_gather, psum, psum_scatter, pvary
-from fzero.comm.collectives import own_slice
-from fzero.core import pytree
-from fzero.core.autodiff import Function, Varying
+from fzero.comm import own_slice
+from fzero.core import Function, Varying, pytree
 
 V, T = 16, 8
 

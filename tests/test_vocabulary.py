@@ -14,18 +14,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import fzero
 from fzero import data
-from fzero.checkpoint.convert import huggingface
+from fzero.checkpoint import huggingface
 from fzero.core import pytree
-from fzero.data.auto_tokenizer import missing_tokens, template_tokens
-from fzero.data.chat import Chat, encoder
-from fzero.data.tokenizers import byte_tokenizer, json_tokenizer
+from fzero.data import Chat, byte_tokenizer, encoder, json_tokenizer, missing_tokens
+from fzero.data.auto_tokenizer import template_tokens
 from fzero.models import build, frozen_leaves, grow_vocabulary, init_params, logits
 from fzero.models.configs import FROZEN_BLOCKS
+from fzero.run import auto_resume, pretrain, tuned_config, weights
 from fzero.run.config.run_config import Data
-from fzero.run.runner import auto_resume, pretrain
-from fzero.run.setup import vocabulary, weights
-from fzero.run.setup.fine_tuning import tuned_config
-from fzero.sharding.zero_stages import shapes_of
+from fzero.run.setup import vocabulary
+from fzero.sharding import shapes_of
 
 NEW = ["<|im_start|>", "<|im_end|>"]
 FLAGS = [*chats.FLAGS, "--prompt", ""]

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from fzero.core import compile_cache
-from fzero.run.setup import warm_up
+from fzero.run import warm_up
 
 
 @pytest.fixture

@@ -14,9 +14,8 @@ import torch
 
 import fzero
 from fzero import checkpoint, open_loggers
-from fzero.core.files import NotWritable, make_folder, open_to_write, replacing, writing
-from fzero.core.storage import write_text
-from fzero.run.setup import run_folder, run_lock
+from fzero.core import NotWritable, make_folder, open_to_write, replacing, write_text, writing
+from fzero.run import run_folder, run_lock
 
 ROOT = Path(fzero.__file__).parent
 OTHERS = ("link", "dangling", "hard link", "fifo", "folder", "device")
@@ -123,7 +122,7 @@ def test_a_lock_that_is_no_regular_file_is_refused(what, tmp_path, outside):
 
 
 def test_a_lock_of_a_checkpoint_folder_too(tmp_path, outside):
-    from fzero.run.config import config_table
+    from fzero.run import config_table
     from fzero.run.runner.pretrain import lock_outside_folders
 
     place = make_folder(tmp_path, "elsewhere")

@@ -20,18 +20,19 @@ from zero_cases import model_of
 
 import fzero
 from fzero import checkpoint, local_batch, optim, state_specs
-from fzero.checkpoint.restore_state import error_lines, restore_state
+from fzero.checkpoint import error_lines
+from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
-from fzero.optim.schedules import Intervals
+from fzero.optim import Intervals
 from fzero.optim.zero_one_adam import Rule
-from fzero.planner import slow_link_options
+from fzero.planner import resolve_for, slow_link_options
 from fzero.planner.devices import between_nodes, device
-from fzero.planner.plan import reports_of, resolve_for
-from fzero.run.setup import build
-from fzero.sharding.plan_table import full_sum_bytes, traffic
+from fzero.planner.plan import reports_of
+from fzero.run import build
+from fzero.sharding import full_sum_bytes
+from fzero.sharding.plan_table import traffic
+from fzero.train import meta_state, sum_divergence
 from fzero.train import step as train_step_file
-from fzero.train.state import meta_state
-from fzero.train.update.in_memory import sum_divergence
 
 zero_one_adam = importlib.import_module("fzero.optim.zero_one_adam")  # of its name there is a function too
 

@@ -11,8 +11,7 @@ from close import assert_close
 from zero_cases import train, whole
 
 import fzero
-from fzero.core import stack
-from fzero.core.future import Future
+from fzero.core import Future, stack
 from fzero.sharding import LeafPlan, prefetch
 from fzero.train import gradient, loss
 from fzero.train.update import in_memory

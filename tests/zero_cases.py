@@ -10,7 +10,7 @@ from law_cases import FP64, case_of, config_of, step_options
 import fzero
 from fzero import all_gather, local_batch, models, optim, state_specs
 from fzero.core import pytree
-from fzero.sharding.redistribute import gather_full, gather_layers
+from fzero.sharding import gather_full, gather_layers
 
 # What tp=4 and dp=4 divide: 4 heads, 2 kv heads (fewer than tp=4), vocabulary 20, T = 8.
 SIZES = {"vocab_size": 20, "d_model": 8, "n_heads": 4, "d_ff": 16, "n_layers": 3}

@@ -1,3 +1,7 @@
 """Foundations that extend torch: trees, random keys, transforms, compilation, dtypes, storage. Imports nothing about
 ranks or models.
 """
+
+from fzero.core.lazy_names import attach
+
+__all__ = attach(__name__)  # pyright: ignore[reportUnsupportedDunderAll]

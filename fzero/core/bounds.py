@@ -20,7 +20,7 @@ SEED: Bounds = (0, True, 2**64)
 STAGE: Bounds = (0, True, 4)  # of ZeRO
 LENGTH: Bounds = (1, True, 1e9)  # of a sequence, in tokens
 MEMORY_GB: Bounds = (0.0, False, 1e6)
-LARGEST = 3.4e38  # numbers without another upper bound are below it: float32 has no more
+FLOAT32_LARGEST = 3.4e38  # numbers without another upper bound are below it: float32 has no more
 WHOLE = 2**63  # whole numbers without another upper bound are below it: more does not fit into a tensor or a file
 POWERS: dict[float, str] = {2**63: "2^63", 2**64: "2^64"}
 
@@ -36,7 +36,7 @@ def check_bounds(name: str, value: float, bounds: Bounds) -> None:
     low, with_low, high = bounds[:3]
     with_high, endless = len(bounds) == 4 and bounds[3], high == INF
     if endless:
-        high = WHOLE if isinstance(value, int) else LARGEST
+        high = WHOLE if isinstance(value, int) else FLOAT32_LARGEST
     if (low <= value if with_low else low < value) and (value <= high if with_high else value < high):
         return
     upper_text = f" and {'at most' if with_high else 'below'} {_shown(high)}"

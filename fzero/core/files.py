@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from fzero.core.text_parsing import KINDS, kind_of
+from fzero.core.text_parsing import KINDS, file_kind
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3000  # bytes that file systems take
 DESCRIPTION = "zarr.json"  # the file beside the chunks of an array
@@ -142,7 +142,7 @@ def open_to_write(path: str | Path, mode: WriteMode, *, direct: bool = False, ma
     try:
         # Of the open file: what is at the path may have changed since.
         status = os.fstat(fd)
-        if kind := kind_of(status.st_mode):
+        if kind := file_kind(status.st_mode):
             raise NotWritable(path, _fault(kind))
         if status.st_nlink > 1 and mode == "append":
             # The other names keep the old content.
@@ -168,7 +168,7 @@ def _fault(kind: str) -> str:
 
 def _kind_on_disk(path: Path) -> str:
     with contextlib.suppress(OSError):
-        return kind_of(os.lstat(path).st_mode)
+        return file_kind(os.lstat(path).st_mode)
     return ""
 
 
@@ -269,7 +269,7 @@ def make_folder(folder: str | Path, *names: str) -> Path:
             # lstat, which does not follow a link.
             mode = os.lstat(path).st_mode
             if not stat.S_ISDIR(mode):
-                kind = kind_of(mode) or "a file"
+                kind = file_kind(mode) or "a file"
                 hint = ", and name a folder elsewhere by an option" if stat.S_ISLNK(mode) else ""
                 raise NotWritable(path, f"is {kind}, and fzero writes a folder there; remove it{hint}") from None
     return path

@@ -2,7 +2,6 @@
 Python's SPEC 1). The package lazy_loader does this too, but not for a name that is also a module's (optim.adamw).
 """
 
-import ast
 import importlib.util
 import sys
 from pathlib import Path
@@ -36,15 +35,20 @@ class LazyPackage(ModuleType):
 
 
 def attach(package: str) -> list[str]:
-    """Make the names that the `__init__.pyi` of `package` imports load when first used; returns them, for `__all__`."""
+    """Make the names that the `__init__.pyi` of `package` imports, one a line, load when first used. Returns those for
+    users, for `__all__`: a string in the stub begins those for contributors, which the package offers to the others.
+    """
     module = sys.modules[package]
-    stub = ast.parse(Path(str(module.__file__)).with_suffix(".pyi").read_text(encoding="utf-8"))
-    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    sources = {alias.asname or alias.name: (node.module, alias.name) for node in imports for alias in node.names}
-    for node in stub.body:
-        match node:
-            case ast.Assign(targets=[ast.Name(alias)], value=ast.Name(name)):
+    sources: dict[str, tuple[str, str]] = {}
+    public = None
+    for line in Path(str(module.__file__)).with_suffix(".pyi").read_text(encoding="utf-8").splitlines():
+        match line.split():
+            case ["from", source, "import", name, *alias]:
+                sources[alias[-1] if alias else name] = (source, name)
+            case [alias, "=", name]:
                 sources[alias] = sources.pop(name)
+            case [word, *_] if word.startswith('"""'):
+                public = len(sources)
     module.__dict__["_sources"] = sources
     module.__class__ = LazyPackage
-    return list(sources)
+    return list(sources)[:public]

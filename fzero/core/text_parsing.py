@@ -168,7 +168,7 @@ KINDS = {
 }
 
 
-def kind_of(mode: int) -> str:
+def file_kind(mode: int) -> str:
     """What a file of this `st_mode` is, in words; "" for a regular file."""
     return "" if stat.S_ISREG(mode) else KINDS.get(stat.S_IFMT(mode), "no regular file")
 
@@ -207,7 +207,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     """
     expect_regular(path)
     file = open(path, "rb", opener=lambda name, _: os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))  # noqa: SIM115
-    if kind := kind_of(os.fstat(file.fileno()).st_mode):  # put there since
+    if kind := file_kind(os.fstat(file.fileno()).st_mode):  # put there since
         file.close()
         raise ValueError(f"{path}: is {kind}; {REGULAR}")
     return file
@@ -232,7 +232,7 @@ def expect_regular(path: str | Path) -> int:
         raise ValueError(f"{path}: is a symbolic link to itself; {REGULAR}") from None
     except ValueError as error:  # a NUL in the name
         raise ValueError(f"{str(path)!r}: is no name of a file ({error})") from None
-    if kind := kind_of(status.st_mode):
+    if kind := file_kind(status.st_mode):
         raise ValueError(f"{path}: is {kind}; {REGULAR}")
     return status.st_size
 

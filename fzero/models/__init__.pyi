@@ -46,3 +46,96 @@ from fzero.models.quantized import quantize_weights as quantize_weights
 from fzero.models.quantized import quantized as quantized
 from fzero.models.score import classify as classify
 from fzero.models.score import reward as reward
+
+"""For contributors: what the other packages of fzero use."""
+
+# Modules
+from fzero.models import base as base
+from fzero.models import config_values as config_values
+from fzero.models import forward as forward
+
+# A layered model as a value
+from fzero.models.base import CODES as CODES
+from fzero.models.base import Start as Start
+from fzero.models.base import leaf_shapes as leaf_shapes
+
+# The batches of a model of tokens
+from fzero.models.batch import KINDS as KINDS
+from fzero.models.batch import SOURCES as SOURCES
+from fzero.models.batch import has_tokens as has_tokens
+from fzero.models.batch import select_tokens as select_tokens
+
+# The values of models' configs
+from fzero.models.config_values import BOUNDS as BOUNDS
+from fzero.models.config_values import LayerKind as LayerKind
+from fzero.models.config_values import hidden_units as hidden_units
+from fzero.models.config_values import layers_text as layers_text
+from fzero.models.config_values import parse_layers as parse_layers
+
+# The sizes of the models, as values that say nothing of how a model computes
+from fzero.models.configs import FAMILIES as FAMILIES
+from fzero.models.configs import ON as ON
+from fzero.models.configs import SCORE as SCORE
+from fzero.models.configs import TABLES as TABLES
+from fzero.models.configs import WRAPPERS as WRAPPERS
+from fzero.models.configs import ConfigOver as ConfigOver
+from fzero.models.configs import DecoderConfig as DecoderConfig
+from fzero.models.configs import body_of as body_of
+from fzero.models.configs import family_of as family_of
+from fzero.models.configs import head_of as head_of
+from fzero.models.configs import head_rows as head_rows
+from fzero.models.configs import without_adapters as without_adapters
+
+# The Model of a decoder that transformers' own code computes
+from fzero.models.decoder import linear_targets as linear_targets
+
+# Random layerwise token dropping
+from fzero.models.dropping import expect_droppable as expect_droppable
+from fzero.models.dropping import expect_layers_apart as expect_layers_apart
+
+# The experts of a block
+from fzero.models.experts import BIAS as BIAS
+from fzero.models.experts import DROPPED as DROPPED
+from fzero.models.experts import ENTROPY as ENTROPY
+from fzero.models.experts import LOAD as LOAD
+from fzero.models.experts import OF_EXPERTS as OF_EXPERTS
+
+# The forward pass of a layered Model, from a batch to its loss or logits, on one process or on a rank of a mesh
+from fzero.models.forward import prepare as prepare
+
+# An nn.Module as a Model
+from fzero.models.from_module import expect_trainable as expect_trainable
+from fzero.models.from_module import model_of as model_of
+from fzero.models.from_module import weight_reader as weight_reader
+
+# The layers that the models share
+from fzero.models.layers import block_keys as block_keys
+from fzero.models.layers import local_tokens as local_tokens
+
+# The repeated layers of an nn.Module
+from fzero.models.module_layers import CannotSplit as CannotSplit
+from fzero.models.module_layers import Stacks as Stacks
+from fzero.models.module_layers import choices as choices
+
+# Learning which of two answers is preferred
+from fzero.models.preference import answer_model as answer_model
+
+# The named models, with the published sizes
+from fzero.models.presets import grow_tables as grow_tables
+from fzero.models.presets import with_vocab_size as with_vocab_size
+
+# Models of `transformers` as nn.Modules without memory
+from fzero.models.transformers_module import loss_of_task as loss_of_task
+from fzero.models.transformers_module import make_module as make_module
+from fzero.models.transformers_module import read_decoder as read_decoder
+from fzero.models.transformers_module import tp_rules as tp_rules
+
+# A Model of somebody's own functions, in a step
+from fzero.models.user_functions import has_key as has_key
+from fzero.models.user_functions import keyed_model as keyed_model
+from fzero.models.user_functions import loss_of as loss_of
+from fzero.models.user_functions import wide_sums as wide_sums
+
+# Weights that are not one tensor
+from fzero.models.weights import column_norms as column_norms
+from fzero.models.weights import product_of as product_of

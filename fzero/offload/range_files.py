@@ -16,7 +16,7 @@ from torch import Tensor
 from fzero.core.files import is_lone_file, make_folder, naming, open_to_write, remove_entry
 from fzero.core.host_memory import aligned_memory, round_to_pages
 from fzero.core.storage import Folder, Objects, is_url, join
-from fzero.core.text_parsing import kind_of
+from fzero.core.text_parsing import file_kind
 from fzero.offload.disk_io import allocate_space, open_direct, read_range, write_range
 
 OPEN = 64  # most files left open after a read, as a process may open fewer than a checkpoint has
@@ -180,7 +180,7 @@ class RangeReader:
     def _open(self, name: str) -> OpenFile:
         path = Path(self.folder, name)
         info = os.stat(path)
-        if kind := kind_of(info.st_mode):  # a FIFO would be waited for
+        if kind := file_kind(info.st_mode):  # a FIFO would be waited for
             raise OSError(errno.EINVAL, f"is {kind} and no regular file", str(path))
         fd = open_direct(path, write=False) if info.st_size > SMALL else None
         return OpenFile(os.open(path, os.O_RDONLY), False) if fd is None else OpenFile(fd, True)

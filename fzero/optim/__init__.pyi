@@ -60,3 +60,52 @@ from fzero.optim.wrappers import accumulate as accumulate
 from fzero.optim.wrappers import with_average as with_average
 from fzero.optim.wrappers import with_lr_scale as with_lr_scale
 from fzero.optim.zero_one_adam import zero_one_adam as zero_one_adam
+
+"""For contributors: what the other packages of fzero use."""
+
+# Adam with L2 weight decay, and AdamW, which decays apart from the gradient; both with a kernel for many leaves
+from fzero.optim.adamw import CORRECTIONS as CORRECTIONS
+
+# An optimizer is a value
+from fzero.optim.base import ShardSlice as ShardSlice
+from fzero.optim.base import distinct as distinct
+from fzero.optim.base import expect_optimizer as expect_optimizer
+from fzero.optim.base import name_tree as name_tree
+from fzero.optim.base import overwrite as overwrite
+
+# Transformations put together
+from fzero.optim.combine import split_chain as split_chain
+
+# DeepSpeed's schedules, step for step
+from fzero.optim.deepspeed_schedules import RISES as RISES
+
+# The storage of an optimizer's moments, and the transformation that updates many leaves with one kernel
+from fzero.optim.moment_storage import SMALL as SMALL
+
+# Norms of gradients and parameters, summed in a fixed order
+from fzero.optim.norm import Squared as Squared
+from fzero.optim.norm import summed_by_kernel as summed_by_kernel
+from fzero.optim.norm import widen as widen
+
+# 1-bit LAMB: ranks send signs of their momentum, and the sizes of LAMB's updates follow from the warm-up
+from fzero.optim.onebit_lamb import RATIOS as RATIOS
+
+# Schedules
+from fzero.optim.schedules import Intervals as Intervals
+
+# Functions for optimizers that must see more than their own shard of a leaf
+from fzero.optim.sharded_leaves import bind_to_plan as bind_to_plan
+from fzero.optim.sharded_leaves import shards_of as shards_of
+from fzero.optim.sharded_leaves import shards_of_sums as shards_of_sums
+from fzero.optim.sharded_leaves import squares as squares
+
+# The leaves of an optimizer's state by name
+from fzero.optim.unit_updates import columns_of as columns_of
+from fzero.optim.unit_updates import is_layered as is_layered
+from fzero.optim.unit_updates import same_leaves as same_leaves
+from fzero.optim.unit_updates import select_state as select_state
+from fzero.optim.unit_updates import smallest_unit as smallest_unit
+
+# Transformations around an optimizer
+from fzero.optim.wrappers import AVERAGE as AVERAGE
+from fzero.optim.wrappers import LR_SCALE as LR_SCALE

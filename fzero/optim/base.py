@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.bounds import LARGEST
+from fzero.core.bounds import FLOAT32_LARGEST
 from fzero.core.pytree import Tree
 from fzero.optim.unit_updates import add_in_units
 
@@ -23,7 +23,7 @@ class NumberIn(NamedTuple):
     """The rule of a number in [low, high); a scalar tensor passes, and so does a schedule."""
 
     low: float = 0.0
-    high: float = LARGEST
+    high: float = FLOAT32_LARGEST
 
     def check(self, label: str, value: Any) -> None:
         """Raise ValueError naming the argument and its value unless it may have it."""

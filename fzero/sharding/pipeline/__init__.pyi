@@ -17,3 +17,19 @@ from fzero.sharding.pipeline.table import Schedule as Schedule
 from fzero.sharding.pipeline.table import Stages as Stages
 from fzero.sharding.pipeline.table import feeds as feeds
 from fzero.sharding.pipeline.table import needs as needs
+
+"""For contributors: what the other packages of fzero use."""
+
+# Whether a schedule is one
+from fzero.sharding.pipeline.check import gather_row as gather_row
+
+# The order in which one rank works, by family of schedules
+from fzero.sharding.pipeline.orders import group_size as group_size
+
+# A schedule in time
+from fzero.sharding.pipeline.play import peak as peak
+
+# What a schedule is
+from fzero.sharding.pipeline.table import BACKWARD as BACKWARD
+from fzero.sharding.pipeline.table import KINDS as KINDS
+from fzero.sharding.pipeline.table import simulate as simulate

@@ -1,0 +1,148 @@
+"""For contributors: what the other packages of fzero use."""
+
+# Modules
+from fzero.kernels import aot as aot
+from fzero.kernels import attention as attention
+from fzero.kernels import attention_arguments as attention_arguments
+from fzero.kernels import block_mask as block_mask
+from fzero.kernels import dropout as dropout
+from fzero.kernels import flops as flops
+from fzero.kernels import glu as glu
+from fzero.kernels import grad_norm as grad_norm
+from fzero.kernels import linear_cross_entropy as linear_cross_entropy
+from fzero.kernels import moe as moe
+from fzero.kernels import newton_schulz as newton_schulz
+from fzero.kernels import optim_lowbit as optim_lowbit
+from fzero.kernels import quantize as quantize
+from fzero.kernels import tuning as tuning
+
+# What every form of attention shares
+from fzero.kernels.attention_arguments import Positions as Positions
+from fzero.kernels.attention_arguments import Scoring as Scoring
+
+# Attention by blocks of queries, for CPUs
+from fzero.kernels.attention_blocked import MAX_BLOCKS as MAX_BLOCKS
+from fzero.kernels.attention_blocked import MIN_BLOCK as MIN_BLOCK
+
+# Which keys a query of causal attention sees
+from fzero.kernels.attention_pattern import FULL as FULL
+from fzero.kernels.attention_pattern import Pattern as Pattern
+from fzero.kernels.attention_pattern import pairs_by_query as pairs_by_query
+
+# Attention by parts of one softmax
+from fzero.kernels.attention_ring import ChunkAttention as ChunkAttention
+from fzero.kernels.attention_ring import join as join
+from fzero.kernels.attention_ring import ring_attention as ring_attention
+
+# Which blocks of keys each block of queries sees, head by head
+from fzero.kernels.block_mask import BlockMask as BlockMask
+
+# Cross entropy of given logits
+from fzero.kernels.cross_entropy import check_targets as check_targets
+from fzero.kernels.cross_entropy import counted_tokens as counted_tokens
+from fzero.kernels.cross_entropy import number_of as number_of
+from fzero.kernels.cross_entropy import weighed as weighed
+
+# Rows of logits, as the loss of cross_entropy needs them
+from fzero.kernels.cross_entropy_rows import cap_logits as cap_logits
+from fzero.kernels.cross_entropy_rows import is_tracing as is_tracing
+
+# What files of kernels are made with
+from fzero.kernels.custom_operator import INSTALLED as INSTALLED
+from fzero.kernels.custom_operator import MISSING as MISSING
+from fzero.kernels.custom_operator import OPENED as OPENED
+from fzero.kernels.custom_operator import Fused as Fused
+from fzero.kernels.custom_operator import operator as operator
+from fzero.kernels.custom_operator import triton as triton
+
+# Dropout of a branch and its sum with the residual stream; the backward pass draws the mask again
+from fzero.kernels.dropout import dropout_add as dropout_add
+
+# Rows of a table by their numbers, whose gradient is summed over tokens in float32 or wider
+from fzero.kernels.embedding import look_up as look_up
+
+# Linear in float8
+from fzero.kernels.float8 import float8_linear as float8_linear
+from fzero.kernels.float8 import least_capability as least_capability
+
+# Weights on their way between ranks as float8
+from fzero.kernels.float8_gather import narrow_weight as narrow_weight
+from fzero.kernels.float8_gather import widen_weight as widen_weight
+
+# FLOPs of the operators that multiply matrices, by what they are called with; `operator(..., flop=)` takes them
+from fzero.kernels.flops import BACKWARD_PRODUCTS as BACKWARD_PRODUCTS
+from fzero.kernels.flops import FORWARD_PRODUCTS as FORWARD_PRODUCTS
+from fzero.kernels.flops import SPLIT_PRODUCTS as SPLIT_PRODUCTS
+from fzero.kernels.flops import pairs as pairs
+
+# Gated activations
+from fzero.kernels.glu import clamped_swiglu as clamped_swiglu
+from fzero.kernels.glu import geglu as geglu
+from fzero.kernels.glu import swiglu as swiglu
+
+# Linear layer and cross entropy in one operation that never holds all logits
+from fzero.kernels.linear_cross_entropy import chunk_rows as chunk_rows
+from fzero.kernels.linear_cross_entropy import column_range as column_range
+from fzero.kernels.linear_cross_entropy import token_losses as token_losses
+
+# Mixture of experts
+from fzero.kernels.moe import grouped_mm as grouped_mm
+
+# Rows of tokens to their experts and back, for a mixture of experts
+from fzero.kernels.moe_permute import permute as permute
+from fzero.kernels.moe_permute import unpermute as unpermute
+
+# Where the tokens of a mixture of experts go
+from fzero.kernels.moe_routing import group as group
+
+# The approximate orthogonal (polar) factor of a matrix by Newton-Schulz iterations, for Muon
+from fzero.kernels.newton_schulz import COEFFICIENTS as COEFFICIENTS
+
+# RMSNorm and LayerNorm over the last dim, alone or after a residual sum
+from fzero.kernels.norm import add_layer_norm as add_layer_norm
+from fzero.kernels.norm import add_rms_norm as add_rms_norm
+from fzero.kernels.norm import layer_norm as layer_norm
+from fzero.kernels.norm import rms_norm as rms_norm
+
+# One step of AdamW or Lion on a leaf
+from fzero.kernels.optim_leaf import MANY as MANY
+from fzero.kernels.optim_leaf import PIECE as PIECE
+from fzero.kernels.optim_leaf import PIECE_ELSEWHERE as PIECE_ELSEWHERE
+from fzero.kernels.optim_leaf import OptimLeaf as OptimLeaf
+from fzero.kernels.optim_leaf import StepRates as StepRates
+from fzero.kernels.optim_leaf import adamw_step as adamw_step
+from fzero.kernels.optim_leaf import lion_step as lion_step
+from fzero.kernels.optim_leaf import safe_sqrt as safe_sqrt
+from fzero.kernels.optim_leaf import step_leaf as step_leaf
+
+# Optimizer state in 16 and 8 bits
+from fzero.kernels.optim_lowbit import blocks_of as blocks_of
+from fzero.kernels.optim_lowbit import decode as decode
+from fzero.kernels.optim_lowbit import encode as encode
+
+# AdamW and Lion over many leaves in one launch, in place
+from fzero.kernels.optim_multi_tensor import adamw as adamw
+from fzero.kernels.optim_multi_tensor import lion as lion
+
+# Block quantisation
+from fzero.kernels.quantize import dequantize as dequantize
+
+# Quantised tensors
+from fzero.kernels.quantize_codes import KINDS as KINDS
+from fzero.kernels.quantize_codes import Quantized as Quantized
+from fzero.kernels.quantize_codes import codes_a_byte as codes_a_byte
+from fzero.kernels.quantize_codes import empty_codes as empty_codes
+
+# The registry of hot operations
+from fzero.kernels.registry import AUTO as AUTO
+from fzero.kernels.registry import Kernels as Kernels
+from fzero.kernels.registry import Op as Op
+from fzero.kernels.registry import describe as describe
+
+# Rotary position embedding
+from fzero.kernels.rope import RopeScaling as RopeScaling
+from fzero.kernels.rope import rope_frequencies as rope_frequencies
+from fzero.kernels.rope import rope_qk as rope_qk
+
+# The block sizes of kernels
+from fzero.kernels.tuning import Speed as Speed
