@@ -251,14 +251,15 @@ def expect_floating(label: str, dtype: torch.dtype | None) -> None:
         raise ValueError(f"{label} is {dtype}; it must be floating-point, such as torch.float32")
 
 
-def checked(exempt: str = "", /, **write: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def checked(exempt: str = "", /, **write: str | Callable[[Any], None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator of a public function: an argument of another kind than its type hint raises WrongKind (a TypeError
     and a ValueError), and one that a rule of its Annotated refuses ValueError, in one line before anything is done.
     numpy's scalars become Python's.
 
     A keyword that the function does not have raises TypeError.
-    exempt: the names of arguments that the function checks itself, as it has more to say. write: what to write instead
-    of keywords of other libraries; others get the nearest name.
+    exempt: the names of arguments that the function checks itself, as it has more to say. write: of an argument, the
+    error for a value that its hint refuses, with {} for the value, or the function that checks it; else what to write
+    instead of keywords of other libraries; others get the nearest name.
 
     >>> @checked(betas="write b1=0.9, b2=0.95")
     ... def adam(lr: float, b1: float = 0.9, b2: float = 0.999): ...
@@ -275,11 +276,20 @@ def checked(exempt: str = "", /, **write: str) -> Callable[[Callable[P, R]], Cal
         names, passes = list(parameters), [p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD]
         positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         unchecked = {*exempt.split(), *passes, *(p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL)}
+        messages = {name: write[name] for name in names if name in write}
         owner = function.__qualname__.removesuffix(".__init__")
 
         def expected(name: str, value: Any) -> Any:
-            hint = Any if name in unchecked else hints_of(function).get(name, Any)
-            return value if hint is Any else expect_hint(f"{owner}: {name}", value, hint)
+            hint, message = Any if name in unchecked else hints_of(function).get(name, Any), messages.get(name)
+            if callable(message):
+                message(value)
+                return value
+            try:
+                return value if hint is Any else expect_hint(f"{owner}: {name}", value, hint)
+            except ValueError:
+                if message is None:
+                    raise
+                raise WrongKind(message.format(format_value(value))) from None
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -291,13 +301,13 @@ def checked(exempt: str = "", /, **write: str) -> Callable[[Callable[P, R]], Cal
             named: Any = {name: expected(name, value) for name, value in kwargs.items()}
             return cast(Any, function)(*converted, *args[len(converted) :], **named)
 
-        setattr(call, SELF_CHECKED, unchecked)
+        setattr(call, SELF_CHECKED, unchecked | messages.keys())
         return call
 
     return decorate
 
 
-SELF_CHECKED = "fzero_own"  # the attribute of a checked function: the arguments that it checks itself
+SELF_CHECKED = "fzero_own"  # the attribute of a checked function: those that it checks, or refuses, in its own words
 EXECUTION = (
     "remat",
     "compiled",

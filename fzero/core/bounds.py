@@ -87,6 +87,9 @@ def at_least(low: int) -> Allowed:
     return Allowed(lambda number: number >= low, f"a whole number of at least {low}")
 
 
+AtLeastOne = Annotated[int, at_least(1)]
+
+
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise ValueError naming the nearest choice if `value` is not among `choices`."""
     if value not in choices:

@@ -9,14 +9,19 @@ from typing import Any
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.arguments import checked, expect_count
+from fzero.core.arguments import checked
+from fzero.core.bounds import AtLeastOne
 
 STATE = ("loader", "epoch", "batches", "samples", "ranks")  # the entries of a `Batches.state_dict`
 
 
-@checked("ranks")
+@checked(ranks="ranks is {}; it must be a whole number of at least 1")
 def from_loader(
-    loader: Iterable[Any], cursor: int | Tensor = 0, *, ranks: int = 1, saved: Mapping[str, Any] | None = None
+    loader: Iterable[Any],
+    cursor: int | Tensor = 0,
+    *,
+    ranks: AtLeastOne = 1,
+    saved: Mapping[str, Any] | None = None,
 ) -> LoaderBatches:
     """The batches of `loader`, epoch after epoch without end, from sample `cursor` on.
 
@@ -41,7 +46,6 @@ def from_loader(
     [[2, 3], [4, 5], [0, 1]]
     """
     cursor = int(cursor)
-    expect_count("ranks", ranks)
     if cursor < 0:
         raise ValueError(f"cursor={cursor}: it counts the samples consumed; give 0 or more")
     if cursor % ranks:

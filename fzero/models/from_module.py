@@ -16,7 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fzero.core import pytree
-from fzero.core.arguments import checked, expect_kind
+from fzero.core.arguments import checked
 from fzero.core.closure_state import ClosureState
 from fzero.core.purity_checks import PureCalls
 from fzero.core.pytree import Tree
@@ -85,7 +85,7 @@ def unsplit_rules(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh) -> Rules[st
     return [(f"^{re.escape(n)}$", f"[{', '.join('·' * len(shape))}]") for n, shape in shapes.items()]
 
 
-@checked("module loss batch")
+@checked("loss batch", module="the module is {}; give an nn.Module, and loss(call, batch)")
 def from_module(
     module: nn.Module,
     loss: LossOf,
@@ -136,7 +136,6 @@ def from_module(
     >>> fzero.pytree.names(fzero.zero_plan(3, model, fzero.one_process()).like)[:3]
     ['embed/0/weight', 'embed/0/bias', 'blocks/0/weight']
     """
-    expect_kind("the module", module, nn.Module, "give an nn.Module, and loss(call, batch)")
     if not callable(loss):
         raise TypeError(f"loss is a {type(loss).__name__}; write a function loss(call, batch)")
     expect_trainable(module)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.arguments import OPTIMIZER, checked
 from fzero.core.autodiff import transforms
-from fzero.core.bounds import at_least, one_of
+from fzero.core.bounds import AtLeastOne, one_of
 from fzero.core.pytree import Tree
 from fzero.optim.base import (
     Beta,
@@ -31,7 +31,6 @@ from fzero.optim.sharded_leaves import ShardedLeaves, on_shards
 from fzero.sharding.sign_sums import SCALES, SignSums
 from fzero.sharding.spec import Spec
 
-Freeze = Annotated[int, at_least(1)]
 Scale = Annotated[str, one_of(SCALES)]
 SignCorrection = Annotated[str, one_of(("moments", "none"), "moments or none")]
 
@@ -108,7 +107,7 @@ def onebit_adam(
     b2: Beta = 0.999,
     eps: NotNegative = 1e-8,
     *,
-    freeze: Freeze,
+    freeze: AtLeastOne,
     weight_decay: NotNegative = 0.01,
     mask: Mask = None,
     clip: NotNegative = 0.0,

@@ -12,7 +12,7 @@ from fzero.optim.base import Beta, GradientTransformation, LearningRate, NotNega
 from fzero.optim.lamb import check_ratios
 from fzero.optim.leafwise import Slot, layer_dims
 from fzero.optim.masks import Mask
-from fzero.optim.onebit import Direction, Freeze, Method, Moments, Numbers, Scale, SignCorrection, one_bit, warm_up
+from fzero.optim.onebit import AtLeastOne, Direction, Method, Moments, Numbers, Scale, SignCorrection, one_bit, warm_up
 from fzero.optim.sharded_leaves import ShardedLeaves, layer_norm2
 from fzero.sharding.slices import STACKED
 from fzero.sharding.spec import Spec
@@ -30,7 +30,7 @@ def onebit_lamb(
     b2: Beta = 0.999,
     eps: NotNegative = 1e-6,
     *,
-    freeze: Freeze,
+    freeze: AtLeastOne,
     weight_decay: NotNegative = 0.0,
     mask: Mask = None,
     stacked: str | None = STACKED,

@@ -260,7 +260,7 @@ def squares(shards: ShardedLeaves, tree: Tree) -> dict[str, Squared]:
     }
 
 
-@checked("tx")
+@checked(tx=expect_optimizer)
 def bind(tx: GradientTransformation, shards: ShardedLeaves) -> GradientTransformation:
     """The same transformation on leaves that are cut as `shards` says; `tx` itself if it is elementwise.
 
@@ -269,7 +269,6 @@ def bind(tx: GradientTransformation, shards: ShardedLeaves) -> GradientTransform
     >>> plan = fzero.zero_plan(1, {"w": torch.zeros(4, 2)}, fzero.fake_mesh({"dp": 2}))
     >>> tx = bind(optim.clip_by_global_norm(1.0), sharded(plan.opt, plan.mesh, like=plan.like))
     """
-    expect_optimizer(tx)
     return tx if tx.with_shards is None else tx.with_shards(shards)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.arguments import checked
+from fzero.core.bounds import AtLeastOne
 from fzero.core.pytree import Tree
 from fzero.optim.base import (
     GradientTransformation,
@@ -40,7 +41,7 @@ class AverageState(NamedTuple):
     average: Tree  # in the structure, layout and dtypes of the params that the optimizer updates
 
 
-@checked("tx")
+@checked(tx=expect_optimizer)
 def with_average(
     tx: GradientTransformation, decay: Annotated[float | Tensor, NumberIn(high=1.0)]
 ) -> GradientTransformation:
@@ -57,7 +58,6 @@ def with_average(
     >>> state.average  # half way from 1 to 1 - 2
     {'w': tensor([0.])}
     """
-    expect_optimizer(tx)
 
     def mix(average: Tensor, param: Tensor) -> Tensor:
         return (average + (param.to(average.dtype) - average) * (1 - decay)).to(average.dtype)
@@ -199,8 +199,10 @@ class AccumulateState(NamedTuple):
     inner: Tree  # state of the inner transformation
 
 
-@checked("tx every")
-def accumulate(tx: GradientTransformation, every: int, *, dtype: torch.dtype | None = None) -> GradientTransformation:
+@checked(tx=expect_optimizer, every="accumulate: every is {}; it must be an int >= 1")
+def accumulate(
+    tx: GradientTransformation, every: AtLeastOne, *, dtype: torch.dtype | None = None
+) -> GradientTransformation:
     """Return the transformation that gives `tx` the mean of each `every` gradients; the updates between are zero.
 
     dtype: of the sum of gradients; None: the param's.
@@ -217,9 +219,6 @@ def accumulate(tx: GradientTransformation, every: int, *, dtype: torch.dtype | N
     0.0
     -2.0
     """
-    expect_optimizer(tx)
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise ValueError(f"accumulate: every is {every!r}; it must be an int >= 1")
 
     def init(params: Tree) -> AccumulateState:
         zeros = pytree.map(lambda p: torch.zeros_like(p, dtype=dtype), params)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.arguments import OPTIMIZER, checked
-from fzero.core.bounds import at_least
+from fzero.core.bounds import AtLeastOne, at_least
 from fzero.core.pytree import Tree
 from fzero.optim.base import (
     Beta,
@@ -40,7 +40,6 @@ from fzero.optim.base import (
 from fzero.optim.leafwise import wide_dtype, without_partial
 from fzero.optim.masks import Mask, decay_predicate
 from fzero.optim.onebit import (
-    Freeze,
     Method,
     Numbers,
     OneBitState,
@@ -237,7 +236,7 @@ def zero_one_adam(
     b2: Beta = 0.999,
     eps: NotNegative = 1e-8,
     *,
-    kappa: Freeze = 16,
+    kappa: AtLeastOne = 16,
     freeze: Annotated[int | None, at_least(1)] = None,
     sum_every: int = 1,
     sum_double: int = 0,

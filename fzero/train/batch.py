@@ -14,8 +14,9 @@ from torch import Tensor
 from fzero.comm.axes import CP, TP
 from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.core import pytree
-from fzero.core.arguments import checked, expect_count, expect_kind
+from fzero.core.arguments import checked, expect_kind
 from fzero.core.autodiff import transforms
+from fzero.core.bounds import AtLeastOne
 from fzero.sharding import Mesh
 
 MAX_DEALINGS = 16  # dealings that are remembered
@@ -146,8 +147,11 @@ def rows_of(mesh: Mesh, rows: int, micro_batches: int = 1) -> list[int]:
     return [(j * mesh.data_size + mesh.data_rank) * size + i for j in range(micro_batches) for i in range(size)]
 
 
-@checked("mesh micro_batches")
-def local_batch(batch: Any, mesh: Mesh, micro_batches: int = 1) -> Any:
+@checked(
+    mesh="mesh is {}; write local_batch(batch, mesh, micro_batches)",
+    micro_batches="micro_batches is {}; it must be a whole number of at least 1",
+)
+def local_batch(batch: Any, mesh: Mesh, micro_batches: AtLeastOne = 1) -> Any:
     """Return this rank's rows of a global batch, for its train step.
 
     batch: a tree of tensors with the same number of rows (first dim). micro_batches: as in the train step.
@@ -160,8 +164,6 @@ def local_batch(batch: Any, mesh: Mesh, micro_batches: int = 1) -> Any:
     >>> local_batch({"tokens": torch.arange(8)}, mesh, micro_batches=2)
     {'tokens': tensor([2, 3, 6, 7])}
     """
-    expect_kind("mesh", mesh, Mesh, "write local_batch(batch, mesh, micro_batches)")
-    expect_count("micro_batches", micro_batches)
     sizes = {name: leaf.shape[0] for name, leaf in tensors_of(batch).items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the batch's tensors have unlike numbers of rows: {sizes}; they must agree")

@@ -7,19 +7,17 @@ from typing import Any
 import torch
 
 from fzero.core import pytree
-from fzero.core.arguments import expect_count, expect_kind
+from fzero.core.arguments import expect_kind
 from fzero.core.autodiff import Remat, transforms
 from fzero.core.torch_private import FakeTensor
 from fzero.kernels.cross_entropy_rows import is_tracing
 from fzero.models import base, forward
 from fzero.models.batch import check_tokens
 from fzero.optim import GradientTransformation
-from fzero.optim.base import expect_optimizer
 from fzero.sharding import Plan
 from fzero.sharding.error_feedback import ERRORS, error_specs
-from fzero.sharding.pipeline_plan import expect_parts
 from fzero.sharding.zero_stages import shapes_of
-from fzero.train.execution import Execution, Skip
+from fzero.train.execution import Execution
 from fzero.train.loss import LossFn
 from fzero.train.state import TrainState, expect_alive, expect_shapes
 
@@ -44,18 +42,6 @@ PROGRAM = (
     "give a Model, such as models.build(models.preset('llama-tiny')), or a function loss(params, batch) that returns "
     "(sum, number of samples)"
 )
-
-
-def expect_arguments(loss_fn: Any, tx: Any, plan: Any, micro_batches: Any, execution: Any, skip: Any) -> None:
-    """Raise TypeError or ValueError for a step's arguments, or a number of micro-batches that does not suit it."""
-    expect_program(loss_fn)
-    expect_optimizer(tx)
-    expect_kind("plan", plan, Plan, "write make_train_step(model, tx, zero_plan(stage, model, mesh))")
-    expect_count("micro_batches", micro_batches)
-    expect_kind("execution", execution, Execution, 'write fzero.Execution(remat="full", compiled=True)')
-    expect_kind("skip", skip, Skip, "write fzero.Skip(nonfinite=True), fzero.Skip(spike=fzero.Spike())")
-    if plan.stages is not None and plan.pipeline is not None:
-        expect_parts(plan.pipeline, plan.stages, micro_batches)
 
 
 def expect_options(plan: Plan, execution: Execution, donate: bool, offloaded: bool, layered: bool) -> None:

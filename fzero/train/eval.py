@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero.comm.axes import AXES, CP
-from fzero.core.arguments import STEP, checked, expect_kind
+from fzero.core.arguments import STEP, checked
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree
 from fzero.models import base
@@ -26,7 +26,12 @@ from fzero.train.state import TrainState, expect_alive
 from fzero.train.streamed_model import StreamedModel
 
 
-@checked("model plan execution", **STEP)
+@checked(
+    **STEP,
+    model=expect_program,
+    plan="plan is {}; write zero_plan(stage, model, mesh)",
+    execution="execution is {}; write fzero.Execution(compiled=True)",
+)
 def make_eval_step(
     model: base.Model | LossFn,
     plan: Plan,
@@ -51,9 +56,6 @@ def make_eval_step(
     >>> out.total / out.num_tokens
     tensor(5.)
     """
-    expect_program(model)
-    expect_kind("plan", plan, Plan, "write zero_plan(stage, model, mesh)")
-    expect_kind("execution", execution, Execution, "write fzero.Execution(compiled=True)")
     plan = plan.with_slack()
     ctx = context_of(plan, execution)
     unseen, program = [ctx], model

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng, pytree
-from fzero.core.arguments import STATE, checked, expect_device, expect_kind
+from fzero.core.arguments import STATE, checked, expect_device
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.offload import Nvme
@@ -20,7 +20,12 @@ from fzero.train.state_on_disk import init_on_disk
 from fzero.train.update.in_memory import local_shards
 
 
-@checked("model tx plan seed", **STATE)
+@checked(
+    "model tx",
+    **STATE,
+    plan="plan is {}; write init_state(model, tx, zero_plan(stage, model, mesh), seed=0)",
+    seed="seed is {}; give an int, or a key: fzero.random.key(0)",
+)
 def init_state(
     model: base.Model | Tree,
     tx: GradientTransformation,
@@ -48,8 +53,6 @@ def init_state(
     >>> plan.leaves["head/w"].shape, state.params["head"]["w"].shape
     ((256, 32), torch.Size([64, 32]))
     """
-    expect_kind("plan", plan, Plan, "write init_state(model, tx, zero_plan(stage, model, mesh), seed=0)")
-    expect_kind("seed", seed, (int, Tensor), "give an int, or a key: fzero.random.key(0)")
     if isinstance(seed, Tensor) and (seed.shape != (2,) or seed.dtype != torch.int64):
         raise ValueError(
             f"seed has shape {list(seed.shape)} and is {seed.dtype}; give an int, or a key: fzero.random.key(0)"

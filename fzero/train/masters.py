@@ -14,7 +14,7 @@ from torch import Tensor
 from fzero.comm.collectives import all_gather
 from fzero.comm.rank_tables import any_rank
 from fzero.core import gpu, pytree
-from fzero.core.arguments import checked, expect_kind
+from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import FakeTensor
 from fzero.offload import DiskTensor, Nvme
@@ -31,7 +31,12 @@ REMEDY = "make the master weights anew: state = fzero.with_params(state, params,
 
 
 @torch.no_grad()
-@checked("state params plan", tx="the optimizer's state stays as it is; leave it out")
+@checked(
+    "params",
+    state="the state is {}; write with_params(state, params, plan)",
+    plan="plan is {}; write with_params(state, params, plan)",
+    tx="the optimizer's state stays as it is; leave it out",
+)
 def with_params(state: TrainState, params: Tree, plan: Plan, *, nvme: Nvme | None = None) -> TrainState:
     """Return the state with other parameters, and with master weights that are made of them.
 
@@ -56,8 +61,6 @@ def with_params(state: TrainState, params: Tree, plan: Plan, *, nvme: Nvme | Non
     >>> state.params["w"], state.master["w"]
     (tensor([1., 1.], dtype=torch.bfloat16), tensor([1.0000, 1.0010]))
     """
-    expect_kind("the state", state, TrainState, "write with_params(state, params, plan)")
-    expect_kind("plan", plan, Plan, "write with_params(state, params, plan)")
     expect_alive(state.step)
     values = NewValues(plan, pytree.named_leaves(params), state.step.device)
     expect_new_values(values, params, look=have_values(state.step))

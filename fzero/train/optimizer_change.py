@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fzero.core import pytree
-from fzero.core.arguments import checked, expect_kind, expect_regex
+from fzero.core.arguments import checked, expect_regex
 from fzero.offload import DiskTensor, Nvme
 from fzero.optim import GradientTransformation
 from fzero.optim.sharded_leaves import bind_to_plan
@@ -25,7 +25,11 @@ OPT_PREFIX = "opt_state/"
 
 
 @torch.no_grad()
-@checked("state tx plan")
+@checked(
+    "tx",
+    state="the state is {}; write with_optimizer(state, tx, plan)",
+    plan="plan is {}; write with_optimizer(state, tx, plan)",
+)
 def with_optimizer(
     state: TrainState, tx: GradientTransformation, plan: Plan, *, drop: str = "", nvme: Nvme | None = None
 ) -> TrainState:
@@ -47,8 +51,6 @@ def with_optimizer(
     >>> fzero.pytree.names(with_optimizer(state, tx, plan).opt_state)
     ['inner/1/count', 'inner/1/m/w', 'inner/1/v/w', 'average/w']
     """
-    expect_kind("the state", state, TrainState, "write with_optimizer(state, tx, plan)")
-    expect_kind("plan", plan, Plan, "write with_optimizer(state, tx, plan)")
     expect_regex("drop", drop)
     expect_alive(state.step)
     on_disk = next((leaf for leaf in pytree.leaves(state) if isinstance(leaf, DiskTensor)), None)

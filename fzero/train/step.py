@@ -20,20 +20,23 @@ from torch import Tensor
 from fzero.core import gpu_copies, pytree
 from fzero.core.arguments import STEP, checked
 from fzero.core.autodiff import transforms
+from fzero.core.bounds import AtLeastOne
 from fzero.core.precision import Policy, ScalerState, overflow_at_floor, update_scaler
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
+from fzero.optim.base import expect_optimizer
 from fzero.optim.norm import Squared, summed_by_kernel
 from fzero.optim.sharded_leaves import ShardedLeaves, bind_to_plan, shards_of_sums
 from fzero.optim.sharded_leaves import squares as layer_squares
 from fzero.sharding import Mesh, Plan, Spec
 from fzero.sharding.error_feedback import ERRORS, ErrorFeedback
+from fzero.sharding.pipeline_plan import expect_parts
 from fzero.sharding.slices import is_stacked, narrow_to
 from fzero.train.batch import expect_distinct_rows, positions, split_batch
 from fzero.train.capture import CapturedStep, refusal_of
-from fzero.train.checks import expect_arguments, expect_options, expect_plan
+from fzero.train.checks import expect_options, expect_plan, expect_program
 from fzero.train.execution import Execution, Skip
 from fzero.train.first_step import FirstStep, noting_sums, refusing_jointly
 from fzero.train.gradient import EarlySums, GradientResult, StepGradient
@@ -116,13 +119,21 @@ UPDATE_MODULES = {"speculate": "speculation", "backward": "in_backward", "delaye
 TrainStep = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 
-@checked("model tx plan micro_batches execution skip", **STEP)
+@checked(
+    **STEP,
+    model=expect_program,
+    tx=expect_optimizer,
+    plan="plan is {}; write make_train_step(model, tx, zero_plan(stage, model, mesh))",
+    micro_batches="micro_batches is {}; it must be a whole number of at least 1",
+    execution='execution is {}; write fzero.Execution(remat="full", compiled=True)',
+    skip="skip is {}; write fzero.Skip(nonfinite=True), fzero.Skip(spike=fzero.Spike())",
+)
 def make_train_step(
     model: base.Model | LossFn,
     tx: GradientTransformation,
     plan: Plan,
     *,
-    micro_batches: int = 1,
+    micro_batches: AtLeastOne = 1,
     execution: Execution = Execution(),  # noqa: B008
     donate: bool = True,
     skip: Skip = Skip(),  # noqa: B008
@@ -148,7 +159,8 @@ def make_train_step(
     >>> plan = fzero.zero_plan(0, model, fzero.one_process())
     >>> step = fzero.make_train_step(model, tx, plan)
     """
-    expect_arguments(model, tx, plan, micro_batches, execution, skip)
+    if plan.stages is not None and plan.pipeline is not None:
+        expect_parts(plan.pipeline, plan.stages, micro_batches)
     tx, module = bind_to_plan(tx, plan), UPDATE_MODULES.get(execution.update)
     expect_plan(model, tx, plan)
     streamed = StreamedUpdate(tx, plan, nvme) if plan.offloaded else None

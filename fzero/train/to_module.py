@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fzero.comm.collectives import all_gather_same
 from fzero.core import pytree
-from fzero.core.arguments import checked, expect_kind
+from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.models.base import Model
 from fzero.models.configs import LORA, LoRAConfig
@@ -24,7 +24,7 @@ from fzero.sharding.slices import is_stacked
 from fzero.train.state import TrainState, expect_alive
 
 
-@checked("state plan")
+@checked("state", plan="plan is {}; write full_params(state, plan)")
 @torch.no_grad()
 def full_params(state: TrainState | Tree, plan: Plan, *, specs: Tree | None = None) -> Tree:
     """Return the tree of whole parameters, the same on every rank, from this rank's shards of them.
@@ -46,7 +46,6 @@ def full_params(state: TrainState | Tree, plan: Plan, *, specs: Tree | None = No
     >>> full_params(state.opt_state, plan, specs=fzero.state_specs(plan, tx).opt_state).m
     {'w': tensor([0., 0., 0., 0.])}
     """
-    expect_kind("plan", plan, Plan, "write full_params(state, plan)")
     expect_alive(state)
     tree = state.params if isinstance(state, TrainState) else state
     named = pytree.named_leaves(plan.params if specs is None else specs)
@@ -60,7 +59,9 @@ def full_params(state: TrainState | Tree, plan: Plan, *, specs: Tree | None = No
 
 
 @torch.no_grad()
-@checked("state module")
+@checked(
+    state="the state is {}; write to_module(state, module)", module="the module is {}; write to_module(state, module)"
+)
 def to_module(
     state: TrainState,
     module: nn.Module,
@@ -89,8 +90,6 @@ def to_module(
     >>> to_module(state, module)[1].weight.equal(state.params["blocks"]["weight"][1])
     True
     """
-    expect_kind("the state", state, TrainState, "write to_module(state, module)")
-    expect_kind("the module", module, nn.Module, "write to_module(state, module)")
     expect_alive(state.step)
     parameters = dict(module.named_parameters())
     missing = dict.fromkeys(parameters)
