@@ -221,23 +221,41 @@ def test_a_run_waits_for_no_library_that_its_first_step_does_not_use():
     assert not {"sympy", "networkx", "matplotlib", "tensorstore", "transformers", "jinja2", "jax"} & found
 
 
+# What few runs use, beside the updates of UPDATE_MODULES: what asks for a feature loads its file.
+DELETABLE = {
+    "train": ("spike", "sdc_check", "local_steps"),
+    "models": ("dropping", "module_tp_search"),
+    "data": ("curriculum", "analysis"),
+    "run": ("setup/members", "ranks/elastic"),
+    "optim": ("onebit", "onebit_lamb", "zero_one_adam", "adafactor"),
+    "planner": ("slow_link_options",),
+    "checkpoint": ("convert/upcycle",),
+}
+RUN = "pretrain --data text.txt --out run --model llama-tiny --steps 2 --batch 2 --micro-batch 2 --seq-len 8"
+COMMANDS = ((f"{RUN} --set train.compiled=false", "2 steps in"), ("plan --model llama-tiny", "a step, predicted"))
+
+
 @pytest.mark.slow
 def test_what_few_runs_use_is_in_files_that_nothing_else_needs(tmp_path):
-    """Tests that do not name them pass in a copy of the package without them."""
+    """Tests that do not name them pass in a copy of the package without them, and so do commands."""
     from fzero.train.step import UPDATE_MODULES
 
     shutil.copytree(ROOT, tmp_path / "fzero", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT.parent / "pyproject.toml", tmp_path)
     (tmp_path / "tests").symlink_to(ROOT.parent / "tests")
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 50)
     assert len(UPDATE_MODULES) == 3
-    updates = [f"train/update/{name}" for name in UPDATE_MODULES.values()]
-    for name in (*updates, "train/spike", "train/sdc_check", "train/local_steps", "models/dropping"):
-        (tmp_path / f"fzero/{name}.py").unlink()
+    updates = [f"update/{name}" for name in UPDATE_MODULES.values()]
+    for folder, names in DELETABLE.items():
+        for name in (*names, *updates * (folder == "train")):
+            (tmp_path / f"fzero/{folder}/{name}.py").unlink()
     files = ["tests/test_donate.py", "tests/test_streaming.py", "-k", "not training_on_from"]  # which names a check
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *files]
+    tests = ["pytest", "-q", "-n0", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout + run.stderr
+    for words, command in ((" passed", tests), *((words, ["fzero", *text.split()]) for text, words in COMMANDS)):
+        command = [sys.executable, "-m", *command]
+        run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0 and words in run.stdout, run.stdout + run.stderr
 
 
 def test_every_public_name_loads():

@@ -162,7 +162,7 @@ def coordinated(hang_s: float | None = None) -> Iterator[Any]:
 def end_run(coordinator: Any, stopped: int) -> int:
     """End a run together with the other ranks; return the exit code. stopped: the signal that ended the run, or 0."""
     if coordinator.spare:
-        from fzero.run.ranks.elastic import stand_by
+        from fzero.run.ranks import stand_by
 
         stopped = stand_by(coordinator)
     else:

@@ -1,3 +1,4 @@
+from fzero.data import analysis as analysis
 from fzero.data.analysis import analyze as analyze
 from fzero.data.auto_tokenizer import add_tokens as add_tokens
 from fzero.data.buckets import BucketStream as BucketStream

@@ -138,6 +138,11 @@ class Curriculum:
     def __post_init__(self) -> None:
         expect_fields(self)
 
+    @classmethod
+    def by_values(cls, values: np.ndarray, growth: Growth, pieces: tuple[Piece, ...]) -> Curriculum:
+        """The order of rows that have these numbers."""
+        return cls(rank(values), growth, pieces)
+
     def sample_progress(self, samples: np.ndarray) -> np.ndarray:
         """The progress before the step that each of these samples is of, int64."""
         firsts, begins, batches, step_progress = np.array(self.pieces, np.int64).T

@@ -14,7 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from torch import Tensor
 from fzero.core import prng
 from fzero.core.arguments import checked, expect_fields
 from fzero.core.pytree import nearest
-from fzero.data.curriculum import Curriculum
 from fzero.data.packing import PACKINGS, Batch, Packing, assemble, fetch, full_range, pack, sparse
 from fzero.data.remote_tokens import IS_NEEDED
 from fzero.data.tokens import Tokens
@@ -36,6 +35,22 @@ class EpochRemainder(NamedTuple):
 
     epoch: int
     ranges: np.ndarray  # int64 [n, 2]: the positions left, see fzero/data/packing.py
+
+
+@runtime_checkable
+class RowOrder(Protocol):
+    """An order of the rows of each epoch, such as Curriculum."""
+
+    @property
+    def ranked(self) -> np.ndarray: ...  # its rows
+
+    def complete(self, epoch: int) -> bool:
+        """Whether the order of this epoch is the permutation."""
+        ...
+
+    def numbers(self, seed: int, epoch: int, begin: int, end: int) -> np.ndarray:
+        """The rows of the samples [begin, end) of an epoch, int64."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +93,7 @@ class TokenStream:
     seed: int = 0
     packing: str = "stream"
     remainder: EpochRemainder | None = None
-    curriculum: Curriculum | None = None
+    curriculum: RowOrder | None = None
 
     def __post_init__(self) -> None:
         expect_fields(self)

@@ -1,5 +1,6 @@
 from fzero.kernels.rope import RopeScaling as RopeScaling
 from fzero.models import decoder as decoder
+from fzero.models import dropping as dropping
 from fzero.models import score as score
 from fzero.models.base import Cache as Cache
 from fzero.models.base import Ctx as Ctx

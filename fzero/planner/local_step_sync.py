@@ -14,7 +14,6 @@ import torch
 
 from fzero.comm.ledger import sent_elements
 from fzero.core.device import FakeDevice, Target
-from fzero.kernels.registry import Kernels
 from fzero.planner import fake_inductor
 from fzero.planner.devices import Device
 from fzero.planner.operations import ExecutedOp
@@ -23,8 +22,6 @@ from fzero.planner.timing import Timing, play_of, weighted_sum
 from fzero.run.config.run_config import RunConfig
 from fzero.run.measure.live_bytes import MemoryTrace, recorded
 from fzero.run.setup import build
-from fzero.train.codes import coder_of
-from fzero.train.local_steps import average_members, restart_member
 
 METRICS = 6  # numbers of a step that members add up, see `join` in run/setup/members.py
 
@@ -50,15 +47,11 @@ def trace_agreement(
     with torch.no_grad(), FakeDevice(target, lower=fake_inductor.lowering()) as mode:
         job = build.build(config, mesh, model=shared_model(config.model))
         assert job.members is not None  # local.method is given
-        local, state = job.members.local, fake_state(job, mode)
-        coder = coder_of(local.codec, 128, Kernels()) if local.codec else None
+        state, agree = fake_state(job, mode), job.members.average if full_mean else job.members.restart
         tracer, device = Tracer(target.kind == "cuda"), None if target.kind == "cpu" else mode.device
         record = MemoryTrace(state, {}, device=device, note=tracer.note, make_transfer=tracer.make_transfer)
         with recorded(record, mesh.ledger):
-            if full_mean:
-                average_members(job.plan, state, mesh.rp)
-            else:
-                restart_member(job.plan, job.members.outer, mesh.rp, state, coder)
+            agree(state, job.plan)
             record.close(state)
     return AgreementEvents(tuple(event for stay in record.stays for event in stay.events))
 

@@ -9,9 +9,14 @@ from torch import Tensor
 
 from fzero.core.arguments import expect_count, expect_fields, expect_kind
 from fzero.core.autodiff import Remat
+from fzero.core.bounds import Bounds
 from fzero.kernels.registry import AUTO, Kernels
 
 CAPTURE = ("auto", "off")
+# Bounds of Spike's numbers.
+SIGMAS: Bounds = (0.0, False, 1e6)
+WINDOW: Bounds = (2, True, 1e9)  # of 1 there is no deviation
+WARMUP: Bounds = (1, True, 1e9)
 UPDATES = ("end", "speculate", "backward", "delayed")  # when a step updates the state
 
 

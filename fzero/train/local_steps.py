@@ -128,7 +128,6 @@ def make_local_step(step: Step, plan: Plan, outer: GradientTransformation, membe
     (tensor([0.9000, 0.9000]), tensor([1., 1.]))
     """
     expect_local(plan)
-    coder = coder_of(local.codec, 128, Kernels()) if local.codec else None
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         state, metrics = step(state, batch)
@@ -136,22 +135,23 @@ def make_local_step(step: Step, plan: Plan, outer: GradientTransformation, membe
         if local.takes_mean(done):
             state = average_members(plan, state, members)
         elif local.due(done):
-            state = restart_member(plan, outer, members, state, coder)
+            state = restart_member(plan, outer, members, state, local.codec)
         return state, metrics
 
     return train_step
 
 
-def difference(plan: Plan, state: TrainState, members: Axis, coder: Coder | None) -> dict[str, Tensor]:
+def difference(plan: Plan, state: TrainState, members: Axis, codec: str) -> dict[str, Tensor]:
     """{leaf: d}, the mean of x_0 - x_i over the members, each message sent before one is waited for."""
     x = agreed(state).params
     gone = {name: (x[name] - leaf.to(x[name].dtype)) / members.size for name, leaf in updated(plan, state).items()}
     if members.size == 1:
         return gone
     with plan.mesh.ledger.phase("outer"):
-        if coder is None:
+        if not codec:
             sums = {name: start_psum(leaf.contiguous(), members, leaf=name) for name, leaf in gone.items()}
             return {name: pending.wait() for name, pending in sums.items()}
+        coder = coder_of(codec, 128, Kernels())
         jobs = {name: coded(name, leaf, members, coder, plan) for name, leaf in gone.items()}
         for _ in range(2):  # its rounds
             for job in jobs.values():
@@ -176,10 +176,10 @@ def ended(job: Iterator[Any]) -> Tensor:
 
 @torch.no_grad()
 def restart_member(
-    plan: Plan, outer: GradientTransformation, members: Axis, state: TrainState, coder: Coder | None
+    plan: Plan, outer: GradientTransformation, members: Axis, state: TrainState, codec: str
 ) -> TrainState:
     """The state after the outer optimizer's update, in its buffers: there the member begins again."""
-    d, x_0 = difference(plan, state, members, coder), agreed(state)
+    d, x_0 = difference(plan, state, members, codec), agreed(state)
     updates, opt_state = outer.update(d, x_0.opt_state, x_0.params)
     x = apply_updates(x_0.params, updates)
     write_fragments(plan, state, x)
@@ -195,9 +195,9 @@ def write_fragments(plan: Plan, state: TrainState, x: dict[str, Tensor]) -> None
         spread(plan, pytree.from_named(x, plan.trained(plan.like)), state.params)
 
 
-def write_mean(plan: Plan, state: TrainState, members: Axis, coder: Coder | None) -> dict[str, Tensor]:
+def write_mean(plan: Plan, state: TrainState, members: Axis, codec: str) -> dict[str, Tensor]:
     """Write the mean of the members' parameters, x_0 - d, into the buffers of the state, and return it."""
-    d = difference(plan, state, members, coder)
+    d = difference(plan, state, members, codec)
     mean = {name: x - d[name] for name, x in agreed(state).params.items()}
     write_fragments(plan, state, mean)
     return mean
@@ -206,7 +206,7 @@ def write_mean(plan: Plan, state: TrainState, members: Axis, coder: Coder | None
 @torch.no_grad()
 def average_members(plan: Plan, state: TrainState, members: Axis) -> TrainState:
     """A member's state after one of the first `after` steps: parameters and x_0 are the members' mean."""
-    return with_agreed(state, Outer(write_mean(plan, state, members, None), agreed(state).opt_state))
+    return with_agreed(state, Outer(write_mean(plan, state, members, ""), agreed(state).opt_state))
 
 
 @torch.no_grad()
@@ -220,7 +220,7 @@ def synchronize(plan: Plan, members: Axis, state: TrainState, local: Local) -> A
     """
     done = int(state.step)
     if not local.takes_mean(done) and not local.due(done):
-        write_mean(plan, state, members, coder_of(local.codec, 128, Kernels()) if local.codec else None)
+        write_mean(plan, state, members, local.codec)
 
     def mean(name: str, leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point() or members.size == 1:

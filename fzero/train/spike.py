@@ -25,12 +25,10 @@ import torch
 from torch import Tensor
 
 from fzero.core.arguments import expect_fields
-from fzero.core.bounds import Bounds, check_bounds
+from fzero.core.bounds import check_bounds
+from fzero.train.execution import SIGMAS, WARMUP, WINDOW
 from fzero.train.state import LossStats
 
-SIGMAS: Bounds = (0.0, False, 1e6)
-WINDOW: Bounds = (2, True, 1e9)  # of 1 there is no deviation
-WARMUP: Bounds = (1, True, 1e9)
 MIN_DEVIATION = (1e-3, 1e-12)  # deviation: a part of the mean, and what it is of a mean of 0
 ENTRY = 2.4  # deviations above the mean, as which a spike enters the statistics
 FIRST = 8  # losses after which an outlier enters as a spike does, in the warm-up too

@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from fzero import data, models
 from fzero.comm.axes import CP
 from fzero.core.storage import is_url
-from fzero.data.analysis import open_analysis
-from fzero.data.curriculum import Curriculum, Growth, Piece, rank
 from fzero.data.packing import Batch
-from fzero.models.dropping import expect_droppable, expect_layers_apart
 from fzero.run.config.stages import Ramp, stages_of
 
 RunConfig = Any  # fzero.run.config.run_config.RunConfig, whose module imports this one
@@ -86,7 +84,7 @@ def validate_random_ltd(c: RunConfig) -> None:
                 f"{max_tokens} tokens (train.random_ltd, or all) in at most {MAX_SIZES}; make them fit"
             )
     try:
-        expect_droppable(c.model)
+        models.dropping.expect_droppable(c.model)
     except ValueError as error:
         raise ValueError(f"train.random_ltd is {max_tokens} of {seq_len} tokens; {error}") from None
     split = "sequence" if c.sequence else f"mesh.cp={c.mesh[CP]}" if c.mesh.get(CP, 1) > 1 else ""
@@ -106,7 +104,7 @@ def validate_layers(c: RunConfig) -> None:
             )
         return
     try:
-        expect_layers_apart(c.model)
+        models.dropping.expect_layers_apart(c.model)
     except ValueError as error:
         raise ValueError(f"train.layer_drop_theta is {t.layer_drop_theta}; {error}") from None
     table = (
@@ -131,40 +129,40 @@ def split_name(text: str) -> tuple[str, str]:
     return match[1], match[2] or ""
 
 
-def growth_of(c: RunConfig) -> Growth:
+def growth_of(c: RunConfig) -> data.Growth:
     """How the part of the rows that is allowed grows."""
     d = c.data
     try:
-        return Growth(
+        return data.Growth(
             d.curriculum_schedule, Fraction(str(d.curriculum_start)), d.curriculum_steps or d.curriculum_tokens
         )
     except ValueError as error:
         raise ValueError(f"data.{error}") from None
 
 
-def pieces_of(c: RunConfig, by_tokens: bool) -> tuple[Piece, ...]:
+def pieces_of(c: RunConfig, by_tokens: bool) -> tuple[data.Piece, ...]:
     """The samples of a run's steps with their progress, in steps or in tokens of the run."""
-    pieces, first, tokens = list[Piece](), 0, 0
+    pieces, first, tokens = list[data.Piece](), 0, 0
     for stage in stages_of(c):
         of_step = stage.batch * stage.written.data.seq_len
-        pieces.append(Piece(first, tokens if by_tokens else stage.begin, stage.batch, of_step if by_tokens else 1))
+        pieces.append(data.Piece(first, tokens if by_tokens else stage.begin, stage.batch, of_step if by_tokens else 1))
         first, tokens = first + stage.samples, tokens + stage.tokens
     return tuple(pieces)
 
 
-def curriculum_of(c: RunConfig, corpus: Path) -> Curriculum | None:
+def curriculum_of(c: RunConfig, corpus: Path) -> data.Curriculum | None:
     """The curriculum of a run's rows, None for none; raises ValueError if its analysis is not the run's."""
     d = c.data
     if not d.curriculum:
         return None
     name, digest = split_name(d.curriculum)
-    analysis = open_analysis(corpus, name, d.seq_len, d.packing)
+    analysis = data.analysis.open_analysis(corpus, name, d.seq_len, d.packing)
     if digest and analysis.digest != digest:
         raise ValueError(
             f"data.curriculum is {d.curriculum} and the analysis {name} beside {corpus} is {analysis.digest} by now; "
             "put the other one back, or start a new run"
         )
-    return Curriculum(rank(analysis.values), growth_of(c), pieces_of(c, by_tokens=bool(d.curriculum_tokens)))
+    return data.Curriculum.by_values(analysis.values, growth_of(c), pieces_of(c, by_tokens=bool(d.curriculum_tokens)))
 
 
 def with_digest(c: RunConfig, corpus: Path) -> RunConfig:
@@ -178,7 +176,7 @@ def with_digest(c: RunConfig, corpus: Path) -> RunConfig:
             f"data.curriculum is {name} and data.path {c.data.path} is no corpus in a folder, beside which an analysis "
             f"is; make one first: fzero data {command} {c.data.path} --out corpus"
         )
-    analysis = open_analysis(corpus, name, c.data.seq_len, c.data.packing)
+    analysis = data.analysis.open_analysis(corpus, name, c.data.seq_len, c.data.packing)
     return replace(c, data=replace(c.data, curriculum=f"{name}@{analysis.digest}"))
 
 

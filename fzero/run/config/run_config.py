@@ -68,8 +68,7 @@ from fzero.sharding.context import Context
 from fzero.sharding.experts import Experts
 from fzero.sharding.pipeline_plan import Pipeline
 from fzero.sharding.zero_stages import REDUCE
-from fzero.train.execution import CAPTURE, UPDATES
-from fzero.train.spike import SIGMAS, WARMUP, WINDOW
+from fzero.train.execution import CAPTURE, SIGMAS, UPDATES, WARMUP, WINDOW
 
 
 @dataclass(frozen=True)

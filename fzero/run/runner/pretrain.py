@@ -21,6 +21,7 @@ from fzero.core.storage import absolute, is_url
 from fzero.data.chat import read_chat
 from fzero.data.mixture import Mixture
 from fzero.data.tokens import read_meta
+from fzero.run import ranks
 from fzero.run.config import curriculum, transforms
 from fzero.run.config.config_checks import check_corpus
 from fzero.run.config.config_table import apply_table, from_json, to_json
@@ -34,7 +35,6 @@ from fzero.run.measure.flops import token_flop
 from fzero.run.measure.memory_check import check_memory, gigabytes
 from fzero.run.measure.step_records import steps_of
 from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator, Say
-from fzero.run.ranks.elastic import refit_mesh
 from fzero.run.runner import auto_resume, rollback
 from fzero.run.runner.evaluate import with_reference
 from fzero.run.runner.out_of_memory import explained
@@ -62,7 +62,7 @@ def start(
     """A new run in the free `folder`, ready to train; raises ValueError for whatever is wrong before that."""
     preexisting, mesh_lines = coordinator.share(lambda: auto_resume.claim_folder(folder, auto=auto)), []
     if auto and (math.prod(config.mesh.values()) != coordinator.size or not config.mesh):
-        sizes, line = refit_mesh(config, config.mesh or {DP: coordinator.size}, coordinator.size)
+        sizes, line = ranks.refit_mesh(config, config.mesh or {DP: coordinator.size}, coordinator.size)
         config, mesh_lines = replace(config, mesh=sizes), [line]
         coordinator.set_size(math.prod(sizes.values()))
     coordinator.record(str(folder.absolute()))
@@ -175,7 +175,7 @@ def resume(
     explicit_mesh, mesh_lines = changes.pop("mesh", None), []
     sizes = recorded.mesh if explicit_mesh is None else explicit_mesh
     if math.prod(sizes.values()) != coordinator.size and (auto or explicit_mesh is None):
-        sizes, line = refit_mesh(apply_table(recorded, changes), sizes, coordinator.size)
+        sizes, line = ranks.refit_mesh(apply_table(recorded, changes), sizes, coordinator.size)
         mesh_lines = [line]
         coordinator.set_size(math.prod(sizes.values()))
         if coordinator.spare:

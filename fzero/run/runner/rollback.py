@@ -134,6 +134,7 @@ def roll_back_decision(g: Guard, row: dict[str, Any], sample: int, skipped: int)
 
 def expect_agreement(job: Job, state: TrainState, read_micro_batch: Callable[[int], Any], step: int) -> None:
     """Raise FloatingPointError, on all ranks, if they hold different values of one thing (train/sdc_check.py)."""
+    assert job.check is not None  # guard.check_every is given
     lines = job.check(state, read_micro_batch)
     if lines:
         count_text = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero import checkpoint, models
+from fzero import checkpoint, models, train
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.restore_state import restore_state, save_snapshot
 from fzero.comm.axes import AXES
@@ -30,6 +30,7 @@ from fzero.models.weights import column_norms
 from fzero.offload import Nvme
 from fzero.offload.nvme import buffer_need
 from fzero.optim import GradientTransformation, Schedule, with_average, with_lr_scale
+from fzero.run import setup
 from fzero.run.config.buckets import BUCKETS, BucketStep
 from fzero.run.config.config_table import to_table
 from fzero.run.config.run_config import RunConfig
@@ -38,19 +39,18 @@ from fzero.run.config.unused_keys import codec_of
 from fzero.run.ranks.coordinator import Coordinator, Say
 from fzero.run.setup import run_folder
 from fzero.run.setup.build_optim import make_optimizer, make_policy, make_schedule
-from fzero.run.setup.members import Members, MemberStep, members_of
 from fzero.sharding import Mesh, Plan, fake_mesh, make_mesh, zero_plan
 from fzero.sharding.context import Context
 from fzero.sharding.spec import Offload
 from fzero.train.eval import make_eval_step
 from fzero.train.execution import Execution, Skip
 from fzero.train.init import init_state
-from fzero.train.sdc_check import make_check
-from fzero.train.spike import Spike
 from fzero.train.state import TrainState, meta_state, state_specs
 from fzero.train.state_on_disk import missing_leaves, reopen_state
 from fzero.train.step import make_train_step
 from fzero.train.update.in_memory import sum_divergence
+
+Check = Callable[[TrainState, Callable[[int], Any]], list[str]]  # see make_check
 
 
 class Job(NamedTuple):
@@ -64,9 +64,9 @@ class Job(NamedTuple):
     nvme: Nvme | None  # the store of offloaded leaves
     train_step: Callable[[TrainState, Any], Any]
     eval_step: Callable[[Tree, Any], Any]
-    check: Callable[[TrainState, Callable[[int], Any]], list[str]]  # see make_check
+    check: Check | None  # by guard.check_every
     device: torch.device = HOST  # of this process: where the state is that does not rest elsewhere
-    members: Members | None = None  # that train apart, each by the plan
+    members: setup.Members | None = None  # that train apart, each by the plan
 
     @property
     def mesh(self) -> Mesh:
@@ -103,7 +103,7 @@ def build(
     micro_batches = local_micro_batches(config, mesh)
     expect_even_sequences(config, mesh)
     model = config.task.with_loss(config, models.build(config.model) if model is None else model)
-    members = members_of(config.local, mesh)
+    members = setup.members_of(config.local, mesh) if config.local.method else None
     plan = zero_plan(
         config.zero,
         model,
@@ -152,7 +152,7 @@ def build(
     )
     evaluated = models.by_position(model) if t.loss_by_position else model
     eval_step = make_eval_step(evaluated, plan, execution=execution, reduce=False)
-    check = make_check(trained, tx, plan, execution=execution, nvme=nvme)
+    check = train.make_check(trained, tx, plan, execution=execution, nvme=nvme) if config.guard.check_every else None
     schedule = make_schedule(config.optim, config.optim.lr, t.steps, rates)
     train_step = members.step(train_step, plan) if members else train_step
     train_step = BucketStep(train_step, t.batch, mesh.data_size) if config.data.packing == BUCKETS else train_step
@@ -186,7 +186,7 @@ def expect_even_sequences(config: RunConfig, mesh: Mesh) -> None:
 def skip_of(config: RunConfig) -> Skip:
     """Which steps make no update."""
     g = config.guard
-    return Skip(spike=Spike(g.sigmas, g.window, g.warmup) if g.spike != "off" else None)
+    return Skip(spike=train.Spike(g.sigmas, g.window, g.warmup) if g.spike != "off" else None)
 
 
 def delayed_updates(config: RunConfig, micro_batches: int) -> int:
@@ -327,8 +327,8 @@ def num_params(job: Job) -> int:
 def agreed(job: Job, state: TrainState, steps: int) -> TrainState:
     """The state once all members agree, in the buffers of `state`; after the last step also ranks that move apart."""
     with job.mesh.ledger.phase("checkpoint"):
-        if isinstance(job.train_step, MemberStep):
-            return job.train_step.agree(state)
+        if job.members is not None:
+            return job.members.agree(state, job.plan)
         return sum_divergence(job.tx, job.plan, state) if int(state.step) == steps else state
 
 

@@ -14,7 +14,6 @@ from fzero import optim
 from fzero.core.precision import POLICIES, Policy, fp16
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.optim import GradientTransformation, Schedule, decay_matrices
-from fzero.optim.onebit_lamb import RATIOS
 from fzero.run.config.run_config import Optim, RunConfig
 from fzero.run.config.unused_keys import first_local
 from fzero.sharding.slices import STACKED
@@ -92,7 +91,7 @@ def make_optimizer(
         momentum = optim.cycle_momentum(s.low_beta1, s.high_beta1, s.warmup_steps, s.decay_steps)
         cycled = (momentum if updates == 1 else lambda count: momentum(count // updates), config.beta2)
     bias: dict[str, Any] = {"correction": config.correction}
-    min_ratio, max_ratio = RATIOS if config.name == "onebit_lamb" else (0.0, math.inf)
+    min_ratio, max_ratio = optim.RATIOS if config.name == "onebit_lamb" else (0.0, math.inf)
     ratios: dict[str, Any] = {
         "ratios": (min_ratio if config.min_ratio is None else config.min_ratio, config.max_ratio or max_ratio)
     }

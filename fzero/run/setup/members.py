@@ -21,7 +21,14 @@ from fzero.run.config.unused_keys import OUTER
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.codec import Local
 from fzero.sharding.slices import local_numel
-from fzero.train.local_steps import init_local, local_specs, make_local_step, synchronize
+from fzero.train.local_steps import (
+    average_members,
+    init_local,
+    local_specs,
+    make_local_step,
+    restart_member,
+    synchronize,
+)
 from fzero.train.state import TrainState
 from fzero.train.step import Metrics
 
@@ -47,6 +54,18 @@ class Members(NamedTuple):
         """The step of a member, from that of its plan."""
         return MemberStep(step, plan, self)
 
+    def agree(self, state: TrainState, plan: Plan) -> TrainState:
+        """The state once all members agree on all of it, to be saved."""
+        return synchronize(plan, self.mesh.rp, state, self.local)
+
+    def average(self, state: TrainState, plan: Plan) -> TrainState:
+        """The state after members took their mean."""
+        return average_members(plan, state, self.mesh.rp)
+
+    def restart(self, state: TrainState, plan: Plan) -> TrainState:
+        """The state after the outer optimizer's update."""
+        return restart_member(plan, self.outer, self.mesh.rp, state, self.local.codec)
+
     def text(self, plan: Plan) -> str:
         """What members send, in words."""
         local, ranks = self.local, self.mesh.rp.size
@@ -63,20 +82,16 @@ class Members(NamedTuple):
 
 
 class MemberStep:
-    """A member's train step `(state, batch) -> (state, Metrics)`, with the metrics of all members, and `agree`."""
+    """A member's train step `(state, batch) -> (state, Metrics)`, with the metrics of all members."""
 
     def __init__(self, step: Step, plan: Plan, members: Members) -> None:
-        self.plan, self.members = plan, members
+        self.members = members
         self.inner_step = step  # without the other members, as plans trace it
         self.local = make_local_step(step, plan, members.outer, members.mesh.rp, members.local)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         state, metrics = self.local(state, batch)
         return state, join(metrics, self.members.mesh)
-
-    def agree(self, state: TrainState) -> TrainState:
-        """The state once all members agree on all of it, to be saved."""
-        return synchronize(self.plan, self.members.mesh.rp, state, self.members.local)
 
 
 @torch.no_grad()
@@ -108,10 +123,8 @@ def join(metrics: Metrics, mesh: Mesh) -> Metrics:
     )
 
 
-def members_of(config: LocalSteps, mesh: Mesh) -> Members | None:
-    """How the members of a run agree; None for a run without."""
-    if not config.method:
-        return None
+def members_of(config: LocalSteps, mesh: Mesh) -> Members:
+    """How the members of a run with a method agree."""
     lr, momentum = OUTER[config.method]
     lr = lr if config.lr is None else config.lr
     momentum = momentum if config.momentum is None else config.momentum
