@@ -1,6 +1,4 @@
-"""Foundations that extend torch: trees, random keys, transforms, compilation, dtypes, storage. Imports nothing about
-ranks or models.
-"""
+"""Foundations that extend torch: trees, random keys, transforms, compilation, dtypes, storage; no ranks, no models."""
 
 from fzero.core.lazy_names import attach
 

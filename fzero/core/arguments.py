@@ -1,9 +1,7 @@
 """One line for an argument of another kind, or of another library's name: what it is, and what to write instead.
 
-Values against type hints: the hints of public functions are what callers are held to, so that a value of another
-kind is one line where it is given, and not an error of torch later on, or a wrong number.
-
-As Python itself does, an int serves as a float; numpy's scalars serve as Python's; a bool serves as no number.
+The type hints of public functions are what callers are held to. As Python itself does, an int serves as a float;
+numpy's scalars serve as Python's; a bool serves as no number.
 """
 
 from __future__ import annotations
@@ -57,10 +55,7 @@ WORDS: dict[Any, str] = {
 
 @functools.cache
 def hints_of(target: Callable[..., Any] | type) -> dict[str, Any]:
-    """The type hints of a function's arguments, or of a class' fields with those of its bases, by name.
-
-    A hint that names what only a type checker imports is Any.
-    """
+    """The type hints of a function's arguments, or of a class' fields, by name; Any for a type checker's."""
     if isinstance(target, type):
         scopes = [(inspect.get_annotations(base), vars(sys.modules[base.__module__])) for base in target.__mro__[::-1]]
     else:
@@ -103,11 +98,7 @@ def expect_hint(label: str, value: Any, hint: Any) -> Any:
 
 
 def expect_fields(instance: Any, owner: str = "") -> None:
-    """Raise WrongKind if a field of a frozen dataclass is of another kind than its hint; numpy's scalars become
-    Python's.
-
-    owner: its name in the message; "": that of the class.
-    """
+    """Raise WrongKind if a field of a frozen dataclass is of another kind than its hint; numpy's become Python's."""
     hints = hints_of(type(instance))
     for name in (field.name for field in dataclasses.fields(instance)):
         value, hint = getattr(instance, name), hints[name]

@@ -218,17 +218,13 @@ def unwrapped(x: Tensor) -> Tensor:
 
 
 def transforms() -> list[str]:
-    """The names of the torch.func transforms active around the caller, outermost first: "Grad", "Vmap", "Jvp" or
-    "Functionalize".
-    """
+    """The names of the torch.func transforms active around the caller, outermost first, such as "Grad", "Vmap"."""
     stack = get_interpreter_stack()
     return [level.key().name for level in stack or []]
 
 
 def first_order() -> bool:
-    """Whether a Function that can be differentiated only once may be used: at most one torch.func.grad or vjp is
-    active, and nothing else.
-    """
+    """Whether at most one torch.func.grad or vjp is active, so that a once-differentiable Function serves."""
     return transforms() in ([], ["Grad"])
 
 
@@ -243,9 +239,7 @@ def needs_grad(*tensors: Tensor) -> bool:
 
 
 def expect_closed(f: Callable[..., Any], label: str) -> None:
-    """Raise ValueError if `f` itself closes over a tensor that is differentiated or batched: a Function would ignore
-    its gradient.
-    """
+    """Raise ValueError if `f` closes over a tensor that is differentiated or batched: its gradient would be lost."""
     for name, cell in zip(
         getattr(getattr(f, "__code__", None), "co_freevars", ()), getattr(f, "__closure__", None) or ()
     ):
@@ -260,9 +254,7 @@ def expect_closed(f: Callable[..., Any], label: str) -> None:
 
 
 class Function(torch.autograd.Function):
-    """A torch.autograd.Function whose `apply` binds no arguments where no transform is active: torch reads the
-    signature of `forward` out of the code at each call, which takes longer than most kernels of a small step.
-    """
+    """A torch.autograd.Function whose `apply` binds no arguments where no transform is active, to save time."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -282,13 +274,7 @@ def run_backward(operation: str, run: Callable[..., tuple[Tensor, ...]], *tensor
 
 
 class Backward(Function):
-    """`Backward.apply(what, run, *tensors)` returns the tuple `run(*tensors)`, computed on plain tensors below all
-    transforms.
-
-    For use inside the backward pass of another Function. Under vmap (jacrev batches cotangents) it loops over the
-    batch. It cannot be differentiated: that raises NotImplementedError naming `what`, so operations with such a
-    backward pass fall back to their reference when a second derivative is taken by torch.func.
-    """
+    """`Backward.apply(what, run, *tensors)` returns the tuple `run(*tensors)`, computed below all transforms."""
 
     @staticmethod
     def forward(operation: str, run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -26,8 +26,7 @@ POWERS: dict[float, str] = {2**63: "2^63", 2**64: "2^64"}
 
 
 def check_bounds(name: str, value: float, bounds: Bounds) -> None:
-    """Raise ValueError if `value` is outside of `bounds`, or not a number. A whole number is below 2^63 if its bounds
-    name no other end, another number below 3.4e38.
+    """Raise ValueError if `value` is outside of `bounds`, or not a number.
 
     >>> check_bounds("lr", -1.0, RATE)
     Traceback (most recent call last):

@@ -1,8 +1,6 @@
-"""Recomputation in the backward pass (remat). What a program reads beside its arguments is put back where it runs
-again: a recomputation must see what the first run saw, or its gradient is that of another function.
+"""Recomputation in the backward pass (remat), which must see what the first run saw beside its arguments.
 
-That is: random numbers (torch's generators, Python's, numpy's, and the draws by a key), autocast and the default
-dtype.
+That is: random numbers (torch's generators, Python's, numpy's, and draws by a key), autocast and the default dtype.
 """
 
 from __future__ import annotations
@@ -142,8 +140,7 @@ DRAWING: set[Any] = set()  # the codes of those that reach a generator
 
 
 def generators_in(f: Any, *arguments: Any) -> list[Any]:
-    """The generators that a function, what it calls, or its arguments hold. A function that reached none in its first
-    calls is not searched again."""
+    """The generators that a function, what it calls, or its arguments hold."""
     generators, codes = [x for x in pytree.leaves(arguments) if is_generator(x)], codes_of(f)
     if is_foreign(f) and (LOOKS[codes] < MAX_LOOKS or codes in DRAWING):
         reached = ClosureState.from_function(f).generators.values()
@@ -199,10 +196,7 @@ def cell_is_full(cell: Any) -> bool:
 
 
 def call_repeatable(f: Any, run: Callable[[], R], initial: AmbientState) -> R:
-    """What `run` returns, which calls f; raises Impure if a second call gives other values, as a recomputation would:
-    of a count, an iterator, an average, a clock. The first calls of f are made twice. initial: the surroundings here.
-
-    A function with collectives is not called twice: other ranks would wait for it."""
+    """What `run` returns, which calls f; raises Impure if a second call gives other values."""
     if not is_inspected(f):
         return run()
     LOOKS[codes_of(f)] += 1
@@ -244,9 +238,7 @@ class Rerun:
 
 @contextlib.contextmanager
 def first_run() -> Iterator[None]:
-    """A mode that refuses draws by torch's generators where operators are recorded, as no state of theirs is; and the
-    draws by a key that are on, which torch leaves where it calls an autograd.Function under its transforms.
-    """
+    """A mode that refuses draws by torch's generators in recorded operators, and keeps the draws by a key."""
     draws, traced = CURRENT.get(), is_traced()
     with contextlib.nullcontext() if draws is None else draws.reenter(), contextlib.ExitStack() as stack:
         if traced and draws is None:
@@ -255,9 +247,7 @@ def first_run() -> Iterator[None]:
 
 
 def _bind_arguments(run: Callable[..., Any], values: Sequence[Any], positions: Sequence[int]) -> Callable[..., Any]:
-    """`run` as a function of only the arguments at positions `positions`; the other arguments are fixed to those in
-    `values`.
-    """
+    """`run` as a function of the arguments at `positions` alone; the others are fixed to `values`."""
 
     def call_selected(*selected: Tensor) -> Any:
         full = list(values)

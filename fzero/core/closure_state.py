@@ -1,5 +1,6 @@
-"""What somebody's function has beside its arguments, and what shows that a call changed it: variables, attributes of
-objects and modules, states of generators of random numbers.
+"""What somebody's function has beside its arguments, and what shows that a call changed it.
+
+Variables, attributes of objects and modules, states of generators of random numbers.
 """
 
 from __future__ import annotations
@@ -25,10 +26,7 @@ from fzero.core.torch_private import FakeTensor
 
 
 class ClosureState:
-    """What a function has beside its arguments: tensors by name, and modules.
-
-    collections: whether variables that are lists and their like have marks, beside numbers and texts.
-    """
+    """What a function has beside its arguments: tensors by name, and modules."""
 
     def __init__(self, collections: bool = True) -> None:
         self.collections = collections
@@ -268,8 +266,7 @@ def methods(owner: Any) -> list[Any]:
 
 
 def variables(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The variables outside of a function that it reads or writes, by name: its module's, those of functions around
-    it, defaults of its arguments, its attributes, and those of modules that it names."""
+    """The variables outside of a function that it reads or writes, by name."""
     names = inspect.getclosurevars(f)
     for name, value in {**names.globals, **names.nonlocals}.items():
         yield name, value

@@ -1,10 +1,7 @@
 """Compilation: trace a function to plain operators, compile the graph with Inductor, cache it by shapes and dtypes.
 
-make_fx traces below torch.func: it executes the transforms and our own Functions, so the graph contains forward pass,
-backward pass and collectives as operators. (Dynamo, in contrast, loses the backward pass of a Function under
-torch.func.grad.)
-
-Ref: torch.fx.experimental.proxy_tensor.make_fx.
+make_fx traces below torch.func, so the graph has forward pass, backward pass and collectives as operators. (Dynamo
+loses the backward pass of a Function under torch.func.grad.)
 """
 
 from __future__ import annotations
@@ -58,10 +55,7 @@ def fake_mode() -> Any:
 def trace(
     f: Callable[..., Any], primals: list[Tensor], tangents: list[Tensor], mode: Any, compiled: bool = True
 ) -> torch.fx.GraphModule:
-    """The graph of plain functional operators of `f(primals, tangents)`.
-
-    compiled: of those that Inductor knows; else of those that run when `f` is called, for the same bits.
-    """
+    """The graph of plain functional operators of `f(primals, tangents)`; compiled: of those that Inductor knows."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     table: dict[Any, Any] = {}
@@ -88,9 +82,7 @@ def trace(
 
 @contextlib.contextmanager
 def detached_modes(mode: Any) -> Iterator[None]:
-    """Outside of the modes around the caller: a compiler traces programs of its own, which are no part of one that is
-    watched. mode: that of the trace; a plan's stays.
-    """
+    """A context outside of the modes around the caller, for a compiler's own programs; mode: the trace's."""
     from fzero.core.torch_private import DisableTorchFunction, disable_current_modes
 
     modes = contextlib.nullcontext() if isinstance(mode, FakeDevice) else disable_current_modes()
@@ -99,9 +91,7 @@ def detached_modes(mode: Any) -> Iterator[None]:
 
 
 def compile_graph(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) -> Run:
-    """Compile a graph. The result takes a list of inputs and empties it, so that each input is freed after its last
-    use.
-    """
+    """Compile a graph; the result takes a list of inputs and empties it, so that each is freed after use."""
     from torch.compiler import config as compiler_config
 
     from fzero.core.torch_private import (
@@ -137,12 +127,7 @@ def compile_graph(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = Fa
 
 
 def _cache_tag() -> str:
-    """The settings and versions that a compiled graph depends on; Inductor's cache of graphs asks for more than its own
-    list.
-
-    The vector instructions, as another machine may share the folder; the threads, which share out sums; fzero's own
-    source, as a graph names its operators only.
-    """
+    """The settings and versions that a compiled graph depends on."""
     return f"{package_digest()} {vector_instructions()} {torch.get_num_threads()}"
 
 
@@ -152,8 +137,7 @@ _COMPILE_CALLBACKS: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def on_first_compile(callback: Callable[[], None]) -> Iterator[None]:
-    """A context in which `callback` is called once, before the first blocks are compiled that were not compiled on this
-    machine before."""
+    """A context in which `callback` is called once, before the first blocks that are new on this machine compile."""
     _COMPILE_CALLBACKS.append(callback)
     try:
         yield

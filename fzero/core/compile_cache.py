@@ -1,9 +1,8 @@
 """Answers kept in files: what one process compiled, a later one finds again without asking the compiler.
 
-An answer is a table of JSON beside the digests of the files that it names. It is found under a digest of its question,
-a text with all that the answer depends on; `platform_facts` is the part that all questions share. An entry that
-cannot be read, that answers another question, or whose files are not the ones it was written for, is none.
-The folder is within Inductor's cache, whose libraries most entries name, and can be removed at any time.
+An answer is a table of JSON beside the digests of the files that it names, under a digest of its question;
+`platform_facts` is the part that all questions share. An entry that cannot be read, answers another question, or whose
+files have changed, is none. The folder is within Inductor's cache, and can be removed at any time.
 """
 
 # With torch's own caches alone the first step of a second run takes 5 to 8 s, not 0.5: they begin behind the trace.
@@ -116,8 +115,7 @@ def _path(question: str) -> Path:
 
 @contextlib.contextmanager
 def single_flight(question: str) -> Iterator[None]:
-    """A context in which the first process of this machine is alone, of those with the same question; the others wait
-    for it, and then find together what it has made."""
+    """A context in which the first process with a question is alone on this machine; the others wait for it."""
     import fcntl
 
     lock_path = _path(question).with_suffix(".lock")
@@ -146,10 +144,7 @@ def load_answer(question: str) -> dict[str, Any] | None:
 
 
 def store(question: str, answer: Mapping[str, Any], files: Sequence[str] = ()) -> None:
-    """Keep an answer, a table of JSON, that is right while `files` have the bytes that they have now.
-
-    Where the folder cannot be written nothing is kept: the answer is there already, and is made again next time.
-    """
+    """Keep an answer, a table of JSON, that is right while `files` have their bytes; nothing if unwritable."""
     path = _path(question)
     with contextlib.suppress(OSError):
         digests = {file: _digest(Path(file).read_bytes()) for file in files}

@@ -21,9 +21,7 @@ KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or
 
 
 def check_type(name: str, value: Any, hint: Any) -> Any:
-    """Return `value` if it has the type `hint` (an int is converted to float); raises ValueError naming key, value and
-    the types allowed.
-    """
+    """`value` if it has the type `hint` (an int as a float); raises ValueError naming key, value and types."""
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if float in kinds and type(value) is int:
         return float(value)
@@ -103,11 +101,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]
 
 
 def to_toml(table: Table, notes: Mapping[str, str] | None = None) -> str:
-    """The TOML text of nested tables of numbers, texts, truth values and lists of them; `tomllib.loads` gives them
-    back. notes: comments after values, by dotted name.
-
-    Raises ValueError for a value that TOML cannot express, such as None.
-    """
+    """The TOML text of nested tables of numbers, texts, truth values and lists; notes: comments by dotted name."""
 
     def word(key: str, value: Any) -> str:
         if isinstance(value, bool | str):

@@ -31,9 +31,7 @@ class VariableSource(NamedTuple):
 
 
 class Readings:
-    """What functions, and those of somebody's that they call by name, read when this was made.
-
-    excluded: functions whose variables do not count.
+    """What functions, and those that they call by name, read when this was made.
 
     >>> rates = {"now": 0.1}
     >>> readings = Readings([lambda x: rates["now"] * x])

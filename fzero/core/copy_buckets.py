@@ -1,7 +1,7 @@
 """Copies of many tensors between the host and a GPU: small ones side by side, in buckets; a large one in pieces.
 
-A copy takes some 10 us to start, so tensors that are copied faster than that go together. Nothing here knows a stream:
-fzero.core.gpu makes each copy.
+A copy takes some 10 us to start, so tensors that are copied faster than that go together. fzero.core.gpu_copies makes
+each copy.
 """
 
 from __future__ import annotations
@@ -48,11 +48,7 @@ def _empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def allocate_adjacent(
     like: Sequence[Tensor], layers: int | None = None, empty: Callable[..., Tensor] = _empty_pinned
 ) -> list[Tensor]:
-    """Uninitialised memory of the host for each tensor (for `layers` of each, stacked): those of one dtype side by
-    side, layer by layer, so that one copy fills a layer of all.
-
-    empty: (shape, dtype=) -> such memory; that of PyTorch's allocator serves what comes and goes.
-    """
+    """Uninitialised memory of the host for each tensor; one dtype side by side, layer by layer."""
     out: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(x.dtype for x in like):
         chosen = [i for i, x in enumerate(like) if x.dtype == dtype]
@@ -63,9 +59,7 @@ def allocate_adjacent(
 
 
 def copy_out_buckets(tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Copied]:
-    """`copy_out` of each tensor to its memory in `outs`, with one event for all; small ones whose memory lies side by
-    side go by one copy, in buckets of 64 MB at most.
-    """
+    """`copy_out` of each tensor to its memory in `outs`, with one event; neighbours together, by 64 MB at most."""
     last = None
     for bucket in _adjacent(outs) if tensors and tensors[0].is_cuda else [[i] for i in range(len(outs))]:
         first = bucket[0]
@@ -85,10 +79,7 @@ def copy_in_buckets(
     events: Sequence[Any] | None = None,
     outs: Sequence[Tensor] | None = None,
 ) -> list[Copied]:
-    """`copy_in` of each tensor; small ones whose memory lies side by side go by one copy, in buckets of 64 MB at most.
-
-    events: an event for each, or None. outs: memory there for each, of the same dtype; None: new memory.
-    """
+    """`copy_in` of each tensor, after its event if any; neighbours together, by 64 MB at most."""
     out: dict[int, Copied] = {}
     for bucket in _adjacent(tensors) if device.type == "cuda" else [[i] for i in range(len(tensors))]:
         first, bucket_events = bucket[0], [] if events is None else [events[i] for i in bucket]
@@ -128,9 +119,7 @@ def _adjacent(buffers: Sequence[Tensor]) -> list[list[int]]:
 
 
 def start_fetch(tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """Start to copy tensors to the host's memory, small ones together, with one wait for all; those that are there stay
-    the same.
-    """
+    """Start to copy tensors to the host's memory, small ones together, with one wait for all."""
     leaving = [x for x in tensors if x.is_cuda]
     small = [x for x in leaving if x.nbytes < SMALL_COPY]
     buffers = iter(allocate_adjacent(small))

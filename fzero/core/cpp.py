@@ -1,8 +1,7 @@
 """Compile the .cpp file beside a module when it is first used on a machine.
 
-g++ is called alone, with the flags that Inductor gives its own loops: no second is spent on importing Inductor, or
-torch. What it made is kept (compile_cache) for later processes. Elsewhere than on Linux Inductor compiles the file, as
-it knows the compilers there.
+g++ is called alone, with the flags that Inductor gives its own loops, so that neither Inductor nor torch is imported;
+the result is kept (compile_cache). Elsewhere than on Linux Inductor compiles the file.
 """
 
 from __future__ import annotations
@@ -49,11 +48,7 @@ def compiler() -> str:
 
 @functools.cache
 def library(module: str, rounding: tuple[str, ...], macro: str = "") -> ctypes.CDLL:
-    """Compile the .cpp file beside a module (given by its `__file__`), or load what was kept of it.
-
-    macro: a macro that the file is compiled with, for a file of several parts. Raises RuntimeError with the compiler's
-    message if that fails.
-    """
+    """The library of the .cpp file beside a module, compiled or kept; raises RuntimeError if that fails."""
     if platform.system() == "Linux" and shutil.which("g++"):
         return library_by_gcc(module, rounding, macro)
     from fzero.core.torch_private import CppCodeCache
@@ -70,11 +65,7 @@ def library_by_gcc(module: str, rounding: tuple[str, ...], macro: str = "") -> c
 
 
 def compiled_by_gcc(module: str, rounding: tuple[str, ...], macro: str = "") -> str:
-    """The file of the library that g++ makes of the .cpp file beside a module, in the folder of kept ones; needs no
-    torch in the process. One process compiles a file at a time, and others wait for it.
-
-    Raises RuntimeError with g++'s message if that fails.
-    """
+    """The file of the library that g++ makes of the .cpp file beside a module, needing no torch."""
     source = Path(module).with_suffix(".cpp")
     text, flags = source_of(source), (*_ALL, *rounding, *_macros(macro))
     torch = Path(str(metadata.distribution("torch").locate_file("torch")))
@@ -113,11 +104,7 @@ def _store_library(question: str, content: bytes) -> str:
 
 @functools.cache
 def trust_vector_flags() -> None:
-    """Let Inductor take the vector instructions from the CPU's own list if the compiler knows all their flags.
-
-    Otherwise it compiles and loads a program with torch's headers for each of them, seconds in every process. It finds
-    the same instructions either way.
-    """
+    """Let Inductor take the vector instructions from the CPU's own list if the compiler knows all their flags."""
     from fzero.core.torch_private import inductor_config, supported_vec_isa_list
 
     program = compiler()

@@ -33,9 +33,7 @@ def crc32c(data: Buffer, value: int = 0) -> int:
 
 @functools.cache
 def provider() -> str:
-    """What computes checksums here: "crc32c" (the package), "C++", "google_crc32c", which holds Python's lock
-    meanwhile, or "" for nothing.
-    """
+    """What computes checksums here: "crc32c" (the package), "C++", "google_crc32c", or "" for nothing."""
     if importlib.util.find_spec("crc32c"):
         with contextlib.suppress(ImportError):  # one that was built for another system
             importlib.import_module("crc32c")
@@ -71,9 +69,7 @@ def by_google(data: Buffer, value: int) -> int:
 
 
 def by_cpp(macro: str = "") -> Checksum:
-    """The loop of crc32c.cpp, compiled at first use; it runs without Python's lock. macro: "TABLES" for processors
-    without an instruction.
-    """
+    """The loop of crc32c.cpp, compiled at first use; it runs without Python's lock."""
     function = cpp.library(__file__, cpp.EXACT, macro).crc32c
     function.restype, function.argtypes = ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32]
 

@@ -1,15 +1,11 @@
 """The device that a tensor is on, or that a plan's fake tensor represents.
 
-A plan for a GPU runs on machines without one. Its tensors are fake tensors of a `FakeDevice` mode, which has two
-memories: tensors on `FakeDevice.device` represent the GPU's, those on torch.device("cpu") the host's. Code that chooses
-by device calls `kind_of` or `target_of`, which answer for the planned device. The tensors carry this information; there
-is no global state.
+A plan for a GPU runs on machines without one, on fake tensors of a `FakeDevice` mode: those on `FakeDevice.device`
+represent the GPU's, those on torch.device("cpu") the host's. Code that chooses by device calls `kind_of` or
+`target_of`; there is no global state.
 
-The results of operators on fake tensors, remembered by the sizes of their arguments.
-
-A plan runs the same few hundred operators on the same sizes ten thousand times. FakeTensorMode has a memory of its own,
-in which finding a result takes some 200 us on a slow CPU; here it takes 20 (in place) to 150 (a view), as only what a
-plan needs is served: sizes that are numbers, and tensors of the mode without a known value.
+Results of operators on fake tensors are remembered by the sizes of their arguments: a plan runs the same few hundred
+ten thousand times, and FakeTensorMode takes some 200 us to find one, this 20 to 150.
 """
 
 from __future__ import annotations
@@ -106,8 +102,7 @@ def is_cacheable(func: Any) -> bool:
 
 
 def key_of(mode: Any, value: Any, tensors: list[Any]) -> Any:
-    """What the results depend on, of an argument, whose tensors are appended to `tensors`; None if it has another
-    value."""
+    """What the results depend on, of an argument, whose tensors are added to `tensors`; None if unknown."""
     kind = type(value)
     if kind in PLAIN:
         return kind, value
@@ -172,15 +167,7 @@ CPU = Target("cpu")
 
 
 class FakeDevice(FakeTensorMode):
-    """A context in which new tensors have no memory: those on `self.device` represent tensors on `target`, those on
-    "cpu" tensors on its host.
-
-    torch.tensor(numbers, device=...) always creates the tensor on the host: write torch.tensor(0).to(device).
-
-    lower: compiles a graph for fake tensors, as (graph, example inputs, backward) -> callable; None: a graph runs as it
-    was traced.
-    tracing: these tensors are used to trace a graph; no step runs, and the ledger records no collective.
-    """
+    """A context in which new tensors have no memory and represent tensors on `target`, or on its host."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -195,9 +182,7 @@ class FakeDevice(FakeTensorMode):
         self.results = FakeResults(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator as FakeTensorMode does, except that a tensor copied to the device loses its known constant
-        value.
-        """
+        """Run an operator as FakeTensorMode does; a tensor copied to the device loses its constant value."""
         if (
             func is torch.ops.aten._to_copy.default
             and (kwargs or {}).get("device") == PLANNED_GPU
@@ -244,9 +229,7 @@ def kind_of(x: Tensor) -> str:
 
 
 def fake_device_of(x: Tensor) -> FakeDevice | None:
-    """The FakeDevice mode that `x` (or the tensor it wraps under a torch.func transform) belongs to; None for a real
-    tensor.
-    """
+    """The FakeDevice mode that `x` (or the tensor it wraps) belongs to; None for a real tensor."""
     x = _unwrapped(x)
     return x.fake_mode if isinstance(x, FakeTensor) and isinstance(x.fake_mode, FakeDevice) else None
 
@@ -275,7 +258,5 @@ KERNELS.add("fzero::record_launch")
 
 
 def record_launch(kernel: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-    """In a plan, record the launch of a kernel that is not a torch operator: its name, the tensors it reads, and those
-    it writes.
-    """
+    """In a plan, record the launch of a kernel that is no torch operator: its name, what it reads and writes."""
     torch.ops.fzero.record_launch(kernel, list(read), list(written))

@@ -1,19 +1,15 @@
-"""Additive digests of tensors: the digest of a whole leaf is the sum of the digests of its shards, however it is
-sharded.
+"""Additive digests of tensors: a leaf's digest is the sum of the digests of its shards, however it is sharded.
 
 The digest of a leaf is the sum modulo 2^64, over its elements, of
 
     z = bits + K1 (index + 1);  z = (z ^ (z >> 32)) K2;  z ^ (z >> 29)                       (each modulo 2^64)
 
-where `bits` is the element's bit pattern as an unsigned integer and `index` its row-major index in the whole leaf. The
-mixing steps follow Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators". For a fixed index the
-map is one to one, so a change of one element always changes the digest; other changes go unnoticed with probability
-2^-64. It is not cryptographic.
+where `bits` is the element's bit pattern as an unsigned integer and `index` its row-major index in the whole leaf. For
+a fixed index the map is one to one, so a change of one element always changes the digest; other changes go unnoticed
+with probability 2^-64. It is not cryptographic.
 
-A sum of integers does not depend on the order. So each rank digests its own shards, a checkpoint reader digests slices,
-and a state has the same digest on every mesh, without sending the state.
-
-On a GPU a digest is summed there, and `start_digest` gives it as a tensor: `read_digests` reads many of them at once.
+A sum of integers does not depend on the order, so a state has the same digest on every mesh, without sending it. Ref,
+mixing steps: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
 """
 
 from __future__ import annotations
@@ -57,13 +53,7 @@ _done, _MANY, _compiling = 0, 1 << 25, threading.Lock()
 
 
 def digest(x: Tensor, shape: Sequence[int] | None = None, start: Sequence[int] | None = None) -> int:
-    """Return the digest, in [0, 2^64), of a leaf or of a block of it.
-
-    shape, start: the shape of the whole leaf and the block's first index in it; without them `x` is the whole leaf. The
-    digests of the blocks of a partition add up, modulo 2^64, to that of the whole; an empty block has digest 0. x: of
-    any strides; on a CPU it is not copied. Runs on one thread, without the GIL. Raises ValueError for a dtype that
-    checkpoints do not store, and for a block that is not inside the whole leaf.
-    """
+    """The digest, in [0, 2^64), of a leaf, or of the block of one of this shape that begins at `start`."""
     return read_digests([start_digest(x, shape, start)])[0]
 
 
@@ -96,9 +86,7 @@ def read_digests(started: Sequence[Started]) -> list[int]:
 
 
 def digest_strided(x: Tensor, steps: Sequence[int], first: int) -> int:
-    """Return the digest of elements of a leaf; `x[i, j, ...]` has the index first + i steps[0] + j steps[1] + ... in
-    the whole leaf.
-    """
+    """The digest of elements of a leaf; `x[i, j, ...]` has the index first + i steps[0] + j steps[1] + ..."""
     return read_digests([_start_strided(x, steps, first)])[0]
 
 
@@ -123,11 +111,7 @@ def digest_tree(tree: pytree.Tree) -> dict[str, int]:
 
 
 def combine(digests: dict[str, int]) -> int:
-    """Combine the digests of named leaves into one in [0, 2^64): the sum of each times an odd number derived from the
-    leaf's name.
-
-    It is linear: the sum over ranks of the combined digests of their shards is the combined digest of the whole leaves.
-    """
+    """The digest of named leaves in [0, 2^64), linear in theirs: each times an odd number of its name."""
     return sum(value * _odd(name) for name, value in digests.items()) & _MASK
 
 
@@ -137,10 +121,7 @@ def _odd(name: str) -> int:
 
 
 def _merge_dims(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Merge adjacent dims that are contiguous both in memory and in the whole leaf.
-
-    Takes and returns (size, stride in memory, stride in the whole leaf) of each dim, at least one.
-    """
+    """Merge dims (size, stride in memory, stride in the whole leaf) that are contiguous in both."""
     out: list[tuple[int, int, int]] = []
     for size, skip, step in [d for d in dims if d[0] != 1] or [(1, 1, 1)]:
         if out and out[-1][1] == size * skip and out[-1][2] == size * step:
@@ -150,9 +131,7 @@ def _merge_dims(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def _library_if_worth(words: Tensor) -> ctypes.CDLL | None:
-    """The C++ library, or None if it cannot read these words, or if this process has digested too few elements to
-    compile it.
-    """
+    """The C++ library, or None if it cannot read these words or too few elements were digested so far."""
     global _done
     if words.device.type != "cpu" or type(words) is not Tensor:
         return None
@@ -192,9 +171,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _digest_by_tensors(words: Tensor, steps: list[int], first: int) -> Tensor:
-    """Return the digest of signed words by tensor operations, as a 0-dim int64 of its bits; element (i_0, i_1, ...) has
-    the index first + sum_d i_d steps[d].
-    """
+    """The digest of signed words by tensor operations, a 0-dim int64; the index is first + sum_d i_d steps[d]."""
     chunk = _CHUNK.get(words.device.type, _CHUNK_ELSEWHERE)
     if words.numel() > chunk:
         # Split along the longest dim, which makes few pieces of even size.

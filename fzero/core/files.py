@@ -1,15 +1,10 @@
 """The opening of every file that fzero writes: a name that fzero chooses is never followed through a link.
 
-A folder that a user names may be reached through symbolic links. Below it nothing is: a file there is a regular file
-with one name, a folder is a folder, and what else stands in its place is refused by name or, where its content would be
-replaced anyway, removed. So no run changes a file outside of its folder (tests/test_writing.py walks the package for
-other openings).
+A folder that a user names may be reached through symbolic links. Below it a file is a regular file with one name, a
+folder is a folder, and what else stands there is refused or, where its content would be replaced anyway, removed. So no
+run changes a file outside of its folder (tests/test_writing.py walks the package for other openings).
 
-The one rule for names that become paths of files: of leaves in a checkpoint or a store, and of files that a foreign
-file names.
-
-No such path leaves the folder that it is taken in: writers refuse a name by this rule before they write anything, and
-readers before they open anything.
+And the one rule for names that become paths of files, of leaves and in foreign files: none leaves its folder.
 """
 
 from __future__ import annotations
@@ -30,9 +25,7 @@ DESCRIPTION = "zarr.json"  # the file beside the chunks of an array
 
 
 def path_fault(path: Any) -> str:
-    """The fault of `path` as that of a file below some folder, to follow its name in a message; "" if there is none.
-
-    It is one or more names joined by "/", none of them empty, "." or "..".
+    """The fault of `path` as that of a file below some folder, to follow its name in a message; "" if none.
 
     >>> path_fault("blocks/attn/w_q"), path_fault("../w")
     ('', 'has a part ".."')
@@ -50,10 +43,7 @@ def path_fault(path: Any) -> str:
 
 
 def leaf_fault(names: Iterable[Any]) -> str:
-    """The first fault of the names of leaves that are zarr arrays of one folder, as a text that begins with the name;
-    "" if there is none.
-
-    A tree that is one leaf has the name "".
+    """The first fault of the names of leaves that are zarr arrays of one folder, with the name; "" if none.
 
     >>> leaf_fault(["a", "b/c"]), leaf_fault([""]), leaf_fault(["a", "a/b"])
     ('', '', "leaf 'a/b' is below 'a', which is a leaf itself")
@@ -97,10 +87,7 @@ class NotWritable(OSError):
 
 @contextlib.contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """A context in which an OSError that names no file, such as that of a full disk, names `path`.
-
-    Every function of fzero that writes a file does so in one (tests/test_full_disk.py).
-    """
+    """A context in which an OSError that names no file, such as that of a full disk, names `path`."""
     try:
         yield
     except OSError as error:
@@ -119,14 +106,7 @@ def is_lone_file(path: str | Path) -> bool:
 
 
 def open_to_write(path: str | Path, mode: WriteMode, *, direct: bool = False, make: bool = True) -> int:
-    """Open a regular file for writing, and return its descriptor; never through a link.
-
-    mode: "new": none may be there. "replace": what is there is removed first, a link itself and not what it points at.
-    "append": at its end. "update": in its middle, and for reading. direct: without the page cache. make: whether a
-    file to append to or to update is made if it is missing, where otherwise FileNotFoundError is raised.
-    Raises NotWritable, an OSError, if a link, a folder or a FIFO is there, and for a file to update that has other
-    names (hard links); one to append to is copied first.
-    """
+    """The descriptor of a regular file opened for writing, never through a link; raises NotWritable."""
     # O_NOFOLLOW: a link fails. O_NONBLOCK: so does a FIFO without a reader, which would be waited for.
     path, flags = Path(path), FLAGS[mode] | os.O_CREAT * make | os.O_NOFOLLOW | os.O_NONBLOCK
     flags |= os.O_DIRECT if direct else 0
@@ -181,11 +161,7 @@ def writing(path: str | Path, mode: WriteMode, *, make: bool = True) -> Iterator
 
 @contextlib.contextmanager
 def replacing(path: str | Path, *, cache: bool = False) -> Iterator[BinaryIO]:
-    """A context of a file whose content replaces that of `path` at its end: a reader finds all of the old content or
-    all of the new one, also after a crash of the machine.
-
-    cache: a file that several processes may write at once, and that need not outlive a crash.
-    """
+    """A context of a file whose content replaces that of `path` at its end, atomically and (cache=False) durably."""
     path = Path(path)
     # In the same folder, as a rename is atomic within one file system. A cache's has the process in its name, as
     # several may write it at once.
@@ -254,11 +230,7 @@ def cut_half_line(fd: int) -> None:
 
 
 def make_folder(folder: str | Path, *names: str) -> Path:
-    """Make `folder`, and below it the folders `names`, each in the one before it, unless they are there; returns the
-    last.
-
-    `folder` may be reached through links, and those below it not: raises NotWritable if one is a link or no folder.
-    """
+    """Make `folder`, and below it `names`, each in the one before; returns the last; raises NotWritable for a link."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     for name in names:

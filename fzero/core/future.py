@@ -11,8 +11,6 @@ T = TypeVar("T")
 class Future(Generic[T]):
     """A value that was asked for; `wait()` returns it once it is there, and may be called once.
 
-    finish: waits, and returns the value. It is dropped when it is called, with the memory that it holds.
-
     >>> Future(lambda: 3).wait()
     3
     """
@@ -23,8 +21,7 @@ class Future(Generic[T]):
         self._finish: Callable[[], T] | None = finish
 
     def wait(self) -> T:
-        """Wait for the value and return it. Raises what `finish` does: RankError if another rank is gone or late,
-        ValueError if a disk failed."""
+        """Wait for the value and return it; raises what `finish` does, such as RankError."""
         assert self._finish is not None, "a value was waited for twice"
         finish, self._finish = self._finish, None
         return finish()

@@ -1,8 +1,7 @@
-"""The GPU of this process: which it is, its memory, events, pinned memory, and graphs of its work. A process uses one.
+"""The GPU of this process: which it is, its memory, events, pinned memory, and graphs of its work.
 
-Nothing else in fzero calls torch.cuda but fzero.core.gpu_copies, which has the copies to and from it.
-
-Why a GPU cannot be used, as PyTorch and CUDA say it at its first use: one line of their many, and what to do.
+Nothing else in fzero calls torch.cuda but fzero.core.gpu_copies. Why a GPU cannot be used is one line of what PyTorch
+and CUDA say.
 """
 
 from __future__ import annotations
@@ -62,9 +61,6 @@ def advice_on(gist: str) -> str:
 def is_compiled_for(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
     """Whether code for `architectures`, such as sm_90 and compute_120, runs on a GPU of a compute capability.
 
-    Machine code (sm) runs on later GPUs of the same generation, that of sm_90a on its own alone; an intermediate
-    code (compute) is compiled for any later one. Ref: NVIDIA, CUDA C++ Programming Guide, "Binary Compatibility".
-
     >>> is_compiled_for((8, 9), ["sm_80", "sm_90"]), is_compiled_for((7, 0), ["sm_75", "sm_80"])
     (True, False)
     """
@@ -99,8 +95,7 @@ _COMPLAINTS: list[str] = []  # PyTorch says them once in a process
 
 
 def generators() -> tuple[torch.Generator, ...]:
-    """The generators of random numbers of the GPUs that this process uses; () while a graph is captured, in which their
-    states cannot be read."""
+    """The generators of random numbers of the GPUs that this process uses; () while a graph is captured."""
     if not torch.cuda.default_generators or torch.cuda.is_current_stream_capturing():
         return ()
     return tuple(torch.cuda.default_generators)
@@ -152,12 +147,7 @@ def local_device(kind: str) -> torch.device:
 
 
 def use_device(kind: str, processes: int = 1) -> torch.device:
-    """Make the device of this process the current one, and return it.
-
-    processes: those of this host; each takes a GPU of its own.
-    Raises ValueError if "cuda" is asked for and there is no GPU, fewer GPUs than processes, or one that cannot be used:
-    whatever CUDA says of it.
-    """
+    """Make the device of this process the current one, and return it; raises ValueError for one it cannot use."""
     if kind == "cpu":
         return HOST
     count = count_gpus()
@@ -181,11 +171,7 @@ def use_device(kind: str, processes: int = 1) -> torch.device:
 
 
 def widen_queues() -> None:
-    """Have a GPU keep its streams apart, up to 32 of them; call it before the GPU is used.
-
-    CUDA puts streams into 8 queues, and in a queue what waits holds up the streams behind it. A pipeline has receives
-    that wait for another rank, on a stream for each channel.
-    """
+    """Have a GPU keep its streams apart, up to 32 of them; call it before the GPU is used."""
     os.environ.setdefault(QUEUES, "32")
 
 
@@ -206,8 +192,7 @@ def wake(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _first_use(device: torch.device) -> Iterator[None]:
-    """A context that begins to use a GPU, and computes with it once; raises ValueError with one line for what CUDA says
-    against it."""
+    """A context that begins to use a GPU; raises ValueError with one line for what CUDA says against it."""
     if in_use():
         yield
         return
@@ -236,10 +221,7 @@ def compute_once(device: torch.device) -> None:
 
 
 def current_device() -> torch.device:
-    """The device of the calling thread: its current GPU, or the CPU if this process uses no GPU.
-
-    A new thread begins with GPU 0, whichever its process uses; `select_device` tells it.
-    """
+    """The device of the calling thread: its current GPU, or the CPU if this process uses no GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if in_use() else HOST
 
 
@@ -259,8 +241,7 @@ def properties(device: torch.device) -> Any:
 
 
 def pci_address(device: torch.device) -> str:
-    """The place of a GPU on the host's PCI bus as Linux writes it, such as "0000:3b:00.0"; "" if PyTorch does not
-    tell."""
+    """The address of a GPU on the host's PCI bus, such as "0000:3b:00.0"; "" if PyTorch does not tell."""
     device_info = properties(device)
     numbers = [getattr(device_info, f"pci_{field}_id", None) for field in ("domain", "bus", "device")]
     return "" if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
@@ -302,15 +283,13 @@ def memory_of(device: torch.device) -> DeviceMemory:
 
 
 def free_bytes(device: torch.device) -> int:
-    """The memory of a GPU that this process can still have: what no process holds, and what its allocator keeps
-    unused."""
+    """The memory of a GPU that this process can still have: free, and unused in its allocator."""
     memory = memory_of(device)
     return memory.free + memory.reserved - memory.tensors
 
 
 def processes_on(device: torch.device) -> list[str]:
-    """The other processes that hold memory of a GPU, such as "python (process 4242)"; [] where nvidia-smi is not
-    there, or cannot tell, as in most containers."""
+    """The other processes that hold memory of a GPU, such as "python (process 4242)"; [] if unknown."""
     program, uuid = shutil.which("nvidia-smi"), getattr(properties(device), "uuid", None)
     if program is None or uuid is None:
         return []
@@ -359,20 +338,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def mark_time(spare: list[Any] | None = None) -> Any:
-    """A moment in the work of the current stream; seconds between two of them: `first.elapsed_time(second) / 1e3`.
-
-    spare: moments that nobody reads any more; one of them is taken, as the driver takes its time to make one.
-    """
+    """A moment in the work of the current stream, an event; spare: old ones to use again."""
     event = spare.pop() if spare else torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 def product_rate(dtype: torch.dtype, device: torch.device, side: int = 8192, times: int = 10) -> float:
-    """The FLOP/s of square products on a GPU, timed by its own clock.
-
-    Of random numbers: products of ones take less power, and run at a higher clock than any training does.
-    """
+    """The FLOP/s of square products on a GPU, timed by its own clock."""
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     for _ in range(3):
         torch.mm(a, b)
@@ -394,12 +367,7 @@ def _capture_stream(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def on_capture_stream(device: torch.device, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """A context on the stream that `record_graph` records on, after the work that the current stream was given so far;
-    at the end the current stream waits for it.
-
-    inputs: the tensors that are used in it, which live to its end. Those that it makes and leaves to the current stream
-    go into the list that it yields.
-    """
+    """A context on the stream that `record_graph` records on, ordered with the current stream at both ends."""
     stream, current = _capture_stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(current)
     outputs: list[Tensor] = []
@@ -413,12 +381,7 @@ def on_capture_stream(device: torch.device, inputs: Sequence[Tensor]) -> Iterato
 
 
 def record_graph(work: Callable[[], Any], device: torch.device, pool_graph: Any = None) -> tuple[Any, Any]:
-    """(the graph of what `work()` gives the GPU, what `work` returned, whose tensors have values after a replay).
-
-    Nothing is computed: `graph.replay()` does, in the current stream, on the memory that `work` used. What `work` made
-    is in memory of the graph, and so overwritten by the next replay. pool_graph: another graph that may share that
-    memory, as no two run at one time. Raises RuntimeError where something in `work` cannot be recorded, such as a wait.
-    """
+    """(the CUDA graph of what `work()` gives the GPU, what it returned); raises RuntimeError for a wait in it."""
     graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
     pool = torch.cuda.graph_pool_handle() if pool_graph is None else pool_graph.pool()
     # Other threads pin memory and wait for copies meanwhile, as those of a checkpoint do; and so does this one where a
@@ -438,8 +401,7 @@ _ABANDONED: list[Any] = []  # PyTorch's allocator of pinned memory goes on askin
 
 
 def _abandon_recording(graph: Any, device: torch.device, pool: Any) -> None:
-    """Give back the memory of a recording that failed, which PyTorch keeps where the driver refused to end it; and as
-    long as its allocator takes one to be under way, it frees nothing that another stream has used."""
+    """Give back the memory of a recording that failed, which PyTorch keeps."""
     index = device.index or 0
     try:
         torch_private.end_allocate_to_pool(index, pool)

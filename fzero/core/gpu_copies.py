@@ -1,14 +1,13 @@
 """Copies to and from a GPU, on streams of their own beside its computation.
 
-Each direction has a stream: `copy_in` and `copy_out` start a copy and return a `Copied`, whose `use` makes the current
-stream wait for it, and whose `finish` makes the host wait. On a CPU, and in a plan, a copy is made at once, and nothing
-waits. Snapshots leave on a third stream, by a `Reading`. Copies of many tensors: fzero.core.copy_buckets.
+`copy_in` and `copy_out` start a copy and return a `Copied`, whose `use` makes the current stream wait for it, and whose
+`finish` makes the host wait. On a CPU, and in a plan, a copy is made at once. Snapshots leave on a third stream. Copies
+of many tensors: fzero.core.copy_buckets.
 
 Memory of the GPU that a copy reads or writes belongs to the stream that computes with it, which waits for the copy
-before that memory is free. Then it is reused in the order of that stream, however far the host runs ahead of the GPU.
-`record_stream` would keep it until the host has seen the copy, and a host that runs ahead would have the copies of all
-layers alive at once. So what a copy brings is allocated on the computing stream, and what a copy takes away is kept for
-two groups of a pass (`pass_group`).
+before that memory is free, however far the host runs ahead. `record_stream` would keep it until the host has seen the
+copy, and the copies of all layers would be alive at once. So what a copy brings is allocated on the computing stream,
+and what it takes away is kept for two groups of a pass (`pass_group`).
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ from fzero.core.gpu import HOST, is_capturing
 
 
 class Copied:
-    """A copy that was started. One of `use` and `finish` must be called before its tensor is read.
-
-    event: after the copy; None: it is made. owner: the stream whose memory a tensor on the GPU is, which waits for the
-    copy before the tensor is freed, also if that was never used.
-    """
+    """A copy that was started; call `use` or `finish` before its tensor is read."""
 
     __slots__ = ("_ordered", "event", "owner", "tensor")
 
@@ -99,12 +94,7 @@ def _mark_destination(out: Tensor) -> Destination:
 
 
 def copy_in(x: Tensor, device: torch.device, *, event: Any = None, out: Tensor | Destination | None = None) -> Copied:
-    """Start to copy `x` from the host's memory to `device`.
-
-    If `x` is pinned the host does not wait, and must not write into `x` before the copy is made. event: an event that
-    the copy waits for. out: memory there of the same shape and dtype, written after the work that the current stream
-    (of a Destination: the one that reserved it) was given so far; None: new memory.
-    """
+    """Start to copy `x` from the host's memory to `device`, after `event` if given; out: memory there."""
     if device.type != "cuda":
         target = out.tensor if isinstance(out, Destination) else out
         return Copied(x.to(device) if target is None else target.copy_(x))
@@ -127,10 +117,7 @@ def copy_in_split(
     events: Sequence[Any] = (),
     outs: Sequence[Tensor] | None = None,
 ) -> list[Copied]:
-    """Start to copy `x`, a row of numbers in the host's memory, to a GPU at once, as tensors of these shapes in turn.
-
-    events, outs: as for `copy_in`, several events and a memory for each shape.
-    """
+    """Start to copy `x`, a row of numbers in the host's memory, to a GPU as tensors of these shapes."""
     stream, _ = _copy_streams(device)
     row = reserve(x, device) if outs is None else _mark_destination(outs[0])
     stream.wait_event(row.ready)
@@ -148,11 +135,7 @@ def copy_in_split(
 
 
 def copy_out(x: Tensor, *, out: Tensor | None = None) -> Copied:
-    """Start to copy `x` to memory of the host, after the work that the current stream was given so far.
-
-    `x` may be freed from then on, not written over. out: pinned memory of the same shape and dtype; None: new memory,
-    pinned for a GPU's tensor.
-    """
+    """Start to copy `x` to the host after the work of the current stream; nobody may write over `x` meanwhile."""
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=x.is_cuda)
     if not x.is_cuda:
@@ -182,10 +165,7 @@ class CopySource(NamedTuple):
 
 
 class CopySources:
-    """The sources of copies that leave a GPU, each kept until its owner has waited for its copy.
-
-    That is two groups later, so that the GPU computes a group while the tensors of the one before it leave.
-    """
+    """The sources of copies that leave a GPU, each kept until its owner has waited for its copy."""
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[int, CopySource]] = deque()  # with the number of the group that was passed last
@@ -241,11 +221,7 @@ def _sources(device: torch.device) -> CopySources:
 
 
 def pass_group(device: torch.device, group: Any, *, fetched: bool) -> None:
-    """Note that a pass over a model on `device` comes to a group of leaves: to its parameters (`fetched`) or gradients.
-
-    The current stream waits for the copies that left the GPU two groups ago or earlier, whose sources are free then.
-    Both calls for a group count once. Nothing for a CPU, and while a graph is recorded.
-    """
+    """Note that a pass comes to a group of leaves, so that sources of copies two groups ago are freed."""
     if device != HOST and not is_capturing(device):
         _sources(device).advance(group, fetched)
 
@@ -263,11 +239,7 @@ def free_sources(device: torch.device) -> None:
 
 
 class SnapshotReader:
-    """Copies of what a GPU's tensors hold when this is made, into the host's memory, beside the computation.
-
-    Any thread whose current GPU is that one may call `copy`; `end` follows the last copy, whatever happens. The tensors
-    may be freed; who writes over them calls `await_readers` first.
-    """
+    """Copies of what a GPU's tensors hold when this is made, into the host's memory, beside the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream, readings = _snapshots(device)
@@ -277,10 +249,7 @@ class SnapshotReader:
         readings.append(self)
 
     def copy(self, x: Tensor, out: Tensor, write: Callable[[Tensor], Any]) -> Copied:
-        """Start to write `x` into `out`, pinned memory of the host: `write(memory)` puts it into memory like `out`.
-
-        On the GPU it takes memory like `out` once, however many copies are under way.
-        """
+        """Start to write `x` into `out`, pinned memory of the host, in the order of `write(memory)`."""
         with torch.cuda.stream(self.stream):
             # In the order of `out` on the GPU already: a copy of strided memory to the host would wait.
             staged = torch.empty(out.shape, dtype=out.dtype, device=x.device)
@@ -302,10 +271,7 @@ def _snapshots(device: torch.device) -> tuple[Any, list[SnapshotReader]]:
 
 
 def await_readers(device: torch.device) -> None:
-    """Make the current stream of a GPU wait for the copies of each Reading: it may then write over what they read.
-
-    The host waits for the thread that makes them, until it has started the last; it does not wait for the GPU.
-    """
+    """Make the current stream of a GPU wait for the copies of each SnapshotReader, to write over what they read."""
     if device.type != "cuda":
         return
     _, readings = _snapshots(device)

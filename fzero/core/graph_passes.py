@@ -1,14 +1,9 @@
-"""Let an operator that writes a tensor find the tensor's largest magnitude too, where a traced graph asks for it.
+"""Graph passes: an operator that writes a tensor finds its largest magnitude too, and twin calls become one.
 
-A float8 product needs the largest magnitude of its operands before it can round them, which is a pass over memory for
-each operand. Where a kernel of ours has written the operand, the kernel can find it as it writes: maxima are exact and
-depend on no order, so the bits stay the same. With one scale for a whole tensor the rounding itself cannot move there,
-as the scale is known only when all of the tensor is.
+A float8 product needs the largest magnitude of its operands first, a pass over memory each. A kernel of ours that
+writes the operand can find it as it writes: maxima are exact and depend on no order, so the bits stay the same.
 
-Call an operator once for a matrix and for the matrix turned, where a pass of a split graph calls it for each.
-
-A float8 product of values needs their numbers in the order of rows, and the one that gives the gradient by weights
-those in the order of columns. Where a forward pass keeps the latter in place of the values, it makes both, by one read.
+And where a graph rounds a matrix for its rows and for its columns, one call does both, by one read.
 """
 
 from __future__ import annotations
@@ -28,8 +23,7 @@ PAIRED_OPERATORS: dict[Any, Any] = {}
 
 
 def merge_transposed_calls(graph: GraphModule) -> None:
-    """In a forward or backward graph, replace two calls of an operator of BOTH, for a matrix and for the matrix turned,
-    by one."""
+    """Replace two calls of an operator of BOTH, for a matrix and for the matrix turned, by one."""
     calls = [node for node in graph.graph.nodes if node.op == "call_function" and node.target in PAIRED_OPERATORS]
     plain = {(node.target, node.args[0], str(node.args[2:])): node for node in calls}
     order = {node: i for i, node in enumerate(graph.graph.nodes)}
@@ -57,8 +51,7 @@ def _transpose_source(node: Any) -> Any:
 
 
 def _move_before(graph: GraphModule, node: Any, first: Node, order: dict[Node, int]) -> bool:
-    """Let a node be computed before `first`, with what it is made of; False if that depends on `first` or is made
-    by something else than one value after another."""
+    """Let a node be computed before `first`; False if it depends on `first` or on several values."""
     chain: list[Node] = []
     while order[node] > order[first]:
         if node.op != "call_function" or len(node.all_input_nodes) != 1 or node.all_input_nodes[0] is first:
@@ -96,11 +89,7 @@ VECTOR_NORM, ABS, AMAX = _ATEN.linalg_vector_norm.default, _ATEN.abs.default, _A
 
 
 class Twin(NamedTuple):
-    """An operator that gives the results of another one first, and then largest magnitudes of some of them.
-
-    Those of a result [..., N] are [rows, parts] in its dtype: of `parts` parts of each of its rows; NaN where there is
-    one.
-    """
+    """An operator that gives the results of another one first, and then largest magnitudes of some of them."""
 
     operator: Any
     magnitude_index: dict[int, int]  # the number of a result -> the number of its largest magnitudes
@@ -123,11 +112,7 @@ class MagnitudeRequest(NamedTuple):
 
 
 def fuse_max_magnitudes(graph: GraphModule) -> None:
-    """Take the largest magnitudes that a joint graph asks for from the operators that write the tensors, where these
-    have a twin.
-
-    Of a matrix the largest magnitude of all of it or of each row; one of each column is left as it is.
-    """
+    """Take the largest magnitudes that a joint graph asks for from the twins of the operators that write."""
     requests = [(node, request) for node in graph.graph.nodes if (request := _magnitude_request(node)) is not None]
     twins: dict[Node, Node] = {}
     for node, (call, result, by_row) in requests:

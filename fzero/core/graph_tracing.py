@@ -1,9 +1,8 @@
 """Somebody's program as a graph of plain operators, and that graph cut into functions.
 
-`trace` runs a function on fake tensors, so that it costs no memory, and `Watch` refuses on the way what a graph would
-lose or a pure function may not do: random numbers that are no function of a key (random_interception), writes into what
-is not the function's own, gradients that count the batch, regions without gradients. Each error names the line of the
-program that did it.
+`trace` runs a function on fake tensors, and `Watch` refuses what a graph would lose or a pure function may not do:
+random numbers that are no function of a key, writes into what is not its own, gradients that count the batch, regions
+without gradients. Each error names the line of the program that did it.
 """
 
 from __future__ import annotations
@@ -59,9 +58,7 @@ BY_AUTOGRAD = (
 
 
 class AutogradWatch(TorchFunctionMode):
-    """While it is entered, raises Impure where a program asks autograd for gradients and torch.func takes them, so that
-    there is no graph to go back through. recorded: the program becomes a graph, and it and hooks on tensors raise
-    Untraceable. called: whether gradients were asked for."""
+    """While it is entered, raises Impure where a program asks autograd for gradients and torch.func takes them."""
 
     recorded = called = False
 
@@ -120,15 +117,7 @@ ENTRY_POINTS = ("is_called_by_torch", "__torch_function__", "handle_torch_functi
 
 
 class Watch(TorchDispatchMode):
-    """While it is entered, raises Impure for operators that draw random numbers or write into one of `protected`, for
-    those whose gradient or result depends on what else is in a batch, and for what `AutogradWatch` refuses.
-
-    protected: what is not the program's own, by name. recorded: the operators become a graph, which has no regions
-    without gradients, so these are refused too where a gradient would be lost. reason: what is wrong with random
-    numbers.
-    originals: tensors, by name, in whose place the program is given others, and which it may not read.
-    communicates: whether an operator was called that other ranks must call too.
-    """
+    """While it is entered, raises Impure for operators that a pure function or a graph may not have."""
 
     communicates = False
 
@@ -239,8 +228,7 @@ COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_f
 
 
 def is_foreign(f: Any, depth: int = 0) -> bool:
-    """Whether a function is somebody's code, or one of ours that calls such a one: a partial, or by what it closes
-    over."""
+    """Whether a function is somebody's code, or one of ours that calls such a one."""
     if isinstance(f, functools.partial):
         return is_foreign(f.func, depth) or any(is_foreign(x, depth + 1) for x in (*f.args, *f.keywords.values()))
     f = getattr(f, "__func__", f)
@@ -271,8 +259,7 @@ def current_line() -> str:
 
 
 def line(error: BaseException | None = None) -> str:
-    """The place "file:line (its text)" in a program that is neither torch's nor ours: where it is now, or where it
-    raised an error; "" if there is none."""
+    """The "file:line (its text)" in a program that is neither torch's nor ours; "" if there is none."""
     frames = traceback.walk_stack(None) if error is None else reversed(list(traceback.walk_tb(error.__traceback__)))
     for frame, number in frames:
         file = frame.f_code.co_filename
@@ -289,10 +276,7 @@ def outside_transforms() -> Iterator[None]:
 
 
 def trace(f: Callable[..., Sequence[Tensor]], like: Sequence[Tensor], trained: Sequence[bool]) -> GraphModule:
-    """The graph of functional operators of `f` of tensors such as `like`, of which those `trained` have gradients.
-
-    Raises what `f` raises on tensors without values, such as an error that a branch needs one.
-    """
+    """The graph of functional operators of `f` of tensors such as `like`; those `trained` have gradients."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     from fzero.core.torch_private import FakeTensorMode, ShapeEnv
@@ -370,10 +354,7 @@ def value_numbers(graph: GraphModule) -> dict[Node, int]:
 def extract_subgraph(
     graph: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node]
 ) -> tuple[list[int], GraphModule]:
-    """(the numbers of those of `inputs` that are needed, the function of them that computes `outputs`, a tuple).
-
-    inputs: nodes at which the graph is cut, whose values are given. Placeholders must be among them where needed.
-    """
+    """(the numbers of the `inputs` that are needed, the function of them that computes `outputs`, a tuple)."""
     boundary, needed, todo = dict.fromkeys(inputs), set(), list(outputs)
     while todo:
         node = todo.pop()

@@ -1,8 +1,7 @@
 """Memory of the host that lasts: whole pages, as many as are asked for, pinned if this process uses a GPU.
 
-PyTorch's allocator of pinned memory rounds each tensor up to a power of two, and never gives memory back. That serves
-what comes and goes; the leaves of a state are taken here. A large one has pages of its own, small ones lie side by side
-in one arena.
+PyTorch's allocator of pinned memory rounds each tensor up to a power of two and never gives memory back, so the leaves
+of a state are taken here: a large one has pages of its own, small ones lie in one arena.
 """
 
 from __future__ import annotations
@@ -64,19 +63,12 @@ def _map_pages(size: int, align: int) -> tuple[mmap.mmap, np.ndarray]:
 
 
 def aligned_memory(size: int) -> np.ndarray:
-    """Allocate `size` zero bytes, rounded up to whole pages, from a page on; large sizes from a huge page on, so that
-    direct transfers need fewer descriptors."""
+    """`size` zero bytes in whole pages, large ones from a huge page on."""
     return _map_pages(round_to_pages(max(size, 1)), HUGE if size >= HUGE else PAGE)[1]
 
 
 def allocate_pages(size: int, label: str, remedy: str, *, align: int = PAGE, awaited: bool = False) -> np.ndarray:
-    """`size` bytes of fresh memory as uint8, touched by the calling thread, pinned if this process uses a GPU. They go
-    back to the system with the last array or tensor that shares them, after the work that the GPU has been given then.
-
-    label, remedy: for the ValueError if CUDA cannot pin them. align: of the address, in bytes. awaited: the owner waits
-    for all copies before it lets go. Huge pages are used where the system has them: a direct transfer then needs few
-    descriptors.
-    """
+    """`size` bytes of fresh memory as uint8, touched by this thread, pinned if this process uses a GPU."""
     _release_pending()
     memory, pages = _map_pages(size, align)
     pages[:: mmap.PAGESIZE] = 0
@@ -118,11 +110,7 @@ def _release_pending() -> None:
 
 
 def empty_packed(like: Sequence[tuple[Sequence[int], torch.dtype]], label: str) -> list[Tensor]:
-    """Uninitialised tensors of these shapes and dtypes in memory of the host that lasts, each with a storage of its
-    own.
-
-    label: for the ValueError if CUDA cannot pin them.
-    """
+    """Uninitialised tensors in memory of the host that lasts, each with a storage of its own."""
     remedy = "offload less (offload= of zero_plan, --offload of a run), or to a disk"
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in like]
     starts, arena = {}, 0
@@ -146,11 +134,7 @@ def empty_persistent(shape: Sequence[int], dtype: torch.dtype, label: str, *, pi
 
 
 def to_host(tensors: Sequence[Tensor], device: torch.device, label: str) -> list[Tensor]:
-    """The tensors in memory of the host that lasts, pinned if `device`, which copies will go to, is a GPU; one that is
-    in pinned memory already stays the same.
-
-    label: for the ValueError if CUDA cannot pin them.
-    """
+    """The tensors in memory of the host that lasts, pinned if `device` is a GPU."""
     if device.type != "cuda":
         return [x.to(gpu.HOST) for x in tensors]
     indices = [i for i, x in enumerate(tensors) if x.is_cuda or not x.is_pinned()]

@@ -1,8 +1,7 @@
 """Keep registered operators (the collectives) in place while a traced graph is split and compiled.
 
-All ranks of a mesh trace the same program, but their graphs differ in constants (a slice begins at 0 on one rank and at
-n on another), so the compiler could reorder two collectives on one rank only, or drop one whose result is unused there;
-the ranks would then hang. `hold` prevents that when a joint graph of forward and backward pass is split,
+All ranks trace the same program, but their graphs differ in constants, so the compiler could reorder or drop a
+collective on one rank only; the ranks would then hang. `pin_ordered` prevents that when a joint graph is split,
 `chain_in_order` when a graph is compiled.
 """
 
@@ -21,14 +20,7 @@ LARGEST = _ATEN.linalg_vector_norm.default, _ATEN.abs.default, _ATEN.amax.defaul
 
 
 def pin_ordered(graph: torch.fx.GraphModule) -> None:
-    """Mark each ordered operator of a joint graph as belonging to the forward or the backward pass, and as never
-    recomputed.
-
-    The backward pass begins at the first node that depends on a placeholder named `tangents...`. Ordered operators
-    before it belong to the forward pass, and the partitioner must save their results; those after it, including ones
-    that the program repeats on purpose, belong to the backward pass. Random numbers are never recomputed either: they
-    would be others.
-    """
+    """Mark each ordered operator of a joint graph as of the forward or the backward pass, and as never recomputed."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     downstream: set[torch.fx.Node] = set()
@@ -53,12 +45,7 @@ def is_random(node: torch.fx.Node) -> bool:
 
 
 def merge_shared(graph: torch.fx.GraphModule) -> None:
-    """Call each operator of SHARED once for the same arguments in a pass of a joint graph, and what finds a largest
-    magnitude too.
-
-    Views of the same tensor, and items of the same result, become one; nothing else does: what the program computes
-    twice on purpose, to keep less, stays so. A graph without such an operator stays as it is.
-    """
+    """Call each operator of SHARED once for the same arguments in a pass of a joint graph."""
     if not any(node.target in SHARED for node in graph.graph.nodes):
         return
     first_calls: dict[Any, torch.fx.Node] = {}
@@ -88,12 +75,7 @@ def has_equal_sums(graph: torch.fx.GraphModule) -> bool:
 
 
 def chain_in_order(graph: torch.fx.GraphModule) -> bool:
-    """Chain the ordered operators of a graph by tokens, so that the compiler cannot swap or drop them.
-
-    Each takes the token of the one before and returns a new one. What a graph computes between the start of an operator
-    and the wait for it stays before the wait (see `_wait_arguments`). Nodes need node.meta["val"]. Returns whether
-    there are any ordered operators; if so, the graph has one more output, the last token.
-    """
+    """Chain the ordered operators of a graph by tokens; returns whether there are any: then one output more."""
     token: torch.fx.Node | None = None
     for node in list(graph.graph.nodes):
         if node.target not in ORDERED:
@@ -123,19 +105,13 @@ def chain_in_order(graph: torch.fx.GraphModule) -> bool:
 
 
 def keeps_order(graph: torch.fx.GraphModule) -> bool:
-    """Whether something is computed between a start and its wait in a graph that `chain_in_order` has chained, so that
-    the compiler must keep the order: a wait holds what may not come later, and nothing what may not come earlier.
-    """
+    """Whether something is computed between a start and its wait in a chained graph, whose order then counts."""
     waits = [wait.overloadpacket.after for wait in STARTED]
     return any(node.target in waits and len(node.args[1]) > 1 for node in graph.graph.nodes)
 
 
 def _wait_arguments(wait: torch.fx.Node) -> tuple[Any, ...]:
-    """The arguments of a wait, whose second one holds what may not be reused or computed later.
-
-    That is the tensor which is on its way, and what the graph computes between for use behind the wait: the compiler
-    moves products next to their use, and nothing would be computed meanwhile.
-    """
+    """The arguments of a wait, with what may not be reused or computed later as the second one."""
     row, _, *extra = wait.args
     start = _source(row)
     while start.target is not STARTED[wait.target].overloadpacket.after:

@@ -1,5 +1,6 @@
-"""Names of a package that load when first used, as `__init__.pyi` beside its `__init__.py` lists them (Scientific
-Python's SPEC 1). The package lazy_loader does this too, but not for a name that is also a module's (optim.adamw).
+"""Names of a package that load when first used, as `__init__.pyi` beside its `__init__.py` lists them (SPEC 1).
+
+The package lazy_loader does this too, but not for a name that is also a module's (optim.adamw).
 """
 
 import importlib.util

@@ -1,8 +1,7 @@
 """The C++ loops of compiled graphs, as one library for each graph.
 
-Inductor compiles every loop by itself, and each waits four seconds for torch's headers, or ten once for a precompiled
-form of them. All loops of a graph in one file take little longer than one. They are compiled in a thread, so that
-the next graph is lowered beside that.
+Inductor compiles every loop by itself, and each waits seconds for torch's headers. All loops of a graph in one file
+take little longer than one; a thread compiles them while the next graph is lowered.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The NUMA node of a GPU: the cores and the memory of a host that its copies reach without crossing to another socket.
 
-Where a host has several nodes, the threads of a process belong on the cores of its GPU's: there the optimizer of an
-offloaded state, a disk's threads and the one that launches read and write memory of their own socket. Memory follows by
-itself, as Linux takes a page from the node of the thread that first writes to it, and from another node when that one
-is full. Who has bound the process already (taskset, numactl, Slurm, torchrun's --numa-binding, OpenMP's variables)
-knows better, and is left alone.
+Threads of a process belong on the cores of its GPU's node; memory follows, as Linux takes a page from the node of the
+thread that first writes to it. A process that is bound already (taskset, numactl, Slurm, torchrun's --numa-binding,
+OpenMP's variables) is left alone.
 """
 
 from __future__ import annotations
@@ -56,10 +54,7 @@ def parse_cores(text: str) -> frozenset[int]:
 
 
 def nodes_of(root: Path = SYS) -> dict[int, frozenset[int]]:
-    """{number: cores} of the NUMA nodes of this host that have cores; {} where the system does not tell.
-
-    root: another folder than /sys, laid out like it.
-    """
+    """{number: cores} of the NUMA nodes of this host that have cores; {} if unknown; root: in place of /sys."""
     nodes = {}
     for path in (root / "devices/system/node").glob("node[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
@@ -80,11 +75,7 @@ def node_of(device: torch.device, root: Path = SYS) -> int | None:
 
 
 def find_placement(device: torch.device, processes: int = 1, root: Path = SYS) -> ThreadPlacement:
-    """Where the threads of this process belong, whose GPU is `device`: on the cores of its NUMA node, if the host has
-    several nodes and nobody has bound the process.
-
-    processes: those of this host, which take its GPUs in order.
-    """
+    """Where the threads of this process belong: on the cores of its GPU's NUMA node, unless bound already."""
     everywhere = frozenset[int]()
     nodes = nodes_of(root)
     if device.type != "cuda" or len(nodes) < 2 or not hasattr(os, "sched_setaffinity"):

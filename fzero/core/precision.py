@@ -67,9 +67,7 @@ def init_scaler(config: LossScale, device: torch.device | str = "cpu") -> Scaler
 
 
 def update_scaler(config: LossScale, state: ScalerState, overflow: Tensor) -> ScalerState:
-    """Return the state after a step that did or did not overflow (bool scalar). Has no branches, so it works under
-    vmap.
-    """
+    """The state after a step that did or did not overflow (bool scalar), without branches."""
     falls = overflow & (state.hysteresis == 1)
     good = torch.where(overflow, 0, state.good_steps + 1)
     rises = ~overflow & (good % config.window == 0)

@@ -1,23 +1,17 @@
 """Counter-based random numbers: element e of a leaf depends on the key, the leaf's name and e only.
 
 Words come from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.3) in
-integer tensor operations, so they are the same on every device, under vmap and inside a compiled graph. Element e is
-word `e % 4` of the block with counter `e // 4`. To draw a slice of a leaf, give the global indices of its elements; the
-rest is not drawn.
+integer tensor operations, the same on every device, under vmap and inside a compiled graph. Element e is word `e % 4`
+of the block with counter `e // 4`; a slice is drawn by the global indices of its elements.
 
-Floating values use only +, -, *, /, integer operations, and a square root corrected by these (torch's own on a CPU is
-sometimes wrong in the last bit). IEEE 754 defines the rounding of each of these, whereas log and cos of a math library
-differ between the vectorised body and the scalar tail of a loop. So a slice has the same bits as that part of the
-whole.
-
-On a CPU large draws run in C++ (prng.cpp): the same operations, so the same bits, twenty times as fast.
+Floating values use only +, -, *, /, integer operations, and a square root corrected by these, whose rounding IEEE 754
+defines; log and cos of a math library differ between the body and the tail of a loop. So a slice has the bits of that
+part of the whole. On a CPU large draws run in C++ (prng.cpp), with the same bits.
 
 A key is an int64 tensor [2] of two 32-bit words.
 
-The inverse of the normal distribution function in float64, by steps whose bits no machine changes.
-
-Ref: Wichura 1988, "Algorithm AS 241: the percentage points of the normal distribution", routine PPND16 (relative error
-about 1e-16).
+The inverse of the normal distribution function: Wichura 1988, "Algorithm AS 241: the percentage points of the normal
+distribution", routine PPND16 (relative error about 1e-16).
 """
 
 from __future__ import annotations
@@ -364,9 +358,7 @@ def _library() -> ctypes.CDLL | None:
 def _plain(
     key: Tensor, shape: Sequence[int], first: int | Tensor, index: Tensor | None, numbers: Iterable[float]
 ) -> bool:
-    """Whether the C++ can be used: plain CPU tensors and numbers, and no transform, dispatch mode or tracing is
-    active.
-    """
+    """Whether the C++ can be used: plain CPU tensors and numbers, and no transform, mode or tracing is active."""
     return (
         all(
             type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.int64

@@ -1,5 +1,4 @@
-"""Processes that share the work of this one. Ctrl-C, which a terminal sends to all, reaches this one alone, also while
-they start and import; it ends the others at once."""
+"""Processes that share the work of this one, of which Ctrl-C reaches this one alone; it ends the others at once."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def deaf_to_interrupts() -> Iterator[None]:
-    """A context in which processes are started that get no SIGINT for as long as they live; this one gets it at its
-    end. Before one in which processes are spawned, call `begin_spawning`."""
+    """A context in which processes are started that never get SIGINT; this one gets it at the end."""
     # A process inherits the mask of its parent, and blocked signals stay pending: Ctrl-C reaches this process at the
     # end.
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -32,8 +30,7 @@ def begin_spawning() -> None:
 
 
 class Pool(ProcessPoolExecutor):
-    """An executor of new processes for a with statement, which an error or Ctrl-C in it ends at once, with what they
-    are in the middle of. start: how they are started, "spawn" or "fork"; begin: called in each of them, with `args`.
+    """An executor of new processes for a with statement, which an error or Ctrl-C in it ends at once.
 
     >>> with Pool(1) as pool:
     ...     pool.submit(abs, -3).result()

@@ -1,7 +1,7 @@
 """FLOPs of operators, and a partitioner that knows them.
 
 Products and attention count, a multiply-add as two, and nothing else. torch.utils.flop_counter has formulas for most of
-torch's own operators, FORMULAS for others and for fzero's. Attention by torch counts every pair of positions.
+torch's own operators, FORMULAS for others and for fzero's.
 
 Ref: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", appendix A.
 """
@@ -25,8 +25,7 @@ FORMULAS: dict[Any, Formula] = {}
 
 
 def add_formula(packet: Any, formula: Formula) -> None:
-    """Say what an operator costs; it must be one whose result is dear, so that a partitioner keeps it (see
-    `partition_by_cost`)."""
+    """Say what an operator costs, whose result is dear, so that a partitioner keeps it."""
     formula._get_raw = True  # type: ignore[attr-defined]  # torch's counter hands it the tensors, and not their shapes
     FORMULAS[packet] = formula
 
@@ -40,11 +39,7 @@ def flop_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any)
 
 @contextlib.contextmanager
 def partition_by_cost() -> Iterator[None]:
-    """A context in which torch's partitioner takes every operator with a formula as one that costs its FLOPs.
-
-    Outside, of attention it knows torch's own, and other operators of FORMULAS count as free: within a budget for
-    memory it would rather recompute them all than keep one elementwise result.
-    """
+    """A context in which torch's partitioner takes every operator with a formula as one that costs its FLOPs."""
     from fzero.core.torch_private import partitioners
 
     plain, saved_formulas = partitioners.get_default_op_list, dict(flop_registry)
@@ -76,8 +71,7 @@ def _added(x: Tensor, a: Tensor, b: Tensor, *extra: Any, out_val: Any = None, **
 
 
 def _for_heads(q: Tensor, *tensors: Tensor) -> Iterator[tuple[int, ...]]:
-    """The shapes [B, H, S, K] of keys and values as if each head of q [B, H, T, K] had its own: torch 2.11 counts no
-    others."""
+    """The shapes [B, H, S, K] of keys and values with a head for each of q's, which torch 2.11 counts alone."""
     return ((x.shape[0], q.shape[1], *x.shape[2:]) for x in tensors)
 
 

@@ -1,14 +1,11 @@
 """Compiled programs kept from one process to the next, which then neither traces nor imports Inductor.
 
-A program is a graph that Inductor has compiled for the CPU: C++ functions in libraries, and a Python function that
-allocates buffers and calls them. It is kept only if that function is understood to its last name: it uses nothing but
-NAMES, its own libraries, and products that are torch's own functions. What is run later is the same text, so the same
-numbers.
+A program is a graph compiled for the CPU: C++ functions in libraries, and a Python function that calls them. It is kept
+only if that function uses nothing but NAMES, its own libraries and torch's products. What runs later is the same text,
+so the same numbers.
 
 A wrong answer would be a wrong number, so a question holds all that a trace depends on: `describe` refuses what it
-cannot tell apart by value, such as a function from outside of this package. A process that changes what functions of
-this package do (a test, a form of an operation of one's own) would ask the same question and mean another one: so only
-the command, where nobody does, calls `kept.allow_programs`.
+cannot tell apart by value. Only the command, where nobody changes what functions do, calls `allow_programs`.
 """
 
 from __future__ import annotations
@@ -54,10 +51,7 @@ class StoredProgram(NamedTuple):
 
 
 def program_question(identity: Any, inputs: Sequence[Tensor]) -> str | None:
-    """The question whose answer is what tracing and compiling `identity` for such inputs gives; None if there is none.
-
-    identity: a value that determines the function that is compiled, and how; see `describe`.
-    """
+    """The question whose answer is the compiled programs of `identity` for such inputs; None if there is none."""
     plain = all(type(t) is Tensor and t.device.type == "cpu" and t.layout == torch.strided for t in inputs)
     if not (compile_cache.programs_allowed() and plain):
         return None
@@ -138,10 +132,7 @@ def _code(code: types.CodeType) -> list[Any]:
 
 
 def program_of(run: Any) -> StoredProgram | None:
-    """The program of a graph that Inductor has compiled; None if it is of a form that cannot be kept.
-
-    run: what Inductor's compile_fx_inner returned.
-    """
+    """The program of a graph that Inductor has compiled; None if it is of a form that cannot be kept."""
     source, call = getattr(run, "source_code", ""), getattr(run, "current_callable", None)
     plain = not (getattr(run, "constants", True) or getattr(run, "inputs_to_check", True))
     if not (plain and source and isinstance(call, types.MethodType)):
@@ -220,10 +211,7 @@ def load_programs(question: str | None) -> CachedPrograms | None:
 
 
 def store_programs(question: str | None, runs: Sequence[Any], facts: Mapping[str, Any]) -> None:
-    """Keep compiled graphs, or at least that they were compiled here, for a question.
-
-    runs: what Inductor returned for each graph. facts: a table of JSON, for whoever finds them.
-    """
+    """Keep compiled graphs, or at least that they were compiled here, for a question."""
     if question is None:
         return
     programs = [program for run in runs if (program := program_of(run)) is not None]

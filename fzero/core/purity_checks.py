@@ -1,17 +1,11 @@
 """Calls of somebody's function in a step: it must be a pure function of what it is given.
 
-The first call with arguments of new shapes is watched: what is random comes from a key (random_interception), nothing
-that was there before may be written into, and attributes of modules may not carry anything on to the next call. The
-first call, the second, the fourth and so on to the 64th are watched too, and made twice with the same draws: so clocks,
-generators that the function makes itself and bytes of the system are noticed, of which nothing else shows, and what it
-begins to count or average later. Other calls run as they are; only those of a function that draws run within its Draws.
+The first call with new shapes is watched for draws without a key, writes into older tensors, and states that modules
+carry on. Calls 1, 2, 4, ... 64 are made twice with the same draws: so clocks, generators and counts are noticed. A call
+with collectives is not: other ranks would wait for it or miss it.
 
-A call with collectives is not made twice: other ranks may see other shapes, and would wait for it or miss it.
-
-torch.utils.checkpoint within somebody's code: in a step it is passed over, and the function that it wraps is called.
-
-It recomputes by hooks that torch.func does not have, when the call that it belongs to is over. What is recomputed is
-said beside the code: Execution(remat=), fzero.remat.
+torch.utils.checkpoint within somebody's code is passed over: it recomputes by hooks that torch.func does not have. What
+is recomputed is said beside the code: Execution(remat=), fzero.remat.
 """
 
 from __future__ import annotations
@@ -98,8 +92,7 @@ LOOKS = frozenset(1 << i for i in range(7))  # the calls that are made twice
 
 
 class PureCalls:
-    """Calls of one function. module: one whose forward pass it calls, and of which no state may be carried on.
-    originals: finds the tensors, by name, in whose place the function is given others."""
+    """Calls of one function, and the module that it calls, of which no state may be carried on."""
 
     def __init__(
         self, module: nn.Module | None = None, originals: Callable[[], Mapping[str, Tensor]] = lambda: {}
@@ -111,10 +104,7 @@ class PureCalls:
     def __call__(
         self, f: Callable[[], R], inputs: Mapping[str, Tensor], draws: Draws, find_state: Callable[[], ClosureState]
     ) -> R:
-        """What f returns, of tensors that it is `inputs`, by name. find_state: finds what it has beside them.
-
-        Raises Impure, at the first call with tensors of these shapes, for what no pure function does.
-        """
+        """What f returns; raises Impure, at the first call with these shapes, for what no pure function does."""
         with bypass_checkpoint():
             return self.call(f, inputs, draws, find_state)
 
@@ -170,12 +160,7 @@ class PureCalls:
 
 
 def expect_pure(call: Callable[[], R], state: ClosureState, snapshot: Snapshot) -> tuple[R, list[str]]:
-    """(what a call that runs a module returns, the variables in which each call leaves another tensor); raises Impure
-    if it depends on what an earlier one left.
-
-    It has made before what it makes once. A state that the result does not depend on may change, as a record of what
-    was seen does; a tensor that each call leaves in the module may not.
-    """
+    """(what a call that runs a module returns, the variables that each call replaces); raises Impure."""
     initial_marks = state.marks()
     with expect_no_seed():
         out = call()
@@ -226,8 +211,7 @@ def expect_data(inputs: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def explain_writes(f: Callable[[], R]) -> R:
-    """What f returns; raises Impure for what a transform of torch.func refuses before any mode sees it: a write, and a
-    leaf of autograd's."""
+    """What f returns; raises Impure for a write that torch.func refuses before any mode sees it."""
     try:
         return f()
     except RuntimeError as error:
@@ -266,10 +250,7 @@ def plain(x: Tensor) -> Tensor:
 
 
 def expect_same(first: list[Tensor | float], second: list[Tensor | float], changed: str) -> None:
-    """Raise Impure if two calls gave other values. changed: what the first call changed, "" if nothing shows.
-
-    Another thread may have changed it, or the result may not depend on it: so the values decide.
-    """
+    """Raise Impure if two calls gave other values; changed: what the first call changed, or ""."""
     pairs = list(zip(first, second))
     if len(first) == len(second) and all(equal_values(x, y, changed != "") for x, y in pairs):
         return
@@ -287,11 +268,7 @@ def expect_same(first: list[Tensor | float], second: list[Tensor | float], chang
 
 
 def equal_values(x: Tensor | float, y: Tensor | float, changed: bool) -> bool:
-    """Whether two results are the same, but for sums in another order. changed: something shows that they may not be.
-
-    On a CPU one operation has one result, but for float32 rows that are added at one index. On a GPU sums in any order
-    are usual, and their errors are as large as the parts of a sum: there a result counts as at least 1.
-    """
+    """Whether two results are the same, but for sums in another order; changed: something shows otherwise."""
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         if isinstance(x, Tensor) or isinstance(y, Tensor) or type(x) is not type(y):
             return False

@@ -1,11 +1,8 @@
 """Trees of tensors and the names of their leaves.
 
-A tree is nested dicts, lists, tuples and NamedTuples; everything else (None too) is a leaf. A leaf is named by the path
-to it: `params["blocks"]["attn"]["w_q"]` is `"blocks/attn/w_q"`. This is the only file that imports torch.utils._pytree,
-so that trees here and trees under torch.func are flattened alike.
-
-The four kinds are walked here, since torch's functions ask of every leaf whether its class is a NamedTuple's, most of
-a small step's time. Nodes of other kinds that torch knows (OrderedDict, registered classes) are left to it.
+A tree is nested dicts, lists, tuples and NamedTuples; everything else (None too) is a leaf, named by the path to it:
+`params["blocks"]["attn"]["w_q"]` is `"blocks/attn/w_q"`. This is the only file that imports torch.utils._pytree, so
+that trees here and under torch.func are flattened alike; the four kinds are walked here, as torch's functions are slow.
 """
 
 from __future__ import annotations
@@ -133,8 +130,7 @@ def _map(fn: Callable[[Any], Any], tree: Tree) -> Tree:
 
 
 def _match_leaves(tree: Tree, peer: Tree, column: list[Any]) -> bool:
-    """Append to `column` what `peer` has in the places of the leaves of `tree`; false where their nodes are not of one
-    kind and size, or are left to torch."""
+    """Append to `column` what `peer` has for the leaves of `tree`; false where their nodes differ."""
     kind = type(tree)
     if kind in _PLAIN or not (kind in _NODES or _is_named(kind)):
         column.append(peer)

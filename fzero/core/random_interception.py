@@ -2,13 +2,10 @@
 
     with Draws(lambda: key, rows=8, first=16): loss(params, batch)
 
-The n-th draw within has a key of its own, and element e of it the word e of that key: of a tensor whose first dim
-counts the samples of a batch, or the rows of each sample side by side, e is the index in the step's global batch, so
-that the numbers are the same however that batch is cut. Other draws differ from part to part of the batch.
-
-Functions of torch are replaced by what they are called as, before autograd and torch.func see them, so the results are
-plain tensors that these transforms know. A draw that is not in SAMPLERS still reaches torch's generators: see
-core.purity_checks, which refuses it.
+The n-th draw has a key of its own, and element e of it the word e: of a tensor whose first dim counts samples, e is the
+index in the step's global batch, however that is cut. Functions of torch are replaced by what they are called as,
+before autograd and torch.func see them. A draw that is not in SAMPLERS reaches torch's generators, which
+core.purity_checks refuses.
 """
 
 from __future__ import annotations
@@ -147,8 +144,7 @@ MODE_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_func
 
 @functools.cache
 def body_of(func: types.FunctionType) -> types.FunctionType:
-    """A function of torch that does not ask for modes, so that a mode may be entered in which the ones that it calls
-    are seen."""
+    """A function of torch without the question for modes, so that the ones that it calls are seen by one."""
     blind = dict.fromkeys(MODE_CHECKS, lambda *args: False)
     body = types.FunctionType(func.__code__, {**func.__globals__, **blind}, func.__name__, func.__defaults__)
     body.__kwdefaults__ = func.__kwdefaults__

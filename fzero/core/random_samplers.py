@@ -1,8 +1,7 @@
-"""Torch's random functions as functions of a key, by what they are called as: torch.rand, F.dropout and their like.
+"""Torch's random functions as functions of a key, by what they are called as.
 
-Each takes the draws that are on before its arguments, which are torch's.
-
-Random numbers by a key: the n-th draw has a key of its own, and element e of it the word e of that key.
+Each takes the draws that are on before its arguments, which are torch's. The n-th draw has a key of its own, and
+element e of it the word e.
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ from fzero.core.graph_tracing import Impure, line
 
 
 class KeyedNumbers:
-    """The draws of one part of a batch, in turn.
-
-    key: makes the key, at the first draw; None: dropouts pass their input, and all else is drawn by a fixed key, as an
-    evaluation wants it. rows: the samples of this part of a batch. first: the number of its first one in the global
-    batch. expect: is called with the input of each dropout, and raises for what may not be dropped there.
-    """
+    """The draws of one part of a batch, in turn."""
 
     def __init__(
         self,
@@ -92,10 +86,7 @@ def drop(draws: KeyedNumbers, x: Tensor, rate: float) -> Tensor:
 
 
 def dropout(shape: Callable[[Tensor], tuple[int, ...]], to_alpha: bool, inplace: bool) -> Sampler:
-    """The sampler of a dropout. shape: of its mask, by its input. to_alpha: what is dropped has SELU's least value.
-
-    Ref: Klambauer et al. 2017, "Self-normalizing neural networks", arXiv:1706.02515, section "New dropout technique".
-    """
+    """The sampler of a dropout; to_alpha: what is dropped has SELU's least value."""
 
     def sampler(draws: KeyedNumbers, input: Tensor, p: float = 0.5, train: bool = True) -> Tensor:
         if not 0.0 <= p <= 1.0:
@@ -128,10 +119,7 @@ def attention(
     is_causal: bool = False,
     **scaling: Any,
 ) -> Tensor:
-    """F.scaled_dot_product_attention; with dropout its scores are whole, as kernels draw masks by torch's generators.
-
-    scaling: `scale` and `enable_gqa` of it.
-    """
+    """F.scaled_dot_product_attention; with dropout by whole scores, as kernels draw masks by torch's generators."""
     if dropout_p:
         draws.expect(query)
     if draws.disabled or not dropout_p:

@@ -11,10 +11,7 @@ from fzero.core.autodiff import Function, transforms
 
 
 def reinterpret(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.view(dtype)`: the same memory as numbers of `dtype`, without a gradient; under every transform.
-
-    Where their sizes differ the last dim has more numbers or fewer, and must be contiguous. Raises RuntimeError as
-    `Tensor.view` does.
+    """`x.view(dtype)`: the same memory as numbers of `dtype`, without a gradient, under every transform.
 
     >>> torch.vmap(lambda x: reinterpret(x, torch.int32))(torch.tensor([[1.0, -0.0]]))
     tensor([[ 1065353216, -2147483648]], dtype=torch.int32)

@@ -1,9 +1,8 @@
 """`stack` applies a block layer by layer; its loop controls what is kept for the backward pass.
 
-`stack(block, layers, x, ctx)` means `for i in range(L): x = block(layers[i], x, ctx at layer i)`. That loop is
-`reference`, used under vmap, jvp and higher-order gradients. The fast path is an autograd Function that runs on plain
-tensors below torch.func: it compiles the block once for all layers, frees residuals as soon as they are used, and
-writes each layer's gradient directly into the stacked gradient.
+`stack(block, layers, x, ctx)` means `for i in range(L): x = block(layers[i], x, ctx at layer i)`, which is `reference`,
+used under vmap, jvp and higher-order gradients. The fast path is an autograd Function below torch.func: it compiles the
+block once, frees residuals as soon as they are used, and writes each layer's gradient into the stacked gradient.
 """
 
 from __future__ import annotations
@@ -45,9 +44,7 @@ def in_turn(block: Blocks) -> tuple[Block, ...]:
 
 
 def reference(block: Blocks, layers: Tree, x: Any, ctx: Any, first: int = 0) -> Any:
-    """The definition of `stack`: a loop. `ctx` is a NamedTuple whose field `layer` is set to the layer's number (int64
-    scalar), from `first` on.
-    """
+    """The definition of `stack`: a loop; `ctx.layer` is the layer's number (int64 scalar), from `first` on."""
     device, blocks = pytree.leaves(layers)[0].device, in_turn(block)
     for i in range(depth(layers)):
         params = pytree.map(lambda leaf, i=i: leaf[i], layers)
@@ -106,9 +103,7 @@ def stack(
 
 
 def static_signature(leaves: Sequence[Any]) -> tuple:
-    """The part of a cache key that leaves contribute: () for a tensor, (type, value) for another leaf, because 1, 1.0
-    and True are equal.
-    """
+    """The part of a cache key of leaves: () for a tensor, (type, value) else, because 1, 1.0 and True are equal."""
     return tuple(() if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
 
 
@@ -138,14 +133,7 @@ def segment_pair(
     skip: int = 0,
     split: bool = False,
 ) -> tuple[VjpPair, list[Any]]:
-    """Return (the VjpPair of a model's function `f` over flat tensors, a list that will hold the tree structure of its
-    result).
-
-    kind: "embed", "block", "join" or "head", see CALLS. The inputs of the pair are: parameters, leaves of x, number of
-    the layer, tensors of `extra`. structure: the tree structures of the parameters (or a tuple of their names), of x
-    and of `extra`, and the static signature of `extra`. The first `skip` parameters get no gradient. split: cut
-    the backward pass into the gradients of x and those of the parameters. The list is filled when the pair first runs.
-    """
+    """(the VjpPair of a model's function `f` over flat tensors, a list for the tree structure of its result)."""
     params_def, x_def, extra_def, static = structure
     n, m = len(params_def) if isinstance(params_def, tuple) else params_def.num_leaves, x_def.num_leaves
     out_def: list[Any] = []
@@ -177,9 +165,7 @@ StoreGrads = Callable[[int, list[Tensor]], None]  # takes the gradients of a lay
 
 @dataclass(frozen=True)
 class LayerLoop:
-    """One pass over a stack of layers, forward and backward. The caller supplies parameters (`fetch`) and takes
-    gradients (`put`).
-    """
+    """One pass over a stack of layers, forward and backward, with the caller's `fetch` and `put`."""
 
     pairs: tuple[VjpPair, ...]  # of its layers, in turn
     depth: int
@@ -230,8 +216,7 @@ class LayerLoop:
 
     @contextlib.contextmanager
     def track_states(self) -> Iterator[Callable[[int], None]]:
-        """Within it, a forward pass: it gives what notes the surroundings of a layer that begins a segment, and of a
-        second pass they are those of the first."""
+        """A context of a forward pass, which gives what notes the surroundings of a layer that begins a segment."""
         states = self.states
         if states:
             with states[0].restored():
@@ -258,11 +243,7 @@ class LayerLoop:
     def residuals(
         self, i: int, segment: list[Any], fetch: Fetch, extra: Sequence[Tensor], split: bool
     ) -> tuple[Any, Sequence[Tensor]]:
-        """(what the forward pass of layer i kept for its backward pass, its parameters if these were dropped).
-
-        segment: that of the layers before it which are run again together with it. split: whether nothing may hold the
-        parameters after the gradients by inputs.
-        """
+        """(what the forward pass of layer i kept, its parameters if these were dropped)."""
         if self.every and not segment:
             x = self.saved.pop()
             with self.states[i // self.every].restored() if self.states else contextlib.nullcontext():
@@ -280,9 +261,7 @@ class LayerLoop:
     def backward(
         self, fetch: Fetch, store_grads: StoreGrads, grads: Sequence[Tensor], extra: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return the gradients of the leaves of x; call `store_grads` with each layer's parameter gradients, last layer
-        first.
-        """
+        """The gradients of the leaves of x; `store_grads` gets each layer's parameter gradients, last layer first."""
         segment: list[Any] = []
         m = len(grads)
         for i in reversed(range(self.depth)):
@@ -318,9 +297,7 @@ class LayerLoop:
 
 
 def _views(counts: tuple[int, int], tensors: Sequence[Tensor]) -> tuple[Fetch, Sequence[Tensor], Sequence[Tensor]]:
-    """Split tensors into (a fetch function over the stacked leaves, the leaves of x, the tensors of ctx); counts:
-    leaves of layers and x.
-    """
+    """Split tensors into (a fetch function over the stacked leaves, the leaves of x, the tensors of ctx)."""
     n, m = counts
     return lambda i: [leaf[i] for leaf in tensors[:n]], tensors[n : n + m], tensors[n + m :]
 

@@ -1,5 +1,4 @@
-"""Small text files in a local folder or below a URL that tensorstore supports, replaced atomically; and the objects
-below a URL, of which every failure is an OSError with a message of one line.
+"""Small text files in a local folder or below a URL that tensorstore supports, replaced atomically; and objects.
 
 s3://bucket/path    the endpoint of another store than Amazon's is $AWS_ENDPOINT_URL_S3 or $AWS_ENDPOINT_URL; the region
                     is $AWS_REGION or $AWS_DEFAULT_REGION; credentials are $AWS_ACCESS_KEY_ID and
@@ -45,9 +44,7 @@ def is_url(path: Any) -> TypeGuard[str]:
 
 
 def url_spec(url: str) -> Any:
-    """tensorstore's specification of a URL: the URL itself, or a table with what a URL cannot express (endpoint,
-    region).
-    """
+    """tensorstore's specification of a URL: itself, or a table with what it cannot express (endpoint, region)."""
     parts = urlsplit(url)
     path = f"{unquote(parts.path).strip('/')}/".lstrip("/")
     if parts.scheme == "file":
@@ -70,9 +67,7 @@ def url_spec(url: str) -> Any:
 
 @functools.cache
 def context() -> Any:
-    """The tensorstore context that everything in this process shares, so that memory:// URLs see what was written
-    before.
-    """
+    """The tensorstore context that everything in this process shares, so that memory:// URLs are one store."""
     import tensorstore
 
     return tensorstore.Context(
@@ -92,11 +87,7 @@ def context() -> Any:
 
 
 class Objects:
-    """The objects below a URL by name; thread-safe.
-
-    Raises ValueError for a URL that names no store, and OSError for every failure of the store or the network
-    (TimeoutError after WAIT_S, more for large objects; Refused where waiting does not help).
-    """
+    """The objects below a URL by name; thread-safe. Every failure is an OSError with a message of one line."""
 
     def __init__(self, url: str) -> None:
         import tensorstore
@@ -115,10 +106,7 @@ class Objects:
         return [name.decode() for name in self._done(self.kv.list(), 0)]
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes | None:
-        """Return the bytes [start, end) of an object (None: to its end), or None if there is no such object.
-
-        Raises EOFError if the object is shorter.
-        """
+        """The bytes [start, end) of an object, or None if there is none; raises EOFError if it is shorter."""
         # Of unknown size: time for 64 MiB.
         size = 64 << 20 if end is None else end - start
         return self.end_read(self.begin_read(name, start, end), size)
@@ -201,11 +189,7 @@ USERS = {"XDG_CACHE_HOME": ".cache", "XDG_CONFIG_HOME": ".config"}
 
 
 def user_folder(variable: str) -> Path:
-    """fzero's part of a folder of the user: of caches ($XDG_CACHE_HOME, or ~/.cache), or of settings ($XDG_CONFIG_HOME,
-    or ~/.config).
-
-    A user without a home, as in some containers, has it in the system's temporary folder.
-    """
+    """fzero's part of the user's folder of caches ($XDG_CACHE_HOME) or settings ($XDG_CONFIG_HOME)."""
     if named := os.environ.get(variable):
         return Path(named, "fzero")
     try:
@@ -239,9 +223,7 @@ def absolute(path: str | Path) -> str:
 
 
 def read_text(folder: str | Path, name: str) -> str | None:
-    """Return the text `name`, or None if it does not exist; raises ValueError naming it if it is no text or no regular
-    file.
-    """
+    """The text `name`, or None if it does not exist; raises ValueError if it is no text or no regular file."""
     if is_url(folder):
         content = Objects(str(folder)).read(name)
         try:
@@ -253,9 +235,7 @@ def read_text(folder: str | Path, name: str) -> str | None:
 
 
 def write_text(folder: str | Path, name: str, text: str) -> None:
-    """Replace the text `name` atomically and durably: after a crash at any moment a reader finds all of the old text or
-    all of the new one.
-    """
+    """Replace the text `name` atomically and durably: a reader finds all of the old text or all of the new one."""
     if is_url(folder):
         Objects(str(folder)).write(name, text.encode())
         return
@@ -271,9 +251,7 @@ def write_texts(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def sync_file_system(path: Path) -> None:
-    """Make everything written to the file system of a local folder durable, by one syncfs instead of one fsync per
-    file.
-    """
+    """Make everything written to the file system of a local folder durable, by one syncfs."""
     fd = os.open(path, os.O_RDONLY)
     try:
         # Python has no syncfs.

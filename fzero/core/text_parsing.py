@@ -2,8 +2,7 @@
 
 Every file of JSON or TOML that fzero reads is parsed here, so that the same bounds hold everywhere: bytes, values,
 depth, whole numbers of 64 bits, and texts without half a character. What a file says is checked by its reader, with
-`expect_entries` and `in_form`. In files of other programs, of which fzero reads some entries (`wide`), whole numbers
-that nobody reads may be of any size. Imports nothing heavy, so that a command checks its surroundings at once.
+`expect_entries` and `in_form`. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ class Unparsable(ValueError):
 
 
 def parse_json(text: str | bytes, name: str, *, wide: bool = False, unique_keys: bool = False) -> dict[str, Any]:
-    """Parse a JSON object; raises ValueError naming the file `name` if the text is not JSON, not an object, or beyond
-    the bounds of this module. wide: whole numbers may have more than 64 bits; `expect_entries` refuses those it reads.
-    unique_keys: a key that a table has twice is refused; else its last value counts.
+    """Parse a JSON object; raises ValueError naming the file `name` for other text or beyond the bounds.
 
     >>> parse_json('{"a": [1, 2]}', "sizes.json")
     {'a': [1, 2]}
@@ -76,8 +73,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def json_text(value: Any, name: str, indent: int | None = None) -> str:
-    """The JSON text of a value for the file `name`, within the bounds in which it is read again: raises ValueError
-    naming the file and the value otherwise.
+    """The JSON text of a value for the file `name`, within the bounds of reading; raises ValueError.
 
     >>> json_text({"a": [1, 2]}, "sizes.json")
     '{"a": [1, 2]}'
@@ -180,9 +176,7 @@ def short(value: Any, max_length: int = 80) -> str:
 
 
 def read_text_file(path: str | Path, max_bytes: int = LARGEST) -> str:
-    """The text of a file; raises ValueError as `open_regular` does, and naming a file that is larger than `max_bytes`
-    bytes, or not UTF-8. A byte order mark at its start is no part of the text.
-    """
+    """The text of a file, without a byte order mark; raises ValueError naming a file that is no text."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
@@ -200,11 +194,7 @@ def read_json(path: str | Path, *, wide: bool = False) -> dict[str, Any]:
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a file for reading; raises ValueError as `expect_regular` does. A FIFO in its place is not waited for.
-
-    Whether a file is there at all, a reader asks by `os.path.lexists`: what else is in its place is refused here by
-    what it is, and never taken for a file that is missing (tests/test_run_files.py).
-    """
+    """Open a regular file for reading; raises ValueError as `expect_regular` does, and waits for no FIFO."""
     expect_regular(path)
     file = open(path, "rb", opener=lambda name, _: os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))  # noqa: SIM115
     if kind := file_kind(os.fstat(file.fileno()).st_mode):  # put there since
@@ -217,9 +207,7 @@ REGULAR = "it must be a regular file (copy what it gives into one)"
 
 
 def expect_regular(path: str | Path) -> int:
-    """Return the bytes of a file; raises ValueError if there is none, or if it is a folder, a FIFO, a socket, a device,
-    which may never end, or a symbolic link to nothing.
-    """
+    """The bytes of a file; raises ValueError if there is none, or if it is not a regular file."""
     try:
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -241,10 +229,7 @@ def expect_regular(path: str | Path) -> int:
 
 
 def expect_entries(table: Mapping[str, Any], entries: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError naming the file `name` and the first of `entries` that `table` lacks, or has in another type.
-
-    entries: {key: type}, such as {"eos": int | None}; a key that ends in ? may be missing. An int serves as a float, a
-    bool not as a number; a float must be finite, and an int of 64 bits.
+    """Raise ValueError naming `name` and the first of `entries` that `table` lacks or has in another type.
 
     >>> expect_entries({"eos": "x"}, {"eos": int}, "environment.json")
     Traceback (most recent call last):
@@ -268,9 +253,7 @@ def expect_entries(table: Mapping[str, Any], entries: Mapping[str, Any], name: s
 
 @contextlib.contextmanager
 def in_form(name: str, fix: str = "") -> Iterator[None]:
-    """A context that looks into values of a file which only fzero writes: a value of another form is a ValueError that
-    names the file.
-    """
+    """A context that makes any failure to look into values of a file a ValueError that names the file."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
@@ -288,9 +271,7 @@ def nearest(name: str, among: Iterable[str]) -> str:
 
 
 def environment_number(name: str, default: int, minimum: int = 0, maximum: int = 2**31 - 1) -> int:
-    """The whole number in an environment variable, `default` if it is not set or empty; raises ValueError for another
-    text, and outside of [least, most].
-    """
+    """The whole number in an environment variable, or `default`; raises ValueError outside of [least, most]."""
     text = os.environ.get(name, "")
     if not text:
         return default

@@ -21,8 +21,7 @@ if TYPE_CHECKING:  # for isinstance, after which a type checker knows the attrib
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """A context in which Python does not look for garbage: torch's import makes a million objects and hardly any
-    garbage, and looking takes a tenth of its time.
+    """A context in which Python does not look for garbage, a tenth of the time of importing torch.
 
     >>> with without_collection():
     ...     import json
@@ -105,8 +104,7 @@ NAMES = {
 
 
 def resolve(name: str) -> Any:
-    """Import what torch has under one of NAMES. Raises ImportError with one line where this version of torch has no
-    such name."""
+    """What torch has under one of NAMES; raises ImportError with one line where this version lacks it."""
     import torch
 
     module, _, attribute = NAMES[name].partition(":")

@@ -1,10 +1,8 @@
-"""Sums in the order of a balanced binary tree, in three forms: of a list, of terms that come one by one, of the rows of
-a tensor.
+"""Sums in the order of a balanced binary tree: of a list, of terms that come one by one, of the rows of a tensor.
 
-Consecutive pairs are added first: ((0 + 1) + (2 + 3)) + ... That is the order of a binary counter which takes the terms
-one by one; when their number is not a power of two, the complete trees that remain are added from the last to the
-first. The three forms have the same bits, and so does a sum over micro-batches of sums over ranks, for every power of
-two of ranks.
+Consecutive pairs are added first: ((0 + 1) + (2 + 3)) + ... as a binary counter takes them; complete trees that remain
+are added from the last to the first. The three forms have the same bits, and so does a sum over micro-batches of sums
+over ranks, for every power of two of ranks.
 """
 
 from __future__ import annotations
@@ -17,12 +15,7 @@ from torch import Tensor
 
 
 class TreeSum:
-    """The sum of terms that come one by one: equal neighbours are added as soon as both exist, so at most log2 of the
-    terms are held.
-
-    plus: (a, b) -> a new term, for terms that are not tensors, or may not be overwritten; None: tensors are added, in
-    place where one is owned.
-    """
+    """The sum of terms that come one by one; at most log2 of them are held."""
 
     def __init__(self, plus: Callable[[Any, Any], Any] | None = None) -> None:
         self.plus = plus
@@ -51,9 +44,7 @@ class TreeSum:
 
 
 def tree_sum(terms: Sequence[Tensor], owned: Sequence[bool] | None = None) -> Tensor:
-    """The sum of `terms`, tensors of one shape and dtype, in that dtype; a single term is returned itself.
-
-    owned: the terms whose memory may be overwritten (None: none of them).
+    """The sum of `terms`, tensors of one shape and dtype; owned: those whose memory may be overwritten.
 
     >>> tree_sum([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)])
     tensor(6.)

@@ -1,7 +1,7 @@
-"""The variables that somebody's code can reach and change, with what they had: attributes, tables, globals, closures.
+"""The variables that somebody's code can reach and change, with what they had; a Snapshot puts it back.
 
 A function that is traced fills its tables with tensors without values, and one that is called to see what it does
-counts; a Snapshot puts back what was there before.
+counts.
 """
 
 from __future__ import annotations

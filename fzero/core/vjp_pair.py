@@ -1,16 +1,10 @@
 """A function of tensors and its vector-Jacobian product as two functions that share residuals, eager or compiled.
 
-A compiled pair is traced as one graph, which the min-cut partitioner splits.
+A compiled pair is traced as one graph, which the min-cut partitioner splits (Zhao et al. 2023, "Recompute with
+min-cut", functorch.compile). A backward pass may be cut in two: gradients by inputs, which somebody waits for, and
+gradients by weights; no product is in both, and a minimal cut decides what rests between them.
 
-Ref: Zhao et al. 2023, "Recompute with min-cut", functorch.compile.
-
-A traced backward pass cut in two: gradients by inputs, which somebody waits for, and gradients by weights.
-
-The first graph has the ancestors of the gradients by inputs. Every product that serves the weights alone is in the
-second one, and no product is in both. Between them rest the operands of those products, as they are or as what cheap
-operators make them from again, whichever is less: a minimal cut, as between a forward and a backward pass.
-
-Ref: Qi et al. 2024, "Zero bubble pipeline parallelism", arXiv:2401.10241, section 2; the cut as in functorch.compile.
+Ref: Qi et al. 2024, "Zero bubble pipeline parallelism", arXiv:2401.10241, section 2.
 """
 
 from __future__ import annotations
@@ -37,11 +31,7 @@ from fzero.core.torch_private import disable_current_modes, run_autograd
 
 
 def cut_backward(backward: GraphModule, weights: int) -> tuple[GraphModule, GraphModule]:
-    """Cut a backward graph, whose first `weights` results are gradients by weights, into (by inputs, by weights).
-
-    The first takes what the backward graph took and gives the gradients by inputs, followed by what the second one
-    takes, which gives those by weights.
-    """
+    """Cut a backward graph, whose first `weights` results are gradients by weights, into (by inputs, by weights)."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     from fzero.core.torch_private import default_op_list, functorch_config, min_cut_partition
@@ -67,9 +57,7 @@ def cut_backward(backward: GraphModule, weights: int) -> tuple[GraphModule, Grap
 
 
 def _reordered(backward: GraphModule, weights: int) -> tuple[Graph, int]:
-    """(a copy of a backward graph that gives the gradients by inputs first, their number).
-
-    The partitioner takes every input whose name has no "tangents" for one of a forward pass."""
+    """(a copy of a backward graph that gives the gradients by inputs first, their number)."""
     graph, copies = Graph(), dict[Node, Node]()
     for node in backward.graph.nodes:
         if node.op == "placeholder":
@@ -102,9 +90,7 @@ Flat = Callable[..., Sequence[Tensor]]  # positional tensors in, a sequence of t
 
 
 class Dropped(NamedTuple):
-    """Placeholder for a residual that is a view of an input: the backward pass receives that input again and restores
-    the view.
-    """
+    """Placeholder for a residual that is a view of an input, which the backward pass receives again."""
 
     index: int
     size: torch.Size
@@ -118,9 +104,7 @@ class Dropped(NamedTuple):
 
 
 class Residuals(list):
-    """The tensors that a forward pass keeps for its backward pass; `needs` holds the indices of dropped inputs that it
-    will need again.
-    """
+    """The tensors that a forward pass keeps for its backward pass; `needs`: indices of dropped inputs."""
 
     def __init__(self, values: Sequence[Any], needs: set[int]):
         super().__init__(values)
@@ -146,16 +130,7 @@ class WeightResiduals(list):
 
 
 class VjpPair(NamedTuple):
-    """A function of tensors and its vector-Jacobian product, as two functions that share residuals.
-
-    `backward` uses residuals once: it empties the list and frees each tensor after its last use. With `drop=n` the
-    residuals do not hold the first n inputs (each must be alone in its storage); if `residuals.needs` is not empty,
-    pass those inputs to `backward` again.
-
-    Of a pair that is split at k, `backward_inputs` gives the gradients of inputs[k:n] and what `backward_weights` needs
-    to give those of inputs[skip:k], later: no product is computed in both, and neither holds any of the dropped inputs
-    afterwards.
-    """
+    """A function of tensors and its vector-Jacobian product, as two functions that share residuals."""
 
     # inputs, or tensors that look like them -> None: makes the programs for such inputs, if the pair has any.
     prepare: Callable[[Sequence[Tensor]], None]
@@ -172,23 +147,14 @@ class VjpPair(NamedTuple):
 def vjp_pair(
     f: Flat, n: int, *, compiled: bool, budget: float = 1.0, skip: int = 0, split: int = 0, identity: Any = None
 ) -> VjpPair:
-    """Return the VjpPair of `f`, whose backward pass gives the gradients of inputs skip to n - 1.
-
-    compiled: trace forward and backward pass together, split the graph, and compile both halves, once for each
-    signature of the inputs. budget: the fraction of residuals that may be kept (see Remat); it also applies when
-    nothing is compiled. split: cut the backward pass before this input, in a graph too where nothing is compiled; 0: do
-    not. identity: a value that determines `f` and nothing of which is a side effect of `f`, so that a compiled program
-    may be taken from an earlier process (see program_cache); None: it may not.
-    """
+    """The VjpPair of `f`, whose backward pass gives the gradients of inputs skip to n - 1."""
     if compiled or budget < 1.0 or split:
         return _traced_pair(f, n, compiled, budget, skip, split, identity)
     return _eager_pair(f, n, skip)
 
 
 class _Substitute(torch.autograd.Function):
-    """Return `value` but send its gradient to `like`, a leaf without memory: autograd keeps the leaves of a graph alive
-    as long as the graph.
-    """
+    """`value`, but with its gradient sent to `like`, a leaf without memory, as autograd keeps leaves alive."""
 
     @staticmethod
     def forward(ctx: Any, like: Tensor, value: Tensor) -> Tensor:
@@ -371,12 +337,7 @@ def _with_none(run: Run, gaps: list[int]) -> Callable[[list[Tensor]], Any]:
 def _split_programs(
     f: Flat, grad_indices: list[int], inputs: Sequence[Tensor], compiled: bool, split: int, budget: float
 ) -> tuple[Sequence[Run], int]:
-    """Trace `f` and its vjp, and split the graph into ((forward, backward), number of outputs), the backward pass into
-    two with `split`.
-
-    forward returns outputs followed by residuals; backward takes residuals followed by cotangents. The first of two
-    gives gradients followed by what the second one takes.
-    """
+    """Trace `f` and its vjp, and split the graph into ((forward, backward), number of outputs)."""
     from fzero.core.torch_private import functorch_config, min_cut_partition
 
     plan = fake_device_of(inputs[0])

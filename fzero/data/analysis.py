@@ -156,10 +156,7 @@ def write_analysis(target: Path, values: np.ndarray, metric: str, origin: str, c
 
 
 def open_analysis(corpus: str | Path, name: str, seq_len: int, packing: str) -> Analysis:
-    """The analysis of that name of a corpus' rows of this length and packing.
-
-    Raises ValueError naming what is missing, damaged, or of another corpus.
-    """
+    """The analysis of that name of a corpus' rows; raises ValueError if it is missing, damaged or of another corpus."""
     folder = analysis_folder(corpus, name, seq_len, packing)
     make = f"fzero data analyze {corpus} --metric {name} --seq-len {seq_len} --packing {packing}"
     if not (folder / "meta.json").is_file():

@@ -1,8 +1,4 @@
-"""Read the texts of a column of .parquet and .arrow files, such as those of a dataset that Hugging Face's `datasets`
-saved. It needs pyarrow.
-
-Read a .zst file as a stream of bytes; one that ends inside a frame is an error, as with gzip.
-"""
+"""Read the texts of a column of .parquet and .arrow files, which needs pyarrow; and .zst files as streams."""
 
 from __future__ import annotations
 
@@ -19,8 +15,7 @@ READ = 4096  # compressed bytes at a time: they may stand for 100 MB
 
 
 class ZstdFile(io.RawIOBase):
-    """The decompressed bytes of a .zst file of one frame or several; raises OSError where it is not sound, EOFError
-    where it ends within a frame, and ValueError without the package zstandard.
+    """The decompressed bytes of a .zst file; raises OSError, or EOFError where it ends within a frame.
 
     >>> import tempfile, zstandard
     >>> path = Path(tempfile.mkdtemp(), "text.zst")
@@ -80,13 +75,7 @@ END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of Arrow
 def column_of(
     path: Path, name: str, key: str, begin: int = 0, end: int | None = None
 ) -> Iterator[tuple[int, Sequence[bytes] | None]]:
-    """(the number of a row, from 0 on, and its text at `key` in blocks of UTF-8, or None) of a file, a few rows in
-    memory at a time.
-
-    name: of the file, for messages. begin, end: the row groups of a .parquet to read; None: to the last. Raises
-    ValueError if pyarrow is not installed, the file is damaged or truncated, has no column of texts of this name, or,
-    of a .parquet, a text of more than 64 MB, which pyarrow reads whole.
-    """
+    """(the number of a row, its text at `key` in blocks of UTF-8, or None) of a file, a few rows at a time."""
     with _sound(path, name):
         if path.suffix == ".parquet":
             row, batches = _parquet(path, name, key, begin, end)
@@ -206,10 +195,7 @@ def expect_texts(schema: Any, name: str, key: str) -> None:
 
 
 def saved_dataset(folder: Path) -> list[Path] | None:
-    """The files of a folder that `datasets` saved (save_to_disk), in their order; None for another folder.
-
-    Raises ValueError for one of several splits, and where a file is missing.
-    """
+    """The files of a folder that `datasets` saved, in their order; None for another folder."""
     if (folder / "dataset_dict.json").is_file():
         splits = read_json(folder / "dataset_dict.json", wide=True).get("splits", [])
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The tokenizer of a model's folder, with the ids of AutoTokenizer of `transformers`: built by its class, with the
-special tokens that its files name, and compared with AutoTokenizer itself where `transformers` is installed.
+"""The tokenizer of a model's folder, with the ids of AutoTokenizer of `transformers`.
 
-Special tokens of a chat template: those that a tokenizer lacks, and a tokenizer that has them.
+It is built by its class, with the special tokens that its files name, and compared with AutoTokenizer where
+`transformers` is installed; and a tokenizer gets the special tokens of a chat template that it lacks.
 """
 
 from __future__ import annotations
@@ -99,8 +99,7 @@ def template_tokens(chat: Chat) -> list[str]:
 
 
 def missing_tokens(chat: Chat, tokenizer: Tokenizer) -> dict[str, int]:
-    """{token that the template writes: the tokens that it is split into}, of those that are no single one. Empty for
-    bytes, which split everything."""
+    """{token that the template writes: the tokens that it is split into}, of those that are no single one."""
     if not tokenizer.json:
         return {}
     encode = encoder(tokenizer)
@@ -141,12 +140,7 @@ TEXTS = (
 
 
 def read_tokenizer_json(folder: Path, config_folder: Path) -> str | None:
-    """The content of the tokenizer.json in `folder`, as AutoTokenizer loads it with the other files in `config_folder`;
-    made of vocab.json and merges.txt where there are those alone; None if there is no vocabulary.
-
-    Raises ValueError for a vocabulary of another kind alone, for entries whose meaning fzero lacks, and where
-    AutoTokenizer of the `transformers` that is installed has other ids.
-    """
+    """The content of the tokenizer.json in `folder`, as AutoTokenizer loads it; None without a vocabulary."""
     tokens, path = read_tokens(config_folder), folder / TOKENIZER
     builder = CLASSES.get(tokens.class_name)
     if not path.is_file() and not expect_merges(folder, builder):
@@ -174,8 +168,7 @@ def changed_on_load(folder: Path) -> str:
 
 
 def build_tokenizer(content: str, path: Path, tokens: FolderTokens, *, fresh: bool = False) -> Library:
-    """The tokenizer that AutoTokenizer makes of the content of a tokenizer.json. fresh: that there was no such file, so
-    that add_bos_token and add_eos_token are read."""
+    """The tokenizer that AutoTokenizer makes of a tokenizer.json; fresh: there was no such file."""
     table, builder = parse_json(content, str(path), wide=True), CLASSES.get(tokens.class_name)
     rebuilt_json = content
     if builder is not None:
@@ -194,8 +187,7 @@ def build_tokenizer(content: str, path: Path, tokens: FolderTokens, *, fresh: bo
 
 
 def expect_merges(folder: Path, builder: TokenizerClass | None) -> bool:
-    """Whether a folder without tokenizer.json has vocab.json and merges.txt for its class; raises ValueError if it has
-    another vocabulary."""
+    """Whether a folder without tokenizer.json has vocab.json and merges.txt; raises ValueError for others."""
     if builder is not None and builder.files and all((folder / name).is_file() for name in (VOCABULARY, MERGES)):
         return True
     foreign_name = next((name for name in (*OTHERS, VOCABULARY) if (folder / name).is_file()), None)
@@ -216,8 +208,7 @@ def from_merges(folder: Path) -> dict[str, Any]:
 
 
 def make_whole(library: Library, tokens: FolderTokens, *, plain: bool) -> None:
-    """Make the tokens that a folder names whole; those that the vocabulary lacks get the next ids. plain: without
-    their flags."""
+    """Make the tokens that a folder names whole; new ones get the next ids; plain: without their flags."""
     names = {text_of(token) for token in tokens.named.values()}
     new = [added_token(tokens.listed[i], text_of(tokens.listed[i]) in names) for i in sorted(tokens.listed)]
     existing = {token.content for token in (*library.get_added_tokens_decoder().values(), *new)}
@@ -248,8 +239,7 @@ def surround(library: Library, begin: str, end: str) -> None:
 
 
 def expect_same_ids(library: Library, folder: Path, tokens: FolderTokens) -> None:
-    """Raise ValueError naming a text that AutoTokenizer has other ids of, and, without `transformers`, for a class
-    that fzero does not build."""
+    """Raise ValueError naming a text that AutoTokenizer has other ids of, or an unknown class."""
     name = tokens.class_name
     fix = (
         f"where tokenizer.json is meant as it stands, set tokenizer_class to {PLAIN!r} in {CONFIG}; else let "

@@ -1,10 +1,8 @@
 """Documents of like length together: batches of a few shapes, each of about as many tokens.
 
-A batch has B T positions. Its rows are of one of a few lengths L, which divide T: there are B T / L, each with one
-document, or a piece of one that is longer than T, and what fills it up. A document is in rows of the least length that
-holds it. In each epoch those of a length are drawn in another order and cut into batches; what is left over, less than
-a batch, goes to the next length, and of the longest the last batch is filled up with rows that count nowhere. So every
-document comes once in an epoch, at most one batch of which has fewer than it could.
+A batch has B T positions. Its rows are of one length L that divides T: B T / L rows, each with one document, or a piece
+of one longer than T. In each epoch those of a length are drawn in another order and cut into batches; what is left over
+goes to the next length, and the last batch is filled up with rows that count nowhere.
 
 Ref: Khomenko et al. 2016, "Accelerating recurrent neural network training using sequence bucketing and multi-GPU data
 parallelization", arXiv:1708.05604, section 3.

@@ -1,8 +1,8 @@
 """Chat templates: a conversation as tokens, and which of them are the assistant's.
 
-A template is a Jinja program that a model's folder brings along; it runs in Jinja's sandbox, with the variables and
-functions that Hugging Face's `apply_chat_template` gives it. Which characters the assistant said comes from the
-template's own marks, `{% generation %}`, or from rendering the conversation up to each of its turns.
+A template is a Jinja program of a model's folder; it runs in Jinja's sandbox with what Hugging Face's
+`apply_chat_template` gives it. What the assistant said comes from the template's own marks, `{% generation %}`, or from
+rendering the conversation up to each turn.
 """
 
 from __future__ import annotations
@@ -55,11 +55,7 @@ class Example(NamedTuple):
 
 
 def read_chat(folder: str | Path) -> Chat | None:
-    """The chat template in a model's folder or a run's: of chat_template.jinja, else of tokenizer_config.json; None if
-    there is none.
-
-    Raises ValueError naming a file that is not in its form.
-    """
+    """The chat template in a model's folder or a run's, or None; raises ValueError naming a bad file."""
     folder = Path(folder)
     templates = {Path(name).stem: text for name, text in template_files(folder).items()}
     if os.path.lexists(folder / TEMPLATE):
@@ -78,8 +74,7 @@ def template_files(folder: Path) -> dict[str, str]:
 
 
 def templates_in(config: dict[str, Any], name: str) -> dict[str, str]:
-    """{name: template} in the content of a tokenizer_config.json, of which one without a name is "default"; raises
-    ValueError naming the file `name`."""
+    """{name: template} in the content of a tokenizer_config.json, of which one without a name is "default"."""
     templates = config.get("chat_template")
     if isinstance(templates, list):
         for entry in templates:
@@ -95,8 +90,7 @@ def templates_in(config: dict[str, Any], name: str) -> dict[str, str]:
 
 
 def chat_files(chat: Chat, config: dict[str, Any]) -> dict[str, str]:
-    """{name: content} of the files that `read_chat` reads. config: the content of the tokenizer_config.json that is
-    there, whose entries stay."""
+    """{name: content} of the files that `read_chat` reads; config: a tokenizer_config.json to extend."""
     tokens: dict[str, Any] = dict(chat.tokens)
     for name, text in chat.tokens.items():
         entry = config.get(name)
@@ -122,23 +116,14 @@ def template_texts(chat: Chat) -> list[str]:
 
 
 def render(chat: Chat, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, prompt: bool = False) -> str:
-    """The text of a conversation. prompt: end it with the beginning of the assistant's next turn.
-
-    Raises ValueError if the template does not take the conversation, with its own words.
-    """
+    """The text of a conversation; prompt: with the beginning of the assistant's next turn."""
     return _render(chat, messages, tools, prompt)[0]
 
 
 def spans_of(
     chat: Chat, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
 ) -> list[tuple[str, list[tuple[int, int]]]]:
-    """The texts to learn a conversation's assistant turns from, each with the spans [start, end) that the assistant
-    says.
-
-    It is one text, with a span for each turn, if the template marks them, or renders a turn alike whatever comes after
-    it. Otherwise, as where a template leaves earlier thoughts out, each turn has a text of its own: the conversation
-    up to it, as the model sees it when it answers. A span found by rendering ends with the turn's eos_token, if it has
-    one. Raises ValueError if there is no turn of the assistant, and as `render`.
+    """The texts to learn a conversation's assistant turns from, each with the spans [start, end) that it says.
 
     >>> chat = Chat("{% for m in messages %}<{{ m.role }}>{{ m.content }}#{% endfor %}"
     ...             "{% if add_generation_prompt %}<assistant>{% endif %}", {"eos_token": "#"})
@@ -172,10 +157,7 @@ def spans_of(
 def examples_of(
     chat: Chat, encode: Encode, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
 ) -> list[Example]:
-    """The examples of a conversation: the texts of `spans_of` as tokens, of which those in a span count.
-
-    encode: from `encoder`. Raises ValueError as `spans_of`.
-    """
+    """The examples of a conversation: the texts of `spans_of` as tokens, of which those in a span count."""
     return [encode_spans(encode, text, spans) for text, spans in spans_of(chat, messages, tools=tools)]
 
 
@@ -183,16 +165,12 @@ class Encode(Protocol):
     """From a text to (its ids [N], the characters [N, 2] of each)."""
 
     def __call__(self, text: str, *, add_special: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """add_special: with the tokens that the tokenizer puts before and after a text that no template wrote, such as
-        that of its beginning, as AutoTokenizer does; they have the characters [0, 0)."""
+        """add_special: with the tokens that the tokenizer puts before and after a text, at [0, 0)."""
         ...
 
 
 def encoder(tokenizer: Tokenizer) -> Encode:
-    """The function from a text to its ids and the characters [start, end) of each.
-
-    Unlike the tokenizer's `encode`, special tokens in the text become their ids, as a template writes them.
-    """
+    """The function from a text, in which special tokens count, to its ids and the characters [start, end) of each."""
     dtype = token_dtype(tokenizer.vocab_size)
     if not tokenizer.json:
 
@@ -211,8 +189,7 @@ def encoder(tokenizer: Tokenizer) -> Encode:
 
 
 def end_tokens(chat: Chat, tokenizer: Tokenizer) -> list[int]:
-    """The ids at which an answer by a template ends: of its eos_token, where that is one token, and of the first
-    special token that the template writes after an answer."""
+    """The ids at which an answer by a template ends."""
     if not tokenizer.json:
         return []
     from tokenizers import Tokenizer as Library
@@ -231,8 +208,7 @@ def end_tokens(chat: Chat, tokenizer: Tokenizer) -> list[int]:
 
 
 def encode_spans(encode: Encode, text: str, spans: Sequence[tuple[int, int]], *, add_special: bool = False) -> Example:
-    """A text as tokens, of which those count that have a character in one of the spans [start, end). add_special: as in
-    Encode."""
+    """A text as tokens, of which those count that have a character in one of the spans [start, end)."""
     ids, char_spans = encode(text, add_special=add_special)
     counted = np.zeros(len(ids), bool)
     for start, end in spans:

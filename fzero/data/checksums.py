@@ -1,9 +1,8 @@
 """Checksums of a corpus: the crc32c of every CHUNK bytes of its token and document files.
 
-SPLIT.sums holds them as little-endian uint32, those of SPLIT.bin and then those of SPLIT.docs; meta.json has the
-SHA-256 of that file, so the digest of meta.json stands for the content of the corpus. A chunk of tokens is compared
-when it is read for the first time, a file of documents when it is opened. Corpora of earlier versions have no
-checksums.
+SPLIT.sums holds them as little-endian uint32, of SPLIT.bin and then SPLIT.docs; meta.json has the SHA-256 of that file,
+so its digest stands for the corpus. A chunk is compared when it is read for the first time. Corpora of earlier versions
+have no checksums.
 """
 
 from __future__ import annotations
@@ -68,10 +67,7 @@ class ChunkSums:
         self.count = len(sums)
 
     def expect(self, begin: np.ndarray, size: int) -> None:
-        """Compare the chunks of the `size` bytes from each of `begin` (int64) on that were not compared before.
-
-        Raises ValueError naming one that does not match.
-        """
+        """Compare the chunks of `size` bytes from each of `begin` that are new; raises ValueError naming one."""
         # Most calls find nothing to do. This costs two microseconds, a thousandth of a small batch's reading.
         if not self.count or (size <= CHUNK and 1 not in self.near[begin // CHUNK].tobytes()):
             return
@@ -105,10 +101,7 @@ def line(sums: ChunkSums, chunk: int) -> str:
 
 
 def read_sums(folder: Path, split: str, sha256: str, files: list[np.ndarray]) -> list[ChunkSums]:
-    """The ChunkSums of SPLIT.bin, SPLIT.docs and, of examples, SPLIT.said, whose bytes are `files`.
-
-    sha256: the SHA-256 of SPLIT.sums. Raises ValueError if that is missing or damaged.
-    """
+    """The ChunkSums of a split's files, whose bytes are `files`; raises ValueError if they are damaged."""
     path = folder / f"{split}.sums"
     raw = path.read_bytes() if path.is_file() else None
     parts = split_sums(raw, str(path), sha256, [len(content) for content in files])
@@ -117,10 +110,7 @@ def read_sums(folder: Path, split: str, sha256: str, files: list[np.ndarray]) ->
 
 
 def split_sums(raw: bytes | None, name: str, sha256: str, sizes: list[int]) -> list[np.ndarray]:
-    """The checksums (uint32) of each file of a split, of these sizes in bytes, out of the content of SPLIT.sums.
-
-    raw: None for a file that is not there; name: it, for messages. Raises ValueError as `read_sums` does.
-    """
+    """The checksums (uint32) of each file of a split, out of the content of SPLIT.sums."""
     counts = [-(-size // CHUNK) for size in sizes]
     if raw is None or hashlib.sha256(raw).hexdigest() != sha256 or len(raw) != 4 * sum(counts):
         fault = "no such file" if raw is None else "damaged: it is not the one that meta.json names"

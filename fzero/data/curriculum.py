@@ -1,11 +1,10 @@
 """An order of a corpus' rows in which easy ones come first: each row once in an epoch, all the same.
 
-A curriculum allows, at a step, the rows whose number (fzero/data/analysis.py) is among the lowest part of all. Its
-order is drawn sample by sample: the next row is any of those that are allowed and not yet read, all equally likely
-(up to 2^-32 of their number); where every allowed row is read, the easiest one left is allowed too. So an order is a
-function of (the numbers, the schedule, the seed, the epoch) and has each row once.
+A curriculum allows, at a step, the rows whose number (fzero/data/analysis.py) is among the lowest part. The next row is
+any of those that are allowed and not yet read; where all are read, the easiest one left is allowed too. So an order is
+a function of (the numbers, the schedule, the seed, the epoch).
 
-Ref: Li et al. 2022, "DeepSpeed data efficiency", arXiv:2212.03597, section 3.1, whose schedules these are. There rows
+Ref: Li et al. 2022, "DeepSpeed data efficiency", arXiv:2212.03597, section 3.1, whose schedules these are; there rows
 are drawn again when the allowed ones are used up.
 """
 
@@ -177,11 +176,7 @@ def rank(values: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=2)
 def _order(curriculum: Curriculum, seed: int, epoch: int) -> np.ndarray:
-    """The rows of an epoch in the order that they are read, as `Curriculum` says: Fisher and Yates' shuffle, of a pile
-    that grows while it is drawn from.
-
-    Ref: Durstenfeld 1964, "Algorithm 235: random permutation", Communications of the ACM 7(7).
-    """
+    """The rows of an epoch in the order that they are read: Durstenfeld's shuffle (1964) of a growing pile."""
     size, key = len(curriculum.ranked), prng.fold_in(prng.fold_in(prng.key(seed), "curriculum"), epoch)
     places = np.arange(size, dtype=np.int32)  # those from n on and below what is allowed are the pile
     view = memoryview(places)

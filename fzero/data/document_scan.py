@@ -1,10 +1,7 @@
-"""The first reading of the sources: it finds every error, and the split, size and digest of every document, piece by
-piece.
+"""The first reading of the sources: it finds every error, and the split, size and digest of every document.
 
-What it says of a document is a row of a table, DOCUMENT, in the file of its piece, so that memory does not grow with
-the corpus. The readings that follow compare each document with its row.
-
-How a corpus is prepared: by how many processes, and which documents are left out.
+A document is a row of a table, DOCUMENT, in the file of its piece, so that memory does not grow with the corpus. The
+readings that follow compare each document with its row.
 """
 
 from __future__ import annotations
@@ -73,9 +70,7 @@ def name_of(function: Filter) -> str:
 
 
 def apply_filters(text: str, filters: Sequence[Filter], origin: Callable[[], str]) -> tuple[str, str]:
-    """(what filters make of a text, the name of the one that leaves it out or "").
-
-    Raises ValueError naming filter and document if one raises an error, or returns anything else.
+    """(what filters make of a text, the name of the one that leaves it out or ""); raises ValueError.
 
     >>> apply_filters("a text", [str.upper, lambda text: len(text) > 3], lambda: "a.txt")
     ('A TEXT', '')
@@ -131,8 +126,7 @@ class Sources(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """The documents to prepare, as found by the first reading. The draw of a document depends only on seed and
-    content."""
+    """The documents to prepare, as found by the first reading."""
 
     sources: Sources
     masks: Sequence[np.ndarray]  # of each piece, bool [documents]: those that are not left out
@@ -170,8 +164,7 @@ def scan_sources(sources: Sources, val_fraction: float, preparing: Preparing) ->
 
 
 def read_piece(sources: Sources, number: int) -> tuple[int, Counter[str], dict[str, list[str]]]:
-    """Write the rows of the documents of a piece; return how many there are, the problems of others, and some names of
-    files with each problem."""
+    """Write the rows of the documents of a piece; (their number, the problems of others, names of files)."""
     skipped: Counter[str] = Counter()
     files: dict[str, list[str]] = {}
     path, count, rows = sources.folder / f"{number}.documents", 0, bytearray()
@@ -263,8 +256,7 @@ def later_copies(digests: np.ndarray) -> np.ndarray:
 
 
 def texts_of(corpus: Corpus, number: int) -> Iterator[tuple[Iterator[str], np.void, Document]]:
-    """Yield (text in blocks, row, document) of every document of a piece that is kept; raises ValueError, at the end of
-    a text at the latest, if the content has changed since the first reading."""
+    """Yield (text in blocks, row, document) of every document of a piece that is kept; raises ValueError."""
     sources, mask = corpus.sources, corpus.masks[number]
     rows, index = sources.rows(number), -1
     changed = ValueError(f"{sources.pieces[number][0].name}: {CHANGED}")
@@ -302,8 +294,7 @@ def verify_blocks(blocks: Iterable[str], sha256: bytes, changed: ValueError) -> 
 
 
 def split_texts(corpus: Corpus, number: int) -> Iterator[tuple[str, Iterator[str], Document]]:
-    """Yield (split, text in blocks, document it is of) of every part of a piece of the corpus; raises ValueError as
-    `texts_of` does."""
+    """Yield (split, text in blocks, document it is of) of every part of a piece of the corpus."""
     for blocks, row, document in texts_of(corpus, number):
         if corpus.lowest == corpus.highest:
             characters, excess = int(row["characters"]), []

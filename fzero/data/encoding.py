@@ -1,19 +1,11 @@
 """The second reading: the documents encoded piece by piece into files of a work folder, which are joined in order.
 
-What is in the file of a piece (encoding.py): its tokens; int64 [n] how many each part has; uint8 [n] the number of
-the split of each; and at the end COUNTS, the numbers of tokens and of parts. A part is a document, or half of the only
-one.
+The file of a piece: its tokens; int64 [n] how many each part has; uint8 [n] the split of each; COUNTS; and TAIL, the
+number of the piece and the crc32c of content and number, so that it is whole when it has its name.
 
-A file of what is known of one piece of the sources, with its checksum: whole when it has its name.
-
-The content, and at the end TAIL: the number of the piece, and the crc32c of the content and that number.
-
-Cut a long text into stretches whose pieces, ids or words of a tokenizer, are those of the whole text.
-
-A place is cut where the tokenizer splits anyway. It is looked for where spaces, words and signs meet, and is taken if
-what stands around it has the same pieces with and without the cut, seen from two beginnings: a tokenizer whose pieces
-follow from where the text began (a run of one character, say) differs in one of them. A stretch is encoded behind some
-of the text before it, whose pieces are dropped again, as some tokenizers take the beginning of a text for a word's.
+A long text is cut where spaces, words and signs meet, and only where what stands around has the same pieces with and
+without the cut, seen from two beginnings. A stretch is encoded behind some of the text before it, whose pieces are
+dropped again.
 """
 
 from __future__ import annotations
@@ -59,8 +51,7 @@ def write_piece(path: Path, number: int) -> Iterator[Callable[[bytes], None]]:
 
 
 def sound_bytes(path: Path, number: int) -> int | None:
-    """The bytes of the content of the file of a piece, which are read once, a few in memory at a time; None if the file
-    is not there, damaged, or of another piece.
+    """The bytes of the content of the file of a piece; None if it is missing, damaged, or of another piece.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "3")
@@ -101,11 +92,7 @@ class TextSpan(NamedTuple):
 def text_spans(
     blocks: Iterable[str], pieces: Pieces | None, origin: Callable[[], str], context_size: int = CONTEXT, size: int = 0
 ) -> Iterator[TextSpan]:
-    """The stretches of the text that consists of these blocks; of a short one it is one.
-
-    pieces: what a tokenizer makes of a text; None: it may be cut anywhere. origin: of the text, for messages. before:
-    the characters that go with a stretch. size: of a stretch in characters; 0: STRETCH. Raises ValueError for LONGEST
-    characters without a place to cut.
+    """The stretches of the text of these blocks, whose `pieces` are those of the whole text.
 
     >>> [stretch.text for stretch in text_spans(["one ", "two"], str.split, lambda: "a.txt")]
     ['one two']
@@ -183,11 +170,7 @@ class EncodedPiece(NamedTuple):
 
 
 def encode(corpus: Corpus, tokenizer: Tokenizer, folder: Path, preparing: Preparing) -> None:
-    """Write the files of all pieces in `folder`; those that are there and sound are left as they are.
-
-    Raises ValueError if the sources have changed since the first reading, and for a text that holds the tokenizer's
-    end-of-document token.
-    """
+    """Write the files of all pieces in `folder`; those that are there and sound stay."""
     sizes, dtype = corpus.sources.sizes(), token_dtype(tokenizer.vocab_size)
     missing = [n for n in range(len(sizes)) if read_encoded(folder, n, dtype) is None]
     done = sum(sizes) - sum(sizes[n] for n in missing)

@@ -1,13 +1,7 @@
-"""Convert lines to token files: a corpus as `prepare` makes it of text, whose documents are examples, with a byte for
-each token that says whether the model is to say it (SPLIT.said).
+"""Convert lines to token files: a corpus whose documents are examples, with a byte for each token to be said.
 
-What a line of the .jsonl file is, its reader knows: see examples.py and preferences.py.
-
-Conversations as a corpus of examples.
-
-A line of the .jsonl file is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content":
-"..."}, ...]}, and optionally "tools", which the template is given. A conversation may become several documents (see
-`spans_of`).
+A line of the .jsonl file of conversations is {"messages": [{"role": "user", "content": "..."}, ...]}, and optionally
+"tools". A conversation may become several documents (see `spans_of`).
 """
 
 from __future__ import annotations
@@ -73,13 +67,7 @@ def prepare_examples(
     seed: int = 0,
     labels: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Prepare the .jsonl file `path` in the new folder `out`; returns the content of its meta.json.
-
-    kind: of the corpus. labels: the names of the classes that its texts have. A line is for validation if its draw
-    (SHA-256 of seed and content) is below VAL_FRACTION; the line with the lowest draw always is, the one with the
-    highest never. Raises ValueError naming file and line: one that is no JSON object, or that `read` refuses; and for a
-    file of fewer than two different lines. Then there is no `out`.
-    """
+    """Prepare the .jsonl file `path` in the new folder `out`; returns the content of its meta.json."""
     expect_regular(path)
     read, too_long = reader
     draws = [draw_of(line, seed) for _, line in lines_of(path)]
@@ -156,8 +144,7 @@ def truncate(example: Example, positions: int | None) -> Example:
 
 
 def expect_fits(example: Example, lengths: Lengths, subject: str) -> None:
-    """Raise ValueError for an example without a token to learn, and TooLong for one that is. subject: begins the
-    texts."""
+    """Raise ValueError for an example without a token to learn, and TooLong for one that is."""
     if not example.counted[1:].any():
         kind, condition = (
             (TooLong, f" when {subject} is cut to {len(example.ids):,} tokens") if example.cut else (ValueError, "")
@@ -204,11 +191,7 @@ def _examples(location: str, line: bytes, read: Read) -> list[Example]:
 def prepare_conversations(
     path: Path, out: Path, chat: Chat, tokenizer: Tokenizer, lengths: Lengths, seed: int = 0
 ) -> dict[str, Any]:
-    """Prepare the conversations in the .jsonl file `path` in the new folder `out`; returns the content of meta.json.
-
-    Raises ValueError as `prepare_examples`, and naming a line that lacks a key, has no assistant turn, that the
-    template refuses, or that is longer than `lengths`.
-    """
+    """Prepare the conversations in the .jsonl file `path` in the new folder `out`; returns its meta.json."""
     encode = encoder(tokenizer)
 
     def read(row: Table) -> list[Example]:

@@ -1,4 +1,4 @@
-"""A corpus whose tokens stay in the files of another system, read in place: a folder that describes them.
+"""A corpus whose tokens stay in the files of another system or in an object store, described by a folder.
 
     meta.json              as of a prepared corpus (fzero/data/tokens.py), and `linked`: the file, where its tokens
                            begin, their dtype, the size of the file, a checksum of samples of it, and the first token of
@@ -6,24 +6,18 @@
     train.docs val.docs    where each document of a split begins
     tokenizer.json         when the tokenizer is not bytes
 
-Both splits are ranges of the file: the last documents are for validation. There are no checksums of all chunks, which
-would read the whole file; its size and 64 chunks are compared when it is opened.
+Both splits are ranges of the file: the last documents are for validation. Its size and 64 chunks are compared when it
+is opened.
 
-Token files of other systems, described so that they can be read in place: Megatron's .bin with its .idx, and .npy.
+Token files of other systems: Megatron's .bin with its .idx, and .npy.
 
 An .idx (Megatron-LM, megatron/core/datasets/indexed_dataset.py) is: "MMIDIDX" and two bytes of 0, uint64 1, uint8 the
 code of a dtype, uint64 S sequences, uint64 D + 1; int32 [S] their lengths, int64 [S] where they begin in the .bin in
 bytes, int64 [D + 1] the first sequence of each document, and at the end S; all little-endian. An .idx with int8 [S]
 more, the modes of its sequences, is of other kinds of data and refused.
 
-A corpus whose tokens stay in an object store: a folder that describes it.
-
-    meta.json              as of the prepared corpus at the URL, and `remote`: the URL, and the SHA-256 of its meta.json
-    train.docs val.docs    copies, as are the checksums and the tokenizer
-    train.sums val.sums
-    tokenizer.json
-
-The tokens of SPLIT.bin are read when they are asked for: fzero/data/remote_tokens.py.
+At a URL, meta.json has `remote`: the URL, and the SHA-256 of its meta.json; documents, checksums and tokenizer are
+copies, and the tokens of SPLIT.bin are read when they are asked for (fzero/data/remote_tokens.py).
 """
 
 from __future__ import annotations
@@ -111,8 +105,7 @@ def read_remote_meta(url: str) -> dict[str, Any]:
 
 
 def copy_split(objects: Objects, meta: dict[str, Any], split: str, folder: Path) -> None:
-    """Copy what a split has beside its tokens into `folder`, compared with its checksums, and see that the tokens are
-    there."""
+    """Copy what a split has beside its tokens into `folder`, compared with its checksums."""
     counts, name = meta["splits"][split], f"{split}.docs"
     sizes = [counts["tokens"] * token_dtype(meta["vocab_size"]).itemsize, 8 * (counts["documents"] + 1)]
     raw = read_object(objects, f"{split}.sums")
@@ -175,10 +168,7 @@ class ForeignTokens(NamedTuple):
 
 
 def find_tokens(source: Path, eos: int) -> ForeignTokens:
-    """The tokens of a .npy file, of a .bin or .idx file, or of what both begin with; eos: ends the documents of a .npy.
-
-    Raises ValueError naming the file and what is wrong with it.
-    """
+    """The tokens of a .npy, .bin or .idx file, or of what both begin with; raises ValueError."""
     if source.suffix == ".npy":
         return read_npy(source, eos)
     prefix = source.with_suffix("") if source.suffix in (".bin", ".idx") else source

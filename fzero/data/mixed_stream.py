@@ -1,16 +1,12 @@
-"""The rows of a mixture of corpora: which corpus a row is of is a closed form of its number,
-and which of the corpus' rows follows from how many of its rows came before: each keeps its order and its epochs.
+"""The rows of a mixture of corpora: which corpus a row is of is a closed form of its number.
 
-So the rows of a step are a pure function of (the mixture, the step), whatever the mesh and the resumes, and of each
-corpus every row comes once in an epoch of its own.
+Which of the corpus' rows follows from how many came before: each corpus keeps its order and epochs. So the rows of a
+step are a pure function of (the mixture, the step).
 
-Which of several sources a row of a mixture is of: a closed form of the row's number and the weights.
+Of two sources of weights c and 1 - c, floor(c m + 1/2) of the first m rows are of the first one. More are leaves of a
+binary tree (Huffman's, so that shares along a path fall fast) whose nodes deal rows to their two sides; deviations are
+below two rows, and all numbers are whole or fractions.
 
-Two sources of weights c and 1 - c: among the first m rows are floor(c m + 1/2) of the first one, which rises by 0 or 1
-a row and is never more than half a row from its share. More sources are leaves of a binary tree whose inner nodes deal
-the rows that come to them to their two sides in that way. The tree is Huffman's, so that the products of shares along a
-path fall fast, and what the nodes of a path are off adds up to less than two rows, however many sources there are. All
-numbers are whole or fractions of whole numbers, so that no row is ever rounded to another source.
 Ref: Beatty 1926, American Mathematical Monthly 33(3), problem 3173; Huffman 1952, Proceedings of the IRE 40(9).
 """
 
@@ -38,10 +34,7 @@ from fzero.data.token_stream import EpochRemainder, TokenStream, even_batches
 
 @dataclass(frozen=True)
 class Node:
-    """Two sides that the rows of a node are dealt to; a side is a node or the number of a source.
-
-    Of the first m rows (times * m + plus) // over go to the left, at least 0 and at most m.
-    """
+    """Two sides that rows are dealt to; of the first m, (times * m + plus) // over go to the left."""
 
     left_child: Node | int
     right_child: Node | int
@@ -55,9 +48,7 @@ class Node:
 
 
 def tree_of(weights: Sequence[Fraction], debts: Sequence[Fraction]) -> Node | int:
-    """The tree that deals rows by these weights, of which one is above 0, to the sources with a weight.
-
-    debts: by how many rows each source is behind its share, or, below 0, ahead of it. The first rows make that up.
+    """The tree that deals rows by these weights; debts: by how many rows each source is behind its share.
 
     >>> tree = tree_of([Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)], [Fraction(0)] * 3)
     >>> [source_of(tree, row)[0] for row in range(8)]
@@ -121,12 +112,7 @@ class MixtureSegment:
 def mixture_segments(
     periods: Sequence[tuple[int, Sequence[Fraction]]], limits: Sequence[int | None], largest: int = 1 << 62
 ) -> list[MixtureSegment]:
-    """The stretches of all rows: a new one begins with every period, and where a source is used up.
-
-    periods: (first row, the weights from there on), the first at row 0, in rising order. limits: the rows that each
-    source has to give, None for no end; when they are given the others share its weight. Where no source with a weight
-    is left the last stretch has no tree. Each begins with what the one before it was off, so deviations do not add up.
-    """
+    """The stretches of all rows: a new one begins with every period, and where a source is used up."""
     starts, segments = [max(0, row) for row, _ in periods], list[MixtureSegment]()
     consumed, debts, begin, period = [0] * len(limits), [Fraction(0)] * len(limits), 0, 0
     while True:

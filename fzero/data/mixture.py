@@ -5,14 +5,12 @@
 is, source by source, a name (default: the last part of its path), the folder of a prepared corpus, its weight, other
 weights from a token of the run on, and the most that is read of it. Weights are parts of their sum.
 
-The corpus of a run on a mixture: a folder whose meta.json names the corpora, and a copy of their tokenizer.
+The corpus of a run on a mixture is a folder whose meta.json names the corpora:
 
     meta.json       as of a prepared corpus (fzero/data/tokens.py), with the sums of its sources' counts, and `mixture`:
                     the name, the path and the SHA-256 of the meta.json of each source, and `url` if it is at one
     tokenizer.json  when the tokenizer is not bytes
     source-0 ...    what describes a source at a URL (fzero/data/linked_corpus.py), by its number: the source's path
-
-The meta.json of a source has checksums of its content, so the SHA-256 of this one stands for all of it.
 """
 
 from __future__ import annotations
@@ -228,11 +226,7 @@ def digest(folder: str | Path) -> str:
 
 
 def write_mixture(mixture: Mixture, out: Path) -> dict[str, Any]:
-    """Write the corpus of a mixture in the new folder `out`; returns its meta.json.
-
-    Raises ValueError naming a source that is no corpus of text, or has tokens of another tokenizer than the first one;
-    nothing is written then.
-    """
+    """Write the corpus of a mixture in the new folder `out`; returns its meta.json; raises ValueError."""
     metas = [(read_remote_meta if is_url(s.path) else read_meta)(s.path) for s in mixture.sources]
     first = mixture.sources[0]
     for source, meta in zip(mixture.sources, metas):
@@ -280,10 +274,7 @@ def tokenizer_of(folder: str | Path, meta: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def sources_of(folder: str | Path) -> list[SourceCorpus]:
-    """The sources of a mixture's corpus; [] for a corpus that is none.
-
-    Raises ValueError naming a source that is not what it was when the mixture was written.
-    """
+    """The sources of a mixture's corpus, [] for another; raises ValueError naming one that has changed."""
     sources = [
         SourceCorpus(entry["name"], Path(folder) / entry["path"], entry["sha256"])
         for entry in read_meta(folder).get("mixture", [])

@@ -1,21 +1,14 @@
-"""Pairs of answers, of which one is preferred, as a corpus of examples: of each pair the chosen answer with its prompt,
-then the rejected one.
+"""Pairs of answers, of which one is preferred, as a corpus of examples; and texts with labels.
 
 A line of the .jsonl file is {"prompt": ..., "chosen": ..., "rejected": ...}, each a text or a list of messages, as TRL
-has them. "prompt" may be left out: then it is what both answers begin with. Texts are taken as they are, and an answer
-ends with the end-of-document token; messages are rendered by the chat template, to which "tools" is given.
-
-What a frozen reference says of a corpus of pairs: the log-probability of each answer, beside the corpus.
+has them; without "prompt" it is what both answers begin with. What a frozen reference says of each answer is beside the
+corpus:
 
 reference-DIGEST/train.log_probs, val.log_probs    little-endian float64, one of each document
 reference-DIGEST/meta.json                         digest: of the reference; sha256 of both files
 
-Texts with labels, and pairs of answers for a reward, as a corpus of examples whose last token alone counts.
-
-A line of the .jsonl file of labels is {"text": "...", "label": "name"} or {"messages": [...], "label": 2}; messages are
-rendered by the chat template, up to its last eos_token. Texts are taken as they are. Tokens at the end of a text with
-which `transformers` fills rows are left out, as its models leave them out. In the corpus the number of the class
-follows the text's last token, as that token's target.
+A line of labels is {"text": "...", "label": "name"} or {"messages": [...], "label": 2}. Tokens at the end with which
+`transformers` fills rows are left out. The number of the class follows the last token, as its target.
 """
 
 from __future__ import annotations
@@ -71,10 +64,7 @@ def write_reference(corpus: Path, digest: str, log_probs: dict[str, np.ndarray])
 
 
 def read_reference(corpus: str | Path, split: str, digest: str) -> np.ndarray:
-    """The log-probabilities of a split's documents, float64 [documents].
-
-    Raises ValueError naming a file that is missing or damaged, with the references that are there.
-    """
+    """The log-probabilities of a split's documents, float64 [documents]; raises ValueError naming a bad file."""
     folder = reference_folder(Path(corpus), digest)
     if not (folder / "meta.json").is_file():
         digests = sorted(path.name.removeprefix("reference-") for path in Path(corpus).glob("reference-*"))
@@ -101,12 +91,7 @@ NO_TEMPLATE = (
 def prepare_preferences(
     path: Path, out: Path, chat: Chat | None, tokenizer: Tokenizer, lengths: Lengths, seed: int = 0
 ) -> dict[str, Any]:
-    """Prepare the pairs in the .jsonl file `path` in the new folder `out`; returns the content of its meta.json.
-
-    chat: the template for messages; None takes texts only. Raises ValueError as `prepare_examples`, and naming a line
-    that lacks an answer, whose answers are equal, that the template refuses, or that is too long: both answers, each
-    with the prompt, share a row.
-    """
+    """Prepare the pairs in the .jsonl file `path` in the new folder `out`; returns its meta.json."""
     encode = encoder(tokenizer)
 
     def read(row: Table) -> list[Example]:
@@ -192,10 +177,7 @@ def chat_example(
 
 
 def labels_of(path: Path) -> tuple[str, ...]:
-    """The labels in a .jsonl file, or of a prepared corpus: numbers in their order, else names in that of the alphabet.
-
-    Raises ValueError naming the line that has none, or one of another kind; and for a single one.
-    """
+    """The labels in a .jsonl file or a prepared corpus: numbers in order, else names in the alphabet's."""
     if (path / "meta.json").is_file():
         return tuple(read_meta(path).get("labels", ()))
     labels: set[str | int] = set()
@@ -275,9 +257,7 @@ def scored_example(ids: np.ndarray, target: int) -> Example:
 
 
 def labels_reader(chat: Chat | None, tokenizer: Tokenizer, lengths: Lengths, labels: Sequence[str], pad: int) -> Read:
-    """The function from a line to its example, of a text with a label.
-
-    Raises ValueError for more classes than tokens."""
+    """The function from a line to its example, of a text with a label."""
     if len(labels) > tokenizer.vocab_size:
         raise ValueError(f"there are {len(labels):,} labels, more than tokens of the model ({tokenizer.vocab_size:,})")
     encode = encoder(tokenizer)
@@ -310,10 +290,7 @@ def ranked_reader(chat: Chat | None, tokenizer: Tokenizer, lengths: Lengths, pad
 
 
 def expect_label_coverage(path: Path, corpus: Path, labels: Sequence[str]) -> str:
-    """Return the line that says how many texts each class has, in training and validation.
-
-    Raises ValueError for a class that only lines for validation have.
-    """
+    """The line that says how many texts each class has; raises ValueError for one in validation alone."""
     counts = {split: _counts(corpus, split, len(labels)) for split in SPLITS}
     for name, train, val in zip(labels, counts["train"], counts["val"]):
         if val and not train:

@@ -1,11 +1,7 @@
-"""Convert text to token files, reading the sources twice: first to check, then to write.
+"""Convert text to token files, reading the sources twice: first to check (document_scan.py), then to write.
 
-The first reading finds every error, the number of documents and the digest of the content before anything is encoded
-(document_scan.py); the second encodes (encoding.py), into a work folder beside `out` from which a preparation that was
-killed goes on. Both are the work of several processes, piece by piece; the pieces and their order
-follow from the sources alone, and so does the corpus.
-
-The folder of a preparation that is not finished, beside the corpus that it makes: OUT.partial.
+The second reading encodes (encoding.py), into a work folder beside `out` from which a preparation that was killed goes
+on: OUT.partial. Both are the work of several processes; pieces and their order follow from the sources alone.
 
     lock             locked (flock) by the process that prepares
     settings.json    what the corpus is made of, and the digest of the sources: written after their first reading
@@ -14,8 +10,8 @@ The folder of a preparation that is not finished, beside the corpus that it make
     encoded/         the pieces that are encoded (fzero/data/encoding.py)
     corpus/          the corpus, while the pieces are joined
 
-The same preparation goes on from there after a kill. After an error of the user's in the first attempt it is removed,
-as it is once the corpus is whole; what a kill leaves then, the next one that meets it removes (`remove_finished`).
+After an error of the user's in the first attempt the folder is removed, as it is once the corpus is whole
+(`remove_finished`).
 """
 
 from __future__ import annotations
@@ -71,12 +67,7 @@ def path_of(out: Path) -> Path:
 
 @contextlib.contextmanager
 def open_work(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
-    """A context of the work folder of a preparation, which is new or is resumed.
-
-    It is there after an interrupt, a kill and an OSError, such as that of a full disk; it is removed at the end, and
-    after another error, unless it was resumed. Raises Busy if another process has it, and ValueError if it is of other
-    settings.
-    """
+    """A context of the work folder of a preparation, new or resumed; raises Busy, or ValueError for another's."""
     folder = path_of(out)
     new = not folder.exists()
     with naming(folder):
@@ -106,10 +97,7 @@ def open_work(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
 
 
 def remove_finished(out: Path) -> bool:
-    """Remove what a kill left of the work folder of a corpus that was whole by then; returns whether there was that.
-
-    A folder stays in which a process works, that has anything of another origin, or that is of another preparation.
-    """
+    """Remove what a kill left of the work folder of a corpus that was whole; returns whether there was any."""
     folder, meta = path_of(out), out / "meta.json"
     if not (folder.is_dir() and meta.is_file()):
         return False
@@ -328,8 +316,7 @@ def _tokenizer_json(spec: str) -> Path:
 
 
 def _train(spec: str, eos: str | None, corpus: Corpus, work: Path) -> tuple[Tokenizer, float]:
-    """The tokenizer that is trained on the training split, and the share of it; the one in the work folder if it is
-    there."""
+    """The tokenizer that is trained on the training split or kept, and the share of it."""
     content = load_saved_tokenizer(work)
     if content is None:
         # Apart where there is much text, as the counts of its words stay in the memory of the process.
@@ -357,8 +344,7 @@ class TooManyWords(Exception):
 def learn_bpe(
     texts: Callable[[], Iterable[str]], vocab_size: int, eos: str | None, share: float = 1.0
 ) -> tuple[str, float]:
-    """The tokenizer.json of a BPE, and the share of the texts that it is learned from: `share`, or the largest half of
-    it, half of that, ... whose words can be counted in COUNT_BYTES bytes."""
+    """The tokenizer.json of a BPE, and the share of the texts that it is learned from, by COUNT_BYTES."""
     while True:
         with contextlib.suppress(TooManyWords):
             return train_bpe(_bounded(sample_evenly(share, texts())), vocab_size, eos).json, share

@@ -1,27 +1,18 @@
 """The tokens of a corpus in an object store, as an array whose elements are read when they are asked for.
 
-A token file is read by pieces of one size, each by one request, compared with the corpus' checksums, and kept in a
-cache on this machine. What a piece holds is decided by the checksums that the run began
-with, never by the store: a piece that does not match is fetched again. A store that does not answer is asked again,
-after waits that double, until `retry_s` have passed.
+A token file is read by pieces of one size, compared with the checksums that the run began with, and kept in a cache on
+this machine; a piece that does not match is fetched again. A store that does not answer is asked again until `retry_s`
+have passed. A cached piece is compared when a process first reads it, 64 KiB at a time.
 
-What is in the cache is compared again when a process reads it for the first time, 64 KiB at a time, as the chunks of a
-corpus in a folder are.
-
-A folder of pieces of files, bounded in bytes, which all processes of a machine share.
+The cache, which all processes of a machine share:
 
     pieces/lock       locked (flock) by a process that writes a piece or makes room; the bytes of all pieces, as text
     pieces/partial    a piece that is being written, before it is renamed; what is left of one is written over
     pieces/NAME       a piece
 
 The number in `lock` is raised before a piece is written and lowered after pieces are removed, so that after a kill it
-is too high at most, until the pieces are counted again. The pieces read longest ago are removed first; the time of a
-file's last change is that of its last reading, within TOUCH_S. Nothing here says whether a piece is sound: who reads it
-has checksums.
-
-A process keeps the files open that it read last, as opening one takes longer than reading a row of it. So that a piece
-that is removed takes no room on the disk while others have it open, it is emptied then; who finds less than it asked
-for, in a file that has no name any more, looks for the piece anew.
+is at most too high. The pieces read longest ago (mtime, within TOUCH_S) are removed first; a removed piece is emptied,
+as others may have it open.
 """
 
 from __future__ import annotations
@@ -58,8 +49,6 @@ MOST_OPEN = 128  # files
 class PieceCache:
     """The pieces in the folder `pieces` below `folder`, of at most `max_bytes` bytes together; thread-safe.
 
-    Raises OSError, naming the folder, if it cannot be written to.
-
     >>> import tempfile
     >>> cache = PieceCache(Path(tempfile.mkdtemp()), max_bytes=200)
     >>> cache.write("a/0", bytes(40))
@@ -85,8 +74,7 @@ class PieceCache:
         return recent or os.path.exists(f"{self.root}/{name}")
 
     def read_into(self, parts: Sequence[tuple[str, int, memoryview]]) -> list[int | None]:
-        """Fill each part (name, start, out), out of bytes, with those of a piece from `start` on; return how many it
-        has, None if there is no such piece."""
+        """Fill each part (name, start, out) from a piece; how many bytes it has, None if there is no such piece."""
         counts = list[int | None]()
         with self.lock:
             timestamp = time.monotonic()
@@ -133,10 +121,7 @@ class PieceCache:
             os.close(fd)
 
     def write(self, name: str, data: bytes, *, anew: bool = False) -> None:
-        """Put a piece in place, whole or not at all; one that is there stays, unless it is to be written `anew`.
-
-        Pieces read longest ago are removed before it is written. A piece larger than all room is not kept.
-        """
+        """Put a piece in place, whole or not at all, after making room; `anew`: in place of one that is there."""
         path, partial = self.folder / name, self.folder / PARTIAL
         with naming(path), self._locked() as lock:
             exists = path.exists()
@@ -257,12 +242,7 @@ class TokenFile(NamedTuple):
 
 
 class RemoteTokens:
-    """The tokens of a file as an array of one dimension, of which elements are read by an array of their numbers, or by
-    a slice; thread-safe.
-
-    Reading raises OSError if the store has been away for `retry_s`, or refuses, and ValueError if what it has is not
-    what the run began with.
-    """
+    """The tokens of a file as an array whose elements are read on request; thread-safe."""
 
     def __init__(self, file: TokenFile, reading: Reading, corpus_bytes: int) -> None:
         """corpus_bytes: of all token files of the corpus."""
@@ -295,8 +275,7 @@ class RemoteTokens:
         return out.reshape(index.shape)
 
     def read(self, out: np.ndarray, places: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> None:
-        """Fill parts of `out`, of one dimension and this dtype: from each of `places` on, as many tokens as `counts`
-        says, from the token of `firsts` on; all int64 [n]."""
+        """Fill parts of `out`: from each of `places` on, `counts` tokens from the token of `firsts` on."""
         if len(firsts) and not 0 <= firsts.min() <= (firsts + counts).max() <= len(self):
             raise IndexError(
                 f"tokens {firsts.min():,} to {(firsts + counts).max() - 1:,} of the {len(self):,} of {self.file.name}"
@@ -332,8 +311,7 @@ class RemoteTokens:
                     view[:] = data[offset : offset + len(view)]
 
     def begin(self, *positions: np.ndarray) -> bool:
-        """Begin to fetch the pieces that hold these tokens and are not in the cache, as many as may be on their way;
-        returns whether that is all of them."""
+        """Begin to fetch the missing pieces of these tokens, as many as may be; returns whether that is all."""
         with self.lock:
             self._store_pending()
             for piece in dict.fromkeys((np.concatenate(positions) * self.itemsize // self.piece).tolist()):
@@ -344,8 +322,7 @@ class RemoteTokens:
         return True
 
     def _compare(self, piece: int, begin: int, end: int) -> bool:
-        """Compare the chunks of the bytes [begin, end) in a piece of the cache that were not compared before, whole;
-        returns whether they are there, sound."""
+        """Compare the new chunks of the bytes [begin, end) of a cached piece; returns whether they are sound."""
         for chunk in range(begin // CHUNK, -(-end // CHUNK)):
             data, offset = self.chunk[: self.nbytes - chunk * CHUNK], chunk * CHUNK - piece * self.piece
             if not self.unchecked[chunk]:

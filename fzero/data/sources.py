@@ -1,8 +1,7 @@
 """Read documents from files, folders, standard input or Python's standard library, as one stream of texts.
 
-A .txt or .py file is one document, and so is each line of a .jsonl file and each row of a .parquet or .arrow file;
-names of texts and lines that end in .gz or .zst are decompressed. `cut` divides the files into pieces, each of which
-can be read by itself: ranges of large .jsonl and .parquet files, and of small files several together.
+A .txt or .py file is one document, and so is each line of a .jsonl and each row of a .parquet or .arrow file; .gz and
+.zst are decompressed. `cut` divides the files into pieces, each of which can be read by itself.
 """
 
 import codecs
@@ -74,13 +73,7 @@ class Document(NamedTuple):
 
 
 def find_files(sources: Sequence[str | Path], spool: Path) -> list[SourceFile]:
-    """The files of `sources`, in reading order. Standard input is copied to the folder `spool`, as a corpus is read
-    twice.
-
-    Folders are searched recursively, sorted by path, without hidden files and folders. Raises ValueError for a source
-    that does not exist, is of another kind (a FIFO or a device too, which may never end), or is a folder with no file
-    to read.
-    """
+    """The files of `sources`, in reading order; standard input is copied to the folder `spool`."""
     files = []
     for source in map(str, sources):
         path = Path(source)
@@ -122,10 +115,7 @@ def _file(name: str, path: Path, *, named: bool) -> SourceFile:
 
 
 def cut(files: Sequence[SourceFile]) -> list[list[SourceFile]]:
-    """The files in pieces of about equally many bytes (as they are stored), in reading order.
-
-    A file that is larger than a piece is divided if it is a plain .jsonl, or a .parquet with several row groups.
-    """
+    """The files in pieces of about equally many bytes, in reading order; large .jsonl and .parquet are divided."""
     files = [file._replace(length=_stored_bytes(file)) for file in files]
     size = min(max(sum(file.length for file in files) // PIECES, SMALLEST), LARGEST_PIECE)
     pieces: list[list[SourceFile]] = []
@@ -163,11 +153,7 @@ def _divided(file: SourceFile, size: int) -> Iterator[SourceFile]:
 
 
 def read_documents(files: Sequence[SourceFile], text_key: str) -> Iterator[Document]:
-    """All documents of `files` in order, a block in memory at a time; those to leave out carry their problem.
-
-    Raises ValueError naming a file named by the user that is empty or not UTF-8 text, and any damaged .gz, .zst,
-    .parquet or .arrow; naming file and line for a .jsonl line that is not an object with a string at `text_key`.
-    """
+    """All documents of `files` in order, a block in memory at a time; those to leave out have their problem."""
     for file in files:
         if file.kind in arrow_tables.SUFFIXES:
             yield from _rows(file, text_key)
@@ -252,8 +238,7 @@ def _blocks(file: SourceFile) -> Iterator[bytes]:
 
 
 def decoded(blocks: Iterable[bytes], encoding: str = "utf-8-sig") -> Iterator[str]:
-    """The text of UTF-8 in blocks, without the byte order mark of a file; raises UnicodeDecodeError. A row has none:
-    encoding "utf-8".
+    """The text of UTF-8 in blocks, without a file's byte order mark; raises UnicodeDecodeError.
 
     >>> raw = "né".encode()
     >>> list(decoded([raw[:2], raw[2:]]))

@@ -1,5 +1,7 @@
-"""Jinja's sandbox for chat templates, in which nothing is made that is beyond all memory: operators, methods, filters,
-`~`, blocks and the text itself have bounds."""
+"""Jinja's sandbox for chat templates, in which nothing is made that is beyond all memory.
+
+Operators, methods, filters, `~`, blocks and the text itself have bounds.
+"""
 
 from __future__ import annotations
 
@@ -102,8 +104,7 @@ def operator_size(operator: str, lhs: Any, rhs: Any) -> float:
 
 
 def call_sizes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """What a call of a method of a text, or of a filter, may make, about: (characters by the numbers among its
-    arguments and the widths in a format, characters by the length of what is put in or joined).
+    """About what a call of a text's method or a filter may make: (characters by numbers, characters by lengths).
 
     >>> call_sizes("x".ljust, (99,), {}), call_sizes("{:>77}".format, (1,), {})
     ((99, 0), (77, 0))

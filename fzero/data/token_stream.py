@@ -1,9 +1,7 @@
 """Batches as a pure function of (seed, step): the only state of the data is a number, the samples seen so far.
 
-Rows of whole documents as batches: each a pure function of (seed, number), like the windows of token_stream.py.
-
-Conversations share a row as far as they fit into it; a token attends to its own document only. The two answers of a
-pair stand in one row, one after the other.
+Windows of text, or rows of whole documents: conversations share a row as far as they fit, and a token attends to its
+own document only. The two answers of a pair stand in one row.
 """
 
 from __future__ import annotations
@@ -209,8 +207,7 @@ def _expect_samples(first: int, count: int) -> None:
 
 
 def shuffled(seed: int, per_epoch: int, first: int, count: int) -> np.ndarray:
-    """Which of `per_epoch` things the samples `first` .. first + count - 1 are, int64 [count]: all of them once in an
-    epoch, in an order drawn from (seed, epoch)."""
+    """Which of `per_epoch` things the samples first .. first + count - 1 are: each once in an epoch, shuffled."""
     _expect_samples(first, count)
     return _shuffled(seed, per_epoch, first, count) if count <= DRAWN else _draw(seed, per_epoch, first, count)
 
@@ -272,8 +269,7 @@ def even_batches(
     share: tuple[int, int],
     assemble: Callable[[np.ndarray, np.ndarray], Batch],
 ) -> Iterator[Batch]:
-    """`assemble(numbers [batch], whether each is one of the samples or fills up)` of min(most, available) evenly spaced
-    things, in batches, as `eval_batches` says."""
+    """`assemble(numbers [batch], whether each is a sample)` of evenly spaced things, in batches."""
     if batch < 1 or (max_rows is not None and max_rows < 1):
         raise ValueError(f"batch={batch}, max_windows={max_rows}: wanted at least 1 of each")
     count = available if max_rows is None else min(max_rows, available)
@@ -369,14 +365,7 @@ PAIRED = ("pairs", "ranked")  # the kinds of corpora in which two documents belo
 
 @dataclass(frozen=True, eq=False)
 class RowStream:
-    """Shuffled rows of a corpus of examples; `samples_at` depends on these values and its arguments only.
-
-    A batch is one of TokenStream's: tokens, targets, documents and mask [B, T]. The mask has the targets that the model
-    is to say. The rest of a row is filled with the end-of-document token, which counts nowhere. With a `reference`
-    the batch has an entry of that name, float64 [B, T]: the number of a document at its first token, and else 0.
-
-    Raises ValueError for a document that is longer than a row.
-    """
+    """Shuffled rows of a corpus of examples; a batch is one of TokenStream's, with a mask of what is to be said."""
 
     tokens: Tokens
     seq_len: int  # T

@@ -1,10 +1,9 @@
-"""What a tokenizer's class of `transformers` makes of a folder, as data: AutoTokenizer takes a class by the folder's
-files, and a class of CLASSES takes from tokenizer.json the vocabulary, the merges and the post-processor alone.
+"""What a tokenizer's class of `transformers` makes of a folder, as data.
+
+A class of CLASSES takes from tokenizer.json the vocabulary, the merges and the post-processor alone; special tokens are
+those of special_tokens_map.json, tokenizer_config.json, added_tokens.json, or of the class.
 
 Ref: transformers 5.17 to 5.24, models/*/tokenization_*.py and models/auto/tokenization_auto.py.
-
-The special tokens that a model's folder names: in special_tokens_map.json, tokenizer_config.json, added_tokens.json,
-or by the class of its tokenizer in `transformers`, as AutoTokenizer takes them.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ def byte_level(prefix: bool, regex: bool = True) -> TokenizerEntry:
 def byte_level_class(
     first: TokenizerEntry | None, prefix_splitters: list[TokenizerEntry], *, regex: bool = True
 ) -> Callable[[TokenizerEntry], TokenizerEntry]:
-    """The parts of a tokenizer of bytes; first: its normalizer, prefix_splitters: pre-tokenizers before that of
-    bytes."""
+    """The parts of a tokenizer of bytes; prefix_splitters: pre-tokenizers before that of bytes."""
 
     def components(config: TokenizerEntry) -> TokenizerEntry:
         last = byte_level(bool(config.get("add_prefix_space")), regex)
@@ -56,8 +54,7 @@ def byte_level_class(
 
 
 def sentencepiece_class(strip: bool | None, legacy: bool) -> Callable[[TokenizerEntry], TokenizerEntry]:
-    """The parts of a tokenizer of SentencePiece's pieces. strip: whether decoding drops a first space, None for as
-    add_prefix_space says; legacy: whether the entry of that name is read."""
+    """The parts of a tokenizer of SentencePiece's pieces; strip: whether decoding drops a first space."""
 
     def components(config: TokenizerEntry) -> TokenizerEntry:
         prefix = config.get("add_prefix_space") in (None, True)
@@ -183,8 +180,7 @@ ALWAYS = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp")  #
 
 
 def class_of(folder: Path, config: TokenizerEntry) -> str:
-    """The class that AutoTokenizer takes for a folder with this tokenizer_config.json: PLAIN, of CLASSES, or another;
-    "" for a run, whose tokenizer.json is as it was loaded."""
+    """The class that AutoTokenizer takes for a folder with this tokenizer_config.json; "" for a run."""
     hf = read_json(folder / "config.json", wide=True) if (folder / "config.json").is_file() else {}
     model_type, named = hf.get("model_type"), config.get("tokenizer_class") or hf.get("tokenizer_class")
     if not isinstance(model_type, str):
@@ -207,8 +203,7 @@ def is_byte_level(folder: Path) -> bool:
 def rebuild_json(
     content: TokenizerEntry, builder: TokenizerClass, config: TokenizerEntry, named: dict[str, Any], path: Path
 ) -> TokenizerEntry:
-    """The content of a tokenizer.json as a class builds it anew, without its added tokens; named: special tokens by
-    name. Raises ValueError for one that has no vocabulary."""
+    """The content of a tokenizer.json as a class builds it anew, without its added tokens."""
     expect_entries(content, {"model": dict}, str(path))
     vocab, merges = content["model"].get("vocab"), content["model"].get("merges", [])
     if isinstance(vocab, list):  # of a Unigram: pieces and their scores
@@ -309,8 +304,7 @@ def read_tokens(folder: Path) -> FolderTokens:
 
 
 def add_special_tokens(config: dict[str, Any], token_map: dict[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
-    """A tokenizer_config.json in whose list of special tokens without a name these are, too; token_map: the
-    special_tokens_map.json that is read beside it."""
+    """A tokenizer_config.json in whose list of special tokens without a name these are, too."""
     keys = ("extra_special_tokens", "additional_special_tokens")
     lists = (table.get(key) for table in (config, token_map) for key in keys)
     extra = next((value for value in lists if isinstance(value, list) and value), [])

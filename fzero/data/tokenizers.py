@@ -51,10 +51,7 @@ def sha256_of(json: str) -> str:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """The tokenizer whose ids are the UTF-8 bytes: vocab_size 256, eos = 0 (NUL, which text does not contain).
-
-    `encode` raises ValueError on text with a NUL. `decode` shows bytes that are not UTF-8 (a model writes some) as
-    U+FFFD.
+    """The tokenizer whose ids are the UTF-8 bytes: vocab_size 256, eos = 0 (NUL, which no text may contain).
 
     >>> byte_tokenizer().encode("né").tolist()
     [110, 195, 169]
@@ -74,15 +71,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def json_tokenizer(json: str, name: str, eos: str | int | None = None, eos_entry: str = EOS_OPTION) -> Tokenizer:
-    """The tokenizer of a Hugging Face tokenizer.json; `json` is its content, `name` names it in messages.
-
-    `eos` is the end-of-document token by its text or id; None takes the one of USUAL_EOS that the vocabulary has.
-    `eos_entry` says in errors what names it. Special tokens written out in a text are encoded as ordinary characters,
-    and the file's own padding, truncation and added beginning tokens are not applied: a document is its text, then eos.
-
-    Raises ValueError if the content does not parse, if eos is not in the vocabulary, or if it is None and the
-    vocabulary does not have exactly one usual name.
-    """
+    """The tokenizer of a Hugging Face tokenizer.json, without its padding, truncation and added tokens."""
     library = library_of(json, name)
     library.encode_special_tokens = True
     vocabulary = library.get_vocab(with_added_tokens=True)
@@ -119,8 +108,7 @@ def json_tokenizer(json: str, name: str, eos: str | int | None = None, eos_entry
 
 
 def library_of(json: str, name: str) -> "Library":
-    """The tokenizer of the library of a tokenizer.json, without its padding and truncation, which transformers sets
-    anew in each call; raises ValueError if the content does not parse."""
+    """The tokenizer of the library of a tokenizer.json, without padding and truncation; raises ValueError."""
     from tokenizers import Tokenizer as Library
 
     try:

@@ -1,6 +1,4 @@
-"""The token-file format and its reader.
-
-A prepared corpus is a folder:
+"""The token-file format and its reader. A prepared corpus is a folder, of which nothing is loaded, all is mapped:
 
     meta.json               format, version, tokenizer, eos, vocab_size, dtype, counts per split, source of the text
     train.bin  val.bin      the tokens of all documents one after the other, little-endian uint8, uint16 or uint32
@@ -11,8 +9,7 @@ A prepared corpus is a folder:
     chat_template.jinja     of examples only, with tokenizer_config.json: what rendered them
     reference-DIGEST/       of pairs of answers: what a frozen reference says of them (fzero/run/runner/evaluate.py)
 
-Every document of text ends with the end-of-document token `eos`, which occurs nowhere else. Nothing is loaded: the
-files are memory-mapped.
+Every document of text ends with the end-of-document token `eos`, which occurs nowhere else.
 """
 
 import contextlib

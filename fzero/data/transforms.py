@@ -162,8 +162,7 @@ def expect_rates(function: str, batch: Batch, **rates: float) -> None:
 def document_spans(
     batch: Batch, first: int, root: Tensor, draws: int
 ) -> Iterator[tuple[int, int, int, bool, list[float]]]:
-    """Yield (row, begin, end, whether it ends there, numbers drawn for it) of the parts of documents in rows that have
-    targets; the end-of-document token is not within them."""
+    """Yield (row, begin, end, whether it ends there, numbers drawn for it) of the parts of documents with targets."""
     for row in range(len(batch["tokens"])):
         bounds = torch.where(batch["documents"][row].diff() != 0)[0] + 1
         begins = [0, *bounds.tolist(), batch["tokens"].shape[1]]
@@ -179,8 +178,7 @@ def document_spans(
 def replace_span(
     tokens: Tensor, targets: Tensor, mask: Tensor, row: int, begin: int, new: Tensor, is_final: bool
 ) -> None:
-    """Put `new` in the place of a part of a row. is_final: the document ends there; else the target after it no longer
-    counts, as it follows what was the end."""
+    """Put `new` in place of a part of a row; without `is_final` the target after it counts no longer."""
     end = begin + len(new)
     tokens[row, begin:end] = new
     targets[row, begin : end - 1] = new[1:]
@@ -189,8 +187,7 @@ def replace_span(
 
 
 def lengths_of(total: int, count: int, draws: np.ndarray) -> list[int]:
-    """`count` lengths of at least 1 that are `total` together, each such list equally likely. draws: numbers from 0 to
-    1, total - 1 or more."""
+    """`count` lengths of at least 1 that are `total` together, each such list equally likely by `draws`."""
     cuts = sorted((np.argsort(draws[: total - 1], kind="stable")[: count - 1] + 1).tolist())
     return [end - begin for begin, end in zip([0, *cuts], [*cuts, total])]
 
@@ -198,8 +195,7 @@ def lengths_of(total: int, count: int, draws: np.ndarray) -> list[int]:
 def separate_spans(
     text: Tensor, text_lengths: list[int], span_lengths: list[int], sentinels: Sequence[int]
 ) -> tuple[Tensor, int]:
-    """(the text [n] with its spans taken out, and then these, [n]; the length of the first part). text_lengths,
-    span_lengths: lengths of what stays and of the spans, in turns."""
+    """(the text [n] with its spans taken out, and then these, [n]; the length of the first part)."""
     inputs, spans, offset = [], [], 0
     for stays, goes, sentinel in zip(text_lengths, span_lengths, sentinels):
         mark = text.new_tensor([sentinel])

@@ -1,7 +1,6 @@
 """Work on many cores: the results of a function of the numbers 0, 1, ..., each computed by one of several processes.
 
-The processes are forked: they have what the function refers to, whatever it is, and share its memory. They end with
-the process that started them, however that ends.
+The processes are forked: they have what the function refers to, and end with the process that started them.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ WORK: list[Callable[[int], Any]] = []  # of a forked process
 
 
 def results_of(work: Callable[[int], R], numbers: Sequence[int], workers: int) -> Generator[tuple[int, R], None, None]:
-    """Yield (number, work(number)) of all numbers, as they are done, computed by so many processes; in this process if
-    one is enough.
-
-    The numbers are begun in their order. If some raise an error, that of the first one is raised, as with one process.
-    Raises OSError if a process is killed.
+    """Yield (number, work(number)) of all numbers, as they are done; raises the first number's error.
 
     >>> sorted(results_of(lambda n: n * n, range(4), workers=2))
     [(0, 0), (1, 1), (2, 4), (3, 9)]

@@ -71,8 +71,11 @@ Direction = Callable[[Moments, dict[str, Any], ShardedLeaves], Tensor]
 class Method(NamedTuple):
     """What differs between the optimizers that send signs."""
 
+    # count -> whether this step's sum of gradients is made in full, and v moves
     full: Callable[[Tensor], Tensor]  # count -> whether this step's sum of gradients is made in full, and v moves
+    # count -> how often v has moved, with this step
     v_steps: Callable[[Tensor], Tensor]  # count -> how often v has moved, with this step
+    # (Moments, `extra`, shards) -> the update but for the rate, and its sign
     direction: Direction  # (Moments, `extra`, shards) -> the update but for the rate, and its sign
     # slots of the state beside the moments, to which `direction` may write
     extra: dict[str, Slot] = {}  # noqa: RUF012

@@ -26,8 +26,10 @@ FILL = 64  # positions: a module's code is traced anew for each number of them
 class Sampling:
     """How a token is drawn from its logits: temperature (0: the likeliest), top_k, top_p; checked."""
 
+    # the logits are divided by it; 0 takes the likeliest token
     temperature: float = 1.0  # the logits are divided by it; 0 takes the likeliest token
     top_k: int = 0  # draw among the k likeliest; 0: all
+    # among the fewest whose probabilities add up to p (Holtzman et al. 2020, section 3.1)
     top_p: float = 1.0  # among the fewest whose probabilities add up to p (Holtzman et al. 2020, section 3.1)
 
     def __post_init__(self) -> None:
