@@ -14,7 +14,6 @@ from fzero import models, optim
 from fzero.core import precision, pytree
 from fzero.run.measure.live_bytes import LiveBytes, predict_peak
 from fzero.sharding import fake_mesh
-from fzero.sharding.plan_table import communication
 
 # Every first dim of a layer's leaf, and the vocabulary, divide by 4: nothing is whole on all ranks.
 SIZES = {"vocab_size": 256, "max_len": 64, "d_model": 64, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2}
@@ -185,8 +184,7 @@ def test_the_ledger_is_what_the_printed_plan_says(tier):
     for args, _, (_, _, rows) in results(tier).values():
         if len(args) == 4:
             plan = fzero.zero_plan(args[0], model_of(LAYERS), fake_mesh({"dp": 4}), policy=POLICIES[args[3]]())
-            sent = [communication(plan, name)[1:] for name in pytree.names(plan.like)]
-            said = sum(args[2] * part + step for part, step in sent)
+            said = sum(args[2] * part + step for part, step in plan.sent_by_link().values())
             assert said == sum(row.bytes for row in rows if row.phase != "metrics"), args
 
 

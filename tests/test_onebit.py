@@ -28,8 +28,7 @@ from fzero.planner.devices import device
 from fzero.planner.estimate import estimate_model_states
 from fzero.planner.step_trace import trace_step
 from fzero.run import build, state_bytes
-from fzero.sharding import SignSums, full_sum_bytes, sign_sums
-from fzero.sharding.pipeline_traffic import sent_of
+from fzero.sharding import SignSums, sent_by_link, sent_of, sign_sums
 from fzero.train import init_local, meta_state
 
 exhaustive = pytest.mark.exhaustive
@@ -301,7 +300,7 @@ def trained(mesh, method, name, stage, policy, options):
         left = all_gather(state.opt_state.server[leaf].contiguous(), axis, at)
         worst[leaf] = float((all_of_it - came[leaf] - left).abs().max() / all_of_it.abs().max())
     links = {link: found for link, found in plan.sent_by_link().items() if link not in ("tp", "cp")}  # activations too
-    said = [{k: full_sum_bytes(plan, k) + 2 * part for k, (part, _) in links.items()}]
+    said = [{k: sent_by_link(plan, signs=False)[k][1] + 2 * part for k, (part, _) in links.items()}]
     said.append({k: once + 2 * part for k, (part, once) in links.items()})
     mine = sent_of(plan, mesh["pp"].rank) if plan.stages is not None else ()
     by_table = {

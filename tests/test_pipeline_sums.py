@@ -14,9 +14,8 @@ from fzero.core import pytree
 from fzero.planner.step_trace import run_step
 from fzero.run.measure.live_bytes import LiveBytes
 from fzero.run.setup.build import local_micro_batches
-from fzero.sharding import FAMILIES
-from fzero.sharding.pipeline_traffic import KINDS, sent_by_rank
-from fzero.sharding.plan_table import communication
+from fzero.sharding import FAMILIES, sent_of
+from fzero.sharding.traffic import KINDS
 
 M = 4
 PIPELINES = {
@@ -56,8 +55,8 @@ def sent(mesh, stages, names, model="gemma"):
                 key = row.phase, row.collective, row.axis, what
                 found[(*key, "calls")] += row.calls
                 found[(*key, "elements")] += row.elements
-            layers = [communication(plan, leaf)[1:] for leaf in plan.leaves if leaf.startswith("blocks/")]
-            planned = sum(M * each + once for each, once in layers) / FP64.param.itemsize
+            layers = [entry.amounts for entry in sent_of(plan, mesh["pp"].rank) if entry.kind == "layers"]
+            planned = sum(M * each + once for each, once in layers)
             out[name, stage] = dict(found), formulas(plan, stage), planned
     return out
 
@@ -134,7 +133,7 @@ def test_a_rank_sends_what_the_formulas_say(sizes, names, model):
 
 
 def said(config, rank):
-    """(the elements of a step by (what, collective, link) as `sent_by_rank` has them, those of a rank's step on fake
+    """(the elements of a step by (what, collective, link) as `sent_of` has them, those of a rank's step on fake
     tensors, the printed plan); of messages over borders their number."""
     step = run_step(config, config.mesh, rank)
     plan, found, expected = step.job.plan, Counter(), Counter()
@@ -145,7 +144,7 @@ def said(config, rank):
         elif set(names) <= set(plan.leaves) and (row.axis != "tp" or row.phase == "reduce"):  # else activations
             what = "layers" if names[0].startswith("blocks/") else "outside"
             found[what, row.collective, row.axis] += row.elements
-    for one in sent_by_rank(plan)[plan.mesh["pp"].rank]:
+    for one in sent_of(plan, plan.mesh["pp"].rank):
         parts = local_micro_batches(config, step.job.mesh)
         expected[one.kind, one.collective, one.link] += parts * one.per_micro_batch + one.per_step
     return dict(expected), {key: n for key, n in found.items() if n}, str(plan)
@@ -191,6 +190,15 @@ def test_a_printed_plan_says_what_a_rank_sends(sizes, cases):
             line = next(line for line in text.splitlines() if line.split()[:1] == [str(rank)])
             messages = [expected.get((what, "message", "pp"), 0) // parts for what in KINDS[:2]]
             assert line.split()[1:3] == list(map(str, messages))
+
+
+@pytest.mark.slow
+def test_a_printed_plan_says_what_a_rank_sends_in_codes():
+    codec = "params=int8,grads=int8,block=16"
+    config = made("llama", mesh={"pp": 2, "dp": 2}, parts=4, model={"n_layers": 4}, zero=3, codec=codec)
+    for rank in range(2):
+        expected, found, _ = said(config, 2 * rank)
+        assert found == expected and found["layers", "all_to_all", "dp"] > 0
 
 
 def peaks(mesh, cases):

@@ -1,5 +1,6 @@
 """Specs, rules, meshes and plans."""
 
+import math
 import re
 from typing import NamedTuple
 
@@ -246,8 +247,9 @@ def test_a_printed_plan_shows_every_leaf():
     assert rows["t"][1] == "scalar" and rows["t"][-1] == "psum dp a step" and set(rows) == {"leaf", *WHOLE}
     assert lines[-3] == "not divisible by dp=4, so whole on every rank: blocks/odd, t"
     sharded, whole = 48 + 60, 21 + 1
-    a_part, a_step = 4 * sharded * 3 // 4, 4 * (sharded * 3 // 4 + 2 * whole * 3 / 4)
-    sent = f"a rank sends {a_part:,.0f} bytes a micro-batch and {a_step:,.0f} a step"
+    layers, scalar = 3 * math.ceil(2 * 7 * 3 / 4), math.ceil(2 * 3 / 4)  # as the ledger counts: whole elements
+    a_part, a_step = 4 * sharded * 3 // 4, 4 * (sharded * 3 // 4 + layers + scalar)
+    sent = f"a rank sends {a_part:,} bytes a micro-batch and {a_step:,} a step"
     assert lines[-1] == f"{sent}; sums of gradients travel in float32"
     held = (
         f"520 bytes of parameters in float32, {4 * (sharded // 4 + whole)} bytes of gradients between "

@@ -29,8 +29,7 @@ from fzero.planner import resolve_for, slow_link_options
 from fzero.planner.devices import between_nodes, device
 from fzero.planner.plan import reports_of
 from fzero.run import build
-from fzero.sharding import full_sum_bytes
-from fzero.sharding.plan_table import traffic
+from fzero.sharding import sent_by_link, updates
 from fzero.train import meta_state, sum_divergence
 from fzero.train import step as train_step_file
 
@@ -103,10 +102,9 @@ def by_steps(mesh, stage, micro_batches, policy, skipped, clip, meet):
         state = sum_divergence(tx, plan, state) if i == meet else state
     shards = optim.sharded(plan.params, mesh, like=plan.like)
     whole = {name: shards.gather(name, leaf) for name, leaf in pytree.named_leaves(state.params).items()}
-    gathered = sum(
-        one.per_step for name in plan.leaves for one in traffic(plan, name) if "where ranks are" in one.words
-    )
-    said = full_sum_bytes(plan, link), plan.sent_by_link()[link][1], gathered
+    behind = [t for leaf in plan.leaves.values() for t in updates(plan, leaf)]
+    gathered = sum(t.elements * t.itemsize for t in behind if "where ranks are" in t.words)
+    said = sent_by_link(plan, signs=False)[link][1], plan.sent_by_link()[link][1], gathered
     assert (gathered > 0) == (stage in (1, 2))
     return whole, (state.opt_state.worker, state.opt_state.server, state.opt_state.extra), sent, said
 

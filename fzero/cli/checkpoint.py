@@ -210,12 +210,10 @@ def rm(paths: tuple[str, ...], steps: tuple[int, ...], force: bool) -> None:
 
 def echo_table(head: list[str], rows: list[list[str]], *, right: set[int]) -> None:
     """Print rows under a head, in columns; `right`: the columns of numbers."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    for row in [head, *rows]:
-        cells = [
-            cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths))
-        ]
-        click.echo("  ".join(cells).rstrip())
+    from fzero.core.text_parsing import text_table
+
+    for line in text_table(head, rows, text=[i for i in range(len(head)) if i not in right]):
+        click.echo(line)
 
 
 def size(count: int | None) -> str:

@@ -95,13 +95,8 @@ def lines(report_data: Any) -> list[str]:
 
 def in_columns(table: Any) -> list[str]:
     """Format the rows of a table in columns."""
-    rows = [table.head, *table.rows]
-    rows = [tuple(cell.replace("**", "") for cell in row) for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(table.head))]
-    return [
-        "  "
-        + "  ".join(
-            c.rjust(w) if i in table.right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]
+    from fzero.core.text_parsing import text_table
+
+    rows = [[cell.replace("**", "") for cell in row] for row in table.rows]
+    left = [i for i in range(len(table.head)) if i not in table.right]
+    return ["  " + line for line in text_table(table.head, rows, text=left)]

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fzero.core.text_parsing import text_table
+
 
 # An act begins when the message that it takes has arrived, and ends when the next act is looked at.
 class ActTimes:
@@ -174,13 +176,8 @@ class Ledger:
         self._sums.clear()
 
     def __str__(self) -> str:
-        table = [LedgerRow._fields, *((*row[:5], *(f"{n:,}" for n in row[5:])) for row in self.rows())]
-        widths = [max(len(row[i]) for row in table) for i in range(len(LedgerRow._fields))]
-
-        def line(row: tuple[str, ...]) -> str:
-            return "  ".join(cell.ljust(w) if i < 5 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
-
-        return "\n".join(line(row) for row in table)
+        rows = [(*row[:5], *(f"{n:,}" for n in row[5:])) for row in self.rows()]
+        return "\n".join(text_table(LedgerRow._fields, rows, text=range(5)))
 
 
 def sent_elements(collective: str, elements: int, ranks: int) -> int:

@@ -309,6 +309,7 @@ from fzero.core.text_parsing import parse_toml as parse_toml
 from fzero.core.text_parsing import read_json as read_json
 from fzero.core.text_parsing import read_text_file as read_text_file
 from fzero.core.text_parsing import short as short
+from fzero.core.text_parsing import text_table as text_table
 
 # Sums in the order of a balanced binary tree, in three forms
 from fzero.core.tree_sum import TreeSum as TreeSum

@@ -19,7 +19,7 @@ import stat
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -259,6 +259,18 @@ def in_form(name: str, fix: str = "") -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
         detail = f"{type(error).__name__}: {short(str(error), 200)}"
         raise ValueError(f"{name}: damaged, or not of the form that fzero writes ({detail}){fix}") from error
+
+
+def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[int] = (0,)) -> list[str]:
+    """Format the lines of a table; columns `text` (negative ones count from the end) are aligned left, the others
+    right."""
+    cells = [header, *rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    left_columns = {i % len(header) for i in text}
+    return [
+        "  ".join(c.ljust(w) if i in left_columns else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
+        for row in cells
+    ]
 
 
 def nearest(name: str, among: Iterable[str]) -> str:

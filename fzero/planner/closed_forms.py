@@ -9,16 +9,13 @@ it takes longer than what is computed beside it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
-from fzero.comm.axes import AXES, links_of
-from fzero.comm.ledger import sent_elements
 from fzero.core.host_memory import bytes_cached
 from fzero.models.configs import body_of
 from fzero.models.experts import OF_EXPERTS
 from fzero.planner.candidates import Candidate
-from fzero.planner.closed_layer import ROW, TRACED_ROWS, Basis, offload_of, remat_of, row_facts
+from fzero.planner.closed_layer import ROW, TRACED_ROWS, UPDATE, Basis, offload_of, remat_of, row_facts
 from fzero.planner.estimate import of_signs
 from fzero.planner.experts import Loads
 from fzero.planner.rates import Way, collective_s, wire_s
@@ -31,6 +28,7 @@ from fzero.sharding.leaf_plan import LeafPlan
 from fzero.sharding.pipeline import FAMILIES
 from fzero.sharding.slices import is_stacked
 from fzero.sharding.spec import DISK, HOST_MEMORY, Tier
+from fzero.sharding.traffic import MICRO_BATCH, PASS, STEP
 
 OWED = 1.5  # what a layer holds between I and W, of what its forward pass keeps (docs/pipeline.md, Memory)
 
@@ -130,7 +128,7 @@ def error_bytes(basis: Basis, c: Candidate) -> float:
 def step_time(basis: Basis, c: Candidate) -> dict[str, float]:
     """Estimate the seconds of a step, by cause."""
     layer, remat, tiers = basis.layer(c.tp), remat_of(c.remat), offload_of(c.offload)
-    plan, elements, parts = basis.plan_of(c)
+    plan, elements, _ = basis.plan_of(c)
     layers, policy = math.ceil(basis.config.model.n_layers / c.pp), basis.policy
     elements = {name: numels / c.pp for name, numels in elements.items()}
     micro = basis.config.train.batch // c.micro_batch // c.data
@@ -151,7 +149,7 @@ def step_time(basis: Basis, c: Candidate) -> dict[str, float]:
         out["communication on ep"] = ep_s(basis, c, micro, bool(remat.every))
         fullest = (basis.device.loads.imbalance(c.ep) - 1.0) * expert_flop_fraction(plan, basis.config)
         out["waiting for the fullest experts"] = fullest * (out["computation"] + out["recomputation"])
-    for axis, seconds in exposed_s(basis, c, micro, forward, backward + recompute_s, parts, elements).items():
+    for axis, seconds in exposed_s(basis, c, micro, forward, backward + recompute_s).items():
         out[f"communication on {axis}"] = out.get(f"communication on {axis}", 0.0) + seconds
     # Each micro-batch but the first adds to a sum that comes back to the device.
     sums = policy.param if micro == 1 else policy.accumulate
@@ -225,72 +223,26 @@ def update_s(basis: Basis, size: float, tier: Tier, backward: float = 0.0) -> fl
     return size * (1.0 - fraction) / memory + max(0.0, size * fraction / host_rate - hidden_s)
 
 
-def exposed_s(
-    basis: Basis,
-    c: Candidate,
-    micro: int,
-    forward: float,
-    backward: float,
-    parts: Mapping[str, int],
-    elements: Mapping[str, float],
-) -> dict[str, float]:
-    """Estimate the exposed data-parallel communication: seconds of a step, by axis."""
-    layers, size = math.ceil(basis.config.model.n_layers / c.pp), basis.policy.param.itemsize
-    sums = basis.policy.reduce.itemsize
-    ways = basis.ways_of(c)
-    # The link of the ranks that share the states, and that of those which share a rank's experts: none or one.
-    sizes = {"dp": c.dp, "ep": c.ep, "cp": c.cp}
-    links, expert_links = links_of(AXES.shards, sizes), links_of(AXES.shards, {**sizes, "ep": 1})
-    plan = basis.plan_of(c)[0]
-    # Of a layer, of a rank's experts.
-    theirs = sum(leaf.numel(leaf.compute) for leaf in expert_leaves(plan)) / basis.config.model.n_layers
+def exposed_s(basis: Basis, c: Candidate, micro: int, forward: float, backward: float) -> dict[str, float]:
+    """Estimate the exposed communication of parameters and gradients: seconds of a step, by axis. forward, backward:
+    the seconds of a layer, beside which its messages travel."""
+    layers, every = math.ceil(basis.config.model.n_layers / c.pp), remat_of(c.remat).every
+    # Where all stages of a rank stay whole between micro-batches, the first one gathers them.
+    stays = c.zero == 3 and basis.config.resident >= c.chunks
+    gathers = 1 if stays else micro
     out: dict[str, float] = {}
-
-    def seconds(axis: str, collective: str, elements: float, itemsize: int, experts: float = 0.0) -> float:
-        """experts: those of the elements that the ranks of `own` share."""
-        total = 0.0
-        for link, count in ((links[:1] if axis == "dp" else [axis], elements - experts), (expert_links, experts)):
-            way = ways.get(link[0]) if link and count else None
-            if way is not None:
-                sent = sent_elements(collective, int(count), way.size) * itemsize
-                total += collective_s(way, collective, sent).seconds
-        return total
-
-    total = sum(basis.depths[segment] * size for segment, size in parts.items())
-    ends = sum(size for segment, size in parts.items() if not stacked(segment))
-    block = (total - ends) / basis.config.model.n_layers
-    total = ends + layers * block
-    if links:
-        gather = seconds("dp", "all_gather", block, size, theirs)
-        scatter = seconds("dp", "psum_scatter", block, sums, theirs)
-        times = micro if c.zero >= 2 else 1  # below stage 2 sums are made once
-        outside = times * seconds("dp", "psum_scatter" if c.zero >= 2 else "psum", ends, sums)
-        if c.zero == 3:
-            # Where all stages of a rank stay whole between micro-batches, the first one gathers them.
-            stays = basis.config.resident >= c.chunks
-            gathers = 1 if stays else micro
-            outside += gathers * seconds("dp", "all_gather", ends, size)
-            # Of each K recomputed layers, all but the last are gathered once more.
-            regather_s = (2.0 - 1.0 / (remat_of(c.remat).every or 1)) * gather
-            regather_s = 0.0 if stays else regather_s
-            out["dp"] = outside + layers * (
-                gathers * max(0.0, gather - forward) + micro * max(0.0, regather_s + scatter - backward)
-            )
-        elif c.zero == 2:
-            out["dp"] = (
-                micro * layers * max(0.0, scatter - backward)
-                + outside
-                + seconds("dp", "all_gather", total, size, layers * theirs)
-            )
-        else:
-            # With pp the sums go on until the row ends, and most of them have nothing left to hide behind.
-            hidden_s = backward if c.pp == 1 else 0.0
-            collective = "psum" if c.zero == 0 else "psum_scatter"
-            out["dp"] = layers * max(0.0, seconds("dp", collective, block, sums, theirs) - hidden_s) + outside
-            out["dp"] += seconds("dp", "all_gather", total, size, layers * theirs) if c.zero else 0.0
-    out = {links[0]: out["dp"]} if links else {}
-    if c.rp > 1:
-        out["rp"] = seconds("rp", "psum", elements["grads"], sums) * (micro if c.zero == 0 else 1)
+    for link, (layer, outside) in basis.messages_of(c).items():
+        # Of each K recomputed layers, all but the last are gathered once more.
+        regather_s = 0.0 if stays else (2.0 - 1.0 / (every or 1)) * layer[PASS]
+        # With pp the sums go on until the row ends, and most of them have nothing left to hide behind.
+        hidden_s = backward if c.pp == 1 else 0.0
+        hidden = (
+            gathers * max(0.0, layer[PASS] - forward)
+            + micro * max(0.0, regather_s + layer[MICRO_BATCH] - backward)
+            + max(0.0, layer[STEP] - hidden_s)
+        )
+        out[link] = layers * (hidden + layer[UPDATE])
+        out[link] += gathers * outside[PASS] + micro * outside[MICRO_BATCH] + outside[STEP] + outside[UPDATE]
     return out
 
 

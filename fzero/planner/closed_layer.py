@@ -10,13 +10,13 @@ What waits in the schedules of pipelines: each is played once, over few micro-ba
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from fzero import models
 from fzero.comm.ledger import sent_elements
-from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.kernels.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, SPLIT_PRODUCTS
 from fzero.models.configs import body_of, frozen_leaves, head_rows
@@ -36,9 +36,12 @@ from fzero.sharding import Context, Plan, fake_mesh, zero_plan
 from fzero.sharding.codec import Codec, expect_codec
 from fzero.sharding.pipeline import FAMILIES, play, schedule, stage_ranks
 from fzero.sharding.pipeline.table import Stages
-from fzero.sharding.slices import is_stacked, local_numel
+from fzero.sharding.slices import local_numel
 from fzero.sharding.spec import DEVICE, DISK, Offload
+from fzero.sharding.traffic import transfers, updates
 
+Seconds = defaultdict[str, float]  # by how often: see LeafTransfer.times
+UPDATE = "update"  # in place of STEP in the times of messages behind the update
 ROW = 4  # micro-batches for each rank of pp in the rows that `row_facts` plays
 
 
@@ -216,6 +219,7 @@ class Basis:
         self.config, self.device, self.on_node = config, device, on_node
         self.model, self.policy = models.build(config.model), build_optim.make_policy(config)
         self.plan, self.ways = functools.cache(self._plan), functools.cache(self._ways)
+        self.messages = functools.cache(self._messages)
         self.layer = (
             layers.__getitem__ if layers is not None else functools.cache(lambda tp: layer_of(config, device, tp))
         )
@@ -236,11 +240,27 @@ class Basis:
     def _ways(self, pp: int, dp: int, rp: int, ep: int, cp: int, tp: int) -> dict[str, Way]:
         return ways_of(self.device, {"pp": pp, "dp": dp, "rp": rp, "ep": ep, "cp": cp, "tp": tp})
 
-    @functools.cached_property
-    def depths(self) -> dict[str, int]:
-        """The layers of each part of the model."""
-        leaves = pytree.named_leaves(self.plan(1, 1, 1, 0, 1, 1)[0].like)
-        return {name.split("/")[0]: leaf.shape[0] if is_stacked(name) else 1 for name, leaf in leaves.items()}
+    def messages_of(self, c: Candidate) -> dict[str, tuple[Seconds, Seconds]]:
+        """By link the seconds of the messages of a layer, and of what is outside the layers, without pp: of a pass, a
+        micro-batch, the sums of a step, and behind the update."""
+        return self.messages(c.zero, c.pp, c.dp, c.rp, c.ep, c.cp, c.tp)
+
+    def _messages(
+        self, zero: int, pp: int, dp: int, rp: int, ep: int, cp: int, tp: int
+    ) -> dict[str, tuple[Seconds, Seconds]]:
+        plan, ways = self.plan(dp, rp, tp, zero, cp, ep)[0], self.ways(pp, dp, rp, ep, cp, tp)
+        groups: dict[str, list[str]] = {}
+        for name in plan.leaves:
+            groups.setdefault(name.split("/")[0], []).append(name)
+        out: dict[str, tuple[Seconds, Seconds]] = {}
+        for names in groups.values():
+            first = plan.leaves[names[0]]
+            share = first.shape[0] / self.config.model.n_layers if first.stacked else 1.0  # of the layers
+            behind = [t._replace(times=UPDATE) for name in names for t in updates(plan, plan.leaves[name])]
+            for t in (*transfers(plan, names), *behind):
+                seconds = share * collective_s(ways[t.link], t.collective, t.elements * t.itemsize).seconds
+                out.setdefault(t.link, (defaultdict(float), defaultdict(float)))[not first.stacked][t.times] += seconds
+        return out
 
     def _plan(
         self, dp: int, rp: int, tp: int, zero: int, cp: int, ep: int

@@ -1,4 +1,4 @@
-"""Closed formulas from papers: model states by ZeRO stage, elements communicated.
+"""Closed formulas of the ZeRO paper: model states by stage.
 
 They need no trace and no model. They are rough figures before a plan, and a cross-check of it: tests compare the traced
 numbers with them. `estimate_model_states` corresponds to DeepSpeed's estimate_zero2_model_states_mem_needs and
@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from fzero import models
 from fzero.comm.axes import mesh_text
 from fzero.core.precision import POLICIES
+from fzero.core.text_parsing import text_table
 from fzero.models import ModelConfig
-from fzero.planner.plan_text import quantity, size, table
+from fzero.planner.plan_text import quantity, size
 from fzero.run.config.unused_keys import SEND_SIGNS
 from fzero.run.measure.peak_memory import segment_numels
 from fzero.sharding import fake_mesh, zero_plan
@@ -191,18 +192,7 @@ def states_table(model: str | ModelConfig | int, mesh: Mapping[str, int], **opti
     return "\n".join(
         [
             top,
-            *table(head, rows, text=(0, 1)),
+            *text_table(head, rows, text=(0, 1)),
             "a GPU: its states, and the largest gathered part if parameters are sharded or offloaded",
         ]
     )
-
-
-def communicated_elements(psi: float, zero: int, ranks: int, *, micro_batches: int = 1, reshard: bool = True) -> float:
-    """The elements that a data rank sends in a step: 2 Psi at stages 0 to 2 and 3 Psi at stage 3, times (N-1)/N.
-
-    With m micro-batches stage 2 reduces m times and stage 3 also gathers twice (once without resharding) for each.
-    Ref: Rajbhandari et al. 2020, section 7.
-    """
-    m = micro_batches
-    times = {0: 2, 1: 2, 2: m + 1, 3: m * (2 if reshard else 1) + m}[zero]
-    return times * psi * (ranks - 1) / ranks

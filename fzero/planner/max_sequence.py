@@ -18,11 +18,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fzero.core.device import Target
+from fzero.core.text_parsing import text_table
 from fzero.planner import extrapolate
 from fzero.planner.devices import Device
 from fzero.planner.plan import resolve_for, with_host_memory
 from fzero.planner.plan_report import has_rates, total_flop
-from fzero.planner.plan_text import duration, format_moment, size, table
+from fzero.planner.plan_text import duration, format_moment, size
 from fzero.planner.step_trace import Trace, make_trace, run_step
 from fzero.planner.timing import predict
 from fzero.run.config.config_table import apply_table
@@ -121,7 +122,7 @@ class Longest(NamedTuple):
             ]
             for choice in self.choices
         ]
-        return table(["offload", "tokens", "device", "a token", "host"], cells)
+        return text_table(["offload", "tokens", "device", "a token", "host"], cells)
 
     def memory(self) -> list[str]:
         """Where each byte goes at the peak."""
@@ -134,7 +135,7 @@ class Longest(NamedTuple):
         ]
         host = "" if not self.passes.host_bytes else f"; {size(self.passes.host_bytes)} in the host's memory"
         lines = [f"{size(peak.bytes)} of {size(self.capacity_bytes)} at the peak, in {format_moment(moment)}{host}"]
-        return [*lines, *table(["", "bytes", "a token"], [*parts, *largest])]
+        return [*lines, *text_table(["", "bytes", "a token"], [*parts, *largest])]
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:

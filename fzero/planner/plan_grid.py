@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fzero.comm.axes import mesh_text
+from fzero.core.text_parsing import text_table
 from fzero.models import ModelConfig
 from fzero.planner.devices import Device
 from fzero.planner.plan import device_for, plan
 from fzero.planner.plan_report import PlanReport
-from fzero.planner.plan_text import duration, percent, quantity, size, table
+from fzero.planner.plan_text import duration, percent, quantity, size
 from fzero.run.config.run_config import RunConfig
 
 COLUMNS = ("memory", "of it", "at rest", "sent a step", "step", "tokens/s", "MFU", "binds")
@@ -78,7 +79,7 @@ class Variants(NamedTuple):
         if not last:
             last = f"the least memory: {describe_values(best)}" if best else "none of them fits"
         return "\n".join(
-            [*table(header, cells, text=(*range(len(names)), len(names) + len(COLUMNS) - 1, -1)), "", last]
+            [*text_table(header, cells, text=(*range(len(names)), len(names) + len(COLUMNS) - 1, -1)), "", last]
         )
 
 

@@ -24,8 +24,8 @@ from fzero.run.measure.memory_check import grad_bytes, rounded_on_host
 from fzero.run.setup import build
 from fzero.run.setup.build import Job
 from fzero.sharding import AXES, fake_mesh
-from fzero.sharding.plan_table import full_sum_bytes
 from fzero.sharding.spec import DISK
+from fzero.sharding.traffic import sent_by_link
 from fzero.train.capture import SHARE, refusal_of
 
 PASSES = ("forward", "backward")
@@ -327,7 +327,7 @@ def sums_notes(built: Job, phases: Sequence[tuple[Timing, float]]) -> list[str]:
         notes.append(f"{built.members.text(built.plan)}; the step above is one of a member with {share}")
     if built.tx.sums.makes:
         plan, optim = built.plan, built.config.optim
-        full = size(sum(full_sum_bytes(plan, link) for link in plan.sent_by_link()))
+        full = size(sum(sent_bytes for _, sent_bytes in sent_by_link(plan, signs=False).values()))
         if plan.local:
             signs = size(sum(sent_bytes for _, sent_bytes in plan.sent_by_link().values()))
             steps = built.config.train.steps

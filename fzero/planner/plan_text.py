@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fzero.comm.axes import mesh_text
+from fzero.core.text_parsing import text_table
 from fzero.sharding.spec import HOST_MEMORY
 
 PlanReport = Any  # fzero.planner.plan.PlanReport, whose module imports this one
@@ -70,18 +71,6 @@ def percent(fraction: float) -> str:
     ('43%', '5%', '0.1%')
     """
     return f"{100 * fraction:.0f}%" if fraction >= 0.02 or not fraction else f"{100 * fraction:.1f}%"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[int] = (0,)) -> list[str]:
-    """Format the lines of a table; columns `text` (negative ones count from the end) are aligned left, the others
-    right."""
-    cells = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    left_columns = {i % len(header) for i in text}
-    return [
-        "  ".join(c.ljust(w) if i in left_columns else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
-        for row in cells
-    ]
 
 
 def listing(values: Mapping[str, float], words: Any = size, limit: int = 8) -> str:
@@ -255,7 +244,7 @@ def pipeline(r: PlanReport) -> list[str]:
         for row in facts["ranks"]
     ]
     visible = [i for i in range(len(rows)) if i == 0 or i == len(rows) - 1 or rows[i][1:] != rows[i - 1][1:]]
-    return [*lines, *("  " + line for line in table(header, [rows[i] for i in visible], text=()))]
+    return [*lines, *("  " + line for line in text_table(header, [rows[i] for i in visible], text=()))]
 
 
 def format_range(seconds: tuple[float, float]) -> str:

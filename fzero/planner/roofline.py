@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from fzero.core.text_parsing import text_table
 from fzero.planner.plan_report import PlanReport
-from fzero.planner.plan_text import duration, percent, table
+from fzero.planner.plan_text import duration, percent
 from fzero.planner.timing import ISSUER
 
 LEAST = 0.005  # fraction of the step; smaller parts are one row
@@ -83,4 +84,4 @@ def page(report: PlanReport) -> str:
     header = ("part", "time", "of the step", "of peak FLOPs", "of bandwidth", "bound by")
     limit = f"at the limits of a {report.device.name} a step takes"
     summary = f"{limit} {duration(limit_s)}, {percent(limit_s / step)} of {duration(step)}"
-    return "\n".join(["roofline:", *("  " + line for line in table(header, rows, text=(0, -1))), summary])
+    return "\n".join(["roofline:", *("  " + line for line in text_table(header, rows, text=(0, -1))), summary])

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from fzero import models
 from fzero.comm.axes import mesh_text
+from fzero.core.text_parsing import text_table
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_forms import Sketch
 from fzero.planner.devices import Device
 from fzero.planner.plan_report import PlanReport
-from fzero.planner.plan_text import duration, percent, quantity, size, table
+from fzero.planner.plan_text import duration, percent, quantity, size
 from fzero.run.config.config_table import to_table
 from fzero.run.config.run_config import RunConfig
 from fzero.run.setup import build_optim
@@ -299,10 +300,10 @@ def describe(result: SearchResult) -> str:
             f"{result.seconds:.1f} s"
         ),
         "",
-        *table(head, rows, text=(0, 1, 3, 4, -1)),
+        *text_table(head, rows, text=(0, 1, 3, 4, -1)),
         "",
         "why the others lose (the best of each; ~ by closed forms)",
-        *table(["choice", "of them", "the best of them", ""], alternative_rows(result.losers), text=(0, 2, 3)),
+        *text_table(["choice", "of them", "the best of them", ""], alternative_rows(result.losers), text=(0, 2, 3)),
     ]
     if any(entry.candidate.cp > 1 for entry in result.best):
         lines += ["", context_of(result)]

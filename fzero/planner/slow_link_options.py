@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.comm.axes import mesh_text
+from fzero.core.text_parsing import text_table
 from fzero.planner.devices import Device, between_nodes
 from fzero.planner.local_step_sync import agreement_bytes
 from fzero.planner.plan import reports_of, resolve_for, sizes_of
 from fzero.planner.plan_report import PlanReport, has_rates
-from fzero.planner.plan_text import duration, size, table
+from fzero.planner.plan_text import duration, size
 from fzero.planner.rates import Way, collective_s, ways_of
 from fzero.run.config.run_config import LocalSteps, RunConfig
 from fzero.run.config.unused_keys import count_sums
@@ -105,7 +106,7 @@ class FewerBytes(NamedTuple):
             sent = [size(bytes_sent) for bytes_sent in option.sent]
             memory = size(first.peak_bytes_per_rank) + fits
             cells.append([option.name, mesh_text(option.mesh), memory, *sent, *steps, f"{gain:.2f}", loss_of(option)])
-        lines = table(head, cells, text=(0, 1, -1))
+        lines = text_table(head, cells, text=(0, 1, -1))
         if len(cells) == 1:
             lines.append(
                 f"nothing else is offered: the nodes of {mesh_text(self.options[0].mesh)} do not differ in their data "

@@ -96,7 +96,6 @@ from fzero.sharding.pipeline_plan import expect_parts as expect_parts
 from fzero.sharding.pipeline_plan import schedule_for as schedule_for
 
 # The text of `print(plan)`
-from fzero.sharding.plan_table import full_sum_bytes as full_sum_bytes
 from fzero.sharding.plan_table import option_lines as option_lines
 
 # Parameters from rest to use
@@ -156,6 +155,13 @@ from fzero.sharding.spec import MEMORIES as MEMORIES
 from fzero.sharding.spec import Offload as Offload
 from fzero.sharding.spec import StateMemory as StateMemory
 from fzero.sharding.spec import Tier as Tier
+
+# What a rank sends of parameters and gradients
+from fzero.sharding.traffic import LeafTransfer as LeafTransfer
+from fzero.sharding.traffic import sent_by_link as sent_by_link
+from fzero.sharding.traffic import sent_of as sent_of
+from fzero.sharding.traffic import transfers as transfers
+from fzero.sharding.traffic import updates as updates
 
 # A ZeRO stage is a row of a table; a plan is what follows from it for every leaf of a parameter tree
 from fzero.sharding.zero_stages import REDUCE as REDUCE

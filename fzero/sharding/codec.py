@@ -166,10 +166,10 @@ class Codec:
         parts += [] if self.reset is None else [f"reset={self.reset}"]
         return ",".join([*parts, *[f"errors={self.errors}"] * bool(self.errors), *["local"] * self.local])
 
-    def bytes_of(self, kind: str, elements: int, last: int) -> float:
-        """The bytes of so many elements in codes of a kind, with their scales, in rows of `last` elements."""
-        code_bytes = 0.5 if kind == "int4" else 1.0
-        return elements * code_bytes + elements // last * -(-last // self.block) * 4
+    def pieces(self, kind: str, elements: int, last: int) -> list[tuple[int, torch.dtype]]:
+        """(number, dtype) of the codes of a kind of so many elements in rows of `last`, and of their scales."""
+        code_bytes = elements // last * (-(-last // 2) if kind == "int4" else last)
+        return [(code_bytes, torch.uint8), (elements // last * -(-last // self.block), torch.float32)]
 
 
 class Coder(NamedTuple):

@@ -22,9 +22,10 @@ from fzero.sharding.leaf_plan import LeafPlan, Stored, shard_axes
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.pipeline import Stages
 from fzero.sharding.pipeline_plan import Pipeline
-from fzero.sharding.plan_table import describe, sent_by_link
+from fzero.sharding.plan_table import describe
 from fzero.sharding.slices import local_shape
 from fzero.sharding.spec import DEVICE, StateMemory
+from fzero.sharding.traffic import sent_by_link
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,13 +226,13 @@ class Plan:
         cp. With a codec with hpz those of a node, which share what rests over rp as well."""
         return self.mesh.link(shard_axes(self.leaves[name].compute))
 
-    def sent_by_link(self) -> dict[str, tuple[float, float]]:
+    def sent_by_link(self) -> dict[str, tuple[int, int]]:
         """{link: bytes of parameters and gradients that a rank sends over it for a micro-batch, and once a step}, by
         axis or several, such as "dp+cp"; without activations. A layer is gathered for each of its passes.
 
         >>> params, mesh = {"w": torch.zeros(64, 512)}, fzero.fake_mesh({"dp": 2, "rp": 2})
         >>> fzero.zero_plan(3, params, mesh, codec="params=int8,grads=int8,hpz").sent_by_link()
-        {'rp': (0.0, 8448.0), 'dp': (25344.0, 0.0)}
+        {'rp': (0, 16896), 'dp': (33792, 0)}
         """
         return sent_by_link(self)
 

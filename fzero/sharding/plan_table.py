@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from fzero.comm.axes import AXES, PP, RP, links_of
-from fzero.sharding.codec import padded
+from fzero.comm.axes import AXES, PP, links_of
+from fzero.core.text_parsing import text_table
 from fzero.sharding.error_feedback import error_bytes
-from fzero.sharding.leaf_plan import LeafPlan, is_coded
-from fzero.sharding.pipeline_traffic import sent_table
+from fzero.sharding.traffic import KINDS, over_pp, sent_by_link, sent_of, transfers, updates
 
 Plan = Any  # fzero.sharding.plan.Plan, whose __str__ this is
-WORDS = {"scatter": "psum_scatter {}", "psum": "psum {}", "gather": "all_gather {} of the gradient"}
 
 
 def describe(plan: Plan) -> str:
@@ -36,11 +34,9 @@ def describe(plan: Plan) -> str:
         *(f"{group} bytes" for group in groups),
         "communicated",
     )
-    rows: list[tuple[str, ...]] = [head]
-    sent, bytes_of = [0.0, 0.0], dict.fromkeys(groups, 0)
+    rows: list[tuple[str, ...]] = []
+    bytes_of = dict.fromkeys(groups, 0)
     for name, leaf in plan.leaves.items():
-        words, *amounts = communication(plan, name)
-        sent = [total + size for total, size in zip(sent, amounts)]
         sizes = rank_bytes(plan, name)
         for group in groups:
             bytes_of[group] += sizes[group]
@@ -51,9 +47,8 @@ def describe(plan: Plan) -> str:
             leaf.grads if leaf.trained else "frozen",
             leaf.opt if leaf.trained else "frozen",
         )
-        rows.append((name, shape, *map(str, specs), *(f"{sizes[group]:,}" for group in groups), words))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+        rows.append((name, shape, *map(str, specs), *(f"{sizes[group]:,}" for group in groups), sent_words(plan, name)))
+    lines = text_table(head, rows, text=range(len(head)))
     total = sum(torch.Size(leaf.shape).numel() for leaf in plan.leaves.values())
     at_rest = sum(leaf.numel(leaf.params) for leaf in plan.leaves.values())
     used = ", ".join(f"{a}={n}" for a, n in plan.sizes.items() if n > 1) or "one process"
@@ -82,13 +77,21 @@ def describe(plan: Plan) -> str:
         )
     if plan.stages is not None:
         notes += sent_table(plan)
-    elif any(sent):
+    elif sent := sent_by_link(plan):
+        micro_batch_bytes, step_bytes = map(sum, zip(*sent.values()))
         per = "an update" if plan.delayed else "a step"
         notes.append(
-            f"a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} {per}; sums of gradients travel in "
-            f"{dtype_name(plan.reduce_dtype)}"
+            f"a rank sends {micro_batch_bytes:,} bytes a micro-batch and {step_bytes:,} {per}; sums of gradients "
+            f"travel in {dtype_name(plan.reduce_dtype)}"
         )
     return "\n".join([top, *lines, *notes])
+
+
+def sent_words(plan: Plan, name: str) -> str:
+    """The communication of one leaf, in words."""
+    leaf = plan.leaves[name]
+    sent = [*transfers(plan, [name]), *(over_pp(plan, name, 0) if name in plan.users else ()), *updates(plan, leaf)]
+    return ", ".join(dict.fromkeys(t.words for t in sent)) or "nothing"
 
 
 def uncut_text(plan: Plan) -> list[str]:
@@ -130,101 +133,6 @@ def rank_bytes(plan: Plan, name: str) -> dict[str, int]:
     return {group: leaf.numel(spec) * dtype.itemsize * present for group, (spec, dtype, present) in specs.items()}
 
 
-class Traffic(NamedTuple):
-    """What a rank sends of one leaf by one collective over one link, in words and in bytes."""
-
-    words: str
-    link: str
-    per_micro_batch: float
-    per_step: float
-
-
-def communication(plan: Plan, name: str) -> tuple[str, float, float]:
-    """(the communication of one leaf, in words; bytes that a rank sends of it for a micro-batch; and once a step)."""
-    entries = traffic(plan, name)
-    words = ", ".join(entry.words for entry in entries) or "nothing"
-    return words, sum(entry.per_micro_batch for entry in entries), sum(entry.per_step for entry in entries)
-
-
-def traffic(plan: Plan, name: str) -> list[Traffic]:
-    """What a rank sends of one leaf, collective by collective, without activations, for Execution(reshard=True)."""
-    leaf, entries = plan.leaves[name], list[Traffic]()
-    n, link = leaf.numel(leaf.compute), leaf.link
-    signed, coding = name in plan.sign_leaves, coding_words(plan, name)
-    if RP in leaf.use.axes:
-        node_bytes = gathered_bytes(plan, leaf, n // leaf.ranks(link)) * missing_fraction(leaf, RP)
-        entries.append(Traffic(f"all_gather rp{coding} for use a step", RP, 0.0, node_bytes))
-    if leaf.gathered:
-        share = gathered_bytes(plan, leaf, n) * missing_fraction(leaf, link) * (2 if leaf.stacked else 1)
-        entries.append(Traffic(f"all_gather {link} for use{coding}", link, share, 0.0))
-    if PP in leaf.params.axes and not leaf.stacked:
-        entries.append(
-            Traffic("gather pp for use a step", PP, 0.0, leaf.numel(leaf.params) * plan.policy.param.itemsize)
-        )
-    for is_final, path in enumerate(leaf.moves * leaf.trained):
-        for op, over in path:
-            if signed and is_coded(op, over) and over == leaf.sum_link:
-                signs = 2 * plan.sign_bytes(name) * missing_fraction(leaf, over)
-                entries.append(Traffic(f"all_to_all and all_gather {over} of signs a step", over, 0.0, signs))
-                continue
-            words = WORDS[op].format(over)
-            bytes_sent = summed_bytes(plan, leaf, op, over, n) * missing_fraction(leaf, over)
-            if name in plan.coded_grads and not signed and is_coded(op, over):
-                words += f" as {plan.codec.grads}"
-            words += (" a step" if is_final else " a micro-batch") * (op != "gather")
-            entries.append(Traffic(words, over, bytes_sent * (not is_final), bytes_sent * is_final))
-            n = n // leaf.ranks(over) if op == "scatter" else n * leaf.ranks(over) if op == "gather" else n
-    if leaf.updated_in_shards:
-        full_bytes = leaf.numel(leaf.compute) * plan.policy.param.itemsize * missing_fraction(leaf, link)
-        entries.append(Traffic(f"all_gather {link} after the update", link, 0.0, full_bytes))
-        if plan.local:
-            entries.append(Traffic(f"all_gather {link} of where ranks are", link, 0.0, full_bytes))
-    return entries
-
-
-def missing_fraction(leaf: LeafPlan, link: str) -> float:
-    """The part of a whole that a rank of a link has not, if it has its own."""
-    return 1 - 1 / leaf.ranks(link)
-
-
-def coding_words(plan: Plan, name: str) -> str:
-    """In what a leaf is gathered, in words; "" as it is."""
-    return " as float8" if name in plan.float8 else f" as {plan.codec.params}" if name in plan.coded else ""
-
-
-def gathered_bytes(plan: Plan, leaf: LeafPlan, elements: int) -> float:
-    """The bytes of so many elements of a leaf on their way to where they are used."""
-    if leaf.name not in plan.coded:
-        return elements * (1 if leaf.name in plan.float8 else leaf.dtype.itemsize)
-    last = leaf.shape[-1] // leaf.ranks("+".join(leaf.compute.dims[-1]))
-    return plan.codec.bytes_of(plan.codec.params, elements, last)
-
-
-def summed_bytes(plan: Plan, leaf: LeafPlan, op: str, link: str, elements: int) -> float:
-    """The bytes of a sum of so many elements over a link, all ranks' parts together; of a gather, of the result."""
-    ranks, width = leaf.ranks(link), plan.reduce_dtype.itemsize
-    if leaf.name not in plan.coded_grads or plan.codec.signs or not is_coded(op, link):
-        return elements * width * {"scatter": 1, "psum": 2, "gather": ranks}[op]
-    row = elements // ranks if op == "scatter" else padded(elements, ranks) // ranks
-    return plan.codec.bytes_of(plan.codec.grads, row * ranks, row) * (2 if op == "psum" else 1)
-
-
-def sent_by_link(plan: Plan) -> dict[str, tuple[float, float]]:
-    """{link: bytes of parameters and gradients that a rank sends over it for a micro-batch, and once a step}.
-
-    >>> import fzero
-    >>> params, mesh = {"w": torch.zeros(64, 512)}, fzero.fake_mesh({"dp": 2, "rp": 2})
-    >>> fzero.zero_plan(3, params, mesh, codec="params=int8,grads=int4,hpz").sent_by_link()
-    {'rp': (4352.0, 8448.0), 'dp': (25600.0, 0.0)}
-    """
-    totals: dict[str, list[float]] = {}
-    for name in plan.leaves:
-        for entry in traffic(plan, name):
-            so_far = totals.setdefault(entry.link, [0.0, 0.0])
-            so_far[0], so_far[1] = so_far[0] + entry.per_micro_batch, so_far[1] + entry.per_step
-    return {link: (micro_batch_bytes, step_bytes) for link, (micro_batch_bytes, step_bytes) in totals.items()}
-
-
 def errors_text(plan: Plan) -> list[str]:
     """The lines that say what a codec's error feedback takes, and of what it keeps none."""
     error_size, kind = error_bytes(plan), plan.codec.errors or dtype_name(plan.error_dtype)
@@ -253,10 +161,10 @@ def codec_text(plan: Plan) -> list[str]:
         rounded.append(f"{codec.block} elements share a scale")
     lines = [f"codec {codec}: " + ("; ".join(rounded) or "parameters rest over rp as well")]
     lines += errors_text(plan) if codec.loco is not None else []
-    return lines + link_lines(plan, uncoded, lambda link: "{:,.0f} and {:,.0f} in full".format(*uncoded[link]))
+    return lines + link_lines(plan, uncoded, lambda link: "{:,} and {:,} in full".format(*uncoded[link]))
 
 
-def link_lines(plan: Plan, plain: dict[str, tuple[float, float]], in_full: Callable[[str], str]) -> list[str]:
+def link_lines(plan: Plan, plain: dict[str, tuple[int, int]], in_full: Callable[[str], str]) -> list[str]:
     """The lines that say what a rank sends over each link, and what it would send without the codec."""
     return [
         f"  over {link} a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} a step"
@@ -291,19 +199,29 @@ def signs_text(plan: Plan, plain: Plan) -> list[str]:
             f"bytes of how far it moved from the others, and in a step {local_elements * plan.policy.param.itemsize:,} "
             "of parameters that moved"
         )
-    without = "{:,.0f} without signs, {:,.0f} in a step of a full sum"
-    return lines + link_lines(
-        plan, plain_bytes, lambda link: without.format(plain_bytes[link][1], full_sum_bytes(plan, link))
-    )
+    without = "{:,} without signs, {:,} in a step of a full sum"
+    full = sent_by_link(plan, signs=False)  # a step whose sums are in full, as in a warm-up
+    return lines + link_lines(plan, plain_bytes, lambda link: without.format(plain_bytes[link][1], full[link][1]))
 
 
-def full_sum_bytes(plan: Plan, link: str) -> float:
-    """The bytes that a rank sends over a link in a step whose sums are not by signs, as in a warm-up."""
-    total = 0.0
-    for name, leaf in plan.leaves.items():
-        by_link = [entry for entry in traffic(plan, name) if entry.link == link]
-        total += sum(entry.per_step for entry in by_link)
-        if name in plan.sign_leaves and leaf.sum_link == link:
-            full_bytes = leaf.numel(leaf.summed) * plan.reduce_dtype.itemsize
-            total += 2 * (full_bytes - plan.sign_bytes(name)) * missing_fraction(leaf, link)
-    return total
+def sent_table(plan: Plan) -> list[str]:
+    """The lines of `print(plan)` that say what each rank of pp sends."""
+    times = "a micro-batch", "an update" if plan.delayed else "a step"
+    head = ("rank of pp", "activations", "gradients", *(f"{kind}, {period}" for kind in KINDS[2:] for period in times))
+    rows: list[tuple[str, ...]] = []
+    max_bytes = [0, 0]
+    for rank in range(plan.mesh.pp.size):
+        entries = sent_of(plan, rank)
+        messages = [sum(entry.per_micro_batch for entry in entries if entry.kind == kind) for kind in KINDS[:2]]
+        elements = [
+            sum(entry.amounts[i] for entry in entries if entry.kind == kind) for kind in KINDS[2:] for i in (0, 1)
+        ]
+        max_bytes = [max(max_bytes[i], sum(entry.amounts[i] * entry.itemsize for entry in entries)) for i in (0, 1)]
+        rows.append((str(rank), *(f"{n:,}" for n in (*messages, *elements))))
+    return [
+        "sent by a rank: messages over its borders for each micro-batch (of a model's activations [B, T, D]), and "
+        "elements of parameters and gradients",
+        *text_table(head, rows, text=range(len(head))),
+        f"beside messages a rank sends at most {max_bytes[0]:,} bytes a micro-batch and {max_bytes[1]:,} {times[1]}; "
+        f"sums of gradients travel in {str(plan.reduce_dtype).removeprefix('torch.')}",
+    ]
