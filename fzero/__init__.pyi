@@ -57,10 +57,10 @@ from fzero.train.masters import with_params as with_params
 from fzero.train.optimizer_change import with_optimizer as with_optimizer
 from fzero.train.sdc_check import make_check as make_check
 from fzero.train.spike import Spike as Spike
+from fzero.train.state import Metrics as Metrics
 from fzero.train.state import TrainState as TrainState
 from fzero.train.state import state_specs as state_specs
 from fzero.train.state_on_disk import reopen_state as reopen_state
-from fzero.train.step import Metrics as Metrics
 from fzero.train.step import make_train_step as make_train_step
 from fzero.train.to_module import full_params as full_params
 from fzero.train.to_module import to_module as to_module

@@ -17,7 +17,7 @@ from fzero import local_batch, optim
 from fzero.core import pytree
 from fzero.kernels import Kernels
 from fzero.planner.devices import between_nodes, device
-from fzero.sharding import ParamFetcher, codec, reduce
+from fzero.sharding import ParamFetcher, codec, reduce, zero_stages
 from fzero.train import coder_of
 
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
@@ -79,10 +79,10 @@ def dims_swapped(leaf):
     made = over_nodes(leaf)
     dim = 1 if leaf.name.startswith("blocks") else 0
     cut = {group: swapped(getattr(made, group), dim) for group in ("params", "opt", "use")}
-    return codec.replace(made, **cut)
+    return zero_stages.replace(made, **cut)
 
 
-over_nodes = codec.shard_over_nodes
+over_nodes = zero_stages.shard_over_nodes
 
 
 def swapped(spec, dim):
@@ -90,11 +90,11 @@ def swapped(spec, dim):
         return spec
     dims = list(spec.dims)
     dims[dim] = ("rp", *(axis for axis in dims[dim] if axis != "rp"))
-    return codec.replace(spec, dims=tuple(dims))
+    return zero_stages.replace(spec, dims=tuple(dims))
 
 
 def with_swapped_dims(mesh, case, options):
-    with mock.patch.object(codec, "shard_over_nodes", dims_swapped):
+    with mock.patch.object(zero_stages, "shard_over_nodes", dims_swapped):
         return train(mesh, *case, **options)[2]
 
 

@@ -36,3 +36,8 @@ def unpack(bundle: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         return [bundle.reshape(shapes[0])]
     widths = [torch.Size(shape).numel() // bundle.shape[0] for shape in shapes]
     return [chunk.reshape(shape) for chunk, shape in zip(bundle.split(widths, 1), shapes)]
+
+
+def padded(elements: int, ranks: int) -> int:
+    """The elements of a whole sum in codes, of which each rank adds up as many: a multiple of 16 of them."""
+    return elements + -elements % (16 * ranks)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from fzero.comm.axes import AXES
 from fzero.comm.collectives import all_gather, all_gather_same
+from fzero.core import pytree
 from fzero.core.storage import Damaged
 
 Mesh = Any  # fzero.sharding.Mesh, which is above
@@ -94,3 +96,34 @@ def device_of(mesh: Mesh) -> str:
     if mesh.device_mesh is None or "cpu" in dist.get_backend_config(mesh.device_mesh.get_group(0)):
         return "cpu"
     return mesh.device_mesh.device_type
+
+
+class TreeLayout(NamedTuple):
+    """The structure of a tree of tensors, such as a Loss, and the shape and dtype of each of its leaves."""
+
+    treedef: Any
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def from_tree(cls, tree: Any) -> TreeLayout:
+        """The layout of a tree."""
+        leaves, treedef = pytree.flatten(tree)
+        return cls(treedef, tuple(tuple(leaf.shape) for leaf in leaves), tuple(leaf.dtype for leaf in leaves))
+
+    @property
+    def size(self) -> int:
+        """The numbers that its leaves have together."""
+        return sum(map(math.prod, self.shapes))
+
+    def unpack(self, row: Tensor) -> Any:
+        """The tree of these numbers, [size]."""
+        parts = row.split([math.prod(shape) for shape in self.shapes])
+        leaves = [x.reshape(shape).to(dtype) for x, shape, dtype in zip(parts, self.shapes, self.dtypes)]
+        return pytree.unflatten(leaves, self.treedef)
+
+
+def packed(trees: Sequence[Any]) -> tuple[Tensor, TreeLayout]:
+    """(the numbers of trees of one layout as float64 [trees, size], the layout)."""
+    rows = [torch.cat([leaf.to(torch.float64).reshape(-1) for leaf in pytree.leaves(tree)]) for tree in trees]
+    return torch.stack(rows), TreeLayout.from_tree(trees[0])

@@ -69,13 +69,12 @@ from fzero.data.examples import prepare_examples as prepare_examples
 
 # A corpus whose tokens stay in the files of another system, read in place
 from fzero.data.linked_corpus import expect_unchanged as expect_unchanged
+from fzero.data.linked_corpus import write_mixture as write_mixture
 
 # A mixture of corpora as a value
 from fzero.data.mixture import describe_mixture as describe_mixture
-from fzero.data.mixture import digest as digest
 from fzero.data.mixture import open_sources as open_sources
 from fzero.data.mixture import sources_of as sources_of
-from fzero.data.mixture import write_mixture as write_mixture
 
 # How the documents of a corpus fill rows of T positions
 from fzero.data.packing import FILL as FILL
@@ -120,4 +119,5 @@ from fzero.data.tokenizers import json_tokenizer as json_tokenizer
 # The token-file format and its reader
 from fzero.data.tokens import SPLITS as SPLITS
 from fzero.data.tokens import VERSION as VERSION
+from fzero.data.tokens import digest as digest
 from fzero.data.tokens import token_dtype as token_dtype

@@ -22,10 +22,9 @@ from fzero.core.files import writing
 from fzero.core.pytree import nearest
 from fzero.core.storage import write_text
 from fzero.core.text_parsing import expect_entries, read_json
-from fzero.data.mixture import digest
 from fzero.data.packing import FILL, PACKINGS, Batch, Packing, assemble, full_range
 from fzero.data.token_stream import expect_rows
-from fzero.data.tokens import Tokens, new_corpus, open_tokens, read_meta
+from fzero.data.tokens import Tokens, digest, new_corpus, open_tokens, read_meta
 
 BATCH_TOKENS = 1 << 20  # tokens in memory, but for the batches of a model
 ENTRIES = {"metric": str, "by": str, "corpus": str, "sha256": str}

@@ -33,15 +33,17 @@ import numpy as np
 from fzero.core.arguments import checked
 from fzero.core.crc32c import crc32c
 from fzero.core.files import writing
-from fzero.core.storage import Objects, is_url, write_text
+from fzero.core.storage import Objects, absolute, is_url, read_text, write_text
 from fzero.core.text_parsing import expect_regular
 from fzero.data.checksums import CHUNK, FIX, split_sums
+from fzero.data.mixture import Mixture
 from fzero.data.prepare import check_new, tokenizer_of_file
 from fzero.data.tokens import (
     FORMAT,
     PREPARE_AGAIN,
     SPLITS,
     VERSION,
+    digest,
     new_corpus,
     read_meta,
     sampled_sum,
@@ -306,3 +308,51 @@ def expect_tokens(tokens: np.ndarray, path: Path, vocab_size: int, name: str) ->
             f"{path}: has the token {low if low < 0 else high}, and the tokenizer {name} the tokens 0 to "
             f"{vocab_size - 1}; give the one that made them"
         )
+
+
+def write_mixture(mixture: Mixture, out: Path) -> dict[str, Any]:
+    """Write the corpus of a mixture in the new folder `out`; returns its meta.json; raises ValueError."""
+    metas = [(read_remote_meta if is_url(s.path) else read_meta)(s.path) for s in mixture.sources]
+    first = mixture.sources[0]
+    for source, meta in zip(mixture.sources, metas):
+        if "mixture" in meta or meta.get("kind", "text") != "text":
+            kind = "a mixture itself" if "mixture" in meta else f"a corpus of {meta['kind']}"
+            raise ValueError(f"mixture: {source.path} is {kind}; a mixture is of corpora of text")
+        first_tokenizer, source_tokenizer = (
+            tokenizer_of(path, m) for path, m in ((first.path, metas[0]), (source.path, meta))
+        )
+        if first_tokenizer != source_tokenizer:
+            raise ValueError(
+                f"mixture: {source.path} has tokens of another tokenizer ({meta['tokenizer']}) than {first.path} "
+                f"({metas[0]['tokenizer']}); prepare both with one tokenizer.json"
+            )
+    splits = {
+        split: {n: sum(meta["splits"][split][n] for meta in metas) for n in ("tokens", "documents")} for split in SPLITS
+    }
+    tokenizer_meta = {key: metas[0][key] for key in ("tokenizer", "eos", "vocab_size", "dtype")}
+    meta = {"format": FORMAT, "version": VERSION, **tokenizer_meta, "splits": splits, "mixture": []}
+    if all("text_bytes" in entry.get("source", {}) for entry in metas):
+        meta["source"] = {"text_bytes": sum(entry["source"]["text_bytes"] for entry in metas)}
+    with new_corpus(out) as folder:
+        for i, source in enumerate(mixture.sources):
+            if is_url(source.path):
+                link_url(source.path, folder / f"source-{i}")
+                location = {"path": f"source-{i}", "url": source.path}
+            else:
+                location = {"path": absolute(source.path)}
+            sha256 = digest(folder / location["path"])
+            meta["mixture"].append({"name": source.name, **location, "sha256": sha256})
+        if tokenizer_meta["tokenizer"] != "bytes":
+            write_text(folder, "tokenizer.json", read_text(first.path, "tokenizer.json") or "")
+        write_meta(folder, meta, out)
+    return meta
+
+
+def tokenizer_of(folder: str | Path, meta: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells one tokenizer from another: its ids and, unless tokens are bytes, its file."""
+    text = "" if meta["tokenizer"] == "bytes" else read_text(folder, "tokenizer.json")
+    if text is None:
+        raise ValueError(
+            f"{folder}/tokenizer.json: no such file, but meta.json names the tokenizer {meta['tokenizer']}; put it back"
+        )
+    return meta["vocab_size"], meta["eos"], hashlib.sha256(text.encode()).hexdigest()

@@ -16,7 +16,6 @@ The corpus of a run on a mixture is a folder whose meta.json names the corpora:
 from __future__ import annotations
 
 import functools
-import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -25,10 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.arguments import expect_fields
-from fzero.core.storage import absolute, is_url, read_text, write_text
-from fzero.data.linked_corpus import link_url, read_remote_meta
+from fzero.core.storage import absolute
 from fzero.data.remote_tokens import READING, Reading
-from fzero.data.tokens import FORMAT, SPLITS, VERSION, Tokens, new_corpus, open_tokens, read_meta, write_meta
+from fzero.data.tokens import Tokens, digest, open_tokens, read_meta
 
 FORM = "a source is NAME=PATH:WEIGHT[:WEIGHT@TOKENS]...[:epochs=N][:tokens=N], such as code=corpora/code:0.3:epochs=2"
 
@@ -217,60 +215,6 @@ class SourceCorpus(NamedTuple):
     name: str
     path: Path
     sha256: str  # of its meta.json
-
-
-def digest(folder: str | Path) -> str:
-    """The SHA-256 of the meta.json of a corpus, which identifies its content."""
-    read_meta(folder)
-    return hashlib.sha256((Path(folder) / "meta.json").read_bytes()).hexdigest()
-
-
-def write_mixture(mixture: Mixture, out: Path) -> dict[str, Any]:
-    """Write the corpus of a mixture in the new folder `out`; returns its meta.json; raises ValueError."""
-    metas = [(read_remote_meta if is_url(s.path) else read_meta)(s.path) for s in mixture.sources]
-    first = mixture.sources[0]
-    for source, meta in zip(mixture.sources, metas):
-        if "mixture" in meta or meta.get("kind", "text") != "text":
-            kind = "a mixture itself" if "mixture" in meta else f"a corpus of {meta['kind']}"
-            raise ValueError(f"mixture: {source.path} is {kind}; a mixture is of corpora of text")
-        first_tokenizer, source_tokenizer = (
-            tokenizer_of(path, m) for path, m in ((first.path, metas[0]), (source.path, meta))
-        )
-        if first_tokenizer != source_tokenizer:
-            raise ValueError(
-                f"mixture: {source.path} has tokens of another tokenizer ({meta['tokenizer']}) than {first.path} "
-                f"({metas[0]['tokenizer']}); prepare both with one tokenizer.json"
-            )
-    splits = {
-        split: {n: sum(meta["splits"][split][n] for meta in metas) for n in ("tokens", "documents")} for split in SPLITS
-    }
-    tokenizer_meta = {key: metas[0][key] for key in ("tokenizer", "eos", "vocab_size", "dtype")}
-    meta = {"format": FORMAT, "version": VERSION, **tokenizer_meta, "splits": splits, "mixture": []}
-    if all("text_bytes" in entry.get("source", {}) for entry in metas):
-        meta["source"] = {"text_bytes": sum(entry["source"]["text_bytes"] for entry in metas)}
-    with new_corpus(out) as folder:
-        for i, source in enumerate(mixture.sources):
-            if is_url(source.path):
-                link_url(source.path, folder / f"source-{i}")
-                location = {"path": f"source-{i}", "url": source.path}
-            else:
-                location = {"path": absolute(source.path)}
-            sha256 = digest(folder / location["path"])
-            meta["mixture"].append({"name": source.name, **location, "sha256": sha256})
-        if tokenizer_meta["tokenizer"] != "bytes":
-            write_text(folder, "tokenizer.json", read_text(first.path, "tokenizer.json") or "")
-        write_meta(folder, meta, out)
-    return meta
-
-
-def tokenizer_of(folder: str | Path, meta: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells one tokenizer from another: its ids and, unless tokens are bytes, its file."""
-    text = "" if meta["tokenizer"] == "bytes" else read_text(folder, "tokenizer.json")
-    if text is None:
-        raise ValueError(
-            f"{folder}/tokenizer.json: no such file, but meta.json names the tokenizer {meta['tokenizer']}; put it back"
-        )
-    return meta["vocab_size"], meta["eos"], hashlib.sha256(text.encode()).hexdigest()
 
 
 def sources_of(folder: str | Path) -> list[SourceCorpus]:

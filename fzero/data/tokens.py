@@ -13,6 +13,7 @@ Every document of text ends with the end-of-document token `eos`, which occurs n
 """
 
 import contextlib
+import hashlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -242,3 +243,9 @@ def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
             f"{PREPARE_AGAIN}"
         )
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))
+
+
+def digest(folder: str | Path) -> str:
+    """The SHA-256 of the meta.json of a corpus, which identifies its content."""
+    read_meta(folder)
+    return hashlib.sha256((Path(folder) / "meta.json").read_bytes()).hexdigest()

@@ -44,7 +44,6 @@ from fzero.kernels.cross_entropy import number_of as number_of
 from fzero.kernels.cross_entropy import weighed as weighed
 
 # Rows of logits, as the loss of cross_entropy needs them
-from fzero.kernels.cross_entropy_rows import cap_logits as cap_logits
 from fzero.kernels.cross_entropy_rows import is_tracing as is_tracing
 
 # What files of kernels are made with
@@ -52,6 +51,7 @@ from fzero.kernels.custom_operator import INSTALLED as INSTALLED
 from fzero.kernels.custom_operator import MISSING as MISSING
 from fzero.kernels.custom_operator import OPENED as OPENED
 from fzero.kernels.custom_operator import Fused as Fused
+from fzero.kernels.custom_operator import cap_logits as cap_logits
 from fzero.kernels.custom_operator import operator as operator
 from fzero.kernels.custom_operator import triton as triton
 

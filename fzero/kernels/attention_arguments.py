@@ -34,8 +34,7 @@ from torch import Tensor
 
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.block_mask import BlockMask
-from fzero.kernels.cross_entropy_rows import cap_logits
-from fzero.kernels.custom_operator import Fused
+from fzero.kernels.custom_operator import Fused, cap_logits
 
 Tensors = tuple[Tensor, ...]
 
@@ -313,6 +312,12 @@ def _describe(x: Any) -> str:
     if isinstance(x, Tensor):
         return f"{x.dtype} {list(x.shape)}"
     return repr(x) if isinstance(x, int | float | str) and len(repr(x)) < 40 else type(x).__name__
+
+
+DOCUMENTS = "Tensor? query_documents, Tensor? key_documents"
+
+
+PATTERN = "int[] pattern, float scale"
 
 
 def outputs_of(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

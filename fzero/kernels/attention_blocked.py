@@ -16,8 +16,7 @@ from torch import Tensor
 
 from fzero.kernels.attention_arguments import Positions, Scoring, masked_scores, widened
 from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.cross_entropy_rows import cap_logits
-from fzero.kernels.custom_operator import Fused
+from fzero.kernels.custom_operator import Fused, cap_logits
 
 MIN_BLOCK, MAX_BLOCKS = 128, 8
 MAX_SCORES = 1 << 23  # of a head in a block of more than MIN_BLOCK queries: they are T x T / 8 up to T = 8192

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fzero.kernels import flops
 from fzero.kernels.aot import Build
-from fzero.kernels.attention_arguments import outputs_of
+from fzero.kernels.attention_arguments import DOCUMENTS, PATTERN, outputs_of
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.attention_spans import ALL, NONE, SOME, KernelPositions, run_end, span_of
 from fzero.kernels.attention_tiles import (
@@ -178,10 +178,6 @@ def _flash_forward(
 def _wide_outputs(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     out, lse = outputs_of(q)
     return out.to(torch.float32), lse
-
-
-DOCUMENTS = "Tensor? query_documents, Tensor? key_documents"
-PATTERN = "int[] pattern, float scale"
 
 
 @operator(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fzero.kernels import flops
 from fzero.kernels.aot import Build
-from fzero.kernels.attention_flash import DOCUMENTS, PATTERN
+from fzero.kernels.attention_arguments import DOCUMENTS, PATTERN
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.attention_spans import ALL, NONE, SOME, KernelPositions, run_end, span_of
 from fzero.kernels.attention_tiles import (

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from fzero.core.autodiff import Function, needs_grad, run_backward
-from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, cap_logits, rows_of, scale_, widen
-from fzero.kernels.custom_operator import on_cuda, triton_runs
+from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, rows_of, scale_, widen
+from fzero.kernels.custom_operator import cap_logits, on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
 IGNORE = -100  # torch's mark of a target that does not count; no negative one does

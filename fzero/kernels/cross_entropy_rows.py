@@ -23,7 +23,7 @@ from fzero.core.cpp import CONTRACTED, have_compiler, library
 from fzero.core.device import kind_of
 from fzero.core.torch_private import TorchDispatchModeKey, get_dispatch_mode
 from fzero.kernels.cross_entropy_triton import NONE, WRONG, launch, scale_by_kernel_
-from fzero.kernels.custom_operator import call_cpp, operator
+from fzero.kernels.custom_operator import call_cpp, cap_logits, operator
 
 BLOCK_BYTES = 1 << 20  # of float32 logits that plain torch works on at a time, on a CPU
 NATIVE = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}  # what the C++ takes
@@ -47,11 +47,6 @@ class Terms(NamedTuple):
 def widen(x: Tensor) -> Tensor:
     """x in float32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def cap_logits(x: Tensor, cap: float) -> Tensor:
-    """cap tanh(x / cap), or x if cap is 0."""
-    return torch.tanh(x / cap) * cap if cap else x
 
 
 # ---- in torch --------------------------------------------------------------------------------------------------------

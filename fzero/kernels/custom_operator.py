@@ -294,3 +294,8 @@ def operator_with_largest(
         return plain
 
     return define
+
+
+def cap_logits(x: Tensor, cap: float) -> Tensor:
+    """cap tanh(x / cap), or x if cap is 0."""
+    return torch.tanh(x / cap) * cap if cap else x

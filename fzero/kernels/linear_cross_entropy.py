@@ -36,8 +36,8 @@ from fzero.core.device import fake_device_of, kind_of
 from fzero.core.torch_private import disable_current_modes
 from fzero.kernels.cross_entropy import DTYPES, LossOptions, ValueAndGradients, mark_targets, total_loss, weights_of
 from fzero.kernels.cross_entropy import reference as cross_entropy_reference
-from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, cap_logits, log_sum_exp, rows_of, widen
-from fzero.kernels.custom_operator import on_cuda, triton_runs
+from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, log_sum_exp, rows_of, widen
+from fzero.kernels.custom_operator import cap_logits, on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
 # Of logits alive at once. On a CPU 64 MB are 667 tokens in bfloat16 at V = 50257: half as many cost 40% more there with

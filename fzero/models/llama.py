@@ -20,7 +20,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.stack import Block, Blocks
-from fzero.kernels.cross_entropy_rows import cap_logits
+from fzero.kernels.custom_operator import cap_logits
 from fzero.models.base import Ctx, Leaves, Loss, Model, make_tree
 from fzero.models.batch import Batch
 from fzero.models.chunked_layer import AttentionLayer

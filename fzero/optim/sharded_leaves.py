@@ -38,9 +38,8 @@ from fzero.optim.norm import (
     _wide,
     global_norm,
 )
+from fzero.sharding import Mesh, Plan
 from fzero.sharding.leaf_plan import LeafPlan
-from fzero.sharding.mesh import Mesh
-from fzero.sharding.plan import Plan
 from fzero.sharding.redistribute import gather_layers, gather_parts
 from fzero.sharding.sign_sums import SignSums
 from fzero.sharding.slices import Window, check_dims, local_shape, local_windows, narrow_part, shard_dim

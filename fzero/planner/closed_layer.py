@@ -33,12 +33,13 @@ from fzero.run.measure.peak_memory import LayerBytes, codes_to_decode, layer_byt
 from fzero.run.setup import build_optim
 from fzero.run.setup.build import Job
 from fzero.sharding import Context, Plan, fake_mesh, zero_plan
-from fzero.sharding.codec import Codec, expect_codec
+from fzero.sharding.codec import Codec
 from fzero.sharding.pipeline import FAMILIES, play, schedule, stage_ranks
 from fzero.sharding.pipeline.table import Stages
 from fzero.sharding.slices import local_numel
 from fzero.sharding.spec import DEVICE, DISK, Offload
 from fzero.sharding.traffic import transfers, updates
+from fzero.sharding.zero_stages import expect_codec
 
 Seconds = defaultdict[str, float]  # by how often: see LeafTransfer.times
 UPDATE = "update"  # in place of STEP in the times of messages behind the update

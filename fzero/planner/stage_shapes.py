@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.comm.rank_tables import TreeLayout
 from fzero.core import pytree
 from fzero.core.device import FakeDevice
 from fzero.models import base
@@ -17,10 +18,10 @@ from fzero.run.setup import build as run_build
 from fzero.sharding import Plan, fake_mesh
 from fzero.train.batch import split_batch
 from fzero.train.execution import Execution
-from fzero.train.loss import TreeLayout, context_of
+from fzero.train.loss import context_of
 from fzero.train.stage_exchange import signature_of
-from fzero.train.stage_sharing import segments_of, stages_of
-from fzero.train.streamed_model import SegmentActivations, StreamedModel
+from fzero.train.stage_sharing import SegmentActivations, segments_of, stages_of
+from fzero.train.streamed_model import StreamedModel
 
 
 def stage_shapes(

@@ -30,7 +30,6 @@ from fzero.sharding import slices as slices
 from fzero.sharding.codec import ERROR_KINDS as ERROR_KINDS
 from fzero.sharding.codec import Coder as Coder
 from fzero.sharding.codec import Local as Local
-from fzero.sharding.codec import expect_codec as expect_codec
 from fzero.sharding.codec import sum_coded as sum_coded
 
 # Which blocks of a sequence each rank of cp has, so that all ranks have as much attention to compute
@@ -166,4 +165,5 @@ from fzero.sharding.traffic import updates as updates
 # A ZeRO stage is a row of a table; a plan is what follows from it for every leaf of a parameter tree
 from fzero.sharding.zero_stages import REDUCE as REDUCE
 from fzero.sharding.zero_stages import check_tree as check_tree
+from fzero.sharding.zero_stages import expect_codec as expect_codec
 from fzero.sharding.zero_stages import shapes_of as shapes_of

@@ -24,14 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fzero.comm.axes import EP, PP, RP
-from fzero.comm.bucket import pack, unpack
+from fzero.comm.bucket import pack, padded, unpack
 from fzero.comm.collectives import Ledger, start_all_gather, start_all_to_all
 from fzero.comm.communicator import Axis
 from fzero.core.pytree import nearest
 from fzero.core.tree_sum import TreeSum
-from fzero.sharding.leaf_plan import LeafPlan
-from fzero.sharding.slices import largest_block, shard_dim
 
 Plan = Any  # fzero.sharding.plan.Plan, which is made with this
 KINDS = ("int8", "int4", "fp8_e4m3")
@@ -180,132 +177,6 @@ class Coder(NamedTuple):
     decode: Callable[[tuple[Tensor, ...], torch.dtype, int], Tensor]  # ((codes, scales), dtype, n) -> x
     # (codes [R, ..], scales [R, ..]), n -> the sum over R, coded again
     add: Callable[[tuple[Tensor, ...], int], tuple[Tensor, ...]]
-
-
-def coded_plan(plan: Plan, codec: Codec | str) -> Plan:
-    """The plan with a codec; raises ValueError for one that does not go with the plan."""
-    codec = Codec.parse(codec) if isinstance(codec, str) else codec
-    expect_codec(codec, plan, plan.on_disk)
-    fit = [leaf for leaf in plan.leaves.values() if leaf.is_matrix]
-    if codec.signs:
-        # What pp shards beside the layers is summed over the stages that use it, behind the sums over data ranks.
-        fit = [leaf for leaf in fit if leaf.trained and (plan.mesh.pp.size == 1 or leaf.stacked)]
-        return replace(plan, codec=codec, coded_grads=frozenset(leaf.name for leaf in fit if leaf.served_by_all))
-    leaves = dict(plan.leaves)
-    if codec.hpz:
-        leaves = {name: shard_over_nodes(leaf) for name, leaf in leaves.items()}
-        fit = [leaves[leaf.name] for leaf in fit]
-    gathered = frozenset(leaf.name for leaf in fit if codec.params and leaf.use.over_data)
-    summed = [leaf for leaf in fit if codec.grads and leaf.trained]
-    if codec.loco is not None:  # what a sum loses on its way back to all ranks is the error of no sender
-        summed = [leaf for leaf in summed if leaf.rounds_once]
-        expect_blocks(codec, summed)
-    names = frozenset(leaf.name for leaf in summed)
-    return replace(plan, leaves=leaves, codec=codec, coded=gathered, coded_grads=names)
-
-
-def expect_blocks(codec: Codec, leaves: Sequence[LeafPlan]) -> None:
-    """Raise ValueError for rows of errors in codes that are cut inside a block."""
-    parts = {leaf.name: (leaf.shape[-1], leaf.ranks("+".join(leaf.compute.dims[-1]))) for leaf in leaves}
-    cut = {name: size // n for name, (size, n) in parts.items() if n > 1}
-    wrong = [name for name, size in cut.items() if size % codec.block]
-    if codec.errors and wrong:
-        fits = largest_block(cut.values(), 8192)
-        raise ValueError(
-            f"codec {codec}: rows of {wrong[0]} are cut into parts of {cut[wrong[0]]} elements, which blocks of "
-            f"{codec.block} do not divide; {f'use block={fits}, or ' if fits else ''}leave errors out"
-        )
-
-
-def shard_over_nodes(leaf: LeafPlan) -> LeafPlan:
-    """The spec with rp added behind the other axes of a leaf's sharded dim, where that divides it."""
-    dim = shard_dim(leaf.name)
-    specs = {group: getattr(leaf, group) for group in ("params", "opt", "use")}
-    ranks = max(leaf.ranks("+".join(spec.dims[dim])) for spec in specs.values()) if leaf.shape[dim:] else 0
-    if not ranks or not leaf.params.over_data or leaf.shape[dim] % (ranks * leaf.sizes[RP]):
-        return leaf
-    cut = {}
-    for group, spec in specs.items():
-        axes = [axis for axis in spec.dims[dim] if axis != PP]  # a leaf outside the layers rests over pp behind all
-        dims = list(spec.dims)
-        dims[dim] = (*axes, RP, *spec.dims[dim][len(axes) :])
-        cut[group] = replace(spec, dims=tuple(dims), partial=spec.partial - {RP})
-    return replace(leaf, **cut)
-
-
-def expect_codec(codec: Codec, plan: Plan, on_disk: bool) -> None:
-    """Raise ValueError for a plan's stage, mesh, order of sums or gathers that the codec does not go with."""
-    stage, sizes = plan.stage, plan.sizes
-    if plan.reduce == "canonical":
-        raise ValueError(
-            f'codec {codec}: reduce="canonical" promises the same bits on every mesh, and rounded sums depend on it; '
-            'use reduce="fast"'
-        )
-    if codec.signs:
-        expect_signs(codec, plan)
-        return
-    if (codec.params or codec.hpz) and stage != 3:
-        option = "params" if codec.params else "hpz"
-        raise ValueError(f"codec {codec}: {option} is of stage 3, which gathers parameters, and the stage is {stage}")
-    if codec.grads and stage < 2:
-        raise ValueError(f"codec {codec}: grads is of stages 2 and 3, which scatter sums, and the stage is {stage}")
-    if codec.loco is not None and sizes[RP] > 1 and not codec.hpz:
-        raise ValueError(
-            f"codec {codec}: loco keeps the error of a term that is rounded once, and sums over rp={sizes[RP]} are "
-            "rounded on their way back too; write hpz (stage 3), or these ranks as dp"
-        )
-    if codec.loco is not None and on_disk:
-        raise ValueError(
-            f"codec {codec}: loco keeps errors in memory, and parameters or optimizer states rest on a disk, which has "
-            "each step complete without them; offload to host, or leave loco out"
-        )
-    if codec.hpz and sizes[RP] == 1:
-        raise ValueError(
-            f"codec {codec}: hpz keeps what the ranks of a node hold together, and needs the nodes as rp, which is 1; "
-            "for two nodes of 8 write the mesh dp=8,rp=2"
-        )
-    if codec.params and plan.policy.gather:
-        raise ValueError(
-            f"codec {codec}: policy {plan.policy.name} gathers weights as {plan.policy.gather} already; use another "
-            "policy, or no params"
-        )
-
-
-def expect_signs(codec: Codec, plan: Plan) -> None:
-    """Raise ValueError for what sums by signs do not go with: a plan's stage, mesh and offload."""
-    sizes = plan.sizes
-    if plan.stage >= 2 and plan.reduce != "once" and sizes[RP] == 1:
-        raise ValueError(
-            f"codec {codec}: the optimizer needs whole gradients of a step, and stage {plan.stage} sums each "
-            'micro-batch into shards; use reduce="once", or stage 0 or 1 (or write these ranks as rp)'
-        )
-    if codec.local and plan.stage and sizes[RP] == 1:
-        raise ValueError(
-            f"codec {codec}: in local steps each rank moves parameters and momentum of its own, and stage {plan.stage} "
-            "shares them between the ranks of dp; use stage 0, or write these ranks as rp"
-        )
-    if codec.local and sizes[PP] > 1:
-        raise ValueError(
-            f"codec {codec}: local steps leave all sums to the optimizer, and with pp={sizes[PP]} leaves outside of "
-            "the layers are summed over its ranks behind them; use tp or dp"
-        )
-    for name, leaf in plan.leaves.items():
-        if EP in leaf.compute.axes and sizes[EP] > 1:
-            raise ValueError(
-                f"codec {codec}: ep={sizes[EP]} shards the experts {name}, whose sums are over fewer ranks than the "
-                "others'; use dp"
-            )
-        memory = next((m for m in (leaf.params.memory, leaf.grads.memory, leaf.opt.memory) if not m.on_device), "")
-        if memory:
-            raise ValueError(
-                f"codec {codec}: {name} rests in memory {memory!r}, which is updated layer by layer, and signs are "
-                "sent of all layers at once; offload activations alone"
-            )
-
-
-def padded(elements: int, ranks: int) -> int:
-    """The elements of a whole sum in codes, of which each rank adds up as many: a multiple of 16 of them."""
-    return elements + -elements % (16 * ranks)
 
 
 def sum_coded(

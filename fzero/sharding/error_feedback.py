@@ -16,7 +16,7 @@ section 3; Seide et al. 2014, "1-bit stochastic gradient descent", Interspeech, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,11 +24,13 @@ from torch import Tensor
 from fzero.comm.axes import AXES, PP, RP
 from fzero.comm.bucket import pack, unpack
 from fzero.core import pytree
-from fzero.sharding.codec import Coder
 from fzero.sharding.leaf_plan import Stored, is_coded
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.slices import is_stacked, local_numel, local_shape, shard_dim
 from fzero.sharding.spec import Spec
+
+if TYPE_CHECKING:  # what it adds errors to, and no part of what a plan says of them
+    from fzero.sharding.codec import Coder
 
 Plan = Any  # fzero.sharding.plan.Plan, which prints what errors take
 T = TypeVar("T")

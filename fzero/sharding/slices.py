@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from torch import Tensor
 from fzero.comm.axes import PP, TP
 from fzero.core import prng
 from fzero.core.storage import PAGE
-from fzero.sharding.mesh import Mesh
 from fzero.sharding.spec import Spec, runs_of
+
+if TYPE_CHECKING:
+    from fzero.sharding.mesh import Mesh
 
 Index = TypeVar("Index", int, Tensor)
 RUN = 1 << 11  # contiguous elements from which a run is drawn by a call of its own

@@ -8,18 +8,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fzero.comm.axes import CP, PP, TP
+from fzero.comm.axes import CP, EP, PP, RP, TP
 from fzero.core import pytree
 from fzero.core.arguments import PLAN, checked, expect_kind, expect_regex
 from fzero.core.precision import POLICIES, Policy
 from fzero.core.pytree import Tree
-from fzero.sharding.codec import Codec, coded_plan
+from fzero.sharding.codec import Codec
 from fzero.sharding.context import Context, context_for, heads_of
 from fzero.sharding.experts import experts_for, experts_of, with_parts
 from fzero.sharding.leaf_plan import LeafPlan, shard_over_data
@@ -27,7 +27,7 @@ from fzero.sharding.mesh import Mesh
 from fzero.sharding.pipeline import Stages
 from fzero.sharding.pipeline_plan import Pipeline, outside_users, stages_for, with_layers
 from fzero.sharding.plan import Plan
-from fzero.sharding.slices import check_dims, is_stacked
+from fzero.sharding.slices import check_dims, is_stacked, largest_block, shard_dim
 from fzero.sharding.spec import ALL_ON_DEVICE, Offload, Spec, Tier, match_rules, select_largest
 
 
@@ -316,3 +316,124 @@ def with_memory(
     for name in select_largest(sizes, tier.fraction):
         out[name] = replace(out[name], **{group: replace(getattr(out[name], group), memory=tier.memory)})
     return out
+
+
+def coded_plan(plan: Plan, codec: Codec | str) -> Plan:
+    """The plan with a codec; raises ValueError for one that does not go with the plan."""
+    codec = Codec.parse(codec) if isinstance(codec, str) else codec
+    expect_codec(codec, plan, plan.on_disk)
+    fit = [leaf for leaf in plan.leaves.values() if leaf.is_matrix]
+    if codec.signs:
+        # What pp shards beside the layers is summed over the stages that use it, behind the sums over data ranks.
+        fit = [leaf for leaf in fit if leaf.trained and (plan.mesh.pp.size == 1 or leaf.stacked)]
+        return replace(plan, codec=codec, coded_grads=frozenset(leaf.name for leaf in fit if leaf.served_by_all))
+    leaves = dict(plan.leaves)
+    if codec.hpz:
+        leaves = {name: shard_over_nodes(leaf) for name, leaf in leaves.items()}
+        fit = [leaves[leaf.name] for leaf in fit]
+    gathered = frozenset(leaf.name for leaf in fit if codec.params and leaf.use.over_data)
+    summed = [leaf for leaf in fit if codec.grads and leaf.trained]
+    if codec.loco is not None:  # what a sum loses on its way back to all ranks is the error of no sender
+        summed = [leaf for leaf in summed if leaf.rounds_once]
+        expect_blocks(codec, summed)
+    names = frozenset(leaf.name for leaf in summed)
+    return replace(plan, leaves=leaves, codec=codec, coded=gathered, coded_grads=names)
+
+
+def expect_blocks(codec: Codec, leaves: Sequence[LeafPlan]) -> None:
+    """Raise ValueError for rows of errors in codes that are cut inside a block."""
+    parts = {leaf.name: (leaf.shape[-1], leaf.ranks("+".join(leaf.compute.dims[-1]))) for leaf in leaves}
+    cut = {name: size // n for name, (size, n) in parts.items() if n > 1}
+    wrong = [name for name, size in cut.items() if size % codec.block]
+    if codec.errors and wrong:
+        fits = largest_block(cut.values(), 8192)
+        raise ValueError(
+            f"codec {codec}: rows of {wrong[0]} are cut into parts of {cut[wrong[0]]} elements, which blocks of "
+            f"{codec.block} do not divide; {f'use block={fits}, or ' if fits else ''}leave errors out"
+        )
+
+
+def shard_over_nodes(leaf: LeafPlan) -> LeafPlan:
+    """The spec with rp added behind the other axes of a leaf's sharded dim, where that divides it."""
+    dim = shard_dim(leaf.name)
+    specs = {group: getattr(leaf, group) for group in ("params", "opt", "use")}
+    ranks = max(leaf.ranks("+".join(spec.dims[dim])) for spec in specs.values()) if leaf.shape[dim:] else 0
+    if not ranks or not leaf.params.over_data or leaf.shape[dim] % (ranks * leaf.sizes[RP]):
+        return leaf
+    cut = {}
+    for group, spec in specs.items():
+        axes = [axis for axis in spec.dims[dim] if axis != PP]  # a leaf outside the layers rests over pp behind all
+        dims = list(spec.dims)
+        dims[dim] = (*axes, RP, *spec.dims[dim][len(axes) :])
+        cut[group] = replace(spec, dims=tuple(dims), partial=spec.partial - {RP})
+    return replace(leaf, **cut)
+
+
+def expect_codec(codec: Codec, plan: Plan, on_disk: bool) -> None:
+    """Raise ValueError for a plan's stage, mesh, order of sums or gathers that the codec does not go with."""
+    stage, sizes = plan.stage, plan.sizes
+    if plan.reduce == "canonical":
+        raise ValueError(
+            f'codec {codec}: reduce="canonical" promises the same bits on every mesh, and rounded sums depend on it; '
+            'use reduce="fast"'
+        )
+    if codec.signs:
+        expect_signs(codec, plan)
+        return
+    if (codec.params or codec.hpz) and stage != 3:
+        option = "params" if codec.params else "hpz"
+        raise ValueError(f"codec {codec}: {option} is of stage 3, which gathers parameters, and the stage is {stage}")
+    if codec.grads and stage < 2:
+        raise ValueError(f"codec {codec}: grads is of stages 2 and 3, which scatter sums, and the stage is {stage}")
+    if codec.loco is not None and sizes[RP] > 1 and not codec.hpz:
+        raise ValueError(
+            f"codec {codec}: loco keeps the error of a term that is rounded once, and sums over rp={sizes[RP]} are "
+            "rounded on their way back too; write hpz (stage 3), or these ranks as dp"
+        )
+    if codec.loco is not None and on_disk:
+        raise ValueError(
+            f"codec {codec}: loco keeps errors in memory, and parameters or optimizer states rest on a disk, which has "
+            "each step complete without them; offload to host, or leave loco out"
+        )
+    if codec.hpz and sizes[RP] == 1:
+        raise ValueError(
+            f"codec {codec}: hpz keeps what the ranks of a node hold together, and needs the nodes as rp, which is 1; "
+            "for two nodes of 8 write the mesh dp=8,rp=2"
+        )
+    if codec.params and plan.policy.gather:
+        raise ValueError(
+            f"codec {codec}: policy {plan.policy.name} gathers weights as {plan.policy.gather} already; use another "
+            "policy, or no params"
+        )
+
+
+def expect_signs(codec: Codec, plan: Plan) -> None:
+    """Raise ValueError for what sums by signs do not go with: a plan's stage, mesh and offload."""
+    sizes = plan.sizes
+    if plan.stage >= 2 and plan.reduce != "once" and sizes[RP] == 1:
+        raise ValueError(
+            f"codec {codec}: the optimizer needs whole gradients of a step, and stage {plan.stage} sums each "
+            'micro-batch into shards; use reduce="once", or stage 0 or 1 (or write these ranks as rp)'
+        )
+    if codec.local and plan.stage and sizes[RP] == 1:
+        raise ValueError(
+            f"codec {codec}: in local steps each rank moves parameters and momentum of its own, and stage {plan.stage} "
+            "shares them between the ranks of dp; use stage 0, or write these ranks as rp"
+        )
+    if codec.local and sizes[PP] > 1:
+        raise ValueError(
+            f"codec {codec}: local steps leave all sums to the optimizer, and with pp={sizes[PP]} leaves outside of "
+            "the layers are summed over its ranks behind them; use tp or dp"
+        )
+    for name, leaf in plan.leaves.items():
+        if EP in leaf.compute.axes and sizes[EP] > 1:
+            raise ValueError(
+                f"codec {codec}: ep={sizes[EP]} shards the experts {name}, whose sums are over fewer ranks than the "
+                "others'; use dp"
+            )
+        memory = next((m for m in (leaf.params.memory, leaf.grads.memory, leaf.opt.memory) if not m.on_device), "")
+        if memory:
+            raise ValueError(
+                f"codec {codec}: {name} rests in memory {memory!r}, which is updated layer by layer, and signs are "
+                "sent of all layers at once; offload activations alone"
+            )

@@ -1,3 +1,5 @@
+from fzero.comm.rank_tables import TreeLayout as TreeLayout
+
 """For contributors: what the other packages of fzero use."""
 
 # The rows of a batch
@@ -33,7 +35,6 @@ from fzero.train.local_steps import restart_member as restart_member
 from fzero.train.local_steps import synchronize as synchronize
 
 # The loss of a micro-batch, of a Model or of a plain function, and the sum of losses over micro-batches and ranks
-from fzero.train.loss import TreeLayout as TreeLayout
 from fzero.train.loss import context_of as context_of
 
 # Parameters and their master weights
@@ -57,12 +58,14 @@ from fzero.train.stage_exchange import signature_of as signature_of
 
 # What the stages of a pipeline share
 from fzero.train.stage_sharing import Segment as Segment
+from fzero.train.stage_sharing import SegmentActivations as SegmentActivations
 from fzero.train.stage_sharing import segments_of as segments_of
 from fzero.train.stage_sharing import stages_of as stages_of
 
 # The state of a training run as a value
 from fzero.train.state import LOSS as LOSS
 from fzero.train.state import PREVIOUS as PREVIOUS
+from fzero.train.state import Metrics as Metrics
 from fzero.train.state import TrainState as TrainState
 from fzero.train.state import expect_alive as expect_alive
 from fzero.train.state import first_stats as first_stats
@@ -80,11 +83,9 @@ from fzero.train.state_on_disk import reopen_state as reopen_state
 from fzero.train.state_on_disk import write_to_disk as write_to_disk
 
 # The training step
-from fzero.train.step import Metrics as Metrics
 from fzero.train.step import make_train_step as make_train_step
 
 # The gradients of a step
-from fzero.train.streamed_model import SegmentActivations as SegmentActivations
 from fzero.train.streamed_model import StreamedModel as StreamedModel
 
 # A state's whole parameters

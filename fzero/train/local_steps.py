@@ -35,8 +35,7 @@ from fzero.optim import GradientTransformation, apply_updates
 from fzero.sharding import Plan, Spec
 from fzero.sharding.codec import Coder, Local, sum_coded
 from fzero.train.codes import coder_of
-from fzero.train.state import TrainState
-from fzero.train.step import Metrics
+from fzero.train.state import Metrics, TrainState
 from fzero.train.update.in_memory import spread, updated_params
 
 # The names of what members agreed on last in `TrainState.extra`, and in checkpoints.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.comm.axes import AXES, CP
 from fzero.comm.collectives import psum
-from fzero.comm.rank_tables import gather_rows
+from fzero.comm.rank_tables import gather_rows, packed
 from fzero.core import prng, pytree
 from fzero.core.closure_state import ClosureState
 from fzero.core.precision import Policy
@@ -117,34 +117,3 @@ def sum_tables(tables: Sequence[dict[str, Tensor]], mesh: Mesh, axes: Sequence[s
         if axis != CP:
             sums = psum(sums, mesh[axis], leaf="tables")
     return layout.unpack(sums)
-
-
-class TreeLayout(NamedTuple):
-    """The structure of a tree of tensors, such as a Loss, and the shape and dtype of each of its leaves."""
-
-    treedef: Any
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-
-    @classmethod
-    def from_tree(cls, tree: Any) -> TreeLayout:
-        """The layout of a tree."""
-        leaves, treedef = pytree.flatten(tree)
-        return cls(treedef, tuple(tuple(leaf.shape) for leaf in leaves), tuple(leaf.dtype for leaf in leaves))
-
-    @property
-    def size(self) -> int:
-        """The numbers that its leaves have together."""
-        return sum(map(math.prod, self.shapes))
-
-    def unpack(self, row: Tensor) -> Any:
-        """The tree of these numbers, [size]."""
-        parts = row.split([math.prod(shape) for shape in self.shapes])
-        leaves = [x.reshape(shape).to(dtype) for x, shape, dtype in zip(parts, self.shapes, self.dtypes)]
-        return pytree.unflatten(leaves, self.treedef)
-
-
-def packed(trees: Sequence[Any]) -> tuple[Tensor, TreeLayout]:
-    """(the numbers of trees of one layout as float64 [trees, size], the layout)."""
-    rows = [torch.cat([leaf.to(torch.float64).reshape(-1) for leaf in pytree.leaves(tree)]) for tree in trees]
-    return torch.stack(rows), TreeLayout.from_tree(trees[0])

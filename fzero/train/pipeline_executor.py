@@ -28,15 +28,8 @@ from fzero.sharding.pipeline_plan import Pipeline, schedule_for
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import NodeShards, Prefetcher, Resident
 from fzero.train.stage_exchange import StageExchange, signature_of
-from fzero.train.stage_sharing import Segment, gather_over_pp, share_losses, stages_of
-from fzero.train.streamed_model import (
-    ForwardResult,
-    HeadResult,
-    SegmentActivations,
-    SegmentPass,
-    StackHook,
-    StreamedModel,
-)
+from fzero.train.stage_sharing import Segment, SegmentActivations, StackHook, gather_over_pp, share_losses, stages_of
+from fzero.train.streamed_model import ForwardResult, HeadResult, SegmentPass, StreamedModel
 
 
 class MicroBatches(NamedTuple):

@@ -16,8 +16,7 @@ from fzero.comm.channel import Receiver, Sender, open_channels
 from fzero.core import pytree
 from fzero.sharding.pipeline import Act
 from fzero.sharding.plan import Plan
-from fzero.train.stage_sharing import Segment
-from fzero.train.streamed_model import SegmentActivations, StackHook
+from fzero.train.stage_sharing import Segment, SegmentActivations, StackHook
 
 Signature = tuple[Any, ...]
 Channel = tuple[int, bool]  # the rank of pp at its other end, and whether activations or gradients travel

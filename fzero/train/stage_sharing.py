@@ -16,6 +16,7 @@ from torch import Tensor
 from fzero.comm.axes import PP
 from fzero.comm.collectives import start_all_gather
 from fzero.comm.communicator import Axis, Communicator
+from fzero.comm.rank_tables import TreeLayout, packed
 from fzero.core import pytree
 from fzero.core.future import Future
 from fzero.core.gpu_copies import copy_in
@@ -25,7 +26,6 @@ from fzero.models import base
 from fzero.sharding import Plan
 from fzero.sharding.prefetch import LeafGroup
 from fzero.sharding.slices import is_stacked
-from fzero.train.loss import TreeLayout, packed
 
 
 class Segment(NamedTuple):
@@ -46,6 +46,16 @@ class Segment(NamedTuple):
             LeafGroup(self.name, self.leaves, self.local_first + i if self.depth else None)
             for i in range(self.depth or 1)
         ]
+
+
+class SegmentActivations(NamedTuple):
+    """The activations between two parts: their leaves, and the structure of their tree."""
+
+    leaves: list[Tensor]
+    treedef: Any
+
+
+StackHook = Callable[[Segment, SegmentActivations], None]
 
 
 def segments_of(model: base.Model, plan: Plan, layers: int = 0) -> tuple[Segment, ...]:

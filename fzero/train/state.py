@@ -16,6 +16,7 @@ from fzero.core.precision import ScalerState, init_scaler
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import disable_current_modes
 from fzero.optim import GradientTransformation
+from fzero.optim.norm import Squared
 from fzero.optim.sharded_leaves import bind_to_plan
 from fzero.optim.unit_updates import columns_of
 from fzero.sharding import Plan, Spec
@@ -239,3 +240,37 @@ def expect_alive(tree: Tree) -> None:
     """Raise ValueError if a tree is, or belongs to, a state that was donated."""
     if any(isinstance(leaf, Donated) or getattr(leaf, MARK, False) for leaf in pytree.leaves(tree)):
         raise ValueError(DONATED)
+
+
+class Metrics(NamedTuple):
+    """The results that a train step reports, as scalars.
+
+    >>> def loss(params, batch):  # (sum, number of tokens)
+    ...     return (batch["x"] @ params["w"]).square().sum(), batch["x"].shape[0]
+    >>> params, tx = {"w": torch.ones(2)}, fzero.optim.sgd(0.1)
+    >>> plan = fzero.zero_plan(0, params, fzero.one_process())
+    >>> state = fzero.init_state(params, tx, plan, seed=0)
+    >>> state, metrics = fzero.make_train_step(loss, tx, plan)(state, {"x": torch.eye(2)})
+    >>> metrics.loss, metrics.num_tokens, metrics.skipped
+    (tensor(1.), tensor(2), tensor(False))
+    """
+
+    loss: Tensor  # nats per token (float32 or wider)
+    num_tokens: Tensor  # negative or not finite only if a loss function counted so: the loss is then NaN
+    grad_norm: Tensor  # of the gradient of that loss, before clipping
+    # bool: loss or gradient not finite, nothing that counts, or the loss a spike; parameters and optimizer state are as
+    # they were
+    skipped: Tensor
+    loss_scale: Tensor
+    extra: dict[str, Tensor]  # the loss function's own sums, per token
+    spike: Tensor | tuple[()] = ()  # bool: the loss was a spike; () where that is not judged
+    squares: dict[str, Squared] | tuple[()] = ()  # of this rank's sums of gradients, leaf by leaf: see Execution.norms
+    factor: Tensor | tuple[()] = ()  # beside the squares: by which those sums are gradients of the mean loss
+    tables: dict[str, Tensor] = {}  # noqa: RUF012  (the loss function's own sums by layer, see Loss; as they are)
+    # With update="speculate": the layers that were updated in the backward pass, and how many of them were put right
+    # afterwards, as the step was clipped or skipped: all or none.
+    speculated: Tensor | tuple[()] = ()
+    put_right: Tensor | tuple[()] = ()
+    # int64: how often the gradient was computed again, as experts of a rank were sent more rows than there was room for
+    # (see Experts); () where that cannot be.
+    recomputed: Tensor | tuple[()] = ()

@@ -27,7 +27,7 @@ from fzero.models import base
 from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
 from fzero.optim.base import expect_optimizer
-from fzero.optim.norm import Squared, summed_by_kernel
+from fzero.optim.norm import summed_by_kernel
 from fzero.optim.sharded_leaves import ShardedLeaves, bind_to_plan, shards_of_sums
 from fzero.optim.sharded_leaves import squares as layer_squares
 from fzero.sharding import Mesh, Plan, Spec
@@ -43,7 +43,7 @@ from fzero.train.gradient import EarlySums, GradientResult, StepGradient
 from fzero.train.loss import LossFn, draws_of
 from fzero.train.masters import StateCheck
 from fzero.train.pipeline_executor import expect_equal_schedules
-from fzero.train.state import LOSS, LossStats, TrainState
+from fzero.train.state import LOSS, LossStats, Metrics, TrainState
 from fzero.train.state_on_disk import commit
 from fzero.train.update.in_memory import Gradients, update_donated, update_pure, with_local_params
 from fzero.train.update.offloaded import StreamedUpdate
@@ -76,40 +76,6 @@ def local_layers(name: str, table: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
     assert is_stacked(name), f"{name}: a table has the name of a stack of layers"
     layers = replace(spec, dims=(spec.dims[0], *((),) * (table.dim() - 1)))
     return narrow_to(table, layers, mesh)
-
-
-class Metrics(NamedTuple):
-    """The results that a train step reports, as scalars.
-
-    >>> def loss(params, batch):  # (sum, number of tokens)
-    ...     return (batch["x"] @ params["w"]).square().sum(), batch["x"].shape[0]
-    >>> params, tx = {"w": torch.ones(2)}, fzero.optim.sgd(0.1)
-    >>> plan = fzero.zero_plan(0, params, fzero.one_process())
-    >>> state = fzero.init_state(params, tx, plan, seed=0)
-    >>> state, metrics = fzero.make_train_step(loss, tx, plan)(state, {"x": torch.eye(2)})
-    >>> metrics.loss, metrics.num_tokens, metrics.skipped
-    (tensor(1.), tensor(2), tensor(False))
-    """
-
-    loss: Tensor  # nats per token (float32 or wider)
-    num_tokens: Tensor  # negative or not finite only if a loss function counted so: the loss is then NaN
-    grad_norm: Tensor  # of the gradient of that loss, before clipping
-    # bool: loss or gradient not finite, nothing that counts, or the loss a spike; parameters and optimizer state are as
-    # they were
-    skipped: Tensor
-    loss_scale: Tensor
-    extra: dict[str, Tensor]  # the loss function's own sums, per token
-    spike: Tensor | tuple[()] = ()  # bool: the loss was a spike; () where that is not judged
-    squares: dict[str, Squared] | tuple[()] = ()  # of this rank's sums of gradients, leaf by leaf: see Execution.norms
-    factor: Tensor | tuple[()] = ()  # beside the squares: by which those sums are gradients of the mean loss
-    tables: dict[str, Tensor] = {}  # noqa: RUF012  (the loss function's own sums by layer, see Loss; as they are)
-    # With update="speculate": the layers that were updated in the backward pass, and how many of them were put right
-    # afterwards, as the step was clipped or skipped: all or none.
-    speculated: Tensor | tuple[()] = ()
-    put_right: Tensor | tuple[()] = ()
-    # int64: how often the gradient was computed again, as experts of a rank were sent more rows than there was room for
-    # (see Experts); () where that cannot be.
-    recomputed: Tensor | tuple[()] = ()
 
 
 # The updates that are not made at the end of a step: each is a file of fzero/train/update that nothing else needs, with

@@ -28,7 +28,7 @@ from fzero.sharding import Plan
 from fzero.sharding.prefetch import LeafGroup, NodeShards, ParamFetcher, PartitionedActivations, Prefetcher, Resident
 from fzero.sharding.reduce import GradientReducer
 from fzero.train.codes import params_coding
-from fzero.train.stage_sharing import Segment, stages_of
+from fzero.train.stage_sharing import Segment, SegmentActivations, StackHook, stages_of
 
 
 class SegmentPass(NamedTuple):
@@ -47,16 +47,6 @@ class SegmentPass(NamedTuple):
             return self.segment.groups if self.residuals.needs else []
         groups = self.segment.groups
         return [groups[i] for i in self.run.order()]
-
-
-class SegmentActivations(NamedTuple):
-    """The activations between two parts: their leaves, and the structure of their tree."""
-
-    leaves: list[Tensor]
-    treedef: Any
-
-
-StackHook = Callable[[Segment, SegmentActivations], None]
 
 
 class ForwardResult(NamedTuple):

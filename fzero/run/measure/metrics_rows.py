@@ -36,8 +36,7 @@ from fzero.run.measure.timer import Clock, ClockSpan
 from fzero.run.ranks.coordinator import Say
 from fzero.run.setup import run_folder, run_lock
 from fzero.run.setup.build import Job
-from fzero.train.state import TrainState
-from fzero.train.step import Metrics
+from fzero.train.state import Metrics, TrainState
 
 COLUMNS, ROWS = 80, 24  # of a terminal that does not say how large it is
 RECENT = 20  # steps whose mean predicts the rest

@@ -23,15 +23,15 @@ from fzero.core.gpu import HOST, pinned
 from fzero.core.gpu_copies import Copied, copy_in
 from fzero.core.storage import is_url, user_folder
 from fzero.data.buckets import BucketStream
-from fzero.data.linked_corpus import expect_unchanged
+from fzero.data.linked_corpus import expect_unchanged, write_mixture
 from fzero.data.mixed_stream import MixedStream
-from fzero.data.mixture import Mixture, digest, open_sources, sources_of, write_mixture
+from fzero.data.mixture import Mixture, open_sources, sources_of
 from fzero.data.packing import Batch
 from fzero.data.preferences import read_reference
 from fzero.data.prepare import Busy, remove_finished
 from fzero.data.remote_tokens import Reading
 from fzero.data.token_stream import RowStream
-from fzero.data.tokens import VERSION, read_meta, token_dtype
+from fzero.data.tokens import VERSION, digest, read_meta, token_dtype
 from fzero.run.config.buckets import BUCKETS, lengths_of, with_scale
 from fzero.run.config.curriculum import curriculum_of, make_pieces
 from fzero.run.config.run_config import RunConfig

@@ -29,8 +29,7 @@ from fzero.train.local_steps import (
     restart_member,
     synchronize,
 )
-from fzero.train.state import TrainState
-from fzero.train.step import Metrics
+from fzero.train.state import Metrics, TrainState
 
 Step = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 

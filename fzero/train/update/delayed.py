@@ -26,8 +26,8 @@ from fzero.models import base
 from fzero.sharding import Plan
 from fzero.train.gradient import GradientResult, layer_draws
 from fzero.train.pipeline_executor import MicroBatches, Turn, schedule_of
-from fzero.train.state import LOSS, PREVIOUS, TrainState
-from fzero.train.step import Inputs, Metrics, Seed, StepParts, TrainStep, count_step
+from fzero.train.state import LOSS, PREVIOUS, Metrics, TrainState
+from fzero.train.step import Inputs, Seed, StepParts, TrainStep, count_step
 from fzero.train.update.offloaded import Update
 
 
