@@ -1,5 +1,4 @@
-"""Compile kernels for a GPU, without having one, and check the machine code. `python -m fzero.cli.aot` does it for
-every kernel.
+"""Compile kernels for a GPU, without having one, and check the machine code; `python -m fzero.cli.aot` does all.
 
 The machine code shows what the interpreter cannot: registers spilled to memory, too much shared memory, unused tensor
 cores, narrow loads. Triton's wheel contains everything needed, including ptxas. Each file of this package lists its

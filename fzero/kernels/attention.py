@@ -1,5 +1,4 @@
-"""Attention: causal, with patterns and document masks, of whole sequences and of queries and keys at any positions; and
-under block masks, which may look ahead, as an encoder's do, and differ by head.
+"""Attention: causal, with patterns and document masks, at any positions; and under block masks, which may look ahead.
 
     out[t] = sum_s softmax_s(scale q[t] . k[s]) v[s]      over the s that query t may see
 
@@ -7,17 +6,16 @@ With a cap c the score y = scale q[t] . k[s] becomes c tanh(y / c) (Gemma Team 2
 section 2.1). With a sink, a logit of each query head, the softmax has one more share, of no value: see
 attention_arguments.py.
 
-A query sees the keys at positions up to its own that are in its document and that the pattern allows. `reference`
-defines this. The queries are the last T of the S positions; or both are at positions that are given, as one rank of
-context parallelism has them. Under a block mask a query sees the keys of the blocks that the mask has for its own
-(block_mask.py), with a causal mask none later than itself; positions begin at 0 for both, and padding is a document of
-its own. At positions and under a mask a query that sees no key has out 0.
+A query sees the keys at positions up to its own that are in its document and that the pattern allows; `reference`
+defines this. The queries are the last T of the S positions, or both are at positions that are given. Under a block mask
+a query sees the keys of the blocks that the mask has for its own (block_mask.py); padding is a document of its own. At
+positions and under a mask a query that sees no key has out 0.
 
 Shapes: q [B, T, H, K], k and v [B, S, G, K] with H a multiple of G, out [B, T, H, K].
 
 `FORM_PASSES` gives a form's two passes on plain tensors, also for parts of one softmax over several sets of keys: (out,
-the log-sum-exp of each query's scores), at positions in float32 or wider, and the gradients from the log-sum-exp over
-all sets. Nothing of T times S elements is kept.
+the log-sum-exp of each query's scores), and the gradients from the log-sum-exp over all sets. Nothing of T times S
+elements is kept.
 """
 
 from __future__ import annotations
@@ -97,9 +95,7 @@ def reference(
 
 
 class FormPasses(NamedTuple):
-    """The two passes of a form, on plain tensors: forward(q, k, v, positions, scoring) -> (out, lse), and
-    backward(q, k, v, positions, out, lse, g, scoring) -> (dq, dk, dv).
-    """
+    """The two passes of a form, on plain tensors: -> (out, lse), and -> (dq, dk, dv)."""
 
     forward: Callable[[Tensor, Tensor, Tensor, Positions, Scoring], tuple[Tensor, Tensor]]
     backward: Callable[..., Gradients]
@@ -302,9 +298,7 @@ def _fused_serves(
 
 
 def _fused_preferred(q: Tensor, *tensors: Tensor, **options: Any) -> str:
-    """Measured on a CPU, forward and backward: blocked takes 0.5 to 1.0 of fused's time up to T = 1024, and more
-    beyond.
-    """
+    """Why "auto" should not take fused: blocked took 0.5 to 1.0 of its time up to T = 1024, and more beyond."""
     if q.shape[1] > (1 if kind_of(q) == "cuda" else MIN_BLOCK * MAX_BLOCKS):
         return ""
     return "blocked takes 0.5 to 1.0 of its time on a CPU up to T = 1024"
@@ -320,8 +314,7 @@ def _flops(
     mask: BlockMask | None = None,
     **options: Any,
 ) -> int:
-    """FLOPs of the two products over the pairs that pattern and causality, or the mask, allow; documents are ignored.
-    At positions of half of the pairs: which are seen is data."""
+    """FLOPs of the two products over the pairs that pattern and causality, or the mask, allow."""
     if mask is not None:
         pairs_by_head = mask.pairs(q.shape[1], k.shape[1])
         return 4 * q.shape[0] * q.shape[3] * int(pairs_by_head.sum()) * (q.shape[2] // len(pairs_by_head))

@@ -1,18 +1,12 @@
 """What every form of attention shares: positions, scores, sinks, and what a call must have.
 
-Every message of a refusal is one line: the argument, what it is, and what it may be.
-
 Attention sinks: a logit of each query head that takes its share of the softmax and gives no value.
 
     out[t] = sum_s exp(x[t, s]) v[s] / (exp(sink) + sum_s exp(x[t, s]))      with the scores x of the keys that t sees
 
 With lse the log-sum-exp of the scores, out is the one without a sink times sigmoid(lse - sink), and the log-sum-exp
-with it is lse' = log(exp(lse) + exp(sink)). A backward pass that begins with out and the log-sum-exp,
-
-    p = exp(x - lse),   ds = p (dp - g . out)
-
-is that with sinks if it is given both as they are with the sink: a sink's own column has dp = 0. So every form that
-has such passes, whole or over parts of the keys, serves sinks by a function of its results.
+with it is lse' = log(exp(lse) + exp(sink)). A backward pass that begins with out and the log-sum-exp, p = exp(x - lse),
+ds = p (dp - g . out), is that with sinks if both are as they are with the sink.
 
     dsink = - sum_t exp(sink - lse'[t]) (g[t] . out[t])
 
@@ -40,10 +34,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class Positions(NamedTuple):
-    """The positions of queries and keys, int64 [T] and [S] or [B, T] and [B, S], and their documents or None.
-
-    Without positions, within this package, the queries are the last of the keys, whose documents alone are given.
-    """
+    """The positions of queries and keys, int64 [T] and [S] or [B, T] and [B, S], and their documents or None."""
 
     query: Tensor | None = None
     key: Tensor | None = None
@@ -113,9 +104,7 @@ def masked_scores(q: Tensor, k: Tensor, pair_mask: Tensor, scoring: Scoring) -> 
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """The definition: the shares [B, G, R, T, S] of the keys by scores [B, G, R, T, S], of H = G R heads; with sinks
-    they sum to less than 1.
-    """
+    """The definition: the shares [B, G, R, T, S] of the keys; with sinks they sum to less than 1."""
     if sinks is None:
         return torch.softmax(scores, -1)
     column = sinks.to(scores.dtype).reshape(*scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
@@ -142,11 +131,7 @@ def attend_by(
     tensors: Sequence[Tensor],
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """out by the passes of a form, differentiable once by q, k, v and the sinks.
-
-    tensors: q, k, v and what is not differentiated. forward(*tensors) -> (out, lse).
-    backward((*tensors, out, lse), (g,)) -> the gradients of q, k and v.
-    """
+    """out by the passes of a form, differentiable once by q, k, v and the sinks."""
     if sinks is None:
         return Fused(label, forward, backward, select_saved=lambda tensors, outputs: (*tensors, *outputs))(*tensors)
 
@@ -239,10 +224,7 @@ def _expect_positions(positions: Any, documents: Any, q: Tensor, s: int) -> None
 
 
 def expect_heads(q: Any, k: Any, v: Any, scale: Any = None) -> None:
-    """Raise ValueError unless q [B, T, H, K], k [B, S, G, K] and v [B, S, G, V] fit together, H being a multiple of G.
-
-    scale: a number; one that is learned multiplies q.
-    """
+    """Raise ValueError unless q [B, T, H, K], k [B, S, G, K], v [B, S, G, V] fit together, G dividing H."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4 or not x.dtype.is_floating_point or x.dtype != q.dtype:
             raise ValueError(
@@ -327,6 +309,5 @@ def outputs_of(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def widened(x: Tensor) -> Tensor:
-    """x in float32 or wider: products of narrow numbers are exact there, so that no score is rounded before its
-    softmax."""
+    """x in float32 or wider: products of narrow numbers are exact there, so that no score is rounded."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,8 +1,7 @@
 """Attention by blocks of queries, for CPUs.
 
 Each block of queries is multiplied with the keys up to its end; the backward pass recomputes the probabilities from the
-log-sum-exp (Dao et al. 2022, "FlashAttention", algorithms 1 and 4, with whole rows, as a CPU's cache holds them), so
-that of the outputs nothing but that is kept.
+log-sum-exp (Dao et al. 2022, "FlashAttention", algorithms 1 and 4, with whole rows, as a CPU's cache holds them).
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ def blocked_attention(
     cap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`reference` by blocks of at least 128 queries, at most 8 of them up to T = 8192; at most as many queries as
-    keys."""
+    """`reference` by blocks of at least 128 queries, at most 8 of them up to T = 8192."""
     scoring, groups = Scoring.of_call(q, pattern, scale, cap), k.shape[2]
     q = rearrange(q, "b t (g r) k -> (b g) r t k", g=groups)
     k, v = (rearrange(x, "b s g k -> (b g) s k") for x in (k, v))
@@ -173,8 +171,7 @@ def blocked_forward_at(
 def blocked_backward_at(
     q: Tensor, k: Tensor, v: Tensor, positions: Positions, out: Tensor, lse: Tensor, g: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by q, k and v in float32 or wider, from out and the log-sum-exp of all keys, for the gradient g of
-    out."""
+    """The gradients by q, k and v, in float32 or wider, from out and the log-sum-exp of all keys."""
     groups, dqs = k.shape[2], []
     dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
     delta = torch.einsum("bthk,bthk->bht", g.to(lse.dtype), out.to(lse.dtype))

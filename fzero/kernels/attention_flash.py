@@ -1,5 +1,4 @@
-"""Flash attention, forward: the softmax runs over tiles of keys with a running maximum and sum; scores never go to
-memory.
+"""Flash attention, forward: the softmax runs over tiles of keys with a running maximum and sum.
 
 For a tile of queries and each tile of keys that any of them sees, with m the largest score so far and l the sum of
 exponentials:
@@ -7,10 +6,8 @@ exponentials:
     x = scale q k^T,   m' = max(m, rowmax x),   p = exp(x - m')
     l = exp(m - m') l + rowsum p,   o = exp(m - m') o + p v
 
-At the end out = o / l, and the log-sum-exp of the scores is m + log l, which the backward pass takes.
+At the end out = o / l, and the log-sum-exp of the scores is m + log l. Which tiles are visited is in attention_tiles.
 Ref: Dao 2023, "FlashAttention-2", arXiv:2307.08691, algorithm 1.
-
-Which tiles of keys are visited, and which of them need a mask, is in attention_tiles.
 
 Names in the kernels: a program handles M queries of one head of one row of the batch, and loops over tiles of N keys.
 Strides are xb (batch), xt (position), xh (head) of x in q, k, v; elements of a head are contiguous. `share` = H / G
@@ -62,9 +59,7 @@ def _forward_tiles(
     DOCUMENTS: tl.constexpr, AT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
     MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Return (o, m, l) after the tiles of keys from `lo` to `hi`. m is in units of log 2, because the hardware computes
-    exp2.
-    """
+    """(o, m, l) after the tiles of keys from `lo` to `hi`; m in units of log 2, as the hardware has exp2."""
     k, kt, v, vt, s, _key_start, _docs = keys
     for j in range(lo, hi, N):
         # Within [lo, hi) a scattered pattern has tiles of which no query sees a key; the other patterns have none.
@@ -197,9 +192,7 @@ def flash_forward(
     query_start: int,
     key_start: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse); pattern: its `numbers`; positions as at the top of the file; documents int [B, T] and [B, S],
-    or None.
-    """
+    """(out, lse); pattern: its `numbers`; documents int [B, T] and [B, S], or None."""
     places = KernelPositions(query_start, key_start, query_documents, key_documents)
     return _forward(q, k, v, places, pattern, scale, q.dtype)
 
@@ -221,9 +214,7 @@ def flash_forward_at(
     pattern: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse), both float32, of queries at the positions `query` on keys at `key`, int [B, T] and [B, S]
-    below 2^30; documents likewise, or None.
-    """
+    """(out, lse), both float32, of queries at `query` on keys at `key`, int [B, T] and [B, S] below 2^30."""
     places = KernelPositions(query, key, query_documents, key_documents).small()
     return _forward(q, k, v, places, pattern, scale, torch.float32)
 

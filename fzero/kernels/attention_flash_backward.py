@@ -185,9 +185,7 @@ def query_tiles(first, last, t, query_start, size, REACH, KIND: tl.constexpr, DO
 
 @triton.jit
 def end_query(key, size, KIND: tl.constexpr):
-    """The end of the queries that see `key`: in full, window and local patterns exactly the queries from `key` to there
-    see it.
-    """
+    """The end of the queries that see `key`, in full, window and local patterns."""
     if KIND == "window":
         return key + size
     if KIND == "local":
@@ -209,11 +207,7 @@ def _dkv_tiles(
     DOCUMENTS: tl.constexpr, AT: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Return (dk / scale, dv) after `count` tiles of queries of each of the `share` heads, beginning at `lo`.
-
-    Queries from skip[0] on are moved by skip[1], which jumps over a range that another call handles. Scores are [keys,
-    queries] here.
-    """
+    """(dk / scale, dv) after `count` tiles of queries of each of the `share` heads, from `lo` on."""
     q, qt, qh, g, gt, lse, delta, t, query_start, docs, share = queries
     key, span, end, key_docs = keys
     for step in range(0, count * share):  # step = head * count + tile
@@ -391,9 +385,7 @@ def flash_backward_at(
     pattern: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) in float32 for the gradient g of out; out and lse are those over all keys, of which k and v
-    may be a part; the other arguments as in `flash_forward_at`.
-    """
+    """(dq, dk, dv) in float32 for the gradient g of out; out and lse are those over all keys."""
     places = KernelPositions(query, key, query_documents, key_documents).small()
     grads = tuple(torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
     return _backward(g, (q, k, v), (out, lse), places, pattern, scale, grads)

@@ -1,18 +1,12 @@
-"""Attention by the libraries that PyTorch brings or activates on a GPU: cuDNN, FlashAttention 2, 3 and 4, and for
-float32 CUTLASS ("efficient").
+"""Attention by the libraries that PyTorch brings or activates on a GPU: cuDNN, FlashAttention 2, 3, 4, and CUTLASS.
 
-They serve whole causal sequences, with grouped heads, and keep what the Triton form keeps: out and the log-sum-exp of
-each query. PyTorch brings cuDNN's, FlashAttention 2 and CUTLASS's. FlashAttention 3 and 4 are there from
-PyTorch 2.11 on where their package is installed (`flash_attn_interface`, `flash_attn.cute`): PyTorch then puts their
-kernels in the place of FlashAttention 2's, for the whole process, so a call of one form activates its own.
+They serve whole causal sequences, with grouped heads. FlashAttention 3 and 4 need their package and PyTorch 2.11:
+PyTorch then puts their kernels in place of FlashAttention 2's, for the whole process, so a call of one form activates
+its own. A second run of FlashAttention's backward pass gives the same bits only under PyTorch's switch for
+deterministic algorithms, which is on during its calls; cuDNN's has no such way, so "auto" never takes it.
 
-A second run of FlashAttention's backward pass gives the same bits only under PyTorch's switch for deterministic
-algorithms, which is on during its calls; cuDNN's has no such way (PyTorch refuses it under that switch, and does not
-pass on cuDNN's own), so "auto" never takes it.
-
-A float32 product is three of TensorFloat-32 in CUTLASS: with a = a1 + a2, a1 the first 11 bits of a and a2 the next 11,
-a b = a1 b1 + a1 b2 + a2 b1 but for a part in 2^22, added up in float32. These run on the matrix units. Triton's exact
-products of float32 run beside them, where an H100 has a seventh of the FLOP/s.
+A float32 product is three of TensorFloat-32 in CUTLASS ("efficient"): with a = a1 + a2, a1 the first 11 bits of a and
+a2 the next 11, a b = a1 b1 + a1 b2 + a2 b1 but for a part in 2^22, on the matrix units.
 
 Shapes: q [B, T, H, K], k and v [B, T, G, K], out [B, T, H, K], lse float32 [B, H, T].
 Ref: Dao 2023, arXiv:2307.08691 (FlashAttention-2); Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3).
@@ -42,11 +36,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class Library(NamedTuple):
-    """A library: how PyTorch calls it, and what it serves. Tensors of its functions are [B, heads, T, K].
-
-    forward: (q, k, v, scale) -> (out, lse in any shape of B H T elements). backward: (g, q, k, v, out, lse, scale)
-    -> (dq, dk, dv).
-    """
+    """A library: how PyTorch calls it, and what it serves; its functions take [B, heads, T, K]."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., Tensors]

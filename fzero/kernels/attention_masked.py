@@ -1,7 +1,6 @@
 """Attention under a block mask by the blocks that are seen: in PyTorch, on a CPU, and by Triton's kernels.
 
-A query sees the keys of the blocks that the mask has for its own (block_mask.py), of its document alone; with a causal
-mask none later than itself. Shapes as in attention.py; documents int [B, T], for as many queries as keys.
+Shapes as in attention.py; documents int [B, T], for as many queries as keys.
 """
 
 from __future__ import annotations

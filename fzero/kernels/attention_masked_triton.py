@@ -1,9 +1,8 @@
-"""Attention under a block mask: flash attention over the blocks of keys that a block of queries sees, and no others.
+"""Attention under a block mask: flash attention over the blocks of keys that a block of queries sees.
 
 The sums are those of attention_flash and attention_flash_backward. A program handles M queries of one head (keys, for
 dk and dv), within one of the mask's units of UNIT rows, and goes through the units that the mask lists for it
-(`BlockMask.lists`), N rows at a time: a step takes a part of a large unit, or gathers several small ones. Nothing of
-the size of queries times keys is kept, and no two programs add to the same number, so a second run gives the same bits.
+(`BlockMask.lists`), N rows at a time. No two programs add to the same number, so a second run gives the same bits.
 
 Names and shapes are those of attention_flash. START, UNITS: the lists of the mask, of one head or of all;
 `head_rows`: rows of the lists of a head, 0 if all heads have the same.
@@ -29,9 +28,7 @@ LOG2_E_ = tl.constexpr(LOG2_E)
 
 @triton.jit
 def listed_rows(UNITS, slot, end, count, UNIT: tl.constexpr):
-    """The rows of the listed units at the slots `slot`, UNIT slots for each; -1 after the list's end and from row
-    `count` on.
-    """
+    """The rows of the listed units at the slots `slot`, UNIT each; -1 after the list's end or `count`."""
     # UNIT slots in a row read one entry of the list; `-1` of a slot after its end becomes a row of -1.
     unit = tl.load(UNITS + slot // UNIT, mask=slot < end, other=-1)
     rows = unit * UNIT + slot % UNIT
@@ -219,9 +216,7 @@ def _masked_dkv(
 
 
 def config(kernel: str, unit: int, width: int, dtype: torch.dtype) -> dict[str, int]:
-    """The rows M of a program, in one unit, and N of a step, and how it is launched, by the head dim rounded up to a
-    power of two.
-    """
+    """The rows M of a program and N of a step, and how it is launched, by the head dim rounded up."""
     keys = kernel == "_masked_dkv"  # with two accumulators
     # Float32 operands take twice the shared memory, and their products use no matrix units: the tiles are small.
     if dtype == torch.float32:

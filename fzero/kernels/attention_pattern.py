@@ -111,11 +111,7 @@ class Pattern:
         return cls(NUMBERS[numbers[0]], **dict(zip(FIELDS, numbers[1:])))
 
     def random_block(self, block: IndexLike, i: int) -> IndexLike:
-        """Of bigbird the i-th random block of the queries in each block of `block` (int64): global_count + h % n for
-        the n = block - near + 1 - global_count blocks that are neither first nor near, and a hash h of (seed, i, block)
-        in 32 bits. Two of them may be the same. Without such blocks it is one that a query there sees
-        already, or not yet.
-        """
+        """The i-th random block of bigbird's queries in each `block`, by a hash of (seed, i, block)."""
         candidates = block - (self.near - 1 + self.global_count)
         candidates = candidates + (1 - candidates) * (candidates < 1)  # at least 1
         return self.global_count + mix(block ^ mix((self.seed + (i + 1) * 0x9E3779B9) & _WORD)) % candidates
@@ -148,9 +144,7 @@ class Pattern:
         return query // self.size * self.size if self.kind == "local" else 0
 
     def count_visible(self, query: np.ndarray, end: np.ndarray | int) -> np.ndarray:
-        """The number of keys before position `end` that the query at position `query` sees, int64, for each of several
-        (broadcast).
-        """
+        """The number of keys before position `end` that the query at position `query` sees, int64."""
         end = np.minimum(end, query + 1)
         if self.kind == "full":
             return end
@@ -183,8 +177,7 @@ class Pattern:
         return total
 
     def pairs(self, start: int, queries: int, end: int) -> int:
-        """The number of pairs of a query at positions start to start + queries - 1 and a key before position `end` that
-        it sees.
+        """The number of pairs of one of `queries` queries from `start` on and a key before `end` that it sees.
 
         >>> Pattern("window", 2).pairs(0, 4, 4)
         7

@@ -1,9 +1,7 @@
 """Attention by parts of one softmax: around a ring of ranks, and of chunks of a sequence.
 
-Ring attention: each rank of cp has some positions of a sequence, and the keys and values travel from rank to rank.
-
 Rank r holds the queries, keys and values of its own positions. In hop i it has the keys and values of rank r - i, which
-it passes on while it computes its queries' attention on them. The parts of the softmax are joined by their log-sum-exp:
+it passes on while it computes its queries' attention on them. The parts are joined by their log-sum-exp:
 
     lse = log sum_i exp(lse_i),   out = sum_i exp(lse_i - lse) out_i        in float32, of float64 in float64
 
@@ -64,10 +62,7 @@ from fzero.kernels.custom_operator import OPENED, operator
 
 
 class Ring:
-    """One pass around a ring: of the ranks of `communicator`, those `stride` apart.
-
-    positions: int64 [c / stride, n], by place in the ring those of its queries and keys; documents: int [B, T] or None.
-    """
+    """One pass around a ring: of the ranks of `communicator`, those `stride` apart."""
 
     def __init__(
         self,
@@ -135,8 +130,7 @@ class Ring:
 
 
 def may_see(positions: Positions) -> bool:
-    """False only if all keys are after all queries, or in other documents: then nothing is computed. Values are looked
-    at in the host's memory alone, as a GPU would be waited for."""
+    """False only if all keys are after all queries or in other documents, as the host can see."""
     query, key = positions.query, positions.key
     if query is None or key is None or kind_of(query) != "cpu" or isinstance(query, FakeTensor) or is_traced(query):
         return True

@@ -1,13 +1,9 @@
-"""Where the queries and keys of flash attention are, and which tiles of them meet: the positions of the first, or with
-AT of all, and their documents.
+"""Where the queries and keys of flash attention are, and which tiles of them meet.
 
-In order: positions count up from query_start and key_start. What part of the keys has the documents of a tile of
-queries, and from where on all are of its one document, is found before (`document_bounds`).
-
-AT: positions lie in memory, in any order, and a kernel's query_start and key_start point to them. A program looks at
-each tile that it could meet by the least and the largest of that tile's positions and documents (`spans`, `look`);
-tiles next to each other that need the same are one loop, so that a sequence in a few runs costs few loops.
-Names and shapes are those of attention_flash.
+In order: positions count up from query_start and key_start; what has the documents of a tile is found before
+(`document_bounds`). AT: positions lie in memory, in any order. A program looks at each tile that it could meet by the
+least and the largest of its positions and documents (`spans`, `look`); neighbouring tiles that need the same are one
+loop. Names and shapes are those of attention_flash.
 """
 
 from __future__ import annotations
@@ -55,9 +51,7 @@ def tile_coverage(
     N: tl.constexpr,
     OF_KEYS: tl.constexpr,
 ):
-    """How a tile with the span `span` meets the tile of rows [j, j + N): NONE of the pairs is seen, SOME may be, ALL
-    are; -1: there is no such tile. OF_KEYS: `span` is of keys, and the rows are queries.
-    """
+    """How a tile with the span `span` meets the tile of rows [j, j + N): NONE, SOME or ALL pairs; -1: no tile."""
     # Four int32 for each tile of N rows, from `spans`.
     tile_span = SPANS + j // N * 4
     valid = j < count
@@ -132,14 +126,7 @@ def spans(positions: Tensor, documents: Tensor | None, block: int) -> Tensor:
 
 @triton.jit(do_not_specialize=["nx", "ny", "shift"])
 def _document_bounds(X, Y, OUT, nx, ny, shift, AFTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """For a block of BLOCK positions of X [nx], find which part of Y [ny] holds the same documents; X's position i is
-    Y's i + shift.
-
-    One program handles block `i` of row `b` of the batch, and stores two numbers. Before (not AFTER), looking at Y up
-    to the block's last position: the first index of these documents, and the index from which all entries belong to the
-    block's one document. AFTER, looking at Y from the block's first position: the end of these documents, and the index
-    up to which all belong to the block's one document.
-    """
+    """For a block of BLOCK positions of X [nx], find which part of Y [ny] holds the same documents."""
     tiles = tl.cdiv(nx, BLOCK)
     # Programs are numbered b * tiles + tile. Positions beyond nx repeat the last one, which does not change minimum and
     # maximum.
@@ -174,9 +161,7 @@ def _document_bounds(X, Y, OUT, nx, ny, shift, AFTER: tl.constexpr, BLOCK: tl.co
 def document_bounds(
     x: Tensor | None, y: Tensor | None, shift: int, ahead: bool, block: int, dummy: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return (x, y, bounds int32 [B, NX / block, 2]) of documents x [B, NX] and y [B, NY]; without documents `dummy`
-    three times.
-    """
+    """(x, y, bounds int32 [B, NX / block, 2]) of documents x [B, NX], y [B, NY]; `dummy` without documents."""
     if x is None or y is None:
         return dummy, dummy, dummy
     (b, nx), ny = x.shape, y.shape[1]
@@ -188,8 +173,7 @@ def document_bounds(
 
 
 class KernelPositions(NamedTuple):
-    """Where queries and keys are: the positions of the first, or with AT of all, int32 [B, T] and [B, S]; and their
-    documents or None."""
+    """Where queries and keys are: the positions of the first or all of them, and their documents or None."""
 
     query: int | Tensor
     key: int | Tensor

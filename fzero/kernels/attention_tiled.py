@@ -1,9 +1,8 @@
 """Attention by tiles on a CPU, in C++ (attention_tiled.cpp), compiled when first used and kept in Inductor's cache.
 
-The products of a tile, of 64 queries and 128 keys, use torch's `brgemm`; scores and probabilities stay in the core's
-cache, tiles without a visible pair are skipped, and no tensor larger than q, k and v is kept. Scores and probabilities
-are rounded to the inputs' dtype once, before a product, and summed in float32 or wider. The bits do not depend on the
-number of threads; at most B G threads have work.
+The products of a tile, of 64 queries and 128 keys, use torch's `brgemm`; scores stay in the core's cache. Scores and
+probabilities are rounded to the inputs' dtype once, before a product, and summed in float32 or wider. The bits do not
+depend on the number of threads; at most B G threads have work.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL:
 
 @functools.cache
 def has_small_products(dtype: torch.dtype) -> bool:
-    """Whether torch's products of small tiles, `brgemm`, take this dtype here: float32 from AVX2 on, bfloat16 from
-    AVX-512's or AMX's units for it on. False for others, for which it hands float32 to the BLAS.
-    """
+    """Whether torch's products of small tiles, `brgemm`, take this dtype here."""
     return dtype in (torch.bfloat16, torch.float32) and bool(getattr(_library(dtype), f"works_{DTYPES[dtype]}")())
 
 
@@ -105,13 +102,7 @@ def tiled_forward(
     cap: float,
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, T, H, K], like q, or in float32 or wider; the log-sum-exp of each query's scores [B, H, T] in float32 or
-    wider). A query that sees no key has 0 and -inf.
-
-    query, key: positions int64 [B, T] and [B, S], or None: the queries are the last T of S positions. Documents
-    likewise; without positions those of the keys are enough. pattern: its `numbers`; cap: of the
-    scores, 0 for none; wide: whether out is to be joined with others.
-    """
+    """(out [B, T, H, K], the log-sum-exp of each query's scores [B, H, T] in float32 or wider)."""
     q, k, v = (x.contiguous() for x in (q, k, v))
     out, lse = _outputs(q, wide)
     _run("forward", q, k, v, (query, key, query_documents, key_documents), (out, lse), pattern, (scale, cap), wide)
@@ -149,10 +140,7 @@ def tiled_backward(
     cap: float,
     wide: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients by q, k and v, like these, or in float32 or wider, for the gradient g of out; and the memory in
-    which dk and dv were summed, which is a result so that it is counted. out, in q's dtype, and lse are those over all
-    keys, of which k and v may be a part.
-    """
+    """The gradients by q, k and v for the gradient g of out, and the memory of the sums of dk and dv."""
     q, k, v, out, lse, g = (x.contiguous() for x in (q, k, v, out, lse, g))
     results = _gradients(q, k, v, wide)
     places, tensors = (query, key, query_documents, key_documents), (out, lse, g, *results)
@@ -193,10 +181,7 @@ def supports(
 
 
 def prefers(q: Tensor, *tensors: Tensor, **options: object) -> str:
-    """Why "auto" should not take it. Measured on a Xeon with AMX, forward and backward: 2.0 to 2.6 times as fast as
-    torch's own fused attention in bfloat16 at T from 256 to 2048, and 1.3 to 1.7 times in float32; on an EPYC with
-    AVX2 alone 1.1 to 1.6 times in float32.
-    """
+    """Why "auto" should not take it; measured 1.1 to 2.6 times as fast as torch's own fused attention."""
     if q.shape[1] < SHORT:
         return f"there are fewer than {SHORT} queries"
     if not has_small_products(q.dtype):

@@ -1,11 +1,8 @@
-"""The parts that the kernels of flash attention share: reading a tile, products, which keys a tile of queries sees; and
-the configuration and builds of such a kernel.
+"""The parts that the kernels of flash attention share: reading a tile, products, visible keys, and builds.
 
 Tiles of keys that no query of a tile sees are skipped; tiles that all its queries see completely need no mask. For
-full, window and local patterns both bounds follow from positions, for documents from `document_bounds`. In strided,
-fixed and bigbird patterns the visible keys are scattered, so the loop tests each tile (`may_see`). Where queries and
-keys are in any order (AT), see attention_spans.
-Names and shapes are those of attention_flash.
+full, window and local patterns both bounds follow from positions, for documents from `document_bounds`; in strided,
+fixed and bigbird patterns the loop tests each tile (`may_see`). Names and shapes are those of attention_flash.
 """
 
 from __future__ import annotations
@@ -32,10 +29,7 @@ SIZES = ["t", "s", "heads", "share", "query_start", "key_start", *(name for name
 
 @triton.jit
 def tile(base, start, stride, count, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
-    """The rows [start, start + ROWS) of a matrix [count, DIM], `stride` apart, with zeros up to WIDTH columns.
-
-    WHOLE: all of these rows exist; else those from `count` on are zeros.
-    """
+    """The rows [start, start + ROWS) of a matrix [count, DIM], `stride` apart, 0 up to WIDTH columns."""
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
     # Element (r, c) is at base + (start + r) stride + c. The tile's start may exceed 2^31 and is in int64; offsets
     # inside a tile are int32. Masks: columns DIM to WIDTH are padding to a power of two; rows from `count` on are
@@ -48,9 +42,7 @@ def tile(base, start, stride, count, DIM: tl.constexpr, WIDTH: tl.constexpr, ROW
 
 @triton.jit
 def dot(a, b, UPCAST: tl.constexpr):
-    """a b, accumulated in float32. UPCAST: convert the operands first, because the interpreter has no bfloat16
-    arithmetic.
-    """
+    """a b, accumulated in float32; UPCAST: convert first, as the interpreter has no bfloat16 arithmetic."""
     # "ieee": float32 operands are multiplied exactly, not rounded to TF32.
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
@@ -80,9 +72,7 @@ def random_block(block, i, pattern):
 def visible_pairs(
     query, key, query_docs, key_docs, end, pattern, KIND: tl.constexpr, RANDOM: tl.constexpr, DOCUMENTS: tl.constexpr
 ):
-    """The mask of `Positions.mask`; documents `query_docs` of queries, `key_docs` of
-    keys; keys before position `end`. pattern: (size, keep, near, seed) of it, RANDOM: the number of its random blocks.
-    """
+    """The mask of `Positions.mask`; pattern: (size, keep, near, seed), RANDOM: its number of random blocks."""
     size, global_count, near, _seed = pattern
     # Causality and the end of the keys in one comparison; broadcast to [M, N] (or [N, M]).
     mask = key <= tl.minimum(query, end - 1)
@@ -119,9 +109,7 @@ def load_documents(DOCS, rows, count, DOCUMENTS: tl.constexpr):
 
 @triton.jit
 def may_see(query, last_query, key, last_key, pattern, KIND: tl.constexpr, RANDOM: tl.constexpr):
-    """Whether any query in [query, last_query] may see any key in [key, last_key], in a strided, fixed or bigbird
-    pattern. Of bigbird True if the queries are in more than BLOCKS blocks, which a tile of theirs in order is not.
-    """
+    """Whether any query in [query, last_query] may see any key in [key, last_key], in a scattered pattern."""
     size, global_count, near, _seed = pattern
     if KIND == "strided":  # a distance in [query - last_key, last_query - key] is below `size`, or a multiple of it
         return (query - last_key < size) | ((last_query - key) // size * size >= query - last_key)
@@ -147,9 +135,7 @@ def may_see(query, last_query, key, last_key, pattern, KIND: tl.constexpr, RANDO
 
 @triton.jit
 def first_key(query, size, KIND: tl.constexpr):
-    """The first key that `query` sees, as `Pattern.first_key`. In full, window and local patterns it sees every key
-    from there to itself.
-    """
+    """The first key that `query` sees, as `Pattern.first_key`."""
     if KIND == "window":
         return tl.maximum(query - size + 1, 0)
     if KIND == "local":
@@ -160,9 +146,7 @@ def first_key(query, size, KIND: tl.constexpr):
 
 @triton.jit
 def align_tiles(lo, a, z, hi, N: tl.constexpr):
-    """Round `lo` down, `a` up and `z` down to multiples of N; [a, z) and [lo, hi) become empty ranges if nothing is
-    between.
-    """
+    """Round `lo` down, `a` up and `z` down to multiples of N; both ranges are empty if nothing is between."""
     # An empty range becomes [0, 0). `hi` is not rounded: the last tile is masked by the number of rows.
     lo, hi = tl.where(lo < hi, lo // N * N, 0), tl.where(lo < hi, hi, 0)
     # Only tiles that lie in [a, z) as a whole need no mask, so the range shrinks at both ends; the clamps keep lo <= a
@@ -173,12 +157,7 @@ def align_tiles(lo, a, z, hi, N: tl.constexpr):
 
 @triton.jit
 def key_tiles(first, last, s, key_start, size, REACH, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, N: tl.constexpr):
-    """The range of keys for queries at positions [first, last]: (lo, a, z, hi). Tiles cover [lo, hi); those in [a, z)
-    need no mask.
-
-    lo: the first key that the first query sees. a: the first key that all queries see. z: the end of the keys that the
-    first query sees causally, so that all do. hi: the end of those that the last query sees.
-    """
+    """The range of keys for queries at [first, last]: (lo, a, z, hi); tiles in [a, z) need no mask."""
     lo = tl.maximum(first_key(first, size, KIND) - key_start, 0)
     a = tl.maximum(first_key(last, size, KIND) - key_start, 0)
     z = tl.minimum(tl.maximum(first + 1 - key_start, 0), s)
@@ -202,9 +181,7 @@ def mask_of_keys(
     AT: tl.constexpr,
     N: tl.constexpr,
 ):
-    """The mask [M, N] of the keys [j, j + N) that a tile of queries sees; tuples `keys`, `queries` and `pattern` as in
-    `_flash_forward`.
-    """
+    """The mask [M, N] of the keys [j, j + N) that a tile of queries sees."""
     _k, _kt, _v, _vt, s, key_start, docs = keys
     query, _span, query_docs = queries
     rows = j + tl.arange(0, N)
@@ -231,9 +208,7 @@ def needs_tile(j, keys, queries, pattern, KIND: tl.constexpr, RANDOM: tl.constex
 
 
 def tables(kernel: str) -> dict[Any, Sequence[tuning.Config]]:
-    """The configurations of a kernel, by the head dim rounded up to a power of two, or by float32: tiles of M queries
-    and N keys; and by (that, name) where masks of that name, a pattern's kind or "at", take registers of their own.
-    """
+    """The configurations of a kernel, by the head dim rounded up, or by float32, and by names of masks."""
     configs: dict[Any, Sequence[tuning.Config]] = {}
     for name, key in ((64, 64), (128, 128), (256, 256), ("float32", torch.float32)):
         configs[key] = tuning.ConfigTable(f"{kernel} {name}")
@@ -254,9 +229,7 @@ def table_of(
 def config(
     kernel: str, configs: dict[Any, Sequence[tuning.Config]], q: Tensor, kind: str, has_positions: bool
 ) -> tuple[int, tuning.Config]:
-    """Return (head dim rounded up to a power of two, configuration) of a kernel for queries `q`; of the sizes only K
-    matters. has_positions: whether positions lie in memory (AT).
-    """
+    """(head dim rounded up to a power of two, configuration) of a kernel for queries `q`."""
     # Not below 16, the least size of a product of the matrix units.
     width = max(16, triton.next_power_of_2(q.shape[-1]))
     key = torch.float32 if q.dtype == torch.float32 else max(64, width)
@@ -265,17 +238,13 @@ def config(
 
 
 def compact_rows(x: Tensor) -> Tensor:
-    """Return `x` [B, T, H, K], or a contiguous copy if heads are not contiguous or offsets inside a tile could pass
-    2^31.
-    """
+    """`x` [B, T, H, K], or a copy if heads are not contiguous or offsets inside a tile could pass 2^31."""
     # Tiles have less than 2^9 rows, so that offsets within one, row * stride, stay below 2^31.
     return x if x.stride(3) == 1 and abs(x.stride(1)) < 2**22 else x.contiguous()
 
 
 def attention_builds(kernel: Any, gpu: str, spills: int = 0) -> Iterator[Build]:
-    """The builds of a kernel: each configuration, and several masks; `spills`: bytes of spills allowed for the widest
-    heads.
-    """
+    """The builds of a kernel: each configuration, and several masks; `spills`: bytes allowed."""
     strides = tuple(x + y for x in "qkv" for y in "bth")
     configs = tables(kernel.__name__)
     results = {"DQ", "DK", "DV"} & {*kernel.arg_names} or {"OUT"}  # float32 at positions in memory

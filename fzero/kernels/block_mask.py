@@ -3,12 +3,9 @@
     mask[h, i, j]: whether the queries of block i see the keys of block j in head h
 
 A causal mask has no block after a query's own, and within that a query sees no later key. DeepSpeed's five sparsity
-configurations are masks of this kind, and its sixth, a sliding window alone; each has a function here, of the same
-layout for the same numbers (deepspeed/ops/sparse_attention/sparsity_config.py), but for random blocks, which DeepSpeed
-draws by Python's generator and these by a hash of the seed. DeepSpeed's "unidirectional" leaves the order within a
-block to a mask of the caller's; causal masks here have it.
-
-Masks of one shape join by `|`, so that others than these are made of parts.
+configurations are masks of this kind, and a sliding window; each has a function here, of the same layout for the same
+numbers (deepspeed/ops/sparse_attention/sparsity_config.py), but for random blocks, which follow from a hash of the seed
+here. Masks of one shape join by `|`.
 """
 
 from __future__ import annotations
@@ -139,11 +136,7 @@ class BlockMask:
             raise ValueError(f"attention: {queries} queries have {keys} keys; a causal mask takes equal numbers")
 
     def lists(self, q: Tensor) -> tuple[Tensor, ...]:
-        """(starts, units) of the units of keys that each unit of queries sees, and the same of queries for keys, int32,
-        where q is.
-
-        Those of row r are units[starts[r] : starts[r + 1]], in order; unit i of head h is row h n + i of n in a head.
-        """
+        """(starts, units) of the units of keys that each unit of queries sees, and of the reverse, int32."""
         if is_fake(q):  # a trace takes no tensor from outside
             return tuple(torch.from_numpy(x).to(q.device) for x in self._arrays)
         return self._tensors

@@ -51,8 +51,7 @@ class LossOptions(NamedTuple):
 
 
 def counted_tokens(targets: Tensor, mask: Tensor | None = None, ignore_index: int = IGNORE) -> Tensor:
-    """Whether each token counts, bool of the targets' shape: its mask is True, and its target neither negative nor
-    `ignore_index`. Of a mask of weights, how much it counts, in the mask's dtype.
+    """Whether each token counts, bool: its mask is True and its target is neither negative nor `ignore_index`.
 
     >>> counted_tokens(torch.tensor([3, -100, 5]), torch.tensor([0.5, 0.5, 0.0]))
     tensor([0.5000, 0.0000, 0.0000])
@@ -63,16 +62,12 @@ def counted_tokens(targets: Tensor, mask: Tensor | None = None, ignore_index: in
 
 
 def number_of(counts: Tensor) -> Tensor:
-    """The number of tokens that count, int64, or the sum of their weights, from `counted_tokens`: rounded once, so that
-    it hardly depends on how the tokens are cut."""
+    """The number of tokens that count, int64, or the sum of their weights, from `counted_tokens`."""
     return counts.sum(dtype=torch.float64).to(counts.dtype) if counts.is_floating_point() else counts.sum()
 
 
 def weighed(values: Tensor, counts: Tensor) -> Tensor:
-    """The values of the tokens that count, times their weights if they have some; 0 of the others, whatever they are.
-
-    counts: as from `counted_tokens`.
-    """
+    """The values of the tokens that count, times their weights if they have some; 0 of the others."""
     if counts.is_floating_point():
         return torch.where(counts != 0, values * counts, 0.0)
     return torch.where(counts, values, 0.0)
@@ -85,8 +80,6 @@ def weights_of(mask: Tensor | None) -> Tensor | None:
 
 def check_targets(targets: Tensor, columns: int, mask: Tensor | None = None, ignore_index: int = IGNORE) -> None:
     """Raise ValueError, naming the first position, if a target that counts is not in [0, columns).
-
-    targets: int of any shape; mask: of that shape, or None. Waits for the device.
 
     >>> check_targets(torch.tensor([[3, -100], [1, 8]]), columns=8)
     Traceback (most recent call last):
@@ -102,9 +95,7 @@ def check_targets(targets: Tensor, columns: int, mask: Tensor | None = None, ign
 
 
 def mark_targets(targets: Tensor, mask: Tensor | None, ignore_index: int, columns: int) -> Tensor:
-    """Return the targets with NONE for tokens that do not count, and WRONG for those that count but are not in [0,
-    columns).
-    """
+    """The targets with NONE for tokens that do not count, and WRONG for those out of range that count."""
     classes = torch.where((targets >= 0) & (targets < columns), targets, WRONG)
     return torch.where(counted_tokens(targets, mask, ignore_index).bool(), classes, NONE).to(torch.int64)
 
@@ -156,12 +147,7 @@ def total_loss(statistics: Tensor, targets: Tensor, terms: Terms, weights: Tenso
 
 @dataclass(frozen=True)
 class ValueAndGradients:
-    """A scalar function of tensors that computes its gradients together with its value, and scales them in the backward
-    pass; or a tuple of one and of tensors that have no gradient.
-
-    make(*tensors) -> (value, gradients of the first tensors, None for those not needed); the gradients are freed after
-    use. repeatable: whether `make` may be called once more, for a second backward pass through the same graph.
-    """
+    """A scalar function of tensors that computes its gradients together with its value."""
 
     label: str
     make: Callable[..., tuple[Any, tuple[Tensor | None, ...]]]

@@ -1,10 +1,10 @@
-"""Rows of logits, as the loss of cross_entropy needs them: three statistics of each row, and the gradient of the loss.
+"""Rows of logits, as the loss of cross_entropy needs them: three statistics of each row, and the gradient.
 
     statistics = (lse, y[t], sum_v y[v]),   y = logits, or c tanh(logits / c),   lse = log sum_v exp(y[v])
     gradient[v] = ((1 + 2 z lse) exp(y[v] - lse) - (1 - s) [v = t] - s / V) (1 - (y[v] / c)^2)
 
 with t the target, z the weight of the z-loss, s the smoothing and c the cap. If the vocabulary is sharded, each rank
-computes the statistics of its columns, and the gradient from the statistics of all columns.
+computes the statistics of its columns, and the gradient from those of all.
 
 Shapes: logits and gradient [n, V], targets int64 [n], statistics [n, 3] in float32 or wider, in which the arithmetic
 is. Here in plain torch, and in C++ for a CPU; in Triton in cross_entropy_triton.
@@ -192,11 +192,7 @@ def cross_entropy_rows_(logits: Tensor, targets: Tensor, statistics: Tensor | No
 def rows_of(
     logits: Tensor, targets: Tensor, statistics: Tensor | None, terms: Terms, write: bool, form: str, overwrite: bool
 ) -> tuple[Tensor, Tensor]:
-    """(statistics [n, 3] of the columns here, gradient [n, V] for the statistics given, or else for those made).
-
-    targets: as from `mark_targets`. write: compute the gradient; otherwise it is empty. overwrite: the gradient may
-    replace the logits. form: "triton", "compiled" or "eager".
-    """
+    """(statistics [n, 3] of the columns here, gradient [n, V] for the statistics given or made)."""
     if overwrite and logits.stride(1) == 1 and not is_tracing():
         new_statistics = cross_entropy_rows_(logits, targets, statistics, *terms, write, form)
         gradient = logits
@@ -215,9 +211,7 @@ def is_tracing() -> bool:
 
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
-    """Multiply x by the scalar `factor` in place. A factor of 1, as for a loss that is itself differentiated, does not
-    touch memory.
-    """
+    """Multiply x by the scalar `factor` in place; a factor of 1 does not touch memory."""
     if type(x) is not Tensor or is_tracing() or x.numel() == 0 or x.dtype == torch.float64:
         return x.mul_(factor)
     if x.is_cuda and x.is_contiguous():

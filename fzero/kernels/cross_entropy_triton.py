@@ -1,5 +1,4 @@
-"""cross_entropy_rows in Triton, one row per program: statistics, gradient, or both from one kernel, in place if
-requested.
+"""cross_entropy_rows in Triton, one row per program: statistics, gradient, or both from one kernel.
 
 Columns are read a block at a time with a running maximum and sum (Milakov & Gimelshein 2018, arXiv:1805.02867,
 algorithm 3).
@@ -49,10 +48,7 @@ def _read(ROW, positions, inside, cap, CAP: tl.constexpr):
 
 @triton.jit
 def _write(ROW, positions, inside, y, at_target, counts, lse, z_loss, smoothing, uniform, cap, CAP: tl.constexpr):
-    """Store the gradient at the positions `positions`, which may include the target's; 0 for a token that does not
-    count.
-
-    gradient = ((1 + 2 z lse) exp(y - lse) - (1 - s) [v = t] - s / V) (1 - (y / c)^2)"""
+    """Store the gradient at the positions `positions`, which may include the target's."""
     slope = (
         tl.exp(y - lse) * (lse * z_loss * 2.0 + 1.0) - uniform - tl.where(positions == at_target, 1.0 - smoothing, 0.0)
     )
@@ -77,9 +73,7 @@ def _base(m):
 
 @triton.jit
 def _running(IN, begin, end, cap, CAP: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """(maximum m, sums of exp(y - m) by position in the block, sum of y if SMOOTH) of the positions [begin, end) of a
-    row that are not on its edge, a block at a time.
-    """
+    """(maximum m, sums of exp(y - m), sum of y if SMOOTH) of the positions [begin, end) of a row."""
     m = tl.full((), -float("inf"), tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)  # one partial sum per position in the block
     total = tl.zeros((), tl.float32)
@@ -179,11 +173,7 @@ def launch(
     first: int,
     weights: tuple[float, float, float, float],
 ) -> Tensor:
-    """Return the statistics [n, 3], computed if not given; write the gradient into `out`, which may be the logits.
-
-    Rows may have any stride, columns must be contiguous. first: the number of the first column. weights: z, s, s / V
-    and c.
-    """
+    """The statistics [n, 3], computed if not given; writes the gradient into `out`, maybe the logits."""
     n, columns = logits.shape
     has_statistics = statistics is not None
     if not has_statistics:
@@ -220,9 +210,7 @@ def _scale(X, FACTOR, n, BLOCK: tl.constexpr):
 
 
 def scale_by_kernel_(x: Tensor, factor: Tensor) -> None:
-    """As `scale_`, without waiting for the device, where the factor is: a few programs that return immediately if it is
-    1.
-    """
+    """As `scale_`, without waiting for the device, where the factor is."""
     _scale[(min(1024, triton.cdiv(x.numel(), 4096)),)](x, factor, x.numel(), BLOCK=4096, num_warps=8)
 
 

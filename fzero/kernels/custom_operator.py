@@ -1,8 +1,7 @@
-"""What files of kernels are made with: Triton, operators, and functions of a forward and a backward launcher, which
-autograd and torch.func differentiate and a trace keeps as one node.
+"""What files of kernels are made with: Triton, operators, and functions of a forward and a backward launcher.
 
 Kernels import `triton` and `tl` from here. Triton need not be installed on a machine without a GPU: the files of this
-package still load, plans still count what their kernels would do on a GPU, and only a launch raises.
+package still load, plans count what their kernels would do, and only a launch raises.
 """
 
 from __future__ import annotations
@@ -97,14 +96,7 @@ def operator(
     opened: bool = False,
     batched: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: register a launcher as the operator fzero::NAME of `schema`, which a traced or compiled graph contains
-    as one node.
-
-    A launcher is pure: it returns new tensors and does not write into its arguments. `fake` takes the same arguments
-    and returns empty tensors of the results' shapes and dtypes. flop: the FLOPs of a call, of a launcher that
-    multiplies matrices (see `kernels.flops`). opened: see OPENED. batched: the rule of vmap, as
-    torch.library.register_vmap takes it; None: it calls the launcher once for each example, and warns.
-    """
+    """Decorator: register a launcher as the operator fzero::NAME of `schema`, one node of a graph."""
 
     def define(launch: Callable[..., Any]) -> Callable[..., Any]:
         def on_device(*args: Any) -> Any:
@@ -133,9 +125,7 @@ def operator(
 
 
 def triton_runs(*tensors: Tensor) -> str:
-    """The reason why Triton kernels cannot take these tensors; "" if they can: all on CUDA, or the interpreter is
-    on.
-    """
+    """The reason why Triton kernels cannot take these tensors; "" if all are on CUDA or it interprets."""
     devices = {kind_of(t) for t in tensors}
     if devices == {"cuda"} or (INTERPRETED and devices == {"cpu"}):
         planned = INSTALLED or any(fake_device_of(t) is not None for t in tensors)
@@ -144,9 +134,7 @@ def triton_runs(*tensors: Tensor) -> str:
 
 
 def on_cuda(*args: Any, **options: Any) -> str:
-    """The reason why "auto" should not take a Triton kernel: in the interpreter it only serves to check numbers. "" on
-    CUDA.
-    """
+    """The reason why "auto" should not take a Triton kernel, such as the interpreter; "" on CUDA."""
     return (
         ""
         if all(kind_of(a) == "cuda" for a in args if isinstance(a, Tensor))
@@ -175,8 +163,7 @@ def call_cpp(function: Any, tensors: Sequence[Tensor | None], *arguments: Any) -
 
 
 def runs_alone(x: Tensor, *args: Any, **options: Any) -> str:
-    """The reason why "auto" should not take a C++ loop in place of several of torch's: x is small, or a graph is
-    traced, whose operators a compiler fuses and a partitioner computes again."""
+    """The reason why "auto" should not take a C++ loop in place of several of torch's operators."""
     plan = fake_device_of(x)
     traced = isinstance(x, FakeTensor) if plan is None else plan.tracing
     if traced or transforms() or torch.compiler.is_compiling():
@@ -185,14 +172,7 @@ def runs_alone(x: Tensor, *args: Any, **options: Any) -> str:
 
 
 class Fused(NamedTuple):
-    """A differentiable function given by its forward and backward pass, which both run on plain tensors below all
-    transforms.
-
-    forward(*tensors) -> (results..., extras...): new tensors, of which the first `results` are what the function
-    returns and the others are for the backward pass. backward(saved, grads) -> the gradients of the first tensors, one
-    for each that is differentiable. keep(tensors, outputs) -> what the backward pass is given as `saved`; inputs and
-    extras by default.
-    """
+    """A differentiable function given by its forward and backward pass, below all transforms."""
 
     label: str
     forward: Callable[..., tuple[Tensor, ...]]
@@ -201,9 +181,7 @@ class Fused(NamedTuple):
     select_saved: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, ...]] | None = None
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """The results of `tensors`: a tensor if there is one, else a tuple. Differentiable once; see
-        `autodiff.Backward`.
-        """
+        """The results of `tensors`: a tensor if there is one, else a tuple; differentiable once."""
         out = _Fused.apply(self, *tensors)[: self.results]
         return out[0] if self.results == 1 else out
 
@@ -271,10 +249,7 @@ def largest_like(x: Tensor, segment_size: int | None = None) -> Tensor:
 def operator_with_largest(
     schema: str, fake: Callable[..., Any], indices: Sequence[int] = (0,), segmented: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: register launch(*arguments, largest) as the operator of `schema`, and as one named NAME_largest, which
-    with largest=True also returns the largest magnitudes of the results `indices`: of their rows, or of the parts of
-    these.
-    """
+    """Decorator: register launch(*arguments, largest) as `schema`, and as NAME_largest with magnitudes."""
 
     def fake_with_largest(*args: Any) -> tuple[Tensor, ...]:
         results = fake(*args)

@@ -31,11 +31,7 @@ CONFIGS = tuning.ConfigTable("_dropout")
 
 
 def dropout(x: Tensor, rate: float, key: Tensor, first: int | Tensor, row_stride: int | None = None) -> Tensor:
-    """x [B, ...] with each element zeroed with probability `rate`, in [0, 1), and the others divided by 1 - rate.
-
-    first: the global index of x's first element, int64 []. row_stride: how many elements lie between the firsts of two
-    rows of the batch; those of a row of x by default.
-    """
+    """x [B, ...] with each element zeroed with probability `rate`, and the others divided by 1 - rate."""
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout: rate is {rate}; it must be in [0, 1)")
     if rate == 0.0:

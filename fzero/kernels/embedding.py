@@ -1,7 +1,6 @@
 """Rows of a table by their numbers, whose gradient is summed over tokens in float32 or wider.
 
-torch's own gradient on a CPU is summed in the table's dtype: in bfloat16 a row that 32,768 tokens share gets 256 of
-their ones. On a GPU its kernels sum in float32.
+torch's own gradient on a CPU is summed in the table's dtype, which in bfloat16 stops at 256 ones.
 
 Shapes: table [V, D], index int64 of any shape [...]; the result is [..., D] in the table's dtype.
 """
@@ -25,9 +24,7 @@ def _gradient_like(g: Tensor, index: Tensor, rows: int) -> Tensor:
 
 @operator("embedding_backward(Tensor g, Tensor index, int rows) -> Tensor", _gradient_like)
 def embedding_backward(g: Tensor, index: Tensor, rows: int) -> Tensor:
-    """The gradient [rows, D] of the table, from that of the result [N, D] for the numbers [N]: float32 sums of the rows
-    that occur, rounded once to g's dtype.
-    """
+    """The gradient [rows, D] of the table from that of the result: float32 sums, rounded once."""
     out, size = torch.zeros_like(_gradient_like(g, index, rows)), max(1, CHUNK // max(1, g.shape[-1]))
     ids, inverse = torch.unique(index, return_inverse=True)
     sums = g.new_zeros((len(ids), g.shape[-1]), dtype=torch.float32)

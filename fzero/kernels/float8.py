@@ -82,20 +82,14 @@ def scale_of(amax: Tensor, dtype: torch.dtype, powers_of_2: bool) -> Tensor:
 
 
 def quantise(x: Tensor, dtype: torch.dtype, dim: int | None, powers_of_2: bool) -> tuple[Tensor, Tensor]:
-    """(float8 numbers of x, the float32 inverse of their scale): one scale along `dim`, or one for all.
-
-    Multiplied in float32 or wider, rounded to nearest even. No clamping is needed: only the rounding of the scale can
-    exceed the largest number, and the cast rounds back to it.
-    """
+    """(float8 numbers of x, the float32 inverse of their scale): one scale along `dim`, or for all."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = scale_of(max_magnitude(wide, dim), dtype, powers_of_2)
     return (wide * scale).to(dtype), 1.0 / scale
 
 
 def product_reference(a: Tensor, b: Tensor, scaling: str, a_gradient: bool, b_gradient: bool) -> Tensor:
-    """a [M, K] b [K, N] through float8: products of the numbers in float32 or wider, each exact; sums as
-    torch's are.
-    """
+    """a [M, K] b [K, N] through float8: exact products in float32 or wider, torch's sums."""
     recipe = recipe_of(scaling)
     formats = [recipe.gradient if gradient else recipe.value for gradient in (a_gradient, b_gradient)]
     qa, ia = quantise(a, formats[0], 1 if recipe.rowwise else None, recipe.powers_of_2)
@@ -105,11 +99,7 @@ def product_reference(a: Tensor, b: Tensor, scaling: str, a_gradient: bool, b_gr
 
 
 class _Product(Function):
-    """The float8 product with derivatives that are float8 products too, each cotangent being rounded as a
-    gradient.
-
-    Rounding itself has no part in them (straight through). Under vmap each row has its own scales.
-    """
+    """The float8 product with derivatives that are float8 products too; rounding has no derivative."""
 
     generate_vmap_rule = True
 
@@ -139,9 +129,7 @@ class _Product(Function):
 
 
 def float8_linear_reference(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> Tensor:
-    """x [..., in] w [in, out] through float8, in x's dtype, on any device: the same numbers as on the matrix units but
-    for the order of the sums (see `product_reference`).
-    """
+    """x [..., in] w [in, out] through float8, in x's dtype, on any device: the definition."""
     recipe_of(scaling)
     return _Product.apply(x.reshape(-1, x.shape[-1]), w, scaling, False, False).reshape(*x.shape[:-1], w.shape[1])
 
@@ -151,9 +139,7 @@ def _scales(
     AMAX, INVERSE, indices, n, first, SMALLEST: tl.constexpr, LIMIT: tl.constexpr, POWERS_OF_2: tl.constexpr,
     ROWWISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The scales [BLOCK] by the n largest magnitudes at `indices`, or by the only one; those programs that are `first`
-    store their inverses.
-    """
+    """The scales [BLOCK] by the n largest magnitudes at `indices`, or by the only one."""
     if ROWWISE:
         amax, count = tl.load(AMAX + indices, mask=indices < n, other=1.0).to(tl.float32), n
     else:
@@ -229,9 +215,7 @@ def _numbers_like(x: Tensor, largest: Tensor, scaling: str, gradient: bool) -> t
 
 @operator("float8_numbers(Tensor x, Tensor largest, str scaling, bool gradient) -> (Tensor, Tensor)", _numbers_like)
 def float8_numbers(x: Tensor, largest: Tensor, scaling: str, gradient: bool) -> tuple[Tensor, Tensor]:
-    """`quantise` along dim 1 or of all of a matrix of any strides, by the largest magnitudes [R] or []: (numbers in the
-    order of rows, inverse scales [R, 1] or []).
-    """
+    """(numbers of a matrix in the order of rows, inverse scales) by the largest magnitudes [R] or []."""
     outs = _numbers_like(x, largest, scaling, gradient)
     _launch(x, [largest], outs, outs[0].dtype, recipe_of(scaling))
     return outs
@@ -265,11 +249,7 @@ PAIRED_OPERATORS[float8_numbers] = float8_both
     flop=flops.turned,
 )
 def float8_product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, fast: bool) -> Tensor:
-    """The product [M, N] in bfloat16 of float8 numbers a [M, K] and b turned, [N, K], by torch._scaled_mm; M, N and K
-    are multiples of 16.
-
-    fast: whether the matrix units add with fewer bits (use_fast_accum).
-    """
+    """The product [M, N] in bfloat16 of float8 numbers a [M, K] and b turned, [N, K]."""
     scales = {"scale_a": a_inverse, "scale_b": b_inverse.t()}
     return torch_private.scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
@@ -280,22 +260,12 @@ def float8_product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, f
     flop=flops.turned,
 )
 def float8_product_of(a: Tensor, a_inverse: Tensor, b: Tensor, largest: Tensor, scaling: str, fast: bool) -> Tensor:
-    """`float8_product` by the numbers of b, values in bfloat16, [N, K]: they are made in the pass that needs them, so
-    that nobody keeps those of a weight from a forward to a backward pass.
-    """
+    """`float8_product` by the numbers of b, values in bfloat16, [N, K], made in the pass that needs them."""
     return float8_product(a, a_inverse, *float8_numbers(b, largest, scaling, False), fast)
 
 
 def _by_scaled_mm(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> Tensor:
-    """The linear by torch._scaled_mm, with fewer bits in its sums if both operands are values. Those of a gradient go
-    to float32 registers again and again, as a sum for dw is as long as there are tokens; torchao's rowwise recipe adds
-    all three with fewer bits.
-
-    A tensor with one scale is read for it once, in the forward pass or as a gradient; a gradient is read once for its
-    numbers in both orders. In a compiled block, linears that share an input share its scale and its numbers
-    (`joint_graph.merge_shared`), and the backward pass may keep these numbers in place of the input, which is then read
-    once for its numbers in both orders too (`core.graph_passes`).
-    """
+    """The linear by torch._scaled_mm, with fewer bits in its sums if both operands are values."""
     recipe = recipe_of(scaling)
 
     def forward(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -351,9 +321,7 @@ def least_capability(scaling: str) -> tuple[int, int]:
 
 @functools.cache
 def cpu_lacks(scaling: str) -> str:
-    """Why this CPU has no float8 products with such scales; "" if it has them. torch hands them to a library that says
-    so at a call alone, and takes no rowwise ones in PyTorch 2.11.
-    """
+    """Why this CPU has no float8 products with such scales; "" if it has them."""
     recipe = recipe_of(scaling)
     torch_private.avx2_supported()  # lets torch look at the CPU, which else it may do between two products
     with torch_private.disable_current_modes():  # on real tensors, also if all others are fake

@@ -1,9 +1,9 @@
-"""Weights on their way between ranks as float8: half the bytes of bfloat16, where products round them to float8 anyway.
+"""Weights on their way between ranks as float8: half the bytes of bfloat16, where products round them anyway.
 
     numbers = round(s w),   w' = bfloat16(numbers / s),   s = 448 / max |w|,   the maximum over the whole weight
 
-A tensorwise float8 product (see float8.py) of w' is that of w, bit for bit: the largest element comes back as it was,
-so the scale does, and each other element comes back within a part in 2^9, where the numbers are a part in 2^3 apart.
+A tensorwise float8 product (see float8.py) of w' is that of w, bit for bit: the largest element, and so the scale,
+comes back as it was, and each other one within a part in 2^9.
 
 Shapes: w any, bfloat16; most, the largest magnitude, a float32 scalar; numbers like w, uint8, the bits of E4M3.
 """

@@ -1,7 +1,7 @@
-"""FLOPs of the operators that multiply matrices, by what they are called with; `operator(..., flop=)` takes them.
+"""FLOPs of the operators that multiply matrices, by what they are called with.
 
-fzero's attention counts the (query, key) pairs that its pattern leaves, as the kernels skip the others. Documents are
-never counted off: how they lie is data. A formula takes what its operator takes, and `out_val`, the result.
+fzero's attention counts the (query, key) pairs that its pattern leaves; documents are never counted off. A formula
+takes what its operator takes, and `out_val`, the result.
 """
 
 from __future__ import annotations

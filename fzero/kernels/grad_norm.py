@@ -1,9 +1,6 @@
 """The norm of all gradients with the count of non-finite elements, in one pass over many leaves in one launch.
 
-Many leaves in one launch: the table of their addresses and sizes, and which program takes which stretch of which
-leaf.
-
-The optimizers' kernels (optim_multi_tensor) and that of the gradients' norm (grad_norm) read both.
+The table of addresses and sizes of leaves, and which program takes which stretch, serves the optimizers' kernels too.
 """
 
 from __future__ import annotations
@@ -111,9 +108,7 @@ NORM = {"BLOCK": 16384, "num_warps": 8}
 
 
 def grad_norm_reference(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """(2-norm of all elements, float32 0-dim; how many are not finite, int64 0-dim): the definition. One leaf at
-    least.
-    """
+    """(2-norm of all elements, float32 0-dim; how many are not finite, int64 0-dim): the definition."""
     norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads])
     bad: Any = sum((~g.isfinite()).sum() for g in grads)  # a tensor: there is a leaf
     return torch.linalg.vector_norm(norms), bad
@@ -121,9 +116,7 @@ def grad_norm_reference(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _square_sums(T, WORK, OUT, WIDE: tl.constexpr, GT: tl.constexpr, BLOCK: tl.constexpr):
-    """Store in OUT [programs, 2] the sum of squares of one stretch of a leaf, and the number of its non-finite
-    elements.
-    """
+    """Store in OUT [programs, 2] a stretch's sum of squares and number of non-finite elements."""
     pid = tl.program_id(0).to(tl.int64)
     work = tl.load(WORK + pid)
     # A number of the list is leaf << 40 | stretch.

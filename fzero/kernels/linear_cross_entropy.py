@@ -97,9 +97,7 @@ def _terms_of(
 
 
 def column_range(number: int, axis: Axis, total: int = 0) -> tuple[int, int]:
-    """(the first of the `number` columns of a rank, those of the whole vocabulary), which torch.chunk cuts.
-
-    total: the latter; 0: each rank has `number`. Raises ValueError for another number than torch.chunk's.
+    """(the first of the `number` columns of a rank, those of the whole vocabulary), cut as torch.chunk does.
 
     >>> column_range(128, Axis("tp", 2, 1), 257)
     (129, 257)
@@ -117,8 +115,7 @@ def column_range(number: int, axis: Axis, total: int = 0) -> tuple[int, int]:
 
 
 def _statistics(y: Tensor, targets: Tensor, terms: Terms, axis: Axis) -> Tensor:
-    """Return the statistics [n, 3] of whole rows from the logits [n, V/tp] of this rank; targets from
-    `mark_targets`."""
+    """The statistics [n, 3] of whole rows from the logits [n, V/tp] of this rank."""
     column = targets - terms.first
     in_range = (targets >= 0) & (column >= 0) & (column < y.shape[-1])
     # The largest logit serves the range of exp only; the loss does not depend on it, and nor does any derivative.
@@ -183,8 +180,7 @@ def _gather_statistics(statistics: Tensor, terms: Terms, axis: Axis) -> Tensor:
 
 @functools.cache
 def adds_wide(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether addmm of a GPU adds a product of this dtype to a float32 sum: by its library it does from PyTorch 2.11
-    on."""
+    """Whether addmm of a GPU adds a product of this dtype to a float32 sum."""
     with disable_current_modes():  # on real tensors, also if all others are fake
         a, sums = (torch.zeros((16, 16), dtype=t, device=device) for t in (dtype, torch.float32))
         try:
@@ -195,11 +191,7 @@ def adds_wide(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _add_exactly(sums: Tensor, excess: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add the product a b to `sums` in place; excess: what earlier additions added too much, which this one takes back.
-
-    The error of the sum then does not grow with the number of products. Ref: Kahan 1965, "Further remarks on reducing
-    truncation errors", Communications of the ACM 8(1).
-    """
+    """Add the product a b to `sums` in place by Kahan's sum; excess: what earlier additions added too much."""
     rows = max(1, PART_BYTES["cuda" if kind_of(a) == "cuda" else "cpu"] // (sums.shape[1] * sums.element_size()))
     for total, excess_rows, a_rows in zip(sums.split(rows), excess.split(rows), a.split(rows)):
         increment = (a_rows @ b).sub_(excess_rows)
@@ -210,8 +202,7 @@ def _add_exactly(sums: Tensor, excess: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_product(sums: Tensor | None, a: Tensor, b: Tensor, excess: Tensor | None = None) -> Tensor:
-    """`sums`, in float32 or wider, and the product a b: in place, or the product alone if there are no sums yet; by
-    `_add_exactly` if `excess` is given."""
+    """`sums`, in float32 or wider, and the product a b, in place; by `_add_exactly` with `excess`."""
     wider = torch.promote_types(a.dtype, torch.float32)
     if sums is not None and excess is not None:
         return _add_exactly(sums, excess, a, b)
@@ -230,9 +221,7 @@ def _add_product(sums: Tensor | None, a: Tensor, b: Tensor, excess: Tensor | Non
 
 
 def chunk_rows(n: int, columns: int, dtype: torch.dtype, kind: str) -> int:
-    """The tokens of a chunk on such a device: chunks as equal as multiples of 128 allow, within CHUNK_BYTES of logits,
-    or one token.
-    """
+    """The tokens of a chunk on such a device, within CHUNK_BYTES of logits, or one token."""
     max_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES["cuda" if kind == "cuda" else "cpu"] // (columns * dtype.itemsize)))
     even = -(-n // max(1, -(-n // max_rows)))
     return min(max_rows, max(1, -(-even // 128)) * 128)
@@ -248,8 +237,7 @@ def _run(
     targets: Tensor,
     weights: Tensor | None = None,
 ) -> tuple[Any, tuple[Tensor | None, Tensor | None]]:
-    """Return (loss, gradients of x and w; None for one that is not needed); for the loss a pair of it and those of each
-    token if the last of `wants` says so."""
+    """(loss, gradients of x and w; None for one that is not needed)."""
     per_token = wants[2]
     with_gradients = any(wants[:2])
     n, columns = x.shape[0], w.shape[0]

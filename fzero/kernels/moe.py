@@ -44,11 +44,7 @@ HALF_CONFIGS, FLOAT_CONFIGS = tuning.ConfigTable("_grouped_mm half"), tuning.Con
 
 
 def grouped_mm_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Multiply rows of x [M, D] by their group's w [E, D, F]: group e is the rows ends[e - 1] to ends[e] (int32 [E],
-    non-decreasing, last at most M). Rows behind the last group have no product: what is there depends on the form.
-
-    The definition multiplies every row by every expert and masks: E times the work.
-    """
+    """Multiply rows of x [M, D] by their group's w [E, D, F]: the definition, E times the work."""
     of_row = (torch.arange(x.shape[0], device=x.device)[:, None] >= ends[None, :]).sum(-1)
     total: Any = sum(torch.where((of_row == e)[:, None], x @ w[e], 0.0) for e in range(w.shape[0]))
     return total  # a tensor: there is an expert
@@ -272,10 +268,7 @@ grouped_mm = Op(
 
 
 def rows_of_bias(b: Tensor, rows: Tensor, ends: Tensor, impl: str = "auto") -> Tensor:
-    """The row b[e] of b [E, F] for each row of group e, in the dtype of `rows` [M, D]: [M, F]. Behind the last group as
-    `grouped_mm`, which it is, of a column of ones: so its gradient is a sum in a fixed order. torch's form takes
-    multiples of 8 columns.
-    """
+    """The row b[e] of b [E, F] for each row of group e, [M, F], by `grouped_mm` of a column of ones."""
     ones = F.pad(rows.new_ones(rows.shape[0], 1), (0, 7))
     return grouped_mm(ones, F.pad(b.to(rows.dtype)[:, None], (0, 0, 0, 7)), ends, impl=impl)
 
@@ -283,9 +276,7 @@ def rows_of_bias(b: Tensor, rows: Tensor, ends: Tensor, impl: str = "auto") -> T
 def feed_forward(
     p: Tree, rows: Tensor, ends: Tensor, kernels: Kernels = AUTO, float8: bool = False, gate: Op = swiglu
 ) -> Tensor:
-    """The experts' gated MLPs of rows [M, D] that are grouped as `grouped_mm` says: [M, D]; in float8: see
-    `moe_float8`, biases in the dtype of the rows.
-    """
+    """The experts' gated MLPs of rows [M, D] that are grouped as `grouped_mm` says: [M, D]."""
     op = float8_grouped_mm if float8 else grouped_mm
 
     def product(rows: Tensor, name: str) -> Tensor:
@@ -306,9 +297,7 @@ def dropless(
     float8: bool = False,
     gate: Op = swiglu,
 ) -> Tensor:
-    """Compute every token by its k experts: group rows by expert, three grouped products, in float8 or not, sum each
-    token's rows with its weights.
-    """
+    """Compute every token by its k experts: group rows, three grouped products, sum with weights."""
     k, tokens = ids.shape[-1], x.reshape(-1, x.shape[-1])
     order, inverse, ends = group(ids, p["w_gate"].shape[0], impl=kernels["group"])
     rows = permute(tokens, order, inverse, impl=kernels["permute"])
@@ -331,13 +320,7 @@ def capacity(
     expert_shard: tuple[int, int] | None = None,
     gate: Op = swiglu,
 ) -> Tensor:
-    """Compute at most C = ceil(factor T k / E) tokens of a sequence by each expert: first choices first, then in order
-    of position.
-
-    A token beyond the capacity gets 0 from that expert (the residual stream still carries it). Capacity is counted per
-    sequence, so the result does not depend on how a batch is split. expert_shard: (the number of the first expert of
-    `p`, that of all experts) where `p` has some of them, whose part of the result is returned.
-    """
+    """Compute at most C = ceil(factor T k / E) tokens of a sequence by each expert, first choices first."""
     b, t, d = x.shape
     k, experts = ids.shape[-1], p["w_gate"].shape[0]
     first, count = expert_shard or (0, experts)

@@ -44,8 +44,7 @@ def group_of(rows: int, ends: Tensor) -> Tensor:
 
 
 def rows_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """[M, F] in x's dtype: products of the numbers in float32 or wider, zero for rows behind the last group; every row
-    by every expert, and masked."""
+    """[M, F] in x's dtype: the definition; every row by every expert, and masked."""
     (qx, ix), (qw, iw) = quantise(x, E4M3, 1, True), quantise(w, E4M3, 1, True)
     wide, of_row, total = torch.promote_types(x.dtype, torch.float32), group_of(x.shape[0], ends), None
     for e in range(w.shape[0]):
@@ -68,9 +67,7 @@ def weights_reference(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
 
 
 class _GroupedProduct(Function):
-    """`rows_reference` of x and w, or `weights_reference` of x and g, with derivatives that are float8 products too.
-    Rounding has no part in them.
-    """
+    """`rows_reference` of x and w, or `weights_reference` of x and g, with float8 derivatives."""
 
     generate_vmap_rule = True
 
@@ -100,8 +97,7 @@ class _GroupedProduct(Function):
 
 
 def float8_grouped_mm_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Multiply rows of x [M, D] by their group's w [E, D, F] through float8, in x's dtype, on any device: the same
-    numbers as on the matrix units but for the order of the sums. Rows behind the last group are zero."""
+    """Multiply rows of x [M, D] by their group's w [E, D, F] through float8: the definition."""
     return _GroupedProduct.apply(x, w, ends, False)
 
 
@@ -288,8 +284,7 @@ def grouped_float8_dw(
 
 
 def columns_by_group(x: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """(float8 numbers of x [M, D], turned and contiguous: [D, M], the inverses of their scales [E, D]): a scale for
-    each column of each group."""
+    """(float8 numbers of x [M, D], turned: [D, M], inverse scales [E, D]): one for each column of a group."""
     wide, of_row = x.to(torch.float32), group_of(len(x), ends)
     largest = torch.zeros(len(ends) + 1, x.shape[1], device=x.device)
     # Of a maximum any order gives the same.

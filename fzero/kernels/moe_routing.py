@@ -42,11 +42,7 @@ def refuse_dtype(x: Tensor) -> str:
 
 
 def route_reference(logits: Tensor, top_k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids int64 [..., k], weights [..., k] that sum to 1, probabilities [..., E]) of router logits [..., E], in
-    float32 or wider.
-
-    The largest logit first; of equal ones that with the lower number. With a bias [E] the largest probability + bias.
-    """
+    """(ids int64 [..., k], weights [..., k], probabilities [..., E]) of router logits [..., E]."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     probabilities = torch.softmax(wide, -1)
     ranked = wide.detach() if bias is None else probabilities.detach() + bias.to(wide.dtype)
@@ -141,8 +137,7 @@ def _empty_route(logits: Tensor, top_k: int, bias: Tensor | None = None) -> tupl
 
 @operator("route_forward(Tensor logits, int top_k, Tensor? bias) -> (Tensor, Tensor, Tensor)", _empty_route)
 def route_forward(logits: Tensor, top_k: int, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights, probabilities, ids) of logits [N, E], chosen by probabilities with a float32 bias [E] or without, in
-    one pass over them."""
+    """(weights, probabilities, ids) of logits [N, E], with a float32 bias [E] or without, in one pass."""
     out = _empty_route(logits, top_k)
     n, experts = logits.shape
     logits = logits.contiguous()
@@ -253,9 +248,7 @@ def _empty_groups(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @operator("group_rows(Tensor ids, int experts) -> (Tensor, Tensor, Tensor)", _empty_groups)
 def group_rows(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (order, inverse, ends) of ids int64 [M] by a counting sort: count per expert and block of pairs, running
-    sum, places.
-    """
+    """(order, inverse, ends) of ids int64 [M] by a counting sort."""
     m, blocks = len(ids), triton.cdiv(len(ids), PAIRS)
     order, inverse, ends = _empty_groups(ids, experts)
     if m == 0:

@@ -72,12 +72,7 @@ def newton_schulz_reference(
 def _symmetric(
     X, ADD, OUT, m, k, alpha, beta, ADDS: tl.constexpr, UPCAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute one tile (i, j), j <= i, of alpha X X^T + beta ADD, and store it and its transpose.
-
-    Programs are numbered batch * triangle + t, where t numbers the tiles of the lower triangle row by row:
-    t = i (i + 1) / 2 + j, so i is the integer part of (sqrt(8 t + 1) - 1) / 2, corrected for rounding. Masks: rows and
-    columns beyond m; the mirror image not on the diagonal.
-    """
+    """Compute one tile (i, j), j <= i, of alpha X X^T + beta ADD, and store it and its transpose."""
     tiles = tl.cdiv(m, BLOCK)
     triangle = tiles * (tiles + 1) // 2
     batch, t = (tl.program_id(0) // triangle).to(tl.int64), tl.program_id(0) % triangle
@@ -120,9 +115,7 @@ def _shape(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor:
 
 @operator("symmetric_product(Tensor x, Tensor? add, float alpha, float beta) -> Tensor", _shape, flop=flops.symmetric)
 def symmetric_product(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor:
-    """alpha x x^T + beta add of x [B, M, K] and a symmetric add [B, M, M] or None, rounded once, half of the tiles
-    computed.
-    """
+    """alpha x x^T + beta add of x [B, M, K], add symmetric or None, rounded once; half of the tiles."""
     x = x.contiguous()
     batch, m, k = x.shape
     out = torch.empty(batch, m, m, dtype=x.dtype, device=x.device)

@@ -156,11 +156,7 @@ def _layer_backward_like(g: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor,
     opened=True,
 )
 def layer_norm_rows_backward(g: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient by x [M, N], those by scale and by bias, float32 [N]) from the gradient g of x normed, some rows at a
-    time in float32. scale: float32.
-
-    The statistics of rows are computed again: where a forward pass is compiled, Inductor rounds them to x's dtype.
-    """
+    """(gradient by x [M, N], by scale and by bias, float32 [N]) from the gradient g of x normed."""
     dx, *_ = _layer_backward_like(g, x)
     sums = x.new_zeros((2, x.shape[-1]), dtype=torch.float64)
     rows, every = min(_rows(x), SUMMED_ROWS), [True, True, True]
@@ -352,11 +348,7 @@ def _on_cpu(x: Tensor, *args: Any, **options: Any) -> str:
 
 
 def _op(name: str, reference: Callable[..., Any], forms: Sequence[Form], flop: int, bytes_of_x: int) -> Op:
-    """The operation of x, the residual if it adds one, parameters and eps.
-
-    forms: those beside Triton's, whose `supports` takes (x, residual or None, *parameters). flop, bytes_of_x: for an
-    element and a byte of x.
-    """
+    """The operation of x, the residual if it adds one, parameters and eps."""
     add, layer, signature = name.startswith("add_"), name.endswith("layer_norm"), inspect.signature(reference)
 
     def in_order(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:

@@ -55,9 +55,7 @@ def _param(W, X, columns, N):
 
 @triton.jit
 def _moments(x, mask, n, LAYER: tl.constexpr):
-    """(mean, sum of squared deviations from it) over the n unmasked columns of a tile; for RMSNorm the deviations from
-    0.
-    """
+    """(mean, sum of squared deviations) over the n unmasked columns of a tile; of RMSNorm from 0."""
     mean = tl.sum(x, 1) / n
     if LAYER:
         # Masked columns were loaded as 0, and would deviate by the mean.
@@ -224,9 +222,7 @@ def _tuned_config(kernel: triton.JITFunction, x: Tensor, layer: bool) -> tuning.
 
 
 def _programs(device: torch.device, warps: int) -> int:
-    """The number of programs of the backward pass: 16 warps per multiprocessor. The order of its sums depends on this
-    number.
-    """
+    """The number of programs of the backward pass, 16 warps per multiprocessor; it orders the sums."""
     if device.type != "cuda":
         return 4
     return gpu.properties(device).multi_processor_count * max(1, 16 // warps)
@@ -267,9 +263,7 @@ def _stats_like(x: Tensor, bias: Tensor | None) -> Tensor:
     lambda x, scale, bias, eps: (x.new_empty(x.shape), _stats_like(x, bias)),
 )
 def norm_forward(x: Tensor, scale: Tensor, bias: Tensor | None, eps: float, *, largest: bool) -> tuple[Tensor, ...]:
-    """(x normed, statistics float32 [1 or 2, M]): 1 / sqrt(mean square + eps) of the M rows; with a bias, LayerNorm's,
-    and the means.
-    """
+    """(x normed, statistics float32 [1 or 2, M]) of the M rows; with a bias LayerNorm's."""
     y, _, *more = _forward(x, None, scale, bias, eps, largest)
     return y, *more[: 1 + largest]
 
@@ -292,9 +286,7 @@ def add_norm_forward(
 def norm_backward(
     g: Tensor, total_g: Tensor | None, x: Tensor, scale: Tensor, stats: Tensor, *, largest: bool
 ) -> tuple[Tensor, ...]:
-    """(gradient by x, float32 [1 or 2, N] by scale and by bias) from the gradient g of x normed, and total_g of x
-    itself, if any.
-    """
+    """(gradient by x, float32 [1 or 2, N] by scale and by bias) from the gradient g of x normed."""
     add, (kinds, m), n = total_g is not None, stats.shape, x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     magnitudes = largest_like(x) if largest else dx
@@ -331,9 +323,7 @@ def fused_norm(label: str, add: bool, layer: bool, eps: float) -> Fused:
 
 
 def builds(gpu: str) -> Iterator[Build]:
-    """The builds for `aot`: the forms with a sum, which hold most registers, for the sizes at which the configuration
-    changes.
-    """
+    """The builds for `aot`: the forms with a sum, for the sizes at which the configuration changes."""
     types = "W:*fp32 B:*fp32 STATS:*fp32 PARTS:*fp32 eps:fp32 M:i32 N:i32"
     for kernel in (_norm_forward, _norm_backward):
         aligned = tuple(name for name in kernel.arg_names if name == "N" or name.endswith("_row"))

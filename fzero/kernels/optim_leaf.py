@@ -39,9 +39,7 @@ PIECE_ELSEWHERE = 1 << 23
 
 
 class OptimLeaf(NamedTuple):
-    """One leaf to update. All tensors have p's shape, except the scales of an 8-bit state, whose last dim is the number
-    of blocks.
-    """
+    """One leaf to update; all tensors have p's shape, except the scales of an 8-bit state."""
 
     p: Tensor
     g: Tensor
@@ -114,9 +112,7 @@ SIGNED = {adamw_step: (True, False), lion_step: (True,)}  # of the moments, in 8
 
 
 def step_leaf(step: Any, leaf: OptimLeaf, rates: StepRates, local: int = 0) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The definition of a step: (u, new state as stored) of a leaf, or of the part of it that begins at the flat index
-    `local`.
-    """
+    """The definition of a step: (u, new state as stored) of a leaf, or of its part from index `local`."""
     dtype = torch.float32
     for x in (leaf.p, leaf.g, *leaf.state):
         dtype = torch.promote_types(dtype, x.dtype) if x.is_floating_point() else dtype
@@ -140,9 +136,7 @@ def step_leaf(step: Any, leaf: OptimLeaf, rates: StepRates, local: int = 0) -> t
 
 
 def _leaf_chunks(leaf: OptimLeaf, rates: StepRates) -> Iterator[tuple[int, OptimLeaf]]:
-    """(first flat index, views of a part) of a leaf in pieces that cut no block of an 8-bit state, whatever the
-    strides.
-    """
+    """(first flat index, views of a part) of a leaf in pieces that cut no block of an 8-bit state."""
     max_elements, shape = PIECE.get(kind_of(leaf.p), PIECE_ELSEWHERE), leaf.p.shape
     if leaf.p.numel() <= max_elements or (len(shape) == 1 and leaf.state[0].dtype == torch.uint8):
         yield 0, leaf
@@ -220,11 +214,7 @@ def fused_serves(leaves: Sequence[OptimLeaf], rates: StepRates) -> str:
 
 @torch.no_grad()
 def adamw_fused(leaves: Sequence[OptimLeaf], rates: StepRates) -> None:
-    """torch._fused_adamw_ (or _fused_adam_ for a coupled decay), which equals the reference to the rounding of a few
-    operations.
-
-    In this form too an element's bits depend neither on where in a leaf it lies nor on how the leaf is cut into shards.
-    """
+    """torch._fused_adamw_ (or _fused_adam_), equal to the reference up to a few roundings."""
     groups: dict[tuple, list[OptimLeaf]] = {}
     for leaf in leaves:
         if all(x.is_contiguous() for x in (leaf.p, leaf.g, *leaf.state)):
@@ -250,11 +240,7 @@ def adamw_fused(leaves: Sequence[OptimLeaf], rates: StepRates) -> None:
 
 @contextlib.contextmanager
 def _whole_lines(leaves: list[OptimLeaf]) -> Iterator[list[list[Tensor]]]:
-    """Lists of p, g, m and v in pieces of whole cache lines, for the kernel to write into.
-
-    The CPU kernel rounds the elements after a tensor's last whole cache line differently. These elements of all leaves
-    are joined and padded to whole lines, so that the bits of an element do not depend on its position.
-    """
+    """Lists of p, g, m and v in pieces of whole cache lines, for the kernel to write into."""
     columns = [list(column) for column in zip(*((leaf.p, leaf.g, *leaf.state[:2]) for leaf in leaves))]
     first = leaves[0].p
     line = 64 // first.element_size() if kind_of(first) == "cpu" else 1
@@ -317,10 +303,7 @@ def _leaf_struct(leaf: OptimLeaf, moments: int) -> _Leaf:
 
 
 def cpp_step(rule: Any, leaves: Sequence[OptimLeaf], rates: StepRates) -> None:
-    """A step of `rule` (adamw_step or lion_step) on every leaf, in place, by all of torch's threads.
-
-    Waits for tensors of `rates` that are on a device.
-    """
+    """A step of `rule` (adamw_step or lion_step) on every leaf, in place, by all of torch's threads."""
     if leaves and fake_device_of(leaves[0].p) is not None:
         record_launch(rule.__name__, *touched_tensors(leaves))
         return
@@ -374,19 +357,11 @@ def cpp_serves(rule: Any, leaves: Sequence[OptimLeaf], rates: StepRates) -> str:
 
 
 def adamw_cpp_prefers(leaves: Sequence[OptimLeaf], rates: StepRates) -> str:
-    """The reason why "auto" should not take AdamW's form.
-
-    Small models should not wait for a compiler; and if the number of elements decided, the sharding of a leaf would
-    change its last bits. Measured on a Xeon, 64M elements: as fast as torch's fused kernel where all is float32, 2.5
-    times with a bfloat16 gradient and copy (against three passes); against the reference at 4M 9 times with bfloat16
-    states, 20 times rounded stochastically and in 8 bits.
-    """
+    """The reason why "auto" should not take AdamW's form: few elements, whose step compiles for longer."""
     return "it must be compiled, and its last bits are its own: ask for it by name"
 
 
 def lion_cpp_prefers(leaves: Sequence[OptimLeaf], rates: StepRates) -> str:
-    """The reason why "auto" should not take Lion's form; it has the reference's bits and 7 times its speed, but
-    compiles for seconds.
-    """
+    """The reason why "auto" should not take Lion's form, which compiles for seconds."""
     count = sum(leaf.p.numel() for leaf in leaves)
     return "" if count >= MANY else f"it must be compiled, for {count} elements; from {MANY} on that pays"

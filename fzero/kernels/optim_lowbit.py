@@ -31,11 +31,7 @@ FOLD_INT = tl.constexpr(prng._FOLD_INT)
 
 
 class LeafPosition(NamedTuple):
-    """The elements of a whole leaf that a shard holds, and the words of the key for its random numbers.
-
-    Local element i has the global index first + (i // size1) stride1 + (i % size1 // size0) stride0 + i % size0. A
-    whole leaf has size0 = size1 = its number of elements.
-    """
+    """The elements of a whole leaf that a shard holds, and the words of the key for its random numbers."""
 
     key: tuple[int, int] = (0, 0)
     first: int = 0
@@ -54,9 +50,7 @@ class LeafPosition(NamedTuple):
 def make_position(
     key: tuple[int, int], shape: tuple[int, ...], start: tuple[int, ...], full_shape: tuple[int, ...]
 ) -> LeafPosition:
-    """The Place of the elements [start, start + shape) of a leaf of shape `full_shape`; raises ValueError if more than
-    three dims are cut.
-    """
+    """The LeafPosition of the elements [start, start + shape) of a leaf; raises ValueError for too many cuts."""
     runs: list[
         list[int]
     ] = []  # [size, stride, offset], innermost first: dims that lie whole join the one outside of them
@@ -84,9 +78,7 @@ def make_position(
 
 
 def step_words(position: LeafPosition, count: Tensor, local: int, shape: torch.Size) -> Tensor:
-    """The 32-bit words (int64, of `shape`) of step `count` for the elements of a shard from the local index `local`
-    on.
-    """
+    """The 32-bit words (int64, of `shape`) of step `count` for a shard's elements from `local` on."""
     key = prng.fold_in(torch.tensor(position.key, dtype=torch.int64).to(count.device), count)
     n = shape.numel()
     if local + n <= position.size0:
@@ -127,12 +119,7 @@ def _global_index(i, first, size0, stride0, size1, stride1):
 
 @triton.jit
 def draw_words(begin, ROW, k0, k1, PLACED: tl.constexpr, QUADS: tl.constexpr, BLOCK: tl.constexpr):
-    """random.bits (uint32 [BLOCK]) of the local elements begin, begin + 1, ...; ROW holds the five numbers of a Place
-    after its key.
-
-    PLACED: the shard is not one run. QUADS: its runs begin and end at multiples of four, so four elements share a block
-    of Philox.
-    """
+    """random.bits (uint32 [BLOCK]) of the local elements begin, begin + 1, ..."""
     first = tl.load(ROW)
     STEP: tl.constexpr = 4 if QUADS else 1
     e = begin + tl.arange(0, BLOCK // STEP) * STEP
@@ -174,12 +161,7 @@ def _by_block(x: Tensor, block: int) -> Tensor:
 
 
 def encode(x: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
-    """(codes uint8 [..., C], largest magnitudes float32 [..., blocks]) of float32 x [..., C]; unsigned x must be at
-    least 0.
-
-    Rounds to nearest. Unsigned, values above 0 keep codes above 0: a second moment of 0 would make a step of m /
-    eps.
-    """
+    """(codes uint8 [..., C], largest magnitudes float32 [..., blocks]) of float32 x [..., C]."""
     levels = 127 if signed else 255
     raw = reinterpret(_by_block(x, block).contiguous(), torch.int32)
     size = raw & 0x7FFFFFFF
@@ -205,9 +187,7 @@ def decode(codes: Tensor, scales: Tensor, signed: bool, block: int) -> Tensor:
 
 @triton.jit
 def encode_blocks(x, SIGNED: tl.constexpr):
-    """(codes uint8 [R, BLOCK], largest magnitudes float32 [R]) of float32 x [R, BLOCK], whose rows are blocks, 0 beyond
-    their ends.
-    """
+    """(codes uint8 [R, BLOCK], largest magnitudes float32 [R]) of float32 x, whose rows are blocks."""
     LEVELS: tl.constexpr = 127 if SIGNED else 255
     LEAST: tl.constexpr = 0 if SIGNED else 1
     raw = x.to(tl.int32, bitcast=True)

@@ -26,9 +26,7 @@ M0, M1, M2, M3, M4, M5, M6, M7, M8, M9, M10, M11, M12, M13, M14 = (
 
 @triton.jit
 def _round_to_int(y, word, STOCHASTIC: tl.constexpr):
-    """float32 y, |y| < 2^22, as int32: to nearest even, or up with the probability of its fraction by the upper 24 bits
-    of a word.
-    """
+    """float32 y, |y| < 2^22, as int32: to nearest even, or up with the probability of its fraction."""
     if STOCHASTIC:
         floor = tl.floor(y)
         # Words are unsigned; their upper 24 bits are exact in float32, and 2^-24 makes them [0, 1).
@@ -60,14 +58,7 @@ def _level_of(code):
 
 @triton.jit
 def encode(x, word, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Quantise blocks held in registers: (codes int32 [R, BLOCK], scale float32 [R]) of float32 x [R, BLOCK], whose
-    rows are blocks.
-
-    KIND: "int8", "int4" (codes signed), "nf4" (numbers of levels) or "fp8_e4m3", "fp8_e5m2" (codes 0 to 255, the
-    format's bits). Elements beyond the end must be 0. word: random words (uint32 or int32 [R, BLOCK]) where STOCHASTIC,
-    else anything. A row with an infinity or a NaN has scale infinity and the codes of zeros. The bits do not depend on
-    whether the compiler fuses products and sums.
-    """
+    """(codes int32 [R, BLOCK], scale float32 [R]) of float32 x [R, BLOCK], whose rows are blocks."""
     OF_FLOAT8: tl.constexpr = 448.0 if KIND == "fp8_e4m3" else 57344.0
     OF_FOUR: tl.constexpr = 7.0 if KIND == "int4" else 1.0
     LARGEST: tl.constexpr = 127.0 if KIND == "int8" else (OF_FOUR if KIND == "int4" or KIND == "nf4" else OF_FLOAT8)
@@ -97,12 +88,7 @@ def encode(x, word, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def decode(codes, scale, KIND: tl.constexpr):
-    """Dequantise blocks held in registers: float32 [R, BLOCK] of codes (any integer dtype, as `encode` gives) and scale
-    float32 [R].
-
-    Its last step is a product, which the compiler may fuse with a sum of the caller's (launch with
-    enable_fp_fusion=False to forbid it).
-    """
+    """float32 [R, BLOCK] of codes (as `encode` gives) and scale float32 [R]."""
     if KIND == "int8" or KIND == "int4":
         return codes.to(tl.float32) * scale[:, None]
     code = codes.to(tl.int32)
@@ -119,13 +105,7 @@ def decode(codes, scale, KIND: tl.constexpr):
 
 @triton.jit
 def draw_words(KEY, start, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """The words (uint32 [R, BLOCK]) of `fzero.core.prng.bits` by the key at KEY for the elements start[r], start[r] +
-    1, ...
-
-    start: int64 [R].
-
-    ALIGNED: every start is a multiple of 4, so four elements share the work of one counter.
-    """
+    """The words (uint32 [R, BLOCK]) of `fzero.core.prng.bits` for the elements from start[r] on."""
     seed = tl.load(KEY) | (tl.load(KEY + 1) << 32)
     if ALIGNED:
         a, b, c, d = tl.randint4x(seed, (start >> 2)[:, None] + tl.arange(0, BLOCK // 4)[None, :])

@@ -1,5 +1,4 @@
-"""Quantised tensors: their kinds, their codes, the reference functions that define the operations of `quantize`, and
-these operations in C++ on a CPU.
+"""Quantised tensors: their kinds, their codes, the reference functions, and these operations in C++ on a CPU.
 
 nf4 is not a number but the index of one of 16 levels, the quantiles of a normal distribution scaled to [-1, 1], with 0
 among them. Ref: Dettmers et al. 2023, "QLoRA", arXiv:2305.14314, section 3 and appendix E.
@@ -30,18 +29,14 @@ from fzero.kernels.custom_operator import call_cpp, operator
 
 
 class Quantized(NamedTuple):
-    """A tensor [.., n] in codes: data int8 or float8 [.., n], or uint8 [.., ceil(n / 2)] for int4 and nf4; scale
-    float32 [.., ceil(n / block)].
-    """
+    """A tensor [.., n] in codes: data, two a byte for int4 and nf4, and scale float32 [.., blocks]."""
 
     data: Tensor
     scale: Tensor
 
 
 class CodeKind(NamedTuple):
-    """A kind of code: the largest, the dtype of the data, for float8 the bits of the mantissa and the lowest normal
-    exponent, and what codes stand for if they are numbers of levels.
-    """
+    """A kind of code: the largest, the dtype of the data, float8's format, and the levels if any."""
 
     largest: float
     dtype: torch.dtype
@@ -129,12 +124,7 @@ def _level_of(codes: Tensor, levels: Sequence[float]) -> Tensor:
 
 
 def quantize_reference(x: Tensor, kind: str, block: int, *, key: Tensor | None = None, first: int = 0) -> Quantized:
-    """x [.., n] (any floating dtype) in codes: the definition.
-
-    key: rounding is stochastic, by `random.bits(key, x.shape, first=first)`: `first` is the index of x's first element
-    in the leaf whose contiguous part x is. Raises ValueError for a kind or a block that there is not, and for a key
-    with nf4, which goes to the nearest level.
-    """
+    """x [.., n] in codes: the definition; key: stochastic rounding, by `random.bits` from `first` on."""
     _check_kind(kind, block)
     x, (largest, dtype, mantissa, lowest, levels) = x.detach().to(torch.float32), KINDS[kind]
     if levels and key is not None:
@@ -167,11 +157,7 @@ def dequantize_reference(
     dtype: torch.dtype = torch.float32,
     size: int | None = None,
 ) -> Tensor:
-    """The tensor [.., size] of `dtype` that q stands for: the definition. size: needed for int4 and nf4 of odd size
-    alone.
-
-    Raises ValueError if the shapes and dtypes of q are not those of such a tensor.
-    """
+    """The tensor [.., size] of `dtype` that q stands for: the definition."""
     data, scale = (t.detach() for t in q)
     n = size_of(data, scale, kind, block, size)
     if levels := KINDS[kind].levels:
@@ -191,11 +177,7 @@ def dequantize_sum_requantize_reference(
     key: Tensor | None = None,
     first: int = 0,
 ) -> Quantized:
-    """The sum over the first dim of what data [R, ..] and scale [R, ..] stand for, in float32 and in order, in codes:
-    the definition.
-
-    What a compressed reduce-scatter does with the parts of R ranks (ZeRO++, section 3.3). key, first: as in `quantize`.
-    """
+    """The sum over the first dim of what data [R, ..] and scale [R, ..] stand for, in order, in codes."""
     n = size_of(data, scale, kind, block, size)
     total = torch.zeros((*data.shape[1:-1], n), dtype=torch.float32, device=data.device)
     for rank_codes in zip(data, scale):
@@ -223,8 +205,7 @@ class _CodesShape(ctypes.Structure):
 
 @functools.cache
 def _tables(kind: str) -> tuple[Any, Any]:
-    """(what the codes of a kind stand for, the middles between neighbours) as arrays of C, None where they are
-    integers, or no levels."""
+    """(what the codes of a kind stand for, the middles between neighbours) as arrays of C, or None."""
     array = lambda numbers: (ctypes.c_float * len(numbers))(*numbers)  # noqa: E731
     levels, mantissa = KINDS[kind].levels, KINDS[kind].mantissa
     if levels:

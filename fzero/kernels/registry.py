@@ -54,13 +54,7 @@ def always(*args: Any, **options: Any) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """One way to compute an operation: `run` takes what the operation's reference takes.
-
-    supports: the same arguments -> "" if this form serves them, else the reason why not, in a few words. prefers:
-    the same arguments -> "" if "auto" should take this form, else the reason why not, with what was measured.
-    composes: whether it serves under vmap and where it is differentiated more than once; the reference does it
-    elsewhere.
-    """
+    """One way to compute an operation: `run` takes what the operation's reference takes."""
 
     name: str
     run: Callable[..., Any]
@@ -97,13 +91,7 @@ class Explanation:
 
 
 class Op:
-    """A hot operation. Calling it computes `reference(*args, **options)` by the form that `impl` names.
-
-    order: the same arguments -> names of forms in the order in which "auto" asks them, in the places of those forms; by
-    default that in which they are given. flops, bytes: the same arguments -> the least cost of a call, forward:
-    floating-point operations, and bytes to and from memory. Both also serve tensors without data (fake or on the meta
-    device).
-    """
+    """A hot operation: calling it computes `reference(*args, **options)` by the form that `impl` names."""
 
     def __init__(
         self,
@@ -130,10 +118,7 @@ class Op:
     def choose(
         self, impl: str, args: tuple[Any, ...], options: Mapping[str, Any], reasons: dict[str, str] | None = None
     ) -> tuple[str, Callable[..., Any]]:
-        """(name, function) of the form that serves a call; notes in `reasons` why others do not.
-
-        Raises ValueError if `impl` is no form of this operation, or does not support the call.
-        """
+        """(name, function) of the form that serves a call; notes in `reasons` why others do not."""
         if impl not in ("auto", "reference"):
             form = self.form(impl)
             if reason := form.reason_against(args, options, first_order()):
@@ -180,9 +165,7 @@ def op(name: str) -> Op:
 
 
 def register(name: str, form: Form) -> None:
-    """Add a form to the operation `name`; "auto" asks it before those that are there. A form of the same name is
-    replaced.
-    """
+    """Add a form to the operation `name`, before those that are there or in place of its namesake."""
     forms = op(name).forms
     forms[:] = [form, *(existing for existing in forms if existing.name != form.name)]
 
@@ -208,10 +191,7 @@ class Kernels:
 
     @classmethod
     def parse(cls, text: str) -> Kernels:
-        """The choice of a text: "auto", "reference", or e.g. "auto,attention=blocked,rms_norm=reference".
-
-        Raises ValueError for an operation or form that is not there.
-        """
+        """The choice of a text: "auto", "reference", or e.g. "auto,attention=blocked,rms_norm=reference"."""
         default, by_op = "auto", {}
         for item in filter(None, (p.strip() for p in text.split(","))):
             name, equals, form = item.partition("=")

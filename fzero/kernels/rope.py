@@ -150,9 +150,7 @@ def rope_frequencies(
     device: torch.device | None = None,
     x: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The angles per position [K / 2] of tensors of dtype `x`, float64 for float64, else float32: theta^(-2 i / K), the
-    long wavelengths divided by the scaling's factor. With YaRN theta must be above 1.
-    """
+    """The angles per position [K / 2], float64 for float64, else float32: theta^(-2 i / K), scaled."""
     dtype = torch.promote_types(x, torch.float32)
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(dtype) / head_dim
     frequency = 1.0 / (theta**exponent)
@@ -194,10 +192,7 @@ def _turns(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rope_reference(x: Tensor, positions: Tensor, frequencies: Tensor, *, layout: str = "half") -> Tensor:
-    """x [B, T, H, K] turned: the definition.
-
-    Raises ValueError for a layout that there is not, and unless there are K / 2 frequencies.
-    """
+    """x [B, T, H, K] turned: the definition; raises ValueError for a layout that there is not."""
     return _rotate(x, *_turns(positions, frequencies), layout)
 
 
@@ -215,11 +210,7 @@ QUARTERS = tl.constexpr(2 / math.pi)
 
 @triton.jit
 def _cos_sin(angle):
-    """(cos, sin) of float32 angles, to 1e-7: reduced to +-pi/4 in float64, then polynomials.
-
-    The device's own are approximate far from 0, at large positions.
-    Ref: Moshier, Cephes mathematical library, sinf.c.
-    """
+    """(cos, sin) of float32 angles, to 1e-7: reduced to +-pi/4 in float64, then polynomials (Cephes)."""
     # In float32 the product of quarters and pi/2 would be rounded by up to 4e-3 at angle 1e5.
     wide = angle.to(tl.float64)
     quarters = tl.floor(wide * QUARTERS + 0.5)
@@ -242,9 +233,7 @@ def _rotate_heads(
     X, OUT, head_stride, stride, cos, sin, COUNT: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Turn the COUNT heads of a token, the first at X; at OUT they lie one after the other. cos, sin float32
-    [BLOCK].
-    """
+    """Turn the COUNT heads of a token, the first at X; at OUT they lie one after the other."""
     pair = tl.arange(0, BLOCK)[None, :].to(tl.int64)
     # HEADS heads at a time, because a tile must be a power of two; heads from COUNT on are masked.
     for start in range(0, COUNT, HEADS):

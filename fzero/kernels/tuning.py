@@ -1,14 +1,11 @@
-"""The block sizes of kernels: those of the chip's file or a default chosen from shapes, or the fastest measured on this
-device, kept in the user's cache folder; and how fast forms of attention are on a chip.
+"""The block sizes of kernels: those of the chip's file or a default, or the fastest measured on this device.
 
-A configuration is a dict of a kernel's constants and launch options, {"BLOCK": 1024, "num_warps": 8, "num_stages": 2}:
-JSON, and keyword arguments of a launch. Timing happens in `tune` alone, and launches call it only inside `searching()`:
-run a step of your own there once, and every kernel that it launches has found its configuration for those shapes. Other
-runs never depend on a clock.
+A configuration is a dict of a kernel's constants and launch options, {"BLOCK": 1024, "num_warps": 8, "num_stages": 2}.
+Timing happens in `tune` alone, which launches call only inside `searching()`; the result is kept in the user's cache
+folder. Other runs never depend on a clock.
 
-A chip's file (chips/*.json) has the names of the GPUs that it is of (`names`, a regular expression), the speeds of
-forms of attention with their source, and block sizes of kernels. What `fzero bench` measured on this machine comes
-before what was published.
+A chip's file (chips/*.json) has the names of its GPUs (`names`, a regular expression), the speeds of forms of attention
+with their source, and block sizes. What `fzero bench` measured comes before it.
 """
 
 from __future__ import annotations
@@ -76,10 +73,7 @@ def chip_of(gpu: str) -> Mapping[str, Any]:
 
 
 class ConfigTable(list[Config]):
-    """The configurations of a kernel, or of one kind of its calls, by the name in the files of chips/.
-
-    It holds those of the default file, of which the first serves and the others are for `searching`.
-    """
+    """The configurations of a kernel, or of one kind of its calls, by the name in the files of chips/."""
 
     def __init__(self, name: str) -> None:
         super().__init__(listed()[DEFAULT]["blocks"]["rows"][name])
@@ -139,10 +133,7 @@ def write_measured(gpu: str, speeds: Sequence[Speed]) -> Path:
 
 @functools.lru_cache(maxsize=256)
 def order_of_attention(gpu: str, dtype: str, dim: int, queries: int) -> tuple[str, ...]:
-    """The forms of attention in the order in which "auto" asks them on a GPU; () if no table has the GPU.
-
-    The fastest first, each by its speed at the nearest number of queries measured for this dtype and head dim; then
-    those that were not measured, in the order that the chip's file states.
+    """The forms of attention in the order in which "auto" asks them on a GPU, the fastest first.
 
     >>> order_of_attention("NVIDIA H100 80GB HBM3", "bfloat16", 128, 8192)
     ('fa3', 'cudnn', 'triton', 'flash')
@@ -169,9 +160,7 @@ _SEARCHING: list[bool] = []
 
 @functools.cache
 def cache_file(device: torch.device) -> Path:
-    """Where the configurations of a CUDA device are kept: $XDG_CACHE_HOME (or
-    ~/.cache)/fzero/kernels/DEVICE-triton-VERSION.json.
-    """
+    """The file of a CUDA device's configurations, by device and Triton's version, in the user's cache."""
     name = file_name(gpu.properties(device).name)
     return kernel_folder() / f"{name}-triton-{triton.__version__}.json"
 
@@ -210,9 +199,7 @@ def tune(
     seconds: Callable[[Config], float],
     device: torch.device,
 ) -> Config:
-    """The fastest of `candidates` by `seconds(config)` (infinite if one does not run), written into the device's
-    file.
-    """
+    """The fastest of `candidates` by `seconds(config)` (infinite if one fails), written into the file."""
     if not candidates:
         raise ValueError(f"{kernel}: there is no configuration to try")
     best = min(candidates, key=seconds)
@@ -232,9 +219,7 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def searching() -> Iterator[None]:
-    """A context in which each launch for a shape without a measured configuration times all configurations and keeps
-    the fastest.
-    """
+    """A context in which a launch for a new shape times all configurations and keeps the fastest."""
     _SEARCHING.append(True)
     try:
         yield
@@ -252,11 +237,7 @@ def launch(
     default: Config | None = None,
     **constants: Any,
 ) -> None:
-    """Run `kernel[grid(config)](*arguments, **constants, **config)` on the device of the first argument, a tensor.
-
-    configs: those there are; `default` (the first of them if None) serves if none was measured for `shape` on this
-    device.
-    """
+    """Run `kernel[grid(config)](*arguments, **constants, **config)` on the first argument's device."""
     device, name = arguments[0].device, kernel.__name__
     configs = rows(configs, device)
     chosen = config(name, shape, default or configs[0], device)

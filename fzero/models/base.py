@@ -1,6 +1,4 @@
-"""A layered model as a value: pure functions over a parameter tree whose blocks are stacked on a leading dim of L
-layers.
-"""
+"""A layered model as a value: pure functions over a parameter tree whose blocks are stacked on a dim of L layers."""
 
 from __future__ import annotations
 
@@ -26,11 +24,7 @@ from fzero.sharding.slices import is_stacked
 
 
 class MakeLeaf(Protocol):
-    """`make(name, shape, std, mean=0.0)` makes a leaf: normal values, or the constant `mean` if std is 0.
-
-    dtype: of a leaf of integers, whose values are the normal ones rounded and clamped; None for a parameter, whose
-    dtype is not the model's choice.
-    """
+    """`make(name, shape, std, mean=0.0)` makes a leaf: normal values, or `mean` if std is 0."""
 
     def __call__(
         self,
@@ -220,10 +214,7 @@ class Stack(NamedTuple):
 
 
 def stacks_of(model: Model) -> list[Stack]:
-    """The stacks of a model, in the order of a forward pass.
-
-    Raises ValueError for a name that is not "blocks" or "blocks_NAME", and a join before no stack.
-    """
+    """The stacks of a model, in the order of a forward pass; raises ValueError for another name."""
     blocks = model.block if isinstance(model.block, Mapping) else {"blocks": model.block}
     for name in blocks:
         if not is_stacked(f"{name}/"):
@@ -235,9 +226,7 @@ def stacks_of(model: Model) -> list[Stack]:
 
 
 def map_blocks(model: Model, change: Callable[[Block], Block]) -> Blocks | dict[str, Blocks]:
-    """`change` of every function of a model's stacks, for a Model's `block`. Layers that have one function have one
-    again, so that it is compiled once.
-    """
+    """`change` of every function of a model's stacks; layers that have one function share the result."""
     changed: dict[Block, Block] = {}
 
     def change_all(blocks: Blocks) -> Blocks:

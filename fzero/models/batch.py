@@ -1,7 +1,4 @@
-"""The batches of a model of tokens: their entries, and what is refused of them.
-
-The sums of a loss by the source of a row, of a batch that says which each is of.
-"""
+"""The batches of a model of tokens: their entries, what is refused of them, and sums of a loss by source."""
 
 from __future__ import annotations
 
@@ -38,17 +35,12 @@ WRONG = "wrong"
 
 
 def has_tokens(config: Any) -> bool:
-    """Whether the batches of a model of this config are of tokens, with the entries of Batch; those of others are their
-    own."""
+    """Whether the batches of a model of this config are of tokens, with the entries of Batch."""
     return hasattr(config, "max_len")
 
 
 def check_batch(config: Any, batch: Batch, parts: int = 1) -> None:
-    """Raise ValueError if a batch does not fit the model: an entry is missing, shapes differ, or sequences are too long
-    or not divisible by `parts`, among which sequence parallelism cuts them.
-
-    config: of the model.
-    """
+    """Raise ValueError if a batch does not fit the model: an entry, a shape, or a length."""
     write = 'write {"tokens": rows[:, :-1], "targets": rows[:, 1:]}'
     expect_kind("the batch of a Model", batch, Mapping, write)
     if not has_tokens(config):
@@ -89,16 +81,14 @@ def check_batch(config: Any, batch: Batch, parts: int = 1) -> None:
 
 
 def select_tokens(batch: Batch, positions: Tensor, full_entries: Collection[str]) -> Batch:
-    """The batch of the tokens at `positions`, int64 [N], of its sequences: what is [B, T, ...] in every entry, but in
-    those of the names `full_entries`, is [B, N, ...]."""
+    """The batch of the tokens at `positions`, int64 [N]; entries in `full_entries` stay whole."""
     shape = batch["tokens"].shape[:2]
     by_token = {name for name, entry in batch.items() if entry.shape[:2] == shape} - set(full_entries)
     return {name: entry.index_select(1, positions) if name in by_token else entry for name, entry in batch.items()}
 
 
 def wrong_values(batch: Batch, vocab_size: int) -> dict[str, Tensor]:
-    """Where tokens, and targets that count, are outside of the vocabulary, and weights below 0 or not finite: bool
-    [B, T] of each of these entries."""
+    """Where tokens and targets are outside of the vocabulary, or weights are wrong: bool [B, T] each."""
     tokens, targets, mask = batch["tokens"], batch["targets"], batch.get("mask")
     counts = counted_tokens(targets, mask).bool()
     wrong = {"tokens": (tokens < 0) | (tokens >= vocab_size), "targets": counts & (targets >= vocab_size)}
@@ -106,8 +96,7 @@ def wrong_values(batch: Batch, vocab_size: int) -> dict[str, Tensor]:
 
 
 def mark_wrong(config: Any, batch: Batch) -> Batch:
-    """The batch of a model of this config with the entry `WRONG`, and tokens that all are rows of the embedding: an
-    index without one would end a process on a GPU. Waits for nothing."""
+    """The batch with the entry `WRONG`, and tokens that all are rows of the embedding; waits for nothing."""
     if not (hasattr(config, "vocab_size") and {"tokens", "targets"} <= batch.keys()):
         return batch
     wrong = wrong_values(batch, config.vocab_size)
@@ -143,11 +132,7 @@ KINDS = ("source_loss", "source_tokens")
 
 
 def sums_by_source(batch: Batch, losses: Tensor, counts: Tensor) -> dict[str, Tensor]:
-    """{source_loss/I: the sum in nats, source_tokens/I: the tokens that count} of each source I, float64; {} for a
-    batch without `sources`, bool [B, S].
-
-    losses: of the tokens of the rows here, [B T], without a gradient. counts: [B T], whether a token counts, bool, or
-    its weight, by which its loss is multiplied.
+    """{source_loss/I: the sum in nats, source_tokens/I: the tokens that count} of each source I, float64.
 
     >>> batch = {"targets": torch.ones(2, 1), "sources": torch.tensor([[True, False], [False, True]])}
     >>> found = sums_by_source(batch, torch.tensor([3.0, 5.0]), torch.tensor([True, True]))

@@ -48,11 +48,7 @@ class AttentionLayer(NamedTuple):
     attention: Attention
 
     def __call__(self, p: Tree, x: Tensor, ctx: Ctx, tokens: int = 0) -> Tensor:
-        """Return x [B, T, D] after the layer, computed for `tokens` tokens at a time (0: all).
-
-        In chunks it is differentiated once. With a cache, and under vmap, jvp and higher orders of torch.func, all
-        tokens are computed at once. Raises ValueError for what is not done in chunks: see `expect_chunks`.
-        """
+        """x [B, T, D] after the layer, computed for `tokens` tokens at a time (0: all)."""
         if tokens:
             expect_chunks(x, ctx, tokens)
         if 0 < tokens < x.shape[1] and not ctx.cache and first_order():
@@ -62,8 +58,7 @@ class AttentionLayer(NamedTuple):
 
 
 def expect_chunks(x: Tensor, ctx: Ctx, tokens: int) -> None:
-    """Raise ValueError if a layer of `tokens` tokens at a time is asked for where that is not done: over cp, with
-    sequence parallelism, for some of the positions (random-LTD), in float8, and in a compiled or traced graph."""
+    """Raise ValueError if a layer in chunks of tokens is asked for where that is not done."""
     plan = fake_device_of(x)
     traced = isinstance(x, FakeTensor) if plan is None else plan.tracing
     for holds, reason, fix in (
@@ -210,8 +205,7 @@ class _Run:
     def attend_backward(
         self, i: int, attention: ChunkAttention, tensors: Sequence[Tensor], pending: list[list[Copied]]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients by q, k and v of chunk i, from (q, k, v, out, lse, g) of it; those by the keys and values of
-        earlier chunks are added to `pending`."""
+        """The gradients by q, k and v of chunk i; those of earlier keys and values are added to `pending`."""
         (q, k, v, out, lse, g), start = tensors, i * self.tokens
         dq, dk, dv = attention.backward(q, k, v, out, lse, g, start, start)
         visible, device = self.visible_chunks(i, attention), q.device
@@ -257,8 +251,7 @@ class _Sums:
 def _vjp(
     f: Callable[..., tuple[Tensor, ...]], x: Sequence[Tensor], tensors: Sequence[Tensor], grad_indices: Sequence[int]
 ) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], tuple[list[Tensor], dict[int, Tensor]]]]:
-    """(the results of f(*x, *tensors), the function from their gradients to those by x and those of the wanted tensors
-    that it uses, by number); it may be called once."""
+    """(the results of f(*x, *tensors), the function from their gradients to those by x and tensors)."""
     with torch.enable_grad():
         inputs = [t.detach().requires_grad_() for t in x]
         leaves = [t.detach() for t in tensors]

@@ -1,6 +1,4 @@
-"""The values of models' configs: the bounds of their sizes, beyond which nothing can be computed, or even listed, and
-the kinds of the layers of a stack: each has its attention pattern and the base of its RoPE.
-"""
+"""The values of models' configs: the bounds of their sizes, and the kinds of the layers of a stack."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ MOST_LAYERS = 100_000  # of a period
 
 
 class LayerKind(NamedTuple):
-    """How a layer attends. theta: the base of its RoPE, which is then not scaled; 0 for no positions, None for the
-    model's.
-    """
+    """How a layer attends; theta: the base of its RoPE, 0 for no positions, None for the model's."""
 
     pattern: Pattern
     theta: float | None = None
@@ -32,10 +28,7 @@ class LayerKind(NamedTuple):
 
 
 def parse_layers(text: str) -> tuple[LayerKind, ...]:
-    """The kinds of the layers of a period: layer i is of the kind number i modulo their count.
-
-    text: PATTERN, PATTERN@THETA or COUNT*PATTERN@THETA, several separated by commas; a pattern as `Pattern.parse` has
-    it. Raises ValueError for another text.
+    """The kinds of the layers of a period, from texts COUNT*PATTERN@THETA with commas; raises ValueError.
 
     >>> [str(kind) for kind in parse_layers("2*window:512@10000,full")]
     ['window:512@10000', 'window:512@10000', 'full']
@@ -79,10 +72,7 @@ def layers_text(kinds: Sequence[LayerKind]) -> str:
 
 
 def _period(kinds: Sequence[LayerKind]) -> int:
-    """The smallest n with kinds[i] == kinds[i % n] for all i, in one step a layer.
-
-    Ref: Knuth, Morris & Pratt 1977, "Fast pattern matching in strings", section 2.
-    """
+    """The smallest n with kinds[i] == kinds[i % n] for all i (Knuth, Morris & Pratt 1977, section 2)."""
     ends = [0] * len(kinds)  # the length of the longest beginning that ends at i, other than all up to there
     for i in range(1, len(kinds)):
         n = ends[i - 1]
@@ -135,9 +125,7 @@ def hidden_units(config: Any) -> int:
 
 
 def check_sizes(config: Any) -> None:
-    """Raise TypeError naming a value of a model's config that is of another kind than its hint, and ValueError naming
-    the first size that is out of bounds, or the sizes of a leaf that no memory can address.
-    """
+    """Raise TypeError or ValueError naming a value or size of a model's config that is wrong or too large."""
     expect_fields(config)
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     for name, value in values.items():

@@ -278,10 +278,7 @@ class DeepSeekConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The config of a decoder that transformers' own code computes.
-
-    text: its config.json. The sizes are those that transformers reads there; `fzero plan`, checks and reports need them
-    where transformers is not installed. Raises ValueError for a size that is out of bounds.
+    """The config of a decoder that transformers' own code computes: its config.json and sizes.
 
     >>> DecoderConfig("PhiForCausalLM", "{}", 100, 64, 32, 2, 64, 4, 8).n_layers
     2

@@ -1,18 +1,11 @@
-"""Attention of a layer's queries on its keys and values, where a rank has whole sequences and where cp splits them.
+"""Attention of a layer's queries on its keys and values, whole sequences on a rank or split by cp.
 
-Over cp a rank has the queries, keys and values of its own tokens, and a form brings together what must meet:
+gather: keys and values of all ranks are gathered, and each block of queries works on the keys up to its end. ulysses:
+ranks exchange tokens for heads, so that each has whole sequences of its heads, repeated key/value heads where needed,
+and exchange the results back. ring: keys and values travel from rank to rank (kernels/attention_ring.py). hierarchical:
+groups of neighbours exchange tokens for heads, and the ring is of groups. The first two compose with every transform;
+the others are differentiated once.
 
-gather: the keys and values of all ranks are gathered, in the order of the sequence, and each block of queries works on
-the keys up to its end.
-
-ulysses: all ranks exchange tokens for heads, so that each has whole sequences of its share of the heads, and exchange
-the results back. Key/value heads are repeated as far as the ranks need.
-
-ring: keys and values travel from rank to rank while each works on those that it has; kernels/attention_ring.py.
-
-hierarchical: groups of neighbouring ranks exchange tokens for heads, and keys and values travel from group to group.
-
-The first two are static, and compose with every transform; the others are differentiated once.
 Ref: Llama Team 2024, "The Llama 3 herd of models", arXiv:2407.21783, section 3.3.2 (gather); Jacobs et al. 2023,
 "DeepSpeed Ulysses", arXiv:2309.14509.
 """
@@ -36,11 +29,7 @@ from fzero.sharding.slices import narrow_part
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
-    """Attention of q [B, T, H, K] on k and v [B, S, G, K] as [B, T, H, K]; over cp of this rank's T / cp tokens each.
-
-    scores: `scale`, `cap` and `sinks` (of this rank's heads) of `kernels.attention`, where they are not its own.
-    Communicates over cp: the keys and values as its form says.
-    """
+    """Attention of q [B, T, H, K] on k and v [B, S, G, K] as [B, T, H, K]; over cp of T / cp tokens each."""
     if isinstance(ctx.placed, Tensor):
         assert ctx.context  # which says how
         return OVER_CP[ctx.context.form](q, k, v, pattern, ctx, **scores)
@@ -54,11 +43,7 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, 
 
 
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
-    """`attend` over cp by the keys and values of all ranks.
-
-    Communicates over cp: an all_gather of keys and values, (cp - 1) / cp 2 B T G K elements from each rank; in the
-    backward pass as much.
-    """
+    """`attend` over cp by an all_gather of the keys and values of all ranks."""
     cp, size = ctx.mesh.cp, k.shape[-1]
     full = all_gather(torch.cat((k, v), -1), cp, 1, leaf="blocks/attn/kv")
     pieces = pieces_of(ctx)
@@ -79,11 +64,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: C
 
 
 def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
-    """`attend` over cp by heads: each rank has whole sequences of its share of them.
-
-    Communicates over cp: an all_to_all of queries, keys and values and one of the results, (cp - 1) / cp B T / cp
-    (2 H + 2 G) K elements from each rank, G the key/value heads after repetition; in the backward pass as much.
-    """
+    """`attend` over cp by heads: an all_to_all gives each rank whole sequences of its share of them."""
     cp, device, pieces = ctx.mesh.cp, q.device, pieces_of(ctx)
     assert pieces is not None  # attend looks
     groups = math.lcm(k.shape[2], cp.size)
@@ -114,10 +95,7 @@ def positional_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx:
 
 
 def ring_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
-    """`attend` over cp by a ring, of groups of ranks in form "hierarchical".
-
-    Communicates over cp: see `ring_attention`.
-    """
+    """`attend` over cp by a ring, of groups of ranks in form "hierarchical"."""
     assert isinstance(ctx.placed, Tensor)  # attend looks
     assert ctx.context
     cp, inner = ctx.mesh.cp, 1

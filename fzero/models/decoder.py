@@ -1,11 +1,8 @@
 """The Model of a decoder that transformers' own code computes: batches of tokens in, logits out.
 
-Differs from fzero's own models: the logits [B, T, V] are made, attention is PyTorch's, and nothing is fused.
-
-What a token sees in a decoder of somebody's code: found by computing, as its config need not say it.
-
-The embedding and a layer of each kind, with random numbers for weights, take a short text with and without what no
-token of it may see: tokens after it and, where documents share rows, documents before it. Whatever differs was seen.
+Differs from fzero's own models: the logits [B, T, V] are made, attention is PyTorch's, and nothing is fused. What a
+token sees is found by computing: embedding and a layer of each kind, with random weights, take a short text with and
+without what no token may see. Whatever differs was seen.
 """
 
 from __future__ import annotations
@@ -49,8 +46,7 @@ NEAR = 1e-3  # of the largest number: what products of other shapes may differ b
 
 
 def expect_sight(layered: Layered, packed: bool) -> None:
-    """Raise ValueError if a token sees what is after it or, packed, another document of its row; and if the layers are
-    not called with [B, T, D]."""
+    """Raise ValueError if a token sees what is after it or, packed, another document, or layers take others."""
     if packed:
         expect_sight(layered, False)
     with graph_tracing.outside_transforms(), torch.no_grad(), seeded(0):
@@ -175,8 +171,7 @@ def trunk(config: DecoderConfig) -> Model:
 
 @functools.lru_cache(maxsize=4)
 def decoder_of(config: DecoderConfig, scores: int = 0) -> Decoder:
-    """The decoder of a config, with so many scores of a text as its head, 0 for words. Raises ValueError for one that
-    cannot be cut into layers, and for sizes that are not those of its text."""
+    """The decoder of a config, with so many scores of a text as its head, 0 for words."""
     source = config.architecture
     theirs = config_of_text(config.text, source)
     cls = class_of_decoder(theirs, {}, source)
@@ -210,8 +205,7 @@ def decoder_of(config: DecoderConfig, scores: int = 0) -> Decoder:
 
 
 def trunk_of(module: Any, config: DecoderConfig) -> Trunk:
-    """A module with a head of scores without that head; raises ValueError for a head that is not one product with the
-    activations [B, T, D]."""
+    """A module with a head of scores without that head; raises ValueError for another head."""
     score = getattr(module, "score", None)
     if type(score) is not nn.Linear or score.bias is not None or score.in_features != config.d_model:
         raise ValueError(
@@ -233,10 +227,7 @@ def make_module(theirs: Any, cls: type) -> nn.Module:
 
 
 def linear_targets(config: DecoderConfig, attention: bool) -> str:
-    """The regex of the weights of all linear layers of a decoder's layers, or of its attention alone.
-
-    Raises ValueError where no module of a layer has attention in its name.
-    """
+    """The regex of the weights of all linear layers of a decoder's layers, or of its attention alone."""
     names = [name for name in decoder_of(config).linears if not attention or re.search(r"att|/wqkv", name, re.I)]
     if not names:
         every = ", ".join(decoder_of(config).linears)
@@ -245,8 +236,7 @@ def linear_targets(config: DecoderConfig, attention: bool) -> str:
 
 
 def decoder_layers(module: nn.Module, example: Batch, outputs: LossOf) -> tuple[Layered, Model]:
-    """The functions of a module's layers and the Model that they are, which ends with these outputs; raises ValueError
-    for a module that has no stack of like layers."""
+    """The functions of a module's layers and the Model that they are, which ends with these outputs."""
     rules = tp_rules(module) or {"": "auto"}
     try:
         return layered_model(module, outputs, MissingWeight, batch=example, tp=rules, inferred=True)[:2]
@@ -331,8 +321,7 @@ class Functions:
 
 
 def arguments(batch: Batch) -> Batch:
-    """The arguments of the module's forward pass: of documents that share rows, the positions begin at 0 in each, by
-    which transformers knows them."""
+    """The arguments of the module's forward pass, with positions that begin at 0 in each document."""
     inputs = {"input_ids": batch["tokens"]}
     if "documents" in batch:
         inputs["position_ids"] = document_positions(batch["documents"])

@@ -79,10 +79,7 @@ def mtp_leaves(c: Any) -> Leaves:
 
 
 def join_mtp(c: Any, params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Tree:
-    """The activations with "main", those of the model itself, and x of the layer that follows.
-
-    When sampling there are no next tokens, and nobody uses what this layer makes of others.
-    """
+    """The activations with "main", those of the model itself, and x of the layer that follows."""
     p, following = params[MTP_JOIN], batch.get("targets", batch["tokens"]).clamp_min(0)
     e = embed(c, params, {**batch, "tokens": following}, ctx)
     normed = norm(p["norm_x"], state["x"], c.norm_eps, ctx), norm(p["norm_e"], e, c.norm_eps, ctx)
@@ -154,11 +151,7 @@ def _leaves(c: DeepSeekConfig) -> Leaves:
 
 
 def latent_attention(c: DeepSeekConfig, p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-    """Return self-attention of x [B, T, D] whose queries, keys and values are projected from latents.
-
-    Of ctx.cache the projected keys and values are kept, not the latents. Communicates over tp: see `enter` and `leave`,
-    once each. Ref: DeepSeek-AI 2024, "DeepSeek-V3 technical report", equations 1 to 11.
-    """
+    """Self-attention of x [B, T, D] whose queries, keys and values are projected from latents."""
     tp = ctx.mesh.tp
     low = norm(p["norm_q"], linear(x, p["w_q_a"], ctx=ctx), c.norm_eps, ctx) if c.q_rank else x
     latent, turned = linear(x, p["w_kv_a"], ctx=ctx).split([c.kv_rank, c.rope_dim], -1)
@@ -188,12 +181,7 @@ def latent_attention(c: DeepSeekConfig, p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
 
 
 def choose_experts(c: DeepSeekConfig, p: Tree, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (ids int64 [..., k], weights [..., k] that sum to routed_scale, scores [..., E]) of activations h
-    [..., D].
-
-    A group's score is the sum of its two highest; the bias p/bias moves the choice and not the weights, and has no
-    gradient. In float32 or wider.
-    """
+    """(ids int64 [..., k], weights [..., k] that sum to routed_scale, scores [..., E]) of h [..., D]."""
     wide = torch.promote_types(h.dtype, torch.float32)
     scores = torch.sigmoid(h.to(wide) @ p["router"].to(wide))
     biased = (scores + p["bias"].to(wide)).detach().unflatten(-1, (c.n_groups, -1))

@@ -150,8 +150,7 @@ def dropped(block: Block, token_count: int) -> Block:
 
 
 def sample_positions(rows: int, tokens: int, token_count: int, ctx: Ctx) -> Tensor:
-    """The positions that a layer computes, int64 [rows, keep], rising: each subset of a row's is as likely as another
-    (up to equal words of 32 bits, of which the first is kept)."""
+    """The positions that a layer computes, int64 [rows, keep], rising: a random subset of each row's."""
     assert isinstance(ctx.key, Tensor) and isinstance(ctx.layer, Tensor)  # inside a block, with a key
     key = prng.fold_in(prng.fold_in(ctx.key, "kept"), ctx.layer)
     first = torch.as_tensor(ctx.first).to(key.device) * tokens

@@ -1,16 +1,12 @@
 """The experts of a block: how its tokens come to them and back, for every model that routes.
 
-A block chooses (ids, weights) of its tokens as its model says, enters the tensor-parallel region with them
-(`enter_routing`), and calls `mixture`. Over ep, each of whose N ranks has its share of the E experts (see
-sharding.experts.shares) and n tokens of its own, there are two forms, both linear maps there and their transposes back.
+A block chooses (ids, weights), enters the tensor-parallel region with them (`enter_routing`), and calls `mixture`. Over
+ep, each of whose N ranks has its share of the E experts, there are two linear maps there and their transposes back:
 `gathered` gives every rank the tokens of all; `exchanged` sends a token to the ranks of its k experts alone, in rows of
-which no rank has room for more than slack n k. Shapes are the same whatever is chosen, so that blocks compile.
+which no rank has room for more than slack n k. Shapes are the same whatever is chosen.
 
-How a model's tokens are spread over its experts: the counts of a step by layer and expert, and the bias that
-balances them without a loss.
-
-The counts of each sequence travel with the activations, so that they are those of the forward pass, once, however it is
-recomputed, split into micro-batches or cut into stages.
+The counts of each sequence travel with the activations, so that they are counted once, however the pass is recomputed
+or cut; a bias balances the experts without a loss.
 """
 
 from __future__ import annotations
@@ -62,16 +58,7 @@ class ExpertMixture(NamedTuple):
 def mixture(
     p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, options: ExpertMixture, overlap: Overlap = None
 ) -> Tensor:
-    """Return sum_k weights_k expert_{ids_k}(x) of x [B, T, D], ids int64 and weights [B, T, k], inside the
-    tensor-parallel region: under tp this rank's part of it.
-
-    overlap: returns [B, T, D], which is added; an exchange computes it while the tokens are on their way.
-
-    p: the experts' w_gate, w_up [E, D, F] and w_down [E, F, D], or this rank's units of them; where they have biases
-    b_gate, b_up [E, F] and b_down [E, D], the last whole. Where ctx.matmul is float8, dropless experts multiply as
-    `kernels.moe_float8` says, with scales of rows under either recipe: one scale of all rows would depend on which
-    tokens share a rank.
-    """
+    """sum_k weights_k expert_{ids_k}(x) of x [B, T, D], ids and weights [B, T, k]; under tp a part of it."""
     tp = ctx.mesh.tp
     if "b_down" in p and tp.size > 1:  # whose ranks add it once together
         p = {**p, "b_down": p["b_down"] * float(tp.rank == 0)}
@@ -94,10 +81,7 @@ LEAF = "blocks/moe"
 def mixture_over_ep(
     p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, options: ExpertMixture, overlap: Overlap
 ) -> Tensor:
-    """`mixture` on a mesh with ep, p being this rank's experts.
-
-    Communicates: see `gathered` and `exchanged`. Raises ValueError for a ctx that does not say which.
-    """
+    """`mixture` on a mesh with ep, p being this rank's experts."""
     ep = ctx.mesh.ep
     if not isinstance(ctx.experts, Experts):
         raise ValueError(
@@ -129,12 +113,7 @@ Tokens = tuple[Tensor, Tensor, Tensor]  # x [n, D], ids and weights [n, k]
 
 
 def gather_mixture(p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int], gate: Op) -> Tensor:
-    """The mixture of tokens, [n, D], where each rank computes its experts for the tokens of all.
-
-    counts: the experts of each rank.
-    Communicates: an all_gather over ep of tokens, and one of ids and weights; a psum_scatter of the results. Backward
-    their transposes.
-    """
+    """The mixture of tokens, [n, D], where each rank computes its experts for the tokens of all."""
     ep, kernels = ctx.mesh.ep, ctx.kernels
     x, (ids, weights) = all_gather(tokens[0], ep, leaf=LEAF), gather_routing(*tokens[1:], ep)
     first, count = sum(counts[: ep.rank]), counts[ep.rank]
@@ -148,8 +127,7 @@ def gather_mixture(p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int], gat
 
 
 class TokenChunk(NamedTuple):
-    """Tokens whose rows are exchanged together: x [n, D], weights [n, k], the order of their rows and its inverse (see
-    `moe.group`), and by rank of ep the rows for its experts [sender, expert]."""
+    """Tokens whose rows are exchanged together, their order and its inverse, and the rows by rank of ep."""
 
     x: Tensor
     weights: Tensor
@@ -165,14 +143,7 @@ class TokenChunk(NamedTuple):
 def exchange_mixture(
     p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int], dispatch: Experts, gate: Op, overlap: Overlap
 ) -> tuple[Tensor, Tensor | None]:
-    """The mixture of tokens, [n, D], where each row of a token is sent to the rank of its expert, and its result back;
-    and what `overlap` gives, which is computed while the first rows are on their way.
-
-    counts: the experts of each rank. The tokens may be in parts: while the experts compute those of one, the rows of
-    the next one are on their way, and the results of the one before.
-    Communicates: an all_gather over ep of E counts of rows of each part; the rows by `exchange_rows`, and back.
-    Backward as many. Raises ValueError, on every rank of ep, if one is sent more rows than it has room for.
-    """
+    """The mixture of tokens, [n, D], whose rows go to the ranks of their experts, and what `overlap` gives."""
     ep, kernels = ctx.mesh.ep, ctx.kernels
     if dispatch.parts > len(tokens[0]):
         raise ValueError(f"experts: parts is {dispatch.parts}, and a rank has {len(tokens[0])} tokens; use fewer parts")
@@ -200,8 +171,7 @@ def exchange_mixture(
 
 
 def send_rows(chunk: TokenChunk, ctx: Ctx, counts: Sequence[int], dispatch: Experts) -> Future[Tensor]:
-    """The start of the exchange of a part's rows, which arrive in the order of senders, and of experts in what each
-    sends."""
+    """The start of the exchange of a part's rows, which arrive in the order of senders, then experts."""
     ep, (n, k) = ctx.mesh.ep, chunk.weights.shape
     rows = moe.permute(chunk.x, chunk.order, chunk.inverse, impl=ctx.kernels["permute"])
     capacity = dispatch.row_capacity(n * k, ep.size * n * min(k, max(counts)))
@@ -222,17 +192,14 @@ def run_experts(p: Tree, rows: Tensor, arrived: Tensor, ctx: Ctx, gate: Op) -> T
 
 
 def feed_forward_prefix(p: Tree, rows: Tensor, ends: Tensor, ctx: Ctx, gate: Op) -> Tensor:
-    """`moe.feed_forward` of the rows before the last of `ends`, and zeros behind them. What products leave there, in
-    both passes, is thrown away."""
+    """`moe.feed_forward` of the rows before the last of `ends`, and zeros behind them."""
     used = (torch.arange(rows.shape[0], device=rows.device) < ends[-1])[:, None]
     y = moe.feed_forward(p, torch.where(used, rows, 0.0), ends, ctx.kernels, bool(ctx.matmul), gate)
     return torch.where(used, y, 0.0)
 
 
 def enter_routing(ids: Tensor, weights: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
-    """(ids int64 [B, T, k], weights [B, T, k]) for use in a tensor-parallel region. Communicates: see
-    `layers.enter`.
-    """
+    """(ids int64 [B, T, k], weights [B, T, k]) for use in a tensor-parallel region."""
     if sequence_axis(ctx).size == 1:
         return ids, enter_region(weights, ctx, "blocks/moe/router")
     # One collective in place of two: a floating-point number represents an expert's number exactly.
@@ -242,10 +209,7 @@ def enter_routing(ids: Tensor, weights: Tensor, ctx: Ctx) -> tuple[Tensor, Tenso
 
 
 def mean_over_positions(ctx: Ctx, *values: Tensor) -> Sequence[Tensor]:
-    """The means over T [B, n] of values [B, T, n], or of this rank's tokens; the same on all ranks of tp and cp.
-
-    Communicates: with sequence parallelism, one psum over tp of all of them; with cp one over cp, forward and backward.
-    """
+    """The means over T [B, n] of values [B, T, n] or of this rank's tokens; the same on ranks of tp and cp."""
     axis, cp, leaf = sequence_axis(ctx), ctx.mesh.cp, "blocks/moe/router"
     if axis.size == cp.size == 1:
         return [value.mean(1) for value in values]
@@ -269,12 +233,7 @@ def no_counts(x: Tensor, layers: int, experts: int, ctx: Ctx) -> Counts:
 def count(
     counts: Counts, ids: Tensor, shares: Tensor, first: int, ctx: Ctx, *extras: Tensor
 ) -> tuple[Counts, list[Any]]:
-    """(the counts with those of this layer, the means over T of [load, shares, *more] [B, n]).
-
-    ids: int64 [B, T, k], the experts of this rank's tokens. shares: [B, T, E], each expert's probability or share of
-    the scores, which sum to 1. first: the number of the first layer with experts. extras: further values [B, T, n].
-    Communicates: see `mean_over_positions`.
-    """
+    """(the counts with those of this layer, the means over T of [load, shares, *more] [B, n])."""
     assert isinstance(ctx.layer, Tensor)  # a block is called by a stack, with its number
     layers, experts = counts[LOAD].shape[1:]
     chosen = (ids[..., None] == torch.arange(experts, device=ids.device)).sum(-2).to(shares.dtype)
@@ -290,10 +249,7 @@ def count(
 
 
 def tables(stack: str, counts: Counts, capacity: int = 0) -> dict[str, Tensor]:
-    """The sums over sequences for `Loss.tables`: STACK/moe/load [L, E] and STACK/moe/entropy [L].
-
-    capacity: the tokens of a sequence that an expert takes; the others are STACK/moe/dropped [L, E]. 0: it takes all.
-    """
+    """The sums over sequences for `Loss.tables`: STACK/moe/load [L, E], /entropy [L] and /dropped [L, E]."""
     totals = {LOAD: counts[LOAD], ENTROPY: counts[ENTROPY]}
     if capacity:
         totals[DROPPED] = (counts[LOAD] - capacity).clamp_min(0.0)
@@ -306,12 +262,7 @@ def positions_of_batch(batch: Batch, ctx: Ctx) -> int:
 
 
 def balance_by_bias(stack: str, rate: float) -> dict[str, Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None]:
-    """The rule for `Model.leaf_rules` by which the bias [L, E] of a stack's routers goes up for an expert with fewer
-    tokens than the mean of its layer, and down for one with more, by `rate`; 0: it stays.
-
-    Ref: Wang et al. 2024, "Auxiliary-loss-free load balancing strategy for mixture-of-experts", arXiv:2408.15664,
-    algorithm 1.
-    """
+    """The rule for `Model.leaf_rules` that moves the bias [L, E] by `rate` towards an even load."""
 
     def move(bias: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
         load = sums[f"{stack}/moe/{LOAD}"]

@@ -1,13 +1,8 @@
 """The forward pass of a layered Model, from a batch to its loss or logits, on one process or on a rank of a mesh.
 
-Where the tokens of each rank of cp are in their sequences, for blocks that are chosen by the batch's documents.
-
-Which blocks balance the work depends on where documents lie. So positions are data, an int64 tensor, and no shape or
-number of a graph depends on them: one operator makes them of the batch on the host. All ranks of cp have the same
-batch, and choose alike.
-
-A stack of layers over the ranks of pp as a function that composes with torch.func; training runs
-train/pipeline_executor.py.
+Which tokens each rank of cp has, where the documents of a batch balance the work, is an int64 tensor that one operator
+makes on the host; all ranks of cp have the same batch, and choose alike. A stack over the ranks of pp is a function
+that composes with torch.func; training runs train/pipeline_executor.py.
 """
 
 from __future__ import annotations
@@ -83,11 +78,7 @@ def _batch_examples(
     batched=_batch_examples,
 )
 def balanced_positions(tokens: Tensor, documents: Tensor | None, ranks: int, patterns: list[str]) -> Tensor:
-    """The positions of each rank's tokens, int64 [ranks, T / ranks], by `balanced` blocks of equal sizes.
-
-    tokens [B, T], documents int [B, T] or None: the work is that of all rows, and of the layers that have the attention
-    `patterns`.
-    """
+    """The positions of each rank's tokens, int64 [ranks, T / ranks], by `balanced` blocks."""
     count = tokens.shape[-1]
     rows = np.zeros((1, count), np.int64) if documents is None else documents.cpu().numpy()
     work = sum(pairs_by_query(Pattern.parse(text), rows).sum(0) for text in patterns)
@@ -106,17 +97,7 @@ def stack_over_pp(
     first: int,
     plan: Plan,
 ) -> tuple[Any, int]:
-    """A stack of layers over the ranks of pp: (x after it, the number of the layer behind it).
-
-    apply: (blocks, layers, x, number of the first layer) -> x, for the layers that a rank holds. ctx: what it depends
-    on beside. first: the number of the stack's first layer.
-
-    Stage by stage x goes on to the next stage's rank, which applies its layers. What the other ranks hold meanwhile is
-    nobody's, and they send it around too: all ranks run the same collectives over pp, also in the backward pass and
-    under transforms, if what they hold depends on the same tensors.
-
-    Communicates: x for each stage that begins in this stack, from each rank of pp; in the backward pass as much.
-    """
+    """A stack of layers over the ranks of pp: (x after it, the number of the layer behind it)."""
     assert plan.stages is not None
     axis = plan.mesh.pp
     leaves = [leaf for leaf_name, leaf in plan.leaves.items() if leaf_name.startswith(f"{name}/")]
@@ -139,8 +120,7 @@ def stack_over_pp(
 
 
 def depend_on(x: Any, sources: Sequence[Any]) -> Any:
-    """x, to the bit, as a function also of those of `sources` that are tensors: it has their batches under vmap, a
-    gradient and a tangent of 0 by each of them, and so has its own gradient."""
+    """x, to the bit, as a function also of `sources`: with their batches, and gradients of 0."""
     tensors = [leaf for leaf in (*pytree.leaves(x), *sources) if isinstance(leaf, Tensor)]
 
     def add_dependence(leaf: Tensor) -> Tensor:
@@ -151,9 +131,7 @@ def depend_on(x: Any, sources: Sequence[Any]) -> Any:
 
 
 def under_plan(ctx: Ctx, plan: Plan) -> Ctx:
-    """The ctx of functions whose parameters rest as `plan` says: its mesh, and how activations, attention and experts
-    are split, are the plan's, whose sums of gradients are those of just that program; and its dtype where that is
-    wider."""
+    """The ctx of functions whose parameters rest as `plan` says, with its mesh and options."""
     dtype = torch.promote_types(ctx.dtype, plan.policy.compute)
     split = {"sequence": plan.sequence, "context": plan.context or (), "experts": plan.experts or ()}
     return ctx._replace(mesh=plan.mesh, dtype=dtype, **split)
@@ -194,9 +172,7 @@ def prepare(model: Model, batch: Batch, ctx: Ctx) -> Ctx:
 
 
 def localize_batch(model: Model, batch: Batch, ctx: Ctx) -> Batch:
-    """The part of a batch of whole sequences that embedding and head see, ctx being from `prepare`: what there is for
-    each token, of this rank's, without tokens that the embedding has no row for: see `mark_wrong`. Documents, and the
-    model's `whole_entries`, stay whole."""
+    """The part of a batch of whole sequences that embedding and head see: this rank's tokens."""
     if not isinstance(ctx.positions, tuple):
         batch = select_tokens(batch, ctx.positions, (*FULL_ENTRIES, *model.whole_entries))
     return mark_wrong(model.config, batch)
@@ -209,8 +185,7 @@ def flag_invalid(out: Loss, batch: Batch) -> Loss:
 
 
 def transform(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Any:
-    """Return the activations after the last block; ctx is from `prepare`, the batch from `own_part`. With pp they are
-    those on the last stage's rank."""
+    """The activations after the last block; with pp those on the last stage's rank."""
     x = model.embed(unshard_segment(model, "embed", params, plan, ctx), batch, ctx)
     inner = ctx._replace(remat=Remat())  # a block is the same program under every policy
     first = 0
@@ -299,15 +274,7 @@ def logits(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx()) -> Tensor
 def token_loss(
     x: Tensor, w: Tensor, batch: Batch, ctx: Ctx, *, cap: float = 0.0, words: int = 0
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return (cross entropy summed over the tokens that count, times their weights if the mask has some, their number
-    or the sum of their weights, further sums to report) for normalised activations x [B, T, D] and w [V, D]; cap: of
-    the logits, 0 for none; words: V, 0 where tp divides it.
-
-    The further sums are those of `sums_by_source`, for a batch that has sources.
-
-    Under tp w is this rank's rows [V/tp, D] and x is inside the tensor-parallel region (`layers.enter`); the results
-    are the same on all ranks of tp.
-    """
+    """(cross entropy summed over the tokens, their number or weight, further sums) for x [B, T, D], w [V, D]."""
     targets, mask = batch["targets"].reshape(-1), batch["mask"].reshape(-1) if "mask" in batch else None
     options = {"axis": ctx.mesh.tp, "compiled": ctx.compiled, "impl": ctx.kernels["linear_cross_entropy"]}
     options |= {name: value for name, value in (("cap", cap), ("columns", words)) if value}

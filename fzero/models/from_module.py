@@ -1,7 +1,4 @@
-"""An nn.Module as a Model: its repeated layers become a stack, what comes before and after them embed and head.
-
-The Model of an nn.Module that is trained whole, as one part.
-"""
+"""An nn.Module as a Model: its repeated layers become a stack, the rest embed and head; or it is one part."""
 
 from __future__ import annotations
 
@@ -161,9 +158,7 @@ def model_of(
     tp: Mapping[str, str] | str | None,
     inferred: bool = False,
 ) -> Model:
-    """The Model of a module that may be trained, which begins with these weights; see from_module. inferred: the rules
-    of tp are not the caller's, and need not fit.
-    """
+    """The Model of a module that may be trained, which begins with these weights."""
     if isinstance(tp, str) and tp != "auto":
         raise ValueError(f'tp={tp!r}: it must be "auto", or rules such as {{"q|k|v|up": "columns", "o|down": "rows"}}')
     tp, inferred = ({"": "auto"}, True) if not tp or isinstance(tp, str) else (tp, inferred)

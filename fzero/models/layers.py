@@ -43,11 +43,7 @@ from fzero.sharding.slices import narrow_part, parts_as_chunks
 
 
 class DimSplit(NamedTuple):
-    """A dim of a leaf that tp cuts: `size` units of what the model's config calls `name`.
-
-    kind: "size" or "heads", which tp must divide; "kv heads", which may be fewer than tp, and then each serves the same
-    number of ranks; "words", of which the last rank may have fewer than the others, but not none.
-    """
+    """A dim of a leaf that tp cuts: `size` units of what the model's config calls `name`."""
 
     leaf: str
     dim: int
@@ -79,8 +75,7 @@ def expect_divisible(mesh: Mesh, *splits: DimSplit) -> None:
 
 
 def split_words(rules: Rules[str], mesh: Mesh, words: int) -> Rules[str]:
-    """The rules with `%` and the sizes of the ranks' parts behind those for leaves [V/tp, D] of a vocabulary of so many
-    words that tp does not divide.
+    """The rules with `%` and the sizes of the ranks' parts for [V/tp, D] of words that tp does not divide.
 
     >>> from fzero.sharding import fake_mesh
     >>> split_words([("^head/w$", "[V/tp, D]")], fake_mesh({"tp": 2}), 257)
@@ -96,9 +91,7 @@ WORDS = "[V/tp, D]"  # the text of the Spec of a leaf with a row for each word
 
 
 def sequence_axis(ctx: Ctx) -> Axis:
-    """The axis that splits activations outside the tensor-parallel regions along T: tp with sequence parallelism, else
-    one of size 1.
-    """
+    """The axis that splits activations outside tensor-parallel regions along T, or one of size 1."""
     return ctx.mesh.tp if ctx.sequence else Axis(TP)
 
 
@@ -111,8 +104,7 @@ def positions_of(x: Tensor, ctx: Ctx) -> Tensor:
 
 
 def ranges_outside(tokens: int, ctx: Ctx) -> tuple[list[tuple[int | Tensor, int]], int]:
-    """(first position, number) of each run of this rank's `tokens` tokens outside the tensor-parallel regions, and the
-    number of a whole sequence's. Where the blocks are chosen by the batch, positions are scalar tensors."""
+    """(first position, number) of each run of this rank's `tokens` tokens, and the whole sequence's number."""
     if ctx.chunk:
         return [(ctx.chunk[0], tokens)], ctx.chunk[1]
     axis, cp, positions = sequence_axis(ctx), ctx.mesh.cp, ctx.positions
@@ -133,23 +125,13 @@ def ranges_outside(tokens: int, ctx: Ctx) -> tuple[list[tuple[int | Tensor, int]
 
 
 def enter_region(x: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
-    """Begin a tensor-parallel region: return x [B, T, D] for use inside, from x outside, [B, T, D] or with sequence
-    parallelism [B, T/tp, D].
-
-    Communicates over tp: nothing forward and a psum backward; with sequence parallelism an all_gather and a
-    psum_scatter.
-    """
+    """x [B, T, D] for use inside a tensor-parallel region, from x outside."""
     tp = ctx.mesh.tp
     return all_gather(x, tp, 1, leaf=leaf) if ctx.sequence else pvary(x, tp, leaf=leaf)
 
 
 def exit_region(y: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
-    """End a tensor-parallel region: return the sum of the ranks' y [B, T, D], as [B, T, D] or with sequence parallelism
-    [B, T/tp, D].
-
-    Communicates over tp: a psum forward and nothing backward; with sequence parallelism a psum_scatter and an
-    all_gather.
-    """
+    """The sum of the ranks' y [B, T, D], as x outside a tensor-parallel region."""
     tp = ctx.mesh.tp
     return psum_scatter(y, tp, 1, leaf=leaf) if ctx.sequence else psum(y, tp, leaf=leaf)
 
@@ -211,9 +193,7 @@ def add(x: Tensor, h: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
 
 
 def dropout(x: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
-    """Zero each element of x [B, T, D] (or of this rank's tokens) with probability `rate`, and scale the others by
-    1 / (1 - rate).
-    """
+    """Zero each element of x [B, T, D] with probability `rate`, and scale the others by 1 / (1 - rate)."""
     if not dropout_active(rate, ctx):
         return x
     parts = [kernels_dropout.dropout(x[:, start:end], rate, *mask) for start, end, mask in masks_of(x, name, ctx)]
@@ -224,18 +204,12 @@ SITES = ("attn", "mlp")  # names of dropout in the blocks of fzero's models
 
 
 def block_keys(key: Tensor, layers: int) -> dict[str, Tensor]:
-    """`keys` of a Ctx with this key, of a model of this number of layers. A GPU launches some hundred small kernels for
-    a key, and no more for all of them together."""
+    """`keys` of a Ctx with this key, of all layers together, as a GPU launches as many kernels for one."""
     return dict(zip(SITES, prng.fold_in_all(key, SITES, layers).unbind(1)))
 
 
 def masks_of(x: Tensor, name: str, ctx: Ctx) -> list[tuple[int, int, tuple[Tensor, Tensor, int]]]:
-    """(start, end, (key, global index of the first element, elements from one row to the next)) of the dropout mask of
-    each run of neighbouring tokens of x [B, T, D].
-
-    x may be this rank's tokens alone. The mask depends on the key, the layer, `name` and an element's index in the
-    step's global batch, so it is the same however that batch is split.
-    """
+    """(start, end, (key, first global index, row stride)) of the mask of each run of x's tokens."""
     assert isinstance(ctx.key, Tensor)  # a rate that is active has one
     if isinstance(ctx.layer, Tensor) and name in ctx.keys:
         key = ctx.keys[name].index_select(0, ctx.layer.reshape(1))[0]
@@ -279,14 +253,7 @@ class Attention(NamedTuple):
 
 
 def queries_keys_values(p: Tree, x: Tensor, ctx: Ctx, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [B, T, H, K], k and v [B, T, G, K] of x [B, T, D]: projections p/w_q, w_k and w_v and biases b_*, with
-    RoPE; with p/norm_q and norm_k queries and keys are normalised before it, each head or all together.
-
-    Under tp w_q holds this rank's heads, w_k and w_v its key/value heads; if there are fewer key/value heads than
-    ranks, w_k and w_v (and their biases) are whole, and the rank uses only the one head that its query heads need.
-    Communicates over tp: see `enter`; with a norm of all heads together two psums forward and backward (see
-    `norm_over_ranks`).
-    """
+    """q [B, T, H, K], k and v [B, T, G, K] of x [B, T, D], with biases, norms and RoPE of the model."""
     tp, kv_heads = ctx.mesh.tp, attention.kv_heads
 
     def local_heads(full: Tensor) -> Tensor:  # consecutive ranks share a head
@@ -331,8 +298,7 @@ def with_cache(k: Tensor, v: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
 def attend_with_cache(
     q: Tensor, k: Tensor, v: Tensor, ctx: Ctx, attention: Attention, sinks: Tensor | None = None
 ) -> Tensor:
-    """Return the result of attention [B, T, H, K], including the positions in ctx.cache, into which the new keys and
-    values are written, in place; sinks [H]: see attention_arguments."""
+    """The result of attention [B, T, H, K], including ctx.cache, into which new keys are written."""
     k, v = with_cache(k, v, ctx)
     options: dict[str, Any] = {
         name: value for name, value in (("scale", attention.scale), ("cap", attention.cap)) if value
@@ -347,10 +313,7 @@ def project_attention(p: Tree, out: Tensor, ctx: Ctx) -> Tensor:
 
 
 def norm_over_ranks(p: Tree, x: Tensor, eps: float, ctx: Ctx) -> Tensor:
-    """RMSNorm over the last dim of all ranks of tp together: x [B, T, N / tp], p/scale [N / tp] this rank's part.
-
-    Communicates over tp: a psum of [B, T, 1] forward and one backward.
-    """
+    """RMSNorm over the last dim of all ranks of tp together: x [B, T, N / tp], p/scale [N / tp]."""
     tp = ctx.mesh.tp
     if tp.size == 1:
         return norm(p, x, eps, ctx)
@@ -361,9 +324,7 @@ def norm_over_ranks(p: Tree, x: Tensor, eps: float, ctx: Ctx) -> Tensor:
 
 
 def row_parallel_linear(y: Tensor, w: Tensor, ctx: Ctx, leaf: str, b: Tensor | None = None) -> Tensor:
-    """y @ w (+ b) as the last product of a tensor-parallel region: y [B, T, in/tp] and w [in/tp, D] are this rank's, b
-    [D] is whole.
-    """
+    """y @ w (+ b) as the last product of a tensor-parallel region; b [D] is whole."""
     y = exit_region(linear(y, w, ctx=ctx), ctx, leaf)
     return y if b is None else y + b.to(y.dtype)  # added once, after the sum over ranks
 
@@ -372,11 +333,7 @@ GATES = {"silu": glu.swiglu, "gelu": glu.geglu, "clamped": glu.clamped_swiglu}  
 
 
 def gated_mlp(p: Tree, x: Tensor, ctx: Ctx, activation: str = "silu", tiles: int = 1, tokens: int = 0) -> Tensor:
-    """Return (activation(x w_gate) * (x w_up)) w_down (Shazeer 2020, "GLU variants improve transformer", equation 6);
-    activation: of GATES; "gelu" in its tanh form, "clamped" as in gpt-oss. tiles, tokens: see models.tiled_linear.
-
-    Communicates over tp: see `enter` and `leave`, once each.
-    """
+    """(activation(x w_gate) * (x w_up)) w_down (Shazeer 2020, equation 6); activation: of GATES."""
     x, gate = enter_region(x, ctx, "blocks/mlp"), GATES[activation]
     if tiles > 1 or tokens:
         expect_plain(p, ctx, tiles, tokens)
@@ -393,8 +350,7 @@ def gated_product(p: Tree, x: Tensor, ctx: Ctx, gate: Op = glu.swiglu) -> Tensor
 
 
 def expect_plain(p: Tree, ctx: Ctx, tiles: int, tokens: int = 0) -> None:
-    """Raise ValueError if the MLP of these weights cannot be computed in parts, as it multiplies in float8 or by
-    weights in parts of their own."""
+    """Raise ValueError if the MLP of these weights cannot be computed in parts."""
     name, value, disabled = ("mlp_tiles", tiles, 1) if tiles > 1 else ("mlp_tokens", tokens, 0)
     if ctx.matmul:
         raise ValueError(
@@ -410,10 +366,7 @@ def expect_plain(p: Tree, ctx: Ctx, tiles: int, tokens: int = 0) -> None:
 
 
 def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx, words: int = 0) -> Tensor:
-    """Return the rows of w [V, D] for batch["tokens"] in ctx.dtype: [B, T, D], or this rank's range of T.
-
-    Under tp w is this rank's rows [V/tp, D]. words: V; 0: tp divides it. Communicates: see `leave`.
-    """
+    """The rows of w [V, D], or of this rank's rows, for batch["tokens"] in ctx.dtype: [B, T, D]."""
     tp = ctx.mesh.tp
     if tp.size == 1:
         return look_up(w, batch["tokens"]).to(ctx.dtype)
@@ -424,12 +377,7 @@ def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx, words: int = 0) -> Tensor:
 
 
 def vocabulary_logits(x: Tensor, w: Tensor, ctx: Ctx, words: int = 0) -> Tensor:
-    """Return all logits [B, T, V] of x [B, T, D] inside a tensor-parallel region and w [V, D] or this rank's rows
-    [V/tp, D]. words: V; 0: tp divides it.
-
-    Communicates: a psum of [B, T, V] zero-padded logits. (Not an all_gather, whose backward pass would sum the ranks'
-    gradients: the result is used in the same way on all ranks.)
-    """
+    """All logits [B, T, V] of x [B, T, D] inside a tensor-parallel region and w [V, D] or this rank's rows."""
     logits, tp = x @ w.to(x.dtype).T, ctx.mesh.tp
     if tp.size == 1:
         return logits

@@ -81,9 +81,7 @@ MLP_RULES = ((r"/mlp/w_(gate|up)$", "[L/pp, D, F/tp]"), (r"/mlp/w_down$", "[L/pp
 
 
 def leaves_of(c: LlamaConfig, feed_forward: Callable[..., Leaves]) -> Leaves:
-    """Return the leaves of a Llama. feed_forward(w, out_std) gives those of the feed-forward part by `w(name, *shape,
-    std=...)`.
-    """
+    """The leaves of a Llama; feed_forward(w, out_std) gives those of the feed-forward part."""
     layers, d, q, kv = c.n_layers, c.d_model, c.n_heads * c.key_dim, c.n_kv_heads * c.key_dim
     out_std = c.init_std / math.sqrt(2 * layers)
 
@@ -178,9 +176,7 @@ def features(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
 
 
 def head_inputs(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
-    """Return (normalised x [B, T, D] inside the head's tensor-parallel region, the head's w [V, D] or this rank's rows
-    of it).
-    """
+    """(normalised x [B, T, D] inside the head's tensor-parallel region, the head's w [V, D] or a part)."""
     w = params["embed"]["tokens"] if c.tied else params["head"]["w"]
     return enter_region(features(c, params, x, ctx), ctx, "head"), w
 
@@ -206,10 +202,7 @@ def gated_leaves(w: Callable[..., Leaves], name: str, *shape: int, **out: float)
 
 
 def rules(c: LlamaConfig, mesh: Mesh, feed_forward: Rules[str], hidden: DimSplit) -> Rules[str]:
-    """Return the sharding rules on a mesh, with those of the feed-forward part.
-
-    Raises ValueError if tp does not divide heads or hidden units, or has more ranks than the vocabulary serves.
-    """
+    """The sharding rules on a mesh; raises ValueError if tp does not divide heads or hidden units."""
     expect_divisible(
         mesh,
         DimSplit("blocks/attn/w_q", 2, c.n_heads, "n_heads", "heads"),

@@ -191,8 +191,7 @@ def set_magnitudes(model: Model, params: Tree) -> Tree:
 
 
 def _with_factors(node: Tree, config: LoRAConfig, inside: Mapping[str, Axis] = {}, path: str = "") -> Tree:
-    """The tree with a weight and its factors as one LowRankSum. inside: the axis that shards the dim `in` of a weight,
-    by name."""
+    """The tree with a weight and its factors as one LowRankSum; inside: the axis of its dim `in`."""
     out = {}
     for key, value in node.items():
         if f"{key}_lora_a" in node:
@@ -234,10 +233,7 @@ def _targets(targets: str, shapes: dict[str, tuple[int, ...]], rank: int) -> lis
 
 
 def _factor_specs(text: str, foreign: bool = False) -> tuple[str, ...]:
-    """The spec texts of the factors and magnitudes of a leaf: from "[L, D, H/tp]" follow "[L, D, R] +tp", "[L, R,
-    H/tp]" and "[L, H/tp]"; of a module's the factors' alone, "[L, R, H/tp]" and "[L, D, R]", whose gradients owe no
-    sum.
-    """
+    """The spec texts of the factors and magnitudes of a leaf, from those of its dims."""
     spec = Spec.parse(text)
     layers, size_in, size_out = (dim.strip() for dim in text[text.index("[") + 1 : text.index("]")].split(","))
     memory = "" if spec.memory.on_device else f" @{spec.memory}"

@@ -60,10 +60,7 @@ class Prepared(NamedTuple):
 
 
 class Layered(CopiedModule):
-    """The functions of the Model of a module with layers.
-
-    Its Splits are made when a batch of new shapes comes, and kept.
-    """
+    """The functions of the Model of a module with layers; its Splits are made for new shapes, and kept."""
 
     def __init__(self, module: nn.Module, loss: LossOf, stacks: Stacks, tp: Mapping[str, str], inferred: bool):
         super().__init__(module, loss, stacks)
@@ -81,9 +78,7 @@ class Layered(CopiedModule):
         self.shared: tuple[str, ...] = tuple(self.places.values())
 
     def model(self, weights: Weights, batch: Batch | None) -> Model:
-        """The Model, which begins with these weights; with an example of a batch the parameters outside of the layers
-        are those of the part that uses them.
-        """
+        """The Model, which begins with these weights."""
         self.example = batch
         if batch is not None:
             expect_batch(batch)
@@ -187,9 +182,7 @@ class Layered(CopiedModule):
         return (first_of(out), *x[1:])
 
     def cuts(self, mesh: Mesh) -> dict[str, Cuts]:
-        """What tp splits of each stack: what the caller said, and what is found ("auto"), with a line of the first rank
-        that says so.
-        """
+        """What tp splits of each stack: what the caller said or what is found ("auto"), with a line."""
         size = mesh.tp.size
         if size not in self.known_cuts:
             self.known_cuts[size], summary = find_cuts(self.ways, self.probes, size)
@@ -287,8 +280,7 @@ class Layered(CopiedModule):
         return number
 
     def expect_same(self, batch: Batch, ctx: Ctx, number: int, name: str = "") -> None:
-        """Raise Impure if another trace gives a Split that computes something else. name: a variable that the program
-        reads and that has changed; "" for one that is read in a way which `Readings` does not see."""
+        """Raise Impure if another trace gives a Split that computes something else; name: what changed."""
         if (values := values_of(batch)) is None:
             return
         with graph_tracing.outside_transforms(), preserve_random_states():
@@ -320,8 +312,7 @@ class Layered(CopiedModule):
         return Readings([self.loss, *(MethodType(type(child).forward, child) for child in outside)], within)
 
     def rehearse(self, batch: Batch, ctx: Ctx, rows: int) -> Rehearsal | None:
-        """Calls of the module, after the first one, in which it makes what it makes once; None where its code does not
-        go with such numbers as they are made up of."""
+        """Calls of the module after the first, or None where its code does not take made-up numbers."""
         rehearsal, second = (Rehearsal(self, batch, ctx, rows, seed) for seed in (0, 1))
         try:
             with self.preserve_variables():
@@ -347,8 +338,7 @@ class Layered(CopiedModule):
             return self.run_unchanged("the module", self.skeleton, partial(split, *inputs))
 
     def run_unchanged(self, subject: str, module: nn.Module, run: Callable[[], Any]) -> Any:
-        """What `run` returns; where a trace is strict it raises Changed if both a first and a second run change the
-        module, as what it makes once it makes in its first call."""
+        """What `run` returns; raises Changed if both a first and a second run change the module."""
         if self.strict:
             with contextlib.suppress(Changed), expect_unchanged(subject, module):
                 return run()
@@ -398,9 +388,7 @@ def layered_model(
     tp: Mapping[str, str],
     inferred: bool,
 ) -> tuple[Layered, Model, list[str]]:
-    """(the functions of a module with layers, its Model, why no better choice of stacks could be split); raises
-    CannotSplit if none can. See from_module.model_of.
-    """
+    """(the functions of a module with layers, its Model, why no better choice could be split)."""
     reasons: list[str] = []
     for stacks in choices(module, layers):
         try:

@@ -1,10 +1,8 @@
-"""The repeated layers of an nn.Module: which they are, whether they are alike, and one of each kind without memory.
+"""The repeated layers of an nn.Module, one of each kind without memory, and its buffers.
 
-Layers are alike, and one stack, if they are made of the same modules with the same leaves, and only the values of these
-differ. Layers of a stack whose other attributes differ (a window of attention, a rate) are of several kinds, each a
-program of its own. Attributes that count the layers (`layer_idx`) make no kind; no forward pass may use them.
-
-The buffers of a module: tensors that no training changes, and those of its layers in stacks.
+Layers are alike, and one stack, if they are made of the same modules with the same leaves. Those whose other attributes
+differ (a window, a rate) are of several kinds, each a program of its own. Attributes that count the layers
+(`layer_idx`) make no kind; no forward pass may use them.
 """
 
 from __future__ import annotations
@@ -22,11 +20,7 @@ from fzero.core.pytree import nearest
 
 
 class Constants:
-    """Tensors that no training changes, kept on the devices where they are used.
-
-    saved: the names of those that a state_dict has: the floating ones of them are weights, and have the dtype of the
-    computation. The others, such as the frequencies of rotary embeddings, keep the dtype that the module gave them.
-    """
+    """Tensors that no training changes, kept on the devices where they are used."""
 
     def __init__(self, leaves: dict[str, Tensor], saved: Collection[str]):
         self.leaves = leaves
@@ -110,12 +104,7 @@ LEAST = 0.1  # of the parameters of the largest stack, that a second one has
 
 
 def choices(module: nn.Module, paths: str | Sequence[str] | None = None) -> list[Stacks]:
-    """The ways to see a module as stacks of layers, the best first: all of the lists at `paths`, or, for None, the runs
-    of like neighbours in a ModuleList or Sequential, and next each of them alone, the largest first.
-
-    Raises ValueError for a path that is no list of like layers, and CannotSplit if no path is given and there is no
-    such run.
-    """
+    """The ways to see a module as stacks of layers, the best first; raises CannotSplit or ValueError."""
     lists = {
         name: {key: child for key, child in child._modules.items() if child is not None}
         for name, child in module.named_modules()
@@ -264,9 +253,7 @@ class Unlike(NamedTuple):
 
 
 def difference(a: nn.Module, b: nn.Module, distance: int = 1) -> Unlike:
-    """Find the differences between two layers that are `distance` layers from each other, and the attributes that count
-    them.
-    """
+    """The differences between two layers `distance` apart, and the attributes that count them."""
     if a is b:
         return all_unlike("it is the same module again")
     a_modules, theirs = dict(a.named_modules()), dict(b.named_modules())
@@ -390,10 +377,7 @@ def without_memory(module: nn.Module) -> nn.Module:
 
 
 def shared_values(module: nn.Module, memo: dict[int, Any]) -> list[Any]:
-    """The attributes of a module, such as a progress bar or a lock, that cannot be copied, so that a copy has them too.
-
-    Raises ValueError, naming it, for one that has tensors or modules of its own.
-    """
+    """The attributes of a module that cannot be copied, such as a lock; raises ValueError for tensors."""
     shared = []
     for name, child in module.named_modules():
         for key, value in plain_attributes(child).items():

@@ -1,8 +1,7 @@
-"""A copy of a module whose layers are called with given tensors, and real calls of it beside its trace, with random
-numbers in place of its weights.
+"""A copy of a module whose layers are called with given tensors, and real calls of it beside its trace.
 
-The first call lets the module make what it makes once, such as tables, of real tensors. Two more tell whether its
-results are a function of what it is given, and are compared with those of the layers and of the traced parts.
+The first call, with random numbers for weights, lets the module make what it makes once. Two more tell whether its
+results are a function of what it is given, and are compared with those of the traced parts.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ def trained_of(module: nn.Module) -> Callable[[], dict[str, Tensor]]:
 
 
 class CopiedModule:
-    """A copy of a module with layers that has no memory: the module, and a layer of each kind, which are called with
-    other tensors in place of their parameters and buffers."""
+    """A copy of a module without memory, and a layer of each kind, called with other tensors."""
 
     def __init__(self, module: nn.Module, loss: LossOf, stacks: Stacks):
         self.stacks, self.loss, self.originals, self.name = stacks, loss, trained_of(module), type(module).__name__
@@ -102,8 +100,7 @@ class CopiedModule:
         cuts: Cuts = Cuts(),  # noqa: B008
         detect_draws: bool = False,
     ) -> Any:
-        """What the layer of a kind returns for (args, kwargs). tensors: its parameters, with LoRA's factors beside
-        them, and its buffers. cuts: what tp splits. detect_draws: find out whether it may draw random numbers."""
+        """What the layer of a kind returns for (args, kwargs), with these tensors in place of its own."""
         template, size = self.templates[kind.stack][kind.number], ctx.mesh.tp.size
         tensors, factors = self.take_factors(kind, tensors)
         draws = {"draws": draws_of} if detect_draws or kind in self.drawing else {}
@@ -168,8 +165,7 @@ class LayerRuns(NamedTuple):
 
 
 class Rehearsal:
-    """Calls of a module with layers on a batch, in one process, without gradients. All layers of a kind have the same
-    numbers in place of their parameters."""
+    """Calls of a module with layers on a batch, in one process, without gradients."""
 
     def __init__(self, layered: CopiedModule, batch: Any, ctx: Ctx, rows: int, seed: int) -> None:
         device = pytree.leaves(batch)[0].device
@@ -196,9 +192,7 @@ class Rehearsal:
         return {**self.within[kind.stack], **self.layered.layer_buffers(kind, self.stacked, number)}
 
     def run_module(self, first: bool = False) -> list[Any]:
-        """What goes into the stacks, and what the loss function returns, of the copied module.
-
-        first: the layers that stand for all of a kind are called too, each with what its first one is given."""
+        """What goes into the stacks, and what the loss function returns, of the copied module."""
         state, layers, runs = {**self.outside, **self.buffers}, [], LayerRuns(Counter(), {}, {})
         for name, kind, number in self.layers():
             state |= {f"{name}.{leaf}": x for leaf, x in self.leaves_of(kind, number).items()}
@@ -268,10 +262,7 @@ class Rehearsal:
             return [*entered.values(), *pytree.leaves(split.result_of(split.epilogue(inputs, x)))]
 
     def first(self, variables: dict[str, Any] | None = None) -> None:
-        """The first call, in which the module, and the layers that stand for a kind, make what they make once.
-
-        variables: the variables after the first call with other numbers in place of the parameters.
-        """
+        """The first call, in which the module and its layers make what they make once."""
         self.run_module(first=True)
         current = {} if variables is None else self.layered.snapshot().values()
         self.unlike = next(
@@ -284,8 +275,7 @@ class Rehearsal:
         )
 
     def expect_pure(self) -> list[Any]:
-        """What the loss function returns; raises Impure if that, called again, gives another thing, and CannotSplit if
-        a layer may read what the module leaves somewhere."""
+        """What the loss function returns; raises Impure if a second call differs, or CannotSplit."""
         skeleton, belongings = self.layered.skeleton, ClosureState.from_module("the module", self.layered.skeleton)
         reached = belongings.marks().keys()
         belongings.note_function(self.layered.loss)

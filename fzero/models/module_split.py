@@ -1,9 +1,8 @@
-"""A module's forward pass and loss, cut at its layers: what comes before each stack of them, and what after the last.
+"""A module's forward pass and loss, cut at its layers: what comes before each stack, and after the last.
 
-The module is run once on tensors without values. Each layer is replaced by one that notes what it is called with and
-returns its first argument; the recorded graph is then cut where the first layer of each stack is called and where the
-last one returns. What the layers are called with beside that argument is the same for all of a kind: it is computed
-before the first one, from the batch alone where no parameter goes into it.
+The module is run once on tensors without values, with layers that note what they are called with and return the first
+argument; the graph is cut there. What else the layers are called with is the same for all of a kind, and computed
+before the first one.
 """
 
 from __future__ import annotations
@@ -245,12 +244,7 @@ def split(
     ctx: Ctx,
     originals: Mapping[str, Tensor],
 ) -> ForwardSplit:
-    """The Split of `loss(call, batch)` for a batch of these shapes.
-
-    skeleton: a copy of the module. check: runs a layer on fake tensors. inputs: tensors of the right shapes and dtypes.
-    ctx: of one process. originals: the trained parameters of the module itself, by name. Raises CannotSplit with the
-    reason if the layers are not called as a stack is, or the program needs values; ValueError for what it may not do.
-    """
+    """The Split of `loss(call, batch)` for a batch of these shapes; raises CannotSplit with the reason."""
     names, constants = list(inputs), ClosureState.from_module("the module", skeleton).constants()
     batch_def, trace_results, rows = pytree.flatten(batch)[1], {}, pytree.leaves(batch)[0].shape[0]
 
@@ -386,10 +380,7 @@ class Cutter:
         return first + numbers.index(self.numbers[node])
 
     def programs(self, carried: dict[str, list[Node]]) -> tuple[dict[str, GraphProgram], GraphProgram]:
-        """(the program before each stack, the one after the last).
-
-        What a program needs of an earlier stack than the one it follows goes through the stacks between them.
-        """
+        """(the program before each stack, the one after the last)."""
         stacks, lefts = list(carried), set(self.exits.values())
         outputs, programs = self.losses, []
         for i in reversed(range(len(stacks))):
@@ -428,9 +419,7 @@ class Cutter:
 
 
 class ModuleCall:
-    """`call(*args, **kwargs)` of a module with these parameters and buffers and floating arguments in their dtype;
-    raises ValueError if it replaces one.
-    """
+    """`call(*args, **kwargs)` of a module with these parameters and buffers, in their dtype."""
 
     def __init__(self, module: nn.Module, state: dict[str, Tensor], dtype: torch.dtype):
         self.target = module, state, dtype
@@ -451,8 +440,7 @@ class ModuleCall:
 
 
 def call_pure(module: nn.Module, state: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-    """What a module with these parameters and buffers returns; raises Impure if its forward pass puts another tensor in
-    the place of one."""
+    """What a module with these parameters and buffers returns; raises Impure if it replaces a buffer."""
     tensors = dict(state)
     out = torch.func.functional_call(module, tensors, args, kwargs)
     for name, leaf in tensors.items():

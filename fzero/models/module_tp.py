@@ -1,12 +1,8 @@
-"""A copied nn.Module while it is called as a function: random numbers drawn by fzero's keys, and linear layers split
-over tp.
+"""A copied nn.Module while it is called as a function: draws by fzero's keys, linear layers split over tp.
 
-They need the Ctx of the call, which a module's own code does not hand on; it is a context variable.
-
-Under tp some tensors of a layer are this rank's part of a whole: sharded weights, and the results computed with them,
-until a linear layer of kind "rows" sums the parts. Where such a tensor meets one that is the same on all ranks, the
-gradient of the latter is a sum over the ranks (`pvary`): of x where a region begins, and of a bias or a norm's scale
-within it.
+They need the Ctx of the call, which is a context variable. Under tp some tensors are this rank's part: sharded weights
+and results of them, until a linear layer of kind "rows" sums the parts. A whole tensor that meets one is varied
+(`pvary`): its gradient is a sum over the ranks.
 """
 
 from __future__ import annotations
@@ -95,9 +91,7 @@ def calling(
     cuts: Cuts | None = None,
     draws: Callable[[CallContext], contextlib.AbstractContextManager[Any]] = lambda call: contextlib.nullcontext(),
 ) -> Iterator[CallContext]:
-    """The Ctx of the calls of copied modules within. factors: LoRA's, by the name of a linear layer. draws: makes the
-    mode of their random numbers.
-    """
+    """A context with the Ctx of the calls of copied modules; factors: LoRA's by linear layer."""
     call = CallContext(ctx, rows, factors=factors or {}, cuts=cuts or Cuts())
     token = CALL.set(call)
     try:
@@ -112,8 +106,7 @@ WRITES = re.compile(r"\w*[^_]_|__setitem__|__i(and|or|xor|lshift|rshift)__")
 
 
 class Regions(TorchFunctionMode):
-    """A mode in which a result computed with a rank's part counts as a part, and whole tensors that meet a part are
-    varied over tp."""
+    """A mode in which results of a rank's part are parts, and whole tensors that meet one vary over tp."""
 
     def __init__(self, call: CallContext):
         super().__init__()
@@ -174,12 +167,7 @@ TP = {
 def ways_of(
     linears: Mapping[str, Collection[str]], rules: Mapping[str, str], inferred: bool = False
 ) -> dict[str, Ways]:
-    """{stack: the ways of its linear layers} by rules {regular expression over their names: way}, of which the last
-    one counts, and any before one that is "auto".
-
-    linears: the names of the linear layers of a stack's layer. inferred: nobody gave the rules, so that one may find
-    nothing. Raises ValueError for a rule that finds no linear layer, or another word.
-    """
+    """{stack: the ways of its linear layers} by rules {regular expression: way}; the last one counts."""
     every = dict.fromkeys(name for names in linears.values() for name in names)
     ways: dict[str, Ways] = {stack: {} for stack in linears}
     for pattern, way in sorted(rules.items(), key=lambda rule: rule[1] != "auto"):
@@ -206,9 +194,7 @@ def specs_of(layer: nn.Module, cuts: Cuts) -> dict[str, str]:
 
 
 def is_transposed(module: nn.Module) -> bool | None:
-    """Whether a module is a linear layer whose weight is [in, out]; False for [out, in], as nn.Linear's, and None for
-    what is no linear layer. Modules of other classes are called once, on random numbers.
-    """
+    """Whether a module is a linear layer with weight [in, out]; False for [out, in], None for others."""
     if type(module) is nn.Linear:
         return False
     shapes = {name: tuple(leaf.shape) for name, leaf in module.named_parameters()}
@@ -263,9 +249,7 @@ def divided(layer: nn.Module, cuts: Cuts, size: int) -> contextlib.AbstractConte
 
 
 def key_linears(layer: nn.Module) -> dict[str, nn.Module]:
-    """Have the linear layers of a copied layer add the factors that a call has for them, and sum over tp where it says
-    so; returns them by name.
-    """
+    """Have the linear layers of a copied layer add a call's factors, and sum over tp; {name: layer}."""
     linears = {name: child for name, child in layer.named_modules() if is_transposed(child) is not None}
     for name, child in linears.items():
         vars(child)["forward"] = partial(linear, name, child)

@@ -1,10 +1,8 @@
-"""What tensor parallelism splits of a module's layers where nobody said it: found by where the outputs of its linear
-layers flow, and proved on numbers.
+"""What tensor parallelism splits of a module's layers where nobody said it.
 
 A group is some linear layers whose outputs are split (columns) and the one that they flow into, whose inputs are
-(rows). Proof: a layer with random weights is run whole, and once for each rank with that rank's part of the group. The
-ranks' outputs of the row layer must sum to the whole one's, everything after it must be the same, and the gradients of
-every parameter and input too. Nothing is communicated: up to the row layer no rank needs another one.
+(rows). Proof: a layer with random weights is run whole, and once for each rank with its part of the group. The ranks'
+outputs must sum to the whole one's, and everything after it, and the gradients, must be the same.
 """
 
 from __future__ import annotations
@@ -82,11 +80,7 @@ class Unequal(Exception):
 def find_cuts(
     ways: Mapping[str, Ways], probes: Callable[[], Mapping[str, list[Probe]]], size: int
 ) -> tuple[dict[str, Cuts], str]:
-    """({stack: what tp of this size splits}, a line about what was found, "" if nothing was looked for).
-
-    ways: {stack: {linear layer: way}}; those that are "auto" are looked for. probes: makes the layers of each kind of a
-    stack; without any, nothing is found.
-    """
+    """({stack: what tp of this size splits}, a line about what was found, "" if nothing was looked for)."""
     declared = {
         stack: {name: way for name, way in layer_ways.items() if way in ("columns", "rows")}
         for stack, layer_ways in ways.items()
@@ -155,9 +149,7 @@ def expands(module: nn.Module) -> bool:
 
 
 def first_equal(kinds: list[Probe], row: str, columns: list[str], size: int) -> SplitGroup:
-    """The first group that equals a whole layer: with all of the columns before fewer, and with few numbers divided;
-    raises Unequal with the reason of the largest one.
-    """
+    """The first group that equals a whole layer, large groups first; raises Unequal with a reason."""
     reason: Unequal | None = None
     for subset in subsets(columns[:MOST_COLUMNS]):
         max_divided = MOST_DIVIDED if len(subset) == len(columns) else 0
@@ -182,9 +174,7 @@ def subsets(columns: list[str]) -> Iterator[tuple[str, ...]]:
 def numbers_of(
     layer: nn.Module, names: Iterable[str], size: int, max_numbers: int
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """None, one, and up to `max_numbers` of the whole-number attributes, divisible by tp, that the code of the modules
-    reads which linear layers are in: the number of heads is there, unless it writes -1.
-    """
+    """None, one, up to `max_numbers` of the whole-number attributes, divisible by tp, that the code reads."""
     owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
     numbers = [
         (owner, key)
@@ -230,8 +220,7 @@ def gradients(total: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 
 
 class ProbeRun(NamedTuple):
-    """A run of a layer: the products of the row layer, what stands for them in what follows, what the layer returns,
-    and its parameters and inputs."""
+    """A run of a layer: the products of the row layer, what follows, the result, parameters and inputs."""
 
     products: list[Tensor]
     row_outputs: list[Tensor]
@@ -345,8 +334,7 @@ def size_of(x: Tensor) -> float:
 
 
 def expect_near(subject: str, actual: list[Tensor], expected: list[Tensor], min_size: float = 0.0) -> None:
-    """Raise Unequal unless tensors equal others, but for rounding. min_size: what counts as their size if it is
-    less."""
+    """Raise Unequal unless tensors equal others, but for rounding; min_size: their least size."""
     for x, y in zip(actual, expected):
         if x.shape != y.shape:
             raise Unequal(f"{subject} is {list(x.shape)} and whole {list(y.shape)}")

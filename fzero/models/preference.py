@@ -75,12 +75,7 @@ def dpo(model: Model, beta: float = 0.1, smoothing: float = 0.0) -> Model:
 
 
 def preference_loss(rewards: Tensor, batch: Batch, ctx: Ctx, dtype: torch.dtype, smoothing: float = 0.0) -> Loss:
-    """Return the loss of pairs from the rewards [B, S] of the documents of each row: with z that of the chosen answer
-    less that of the rejected one, as in `dpo`. dtype: of the sums. Over cp all ranks have the rewards of whole rows,
-    and the first one counts the pairs.
-
-    Communicates: over cp a psum of a number a document.
-    """
+    """The loss of pairs from the rewards [B, S] of the documents of each row, as in `dpo`."""
     tokens = counted_tokens(batch["targets"], batch.get("mask"))
     counted = sum_over_cp(sum_by_document(tokens, batch, local_positions(ctx)), ctx) > 0
     pair = counted[:, 0::2] & counted[:, 1::2] & (ctx.mesh.cp.rank == 0)
@@ -125,8 +120,7 @@ def expect_losses(subject: str, model: Model) -> None:
 
 
 def answer_model(model: Model) -> Model:
-    """Return the model whose loss has `answer_sums` as extra["log_probs"], which add up over cp: for the frozen
-    reference."""
+    """The model whose loss has `answer_sums` as extra["log_probs"], which add up over cp."""
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
         sums = answer_sums(model, params, x, batch, ctx)
@@ -154,8 +148,7 @@ def answer_log_probs(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx())
 
 
 def log_probs_of(batch: Batch, sums: Tensor) -> Tensor:
-    """Return the entry `reference` [B, T] of a batch from the sums of its documents [B, S]: each at the first token of
-    its document, and 0 at the others."""
+    """The entry `reference` [B, T] of a batch from the sums of its documents [B, S]."""
     documents = batch["documents"].long()
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -169,8 +162,7 @@ def answer_sums(model: Model, params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -
 
 
 def losses_by_token(model: Model, params: Tree, x: Any, batch: Batch, ctx: Ctx) -> Tensor:
-    """Return the cross-entropy of each target, times its weight, [B, T], from the activations after the last block;
-    over cp those of this rank's tokens."""
+    """The cross-entropy of each target, times its weight, [B, T], from the last activations."""
     if model.token_losses is not None:
         return model.token_losses(params, x, batch, ctx)
     assert model.features is not None  # expect_losses
@@ -190,20 +182,13 @@ def local_positions(ctx: Ctx) -> Tensor | None:
 
 
 def sum_over_cp(sums: Tensor, ctx: Ctx) -> Tensor:
-    """Return the sums over the ranks of cp, for results that differ between them.
-
-    Communicates: a psum over cp, forward and backward.
-    """
+    """The sums over the ranks of cp, for results that differ between them."""
     cp = ctx.mesh.cp
     return pvary(psum(sums, cp, leaf="loss"), cp, leaf="loss")
 
 
 def sum_by_document(values: Tensor, batch: Batch, positions: Tensor | None = None) -> Tensor:
-    """Return the sums of values [B, T] over the documents of each row, float64 [B, S] with S even and above T.
-
-    positions: of the values, where they are of some tokens of the sequences; the sums are then of these alone. In
-    float64 they are added in one order on a CPU, and on a GPU too: accumulation by index sorts there.
-    """
+    """The sums of values [B, T] over the documents of each row, float64 [B, S] with S even and above T."""
     documents = batch["documents"].long()
     size = documents.shape[1] // 2 * 2 + 2
     documents = documents if positions is None else documents.index_select(1, positions)
@@ -255,10 +240,7 @@ def by_position(model: Model) -> Model:
 
 
 def document_offsets(targets: Tensor, ctx: Ctx) -> Tensor:
-    """The position in its document of each token of whole sequences, int64 [B, T] or, of one document each, [1, T].
-
-    targets: of this rank's tokens [B, T / cp].
-    """
+    """The position in its document of each token of whole sequences, int64 [B, T] or [1, T]."""
     if isinstance(ctx.documents, tuple):
         split = 1 if isinstance(ctx.positions, tuple) else ctx.mesh.cp.size
         return torch.arange(targets.shape[-1] * split, device=targets.device)[None]

@@ -1,6 +1,6 @@
-"""The named models, with the published sizes. `tiny` and `small` are for training on bytes on a CPU.
+"""The named models, with the published sizes; and a larger vocabulary for a model.
 
-A larger vocabulary for a model: its tables get rows for the ids that they lack.
+`tiny` and `small` are for training on bytes on a CPU.
 """
 
 from __future__ import annotations
@@ -255,8 +255,7 @@ def grow_vocabulary(config: ModelConfig, params: Tree, vocab_size: int) -> tuple
 
 
 def with_vocab_size(config: Any, vocab_size: int) -> Any:
-    """The config of a model with so many tokens, below adapters too; of LoRA the tables are then trained. Raises
-    ValueError for fewer than it has."""
+    """The config of a model with so many tokens; raises ValueError for fewer than it has."""
     if vocab_size < config.vocab_size:
         raise ValueError(
             f"model.vocab_size is {vocab_size} and the model has {config.vocab_size} tokens; rows are added only, so "

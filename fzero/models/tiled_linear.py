@@ -2,18 +2,12 @@
 
     y = sum over s of act(x w_in[:, s] + b_in[s], ...) w_out[s]
 
-where s is the tile's range. Only one tile of the hidden activations exists at a time; the backward pass recomputes it
-from x, the only tensor that is kept. Sums over tiles run in order, in float32 or wider.
+where s is the tile's range. One tile of the hidden activations exists at a time; the backward pass recomputes it from
+x, the only tensor that is kept. Sums over tiles run in order, in float32 or wider. `tokens` computes a layer for so
+many tokens at a time. Results differ from the untiled ones by rounding.
 
-`tiled_mlp` and `tiled_gelu_mlp` are differentiable functions of whole tensors.
-
-`tokens` computes a layer for so many tokens at a time, all of its tiles for each: what is as long as the sequence is
-then x, y and their gradients alone, in x's dtype; the gradients of the parameters are summed over the chunks in float32
-or wider, which has the size of the parameters.
-
-Results are sums over tiles, and differ from the untiled ones by rounding.
-Ref: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, section
-5.1.3; for chunks of tokens, Bekman et al. 2025, "Arctic long sequence training", arXiv:2506.13996, section 3.1.
+Ref: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, section 5.1.3; for chunks of tokens, Bekman et al.
+2025, "Arctic long sequence training", arXiv:2506.13996, section 3.1.
 """
 
 from __future__ import annotations
@@ -36,10 +30,7 @@ from fzero.kernels.glu import clamped_swiglu, geglu, swiglu
 
 
 def tile_spans(size: int, tiles: int, label: str = "the dim") -> list[slice]:
-    """Split a dim into `tiles` ranges of nearly equal size: the first size % tiles have one element more.
-
-    Raises ValueError if a tile would be empty.
-    """
+    """A dim in `tiles` ranges of nearly equal size; raises ValueError if a tile would be empty."""
     expect_kind("tiles", tiles, int, "give a whole number, such as 4")
     if not 1 <= tiles <= size:
         raise ValueError(f"tiles is {tiles}; {label} has size {size}, so tiles must be in 1..{size}")
@@ -70,13 +61,7 @@ def tiled_mlp(
     gate: str = "swiglu",
     impl: str = "auto",
 ) -> Tensor:
-    """gate(x w_gate, x w_up) w_down for x [..., D], w_gate and w_up [D, F], w_down [F, D], in x's dtype, in tiles of
-    the F units, and of `tokens` tokens at a time (0: all).
-
-    Only one tile of the hidden activations of these tokens exists at a time, forward and backward; only x is kept
-    between. gate: a name in GATES; impl: the form of it. Differentiable once; under vmap, jvp and higher orders of
-    torch.func it is the plain formula. Raises ValueError for shapes that do not fit and for tiles that would be empty.
-    """
+    """gate(x w_gate, x w_up) w_down in tiles of the F units, and of `tokens` tokens at a time (0: all)."""
     d, f = x.shape[-1], w_gate.shape[-1]
     _expect(x, {"w_gate": (w_gate, (d, f)), "w_up": (w_up, (d, f)), "w_down": (w_down, (f, w_down.shape[-1]))})
     return _apply(gate, x, [w_gate, w_up, w_down], tiles, tokens, impl)
@@ -91,10 +76,7 @@ def tiled_gelu_mlp(
     *,
     tokens: int = 0,
 ) -> Tensor:
-    """gelu(x w_in + b_in) w_out for x [..., D], w_in [D, F], w_out [F, D], bias [F], in tiles as `tiled_mlp`.
-
-    With the tanh form of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
-    """
+    """gelu(x w_in + b_in) w_out in tiles as `tiled_mlp`, with the tanh form of GELU."""
     f = w_in.shape[-1]
     _expect(x, {"w_in": (w_in, (x.shape[-1], f)), "w_out": (w_out, (f, w_out.shape[-1])), "b_in": (b_in, (f,))})
     return _apply("gelu", x, [w_in, w_out] if b_in is None else [w_in, b_in, w_out], tiles, tokens)
@@ -114,8 +96,7 @@ def _linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class TiledLayer(NamedTuple):
-    """sum over tiles of activation(x w_1 + b_1, ..., x w_k + b_k) w_out, for x [N, D]: an MLP in tiles of its hidden
-    units. Parameters: w_1, ..., w_k [D, F], then b_1, ..., b_k [F] if it has biases, then w_out [F, D]."""
+    """sum over tiles of activation(x w_1 + b_1, ..., x w_k + b_k) w_out, for x [N, D]."""
 
     activation: Callable[..., Tensor]  # of k tensors [N, f]; elementwise
     inner: int  # k
@@ -216,8 +197,7 @@ def tiled_layer(x: Tensor, params: Sequence[Tensor], kind: str, tiles: int, toke
 def tiled_layer_backward(
     x: Tensor, params: Sequence[Tensor], dy: Tensor, kind: str, tiles: int, tokens: int, impl: str, frozen: bool
 ) -> list[Tensor]:
-    """The gradients of x and, unless they are frozen, of the parameters: sums over chunks of tokens, in float32 or
-    wider."""
+    """The gradients of x and, unless frozen, of the parameters: sums over chunks of tokens."""
     layer, rows = _layer(kind, params, tiles, impl), _rows(x, tokens)
     wide = torch.promote_types(x.dtype, torch.float32)
     trained = [] if frozen else params

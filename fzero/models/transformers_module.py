@@ -1,9 +1,6 @@
-"""Models of `transformers` as nn.Modules without memory: which class a config asks for, the module made of it, its
-loss, and experts that are traced.
+"""Models of `transformers` as nn.Modules without memory: their class, loss, and experts that are traced.
 
 `transformers` is imported when a function here is called.
-
-The config of a decoder that transformers' own code computes: the text of its config.json, and the sizes in it.
 """
 
 from __future__ import annotations
@@ -37,11 +34,7 @@ UNITS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
 
 
 def read_decoder(content: Mapping[str, Any], source: str) -> DecoderConfig:
-    """The DecoderConfig of the content of a config.json.
-
-    source: its path, for messages. Raises ValueError, naming it, for what is no decoder of the installed transformers:
-    an encoder-decoder, code of the folder's own, weights in codes, another head or other inputs than tokens.
-    """
+    """The DecoderConfig of a config.json; raises ValueError for what is no decoder of transformers."""
     refuse_entries(content, source)
     config = config_of_text(json.dumps(dict(content)), source)
     cls = class_of_decoder(config, content, source)
@@ -79,8 +72,7 @@ def refuse_entries(content: Mapping[str, Any], source: str) -> None:
 
 
 def config_of_text(text: str, source: str) -> Any:
-    """The config of transformers of the text of a config.json; raises ValueError for a model_type that the installed
-    transformers has not, and where it is not installed."""
+    """The config of transformers of the text of a config.json; raises ValueError for an unknown one."""
     content = parse_json(text, source, wide=True)
     kinds = transformers_of(source, content.get("model_type")).models.auto.configuration_auto.CONFIG_MAPPING
     name = content["model_type"]
@@ -111,8 +103,7 @@ def transformers_of(source: str, name: Any) -> Any:
 
 
 def class_of_decoder(config: Any, content: Mapping[str, Any], source: str) -> type:
-    """The class of transformers of a decoder's config; raises ValueError for one that has none, for a folder of another
-    class, and for one that takes more than tokens."""
+    """The class of transformers of a decoder's config; raises ValueError for none or another."""
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -178,9 +169,7 @@ IGNORED = -100  # a label that does not count
 
 
 def config_of(source: Any) -> Any:
-    """A copy of the config that a source names: a folder with a config.json, this file, a config or its class; raises
-    ValueError for another source.
-    """
+    """A copy of the config that a source names: a folder, a file, a config or its class."""
     import transformers
 
     if isinstance(source, type) and issubclass(source, transformers.PretrainedConfig):
@@ -200,11 +189,7 @@ def config_of(source: Any) -> Any:
 
 
 def class_of(config: Any, task: str) -> tuple[type, str]:
-    """(the class of transformers for a config, its task). task: "" for that of the config's `architectures`, or the one
-    that a decoder or an encoder-decoder has.
-
-    Raises ValueError for a task that is unknown or that transformers has no class for, and where it must be given.
-    """
+    """(the class of transformers for a config, its task); task: "" for that of the config."""
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -241,9 +226,7 @@ def default_task(config: Any, available: list[str]) -> str:
 
 
 def make_module(source: Any, task: str, attention: str | None, seed: int | None) -> tuple[nn.Module, str]:
-    """(the module of a source in float32, its task); its parameters are drawn by transformers from `seed`, or, with
-    None, have no memory.
-    """
+    """(the module of a source in float32, its task), drawn from `seed`, or, with None, without memory."""
     config = config_of(source)
     cls, task = class_of(config, task)
     return module_of_config(config, cls, attention, seed), task
@@ -278,9 +261,7 @@ def parameters_without_memory() -> Iterator[None]:
 
 
 def loss_of_task(task: str, call: Callable[..., Any], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(the cross-entropy in nats summed over the labels that count, their number) of a batch of transformers: the
-    arguments of the model's forward pass, and `labels`, of which those that are -100 do not count.
-    """
+    """(the cross-entropy in nats summed over the labels that are not -100, their number)."""
     if "labels" not in batch:
         raise ValueError(f"the batch has no 'labels'; it has {', '.join(batch)}; labels that are -100 do not count")
     labels = batch["labels"]
@@ -297,26 +278,21 @@ WAYS = {"colwise": "columns", "rowwise": "rows"}
 
 
 def tp_rules(module: Any) -> dict[str, str]:
-    """The linear layers that transformers' own plan of tensor parallelism splits within a layer, as rules of
-    from_module. What it splits in other ways, such as gathered outputs and experts, stays whole.
-    """
+    """The linear layers that transformers' own plan of tensor parallelism splits, as rules."""
     plan = getattr(module.config, "base_model_tp_plan", None) or {}
     places = {pattern: WAYS[way] for pattern, way in plan.items() if way in WAYS and "*." in pattern}
     return {f"^{re.escape(pattern.rpartition('*.')[2])}$": way for pattern, way in places.items()}
 
 
 def register_experts() -> None:
-    """Give transformers the experts below, by the name "fzero": its own read the experts' numbers on the host, or take
-    bfloat16 alone where they are traced."""
+    """Give transformers the experts below, by the name "fzero", as its own cannot be traced."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register("fzero", compute_experts)
 
 
 def compute_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """The result of a module of experts for tokens x [N, D]: each is computed by its k experts, ids and weights [N, k],
-    whose rows are grouped by expert.
-    """
+    """The result of a module of experts for tokens x [N, D]: each by its k experts."""
     transposed = experts.is_transposed
     order, inverse, ends = group(ids, experts.num_experts)
     expert = ids.reshape(-1)[order]

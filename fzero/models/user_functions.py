@@ -1,10 +1,8 @@
-"""A Model of somebody's own functions, in a step: they draw random numbers by the step's key, and are pure. The Loss of
-the value that a user's loss function returned.
+"""A Model of somebody's own functions: they draw by the step's key, and are pure.
 
-Norms, tables, lookups, pads, pools and windows in a user's own code, with gradients that are summed in float32.
-
-On a CPU torch sums the gradients of what they read many times in its own dtype, which in bfloat16 stops at some
-hundreds of ones (see kernels.embedding and kernels.norm).
+Norms, tables, lookups, pads, pools and windows in a user's own code get gradients that are summed in float32: on a CPU
+torch sums them in their own dtype, which in bfloat16 stops at some hundreds of ones (see kernels.embedding and
+kernels.norm).
 """
 
 from __future__ import annotations
@@ -130,8 +128,7 @@ def _of_dims(sizes: Any, dims: int) -> list[int]:
 
 
 def _overlaps(names: str, dims: int = 2, step: Any = None) -> Callable[..., bool]:
-    """Whether an element is in more than FEW windows of a call with these arguments; step: of the windows where it says
-    none, None for that of their size."""
+    """Whether an element is in more than FEW windows of a call with these arguments."""
 
     def serves(call: dict[str, Any]) -> bool:
         size = _of_dims(call.get("kernel_size", call.get("size")), dims)
@@ -228,8 +225,7 @@ class ModuleConfig:
 
 
 def loss_of(out: Any) -> Loss:
-    """The Loss that a plain function returned; raises TypeError or ValueError, with what to write instead, for anything
-    else."""
+    """The Loss that a plain function returned; raises TypeError or ValueError for anything else."""
     pair = "return (losses.sum(), losses.numel())"
     out, tables = (out[:3], out.tables) if isinstance(out, Loss) else (out, {})
     if isinstance(out, dict):

@@ -1,7 +1,7 @@
-"""Weights that are not one tensor: a product with one is computed from its parts, and a model's code need not know.
+"""Weights that are not one tensor: a product with one is computed from its parts.
 
-A model says `x @ w`, or `layers.linear(x, w)`. If w is a `WeightInParts`, its `product` is called. Every other function
-and method of torch gets the dense tensor, made for that call.
+A model says `x @ w`, or `layers.linear(x, w)`; if w is a `WeightInParts`, its `product` is called. Every other function
+of torch gets the dense tensor, made for that call.
 """
 
 from __future__ import annotations
@@ -76,11 +76,7 @@ def with_tensors(weight: Any, tensors: Tree) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class LowRankSum(WeightInParts):
-    """w + scale a b, with w [in, out], a [in, R] and b [R, out]: x a b is summed, and a b never made.
-
-    With magnitudes m [out] (DoRA) its columns have those norms: m_j / |v_j| v_j, of v = w + scale a b. The norms |v_j|
-    count as constants in the backward pass.
-    """
+    """w + scale a b, never made as one: x a b is summed; with magnitudes m [out] (DoRA) columns have those norms."""
 
     w: Any  # a Tensor or a WeightInParts
     a: Tensor
@@ -107,8 +103,7 @@ class LowRankSum(WeightInParts):
         return y * self.gain(self.m, v).to(y.dtype)
 
     def gain(self, m: Tensor, v: Tensor) -> Tensor:
-        """m over the norms of the columns of v [in, out], in float32 or wider. Communicates: a psum of [out] over
-        `axis`."""
+        """m over the norms of the columns of v [in, out], in float32 or wider."""
         squares = psum(v.detach().square().sum(-2), self.axis, leaf="dora")
         return m.to(v.dtype) / squares.sqrt()
 
@@ -119,8 +114,7 @@ class LowRankSum(WeightInParts):
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight(WeightInParts):
-    """A frozen weight in codes (see kernels.quantize), which no gradient reaches. It is dequantised for each product,
-    again in the backward pass, and never kept."""
+    """A frozen weight in codes (see kernels.quantize), dequantised for each product, and never kept."""
 
     codes: Tensor  # [in, out] or [in, out / 2], of the kind's dtype
     scales: Tensor  # int32 [in, ceil(out / block)]: the bits of float32
@@ -183,11 +177,7 @@ def weights_of(node: Any, kind: str, block: int) -> Any:
 
 
 def block_weights(subject: str, targets: str, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """The names of the blocks' weights [L, in, out] that the regex `targets` matches.
-
-    subject: begins the texts of errors. shapes: of all leaves. Raises ValueError for a text that is no regex, one that
-    matches nothing, and a leaf of another shape.
-    """
+    """The names of the blocks' weights [L, in, out] that the regex `targets` matches; raises ValueError."""
     blocks = [name for name in shapes if is_stacked(name)]
     expect_regex(f"{subject}: targets", targets)
     names = [name for name in blocks if re.search(targets, name)]
@@ -206,8 +196,7 @@ def block_weights(subject: str, targets: str, shapes: dict[str, tuple[int, ...]]
 
 
 def column_norms(named: Mapping[str, Tensor], name: str, config: LoRAConfig) -> Tensor:
-    """Return [L, out], the norms of the columns of the weight of the magnitudes `name`, with its factors if `named`,
-    the whole leaves by name, has them."""
+    """[L, out], the norms of the columns of the weight of the magnitudes `name`, with its factors."""
     weight = name.removesuffix("_lora_m")
     w = named.get(weight)
     if w is None:
@@ -221,9 +210,7 @@ def column_norms(named: Mapping[str, Tensor], name: str, config: LoRAConfig) -> 
 
 
 def product_of(named: Mapping[str, Any], name: str, model: Model | None) -> Any:
-    """The weight [..., out, in] called `name` of a model made from a module, with alpha / rank times the product of its
-    factors, if it has any; summed in float32 or wider, and rounded once.
-    """
+    """The weight [..., out, in] called `name` of a module's model, with the product of its factors."""
     w = named[name]
     if model is None or f"{name}_lora_a" not in named:
         return w

@@ -1,8 +1,7 @@
-"""The kernels that Inductor would generate for the compiled blocks of a step on a GPU, and their compilation, without
-that GPU.
+"""The kernels that Inductor would generate for the compiled blocks of a step on a GPU, compiled without that GPU.
 
-A step of a model with real widths is planned with compiled blocks (fake_inductor.py); the kernels are taken from the
-code that Inductor generates, and Inductor's own heuristics choose the block sizes, as in a run.
+A step is planned with compiled blocks (fake_inductor.py); the kernels are taken from the code that Inductor generates,
+and its own heuristics choose the block sizes, as in a run.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ class Generated(NamedTuple):
 
 
 def generate_kernels(model: str, arch: str) -> list[Generated]:
-    """The kernels of a step of one of MODELS, with one layer, compiled blocks and bf16, on a GPU of `arch`.
-
-    Raises ValueError with a version of torch whose Inductor is not known here.
-    """
+    """The kernels of a step of one of MODELS, with one layer, compiled blocks and bf16, on a GPU of `arch`."""
     if fake_inductor.note():
         raise ValueError(fake_inductor.note())
     device = devices.device(DEVICES[arch])
@@ -95,11 +91,7 @@ def kernels_in(code: str) -> Iterator[tuple[str, str]]:
 
 
 def compile_generated(kernel: Generated) -> aot.CompiledBuild:
-    """Compile a kernel with each block size that Inductor would try, and read the code.
-
-    The result has the most of each number. It is wrong if no block size compiles, or one that does asks for more shared
-    memory than there is. Spills are no fault: a run takes the fastest block size.
-    """
+    """Compile a kernel with each block size that Inductor would try; the most of each number in the code."""
     arch = aot.ARCHS[kernel.arch]
     try:
         results = [aot.read_code(arch, compiled) for compiled in _compile(kernel)]

@@ -86,13 +86,7 @@ class Candidate(NamedTuple):
 def candidates(
     config: RunConfig, ranks: int, on_node: int, choices: Mapping[str, Sequence[Any]] | None = None
 ) -> Iterator[Candidate]:
-    """All candidates for `ranks` ranks that the model and the batch allow; tp stays within a node.
-
-    choices: values in place of those of CHOICES, by name. A mesh with rp keeps ZeRO's shards within a group of dp
-    ranks, a power of two times those of a node. With pp there is no rp, nothing is offloaded but activations, a step
-    has at least pp micro-batches on each rank, and split schedules recompute nothing: what they hold between I and W
-    recomputation does not lessen. Raises ValueError if there is none, and for a name that CHOICES has not.
-    """
+    """All candidates for `ranks` ranks that the model and the batch allow; tp stays within a node."""
     for name in choices or {}:
         if name not in CHOICES:
             raise ValueError(f"choices gives {name!r}{nearest(name, CHOICES)}; a search tries {', '.join(CHOICES)}")
@@ -137,8 +131,7 @@ def candidates(
 def enumerate_shardings(
     data: int, inner_ranks: int, groups: Sequence[int], tried: Mapping[str, Sequence[Any]]
 ) -> Iterator[tuple[int, int, int, str, str]]:
-    """(dp, rp, stage, recomputation, offload) for so many ranks of dp and rp, each of so many of cp and ep; groups: the
-    sizes of dp."""
+    """(dp, rp, stage, recomputation, offload) for so many ranks of dp and rp, each of some of cp and ep."""
     for dp in groups:
         for zero in tried["zero"] if data * inner_ranks > 1 else (0,):
             if zero == 0 and dp != data:
@@ -150,8 +143,7 @@ def enumerate_shardings(
 
 
 def layers_to_trace(c: Candidate, layers: int) -> int:
-    """About how many layers pipelined.trace runs for a candidate with pp, each of several micro-batches counted: a
-    record of each kind of rank, with as many micro-batches as show all circumstances (measured for p = 4 to 16)."""
+    """About how many layers pipeline_trace runs for a candidate with pp, micro-batches counted."""
     family = FAMILIES[c.schedule]
     parts = 2 * c.pp if family.split or c.chunks > 1 else 5
     return (4 if family.placement == "loop" else c.pp) * parts * math.ceil(layers / c.pp)

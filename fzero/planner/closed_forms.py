@@ -1,10 +1,9 @@
 """Closed forms of a candidate's memory and time: a cheap estimate of each candidate of a search.
 
-A search compares thousands of candidates, so none is traced here; see closed_layer.py for what is. With pp a rank is
-given its share of the states. The estimates decide the order in which candidates are traced exactly.
-
-Of the time: a pipeline's waiting is that of its schedule played over few micro-batches. Communication is exposed where
-it takes longer than what is computed beside it."""
+A search compares thousands of candidates, so none is traced here; see closed_layer.py for what is. The estimates decide
+the order in which candidates are traced exactly. A pipeline's waiting is that of its schedule played over few
+micro-batches. Communication is exposed where it takes longer than what is computed beside it.
+"""
 
 from __future__ import annotations
 
@@ -104,8 +103,7 @@ def memory(basis: Basis, c: Candidate) -> tuple[dict[str, float], float]:
 
 
 def error_bytes(basis: Basis, c: Candidate) -> float:
-    """What a codec's error feedback takes on a rank: errors of the state, and those of the step beside them; of an
-    optimizer that sends signs its momentum and errors, and with local steps how far it moved and where that is."""
+    """What a codec's error feedback, or an optimizer that sends signs, takes on a rank."""
     if basis.config.optim.name in SEND_SIGNS:
         plan, ranks = basis.plan_of(c)[0], c.rp if c.rp > 1 else c.dp * c.cp
         element_bytes = max(basis.policy.state.itemsize, 4)
@@ -175,8 +173,7 @@ def step_time(basis: Basis, c: Candidate) -> dict[str, float]:
 
 
 def cp_s(basis: Basis, c: Candidate, micro: int, recompute: bool) -> float:
-    """Estimate the seconds of a step in which a rank of cp waits for the messages of attention: all of them, but
-    those of a ring, beside which it computes."""
+    """The seconds of a step in which a rank of cp waits for attention's messages; a ring computes beside."""
     plan = basis.plan_of(c)[0]
     if plan.context is None or plan.heads is None or plan.context.form == "ring":
         return 0.0
@@ -197,10 +194,7 @@ def ep_s(basis: Basis, c: Candidate, micro: int, recompute: bool) -> float:
 
 
 def bubble_s(basis: Basis, c: Candidate, micro: int, forward: float, message: float) -> float:
-    """Estimate the seconds of a step in which the longest rank of a pipeline waits for others and for messages.
-
-    forward: the seconds of a rank's layers for one micro-batch. message: its bytes.
-    """
+    """The seconds of a step in which the longest rank of a pipeline waits for others and for messages."""
     facts = row_facts(c.schedule, c.pp, c.chunks, c.remat not in ("", "none"))
     way = basis.ways_of(c)["pp"]
     wires = facts.wires + facts.wires_each * (micro - ROW * c.pp)
@@ -208,12 +202,7 @@ def bubble_s(basis: Basis, c: Candidate, micro: int, forward: float, message: fl
 
 
 def update_s(basis: Basis, size: float, tier: Tier, backward: float = 0.0) -> float:
-    """Estimate the seconds of an optimizer's update that moves `size` bytes: on the device, and in its host's
-    memory as far as the state is there or on a disk.
-
-    backward: the seconds of the last micro-batch's backward pass, beside which the host updates where
-    train.update says so.
-    """
+    """The seconds of an optimizer's update that moves `size` bytes, on the device and in its host's memory."""
     fraction = tier.fraction if not tier.memory.on_device and basis.device.kind == "cuda" else 0.0
     memory = basis.device.bandwidth_bytes_s * basis.device.efficiency.get("memory", 1.0)
     host_rate = (
@@ -255,8 +244,7 @@ def expert_leaves(plan: Plan) -> list[LeafPlan]:
 
 
 def expert_messages_s(plan: Plan, way: Way, token_bytes: float, loads: Loads) -> float:
-    """The seconds of a layer's forward pass in which a rank of ep waits for its tokens on their way to experts and
-    back. token_bytes: the rank's tokens times the bytes of an element."""
+    """The seconds of a layer's forward pass in which a rank of ep waits for tokens on their way."""
     assert plan.routed is not None and plan.experts is not None  # a plan with ep
     sent = plan.routed.sent(plan.experts.form, way.size) / 2 * token_bytes
     if plan.experts.form == "exchange":

@@ -1,10 +1,8 @@
-"""What closed forms of a candidate's memory and time are made from: the plans of its meshes, and one traced layer.
+"""What closed forms of a candidate's memory and time are made from: plans of meshes, and one traced layer.
 
-Two layers are traced once for each size of tp; the activation memory and time of a layer for every micro-batch,
-recomputation, stage and mesh follow from that. State bytes come from the plan's own specs, so they are exact also if a
-leaf does not divide evenly.
-
-What waits in the schedules of pipelines: each is played once, over few micro-batches.
+Two layers are traced once for each size of tp; a layer's activations and time for every micro-batch, recomputation,
+stage and mesh follow. State bytes come from the plan's own specs, so they are exact. Each schedule is played once, over
+few micro-batches.
 """
 
 from __future__ import annotations
@@ -57,9 +55,7 @@ class RowFacts(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def row_facts(name: str, p: int, v: int, recompute: bool) -> RowFacts:
-    """The RowFacts of a schedule; recompute: backward passes compute the forward pass again.
-
-    A backward pass takes twice as long as a forward pass, half of it for the gradients by weights.
+    """The RowFacts of a schedule, whose backward passes take twice as long as forward ones.
 
     >>> row_facts("1f1b", 4, 1, False)
     RowFacts(idle=9.0, wires=28.0, wires_each=2.0, in_flight=4)
@@ -97,9 +93,7 @@ class Layer(NamedTuple):
 
 
 def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
-    """Estimate a Layer of `config` on a device shared by tp ranks, from a trace of TRACED_ROWS rows and two layers, or
-    a period of those that differ.
-    """
+    """A Layer of `config` on a device shared by tp ranks, from a trace of TRACED_ROWS rows."""
     depth, rows = min(max(2, models.period(config.model)), config.model.n_layers), TRACED_ROWS
     model = models.shorten(config.model, depth)
     shallow = Candidate(1, 1, tp, 0, "none", "", rows).apply_to(
@@ -230,8 +224,7 @@ class Basis:
         self.opt_bytes = MOMENTS[o.name] * STATE_BYTES.get(o.states, state) + (state if self.policy.has_master else 0)
 
     def plan_of(self, c: Candidate) -> tuple[Plan, dict[str, int], dict[str, int]]:
-        """Return (the plan, a rank's elements by kind of state, the elements of the embedding, a layer and the
-        head)."""
+        """(the plan, a rank's elements by kind of state, the elements of the embedding, a layer, the head)."""
         return self.plan(c.dp, c.rp, c.tp, c.zero, c.cp, c.ep)
 
     def ways_of(self, c: Candidate) -> dict[str, Way]:

@@ -1,7 +1,4 @@
-"""The names of devices: those listed in devices/, "here", or the path of a device file.
-
-Imports nothing heavy, so that a wrong name is refused at once.
-"""
+"""The names of devices: those listed in devices/, "here", or the path of a device file; nothing heavy imported."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The hardware of a rank as a value: measured by `fzero bench`, or from the data sheets that come with the package.
 
-A data sheet gives peaks, and `efficiency` the fraction of each peak that is reached: one factor for each class of
-operation, the same for all listed devices. A measured file gives curves of seconds over sizes, and needs no factor.
+A data sheet gives peaks, and `efficiency` the fraction of each that is reached, by class of operation. A measured file
+gives curves of seconds over sizes, and needs no factor.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ Products = tuple[tuple[int, int, int, int, float], ...]  # (batch, m, n, k, seco
 
 
 class MeasuredRates(NamedTuple):
-    """Measured seconds of operations as a training step runs them: with results in memory that the allocator provides.
-
-    Measured in one process with `threads` threads, while `processes` processes (it included) do the same on this
-    machine."""
+    """Measured seconds of operations as a training step runs them, in one process beside others."""
 
     threads: int
     processes: int
@@ -64,10 +61,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """A processor with its memory and links: all that a plan needs to know of one rank's hardware.
-
-    Units are seconds, bytes and FLOP (a multiply-add counts as two). None: unknown.
-    """
+    """A processor with its memory and links, in seconds, bytes and FLOP; None: unknown."""
 
     name: str
     kind: str  # "cpu" or "cuda" (which torch calls AMD's GPUs too)
@@ -153,12 +147,7 @@ def device(name: str | Path, **changes: Any) -> Device:
 
 
 def between_nodes(device: Device, text: str) -> Device:
-    """The device with other links between its nodes, as of several data centres. text: "GBIT" or "GBIT:MS", the gigabit
-    per second of a node each way, which its ranks share, and the milliseconds of an empty message.
-
-    A message takes no less time than one inside a node where that was measured: its transport is the same.
-
-    Raises ValueError for another text.
+    """The device with other links between its nodes, of "GBIT" or "GBIT:MS"; raises ValueError.
 
     >>> level = between_nodes(device("h100"), "10:5").links[-1]
     >>> level.ranks, level.bytes_s, level.latency_s  # an eighth of a node's
@@ -258,9 +247,7 @@ def _format_json(value: Any, indent: str = "") -> str:
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
-    """Convert `value`, read from JSON, to the type `hint`.
-
-    Raises ValueError naming the key `name`, the value and what is allowed."""
+    """`value`, read from JSON, as the type `hint`; raises ValueError naming the key `name`."""
     if isinstance(hint, types.UnionType):
         return (
             None

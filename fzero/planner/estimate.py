@@ -53,11 +53,7 @@ class ModelStates(NamedTuple):
 
 
 def count(model: str | ModelConfig | int) -> tuple[int, int]:
-    """Return (parameters, parameters of the largest part gathered at a time: the embedding, a layer or the head) of a
-    model.
-
-    model: a preset's name, sizes, or a number of parameters, whose largest part is unknown (0).
-    """
+    """(parameters, those of the largest part gathered at a time) of a preset's name, sizes, or a number."""
     if isinstance(model, int):
         return model, 0
     built = models.build(models.preset(model) if isinstance(model, str) else model)
@@ -66,11 +62,7 @@ def count(model: str | ModelConfig | int) -> tuple[int, int]:
 
 
 def count_experts(model: str | ModelConfig | int, ep: int) -> tuple[int, int, int]:
-    """Return (the parameters of a model's experts, which ep splits, those of them on a rank, the layers that have
-    them); (0, 0, 1) for ep=1. Of experts that ep does not divide a rank has the most.
-
-    Raises ValueError for a number of parameters, whose experts are unknown, and for a model whose experts ep does not
-    split."""
+    """(parameters of a model's experts, those on a rank, the layers that have them); (0, 0, 1) for ep=1."""
     if ep == 1:
         return 0, 0, 1
     if isinstance(model, int):
@@ -151,8 +143,7 @@ def estimate_model_states(
 
 
 def sharding_ranks(mesh: Mapping[str, int]) -> tuple[int, int, int]:
-    """The ranks over which ZeRO shards, dp x ep x cp, those of ep, and those of tp; raises ValueError for a mesh with
-    pp."""
+    """The ranks over which ZeRO shards, dp x ep x cp, those of ep, and those of tp; raises for pp."""
     if not isinstance(mesh, Mapping):
         raise ValueError(f'mesh is {mesh!r}; it must be a table of sizes, such as {{"dp": 8, "tp": 2}}')
     sizes = {axis.name: axis.size for axis in fake_mesh(mesh).axes}
@@ -162,8 +153,7 @@ def sharding_ranks(mesh: Mapping[str, int]) -> tuple[int, int, int]:
 
 
 def of_signs(elements: float, ranks: int) -> float:
-    """The elements of state of an optimizer that sends signs of so many parameters: their momentum and a rank's errors,
-    whole, and the errors of what the rank serves."""
+    """The elements of state of an optimizer that sends signs of so many parameters."""
     return elements * (2 + 1 / ranks if ranks > 1 else 1)
 
 

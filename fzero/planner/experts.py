@@ -1,7 +1,7 @@
-"""How a step's tokens are spread over the experts, assumed or as a run recorded them, and what a plan has room for.
+"""How a step's tokens are spread over the experts, assumed or as a run recorded them, and the plan's room.
 
-Shapes in an exchange are the same whatever is chosen, so how tokens are spread changes no byte of memory: the rank with
-the fullest experts computes longer and sends more, and the others wait for it in every layer.
+Shapes in an exchange are the same whatever is chosen, so the spread changes no byte of memory: the rank with the
+fullest experts computes longer, and the others wait for it in every layer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ from fzero.sharding import Plan
 
 
 class Loads(NamedTuple):
-    """How a step's tokens are spread over the experts.
-
-    factor: of every layer, the rows of the rank with the fullest experts over the mean of the ranks. shares: of each
-    layer the share of the choices that each expert gets, as a run records them; if given, the factor follows from them
-    and the number of ranks.
+    """How a step's tokens are spread over the experts: a factor over the mean, or recorded shares.
 
     >>> Loads(1.2).imbalance(8), Loads(shares=((0.5, 0.1, 0.2, 0.2),)).imbalance(2)
     (1.2, 1.2)
@@ -29,10 +25,7 @@ class Loads(NamedTuple):
     shares: tuple[tuple[float, ...], ...] = ()
 
     def imbalance(self, ep: int) -> float:
-        """The rows of the fullest of ep ranks over the mean of them, on the average over the layers: all ranks wait for
-        it in each. 1 without ep.
-
-        Raises ValueError for shares of a number of experts that ep does not divide."""
+        """The rows of the fullest of ep ranks over the mean of them, on the average over the layers."""
         if ep == 1:
             return 1.0
         if not self.shares:
@@ -48,8 +41,7 @@ class Loads(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Loads:
-        """The Loads of a text: a factor from 1, such as "1.2", or the folder of a run with experts, whose last recorded
-        step is taken. Raises ValueError for another one."""
+        """The Loads of a text: a factor from 1, such as "1.2", or the folder of a run with experts."""
         try:
             factor = float(text)
         except ValueError:

@@ -1,14 +1,11 @@
-"""The trace of a deep model from a step that runs only a few of its layers: one layer stands for all those like it.
+"""The trace of a deep model from a step that runs only a few of its layers: one layer stands for all like it.
 
-The step is built for the whole model: its state, gradient sums and update have all layers. The forward and backward
-passes run only the first layers, two in the middle (groups of K with remat "every:K", or where layers differ in a
-period of K), and the last ones, enough that all prefetching at both ends occurs. The trace then repeats the first of
-the two as often as the model has such layers. This is verified: in every pass all that the two do, one event after the
-other, must be the same; if not, every layer is run.
-
-Of many micro-batches four are run: the third stands for all between the second (during which the gradient sums of the
-first get their memory) and the last. Sums in canonical order grow with the number of micro-batches, so there all of
-them are run."""
+State, gradient sums and update have all layers. The passes run only the first layers, two in the middle (groups of K
+with remat "every:K" or periods), and the last ones, enough that all prefetching occurs. The trace repeats the first of
+the two, if all that the two do, one event after the other, is the same; if not, every layer is run. Of many
+micro-batches four are run: the third stands for all between the second and the last, except with canonical sums, which
+grow.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +41,7 @@ def trace(
     target: Target | None = None,
     say: Callable[[str], None] = lambda stage: None,
 ) -> Trace:
-    """Return the trace of `trace_step`, with repeated segments; `exact` says how it was extrapolated.
-
-    The timeline has all layers of the micro-batches that were run. say: called with the text of each stage.
-    """
+    """The trace of `trace_step`, with repeated segments; `exact` says how it was extrapolated."""
     target = CPU if target is None else target
     config = resolve_auto(config, target)
     mesh = fake_mesh(sizes, rank)
@@ -87,8 +81,7 @@ def trace(
 
 
 def inputs_on_host(job: Job, config: RunConfig, layers: int) -> int:
-    """The bytes of the inputs of so many layers that a forward pass keeps in the host's memory, at most: those of a
-    micro-batch."""
+    """The most bytes of so many layers' inputs that a forward pass keeps in the host's memory."""
     if not Offload.parse(config.offload).acts.memory.on_host:
         return 0
     tokens = config.train.batch // job.mesh.data_size // run_build.local_micro_batches(config, job.mesh)
@@ -125,10 +118,7 @@ def shape(config: RunConfig, depth: int) -> tuple[int, int, int]:
 def extend_layers(
     stays: Sequence[Stay], stack: str, prefix: int, group: int, run: int, depth: int
 ) -> tuple[list[Stay], list[list[Stay]]] | None:
-    """Extend stays of `run` layers to `depth` layers; return (all stays, the middle stays, each standing for several).
-
-    Returns None if a pass has no middle group. The layers before, ..., before + group - 1 of `stack` are repeated.
-    """
+    """Extend stays of `run` layers to `depth`: (all stays, the middle ones), or None without a middle."""
     copies, shift = (depth - run) // group, depth - run
     out: list[Stay] = []
     middles: list[list[Stay]] = []

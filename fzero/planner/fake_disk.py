@@ -1,7 +1,6 @@
 """The buffers, store and scratch file of a planned run, without memory and without files.
 
-Reads and writes are reported with the bytes of whole pages that a disk with direct transfers moves. The buffer pool
-counts as one buffer of its full size, as a run allocates it.
+Reads and writes are reported with the bytes of whole pages. The buffer pool counts as one buffer of its full size.
 """
 
 from __future__ import annotations

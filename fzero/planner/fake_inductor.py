@@ -1,14 +1,10 @@
-"""Compiled graphs in a plan: Inductor lowers and schedules a graph as for a run, and its generated code runs on fake
-tensors.
+"""Compiled graphs in a plan: Inductor lowers and schedules a graph as for a run, its code runs on fake tensors.
 
-Inductor's output is a Python function which allocates and frees buffers, calls matrix products and our operators, and
-launches fused kernels. On fake tensors all of that runs as it is, so buffers are created, reused and freed as in a run.
-Only fused kernels are replaced: instead of compiling one, its launch is recorded as `record_launch("fused", reads,
-writes)`.
+Inductor's output is a Python function which allocates and frees buffers, calls products and our operators, and launches
+fused kernels. Only the last are replaced: a launch is recorded as `record_launch("fused", reads, writes)`.
 
-This depends on Inductor's internals, so it supports only the versions of torch in VERSIONS, for which tests compare the
-planned peak with the allocator's. With another torch `lowering()` is None, and a plan counts the traced graph operator
-by operator.
+This depends on Inductor's internals, so it supports only the versions of torch in VERSIONS; with another one
+`lowering()` is None, and a plan counts the traced graph operator by operator.
 
 Ref: torch._inductor.compile_fx, whose steps `generate_code` follows up to the code.
 """
@@ -155,10 +151,7 @@ def _patch_gpu_queries(target: Target) -> Iterator[None]:
 
 
 def _on_device(graph: torch.fx.GraphModule, examples: Sequence[Tensor], target: Target) -> list[Tensor]:
-    """Convert the examples of a plan for a GPU to fake CUDA tensors, and the graph's devices to match.
-
-    Traced with FakeDevice(tracing=True), so that collectives return results and are not entered in a ledger.
-    """
+    """The examples of a plan for a GPU as fake CUDA tensors, with the graph's devices to match."""
 
     def to_gpu(x: Any) -> Any:
         return _GPU if isinstance(x, torch.device) and x == PLANNED_GPU else x
@@ -209,10 +202,7 @@ def generate_code(
 def lower(
     graph: torch.fx.GraphModule, examples: Sequence[Tensor], backward: bool
 ) -> Callable[[list[Tensor]], Sequence[Tensor]]:
-    """Compile a graph for fake tensors: the result is called with a list of them, which it empties.
-
-    examples: fake inputs of a plan. backward: whether it is a backward pass.
-    """
+    """Compile a graph for fake tensors: the result is called with a list of them, which it empties."""
     device = next((x.device for x in examples if x.device == PLANNED_GPU), HOST)
     return load(*generate_code(graph, examples, backward), device)
 

@@ -1,8 +1,8 @@
-"""The first answer of a plan, before anything is traced: states counted exactly, activations and time by closed forms.
+"""The first answer of a plan, before anything is traced: states counted exactly, the rest by closed forms.
 
-A layer's activations are the tensors that its kernels keep for the backward pass, counted by their sizes; its time is
-its FLOPs at the device's sustained rates, and the bytes of its tensors at that of its memory. The rest is the estimate
-of a search (closed_forms.py). `BOUND` says how far it was from the traced plan; tests/test_first_estimate.py holds it.
+A layer's activations are the tensors that its kernels keep for the backward pass; its time is its FLOPs at the device's
+sustained rates, and the bytes of its tensors at that of its memory. The rest is the estimate of a search
+(closed_forms.py). tests/test_first_estimate.py holds `BOUND`, how far it was from the traced plan.
 """
 
 from __future__ import annotations
@@ -80,10 +80,7 @@ def first_estimate(
     device: Device,
     rank: int = 0,
 ) -> FirstEstimate:
-    """Estimate memory and step time of a config whose "auto" values are decided, on a mesh of these sizes.
-
-    Raises ValueError for any config that a run would refuse.
-    """
+    """Memory and step time of a config whose "auto" values are decided, on a mesh of these sizes."""
     mesh = fake_mesh(sizes, rank)
     job = build.build(config, mesh, nvme=fake_nvme(config))
     on_device, elsewhere = state_bytes(job, build.like_of(job))

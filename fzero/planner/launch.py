@@ -1,7 +1,4 @@
-"""Start what a search found: what it decides itself, the command that trains by its config, and a script for Slurm.
-
-Imports nothing heavy, so that a command is refused at once.
-"""
+"""Start what a search found: the command that trains by its config, and a script for Slurm; nothing heavy imported."""
 
 from __future__ import annotations
 
@@ -48,8 +45,7 @@ def machines(ranks: int, on_node: int) -> tuple[int, int]:
 
 
 def launch_command(config: str | Path, ranks: int, on_node: int, host: str = "HOST") -> str:
-    """The command that trains by the file `config` on `ranks` ranks, `on_node` of them on a machine; with several
-    machines each runs it. host: the name of the first machine.
+    """The command that trains by the file `config` on `ranks` ranks, `on_node` of them on a machine.
 
     >>> launch_command("best.toml", 8, 8)
     'torchrun --nproc-per-node 8 -m fzero pretrain --config best.toml'

@@ -1,8 +1,7 @@
-"""What members that train apart (see train/local_steps.py) take to agree: traced as a step is, and played on a device.
+"""What members that train apart (train/local_steps.py) take to agree: traced as a step is, and played on a device.
 
 An agreement is the members' differences, in codes if there are any, their sum over rp, and the outer optimizer's
-update. A step has its share of it, and of the means that members take after each of the first `after` steps: the mean
-over the run.
+update. A step has its share of it, and of the means after each of the first `after` steps.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class AgreementEvents(NamedTuple):
 def trace_agreement(
     config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target, full_mean: bool = False
 ) -> AgreementEvents:
-    """The agreement of a rank in a run with local steps, on fake tensors. full_mean: the mean that members take after
-    each of the first `local.after` steps."""
+    """The agreement of a rank on fake tensors; full_mean: that after each of the first `local.after` steps."""
     mesh = shared_mesh(tuple(sizes.items()), rank)
     with torch.no_grad(), FakeDevice(target, lower=fake_inductor.lowering()) as mode:
         job = build.build(config, mesh, model=shared_model(config.model))
@@ -59,8 +57,7 @@ def trace_agreement(
 def with_agreements(
     timing: Timing, config: RunConfig, sizes: Mapping[str, int], device: Device, rank: int
 ) -> list[tuple[Timing, float]]:
-    """[(the Timing of a member's step with its share of the agreements, and with the sum of its metrics; its part of
-    the run)]: of the steps that end apart, and of the first `local.after` if there are any."""
+    """[(the Timing of a member's step with its share of the agreements, its part of the run)]."""
     local, trace = config.local, trace_agreement(config, sizes, rank, device.target)
     agreement = simulate_events(config, sizes, device, trace.events)
     sent = sent_elements("psum", 8 * METRICS, sizes["rp"])

@@ -1,13 +1,11 @@
 """The longest sequence that a model trains on one device: `fzero plan --ask longest`.
 
 Every tensor of a step is affine in the length T, so the peak of its passes is the largest of some lines. They are
-traced at two lengths; the length at which the line meets the capacity is traced, and so on from the two nearest ones,
-until a traced length fits and leaves less than ROOM of the capacity. The update comes after the passes, when their
-activations are gone, and its memory does not depend on T; it is not traced.
+traced at two lengths, then where the line meets the capacity, until a traced length fits and leaves less than ROOM. The
+update comes after the passes and does not depend on T.
 
 One rank, one row a micro-batch, remat "full", and loss, MLP and each layer for some tokens at a time. On a GPU the
-offload of each of LADDER is tried, which leaves less and less on the device, unless the config has one; a CPU has no
-other memory. Only the longest of these is traced at its length, the others are where their lines end.
+offload of each of LADDER is tried, unless the config has one; only the longest is traced at its length.
 """
 
 from __future__ import annotations
@@ -66,10 +64,7 @@ class Choice(NamedTuple):
 
 
 class Longest(NamedTuple):
-    """The answer: each choice of an offload, and the passes of the one with the longest sequence; `print` shows a page.
-
-    The least offload is the best of those whose lengths are within NEAR of the longest.
-    """
+    """The answer: each choice of an offload, and the passes of the one with the longest sequence."""
 
     config: RunConfig  # of the longest, with every "auto" resolved
     device: Device
@@ -147,10 +142,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def set_length(config: RunConfig, tokens: int, offload: str, kind: str) -> RunConfig:
-    """`config` for one row of so many tokens, by this offload on a device of this kind.
-
-    Raises ValueError for a mesh of several ranks, and what a config of such values raises.
-    """
+    """`config` for one row of so many tokens, by this offload on a device of this kind."""
     if math.prod(config.mesh.values()) > 1:
         raise ValueError(
             f"the longest sequence is asked for one device, and the mesh is {dict(config.mesh)}; leave mesh "
@@ -197,11 +189,7 @@ def line(a: Passes, b: Passes, capacity: int, host: int | None) -> tuple[int, fl
 def find(
     measure: Callable[[int], Passes], capacity: int, host: int | None, traces: dict[int, Passes]
 ) -> tuple[Passes, float]:
-    """(the passes of the longest T that fits, bytes of a token there), for functions that increase with T.
-
-    traces: two lengths, or more, of which one fits; those that are measured are added. Where the functions do not
-    increase everywhere it is a length that fits while the next one does not.
-    """
+    """(the passes of the longest T that fits, bytes of a token there), for functions that increase with T."""
 
     def spare_fraction(candidate: Passes) -> float:
         """The part of the capacity that is left, of the device or of the host, whichever is less."""
@@ -230,11 +218,7 @@ def find(
 def interpolate(
     offload: str, traces: dict[int, Passes], capacity: int, host: int | None, measure: Callable[[int], Passes]
 ) -> Choice:
-    """The length where the line through two traced lengths meets what there is; 0 if not even UNIT tokens fit.
-
-    What does not grow with T may be above the line of what does, so a length below the traced ones is that of the chord
-    from UNIT tokens on, which is added to `traces`.
-    """
+    """The length where the line through two traced lengths meets what there is; 0 below UNIT tokens."""
     a, b = traces.values()
     tokens, slope = line(a, b, capacity, host)
     if tokens < a.tokens:
@@ -255,10 +239,7 @@ def interpolate(
 
 
 def longest(config: RunConfig, device: Device, say: Callable[[str], None] = lambda stage: None) -> Longest:
-    """The longest sequence that `config`'s model trains on one such device.
-
-    Raises ValueError if none does, and for a config that a run would refuse.
-    """
+    """The longest sequence that `config`'s model trains on one such device; raises ValueError for none."""
     device = with_host_memory(device, config)
     capacity, host = device.capacity_bytes, device.host_capacity_bytes(1)
     offloads = (config.offload,) if config.offload or device.kind == "cpu" else LADDER

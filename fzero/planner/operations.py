@@ -102,9 +102,7 @@ def _launched(kernel: str) -> tuple[str, str, str]:
 def describe_op(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, phase: str, layer: int | None
 ) -> ExecutedOp | None:
-    """Describe an operator that was called with `args` and `kwargs` and returned `out`.
-
-    Returns None for a view, and for a collective, which is a Transfer."""
+    """Describe an operator called with `args` and `kwargs` that returned `out`; None for views and Transfers."""
     full, name, kind = names_of(func)
     if func.is_view or (full.startswith("fzero.") and name in COLLECTIVES):
         return None
@@ -154,11 +152,7 @@ def describe_op(
 
 
 def describe_passes(op: ExecutedOp, args: Sequence[Any]) -> tuple[ExecutedOp, ...]:
-    """The passes over memory of one operator, which follow each other: of most operators it alone.
-
-    A float8 product may round its second operand first. An emulated one reads each operand for its scale, reads it
-    again to round it, and multiplies the numbers in float32.
-    """
+    """The passes over memory of one operator, which follow each other."""
     if op.name == "fzero.float8_product_of":
         numbers, b = args[0], args[2]
         size = b.numel() * numbers.element_size()
@@ -185,8 +179,7 @@ def layout(operands: Sequence[Tensor]) -> str:
 def gemm_shape(
     name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], args: Sequence[Any]
 ) -> tuple[int, int, int, int]:
-    """Return (batch, m, n, k) of a product of [m, k] and [k, n]; a grouped one counts as if all rows used one group's
-    weights."""
+    """(batch, m, n, k) of a product of [m, k] and [k, n]; a grouped one counts as with one group's weights."""
     if name in ("addmm", "baddbmm"):
         a, b = args[1], args[2]
     elif name in ("float8_product", "float8_product_of"):  # b is turned

@@ -1,14 +1,9 @@
-"""The report of a plan with pp: that of the rank with the fullest memory, with a table of all ranks of the pipeline.
+"""The report of a plan with pp: that of the rank with the fullest memory, a table of all ranks, and the time.
 
-The time of a step of a pipeline: its schedule played with the seconds of every act and of every message.
-
-A record of a rank is simulated as a step without pp is (timing.py), but for the messages between stages, which the
-schedule waits for. So each act has its seconds: with gathers and sums over dp as far as they are exposed in it. Before
-the rows all ranks gather what is used outside the layers; behind them they sum, and update: the slowest rank counts.
-
-`layer_costs`, by which `--layout cost` cuts a pipeline, sends one micro-batch through all layers on fake tensors, on a
-rank that has the whole model but for its tp, cp and ep: what a rank of pp computes does not depend on which other
-layers it has. Messages of dp and pp are not in it.
+A step is the schedule played with the seconds of every act and message. Each act has its gathers and sums over dp as
+far as they are exposed in it. Before the rows all ranks gather what is used outside the layers; behind them they sum,
+and update: the slowest rank counts. `layer_costs`, by which `--layout cost` cuts a pipeline, sends one micro-batch
+through all layers on fake tensors, without messages of dp and pp.
 """
 
 from __future__ import annotations
@@ -195,11 +190,7 @@ class Cut(NamedTuple):
 
 
 def layout_by_cost(s: Schedule, acts: Sequence[Mapping[str, float]]) -> Cut:
-    """The stages by the seconds of the layers, and of embedding and head, which the first and the last stage have more
-    than the cheapest layers.
-
-    acts: by stage the seconds of an act of each kind.
-    """
+    """The stages by the seconds of the layers, and of what embedding and head take more than those."""
     stages = s.stages
     times = [sum(costs.values()) for costs in acts]
     layers = [len(stage_layers) for stage_layers in stages.layers]
@@ -229,10 +220,7 @@ class Costs(NamedTuple):
 
 
 def with_layout(config: RunConfig, sizes: Mapping[str, int], device: Device) -> RunConfig:
-    """`config` with the numbers of layers by cost in place of "cost"; another one as it is.
-
-    Raises ValueError for a mesh without pp, a table of one's own, and a device whose rates are not known.
-    """
+    """`config` with the numbers of layers by cost in place of "cost"; another one as it is."""
     pipeline = config.pipeline
     if pipeline.layout != COST:
         return config

@@ -1,10 +1,9 @@
 """The steps of all ranks of a pipeline, from short traces: one for each kind of rank.
 
-A rank's row has many acts, and few that differ: a forward of a stage is like the one before it, but for the first ones,
-whose messages meet room, and the last one. So a rank of each kind (ranks whose stages have the same parts) is traced
-with so few micro-batches that every circumstance of the whole row occurs, and the row of every rank is put together of
-what was recorded: memory is the sum of its births and deaths, time is what the schedule makes of the seconds of its
-acts. The law, which is tested: a step that is put together has the bytes and messages of one that was traced whole.
+A rank's row has many acts, and few that differ. So a rank of each kind (with stages of the same parts) is traced with
+so few micro-batches that every circumstance occurs, and each row is put together of what was recorded: memory is the
+sum of births and deaths, time is what the schedule makes of the acts' seconds. The tested law: such a step has the
+bytes and messages of one that was traced whole.
 """
 
 from __future__ import annotations
@@ -71,19 +70,7 @@ class PipelineTrace(NamedTuple):
 def circumstances_of(
     s: Schedule, rank: int, capacity: int, outside: frozenset[int], resident: int = 0
 ) -> list[Circumstance]:
-    """Of each act of a rank's row all that its record may depend on.
-
-    That is its kind and chunk; of a backward pass whether it is the first, the second or the last; whether another
-    message will come in the channel from which it takes, whose memory is then made; how many messages are on their way
-    in the one to which it gives (up to room); and whether the backward pass of a forward follows at once. A stage's
-    result may be kept for its backward pass and be on its way at the same time, and is freed by what ends last: so it
-    matters whether the backward pass finds it on its way, and whether a send, which waits for the oldest message where
-    there is no room, comes after the backward pass of that. Sums over ranks that a backward pass starts end with the
-    next one that gives gradients, so it matters which that was.
-
-    outside: the stages with parts outside of stacks, whose gradients come with I. resident: see Execution. With updates
-    within the row every act is its own: it finds sums and parameters of other updates there.
-    """
+    """Of each act of a rank's row all that its record may depend on."""
     chunks, row = s.stages.chunks(rank), s.rows[rank]
     residency = residence(row, chunks, resident)
     pending = Counter(ends_of(s, rank, act)[0] for act in row)
@@ -127,9 +114,7 @@ def circumstances_of(
 
 
 def residence(row: Sequence[Act], chunks: Sequence[int], resident: int) -> list[Circumstance]:
-    """Of each act of a row what parameters that stay whole have to do with its record: which acts the stage has had
-    since it was gathered (None: it streams), as those have fetched their part of it, and what is dropped or gathered
-    behind the act."""
+    """Of each act of a row what parameters that stay whole have to do with its record."""
     if not resident:
         return [()] * len(row)
     out: list[Circumstance] = []
@@ -211,10 +196,7 @@ def trace(
     target: Target = CPU,
     say: Callable[[str], None] | None = None,
 ) -> PipelineTrace:
-    """The step of all ranks of pp, of those at the other coordinates of global rank `rank`.
-
-    say: called with the text of each stage of the work. Raises ValueError for any config that a run would refuse.
-    """
+    """The step of all ranks of pp, of those at the other coordinates of global rank `rank`."""
     config = resolve_auto(config, target)
     mesh = shared_mesh(tuple(sizes.items()), 0)
     job = run_build.build(config, mesh, nvme=fake_nvme(config), model=shared_model(config.model))
@@ -268,8 +250,7 @@ def row_of_rank(records: list[Record], s: Schedule, rank: int, acts: list[list[S
 
 
 def profile(stays: Sequence[Stay]) -> tuple[int, int]:
-    """(the most bytes alive in some stays beyond those at their begin, the bytes that they leave more than there
-    were)."""
+    """(the most bytes alive in some stays beyond those at their begin, the bytes that they leave)."""
     alive = max_alive = 0
     for stay in stays:
         for change in stay.changes:
@@ -279,8 +260,7 @@ def profile(stays: Sequence[Stay]) -> tuple[int, int]:
 
 
 def edges(record: Record, s: Schedule, acts: Sequence[list[Stay]]) -> tuple[list[Stay], list[Stay]]:
-    """The stays before and behind the acts of a row, for all of its micro-batches: with their batch, and without the
-    losses that each of them leaves."""
+    """The stays before and behind the acts of a row, for all of its micro-batches."""
     begin = [
         record.prologue[0]._replace(
             changes=[scaled(change, record.parts, s.parts) for change in record.prologue[0].changes]

@@ -1,7 +1,8 @@
 """Predict a run before it runs: its memory, communication, FLOPs, time and cost, as one value.
 
 `plan` traces the run's own step on fake tensors and simulates the trace on a device. Nothing is allocated and no GPU is
-needed."""
+needed.
+"""
 
 from __future__ import annotations
 
@@ -78,10 +79,7 @@ def reports_of(
     say: Callable[[str], None] = lambda stage: None,
     cache: Path | None = None,
 ) -> Callable[[Device], PlanReport]:
-    """Trace a run, and return the function from a Device to its PlanReport there: of `device`, or with other links.
-
-    resolved: with every "auto" decided for the device. The other arguments are those of `plan`.
-    """
+    """Trace a run; the function from a Device to its PlanReport there."""
     if isinstance(body := body_of(resolved.model), DecoderConfig):
         raise ValueError(
             f"model is {body.architecture}, which transformers' code computes, and fzero plan traces fzero's own "
@@ -135,8 +133,7 @@ def device_with(
     node_links: str | None,
     **overrides: Any,
 ) -> Device:
-    """The Device of a name, with this memory, this rate of its disk, these loads of experts, these links between nodes,
-    and the other fields that are given."""
+    """The Device of a name, with the memory, rates, loads, links and fields that are given."""
     changes = {name: value for name, value in overrides.items() if value is not None}
     if memory_gb is not None:
         changes["memory_bytes"] = int(memory_gb * 1e9)
@@ -183,8 +180,7 @@ def unmeasured_here() -> Device:
 
 
 def resolve_for(config: RunConfig, device: Device) -> RunConfig:
-    """Resolve every "auto" of `config` as a run on the device does; an unmeasured CPU gets fp32 and uncompiled
-    blocks."""
+    """Resolve every "auto" of `config` as a run on the device does."""
     if device.kind == "cpu" and device.measured:
         return machine.resolve_auto(config, device.target, flops=device.flops, compiled=have_compiler())
     return machine.resolve_auto(config, device.target)

@@ -38,8 +38,7 @@ class Variant(NamedTuple):
 
 
 class Variants(NamedTuple):
-    """The result of `vary`, in the order of the product of the values. `print(variants)` shows one row for each
-    plan."""
+    """The result of `vary`, in the order of the product of the values; printed, one row for each plan."""
 
     rows: tuple[Variant, ...]
 
@@ -92,11 +91,6 @@ def vary(
     **options: Any,
 ) -> Variants:
     """Plan a run for every combination of `choices`; the last name varies fastest.
-
-    choices: the values to try by name: "mesh" (tables of axes), "gpu" (devices), or a dotted name of the config, such
-    as "train.remat". A device given by name has the price, the ranks on a node and the loads of `gpu`. The other
-    arguments are those of `plan`. A combination that a run would refuse has its error in place of a plan. Raises
-    ValueError if no combination can be planned.
 
     >>> small = {"preset": "llama-tiny", "train": {"compiled": False}, "precision": {"policy": "bf16"}}
     >>> [row.fits for row in vary(small, {"train.remat": ["none", "full"], "zero": [0, 3]}, {"dp": 2}).rows]

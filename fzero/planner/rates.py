@@ -1,11 +1,11 @@
 """The seconds of one operator, and of one collective, on a device: from measured curves or data sheets.
 
-An operator takes the longer of two times, that of its FLOPs at the rate of its kind and shape and that of its bytes at
-the memory's bandwidth, plus the host's time to issue it. A measured curve includes both: it was measured on operators
-of that kind as a step runs them.
+An operator takes the longer of two times, that of its FLOPs and that of its bytes, plus the host's time to issue it. A
+measured curve includes both: it was measured on operators of that kind as a step runs them.
 
 Ref: Williams et al. 2009, "Roofline"; Hockney 1994, "The communication challenge for MPP" (a message takes alpha +
-bytes / beta)."""
+bytes / beta).
+"""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ class OpCost(NamedTuple):
 
 
 def least_seconds(device: Device, op: ExecutedOp) -> tuple[float, float]:
-    """(the seconds of an operator's FLOPs at the device's peak for its dtype, those of its bytes at its memory's
-    bandwidth): no device is faster than the longer of them, the roofline."""
+    """(the seconds of an operator's FLOPs at the device's peak, those of its bytes at the bandwidth)."""
     peak = device.flops.get(op.dtype) or max(device.flops.values(), default=math.inf)
     return op.flop / peak, op.bytes / device.bandwidth_bytes_s
 
@@ -48,11 +47,7 @@ def threads_of(cores: int, processes: int) -> int:
 def op_costs(
     device: Device, *, threads: int = 1, processes: int = 1, fp32_matmul: str = "default"
 ) -> Callable[[ExecutedOp], OpCost]:
-    """Return a function from an Op to its Cost, for one of `processes` processes of a machine with `threads` threads
-    each.
-
-    If these are more threads than cores, times grow in proportion; what was measured had a core for each thread.
-    """
+    """A function from an Op to its Cost, for one of `processes` processes with `threads` threads each."""
     cache: dict[tuple, OpCost] = {}
     rates = device.rates_of(threads, processes)
     slower = 1.0 if rates is None else max(1.0, threads * processes / device.cores)
@@ -71,8 +66,7 @@ def op_costs(
 
 
 def _measured(rates: MeasuredRates, op: ExecutedOp, fp32_matmul: str) -> OpCost:
-    """Costs from the most specific curve of each operator, without the curve's own dispatch time, which the host's part
-    has."""
+    """Costs from the most specific curve of each operator, without its dispatch time."""
     host_s = rates.op_s.get("eager", 0.0)
     dispatch = rates.bandwidth[0][1]
     if op.kind == "gemm" and op.flop:
@@ -90,17 +84,13 @@ def _measured(rates: MeasuredRates, op: ExecutedOp, fp32_matmul: str) -> OpCost:
 
 
 def like(bandwidth: Curve, curve: Curve, size: float) -> float:
-    """The seconds of a curve over bytes at `size`; beyond its ends it grows in proportion to the memory's plain curve.
-
-    The curve of an operator that was measured only at small sizes shows its start-up time but not its rate.
-    """
+    """The seconds of a curve over bytes at `size`; beyond its ends in proportion to the memory's curve."""
     end = min(max(size, curve[0][0]), curve[-1][0])
     return along(curve, end) * (along(bandwidth, size) / along(bandwidth, end) if size != end else 1.0)
 
 
 def products_of(rates: MeasuredRates, op: ExecutedOp, fp32_matmul: str) -> Products:
-    """The measured products of an operator's dtype; those of float32's way and of the layout ("aten.mm/tn") if
-    measured. float8 that was not measured takes no longer than bfloat16."""
+    """The measured products of an operator's dtype, way and layout; float8 no slower than bfloat16."""
     layout = op.name.partition("/")[2]
     ways = (f"{op.dtype}/{fp32_matmul}", op.dtype) if op.dtype == "float32" else (op.dtype,)
     ways += ("bfloat16",) * op.dtype.startswith("float8")
@@ -111,9 +101,7 @@ def products_of(rates: MeasuredRates, op: ExecutedOp, fp32_matmul: str) -> Produ
 
 
 def along(curve: Curve, size: float) -> float:
-    """The seconds of a curve at `size`: a power law between neighbouring points, the last point's rate beyond it.
-
-    Below the first point the seconds are constant: overhead dominates there.
+    """The seconds of a curve at `size`: a power law between points, the last rate beyond, constant below.
 
     >>> round(along(((10.0, 1.0), (1000.0, 100.0)), 100.0), 6)
     10.0
@@ -129,11 +117,7 @@ def along(curve: Curve, size: float) -> float:
 
 
 def gemm_s(table: Products, shape: Sequence[int]) -> float:
-    """The seconds of a product [batch, m, k] @ [batch, k, n] of shape (batch, m, n, k).
-
-    log(FLOP/s) is the average over the nearest measured shapes, weighted by 1/distance^3, with the Euclidean distance
-    of the logarithms of the four sizes (Shepard 1968). A measured shape gets exactly its measured seconds.
-    """
+    """The seconds of a product (batch, m, n, k): log(FLOP/s) by inverse cubes of distance (Shepard 1968)."""
     if not min(shape):
         return 0.0
     distances = [(sum(math.log(size / measured) ** 2 for size, measured in zip(shape, row)), row) for row in table]
@@ -170,13 +154,7 @@ def _listed(device: Device, op: ExecutedOp) -> OpCost:
 
 
 def tiled_fraction(processors: int, shape: Sequence[int]) -> float:
-    """The fraction of the peak, in (0, 1], that tiles and waves leave to a product of shape (batch, m, n, k) on a GPU.
-
-    A multiprocessor computes whole tiles, and a partial last wave of tiles takes as long as a full one. The best of
-    TILES is used. Filling the pipeline takes as long as 128 more steps of k.
-
-    Ref: NVIDIA, "Matrix multiplication background user's guide", sections on tile and wave quantization.
-    """
+    """The fraction of the peak, in (0, 1], that tiles and waves leave to a product on a GPU."""
     if len(shape) != 4 or not min(shape):
         return 1.0
     batch, m, n, k = shape
@@ -203,12 +181,7 @@ class Way(NamedTuple):
 
 
 def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
-    """The Way of each axis of a mesh that has more than one rank, and of several of dp, ep and cp as one link.
-
-    Ranks are numbered with the axes of AXES.by_rank, outermost first, and fill a level's units in order: so a group
-    whose ranks are `stride` apart has ranks/stride of them in a unit of `ranks` ranks. Messages between processes need
-    the cores: where more ranks of a run share one than of those that were measured, they start as much later.
-    """
+    """The Way of each axis of a mesh with more than one rank, and of several of dp, ep and cp as one."""
     world, ways, strides, stride = math.prod(sizes.values()), {}, {}, 1
     for name in reversed(AXES.by_rank):
         strides[name] = stride
@@ -237,8 +210,7 @@ def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
 
 
 def crowded(device: Device, world: int, measured: int) -> float:
-    """How many times as many ranks of a run of `world` ranks share a core as of `measured` processes; 1 for GPUs, and
-    where each has a core."""
+    """How many times as many ranks share a core as when it was measured; 1 for GPUs."""
     if device.kind != "cpu":
         return 1.0
     return max(1.0, device.on_node(world) / device.cores) / max(1.0, measured / device.cores)
@@ -255,8 +227,7 @@ def delay_curve(curve: Curve, crowd: float) -> Curve:
 
 
 def reached(ranks: int, axes: Sequence[tuple[int, int]]) -> int:
-    """How many of a link's ranks are in a unit of `ranks` ranks. axes: (size, ranks from one to the next) of each of
-    its axes, the outermost first.
+    """How many of a link's ranks are in a unit of `ranks` ranks.
 
     >>> reached(8, [(4, 2)]), reached(8, [(4, 8), (2, 1)]), reached(8, [(4, 2), (2, 1)])
     (4, 2, 8)
@@ -271,8 +242,7 @@ def reached(ranks: int, axes: Sequence[tuple[int, int]]) -> int:
 
 
 def _reached(device: Device, level: Level, crowd: float) -> Level:
-    """A level with the reachable fraction of its listed bandwidth, and what the cores do for a message `crowd` times as
-    long; if it was not measured, a transfer may be hidden entirely."""
+    """A level with the reachable fraction of its bandwidth, and the cores' time for `crowd` ranks."""
     hidden = 1.0 if level.hidden is None else level.hidden
     reached = level.bytes_s * device.efficiency.get("links", 1.0)
     latency, call = level.latency_s * crowd, level.call_s * crowd
@@ -280,8 +250,7 @@ def _reached(device: Device, level: Level, crowd: float) -> Level:
 
 
 class Message(NamedTuple):
-    """The seconds of a collective: of the host, of its links from start to end, and by level how long its links are
-    busy."""
+    """The seconds of a collective: of the host, of its links from start to end, and by level."""
 
     host_s: float
     seconds: float
@@ -292,16 +261,7 @@ class Message(NamedTuple):
 
 
 def collective_s(way: Way, collective: str, sent_bytes: int) -> Message:
-    """The Message of a collective in which one rank sends `sent_bytes`, counted as in the ledger (see
-    ledger.sent_elements).
-
-    Uses curves measured among the same number of ranks, else alpha + bytes / beta. NCCL uses rings: of nested units
-    each rank sends all parts inside its unit, and a unit with r ranks has r links to the next one; a psum may use
-    trees, which have fewer steps. gloo (see links.py) sends messages from each rank to each other: a small psum its
-    whole input, one round; a large one pieces, and then their sums.
-
-    Ref: Thakur et al. 2005, "Optimization of collective communication operations in MPICH", section 4.
-    """
+    """The Message of a collective in which one rank sends `sent_bytes`, counted as in the ledger."""
     n, collective = way.size, "all_to_all" if collective == "exchange_rows" else collective
     if collective in ONE_SIDED:
         return one_sided_s(way, collective, sent_bytes)
@@ -324,8 +284,7 @@ def collective_s(way: Way, collective: str, sent_bytes: int) -> Message:
 
 
 def one_sided_s(way: Way, collective: str, sent_bytes: int) -> Message:
-    """The Message of a gather to some ranks, whose links bring the parts of all others one after the other, or of a
-    scatter from one rank, whose link has all that it sends."""
+    """The Message of a gather to some ranks, or of a scatter from one, whose links are in use one by one."""
     level = way.hops[-1][0]
     seconds = level.latency_s + sent_bytes * (way.size - 1 if collective == "gather_to" else 1) / level.bytes_s
     assert level.hidden is not None  # `_reached` fills it
@@ -333,8 +292,7 @@ def one_sided_s(way: Way, collective: str, sent_bytes: int) -> Message:
 
 
 def wire_s(way: Way, a: int, b: int, size: int) -> float:
-    """The seconds of a message of `size` bytes between ranks a and b of an axis, by the innermost links that join
-    them."""
+    """The seconds of a message of `size` bytes between ranks a and b of an axis."""
     inside = 1
     for level, units in way.hops:
         inside *= units

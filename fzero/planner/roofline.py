@@ -26,9 +26,7 @@ class RooflineRow(NamedTuple):
 
 
 def roofline(report: PlanReport) -> list[RooflineRow]:
-    """The parts of a step of a plan, longest first; their seconds add up to the simulated part of the step.
-
-    Raises ValueError if the plan has no times.
+    """The parts of a step of a plan, longest first; raises ValueError if the plan has no times.
 
     >>> import fzero
     >>> from fzero.planner.roofline import roofline
@@ -57,8 +55,7 @@ def roofline(report: PlanReport) -> list[RooflineRow]:
 
 
 def least_step(report: PlanReport) -> float:
-    """The seconds of a step at the device's limits: each part at the longer of its FLOPs at the peak and its bytes at
-    the bandwidth, no wait."""
+    """The seconds of a step at the device's limits: each part at the longer of FLOPs and bytes, no wait."""
     times: Mapping[str, tuple[float, float, float]] = report.time["parts"]
     return sum(max(flop_s, bytes_s) for _, flop_s, bytes_s in times.values())
 

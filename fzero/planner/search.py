@@ -1,10 +1,10 @@
-"""The fastest ways to train a model on a number of devices: meshes x stage x recomputation x offload x micro-batch,
-with pp x schedule x layout.
+"""The fastest ways to train a model on a number of devices.
 
-Closed forms order all candidates (see closed_forms.py). Those that should fit are traced exactly, the most promising
-first, until enough of them fit and no other looks faster; each trace corrects the estimates of all candidates of its
-kind. A pipeline's trace takes several times as long as another's: few of them are traced, and those not whose ranks
-would run too many layers. Every number of the result comes from an exact trace and its simulation on the device."""
+Over meshes x stage x recomputation x offload x micro-batch, with pp x schedule x layout. Closed forms order all
+candidates; those that should fit are traced exactly, the most promising first, until enough fit and no other looks
+faster; each trace corrects the estimates of its kind. Few pipelines are traced, as each takes several times as long.
+Every number of the result comes from an exact trace and its simulation.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What would help a run whose nodes have slow links between them: `fzero plan --ask fewer-bytes`.
 
 The plans of the run as it is, with codes, with the nodes as replicas, with signs of the momentum and with members that
-agree once in many steps, each beside the others on the device's own links and on slower ones. Each is traced once, and
-played on all links. What travels between nodes is counted by the levels of links that a collective passes.
+agree once in many steps, on the device's own links and on slower ones. Each is traced once, and played on all.
 """
 
 from __future__ import annotations
@@ -141,11 +140,7 @@ def fewer_bytes(
     say: Callable[[str], None] = lambda stage: None,
     cache: Path | None = None,
 ) -> FewerBytes:
-    """The plans of a run and of what would send fewer bytes between its nodes.
-
-    config: of the run, with its mesh; its own codec and local steps are left out. cache: as of `plan`. Raises
-    ValueError if all ranks are on one node, and for a device without rates.
-    """
+    """The plans of a run and of what would send fewer bytes between its nodes; raises ValueError."""
     if not has_rates(device):
         raise ValueError(
             f"what sends fewer bytes needs the rates of a device, and {device.name} has none; run fzero bench"
@@ -202,8 +197,7 @@ def options_of(config: RunConfig, sizes: Mapping[str, int], nodes: int) -> list[
 
 
 def local_options(config: RunConfig, replicated: dict[str, int]) -> list[Option]:
-    """The options whose nodes are members that agree once in 20 steps, as they were measured: from the first step on,
-    or after half of the run."""
+    """The options whose nodes are members that agree once in 20 steps, from the start or half of the run on."""
     half, options = near(config.train.steps, 0.5, 20), []
     for name, local, key in (
         ("diloco H=20", LocalSteps("diloco", 20, 0.5, 0.3), SHORT),

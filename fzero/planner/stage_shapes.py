@@ -27,11 +27,7 @@ from fzero.train.streamed_model import StreamedModel
 def stage_shapes(
     config: RunConfig, plan: Plan, model: base.Model, batch: Mapping[str, Tensor], parts: int, mode: FakeDevice
 ) -> dict[Any, Any]:
-    """What a step of `plan`, with pp, knows after its first one (see stage_exchange, stage_sharing.share_losses),
-    from a forward pass of one layer of each stack on fake tensors.
-
-    batch: of a rank, of so many micro-batches.
-    """
+    """What a step of `plan`, with pp, knows after its first one, from a layer of each stack on fake tensors."""
     t = replace(config.train, batch=config.train.micro_batch, update="end", updates=1, delay_after=0, compiled=False)
     config = replace(config, local=LocalSteps())
     alone = replace(

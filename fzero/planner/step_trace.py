@@ -1,9 +1,8 @@
 """The exact record of one training step run on fake tensors: its operators, transfers and memory.
 
-`trace_step` builds the job of a config as a run does, on a mesh without processes and a state without memory, and
-records one step of it: every operator with its FLOPs and bytes, every collective and disk transfer in order, every
-storage's creation and release. Nothing is computed and nothing is allocated. A step that reads a value (such as "skip
-this step?") gets the value of a step that goes well.
+`trace_step` builds the job of a config as a run does, on a mesh without processes, and records every operator with its
+FLOPs and bytes, every collective and disk transfer, every storage's creation and release. A step that reads a value
+gets that of a step that goes well.
 """
 
 from __future__ import annotations
@@ -87,13 +86,7 @@ class Trace(NamedTuple):
 
 
 def trace_step(config: RunConfig, sizes: Mapping[str, int], *, rank: int = 0, target: Target | None = None) -> Trace:
-    """Trace a step of `config` on `rank` of a mesh of these sizes, as it runs on `target` (None: the CPU), with every
-    layer.
-
-    The step is not the first: anything that a run keeps between steps exists. Values that are "auto" are resolved for
-    the target: bf16 on a GPU, fp32 and uncompiled blocks on a CPU. The state has the leaves of a run's `first_state`,
-    with other values. Raises ValueError for any config that a run would refuse.
-    """
+    """Trace a step of `config` on `rank` of a mesh of these sizes, as it runs on `target`, with every layer."""
     return make_trace(run_step(config, sizes, rank, target))
 
 
@@ -136,10 +129,7 @@ def run_step(
     layers: int = 0,
     short: bool = False,
 ) -> FakeStep:
-    """Run a step of `config` on fake tensors, with the state of all layers.
-
-    layers: run only the first `layers` layers (0: all). short: end before the update.
-    """
+    """Run a step of `config` on fake tensors; layers: only the first ones (0: all); short: no update."""
     target = CPU if target is None else target
     config, mesh = resolve_auto(config, target), shared_mesh(tuple(sizes.items()), rank)
     mesh.ledger.clear()
@@ -190,8 +180,7 @@ def shared_model(config: models.ModelConfig) -> models.Model:
 
 
 def even_fraction(plan: Plan) -> float:
-    """The part of the rows of grouped products that hold a token, if experts are chosen evenly: over ep there is room
-    for more."""
+    """The part of the rows of grouped products that hold a token, if experts are chosen evenly."""
     if plan.experts is None or plan.routed is None:
         return 1.0
     return plan.routed.top_k / plan.routed.rows(plan.experts, plan.mesh.ep.size)
@@ -234,11 +223,7 @@ class Tracer:
         return out
 
     def copied(self, record: MemoryTrace, func: Any, args: tuple, out: Tensor) -> None:
-        """Record a copy between the host's memory and the device as a transfer.
-
-        It is waited for at the first use of what it wrote, by the device or by the host, or when the storage is freed
-        unused: another storage may then get the same address. A write in a forward pass (activations) is not.
-        """
+        """Record a copy between the host's memory and the device as a transfer, waited for at its first use."""
         destination = args[0] if func is COPIES[1] else out
         direction, self.copies = "write" if device_of(destination) == HOST else "read", self.copies + 1
         record.transfer("start", self.copies, direction, HOST_MEMORY, destination.numel() * destination.element_size())

@@ -1,19 +1,13 @@
 """The time of a step: a trace's events simulated in order at a device's rates.
 
-Each rank runs the same program, so one rank is simulated. Clocks: the host, which issues the operators one by one, and
-beside a GPU computes with what rests in its memory; the device, which computes them (on a CPU both are one); one for
-the messages of each axis, and one for the links of each level; one for each disk, and one for copies to and from the
-host's memory. An operator begins when the device is free and the host has issued it. A transfer begins when it is
-started, its input is ready and the previous one on its axis has ended; those of several axes share the links of a
-level. A wait blocks the device until a transfer ends; for what has left a GPU it blocks the host, when it computes with
-it. So overlap is that of the engine: gathers ahead of use, the reduction of a layer during the next layer's backward
-pass, and the host's update of a layer (update="backward" and "speculate") as well; a psum of tensor parallelism is
-waited for immediately and overlaps with nothing.
+Each rank runs the same program, so one is simulated, with clocks: the host, which issues the operators and beside a GPU
+computes with what rests in its memory; the device; the messages of each axis, and the links of each level; each disk,
+and copies to and from the host. An operator begins when the device is free and the host has issued it, a transfer when
+it is started, its input is ready and the previous one on its axis has ended. A wait blocks the device, or for what has
+left a GPU the host. So overlap is that of the engine; a psum of tensor parallelism overlaps with nothing.
 
-A compiled block is one call for the host, however many kernels it runs.
-
-Messages of gloo need the cores that compute: computation hides only the measured fraction of a transfer (Level.hidden).
-The rest is spent when it is waited for, and is a part of the time that the device waits anyway.
+A compiled block is one call for the host. Messages of gloo need the cores that compute: only the measured fraction of a
+transfer (Level.hidden) is hidden.
 """
 
 from __future__ import annotations
@@ -165,8 +159,7 @@ class Play:
             self.add(group, f"{op.phase}/{op.kind}", seconds)
 
     def inside(self, op: ExecutedOp) -> float | None:
-        """The host's seconds for an operator of a compiled block: the first has those of the call; None outside of
-        blocks."""
+        """The host's seconds for an operator of a compiled block, the first with the call; None outside."""
         if op.layer is None or op.phase not in ("forward", "backward"):
             self.block = None
             return None
@@ -201,8 +194,7 @@ class Play:
         self.done[t.number] = end, message.seconds, message.seconds * (1.0 - hidden)
 
     def transfer_time(self, t: Transfer) -> tuple[float, float, float]:
-        """Return (end, seconds, 0) of a read or write of a disk, which a node's processes share evenly, or of the
-        host's memory, to which each GPU has a link of its own, and whose bandwidth they share."""
+        """(end, seconds, 0) of a transfer of a disk or of the host's memory, which a node's processes share."""
         memory = MEMORIES[t.axis]
         rates = self.device.rates_to(memory)
         rate = rates.get(t.kind) or rates.get("both")
@@ -264,10 +256,7 @@ class Play:
             i += 1
 
     def repeat(self, events: Sequence[ExecutedOp | Transfer], segment: Any, inside: Sequence[Any]) -> None:
-        """Simulate some turns of a repeated segment; the others take as long as the last of these.
-
-        From the second turn on, a wait for a transfer started before the segment waits for the one that the previous
-        turn left under way."""
+        """Simulate some turns of a repeated segment; the others take as long as the last of these."""
         started, awaited = crossing(events, segment.first, segment.last)
         kinds = {e.number: (e.axis, e.kind) for e in events[segment.first : segment.last] if isinstance(e, Transfer)}
         pairs = [
@@ -297,8 +286,7 @@ class Play:
             self.sums = {key: value + extra_turns * (value - sums.get(key, 0.0)) for key, value in self.sums.items()}
 
     def settle(self) -> None:
-        """Go on to the end of the host's update and of the copies of what it has updated, where the device has nothing
-        to compute any more: the next step begins with them."""
+        """Go on to the end of the host's update and of its copies, with which the next step begins."""
         lag = max(self.clock[ISSUER], self.clock.get(f"{HOST_MEMORY} read", 0.0)) - self.clock["device"]
         if self.sums.get((ISSUER, "optimizer")) and lag > 0.0:
             self.clock["device"] += lag
@@ -327,8 +315,7 @@ def binding(sums: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def weighted_sum(parts: Sequence[tuple[Timing, float]]) -> Timing:
-    """The sum of times, each with a weight: how often it is spent in a step. FLOPs and `parts` are those of the
-    first."""
+    """The sum of times, each with a weight; FLOPs and `parts` are those of the first."""
     sums: dict[str, dict[str, float]] = {name: {} for name in SUMS}
     for timing, weight in parts:
         for name, totals in sums.items():
@@ -342,8 +329,7 @@ def weighted_sum(parts: Sequence[tuple[Timing, float]]) -> Timing:
 
 
 def crossing(events: Sequence[ExecutedOp | Transfer], first: int, last: int) -> tuple[list[int], list[int]]:
-    """Numbers of transfers across the borders of events[first:last]: (started inside and waited for later, started
-    before and waited for inside)."""
+    """Numbers of transfers across the borders of events[first:last]: (waited for later, started before)."""
     started: dict[int, None] = {}
     awaited = []
     for event in events[first:last]:

@@ -1,10 +1,8 @@
 """Traces of earlier plans, kept in the user's cache folder: the same question is answered without tracing again.
-A plan of llama-8b on 8 ranks takes 15 seconds of a core, and 3 where its trace is kept, most of them to import torch.
 
-A trace is a file of JSON under a name that is a digest of all that it depends on: the files of this package, the
-versions of Python, torch and Triton, the environment variables that these read, the config, the mesh, the rank and the
-target. The rates of a device are not part of it: they come after the trace. An entry that cannot be read is traced anew
-and replaced; the oldest ones are removed where all of them together exceed MOST_BYTES.
+A trace is a file of JSON under a digest of all that it depends on: the files of this package, versions, environment
+variables, config, mesh, rank and target. The rates of a device come after it. An entry that cannot be read is replaced;
+the oldest ones are removed where all together exceed MOST_BYTES.
 """
 
 from __future__ import annotations
@@ -44,9 +42,7 @@ PLAIN = ("state", "state_elsewhere", "tokens", "num_params", "host_peak", "exact
 
 
 def cache_folder() -> Path | None:
-    """Where traces are kept: $FZERO_PLAN_CACHE, else $XDG_CACHE_HOME (or ~/.cache)/fzero/plans; None if
-    FZERO_PLAN_CACHE is 0.
-    """
+    """The folder of traces: $FZERO_PLAN_CACHE, else in the user's cache; None if FZERO_PLAN_CACHE is 0."""
     named = os.environ.get(FOLDER, "")
     if named == "0":
         return None
@@ -88,10 +84,7 @@ def entry_name(key: Mapping[str, Any]) -> str:
 def cached_trace(
     make: Callable[[], Trace], config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target, folder: Path
 ) -> Trace:
-    """The Trace in `folder` for this question, else that of `make()`, which is written there.
-
-    A folder that cannot be written is a warning: the plan is worth more than its copy.
-    """
+    """The Trace in `folder` for this question, else that of `make()`, which is written there if it can be."""
     key = question(config, sizes, rank, target)
     path = folder / entry_name(key)
     cached = read_entry(path, config, key)
@@ -186,10 +179,7 @@ def write_entry(path: Path, text: str) -> None:
 
 
 def remove_oldest(folder: Path, max_bytes: int = MOST_BYTES) -> None:
-    """Remove the entries that were not used for the longest time until all together have at most `max_bytes` bytes.
-
-    Parts that an ended process left count, too.
-    """
+    """Remove the entries unused for the longest time until all together have at most `max_bytes` bytes."""
     entries = []
     for path in [*folder.glob("*.json"), *folder.glob("*.part")]:
         with contextlib.suppress(FileNotFoundError):  # another process removed it

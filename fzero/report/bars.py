@@ -1,5 +1,4 @@
-"""Pictures of one step: memory by component, time by phase, the bytes sent, the acts of a pipeline, and of each rank
-how long it was busy."""
+"""Pictures of one step: memory by component, time by phase, bytes sent, acts of a pipeline, busy ranks."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ Moments = Sequence[Mapping[str, Any]]  # {"bytes", "parts": {component: bytes}, 
 
 
 def memory(run: RunReport) -> Any:
-    """Draw the live bytes over a step: measured, stacked by component, and the predicted sum as a line, stretched to
-    the length of the measured step."""
+    """Draw the live bytes over a step: measured, stacked by component, and the predicted sum as a line."""
     moments, predicted = ((record or {}).get("timeline") or () for record in (run.memory, run.plan))
     names = [*((run.memory or {}).get("components") or COMPONENTS), *(name for m in moments for name in m["parts"])]
     record = moments or predicted
@@ -79,11 +77,7 @@ def along(moments: Moments) -> list[float]:
 
 
 def align(predicted: Moments, measured: Moments) -> list[float]:
-    """The position of each predicted moment in the measured step.
-
-    A moment with a measured counterpart (same place and operator) has its position, others are interpolated between
-    such ones. If fewer than two moments have one, positions are the predicted step's own.
-    """
+    """The position of each predicted moment in the measured step, interpolated between common ones."""
     positions, places = along(predicted), along(measured)
     keys = [[(m["phase"], m.get("layer"), m.get("op")) for m in record] for record in (predicted, measured)]
     blocks = difflib.SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks()
@@ -151,8 +145,7 @@ def step_phases(run: RunReport) -> tuple[list[int], dict[str, list[float | None]
 
 
 def time_steps(run: RunReport) -> Any:
-    """Draw the measured seconds of each step by phase, stacked, on an axis that a few slow steps do not stretch; many
-    steps are averaged in bins."""
+    """Draw the measured seconds of each step by phase, stacked; many steps are averaged in bins."""
     steps, phases = step_phases(run)
     walls = [sum(values[i] or 0.0 for values in phases.values()) for i in range(len(steps))]
     ceiling = highest_shown(walls)
@@ -179,8 +172,7 @@ def time_steps(run: RunReport) -> Any:
 
 
 def highest_shown(values: Sequence[float]) -> float:
-    """The end of an axis for `values`: a little above their 95th percentile and at most three times their median; above
-    them all if none is far from the others.
+    """The end of an axis for `values`: above their 95th percentile, at most three times their median.
 
     >>> highest_shown([1.0] * 30 + [9.0]), highest_shown([2.0, 4.0, 4.0])
     (1.1, 4.2)
@@ -258,11 +250,7 @@ LABEL = {
 
 
 def schedule_bars(s: Schedule, start: Sequence[Sequence[float]], end: Sequence[Sequence[float]]) -> Any:
-    """Draw the acts of each rank from start to end, rank 0 at the top: those of `pipeline.play`, or measured ones.
-
-    start, end: by rank, the seconds of the acts of its row. Acts that are long enough show their micro-batch; the later
-    chunks of a rank are paler; G and D are left out.
-    """
+    """Draw the acts of each rank from start to end, rank 0 at the top, of a play or as measured."""
     figure, axes = blank(height=1.1 + 0.4 * len(s.rows))
     step = max(t for row in end for t in row)
     factor, unit = scale_of("s", step)

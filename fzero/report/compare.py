@@ -1,8 +1,7 @@
-"""Which attempts of a run are counted together, and what differs between runs: their configs, losses and speeds.
+"""Which attempts of a run are counted together, and what differs between runs: configs, losses and speeds.
 
-A resumed run may have another mesh, stage, offload or machine, and its steps then take another time. A figure of the
-run is that of one placement: of the last attempt that made a step, and of those like it. What belongs to another one is
-neither averaged with it nor divided by it.
+A resumed run may have another mesh, stage, offload or machine. A figure of the run is that of one placement: of the
+last attempt that made a step, and of those like it.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ def attempt_of_rows(steps: Sequence[int], attempts: Sequence[Attempt]) -> list[i
 
 
 def starts(series: Mapping[str, list[Any]], attempts: Sequence[Attempt]) -> list[tuple[int, int]]:
-    """(tokens seen before, or steps if tokens were not recorded; number) of each attempt after the first that made a
-    step."""
+    """(tokens seen before, or steps; number) of each attempt after the first that made a step."""
     places, row_attempts = series.get("tokens", series["step"]), attempt_of_rows(series["step"], attempts)
     firsts = {number: row for row, number in reversed(list(enumerate(row_attempts)))}
     return [(places[row - 1], attempts[n].get("attempt", n + 1)) for n, row in sorted(firsts.items()) if row and n >= 0]
@@ -132,8 +130,7 @@ ABSENT = "(not there)"
 
 
 def compare(runs: Sequence[RunReport]) -> dict[str, Any]:
-    """Return {"config": differences, "losses": at equal tokens, "scaling": series, "apart": what keeps runs on
-    different numbers of ranks out of one series} of two runs or more."""
+    """{"config": differences, "losses": at equal tokens, "scaling": series, "apart": ...} of two runs or more."""
     return {
         "config": differences(runs),
         "losses": losses(runs),
@@ -162,11 +159,7 @@ def differences(runs: Sequence[RunReport]) -> list[dict[str, Any]]:
 
 
 def losses(runs: Sequence[RunReport]) -> dict[str, Any] | None:
-    """The losses of all runs at the largest number of tokens that all have seen.
-
-    {"tokens": that number, "train": means over the last tenth of the steps up to it, "val": the last values up to it,
-    "val_tokens": the tokens seen when those were measured}.
-    """
+    """The losses of all runs at the largest number of tokens that all have seen."""
     common = min(max(run.series["tokens"]) for run in runs) if all("tokens" in run.series for run in runs) else 0
     if not common:
         return None
@@ -183,11 +176,7 @@ def losses(runs: Sequence[RunReport]) -> dict[str, Any] | None:
 
 
 def scaling(runs: Sequence[RunReport]) -> list[dict[str, Any]]:
-    """Series of runs of the same work on different numbers of ranks, with the tokens/s and efficiency of each.
-
-    efficiency = (tokens/s / ranks) / (tokens/s / ranks of the run with the fewest ranks). "weak": all have the same
-    batch per rank; "strong": the same global batch. The configs of a series differ only in LAYOUT, and its machines not
-    at all: the speeds of other work are not divided by each other."""
+    """Series of runs of the same work on different numbers of ranks, with tokens/s and efficiency."""
     groups: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         groups.setdefault(json.dumps(work_of(run), sort_keys=True), []).append(i)
@@ -208,8 +197,7 @@ def scaling(runs: Sequence[RunReport]) -> list[dict[str, Any]]:
 
 
 def series_of(points: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """[(kind, points)] of the series among points of the same work, each of at least two numbers of ranks: of all
-    points if they are of one kind, else those of the same global batch, and those of the same batch per rank."""
+    """[(kind, points)] of the series among points of the same work, of two numbers of ranks or more."""
     series = []
     for kind, key in (("strong", lambda p: p["batch"]), ("weak", lambda p: p["batch"] / p["ranks"])):
         groups: dict[Any, list[dict[str, Any]]] = {}

@@ -123,8 +123,7 @@ def write_upright(axes: Any, x: float, text: str) -> None:
 
 
 def small(curves: Sequence[Curve], x: str, y: str, marks: Marks = (), points: Sequence[Curve] = ()) -> Any:
-    """Draw a picture of the first screen, a line for each of `curves` and marks for each of `points` in the same order,
-    over axes named `x` and `y`. The picture with points of several runs has their names."""
+    """Draw a picture of the first screen: lines for `curves`, marks for `points`, over axes `x` and `y`."""
     figure, axes = blank(width=2.9, height=2.1)
     for i, (name, xs, values) in enumerate(curves):
         colour, style, _ = LINES[i % len(LINES)]
@@ -148,8 +147,7 @@ def small(curves: Sequence[Curve], x: str, y: str, marks: Marks = (), points: Se
 
 
 def loss_by_position(evaluations: Sequence[tuple[int, Sequence[int], Sequence[float]]], unit: str) -> Any:
-    """Draw the mean losses in ranges of positions, a line for each evaluation: its step, the ranges' ends, the losses.
-    Each range stands at its end, on an axis of powers of two."""
+    """Draw the mean losses in ranges of positions, a line for each evaluation; each range is at its end."""
     figure, axes = blank()
     for i, (step, ends, values) in enumerate(evaluations):
         colour, style, marker = LINES[i % len(LINES)]
@@ -180,10 +178,7 @@ def norms(steps: Sequence[int], table: Mapping[str, Sequence[float | None]], kin
 
 
 def load_map(steps: Sequence[int], load: Sequence[Sequence[Sequence[float]]]) -> Any:
-    """Draw the share of each expert over its layer's mean as a map: a row for an expert, the layers below each other.
-
-    load: [steps][layers][experts].
-    """
+    """Draw the share of each expert over its layer's mean as a map; load: [steps][layers][experts]."""
     layers, experts = len(load[0]), len(load[0][0])
     visible = range(0, layers, max(1, -(-layers * experts // MOST_ROWS)))
     rows = [
@@ -223,8 +218,7 @@ def draw_map(
 
 
 def losses(report: Report) -> Any:
-    """Draw running means of training loss, and marks of validation loss, of several runs, with a line at the tokens
-    that all have seen, if some have seen more."""
+    """Draw running means of training loss, and marks of validation loss, of several runs."""
     figure, axes = blank(height=4.0)
     handles, marks = [], [starts(run.series, run.attempts) for run in report.runs]
     for i, run in enumerate(report.runs):
@@ -254,8 +248,7 @@ def losses(report: Report) -> Any:
 
 
 def scaling(series: Sequence[Mapping[str, Any]]) -> Any:
-    """Draw tokens per second and efficiency over ranks: a line for each series of `compare.scaling`, of its fastest run
-    for each number of ranks."""
+    """Draw tokens per second and efficiency over ranks: a line for each series of `compare.scaling`."""
     figure, (rate_axes, right) = blank(1, 2, height=3.6)
     ideal, ticks, top = {"color": GREY, "linewidth": 1.0, "linestyle": (0, (1, 2))}, set[int](), 110.0
     for i, entry in enumerate(series):

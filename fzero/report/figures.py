@@ -1,8 +1,7 @@
 """The parts that all pictures share: colours, axes, and a figure as SVG.
 
-The colours are Okabe and Ito's, distinct for colour-blind readers. Adjacent areas and lines also differ in hatch, line
-style or marker, so that a black-and-white print shows the same. `draw_svg` is deterministic. A picture has its own dark
-colours, which a viewer that prefers dark takes, with the background: it is legible on any page.
+The colours are Okabe and Ito's, distinct for colour-blind readers; neighbours also differ in hatch, line style or
+marker. `draw_svg` is deterministic. A picture has its own dark colours, which a viewer that prefers dark takes.
 """
 
 from __future__ import annotations
@@ -147,9 +146,7 @@ def set_log(figure: Any) -> None:
 
 
 def extract_points(figure: Any) -> list[dict[str, Any]]:
-    """The lines of each axes of a drawn figure: {"box": its left, top, right and bottom as fractions of the picture,
-    "x": the limits, "log": whether x is logarithmic, "name": of x, "xs": lists of x, "lines": [name, index into xs,
-    values of y]}. A line across the whole axes has the index -1."""
+    """The lines of each axes of a drawn figure: {"box", "x", "log", "name", "xs", "lines"}."""
     records = []
     for axes in figure.axes:
         xs: list[list[float | None]] = []
@@ -265,10 +262,7 @@ def band(axes: Any, edges: Sequence[float], bottom: Sequence[float], top: Sequen
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Centred running means: of each value with as many before as after it, a tenth of all at most, and 51.
-
-    A trend has no lag in it: the mean of a straight line is the line, to its ends. At the beginning, where a loss falls
-    fast, the windows are short; at the end, where noise would decide, the line through the last window goes on.
+    """Centred running means, of each value with as many before as after it; a trend has no lag.
 
     >>> smooth([1.0, 2.0, 3.0]), smooth([0.0] * 10 + [3.0] + [0.0] * 19)[9:12]
     ([1.0, 2.0, 3.0], [1.0, 1.0, 1.0])

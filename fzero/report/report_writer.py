@@ -30,11 +30,7 @@ def gather(
     commit: str = "",
     public: bool = False,
 ) -> Report:
-    """Make the report of the runs in `folders`, written by `command` at `commit`. `public`: remove this machine's
-    folders.
-
-    Raises ValueError if a folder holds no run, is named twice, or has damaged files.
-    """
+    """The report of the runs in `folders`; `public`: without this machine's folders; raises ValueError."""
     if not folders:
         raise ValueError("no run is given; name the folder of one: fzero report RUN")
     if len({folder.resolve() for folder in folders}) < len(folders):
@@ -80,8 +76,7 @@ def distinct(runs: list[RunReport]) -> list[RunReport]:
 
 
 def draw(report: Report, *, runs: bool = True) -> dict[str, Drawing]:
-    """{name with prefix: drawn picture} of every picture of a report. `runs`: also those of single runs, not only the
-    comparison."""
+    """{name with prefix: drawn picture} of every picture of a report; `runs`: also of single runs."""
     pictures = {}
     for run, prefix, element in pages.all_elements(report):
         if isinstance(element, Picture) and (runs or run is None):
@@ -121,9 +116,7 @@ def expect_ours(folder: Path) -> None:
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """Write the report into `folder`, replacing an earlier one, and return the files.
-
-    Raises ValueError if `folder` holds something else."""
+    """Write the report into `folder`, replacing an earlier one; the files; raises for something else."""
     expect_ours(folder)
     make_folder(folder.parent, folder.name)
     pictures = draw(report)

@@ -46,10 +46,7 @@ Predict = Callable[[Path], dict[str, Any] | None]
 
 
 def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
-    """Read the files of the run in `folder`. `predict`: called to make the prediction if the folder holds none.
-
-    Raises ValueError naming a damaged file, and if `folder` is no run or its run has made no step.
-    """
+    """The files of the run in `folder`; `predict` makes a missing prediction; raises ValueError."""
     config = current_keys(run_folder.read_config_table(folder))
     environment = run_folder.read_environment(folder)
     if not environment.get("corpus") and not os.path.lexists(folder / run_folder.METRICS):
@@ -199,8 +196,7 @@ def columns(rows: Sequence[Mapping[str, Any]], path: Path) -> dict[str, list[Any
 
 
 def steady(series: Mapping[str, list[Any]], attempts: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The rows that count for times: of attempts with the last one's placement, without the first steps of an attempt
-    and steps slowed by a recorder; else all of those attempts."""
+    """The rows that count for times: of attempts with the last placement, without first and recorded steps."""
     like = counted(series["step"], attempts)
     return sorted(set(like) & set(warm_rows(series, attempts))) or like
 
@@ -291,8 +287,7 @@ def relative_to_peak(q: Quantity, factor: float) -> Quantity:
 
 
 def add_memory(out: Quantities, memory: Mapping[str, Any]) -> None:
-    """Add the bytes at rest by group, and the peaks: of live tensors, and of a GPU's run also by its allocator and in
-    the host's memory."""
+    """Add the bytes at rest by group, and the peaks: of live tensors, and of a GPU's run its allocator's."""
     state = memory.get("state", {})
     for group in dict.fromkeys([*out.plan.get("state_bytes", {}), *state]):
         key, source = f"state_bytes/{group}", f"{MEMORY}: state.{group}"

@@ -1,7 +1,6 @@
 """The sections of a report: tables and pictures made from its values, which pages.py writes.
 
-Every cell is made only here, in sections_cost.py and in first_screen.py, so tables pasted into other files agree with
-the report.
+Every cell is made only here, in sections_cost.py and in first_screen.py, so pasted tables agree with the report.
 """
 
 from __future__ import annotations

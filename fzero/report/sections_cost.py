@@ -1,5 +1,4 @@
-"""The sections of a run on what a step costs: memory, time, communication, the pipeline, and the ranks beside each
-other."""
+"""The sections of a run on what a step costs: memory, time, communication, the pipeline, and its ranks."""
 
 from __future__ import annotations
 
@@ -230,8 +229,7 @@ def communication(run: RunReport) -> list[Element]:
 
 
 def pipeline(run: RunReport) -> list[Element]:
-    """The schedule of a pipeline, the acts of one step as they were and as `play` has them; [] for a run that recorded
-    none."""
+    """The schedule of a pipeline, the acts of one step as they were and as `play` has them; [] if unrecorded."""
     if run.pipeline is None:
         return []
     s, start, end = read_schedule(run.pipeline["schedule"]), run.pipeline["start"], run.pipeline["end"]
@@ -322,10 +320,7 @@ RANK_TIMES = ("busy_s", "comm_s", "data_s", "io_s")
 
 
 def times_of_ranks(run: RunReport) -> list[tuple[tuple[float, ...], tuple[float, float]]] | None:
-    """For each rank (mean seconds of RANK_TIMES in a step, range of its busy seconds); None if ranks were not recorded.
-
-    The first record of an attempt includes its warm-up and is left out if there are others.
-    """
+    """For each rank (mean seconds of RANK_TIMES in a step, range of its busy seconds); None if unrecorded."""
     s = run.series
     counts = s.get("ranks.steps", [])
     indices = [i for i, n in enumerate(counts) if n]

@@ -109,8 +109,7 @@ def records_of(run: RunReport) -> tuple[tuple[str, dict[str, Any] | None], ...]:
 
 
 def in_columns(moments: list[dict[str, Any]]) -> dict[str, Any]:
-    """Convert moments to columns, those of "parts" by component: a third of the size. None: the moment has no such
-    value."""
+    """Moments as columns, those of "parts" by component; None: the moment has no such value."""
     names = dict.fromkeys(name for m in moments for name in m if name != "parts")
     parts = dict.fromkeys(name for m in moments for name in m["parts"])
     columns = {name: [m.get(name) for m in moments] for name in names}
@@ -193,8 +192,7 @@ def digits(value: float | None, significant: int = 4) -> str:
 
 
 def format_quantity(value: Number | None, unit: str, largest: float | None = None) -> str:
-    """Format a quantity with its unit, a fraction in percent; "-" for None. `largest`: choose the prefix for this value
-    instead."""
+    """A quantity with its unit, a fraction in percent; "-" for None; `largest`: sets the prefix."""
     if value is None:
         return "-"
     if unit == "fraction":

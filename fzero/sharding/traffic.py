@@ -142,11 +142,7 @@ def over_pp(plan: Plan, name: str, rank: int) -> Iterator[LeafTransfer]:
 
 
 class RankTraffic(NamedTuple):
-    """What a rank sends of one kind by one collective over one link.
-
-    Of "activations" and their "gradients", over the borders of its stages, `per_micro_batch` is the number of messages;
-    of "layers", and of "outside", the leaves outside the layers, `per_micro_batch` and `per_step` are elements.
-    """
+    """What a rank sends of one kind by one collective over one link, in elements or messages of a micro-batch."""
 
     kind: str  # of KINDS
     collective: str

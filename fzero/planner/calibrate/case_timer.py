@@ -1,9 +1,7 @@
 """Time calls that take turns, so that other load on the machine affects all of them equally.
 
-One thread is timed by its own CPU time, which stops while another program has the core. Several threads are timed by
-wall-clock time. On a GPU the device is synchronised before and after a call.
-
-Reduce Figures to the tables of a device file: curves of few points, and one value for each size.
+One thread is timed by its own CPU time, which stops while another program has the core; several threads by wall-clock
+time. On a GPU the device is synchronised before and after a call. Figures are reduced to the tables of a device file.
 """
 
 from __future__ import annotations
@@ -65,8 +63,7 @@ def on_threads(threads: int) -> Iterator[None]:
 
 
 def figure(samples: Sequence[float]) -> Figure:
-    """The Figure of samples. Disturbances only make a call longer, so its undisturbed time is near the first
-    quartile."""
+    """The Figure of samples, near their first quartile, as disturbances only make a call longer."""
     ordered = sorted(samples)
     return Figure(ordered[(len(ordered) - 1) // 4], statistics.median(ordered) / max(ordered[0], 1e-12), ordered[0])
 
@@ -74,11 +71,7 @@ def figure(samples: Sequence[float]) -> Figure:
 def time_cases(
     cases: Iterable[Case], seconds: float, *, threads: int = 1, device: str = "cpu", rounds: int = 5
 ) -> dict[tuple[Any, ...], Figure]:
-    """The Figure of each case by its key, in about `seconds` for all.
-
-    Cases are timed in groups of 16: prepared, then called in turn, round by round. A short call is repeated until the
-    clock can resolve it. When the group's time is up, its remaining rounds are skipped, except the first.
-    """
+    """The Figure of each case by its key, in about `seconds` for all, in turns within groups of 16."""
     cases, figures = list(cases), {}
     end, timer = time.perf_counter() + seconds, clock(threads, device)
     with on_threads(threads):
@@ -115,12 +108,7 @@ def _times(call: Callable[[], Any], timer: Callable[[], float]) -> int:
 
 
 def warm_heap() -> None:
-    """Grow the C library's heap to its size in a training step, so that blocks below 32 MB are reused and not mapped
-    each time.
-
-    glibc maps large blocks one by one until one is freed; from then on blocks no larger come from the heap (mallopt(3),
-    "dynamic mmap threshold", 32 MB at most), whose free end is returned to the system. The last block is kept, so that
-    the others are not at the end."""
+    """Grow the C library's heap to its size in a training step, so that blocks below 32 MB are reused."""
     if _KEPT:
         return
     torch.empty(BLOCK_BYTES * 2 - (1 << 16), dtype=torch.uint8)
@@ -149,8 +137,7 @@ def round_rates(seconds: float) -> float:
 
 
 def curve_of(sizes: dict[float, Figure]) -> Curve:
-    """The points (size, seconds) by size; sizes within a factor of STEP are merged into one, at the geometric means of
-    both."""
+    """The points (size, seconds) by size; sizes within a factor of STEP are merged at geometric means."""
     points: list[list[tuple[float, float]]] = []
     for size, figure in sorted(sizes.items()):
         if points and size <= points[-1][0][0] * STEP:
@@ -162,8 +149,7 @@ def curve_of(sizes: dict[float, Figure]) -> Curve:
 
 
 def products_of(figures: dict[str, dict[tuple[int, ...], Figure]]) -> dict[str, Products]:
-    """The rows (batch, m, n, k, seconds) by key; a layout of a dtype has rows of its own only if measured on most of
-    the grid."""
+    """The rows (batch, m, n, k, seconds) by key; a layout has its own only if measured on most of the grid."""
     full_keys = {
         key
         for key in figures
@@ -182,8 +168,7 @@ def products_of(figures: dict[str, dict[tuple[int, ...], Figure]]) -> dict[str, 
 
 
 def join_curves(first: Figures, second: Figures, outside: bool = False) -> Figures:
-    """Merge figures, preferring `first`; outside: of `second`, only sizes at least a factor of 2 outside those of
-    `first`."""
+    """Join figures; of `second` only sizes at least a factor of 2 outside those of `first`."""
     out = {key: dict(sizes) for key, sizes in first.items()}
     for key, sizes in second.items():
         curve = out.setdefault(key, {})

@@ -39,10 +39,7 @@ class MessageTimes(NamedTuple):
 
 
 def on_ranks(n: int, f: Callable[..., Any], *args: Any, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """Call `f(mesh, *args)` in n new processes with one thread each, on the mesh {"dp": n}; return the results by rank.
-
-    f: a function at the top of a module. Raises ValueError with the error of a process that failed, or naming a process
-    that did not answer in time."""
+    """The results by rank of `f(mesh, *args)` in n new processes with one thread each; raises ValueError."""
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
@@ -223,10 +220,7 @@ class Fit(NamedTuple):
 
 
 def fit(curve: dict[float, float], fraction: float = 1.0) -> Fit:
-    """Fit a curve in which a message has `fraction` of the bytes: latency of the smallest, slope to the largest.
-
-    Ref: Hockney 1994, "The communication challenge for MPP": t = alpha + n / beta.
-    """
+    """A curve in which a message has `fraction` of the bytes: t = alpha + n / beta (Hockney 1994)."""
     small, large = min(curve), max(curve)
     latency = curve[small]
     return Fit(latency, (large - small) * fraction / max(curve[large] - latency, 1e-12))

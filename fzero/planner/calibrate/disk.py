@@ -72,11 +72,7 @@ def sweep(
     rounds: int = 3,
     say: Callable[[DiskMeasurement], None] = lambda row: None,
 ) -> SweepResult:
-    """Measure the rates of the anchors and of DiskIO, each for `seconds`.
-
-    First come block sizes with equal numbers of readers and writers, then other numbers with the best size, then the
-    four best and the defaults again, for the medians of `rounds` alternating rounds, then depths. The anchors are
-    measured in between, and their medians taken."""
+    """The rates of the anchors and of DiskIO by block sizes, readers and writers, and depths."""
     blocks = [block for block in blocks if block <= files.size]
     buffers = BufferPool(
         2 * max(ANCHOR_THREADS * min(ANCHOR_BLOCK, files.size), max(threads) * max(depths) * max(blocks))
@@ -173,8 +169,7 @@ def _score(row: DiskMeasurement) -> float:
 
 
 def choose(rows: Sequence[DiskMeasurement]) -> DiskMeasurement:
-    """Of the rows within 5% of the fastest (by geometric mean of the rates) the defaults, else the one of the least CPU
-    time."""
+    """Of the rows within 5% of the fastest the defaults, else the one of the least CPU time."""
     close = [row for row in rows if _score(row) >= CLOSE * max(map(_score, rows))]
     return min(close, key=lambda row: (row.settings != DiskSettings(), row.rates["mixed"].cpu_s_per_gb))
 
@@ -185,8 +180,7 @@ def choose_depth(rows: Sequence[DiskMeasurement]) -> int:
 
 
 def table(result: SweepResult) -> str:
-    """Format the rates: GB/s and the ratio to the faster anchor, and CPU seconds per GB of simultaneous reads and
-    writes."""
+    """The rates as text: GB/s, the ratio to the faster anchor, and CPU seconds per GB."""
     bar = {kind: max(row.rates[kind].gbs for row in result.anchors) for kind in KINDS}
     lines = [f"{'':34}" + "".join(f"{title:>15}" for title in ("read", "write", "read+write")) + f"{'CPU s/GB':>10}"]
     for row in (*result.anchors, *result.rows):
@@ -201,11 +195,7 @@ def table(result: SweepResult) -> str:
 def bench_disk(
     folder: Path, *, size: int, seconds: float, write_config: bool, progress: Callable[[str], None] = lambda line: None
 ) -> str:
-    """Measure the disk of `folder` with two files of `size` bytes, save the best settings for the user, unless the disk
-    was too busy to tell, and return a text.
-
-    Raises ValueError for an unsuitable folder or an invalid settings file, see `open_files` and `save_settings`.
-    """
+    """Measure the disk of `folder` with two files of `size` bytes, save the best settings; return a text."""
     if write_config and folder.exists():
         load_settings(folder)  # reports an invalid file now instead of a minute later
     with open_files(folder, size) as files:

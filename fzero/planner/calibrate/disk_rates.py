@@ -1,7 +1,8 @@
 """The ways to move bytes to and from a disk, and their rates: by our own DiskIO, by plain calls, by fio.
 
 Every transfer is direct, so the page cache does not affect the figures. The files are unlinked as soon as they are
-open, so none is left on the disk."""
+open.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +52,7 @@ class Files(NamedTuple):
 
 @contextmanager
 def open_files(folder: Path, size: int) -> Iterator[Files]:
-    """Create Files of `size` bytes (a multiple of 1 MiB) in `folder`; they have no name, so any exit removes them.
-
-    Raises ValueError if the folder is missing, cannot be written, is in memory, refuses direct transfers, or has too
-    little space."""
+    """Files of `size` bytes (a multiple of 1 MiB) without a name in `folder`; raises ValueError."""
     if not folder.is_dir():
         raise ValueError(
             f"{folder}: {'is not a folder' if folder.exists() else 'no such folder'}; give a folder on the "
@@ -112,8 +110,7 @@ def _nameless(folder: Path) -> int:
 
 
 def measure_rate(work: Callable[[bool, float], int], kinds: Sequence[bool], seconds: float, parallel: int = 1) -> Rate:
-    """Measure `work(write, end)`, which moves bytes until the time `end` and returns their number, in `parallel`
-    threads a kind."""
+    """The rate of `work(write, end)`, which moves bytes until the time `end`, in `parallel` threads a kind."""
     jobs = [write for write in kinds for _ in range(parallel)]
     with ThreadPoolExecutor(len(jobs)) as pool:
         cpu, begin = time.process_time(), time.perf_counter()
@@ -125,8 +122,7 @@ def measure_rate(work: Callable[[bool, float], int], kinds: Sequence[bool], seco
 def engine(
     files: Files, buffers: BufferPool, settings: DiskSettings, depth: int, kinds: Sequence[bool], seconds: float
 ) -> Rate:
-    """The rate of a DiskIO with these settings on requests of one block each, `depth` of them under way for each
-    thread."""
+    """The rate of a DiskIO on requests of one block each, `depth` of them under way for each thread."""
     disk, block = DiskIO(settings), settings.block_bytes
 
     def stream(write: bool, end: float) -> int:
@@ -166,8 +162,7 @@ def anchor(files: Files, buffers: BufferPool, kinds: Sequence[bool], seconds: fl
 
 
 def fio(files: Files, kinds: Sequence[bool], seconds: float) -> Rate:
-    """The rate of fio (libaio, direct, 4 MiB, depth 8, buffers in huge pages). Raises ValueError with its message if it
-    fails."""
+    """The rate of fio (libaio, direct, 4 MiB, depth 8, buffers in huge pages); raises ValueError."""
     args = [
         "fio",
         "--output-format=json",

@@ -1,7 +1,4 @@
-"""Matrix products: seconds by dtype, layout and shape, in the shapes of training.
-
-Attention: how fast each form that serves is on this machine, forward and backward, by which "auto" chooses.
-"""
+"""Matrix products: seconds by dtype, layout and shape, in the shapes of training; and forms of attention."""
 
 from __future__ import annotations
 
@@ -40,11 +37,7 @@ def measure_attention(
     shapes: Sequence[Shape] = SHAPES,
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
 ) -> list[Speed]:
-    """The Speed of each form that serves, forward and backward together, of the FLOPs of causal pairs, and whether a
-    second run gave the same bits.
-
-    All forms' FLOPs are counted alike, so a Speed is a pure matter of seconds.
-    """
+    """The Speed of each form of attention that serves, and whether a second run gave the same bits."""
     cases, repeat = [], {}
     for shape in shapes:
         for dtype in dtypes:
@@ -95,8 +88,7 @@ MAX_ERROR = 1e-6  # allowed error of float32 products by oneDNN, as in fzero.run
 
 
 def shapes(quick: bool) -> list[GemmShape]:
-    """The grid: squares, tokens by widths as in a layer's forward and backward pass, heads of attention, batched
-    layers."""
+    """The grid: squares, tokens by widths as in a layer, heads of attention, batched layers."""
     squares = (64, 128, 256, 512, 1024) if quick else (32, 64, 128, 256, 512, 1024, 2048)
     tokens, widths = ((512, 2048), (256, 704)) if quick else ((256, 1024, 2048, 4096), (64, 128, 256, 512, 704, 1408))
     grid = [(1, side, side, side) for side in squares]
@@ -132,8 +124,7 @@ def measure_products(
     quick: bool = False,
     grid: Sequence[GemmShape] | None = None,
 ) -> dict[str, dict[GemmShape, Figure]]:
-    """Measure products for about `seconds`; Figures by dtype, way and layout ("bfloat16/tn", "float32/onednn") and
-    shape."""
+    """Measure products for about `seconds`; Figures by dtype, way and layout ("bfloat16/tn") and shape."""
     grid = shapes(quick) if grid is None else grid
     figures: dict[str, dict[GemmShape, Figure]] = {}
     previous, all_ways = (

@@ -1,7 +1,4 @@
-"""`fzero bench`: measure this machine, part by part, and write its device file (see fzero.planner.devices).
-
-A device in a few lines, as `fzero bench` prints them.
-"""
+"""`fzero bench`: measure this machine, part by part, and write its device file (see fzero.planner.devices)."""
 
 from __future__ import annotations
 
@@ -124,13 +121,7 @@ def measure(
     previous: Device | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Device:
-    """Measure this machine and return its Device. previous: keep its figures of parts not measured now. disk: a folder
-    whose disk to measure too.
-
-    Measures three sweeps: one thread, all threads, and one process for each core simultaneously. A GPU has one sweep,
-    and the forms of attention, whose speeds go to a file of their own (see kernels.tuning).
-    Raises ValueError for an unknown part, and if a process of the measurement fails.
-    """
+    """Measure this machine and return its Device: one thread, all threads, one process for each core."""
     for section in effort.parts:
         if section not in PARTS:
             raise ValueError(f"there is no part {section!r} of a machine to measure; the parts are {', '.join(PARTS)}")
@@ -330,10 +321,7 @@ def link_of(messages: dict[int, collectives.MessageTimes], device: str) -> Level
 
 
 def disk_rates(folder: Path, quick: bool = False) -> dict[str, float]:
-    """The bytes/s of the disk of `folder`, with the settings that a run would use there (see calibrate/disk_rates.py).
-
-    Raises ValueError for an unsuitable folder.
-    """
+    """The bytes/s of the disk of `folder`, with the settings that a run would use there."""
     settings = load_settings(folder)
     size = max(DISK_BYTES // (8 if quick else 1), 4 * settings.block_bytes)
     with open_files(folder, size) as files:
@@ -365,8 +353,7 @@ def host_rates(size: int = 256 << 20) -> dict[str, float]:
 
 
 def host_memory_rate(size: int = 256 << 20) -> float:
-    """The bytes/s, read and written, at which all threads of a GPU's process add numbers in its host's memory: as the
-    optimizer of an offloaded state."""
+    """The bytes/s at which all threads of a GPU's process add numbers in its host's memory."""
     a, b, out = (torch.ones(size // 4) for _ in range(3))
     with on_threads(cores()):
         samples = []

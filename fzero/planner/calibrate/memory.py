@@ -1,9 +1,4 @@
-"""Memory: seconds by bytes of plain operations, from sizes in a cache to large ones, and of first touching new
-memory.
-
-Fused kernels: seconds by bytes of Inductor's code for pointwise operators and for a reduction, as in compiled
-blocks.
-"""
+"""Memory: seconds by bytes of plain operations, of first touching new memory, and of Inductor's fused kernels."""
 
 from __future__ import annotations
 
@@ -37,12 +32,7 @@ def normed(a: Tensor, b: Tensor) -> Tensor:
 
 
 def measure_fused(seconds: float, *, threads: int = 1, device: str = "cpu") -> dict[str, dict[float, Figure]]:
-    """The Figures by "fused/dtype" and bytes read and written: the mean of two loops, without the host's time for a
-    call.
-
-    The call's time is that of a nearly empty call minus that of a nearly empty operator, which the other curves
-    include.
-    """
+    """The Figures of fused loops by "fused/dtype" and bytes, without the host's time for a call."""
     curves: dict[str, dict[float, Figure]] = {}
     for dtype in (torch.bfloat16, torch.float32):
         cases, name = [], str(dtype).removeprefix("torch.")
@@ -96,8 +86,7 @@ UNARY: dict[str, tuple[Unary, float]] = {
 def measure_memory(
     seconds: float, *, threads: int = 1, device: str = "cpu", quick: bool = False
 ) -> dict[str, dict[float, Figure]]:
-    """The Figures by "name/dtype" and bytes read and written. "add" is of float32 and gives the bandwidth; "fresh": by
-    bytes touched."""
+    """The Figures by "name/dtype" and bytes; "add" of float32 gives the bandwidth."""
     cases = [Case(("add", 3.0 * size), _binary(size, device)) for size in (FEW if quick else SIZES)]
     for size in FEW:
         for dtype in (torch.float32, torch.bfloat16):

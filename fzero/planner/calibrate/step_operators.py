@@ -1,7 +1,7 @@
 """Training steps of small models with each operator timed in place: the rates of operations as a step uses them.
 
-LADDER has sizes of its own; a plan interpolates other sizes on the curves. The host's overhead (Python, autograd,
-dispatch) is the difference between two depths of a model too small to compute anything.
+LADDER has sizes of its own; a plan interpolates others on the curves. The host's overhead is the difference between two
+depths of a model too small to compute anything.
 """
 
 from __future__ import annotations
@@ -133,8 +133,7 @@ class RecordedFigures(NamedTuple):
 def record(
     seconds: float, *, threads: int = 1, ladder: Sequence[Sizes] = LADDER, precisions: Sequence[str] = ("bf16", "fp32")
 ) -> RecordedFigures:
-    """Measure the operators of the steps of `ladder`, in turns for `seconds`; each step is timed in at least two
-    rounds."""
+    """Measure the operators of the steps of `ladder`, in turns for `seconds`, at least twice each."""
     programs = []
     for sizes in ladder:
         for precision in precisions:
@@ -181,11 +180,7 @@ def record(
 
 
 def host_of(steps: Sequence[Step], dispatch_s: float) -> float:
-    """The host's seconds for an operator: the median over steps of their time besides operators, divided by their
-    number.
-
-    dispatch_s: of a nearly empty operator; each operator's own seconds include it, and here it counts as the host's.
-    The host is slower than in a step that computes nothing, as operators evict its code and data from the caches."""
+    """The host's seconds for an operator: the median of the steps' other time by their operators."""
     return max(statistics.median((step.s - step.ops_s) / step.ops for step in steps) + dispatch_s, 1e-7)
 
 
@@ -200,19 +195,14 @@ def _means(tables: dict[str, dict[Any, list[Figure]]]) -> dict[str, dict[Any, Fi
 
 
 class Overhead(NamedTuple):
-    """The host's seconds for an operator ("eager"), a call of a compiled graph, a kernel inside one, and for each step
-    besides."""
+    """The host's seconds for an operator, a compiled graph's call, a kernel in one, and a step besides."""
 
     op_s: dict[str, float]
     step_s: dict[str, float]
 
 
 def measure_overhead(seconds: float, *, compiled: bool, threads: int = 1) -> Overhead:
-    """The Overhead of steps that compute next to nothing, uncompiled and (if `compiled`) compiled, from two depths of
-    each.
-
-    The time of a call of a compiled graph: half the time of an added layer, without the known times of its operators
-    and kernels."""
+    """The Overhead of steps that compute next to nothing, uncompiled and compiled, from two depths."""
     pairs = {
         way: [_Counted(depth, way == "compiled", threads) for depth in (1, DEEPER)]
         for way in ("eager", "compiled")[: 1 + compiled]
@@ -268,8 +258,7 @@ class _Counted:
 
 
 def _kernel_s() -> float:
-    """The seconds of a tiny product inside a compiled graph: its share of the graph's Python, an allocation, and the
-    call."""
+    """The seconds of a tiny product inside a compiled graph, with its share of the graph's Python."""
     x, lengths = torch.ones(8, 8), (2, 18)
     took = []
     for length in lengths:
