@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Annotated, Any, NamedTuple
 
 from fzero.core.text_parsing import nearest, short
@@ -75,10 +75,10 @@ class Allowed(NamedTuple):
             raise ValueError(f"{label} is {value!r}; it must be {self.words}")
 
 
-def one_of(names: Iterable[str], words: str = "") -> Allowed:
-    """The rule that a text is one of these."""
+def one_of(names: Iterable[Any], words: str = "") -> Allowed:
+    """The rule that a value is one of these."""
     choices = tuple(names)
-    return Allowed(lambda text: text in choices, words or f"one of {', '.join(choices)}")
+    return Allowed(lambda value: value in choices, words or f"one of {', '.join(map(str, choices))}")
 
 
 def at_least(low: int) -> Allowed:
@@ -86,10 +86,15 @@ def at_least(low: int) -> Allowed:
     return Allowed(lambda number: number >= low, f"a whole number of at least {low}")
 
 
+def power_of_two(low: int, high: int) -> Allowed:
+    """The rule of a power of two from `low` to `high`."""
+    return Allowed(lambda n: low <= n <= high and not n & (n - 1), f"a power of two from {low} to {high}")
+
+
 AtLeastOne = Annotated[int, at_least(1)]
 
 
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     """Raise ValueError naming the nearest choice if `value` is not among `choices`."""
     if value not in choices:
         texts = [str(choice).lower() if isinstance(choice, bool) else choice for choice in choices]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import torch_private
+from fzero.core.bounds import one_of
 
 # What to do, by what is said; the last one is for all the rest.
 ADVICE = {
@@ -129,8 +130,7 @@ def resolve_device(name: str) -> str:
     >>> resolve_device("cpu")
     'cpu'
     """
-    if name not in KINDS:
-        raise ValueError(f"device is {name!r}; it must be one of {', '.join(KINDS)}")
+    one_of(KINDS).check("device", name)
     if name != "auto":
         return name
     return "cuda" if count_gpus() else "cpu"

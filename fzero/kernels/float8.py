@@ -24,10 +24,10 @@ from torch import Tensor
 
 from fzero.core import torch_private
 from fzero.core.autodiff import Function
+from fzero.core.bounds import check_choice
 from fzero.core.device import kind_of, target_of
 from fzero.core.graph_passes import PAIRED_OPERATORS
 from fzero.core.joint_graph import SHARED
-from fzero.core.pytree import nearest
 from fzero.core.reinterpret import reinterpret
 from fzero.kernels import flops, tuning
 from fzero.kernels.aot import Build, build
@@ -58,10 +58,7 @@ RECIPES = {"tensorwise": Recipe(False, False, E4M3, E5M2), "rowwise": Recipe(Tru
 
 def recipe_of(scaling: str) -> Recipe:
     """The recipe of this name; raises ValueError naming those there are."""
-    if scaling not in RECIPES:
-        raise ValueError(
-            f"float8: scaling is {scaling!r}{nearest(scaling, RECIPES)}; it must be one of {', '.join(RECIPES)}"
-        )
+    check_choice("float8: scaling", scaling, RECIPES)
     return RECIPES[scaling]
 
 

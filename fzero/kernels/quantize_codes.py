@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fzero.core import cpp, prng
+from fzero.core.bounds import check_choice
 from fzero.core.cpp import have_compiler
 from fzero.core.device import kind_of
-from fzero.core.pytree import nearest
 from fzero.core.reinterpret import reinterpret
 from fzero.kernels.custom_operator import call_cpp, operator
 
@@ -71,8 +71,7 @@ def _width(n: int, kind: str) -> int:
 
 
 def _check_kind(kind: str, block: int) -> None:
-    if kind not in KINDS:
-        raise ValueError(f"kind is {kind!r}{nearest(kind, KINDS)}; it must be one of {', '.join(KINDS)}")
+    check_choice("kind", kind, KINDS)
     if block < 1 or block % codes_a_byte(kind):
         raise ValueError(f"block is {block}; it must be at least 1, and even for int4 and nf4")
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fzero.core.arguments import checked
+from fzero.core.bounds import one_of
 from fzero.core.pytree import nearest
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.rope import RopeScaling
@@ -125,8 +126,7 @@ class LlamaConfig:
         if self.key_dim % 2:
             raise ValueError(f"the heads have {self.key_dim} dims; RoPE turns pairs, so it must be even")
         for name, value, allowed in (("norms", self.norms, NORMS), ("activation", self.activation, ACTIVATIONS)):
-            if value not in allowed:
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+            one_of(allowed).check(name, value)
         if self.wide_qk_norm and not self.qk_norm:
             raise ValueError("wide_qk_norm is true and qk_norm is not; set both, or neither")
         if self.rope_scaling is not None and self.rope_scaling.kind != "llama3" and self.rope_theta <= 1.0:

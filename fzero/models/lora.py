@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from fzero.comm.axes import TP
 from fzero.comm.communicator import Axis
 from fzero.core import pytree
 from fzero.core.arguments import checked
+from fzero.core.bounds import Allowed
 from fzero.core.pytree import Tree
 from fzero.core.stack import Block
 from fzero.models.base import CODES, Ctx, MakeLeaf, Model, leaf_shapes, map_blocks, with_still_leaves
@@ -32,7 +33,7 @@ from fzero.sharding.zero_stages import shapes_of
 def lora(
     model: Model,
     rank: int = 8,
-    alpha: float = 16.0,
+    alpha: Annotated[float, Allowed(lambda x: 0 < x < math.inf, "a positive number, such as 16")] = 16.0,
     targets: str = r"/(attn|mlp)/w_",
     *,
     dora: bool = False,
@@ -68,8 +69,6 @@ def lora(
     """
     shapes = leaf_shapes(model)
     names = _targets(targets, shapes, rank)
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
-        raise ValueError(f"lora: alpha is {alpha!r}; it must be a positive number, such as 16")
     for option in ("dora",) * dora + ("vocabulary",) * vocabulary if model.foreign else ():
         raise ValueError(f"lora: {option}=True is for fzero's own models; of one made from a module leave it out")
     config, start = LoRAConfig(model.config, rank, float(alpha), targets, dora, vocabulary), model.start

@@ -9,7 +9,7 @@ The loss of a model by how much of a token's document stands before it.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor
 from fzero.comm.collectives import psum, pvary
 from fzero.core import pytree
 from fzero.core.arguments import checked
+from fzero.core.bounds import Allowed
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens, number_of
 from fzero.kernels.linear_cross_entropy import token_losses
@@ -28,7 +29,11 @@ from fzero.models.layers import document_positions, enter_region
 
 
 @checked()
-def dpo(model: Model, beta: float = 0.1, smoothing: float = 0.0) -> Model:
+def dpo(
+    model: Model,
+    beta: Annotated[float, Allowed(lambda x: 0 < x < math.inf, "a positive number, such as 0.1")] = 0.1,
+    smoothing: Annotated[float, Allowed(lambda x: 0 <= x < 0.5, "in [0, 0.5)")] = 0.0,
+) -> Model:
     """Return the model with the loss of pairs of answers, of which one is preferred.
 
         z = beta ((p(chosen) - r(chosen)) - (p(rejected) - r(rejected)))
@@ -57,10 +62,6 @@ def dpo(model: Model, beta: float = 0.1, smoothing: float = 0.0) -> Model:
     tensor(0.6931)
     """
     expect_losses("dpo", model)
-    if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 < beta < math.inf:
-        raise ValueError(f"dpo: beta is {beta!r}; it must be a positive number, such as 0.1")
-    if isinstance(smoothing, bool) or not isinstance(smoothing, (int, float)) or not 0 <= smoothing < 0.5:
-        raise ValueError(f"dpo: smoothing is {smoothing!r}; it must be in [0, 0.5)")
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
         expect_no_weights("dpo", batch)

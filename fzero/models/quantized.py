@@ -6,7 +6,7 @@ Ref: Dettmers et al. 2023, "QLoRA: efficient finetuning of quantized LLMs", arXi
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from fzero.comm.axes import TP
 from fzero.core import pytree
 from fzero.core.arguments import checked
+from fzero.core.bounds import power_of_two
 from fzero.core.pytree import Tree, nearest
 from fzero.core.reinterpret import reinterpret
 from fzero.core.stack import Block
@@ -29,7 +30,12 @@ WEIGHT_KINDS = ("nf4", "int4", "int8")
 
 
 @checked()
-def quantized(model: Model, kind: str = "nf4", block: int = 64, targets: str = r"/(attn|mlp)/w_[a-z]+$") -> Model:
+def quantized(
+    model: Model,
+    kind: str = "nf4",
+    block: Annotated[int, power_of_two(16, 8192)] = 64,
+    targets: str = r"/(attn|mlp)/w_[a-z]+$",
+) -> Model:
     """Return the model in which each block weight w [L, in, out] whose name the regex `targets` matches is frozen in
     codes, with a scale for each `block` consecutive elements of a row.
 
@@ -58,8 +64,6 @@ def quantized(model: Model, kind: str = "nf4", block: int = 64, targets: str = r
     names = _targets(targets, shapes)
     if kind not in WEIGHT_KINDS:
         raise ValueError(f"quantized: kind is {kind!r}{nearest(kind, WEIGHT_KINDS)}; use {', '.join(WEIGHT_KINDS)}")
-    if isinstance(block, bool) or not isinstance(block, int) or not 16 <= block <= 8192 or block & (block - 1):
-        raise ValueError(f"quantized: block is {block!r}; it must be a power of two from 16 to 8192")
     config = QuantizedConfig(model.config, kind, block, targets)
 
     def init(make: MakeLeaf) -> Tree:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng, pytree
-from fzero.core.bounds import Allowed, one_of
+from fzero.core.bounds import Allowed, one_of, power_of_two
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import disable_current_modes
 from fzero.kernels import optim_lowbit
@@ -31,7 +31,7 @@ from fzero.sharding.slices import largest_block, shard_dim
 SMALL = 4096  # elements of a whole leaf below which it is not kept in 8 bits (Dettmers et al. 2022, section 2.1)
 Rounding = Annotated[str, one_of(("nearest", "stochastic"), "nearest or stochastic")]
 Bits = Annotated[int | None, Allowed(lambda bits: bits == 8, "8, or None for states in state_dtype")]
-Block = Annotated[int, Allowed(lambda n: 16 <= n <= 4096 and not n & (n - 1), "a power of two from 16 to 4096")]
+Block = Annotated[int, power_of_two(16, 4096)]
 
 
 class Storage(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from fzero import models
 from fzero.comm.axes import mesh_text
+from fzero.core.bounds import one_of
 from fzero.core.precision import POLICIES
 from fzero.core.text_parsing import text_table
 from fzero.models import ModelConfig
@@ -103,11 +104,9 @@ def estimate_model_states(
         ("zero", zero, ZERO),
         ("precision", precision, POLICIES),
         ("optimizer", optimizer, MOMENTS),
+        ("states", states, ("full", *STATE_BYTES)),
     ):
-        if value not in allowed:
-            raise ValueError(f"{label} is {value!r}; it must be one of {', '.join(map(str, allowed))}")
-    if states not in ("full", *STATE_BYTES):
-        raise ValueError(f"states is {states!r}; it must be one of full, {', '.join(STATE_BYTES)}")
+        one_of(allowed).check(label, value)
     ranks, ep, tp = sharding_ranks(mesh)
     psi, largest = (n / tp for n in count(model))
     every, experts, layers = count_experts(model, ep)

@@ -27,7 +27,7 @@ from torch import Tensor
 from fzero.comm.bucket import pack, padded, unpack
 from fzero.comm.collectives import Ledger, start_all_gather, start_all_to_all
 from fzero.comm.communicator import Axis
-from fzero.core.pytree import nearest
+from fzero.core.bounds import check_choice, one_of, power_of_two
 from fzero.core.tree_sum import TreeSum
 
 Plan = Any  # fzero.sharding.plan.Plan, which is made with this
@@ -87,12 +87,9 @@ class Codec:
     def __post_init__(self) -> None:
         for name, kind in (("params", self.params), ("grads", self.grads)):
             kinds = KINDS if name == "params" else (*KINDS, SIGNS)
-            if kind and kind not in kinds:
-                raise ValueError(
-                    f"codec: {name} is {kind!r}{nearest(kind, kinds)}; it must be one of {', '.join(kinds)}"
-                )
-        if not 16 <= self.block <= 8192 or self.block & (self.block - 1):
-            raise ValueError(f"codec: block is {self.block}; it must be a power of two from 16 to 8192")
+            if kind:
+                check_choice(f"codec: {name}", kind, kinds)
+        power_of_two(16, 8192).check("codec: block", self.block)
         if not (self.params or self.grads or self.hpz):
             raise ValueError("codec: nothing is coded; write params=int8, or grads=int4, or params=int8,grads=int4")
         if self.loco is not None and not 0 < self.loco <= 1:
@@ -225,8 +222,8 @@ class Local:
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:
             raise ValueError(f"local: every is {self.every!r}; it is the steps between two times, at least 1")
-        if self.codec and self.codec not in KINDS:
-            raise ValueError(f"local: codec is {self.codec!r}; it must be one of {', '.join(KINDS)}")
+        if self.codec:
+            one_of(KINDS).check("local: codec", self.codec)
         if type(self.after) is not int or self.after < 0 or self.after % self.every:
             raise ValueError(f"local: after is {self.after!r}; it must be 0 or a multiple of every = {self.every}")
 

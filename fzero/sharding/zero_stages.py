@@ -17,6 +17,7 @@ import torch
 from fzero.comm.axes import CP, EP, PP, RP, TP
 from fzero.core import pytree
 from fzero.core.arguments import PLAN, checked, expect_kind, expect_regex
+from fzero.core.bounds import check_choice, one_of
 from fzero.core.precision import POLICIES, Policy
 from fzero.core.pytree import Tree
 from fzero.sharding.codec import Codec
@@ -220,19 +221,18 @@ def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Poli
 
 def policy_of(policy: Policy | str) -> Policy:
     """The policy, or the one of that name; raises TypeError or ValueError for anything else."""
-    names = ", ".join(POLICIES)
-    if isinstance(policy, str) and policy not in POLICIES:
-        raise ValueError(f"policy is {policy!r}{pytree.nearest(policy, POLICIES)}; it must be one of {names}")
-    expect_kind("policy", policy, (Policy, str), f"write fzero.bf16(), or a name: {names}")
-    return POLICIES[policy]() if isinstance(policy, str) else policy
+    expect_kind("policy", policy, (Policy, str), f"write fzero.bf16(), or a name: {', '.join(POLICIES)}")
+    if not isinstance(policy, str):
+        return policy
+    check_choice("policy", policy, POLICIES)
+    return POLICIES[policy]()
 
 
 def check_choices(stage: int, mesh: Mesh, reduce: str) -> None:
     """Raise ValueError for a stage or choice that does not exist."""
     if type(stage) is not int or stage not in ZERO:
         raise ValueError(f"zero stage is {stage!r}; it must be 0, 1, 2 or 3")
-    if reduce not in REDUCE:
-        raise ValueError(f"reduce is {reduce!r}; it must be one of {', '.join(REDUCE)}")
+    one_of(REDUCE).check("reduce", reduce)
     if reduce == "canonical" and mesh.data_size & (mesh.data_size - 1):
         raise ValueError(
             f'reduce="canonical" needs dp x rp x ep to be a power of two and it is {mesh.data_size}; use reduce="fast"'

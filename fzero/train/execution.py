@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fzero.core.arguments import expect_count, expect_fields, expect_kind
 from fzero.core.autodiff import Remat
-from fzero.core.bounds import Bounds
+from fzero.core.bounds import Bounds, one_of
 from fzero.kernels.registry import AUTO, Kernels
 
 CAPTURE = ("auto", "off")
@@ -85,10 +85,8 @@ class Execution:
         expect_count("resident", self.resident, minimum=0)
         expect_kind("capture", self.capture, str, 'write capture="auto" or capture="off"')
         expect_fields(self)
-        if self.capture not in CAPTURE:
-            raise ValueError(f"capture is {self.capture!r}; it must be one of {', '.join(CAPTURE)}")
-        if self.update not in UPDATES:
-            raise ValueError(f"update is {self.update!r}; it must be {', '.join(UPDATES[:-1])} or {UPDATES[-1]}")
+        one_of(CAPTURE).check("capture", self.capture)
+        one_of(UPDATES, f"{', '.join(UPDATES[:-1])} or {UPDATES[-1]}").check("update", self.update)
         assert isinstance(self.remat, Remat)  # parsed above
         if self.partition_activations and not self.remat.every:
             raise ValueError(

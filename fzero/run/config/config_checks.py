@@ -64,7 +64,7 @@ def check_leaf(kind: type, name: str, value: Any) -> None:
         if isinstance(mark, Within) and value is not None:  # None: left out
             check_bounds(name, value, mark.bounds)
         elif type(mark) in (tuple, dict):
-            check_choice(name, value, tuple(mark))
+            check_choice(name, value, mark)
         elif callable(mark):
             mark(value)
     if isinstance(value, float) and not math.isfinite(value) and not any(isinstance(mark, Within) for mark in marks):

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from fzero import models
+from fzero.core.bounds import check_choice
 from fzero.core.config_tables import Table, check_type, flat, set_nested, to_toml
 from fzero.core.pytree import nearest
 from fzero.core.text_parsing import json_text, parse_json
@@ -145,10 +146,7 @@ field_types = functools.cache(typing.get_type_hints)  # which parses the texts o
 def first_sizes(sizes: Table, prefix: str = "model.") -> ModelConfig:
     """The default sizes of the family that a table names; of adapters, those around the sizes of their `base`."""
     family, families = sizes.get("family", ""), (*FAMILIES, *WRAPPERS)
-    if family not in families:
-        raise ValueError(
-            f"{prefix}family is {family!r}{nearest(str(family), families)}; it must be one of {', '.join(families)}"
-        )
+    check_choice(f"{prefix}family", family, families)
     kind = FAMILIES.get(family) or WRAPPERS[family]
     wraps, hints, values = family in WRAPPERS, field_types(kind), {}
     for field in dataclasses.fields(kind):

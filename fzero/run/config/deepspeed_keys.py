@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fzero.core.bounds import check_choice
 from fzero.core.text_parsing import NAMES, nearest, short
 
 
@@ -46,11 +47,10 @@ class Values(NamedTuple):
     def choice(self, name: str, among: Sequence[str], default: str, refusals: Mapping[str, str] | None = None) -> str:
         """The value, one of `among`; raises ValueError, with the reason for one of `refusals`."""
         value = self.read(name, (str,), default)
-        if value in among:
-            return value
         if value in (refusals or {}):
             raise ValueError(f"{name} is {value!r}: {(refusals or {})[value]}")
-        raise ValueError(f"{name} is {value!r}{nearest(value, among)}; it must be one of {', '.join(among)}")
+        check_choice(name, value, among)
+        return value
 
     def section(self, prefix: str) -> Values:
         """The values within a table."""
