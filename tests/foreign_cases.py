@@ -17,8 +17,7 @@ import torch
 from law_cases import GPT_OSS
 
 import fzero
-from fzero.checkpoint import convert, offload_snapshot, verify
-from fzero.checkpoint.convert.huggingface import save_hf
+from fzero.checkpoint import convert, huggingface, offload_snapshot, verify
 from fzero.checkpoint.convert.huggingface_families import FAMILIES
 from fzero.checkpoint.convert.tensor_files import read_safetensors
 from fzero.core import config_tables, prng
@@ -105,7 +104,7 @@ def model_folder(name, **options):
         config = {**MODELS, **VARIATIONS}[name]
         params = init_params(build(config), prng.key(0))
         architecture = next(family.architecture for family in FAMILIES if family.model_type == name)
-        save_hf(folder / "model", config, params, architecture=architecture, **options)
+        huggingface.save_hf(folder / "model", config, params, architecture=architecture, **options)
 
     return make
 

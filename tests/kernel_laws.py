@@ -13,7 +13,7 @@ import triton
 from close import assert_close, assert_same
 from kernel_races import watched_programs
 
-from fzero.core.vjp_pair import vjp_pair
+from fzero.core import vjp_pair
 from fzero.kernels.float8 import cpu_lacks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -200,7 +200,7 @@ def traced(f, tensors, impl="triton"):
     """A joint graph of forward and backward pass holds the kernels as operators, and gives the same bits."""
     given = [t.float() for t in tensors]
     outs, grads = both_passes(lambda *t: f(impl, *t), given)
-    pair = vjp_pair(lambda *t: tuple_of(f(impl, *t)), len(given), compiled=False, budget=0.99)
+    pair = vjp_pair.vjp_pair(lambda *t: tuple_of(f(impl, *t)), len(given), compiled=False, budget=0.99)
     traced_outs, residuals = pair.forward(given)
     cotangents = [c.to(o.dtype) for c, o in zip(draw(*(o.shape for o in outs), seed=1), outs)]
     assert_same([list(traced_outs), list(pair.backward(residuals, cotangents))], [outs, grads])

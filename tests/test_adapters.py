@@ -18,8 +18,7 @@ from fzero.core import prng, pytree
 from fzero.models import Ctx
 from fzero.models.configs import FROZEN
 from fzero.models.weights import LowRankSum
-from fzero.run import first_state, run_folder, tuned_config, weights
-from fzero.run.setup.build import build
+from fzero.run import build, first_state, run_folder, tuned_config, weights
 from fzero.sharding import gather_on_first
 
 TARGETS = {"gpt2": r"/(attn|mlp)/w_", "llama": r"/(attn|mlp)/w_", "deepseek": r"/(attn|mlp|shared)/w_"}
@@ -194,7 +193,7 @@ def test_a_run_with_dora_begins_at_the_model_that_it_is_given(folder, quantize):
     table |= {"train": {"compiled": False, "batch": 4, "micro_batch": 2}}
     config = tuned_config(folder / "qwen3", table, lora={"rank": 2, "dora": True}, quantize=quantize)
     given = weights.load_start(folder / "qwen3").params
-    state, base = first_state(build(config), given), models.build(config.model.base)
+    state, base = first_state(build.build(config), given), models.build(config.model.base)
     given = models.quantize_weights(base, given) if quantize else given
     ids = {"tokens": torch.arange(12)[None]}
     expected = models.logits(base, given, ids)

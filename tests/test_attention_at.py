@@ -23,7 +23,6 @@ from fzero.kernels import (
     join,
     registry,
 )
-from fzero.kernels.attention import FORM_PASSES
 from fzero.kernels.attention_blocked import blocked_forward_at
 
 # ring's parts and attention at positions alike; triton in its interpreter, in float32
@@ -168,7 +167,7 @@ def test_parts_of_the_keys_join_to_the_whole(form):
     joined = None
     for start, end in ((0, 1), (1, 130), (130, 200)):
         where = Positions(query, key[:, start:end], mine, theirs[:, start:end])
-        part = FORM_PASSES[form].forward(q, k[:, start:end], v[:, start:end], where, how)
+        part = attention.FORM_PASSES[form].forward(q, k[:, start:end], v[:, start:end], where, how)
         joined = part if joined is None else join(joined, part)
     assert_close(list(joined), list(whole), rtol=1e-11, atol=1e-13)
     assert torch.isinf(whole[1]).any()
@@ -180,13 +179,13 @@ def test_gradients_of_parts_add_to_those_of_the_whole(form):
     query, key, mine, theirs = places(2, 90, 200, 20)
     mine[:, :3] = -1  # queries that see nothing
     how, where = Scoring(FULL, 0.4, 1.5), Positions(query, key, mine, theirs)
-    out, lse = FORM_PASSES[form].forward(q, k, v, where, how)
+    out, lse = attention.FORM_PASSES[form].forward(q, k, v, where, how)
     g = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=out.dtype)
-    want = FORM_PASSES["blocked"].backward(q, k, v, where, out, lse, g, how)
+    want = attention.FORM_PASSES["blocked"].backward(q, k, v, where, out, lse, g, how)
     dq, dk, dv = torch.zeros_like(q), [], []
     for start, end in ((0, 1), (1, 130), (130, 200)):
         some = Positions(query, key[:, start:end], mine, theirs[:, start:end])
-        a, b, c = FORM_PASSES[form].backward(q, k[:, start:end], v[:, start:end], some, out, lse, g, how)
+        a, b, c = attention.FORM_PASSES[form].backward(q, k[:, start:end], v[:, start:end], some, out, lse, g, how)
         dq, dk, dv = dq + a, [*dk, b], [*dv, c]
     assert_close([dq, torch.cat(dk, 1), torch.cat(dv, 1)], list(want), rtol=1e-10, atol=1e-12)
 

@@ -11,8 +11,7 @@ from close import assert_close, assert_same
 from kernel_laws import adjoint, both_passes, draw, numbers, repeats, strides, traced
 
 from fzero.core import FakeDevice, Target, flop_of
-from fzero.kernels import FULL, Pattern, Speed, attention_library, pairs, tuning
-from fzero.kernels.attention import attention
+from fzero.kernels import FULL, Pattern, Speed, attention, attention_library, pairs, tuning
 from fzero.kernels.attention_library import LIBRARIES, library_attention
 from fzero.kernels.registry import explain
 from fzero.planner.calibrate.gemm import Shape, measure_attention
@@ -46,7 +45,7 @@ def cudnn(monkeypatch):
     def call(impl, q, k, v, **options):
         if impl == "cudnn":
             return library_attention(q, k, v, library="cudnn", **options)
-        return attention(q, k, v, impl=impl, **options)
+        return attention.attention(q, k, v, impl=impl, **options)
 
     return call
 
@@ -56,7 +55,7 @@ def with_lse(q, k, v, scale):
     keys = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     scores = scale * torch.einsum("bthk,bshk->bhts", q, keys)
     scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), float("-inf"))
-    return attention(q, k, v, impl="reference", scale=scale), torch.logsumexp(scores, -1)
+    return attention.attention(q, k, v, impl="reference", scale=scale), torch.logsumexp(scores, -1)
 
 
 class Cutlass:
@@ -86,7 +85,7 @@ def test_float32_goes_through_cutlass(t, monkeypatch):
     monkeypatch.setattr(attention_library, "aten", Cutlass())
     given = [x.float() for x in inputs(t=t)]
     out, grads = both_passes(lambda *x: library_attention(*x, library="efficient", scale=0.3), given)
-    expected, wanted = both_passes(lambda *x: attention(*x, impl="reference", scale=0.3), given)
+    expected, wanted = both_passes(lambda *x: attention.attention(*x, impl="reference", scale=0.3), given)
     assert_close(out, expected, rtol=1e-6, atol=1e-6)  # the same products in another layout
     for got, want in zip(grads, wanted):
         assert_close(got, want, rtol=1e-4, atol=1e-5)
@@ -260,7 +259,9 @@ def test_the_fastest_comes_first_and_what_was_measured_here_before_what_was_publ
 def test_each_form_that_serves_is_measured():
     shapes = [Shape(1, t, 2, 16) for t in (8, 16)]
     found = measure_attention(0.01, device="cpu", shapes=shapes)
-    serving = {f.name for f in attention.forms if not f.reason_against([torch.ones(1, 8, 2, 16).bfloat16()] * 3, {})}
+    serving = {
+        f.name for f in attention.attention.forms if not f.reason_against([torch.ones(1, 8, 2, 16).bfloat16()] * 3, {})
+    }
     assert {(s.form, s.queries) for s in found} == {(name, t) for name in serving for t in (8, 16)}
     assert serving >= {"fused", "blocked"} and all(s.tflop_s >= 0 and s.dim == 16 for s in found)
 
@@ -273,7 +274,7 @@ def test_a_cpu_has_no_part_attention(fz):
 
 
 def test_each_chip_s_file_names_forms_and_its_source():
-    forms = {form.name for form in attention.forms}
+    forms = {form.name for form in attention.attention.forms}
     for name, chip in tuning.listed().items():
         table = chip["attention"]
         assert {*table["order"], *(s.form for s in tuning.speeds_of(table["speeds"]))} <= forms, name
@@ -286,7 +287,7 @@ def test_each_chip_s_file_names_forms_and_its_source():
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_the_laws_on_a_gpu(name):
     given = [x.to("cuda") for x in inputs(t=130, k=64)]
-    f = functools.partial(lambda impl, *t: attention(*t, impl=impl))
+    f = functools.partial(lambda impl, *t: attention.attention(*t, impl=impl))
     dtype = LIBRARIES[name].dtypes[0]
     if why := attention_library.refusal_reason(*(x.to(dtype) for x in given), library=name):
         pytest.skip(why)
@@ -294,4 +295,6 @@ def test_the_laws_on_a_gpu(name):
     strides(f, given, dtype, impl=name) if LIBRARIES[name].repeats else None
     repeats(f, given, dtype, impl=name) if LIBRARIES[name].repeats else None
     atol = 0.05 if dtype == torch.bfloat16 else 1e-5
-    assert_close(*(attention(*(x.to(dtype) for x in given), impl=i).float() for i in (name, "reference")), atol=atol)
+    assert_close(
+        *(attention.attention(*(x.to(dtype) for x in given), impl=i).float() for i in (name, "reference")), atol=atol
+    )

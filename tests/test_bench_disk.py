@@ -17,7 +17,6 @@ import pytest
 from fzero.offload import BufferPool, DiskSettings, disk_io, serves_direct
 from fzero.planner import disk
 from fzero.planner.calibrate import disk_rates
-from fzero.planner.calibrate.disk import DiskMeasurement, SweepResult
 from fzero.planner.calibrate.disk_rates import KINDS, MB, Rate
 
 
@@ -64,7 +63,7 @@ def refused(fz, *args):
 def row(gbs, block=MB, threads=1, cpu=0.01, **others):
     """A row whose rates are all `gbs`, but for `others`."""
     rates = {**{kind: Rate(gbs, cpu) for kind in KINDS}, **others}
-    return DiskMeasurement("", rates, DiskSettings(block, threads, threads))
+    return disk.DiskMeasurement("", rates, DiskSettings(block, threads, threads))
 
 
 def test_files_are_nameless_full_of_bytes_and_random(folder):
@@ -163,10 +162,11 @@ def test_medians_are_of_each_figure():
 
 def test_the_table_has_ratios_to_the_faster_anchor():
     slow, fast = (
-        DiskMeasurement(name, {kind: Rate(rate, 0.02) for kind in KINDS}) for name, rate in (("raw", 1.0), ("fio", 2.0))
+        disk.DiskMeasurement(name, {kind: Rate(rate, 0.02) for kind in KINDS})
+        for name, rate in (("raw", 1.0), ("fio", 2.0))
     )
     best = row(1.5)._replace(name="1 MiB, 1 + 1 threads")
-    lines = disk.table(SweepResult([slow, fast], [best], best, 1.0)).splitlines()
+    lines = disk.table(disk.SweepResult([slow, fast], [best], best, 1.0)).splitlines()
     assert lines[1].split() == ["raw", *["1.00", "(0.50)"] * 3, "0.0200"] and lines[2].split() == [
         "fio",
         *["2.00", "(1.00)"] * 3,

@@ -11,12 +11,11 @@ import ranks as pools
 import torch
 
 from fzero.kernels import attention_tiled, registry
-from fzero.planner import machine
+from fzero.planner import devices, machine
 from fzero.planner.calibrate import case_timer, gemm, memory, step_operators
 from fzero.planner.calibrate import collectives as processes
 from fzero.planner.calibrate.case_timer import Case, Figure
 from fzero.planner.device_names import list_devices
-from fzero.planner.devices import Device, Level, MeasuredRates, device, from_json, to_json
 from fzero.run import device_file
 
 
@@ -38,7 +37,7 @@ def short(monkeypatch):
     monkeypatch.setattr(case_timer, "_KEPT", [torch.zeros(1)])
 
 
-RATES = MeasuredRates(
+RATES = devices.MeasuredRates(
     1,
     1,
     ((12288.0, 1e-6), (3e6, 1e-4)),
@@ -48,7 +47,7 @@ RATES = MeasuredRates(
     {},
     1.1,
 )
-HERE = Device(
+HERE = devices.Device(
     name="some processor",
     kind="cpu",
     measured=True,
@@ -58,7 +57,7 @@ HERE = Device(
     margin=0.1,
     flops={"float32": 1e11},
     bandwidth_bytes_s=3e10,
-    links=(Level("this machine", "gloo", None, 1.5e9, 1e-4, 2.5e9, 1e-5, 0.25),),
+    links=(devices.Level("this machine", "gloo", None, 1.5e9, 1e-4, 2.5e9, 1e-5, 0.25),),
     rates=(RATES, RATES._replace(threads=2), RATES._replace(processes=2)),
     collectives={"psum/2": ((1024.0, 1e-4),)},
     machine={"torch": "2"},
@@ -69,26 +68,28 @@ HERE = Device(
 
 
 def test_a_device_file_is_read_as_it_was_written(tmp_path):
-    text = to_json(HERE)
-    assert from_json(text, "here.json") == HERE and to_json(from_json(text, "")) == text
+    text = devices.to_json(HERE)
+    assert devices.from_json(text, "here.json") == HERE and devices.to_json(devices.from_json(text, "")) == text
     assert max(map(len, text.splitlines())) < 160
     machine.save(HERE, tmp_path / "new" / "here.json")
-    assert device(tmp_path / "new" / "here.json", price_per_hour=2.0) == dataclasses.replace(HERE, price_per_hour=2.0)
+    assert devices.device(tmp_path / "new" / "here.json", price_per_hour=2.0) == dataclasses.replace(
+        HERE, price_per_hour=2.0
+    )
     assert os.listdir(tmp_path / "new") == ["here.json"]
 
 
 @pytest.mark.parametrize("name", list_devices())
 def test_listed_devices_are_complete(name):
-    found = device(name)
+    found = devices.device(name)
     assert (
-        found == device(name.upper())
+        found == devices.device(name.upper())
         and not found.measured
         and found.kind == "cuda"
         and found.price_per_hour is None
         and not found.rates
     )
     assert found.target == ("cuda", found.processors, found.capability, found.name)
-    part, h100 = found.efficiency, device("h100").efficiency
+    part, h100 = found.efficiency, devices.device("h100").efficiency
     libraries = {key for key in h100 if "/" in key} if found.capability == (9, 0) else set()  # of attention, on Hopper
     assert set(part) == {key for key in h100 if "/" not in key} | libraries
     assert all(part[key] == h100[key] for key in ("memory", "links", "host"))
@@ -124,7 +125,7 @@ def test_listed_devices_are_complete(name):
 
 
 def test_listed_figures_are_those_of_the_data_sheets():
-    found = {name: device(name) for name in list_devices()}
+    found = {name: devices.device(name) for name in list_devices()}
     assert {
         name: (d.flops["bfloat16"] / 1e12, d.bandwidth_bytes_s / 1e9, d.links[0].bytes_s / 1e9, d.processors)
         for name, d in found.items()
@@ -159,11 +160,11 @@ def test_the_nearest_rates_serve():
         HERE.rates_of(1, 1) is HERE.rates[0] and HERE.rates_of(2) is HERE.rates[1] and HERE.rates_of(8) is HERE.rates[1]
     )
     assert HERE.rates_of(1, 2) is HERE.rates[2] and HERE.rates_of(1, 4) is HERE.rates[2]
-    assert device("h100").rates_of(1) is None
+    assert devices.device("h100").rates_of(1) is None
 
 
 def changed(key, value):
-    table = json.loads(to_json(HERE))
+    table = json.loads(devices.to_json(HERE))
     *parents, last = key
     inner = table
     for parent in parents:
@@ -204,7 +205,7 @@ def changed(key, value):
 )
 def test_a_wrong_device_file_is_one_clear_error(key, value, said):
     with pytest.raises(ValueError) as raised:
-        from_json(changed(key, value), "dev.json")
+        devices.from_json(changed(key, value), "dev.json")
     text = str(raised.value)
     assert (
         text.startswith(f"dev.json: {said}")
@@ -214,14 +215,14 @@ def test_a_wrong_device_file_is_one_clear_error(key, value, said):
 
 
 def test_a_missing_key_and_no_json():
-    table = json.loads(to_json(HERE))
+    table = json.loads(devices.to_json(HERE))
     del table["memory_bytes"]
     with pytest.raises(ValueError, match=r"dev\.json: memory_bytes is missing"):
-        from_json(json.dumps(table), "dev.json")
+        devices.from_json(json.dumps(table), "dev.json")
     with pytest.raises(ValueError, match=r"dev\.json: not JSON"):
-        from_json("{", "dev.json")
+        devices.from_json("{", "dev.json")
     with pytest.raises(ValueError, match=r"dev\.json: not a JSON object"):
-        from_json("[]", "dev.json")
+        devices.from_json("[]", "dev.json")
 
 
 def test_names_that_are_no_device(tmp_path):
@@ -230,18 +231,18 @@ def test_names_that_are_no_device(tmp_path):
         match=r"device 'h1000' is not known \(did you mean h100\?\); the devices are 4090, .*, here \(after `fzero "
         r"bench`\)",
     ):
-        device("h1000")
+        devices.device("h1000")
     with pytest.raises(
         ValueError, match=r"device 'here': there is no .*device\.json; run `fzero bench` on this machine first"
     ):
-        device("here")
+        devices.device("here")
     with pytest.raises(ValueError, match=r"none\.json: no such file; give a device file"):
-        device(tmp_path / "none.json")
+        devices.device(tmp_path / "none.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"bytes\.json: is not UTF-8"):
-        device(tmp_path / "bytes.json")
+        devices.device(tmp_path / "bytes.json")
     machine.save(HERE, device_file())
-    assert device("here") == HERE
+    assert devices.device("here") == HERE
 
 
 # ---- figures
@@ -259,7 +260,7 @@ def test_a_figure_is_the_first_quartile():
 
 def test_cases_take_turns_and_are_timed_by_call(monkeypatch):
     ran, now = [], [0.0]
-    monkeypatch.setattr(case_timer, "clock", lambda threads, device: lambda: now[0])
+    monkeypatch.setattr(case_timer, "clock", lambda threads, _: lambda: now[0])
 
     def case(name, seconds):
         def call():
@@ -509,7 +510,7 @@ def test_a_machine_is_put_together(short, monkeypatch):
     found = machine.measure(machine.Effort(("memory", "gemm", "steps"), quick=True))
     assert (
         found.measured
-        and from_json(to_json(found), "") == found
+        and devices.from_json(devices.to_json(found), "") == found
         and found.machine["parts"] == "memory, gemm, steps (quick)"
     )
     (rates,) = found.rates
@@ -572,10 +573,14 @@ def test_the_disk_is_measured_and_nothing_stays(disk_path, monkeypatch):
 def test_the_command_writes_a_device_file(fz, short):
     code, out, err = fz("bench", "--quick", "--only", "gemm")
     assert (code, err) == (0, "") and out.endswith(f"written to {device_file()}\n") and "products, float32:" in out
-    first = device("here")
+    first = devices.device("here")
     assert first.rates[0].gemm and not first.rates[0].op_s and first.nvme == {}
     code, out, _ = fz("bench", "--quick", "--only", "memory", "--json")
-    assert code == 0 and from_json(out, "") == device("here") and device("here").rates[0].gemm == first.rates[0].gemm
+    assert (
+        code == 0
+        and devices.from_json(out, "") == devices.device("here")
+        and devices.device("here").rates[0].gemm == first.rates[0].gemm
+    )
 
 
 @pytest.mark.parametrize(
@@ -605,7 +610,7 @@ def test_no_gpu(fz):
 
 
 def test_a_file_of_another_device_is_not_mixed(fz, tmp_path):
-    machine.save(device("h100"), tmp_path / "h100.json")
+    machine.save(devices.device("h100"), tmp_path / "h100.json")
     assert (
         "is of a cuda device and --device is cpu; give another --out"
         in fz("bench", "--only", "gemm", "--out", tmp_path / "h100.json")[2]

@@ -12,10 +12,9 @@ from close import assert_close
 
 import fzero
 from fzero import optim
-from fzero.core import pytree
-from fzero.kernels import BlockMask, attention_masked, block_mask
-from fzero.kernels.attention import attention
-from fzero.kernels.registry import explain, observe
+from fzero.core import observe, pytree
+from fzero.kernels import BlockMask, attention, attention_masked, block_mask
+from fzero.kernels.registry import explain
 from fzero.run.config.deepspeed_optim import block_mask_of
 
 # ---- the layouts ----------------------------------------------------------------------------------------------------
@@ -158,7 +157,7 @@ def inputs(b, t, h, g, k, s=None, dtype=torch.float64):
 
 
 def form(mask, **options):
-    return lambda impl, q, k, v: attention(q, k, v, mask=mask, impl=impl, **options)
+    return lambda impl, q, k, v: attention.attention(q, k, v, mask=mask, impl=impl, **options)
 
 
 def documents_of(b, t):
@@ -200,7 +199,7 @@ def test_attention_is_the_definition(table, impl):
             (i // block, j // block) in pairs[h] and (j <= i or not causal)
         )
         for options in ({}, {"documents": documents_of(2, t).cpu(), "scale": 0.3}) if causal else ({},):
-            got = attention(q, k, v, mask=mask, impl=impl, **options)
+            got = attention.attention(q, k, v, mask=mask, impl=impl, **options)
             assert_close(got, by_hand(q, k, v, sees, **options), rtol=1e-12, atol=1e-14)
 
 
@@ -273,7 +272,7 @@ def test_memory_does_not_grow_with_the_square():
     for t in (2048, 4096):
         tensors = [x.cpu().requires_grad_() for x in inputs(1, t, 1, 1, 8, dtype=torch.float32)]
         with Largest() as mode:
-            attention(*tensors, mask=block_mask.longformer_blocks(t, 64), impl="blocked").sum().backward()
+            attention.attention(*tensors, mask=block_mask.longformer_blocks(t, 64), impl="blocked").sum().backward()
         largest.append(mode.numbers)
     assert largest[1] <= max(attention_masked.MAX_SCORES, 2 * largest[0]) < 4096 * 4096 / 8
 
@@ -281,7 +280,9 @@ def test_memory_does_not_grow_with_the_square():
 def test_gradients_per_example():
     q, k, v = (x.cpu() for x in inputs(3, 20, 2, 1, 4))
     mask = block_mask.longformer_blocks(20, 4, global_ids=[1])
-    of_one = torch.func.grad(lambda q, k, v: (attention(q[None], k[None], v[None], mask=mask) ** 3).sum(), (0, 1, 2))
+    of_one = torch.func.grad(
+        lambda q, k, v: (attention.attention(q[None], k[None], v[None], mask=mask) ** 3).sum(), (0, 1, 2)
+    )
     got = torch.func.vmap(of_one)(q, k, v)
     alone = [of_one(*(x[i] for x in (q, k, v))) for i in range(3)]
     assert_close(list(got), [torch.stack(x) for x in zip(*alone)], rtol=1e-10, atol=1e-13)
@@ -295,7 +296,7 @@ def test_an_encoder_is_trained_by_either_form_alike(compiled):
     def loss(impl):
         def of(params, batch):
             x = params["embed"][batch["tokens"]].unflatten(-1, (2, 4))
-            x = x + attention(x, x, x @ params["v"], mask=mask, impl=impl)
+            x = x + attention.attention(x, x, x @ params["v"], mask=mask, impl=impl)
             nats = torch.nn.functional.cross_entropy(x.flatten(2) @ params["embed"].T @ params["o"], batch["targets"])
             return nats * 80, torch.tensor(80)
 
@@ -342,9 +343,9 @@ def test_the_registry_says_which_form_and_why():
         ({"mask": mask, "cap": 3.0}, "a mask is given, and cap; beside it give documents and scale"),
     ):
         with pytest.raises(ValueError, match=message):
-            attention(q, k, v, **wrong)
+            attention.attention(q, k, v, **wrong)
     with pytest.raises(ValueError, match="40 queries have 38 keys; a causal mask takes equal numbers"):
-        attention(q, k[:, :38], v[:, :38], mask=there(block_mask.dense_blocks(40, 10, causal=True)))
+        attention.attention(q, k[:, :38], v[:, :38], mask=there(block_mask.dense_blocks(40, 10, causal=True)))
 
 
 @pytest.mark.parametrize("impl", ("auto", "reference", "blocked"))
@@ -362,10 +363,10 @@ def test_the_registry_says_which_form_and_why():
 def test_tensors_that_do_not_fit_are_refused_by_every_form(change, message, impl):
     mask = there(block_mask.sliding_blocks(40, 10))
     with pytest.raises(ValueError, match=message):
-        attention(*change(*inputs(1, 40, 2, 1, 8, dtype=torch.float32)), mask=mask, impl=impl)
+        attention.attention(*change(*inputs(1, 40, 2, 1, 8, dtype=torch.float32)), mask=mask, impl=impl)
     if "alike" not in message:
         with pytest.raises(ValueError, match=message):
-            attention(*change(*inputs(1, 40, 2, 1, 8, dtype=torch.float32)), impl=impl)
+            attention.attention(*change(*inputs(1, 40, 2, 1, 8, dtype=torch.float32)), impl=impl)
 
 
 WRONG = {
@@ -404,5 +405,5 @@ def test_no_score_is_rounded_before_its_softmax(dtype):
         scores = torch.einsum("bthk,bshk->bhts", q.double(), k.double()) / 32**0.5
         want = torch.einsum("bhts,bshk->bthk", scores.masked_fill(~exact, -math.inf).softmax(-1), v.double())
         for impl in ("reference", "blocked"):
-            got = attention(q.cpu(), k.cpu(), v.cpu(), **options, impl=impl).double()
+            got = attention.attention(q.cpu(), k.cpu(), v.cpu(), **options, impl=impl).double()
             assert float((got - want).abs().max()) < 4 * torch.finfo(dtype).eps * float(v.abs().max()), (options, impl)

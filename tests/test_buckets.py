@@ -19,14 +19,12 @@ from fzero import data
 from fzero.core import pytree
 from fzero.data import BucketStream, Size, Tokens
 from fzero.data.packing import cut, within_documents
-from fzero.run import first_state, from_table, run_folder, to_json
+from fzero.run import build, config_table, first_state, from_table, run_folder, to_json
 from fzero.run.config.buckets import lr_scale
-from fzero.run.config.config_table import from_json
 from fzero.run.config.stages import count_samples
 from fzero.run.measure.metrics_rows import metrics_row
 from fzero.run.runner.step_rows import rows_of
 from fzero.run.setup import corpus
-from fzero.run.setup.build import build, specs_of
 from fzero.sharding import fake_mesh, gather_on_first
 
 MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "n_kv_heads": 1, "d_ff": 32}
@@ -213,14 +211,14 @@ def test_a_planted_mistake_in_the_order_is_found(mistake, monkeypatch):
 
 def trained(mesh, config, path, steps=6):
     """(the parameters, the rows, the data cursor) after some steps."""
-    config = replace(from_json(config), mesh={axis.name: axis.size for axis in mesh.axes if axis.size > 1})
-    job = build(config, mesh)
+    config = replace(config_table.from_json(config), mesh={axis.name: axis.size for axis in mesh.axes if axis.size > 1})
+    job = build.build(config, mesh)
     state, rows = first_state(job), []
     batch_at = corpus.open_data(config, Path(path), mesh)[0]
     for step in range(steps):
         state, metrics = job.train_step(state, batch_at(int(state.data_cursor)))
         rows.append(metrics_row(job, metrics, step))
-    return gather_on_first(state.params, specs_of(job).params, mesh), rows, int(state.data_cursor)
+    return gather_on_first(state.params, build.specs_of(job).params, mesh), rows, int(state.data_cursor)
 
 
 NUMBERS = ("loss", "grad_norm", "lr", "lr_scale", "num_tokens")
@@ -253,7 +251,7 @@ def test_a_step_is_as_long_as_its_rate_says(text, optim):
         config_of(text, optim=base | {"lr_scaling": scaling, "lr_scaling_by": by})
         for scaling, by in (("none", "sequences"), ("linear", "tokens"))
     )
-    start = first_state(build(plain, fzero.one_process())).params
+    start = first_state(build.build(plain, fzero.one_process())).params
     (one, *_), (other, (row,), _) = (trained(fzero.one_process(), to_json(c), text, 1) for c in (plain, linear))
     stream = corpus.open_last(linear, text)[0]
     scale = stream.size_at(0).tokens / (BATCH * 16)

@@ -25,8 +25,7 @@ from fzero.checkpoint.layout import (
 )
 from fzero.checkpoint.reader import overlapping_tiles
 from fzero.core import PAGE
-from fzero.sharding import Spec, fake_mesh, parts_as_chunks
-from fzero.sharding.slices import local_slice
+from fzero.sharding import Spec, fake_mesh, parts_as_chunks, slices
 
 MESHES = [
     {},
@@ -76,7 +75,7 @@ def laid_out(sizes, shape, dtype, spec, number=0, **options):
     mine, world = [], math.prod(sizes.values())
     for rank in range(world):
         mesh = fake_mesh(sizes, rank)
-        start, size = local_slice(shape, spec, mesh)
+        start, size = slices.local_slice(shape, spec, mesh)
         mine.append(plan_tiles(size, dtype, spec, mesh, number, **options))
         assert mine[-1].start == start
         for part in mine[-1].tiles:

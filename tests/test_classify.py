@@ -12,8 +12,7 @@ from fzero.checkpoint import huggingface
 from fzero.core import pytree
 from fzero.data import RowStream, labels_of, open_tokens
 from fzero.models import Ctx, head_of
-from fzero.run import run_folder, to_json, weights
-from fzero.run.config.config_table import from_json
+from fzero.run import config_table, run_folder, to_json, weights
 
 FLAGS = [*chats.FLAGS, "--set", "train.eval_every=6"]
 
@@ -46,7 +45,7 @@ def test_lora_learns_the_labels_and_the_run_resumes_and_goes_to_transformers(fol
     assert "3 labels, with texts to train + to validate: bad 1" in out and "the commonest is 3" in out, out
     config = run_folder.read_config(run)
     assert config.preset == "finetune-classify-lora" and head_of(config.model).labels == ("bad", "fair", "good")
-    assert from_json(to_json(config)) == config
+    assert config_table.from_json(to_json(config)) == config
     assert abs(chats.column(run, "loss")[0] - torch.tensor(3.0).log()) < 0.3
     assert chats.column(run, "accuracy")[0] < 0.8 and chats.column(run, "val_accuracy")[-1] > 0.8
     assert "head/score" in dict(pytree.named_leaves(weights.load(run).params))

@@ -16,7 +16,7 @@ import fzero
 from fzero import local_batch, optim
 from fzero.core import pytree
 from fzero.kernels import Kernels
-from fzero.planner.devices import between_nodes, device
+from fzero.planner import devices
 from fzero.sharding import ParamFetcher, codec, reduce, zero_stages
 from fzero.train import coder_of
 
@@ -364,10 +364,10 @@ def test_a_plan_counts_codes_on_slow_links():
     """On a slow link between nodes a step takes longer, and less so the fewer bytes pass it."""
     settings = {"preset": "llama-tiny", "train": {"compiled": False}, "precision": {"policy": "bf16"}, "zero": 3}
     mesh, times = {"dp": 2, "rp": 2}, {}
-    here = device("h100", ranks_on_node=2)
+    here = devices.device("h100", ranks_on_node=2)
     here = dataclasses.replace(here, links=(here.links[0]._replace(ranks=2), here.links[1]))
     for text in ("", "grads=int4"):
-        for links in (here, between_nodes(here, "0.1:1")):
+        for links in (here, devices.between_nodes(here, "0.1:1")):
             times[text, links is here] = fzero.plan(settings | {"codec": text}, mesh, gpu=links).step_s
     assert times["", False] > times["grads=int4", False] > times["", True]
     assert times["", False] > 2.5 * times["grads=int4", False]

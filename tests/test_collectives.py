@@ -12,7 +12,7 @@ from close import assert_close, assert_same
 
 from fzero import all_gather, all_to_all, jit, ppermute, psum, psum_scatter, pvary
 from fzero.comm import collectives, own_slice
-from fzero.core.vjp_pair import vjp_pair
+from fzero.core import vjp_pair
 from fzero.sharding import Axis, fake_mesh, one_process
 
 F64 = torch.float64
@@ -340,7 +340,7 @@ def compiled(mesh, x):
     for _ in range(2):
         with mesh.ledger.phase("jit"):
             assert_close(fast(x), expected, rtol=1e-11, atol=1e-13)
-    pair = vjp_pair(lambda x: (loss(x),), 1, compiled=True)
+    pair = vjp_pair.vjp_pair(lambda x: (loss(x),), 1, compiled=True)
     with mesh.ledger.phase("pair"):
         out, residuals = pair.forward([x])
         (grad,) = pair.backward(residuals, [torch.ones((), dtype=F64)])
@@ -369,7 +369,7 @@ def with_little_memory(mesh, x, compiled):
 
     one = torch.ones((), dtype=F64)
     calls = []
-    for pair in (vjp_pair(f, 1, compiled=False), vjp_pair(f, 1, compiled=compiled, budget=0.01)):
+    for pair in (vjp_pair.vjp_pair(f, 1, compiled=False), vjp_pair.vjp_pair(f, 1, compiled=compiled, budget=0.01)):
         mesh.ledger.clear()
         with mesh.ledger.phase("forward"):
             out, residuals = pair.forward([x])

@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from fzero import jit
 from fzero.core import compile as fzero_compile
-from fzero.core import cpp
-from fzero.core.vjp_pair import vjp_pair
+from fzero.core import cpp, vjp_pair
 from fzero.kernels.norm import layer_norm_rows
 
 F64 = torch.float64
@@ -150,7 +149,7 @@ def pair_function(w, x, table):
 )
 def test_vjp_pair(options):
     w, x, table = draw(4, 5), draw(3, 4, seed=1), torch.tensor([2, 0])
-    pair = vjp_pair(pair_function, 2, **options)
+    pair = vjp_pair.vjp_pair(pair_function, 2, **options)
     expected, vjp = torch.func.vjp(lambda w, x: pair_function(w, x, table), w, x)
     cotangents = (torch.cos(expected[0]), torch.tensor(0.3, dtype=F64))
     assert_close(list(pair.primal([w, x, table])), list(expected), rtol=1e-12)
@@ -169,7 +168,7 @@ def test_vjp_pair(options):
 
 def test_vjp_pair_traces_once_for_a_signature():
     counted, runs = counting(lambda w, x: (torch.sin(x @ w),))
-    pair = vjp_pair(counted, 1, compiled=False, budget=0.5)
+    pair = vjp_pair.vjp_pair(counted, 1, compiled=False, budget=0.5)
     pair.forward([draw(4, 5), draw(3, 4)])
     traced = len(runs)
     pair.forward([draw(4, 5, seed=1), draw(3, 4)])
@@ -186,7 +185,7 @@ def test_a_budget_keeps_fewer_residuals():
         return (x,)
 
     def kept(budget):
-        _, residuals = vjp_pair(deep, 2, compiled=False, budget=budget).forward([draw(16, 16), draw(8, 16)])
+        _, residuals = vjp_pair.vjp_pair(deep, 2, compiled=False, budget=budget).forward([draw(16, 16), draw(8, 16)])
         return sum(r.numel() for r in residuals if isinstance(r, torch.Tensor))
 
     assert kept(0.0) < kept(0.2) < kept(0.999)
@@ -218,7 +217,7 @@ def test_without_a_compiler_one_warning_and_the_same_numbers(no_compiler):
         warnings.simplefilter("error")
         assert_same(fast(x), f(x))
         assert len(runs) == 2
-        pair = vjp_pair(lambda w, x: (torch.tanh(x @ w),), 2, compiled=True)
+        pair = vjp_pair.vjp_pair(lambda w, x: (torch.tanh(x @ w),), 2, compiled=True)
         w = draw(4, 2)
         out, residuals = pair.forward([w, x])
         expected, vjp = torch.func.vjp(lambda w, x: torch.tanh(x @ w), w, x)

@@ -13,6 +13,8 @@ from fzero.run import (
     RunConfig,
     build,
     build_optim,
+    checkpoint_list,
+    config_table,
     drop_absent_axes,
     from_table,
     machine,
@@ -24,9 +26,6 @@ from fzero.run import (
     unused_keys,
 )
 from fzero.run.config import run_config as config
-from fzero.run.config.config_table import from_json
-from fzero.run.config.unused_keys import refuse_unused, refuse_without_axis
-from fzero.run.debug.checkpoint_list import differing_values
 from fzero.run.measure import memory_check
 from fzero.run.setup.members import members_of
 from fzero.sharding import fake_mesh
@@ -35,7 +34,7 @@ from fzero.sharding import fake_mesh
 @pytest.mark.parametrize("name", models.PRESETS)
 def test_every_preset_goes_to_json_and_back(name):
     run = recipe(name)
-    assert from_json(to_json(run)) == run
+    assert config_table.from_json(to_json(run)) == run
     assert run.preset == name and run.model == models.preset(name)
     assert run.train.batch // run.train.micro_batch >= 4
 
@@ -43,7 +42,7 @@ def test_every_preset_goes_to_json_and_back(name):
 @pytest.mark.parametrize("name", unused_keys.OPTIMIZERS)
 def test_every_optimizer_goes_to_json_and_back(name):
     run = recipe("llama-tiny", optimizer=name)
-    assert run.optim.name == name and from_json(to_json(run)) == run
+    assert run.optim.name == name and config_table.from_json(to_json(run)) == run
 
 
 MARKS = metadata_of(config.RunConfig)
@@ -80,7 +79,7 @@ def test_a_number_of_0_is_the_limit_of_small_ones_and_no_word_for_another(name, 
 
 def test_floats_keep_every_bit():
     run = from_table({"optim": {"lr": 0.1 + 0.2, "eps": 5e-324}})
-    back = from_json(to_json(run))
+    back = config_table.from_json(to_json(run))
     assert back.optim.lr.hex() == (0.1 + 0.2).hex() and back.optim.eps == 5e-324
 
 
@@ -112,13 +111,13 @@ def test_a_table_changes_what_it_names_and_nothing_else():
     assert run.train == dataclasses.replace(base.train, compiled=False) and run.data == base.data
     assert run.zero == 1 and run.mesh == {"dp": 1}
     assert type(run.optim.lr) is float
-    assert from_json(to_json(run)) == run
+    assert config_table.from_json(to_json(run)) == run
     assert from_table(to_table(run)) == run
 
 
 def test_a_family_without_a_preset():
     run = from_table({"preset": "", "model": {"family": "gpt2", "n_layers": 1}})
-    assert run.model == models.GPT2Config(n_layers=1) and from_json(to_json(run)) == run
+    assert run.model == models.GPT2Config(n_layers=1) and config_table.from_json(to_json(run)) == run
 
 
 def test_warmup_follows_from_the_steps():
@@ -178,7 +177,7 @@ WRONG = {
 def test_what_is_wrong_is_said_before_anything_runs(name):
     table, message = WRONG[name]
     with pytest.raises(ValueError) as caught:
-        refuse_unused(from_table(table), table)
+        unused_keys.refuse_unused(from_table(table), table)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -220,8 +219,8 @@ def test_a_key_is_refused_without_what_it_needs(name):
         table = {}
         set_nested(table, key, usual[key])
         with pytest.raises(ValueError, match=f"^{key} does nothing with {need.missing(without)}; .*, or leave it out$"):
-            refuse_unused(without, table)
-        refuse_unused(from_table(MET[name]), table)
+            unused_keys.refuse_unused(without, table)
+        unused_keys.refuse_unused(from_table(MET[name]), table)
 
 
 NO_AXIS = {
@@ -243,11 +242,11 @@ def test_what_is_said_of_an_axis_that_the_mesh_has_not_is_refused(name):
     table, message = NO_AXIS[name]
     made = from_table(table)
     with pytest.raises(ValueError) as caught:
-        refuse_without_axis(made, table)
+        unused_keys.refuse_without_axis(made, table)
     assert message in str(caught.value) and "\n" not in str(caught.value)
-    refuse_without_axis(made, table, baseline=made)  # what a resumed run has recorded
-    refuse_without_axis(made, {})  # and what a preset says
-    refuse_without_axis(
+    unused_keys.refuse_without_axis(made, table, baseline=made)  # what a resumed run has recorded
+    unused_keys.refuse_without_axis(made, {})  # and what a preset says
+    unused_keys.refuse_without_axis(
         drop_absent_axes(made),
         {name: x for name, x in table.items() if name not in ("prefetch", "resident", "reshard")},
     )
@@ -262,7 +261,7 @@ def test_what_is_said_of_an_axis_that_the_mesh_has_is_taken():
         {"prefetch": 2, "zero": 3},
         {"prefetch": 0, "offload": "params=host"},
     ):
-        refuse_without_axis(from_table(table), table)
+        unused_keys.refuse_without_axis(from_table(table), table)
     ring = from_table({"context": "ring", "sequence": True, "mesh": {"tp": 2}})
     assert (drop_absent_axes(ring).context, drop_absent_axes(ring).sequence) == ("auto", True)
 
@@ -411,24 +410,26 @@ PARALLEL = {
 def test_what_is_parallel_is_kept_and_older_configs_lack_it(tmp_path):
     run = from_table({"preset": "mlp-tiny", **PARALLEL})
     assert {name: getattr(run, name) for name in PARALLEL} == PARALLEL
-    assert from_json(to_json(run)) == run
+    assert config_table.from_json(to_json(run)) == run
     older = {
         name: value
         for name, value in to_table(recipe("mlp-tiny")).items()
         if name not in {*PARALLEL} - {"zero", "mesh"}
     }
-    assert from_json(json.dumps(older)) == recipe("mlp-tiny")
+    assert config_table.from_json(json.dumps(older)) == recipe("mlp-tiny")
     # `accumulate` is a key of runs that were begun before `reduce` had three words.
     written = {**older, "zero": 2, "accumulate": "full"}
-    assert from_json(json.dumps(written)) == dataclasses.replace(recipe("mlp-tiny"), zero=2, reduce="once")
-    assert from_json(json.dumps({**written, "accumulate": "shards"})).reduce == "fast"
+    assert config_table.from_json(json.dumps(written)) == dataclasses.replace(recipe("mlp-tiny"), zero=2, reduce="once")
+    assert config_table.from_json(json.dumps({**written, "accumulate": "shards"})).reduce == "fast"
     # A rate of 0 of the outer optimizer was the method's own, and so was a momentum of 0 beside it.
     local = {"method": "slowmo", "lr": 0.0, "momentum": 0.0, "every": 5}
     members = {**older, "mesh": {"rp": 2}, "local": local}
-    assert from_json(json.dumps(members)).local == config.LocalSteps("slowmo", 5)
+    assert config_table.from_json(json.dumps(members)).local == config.LocalSteps("slowmo", 5)
     (tmp_path / run_folder.ATTEMPTS).write_text(json.dumps({"config": written}) + "\n")
     assert run_folder.read_attempts(tmp_path)[0]["config"]["reduce"] == "once"
-    assert not differing_values({**to_table(recipe("mlp-tiny")), "accumulate": "shards"}).keys() - {"preset"}
+    assert not checkpoint_list.differing_values({**to_table(recipe("mlp-tiny")), "accumulate": "shards"}).keys() - {
+        "preset"
+    }
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])

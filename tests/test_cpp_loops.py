@@ -18,12 +18,9 @@ from test_cross_entropy_kernels import TERMS, of_logits
 from test_quantize import bits
 
 import fzero
-from fzero.core import cpp, crc32c, digest, have_compiler, prng
-from fzero.core.vjp_pair import vjp_pair
-from fzero.kernels import KINDS, Pattern, glu, norm, quantize
-from fzero.kernels.attention import attend
+from fzero.core import cpp, crc32c, digest, have_compiler, observe, prng, vjp_pair
+from fzero.kernels import KINDS, Pattern, attention, glu, norm, quantize
 from fzero.kernels.custom_operator import MANY
-from fzero.kernels.registry import observe
 
 pytestmark = [
     pytest.mark.skipif(laws.DEVICE != "cpu", reason="they serve the CPU, and the laws draw for the GPU here"),
@@ -96,7 +93,7 @@ def test_they_serve_operators_that_run_alone(name):
 
     def pair(**how):
         f = lambda *t: list(laws.tuple_of(FORMS[name]("auto", *t)))  # noqa: E731
-        return lambda given: vjp_pair(f, len(given), compiled=False, **how).forward(given)
+        return lambda given: vjp_pair.vjp_pair(f, len(given), compiled=False, **how).forward(given)
 
     assert forms(MANY // 64, eager) == forms(MANY // 64, pair()) == {"cpp"}
     assert forms(MANY // 64 - 1, eager) == {"reference"}
@@ -153,10 +150,10 @@ def norms(dtype):
         both_passes_inside(functools.partial(FORMS[name], "cpp"), [x.to(dtype) for x in inputs(name, rows, 33)])
 
 
-def attention(dtype):
+def tiled_attention(dtype):
     tensors = laws.draw((1, 130, 2, 6), (1, 130, 1, 6), (1, 130, 1, 6), dtype=dtype)
     for documents in (None, torch.arange(130)[None] // 47):
-        f = functools.partial(attend, "tiled", pattern=Pattern("window", 70), documents=documents)
+        f = functools.partial(attention.attend, "tiled", pattern=Pattern("window", 70), documents=documents)
         both_passes_inside(f, tensors)
 
 
@@ -220,7 +217,7 @@ def checksums(dtype):
 
 
 LOOPS = {
-    "kernels/attention_tiled": attention,
+    "kernels/attention_tiled": tiled_attention,
     "kernels/cross_entropy_rows": cross_entropy,
     "kernels/glu": gates,
     "kernels/norm": norms,

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from close import assert_close, assert_same
 
-from fzero.core.vjp_pair import vjp_pair
+from fzero.core import vjp_pair
 from fzero.kernels import cross_entropy_triton as kernel
+from fzero.kernels import linear_cross_entropy
 from fzero.kernels import linear_cross_entropy as linear
 from fzero.kernels.cross_entropy import cross_entropy, reference
-from fzero.kernels.linear_cross_entropy import linear_cross_entropy
 from fzero.kernels.registry import explain
 
 F64 = torch.float64
@@ -50,7 +50,7 @@ def of_logits(form, n, columns, **options):
 def of_linear(form, n, columns, **options):
     targets, mask = tokens(n, columns)
     options |= FORMS[form]
-    return lambda impl, x, w: linear_cross_entropy(x, w, targets, mask, **options | {"impl": impl})
+    return lambda impl, x, w: linear_cross_entropy.linear_cross_entropy(x, w, targets, mask, **options | {"impl": impl})
 
 
 def impl(form):
@@ -183,7 +183,7 @@ def test_float64(form, terms):
 
 
 @every_form
-@pytest.mark.parametrize("run", (cross_entropy, linear_cross_entropy), ids=("logits", "linear"))
+@pytest.mark.parametrize("run", (cross_entropy, linear_cross_entropy.linear_cross_entropy), ids=("logits", "linear"))
 def test_a_trace_holds_operators_that_write_into_none_of_their_inputs(form, run, monkeypatch):
     monkeypatch.setitem(linear.CHUNK_BYTES, laws.DEVICE, 4 * 11 * 3)
     targets, mask = tokens(7, 11)
@@ -192,7 +192,7 @@ def test_a_trace_holds_operators_that_write_into_none_of_their_inputs(form, run,
     def f(*t):
         return [run(*t, **FORMS[form], **TERMS["all"])]
 
-    pair = vjp_pair(f, len(given), compiled=False, budget=0.99)
+    pair = vjp_pair.vjp_pair(f, len(given), compiled=False, budget=0.99)
     (loss,), residuals = pair.forward([*given, targets, mask])
     got = [loss, *pair.backward(residuals, [torch.ones_like(loss)])]
     grads = torch.func.grad(lambda *t: f(*t, targets, mask)[0], argnums=tuple(range(len(given))))(*given)
@@ -321,7 +321,7 @@ def test_what_triton_refuses():
     with pytest.raises(
         ValueError, match=r"linear_cross_entropy: impl='triton' does not serve this call: x is torch.float64"
     ):
-        linear_cross_entropy(logits, logits, targets, impl="triton")
+        linear_cross_entropy.linear_cross_entropy(logits, logits, targets, impl="triton")
 
 
 def test_the_chunks_of_tokens():

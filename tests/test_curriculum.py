@@ -16,7 +16,7 @@ from close import assert_close
 from fzero import data, models
 from fzero import random as keys
 from fzero.data import curriculum as curriculum_module
-from fzero.data import open_analysis, packing, rank
+from fzero.data import packing
 from fzero.models import Ctx
 from fzero.run import from_table
 from fzero.run.config import curriculum
@@ -68,7 +68,9 @@ def test_what_is_allowed_follows_the_schedule(schedule, part):
 
 def test_of_the_allowed_rows_each_is_as_likely_as_another():
     growth, pieces = data.Growth("linear", Fraction("0.4"), 4), (data.Piece(0, 0, 1, 1),)
-    orders = [data.Curriculum(rank(np.arange(5.0)), growth, pieces).numbers(s, 0, 0, 5) for s in range(600)]
+    orders = [
+        data.Curriculum(curriculum_module.rank(np.arange(5.0)), growth, pieces).numbers(s, 0, 0, 5) for s in range(600)
+    ]
     assert all(sorted(order) == [0, 1, 2, 3, 4] for order in orders)
     first, second = (Counter(int(order[n]) for order in orders) for n in (0, 1))
     # Allowed: 2, 3, 4, ... rows. The second of 0 to 2 without the first: (1/2 of 1/2, 1/2 of 1/2, 1/2).
@@ -78,7 +80,7 @@ def test_of_the_allowed_rows_each_is_as_likely_as_another():
 
 def test_more_samples_than_are_allowed_take_the_easiest_of_the_rest():
     growth, pieces = data.Growth("linear", Fraction("0.1"), 1000), (data.Piece(0, 0, 20, 1),)
-    own = data.Curriculum(rank(np.arange(100.0)), growth, pieces)
+    own = data.Curriculum(curriculum_module.rank(np.arange(100.0)), growth, pieces)
     order = own.numbers(0, 0, 0, 100).tolist()
     assert sorted(order) == list(range(100)) and all(
         row <= max(n, own.allowed_rows(np.array([n]))[0]) for n, row in enumerate(order)
@@ -88,9 +90,9 @@ def test_more_samples_than_are_allowed_take_the_easiest_of_the_rest():
 
 def test_a_large_order_is_drawn_in_parts_as_in_one(monkeypatch):
     growth, pieces = data.Growth("root:2", Fraction("0.1"), 30), (data.Piece(0, 0, 8, 1),)
-    whole = data.Curriculum(rank(np.arange(400.0)), growth, pieces).numbers(3, 0, 0, 400)
+    whole = data.Curriculum(curriculum_module.rank(np.arange(400.0)), growth, pieces).numbers(3, 0, 0, 400)
     monkeypatch.setattr(curriculum_module, "DRAWN", 64)
-    parts = data.Curriculum(rank(np.arange(400.0)), growth, pieces)
+    parts = data.Curriculum(curriculum_module.rank(np.arange(400.0)), growth, pieces)
     assert (parts.numbers(3, 0, 0, 400) == whole).all() and (parts.numbers(3, 0, 70, 90) == whole[70:90]).all()
 
 
@@ -166,7 +168,7 @@ def test_an_analysis_that_changed_ends_the_run_that_began_with_it(text, tmp_path
     config = config_of(path=str(text), curriculum="own", curriculum_steps=4)
     began = curriculum.with_digest(config, text)
     assert curriculum.with_digest(began, text) == began and curriculum.curriculum_of(began, text) is not None
-    found = open_analysis(text, "own", 16, "stream")
+    found = data.analysis.open_analysis(text, "own", 16, "stream")
     assert (found.values == own).all() and began.data.curriculum == f"own@{found.digest}"
     with pytest.raises(ValueError, match="is there already; remove it, or give another name"):
         data.analyze(text, "rarity", seq_len=16, name="own")
@@ -174,16 +176,16 @@ def test_an_analysis_that_changed_ends_the_run_that_began_with_it(text, tmp_path
     with pytest.raises(ValueError, match=f"own beside .* is {found.digest} by now"):
         curriculum.curriculum_of(other, text)
     with pytest.raises(ValueError, match=r"no such analysis; there is .*own-16-stream.* --metric none --seq-len 16"):
-        open_analysis(text, "none", 16, "stream")
+        data.analysis.open_analysis(text, "none", 16, "stream")
     place = text / "analysis-own-16-stream"
     meta = json.loads((place / "meta.json").read_text())
     (place / "meta.json").write_text(json.dumps({**meta, "corpus": "0"}))
     with pytest.raises(ValueError, match="is of another corpus than"):
-        open_analysis(text, "own", 16, "stream")
+        data.analysis.open_analysis(text, "own", 16, "stream")
     (place / "meta.json").write_text(json.dumps(meta))
     (place / "values.npy").write_bytes((place / "values.npy").read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"values\.npy: missing or damaged"):
-        open_analysis(text, "own", 16, "stream")
+        data.analysis.open_analysis(text, "own", 16, "stream")
 
 
 def test_the_loss_of_a_row_is_the_models(text, fz, tmp_path, monkeypatch):
@@ -196,7 +198,7 @@ def test_the_loss_of_a_row_is_the_models(text, fz, tmp_path, monkeypatch):
     assert code == 0 and out.startswith("loss of ") and "written: " in out
     from fzero.run import weights
 
-    trained, found = weights.load(tmp_path / "run"), open_analysis(text, "loss", 16, "stream").values
+    trained, found = weights.load(tmp_path / "run"), data.analysis.open_analysis(text, "loss", 16, "stream").values
     stream = data.TokenStream(data.open_tokens(text), 16, 1)
     for row in range(0, len(found), 7):
         one = packing.assemble(stream.tokens, stream.rows.positions(np.array([row])))
@@ -205,7 +207,10 @@ def test_the_loss_of_a_row_is_the_models(text, fz, tmp_path, monkeypatch):
     # A run by it; then with an analysis of another length.
     own = ("--set", "data.curriculum=loss", "--set", "data.curriculum_steps=2")
     assert fz("pretrain", "--data", text, *run, *own, *more[:-1], "ordered")[0] == 0
-    assert f"loss@{open_analysis(text, 'loss', 16, 'stream').digest}" in (tmp_path / "ordered/config.json").read_text()
+    assert (
+        f"loss@{data.analysis.open_analysis(text, 'loss', 16, 'stream').digest}"
+        in (tmp_path / "ordered/config.json").read_text()
+    )
     code, _, err = fz("pretrain", "--data", text, *run[:-1], 8, *own, *more[:-1], "none")
     assert code == 2 and "analysis-loss-8-stream: no such analysis" in err and "Traceback" not in err
     (tmp_path / "t.txt").write_text("one text " * 90)

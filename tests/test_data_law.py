@@ -17,9 +17,8 @@ from launched import rows, torchrun
 from fzero import data
 from fzero.data import Curriculum
 from fzero.data.mixed_stream import SOURCES
-from fzero.run import from_table, to_json
+from fzero.run import config_table, from_table, to_json
 from fzero.run.config import curriculum
-from fzero.run.config.config_table import from_json
 from fzero.run.config.stages import count_samples, count_tokens, stage_of_step, stages_of
 from fzero.run.setup import corpus
 from fzero.sharding import fake_mesh
@@ -280,7 +279,7 @@ def test_a_planted_mistake_in_a_curriculum_is_found(home, in_order_of_length, mo
 
 def rows_on(mesh, text, path, steps):
     """Of each of these steps the rows of this rank's micro-batches."""
-    config, found = from_json(text), []
+    config, found = config_table.from_json(text), []
     for step in steps:
         stage = stage_of_step(config, step)
         batch_at = corpus.open_data(stage.config, path, mesh)[0]

@@ -17,8 +17,7 @@ import transformers as hf
 
 import fzero
 from fzero import models, optim
-from fzero.checkpoint import convert, save_decoder
-from fzero.checkpoint.convert.huggingface import in_memory
+from fzero.checkpoint import convert, huggingface, save_decoder
 from fzero.checkpoint.convert.transformers_models import decoder_of
 from fzero.core import pytree
 from fzero.models import Ctx, read_decoder, with_vocab_size
@@ -122,7 +121,7 @@ def by_fzero(mesh, folder, stage, out=None):
         log.append(float(metrics.loss))
     whole = pytree.map_named(lambda name, leaf: gathered(leaf, plan.leaves[name].params, plan, name), state.params)
     if out is not None and mesh.rank == 0:
-        save_decoder(out, source.config, in_memory(whole))
+        save_decoder(out, source.config, huggingface.in_memory(whole))
     return log, pytree.named_leaves(whole)
 
 
@@ -303,7 +302,7 @@ def test_classes_have_the_losses_and_gradients_of_transformers(name, tmp_path):
     assert found.keys() == expected.keys() and "score.weight" in found
     assert_close(found, {key: expected[key] for key in found}, rtol=1e-10, atol=1e-12)
     assert model.config.labels == tuple(module.config.id2label.values()) and model.config.pad == 0
-    save_decoder(tmp_path / "ours", model.config, in_memory(pytree.map(torch.detach, params)))
+    save_decoder(tmp_path / "ours", model.config, huggingface.in_memory(pytree.map(torch.detach, params)))
     back = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours", dtype=torch.float64)
     assert type(back) is type(module) and (back.config.id2label, back.config.pad_token_id) == (
         module.config.id2label,

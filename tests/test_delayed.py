@@ -15,7 +15,7 @@ from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, whole
 
 import fzero
 from fzero import checkpoint, local_batch, optim, state_specs
-from fzero.checkpoint.restore_state import restore_state
+from fzero.checkpoint import restore_state
 from fzero.core import pytree
 from fzero.models import base, forward
 from fzero.sharding import Act, Pipeline, pipeline
@@ -258,7 +258,7 @@ def restored(case, path, delayed=True):
     step, plan, tx, _ = steps_of(fzero.one_process(), case)
     if not delayed:
         plan = fzero.zero_plan(0, breaking(case[0]), fzero.one_process(), policy=FP64)
-    return restore_state(path, meta_state(plan, tx), state_specs(plan, tx), plan, None), step
+    return restore_state.restore_state(path, meta_state(plan, tx), state_specs(plan, tx), plan, None), step
 
 
 def test_a_checkpoint_has_both_versions_and_goes_on_elsewhere(tmp_path):

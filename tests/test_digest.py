@@ -12,14 +12,12 @@ import pytest
 import torch
 from ranks import run
 
-from fzero.core import combine, digest_tree
+from fzero.core import combine, digest, digest_tree
 from fzero.core import digest as module
-from fzero.core.digest import DTYPES, digest
-from fzero.sharding import Spec, digest_text, digests, one_process
-from fzero.sharding.slices import local_slice
+from fzero.sharding import Spec, digest_text, digests, one_process, slices
 
 MASK = (1 << 64) - 1
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).split(".")[1])
+every_dtype = pytest.mark.parametrize("dtype", digest.DTYPES, ids=lambda dtype: str(dtype).split(".")[1])
 
 
 def plain(x, shape=None, start=None):
@@ -67,13 +65,15 @@ def way(request, monkeypatch):
 def test_the_value_is_the_written_one(dtype, way):
     for shape in ((), (0,), (1,), (3, 0, 2), (37,), (5, 7, 3), (1, 300, 1), (1031,)):
         x = some(shape, dtype)
-        assert digest(x) == plain(x), shape
+        assert digest.digest(x) == plain(x), shape
 
 
 def test_a_value_known_beforehand():
     # By hand: bits 0x3F800000 and index 0.
-    assert digest(torch.tensor(1.0)) == digest(torch.ones(1)) == plain(torch.ones(1)) == 0x1DE4BD7FE53E1EB4
-    assert digest(torch.zeros(0)) == 0
+    assert (
+        digest.digest(torch.tensor(1.0)) == digest.digest(torch.ones(1)) == plain(torch.ones(1)) == 0x1DE4BD7FE53E1EB4
+    )
+    assert digest.digest(torch.zeros(0)) == 0
 
 
 @every_dtype
@@ -91,7 +91,7 @@ def test_any_strides(dtype, way):
         x[:1, :1, :1].expand(3, 2, 5),
     )
     for view in views:
-        assert digest(view) == plain(view), (view.shape, view.stride())
+        assert digest.digest(view) == plain(view), (view.shape, view.stride())
 
 
 def cuts(generator, size):
@@ -105,83 +105,87 @@ def test_the_parts_of_any_partition_add_up(dtype, way):
     generator = numpy.random.default_rng(7)
     for shape in ((), (41,), (13, 8), (5, 6, 7), (4, 1, 3, 5)):
         x = some(shape, dtype)
-        whole = digest(x)
+        whole = digest.digest(x)
         for _ in range(5):
             total = 0
             for block in itertools.product(*(itertools.pairwise(cuts(generator, size)) for size in shape)):
                 part = x[tuple(slice(a, b) for a, b in block)]
                 start = [a for a, _ in block]
-                assert digest(part, shape, start) == plain(part, shape, start)
-                assert digest(part.clone(), shape, start) == digest(part, shape, start)  # contiguous now
-                total += digest(part, shape, start)
+                assert digest.digest(part, shape, start) == plain(part, shape, start)
+                assert digest.digest(part.clone(), shape, start) == digest.digest(part, shape, start)  # contiguous now
+                total += digest.digest(part, shape, start)
             assert total & MASK == whole
 
 
 @every_dtype
 def test_every_flipped_bit_changes_it(dtype, way):
     x = some((3, 11), dtype)
-    before, seen = digest(x), set()
+    before, seen = digest.digest(x), set()
     raw = x.reshape(-1).view(torch.uint8)
     for byte, bit in itertools.product(range(raw.numel()), range(1 if dtype == torch.bool else 8)):
         raw[byte] ^= 1 << bit
-        seen.add(digest(x))
+        seen.add(digest.digest(x))
         raw[byte] ^= 1 << bit
     assert before not in seen and len(seen) == raw.numel() * (1 if dtype == torch.bool else 8)
-    assert digest(x) == before
+    assert digest.digest(x) == before
 
 
 @pytest.mark.parametrize(
-    "dtype", [dtype for dtype in DTYPES if dtype != torch.bool], ids=lambda dtype: str(dtype).split(".")[1]
+    "dtype", [dtype for dtype in digest.DTYPES if dtype != torch.bool], ids=lambda dtype: str(dtype).split(".")[1]
 )
 def test_swaps_and_shifts_change_it(dtype, way):
     x = torch.arange(60).reshape(12, 5).to(dtype)
     if x.element_size() == 1:
         x = torch.arange(60, dtype=torch.uint8).reshape(12, 5).view(dtype)
-    flat, seen = x.reshape(-1), [digest(x)]
+    flat, seen = x.reshape(-1), [digest.digest(x)]
     for i, j in itertools.combinations(range(60), 2):
         order = list(range(60))
         order[i], order[j] = j, i
-        seen.append(digest(flat[order].reshape(12, 5)))
+        seen.append(digest.digest(flat[order].reshape(12, 5)))
     for i, j in itertools.combinations(range(12), 2):
         order = list(range(12))
         order[i], order[j] = j, i
-        seen.append(digest(x[order]))
-    seen += [digest(flat.roll(n).reshape(12, 5)) for n in range(1, 60)]
-    seen += [digest(x.mT.contiguous()), digest(flat[list(range(60))[::-1]].reshape(12, 5))]
+        seen.append(digest.digest(x[order]))
+    seen += [digest.digest(flat.roll(n).reshape(12, 5)) for n in range(1, 60)]
+    seen += [digest.digest(x.mT.contiguous()), digest.digest(flat[list(range(60))[::-1]].reshape(12, 5))]
     assert len(set(seen)) == len(seen)
 
 
 def test_zeros_of_both_signs_differ_and_not_a_number_has_one():
-    assert digest(torch.zeros(3)) != digest(-torch.zeros(3))
-    assert digest(torch.full((3,), torch.nan)) == digest(torch.full((3,), torch.nan))
+    assert digest.digest(torch.zeros(3)) != digest.digest(-torch.zeros(3))
+    assert digest.digest(torch.full((3,), torch.nan)) == digest.digest(torch.full((3,), torch.nan))
 
 
 def test_indices_beyond_32_bits(way):
     x, shape = some((2, 3), torch.float32), (1 << 33, 1 << 20)
     start = ((1 << 33) - 2, (1 << 20) - 3)
-    assert digest(x, shape, start) == plain(x, shape, start) != digest(x)
+    assert digest.digest(x, shape, start) == plain(x, shape, start) != digest.digest(x)
 
 
 def test_what_is_asked_wrongly_is_refused():
     x = torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"torch.complex64 has none; there are float64, float32"):
-        digest(x.to(torch.complex64))
+        digest.digest(x.to(torch.complex64))
     with pytest.raises(ValueError, match="shape and start of a block go together"):
-        digest(x, shape=(2, 3))
+        digest.digest(x, shape=(2, 3))
     for shape, start in (((2, 3), (0, 1)), ((2, 3), (-1, 0)), ((2, 3), (0,)), ((6,), (0,)), ((2, 2), (0, 0))):
         with pytest.raises(ValueError, match=r"a block \[2, 3\] at .* is not inside a leaf of shape"):
-            digest(x, shape, start)
+            digest.digest(x, shape, start)
 
 
 def test_names_are_mixed_in():
     tree = {"a": torch.ones(3), "b": {"c": torch.ones(3), "d": torch.zeros(2)}}
     digests = digest_tree(tree)
-    assert digests == {"a": digest(torch.ones(3)), "b/c": digest(torch.ones(3)), "b/d": digest(torch.zeros(2))}
+    assert digests == {
+        "a": digest.digest(torch.ones(3)),
+        "b/c": digest.digest(torch.ones(3)),
+        "b/d": digest.digest(torch.zeros(2)),
+    }
     swapped = {**digests, "a": digests["b/d"], "b/d": digests["a"]}
     renamed = {"e" if name == "a" else name: value for name, value in digests.items()}
     assert len({combine(digests), combine(swapped), combine(renamed), combine({})}) == 4
     # Linear: parts of leaves make up the same.
-    halves = [{"a": digest(torch.ones(n), (3,), (at,))} for n, at in ((1, 0), (2, 1))]
+    halves = [{"a": digest.digest(torch.ones(n), (3,), (at,))} for n, at in ((1, 0), (2, 1))]
     rest = {name: value for name, value in digests.items() if name != "a"}
     assert sum(map(combine, (*halves, rest))) & MASK == combine(digests)
 
@@ -216,7 +220,7 @@ class Away:
 def digests_of_shards(mesh):
     shards = {}
     for name, leaf in tree().items():
-        for dim, (start, size) in enumerate(zip(*local_slice(tuple(leaf.shape), SPECS[name], mesh))):
+        for dim, (start, size) in enumerate(zip(*slices.local_slice(tuple(leaf.shape), SPECS[name], mesh))):
             leaf = leaf.narrow(dim, start, size)
         shards[name] = Away(leaf) if name == "rows" else leaf
     found = digests(shards, SPECS, mesh)
@@ -249,10 +253,10 @@ def test_a_compiler_that_fails_is_said_and_done_without(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_library", functools.cache(module._library.__wrapped__))
     x = some((31, 3), torch.bfloat16)
     with pytest.warns(UserWarning, match="digests are made without C"):
-        assert digest(x) == plain(x)
+        assert digest.digest(x) == plain(x)
     monkeypatch.setattr(module.shutil, "which", lambda name: None)
     module._library.cache_clear()
-    assert digest(x) == plain(x)
+    assert digest.digest(x) == plain(x)
 
 
 def test_threads_compile_once_and_agree(monkeypatch):
@@ -264,7 +268,7 @@ def test_threads_compile_once_and_agree(monkeypatch):
         module.cpp, "library_by_gcc", lambda *given: made.append(given) or time.sleep(0.05) or by_gcc(*given)
     )
     got = []
-    threads = [threading.Thread(target=lambda: got.append(digest(x))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: got.append(digest.digest(x))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -277,4 +281,4 @@ def test_threads_compile_once_and_agree(monkeypatch):
 @every_dtype
 def test_the_device_has_the_same(dtype):
     x = some((17, 9, 5), dtype)
-    assert digest(x.cuda()) == digest(x.cuda().mT.contiguous().mT) == plain(x)
+    assert digest.digest(x.cuda()) == digest.digest(x.cuda().mT.contiguous().mT) == plain(x)

@@ -11,7 +11,7 @@ from offload_worker import digest
 
 import fzero
 from fzero import models, optim
-from fzero.checkpoint.restore_state import restore_state
+from fzero.checkpoint import restore_state
 from fzero.core import precision, pytree
 from fzero.run import run_folder
 from fzero.train import meta_state
@@ -80,7 +80,7 @@ def test_a_checkpoint_of_two_ranks_is_restored_on_one(policy, earlier, done):
     if not like.master:  # in fp32 the master weights are the parameters
         masters = {f"params/{name.removeprefix('master/')}": name for name in expected if name.startswith("master/")}
         expected = {name: expected[masters.get(name, name)] for name in pytree.names(like)}
-    assert digest(restore_state(path, like, specs, plan, None)) == expected
+    assert digest(restore_state.restore_state(path, like, specs, plan, None)) == expected
 
 
 def test_a_store_of_another_format_is_refused_by_name(earlier, fz):

@@ -13,8 +13,7 @@ import torch
 from hf_cases import CASES, LLAMA3, YARN, hf, relative, save, theirs, tokens
 from safetensors.torch import load_file
 
-from fzero.checkpoint import peft
-from fzero.checkpoint.convert.huggingface import load_hf
+from fzero.checkpoint import huggingface, peft
 from fzero.checkpoint.convert.huggingface_entries import OFF, UNUSED
 from fzero.checkpoint.convert.huggingface_families import FAMILIES
 from fzero.core import pytree
@@ -110,7 +109,7 @@ def test_a_changed_config_gives_the_logits_of_transformers_or_is_refused(kind, m
     for what, changed in entries_of(table, known, random.Random(f"0 {kind}"), most):
         (folder / "config.json").write_text(json.dumps(changed))
         try:
-            config, params = load_hf(folder)
+            config, params = huggingface.load_hf(folder)
         except ValueError as error:
             assert "\n" not in str(error)
             continue
@@ -183,7 +182,7 @@ def test_a_changed_adapter_gives_the_logits_of_peft_or_is_refused(kind, whole, t
     base, adapter = adapted(tmp_path, **kind)
     about, ids = json.loads((adapter / "adapter_config.json").read_text()), tokens(2)
     module, weights = theirs("llama"), load_file(base / "model.safetensors")
-    config, params = load_hf(base)
+    config, params = huggingface.load_hf(base)
     changes = [(f"without {name}", {n: v for n, v in about.items() if n != name}) for name in about]
     changes += [(f"{name} = {value}", {**about, name: value}) for name, values in ABOUT.items() for value in values]
     names = [field.name for field in dataclasses.fields(library.LoraConfig)] if whole else []
@@ -253,7 +252,7 @@ def test_an_adapter_whose_start_is_taken_out_of_the_base_is_peft_s(case, init, c
         with torch.no_grad():
             return library.PeftModel.from_pretrained(theirs(case), folder).eval()(input_ids=ids).logits
 
-    config, params = load_hf(tmp_path / "base")
+    config, params = huggingface.load_hf(tmp_path / "base")
     expected = logits_of_peft(tmp_path / "adapter")
     opened = peft.open_adapter(tmp_path / "adapter", tmp_path / "base", config)
     named = pytree.named_leaves(params)

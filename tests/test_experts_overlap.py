@@ -11,9 +11,8 @@ from test_experts_dispatch import E, given, own_part
 
 import fzero
 from fzero.comm import start_exchange_rows
-from fzero.core import compile, pytree
+from fzero.core import compile, pytree, vjp_pair
 from fzero.core.joint_graph import chain_in_order, keeps_order
-from fzero.core.vjp_pair import vjp_pair
 from fzero.models import Ctx
 from fzero.models import experts as block
 from fzero.sharding import Experts
@@ -82,7 +81,7 @@ def events_of(mesh, compiled):
 
     g = torch.Generator().manual_seed(mesh["ep"].rank)
     x, w = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((ROWS, WIDTH), (WIDTH, WIDTH)))
-    pair = vjp_pair(f, 2, compiled=compiled)
+    pair = vjp_pair.vjp_pair(f, 2, compiled=compiled)
     out, residuals = pair.forward([x, w, counts])
     pair.backward(residuals, [torch.ones_like(out[0])])  # compiled, and traced
     watch = Watch()

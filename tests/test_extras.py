@@ -8,7 +8,7 @@ import torch
 
 import fzero
 from fzero import checkpoint, models, optim, state_specs
-from fzero.checkpoint.restore_state import restore_state
+from fzero.checkpoint import restore_state
 from fzero.sharding import Spec
 from fzero.train import meta_state
 
@@ -96,5 +96,5 @@ def test_a_run_restores_a_state_that_was_saved_with_extras(tmp_path):
     model, tx = models.mlp(models.MLPConfig(8, 4, 1, 2)), optim.sgd(0.1)
     plan = fzero.zero_plan(0, model, fzero.one_process())
     path = checkpoint.save(tmp_path, fzero.init_state(model, tx, plan, seed=0), step=0, extras={"loader": 1})
-    again = restore_state(path, meta_state(plan, tx), state_specs(plan, tx), plan, None)
+    again = restore_state.restore_state(path, meta_state(plan, tx), state_specs(plan, tx), plan, None)
     assert torch.equal(again.params["head"]["w"], fzero.init_state(model, tx, plan, seed=0).params["head"]["w"])

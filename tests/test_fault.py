@@ -38,7 +38,6 @@ from fzero.cli import main
 from fzero.comm import communicator
 from fzero.run import Options, auto_resume, config_table, coordinator, loop, pretrain
 from fzero.run.ranks import watchdog
-from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.ranks.elastic import fit_mesh
 from fzero.run.ranks.watchdog import Beat, verdict
 
@@ -387,7 +386,7 @@ def test_who_is_waited_for_before_the_first_step_is_told(capsys):
     for rank, s in state.items():
         shared.set(f"beat/{rank}", json.dumps(s))
     for rank in (2, 1):
-        watchdog.report_waits(Coordinator(rank, 4, 1, shared), 60.0)
+        watchdog.report_waits(coordinator.Coordinator(rank, 4, 1, shared), 60.0)
     said = capsys.readouterr().err
     assert said == (
         "rank 1, 2 wait in a message of rank 0, for rank 0, at a.py:1 f; rank 3, of which there is no sign of "
@@ -398,7 +397,7 @@ def test_who_is_waited_for_before_the_first_step_is_told(capsys):
 
 
 def look_at_work(mesh):
-    ours, work, main = Coordinator(), watchdog.Work(), threading.main_thread()
+    ours, work, main = coordinator.Coordinator(), watchdog.Work(), threading.main_thread()
     sleeper, over = threading.Event(), threading.Event()
 
     def wait():
@@ -433,7 +432,7 @@ def sleep_before_the_steps(mesh, folder):
     with open(folder / f"err{mesh.rank}", "w") as err:
         os.dup2(err.fileno(), 2)
     watchdog.BEAT_S, watchdog.SAY_S = 0.1, 0.5
-    ours = Coordinator(mesh.rank, 2, 1, dist.PrefixStore("run", mesh.store), hang_s=2.0)
+    ours = coordinator.Coordinator(mesh.rank, 2, 1, dist.PrefixStore("run", mesh.store), hang_s=2.0)
     with watchdog.watch(ours):
         if mesh.rank == 1:
             end = time.monotonic() + 4.0
@@ -833,7 +832,7 @@ def lose_a_rank(mesh, folder):
     link.transport, communicator._all_gather = "nccl", lambda *_, **__: Endless()
     link.transport_of = lambda x: "nccl"
     link.abort = lambda: ((folder / f"aborted{mesh.rank}").touch(), ended(link))
-    ours = Coordinator(mesh.rank, 2, 2, dist.PrefixStore("run", mesh.store))
+    ours = coordinator.Coordinator(mesh.rank, 2, 2, dist.PrefixStore("run", mesh.store))
     ours.current_mesh, ours.notices = mesh, False
     with watchdog.watch(ours):
         if mesh.rank == 1:
@@ -855,7 +854,7 @@ def lose_a_rank_before_the_first_step(mesh, folder):
     with open(folder / f"err{mesh.rank}", "w") as err:
         os.dup2(err.fileno(), 2)
     watchdog.BEAT_S, watchdog.SILENT_S = 0.1, 1.0
-    ours = Coordinator(mesh.rank, 2, 1, dist.PrefixStore("run", mesh.store))
+    ours = coordinator.Coordinator(mesh.rank, 2, 1, dist.PrefixStore("run", mesh.store))
 
     def mesh_of_run(sizes, timeout_s, device):
         ours.current_mesh, ours.notices = mesh, False
@@ -892,6 +891,6 @@ def test_the_watchdog_ends_waits_of_nccl_unless_the_user_asks_pytorch_to(monkeyp
     monkeypatch.setattr(coordinator, "start_processes", lambda *_, **__: None)
     monkeypatch.setattr(coordinator, "make_mesh", lambda *_, **__: None)
     for device, handling, notices in (("cpu", said or None, True), ("cuda", said or "0", False)):
-        ours = Coordinator(0, 2, 1, dist.HashStore())
+        ours = coordinator.Coordinator(0, 2, 1, dist.HashStore())
         ours.mesh({"dp": 2}, device=torch.device(device))
         assert os.environ.get(name) == handling and ours.notices == notices

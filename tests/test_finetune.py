@@ -33,8 +33,7 @@ from fzero.data.chat import Example, examples_of, spans_of
 from fzero.data.examples import messages_of
 from fzero.data.token_stream import pack
 from fzero.models import Ctx
-from fzero.run import from_table, run_folder, to_json, weights
-from fzero.run.config.config_table import from_json
+from fzero.run import config_table, from_table, run_folder, to_json, weights
 from fzero.run.config.objectives import OBJECTIVES, Objective
 
 EOS = {"eos_token": "<|im_end|>"}
@@ -193,7 +192,7 @@ def test_whole_weights_and_factors_beside_codes_learn_from_an_import(folder, tmp
 def test_a_config_with_adapters_is_read_back_equal():
     model = models.lora(models.quantized(models.build(chats.QWEN3), "nf4", 16), 4).config
     value = from_table({"preset": "finetune-lora", "data": {"path": "x.jsonl", "seq_len": 64}}, model)
-    assert from_json(to_json(value)) == value
+    assert config_table.from_json(to_json(value)) == value
 
 
 BAD_LINES = {

@@ -7,13 +7,11 @@ import pytest
 import torch
 
 from fzero import models, plan
-from fzero.planner import device_for, resolve_for
-from fzero.planner.first_estimate import MEMORY_BOUND, TIME_BOUND, first_estimate
-from fzero.planner.plan import config_for, sizes_of
+from fzero.planner import device_for, first_estimate, resolve_for
+from fzero.planner import plan as planning
 from fzero.planner.step_trace import fake_nvme
-from fzero.run import memory_on_device
+from fzero.run import build, memory_on_device
 from fzero.run.measure.memory_check import check_memory
-from fzero.run.setup.build import build
 from fzero.sharding import fake_mesh
 
 FULL = {"train.remat": "full"}
@@ -85,13 +83,15 @@ def both(model, mesh, gpu, settings):
     device = device_for(gpu)
     settings = dict(settings)
     rank, kind = settings.pop("lora", 0), settings.pop("codes", "")
-    config = resolve_for(config_for(model, settings), device)
+    config = resolve_for(planning.config_for(model, settings), device)
     if rank:
         base = models.build(config.model)
         config = dataclasses.replace(
             config, model=models.lora(models.quantized(base, kind) if kind else base, rank).config
         )
-    return first_estimate(config, sizes_of(config, mesh), device), plan(config, mesh, gpu=device)
+    return first_estimate.first_estimate(config, planning.sizes_of(config, mesh), device), plan(
+        config, mesh, gpu=device
+    )
 
 
 # What others have as well: recomputation, tensor parallelism without sequences, a dense model, LoRA, another size,
@@ -110,8 +110,8 @@ def test_it_is_within_the_published_bounds_of_the_traced_plan(what):
     assert first.state_elsewhere == traced.state_elsewhere
     assert first.capacity_bytes == traced.capacity_bytes
     assert first.tokens_per_step == traced.tokens_per_step
-    assert first.peak_bytes == pytest.approx(traced.peak_bytes_per_rank, rel=MEMORY_BOUND)
-    assert first.step_s == pytest.approx(traced.step_s, rel=TIME_BOUND)
+    assert first.peak_bytes == pytest.approx(traced.peak_bytes_per_rank, rel=first_estimate.MEMORY_BOUND)
+    assert first.step_s == pytest.approx(traced.step_s, rel=first_estimate.TIME_BOUND)
 
 
 SMALL = {"train.compiled": False, "train.batch": 8, "train.micro_batch": 2, "model.n_layers": 2, "data.seq_len": 1024}
@@ -121,7 +121,7 @@ SMALL = {"train.compiled": False, "train.batch": 8, "train.micro_batch": 2, "mod
 def test_states_are_exact_and_memory_is_near(more):
     first, traced = both("gpt2-124m", {"dp": 2}, "h100", {**SMALL, "zero": 3, **more})
     assert (first.state_bytes, first.state_elsewhere) == (traced.state_bytes, traced.state_elsewhere)
-    assert first.peak_bytes == pytest.approx(traced.peak_bytes_per_rank, rel=MEMORY_BOUND)
+    assert first.peak_bytes == pytest.approx(traced.peak_bytes_per_rank, rel=first_estimate.MEMORY_BOUND)
 
 
 GPU = torch.device("cuda", 0)
@@ -166,16 +166,18 @@ def test_a_run_whose_plan_fits_is_not_refused_and_its_memory_is_near(preset, mes
     """What a run's own check counts is from `least` to 1.15 of the traced step, and never so much more that it refuses
     a GPU which has room for that step."""
     device = device_for("h100")
-    config = resolve_for(config_for(preset, {"train.compiled": False, "optim.name": "adamw", **settings}), device)
+    config = resolve_for(
+        planning.config_for(preset, {"train.compiled": False, "optim.name": "adamw", **settings}), device
+    )
     report = plan(config, mesh, gpu=device)
-    job = build(config, fake_mesh(mesh), nvme=fake_nvme(config), device=GPU)
+    job = build.build(config, fake_mesh(mesh), nvme=fake_nvme(config), device=GPU)
     assert least < sum(memory_on_device(job)) / report.peak_bytes_per_rank < 1.15
     check_memory(job, report.peak_bytes_per_rank, report.host_peak_bytes)
 
 
 def test_a_device_without_rates_has_no_times():
     device = dataclasses.replace(device_for("h100"), flops={}, measured=False)
-    first = first_estimate(resolve_for(config_for("llama-tiny"), device), {}, device)
+    first = first_estimate.first_estimate(resolve_for(planning.config_for("llama-tiny"), device), {}, device)
     assert first.step_s is None and "tokens/s" not in str(first)
 
 

@@ -12,6 +12,7 @@ from close import assert_close, assert_same
 from fzero.kernels import (
     FULL,
     Pattern,
+    attention,
     attention_flash,
     attention_flash_backward,
     attention_spans,
@@ -19,7 +20,6 @@ from fzero.kernels import (
     registry,
 )
 from fzero.kernels import attention as attn
-from fzero.kernels.attention import attention
 
 PATTERNS = {
     "full": FULL,
@@ -65,7 +65,7 @@ def inputs(b=1, t=45, h=2, g=1, k=16, s=None, dtype=torch.float64):
 
 def form(documents=False, **options):
     def call(impl, q, k, v):
-        return attention(
+        return attention.attention(
             q, k, v, impl=impl, documents=documents_of(k.shape[0], k.shape[1]) if documents else None, **options
         )
 
@@ -140,9 +140,9 @@ def test_far_apart(dim):
     """Rows of the batch, positions and heads whose offsets pass 2^31 elements, where their strides do and where they do
     not."""
     tensors = inputs(*((3, 3, 1, 1) if dim == 0 else (1, 3, 3, 3)), 4, dtype=torch.float32)
-    expected = attention(*tensors, impl="triton")
+    expected = attention.attention(*tensors, impl="triton")
     for apart in ((1 << 31) + 8, (1 << 30) + 8):
-        assert_same(attention(*(strided(x, dim, apart) for x in tensors), impl="triton"), expected)
+        assert_same(attention.attention(*(strided(x, dim, apart) for x in tensors), impl="triton"), expected)
 
 
 def test_far_from_the_first_key():
@@ -164,7 +164,7 @@ def test_a_row_does_not_depend_on_its_batch():
 @pytest.mark.parametrize("shape", ((0, 5, 2, 16), (2, 0, 2, 16)), ids=str)
 def test_none(shape):
     leaves = [torch.zeros(shape, device=laws.DEVICE).requires_grad_() for _ in range(3)]
-    out = attention(*leaves, impl="triton")
+    out = attention.attention(*leaves, impl="triton")
     assert out.shape == shape
     assert [x.shape for x in torch.autograd.grad(out.sum(), leaves)] == [shape] * 3
 
@@ -181,20 +181,24 @@ def test_patterns_wider_than_tiles():
 def test_documents_that_come_back():
     """Numbers are compared, in whatever order they stand."""
     documents = torch.tensor([[3] * 17 + [-1] * 18 + [3] * 15, [0, 1] * 25], device=laws.DEVICE)
-    laws.numbers(lambda impl, *a: attention(*a, documents=documents, impl=impl), inputs(2, 50, 1, 1), torch.float32)
+    laws.numbers(
+        lambda impl, *a: attention.attention(*a, documents=documents, impl=impl), inputs(2, 50, 1, 1), torch.float32
+    )
 
 
 def test_documents_longer_than_tiles():
     """The first begins one token behind a tile's edge, and so the second."""
     documents = torch.tensor([[0] * 33 + [1] * 64 + [2] * 15], device=laws.DEVICE)
-    laws.numbers(lambda impl, *a: attention(*a, documents=documents, impl=impl), inputs(1, 112, 1, 1), torch.float32)
+    laws.numbers(
+        lambda impl, *a: attention.attention(*a, documents=documents, impl=impl), inputs(1, 112, 1, 1), torch.float32
+    )
 
 
 def test_a_document_in_a_packed_row_is_the_document_alone():
     q, k, v = inputs(1, 70, dtype=torch.float32)
     documents = torch.tensor([[0] * 32 + [1] * 30 + [2] * 8], device=laws.DEVICE)
-    out = attention(q, k, v, documents=documents, impl="triton")[:, 32:62]
-    assert_close(out, attention(q[:, 32:62], k[:, 32:62], v[:, 32:62], impl="triton"), rtol=1e-5, atol=1e-6)
+    out = attention.attention(q, k, v, documents=documents, impl="triton")[:, 32:62]
+    assert_close(out, attention.attention(q[:, 32:62], k[:, 32:62], v[:, 32:62], impl="triton"), rtol=1e-5, atol=1e-6)
 
 
 # ---- what is skipped -------------------------------------------------------------------------------------------------
@@ -230,7 +234,7 @@ def test_tiles_that_see_nothing_are_not_visited(monkeypatch, name):
 
         monkeypatch.setattr(module, "dot", counted)
     leaves = [x.requires_grad_() for x in inputs(1, t, 1, 1, dtype=torch.float32)]
-    out = attention(*leaves, pattern=pattern, documents=documents, impl="triton")
+    out = attention.attention(*leaves, pattern=pattern, documents=documents, impl="triton")
     seen, halves = (tiles_seen(pattern, documents, t, m, 16) for m in (32, 16))
     assert products[0] == 2 * seen < 2 * 4 * 8
     out.sum().backward()
@@ -282,7 +286,7 @@ def test_values_that_are_not_seen_do_not_show():
     mine = (documents == 1)[..., None, None]
     q, k, v = (torch.where(mine, x, torch.nan).requires_grad_() for x in inputs(1, 96, dtype=torch.float32))
     with pytest.warns(RuntimeWarning, match="NaN") if laws.INTERPRETED else nullcontext():
-        out = attention(q, k, v, documents=documents, impl="triton")
+        out = attention.attention(q, k, v, documents=documents, impl="triton")
         grads = torch.autograd.grad(out, (q, k, v), torch.where(mine, torch.ones_like(out), torch.nan))
     assert all(x[:, 32:64].isfinite().all() for x in (out, *grads))
 
@@ -298,7 +302,7 @@ def test_flops_count_the_pairs(pattern):
     q, k, v = inputs(2, 30, 4, 2, 8, s=50)
     at = torch.arange(50)
     pairs = int(pattern.visible(at[20:, None], at[None]).sum())
-    assert attention.flops(q, k, v, pattern=pattern) == 4 * 2 * 4 * 8 * pairs
+    assert attention.attention.flops(q, k, v, pattern=pattern) == 4 * 2 * 4 * 8 * pairs
 
 
 def test_which_form_serves():
@@ -312,15 +316,15 @@ def test_which_form_serves():
     assert registry.explain("attention", q[:, 39:], k, v).chosen == "reference"
     assert registry.explain("attention", q[:, :1], k[:, :1], v[:, :1]).chosen == "reference"
     with pytest.raises(ValueError, match="there are 20 queries of 40 positions"):
-        attention(q[:, 20:], k, v, impl="fused")
+        attention.attention(q[:, 20:], k, v, impl="fused")
     with pytest.raises(ValueError, match=r"there are 40 queries of 20 keys; .* at most as many"):
-        attention(q, k[:, 20:], v[:, 20:], impl="blocked")
+        attention.attention(q, k[:, 20:], v[:, 20:], impl="blocked")
     assert registry.explain("attention", q[:, 20:], k, v).chosen == "blocked"
     with pytest.raises(ValueError, match="neither patterns nor documents"):
-        attention(q, k, v, pattern=PATTERNS["fixed"], impl="fused")
+        attention.attention(q, k, v, pattern=PATTERNS["fixed"], impl="fused")
     for impl in ("triton", "fused"):
         with pytest.raises(ValueError, match="it does not cap scores"):
-            attention(q, k, v, cap=5.0, impl=impl)
+            attention.attention(q, k, v, cap=5.0, impl=impl)
     assert registry.explain("attention", q, k, v, cap=5.0).chosen == "blocked"
 
 
@@ -334,12 +338,12 @@ def test_what_it_refuses():
         ((q, k[:, :7], v[:, :7]), "there are 8 queries of 7 keys"),
     ):
         with pytest.raises(ValueError, match=f"attention: .*{said}"):
-            attention(*given, impl="triton")
+            attention.attention(*given, impl="triton")
     with pytest.raises(ValueError, match=r"documents are torch.int64 \[1, 7\]; give .*, \[1, 8\]"):
-        attention(q, k, v, documents=documents[:, :7], impl="triton")
+        attention.attention(q, k, v, documents=documents[:, :7], impl="triton")
     for given, options, said in (
         ((*inputs(1, 2, 1, 1, 257, dtype=torch.float32),), {}, "head dims up to 256"),
         ((q, k, v), {"scale": 0.0}, "scale is 0.0; it must be above 0"),
     ):
         with pytest.raises(ValueError, match=f"attention: impl='triton' does not serve this call: .*{said}"):
-            attention(*given, impl="triton", **options)
+            attention.attention(*given, impl="triton", **options)

@@ -15,12 +15,11 @@ from zero_cases import train, whole
 
 import fzero
 from fzero import models, optim
-from fzero.core import precision, pytree, torch_private
+from fzero.core import observe, precision, pytree, torch_private, vjp_pair
 from fzero.core.graph_passes import merge_transposed_calls
-from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import float8, float8_gather, float8_linear, narrow_weight, widen_weight
 from fzero.kernels.float8 import E4M3, E5M2, RECIPES
-from fzero.kernels.registry import explain, observe
+from fzero.kernels.registry import explain
 
 F64 = torch.float64
 every_scaling = pytest.mark.parametrize("scaling", RECIPES)
@@ -252,7 +251,7 @@ def test_a_trace_gives_the_same_bits(impl, scaling):
     laws.skip_without_float8(scaling, impl)
     x, w, _ = operands()
     out, grads = laws.both_passes(lambda *t: float8_linear(*t, scaling, impl=impl), [x, w])
-    pair = vjp_pair(lambda *t: (float8_linear(*t, scaling, impl=impl),), 2, compiled=False, budget=0.99)
+    pair = vjp_pair.vjp_pair(lambda *t: (float8_linear(*t, scaling, impl=impl),), 2, compiled=False, budget=0.99)
     outs, residuals = pair.forward([x, w])
     cotangent = laws.draw(outs[0].shape, seed=1)[0].to(x.dtype)
     assert_same([list(outs), list(pair.backward(residuals, [cotangent]))], [out, grads])
@@ -278,7 +277,7 @@ def test_linears_of_one_input_round_it_once_in_a_traced_block(scaling, compiled,
 
     out, grads = laws.both_passes(lambda *tensors: block(*tensors)[0], inputs)
     monkeypatch.setattr(float8, "_launch", lambda x, *rest: launched.append(tuple(x.shape)) or launch(x, *rest))
-    pair = vjp_pair(block, 3, compiled=compiled, budget=0.99)
+    pair = vjp_pair.vjp_pair(block, 3, compiled=compiled, budget=0.99)
     outs, residuals = pair.forward(inputs)
     kept = [tuple(t.shape) for t in residuals if isinstance(t, torch.Tensor) and t.dtype.itemsize == 1]
     cotangent = laws.draw(outs[0].shape, seed=1)[0].to(x.dtype)

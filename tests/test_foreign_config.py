@@ -11,8 +11,7 @@ import pytest
 from foreign_cases import MODELS, VARIATIONS, model_folder
 
 from fzero import models
-from fzero.checkpoint import read_hf_config
-from fzero.checkpoint.convert.huggingface import save_hf
+from fzero.checkpoint import huggingface, read_hf_config
 from fzero.checkpoint.convert.huggingface_families import FAMILIES, REQUIRED
 from fzero.core import prng
 from fzero.models import BOUNDS, RopeScaling
@@ -236,7 +235,7 @@ def test_deepseek_has_one_epsilon_in_all_norms(folders, tmp_path):
         with_entries(folders["deepseek_v3"], rms_norm_eps=1e-5)
     config = dataclasses.replace(MODELS["deepseek_v3"], norm_eps=1e-5)
     with pytest.raises(ValueError, match="norm_eps is 1e-05; DeepSeek-V3 of transformers has"):
-        save_hf(tmp_path / "out", config, models.init_params(models.build(config), prng.key(0)))
+        huggingface.save_hf(tmp_path / "out", config, models.init_params(models.build(config), prng.key(0)))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from close import assert_close, assert_same
 
 import fzero
 from fzero import checkpoint, optim, state_specs
-from fzero.checkpoint.restore_state import restore_state
+from fzero.checkpoint import restore_state
 from fzero.core import pytree
 from fzero.offload import DiskTensor, Nvme
 from fzero.sharding import Spec
@@ -210,7 +210,7 @@ def offloaded(mesh, name, offload, folder, stop):
             state = fzero.init_state(model, tx, plan, seed=3, nvme=nvme)
         else:
             like, specs = meta_state(plan, tx), state_specs(plan, tx)
-            state = restore_state(states[0], like, specs, plan, nvme)
+            state = restore_state.restore_state(states[0], like, specs, plan, nvme)
         for i in steps:
             state, _ = step(state, fzero.local_batch(zero_cases.batch_for(i, 24), mesh))
         if part == 0:

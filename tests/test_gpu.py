@@ -17,11 +17,9 @@ from pretend_gpu import pretend
 import fzero
 from fzero.comm import Communicator, Ledger, ProgramAgreement
 from fzero.core import CPU, Target, gpu, gpu_copies, pytree
-from fzero.planner import devices
-from fzero.planner.plan import with_host_memory
-from fzero.run import from_table, memory_on_device, to_json
+from fzero.planner import devices, plan
+from fzero.run import build, config_table, coordinator, from_table, memory_on_device, pretrain, to_json
 from fzero.run import machine as run_machine
-from fzero.run.config.config_table import from_json
 from fzero.run.measure import doctor
 from fzero.run.measure.memory_check import (
     SURE,
@@ -32,10 +30,7 @@ from fzero.run.measure.memory_check import (
     needs_on_device,
     other_usage_text,
 )
-from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.runner.out_of_memory import explain
-from fzero.run.runner.pretrain import expect_memory, resolve_placement
-from fzero.run.setup.build import build, num_params
 
 ROOT = Path(fzero.__file__).parent
 # fake_inductor puts answers for a planned GPU in the place of torch.cuda's; it asks nothing.
@@ -157,7 +152,7 @@ def test_a_gpu_that_cuda_does_not_count_is_told_with_the_reason(machine, monkeyp
     assert str(refused.value).startswith(f"device is cuda and PyTorch can use no GPU here: {line}")
     assert str(refused.value).endswith("; device=cpu (--device cpu) trains without it")
     table = {"preset": "mlp-tiny", "precision": {"policy": "fp32", "fp32_matmul": "default"}}
-    lines = resolve_placement(from_table(table), Coordinator())[3]  # auto
+    lines = pretrain.resolve_placement(from_table(table), coordinator.Coordinator())[3]  # auto
     assert lines[0] == f"device: the CPU; no GPU can be used: {line.partition(';')[0]}"
 
 
@@ -248,9 +243,9 @@ def test_memory_is_pinned_only_for_a_process_that_uses_a_gpu(machine):
 def test_a_run_decides_its_device_and_says_it(machine):
     machine(0)
     table = {"preset": "mlp-tiny", "precision": {"policy": "fp32", "fp32_matmul": "default"}}
-    config, _, device, lines = resolve_placement(from_table(table), Coordinator())
+    config, _, device, lines = pretrain.resolve_placement(from_table(table), coordinator.Coordinator())
     assert config.device == "cpu" and device == gpu.HOST and lines[0] == "device: the CPU"
-    assert from_json(to_json(config)).device == "cpu"
+    assert config_table.from_json(to_json(config)).device == "cpu"
     with pytest.raises(ValueError, match=r"device is 'gpu'.*auto, cpu, cuda"):
         from_table({**table, "device": "gpu"})
 
@@ -310,7 +305,7 @@ def test_memory_is_compared_where_it_is_needed():
         "train": {"compiled": False},
         "optim": {"name": "adamw"},
     }
-    job = build(from_table({**table, "offload": "opt=host"}), device=torch.device("cuda", 0))
+    job = build.build(from_table({**table, "offload": "opt=host"}), device=torch.device("cuda", 0))
     there, all_of_it, away = host_bytes(job), sum(memory_needed(job)), sum(memory_on_host(job))
     moments = 2 * 4 * sum(leaf.numel() for leaf in pytree.leaves(job.plan.like))
     assert away == pytest.approx(moments, rel=1e-3) and away < there < 1.01 * away  # in whole pages
@@ -329,11 +324,11 @@ def test_a_config_says_what_memory_the_host_has(monkeypatch):
     monkeypatch.setattr(gpu, "free_bytes", lambda device: 80 * 10**9)
     offload = {"offload": "params=host,grads=host,opt=host", "train": {"remat": "full", "micro_batch": 1}}
     with pytest.raises(ValueError, match=r"into the host's memory and 1.0 GB are available"):
-        expect_memory(job_on_gpu(**offload), Coordinator())
-    expect_memory(job := job_on_gpu(**offload, host_memory_gb=30), Coordinator())
-    assert host_bytes(job) < 30e9 and from_json(to_json(job.config)).host_memory_gb == 30
+        pretrain.expect_memory(job_on_gpu(**offload), coordinator.Coordinator())
+    pretrain.expect_memory(job := job_on_gpu(**offload, host_memory_gb=30), coordinator.Coordinator())
+    assert host_bytes(job) < 30e9 and config_table.from_json(to_json(job.config)).host_memory_gb == 30
     with pytest.raises(ValueError, match=r"into the host's memory and 2.0 GB are available"):
-        expect_memory(job_on_gpu(**offload, host_memory_gb=2), Coordinator())
+        pretrain.expect_memory(job_on_gpu(**offload, host_memory_gb=2), coordinator.Coordinator())
     for wrong in (-1, 1e9, "much"):
         with pytest.raises(ValueError, match="host_memory_gb is "):
             job_on_gpu(host_memory_gb=wrong)
@@ -342,9 +337,9 @@ def test_a_config_says_what_memory_the_host_has(monkeypatch):
 def test_a_plan_has_of_the_host_what_the_config_says():
     here = devices.device("h100")
     config = from_table({"preset": "mlp-tiny", "host_memory_gb": 50})
-    assert with_host_memory(here, config).host_capacity_bytes(2) == pytest.approx(25e9, abs=2)
-    assert with_host_memory(replace(here, kind="cpu"), config).memory_bytes == 50 * 10**9
-    assert with_host_memory(here, replace(config, host_memory_gb=0.0)) is here
+    assert plan.with_host_memory(here, config).host_capacity_bytes(2) == pytest.approx(25e9, abs=2)
+    assert plan.with_host_memory(replace(here, kind="cpu"), config).memory_bytes == 50 * 10**9
+    assert plan.with_host_memory(here, replace(config, host_memory_gb=0.0)) is here
 
 
 def test_the_flag_of_the_host_s_memory_is_a_positive_number(fz):
@@ -355,12 +350,12 @@ def test_the_flag_of_the_host_s_memory_is_a_positive_number(fz):
 def job_on_gpu(**settings):
     table = {"preset": "llama-1b", "precision": {"policy": "bf16"}, "optim": {"name": "adamw"}, **settings}
     table["train"] = {"compiled": False, "batch": 32, "micro_batch": 8, **settings.get("train", {})}
-    return build(from_table(table), device=torch.device("cuda", 0))
+    return build.build(from_table(table), device=torch.device("cuda", 0))
 
 
 def test_what_is_needed_of_the_device_is_told_by_component():
     plain, moved = job_on_gpu(), job_on_gpu(offload="opt=host")
-    needs, n = needs_on_device(plain), num_params(plain)
+    needs, n = needs_on_device(plain), build.num_params(plain)
     assert needs["parameters"] == 2 * n and needs["master weights"] == 4 * n
     assert needs["optimizer state"] == pytest.approx(8 * n, abs=8)  # and its count
     assert sum(needs.values()) == pytest.approx(sum(memory_needed(plain)), abs=99)  # statistics of the loss
@@ -387,7 +382,7 @@ def test_settings_that_would_fit_are_told(monkeypatch, tmp_path, total, free, ta
     monkeypatch.setattr(gpu, "describe_device", lambda device: "GPU 0, card")
     monkeypatch.setattr(run_machine, "available_bytes", lambda: 10**12)
     now = gpu.DeviceMemory(int(total * 1e9), int(free * 1e9), int((total - 2) * 1e9), int((total - 1) * 1e9), 0)
-    text = explain(job_on_gpu(**tables), tmp_path, Coordinator(), now, 2 * 10**9)
+    text = explain(job_on_gpu(**tables), tmp_path, coordinator.Coordinator(), now, 2 * 10**9)
     assert fit in text and "nothing was trained yet" in text and "\n" not in text, text
     said = dict(re.findall(r"(--[^(]*) \(about ([\d.]+) GB", text))
     assert all(float(size) <= 0.95 * (total - 1 + free) for size in said.values())
@@ -398,7 +393,7 @@ def test_a_setting_without_room_in_the_memory_of_the_host_is_not_told(monkeypatc
     monkeypatch.setattr(gpu, "describe_device", lambda device: "GPU 0, card")
     monkeypatch.setattr(run_machine, "available_bytes", lambda: 10**9)
     now = gpu.DeviceMemory(24 * 10**9, 0, 23 * 10**9, 24 * 10**9, 0)
-    assert "--offload opt" not in explain(job_on_gpu(), tmp_path, Coordinator(), now, 0)
+    assert "--offload opt" not in explain(job_on_gpu(), tmp_path, coordinator.Coordinator(), now, 0)
 
 
 def test_others_that_hold_a_gpu_are_told_before_a_run(monkeypatch, tmp_path):

@@ -14,9 +14,8 @@ from pretend_gpu import pretend
 import fzero
 from fzero.core import LARGE_BYTES, PAGE, bytes_cached, bytes_taken, gpu, gpu_copies, host_memory, pytree, to_host
 from fzero.core.host_memory import ALIGNED, empty_packed
-from fzero.run import first_state, from_table
+from fzero.run import build, first_state, from_table
 from fzero.run.measure.memory_check import host_bytes, sizes_on_host
-from fzero.run.setup.build import build
 from fzero.sharding import spec
 
 CUDA = torch.device("cuda", 0)
@@ -85,7 +84,7 @@ def job_of(width, **train):
     table = {"preset": "mlp-tiny", "model": model, "data": {"seq_len": 8}, "offload": "params=host,grads=host,opt=host"}
     table |= {"precision": {"policy": "bf16"}, "optim": {"name": "adamw"}}
     table["train"] = {"batch": 4, "micro_batch": 2, "compiled": False, "kernels": "reference", **train}
-    return build(from_table(table), device=CUDA)
+    return build.build(from_table(table), device=CUDA)
 
 
 def steps(job, number=2):
@@ -131,7 +130,7 @@ def test_a_plan_counts_what_is_taken():
     plain = {"train.batch": 1, "train.micro_batch": 1, "train.remat": "full", "data.seq_len": 1024}
     offload = {"offload": "params=host,grads=host,opt=host,acts=host"}
     report = fzero.plan("gpt2-124m", gpu="h100", settings=settings | plain | offload)
-    job = build(report.config, device=CUDA)
+    job = build.build(report.config, device=CUDA)
     there, sizes = report.state_elsewhere["host"], sizes_on_host(job)
     assert there == sum(sizes.state) and bytes_taken(sizes.state) - there < PAGE * len(sizes.state)
     inputs = 1024 * 768 * 2

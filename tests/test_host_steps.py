@@ -13,7 +13,6 @@ from close import assert_close, assert_same
 from fzero.core import have_compiler
 from fzero.kernels import OptimLeaf, StepRates, optim_leaf, optim_lowbit
 from fzero.kernels import optim_multi_tensor as kernels
-from fzero.kernels.optim_lowbit import LeafPosition, make_position
 from fzero.kernels.registry import explain
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="there is no C++ compiler")
@@ -44,7 +43,7 @@ def draw(name, shapes, state=F32, grad=F32, stochastic=False, coded=False, copy=
             kept = [*(c for c, _ in pairs), *(s for _, s in pairs)]
         else:
             kept = [x.to(state) for x in kept]
-        where = make_position((5, i), shape, (0,) * len(shape), shape) if stochastic else None
+        where = optim_lowbit.make_position((5, i), shape, (0,) * len(shape), shape) if stochastic else None
         leaves.append(
             OptimLeaf(
                 p,
@@ -304,7 +303,9 @@ def test_a_shard_is_rounded_as_in_the_whole(shard):
     shape, windows = SHARDS[shard]
     whole = draw("adamw", [shape], state=BF16, stochastic=True)[0]
     slices = tuple(slice(start, start + size) for start, size in windows)
-    where = make_position((5, 0), tuple(size for _, size in windows), tuple(start for start, _ in windows), shape)
+    where = optim_lowbit.make_position(
+        (5, 0), tuple(size for _, size in windows), tuple(start for start, _ in windows), shape
+    )
     part = each(lambda x: x[slices].contiguous(), whole)._replace(position=where)
     whole, part = (after("adamw", [leaf], rates("adamw"))[0] for leaf in (whole, part))
     assert_same((part.p, *part.state), (whole.p[slices], *(x[slices] for x in whole.state)))
@@ -313,7 +314,9 @@ def test_a_shard_is_rounded_as_in_the_whole(shard):
 def test_the_words_of_large_indices_and_counts():
     """Both words of the counters, and any word of a key."""
     for first, count in (((1 << 34) - 700, 5), ((1 << 40) + 3, (1 << 32) + 1), ((1 << 61) - 5000, (1 << 62) - 1)):
-        leaf = draw("adamw", [(1500,)], state=BF16)[0]._replace(position=LeafPosition((0xFFFFFFFF, 0x9E3779B9), first))
+        leaf = draw("adamw", [(1500,)], state=BF16)[0]._replace(
+            position=optim_lowbit.LeafPosition((0xFFFFFFFF, 0x9E3779B9), first)
+        )
         compare("adamw", [leaf], rates("adamw")._replace(count=torch.tensor(count)))
 
 
@@ -350,7 +353,10 @@ def test_what_auto_takes():
         (lambda leaf: leaf._replace(p=leaf.p.double()), "the dtypes are torch.float64 and torch.float32"),
         (lambda leaf: leaf._replace(g=leaf.g.half()), "the dtypes are torch.float32 and torch.float16"),
         (lambda leaf: leaf._replace(state=tuple(x.half() for x in leaf.state)), "the state is in torch.float16"),
-        (lambda leaf: leaf._replace(position=LeafPosition()), "a state in float32 is to be rounded stochastically"),
+        (
+            lambda leaf: leaf._replace(position=optim_lowbit.LeafPosition()),
+            "a state in float32 is to be rounded stochastically",
+        ),
         (lambda leaf: leaf._replace(copy=leaf.p.double()), "the copy is in torch.float64"),
         (lambda leaf: leaf._replace(g=leaf.g.mT.contiguous().mT), "is not contiguous"),
         (lambda leaf: leaf._replace(copy=leaf.p.mT.contiguous().mT), "is not contiguous"),

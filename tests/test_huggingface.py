@@ -32,7 +32,7 @@ from zero_cases import whole
 
 import fzero
 from fzero import local_batch, optim, state_specs
-from fzero.checkpoint.convert.huggingface import load_hf, meta_leaves, save_hf
+from fzero.checkpoint import huggingface
 from fzero.checkpoint.convert.tensor_files import DTYPES, read_safetensors, write_safetensors
 from fzero.core import pytree
 from fzero.models import Ctx, GPT2Config, MLPConfig, build, logits, loss, num_params, preset
@@ -74,7 +74,7 @@ def batch_of(ids):
 @every_case
 def test_logits_loss_and_every_gradient_equal_theirs(case, saved, tmp_path):
     model, folder = saved(case)
-    config, params = load_hf(folder)
+    config, params = huggingface.load_hf(folder)
     kind = CASES[case][0]
     assert type(config) is OURS[kind]
     ours = build(config)
@@ -105,9 +105,9 @@ def test_logits_loss_and_every_gradient_equal_theirs(case, saved, tmp_path):
     named |= {name: torch.zeros_like(b) for name, b in model.named_buffers() if ROUTER in name}
     graded = copy_of(folder, tmp_path / "grads")
     save_file(named, graded / "model.safetensors")
-    expected = pytree.named_leaves(load_hf(graded)[1])
+    expected = pytree.named_leaves(huggingface.load_hf(graded)[1])
     got = pytree.named_leaves(grads)
-    assert list(got) == list(expected) == list(meta_leaves(config))
+    assert list(got) == list(expected) == list(huggingface.meta_leaves(config))
     errors = {name: relative(got[name], expected[name]) for name in got if expected[name].abs().max() > 1e-6}
     # A key's bias moves all scores of a query alike: its gradient is zero but for rounding, in both.
     assert set(got) - set(errors) <= {"blocks/attn/b_k", "blocks_experts/moe/bias"}
@@ -116,7 +116,7 @@ def test_logits_loss_and_every_gradient_equal_theirs(case, saved, tmp_path):
 
 def five_steps(mesh, folder, ids):
     """Whole parameters after five steps at stage 3 from the weights in `folder`, and the losses."""
-    config, params = load_hf(folder)
+    config, params = huggingface.load_hf(folder)
     model, tx = build(config), optim.sgd(0.05, 0.9)
     plan = fzero.zero_plan(3, model, mesh)
     state, step = fzero.init_state(params, tx, plan, seed=0), fzero.make_train_step(model, tx, plan)
@@ -143,18 +143,18 @@ def test_five_steps_on_two_ranks_are_those_of_transformers(case, sizes, saved):
     assert_close(losses, expected, rtol=1e-5)
     assert expected[4] < 0.98 * expected[0]
     after = save(model, folder.parent / f"{folder.name}-after")
-    wanted = pytree.named_leaves(load_hf(after)[1])
+    wanted = pytree.named_leaves(huggingface.load_hf(after)[1])
     assert max(relative(leaf, wanted[name]) for name, leaf in pytree.named_leaves(params).items()) < 1e-5
 
 
 @every_case
 def test_what_we_export_transformers_loads_with_the_same_logits(case, saved, tmp_path):
     model, folder = saved(case)
-    config, params = load_hf(folder)
+    config, params = huggingface.load_hf(folder)
     ids = tokens(2)
     for name, shard_bytes in (("whole", 10**9), ("sharded", 6000)):
         kind = CLASS[CASES[case][0]]
-        path = save_hf(tmp_path / name, config, params, architecture=kind, max_shard_bytes=shard_bytes)
+        path = huggingface.save_hf(tmp_path / name, config, params, architecture=kind, max_shard_bytes=shard_bytes)
         assert (path / "model.safetensors.index.json").exists() == (name == "sharded")
         assert (path / "model.safetensors").exists() == (name == "whole")
         again, said = getattr(hf, kind).from_pretrained(path, output_loading_info=True)
@@ -164,7 +164,7 @@ def test_what_we_export_transformers_loads_with_the_same_logits(case, saved, tmp
             assert_same(dict(again.named_parameters()), dict(model.named_parameters()))
             assert relative(again.eval()(input_ids=ids).logits, model(input_ids=ids).logits) < 1e-6
         assert again.config.tie_word_embeddings == config.tied
-        config_again, params_again = load_hf(path)
+        config_again, params_again = huggingface.load_hf(path)
         assert config_again == config
         assert_same(params_again, params)
 
@@ -172,7 +172,7 @@ def test_what_we_export_transformers_loads_with_the_same_logits(case, saved, tmp
 @every_case
 def test_what_we_export_holds_their_tensors_under_their_names(case, saved, tmp_path):
     _, folder = saved(case)
-    path = save_hf(tmp_path / "out", *load_hf(folder), architecture=CLASS[CASES[case][0]])
+    path = huggingface.save_hf(tmp_path / "out", *huggingface.load_hf(folder), architecture=CLASS[CASES[case][0]])
     assert_same(
         dict(sorted(load_file(path / "model.safetensors").items())),
         dict(sorted(load_file(folder / "model.safetensors").items())),
@@ -184,11 +184,11 @@ def test_sharded_folders_read_as_whole_ones(case, saved, tmp_path):
     model, folder = saved(case)
     shards = save(model, tmp_path / "shards", max_shard_size="12KB")
     assert len(list(shards.glob("model-*.safetensors"))) > 2
-    assert_same(load_hf(shards)[1], load_hf(folder)[1])
+    assert_same(huggingface.load_hf(shards)[1], huggingface.load_hf(folder)[1])
 
 
 def test_shards_stay_below_the_limit(saved, tmp_path):
-    path = save_hf(tmp_path / "out", *load_hf(saved("llama")[1]), max_shard_bytes=20_000)
+    path = huggingface.save_hf(tmp_path / "out", *huggingface.load_hf(saved("llama")[1]), max_shard_bytes=20_000)
     sizes = [sum(t.nbytes for t in load_file(file).values()) for file in path.glob("*.safetensors")]
     assert len(sizes) > 2 and max(sizes) <= 20_000
     assert json.loads((path / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == sum(sizes)
@@ -198,7 +198,7 @@ def test_mixtral_with_fused_experts(saved, tmp_path):
     model, folder = saved("mixtral")
     fused = save(model, tmp_path / "fused", save_original_format=False)
     assert any("gate_up_proj" in name for name in load_file(fused / "model.safetensors"))
-    assert_same(load_hf(fused)[1], load_hf(folder)[1])
+    assert_same(huggingface.load_hf(fused)[1], huggingface.load_hf(folder)[1])
 
 
 def test_gpt2_as_first_published_has_no_prefix_but_mask_buffers(saved, tmp_path):
@@ -208,7 +208,7 @@ def test_gpt2_as_first_published_has_no_prefix_but_mask_buffers(saved, tmp_path)
     for layer in range(2):
         weights[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 64, 64).tril()
     save_file(weights, old / "model.safetensors")
-    assert_same(load_hf(old)[1], load_hf(folder)[1])
+    assert_same(huggingface.load_hf(old)[1], huggingface.load_hf(folder)[1])
 
 
 def test_a_tied_head_may_be_stored_too(saved, tmp_path):
@@ -216,9 +216,9 @@ def test_a_tied_head_may_be_stored_too(saved, tmp_path):
     both = copy_of(folder, tmp_path / "both")
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, both / "model.safetensors")
-    config, params = load_hf(both)
+    config, params = huggingface.load_hf(both)
     assert config.tied and "w" not in params["head"]
-    assert_same(params, load_hf(folder)[1])
+    assert_same(params, huggingface.load_hf(folder)[1])
 
 
 @pytest.mark.parametrize("rope", ["scaled", "default"])
@@ -226,11 +226,15 @@ def test_rope_in_the_spelling_of_transformers_4(rope, saved, tmp_path):
     _, folder = saved("llama-tied-scaled")
     scaling = {**LLAMA3} if rope == "scaled" else None
     old = copy_of(folder, tmp_path / "old", rope_parameters=None, rope_theta=1000.0, rope_scaling=scaling)
-    config = load_hf(old)[0]
-    expected = load_hf(folder)[0] if scaling else dataclasses.replace(load_hf(folder)[0], rope_scaling=None)
+    config = huggingface.load_hf(old)[0]
+    expected = (
+        huggingface.load_hf(folder)[0]
+        if scaling
+        else dataclasses.replace(huggingface.load_hf(folder)[0], rope_scaling=None)
+    )
     assert config == expected and config.rope_theta == 1000.0
     # And our export is read by either spelling.
-    written = json.loads((save_hf(tmp_path / "out", *load_hf(old)) / "config.json").read_text())
+    written = json.loads((huggingface.save_hf(tmp_path / "out", *huggingface.load_hf(old)) / "config.json").read_text())
     for gone in ({"rope_parameters"}, {"rope_theta", "rope_scaling"}):
         kept = {name: value for name, value in written.items() if name not in gone}
         known = hf.LlamaConfig(**kept).rope_parameters
@@ -239,10 +243,10 @@ def test_rope_in_the_spelling_of_transformers_4(rope, saved, tmp_path):
 
 
 def test_configs_say_what_the_model_is(saved):
-    assert load_hf(saved("gpt2-untied-wide")[1])[0] == GPT2Config(
+    assert huggingface.load_hf(saved("gpt2-untied-wide")[1])[0] == GPT2Config(
         vocab_size=V, max_len=64, d_model=32, n_layers=2, n_heads=4, d_ff=72, dropout=0.1, tied=False, init_std=0.2
     )
-    config = load_hf(saved("mixtral-window")[1])[0]
+    config = huggingface.load_hf(saved("mixtral-window")[1])[0]
     assert (config.pattern, config.top_k, config.n_experts, config.balance_coef, config.z_coef) == (
         "window:7",
         1,
@@ -250,7 +254,10 @@ def test_configs_say_what_the_model_is(saved):
         0.5,
         0.0,
     )
-    assert load_hf(saved("llama")[1])[0].head_dim == 0 and load_hf(saved("llama-head-dim")[1])[0].head_dim == 12
+    assert (
+        huggingface.load_hf(saved("llama")[1])[0].head_dim == 0
+        and huggingface.load_hf(saved("llama-head-dim")[1])[0].head_dim == 12
+    )
 
 
 # The parameters of variations of a Llama, as published: the files' own counts. Gemma 2's report (table 2) counts those
@@ -308,7 +315,7 @@ def test_presets_have_the_tensors_of_their_model(name, tmp_path):
     file.write_text(json.dumps(content))
     with torch.device("meta"):
         model = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained(tmp_path))
-    leaves = meta_leaves(preset(name))
+    leaves = huggingface.meta_leaves(preset(name))
     # As transformers holds them: the last layout.
     got = {
         full_name(family, there): tensor_shape(row, leaves)
@@ -323,10 +330,10 @@ def test_presets_have_the_tensors_of_their_model(name, tmp_path):
 def test_dtypes_are_kept_or_converted_on_the_way(saved, tmp_path):
     model, folder = saved("llama")
     half = save(copy.deepcopy(model).to(torch.bfloat16), tmp_path / "half")
-    params = load_hf(half)[1]
+    params = huggingface.load_hf(half)[1]
     assert {leaf.dtype for leaf in pytree.leaves(params)} == {torch.bfloat16}
-    assert_same(load_hf(folder, dtype=torch.bfloat16)[1], params)
-    path = save_hf(tmp_path / "out", *load_hf(half))
+    assert_same(huggingface.load_hf(folder, dtype=torch.bfloat16)[1], params)
+    path = huggingface.save_hf(tmp_path / "out", *huggingface.load_hf(half))
     assert hf.LlamaForCausalLM.from_pretrained(path).dtype == torch.bfloat16
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"].half()
@@ -335,14 +342,14 @@ def test_dtypes_are_kept_or_converted_on_the_way(saved, tmp_path):
     with pytest.raises(
         ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is torch\.float16 and other layers torch\.float32"
     ):
-        load_hf(mixed)
-    assert load_hf(mixed, dtype=torch.float32)[1]["blocks"]["mlp"]["w_up"].dtype == torch.float32
+        huggingface.load_hf(mixed)
+    assert huggingface.load_hf(mixed, dtype=torch.float32)[1]["blocks"]["mlp"]["w_up"].dtype == torch.float32
 
 
 def test_parameters_own_their_memory(saved, tmp_path):
     _, folder = saved("llama")
     own = copy_of(folder, tmp_path / "own")
-    params = load_hf(own)[1]
+    params = huggingface.load_hf(own)[1]
     before = pytree.map(torch.clone, params)
     with open(own / "model.safetensors", "r+b") as f:
         f.seek(4096)
@@ -360,11 +367,11 @@ def test_the_tokenizer_travels_along(tmp_path):
     made.save(str(tmp_path / "tokenizer.json"))
     config = dataclasses.replace(preset("llama-tiny"), vocab_size=4, d_model=16, n_layers=1, d_ff=8)
     params = build(config).init(lambda name, shape, std, mean=0.0: torch.zeros(shape))
-    path = save_hf(tmp_path / "out", config, params, tokenizer=tmp_path, eos=0)
+    path = huggingface.save_hf(tmp_path / "out", config, params, tokenizer=tmp_path, eos=0)
     assert hf.AutoTokenizer.from_pretrained(path)("hello world")["input_ids"] == [1, 2]
     assert hf.AutoConfig.from_pretrained(path).eos_token_id == 0
     with pytest.raises(ValueError, match=r"nothing\.json: no such file"):
-        save_hf(tmp_path / "other", config, params, tokenizer=tmp_path / "nothing.json")
+        huggingface.save_hf(tmp_path / "other", config, params, tokenizer=tmp_path / "nothing.json")
     assert not (tmp_path / "other").exists()
 
 
@@ -482,7 +489,7 @@ BAD_CONFIGS = {
 def test_a_config_that_fzero_cannot_follow_is_refused_by_name(what, saved, tmp_path):
     case, entries, said = BAD_CONFIGS[what]
     with pytest.raises(ValueError, match=re.escape(said)) as error:
-        load_hf(copy_of(saved(case)[1], tmp_path / "bad", **entries))
+        huggingface.load_hf(copy_of(saved(case)[1], tmp_path / "bad", **entries))
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
@@ -491,7 +498,7 @@ def test_folders_that_are_not_whole_models(saved, tmp_path):
 
     def refused(path, said):
         with pytest.raises(ValueError, match=re.escape(said)) as error:
-            load_hf(path)
+            huggingface.load_hf(path)
         assert "\n" not in str(error.value)
 
     refused(tmp_path / "nowhere", "config.json: no such file")
@@ -627,11 +634,11 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path):
 
 
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(saved, tmp_path):
-    config, params = load_hf(saved("mixtral")[1])
+    config, params = huggingface.load_hf(saved("mixtral")[1])
 
     def refused(config, params, said, folder=tmp_path / "out"):
         with pytest.raises(ValueError, match=re.escape(said)) as error:
-            save_hf(folder, config, params)
+            huggingface.save_hf(folder, config, params)
         assert "\n" not in str(error.value)
 
     refused(
@@ -647,7 +654,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(saved, tmp_path):
     )
     refused(dataclasses.replace(config, tied=True), params, "extra head/w")
     refused(MLPConfig(), {}, "a model of MLPConfig has no architecture in transformers")
-    llama, weights = load_hf(saved("llama")[1])
+    llama, weights = huggingface.load_hf(saved("llama")[1])
     refused(
         dataclasses.replace(llama, pattern="window:4,window:5"),
         weights,
@@ -659,7 +666,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(saved, tmp_path):
         "a LlamaConfig with activation=gelu has no architecture in transformers",
     )
     with pytest.raises(ValueError, match=r"architecture is 'Mistral'.*; a LlamaConfig has LlamaForCausalLM, Mistral"):
-        save_hf(tmp_path / "out", llama, weights, architecture="Mistral")
+        huggingface.save_hf(tmp_path / "out", llama, weights, architecture="Mistral")
     refused(llama, {**weights, "head": {**weights["head"], "w": weights["head"]["w"].long()}}, "head/w is torch.int64")
     assert list(tmp_path.iterdir()) == []
     refused(llama, weights, "already exists", folder=tmp_path)

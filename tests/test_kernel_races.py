@@ -21,6 +21,7 @@ from fzero.core import prng
 from fzero.kernels import (
     KINDS,
     aot,
+    attention,
     block_mask,
     cross_entropy_triton,
     dropout_add,
@@ -38,7 +39,6 @@ from fzero.kernels import (
     triton,
     tuning,
 )
-from fzero.kernels.attention import attention
 from fzero.kernels.custom_operator import tl
 
 pytestmark = pytest.mark.skipif(not laws.INTERPRETED, reason="programs are watched in the interpreter")
@@ -66,13 +66,13 @@ def passes(f, *shapes, dtype=F32):
 
 def attend(pattern, t=45, heads=2, documents=True, dtype=F32):
     docs = torch.arange(t)[None] // 25 if documents else None
-    f = lambda impl, *x: attention(*x, impl=impl, pattern=pattern, documents=docs)  # noqa: E731
+    f = lambda impl, *x: attention.attention(*x, impl=impl, pattern=pattern, documents=docs)  # noqa: E731
     return passes(f, (1, t, heads, 16), (1, t, 1, 16), (1, t, 1, 16), dtype=dtype)
 
 
 def attend_by_blocks(**options):
     mask = block_mask.bigbird_blocks(80, 16, heads=4, **options)
-    f = lambda impl, *x: attention(*x, mask=mask, impl=impl)  # noqa: E731
+    f = lambda impl, *x: attention.attention(*x, mask=mask, impl=impl)  # noqa: E731
     return passes(f, (2, 80, 4, 16), (2, 80, 2, 16), (2, 80, 2, 16))
 
 

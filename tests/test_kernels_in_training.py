@@ -7,9 +7,8 @@ from kernel_laws import DEVICE
 
 import fzero
 from fzero import models, optim
-from fzero.core import pytree
+from fzero.core import observe, pytree
 from fzero.kernels import Kernels, registry
-from fzero.kernels.registry import observe
 
 SIZES = {"vocab_size": 37, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 24}
 MODELS = {

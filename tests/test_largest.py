@@ -7,8 +7,8 @@ import torch
 from close import assert_same
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fzero.core import vjp_pair
 from fzero.core.graph_passes import ABS, AMAX, TWINS, VECTOR_NORM, fuse_max_magnitudes
-from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import float8_linear, glu, norm, norm_triton
 from fzero.kernels.custom_operator import segment_length
 
@@ -108,7 +108,7 @@ def block_inputs():
 
 
 def run(scaling, inputs):
-    pair = vjp_pair(llama_like(scaling), len(inputs), compiled=False, budget=0.99)
+    pair = vjp_pair.vjp_pair(llama_like(scaling), len(inputs), compiled=False, budget=0.99)
     outs, residuals = pair.forward(inputs)
     cotangent = laws.draw(outs[0].shape, seed=1)[0].to(torch.bfloat16)
     return [list(outs), list(pair.backward(residuals, [cotangent]))]

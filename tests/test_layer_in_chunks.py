@@ -15,8 +15,7 @@ from pretend_gpu import pretend
 from fzero import models
 from fzero.core import prng, pytree
 from fzero.models import Cache, Ctx, chunked_layer
-from fzero.planner import device_for
-from fzero.planner.plan import config_for
+from fzero.planner import device_for, plan
 from fzero.planner.step_trace import make_trace, run_step
 from fzero.run import build
 from fzero.sharding import one_process
@@ -175,7 +174,7 @@ def gpu_config(tokens, length, *, remat="full", offload="acts=host", policy="fp3
     settings = {f"model.{name}": size for name, size in {**WIDE, "d_ff": 96, "layer_tokens": tokens}.items()}
     settings |= {"data.seq_len": length, "train.batch": 1, "train.micro_batch": 1, "train.remat": remat}
     settings |= {"train.kernels": "reference,attention=blocked", "train.compiled": False, "train.measure_every": 0}
-    return config_for("llama-tiny", {**settings, "precision.policy": policy, "offload": offload})
+    return plan.config_for("llama-tiny", {**settings, "precision.policy": policy, "offload": offload})
 
 
 def on_device(config, device, seen=None):
@@ -294,4 +293,4 @@ def test_a_config_says_what_does_not_go_with_chunks(settings, words):
     with pytest.raises(
         ValueError, match=f"model.layer_tokens is 128, whose chunks run one after the other, and {words}"
     ):
-        config_for("llama-tiny", {"model.layer_tokens": 128, **settings})
+        plan.config_for("llama-tiny", {"model.layer_tokens": 128, **settings})

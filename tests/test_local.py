@@ -18,8 +18,7 @@ import fzero
 from fzero import local_batch, optim, state_specs
 from fzero.checkpoint import restore, save, step_folder
 from fzero.core import CPU, pytree
-from fzero.planner import slow_link_options
-from fzero.planner.devices import between_nodes, device
+from fzero.planner import devices, slow_link_options
 from fzero.planner.local_step_sync import agreement_bytes, trace_agreement, with_agreements
 from fzero.planner.rates import ways_of
 from fzero.planner.timing import Timing, weighted_sum
@@ -323,7 +322,7 @@ def test_a_plan_counts_what_an_agreement_sends(codec):
 
 def test_a_plan_has_a_members_share_of_its_agreements():
     """Half as often is half the share, and the parts are the step."""
-    on = between_nodes(device("h100", ranks_on_node=1), "0.001:0")
+    on = devices.between_nodes(devices.device("h100", ranks_on_node=1), "0.001:0")
 
     def share(**local):
         config = config_of(**local)
@@ -342,7 +341,7 @@ def test_a_plan_has_a_members_share_of_its_agreements():
 
 def test_a_plan_of_steps_before_members_train_apart_has_both():
     """A step then takes a whole sum without codes, and the mean over the run is by the steps of each."""
-    on = between_nodes(device("h100", ranks_on_node=1), "0.001:0")
+    on = devices.between_nodes(devices.device("h100", ranks_on_node=1), "0.001:0")
     both = config_of(train_steps=80, every=20, codec="int4", after=20)
     (apart, most), (first, part) = with_agreements(NO_TIME, both, both.mesh, on, 0)
     assert (part, most) == (20 / 80, 60 / 80) and NO_TIME.step_s < apart.step_s < first.step_s
@@ -354,7 +353,7 @@ def test_a_plan_of_steps_before_members_train_apart_has_both():
 
 
 def test_bytes_are_counted_by_the_links_that_they_pass():
-    on = between_nodes(device("h100", ranks_on_node=2), "10")
+    on = devices.between_nodes(devices.device("h100", ranks_on_node=2), "10")
     inside, outside = (level.name for level in on.links)
     both = ways_of(on, {"dp": 4})["dp"]
     # Of a gather of 4 pieces of 10 bytes, a rank passes on 3; between nodes, through 2 links, those of another node
@@ -368,7 +367,8 @@ def test_bytes_are_counted_by_the_links_that_they_pass():
 def test_a_plan_says_what_would_send_fewer_bytes():
     table = {"train_compiled": False, "precision": {"policy": "bf16"}, "zero": 3, "train_steps": 80}
     found = slow_link_options.fewer_bytes(
-        made(mesh={"dp": 4}, optimizer="lion", **table), between_nodes(device("h100", ranks_on_node=2), "0.05:5")
+        made(mesh={"dp": 4}, optimizer="lion", **table),
+        devices.between_nodes(devices.device("h100", ranks_on_node=2), "0.05:5"),
     )
     names = [one.name for one in found.options]
     plain, members = (found.options[names.index(name)] for name in ("as it is", "diloco H=20"))
@@ -413,7 +413,7 @@ def test_what_a_plan_says_of_losses_was_measured():
 def test_a_run_on_one_node_has_no_links_to_ask_about():
     config = made(mesh={"dp": 4}, train_compiled=False, precision={"policy": "bf16"})
     with pytest.raises(ValueError, match="all 4 ranks of dp=4 are on one; give a mesh of more ranks"):
-        slow_link_options.fewer_bytes(config, device("h100"))
+        slow_link_options.fewer_bytes(config, devices.device("h100"))
 
 
 # ---- members come and go ---------------------------------------------------------------------------------------------

@@ -18,13 +18,12 @@ from zero_cases import batch_for, model_of
 
 import fzero
 from fzero import checkpoint, local_batch, optim, state_specs
-from fzero.checkpoint import error_lines
-from fzero.checkpoint.restore_state import restore_state
+from fzero.checkpoint import error_lines, restore_state
 from fzero.core import pytree
 from fzero.kernels import Kernels
+from fzero.planner import devices
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_layer import Basis, admits_codec
-from fzero.planner.devices import device
 from fzero.planner.step_trace import trace_step
 from fzero.run import build, state_bytes
 from fzero.sharding import ERROR, ERRORS, Codec, ErrorFeedback, error_feedback
@@ -345,7 +344,7 @@ def resumed(mesh, folder, text, on):
     _, tx, plan, step = made_on(mesh, text)
     path = checkpoint.latest(folder)
     like = meta_state(plan, tx)
-    state = restore_state(path, like, state_specs(plan, tx), plan, None)
+    state = restore_state.restore_state(path, like, state_specs(plan, tx), plan, None)
     held = pytree.map(torch.clone, errors_in(plan, state))
     return held, go(mesh, step, state, 3, 5) if on else None, error_lines(path, plan)
 
@@ -560,7 +559,7 @@ def test_a_plan_with_pp_counts_the_errors_of_its_rank():
 
 
 def test_a_search_tries_the_stages_and_meshes_of_a_codec():
-    basis = Basis(made(codec="grads=int8,loco", ranks=2), device("h100"), 2, {})
+    basis = Basis(made(codec="grads=int8,loco", ranks=2), devices.device("h100"), 2, {})
     taken = [(zero, rp, off) for zero in range(4) for rp in (1, 2) for off in ("", "opt=host", "opt=nvme")
              if admits_codec(basis, Candidate(2, rp, 1, zero, "none", off, 2))]  # fmt: skip
     assert taken == [(2, 1, ""), (2, 1, "opt=host"), (3, 1, ""), (3, 1, "opt=host")]

@@ -12,10 +12,9 @@ import fzero
 from fzero import Metrics, models
 from fzero.core import check_type
 from fzero.core.compile import notify_compiling
-from fzero.run import Options, build, config_table, run_folder
+from fzero.run import Options, build, config_table, loop, run_folder
 from fzero.run.measure import fitting_steps, loggers
 from fzero.run.measure.metrics_rows import show_progress
-from fzero.run.runner.loop import train_run
 from fzero.sharding import fake_mesh, one_process
 
 
@@ -184,10 +183,10 @@ def test_a_function_hears_of_each_step_and_what_it_raises_ends_the_run(tmp_path)
 
     quiet = Options(say=lambda line: None, sample="", peak_flops=1e12)
     with pytest.raises(RuntimeError, match="enough"):
-        train_run(run, config_table.from_table(table), options=quiet._replace(log=log))
+        loop.train_run(run, config_table.from_table(table), options=quiet._replace(log=log))
     assert [step for step, _ in heard] == [1, 2, 3]
     assert [row for _, row in heard] == list(run_folder.read_metrics(run))
-    assert train_run(run, options=quiet._replace(log=log)) == 0
+    assert loop.train_run(run, options=quiet._replace(log=log)) == 0
     assert heard[-1] == (4, list(run_folder.read_metrics(run))[-1])
     with pytest.raises(ValueError, match="is complete"):
-        train_run(run)
+        loop.train_run(run)

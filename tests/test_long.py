@@ -9,8 +9,7 @@ from close import assert_same
 
 from fzero import local_batch
 from fzero.kernels import FULL, attention_blocked, attention_tiled, linear_cross_entropy, norm
-from fzero.planner import device_for, max_sequence, resolve_for
-from fzero.planner.plan import config_for
+from fzero.planner import device_for, max_sequence, plan, resolve_for
 from fzero.run import MemoryTrace, build
 from fzero.run.measure.live_bytes import record_step
 from fzero.sharding import one_process
@@ -49,7 +48,7 @@ def births(monkeypatch, model, tokens, policy, compiled, gpu):
 
     settings = {"precision.policy": policy, "train.compiled": compiled, "model.mlp_tokens": CHUNK}
     device = device_for(gpu)
-    config = max_sequence.set_length(config_for(model, settings), tokens, "", device.kind)
+    config = max_sequence.set_length(plan.config_for(model, settings), tokens, "", device.kind)
     with monkeypatch.context() as patch:
         patch.setattr(MemoryTrace, "born", noted)
         max_sequence.trace_passes(resolve_for(config, device), device.target)
@@ -103,7 +102,7 @@ class Line(NamedTuple):
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_layers_have_few_chunks_however_long_the_sequence(kind):
     """What is traced of a layer grows with the square of their number."""
-    config = config_for("llama-tiny", {})
+    config = plan.config_for("llama-tiny", {})
     for tokens in (1024, max_sequence.START[kind], 64 * max_sequence.LAYER_TOKENS[kind] + 128, 37_676_800):
         chunk = max_sequence.set_length(config, tokens, "", kind).model.layer_tokens
         assert chunk >= max_sequence.LAYER_TOKENS[kind] and tokens <= 64 * max(chunk, 1024)
@@ -189,7 +188,7 @@ def long_run(folder, offload):
     settings = {"precision.policy": "bf16", "train.compiled": False, "train.remat": "full", "model.mlp_tokens": CHUNK}
     settings |= {"model.n_layers": 3, "model.d_model": 64, "model.d_ff": 128, "model.n_heads": 4, "model.n_kv_heads": 2}
     settings |= {"data.seq_len": 1024, "model.max_len": 1024, "train.batch": 2, "train.micro_batch": 1}
-    config = resolve_for(config_for("llama-tiny", {**settings, "offload": offload}), device_for("here"))
+    config = resolve_for(plan.config_for("llama-tiny", {**settings, "offload": offload}), device_for("here"))
     job = build.build(config, one_process(), folder)
     state, losses = build.first_state(job), []
     for step in range(3):
@@ -217,7 +216,7 @@ def test_the_longest_trains_and_a_fiftieth_more_does_not():
     device = device_for("here")
     room = int(150e6 / (1 - device.margin))
     device = dataclasses.replace(device, memory_bytes=device.reserved_bytes + room)
-    config = config_for("llama-tiny", {"precision.policy": "bf16", "train.compiled": False})
+    config = plan.config_for("llama-tiny", {"precision.policy": "bf16", "train.compiled": False})
     best = max_sequence.longest(config, device).best
     for tokens, fits in ((best.tokens, True), (int(best.tokens * 1.02) // 2 * 2, False)):
         at = max_sequence.set_length(config, tokens, "", "cpu")

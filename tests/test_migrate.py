@@ -31,8 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fzero import checkpoint, models
-from fzero.checkpoint import convert
-from fzero.checkpoint.convert.huggingface import load_hf
+from fzero.checkpoint import convert, huggingface
 from fzero.cli import main
 from fzero.core import pytree
 from fzero.models import Ctx, logits
@@ -55,7 +54,7 @@ def known(tmp_path_factory):
         if case not in made:
             model = theirs(case)
             folder = save(model, tmp_path_factory.mktemp(case) / "model")
-            made[case] = model, folder / "config.json", load_hf(folder)[1]
+            made[case] = model, folder / "config.json", huggingface.load_hf(folder)[1]
         return made[case]
 
     return get
@@ -583,7 +582,7 @@ def test_the_command_line(known, tmp_path, capsys):
     assert code == 2 and "exists and is not empty" in err
     code, out, err = fzero("export", tmp_path / "run", "--out", tmp_path / "hf")
     assert (code, err) == (0, "") and "after step 0" in out
-    assert_same(load_hf(tmp_path / "hf")[1], known("llama")[2])
+    assert_same(huggingface.load_hf(tmp_path / "hf")[1], known("llama")[2])
 
 
 def test_export_passes_over_a_damaged_checkpoint_and_says_so(known, tmp_path, capsys):
@@ -598,7 +597,7 @@ def test_export_passes_over_a_damaged_checkpoint_and_says_so(known, tmp_path, ca
     out, err = capsys.readouterr()
     assert ended.value.code == 0 and "after step 0" in out
     assert err.count("\n") == 1 and "passed over" in err and "step-00000007" in err and "is damaged" in err
-    assert_same(load_hf(tmp_path / "out")[1], params)
+    assert_same(huggingface.load_hf(tmp_path / "out")[1], params)
 
 
 # ---- memory ----
@@ -660,7 +659,7 @@ def test_the_real_deepspeed(case, stage, frozen, tmp_path):
     if frozen:
         truth[frozen] = dict(model.named_parameters())[frozen].detach().bfloat16().float()
     model.load_state_dict(truth, strict=False)
-    assert_same(params, load_hf(save(model, tmp_path / "hf"))[1])
+    assert_same(params, huggingface.load_hf(save(model, tmp_path / "hf"))[1])
     with torch.no_grad():
         ours = logits(models.build(source.config), params, {"tokens": tokens(2)}, Ctx())
         assert relative(ours, model(input_ids=tokens(2)).logits) < 1e-5

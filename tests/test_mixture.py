@@ -16,8 +16,7 @@ from fzero import data, models
 from fzero.core import prng
 from fzero.data import MixedStream, Mixture, Tokens, sources_of, write_mixture
 from fzero.data.mixed_stream import SOURCES, counts_of, mixture_segments, source_of, tree_of
-from fzero.run import from_table
-from fzero.run.config.config_table import from_json
+from fzero.run import config_table, from_table
 from fzero.run.setup import corpus
 
 TINY = (
@@ -297,7 +296,7 @@ def test_a_run_tells_rows_and_losses_by_source(trained):
 
 
 def run_config(run):
-    return from_json((run / "config.json").read_text())
+    return config_table.from_json((run / "config.json").read_text())
 
 
 def test_show_has_the_documents_of_any_step(trained, fz):

@@ -12,7 +12,7 @@ from torch import nn
 
 import fzero
 from fzero import checkpoint, optim, state_specs
-from fzero.checkpoint.restore_state import restore_state
+from fzero.checkpoint import restore_state
 from fzero.core import pytree
 from fzero.offload import Nvme
 from fzero.train import meta_state
@@ -238,7 +238,7 @@ def three_steps(mesh, folder, offload, steps, begin="", end=""):
     nvme = Nvme(folder / f"{mesh.size}", buffer_bytes=1 << 20) if offload else None
     specs = state_specs(plan, tx)
     if begin:
-        state = restore_state(begin, meta_state(plan, tx), specs, plan, nvme)
+        state = restore_state.restore_state(begin, meta_state(plan, tx), specs, plan, nvme)
     else:
         state = fzero.init_state(model, tx, plan, seed=0, nvme=nvme)
     step, losses, path = fzero.make_train_step(model, tx, plan, nvme=nvme), [], None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from close import assert_close, assert_same
 
-from fzero.core.vjp_pair import vjp_pair
+from fzero.core import vjp_pair
 from fzero.kernels import Kernels, moe, moe_permute, moe_routing
 
 F64 = torch.float64
@@ -290,7 +290,7 @@ def test_a_traced_layer_gives_the_same(kernels, dtype, f, compiled):
         return (moe.dropless(dict(zip(names, t)), t[3], t[5], t[4], kernels),)
 
     (out,), grads = laws.both_passes(lambda *t: layer(*t, ids), leaves)
-    pair = vjp_pair(layer, 5, compiled=compiled, budget=0.99)
+    pair = vjp_pair.vjp_pair(layer, 5, compiled=compiled, budget=0.99)
     outs, residuals = pair.forward([*leaves, ids])
     cotangent = laws.draw(out.shape, seed=1)[0].to(dtype)
     assert all(float(grad[1].abs().max()) == 0.0 < float(grad[0].abs().max()) for grad in grads[:3])

@@ -8,7 +8,7 @@ from close import assert_same
 from hf_cases import copy_of, save, theirs
 from safetensors.torch import load_file, save_file
 
-from fzero.checkpoint.convert.huggingface import load_hf
+from fzero.checkpoint import huggingface
 from fzero.checkpoint.convert.tensor_files import dequantize
 from fzero.core import pytree
 
@@ -82,7 +82,7 @@ def test_a_folder_with_such_experts_is_read_as_that_of_their_numbers(plain, tmp_
     one, two = copy_of(folder, tmp_path / "packed", **HOW), copy_of(folder, tmp_path / "whole")
     save_file(packed, one / "model.safetensors")
     save_file(whole, two / "model.safetensors")
-    (config, params), (same, expected) = load_hf(one), load_hf(two)
+    (config, params), (same, expected) = huggingface.load_hf(one), huggingface.load_hf(two)
     assert config == same
     assert_same(pytree.named_leaves(params), pytree.named_leaves(expected))
 
@@ -115,10 +115,10 @@ def test_a_damaged_folder_is_one_line(what, plain, tmp_path):
     folder = copy_of(plain[0], tmp_path / "bad", **HOW)
     save_file(packed, folder / "model.safetensors")
     with pytest.raises(ValueError, match=re.escape(said)) as error:
-        load_hf(folder)
+        huggingface.load_hf(folder)
     assert "\n" not in str(error.value)
 
 
 def test_another_quantisation_is_refused(plain, tmp_path):
     with pytest.raises(ValueError, match=r"quantization_config is .*None or a quant_method of 'mxfp4' only"):
-        load_hf(copy_of(plain[0], tmp_path / "bad", quantization_config={"quant_method": "gptq"}))
+        huggingface.load_hf(copy_of(plain[0], tmp_path / "bad", quantization_config={"quant_method": "gptq"}))

@@ -11,10 +11,9 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_cases import assert_same_bits, contents, refused
 
 from fzero import checkpoint
-from fzero.checkpoint import manifest
+from fzero.checkpoint import huggingface, manifest
 from fzero.checkpoint.convert import dcp as dcp_reader
 from fzero.checkpoint.convert.deepspeed import find_universal
-from fzero.checkpoint.convert.huggingface import tensors_of
 from fzero.checkpoint.convert.tensor_files import TensorEntry, write_safetensors
 from fzero.core import leaf_fault, path_fault, pytree
 from fzero.offload import LeafFiles, read_description
@@ -145,7 +144,7 @@ def file_of_an_index(tmp_path, name):
     write_safetensors(tmp_path / "outside.safetensors", {"w": TensorEntry(W.dtype, W.shape, lambda: W)})
     index = {"weight_map": {"w": name}}
     (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
-    return tensors_of, tmp_path / "in"
+    return huggingface.tensors_of, tmp_path / "in"
 
 
 def file_of_a_dcp(tmp_path, name):

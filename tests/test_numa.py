@@ -9,10 +9,8 @@ import torch
 from pretend_gpu import pretend
 
 from fzero.core import gpu, numa_binding
-from fzero.run import from_table, machine
+from fzero.run import coordinator, from_table, machine, pretrain
 from fzero.run.measure import doctor
-from fzero.run.ranks.coordinator import Coordinator
-from fzero.run.runner.pretrain import resolve_placement
 
 TWO = {0: "0-3,8-11", 1: "4-7,12-15"}
 BUSES = (0x1B, 0x3B, 0x9A, 0xBA)  # of four GPUs, two a node
@@ -117,7 +115,9 @@ def test_a_run_and_doctor_say_where_threads_are_and_leave_two_cores(host, monkey
         place_of_card = {"pci_domain_id": 0, "pci_bus_id": BUSES[2], "pci_device_id": 0}
         card = types.SimpleNamespace(**vars(gpu.properties(torch.device("cuda", 0))), **place_of_card)
         patch.setattr(gpu, "properties", lambda device: card)
-        *_, lines = resolve_placement(from_table({"preset": "mlp-tiny", "device": "cuda"}), Coordinator())
+        *_, lines = pretrain.resolve_placement(
+            from_table({"preset": "mlp-tiny", "device": "cuda"}), coordinator.Coordinator()
+        )
         assert lines[1] == "cores: bound to the 8 cores of NUMA node 1 of 2, that of GPU 0 (OMP_PLACES says otherwise)"
         assert bound == [numa_binding.parse_cores(TWO[1])] and threads == [6]
         patch.setattr(doctor, "peak_rate", lambda *args: 1e12)

@@ -188,14 +188,14 @@ def test_a_row_without_keys_is_named_where_it_is_drawn(row, tmp_path, pictures):
 )
 def test_a_picture_that_cannot_be_drawn_does_not_end_a_run(error, tmp_path, monkeypatch):
     from fzero.cli import pretrain
-    from fzero.run.ranks.coordinator import Coordinator
+    from fzero.run import coordinator
 
     def fail(folder):
         raise error
 
     monkeypatch.setattr(curves, "write_pictures", fail)
     said = []
-    assert pretrain.finish(Coordinator(), tmp_path, 0, said.append) == 0
+    assert pretrain.finish(coordinator.Coordinator(), tmp_path, 0, said.append) == 0
     assert len(said) == 1 and said[0].startswith("pictures: none (") and str(error) in said[0]
 
 

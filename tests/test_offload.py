@@ -18,7 +18,7 @@ import torch
 
 import fzero
 from fzero import checkpoint, local_batch, models, optim, reopen_state
-from fzero.checkpoint.restore_state import restore_state
+from fzero.checkpoint import restore_state
 from fzero.core import precision, pytree
 from fzero.models.configs import FROZEN
 from fzero.offload import DiskTensor, Nvme, serves_direct
@@ -577,7 +577,7 @@ def continued(mesh, offload, kinds, folder, path=None):
     space = Nvme(os.path.join(folder, "state"), buffer_bytes=1 << 20)
     restored = path is not None
     if path is not None:
-        state = restore_state(path, meta_state(plan, tx), fzero.state_specs(plan, tx), plan, space)
+        state = restore_state.restore_state(path, meta_state(plan, tx), fzero.state_specs(plan, tx), plan, space)
         leaves = checkpoint.restore_leaves(path, lambda name: True)
         assert mesh.size > 1 or not differing(values(state), {name: leaves[name] for name in values(state)})
     else:

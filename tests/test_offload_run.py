@@ -18,9 +18,8 @@ from fzero.checkpoint import offload_snapshot
 from fzero.cli import main
 from fzero.core import PAGE, precision, pytree, round_to_pages
 from fzero.offload import DiskTensor, Nvme, serves_direct
-from fzero.run import build, config_table, run_folder
+from fzero.run import build, build_optim, config_table, run_folder
 from fzero.run.measure import memory_check
-from fzero.run.setup.build_optim import STATES
 
 # A folder without direct transfers is used through tensorstore, with the same numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*its file system refuses direct transfers:UserWarning")
@@ -367,7 +366,7 @@ def test_a_step_moves_codes_of_moments_and_no_more(tmp_path):
     model = models.llama(models.LlamaConfig(**SIZES | {"d_model": 256, "d_ff": 512}))
     plan, found = fzero.zero_plan(0, model, fzero.one_process(), offload="opt=nvme"), {}
     for states in ("full", "8bit"):
-        space, tx = Nvme(tmp_path / states), optim.adamw(1e-2, **STATES[states])
+        space, tx = Nvme(tmp_path / states), optim.adamw(1e-2, **build_optim.STATES[states])
         state = fzero.init_state(model, tx, plan, seed=0, nvme=space)
         step = fzero.make_train_step(model, tx, plan, nvme=space)
         state, _ = step(state, batch_at(0))

@@ -22,13 +22,13 @@ import fzero
 from fzero import LossScale, all_gather, checkpoint, fp16, local_batch, optim, psum, state_specs
 from fzero.checkpoint import error_lines, restore_state
 from fzero.core import pytree
+from fzero.planner import devices
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_layer import Basis, admits_codec
-from fzero.planner.devices import device
 from fzero.planner.estimate import estimate_model_states
 from fzero.planner.step_trace import trace_step
 from fzero.run import build, state_bytes
-from fzero.sharding import SignSums, sent_by_link, sent_of, sign_sums
+from fzero.sharding import SignSums, sent_by_link, sign_sums, traffic
 from fzero.train import init_local, meta_state
 
 exhaustive = pytest.mark.exhaustive
@@ -302,7 +302,7 @@ def trained(mesh, method, name, stage, policy, options):
     links = {link: found for link, found in plan.sent_by_link().items() if link not in ("tp", "cp")}  # activations too
     said = [{k: sent_by_link(plan, signs=False)[k][1] + 2 * part for k, (part, _) in links.items()}]
     said.append({k: once + 2 * part for k, (part, once) in links.items()})
-    mine = sent_of(plan, mesh["pp"].rank) if plan.stages is not None else ()
+    mine = traffic.sent_of(plan, mesh["pp"].rank) if plan.stages is not None else ()
     by_table = {
         kind: sum(one.per_step for one in mine if (one.collective, one.itemsize) == (kind, 1)) for kind in KINDS
     }
@@ -494,7 +494,7 @@ def test_configs_that_do_not_go_together_are_one_line():
 
 @exhaustive
 def test_a_search_tries_the_stages_and_meshes_that_signs_have():
-    basis = Basis(made(optimizer="zero_one_adam", ranks=2), device("h100"), 2, {})
+    basis = Basis(made(optimizer="zero_one_adam", ranks=2), devices.device("h100"), 2, {})
     taken = [(zero, rp, off) for zero in range(4) for rp in (1, 2) for off in ("", "opt=host", "acts=host")
              if admits_codec(basis, Candidate(2, rp, 1, zero, "none", off, 2))]  # fmt: skip
     meshes = [(0, 1), (0, 2), (1, 1), (1, 2), (2, 2), (3, 2)]  # stages 2 and 3 sum over dp within each replica

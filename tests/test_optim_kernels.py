@@ -13,7 +13,6 @@ from fzero import models, optim
 from fzero.core import precision, prng, pytree
 from fzero.kernels import OptimLeaf, StepRates, grad_norm, optim_lowbit
 from fzero.kernels import optim_multi_tensor as kernels
-from fzero.kernels.optim_lowbit import LeafPosition, make_position
 from fzero.kernels.registry import explain
 from fzero.optim import moment_storage
 from fzero.optim import norm as norm_module
@@ -56,7 +55,7 @@ def draw(
             kept = [*(c for c, _ in pairs), *(s for _, s in pairs)]
         else:
             kept = [x.to(state) for x in kept]
-        where = make_position((5, i), shape, (0,) * len(shape), shape) if stochastic else None
+        where = optim_lowbit.make_position((5, i), shape, (0,) * len(shape), shape) if stochastic else None
         leaves.append(
             OptimLeaf(
                 p.to(param), g.to(grad), tuple(kept), 0.1 * (i % 2), where, p.to(torch.bfloat16) if copy else None
@@ -247,7 +246,7 @@ def test_rounding_bits_are_the_words_of_the_step_and_the_element():
         (torch.zeros_like(x, dtype=torch.bfloat16), torch.zeros_like(x, dtype=torch.bfloat16)),
         0.0,
     )
-    leaf = leaf._replace(g=x, position=make_position((11, 12), (2, 300), (0, 0), (2, 300)))
+    leaf = leaf._replace(g=x, position=optim_lowbit.make_position((11, 12), (2, 300), (0, 0), (2, 300)))
     given = rates("adamw")._replace(b1=0.0, b2=0.0)
     kernels.adamw([leaf], given, impl="triton")
     words = prng.bits(prng.fold_in(torch.tensor([11, 12]), 7), (2, 300)).to(x.device)
@@ -282,7 +281,9 @@ def test_a_shard_is_rounded_as_in_the_whole(cut, impl):
     whole = draw("adamw", [shape], **STATES["stochastic"])[0]
     slices = tuple(slice(start, start + size) for start, size in windows)
     part = lambda x: x[slices].clone()  # noqa: E731
-    where = make_position((5, 0), tuple(size for _, size in windows), tuple(start for start, _ in windows), shape)
+    where = optim_lowbit.make_position(
+        (5, 0), tuple(size for _, size in windows), tuple(start for start, _ in windows), shape
+    )
     shard = OptimLeaf(part(whole.p), part(whole.g), tuple(map(part, whole.state)), whole.decay, where)
     for leaf in (whole, shard):
         kernels.adamw([leaf], rates("adamw"), impl=impl)
@@ -294,9 +295,11 @@ def test_place_of_every_element():
         sizes, starts = tuple(s for _, s in windows), tuple(b for b, _ in windows)
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
         expected = whole[tuple(slice(b, b + s) for b, s in windows)].reshape(-1)
-        assert torch.equal(make_position((0, 0), sizes, starts, shape).index(torch.arange(len(expected))), expected)
+        assert torch.equal(
+            optim_lowbit.make_position((0, 0), sizes, starts, shape).index(torch.arange(len(expected))), expected
+        )
     with pytest.raises(ValueError, match="is cut in 4 dims"):
-        make_position((0, 0), (1, 1, 1, 1), (0, 0, 0, 0), (2, 2, 2, 2))
+        optim_lowbit.make_position((0, 0), (1, 1, 1, 1), (0, 0, 0, 0), (2, 2, 2, 2))
 
 
 # ---- 8 bits ---------------------------------------------------------------------------------------------------------
@@ -405,9 +408,9 @@ def test_a_shard_in_one_run_needs_no_divisions():
     p, g = laws.draw((4, 8), (4, 8), dtype=torch.float32)
     leaf = OptimLeaf(p, g, (torch.zeros_like(p),))
     for where, placed in (
-        (LeafPosition(), False),
-        (make_position((0, 0), (4, 8), (4, 0), (16, 8)), False),
-        (make_position((0, 0), (4, 8), (4, 0), (4, 16)), True),
+        (optim_lowbit.LeafPosition(), False),
+        (optim_lowbit.make_position((0, 0), (4, 8), (4, 0), (16, 8)), False),
+        (optim_lowbit.make_position((0, 0), (4, 8), (4, 0), (4, 16)), True),
     ):
         assert kernels._kind(leaf._replace(position=where)).placed == placed
 

@@ -15,9 +15,8 @@ from zero_cases import FP64, OPTIMIZERS, model_of
 import fzero
 from fzero.core import pytree
 from fzero.offload import DiskActivations
-from fzero.run import Options, build, from_table, loop, pretrain, run_folder, run_lock, weights
+from fzero.run import Options, build, coordinator, from_table, loop, pretrain, run_folder, run_lock, weights
 from fzero.run.measure import memory_check, peak_memory
-from fzero.run.ranks.coordinator import Coordinator
 from fzero.sharding import Pipeline, zero_plan
 
 PP2, PP2_DP2 = (("pp", 2),), (("pp", 2), ("dp", 2))
@@ -66,7 +65,7 @@ def test_every_tier_has_the_same_bits(case, folder):  # noqa: F811
 def told(mesh, home, changes, stop_at):
     """The lines of a run of these ranks that begins, or is resumed with changes, and stops."""
     lines, key = [], f"run/{home.name}/{stop_at}/{mesh.size}"
-    ours = Coordinator(mesh.rank, mesh.size, mesh.size, mesh.store and dist.PrefixStore(key, mesh.store))
+    ours = coordinator.Coordinator(mesh.rank, mesh.size, mesh.size, mesh.store and dist.PrefixStore(key, mesh.store))
 
     def mesh_of_run(sizes, timeout_s, device):
         ours.current_mesh = mesh

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fzero
 import fzero.comm.collectives
 import fzero.core.device
-from fzero.core import CPU, FakeDevice, Target
-from fzero.core.vjp_pair import vjp_pair
+from fzero.core import CPU, FakeDevice, Target, vjp_pair
 from fzero.planner import fake_inductor
 from fzero.run.measure.live_bytes import LiveBytes
 from fzero.sharding import fake_mesh
@@ -54,7 +53,7 @@ def forward_and_backward(pair, x, w):
 
 def planned(target, f=block):
     with FakeDevice(target, lower=fake_inductor.lower) as mode:
-        pair = vjp_pair(f, 2, compiled=True)
+        pair = vjp_pair.vjp_pair(f, 2, compiled=True)
         x, w = (torch.zeros(N, N, device=mode.device) for _ in range(2))
         with Launches() as seen, LiveBytes(x, w) as live:
             grads = forward_and_backward(pair, x, w)
@@ -140,7 +139,7 @@ def test_collectives_are_entered_as_often_as_they_run(target):
         return [fzero.comm.collectives.psum(x @ w, mesh["tp"], leaf="w")]
 
     with FakeDevice(target, lower=fake_inductor.lower) as mode:
-        pair = vjp_pair(f, 2, compiled=True)
+        pair = vjp_pair.vjp_pair(f, 2, compiled=True)
         x, w = (torch.zeros(N, N, device=mode.device) for _ in range(2))
         pair.forward([x, w])
         assert [(row.collective, row.calls) for row in mesh.ledger.rows()] == [("psum", 1)]
@@ -155,7 +154,7 @@ def test_a_program_serves_the_target_it_was_made_for():
         seen.append(fzero.core.device.target_of(x))
         return [x @ w]
 
-    pair = vjp_pair(f, 2, compiled=True)
+    pair = vjp_pair.vjp_pair(f, 2, compiled=True)
     for target in (CPU, H100, CPU, A100, H100):
         with FakeDevice(target, lower=fake_inductor.lower) as mode:
             (out,), _ = pair.forward([torch.zeros(N, N, device=mode.device) for _ in range(2)])

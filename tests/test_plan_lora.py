@@ -6,11 +6,10 @@ import dataclasses
 import pytest
 
 from fzero import models, plan
-from fzero.planner import device_for, resolve_for
-from fzero.planner.first_estimate import first_estimate
-from fzero.planner.plan import config_for
+from fzero.planner import device_for, first_estimate, resolve_for
+from fzero.planner import plan as planning
+from fzero.run import build
 from fzero.run.measure import memory_check
-from fzero.run.setup.build import build
 from fzero.sharding import fake_mesh
 
 RANK, BLOCK = 16, 64
@@ -19,7 +18,7 @@ SETTINGS = {"zero": 0, "train.batch": 1, "train.remat": "full", "precision.polic
 
 def config_of(kind, gpu):
     device = device_for(gpu)
-    config = resolve_for(config_for("llama-8b", SETTINGS), device)
+    config = resolve_for(planning.config_for("llama-8b", SETTINGS), device)
     base = models.build(config.model)
     model = models.lora(models.quantized(base, kind, BLOCK) if kind else base, RANK)
     return dataclasses.replace(config, model=model.config), device
@@ -41,7 +40,7 @@ def test_bytes_at_rest_are_the_formulas(kind):
     every, inside, factors = counted()
     assert every == 8_030_261_248
     bits = {"": 16, "nf4": 4 + 32 / BLOCK, "int8": 8 + 32 / BLOCK}[kind]
-    state = first_estimate(config_of(kind, "h100")[0], {"dp": 1}, device_for("h100")).state_bytes
+    state = first_estimate.first_estimate(config_of(kind, "h100")[0], {"dp": 1}, device_for("h100")).state_bytes
     assert state["params"] == inside * bits / 8 + 2 * (every - inside) + 2 * factors
     assert state["master"] == 4 * factors
     assert state["opt"] == 2 * 4 * factors + 8  # Adam's moments, and the count of steps
@@ -64,5 +63,5 @@ def test_qlora_of_8b_fits_a_card_of_24_gb():
 
 def test_sums_of_gradients_are_those_of_the_factors():
     config = config_of("", "h100")[0]
-    job = build(config, fake_mesh({"dp": 1}))
+    job = build.build(config, fake_mesh({"dp": 1}))
     assert memory_check.memory_needed(job).grads == 2 * counted()[2]  # of one micro-batch

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fzero import models
+from fzero.planner import devices
 from fzero.planner.device_names import list_devices
-from fzero.planner.devices import device
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "plan-published.json"
@@ -76,7 +76,7 @@ def test_the_committed_errors_are_small_and_the_range_holds_them_all(published, 
     sizes = [abs(row["errors"]["tokens_per_s"]) for row in rows]
     assert len(rows) > 25 and statistics.median(sizes) < 0.10 and max(sizes) < 0.25
     for row in results["runs"]:
-        least, most = device(row["gpu"]).step_range
+        least, most = devices.device(row["gpu"]).step_range
         assert least <= 1 + row["errors"]["tokens_per_s"] <= most, row["name"]
 
 
@@ -93,11 +93,14 @@ def test_the_runs_with_experts_are_of_the_published_sizes(published):
 
 def test_hopper_sustains_what_is_published():
     """600 to 790 TFLOP/s of products on H100 and H200, less at 500 W; a plan says what a step loses besides."""
-    rates = {name: device(name).flops["bfloat16"] * device(name).efficiency["gemm"] for name in ("h100", "h200")}
+    rates = {
+        name: devices.device(name).flops["bfloat16"] * devices.device(name).efficiency["gemm"]
+        for name in ("h100", "h200")
+    }
     assert all(600e12 < rate < 790e12 for rate in rates.values())
-    assert device("h100-500w").efficiency["gemm"] < device("h100").efficiency["gemm"]
+    assert devices.device("h100-500w").efficiency["gemm"] < devices.device("h100").efficiency["gemm"]
     for name in list_devices():
-        found = device(name)
+        found = devices.device(name)
         assert 0 < found.lost < 0.2 and {"efficiency", "lost", "step_range"} <= set(found.sources)
 
 

@@ -12,8 +12,7 @@ import fzero
 from fzero.cli import main
 from fzero.planner import candidates, closed_forms, closed_layer, devices, search, search_result
 from fzero.planner.candidates import Candidate
-from fzero.run import LayerBytes, config_table, machine, run_folder
-from fzero.run.setup.build import build
+from fzero.run import LayerBytes, build, config_table, machine, run_folder
 
 H100 = devices.device("h100")
 # Without what a search decides.
@@ -155,7 +154,7 @@ def test_candidates_are_all_and_only_what_a_run_takes():
     assert {x.remat for x in piped if x.schedule == "zb-h1"} == {"none"}
     assert not any(x.offload == "acts=host" and x.remat == "none" for x in every)
     for x in every[:: len(every) // 20]:
-        build(machine.resolve_auto(x.apply_to(c), H100.target), fzero.fake_mesh(x.mesh))
+        build.build(machine.resolve_auto(x.apply_to(c), H100.target), fzero.fake_mesh(x.mesh))
     assert {x.cp for x in every} == {1}, "sequences are short"
     assert {x.tp for x in candidates.candidates(c, 8, 2)} == {1, 2}, "tp stays within a node"
     assert candidates.sizes_of_tp(c, 4, 6) == [1, 2], "a group of tp is never on two nodes"
@@ -265,9 +264,9 @@ def test_a_search_needs_rates(monkeypatch, tmp_path):
 def test_the_written_config_reads_back(found, tmp_path, name):
     path = tmp_path / name
     search.write_config(found.config, path)
-    from fzero.core.config_tables import read_table
+    from fzero.core import config_tables
 
-    assert config_table.from_table(read_table(path)) == found.config
+    assert config_table.from_table(config_tables.read_table(path)) == found.config
     if name == "run.toml":
         assert len(path.read_text().splitlines()) < 40, "what equals the preset is left out"
     assert found.config.mesh == found.best[0].candidate.mesh

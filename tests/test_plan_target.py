@@ -14,9 +14,9 @@ from pretend_gpu import pretend
 import fzero
 from fzero import models, optim
 from fzero.comm import Communicator
-from fzero.core import CPU, HOST, FakeDevice, Target, fake_device_of, kind_of, precision, pytree, target_of
+from fzero.core import CPU, HOST, FakeDevice, Target, fake_device_of, kind_of, observe, precision, pytree, target_of
 from fzero.kernels import linear_cross_entropy as lce
-from fzero.kernels.registry import explain, observe
+from fzero.kernels.registry import explain
 from fzero.planner.operations import ExecutedOp
 from fzero.planner.step_trace import Transfer, trace_step
 from fzero.run import build_optim, from_table

@@ -11,7 +11,6 @@ from fzero.core import CPU, FakeDevice, flop_of
 from fzero.core.product_flops import FORMULAS
 from fzero.kernels import FULL, Pattern, pairs
 from fzero.planner import devices, rates
-from fzero.planner.devices import Device, Level, MeasuredRates, between_nodes
 from fzero.planner.operations import ExecutedOp, describe_op, describe_passes
 from fzero.planner.rates import along, collective_s, gemm_s, op_costs, tiled_fraction, ways_of
 from fzero.planner.step_trace import Moment, RepeatedEvents, Trace, Transfer
@@ -26,12 +25,12 @@ GB = 10**9
 
 
 def level(name="wire", kind="nccl", ranks=None, bytes_s=1.0 * GB, latency_s=0.0, **more):
-    return Level(name, kind, ranks, bytes_s, latency_s, **more)
+    return devices.Level(name, kind, ranks, bytes_s, latency_s, **more)
 
 
 def gpu(**changes):
     """A listed GPU: 1 GFLOP/s, 1 GB/s, links of 1 GB/s without latency."""
-    base = Device(
+    base = devices.Device(
         name="toy",
         kind="cuda",
         measured=False,
@@ -52,7 +51,7 @@ def gpu(**changes):
 def cpu(cores=2, **changes):
     """A measured CPU: adds at 1 GB/s, products at 1 GFLOP/s, an operator takes the host 1 s."""
     curve = ((1.0, 0.0), (1e3, 1e-6), (1e12, 1e3))
-    one = MeasuredRates(
+    one = devices.MeasuredRates(
         threads=changes.pop("threads", 1),
         processes=changes.pop("processes", 1),
         bandwidth=curve,
@@ -339,7 +338,7 @@ def test_links_between_nodes_have_the_transport_that_was_measured_on_one():
     near = level("memory", "gloo", bytes_s=1e9, latency_s=0.002, total_bytes_s=8e8, call_s=0.001)
 
     def outer(text, hidden):
-        return between_nodes(gpu(links=(near._replace(hidden=hidden),), ranks_on_node=2), text).links[-1]
+        return devices.between_nodes(gpu(links=(near._replace(hidden=hidden),), ranks_on_node=2), text).links[-1]
 
     slow = outer("1:5", 0.25)  # 1e9 / 8 / 2 bytes a second of a rank, where the transport has 4e8
     assert (slow.ranks, slow.bytes_s, slow.latency_s, slow.call_s) == (None, 6.25e7, 0.005, 0.003)
@@ -566,10 +565,10 @@ def count_flop(f, *args):
 @pytest.mark.parametrize("impl", ["tiled", "fused", "blocked", "reference"])
 def test_the_counter_knows_every_form_of_attention(impl):
     """fzero's kernel the pairs that it visits, two products forward and five backward; torch's own all of them."""
-    from fzero.kernels.attention import attention
+    from fzero.kernels import attention
 
     q, k, v = (torch.randn(2, 96, heads, 16, requires_grad=True) for heads in (4, 2, 2))
-    flop = count_flop(lambda: attention(q, k, v, impl=impl).sum().backward())
+    flop = count_flop(lambda: attention.attention(q, k, v, impl=impl).sum().backward())
     unit = 2 * 2 * 4 * 16  # of one product, for one pair of positions
     whole, half = unit * 96 * 96, unit * pairs(FULL, 96, 96)
     if impl == "blocked":  # blocks on the diagonal are whole, and scores are recomputed

@@ -15,8 +15,7 @@ from fzero.checkpoint import Writer, save_state, writer
 from fzero.checkpoint.save_state import TileFile
 from fzero.cli.main import main
 from fzero.core import digest, gpu_copies, prng, pytree
-from fzero.run import rollback
-from fzero.run.debug.checkpoint_diff import describe_difference
+from fzero.run import checkpoint_diff, rollback
 from fzero.sharding import Spec, digests
 
 
@@ -309,9 +308,14 @@ def test_a_step_is_made_again_on_the_gpu_and_two_runs_are_compared_there(fz, run
 
 def test_leaves_of_a_state_and_of_a_checkpoint_are_compared(seen):
     a, b = torch.zeros(2, 3), torch.zeros(2, 3, device="cuda")
-    assert describe_difference(a, b, "{} {}") == "" == describe_difference(b, b, "{} {}")
+    assert (
+        checkpoint_diff.describe_difference(a, b, "{} {}") == "" == checkpoint_diff.describe_difference(b, b, "{} {}")
+    )
     b[1, 2] = 2.0
-    assert describe_difference(a, b, "{} {}") == ": 1 of 6 elements, by 2 at most; the first at [1, 2], 0.0 2.0"
+    assert (
+        checkpoint_diff.describe_difference(a, b, "{} {}")
+        == ": 1 of 6 elements, by 2 at most; the first at [1, 2], 0.0 2.0"
+    )
 
 
 def test_a_device_that_is_not_there_is_refused(fz, tmp_path):

@@ -14,9 +14,8 @@ from fzero.checkpoint import CheckpointReader
 from fzero.checkpoint import restore_state as restore
 from fzero.core import copy_buckets, gpu, gpu_copies, precision, prng, pytree
 from fzero.offload import scratch
-from fzero.run import Sampling, first_state, from_table, generate, run_folder
+from fzero.run import Sampling, build, first_state, from_table, generate, run_folder
 from fzero.run.runner.evaluate import evaluate_all
-from fzero.run.setup.build import build
 from fzero.run.setup.corpus import prefetch_to_device
 from fzero.train import meta_state
 
@@ -238,7 +237,7 @@ def test_an_evaluation_reads_its_sums_at_its_end():
     found = []
     with pretend() as seen:
         for device in (gpu.HOST, torch.device("cuda", 0)):
-            job = build(from_table(table), device=device)
+            job = build.build(from_table(table), device=device)
             state, given = first_state(job), [{n: x.to("cpu") for n, x in batch_of("cpu").items()}] * 3
             for _ in range(2):  # the first one looks at values
                 seen.forget()

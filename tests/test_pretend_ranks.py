@@ -19,8 +19,7 @@ import fzero
 from fzero import init_state, models, optim
 from fzero.comm import channel
 from fzero.core import gpu_copies, precision
-from fzero.run import Options, from_table, loop, pretrain, run_folder, run_lock
-from fzero.run.ranks.coordinator import Coordinator
+from fzero.run import Options, coordinator, from_table, loop, pretrain, run_folder, run_lock
 from fzero.sharding import Pipeline
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "d_ff": 32}
@@ -228,7 +227,7 @@ def stages(mesh, home, device, sizes_of_mesh):
 
     def one_start(number):
         # As if each rank had a host of its own.
-        ours = Coordinator(mesh.rank, 2, 1, dist.PrefixStore(str(number), store))
+        ours = coordinator.Coordinator(mesh.rank, 2, 1, dist.PrefixStore(str(number), store))
 
         def mesh_of_run(sizes, timeout_s, device):
             ours.current_mesh = mesh if device.type == "cpu" else pretend_nccl.on_gpus(mesh)

@@ -13,9 +13,9 @@ from pretend_gpu import GpuTensor, pretend
 from pretend_triton import interpreted
 
 import fzero
-from fzero.core import gpu, gpu_copies
+from fzero.core import gpu, gpu_copies, observe
 from fzero.kernels.float8 import cpu_lacks
-from fzero.kernels.registry import observe, op
+from fzero.kernels.registry import op
 
 ROOT = Path(fzero.__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"

@@ -20,8 +20,7 @@ import numpy
 import pytest
 import torch
 
-from fzero.run import Options, from_table, machine, settings_restored
-from fzero.run.runner.loop import train_run
+from fzero.run import Options, from_table, loop, machine, settings_restored
 from fzero.run.setup.process_settings import VARIABLES
 
 # Set where something is first imported, for all that it compiles later.
@@ -146,10 +145,10 @@ def test_a_run_from_python_leaves_the_process_as_it_was(odd_settings, tmp_path, 
     table["host_memory_gb"] = 1e-6 if ends == "refused" else 8.0
     options, before = Options(say=lambda line: None, sample="line", peak_flops=1e12, log=log), snapshot()
     if ends == "well":
-        assert train_run(tmp_path / "run", from_table(table), options=options) == 0
+        assert loop.train_run(tmp_path / "run", from_table(table), options=options) == 0
     else:
         with pytest.raises(RuntimeError if ends == "by an error" else ValueError):
-            train_run(tmp_path / "run", from_table(table), options=options)
+            loop.train_run(tmp_path / "run", from_table(table), options=options)
     assert not changes(before)
 
 

@@ -12,11 +12,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fzero
-from fzero.core import flop_of, torch_private
+from fzero.core import flop_of, torch_private, vjp_pair
 from fzero.core.product_flops import FORMULAS, partition_by_cost
-from fzero.core.vjp_pair import vjp_pair
-from fzero.kernels import OPENED, float8_linear, rms_norm, swiglu
-from fzero.kernels.attention import attention
+from fzero.kernels import OPENED, attention, float8_linear, rms_norm, swiglu
 from fzero.models.tiled_linear import tiled_gelu_mlp, tiled_mlp
 
 ROOT = Path(fzero.__file__).parent
@@ -148,7 +146,7 @@ def block(linear, impl):
     def f(wq, wk, wv, wo, w_gate, w_up, w_down, first, second, x):
         h = rms_norm(x, first, 1e-5)
         q, k, v = (linear(h, w).reshape(*x.shape[:2], 4, -1) for w in (wq, wk, wv))
-        x = x + linear(attention(q, k, v, impl=impl).reshape(x.shape), wo)
+        x = x + linear(attention.attention(q, k, v, impl=impl).reshape(x.shape), wo)
         h = rms_norm(x, second, 1e-5)
         return [x + linear(swiglu(linear(h, w_gate), linear(h, w_up)), w_down)]
 
@@ -184,7 +182,7 @@ def split(monkeypatch):
     monkeypatch.setattr(torch_private, "min_cut_partition", partition)
 
     def run(f, inputs, budget):
-        pair = vjp_pair(f, len(inputs), compiled=False, budget=budget)
+        pair = vjp_pair.vjp_pair(f, len(inputs), compiled=False, budget=budget)
         outs, residuals = pair.forward(inputs)
         # By storage: torch 2.14 keeps a result beside a view of it.
         storages = [t.untyped_storage() for t in residuals if isinstance(t, torch.Tensor)]

@@ -13,8 +13,7 @@ from zero_cases import batch_for, model_of, train, trained_whole
 import fzero
 from fzero import models
 from fzero.core import prng, pytree
-from fzero.kernels import dequantize
-from fzero.kernels.quantize import quantize
+from fzero.kernels import dequantize, quantize
 from fzero.kernels.quantize_codes import NF4
 from fzero.models import base
 from fzero.models.configs import FROZEN
@@ -61,7 +60,7 @@ def test_levels_of_nf4_are_the_quantiles_of_the_paper():
 
 def test_nf4_rounds_to_the_nearest_level():
     x = torch.randn(5, 70, generator=torch.Generator().manual_seed(0))
-    q = quantize(x, "nf4", 32)
+    q = quantize.quantize(x, "nf4", 32)
     assert (tuple(q.data.shape), tuple(q.scale.shape)) == ((5, 35), (5, 3))
     got = dequantize(q, "nf4", 32, size=70)
     scales = q.scale.repeat_interleave(32, 1)[:, :70]
@@ -69,10 +68,10 @@ def test_nf4_rounds_to_the_nearest_level():
     assert_close((got - x).abs(), nearest, rtol=0, atol=1e-6)
     broken = x.clone()
     broken[0, 0] = math.inf
-    back = dequantize(quantize(broken, "nf4", 32), "nf4", 32, size=70)
+    back = dequantize(quantize.quantize(broken, "nf4", 32), "nf4", 32, size=70)
     assert back[0, :32].isnan().all() and torch.equal(back[1:], got[1:])
     with pytest.raises(ValueError, match="nf4 goes to the nearest level; give no key"):
-        quantize(x, "nf4", 32, key=prng.key(0))
+        quantize.quantize(x, "nf4", 32, key=prng.key(0))
 
 
 @every_kind
@@ -104,7 +103,7 @@ def test_a_model_that_never_heard_of_it():
     """A block of a user's own, x @ w or another function of w: equal to what it computes with the dense weight."""
     g = torch.Generator().manual_seed(0)
     w, a, b = (torch.randn(*shape, generator=g) for shape in ((16, 32), (16, 2), (2, 32)))
-    codes, scales = quantize(w, "int8", 16)
+    codes, scales = quantize.quantize(w, "int8", 16)
     parts = LowRankSum(QuantizedWeight(codes, scales.view(torch.int32), "int8", 16), a, b, 0.5)
     x, dense = torch.randn(3, 16, generator=g), parts.dense()
     for f in (lambda w: x @ w, lambda w: torch.einsum("bi,io->bo", x, w), lambda w: x @ w.to(torch.float32),

@@ -5,8 +5,7 @@ import torch
 from close import assert_same
 
 from fzero.core import prng, reinterpret
-from fzero.kernels import KINDS, dequantize
-from fzero.kernels.quantize import quantize
+from fzero.kernels import KINDS, dequantize, quantize
 from fzero.sharding import sign_sums
 
 I32, U8, F32 = torch.int32, torch.uint8, torch.float32
@@ -75,7 +74,7 @@ def test_codes_under_vmap_equal_the_loop(kind, stochastic):
     x, key = torch.randn(3, 4, 48), prng.key(1) if stochastic else None
 
     def there_and_back(x):
-        q = quantize(x, kind, 16, key=key)
+        q = quantize.quantize(x, kind, 16, key=key)
         return q.data.to(F32), q.scale, dequantize(q, kind, 16)
 
     assert_same(torch.vmap(there_and_back)(x), tuple(map(torch.stack, zip(*map(there_and_back, x)))))

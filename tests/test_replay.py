@@ -15,13 +15,9 @@ import torch
 
 from fzero import checkpoint
 from fzero.cli import main
-from fzero.core import pytree
-from fzero.core.digest import DTYPES
-from fzero.run import checkpoint_diff, config_table, rollback, run_folder
+from fzero.core import digest, pytree
+from fzero.run import bisect_runs, checkpoint_diff, config_table, replay, rollback, run_folder
 from fzero.run import replay as again
-from fzero.run.debug.bisect_runs import bisect, find_difference
-from fzero.run.debug.bisect_runs import report as report_bisect
-from fzero.run.debug.replay import replay, report, same_bits
 from fzero.run.measure.metrics_rows import metrics_row
 
 SIZES = {"n_layers": 2, "d_model": 16, "d_ff": 24, "n_heads": 2, "n_kv_heads": 2}
@@ -101,7 +97,7 @@ def content(run):
 
 
 def last_line(result):
-    return list(report(result))[-1]
+    return list(replay.report(result))[-1]
 
 
 # -- replay
@@ -113,7 +109,7 @@ def last_line(result):
 )
 def test_a_step_comes_out_as_it_was_from_the_nearest_checkpoint(plain, step, start):
     before, said = content(plain), []
-    result = replay(plain, step, say=said.append)
+    result = replay.replay(plain, step, say=said.append)
     assert result.reproduces and result.tolerance == 0 and (result.start, result.step) == (start, step)
     assert {row.step for row in result.rows} == set(range(start + 1, step + 1))
     assert {row.step for row in result.rows if row.leaf} == {step} & {3, 6, 8}
@@ -122,7 +118,7 @@ def test_a_step_comes_out_as_it_was_from_the_nearest_checkpoint(plain, step, sta
         *(["digest"] if step % 2 == 0 else []),
     ]
     assert sum(row.leaf for row in result.rows) == (LEAVES if step in (3, 6, 8) else 0)
-    assert list(report(result)) == [str(result)] and str(result).startswith("reproduces bit for bit")
+    assert list(replay.report(result)) == [str(result)] and str(result).startswith("reproduces bit for bit")
     assert said[-1] == (
         f"replaying {plain} from {f'step-{start:08d}' if start else 'the start of the run'} to step {step}, "
         "on one process"
@@ -132,9 +128,9 @@ def test_a_step_comes_out_as_it_was_from_the_nearest_checkpoint(plain, step, sta
 
 
 def test_from_another_checkpoint_or_the_start(plain):
-    result = replay(plain, 8, start=0)
+    result = replay.replay(plain, 8, start=0)
     assert result.reproduces and result.start == 0 and {row.step for row in result.rows if row.leaf} == {3, 6, 8}
-    assert replay(plain, 8, start=3).start == 3
+    assert replay.replay(plain, 8, start=3).start == 3
 
 
 def test_the_command_says_so(plain, copy, capsys):
@@ -166,7 +162,7 @@ def test_the_command_says_so(plain, copy, capsys):
 )
 def test_an_edited_row_is_named(copy, name, value):
     edit_row(copy, 7, **{name: value})
-    result = replay(copy, 8)
+    result = replay.replay(copy, 8)
     (row,) = result.failed
     assert (row.step, row.name, row.recorded, row.leaf) == (7, name, value, False)
     assert last_line(result).startswith(f"parts at step 7 ({name};")
@@ -177,19 +173,19 @@ def test_a_float_that_is_off_by_one_place_is_named(copy, plain):
     edit_row(
         copy, 8, loss=float(torch.tensor(loss, dtype=torch.float64).nextafter(torch.tensor(9.0, dtype=torch.float64)))
     )
-    assert [(row.step, row.name) for row in replay(copy, 8).failed] == [(8, "loss")]
+    assert [(row.step, row.name) for row in replay.replay(copy, 8).failed] == [(8, "loss")]
 
 
 def test_a_flipped_bit_in_a_checkpoint_is_named_with_its_leaf(copy):
     flip(copy, 6, "params/blocks/attn/w_o")
-    result = replay(copy, 6)
+    result = replay.replay(copy, 6)
     (row,) = result.failed
     assert (row.step, row.name, row.leaf) == (6, "params/blocks/attn/w_o", True)
     assert ": 1 of 512 elements, by " in row.note and "the first at [0, 0, 5], which was " in row.note
     assert last_line(result).startswith("parts at step 6 (params/blocks/attn/w_o; steps 4 to 6, ")
     # From there on all is off; the digest of the parameters sees it where no number does yet.
-    result = replay(copy, 8)
-    first, lines = result.failed[0], list(report(result))
+    result = replay.replay(copy, 8)
+    first, lines = result.failed[0], list(replay.report(result))
     assert result.start == 6 and first.step in (7, 8) and not first.leaf and len(lines) <= 14
     assert any(row.name == "digest" for row in result.failed) and any(
         "more of its leaves differ" in line for line in lines
@@ -198,7 +194,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_named_with_its_leaf(copy):
 
 def test_a_flipped_bit_in_the_optimizer_is_named(copy):
     flip(copy, 8, "opt_state/1/muon/momentum/blocks/mlp/w_up", byte=-1)
-    (row,) = replay(copy, 8).failed
+    (row,) = replay.replay(copy, 8).failed
     assert (row.step, row.name) == (
         8,
         "opt_state/1/muon/momentum/blocks/mlp/w_up",
@@ -214,7 +210,7 @@ def test_a_damaged_checkpoint_is_passed_over(copy):
     data[len(data) // 2] ^= 255
     path.write_bytes(data)
     said = []
-    result = replay(copy, 8, say=said.append)
+    result = replay.replay(copy, 8, say=said.append)
     assert result.start == 3 and said[0].startswith(f"passed over {place(copy, 6)}: ")
 
 
@@ -250,12 +246,12 @@ def test_other_states_are_made_again_too(home):
     settings += ["guard.spike=skip", "guard.warmup=2", "guard.sigmas=0.1"]
     run = pretrain(home / "bf16", "--precision", "bf16", "--lr", 0.5, settings=settings)
     assert {row.get("reason") for row in run_folder.read_metrics(run)} == {None, "spike"}
-    result = replay(run, 8)
+    result = replay.replay(run, 8)
     named = {row.name.split("/")[0] for row in result.rows if row.leaf}
     assert result.reproduces and {"params", "master", "opt_state", "extra", "key", "data_cursor"} <= named
     shutil.copytree(run, home / "bf16-flipped")
     flip(home / "bf16-flipped", 8, "opt_state/average/head/w")
-    (row,) = replay(home / "bf16-flipped", 8).failed
+    (row,) = replay.replay(home / "bf16-flipped", 8).failed
     assert row.name == "opt_state/average/head/w"
 
 
@@ -263,8 +259,8 @@ def test_other_states_are_made_again_too(home):
 def test_a_run_that_began_with_the_weights_of_another_and_saves_elsewhere(home, plain):
     settings = [s for s in SETTINGS if not s.startswith("model.")] + [f"train.checkpoints={home / 'elsewhere'}"]
     run = pretrain(home / "init", "--init", plain, settings=settings)
-    assert replay(run, 2).reproduces and replay(run, 8, start=0).reproduces
-    assert replay(run, 5).start == 3 and not (run / "checkpoints").exists()
+    assert replay.replay(run, 2).reproduces and replay.replay(run, 8, start=0).reproduces
+    assert replay.replay(run, 5).start == 3 and not (run / "checkpoints").exists()
 
 
 @pytest.mark.slow
@@ -272,7 +268,7 @@ def test_a_run_whose_state_is_on_a_disk(home, tmp_path):
     settings = [*SETTINGS[:-1], "optim.name=adamw", "train.digest_every=1", "optim.clip=0"]
     run = pretrain(home / "disk", "--offload", "params=nvme,opt=nvme", "--steps", 6, settings=settings)
     before, said = content(run), []
-    result = replay(run, 6, nvme=str(tmp_path), say=said.append)
+    result = replay.replay(run, 6, nvme=str(tmp_path), say=said.append)
     assert result.reproduces and {row.name for row in result.rows} >= {"loss", "digest"}
     # The disk has the last step.
     assert {row.name.split("/")[0] for row in result.rows if row.leaf and row.step == 6} >= {
@@ -286,7 +282,7 @@ def test_a_run_whose_state_is_on_a_disk(home, tmp_path):
         "from its start"
     )
     edit_row(run, 4, digest="0" * 16)
-    assert [(row.step, row.name) for row in replay(run, 5, start=0).failed] == [(4, "digest")]
+    assert [(row.step, row.name) for row in replay.replay(run, 5, start=0).failed] == [(4, "digest")]
 
 
 def test_as_many_threads_as_the_run_had(plain, copy, monkeypatch):
@@ -297,11 +293,11 @@ def test_as_many_threads_as_the_run_had(plain, copy, monkeypatch):
     monkeypatch.setattr(
         again, "metrics_row", lambda *given: seen.append(torch.get_num_threads()) or metrics_row(*given)
     )
-    replay(copy, 5)
+    replay.replay(copy, 5)
     assert seen == [3, 3] and torch.get_num_threads() == before
     seen.clear()
     edit_row(copy, 5, loss=5.0)
-    found = bisect(plain, copy)
+    found = bisect_runs.bisect(plain, copy)
     assert ("threads", before, 3) in found.differing
     # From checkpoint 3 to step 5, or to the step before it in which some machines' products differ with the number of
     # threads.
@@ -314,12 +310,12 @@ def test_batches_that_were_left_out_are_left_out_again(home):
     run = pretrain(home / "skips", "--stop-at", 4)
     rollback.write_log(run, rollback.RollbackLog([[16, 4]], [], None, 0, 0, []))
     pretrain(run, "--resume", "--peak-tflops", 1)
-    assert replay(run, 8).reproduces and replay(run, 8, start=0).reproduces
+    assert replay.replay(run, 8).reproduces and replay.replay(run, 8, start=0).reproduces
     (run / rollback.SKIPS).unlink()
-    assert replay(run, 8, start=0).failed[0][:2] == (5, "loss")
+    assert replay.replay(run, 8, start=0).failed[0][:2] == (5, "loss")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).split(".")[1])
+@pytest.mark.parametrize("dtype", digest.DTYPES, ids=lambda dtype: str(dtype).split(".")[1])
 def test_where_leaves_differ(dtype, monkeypatch):
     monkeypatch.setattr(checkpoint_diff, "PIECE", 2)
     for shape, last in (((), "[]"), ((3,), "[2]"), ((2, 5), "[1, 4]")):
@@ -360,7 +356,7 @@ def test_the_largest_difference_of_leaves_and_the_first(monkeypatch):
 def test_equal_runs_are_equal(plain, home, capsys):
     again = pretrain(home / "again")
     before = content(plain), content(again)
-    result = bisect(plain, again)
+    result = bisect_runs.bisect(plain, again)
     assert result.equal and result.steps == STEPS and result.parting is None and result.differing == []
     capsys.readouterr()
     assert command("bisect", plain, again) == 0
@@ -370,28 +366,30 @@ def test_equal_runs_are_equal(plain, home, capsys):
 
 def test_another_seed_shows_in_the_first_state(plain, home):
     other = pretrain(home / "seed", "--seed", 1)
-    result = bisect(plain, other)
+    result = bisect_runs.bisect(plain, other)
     assert result.differing == [("train.seed", 0, 1)] and result.recorded == 1
     assert result.parting.step == 0 and result.parting.leaf == "params/embed/tokens"
-    assert list(report_bisect(result))[-1].startswith(
+    assert list(bisect_runs.report(result))[-1].startswith(
         "part before step 1: leaf params/embed/tokens: 4,096 of 4,096 elements, by "
     )
 
 
 def test_another_model_shows_in_its_leaves(plain, home):
     other = pretrain(home / "wide", settings=["model.n_layers=1", *SETTINGS[1:]])
-    result = bisect(plain, other)
+    result = bisect_runs.bisect(plain, other)
     assert result.parting.step == 0 and result.parting.leaf == "params/blocks/norm_1/scale"
     assert result.parting.note == ": float32 [2, 16] and float32 [1, 16]"
 
 
 def test_a_leaf_that_one_of_them_lacks():
     one, two = {"a": torch.zeros(2)}, {"a": torch.zeros(2), "b": torch.zeros(1)}
-    assert find_difference(3, [], one, one) is None
+    assert bisect_runs.find_difference(3, [], one, one) is None
     assert (
-        find_difference(3, [], one, two) == find_difference(3, [], two, one) == (3, [], "b", " is in one of them only")
+        bisect_runs.find_difference(3, [], one, two)
+        == bisect_runs.find_difference(3, [], two, one)
+        == (3, [], "b", " is in one of them only")
     )
-    assert find_difference(3, ["loss"], one, one) == (3, ["loss"], "", "")
+    assert bisect_runs.find_difference(3, ["loss"], one, one) == (3, ["loss"], "", "")
 
 
 def test_other_data_shows_in_the_batch(plain, home):
@@ -402,7 +400,7 @@ def test_other_data_shows_in_the_batch(plain, home):
         other = pretrain(home / "data")
     finally:
         text.write_text(before)
-    result = bisect(plain, other)
+    result = bisect_runs.bisect(plain, other)
     assert result.parting.step == 1 and result.parting.numbers[:2] == ["batch", "loss"]
     assert [name for name, *_ in result.differing] == ["corpus_sha256"]
 
@@ -416,7 +414,7 @@ def test_another_rate_from_a_step_on_is_named(home, capsys):
     pretrain(one, "--resume", "--peak-tflops", 1)
     pretrain(other, "--resume", "--lr", 0.01, "--peak-tflops", 1)
     said = []
-    result = bisect(one, other, say=said.append)
+    result = bisect_runs.bisect(one, other, say=said.append)
     assert result.recorded == 5 and result.subject == "lr" and "again from checkpoint 4" in said[-1]
     # The forward and the backward pass are as they were; the update is not.
     assert result.parting.step == 5 and result.parting.numbers == ["lr"] and result.parting.leaf.startswith("params/")
@@ -435,25 +433,25 @@ def test_a_run_that_went_on_with_a_flipped_bit_does_not_reproduce_itself(home):
     flip(other, 4, "params/head/w")
     for folder in (one, other):
         pretrain(folder, "--resume", "--peak-tflops", 1)
-    result = bisect(one, other)
+    result = bisect_runs.bisect(one, other)
     assert result.recorded == 4 and result.subject.startswith("leaf params/head/w: 1 of 4,096 elements, by ")
     assert result.parting is None and result.strays == [other] and not result.elsewhere
     assert str(result).endswith(f"and equal there when made again in one process: {other} does not reproduce itself")
     # Without the checkpoint the digests of the rows show it.
     shutil.rmtree(place(other, 4))
-    result = bisect(one, other)
+    result = bisect_runs.bisect(one, other)
     assert result.recorded in (5, 6) and result.strays == [other] and result.parting is None
 
 
 def test_an_edited_row_is_no_parting(plain, copy):
     edit_row(copy, 5, loss=5.0)
-    result = bisect(copy, plain)
+    result = bisect_runs.bisect(copy, plain)
     assert (result.recorded, result.subject, result.parting, result.strays) == (5, "loss", None, [copy])
 
 
 def test_an_edited_digest_is_no_parting(plain, copy):
     edit_row(copy, 4, digest="0" * 16)
-    result = bisect(copy, plain)
+    result = bisect_runs.bisect(copy, plain)
     assert (result.recorded, result.subject, result.parting, result.strays) == (4, "digest", None, [copy])
 
 
@@ -462,7 +460,7 @@ def test_neither_of_two_runs_reproduces_itself(plain, copy, home):
     other = home / "neither"
     shutil.copytree(copy, other)
     edit_row(copy, 5, loss=5.0)
-    result = bisect(copy, other)
+    result = bisect_runs.bisect(copy, other)
     assert (result.recorded, result.parting, result.strays) == (5, None, [copy, other])
     assert str(result).endswith("equal there when made again in one process: neither run reproduces itself")
 
@@ -473,7 +471,7 @@ def test_a_difference_between_meshes_says_nothing_of_the_hardware(plain, copy):
     (copy / run_folder.CONFIG).write_text(config_table.to_json(config_table.from_table({**table, "mesh": {"dp": 2}})))
     edit_row(copy, 8, loss=5.0)
     shutil.rmtree(place(copy, 8))
-    result = bisect(plain, copy)
+    result = bisect_runs.bisect(plain, copy)
     assert result.elsewhere and result.parting is None and ("mesh.dp", None, 2) in result.differing
     assert (
         "the meshes or devices they ran on add in another order (reduce=canonical does not on other meshes), or the "
@@ -495,14 +493,19 @@ def test_runs_without_a_common_step(plain, copy, capsys):
 def test_which_configs_must_give_the_same_bits(plain):
     one = run_folder.read_config(plain)
     many = [replace(one, mesh={"dp": n}, zero=stage) for n, stage in ((1, 3), (2, 1), (2, 2), (4, 2))]
-    assert same_bits(one, many[0]) and same_bits(many[1], many[1])
-    assert not any(same_bits(a, b) for a, b in itertools.permutations(many, 2))
+    assert replay.same_bits(one, many[0]) and replay.same_bits(many[1], many[1])
+    assert not any(replay.same_bits(a, b) for a, b in itertools.permutations(many, 2))
     canonical = [replace(config, reduce="canonical") for config in (one, *many)]
-    assert all(same_bits(a, b) for a, b in itertools.permutations(canonical, 2))
-    assert not same_bits(canonical[0], replace(canonical[0], mesh={"tp": 2}))
-    assert same_bits(replace(canonical[0], mesh={"tp": 2}), replace(canonical[0], mesh={"tp": 2, "dp": 2}))
+    assert all(replay.same_bits(a, b) for a, b in itertools.permutations(canonical, 2))
+    assert not replay.same_bits(canonical[0], replace(canonical[0], mesh={"tp": 2}))
+    assert replay.same_bits(replace(canonical[0], mesh={"tp": 2}), replace(canonical[0], mesh={"tp": 2, "dp": 2}))
     cpu, gpu, before = (replace(canonical[0], device=device) for device in ("cpu", "cuda", "auto"))
-    assert not same_bits(cpu, gpu) and not same_bits(gpu, cpu) and same_bits(gpu, gpu) and same_bits(before, cpu)
+    assert (
+        not replay.same_bits(cpu, gpu)
+        and not replay.same_bits(gpu, cpu)
+        and replay.same_bits(gpu, gpu)
+        and replay.same_bits(before, cpu)
+    )
 
 
 def test_the_config_is_that_of_the_checkpoint_behind_the_step(copy):
@@ -510,16 +513,21 @@ def test_the_config_is_that_of_the_checkpoint_behind_the_step(copy):
     held = checkpoint.open_checkpoint(place(copy, 6))
     leaves = checkpoint.restore_leaves(place(copy, 6), lambda name: True)
     checkpoint.save(copy / "checkpoints", pytree.nest(leaves), step=6, config={**held.config, "mesh": {"dp": 2}})
-    result = replay(copy, 5)
+    result = replay.replay(copy, 5)
     assert result.tolerance == 1e-3 and str(result).startswith("reproduces bit for bit")
-    assert replay(copy, 5, tolerance=0).tolerance == replay(copy, 3).tolerance == replay(copy, 8).tolerance == 0
+    assert (
+        replay.replay(copy, 5, tolerance=0).tolerance
+        == replay.replay(copy, 3).tolerance
+        == replay.replay(copy, 8).tolerance
+        == 0
+    )
     loss = next(row["loss"] for row in run_folder.read_metrics(copy) if row["step"] == 5)
     edit_row(copy, 5, loss=loss * 1.0005)
-    assert str(replay(copy, 5)).startswith("agrees within 0.001: the losses differ by 5.0e-04 at most ")
+    assert str(replay.replay(copy, 5)).startswith("agrees within 0.001: the losses differ by 5.0e-04 at most ")
     edit_row(copy, 5, loss=loss * 1.002)
-    assert str(replay(copy, 5)).startswith("parts at step 5 (loss;")
+    assert str(replay.replay(copy, 5)).startswith("parts at step 5 (loss;")
     edit_row(copy, 5, loss=loss, num_tokens=3)
-    assert str(replay(copy, 5)).startswith("parts at step 5 (num_tokens;")
+    assert str(replay.replay(copy, 5)).startswith("parts at step 5 (num_tokens;")
 
 
 def torchrun(folder, *args):

@@ -14,15 +14,13 @@ from launched import rows as launched_rows
 
 import fzero
 from fzero import checkpoint, optim
-from fzero.checkpoint.restore_state import restore_state
+from fzero.checkpoint import restore_state
 from fzero.cli import pretrain as command
 from fzero.core import flat, precision, pytree, set_nested
 from fzero.models import GPT2Config, gpt2
-from fzero.run import RunConfig, apply_table, from_table, to_table
+from fzero.run import RunConfig, apply_table, auto_resume, from_table, run_folder, to_table
 from fzero.run.config import placement
-from fzero.run.runner.auto_resume import allowed_changes
 from fzero.run.runner.saver import to_memory
-from fzero.run.setup.run_folder import create_run
 from fzero.train import meta_state
 
 MESH = fzero.one_process()
@@ -82,11 +80,11 @@ def test_a_checkpoint_that_kept_the_average_in_extra_is_resumed(tmp_path):
     )
     path = checkpoint.save(tmp_path, earlier, step=0)
     like, specs = meta_state(plan, tx), fzero.state_specs(plan, tx)
-    found = restore_state(path, like, specs, plan, None)
+    found = restore_state.restore_state(path, like, specs, plan, None)
     assert_same(found.opt_state, state.opt_state._replace(average=earlier.extra["ema"]))
     with pytest.raises(ValueError, match=r"extra: .*extra/ema/"):
         plain = optim.adamw(1e-2)
-        restore_state(path, meta_state(plan, plain), fzero.state_specs(plan, plain), plan, None)
+        restore_state.restore_state(path, meta_state(plan, plain), fzero.state_specs(plan, plain), plan, None)
 
 
 # ---- where a run is computed: its last attempt's placement is the next one's ----
@@ -199,22 +197,22 @@ def test_all_processes_side_by_side_need_no_flag(tmp_path):
 
 def test_a_command_that_resumes_by_itself_may_name_the_placement(tmp_path):
     """`--auto-resume` with values of the placement that are not the run's."""
-    create_run(tmp_path / "run", placed(), None, corpus="data")
-    assert allowed_changes({"zero": 3, "prefetch": 2}, tmp_path / "run", None) == {"zero": 3, "prefetch": 2}
+    run_folder.create_run(tmp_path / "run", placed(), None, corpus="data")
+    assert auto_resume.allowed_changes({"zero": 3, "prefetch": 2}, tmp_path / "run", None) == {"zero": 3, "prefetch": 2}
 
 
 def test_a_command_that_resumes_by_itself_may_name_other_numbers(tmp_path):
     """Those that `--resume` may change, as far as they differ; nothing else."""
-    create_run(tmp_path / "run", placed(), None, corpus="data")
+    run_folder.create_run(tmp_path / "run", placed(), None, corpus="data")
     same = to_table(placed())["optim"]["beta2"]
     given = {"optim": {"lr": 0.5, "beta2": same, "schedule": {"name": "linear"}}, "train": {"steps": 900}}
     wanted = {"optim": {"lr": 0.5, "schedule": {"name": "linear"}}, "train": {"steps": 900}}
-    assert allowed_changes(given, tmp_path / "run", None) == wanted
+    assert auto_resume.allowed_changes(given, tmp_path / "run", None) == wanted
     for key, value in (("train.batch", 128), ("data.seq_len", 8), ("model.n_layers", 7), ("train.seed", 5)):
         table = {}
         set_nested(table, key, value)
         with pytest.raises(ValueError, match=rf"^{key} is {value} here and .*, which is to be resumed"):
-            allowed_changes(table, tmp_path / "run", None)
+            auto_resume.allowed_changes(table, tmp_path / "run", None)
 
 
 @pytest.mark.slow

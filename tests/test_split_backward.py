@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_cases import OPTIMIZERS, model_of, train
 
 import fzero
+from fzero.core import vjp_pair
 from fzero.core import vjp_pair as pairs
-from fzero.core.vjp_pair import vjp_pair
 from fzero.sharding import Pipeline, digests
 from fzero.train import streamed_model
 
@@ -80,7 +80,7 @@ def halves(name, dtype, compiled, skip=0):
     f, split, n, shapes, rest = FUNCTIONS[name]
     g = torch.Generator().manual_seed(1)
     inputs = [*(torch.randn(shape, generator=g, dtype=dtype) for shape in shapes), *rest]
-    whole, cut = (vjp_pair(f, n, compiled=compiled, skip=skip, split=k) for k in (0, split))
+    whole, cut = (vjp_pair.vjp_pair(f, n, compiled=compiled, skip=skip, split=k) for k in (0, split))
     out, kept = whole.forward(inputs, split)
     cotangents, counted = [torch.cos(t) for t in out], [Products() for _ in range(3)]
     with counted[0]:

@@ -11,14 +11,11 @@ from launched import hashes, rows, torchrun
 
 from fzero import checkpoint, data
 from fzero.data import packing
-from fzero.run import auto_resume, from_table, pretrain, rollback, run_folder, to_table
+from fzero.run import auto_resume, build_optim, from_table, pretrain, replay, rollback, run_folder, to_table
 from fzero.run import build as run_build
 from fzero.run.config.stages import Ramp, change_stage, count_tokens, read_stage, stage_of_step, stages_of
-from fzero.run.debug.replay import replay
 from fzero.run.ranks.elastic import refit_mesh
 from fzero.run.setup import corpus
-from fzero.run.setup.build import build
-from fzero.run.setup.build_optim import make_schedule
 from fzero.sharding import fake_mesh
 
 SIZES = {"n_layers": 1, "d_model": 16, "d_ff": 24, "n_heads": 2, "n_kv_heads": 2, "max_len": 64}
@@ -88,7 +85,9 @@ def test_the_config_says_what_each_step_had(extended):
     assert [(m["data"]["seq_len"], len(m["stages"])) for m in manifests] == [(64, 0)] * 2 + [(256, 1)] * 2
     assert [row["tokens"] for row in rows(extended)] == [512, 1024, 1536, 2048, 3072, 4096, 5120, 6144]
     rates = [row["lr"] for row in rows(extended)]
-    assert rates == [pytest.approx(float(build(config).schedule(step))) for step in range(8)]  # goes on by steps
+    assert rates == [
+        pytest.approx(float(run_build.build(config).schedule(step))) for step in range(8)
+    ]  # goes on by steps
 
 
 def test_a_run_that_knows_its_stages_from_the_start_is_the_same_bit_for_bit(extended, fz):
@@ -99,7 +98,7 @@ def test_a_run_that_knows_its_stages_from_the_start_is_the_same_bit_for_bit(exte
 
 def test_steps_before_and_behind_the_change_are_replayed(extended):
     for step, start in ((3, 2), (8, 6), (6, 0)):  # the last one over the change
-        result = replay(extended, step, start=start)
+        result = replay.replay(extended, step, start=start)
         assert result.reproduces and result.tolerance == 0, str(result)
 
 
@@ -236,7 +235,7 @@ def test_lengths_that_ranks_do_not_divide_are_refused():
         {"mesh": {"tp": 2}, "sequence": True, "precision": {"policy": "fp32"}, "train": {"compiled": False}}
     )
     with pytest.raises(ValueError, match=r"data.seq_len is 255, which sequence parallelism over tp=2 does not divide"):
-        build(auto_resume.with_changes(config, {"data.seq_len": 255}, print)[0], fake_mesh({"tp": 2}))
+        run_build.build(auto_resume.with_changes(config, {"data.seq_len": 255}, print)[0], fake_mesh({"tp": 2}))
 
 
 def test_stages_as_values():
@@ -367,12 +366,12 @@ def test_the_stage_of_each_size_is_that_of_a_run_that_ends_with_it():
 def test_ranks_that_cannot_share_every_batch_of_a_ramp_are_refused_at_the_start():
     config = replace(ramped(), precision=replace(ramped().precision, policy="fp32", fp32_matmul="default"))
     config = replace(config, train=replace(config.train, compiled=False))
-    build(config, fake_mesh({"dp": 4}))
+    run_build.build(config, fake_mesh({"dp": 4}))
     other = replace(config, train=replace(config.train, batch_ramp="6:6:2000"))
     with pytest.raises(
         ValueError, match=r"train.batch_ramp is 6:6:2000, .* the 4 data ranks cannot share evenly; begin"
     ):
-        build(other, fake_mesh({"dp": 4}))
+        run_build.build(other, fake_mesh({"dp": 4}))
     assert refit_mesh(other, {"dp": 4}, 4)[0] == {"dp": 3}, "a resumed run takes as many as share all of them"
 
 
@@ -387,9 +386,9 @@ def test_a_rate_by_tokens_is_that_of_the_tokens_before_the_step():
         | {"train": {**to_table(ramped())["train"], "compiled": False}}
     )
     plain = replace(config.optim, schedule=replace(config.optim.schedule, tokens=0, warmup_tokens=0, warmup_steps=700))
-    by_token = make_schedule(plain, config.optim.lr, 9000)
+    by_token = build_optim.make_schedule(plain, config.optim.lr, 9000)
     for step in (0, 3, 4, 17, 22, 39):
-        job = build(stage_of_step(config, step).config, fake_mesh({}))
+        job = run_build.build(stage_of_step(config, step).config, fake_mesh({}))
         assert float(job.schedule(step)) == pytest.approx(float(by_token(count_tokens(config, step))), rel=1e-12)
 
 

@@ -11,7 +11,6 @@ from close import assert_close, assert_same
 from fzero import Remat, stack
 from fzero.core import pytree, vjp_pair
 from fzero.core import stack as streaming
-from fzero.core.stack import reference
 
 F64 = torch.float64
 B, D, F = 3, 4, 6
@@ -70,10 +69,10 @@ def value_and_grads(run, layers, x, ctx):
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_every_policy_is_the_loop(policy, depth):
     args = arguments(depth)
-    expected = value_and_grads(reference, *args)
+    expected = value_and_grads(streaming.reference, *args)
     got = value_and_grads(with_options(remat=policy), *args)
     assert_close(got, expected, rtol=1e-12, atol=1e-14)
-    assert_close(stack(block, *args, remat=policy), reference(block, *args), rtol=1e-13)
+    assert_close(stack(block, *args, remat=policy), streaming.reference(block, *args), rtol=1e-13)
     if policy.budget == 1.0:
         assert_same(got, value_and_grads(stack, *args))
 
@@ -94,10 +93,10 @@ def test_float32_is_bitwise_under_every_policy_too():
 def test_compiled_is_the_loop_and_every_policy_gives_the_same_bits():
     args = arguments(3)
     base = value_and_grads(with_options(compiled=True), *args)
-    assert_close(base, value_and_grads(reference, *args), rtol=1e-11, atol=1e-13)
+    assert_close(base, value_and_grads(streaming.reference, *args), rtol=1e-11, atol=1e-13)
     for text in ("full", "every:2"):
         assert_same(value_and_grads(with_options(compiled=True, remat=POLICIES[text]), *args), base)
-    assert_close(stack(block, *args, compiled=True), reference(block, *args), rtol=1e-12)
+    assert_close(stack(block, *args, compiled=True), streaming.reference(block, *args), rtol=1e-12)
     # A budget gives another program for the backward pass, and the same numbers.
     assert_close(
         value_and_grads(with_options(compiled=True, remat=POLICIES["selective:0.0"]), *args),
@@ -111,11 +110,13 @@ def test_gradients_of_x_alone_and_of_some_leaves():
     layers, x, ctx = arguments()
     for form in (stack, with_options(remat=Remat(every=2))):
         for argnums in (0, 1):
-            got, want = (torch.func.grad(loss_of(run), argnums=argnums)(layers, x, ctx) for run in (form, reference))
+            got, want = (
+                torch.func.grad(loss_of(run), argnums=argnums)(layers, x, ctx) for run in (form, streaming.reference)
+            )
             assert_close(got, want, rtol=1e-12, atol=1e-14)
         got, want = (
             torch.func.grad(lambda b, run=run: loss_of(run)({**layers, "b": b}, x, ctx))(layers["b"])
-            for run in (form, reference)
+            for run in (form, streaming.reference)
         )
         assert_close(got, want, rtol=1e-12, atol=1e-14)
 
@@ -133,7 +134,7 @@ def test_a_second_backward_pass_through_the_same_graph():
     for policy in (Remat(), Remat(every=2), Remat(budget=0.5)):
         leaves = pytree.map(lambda t: t.clone().requires_grad_(), layers)
         loss = loss_of(with_options(remat=policy))(leaves, x, ctx)
-        expected = torch.func.grad(loss_of(reference))(layers, x, ctx)
+        expected = torch.func.grad(loss_of(streaming.reference))(layers, x, ctx)
         for scale in (1.0, 2.0, -3.0):
             got = torch.autograd.grad(loss, pytree.leaves(leaves), torch.tensor(scale, dtype=F64), retain_graph=True)
             assert_close(list(got), [scale * g for g in pytree.leaves(expected)], rtol=1e-12, atol=1e-13)
@@ -163,8 +164,8 @@ def test_x_may_be_a_tree_with_parts_that_pass_through():
         return torch.func.grad(of, argnums=(0, 1))(layers, start)
 
     for policy in (Remat(), Remat(every=2)):
-        assert_close(loss(with_options(remat=policy)), loss(reference), rtol=1e-12, atol=1e-14)
-    assert_close(loss(with_options(remat=Remat(budget=0.0))), loss(reference), rtol=1e-12, atol=1e-14)
+        assert_close(loss(with_options(remat=policy)), loss(streaming.reference), rtol=1e-12, atol=1e-14)
+    assert_close(loss(with_options(remat=Remat(budget=0.0))), loss(streaming.reference), rtol=1e-12, atol=1e-14)
 
 
 def test_ctx_may_hold_other_values_from_call_to_call():
@@ -174,7 +175,7 @@ def test_ctx_may_hold_other_values_from_call_to_call():
             now = ctx._replace(gain=gain, shift=shift)
             assert_close(
                 value_and_grads(stack, layers, x, now),
-                value_and_grads(reference, layers, x, now),
+                value_and_grads(streaming.reference, layers, x, now),
                 rtol=1e-12,
                 atol=1e-14,
             )
@@ -198,7 +199,7 @@ def test_a_block_that_ignores_its_arguments():
                 torch.func.grad(lambda p, x, run=run, still=still: (run(still, p, x, ctx) ** 2).sum(), argnums=(0, 1))(
                     layers, x
                 )
-                for run in (with_options(remat=policy), reference)
+                for run in (with_options(remat=policy), streaming.reference)
             )
             assert_same(got, want)
 
@@ -217,7 +218,7 @@ def test_no_layers():
 def test_leaves_that_disagree_on_the_number_of_layers_are_named():
     layers, x, ctx = arguments()
     for wrong in (torch.zeros(4, F, dtype=F64), torch.zeros((), dtype=F64)):
-        for run in (stack, reference):
+        for run in (stack, streaming.reference):
             with pytest.raises(
                 ValueError,
                 match=r"the leaves of a stack must agree in their first dim \(layers\); they have .*'b': (4|None)",
@@ -252,7 +253,7 @@ def test_every_transform(options):
             "hessian": torch.func.hessian(lambda b: loss({**layers, "b": b}, x, ctx))(layers["b"]),
         }
 
-    assert_close(uses(with_options(**options)), uses(reference), rtol=1e-11, atol=1e-13)
+    assert_close(uses(with_options(**options)), uses(streaming.reference), rtol=1e-11, atol=1e-13)
 
 
 def test_a_second_derivative_that_the_fast_path_cannot_give_is_an_error():

@@ -8,9 +8,8 @@ from law_cases import FP64, case_of
 
 import fzero
 from fzero import models, optim
-from fzero.kernels import check_targets
+from fzero.kernels import check_targets, linear_cross_entropy
 from fzero.kernels.cross_entropy import cross_entropy
-from fzero.kernels.linear_cross_entropy import linear_cross_entropy
 
 N, D, V = 12, 4, 16
 FORMS = {
@@ -25,7 +24,7 @@ every_operation = pytest.mark.parametrize("operation", OPERATIONS)
 
 
 def loss_and_gradients(operation, form, targets, mask=None):
-    op = {"cross_entropy": cross_entropy, "linear_cross_entropy": linear_cross_entropy}[operation]
+    op = {"cross_entropy": cross_entropy, "linear_cross_entropy": linear_cross_entropy.linear_cross_entropy}[operation]
     given = laws.draw(*OPERATIONS[operation], dtype=torch.float32)
     f = lambda *given: op(*given, targets, mask, **FORMS[form], smoothing=0.1, z_loss=0.01)  # noqa: E731
     return torch.func.grad_and_value(f, tuple(range(len(given))))(*given)

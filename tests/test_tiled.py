@@ -9,15 +9,14 @@ import torch
 from close import assert_close, assert_same
 
 from fzero.core import have_compiler
-from fzero.kernels import FULL, Pattern
+from fzero.kernels import FULL, Pattern, attention
 from fzero.kernels import attention_tiled as module
-from fzero.kernels.attention import attend, reference
 from fzero.kernels.attention_blocked import blocked_attention
 from fzero.kernels.attention_tiled import prefers, supports
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="there is no C++ compiler")
 F64 = torch.float64
-tiled_attention = functools.partial(attend, "tiled")
+tiled_attention = functools.partial(attention.attend, "tiled")
 PATTERNS = {
     "full": FULL,
     "window": Pattern("window", 7),
@@ -47,7 +46,7 @@ def documents_of(b, t):
 
 
 def chosen(impl, *tensors, **options):
-    return (reference if impl in ("reference", "auto") else tiled_attention)(*tensors, **options)
+    return (attention.reference if impl in ("reference", "auto") else tiled_attention)(*tensors, **options)
 
 
 @pytest.fixture(params=("torch's products", "loops"))
@@ -65,7 +64,7 @@ def test_is_the_reference(pattern):
         tensors = draw(2, t, 4, 2, 6)
         two = torch.stack((torch.arange(t) >= 200, torch.arange(t) < 250)).int()
         for options in ({"cap": 0.3}, {"documents": documents_of(2, t), "scale": 0.2, "cap": 0.0}, {"documents": two}):
-            expected = laws.both_passes(lambda *a, o=options: reference(*a, pattern=pattern, **o), tensors)
+            expected = laws.both_passes(lambda *a, o=options: attention.reference(*a, pattern=pattern, **o), tensors)
             actual = laws.both_passes(lambda *a, o=options: tiled_attention(*a, pattern=pattern, **o), tensors)
             assert_close(list(actual), list(expected), rtol=1e-11, atol=1e-13)
 
@@ -75,7 +74,7 @@ def test_grouped_heads_and_odd_dims(b, t, h, g, k):
     tensors = draw(b, t, h, g, k)
     assert_close(
         list(laws.both_passes(tiled_attention, tensors)),
-        list(laws.both_passes(reference, tensors)),
+        list(laws.both_passes(attention.reference, tensors)),
         rtol=1e-11,
         atol=1e-13,
     )
@@ -171,7 +170,7 @@ def test_large_scores_stay_finite_and_nan_is_not_lost(dtype):
     large = [300.0 * q, 300.0 * k, v]
     outs, grads = laws.both_passes(tiled_attention, large)
     assert all(bool(x.isfinite().all()) for x in (*outs, *grads))
-    exact = reference(*(x.double() for x in large))
+    exact = attention.reference(*(x.double() for x in large))
     assert_close(outs[0].double(), exact, rtol=2e-2, atol=2e-2)
     for i in range(3):
         spoilt = [x.clone() for x in (q, k, v)]
@@ -191,7 +190,7 @@ def test_queries_may_be_the_last_of_the_keys(pattern):
         whole = draw(2, s, 4, 2, 6)
         tensors = whole[0][:, s - t :].contiguous(), *whole[1:]
         for options in ({"cap": 0.3}, {"documents": documents_of(2, s)}):
-            expected = laws.both_passes(functools.partial(reference, pattern=pattern, **options), tensors)
+            expected = laws.both_passes(functools.partial(attention.reference, pattern=pattern, **options), tensors)
             for form in (tiled_attention, blocked_attention):
                 actual = laws.both_passes(functools.partial(form, pattern=pattern, **options), tensors)
                 assert_close(list(actual), list(expected), rtol=1e-11, atol=1e-13)
@@ -230,7 +229,7 @@ def test_long_sequences_are_taken_a_block_of_queries_at_a_time(pattern):
     tensors = draw(1, t, 2, 1, 6)
     documents = (torch.arange(t) // 900)[None]
     for options in ({"cap": 0.3}, {"documents": documents}):
-        expected = laws.both_passes(lambda *a, o=options: reference(*a, pattern=pattern, **o), tensors)
+        expected = laws.both_passes(lambda *a, o=options: attention.reference(*a, pattern=pattern, **o), tensors)
         actual = laws.both_passes(lambda *a, o=options: tiled_attention(*a, pattern=pattern, **o), tensors)
         assert_close(list(actual), list(expected), rtol=1e-11, atol=1e-13)
     rooms = [module._gradients(*(x.to(dtype) for x in tensors), False)[3] for dtype in module.DTYPES]

@@ -12,9 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero import Execution, fp64, init_state, make_train_step, models, one_process, optim, zero_plan
-from fzero.core import have_compiler, pytree
-from fzero.core.vjp_pair import vjp_pair
-from fzero.kernels.registry import observe
+from fzero.core import have_compiler, observe, pytree, vjp_pair
 from fzero.models.tiled_linear import (
     TiledLayer,
     tile_spans,
@@ -106,7 +104,7 @@ def test_laws(layer):
 def test_traced(layer):
     """In a graph of a block, too, no hidden activations are kept for the backward pass."""
     f, tensors = form(layer, 4), drawn(layer, 16, 6, 32)
-    pair = vjp_pair(
+    pair = vjp_pair.vjp_pair(
         lambda *t: [f("tiled", *t)], len(tensors), compiled=layer == "swiglu" and have_compiler(), budget=0.99
     )
     outs, residuals = pair.forward(tensors)

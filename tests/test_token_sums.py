@@ -13,9 +13,8 @@ from torch import nn
 import fzero
 from fzero import models, optim
 from fzero.core import pytree
-from fzero.kernels import embedding, norm
+from fzero.kernels import attention_arguments, embedding, norm
 from fzero.kernels import linear_cross_entropy as lce
-from fzero.kernels.attention_arguments import gradient, with_sinks
 from fzero.models.layers import linear
 from fzero.models.user_functions import WideSums
 from fzero.models.weights import LowRankSum
@@ -99,7 +98,7 @@ def test_attention_sinks(dtype):
     lse, sinks = q.sum(-1).mT.to(dtype), draw(2, seed=5).to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     found, exact = (
-        gradient(*with_sinks(out.to(d), lse.to(w), sinks), g.to(d), sinks.to(d))
+        attention_arguments.gradient(*attention_arguments.with_sinks(out.to(d), lse.to(w), sinks), g.to(d), sinks.to(d))
         for d, w in ((dtype, wide), (torch.float64,) * 2)
     )
     assert float((found.double() - exact).norm() / exact.norm()) <= BOUNDS[dtype]

@@ -8,17 +8,17 @@ import torch
 
 from fzero import plan
 from fzero.core import Target, compile_cache
-from fzero.kernels.tuning import kernel_folder
+from fzero.kernels import tuning
 from fzero.offload import config_file
 from fzero.planner import device_for, extrapolate, is_cached, resolve_for, trace_cache
-from fzero.planner.plan import config_for
+from fzero.planner import plan as planning
 from fzero.planner.plan_report import report_of
 from fzero.planner.trace_cache import cached_trace, entry_name, question, remove_oldest
 
 DEVICE = device_for("h100")
 SIZES = {"dp": 2}
 SETTINGS = {"train.compiled": False, "train.batch": 8, "train.micro_batch": 2, "model.n_layers": 1, "zero": 3}
-CONFIG = resolve_for(config_for("llama-tiny", SETTINGS), DEVICE)
+CONFIG = resolve_for(planning.config_for("llama-tiny", SETTINGS), DEVICE)
 ASKED = (CONFIG, SIZES, 0, DEVICE.target)
 
 
@@ -43,8 +43,8 @@ def test_the_second_plan_of_a_question_is_equal_and_not_traced(trace, tmp_path):
 
 
 CHANGES = {
-    "config": lambda patch: (config_for(CONFIG, {"train.micro_batch": 4}), SIZES, 0, DEVICE.target),
-    "seed": lambda patch: (config_for(CONFIG, {"train.seed": 7}), SIZES, 0, DEVICE.target),
+    "config": lambda patch: (planning.config_for(CONFIG, {"train.micro_batch": 4}), SIZES, 0, DEVICE.target),
+    "seed": lambda patch: (planning.config_for(CONFIG, {"train.seed": 7}), SIZES, 0, DEVICE.target),
     "mesh": lambda patch: (CONFIG, {"dp": 4}, 0, DEVICE.target),
     "axis": lambda patch: (CONFIG, {"tp": 2}, 0, DEVICE.target),
     "rank": lambda patch: (CONFIG, SIZES, 1, DEVICE.target),
@@ -182,5 +182,5 @@ def test_a_user_without_a_home_has_caches_and_settings_in_the_temporary_folder(m
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pathlib.Path.home", nowhere)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for folder in (trace_cache.cache_folder(), kernel_folder(), config_file().parent):
+    for folder in (trace_cache.cache_folder(), tuning.kernel_folder(), config_file().parent):
         assert folder is not None and folder.is_relative_to(tmp_path)

@@ -6,7 +6,7 @@ from close import assert_close, assert_same
 
 import fzero
 from fzero import models, optim
-from fzero.checkpoint.convert.huggingface import save_hf
+from fzero.checkpoint import huggingface
 from fzero.core import prng, pytree
 from fzero.run import weights
 
@@ -20,7 +20,7 @@ TOKENS = torch.arange(24).reshape(2, 12) % 61
 def dense(name, folder, dtype=torch.float64):
     config = CONFIGS[name]
     params = models.init_params(models.build(config), prng.key(1), dtype)
-    save_hf(folder, config, params)
+    huggingface.save_hf(folder, config, params)
     return config, params
 
 
@@ -76,7 +76,7 @@ def test_a_model_that_no_mixture_is_made_of_is_one_line(name, tmp_path, fz):
         "gemma": models.LlamaConfig(61, 64, 16, 2, 2, 1, 24, norms="out", qk_norm=True, wide_qk_norm=True),
     }
     said = {"gpt2": "the model is a GPT2Config", "gemma": "norms is 'out'; a model with experts has 'in' only"}
-    save_hf(tmp_path / "dense", made[name], models.init_params(models.build(made[name]), prng.key(0)))
+    huggingface.save_hf(tmp_path / "dense", made[name], models.init_params(models.build(made[name]), prng.key(0)))
     code, _, error = fz("import", tmp_path / "dense", "--out", tmp_path / "run", "--upcycle", "experts=4,top=2")
     assert code == 2 and error.count("\n") == 1 and said[name] in error, error
     assert not (tmp_path / "run").exists()

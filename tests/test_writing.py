@@ -122,14 +122,13 @@ def test_a_lock_that_is_no_regular_file_is_refused(what, tmp_path, outside):
 
 
 def test_a_lock_of_a_checkpoint_folder_too(tmp_path, outside):
-    from fzero.run import config_table
-    from fzero.run.runner.pretrain import lock_outside_folders
+    from fzero.run import config_table, pretrain
 
     place = make_folder(tmp_path, "elsewhere")
     (place / run_lock.LOCK).symlink_to(outside)
     config = config_table.from_table({"preset": "llama-tiny", "train": {"checkpoints": str(place)}})
     with pytest.raises(NotWritable, match=r"lock\.json: is a symbolic link"):
-        lock_outside_folders(config, print)
+        pretrain.lock_outside_folders(config, print)
 
 
 def tree():

@@ -20,14 +20,12 @@ from zero_cases import model_of
 
 import fzero
 from fzero import checkpoint, local_batch, optim, state_specs
-from fzero.checkpoint import error_lines
-from fzero.checkpoint.restore_state import restore_state
+from fzero.checkpoint import error_lines, restore_state
 from fzero.core import pytree
 from fzero.optim import Intervals
 from fzero.optim.zero_one_adam import Rule
-from fzero.planner import resolve_for, slow_link_options
-from fzero.planner.devices import between_nodes, device
-from fzero.planner.plan import reports_of
+from fzero.planner import devices, resolve_for, slow_link_options
+from fzero.planner import plan as planning
 from fzero.run import build
 from fzero.sharding import sent_by_link, updates
 from fzero.train import meta_state, sum_divergence
@@ -324,7 +322,7 @@ def own_of(mesh, plan, state):
 def resumed(mesh, folder, stage):
     plan, tx, step = steps_of(mesh, stage)
     path, like = checkpoint.latest(folder), meta_state(plan, tx)
-    state = restore_state(path, like, state_specs(plan, tx), plan, None)
+    state = restore_state.restore_state(path, like, state_specs(plan, tx), plan, None)
     return own_of(mesh, plan, state), go(mesh, step, state, 9, 14), error_lines(path, plan, pytree.names(like))
 
 
@@ -470,11 +468,11 @@ def test_what_does_not_go_together_is_one_line(words):
 
 @exhaustive
 def test_a_plan_of_local_steps_has_their_share_of_the_sums():
-    slow, sizes = between_nodes(device("h100", ranks_on_node=2), "0.05:5"), {"rp": 2, "dp": 2}
+    slow, sizes = devices.between_nodes(devices.device("h100", ranks_on_node=2), "0.05:5"), {"rp": 2, "dp": 2}
     reports = []
     for every in (1, 2, 4):
         config = made(optimizer="zero_one_adam", mesh=sizes, zero=3, parts=1, optim_sum_every=every)
-        reports.append(reports_of(resolve_for(config, slow), sizes, slow)(slow))
+        reports.append(planning.reports_of(resolve_for(config, slow), sizes, slow)(slow))
     each, second, fourth = (report.step_s for report in reports)
     assert each > second > fourth
     # Of t = local + (sum - local) x the part of the 10 steps that sum: 2 before the first local one, and 4 or 2 then.

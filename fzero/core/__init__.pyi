@@ -61,6 +61,7 @@ from fzero.core.bounds import SIZE as SIZE
 from fzero.core.bounds import STAGE as STAGE
 from fzero.core.bounds import Allowed as Allowed
 from fzero.core.bounds import Amount as Amount
+from fzero.core.bounds import AtLeastOne as AtLeastOne
 from fzero.core.bounds import Bounds as Bounds
 from fzero.core.bounds import Count as Count
 from fzero.core.bounds import Fraction as Fraction

@@ -1,4 +1,3 @@
-from fzero.data import analysis as analysis
 from fzero.data.analysis import analyze as analyze
 from fzero.data.auto_tokenizer import add_tokens as add_tokens
 from fzero.data.buckets import BucketStream as BucketStream
@@ -30,10 +29,12 @@ from fzero.data.transforms import weigh_targets as weigh_targets
 
 """For contributors: what the other packages of fzero use."""
 
+# Modules
+from fzero.data import analysis as analysis
+
 # A number for each row of a corpus, by which a curriculum orders them
 from fzero.data.analysis import analysis_folder as analysis_folder
 from fzero.data.analysis import describe_values as describe_values
-from fzero.data.analysis import open_analysis as open_analysis
 
 # The tokenizer of a model's folder, with the ids of AutoTokenizer of `transformers`
 from fzero.data.auto_tokenizer import changed_on_load as changed_on_load
@@ -55,9 +56,6 @@ from fzero.data.chat import read_chat as read_chat
 from fzero.data.chat import render as render
 from fzero.data.chat import template_files as template_files
 from fzero.data.chat import write_chat as write_chat
-
-# An order of a corpus' rows in which easy ones come first
-from fzero.data.curriculum import rank as rank
 
 # Convert lines to token files
 from fzero.data.examples import TOO_LONG as TOO_LONG

@@ -1,6 +1,5 @@
 from fzero.kernels.rope import RopeScaling as RopeScaling
 from fzero.models import decoder as decoder
-from fzero.models import dropping as dropping
 from fzero.models import score as score
 from fzero.models.base import Cache as Cache
 from fzero.models.base import Ctx as Ctx
@@ -53,6 +52,7 @@ from fzero.models.score import reward as reward
 # Modules
 from fzero.models import base as base
 from fzero.models import config_values as config_values
+from fzero.models import dropping as dropping
 from fzero.models import forward as forward
 
 # A layered model as a value
@@ -89,10 +89,6 @@ from fzero.models.configs import without_adapters as without_adapters
 
 # The Model of a decoder that transformers' own code computes
 from fzero.models.decoder import linear_targets as linear_targets
-
-# Random layerwise token dropping
-from fzero.models.dropping import expect_droppable as expect_droppable
-from fzero.models.dropping import expect_layers_apart as expect_layers_apart
 
 # The experts of a block
 from fzero.models.experts import BIAS as BIAS

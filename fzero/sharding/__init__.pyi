@@ -156,9 +156,10 @@ from fzero.sharding.spec import StateMemory as StateMemory
 from fzero.sharding.spec import Tier as Tier
 
 # What a rank sends of parameters and gradients
-from fzero.sharding.traffic import LeafTransfer as LeafTransfer
+from fzero.sharding.traffic import MICRO_BATCH as MICRO_BATCH
+from fzero.sharding.traffic import PASS as PASS
+from fzero.sharding.traffic import STEP as STEP
 from fzero.sharding.traffic import sent_by_link as sent_by_link
-from fzero.sharding.traffic import sent_of as sent_of
 from fzero.sharding.traffic import transfers as transfers
 from fzero.sharding.traffic import updates as updates
 

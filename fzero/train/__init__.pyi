@@ -19,7 +19,10 @@ from fzero.train.eval import make_eval_step as make_eval_step
 
 # Options of a step
 from fzero.train.execution import CAPTURE as CAPTURE
+from fzero.train.execution import SIGMAS as SIGMAS
 from fzero.train.execution import UPDATES as UPDATES
+from fzero.train.execution import WARMUP as WARMUP
+from fzero.train.execution import WINDOW as WINDOW
 from fzero.train.execution import Execution as Execution
 from fzero.train.execution import Skip as Skip
 
@@ -48,9 +51,6 @@ from fzero.train.pipeline_executor import schedule_of as schedule_of
 from fzero.train.sdc_check import make_check as make_check
 
 # Loss spikes
-from fzero.train.spike import SIGMAS as SIGMAS
-from fzero.train.spike import WARMUP as WARMUP
-from fzero.train.spike import WINDOW as WINDOW
 from fzero.train.spike import Spike as Spike
 
 # What passes between the stages of a pipeline

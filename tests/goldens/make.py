@@ -19,7 +19,7 @@ import fzero
 from fzero import models
 from fzero.core import config_tables
 from fzero.planner.step_trace import trace_step
-from fzero.run.config import config_table
+from fzero.run import config_table
 
 PLANS = Path(__file__).with_name("plans.json")
 SIZES = {"vocab_size": 64, "max_len": 32, "d_model": 16, "n_layers": 2, "d_ff": 32}
