@@ -126,6 +126,9 @@ def smallest_factor(n: int) -> int:
 
 def chunk_shape(tile: Sequence[int], itemsize: int, spec: Spec, grid: Sequence[int]) -> tuple[int, ...]:
     """The shape of the chunks of a tile: layers are cut first, then rows and dims that `spec` shards, then others."""
+    # If there are three dims or more, the first counts layers and is cut first. Then the rows (which a data axis
+    # shards) and the dims for which `spec` names an axis are cut evenly, counting the cuts into parts of `grid`; other
+    # dims only when those cannot be cut further.
     chunk, cuts = list(tile), list(grid)
     lead = int(len(chunk) > 2)
     named = {dim for dim, axes in enumerate(spec.dims) if axes} | {lead}

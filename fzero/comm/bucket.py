@@ -25,6 +25,7 @@ def bucket_groups(tensors: Sequence[Tensor], kinds: Sequence[Hashable]) -> list[
 
 def pack(tensors: Sequence[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
     """Pack tensors into a bucket [rows, width] of `dtype`; the first dim of each is split into `rows` equal parts."""
+    # A bucket of one tensor is a view of it, without a copy.
     if len(tensors) == 1:
         return tensors[0].to(dtype).contiguous().view(rows, -1)
     return torch.cat([t.reshape(rows, -1).to(dtype) for t in tensors], 1)

@@ -256,6 +256,8 @@ def expect_closed(f: Callable[..., Any], label: str) -> None:
 class Function(torch.autograd.Function):
     """A torch.autograd.Function whose `apply` binds no arguments where no transform is active, to save time."""
 
+    # torch reads the signature of `forward` out of the code at each call, which takes longer than most kernels of a
+    # small step.
     @classmethod
     def apply(cls, *args: Any) -> Any:
         if followed := active_varying():
@@ -276,6 +278,8 @@ def run_backward(operation: str, run: Callable[..., tuple[Tensor, ...]], *tensor
 class Backward(Function):
     """`Backward.apply(what, run, *tensors)` returns the tuple `run(*tensors)`, computed below all transforms."""
 
+    # For use inside the backward pass of another Function. It cannot be differentiated: that raises
+    # NotImplementedError, so operations with such a backward pass fall back to their reference for a second derivative.
     @staticmethod
     def forward(operation: str, run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
         return run(*tensors)

@@ -141,6 +141,7 @@ DRAWING: set[Any] = set()  # the codes of those that reach a generator
 
 def generators_in(f: Any, *arguments: Any) -> list[Any]:
     """The generators that a function, what it calls, or its arguments hold."""
+    # A function that reached none in its first calls is not searched again.
     generators, codes = [x for x in pytree.leaves(arguments) if is_generator(x)], codes_of(f)
     if is_foreign(f) and (LOOKS[codes] < MAX_LOOKS or codes in DRAWING):
         reached = ClosureState.from_function(f).generators.values()
@@ -197,6 +198,8 @@ def cell_is_full(cell: Any) -> bool:
 
 def call_repeatable(f: Any, run: Callable[[], R], initial: AmbientState) -> R:
     """What `run` returns, which calls f; raises Impure if a second call gives other values."""
+    # A recomputation would see them: a count, an iterator, an average, a clock. A function with collectives is not
+    # called twice, as other ranks would wait for it.
     if not is_inspected(f):
         return run()
     LOOKS[codes_of(f)] += 1

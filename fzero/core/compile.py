@@ -128,6 +128,8 @@ def compile_graph(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = Fa
 
 def _cache_tag() -> str:
     """The settings and versions that a compiled graph depends on."""
+    # Inductor's cache of graphs asks for more than its own list: the vector instructions, as another machine may share
+    # the folder; the threads, which share out sums; fzero's own source, as a graph names its operators only.
     return f"{package_digest()} {vector_instructions()} {torch.get_num_threads()}"
 
 

@@ -105,6 +105,8 @@ def _store_library(question: str, content: bytes) -> str:
 @functools.cache
 def trust_vector_flags() -> None:
     """Let Inductor take the vector instructions from the CPU's own list if the compiler knows all their flags."""
+    # Otherwise it compiles and loads a program with torch's headers for each of them, seconds in every process. It
+    # finds the same instructions either way.
     from fzero.core.torch_private import inductor_config, supported_vec_isa_list
 
     program = compiler()

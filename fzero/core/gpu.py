@@ -65,6 +65,8 @@ def is_compiled_for(capability: tuple[int, int], architectures: Sequence[str]) -
     >>> is_compiled_for((8, 9), ["sm_80", "sm_90"]), is_compiled_for((7, 0), ["sm_75", "sm_80"])
     (True, False)
     """
+    # Machine code (sm) runs on later GPUs of the same generation, that of sm_90a on its own alone; an intermediate code
+    # (compute) is compiled for any later one. Ref: NVIDIA, CUDA C++ Programming Guide, "Binary Compatibility".
     for name in architectures:
         form = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
         if form is None:
@@ -172,6 +174,8 @@ def use_device(kind: str, processes: int = 1) -> torch.device:
 
 def widen_queues() -> None:
     """Have a GPU keep its streams apart, up to 32 of them; call it before the GPU is used."""
+    # CUDA puts streams into 8 queues, and in a queue what waits holds up the streams behind it. A pipeline has receives
+    # that wait for another rank, on a stream for each channel.
     os.environ.setdefault(QUEUES, "32")
 
 
@@ -222,6 +226,7 @@ def compute_once(device: torch.device) -> None:
 
 def current_device() -> torch.device:
     """The device of the calling thread: its current GPU, or the CPU if this process uses no GPU."""
+    # A new thread begins with GPU 0, whichever its process uses; `select_device` tells it.
     return torch.device("cuda", torch.cuda.current_device()) if in_use() else HOST
 
 
@@ -339,6 +344,7 @@ def synchronize(device: torch.device) -> None:
 
 def mark_time(spare: list[Any] | None = None) -> Any:
     """A moment in the work of the current stream, an event; spare: old ones to use again."""
+    # Old events are used again, as the driver takes its time to make one.
     event = spare.pop() if spare else torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -346,6 +352,7 @@ def mark_time(spare: list[Any] | None = None) -> Any:
 
 def product_rate(dtype: torch.dtype, device: torch.device, side: int = 8192, times: int = 10) -> float:
     """The FLOP/s of square products on a GPU, timed by its own clock."""
+    # Of random numbers: products of ones take less power, and run at a higher clock than any training does.
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     for _ in range(3):
         torch.mm(a, b)
@@ -382,6 +389,8 @@ def on_capture_stream(device: torch.device, inputs: Sequence[Tensor]) -> Iterato
 
 def record_graph(work: Callable[[], Any], device: torch.device, pool_graph: Any = None) -> tuple[Any, Any]:
     """(the CUDA graph of what `work()` gives the GPU, what it returned); raises RuntimeError for a wait in it."""
+    # What `work` made is in memory of the graph, and overwritten by the next replay. pool_graph: may share that memory,
+    # as no two graphs run at one time.
     graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
     pool = torch.cuda.graph_pool_handle() if pool_graph is None else pool_graph.pool()
     # Other threads pin memory and wait for copies meanwhile, as those of a checkpoint do; and so does this one where a
@@ -402,6 +411,7 @@ _ABANDONED: list[Any] = []  # PyTorch's allocator of pinned memory goes on askin
 
 def _abandon_recording(graph: Any, device: torch.device, pool: Any) -> None:
     """Give back the memory of a recording that failed, which PyTorch keeps."""
+    # As long as PyTorch's allocator takes a recording to be under way, it frees nothing that another stream has used.
     index = device.index or 0
     try:
         torch_private.end_allocate_to_pool(index, pool)

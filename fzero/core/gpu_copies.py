@@ -95,6 +95,8 @@ def _mark_destination(out: Tensor) -> Destination:
 
 def copy_in(x: Tensor, device: torch.device, *, event: Any = None, out: Tensor | Destination | None = None) -> Copied:
     """Start to copy `x` from the host's memory to `device`, after `event` if given; out: memory there."""
+    # If `x` is pinned the host does not wait, and must not write into `x` before the copy is made. `out` is written
+    # after the work that the current stream (of a Destination: the one that reserved it) was given so far.
     if device.type != "cuda":
         target = out.tensor if isinstance(out, Destination) else out
         return Copied(x.to(device) if target is None else target.copy_(x))
@@ -167,6 +169,7 @@ class CopySource(NamedTuple):
 class CopySources:
     """The sources of copies that leave a GPU, each kept until its owner has waited for its copy."""
 
+    # Two groups, so that the GPU computes a group while the tensors of the one before it leave.
     def __init__(self) -> None:
         self.waiting: deque[tuple[int, CopySource]] = deque()  # with the number of the group that was passed last
         self.group, self.fetched = 0, None
@@ -222,6 +225,7 @@ def _sources(device: torch.device) -> CopySources:
 
 def pass_group(device: torch.device, group: Any, *, fetched: bool) -> None:
     """Note that a pass comes to a group of leaves, so that sources of copies two groups ago are freed."""
+    # Both calls for a group count once. Nothing for a CPU, and while a graph is recorded.
     if device != HOST and not is_capturing(device):
         _sources(device).advance(group, fetched)
 
@@ -241,6 +245,7 @@ def free_sources(device: torch.device) -> None:
 class SnapshotReader:
     """Copies of what a GPU's tensors hold when this is made, into the host's memory, beside the computation."""
 
+    # Any thread whose current GPU is that one may call `copy`; `end` follows the last copy, whatever happens.
     def __init__(self, device: torch.device) -> None:
         self.stream, readings = _snapshots(device)
         self.stream.wait_stream(torch.cuda.current_stream(device))
@@ -272,6 +277,7 @@ def _snapshots(device: torch.device) -> tuple[Any, list[SnapshotReader]]:
 
 def await_readers(device: torch.device) -> None:
     """Make the current stream of a GPU wait for the copies of each SnapshotReader, to write over what they read."""
+    # The host waits for the thread that makes the copies, until it has started the last; it does not wait for the GPU.
     if device.type != "cuda":
         return
     _, readings = _snapshots(device)

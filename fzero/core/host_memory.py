@@ -69,6 +69,8 @@ def aligned_memory(size: int) -> np.ndarray:
 
 def allocate_pages(size: int, label: str, remedy: str, *, align: int = PAGE, awaited: bool = False) -> np.ndarray:
     """`size` bytes of fresh memory as uint8, touched by this thread, pinned if this process uses a GPU."""
+    # Huge pages where the system has them: a direct transfer then needs few descriptors. The memory goes back to the
+    # system after the work that the GPU has been given by then, unless the owner waits for all copies itself (awaited).
     _release_pending()
     memory, pages = _map_pages(size, align)
     pages[:: mmap.PAGESIZE] = 0

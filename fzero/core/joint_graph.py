@@ -21,6 +21,9 @@ LARGEST = _ATEN.linalg_vector_norm.default, _ATEN.abs.default, _ATEN.amax.defaul
 
 def pin_ordered(graph: torch.fx.GraphModule) -> None:
     """Mark each ordered operator of a joint graph as of the forward or the backward pass, and as never recomputed."""
+    # The backward pass begins at the first node that depends on a placeholder named `tangents...`. Ordered operators
+    # before it are of the forward pass, and their results are saved; those after it are of the backward pass, also if
+    # the program repeats them on purpose. Random numbers would be others if they were recomputed.
     from torch.utils.checkpoint import CheckpointPolicy
 
     downstream: set[torch.fx.Node] = set()
@@ -46,6 +49,8 @@ def is_random(node: torch.fx.Node) -> bool:
 
 def merge_shared(graph: torch.fx.GraphModule) -> None:
     """Call each operator of SHARED once for the same arguments in a pass of a joint graph."""
+    # Views of the same tensor, and items of the same result, become one; nothing else does: what the program computes
+    # twice on purpose, to keep less, stays so.
     if not any(node.target in SHARED for node in graph.graph.nodes):
         return
     first_calls: dict[Any, torch.fx.Node] = {}
@@ -76,6 +81,7 @@ def has_equal_sums(graph: torch.fx.GraphModule) -> bool:
 
 def chain_in_order(graph: torch.fx.GraphModule) -> bool:
     """Chain the ordered operators of a graph by tokens; returns whether there are any: then one output more."""
+    # Each operator takes the token of the one before and returns a new one. Nodes need node.meta["val"].
     token: torch.fx.Node | None = None
     for node in list(graph.graph.nodes):
         if node.target not in ORDERED:
@@ -112,6 +118,8 @@ def keeps_order(graph: torch.fx.GraphModule) -> bool:
 
 def _wait_arguments(wait: torch.fx.Node) -> tuple[Any, ...]:
     """The arguments of a wait, with what may not be reused or computed later as the second one."""
+    # That is the tensor on its way, and what the graph computes between for use behind the wait: the compiler moves
+    # products next to their use, and nothing would be computed meanwhile.
     row, _, *extra = wait.args
     start = _source(row)
     while start.target is not STARTED[wait.target].overloadpacket.after:

@@ -15,6 +15,7 @@ from typing import Any
 @contextlib.contextmanager
 def deaf_to_interrupts() -> Iterator[None]:
     """A context in which processes are started that never get SIGINT; this one gets it at the end."""
+    # Before a context in which processes are spawned, call `begin_spawning`.
     # A process inherits the mask of its parent, and blocked signals stay pending: Ctrl-C reaches this process at the
     # end.
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

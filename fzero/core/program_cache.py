@@ -52,6 +52,8 @@ class StoredProgram(NamedTuple):
 
 def program_question(identity: Any, inputs: Sequence[Tensor]) -> str | None:
     """The question whose answer is the compiled programs of `identity` for such inputs; None if there is none."""
+    # A process that changes what functions of this package do (a test, a form of one's own) would ask the same question
+    # and mean another one.
     plain = all(type(t) is Tensor and t.device.type == "cpu" and t.layout == torch.strided for t in inputs)
     if not (compile_cache.programs_allowed() and plain):
         return None

@@ -269,6 +269,8 @@ def expect_same(first: list[Tensor | float], second: list[Tensor | float], chang
 
 def equal_values(x: Tensor | float, y: Tensor | float, changed: bool) -> bool:
     """Whether two results are the same, but for sums in another order; changed: something shows otherwise."""
+    # On a CPU one operation has one result, but for float32 rows that are added at one index. On a GPU sums in any
+    # order are usual, and their errors are as large as the parts of a sum: there a result counts as at least 1.
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         if isinstance(x, Tensor) or isinstance(y, Tensor) or type(x) is not type(y):
             return False

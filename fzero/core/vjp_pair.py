@@ -58,6 +58,7 @@ def cut_backward(backward: GraphModule, weights: int) -> tuple[GraphModule, Grap
 
 def _reordered(backward: GraphModule, weights: int) -> tuple[Graph, int]:
     """(a copy of a backward graph that gives the gradients by inputs first, their number)."""
+    # The partitioner takes every input whose name has no "tangents" for one of a forward pass.
     graph, copies = Graph(), dict[Node, Node]()
     for node in backward.graph.nodes:
         if node.op == "placeholder":

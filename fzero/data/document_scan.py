@@ -128,6 +128,7 @@ class Sources(NamedTuple):
 class Corpus(NamedTuple):
     """The documents to prepare, as found by the first reading."""
 
+    # The draw of a document depends only on seed and content.
     sources: Sources
     masks: Sequence[np.ndarray]  # of each piece, bool [documents]: those that are not left out
     val_fraction: float

@@ -208,6 +208,8 @@ def _dkv_tiles(
     WIDTH: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """(dk / scale, dv) after `count` tiles of queries of each of the `share` heads, from `lo` on."""
+    # Queries from skip[0] on are moved by skip[1], which jumps over a range that another call handles. Scores are
+    # [keys, queries] here.
     q, qt, qh, g, gt, lse, delta, t, query_start, docs, share = queries
     key, span, end, key_docs = keys
     for step in range(0, count * share):  # step = head * count + tile

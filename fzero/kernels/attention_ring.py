@@ -131,6 +131,7 @@ class Ring:
 
 def may_see(positions: Positions) -> bool:
     """False only if all keys are after all queries or in other documents, as the host can see."""
+    # Values are looked at in the host's memory alone, as a GPU would be waited for.
     query, key = positions.query, positions.key
     if query is None or key is None or kind_of(query) != "cpu" or isinstance(query, FakeTensor) or is_traced(query):
         return True

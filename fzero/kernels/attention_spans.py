@@ -127,6 +127,10 @@ def spans(positions: Tensor, documents: Tensor | None, block: int) -> Tensor:
 @triton.jit(do_not_specialize=["nx", "ny", "shift"])
 def _document_bounds(X, Y, OUT, nx, ny, shift, AFTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """For a block of BLOCK positions of X [nx], find which part of Y [ny] holds the same documents."""
+    # X's position i is Y's i + shift. One program handles block `i` of row `b`, and stores two numbers. Before (not
+    # AFTER), looking at Y up to the block's last position: the first index of these documents, and the index from which
+    # all entries belong to the block's one document. AFTER, from the block's first position: the end of these
+    # documents, and the index up to which all belong to the one document.
     tiles = tl.cdiv(nx, BLOCK)
     # Programs are numbered b * tiles + tile. Positions beyond nx repeat the last one, which does not change minimum and
     # maximum.

@@ -46,6 +46,8 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL:
 @functools.cache
 def has_small_products(dtype: torch.dtype) -> bool:
     """Whether torch's products of small tiles, `brgemm`, take this dtype here."""
+    # float32 from AVX2 on, bfloat16 from AVX-512's or AMX's units for it on. For others torch hands float32 to the
+    # BLAS.
     return dtype in (torch.bfloat16, torch.float32) and bool(getattr(_library(dtype), f"works_{DTYPES[dtype]}")())
 
 
@@ -182,6 +184,8 @@ def supports(
 
 def prefers(q: Tensor, *tensors: Tensor, **options: object) -> str:
     """Why "auto" should not take it; measured 1.1 to 2.6 times as fast as torch's own fused attention."""
+    # Measured on a Xeon with AMX, forward and backward: 2.0 to 2.6 times as fast as torch's own in bfloat16 at T from
+    # 256 to 2048, and 1.3 to 1.7 times in float32; on an EPYC with AVX2 alone 1.1 to 1.6 times in float32.
     if q.shape[1] < SHORT:
         return f"there are fewer than {SHORT} queries"
     if not has_small_products(q.dtype):

@@ -110,6 +110,7 @@ def load_documents(DOCS, rows, count, DOCUMENTS: tl.constexpr):
 @triton.jit
 def may_see(query, last_query, key, last_key, pattern, KIND: tl.constexpr, RANDOM: tl.constexpr):
     """Whether any query in [query, last_query] may see any key in [key, last_key], in a scattered pattern."""
+    # Of bigbird True if the queries are in more than BLOCKS blocks, which a tile of theirs in order is not.
     size, global_count, near, _seed = pattern
     if KIND == "strided":  # a distance in [query - last_key, last_query - key] is below `size`, or a multiple of it
         return (query - last_key < size) | ((last_query - key) // size * size >= query - last_key)
@@ -158,6 +159,8 @@ def align_tiles(lo, a, z, hi, N: tl.constexpr):
 @triton.jit
 def key_tiles(first, last, s, key_start, size, REACH, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, N: tl.constexpr):
     """The range of keys for queries at [first, last]: (lo, a, z, hi); tiles in [a, z) need no mask."""
+    # lo: the first key that the first query sees. a: the first key that all queries see. z: the end of the keys that
+    # the first query sees causally, so that all do. hi: the end of those that the last query sees.
     lo = tl.maximum(first_key(first, size, KIND) - key_start, 0)
     a = tl.maximum(first_key(last, size, KIND) - key_start, 0)
     z = tl.minimum(tl.maximum(first + 1 - key_start, 0), s)

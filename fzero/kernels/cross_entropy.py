@@ -63,6 +63,7 @@ def counted_tokens(targets: Tensor, mask: Tensor | None = None, ignore_index: in
 
 def number_of(counts: Tensor) -> Tensor:
     """The number of tokens that count, int64, or the sum of their weights, from `counted_tokens`."""
+    # Rounded once, so that it hardly depends on how the tokens are cut.
     return counts.sum(dtype=torch.float64).to(counts.dtype) if counts.is_floating_point() else counts.sum()
 
 

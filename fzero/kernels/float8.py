@@ -80,6 +80,8 @@ def scale_of(amax: Tensor, dtype: torch.dtype, powers_of_2: bool) -> Tensor:
 
 def quantise(x: Tensor, dtype: torch.dtype, dim: int | None, powers_of_2: bool) -> tuple[Tensor, Tensor]:
     """(float8 numbers of x, the float32 inverse of their scale): one scale along `dim`, or for all."""
+    # Multiplied in float32 or wider, rounded to nearest even. No clamping is needed: only the rounding of the scale can
+    # exceed the largest number, and the cast rounds back to it.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = scale_of(max_magnitude(wide, dim), dtype, powers_of_2)
     return (wide * scale).to(dtype), 1.0 / scale
@@ -258,11 +260,16 @@ def float8_product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, f
 )
 def float8_product_of(a: Tensor, a_inverse: Tensor, b: Tensor, largest: Tensor, scaling: str, fast: bool) -> Tensor:
     """`float8_product` by the numbers of b, values in bfloat16, [N, K], made in the pass that needs them."""
+    # So that nobody keeps the numbers of a weight from a forward to a backward pass.
     return float8_product(a, a_inverse, *float8_numbers(b, largest, scaling, False), fast)
 
 
 def _by_scaled_mm(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> Tensor:
     """The linear by torch._scaled_mm, with fewer bits in its sums if both operands are values."""
+    # Sums of a gradient go to float32 registers again and again, as a sum for dw is as long as there are tokens;
+    # torchao's rowwise recipe adds all three with fewer bits. A tensor with one scale is read for it once. In a
+    # compiled block, linears that share an input share its scale and numbers (`joint_graph.merge_shared`), and the
+    # backward pass may keep these in place of the input (`core.graph_passes`).
     recipe = recipe_of(scaling)
 
     def forward(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:

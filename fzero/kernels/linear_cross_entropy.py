@@ -181,6 +181,7 @@ def _gather_statistics(statistics: Tensor, terms: Terms, axis: Axis) -> Tensor:
 @functools.cache
 def adds_wide(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether addmm of a GPU adds a product of this dtype to a float32 sum."""
+    # By its library it does from PyTorch 2.11 on.
     with disable_current_modes():  # on real tensors, also if all others are fake
         a, sums = (torch.zeros((16, 16), dtype=t, device=device) for t in (dtype, torch.float32))
         try:
@@ -192,6 +193,8 @@ def adds_wide(dtype: torch.dtype, device: torch.device) -> bool:
 
 def _add_exactly(sums: Tensor, excess: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Add the product a b to `sums` in place by Kahan's sum; excess: what earlier additions added too much."""
+    # The error of the sum does not grow with the number of products. Ref: Kahan 1965, "Further remarks on reducing
+    # truncation errors", Communications of the ACM 8(1).
     rows = max(1, PART_BYTES["cuda" if kind_of(a) == "cuda" else "cpu"] // (sums.shape[1] * sums.element_size()))
     for total, excess_rows, a_rows in zip(sums.split(rows), excess.split(rows), a.split(rows)):
         increment = (a_rows @ b).sub_(excess_rows)

@@ -269,6 +269,7 @@ grouped_mm = Op(
 
 def rows_of_bias(b: Tensor, rows: Tensor, ends: Tensor, impl: str = "auto") -> Tensor:
     """The row b[e] of b [E, F] for each row of group e, [M, F], by `grouped_mm` of a column of ones."""
+    # As a product, so that its gradient is a sum in a fixed order. torch's form takes multiples of 8 columns.
     ones = F.pad(rows.new_ones(rows.shape[0], 1), (0, 7))
     return grouped_mm(ones, F.pad(b.to(rows.dtype)[:, None], (0, 0, 0, 7)), ends, impl=impl)
 
@@ -321,6 +322,8 @@ def capacity(
     gate: Op = swiglu,
 ) -> Tensor:
     """Compute at most C = ceil(factor T k / E) tokens of a sequence by each expert, first choices first."""
+    # A token beyond the capacity gets 0 from that expert (the residual stream still carries it). Capacity is counted
+    # per sequence, so the result does not depend on how a batch is split.
     b, t, d = x.shape
     k, experts = ids.shape[-1], p["w_gate"].shape[0]
     first, count = expert_shard or (0, experts)

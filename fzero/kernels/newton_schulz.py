@@ -73,6 +73,9 @@ def _symmetric(
     X, ADD, OUT, m, k, alpha, beta, ADDS: tl.constexpr, UPCAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute one tile (i, j), j <= i, of alpha X X^T + beta ADD, and store it and its transpose."""
+    # Programs are numbered batch * triangle + t, where t = i (i + 1) / 2 + j numbers the tiles of the lower triangle
+    # row by row, so i is the integer part of (sqrt(8 t + 1) - 1) / 2, corrected for rounding. Masks: rows and columns
+    # beyond m; the mirror image not on the diagonal.
     tiles = tl.cdiv(m, BLOCK)
     triangle = tiles * (tiles + 1) // 2
     batch, t = (tl.program_id(0) // triangle).to(tl.int64), tl.program_id(0) % triangle

@@ -223,6 +223,7 @@ def _tuned_config(kernel: triton.JITFunction, x: Tensor, layer: bool) -> tuning.
 
 def _programs(device: torch.device, warps: int) -> int:
     """The number of programs of the backward pass, 16 warps per multiprocessor; it orders the sums."""
+    # The order of the sums depends on this number, and on nothing else of the machine.
     if device.type != "cuda":
         return 4
     return gpu.properties(device).multi_processor_count * max(1, 16 // warps)

@@ -241,6 +241,8 @@ def adamw_fused(leaves: Sequence[OptimLeaf], rates: StepRates) -> None:
 @contextlib.contextmanager
 def _whole_lines(leaves: list[OptimLeaf]) -> Iterator[list[list[Tensor]]]:
     """Lists of p, g, m and v in pieces of whole cache lines, for the kernel to write into."""
+    # torch's CPU kernel rounds the elements after a tensor's last whole cache line differently. These of all leaves are
+    # joined and padded to whole lines, so that the bits of an element do not depend on its index.
     columns = [list(column) for column in zip(*((leaf.p, leaf.g, *leaf.state[:2]) for leaf in leaves))]
     first = leaves[0].p
     line = 64 // first.element_size() if kind_of(first) == "cpu" else 1
@@ -358,10 +360,15 @@ def cpp_serves(rule: Any, leaves: Sequence[OptimLeaf], rates: StepRates) -> str:
 
 def adamw_cpp_prefers(leaves: Sequence[OptimLeaf], rates: StepRates) -> str:
     """The reason why "auto" should not take AdamW's form: few elements, whose step compiles for longer."""
+    # Small models should not wait for a compiler; and if the number of elements decided, the sharding of a leaf would
+    # change its last bits. Measured on a Xeon, 64M elements: as fast as torch's fused kernel where all is float32, 2.5
+    # times with a bfloat16 gradient and copy (against three passes); against the reference at 4M 9 times with bfloat16
+    # states, 20 times rounded stochastically and in 8 bits.
     return "it must be compiled, and its last bits are its own: ask for it by name"
 
 
 def lion_cpp_prefers(leaves: Sequence[OptimLeaf], rates: StepRates) -> str:
     """The reason why "auto" should not take Lion's form, which compiles for seconds."""
+    # It has the reference's bits and 7 times its speed.
     count = sum(leaf.p.numel() for leaf in leaves)
     return "" if count >= MANY else f"it must be compiled, for {count} elements; from {MANY} on that pays"

@@ -162,6 +162,7 @@ def _by_block(x: Tensor, block: int) -> Tensor:
 
 def encode(x: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
     """(codes uint8 [..., C], largest magnitudes float32 [..., blocks]) of float32 x [..., C]."""
+    # Unsigned, values above 0 keep codes above 0: a second moment of 0 would make a step of m / eps.
     levels = 127 if signed else 255
     raw = reinterpret(_by_block(x, block).contiguous(), torch.int32)
     size = raw & 0x7FFFFFFF

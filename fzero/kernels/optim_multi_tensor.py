@@ -100,6 +100,9 @@ def _update_flat(
     PT: tl.constexpr, GT: tl.constexpr, MT: tl.constexpr, CT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update BLOCK consecutive elements of one leaf; WORK[p] = leaf << 40 | stretch, T: the leaves' table."""
+    # Program p takes WORK[p] = leaf << 40 | stretch: the row `leaf` of the table T (FIELDS int64: addresses, sizes,
+    # position), and the elements [stretch BLOCK, (stretch + 1) BLOCK) of that leaf. Masked: elements from n on, the
+    # leaf's size; `skip` sets n to 0, so nothing is written.
     work = tl.load(WORK + tl.program_id(0))
     ROW = T + (work >> 40) * FIELDS
     begin = (work & 0xFFFFFFFFFF) * BLOCK
@@ -149,6 +152,9 @@ def _update_blocks(
     WIDE: tl.constexpr, PT: tl.constexpr, GT: tl.constexpr, CT: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update BLOCK / CODES blocks of CODES elements of one leaf with a state in 8 bits."""
+    # A row of `columns` elements has `across` blocks, the last possibly shorter: block number i covers the columns from
+    # (i % across) CODES of row i // across, and its scale is element i of the scales. Masked: columns beyond the row,
+    # and blocks from `total` on.
     work = tl.load(WORK + tl.program_id(0))
     ROW = T + (work >> 40) * FIELDS
     n, columns = tl.load(ROW + SIZE), tl.load(ROW + COLUMNS)

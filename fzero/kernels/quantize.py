@@ -51,6 +51,9 @@ from fzero.kernels.registry import Form, Op
 @triton.jit
 def _block_offsets(block, n, total, FLAT: tl.constexpr, BLOCK: tl.constexpr):
     """(first offset [ROWS], offsets [ROWS, BLOCK], mask [ROWS, BLOCK]) of blocks given by their numbers."""
+    # Rows have n elements and ceil(n / BLOCK) blocks, so block number i is block i % ceil(n / BLOCK) of row i // ceil(n
+    # / BLOCK). The mask excludes the end of a row's last block, and blocks from `total` on. FLAT: the tensor is one row
+    # (or BLOCK divides n): offset = i BLOCK.
     if FLAT:
         offsets = (block * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
         return block * BLOCK, offsets, offsets < n

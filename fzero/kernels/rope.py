@@ -211,6 +211,8 @@ QUARTERS = tl.constexpr(2 / math.pi)
 @triton.jit
 def _cos_sin(angle):
     """(cos, sin) of float32 angles, to 1e-7: reduced to +-pi/4 in float64, then polynomials (Cephes)."""
+    # The device's own are approximate far from 0, at large positions. Ref: Moshier, Cephes mathematical library,
+    # sinf.c.
     # In float32 the product of quarters and pi/2 would be rounded by up to 4e-3 at angle 1e5.
     wide = angle.to(tl.float64)
     quarters = tl.floor(wide * QUARTERS + 0.5)

@@ -59,6 +59,8 @@ def mixture(
     p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, options: ExpertMixture, overlap: Overlap = None
 ) -> Tensor:
     """sum_k weights_k expert_{ids_k}(x) of x [B, T, D], ids and weights [B, T, k]; under tp a part of it."""
+    # Dropless experts in float8 have scales of rows under either recipe: one scale of all rows would depend on which
+    # tokens share a rank.
     tp = ctx.mesh.tp
     if "b_down" in p and tp.size > 1:  # whose ranks add it once together
         p = {**p, "b_down": p["b_down"] * float(tp.rank == 0)}
@@ -264,6 +266,8 @@ def positions_of_batch(batch: Batch, ctx: Ctx) -> int:
 def balance_by_bias(stack: str, rate: float) -> dict[str, Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None]:
     """The rule for `Model.leaf_rules` that moves the bias [L, E] by `rate` towards an even load."""
 
+    # Ref: Wang et al. 2024, "Auxiliary-loss-free load balancing strategy for mixture-of-experts", arXiv:2408.15664,
+    # algorithm 1.
     def move(bias: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
         load = sums[f"{stack}/moe/{LOAD}"]
         return bias + rate * torch.sign(load.mean(-1, keepdim=True) - load).to(bias.dtype)

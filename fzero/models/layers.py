@@ -210,6 +210,8 @@ def block_keys(key: Tensor, layers: int) -> dict[str, Tensor]:
 
 def masks_of(x: Tensor, name: str, ctx: Ctx) -> list[tuple[int, int, tuple[Tensor, Tensor, int]]]:
     """(start, end, (key, first global index, row stride)) of the mask of each run of x's tokens."""
+    # The mask depends on the key, the layer, `name` and an element's index in the step's global batch, so it is the
+    # same however that batch is split.
     assert isinstance(ctx.key, Tensor)  # a rate that is active has one
     if isinstance(ctx.layer, Tensor) and name in ctx.keys:
         key = ctx.keys[name].index_select(0, ctx.layer.reshape(1))[0]
@@ -378,6 +380,8 @@ def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx, words: int = 0) -> Tensor:
 
 def vocabulary_logits(x: Tensor, w: Tensor, ctx: Ctx, words: int = 0) -> Tensor:
     """All logits [B, T, V] of x [B, T, D] inside a tensor-parallel region and w [V, D] or this rank's rows."""
+    # A psum of zero-padded logits and not an all_gather, whose backward pass would sum the ranks' gradients: the result
+    # is used in the same way on all ranks.
     logits, tp = x @ w.to(x.dtype).T, ctx.mesh.tp
     if tp.size == 1:
         return logits

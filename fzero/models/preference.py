@@ -190,6 +190,7 @@ def sum_over_cp(sums: Tensor, ctx: Ctx) -> Tensor:
 
 def sum_by_document(values: Tensor, batch: Batch, positions: Tensor | None = None) -> Tensor:
     """The sums of values [B, T] over the documents of each row, float64 [B, S] with S even and above T."""
+    # In float64 they are added in one order on a CPU, and on a GPU too: accumulation by index sorts there.
     documents = batch["documents"].long()
     size = documents.shape[1] // 2 * 2 + 2
     documents = documents if positions is None else documents.index_select(1, positions)

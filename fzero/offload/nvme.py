@@ -60,6 +60,7 @@ class Nvme:
         self.shared = settings is None  # threads, among the ranks
         measured = load_settings(folder) if settings is None and folder is not None else DiskSettings()
         self.settings, self.needed, self.ranks = settings or measured, 0, 1
+        # Made when they are first needed: a plan of a run asks for sizes and makes nothing.
         self._buffers: BufferPool | None = None
         self._disk: DiskIO | None = None
         self._scratch: ScratchFile | None = None

@@ -32,6 +32,8 @@ from fzero.offload.store_manifest import (
     step_manifest_text,
 )
 
+# A folder with these alone, and no store.json, is that of a start that was killed; anything else may be somebody's
+# files.
 LEFTOVER_NAMES = {
     "arrays",
     "sums",

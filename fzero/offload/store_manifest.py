@@ -41,6 +41,7 @@ def lock(folder: str | Path) -> None:
     path = canonical_name(folder)
     if is_url(folder) or path in LOCKS:
         return
+    # Closed in programs that this process starts, which would hold the lock otherwise.
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # Of the kernel, which frees it however the process ends; no file is left over.
@@ -61,6 +62,7 @@ def claim(store: Any, folder: str | Path, rank: int) -> None:
     """Make a store the owner of its folder, in the place of one that this process opened before."""
     key = (canonical_name(folder), rank)
     OWNERS[key] = store
+    # A store that is dropped without `close` must not keep its folder locked.
     weakref.finalize(store, unlock_unowned, key)
 
 

@@ -208,6 +208,8 @@ def overwrite(change: Callable[..., Tensor], names: Tree, grads: Tree, *trees: T
 
 def distinct(grads: Tree) -> Tree:
     """The gradients, each in memory of its own: those that share it are copied."""
+    # A gradient may be one element expanded, or the very buffer of another leaf's gradient (autograd gives the terms of
+    # a sum one tensor): such a leaf is copied, before anything is written.
     buffers: set[tuple[int, int | torch.SymInt]] = set()
 
     def unshare(g: Any) -> Any:

@@ -80,6 +80,7 @@ def _wide(tree: Tree) -> torch.dtype:
 
 def _set_sums(named: dict[str, Any], used: dict[str, tuple[str, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
     """{name of a leaf: the sum of squares [1] of this rank's part of it and of all leaves on its axes}."""
+    # By the pieces of each leaf, so that its bits are the same for a leaf that is not in memory as a whole.
     members: dict[tuple[str, ...], list[str]] = {}
     for name in sorted(named, key=lambda name: (used[name], name)):  # the same order on all ranks
         members.setdefault(used[name], []).append(name)

@@ -83,6 +83,8 @@ def is_layered(name: str, shape: Sequence[int], column: Sequence[int]) -> bool:
 
 def smallest_unit(name: str, shape: Sequence[int], columns: Iterable[Sequence[int]], unit: str) -> str:
     """The smallest part of a parameter that is updated apart from the rest: "row", "layer" or "leaf"."""
+    # Where a column has no layers (a number for a whole stack), all of them are updated at once; where one has other
+    # rows (a number for each layer, or each row, which lie otherwise in pages), all rows of a layer.
     lead, columns = shard_dim(name), [tuple(column) for column in columns]
     if lead and not all(is_layered(name, shape, column) for column in columns):
         return "leaf"

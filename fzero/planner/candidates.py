@@ -87,6 +87,9 @@ def candidates(
     config: RunConfig, ranks: int, on_node: int, choices: Mapping[str, Sequence[Any]] | None = None
 ) -> Iterator[Candidate]:
     """All candidates for `ranks` ranks that the model and the batch allow; tp stays within a node."""
+    # A mesh with rp keeps ZeRO's shards within a group of dp ranks, a power of two times those of a node. With pp there
+    # is no rp, nothing is offloaded but activations, a step has at least pp micro-batches on each rank, and split
+    # schedules recompute nothing: what they hold between I and W recomputation does not lessen.
     for name in choices or {}:
         if name not in CHOICES:
             raise ValueError(f"choices gives {name!r}{nearest(name, CHOICES)}; a search tries {', '.join(CHOICES)}")

@@ -71,6 +71,12 @@ def circumstances_of(
     s: Schedule, rank: int, capacity: int, outside: frozenset[int], resident: int = 0
 ) -> list[Circumstance]:
     """Of each act of a rank's row all that its record may depend on."""
+    # That is its kind and chunk; of a backward pass whether it is the first, the second or the last; whether another
+    # message will come in the channel from which it takes, whose memory is then made; how many messages are on their
+    # way in the one to which it gives (up to room); and whether the backward pass of a forward follows at once. A
+    # stage's result may be kept for its backward pass and be on its way at the same time, and is freed by what ends
+    # last. Sums over ranks that a backward pass starts end with the next one that gives gradients. outside: the stages
+    # with parts outside of stacks, whose gradients come with I. With updates within the row every act is its own.
     chunks, row = s.stages.chunks(rank), s.rows[rank]
     residency = residence(row, chunks, resident)
     pending = Counter(ends_of(s, rank, act)[0] for act in row)

@@ -118,6 +118,8 @@ def along(curve: Curve, size: float) -> float:
 
 def gemm_s(table: Products, shape: Sequence[int]) -> float:
     """The seconds of a product (batch, m, n, k): log(FLOP/s) by inverse cubes of distance (Shepard 1968)."""
+    # The average over the nearest measured shapes, weighted by 1/distance^3, with the Euclidean distance of the
+    # logarithms of the four sizes. A measured shape gets exactly its measured seconds.
     if not min(shape):
         return 0.0
     distances = [(sum(math.log(size / measured) ** 2 for size, measured in zip(shape, row)), row) for row in table]
@@ -155,6 +157,9 @@ def _listed(device: Device, op: ExecutedOp) -> OpCost:
 
 def tiled_fraction(processors: int, shape: Sequence[int]) -> float:
     """The fraction of the peak, in (0, 1], that tiles and waves leave to a product on a GPU."""
+    # A multiprocessor computes whole tiles, and a partial last wave of tiles takes as long as a full one. The best of
+    # TILES is used. Filling the pipeline takes as long as 128 more steps of k. Ref: NVIDIA, "Matrix multiplication
+    # background user's guide", sections on tile and wave quantization.
     if len(shape) != 4 or not min(shape):
         return 1.0
     batch, m, n, k = shape
@@ -262,6 +267,11 @@ class Message(NamedTuple):
 
 def collective_s(way: Way, collective: str, sent_bytes: int) -> Message:
     """The Message of a collective in which one rank sends `sent_bytes`, counted as in the ledger."""
+    # Curves measured among the same number of ranks, else alpha + bytes / beta. NCCL uses rings: of nested units each
+    # rank sends all parts inside its unit, and a unit with r ranks has r links to the next one; a psum may use trees,
+    # which have fewer steps. gloo (see comm/communicator.py) sends messages from each rank to each other: a small psum
+    # its whole input, one round; a large one pieces, and then their sums. Ref: Thakur et al. 2005, "Optimization of
+    # collective communication operations in MPICH", section 4.
     n, collective = way.size, "all_to_all" if collective == "exchange_rows" else collective
     if collective in ONE_SIDED:
         return one_sided_s(way, collective, sent_bytes)

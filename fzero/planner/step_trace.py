@@ -224,6 +224,8 @@ class Tracer:
 
     def copied(self, record: MemoryTrace, func: Any, args: tuple, out: Tensor) -> None:
         """Record a copy between the host's memory and the device as a transfer, waited for at its first use."""
+        # Waited for at the first use of what it wrote, by the device or by the host, or when the storage is freed
+        # unused: another storage may then get the same address. A write in a forward pass (activations) is not.
         destination = args[0] if func is COPIES[1] else out
         direction, self.copies = "write" if device_of(destination) == HOST else "read", self.copies + 1
         record.transfer("start", self.copies, direction, HOST_MEMORY, destination.numel() * destination.element_size())

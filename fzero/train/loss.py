@@ -91,6 +91,8 @@ def draws_of(loss_fn: base.Model | LossFn, state: TrainState) -> dict[str, Any]:
 
 def sum_losses(losses: Sequence[base.Loss], mesh: Mesh, axes: Sequence[str] | None = None) -> base.Loss:
     """The sums of micro-batch losses over the ranks along `axes`, by a balanced binary tree, in float64."""
+    # In the order of their global numbers: on meshes of one cp the sums have the same bits. `tables`, whose counts have
+    # one sum in any order, are added on each rank first.
     axes = AXES.by_tokens if axes is None else axes
     rows, layout = packed([loss._replace(tables={}) for loss in losses])
     with mesh.ledger.phase("metrics"):

@@ -208,6 +208,9 @@ with disable_current_modes():  # this file may be imported while a step runs on 
 
 def hand_over(old: TrainState, new: TrainState) -> TrainState:
     """`new`, made in the buffers of `old`, whose next use raises from here on."""
+    # Tensors stay the same objects. The outermost dicts and lists of `new` are its own; those of `old` lose their
+    # entries, which takes microseconds however many leaves are below. A tree of tuples has none: its state is known by
+    # its step.
     new = new._replace(params=copy_containers(new.params), master=copy_containers(new.master))
     new = new._replace(opt_state=copy_containers(new.opt_state))
     new = new._replace(extra={name: copy_containers(tree) for name, tree in new.extra.items()})

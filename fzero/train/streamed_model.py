@@ -198,6 +198,8 @@ class StreamedModel(NamedTuple):
 
     def head_forward(self, head: Segment, result: ForwardResult) -> HeadResult:
         """The loss of a micro-batch, and what the backward pass of its head needs; x's leaves leave `result`."""
+        # A head runs just before its backward pass: its residuals are gradients, if its cross entropy is fused, and so
+        # only one of the micro-batches under way has them.
         ahead, zero = result.ahead, torch.full((), 0, device=pytree.leaves(result.batch)[0].device)
         with torch.no_grad():
             ahead.expect(result.order(), "backward")
@@ -237,6 +239,8 @@ class StreamedModel(NamedTuple):
         weight_passes: list[SegmentPass] | None = None,
     ) -> list[Tensor]:
         """The gradients of the leaves of x that a stage took; weight_passes: stacks whose weights come later."""
+        # Only stacks are split: the other parts are a small share of the time, and what they would keep is large (a
+        # head whose cross entropy is fused, its whole gradient).
         with torch.no_grad():
             while result.passed:
                 segment, pairs, extra, inputs, run, residuals = result.passed.pop()
@@ -270,6 +274,7 @@ class StreamedModel(NamedTuple):
 
     def context(self, batch: base.Batch, draws: dict[str, Any], first: int) -> base.Ctx:
         """The ctx of a batch whose rows begin with row `first` of the step's; checks the batch."""
+        # Without draws `first` is 0, so that training and evaluation share a compiled block.
         forward.check(self.model, batch, self.ctx)
         row = torch.full((), first, device=pytree.leaves(batch)[0].device) if draws else 0
         return forward.prepare(self.model, batch, self.ctx._replace(first=row, **draws))

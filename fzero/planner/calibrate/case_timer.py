@@ -109,6 +109,9 @@ def _times(call: Callable[[], Any], timer: Callable[[], float]) -> int:
 
 def warm_heap() -> None:
     """Grow the C library's heap to its size in a training step, so that blocks below 32 MB are reused."""
+    # glibc maps large blocks one by one until one is freed; from then on blocks no larger come from the heap
+    # (mallopt(3), "dynamic mmap threshold", 32 MB at most), whose free end is returned to the system. The last block is
+    # kept, so that the others are not at the end.
     if _KEPT:
         return
     torch.empty(BLOCK_BYTES * 2 - (1 << 16), dtype=torch.uint8)

@@ -120,6 +120,9 @@ class LiveBytes(TorchDispatchMode):
 
     def opened(self, func: Any) -> Callable[..., Any] | None:
         """What runs in place of an operator that is made of others, which are then seen; None for other ones."""
+        # PyTorch's own are opened inside of fzero's alone, where autograd has been passed already. Elsewhere one may
+        # choose among kernels, as attention does, and chooses another one if it is opened: what is measured would then
+        # have other bits.
         return OPENED.get(func) or (func.decompose if self.inside and is_composite(func) else None)
 
     def run_inside(self, launch: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

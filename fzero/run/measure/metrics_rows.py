@@ -292,6 +292,7 @@ class Meter:
 
 def memory_row(device: torch.device) -> dict[str, Any]:
     """The memory of a GPU and of this process since the last call; {} for a CPU."""
+    # Nothing is waited for: the allocator counts when an operator is given to the GPU.
     if device == HOST:
         return {}
     usage = memory_of(device)

@@ -204,6 +204,8 @@ BARRIERS = 9  # at which the clocks of ranks are compared
 @contextmanager
 def recording_acts(job: Job, folder: Path, named: dict[str, Any]) -> Iterator[None]:
     """A context of one step on a mesh with pp, whose acts rank 0 writes into `folder`; all ranks call it."""
+    # No rank leaves a barrier before all are there, but one may leave it late: so clocks are compared at several, and
+    # the median of what they say counts.
     mesh, ledger = job.mesh, job.mesh.ledger
     clock = time.perf_counter if job.device == gpu.HOST else partial(gpu.mark_time, [])
     times = ActTimes(clock)

@@ -304,6 +304,7 @@ class CheckpointSaver:
 
 def retire_excess(checkpoint_dir: checkpoint.Folder, step: int, keep_last: int, keep_every: int, say: Say) -> None:
     """Remove the checkpoints that a killed run left beyond `keep_last`, if that of `step` is there."""
+    # Without a checkpoint of that step nothing is removed: which ones are sound is not known then.
     if not keep_last or step not in checkpoint.steps(checkpoint_dir):
         return
     try:

@@ -123,6 +123,9 @@ def sample_of_cursor(cursor: int, skips: Skips) -> int:
     >>> [sample_of_cursor(cursor, [(8, 4), (16, 4)]) for cursor in (0, 4, 8, 12, 16)]
     [0, 4, 12, 20, 24]
     """
+    # cursor counts samples trained on, so it is step x train.batch whatever is left out. skips: (first sample, count)
+    # of each batch left out, by sample numbers of the whole order, each beginning where a batch of the run without it
+    # would: a state from before a batch was left out is one of the run without it too.
     for first, count in sorted(skips):
         if first > cursor:
             break

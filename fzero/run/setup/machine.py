@@ -34,6 +34,9 @@ MAX_ERROR = 1e-6  # of a float32 product, relative to its float64 value
 
 def share_cores(processes: int, device: torch.device = gpu.HOST) -> str:
     """Share this host's cores among its `processes`; returns a line that says how many threads each uses."""
+    # torchrun sets OMP_NUM_THREADS to 1 if it is not set, so 1 means nothing; a larger number is kept, and so is one
+    # that is set for a single process. Processes of a GPU leave 2 cores each to the threads that launch its work and
+    # move data.
     setting = os.environ.get("OMP_NUM_THREADS")
     if setting is None or (setting == "1" and "LOCAL_RANK" in os.environ):
         torch.set_num_threads(max(1, cores() // processes - BESIDE_GPU * (device.type == "cuda")))
@@ -58,11 +61,15 @@ def available_bytes() -> int:
 
 def host_memory(config: RunConfig) -> int:
     """The bytes of this host's memory that the processes of a run may have."""
+    # A virtual machine may grow as it is used, and say before that it has little.
     return int(config.host_memory_gb * 1e9) if config.host_memory_gb else available_bytes()
 
 
 def product_rates(kinds: Sequence[Kind]) -> list[float]:
     """The FLOP/s of this process' products of each kind, as `fzero bench` measured them, or measured now."""
+    # A process without a device file of this machine measures for 0.1 s a kind, on one thread, and counts it for all
+    # its threads: "auto" cannot be decided without a figure (bf16 is many times faster than fp32 on one CPU, and many
+    # times slower on another).
     rates = bench_rates()
     if not all(kind in rates for kind in kinds):
         missing = [kind for kind in kinds if kind not in _MEASURED]
@@ -115,6 +122,9 @@ def peak_rate(dtype: torch.dtype, processes: int = 1, device: torch.device = gpu
 
 def gemm_rates(kinds: Sequence[Kind], seconds: float = 0.1) -> list[float]:
     """The FLOP/s of the fastest square product of each kind, for `seconds` in turn, on one thread."""
+    # On one thread and by its own clock, so that a comparison does not depend on who else uses the machine: while
+    # another process has one of two cores, a product on two threads can take a hundred times as long, and one that
+    # waits for a core ten times. The side is 1024, or less where one product would take too long.
     all_threads, previous_mode = torch.get_num_threads(), fp32_matmul()
     torch.set_num_threads(1)
 
@@ -173,6 +183,7 @@ def set_fp32_matmul(mode: str) -> None:
 
 def choose_fp32_matmul(mode: str) -> tuple[str, str]:
     """(the way float32 products are now made, a line that says why); `mode` is auto, default or onednn."""
+    # auto takes oneDNN's way where its error stays below 1e-6 and it is at least 5% faster (see product_rates).
     set_fp32_matmul("default")
     if mode == "default":
         return mode, "fp32 products: torch's default, as asked"

@@ -60,6 +60,8 @@ def on_device(grads: Tree) -> bool:
 
 def on_host(body: GradientTransformation, elements: int) -> bool:
     """Whether to use the compiled one-pass update on a CPU: only the number of elements decides."""
+    # Worth its compile time for many elements per rank; by their number alone, so that in-memory and streamed states
+    # have the same bits.
     return body.one_pass and elements >= MANY and have_compiler()
 
 
