@@ -24,7 +24,6 @@ from fzero import models, optim
 from fzero.comm.channel import Receiver, Sender
 from fzero.sharding import Mesh
 from fzero.sharding.pipeline import FAMILIES, play
-from fzero.train.pipeline_executor import schedule_of
 
 CHUNKS = 2  # of the schedules that take several; the model has a layer for each
 ROWS, LENGTH, WIDTH = 2, 8, 16  # of a micro-batch
@@ -114,7 +113,7 @@ def make_step(mesh: Mesh, text: str, parts: int, layer_s: float) -> tuple[Any, C
         state, metrics = train_step(state, batch)
         float(metrics.loss)
 
-    return schedule_of(plan, parts), step
+    return plan.schedule(parts)[0], step
 
 
 def work(rank: int, order: dict[str, Any], port: int, answer: Connection) -> None:

@@ -4,6 +4,7 @@ what is sent, what is held. The laws are those of test_pipelined.py and test_pip
 import functools
 import math
 import time
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -23,6 +24,7 @@ from fzero.core import stack
 from fzero.optim import sharded_leaves
 from fzero.run.measure import norms
 from fzero.sharding import GradientReducer, Pipeline, pipeline, zero_plan
+from fzero.sharding import plan as plan_file
 from fzero.train import gradient, pipeline_executor, streamed_model
 
 MICRO, STEPS = 4, 2
@@ -159,10 +161,16 @@ def tied_sum_dropped():
     """Of an embedding that the head uses too only the first stage's gradient counts."""
     real = gradient.scatter_over_pp
 
-    def wrong(sums, plan, users, device):
-        return real(sums, plan, {name: terms[:1] for name, terms in users.items()}, device)
+    def wrong(sums, plan, device):
+        return real(sums, with_users(plan, {name: terms[:1] for name, terms in plan.users.items()}), device)
 
     return mock.patch.object(gradient, "scatter_over_pp", wrong)
+
+
+def with_users(plan, users):
+    changed = replace(plan)
+    changed.__dict__["users"] = users
+    return changed
 
 
 @caught_by(steps)
@@ -316,8 +324,8 @@ def shared_leaves_gathered_to_all():
     """Also to ranks that do not use them."""
     real = gradient.gather_over_pp
 
-    def wrong(params, plan, users, device):
-        return real(params, plan, {name: [("", 0), ("", 1)] for name in users}, device)
+    def wrong(params, plan, device):
+        return real(params, with_users(plan, {name: [("", 0), ("", 1)] for name in plan.users}), device)
 
     return mock.patch.object(gradient, "gather_over_pp", wrong)
 
@@ -325,10 +333,8 @@ def shared_leaves_gathered_to_all():
 @caught_by(memory)
 def all_forwards_first():
     """In every schedule, as gpipe has them."""
-    real = pipeline_executor.build_schedule
-    return mock.patch.object(
-        pipeline_executor, "build_schedule", lambda pipeline, *rest: real(Pipeline("gpipe"), *rest)
-    )
+    real = plan_file.build_schedule
+    return mock.patch.object(plan_file, "build_schedule", lambda pipeline, *rest: real(Pipeline("gpipe"), *rest))
 
 
 @caught_by(acts)

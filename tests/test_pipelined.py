@@ -19,8 +19,6 @@ from fzero.comm import Receiver
 from fzero.core import pytree, vjp_pair
 from fzero.run.measure import norms
 from fzero.sharding import FAMILIES, Pipeline, digests, zero_plan
-from fzero.train import schedule_of
-from fzero.train.pipeline_executor import min_capacity
 
 # A table of one's own: down the ranks and up again, so that embedding and head are on rank 0.
 V = """name vee
@@ -301,8 +299,8 @@ def test_a_table_is_of_one_mesh_model_and_step(tmp_path):
     schedule = how.table()
     assert Pipeline(schedule).table() == schedule
     plan = zero_plan(0, model, mesh, pipeline=how)
-    assert schedule_of(plan, 3) == schedule
-    assert [str(act) for act in schedule_of(plan, 1).rows[0]] == [
+    assert plan.schedule(3)[0] == schedule
+    assert [str(act) for act in plan.schedule(1)[0].rows[0]] == [
         "0F0",
         "3F0",
         "3B0",
@@ -371,4 +369,4 @@ def test_few_messages_on_their_way_are_enough(name):
         chunks = 1 if FAMILIES[name].chunks == 1 else 2
         model = model_of("gpt2", n_layers=16)
         plan = zero_plan(0, model, fzero.fake_mesh({"pp": p}), pipeline=Pipeline(name, chunks=chunks))
-        assert min_capacity(schedule_of(plan, m)) <= 2 * chunks, (p, m)
+        assert plan.schedule(m)[1] <= 2 * chunks, (p, m)

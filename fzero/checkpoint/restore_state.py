@@ -38,7 +38,7 @@ from fzero.sharding.error_feedback import ERROR, SCALE, error_specs, errors_of
 from fzero.sharding.slices import Window, global_shape, is_stacked, local_shape, local_windows
 from fzero.train.codes import coder_for, coder_of
 from fzero.train.state import LOSS, PREVIOUS, TrainState, first_stats, move_leaf, move_to_memory
-from fzero.train.state_on_disk import from_text, write_to_disk
+from fzero.train.state_on_disk import DiskLayout, from_text, write_to_disk
 
 # How the name of an optimizer's errors, or of what a rank has of its own, begins.
 SIGN_PATTERN = re.compile(r"opt_state/(?:inner/)?(worker|server|extra/own|extra/moved)/")
@@ -277,7 +277,7 @@ def _restore_from(
         return out.to(leaf.dtype)
 
     if plan.on_disk:
-        return write_to_disk(read, like, specs, plan, nvme, device)
+        return write_to_disk(read, DiskLayout(like, specs, plan), nvme, device)
     named = pytree.named_leaves(like)
     plain = [name for name in named if name in source and source[name] not in coded]
     direct = [name for name in plain if reader.leaves[source[name]].dtype == named[name].dtype]

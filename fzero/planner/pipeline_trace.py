@@ -28,7 +28,6 @@ from fzero.sharding.pipeline.check import gather_row
 from fzero.sharding.pipeline.play import peak
 from fzero.sharding.pipeline.table import BACKWARD
 from fzero.sharding.pipeline_plan import expect_parts
-from fzero.train.pipeline_executor import channel_capacity, schedule_of
 from fzero.train.stage_sharing import segments_of, stages_of
 
 Channel = tuple[int, bool]  # the rank of pp at its other end, and whether activations or gradients travel
@@ -68,7 +67,7 @@ class PipelineTrace(NamedTuple):
 
 
 def circumstances_of(
-    s: Schedule, rank: int, capacity: int, outside: frozenset[int], resident: int = 0
+    s: Schedule, capacity: int, rank: int, outside: frozenset[int], resident: int = 0
 ) -> list[Circumstance]:
     """Of each act of a rank's row all that its record may depend on."""
     # That is its kind and chunk; of a backward pass whether it is the first, the second or the last; whether another
@@ -167,14 +166,13 @@ def outside_stacks(plan: Plan, job: run_build.Job, rank: int) -> frozenset[int]:
 def min_micro_batches(plan: Plan, rank: int, parts: int, outside: frozenset[int], resident: int = 0) -> int:
     """The fewest micro-batches with which the row of a rank has every circumstance that occurs in it with `parts`."""
     assert plan.pipeline is not None and plan.stages is not None  # a plan with pp
-    required = set(circumstances_of(schedule_of(plan, parts), rank, channel_capacity(plan, parts), outside, resident))
+    required = set(circumstances_of(*plan.schedule(parts), rank, outside, resident))
     for count in range(1, parts) if plan.reduce != "canonical" and not plan.delayed else ():
         try:
             expect_parts(plan.pipeline, plan.stages, count)
         except ValueError:
             continue  # a number that the schedule does not take
-        s = schedule_of(plan, count)
-        if required <= set(circumstances_of(s, rank, channel_capacity(plan, count), outside, resident)):
+        if required <= set(circumstances_of(*plan.schedule(count), rank, outside, resident)):
             return count
     return parts
 
@@ -183,15 +181,13 @@ def record_of(config: RunConfig, sizes: Mapping[str, int], rank: int, parts: int
     """The Record of a global rank, with `count` of `parts` micro-batches."""
     step = run_step(set_micro_batches(config, count, parts), sizes, rank, target)
     plan = step.job.plan
-    s, pp = schedule_of(plan, count), plan.mesh.pp.rank
+    (s, capacity), pp = plan.schedule(count), plan.mesh.pp.rank
     names = {str(act): i for i, act in enumerate(s.rows[pp])}
     marks = [i for i, stay in enumerate(step.stays) if stay.visit.phase == "" and stay.visit.segment in names]
     end = next(i for i, stay in enumerate(step.stays) if (stay.visit.phase, stay.visit.segment) == ("", "row"))
     assert len(marks) == len(s.rows[pp]), f"{len(marks)} of {len(s.rows[pp])} acts"
     acts = [list(step.stays[i:j]) for i, j in zip(marks, [*marks[1:], end])]
-    circumstances = circumstances_of(
-        s, pp, channel_capacity(plan, count), outside_stacks(plan, step.job, pp), config.resident
-    )
+    circumstances = circumstances_of(s, capacity, pp, outside_stacks(plan, step.job, pp), config.resident)
     return Record(step, count, list(step.stays[: marks[0]]), acts, list(step.stays[end:]), circumstances)
 
 
@@ -207,7 +203,7 @@ def trace(
     mesh = shared_mesh(tuple(sizes.items()), 0)
     job = run_build.build(config, mesh, nvme=fake_nvme(config), model=shared_model(config.model))
     plan, parts = job.plan, run_build.local_micro_batches(config, mesh)
-    s, capacity = schedule_of(plan, parts), channel_capacity(plan, parts)
+    s, capacity = plan.schedule(parts)
     stride = mesh.size // s.stages.size
     kinds: dict[Kind, list[int]] = {}
     for pp in range(s.stages.size):
@@ -218,7 +214,7 @@ def trace(
         records: list[Record] = []
         for pp in ranks:
             outside = outside_stacks(plan, job, pp)
-            required = circumstances_of(s, pp, capacity, outside, config.resident)
+            required = circumstances_of(s, capacity, pp, outside, config.resident)
             if not records or not recordings.keys() >= set(required):
                 count = min_micro_batches(plan, pp, parts, outside, config.resident)
                 if say is not None:

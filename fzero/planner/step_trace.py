@@ -36,7 +36,7 @@ from fzero.run.setup.build import Job
 from fzero.run.setup.machine import resolve_auto
 from fzero.sharding import Mesh, Plan, fake_mesh
 from fzero.sharding.spec import DISK, HOST_MEMORY, Offload
-from fzero.train.state_on_disk import leaves_on_disk
+from fzero.train.state_on_disk import DiskLayout
 
 HOST_COPIES = 1 << 50  # number of the first copy between host and device
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
@@ -308,7 +308,7 @@ def fake_state(job: Job, mode: FakeDevice) -> Any:
             return DiskTensor(store, name)
         return torch.empty(x.shape, dtype=x.dtype, device=HOST if specs[name].memory.on_host else mode.device)
 
-    stored = leaves_on_disk(like, run_build.specs_of(job), job.plan) if nvme is not None else {}
+    stored = DiskLayout(like, run_build.specs_of(job), job.plan).files if nvme is not None else {}
     store: Any = nvme.open(stored, mesh) if nvme is not None and stored else None  # a PlannedStore
     return pytree.map_named(leaf, like)
 

@@ -16,14 +16,19 @@ from fzero.core.pytree import nearest
 from fzero.core.text_parsing import read_text_file
 from fzero.sharding.pipeline import (
     FAMILIES,
+    Act,
     Schedule,
     Stages,
     check,
+    feeds,
+    needs,
     read_layout,
     read_schedule,
     schedule,
+    with_updates,
     write_schedule,
 )
+from fzero.sharding.pipeline.table import simulate
 from fzero.sharding.slices import is_stacked
 from fzero.sharding.spec import Spec
 
@@ -187,6 +192,36 @@ def parts_differ(table: Schedule, parts: int) -> str:
         f"schedule {table.name} is a table of {table.parts} micro-batches and a step has {parts} on each rank; change "
         "one of them"
     )
+
+
+@functools.lru_cache(maxsize=64)
+def build_schedule(pipeline: Pipeline, stages: Stages, parts: int, updates: int) -> tuple[Schedule, int]:
+    """A schedule, and its `min_capacity`."""
+    schedule = schedule_for(pipeline, stages, parts)
+    schedule = with_updates(schedule, updates) if updates else schedule
+    return schedule, min_capacity(schedule)
+
+
+def min_capacity(s: Schedule) -> int:
+    """The least number of messages on their way in a channel, of at least 2, with which a schedule ends."""
+    required, positions = needs(s), {act: i for row in s.rows for i, act in enumerate(row)}
+    channels: dict[tuple[int, int, bool], list[tuple[Act, Act]]] = {}
+    for source, target in feeds(s).items():
+        ends = s.stages.ranks[source.stage], s.stages.ranks[target.stage]
+        if ends[0] != ends[1]:
+            channels.setdefault((*ends, source.kind == "F"), []).append((source, target))
+    rows, capacity = [[(act,) for act in row] for row in s.rows], 2
+    # A rank that has sent `capacity` messages waits until the oldest is taken. A schedule may not survive that wait, so
+    # it is played with it, for twice as many until it ends.
+    while True:
+        dependencies = dict(required)
+        for messages in channels.values():
+            ordered = sorted(messages, key=lambda pair: positions[pair[0]])
+            for (source, _), (_, target) in zip(ordered[capacity + 1 :], ordered):
+                dependencies[source] = (*dependencies[source], target)
+        if not simulate(rows, dependencies, lambda group: 1.0, lambda source, target: 0.0).stuck:
+            return capacity
+        capacity *= 2
 
 
 def stacks_of(model: Any, named: Mapping[str, Any]) -> dict[str, int]:

@@ -20,8 +20,8 @@ from fzero.sharding.error_feedback import Hops, StoredError, stored_errors
 from fzero.sharding.experts import Experts, Routed, experts_for
 from fzero.sharding.leaf_plan import LeafPlan, Stored, shard_axes
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.pipeline import Stages
-from fzero.sharding.pipeline_plan import Pipeline
+from fzero.sharding.pipeline import Schedule, Stages
+from fzero.sharding.pipeline_plan import Pipeline, build_schedule
 from fzero.sharding.plan_table import describe
 from fzero.sharding.slices import local_shape
 from fzero.sharding.spec import DEVICE, StateMemory
@@ -197,11 +197,23 @@ class Plan:
 
     @cached_property
     def local_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """The shapes of this rank's shards, by name: {"params": of parameters at rest, "opt": of what is updated}."""
+        """The shapes of this rank's shards, by name: {"params": at rest, "opt": of those that are updated}."""
         return {
-            group: {n: local_shape(leaf.shape, getattr(leaf, group), self.mesh) for n, leaf in self.leaves.items()}
+            group: {
+                name: local_shape(leaf.shape, getattr(leaf, group), self.mesh)
+                for name, leaf in self.leaves.items()
+                if leaf.trained or group == "params"
+            }
             for group in ("params", "opt")
         }
+
+    def schedule(self, parts: int, updates: int | None = None) -> tuple[Schedule, int]:
+        """The schedule of a step of so many micro-batches, and the messages that a channel has room for.
+
+        updates: those that are made within it; None: as the plan says. Raises ValueError if they do not suit it.
+        """
+        assert self.stages is not None and self.pipeline is not None
+        return build_schedule(self.pipeline, self.stages, parts, self.delayed if updates is None else updates)
 
     @cached_property
     def rule_leaves(self) -> frozenset[str]:

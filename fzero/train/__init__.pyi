@@ -43,10 +43,6 @@ from fzero.train.loss import context_of as context_of
 # Parameters and their master weights
 from fzero.train.masters import compare as compare
 
-# A rank's row of a schedule
-from fzero.train.pipeline_executor import channel_capacity as channel_capacity
-from fzero.train.pipeline_executor import schedule_of as schedule_of
-
 # Detect silent corruption
 from fzero.train.sdc_check import make_check as make_check
 
@@ -73,11 +69,10 @@ from fzero.train.state import meta_state as meta_state
 from fzero.train.state import move_leaf as move_leaf
 from fzero.train.state import move_to_memory as move_to_memory
 from fzero.train.state import state_specs as state_specs
+from fzero.train.state_on_disk import DiskLayout as DiskLayout
 
 # A state part of which rests on a disk
 from fzero.train.state_on_disk import from_text as from_text
-from fzero.train.state_on_disk import leaves_on_disk as leaves_on_disk
-from fzero.train.state_on_disk import missing_leaves as missing_leaves
 from fzero.train.state_on_disk import plan_record as plan_record
 from fzero.train.state_on_disk import reopen_state as reopen_state
 from fzero.train.state_on_disk import write_to_disk as write_to_disk

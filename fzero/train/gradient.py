@@ -131,7 +131,7 @@ class StepGradient:
         self.loss, self.backward = make_loss(loss_fn, plan, execution), self.make_backward(plan)
         self.backward_plan = plan
         self.shape_cache: dict[Any, Any] = {} if execution._known is None else execution._known
-        self.users, self.kernels = plan.users, context_of(plan, execution).kernels
+        self.ctx = context_of(plan, execution)
         self.square = shards_of(plan).square
 
     def firsts(self, parts: int, size: int) -> list[int]:
@@ -141,7 +141,7 @@ class StepGradient:
 
     def pure(self, params: Tree, parts: list[Any], firsts: list[int], draws: Any, seed: Tensor) -> GradientResult:
         """The same as `__call__` gives, by torch.func.grad: so that it may itself be transformed."""
-        rounded = rounded_params(params, self.plan, self.kernels)
+        rounded = rounded_params(params, self.plan, self.ctx.kernels)
         grads, losses = functional(self.loss, rounded, self.plan, parts, firsts, draws, seed)
         grads = pytree.map(lambda g: g.to(self.plan.policy.accumulate), grads)
         sums = local_shards(self.plan, self.plan.merge_trained(grads, params), linear=True)
@@ -167,13 +167,13 @@ class StepGradient:
         on_layer: Callable[[], None] | None = None,
     ) -> Turn:
         """The turn of so many micro-batches at these parameters (at rest); parity: of its number."""
-        coder = coder_for(self.plan.codec, "grads", self.kernels)
+        coder = coder_for(self.plan.codec, "grads", self.ctx.kernels)
         resting_sums = SumsAtRest(
             self.plan, parts, self.open_disk_sum, layer_sums, self.buffers[parity], self.narrow, self.squares_of
         )
         sink = GradientReducer(self.plan, resting_sums, coder, errors, on_layer)
         node_shards: NodeShards | None = {} if self.plan.codec is not None and self.plan.codec.hpz else None
-        return Turn(gather_over_pp(params, self.plan, self.users, device), sink, node_shards)
+        return Turn(gather_over_pp(params, self.plan, device), sink, node_shards)
 
     def collect(
         self,
@@ -187,7 +187,7 @@ class StepGradient:
         plan, over_pp = self.plan, None
         if plan.stages is not None:
             losses = share_losses(losses, parts, plan, self.shape_cache, device)
-            over_pp = partial(scatter_over_pp, plan=plan, users=self.users, device=device)
+            over_pp = partial(scatter_over_pp, plan=plan, device=device)
         like = plan.trained(plan.like)
         if early is not None and not early.keeps:
             like = {name: leaf for name, leaf in pytree.named_leaves(like).items() if name not in early.stacked}
@@ -231,7 +231,7 @@ class StepGradient:
                 result = None  # what an exchange that was cut left
                 layer_sums = LayerSums(early.receive, early.keeps) if early is not None else None
                 saved_errors = state.extra.get(ERRORS)
-                error_coder = coder_for(self.plan.codec, "errors", self.kernels)
+                error_coder = coder_for(self.plan.codec, "errors", self.ctx.kernels)
                 errors = (
                     ErrorFeedback(self.plan, saved_errors, seed, state.step, error_coder)
                     if saved_errors is not None

@@ -17,7 +17,7 @@ from fzero.sharding import Plan
 from fzero.sharding.slices import row_blocks, shard_dim
 from fzero.train.masters import narrowing
 from fzero.train.state import TrainState, expect_alive, meta_state, move_to_memory, state_specs
-from fzero.train.state_on_disk import FirstState, assemble_state, commit, leaves_on_disk, open_in
+from fzero.train.state_on_disk import DiskLayout, FirstState
 from fzero.train.to_module import read
 from fzero.train.update.in_memory import updated_params
 
@@ -96,27 +96,24 @@ def copy_state(
     state: TrainState, tx: GradientTransformation, plan: Plan, source: dict[str, str], nvme: Nvme
 ) -> TrainState:
     """The state in a new store for another optimizer; source: the old leaf that gives a new one's values."""
-    like, specs, old = meta_state(plan, tx), state_specs(plan, tx), pytree.named_leaves(state)
-    store = open_in(nvme, leaves_on_disk(like, specs, plan), plan, resume=False)
-    store.begin()
-    first = FirstState(store, tx, plan, like, specs, state.step.device)
-    for name in pytree.names(like):
+    layout, old = DiskLayout.from_plan(plan, tx), pytree.named_leaves(state)
+    store = layout.open(nvme)
+    first = FirstState(store, tx, layout, state.step.device)
+    for name, leaf in first.shapes.items():
         if first.owner[name] is not None and name not in store.leaves:
-            first.out[name] = torch.empty_like(pytree.named_leaves(like)[name], device=state.step.device)
-    if any(name.startswith(OPT_PREFIX) and name not in source for name in pytree.names(like)):
-        for name in pytree.names(plan.trained(plan.like)):
+            first.out[name] = torch.empty_like(leaf, device=state.step.device)
+    if any(name.startswith(OPT_PREFIX) and name not in source for name in first.shapes):
+        for name in plan.local_shapes["opt"]:
             begin_states(first, state, name)
     store.flush()
     leaves: dict[str, Any] = {}
-    for name in pytree.names(like):
+    for name in first.shapes:
         old_name = source.get(name, "" if name.startswith(OPT_PREFIX) else name)
         if name not in store.leaves:
             leaves[name] = old[old_name] if old_name else first.shared.get(name, first.out.get(name))
         for i in range(store.leaves[name].layers if old_name and name in store.leaves else 0):
             store.write_layer(name, i, read(old[old_name], i if store.leaves[name].stacked else None))
-    changed = assemble_state(like, leaves, store)
-    commit(nvme, changed, plan)
-    return move_to_memory(changed, specs)
+    return layout.assemble(leaves, store, nvme)
 
 
 def begin_states(first: FirstState, state: TrainState, name: str) -> None:

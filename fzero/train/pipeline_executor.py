@@ -21,10 +21,9 @@ from fzero.comm.rank_tables import device_of
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.models import base
-from fzero.sharding.pipeline import Act, Schedule, Stages, feeds, needs, with_updates, write_schedule
+from fzero.sharding.pipeline import Act, write_schedule
 from fzero.sharding.pipeline.check import gather_row
-from fzero.sharding.pipeline.table import BACKWARD, simulate
-from fzero.sharding.pipeline_plan import Pipeline, schedule_for
+from fzero.sharding.pipeline.table import BACKWARD
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import NodeShards, Prefetcher, Resident
 from fzero.train.stage_exchange import StageExchange, signature_of
@@ -50,44 +49,24 @@ class Turn(NamedTuple):
     node_shards: NodeShards | None = None
 
 
-def schedule_of(plan: Plan, parts: int, updates: int | None = None) -> Schedule:
-    """The schedule of a step of so many micro-batches, with `updates` in it; raises ValueError if it does not fit."""
-    assert plan.stages is not None and plan.pipeline is not None
-    return build_schedule(plan.pipeline, plan.stages, parts, plan.delayed if updates is None else updates)[0]
-
-
 # Schedules are checked and simulated once, not in every step.
-@functools.lru_cache(maxsize=64)
-def build_schedule(pipeline: Pipeline, stages: Stages, parts: int, updates: int) -> tuple[Schedule, int]:
-    """A schedule, and its `min_capacity`."""
-    schedule = schedule_for(pipeline, stages, parts)
-    schedule = with_updates(schedule, updates) if updates else schedule
-    return schedule, min_capacity(schedule)
-
-
-def channel_capacity(plan: Plan, parts: int, updates: int | None = None) -> int:
-    """The messages on their way that a channel has room for in a step of so many micro-batches."""
-    if plan.stages is None or plan.pipeline is None:
-        return 0
-    return build_schedule(plan.pipeline, plan.stages, parts, plan.delayed if updates is None else updates)[1]
-
-
-def row_of(plan: Plan, parts: int, updates: int) -> list[Act]:
-    """This rank's acts in a step of so many micro-batches, with so many updates in between."""
+def row_of(plan: Plan, parts: int, updates: int) -> tuple[Sequence[Act], int]:
+    """This rank's acts in a step, and the messages that a channel has room for."""
     if plan.stages is not None:
-        return list(schedule_of(plan, parts, updates).rows[plan.mesh.pp.rank])
-    per_update, row = parts // max(1, updates), []
+        schedule, capacity = plan.schedule(parts, updates)
+        return schedule.rows[plan.mesh.pp.rank], capacity
+    per_update, row = parts // max(1, updates), list[Act]()
     for micro_batch in range(parts):
         row += [Act(kind, micro_batch, 0) for kind in "FB"]
         row += [Act("U", micro_batch // per_update, 0)] if updates and (micro_batch + 1) % per_update == 0 else []
-    return row
+    return row, 0
 
 
 def expect_equal_schedules(plan: Plan, parts: int) -> None:
     """Raise ValueError, the same on all ranks, if the ranks of pp have unlike schedules."""
     if plan.stages is None:
         return
-    text = write_schedule(schedule_of(plan, parts)) + repr(plan.stages.layers)
+    text = write_schedule(plan.schedule(parts)[0]) + repr(plan.stages.layers)
     local_digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
     digests = all_gather(
         torch.tensor([local_digest], device=device_of(plan.mesh)), plan.mesh.pp, leaf="schedule"
@@ -100,12 +79,6 @@ def expect_equal_schedules(plan: Plan, parts: int) -> None:
             )
 
 
-def forward_row(plan: Plan) -> list[Act]:
-    """This rank's acts in the evaluation of one batch."""
-    stages = (0,) if plan.stages is None else plan.stages.chunks(plan.mesh.pp.rank)
-    return [Act("F", 0, stage) for stage in stages]
-
-
 def run_row(
     model: StreamedModel,
     turns: Sequence[Turn],
@@ -116,9 +89,8 @@ def run_row(
 ) -> list[base.Loss]:
     """The losses of the micro-batches, on the rank of the last stage; gradients go to the turns' sinks."""
     plan, per_update = model.plan, len(batches.parts) // max(1, batches.updates)
-    stages, row = stages_of(model.parts, plan), row_of(plan, len(batches.parts), batches.updates)
+    stages, (row, capacity) = stages_of(model.parts, plan), row_of(plan, len(batches.parts), batches.updates)
     device = pytree.leaves(batches.parts[0])[0].device
-    capacity = channel_capacity(plan, len(batches.parts), batches.updates)
     exchange = StageExchange(plan, row, capacity, model.shape_cache, device)
     # Receives are started before any work, so that a message finds its buffer.
     exchange.open([signature_of(micro_batch) for micro_batch in batches.parts])
@@ -237,11 +209,11 @@ def in_turn(
 def evaluate_row(model: StreamedModel, params: Tree, batch: Any) -> base.Loss:
     """The loss of a batch without dropout, and without anything kept; the same on all ranks of pp."""
     plan, device = model.plan, pytree.leaves(batch)[0].device
-    stages, row = stages_of(model.parts, plan), forward_row(plan)
+    stages = stages_of(model.parts, plan)
+    row = [Act("F", 0, stage) for stage in stages]
     ctx = model.context(batch, {}, 0)
     exchange = StageExchange(plan, row, 2, model.shape_cache, device)
-    users = plan.users
-    params = gather_over_pp(params, plan, users, device)
+    params = gather_over_pp(params, plan, device)
     exchange.open([signature_of(batch)])
     losses = []
     ahead = model.fetcher(params, device, exact=True)
@@ -271,25 +243,3 @@ def preparer(
             model.prepare(parts[0], x, batch, ctx, params)
 
     return prepare
-
-
-def min_capacity(s: Schedule) -> int:
-    """The least number of messages on their way in a channel, of at least 2, with which a schedule ends."""
-    required, positions = needs(s), {act: i for row in s.rows for i, act in enumerate(row)}
-    channels: dict[tuple[int, int, bool], list[tuple[Act, Act]]] = {}
-    for source, target in feeds(s).items():
-        ends = s.stages.ranks[source.stage], s.stages.ranks[target.stage]
-        if ends[0] != ends[1]:
-            channels.setdefault((*ends, source.kind == "F"), []).append((source, target))
-    rows, capacity = [[(act,) for act in row] for row in s.rows], 2
-    # A rank that has sent `capacity` messages waits until the oldest is taken. A schedule may not survive that wait, so
-    # it is played with it, for twice as many until it ends.
-    while True:
-        dependencies = dict(required)
-        for messages in channels.values():
-            ordered = sorted(messages, key=lambda pair: positions[pair[0]])
-            for (source, _), (_, target) in zip(ordered[capacity + 1 :], ordered):
-                dependencies[source] = (*dependencies[source], target)
-        if not simulate(rows, dependencies, lambda group: 1.0, lambda source, target: 0.0).stuck:
-            return capacity
-        capacity *= 2

@@ -86,7 +86,7 @@ def make_check(
     Ref: Dixit et al. 2021, "Silent data corruptions at scale", arXiv:2102.11245.
     """
     backward, mesh, policy = make_backward(model, plan.with_slack(), execution, nvme), plan.mesh, plan.policy
-    specs, users = state_specs(plan, tx), plan.users
+    specs = state_specs(plan, tx)
     compared = ["the loss", *sorted(name for name, leaf in plan.leaves.items() if leaf.trained)]
     shared = {name: spec for name, spec in pytree.named_leaves(specs).items() if copies(spec, mesh) > 1}
 
@@ -99,7 +99,7 @@ def make_check(
             assert isinstance(state.scaler, ScalerState)
             seed = state.scaler.scale / rows.numel()
         draws = layer_draws(draws_of(model, state), plan, execution)
-        params = gather_over_pp(state.params, plan, users, rows.device)
+        params = gather_over_pp(state.params, plan, rows.device)
         losses = backward([Turn(params, sink)], MicroBatches([micro_batch], [m * rows.shape[0]], draws), seed)
         digests = {"the loss": [start_digest(loss.total.detach()) for loss in losses], **sink.digests}
         return {name: digests.get(name, []) for name in compared}

@@ -7,8 +7,8 @@ is nearly right.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,16 +25,39 @@ from fzero.models.batch import SOURCES, has_tokens, select_tokens
 from fzero.models.layers import local_tokens
 from fzero.models.user_functions import keyed_model
 from fzero.sharding import Plan, Spec, one_process
-from fzero.sharding.redistribute import gather_full
 from fzero.sharding.slices import narrow_to
 from fzero.train.loss import sum_losses
-from fzero.train.to_module import read
+from fzero.train.to_module import gathered, read
 
 # The largest difference of a result or gradient, over its largest element. Sums in another order differ by 1e-6; a norm
 # of half of the features by 1e-2 or more.
 MAX_DIFFERENCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 # Of the largest gradient: the least size of another one. That of a key's bias is 0 but for rounding.
 MIN_SIZE = 1e-2
+
+
+class FullParams(NamedTuple):
+    """The whole parameters of a model, from this rank's shards at rest."""
+
+    plan: Plan
+    leaves: dict[str, Any]  # the shards, by name
+    dtype: torch.dtype
+
+    def leaf(self, name: str, layer: int | None = None) -> Tensor:
+        """A whole parameter, or a layer of it."""
+        spec = self.plan.leaves[name].params
+        spec = Spec(spec.dims, parts=spec.parts) if layer is None else spec.layer
+        return gathered(read(self.leaves[name], layer).to(self.dtype), spec, self.plan.mesh, name)
+
+    def below(self, folder: str, layer: int | None = None, shared: Sequence[str] = ()) -> dict[str, Tensor]:
+        """The leaves of a part of the model, or of a layer of a stack, by name."""
+        return {n: self.leaf(n, layer) for n in self.leaves if n.startswith(f"{folder}/") or n in shared}
+
+    def narrow(self, name: str, leaf: Tensor, layer: bool = True) -> Tensor:
+        """This rank's part of a whole layer, or parameter, under tp."""
+        spec = self.plan.leaves[name].compute
+        spec = Spec(spec.dims, parts=spec.parts)  # the sums that its gradient owes aside
+        return narrow_to(leaf, spec.layer if layer else spec, self.plan.mesh, leaf=name).contiguous()
 
 
 def check_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx) -> None:
@@ -45,24 +68,26 @@ def check_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx)
     ctx = ctx._replace(dtype=wide, key=(), compiled=False, experts=plan.with_slack().experts or ())
     with torch.no_grad(), plan.mesh.ledger.phase("check"):
         ctx = forward.prepare(model, batch, ctx)
-        leaves = pytree.named_leaves(params)
-        x = model.embed(full_segment(plan, leaves, "embed", (), wide), batch, ctx)
+        whole = FullParams(plan, pytree.named_leaves(params), wide)
+        x = model.embed(pytree.nest(whole.below("embed")), batch, ctx)
         reasons, first = [], 0
         for stack in base.stacks_of(model):
             if stack.join is not None:
-                x = stack.join(full_segment(plan, leaves, stack.join_name, model.shared, wide), x, batch, ctx)
-            names = [name for name in leaves if name.startswith(f"{stack.name}/")]
-            kinds = in_turn(stack.block)
-            for i in range(min(len(kinds), plan.leaves[names[0]].shape[0])):
+                x = stack.join(pytree.nest(whole.below(stack.join_name, shared=model.shared)), x, batch, ctx)
+            kinds, depth = (
+                in_turn(stack.block),
+                next(leaf.shape[0] for name, leaf in plan.leaves.items() if name.startswith(f"{stack.name}/")),
+            )
+            for i in range(min(len(kinds), depth)):
                 if kinds[i] in kinds[:i]:
                     continue
-                layer = {name: full_leaf(plan, leaves, name, wide, i) for name in names}
+                layer = whole.below(stack.name, i)
                 device = next(iter(layer.values())).device
                 local = ctx._replace(layer=torch.full((), first + i, device=device))
-                worst, subject = compare_layer(plan, kinds[i], layer, x, local)
+                worst, subject = compare_layer(whole, kinds[i], layer, x, local)
                 if not worst <= MAX_DIFFERENCE[wide]:
                     reasons.append(f"{subject} of layer {first + i} by {worst:.1e} of its size")
-            first += plan.leaves[names[0]].shape[0]
+            first += depth
         if any_rank(bool(reasons), plan.mesh):
             local = reasons[0] if reasons else "a gradient on another rank"
             raise ValueError(
@@ -73,21 +98,17 @@ def check_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx)
 
 
 def compare_layer(
-    plan: Plan, block: Callable[..., Any], layer: dict[str, Tensor], x: Any, ctx: base.Ctx
+    whole: FullParams, block: Callable[..., Any], layer: dict[str, Tensor], x: Any, ctx: base.Ctx
 ) -> tuple[float, str]:
     """(the largest difference of a block under tp from the one of one process, over the size of its value; of what)."""
-
-    def narrow_leaf(name: str, leaf: Tensor) -> Tensor:
-        return narrow_to(leaf, plan.leaves[name].compute.layer, plan.mesh, leaf=name).contiguous()
-
-    parts = {name: narrow_leaf(name, leaf) for name, leaf in layer.items()}
+    parts = {name: whole.narrow(name, leaf) for name, leaf in layer.items()}
     full_values = values_of(block, layer, x, ctx._replace(mesh=one_process()))
     split = values_of(block, parts, x, ctx)
     sizes = {name: float(value.abs().max()) if value.numel() else 0.0 for name, value in full_values.items()}
     min_size = MIN_SIZE * max((size for name, size in sizes.items() if not name.startswith("the result")), default=0.0)
     worst, subject = 0.0, ""
     for name, expected in full_values.items():
-        expected = narrow_leaf(name, expected) if name in layer else expected
+        expected = whole.narrow(name, expected) if name in layer else expected
         size = sizes[name] if name.startswith("the result") else max(sizes[name], min_size)
         difference = float((split[name] - expected).abs().max()) / (size or 1.0) if expected.numel() else 0.0
         if not difference <= worst:
@@ -114,20 +135,6 @@ def values_of(block: Callable[..., Any], layer: dict[str, Tensor], x: Any, ctx: 
     return values | dict(zip(layer_leaves, grads[len(inputs) :]))
 
 
-def full_segment(plan: Plan, leaves: dict[str, Any], segment: str, shared: tuple[str, ...], dtype: torch.dtype) -> Tree:
-    """The whole parameters of a part of the model."""
-    names = [name for name in leaves if name.startswith(f"{segment}/") or name in shared]
-    return pytree.nest({name: full_leaf(plan, leaves, name, dtype) for name in names})
-
-
-def full_leaf(plan: Plan, leaves: dict[str, Any], name: str, dtype: torch.dtype, layer: int | None = None) -> Tensor:
-    """A whole parameter, or a layer of it."""
-    spec = plan.leaves[name].params
-    spec = Spec(spec.dims, parts=spec.parts) if layer is None else spec.layer
-    value = read(leaves[name], layer).to(dtype)
-    return gather_full(value, spec, plan.mesh, leaf=name) if any(plan.mesh[a].size > 1 for a in spec.axes) else value
-
-
 TOKENS = 4096  # of a longer micro-batch not all are compared
 PACKAGE_ENTRIES = {"tokens", "targets", "mask", "documents", SOURCES}
 
@@ -145,10 +152,13 @@ def check_user_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base
     alone = ctx._replace(mesh=one_process(), sequence=False, context=(), experts=())
     model = keyed_model(model)
     with torch.no_grad(), plan.mesh.ledger.phase("check"):
-        leaves, layers = full_leaves(model, plan, params, wide)
+        whole, stacks = FullParams(plan, pytree.named_leaves(params), wide), base.stacks_of(model)
+        blocks = tuple(f"{stack.name}/" for stack in stacks)
+        leaves = {name: whole.leaf(name) for name in whole.leaves if not name.startswith(blocks)}
+        layers = [whole.below(stack.name, i) for stack in stacks for i, _ in user_kinds(stack)]
         batch, (whole_loss, whole_grads, _) = run_full(model, leaves, layers, batch, ctx, alone)
-        split = {name: local(plan, name, leaf) for name, leaf in leaves.items()}
-        split_layers = [{name: local(plan, name, leaf, True) for name, leaf in layer.items()} for layer in layers]
+        split = {name: whole.narrow(name, leaf, layer=False) for name, leaf in leaves.items()}
+        split_layers = [{name: whole.narrow(name, leaf) for name, leaf in layer.items()} for layer in layers]
         axes_text = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         remedy = "; ".join(REMEDIES[axis] for axis, size in sizes.items() if size > 1)
         failed, split_run = None, None
@@ -222,29 +232,6 @@ def user_kinds(stack: base.Stack) -> list[tuple[int, Any]]:
     """(number in its stack, function) of the first layer of each kind that is one's own."""
     kinds = in_turn(stack.block)
     return [(i, kind) for i, kind in enumerate(kinds) if kind not in kinds[:i] and is_foreign(kind)]
-
-
-def full_leaves(
-    model: base.Model, plan: Plan, params: Tree, dtype: torch.dtype
-) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """The whole parameters of embedding, joins and head by name, and of the layers that are run."""
-    named = pytree.named_leaves(params)
-    stacks = base.stacks_of(model)
-    blocks = tuple(f"{stack.name}/" for stack in stacks)
-    leaves = {name: full_leaf(plan, named, name, dtype) for name in named if not name.startswith(blocks)}
-    layers = [
-        {name: full_leaf(plan, named, name, dtype, i) for name in named if name.startswith(f"{stack.name}/")}
-        for stack in stacks
-        for i, _ in user_kinds(stack)
-    ]
-    return leaves, layers
-
-
-def local(plan: Plan, name: str, leaf: Tensor, layer: bool = False) -> Tensor:
-    """This rank's part of a parameter under tp."""
-    spec = plan.leaves[name].compute
-    spec = Spec(spec.dims, parts=spec.parts)  # the sums that its gradient owes aside
-    return narrow_to(leaf, spec.layer if layer else spec, plan.mesh, leaf=name).contiguous()
 
 
 Sums = tuple[base.Loss, list[Tensor], base.Ctx]

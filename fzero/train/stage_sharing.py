@@ -122,9 +122,6 @@ def stages_of(parts: Sequence[Segment], plan: Plan, rank: int | None = None) -> 
     return out
 
 
-Users = dict[str, list[tuple[str, int]]]  # by leaf (stream of gradients, rank of pp), in the order of their sum
-
-
 def link_of(axis: Axis) -> Communicator:
     """The communicator of an axis of several ranks."""
     assert axis.communicator is not None
@@ -132,7 +129,7 @@ def link_of(axis: Axis) -> Communicator:
 
 
 @torch.no_grad()
-def gather_over_pp(params: Tree, plan: Plan, users: Users, device: torch.device) -> Tree:
+def gather_over_pp(params: Tree, plan: Plan, device: torch.device) -> Tree:
     """The parameters as this rank's stages use them: what pp shards at rest is whole on its users."""
     if plan.stages is None:
         return params
@@ -141,7 +138,7 @@ def gather_over_pp(params: Tree, plan: Plan, users: Users, device: torch.device)
     def start(name: str, leaf: Any) -> Future[Tensor | None] | None:
         if is_stacked(name) or plan.leaves[name].params.dims == plan.leaves[name].use.dims:
             return None
-        readers = sorted({rank for _, rank in users[name]})
+        readers = sorted({rank for _, rank in plan.users[name]})
         return link_of(axis).start_gather_to(bring_leaf(leaf, device), readers, name)
 
     def finish_gather(name: str, started: Future[Tensor | None] | None) -> Any:
@@ -164,9 +161,7 @@ def bring_leaf(leaf: Any, device: torch.device) -> Tensor:
     return leaf if leaf.device == device else copy_in(leaf, device).use()
 
 
-def scatter_over_pp(
-    sums: dict[tuple[str, str], Any], plan: Plan, users: Users, device: torch.device
-) -> dict[str, Tensor]:
+def scatter_over_pp(sums: dict[tuple[str, str], Any], plan: Plan, device: torch.device) -> dict[str, Tensor]:
     """This rank's parts of the gradient sums outside the layers, which leave `sums`; [0, ...] for stacks it lacks."""
     link, accumulate = link_of(plan.mesh.pp), plan.policy.accumulate
 
@@ -177,12 +172,11 @@ def scatter_over_pp(
 
     out, started = {}, {}
     with plan.mesh.ledger.phase("reduce"):
-        for name, leaf in plan.leaves.items():
-            shape = plan.local_shapes["opt"][name]
-            if leaf.trained and is_stacked(name):
+        for name, shape in plan.local_shapes["opt"].items():
+            if is_stacked(name):
                 out |= {} if shape[0] else {name: torch.zeros(shape, dtype=accumulate, device=device)}
-            elif leaf.trained:  # all are on their way before the first is waited for
-                started[name] = [start(name, stream, source, shape) for stream, source in users[name]]
+            else:  # all are on their way before the first is waited for
+                started[name] = [start(name, stream, source, shape) for stream, source in plan.users[name]]
         for name, pending in started.items():
             out[name] = pending[0].wait()
             for piece in pending[1:]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -129,16 +130,12 @@ def expect_shapes(plan: Plan, tree: Tree, *, shards: bool = False) -> None:
 def meta_state(plan: Plan, tx: GradientTransformation) -> TrainState:
     """A rank's state with meta tensors for leaves: shapes and dtypes without memory."""
 
-    def local(group: str, of_trained: torch.dtype) -> Tree:
-        def make(name: str, leaf: Tensor) -> Tensor:
-            dtype = of_trained if plan.leaves[name].trained else plan.leaves[name].dtype
-            return leaf.new_empty(plan.local_shapes[group][name], dtype=dtype)
+    def empty(group: str, name: str, leaf: Tensor) -> Tensor:
+        dtype = plan.policy.state if group == "opt" and plan.policy.has_master else plan.leaves[name].dtype
+        return leaf.new_empty(plan.local_shapes[group][name], dtype=dtype)
 
-        return pytree.map_named(make, plan.like)
-
-    policy = plan.policy
-    params = local("params", policy.param)
-    opt = plan.trained(local("opt", policy.state if policy.has_master else policy.param))
+    params = pytree.map_named(partial(empty, "params"), plan.like)
+    opt = pytree.map_named(partial(empty, "opt"), plan.trained(plan.like))
     return first_state(plan, bind_to_plan(tx, plan), params, opt, torch.empty(2, dtype=torch.int64, device="meta"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -33,39 +33,80 @@ from fzero.train.state import TrainState, first_stats, meta_state, move_leaf, mo
 OF_OPTIMIZER = "opt_state/"  # begins the names of an optimizer's leaves in a state
 
 
-def owner_of(state: TrainState, plan: Plan) -> dict[str, str | None]:
-    """{leaf of the state: its parameter, or None}."""
-    return pytree.owners(pytree.names(state), pytree.names(plan.like))
+@dataclasses.dataclass(frozen=True, eq=False)
+class DiskLayout:
+    """Which leaves of a rank's state rest on a disk; like: the state as meta tensors."""
+
+    like: TrainState
+    specs: TrainState
+    plan: Plan
+
+    @classmethod
+    def from_plan(cls, plan: Plan, tx: GradientTransformation) -> DiskLayout:
+        """The layout of the states of an optimizer."""
+        return cls(meta_state(plan, tx), state_specs(plan, tx), plan)
+
+    @cached_property
+    def owner(self) -> dict[str, str | None]:
+        """{leaf of the state: its parameter, or None}."""
+        return pytree.owners(pytree.names(self.like), pytree.names(self.plan.like))
+
+    @cached_property
+    def files(self) -> dict[str, LeafFiles]:
+        """The leaves that rest on a disk, by name; those that have the layers of their parameter are stacked."""
+        named, shapes = pytree.named_leaves(self.specs), self.plan.local_shapes["opt"]
+        frozen = {f"params/{name}" for name in self.plan.frozen}
+        return {
+            name: LeafFiles(
+                tuple(leaf.shape),
+                leaf.dtype,
+                is_layered(param, shapes[param], leaf.shape)
+                if name.startswith(OF_OPTIMIZER)
+                else shard_dim(param) == 1,
+                slots=1 if name in frozen else 2,
+                cut=named[name] if named[name].rows or named[name].parts else None,
+            )
+            for name, leaf in pytree.named_leaves(self.like).items()
+            if named[name].memory.on_disk and (param := self.owner[name]) is not None
+        }
+
+    @property
+    def missing(self) -> list[str]:
+        """The leaves that a store neither holds nor determines: parameters follow from master weights."""
+        return [
+            name
+            for name, param in self.owner.items()
+            if param is not None
+            and name not in self.files
+            and param not in self.plan.rule_leaves
+            and not (name.startswith("params/") and f"master/{param}" in self.files)
+        ]
+
+    def open(self, nvme: Nvme | None, *, resume: bool = False) -> VersionedStore:
+        """The store of the leaves in `nvme`: the one that is there, or a new one that is begun."""
+        disk = disk_of(nvme, self.plan)
+        assert disk is not None  # as some leaves rest there
+        store = disk.open(self.files, self.plan.mesh, owner=plan_record(self.plan), resume=resume)
+        if not resume:
+            store.begin()
+        return store
+
+    def assemble(self, resident: dict[str, Any], store: VersionedStore, commit_to: Nvme | None = None) -> TrainState:
+        """The state whose leaves are those in memory and those of the store; a new one is its first step."""
+        names = pytree.names(self.like)
+        named = {name: resident[name] if name in resident else DiskTensor(store, name) for name in names}
+        state = pytree.from_named(named, self.like)
+        commit(commit_to, state, self.plan)
+        return move_to_memory(state, self.specs)
 
 
-def leaves_on_disk(like: TrainState, specs: TrainState, plan: Plan) -> dict[str, LeafFiles]:
-    """The leaves of a state that rest on a disk, by name; those that have the layers of their parameter are stacked."""
-    named, owner = pytree.named_leaves(specs), owner_of(like, plan)
-    frozen = {f"params/{name}" for name in plan.frozen}
-    cut = {name: spec if spec.rows or spec.parts else None for name, spec in named.items()}
-    return {
-        name: LeafFiles(
-            tuple(leaf.shape),
-            leaf.dtype,
-            is_layered(param, plan.local_shapes["opt"][param], leaf.shape)
-            if name.startswith(OF_OPTIMIZER)
-            else shard_dim(param) == 1,
-            slots=1 if name in frozen else 2,
-            cut=cut[name],
-        )
-        for name, leaf in pytree.named_leaves(like).items()
-        if named[name].memory.on_disk and (param := owner[name]) is not None
-    }
-
-
-def smallest_units(plan: Plan, opt_state: Tree, unit: str) -> dict[str, str]:
+def smallest_units(shapes: dict[str, tuple[int, ...]], opt_state: Tree, unit: str) -> dict[str, str]:
     """{trained leaf: the smallest part of it that is updated apart from the rest}, see `smallest_unit`."""
-    names, shapes = pytree.names(plan.trained(plan.like)), plan.local_shapes["opt"]
-    columns, owner = columns_of(opt_state, names)
+    columns, owner = columns_of(opt_state, list(shapes))
     param_shapes: dict[str | None, list[Any]] = {}
     for column, param in owner.items():
         param_shapes.setdefault(param, []).append(columns[column].shape)
-    return {name: smallest_unit(name, shapes[name], param_shapes.get(name, ()), unit) for name in names}
+    return {name: smallest_unit(name, shape, param_shapes.get(name, ()), unit) for name, shape in shapes.items()}
 
 
 def init_on_disk(
@@ -78,14 +119,12 @@ def init_on_disk(
 ) -> TrainState:
     """`init_state` with leaves on a disk: only a few rows of them are ever in memory."""
     policy = plan.policy
-    like, specs = meta_state(plan, tx), state_specs(plan, tx)
-    leaves = leaves_on_disk(like, specs, plan)
+    layout = DiskLayout.from_plan(plan, tx)
     gpu.wake(torch.device(device))
-    store = open_in(nvme, leaves, plan, resume=False)
-    store.begin()
+    store = layout.open(nvme)
     values = {} if isinstance(model, base.Model) else pytree.named_leaves(model)
     element = first_values(model, values, prng.fold_in(key, "init"), policy.state)
-    first = FirstState(store, tx, plan, like, specs, torch.device(device))
+    first = FirstState(store, tx, layout, torch.device(device))
 
     def make(
         name: str, shape: tuple[int, ...], std: float, mean: float = 0.0, dtype: torch.dtype | None = None
@@ -103,30 +142,20 @@ def init_on_disk(
     fixed |= first_stats()
     fixed |= first.shared
     out = first.out | {name: leaf.to(device) for name, leaf in fixed.items()}
-    state = assemble_state(like, out, store)
-    commit(nvme, state, plan)
-    return move_to_memory(state, specs)
+    return layout.assemble(out, store, nvme)
 
 
 class FirstState:
     """The leaves of parameters in a state before its first step: parameters, masters and optimizer states."""
 
     def __init__(
-        self,
-        store: VersionedStore,
-        tx: GradientTransformation,
-        plan: Plan,
-        like: TrainState,
-        specs: TrainState,
-        device: torch.device,
+        self, store: VersionedStore, tx: GradientTransformation, layout: DiskLayout, device: torch.device
     ) -> None:
-        self.store, self.tx, self.plan, self.device = store, tx, plan, device
-        self.shapes, self.specs, self.owner = (
-            pytree.named_leaves(like),
-            pytree.named_leaves(specs),
-            owner_of(like, plan),
-        )
-        self.units = smallest_units(plan, like.opt_state, tx.unit)
+        self.store, self.tx, self.device = store, tx, device
+        self.plan, self.owner, like = layout.plan, layout.owner, layout.like
+        self.shapes, self.specs = pytree.named_leaves(like), pytree.named_leaves(layout.specs)
+        self.units = smallest_units(layout.plan.local_shapes["opt"], like.opt_state, tx.unit)
+        plan = self.plan
         self.out: dict[str, Any] = {}  # the leaves that are in memory
         self.shared: dict[str, Tensor] = {}  # the leaves of the optimizer's state that belong to no parameter
         trained = plan.trained(like.master if plan.policy.has_master else like.params)
@@ -213,13 +242,6 @@ def first_values(
     return element
 
 
-def open_in(nvme: Nvme | None, leaves: dict[str, LeafFiles], plan: Plan, *, resume: bool) -> VersionedStore:
-    """The store of some leaves in `nvme`."""
-    disk = disk_of(nvme, plan)
-    assert disk is not None  # as some of its leaves rest there
-    return disk.open(leaves, plan.mesh, owner=plan_record(plan), resume=resume)
-
-
 def plan_record(plan: Plan) -> dict[str, Any]:
     """The record of a plan in its store."""
     record: dict[str, Any] = {
@@ -231,28 +253,16 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     return record
 
 
-def assemble_state(like: TrainState, resident: dict[str, Any], store: VersionedStore) -> TrainState:
-    """The state whose leaves are those in memory and those of the store."""
-    named = {name: resident[name] if name in resident else DiskTensor(store, name) for name in pytree.names(like)}
-    return pytree.from_named(named, like)
-
-
 def commit(nvme: Nvme | None, state: TrainState, plan: Plan) -> None:
     """Make the state its store's last complete step, with the values that lie outside of the store."""
     if nvme is None or nvme.store is None:
         return
     leaves = pytree.named_leaves(state)
     owner = pytree.owners(list(leaves), pytree.names(state.params))
-    manifest_names = manifest_params(plan)
-    names = [name for name in leaves if owner[name] is None or name in manifest_names]
+    names = [name for name in leaves if owner[name] is None or owner[name] in plan.rule_leaves]
     small = dict(zip(names, start_fetch([leaves[name] for name in names]).wait()))
     values = {name: to_text(leaf) for name, leaf in small.items()}
     nvme.store.commit(int(small["step"]), values, partial(raise_together, mesh=plan.mesh))
-
-
-def manifest_params(plan: Plan) -> frozenset[str]:
-    """The parameters, as leaves of a state, that are kept with the record of a store: those that a rule moves."""
-    return frozenset(f"params/{name}" for name in plan.rule_leaves)
 
 
 @checked()
@@ -277,8 +287,8 @@ def reopen_state(
     (tensor(0), tensor([1., 1.]))
     >>> nvme.close()
     """
-    like, specs = meta_state(plan, tx), state_specs(plan, tx)
-    lost = missing_leaves(like, specs, plan)
+    layout = DiskLayout.from_plan(plan, tx)
+    lost = layout.missing
     manifest = read_step_manifest(nvme.folder) if lost and nvme.folder is not None else None
     if manifest is not None:  # said before the store is opened, which the one that is open would not outlive
         raise ValueError(
@@ -287,64 +297,41 @@ def reopen_state(
             "resume from a checkpoint"
         )
     gpu.wake(torch.device(device))
-    store = open_in(nvme, leaves_on_disk(like, specs, plan), plan, resume=True)
+    store = layout.open(nvme, resume=True)
     record = store.record
     assert record is not None  # it was opened to resume
     # Earlier versions stored no statistics of the loss.
     resident: dict[str, Any] = first_stats()
     resident |= {name: from_text(text) for name, text in record.values.items()}
-    shapes, owner = pytree.named_leaves(like), owner_of(like, plan)
+    shapes, owner = pytree.named_leaves(layout.like), layout.owner
     derived = [name for name in shapes if name not in resident and name not in store.leaves]
     for name in derived:
         param = owner[name]
-        assert param is not None  # `missing_leaves` finds the others
+        assert param is not None  # `missing` names the others
         value = DiskTensor(store, f"master/{param}").tensor().to(plan.policy.param)
         if value.shape != shapes[name].shape:
             value = all_gather(value.to(device), plan.link(param), shard_dim(param), leaf=param)
         resident[name] = value
-    named, target = pytree.named_leaves(specs), torch.device(device)
+    named, target = pytree.named_leaves(layout.specs), torch.device(device)
     resident = {name: move_leaf(target, leaf, named[name]) for name, leaf in resident.items()}
-    return move_to_memory(assemble_state(like, resident, store), specs)
-
-
-def missing_leaves(like: TrainState, specs: TrainState, plan: Plan) -> list[str]:
-    """The leaves of a state that its store neither holds nor determines: parameters follow from master weights."""
-    stored, owner = leaves_on_disk(like, specs, plan), owner_of(like, plan)
-    manifest_names = manifest_params(plan)
-    return [
-        name
-        for name, param in owner.items()
-        if param is not None
-        and name not in stored
-        and name not in manifest_names
-        and not (name.startswith("params/") and f"master/{param}" in stored)
-    ]
+    return layout.assemble(resident, store)
 
 
 def write_to_disk(
-    read: Callable[[str, Tensor, int | None], Tensor],
-    like: TrainState,
-    specs: TrainState,
-    plan: Plan,
-    nvme: Nvme | None,
-    device: torch.device,
+    read: Callable[[str, Tensor, int | None], Tensor], layout: DiskLayout, nvme: Nvme | None, device: torch.device
 ) -> TrainState:
     """The state whose leaves are `read(name, meta tensor, layer)`, in a new store or on `device`."""
-    named = pytree.named_leaves(specs)
-    leaves = leaves_on_disk(like, specs, plan)
+    named, leaves = pytree.named_leaves(layout.specs), layout.files
     gpu.wake(device)
-    store = open_in(nvme, leaves, plan, resume=False)
-    store.begin()
+    store = layout.open(nvme)
     resident: dict[str, Tensor] = {}
-    for name, leaf in pytree.named_leaves(like).items():
+    for name, leaf in pytree.named_leaves(layout.like).items():
         if name not in leaves:
             resident[name] = move_leaf(device, read(name, leaf, None), named[name])
             continue
         for i in range(leaves[name].layers):
             store.write_layer(name, i, read(name, leaf, i if leaves[name].stacked else None))
-    state = assemble_state(like, resident, store)
-    commit(nvme, state, plan)
-    return move_to_memory(state, specs)
+    return layout.assemble(resident, store, nvme)
 
 
 def to_text(leaf: Tensor) -> dict[str, Any]:

@@ -133,6 +133,7 @@ def make_train_step(
     expect_options(plan, execution, donate, streamed is not None, isinstance(model, base.Model))
     if nvme is None and plan.on_disk:
         raise ValueError("the plan puts a part of the state on a disk; give nvme=, the one given to init_state")
+    gradient = StepGradient(model, plan.for_update(execution.update), execution, nvme, streamed is not None)
     parts = StepParts(
         model,
         tx,
@@ -143,10 +144,10 @@ def make_train_step(
         nvme,
         streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan),
         streamed,
-        StepGradient(model, plan.for_update(execution.update), execution, nvme, streamed is not None),
+        gradient,
         partial(measure, plan.mesh, shards_of_sums(plan), skip, execution.norms),
         StateCheck(plan, pytree.names(tx.spec(plan.trained(plan.opt))), donate, nvme),
-        FirstStep(model, plan, execution),
+        FirstStep(model, gradient),
         # In a plan there are no ranks to be compared.
         [(plan, micro_batches, execution._dealt)] if plan.mesh.store is not None else [],
     )
@@ -186,9 +187,10 @@ class StepParts(NamedTuple):
         with torch.no_grad() if self.donate else contextlib.nullcontext(), checking_ranks(self.unchecked, batch):
             yield (micro_batches, size, draws_of(self.model, state), seed.value), seed
 
-    def judge_first(self, state: TrainState, inputs: Inputs, metrics: Metrics) -> None:
-        """Raise ValueError, on all ranks, for what a first step found that cannot be."""
-        self.first.expect_loss(self.gradient, state, inputs, metrics)
+    def count(self, state: TrainState, inputs: Inputs) -> TrainState:
+        """The state with a step of these inputs counted."""
+        samples = inputs[1] * self.micro_batches * self.plan.mesh.data_size
+        return state._replace(step=state.step + 1, data_cursor=state.data_cursor + samples)
 
 
 Inputs = tuple[list[Any], int, dict[str, Any], Tensor]  # micro-batches, the rows of each, the draws, the seed's value
@@ -215,8 +217,9 @@ def update_at_end(step: StepParts, start_early: Callable[[TrainState], Early] | 
             on_loss = None if early is None else lambda total: early.begin(seed.mean_factor(total))
             result = gradient(with_local_params(step.tx, plan, state), *inputs, early, on_loss)
             metrics, verdict, sums = step.measured(seed, state, result)
-            step.judge_first(state, inputs, metrics)
-            next_state = advance(plan, state, verdict, inputs[1] * step.micro_batches)
+            step.first.judge(state, inputs, metrics)
+            scaler = move_scaler(plan.policy, state.scaler, verdict.overflow)
+            next_state = step.count(state, inputs)._replace(scaler=scaler, extra={**state.extra, LOSS: verdict.stats})
             gpu_copies.await_readers(state.step.device)  # a checkpoint may still copy what the update writes over
             with plan.mesh.ledger.phase("update"):
                 skipped = metrics.skipped if step.skips else None
@@ -335,14 +338,6 @@ def norms_of(
         return norm, {"squares": squares, "factor": factor}
 
 
-def advance(plan: Plan, state: TrainState, verdict: Verdict, samples: int) -> TrainState:
-    """The state with what every step moves, skipped or not: the counts, the loss scale, the statistics of the loss."""
-    return count_step(plan, state, samples)._replace(
-        scaler=move_scaler(plan.policy, state.scaler, verdict.overflow),
-        extra={**state.extra, LOSS: verdict.stats},
-    )
-
-
 def settle_errors(
     state: TrainState, errors: ErrorFeedback | None, skipped: Tensor | None, *, donate: bool
 ) -> TrainState:
@@ -350,11 +345,6 @@ def settle_errors(
     if errors is None:
         return state
     return state._replace(extra={**state.extra, ERRORS: errors.settle(skipped, donate=donate)})
-
-
-def count_step(plan: Plan, state: TrainState, samples: int) -> TrainState:
-    """The state with a step counted, of so many samples of a data rank."""
-    return state._replace(step=state.step + 1, data_cursor=state.data_cursor + samples * plan.mesh.data_size)
 
 
 def move_scaler(policy: Policy, scaler: ScalerState | tuple[()], skipped: Tensor) -> ScalerState | tuple[()]:

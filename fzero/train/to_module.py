@@ -18,7 +18,7 @@ from fzero.models.configs import LORA, LoRAConfig
 from fzero.models.module_layers import CannotSplit, Stacks, choices
 from fzero.models.weights import product_of
 from fzero.offload import DiskTensor
-from fzero.sharding import Plan, Spec
+from fzero.sharding import Mesh, Plan, Spec
 from fzero.sharding.redistribute import gather_full
 from fzero.sharding.slices import is_stacked
 from fzero.train.state import TrainState, expect_alive
@@ -159,9 +159,9 @@ def full_values(
         if plan is not None:
             spec = plan.leaves[leaf].opt if leaf in masters else plan.leaves[leaf].params
         if plan is not None and layer is not None and spec.rows:
-            return layer_over_pp(leaf_value, layer, spec, plan, leaf)
+            return layer_over_pp(leaf_value, layer, spec, plan.mesh, leaf)
         spec = spec if layer is None else spec.layer
-        return gathered(read(leaf_value, layer), spec, plan, leaf)
+        return gathered(read(leaf_value, layer), spec, None if plan is None else plan.mesh, leaf)
 
     def adapted(leaf: str, layer: int | None) -> Tensor:
         names = [name for name in (leaf, f"{leaf}_lora_a", f"{leaf}_lora_b") if name in leaves]
@@ -180,9 +180,9 @@ def read(leaf: Any, layer: int | None = None) -> Tensor:
     return leaf if layer is None else leaf[layer]
 
 
-def layer_over_pp(leaf: Any, layer: int, spec: Spec, plan: Plan, name: str) -> Tensor:
+def layer_over_pp(leaf: Any, layer: int, spec: Spec, mesh: Mesh, name: str) -> Tensor:
     """A layer, by its number, of a leaf whose layers are on ranks of pp; all ranks take part."""
-    pp = plan.mesh.pp
+    pp = mesh.pp
     ranks = [rank for rank, rows in enumerate(spec.rows) if layer in rows]
     local_layers = spec.rows[pp.rank]
     shard = (
@@ -190,12 +190,12 @@ def layer_over_pp(leaf: Any, layer: int, spec: Spec, plan: Plan, name: str) -> T
         if local_layers
         else leaf.new_zeros(leaf.shape[1:])
     )
-    full = gathered(shard, spec.layer, plan, name)
+    full = gathered(shard, spec.layer, mesh, name)
     return all_gather_same(full[None], pp, 0, leaf=name)[ranks[0]]
 
 
-def gathered(value: Tensor, spec: Spec, plan: Plan | None, leaf: str) -> Tensor:
+def gathered(value: Tensor, spec: Spec, mesh: Mesh | None, leaf: str) -> Tensor:
     """The whole of a value, of which this rank has a shard by `spec`."""
-    if plan is None or not any(plan.mesh[axis].size > 1 for axis in spec.axes):
+    if mesh is None or not any(mesh[axis].size > 1 for axis in spec.axes):
         return value
-    return gather_full(value, spec, plan.mesh, leaf=leaf)
+    return gather_full(value, spec, mesh, leaf=leaf)

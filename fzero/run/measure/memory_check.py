@@ -33,7 +33,7 @@ from fzero.sharding.error_feedback import ERROR
 from fzero.sharding.slices import is_stacked, local_numel
 from fzero.sharding.spec import DEVICE, MEMORIES, StateMemory
 from fzero.train.state import meta_state
-from fzero.train.state_on_disk import leaves_on_disk
+from fzero.train.state_on_disk import DiskLayout
 
 PROCESS = 450 << 20  # bytes of a process that has loaded its libraries
 # State and buffers are exact. The rest is a closed form, up to 1.15 times what a traced step has
@@ -158,8 +158,8 @@ def disk_needed(job: Job) -> int:
     if job.nvme is None:
         return 0
     plan, policy, config = job.plan, job.policy, job.config
-    like = meta_state(plan, job.tx)
-    state = store_bytes(leaves_on_disk(like, specs_of(job), plan).values(), job.nvme.slots)
+    layout = DiskLayout(meta_state(plan, job.tx), specs_of(job), plan)
+    state = store_bytes(layout.files.values(), job.nvme.slots)
     dtype = sums_dtype(job)
     grads = (
         0

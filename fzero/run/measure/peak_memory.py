@@ -27,7 +27,6 @@ from fzero.run.setup.build import Job, local_micro_batches
 from fzero.sharding import Plan, Spec
 from fzero.sharding.slices import is_stacked, local_numel
 from fzero.sharding.spec import Offload
-from fzero.train.pipeline_executor import schedule_of
 
 GATED = (LlamaConfig, DeepSeekConfig)  # models whose hidden units are products of two
 
@@ -252,7 +251,7 @@ def layers_alive(job: Job) -> int:
     plan, max_layers = job.plan, 0
     if plan.stages is None:
         return job.model.config.n_layers
-    for row in schedule_of(plan, local_micro_batches(job.config, job.mesh)).rows:
+    for row in plan.schedule(local_micro_batches(job.config, job.mesh))[0].rows:
         alive = 0
         for act in row:
             alive += len(plan.stages.layers[act.stage]) * ((act.kind == "F") - (act.kind in "BW"))

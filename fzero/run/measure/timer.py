@@ -29,7 +29,6 @@ from fzero.core.storage import write_text
 from fzero.core.text_parsing import json_text
 from fzero.run.setup.build import Job, local_micro_batches
 from fzero.sharding.pipeline import write_schedule
-from fzero.train.pipeline_executor import schedule_of
 
 # The phases of a row, each second in one of them. Other phases of the ledger are "rest".
 PHASES = ("data", "forward", "backward", "metrics", "update", "comm_exposed", "io", "evaluate", "checkpoint", "rest")
@@ -221,7 +220,7 @@ def recording_acts(job: Job, folder: Path, named: dict[str, Any]) -> Iterator[No
     finally:
         ledger.acts = None
     gpu.synchronize(job.device)
-    schedule = schedule_of(job.plan, local_micro_batches(job.config, mesh))
+    schedule = job.plan.schedule(local_micro_batches(job.config, mesh))[0]
     spans = [(seconds_between(began, a), seconds_between(began, b)) for a, b in zip(times.begins, times.ends)]
     table = torch.zeros(max(map(len, schedule.rows)) + BARRIERS, 2, dtype=torch.float64, device=device_of(mesh))
     barrier_times = [-seconds_between(moment, began) for moment in barrier_ends]

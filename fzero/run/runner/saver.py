@@ -29,7 +29,7 @@ from fzero.run.ranks.coordinator import Coordinator, Say
 from fzero.run.setup import run_folder, run_lock, weights
 from fzero.run.setup.build import Job, all_on_disk, first_state, latest, like_of, restore, save_store, specs_of
 from fzero.train.state import TrainState
-from fzero.train.state_on_disk import leaves_on_disk, plan_record
+from fzero.train.state_on_disk import DiskLayout, plan_record
 
 
 def expect_disk(job: Job, coordinator: Coordinator) -> None:
@@ -97,7 +97,7 @@ def matches_store(job: Job) -> bool:
         return True
     if record is None or record["ranks"] != job.mesh.size or record["owner"] != plan_record(job.plan):
         return record is None
-    leaves = leaves_on_disk(like_of(job), specs_of(job), job.plan)
+    leaves = DiskLayout(like_of(job), specs_of(job), job.plan).files
     expected = {name: [list(leaf.described), str(leaf.dtype).removeprefix("torch.")] for name, leaf in leaves.items()}
     return expected == {name: [leaf["shape"], leaf["dtype"]] for name, leaf in record["leaves"].items()}
 

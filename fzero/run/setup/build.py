@@ -46,7 +46,7 @@ from fzero.train.eval import make_eval_step
 from fzero.train.execution import Execution, Skip
 from fzero.train.init import init_state
 from fzero.train.state import TrainState, meta_state, state_specs
-from fzero.train.state_on_disk import missing_leaves, reopen_state
+from fzero.train.state_on_disk import DiskLayout, reopen_state
 from fzero.train.step import make_train_step
 from fzero.train.update.in_memory import sum_divergence
 
@@ -282,7 +282,7 @@ def all_on_disk(job: Job) -> bool:
     """Whether the store of a run determines its whole state: then each step is a checkpoint."""
     if job.nvme is None:
         return False
-    return not missing_leaves(like_of(job), specs_of(job), job.plan)
+    return not DiskLayout(like_of(job), specs_of(job), job.plan).missing
 
 
 def restore(job: Job, path: checkpoint.Folder) -> TrainState:

@@ -25,9 +25,9 @@ from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.sharding import Plan
 from fzero.train.gradient import GradientResult, layer_draws
-from fzero.train.pipeline_executor import MicroBatches, Turn, schedule_of
+from fzero.train.pipeline_executor import MicroBatches, Turn
 from fzero.train.state import LOSS, PREVIOUS, Metrics, TrainState
-from fzero.train.step import Inputs, Seed, StepParts, TrainStep, count_step
+from fzero.train.step import Inputs, Seed, StepParts, TrainStep
 from fzero.train.update.offloaded import Update
 
 
@@ -53,7 +53,7 @@ def expect_delayed(step: StepParts) -> None:
             "cannot share them evenly; change one of them"
         )
     if plan.stages is not None:
-        schedule_of(plan, step.micro_batches)  # which says so if two versions of the parameters are too few
+        plan.schedule(step.micro_batches)  # which says so if two versions of the parameters are too few
 
 
 def make_step(step: StepParts) -> TrainStep:
@@ -62,8 +62,8 @@ def make_step(step: StepParts) -> TrainStep:
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         with step.checked(state, batch) as (inputs, seed):
-            new, metrics = run_delayed(step, count_step(step.plan, state, inputs[1] * step.micro_batches), inputs, seed)
-            step.judge_first(new, inputs, metrics)
+            new, metrics = run_delayed(step, step.count(state, inputs), inputs, seed)
+            step.first.judge(new, inputs, metrics)
             return step.states.handed_over(state, new), metrics
 
     return train_step

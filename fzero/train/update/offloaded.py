@@ -41,8 +41,7 @@ from fzero.optim.combine import split_chain
 from fzero.optim.unit_updates import columns_of, select_state
 from fzero.sharding import Plan
 from fzero.sharding.slices import MOST_ELEMENTS, narrow_part, shard_dim
-from fzero.train.state import meta_state, state_specs
-from fzero.train.state_on_disk import leaves_on_disk, owner_of, smallest_units
+from fzero.train.state_on_disk import DiskLayout, smallest_units
 from fzero.train.update.in_memory import Gradients, on_host
 
 # (unit, what is read of it, its values by leaf and column): is called with rows before they are updated.
@@ -63,22 +62,20 @@ class StreamedUpdate:
                 "of a chain), and an offloaded state is updated part by part; leave that out, or put the clipping first"
             )
         self.split = plan.split_leaves
-        self.shards = {n: shape for n, shape in plan.local_shapes["opt"].items() if n not in plan.frozen}
+        self.shards, layout = plan.local_shapes["opt"], DiskLayout.from_plan(plan, tx)
         # A state by which a leaf cannot be updated a row or a layer at a time has it updated by larger parts.
-        units = smallest_units(plan, self.parts.state(meta_state(plan, tx).opt_state), self.parts.body.unit)
+        units = smallest_units(self.shards, self.parts.state(layout.like.opt_state), self.parts.body.unit)
         self.uncut = {n for n in self.shards if units[n] != "row" or n in self.split}
         self.stacks = {n for n in self.shards if units[n] == "leaf"}  # those of which all layers are updated at once
         self.on_host = on_host(self.parts.body, sum(math.prod(shape) for shape in self.shards.values()))
         self.pruned: dict[frozenset[str], tuple[Tree, Tree]] = {}
-        self.nvme.need((AHEAD + 2) * self.largest_layer(tx) if self.uncut and plan.on_disk else 0, plan.mesh.size)
+        self.nvme.need((AHEAD + 2) * self.largest_layer(layout) if self.uncut and plan.on_disk else 0, plan.mesh.size)
 
-    def largest_layer(self, tx: GradientTransformation) -> int:
+    def largest_layer(self, layout: DiskLayout) -> int:
         """The most bytes on a disk of a layer that is updated as a whole."""
         plan, sizes = self.plan, dict.fromkeys(self.uncut, 0)
-        like = meta_state(plan, tx)
-        owner = owner_of(like, plan)
-        for name, files in leaves_on_disk(like, state_specs(plan, tx), plan).items():
-            param = owner[name]
+        for name, files in layout.files.items():
+            param = layout.owner[name]
             if param is not None and param in sizes:
                 sizes[param] += files.file_bytes
         for name in sizes:
