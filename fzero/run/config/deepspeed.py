@@ -215,9 +215,9 @@ def _key_of(name: str, value: Any) -> keys.Key | None:
     """The key of a name, which may be its alias; None for one that DeepSpeed does not look at."""
     *parents, last = name.split(".")
     alias = f"{keys.ZERO}.stage3_{last}" if parents == [keys.ZERO] else name  # DeepSpeed's fields have both names
-    for key in keys.KEYS:
-        if fnmatch.fnmatchcase(name, key.name) or key.name == alias:
-            return key
+    matches = [key for key in keys.KEYS if fnmatch.fnmatchcase(name, key.name) or key.name == alias]
+    if matches:
+        return max(matches, key=lambda key: len(key.name))
     if any(key.name.startswith(f"{name}.") for key in keys.KEYS):
         if value is None:
             return keys.Key(name, keys.TAKEN, "the table is left out")
@@ -241,10 +241,7 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 def _add_batch(out: Table, reader: Values, ranks: int, auto_keys: Sequence[str], ignored: list[str]) -> None:
-    batch, micro, times = (reader.integer(name) for name in BATCH)
-    for name, value in zip(BATCH, (batch, micro, times)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+    batch, micro, times = (reader.integer(name, minimum=1) for name in BATCH)
     if (batch, micro) == (None, None):
         if times is not None and times > 1:
             raise ValueError(

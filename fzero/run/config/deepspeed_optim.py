@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.core.config_tables import Table, flat, set_nested
-from fzero.core.text_parsing import nearest, short
+from fzero.core.text_parsing import short
 from fzero.kernels import block_mask
 from fzero.kernels.block_mask import BlockMask
 from fzero.run.config import deepspeed_keys as keys
@@ -40,12 +40,7 @@ class Sparse(NamedTuple):
 def read_sparse(reader: Values) -> Sparse:
     """The values of the table, by their names; raises ValueError for unknown ones and contradictions."""
     mode = reader.choice("mode", tuple(keys.SPARSE), "fixed")
-    for name in reader.table:
-        if name not in (names := ("mode", *keys.SPARSE[mode])):
-            raise ValueError(
-                f"there is no key 'sparse_attention.{name}'{nearest(name, names)} of mode {mode}; it has "
-                f"{', '.join(names)}"
-            )
+    reader.expect_only("sparse_attention", f"mode {mode}", ("mode", *keys.SPARSE[mode]))
     # DenseSparsityConfig has neither order: a causal decoder in it sees all that it may see.
     default = "unidirectional" if mode in ("dense", "local_sliding_window") else "bidirectional"
     causal = reader.choice("attention", ("unidirectional", "bidirectional"), default) == "unidirectional"
@@ -53,19 +48,19 @@ def read_sparse(reader: Values) -> Sparse:
     if not windows:
         raise ValueError("local_window_blocks is []; give the blocks of the windows")
     if mode == "fixed":
-        windows = [_integer(reader, "num_local_blocks", 4)]
+        windows = [reader.integer("num_local_blocks", 4, 1)]
     sparse = Sparse(
         mode=mode,
-        block=_integer(reader, "block", 16),
+        block=reader.integer("block", 16, 1),
         causal=causal,
         by_head=reader.flag("different_layout_per_head"),
         windows=windows,
-        sliding=_integer(reader, "num_sliding_window_blocks", 3),
-        global_blocks=_integer(reader, "num_global_blocks", 1, 0 if mode == "bigbird" else 1),
+        sliding=reader.integer("num_sliding_window_blocks", 3, 1),
+        global_blocks=reader.integer("num_global_blocks", 1, 0 if mode == "bigbird" else 1),
         ends=_ends(reader),
         horizontal=reader.flag("horizontal_global_attention"),
-        patterns=_integer(reader, "num_different_global_patterns", 1),
-        random=_integer(reader, "num_random_blocks", 0, 0),
+        patterns=reader.integer("num_different_global_patterns", 1, 1),
+        random=reader.integer("num_random_blocks", 0, 0),
     )
     if sparse.horizontal and sparse.causal:
         raise ValueError(
@@ -76,13 +71,6 @@ def read_sparse(reader: Values) -> Sparse:
             f"num_different_global_patterns is {sparse.patterns} and different_layout_per_head is not set; set it"
         )
     return sparse
-
-
-def _integer(reader: Values, name: str, default: int, minimum: int = 1) -> int:
-    value = reader.integer(name, default)
-    if value < minimum:
-        raise ValueError(f"{name} is {value}; it must be at least {minimum}")
-    return value
 
 
 def _expect_integers(name: str, values: Sequence[Any], minimum: int) -> Sequence[int]:
@@ -228,7 +216,7 @@ def add_optimizer(out: Table, reader: Values) -> None:
         refusals.setdefault(type_name.lower(), reason)
     kind = Values({"optimizer.type": type_name.lower()}).choice("optimizer.type", list(keys.OPTIMIZERS), "", refusals)
     params = reader.section("optimizer.params")
-    params.expect_only("optimizer", type_name, keys.OPTIMIZERS[kind])
+    params.expect_only("optimizer.params", type_name, keys.OPTIMIZERS[kind])
     for name, value in keys.FIXED.items():
         if params.table.get(name, value) != value:
             fix = "write gradient_clipping" if name == "max_grad_norm" else "leave it out"
@@ -290,7 +278,7 @@ def add_scheduler(out: Table, reader: Values, auto_keys: Sequence[str]) -> None:
         return
     kind = reader.choice("scheduler.type", list(keys.SCHEDULERS), "", keys.OTHER_SCHEDULERS)
     params = reader.section("scheduler.params")
-    params.expect_only("scheduler", kind, keys.SCHEDULERS[kind])
+    params.expect_only("scheduler.params", kind, keys.SCHEDULERS[kind])
     if params.integer("last_batch_iteration", -1) != -1:
         raise ValueError("scheduler.params.last_batch_iteration is not -1; resume a run by --resume")
     if kind == "OneCycle":
