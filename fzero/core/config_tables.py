@@ -48,7 +48,7 @@ def metadata_of(kind: type, prefix: str = "", outer: tuple[Any, ...] = ()) -> di
 
     >>> from fzero.run.config.run_config import RunConfig
     >>> metadata_of(RunConfig)["optim.lr"]
-    (Within(bounds=(0.0, True, inf)),)
+    (Within(bounds=(0.0, True, inf)), 'changing')
     """
     metadata: dict[str, tuple[Any, ...]] = {}
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():

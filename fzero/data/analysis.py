@@ -176,7 +176,7 @@ def open_analysis(corpus: str | Path, name: str, seq_len: int, packing: str) -> 
 def describe_values(values: np.ndarray, metric: str) -> Iterator[str]:
     """The lines that show how the numbers of an analysis are spread: quantiles, and a histogram.
 
-    >>> print(*described(np.arange(5.0), "length"), sep="\\n")
+    >>> print(*describe_values(np.arange(5.0), "length"), sep="\\n")
     length of 5 rows: mean 2, least 0, 10% 0.4, 50% 2, 90% 3.6, most 4
     """
     levels = (0, 0.1, 0.5, 0.9, 1)

@@ -190,7 +190,7 @@ def number(text: str, option: str, source: str) -> Fraction:
 def format_fraction(value: Fraction) -> str:
     """The text of a number, exactly: decimal if it ends, else a fraction.
 
-    >>> written(Fraction("0.125")), written(Fraction(1, 3))
+    >>> format_fraction(Fraction("0.125")), format_fraction(Fraction(1, 3))
     ('0.125', '1/3')
     """
     places = next((n for n in range(40) if (value * 10**n).denominator == 1), None)

@@ -105,7 +105,7 @@ def intersect(ranges: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.nd
 def merge_ranges(ranges: np.ndarray) -> np.ndarray:
     """The same positions in rising order, ranges that touch as one.
 
-    >>> joined(np.array([[4, 6], [0, 2], [2, 3]])).tolist()
+    >>> merge_ranges(np.array([[4, 6], [0, 2], [2, 3]])).tolist()
     [[0, 3], [4, 6]]
     """
     ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]

@@ -367,7 +367,7 @@ def _bounded(texts: Iterable[str]) -> Iterator[str]:
 def sample_evenly(share: float, texts: Iterable[str]) -> Iterator[str]:
     """The texts that hold this share of all characters, spread evenly; all of them for a share of 1 and more.
 
-    >>> list(evenly(0.5, ["ab", "cd", "ef", "gh"]))
+    >>> list(sample_evenly(0.5, ["ab", "cd", "ef", "gh"]))
     ['cd', 'gh']
     """
     total = selected = 0

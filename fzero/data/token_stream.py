@@ -292,8 +292,9 @@ def prefetch(
     Closing the generator ends the thread, as does dropping its last reference or ending the program; use
     `contextlib.closing`.
 
-    >>> with contextlib.closing(prefetch(stream.batch_at, first_step=10)) as batches:
-    ...     for step, batch in batches: ...
+    >>> with contextlib.closing(prefetch(lambda step: {"step": step}, first_step=10)) as batches:
+    ...     next(batches)
+    (10, {'step': 10})
     """
     if depth < 1:
         raise ValueError(f"depth={depth}: wanted at least 1 batch ahead")

@@ -6,7 +6,7 @@ the result and composes with every transform. A `Form` is another implementation
 "auto" takes the first form that supports a call and prefers to serve it, else the reference; the name of a form takes
 that form, or raises with the reason why not.
 
-    >>> print(explain("rms_norm", x, scale, 1e-5))
+`explain("rms_norm", x, scale, 1e-5)` is a text of which form serves a call, and why no other.
 """
 
 from __future__ import annotations

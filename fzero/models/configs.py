@@ -427,7 +427,7 @@ def without_adapters(config: ModelConfig) -> ModelConfig:
 
     >>> from fzero import models
     >>> without_adapters(models.lora(models.build(models.MLPConfig()), 2, targets="/w_").config)
-    MLPConfig(vocab_size=256, d_model=32, n_layers=2, d_ff=64, max_len=32)
+    MLPConfig(vocab_size=256, max_len=1024, d_model=32, n_layers=2, d_ff=64, init_std=0.2)
     """
     while isinstance(config, (LoRAConfig, QuantizedConfig)):
         config = config.base

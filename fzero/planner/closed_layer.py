@@ -58,7 +58,7 @@ def row_facts(name: str, p: int, v: int, recompute: bool) -> RowFacts:
     """The RowFacts of a schedule, whose backward passes take twice as long as forward ones.
 
     >>> row_facts("1f1b", 4, 1, False)
-    RowFacts(idle=9.0, wires=28.0, wires_each=2.0, in_flight=4)
+    RowFacts(idle=9.0, wires=28.0, wires_each=1.5, in_flight=4)
     """
     ranks = stage_ranks(p, v, FAMILIES[name].placement)
     stages = Stages(tuple((i,) for i in range(p * v)), ranks)

@@ -250,7 +250,7 @@ def pipeline(r: PlanReport) -> list[str]:
 def format_range(seconds: tuple[float, float]) -> str:
     """Format a range of durations.
 
-    >>> between((90.0, 150.0))
+    >>> format_range((90.0, 150.0))
     '90 s to 2.5 min'
     """
     return " to ".join(duration(value) for value in seconds)

@@ -224,7 +224,7 @@ def crowded(device: Device, world: int, measured: int) -> float:
 def delay_curve(curve: Curve, crowd: float) -> Curve:
     """A curve of seconds over bytes, of which what the smallest message takes is taken `crowd` times.
 
-    >>> later(((1.0, 2.0), (10.0, 2.5)), 3.0)
+    >>> delay_curve(((1.0, 2.0), (10.0, 2.5)), 3.0)
     ((1.0, 6.0), (10.0, 6.5))
     """
     min_s = min(seconds for _, seconds in curve)

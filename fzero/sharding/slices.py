@@ -157,7 +157,7 @@ def local_windows(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "
 
     >>> from fzero.sharding import Spec, fake_mesh
     >>> spec = Spec(("pp",), rows=((0, 1, 4), (2, 3)))
-    >>> [(w.start, w.size, w.at) for w in local_windows((5, 3), spec, fake_mesh({"pp": 2}))]
+    >>> [(w.start, w.size, w.offset) for w in local_windows((5, 3), spec, fake_mesh({"pp": 2}))]
     [((0, 0), (2, 3), 0), ((4, 0), (1, 3), 2)]
     """
     size, start = local_shape(shape, spec, mesh, leaf=leaf), []
