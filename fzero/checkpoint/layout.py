@@ -379,7 +379,7 @@ def array_json(layout: ChunkLayout, attributes: dict[str, Any]) -> str:
     )
 
 
-ZSTD_LEVEL = 1
+ZSTD_LEVEL = 1  # the fastest: what is written are weights, which hardly compress
 
 
 def group_json() -> str:

@@ -28,7 +28,7 @@ FORMAT, VERSION = "fzero-checkpoint", 2
 MANIFEST, ARRAYS = "manifest.json", "arrays"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ZARR}
 
-MOST_DIMS = 32
+MOST_DIMS = 32  # a bound for damaged manifests
 MANIFEST_ENTRIES = {"step": int, "versions": dict, "mesh": dict, "arrays": str, "leaves": dict}
 LEAF = {"shape": list, "dtype": str, "spec": str, "grid": list, "chunk": list, "compress": str, "digest": str}
 LEAF |= {"sums": list}

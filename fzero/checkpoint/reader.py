@@ -36,7 +36,7 @@ from fzero.sharding import Mesh, one_process
 from fzero.sharding.slices import Window
 
 RUN = 4 << 20  # most bytes of neighbouring chunks to read at a time
-THREADS = 4
+THREADS = 4  # that read and check chunks
 
 
 class CheckpointReader:

@@ -34,7 +34,7 @@ from fzero.planner import launch
 
 QUESTIONS = ("longest", "fewer-bytes")  # of --ask
 OF_SEARCH = ("fewer-bytes",)  # which may be asked of the best plan of a search
-MAX_CLASSES = 1 << 20
+MAX_CLASSES = 1 << 20  # of --classes: beyond any head of scores
 RATE_GBS = (0.0, False, 1e6)
 
 

@@ -135,7 +135,7 @@ class AmbientState(NamedTuple):
 
 
 LOOKS: Counter[Any] = Counter()  # calls of somebody's functions that are recomputed, by their code
-MAX_LOOKS = 4
+MAX_LOOKS = 4  # calls of a function that are looked at for generators
 DRAWING: set[Any] = set()  # the codes of those that reach a generator
 
 

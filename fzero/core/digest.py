@@ -29,6 +29,7 @@ from torch import Tensor
 from fzero.core import cpp, pytree
 from fzero.core.copy_buckets import read_scalars
 
+# Of SplitMix64: 2^64 over the golden ratio, and its first multiplier.
 _K1, _K2, _MASK = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, (1 << 64) - 1
 DTYPES = (
     torch.float64,

@@ -20,7 +20,7 @@ from torch import Tensor
 from fzero.core import gpu
 from fzero.core.storage import PAGE
 
-HUGE = 2 << 20
+HUGE = 2 << 20  # bytes of a huge page of x86-64
 LARGE_BYTES = 1 << 20  # bytes from which on a tensor has pages of its own
 ALIGNED = 64  # bytes; where tensors of an arena begin
 # Dead memory that could not be given back yet: a graph was being recorded.

@@ -103,7 +103,7 @@ def ndtri(p: Tensor) -> Tensor:
     return torch.where(q.abs() <= 0.425, centre, torch.where(q < 0, -tail, tail))
 
 
-_MASK = 0xFFFFFFFF
+_MASK = 0xFFFFFFFF  # the lower word of an int64
 # Elements drawn at a time: about forty temporaries of this size fit in a CPU's cache, and leave a GPU's memory free.
 _CHUNK = {"cpu": 1 << 15}
 _CHUNK_ELSEWHERE = 1 << 22

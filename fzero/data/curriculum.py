@@ -26,7 +26,7 @@ FORM = (
     "a schedule is linear, root:DEGREE, or discrete:PART@WHEN,... with parts of the rows from parts of the curriculum "
     "on, such as discrete:0.3@0.25,0.6@0.5"
 )
-MOST_DEGREE = 64
+MOST_DEGREE = 64  # of a root: beyond it a schedule is a step
 DRAWN = 1 << 16  # samples whose random words are drawn together
 
 

@@ -24,7 +24,7 @@ from fzero.data.checksums import SummedFile, write_sums
 from fzero.data.tokenizers import Tokenizer
 from fzero.data.tokens import FORMAT, SPLITS, VERSION, new_corpus, token_dtype, write_meta
 
-VAL_FRACTION = 0.05
+VAL_FRACTION = 0.05  # of the lines, for validation
 
 
 TOO_LONG = ("error", "drop", "cut")

@@ -24,7 +24,7 @@ from torch import Tensor
 from fzero.data.remote_tokens import RemoteTokens
 from fzero.data.tokens import Tokens
 
-FILL = -1
+FILL = -1  # in place of a position
 WINDOW = 1 << 16  # pieces, in the order of the corpus, that are packed together
 
 

@@ -42,7 +42,7 @@ LOCK, PARTIAL = "lock", "partial"
 RETAINED_SHARE = 0.9  # the share of the bytes that is kept where room is made
 LOCK_BYTES = 32  # bytes of the lock's own text
 TOUCH_S = 5.0  # between notes of a piece's readings, which take longer than the readings
-MOST_TOUCHED = 100_000
+MOST_TOUCHED = 100_000  # names that are remembered, some MB
 MOST_OPEN = 128  # files
 
 
@@ -191,8 +191,8 @@ def _number(fd: int) -> int:
 
 LARGE, SMALL = 64 * CHUNK, CHUNK  # bytes of a piece: of files that fit into the cache, and of others
 MAX_PENDING_BYTES = 64 << 20  # bytes that are on their way at a time, in at most MOST_COMING pieces
-MAX_PENDING = 64
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 30.0
+MAX_PENDING = 64  # requests on their way at a time
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 30.0  # between two tries; each wait is twice the one before
 FETCHES = 4  # of a piece that does not match its checksum
 MIN_CACHE_BYTES = 1 << 20  # bytes of a cache
 JITTER = random.Random()  # of waits, so that ranks do not ask all at once; no content follows from it

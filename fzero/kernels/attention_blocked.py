@@ -17,7 +17,7 @@ from fzero.kernels.attention_arguments import Positions, Scoring, masked_scores,
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.custom_operator import Fused, cap_logits
 
-MIN_BLOCK, MAX_BLOCKS = 128, 8
+MIN_BLOCK, MAX_BLOCKS = 128, 8  # queries of a block, and blocks of a sequence
 MAX_SCORES = 1 << 23  # of a head in a block of more than MIN_BLOCK queries: they are T x T / 8 up to T = 8192
 
 

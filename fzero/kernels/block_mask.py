@@ -23,8 +23,8 @@ from fzero.core.device import HOST, is_fake
 from fzero.kernels.attention_pattern import mix
 
 UNIT = 64  # rows of a kernel's tile, at most
-LEAST_UNIT = 16
-SEEDS = 1 << 32
+LEAST_UNIT = 16  # rows: a tile of a product has no fewer
+SEEDS = 1 << 32  # the hash takes 32 bits
 DRAWN = 40  # blocks of a mask's side up to which it is drawn
 Blocks = Sequence["int | tuple[int, int]"]
 

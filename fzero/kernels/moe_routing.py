@@ -24,7 +24,7 @@ from fzero.kernels.custom_operator import Fused, on_cuda, operator, tl, triton, 
 from fzero.kernels.registry import Form, Op
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-MAX_EXPERTS = 1024
+MAX_EXPERTS = 1024  # whose logits a program holds in registers
 PAIRS = 64  # numbered by one program of `group`
 
 

@@ -191,7 +191,7 @@ def empty_codes(shape: Sequence[int], kind: str, block: int, device: torch.devic
 
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-LARGEST_BLOCK = 8192
+LARGEST_BLOCK = 8192  # elements, of what the C++ loop takes
 MANY = 1 << 14  # numbers from which "auto" takes these forms: fewer are quick by any, and need no compiler
 
 

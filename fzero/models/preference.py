@@ -199,7 +199,7 @@ def sum_by_document(values: Tensor, batch: Batch, positions: Tensor | None = Non
     return zeros.index_put((rows, documents), values.to(torch.float64), accumulate=True)
 
 
-RANGES = 8
+RANGES = 8  # of positions, at most
 
 
 @checked()

@@ -32,7 +32,7 @@ from fzero.train.step import make_train_step
 
 MODELS = {"llama": "llama-8b", "gpt2": "gpt2-124m", "mixtral": "mixtral-8x7b"}  # a preset for each kind of block
 DEVICES = {"sm_90": "h200", "sm_80": "a100"}  # for each of aot.ARCHS that Inductor is planned for
-SEQ_LEN = 1024
+SEQ_LEN = 1024  # tokens of the planned step
 
 
 class Generated(NamedTuple):

@@ -11,7 +11,7 @@ from fzero.core import config_tables
 
 # What a search decides: keys of a config, or tables of them.
 DECIDED = ("mesh", "zero", "train.remat", "offload", "train.micro_batch", "sequence", "pipeline")
-PORT = 29500
+PORT = 29500  # torchrun's own default
 
 
 def refuse_decided(table: Mapping[str, Any], source: str) -> None:

@@ -21,7 +21,7 @@ from fzero.sharding import Mesh
 
 MAX_DEALINGS = 16  # dealings that are remembered
 MAX_ELEMENTS = 4096  # elements of a row that are looked at
-MASK = (1 << 62) - 1
+MASK = (1 << 62) - 1  # keeps a number in an int64, beside a sign
 
 
 class Dealing(NamedTuple):

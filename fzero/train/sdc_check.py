@@ -37,7 +37,7 @@ from fzero.train.pipeline_executor import MicroBatches, Turn
 from fzero.train.stage_sharing import gather_over_pp
 from fzero.train.state import TrainState, expect_alive, state_specs
 
-WORD = 1 << 64
+WORD = 1 << 64  # digests are modulo this
 
 
 class Digests:

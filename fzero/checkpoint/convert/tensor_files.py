@@ -92,9 +92,9 @@ def expect_sound(path: Path, begin: int = 0, length: int | None = None) -> None:
         raise ValueError(f"{path}: damaged: {error}") from None
 
 
-CHUNK_BYTES = 1 << 22
+CHUNK_BYTES = 1 << 22  # bytes written by one call
 LONGEST_HEADER = LARGEST  # bytes
-MOST_DIMS = 32
+MOST_DIMS = 32  # a bound for damaged headers
 
 # The names that the safetensors format has for dtypes.
 DTYPES = {
@@ -225,6 +225,7 @@ def _entry(path: Path, base: int, name: str, text: str, shape: tuple[int, ...], 
 # ---- MXFP4 ----
 
 
+# Of e2m1, by the three bits below the sign.
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BLOCK_BYTES = 16  # of a block
 BLOCKS, SCALES = "_blocks", "_scales"

@@ -18,8 +18,8 @@ import torch
 from fzero.core import gpu
 from fzero.planner.devices import Curve, Products
 
-HEAP_BYTES = 512 << 20
-BLOCK_BYTES = 16 << 20
+HEAP_BYTES = 512 << 20  # as a training step has
+BLOCK_BYTES = 16 << 20  # below 32 MB, which glibc always maps
 GROUP = 16  # cases that take turns
 LEAST_S = 2e-4  # of one sample: shorter calls are repeated
 

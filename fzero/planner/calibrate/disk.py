@@ -29,9 +29,9 @@ from fzero.planner.calibrate.disk_rates import (
 )
 
 BLOCKS = tuple(m * MB for m in (1, 2, 4, 8, 16))
-THREADS = (1, 2, 4)
+THREADS = (1, 2, 4)  # readers or writers that are tried
 DEPTHS = (1, 2, 4)  # requests under way, for each thread
-DEPTH = 2
+DEPTH = 2  # requests under way for each thread
 CLOSE = 0.95  # rates above this fraction of each other count as equal: disks are no steadier
 NOISY = 1.5  # how much the raw rates may vary during a measurement whose best settings are kept
 

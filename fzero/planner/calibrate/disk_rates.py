@@ -30,7 +30,7 @@ from fzero.core.storage import PAGE
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_io import REFUSED, DiskIO, DiskSettings, file_system, mount_point, open_direct, serves_direct
 
-MB = 1 << 20
+MB = 1 << 20  # bytes
 KINDS = {"read": (False,), "write": (True,), "mixed": (False, True)}  # kind -> whether its transfers write
 ANCHOR_THREADS, ANCHOR_BLOCK, FIO_DEPTH = 8, 4 * MB, 8
 MEMORY = ("tmpfs", "ramfs", "devtmpfs")

@@ -16,7 +16,7 @@ from fzero.kernels.quantize import dequantize, quantize
 from fzero.kernels.quantize_codes import empty_codes
 from fzero.planner.calibrate.case_timer import Case, Figure, time_cases
 
-WIDTH = 256
+WIDTH = 256  # elements of a row
 ROWS = (4, 128, 1024, 8192, 65536)  # of tensors [rows, 256]
 
 

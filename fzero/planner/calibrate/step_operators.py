@@ -58,7 +58,7 @@ LADDER = (
 )
 QUICK = (*LADDER[:3], LONG)
 EMPTY = Sizes("llama", 16, 1, 8, 1)  # computes next to nothing
-DEEPER = 3
+DEEPER = 3  # layers of the deeper of two models
 
 
 def job_of(sizes: Sizes, precision: str, compiled: bool = False) -> Job:

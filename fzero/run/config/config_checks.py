@@ -39,7 +39,7 @@ from fzero.sharding.spec import Offload
 
 RunConfig = Any  # fzero.run.config.run_config.RunConfig, whose module imports this one
 
-MAX_RANKS = 10_000_000
+MAX_RANKS = 10_000_000  # of an axis: beyond any machine
 LOGGERS = ("tensorboard", "wandb", "csv")
 LOGGER_PACKAGES = ("tensorboard", "wandb")
 

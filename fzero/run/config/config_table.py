@@ -65,7 +65,7 @@ SMALL_RUNS: dict[str, tuple[int, int, int, int]] = {
 }
 
 
-LARGE_RUN = (50_000, 256, 1, 4096)
+LARGE_RUN = (50_000, 256, 1, 4096)  # steps, batch, micro-batch, tokens of a sequence
 
 
 def fine_tuning(name: str, model: ModelConfig, *, steps: int | None = None, optimizer: str | None = None) -> RunConfig:

@@ -95,7 +95,7 @@ def log_probs(job: Job, state: TrainState, corpus: Path, split: str) -> np.ndarr
     return out
 
 
-TOKENS_AT_ONCE = 1 << 13
+TOKENS_AT_ONCE = 1 << 13  # of a pass without gradients
 
 
 def analyze_by_model(

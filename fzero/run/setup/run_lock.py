@@ -28,8 +28,8 @@ from fzero.core.files import make_folder, naming, open_to_write
 from fzero.core.text_parsing import parse_json, read_text_file
 
 LOCK = "lock.json"
-BEAT_S = 5.0
-SILENT_S = 60.0
+BEAT_S = 5.0  # between two heartbeats
+SILENT_S = 60.0  # without a heartbeat, an owner on another host is gone
 
 
 class Owned(ValueError):
