@@ -140,9 +140,9 @@ def become(arguments, folder, environment, cores, files):
 
 if __name__ == "__main__" and serve(sys.argv[1]):
     if Path(sys.argv[0]).name == "fzero":
-        from fzero.cli.main import main
+        from fzero.cli import main
 
-        main()
+        main.main()
     else:
         del sys.argv[0]
         runpy.run_path(sys.argv[0], run_name="__main__")

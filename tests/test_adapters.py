@@ -16,7 +16,6 @@ from fzero import models, optim
 from fzero.checkpoint import huggingface, peft
 from fzero.core import prng, pytree
 from fzero.models import Ctx
-from fzero.models.configs import FROZEN
 from fzero.models.weights import LowRankSum
 from fzero.run import build, first_state, run_folder, tuned_config, weights
 from fzero.sharding import gather_on_first
@@ -112,7 +111,7 @@ OPTIMIZERS = {"sgd": optim.sgd(0.3), "adam": optim.adamw(1e-2)}
 def steps(mesh, kind, optimizer, stage, few_heads):
     """(parameters, losses) of three steps."""
     _, model = dora_of(kind, vocab_size=18, **({} if few_heads else {"n_heads": 2}))
-    plan = fzero.zero_plan(stage, model, mesh, policy=FP64, frozen=FROZEN)
+    plan = fzero.zero_plan(stage, model, mesh, policy=FP64, frozen=models.frozen_leaves(model.config))
     tx = OPTIMIZERS[optimizer]
     state = fzero.init_state(params_of(model), tx, plan, seed=0)
     step = fzero.make_train_step(model, tx, plan, micro_batches=2)

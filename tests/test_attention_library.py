@@ -11,9 +11,8 @@ from close import assert_close, assert_same
 from kernel_laws import adjoint, both_passes, draw, numbers, repeats, strides, traced
 
 from fzero.core import FakeDevice, Target, flop_of
-from fzero.kernels import FULL, Pattern, Speed, attention, attention_library, pairs, tuning
+from fzero.kernels import FULL, Pattern, Speed, attention, attention_library, pairs, registry, tuning
 from fzero.kernels.attention_library import LIBRARIES, library_attention
-from fzero.kernels.registry import explain
 from fzero.planner.calibrate.gemm import Shape, measure_attention
 from fzero.planner.calibrate.gemm import _repeats as repeats_of
 
@@ -172,7 +171,7 @@ def planned(target, t=64, h=8, g=2, k=128, dtype=torch.bfloat16, impl="auto", **
     """The Explanation of a call in a plan for `target`."""
     with FakeDevice(target) as mode:
         shapes = (2, t, h, k), (2, t, g, k), (2, t, g, k)
-        return explain(
+        return registry.explain(
             "attention", *(torch.empty(s, dtype=dtype, device=mode.device) for s in shapes), impl=impl, **options
         )
 

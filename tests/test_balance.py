@@ -5,8 +5,16 @@ import pytest
 import torch
 
 from fzero.kernels import FULL, Pattern, Positions, pairs_by_query
-from fzero.sharding import balanced, blocks_of, in_blocks
-from fzero.sharding.context import contiguous, imbalance, zigzag
+from fzero.sharding import Context, balanced, blocks_of, in_blocks
+
+contiguous, zigzag = (Context("gather", pieces).pieces_for for pieces in ("contiguous", "zigzag"))
+
+
+def imbalance(work, pieces):
+    """The largest work of a rank, over the mean."""
+    loads = [sum(work[block] for block in blocks) for blocks in pieces.blocks]
+    return max(loads) * len(loads) / sum(loads)
+
 
 TOKENS = 65536
 PATTERNS = (

@@ -13,8 +13,7 @@ from close import assert_close
 import fzero
 from fzero import optim
 from fzero.core import observe, pytree
-from fzero.kernels import BlockMask, attention, attention_masked, block_mask
-from fzero.kernels.registry import explain
+from fzero.kernels import BlockMask, attention, attention_masked, block_mask, registry
 from fzero.run.config.deepspeed_optim import block_mask_of
 
 # ---- the layouts ----------------------------------------------------------------------------------------------------
@@ -321,9 +320,9 @@ def test_an_encoder_is_trained_by_either_form_alike(compiled):
 def test_the_registry_says_which_form_and_why():
     q, k, v = inputs(1, 40, 2, 1, 8, dtype=torch.float32)
     mask = there(block_mask.longformer_blocks(40, 10))
-    said = explain("attention", q, k, v, mask=mask)
+    said = registry.explain("attention", q, k, v, mask=mask)
     assert "multiples of 16" in said.reasons["triton"] and said.flops == 4 * 2 * 8 * int(mask.pairs(40, 40)[0])
-    assert explain("attention", q.cpu(), k.cpu(), v.cpu(), mask=mask.to("cpu")).chosen == "blocked"
+    assert registry.explain("attention", q.cpu(), k.cpu(), v.cpu(), mask=mask.to("cpu")).chosen == "blocked"
     for wrong, message in (
         ({"mask": block_mask.dense_blocks(50, 10)}, "1 heads of 5 x 5 blocks of 10 tokens; 40 queries of 40 keys"),
         (

@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 import fzero
-from fzero.cli.main import cli
+from fzero.cli import main
 from fzero.core import vjp_pair
 from fzero.sharding import Prefetcher
 
@@ -93,7 +93,7 @@ def chain(tmp_path, monkeypatch):
             "--peak-tflops",
             "1",
         ]
-        result = CliRunner().invoke(cli, args, catch_exceptions=False)
+        result = CliRunner().invoke(main.cli, args, catch_exceptions=False)
         assert result.exit_code == 0 and found, result.output
         return found
 

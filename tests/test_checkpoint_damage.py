@@ -11,7 +11,6 @@ from checkpoint_cases import assert_same_bits, flip, refused, small, tree
 
 from fzero import checkpoint
 from fzero.checkpoint import layout
-from fzero.checkpoint.layout import array_json
 from fzero.core import pytree
 
 
@@ -264,7 +263,7 @@ def test_descriptions_are_compared_with_the_manifest(tmp_path):
     path = checkpoint.save(tmp_path, small(1), step=1)
     leaf = checkpoint.open_checkpoint(path).leaves["a"]
     file = path / "arrays" / "a" / "zarr.json"
-    assert file.read_text() == array_json(leaf.layout, {"spec": leaf.spec, "digest": leaf.digest})
+    assert file.read_text() == layout.array_json(leaf.layout, {"spec": leaf.spec, "digest": leaf.digest})
     body = json.loads(file.read_text())
     file.write_text(json.dumps({**body, "fill_value": 1.0}))
     assert checkpoint.verify(path) == [f"{file}: damaged or missing; its leaves can still be restored"]

@@ -20,9 +20,10 @@ from fzero.comm import all_gather_same
 from fzero.core import Future, cpp, have_compiler
 from fzero.kernels import attention_ring, attention_tiled
 from fzero.models import cp_attention, experts, layers
-from fzero.sharding import Pieces
-from fzero.sharding.context import contiguous, zigzag
+from fzero.sharding import Context, Pieces
 from fzero.train import gradient
+
+contiguous, zigzag = (Context("gather", pieces).pieces_for for pieces in ("contiguous", "zigzag"))
 
 gpt2 = import_module("fzero.models.gpt2")  # the package exports a function of this name
 GATHER, RING = options_of("gather"), options_of("ring", "zigzag")

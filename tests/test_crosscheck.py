@@ -18,7 +18,6 @@ from fzero.core import precision, pytree
 from fzero.run import run_folder
 from fzero.sharding import Spec, fake_mesh
 from fzero.train import sdc_check
-from fzero.train.sdc_check import copies, disagreeing, replicas, show, unlike
 
 SIZES = {"vocab_size": 64, "max_len": 8, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "d_ff": 32}
 MODEL = models.gpt2(models.GPT2Config(**{k: v for k, v in SIZES.items() if k != "n_kv_heads"}, dropout=0.2, tied=True))
@@ -206,37 +205,45 @@ def test_two_layers_that_change_places_are_seen():
 def test_the_fewer_are_to_blame():
     mesh = fake_mesh({"dp": 2, "tp": 2})  # ranks 0 and 2 have one part of a leaf that tp shards, 1 and 3 the other
     specs = {"w": Spec(("tp",)), "b": Spec()}
-    assert replicas(specs["w"], mesh) == [[0, 2], [1, 3]] and replicas(specs["b"], mesh) == [[0, 1, 2, 3]]
-    assert [copies(specs[name], mesh) for name in "wb"] == [2, 4]
+    assert sdc_check.replicas(specs["w"], mesh) == [[0, 2], [1, 3]] and sdc_check.replicas(specs["b"], mesh) == [
+        [0, 1, 2, 3]
+    ]
+    assert [sdc_check.copies(specs[name], mesh) for name in "wb"] == [2, 4]
     same = [[5, 7], [6, 7], [5, 7], [6, 7]]
-    assert unlike(["w", "b"], specs, same, mesh) == []
+    assert sdc_check.unlike(["w", "b"], specs, same, mesh) == []
     one = [row[:] for row in same]
     one[3][1] = 8
-    assert unlike(["w", "b"], specs, one, mesh) == [
+    assert sdc_check.unlike(["w", "b"], specs, one, mesh) == [
         "ranks 0, 1, 2 and 3 should hold the same b and rank 3 has another one"
     ]
     one = [row[:] for row in same]
     one[3][0] = 8
-    assert unlike(["w", "b"], specs, one, mesh) == ["ranks 1 and 3 should hold the same w and do not"]
+    assert sdc_check.unlike(["w", "b"], specs, one, mesh) == ["ranks 1 and 3 should hold the same w and do not"]
     half = [[5, 1], [6, 1], [5, 2], [6, 2]]
-    assert unlike(["w", "b"], specs, half, mesh) == ["ranks 0, 1, 2 and 3 should hold the same b and do not"]
+    assert sdc_check.unlike(["w", "b"], specs, half, mesh) == ["ranks 0, 1, 2 and 3 should hold the same b and do not"]
 
 
 def test_a_rank_that_differs_from_both_neighbours_is_to_blame():
     mesh = fake_mesh({"dp": 3, "rp": 2})
     own = [[rank] for rank in range(6)]
     again = [[(rank - 1) % 6] for rank in range(6)]
-    assert disagreeing(["x"], own, again, mesh) == []
+    assert sdc_check.disagreeing(["x"], own, again, mesh) == []
     again[4] = [99]
-    assert disagreeing(["x"], own, again, mesh) == ["rank 3 and rank 4 compute one micro-batch and differ, first in x"]
+    assert sdc_check.disagreeing(["x"], own, again, mesh) == [
+        "rank 3 and rank 4 compute one micro-batch and differ, first in x"
+    ]
     own[4] = [98]
-    assert [line.rpartition("; ")[2] for line in disagreeing(["x"], own, again, mesh)] == [
+    assert [line.rpartition("; ")[2] for line in sdc_check.disagreeing(["x"], own, again, mesh)] == [
         "rank 4 differs from another one too"
     ] * 2
 
 
 def test_ranks_in_words():
-    assert show([3]) == "rank 3" and show([0, 1]) == "ranks 0 and 1" and show((0, 1, 5)) == "ranks 0, 1 and 5"
+    assert (
+        sdc_check.show([3]) == "rank 3"
+        and sdc_check.show([0, 1]) == "ranks 0 and 1"
+        and sdc_check.show((0, 1, 5)) == "ranks 0, 1 and 5"
+    )
 
 
 # -- in a run

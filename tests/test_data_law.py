@@ -15,8 +15,7 @@ import ranks
 from launched import rows, torchrun
 
 from fzero import data
-from fzero.data import Curriculum
-from fzero.data.mixed_stream import SOURCES
+from fzero.data import Curriculum, mixed_stream
 from fzero.run import config_table, from_table, to_json
 from fzero.run.config import curriculum
 from fzero.run.config.stages import count_samples, count_tokens, stage_of_step, stages_of
@@ -52,11 +51,11 @@ def config_of(home, **train):
 
 def keys_of(batch):
     """A key for each row: its source, "" where there is one corpus, and its tokens, documents and mask."""
-    if SOURCES not in batch:
+    if mixed_stream.SOURCES not in batch:
         return [
             ("", row) for row in zip(*(map(tuple, batch[name].tolist()) for name in ("tokens", "documents", "mask")))
         ]
-    of = batch[SOURCES].int().argmax(1).tolist()
+    of = batch[mixed_stream.SOURCES].int().argmax(1).tolist()
     return [(NAMES[source], tuple(row)) for source, row in zip(of, batch["tokens"].tolist())]
 
 

@@ -21,7 +21,6 @@ from fzero.checkpoint import convert, huggingface, save_decoder
 from fzero.checkpoint.convert.transformers_models import decoder_of
 from fzero.core import pytree
 from fzero.models import Ctx, read_decoder, with_vocab_size
-from fzero.models.configs import FROZEN
 from fzero.models.transformers_module import name_of_scored
 from fzero.run import run_folder, weights
 from fzero.train.to_module import gathered
@@ -184,7 +183,7 @@ def test_lora_has_the_losses_and_factors_of_peft(name, tmp_path):
             f"{leaf}_lora_b": 0.3 * torch.randn(layers, n_out, 3, generator=draw),
         }
     model = models.lora(models.build(source.config), 3, 5.0, f"^({'|'.join(linear)})$")
-    plan = fzero.zero_plan(0, model, fzero.one_process(), policy="fp64", frozen=FROZEN)
+    plan = fzero.zero_plan(0, model, fzero.one_process(), policy="fp64", frozen=models.frozen_leaves(model.config))
     tx = optim.adamw(0.01, weight_decay=0.1)
     state = fzero.init_state(nested(leaves), tx, plan, seed=0)
     model.prepare({"tokens": rows(0)[:, :-1]}, Ctx())

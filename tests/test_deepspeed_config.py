@@ -13,7 +13,7 @@ from deepspeed_published import COURSE, CYCLE, PUBLISHED
 
 import fzero
 from fzero import LossScale
-from fzero.cli.main import cli
+from fzero.cli import main
 from fzero.core import flat, init_scaler, pytree, set_nested, update_scaler
 from fzero.kernels import Pattern
 from fzero.models import presets
@@ -306,7 +306,7 @@ def test_another_number_of_steps_than_the_schedules_is_said(tmp_path):
     file.write_text(json.dumps({"scheduler": scheduler}))
     for steps, is_said in ((20, True), (47, False)):
         result = CliRunner().invoke(
-            cli, ["plan", "--deepspeed", str(file), "--model", "mlp-tiny", "--steps", str(steps)]
+            main.cli, ["plan", "--deepspeed", str(file), "--model", "mlp-tiny", "--steps", str(steps)]
         )
         assert (f"total_num_steps is 47 and the run has {steps} steps" in result.stderr) == is_said, result.stderr
 

@@ -15,11 +15,9 @@ from zero_cases import train, whole
 
 import fzero
 from fzero import models, optim
-from fzero.core import observe, precision, pytree, torch_private, vjp_pair
-from fzero.core.graph_passes import merge_transposed_calls
-from fzero.kernels import float8, float8_gather, float8_linear, narrow_weight, widen_weight
+from fzero.core import graph_passes, observe, precision, pytree, torch_private, vjp_pair
+from fzero.kernels import float8, float8_gather, float8_linear, narrow_weight, registry, widen_weight
 from fzero.kernels.float8 import E4M3, E5M2, RECIPES
-from fzero.kernels.registry import explain
 
 F64 = torch.float64
 every_scaling = pytest.mark.parametrize("scaling", RECIPES)
@@ -304,7 +302,7 @@ def test_a_cpu_without_such_products_is_asked_before(scaling, lacking, monkeypat
         return
     with pytest.raises(ValueError, match=rf"no {scaling} float8 product: could not create .*primitive; use auto"):
         float8_linear(x, w, scaling, impl="scaled_mm")
-    assert explain("float8_linear", x, w, scaling).chosen == "emulated"
+    assert registry.explain("float8_linear", x, w, scaling).chosen == "emulated"
 
 
 @every_scaling
@@ -353,7 +351,7 @@ def test_numbers_in_both_orders_are_made_by_one_read_where_they_can(f, joined):
     graph = make_fx(f)(x, most)
     for node in graph.graph.nodes:
         node.meta.setdefault("val", None)
-    merge_transposed_calls(graph)
+    graph_passes.merge_transposed_calls(graph)
     targets = [node.target for node in graph.graph.nodes]
     assert targets.count(float8.float8_both) == joined
     assert targets.count(float8.float8_numbers) == (0 if joined else 2)

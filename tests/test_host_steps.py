@@ -11,9 +11,8 @@ import torch
 from close import assert_close, assert_same
 
 from fzero.core import have_compiler
-from fzero.kernels import OptimLeaf, StepRates, optim_leaf, optim_lowbit
+from fzero.kernels import OptimLeaf, StepRates, optim_leaf, optim_lowbit, registry
 from fzero.kernels import optim_multi_tensor as kernels
-from fzero.kernels.registry import explain
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="there is no C++ compiler")
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -337,13 +336,13 @@ def test_autograd_sees_that_it_wrote():
 
 def test_what_auto_takes():
     leaves = draw("adamw", [(3, 40)], **STATES["8 bits"])
-    said = explain("adamw", leaves, rates("adamw"))
+    said = registry.explain("adamw", leaves, rates("adamw"))
     assert said.chosen == "reference" and "ask for it by name" in said.reasons["cpp"]
-    assert explain("adamw", leaves, rates("adamw"), impl="cpp").chosen == "cpp"
+    assert registry.explain("adamw", leaves, rates("adamw"), impl="cpp").chosen == "cpp"
     lion = draw("lion", [(3, 40)])
-    assert "it must be compiled, for 120 elements" in explain("lion", lion, rates("lion")).reasons["cpp"]
+    assert "it must be compiled, for 120 elements" in registry.explain("lion", lion, rates("lion")).reasons["cpp"]
     many = torch.zeros(optim_leaf.MANY)
-    assert explain("lion", [OptimLeaf(many, many, (many,))], rates("lion")).chosen == "cpp"
+    assert registry.explain("lion", [OptimLeaf(many, many, (many,))], rates("lion")).chosen == "cpp"
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from test_docstrings import PUBLIC
 
 import fzero
 from fzero import data, models, optim
-from fzero.core import WrongKind, checked
-from fzero.core.arguments import NO, SELF_CHECKED, as_hinted, describe_hint, hints_of
+from fzero.core import WrongKind, arguments, checked
 
 OBJECT = object()
 # Functions that are called with every tensor of a step, or inside of one, and say nothing of their own.
@@ -52,21 +51,21 @@ CHECKED = sorted(FUNCTIONS.keys() - WITHIN_A_STEP - THEMSELVES)
 @pytest.mark.parametrize("name", CHECKED)
 def test_every_public_function_refuses_another_kind_of_each_argument(name):
     function = FUNCTIONS[name]
-    own = getattr(function, SELF_CHECKED, None)
+    own = getattr(function, arguments.SELF_CHECKED, None)
     assert own is not None, f"{name}: write @checked() above it, or name it in this file"
-    hints = {n: hint for n, hint in hints_of(inspect.unwrap(function)).items() if n not in own}
+    hints = {n: hint for n, hint in arguments.hints_of(inspect.unwrap(function)).items() if n not in own}
     for argument, hint in hints.items():
-        if as_hinted(OBJECT, hint) is not NO:
+        if arguments.as_hinted(OBJECT, hint) is not arguments.NO:
             continue  # Any
         with pytest.raises(WrongKind, match=rf"^{function.__name__}: {argument} is a object; it must be ") as caught:
             function(**{argument: OBJECT})
         assert "\n" not in str(caught.value)
-    assert hints_of(inspect.unwrap(function)).keys() >= own - {"options"}, "a name that is no argument"
+    assert arguments.hints_of(inspect.unwrap(function)).keys() >= own - {"options"}, "a name that is no argument"
 
 
 def test_the_lists_of_this_file_have_no_name_too_many():
     assert {*WITHIN_A_STEP, *THEMSELVES} <= FUNCTIONS.keys()
-    assert not [name for name in (*WITHIN_A_STEP, *THEMSELVES) if hasattr(FUNCTIONS[name], SELF_CHECKED)]
+    assert not [name for name in (*WITHIN_A_STEP, *THEMSELVES) if hasattr(FUNCTIONS[name], arguments.SELF_CHECKED)]
 
 
 VALUES = (
@@ -105,7 +104,7 @@ DIFFER = [
 
 @pytest.mark.parametrize(("value", "hint", "result"), FITS, ids=[str(hint) for _, hint, _ in FITS])
 def test_a_value_of_its_kind_is_returned(value, hint, result):
-    found = as_hinted(value, hint)
+    found = arguments.as_hinted(value, hint)
     assert found == result and type(found) is type(result)
 
 
@@ -113,7 +112,7 @@ def test_a_value_of_its_kind_is_returned(value, hint, result):
     ("value", "hint"), DIFFER, ids=[f"{type(value).__name__} for {hint}" for value, hint in DIFFER]
 )
 def test_a_value_of_another_kind_is_not(value, hint):
-    assert as_hinted(value, hint) is NO and describe_hint(hint)
+    assert arguments.as_hinted(value, hint) is arguments.NO and arguments.describe_hint(hint)
 
 
 def test_the_first_wrong_item_is_named():

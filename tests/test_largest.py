@@ -7,8 +7,7 @@ import torch
 from close import assert_same
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fzero.core import vjp_pair
-from fzero.core.graph_passes import ABS, AMAX, TWINS, VECTOR_NORM, fuse_max_magnitudes
+from fzero.core import graph_passes, vjp_pair
 from fzero.kernels import float8_linear, glu, norm, norm_triton
 from fzero.kernels.custom_operator import segment_length
 
@@ -41,7 +40,7 @@ def known(tensors):
 
 def check(plain, args):
     """A twin gives the same results, and of those at its places the largest magnitudes of each row and of all."""
-    twin, places = TWINS[plain]
+    twin, places = graph_passes.TWINS[plain]
     results = plain(*args)
     results = results if isinstance(results, (tuple, list)) else (results,)
     found = twin(*args)
@@ -117,8 +116,16 @@ def run(scaling, inputs):
 def magnitudes(graph):
     """How many largest magnitudes a graph finds by a pass of its own, and how many among those that kernels found."""
     targets = [node.target for node in graph.graph.nodes]
-    twins = [node for node in graph.graph.nodes if node.target in TWINS and TWINS[node.target].operator is node.target]
-    return targets.count(VECTOR_NORM) + targets.count(ABS), targets.count(AMAX) - targets.count(ABS), len(twins)
+    twins = [
+        node
+        for node in graph.graph.nodes
+        if node.target in graph_passes.TWINS and graph_passes.TWINS[node.target].operator is node.target
+    ]
+    return (
+        targets.count(graph_passes.VECTOR_NORM) + targets.count(graph_passes.ABS),
+        targets.count(graph_passes.AMAX) - targets.count(graph_passes.ABS),
+        len(twins),
+    )
 
 
 # By itself the tensorwise block finds those of four weights and of the gradient that it is given; the rowwise one those
@@ -133,7 +140,7 @@ def test_a_traced_block_takes_them_from_the_kernels(scaling, own, monkeypatch):
 
     def counting(graph):
         counts.append(magnitudes(graph))
-        fuse_max_magnitudes(graph)
+        graph_passes.fuse_max_magnitudes(graph)
         counts.append(magnitudes(graph))
 
     monkeypatch.setattr("fzero.core.vjp_pair.fuse_max_magnitudes", counting)
@@ -166,7 +173,7 @@ def test_only_what_a_kernel_finds_is_taken(ask, taken):
     graph = make_fx(lambda x, w: [ask(NORM(x, w, None, 1e-5)[0])], tracing_mode="fake")(x, w)
     (wanted,) = graph(x, w)
     own = magnitudes(graph)
-    fuse_max_magnitudes(graph)
-    assert [node.target for node in graph.graph.nodes].count(TWINS[NORM].operator) == taken
+    graph_passes.fuse_max_magnitudes(graph)
+    assert [node.target for node in graph.graph.nodes].count(graph_passes.TWINS[NORM].operator) == taken
     assert magnitudes(graph) != own if taken else magnitudes(graph) == own
     assert_same(graph(x, w), [wanted])

@@ -28,8 +28,7 @@ from fzero.planner.step_trace import trace_step
 from fzero.run import build, state_bytes
 from fzero.sharding import ERROR, ERRORS, Codec, ErrorFeedback, error_feedback
 from fzero.sharding.error_feedback import error_bytes
-from fzero.train import coder_for, coder_of, init_local, meta_state
-from fzero.train.sdc_check import replicas
+from fzero.train import coder_for, coder_of, init_local, meta_state, sdc_check
 
 exhaustive = pytest.mark.exhaustive
 STEPS, RATE, BLOCK = 20, 0.25, 16
@@ -309,7 +308,7 @@ def test_each_sender_has_its_own_error_on_every_mesh(case):
     sizes_held = [sum(x.nbytes for x in leaves.values()) for leaves in held]
     assert max(sizes_held) == results[0][3] and (len(set(sizes_held)) == 1 or "pp" in sizes)
     for leaf, spec in specs.items():
-        groups = replicas(spec, fzero.fake_mesh(sizes))
+        groups = sdc_check.replicas(spec, fzero.fake_mesh(sizes))
         for group in groups:
             assert all(torch.equal(held[rank][leaf], held[group[0]][leaf]) for rank in group), leaf
         ones = [held[group[0]][leaf] for group in groups if held[group[0]][leaf].numel()]

@@ -14,8 +14,7 @@ import torch
 import fzero
 from fzero import data, models
 from fzero.core import prng
-from fzero.data import MixedStream, Mixture, Tokens, sources_of, write_mixture
-from fzero.data.mixed_stream import SOURCES, counts_of, mixture_segments, source_of, tree_of
+from fzero.data import MixedStream, Mixture, Tokens, mixed_stream, sources_of, write_mixture
 from fzero.run import config_table, from_table
 from fzero.run.setup import corpus
 
@@ -60,7 +59,7 @@ def drawn(weights, rng):
 def walk(periods, most, rows):
     """Each row's source, found one by one, and the largest deviation from the sum of the weights so far; asserts that
     the closed forms say the same of every row."""
-    stretches, given, owed = mixture_segments(periods, most), [0] * len(most), [Fraction(0)] * len(most)
+    stretches, given, owed = mixed_stream.mixture_segments(periods, most), [0] * len(most), [Fraction(0)] * len(most)
     sources, worst = [], Fraction(0)
     for row in range(rows):
         stretch = [one for one in stretches if one.begin <= row][-1]
@@ -70,7 +69,7 @@ def walk(periods, most, rows):
         if stretch.tree is None:
             assert not sum(weights)
             break
-        source, before = source_of(stretch.tree, row - stretch.begin)
+        source, before = mixed_stream.source_of(stretch.tree, row - stretch.begin)
         assert stretch.start_counts[source] + before == given[source] and weights[source] > 0
         sources.append(source)
         given[source] += 1
@@ -106,10 +105,10 @@ def test_a_used_up_source_leaves_its_weight_to_the_others():
 
 
 def test_a_row_far_away_costs_what_the_first_does():
-    tree = tree_of([Fraction(7, 10), Fraction(2, 10), Fraction(1, 10)], [Fraction(0)] * 3)
+    tree = mixed_stream.tree_of([Fraction(7, 10), Fraction(2, 10), Fraction(1, 10)], [Fraction(0)] * 3)
     row = 10**15
-    assert counts_of(tree, row, 3) == [7 * 10**14, 2 * 10**14, 10**14]
-    assert sum(source_of(tree, row + i)[0] == 0 for i in range(100)) == 70
+    assert mixed_stream.counts_of(tree, row, 3) == [7 * 10**14, 2 * 10**14, 10**14]
+    assert sum(mixed_stream.source_of(tree, row + i)[0] == 0 for i in range(100)) == 70
 
 
 # -- the text of a mixture
@@ -164,7 +163,7 @@ def streams(*sizes, seq_len=4, seed=3, packing="stream"):
 def test_each_source_is_read_in_its_own_order_row_by_row():
     mixed = MixedStream(Mixture.parse("a:0.5,b:0.3,c:0.2"), streams(7, 50, 3), batch=8)
     batches = [mixed.batch_at(step) for step in range(20)]
-    of = torch.cat([batch[SOURCES] for batch in batches]).int().argmax(1)
+    of = torch.cat([batch[mixed_stream.SOURCES] for batch in batches]).int().argmax(1)
     rows = torch.cat([batch["tokens"] for batch in batches])
     for i, stream in enumerate(mixed.streams):
         count = int((of == i).sum())
@@ -177,7 +176,7 @@ def test_each_source_is_read_in_its_own_order_row_by_row():
 def test_epochs_and_tokens_end_a_source_and_the_mixture():
     mixed = MixedStream(Mixture.parse("a:1:epochs=2,b:1:tokens=13"), streams(5, 50), batch=4)
     assert mixed.counts(13) == [10, 3] and mixed.rows == 13
-    a = mixed.samples_at(0, 13)["tokens"][mixed.samples_at(0, 13)[SOURCES][:, 0]]
+    a = mixed.samples_at(0, 13)["tokens"][mixed.samples_at(0, 13)[mixed_stream.SOURCES][:, 0]]
     assert sorted(Counter(a[:, 0].tolist()).values()) == [2] * 5, "each row of it twice"
     with pytest.raises(ValueError, match=r"the mixture has 13 rows of 4 tokens, .* row 14 is asked"):
         mixed.samples_at(12, 2)
@@ -231,7 +230,7 @@ def test_a_limit_in_tokens_counts_what_shorter_rows_have_read():
 def test_evaluations_take_equally_many_rows_of_each_source():
     mixed = MixedStream(Mixture.parse("a:0.99,b:0.01,c:0"), streams(7, 50, 2), batch=4)
     batches = list(mixed.eval_batches(12))
-    real = torch.cat([batch[SOURCES][batch["mask"].any(1)] for batch in batches])
+    real = torch.cat([batch[mixed_stream.SOURCES][batch["mask"].any(1)] for batch in batches])
     assert real.sum(0).tolist() == [5, 5, 2]
     halves = [list(mixed.eval_batches(12, (k, 2))) for k in range(2)]
     assert sum(int(batch["mask"].sum()) for half in halves for batch in half) == sum(
@@ -253,7 +252,7 @@ def test_the_losses_of_sources_are_those_of_their_rows_alone(family, impl):
     batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "mask": torch.rand(5, 8) < 0.7}
     of = torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 0], [0, 1, 0], [1, 0, 0]], dtype=torch.bool)
     plain = models.loss(model, params, batch, ctx)
-    marked = models.loss(model, params, {**batch, SOURCES: of}, ctx)
+    marked = models.loss(model, params, {**batch, mixed_stream.SOURCES: of}, ctx)
     assert torch.equal(plain.total, marked.total)
     for i in range(3):
         part = {name: leaf[of[:, i]] for name, leaf in batch.items()}
@@ -286,7 +285,7 @@ def test_a_run_tells_rows_and_losses_by_source(trained):
     rows = metrics(trained)
     mixed = corpus.open_last(run_config(trained), trained / "data")[0]
     for row in rows:
-        of = mixed.batch_at(row["step"] - 1)[SOURCES].sum(0).tolist()
+        of = mixed.batch_at(row["step"] - 1)[mixed_stream.SOURCES].sum(0).tolist()
         assert row["rows_by_source"] == dict(zip(("web", "code", "math"), of))
         assert set(row["loss_by_source"]) == {name for name, count in row["rows_by_source"].items() if count}
         low, high = min(row["loss_by_source"].values()), max(row["loss_by_source"].values())
@@ -306,7 +305,7 @@ def test_show_has_the_documents_of_any_step(trained, fz):
     batch, tokenizer = mixed.batch_at(4), data.load_tokenizer(trained / "data")
     for row in range(4):
         lines = [line for line in out.splitlines() if line.startswith(f"row {row}  ")]
-        source = mixed.mixture.names[int(batch[SOURCES][row].int().argmax())]
+        source = mixed.mixture.names[int(batch[mixed_stream.SOURCES][row].int().argmax())]
         assert all(f"  {source}  document " in line for line in lines)
         assert len(lines) == int(batch["documents"][row].max()) + 1
         begin = tokenizer.decode(batch["tokens"][row][batch["documents"][row] == 0].tolist())
@@ -382,7 +381,7 @@ def train_marked(mesh, family, micro_batches, options):
             "tokens": rows[:, :-1],
             "targets": rows[:, 1:],
             "mask": torch.rand(8, 16, generator=rng) < 0.7,
-            SOURCES: torch.eye(3, dtype=torch.bool)[torch.randint(0, 2, (8,), generator=rng)],
+            mixed_stream.SOURCES: torch.eye(3, dtype=torch.bool)[torch.randint(0, 2, (8,), generator=rng)],
         }
         state, metrics = step(state, fzero.local_batch(batch, mesh, micro_batches))
         found.append({name: float(value) for name, value in metrics.extra.items() if name.startswith("source")})

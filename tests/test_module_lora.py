@@ -17,7 +17,6 @@ from torch import nn
 import fzero
 from fzero import models, optim
 from fzero.core import pytree
-from fzero.models.configs import FROZEN
 
 slow = pytest.mark.slow
 RANK, ALPHA, STEPS, RATE = 2, 6.0, 3, 0.3
@@ -34,8 +33,9 @@ def made(kind, tp=None):
 
 def begun(model, mesh, stage, **options):
     """(plan, state) whose factors b are not zero, so that all gradients are there."""
-    tx, plan = optim.sgd(RATE), fzero.zero_plan(stage, model, mesh, policy=FP64, frozen=FROZEN, **options)
-    whole = fzero.zero_plan(0, model, fzero.one_process(), policy=FP64, frozen=FROZEN)
+    tx, frozen = optim.sgd(RATE), models.frozen_leaves(model.config)
+    plan = fzero.zero_plan(stage, model, mesh, policy=FP64, frozen=frozen, **options)
+    whole = fzero.zero_plan(0, model, fzero.one_process(), policy=FP64, frozen=frozen)
     params = fzero.init_state(model, tx, whole, seed=0).params
     draw = torch.Generator().manual_seed(4)
     params = pytree.map_named(
@@ -111,7 +111,8 @@ def test_compiled_and_recomputed_steps_are_torchs():
 
 def test_it_begins_as_the_module_and_only_factors_are_trained():
     module, loss, batch_of, model, with_lora = made("sequential")
-    plan = fzero.zero_plan(0, with_lora, fzero.one_process(), policy=FP64, frozen=FROZEN)
+    frozen = models.frozen_leaves(with_lora.config)
+    plan = fzero.zero_plan(0, with_lora, fzero.one_process(), policy=FP64, frozen=frozen)
     tx = optim.sgd(RATE)
     state = fzero.init_state(with_lora, tx, plan, seed=0)
     named = pytree.named_leaves(state.params)
@@ -194,7 +195,7 @@ def test_a_folder_of_transformers_is_tuned_and_written_back(tmp_path):
     batch, tx = theirs.batch_of("Qwen3", 0), optim.adamw(0.02)
     base = fzero.from_huggingface(tmp_path / "theirs", batch=batch)
     model = models.lora(base, RANK, ALPHA, r"_proj/weight$")
-    plan = fzero.zero_plan(3, model, fzero.one_process(), frozen=FROZEN)
+    plan = fzero.zero_plan(3, model, fzero.one_process(), frozen=models.frozen_leaves(model.config))
     state = fzero.init_state(model, tx, plan, seed=0)
     step, losses = fzero.make_train_step(model, tx, plan), []
     for _ in range(15):

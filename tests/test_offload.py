@@ -20,7 +20,6 @@ import fzero
 from fzero import checkpoint, local_batch, models, optim, reopen_state
 from fzero.checkpoint import restore_state
 from fzero.core import precision, pytree
-from fzero.models.configs import FROZEN
 from fzero.offload import DiskTensor, Nvme, serves_direct
 from fzero.optim import WHOLE, moment_storage
 from fzero.sharding import Context, Pipeline, Spec, shard_dim, spec
@@ -30,6 +29,7 @@ from fzero.train.update import in_memory, offloaded
 MEMORY = Path("/dev/shm")  # a disk is slower and its time is other people's
 # Rows of 16 elements, and 600 of them: whole pages are 256 rows, so that such a leaf is cut, and its last rows are no
 # whole page.
+FROZEN = models.frozen_leaves(models.LoRAConfig(models.MLPConfig(), 2, 4.0, "/w_"))
 SIZES = {"vocab_size": 600, "max_len": 8, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 600}
 SMALLEST = 1 << 30  # units of as few rows as can be (see update_streamed.SHARE)
 POLICIES = {

@@ -11,9 +11,8 @@ from close import assert_close, assert_same
 import fzero
 from fzero import models, optim
 from fzero.core import precision, prng, pytree
-from fzero.kernels import OptimLeaf, StepRates, grad_norm, optim_lowbit
+from fzero.kernels import OptimLeaf, StepRates, grad_norm, optim_lowbit, registry
 from fzero.kernels import optim_multi_tensor as kernels
-from fzero.kernels.registry import explain
 from fzero.optim import moment_storage
 from fzero.optim import norm as norm_module
 from fzero.sharding import Spec
@@ -378,15 +377,17 @@ def test_the_norm_of_a_tree_takes_the_kernel_on_a_device(shared, monkeypatch):
 
 def test_what_auto_takes_and_why():
     leaves = draw("adamw", [(3, 40)])
-    said = explain("adamw", leaves, rates("adamw"))
+    said = registry.explain("adamw", leaves, rates("adamw"))
     assert said.bytes == 28 * 120
     if laws.DEVICE == "cpu":
         assert said.chosen == "fused" and "interpreted" in said.reasons["triton"]
-        assert "it knows no factor" in explain("adamw", leaves, rates("adamw", factor=flag(1.0))).reasons["fused"]
-        assert explain("lion", draw("lion", [(3, 40)]), rates("lion")).chosen == "reference"
+        assert (
+            "it knows no factor" in registry.explain("adamw", leaves, rates("adamw", factor=flag(1.0))).reasons["fused"]
+        )
+        assert registry.explain("lion", draw("lion", [(3, 40)]), rates("lion")).chosen == "reference"
     coded = draw("adamw", [(2, 256)], coded=True)
-    assert explain("adamw", coded, rates("adamw")).bytes == 16 * 512 + 2 * 2 * 2 * 4
-    assert explain("grad_norm", [leaves[0].g]).bytes == 480
+    assert registry.explain("adamw", coded, rates("adamw")).bytes == 16 * 512 + 2 * 2 * 2 * 4
+    assert registry.explain("grad_norm", [leaves[0].g]).bytes == 480
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from test_docs import ROOT, blocks_of, run_python
 from fzero.report import figures
 from fzero.report.bars import schedule_bars
 from fzero.sharding import Act, Schedule, Stages, pipeline, play, stage_ranks
-from fzero.sharding.pipeline import count_gathers
 
 # ---- what is refused ----
 
@@ -221,7 +220,7 @@ def test_no_other_choice_gathers_less():
     for name, v, p, m in (("interleaved", 3, 2, 4), ("zb-v", 2, 2, 5), ("dualpipe-v", 2, 2, 4), ("1f1b", 1, 2, 4)):
         s = made(name, p, m, v)
         for room in range(v + 1):
-            counted = count_gathers(pipeline.with_gathers(s, room))
+            counted = pipeline.count_gathers(pipeline.with_gathers(s, room))
             for row, count in zip(s.rows, counted):
                 assert count == fewest_gathers([act.stage for act in row if act.kind in "FBI"], room), (name, room)
 
@@ -231,7 +230,7 @@ def test_gathers_are_counted_in_their_places(name, v):
     """Room for nothing streams all, room for all gathers once, and between no rank has more than its room."""
     p, m = 4, 16
     s = made(name, p, m, v)
-    counts = [count_gathers(pipeline.with_gathers(s, room)) for room in range(v + 1)]
+    counts = [pipeline.count_gathers(pipeline.with_gathers(s, room)) for room in range(v + 1)]
     assert counts[0] == (2 * m * v,) * p and counts[v] == (v,) * p
     assert all(a >= b for more, fewer in itertools.pairwise(counts) for a, b in zip(more, fewer))
     for room in range(v + 1):
@@ -254,7 +253,7 @@ def test_gathers_take_the_time_that_they_are_given():
 
 
 def test_gathers_of_four_ranks_sixteen_micro_batches_and_two_chunks():
-    counts = {n: count_gathers(pipeline.with_gathers(made(n, 4, 16, v), 1)) for n, v in CASES if v == 2}
+    counts = {n: pipeline.count_gathers(pipeline.with_gathers(made(n, 4, 16, v), 1)) for n, v in CASES if v == 2}
     assert counts == {
         "interleaved": (17, 27, 21, 9),
         "interleaved-zb": (27, 21, 15, 9),

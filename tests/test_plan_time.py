@@ -12,7 +12,6 @@ from fzero.core.product_flops import FORMULAS
 from fzero.kernels import FULL, Pattern, pairs
 from fzero.planner import devices, rates
 from fzero.planner.operations import ExecutedOp, describe_op, describe_passes
-from fzero.planner.rates import along, collective_s, gemm_s, op_costs, tiled_fraction, ways_of
 from fzero.planner.step_trace import Moment, RepeatedEvents, Trace, Transfer
 from fzero.planner.timing import crossing, predict
 from fzero.run import from_table, hfu, mfu
@@ -124,7 +123,7 @@ def test_transfers_of_one_link_follow_each_other():
 def test_transfers_of_other_links_go_side_by_side():
     links = level("inner", ranks=2), level("outer")
     sizes = {"tp": 2, "dp": 2}  # tp inside a unit of two ranks, dp between units
-    ways = ways_of(gpu(links=links), {**dict.fromkeys(("dp", "rp", "tp", "pp", "cp", "ep"), 1), **sizes})
+    ways = rates.ways_of(gpu(links=links), {**dict.fromkeys(("dp", "rp", "tp", "pp", "cp", "ep"), 1), **sizes})
     assert [hop[0].name for hop in ways["tp"].hops] == ["inner"] and [hop[0].name for hop in ways["dp"].hops] == [
         "outer"
     ]
@@ -285,29 +284,29 @@ def test_a_device_without_a_disk_says_so():
 
 def way(size, links, axis="dp", **others):
     sizes = {**dict.fromkeys(("dp", "rp", "tp", "pp", "cp", "ep"), 1), axis: size, **others}
-    return ways_of(gpu(links=links), sizes)[axis]
+    return rates.ways_of(gpu(links=links), sizes)[axis]
 
 
 def test_a_ring_takes_its_bytes_and_its_steps():
     """Eight ranks of one node: 7/8 of 8 GB at 1 GB/s and 7 steps of 0.1 s; a psum twice of both (its bytes are the
     ledger's)."""
     one = way(8, (level(latency_s=0.1),))
-    assert collective_s(one, "all_gather", 7 * GB).seconds == pytest.approx(7.0 + 0.7)
-    assert collective_s(one, "psum_scatter", 7 * GB).seconds == pytest.approx(7.0 + 0.7)
-    assert collective_s(one, "psum", 14 * GB).seconds == pytest.approx(14.0 + 2 * 0.3)  # by a tree: log2 8 steps
-    assert collective_s(one, "ppermute", GB).seconds == pytest.approx(1.0 + 0.1)
+    assert rates.collective_s(one, "all_gather", 7 * GB).seconds == pytest.approx(7.0 + 0.7)
+    assert rates.collective_s(one, "psum_scatter", 7 * GB).seconds == pytest.approx(7.0 + 0.7)
+    assert rates.collective_s(one, "psum", 14 * GB).seconds == pytest.approx(14.0 + 2 * 0.3)  # by a tree: log2 8 steps
+    assert rates.collective_s(one, "ppermute", GB).seconds == pytest.approx(1.0 + 0.1)
 
 
 def test_the_ranks_of_a_node_share_the_way_out():
     """16 ranks on two nodes of 8 gather 16 GB: 15 GB pass each rank's inner link, 8 GB go to the other node over 8
     links."""
     links = level("inner", ranks=8, bytes_s=10.0 * GB), level("outer", bytes_s=0.5 * GB)
-    found = collective_s(way(16, links), "all_gather", 15 * GB)
+    found = rates.collective_s(way(16, links), "all_gather", 15 * GB)
     assert found.busy == pytest.approx({"inner": 1.5, "outer": 2.0}) and found.seconds == pytest.approx(2.0)
     spread = way(2, links, "dp", tp=8)  # one rank of a group on each node
     assert [hop[1] for hop in spread.hops] == [2]
-    assert collective_s(spread, "all_gather", GB).seconds == pytest.approx(2.0)
-    whole = collective_s(way(16, links), "all_to_all", 15 * GB)
+    assert rates.collective_s(spread, "all_gather", GB).seconds == pytest.approx(2.0)
+    whole = rates.collective_s(way(16, links), "all_to_all", 15 * GB)
     assert whole.busy == pytest.approx({"inner": 1.5, "outer": 16.0})  # 8 of a rank's 15 pieces, over its own link
 
 
@@ -315,22 +314,22 @@ def test_gloo_sends_what_links_send():
     """Four ranks: three messages each; a small psum its whole input, a large one pieces and their sums."""
     four = way(4, (level("memory", "gloo", latency_s=0.1, call_s=0.01),))
     small, large = 2**20, 2**22
-    found = collective_s(four, "psum", small * 6 // 4)
+    found = rates.collective_s(four, "psum", small * 6 // 4)
     assert found.seconds == pytest.approx(0.1 + 3 * small / GB) and found.host_s == pytest.approx(0.03)
-    found = collective_s(four, "psum", large * 6 // 4)
+    found = rates.collective_s(four, "psum", large * 6 // 4)
     assert found.seconds == pytest.approx(0.2 + 1.5 * large / GB) and found.host_s == pytest.approx(0.06)
     shared = way(4, (level("memory", "gloo", total_bytes_s=1.0 * GB),))
-    assert collective_s(shared, "all_gather", GB).seconds == pytest.approx(4.0)
+    assert rates.collective_s(shared, "all_gather", GB).seconds == pytest.approx(4.0)
 
 
 def test_gloo_sends_other_nodes_what_is_theirs():
     """Four ranks on two nodes: one of a rank's three pieces stays on its node, two go out."""
     links = level("memory", "gloo", ranks=2, bytes_s=10.0 * GB), level("cable", "gloo", bytes_s=0.5 * GB, latency_s=0.1)
-    found = collective_s(way(4, links), "all_gather", 3 * GB)
+    found = rates.collective_s(way(4, links), "all_gather", 3 * GB)
     assert found.busy == pytest.approx({"memory": 0.1, "cable": 4.0}) and found.seconds == pytest.approx(4.1)
-    found = collective_s(way(4, links), "psum", 3 * GB)  # pieces and their sums
+    found = rates.collective_s(way(4, links), "psum", 3 * GB)  # pieces and their sums
     assert found.busy == pytest.approx({"memory": 0.1, "cable": 4.0}) and found.seconds == pytest.approx(4.2)
-    assert collective_s(way(4, links), "ppermute", GB).busy == pytest.approx({"memory": 0.1, "cable": 2.0})
+    assert rates.collective_s(way(4, links), "ppermute", GB).busy == pytest.approx({"memory": 0.1, "cable": 2.0})
 
 
 def test_links_between_nodes_have_the_transport_that_was_measured_on_one():
@@ -355,19 +354,19 @@ def test_four_ranks_on_a_core_each_take_four_times_as_long():
     device = cpu()
     two = device.rates[0]._replace(processes=2)
     for cores, slower in ((2, 2.0), (1, 4.0), (8, 1.0)):
-        cost = op_costs(dataclasses.replace(device, rates=(two,), processors=cores), processes=4)
-        alone = op_costs(dataclasses.replace(device, rates=(two,), processors=8))
+        cost = rates.op_costs(dataclasses.replace(device, rates=(two,), processors=cores), processes=4)
+        alone = rates.op_costs(dataclasses.replace(device, rates=(two,), processors=8))
         assert cost(op(0.5, name="aten.mul")).host_s == pytest.approx(slower * alone(op(0.5, name="aten.mul")).host_s)
 
 
 def test_a_measured_collective_has_its_measured_time():
     device = gpu(collectives={"psum/4": ((1e6, 0.5), (1e9, 5.0))})
-    found = ways_of(device, {"dp": 4})["dp"]
-    assert collective_s(found, "psum", int(1e9 * 6 / 4)).seconds == pytest.approx(5.0)
-    assert collective_s(found, "all_gather", GB).seconds == pytest.approx(1.0)
+    found = rates.ways_of(device, {"dp": 4})["dp"]
+    assert rates.collective_s(found, "psum", int(1e9 * 6 / 4)).seconds == pytest.approx(5.0)
+    assert rates.collective_s(found, "all_gather", GB).seconds == pytest.approx(1.0)
     links = level("memory", "gloo", ranks=1), level("cable", "gloo", bytes_s=0.5 * GB)  # it was measured without
-    found = ways_of(gpu(collectives={"psum/4": ((1e6, 0.5), (1e9, 5.0))}, links=links), {"dp": 4})["dp"]
-    assert collective_s(found, "psum", int(1e9 * 6 / 4)).seconds == pytest.approx(3.0)
+    found = rates.ways_of(gpu(collectives={"psum/4": ((1e6, 0.5), (1e9, 5.0))}, links=links), {"dp": 4})["dp"]
+    assert rates.collective_s(found, "psum", int(1e9 * 6 / 4)).seconds == pytest.approx(3.0)
 
 
 # ---- repeated segments
@@ -457,14 +456,14 @@ def test_nothing_takes_less_than_its_operators_or_its_longest_link():
 
 def test_curves_are_straight_in_logarithms_and_go_on_at_the_rate_of_their_ends():
     curve = ((10.0, 1.0), (1000.0, 100.0))
-    assert along(curve, 100.0) == pytest.approx(10.0)
-    assert along(curve, 1.0) == 1.0 and along(curve, 10_000.0) == pytest.approx(1000.0)
+    assert rates.along(curve, 100.0) == pytest.approx(10.0)
+    assert rates.along(curve, 1.0) == 1.0 and rates.along(curve, 10_000.0) == pytest.approx(1000.0)
 
 
 def test_a_measured_product_has_its_time_and_others_lie_between_their_neighbours():
     table = ((1, 100, 100, 100, 1.0), (1, 200, 100, 100, 1.0), (1, 400, 100, 100, 8.0))  # 2, 4 and 1 MFLOP/s
-    assert gemm_s(table, (1, 200, 100, 100)) == 1.0 and gemm_s(table, (1, 0, 4, 4)) == 0.0
-    rate = 2 * 150 * 100 * 100 / gemm_s(table, (1, 150, 100, 100))
+    assert rates.gemm_s(table, (1, 200, 100, 100)) == 1.0 and rates.gemm_s(table, (1, 0, 4, 4)) == 0.0
+    rate = 2 * 150 * 100 * 100 / rates.gemm_s(table, (1, 150, 100, 100))
     assert 2e6 < rate < 4e6
     device = cpu()
     both = {
@@ -479,27 +478,27 @@ def test_a_measured_product_has_its_time_and_others_lie_between_their_neighbours
         ("onednn", "aten.mm/tn", 4.0),
         ("onednn", "aten.mm/nt", 3.0),
     ):
-        cost = op_costs(device, fp32_matmul=way)(op(kind="gemm", name=name, flop=2 * 9**3, shape=(1, 9, 9, 9)))
+        cost = rates.op_costs(device, fp32_matmul=way)(op(kind="gemm", name=name, flop=2 * 9**3, shape=(1, 9, 9, 9)))
         assert cost.device_s == pytest.approx(expected), (way, name)
 
 
 def test_tiles_go_in_waves():
     """By hand: 132 tiles of 128 x 256 fill 132 processors once; one tile more needs smaller ones, or a second wave."""
     deep = 2**24  # where filling the pipeline costs nothing
-    assert tiled_fraction(132, (1, 128, 256 * 132, deep)) == pytest.approx(1.0, rel=1e-4)
-    assert tiled_fraction(132, (1, 128, 256 * 133, deep)) == pytest.approx(
+    assert rates.tiled_fraction(132, (1, 128, 256 * 132, deep)) == pytest.approx(1.0, rel=1e-4)
+    assert rates.tiled_fraction(132, (1, 128, 256 * 133, deep)) == pytest.approx(
         0.85 * 266 / 396, rel=1e-4
     )  # three waves of 128 x 128
-    assert tiled_fraction(132, (1, 64, 64, deep)) == pytest.approx(0.45 / 132, rel=1e-4)
-    assert tiled_fraction(132, (1, 128, 256 * 132, 128)) == pytest.approx(0.5)
-    assert tiled_fraction(132, (1, 0, 5, 5)) == 1.0
+    assert rates.tiled_fraction(132, (1, 64, 64, deep)) == pytest.approx(0.45 / 132, rel=1e-4)
+    assert rates.tiled_fraction(132, (1, 128, 256 * 132, 128)) == pytest.approx(0.5)
+    assert rates.tiled_fraction(132, (1, 0, 5, 5)) == 1.0
 
 
 def test_the_most_special_curve_counts_and_dispatch_is_taken_out_once():
     special = {"aten.exp/float32": ((1e3, 2.0), (1e9, 2.0)), "pointwise": ((1e3, 5.0), (1e9, 5.0))}
     device = cpu()
     one = device.rates[0]._replace(kernels=special, bandwidth=((1.0, 0.25), (1e9, 1.0)))
-    cost = op_costs(dataclasses.replace(device, rates=(one,)))
+    cost = rates.op_costs(dataclasses.replace(device, rates=(one,)))
     assert cost(op(0.5, name="aten.exp")).device_s == pytest.approx(1.75)
     assert cost(op(0.5, name="aten.mul")).device_s == pytest.approx(4.75)
     assert cost(op(0.5, name="aten.mul")).host_s == 1.0
@@ -634,7 +633,7 @@ def test_a_float8_product_is_its_roundings_and_a_product_of_the_numbers(emulated
     assert passes[-1].bytes == pytest.approx(2 * n + 2 * n * width, abs=16)
     assert sum(each.bytes for each in passes[:-1]) == pytest.approx(2 * (2 * n + 2 * n + n * width), abs=32)
     assert describe_passes(plain, (a, b)) == (plain,)
-    cost = op_costs(h200)
+    cost = rates.op_costs(h200)
     product_s, plain_s = (cost(each).device_s - h200.launch_s for each in (passes[-1], plain))
     rate = h200.flops["bfloat16"] / h200.flops[dtype]
     assert product_s == pytest.approx(plain_s * rate)

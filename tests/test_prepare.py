@@ -17,8 +17,7 @@ import torch
 
 from fzero import data
 from fzero.core import text_parsing
-from fzero.data import byte_tokenizer, json_tokenizer, sources
-from fzero.data.document_scan import PREPARING, Sources, scan_sources, split_texts
+from fzero.data import byte_tokenizer, document_scan, json_tokenizer, sources
 from fzero.data.sources import cut, find_files
 from fzero.data.tokenizers import USUAL_EOS, train_bpe
 
@@ -401,13 +400,17 @@ def test_digest_is_of_the_content(tmp_path):
 def test_sources_that_change_between_the_readings_are_noticed(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     (tmp_path / "said").mkdir()
-    corpus = scan_sources(Sources(cut(find_files([path], tmp_path)), "text", 0, tmp_path / "said"), 0.1, PREPARING)
+    corpus = document_scan.scan_sources(
+        document_scan.Sources(cut(find_files([path], tmp_path)), "text", 0, tmp_path / "said"),
+        0.1,
+        document_scan.PREPARING,
+    )
     for texts in (TEXTS[:-1], [*TEXTS, "more"], [*TEXTS[:-1], "other"]):
         write_jsonl(path, texts)
         with pytest.raises(ValueError, match=r"a\.jsonl: the sources changed"):
-            list(split_texts(corpus, 0))
+            list(document_scan.split_texts(corpus, 0))
         with pytest.raises(ValueError, match=r"a\.jsonl: the sources changed"):
-            train_bpe((text for _, text, _ in split_texts(corpus, 0)), 260)
+            train_bpe((text for _, text, _ in document_scan.split_texts(corpus, 0)), 260)
 
 
 # preparation: errors

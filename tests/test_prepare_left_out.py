@@ -10,8 +10,7 @@ from test_prepare import all_documents, write_jsonl
 from test_prepare_pieces import content, interrupted
 
 from fzero import data
-from fzero.data import sources
-from fzero.data.document_scan import apply_filters, later_copies
+from fzero.data import document_scan, sources
 
 WORDS = [f"word{i}" for i in range(500)]
 
@@ -58,7 +57,7 @@ def test_later_copies_are_those_of_a_set():
     draws = np.random.default_rng(0).integers(0, 12, (400, 2)).astype(np.uint64)
     seen = set()
     expected = [row in seen or seen.add(row) is not None for row in map(tuple, draws.tolist())]
-    assert later_copies(draws).tolist() == expected and any(expected)
+    assert document_scan.later_copies(draws).tolist() == expected and any(expected)
 
 
 CALLS = []
@@ -121,7 +120,7 @@ def test_filters_that_are_mistakes_are_one_line(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=said):
             prepare(path, tmp_path / "out", **change)
     assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"]
-    assert apply_filters("text", [], lambda: "") == ("text", "")
+    assert document_scan.apply_filters("text", [], lambda: "") == ("text", "")
 
 
 def test_an_unfinished_preparation_with_other_filters_is_one_line(tmp_path, many):

@@ -22,7 +22,6 @@ import pytest
 
 from fzero import data
 from fzero.data import encoding, path_of, remove_finished, sources, workers
-from fzero.data.sources import cut, find_files, read_documents
 
 MODULE = sys.modules["fzero.data.prepare"]  # data.prepare is its function
 TEXTS = [f"def f_{i}(x):\n    return x * {i}  # né 漢字 🙂\n" * (1 + i % 5) for i in range(60)]
@@ -67,7 +66,7 @@ def whole(tmp_path):
     """The sources, and what they are in one piece, by one process."""
     folder = make_sources(tmp_path / "in")
     data.prepare(folder, tmp_path / "whole", tokenizer="bpe:300", val_fraction=0.2)
-    assert len(cut(find_files([folder], tmp_path))) == 1
+    assert len(sources.cut(sources.find_files([folder], tmp_path))) == 1
     return folder, content(tmp_path / "whole")
 
 
@@ -77,20 +76,22 @@ def prepare(folder, out, count=1, **more):
 
 
 def test_pieces_have_the_documents_of_the_files(tmp_path, small, monkeypatch):
-    files = find_files([make_sources(tmp_path / "in")], tmp_path)
-    expected = [(one.origin, one.text, one.problem) for one in read_documents(files, "text")]
+    files = sources.find_files([make_sources(tmp_path / "in")], tmp_path)
+    expected = [(one.origin, one.text, one.problem) for one in sources.read_documents(files, "text")]
     for size in (97, 700, 3001, 10**6):
         monkeypatch.setattr(sources, "SMALLEST", size)
         monkeypatch.setattr(sources, "LARGEST_PIECE", size)
-        pieces = cut(files)
-        assert [(d.origin, d.text, d.problem) for piece in pieces for d in read_documents(piece, "text")] == expected
+        pieces = sources.cut(files)
+        assert [
+            (d.origin, d.text, d.problem) for piece in pieces for d in sources.read_documents(piece, "text")
+        ] == expected
         assert len(pieces) > 60 if size < 700 else True
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_the_corpus_does_not_depend_on_processes_and_pieces(tmp_path, whole, small, count):
     folder, expected = whole
-    assert len(cut(find_files([folder], tmp_path))) > 15
+    assert len(sources.cut(sources.find_files([folder], tmp_path))) > 15
     prepare(folder, tmp_path / "out", count)
     assert content(tmp_path / "out") == expected
     assert sorted(os.listdir(tmp_path)) == ["in", "out", "whole"]
@@ -145,7 +146,7 @@ def encoded(monkeypatch):
 
 def test_what_is_done_is_not_done_again(tmp_path, whole, small, encoded, monkeypatch):
     folder, expected = whole
-    pieces = len(cut(find_files([folder], tmp_path)))
+    pieces = len(sources.cut(sources.find_files([folder], tmp_path)))
     interrupted(folder, tmp_path / "out", 4)
     interrupted(folder, tmp_path / "out", 3)
     interrupted(folder, tmp_path / "out", 2, OSError)  # such as a full disk

@@ -13,7 +13,7 @@ import fzero
 from fzero import checkpoint, make_check, models, one_process, optim
 from fzero.checkpoint import Writer, save_state, writer
 from fzero.checkpoint.save_state import TileFile
-from fzero.cli.main import main
+from fzero.cli import main
 from fzero.core import digest, gpu_copies, prng, pytree
 from fzero.run import checkpoint_diff, rollback
 from fzero.sharding import Spec, digests
@@ -276,7 +276,7 @@ def runs(tmp_path_factory):
     for name, lr in (("run", "1e-3"), ("other", "2e-3")):
         with pytest.raises(SystemExit) as ended:
             place = ["--data", str(home / "text.txt"), "--out", str(home / name)]
-            main(["pretrain", *flags, *place, "--lr", lr])
+            main.main(["pretrain", *flags, *place, "--lr", lr])
         assert ended.value.code == 0
     return home
 

@@ -14,8 +14,8 @@ from pretend_triton import interpreted
 
 import fzero
 from fzero.core import gpu, gpu_copies, observe
+from fzero.kernels import registry
 from fzero.kernels.float8 import cpu_lacks
-from fzero.kernels.registry import op
 
 ROOT = Path(fzero.__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -75,7 +75,7 @@ def test_a_kernel_that_does_not_wait_for_its_input_is_found():
     with pretend() as seen, interpreted():
         device = torch.device("cuda", 0)
         x, y = (gpu_copies.copy_in(gpu.pinned(b, device), device) for _ in range(2))
-        run = functools.partial(op("swiglu"), impl="triton")
+        run = functools.partial(registry.op("swiglu"), impl="triton")
         assert run(x.use(), y.use()).is_cuda and not seen.races
         x = gpu_copies.copy_in(gpu.pinned(b, device), device)
         run(x.tensor, y.tensor)

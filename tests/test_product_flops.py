@@ -15,7 +15,7 @@ import fzero
 from fzero.core import flop_of, torch_private, vjp_pair
 from fzero.core.product_flops import FORMULAS, partition_by_cost
 from fzero.kernels import OPENED, attention, float8_linear, rms_norm, swiglu
-from fzero.models.tiled_linear import tiled_gelu_mlp, tiled_mlp
+from fzero.models import tiled_linear
 
 ROOT = Path(fzero.__file__).parent
 # What multiplies matrices, in Python, in Triton and in C++.
@@ -110,9 +110,12 @@ def without(x):
 @pytest.mark.parametrize(
     ("layer", "sizes"),
     [
-        (lambda x, g, u, d: tiled_mlp(x, g, u, d, 3, impl="reference"), [(8, 12), (8, 12), (12, 8)]),
-        (lambda x, g, u, d: tiled_mlp(x, g, u, d, 3, tokens=5, impl="reference"), [(8, 12), (8, 12), (12, 8)]),
-        (lambda x, i, o: tiled_gelu_mlp(x, i, o, 3), [(8, 12), (12, 8)]),
+        (lambda x, g, u, d: tiled_linear.tiled_mlp(x, g, u, d, 3, impl="reference"), [(8, 12), (8, 12), (12, 8)]),
+        (
+            lambda x, g, u, d: tiled_linear.tiled_mlp(x, g, u, d, 3, tokens=5, impl="reference"),
+            [(8, 12), (8, 12), (12, 8)],
+        ),
+        (lambda x, i, o: tiled_linear.tiled_gelu_mlp(x, i, o, 3), [(8, 12), (12, 8)]),
     ],
     ids=["gated", "gated-tokens", "gelu"],
 )

@@ -8,9 +8,8 @@ from close import assert_close, assert_same
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.core import have_compiler, prng
-from fzero.kernels import KINDS, Quantized, dequantize, empty_codes, quantize, quantize_codes
+from fzero.kernels import KINDS, Quantized, dequantize, empty_codes, quantize, quantize_codes, registry
 from fzero.kernels import quantize as file
-from fzero.kernels.registry import explain
 
 KEY = prng.key(2**40 + 11, laws.DEVICE)
 HALVES = {
@@ -252,17 +251,17 @@ def test_traced():
 def test_what_it_costs():
     x = torch.empty(8, 64, dtype=torch.bfloat16, device="meta")
     q = Quantized(torch.empty(8, 32, dtype=torch.uint8, device="meta"), torch.empty(8, 2, device="meta"))
-    assert explain("quantize", x, "int4", 32).bytes == 8 * (64 * 2 + 32 + 8)
-    assert explain("dequantize", q, "int4", 32, torch.bfloat16).bytes == 8 * (64 * 2 + 32 + 8)
+    assert registry.explain("quantize", x, "int4", 32).bytes == 8 * (64 * 2 + 32 + 8)
+    assert registry.explain("dequantize", q, "int4", 32, torch.bfloat16).bytes == 8 * (64 * 2 + 32 + 8)
     assert (
-        explain(
+        registry.explain(
             "dequantize_sum_requantize", q.data[None].expand(3, -1, -1), q.scale[None].expand(3, -1, -1), "int4", 32
         ).bytes
         == 4 * 8 * 40
     )
     if laws.DEVICE == "cpu":
         given = quantize.quantize(draw(32), "int8", 16)
-        assert explain("dequantize", given, "int8", 16).chosen == "reference"
+        assert registry.explain("dequantize", given, "int8", 16).chosen == "reference"
 
 
 def test_what_it_refuses():
@@ -333,8 +332,8 @@ def test_the_c_plus_plus_gives_the_bits_of_the_reference_for_any_numbers(kind, d
 
 @CPP
 def test_the_c_plus_plus_serves_many_numbers_on_a_cpu():
-    assert explain("quantize", torch.ones(1 << 14), "int4", 128).chosen == "cpp"
-    few = explain("quantize", torch.ones(128), "int4", 128)
+    assert registry.explain("quantize", torch.ones(1 << 14), "int4", 128).chosen == "cpp"
+    few = registry.explain("quantize", torch.ones(128), "int4", 128)
     assert few.chosen == "reference" and "of 128 numbers" in few.reasons["cpp"]
     for x, options, words in (
         (torch.ones(4), {"kind": "int4", "block": 16384}, "even blocks of up to 8192"),
@@ -352,10 +351,10 @@ def test_no_member_of_the_family_is_without_a_form(kind, dtype):
     """On a CPU "auto" takes a form in one pass for every kind and dtype; a reference is 10 to 100 times as slow."""
     x = torch.ones(2, 1 << 14, dtype=dtype)
     q = quantize.quantize(x, kind, 64)
-    assert explain("quantize", x, kind, 64).chosen == "cpp"
-    assert explain("dequantize", q, kind, 64, dtype).chosen == "cpp"
+    assert registry.explain("quantize", x, kind, 64).chosen == "cpp"
+    assert registry.explain("dequantize", q, kind, 64, dtype).chosen == "cpp"
     data, scale = (torch.stack((t, t)) for t in (q.data.view(torch.uint8), q.scale))
-    assert explain("dequantize_sum_requantize", data.view(q.data.dtype), scale, kind, 64).chosen == "cpp"
+    assert registry.explain("dequantize_sum_requantize", data.view(q.data.dtype), scale, kind, 64).chosen == "cpp"
 
 
 @CPP

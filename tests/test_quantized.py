@@ -16,7 +16,6 @@ from fzero.core import prng, pytree
 from fzero.kernels import dequantize, quantize
 from fzero.kernels.quantize_codes import NF4
 from fzero.models import base
-from fzero.models.configs import FROZEN
 from fzero.models.weights import LowRankSum, QuantizedWeight
 from fzero.offload import DiskTensor, Nvme
 
@@ -130,7 +129,7 @@ MESHES = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "dp2 x tp2": {"dp": 2, "tp": 2}}
 def test_parallel_is_serial(mesh):
     sizes = MESHES[mesh]
     data = sizes.get("dp", 1)
-    options = {"plan_options": {"frozen": FROZEN}, "steps": 3}
+    options = {"plan_options": {"frozen": models.frozen_leaves(model_of("qlora").config)}, "steps": 3}
     cases = [
         (("qlora", "adam", stage, 2 * data), {**options, "remat": remat}) for stage, remat in ((0, "none"), (3, "full"))
     ]
@@ -142,7 +141,7 @@ def test_parallel_is_serial(mesh):
 
 def test_codes_are_sharded_at_stage_3():
     mesh = fzero.fake_mesh({"dp": 2, "tp": 2})
-    plan = fzero.zero_plan(3, model_of("qlora"), mesh, frozen=FROZEN)
+    plan = fzero.zero_plan(3, model_of("qlora"), mesh, frozen=models.frozen_leaves(model_of("qlora").config))
     leaf = plan.leaves["blocks/attn/w_q/codes"]
     assert (leaf.dtype, leaf.trained, {"dp", "tp"} <= set(leaf.params.axes)) == (torch.uint8, False, True)
     with pytest.raises(
@@ -157,7 +156,7 @@ def test_offloaded_codes_train_to_the_same_bits(offload, tmp_path):
     model, mesh, tx = model_of("qlora"), fzero.one_process(), fzero.optim.adam(1e-2)
     states = []
     for where in ("", offload):
-        plan = fzero.zero_plan(0, model, mesh, policy=FP64, frozen=FROZEN, offload=where)
+        plan = fzero.zero_plan(0, model, mesh, policy=FP64, frozen=models.frozen_leaves(model.config), offload=where)
         nvme = Nvme(tmp_path / "nvme") if "nvme" in where else None
         state = fzero.init_state(model, tx, plan, seed=3, nvme=nvme)
         step = fzero.make_train_step(model, tx, plan, micro_batches=2, nvme=nvme)

@@ -8,7 +8,6 @@ import torch
 
 from fzero.core import gpu
 from fzero.kernels import Kernels, Op, registry, tuning
-from fzero.kernels.registry import Form
 
 
 @pytest.fixture
@@ -19,12 +18,12 @@ def square(monkeypatch):
     return Op(
         "square",
         lambda x, power=2: x**power,
-        Form(
+        registry.Form(
             "long",
             lambda x, power=2: (x * x).detach(),
             lambda x, power=2: "" if len(x) > 3 else f"{len(x)} elements; it takes 4",
         ),
-        Form("slow", lambda x, power=2: x * x, prefers=lambda x, power=2: "twice as slow", composes=True),
+        registry.Form("slow", lambda x, power=2: x * x, prefers=lambda x, power=2: "twice as slow", composes=True),
         flops=lambda x, power=2: x.numel(),
         bytes=lambda x, power=2: 8 * x.numel(),
     )
@@ -72,11 +71,12 @@ def test_what_is_differentiated_once_is_not_taken_under_vmap_or_for_second_deriv
 
 def test_a_form_of_one_s_own_comes_first(square):
     registry.register(
-        "square", Form("mine", lambda x, power=2: x * x + 0.0, lambda x, power=2: "" if power == 2 else "squares only")
+        "square",
+        registry.Form("mine", lambda x, power=2: x * x + 0.0, lambda x, power=2: "" if power == 2 else "squares only"),
     )
     assert registry.explain("square", torch.ones(4)).chosen == "mine"
     assert registry.explain("square", torch.ones(4), power=3).reasons["mine"] == "squares only"
-    registry.register("square", Form("mine", lambda x, power=2: x, lambda x, power=2: "never"))
+    registry.register("square", registry.Form("mine", lambda x, power=2: x, lambda x, power=2: "never"))
     assert [form.name for form in square.forms] == ["mine", "long", "slow"]
     assert registry.explain("square", torch.ones(4)).chosen == "long"
 

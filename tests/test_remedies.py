@@ -15,13 +15,11 @@ from remedies import remedies_of, tried
 
 import fzero
 from fzero import data, models, optim
-from fzero.cli.main import cli
+from fzero.cli import main
 from fzero.core import flat
 from fzero.optim import sharded_leaves
 from fzero.run import RunConfig, apply_table, to_table
-from fzero.sharding import FAMILIES, Context, Pipeline, Spec, fake_mesh, local_shape, schedule
-from fzero.sharding.context import zigzag
-from fzero.sharding.pipeline.stages import layout
+from fzero.sharding import FAMILIES, Context, Pipeline, Spec, fake_mesh, local_shape, pipeline, schedule
 
 ROOT = Path(fzero.__file__).parent
 
@@ -81,7 +79,7 @@ def flags(command):
 
 @functools.cache
 def every_flag():
-    return flags(cli)
+    return flags(main.cli)
 
 
 # Names that are no settings: placeholders, an operation by its name, and a program's own flag.
@@ -308,7 +306,7 @@ def test_micro_batches_of_every_schedule():
     refused = 0
     for name, p, v, m in itertools.product(FAMILIES, (2, 3, 4, 5), (1, 2), range(1, 14)):
         if FAMILIES[name].chunks in (None, v):
-            stages = layout([1.0] * (p * v), p, v, FAMILIES[name].placement)
+            stages = pipeline.layout([1.0] * (p * v), p, v, FAMILIES[name].placement)
             try:
                 schedule(name, stages, m)
             except ValueError:
@@ -321,7 +319,7 @@ def test_micro_batches_of_every_schedule():
 @pytest.mark.parametrize("over_tp", (False, True))
 def test_tokens_of_a_sequence(tokens, over_tp):
     def expect(tokens):
-        zigzag(4).expect_divisible(tokens, 3 if over_tp else 1)
+        Context("gather", "zigzag").pieces_for(4).expect_divisible(tokens, 3 if over_tp else 1)
 
     try:
         expect(tokens)

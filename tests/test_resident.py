@@ -15,8 +15,7 @@ import fzero
 from fzero import local_batch
 from fzero.comm import Ledger
 from fzero.core import pytree
-from fzero.sharding import Pipeline
-from fzero.sharding.pipeline import count_gathers, with_gathers
+from fzero.sharding import Pipeline, pipeline
 
 LAYERS, M = 4, 4
 PIPELINES = {
@@ -52,7 +51,7 @@ def trained(mesh, name, resident, remat):
     layers, expected = LAYERS, 1 if resident else 2 * M
     if plan.stages is not None:
         layers //= len(plan.stages.ranks)
-        expected = count_gathers(with_gathers(plan.schedule(M)[0], resident))[mesh["pp"].rank]
+        expected = pipeline.count_gathers(pipeline.with_gathers(plan.schedule(M)[0], resident))[mesh["pp"].rank]
     sizes = {name: 8 * math.prod(leaf.shape) for name, leaf in plan.leaves.items()}
     stages = sum(size for name, size in sizes.items() if name.startswith("blocks/")) // mesh["pp"].size
     of = plan.stages.ranks if plan.stages is not None else (0,)

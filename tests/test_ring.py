@@ -7,8 +7,9 @@ import torch
 from close import assert_close
 
 from fzero.kernels import FULL, Pattern, attention, attention_ring, ring_attention
-from fzero.sharding import Pieces, largest_inner
-from fzero.sharding.context import contiguous, zigzag
+from fzero.sharding import Context, Pieces, largest_inner
+
+contiguous, zigzag = (Context("gather", pieces).pieces_for for pieces in ("contiguous", "zigzag"))
 
 F64 = torch.float64
 H, G, K = 8, 4, 6

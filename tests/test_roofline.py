@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 import fzero
-from fzero.cli.main import cli
+from fzero.cli import main
 from fzero.planner import device_for, roofline
 
 
@@ -60,9 +60,9 @@ def test_a_plan_without_times_is_refused(report):
 
 def test_the_command_prints_it_and_refuses_what_has_many_plans():
     given = ["plan", "--model", "llama-tiny", "--set", "train.compiled=false", "--roofline"]
-    shown = CliRunner().invoke(cli, given)
+    shown = CliRunner().invoke(main.cli, given)
     assert shown.exit_code == 0 and "of peak FLOPs" in shown.output and "at the limits of a" in shown.output
-    refused = CliRunner().invoke(cli, [*given, "--json"])
+    refused = CliRunner().invoke(main.cli, [*given, "--json"])
     assert isinstance(refused.exception, ValueError) and "time.parts" in str(refused.exception)
 
 

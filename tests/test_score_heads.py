@@ -15,7 +15,6 @@ from fzero import models, optim
 from fzero.checkpoint import huggingface
 from fzero.core import pytree
 from fzero.models import Ctx
-from fzero.models.configs import FROZEN
 from fzero.sharding import Context, gather_on_first
 
 LABELS = ("bad", "fair", "good")
@@ -87,7 +86,7 @@ def steps(mesh, kind, objective, optimizer, stage, micro_batches, adapters=False
     """(parameters, log) of three steps."""
     model = head_of(models.build(config_of(kind, dropout=0.0, vocab_size=V + 1)), objective)
     model = models.lora(model, 2, 2.0, "/w_") if adapters else model
-    frozen = FROZEN if adapters else None
+    frozen = models.frozen_leaves(model.config)
     plan = fzero.zero_plan(stage, model, mesh, policy=FP64, frozen=frozen, sequence=sequence)
     tx = OPTIMIZERS[optimizer]
     state = fzero.init_state(model, tx, plan, seed=0)
@@ -133,8 +132,9 @@ def test_a_mesh_trains_as_one_process(sizes, kind, objective, case):
 
 def test_lora_trains_the_head_beside_its_factors():
     model = head_of(models.build(config_of("llama", dropout=0.0, vocab_size=V + 1)), "classify")
-    plan = fzero.zero_plan(0, models.lora(model, 2, targets="/w_"), fzero.one_process(), policy=FP64, frozen=FROZEN)
-    state = fzero.init_state(models.lora(model, 2, targets="/w_"), OPTIMIZERS["sgd"], plan, seed=0)
+    tuned = models.lora(model, 2, targets="/w_")
+    plan = fzero.zero_plan(0, tuned, fzero.one_process(), policy=FP64, frozen=models.frozen_leaves(tuned.config))
+    state = fzero.init_state(tuned, OPTIMIZERS["sgd"], plan, seed=0)
     begun = pytree.named_leaves(state.params)
     after = pytree.named_leaves(steps(fzero.one_process(), "llama", "classify", "sgd", 0, 1, adapters=True)[0])
     moved = {name for name, leaf in after.items() if not torch.equal(leaf, begun[name])}

@@ -13,12 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero import Execution, fp64, init_state, make_train_step, models, one_process, optim, zero_plan
 from fzero.core import have_compiler, observe, pytree, vjp_pair
-from fzero.models.tiled_linear import (
-    TiledLayer,
-    tile_spans,
-    tiled_gelu_mlp,
-    tiled_mlp,
-)
+from fzero.models import tiled_linear
 
 F64 = torch.float64
 N, D, FF = 5, 6, 7  # FF is prime: every count of tiles but 1 and 7 is uneven
@@ -34,16 +29,18 @@ def gelu_whole(x, w_in, w_out, b_in, b_out):
 
 # name -> (whole, tiled, shapes of x and the parameters for (n, d, f), size of the dim in tiles)
 LAYERS = {
-    "swiglu": (swiglu_whole, tiled_mlp, lambda n, d, f: ((n, d), (d, f), (d, f), (f, d)), lambda d, f: f),
+    "swiglu": (swiglu_whole, tiled_linear.tiled_mlp, lambda n, d, f: ((n, d), (d, f), (d, f), (f, d)), lambda d, f: f),
     "gelu": (
         lambda x, w_in, w_out: F.gelu(x @ w_in, approximate="tanh") @ w_out,
-        tiled_gelu_mlp,
+        tiled_linear.tiled_gelu_mlp,
         lambda n, d, f: ((n, d), (d, f), (f, d + 1)),
         lambda d, f: f,
     ),
     "gelu and biases": (
         gelu_whole,
-        lambda x, w_in, w_out, b_in, b_out, tiles: tiled_gelu_mlp(x, w_in, w_out, tiles, b_in) + b_out.to(x.dtype),
+        lambda x, w_in, w_out, b_in, b_out, tiles: (
+            tiled_linear.tiled_gelu_mlp(x, w_in, w_out, tiles, b_in) + b_out.to(x.dtype)
+        ),
         lambda n, d, f: ((n, d), (d, f), (f, d), (f,), (d,)),
         lambda d, f: f,
     ),
@@ -133,9 +130,9 @@ def test_chunks_of_tokens_are_the_layer(chunk):
     x, *params = drawn("swiglu", 5, 6, 7)
     (b_in,) = laws.draw((7,), seed=2)
     forms = (
-        (functools.partial(tiled_mlp, tiles=2), (x, *params)),
+        (functools.partial(tiled_linear.tiled_mlp, tiles=2), (x, *params)),
         (
-            lambda x, w, v, a, **more: tiled_gelu_mlp(x, w, v, 3, a, **more),
+            lambda x, w, v, a, **more: tiled_linear.tiled_gelu_mlp(x, w, v, 3, a, **more),
             (x, params[0], params[2], b_in),
         ),
     )
@@ -150,7 +147,7 @@ def test_chunks_of_tokens_are_the_layer(chunk):
 
 def test_a_trace_holds_a_layer_as_one_node():
     x, *params = drawn("swiglu")
-    graph = make_fx(torch.func.grad(lambda x: tiled_mlp(x, *params, 3).sum()))(x).graph
+    graph = make_fx(torch.func.grad(lambda x: tiled_linear.tiled_mlp(x, *params, 3).sum()))(x).graph
     called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     assert [name for name in called if "tiled" in name] == [
         "fzero.tiled_layer.default",
@@ -207,7 +204,7 @@ def test_transforms(layer):
 
 def test_a_second_backward_says_what_to_do():
     x, *params = [t.requires_grad_() for t in drawn("swiglu")]
-    (dx,) = torch.autograd.grad(tiled_mlp(x, *params, 2).sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(tiled_linear.tiled_mlp(x, *params, 2).sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"a layer in tiles \(swiglu\): .* use torch.func.grad of grad"):
         dx.sum().backward()
 
@@ -259,8 +256,8 @@ def test_hidden_activations_are_never_whole(layer):
 
 def test_frozen_parameters_have_no_gradients_computed(monkeypatch):
     x, *params = drawn("swiglu")
-    puts, backward = [], TiledLayer.backward
-    monkeypatch.setattr(TiledLayer, "backward", lambda *a: puts.append(list(a[-1])) or backward(*a))
+    puts, backward = [], tiled_linear.TiledLayer.backward
+    monkeypatch.setattr(tiled_linear.TiledLayer, "backward", lambda *a: puts.append(list(a[-1])) or backward(*a))
     whole, tiled, *_ = LAYERS["swiglu"]
     dx = [
         torch.autograd.grad(g(x.requires_grad_(), *params).sum(), x)[0] for g in (whole, lambda *t: tiled(*t, tiles=2))
@@ -276,13 +273,13 @@ def test_the_form_of_swiglu_is_passed_on():
     with observe() as used:
         for impl in ("triton", "reference"):
             laws.numbers(
-                lambda k, *t, i=impl: swiglu_whole(*t) if k == "reference" else tiled_mlp(*t, 3, impl=i),
+                lambda k, *t, i=impl: swiglu_whole(*t) if k == "reference" else tiled_linear.tiled_mlp(*t, 3, impl=i),
                 tensors,
                 torch.float32,
             )
     assert used == {"swiglu": {"triton", "reference"}}
     with pytest.raises(ValueError, match="swiglu: impl is 'tritn'"):
-        tiled_mlp(*tensors, 3, impl="tritn")
+        tiled_linear.tiled_mlp(*tensors, 3, impl="tritn")
 
 
 def of_leaves(f, tensors, dy):
@@ -296,10 +293,10 @@ def of_leaves(f, tensors, dy):
 
 
 def test_spans():
-    assert tile_spans(7, 3) == [slice(0, 3), slice(3, 5), slice(5, 7)]
+    assert tiled_linear.tile_spans(7, 3) == [slice(0, 3), slice(3, 5), slice(5, 7)]
     for size in (1, 2, 7, 12):
         for tiles in range(1, size + 1):
-            spans = tile_spans(size, tiles)
+            spans = tiled_linear.tile_spans(size, tiles)
             assert len(spans) == tiles and [i for s in spans for i in range(s.start, s.stop)] == list(range(size))
             sizes = [s.stop - s.start for s in spans]
             assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
@@ -325,11 +322,11 @@ def test_counts_that_are_refused(layer):
 def test_arguments_that_are_refused():
     x, w_gate, w_up, w_down = drawn("swiglu")
     with pytest.raises(ValueError, match=r"w_up is .*must be \[6, 7\]"):
-        tiled_mlp(x, w_gate, w_up.t(), w_down, 2)
+        tiled_linear.tiled_mlp(x, w_gate, w_up.t(), w_down, 2)
     with pytest.raises(ValueError, match=r"w_down is .*must be \[7, 5\]"):
-        tiled_mlp(x, w_gate, w_up, w_down[1:, :5], 2)
+        tiled_linear.tiled_mlp(x, w_gate, w_up, w_down[1:, :5], 2)
     with pytest.raises(ValueError, match=r"b_in is \[6\]; .*must be \[7\]"):
-        tiled_gelu_mlp(x, w_gate, w_down, 2, torch.zeros(6))
+        tiled_linear.tiled_gelu_mlp(x, w_gate, w_down, 2, torch.zeros(6))
 
 
 @pytest.mark.parametrize("family", ("llama", "gpt2"))

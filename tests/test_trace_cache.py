@@ -13,7 +13,6 @@ from fzero.offload import config_file
 from fzero.planner import device_for, extrapolate, is_cached, resolve_for, trace_cache
 from fzero.planner import plan as planning
 from fzero.planner.plan_report import report_of
-from fzero.planner.trace_cache import cached_trace, entry_name, question, remove_oldest
 
 DEVICE = device_for("h100")
 SIZES = {"dp": 2}
@@ -33,9 +32,9 @@ def never():
 
 def test_the_second_plan_of_a_question_is_equal_and_not_traced(trace, tmp_path):
     assert not is_cached(*ASKED, tmp_path)
-    assert cached_trace(lambda: trace, *ASKED, tmp_path) is trace
+    assert trace_cache.cached_trace(lambda: trace, *ASKED, tmp_path) is trace
     assert is_cached(*ASKED, tmp_path)
-    again = cached_trace(never, *ASKED, tmp_path)
+    again = trace_cache.cached_trace(never, *ASKED, tmp_path)
     assert again == trace
     assert report_of(again, DEVICE).to_json() == report_of(trace, DEVICE).to_json()
     assert str(report_of(again, DEVICE)) == str(report_of(trace, DEVICE))
@@ -60,15 +59,15 @@ CHANGES = {
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_of_any_input_misses(what, monkeypatch):
-    before = entry_name(question(*ASKED))
+    before = trace_cache.entry_name(trace_cache.question(*ASKED))
     changed = CHANGES[what](monkeypatch) or ASKED
-    assert entry_name(question(*changed)) != before
+    assert trace_cache.entry_name(trace_cache.question(*changed)) != before
 
 
 def test_what_a_trace_does_not_depend_on_hits(monkeypatch):
-    before = entry_name(question(*ASKED))
+    before = trace_cache.entry_name(trace_cache.question(*ASKED))
     monkeypatch.setenv("FZERO_PLAN_CACHE", "/elsewhere")
-    assert entry_name(question(CONFIG, {"tp": 1, "dp": 2}, 0, DEVICE.target)) == before
+    assert trace_cache.entry_name(trace_cache.question(CONFIG, {"tp": 1, "dp": 2}, 0, DEVICE.target)) == before
 
 
 def test_an_edit_of_the_package_changes_its_digest(tmp_path, monkeypatch):
@@ -107,13 +106,13 @@ DAMAGED = {
 
 @pytest.mark.parametrize("how", DAMAGED)
 def test_a_damaged_entry_is_a_miss_and_is_replaced(how, trace, tmp_path):
-    cached_trace(lambda: trace, *ASKED, tmp_path)
+    trace_cache.cached_trace(lambda: trace, *ASKED, tmp_path)
     (path,) = tmp_path.iterdir()
     text = path.read_text()
     path.write_text(DAMAGED[how](text))
     assert not is_cached(*ASKED, tmp_path)
     made = []
-    assert cached_trace(lambda: made.append(1) or trace, *ASKED, tmp_path) == trace and made == [1]
+    assert trace_cache.cached_trace(lambda: made.append(1) or trace, *ASKED, tmp_path) == trace and made == [1]
     assert path.read_text() == text
 
 
@@ -123,13 +122,13 @@ def test_the_oldest_entries_go_when_there_are_too_many_bytes(trace, tmp_path):
         os.utime(tmp_path / f"{i}.json", (1000 + i, 1000 + i))
     (tmp_path / "0.1.part").write_text("x" * 100)
     os.utime(tmp_path / "0.1.part", (900, 900))
-    remove_oldest(tmp_path, 350)
+    trace_cache.remove_oldest(tmp_path, 350)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.json", "2.json", "3.json"]
-    cached_trace(lambda: trace, *ASKED, tmp_path)
-    kept = tmp_path / entry_name(question(*ASKED))
+    trace_cache.cached_trace(lambda: trace, *ASKED, tmp_path)
+    kept = tmp_path / trace_cache.entry_name(trace_cache.question(*ASKED))
     os.utime(kept, (10, 10))
-    cached_trace(never, *ASKED, tmp_path)  # whose use makes it the youngest
-    remove_oldest(tmp_path, kept.stat().st_size)
+    trace_cache.cached_trace(never, *ASKED, tmp_path)  # whose use makes it the youngest
+    trace_cache.remove_oldest(tmp_path, kept.stat().st_size)
     assert list(tmp_path.iterdir()) == [kept]
 
 
@@ -137,7 +136,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning_that_names_it(trace, tmp_p
     folder = tmp_path / "plans"
     folder.write_text("a file")
     with pytest.warns(UserWarning, match=r"is not kept \(.*plans"):
-        assert cached_trace(lambda: trace, *ASKED, folder) is trace
+        assert trace_cache.cached_trace(lambda: trace, *ASKED, folder) is trace
 
 
 def test_where_it_is(monkeypatch, tmp_path):

@@ -16,6 +16,7 @@ from fzero.comm.axes import mesh_text as mesh_text
 from fzero.comm.bucket import SMALL as SMALL
 from fzero.comm.bucket import bucket_groups as bucket_groups
 from fzero.comm.bucket import pack as pack
+from fzero.comm.bucket import padded as padded
 from fzero.comm.bucket import unpack as unpack
 
 # Channels
@@ -64,11 +65,13 @@ from fzero.comm.operators import define_ordered as define_ordered
 
 # Small tables that all ranks fill together
 from fzero.comm.rank_tables import Refusal as Refusal
+from fzero.comm.rank_tables import TreeLayout as TreeLayout
 from fzero.comm.rank_tables import any_rank as any_rank
 from fzero.comm.rank_tables import barrier as barrier
 from fzero.comm.rank_tables import device_of as device_of
 from fzero.comm.rank_tables import failing_together as failing_together
 from fzero.comm.rank_tables import gather_rows as gather_rows
+from fzero.comm.rank_tables import packed as packed
 from fzero.comm.rank_tables import raise_local as raise_local
 from fzero.comm.rank_tables import raise_together as raise_together
 from fzero.comm.rank_tables import sum_rows as sum_rows

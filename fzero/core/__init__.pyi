@@ -75,6 +75,7 @@ from fzero.core.bounds import check_bounds as check_bounds
 from fzero.core.bounds import check_choice as check_choice
 from fzero.core.bounds import one_of as one_of
 from fzero.core.bounds import optional as optional
+from fzero.core.bounds import power_of_two as power_of_two
 
 # Recomputation in the backward pass (remat)
 from fzero.core.captured_state import preserve_random_states as preserve_random_states

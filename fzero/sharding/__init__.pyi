@@ -60,7 +60,6 @@ from fzero.sharding.mesh import start_processes as start_processes
 
 # Whether a schedule is one
 from fzero.sharding.pipeline.check import gather_row as gather_row
-from fzero.sharding.pipeline.check import with_updates as with_updates
 
 # The order in which one rank works, by family of schedules
 from fzero.sharding.pipeline.orders import FAMILIES as FAMILIES
@@ -87,12 +86,9 @@ from fzero.sharding.pipeline.table import Act as Act
 from fzero.sharding.pipeline.table import Schedule as Schedule
 from fzero.sharding.pipeline.table import Stages as Stages
 from fzero.sharding.pipeline.table import feeds as feeds
-from fzero.sharding.pipeline.table import needs as needs
-from fzero.sharding.pipeline.table import simulate as simulate
 
 # A pipeline as an option of a plan
 from fzero.sharding.pipeline_plan import expect_parts as expect_parts
-from fzero.sharding.pipeline_plan import schedule_for as schedule_for
 
 # The text of `print(plan)`
 from fzero.sharding.plan_table import option_lines as option_lines
