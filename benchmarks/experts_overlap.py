@@ -34,7 +34,7 @@ from turns import write_run
 import fzero
 from fzero import models, optim
 from fzero.comm.messages import AxisMessages
-from fzero.core.future import Future
+from fzero.core.gpu_copies import Future
 from fzero.models import experts as block
 from fzero.sharding import Mesh
 from fzero.sharding.experts import Experts

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from ten_rows import NEEDS_GPU, Rows, Where, fzero, median_seconds, must, said_by, synchronize
 
-from fzero.core import gpu, numa_binding
+from fzero.core import gpu, host_memory
 from fzero.run.setup import machine
 
 TOOLS = ("g++", "nvidia-smi", "compute-sanitizer", "nsys", "ncu", "numactl")
@@ -71,7 +71,7 @@ def host(where: Where) -> dict[str, Any]:
         "cores": machine.cores(),
         "free -g": said_by(["free", "-g"])["said"],
         "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        "binding": numa_binding.find_placement(gpu.local_device(where.device)).line,
+        "binding": host_memory.find_placement(gpu.local_device(where.device)).line,
         "disk_free_bytes": disk.free,
         "tools": {name: shutil.which(name) or "" for name in TOOLS},
     }

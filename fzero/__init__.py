@@ -3,7 +3,7 @@
 Names load when first used, so that `fzero --help` does not wait for torch.
 """
 
-from fzero.core.lazy_names import attach
+from fzero.core.packages import attach
 
 __all__ = attach(__name__)  # pyright: ignore[reportUnsupportedDunderAll]
 __version__ = "0.1.0"

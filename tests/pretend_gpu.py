@@ -66,7 +66,7 @@ MAKERS = (
     "eye",
 )
 UNWRITTEN = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
-OWN = ("core/gpu.py", "core/gpu_copies.py", "core/copy_buckets.py", "core/future.py")
+OWN = ("core/gpu.py", "core/gpu_copies.py", "core/copy_buckets.py", "core/gpu_copies.py")
 WHOLE = None  # the pretend GPU of the context under way
 
 

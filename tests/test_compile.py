@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from fzero import jit
 from fzero.core import compile as fzero_compile
-from fzero.core import cpp, vjp_pair
+from fzero.core import compile_cache, vjp_pair
 from fzero.kernels.norm import layer_norm_rows
 
 F64 = torch.float64
@@ -198,9 +198,9 @@ def test_a_budget_keeps_fewer_residuals():
 @pytest.fixture
 def no_compiler(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    cpp.have_compiler.cache_clear()
+    compile_cache.have_compiler.cache_clear()
     yield
-    cpp.have_compiler.cache_clear()
+    compile_cache.have_compiler.cache_clear()
 
 
 def test_without_a_compiler_one_warning_and_the_same_numbers(no_compiler):
@@ -228,10 +228,10 @@ def test_without_a_compiler_one_warning_and_the_same_numbers(no_compiler):
 def test_any_one_compiler_serves(monkeypatch):
     for name in ("g++", "clang++", "c++"):
         monkeypatch.setattr(shutil, "which", lambda wanted, name=name: f"/bin/{name}" if wanted == name else None)
-        cpp.have_compiler.cache_clear()
-        assert cpp.have_compiler()
+        compile_cache.have_compiler.cache_clear()
+        assert compile_cache.have_compiler()
     monkeypatch.undo()
-    cpp.have_compiler.cache_clear()
+    compile_cache.have_compiler.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])

@@ -17,7 +17,7 @@ from zero_cases import packed_batch_for, train, whole
 
 import fzero
 from fzero.comm import all_gather_same
-from fzero.core import Future, cpp, have_compiler
+from fzero.core import Future, compile_cache, have_compiler
 from fzero.kernels import attention_ring, attention_tiled
 from fzero.models import cp_attention, experts, layers
 from fzero.sharding import Context, Pieces
@@ -298,10 +298,10 @@ def test_a_mistake_in_the_tile_loops_is_caught(mistake, tmp_path, monkeypatch):
     )
     assert_close(attends(tiled), expected, rtol=1e-10, atol=1e-12)
     right, wrong = TILES[mistake]
-    source = cpp.source_of(Path(attention_tiled.__file__).with_suffix(".cpp"))
+    source = compile_cache.source_of(Path(attention_tiled.__file__).with_suffix(".cpp"))
     assert source.count(right) == 1
     (tmp_path / "attention_tiled.cpp").write_text(source.replace(right, wrong))
-    library = cpp.library(str(tmp_path / "attention_tiled.py"), cpp.CONTRACTED, "OF_float64")
+    library = compile_cache.library(str(tmp_path / "attention_tiled.py"), compile_cache.CONTRACTED, "OF_float64")
     monkeypatch.setattr(attention_tiled, "_library", lambda dtype: library)
     with pytest.raises(AssertionError):
         assert_close(attends(tiled), expected, rtol=1e-10, atol=1e-12)

@@ -18,7 +18,7 @@ from test_cross_entropy_kernels import TERMS, of_logits
 from test_quantize import bits
 
 import fzero
-from fzero.core import cpp, crc32c, digest, have_compiler, observe, prng, vjp_pair
+from fzero.core import compile_cache, crc32c, digest, have_compiler, observe, prng, vjp_pair
 from fzero.kernels import KINDS, Pattern, attention, glu, norm, quantize
 from fzero.kernels.custom_operator import MANY
 
@@ -118,8 +118,8 @@ def test_an_edit_of_a_header_is_compiled(tmp_path):
     (tmp_path / "answer.cpp").write_text('#include "number.h"\nextern "C" int answer() { return N; }\n')
     for number in (41, 42):
         (tmp_path / "number.h").write_text(f"constexpr int N = {number};\n")
-        assert f"N = {number}" in cpp.source_of(tmp_path / "answer.cpp")
-        made = cpp.compiled_by_gcc(str(tmp_path / "answer.py"), cpp.EXACT)
+        assert f"N = {number}" in compile_cache.source_of(tmp_path / "answer.cpp")
+        made = compile_cache.compiled_by_gcc(str(tmp_path / "answer.py"), compile_cache.EXACT)
         assert ctypes.CDLL(made).answer() == number
 
 
@@ -257,7 +257,7 @@ extern "C" void clear(float* x, long n) { for (long i = 0; i < n; ++i) x[i] = 0;
 @pytest.mark.skipif(platform.system() != "Linux" or not shutil.which("g++"), reason="Inductor compiles here, not g++")
 def test_a_loop_that_leaves_its_tensors_is_found(tmp_path):
     (tmp_path / "leaves.cpp").write_text(LEAVES)
-    library = ctypes.CDLL(cpp.compiled_by_gcc(str(tmp_path / "leaves.py"), cpp.EXACT))
+    library = ctypes.CDLL(compile_cache.compiled_by_gcc(str(tmp_path / "leaves.py"), compile_cache.EXACT))
     (x,) = laws.draw((9,), dtype=torch.float32)
 
     def run(name, *numbers, make="empty"):

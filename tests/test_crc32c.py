@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from fzero.core import cpp, crc32c, packages
+from fzero.core import compile_cache, crc32c, packages
 from fzero.data.arrow_tables import ZstdFile
 
 NOISE = np.random.default_rng(0).integers(0, 256, 10_000_007, np.uint8)
@@ -32,7 +32,7 @@ def checksum(request):
     if request.param == "google":
         pytest.importorskip("google_crc32c")
         return crc32c.by_google
-    if not cpp.compiler():
+    if not compile_cache.compiler():
         pytest.skip("no C++ compiler")
     return crc32c.by_cpp(request.param)
 
@@ -118,7 +118,7 @@ def test_our_own_loop_lets_other_threads_run(monkeypatch):
 )
 def test_what_computes_them(monkeypatch, packages, compiler, wanted):
     monkeypatch.setattr(crc32c.importlib.util, "find_spec", lambda name: name in packages or None)
-    monkeypatch.setattr(cpp, "compiler", lambda: compiler)
+    monkeypatch.setattr(compile_cache, "compiler", lambda: compiler)
     if "crc32c" in packages:  # which need not be here
         monkeypatch.setitem(sys.modules, "crc32c", types.ModuleType("crc32c"))
     crc32c.provider.cache_clear()

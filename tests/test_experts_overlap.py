@@ -12,7 +12,7 @@ from test_experts_dispatch import E, given, own_part
 import fzero
 from fzero.comm import start_exchange_rows
 from fzero.core import compile, pytree, vjp_pair
-from fzero.core.joint_graph import chain_in_order, keeps_order
+from fzero.core.graph_passes import chain_in_order, keeps_order
 from fzero.models import Ctx
 from fzero.models import experts as block
 from fzero.sharding import Experts

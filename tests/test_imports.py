@@ -196,7 +196,7 @@ def test_only_pytree_imports_torch_pytrees():
 def test_only_numa_asks_linux_for_the_cores_of_a_process():
     """Other systems have no such function: who needs their number calls `numa.cores`."""
     users = [path for path in FILES for node in nodes_of(path) if getattr(node, "attr", "").startswith("sched_")]
-    assert {str(path.relative_to(ROOT)) for path in users} == {"core/numa_binding.py"}
+    assert {str(path.relative_to(ROOT)) for path in users} == {"core/host_memory.py"}
 
 
 def after_import(module):

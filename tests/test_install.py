@@ -105,7 +105,7 @@ def test_names_load_when_first_used_from_the_list_that_checkers_and_editors_read
     package = tmp_path / "lazily"
     package.mkdir()
     (package / "__init__.py").write_text(
-        "from fzero.core.lazy_names import attach\n\n__all__ = attach(__name__)\n__version__ = '1'\n"
+        "from fzero.core.packages import attach\n\n__all__ = attach(__name__)\n__version__ = '1'\n"
     )
     (package / "__init__.pyi").write_text(
         "from lazily.adam import adam as adam\nfrom lazily import tables\nnumbers = tables\n__version__: str\n"

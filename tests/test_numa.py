@@ -8,7 +8,7 @@ import pytest
 import torch
 from pretend_gpu import pretend
 
-from fzero.core import gpu, numa_binding
+from fzero.core import gpu, host_memory
 from fzero.run import coordinator, from_table, machine, pretrain
 from fzero.run.measure import doctor
 
@@ -27,11 +27,11 @@ def host(tmp_path, monkeypatch):
         for bus, node in zip(BUSES, gpus):
             (tmp_path / f"bus/pci/devices/0000:{bus:02x}:00.0").mkdir(parents=True)
             (tmp_path / f"bus/pci/devices/0000:{bus:02x}:00.0/numa_node").write_text(f"{node}\n")
-        every = frozenset().union(*map(numa_binding.parse_cores, nodes.values()))
+        every = frozenset().union(*map(host_memory.parse_cores, nodes.values()))
         monkeypatch.setattr(os, "sched_getaffinity", lambda task: set(every if allowed is None else allowed))
         cards = [types.SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0) for bus in BUSES]
         monkeypatch.setattr(gpu, "properties", lambda device: cards[device.index])
-        for name in numa_binding.VARIABLES:
+        for name in host_memory.VARIABLES:
             monkeypatch.delenv(name, raising=False)
         return tmp_path
 
@@ -40,11 +40,11 @@ def host(tmp_path, monkeypatch):
 
 def test_the_cores_are_those_of_the_gpus_node_and_shared_by_the_processes_there(host):
     root = host({**TWO, 2: ""})  # a node of memory alone
-    first, last = (numa_binding.find_placement(torch.device("cuda", i), 4, root) for i in (0, 3))
+    first, last = (host_memory.find_placement(torch.device("cuda", i), 4, root) for i in (0, 3))
     assert first.cores == {0, 1, 2, 3, 8, 9, 10, 11} and last.cores == {4, 5, 6, 7, 12, 13, 14, 15}
     assert first.processes == last.processes == 2
     assert last.line == "bound to the 8 cores of NUMA node 1 of 2, that of GPU 3 (OMP_PLACES says otherwise)"
-    assert numa_binding.find_placement(torch.device("cuda", 2), 3, root).processes == 1
+    assert host_memory.find_placement(torch.device("cuda", 2), 3, root).processes == 1
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,13 @@ def test_a_process_is_left_where_it_is(nodes, options, environ, line, host, monk
     root = host(nodes, **options)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    found = numa_binding.find_placement(torch.device("cuda", 0), 4, root)
+    found = host_memory.find_placement(torch.device("cuda", 0), 4, root)
     assert not found.cores and found.processes == 4
     assert found.line.startswith(line) and bool(found.line) == bool(line)
 
 
 def test_a_process_of_the_cpu_is_not_bound(host):
-    assert numa_binding.find_placement(torch.device("cpu"), 4, host(TWO)) == (frozenset(), 4, "")
+    assert host_memory.find_placement(torch.device("cpu"), 4, host(TWO)) == (frozenset(), 4, "")
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind threads")
@@ -86,9 +86,9 @@ def test_threads_that_run_and_those_that_follow_are_bound():
     old.start()
     turn.wait()
     try:
-        numa_binding.bind_threads(frozenset())
+        host_memory.bind_threads(frozenset())
         assert os.sched_getaffinity(0) == before
-        numa_binding.bind_threads(frozenset({min(before)}))
+        host_memory.bind_threads(frozenset({min(before)}))
         end.set()
         new = threading.Thread(target=look, args=("new", False))
         new.start()
@@ -97,20 +97,20 @@ def test_threads_that_run_and_those_that_follow_are_bound():
         assert seen == {"old": {min(before)}, "new": {min(before)}}
     finally:
         end.set()
-        numa_binding.bind_threads(frozenset(before))
+        host_memory.bind_threads(frozenset(before))
 
 
 def test_a_run_and_doctor_say_where_threads_are_and_leave_two_cores(host, monkeypatch):
     properties = gpu.properties
     root, bound, threads = host(TWO), [], []
     monkeypatch.setattr(gpu, "properties", properties)
-    monkeypatch.setattr(numa_binding, "bind_threads", bound.append)
+    monkeypatch.setattr(host_memory, "bind_threads", bound.append)
     monkeypatch.setattr(machine, "cores", lambda: len(bound[-1]))
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     for name in ("OMP_NUM_THREADS", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    find = numa_binding.find_placement
-    monkeypatch.setattr(numa_binding, "find_placement", lambda device, processes=1: find(device, processes, root))
+    find = host_memory.find_placement
+    monkeypatch.setattr(host_memory, "find_placement", lambda device, processes=1: find(device, processes, root))
     with pretend(), monkeypatch.context() as patch:
         place_of_card = {"pci_domain_id": 0, "pci_bus_id": BUSES[2], "pci_device_id": 0}
         card = types.SimpleNamespace(**vars(gpu.properties(torch.device("cuda", 0))), **place_of_card)
@@ -119,6 +119,6 @@ def test_a_run_and_doctor_say_where_threads_are_and_leave_two_cores(host, monkey
             from_table({"preset": "mlp-tiny", "device": "cuda"}), coordinator.Coordinator()
         )
         assert lines[1] == "cores: bound to the 8 cores of NUMA node 1 of 2, that of GPU 0 (OMP_PLACES says otherwise)"
-        assert bound == [numa_binding.parse_cores(TWO[1])] and threads == [6]
+        assert bound == [host_memory.parse_cores(TWO[1])] and threads == [6]
         patch.setattr(doctor, "peak_rate", lambda *args: 1e12)
         assert "NUMA" in doctor.diagnose() and len(bound) == 1

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fzero import all_gather, all_to_all, ppermute, psum, psum_scatter, pvary
 from fzero.comm import communicator_of
 from fzero.comm.operators import ops
-from fzero.core.joint_graph import chain_in_order, pin_ordered
+from fzero.core.graph_passes import chain_in_order, pin_ordered
 from fzero.sharding import fake_mesh
 
 F64 = torch.float64

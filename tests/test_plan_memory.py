@@ -18,7 +18,7 @@ from plan_cases import CASES, SLOW, THIN, made
 from torch.utils.flop_counter import FlopCounterMode
 
 from fzero import plan
-from fzero.core.product_flops import FORMULAS
+from fzero.core.graph_passes import FORMULAS
 from fzero.planner import devices, extrapolate
 from fzero.planner.operations import ExecutedOp
 from fzero.planner.step_trace import Transfer, trace_step

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fzero.core import CPU, FakeDevice, flop_of
-from fzero.core.product_flops import FORMULAS
+from fzero.core.graph_passes import FORMULAS
 from fzero.kernels import FULL, Pattern, pairs
 from fzero.planner import devices, rates
 from fzero.planner.operations import ExecutedOp, describe_op, describe_passes

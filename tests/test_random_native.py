@@ -8,7 +8,7 @@ import pytest
 import torch
 from close import assert_same
 
-from fzero.core import cpp, prng
+from fzero.core import compile_cache, prng
 
 F64 = torch.float64
 KEY = prng.key(20260102)
@@ -107,7 +107,7 @@ def test_values_at_the_ends_and_where_the_formulas_meet(calls, monkeypatch, tmp_
         plain = file.read()
     assert plain.count(drawn) == 1
     source.write_text(plain.replace(drawn, "room[i] = uint32_t(index[i]);"))
-    library = cpp.library_by_gcc(str(source), cpp.EXACT)
+    library = compile_cache.library_by_gcc(str(source), compile_cache.EXACT)
     monkeypatch.setattr(prng, "_library", lambda: library)
     seams = [0, round(0.075 * 2**32), 1 << 31, round(0.925 * 2**32), 1 << 32]
     near = torch.arange(-(1 << 12), 1 << 12)
@@ -169,7 +169,7 @@ def test_a_compiler_that_fails_is_said_and_done_without(monkeypatch, tmp_path):
     broken = tmp_path / "broken.cpp"
     broken.write_text("int draw(")
     with pytest.raises(RuntimeError, match=r"g\+\+ does not compile .*broken.cpp"):
-        cpp.library_by_gcc(str(broken.with_suffix(".py")), cpp.EXACT)
+        compile_cache.library_by_gcc(str(broken.with_suffix(".py")), compile_cache.EXACT)
     monkeypatch.setattr(prng, "__file__", str(broken.with_suffix(".py")))
     monkeypatch.setattr(prng, "_MANY", 0)
     monkeypatch.setattr(prng, "_library", prng.functools.cache(prng._library.__wrapped__))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fzero
-from fzero.core import cpp
+from fzero.core import compile_cache
 
 ROOT = Path(fzero.__file__).parent
 PARTS = {"kernels/attention_tiled.cpp": ("OF_float32", "OF_bfloat16")}  # of a file, each a library of its own
@@ -23,7 +23,11 @@ PARTS = {"kernels/attention_tiled.cpp": ("OF_float32", "OF_bfloat16")}  # of a f
 def vectorised(path: Path, part: str) -> set[int]:
     """The lines at which g++ vectorises a loop, for CPUs with AVX2."""
     folder = Path(torch.__path__[0], "include")
-    flags = [x for x in (*cpp._ALL, *cpp.CONTRACTED, *cpp._macros(part)) if not x.startswith("-march")]
+    flags = [
+        x
+        for x in (*compile_cache._ALL, *compile_cache.CONTRACTED, *compile_cache._macros(part))
+        if not x.startswith("-march")
+    ]
     command = ["g++", *flags, "-march=x86-64-v3", f"-I{folder}", f"-I{folder}/torch/csrc/api/include"]
     command += ["-fopt-info-vec-optimized", "-S", "-o", "/dev/null", str(path)]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stderr

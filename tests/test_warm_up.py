@@ -41,7 +41,7 @@ def test_the_cache_is_inductors(monkeypatch):
 
 
 ISA = """
-from fzero.core.cpp import trust_vector_flags
+from fzero.core.compile_cache import trust_vector_flags
 from torch._inductor import config, cpu_vec_isa
 if {trust}:
     trust_vector_flags()

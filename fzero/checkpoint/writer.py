@@ -44,7 +44,7 @@ from fzero.core.crc32c import crc32c
 from fzero.core.digest import prepare
 from fzero.core.files import make_folder
 from fzero.core.gpu_copies import Copied, SnapshotReader
-from fzero.core.numa_binding import cores
+from fzero.core.host_memory import cores
 from fzero.core.pytree import Tree
 from fzero.core.storage import Folder, is_url, join, sync_file_system
 from fzero.core.text_parsing import parse_json

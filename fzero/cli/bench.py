@@ -48,7 +48,7 @@ def bench_machine(
     out: Path | None, quick: bool, only: tuple[str, ...], disk: Path | None, device: str, as_json: bool
 ) -> None:
     """Run `fzero bench`."""
-    from fzero.core import gpu, numa_binding
+    from fzero.core import gpu, host_memory
     from fzero.planner import devices
     from fzero.planner.calibrate import machine
     from fzero.run.setup.machine import device_file
@@ -66,7 +66,7 @@ def bench_machine(
         previous = devices.device(path)
         if previous.kind != device:
             raise ValueError(f"{path}: is of a {previous.kind} device and --device is {device}; give another --out")
-    numa_binding.bind_threads(numa_binding.find_placement(gpu.use_device(device)).cores)  # where a run has its threads
+    host_memory.bind_threads(host_memory.find_placement(gpu.use_device(device)).cores)  # where a run has its threads
     effort = machine.Effort(tuple(only) or machine.PARTS, quick, device)
     calibration = machine.measure(effort, disk=disk, previous=previous, say=progress)
     machine.save(calibration, path)

@@ -11,7 +11,7 @@ import click
 
 from fzero.cli.flags import AS_JSON, Number
 from fzero.comm.axes import mesh_text
-from fzero.core.bounds import COUNT, RATE
+from fzero.core.config_tables import COUNT, RATE
 
 
 @click.group()

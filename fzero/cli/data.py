@@ -13,7 +13,7 @@ import click
 from fzero.cli.flags import DEVICE, EMA, FOLDER, Flag, Number, refuse_idle
 from fzero.cli.process import say
 from fzero.core import packages
-from fzero.core.bounds import LENGTH, SEED, SIZE
+from fzero.core.config_tables import LENGTH, SEED, SIZE
 
 
 @click.group(name="data")

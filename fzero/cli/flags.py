@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from fzero.core.bounds import LENGTH, MEMORY_GB, SEED, STAGE, Bounds, check_bounds
+from fzero.core.config_tables import LENGTH, MEMORY_GB, SEED, STAGE, Bounds, check_bounds
 from fzero.core.text_parsing import environment_number, short
 
 

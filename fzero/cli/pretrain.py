@@ -14,7 +14,7 @@ import click
 from fzero.cli.flags import FOLDER, SHORTHANDS, Number, add_flags, config_flags, config_of, refuse_idle, table_of
 from fzero.cli.process import coordinated, end_run, escape_line, quiet, say, versions, without_reader
 from fzero.core import packages
-from fzero.core.bounds import POSITIVE, SIZE
+from fzero.core.config_tables import POSITIVE, SIZE
 from fzero.core.torch_private import without_collection
 from fzero.run.setup import warm_up
 

@@ -9,7 +9,7 @@ import click
 from fzero.cli import process
 from fzero.cli.flags import FOLDER, RUNS_DEVICE, SHORTHANDS, Number, table_of
 from fzero.cli.process import quiet, say
-from fzero.core.bounds import COUNT, RATE, SIZE, STAGE
+from fzero.core.config_tables import COUNT, RATE, SIZE, STAGE
 
 
 @click.command()

@@ -9,7 +9,7 @@ import click
 
 from fzero.cli.flags import DEVICE, EMA, FOLDER, Number
 from fzero.cli.process import say
-from fzero.core.bounds import COUNT, RATE, SEED
+from fzero.core.config_tables import COUNT, RATE, SEED
 
 
 @click.command()

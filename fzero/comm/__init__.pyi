@@ -12,18 +12,6 @@ from fzero.comm.axes import joined_links as joined_links
 from fzero.comm.axes import links_of as links_of
 from fzero.comm.axes import mesh_text as mesh_text
 
-# Buckets
-from fzero.comm.bucket import SMALL as SMALL
-from fzero.comm.bucket import bucket_groups as bucket_groups
-from fzero.comm.bucket import pack as pack
-from fzero.comm.bucket import padded as padded
-from fzero.comm.bucket import unpack as unpack
-
-# Channels
-from fzero.comm.channel import Receiver as Receiver
-from fzero.comm.channel import Sender as Sender
-from fzero.comm.channel import open_channels as open_channels
-
 # Collectives as linear maps
 from fzero.comm.collectives import all_gather as all_gather
 from fzero.comm.collectives import all_gather_same as all_gather_same
@@ -46,7 +34,10 @@ from fzero.comm.communicator import Communicator as Communicator
 from fzero.comm.communicator import communicator_of as communicator_of
 
 # Exchanges beside `all_to_all`
+from fzero.comm.exchanges import Receiver as Receiver
+from fzero.comm.exchanges import Sender as Sender
 from fzero.comm.exchanges import exchange_within as exchange_within
+from fzero.comm.exchanges import open_channels as open_channels
 from fzero.comm.exchanges import start_exchange_rows as start_exchange_rows
 
 # The ledger
@@ -54,11 +45,16 @@ from fzero.comm.ledger import ActTimes as ActTimes
 from fzero.comm.ledger import Ledger as Ledger
 from fzero.comm.ledger import LedgerRow as LedgerRow
 from fzero.comm.ledger import sent_elements as sent_elements
+from fzero.comm.messages import SMALL as SMALL
 
 # Messages between this process and the other ranks of one mesh axis
 from fzero.comm.messages import CollectiveCall as CollectiveCall
 from fzero.comm.messages import ProgramAgreement as ProgramAgreement
 from fzero.comm.messages import RankError as RankError
+from fzero.comm.messages import bucket_groups as bucket_groups
+from fzero.comm.messages import pack as pack
+from fzero.comm.messages import padded as padded
+from fzero.comm.messages import unpack as unpack
 
 # The collectives as torch operators, which a traced graph has in program order
 from fzero.comm.operators import define_ordered as define_ordered

@@ -38,7 +38,7 @@ from fzero.comm.messages import RankError
 from fzero.comm.operators import ops
 from fzero.core.autodiff import Function, vary
 from fzero.core.device import is_traced
-from fzero.core.future import Future, ready
+from fzero.core.gpu_copies import Future, ready
 from fzero.core.torch_private import FakeTensor
 
 __all__ = [

@@ -20,7 +20,7 @@ from fzero.comm.ledger import Ledger, sent_elements
 from fzero.comm.messages import AxisMessages, CollectiveCall, ProgramAgreement
 from fzero.core.autodiff import active_varying
 from fzero.core.device import kind_of
-from fzero.core.future import Future, ready
+from fzero.core.gpu_copies import Future, ready
 from fzero.core.torch_private import FakeTensor
 from fzero.core.tree_sum import tree_sum
 

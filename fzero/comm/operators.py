@@ -17,8 +17,8 @@ from fzero.comm.axes import EP
 from fzero.comm.communicator import Communicator, communicator_of
 from fzero.core.autodiff import NOWHERE, VARYING_RULES
 from fzero.core.device import is_traced
-from fzero.core.future import Future
-from fzero.core.joint_graph import ORDERED, STARTED
+from fzero.core.gpu_copies import Future
+from fzero.core.graph_passes import ORDERED, STARTED
 from fzero.core.torch_private import is_fx_symbolic_tracing
 
 _LIBRARY = torch.library.Library("fzero", "DEF")
@@ -54,7 +54,7 @@ def define_ordered(
         _LIBRARY.impl(overload, runs[0], "CompositeExplicitAutograd")
         torch.library.register_fake(f"fzero::{overload}", runs[1], lib=_LIBRARY)
     packet = getattr(torch.ops.fzero, name)
-    # core/joint_graph.py gives each of these the token of the one before it: a compiler might swap two otherwise, and
+    # core/graph_passes.py gives each of these the token of the one before it: a compiler might swap two otherwise, and
     # ranks that swap differently hang.
     ORDERED.append(packet.default)
     # Never dead code, even if this rank does not use the result: the other ranks wait for it.

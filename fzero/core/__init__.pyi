@@ -3,13 +3,12 @@
 # Modules
 from fzero.core import compile_cache as compile_cache
 from fzero.core import config_tables as config_tables
-from fzero.core import cpp as cpp
 from fzero.core import crc32c as crc32c
 from fzero.core import digest as digest
 from fzero.core import gpu as gpu
 from fzero.core import gpu_copies as gpu_copies
 from fzero.core import graph_tracing as graph_tracing
-from fzero.core import numa_binding as numa_binding
+from fzero.core import host_memory as host_memory
 from fzero.core import packages as packages
 from fzero.core import precision as precision
 from fzero.core import prng as prng
@@ -47,36 +46,6 @@ from fzero.core.autodiff import run_backward as run_backward
 from fzero.core.autodiff import transforms as transforms
 from fzero.core.autodiff import vary as vary
 
-# What the value of a key may be
-from fzero.core.bounds import COUNT as COUNT
-from fzero.core.bounds import FLOAT32_LARGEST as FLOAT32_LARGEST
-from fzero.core.bounds import FRACTION as FRACTION
-from fzero.core.bounds import INF as INF
-from fzero.core.bounds import LENGTH as LENGTH
-from fzero.core.bounds import MEMORY_GB as MEMORY_GB
-from fzero.core.bounds import POSITIVE as POSITIVE
-from fzero.core.bounds import RATE as RATE
-from fzero.core.bounds import SEED as SEED
-from fzero.core.bounds import SIZE as SIZE
-from fzero.core.bounds import STAGE as STAGE
-from fzero.core.bounds import Allowed as Allowed
-from fzero.core.bounds import Amount as Amount
-from fzero.core.bounds import AtLeastOne as AtLeastOne
-from fzero.core.bounds import Bounds as Bounds
-from fzero.core.bounds import Count as Count
-from fzero.core.bounds import Fraction as Fraction
-from fzero.core.bounds import Positive as Positive
-from fzero.core.bounds import Rate as Rate
-from fzero.core.bounds import Share as Share
-from fzero.core.bounds import Size as Size
-from fzero.core.bounds import Within as Within
-from fzero.core.bounds import at_least as at_least
-from fzero.core.bounds import check_bounds as check_bounds
-from fzero.core.bounds import check_choice as check_choice
-from fzero.core.bounds import one_of as one_of
-from fzero.core.bounds import optional as optional
-from fzero.core.bounds import power_of_two as power_of_two
-
 # Recomputation in the backward pass (remat)
 from fzero.core.captured_state import preserve_random_states as preserve_random_states
 from fzero.core.captured_state import remat as remat
@@ -92,25 +61,54 @@ from fzero.core.compile import jit as jit
 from fzero.core.compile import on_first_compile as on_first_compile
 
 # Answers kept in files
+from fzero.core.compile_cache import CONTRACTED as CONTRACTED
+from fzero.core.compile_cache import EXACT as EXACT
 from fzero.core.compile_cache import PACKAGE as PACKAGE
 from fzero.core.compile_cache import cache_folder as cache_folder
+from fzero.core.compile_cache import compiled_by_gcc as compiled_by_gcc
+from fzero.core.compile_cache import have_compiler as have_compiler
+from fzero.core.compile_cache import library as library
 from fzero.core.compile_cache import package_digest as package_digest
 from fzero.core.compile_cache import processor as processor
+from fzero.core.config_tables import COUNT as COUNT
+from fzero.core.config_tables import FLOAT32_LARGEST as FLOAT32_LARGEST
+from fzero.core.config_tables import FRACTION as FRACTION
+from fzero.core.config_tables import INF as INF
+from fzero.core.config_tables import KINDS as KINDS
+from fzero.core.config_tables import LENGTH as LENGTH
+from fzero.core.config_tables import MEMORY_GB as MEMORY_GB
+from fzero.core.config_tables import POSITIVE as POSITIVE
+from fzero.core.config_tables import RATE as RATE
+from fzero.core.config_tables import SEED as SEED
+from fzero.core.config_tables import SIZE as SIZE
+from fzero.core.config_tables import STAGE as STAGE
 
 # Nested tables of plain values
-from fzero.core.config_tables import KINDS as KINDS
+from fzero.core.config_tables import Allowed as Allowed
+from fzero.core.config_tables import Amount as Amount
+from fzero.core.config_tables import AtLeastOne as AtLeastOne
+from fzero.core.config_tables import Bounds as Bounds
+from fzero.core.config_tables import Count as Count
+from fzero.core.config_tables import Fraction as Fraction
+from fzero.core.config_tables import Positive as Positive
+from fzero.core.config_tables import Rate as Rate
+from fzero.core.config_tables import Share as Share
+from fzero.core.config_tables import Size as Size
 from fzero.core.config_tables import Table as Table
+from fzero.core.config_tables import Within as Within
+from fzero.core.config_tables import at_least as at_least
+from fzero.core.config_tables import check_bounds as check_bounds
+from fzero.core.config_tables import check_choice as check_choice
 from fzero.core.config_tables import check_type as check_type
 from fzero.core.config_tables import flat as flat
 from fzero.core.config_tables import format_list as format_list
 from fzero.core.config_tables import metadata_of as metadata_of
+from fzero.core.config_tables import one_of as one_of
+from fzero.core.config_tables import optional as optional
 from fzero.core.config_tables import parse_setting as parse_setting
+from fzero.core.config_tables import power_of_two as power_of_two
 from fzero.core.config_tables import set_nested as set_nested
 from fzero.core.config_tables import to_toml as to_toml
-
-# The numbers and texts that functions read of variables outside of them, which a trace has as constants
-from fzero.core.constant_reads import Readings as Readings
-from fzero.core.constant_reads import names_in as names_in
 
 # Copies of many tensors between the host and a GPU: small ones side by side, in buckets; a large one in pieces
 from fzero.core.copy_buckets import LARGE_COPY as LARGE_COPY
@@ -121,13 +119,6 @@ from fzero.core.copy_buckets import copy_in_buckets as copy_in_buckets
 from fzero.core.copy_buckets import copy_out_buckets as copy_out_buckets
 from fzero.core.copy_buckets import read_scalars as read_scalars
 from fzero.core.copy_buckets import start_fetch as start_fetch
-
-# Compile the .cpp file beside a module when it is first used on a machine
-from fzero.core.cpp import CONTRACTED as CONTRACTED
-from fzero.core.cpp import EXACT as EXACT
-from fzero.core.cpp import compiled_by_gcc as compiled_by_gcc
-from fzero.core.cpp import have_compiler as have_compiler
-from fzero.core.cpp import library as library
 
 # The device that a tensor is on, or that a plan's fake tensor represents
 from fzero.core.device import CPU as CPU
@@ -174,10 +165,6 @@ from fzero.core.files import writing as writing
 from fzero.core.form_observer import note as note
 from fzero.core.form_observer import observe as observe
 
-# A value on its way
-from fzero.core.future import Future as Future
-from fzero.core.future import ready as ready
-
 # The GPU of this process
 from fzero.core.gpu import HOST as HOST
 from fzero.core.gpu import current_device as current_device
@@ -187,17 +174,25 @@ from fzero.core.gpu import reset_peak as reset_peak
 
 # Copies to and from a GPU, on streams of their own beside its computation
 from fzero.core.gpu_copies import Copied as Copied
+from fzero.core.gpu_copies import Future as Future
 from fzero.core.gpu_copies import SnapshotReader as SnapshotReader
 from fzero.core.gpu_copies import await_readers as await_readers
 from fzero.core.gpu_copies import copy_in as copy_in
 from fzero.core.gpu_copies import copy_out as copy_out
 from fzero.core.gpu_copies import free_sources as free_sources
 from fzero.core.gpu_copies import pass_group as pass_group
+from fzero.core.gpu_copies import ready as ready
 from fzero.core.gpu_copies import reserve as reserve
+from fzero.core.graph_passes import ORDERED as ORDERED
+from fzero.core.graph_passes import PAIRED_OPERATORS as PAIRED_OPERATORS
+from fzero.core.graph_passes import SHARED as SHARED
+from fzero.core.graph_passes import STARTED as STARTED
 
 # Let an operator that writes a tensor find the tensor's largest magnitude too, where a traced graph asks for it
-from fzero.core.graph_passes import PAIRED_OPERATORS as PAIRED_OPERATORS
+from fzero.core.graph_passes import Formula as Formula
+from fzero.core.graph_passes import add_formula as add_formula
 from fzero.core.graph_passes import add_twin as add_twin
+from fzero.core.graph_passes import flop_of as flop_of
 
 # Somebody's program as a graph of plain operators, and that graph cut into functions
 from fzero.core.graph_tracing import Impure as Impure
@@ -211,20 +206,13 @@ from fzero.core.host_memory import aligned_memory as aligned_memory
 from fzero.core.host_memory import allocate_pages as allocate_pages
 from fzero.core.host_memory import bytes_cached as bytes_cached
 from fzero.core.host_memory import bytes_taken as bytes_taken
+from fzero.core.host_memory import cores as cores
 from fzero.core.host_memory import empty_persistent as empty_persistent
 from fzero.core.host_memory import round_to_pages as round_to_pages
 from fzero.core.host_memory import to_host as to_host
 
 # Keep registered operators (the collectives) in place while a traced graph is split and compiled
-from fzero.core.joint_graph import ORDERED as ORDERED
-from fzero.core.joint_graph import SHARED as SHARED
-from fzero.core.joint_graph import STARTED as STARTED
-
-# Names of a package that load when first used
-from fzero.core.lazy_names import attach as attach
-
-# The NUMA node of a GPU: the cores and the memory of a host that its copies reach without crossing to another socket
-from fzero.core.numa_binding import cores as cores
+from fzero.core.packages import attach as attach
 
 # Mixed precision
 from fzero.core.precision import POLICIES as POLICIES
@@ -240,11 +228,6 @@ from fzero.core.precision import update_scaler as update_scaler
 from fzero.core.process_pool import Pool as Pool
 from fzero.core.process_pool import begin_spawning as begin_spawning
 from fzero.core.process_pool import deaf_to_interrupts as deaf_to_interrupts
-
-# FLOPs of operators, and a partitioner that knows them
-from fzero.core.product_flops import Formula as Formula
-from fzero.core.product_flops import add_formula as add_formula
-from fzero.core.product_flops import flop_of as flop_of
 
 # Calls of somebody's function in a step
 from fzero.core.purity_checks import PureCalls as PureCalls
@@ -319,7 +302,9 @@ from fzero.core.tree_sum import tree_sum as tree_sum
 from fzero.core.tree_sum import tree_sum_rows as tree_sum_rows
 
 # The variables that somebody's code can reach and change, with what they had
+from fzero.core.variable_snapshot import Readings as Readings
 from fzero.core.variable_snapshot import Snapshot as Snapshot
+from fzero.core.variable_snapshot import names_in as names_in
 
 # A function of tensors and its vector-Jacobian product as two functions that share residuals, eager or compiled
 from fzero.core.vjp_pair import VjpPair as VjpPair

@@ -17,10 +17,9 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.autodiff import needs_grad, transforms, unfollowed
-from fzero.core.compile_cache import package_digest
-from fzero.core.cpp import have_compiler, vector_instructions
+from fzero.core.compile_cache import have_compiler, package_digest, vector_instructions
 from fzero.core.device import FakeDevice, fake_device_of
-from fzero.core.joint_graph import chain_in_order, has_equal_sums, keeps_order
+from fzero.core.graph_passes import chain_in_order, has_equal_sums, keeps_order
 from fzero.core.loop_library import batch_compilation
 from fzero.core.random_interception import no_draws
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.core.future import Future
 from fzero.core.gpu import HOST
-from fzero.core.gpu_copies import Copied, copy_in, copy_in_split, copy_out, free_copied
+from fzero.core.gpu_copies import Copied, Future, copy_in, copy_in_split, copy_out, free_copied
 
 PIECE_BYTES = 16 << 20  # of pinned memory, on the way to a GPU
 # Bytes below which a copy takes no longer than its start, some 10 us, over a link of 64 GB/s; and those from which on

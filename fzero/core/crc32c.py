@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fzero.core import cpp
+from fzero.core import compile_cache
 
 if TYPE_CHECKING:
     from collections.abc import Buffer  # from Python 3.12 on
@@ -38,7 +38,7 @@ def provider() -> str:
         with contextlib.suppress(ImportError):  # one that was built for another system
             importlib.import_module("crc32c")
             return "crc32c"
-    if cpp.compiler():
+    if compile_cache.compiler():
         return "C++"
     return "google_crc32c" if importlib.util.find_spec("google_crc32c") else ""
 
@@ -70,7 +70,7 @@ def by_google(data: Buffer, value: int) -> int:
 
 def by_cpp(macro: str = "") -> Checksum:
     """The loop of crc32c.cpp, compiled at first use; it runs without Python's lock."""
-    function = cpp.library(__file__, cpp.EXACT, macro).crc32c
+    function = compile_cache.library(__file__, compile_cache.EXACT, macro).crc32c
     function.restype, function.argtypes = ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32]
 
     def checksum(data: Buffer, value: int) -> int:

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fzero.core import cpp, pytree
+from fzero.core import compile_cache, pytree
 from fzero.core.copy_buckets import read_scalars
 
 # Of SplitMix64: 2^64 over the golden ratio, and its first multiplier.
@@ -152,7 +152,7 @@ def prepare() -> None:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     try:
-        library = cpp.library_by_gcc(__file__, cpp.EXACT) if shutil.which("g++") else None
+        library = compile_cache.library_by_gcc(__file__, compile_cache.EXACT) if shutil.which("g++") else None
     except (RuntimeError, OSError) as error:
         warnings.warn(f"digests are made without C++, the same ones and many times as slowly: {error}", stacklevel=2)
         return None

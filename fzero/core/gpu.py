@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import torch_private
-from fzero.core.bounds import one_of
+from fzero.core.config_tables import one_of
 
 # What to do, by what is said; the last one is for all the rest.
 ADVICE = {

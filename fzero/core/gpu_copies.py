@@ -1,4 +1,4 @@
-"""Copies to and from a GPU, on streams of their own beside its computation.
+"""Values on their way: a Future, as of a collective, and copies to and from a GPU, on streams of their own.
 
 `copy_in` and `copy_out` start a copy and return a `Copied`, whose `use` makes the current stream wait for it, and whose
 `finish` makes the host wait. On a CPU, and in a plan, a copy is made at once. Snapshots leave on a third stream. Copies
@@ -17,13 +17,43 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fzero.core import torch_private
 from fzero.core.gpu import HOST, is_capturing
+
+T = TypeVar("T")
+
+
+class Future(Generic[T]):
+    """A value that was asked for; `wait()` returns it once it is there, and may be called once.
+
+    >>> Future(lambda: 3).wait()
+    3
+    """
+
+    __slots__ = ("_finish",)
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
+
+    def wait(self) -> T:
+        """Wait for the value and return it; raises what `finish` does, such as RankError."""
+        assert self._finish is not None, "a value was waited for twice"
+        finish, self._finish = self._finish, None
+        return finish()
+
+
+def ready(value: T) -> Future[T]:
+    """A Future whose value is there.
+
+    >>> ready(3).wait()
+    3
+    """
+    return Future(lambda: value)
 
 
 class Copied:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.arguments import expect_fields, expect_floating
-from fzero.core.bounds import INF, Positive, Size, Within
+from fzero.core.config_tables import INF, Positive, Size, Within
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fzero.core import cpp
+from fzero.core import compile_cache
 from fzero.core.device import kind_of
 from fzero.core.torch_private import get_current_dispatch_mode, peek_interpreter_stack
 
@@ -346,7 +346,7 @@ _COEFFICIENTS = [(ctypes.c_double * 16)(*top, *bottom) for top, bottom in (CENTR
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     try:
-        return cpp.library_by_gcc(__file__, cpp.EXACT) if shutil.which("g++") else None
+        return compile_cache.library_by_gcc(__file__, compile_cache.EXACT) if shutil.which("g++") else None
     except (RuntimeError, OSError) as error:
         warnings.warn(
             f"random numbers are drawn without C++, with the same bits and twenty times as slowly: {error}",

@@ -21,12 +21,18 @@ from torch.fx import Graph, GraphModule, Node
 from fzero.core import compile_cache, form_observer, program_cache
 from fzero.core.autodiff import dense, unfollowed
 from fzero.core.compile import Run, compile_graph, fake_mode, fakes_of, notify_compiling, signature_of, trace
-from fzero.core.cpp import have_compiler
+from fzero.core.compile_cache import have_compiler
 from fzero.core.device import FakeDevice, fake_device_of
-from fzero.core.graph_passes import fuse_max_magnitudes, merge_transposed_calls
-from fzero.core.joint_graph import ORDERED, is_random, merge_shared, pin_ordered
+from fzero.core.graph_passes import (
+    ORDERED,
+    fuse_max_magnitudes,
+    is_random,
+    merge_shared,
+    merge_transposed_calls,
+    partition_by_cost,
+    pin_ordered,
+)
 from fzero.core.loop_library import batch_compilation
-from fzero.core.product_flops import partition_by_cost
 from fzero.core.torch_private import disable_current_modes, run_autograd
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fzero.core.files import writing
-from fzero.core.numa_binding import cores
+from fzero.core.host_memory import cores
 from fzero.data.sources import Document, SourceFile, blocks_of, expect_text, read_documents
 from fzero.data.workers import results_of
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero.core.arguments import checked
-from fzero.core.bounds import check_bounds
+from fzero.core.config_tables import check_bounds
 from fzero.core.files import make_folder, naming, remove_entry, writing
 from fzero.core.storage import write_text
 from fzero.core.text_parsing import expect_regular, parse_json, read_text_file, short

@@ -44,7 +44,7 @@ from fzero.comm.exchanges import exchange_within
 from fzero.comm.operators import define_ordered
 from fzero.core.autodiff import first_order
 from fzero.core.device import is_traced, kind_of
-from fzero.core.product_flops import add_formula
+from fzero.core.graph_passes import add_formula
 from fzero.core.torch_private import FakeTensor
 from fzero.kernels import flops
 from fzero.kernels.attention import FORM_PASSES, FormPasses, attention, choose_form

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.core import cpp
-from fzero.core.cpp import have_compiler
+from fzero.core import compile_cache
+from fzero.core.compile_cache import have_compiler
 from fzero.core.device import kind_of
 from fzero.kernels import flops
 from fzero.kernels.attention_pattern import FIELDS
@@ -40,7 +40,7 @@ class _PositionPointers(ctypes.Structure):
 
 
 def _library(dtype: torch.dtype) -> ctypes.CDLL:
-    return cpp.library(__file__, cpp.CONTRACTED, f"OF_{DTYPES[dtype]}")
+    return compile_cache.library(__file__, compile_cache.CONTRACTED, f"OF_{DTYPES[dtype]}")
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core.cpp import CONTRACTED, have_compiler, library
+from fzero.core.compile_cache import CONTRACTED, have_compiler, library
 from fzero.core.device import kind_of
 from fzero.core.torch_private import TorchDispatchModeKey, get_dispatch_mode
 from fzero.kernels.cross_entropy_triton import NONE, WRONG, launch, scale_by_kernel_

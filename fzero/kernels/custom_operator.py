@@ -18,10 +18,9 @@ from torch import Tensor
 
 from fzero.core import gpu
 from fzero.core.autodiff import Function, run_backward, transforms
-from fzero.core.cpp import have_compiler
+from fzero.core.compile_cache import have_compiler
 from fzero.core.device import KERNELS, fake_device_of, kind_of
-from fzero.core.graph_passes import add_twin
-from fzero.core.product_flops import Formula, add_formula
+from fzero.core.graph_passes import Formula, add_formula, add_twin
 from fzero.core.torch_private import FakeTensor
 
 MISSING = "Triton is not installed; it comes with torch's CUDA build, or by `pip install triton`"

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from fzero.core import torch_private
 from fzero.core.autodiff import Function
-from fzero.core.bounds import check_choice
+from fzero.core.config_tables import check_choice
 from fzero.core.device import kind_of, target_of
-from fzero.core.graph_passes import PAIRED_OPERATORS
-from fzero.core.joint_graph import SHARED
+from fzero.core.graph_passes import PAIRED_OPERATORS, SHARED
 from fzero.core.reinterpret import reinterpret
 from fzero.kernels import flops, tuning
 from fzero.kernels.aot import Build, build

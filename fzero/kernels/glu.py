@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fzero.core import cpp
+from fzero.core import compile_cache
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import (
@@ -215,7 +215,7 @@ def _vectors() -> str:
 def _call_cpp(name: str, tensors: tuple[Tensor, ...]) -> None:
     """Call a function of the library on all numbers of tensors of one shape."""
     n, threads = tensors[0].numel(), torch.get_num_threads() if tensors[0].numel() > 1 << 15 else 1
-    run = getattr(cpp.library(__file__, cpp.EXACT, _vectors()), f"{name}_{TYPES[tensors[0].dtype]}")
+    run = getattr(compile_cache.library(__file__, compile_cache.EXACT, _vectors()), f"{name}_{TYPES[tensors[0].dtype]}")
     call_cpp(run, tensors, ctypes.c_int64(n), ctypes.c_int64(threads))
 
 

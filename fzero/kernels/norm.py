@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fzero.core import cpp
+from fzero.core import compile_cache
 from fzero.core.autodiff import transforms
 from fzero.core.device import kind_of
 from fzero.core.vjp_pair import vjp_pair
@@ -213,7 +213,11 @@ def _call_cpp(name: str, tensors: tuple[Tensor | None, ...], x: Tensor, eps: flo
     rows, n = math.prod(x.shape[:-1]), x.shape[-1]
     threads = torch.get_num_threads() if x.numel() > 1 << 15 else 1
     shape = _NormShape(rows, n, _chunk_rows(rows), threads, eps)
-    call_cpp(getattr(cpp.library(__file__, cpp.CONTRACTED), f"{name}_{TYPES[x.dtype]}"), tensors, ctypes.byref(shape))
+    call_cpp(
+        getattr(compile_cache.library(__file__, compile_cache.CONTRACTED), f"{name}_{TYPES[x.dtype]}"),
+        tensors,
+        ctypes.byref(shape),
+    )
 
 
 def _chunk_rows(rows: int) -> int:

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core import cpp, torch_private
-from fzero.core.cpp import have_compiler
+from fzero.core import compile_cache, torch_private
+from fzero.core.compile_cache import have_compiler
 from fzero.core.device import fake_device_of, kind_of, record_launch
 from fzero.kernels import optim_lowbit
 from fzero.kernels.custom_operator import address
@@ -287,7 +287,7 @@ class _Rates(ctypes.Structure):
 
 
 def _library() -> ctypes.CDLL:
-    return cpp.library(__file__, cpp.EXACT)
+    return compile_cache.library(__file__, compile_cache.EXACT)
 
 
 def _leaf_struct(leaf: OptimLeaf, moments: int) -> _Leaf:

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fzero.core import cpp, prng
-from fzero.core.bounds import check_choice
-from fzero.core.cpp import have_compiler
+from fzero.core import compile_cache, prng
+from fzero.core.compile_cache import have_compiler
+from fzero.core.config_tables import check_choice
 from fzero.core.device import kind_of
 from fzero.core.reinterpret import reinterpret
 from fzero.kernels.custom_operator import call_cpp, operator
@@ -220,7 +220,7 @@ def _call(name: str, tensors: tuple[Tensor, ...], kind: str, shape: torch.Size, 
         return
     tables = (ctypes.cast(table, ctypes.c_void_p) for table in _tables(kind))
     sizes = _CodesShape(math.prod(shape[:-1]), shape[-1], block, torch.get_num_threads(), parts, *tables)
-    call_cpp(getattr(cpp.library(__file__, cpp.EXACT), name), tensors, ctypes.byref(sizes))
+    call_cpp(getattr(compile_cache.library(__file__, compile_cache.EXACT), name), tensors, ctypes.byref(sizes))
 
 
 @operator(

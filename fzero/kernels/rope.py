@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fzero.core.arguments import expect_fields
 from fzero.core.autodiff import needs_grad
-from fzero.core.bounds import check_bounds
+from fzero.core.config_tables import check_bounds
 from fzero.core.pytree import nearest
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build, build

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from fzero.core.arguments import expect_fields
-from fzero.core.bounds import FRACTION, INF, POSITIVE, RATE, Bounds, check_bounds
+from fzero.core.config_tables import FRACTION, INF, POSITIVE, RATE, Bounds, check_bounds
 from fzero.kernels.attention_pattern import Pattern
 
 MOST_LAYERS = 100_000  # of a period

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fzero.core.arguments import checked
-from fzero.core.bounds import one_of
+from fzero.core.config_tables import one_of
 from fzero.core.pytree import nearest
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.rope import RopeScaling

@@ -18,7 +18,7 @@ from fzero.comm.axes import TP
 from fzero.comm.communicator import Axis
 from fzero.core import pytree
 from fzero.core.arguments import checked
-from fzero.core.bounds import Allowed
+from fzero.core.config_tables import Allowed
 from fzero.core.pytree import Tree
 from fzero.core.stack import Block
 from fzero.models.base import CODES, Ctx, MakeLeaf, Model, leaf_shapes, map_blocks, with_still_leaves

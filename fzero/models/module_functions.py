@@ -18,12 +18,12 @@ from fzero.core import graph_tracing, pytree
 from fzero.core.arguments import expect_kind
 from fzero.core.captured_state import preserve_random_states
 from fzero.core.closure_state import Changed, expect_unchanged, methods
-from fzero.core.constant_reads import Readings
 from fzero.core.graph_tracing import Watch
 from fzero.core.purity_checks import is_near
 from fzero.core.pytree import Tree
 from fzero.core.random_interception import seeded
 from fzero.core.stack import Blocks
+from fzero.core.variable_snapshot import Readings
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model, Start
 from fzero.models.batch import Batch
 from fzero.models.module_layers import (

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fzero.core import graph_tracing, pytree
-from fzero.core.constant_reads import names_in
+from fzero.core.variable_snapshot import names_in
 from fzero.models.base import Ctx
 from fzero.models.module_tp import (
     CallContext,

@@ -18,7 +18,7 @@ from torch import Tensor
 from fzero.comm.collectives import psum, pvary
 from fzero.core import pytree
 from fzero.core.arguments import checked
-from fzero.core.bounds import Allowed
+from fzero.core.config_tables import Allowed
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens, number_of
 from fzero.kernels.linear_cross_entropy import token_losses

@@ -14,7 +14,7 @@ from torch import Tensor
 from fzero.comm.axes import TP
 from fzero.core import pytree
 from fzero.core.arguments import checked
-from fzero.core.bounds import power_of_two
+from fzero.core.config_tables import power_of_two
 from fzero.core.pytree import Tree, nearest
 from fzero.core.reinterpret import reinterpret
 from fzero.core.stack import Block

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from fzero.core.files import make_folder
-from fzero.core.future import Future
 from fzero.core.gpu import HOST
-from fzero.core.gpu_copies import Copied, copy_in, reserve
+from fzero.core.gpu_copies import Copied, Future, copy_in, reserve
 from fzero.core.host_memory import round_to_pages
 from fzero.core.storage import PAGE, Damaged, context, is_url, kvstore
 from fzero.core.text_parsing import expect_regular

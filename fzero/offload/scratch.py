@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.files import open_to_write
-from fzero.core.future import Future
-from fzero.core.gpu_copies import Copied, copy_in, copy_out
+from fzero.core.gpu_copies import Copied, Future, copy_in, copy_out
 from fzero.core.storage import PAGE
 from fzero.offload.buffer_pool import Buffer, BufferPool
 from fzero.offload.chunk_files import RowRead, Rows

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from fzero.core.copy_buckets import start_fetch
-from fzero.core.future import Future
 from fzero.core.gpu import HOST, pinned
-from fzero.core.gpu_copies import copy_in
+from fzero.core.gpu_copies import Future, copy_in
 from fzero.offload.chunk_files import RowRead
 from fzero.offload.disk_io import LATER
 from fzero.offload.scratch import ScratchTensor

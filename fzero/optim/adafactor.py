@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.arguments import OPTIMIZER, checked, expect_floating
-from fzero.core.bounds import Allowed
+from fzero.core.config_tables import Allowed
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, LearningRate, NotNegative, NumberIn, lr_at
 from fzero.optim.leafwise import Slot, layer_dims, layer_pieces, leafwise, without_partial

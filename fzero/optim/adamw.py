@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.arguments import OPTIMIZER, checked
-from fzero.core.bounds import one_of
+from fzero.core.config_tables import one_of
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_multi_tensor import adamw as kernel
 from fzero.kernels.optim_multi_tensor import adamw_step

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.bounds import FLOAT32_LARGEST
+from fzero.core.config_tables import FLOAT32_LARGEST
 from fzero.core.pytree import Tree
 from fzero.optim.unit_updates import add_in_units
 

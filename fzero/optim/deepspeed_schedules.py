@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.arguments import checked
-from fzero.core.bounds import one_of
+from fzero.core.config_tables import one_of
 from fzero.optim.base import Beta, NotNegative, Schedule
 from fzero.optim.schedules import Finite, Steps, StepsFromZero, Value, time_of
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng, pytree
-from fzero.core.bounds import Allowed, one_of, power_of_two
+from fzero.core.config_tables import Allowed, one_of, power_of_two
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import disable_current_modes
 from fzero.kernels import optim_lowbit

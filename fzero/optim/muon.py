@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.arguments import OPTIMIZER, checked
-from fzero.core.bounds import one_of
+from fzero.core.config_tables import one_of
 from fzero.core.pytree import Tree
 from fzero.kernels.newton_schulz import COEFFICIENTS, newton_schulz
 from fzero.optim.base import (

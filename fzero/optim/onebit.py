@@ -12,7 +12,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.arguments import OPTIMIZER, checked
 from fzero.core.autodiff import transforms
-from fzero.core.bounds import AtLeastOne, one_of
+from fzero.core.config_tables import AtLeastOne, one_of
 from fzero.core.pytree import Tree
 from fzero.optim.base import (
     Beta,

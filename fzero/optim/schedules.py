@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.arguments import checked, expect_count, expect_hint
-from fzero.core.bounds import Allowed, one_of
+from fzero.core.config_tables import Allowed, one_of
 from fzero.optim.base import Schedule
 
 FINITE = Allowed(lambda x: isinstance(x, Tensor) or math.isfinite(x), "a finite number")

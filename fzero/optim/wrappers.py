@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.arguments import checked
-from fzero.core.bounds import AtLeastOne
+from fzero.core.config_tables import AtLeastOne
 from fzero.core.pytree import Tree
 from fzero.optim.base import (
     GradientTransformation,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.arguments import OPTIMIZER, checked
-from fzero.core.bounds import AtLeastOne, at_least
+from fzero.core.config_tables import AtLeastOne, at_least
 from fzero.core.pytree import Tree
 from fzero.optim.base import (
     Beta,

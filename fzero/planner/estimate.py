@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fzero import models
 from fzero.comm.axes import mesh_text
-from fzero.core.bounds import one_of
+from fzero.core.config_tables import one_of
 from fzero.core.precision import POLICIES
 from fzero.core.text_parsing import text_table
 from fzero.models import ModelConfig

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.device import HOST
-from fzero.core.future import Future
+from fzero.core.gpu_copies import Future
 from fzero.core.host_memory import HUGE, round_to_pages
 from fzero.core.storage import PAGE
 from fzero.offload import Buffer, LeafFiles, Nvme

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core.product_flops import flop_of
+from fzero.core.graph_passes import flop_of
 
 
 class ExecutedOp(NamedTuple):

@@ -15,7 +15,7 @@ from fzero import models
 from fzero.core import config_tables
 from fzero.core import gpu as gpu_module
 from fzero.core.arguments import checked
-from fzero.core.cpp import have_compiler
+from fzero.core.compile_cache import have_compiler
 from fzero.models import ModelConfig
 from fzero.models.configs import DecoderConfig, body_of
 from fzero.planner import devices, extrapolate, pipeline_trace

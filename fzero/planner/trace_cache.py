@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from fzero.comm.ledger import LedgerRow
-from fzero.core.compile_cache import package_digest
-from fzero.core.cpp import have_compiler
+from fzero.core.compile_cache import have_compiler, package_digest
 from fzero.core.device import Target
 from fzero.core.files import make_folder, replacing
 from fzero.core.storage import user_folder

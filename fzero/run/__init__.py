@@ -4,6 +4,6 @@ config (what it is told to do), ranks (its processes), setup (what it starts fro
 memory it needs), runner (the loop), debug (runs seen from outside).
 """
 
-from fzero.core.lazy_names import attach
+from fzero.core.packages import attach
 
 __all__ = attach(__name__)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fzero.comm.bucket import pack, padded, unpack
 from fzero.comm.collectives import Ledger, start_all_gather, start_all_to_all
 from fzero.comm.communicator import Axis
-from fzero.core.bounds import check_choice, one_of, power_of_two
+from fzero.comm.messages import pack, padded, unpack
+from fzero.core.config_tables import check_choice, one_of, power_of_two
 from fzero.core.tree_sum import TreeSum
 
 Plan = Any  # fzero.sharding.plan.Plan, which is made with this

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fzero.comm.axes import AXES, PP, RP
-from fzero.comm.bucket import pack, unpack
+from fzero.comm.messages import pack, unpack
 from fzero.core import pytree
 from fzero.sharding.leaf_plan import Stored, is_coded
 from fzero.sharding.mesh import Mesh

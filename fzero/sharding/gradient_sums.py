@@ -15,8 +15,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.copy_buckets import SMALL_COPY, allocate_adjacent, copy_in_buckets, copy_out_buckets
 from fzero.core.device import kind_of
-from fzero.core.future import Future
-from fzero.core.gpu_copies import Copied, copy_out
+from fzero.core.gpu_copies import Copied, Future, copy_out
 from fzero.core.host_memory import empty_persistent
 from fzero.core.pytree import Tree
 from fzero.sharding.plan import Plan

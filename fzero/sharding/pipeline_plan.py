@@ -11,7 +11,7 @@ from typing import Any
 
 from fzero.comm.axes import PP
 from fzero.core.arguments import expect_count, expect_kind
-from fzero.core.bounds import Count
+from fzero.core.config_tables import Count
 from fzero.core.pytree import nearest
 from fzero.core.text_parsing import read_text_file
 from fzero.sharding.pipeline import (

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from fzero.comm.axes import RP, links_of
-from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import all_gather, pvary, start_all_gather
 from fzero.comm.communicator import Axis
+from fzero.comm.messages import bucket_groups, pack, unpack
 from fzero.core import pytree
 from fzero.core.autodiff import active_varying
 from fzero.core.copy_buckets import LARGE_COPY, SMALL_COPY
-from fzero.core.future import Future, ready
-from fzero.core.gpu_copies import Copied, copy_in, pass_group
+from fzero.core.gpu_copies import Copied, Future, copy_in, pass_group, ready
 from fzero.core.pytree import Tree
 from fzero.sharding.codec import Coder
 from fzero.sharding.mesh import Mesh

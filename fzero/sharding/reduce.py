@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import start_all_gather, start_psum, start_psum_scatter
+from fzero.comm.messages import bucket_groups, pack, unpack
 from fzero.core.gpu_copies import pass_group
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import start_all_gather, start_all_to_all, start_psum
+from fzero.comm.messages import bucket_groups, pack, unpack
 from fzero.core.reinterpret import reinterpret
 from fzero.sharding.leaf_plan import Stored
 from fzero.sharding.slices import is_stacked, local_shape, narrow_part, shard_dim

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.comm.axes import PP, RP
-from fzero.comm.bucket import bucket_groups, padded
 from fzero.comm.ledger import sent_elements
+from fzero.comm.messages import bucket_groups, padded
 from fzero.sharding.leaf_plan import COLLECTIVES, LeafPlan, Moves, is_coded
 
 Plan = Any  # fzero.sharding.plan.Plan, which prints this

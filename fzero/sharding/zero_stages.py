@@ -17,7 +17,7 @@ import torch
 from fzero.comm.axes import CP, EP, PP, RP, TP
 from fzero.core import pytree
 from fzero.core.arguments import PLAN, checked, expect_kind, expect_regex
-from fzero.core.bounds import check_choice, one_of
+from fzero.core.config_tables import check_choice, one_of
 from fzero.core.precision import POLICIES, Policy
 from fzero.core.pytree import Tree
 from fzero.sharding.codec import Codec

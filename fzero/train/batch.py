@@ -16,7 +16,7 @@ from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.arguments import checked, expect_kind
 from fzero.core.autodiff import transforms
-from fzero.core.bounds import AtLeastOne
+from fzero.core.config_tables import AtLeastOne
 from fzero.sharding import Mesh
 
 MAX_DEALINGS = 16  # dealings that are remembered

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fzero.core.arguments import expect_count, expect_fields, expect_kind
 from fzero.core.autodiff import Remat
-from fzero.core.bounds import Bounds, one_of
+from fzero.core.config_tables import Bounds, one_of
 from fzero.kernels.registry import AUTO, Kernels
 
 CAPTURE = ("auto", "off")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.arguments import expect_fields
-from fzero.core.bounds import check_bounds
+from fzero.core.config_tables import check_bounds
 from fzero.train.execution import SIGMAS, WARMUP, WINDOW
 from fzero.train.state import LossStats
 

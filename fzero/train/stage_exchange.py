@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.channel import Receiver, Sender, open_channels
+from fzero.comm.exchanges import Receiver, Sender, open_channels
 from fzero.core import pytree
 from fzero.sharding.pipeline import Act
 from fzero.sharding.plan import Plan

@@ -18,8 +18,7 @@ from fzero.comm.collectives import start_all_gather
 from fzero.comm.communicator import Axis, Communicator
 from fzero.comm.rank_tables import TreeLayout, packed
 from fzero.core import pytree
-from fzero.core.future import Future
-from fzero.core.gpu_copies import copy_in
+from fzero.core.gpu_copies import Future, copy_in
 from fzero.core.pytree import Tree
 from fzero.core.stack import in_turn
 from fzero.models import base

@@ -20,7 +20,7 @@ from torch import Tensor
 from fzero.core import gpu_copies, pytree
 from fzero.core.arguments import STEP, checked
 from fzero.core.autodiff import transforms
-from fzero.core.bounds import AtLeastOne
+from fzero.core.config_tables import AtLeastOne
 from fzero.core.precision import Policy, ScalerState, overflow_at_floor, update_scaler
 from fzero.core.pytree import Tree
 from fzero.models import base

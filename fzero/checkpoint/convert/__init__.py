@@ -4,6 +4,6 @@ The content of a folder tells its kind: a model that `transformers` saved, a `to
 DeepSpeed universal checkpoint. The last two need a config.json of `transformers`.
 """
 
-from fzero.core.lazy_names import attach
+from fzero.core.packages import attach
 
 __all__ = attach(__name__)  # pyright: ignore[reportUnsupportedDunderAll]

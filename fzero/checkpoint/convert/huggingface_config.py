@@ -23,7 +23,7 @@ from fzero.checkpoint.convert.huggingface_families import (
     Field,
     HuggingFaceFamily,
 )
-from fzero.core.bounds import check_bounds
+from fzero.core.config_tables import check_bounds
 from fzero.core.text_parsing import expect_entries, nearest, short
 from fzero.models import DeepSeekConfig, GPT2Config, MoEConfig, RopeScaling, ScoreConfig
 from fzero.models.config_values import BOUNDS, parse_layers

@@ -14,7 +14,7 @@ import torch
 
 import fzero
 from fzero.core import gpu
-from fzero.core.cpp import have_compiler
+from fzero.core.compile_cache import have_compiler
 from fzero.core.files import make_folder, replacing
 from fzero.kernels import tuning
 from fzero.offload.buffer_pool import BufferPool

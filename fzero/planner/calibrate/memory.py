@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import torch_private
-from fzero.core.cpp import have_compiler
+from fzero.core.compile_cache import have_compiler
 from fzero.kernels.quantize import dequantize, quantize
 from fzero.kernels.quantize_codes import empty_codes
 from fzero.planner.calibrate.case_timer import Case, Figure, time_cases

@@ -11,8 +11,7 @@ from typing import Any
 from fzero.comm.axes import CP
 from fzero.core import packages
 from fzero.core.autodiff import Remat
-from fzero.core.bounds import Within, check_bounds, check_choice
-from fzero.core.config_tables import flat, format_list, metadata_of
+from fzero.core.config_tables import Within, check_bounds, check_choice, flat, format_list, metadata_of
 from fzero.core.precision import POLICIES
 from fzero.core.pytree import nearest
 from fzero.core.storage import is_url

@@ -15,8 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from fzero import models
-from fzero.core.bounds import check_choice
-from fzero.core.config_tables import Table, check_type, flat, set_nested, to_toml
+from fzero.core.config_tables import Table, check_choice, check_type, flat, set_nested, to_toml
 from fzero.core.pytree import nearest
 from fzero.core.text_parsing import json_text, parse_json
 from fzero.models import ModelConfig

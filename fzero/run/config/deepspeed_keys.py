@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fzero.core.bounds import check_choice
+from fzero.core.config_tables import check_choice
 from fzero.core.text_parsing import NAMES, nearest, short
 
 

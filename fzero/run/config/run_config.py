@@ -14,7 +14,7 @@ from typing import Annotated
 
 from fzero.comm.axes import CP, EP, PP, TP
 from fzero.core import gpu
-from fzero.core.bounds import (
+from fzero.core.config_tables import (
     FRACTION,
     LENGTH,
     POSITIVE,

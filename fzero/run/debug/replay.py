@@ -21,8 +21,7 @@ import torch
 
 from fzero import checkpoint
 from fzero.comm.axes import TP, mesh_text
-from fzero.core.bounds import RATE, check_bounds
-from fzero.core.config_tables import Table, flat
+from fzero.core.config_tables import RATE, Table, check_bounds, flat
 from fzero.data.packing import Batch
 from fzero.run.config.config_table import apply_table, from_table
 from fzero.run.config.config_versions import current_keys

@@ -13,7 +13,7 @@ import torch
 
 import fzero
 from fzero import models
-from fzero.core import crc32c, gpu, numa_binding, packages
+from fzero.core import crc32c, gpu, host_memory, packages
 from fzero.kernels.registry import Kernels, describe, observe
 from fzero.models import base, forward
 from fzero.run.config.config_table import from_table
@@ -79,7 +79,7 @@ def diagnose() -> str:
     kind = device.type
     machine_rows.append(("GPU", cards))
     if kind == "cuda":
-        machine_rows.append(("NUMA", numa_binding.find_placement(device).line or "one node on this host"))
+        machine_rows.append(("NUMA", host_memory.find_placement(device).line or "one node on this host"))
     rates = [
         f"{name} {peak_rate(dtype, 1, device) / 1e9:,.0f} GFLOP/s"
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))

@@ -1,7 +1,7 @@
 """FLOPs of a model by the papers' formulas, and what part of a processor's peak they are.
 
 Model FLOPs are what training on a token needs, whatever is recomputed; MFU is their share of the peak. Hardware FLOPs
-are those of the operators as they ran (`core.product_flops` counts them); HFU is their share. A multiply-add counts as
+are those of the operators as they ran (`core.graph_passes` counts them); HFU is their share. A multiply-add counts as
 two. Attention has two conventions: "full" counts every pair of positions, "causal" half.
 
 Ref: Chowdhery et al. 2022, "PaLM", appendix B (MFU); Korthikanti et al. 2022, "Reducing activation recomputation in

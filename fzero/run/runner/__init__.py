@@ -1,5 +1,5 @@
 """A run itself: the loop, checkpoints while training, resuming by the same command, rollbacks, evaluation, samples."""
 
-from fzero.core.lazy_names import attach
+from fzero.core.packages import attach
 
 __all__ = attach(__name__)  # pyright: ignore[reportUnsupportedDunderAll]

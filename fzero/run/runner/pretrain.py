@@ -14,7 +14,7 @@ import torch
 
 from fzero import data
 from fzero.comm.axes import DP, PP, mesh_text
-from fzero.core import gpu, numa_binding
+from fzero.core import gpu, host_memory
 from fzero.core.config_tables import Table
 from fzero.core.files import NotWritable
 from fzero.core.storage import absolute, is_url
@@ -292,8 +292,8 @@ def resolve_placement(config: RunConfig, coordinator: Coordinator) -> tuple[RunC
     lines = [f"device: {gpu.describe_device(device)}{reason}"]
     processes = coordinator.local_size
     if device != gpu.HOST:  # before there are threads of NCCL, OpenMP and disks
-        numa_node = numa_binding.find_placement(device, processes)
-        numa_binding.bind_threads(numa_node.cores)
+        numa_node = host_memory.find_placement(device, processes)
+        host_memory.bind_threads(numa_node.cores)
         processes = numa_node.processes
         lines += [f"cores: {numa_node.line}"] * bool(numa_node.line)
     if coordinator.size > 1 and not config.mesh:

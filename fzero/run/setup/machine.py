@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from fzero.core import cpp, gpu, packages
-from fzero.core.cpp import have_compiler
+from fzero.core import compile_cache, gpu, packages
+from fzero.core.compile_cache import have_compiler
 from fzero.core.device import CPU, Target, target_on
-from fzero.core.numa_binding import cores
+from fzero.core.host_memory import cores
 from fzero.core.text_parsing import in_form, read_json
 from fzero.kernels.float8 import least_capability
 from fzero.kernels.registry import Kernels
@@ -321,4 +321,4 @@ def compiler() -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the caller reports it in one line
         available = have_compiler()
-    return cpp.compiler() if available else ""
+    return compile_cache.compiler() if available else ""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from fzero.core import gpu, numa_binding
+from fzero.core import gpu, host_memory
 from fzero.run.setup.machine import onednn_switch
 
 # The user's own choice, of GCC's, Intel's and LLVM's OpenMP: then nothing is done.
@@ -148,7 +148,7 @@ def settings_restored() -> Iterator[None]:
     threads, switch = torch.get_num_threads(), onednn_switch()
     products = switch.fp32_precision if switch is not None else ""
     variables = {name: os.environ.get(name) for name in VARIABLES}
-    cores = numa_binding.cores_allowed()
+    cores = host_memory.cores_allowed()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     device = gpu.current_device()
     try:
@@ -163,8 +163,8 @@ def settings_restored() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        if numa_binding.cores_allowed() != cores:
-            numa_binding.bind_threads(cores)
+        if host_memory.cores_allowed() != cores:
+            host_memory.bind_threads(cores)
         if resource.getrlimit(resource.RLIMIT_NOFILE) != files:
             resource.setrlimit(resource.RLIMIT_NOFILE, files)
         gpu.select_device(device)

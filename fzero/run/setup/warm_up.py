@@ -38,7 +38,7 @@ def main() -> None:
     """Compile, then leave the mark."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from fzero.core.cpp import compiled_by_gcc
+    from fzero.core.compile_cache import compiled_by_gcc
 
     with ThreadPoolExecutor(2) as pool:  # g++ computes, in processes of its own
         for build in [pool.submit(compiled_by_gcc, *form) for form in forms()]:
@@ -48,7 +48,7 @@ def main() -> None:
 
 def forms() -> list[tuple[str, tuple[str, ...], str]]:
     """(module file, rounding, part) of the C++ that a run compiles, the longest first."""
-    from fzero.core.cpp import CONTRACTED, EXACT
+    from fzero.core.compile_cache import CONTRACTED, EXACT
 
     dtype = "bfloat16" if {"amx_bf16", "avx512_bf16"} & set(processor().split()) else "float32"
     return [

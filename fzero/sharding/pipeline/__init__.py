@@ -10,6 +10,6 @@ one's own (`read_schedule`) is a schedule if `check` finds no fault. Nothing her
 15.0
 """
 
-from fzero.core.lazy_names import attach
+from fzero.core.packages import attach
 
 __all__ = attach(__name__)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.comm.bucket import SMALL
 from fzero.comm.collectives import all_gather_same, own_slice, start_all_gather
+from fzero.comm.messages import SMALL
 from fzero.core import pytree
-from fzero.core.cpp import have_compiler
+from fzero.core.compile_cache import have_compiler
 from fzero.core.device import kind_of
-from fzero.core.future import Future
+from fzero.core.gpu_copies import Future
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_leaf import MANY
 from fzero.optim import GradientTransformation, apply_in_place, apply_updates
