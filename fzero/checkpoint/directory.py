@@ -95,7 +95,7 @@ def _step_folders(checkpoint_dir: Path) -> list[tuple[Path, int]]:
 
 
 def incomplete_lines(used: Folder) -> list[str]:
-    """A line for each incomplete checkpoint of a later step than the used one; none of a URL, which has no folders."""
+    """A line for each incomplete checkpoint of a later step than the used one; none of a URL."""
     if is_url(used):
         return []
     step = step_of(Path(used).name) or 0
@@ -188,7 +188,7 @@ def _arrays(i: int) -> str:
 
 
 def _arrays_used(path: Folder) -> str | None:
-    """The folder of arrays that the manifest at `path` names; None if there is no manifest or it is damaged."""
+    """The folder of arrays that the manifest at `path` names; None without a sound one."""
     try:
         return read_manifest(path)["arrays"]
     except ValueError:

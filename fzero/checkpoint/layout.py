@@ -162,7 +162,7 @@ class RankTiles(NamedTuple):
     rows: Index = ()  # of a leaf whose layers are on several ranks of pp, each a part or more: the rank's layers
 
     def shard_start(self, tile: Index) -> Index:
-        """Where the rank's shard would begin in the leaf if its layers were as close together as those of this part."""
+        """Where the rank's shard would begin in the leaf if all layers were next to each other."""
         return (tile[0] - self.rows.index(tile[0]), *self.start[1:]) if self.rows else self.start
 
 

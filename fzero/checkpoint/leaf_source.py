@@ -65,7 +65,7 @@ def from_bytes(row: Tensor) -> Any:
 
 
 def encode(value: Any, name: str) -> Any:
-    """A value as JSON, in which what JSON has not is an object of one entry; raises ValueError for another kind."""
+    """A value as JSON, with objects of one entry for other kinds; raises ValueError."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list):
@@ -152,7 +152,7 @@ def check_state(state: Tree, specs: Tree | None, step: int, mesh: Mesh) -> dict[
 
 
 def kind_fault(leaf: Any) -> str:
-    """Why a leaf cannot be stored and what to save instead, to follow its name; "" if it can be."""
+    """Why a leaf cannot be stored and what to save instead; "" if it can be."""
     if not isinstance(leaf, (Tensor, DiskTensor, Lazy)):
         return f"is a {type(leaf).__name__}, not a tensor; use torch.tensor, or () for nothing"
     if isinstance(leaf, Tensor):

@@ -98,7 +98,7 @@ def parse_leaf(table: dict[str, Any]) -> Leaf:
 
 
 def are_cuts(size: int, parts: int, chunk: int) -> bool:
-    """Whether a dim is cut into so many parts, of which the last may be smaller, and these into chunks."""
+    """Whether a dim is cut into these parts, the last maybe smaller, and these into chunks."""
     tile = -(-size // parts) if parts else 0
     is_covered = parts > 0 and (size % parts == 0 or (parts - 1) * tile < size)
     return is_covered and (tile % chunk == 0 if chunk else size == 0)

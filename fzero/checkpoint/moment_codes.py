@@ -56,7 +56,7 @@ def encode_moments(state: TrainState, specs: Tree, mesh: Mesh) -> tuple[dict[str
 
 
 def moment_of(name: str, params: frozenset[str]) -> str:
-    """Which moment of a parameter a leaf of a state is, a key of OF; "" for another leaf.
+    """Which moment of a parameter a leaf of a state is, a key of OF, or "".
 
     >>> moment_of("opt_state/1/m/layers/v/w", frozenset({"layers/v/w"})), moment_of("params/m/w", frozenset({"w"}))
     ('m', '')
@@ -67,7 +67,7 @@ def moment_of(name: str, params: frozenset[str]) -> str:
 
 
 class Pair:
-    """The codes and the scales of a leaf, made once for both where they are asked for in this order."""
+    """The codes and the scales of a leaf, made once for both."""
 
     def __init__(self, leaf: Tensor, block: int, signed: bool) -> None:
         self.leaf, self.block, self.signed, self.cached = leaf, block, signed, list[Tensor]()
@@ -84,7 +84,7 @@ class Pair:
 
 
 def block_of(leaf: Any, spec: Spec, mesh: Mesh) -> int:
-    """The elements of a block of a moment that is written in codes; 0 for one that is written as it is."""
+    """The elements of a block of a moment written in codes; 0 for one that is not."""
     if not (isinstance(leaf, Tensor) and leaf.dtype == torch.float32 and leaf.dim() > 1):
         return 0
     full_shape = global_shape(leaf.shape, spec, mesh)
@@ -104,7 +104,7 @@ def coded_leaves(saved: Mapping[str, Leaf]) -> dict[str, str]:
 
 
 def read_coded(reader: CheckpointReader, name: str, windows: Sequence[Window], size: Sequence[int]) -> Tensor:
-    """What the codes of the windows of a leaf stand for, float32 of shape `size`: this rank's part of it."""
+    """What the codes of the windows of a leaf stand for, float32 of shape `size`."""
     out = torch.empty(tuple(size), dtype=torch.float32)
     kind = coded_leaves(reader.leaves)[name]
     named = f"{SCALES}{kind}/{name}"

@@ -73,7 +73,7 @@ class StoreSnapshot(NamedTuple):
         return out
 
     def sums(self, rank: int, slot: int | None = None) -> dict[str, list[int]]:
-        """The checksums of a rank's chunks, of the last complete step or in a slot; {} if the run kept none."""
+        """The checksums of a rank's chunks in a slot; {} if the run kept none."""
         if not self.verify:
             return {}
         layers = {name: self.files(name, rank).layers for name in self.leaves}

@@ -164,7 +164,7 @@ def open_checkpoint(path: Folder) -> CheckpointReader:
 
 
 def overlapping_tiles(layout: ChunkLayout, start: Index, size: Index) -> Iterator[tuple[Index, list[tuple[int, int]]]]:
-    """Yield (part, first and last + 1 chunk along each dim) of every part that contains elements of a box."""
+    """Yield (part, first and last + 1 chunk along each dim) of every part that meets a box."""
     if not all(size):
         return
     for tile in itertools.product(
@@ -191,7 +191,7 @@ class StoredTile:
         return Damaged(f"leaf {self.name} is damaged: {fault}")
 
     def chunk_text(self, number: int) -> str:
-        """A chunk by its position among all chunks of its leaf and its file, such as "0,3,1 in PATH"."""
+        """A chunk by its position in its leaf and its file, such as "0,3,1 in PATH"."""
         layout = self.layout
         position = np.unravel_index(number, layout.counts) if layout.counts else ()
         numbers = ",".join(str(int(p * k + i)) for p, k, i in zip(self.index, layout.counts, position)) or "0"
@@ -292,7 +292,7 @@ class StoredTile:
 
 
 def copy_elements(source: Tensor, target: Tensor) -> None:
-    """Copy elements, bit for bit, in this thread alone: Tensor.copy_ would start threads of its own in each of ours."""
+    """Copy elements in this thread alone; Tensor.copy_ would start threads in each of ours."""
     np.copyto(as_integers(target), as_integers(source))
 
 

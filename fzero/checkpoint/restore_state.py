@@ -46,7 +46,7 @@ ERRORS = ("worker", "server")
 
 
 def is_error(name: str) -> bool:
-    """Whether a leaf of a state is one of errors, which a checkpoint may lack, or have more of."""
+    """Whether a leaf of a state is one of errors, which a checkpoint may lack."""
     return name.startswith(ERROR) or ((kind := SIGN_PATTERN.match(name)) is not None and kind[1] in ERRORS)
 
 
@@ -329,7 +329,7 @@ def renamed_leaves(names: Collection[str], like: TrainState) -> dict[str, str]:
 
 
 def earlier_name(name: str) -> str:
-    """The name that a leaf has in checkpoints of versions which kept the average of the weights in `extra`."""
+    """The name of a leaf in checkpoints that kept the average of the weights in `extra`."""
     if name.startswith(AVERAGE):
         return f"extra/ema/{name.removeprefix(AVERAGE)}"
     return name.replace("opt_state/inner/", "opt_state/", 1)

@@ -120,7 +120,7 @@ def check_masters(path: Folder, state: Tree, specs: Tree | None, mesh: Mesh) -> 
 
 
 def scales_in(path: Folder, saved: dict[str, Leaf], expected: Collection[str]) -> set[str]:
-    """The leaves of a checkpoint that are scales of moments in codes; raises ValueError if such a moment is wanted."""
+    """The leaves of a checkpoint that are scales of moments; raises ValueError for wanted ones."""
     coded = coded_leaves(saved)
     if conflicts := sorted(coded.keys() & set(expected)):
         raise ValueError(

@@ -334,7 +334,7 @@ class Reports:
         return json.loads(self.store.get(key))
 
     def broadcast(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of `make()` on rank 0, or {"error": ...} if it raised an error, on every rank."""
+        """The result of `make()` on rank 0, or {"error": ...}, on every rank."""
         if self.rank:
             return self.receive(key)
         try:

@@ -136,7 +136,7 @@ def find_nonzero_padding(tile: StoredTile, slab: Slab, raw: np.ndarray, end: int
 
 
 def verify_descriptions(reader: CheckpointReader) -> list[str]:
-    """Lines for zarr.json files that differ from the manifest, and for files that do not belong to the checkpoint."""
+    """Lines for zarr.json files that differ from the manifest, and for files of nobody."""
     texts = zarr_texts(reader.leaves)
     damages, manifest = [], read_text(reader.path, MANIFEST)
     assert manifest is not None  # `held` was opened with it

@@ -225,7 +225,7 @@ class Writer:
     # ---- the snapshot ----
 
     def _snapshot(self, save: Save, named: dict[str, tuple[Any, Spec]]) -> bool:
-        """Copy the leaves of the host; returns whether a thread goes on with those of a GPU, and sets `staged`."""
+        """Copy the leaves of the host; returns whether a thread goes on with a GPU's."""
         plan = self._plan(named)
         limit = plan.total if self.buffer_bytes is None else max(self.buffer_bytes, THREADS * plan.largest)
         self._allocate(min(plan.total, limit))

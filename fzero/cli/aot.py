@@ -24,7 +24,7 @@ PARTS = ("all", "kernels", "inductor")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line for each build. Return 1 if one has a fault; exit with 2 if none matches."""
+    """Print a line for each build; return 1 for a fault, exit with 2 if none matches."""
     parser = argparse.ArgumentParser(
         prog="python -m fzero.cli.aot", description="Compile every kernel for a GPU and check the code."
     )

@@ -28,7 +28,7 @@ class Flag(click.Option):
     def handle_parse_result(
         self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
     ) -> tuple[Any, list[str]]:
-        """As that of every option; then raises ValueError if this one is given and the one that it needs is not."""
+        """As of every option; then raises ValueError if what this one needs is not given."""
         result = super().handle_parse_result(ctx, opts, args)
         if self.of is None and self.name in opts:
             (needed,) = (param.name for param in ctx.command.params if self.needs in param.opts)
@@ -42,7 +42,7 @@ class Flag(click.Option):
 
 
 def refuse_idle(*facts: Any) -> None:
-    """Raise ValueError for a flag of the command line that does nothing with these facts, such as a config."""
+    """Raise ValueError for a flag that does nothing with these facts, such as a config."""
     context = click.get_current_context()
     for option in context.command.params:
         explicit = context.get_parameter_source(option.name or "") is click.core.ParameterSource.COMMANDLINE
@@ -353,7 +353,7 @@ def scaling_of(text: str) -> dict[str, Any] | None:
 def merge_deepspeed(
     table: dict[str, Any], path: Path, mesh: dict[str, int], config_file: Path | None
 ) -> dict[str, Any]:
-    """The table of a file of --config and of one of --deepspeed, which may not set the same; says what is ignored."""
+    """The table of --config and of --deepspeed, which may not set the same key."""
     from fzero.core import config_tables
     from fzero.run.config.deepspeed import ignored_line, merge_tables, read_deepspeed
 

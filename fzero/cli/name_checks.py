@@ -36,7 +36,7 @@ def definition(file: str, name: str) -> Any:
 
 
 def check_preset(name: Any) -> None:
-    """Raise ValueError naming the nearest preset for an unknown name; "" and the path of a file are no presets."""
+    """Raise ValueError naming the nearest preset for an unknown name."""
     names = preset_names()
     if not isinstance(name, str) or not name or name.endswith(".json") or name in fine_tuning_presets():
         return

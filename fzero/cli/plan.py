@@ -342,7 +342,7 @@ def answer_question(question: str, config: Any, device: Any, cache: Path | None)
 
 
 def plan_config(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
-    """The PlanReport of a config; what closed forms say of it is printed on stderr before its step is traced."""
+    """The PlanReport of a config; its closed-form estimate is printed on stderr first."""
     from fzero.planner import plan as plans
     from fzero.planner.first_estimate import first_estimate
     from fzero.planner.trace_cache import is_cached
@@ -384,7 +384,7 @@ def parse_choices(texts: tuple[str, ...]) -> dict[str, list[Any]]:
 
 
 def check_choice(name: str) -> None:
-    """Raise ValueError if --vary names nothing that a plan has: no flag, table of a config, `mesh` or `gpu`."""
+    """Raise ValueError if --vary names nothing that a plan has."""
     if name not in ("gpu", *SHORTHANDS.values()) and name.partition(".")[0] not in config_keys():
         near = nearest(name, [*SHORTHANDS, "mesh", "gpu", *SHORTHANDS.values()])
         raise ValueError(
@@ -422,7 +422,7 @@ def refuse_decided_flags(config_file: Path | None, settings: tuple[str, ...], fl
 
 
 def search_plans(config: Any, gpus: int, gpu: Any, top: int, out: Path | None, slurm: Path | None) -> Any:
-    """Search, and write the best config to `out` and a script that starts it to `slurm`; return the SearchResult."""
+    """Search, write the best config to `out` and its script to `slurm`; the SearchResult."""
     from fzero.core.storage import write_text
     from fzero.planner import search
     from fzero.run.setup.machine import cores

@@ -99,7 +99,7 @@ def pretrain(config_file: Path | None, settings: tuple[str, ...], mesh: str | No
 
 
 def hang_s_of(table: dict[str, Any], folder: Path | None) -> float | None:
-    """`train.hang_s` before the ranks have met: as given, or of the run in the folder; None if neither has it."""
+    """`train.hang_s` before the ranks have met: as given, or of the run, or None."""
     from fzero.core.text_parsing import read_json
 
     value = table.get("train", {}).get("hang_s")
@@ -178,7 +178,7 @@ def with_cost_layout(config: Any, coordinator: Any) -> Any:
 
 
 def finish(coordinator: Any, folder: Path, stopped: int, line: Callable[[str], None]) -> int:
-    """Write the pictures of a run and end with the other ranks; returns the exit code. stopped: as of `loop.train`."""
+    """Write the pictures of a run and end with the other ranks; returns the exit code."""
     if coordinator.first:
         from fzero.report.curves import write_pictures
 
@@ -233,7 +233,7 @@ def all_values(value: Any) -> dict[str, Any]:
 
 
 def bar_or_lines() -> Any:
-    """A context of (whether to show a progress bar, a function that prints a line); the bar is for terminals."""
+    """A context of (whether to show a progress bar, a function that prints a line)."""
     if not (sys.stderr.isatty() and packages.installed("tqdm")):
         return contextlib.nullcontext((False, without_reader(say)))
     from tqdm import tqdm

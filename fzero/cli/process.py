@@ -160,7 +160,7 @@ def coordinated(hang_s: float | None = None) -> Iterator[Any]:
 
 
 def end_run(coordinator: Any, stopped: int) -> int:
-    """End a run together with the other ranks; return the exit code. stopped: the signal that ended the run, or 0."""
+    """End a run together with the other ranks; return the exit code."""
     if coordinator.spare:
         from fzero.run.ranks import stand_by
 
@@ -268,7 +268,7 @@ def write_traceback(error: BaseException) -> str:
 
 
 def escape_line(text: str, max_chars: int = 4000) -> str:
-    """A text as one line that any terminal shows: what cannot be printed (a file may hold it) as an escape."""
+    """A text as one line that any terminal shows, with escapes."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(text.split()))
     return line if len(line) <= max_chars else f"{line[: max_chars - 3]}..."
 

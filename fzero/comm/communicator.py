@@ -48,7 +48,7 @@ def communicator_of(number: int) -> Communicator:
 
 
 def may_differ(x: Tensor, axis: str) -> bool:
-    """Whether x is known to be a value that may differ between the ranks of an axis, however equal its bits are."""
+    """Whether x is known to be a value that may differ between the ranks of an axis."""
     followed = active_varying()
     return followed is not None and followed.may_differ(x, axis)
 
@@ -158,7 +158,7 @@ class Communicator(AxisMessages):
         return Future(gather)
 
     def start_all_to_all(self, x: Tensor, leaf: str = "") -> Future[Tensor]:
-        """Start x [N n, ...] -> [N n, ...]: piece j goes to rank j, and piece j of the result comes from rank j."""
+        """Start x [N n, ...] -> [N n, ...]: piece j goes to rank j and comes from rank j."""
         call = self._begin("all_to_all", x, leaf, x.numel())
         x = x.contiguous()
         out = torch.empty_like(x)
@@ -214,7 +214,7 @@ class Communicator(AxisMessages):
         return self.exchange(call, {d: x for d in targets}, receives, lambda: out)
 
     def start_message(self, x: Tensor, peer: int, label: str, *, sends: bool) -> Future[Tensor]:
-        """Start to send x to rank `peer` of the axis, or to receive it from there into x; both ends give one label."""
+        """Start to send x to rank `peer` of the axis, or to receive it; both give one label."""
         self.agreement.number += 1
         phase, dtype = self.ledger.phase_name, str(x.dtype).removeprefix("torch.")
         order = self.agreement.number
@@ -232,7 +232,7 @@ class Communicator(AxisMessages):
         return self.exchange(call, {peer: x} if sends else {}, {} if sends else {peer: x}, lambda: x)
 
     def start_gather_to(self, x: Tensor, targets: Sequence[int], leaf: str = "") -> Future[Tensor | None]:
-        """Start x [n, ...] -> [N n, ...] in rank order on the ranks `targets` of the axis, and None on the others."""
+        """Start x [n, ...] -> [N n, ...] in rank order on the ranks `targets`, None on others."""
         call = self._begin("gather_to", x, leaf, x.numel() * len([j for j in targets if j != self.rank]))
         x, out = x.contiguous(), None
         receives: dict[int, Tensor] = {}
@@ -323,7 +323,7 @@ class Communicator(AxisMessages):
         out: T,
         half: int = 0,
     ) -> Future[T]:
-        """Start to send piece j to rank j, and to receive what rank j sends into slot j, parts of the result `out`."""
+        """Start to send piece j to rank j and to receive slot j of the result `out` from it."""
         sends, receives = {j: pieces[j] for j in self.peers}, {j: slots[j] for j in self.peers}
         arriving = self.exchange(call, sends, receives, lambda: out, half)
         slots[self.rank].copy_(pieces[self.rank])

@@ -123,7 +123,7 @@ class Receiver:
 
 
 def header_device(link: Communicator) -> torch.device:
-    """Where a value that is told is sent from: the host, for which no GPU waits, unless there is NCCL alone."""
+    """The device that headers are sent from: the host, unless there is NCCL alone."""
     alone = link.transport == "nccl" and "cpu" not in dist.get_backend_config(link.group)
     return current_device() if alone else HOST
 

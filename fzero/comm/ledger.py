@@ -48,7 +48,7 @@ class ActTimes:
 
 
 class LedgerRow(NamedTuple):
-    """One row of the ledger: how often collectives of one kind ran, and how much one rank sent in all of them."""
+    """How often collectives of one kind ran, and how much one rank sent in all of them."""
 
     phase: str
     collective: str

@@ -44,7 +44,7 @@ def bucket_groups(tensors: Sequence[Tensor], kinds: Sequence[Hashable]) -> list[
 
 
 def pack(tensors: Sequence[Tensor], rows: int, dtype: torch.dtype) -> Tensor:
-    """Pack tensors into a bucket [rows, width] of `dtype`; the first dim of each is split into `rows` equal parts."""
+    """A bucket [rows, width] of tensors, whose first dims are split into `rows` equal parts."""
     # A bucket of one tensor is a view of it, without a copy.
     if len(tensors) == 1:
         return tensors[0].to(dtype).contiguous().view(rows, -1)
@@ -60,7 +60,7 @@ def unpack(bundle: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def padded(elements: int, ranks: int) -> int:
-    """The elements of a whole sum in codes, of which each rank adds up as many: a multiple of 16 of them."""
+    """The elements of a whole sum in codes, padded to multiples of 16 for each rank."""
     return elements + -elements % (16 * ranks)
 
 
@@ -76,7 +76,7 @@ class RankError(RuntimeError):
 
 
 class CollectiveCall(NamedTuple):
-    """One call of a collective: the properties that all ranks of the axis must agree on, and that errors name."""
+    """The properties of a collective that all ranks must agree on, and that errors name."""
 
     collective: str
     axis: str
@@ -180,7 +180,7 @@ class ProgramAgreement:
         return RankError(text + (f" (before that, {first})" if first and not is_local else ""))
 
     def fail(self, text: str) -> str:
-        """Publish why this rank fails; return the reason of the rank that failed first ("" if the store is gone)."""
+        """Publish why this rank fails; the reason of the rank that failed first, or ""."""
         try:
             # compare_set keeps the first text: the rank that failed first is the cause, the others fail because of it.
             return "" if self.store is None else self.store.compare_set("failed", "", text).decode()
@@ -209,7 +209,7 @@ class Connection(NamedTuple):
     peer: int  # the number of the other end in it
 
     def start(self, x: Tensor, *, sends: bool) -> dist.Work:
-        """Start to send x, or to receive it, behind the work that the current stream was given so far."""
+        """Start to send or receive x behind the work of the current stream."""
         return self.backend.send([x], self.peer, 0) if sends else self.backend.recv([x], self.peer, 0)
 
 

@@ -99,7 +99,7 @@ def device_of(mesh: Mesh) -> str:
 
 
 class TreeLayout(NamedTuple):
-    """The structure of a tree of tensors, such as a Loss, and the shape and dtype of each of its leaves."""
+    """The structure of a tree of tensors, with the shape and dtype of each leaf."""
 
     treedef: Any
     shapes: tuple[tuple[int, ...], ...]

@@ -29,7 +29,7 @@ NO = object()  # the result for a value of another kind
 
 
 class WrongKind(TypeError, ValueError):
-    """An argument is of another kind than its hint: the caller's mistake, which a command ends with in one line."""
+    """An argument is of another kind than its hint, which ends a command with one line."""
 
 
 WORDS: dict[Any, str] = {
@@ -190,7 +190,7 @@ def describe_hint(hint: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value in a message: itself if it is a number, a text, or a short list of such, else its type."""
+    """A value in a message: a number, a text, or a short list of such, else its type."""
     plain = (bool, int, float, str, type(None), torch.dtype, np.generic)
     inner = list(value)[:20] if isinstance(value, (list, tuple)) else []
     if isinstance(value, plain) or (

@@ -229,7 +229,7 @@ def first_order() -> bool:
 
 
 def dense(grad: Tensor) -> Tensor:
-    """A gradient with its zeros, as sums over ranks need it: that of a sparse=True embedding has its rows alone."""
+    """A gradient with its zeros: that of a sparse=True embedding has its rows alone."""
     return grad.to_dense() if grad.is_sparse else grad
 
 

@@ -161,7 +161,7 @@ def is_inspected(f: Any) -> bool:
 
 
 def check_repeatable(f: Any, run: Callable[[], Any], generators: Sequence[Any]) -> None:
-    """In the first calls of f: call `run`, which calls it, as `call_repeatable` does, and leave no draw behind."""
+    """In the first calls of f: call `run` as `call_repeatable` does; leave no draw behind."""
     if not is_inspected(f):
         return
     initial = AmbientState.capture(generators)

@@ -160,19 +160,19 @@ class ClosureState:
 
 
 def add_unique(table: dict[str, Any], name: str, value: Any) -> None:
-    """Add a value by its name, or by another one if that is of another value: many objects are a method's "self"."""
+    """Add a value by its name, or by another one if that has another value already."""
     while table.get(name, value) is not value:
         name = f"{name}'"
     table[name] = value
 
 
 class Changed(Impure):
-    """A module's attribute is another one after a call: at the first one it may be what is made once."""
+    """A module's attribute is another one after a call."""
 
 
 @contextlib.contextmanager
 def expect_unchanged(name: str, module: nn.Module) -> Iterator[None]:
-    """Raise Changed if an attribute of a module is another one after what runs within, where nobody would find it."""
+    """Raise Changed if an attribute of a module is another one after what runs within."""
     state = ClosureState(collections=False)  # in which a module's code may record what it sees
     state.note_module(name, module)
     initial_marks = state.marks()

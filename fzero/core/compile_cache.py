@@ -226,7 +226,7 @@ def compiled_by_gcc(module: str, rounding: tuple[str, ...], macro: str = "") -> 
 
 
 def source_of(path: Path) -> str:
-    """The text of a .cpp file, with that of each header beside it in the place of its #include."""
+    """The text of a .cpp file, with each header beside it in place of its #include."""
     return re.sub(r'(?m)^#include "(.+)"$', lambda match: (path.parent / match[1]).read_text(), path.read_text())
 
 
@@ -235,7 +235,7 @@ def _macros(macro: str) -> tuple[str, ...]:
 
 
 def _store_library(question: str, content: bytes) -> str:
-    """Write a library to the folder of kept ones, as the answer of a question, and return its file."""
+    """Write a library as the answer of a question to its folder, and return its file."""
     path = folder() / f"{hashlib.sha256(content).hexdigest()[:32]}.so"
     with replacing(path, cache=True) as file:
         file.write(content)
@@ -271,7 +271,7 @@ def vector_instructions() -> str:
 
 @functools.cache
 def have_compiler() -> bool:
-    """Whether Inductor can compile here: a C++ compiler for the CPU, or Triton for CUDA. Warns once if it cannot."""
+    """Whether Inductor can compile here: a C++ compiler, or Triton; warns once if not."""
     if not compiler():
         warnings.warn(
             "no C++ compiler (g++ or clang++) is on PATH: blocks run uncompiled, slower and with the same numbers",

@@ -69,7 +69,7 @@ class Within(NamedTuple):
 
 
 class Allowed(NamedTuple):
-    """Of an argument or a field: the values that it may have, and the words for them; None passes.
+    """The values that an argument or a field may have, in words too; None passes.
 
     >>> Allowed(lambda n: n >= 1, "at least 1").check("sgd: steps", 0)
     Traceback (most recent call last):
@@ -156,7 +156,7 @@ def check_type(name: str, value: Any, hint: Any) -> Any:
 
 @functools.cache
 def metadata_of(kind: type, prefix: str = "", outer: tuple[Any, ...] = ()) -> dict[str, tuple[Any, ...]]:
-    """{`a.b`: what `Annotated` says of that field of a dataclass, and of the tables around it}, with `outer` of all.
+    """{`a.b`: what `Annotated` says of that field of a dataclass and its tables}, with `outer`.
 
     >>> from fzero.run.config.run_config import RunConfig
     >>> metadata_of(RunConfig)["optim.lr"]

@@ -22,7 +22,7 @@ SMALL_COPY, LARGE_COPY = 512 << 10, 64 << 20
 
 
 def bring(x: Tensor, device: torch.device) -> Tensor:
-    """`x` on `device`; from memory of the host that is not pinned through two small pieces that are, in turn."""
+    """`x` on `device`; from unpinned memory through two small pinned pieces in turn."""
     if device.type != "cuda" or x.is_cuda or x.is_pinned():
         return x.to(device)
     out = torch.empty(x.shape, dtype=x.dtype, device=device)
@@ -100,7 +100,7 @@ def _row(first: Tensor, size: int) -> Tensor:
 
 
 def _adjacent(buffers: Sequence[Tensor]) -> list[list[int]]:
-    """The numbers of tensors of the host in buckets, each of one, or of small ones that follow each other in memory."""
+    """The numbers of host tensors in buckets: one, or small neighbours in memory."""
     buckets: list[list[int]] = []
     bucket_bytes, end = 0, None  # the bytes of the last bucket, and where its memory ends
     for i in sorted(
@@ -139,7 +139,7 @@ def start_fetch(tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
 
 
 def read_scalars(scalars: Sequence[Tensor]) -> list[Any]:
-    """The values of 0-dim tensors of one dtype, on whatever devices: those of a GPU by one copy, with one wait.
+    """The values of 0-dim tensors of one dtype; those of a GPU by one copy and wait.
 
     >>> read_scalars([torch.tensor(3), torch.tensor(4)])
     [3, 4]

@@ -235,7 +235,7 @@ def fake_device_of(x: Tensor) -> FakeDevice | None:
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether `x`, or the tensor it wraps under a torch.func transform, has no memory: in a plan, or in a trace."""
+    """Whether `x`, or the tensor that it wraps, has no memory: in a plan or a trace."""
     return isinstance(_unwrapped(x), FakeTensor)
 
 

@@ -76,7 +76,7 @@ BLOCK = 1 << 16  # bytes that are read at a time
 
 
 class NotWritable(OSError):
-    """Raised for a file or folder to write whose place is taken by a link or by something of another kind."""
+    """Raised where a link or something of another kind is in place of a file to write."""
 
     def __init__(self, path: str | Path, reason: str) -> None:
         super().__init__(errno.EPERM, reason, str(path))
@@ -195,7 +195,7 @@ def expect_absent(folder: str | Path) -> Path:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A context of a folder beside `folder`, which is renamed to it at the end: it appears when it is complete."""
+    """A context of a folder beside `folder` that is renamed to it at the end."""
     partial = folder.with_name(f"{folder.name}.partial")
     remove_entry(partial)
     make_folder(partial.parent, partial.name)
@@ -208,7 +208,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def append_line(path: str | Path, line: str) -> None:
-    """Append a line to a text file; one at its end that a kill cut short is removed first."""
+    """Append a line to a text file, after removing one that a kill cut short."""
     with writing(path, "append") as file:
         cut_half_line(file.fileno())
         file.write(f"{line}\n".encode())
@@ -256,7 +256,7 @@ def is_real_folder(path: str | Path) -> bool:
 
 
 def remove_entry(path: str | Path) -> None:
-    """Remove a file, a link itself, or a folder with its content, if it is there; no link is followed."""
+    """Remove a file, a link itself, or a folder with its content, if it is there."""
     if is_real_folder(path):
         shutil.rmtree(path)
     else:

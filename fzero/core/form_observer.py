@@ -26,7 +26,7 @@ def note(operation: str, form: str) -> None:
 
 
 def note_all(forms: Mapping[str, Iterable[str]]) -> None:
-    """Tell all observers of the forms of several operations, such as those in a program that was compiled earlier."""
+    """Tell all observers of the forms of several operations, such as a kept program's."""
     for operation, names in forms.items():
         for name in names:
             note(operation, name)

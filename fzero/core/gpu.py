@@ -39,9 +39,9 @@ ADVICE = {
 
 
 def gist_of(text: str) -> str:
-    """What a message of PyTorch about CUDA says: CUDA's own error if it names one, else its first sentence.
+    """What a message of PyTorch about CUDA says: CUDA's own error, else a sentence.
 
-    >>> gist_of("CUDA error: no kernel image is available for execution on the device\\nSearch for ...")
+    >>> gist_of("CUDA error: no kernel image is available for execution on the device\nSearch for ...")
     'no kernel image is available for execution on the device'
     """
     text = re.sub(r"\(Triggered internally.*", "", text, flags=re.DOTALL).strip()
@@ -127,7 +127,7 @@ def complaint() -> str:
 
 
 def resolve_device(name: str) -> str:
-    """ "cpu" or "cuda": what `name` is; for "auto", the GPU where there is one. Raises ValueError for another word.
+    """ "cpu" or "cuda": what `name` or "auto" is here; raises ValueError for others.
 
     >>> resolve_device("cpu")
     'cpu'
@@ -188,7 +188,7 @@ def select_device(device: torch.device) -> None:
 
 
 def wake(device: torch.device) -> None:
-    """Begin to use a GPU if `device` is one, so that `in_use` says so before anything is on it."""
+    """Begin to use a GPU if `device` is one, so that `in_use` says so."""
     if device.type == "cuda":
         with _first_use(device):
             torch.cuda.init()
@@ -219,7 +219,7 @@ def _first_use(device: torch.device) -> Iterator[None]:
 
 
 def compute_once(device: torch.device) -> None:
-    """Compute a number on a GPU and wait for it: some faults, such as missing machine code, show only then."""
+    """Compute a number on a GPU and wait: some faults show only then."""
     torch.ones((), device=device).add_(1)
     synchronize(device)
 
@@ -231,7 +231,7 @@ def current_device() -> torch.device:
 
 
 def in_use() -> bool:
-    """Whether this process uses a GPU, not whether the machine has one: a run on the CPU must not begin to."""
+    """Whether this process uses a GPU; it does not begin to."""
     return torch.cuda.is_initialized()
 
 
@@ -281,7 +281,7 @@ class DeviceMemory(NamedTuple):
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
-    """The memory of a GPU now, as its driver and this process's allocator count it. It waits for nothing."""
+    """The memory of a GPU now, by its driver and this process's allocator, without a wait."""
     free, total = torch.cuda.mem_get_info(device)
     tensors, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     return DeviceMemory(total, free, tensors, reserved, torch.cuda.max_memory_allocated(device))
@@ -310,7 +310,7 @@ def processes_on(device: torch.device) -> list[str]:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most memory that tensors have held on a GPU since `reset_peak`; None for a CPU, which does not count it."""
+    """The most memory of tensors on a GPU since `reset_peak`; None for a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
@@ -321,7 +321,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def pin_pages(address: int, size: int) -> tuple[int, Callable[[], None]]:
-    """Pin memory that is there already, for all GPUs: (CUDA's error code, 0 for none; the function that unpins it)."""
+    """Pin memory for all GPUs: (CUDA's error code, the function that unpins it)."""
     runtime = torch.cuda.cudart()
     assert runtime is not None  # there is a GPU
     everywhere = 1  # cudaHostRegisterPortable
@@ -329,7 +329,7 @@ def pin_pages(address: int, size: int) -> tuple[int, Callable[[], None]]:
 
 
 def pinned(x: Tensor, device: torch.device) -> Tensor:
-    """`x`, a tensor in the host's memory, pinned if `device` is a GPU, so that copies to it need no wait."""
+    """`x`, a host tensor, pinned if `device` is a GPU."""
     return x.pin_memory() if device.type == "cuda" else x
 
 

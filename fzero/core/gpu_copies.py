@@ -189,7 +189,7 @@ def copy_out(x: Tensor, *, out: Tensor | None = None) -> Copied:
 
 
 class CopySource(NamedTuple):
-    """A tensor of a GPU that a copy to the host reads; of a plan, whose copies are made at once, the tensor alone."""
+    """A tensor of a GPU that a copy to the host reads; in a plan the tensor alone."""
 
     tensor: Tensor
     event: Any = None  # after the copy
@@ -261,13 +261,13 @@ def pass_group(device: torch.device, group: Any, *, fetched: bool) -> None:
 
 
 def free_copied(device: torch.device) -> None:
-    """Free the sources of copies that left a GPU and are made, as those are for which the host has waited."""
+    """Free the sources of copies from a GPU for which the host has waited."""
     if device != HOST:
         _sources(device).drop_copied()
 
 
 def free_sources(device: torch.device) -> None:
-    """Free all sources of copies that left a GPU: the streams that computed them wait for the copies under way."""
+    """Free all sources of copies from a GPU, once its streams wait for the copies."""
     if device != HOST and not is_capturing(device):
         _sources(device).drop_all()
 

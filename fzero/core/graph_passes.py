@@ -351,7 +351,7 @@ def fuse_max_magnitudes(graph: GraphModule) -> None:
 
 
 def _magnitude_request(node: Node) -> MagnitudeRequest | None:
-    """What a node asks for, if it is a largest magnitude of what an operator of TWINS has written."""
+    """What a node asks for, if it is a largest magnitude of an output of TWINS."""
     source, dims = _magnitude(node)
     if source is None:
         return None
@@ -372,7 +372,7 @@ def _magnitude_request(node: Node) -> MagnitudeRequest | None:
 
 
 def _magnitude(node: Node) -> tuple[Any, list[int]]:
-    """(the tensor whose largest magnitude a node is, over which dims: all if there are none); (None, []) else."""
+    """(the tensor whose largest magnitude a node is, over which dims); else (None, [])."""
     arguments: Any = (*node.args, None, None, None)
     if node.op == "call_function" and not node.kwargs and node.target is VECTOR_NORM:
         source, order, dims = arguments[:3]

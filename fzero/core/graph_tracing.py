@@ -48,7 +48,7 @@ NO_KEY = (
 
 
 class Untraceable(ValueError):
-    """Raised for what a graph of a program would lose, and a call of it has; names its line."""
+    """Raised for what a graph of a program would lose; names its line."""
 
 
 BY_AUTOGRAD = (
@@ -198,7 +198,7 @@ class Watch(TorchDispatchMode):
             ) from None
 
     def is_argument(self, leaf: Tensor) -> bool:
-        """Whether a tensor with a gradient is of what the program is given, and not a parameter of another module."""
+        """Whether a tensor with a gradient is of what the program is given."""
         return not leaf.is_leaf or storage_of(leaf) in self.protected
 
     def expect_unprotected(self, leaf: Any, func: Any) -> None:
@@ -297,7 +297,7 @@ def trace(f: Callable[..., Sequence[Tensor]], like: Sequence[Tensor], trained: S
 
 
 def allow_constants(tensors: Iterable[Tensor]) -> None:
-    """Let tensors that a program has beside its arguments be constants of its graph, where it is traced on these."""
+    """Let tensors beside a program's arguments be constants of its graph."""
     for x in tensors:
         while is_functorch_wrapped_tensor(x):
             x = get_unwrapped(x)
@@ -317,7 +317,7 @@ def unlogged(name: str) -> Iterator[None]:
 
 
 def copied(x: Tensor, y: Tensor, non_blocking: bool = False) -> Tensor:
-    """What is in x after y is copied into it: torch has no derivative of the operator that writes into no x."""
+    """x after y is copied into it, with a derivative."""
     return y.to(x.dtype).expand(x.shape)
 
 

@@ -74,7 +74,7 @@ def nodes_of(root: Path = SYS) -> dict[int, frozenset[int]]:
 
 
 def node_of(device: torch.device, root: Path = SYS) -> int | None:
-    """The number of the NUMA node that a GPU is at; None where the system does not tell, as in some containers."""
+    """The number of a GPU's NUMA node; None where the system does not tell."""
     address = gpu.pci_address(device)
     if not address:
         return None
@@ -111,7 +111,7 @@ def find_placement(device: torch.device, processes: int = 1, root: Path = SYS) -
 
 
 def bind_threads(cores: frozenset[int], tasks: Path = TASKS) -> None:
-    """Have all threads of this process run on these cores alone, and those that they start later; nothing for none."""
+    """Have all threads of this process, also later ones, run on these cores alone."""
     if not cores:
         return
     os.sched_setaffinity(0, cores)  # first this one, so that new threads are born there
@@ -193,7 +193,7 @@ def _limit() -> str:
 
 
 def _release_pages(memory: mmap.mmap, busy: torch.device | None, unpin: Callable[[], object]) -> None:
-    """Unpin memory that nobody has any more, once `busy`, a GPU, has made the copies under way; then it is unmapped."""
+    """Unpin and unmap memory that nobody has, once `busy`, a GPU, has made its copies."""
     if busy is not None and gpu.in_use():
         if gpu.is_capturing(busy):  # which a wait would end
             _PENDING_RELEASES.append((memory, busy, unpin))

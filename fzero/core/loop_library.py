@@ -42,7 +42,7 @@ _PATCHED = threading.RLock()
 
 @contextlib.contextmanager
 def batch_compilation() -> Iterator[None]:
-    """A context in which this thread lowers graphs; the loops of each are compiled meanwhile, and ready at its end."""
+    """A context in which this thread lowers graphs, whose loops compile meanwhile."""
     from fzero.core.torch_private import AsyncCompile
 
     builds: list[tuple[dict[str, Any], list[str], Future[str]]] = []
@@ -95,7 +95,7 @@ def _bound(loop: _Loop, name: str) -> str:
 
 @functools.cache
 def _cache() -> Any:
-    """Inductor's cache of C++ libraries with a result that is only its file: `load` takes several modules from it."""
+    """Inductor's cache of C++ libraries with a result that is only its file."""
     from fzero.core.torch_private import CppPythonBindingsCodeCache
 
     opened = staticmethod(lambda path, key: SimpleNamespace(file=path))

@@ -199,7 +199,7 @@ class CachedPrograms(NamedTuple):
 
 
 def load_programs(question: str | None) -> CachedPrograms | None:
-    """The answer kept for a question; None if it was not answered here before, or if a library of it is gone."""
+    """The answer kept for a question; None without one, or if a library is gone."""
     answer = compile_cache.load_answer(question) if question is not None else None
     if answer is None:
         return None

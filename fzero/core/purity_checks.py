@@ -199,7 +199,7 @@ UNLIKE = (
 
 @contextlib.contextmanager
 def expect_data(inputs: Mapping[str, Tensor]) -> Iterator[None]:
-    """Raise Impure if a tensor that a function is given, by name, has other memory after what runs within."""
+    """Raise Impure if a tensor that a function is given has other memory afterwards."""
     storages = {name: storage_of(x) for name, x in inputs.items()}
     yield
     for name, x in inputs.items():

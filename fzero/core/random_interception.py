@@ -120,7 +120,7 @@ def is_drawing() -> bool:
 
 
 def no_draws() -> contextlib.AbstractContextManager[Any]:
-    """A mode for the compilation of a function, in which the draws that are on around it are refused."""
+    """A mode for a compilation, in which the draws around it are refused."""
     around = CURRENT.get()
     if around is None:
         return contextlib.nullcontext()

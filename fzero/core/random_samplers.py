@@ -39,7 +39,7 @@ class KeyedNumbers:
         return self.make_key is None
 
     def next_site(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, int | Tensor]:
-        """(the key of the next draw, the index of the first element of a tensor of this shape in it)."""
+        """(the key of the next draw, the index of a tensor's first element in it)."""
         if self.base_key is None:
             self.base_key = prng.key(0, device) if self.make_key is None else self.make_key()
         key, first = self.base_key.to(device), self.first
@@ -75,7 +75,7 @@ def has_rate(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
 
 
 def drop(draws: KeyedNumbers, x: Tensor, rate: float) -> Tensor:
-    """x with each element zeroed at this rate, and the others divided by what is kept on the mean."""
+    """x with elements zeroed at this rate, and the others divided by the mean kept."""
     draws.expect(x)
     if draws.disabled or rate == 0.0:
         return x

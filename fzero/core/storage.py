@@ -35,7 +35,7 @@ LASTING = ("NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED")  # codes of erro
 
 
 class Refused(OSError):
-    """Raised where a store answers that it has no such bucket, or that the user may not read or write there."""
+    """Raised where a store has no such bucket, or the user may not read or write there."""
 
 
 def is_url(path: Any) -> TypeGuard[str]:
@@ -244,7 +244,7 @@ def write_text(folder: str | Path, name: str, text: str) -> None:
 
 
 def write_texts(folder: Path, files: Mapping[str, str]) -> None:
-    """Write the files {name: content}, as `write_text` does; a name may be in a folder of its own: "more/a.txt"."""
+    """Write the files {name: content}, as `write_text` does; names may have folders."""
     for name, content in files.items():
         *folders, last = name.split("/")
         write_text(make_folder(folder, *folders), last, content)

@@ -144,7 +144,7 @@ def _check_values(value: Any, name: str, *, wide: bool) -> None:
 
 
 def _path_to(value: Any, target: Any) -> str:
-    """The words `a.b is ` for the place of `target` in a parsed value, or "" for a key."""
+    """The words `a.b is ` for the path of `target` in a parsed value, or "" for a key."""
     work: list[tuple[str, Any]] = [("", value)]
     for path, item in work:
         if item is target:
@@ -262,8 +262,7 @@ def in_form(name: str, fix: str = "") -> Iterator[None]:
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: Sequence[int] = (0,)) -> list[str]:
-    """Format the lines of a table; columns `text` (negative ones count from the end) are aligned left, the others
-    right."""
+    """The lines of a table; columns `text` (negative from the end) are aligned left."""
     cells = [header, *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     left_columns = {i % len(header) for i in text}
@@ -274,7 +273,7 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text: Se
 
 
 def nearest(name: str, among: Iterable[str]) -> str:
-    """The text ` (did you mean X?)` with the name X in `among` that is closest to `name`, or "" if none is close."""
+    """The text ` (did you mean X?)` with the name in `among` closest to `name`, or ""."""
     close = difflib.get_close_matches(name[:100], list(among), n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 

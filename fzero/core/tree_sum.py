@@ -56,7 +56,7 @@ def tree_sum(terms: Sequence[Tensor], owned: Sequence[bool] | None = None) -> Te
 
 
 def tree_sum_rows(x: Tensor) -> Tensor:
-    """The sum of `x` [N, ...] over its first dim, in a number of operations that grows with log2 N; differentiable.
+    """The sum of `x` [N, ...] over its first dim, in about log2 N operations; differentiable.
 
     >>> tree_sum_rows(torch.tensor([[1.0], [2.0], [3.0]]))
     tensor([6.])

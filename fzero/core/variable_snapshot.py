@@ -121,7 +121,7 @@ class Readings:
         self.class_attributes(type(owner), names, owner)
 
     def class_attributes(self, kind: type, names: frozenset[str], owner: Any = None) -> None:
-        """Add the attributes of a class that these names read, and what its properties do. owner: an object of it."""
+        """Add the attributes of a class that these names read, and what its properties do."""
         for base in kind.__mro__ if self.is_new(kind, names, owner) else ():
             for key in names & vars(base).keys() if not of_library(base) else ():
                 value = vars(base)[key]
@@ -138,7 +138,7 @@ def names_in(code: CodeType) -> set[str]:
 
 
 def constants_in(value: Any, depth: int = 4) -> Any:
-    """The numbers, texts and tensors of a value, as something that can be compared; None for what has none."""
+    """The numbers, texts and tensors of a value, comparable; None for what has none."""
     if isinstance(value, PLAIN):
         return type(value).__name__, repr(value)
     if isinstance(value, Tensor):
@@ -288,7 +288,7 @@ class Snapshot:
                 self.walk_class(item, depth)
 
     def walk_class(self, cls: type, depth: int) -> None:
-        """Add the variables of a class and of its functions; of a package's class the functions with a memory."""
+        """Add the variables of a class and of its functions."""
         if is_user_code(cls):
             return self.walk(cls.__name__, cls, depth)
         for value in () if cls.__module__.split(".")[0] in ("torch", "builtins") else vars(cls).values():

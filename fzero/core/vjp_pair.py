@@ -119,7 +119,7 @@ class Residuals(list):
 
 
 def _dropper(inputs: Sequence[Tensor], needs: set[int]) -> Callable[[Tensor], Any]:
-    """Make a function that replaces a view of one of `inputs` by Dropped and adds that input's index to `needs`."""
+    """A function that replaces a view of one of `inputs` by Dropped, and notes it in `needs`."""
     storages = {t.untyped_storage()._cdata: (i, t.storage_offset(), t.dtype) for i, t in enumerate(inputs)}
 
     def drop(t: Tensor) -> Any:
@@ -173,7 +173,7 @@ class _Substitute(torch.autograd.Function):
 
 
 def _end(out: Tensor) -> Any:
-    """What autograd goes back from: the place of a result in the graph, which does not hold its memory."""
+    """What autograd goes back from, which does not hold the memory of a result."""
     return out if out.is_leaf and out.requires_grad else get_gradient_edge(out) if out.requires_grad else None
 
 

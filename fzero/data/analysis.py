@@ -71,7 +71,7 @@ def mean_lengths(tokens: Tokens, rows: Packing) -> Measure:
 
 
 def rarities(tokens: Tokens, rows: Packing) -> Measure:
-    """The sum of -ln p over a row's tokens, p being how often a token is one of all tokens of the rows."""
+    """The sum of -ln p over a row's tokens, p being the share of a token in all rows."""
     counts = np.zeros(tokens.vocab_size, np.int64)
     for row_batch in row_batches(tokens, rows, max(1, BATCH_TOKENS // rows.positions(np.zeros(1, np.int64)).shape[1])):
         counts += np.bincount(row_batch.batch["tokens"].numpy()[row_batch.real], minlength=len(counts))

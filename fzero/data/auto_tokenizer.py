@@ -86,7 +86,7 @@ def expect_json(tokenizer: Tokenizer) -> None:
 
 
 def template_tokens(chat: Chat) -> list[str]:
-    """The texts that a template writes as tokens: in its constants, and in what it makes of roles and `chat.tokens`."""
+    """The texts that a template writes as tokens, by its constants and renderings."""
     texts = template_texts(chat)
     for roles in PROBES:
         try:
@@ -108,7 +108,7 @@ def missing_tokens(chat: Chat, tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def missing_lines(chat: Chat | None, tokenizer: Tokenizer, fix: str) -> list[str]:
-    """A line that names the tokens of a template that a tokenizer lacks, [] if it has all. fix: what adds them."""
+    """A line that names the tokens of a template that a tokenizer lacks, or []."""
     missing = missing_tokens(chat, tokenizer) if chat is not None else {}
     if not missing:
         return []

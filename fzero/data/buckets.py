@@ -188,7 +188,7 @@ class BucketStream:
 
 @functools.lru_cache(maxsize=32)
 def _drawn(stream: BucketStream, epoch: int, bucket: int, block: int) -> np.ndarray:
-    """The ranges of the documents from block * DRAWN on, in the order of a length in an epoch; cached."""
+    """The ranges of the documents from block * DRAWN on, of a length in an epoch; cached."""
     return stream.documents_of(
         epoch, bucket, np.arange(block * DRAWN, min((block + 1) * DRAWN, stream.entries[bucket]))
     )

@@ -229,7 +229,7 @@ def build_corpus(sources: Sources, masks: list[np.ndarray], val_fraction: float,
 
 
 def drop_duplicates(sources: Sources, masks: list[np.ndarray], notes: int, skipped: Counter[str]) -> None:
-    """Keep the first of identical documents, of those whose rows have these notes: 40 bytes of memory for each."""
+    """Keep the first of identical documents, at 40 bytes of memory for each."""
     digests, places = [], []
     for number, mask in enumerate(masks):
         rows = sources.rows(number)
@@ -307,7 +307,7 @@ def split_texts(corpus: Corpus, number: int) -> Iterator[tuple[str, Iterator[str
 
 
 def head_blocks(count: int, blocks: Iterator[str], excess: list[str]) -> Iterator[str]:
-    """The first characters of a text in blocks; what the last one has beyond them is added to `excess`."""
+    """The first characters of a text in blocks; the rest of the last one goes to `excess`."""
     for block in blocks:
         yield block[:count]
         count -= len(block)

@@ -36,7 +36,7 @@ READ = 1 << 22  # bytes that are compared together
 
 @contextlib.contextmanager
 def write_piece(path: Path, number: int) -> Iterator[Callable[[bytes], None]]:
-    """A context of a function that appends bytes to the file of a piece, which has its name at the end."""
+    """A context of a function that appends bytes to the file of a piece."""
     partial, crc = path.with_suffix(".partial"), 0
     with writing(partial, "replace") as file:
 
@@ -122,7 +122,7 @@ def text_spans(
 
 
 def find_cut(text: str, begin: int, end: int, pieces: Pieces, context_size: int) -> int:
-    """The last place up to `end` where `pieces` cuts the text, counted from `begin`; 0 if none is seen."""
+    """The last index up to `end` where `pieces` cuts the text, from `begin`; 0 for none."""
     low = max(begin + 1, end - CUT_TAIL)
     for kind in CUT_PATTERNS:
         positions = [match.start() for match in kind.finditer(text, low, end)]
@@ -136,7 +136,7 @@ def find_cut(text: str, begin: int, end: int, pieces: Pieces, context_size: int)
 
 
 def is_cut(head: str, tail: str, pieces: Pieces, context_size: int) -> bool:
-    """Whether the pieces of left + right are those of both, where the right one stands behind the end of the left."""
+    """Whether the pieces of left + right are those of both."""
     context = head[-context_size:] if context_size else ""
     try:
         full, first, context_pieces, tail_pieces = (

@@ -35,14 +35,14 @@ class TooLong(ValueError):
 
 
 class Lengths(NamedTuple):
-    """How long an example may be, in positions: one less than its tokens, of which the last is only a target."""
+    """How long an example may be, in positions: one less than its tokens."""
 
     row: int  # data.seq_len
     model: int  # the positions of the model
     too_long: str = "error"  # what becomes of a longer one, one of TOO_LONG
 
     def example_limit(self, parts: int) -> int | None:
-        """The positions of one of so many examples that share a row, to which they are cut; None: they are not."""
+        """The positions of one of so many examples that share a row; None: uncut."""
         return self.row // parts if self.too_long == "cut" else None
 
 
@@ -50,7 +50,7 @@ Read = Callable[[Table], list[Example]]  # a line's JSON object -> its examples;
 
 
 class LineReader(NamedTuple):
-    """How lines are read, and whether those that `read` finds TooLong end it ("error"), or are dropped and counted."""
+    """How lines are read, and what becomes of those that are TooLong."""
 
     read: Read
     too_long: str = "error"
@@ -137,7 +137,7 @@ def long_line_numbers(path: Path, read: Read) -> set[int]:
 
 
 def truncate(example: Example, positions: int | None) -> Example:
-    """The beginning of an example, of so many positions; the whole of one that is not longer, or for None."""
+    """The first positions of an example; all of a shorter one, or for None."""
     if positions is None or len(example.ids) - 1 <= positions:
         return example
     return Example(example.ids[: positions + 1], example.counted[: positions + 1], cut=True)

@@ -90,7 +90,7 @@ def link_url(url: str, out: str | Path) -> dict[str, Any]:
 
 
 def read_remote_meta(url: str) -> dict[str, Any]:
-    """The meta.json of the corpus at a URL; raises ValueError if it is none that can be read there."""
+    """The meta.json of the corpus at a URL; raises ValueError for none."""
     meta = read_meta(url)
     for key, reason in {
         "mixture": "is a mixture itself; name its corpora",
@@ -144,7 +144,7 @@ def remote_digest(url: str) -> str:
 
 
 def expect_unchanged(folder: str | Path) -> None:
-    """Raise ValueError if the corpus in `folder` reads its tokens at a URL that has another corpus by now."""
+    """Raise ValueError if a corpus' URL has another corpus by now."""
     remote = read_meta(folder).get("remote")
     if remote is not None and remote_digest(remote["url"]) != remote["sha256"]:
         raise ValueError(f"{remote['url']}: has changed since the run began; put that corpus back, or start a new run")

@@ -328,7 +328,7 @@ class MixedStream:
 
 
 def even_shares(available: Sequence[int], limit: int) -> list[int]:
-    """How many of at most `limit` things each gives: equally many, as far as it has them, the first ones one more.
+    """How many of at most `limit` things each gives, as evenly as they go.
 
     >>> even_shares([1, 9, 9], 8)
     [1, 4, 3]

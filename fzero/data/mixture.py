@@ -160,7 +160,7 @@ def read_source(text: str) -> MixtureSource:
 
 
 def split_options(text: str) -> tuple[str, list[str]]:
-    """(the path of a source, its options): the parts at its end that are no part of a path.
+    """(the path of a source, the options at its end).
 
     >>> split_options("s3://bucket/web:0.7:epochs=2")
     ('s3://bucket/web', ['0.7', 'epochs=2'])

@@ -78,13 +78,13 @@ def full_range(tokens: Tokens) -> np.ndarray:
 
 
 def within_documents(tokens: Tokens) -> np.ndarray:
-    """The ranges of the positions whose target is in their own document; a document of one token has none."""
+    """The ranges of the positions whose target is in their own document."""
     ranges = np.stack([tokens.docs[:-1], tokens.docs[1:] - 1], 1).astype(np.int64)
     return ranges[ranges[:, 0] < ranges[:, 1]]
 
 
 def intersect(ranges: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the ranges that two lists have in common [m, 2], the number [m] of the one of `bounds` that each is in).
+    """(the common ranges of two lists [m, 2], the number in `bounds` of each [m]).
 
     >>> intersect(np.array([[0, 5], [6, 9]]), np.array([[1, 3], [4, 8]]))[0].tolist()
     [[1, 3], [4, 5], [6, 8]]
@@ -116,7 +116,7 @@ def merge_ranges(ranges: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Ranges laid end to end, cut every T positions; the last (all positions) mod T are in no row."""
+    """Ranges laid end to end, cut every T positions; the remainder is in no row."""
 
     ranges: np.ndarray
     seq_len: int  # T
@@ -193,7 +193,7 @@ class BestFit:
         return out if places is None else out[:, places]
 
     def unread(self, read: np.ndarray) -> np.ndarray:
-        """The ranges that no row of `read` has: pieces of one document that follow one another are one again."""
+        """The ranges that no row of `read` has, with neighbours joined."""
         pieces, begins = self._packed
         return merge_ranges(pieces[~np.repeat(read, np.diff(begins))])
 
@@ -309,7 +309,7 @@ def _expect_sound(tokens: Tokens, positions: np.ndarray, first: np.ndarray, fill
 
 @functools.lru_cache(maxsize=64)
 def sparse(seq_len: int) -> np.ndarray:
-    """The places of a row by which the pieces that it needs are found: evenly spaced ones, and the last.
+    """Evenly spaced positions of a row, and the last, by which its pieces are found.
 
     >>> sparse(130).tolist()
     [0, 64, 128, 129]

@@ -113,7 +113,7 @@ def expect_distinct(pair: list[Example]) -> None:
 
 
 def expect_pair_fits(pair: list[Example], lengths: Lengths) -> None:
-    """Raise ValueError for two answers that are equal, and TooLong for those that are so for a row together."""
+    """Raise ValueError for two equal answers, and TooLong for a pair beyond a row."""
     for name, example in zip(ANSWERS, pair):
         expect_fits(example, lengths, f"the {name} answer with its prompt")
     expect_distinct(pair)
@@ -164,7 +164,7 @@ def plain_example(encode: Encode, prompt: str, text: str, eos: int) -> Example:
 def chat_example(
     chat: Chat, encode: Encode, prompt: list[Message], answer: list[Message], tools: list[Any] | None
 ) -> Example:
-    """A conversation whose end, all that comes after the prompt, is to be learnt, up to the last eos_token."""
+    """A conversation whose end after the prompt is to be learnt, up to the last eos."""
     prefix = render(chat, prompt, tools=tools, prompt=True)
     text = render(chat, [*prompt, *answer], tools=tools)
     if not text.startswith(prefix):

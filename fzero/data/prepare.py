@@ -257,7 +257,7 @@ MOST_TOKENS = 10_000_000  # of a tokenizer that is trained here: its library tak
 
 
 def check_new(out: str | Path, val_fraction: float) -> Path:
-    """The folder of a new corpus; raises ValueError if it exists, and for a fraction that leaves a split empty."""
+    """The folder of a new corpus; raises ValueError if it exists or a split is empty."""
     if not 0.0 < val_fraction < 1.0:
         raise ValueError(
             f"val_fraction={val_fraction}: wanted a number between 0 and 1, without them; the usual is 0.02"
@@ -365,7 +365,7 @@ def _bounded(texts: Iterable[str]) -> Iterator[str]:
 
 
 def sample_evenly(share: float, texts: Iterable[str]) -> Iterator[str]:
-    """The texts that hold this share of all characters, spread evenly; all of them for a share of 1 and more.
+    """The texts that hold this share of all characters, spread evenly.
 
     >>> list(sample_evenly(0.5, ["ab", "cd", "ef", "gh"]))
     ['cd', 'gh']
@@ -396,7 +396,7 @@ def tokenizer_of_file(spec: str, eos: str | None) -> Tokenizer:
 
 
 def _write(work: Path, corpus: Corpus, built_tokenizer: Tokenizer, source: dict[str, Any]) -> dict[str, Any]:
-    """Write all files of the corpus but meta.json, and return what that says of them. source: begins its entry."""
+    """Write all files of the corpus but meta.json, and return its entries."""
     remove_entry(work / "corpus")  # of a preparation that was killed
     folder = make_folder(work, "corpus")
     splits, sums = join(work / "encoded", len(corpus.sources.pieces), folder, built_tokenizer)

@@ -355,7 +355,7 @@ class RemoteTokens:
             self.pending[piece] = self.objects.begin_read(self.file.name, start, start + self._size(piece))
 
     def _end(self, piece: int) -> bytes | None:
-        """The bytes of a piece that was begun, or what there is of them; None if there is no such object."""
+        """The bytes of a piece that was begun; None if there is no such object."""
         try:
             return self.objects.end_read(self.pending.pop(piece), self._size(piece))
         except EOFError:
@@ -404,7 +404,7 @@ class RemoteTokens:
                 )
 
     def _damaged(self, piece: int, data: bytes) -> int | None:
-        """The number of the first chunk of a piece that does not match its checksum; None if all do."""
+        """The number of the first chunk of a piece that does not match; None if all do."""
         view, first = memoryview(data), piece * self.piece // CHUNK
         for i in range(-(-self._size(piece) // CHUNK)):
             if crc32c(view[i * CHUNK : (i + 1) * CHUNK]) != self.file.sums[first + i]:

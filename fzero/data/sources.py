@@ -257,7 +257,7 @@ def blocks_of(text: str) -> Iterator[str]:
 
 
 def problem_of(blocks: Iterable[bytes], name: str) -> str:
-    """Why the text of these blocks is left out, "" if it is not; raises ValueError for too large a one."""
+    """Why the text of these blocks is left out, or ""; raises ValueError if too large."""
     size, binary, problem, checked = 0, False, "", codecs.getincrementaldecoder("utf-8-sig")()
     characters = 0
     for block in blocks:
@@ -296,7 +296,7 @@ def _json_lines(file: SourceFile, text_key: str) -> Iterator[Document]:
 
 
 def _lines(stream: io.BufferedIOBase, file: SourceFile) -> Iterator[bytes]:
-    """The lines of a stream that begin in the part to read; of one that is too long, the beginning."""
+    """The lines of a stream that begin in the part to read; long ones are cut."""
     read, position = partial(stream.readline, LARGEST + 1), file.begin
     if position:
         stream.seek(position - 1)

@@ -196,7 +196,7 @@ def class_of(folder: Path, config: TokenizerEntry) -> str:
 
 
 def is_byte_level(folder: Path) -> bool:
-    """Whether the tokenizer.json of a folder is of bytes, as that of Llama 3, whose class is not LlamaTokenizer."""
+    """Whether the tokenizer.json of a folder is of bytes, as that of Llama 3."""
     return (folder / TOKENIZER).is_file() and '"ByteLevel"' in read_text_file(folder / TOKENIZER)
 
 
@@ -239,7 +239,7 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 
 
 class FolderTokens(NamedTuple):
-    """The tokens that a folder names apart from its vocabulary. A token is its text, or a table with its flags."""
+    """The tokens that a folder names apart from its vocabulary, as texts or tables."""
 
     class_name: str  # as in tokenizer_classes.class_of
     config: dict[str, Any]  # tokenizer_config.json
@@ -250,7 +250,7 @@ class FolderTokens(NamedTuple):
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """{name: text} of the special tokens that a folder names; raises ValueError naming a file that is no JSON."""
+    """{name: text} of the special tokens that a folder names; raises ValueError."""
     return {name: text_of(token) for name, token in read_tokens(folder).named.items()}
 
 

@@ -125,7 +125,7 @@ def library_of(json: str, name: str) -> "Library":
 
 @contextlib.contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """A context in which file 2 is dropped: a panic of the library prints lines there before it is an error."""
+    """A context in which file 2 is dropped, where a panic of the library prints."""
     saved_fd, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, 2)

@@ -58,7 +58,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 @contextlib.contextmanager
 def new_corpus(target: Path) -> Iterator[Path]:
-    """A context of a folder that is at `target` when it is complete; nothing is there after an error."""
+    """A context of a folder that is at `target` when it is complete."""
     with naming(target):
         make_folder(target.parent)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:

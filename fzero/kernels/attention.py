@@ -344,6 +344,6 @@ attention = Op(
 
 
 def choose_form(impl: str, q: Tensor, k: Tensor, v: Tensor, positions: Positions, scoring: Scoring) -> str:
-    """The name in FORM_PASSES of the form that serves parts; raises ValueError if `impl` is none, or does not serve."""
+    """The form in FORM_PASSES that serves parts; raises ValueError if `impl` does not."""
     name, _ = attention.choose(impl, (q, k, v), {"positions": positions, **scoring._asdict()})
     return name if name in FORM_PASSES else "blocked"

@@ -74,7 +74,7 @@ class Positions(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What of attention is no tensor: the pattern, the scale of the scores, and their cap, 0 for none."""
+    """What of attention is no tensor: the pattern, the scale, and the cap of scores."""
 
     pattern: Pattern = FULL
     scale: float = 1.0
@@ -97,7 +97,7 @@ class Scoring(NamedTuple):
 
 
 def masked_scores(q: Tensor, k: Tensor, pair_mask: Tensor, scoring: Scoring) -> Tensor:
-    """The scores [B, G, R, T, S] in float32 or wider, -inf of a pair that is not seen; pair_mask is broadcast."""
+    """The scores [B, G, R, T, S] in float32 or wider, -inf of a pair that is not seen."""
     q = rearrange(q, "b t (g r) k -> b g r t k", g=k.shape[2])
     scores = torch.einsum("bgrtk,bsgk->bgrts", widened(q), widened(k))
     return cap_logits(scores * scoring.scale, scoring.cap).masked_fill(~pair_mask, float("-inf"))
@@ -119,7 +119,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 
 
 def gradient(out: Tensor, lse: Tensor, g: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient by the sinks, in their dtype, for the gradient g of out; out and lse with the sinks."""
+    """The gradient by the sinks for the gradient g of out; out and lse with sinks."""
     delta = torch.einsum("bthk,bthk->bht", g.to(lse.dtype), out.to(lse.dtype))
     return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
 
@@ -249,7 +249,7 @@ def expect_heads(q: Any, k: Any, v: Any, scale: Any = None) -> None:
 
 
 def expect_scores(q: Tensor, pattern: Any, cap: Any = 0.0, sinks: Any = None) -> None:
-    """Raise ValueError unless these are a pattern, a cap of scores, 0 for none, and a sink for each head of q."""
+    """Raise ValueError unless these are a pattern, a cap, and a sink for each head of q."""
     if not isinstance(pattern, Pattern):
         raise ValueError(
             f"attention: pattern is {_describe(pattern)}; give a Pattern, as Pattern.parse('full') makes one"
@@ -290,7 +290,7 @@ def _is(name: str) -> str:
 
 
 def _describe(x: Any) -> str:
-    """A tensor by its dtype and shape, a number or a short text as it is, and else the type."""
+    """A tensor by dtype and shape, a number or short text as it is, else the type."""
     if isinstance(x, Tensor):
         return f"{x.dtype} {list(x.shape)}"
     return repr(x) if isinstance(x, int | float | str) and len(repr(x)) < 40 else type(x).__name__

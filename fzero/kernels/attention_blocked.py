@@ -63,7 +63,7 @@ class Block(NamedTuple):
     offset: int  # S - T
 
     def query_rows(self, q: Tensor) -> Tensor:
-        """The rows of these queries of q [N, R, T, ...], for all R heads: [N, R queries, ...]."""
+        """The rows of these queries of q [N, R, T, ...]: [N, R queries, ...]."""
         return q[:, :, self.queries].flatten(1, 2)
 
 

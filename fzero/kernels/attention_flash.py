@@ -238,7 +238,7 @@ def _forward(
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, scale: float | None, cap: float) -> str:
-    """The reason why the kernels do not take q, k and v, wherever they are; "" if they do."""
+    """The reason why the kernels do not take q, k and v; "" if they do."""
     (b, _, h, dim), (_, s, groups, _) = q.shape, k.shape
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
         return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes three of float32, bfloat16 or float16"

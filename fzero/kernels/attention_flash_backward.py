@@ -169,7 +169,7 @@ def _flash_dq(
 
 @triton.jit
 def query_tiles(first, last, t, query_start, size, REACH, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, M: tl.constexpr):
-    """The range of queries for keys at positions [first, last]: (lo, a, z, hi) as in `key_tiles`, in multiples of M."""
+    """The range of queries for keys at [first, last]: (lo, a, z, hi) as in `key_tiles`."""
     # Causality: the first key is seen from its own position on (lo), all keys from that of the last one on (a). The
     # first key is the first that a window or a block leaves behind (z), the last key the last (hi).
     lo = tl.minimum(tl.maximum(first - query_start, 0), t)

@@ -282,7 +282,7 @@ def missing_package(backend: Library) -> str:
 
 
 def order(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[str, ...]:
-    """The forms in the order in which "auto" should ask them on the device of q, the fastest first; () if unknown."""
+    """The forms as "auto" should ask them on q's device, the fastest first, or ()."""
     if kind_of(q) != "cuda":
         return ()
     ranking = tuning.order_of_attention(target_of(q).name, str(q.dtype).removeprefix("torch."), q.shape[3], q.shape[1])

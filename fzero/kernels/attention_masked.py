@@ -23,7 +23,7 @@ MAX_SCORES = 1 << 20  # of a step of the blocked form, or those of one block of 
 
 
 class BlockRows(NamedTuple):
-    """Some rows, blocks of queries of a head each, and the blocks of keys that each sees, c of them at most."""
+    """Rows, blocks of queries of a head each, and the blocks of keys that each sees."""
 
     rows: Tensor  # int64 [R], head * N + block
     keys: Tensor  # int64 [R c], group * M + block; 0 beyond those that a row has
@@ -77,12 +77,12 @@ def _by_position(x: Tensor, t: int, heads: int) -> Tensor:
 
 
 def _chosen(x: Tensor, step: BlockRows) -> Tensor:
-    """The blocks of keys of x [B, G M, block, K] that the rows of a step see: [B, R, c block, K]."""
+    """The blocks of keys that the rows of a step see: [B, R, c block, K]."""
     return x.index_select(1, step.keys).reshape(x.shape[0], len(step.rows), -1, x.shape[-1])
 
 
 def _in_order(parts: list[Tensor], steps: list[BlockRows], rows: int, like: Tensor, fill: float) -> Tensor:
-    """The parts [B, R, ...] of all steps in the order of the rows, `fill` for those that no step has."""
+    """The parts [B, R, ...] of all steps in the order of the rows, else `fill`."""
     out = like.new_full((like.shape[0], rows, *like.shape[2:]), fill, dtype=parts[0].dtype if parts else like.dtype)
     return out.index_copy(1, torch.cat([x.rows for x in steps]), torch.cat(parts, 1)) if parts else out
 

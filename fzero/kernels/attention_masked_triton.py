@@ -274,7 +274,7 @@ def masked_forward(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, starts: Tensor, units: Tensor, head_rows: int,
     unit: int, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (out, lse) by the lists of each row of units of queries; documents int [B, T] or None."""
+    """(out, lse) by the lists of each row of units of queries."""
     out, lse = outputs_of(q)
     if q.numel():
         qkv = compact_rows(q), compact_rows(k), compact_rows(v)
@@ -297,7 +297,7 @@ def masked_backward(
     starts: Tensor, units: Tensor, head_rows: int, key_starts: Tensor, key_units: Tensor, key_head_rows: int,
     unit: int, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dq, dk, dv) for the gradient g of out; key_starts, key_units: the lists of each row of units of keys."""
+    """(dq, dk, dv) for the gradient g of out, by the lists of units of keys."""
     dq, dk, dv = _gradients(g, q, k, v)
     if q.numel() * k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
@@ -309,7 +309,7 @@ def masked_backward(
 
 
 def builds(gpu: str) -> Iterator[Build]:
-    """The builds for `aot`: units of 16 to 64 rows, head dims and dtypes, with and without a mask within blocks."""
+    """The builds for `aot`: units of 16 to 64 rows, head dims, dtypes, masks."""
     types = "LSE:*fp32 DELTA:*fp32 DOCS:*i32 START:*i32 UNITS:*i32 scale:fp32"
     strides = tuple(x + y for x in "qkv" for y in "bth")
     for kernel in (_masked_forward, _masked_dq, _masked_dkv):

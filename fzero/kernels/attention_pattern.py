@@ -197,7 +197,7 @@ def mix(x: IndexLike) -> IndexLike:
 
 
 def pairs_by_query(pattern: Pattern, documents: np.ndarray) -> np.ndarray:
-    """The number of keys that the query at each position sees, int64 [B, T], of the documents int [B, T] of rows.
+    """The number of keys that each query sees, int64 [B, T], of documents int [B, T].
 
     >>> pairs_by_query(FULL, np.array([[5, 5, 5, 2, 2]]))
     array([[1, 2, 3, 1, 2]])

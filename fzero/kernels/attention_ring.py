@@ -295,7 +295,7 @@ def _expect_fit(q: Tensor, k: Tensor, axis: Axis, positions: Tensor, inner: int)
 
 
 class ChunkAttention(NamedTuple):
-    """How the chunks of a sequence attend: a name in FORM_PASSES, and the documents int [B, T] of whole rows."""
+    """How the chunks of a sequence attend: a form, and the documents int [B, T]."""
 
     form: str
     scoring: Scoring
@@ -321,7 +321,7 @@ class ChunkAttention(NamedTuple):
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, g: Tensor, query: int, key: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The part of these keys in the gradients by q, and the gradients by k and v of these queries alone."""
+        """The part of these keys in the gradients by q, and those by k and v."""
         if self.form == "blocked":
             positions = _positions(q, k, self.documents, query, key)
             return blocked_backward_at(q, k, v, positions, out, lse, g, self.scoring)

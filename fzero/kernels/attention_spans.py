@@ -92,7 +92,7 @@ def run_end(
     coverage: tl.constexpr, SPANS, j, count, span, pattern, KIND: tl.constexpr, RANDOM: tl.constexpr,
     DOCUMENTS: tl.constexpr, N: tl.constexpr, OF_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The end of the tiles from j on of which `look` says `coverage`; j if it does not of the first."""
+    """The end of the tiles from j on of which `look` says `coverage`."""
     # -1 from `count` on is no coverage, so the loop ends there.
     while tile_coverage(SPANS, j, count, span, pattern, KIND, RANDOM, DOCUMENTS, N, OF_KEYS) == coverage:
         j += N
@@ -101,7 +101,7 @@ def run_end(
 
 @triton.jit(do_not_specialize=["n"])
 def _tile_spans(AT, DOCS, OUT, n, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The span of each tile of BLOCK of the n positions and documents of a row of the batch, int32 [B, tiles, 4]."""
+    """The span of each tile of BLOCK positions of a row, int32 [B, tiles, 4]."""
     tiles = tl.cdiv(n, BLOCK)
     i = tl.program_id(0) % tiles * BLOCK
     b = (tl.program_id(0) // tiles).to(tl.int64)

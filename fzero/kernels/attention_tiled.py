@@ -67,7 +67,7 @@ def _run(
     factors: tuple[float, float],
     wide: bool,
 ) -> None:
-    """places: int64 positions [B, T] and [B, S] of queries and keys, and their documents, each contiguous or None."""
+    """places: int64 positions and documents of queries and keys, contiguous or None."""
     if q.numel() and k.numel():
         (b, t, h, dim), (_, s, g, _) = q.shape, k.shape
         shape = _AttentionShape(b, t, s, h, g, dim, *pattern, _threads(k), wide, *factors)

@@ -97,13 +97,13 @@ def visible_pairs(
 
 @triton.jit
 def load_positions(START, rows, count, AT: tl.constexpr):
-    """The positions of the rows `rows`: START + at, or with AT what lies there, FAR for rows from `count` on."""
+    """The positions of the rows `rows`: START + at, or with AT from memory, else FAR."""
     return tl.load(START + rows, mask=rows < count, other=FAR) if AT else rows + START
 
 
 @triton.jit
 def load_documents(DOCS, rows, count, DOCUMENTS: tl.constexpr):
-    """The document numbers of the rows `rows` (0 from `count` on); without DOCUMENTS a value that is never used."""
+    """The document numbers of the rows `rows`, 0 from `count` on."""
     return tl.load(DOCS + rows, mask=rows < count, other=0) if DOCUMENTS else rows
 
 
@@ -204,7 +204,7 @@ def mask_of_keys(
 
 @triton.jit
 def needs_tile(j, keys, queries, pattern, KIND: tl.constexpr, RANDOM: tl.constexpr, N: tl.constexpr):
-    """Whether a tile of queries may see any of the keys [j, j + N), in a strided, fixed or bigbird pattern."""
+    """Whether a tile of queries may see any of the keys [j, j + N)."""
     # keys[5] is key_start: scattered patterns are tested this way only where keys are in order.
     span, key = queries[1], j + keys[5]
     return may_see(span[0], span[1], key, key + N - 1, pattern, KIND, RANDOM)

@@ -106,7 +106,7 @@ class BlockMask:
         return f"{heads} x {n} x {m} blocks of {self.block}{', causal' * self.causal}"
 
     def __or__(self, rhs: BlockMask) -> BlockMask:
-        """The mask in which a query sees what it sees in either; raises ValueError if their blocks are not alike."""
+        """The mask in which a query sees what it sees in either; raises ValueError."""
         expect_kind("block mask: what joins", rhs, BlockMask, "give another BlockMask")
         lhs_traits, rhs_traits = ((x.block, x.causal, x.device, x.blocks.shape[1:]) for x in (self, rhs))
         heads = {len(self.blocks), len(rhs.blocks)} - {1}

@@ -37,8 +37,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LossOptions(NamedTuple):
-    """The options of the loss that every form takes by these names: what does not count, and z, s and c of the formula,
-    0 to leave each out."""
+    """The options of the loss that every form takes: ignore_index, z, s and c, 0 for none."""
 
     ignore_index: int = IGNORE
     z_loss: float = 0.0

@@ -60,7 +60,7 @@ def log_sum_exp(y: Tensor) -> Tensor:
 
 
 def _block(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tensor | None, terms: Terms) -> Tensor:
-    """Return the statistics [n, 3], computed if not given; write the gradient into `out`, which may be the logits."""
+    """The statistics [n, 3], computed if not given; writes the gradient into `out`."""
     y = cap_logits(widen(logits), terms.cap)
     column = targets[:, None] - terms.first
     in_range = (targets[:, None] >= 0) & (column >= 0) & (column < logits.shape[1])
@@ -79,7 +79,7 @@ def _block(logits: Tensor, out: Tensor | None, targets: Tensor, statistics: Tens
 
 
 def _write_targets(slope: Tensor, y: Tensor, lse: Tensor, column: Tensor, in_range: Tensor, terms: Terms) -> None:
-    """Overwrite the slope in the targets' columns: p - 1 by expm1, which stays accurate for p near 1."""
+    """Overwrite the slope in the targets' columns: p - 1 by expm1, accurate near 1."""
     log_p = y.gather(1, column) - lse
     target_slope = (
         torch.expm1(log_p) + torch.exp(log_p) * (2.0 * terms.z_loss * lse) + (terms.smoothing - terms.uniform)

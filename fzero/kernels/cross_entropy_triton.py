@@ -59,7 +59,7 @@ def _write(ROW, positions, inside, y, at_target, counts, lse, z_loss, smoothing,
 
 @triton.jit
 def _positions(start, begin, end, BLOCK: tl.constexpr):
-    """(positions of a block, whether each belongs to an aligned group of 8 that lies entirely in the row)."""
+    """(positions of a block, whether each is in a whole aligned group of 8)."""
     positions = start + tl.arange(0, BLOCK)
     group = positions // 8 * 8
     return positions, (group >= begin) & (group + 8 <= end)

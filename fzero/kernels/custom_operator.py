@@ -145,7 +145,7 @@ MANY = 1 << 16  # numbers of a tensor from which one C++ loop pays for its call
 
 
 def cpp_runs(*tensors: Tensor) -> str:
-    """The reason why C++ cannot take these tensors; "" if it can: all on the CPU, and there is a compiler."""
+    """The reason why C++ cannot take these tensors; "" if it can."""
     if any(kind_of(t) != "cpu" for t in tensors):
         return "a tensor is not on the CPU"
     return "" if have_compiler() else "there is no C++ compiler"
@@ -231,7 +231,7 @@ def store_largest(MOST, indices, bits, mask):
 
 
 def segment_length(x: Tensor) -> int:
-    """The length of the parts of a row of x [..., N]: a power of two, at most PART, that divides N.
+    """The length of the parts of a row of x [..., N], a power of two up to PART.
 
     >>> segment_length(torch.empty(2, 14336)), segment_length(torch.empty(2, 48))
     (256, 16)
@@ -240,7 +240,7 @@ def segment_length(x: Tensor) -> int:
 
 
 def largest_like(x: Tensor, segment_size: int | None = None) -> Tensor:
-    """An empty tensor [rows, parts] for the largest magnitudes of the parts of x [..., N], or of whole rows."""
+    """An empty tensor [rows, parts] for the largest magnitudes of x [..., N]."""
     parts = 1 if segment_size is None else x.shape[-1] // segment_size
     return torch.empty((math.prod(x.shape[:-1]), parts), dtype=x.dtype, device=x.device)
 

@@ -98,7 +98,7 @@ def _threshold(rate: float) -> int:
 
 
 def _rows(t: Tensor) -> Tensor:
-    """t as [B, elements of a row], these side by side; a copy only if the strides need one."""
+    """t as [B, elements of a row], copied only if the strides need it."""
     t = t.reshape(t.shape[0], -1)
     return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
 

@@ -62,7 +62,7 @@ def recipe_of(scaling: str) -> Recipe:
 
 
 def max_magnitude(x: Tensor, dim: int | None) -> Tensor:
-    """max |x| over a dim, or over all dims, with dims of size 1 kept; 0 for an empty tensor."""
+    """max |x| over a dim, or over all, with dims of size 1 kept."""
     dims = dim if dim is not None else tuple(range(x.dim()))
     reduced_shape = [1 if dim is None or i == dim % x.dim() else size for i, size in enumerate(x.shape)]
     return x.abs().amax(dims, keepdim=True) if x.numel() else x.new_zeros(reduced_shape)
@@ -180,7 +180,7 @@ def _quantise(
 
 
 def _largest(x: Tensor, dim: int, recipe: Recipe) -> Tensor:
-    """max |x| of each row (dim 1) or column (dim 0) of a matrix; of all of it, a scalar, where one scale serves it."""
+    """max |x| of each row (dim 1) or column (dim 0) of a matrix, or of all."""
     return torch.linalg.vector_norm(x, torch.inf, dim=dim if recipe.rowwise else None)
 
 

@@ -56,7 +56,7 @@ def widen_reference(numbers: Tensor, amax: Tensor) -> Tensor:
 
 @triton.jit
 def _float8_move(X, MOST, OUT, n, NARROW: tl.constexpr, BLOCK: tl.constexpr):
-    """NARROW: OUT = round(s X), else OUT = X / s; both as float8.py divides, so that the bits are the same."""
+    """NARROW: OUT = round(s X), else OUT = X / s, with the bits of float8.py."""
     # In int64: a gathered weight may have more than 2^31 elements.
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(MOST)

@@ -23,7 +23,7 @@ SPLIT_PRODUCTS = 7  # in two kernels, one for dq and one for dk and dv: q k^T an
 
 @functools.lru_cache(maxsize=1024)
 def pairs(pattern: Pattern, queries: int, keys: int, first: int = 0) -> int:
-    """How many (query, key) pairs a pattern leaves; query i is at position first + i, key j at j.
+    """How many (query, key) pairs a pattern leaves; query i is at first + i.
 
     >>> pairs(FULL, 4, 4)
     10
@@ -46,7 +46,7 @@ def of_pairs(products: int, q: Tensor, count: int) -> int:
 
 
 def tiled(products: int) -> Callable[..., int]:
-    """Of queries that are the last of the keys, or, as where they are is data, spread evenly over their positions."""
+    """Of queries that are the last of the keys, or spread evenly over positions."""
 
     def formula(
         q: Tensor, k: Tensor, v: Tensor, query: Tensor | None, *arguments: Any, out_val: Any = None, **kwargs: Any

@@ -66,7 +66,7 @@ def geglu_reference(a: Tensor, b: Tensor) -> Tensor:
 
 
 def clamped_swiglu_reference(a: Tensor, b: Tensor) -> Tensor:
-    """a s(1.702 a) (b + 1) of a up to 7 and b in [-7, 7], clamped: the definition."""
+    """a s(1.702 a) (b + 1) of a up to 7 and b in [-7, 7]: the definition."""
     limit = CLAMPED_LIMIT.value
     # The gradient at a limit is 1, as in the kernels; torch's clamp has 1 up to 2.13, and 0 from 2.14 on.
     a, b = torch.where(a > limit, limit, a), torch.where(b > limit, limit, torch.where(b < -limit, -limit, b))
@@ -207,7 +207,7 @@ TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def _vectors() -> str:
-    """The part of the library with the vectors that torch has on this CPU, or is told to have."""
+    """The part of the library with the vectors that torch has on this CPU."""
     capability = torch.backends.cpu.get_cpu_capability()
     return f"OF_{capability}" if capability in ("AVX512", "AVX2") else ""
 

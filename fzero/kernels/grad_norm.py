@@ -30,7 +30,7 @@ P, G, M, V, COPY, SM, SV, SIZE, COLUMNS, DECAY, KEY, FIRST, FIELDS = (
 
 @triton.jit
 def field_pointer(ROW, FIELD: tl.constexpr, TYPE: tl.constexpr, WIDE: tl.constexpr):
-    """The address in a field of a row, as a pointer to elements of TYPE. WIDE: it is a multiple of 16."""
+    """The address in a field of a row, as a pointer; WIDE: a multiple of 16."""
     # An address is a number in the table, as leaves are of any count.
     pointer = tl.load(ROW + FIELD).to(tl.pointer_type(TYPE))
     if WIDE:
@@ -76,7 +76,7 @@ def leaf_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tenso
 
 
 def leaf_row(leaf: OptimLeaf, moments: int) -> tuple[int, ...]:
-    """The row of the table of a leaf; `moments`: how many its optimizer has, 0 for the gradient alone."""
+    """The row of the table of a leaf with so many moments of its optimizer."""
     state = [*map(address, leaf.state), 0, 0, 0, 0]
     coded = leaf.state and leaf.state[0].dtype == torch.uint8
     m, v = state[0], state[1] if moments == 2 else 0

@@ -51,7 +51,7 @@ def grouped_mm_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 def _sizes(ends: Tensor) -> list[int]:
-    """The number of rows of each group; used on the CPU only, as reading `ends` waits for a device."""
+    """The number of rows of each group, on the CPU, as reading `ends` waits."""
     behind = ends.tolist()
     return [end - start for start, end in zip([0, *behind], behind)]
 

@@ -156,7 +156,7 @@ _emulated = Fused(
 
 @triton.jit
 def group_of_tile(ENDS, tile, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(group e of a tile, start of the group - tiles before it * BLOCK_M, one past its last row); e >= E: no tile."""
+    """(group e of a tile, its start - tiles before it * BLOCK_M, its end)."""
     expert = tl.arange(0, EXPERTS)
     ends = tl.load(ENDS + expert, mask=expert < E, other=0)
     starts = tl.load(ENDS + expert - 1, mask=(expert > 0) & (expert < E), other=0)
@@ -314,7 +314,7 @@ def float8_columns(x: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     ),
 )
 def float8_of_experts(w: Tensor) -> tuple[Tensor, Tensor]:
-    """(float8 numbers of w [E, D, F], turned and contiguous: [E, F, D], the inverses of their scales [E, F])."""
+    """(float8 numbers of w [E, D, F], turned: [E, F, D], inverse scales [E, F])."""
     numbers, inverse = quantise(w.mT, E4M3, 2, True)
     return numbers.contiguous(), inverse[..., 0].contiguous()
 

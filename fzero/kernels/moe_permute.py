@@ -117,7 +117,7 @@ def permute_rows(x: Tensor, inverse: Tensor) -> Tensor:
     lambda y, weights, inverse, k: y.new_empty(len(inverse) // k, y.shape[1]),
 )
 def unpermute_rows(y: Tensor, weights: Tensor | None, inverse: Tensor, k: int) -> Tensor:
-    """The sum [N, D] of each token's k rows of y [M, D], weighted if weights [N, k] are given."""
+    """The sum [N, D] of each token's k rows of y [M, D], weighted if given."""
     out = y.new_empty(len(inverse) // k, y.shape[1])
     weighted = weights is not None
     arguments = (y.contiguous(), weights.contiguous() if weighted else y, inverse.contiguous(), out)

@@ -198,7 +198,7 @@ route = Op(
 
 
 class Groups(NamedTuple):
-    """Where the rows of M = N k pairs (token, choice) are, pair number n k + j being token n's choice j."""
+    """Where the rows of M = N k pairs (token, choice) are."""
 
     order: Tensor  # int64 [M]: the pair of each row; an expert's rows are together, in order of their pairs
     inverse: Tensor  # int64 [M]: the row of each pair

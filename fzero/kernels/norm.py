@@ -65,7 +65,7 @@ def add_layer_norm_reference(
 
 
 def layer_norm_aten(x: Tensor, scale: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """layer_norm by torch's own kernel, which on a CPU sums the gradients of scale and bias in x's dtype."""
+    """layer_norm by torch's kernel, which sums gradients in x's dtype on a CPU."""
     return F.layer_norm(x, x.shape[-1:], scale.to(x.dtype), bias.to(x.dtype), eps)
 
 
@@ -88,7 +88,7 @@ def _rows(x: Tensor) -> int:
     opened=True,
 )
 def rms_norm_rows(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """`rms_norm_reference` of x [N, D], some rows at a time: what is in float32 or wider has their size."""
+    """`rms_norm_reference` of x [N, D], some rows at a time, to save memory."""
     out = x.new_empty(x.shape)
     for x_rows, out_rows in zip(x.split(_rows(x)), out.split(_rows(x))):
         out_rows.copy_(rms_norm_reference(x_rows, scale, eps))
@@ -263,7 +263,7 @@ def add_rms_norm_forward(x: Tensor, residual: Tensor, scale: Tensor, eps: float)
 def rms_norm_backward(
     g: Tensor, total_g: Tensor | None, x: Tensor, scale: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of scale from the gradient g of x normed, and total_g of x itself, if any."""
+    """The gradients of x and scale from the gradient g of x normed, and total_g of x."""
     rows, g, x = math.prod(x.shape[:-1]), g.contiguous(), x.contiguous()
     residual_g = None if total_g is None else total_g.contiguous()
     dx, by_scale = x.new_empty(x.shape), inverse.new_zeros((-(-rows // _chunk_rows(rows)), x.shape[-1]))

@@ -80,7 +80,7 @@ def changing_b1(rates: StepRates) -> str:
 
 
 def safe_sqrt(x: Tensor) -> Tensor:
-    """sqrt(x) for x >= 0, whose derivative at 0 is 0: a gradient that is exactly 0 would else give 0 * inf = NaN."""
+    """sqrt(x) for x >= 0, whose derivative at 0 is 0 and not infinite."""
     positive = x > 0
     return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), x * 0.0)  # NaN stays NaN
 

@@ -89,7 +89,7 @@ def step_words(position: LeafPosition, count: Tensor, local: int, shape: torch.S
 
 
 def round_stochastic(x: Tensor, bits: Tensor) -> Tensor:
-    """float32 `x` as bfloat16, up or down by 16 random bits (integers of x's shape); non-finite values stay so."""
+    """float32 `x` as bfloat16, up or down by 16 random bits; non-finite values stay."""
     rounded = reinterpret((reinterpret(x, torch.int32) + bits.to(torch.int32)) & -0x10000, torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 

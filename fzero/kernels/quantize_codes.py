@@ -77,7 +77,7 @@ def _check_kind(kind: str, block: int) -> None:
 
 
 def size_of(data: Tensor, scale: Tensor, kind: str, block: int, size: int | None) -> int:
-    """The elements of a row of the quantised tensor; raises ValueError if data and scale do not fit together."""
+    """The elements of a row of the quantised tensor; raises ValueError."""
     _check_kind(kind, block)
     n = size if size is not None else data.shape[-1] * codes_a_byte(kind)
     if data.dtype != KINDS[kind].dtype or scale.dtype != torch.float32:
@@ -113,7 +113,7 @@ def _nearest_level(y: Tensor, levels: tuple[float, ...]) -> Tensor:
 
 
 def _level_of(codes: Tensor, levels: Sequence[float]) -> Tensor:
-    """The levels, float32, of codes. Chosen bit by bit: a table would be copied to the device at every call."""
+    """The levels, float32, of codes, chosen bit by bit in place of a table."""
     values: list[Any] = list(levels)
     while len(values) > 1:
         odd = (codes & 1) != 0

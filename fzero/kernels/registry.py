@@ -63,7 +63,7 @@ class Form:
     composes: bool = False
 
     def reason_against(self, args: tuple[Any, ...], options: Mapping[str, Any], plain: bool = True) -> str:
-        """The reason why this form cannot serve a call, "" for none. plain: what `first_order` says of the call."""
+        """The reason why this form cannot serve a call, "" for none."""
         if not self.composes and not plain:
             return "it is differentiated once at most, and not under vmap or jvp"
         return self.supports(*args, **options)

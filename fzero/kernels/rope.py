@@ -130,7 +130,7 @@ USUAL_ENDS = {"llama3": ["1", "4"], "yarn": ["1", "32"], "yarn_whole": ["1", "32
 def _pair_shares(
     half: int, theta: float, scaling: RopeScaling, device: torch.device | None, dtype: torch.dtype
 ) -> Tensor:
-    """The share of its own frequency that each of `half` pairs keeps, by YaRN: 1 of short wavelengths, 0 of long."""
+    """The share of its own frequency that each of `half` pairs keeps, by YaRN."""
 
     def pair(turns: float) -> float:  # the pair that turns so often in the original length
         return half * math.log(scaling.original_max_len / (turns * 2.0 * math.pi)) / math.log(theta)
@@ -292,7 +292,7 @@ def _grid(tokens: int, config: tuning.Config) -> tuple[int]:
 def rope_launch(
     x: Sequence[Tensor], positions: Tensor, frequencies: Tensor, interleaved: bool, inverse: bool
 ) -> list[Tensor]:
-    """The one or two tensors x, turned by the angles or (inverse) by minus these, in one pass over memory."""
+    """The one or two tensors x, turned by the angles or minus these, in one pass."""
     out = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x]
     (rows, length, heads, size), (q, k) = x[0].shape, (x[0], x[-1])
     tokens = rows * length

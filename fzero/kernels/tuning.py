@@ -64,7 +64,7 @@ def listed() -> dict[str, Mapping[str, Any]]:
 
 
 def chip_of(gpu: str) -> Mapping[str, Any]:
-    """The listed file of a GPU by its name, as the driver or a device file gives it; {} if there is none.
+    """The listed file of a GPU by its name; {} if there is none.
 
     >>> chip_of("NVIDIA GH200 480GB")["name"]
     'Hopper: H100, H200, GH200'
@@ -116,7 +116,7 @@ def speeds_of(rows: Iterable[Mapping[str, Any]]) -> tuple[Speed, ...]:
 
 
 def without_repeats(gpu: str, dtype: str) -> set[str]:
-    """The forms of attention of which a second run gave other bits when `fzero bench` measured them on this machine."""
+    """The forms of attention whose second run gave other bits on this machine."""
     return {speed.form for speed in measured(gpu) if speed.dtype == dtype and not speed.repeats}
 
 
@@ -179,7 +179,7 @@ def _key(kernel: str, shape: Sequence[Any]) -> str:
 
 
 def rows(configs: Sequence[Config], device: torch.device) -> Sequence[Config]:
-    """The configurations of a kernel on a device: those of its chip, where `configs` is a table (see ConfigTable)."""
+    """The configurations of a kernel on a device: its chip's or the table's."""
     if device.type != "cuda" or not isinstance(configs, ConfigTable):
         return configs
     return configs.for_gpu(gpu.properties(device).name)

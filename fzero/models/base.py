@@ -97,7 +97,7 @@ class Ctx(NamedTuple):
 
 
 def pieces_of(ctx: Ctx) -> Pieces | None:
-    """The tokens of each rank of cp; None for whole sequences, and where they are chosen by the batch."""
+    """The tokens of each rank of cp; None for whole sequences or chosen blocks."""
     return ctx.context.pieces_for(ctx.mesh.cp.size) if ctx.context else None
 
 

@@ -40,7 +40,7 @@ from fzero.models.weights import tensors_of, with_tensors
 
 
 class AttentionLayer(NamedTuple):
-    """A layer of a decoder: what it does before and after attention, both token by token, and how it attends."""
+    """What a decoder's layer does before and after attention, and how it attends."""
 
     pre_attention: Callable[[Tree, Tensor, Ctx], tuple[Tensor, Tensor, Tensor]]  # (params, x [B, T, D], ctx) -> q, k, v
     # (params, x, attention's result [B, T, H, K], ctx) -> x
@@ -269,7 +269,7 @@ def _vjp(
 
 
 def _offload(x: Tensor, buffer: Copied | None = None) -> Copied:
-    """x in the host's memory, that of `buffer` if it is given, or on its way there; on a CPU it stays where it is."""
+    """x in the host's memory, that of `buffer` if given; on a CPU it stays."""
     return Copied(x) if x.device == HOST else copy_out(x, out=None if buffer is None else buffer.tensor)
 
 

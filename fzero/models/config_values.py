@@ -118,7 +118,7 @@ MOST_ELEMENTS = 1 << 60  # of a leaf: its bytes are counted in 64 bits
 
 
 def hidden_units(config: Any) -> int:
-    """The hidden units of the feed-forward part that a token uses in most layers of a model of these sizes."""
+    """The hidden units of the feed-forward part that a token uses in most layers."""
     if hasattr(config, "d_expert"):
         return (config.top_k + config.n_shared) * config.d_expert
     return config.d_ff * getattr(config, "top_k", 1)

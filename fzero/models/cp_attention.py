@@ -85,7 +85,7 @@ def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: 
 
 
 def positional_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
-    """Attention of this rank's queries on the keys of all ranks, one rank's after the other's, by their positions."""
+    """Attention of this rank's queries on the keys of all ranks, by positions."""
     assert isinstance(ctx.placed, Tensor)  # attend looks
     query, key = ctx.placed[ctx.mesh.cp.rank], ctx.placed.flatten()
     positions = Positions(query, key)

@@ -76,7 +76,7 @@ def vocabulary(layered: Layered) -> Tensor:
 
 
 def first_difference(layered: Layered, packed_batch: Batch, alone: Batch, text: slice) -> str:
-    """The part of a decoder in which the numbers of a text differ beside others and alone; "" if none does."""
+    """The part of a decoder in which a text's numbers differ beside others, or ""."""
     ctx = Ctx()
     outside = {name: any_rows(leaf.shape) for name, leaf in layered.parameters.items()}
     pairs = [(batch, layered.prepare(batch, ctx)) for batch in (packed_batch, alone)]
@@ -117,7 +117,7 @@ def differ(a: Tensor, b: Tensor) -> bool:
 
 
 def any_rows(shape: torch.Size) -> Tensor:
-    """Random numbers in place of a leaf outside of the layers: a matrix takes the memory of a row and a column."""
+    """Random numbers in place of a leaf, with the memory of a row and a column."""
     if len(shape) != 2:
         return any_numbers(shape)
     return torch.randn(shape[0] + shape[1]).as_strided(tuple(shape), (1, 1))
@@ -216,7 +216,7 @@ def trunk_of(module: Any, config: DecoderConfig) -> Trunk:
 
 
 def make_module(theirs: Any, cls: type) -> nn.Module:
-    """The module of a config, whose parameters have no memory; raises ValueError where its code makes none of it."""
+    """The module of a config without memory; raises ValueError if its code fails."""
     try:
         return module_of_config(theirs, cls, attention=None, seed=None)
     except Exception as error:  # of somebody else's code

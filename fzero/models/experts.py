@@ -105,7 +105,7 @@ def mixture_over_ep(
 
 
 def gather_routing(ids: Tensor, weights: Tensor, ep: Axis) -> tuple[Tensor, Tensor]:
-    """The ids and weights of the tokens of all ranks of ep, along the first dim, by one collective."""
+    """The ids and weights of the tokens of all ranks of ep, by one collective."""
     packed = all_gather(torch.cat((weights, ids.to(weights.dtype)), -1), ep, leaf=f"{LEAF}/router")
     weights, ids = packed.chunk(2, -1)
     return ids.to(torch.int64), weights

@@ -181,7 +181,7 @@ def localize_batch(model: Model, batch: Batch, ctx: Ctx) -> Batch:
 
 
 def flag_invalid(out: Loss, batch: Batch) -> Loss:
-    """The loss that a head gave of a batch from `own_part`, NaN if a value of that batch is wrong."""
+    """The loss of a batch, NaN if a value of that batch is wrong."""
     wrong = batch.get(WRONG)
     return out if wrong is None else out._replace(total=torch.where(wrong, math.nan, out.total))
 

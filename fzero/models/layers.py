@@ -53,7 +53,7 @@ class DimSplit(NamedTuple):
 
 
 def expect_divisible(mesh: Mesh, *splits: DimSplit) -> None:
-    """Raise ValueError naming the first dim that tp cannot cut, and the values of tp that can cut all of them."""
+    """Raise ValueError naming the first dim that tp cannot cut, and what can."""
 
     def fits(split: DimSplit, tp: int) -> bool:
         if split.kind == "words":
@@ -96,7 +96,7 @@ def sequence_axis(ctx: Ctx) -> Axis:
 
 
 def positions_of(x: Tensor, ctx: Ctx) -> Tensor:
-    """The positions in their sequences of the tokens of x [B, T, ...] inside a tensor-parallel region: int64 [T]."""
+    """The positions in their sequences of x's tokens [B, T, ...]: int64 [T]."""
     if isinstance(ctx.positions, Tensor):
         return ctx.positions
     first = ctx.chunk[0] if ctx.chunk else ctx.cache.length if ctx.cache else 0
@@ -289,7 +289,7 @@ def queries_keys_values(p: Tree, x: Tensor, ctx: Ctx, attention: Attention) -> t
 
 
 def with_cache(k: Tensor, v: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
-    """(k, v) behind those of earlier positions in ctx.cache if there is one, into which they are written, in place."""
+    """(k, v) behind those in ctx.cache if there is one, which gets them."""
     if not ctx.cache:
         return k, v
     length, end = ctx.cache.length, ctx.cache.length + k.shape[1]

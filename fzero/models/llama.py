@@ -130,14 +130,14 @@ def attention_of(c: LlamaConfig, kind: LayerKind) -> Attention:
 
 
 def in_layers(c: LlamaConfig, make: Callable[[Attention], Block]) -> Blocks:
-    """The functions of the layers: one, or those of a period, where layers of one kind have one function."""
+    """The functions of the layers: one, or those of a period by kind."""
     kinds = parse_layers(c.pattern)
     blocks = {kind: make(attention_of(c, kind)) for kind in dict.fromkeys(kinds)}
     return blocks[kinds[0]] if len(blocks) == 1 else tuple(blocks[kind] for kind in kinds)
 
 
 def norm_factors(c: LlamaConfig, p: Tree) -> Tree:
-    """The parameters `p` of a block or of the head with the factors of the norms as they are multiplied with."""
+    """The parameters `p` with the factors of the norms as they are multiplied with."""
 
     def factor(name: str, leaf: Tensor) -> Tensor:
         return 1.0 + leaf.to(torch.promote_types(leaf.dtype, torch.float32)) if name.endswith("/scale") else leaf
@@ -187,7 +187,7 @@ def logits(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
 
 
 def ends(c: EndSizes, main: Callable[[Any], Tensor] = lambda x: x) -> dict[str, Any]:
-    """Return the fields of a Model that follow from its head. main: x [B, T, D] in the activations of the model."""
+    """The fields of a Model that follow from its head."""
     return {
         "logits": lambda params, x, ctx: logits(c, params, main(x), ctx),
         "features": lambda params, x, ctx: features(c, params, main(x), ctx),
@@ -196,7 +196,7 @@ def ends(c: EndSizes, main: Callable[[Any], Tensor] = lambda x: x) -> dict[str, 
 
 
 def gated_leaves(w: Callable[..., Leaves], name: str, *shape: int, **out: float) -> Leaves:
-    """The weights of a gated feed-forward part of shape (..., D, F) by w(name, *shape). out: std= of the last."""
+    """The weights of a gated feed-forward part (..., D, F) by w(name, *shape)."""
     inner = {**w(f"{name}/w_gate", *shape), **w(f"{name}/w_up", *shape)}
     return {**inner, **w(f"{name}/w_down", *shape[:-2], shape[-1], shape[-2], **out)}
 

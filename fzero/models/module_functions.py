@@ -124,7 +124,7 @@ class Layered(CopiedModule):
         return tuple(blocks[kind] for kind in turns) if len(turns) > 1 else blocks[0]
 
     def programs(self, forward_split: ForwardSplit) -> dict[str, GraphProgram]:
-        """The programs of a Split by the part of the Model that runs them: embed, a join, or the head."""
+        """The programs of a Split by part of the Model: embed, join, head."""
         parts = ["embed", *(f"join{stack.removeprefix('blocks')}" for stack in list(self.stacks)[1:]), "head"]
         return dict(zip(parts, [*forward_split.prologues.values(), forward_split.epilogue]))
 
@@ -191,7 +191,7 @@ class Layered(CopiedModule):
         return self.known_cuts[size]
 
     def probes(self) -> dict[str, list[Probe]]:
-        """The layers of each kind of each stack, with random numbers in them, as the example of a batch calls them."""
+        """The layers of each kind of each stack, with random numbers, as a batch calls them."""
         if self.example is None:
             return {}
         with torch.no_grad(), seeded(0):
@@ -400,7 +400,7 @@ def layered_model(
 
 
 def expect_batch(batch: Any) -> int:
-    """The samples in a batch; raises TypeError or ValueError for what is no dict of tensors with as many rows."""
+    """The samples in a batch; raises TypeError or ValueError for other trees."""
     expect_kind("the batch of a model made from a module", batch, Mapping, 'write {"x": x, "y": y}')
     for name, leaf in pytree.named_leaves(batch).items():
         expect_kind(f"the batch's {name}", leaf, Tensor, "a batch is a dict of tensors, a row for each sample")

@@ -46,7 +46,7 @@ class Constants:
 
 
 def stacked_buffers(module: nn.Module, layers: Sequence[str], saved: Collection[str]) -> Constants:
-    """The buffers of the layers of a stack, [L, ...], or [1, ...] where all layers have the same."""
+    """The buffers of a stack's layers, [L, ...], or [1, ...] where all are equal."""
     names = [name for name, _ in module.get_submodule(layers[0]).named_buffers()]
     stacked = {name: torch.stack([module.get_buffer(f"{layer}.{name}").detach() for layer in layers]) for name in names}
     buffers = {name: x[:1] if (x == x[:1]).all() else x for name, x in stacked.items()}
@@ -64,12 +64,12 @@ def blank(tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtyp
 
 
 def layer_buffer(stacked: Tensor, layer: Any, first: int) -> Tensor:
-    """The buffer of a layer, by its number, from those of the layers from `first` on or the one that they share."""
+    """The buffer of a layer by its number, or the one that all share."""
     return stacked[0] if stacked.shape[0] == 1 else stacked.index_select(0, (layer - first).reshape(1))[0]
 
 
 def any_numbers(shape: Sequence[int], rows: int | None = None) -> Tensor:
-    """Random numbers of the size of weights; a matrix has so many rows of its own, which repeat, None for all."""
+    """Random numbers of the size of weights, in so many rows that repeat."""
     if len(shape) < 2:
         return 0.5 + 0.5 * torch.randn(shape)
     short_shape = (shape[0] if rows is None else min(rows, shape[0]), *shape[1:])
@@ -189,7 +189,7 @@ def join(*parts: str) -> str:
 
 
 def runs_of(name: str, named: dict[str, nn.Module]) -> list[tuple[int, list[str]]]:
-    """(number of parameters, names of the layers) of each run of two or more like layers of a list."""
+    """(number of parameters, names of the layers) of each run of like layers."""
     runs, start, names, children = [], 0, list(named), list(named.values())
     for end in range(1, len(children) + 1):
         if end < len(children) and not difference(children[start], children[end], end - start).leaves:
@@ -220,7 +220,7 @@ def checked(module: nn.Module, names: list[str]) -> Layers:
 
 
 def expect_unshared_parameters(module: nn.Module, stacks: Stacks) -> Stacks:
-    """The stacks; raises CannotSplit if a layer has a parameter or buffer that is also another's, or has a hook."""
+    """The stacks; raises CannotSplit for shared parameters or buffers, and hooks."""
     places: dict[int, list[str]] = {}
     for kind in (module.named_parameters, module.named_buffers):
         for name, leaf in kind(remove_duplicate=False):
@@ -341,7 +341,7 @@ def a_or_an(kind: str) -> str:
 
 
 class LayerNumber:
-    """In place of an attribute that counts the layers: all layers run one program, which cannot depend on it."""
+    """In place of an attribute that counts the layers, on which nothing may depend."""
 
     def __init__(self, name: str):
         self.name = name
@@ -361,7 +361,7 @@ class LayerNumber:
 
 
 def without_memory(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters and buffers are on the meta device; one of transformers keeps no cache."""
+    """A copy of a module on the meta device; one of transformers keeps no cache."""
     memo: dict[int, Any] = {}
     for leaf in [*module.parameters(), *module.buffers()]:
         blank = torch.empty_like(leaf, device="meta")

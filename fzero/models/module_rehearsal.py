@@ -232,7 +232,7 @@ class Rehearsal:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """What a layer returns, with draws of its own; after some layers of its kind, what it is given."""
+        """What a layer returns; after some layers of its kind, what it is given."""
         state.runs[kind] += 1
         state.entered.setdefault(kind.stack, pytree.leaves((args, kwargs))[0])
         if state.runs[kind] > RUNS:
@@ -296,7 +296,7 @@ class Rehearsal:
 
 
 def values_of(batch: Any) -> Any:
-    """A batch as real tensors: an example of a batch of them under vmap; None where they have no values."""
+    """A batch as real tensors, one example under vmap; None without values."""
 
     def real(x: Tensor) -> Tensor:
         while is_functorch_wrapped_tensor(x):

@@ -194,7 +194,7 @@ class Recorder:
         self.entered[kind.stack] = leaves[0]
 
     def result_of(self, name: str, leaves: list[Any], out: Any) -> Callable[[Tensor, list[Any]], Any]:
-        """How a layer returns x: alone, or at the head of a tuple, before arguments of its own and what nobody uses."""
+        """How a layer returns x: alone, or first in a tuple."""
         first, *tail = out if isinstance(out, (tuple, list)) else (out,)
         x = leaves[0]
         if not isinstance(first, Tensor) or first.shape != x.shape or first.dtype != x.dtype:
@@ -217,7 +217,7 @@ class Recorder:
         return result
 
     def stand_in(self, name: str, leaf: Tensor | None) -> Tensor | None:
-        """A tensor in place of one that a layer returns beside x, which the rest of the program must not use."""
+        """A tensor in place of one that a layer returns beside x, which nobody may use."""
         if leaf is None:
             return None
         self.unused.append((name, torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)))
@@ -279,7 +279,7 @@ def split(
 
 
 def stand_ins(recorder: Recorder, skeleton: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """What stands for the forward passes of a module's layers, and for hooks that they got in their first call."""
+    """What stands for the forward passes and hooks of a module's layers."""
     layers = [skeleton.get_submodule(name) for name, _ in recorder.layers]
     calls = [(layer, "forward", partial(recorder.call, i)) for i, layer in enumerate(layers)]
     return [*calls, *((layer, hooks, OrderedDict()) for layer in layers for hooks in HOOKS)]
@@ -372,7 +372,7 @@ class Cutter:
         return reference
 
     def add_node(self, node: Node, group: list[Node], first: int) -> int:
-        """The number of a node in a group, among those from `first` on; it is added if none of them is the same."""
+        """The number of a node in a group, which is added unless one is the same."""
         numbers = [self.numbers[member] for member in group[first:]]
         if self.numbers[node] not in numbers:
             numbers.append(self.numbers[node])

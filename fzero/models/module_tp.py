@@ -140,7 +140,7 @@ def draws_of(call: CallContext) -> Draws:
 
 
 def expect_samples(call: CallContext, x: Tensor) -> None:
-    """Raise ValueError for the input of a dropout whose mask would depend on how a batch, or a layer, is cut."""
+    """Raise ValueError for a dropout whose mask would depend on how a batch is cut."""
     if x in call.parts:
         raise ValueError(
             f"{graph_tracing.current_line()}: dropout is within what tp splits, where its masks would depend on tp; "
@@ -281,7 +281,7 @@ def product(name: str, layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def expect_called(call: CallContext) -> None:
-    """Raise ValueError if a linear layer that has factors was not called, so that they would never be trained."""
+    """Raise ValueError if a linear layer with factors was not called."""
     for name in call.factors:
         if name not in call.used:
             raise ValueError(
@@ -291,5 +291,5 @@ def expect_called(call: CallContext) -> None:
 
 
 def split_factors(cuts: Cuts, name: str, factors: Factors) -> list[Tensor]:
-    """The factors of a linear layer that tp splits with its weight: a with its inputs, b with its outputs."""
+    """The factors of a linear layer that tp splits: a by inputs, b by outputs."""
     return {"rows": [factors.a], "columns": [factors.b]}.get(cuts.ways.get(name, ""), [])

@@ -111,7 +111,7 @@ def by_reason(reasons: dict[str, str]) -> dict[str, list[str]]:
 
 
 def groups_of(kinds: list[Probe], free: list[str], size: int) -> tuple[list[SplitGroup], dict[str, str]]:
-    """(the groups of linear layers that tp can split, the reasons of those that stay whole), of a stack's layers."""
+    """(the groups of linear layers that tp can split, reasons of the others)."""
     sources = sources_of(kinds[0])
     reasons = {name: "its outputs flow into no other linear layer alone" for name in free}
     reasons |= {name: "it is not called" for name in free if name not in sources}

@@ -250,7 +250,7 @@ def document_offsets(targets: Tensor, ctx: Ctx) -> Tensor:
 
 
 def position_ranges(seq_len: int) -> tuple[int, ...]:
-    """The ends of at most RANGES ranges of positions, each from the end before it: powers of two, and T itself.
+    """The ends of at most RANGES ranges of positions: powers of two, and T.
 
     >>> position_ranges(256), position_ranges(12)
     ((2, 4, 8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 12))

@@ -276,7 +276,7 @@ def with_vocab_size(config: Any, vocab_size: int) -> Any:
 
 
 def grow_tables(named: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """The leaves by name, those of the vocabulary with so many rows; new ones are the mean of the old ones."""
+    """The leaves by name, the vocabulary's with so many rows, new ones at the mean."""
 
     def grow(name: str, leaf: Tensor) -> Tensor:
         rows = vocab_size - leaf.shape[0] if name in TABLES else 0

@@ -174,7 +174,7 @@ def _rows(x: Tensor, tokens: int) -> int:
     flop=flops.tiled_layer,
 )
 def tiled_layer(x: Tensor, params: Sequence[Tensor], kind: str, tiles: int, tokens: int, impl: str) -> Tensor:
-    """Return y [N, F] of x [N, D] for a layer of this kind (see `_layer`), `tokens` rows at a time (0: all)."""
+    """y [N, F] of x [N, D] for a layer of this kind, `tokens` rows at a time."""
     layer, rows = _layer(kind, params, tiles, impl), _rows(x, tokens)
     if rows >= len(x):
         return layer.forward(x, params)

@@ -131,7 +131,7 @@ def class_of_decoder(config: Any, content: Mapping[str, Any], source: str) -> ty
 
 
 def name_of_scored(config: Any) -> str:
-    """The name of the class of transformers that has a head of scores on a decoder; "" if there is none."""
+    """The name of the class of transformers with a head of scores, or ""."""
     from transformers.models.auto import modeling_auto
 
     return modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, "")

@@ -274,7 +274,7 @@ def has_key(model: Model) -> bool:
 
 
 def keyed_model(model: Model) -> Model:
-    """The model whose functions draw by the key of their ctx, if any are not ours; else the model itself."""
+    """The model whose functions draw by the key of their ctx, if any are not ours."""
     if isinstance(model.config, ModuleConfig):
         return model
     keyed = has_key(model)
@@ -292,7 +292,7 @@ def keyed_model(model: Model) -> Model:
 
 @functools.lru_cache(maxsize=256)
 def keyed_function(kind: str, f: Callable[..., Any], keyed: bool) -> Callable[..., Any]:
-    """A function (parameters, ..., ctx) of a model, called as a pure one. keyed: whether a step has a key for it."""
+    """A function (parameters, ..., ctx) of a model, called as a pure one."""
     calls = PureCalls()
 
     @functools.wraps(f)

@@ -60,7 +60,7 @@ class WeightInParts:
 
 
 def tensors_of(weight: Any) -> Tree:
-    """The tensors of a weight: a WeightInParts as a tree of them, by field; anything else as it is."""
+    """The tensors of a weight: of a WeightInParts by field, else itself."""
     if not isinstance(weight, WeightInParts):
         return weight
     inner = {field.name: getattr(weight, field.name) for field in fields(weight)}
@@ -140,7 +140,7 @@ def _dense(codes: Tensor, scales: Tensor, kind: str, block: int, dtype: torch.dt
 
 
 class _FrozenProduct(Function):
-    """x w of a weight in codes, or x w^T; its derivatives are products with w again, dequantised anew."""
+    """x w of a weight in codes, or x w^T, dequantised anew for derivatives."""
 
     generate_vmap_rule = True
 

@@ -77,7 +77,7 @@ class DiskRequest:
             work()
 
     def end_block(self, error: Exception | None) -> bool:
-        """Note the end of one block; returns whether it was the last one, whose thread has then called what follows."""
+        """Note the end of one block; returns whether it was the last one."""
         with self.lock:
             self.error = self.error or error
             self.remaining -= 1
@@ -273,13 +273,13 @@ def _end_error(end: int, lacking: int) -> OSError:
 
 
 def allocate_space(fd: int, offset: int, size: int) -> None:
-    """Have the disk keep space for `size` bytes of a file from `offset` on, so that no later write finds it full."""
+    """Have the disk keep space for `size` bytes of a file from `offset` on."""
     if size:
         os.posix_fallocate(fd, offset, size)
 
 
 def open_direct(path: Path, *, write: bool = True, make: bool = False) -> int | None:
-    """A file descriptor for direct transfers, or None if the file system refuses them. make: make a missing file."""
+    """A file descriptor for direct transfers, or None if they are refused."""
     try:
         if write:
             return open_to_write(path, "update", direct=True, make=make)
@@ -302,7 +302,7 @@ def mount_point(path: str | Path) -> str:
 
 
 def file_system(mount: str) -> str:
-    """The kind of the file system mounted at `mount`, such as "ext4", or "" if the system does not report it."""
+    """The kind of the file system mounted at `mount`, such as "ext4", or ""."""
     try:
         lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:

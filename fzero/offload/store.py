@@ -315,7 +315,7 @@ class DiskTensor:
 
 
 def checksum(buffer: Buffer) -> int:
-    """The sum of a buffer's 64-bit words, modulo 2^64; its padding up to the end of a page is set to 0."""
+    """The sum of a buffer's 64-bit words, modulo 2^64, after zeroing its padding."""
     buffer.raw[buffer.view.nbytes :] = 0
     return sum_words(memoryview(buffer.raw.numpy()))
 

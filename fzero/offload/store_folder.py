@@ -175,7 +175,7 @@ def _claim_folder(folder: str | Path, description: dict[str, Any]) -> None:
 
 
 def release_store(folder: str | Path) -> None:
-    """Mark the store in `folder` as not needed any more, so that another run may take over the folder."""
+    """Mark the store in `folder` as over, so that another run may take the folder."""
     if is_url(folder) or not os.path.lexists(Path(folder, STEP)):
         return
     try:

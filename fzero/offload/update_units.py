@@ -103,7 +103,7 @@ def _numel(block: RowBlock, shape: tuple[int, ...]) -> int:
 
 
 class BlockRead(NamedTuple):
-    """The rows of a row block where they rest: in a leaf in memory, or in the buffer of a read from a disk."""
+    """The rows of a row block at rest: in a leaf in memory, or a disk's buffer."""
 
     reading: RowRead | None
     storage: Tensor  # with the leading dim of their layer
@@ -135,7 +135,7 @@ def read_block(leaf: Any, block: RowBlock, *, all_rows: bool = False) -> BlockRe
 
 
 def is_full_stack(leaf: Any, block: RowBlock) -> bool:
-    """Whether a row block is all layers of a leaf on a disk: it passes the buffers a row block of a layer at a time."""
+    """Whether a row block is all layers of a leaf on a disk."""
     return isinstance(leaf, OFF) and block.layer is None and leaf.depth is not None
 
 
@@ -160,7 +160,7 @@ class UnitTransfer(NamedTuple):
 
 
 def begin_unit(reads: dict[str, dict[str, BlockRead]], device: torch.device) -> UnitTransfer:
-    """Start to bring the rows of a unit to `device`: what is on a GPU goes to the host with one wait for all of it."""
+    """Start to bring the rows of a unit to `device`, with one wait for a GPU's."""
     flat = {(name, column): read for name, columns in reads.items() for column, read in columns.items()}
     leaving = [key for key, read in flat.items() if read.storage.is_cuda and device == HOST]
     leaving.sort(key=lambda key: key[1] != "grad")  # so that those that come back are side by side there

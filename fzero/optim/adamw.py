@@ -139,7 +139,7 @@ def adam(
 def adam_scalars(
     lr: float | Tensor | Schedule, b1: float | Tensor, b2: float, count: Tensor, correction: str = "moments"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(lr, 1 - b1^t, √(1 - b2^t))`, float64 0-dim, at t = count + 1; with another correction (its rate, 1, 1)."""
+    """`(lr, 1 - b1^t, √(1 - b2^t))`, float64 0-dim, at t = count + 1."""
     t, rate = (count + 1).to(torch.float64), lr_at(lr, count)
     first, second = 1 - b1**t, (1 - b2**t).sqrt()
     if correction == "moments":

@@ -96,7 +96,7 @@ class SplitChain(NamedTuple):
 
 
 def split_chain(tx: GradientTransformation) -> SplitChain:
-    """The parts of `tx`: the leading members of a chain that only multiply by a factor, and the rest."""
+    """The parts of `tx`: leading members that multiply by a factor, and the rest."""
     return SplitChain((), tx) if tx.split is None else tx.split()
 
 

@@ -63,7 +63,7 @@ def without_partial(spec: Spec) -> Spec:
 
 
 def layer_dims(owner: str, stacked: str | None, name: str, dims: int) -> int:
-    """How many of the leading dims of leaf `name` count layers: 1 if the regex `stacked` is found in it, else 0."""
+    """How many leading dims of leaf `name` count layers: 1 if `stacked` is in it."""
     if stacked is None or re.search(stacked, name) is None:
         return 0
     if dims == 0:
@@ -105,7 +105,7 @@ def layer_pieces(
 
 
 def rows_of(grads: Tree, columns: Sequence[Tree], params: Tree) -> list[LeafRow]:
-    """The leaves of the trees side by side; raises ValueError naming leaves that one tree has and another lacks."""
+    """The leaves of the trees side by side; raises ValueError for unlike trees."""
     g = pytree.leaves(pytree.from_named(pytree.named_leaves(grads), params))
     slots = [pytree.leaves(pytree.from_named(pytree.named_leaves(c), params)) for c in columns]
     named = pytree.named_leaves(params)
@@ -118,7 +118,7 @@ def wide_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def run_step(step: Step, g: Tensor, slots: Sequence[Tensor], p: Tensor, scalars: Sequence[Tensor], info: Any) -> tuple:
-    """`step` in the widest of the dtypes, at least float32; new slots are rounded once, to their own dtype."""
+    """`step` in at least float32; new slots are rounded once, to their dtype."""
     dtype = wide_dtype(g, *slots, p)
     u, new = step(
         g.to(dtype), tuple(s.to(dtype) for s in slots), p.to(dtype), tuple(x.to(dtype) for x in scalars), info

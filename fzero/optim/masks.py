@@ -59,7 +59,7 @@ def decay_matrices(name: str, leaf: Tensor) -> bool:
 
 
 def _is_no_matrix(name: str) -> bool:
-    """Whether the path of a leaf says that it is a norm, a bias, a scale or of positions."""
+    """Whether a leaf's path says that it is a norm, bias, scale or positions."""
     steps = re.split(r"[/.]", name)
     if re.match(r"b(_|$)", steps[-1]):
         return True

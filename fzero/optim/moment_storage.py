@@ -70,7 +70,7 @@ def _coded(encoding: Storage, name: str, p: Tensor) -> bool:
 
 
 def check_leaves(owner: str, encoding: Storage, names: Callable[[Tree], None], params: Tree) -> None:
-    """Raise ValueError if `names` does, or if blocks of 8-bit moments would straddle shards of any of the leaves."""
+    """Raise ValueError if `names` does, or blocks of 8-bit moments straddle shards."""
     names(params)
     if encoding.bits is None:
         return

@@ -94,7 +94,7 @@ class Numbers(NamedTuple):
     correction: str = "moments"
 
     def correct(self, b: float, times: Tensor) -> Tensor:
-        """What a mean by b is divided by after so many steps: 1 - b^times, or 1 without a correction."""
+        """1 - b^times, by which a mean is corrected, or 1."""
         return 1 - b**times if self.correction == "moments" else torch.ones_like(times)
 
 

@@ -244,7 +244,7 @@ def shards_of(plan: Plan) -> ShardedLeaves:
 
 
 def shards_of_sums(plan: Plan) -> ShardedLeaves:
-    """The ShardedLeaves of what a plan's optimizer is given: terms of sums that it makes itself are parts of a leaf."""
+    """The ShardedLeaves of what a plan's optimizer is given, with terms as parts."""
     if not plan.signs:
         return shards_of(plan)
     specs = {name: spec for name, (_, spec) in plan.terms.items()}
@@ -326,7 +326,7 @@ def layer_norm2(shards: ShardedLeaves, name: str, x: Tensor, lead: int) -> Tenso
 
 
 def rms(shards: ShardedLeaves, name: str, x: Tensor, lead: int) -> Tensor:
-    """The root mean square of each layer of a leaf of which `x` is the shard, shaped as by `layer_norm2`."""
+    """The root mean square of each layer of a leaf of which `x` is the shard."""
     elements = math.prod(shards.shape(name, tuple(x.shape))[lead:])
     return layer_norm2(shards, name, x, lead) / math.sqrt(max(1, elements))
 
@@ -380,7 +380,7 @@ def _axes_of(name: str, spec: Spec, shapes: dict[str, tuple[int, ...]], mesh: Me
 
 
 def _colocate(sums: list[Tensor]) -> list[Tensor]:
-    """The sums on the GPU, if one is there: gradients that rest in the host's memory may be summed on either."""
+    """The sums on the GPU, if one is there."""
     device = next((x.device for x in sums if x.is_cuda), None)
     if device is None:
         return sums

@@ -77,7 +77,7 @@ def columns_of(state: Tree, params: list[str]) -> tuple[dict[str, Any], dict[str
 
 
 def is_layered(name: str, shape: Sequence[int], column: Sequence[int]) -> bool:
-    """Whether a leaf of a state, of shape `column`, has layers as its parameter of this name and shape has."""
+    """Whether a leaf of a state has layers as its parameter has."""
     return is_stacked(name) and len(shape) > 0 and tuple(column[:1]) == tuple(shape[:1])
 
 

@@ -264,13 +264,13 @@ MARK = "fzero_count"  # the attribute of a count that `in_place` made
 
 
 def marked(count: torch.Tensor, value: int) -> torch.Tensor:
-    """The count, with its value beside it for the host: of this tensor as it is now, not of a copy."""
+    """The count, with its value as it is now beside it for the host."""
     if not count.is_inference():  # of such a tensor PyTorch does not tell whether it was written over since
         setattr(count, MARK, (id(count), count._version, value))
     return count
 
 
 def known_count(count: torch.Tensor) -> int:
-    """The value of a count; the host waits for a GPU only where `in_place` has not marked it, as after a restart."""
+    """The value of a count, without a wait where `in_place` has marked it."""
     tensor, version, value = getattr(count, MARK, (0, 0, 0))
     return value if tensor == id(count) and version == count._version else int(count)

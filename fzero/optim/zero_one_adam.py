@@ -170,7 +170,7 @@ def move(
     state: OneBitState,
     decays: dict[str, bool],
 ) -> dict[str, Tensor]:
-    """Overwrite m_r and u_r as in each local step, and return the updates of p, by its decay; `g` is emptied."""
+    """Overwrite m_r and u_r by a local step; the updates of p by its decay."""
     numbers, count = rule.numbers, state.count
     if bool(count == rule.intervals.freeze):  # errors were of m, and are of u from now on
         for error in (*state.worker.values(), *state.server.values()):
@@ -216,7 +216,7 @@ def add_up(
 def mean_of(
     shards: ShardedLeaves, scale: str, displacements: dict[str, Tensor], v: dict[str, Tensor], state: OneBitState
 ) -> dict[str, Tensor]:
-    """The means of u_r over the ranks: by signs, but for elements that never had a gradient, or in full."""
+    """The means of u_r over the ranks: by signs, or in full."""
     signs = shards.signs
     if signs is None:
         return {name: u.clone() for name, u in displacements.items()}

@@ -180,7 +180,7 @@ def experts_of(config: RunConfig) -> int:
 
 
 def admits_cp(config: RunConfig, ranks: int, cp: int) -> bool:
-    """Whether cp divides so many ranks, the model's sequences can be split, and a rank keeps LEAST tokens of one."""
+    """Whether cp divides ranks and sequences, and a rank keeps LEAST tokens."""
     splits = getattr(models.build(config.model), "splits", False)
     return splits and ranks % cp == 0 and config.data.seq_len % (cp * LEAST) == 0
 
@@ -202,7 +202,7 @@ def divides(config: RunConfig, tp: int) -> bool:
 
 
 def groups_of(data: int, on_node: int) -> list[int]:
-    """The sizes of dp to try for `data` data ranks: all of them, and powers of two times those of a node."""
+    """The sizes of dp to try for `data` ranks: all, and powers of two of nodes."""
     sizes, size = {data}, min(on_node, data)
     while size < data and size > 1:
         if data % size == 0:

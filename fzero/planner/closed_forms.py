@@ -185,7 +185,7 @@ def cp_s(basis: Basis, c: Candidate, micro: int, recompute: bool) -> float:
 
 
 def ep_s(basis: Basis, c: Candidate, micro: int, recompute: bool) -> float:
-    """Estimate the seconds of a step in which a rank of ep waits for the tokens of experts, there and back."""
+    """The seconds of a step in which a rank of ep waits for tokens of experts."""
     plan, tokens = basis.plan_of(c)[0], basis.config.data.seq_len * c.micro_batch / c.cp
     ways = basis.ways_of(c)
     exchange_s = expert_messages_s(plan, ways["ep"], tokens * basis.policy.compute.itemsize, basis.device.loads)
@@ -213,8 +213,7 @@ def update_s(basis: Basis, size: float, tier: Tier, backward: float = 0.0) -> fl
 
 
 def exposed_s(basis: Basis, c: Candidate, micro: int, forward: float, backward: float) -> dict[str, float]:
-    """Estimate the exposed communication of parameters and gradients: seconds of a step, by axis. forward, backward:
-    the seconds of a layer, beside which its messages travel."""
+    """The exposed communication of parameters and gradients: seconds by axis."""
     layers, every = math.ceil(basis.config.model.n_layers / c.pp), remat_of(c.remat).every
     # Where all stages of a rank stay whole between micro-batches, the first one gathers them.
     stays = c.zero == 3 and basis.config.resident >= c.chunks

@@ -45,7 +45,7 @@ ROW = 4  # micro-batches for each rank of pp in the rows that `row_facts` plays
 
 
 class RowFacts(NamedTuple):
-    """What waits in a schedule of ROW micro-batches for each rank, which more of them do not change but as said."""
+    """What waits in a schedule of ROW micro-batches for each rank."""
 
     idle: float  # of a step, with messages that take no time, in units of a rank's forward pass of a micro-batch
     wires: float  # the messages that the longest rank waits for
@@ -81,7 +81,7 @@ TRACED_ROWS = 2  # with one row a compiled block has views instead of the copies
 
 
 class Layer(NamedTuple):
-    """The memory and time of one layer on a rank, for each row of a micro-batch, at one size of tp."""
+    """The memory and time of one layer on a rank, per row, at one size of tp."""
 
     memory: LayerBytes
     forward_s: float
@@ -188,7 +188,7 @@ def closed_layer(job: Job, device: Device) -> Layer:
 
 
 def tp_seconds(job: Job, device: Device, full_bytes: int) -> float:
-    """The seconds of a layer's four sums over tp of `full_bytes` bytes each, for one row: none of it is hidden."""
+    """The seconds of a layer's four sums over tp of `full_bytes` bytes, for one row."""
     way = ways_of(device, {name: job.mesh[name].size for name in ("dp", "rp", "cp", "tp")}).get("tp")
     return 4 * collective_s(way, "psum", sent_elements("psum", full_bytes, way.size)).seconds if way else 0.0
 
@@ -207,7 +207,7 @@ def admits_codec(basis: Basis, c: Candidate) -> bool:
 
 
 class Basis:
-    """What the sketches of one search share: its config and device and, cached, plans by mesh and layers by tp."""
+    """What the sketches of one search share: config, device and cached plans."""
 
     def __init__(self, config: RunConfig, device: Device, on_node: int, layers: Mapping[int, Layer] | None = None):
         """layers: results of `layer_of` by size of tp; None: call it when needed."""

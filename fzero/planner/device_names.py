@@ -17,7 +17,7 @@ def list_devices() -> list[str]:
 
 
 def device_path(name: str | Path) -> Path | None:
-    """The file of a device, by its name or path; None for "here". Raises ValueError naming the nearest device."""
+    """The file of a device, None for "here"; raises ValueError naming the nearest."""
     path = Path(name)
     if str(name) == "here":
         return None

@@ -111,7 +111,7 @@ class Device:
         return min(ranks, self.ranks_on_node or self.links[0].ranks or ranks)
 
     def rates_to(self, memory: StateMemory) -> dict[str, float]:
-        """The bytes/s to and from a memory beside the device's, by direction: of the host's memory what is reached."""
+        """The bytes/s to and from a memory beside the device's, by direction."""
         if memory.on_disk:
             return self.nvme
         reached = self.efficiency.get(HOST_MEMORY, 1.0)

@@ -65,7 +65,7 @@ def recorded(folder: Path) -> tuple[tuple[float, ...], ...]:
 
 
 def has_capacity(plan: Plan, loads: Loads) -> bool:
-    """Whether a load has room in the exchange of a plan; else a run would take more memory than the plan."""
+    """Whether a load has room in the exchange of a plan."""
     if plan.experts is None or plan.experts.form != "exchange":
         return True
     return loads.imbalance(plan.mesh.ep.size) <= plan.experts.slack

@@ -91,14 +91,14 @@ def inputs_on_host(job: Job, config: RunConfig, layers: int) -> int:
 
 
 def deepest_stack(model: ModelConfig) -> tuple[str, int]:
-    """Return (the name, the layers) of the stack of a model that has the most layers, the first of equal ones."""
+    """(the name, the layers) of a model's stack with the most layers."""
     leaves = pytree.named_leaves(shapes_of(models.build(model)))
     depths = {name.split("/")[0]: leaf.shape[0] for name, leaf in leaves.items() if is_stacked(name)}
     return max(depths.items(), key=lambda stack: stack[1])
 
 
 def shape(config: RunConfig, depth: int) -> tuple[int, int, int]:
-    """Return (layers before the middle group, layers of a group, layers to run with one group in the middle)."""
+    """(layers before the middle group, of a group, to run with one group)."""
     group = math.lcm(Remat.parse(config.train.remat).every or 1, models.period(config.model))
     offload = Offload.parse(config.offload)
     ahead = (

@@ -77,7 +77,7 @@ class PlannedDisk:
 
 
 class PlannedStore:
-    """A store as a step uses it: reads return Buffers, writes take them, a commit waits for all writes."""
+    """A store as a step uses it: reads return Buffers, writes take them."""
 
     def __init__(self, leaves: dict[str, LeafFiles], space: PlannedNvme) -> None:
         self.leaves, self.space, self.slots, self.folder = leaves, space, space.slots, "a planned disk"

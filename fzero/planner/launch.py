@@ -15,7 +15,7 @@ PORT = 29500  # torchrun's own default
 
 
 def refuse_decided(table: Mapping[str, Any], source: str) -> None:
-    """Raise ValueError if `table` sets a value that a search decides; `source`: where it is set, such as "--set".
+    """Raise ValueError if `table` sets a value that a search decides.
 
     >>> refuse_decided({"mesh": {"cp": 2}}, "--set")
     Traceback (most recent call last):
@@ -35,7 +35,7 @@ def decides(key: str) -> bool:
 
 
 def machines(ranks: int, on_node: int) -> tuple[int, int]:
-    """(number of machines, ranks on each) for `ranks` ranks with at most `on_node` on a machine: all have equally many.
+    """(number of machines, ranks on each), equal, for `ranks` ranks.
 
     >>> machines(16, 8), machines(12, 8), machines(4, 8)
     ((2, 8), (2, 6), (1, 4))
@@ -62,7 +62,7 @@ def launch_command(config: str | Path, ranks: int, on_node: int, host: str = "HO
 
 
 def slurm_script(config: str | Path, ranks: int, on_node: int, *, gpu: bool = True) -> str:
-    """The text of a script for sbatch that trains by the file `config`, resumed if the job is requeued."""
+    """The text of a script for sbatch that trains by `config`, with requeues."""
     (nodes, on_node), name = machines(ranks, on_node), Path(config).stem
     lines = [
         "#!/bin/bash",

@@ -178,7 +178,7 @@ def trace_passes(config: RunConfig, target: Target) -> Passes:
 
 
 def line(a: Passes, b: Passes, capacity: int, host: int | None) -> tuple[int, float]:
-    """(the length at which the line through two passes meets what the device or its host holds, bytes of a token)."""
+    """(the length where the line through two passes meets the memory, bytes a token)."""
     device_slope = (b.peak_bytes - a.peak_bytes) / (b.tokens - a.tokens)
     host_slope = (b.host_bytes - a.host_bytes) / (b.tokens - a.tokens)
     lengths = [b.tokens + (capacity - b.peak_bytes) / device_slope] if device_slope > 0 else []

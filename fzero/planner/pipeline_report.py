@@ -31,7 +31,7 @@ Sums = Counter  # {(group, key): seconds or FLOPs} as those of timing.Play
 
 
 class PipelineTiming(NamedTuple):
-    """The time of a step: of the rank that computes longest, and what the schedule made of the acts of all."""
+    """The time of a step: of the longest rank, and of the acts of all."""
 
     timing: Timing
     played: Played
@@ -42,7 +42,7 @@ class PipelineTiming(NamedTuple):
 
 
 class SimulatedRecord(NamedTuple):
-    """The seconds of a record: before its acts, of each by the identity of its stays, and behind them."""
+    """The seconds of a record: before its acts, of each, and behind them."""
 
     prologue: tuple[float, Sums]
     acts: dict[int, tuple[float, Sums]]
@@ -107,7 +107,7 @@ def simulate_record(record: Record, pipeline: PipelineTrace, device: Device) -> 
 
 
 def boundary_bytes(pipeline: PipelineTrace) -> list[int]:
-    """By stage but the last, the bytes of a micro-batch's activations that go to the next one; 0 within a rank."""
+    """By stage but the last, the bytes of activations to the next rank."""
     out = [0] * (len(pipeline.schedule.stages.ranks) - 1)
     for rank, row in enumerate(pipeline.ranks):
         for act, stays in zip(pipeline.schedule.rows[rank], row.acts):
@@ -243,7 +243,7 @@ def with_layout(config: RunConfig, sizes: Mapping[str, int], device: Device) -> 
 
 
 def layer_costs(config: RunConfig, sizes: Mapping[str, int], device: Device) -> Costs:
-    """The Costs of a model's parts on a device, shared by the ranks of tp, cp and ep of a mesh of these sizes."""
+    """The Costs of a model's parts on a device, shared by tp, cp and ep."""
     model_axes = {axis: size for axis, size in sizes.items() if axis not in ("pp", "dp", "rp")}
     micro, data = config.train.micro_batch, fake_mesh(model_axes).data_size
     t = replace(config.train, batch=micro * data, update="end", updates=1, delay_after=0, measure_every=0)

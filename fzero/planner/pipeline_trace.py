@@ -59,7 +59,7 @@ class RankRow(NamedTuple):
 
 
 class PipelineTrace(NamedTuple):
-    """The step of a pipeline: the Trace of the rank with the fullest memory, and what is known of all of them."""
+    """The step of a pipeline: the fullest rank's Trace, and facts of all."""
 
     trace: Trace
     schedule: Schedule
@@ -139,7 +139,7 @@ def residence(row: Sequence[Act], chunks: Sequence[int], resident: int) -> list[
 
 
 def ends_of(s: Schedule, rank: int, act: Act) -> tuple[Channel | None, Channel | None]:
-    """The channels from which an act of a rank takes and to which it gives, None for those within a rank."""
+    """The channels from which an act takes and to which it gives, or None."""
     step = 1 if act.kind == "F" else -1
 
     def channel(stage: int) -> Channel | None:
@@ -164,7 +164,7 @@ def outside_stacks(plan: Plan, job: run_build.Job, rank: int) -> frozenset[int]:
 
 
 def min_micro_batches(plan: Plan, rank: int, parts: int, outside: frozenset[int], resident: int = 0) -> int:
-    """The fewest micro-batches with which the row of a rank has every circumstance that occurs in it with `parts`."""
+    """The fewest micro-batches with every circumstance of a row of `parts`."""
     assert plan.pipeline is not None and plan.stages is not None  # a plan with pp
     required = set(circumstances_of(*plan.schedule(parts), rank, outside, resident))
     for count in range(1, parts) if plan.reduce != "canonical" and not plan.delayed else ():
@@ -293,7 +293,7 @@ def scale_losses(stay: Stay, record: Record, parts: int) -> Stay:
 
 
 def rename_channels(s: Schedule, rank: int, act: Act, stays: Sequence[Stay]) -> list[Stay]:
-    """The stays of an act that were recorded on any rank, with the name of the channel that this rank sends to."""
+    """The stays of an act recorded on any rank, with this rank's channel."""
     target = ends_of(s, rank, act)[1]
     name = "" if target is None else f"{'x' if target[1] else 'grad'}:{rank}-{target[0]}"
     return [

@@ -146,7 +146,7 @@ def device_with(
 
 
 def with_host_memory(device: Device, config: RunConfig) -> Device:
-    """The device with the memory of its host that a config gives to a run, if it gives any."""
+    """The device with the memory of its host that a config gives, if any."""
     size = int(config.host_memory_gb * 1e9)
     if not size:
         return device
@@ -201,7 +201,7 @@ def with_classes(config: RunConfig, classes: int) -> RunConfig:
 
 
 def with_lora(config: RunConfig, rank: int, targets: str | None, kind: str | None) -> RunConfig:
-    """The config whose model has LoRA, beside weights in codes of this kind; its scale changes no number of a plan."""
+    """The config whose model has LoRA, beside weights in codes of this kind."""
     model = models.build(config.model)
     model = model if kind is None else models.quantized(model, kind)
     lora_model = models.lora(model, rank) if targets is None else models.lora(model, rank, targets=targets)

@@ -127,7 +127,7 @@ class PlanReport(NamedTuple):
 
 
 def report_of(trace: Trace, device: Device, timing: Timing | None = None) -> PlanReport:
-    """Simulate a traced step on a device and return its PlanReport. timing: of the step, if it is known already."""
+    """The PlanReport of a traced step, simulated on a device."""
     ranks = math.prod(trace.sizes.values())
     node = device.on_node(ranks)
     built = build.build(trace.config, fake_mesh(trace.sizes, trace.rank))
@@ -306,7 +306,7 @@ def notes_of(trace: Trace, timing: Timing | None, device: Device) -> list[str]:
 
 
 def with_sums(timing: Timing, trace: Trace, device: Device) -> Timing:
-    """The mean over the run of the Timings of a local step and of one that sums by signs."""
+    """The mean Timing of a local step and of one that sums by signs."""
     optim = trace.config.optim
     summed_config = replace(trace.config, optim=replace(optim, sum_every=1, sum_double=0))
     summed = predict(extrapolate.trace(summed_config, trace.sizes, rank=trace.rank, target=device.target), device)
@@ -315,7 +315,7 @@ def with_sums(timing: Timing, trace: Trace, device: Device) -> Timing:
 
 
 def sums_notes(built: Job, phases: Sequence[tuple[Timing, float]]) -> list[str]:
-    """The notes on sums that are not made in each step, or not as in it. phases: of the steps of members."""
+    """The notes on sums that are not made in each step, or not as in it."""
     notes = []
     if built.members is not None:
         share, switch_step = "its share of them", built.config.local.after

@@ -26,7 +26,7 @@ TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85), (64, 128, 0.65), (1
 
 
 class OpCost(NamedTuple):
-    """The seconds of one operator: the host's to issue it, the device's to compute it, and the device's bottleneck."""
+    """The seconds of one operator: the host's, the device's, and its bottleneck."""
 
     host_s: float
     device_s: float

@@ -211,7 +211,7 @@ def trace_best(
 
 
 def recut_layers(sketch: Sketch, report: PlanReport) -> Sketch | None:
-    """A traced candidate with its layers cut by their seconds, if that makes the longest rank shorter; None if not."""
+    """A traced candidate with its layers cut by seconds, if faster; else None."""
     facts = report.pipeline
     if sketch.candidate.layout != "auto" or facts["by_cost_takes"] >= 1.0:
         return None

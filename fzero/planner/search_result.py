@@ -209,7 +209,7 @@ def choices(c: Candidate) -> dict[str, str]:
 def best_alternatives(
     sketches: Sequence[Sketch], reports: Mapping[Candidate, PlanReport], best: TracedCandidate, limits: RankMemory
 ) -> list[Alternative]:
-    """For each choice that the best candidate does not make: the best candidate with it, and why that is slower."""
+    """For each choice that the best lacks: the best candidate with it, and why slower."""
     classes: dict[tuple[str, str], list[Sketch]] = {}
     best_choices = choices(best.candidate)
     for sketch in sketches:
@@ -320,7 +320,7 @@ def describe(result: SearchResult) -> str:
 
 
 def context_of(result: SearchResult) -> str:
-    """The line on attention over cp of the best candidate that has it: its form, and what each form sends and holds."""
+    """The line on attention over cp of the best candidate that has it."""
     c, config = next(f.candidate for f in result.best if f.candidate.cp > 1), result.config
     model, policy = models.build(config.model), build_optim.make_policy(config)
     plan = zero_plan(c.zero, model, fake_mesh(c.mesh), policy=policy, sequence=Context.parse(config.context))

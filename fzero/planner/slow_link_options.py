@@ -250,7 +250,7 @@ def sent_by_level(report: PlanReport, sizes: Mapping[str, int], device: Device) 
 
 
 def by_level(way: Way, collective: str, sent_bytes: int) -> dict[str, float]:
-    """What a rank sends over each level of links in a collective in which it sends so many bytes."""
+    """What a rank sends over each level of links in a collective."""
     if len(way.hops) == 1:
         return {way.hops[0][0].name: float(sent_bytes)}
     busy, rates = collective_s(way, collective, sent_bytes).busy, {level.name: level.bytes_s for level, _ in way.hops}

@@ -44,7 +44,7 @@ LOOKS = torch.ops.aten._local_scalar_dense.default
 
 
 class Transfer(NamedTuple):
-    """The start of, or the wait for, a collective or a read or write of a disk or of the host's memory."""
+    """The start of, or the wait for, a collective or a transfer."""
 
     event: str  # "start" or "wait"
     number: int  # unique in a trace; a wait has the number of its start
@@ -169,7 +169,7 @@ def run_step(
 
 @functools.lru_cache(maxsize=8)
 def shared_mesh(sizes: tuple[tuple[str, int], ...], rank: int) -> Mesh:
-    """The mesh of planned steps; one for all of them, so that blocks compiled for it are not compiled again."""
+    """The mesh of planned steps, one for all, so that blocks compile once."""
     return fake_mesh(dict(sizes), rank)
 
 
@@ -328,7 +328,7 @@ def fake_batch(job: Job, mode: FakeDevice) -> dict[str, Tensor]:
 def make_trace(
     step: FakeStep, stays: Sequence[Stay] = (), segments: tuple[RepeatedEvents, ...] = (), exact: str = ""
 ) -> Trace:
-    """Make the Trace of a step. stays: extrapolated stays of a shortened step; repeated ones share the same lists."""
+    """The Trace of a step; stays: extrapolated ones of a shortened step."""
     stays, config, mesh = stays or step.stays, step.job.config, step.job.mesh
     timeline = moments(stays)
     peak = max(timeline, key=lambda moment: moment.bytes)

@@ -59,7 +59,7 @@ class Timing(NamedTuple):
 
 
 def predict(trace: Trace, device: Device, captured: bool = False) -> Timing:
-    """The Timing of a traced step on a device. captured: the step is one graph, of which the host issues nothing."""
+    """The Timing of a traced step on a device; captured: as one graph."""
     play = play_of(trace.config, trace.sizes, device, captured)
     play.waited = {e.number for e in trace.events if isinstance(e, Transfer) and e.event == "wait"}
     play.run(trace.events, 0, len(trace.events), sorted(trace.segments, key=lambda s: (s.first, -s.last)))

@@ -110,7 +110,7 @@ def is_cached(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Ta
 
 
 def to_plain(trace: Trace) -> dict[str, Any]:
-    """A trace as JSON has it, without what the question says; its events are lists, a transfer's begins with null."""
+    """A trace as JSON has it, without what the question says."""
     return {
         **{name: getattr(trace, name) for name in PLAIN},
         "sizes": trace.sizes,
@@ -147,7 +147,7 @@ def _op(row: list[Any]) -> ExecutedOp:
 
 
 def read_entry(path: Path, config: RunConfig, key: Mapping[str, Any]) -> Trace | None:
-    """The Trace in a file of the cache; None if there is none, or if it is damaged or answers another question."""
+    """The Trace in a file of the cache; None if it is missing, damaged or another's."""
     try:
         table = read_json(path)
         with in_form(str(path)):

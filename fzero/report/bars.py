@@ -68,7 +68,7 @@ def cell_edges(places: Sequence[float]) -> list[float]:
 
 
 def along(moments: Moments) -> list[float]:
-    """The position of each moment in the step, in percent of its operators if recorded, else of its moments."""
+    """The position of each moment in the step, in percent of its operators."""
     if not moments:
         return []
     positions = [m.get("at", i) for i, m in enumerate(moments)]
@@ -90,7 +90,7 @@ def align(predicted: Moments, measured: Moments) -> list[float]:
 
 
 def name_phases(axes: Any, edges: Sequence[float], phases: Sequence[str]) -> None:
-    """Write the names of the phases along the top, with lines between them; phases too short for a name get none."""
+    """Write the names of the phases along the top, but of short ones."""
     begins = [i for i in range(len(phases)) if i == 0 or phases[i] != phases[i - 1]]
     ends = [*(edges[i] for i in begins[1:]), 100.0]
     named = [right - edges[i] > 1.1 * len(phases[i]) + 1 for i, right in zip(begins, ends)]  # a letter is about 1% wide

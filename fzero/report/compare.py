@@ -48,7 +48,7 @@ def starts(series: Mapping[str, list[Any]], attempts: Sequence[Attempt]) -> list
 
 
 def subject(steps: Sequence[int], attempts: Sequence[Attempt]) -> Attempt:
-    """The last attempt that made a step, of which the figures of a run are; {} if none is recorded."""
+    """The last attempt that made a step; {} if none is recorded."""
     row_attempts = attempt_of_rows(steps, attempts)
     return (
         attempts[row_attempts[-1]]
@@ -212,14 +212,14 @@ def series_of(points: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, An
 
 
 def work_of(run: RunReport) -> dict[str, Any]:
-    """The values that the runs of one scaling series share: the config but for LAYOUT, and the kind of machine."""
+    """What the runs of a scaling series share: config but LAYOUT, and machine."""
     machine = subject(run.series["step"], run.attempts).get("machine") or {}
     shared = {key: value for key, value in flat(run.config) if not key.startswith(LAYOUT)}
     return shared | {"machine.cpu": machine.get("cpu"), "machine.cores": machine.get("cores")}
 
 
 def conflicting_keys(runs: Sequence[RunReport]) -> list[str]:
-    """The keys of `work_of` in which runs on different numbers of ranks differ, if no series has two of the runs."""
+    """The keys of `work_of` in which runs differ, if no series has two of them."""
     if len({ranks_of(run) for run in runs}) < 2 or scaling(runs):
         return []
     works = [work_of(run) for run in runs]

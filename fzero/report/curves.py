@@ -33,7 +33,7 @@ MOST_ROWS = 256  # of a map: layers of more experts are shown by as many as fit
 
 
 def write_pictures(folder: Path) -> list[Path]:
-    """Write loss.png and throughput.png into a run folder and return their paths; [] for a run without a step."""
+    """Write loss.png and throughput.png into a run folder; their paths."""
     if not any(True for _ in run_folder.read_metrics(folder)):
         return []
     paths = [folder / "loss.png", folder / "throughput.png"]
@@ -79,7 +79,7 @@ def loss(run: RunReport) -> Any:
 
 
 def throughput(run: RunReport) -> Any:
-    """Draw tokens per second of the steady steps, their running mean and the prediction, with MFU as a second scale."""
+    """Draw tokens per second of the steady steps, with prediction and MFU."""
     figure, axes = blank()
     indices, predicted = steady(run.series, run.attempts), value_of(run, "tokens_per_s", predicted=True)
     tokens, rate, mfu = ([run.column(name)[i] for i in indices] for name in ("tokens", "tokens_per_s", "mfu"))
@@ -166,7 +166,7 @@ def loss_by_position(evaluations: Sequence[tuple[int, Sequence[int], Sequence[fl
 
 
 def norms(steps: Sequence[int], table: Mapping[str, Sequence[float | None]], kind: str) -> Any:
-    """Draw the norms of each layer over the steps as a map of their logarithm; `kind` is "gradient" or "parameter"."""
+    """Draw the norms of each layer over the steps as a map of their logarithm."""
     from matplotlib.colors import LogNorm
 
     values = [[float("nan") if v is None or v <= 0 else v for v in row] for row in table.values()]
@@ -200,7 +200,7 @@ def draw_map(
     height: float,
     scale: Mapping[str, Any],
 ) -> Any:
-    """Draw a row of colours for each of `rows`, its values over the steps; names: of the rows, of the values."""
+    """Draw a row of colours for each of `rows`, its values over the steps."""
     figure, axes = blank(height=height)
     edges = [*steps, steps[-1] + max(1, steps[-1] - steps[-2] if len(steps) > 1 else 1)]
     borders = [i - 0.5 for i in range(len(rows) + 1)]

@@ -179,7 +179,7 @@ def extract_points(figure: Any) -> list[dict[str, Any]]:
 
 
 def exact(value: Any) -> float | None:
-    """A number as JSON: whole ones as they are, others to five digits; None if it is not finite."""
+    """A number as JSON, to five digits; None if it is not finite."""
     value = float(value)
     if not math.isfinite(value):
         return None

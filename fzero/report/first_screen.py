@@ -27,7 +27,7 @@ from fzero.report.values import (
 
 
 class Outcome(NamedTuple):
-    """The results of a run: at its end, or at the tokens that all compared runs have seen. None: not known."""
+    """The results of a run at its end, or at common tokens; None: unknown."""
 
     tokens: int | None
     train: float | None
@@ -98,7 +98,7 @@ def duration(seconds: float) -> str:
 
 
 def of_tokens(run: RunReport) -> bool:
-    """Whether the loss is one of tokens, which has a perplexity, and not one of pairs of answers or of texts."""
+    """Whether the loss is one of tokens, which has a perplexity."""
     return loss_unit([run]) == "token"
 
 
@@ -215,7 +215,7 @@ def pictures(runs: Sequence[RunReport]) -> list[Picture]:
 
 
 def curve(run: RunReport, column: str, *, mean: bool = False) -> curves.Curve:
-    """(name of the run, tokens seen, values) of a column where it has values; with `mean`, their running means."""
+    """(name of the run, tokens seen, values) of a column; `mean`: running means."""
     points = curves.points_of(run, column)
     values = [y for _, y in points]
     return run.name, [x for x, _ in points], smooth(values) if mean else values

@@ -95,7 +95,7 @@ def fill(template: str, macro: str, *values: Any) -> str:
 
 
 def all_elements(report: Report) -> Iterator[tuple[RunReport | None, str, Element]]:
-    """(the run or None, the prefix of its picture names, a part) of all parts of a report, in their order."""
+    """(the run or None, the prefix of its picture names, a part) of all parts."""
     yield from ((None, "", element) for element in opening(report).parts)
     for chapter in chapters(report):
         for section in chapter.sections:
@@ -103,7 +103,7 @@ def all_elements(report: Report) -> Iterator[tuple[RunReport | None, str, Elemen
 
 
 def by_name(report: Report) -> dict[str, tuple[ReportTable | Picture, str]]:
-    """{name by which it is pasted, for a picture that of its file: (table or picture, prefix of its file)}."""
+    """{name by which it is pasted: (table or picture, prefix of its file)}."""
     elements: dict[str, tuple[ReportTable | Picture, str]] = {}
     for _, prefix, element in all_elements(report):
         if isinstance(element, (ReportTable, Picture)):

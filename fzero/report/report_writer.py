@@ -87,7 +87,7 @@ def draw(report: Report, *, runs: bool = True) -> dict[str, Drawing]:
 
 
 def json_text(report: Report) -> str:
-    """Format the report as exact JSON; the first levels have one line for each value, so that diffs are readable."""
+    """The report as exact JSON, with lines that make diffs readable."""
 
     def lines(value: Any, depth: int) -> str:
         if depth and isinstance(value, dict) and value:

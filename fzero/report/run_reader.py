@@ -132,7 +132,7 @@ def read_pipeline(path: Path) -> dict[str, Any]:
 
 
 def check_form(value: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return `value` if its parts have the types that fzero writes; raises ValueError naming the file and the part."""
+    """`value` if its parts have the types that fzero writes; raises ValueError."""
     for name, (kind, keys) in FORM.items():
         field = value.get(name)
         items = field if isinstance(field, list) else []
@@ -212,7 +212,7 @@ def warm_rows(series: Mapping[str, list[Any]], attempts: Sequence[Mapping[str, A
 
 
 class Quantities:
-    """The quantities of a run so far, each with its prediction in the plan beside it; measured in its steady rows."""
+    """The quantities of a run so far, each with its prediction beside it."""
 
     def __init__(self, run: RunReport) -> None:
         self.plan, self.plan_from, self.items = run.plan or {}, run.plan_from, list[Quantity]()
@@ -233,7 +233,7 @@ class Quantities:
         self.add(name, title, unit, key, statistics.median(values) if values else None, source)
 
     def add(self, name: str, title: str, unit: str, key: str, measured: Any, source: str, total: bool = False) -> None:
-        """Add one that is predicted or measured. key: its path in the plan, or ""; total: it is the sum of a table."""
+        """Add one that is predicted or measured; key: its path in the plan, or ""."""
         predicted: Any = self.plan if key else None
         for field in key.split("/") if key else ():
             predicted = predicted.get(field) if isinstance(predicted, Mapping) else None
@@ -309,7 +309,7 @@ def add_memory(out: Quantities, memory: Mapping[str, Any]) -> None:
 
 
 def add_traffic(out: Quantities, ledger: Sequence[Mapping[str, Any]] | None) -> None:
-    """Add the bytes sent over each axis. With a ledger, an axis without messages has the measured value 0."""
+    """Add the bytes sent over each axis; with a ledger 0 without messages."""
     sums: dict[str, int] = {}
     for row in ledger or ():
         sums[row["axis"]] = sums.get(row["axis"], 0) + row["bytes"]
@@ -320,7 +320,7 @@ def add_traffic(out: Quantities, ledger: Sequence[Mapping[str, Any]] | None) -> 
 
 
 def add_times(out: Quantities) -> None:
-    """Add the time of a step and of its phases. A prediction has waits apart from its phases, by axis and by memory."""
+    """Add the time of a step and of its phases, and predicted waits."""
     out.add_median("step_s", "time of a step", "s", "step_s")
     recorded = {name.removeprefix("phases."): out.values(name) for name in out.series if name.startswith("phases.")}
     means = {phase: statistics.fmean(v) for phase, v in recorded.items() if v and phase not in BESIDE_THE_STEP}

@@ -322,7 +322,7 @@ def experts(run: RunReport) -> list[Element]:
 
 
 def stack_of_experts(run: RunReport, stack: str) -> list[Element]:
-    """The picture of the load of a stack's experts, and the table of the last step that recorded it."""
+    """The picture of the load of a stack's experts, and its last table."""
     s, prefix = run.series, f"experts.{stack}."
     indices = [i for i, value in enumerate(s[f"{prefix}load"]) if value is not None]
     steps, load = [s["step"][i] for i in indices], [s[f"{prefix}load"][i] for i in indices]

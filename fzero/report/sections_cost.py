@@ -283,7 +283,7 @@ def pipeline(run: RunReport) -> list[Element]:
 
 
 def planned_row(run: RunReport, s: Schedule) -> dict[str, Any] | None:
-    """What the plan of a run says of its pipeline; None without a plan of this schedule that has times."""
+    """What the plan of a run says of its pipeline, with times; or None."""
     facts = (run.plan or {}).get("pipeline") or {}
     matches = (facts.get("schedule"), facts.get("micro_batches")) == (s.name, s.parts)
     return facts if matches and "row_s" in facts and len(facts["ranks"]) == len(s.rows) else None

@@ -64,7 +64,7 @@ class Report(NamedTuple):
 
 
 def ratio(predicted: Number | None, measured: Number | None) -> float | None:
-    """`predicted / measured`; 1 if both are 0, None if either is missing or only the measured one is 0.
+    """`predicted / measured`; 1 if both are 0, None if it cannot be.
 
     >>> ratio(3, 2), ratio(0, 0), ratio(1, 0), ratio(None, 2)
     (1.5, 1.0, None, None)
@@ -77,7 +77,7 @@ def ratio(predicted: Number | None, measured: Number | None) -> float | None:
 
 
 def loss_unit(runs: Sequence[RunReport]) -> str:
-    """The unit that the loss of runs is a mean over: "token", "pair", or "pair or token" where they differ."""
+    """The unit that the loss of runs is a mean over, such as "token"."""
     return " or ".join(sorted({unit_of(run.config.get("objective")) for run in runs}))
 
 

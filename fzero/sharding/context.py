@@ -77,7 +77,7 @@ class Pieces(NamedTuple):
         return torch.cat(runs) if len(runs) > 1 else runs[0]
 
     def order(self, tokens: int, device: torch.device | str = "cpu") -> Tensor:
-        """Where the token at each position is among those of all ranks, one rank's after the other's: int64 [tokens].
+        """Where each token is among those of all ranks, in rank order: int64 [tokens].
 
         >>> Pieces(((0, 3), (1, 2))).order(4)
         tensor([0, 2, 3, 1])
@@ -243,7 +243,7 @@ MAX_RESIDENT_RATIO = 2.0  # of what the leanest form holds
 
 
 def largest_inner(ranks: int, kv_heads: int) -> int:
-    """The number of ranks of a group that exchange heads: the largest that divides both cp and the key/value heads.
+    """The largest number of ranks that divides cp and the key/value heads.
 
     >>> largest_inner(8, 2), largest_inner(4, 3)
     (2, 1)
@@ -285,7 +285,7 @@ class Heads(NamedTuple):
         return peer_share * 2 * self.keys * self.size
 
     def resident(self, form: str, ranks: int) -> float:
-        """The elements that a rank of cp holds for attention by a form: see the top of the file.
+        """The elements that a rank of cp holds for attention by a form.
 
         >>> [Heads(queries=8, keys=2, size=64).resident(form, 4) for form in ("gather", "ulysses", "ring")]
         [512.0, 384.0, 384.0]

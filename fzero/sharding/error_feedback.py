@@ -43,7 +43,7 @@ HOPS = ("data", RP)  # between the ranks that share a leaf, of a node if there i
 
 
 class StoredError(NamedTuple):
-    """What a state has of the errors of a leaf, or of their scales: the whole shape, its layout, its dtype."""
+    """The shape, layout and dtype of a leaf's errors, or their scales, in a state."""
 
     shape: tuple[int, ...]
     spec: Spec
@@ -147,7 +147,7 @@ class ErrorFeedback:
         self.new: dict[tuple[str, str, int], Pieces] = {}
 
     def stored_pieces(self, stored: Hops[Tensor], hop: str, name: str, row: int) -> Pieces:
-        """What a state has of the error of a row of a leaf: itself, or its codes and scales. Views."""
+        """What a state has of the error of a row of a leaf, as views."""
         hops = (hop,) if self.storage_coder is None else (hop, hop + SCALE)
         return tuple(stored[group][name][row, 0] for group in hops)
 
@@ -160,7 +160,7 @@ class ErrorFeedback:
         )
 
     def next_error(self, hop: str, name: str, row: int) -> Tensor:
-        """The error to add to what this rank sends next of a row of a leaf: of its shape."""
+        """The error to add to what this rank sends next of a row of a leaf."""
         if (hop, name, row) in self.new:
             return self.read(self.new[hop, name, row])
         error = self.read(self.stored_pieces(self.stored, hop, name, row))
@@ -186,7 +186,7 @@ class ErrorFeedback:
 
     @torch.no_grad()
     def settle(self, skipped: Tensor | None, *, donate: bool) -> Hops[Tensor]:
-        """The errors after the step: as they were if it is `skipped`. donate: in the memory of those before it."""
+        """The errors after the step: as before if it is `skipped`."""
         stored = self.stored if donate else pytree.map(torch.clone, self.stored)
         if self.keep_factor is not None:  # codes whose scales are 0 stand for 0
             factors = (

@@ -104,7 +104,7 @@ class Routed(NamedTuple):
         return 2 * peer_share * self.width * (self.top_k if form == "exchange" else ranks)
 
     def rows(self, experts: Experts, ranks: int) -> float:
-        """The rows of experts that a rank has room for, for each of its tokens: of an even load top_k of them hold one.
+        """The rows of experts that a rank has room for, per token.
 
         >>> routed = Routed(experts=8, top_k=2, width=64)
         >>> routed.rows(Experts("gather"), 4), routed.rows(Experts("exchange", 2.5), 4)
@@ -118,7 +118,7 @@ class Routed(NamedTuple):
 
 
 def shares(experts: int, ranks: int) -> tuple[int, ...]:
-    """By rank of ep the number of its experts, which are next to each other: as even as they go, the first ones more.
+    """By rank of ep the number of its experts, as even as they go.
 
     >>> shares(6, 4)
     (2, 2, 1, 1)

@@ -164,7 +164,7 @@ class SumsAtRest:
             self.send([(key, total)])
 
     def offload_small(self) -> None:
-        """Start to copy the small sums that wait for it to the host's memory: those of a layer by one copy."""
+        """Start to copy the small sums that wait to the host's memory, by one copy."""
         small, self.small = self.small, []
         if small:
             self.allocate_buffers(small)

@@ -26,7 +26,7 @@ class Stored(NamedTuple):
 
 
 def shard_axes(spec: Spec) -> list[str]:
-    """The axes over which ZeRO shards a leaf that is used in the layout of `spec`: those that do not shard it there."""
+    """The axes over which ZeRO shards a leaf that is used by `spec`."""
     return [axis for axis in AXES.shards if axis not in spec.axes]
 
 

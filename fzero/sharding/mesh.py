@@ -319,7 +319,7 @@ def start_processes(device: torch.device, timeout_s: float, **rendezvous: Any) -
 
 @contextlib.contextmanager
 def _naming_transport(kind: str, rank: int) -> Iterator[None]:
-    """A context in which an error of gloo or NCCL becomes one line with this rank, its host, and what to try."""
+    """A context in which an error of gloo or NCCL becomes one line."""
     try:
         yield
     except (RuntimeError, ValueError) as error:  # both, by PyTorch's functions

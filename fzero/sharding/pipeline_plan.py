@@ -125,12 +125,12 @@ class Pipeline:
 
 
 def chunks_of(schedule: str) -> int:
-    """The chunks of a rank that a schedule has, 1 for a table; 0 if it takes any number."""
+    """The chunks of a rank that a schedule has; 0 if it takes any number."""
     return FAMILIES[schedule].chunks or 0 if schedule in SCHEDULES else 1
 
 
 def text_of(schedule: str | Schedule) -> str:
-    """The name of a schedule that a run knows, or the text of a table; raises ValueError for what is neither."""
+    """The name of a known schedule, or the text of a table; raises ValueError."""
     if isinstance(schedule, Schedule):
         check(schedule)
         return write_schedule(schedule)
@@ -156,7 +156,7 @@ def says_layers(text: str) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def read_table(text: str, layers: int) -> Schedule:
-    """The table of a text, its stages cut from so many layers unless it says how (0: one layer each)."""
+    """The table of a text, with stages cut from so many layers."""
     if not layers and not says_layers(text):
         acts = " ".join(line.partition("#")[0] for line in text.splitlines())
         layers = 1 + max((int(stage) for stage in STAGE.findall(acts)), default=0)
@@ -179,7 +179,7 @@ def schedule_for(pipeline: Pipeline, stages: Stages, parts: int) -> Schedule:
 
 
 def expect_parts(pipeline: Pipeline, stages: Stages, parts: int) -> None:
-    """Raise ValueError if a step of so many micro-batches is none of the schedule: a table has its own number."""
+    """Raise ValueError if a schedule does not take so many micro-batches."""
     if not pipeline.has_table:
         schedule(str(pipeline.schedule), stages, parts)
     elif (table := pipeline.table()).parts != parts:
@@ -232,7 +232,7 @@ def stacks_of(model: Any, named: Mapping[str, Any]) -> dict[str, int]:
 
 
 def stages_for(pipeline: Pipeline, model: Any, named: Mapping[str, Any], ranks: int) -> Stages:
-    """The stages of a model on so many ranks of pp; raises ValueError for one without layers, or with too few."""
+    """The stages of a model on so many ranks of pp; raises ValueError."""
     if not hasattr(model, "block"):
         raise ValueError(f"pp={ranks} cuts a layered Model into stages, and this is a plain parameter tree; use dp")
     layers = sum(stacks_of(model, named).values())

@@ -109,7 +109,7 @@ def uncut_text(plan: Plan) -> list[str]:
 
 
 def option_lines(plan: Plan) -> list[str]:
-    """The lines of what a plan has beside its leaves: what is split over cp and ep, and what travels in codes."""
+    """The lines of what a plan has beside its leaves: cp, ep, codes."""
     lines = [value.describe(plan) for value in (plan.context, plan.experts) if value is not None]
     return lines + (codec_text(plan) if plan.codec is not None else [])
 
@@ -174,7 +174,7 @@ def link_lines(plan: Plan, plain: dict[str, tuple[int, int]], in_full: Callable[
 
 
 def signs_text(plan: Plan, plain: Plan) -> list[str]:
-    """The lines that say what an optimizer's sums by signs send and take; `plain` is the plan without them."""
+    """The lines that say what an optimizer's sums by signs send and take."""
     numel = {leaf: leaf.numel(leaf.summed) for leaf in plan.leaves.values() if leaf.name in plan.optimizer_sums}
     signed = [leaf for leaf in numel if leaf.name in plan.sign_leaves]
     itemsize, plain_bytes = plan.sum_dtype.itemsize, sent_by_link(plain)

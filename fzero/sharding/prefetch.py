@@ -92,7 +92,7 @@ def unshard(x: Tensor, stored: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "
 
 
 def unshard_tree(params: Tree, plan: Plan) -> Tree:
-    """`unshard` of every leaf of a tree of parameters, or of a part of one with the same names."""
+    """`unshard` of every leaf of a tree of parameters, or a part of one."""
     leaves = plan.leaves
     return pytree.map_named(
         lambda name, x: unshard(x, leaves[name].params, leaves[name].compute, plan.mesh, leaf=name), params
@@ -135,7 +135,7 @@ def layer_of(leaf: Tensor, name: str, layer: int | None) -> Tensor:
 
 
 def is_small(leaf: Tensor) -> bool:
-    """Whether the layers of a stacked leaf take longer to start a copy of than to copy, and are little together."""
+    """Whether a stack's layers take longer to start a copy of than to copy."""
     return leaf[0].nbytes < SMALL_COPY and leaf.nbytes <= LARGE_COPY
 
 
@@ -395,7 +395,7 @@ class Resident:
         """Nothing: the order is known, and what was taken is there."""
 
     def dropped(self, group: LeafGroup, reshard: bool) -> bool:
-        """Whether the group must be taken again for the backward pass: what is fetched, so that only this holds it."""
+        """Whether the group must be fetched again for the backward pass."""
         return self.fetcher.needed(group)
 
     def fetch(self, group: LeafGroup) -> Sequence[Tensor]:

@@ -91,7 +91,7 @@ class GradientReducer:
             self.on_group()
 
     def ends_long(self, names: Sequence[str], paths: tuple[Moves, Moves]) -> bool:
-        """Whether a bucket's last sums are waited for behind the row: of whole gradients, that stay on the device."""
+        """Whether a bucket's last sums are waited for behind the row."""
         micro_path, end = paths
         is_full = bool(end) and all(op != "scatter" for op, _ in micro_path)
         return self.long and is_full and all(self.stored_sums.memory[name].on_device for name in names)

@@ -37,7 +37,7 @@ Plan = Any  # fzero.sharding.plan.Plan, which prints what they send
 
 
 def pack_signs(x: Tensor) -> Tensor:
-    """The signs of x [.., n] as bits, uint8 [.., n / 8]: 1 for a number that is not negative, the first in the lowest.
+    """The signs of x [.., n] as bits, uint8 [.., n / 8], 1 for not negative.
 
     >>> pack_signs(torch.tensor([1.0, -1.0, 0.0, -2.0, -1.0, -1.0, -1.0, 3.0]))
     tensor([133], dtype=torch.uint8)
@@ -174,7 +174,7 @@ class SignSums:
         return start_all_to_all(to_message(*coded), self.axes[name], leaf=name)
 
     def serve(self, name: str, last: Tensor, message: Tensor, server: Tensor, scale: str) -> Any:
-        """Add up what came of the blocks that this rank serves, and start to send the signs of the sums."""
+        """Add up the blocks that this rank serves, and start to send their signs."""
         axis, blocks = self.axes[name], self.blocks(name, last)
         mask = blocks[:, axis.rank] != 0
         bits, scales = from_message(message, blocks.shape[0], self.dtype)
@@ -188,7 +188,7 @@ class SignSums:
 
 
 class SumLayout(NamedTuple):
-    """Where the parts of a leaf's sum are: the sum, a rank's errors, those of what it serves, and what it updates."""
+    """The layouts of a leaf's sum, a rank's errors, served ones, and updates."""
 
     full: Spec
     worker: Stored

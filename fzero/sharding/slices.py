@@ -72,7 +72,7 @@ def draw_normal_box(
 
 
 def _global(local: Index, start: tuple[int, ...], size: tuple[int, ...], strides: list[int]) -> Index:
-    """The index in the whole leaf of element number `local` of a slice, over the leading dims that are given."""
+    """The index in the whole leaf of element number `local` of a slice."""
     index = local * 0
     for dim in reversed(range(len(size))):
         index = index + (local % size[dim] + start[dim]) * strides[dim]
@@ -134,7 +134,7 @@ def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "")
 
 
 def global_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of the whole tensor, from the shape of a rank's shard of it by `spec`: the inverse of `local_shape`."""
+    """The shape of the whole tensor, from that of a rank's shard by `spec`."""
     full = [size * ranks for size, ranks in zip(shape, ranks_per_dim(spec, mesh, len(shape)))]
     full = [sum(spec.parts) if spec.parts and dim == part_dim(spec) else size for dim, size in enumerate(full)]
     return (sum(map(len, spec.rows)), *full[1:]) if spec.rows else tuple(full)
@@ -197,7 +197,7 @@ def narrow_box(x: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
 
 
 def narrow_part(x: Tensor, index: int, parts: int, dim: int) -> Tensor:
-    """The view of part number `index` of x cut into `parts` equal parts along a dim; x itself if there is one part."""
+    """The view of part number `index` of x cut into `parts` along a dim."""
     size = x.shape[dim] // parts
     return x.narrow(dim, index * size, size) if parts > 1 else x
 
@@ -251,7 +251,7 @@ def largest_block(sizes: Iterable[int], max_block: int) -> int:
 
 
 def check_dims(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> None:
-    """Raise ValueError if a spec has another number of dims than the leaf, or its axes do not divide a dim."""
+    """Raise ValueError if a spec's dims or axes do not fit a leaf."""
     if len(spec.dims) != len(shape):
         raise ValueError(f"{name}: its spec {spec} has {len(spec.dims)} dims and the leaf has {len(shape)}")
     for dim, (size, axes) in enumerate(zip(shape, spec.dims)):
@@ -273,7 +273,7 @@ def check_dims(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str
 
 
 def check_rows(name: str, size: int, spec: Spec, ranks: int) -> None:
-    """Raise ValueError if the rows of a spec are not those of `ranks` ranks which hold each of `size` layers once."""
+    """Raise ValueError if a spec's rows do not hold each layer once."""
     if len(spec.rows) != ranks or sorted(row for rows in spec.rows for row in rows) != list(range(size)):
         raise ValueError(f"{name}: its spec {spec} does not give each of {size} layers to one of pp={ranks} ranks")
 
@@ -284,7 +284,7 @@ def part_dim(spec: Spec) -> int:
 
 
 def parts_as_chunks(size: int, ranks: int) -> tuple[int, ...]:
-    """The sizes of the parts of a dim that torch.chunk cuts: all as large as the first, and the last what is left.
+    """The sizes of the parts of a dim that torch.chunk cuts.
 
     >>> parts_as_chunks(50257, 2), parts_as_chunks(5, 4)
     ((25129, 25128), (2, 2, 1, 0))
@@ -294,7 +294,7 @@ def parts_as_chunks(size: int, ranks: int) -> tuple[int, ...]:
 
 
 def check_parts(name: str, size: int, spec: Spec, sizes: Mapping[str, int]) -> None:
-    """Raise ValueError if the parts of a spec are not those of a dim of this size on a mesh of these sizes."""
+    """Raise ValueError if a spec's parts are not those of a dim."""
     axis, inner = spec.part_axis, math.prod(sizes[axis] for axis in spec.dims[part_dim(spec)][1:])
     ranks = sizes[axis]
     if len(spec.parts) != ranks or sum(spec.parts) != size or any(share % inner for share in spec.parts):
@@ -306,7 +306,7 @@ def check_parts(name: str, size: int, spec: Spec, sizes: Mapping[str, int]) -> N
 
 
 def largest_shard(shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
-    """The shape of the largest shard by a spec that shares layers or a dim unevenly, from that of any rank's.
+    """The shape of the largest shard by a spec that shares unevenly.
 
     >>> largest_shard((128, 24), Spec(("tp", None), parts=(129, 128)))
     (129, 24)

@@ -65,7 +65,7 @@ def transfers(
 
 
 def updates(plan: Plan, leaf: LeafPlan) -> Iterator[LeafTransfer]:
-    """What a rank sends of a layer of a leaf behind the update: what is updated in shards and used whole."""
+    """What a rank sends of a layer of a leaf behind the update."""
     if leaf.updated_in_shards:
         sent = sent_elements("all_gather", leaf.layer_numel(leaf.params), leaf.ranks(leaf.link))
         for words in ("after the update", *["of where ranks are"] * plan.local):
@@ -74,7 +74,7 @@ def updates(plan: Plan, leaf: LeafPlan) -> Iterator[LeafTransfer]:
 
 
 def pieces_of(plan: Plan, leaf: LeafPlan, numel: int) -> list[tuple[int, torch.dtype]]:
-    """(elements, dtype) of what travels of so many elements of a leaf: of one in codes the codes and their scales."""
+    """(elements, dtype) of what travels of so many elements of a leaf."""
     if leaf.name not in plan.coded:
         return [(numel, torch.uint8 if leaf.name in plan.float8 else leaf.dtype)]
     return plan.codec.pieces(plan.codec.params, numel, leaf.shape[-1] // leaf.ranks("+".join(leaf.compute.dims[-1])))
@@ -124,7 +124,7 @@ def walk(plan: Plan, leaf: LeafPlan, path: Moves, elements: int, times: str) -> 
 
 
 def over_pp(plan: Plan, name: str, rank: int) -> Iterator[LeafTransfer]:
-    """What a rank of pp sends of a leaf outside the layers: to the ranks that use it, and its sums from there."""
+    """What a rank of pp sends of a leaf outside the layers."""
     leaf, users, p = plan.leaves[name], plan.users[name], plan.mesh.pp.size
     using_ranks, itemsize = {user for _, user in users}, leaf.dtype.itemsize
     if leaf.params.dims != leaf.use.dims:
@@ -211,7 +211,7 @@ def layers_of(leaf: LeafPlan, rank: int) -> int:
 
 
 def segments_outside(plan: Plan, rank: int) -> Iterator[list[str]]:
-    """The leaves of each part outside the layers that a rank runs, in the order of a forward pass."""
+    """The leaves of each part outside the layers that a rank runs, in order."""
     parts: dict[tuple[int, int, str], list[str]] = {}
     for name, leaf in plan.leaves.items():
         whole = [(0, name.split("/")[0])] if plan.stages is None and not leaf.stacked else []

@@ -240,7 +240,7 @@ def check_choices(stage: int, mesh: Mesh, reduce: str) -> None:
 
 
 def frozen_names(frozen: str | None, names: list[str]) -> frozenset[str]:
-    """The names that the regex matches; raises ValueError if that is none, or all, of them, or there are none."""
+    """The names that the regex matches; raises ValueError for none or all."""
     if not names:
         raise ValueError("no leaf of the parameters is floating-point, so there is nothing to train; convert some")
     if frozen is None:

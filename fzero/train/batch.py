@@ -109,7 +109,7 @@ def split_batch(batch: Any, micro_batches: int) -> tuple[int, list[Any]]:
 
 
 def tensors_of(batch: Any) -> dict[str, Tensor]:
-    """The leaves of a batch by name; raises TypeError or ValueError for what is no tree of tensors with rows."""
+    """The leaves of a batch by name; raises TypeError or ValueError."""
     named = pytree.named_leaves(batch)
     if not named:
         raise ValueError("the batch has no tensors; give a tree of tensors whose first dim counts the samples")

@@ -102,7 +102,7 @@ class CapturedStep:
         return new, metrics
 
     def on_gpu(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-        """The step on a GPU, issued or replayed: the same of both on all ranks, as each message needs all of them."""
+        """The step on a GPU, issued or replayed: the same on all ranks."""
         if self.refused:
             return self.give_up(self.refused, state, batch)
         watched = any(getattr(watch, "phases", True) for watch in self.mesh.ledger.watches)
@@ -134,7 +134,7 @@ class CapturedStep:
         return self.step(state, batch)
 
     def issue_extra_shape(self, key: Any, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
-        """Issue a step on a batch of one shape more than there may be graphs, and say so once."""
+        """Issue a step on a batch of one shape too many, and say so once."""
         if not self.full:
             self.news.append(f"capture: a step on {text_of(key)} is issued: {GRAPHS} other shapes have a graph already")
         self.full = True
@@ -181,7 +181,7 @@ class CapturedStep:
     # ---- recorded steps ----------------------------------------------------------------------------------------------
 
     def record(self, key: Any, state: TrainState, batch: Any) -> str:
-        """Record the graph of a step on this state and batches like this one; returns why it cannot be, or ""."""
+        """Record the graph of a step; returns why it cannot be, or ""."""
         ledger, leaves = self.mesh.ledger, pytree.named_leaves(state)
         fixed = {name: leaf.clone() for name, leaf in leaves.items() if name in self.fresh_names}
         working = pytree.map_named(lambda name, leaf: fixed[name].detach() if name in fixed else leaf, state)
@@ -226,7 +226,7 @@ class CapturedStep:
 
 
 def pop_news(step: Step) -> list[str]:
-    """The decisions of a step since the last call, a line each; [] for a step that is not captured."""
+    """The decisions of a step since the last call, a line each."""
     pending = getattr(step, "news", [])
     lines = [*pending]
     pending.clear()

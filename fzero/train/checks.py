@@ -45,7 +45,7 @@ PROGRAM = (
 
 
 def expect_options(plan: Plan, execution: Execution, donate: bool, offloaded: bool, layered: bool) -> None:
-    """Raise ValueError for options of a step that are out of range, or do not go together or with the plan."""
+    """Raise ValueError for options of a step that do not fit."""
     remat, update = execution.remat, execution.update
     assert isinstance(remat, Remat)  # Execution parses a text
     if plan.stages is not None and not layered:
@@ -95,8 +95,7 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, offloaded: bo
 
 
 def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: Plan) -> None:
-    """Raise ValueError if the plan was made for another model, or unless it leaves sums of gradients to its optimizer
-    and that makes them, or neither."""
+    """Raise ValueError if the plan is of another model, or its sums have no or two makers."""
     if isinstance(loss_fn, base.Model):
         expect_shapes(plan, shapes_of(loss_fn))
     if plan.signs and not tx.sums.makes:
@@ -170,6 +169,6 @@ def check_values(model: base.Model | LossFn, batch: Any, ctx: base.Ctx) -> bool:
 
 
 def have_values(tree: Any) -> bool:
-    """Whether the values of a tree's tensors can be looked at now: not under a transform or a trace, nor in a plan."""
+    """Whether the values of a tree's tensors can be looked at now."""
     leaves = pytree.leaves(tree)
     return not (transforms() or is_tracing() or any(isinstance(leaf, FakeTensor) or leaf.is_meta for leaf in leaves))

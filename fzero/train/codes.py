@@ -98,7 +98,6 @@ def rounded_params(params: Tree, plan: Plan, impl: Kernels) -> Tree:
 
 
 def coder_for(codec: Codec | None, group: str, impl: Kernels) -> Coder | None:
-    """How a group ("params", "grads", "errors") goes in codes under a plan's codec; None: as it is, or by an
-    optimizer's own sums."""
+    """How a group ("params", "grads", "errors") goes in codes; None: as it is."""
     kind = getattr(codec, group) if codec is not None and not codec.signs else ""
     return coder_of(kind, codec.block, impl) if codec is not None and kind else None

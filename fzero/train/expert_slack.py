@@ -29,7 +29,7 @@ class ExpertSlack:
 
     @property
     def limited(self) -> bool:
-        """Whether a rank can be sent more rows than it has memory for; never in a plan, where nothing is sent."""
+        """Whether a rank can be sent more rows than it has memory for."""
         plan, ranks, communicator = self.plan, self.plan.mesh.ep.size, self.plan.mesh.ep.communicator
         if plan.experts is None or plan.routed is None or plan.experts.form != "exchange":
             return False

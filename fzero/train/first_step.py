@@ -33,7 +33,7 @@ from fzero.train.state import TrainState
 
 @contextlib.contextmanager
 def noting_sums(mesh: Mesh) -> Iterator[None]:
-    """A context of a checked step in which psums of what is the same on all ranks are noted, and not refused."""
+    """A context in which psums of equal values are noted, and not refused."""
     if mesh.agreement is None:
         yield
         return
@@ -48,7 +48,7 @@ PAIR = "return (losses.sum(), losses.numel()), or the sum of weighted losses and
 
 
 def refusing_jointly(mesh: Mesh, first: bool) -> contextlib.AbstractContextManager[Any]:
-    """A context in which a first step refuses what its caller gave on all ranks, if one of them does."""
+    """A context in which a first step refuses on all ranks if on one."""
     if not first or mesh.store is None or transforms():
         return contextlib.nullcontext()
 

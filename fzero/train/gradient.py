@@ -135,7 +135,7 @@ class StepGradient:
         self.square = shards_of(plan).square
 
     def firsts(self, parts: int, size: int) -> list[int]:
-        """The number in the step's global batch of the first row of each of this rank's parts of `size` rows."""
+        """The number in the global batch of each part's first row."""
         mesh = self.plan.mesh
         return [(j * mesh.data_size + mesh.data_rank) * size for j in range(parts)]
 

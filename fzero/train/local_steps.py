@@ -141,7 +141,7 @@ def make_local_step(step: Step, plan: Plan, outer: GradientTransformation, membe
 
 
 def difference(plan: Plan, state: TrainState, members: Axis, codec: str) -> dict[str, Tensor]:
-    """{leaf: d}, the mean of x_0 - x_i over the members, each message sent before one is waited for."""
+    """{leaf: d}, the mean of x_0 - x_i over the members."""
     x = agreed(state).params
     gone = {name: (x[name] - leaf.to(x[name].dtype)) / members.size for name, leaf in updated(plan, state).items()}
     if members.size == 1:
@@ -195,7 +195,7 @@ def write_fragments(plan: Plan, state: TrainState, x: dict[str, Tensor]) -> None
 
 
 def write_mean(plan: Plan, state: TrainState, members: Axis, codec: str) -> dict[str, Tensor]:
-    """Write the mean of the members' parameters, x_0 - d, into the buffers of the state, and return it."""
+    """Write the mean of the members' parameters into the state; return it."""
     d = difference(plan, state, members, codec)
     mean = {name: x - d[name] for name, x in agreed(state).params.items()}
     write_fragments(plan, state, mean)

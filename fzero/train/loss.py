@@ -57,7 +57,7 @@ def context_of(plan: Plan, execution: Execution) -> base.Ctx:
 
 
 class PlainLoss:
-    """The Loss of a plain function of (whole parameters, batch), whose random numbers are drawn by a step's key."""
+    """The Loss of a plain function, which draws by a step's key."""
 
     def __init__(self, loss_fn: LossFn, policy: Policy):
         self.loss_fn, self.policy, self.calls = loss_fn, policy, PureCalls()

@@ -192,7 +192,7 @@ class NewValues(NamedTuple):
 
 
 def rewrite_store(values: NewValues, state: TrainState, nvme: Nvme | None) -> None:
-    """Begin the next version of a state's store with the new parameters and masters, and all else as it is."""
+    """Begin the store's next version with the new parameters and masters."""
     if nvme is None or nvme.store is None:
         raise ValueError("the state rests on a disk; give with_params the nvme= that init_state was given")
     store, fresh = nvme.store, {}
@@ -261,7 +261,7 @@ class StateCheck:
 
 
 def expect_store(state: TrainState, nvme: Nvme) -> None:
-    """Raise ValueError if a leaf of the state rests in another store than that of `nvme`, or in one that was closed."""
+    """Raise ValueError if a leaf rests in another store than `nvme`'s."""
     for name, leaf in pytree.named_leaves(state).items():
         if not isinstance(leaf, DiskTensor) or leaf.store is nvme.store:
             continue
@@ -333,7 +333,7 @@ def count_unequal(param: Tensor, master: Tensor) -> Tensor:
 
 
 def narrowing(shape: tuple[int, ...], specs: tuple[Spec, Spec], mesh: Mesh) -> Callable[[Tensor, int | None], Tensor]:
-    """The function (leaf at rest, or a layer of it; its number or None) -> the part of it that is updated here."""
+    """The function (leaf at rest, layer) -> the part that is updated here."""
     if local_shape(shape, specs[0], mesh) == local_shape(shape, specs[1], mesh):
         return lambda value, layer: value
     start, size = inner_box(shape, specs, mesh)
@@ -348,7 +348,7 @@ def narrow_to_update(value: Tensor, shape: tuple[int, ...], specs: tuple[Spec, S
 
 
 def inner_box(shape: tuple[int, ...], specs: tuple[Spec, Spec], mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, size) of a rank's shard by the second spec in its shard by the first, which contains it."""
+    """(start, size) of a shard by the second spec in that by the first."""
     outer, inner = (local_windows(shape, spec, mesh) for spec in specs)
     size = local_shape(shape, specs[1], mesh)
     if not inner:  # no layer is this rank's

@@ -41,13 +41,13 @@ WORD = 1 << 64  # digests are modulo this
 
 
 class Digests:
-    """Takes gradients in the place of a Reducer; `digests` is {leaf: digests that add up to that of its gradient}."""
+    """Takes gradients in place of a reducer; `digests` adds up by leaf."""
 
     def __init__(self) -> None:
         self.digests: dict[str, list[Started]] = {}
 
     def reduce_group(self, group: LeafGroup, names: Sequence[str], grads: list[Tensor], **_: Any) -> None:
-        """Take (and empty) the gradients of a part; those of a leaf's layers, and of a leaf with two uses, add up."""
+        """Take (and empty) the gradients of a part; equal leaves add up."""
         for name, grad in zip(names, grads):
             layer = group.layer or 0
             value = start_digest(grad[None], (layer + 1, *grad.shape), (layer, *[0] * grad.dim()))

@@ -100,7 +100,7 @@ def check_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx)
 def compare_layer(
     whole: FullParams, block: Callable[..., Any], layer: dict[str, Tensor], x: Any, ctx: base.Ctx
 ) -> tuple[float, str]:
-    """(the largest difference of a block under tp from the one of one process, over the size of its value; of what)."""
+    """(the largest relative difference of a block under tp from one process; of what)."""
     parts = {name: whole.narrow(name, leaf) for name, leaf in layer.items()}
     full_values = values_of(block, layer, x, ctx._replace(mesh=one_process()))
     split = values_of(block, parts, x, ctx)

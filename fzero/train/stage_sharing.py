@@ -154,7 +154,7 @@ def gather_over_pp(params: Tree, plan: Plan, device: torch.device) -> Tree:
 
 
 def bring_leaf(leaf: Any, device: torch.device) -> Tensor:
-    """A leaf outside the layers on `device`, from where it rests: there, in the host's memory, or on a disk."""
+    """A leaf outside the layers on `device`, from where it rests."""
     if not isinstance(leaf, Tensor):
         return leaf.read().copy_to(device).wait()
     return leaf if leaf.device == device else copy_in(leaf, device).use()

@@ -163,7 +163,7 @@ class FirstState:
         self.empty = pytree.map(lambda leaf: empty(leaf).to(plan.policy.state), trained)
 
     def leaf(self, name: str, shape: tuple[int, ...], values: Callable[[Box], Tensor]) -> None:
-        """Put a parameter of this whole shape, whose elements in a box are `values(box)`, and all that is its own."""
+        """Put a parameter of this shape, whose elements are `values(box)`."""
         lead = shard_dim(name)
         windows: dict[Any, list[str]] = {}
         for n in (n for n, param in self.owner.items() if param == name):
@@ -194,7 +194,7 @@ class FirstState:
             self.states(name, None, None, value.to(self.plan.policy.state))
 
     def states(self, name: str, layer: int | None, rows: tuple[int, int] | None, value: Tensor) -> None:
-        """Put what the optimizer's `init` makes of rows of a layer of a parameter; None: of all of them."""
+        """Put what the optimizer's `init` makes of rows of a layer, or of all."""
         named = pytree.named_leaves(self.empty) | {name: value}
         for column, leaf in pytree.named_leaves(self.tx.init(pytree.from_named(named, self.empty))).items():
             full = f"opt_state/{column}" if column else "opt_state"
@@ -228,7 +228,7 @@ class FirstState:
 def first_values(
     model: base.Model | Tree, values: dict[str, Tensor], key: Tensor, state: torch.dtype
 ) -> Callable[[str, Box, float, float, torch.dtype | None], Tensor]:
-    """`(name, box, std, mean, dtype) -> elements of a leaf in a box` before the first step: those given, or drawn."""
+    """`(name, box, std, mean, dtype) -> elements` before the first step."""
     initial = model.start if isinstance(model, base.Model) else {}
 
     def element(name: str, box: Box, std: float, mean: float, dtype: torch.dtype | None) -> Tensor:

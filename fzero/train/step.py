@@ -72,7 +72,7 @@ def move_leaves(
 
 
 def local_layers(name: str, table: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
-    """The rows of a table that belong to the layers of a leaf which rests by `spec` on this rank."""
+    """The rows of a table that belong to this rank's layers of a leaf."""
     assert is_stacked(name), f"{name}: a table has the name of a stack of layers"
     layers = replace(spec, dims=(spec.dims[0], *((),) * (table.dim() - 1)))
     return narrow_to(table, layers, mesh)
@@ -176,7 +176,7 @@ class StepParts(NamedTuple):
 
     @contextlib.contextmanager
     def checked(self, state: TrainState, batch: Any) -> Iterator[tuple[Inputs, Seed]]:
-        """The context of a step, with what its gradient is of; raises ValueError for a state or batch that is none."""
+        """The context of a step, with what its gradient is of; raises ValueError."""
         with refusing_jointly(self.plan.mesh, bool(self.unchecked)):
             self.states.expect(state)
             size, micro_batches = split_batch(batch, self.micro_batches)
@@ -208,7 +208,7 @@ class Early(EarlySums, Protocol):
 
 
 def update_at_end(step: StepParts, start_early: Callable[[TrainState], Early] | None = None) -> TrainStep:
-    """The step with one update, of the whole gradient. start_early: begins one that is made in the backward pass."""
+    """The step with one update, of the whole gradient."""
     plan, gradient = step.plan, step.gradient
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -296,7 +296,7 @@ def checking_ranks(unchecked: Unchecked, batch: Any) -> Iterator[None]:
 
 
 class Seed(NamedTuple):
-    """The scale of a sum of losses before its gradient is taken, and the factor that makes it that of the mean."""
+    """The scale of a sum of losses, and the factor to the mean's gradient."""
 
     scale: Tensor  # the loss scale, 0-dim
     # A constant brings the sum to the size of a mean before it is scaled: float16 gradients need that room.

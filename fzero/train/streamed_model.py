@@ -289,7 +289,7 @@ class StreamedModel(NamedTuple):
     def resident_stage(
         self, parts: Sequence[Segment], params: Tree, device: torch.device, *, forward: bool
     ) -> Resident:
-        """The parameters of a stage, to stay whole for several passes, of which the first one is forward or not."""
+        """The parameters of a stage, to stay whole for several passes."""
         groups = [group for segment in parts for group in segment.groups]
         phase = "forward" if forward else "backward"
         return Resident(self.fetcher(params, device), groups if forward else groups[::-1], phase)
@@ -319,6 +319,6 @@ def layer_fetcher(ahead: Prefetcher | Resident, segment: Segment) -> Callable[[i
 
 
 def earlier_leaves(parts: Sequence[Segment], segment: Segment) -> frozenset[str]:
-    """The leaves of a part that one before it uses too: their gradients come more than once in a micro-batch."""
+    """The leaves of a part that one before it uses too."""
     earlier = itertools.takewhile(lambda candidate: candidate.name != segment.name, parts)  # no stack shares leaves
     return frozenset(segment.leaves) & frozenset(name for candidate in earlier for name in candidate.leaves)

@@ -32,7 +32,7 @@ ZERO, FP32, STATES = "zero", "fp32.pt", "*_model_states.pt"
 
 
 class _Inert:
-    """Replaces an object of a class unrelated to tensors: no such object is made, and its state is dropped."""
+    """Replaces an object of a class unrelated to tensors, whose state is dropped."""
 
     def __new__(cls, *args: Any, **options: Any) -> _Inert:
         return super().__new__(cls)
@@ -144,7 +144,7 @@ def _read(path: Path, shape: tuple[int, ...]) -> Tensor:
 
 
 def _read_frozen(states: list[Path], name: str, shape: tuple[int, ...]) -> Tensor:
-    """Assemble a frozen parameter from the ranks' pieces of stage 3, in order, without the padding at the end."""
+    """A frozen parameter from the ranks' pieces of stage 3, in order, without padding."""
 
     def pieces() -> Iterator[Tensor]:
         for path in states:

@@ -131,7 +131,7 @@ def _expect_unquantized(hf: dict[str, Any], family: HuggingFaceFamily, path: Pat
 
 
 def _build(family: HuggingFaceFamily, sizes: dict[str, Any], path: Path) -> Any:
-    """The config of these sizes; raises ValueError with the names of config.json for one that is out of bounds."""
+    """The config of these sizes; raises ValueError with the names of config.json."""
     _expect_bounds(family, sizes, path)
     try:
         return family.config(**sizes)

@@ -12,7 +12,7 @@ OUTER = ("lm_head.", "score.")  # names without the family's prefix begin so
 
 
 class TensorRow(NamedTuple):
-    """A leaf of ours in tensors of pattern: `ours[l, e]` is `pattern`, or a part of it along the last dim."""
+    """A leaf of ours in tensors: `ours[l, e]` is `pattern`, or a part of its last dim."""
 
     leaf: str
     pattern: str  # with {l} if each layer has its tensor, {e} if each expert has
@@ -29,7 +29,7 @@ def _dense(w: str, b: str, pattern: str) -> tuple[TensorRow, TensorRow]:
 def _fused(
     pattern: str, *leaves: str, transposed: bool = True, prior_leaf: str = "", in_turn: bool = False
 ) -> tuple[TensorRow, ...]:
-    """The rows of leaves of ours that lie in one tensor, one after the other or their columns in turn."""
+    """The rows of leaves that lie in one tensor, one after the other or by columns."""
     return tuple(TensorRow(name, pattern, transposed, leaves, prior_leaf, in_turn) for name in leaves)
 
 
@@ -176,7 +176,7 @@ DEEPSEEK_FUSED_ROWS = _deepseek_rows(*_experts("gate_up_proj", "gate", "up"), *_
 
 
 def row_tensors(row: TensorRow, leaves: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name of theirs without prefix, index into our leaf) of every tensor of a row. leaves: ours, by name."""
+    """(name of theirs without prefix, index into our leaf) of every tensor of a row."""
     letters = [letter for letter in "le" if f"{{{letter}}}" in row.pattern]
     first = leaves[row.prior_leaf].shape[0] if row.prior_leaf in leaves else 0
     for index in itertools.product(*(range(n) for n in leaves[row.leaf].shape[: len(letters)])):

@@ -111,7 +111,7 @@ def conversions_of(module: Any, tensors: dict[str, TensorEntry], state: dict[str
 
 
 def copy_to_disk(value: Tensor, folder: Path) -> Tensor:
-    """A copy of a tensor in a file without a name: the host's memory need not hold it, and nobody removes it."""
+    """A copy of a tensor in a nameless file, which the host's memory need not hold."""
     if not value.numel():
         return value.cpu()
     make_folder(folder)
@@ -186,7 +186,7 @@ def read_leaf(entries: list[TensorEntry], dtype: torch.dtype, stacked: bool) -> 
 
 
 def expect_buffers(module: nn.Module, read: Mapping[str, TensorEntry], folder: Path) -> None:
-    """Raise ValueError for a buffer in a folder with other values than the module makes: a run has none of its own."""
+    """Raise ValueError for a buffer in a folder with other values than the module makes."""
     for name, leaf in module.named_buffers():
         if name in read and not torch.equal(read[name].give().to(leaf.dtype), leaf):
             raise ValueError(

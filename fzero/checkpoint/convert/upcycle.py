@@ -54,7 +54,7 @@ class Upcycle(NamedTuple):
 
 
 def upcycled_config(config: object, upcycle: Upcycle) -> MoEConfig:
-    """The sizes of the mixture of a dense model's; raises ValueError for a model that none is made of."""
+    """The sizes of the mixture of a dense model's; raises ValueError for an unsuitable one."""
     if type(config) is not LlamaConfig:
         raise ValueError(
             f"--upcycle: the model is a {type(config).__name__}; experts are made of a Llama or a variation of it"
@@ -67,7 +67,7 @@ def upcycled_config(config: object, upcycle: Upcycle) -> MoEConfig:
 
 
 def upcycled_leaves(leaves: dict[str, TensorEntry], config: MoEConfig, seed: int = 0) -> dict[str, TensorEntry]:
-    """The leaves of the mixture, each made on request, from those of the dense model. seed: of the router."""
+    """The leaves of the mixture, each made on request from those of the dense model."""
     shapes, key = meta_leaves(config), prng.fold_in(prng.key(seed), "upcycle")
 
     def copies(dense: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:

@@ -44,7 +44,7 @@ class Rate(NamedTuple):
 
 
 class Files(NamedTuple):
-    """Two nameless files on the disk, each of `size` bytes, already written: one to read and one to write."""
+    """Two nameless files of `size` bytes, written: one to read, one to write."""
 
     fds: dict[bool, int]
     size: int
@@ -200,7 +200,7 @@ def has_fio() -> bool:
 
 
 def cached_fraction(files: Files) -> float | None:
-    """The fraction of the files' pages in the page cache; None if the system does not report it (mincore)."""
+    """The fraction of the files' pages in the page cache; None if unknown."""
     cached_pages = pages = 0
     for fd in files.fds.values():
         with mmap.mmap(fd, files.size, prot=mmap.PROT_READ) as mapped:

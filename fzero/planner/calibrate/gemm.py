@@ -17,7 +17,7 @@ from fzero.run.setup.machine import fp32_error, fp32_matmul, onednn_switch, set_
 
 
 class Shape(NamedTuple):
-    """The shape of a call: q [B, T, H, K], and k and v with the same number of heads."""
+    """The shape of a call: q [B, T, H, K], and k and v with as many heads."""
 
     batch: int
     queries: int
@@ -105,7 +105,7 @@ def shapes(quick: bool) -> list[GemmShape]:
 
 
 def ways() -> list[tuple[str, str]]:
-    """(dtype, way of float32) of the products to measure; float32 by oneDNN if its error is small, as in training."""
+    """(dtype, way of float32) of the products to measure."""
     choices = [("bfloat16", "default"), ("float32", "default"), ("float64", "default"), ("float16", "default")]
     if onednn_switch() is None:
         return choices

@@ -26,7 +26,7 @@ def gated(a: Tensor, b: Tensor) -> Tensor:
 
 
 def normed(a: Tensor, b: Tensor) -> Tensor:
-    """(a + b) over its root mean square: reads two tensors (twice: the second time from the cache), writes one."""
+    """(a + b) over its root mean square: reads two tensors twice, writes one."""
     x = a.float() + b.float()
     return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)).to(a.dtype)
 

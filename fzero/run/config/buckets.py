@@ -44,7 +44,7 @@ def lengths_of(c: RunConfig) -> tuple[int, ...]:
 
 
 def validate_buckets(c: RunConfig) -> None:
-    """Raise ValueError for rows in buckets beside what they do not go with, and for their values without them."""
+    """Raise ValueError for rows in buckets with what they exclude, or their values alone."""
     d, o = c.data, c.optim
     if d.packing != BUCKETS:
         for key, value, default in (
@@ -95,7 +95,7 @@ def described(c: RunConfig, tokens: Tokens) -> Iterator[str]:
 
 
 def lr_scale(c: RunConfig, size: Size) -> float:
-    """The factor of the learning rate of a batch of this size: 1 for train.batch sequences, or as many positions.
+    """The factor of the learning rate of a batch: 1 for train.batch sequences.
 
     >>> from fzero.run.config.config_table import from_table
     >>> data, optim = {"packing": "buckets", "seq_len": 256}, {"lr_scaling": "sqrt"}

@@ -55,7 +55,7 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 def check_leaf(kind: type, name: str, value: Any) -> None:
-    """Raise ValueError if a value is not as the dataclass `kind` of a config says of the key `name`, or not finite."""
+    """Raise ValueError if a value is not as `kind` says of the key `name`."""
     marks = metadata_of(kind).get(name, ())
     if name.startswith("model.") and (bounds := config_values.BOUNDS.get(name[len("model.") :])):
         marks = (Within(bounds),)
@@ -191,7 +191,7 @@ def validate_head(config: RunConfig) -> None:
 
 
 def validate_layer_inputs(c: RunConfig, offload: Offload) -> None:
-    """Raise ValueError if what a remat policy keeps is to be moved or cut, and there is no such thing."""
+    """Raise ValueError if what remat keeps is to be moved or cut, and is not there."""
     remat = Remat.parse(c.train.remat)
     if not offload.acts.memory.on_device and not remat.every:
         raise ValueError(
@@ -206,7 +206,7 @@ def validate_layer_inputs(c: RunConfig, offload: Offload) -> None:
 
 
 def validate_chunks(c: RunConfig) -> None:
-    """Raise ValueError if a layer in chunks of the sequence is asked for with what computes all of its tokens."""
+    """Raise ValueError if a layer in chunks is asked for with what excludes it."""
     remat, cp = Remat.parse(c.train.remat), c.mesh.get(CP, 1)
     for name, holds, value, fix in (
         ("train.compiled", c.train.compiled is True, "true", "leave it out, or use train.compiled=false"),

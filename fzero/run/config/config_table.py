@@ -68,7 +68,7 @@ LARGE_RUN = (50_000, 256, 1, 4096)  # steps, batch, micro-batch, tokens of a seq
 
 
 def fine_tuning(name: str, model: ModelConfig, *, steps: int | None = None, optimizer: str | None = None) -> RunConfig:
-    """The whole run of a preset of a fine-tuning for `model`: AdamW without decay, rows of up to 1,024 positions."""
+    """The whole run of a fine-tuning preset: AdamW without decay, 1,024 positions."""
     steps = 200 if steps is None else steps
     check_leaf(RunConfig, "train.steps", steps)
     objective, lr = fine_tuning_presets()[name]
@@ -222,7 +222,7 @@ def to_json(config: RunConfig) -> str:
 
 
 def from_json(text: str, name: str = "config.json") -> RunConfig:
-    """The RunConfig of a JSON text; raises ValueError naming the file if it is not JSON or not a config."""
+    """The RunConfig of a JSON text; raises ValueError naming the file."""
     return from_table(current_keys(parse_json(text, name)))
 
 
@@ -250,7 +250,7 @@ def commented(config: RunConfig) -> str:
 
 
 def without_unused(config: RunConfig, lines: list[str]) -> Iterator[str]:
-    """The lines of a TOML text, with a "# " before values that a config file may not set."""
+    """The lines of a TOML text, with "# " before values that may not be set."""
     prefix = ""
     for line in lines:
         if line.startswith("["):
@@ -267,7 +267,7 @@ def without_unused(config: RunConfig, lines: list[str]) -> Iterator[str]:
 
 
 def differences(config: RunConfig, baseline: RunConfig) -> list[str]:
-    """A line for each value of `config` that differs from the one of `baseline`: "train.steps = 400, not 1000"."""
+    """A line for each value that differs: "train.steps = 400, not 1000"."""
     theirs = dict(flat(to_table(baseline)))
     return [
         f"{name} = {value!r}, not {theirs.get(name)!r}"

@@ -65,7 +65,7 @@ def validate_warmup(c: RunConfig) -> None:
 
 
 def validate_random_ltd(c: RunConfig) -> None:
-    """Raise ValueError for random-LTD with what it does not go with, and a ramp that does not lead to all it keeps."""
+    """Raise ValueError for random-LTD with what it excludes, or another ramp."""
     t, seq_len = c.train, c.data.seq_len
     if not t.random_ltd and not t.random_ltd_ramp:
         return
@@ -94,7 +94,7 @@ def validate_random_ltd(c: RunConfig) -> None:
 
 
 def validate_layers(c: RunConfig) -> None:
-    """Raise ValueError for progressive layer dropping with what it does not go with, and for its values without it."""
+    """Raise ValueError for progressive layer dropping with what it excludes."""
     t = c.train
     if t.layer_drop_theta == 1:
         if t.layer_drop_gamma != GAMMA:

@@ -212,7 +212,7 @@ def _is_off(table: Table, name: str) -> bool:
 
 
 def _key_of(name: str, value: Any) -> keys.Key | None:
-    """The key of a name, which may be its alias; None for one that DeepSpeed does not look at."""
+    """The key of a name or alias; None for one that DeepSpeed does not read."""
     *parents, last = name.split(".")
     alias = f"{keys.ZERO}.stage3_{last}" if parents == [keys.ZERO] else name  # DeepSpeed's fields have both names
     matches = [key for key in keys.KEYS if fnmatch.fnmatchcase(name, key.name) or key.name == alias]

@@ -73,7 +73,7 @@ TAKEN, IGNORED, REFUSED = "taken", "ignored", "refused"
 
 
 class Key(NamedTuple):
-    """A key of a DeepSpeed config. Of a refused key the values in `harmless` say what happens here anyway."""
+    """A key of a DeepSpeed config; `harmless`: values of a refused one that pass."""
 
     name: str  # dotted; "a.*" is every key in the table a, the longest that matches counts
     outcome: str

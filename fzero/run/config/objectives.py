@@ -159,7 +159,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def objective_named(name: Any) -> Objective:
-    """The objective of a name that a user wrote for a fine-tuning; chat for one that there is not, refused later on."""
+    """The objective of a name that a user wrote; chat for an unknown one."""
     return next((objective for objective in OBJECTIVES.values() if objective.name == name), CHAT)
 
 
@@ -186,7 +186,7 @@ def fine_tuning_presets() -> dict[str, tuple[Objective, float]]:
 
 
 def unit_of(objective: str | None) -> str:
-    """The unit of an objective's loss, as recorded in a config (None: one of an earlier version, of text).
+    """The unit of an objective's loss, as recorded in a config.
 
     >>> unit_of("dpo"), unit_of(None)
     ('pair', 'token')

@@ -98,7 +98,7 @@ def pretrain_command(processes: int) -> str:
 
 
 def resume_command(folder: Path, config: RunConfig, processes: int) -> str:
-    """The command that resumes the run in `folder` with the placement of `config`, as far as it is not the default."""
+    """The command that resumes the run in `folder` with `config`'s placement."""
     words, values = [], dict(flat(to_table(config)))
     if math.prod(config.mesh.values()) == processes and {DP: processes} != config.mesh and processes > 1:
         words += ["--mesh", ",".join(f"{axis}={size}" for axis, size in config.mesh.items())]
@@ -124,7 +124,7 @@ class Copy(NamedTuple):
 
 
 def copies(attempts: Sequence[Table], attempts_path: Path, checkpoint_dir: Path) -> Iterator[Copy]:
-    """The copies of a run's config, the best one first: of its last attempt, then of its local checkpoints."""
+    """The copies of a run's config, the best one first."""
     last = attempts[-1] if attempts else {}
     for key in (WHOLE, "config"):
         if is_whole(last.get(key)):

@@ -188,7 +188,7 @@ class Optim:
 
 @dataclass(frozen=True)
 class Precision:
-    """How numbers are kept and multiplied. "auto" is decided on the machine at the start of a run and recorded."""
+    """How numbers are kept and multiplied; "auto" is decided at the start."""
 
     # bf16 if bf16 products are faster than fp32 ones, else fp32
     policy: Annotated[str, ("auto", *POLICIES), Placement("")] = "auto"

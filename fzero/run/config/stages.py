@@ -52,7 +52,7 @@ class Ramp(NamedTuple):
         return cls(*numbers)
 
     def expect_fits(self, batch: int, micro_batch: int) -> None:
-        """Raise ValueError if the ramp does not lead to `batch`, or has a batch that micro-batches do not make up."""
+        """Raise ValueError if the ramp does not lead to `batch` by micro-batches."""
         text = ":".join(map(str, self))
         if self.start > batch:
             raise ValueError(
@@ -97,7 +97,7 @@ class Ramp(NamedTuple):
 
 
 def shared_batch(batch: int, ramp: str) -> int:
-    """The largest number that divides every batch of a run: all of them, if there is no ramp, are `batch`."""
+    """The largest number that divides every batch of a run."""
     if not ramp:
         return batch
     parsed = Ramp.parse(ramp)
@@ -308,7 +308,7 @@ def read_stage(text: str) -> tuple[int, Table]:
 
 
 def split_changes(changes: Table) -> tuple[Table, Table]:
-    """(the values that make a stage, by their dotted names; the rest, a table) of a table of changes."""
+    """(the values that make a stage, by dotted names; the rest, a table)."""
     stage_values, remainder = {}, {}
     for name, value in changes.items():
         inner = value if isinstance(value, dict) else {}

@@ -262,7 +262,7 @@ def read_weights(path: Path, digest: str, size: int) -> Tensor:
 
 
 def with_digest(text: str) -> str:
-    """data.token_weights with the absolute path and the digest of its file, if it is one and has no digest yet."""
+    """data.token_weights with the path and the digest of its file, if it is one."""
     file = split_file(text)
     if file is None or file[1]:
         return text

@@ -38,13 +38,13 @@ def first_local(optim: Any, steps: int) -> int:
 
 
 def count_sums(optim: Any, steps: int) -> int:
-    """The steps of a run of zero_one_adam whose ranks sum: all before the first local one, and some behind it."""
+    """The steps of a run of zero_one_adam whose ranks sum."""
     first = first_local(optim, steps)
     return first + Intervals(first, optim.sum_every, optim.sum_double).count_sums(steps)
 
 
 def validate_signs(c: RunConfig) -> None:
-    """Raise ValueError for a codec and an optimizer of which only one sends signs, and a warm-up that is none."""
+    """Raise ValueError if only one of codec and optimizer sends signs."""
     name, signs = c.optim.name, c.optim.name in SEND_SIGNS
     if signs and c.codec not in ("", codec_of(c)):
         raise ValueError(
@@ -65,7 +65,7 @@ def validate_signs(c: RunConfig) -> None:
 
 
 def validate_codes(c: RunConfig) -> None:
-    """Raise ValueError for checkpoints in codes of moments that are not in float32, or of which a 0 means something."""
+    """Raise ValueError for checkpoints in codes of unsuitable moments."""
     prefix = f"train.compress is {c.train.compress}, which writes moments in 8-bit codes"
     if not c.train.compress.startswith("8bit"):
         return
@@ -85,7 +85,7 @@ def validate_codes(c: RunConfig) -> None:
 
 
 def validate_local(c: RunConfig) -> None:
-    """Raise ValueError for local steps that do not go with the mesh, the checkpoints or the rest of a config."""
+    """Raise ValueError for local steps that do not fit the rest of a config."""
     local, t = c.local, c.train
     if not local.method:
         if local != type(local)():
@@ -253,7 +253,7 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
 
 
 class Need(NamedTuple):
-    """What the keys of a config need to do anything: whether a config has it, and what to write."""
+    """What keys of a config need: whether a config has it, and what to write."""
 
     met: Callable[[RunConfig], bool]
     missing: Callable[[RunConfig], str]  # that a config says instead

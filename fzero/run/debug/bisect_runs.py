@@ -203,7 +203,7 @@ def differ(x: dict[str, Any], y: dict[str, Any], name: str) -> bool:
 
 
 def first_leaf(a: checkpoint.Folder, b: checkpoint.Folder) -> list[str]:
-    """The first leaf that differs between two checkpoints, in the order of the tree, and how; [] if they are equal."""
+    """The first leaf that differs between two checkpoints, and how; or []."""
     x, y = recorded_digests(a), recorded_digests(b)
     for name in {**x, **y}:
         if name not in x or name not in y:

@@ -87,7 +87,7 @@ def compare_leaves(
 
 
 def describe_difference(a: Tensor, b: Tensor, values: str) -> str:
-    """Where and by how much two leaves differ; "" if all bits are equal. values: the format of the first pair."""
+    """Where and by how much two leaves differ; "" if all bits are equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return f": {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}".replace("torch.", "")
     differ, largest, first = 0, 0.0, None

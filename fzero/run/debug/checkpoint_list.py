@@ -71,7 +71,7 @@ class CheckpointDescription(NamedTuple):
 
 
 def checkpoint_dir_of(location: str) -> tuple[Folder, Path | None]:
-    """(the folder of the checkpoints of a run, folder or URL; the run's folder, None if `location` is no run)."""
+    """(the folder of checkpoints of a location; the run's folder or None)."""
     if is_url(location):
         return trim_zeros(location), None
     folder = Path(location)
@@ -109,7 +109,7 @@ def trim_zeros(url: str) -> str:
 
 
 def listing(location: str) -> Listing:
-    """The checkpoints of a run, a folder or a URL, whole or not. Raises ValueError if there is no such folder."""
+    """The checkpoints of a run, folder or URL, whole or not; raises ValueError."""
     checkpoint_dir, folder = checkpoint_dir_of(location)
     files = files_of(checkpoint_dir)
     if MANIFEST in files.get("", {}):
@@ -125,7 +125,7 @@ def listing(location: str) -> Listing:
 
 
 def files_of(checkpoint_dir: Folder) -> dict[str, dict[str, int | None]]:
-    """{folder: {file below it: bytes}} in a folder of checkpoints ("": in none); bytes are None for a URL."""
+    """{folder: {file below it: bytes}} in a folder of checkpoints."""
     files: dict[str, dict[str, int | None]] = {}
     if is_url(checkpoint_dir):
         sizes: dict[str, int | None] = dict.fromkeys(Objects(str(checkpoint_dir)).names())
@@ -209,7 +209,7 @@ def on_disk(folder: Path) -> OnDisk | None:
 
 
 def store_of(folder: Path) -> str | None:
-    """The place of the store of the run in `folder`; None if its state is not on a disk."""
+    """The folder of the store of the run in `folder`; None without one."""
     value = run_folder.read_config(folder)
     if not Offload.parse(value.offload).on_disk:
         return None

@@ -202,7 +202,7 @@ def replay_steps(replay_job: ReplayJob, state: TrainState, end: int) -> Iterator
 def open_job(
     folder: Path, config: RunConfig, coordinator: Coordinator, nvme: str | None, say: Say
 ) -> Iterator[ReplayJob]:
-    """A context with the ReplayJob of the run in `folder` by `config`; its room is removed at the end."""
+    """A context with the ReplayJob of the run in `folder` by `config`."""
     environment = run_folder.read_environment(folder)
     if not environment.get("corpus"):
         raise ValueError(f"{folder}: holds imported weights, not a training run; there is no step to make again")
@@ -279,7 +279,7 @@ def load_state(folder: Path, job: Job, path: checkpoint.Folder | None) -> TrainS
 
 
 def step_on_disk(job: Job, folder: Path, step: int, scratch: Path) -> dict[int, checkpoint.Folder]:
-    """{step: a checkpoint in `scratch`} of the state on the run's disk, if that is at this step; else {}."""
+    """{step: a checkpoint in `scratch`} of the state on the run's disk; else {}."""
     config = run_folder.read_config(folder)
     snapshot = weights.snapshot_of(folder, config)
     if snapshot is None or snapshot.record.step != step or snapshot.record.dirty:
@@ -295,7 +295,7 @@ def checkpoints_in(folder: Path) -> dict[int, checkpoint.Folder]:
 
 
 def recorded_config(folder: Path, step: int, checkpoints: dict[int, checkpoint.Folder]) -> RunConfig:
-    """The config with which the run made step `step`: that of the next checkpoint, as a resumed run may change mesh."""
+    """The config with which the run made step `step`."""
     config = run_folder.read_config(folder)
     next_step = min((n for n in checkpoints if n >= step), default=None)
     table = checkpoint.read_manifest(checkpoints[next_step])["config"] if next_step is not None else None

@@ -91,7 +91,7 @@ def commit_of(folder: Path) -> tuple[str, bool]:
 
 
 def machine() -> Table:
-    """The facts of this machine that figures depend on; its name as a part of a hash, to match runs on one machine."""
+    """The facts of this machine that figures depend on; its name as a hash."""
     return {
         "cpu": doctor.processor(),
         "cores": doctor.cores(),

@@ -41,7 +41,7 @@ def forms(config: RunConfig) -> dict[str, set[str]]:
 
 
 def usable_device() -> tuple[torch.device, str]:
-    """(the device that "auto" is here, the CPU where no GPU can be used; the GPUs in words, or why there is none)."""
+    """(the device that "auto" is here; the GPUs in words, or why none)."""
     try:
         device = gpu.use_device(gpu.resolve_device("auto"))
     except ValueError as error:

@@ -22,7 +22,7 @@ from fzero.sharding.slices import is_stacked
 
 
 class TokenFlop(NamedTuple):
-    """FLOPs of training on one token, of the model and of the hardware, each in both conventions of attention."""
+    """FLOPs of training on one token, of model and hardware, in both conventions."""
 
     model: float  # 6 N + 12 L T D
     model_causal: float  # 6 N + 6 L T D
@@ -71,7 +71,7 @@ def token_flop(job: Job) -> TokenFlop:
 
 
 def uses_tiles(config: Any) -> bool:
-    """Whether a model's MLP is computed in tiles or chunks of tokens: backward its hidden units are made again."""
+    """Whether a model's MLP is computed in tiles or chunks of tokens."""
     return getattr(config, "mlp_tiles", 1) > 1 or getattr(config, "mlp_tokens", 0) > 0
 
 

@@ -53,7 +53,7 @@ class Memory(NamedTuple):
 
 
 def bytes_of_state(job: Job) -> dict[str, tuple[StateMemory, int]]:
-    """{name of a leaf of the state: (the memory it rests in, its bytes on a rank)}, without making a tensor of it."""
+    """{name of a leaf of the state: (its memory, its bytes on a rank)}."""
     specs, like = pytree.named_leaves(specs_of(job)), pytree.named_leaves(like_of(job))
     return {name: (specs[name].memory, tree_bytes(leaf)) for name, leaf in like.items()}
 
@@ -106,7 +106,7 @@ def grad_bytes(job: Job) -> int:
 
 
 def sums_dtype(job: Job) -> torch.dtype:
-    """The dtype of sums of gradients that rest off the device: those of one micro-batch keep that of the parameters."""
+    """The dtype of sums of gradients that rest off the device."""
     return job.policy.param if local_micro_batches(job.config, job.mesh) == 1 else job.policy.accumulate
 
 
@@ -258,7 +258,7 @@ def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
 
 
 class OnHost(NamedTuple):
-    """The bytes of each tensor that a rank keeps in the host's memory where the device is a GPU."""
+    """The bytes of each tensor kept in the host's memory beside a GPU."""
 
     state: list[int]  # leaves
     grads: list[int]  # their sums
@@ -303,7 +303,7 @@ WORDS |= {"errors": "errors of the codec"}
 
 
 def state_bytes(job: Job, state: Tree) -> tuple[dict[str, int], dict[str, int]]:
-    """({group: bytes at rest on the device}, {memory: bytes} of the other memories) of a state, real or fake."""
+    """({group: bytes at rest on the device}, {memory: bytes} of others)."""
     on_device = dict.fromkeys((*STATE.values(), "other"), 0)
     elsewhere: dict[str, int] = {memory: 0 for memory in MEMORIES.values() if not memory.on_device}
     specs = pytree.named_leaves(specs_of(job))
@@ -379,7 +379,7 @@ MENTIONED = 1 << 30  # bytes of a GPU held by others from which they are named: 
 
 
 def other_usage_text(device: torch.device) -> str:
-    """A clause on what other processes hold of a GPU, and which they are if it is known; "" if it is little."""
+    """A clause on what other processes hold of a GPU; "" if it is little."""
     if device == HOST or not gpu.in_use() or (used_bytes := gpu.memory_of(device).external) < MENTIONED:
         return ""
     holders = ", ".join(gpu.processes_on(device)) or "other processes"

@@ -99,7 +99,7 @@ def sized_bar(**options: Any) -> Any:
 
 @contextlib.contextmanager
 def elapsing(progress_bar: Any, text: str) -> Iterator[Callable[[], None]]:
-    """A context in which a bar says `text` and counts seconds, until the function that it gives is called."""
+    """A context in which a bar says `text` and counts seconds."""
     end = threading.Event()
 
     def count() -> None:
@@ -149,7 +149,7 @@ class StepMeasurement(NamedTuple):
 
 
 def pack_numbers(metrics: Metrics) -> tuple[tuple[str, ...], Tensor]:
-    """(the names of a step's numbers, the numbers as float64 [names]), so that one copy brings them to the host."""
+    """(the names of a step's numbers, the numbers as float64 [names])."""
     numbers = {
         "loss": metrics.loss,
         **metrics.extra,
@@ -168,7 +168,7 @@ def pack_numbers(metrics: Metrics) -> tuple[tuple[str, ...], Tensor]:
 
 
 def metrics_row(job: Job, metrics: Metrics, step: int) -> dict[str, Any]:
-    """The row of a step's metrics, with None for numbers that are not finite. step: the number of steps before."""
+    """The row of a step's metrics, with None for numbers that are not finite."""
     names, values = pack_numbers(metrics)
     return numbers_row(job, dict(zip(names, values.tolist())), step)
 
@@ -231,7 +231,7 @@ class Meter:
         return StepMeasurement(step, names, numbers, (self.began, end), self.waited, measured)
 
     def row(self, measurement: StepMeasurement) -> dict[str, Any]:
-        """The numbers of a step that was made, its speed and what was measured; on a GPU it waits for the step."""
+        """The numbers of a step, its speed and measurements; waits for a GPU."""
         row = numbers_row(
             self.job, dict(zip(measurement.names, measurement.numbers.finish().tolist())), measurement.step - 1
         )
@@ -357,6 +357,6 @@ def is_same_file(fd: int, path: Path) -> bool:
 
 
 def close_flushed(file: IO[str]) -> None:
-    """Close a file that was flushed after every write: the rest could not be written, which was reported then."""
+    """Close a file that was flushed after every write."""
     with contextlib.suppress(OSError):
         file.close()

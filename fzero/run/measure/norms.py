@@ -32,7 +32,7 @@ from fzero.sharding.spec import Spec
 
 
 def imbalance(tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """{"imbalance": the most tokens of an expert over the mean of its layer, of the worst layer}; {} without experts.
+    """{"imbalance": the worst layer's most tokens over its mean}, or {}.
 
     >>> float(imbalance({"blocks/moe/load": torch.tensor([[3.0, 1.0], [2.0, 2.0]])})["imbalance"])
     1.5
@@ -107,7 +107,7 @@ Norms = dict[str, Any]  # {"embed": norm, "blocks": [norm of each layer], "head"
 
 
 def sums(squared: Mapping[str, Squared]) -> dict[str, Tensor]:
-    """{leaf: its sum of squares [layers] on this rank, float64}; of one layer for a leaf that is not stacked."""
+    """{leaf: its sum of squares [layers] on this rank, float64}."""
     out = {}
     for name, leaf in squared.items():
         layers: dict[int, list[Tensor]] = {}

@@ -72,7 +72,7 @@ def passes_peak(p: PassSizes, sums: float) -> dict[str, float]:
 
 
 def moments(p: PassSizes, sums: float) -> dict[str, dict[str, float]]:
-    """Bytes by component of each moment that may be the peak of a rank's passes; `sums` as in `passes_peak`."""
+    """Bytes by component of each moment that may be the peak of the passes."""
     plan, acts, policy = p.plan, activations(p), p.plan.policy
     several = plan.mesh.rp.size * math.prod(plan.sizes[axis] for axis in AXES.shards) > 1
     # Of the largest part outside of layers, of the next one (the embedding beside a head of its own), of a layer.
@@ -166,7 +166,7 @@ def loss_bytes(tokens: int, columns: int, width: int, dtype: torch.dtype, kind: 
 
 
 def fetched_numels(p: PassSizes, several: bool) -> dict[str, int]:
-    """The elements of each part of the model that is gathered for use. several: whether ranks share the states."""
+    """The elements of each part of the model that is gathered for use."""
     offloaded = p.kind == "cuda" and not p.offload.params.memory.on_device
     fetched: dict[str, int] = {}
     for name, leaf in p.plan.leaves.items():
@@ -271,7 +271,7 @@ def layers_resident(job: Job) -> int:
 
 
 def layer_bytes(job: Job) -> LayerBytes:
-    """The LayerBytes of a job, by the sizes of the tensors that its kernels keep for the backward pass."""
+    """The LayerBytes of a job, by the tensors that its kernels keep."""
     config, tp = job.config, job.plan.mesh.tp.size
     c, seq, itemsize = body_of(config.model), config.data.seq_len, job.policy.compute.itemsize
     split = tp if config.sequence or config.partition_activations else 1  # of inputs, which recomputation keeps
@@ -307,7 +307,7 @@ def residual_elements(config: RunConfig, tp: int) -> float:
 
 
 def codes_to_decode(job: Job) -> tuple[int, int]:
-    """(elements of a layer's weights in codes, bytes of the largest weight once it is dequantised), of a rank."""
+    """(elements of a layer's weights in codes, bytes of the largest one)."""
     like, compute = pytree.named_leaves(job.plan.like), pytree.named_leaves(job.plan.compute)
     coded = [name.removesuffix(f"/{CODES}") for name in like if name.endswith(f"/{CODES}")]
     shapes = leaf_shapes(job.model) if coded else {}

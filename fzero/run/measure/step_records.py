@@ -156,7 +156,7 @@ class Profile:
 
 
 def split_gloo_events(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The events of a trace, with gloo's messages moved to a track beside the overlapping ranges of their thread."""
+    """The events of a trace, with gloo's messages on a track of their own."""
     for number, event in enumerate(events):
         if event.get("ph") == "X" and event["name"].startswith("gloo:"):
             common = {key: event[key] for key in ("name", "pid", "tid")} | {"cat": "gloo", "id": number}
@@ -167,7 +167,7 @@ def split_gloo_events(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def steps_of(text: str, first: int) -> tuple[int, int]:
-    """(first, last) step of the run for a text "3-5" or "4", counted from the step after `first`; raises ValueError."""
+    """(first, last) step of a text "3-5" or "4" after `first`; raises ValueError."""
     begin, dash, end = text.partition("-")
     if not (begin.isdecimal() and (end.isdecimal() or not dash)) or not 1 <= int(begin) <= int(end or begin):
         raise ValueError(
@@ -199,7 +199,7 @@ class StepSelection(NamedTuple):
 
 
 def select_steps(first: int, last: int, measured: bool, profile: tuple[int, int] = (0, 0)) -> StepSelection:
-    """The steps to record of an attempt after step `first`, up to `last`. measured: record ledger and memory too."""
+    """The steps to record of an attempt after step `first`, up to `last`."""
     memory = first + MEMORY_AT if measured and first + MEMORY_AT <= last else 0
     if memory and profile[0] <= memory <= profile[1]:
         memory = profile[1] + 1 if profile[1] < last else 0

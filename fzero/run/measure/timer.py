@@ -57,7 +57,7 @@ class Times(NamedTuple):
 
 
 class ClockSpan(NamedTuple):
-    """The marks between two cuts of a clock: (what, its value, the moment or None, seconds waited for a disk)."""
+    """The marks between two cuts of a clock."""
 
     marks: list[tuple[str, Any, Any, float]]
     phases: bool  # whether they have moments
@@ -118,7 +118,7 @@ class Clock:
         return ClockSpan(log, self.phases)
 
     def read(self, stretch: ClockSpan) -> Times:
-        """The times of a stretch; each is read once, in their order. On a GPU it waits for the end of the stretch."""
+        """The times of a stretch, read once and in order; waits for a GPU."""
         log, end = stretch.marks, stretch.marks[-1][2]
         if not isinstance(end, float):
             end.synchronize()
@@ -177,7 +177,7 @@ class Clock:
 
 
 def _name(phases: list[str], waiting: str) -> str:
-    """The phase of a row for a second inside these phases of the ledger. waiting: the axis of a collective, or ""."""
+    """The phase of a row for a second inside these phases of the ledger."""
     if phases and phases[0] in WHOLE:
         return phases[0]
     if waiting:

@@ -99,7 +99,7 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout_s: float) -> tu
 
 
 class Signs:
-    """The signs of life of the processes that meet: each gives one every BEAT_S, and looks at the others'."""
+    """The signs of life of the processes that meet, one every BEAT_S."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
@@ -211,7 +211,7 @@ class Coordinator:
         )
 
     def compare(self, values: dict[str, Any], fix: str) -> None:
-        """Raise ValueError, on all ranks, naming the first rank and value that differ from rank 0's, and the `fix`."""
+        """Raise ValueError, on all ranks, naming the first rank and value that differ."""
         local_values, *peers = self.gather(values)
         for rank, theirs in enumerate(peers, 1):
             for name in [*local_values, *theirs]:
@@ -377,7 +377,7 @@ _ENDING = threading.Lock()
 
 
 def note_parent() -> None:
-    """Take the parent of this process for its torchrun: as it starts, and in a process that is forked from it."""
+    """Take the parent of this process for its torchrun."""
     global _PARENT
     _PARENT = os.getppid()
 

@@ -80,7 +80,7 @@ def exit_code(number: int) -> int:
 
 
 def is_importing(frame: FrameType | None) -> bool:
-    """Whether a frame is in the middle of an import, other than one that the command itself runs in."""
+    """Whether a frame is in an import that the command does not run in."""
     while frame is not None and frame.f_globals.get("__name__") != "fzero.cli.start":
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True

@@ -81,14 +81,14 @@ def watch(coordinator: Coordinator) -> Iterator[None]:
 
 
 def _heed(coordinator: Coordinator, received: bytes) -> bool:
-    """Note whether a signal to stop is among the bytes of the wakeup socket; returns whether it was SIGTERM."""
+    """Note a signal to stop in the wakeup socket's bytes; whether it was SIGTERM."""
     coordinator.signalled |= bool({signal.SIGTERM, signal.SIGINT} & set(received))
     return signal.SIGTERM in received
 
 
 @contextlib.contextmanager
 def watch_steps(coordinator: Coordinator, hang_s: float, stops: list[int]) -> Iterator[None]:
-    """A context of the steps of a run: where `watch` counts them as progress, and hands signals to `stops`."""
+    """A context of the steps of a run, which `watch` counts as progress."""
     coordinator.trains, coordinator.hang_s, coordinator.stops = True, hang_s, stops
     try:
         yield
@@ -182,7 +182,7 @@ def report_lost_ranks(
 def detect_hang(
     coordinator: Coordinator, watcher: Coordinator, idle_s: float, heard: dict[int, tuple[bytes, float]]
 ) -> dict[int, tuple[bytes, float]]:
-    """End all ranks if one hangs; returns the last sign of each rank and when it came, where this one is idle."""
+    """End all ranks if one hangs; returns each rank's last sign and its time."""
     hang_s, timestamp = coordinator.hang_s, time.monotonic()
     # Start at half of the time, to have signs to compare with at its end.
     if not hang_s or coordinator.size == 1 or idle_s < hang_s / 2:
@@ -207,7 +207,7 @@ def detect_hang(
 
 
 def report_waits(watcher: Coordinator, hang_s: float) -> None:
-    """Say for whom ranks wait before the first step is made, if this is the first of those that wait."""
+    """Say for whom ranks wait before the first step, if this is their first."""
     states = states_of(read_beats(watcher))
     waiting = [rank for rank, s in sorted(states.items()) if s.waits and s.idle_s >= SAY_S - 2 * BEAT_S]
     if waiting[:1] != [watcher.rank]:
@@ -290,7 +290,7 @@ def end_with_reason(coordinator: Coordinator, watcher: Coordinator, text: str) -
 
 
 def end_process(coordinator: Coordinator) -> None:
-    """End this process at once with exit code 2, and NCCL's collectives before it, so that the other ranks' end too."""
+    """End this process at once with code 2, after NCCL's collectives."""
     if coordinator.current_mesh is not None:
         thread = threading.Thread(target=_abort, args=(coordinator.current_mesh,), daemon=True)
         thread.start()

@@ -140,7 +140,7 @@ def expect_same_tokenizer(corpus: Path, run: Path) -> None:
 def row_loss_of(
     model: Model, params: pytree.Tree, device: torch.device, *, within_documents: bool = True
 ) -> Callable[[Batch], np.ndarray]:
-    """The function from a batch to the mean loss of each row, float64 [n]; 0 for a row without a token that counts."""
+    """The function from a batch to the mean loss of each row, float64 [n]."""
     step = make_eval_step(model, zero_plan(0, model, one_process()), reduce=False)
 
     def measure(batch: Batch) -> np.ndarray:

@@ -113,7 +113,7 @@ def generate(
 
 
 def pad_tokens(tokens: Tensor, max_len: int) -> Tensor:
-    """Tokens [B, T] with others after them, which they do not see, up to a multiple of FILL positions, or max_len."""
+    """Tokens [B, T] with others behind, to a multiple of FILL or max_len."""
     size = min(-(-tokens.shape[1] // FILL) * FILL, max_len)
     return torch.nn.functional.pad(tokens, (0, size - tokens.shape[1]))
 

@@ -87,7 +87,7 @@ def train(attempt: Attempt, state: TrainState) -> int:
 
 
 def begin_stage(attempt: Attempt, step: int) -> Attempt:
-    """The attempt in the stage that follows `step` steps, which is told if it is another one; see stages.py."""
+    """The attempt in the stage that follows `step` steps (stages.py)."""
     next_attempt = attempt.in_stage(step)
     if next_attempt is not attempt:
         expect_memory(next_attempt.job, next_attempt.coordinator)

@@ -82,7 +82,7 @@ def explain(job: Job, folder: Path, coordinator: Coordinator, usage: gpu.DeviceM
 
 
 def nearest_two(settings: Iterator[tuple[Setting, int]]) -> list[tuple[Setting, int]]:
-    """The first two settings, or the first and the first that a run which is there may take, if that is neither."""
+    """The first setting, and the next or the first that a resumed run takes."""
     two = list(itertools.islice(settings, 2))
     if any(setting.resumes for setting, _ in two):
         return two
@@ -105,7 +105,7 @@ def advice(fitting: list[tuple[Setting, int]]) -> str:
 
 
 def next_start(job: Job, folder: Path, coordinator: Coordinator, fitting: list[tuple[Setting, int]]) -> str:
-    """The newest checkpoint of the run, and the command that goes on from it by the first setting that allows it."""
+    """The newest checkpoint, and the command that goes on from it."""
     if not os.path.lexists(folder / run_folder.CONFIG):
         return "nothing was trained yet"
     checkpoint_dir = run_folder.checkpoints_of(folder, job.config)

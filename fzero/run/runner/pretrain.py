@@ -244,7 +244,7 @@ def lock_outside_folders(config: RunConfig, say: Say) -> None:
 
 
 def expect_remaining_steps(folder: Path, config: RunConfig, options: Options, step: int) -> None:
-    """Raise ValueError if a run that has made `step` steps has none to make, or ends before what `options` are for."""
+    """Raise ValueError if a run has no step to make for `options`."""
     stop_at, steps = options.stop_at, config.train.steps
     if step >= steps:
         raise ValueError(
@@ -319,7 +319,7 @@ def resolve_placement(config: RunConfig, coordinator: Coordinator) -> tuple[RunC
 
 
 def expect_memory(job: Job, coordinator: Coordinator) -> None:
-    """Raise ValueError if the run does not fit into this rank's memory: its GPU's, and its share of the host's."""
+    """Raise ValueError if the run does not fit into this rank's memory."""
     host = machine.host_memory(job.config) // coordinator.local_size
     check_memory(job, host if job.device == gpu.HOST else gpu.free_bytes(job.device), host)
 

@@ -179,7 +179,7 @@ def candidates(g: Guard, folder: Path, checkpoint_dir: checkpoint.Folder, fault:
 
 
 def merge_progress(record: RollbackLog, checkpoint_dir: checkpoint.Folder) -> RollbackLog:
-    """The log, with the count of rollbacks reset if a checkpoint at or after the last bad step exists."""
+    """The log, with rollbacks reset if a checkpoint after the bad step exists."""
     progress = any(step >= record.behind for step in checkpoint.steps(checkpoint_dir))
     return record._replace(behind=0, in_a_row=0) if progress else record
 

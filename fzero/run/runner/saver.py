@@ -128,7 +128,7 @@ def convert_foreign_store(
 
 
 def lacks_optimizer_state(job: Job, snapshot: StoreSnapshot) -> bool:
-    """Whether the store lacks optimizer state (the run kept it in memory), so that it cannot be resumed from alone."""
+    """Whether the store lacks optimizer state, and cannot resume alone."""
     stored_names = {*snapshot.leaves, *snapshot.record.values}
     stored = renamed_leaves(stored_names, like_of(job))
     names = [name for name in pytree.names(like_of(job)) if name.startswith("opt_state/")]
@@ -200,7 +200,7 @@ def offload_summary(job: Job) -> list[str]:
 
 
 def disk_row(job: Job, previous: DiskTraffic) -> dict[str, Any]:
-    """The fields of a step's row: bytes read from and written to the disk, and seconds waited for them."""
+    """The fields of a step's row: the disk's bytes, and seconds of waiting."""
     if job.nvme is None:
         return {}
     current = job.nvme.traffic()
@@ -289,7 +289,7 @@ class CheckpointSaver:
             self.writer.abandon()  # it may need a rank that is gone
 
     def close(self, state: TrainState | None, step: int) -> None:
-        """Wait for the saves, and save `step` if it has no checkpoint. Raises SaveFailed if that cannot be written."""
+        """Wait for the saves, and save `step` if needed; raises SaveFailed."""
         try:
             if state is not None and self.saved != step:
                 self.save(state, step)

@@ -69,7 +69,7 @@ def documents_of(folder: Path, step: int) -> list[DocumentPiece]:
 
 
 def rows_of(config: RunConfig, stream: Any, first: int) -> Iterator[tuple[str, Tokens, list[tuple[int, int]]]]:
-    """(source, corpus, ranges of tokens) of each row of the batch that begins with sample `first` of a stream."""
+    """(source, corpus, ranges of tokens) of each row of the batch at `first`."""
     count = config.train.batch
     if isinstance(stream, MixedStream):
         for source, number in stream.source_rows(first, count):

@@ -160,7 +160,7 @@ def build(
 
 
 def optimizer_of(config: RunConfig, rates: Any, updates: int) -> GradientTransformation:
-    """The optimizer of a run, with the scale of its rate and the average that it has. updates: of a step."""
+    """The optimizer of a run, with the scale of its rate and its average."""
     options = {"kernels": Kernels.parse(config.train.kernels), "seed": config.train.seed, "updates": updates}
     optimizer = partial(make_optimizer, config.optim, config.train.steps, rates, **options)
     tx = with_lr_scale(lambda scale: optimizer(scale=scale)) if config.optim.lr_scaling != "none" else optimizer()
@@ -190,7 +190,7 @@ def skip_of(config: RunConfig) -> Skip:
 
 
 def delayed_updates(config: RunConfig, micro_batches: int) -> int:
-    """The delayed updates of a step; raises ValueError if they cannot share the micro-batches of a data rank evenly."""
+    """The delayed updates of a step; raises ValueError if they do not fit."""
     t = config.train
     ranks = t.batch // t.micro_batch // micro_batches
     if shared_batch(t.batch, t.batch_ramp) // t.micro_batch // ranks % t.updates:

@@ -249,7 +249,7 @@ def open_stream(
 
 
 def reading_of(config: RunConfig, corpus: Path) -> Reading:
-    """How a run reads tokens in object stores: by large pieces if all its corpora fit into the cache together."""
+    """How a run reads tokens in object stores: by large pieces if they fit."""
     settings, meta = config.data, read_meta(corpus)
     size = sum(split["tokens"] for split in meta["splits"].values()) * token_dtype(meta["vocab_size"]).itemsize
     reading = Reading(

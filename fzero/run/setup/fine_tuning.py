@@ -60,7 +60,7 @@ def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: 
 
 
 def answers_messages(config: RunConfig, folder: Path) -> bool:
-    """Whether the model of the run in `folder` answers a prompt as a message, and does not continue it as a text."""
+    """Whether the run's model answers a prompt as a message."""
     return config.task.examples and (config.task.of_tokens or read_chat(folder) is not None)
 
 
@@ -113,7 +113,7 @@ def tuned_config(
 
 
 def lora_targets(model: models.Model, targets: str) -> str:
-    """The regex of the weights that get factors: targets, or what "attn" and "all" stand for in the model."""
+    """The regex of the weights that get factors, of "attn" and "all" too."""
     body = body_of(model.config)
     if targets in ON and isinstance(body, DecoderConfig):
         from fzero.models.decoder import linear_targets

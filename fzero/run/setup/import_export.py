@@ -133,7 +133,7 @@ def export_adapter(run: Path, out: Path, *, ema: bool = False) -> tuple[str, lis
 
 
 def base_folder(run: Path) -> Path:
-    """The folder of the model below a run's adapters: of transformers where it came from there, else a run."""
+    """The folder of the model below a run's adapters."""
     origin = run
     while run_folder.is_run(origin):
         environment = run_folder.read_environment(origin)

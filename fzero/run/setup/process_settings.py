@@ -42,7 +42,7 @@ def core_wait_s() -> float:
 
 
 def peer_cpu_s() -> float:
-    """CPU seconds that all other processes of this machine have had. Raises OSError where the system does not tell."""
+    """CPU seconds of all other processes here; raises OSError if unknown."""
     user, nice, system = (int(ticks) for ticks in Path("/proc/stat").read_text().split(maxsplit=4)[1:4])
     return (user + nice + system) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
@@ -57,7 +57,7 @@ def loaded_openmp() -> str:
 
 
 def idle_team(openmp: str, cores: int) -> tuple[threading.Thread, threading.Event]:
-    """A thread that has a team of more OpenMP threads than cores, all asleep, until the event is set."""
+    """A thread with a team of more OpenMP threads than cores, all asleep."""
     end, library, libc = threading.Event(), ctypes.CDLL(openmp), ctypes.CDLL(None)
 
     def hold() -> None:

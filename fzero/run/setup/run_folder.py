@@ -202,7 +202,7 @@ def read_config_table(folder: Path) -> Table:
 
 
 def copies_of(folder: Path, config: RunConfig | None) -> Iterator[Copy]:
-    """The copies of the config of the run in `folder`; config: as far as it is known, for the place of checkpoints."""
+    """The copies of the config of the run in `folder`."""
     checkpoint_dir = folder / CHECKPOINTS if config is None else checkpoints_of(folder, config)
     try:
         lines = list(read_lines(folder / ATTEMPTS))

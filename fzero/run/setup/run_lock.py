@@ -46,7 +46,7 @@ class FolderLock:
         threading.Thread(target=self.beat, name="fzero-lock", daemon=True).start()
 
     def beat(self) -> None:
-        """Renew the heartbeat until `over`; end the process if another has taken the lock over, or it is gone."""
+        """Renew the heartbeat until `over`; end the process if the lock is lost."""
         while not self.release_event.wait(BEAT_S):
             self.check()
             with contextlib.suppress(OSError):  # a full or slow disk: tried again after the next pause
@@ -113,7 +113,7 @@ def release_all() -> None:
 
 
 def expect_owned(folder: Path) -> None:
-    """End this process if it has lost `folder`, that it owned: before it writes what would make the folder anew."""
+    """End this process if it has lost `folder`, before it writes there."""
     if (lock := _LOCKS.get(os.path.realpath(folder))) is not None:
         lock.check()
 
@@ -180,7 +180,7 @@ def identity() -> dict[str, Any]:
 
 
 def parse(text: str) -> dict[str, Any] | None:
-    """The owner that a lock's text names; None for none, as in a text that a kill cut short."""
+    """The owner that a lock's text names; None for none."""
     try:
         owner = parse_json(text, LOCK)
         types = {"host": str, "boot": str, "pids": str, "pid": int, "started": str, "since": str}

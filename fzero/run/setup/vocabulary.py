@@ -134,7 +134,7 @@ def ids_of(path: Path) -> dict[str, Any]:
 
 
 def run_ids(folder: Path) -> dict[str, Any]:
-    """The ids that a run has from the config.json of what it comes from, {} for one that has none."""
+    """The ids that a run has from its source's config.json, or {}."""
     return dict(run_folder.read_environment(folder).get("token_ids", {}))
 
 
@@ -300,7 +300,7 @@ def expect_added(data: Data, corpus: Path) -> None:
 
 
 def growth_lines(config: RunConfig, base_model: ModelConfig, params: Tree) -> list[str]:
-    """The lines that say how the tables of the model that a run starts from become those of the run."""
+    """The lines that say how tables of the model become those of the run."""
     old, new, model = base_model.vocab_size, config.model.vocab_size, config.model
     names = [name for name in pytree.names(params) if name in TABLES]
     lines = []

@@ -84,7 +84,7 @@ def snapshot_of(folder: Path, value: RunConfig) -> offload_snapshot.StoreSnapsho
 
 
 def without_masters(value: RunConfig, snapshot: offload_snapshot.StoreSnapshot) -> list[str]:
-    """A line where a run has master weights and its store lacks some, so that rounded parameters are read."""
+    """A line where a store lacks master weights, so that params are read."""
     policy = POLICIES[value.precision.policy]()
     if snapshot.holds(MASTER) or not policy.has_master:
         return []
@@ -111,7 +111,7 @@ class TrainedWeights(NamedTuple):
 
 
 def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> TrainedWeights:
-    """`load`, with the parameters on a disk: in `nvme`, or in the run folder; one leaf is in memory at a time."""
+    """`load`, with the parameters on a disk, one leaf in memory at a time."""
     value = read_config(folder)
     model = models.build(value.model)
     plan, snapshot = zero_plan(0, model, one_process()), snapshot_of(folder, value)
@@ -229,7 +229,7 @@ def load_start(init: Path) -> TrainedWeights:
 
 
 def config_of(model: ModelConfig) -> RunConfig:
-    """The config of a run of a model that another system trained: of the objective that its head of scores has."""
+    """The config of a run of a model that another system trained."""
     objective = objective_of(model)
     lora = "-lora" if isinstance(model, LoRAConfig) else ""
     return recipe(objective.preset + lora if objective.head else "", model)

@@ -12,7 +12,7 @@ A = TypeVar("A", bound=Hashable)
 
 
 class SimulatedTimes(NamedTuple, Generic[A]):
-    """The times of the acts that ran, and by row the first act that cannot start with what it waits for."""
+    """The times of the acts that ran, and by row the first that is stuck."""
 
     start: dict[A, float]
     end: dict[A, float]
@@ -251,7 +251,7 @@ def run(s: Schedule, fused: bool = False) -> SimulatedTimes[Act]:
 
 
 def groups(s: Schedule, fused: bool) -> list[list[tuple[Act, ...]]]:
-    """By rank what starts and ends at the same time: single acts, and the pairs if they run `fused`."""
+    """By rank what starts and ends together: acts, or pairs if `fused`."""
     partner = dict(s.pairs) if fused else {}
     second = set(partner.values())
     return [[(act, partner[act]) if act in partner else (act,) for act in row if act not in second] for row in s.rows]

@@ -182,7 +182,7 @@ class ConcurrentUpdate:
         self.layers = self.passed = 0  # gradients of layers that came in this turn; those since the update began
 
     def start(self, update: TrainState | UpdateByUnits) -> TrainState:
-        """The state that an update goes on to write in place, of which its parameters alone may be used."""
+        """The state that an update writes in place; its parameters may be used."""
         # As many layers come in the next turn as in this one.
         self.layers, self.passed = self.passed, 0
         if not isinstance(update, UpdateByUnits):
@@ -192,7 +192,7 @@ class ConcurrentUpdate:
         return update.state
 
     def advance(self) -> None:
-        """A layer's gradients have come: update the units whose turn it is, the last one with the last layer."""
+        """A layer's gradients have come: update the units whose turn it is."""
         self.passed += 1
         if self.update is not None:
             self.update.advance(self.passed / max(1, self.layers))

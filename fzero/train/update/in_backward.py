@@ -36,7 +36,7 @@ def make_step(step: StepParts) -> TrainStep:
 
 
 def expect_layers(step: StepParts, update: str) -> StreamedUpdate:
-    """The update of a state that can be made layer by layer in the backward pass; raises ValueError for another one."""
+    """The update that can be made layer by layer; raises ValueError for others."""
     plan = step.plan
     if plan.codec is not None and plan.codec.loco is not None:
         raise ValueError(

@@ -199,7 +199,7 @@ class Update:
         return rows._replace(arrive=arrive)
 
     def update(self, unit: UpdateUnit, transfer: UnitTransfer, *, change: bool = True) -> None:
-        """Update a unit, and start to bring it back to where it rests; without `change` as `exchange` leaves it."""
+        """Update a unit, and start to bring it back; change=False: restore it."""
         parts, pieces = {block.name: block for block in unit}, {}
         values, grads, targets = transfer.arriving.wait(), {}, {}
         if self.exchange is not None:
@@ -299,7 +299,7 @@ class Update:
         return None
 
     def send_back(self) -> None:
-        """Start to copy the updated rows of a unit to the GPU: small ones side by side by one copy."""
+        """Start to copy a unit's updated rows to the GPU, small ones together."""
         pairs, self.pending_copies = self.pending_copies, []
         if pairs:
             values, homes = zip(*pairs)
@@ -358,7 +358,7 @@ class Update:
             self.write(param, block, *emitted)
 
     def write(self, leaf: DiskTensor, block: RowBlock, value: Buffer | Tensor, fill: Copied | None) -> None:
-        """Start to write rows from a buffer, or all layers of a leaf from memory; fill: the copy that fills it."""
+        """Start to write rows from a buffer, or all layers from memory."""
         assert self.store is not None  # the one of its leaves
         if isinstance(value, Buffer):
             self.store.write(leaf.name, block.layer or 0, block.rows, value, fill=fill)
@@ -372,7 +372,7 @@ class Update:
             self.store.write(leaf.name, layer, rows, buffer)
 
     def settle(self) -> None:
-        """Make the current stream wait for the rows on their way to the GPU, and the host for those that leave it."""
+        """Make stream and host wait for the rows on their way."""
         for copied in self.sent:
             copied.use()
         if self.last_copy is not None:

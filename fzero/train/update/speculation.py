@@ -110,7 +110,7 @@ class SpeculativeUpdate(EarlyUpdate):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Fields of Metrics: the layers that were updated in the backward pass, and how many of them were put right."""
+        """Fields of Metrics: the layers updated early, and those put right."""
         layers = len({unit[0].layer for unit in self.done})
         return {"speculated": layers, "put_right": layers * self.wrong}
 
@@ -130,7 +130,7 @@ class SpeculativeUpdate(EarlyUpdate):
             super().receive(name, layer, value, copied)
 
     def finish(self, grads: Gradients, state: Tree, skipped: Tensor | None) -> Tree:
-        """`state` after the update with the factor that the norm gives; if the step is skipped, without any update."""
+        """`state` after the update; if the step is skipped, without any."""
         early_update = self.update
         full_update = Update(self.streamed, grads, state, skipped, self.old.exchange)
         self.catch_up()
