@@ -5,15 +5,9 @@ import pytest
 import torch
 
 from fzero.kernels import FULL, Pattern, Positions, pairs_by_query
-from fzero.sharding import Context, balanced, blocks_of, in_blocks
+from fzero.sharding import Context, balanced, blocks_of, context, in_blocks
 
 contiguous, zigzag = (Context("gather", pieces).pieces_for for pieces in ("contiguous", "zigzag"))
-
-
-def imbalance(work, pieces):
-    """The largest work of a rank, over the mean."""
-    loads = [sum(work[block] for block in blocks) for blocks in pieces.blocks]
-    return max(loads) * len(loads) / sum(loads)
 
 
 TOKENS = 65536
@@ -42,9 +36,9 @@ def shares(documents, ranks):
     """max / mean of the ranks' work: contiguous, zigzag, balanced."""
     work = pairs_by_query(FULL, documents[None])[0]
     ways = [(contiguous(ranks), ranks), (zigzag(ranks), 2 * ranks)]
-    found = [imbalance(in_blocks(work, count), pieces) for pieces, count in ways]
+    found = [context.imbalance(in_blocks(work, count), pieces) for pieces, count in ways]
     blocks = in_blocks(work, blocks_of(TOKENS, ranks))
-    return [*found, imbalance(blocks, balanced(blocks, ranks))]
+    return [*found, context.imbalance(blocks, balanced(blocks, ranks))]
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)

@@ -11,8 +11,8 @@ from law_cases import step_options
 
 import fzero
 from fzero import models, optim
-from fzero.core import precision, pytree, torch_private
-from fzero.run.measure.live_bytes import LiveBytes
+from fzero.core import precision, pytree
+from fzero.run.measure.live_bytes import LiveBytes, predict_peak
 from fzero.sharding import fake_mesh
 
 # Every first dim of a layer's leaf, and the vocabulary, divide by 4: nothing is whole on all ranks.
@@ -62,12 +62,8 @@ def measured(mesh, cases):
 
 def predicted(sizes, args, options):
     mesh = fake_mesh(sizes)
-    with torch_private.FakeTensorMode(allow_non_fake_inputs=True):
-        step, given = make(mesh, *args, **options)
-        with LiveBytes(given) as live:
-            live.peak = live.live
-            step(*given)
-    return live.peak, mesh.ledger.rows()
+    peak = predict_peak(lambda: make(mesh, *args, **options))
+    return peak, mesh.ledger.rows()
 
 
 CASES = [

@@ -219,6 +219,16 @@ def balanced(work: Sequence[int], ranks: int) -> Pieces:
     return Pieces(tuple(tuple(sorted(blocks)) for blocks in rank_blocks))
 
 
+def imbalance(work: Sequence[int], pieces: Pieces) -> float:
+    """The largest work of a rank, over the mean: the time of a step over that of one whose ranks have equal work.
+
+    >>> imbalance([1, 3, 5, 7], balanced([1, 3, 5, 7], 2)), imbalance([1, 3], Pieces(((0,), (1,))))
+    (1.0, 1.5)
+    """
+    loads = [sum(work[block] for block in rank_blocks) for rank_blocks in pieces.blocks]
+    return max(loads) * len(loads) / sum(loads)
+
+
 def in_blocks(by_position: np.ndarray, blocks: int) -> list[int]:
     """The work of each of `blocks` equal blocks, from that of each position, int64 [T].
 

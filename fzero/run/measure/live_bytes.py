@@ -346,3 +346,21 @@ def record_step(
         state, metrics = step(state, batch)
     record.close(state)
     return state, metrics, record
+
+
+def peak_of(f: Callable[..., Any], *args: Any) -> int:
+    """The most bytes of tensors alive at one time while `f(*args)` runs, its arguments among them."""
+    with LiveBytes(args) as live:
+        live.peak = live.live
+        out = f(*args)
+        del out
+    return live.peak
+
+
+def predict_peak(make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]) -> int:
+    """`peak_of(f, *args)` for the (f, args) that `make()` gives, on fake tensors, without memory."""
+    from fzero.core.torch_private import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        f, args = make()
+        return peak_of(f, *args)
