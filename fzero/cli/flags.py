@@ -301,8 +301,17 @@ def table_of(
     table = config_tables.read_table(config_file) if config_file else {}
     table = current_keys(table) if is_written(config_file) else table
     sizes = parse_mesh(mesh) if mesh else table.get("mesh", {})
+    conversion = None
     if flags.get("deepspeed") is not None:
-        table = merge_deepspeed(table, flags["deepspeed"], sizes, config_file)
+        from fzero.run.config.deepspeed import merge_tables, read_deepspeed
+
+        conversion = read_deepspeed(flags["deepspeed"], ranks_of(sizes))
+        for key in sorted(dict(config_tables.flat(table)).keys() & dict(config_tables.flat(conversion.table)).keys()):
+            raise ValueError(
+                f"--config {config_file} and --deepspeed {conversion.name} both set {key}; leave one of them out"
+            )
+        say_once(conversion.ignored_line)
+        table = merge_tables(conversion.table, table)
     flag_of: dict[str, str] = {}
 
     def set_value(flag: str, key: str, value: Any) -> None:
@@ -328,18 +337,18 @@ def table_of(
     name_checks.check_names(table)
     precision = table.get("precision", {})
     explicit_scale = any(key.startswith("precision.loss_scale") for key in flag_of)
-    if flags.get("deepspeed") is not None and precision.get("policy") != "fp16" and not explicit_scale:
+    if conversion is not None and precision.get("policy") != "fp16" and not explicit_scale:
         # A loss scale of the file is for its fp16.
         table = {**table, "precision": {name: x for name, x in precision.items() if name != "loss_scale"}}
-    if flags.get("deepspeed") is not None and flags.get("init") is None:  # whose recipe has one rate
-        from fzero.run.config.deepspeed import expect_pattern, read_deepspeed, stretched_line, with_uniform_rate
-
-        deepspeed_table = read_deepspeed(flags["deepspeed"], ranks_of(sizes)).table
-        table = with_uniform_rate(table, deepspeed_table)
-        expect_pattern(flags["deepspeed"], table, deepspeed_table)
-        if (line := stretched_line(flags["deepspeed"], table, deepspeed_table)) and environment_number("RANK", 0) == 0:
-            click.echo(line, err=True)
+    if conversion is not None and flags.get("init") is None:  # whose recipe has one rate
+        table = conversion.complete(table, say_once)
     return table
+
+
+def say_once(line: str) -> None:
+    """Print a line, if it has words, to the errors of the first rank."""
+    if line and environment_number("RANK", 0) == 0:
+        click.echo(line, err=True)
 
 
 def scaling_of(text: str) -> dict[str, Any] | None:
@@ -348,21 +357,6 @@ def scaling_of(text: str) -> dict[str, Any] | None:
 
     scaling = RopeScaling.parse(text)
     return None if scaling is None else dataclasses.asdict(scaling)
-
-
-def merge_deepspeed(
-    table: dict[str, Any], path: Path, mesh: dict[str, int], config_file: Path | None
-) -> dict[str, Any]:
-    """The table of --config and of --deepspeed, which may not set the same key."""
-    from fzero.core import config_tables
-    from fzero.run.config.deepspeed import ignored_line, merge_tables, read_deepspeed
-
-    conversion = read_deepspeed(path, ranks_of(mesh))
-    for key in sorted(dict(config_tables.flat(table)).keys() & dict(config_tables.flat(conversion.table)).keys()):
-        raise ValueError(f"--config {config_file} and --deepspeed {path} both set {key}; leave one of them out")
-    if (line := ignored_line(path, conversion)) and environment_number("RANK", 0) == 0:
-        click.echo(line, err=True)
-    return merge_tables(conversion.table, table)
 
 
 def ranks_of(mesh: dict[str, int]) -> int:

@@ -15,12 +15,8 @@ from fzero.run.config.config_table import to_table as to_table
 from fzero.run.config.config_versions import current_keys as current_keys
 
 # A DeepSpeed config as a config of a run
-from fzero.run.config.deepspeed import expect_pattern as expect_pattern
-from fzero.run.config.deepspeed import ignored_line as ignored_line
 from fzero.run.config.deepspeed import merge_tables as merge_tables
 from fzero.run.config.deepspeed import read_deepspeed as read_deepspeed
-from fzero.run.config.deepspeed import stretched_line as stretched_line
-from fzero.run.config.deepspeed import with_uniform_rate as with_uniform_rate
 
 # The objectives of a run as values
 from fzero.run.config.objectives import fine_tuning_presets as fine_tuning_presets

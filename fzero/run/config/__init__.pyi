@@ -35,12 +35,8 @@ from fzero.run.config.curriculum import curriculum_of as curriculum_of
 from fzero.run.config.curriculum import make_pieces as make_pieces
 
 # A DeepSpeed config as a config of a run
-from fzero.run.config.deepspeed import expect_pattern as expect_pattern
-from fzero.run.config.deepspeed import ignored_line as ignored_line
 from fzero.run.config.deepspeed import merge_tables as merge_tables
 from fzero.run.config.deepspeed import read_deepspeed as read_deepspeed
-from fzero.run.config.deepspeed import stretched_line as stretched_line
-from fzero.run.config.deepspeed import with_uniform_rate as with_uniform_rate
 
 # The objectives of a run as values
 from fzero.run.config.objectives import Lines as Lines

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,10 +29,62 @@ if TYPE_CHECKING:
 class FromDeepSpeed(NamedTuple):
     """A DeepSpeed config as `read_deepspeed` returns it."""
 
+    name: str  # in messages
     table: Table  # of a RunConfig, with no other value than those that the config sets
     ignored: tuple[str, ...]  # keys that change nothing here
     auto_keys: tuple[str, ...]  # keys that are "auto": fzero's own value holds
     unknown: tuple[str, ...] = ()  # keys that DeepSpeed does not have and does not look at, with the nearest one
+
+    @property
+    def ignored_line(self) -> str:
+        """The line that names the keys that change nothing, "" if there is none."""
+        parts = [
+            f"as {reason}: {', '.join(names)}"
+            for reason, names in (
+                ("they change nothing here", self.ignored),
+                ("DeepSpeed has no such key", self.unknown),
+            )
+            if names
+        ]
+        return f"{self.name}: ignored, {'; '.join(parts)}" if parts else ""
+
+    def complete(self, table: Table, say: Callable[[str], None]) -> Table:
+        """The table of a run, which has that of this config in it, with what DeepSpeed's recipe has beside its keys.
+
+        Says if the schedule goes over other steps than the config's. Raises ValueError for an attention pattern and a
+        model without attention.
+        """
+        self._expect_attention(table)
+        total, steps = self.table.get("train", {}).get("steps"), table.get("train", {}).get("steps")
+        if total is not None and steps not in (None, total):
+            say(
+                f"{self.name}: scheduler.params.total_num_steps is {total} and the run has {steps} steps, over which "
+                f"the schedule goes now; for {total} steps of it give --steps {total}, and --stop-at to end earlier"
+            )
+        return self._with_uniform_rate(table)
+
+    def _with_uniform_rate(self, table: Table) -> Table:
+        """The table, whose second rate (muon's) has the config's schedule, which DeepSpeed gives to every leaf."""
+        from fzero.run.config.config_table import from_table
+
+        optim, peak = table.get("optim", {}), self.table.get("optim", {}).get("lr")
+        if peak is None or "name" in self.table["optim"] or optim.get("lr") != peak or "lr_rest" in optim:
+            return table
+        named = {"optim": {"name": optim["name"]}} if "name" in optim else {}
+        kind = from_table({key: table[key] for key in ("preset", "model") if key in table} | named).optim.name
+        return merge_tables(table, {"optim": {"lr_rest": peak}}) if kind == "muon" else table
+
+    def _expect_attention(self, table: Table) -> None:
+        """Raise ValueError if the config has an attention pattern and the run's model no attention."""
+        from fzero.run.config.config_table import from_table
+
+        if "pattern" not in self.table.get("model", {}) or "pattern" not in table["model"]:
+            return
+        sizes = {key: value for key, value in table["model"].items() if key != "pattern"}
+        model = from_table({key: table[key] for key in ("preset",) if key in table} | {"model": sizes}).model
+        if not hasattr(model, "pattern"):
+            reason = f"a model of the family {family_of(model)} has no attention patterns; leave it out"
+            raise ValueError(f"{self.name}: sparse_attention: {reason}")
 
 
 @checked()
@@ -58,72 +110,18 @@ def config_from_deepspeed(
     """
     from fzero.run.config.config_table import from_table
 
+    def warn(line: str) -> None:
+        warnings.warn(line, UserWarning, stacklevel=3)
+
     conversion = read_deepspeed(source, ranks)
-    if line := ignored_line(source, conversion):
-        warnings.warn(line, UserWarning, stacklevel=2)
-    full_table = with_uniform_rate(merge_tables(conversion.table, table or {}), conversion.table)
-    expect_pattern(source, full_table, conversion.table)
-    if line := stretched_line(source, full_table, conversion.table):
-        warnings.warn(line, UserWarning, stacklevel=2)
-    return from_table(full_table)
-
-
-def with_uniform_rate(table: Table, source_table: Table) -> Table:
-    """The table of a run whose second rate (muon's) has the config's schedule, which DeepSpeed gives to every leaf.
-
-    >>> with_uniform_rate({"preset": "mlp-tiny", "optim": {"lr": 0.5}}, {"optim": {"lr": 0.5}})["optim"]
-    {'lr': 0.5, 'lr_rest': 0.5}
-    """
-    from fzero.run.config.config_table import from_table
-
-    optim, peak = table.get("optim", {}), source_table.get("optim", {}).get("lr")
-    if peak is None or "name" in source_table["optim"] or optim.get("lr") != peak or "lr_rest" in optim:
-        return table
-    named = {"optim": {"name": optim["name"]}} if "name" in optim else {}
-    kind = from_table({key: table[key] for key in ("preset", "model") if key in table} | named).optim.name
-    return merge_tables(table, {"optim": {"lr_rest": peak}}) if kind == "muon" else table
-
-
-def expect_pattern(source: str | Path | Mapping[str, Any], table: Table, source_table: Table) -> None:
-    """Raise ValueError if the config has an attention pattern and the run's model no attention."""
-    from fzero.run.config.config_table import from_table
-
-    if "pattern" not in source_table.get("model", {}) or "pattern" not in table["model"]:
-        return
-    sizes = {key: value for key, value in table["model"].items() if key != "pattern"}
-    model = from_table({key: table[key] for key in ("preset",) if key in table} | {"model": sizes}).model
-    if not hasattr(model, "pattern"):
-        reason = f"a model of the family {family_of(model)} has no attention patterns; leave it out"
-        raise ValueError(f"{_name(source)}: sparse_attention: {reason}")
-
-
-def stretched_line(source: str | Path | Mapping[str, Any], table: Table, source_table: Table) -> str:
-    """The line that says that a schedule of `source_table` goes over the steps of the run's table, "" if not."""
-    total, steps = source_table.get("train", {}).get("steps"), table.get("train", {}).get("steps")
-    if total is None or steps in (None, total):
-        return ""
-    return (
-        f"{_name(source)}: scheduler.params.total_num_steps is {total} and the run has {steps} steps, over which the "
-        f"schedule goes now; for {total} steps of it give --steps {total}, and --stop-at to end earlier"
-    )
-
-
-def ignored_line(source: str | Path | Mapping[str, Any], conversion: FromDeepSpeed) -> str:
-    """The line that names the keys that change nothing, "" if there is none."""
-    parts = [
-        f"as {reason}: {', '.join(names)}"
-        for reason, names in (
-            ("they change nothing here", conversion.ignored),
-            ("DeepSpeed has no such key", conversion.unknown),
-        )
-        if names
-    ]
-    return f"{_name(source)}: ignored, {'; '.join(parts)}" if parts else ""
+    if conversion.ignored_line:
+        warn(conversion.ignored_line)
+    return from_table(conversion.complete(merge_tables(conversion.table, table or {}), warn))
 
 
 def merge_tables(table: Table, overrides: Table) -> Table:
-    """The table, with the values of `overrides` where both say something."""
-    out = dict(table)
+    """A copy of the table, with the values of `overrides` where both say something."""
+    out = {key: merge_tables(value, {}) if isinstance(value, dict) else value for key, value in table.items()}
     for key, value in overrides.items():
         nested = isinstance(value, dict) and isinstance(out.get(key), dict)
         out[key] = merge_tables(out[key], value) if nested else value
@@ -136,23 +134,16 @@ def read_deepspeed(source: str | Path | Mapping[str, Any], ranks: int = 1) -> Fr
     >>> read_deepspeed({"gradient_clipping": 1.0, "wall_clock_breakdown": True}).ignored
     ('wall_clock_breakdown',)
     """
-    name = _name(source)
-    table = (
-        dict(source)
-        if isinstance(source, Mapping)
-        else parse_json(read_text_file(Path(source)), name, unique_keys=True)
-    )
+    is_table = isinstance(source, Mapping)
+    name = "the DeepSpeed config" if is_table else str(source)
+    table = dict(source) if is_table else parse_json(read_text_file(Path(source)), name, unique_keys=True)
     try:
-        return _read(table, ranks)
+        return _read(name, table, ranks)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _name(source: str | Path | Mapping[str, Any]) -> str:
-    return "the DeepSpeed config" if isinstance(source, Mapping) else str(source)
-
-
-def _read(table: Table, ranks: int) -> FromDeepSpeed:
+def _read(label: str, table: Table, ranks: int) -> FromDeepSpeed:
     values: dict[str, Any] = {}
     ignored, auto_keys, unknown = [], [], []
     if isinstance(table.get(keys.ZERO), bool):  # DeepSpeed's first form
@@ -195,9 +186,8 @@ def _read(table: Table, ranks: int) -> FromDeepSpeed:
         ignored += [f"{name} (of a scheduler without a type)" for name in values if name.startswith("scheduler.")]
     if "gradient_clipping" in auto_keys:
         del out["optim"]["clip"]
-    return FromDeepSpeed(
-        {name: value for name, value in out.items() if value != {}}, tuple(ignored), tuple(auto_keys), tuple(unknown)
-    )
+    out = {name: value for name, value in out.items() if value != {}}
+    return FromDeepSpeed(label, out, tuple(ignored), tuple(auto_keys), tuple(unknown))
 
 
 def _is_off(table: Table, name: str) -> bool:
