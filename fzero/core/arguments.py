@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import numpy as np
 import torch
 
-from fzero.core.text_parsing import nearest
+from fzero.core.text_parsing import nearest, short
 
 NO = object()  # the result for a value of another kind
 
@@ -196,7 +196,7 @@ def format_value(value: Any) -> str:
     if isinstance(value, plain) or (
         type(value) in (list, tuple) and all(isinstance(item, (*plain, torch.Tensor)) for item in inner)
     ):
-        text = "a number of thousands of digits" if isinstance(value, int) and abs(value) >> 10_000 else repr(value)
+        text = short(value, 1000)
         if len(text) <= 80 and text.isprintable():
             return text
     if isinstance(value, str):

@@ -20,6 +20,7 @@ elements is kept.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -182,10 +183,6 @@ def _by_triton(q: Tensor, k: Tensor, v: Tensor, *, mask: BlockMask | None = None
     return attend("triton", q, k, v, **options)
 
 
-def _by_tiles(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    return attend("tiled", q, k, v, **options)
-
-
 def _by_blocks(
     q: Tensor,
     k: Tensor,
@@ -333,7 +330,9 @@ attention = Op(
     reference,
     Form("triton", _by_triton, supports=_flash_serves, prefers=_flash_preferred),
     *attention_library.forms(),
-    Form("tiled", _by_tiles, supports=attention_tiled.supports, prefers=attention_tiled.prefers),
+    Form(
+        "tiled", functools.partial(attend, "tiled"), supports=attention_tiled.supports, prefers=attention_tiled.prefers
+    ),
     Form("fused", fused_attention, supports=_fused_serves, prefers=_fused_preferred),
     Form("blocked", _by_blocks, supports=_blocked_serves, prefers=_blocked_preferred),
     flops=_flops,

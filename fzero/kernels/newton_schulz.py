@@ -13,6 +13,7 @@ Shapes: x [..., M, N] in any floating dtype; the result has `dtype`, in which it
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,27 +31,6 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 CONFIGS = tuning.ConfigTable("_symmetric")  # the first for many programs, the second for few
 
 
-def _iterate(
-    product: Callable[..., Tensor],
-    x: Tensor,
-    steps: int,
-    dtype: torch.dtype | None,
-    coefficients: tuple[float, ...],
-    eps: float,
-) -> Tensor:
-    a, b, c = coefficients
-    x = x.to(dtype or x.dtype).contiguous()  # products of other strides round differently
-    shape, tall = x.shape, x.shape[-2] > x.shape[-1]
-    # One batch dim, for baddbmm: it rounds once where a product and a sum would round twice.
-    x = x.reshape(math.prod(shape[:-2]), *shape[-2:])
-    x = x.mT if tall else x
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
-    for _ in range(steps):
-        gram = product(x, None, 1.0, 0.0)
-        x = torch.baddbmm(x, product(gram, gram, c, b), x, beta=a)
-    return (x.mT if tall else x).reshape(shape)
-
-
 def _plain(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor:
     # A power of a symmetric matrix, so x and not its transpose: the same bits as before on a CPU.
     return torch.bmm(x, x.mT) if add is None else torch.baddbmm(add, x, x, beta=beta, alpha=alpha)
@@ -63,9 +43,20 @@ def newton_schulz_reference(
     dtype: torch.dtype | None = None,
     coefficients: tuple[float, ...] = COEFFICIENTS,
     eps: float = 1e-7,
+    product: Callable[..., Tensor] = _plain,
 ) -> Tensor:
     """The iterations by batched products: the definition."""
-    return _iterate(_plain, x, steps, dtype, coefficients, eps)
+    a, b, c = coefficients
+    x = x.to(dtype or x.dtype).contiguous()  # products of other strides round differently
+    shape, tall = x.shape, x.shape[-2] > x.shape[-1]
+    # One batch dim, for baddbmm: it rounds once where a product and a sum would round twice.
+    x = x.reshape(math.prod(shape[:-2]), *shape[-2:])
+    x = x.mT if tall else x
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = product(x, None, 1.0, 0.0)
+        x = torch.baddbmm(x, product(gram, gram, c, b), x, beta=a)
+    return (x.mT if tall else x).reshape(shape)
 
 
 @triton.jit
@@ -158,17 +149,6 @@ def _product(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor
     return two(x, add)
 
 
-def _by_triton(
-    x: Tensor,
-    steps: int = 5,
-    *,
-    dtype: torch.dtype | None = None,
-    coefficients: tuple[float, ...] = COEFFICIENTS,
-    eps: float = 1e-7,
-) -> Tensor:
-    return _iterate(_product, x, steps, dtype, coefficients, eps)
-
-
 def _supports(x: Tensor, steps: int = 5, *, dtype: torch.dtype | None = None, **options: Any) -> str:
     if (dtype or x.dtype) not in (torch.bfloat16, torch.float16):
         return (
@@ -194,7 +174,7 @@ def _bytes(x: Tensor, steps: int = 5, *, dtype: torch.dtype | None = None, **opt
 newton_schulz = Op(
     "newton_schulz",
     newton_schulz_reference,
-    Form("triton", _by_triton, supports=_supports, prefers=on_cuda),
+    Form("triton", functools.partial(newton_schulz_reference, product=_product), supports=_supports, prefers=on_cuda),
     flops=_flops,
     bytes=_bytes,
 )

@@ -165,7 +165,8 @@ def _leaf_chunks(leaf: OptimLeaf, rates: StepRates) -> Iterator[tuple[int, Optim
 
 
 @torch.no_grad()
-def _reference(step: Any, leaves: Sequence[OptimLeaf], rates: StepRates) -> None:
+def leaves_reference(step: Any, leaves: Sequence[OptimLeaf], rates: StepRates) -> None:
+    """A step (AdamW's, Lion's) on every leaf, piece by piece: the definition."""
     for leaf in leaves:
         for local, chunk in _leaf_chunks(leaf, rates):
             u, new = step_leaf(step, chunk, rates, local)
@@ -181,16 +182,6 @@ def _reference(step: Any, leaves: Sequence[OptimLeaf], rates: StepRates) -> None
             if chunk.copy is not None:
                 copy = chunk.p.to(chunk.copy.dtype)
                 chunk.copy.copy_(copy if rates.skip is None else torch.where(rates.skip, chunk.copy, copy))
-
-
-def adamw_reference(leaves: Sequence[OptimLeaf], rates: StepRates) -> None:
-    """AdamW on every leaf, piece by piece: the definition."""
-    _reference(adamw_step, leaves, rates)
-
-
-def lion_reference(leaves: Sequence[OptimLeaf], rates: StepRates) -> None:
-    """Lion on every leaf, piece by piece: the definition."""
-    _reference(lion_step, leaves, rates)
 
 
 # ---- PyTorch's own ----

@@ -9,7 +9,7 @@ pass.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,11 +46,9 @@ from fzero.kernels.optim_leaf import (
     OptimLeaf,
     StepRates,
     adamw_fused,
-    adamw_reference,
     adamw_step,
     changing_b1,
     fused_serves,
-    lion_reference,
     lion_step,
     touched_tensors,
 )
@@ -310,33 +308,26 @@ def _cost(leaves: Sequence[OptimLeaf], rates: StepRates) -> int:
     return total
 
 
-adamw = Op(
-    "adamw",
-    adamw_reference,
-    Form("triton", functools.partial(_launch, adamw_step), supports=_supports, prefers=on_cuda),
-    Form("fused", adamw_fused, supports=fused_serves),
-    Form(
-        "cpp",
-        functools.partial(optim_leaf.cpp_step, adamw_step),
-        functools.partial(optim_leaf.cpp_serves, adamw_step),
-        optim_leaf.adamw_cpp_prefers,
-    ),
-    flops=lambda leaves, rates: 16 * sum(leaf.p.numel() for leaf in leaves),
-    bytes=_cost,
-)
-lion = Op(
-    "lion",
-    lion_reference,
-    Form("triton", functools.partial(_launch, lion_step), supports=_supports, prefers=on_cuda),
-    Form(
-        "cpp",
-        functools.partial(optim_leaf.cpp_step, lion_step),
-        functools.partial(optim_leaf.cpp_serves, lion_step),
-        optim_leaf.lion_cpp_prefers,
-    ),
-    flops=lambda leaves, rates: 10 * sum(leaf.p.numel() for leaf in leaves),
-    bytes=_cost,
-)
+def _op(name: str, step: Any, flops: int, prefers: Callable[..., str], *forms: Form) -> Op:
+    """The operation that makes this step on many leaves; flops: an element."""
+    return Op(
+        name,
+        functools.partial(optim_leaf.leaves_reference, step),
+        Form("triton", functools.partial(_launch, step), supports=_supports, prefers=on_cuda),
+        *forms,
+        Form(
+            "cpp",
+            functools.partial(optim_leaf.cpp_step, step),
+            functools.partial(optim_leaf.cpp_serves, step),
+            prefers,
+        ),
+        flops=lambda leaves, rates: flops * sum(leaf.p.numel() for leaf in leaves),
+        bytes=_cost,
+    )
+
+
+adamw = _op("adamw", adamw_step, 16, optim_leaf.adamw_cpp_prefers, Form("fused", adamw_fused, supports=fused_serves))
+lion = _op("lion", lion_step, 10, optim_leaf.lion_cpp_prefers)
 
 
 def builds(gpu: str) -> Iterator[Build]:
