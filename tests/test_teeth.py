@@ -15,7 +15,7 @@ from fzero.models import base, forward, layers
 from fzero.optim import leafwise, moment_storage
 from fzero.train import eval as evaluation
 from fzero.train import gradient, step
-from fzero.train.update import in_memory
+from fzero.train.update import InMemoryUpdate, in_memory
 
 # The packages export functions of these names.
 gpt2, llama, adamw = (import_module(f"fzero.{name}") for name in ("models.gpt2", "models.llama", "optim.adamw"))
@@ -356,11 +356,11 @@ def average_left_out_when_donated(monkeypatch):
 
 
 def advance_optimizer(original):
-    def update(tx, plan, grads, state, skipped):
+    def update(self, grads, state, skipped):
         if not bool(skipped):
-            return original(tx, plan, grads, state, skipped)
+            return original(self, grads, state, skipped)
         zeros = type(grads)(*pytree.map(torch.zeros_like, (grads.sums, grads.factor, grads.norm)))
-        moved = original(tx, plan, zeros, pytree.map(torch.clone, state), torch.tensor(False))
+        moved = original(self, zeros, pytree.map(torch.clone, state), torch.tensor(False))
         return state._replace(opt_state=moved.opt_state)
 
     return update
@@ -368,13 +368,13 @@ def advance_optimizer(original):
 
 @caught_by(transaction("adamw"), transaction("clip and adamw"), transaction("muon by label"))
 def skipped_step_that_advances_the_optimizer(monkeypatch):
-    wrap(monkeypatch, step, "update_donated", advance_optimizer)
+    wrap(monkeypatch, InMemoryUpdate, "donated", advance_optimizer)
 
 
 @caught_by(transaction("sgd"), transaction("lion", donate=False))
 def overflow_not_looked_at(monkeypatch):
-    for name in ("update_donated", "update_pure"):
-        wrap(monkeypatch, step, name, lambda f: lambda *args: f(*args[:-1], args[-1] & False))
+    for name in ("donated", "pure"):
+        wrap(monkeypatch, InMemoryUpdate, name, lambda f: lambda *args: f(*args[:-1], args[-1] & False))
 
 
 @caught_by(("overflow mlp", lambda: laws.overflow(case_of("mlp"), donate=True)))
@@ -387,19 +387,19 @@ def scale_that_does_not_fall(monkeypatch):
 @caught_by(MASTER)
 def master_weights_not_used(monkeypatch):
     def outer(original):
-        def update(tx, plan, grads, state, skipped):
+        def update(self, grads, state, skipped):
             narrow = pytree.map(lambda p, m: p.to(m.dtype), state.params, state.master)
-            return original(tx, plan, grads, state._replace(master=narrow), skipped)
+            return original(self, grads, state._replace(master=narrow), skipped)
 
         return update
 
-    for name in ("update_donated", "update_pure"):
-        wrap(monkeypatch, step, name, outer)
+    for name in ("donated", "pure"):
+        wrap(monkeypatch, InMemoryUpdate, name, outer)
 
 
 @caught_by(("purity mlp", lambda: laws.purity(case_of("mlp"), optim.adamw(0.05))))
 def pure_step_that_writes_into_its_input(monkeypatch):
-    wrap(monkeypatch, step, "update_pure", lambda f: step.update_donated)
+    wrap(monkeypatch, InMemoryUpdate, "pure", lambda f: InMemoryUpdate.donated)
 
 
 @caught_by(("resume mlp", lambda: laws.resume(case_of("mlp"), optim.adamw(0.05))))

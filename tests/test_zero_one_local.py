@@ -29,7 +29,7 @@ from fzero.planner import plan as planning
 from fzero.run import build
 from fzero.sharding import sent_by_link, updates
 from fzero.train import meta_state, sum_divergence
-from fzero.train import step as train_step_file
+from fzero.train.update import InMemoryUpdate
 
 zero_one_adam = importlib.import_module("fzero.optim.zero_one_adam")  # of its name there is a function too
 
@@ -265,7 +265,7 @@ def keeps_steps(most):
 
 
 MISTAKES = {
-    "gradients at what all have": (train_step_file, "with_local_params", lambda tx, plan, state: state),
+    "gradients at what all have": (InMemoryUpdate, "with_local_params", lambda self, state: state),
     "errors of u in the units of m": (zero_one_adam, "move", keeps_units),
     "the rate of another step": (Rule, "rate", lambda self, count: RATE(self, count - 1)),
     "momentum by the last rate alone": (zero_one_adam, "add_up", keeps_steps((None, 1))),

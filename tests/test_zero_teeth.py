@@ -12,9 +12,8 @@ from zero_cases import train, whole
 
 import fzero
 from fzero.core import Future, stack
-from fzero.sharding import LeafPlan, prefetch
+from fzero.sharding import LeafPlan, Plan, prefetch
 from fzero.train import gradient, loss
-from fzero.train.update import in_memory
 
 
 def without(op, axis):
@@ -55,7 +54,7 @@ def another_order():
 def first_part():
     """Every rank updates the first shard of a leaf."""
     return mock.patch.object(
-        in_memory, "local_shards", lambda plan, params: real(replace(plan, mesh=first_rank(plan.mesh)), params)
+        Plan, "local_shards", lambda plan, params: real(replace(plan, mesh=first_rank(plan.mesh)), params)
     )
 
 
@@ -64,7 +63,7 @@ def first_rank(mesh):
     return fzero.Mesh(axes, ledger=mesh.ledger, store=mesh.store)
 
 
-real = in_memory.local_shards
+real = Plan.local_shards
 
 
 def same_rows():

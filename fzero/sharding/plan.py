@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 
+from fzero.comm.collectives import own_slice
 from fzero.comm.communicator import Axis
 from fzero.core import pytree
 from fzero.core.arguments import expect_count, expect_kind
@@ -23,7 +24,7 @@ from fzero.sharding.mesh import Mesh
 from fzero.sharding.pipeline import Schedule, Stages
 from fzero.sharding.pipeline_plan import Pipeline, build_schedule
 from fzero.sharding.plan_table import describe
-from fzero.sharding.slices import local_shape
+from fzero.sharding.slices import local_shape, narrow_part, shard_dim
 from fzero.sharding.spec import DEVICE, StateMemory
 from fzero.sharding.traffic import sent_by_link
 
@@ -95,6 +96,11 @@ class Plan:
     def frozen(self) -> frozenset[str]:
         """The names of the leaves that are not trained."""
         return frozenset(name for name, leaf in self.leaves.items() if not leaf.trained)
+
+    @cached_property
+    def layers(self) -> int:
+        """The layers of all stacks, on all ranks."""
+        return sum({name.split("/")[0]: leaf.shape[0] for name, leaf in self.leaves.items() if leaf.stacked}.values())
 
     @cached_property
     def split_leaves(self) -> frozenset[str]:
@@ -226,6 +232,23 @@ class Plan:
         if not self.frozen:
             return tree
         return {name: leaf for name, leaf in pytree.named_leaves(tree).items() if name not in self.frozen}
+
+    def local_shards(self, params: Tree, *, linear: bool = False) -> Tree:
+        """The part of the trained parameters (at rest) that this rank updates: views.
+
+        linear: as a map to differentiate: the gradient of a whole leaf, the same on all ranks, is put together from
+        that of each rank's part.
+        """
+
+        def narrow_leaf(name: str, leaf: torch.Tensor) -> torch.Tensor:
+            if name not in self.split_leaves:
+                return leaf
+            axis = self.link(name)
+            if linear:
+                return own_slice(leaf, axis, shard_dim(name), leaf=name)
+            return narrow_part(leaf, axis.rank, axis.size, shard_dim(name))
+
+        return pytree.map_named(narrow_leaf, self.trained(params))
 
     def merge_trained(self, trained: Tree, base: Tree) -> Tree:
         """The tree whose trained leaves are those of `trained` and whose frozen ones are those of `base`."""

@@ -44,7 +44,7 @@ PROGRAM = (
 )
 
 
-def expect_options(plan: Plan, execution: Execution, donate: bool, offloaded: bool, layered: bool) -> None:
+def expect_options(plan: Plan, execution: Execution, donate: bool, layered: bool) -> None:
     """Raise ValueError for options of a step that do not fit."""
     remat, update = execution.remat, execution.update
     assert isinstance(remat, Remat)  # Execution parses a text
@@ -52,7 +52,7 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, offloaded: bo
         raise ValueError(
             f"pp={plan.mesh.pp.size} cuts a layered Model into stages, and this is a plain function; use dp"
         )
-    if offloaded and not donate:
+    if plan.offloaded and not donate:
         raise ValueError(
             f"offload: the plan's offloaded leaves ({plan.offloads}) are overwritten by a step; make it "
             "with donate=True"

@@ -28,7 +28,7 @@ from fzero.sharding.error_feedback import ERRORS, ErrorFeedback
 from fzero.sharding.gradient_sums import LayerSums, SumsAtRest
 from fzero.sharding.prefetch import Coding, LeafGroup, NodeShards, ParamFetcher
 from fzero.sharding.reduce import GradientReducer
-from fzero.sharding.slices import is_stacked, iterate_blocks, shard_dim
+from fzero.sharding.slices import iterate_blocks, shard_dim
 from fzero.train.codes import coder_for, params_coding, rounded_params
 from fzero.train.execution import Execution
 from fzero.train.expert_slack import ExpertSlack
@@ -37,7 +37,6 @@ from fzero.train.pipeline_executor import MicroBatches, Turn, run_row
 from fzero.train.stage_sharing import gather_over_pp, scatter_over_pp, segments_of, share_losses
 from fzero.train.state import TrainState
 from fzero.train.streamed_model import StreamedModel
-from fzero.train.update.in_memory import local_shards
 
 
 def make_backward(
@@ -83,12 +82,11 @@ def make_backward(
     return plain
 
 
-def layer_draws(draws: dict[str, Tensor], plan: Plan, execution: Execution) -> dict[str, Any]:
+def layer_draws(draws: dict[str, Tensor], layers: int, execution: Execution) -> dict[str, Any]:
     """The fields of a layered model's Ctx in a step with these `draws_of`; {} for none."""
     fields: dict[str, Any] = {**draws}
     if "key" in draws and not execution.compiled:
-        depths = {name.split("/")[0]: leaf.shape[0] for name, leaf in plan.leaves.items() if is_stacked(name)}
-        fields["keys"] = block_keys(draws["key"], sum(depths.values()))
+        fields["keys"] = block_keys(draws["key"], layers)
     if "scales" in draws and fake_device_of(draws["scales"]) is None:
         fields["dropped"] = frozenset(i for i, scale in enumerate(draws["scales"].tolist()) if scale == 0)
     return fields
@@ -122,9 +120,8 @@ class StepGradient:
         plan: Plan,
         execution: Execution,
         nvme: Nvme | None = None,
-        narrow: bool = False,
     ) -> None:
-        self.plan, self.execution, self.nvme, self.narrow = plan, execution, nvme, narrow
+        self.plan, self.execution, self.nvme = plan, execution, nvme
         self.buffers = dict[Any, Tensor](), dict[Any, Tensor]()
         self.slack = ExpertSlack(plan)
         self.make_backward = partial(make_backward, loss_fn, execution=execution, nvme=nvme)
@@ -144,7 +141,7 @@ class StepGradient:
         rounded = rounded_params(params, self.plan, self.ctx.kernels)
         grads, losses = functional(self.loss, rounded, self.plan, parts, firsts, draws, seed)
         grads = pytree.map(lambda g: g.to(self.plan.policy.accumulate), grads)
-        sums = local_shards(self.plan, self.plan.merge_trained(grads, params), linear=True)
+        sums = self.plan.local_shards(self.plan.merge_trained(grads, params), linear=True)
         return GradientResult(sums, sum_losses(losses, self.plan.mesh), {})
 
     def squares_of(self, leaf: Tensor) -> list[Tensor]:
@@ -169,7 +166,7 @@ class StepGradient:
         """The turn of so many micro-batches at these parameters (at rest); parity: of its number."""
         coder = coder_for(self.plan.codec, "grads", self.ctx.kernels)
         resting_sums = SumsAtRest(
-            self.plan, parts, self.open_disk_sum, layer_sums, self.buffers[parity], self.narrow, self.squares_of
+            self.plan, parts, self.open_disk_sum, layer_sums, self.buffers[parity], self.plan.offloaded, self.squares_of
         )
         sink = GradientReducer(self.plan, resting_sums, coder, errors, on_layer)
         node_shards: NodeShards | None = {} if self.plan.codec is not None and self.plan.codec.hpz else None
@@ -216,7 +213,7 @@ class StepGradient:
         firsts, mesh, device = self.firsts(len(parts), size), self.plan.mesh, seed.device
         if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
             return self.pure(state.params, parts, firsts, draws, seed)
-        fields = layer_draws(draws, self.plan, self.execution)
+        fields = layer_draws(draws, self.plan.layers, self.execution)
         so_far, result = list[base.Loss](), None
 
         def ready(loss: base.Loss) -> None:

@@ -17,7 +17,6 @@ from fzero.sharding.slices import narrow_to
 from fzero.sharding.zero_stages import shapes_of
 from fzero.train.state import TrainState, expect_shapes, first_state, move_leaf, move_to_memory, state_specs
 from fzero.train.state_on_disk import init_on_disk
-from fzero.train.update.in_memory import local_shards
 
 
 @checked(
@@ -74,7 +73,7 @@ def init_state(
     def place_leaf(name: str, leaf: Tensor) -> Tensor:
         leaf_plan = plan.leaves[name]
         if policy.has_master and name not in plan.frozen:
-            master = local_shard(leaf, plan, name) if is_model else narrow_to(leaf, leaf_plan.opt, plan.mesh)
+            master = plan.local_shards({name: leaf})[name] if is_model else narrow_to(leaf, leaf_plan.opt, plan.mesh)
             masters[name] = move_leaf(device, copy_of(master, policy.state, device), leaf_plan.opt)
         value = leaf if is_model else narrow_to(leaf, leaf_plan.params, plan.mesh)
         value = value if is_model and value.dtype == leaf_plan.dtype else copy_of(value, leaf_plan.dtype, device)
@@ -85,7 +84,7 @@ def init_state(
         params = base.init_params(model, init_key, policy.state, device, plan=plan, on_leaf=place_leaf)
     else:
         params = pytree.map_named(place_leaf, model)
-    target = pytree.from_named(masters, plan.trained(plan.like)) if policy.has_master else local_shards(plan, params)
+    target = pytree.from_named(masters, plan.trained(plan.like)) if policy.has_master else plan.local_shards(params)
     state = first_state(plan, tx, params, target, key)
     on_host = any(leaf.params.memory.on_host or leaf.opt.memory.on_host for leaf in plan.leaves.values())
     return move_to_memory(state, state_specs(plan, tx)) if on_host else state
@@ -94,8 +93,3 @@ def init_state(
 def copy_of(leaf: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """A contiguous copy, as messages and kernels take a leaf's memory in the order of its elements."""
     return leaf.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def local_shard(leaf: Tensor, plan: Plan, name: str) -> Tensor:
-    """The part that this rank updates of its trained leaf at rest."""
-    return local_shards(plan, {name: leaf})[name]

@@ -243,7 +243,12 @@ class StateCheck:
             ref() is leaf and version == version_of(leaf) for (ref, version), leaf in zip(self.checked_leaves, leaves)
         ):
             return
-        fault = fault_of(self.plan, state)
+        leaf_plans = self.plan.leaves.items()
+        specs, shapes = (
+            {n: (leaf.params, leaf.opt) for n, leaf in leaf_plans},
+            {n: leaf.shape for n, leaf in leaf_plans},
+        )
+        fault = compare(state, specs, shapes, self.plan.mesh)
         mesh, first, self.first = self.plan.mesh, self.first, False
         if first and mesh.store is not None:
             with mesh.ledger.phase("check"):
@@ -282,13 +287,6 @@ def leaves_of(state: TrainState) -> list[Any]:
 def version_of(leaf: Any) -> int:
     """How often the values of a leaf were written to, as far as PyTorch counts it."""
     return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
-
-
-def fault_of(plan: Plan, state: TrainState) -> str:
-    """What is wrong with the parameters and masters of this rank, in words; "" for nothing."""
-    pairs = {name: (leaf.params, leaf.opt) for name, leaf in plan.leaves.items()}
-    shapes = {name: leaf.shape for name, leaf in plan.leaves.items()}
-    return compare(state, pairs, shapes, plan.mesh)
 
 
 @torch.no_grad()

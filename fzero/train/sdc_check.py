@@ -98,7 +98,7 @@ def make_check(
         if policy.loss_scale:
             assert isinstance(state.scaler, ScalerState)
             seed = state.scaler.scale / rows.numel()
-        draws = layer_draws(draws_of(model, state), plan, execution)
+        draws = layer_draws(draws_of(model, state), plan.layers, execution)
         params = gather_over_pp(state.params, plan, rows.device)
         losses = backward([Turn(params, sink)], MicroBatches([micro_batch], [m * rows.shape[0]], draws), seed)
         digests = {"the loss": [start_digest(loss.total.detach()) for loss in losses], **sink.digests}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -20,7 +21,7 @@ from fzero.optim import GradientTransformation
 from fzero.optim.norm import Squared
 from fzero.optim.sharded_leaves import bind_to_plan
 from fzero.optim.unit_updates import columns_of
-from fzero.sharding import Plan, Spec
+from fzero.sharding import LeafPlan, Plan, Spec
 from fzero.sharding.error_feedback import error_specs, first_errors
 
 PREVIOUS = "previous"  # the name of the parameters before the last update in `TrainState.extra`
@@ -93,7 +94,7 @@ def state_specs(plan: Plan, tx: GradientTransformation) -> TrainState:
         step=replicated,
         params=params,
         master=trained if policy.has_master else (),
-        opt_state=align_memories(bind_to_plan(tx, plan).spec(trained), plan),
+        opt_state=align_memories(bind_to_plan(tx, plan).spec(trained), plan.leaves),
         scaler=pytree.map(lambda _: Spec(), scaler),
         key=replicated,
         data_cursor=replicated,
@@ -105,10 +106,10 @@ def state_specs(plan: Plan, tx: GradientTransformation) -> TrainState:
     )
 
 
-def align_memories(specs: Tree, plan: Plan) -> Tree:
+def align_memories(specs: Tree, leaves: Mapping[str, LeafPlan]) -> Tree:
     """The specs of an optimizer's state, with what is of a parameter in the memory that the plan gives it."""
-    columns, owner = columns_of(specs, list(plan.leaves))
-    memories = {name: plan.leaves[param].opt.memory for name, param in owner.items() if param is not None}
+    columns, owner = columns_of(specs, list(leaves))
+    memories = {name: leaves[param].opt.memory for name, param in owner.items() if param is not None}
     changed = {name: replace(spec, memory=memories[name]) for name, spec in columns.items() if name in memories}
     return pytree.map_named(lambda name, spec: changed.get(name, spec), specs)
 

@@ -45,7 +45,7 @@ from fzero.train.masters import StateCheck
 from fzero.train.pipeline_executor import expect_equal_schedules
 from fzero.train.state import LOSS, LossStats, Metrics, TrainState
 from fzero.train.state_on_disk import commit
-from fzero.train.update.in_memory import Gradients, update_donated, update_pure, with_local_params
+from fzero.train.update.in_memory import Gradients, InMemoryUpdate
 from fzero.train.update.offloaded import StreamedUpdate
 
 
@@ -130,19 +130,20 @@ def make_train_step(
     tx, module = bind_to_plan(tx, plan), UPDATE_MODULES.get(execution.update)
     expect_plan(model, tx, plan)
     streamed = StreamedUpdate(tx, plan, nvme) if plan.offloaded else None
-    expect_options(plan, execution, donate, streamed is not None, isinstance(model, base.Model))
+    expect_options(plan, execution, donate, isinstance(model, base.Model))
     if nvme is None and plan.on_disk:
         raise ValueError("the plan puts a part of the state on a disk; give nvme=, the one given to init_state")
-    gradient = StepGradient(model, plan.for_update(execution.update), execution, nvme, streamed is not None)
+    gradient = StepGradient(model, plan.for_update(execution.update), execution, nvme)
+    update = InMemoryUpdate(tx, plan)
     parts = StepParts(
         model,
-        tx,
+        update,
         plan,
         micro_batches,
         donate,
         skip.nonfinite or skip.spike is not None,
         nvme,
-        streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan),
+        streamed.run if streamed is not None else update.donated if donate else update.pure,
         streamed,
         gradient,
         partial(measure, plan.mesh, shards_of_sums(plan), skip, execution.norms),
@@ -160,13 +161,13 @@ class StepParts(NamedTuple):
     """What a step is put together from."""
 
     model: base.Model | LossFn
-    tx: GradientTransformation  # on the plan's shards
+    update: InMemoryUpdate
     plan: Plan
     micro_batches: int
     donate: bool
     skips: bool  # whether a step may be skipped
     nvme: Nvme | None
-    finish: Callable[[Gradients, TrainState, Tensor | None], TrainState]  # the update, see `update_pure`
+    finish: Callable[[Gradients, TrainState, Tensor | None], TrainState]  # the update, see `InMemoryUpdate`
     streamed: StreamedUpdate | None  # that of an offloaded state
     gradient: StepGradient
     measured: Callable[[Seed, TrainState, GradientResult], Measured]
@@ -215,7 +216,7 @@ def update_at_end(step: StepParts, start_early: Callable[[TrainState], Early] | 
         with step.checked(state, batch) as (inputs, seed):
             early = start_early(state) if start_early is not None else None
             on_loss = None if early is None else lambda total: early.begin(seed.mean_factor(total))
-            result = gradient(with_local_params(step.tx, plan, state), *inputs, early, on_loss)
+            result = gradient(step.update.with_local_params(state), *inputs, early, on_loss)
             metrics, verdict, sums = step.measured(seed, state, result)
             step.first.judge(state, inputs, metrics)
             scaler = move_scaler(plan.policy, state.scaler, verdict.overflow)

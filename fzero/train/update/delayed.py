@@ -77,7 +77,7 @@ def run_delayed(step: StepParts, state: TrainState, inputs: Inputs, seed: Seed) 
     slices = [slice(i * per_update, (i + 1) * per_update) for i in range(plan.delayed)]
     concurrent = ConcurrentUpdate()
     delays = not plan.delay_after or bool(state.step > plan.delay_after)  # `step` counts this one
-    fields = layer_draws(draws, plan, gradient.execution)
+    fields = layer_draws(draws, plan.layers, gradient.execution)
     if (pure := transforms() or needs_grad(*pytree.leaves((state.params, parts)))) or not delays:
         for window in slices:
             params = previous_params(plan, state) if delays else state.params

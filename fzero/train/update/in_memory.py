@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import all_gather_same, own_slice, start_all_gather
+from fzero.comm.collectives import all_gather_same, start_all_gather
 from fzero.comm.messages import SMALL
 from fzero.core import pytree
 from fzero.core.compile_cache import have_compiler
@@ -25,7 +25,7 @@ from fzero.optim.combine import split_chain
 from fzero.optim.sharded_leaves import bind_to_plan, shards_of_sums
 from fzero.sharding import Plan
 from fzero.sharding.error_feedback import ErrorFeedback
-from fzero.sharding.slices import narrow_part, shard_dim
+from fzero.sharding.slices import shard_dim
 from fzero.train.state import TrainState
 
 
@@ -36,21 +36,6 @@ class Gradients(NamedTuple):
     factor: Tensor  # 0-dim
     norm: Tensor  # 0-dim, of the sums
     errors: ErrorFeedback | None = None  # of what was sent in codes
-
-
-def local_shards(plan: Plan, params: Tree, *, linear: bool = False) -> Tree:
-    """The part of the trained parameters (at rest) that this rank updates: views; linear: to differentiate."""
-    names = plan.split_leaves
-
-    def narrow_leaf(name: str, leaf: Tensor) -> Tensor:
-        if name not in names:
-            return leaf
-        axis = plan.link(name)
-        if linear:
-            return own_slice(leaf, axis, shard_dim(name), leaf=name)
-        return narrow_part(leaf, axis.rank, axis.size, shard_dim(name))
-
-    return pytree.map_named(narrow_leaf, plan.trained(params))
 
 
 def on_device(grads: Tree) -> bool:
@@ -102,63 +87,66 @@ def spread(plan: Plan, target: Tree, params: Tree, done: Collection[str] = ()) -
                 out.copy_(full)
 
 
-@torch.no_grad()
-def update_donated(
-    tx: GradientTransformation,
-    plan: Plan,
-    grads: Gradients,
-    state: Tree,
-    skipped: Tensor | None,
-) -> Tree:
-    """The state after the optimizer's update, in the buffers of `state`; unchanged if the step is skipped."""
-    parts = split_chain(tx)
-    # On a GPU `skipped` stays there, and the kernel looks at it: reading it would make the host wait for the step.
-    waits_not = parts.body.one_pass and on_device(grads.sums)
-    if skipped is not None and not waits_not:
-        if bool(skipped):
+class InMemoryUpdate(NamedTuple):
+    """The update of a state in memory, by an optimizer on the plan's shards."""
+
+    tx: GradientTransformation
+    plan: Plan
+
+    @torch.no_grad()
+    def donated(self, grads: Gradients, state: Tree, skipped: Tensor | None) -> Tree:
+        """The state after the optimizer's update, in the buffers of `state`; unchanged if the step is skipped."""
+        plan, parts = self.plan, split_chain(self.tx)
+        # On a GPU `skipped` stays there, and the kernel looks at it: reading it would make the host wait for the step.
+        waits_not = parts.body.one_pass and on_device(grads.sums)
+        if skipped is not None and not waits_not:
+            if bool(skipped):
+                return state
+            skipped = None
+        factor, body_state = parts.factor(grads.factor, grads.norm), parts.state(state.opt_state)
+        if plan.policy.has_master:
+            target = state.master
+        else:
+            names = plan.split_leaves
+            target = pytree.map_named(
+                # The optimizer's kernels need dense memory; `spread` writes the parts back.
+                lambda name, x: x.contiguous() if name in names else x,
+                plan.local_shards(state.params),
+            )
+        copies: dict[str, Tensor] = {}
+        host = not on_device(grads.sums) and on_host(parts.body, sum(leaf.numel() for leaf in pytree.leaves(target)))
+        if waits_not or host:
+            names, leaves = plan.split_leaves, pytree.named_leaves(plan.trained(state.params))
+            copies = (
+                {name: leaf for name, leaf in leaves.items() if name not in names} if plan.policy.has_master else {}
+            )
+            options = Pass(factor=factor, skip=skipped, copies=copies, host=host)
+            sums = grads.sums
+        else:
+            sums, options = overwrite(lambda name, g: g.mul_(factor), name_tree(grads.sums), grads.sums), Pass()
+        target, body_state = apply_in_place(parts.body, sums, body_state, target, options)
+        spread(plan, target, state.params, done=copies)
+        opt_state = parts.merge(state.opt_state, body_state)
+        return state._replace(master=target if plan.policy.has_master else (), opt_state=opt_state)
+
+    def pure(self, grads: Gradients, state: Tree, skipped: Tensor | None) -> Tree:
+        """The same as a pure function, which chooses by torch.where: it composes with vmap and grad."""
+        plan = self.plan
+        old_target = state.master if plan.policy.has_master else plan.local_shards(state.params, linear=True)
+        vary = shards_of_sums(plan).vary  # the factor is the same on all ranks, and each uses it with its shards
+        scaled = pytree.map_named(lambda name, g: g * vary(name, grads.factor), grads.sums)
+        updates, opt_state = self.tx.update(scaled, state.opt_state, old_target)
+        target = apply_updates(old_target, updates)
+        params = params_at_rest(plan, target, state.params)
+        new = state._replace(params=params, master=target if plan.policy.has_master else (), opt_state=opt_state)
+        return new if skipped is None else pytree.map(lambda a, b: torch.where(skipped, a, b), state, new)
+
+    def with_local_params(self, state: TrainState) -> TrainState:
+        """The state with the parameters at which this rank's gradient is taken, where ranks move apart."""
+        if self.tx.sums.local is None:
             return state
-        skipped = None
-    factor, body_state = parts.factor(grads.factor, grads.norm), parts.state(state.opt_state)
-    if plan.policy.has_master:
-        target = state.master
-    else:
-        names = plan.split_leaves
-        target = pytree.map_named(
-            # The optimizer's kernels need dense memory; `spread` writes the parts back.
-            lambda name, x: x.contiguous() if name in names else x,
-            local_shards(plan, state.params),
-        )
-    copies: dict[str, Tensor] = {}
-    host = not on_device(grads.sums) and on_host(parts.body, sum(leaf.numel() for leaf in pytree.leaves(target)))
-    if waits_not or host:
-        names, leaves = plan.split_leaves, pytree.named_leaves(plan.trained(state.params))
-        copies = {name: leaf for name, leaf in leaves.items() if name not in names} if plan.policy.has_master else {}
-        options = Pass(factor=factor, skip=skipped, copies=copies, host=host)
-        sums = grads.sums
-    else:
-        sums, options = overwrite(lambda name, g: g.mul_(factor), name_tree(grads.sums), grads.sums), Pass()
-    target, body_state = apply_in_place(parts.body, sums, body_state, target, options)
-    spread(plan, target, state.params, done=copies)
-    opt_state = parts.merge(state.opt_state, body_state)
-    return state._replace(master=target if plan.policy.has_master else (), opt_state=opt_state)
-
-
-def update_pure(
-    tx: GradientTransformation,
-    plan: Plan,
-    grads: Gradients,
-    state: Tree,
-    skipped: Tensor | None,
-) -> Tree:
-    """The same as a pure function, which chooses by torch.where: it composes with vmap and grad."""
-    old_target = state.master if plan.policy.has_master else local_shards(plan, state.params, linear=True)
-    vary = shards_of_sums(plan).vary  # the factor is the same on all ranks, and each uses it with its shards
-    scaled = pytree.map_named(lambda name, g: g * vary(name, grads.factor), grads.sums)
-    updates, opt_state = tx.update(scaled, state.opt_state, old_target)
-    target = apply_updates(old_target, updates)
-    params = params_at_rest(plan, target, state.params)
-    new = state._replace(params=params, master=target if plan.policy.has_master else (), opt_state=opt_state)
-    return new if skipped is None else pytree.map(lambda a, b: torch.where(skipped, a, b), state, new)
+        params = self.tx.sums.local(state.opt_state, updated_params(self.plan, state))
+        return state if params is None else state._replace(params=params_at_rest(self.plan, params, state.params))
 
 
 def params_at_rest(plan: Plan, target: Tree, params: Tree) -> Tree:
@@ -175,15 +163,7 @@ def params_at_rest(plan: Plan, target: Tree, params: Tree) -> Tree:
 
 def updated_params(plan: Plan, state: TrainState) -> Tree:
     """The parameters that this rank updates."""
-    return state.master if plan.policy.has_master else local_shards(plan, state.params)
-
-
-def with_local_params(tx: GradientTransformation, plan: Plan, state: TrainState) -> TrainState:
-    """The state with the parameters at which this rank's gradient is taken, where ranks move apart."""
-    if tx.sums.local is None:
-        return state
-    params = tx.sums.local(state.opt_state, updated_params(plan, state))
-    return state if params is None else state._replace(params=params_at_rest(plan, params, state.params))
+    return state.master if plan.policy.has_master else plan.local_shards(state.params)
 
 
 @torch.no_grad()
