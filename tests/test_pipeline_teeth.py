@@ -26,6 +26,7 @@ from fzero.run.measure import norms
 from fzero.sharding import GradientReducer, Pipeline, pipeline, zero_plan
 from fzero.sharding import plan as plan_file
 from fzero.train import gradient, pipeline_executor, streamed_model
+from fzero.train.stage_sharing import StageSharing
 
 MICRO, STEPS = 4, 2
 
@@ -159,12 +160,13 @@ def caught_by(*laws, default=False):
 @caught_by(steps, default=True)
 def tied_sum_dropped():
     """Of an embedding that the head uses too only the first stage's gradient counts."""
-    real = gradient.scatter_over_pp
+    real = StageSharing.scatter
 
-    def wrong(sums, plan, device):
-        return real(sums, with_users(plan, {name: terms[:1] for name, terms in plan.users.items()}), device)
+    def wrong(self, sums):
+        users = {name: terms[:1] for name, terms in self.plan.users.items()}
+        return real(self._replace(plan=with_users(self.plan, users)), sums)
 
-    return mock.patch.object(gradient, "scatter_over_pp", wrong)
+    return mock.patch.object(StageSharing, "scatter", wrong)
 
 
 def with_users(plan, users):
@@ -322,12 +324,13 @@ def norms_of_own_layers_alone():
 @caught_by(messages)
 def shared_leaves_gathered_to_all():
     """Also to ranks that do not use them."""
-    real = gradient.gather_over_pp
+    real = StageSharing.gather
 
-    def wrong(params, plan, device):
-        return real(params, with_users(plan, {name: [("", 0), ("", 1)] for name in plan.users}), device)
+    def wrong(self, params):
+        users = {name: [("", 0), ("", 1)] for name in self.plan.users}
+        return real(self._replace(plan=with_users(self.plan, users)), params)
 
-    return mock.patch.object(gradient, "gather_over_pp", wrong)
+    return mock.patch.object(StageSharing, "gather", wrong)
 
 
 @caught_by(memory)

@@ -154,10 +154,9 @@ MIN_UNIT_BYTES, MAX_UNIT_BYTES = 64 << 20, 512 << 20  # bytes for the units of a
 
 def disk_of(nvme: Nvme | None, plan: Plan, prefetch: int = 0) -> Nvme | None:
     """The disk of a plan with the buffers of its steps, or None; raises ValueError if it needs one and has none."""
-    specs = (spec for leaf in plan.leaves.values() for spec in (leaf.params, leaf.grads, leaf.opt))
     if nvme is not None:
         nvme.need(buffer_need(plan, prefetch=prefetch), plan.mesh.size)
-    elif plan.acts.on_disk or any(spec.memory.on_disk for spec in specs):
+    elif any(memory.on_disk for group in (*plan.memories.values(), {plan.acts}) for memory in group):
         raise ValueError(
             "offload: the plan puts something on a disk, and none is given; give init_state and the step the same "
             "nvme=fzero.Nvme(folder)"

@@ -35,10 +35,9 @@ def stage_shapes(
     )  # parameters whole over dp, ep
     sizes = {axis.name: 1 if axis.name in ("pp", "dp", "rp", "ep") else axis.size for axis in plan.mesh.axes}
     job = run_build.build(alone, fake_mesh(sizes), model=model, layers=1)
-    execution = Execution(kernels=config.train.kernels)
-    assert not isinstance(execution.remat, str)  # Execution parses a text
+    execution = Execution(kernels=config.train.kernels, prefetch=0)
     streamed = StreamedModel(
-        job.model, segments_of(job.model, job.plan, 1), job.plan, context_of(job.plan, execution), execution.remat, 0
+        job.model, segments_of(job.model, job.plan, 1), job.plan, context_of(job.plan, execution), execution
     )
     params = pytree.map(
         lambda x: torch.empty(x.shape, dtype=x.dtype, device=mode.device), run_build.like_of(job).params

@@ -17,7 +17,6 @@ from fzero.kernels.float8_gather import narrow_weight, widen_weight
 from fzero.kernels.quantize_codes import KINDS
 from fzero.kernels.registry import Kernels
 from fzero.sharding.codec import Codec, Coder
-from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import Coding
 
 
@@ -84,17 +83,17 @@ class _Rounded(Function):
         return _Rounded.apply(x.movedim(in_dims[0], 0), coder), 0
 
 
-def rounded_params(params: Tree, plan: Plan, impl: Kernels) -> Tree:
+def rounded_params(params: Tree, codec: Codec | None, coded: frozenset[str], impl: Kernels) -> Tree:
     """The parameters at rest as a step with the plan's codec sees them: its differentiable definition."""
-    if plan.codec is None:
+    if codec is None:
         return params
-    if plan.codec.grads:
+    if codec.grads:
         raise ValueError(
-            f"codec {plan.codec}: grads are rounded behind the backward pass of a step, which is transformed here; use "
+            f"codec {codec}: grads are rounded behind the backward pass of a step, which is transformed here; use "
             "donate=True outside of torch.func, or a codec of params"
         )
-    coder = coder_for(plan.codec, "params", impl)
-    return pytree.map_named(lambda name, x: _Rounded.apply(x, coder) if name in plan.coded else x, params)
+    coder = coder_for(codec, "params", impl)
+    return pytree.map_named(lambda name, x: _Rounded.apply(x, coder) if name in coded else x, params)
 
 
 def coder_for(codec: Codec | None, group: str, impl: Kernels) -> Coder | None:

@@ -10,7 +10,6 @@ import torch
 
 from fzero.comm.axes import AXES, CP
 from fzero.core.arguments import STEP, checked
-from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.models.user_functions import keyed_model
@@ -61,9 +60,8 @@ def make_eval_step(
     unseen, program = [ctx], model
     if isinstance(model, base.Model):
         model = keyed_model(model)
-        streamed = StreamedModel(
-            model, segments_of(model, plan), plan, ctx, Remat(), execution.prefetch, shape_cache={}
-        )
+        passes = Execution(prefetch=execution.prefetch)  # there is no backward pass
+        streamed = StreamedModel(model, segments_of(model, plan), plan, ctx, passes, shape_cache={})
         loss = partial(evaluate_row, streamed)
     else:
         loss = partial(make_loss(model, plan, execution), draws={}, first=0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.autodiff import Remat, dense, needs_grad, transforms
+from fzero.core.autodiff import dense, needs_grad, transforms
 from fzero.core.device import fake_device_of
 from fzero.core.gpu_copies import Copied, free_sources
 from fzero.core.pytree import Tree
@@ -34,7 +34,7 @@ from fzero.train.execution import Execution
 from fzero.train.expert_slack import ExpertSlack
 from fzero.train.loss import LossFn, PlainLoss, context_of, make_loss, sum_losses
 from fzero.train.pipeline_executor import MicroBatches, Turn, run_row
-from fzero.train.stage_sharing import gather_over_pp, scatter_over_pp, segments_of, share_losses
+from fzero.train.stage_sharing import StageSharing, segments_of
 from fzero.train.state import TrainState
 from fzero.train.streamed_model import StreamedModel
 
@@ -48,17 +48,8 @@ def make_backward(
     if isinstance(loss_fn, base.Model):
         loss_fn = keyed_model(loss_fn)
         parts = segments_of(loss_fn, plan, execution._layers)
-        assert isinstance(execution.remat, Remat)  # Execution parses a text
         shape_cache = {} if execution._known is None else execution._known
-        options = (
-            execution.prefetch,
-            execution.reshard,
-            nvme,
-            shape_cache,
-            execution.resident,
-            execution.partition_activations,
-        )
-        return partial(run_row, StreamedModel(loss_fn, parts, plan, ctx, execution.remat, *options))
+        return partial(run_row, StreamedModel(loss_fn, parts, plan, ctx, execution, nvme, shape_cache))
 
     call = PlainLoss(loss_fn, plan.policy)
     coding = params_coding(plan.codec, ctx.kernels)
@@ -138,7 +129,7 @@ class StepGradient:
 
     def pure(self, params: Tree, parts: list[Any], firsts: list[int], draws: Any, seed: Tensor) -> GradientResult:
         """The same as `__call__` gives, by torch.func.grad: so that it may itself be transformed."""
-        rounded = rounded_params(params, self.plan, self.ctx.kernels)
+        rounded = rounded_params(params, self.plan.codec, self.plan.coded, self.ctx.kernels)
         grads, losses = functional(self.loss, rounded, self.plan, parts, firsts, draws, seed)
         grads = pytree.map(lambda g: g.to(self.plan.policy.accumulate), grads)
         sums = self.plan.local_shards(self.plan.merge_trained(grads, params), linear=True)
@@ -170,7 +161,7 @@ class StepGradient:
         )
         sink = GradientReducer(self.plan, resting_sums, coder, errors, on_layer)
         node_shards: NodeShards | None = {} if self.plan.codec is not None and self.plan.codec.hpz else None
-        return Turn(gather_over_pp(params, self.plan, device), sink, node_shards)
+        return Turn(StageSharing(self.plan, device).gather(params), sink, node_shards)
 
     def collect(
         self,
@@ -183,8 +174,8 @@ class StepGradient:
         """What a turn has found."""
         plan, over_pp = self.plan, None
         if plan.stages is not None:
-            losses = share_losses(losses, parts, plan, self.shape_cache, device)
-            over_pp = partial(scatter_over_pp, plan=plan, device=device)
+            sharing = StageSharing(plan, device)
+            losses, over_pp = sharing.losses(losses, parts, self.shape_cache), sharing.scatter
         like = plan.trained(plan.like)
         if early is not None and not early.keeps:
             like = {name: leaf for name, leaf in pytree.named_leaves(like).items() if name not in early.stacked}

@@ -76,7 +76,7 @@ def with_params(state: TrainState, params: Tree, plan: Plan, *, nvme: Nvme | Non
 
     changed = new("params", state.params)
     changed = state._replace(params=changed, master=new("master", state.master))
-    changed = changed._replace(extra={**state.extra, **with_previous(plan, changed.params)})
+    changed = changed._replace(extra={**state.extra, **with_previous(plan.trained(changed.params), plan.delayed)})
     commit(nvme, changed, plan)
     return changed
 

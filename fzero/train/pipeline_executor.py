@@ -27,7 +27,7 @@ from fzero.sharding.pipeline.table import BACKWARD
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import NodeShards, Prefetcher, Resident
 from fzero.train.stage_exchange import StageExchange, signature_of
-from fzero.train.stage_sharing import Segment, SegmentActivations, StackHook, gather_over_pp, share_losses, stages_of
+from fzero.train.stage_sharing import Segment, SegmentActivations, StackHook, StageSharing, stages_of
 from fzero.train.streamed_model import ForwardResult, HeadResult, SegmentPass, StreamedModel
 
 
@@ -43,7 +43,7 @@ class MicroBatches(NamedTuple):
 class Turn(NamedTuple):
     """What the micro-batches of one update are computed with, and where their gradients go."""
 
-    params: Tree  # as they are used, see `gather_over_pp`
+    params: Tree  # as they are used, see `StageSharing.gather`
     sink: Any  # a GradientReducer, or what takes its place
     # of parameters that rest over rp too, what their nodes hold: see ParamFetcher
     node_shards: NodeShards | None = None
@@ -100,7 +100,8 @@ def run_row(
     resident: dict[int, Resident] = {}  # by stage
     losses: list[base.Loss] = []
     stay = functools.partial(model.resident_stage, params=turns[0].params, device=device)
-    acts = gather_row(row, model.resident) if model.resident else row
+    resident_stages = model.execution.resident
+    acts = gather_row(row, resident_stages) if resident_stages else row
     for act, next_act in in_turn(acts, stages, resident, stay, exchange.acts):
         if plan.stages is not None:
             plan.mesh.ledger.reach(str(act), None)  # a plan counts each act's memory and time
@@ -213,7 +214,8 @@ def evaluate_row(model: StreamedModel, params: Tree, batch: Any) -> base.Loss:
     row = [Act("F", 0, stage) for stage in stages]
     ctx = model.context(batch, {}, 0)
     exchange = StageExchange(plan, row, 2, model.shape_cache, device)
-    params = gather_over_pp(params, plan, device)
+    sharing = StageSharing(plan, device)
+    params = sharing.gather(params)
     exchange.open([signature_of(batch)])
     losses = []
     ahead = model.fetcher(params, device, exact=True)
@@ -229,7 +231,7 @@ def evaluate_row(model: StreamedModel, params: Tree, batch: Any) -> base.Loss:
     if plan.stages is None:
         return losses[0]
     exchange.close()
-    return share_losses(losses, 1, plan, model.shape_cache, device)[0]
+    return sharing.losses(losses, 1, model.shape_cache)[0]
 
 
 def preparer(

@@ -34,7 +34,7 @@ from fzero.train.execution import Execution
 from fzero.train.gradient import layer_draws, make_backward
 from fzero.train.loss import LossFn, draws_of
 from fzero.train.pipeline_executor import MicroBatches, Turn
-from fzero.train.stage_sharing import gather_over_pp
+from fzero.train.stage_sharing import StageSharing
 from fzero.train.state import TrainState, expect_alive, state_specs
 
 WORD = 1 << 64  # digests are modulo this
@@ -99,7 +99,7 @@ def make_check(
             assert isinstance(state.scaler, ScalerState)
             seed = state.scaler.scale / rows.numel()
         draws = layer_draws(draws_of(model, state), plan.layers, execution)
-        params = gather_over_pp(state.params, plan, rows.device)
+        params = StageSharing(plan, rows.device).gather(state.params)
         losses = backward([Turn(params, sink)], MicroBatches([micro_batch], [m * rows.shape[0]], draws), seed)
         digests = {"the loss": [start_digest(loss.total.detach()) for loss in losses], **sink.digests}
         return {name: digests.get(name, []) for name in compared}

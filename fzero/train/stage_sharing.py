@@ -127,30 +127,77 @@ def link_of(axis: Axis) -> Communicator:
     return axis.communicator
 
 
-@torch.no_grad()
-def gather_over_pp(params: Tree, plan: Plan, device: torch.device) -> Tree:
-    """The parameters as this rank's stages use them: what pp shards at rest is whole on its users."""
-    if plan.stages is None:
-        return params
-    axis, leaves = plan.mesh.pp, pytree.named_leaves(params)
+class StageSharing(NamedTuple):
+    """What the ranks of pp share in a step, on the device of its batch."""
 
-    def start(name: str, leaf: Any) -> Future[Tensor | None] | None:
-        if is_stacked(name) or plan.leaves[name].params.dims == plan.leaves[name].use.dims:
-            return None
-        readers = sorted({rank for _, rank in plan.users[name]})
-        return link_of(axis).start_gather_to(bring_leaf(leaf, device), readers, name)
+    plan: Plan
+    device: torch.device
 
-    def finish_gather(name: str, started: Future[Tensor | None] | None) -> Any:
-        value = started.wait() if started is not None else None
-        if value is None:
-            return leaves[name]
-        if plan.leaves[name].params.over_data and not plan.leaves[name].use.over_data:
-            value = start_all_gather(value, plan.link(name), leaf=name).wait()
-        return value
+    @torch.no_grad()
+    def gather(self, params: Tree) -> Tree:
+        """The parameters as this rank's stages use them: what pp shards at rest is whole on its users."""
+        plan = self.plan
+        if plan.stages is None:
+            return params
+        axis, leaves = plan.mesh.pp, pytree.named_leaves(params)
 
-    with plan.mesh.ledger.phase("gather"):
-        started = {name: start(name, leaf) for name, leaf in leaves.items()}  # all, before the first is waited for
-        return pytree.from_named({name: finish_gather(name, pending) for name, pending in started.items()}, params)
+        def start(name: str, leaf: Any) -> Future[Tensor | None] | None:
+            if is_stacked(name) or plan.leaves[name].params.dims == plan.leaves[name].use.dims:
+                return None
+            readers = sorted({rank for _, rank in plan.users[name]})
+            return link_of(axis).start_gather_to(bring_leaf(leaf, self.device), readers, name)
+
+        def finish_gather(name: str, started: Future[Tensor | None] | None) -> Any:
+            value = started.wait() if started is not None else None
+            if value is None:
+                return leaves[name]
+            if plan.leaves[name].params.over_data and not plan.leaves[name].use.over_data:
+                value = start_all_gather(value, plan.link(name), leaf=name).wait()
+            return value
+
+        with plan.mesh.ledger.phase("gather"):
+            started = {name: start(name, leaf) for name, leaf in leaves.items()}  # all, before the first is waited for
+            return pytree.from_named({name: finish_gather(name, pending) for name, pending in started.items()}, params)
+
+    def scatter(self, sums: dict[tuple[str, str], Any]) -> dict[str, Tensor]:
+        """This rank's parts of the gradient sums outside the layers, which leave `sums`; [0, ...] for absent stacks."""
+        plan, device = self
+        link, accumulate = link_of(plan.mesh.pp), plan.policy.accumulate
+
+        def start(name: str, stream: str, source: int, shape: tuple[int, ...]) -> Future[Tensor]:
+            value = sums.pop((stream, name)).to(accumulate) if source == link.rank else None
+            piece = torch.empty(shape, dtype=accumulate, device=device)
+            return link.start_scatter_from(value, source, piece, name, cut=PP in plan.leaves[name].opt.axes)
+
+        out, started = {}, {}
+        with plan.mesh.ledger.phase("reduce"):
+            for name, shape in plan.local_shapes["opt"].items():
+                if is_stacked(name):
+                    out |= {} if shape[0] else {name: torch.zeros(shape, dtype=accumulate, device=device)}
+                else:  # all are on their way before the first is waited for
+                    started[name] = [start(name, stream, source, shape) for stream, source in plan.users[name]]
+            for name, pending in started.items():
+                out[name] = pending[0].wait()
+                for piece in pending[1:]:
+                    out[name].add_(piece.wait())
+        return out
+
+    def losses(self, losses: Sequence[base.Loss], parts: int, shape_cache: dict[Any, Any]) -> list[base.Loss]:
+        """The losses of a step's micro-batches on every rank of pp, from the rank of the last stage."""
+        plan, device = self
+        assert plan.stages is not None
+        axis, source = plan.mesh.pp, plan.stages.ranks[-1]
+        with plan.mesh.ledger.phase("metrics"):
+            if "loss" not in shape_cache:
+                treedef, *leaf_fields = TreeLayout.from_tree(losses[0]) if losses else (pytree.flatten(())[1], (), ())
+                header = pytree.unflatten(range(treedef.num_leaves), treedef), *leaf_fields
+                tree, *leaf_fields = broadcast_value(header, source, axis, device)
+                shape_cache["loss"] = TreeLayout(pytree.flatten(tree)[1], *leaf_fields)
+            layout: TreeLayout = shape_cache["loss"]
+            rows = torch.empty(parts, layout.size, dtype=torch.float64, device=device)
+            local_rows = packed(losses)[0] if losses else None
+            rows = link_of(axis).start_scatter_from(local_rows, source, rows, "loss", cut=False).wait()
+        return [layout.unpack(row) for row in rows]
 
 
 def bring_leaf(leaf: Any, device: torch.device) -> Tensor:
@@ -158,48 +205,6 @@ def bring_leaf(leaf: Any, device: torch.device) -> Tensor:
     if not isinstance(leaf, Tensor):
         return leaf.read().copy_to(device).wait()
     return leaf if leaf.device == device else copy_in(leaf, device).use()
-
-
-def scatter_over_pp(sums: dict[tuple[str, str], Any], plan: Plan, device: torch.device) -> dict[str, Tensor]:
-    """This rank's parts of the gradient sums outside the layers, which leave `sums`; [0, ...] for stacks it lacks."""
-    link, accumulate = link_of(plan.mesh.pp), plan.policy.accumulate
-
-    def start(name: str, stream: str, source: int, shape: tuple[int, ...]) -> Future[Tensor]:
-        value = sums.pop((stream, name)).to(accumulate) if source == link.rank else None
-        piece = torch.empty(shape, dtype=accumulate, device=device)
-        return link.start_scatter_from(value, source, piece, name, cut=PP in plan.leaves[name].opt.axes)
-
-    out, started = {}, {}
-    with plan.mesh.ledger.phase("reduce"):
-        for name, shape in plan.local_shapes["opt"].items():
-            if is_stacked(name):
-                out |= {} if shape[0] else {name: torch.zeros(shape, dtype=accumulate, device=device)}
-            else:  # all are on their way before the first is waited for
-                started[name] = [start(name, stream, source, shape) for stream, source in plan.users[name]]
-        for name, pending in started.items():
-            out[name] = pending[0].wait()
-            for piece in pending[1:]:
-                out[name].add_(piece.wait())
-    return out
-
-
-def share_losses(
-    losses: Sequence[base.Loss], parts: int, plan: Plan, shape_cache: dict[Any, Any], device: torch.device
-) -> list[base.Loss]:
-    """The losses of a step's micro-batches on every rank of pp, from the rank of the last stage."""
-    assert plan.stages is not None
-    axis, source = plan.mesh.pp, plan.stages.ranks[-1]
-    with plan.mesh.ledger.phase("metrics"):
-        if "loss" not in shape_cache:
-            treedef, *leaf_fields = TreeLayout.from_tree(losses[0]) if losses else (pytree.flatten(())[1], (), ())
-            header = pytree.unflatten(range(treedef.num_leaves), treedef), *leaf_fields
-            tree, *leaf_fields = broadcast_value(header, source, axis, device)
-            shape_cache["loss"] = TreeLayout(pytree.flatten(tree)[1], *leaf_fields)
-        layout: TreeLayout = shape_cache["loss"]
-        rows = torch.empty(parts, layout.size, dtype=torch.float64, device=device)
-        local_rows = packed(losses)[0] if losses else None
-        rows = link_of(axis).start_scatter_from(local_rows, source, rows, "loss", cut=False).wait()
-    return [layout.unpack(row) for row in rows]
 
 
 def broadcast_value(value: Any, source: int, axis: Axis, device: torch.device) -> Any:

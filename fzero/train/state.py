@@ -100,7 +100,7 @@ def state_specs(plan: Plan, tx: GradientTransformation) -> TrainState:
         data_cursor=replicated,
         extra={
             LOSS: pytree.map(lambda _: Spec(), init_stats()),
-            **with_previous(plan, params),
+            **with_previous(plan.trained(params), plan.delayed),
             **error_specs(plan.stored_errors),
         },
     )
@@ -153,16 +153,16 @@ def first_state(plan: Plan, tx: GradientTransformation, params: Tree, target: Tr
         data_cursor=torch.zeros((), dtype=torch.int64, device=device),
         extra={
             LOSS: init_stats(device),
-            **with_previous(plan, params),
+            **with_previous(plan.trained(params), plan.delayed),
             **first_errors(plan.stored_errors, plan.mesh, device),
         },
     )
 
 
-def with_previous(plan: Plan, params: Tree) -> dict[str, Tree]:
+def with_previous(trained: Tree, delayed: int) -> dict[str, Tree]:
     """The entry of `TrainState.extra` for the parameters before the last update; {} without delayed updates."""
     copied = lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf  # noqa: E731
-    return {PREVIOUS: pytree.map(copied, plan.trained(params))} if plan.delayed else {}
+    return {PREVIOUS: pytree.map(copied, trained)} if delayed else {}
 
 
 def move_to_memory(state: TrainState, specs: TrainState) -> TrainState:

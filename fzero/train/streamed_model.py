@@ -28,6 +28,7 @@ from fzero.sharding import Plan
 from fzero.sharding.prefetch import LeafGroup, NodeShards, ParamFetcher, PartitionedActivations, Prefetcher, Resident
 from fzero.sharding.reduce import GradientReducer
 from fzero.train.codes import params_coding
+from fzero.train.execution import Execution
 from fzero.train.stage_sharing import Segment, SegmentActivations, StackHook, stages_of
 
 
@@ -80,13 +81,15 @@ class StreamedModel(NamedTuple):
     parts: tuple[Segment, ...]  # of the whole model
     plan: Plan
     ctx: base.Ctx
-    remat: Remat
-    ahead: int
-    reshard: bool = True
+    execution: Execution
     nvme: Nvme | None = None
     shape_cache: dict[Any, Any] = {}  # noqa: RUF012  (see StageExchange.shapes; given where pp is used)
-    resident: int = 0
-    partition: bool = False  # the kept inputs of layers over tp
+
+    @property
+    def remat(self) -> Remat:
+        """What is computed again in the backward pass."""
+        assert isinstance(self.execution.remat, Remat)  # Execution parses a text
+        return self.execution.remat
 
     @property
     def local_segments(self) -> tuple[Segment, ...]:
@@ -179,7 +182,7 @@ class StreamedModel(NamedTuple):
             for segment in parts:
                 pairs, out_def, extra = self.pairs_of(segment, x_def, ctx, batch)
                 segment_pass = SegmentPass(segment, pairs, extra, len(leaves))
-                drop = ahead.dropped(segment.groups[0], self.reshard)
+                drop = ahead.dropped(segment.groups[0], self.execution.reshard)
                 if segment.depth:
                     on_stack(segment, SegmentActivations(leaves, x_def))
                     on_layer = partial(ledger.reach, segment.name)
@@ -284,7 +287,7 @@ class StreamedModel(NamedTuple):
     ) -> Prefetcher:
         """The fetches of one pass over the model; exact: no parameter is rounded on its way."""
         coding = params_coding(None if exact else self.plan.codec, self.ctx.kernels)
-        return Prefetcher(ParamFetcher(params, self.plan, device, coding, node_shards), self.ahead)
+        return Prefetcher(ParamFetcher(params, self.plan, device, coding, node_shards), self.execution.prefetch)
 
     def resident_stage(
         self, parts: Sequence[Segment], params: Tree, device: torch.device, *, forward: bool
@@ -302,7 +305,7 @@ class StreamedModel(NamedTuple):
             storage = DiskActivations(self.nvme.scratch)
         elif self.plan.acts.on_host and device != HOST:
             storage = HostActivations(device)
-        if self.partition:
+        if self.execution.partition_activations:
             storage = PartitionedActivations(self.plan.mesh.tp, [] if storage is None else storage)
         return {} if storage is None else {"saved": storage}
 
