@@ -56,6 +56,22 @@ def test_examples_of_public_names_run(name):
     assert not said, "".join(said)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", sorted({path.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/*.py")}))
+def test_examples_of_helpers_run(folder):
+    wrong, options = [], doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    for path in sorted((PACKAGE / folder).rglob("*.py")):
+        if ">>>" not in path.read_text():
+            continue
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        package, module = importlib.import_module(name.rpartition(".")[0]), importlib.import_module(name)
+        names = {n: getattr(package, n) for n in getattr(package, "__all__", ())}
+        for test in doctest.DocTestFinder().find(module, extraglobs={**names, "torch": torch, "fzero": fzero}):
+            test.globs.update(vars(module))
+            doctest.DocTestRunner(optionflags=options).run(test, out=wrong.append)
+    assert not wrong, "".join(wrong)
+
+
 def test_a_wrong_example_fails():
     test = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, 0)
     assert doctest.DocTestRunner().run(test, out=lambda text: None).failed == 1

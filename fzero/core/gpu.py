@@ -41,7 +41,7 @@ ADVICE = {
 def gist_of(text: str) -> str:
     """What a message of PyTorch about CUDA says: CUDA's own error, else a sentence.
 
-    >>> gist_of("CUDA error: no kernel image is available for execution on the device\nSearch for ...")
+    >>> gist_of("CUDA error: no kernel image is available for execution on the device\\nSearch for ...")
     'no kernel image is available for execution on the device'
     """
     text = re.sub(r"\(Triggered internally.*", "", text, flags=re.DOTALL).strip()

@@ -165,7 +165,7 @@ def sent_of(plan: Plan, rank: int, signs: bool = True) -> tuple[RankTraffic, ...
     >>> from fzero import models
     >>> model = models.build(models.preset("llama-tiny"))
     >>> traffic = sent_of(fzero.zero_plan(0, model, fzero.fake_mesh({"pp": 2})), 0)
-    >>> [(entry.kind, entry.collective, entry.per_micro_batch, entry.per_step) for entry in traffic]
+    >>> sorted((entry.kind, entry.collective, entry.per_micro_batch, entry.per_step) for entry in traffic)
     [('activations', 'message', 1, 0), ('outside', 'gather_to', 0, 32896), ('outside', 'scatter_from', 0, 32768)]
     """
     totals: dict[tuple[str, str, str, int], list[int]] = {}
