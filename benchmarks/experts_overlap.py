@@ -36,7 +36,7 @@ from fzero import models, optim
 from fzero.comm.messages import AxisMessages
 from fzero.core.gpu_copies import Future
 from fzero.models import experts as block
-from fzero.sharding import Mesh
+from fzero.sharding import ActivationSplit, Mesh
 from fzero.sharding.experts import Experts
 
 RANKS = 2
@@ -124,7 +124,7 @@ class Slept(torch.autograd.Function):
 def sleeping_call(mesh: Mesh, form: str, order: dict[str, Any]) -> Callable[[], None]:
     """Both passes of a mixture with an even load, by a form."""
     beside, parts = FORMS[form]
-    ctx = models.Ctx(mesh=mesh, experts=Experts("exchange", 2.0, parts))
+    ctx = models.Ctx(mesh=mesh, split=ActivationSplit(experts=Experts("exchange", 2.0, parts)))
     x = torch.randn(1, TOKENS, WIDTH)
     ids = (torch.arange(TOKENS)[:, None] + torch.tensor([0, EXPERTS // 2]))[None] % EXPERTS
     weights, how = torch.rand(1, TOKENS, CHOICES), block.ExpertMixture(EXPERTS)

@@ -36,7 +36,7 @@ from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import moe
 from fzero.kernels.glu import swiglu
 from fzero.models import experts as block
-from fzero.sharding import Mesh
+from fzero.sharding import ActivationSplit, Mesh
 from fzero.sharding.experts import Experts, shares
 
 RANKS, EXPERTS, CHOICES = 2, 8, 2
@@ -64,7 +64,8 @@ def named(leaves: tuple[Tensor, ...]) -> dict[str, Tensor]:
 
 def one_program(mesh: Mesh, order: dict[str, Any]) -> Call:
     """The block as fzero compiles it."""
-    ctx, leaves = models.Ctx(mesh=mesh, experts=Experts("exchange", order["slack"])), leaves_of(mesh, order)
+    split, leaves = ActivationSplit(experts=Experts("exchange", order["slack"])), leaves_of(mesh, order)
+    ctx = models.Ctx(mesh=mesh, split=split)
 
     def f(x: Tensor, router: Tensor, *rest: Tensor) -> tuple[Tensor]:
         ids, weights = routed(x, router)

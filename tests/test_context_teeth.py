@@ -69,10 +69,10 @@ def edge_off_by_one():
 
     def late(real):
         def attention(q, k, v, pattern, ctx, **scores):
-            numbers = ctx.documents
+            numbers = ctx.tokens.documents
             if isinstance(numbers, torch.Tensor):
                 numbers = torch.cat((numbers[:, :1], numbers[:, :-1]), 1)
-            return real(q, k, v, pattern, ctx._replace(documents=numbers), **scores)
+            return real(q, k, v, pattern, ctx._replace(tokens=ctx.tokens._replace(documents=numbers)), **scores)
 
         return attention
 

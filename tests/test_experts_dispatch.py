@@ -14,7 +14,7 @@ from fzero.core import pytree
 from fzero.kernels import moe
 from fzero.models import Ctx
 from fzero.models import experts as block
-from fzero.sharding import Axis, Experts, shares
+from fzero.sharding import ActivationSplit, Axis, Experts, shares
 from fzero.sharding.experts import Routed
 
 E, K, B, T, D, F = 8, 2, 2, 4, 4, 5  # of a rank of ep
@@ -74,7 +74,7 @@ def dispatched(mesh, form, load, capacity=0.0):
     ep = mesh["ep"]
     p, x, ids, weights, g = given(load, ep.size)
     own = lambda t: t.chunk(ep.size)[ep.rank]  # noqa: E731
-    ctx = Ctx(mesh=mesh, dtype=torch.float64, experts=Experts.parse(form))
+    ctx = Ctx(mesh=mesh, dtype=torch.float64, split=ActivationSplit(experts=Experts.parse(form)))
     f = lambda p, x, weights: block.mixture(p, x, own(ids), weights, ctx, block.ExpertMixture(E, capacity))  # noqa: E731
     out = both_passes(f, pytree.map(lambda t: own_part(t, ep), p), own(x), own(weights), own(g))
     return out, [(row.collective, row.leaf, row.calls, row.elements) for row in mesh.ledger.rows()]

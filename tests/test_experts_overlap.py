@@ -15,7 +15,7 @@ from fzero.core import compile, pytree, vjp_pair
 from fzero.core.graph_passes import chain_in_order, keeps_order
 from fzero.models import Ctx
 from fzero.models import experts as block
-from fzero.sharding import Experts
+from fzero.sharding import ActivationSplit, Experts
 
 ROWS, WIDTH = 4, 3
 EVENTS = []
@@ -149,7 +149,7 @@ def mixed(mesh, form):
     ep = mesh["ep"]
     p, x, ids, weights, g = given("random", ep.size)
     own = lambda t: t.chunk(ep.size)[ep.rank]  # noqa: E731
-    ctx = Ctx(mesh=mesh, dtype=torch.float64, experts=Experts.parse(form))
+    ctx = Ctx(mesh=mesh, dtype=torch.float64, split=ActivationSplit(experts=Experts.parse(form)))
     p = {**pytree.map(lambda t: own_part(t, ep), p), "shared": p["w_up"][0] @ p["w_down"][0]}
 
     def after(p, x, weights):

@@ -14,7 +14,7 @@ from fzero import jit, models
 from fzero.core import compile as fzero_compile
 from fzero.core import compile_cache, form_observer, loop_library, program_cache, pytree, segment_pair, vjp_pair
 from fzero.models import Ctx
-from fzero.sharding import fake_mesh
+from fzero.sharding import ActivationSplit, fake_mesh
 
 
 @pytest.fixture
@@ -72,7 +72,11 @@ DIFFERENT = [
     *(models.llama(models.LlamaConfig(**LLAMA, norm_eps=eps)).block for eps in (1e-5, 1e-6)),
     models.gpt2(models.GPT2Config(d_model=16, n_layers=1, n_heads=2, d_ff=32)).block,
     *(functools.partial(jit, n) for n in (1, 2)),
-    *(Ctx(dtype=dtype, sequence=flag) for dtype in (torch.float32, torch.bfloat16) for flag in (False, True)),
+    *(
+        Ctx(dtype=dtype, split=ActivationSplit(sequence=flag))
+        for dtype in (torch.float32, torch.bfloat16)
+        for flag in (False, True)
+    ),
     *(fake_mesh({"dp": 2}, rank=rank) for rank in (0, 1)),
 ]
 

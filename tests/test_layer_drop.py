@@ -51,7 +51,7 @@ def test_a_step_is_that_of_the_layers_that_stay(kind):
         alone, layers = kept_alone(params, scales)
         plain = models.build(replace(config, n_layers=layers))
         expected = models.loss(plain, alone, batch, models.Ctx(dtype=F64)).total
-        found = models.loss(model, params, batch, models.Ctx(dtype=F64, scales=scales)).total
+        found = models.loss(model, params, batch, models.Ctx(dtype=F64, draws=models.LayerDraws(scales=scales))).total
         assert_close(found, expected, rtol=1e-12, atol=1e-12)
         # A train step, whose gradient is by parts, without the layers that are dropped.
         plan = fzero.zero_plan(0, model, fzero.one_process(), policy=fzero.fp64())
@@ -60,7 +60,7 @@ def test_a_step_is_that_of_the_layers_that_stay(kind):
         own = draws_of(model, state)["scales"]
 
         def mean(p, own=own):
-            out = models.loss(model, p, batch, models.Ctx(dtype=F64, scales=own))
+            out = models.loss(model, p, batch, models.Ctx(dtype=F64, draws=models.LayerDraws(scales=own)))
             return out.total / out.num_tokens
 
         wanted = pytree.map(lambda p, g: p - g, params, torch.func.grad(mean)(params))

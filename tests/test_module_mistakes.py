@@ -14,6 +14,7 @@ from torch.nn.utils import spectral_norm, weight_norm
 
 import fzero
 from fzero import models, optim
+from fzero.sharding import ActivationSplit
 
 slow = pytest.mark.slow
 
@@ -443,7 +444,7 @@ def test_tensor_parallelism_needs_rules_that_fit():
         "[·, ·]",
     ]
     with pytest.raises(ValueError, match="a model made from a module has none; leave sequence=True out"):
-        model.prepare(own_modules.tokens_of(0), models.Ctx(sequence=True))
+        model.prepare(own_modules.tokens_of(0), models.Ctx(split=ActivationSplit(sequence=True)))
 
 
 @slow

@@ -14,7 +14,7 @@ from fzero.kernels.float8 import E4M3, quantise
 from fzero.kernels.moe_float8 import float8_grouped_mm
 from fzero.models import Ctx
 from fzero.models import experts as block
-from fzero.sharding import Experts
+from fzero.sharding import ActivationSplit, Experts
 
 FORMS = ("reference", "emulated", "triton") if laws.DEVICE == "cpu" else ("reference", "triton")
 ENDS = [(2, 2, 40, 70), (0, 0, 0, 75), (1, 33, 64, 75)]
@@ -125,7 +125,8 @@ def dispatched(mesh, form, load):
     ep = mesh["ep"]
     p, x, ids, weights, g = given(load, ep.size)
     own = lambda t: t.chunk(ep.size)[ep.rank]  # noqa: E731
-    ctx = Ctx(mesh=mesh, dtype=torch.float64, experts=Experts.parse(form), matmul="float8_tensorwise")
+    split = ActivationSplit(experts=Experts.parse(form))
+    ctx = Ctx(mesh=mesh, dtype=torch.float64, split=split, matmul="float8_tensorwise")
     f = lambda p, x, weights: block.mixture(p, x, own(ids), weights, ctx, block.ExpertMixture(E))  # noqa: E731
     return both_passes(f, pytree.map(lambda t: own_part(t, ep), p), own(x), own(weights), own(g)), []
 

@@ -41,7 +41,7 @@ def packed(rows=3):
 
 def written_out(model, params, batch, keep, first):
     """The loss with layers row by row, each on the tokens that its row keeps."""
-    ctx = forward.prepare(model, batch, models.Ctx(dtype=F64, key=KEY, first=first))
+    ctx = forward.prepare(model, batch, models.Ctx(dtype=F64, key=KEY, tokens=models.TokenLayout(first=first)))
     x = model.embed(params, batch, ctx)
     for layer in range(SIZES["n_layers"]):
         p = pytree.map(lambda leaf, i=layer: leaf[i], params["blocks"])
@@ -55,8 +55,8 @@ def written_out(model, params, batch, keep, first):
             key = prng.fold_in(prng.fold_in(KEY, "kept"), layer)
             words = prng.bits(key, ((first + row + 1) * 8,))[-8:].tolist()
             at = torch.tensor(sorted(sorted(range(8), key=lambda n: (words[n], n))[:keep]))
-            own = at_layer._replace(positions=at, documents=batch["documents"][row : row + 1, at])
-            out[row, at] = model.block(p, x[row : row + 1, at], own)[0]
+            layout = models.TokenLayout(positions=at, documents=batch["documents"][row : row + 1, at])
+            out[row, at] = model.block(p, x[row : row + 1, at], at_layer._replace(tokens=layout))[0]
         x = out
     return model.head(params, x, batch, ctx)
 
@@ -66,7 +66,7 @@ def test_layers_in_the_middle_are_those_written_out(kind):
     model, batch = models.build(config_of(kind, **SIZES)), packed()
     params = models.init_params(model, prng.key(1), F64)
     for keep, first in ((3, 0), (7, 2)):
-        ctx = models.Ctx(dtype=F64, key=KEY, first=first)
+        ctx = models.Ctx(dtype=F64, key=KEY, tokens=models.TokenLayout(first=first))
         found = gradients(models.random_ltd(model, keep), params, batch, ctx)
 
         def total(p, keep=keep, first=first):
@@ -92,7 +92,7 @@ def test_each_token_is_kept_as_often_as_another_and_layers_differ():
     assert at.shape == (4000, 3) and (at[:, 1:] > at[:, :-1]).all()
     assert ((counts - 1500).abs() < 5 * math.sqrt(4000 * 3 / 8 * 5 / 8)).all()
     assert not torch.equal(at, sample_positions(4000, 8, 3, ctx._replace(layer=torch.tensor(2))))
-    assert torch.equal(at[100:], sample_positions(3900, 8, 3, ctx._replace(first=100)))
+    assert torch.equal(at[100:], sample_positions(3900, 8, 3, ctx._replace(tokens=models.TokenLayout(first=100))))
 
 
 MESHES = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2 x pp2": {"dp": 2, "pp": 2}, "dp1 x rp2": {"rp": 2}}
@@ -116,9 +116,8 @@ def test_steps_equal_one_process(mesh):
 def kept_by_local_row(mesh, options):
     """Steps in which a row's tokens are drawn by its number on its rank."""
     module = sys.modules["fzero.models.dropping"]  # which the function of its name hides
-    with mock.patch.object(
-        module, "sample_positions", lambda b, t, k, ctx: sample_positions(b, t, k, ctx._replace(first=0))
-    ):
+    first_rows = lambda b, t, k, ctx: sample_positions(b, t, k, ctx._replace(tokens=models.TokenLayout()))  # noqa: E731
+    with mock.patch.object(module, "sample_positions", first_rows):
         return train(mesh, "random-ltd", "clipped adam", 0, 2, **options)[2]
 
 
@@ -171,7 +170,7 @@ def test_what_does_not_go_together_is_refused(own, more, message):
 
 def test_split_sequences_are_refused_in_a_step():
     model = models.random_ltd(models.build(config_of("llama", **SIZES)), 3)
-    ctx = models.Ctx(key=KEY, layer=torch.tensor(1), positions=torch.arange(8))
+    ctx = models.Ctx(key=KEY, layer=torch.tensor(1), tokens=models.TokenLayout(positions=torch.arange(8)))
     with pytest.raises(ValueError, match="sequences are split over ranks"):
         model.block[1]({}, torch.zeros(1, 8, 2), ctx)
     with pytest.raises(ValueError, match=r"dropout is 0\.5"):

@@ -164,7 +164,8 @@ def expanded(out):
 
 @caught_by(micro_batches("gpt2"), micro_batches("llama"), micro_batches("moe dropless"))
 def dropout_without_the_offset_of_the_micro_batch(monkeypatch):
-    wrap(monkeypatch, layers, "masks_of", lambda f: lambda x, name, ctx: f(x, name, ctx._replace(first=0)))
+    first = models.TokenLayout()
+    wrap(monkeypatch, layers, "masks_of", lambda f: lambda x, name, ctx: f(x, name, ctx._replace(tokens=first)))
 
 
 @caught_by(micro_batches("moe dropless"))

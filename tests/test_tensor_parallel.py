@@ -17,7 +17,7 @@ from fzero.core import prng, pytree
 from fzero.kernels import linear_cross_entropy as ce
 from fzero.models import base, experts, forward, layers
 from fzero.models.batch import check_batch
-from fzero.sharding import Mesh, Spec, fake_mesh, match_rules, one_process
+from fzero.sharding import ActivationSplit, Mesh, Spec, fake_mesh, match_rules, one_process
 
 # The packages' functions of the same names hide these modules.
 gpt2, llama, mlp, mixtral = (
@@ -116,7 +116,7 @@ def setting(mesh, name, sequence=False, *, compiled=False):
     model = models.build(CONFIGS[name])
     params = params_of(model)
     specs, tp = specs_of(model, params, mesh), mesh["tp"]
-    ctx = base.Ctx(mesh=mesh, dtype=F64, key=prng.key(4), sequence=sequence, compiled=compiled)
+    ctx = base.Ctx(mesh=mesh, dtype=F64, key=prng.key(4), split=ActivationSplit(sequence=sequence), compiled=compiled)
 
     def f(local, batch):
         return forward.loss(model, fetch(local, specs, tp, sequence), batch, ctx)
@@ -247,7 +247,7 @@ def all_logits(mesh, name, batch, sequence=False):
     """(gradient of a sum of the logits, logits)."""
     model, params, _ = setting(mesh, name)
     specs, tp = specs_of(model, params, mesh), mesh["tp"]
-    ctx = base.Ctx(mesh=mesh, dtype=F64, sequence=sequence)
+    ctx = base.Ctx(mesh=mesh, dtype=F64, split=ActivationSplit(sequence=sequence))
 
     def f(p):
         logits = forward.logits(model, fetch(p, specs, tp, sequence), batch, ctx)
@@ -500,10 +500,10 @@ def test_key_value_heads_are_sharded_or_shared():
 
 def test_sequence_parallelism_refuses_a_length_that_tp_does_not_divide():
     model = models.build(CONFIGS["mlp"])
-    ctx = base.Ctx(mesh=fake_mesh({"tp": 2}), sequence=True)
+    ctx = base.Ctx(mesh=fake_mesh({"tp": 2}), split=ActivationSplit(sequence=True))
     with pytest.raises(ValueError, match=r"the sequences have 7 tokens, not divisible by tp=2; use 8"):
         check_batch(model.config, batch_of(t=7), forward.sequence_parts(ctx))
-    check_batch(model.config, batch_of(t=7), forward.sequence_parts(ctx._replace(sequence=False)))
+    check_batch(model.config, batch_of(t=7), forward.sequence_parts(ctx._replace(split=ActivationSplit())))
     check_batch(model.config, batch_of(), forward.sequence_parts(ctx))
 
 

@@ -3,8 +3,10 @@ from fzero.models import decoder as decoder
 from fzero.models import score as score
 from fzero.models.base import Cache as Cache
 from fzero.models.base import Ctx as Ctx
+from fzero.models.base import LayerDraws as LayerDraws
 from fzero.models.base import Loss as Loss
 from fzero.models.base import Model as Model
+from fzero.models.base import TokenLayout as TokenLayout
 from fzero.models.base import init_params as init_params
 from fzero.models.base import num_params as num_params
 from fzero.models.batch import Batch as Batch

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from fzero.core import prng, pytree
 from fzero.core.arguments import checked
-from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree, nearest
 from fzero.core.stack import Block, Blocks, in_turn
 from fzero.kernels.quantize_codes import codes_a_byte
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.models.batch import Batch
 from fzero.sharding import Mesh, Plan, Rules, Spec, one_process, slices
-from fzero.sharding.context import Context, Pieces
-from fzero.sharding.experts import Experts
+from fzero.sharding.context import Pieces
+from fzero.sharding.plan import ActivationSplit
 from fzero.sharding.slices import is_stacked
 
 
@@ -64,41 +63,56 @@ class Cache(NamedTuple):
     length: int  # positions filled before this call
 
 
+class TokenLayout(NamedTuple):
+    """Which tokens a batch has on this rank."""
+
+    first: Tensor | int = 0  # index of this batch's first sequence in the step's global batch
+    documents: Tensor | tuple[()] = ()  # int [B, T], of whole sequences; () if each sequence is one document
+    positions: Tensor | tuple[()] = ()  # int64 [T / cp], of this rank's tokens; () where it has whole sequences
+    placed: Tensor | tuple[()] = ()  # int64 [cp, T / cp], of every rank's
+    chunk: tuple[int, int] | tuple[()] = ()  # inside a layer in chunks: (position of its first token, tokens of a row)
+
+
+class LayerDraws(NamedTuple):
+    """What a step has drawn for its layers."""
+
+    keys: dict[str, Tensor] = {}  # noqa: RUF012  (of dropout in blocks: {name: [L, 2]}, where made beforehand)
+    scales: Tensor | tuple[()] = ()  # float64 [L] of what each layer adds to x, see models.dropping; () for 1
+    dropped: frozenset[int] | tuple[()] = ()  # the layers whose scale is 0, if a step knows them: it passes over them
+
+
 class Ctx(NamedTuple):
     """The context of a model's functions: everything but parameters and activations. Tensors in it are not
     differentiated. A model computes in `dtype`, float32 unless it is given, whatever dtype its parameters have: for
     those in float64 write Ctx(dtype=torch.float64).
 
-    >>> Ctx(dtype=torch.bfloat16).remat.every  # the defaults: one process, no recomputation, no dropout
-    0
+    >>> Ctx(dtype=torch.bfloat16).mesh.size  # the defaults: one process, no dropout
+    1
     """
 
     mesh: Mesh = one_process()
     dtype: torch.dtype = torch.float32  # of activations and products
     compiled: bool = False
-    remat: Remat = Remat()
-    layer: Tensor | tuple[()] = ()  # inside a block: the layer's number, int64 scalar
-    key: Tensor | tuple[()] = ()  # the random key of dropout; () turns dropout off
-    keys: dict[str, Tensor] = {}  # noqa: RUF012  (of key: {name: [L, 2]} of the blocks' dropout, where made beforehand)
-    first: Tensor | int = 0  # index of this batch's first sequence in the step's global batch
-    documents: Tensor | tuple[()] = ()  # int [B, T], of whole sequences; () if each sequence is one document
-    cache: Cache | tuple[()] = ()
     kernels: Kernels = AUTO  # the form of each hot operation
     matmul: str = ""  # how the linear layers of the blocks multiply, see core.precision.Policy
-    sequence: bool = False  # under tp: activations outside the tensor-parallel regions are split along T too
-    context: Context | tuple[()] = ()  # how attention works over cp; () without
-    experts: Experts | tuple[()] = ()  # how tokens come to experts over ep; () without
-    positions: Tensor | tuple[()] = ()  # int64 [T / cp], of this rank's tokens; () where it has whole sequences
-    placed: Tensor | tuple[()] = ()  # int64 [cp, T / cp], of every rank's
-    chunk: tuple[int, int] | tuple[()] = ()  # inside a layer in chunks: (position of its first token, tokens of a row)
+    split: ActivationSplit = ActivationSplit()  # how activations, attention and experts are split over ranks
+    layer: Tensor | tuple[()] = ()  # inside a block: the layer's number, int64 scalar
+    key: Tensor | tuple[()] = ()  # the random key of dropout; () turns dropout off
+    draws: LayerDraws = LayerDraws()
+    tokens: TokenLayout = TokenLayout()
+    cache: Cache | tuple[()] = ()
     prepared: Any = ()  # what the model's `prepare` made of the batch: a tree of tensors and of hashable values
-    scales: Tensor | tuple[()] = ()  # float64 [L] of what each layer adds to x, see models.dropping; () for 1
-    dropped: frozenset[int] | tuple[()] = ()  # the layers whose scale is 0, if a step knows them: it passes over them
+
+
+def with_draws(ctx: Ctx, draws: Mapping[str, Any], first: Tensor | int) -> Ctx:
+    """The ctx of rows that begin with row `first` of a step's, with what the step draws: a key, and LayerDraws."""
+    layers = LayerDraws(**{name: value for name, value in draws.items() if name != "key"})
+    return ctx._replace(key=draws.get("key", ()), draws=layers, tokens=ctx.tokens._replace(first=first))
 
 
 def pieces_of(ctx: Ctx) -> Pieces | None:
     """The tokens of each rank of cp; None for whole sequences or chosen blocks."""
-    return ctx.context.pieces_for(ctx.mesh.cp.size) if ctx.context else None
+    return ctx.split.context.pieces_for(ctx.mesh.cp.size) if ctx.split.context else None
 
 
 class Loss(NamedTuple):

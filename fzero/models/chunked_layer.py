@@ -60,11 +60,12 @@ class AttentionLayer(NamedTuple):
 def expect_chunks(x: Tensor, ctx: Ctx, tokens: int) -> None:
     """Raise ValueError if a layer in chunks of tokens is asked for where that is not done."""
     plan = fake_device_of(x)
+    split, some = ctx.split.sequence and ctx.mesh.tp.size > 1, isinstance(ctx.tokens.positions, Tensor)
     traced = isinstance(x, FakeTensor) if plan is None else plan.tracing
     for holds, reason, fix in (
         (ctx.mesh.cp.size > 1, f"cp is {ctx.mesh.cp.size}, which splits sequences itself", "use cp=1"),
-        (ctx.sequence and ctx.mesh.tp.size > 1, "sequence parallelism splits x along T too", "use sequence=False"),
-        (isinstance(ctx.positions, Tensor), "the layer computes some of the positions alone", "leave random-LTD out"),
+        (split, "sequence parallelism splits x along T too", "use sequence=False"),
+        (some, "the layer computes some of the positions alone", "leave random-LTD out"),
         (bool(ctx.matmul), f"products are in {ctx.matmul}, whose scales are of all tokens", "use another policy"),
         (traced, "the block is traced into a graph", "use compiled=False, remat none, full or every:K, and a pipeline "
          "schedule that does not split the backward pass"),
@@ -132,11 +133,15 @@ class _Run:
         """The tokens of each chunk, and its ctx."""
         t = x.shape[1]
         starts = range(0, t, self.tokens)
-        return [(slice(start, min(start + self.tokens, t)), ctx._replace(chunk=(start, t))) for start in starts]
+        return [
+            (slice(start, min(start + self.tokens, t)), ctx._replace(tokens=ctx.tokens._replace(chunk=(start, t))))
+            for start in starts
+        ]
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, ctx: Ctx) -> ChunkAttention:
         """How chunks like these attend."""
-        settings, documents = self.layer.attention, None if isinstance(ctx.documents, tuple) else ctx.documents
+        settings, documents = self.layer.attention, ctx.tokens.documents
+        documents = None if isinstance(documents, tuple) else documents
         scores = Scoring(settings.pattern, settings.scale or q.shape[-1] ** -0.5, settings.cap)
         return ChunkAttention.choose(ctx.kernels["attention"], q, k, v, documents, scores)
 

@@ -30,15 +30,15 @@ from fzero.sharding.slices import narrow_part
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
     """Attention of q [B, T, H, K] on k and v [B, S, G, K] as [B, T, H, K]; over cp of T / cp tokens each."""
-    if isinstance(ctx.placed, Tensor):
-        assert ctx.context  # which says how
-        return OVER_CP[ctx.context.form](q, k, v, pattern, ctx, **scores)
+    if isinstance(ctx.tokens.placed, Tensor):
+        assert ctx.split.context  # which says how
+        return OVER_CP[ctx.split.context.form](q, k, v, pattern, ctx, **scores)
     return full_attention(q, k, v, pattern, ctx, **scores)
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
     """`attend` on whole sequences."""
-    documents = None if isinstance(ctx.documents, tuple) else ctx.documents
+    documents = None if isinstance(ctx.tokens.documents, tuple) else ctx.tokens.documents
     return attention(q, k, v, pattern=pattern, documents=documents, impl=ctx.kernels["attention"], **scores)
 
 
@@ -55,7 +55,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: C
     out, start = [], 0
     for first, number in pieces.ranges(cp.rank, full.shape[1]):
         end = first + number  # the queries are the last of the keys that they may see
-        documents = None if isinstance(ctx.documents, tuple) else ctx.documents[:, :end]
+        documents = None if isinstance(ctx.tokens.documents, tuple) else ctx.tokens.documents[:, :end]
         queries = q[:, start : start + number]
         options = {"pattern": pattern, "documents": documents, "impl": ctx.kernels["attention"], **scores}
         out.append(attention(queries, k[:, :end], v[:, :end], **options))
@@ -86,25 +86,25 @@ def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: 
 
 def positional_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
     """Attention of this rank's queries on the keys of all ranks, by positions."""
-    assert isinstance(ctx.placed, Tensor)  # attend looks
-    query, key = ctx.placed[ctx.mesh.cp.rank], ctx.placed.flatten()
+    assert isinstance(ctx.tokens.placed, Tensor)  # attend looks
+    query, key = ctx.tokens.placed[ctx.mesh.cp.rank], ctx.tokens.placed.flatten()
     positions = Positions(query, key)
-    if isinstance(ctx.documents, Tensor):
-        positions = Positions(query, key, ctx.documents[:, query], ctx.documents[:, key])
+    if isinstance(ctx.tokens.documents, Tensor):
+        positions = Positions(query, key, ctx.tokens.documents[:, query], ctx.tokens.documents[:, key])
     return attention(q, k, v, positions=positions, pattern=pattern, impl=ctx.kernels["attention"], **scores)
 
 
 def ring_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
     """`attend` over cp by a ring, of groups of ranks in form "hierarchical"."""
-    assert isinstance(ctx.placed, Tensor)  # attend looks
-    assert ctx.context
+    assert isinstance(ctx.tokens.placed, Tensor)  # attend looks
+    assert ctx.split.context
     cp, inner = ctx.mesh.cp, 1
-    if ctx.context.form == "hierarchical":
-        inner = ctx.context.inner or largest_inner(cp.size, k.shape[2])
-    documents = None if isinstance(ctx.documents, tuple) else ctx.documents
+    if ctx.split.context.form == "hierarchical":
+        inner = ctx.split.context.inner or largest_inner(cp.size, k.shape[2])
+    documents = None if isinstance(ctx.tokens.documents, tuple) else ctx.tokens.documents
     impl = ctx.kernels["attention"]
     options = {"documents": documents, "inner": inner, "pattern": pattern, "impl": impl, **scores}
-    return ring_attention(q, k, v, cp, ctx.placed, leaf="blocks/attn/ring", **options)
+    return ring_attention(q, k, v, cp, ctx.tokens.placed, leaf="blocks/attn/ring", **options)
 
 
 OVER_CP: dict[str, Callable[..., Tensor]] = {

@@ -134,17 +134,17 @@ def dropped(block: Block, token_count: int) -> Block:
     def dropped_block(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         if token_count >= x.shape[1] or isinstance(ctx.key, tuple):
             return block(params, x, ctx)
-        if ctx.sequence or isinstance(ctx.positions, Tensor):
+        if ctx.split.sequence or isinstance(ctx.tokens.positions, Tensor):
             raise ValueError(
                 "random-LTD: sequences are split over ranks (cp, or sequence parallelism), which have not the tokens "
                 "of one another; use dp, tp, pp"
             )
         positions = sample_positions(x.shape[0], x.shape[1], token_count, ctx)
-        token_ctx = ctx._replace(positions=positions)
-        if isinstance(ctx.documents, Tensor):
-            token_ctx = token_ctx._replace(documents=ctx.documents.gather(1, positions))
+        layout = ctx.tokens._replace(positions=positions)
+        if isinstance(layout.documents, Tensor):
+            layout = layout._replace(documents=layout.documents.gather(1, positions))
         places = positions[..., None].expand(-1, -1, x.shape[-1])
-        return x.scatter(1, places, block(params, x.gather(1, places), token_ctx))
+        return x.scatter(1, places, block(params, x.gather(1, places), ctx._replace(tokens=layout)))
 
     return dropped_block
 
@@ -153,6 +153,6 @@ def sample_positions(rows: int, tokens: int, token_count: int, ctx: Ctx) -> Tens
     """The positions that a layer computes, int64 [rows, keep], rising: a random subset of each row's."""
     assert isinstance(ctx.key, Tensor) and isinstance(ctx.layer, Tensor)  # inside a block, with a key
     key = prng.fold_in(prng.fold_in(ctx.key, "kept"), ctx.layer)
-    first = torch.as_tensor(ctx.first).to(key.device) * tokens
+    first = torch.as_tensor(ctx.tokens.first).to(key.device) * tokens
     words = prng.bits(key, (rows, tokens), first=first)
     return words.sort(dim=1, stable=True).indices[:, :token_count].sort(1).values

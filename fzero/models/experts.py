@@ -85,9 +85,9 @@ def mixture_over_ep(
 ) -> Tensor:
     """`mixture` on a mesh with ep, p being this rank's experts."""
     ep = ctx.mesh.ep
-    if not isinstance(ctx.experts, Experts):
+    if not isinstance(ctx.split.experts, Experts):
         raise ValueError(
-            f"ep={ep.size}: the ctx does not say how tokens come to experts; write Ctx(experts=plan.experts), or give "
+            f"ep={ep.size}: the ctx does not say how tokens come to experts; write Ctx(split=plan.split), or give "
             "loss the plan"
         )
     counts, gate = shares(options.experts, ep.size), GATES[options.activation]
@@ -98,9 +98,9 @@ def mixture_over_ep(
         return add_overlap(psum_scatter(out, ep, leaf=LEAF), overlap)
     k = ids.shape[-1]
     tokens = x.reshape(-1, x.shape[-1]), ids.reshape(-1, k), weights.reshape(-1, k)
-    if ctx.experts.form == "gather":
+    if ctx.split.experts.form == "gather":
         return add_overlap(gather_mixture(p, tokens, ctx, counts, gate).reshape(x.shape), overlap)
-    out, overlap_out = exchange_mixture(p, tokens, ctx, counts, ctx.experts, gate, overlap)
+    out, overlap_out = exchange_mixture(p, tokens, ctx, counts, ctx.split.experts, gate, overlap)
     return out.reshape(x.shape) if overlap_out is None else out.reshape(x.shape) + overlap_out
 
 

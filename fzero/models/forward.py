@@ -20,7 +20,7 @@ from fzero.comm.collectives import ppermute, psum
 from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree
-from fzero.core.stack import Block, depth, in_turn, stack
+from fzero.core.stack import NO_REMAT, Block, depth, in_turn, stack
 from fzero.kernels.attention_pattern import Pattern, pairs_by_query
 from fzero.kernels.cross_entropy import counted_tokens, number_of
 from fzero.kernels.custom_operator import operator
@@ -135,13 +135,12 @@ def depend_on(x: Any, sources: Sequence[Any]) -> Any:
 def under_plan(ctx: Ctx, plan: Plan) -> Ctx:
     """The ctx of functions whose parameters rest as `plan` says, with its mesh and options."""
     dtype = torch.promote_types(ctx.dtype, plan.policy.compute)
-    split = {"sequence": plan.sequence, "context": plan.context or (), "experts": plan.experts or ()}
-    return ctx._replace(mesh=plan.mesh, dtype=dtype, **split)
+    return ctx._replace(mesh=plan.mesh, dtype=dtype, split=plan.split)
 
 
 def sequence_parts(ctx: Ctx) -> int:
     """The number of parts that sequence parallelism cuts a sequence into."""
-    return ctx.mesh.tp.size if ctx.sequence else 1
+    return ctx.mesh.tp.size if ctx.split.sequence else 1
 
 
 def check(model: Model, batch: Batch, ctx: Ctx) -> None:
@@ -149,34 +148,33 @@ def check(model: Model, batch: Batch, ctx: Ctx) -> None:
     parts, cp = sequence_parts(ctx), ctx.mesh.cp.size
     check_batch(model.config, batch, parts if cp == 1 else 1)
     if cp > 1:
-        if not ctx.context:
-            raise ValueError(
-                f"cp={cp}: the ctx does not say how; write Ctx(context=plan.context), or give loss the plan"
-            )
-        ctx.context.expect_divisible(cp, batch["tokens"].shape[-1], parts)
+        if not ctx.split.context:
+            raise ValueError(f"cp={cp}: the ctx does not say how; write Ctx(split=plan.split), or give loss the plan")
+        ctx.split.context.expect_divisible(cp, batch["tokens"].shape[-1], parts)
 
 
 def prepare(model: Model, batch: Batch, ctx: Ctx) -> Ctx:
     """Return the ctx of a batch of whole sequences: with its documents, its first row, this rank's positions and what
     the model's `prepare` makes of it."""
-    cp = ctx.mesh.cp
-    if ctx.context:
+    cp, layout = ctx.mesh.cp, ctx.tokens
+    if ctx.split.context:
         tokens, pieces = batch["tokens"], pieces_of(ctx)
         if pieces is None:
             placed = balanced_positions(tokens, batch.get("documents"), cp.size, patterns_of(model.config))
         else:
             ranks = range(cp.size)
             placed = torch.stack([pieces.positions(rank, tokens.shape[-1], tokens.device) for rank in ranks])
-        ctx = ctx._replace(placed=placed, positions=placed[cp.rank])
+        layout = layout._replace(placed=placed, positions=placed[cp.rank])
     if has_tokens(model.config):
-        ctx = ctx._replace(documents=batch.get("documents", ()), first=batch.get("first", ctx.first))
+        layout = layout._replace(documents=batch.get("documents", ()), first=batch.get("first", layout.first))
+    ctx = ctx._replace(tokens=layout)
     return ctx if model.prepare is None else ctx._replace(prepared=model.prepare(batch, ctx))
 
 
 def localize_batch(model: Model, batch: Batch, ctx: Ctx) -> Batch:
     """The part of a batch of whole sequences that embedding and head see: this rank's tokens."""
-    if not isinstance(ctx.positions, tuple):
-        batch = select_tokens(batch, ctx.positions, (*FULL_ENTRIES, *model.whole_entries))
+    if not isinstance(ctx.tokens.positions, tuple):
+        batch = select_tokens(batch, ctx.tokens.positions, (*FULL_ENTRIES, *model.whole_entries))
     return mark_wrong(model.config, batch)
 
 
@@ -186,14 +184,15 @@ def flag_invalid(out: Loss, batch: Batch) -> Loss:
     return out if wrong is None else out._replace(total=torch.where(wrong, math.nan, out.total))
 
 
-def transform(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Any:
+def transform(
+    model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None, *, remat: Remat = NO_REMAT
+) -> Any:
     """The activations after the last block; with pp those on the last stage's rank."""
     x = model.embed(unshard_segment(model, "embed", params, plan, ctx), batch, ctx)
-    inner = ctx._replace(remat=Remat())  # a block is the same program under every policy
     first = 0
 
     def apply(blocks: tuple[Block, ...], layers: Tree, x: Any, first: int) -> Any:
-        return stack(blocks, layers, x, inner, remat=ctx.remat, compiled=ctx.compiled, first=first)
+        return stack(blocks, layers, x, ctx, remat=remat, compiled=ctx.compiled, first=first)
 
     for layer_stack in stacks_of(model):
         if layer_stack.join is not None:
@@ -205,7 +204,7 @@ def transform(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | N
             x = apply(blocks, layers, x, first)
             first += depth(layers)
         else:
-            x, first = stack_over_pp(apply, layer_stack.name, blocks, layers, x, inner, first, plan)
+            x, first = stack_over_pp(apply, layer_stack.name, blocks, layers, x, ctx, first, plan)
     return x
 
 
@@ -222,7 +221,9 @@ def unshard_segment(model: Model, segment: str, params: Tree, plan: Plan | None,
     return unshard_tree(pytree.nest(used), plan)
 
 
-def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Loss:
+def loss(
+    model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None, *, remat: Remat = NO_REMAT
+) -> Loss:
     """Return the loss of a batch, as sums: embed, the stack of blocks, head.
 
     batch: tokens and targets int64 [B, T]; optional mask [B, T] (bool, or float: the weight of each target, by which
@@ -230,7 +231,7 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
     NaN if a token or target is outside of the vocabulary, or a weight negative or not finite (see `check_tokens`).
     plan: on a mesh, `params` are this rank's shards at rest and the batch is this rank's part. The sums are then this
     rank's too: equal on the ranks of tp and pp, to be summed over dp, rp and cp; the gradients with respect to `params`
-    are complete and in their layout. The ctx's mesh, sequence, context and experts are then the plan's, whatever it has
+    are complete and in their layout. The ctx's mesh and split are then the plan's, whatever it has
     itself, and its dtype if that is wider. Composes with torch.func.
 
     Communicates: with a plan, the gathers of the parameters (backward the sums of their gradients), the model's tensor
@@ -246,12 +247,13 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
     """
     if plan is not None:
         ctx = under_plan(ctx, plan)
-    if ctx.experts:
-        ctx = ctx._replace(experts=replace(ctx.experts, slack=math.inf))  # a loss cannot be computed again
+    if ctx.split.experts:
+        experts = replace(ctx.split.experts, slack=math.inf)  # a loss cannot be computed again
+        ctx = ctx._replace(split=ctx.split._replace(experts=experts))
     check(model, batch, ctx)
     ctx = prepare(model, batch, ctx)
     batch = localize_batch(model, batch, ctx)
-    x = transform(model, params, batch, ctx, plan)
+    x = transform(model, params, batch, ctx, plan, remat=remat)
     out = flag_invalid(model.head(unshard_segment(model, "head", params, plan, ctx), x, batch, ctx), batch)
     if plan is None or plan.stages is None:
         return out

@@ -109,10 +109,10 @@ def gpt2(config: GPT2Config) -> Model:
     def embed(params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
         x = embed_tokens(params["embed"]["tokens"], batch, ctx, c.vocab_size)
         table, axis = params["embed"]["positions"].to(ctx.dtype), sequence_axis(ctx)
-        if not isinstance(ctx.documents, tuple):
-            x = x + look_up(table, local_tokens(document_positions(ctx.documents), ctx))
-        elif isinstance(ctx.positions, Tensor):
-            x = x + look_up(table, narrow_part(ctx.positions, axis.rank, axis.size, 0))
+        if not isinstance(ctx.tokens.documents, tuple):
+            x = x + look_up(table, local_tokens(document_positions(ctx.tokens.documents), ctx))
+        elif isinstance(ctx.tokens.positions, Tensor):
+            x = x + look_up(table, narrow_part(ctx.tokens.positions, axis.rank, axis.size, 0))
         else:
             first = (ctx.cache.length if ctx.cache else 0) + axis.rank * x.shape[1]
             x = x + table[first : first + x.shape[1]]

@@ -92,22 +92,22 @@ WORDS = "[V/tp, D]"  # the text of the Spec of a leaf with a row for each word
 
 def sequence_axis(ctx: Ctx) -> Axis:
     """The axis that splits activations outside tensor-parallel regions along T, or one of size 1."""
-    return ctx.mesh.tp if ctx.sequence else Axis(TP)
+    return ctx.mesh.tp if ctx.split.sequence else Axis(TP)
 
 
 def positions_of(x: Tensor, ctx: Ctx) -> Tensor:
     """The positions in their sequences of x's tokens [B, T, ...]: int64 [T]."""
-    if isinstance(ctx.positions, Tensor):
-        return ctx.positions
-    first = ctx.chunk[0] if ctx.chunk else ctx.cache.length if ctx.cache else 0
+    if isinstance(ctx.tokens.positions, Tensor):
+        return ctx.tokens.positions
+    first = ctx.tokens.chunk[0] if ctx.tokens.chunk else ctx.cache.length if ctx.cache else 0
     return torch.arange(first, first + x.shape[1], device=x.device)
 
 
 def ranges_outside(tokens: int, ctx: Ctx) -> tuple[list[tuple[int | Tensor, int]], int]:
     """(first position, number) of each run of this rank's `tokens` tokens, and the whole sequence's number."""
-    if ctx.chunk:
-        return [(ctx.chunk[0], tokens)], ctx.chunk[1]
-    axis, cp, positions = sequence_axis(ctx), ctx.mesh.cp, ctx.positions
+    if ctx.tokens.chunk:
+        return [(ctx.tokens.chunk[0], tokens)], ctx.tokens.chunk[1]
+    axis, cp, positions = sequence_axis(ctx), ctx.mesh.cp, ctx.tokens.positions
     start, total = axis.rank * tokens, axis.size * tokens * (cp.size if isinstance(positions, Tensor) else 1)
     runs: list[tuple[int | Tensor, int]] = [(0, total)]
     if (pieces := pieces_of(ctx)) is not None:
@@ -127,13 +127,13 @@ def ranges_outside(tokens: int, ctx: Ctx) -> tuple[list[tuple[int | Tensor, int]
 def enter_region(x: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
     """x [B, T, D] for use inside a tensor-parallel region, from x outside."""
     tp = ctx.mesh.tp
-    return all_gather(x, tp, 1, leaf=leaf) if ctx.sequence else pvary(x, tp, leaf=leaf)
+    return all_gather(x, tp, 1, leaf=leaf) if ctx.split.sequence else pvary(x, tp, leaf=leaf)
 
 
 def exit_region(y: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
     """The sum of the ranks' y [B, T, D], as x outside a tensor-parallel region."""
     tp = ctx.mesh.tp
-    return psum_scatter(y, tp, 1, leaf=leaf) if ctx.sequence else psum(y, tp, leaf=leaf)
+    return psum_scatter(y, tp, 1, leaf=leaf) if ctx.split.sequence else psum(y, tp, leaf=leaf)
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None = None, ctx: Ctx | None = None) -> Tensor:
@@ -170,9 +170,9 @@ def add_and_norm(p: Tree, x: Tensor, h: Tensor, eps: float, rate: float, name: s
 
 def scaled(h: Tensor, ctx: Ctx) -> Tensor:
     """What a layer adds to x, times the layer's scale."""
-    if not (isinstance(ctx.scales, Tensor) and isinstance(ctx.layer, Tensor)):
+    if not (isinstance(ctx.draws.scales, Tensor) and isinstance(ctx.layer, Tensor)):
         return h
-    return h * ctx.scales.index_select(0, ctx.layer.reshape(1)).to(h.dtype)
+    return h * ctx.draws.scales.index_select(0, ctx.layer.reshape(1)).to(h.dtype)
 
 
 def dropout_active(rate: float, ctx: Ctx) -> bool:
@@ -213,13 +213,13 @@ def masks_of(x: Tensor, name: str, ctx: Ctx) -> list[tuple[int, int, tuple[Tenso
     # The mask depends on the key, the layer, `name` and an element's index in the step's global batch, so it is the
     # same however that batch is split.
     assert isinstance(ctx.key, Tensor)  # a rate that is active has one
-    if isinstance(ctx.layer, Tensor) and name in ctx.keys:
-        key = ctx.keys[name].index_select(0, ctx.layer.reshape(1))[0]
+    if isinstance(ctx.layer, Tensor) and name in ctx.draws.keys:
+        key = ctx.draws.keys[name].index_select(0, ctx.layer.reshape(1))[0]
     else:
         key = prng.fold_in(ctx.key, name)
         key = prng.fold_in(key, ctx.layer) if isinstance(ctx.layer, Tensor) else key
     ranges, tokens = ranges_outside(x.shape[1], ctx)
-    size, row, out, offset = x[0, 0].numel(), torch.as_tensor(ctx.first).to(x.device) * tokens, [], 0
+    size, row, out, offset = x[0, 0].numel(), torch.as_tensor(ctx.tokens.first).to(x.device) * tokens, [], 0
     for first, number in ranges:
         out.append((offset, offset + number, (key, (row + first) * size, tokens * size)))
         offset += number
@@ -229,7 +229,7 @@ def masks_of(x: Tensor, name: str, ctx: Ctx) -> list[tuple[int, int, tuple[Tenso
 def local_tokens(x: Tensor, ctx: Ctx) -> Tensor:
     """The columns of x [B, T], of whole sequences, that are this rank's tokens outside the tensor-parallel regions."""
     axis = sequence_axis(ctx)
-    x = x.index_select(1, ctx.positions) if isinstance(ctx.positions, Tensor) else x
+    x = x.index_select(1, ctx.tokens.positions) if isinstance(ctx.tokens.positions, Tensor) else x
     return narrow_part(x, axis.rank, axis.size, 1)
 
 

@@ -130,7 +130,7 @@ class Layered(CopiedModule):
 
     def prepare(self, batch: Batch, ctx: Ctx) -> Prepared:
         """What the layers need of a batch."""
-        if ctx.sequence:
+        if ctx.split.sequence:
             raise ValueError("sequence parallelism: a model made from a module has none; leave sequence=True out")
         rows = expect_batch(batch)
         try:

@@ -21,7 +21,7 @@ from fzero.core import graph_tracing, pytree
 from fzero.core.closure_state import ClosureState
 from fzero.core.graph_tracing import Watch
 from fzero.core.random_interception import is_drawing
-from fzero.models.base import Ctx
+from fzero.models.base import Ctx, TokenLayout
 from fzero.models.module_layers import HOOKS, CannotSplit, Stacks, holds_tensors
 from fzero.models.module_tp import calling, draws_of, replaced
 from fzero.models.user_functions import wide_sums
@@ -257,7 +257,7 @@ def split(
         guarded = {f"the {name}": leaf for name, leaf in named.items()}
         watch = Watch(guarded, recorded=True, originals=originals)
         recorder = Recorder(stacks, check, watch)
-        trace_ctx = ctx._replace(key=named.get("key", ()), first=named.get("first", 0))
+        trace_ctx = ctx._replace(key=named.get("key", ()), tokens=TokenLayout(named.get("first", 0)))
         for name, tensor in constants.items():
             watch.protect(name, tensor)
         with watch, calling(trace_ctx, rows, draws=draws_of), replaced(stand_ins(recorder, skeleton)):
@@ -458,5 +458,5 @@ def inputs_of(parameters: Inputs, buffers: Inputs, batch: Any, ctx: Ctx) -> Inpu
     out |= {f"buffer {name}": leaf for name, leaf in buffers.items()}
     out |= {f"batch {name}": leaf for name, leaf in pytree.named_leaves(batch).items()}
     if isinstance(ctx.key, Tensor):
-        out |= {"key": ctx.key, "first": torch.as_tensor(ctx.first, device=ctx.key.device)}
+        out |= {"key": ctx.key, "first": torch.as_tensor(ctx.tokens.first, device=ctx.key.device)}
     return out

@@ -136,7 +136,8 @@ def draws_of(call: CallContext) -> Draws:
         assert isinstance(ctx.key, Tensor)
         return prng.fold_in(ctx.key, ctx.layer) if isinstance(ctx.layer, Tensor) else ctx.key
 
-    return Draws(key if isinstance(ctx.key, Tensor) else None, call.rows, ctx.first, partial(expect_samples, call))
+    origin = key if isinstance(ctx.key, Tensor) else None
+    return Draws(origin, call.rows, ctx.tokens.first, partial(expect_samples, call))
 
 
 def expect_samples(call: CallContext, x: Tensor) -> None:

@@ -179,7 +179,7 @@ def losses_by_token(model: Model, params: Tree, x: Any, batch: Batch, ctx: Ctx) 
 
 def local_positions(ctx: Ctx) -> Tensor | None:
     """The positions of this rank's tokens over cp, int64 [T / cp]; None where it has whole sequences."""
-    return ctx.positions if isinstance(ctx.positions, Tensor) else None
+    return ctx.tokens.positions if isinstance(ctx.tokens.positions, Tensor) else None
 
 
 def sum_over_cp(sums: Tensor, ctx: Ctx) -> Tensor:
@@ -228,7 +228,8 @@ def by_position(model: Model) -> Model:
         counts, position = counted_tokens(targets, mask), document_offsets(batch["targets"], ctx)
         ends = position_ranges(position.shape[-1])
         # Of sequences split over cp a rank has the losses of some positions.
-        position = position if isinstance(ctx.positions, tuple) else position.index_select(-1, ctx.positions)
+        if isinstance(ctx.tokens.positions, Tensor):
+            position = position.index_select(-1, ctx.tokens.positions)
         edges = torch.tensor(ends, device=losses.device)
         bucket = torch.bucketize(position, edges, right=True).expand(batch["targets"].shape).reshape(-1)
         extra = {}
@@ -243,10 +244,10 @@ def by_position(model: Model) -> Model:
 
 def document_offsets(targets: Tensor, ctx: Ctx) -> Tensor:
     """The position in its document of each token of whole sequences, int64 [B, T] or [1, T]."""
-    if isinstance(ctx.documents, tuple):
-        split = 1 if isinstance(ctx.positions, tuple) else ctx.mesh.cp.size
+    if isinstance(ctx.tokens.documents, tuple):
+        split = 1 if isinstance(ctx.tokens.positions, tuple) else ctx.mesh.cp.size
         return torch.arange(targets.shape[-1] * split, device=targets.device)[None]
-    return document_positions(ctx.documents)
+    return document_positions(ctx.tokens.documents)
 
 
 def position_ranges(seq_len: int) -> tuple[int, ...]:

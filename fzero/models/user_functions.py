@@ -309,7 +309,7 @@ def keyed_function(kind: str, f: Callable[..., Any], keyed: bool) -> Callable[..
         def run() -> Any:
             with wide_sums(pytree.leaves((params, values))):
                 out = loss_of(f(params, *args)) if kind == "head" else f(params, *args)
-            cp, tp = ctx.mesh.cp.size, ctx.mesh.tp.size if ctx.sequence else 1
+            cp, tp = ctx.mesh.cp.size, ctx.mesh.tp.size if ctx.split.sequence else 1
             if isinstance(ctx.key, Tensor) and is_drawing() and cp * tp > 1:
                 axis = f"cp={cp}" if cp > 1 else f"tp={tp} with sequence=True"
                 raise ValueError(
@@ -323,7 +323,7 @@ def keyed_function(kind: str, f: Callable[..., Any], keyed: bool) -> Callable[..
                 )
             return out
 
-        draws = Draws(key if isinstance(ctx.key, Tensor) else None, rows, ctx.first)
+        draws = Draws(key if isinstance(ctx.key, Tensor) else None, rows, ctx.tokens.first)
         return calls(run, tensors, draws, functools.partial(ClosureState.from_function, f))
 
     return call

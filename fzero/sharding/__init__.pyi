@@ -9,6 +9,7 @@ from fzero.sharding.mesh import fake_mesh as fake_mesh
 from fzero.sharding.mesh import make_mesh as make_mesh
 from fzero.sharding.mesh import one_process as one_process
 from fzero.sharding.pipeline_plan import Pipeline as Pipeline
+from fzero.sharding.plan import ActivationSplit as ActivationSplit
 from fzero.sharding.plan import Plan as Plan
 from fzero.sharding.redistribute import from_dtensor as from_dtensor
 from fzero.sharding.redistribute import redistribute as redistribute

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +28,14 @@ from fzero.sharding.plan_table import describe
 from fzero.sharding.slices import local_shape, narrow_part, shard_dim
 from fzero.sharding.spec import DEVICE, StateMemory
 from fzero.sharding.traffic import sent_by_link
+
+
+class ActivationSplit(NamedTuple):
+    """How activations, attention and experts are split over ranks."""
+
+    sequence: bool = False  # under tp: activations outside the tensor-parallel regions are split along T too
+    context: Context | tuple[()] = ()  # how attention works over cp; () without
+    experts: Experts | tuple[()] = ()  # how tokens come to experts over ep; () without
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,6 +309,11 @@ class Plan:
                     "host; use opt=host, grads=host or acts alone"
                 )
         return replace(self, delayed=updates, delay_after=delay_after)
+
+    @cached_property
+    def split(self) -> ActivationSplit:
+        """How activations, attention and experts are split over ranks."""
+        return ActivationSplit(self.sequence, self.context or (), self.experts or ())
 
     def with_experts(self, experts: Experts | str) -> Plan:
         """This plan with tokens that come to the experts of other ranks of ep so: "gather", "exchange", "exchange:3"

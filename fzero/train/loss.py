@@ -14,6 +14,7 @@ from fzero.comm.axes import AXES, CP
 from fzero.comm.collectives import psum
 from fzero.comm.rank_tables import gather_rows, packed
 from fzero.core import prng, pytree
+from fzero.core.autodiff import Remat
 from fzero.core.closure_state import ClosureState
 from fzero.core.precision import Policy
 from fzero.core.purity_checks import PureCalls
@@ -35,9 +36,10 @@ def make_loss(loss_fn: base.Model | LossFn, plan: Plan, execution: Execution) ->
     """`loss(params, batch, drawn, first) -> Loss` of a Model or a plain function, over parameters at rest."""
     if isinstance(loss_fn, base.Model):
         loss_fn = keyed_model(loss_fn)
-        ctx = context_of(plan, execution)._replace(remat=execution.remat)
+        ctx, remat = context_of(plan, execution), execution.remat
+        assert isinstance(remat, Remat)  # Execution parses a text
         return lambda params, batch, draws, first: forward.loss(
-            loss_fn, params, batch, ctx._replace(first=first, **draws), plan
+            loss_fn, params, batch, base.with_draws(ctx, draws, first), plan, remat=remat
         )
 
     call = PlainLoss(loss_fn, plan.policy)

@@ -24,7 +24,7 @@ from fzero.models import base, forward
 from fzero.models.batch import SOURCES, has_tokens, select_tokens
 from fzero.models.layers import local_tokens
 from fzero.models.user_functions import keyed_model
-from fzero.sharding import Plan, Spec, one_process
+from fzero.sharding import ActivationSplit, Plan, Spec, one_process
 from fzero.sharding.slices import narrow_to
 from fzero.train.loss import sum_losses
 from fzero.train.to_module import gathered, read
@@ -65,7 +65,7 @@ def check_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx)
     if not isinstance(model, base.Model) or not model.foreign or plan.mesh.tp.size == 1:
         return
     wide = torch.promote_types(ctx.dtype, torch.float32)
-    ctx = ctx._replace(dtype=wide, key=(), compiled=False, experts=plan.with_slack().experts or ())
+    ctx = ctx._replace(dtype=wide, key=(), compiled=False, split=plan.with_slack().split)
     with torch.no_grad(), plan.mesh.ledger.phase("check"):
         ctx = forward.prepare(model, batch, ctx)
         whole = FullParams(plan, pytree.named_leaves(params), wide)
@@ -148,8 +148,8 @@ def check_user_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base
     if not functions:
         return
     wide = torch.promote_types(ctx.dtype, torch.float32)
-    ctx = ctx._replace(dtype=wide, key=(), compiled=False, experts=plan.with_slack().experts or ())
-    alone = ctx._replace(mesh=one_process(), sequence=False, context=(), experts=())
+    ctx = ctx._replace(dtype=wide, key=(), compiled=False, split=plan.with_slack().split)
+    alone = ctx._replace(mesh=one_process(), split=ActivationSplit())
     model = keyed_model(model)
     with torch.no_grad(), plan.mesh.ledger.phase("check"):
         whole, stacks = FullParams(plan, pytree.named_leaves(params), wide), base.stacks_of(model)
@@ -199,7 +199,7 @@ def check_user_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base
 
 REMEDIES = {
     "cp": (
-        "cp cuts entries of the batch [B, T, ...] to a rank's tokens, those at ctx.positions, unless whole_entries of "
+        "cp cuts entries of the batch [B, T, ...] to a rank's tokens, at ctx.tokens.positions, unless whole_entries of "
         "the model names them; return sums over a rank's tokens, or add up what is of a sequence by "
         'pvary(psum(x, ctx.mesh["cp"]), ctx.mesh["cp"]) of fzero.comm.collectives and count it on rank 0 of cp alone; '
         "or use dp"
@@ -305,10 +305,10 @@ def fewer_tokens(model: base.Model, batch: base.Batch, ctx: base.Ctx) -> base.Ba
 def is_divisible(tokens: int, ctx: base.Ctx) -> bool:
     """Whether the ranks can share sequences of so many tokens."""
     parts, cp = forward.sequence_parts(ctx), ctx.mesh.cp.size
-    if cp == 1 or not ctx.context:
+    if cp == 1 or not ctx.split.context:
         return tokens % parts == 0
     try:
-        ctx.context.expect_divisible(cp, tokens, parts)
+        ctx.split.context.expect_divisible(cp, tokens, parts)
     except ValueError:
         return False
     return True

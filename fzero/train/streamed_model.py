@@ -105,7 +105,8 @@ class StreamedModel(NamedTuple):
         self, segment: Segment, x_def: Any, ctx: base.Ctx, batch: base.Batch
     ) -> tuple[tuple[VjpPair, ...], list[Any], list[Tensor]]:
         """(pairs, structure of the result, other inputs) of a part's functions; blocks alone are compiled."""
-        block, dropped, ctx = segment.kind == "block", ctx.dropped, ctx._replace(dropped=())
+        block, dropped = segment.kind == "block", ctx.draws.dropped
+        ctx = ctx._replace(draws=ctx.draws._replace(dropped=()))
         leaves, extra_def = pytree.flatten(ctx if block else (ctx, batch))
         short = tuple(name.removeprefix(f"{segment.name}/") for name in segment.leaves) if block else segment.leaves
         compiled, budget = (self.ctx.compiled, self.remat.budget) if block else (False, 1.0)
@@ -280,7 +281,7 @@ class StreamedModel(NamedTuple):
         # Without draws `first` is 0, so that training and evaluation share a compiled block.
         forward.check(self.model, batch, self.ctx)
         row = torch.full((), first, device=pytree.leaves(batch)[0].device) if draws else 0
-        return forward.prepare(self.model, batch, self.ctx._replace(first=row, **draws))
+        return forward.prepare(self.model, batch, base.with_draws(self.ctx, draws, row))
 
     def fetcher(
         self, params: Tree, device: torch.device, node_shards: NodeShards | None = None, exact: bool = False
