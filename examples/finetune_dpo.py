@@ -9,11 +9,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from fzero.run.config.config_table import from_table
-from fzero.run.runner.loop import train_run
-from fzero.run.setup import run_folder
-from fzero.run.setup.build import Options
-from fzero.run.setup.fine_tuning import tuned_config
+from fzero.run import Options, from_table, run_folder, train_run, tuned_config
 
 place, quiet = Path(tempfile.mkdtemp()), Options(sample="", say=lambda line: None)
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

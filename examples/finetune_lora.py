@@ -10,11 +10,8 @@ from pathlib import Path
 
 import fzero
 from fzero import models
-from fzero.checkpoint.convert import huggingface
-from fzero.run.runner.loop import train_run
-from fzero.run.setup import run_folder
-from fzero.run.setup.build import Options
-from fzero.run.setup.fine_tuning import tuned_config
+from fzero.checkpoint import huggingface
+from fzero.run import Options, run_folder, train_run, tuned_config
 
 TEMPLATE = """{% for m in messages %}<{{ m.role }}>
 {%- if m.role == 'assistant' %}{% generation %}{{ m.content }}#{% endgeneration %}{% else %}{{ m.content }}#{% endif %}

@@ -12,7 +12,7 @@ import torch
 
 import fzero
 from fzero import models, optim
-from fzero.checkpoint.convert import huggingface
+from fzero.checkpoint import huggingface
 
 if len(sys.argv) > 1:
     folder = Path(sys.argv[1])

@@ -14,7 +14,7 @@ import fzero
 from fzero import optim
 from fzero.core import observe, pytree
 from fzero.kernels import BlockMask, attention, attention_masked, block_mask, registry
-from fzero.run.config.deepspeed_optim import block_mask_of
+from fzero.run import block_mask_of
 
 # ---- the layouts ----------------------------------------------------------------------------------------------------
 

@@ -17,11 +17,11 @@ from fzero.cli import main
 from fzero.core import flat, init_scaler, pytree, set_nested, update_scaler
 from fzero.kernels import Pattern
 from fzero.models import presets
-from fzero.run import build_optim, merge_tables, read_deepspeed
+from fzero.run import block_mask_of, build_optim, merge_tables, read_deepspeed
 from fzero.run.config import deepspeed_keys as keys
 from fzero.run.config.curriculum import make_pieces
 from fzero.run.config.deepspeed_keys import Values
-from fzero.run.config.deepspeed_optim import block_mask_of, read_sparse
+from fzero.run.config.deepspeed_optim import read_sparse
 
 ROOT = Path(__file__).parent.parent
 MLP = {"preset": "mlp-tiny"}

@@ -18,14 +18,13 @@ import fzero
 from fzero.comm import Communicator, Ledger, ProgramAgreement
 from fzero.core import CPU, Target, gpu, gpu_copies, pytree
 from fzero.planner import devices, plan
-from fzero.run import build, config_table, coordinator, from_table, memory_on_device, pretrain, to_json
+from fzero.run import build, config_table, coordinator, from_table, memory_needed, memory_on_device, pretrain, to_json
 from fzero.run import machine as run_machine
 from fzero.run.measure import doctor
 from fzero.run.measure.memory_check import (
     SURE,
     check_memory,
     host_bytes,
-    memory_needed,
     memory_on_host,
     needs_on_device,
     other_usage_text,

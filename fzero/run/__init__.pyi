@@ -1,3 +1,10 @@
+from fzero.run.config.config_table import from_table as from_table
+from fzero.run.config.deepspeed_optim import block_mask_of as block_mask_of
+from fzero.run.measure.memory_check import memory_needed as memory_needed
+from fzero.run.runner.loop import train_run as train_run
+from fzero.run.setup.build import Options as Options
+from fzero.run.setup.fine_tuning import tuned_config as tuned_config
+
 """For contributors: what the other packages of fzero use."""
 
 # Modules
@@ -6,7 +13,6 @@ from fzero.run.config import unused_keys as unused_keys
 
 # A config as a nested table, and as JSON text
 from fzero.run.config.config_table import apply_table as apply_table
-from fzero.run.config.config_table import from_table as from_table
 from fzero.run.config.config_table import recipe as recipe
 from fzero.run.config.config_table import to_json as to_json
 from fzero.run.config.config_table import to_table as to_table
@@ -146,11 +152,7 @@ from fzero.run.setup import weights as weights
 
 # From a RunConfig to the functions of a run
 from fzero.run.setup.build import Job as Job
-from fzero.run.setup.build import Options as Options
 from fzero.run.setup.build import first_state as first_state
-
-# The config of a run that trains a model further
-from fzero.run.setup.fine_tuning import tuned_config as tuned_config
 
 # This machine
 from fzero.run.setup.machine import device_file as device_file
