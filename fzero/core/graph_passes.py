@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -202,12 +201,14 @@ def partition_by_cost() -> Iterator[None]:
 # ---- torch's operators ----------------------------------------------------------------------------------------------
 
 
-def _grouped(x: Tensor, w: Tensor, *extra: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return 2 * math.prod(x.shape) * w.shape[-1]  # rows or columns in groups: each element of x meets a row of one group
+def product(x: Tensor, *arguments: Any, out_val: Tensor, **kwargs: Any) -> int:
+    """Of a product in which each element of x meets a row of what it is multiplied with: of [M, K] by [K, N] or its
+    transpose, of rows or columns in groups by one matrix each."""
+    return 2 * x.numel() * out_val.shape[-1]
 
 
-def _added(x: Tensor, a: Tensor, b: Tensor, *extra: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return 2 * a.numel() * b.shape[-1]
+def _added(x: Tensor, a: Tensor, *arguments: Any, out_val: Tensor, **kwargs: Any) -> int:
+    return product(a, out_val=out_val)
 
 
 def _for_heads(q: Tensor, *tensors: Tensor) -> Iterator[tuple[int, ...]]:
@@ -226,7 +227,7 @@ def _sdpa_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *extra: Any, out_
 for name, formula in (
     ("_scaled_dot_product_flash_attention_for_cpu", _sdpa),
     ("_scaled_dot_product_flash_attention_for_cpu_backward", _sdpa_backward),
-    ("_grouped_mm", _grouped),
+    ("_grouped_mm", product),
     ("addmm", _added),  # torch's formulas refuse the factors that a compiled graph gives by position
     ("addmm_", _added),
     ("baddbmm", _added),

@@ -244,7 +244,7 @@ PAIRED_OPERATORS[float8_numbers] = float8_both
 @operator(
     "float8_product(Tensor a, Tensor a_inverse, Tensor b, Tensor b_inverse, bool fast) -> Tensor",
     lambda a, a_inverse, b, *_: torch.empty((len(a), len(b)), dtype=torch.bfloat16, device=a.device),
-    flop=flops.turned,
+    flop=flops.product,
 )
 def float8_product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, fast: bool) -> Tensor:
     """The product [M, N] in bfloat16 of float8 numbers a [M, K] and b turned, [N, K]."""
@@ -255,7 +255,7 @@ def float8_product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, f
 @operator(
     "float8_product_of(Tensor a, Tensor a_inverse, Tensor b, Tensor largest, str scaling, bool fast) -> Tensor",
     lambda a, a_inverse, b, *_: torch.empty((len(a), len(b)), dtype=torch.bfloat16, device=a.device),
-    flop=flops.turned,
+    flop=flops.product,
 )
 def float8_product_of(a: Tensor, a_inverse: Tensor, b: Tensor, largest: Tensor, scaling: str, fast: bool) -> Tensor:
     """`float8_product` by the numbers of b, values in bfloat16, [N, K], made in the pass that needs them."""

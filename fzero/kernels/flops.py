@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.core.graph_passes import product as product
 from fzero.kernels.attention_pattern import FULL, Pattern
 
 # Products of [queries, K] by [K, keys], or of the same size, that a kernel makes of each pair of positions.
@@ -128,35 +129,10 @@ def library(products: int, first: int = 0) -> Callable[..., int]:
     return formula
 
 
-def grouped(x: Tensor, w: Tensor, *arguments: Any, out_val: Any = None) -> int:
-    """Of x [M, D] and one of w [E, D, F] for each row."""
-    return 2 * x.shape[0] * w.shape[1] * w.shape[2]
-
-
-def grouped_dw(x: Tensor, g: Tensor, ends: Tensor, out_val: Any = None) -> int:
-    """Of the gradient by the weights of `grouped`."""
-    return 2 * x.shape[0] * x.shape[1] * g.shape[1]
-
-
-def grouped_dw_turned(x: Tensor, g: Tensor, *arguments: Any, out_val: Any = None) -> int:
-    """The FLOPs of the same of x [D, M] and g [F, M]."""
-    return 2 * x.shape[1] * x.shape[0] * g.shape[0]
-
-
 def symmetric(x: Tensor, *arguments: Any, out_val: Any = None) -> int:
     """Of a triangle of x x^T."""
     batch, m, k = x.shape
     return batch * m * (m + 1) * k  # its diagonal included, and mirrored
-
-
-def product(a: Tensor, b: Tensor, *arguments: Any, out_val: Any = None) -> int:
-    """Of a [M, K] and b [K, N]."""
-    return 2 * a.shape[0] * a.shape[1] * b.shape[1]
-
-
-def turned(a: Tensor, a_inverse: Tensor, b: Tensor, *arguments: Any, out_val: Any = None) -> int:
-    """Of a [M, K] and b turned, [N, K]."""
-    return 2 * a.shape[0] * a.shape[1] * b.shape[0]
 
 
 def tiled_layer(x: Tensor, params: Sequence[Tensor], *arguments: Any, out_val: Any = None) -> int:

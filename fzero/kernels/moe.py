@@ -59,7 +59,7 @@ def _sizes(ends: Tensor) -> list[int]:
 @operator(
     "grouped_mm(Tensor x, Tensor w, Tensor ends) -> Tensor",
     lambda x, w, ends: x.new_empty(len(x), w.shape[2]),
-    flop=flops.grouped,
+    flop=flops.product,
 )
 def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Return [M, F] by torch's own products. A custom operator, because torch's fake `_grouped_mm` rejects inputs that
@@ -80,7 +80,7 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 @operator(
     "grouped_mm_dw(Tensor x, Tensor g, Tensor ends) -> Tensor",
     lambda x, g, ends: x.new_empty(len(ends), x.shape[1], g.shape[1]),
-    flop=flops.grouped_dw,
+    flop=flops.product,
 )
 def grouped_product_dw(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     """[E, D, F]: each group's x^T g, zero for a group without rows."""
@@ -182,7 +182,7 @@ def _configs(x: Tensor) -> tuning.ConfigTable:
 @operator(
     "grouped_mm_triton(Tensor x, Tensor w, Tensor ends) -> Tensor",
     lambda x, w, ends: x.new_empty(len(x), w.shape[2]),
-    flop=flops.grouped,
+    flop=flops.product,
 )
 def grouped_product_triton(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """[M, F] in Triton; w may have any strides."""
@@ -204,7 +204,7 @@ def grouped_product_triton(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 @operator(
     "grouped_mm_dw_triton(Tensor x, Tensor g, Tensor ends) -> Tensor",
     lambda x, g, ends: x.new_empty(len(ends), x.shape[1], g.shape[1]),
-    flop=flops.grouped_dw,
+    flop=flops.product,
 )
 def grouped_product_dw_triton(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     """[E, D, F] in Triton."""
