@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
-import multiprocessing.connection
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import as_completed
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,7 +14,7 @@ import torch.distributed as dist
 
 from fzero.comm.communicator import Communicator
 from fzero.core import gpu
-from fzero.core.process_pool import begin_spawning, deaf_to_interrupts
+from fzero.core.process_pool import Pool
 from fzero.planner.calibrate.case_timer import Figure, warm_heap
 from fzero.sharding.mesh import Mesh, make_mesh
 
@@ -40,58 +38,35 @@ class MessageTimes(NamedTuple):
 
 def on_ranks(n: int, f: Callable[..., Any], *args: Any, device: str = "cpu", timeout_s: float = TIMEOUT_S) -> list[Any]:
     """The results by rank of `f(mesh, *args)` in n new processes with one thread each; raises ValueError."""
-    context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes, processes = [], []
-    begin_spawning()
-    try:
-        for rank in range(n):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(rank, n, store.port, device, sender, f, args), daemon=True)
-            with deaf_to_interrupts():
-                process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
-        results: dict[int, Any] = {}
-        end = time.monotonic() + timeout_s
-        while len(results) < n:
-            waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
-            ready = multiprocessing.connection.wait(list(waiting), max(0.0, end - time.monotonic()))
-            if not ready:
-                raise ValueError(
-                    f"process {min(waiting.values())} of {n} of the measurement did not answer within {timeout_s:g} s"
-                )
-            for pipe in [pipe for pipe in waiting if pipe in ready]:
-                try:
-                    problem, results[waiting[pipe]] = pipe.recv()
-                except EOFError:
-                    problem = f"it ended with exit code {processes[waiting[pipe]].exitcode}"
-                if problem:
-                    raise ValueError(f"process {waiting[pipe]} of {n} of the measurement failed: {problem}")
-        for process in processes:
-            process.join(5.0)
-        return [results[rank] for rank in range(n)]
-    finally:
-        for process in processes:
-            process.kill()
+    with Pool(n) as pool:
+        # Each waits for all others to begin, so that no process gets two of them.
+        futures = [pool.submit(_work, rank, n, store.port, device, f, args) for rank in range(n)]
+        try:
+            for future in as_completed(futures, timeout_s):
+                if (error := future.exception()) is not None:
+                    text = f"{type(error).__name__}: {error}".splitlines()[0]
+                    raise ValueError(f"process {futures.index(future)} of {n} of the measurement failed: {text}")
+        except TimeoutError:
+            waiting = [rank for rank, future in enumerate(futures) if not future.done()]
+            raise ValueError(
+                f"process {waiting[0]} of {n} of the measurement did not answer within {timeout_s:g} s"
+            ) from None
+        return [future.result() for future in futures]
 
 
-def _work(rank: int, n: int, port: int, device: str, pipe: Any, f: Callable[..., Any], args: Sequence[Any]) -> None:
+def _work(rank: int, n: int, port: int, device: str, f: Callable[..., Any], args: Sequence[Any]) -> Any:
     torch.set_num_threads(1)
-    try:
-        timeout = datetime.timedelta(seconds=TIMEOUT_S)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        gpu.select_device(torch.device(device, rank) if device == "cuda" else gpu.HOST)
-        dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=n, timeout=timeout
-        )
-        result = f(make_mesh({"dp": n}, device=device), *args)
-        dist.barrier()
-        pipe.send(("", result))
-        dist.destroy_process_group()
-    except BaseException as error:
-        pipe.send((f"{type(error).__name__}: {error}\n{traceback.format_exc()}".splitlines()[0], None))
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    gpu.select_device(torch.device(device, rank) if device == "cuda" else gpu.HOST)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=n, timeout=timeout
+    )
+    result = f(make_mesh({"dp": n}, device=device), *args)
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
