@@ -59,15 +59,15 @@ CHANGES = {
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_of_any_input_misses(what, monkeypatch):
-    before = trace_cache.entry_name(trace_cache.question(*ASKED))
+    before = trace_cache.question(*ASKED)
     changed = CHANGES[what](monkeypatch) or ASKED
-    assert trace_cache.entry_name(trace_cache.question(*changed)) != before
+    assert trace_cache.question(*changed) != before
 
 
 def test_what_a_trace_does_not_depend_on_hits(monkeypatch):
-    before = trace_cache.entry_name(trace_cache.question(*ASKED))
+    before = trace_cache.question(*ASKED)
     monkeypatch.setenv("FZERO_PLAN_CACHE", "/elsewhere")
-    assert trace_cache.entry_name(trace_cache.question(CONFIG, {"tp": 1, "dp": 2}, 0, DEVICE.target)) == before
+    assert trace_cache.question(CONFIG, {"tp": 1, "dp": 2}, 0, DEVICE.target) == before
 
 
 def test_an_edit_of_the_package_changes_its_digest(tmp_path, monkeypatch):
@@ -96,11 +96,13 @@ DAMAGED = {
     "cut": lambda text: text[: len(text) // 2],
     "empty": lambda text: "",
     "no object": lambda text: "[1, 2]",
-    "a number": lambda text: changed(text, "trace", "num_params", to=1),
-    "an event less": lambda text: changed(text, "trace", "events", to=json.loads(text)["trace"]["events"][1:]),
+    "a number": lambda text: changed(text, "answer", "num_params", to=1),
+    "an event less": lambda text: changed(text, "answer", "events", to=json.loads(text)["answer"]["events"][1:]),
     "no trace": lambda text: "{}",
-    "another form": lambda text: changed(text, "trace", to=None),
-    "another question": lambda text: changed(text, "question", "rank", to=1),
+    "another form": lambda text: changed(text, "answer", to=None),
+    "another question": lambda text: changed(
+        text, "question", to=trace_cache.question(CONFIG, SIZES, 1, DEVICE.target)
+    ),
 }
 
 
@@ -125,7 +127,7 @@ def test_the_oldest_entries_go_when_there_are_too_many_bytes(trace, tmp_path):
     trace_cache.remove_oldest(tmp_path, 350)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.json", "2.json", "3.json"]
     trace_cache.cached_trace(lambda: trace, *ASKED, tmp_path)
-    kept = tmp_path / trace_cache.entry_name(trace_cache.question(*ASKED))
+    kept = compile_cache.entry_path(trace_cache.question(*ASKED), tmp_path)
     os.utime(kept, (10, 10))
     trace_cache.cached_trace(never, *ASKED, tmp_path)  # whose use makes it the youngest
     trace_cache.remove_oldest(tmp_path, kept.stat().st_size)

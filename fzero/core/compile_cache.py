@@ -19,6 +19,7 @@ import functools
 import getpass
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -117,8 +118,9 @@ def folder() -> Path:
     return cache_folder() / "fzero"
 
 
-def _path(question: str) -> Path:
-    return folder() / f"{_digest(question.encode())[:32]}.json"
+def entry_path(question: str, where: Path | None = None) -> Path:
+    """The file of the answer to a question, in the folder `where` (None: `folder`)."""
+    return (where or folder()) / f"{_digest(question.encode())[:32]}.json"
 
 
 @contextlib.contextmanager
@@ -126,7 +128,7 @@ def single_flight(question: str) -> Iterator[None]:
     """A context in which the first process with a question is alone on this machine; the others wait for it."""
     import fcntl
 
-    lock_path = _path(question).with_suffix(".lock")
+    lock_path = entry_path(question).with_suffix(".lock")
     make_folder(lock_path.parent)
     with writing(lock_path, "update") as file:
         try:
@@ -136,9 +138,9 @@ def single_flight(question: str) -> Iterator[None]:
         yield
 
 
-def load_answer(question: str) -> dict[str, Any] | None:
-    """The answer kept for a question; None if there is none that can be trusted."""
-    path = _path(question)
+def load_answer(question: str, where: Path | None = None) -> dict[str, Any] | None:
+    """The answer kept for a question in a folder, see `entry_path`; None if there is none that can be trusted."""
+    path = entry_path(question, where)
     try:
         table = read_json(path)
         with in_form(str(path)):
@@ -153,11 +155,22 @@ def load_answer(question: str) -> dict[str, Any] | None:
 
 def store(question: str, answer: Mapping[str, Any], files: Sequence[str] = ()) -> None:
     """Keep an answer, a table of JSON, that is right while `files` have their bytes; nothing if unwritable."""
-    path = _path(question)
     with contextlib.suppress(OSError):
-        digests = {file: _digest(Path(file).read_bytes()) for file in files}
-        digest = _digest(json.dumps([answer, digests]).encode())
-        text = json.dumps({"question": question, "digest": digest, "files": digests, "answer": answer})
+        write_answer(question, answer, files)
+
+
+def write_answer(
+    question: str,
+    answer: Mapping[str, Any],
+    files: Sequence[str] = (),
+    where: Path | None = None,
+    max_bytes: float = math.inf,
+) -> None:
+    """`store` of an answer of at most so many bytes in a folder; raises OSError if that cannot be written."""
+    path, digests = entry_path(question, where), {file: _digest(Path(file).read_bytes()) for file in files}
+    digest = _digest(json.dumps([answer, digests]).encode())
+    text = json.dumps({"question": question, "digest": digest, "files": digests, "answer": answer})
+    if len(text) <= max_bytes:
         make_folder(path.parent)
         with replacing(path, cache=True) as file:
             file.write(text.encode())

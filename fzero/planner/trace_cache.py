@@ -8,7 +8,6 @@ the oldest ones are removed where all together exceed MOST_BYTES.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -22,11 +21,17 @@ from typing import Any
 import torch
 
 from fzero.comm.ledger import LedgerRow
-from fzero.core.compile_cache import have_compiler, package_digest
+from fzero.core.compile_cache import (
+    entry_path,
+    environment_variables,
+    have_compiler,
+    load_answer,
+    package_digest,
+    write_answer,
+)
 from fzero.core.device import Target
-from fzero.core.files import make_folder, replacing
 from fzero.core.storage import user_folder
-from fzero.core.text_parsing import in_form, read_json
+from fzero.core.text_parsing import in_form
 from fzero.kernels import tuning
 from fzero.planner.operations import ExecutedOp
 from fzero.planner.step_trace import RepeatedEvents, Trace, Transfer
@@ -36,7 +41,6 @@ from fzero.run.measure.live_bytes import Moment
 
 FOLDER = "FZERO_PLAN_CACHE"  # the environment variable that names the folder; 0: none
 MOST_BYTES = 200_000_000  # of all entries
-READ_BY_LIBRARIES = ("FZERO_", "TORCH", "PYTORCH", "TRITON")  # environment variables on which a trace may depend
 PLAIN = ("state", "state_elsewhere", "tokens", "num_params", "host_peak", "exact")  # fields that JSON keeps as they are
 
 
@@ -48,18 +52,15 @@ def cache_folder() -> Path | None:
     return Path(named) if named else user_folder("XDG_CACHE_HOME") / "plans"
 
 
-def question(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target) -> dict[str, Any]:
+def question(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target) -> str:
     """All that a trace depends on. config: with every "auto" decided."""
     triton = importlib.util.find_spec("triton")
-    environment = {
-        name: value for name, value in os.environ.items() if name.startswith(READ_BY_LIBRARIES) and name != FOLDER
-    }
-    return {
+    facts = {
         "package": package_digest(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton") if triton else None,
-        "environment": environment,
+        "environment": environment_variables(),
         "compiler": have_compiler(),
         "threads": torch.get_num_threads(),
         "processor": torch.backends.cpu.get_cpu_capability(),
@@ -69,44 +70,29 @@ def question(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Tar
         "target": target._asdict(),
         "attention": [list(speed) for speed in tuning.measured(target.name)],
     }
-
-
-def _text(key: Mapping[str, Any]) -> str:
-    return json.dumps(key, sort_keys=True)
-
-
-def entry_name(key: Mapping[str, Any]) -> str:
-    """The name of the file for a question."""
-    return hashlib.sha256(_text(key).encode()).hexdigest()[:32] + ".json"
+    return json.dumps(facts, sort_keys=True)
 
 
 def cached_trace(
     make: Callable[[], Trace], config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target, folder: Path
 ) -> Trace:
     """The Trace in `folder` for this question, else that of `make()`, which is written there if it can be."""
-    key = question(config, sizes, rank, target)
-    path = folder / entry_name(key)
-    cached = read_entry(path, config, key)
+    cached = read_entry(config, sizes, rank, target, folder)
     if cached is not None:
         return cached
     trace = make()
-    plain = to_plain(trace)
-    text = json.dumps({"question": key, "digest": _digest(plain), "trace": plain})
-    if len(text) <= MOST_BYTES // 10:
-        try:
-            write_entry(path, text)
-            remove_oldest(folder)
-        except OSError as error:
-            warnings.warn(
-                f"the trace of this plan is not kept ({error}); cache=None (--no-cache) keeps none", stacklevel=2
-            )
+    try:
+        asked = question(config, sizes, rank, target)
+        write_answer(asked, to_plain(trace), where=folder, max_bytes=MOST_BYTES // 10)
+        remove_oldest(folder)
+    except OSError as error:
+        warnings.warn(f"the trace of this plan is not kept ({error}); cache=None (--no-cache) keeps none", stacklevel=2)
     return trace
 
 
 def is_cached(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target, folder: Path) -> bool:
     """Whether `cached_trace` would answer from `folder`."""
-    key = question(config, sizes, rank, target)
-    return read_entry(folder / entry_name(key), config, key) is not None
+    return read_entry(config, sizes, rank, target, folder) is not None
 
 
 def to_plain(trace: Trace) -> dict[str, Any]:
@@ -146,35 +132,19 @@ def _op(row: list[Any]) -> ExecutedOp:
     return op._replace(shape=tuple(op.shape))
 
 
-def read_entry(path: Path, config: RunConfig, key: Mapping[str, Any]) -> Trace | None:
-    """The Trace in a file of the cache; None if it is missing, damaged or another's."""
+def read_entry(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target, folder: Path) -> Trace | None:
+    """The Trace in `folder` for a question; None if it is missing, damaged or another's."""
+    asked = question(config, sizes, rank, target)
+    table, path = load_answer(asked, folder), entry_path(asked, folder)
+    if table is None:
+        return None
     try:
-        table = read_json(path)
         with in_form(str(path)):
-            if _text(table["question"]) != _text(key) or table["digest"] != _digest(table["trace"]):
-                return None
-            target = key["target"]
-            trace = from_plain(
-                table["trace"],
-                config,
-                key["rank"],
-                Target(**{**target, "capability": tuple(target["capability"])}),
-            )
+            trace = from_plain(table, config, rank, target)
         os.utime(path)  # it is in use: others are removed first
     except (OSError, ValueError):
         return None
     return trace
-
-
-def _digest(trace: Any) -> str:
-    return hashlib.sha256(json.dumps(trace).encode()).hexdigest()
-
-
-def write_entry(path: Path, text: str) -> None:
-    """Replace a file of the cache atomically; two processes may do so at the same time."""
-    make_folder(path.parent)
-    with replacing(path, cache=True) as file:
-        file.write(text.encode())
 
 
 def remove_oldest(folder: Path, max_bytes: int = MOST_BYTES) -> None:
