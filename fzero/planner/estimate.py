@@ -1,4 +1,4 @@
-"""Closed formulas of the ZeRO paper: model states by stage.
+"""Closed formulas of the ZeRO paper: model states by stage, elements communicated.
 
 They need no trace and no model. They are rough figures before a plan, and a cross-check of it: tests compare the traced
 numbers with them. `estimate_model_states` corresponds to DeepSpeed's estimate_zero2_model_states_mem_needs and
@@ -185,3 +185,14 @@ def states_table(model: str | ModelConfig | int, mesh: Mapping[str, int], **opti
             "a GPU: its states, and the largest gathered part if parameters are sharded or offloaded",
         ]
     )
+
+
+def communicated_elements(psi: float, zero: int, ranks: int, *, micro_batches: int = 1, reshard: bool = True) -> float:
+    """The elements that a data rank sends in a step: 2 Psi at stages 0 to 2 and 3 Psi at stage 3, times (N-1)/N.
+
+    With m micro-batches stage 2 reduces m times and stage 3 also gathers twice (once without resharding) for each.
+    Ref: Rajbhandari et al. 2020, section 7.
+    """
+    m = micro_batches
+    times = {0: 2, 1: 2, 2: m + 1, 3: m * (2 if reshard else 1) + m}[zero]
+    return times * psi * (ranks - 1) / ranks
