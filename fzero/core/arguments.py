@@ -72,14 +72,20 @@ def _evaluated(text: Any, scope: dict[str, Any]) -> Any:
         return Any
 
 
-def expect_hint(label: str, value: Any, hint: Any) -> Any:
+def expect_hint(label: str, value: Any, hint: Any, write: str | None = None) -> Any:
     """Return `value`, with numpy's scalars as Python's; raises WrongKind unless it is of the kind that `hint` says, and
-    ValueError if a rule of its `Annotated` (see bounds.Allowed) refuses it.
+    ValueError if a rule of its `Annotated` (see config_tables.Allowed) refuses it. write: that error, with {} for the
+    value.
 
     >>> expect_hint("adam: eps", "1e-8", float)
     Traceback (most recent call last):
     fzero.core.arguments.WrongKind: adam: eps is '1e-8'; it must be a number
     """
+    if write is not None:
+        try:
+            return expect_hint(label, value, hint)
+        except ValueError:
+            raise WrongKind(write.format(format_value(value))) from None
     converted = as_hinted(value, hint)
     if converted is not NO:
         for rule in getattr(hint, "__metadata__", ()):
@@ -97,19 +103,22 @@ def expect_hint(label: str, value: Any, hint: Any) -> Any:
     raise WrongKind(f"{label} is {format_value(value)}; it must be {describe_hint(hint)}")
 
 
-def expect_fields(instance: Any, owner: str = "") -> None:
-    """Raise WrongKind if a field of a frozen dataclass is of another kind than its hint; numpy's become Python's."""
+def expect_fields(instance: Any, owner: str = "", /, **write: str) -> None:
+    """Raise ValueError if a field of a frozen dataclass is not as its hint says (see `expect_hint`).
+
+    owner: its name in errors; "": that of the class. write: by field, the error, with {} for the value.
+    """
     hints = hints_of(type(instance))
     for name in (field.name for field in dataclasses.fields(instance)):
         value, hint = getattr(instance, name), hints[name]
-        converted = expect_hint(f"{owner or type(instance).__name__}: {name}", value, hint)
+        converted = expect_hint(f"{owner or type(instance).__name__}: {name}", value, hint, write.get(name))
         if converted is not value:
             object.__setattr__(instance, name, converted)
 
 
 def without_rules(hint: Any) -> Any:
     """The kind that an Annotated has, or the hint itself."""
-    return getattr(hint, "__origin__", hint) if hasattr(hint, "__metadata__") else hint
+    return hint.__origin__ if hasattr(hint, "__metadata__") else hint
 
 
 def as_hinted(value: Any, hint: Any) -> Any:
@@ -275,12 +284,7 @@ def checked(exempt: str = "", /, **write: str | Callable[[Any], None]) -> Callab
             if callable(message):
                 message(value)
                 return value
-            try:
-                return value if hint is Any else expect_hint(f"{owner}: {name}", value, hint)
-            except ValueError:
-                if message is None:
-                    raise
-                raise WrongKind(message.format(format_value(value))) from None
+            return value if hint is Any else expect_hint(f"{owner}: {name}", value, hint, message)
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -7,11 +7,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from fzero.comm.axes import PP
-from fzero.core.arguments import expect_count, expect_kind
-from fzero.core.config_tables import Count
+from fzero.core.arguments import expect_fields
+from fzero.core.config_tables import Count, at_least
 from fzero.core.pytree import nearest
 from fzero.core.text_parsing import read_text_file
 from fzero.sharding.pipeline import (
@@ -58,13 +58,16 @@ class Pipeline:
     """
 
     schedule: str | Schedule = "1f1b"
-    chunks: Count = 0
+    chunks: Annotated[Count, at_least(0)] = 0
     layout: str = "auto"
 
     def __post_init__(self) -> None:
-        expect_kind("schedule", self.schedule, (str, Schedule), 'write schedule="1f1b"')
-        expect_kind("layout", self.layout, str, 'write layout="auto", or the layers of each stage: "8,9,9,6"')
-        expect_count("chunks", self.chunks, minimum=0)
+        expect_fields(
+            self,
+            schedule='schedule is {}; write schedule="1f1b"',
+            layout='layout is {}; write layout="auto", or the layers of each stage: "8,9,9,6"',
+            chunks="chunks is {}; it must be a whole number of at least 0",
+        )
         object.__setattr__(self, "schedule", text_of(self.schedule))
         object.__setattr__(self, "chunks", self.chunks or chunks_of(str(self.schedule)) or 1)
         if self.has_table:

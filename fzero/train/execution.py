@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from fzero.core.arguments import expect_count, expect_fields, expect_kind
+from fzero.core.arguments import expect_fields
 from fzero.core.autodiff import Remat
-from fzero.core.config_tables import Bounds, one_of
+from fzero.core.config_tables import Bounds, at_least, one_of
 from fzero.kernels.registry import AUTO, Kernels
 
 CAPTURE = ("auto", "off")
@@ -57,11 +57,11 @@ class Execution:
     remat: Remat | str = "none"
     compiled: bool = False
     kernels: Kernels | str = AUTO
-    prefetch: int = 1
+    prefetch: Annotated[int, at_least(0)] = 1
     reshard: bool = True
     norms: bool = False
     capture: str = "off"
-    resident: int = 0
+    resident: Annotated[int, at_least(0)] = 0
     partition_activations: bool = False
     update: str = "end"
     _layers: int = 0  # planner only: run the first layers and extrapolate; 0: all
@@ -71,20 +71,21 @@ class Execution:
 
     def __post_init__(self) -> None:
         write = 'write remat="full" or remat="none"' if isinstance(self.remat, bool) else 'write remat="full"'
-        expect_kind("remat", self.remat, (Remat, str), f'{write}, "every:2" or "selective:0.5"')
-        expect_kind("compiled", self.compiled, bool, "write compiled=True or compiled=False")
-        expect_kind("reshard", self.reshard, bool, "write reshard=True or reshard=False")
-        write = "write partition_activations=True"
-        expect_kind("partition_activations", self.partition_activations, bool, write)
-        expect_kind("kernels", self.kernels, (Kernels, str), 'write kernels="auto" or kernels="reference"')
+        expect_fields(
+            self,
+            remat=f'remat is {{}}; {write}, "every:2" or "selective:0.5"',
+            compiled="compiled is {}; write compiled=True or compiled=False",
+            kernels='kernels is {}; write kernels="auto" or kernels="reference"',
+            prefetch="prefetch is {}; it must be a whole number of at least 0",
+            reshard="reshard is {}; write reshard=True or reshard=False",
+            capture='capture is {}; write capture="auto" or capture="off"',
+            resident="resident is {}; it must be a whole number of at least 0",
+            partition_activations="partition_activations is {}; write partition_activations=True",
+        )
         if isinstance(self.remat, str):
             object.__setattr__(self, "remat", Remat.parse(self.remat))
         if isinstance(self.kernels, str):
             object.__setattr__(self, "kernels", Kernels.parse(self.kernels))
-        expect_count("prefetch", self.prefetch, minimum=0)
-        expect_count("resident", self.resident, minimum=0)
-        expect_kind("capture", self.capture, str, 'write capture="auto" or capture="off"')
-        expect_fields(self)
         one_of(CAPTURE).check("capture", self.capture)
         one_of(UPDATES, f"{', '.join(UPDATES[:-1])} or {UPDATES[-1]}").check("update", self.update)
         assert isinstance(self.remat, Remat)  # parsed above
