@@ -79,6 +79,7 @@ class TileFile:
     """A part being written: call `fill` and `write` for each of its slabs, in any order and from any thread."""
 
     def __init__(self, name: str, layout: ChunkLayout, index: Index, path: Callable[[str], Folder]) -> None:
+        # path: (leaf name) -> the folder of its array, called once that is known.
         self.name, self.layout, self.index, self.path = name, layout, index, path
         self.pending_slabs, self.sum, self.digest = 0, 0, 0
         self.lock = threading.Lock()

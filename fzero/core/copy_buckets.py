@@ -48,6 +48,7 @@ def allocate_adjacent(
     like: Sequence[Tensor], layers: int | None = None, empty: Callable[..., Tensor] = _empty_pinned
 ) -> list[Tensor]:
     """Uninitialised memory of the host for each tensor; one dtype side by side, layer by layer."""
+    # empty: (shape, dtype=) -> such memory; that of PyTorch's allocator serves what comes and goes.
     # Side by side, so that one copy fills a layer of all of them.
     out: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(x.dtype for x in like):

@@ -169,6 +169,9 @@ CPU = Target("cpu")
 class FakeDevice(FakeTensorMode):
     """A context in which new tensors have no memory and represent tensors on `target`, or on its host."""
 
+    # torch.tensor(numbers, device=...) always creates the tensor on the host: write torch.tensor(0).to(device). lower:
+    # compiles a graph for fake tensors, as (graph, example inputs, backward) -> callable; None: a graph runs as it was
+    # traced. tracing: these tensors are used to trace a graph; no step runs, and the ledger records no collective.
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return (

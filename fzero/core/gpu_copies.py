@@ -59,6 +59,8 @@ def ready(value: T) -> Future[T]:
 class Copied:
     """A copy that was started; call `use` or `finish` before its tensor is read."""
 
+    # event: after the copy; None: it is made. owner: the stream whose memory a tensor on the GPU is, which waits for
+    # the copy before the tensor is freed, also if that was never used.
     __slots__ = ("_ordered", "event", "owner", "tensor")
 
     def __init__(self, tensor: Tensor, event: Any = None, owner: Any = None) -> None:

@@ -28,6 +28,10 @@ class KeyedNumbers:
         first: int | Tensor = 0,
         expect: Callable[[Tensor], None] = lambda x: None,
     ):
+        # key: makes the key, at the first draw; None: dropouts pass their input, and all else is drawn by a fixed key,
+        # as an evaluation wants it. rows: the samples of this part of a batch. first: the number of its first one in
+        # the global batch. expect: is called with the input of each dropout, and raises for what may not be dropped
+        # there.
         super().__init__()
         self.make_key, self.rows, self.first, self.expect = key, rows, first, expect
         self.number = 0  # draws so far

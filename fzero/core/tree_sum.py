@@ -17,6 +17,8 @@ from torch import Tensor
 class TreeSum:
     """The sum of terms that come one by one; at most log2 of them are held."""
 
+    # Equal neighbours are added as soon as both exist. plus: (a, b) -> a new term, for terms that are not tensors, or
+    # may not be overwritten; None: tensors are added, in place where one is owned.
     def __init__(self, plus: Callable[[Any, Any], Any] | None = None) -> None:
         self.plus = plus
         self.trees: list[tuple[int, Any, bool]] = []  # (height, sum, whether it may be overwritten)

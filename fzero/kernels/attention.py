@@ -98,8 +98,8 @@ def reference(
 class FormPasses(NamedTuple):
     """The two passes of a form, on plain tensors: -> (out, lse), and -> (dq, dk, dv)."""
 
-    forward: Callable[[Tensor, Tensor, Tensor, Positions, Scoring], tuple[Tensor, Tensor]]
-    backward: Callable[..., Gradients]
+    forward: Callable[[Tensor, Tensor, Tensor, Positions, Scoring], tuple[Tensor, Tensor]]  # -> (out, lse)
+    backward: Callable[..., Gradients]  # (q, k, v, positions, out, lse, g, scoring) -> (dq, dk, dv)
 
 
 def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, positions: Positions, scoring: Scoring) -> tuple[Tensor, Tensor]:

@@ -132,6 +132,7 @@ def attend_by(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """out by the passes of a form, differentiable once by q, k, v and the sinks."""
+    # forward(*tensors) -> (out, lse). backward((*tensors, out, lse), (g,)) -> the gradients of q, k and v.
     if sinks is None:
         return Fused(label, forward, backward, select_saved=lambda tensors, outputs: (*tensors, *outputs))(*tensors)
 

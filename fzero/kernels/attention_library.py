@@ -38,8 +38,8 @@ Tensors = tuple[Tensor, ...]
 class Library(NamedTuple):
     """A library: how PyTorch calls it, and what it serves; its functions take [B, heads, T, K]."""
 
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., Tensors]
+    forward: Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, scale) -> (out, lse in any shape of B H T elements)
+    backward: Callable[..., Tensors]  # (g, q, k, v, out, lse, scale) -> (dq, dk, dv)
     capabilities: tuple[tuple[int, int], tuple[int, int]]  # of the oldest and the newest GPU
     widest: int  # head dim
     activated: str = ""  # PyTorch's name for what takes the place of FlashAttention 2

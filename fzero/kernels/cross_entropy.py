@@ -149,6 +149,8 @@ def total_loss(statistics: Tensor, targets: Tensor, terms: Terms, weights: Tenso
 class ValueAndGradients:
     """A scalar function of tensors that computes its gradients together with its value."""
 
+    # make(*tensors) -> (value, gradients of the first tensors, None for those not needed); the gradients are freed
+    # after use. repeatable: whether `make` may be called once more, for a second backward pass through the same graph.
     label: str
     make: Callable[..., tuple[Any, tuple[Tensor | None, ...]]]
     repeatable: bool = True

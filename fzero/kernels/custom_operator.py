@@ -97,6 +97,9 @@ def operator(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: register a launcher as the operator fzero::NAME of `schema`, one node of a graph."""
 
+    # A launcher is pure: it returns new tensors and does not write into its arguments. `fake` takes the same arguments
+    # and returns empty tensors of the results' shapes and dtypes. flop: the FLOPs of a call (see `kernels.flops`).
+    # opened: see OPENED. batched: the rule of vmap; None: one call for each example, with a warning.
     def define(launch: Callable[..., Any]) -> Callable[..., Any]:
         def on_device(*args: Any) -> Any:
             # Triton launches on the current device.
@@ -174,9 +177,10 @@ class Fused(NamedTuple):
     """A differentiable function given by its forward and backward pass, below all transforms."""
 
     label: str
-    forward: Callable[..., tuple[Tensor, ...]]
-    backward: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], Sequence[Tensor]]
+    forward: Callable[..., tuple[Tensor, ...]]  # -> new tensors: the results, and extras for the backward pass
+    backward: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], Sequence[Tensor]]  # (saved, grads) -> gradients
     results: int = 1
+    # (tensors, outputs) -> what the backward pass is given as `saved`; None: inputs and extras
     select_saved: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], tuple[Tensor, ...]] | None = None
 
     def __call__(self, *tensors: Tensor) -> Any:

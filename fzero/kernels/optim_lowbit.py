@@ -34,6 +34,8 @@ class LeafPosition(NamedTuple):
     """The elements of a whole leaf that a shard holds, and the words of the key for its random numbers."""
 
     key: tuple[int, int] = (0, 0)
+    # Local element i has the global index first + (i // size1) stride1 + (i % size1 // size0) stride0 + i % size0. A
+    # whole leaf has size0 = size1 = its number of elements.
     first: int = 0
     size0: int = 1 << 62
     stride0: int = 0

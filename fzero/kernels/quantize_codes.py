@@ -40,9 +40,9 @@ class CodeKind(NamedTuple):
 
     largest: float
     dtype: torch.dtype
-    mantissa: int = 0
-    lowest: int = 0
-    levels: tuple[float, ...] = ()
+    mantissa: int = 0  # bits of float8's mantissa
+    lowest: int = 0  # float8's lowest normal exponent
+    levels: tuple[float, ...] = ()  # what codes stand for, if they are numbers of levels
 
 
 NF4 = (

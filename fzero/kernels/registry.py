@@ -58,9 +58,9 @@ class Form:
 
     name: str
     run: Callable[..., Any]
-    supports: Callable[..., str] = always
-    prefers: Callable[..., str] = always
-    composes: bool = False
+    supports: Callable[..., str] = always  # the same arguments -> "" if this form serves them, else why not
+    prefers: Callable[..., str] = always  # the same arguments -> "" if "auto" should take it, else why not, as measured
+    composes: bool = False  # whether it serves under vmap and where it is differentiated more than once
 
     def reason_against(self, args: tuple[Any, ...], options: Mapping[str, Any], plain: bool = True) -> str:
         """The reason why this form cannot serve a call, "" for none."""
@@ -103,6 +103,9 @@ class Op:
         order: Callable[..., Sequence[str]] = lambda *args, **options: (),
         expect: Callable[..., None] | None = None,
     ):
+        # order: the same arguments -> names of forms in the order in which "auto" asks them; by default that in which
+        # they are given. flops, bytes: the same arguments -> the least cost of a call, forward; both also serve tensors
+        # without data (fake or on the meta device).
         self.expect = expect
         self.name, self.reference, self.flops, self.bytes, self.order = name, reference, flops, bytes, order
         self.forms = list(forms)

@@ -131,11 +131,11 @@ def gather_mixture(p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int], gat
 class TokenChunk(NamedTuple):
     """Tokens whose rows are exchanged together, their order and its inverse, and the rows by rank of ep."""
 
-    x: Tensor
-    weights: Tensor
+    x: Tensor  # [n, D]
+    weights: Tensor  # [n, k]
     order: Tensor
     inverse: Tensor
-    rows: Sequence[Tensor]
+    rows: Sequence[Tensor]  # by rank of ep those for its experts [sender, expert]
 
     def to_ranks(self) -> Tensor:
         """The numbers of rows [sender, rank]."""

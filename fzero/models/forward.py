@@ -98,6 +98,8 @@ def stack_over_pp(
     plan: Plan,
 ) -> tuple[Any, int]:
     """A stack of layers over the ranks of pp: (x after it, the number of the layer behind it)."""
+    # apply: (blocks, layers, x, number of the first layer) -> x, for the layers that a rank holds. first: the number of
+    # the stack's first layer.
     # Stage by stage x goes on to the next stage's rank. What the other ranks hold meanwhile is nobody's, and they send
     # it around too: all ranks run the same collectives over pp, also in the backward pass and under transforms.
     assert plan.stages is not None

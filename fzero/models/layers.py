@@ -49,6 +49,8 @@ class DimSplit(NamedTuple):
     dim: int
     size: int
     name: str
+    # "size" or "heads", which tp must divide; "kv heads", which may be fewer than tp, and then each serves the same
+    # number of ranks; "words", of which the last rank may have fewer than the others, but not none.
     kind: str = "size"
 
 

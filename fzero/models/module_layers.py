@@ -22,6 +22,8 @@ from fzero.core.pytree import nearest
 class Constants:
     """Tensors that no training changes, kept on the devices where they are used."""
 
+    # saved: the names of those that a state_dict has: the floating ones of them are weights, and have the dtype of the
+    # computation. The others, such as the frequencies of rotary embeddings, keep the dtype that the module gave them.
     def __init__(self, leaves: dict[str, Tensor], saved: Collection[str]):
         self.leaves = leaves
         self.weights = {name for name, leaf in leaves.items() if name in saved and leaf.is_floating_point()}

@@ -104,6 +104,7 @@ class LowRankSum(WeightInParts):
 
     def gain(self, m: Tensor, v: Tensor) -> Tensor:
         """m over the norms of the columns of v [in, out], in float32 or wider."""
+        # The norms count as constants in the backward pass.
         squares = psum(v.detach().square().sum(-2), self.axis, leaf="dora")
         return m.to(v.dtype) / squares.sqrt()
 

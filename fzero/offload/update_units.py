@@ -57,6 +57,8 @@ def cut_units(
     max_elements: int,
 ) -> list[UpdateUnit]:
     """Cut leaves of these shapes, layer by layer, into units of about `max_elements` elements at most."""
+    # stacked: (name) -> whether its first dim counts layers, which are updated one by one. uncut: (name) -> whether its
+    # layers may not be cut into rows.
     outside = [
         RowBlock(n, None, rows)
         for n, shape in shapes.items()

@@ -92,6 +92,9 @@ def layer_pieces(
     stacked: str | None, parts: Callable[[str, Sequence[int]], int]
 ) -> Callable[[str, Sequence[Tensor]], Iterable[Sequence[Tensor]]]:
     """A function that cuts a leaf whose name `stacked` matches into views of one layer; others stay whole."""
+    # parts: (name, dims) -> into how many parts they are cut, 1 if the leaf is whole. Of a leaf whose layers are in n
+    # parts, n layers at a time, which take no more memory than one: so few collectives, and a layer for each of n
+    # ranks.
     expect_regex("stacked", stacked)
 
     def pieces(name: str, tensors: Sequence[Tensor]) -> Iterable[Sequence[Tensor]]:
@@ -138,6 +141,10 @@ def leafwise(
     vary: Callable[[str, Tensor], Tensor] = lambda name, x: x,
 ) -> GradientTransformation:
     """The transformation that does `step` on every leaf; its state is `state_type(count, a tree per slot, ...)`."""
+    # scalars: (count of steps made before) -> float64 0-dim tensors that `step` is given, cast to the leaf's computing
+    # dtype. info: (name, param) -> what `step` must know of the whole leaf, as it may see pieces. pieces: how a leaf
+    # may be cut without changing what `step` computes. check: raises ValueError in `init`. vary: of ShardedLeaves, for
+    # scalars: they are the same on all ranks, and each uses them with its shards.
     spare = ((),) * (len(state_type._fields) - 1 - len(slots))
 
     def init(params: Tree) -> Tree:

@@ -35,8 +35,8 @@ Products = tuple[tuple[int, int, int, int, float], ...]  # (batch, m, n, k, seco
 class MeasuredRates(NamedTuple):
     """Measured seconds of operations as a training step runs them, in one process beside others."""
 
-    threads: int
-    processes: int
+    threads: int  # of the process that was measured
+    processes: int  # that did the same on this machine, it included
     bandwidth: Curve  # bytes read and written -> seconds of a sum of two tensors
     gemm: dict[str, Products]  # by dtype; "float32/onednn": computed by oneDNN, see fzero.run.setup.machine
     kernels: dict[str, Curve]  # "name/dtype" -> seconds by bytes read and written, or by FLOP for attention

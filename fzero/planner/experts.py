@@ -21,7 +21,8 @@ class Loads(NamedTuple):
     (1.2, 1.2)
     """
 
-    factor: float = 1.0
+    factor: float = 1.0  # of every layer, the rows of the rank with the fullest experts over the mean of the ranks
+    # of each layer the share of the choices that each expert gets, as a run records
     shares: tuple[tuple[float, ...], ...] = ()
 
     def imbalance(self, ep: int) -> float:

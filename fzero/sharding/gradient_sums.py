@@ -49,6 +49,10 @@ class SumsAtRest:
         narrow: bool = False,
         squares_of: Callable[[Tensor], list[Any]] | None = None,
     ):
+        # make_disk_sum: (leaf, stream, depth) -> the sum of a leaf that rests on a disk (see ScratchTensor). early: is
+        # handed the sums of each layer as soon as they are final. buffers: the memory of sums in the host's memory, for
+        # the next step too. narrow: with one micro-batch the sums keep its dtype at the end. squares_of: (a leaf, or a
+        # layer of one) -> what the norm is made of, taken before a sum leaves the GPU, so that nobody reads it again.
         self.accumulate, self.parts = plan.policy.accumulate, parts
         self.make_disk_sum, self.early = make_disk_sum, early
         self.buffers, self.narrow, self.squares_of = {} if buffers is None else buffers, narrow, squares_of

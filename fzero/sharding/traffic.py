@@ -148,7 +148,7 @@ class RankTraffic(NamedTuple):
     collective: str
     link: str
     itemsize: int  # bytes of an element; 0: of activations, in the dtype of products
-    per_micro_batch: int  # for each micro-batch
+    per_micro_batch: int  # for each micro-batch  # of "activations" and their "gradients" messages, else elements
     per_step: int  # once a step
 
     @property

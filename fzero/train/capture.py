@@ -82,6 +82,9 @@ class RecordedStep(NamedTuple):
 class CapturedStep:
     """A train step that replays `step` on a GPU, with its bits, where that is faster; else it issues it."""
 
+    # The first step and the next `WARM_UP` are issued; if issuing takes at least `SHARE` of their time on any rank, the
+    # next one is recorded, on all ranks. A batch of another shape is recorded the second time that it comes. A state
+    # that is not the last result (after a rollback) is issued once and recorded again.
     def __init__(self, step: Step, mesh: Mesh, refused: str) -> None:
         self.step, self.mesh, self.refused = step, mesh, refused
         self.news: list[str] = []

@@ -118,6 +118,7 @@ def with_scale(c: RunConfig, stream: Any, sample: int) -> dict[str, Tensor]:
 class BucketStep:
     """A train step on batches of rows of any length, made at the rate that its `lr_scale` says."""
 
+    # The factor is in the state (see `optim.with_lr_scale`), and set there in place, where graphs of steps have it.
     def __init__(self, step: Callable[[Any, Any], tuple[Any, Any]], samples: int, ranks: int) -> None:
         self.inner_step, self.samples, self.ranks = step, samples, ranks  # of data
 

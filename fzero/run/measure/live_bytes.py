@@ -153,6 +153,9 @@ class LiveBytes(TorchDispatchMode):
 class MemoryTrace(LiveBytes):
     """The record of one step, real or fake, and a context around it: births, deaths, and events."""
 
+    # note: (operator, args, kwargs, result) -> the event to enter, or None; without it, operators are counted by name.
+    # make_transfer: ("start" | "wait", number, what, axis, bytes, visit) -> an event of a transfer. buffers: the pool
+    # of offloaded leaves, counted at its full size.
     def __init__(
         self,
         state: Tree,

@@ -66,6 +66,10 @@ class ClockSpan(NamedTuple):
 class Clock:
     """A ledger.Watcher that measures time: by phase, "comm_exposed" and "io" (waits for a disk)."""
 
+    # A second belongs to the outermost phase, whatever is entered inside it; but waiting for a collective is
+    # "comm_exposed", and waiting for a disk and the commit of a store are "io", outside evaluations and checkpoints. On
+    # a GPU marks are events in the current stream: exposed is how long that stream waited. waited: the seconds that
+    # this thread has waited for a disk so far.
     def __init__(self, device: torch.device | str = "cpu", waited: Callable[[], float] | None = None) -> None:
         self.events: list[Any] | None = [] if torch.device(device).type == "cuda" else None  # to be used again
         self.timestamp: Callable[[], Any] = (
