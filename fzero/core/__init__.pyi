@@ -70,6 +70,8 @@ from fzero.core.compile_cache import have_compiler as have_compiler
 from fzero.core.compile_cache import library as library
 from fzero.core.compile_cache import package_digest as package_digest
 from fzero.core.compile_cache import processor as processor
+
+# Nested tables of plain values
 from fzero.core.config_tables import COUNT as COUNT
 from fzero.core.config_tables import FLOAT32_LARGEST as FLOAT32_LARGEST
 from fzero.core.config_tables import FRACTION as FRACTION
@@ -82,8 +84,6 @@ from fzero.core.config_tables import RATE as RATE
 from fzero.core.config_tables import SEED as SEED
 from fzero.core.config_tables import SIZE as SIZE
 from fzero.core.config_tables import STAGE as STAGE
-
-# Nested tables of plain values
 from fzero.core.config_tables import Allowed as Allowed
 from fzero.core.config_tables import Amount as Amount
 from fzero.core.config_tables import AtLeastOne as AtLeastOne
@@ -183,12 +183,12 @@ from fzero.core.gpu_copies import free_sources as free_sources
 from fzero.core.gpu_copies import pass_group as pass_group
 from fzero.core.gpu_copies import ready as ready
 from fzero.core.gpu_copies import reserve as reserve
+
+# Let an operator that writes a tensor find the tensor's largest magnitude too, where a traced graph asks for it
 from fzero.core.graph_passes import ORDERED as ORDERED
 from fzero.core.graph_passes import PAIRED_OPERATORS as PAIRED_OPERATORS
 from fzero.core.graph_passes import SHARED as SHARED
 from fzero.core.graph_passes import STARTED as STARTED
-
-# Let an operator that writes a tensor find the tensor's largest magnitude too, where a traced graph asks for it
 from fzero.core.graph_passes import Formula as Formula
 from fzero.core.graph_passes import add_formula as add_formula
 from fzero.core.graph_passes import add_twin as add_twin
@@ -251,6 +251,7 @@ from fzero.core.random_interception import seeded as seeded
 from fzero.core.reinterpret import reinterpret as reinterpret
 
 # `stack` applies a block layer by layer; its loop controls what is kept for the backward pass
+from fzero.core.stack import NO_REMAT as NO_REMAT
 from fzero.core.stack import Block as Block
 from fzero.core.stack import Blocks as Blocks
 from fzero.core.stack import LayerLoop as LayerLoop

@@ -54,6 +54,10 @@ from fzero.run.setup.machine import resolve_auto as resolve_auto
 from fzero.run.setup.machine import resolve_here as resolve_here
 from fzero.run.setup.machine import set_fp32_matmul as set_fp32_matmul
 
+# Local steps of a run
+from fzero.run.setup.members import Members as Members
+from fzero.run.setup.members import members_of as members_of
+
 # What a run sets for its whole process, and sets back at its end
 from fzero.run.setup.process_settings import settings_restored as settings_restored
 from fzero.run.setup.process_settings import sleep_while_shared as sleep_while_shared
