@@ -11,7 +11,7 @@ from kernel_cases import Case, cases
 from ten_rows import Rows, Where, median_seconds
 from torch import Tensor
 
-from fzero.kernels import flops, linear_cross_entropy
+from fzero.kernels import attention_pattern, linear_cross_entropy
 from fzero.kernels.attention import attention
 from fzero.kernels.attention_pattern import FULL
 from fzero.kernels.registry import op
@@ -211,7 +211,10 @@ def rate(shape: Shape, form: str, where: Where) -> dict[str, Any]:
             return run(*leaves)
 
     repeats = all(torch.equal(a, b) for a, b in zip(both(), both()))
-    products = 2.0 * shape.batch * shape.heads * shape.dim * flops.pairs(FULL, shape.length, shape.length)
-    counts = flops.FORWARD_PRODUCTS, flops.FORWARD_PRODUCTS + flops.BACKWARD_PRODUCTS
+    products = 2.0 * shape.batch * shape.heads * shape.dim * attention_pattern.pairs(FULL, shape.length, shape.length)
+    counts = (
+        attention_pattern.FORWARD_PRODUCTS,
+        attention_pattern.FORWARD_PRODUCTS + attention_pattern.BACKWARD_PRODUCTS,
+    )
     found = [n * products / median_seconds(call, where.device) / 1e12 for n, call in zip(counts, (forward, both))]
     return {"forward_tflops": found[0], "both_tflops": found[1], "repeats": repeats}

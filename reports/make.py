@@ -116,7 +116,7 @@ def report(name: str, folder: Path) -> None:
 def render() -> None:
     """Write text and pictures of all reports from the numbers in their report.json, and the comparison of the runs in
     SEVERAL where all of them are there."""
-    from fzero.report import pages, report_writer
+    from fzero.report import report_writer
 
     found = {
         run.name: report_writer.read(REPORTS / run.name)
@@ -132,7 +132,7 @@ def render() -> None:
             old.unlink()
         for picture, drawn in report_writer.draw(one, runs=name != SEVERAL).items():
             (REPORTS / name / f"{picture}.svg").write_text(drawn.svg)
-        (REPORTS / name / report_writer.MARKDOWN).write_text(pages.to_markdown(one, runs=name != SEVERAL))
+        (REPORTS / name / report_writer.MARKDOWN).write_text(report_writer.to_markdown(one, runs=name != SEVERAL))
 
 
 def fzero(*words: str, cwd: Path) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fzero.core.storage import write_text
-from fzero.report import pages
+from fzero.report import report_writer
 from fzero.report.report_writer import merge, read
 from fzero.report.values import Picture, Report
 
@@ -74,15 +74,15 @@ def part_text(name: str, part: str, where: str, page: Path, reports: Path, known
     if name not in known:
         found = [read(reports / one) for one in name.split("+")]
         known[name] = found[0] if len(found) == 1 else merge(found)
-    named = pages.by_name(known[name])
+    named = report_writer.by_name(known[name])
     if part not in named:
         names = list(named)
         raise ValueError(f"{where}: report {name} has no {part!r}{nearest(part, names)}; it has {', '.join(names)}")
     what, prefix = named[part]
     if isinstance(what, Picture):
         path = Path(os.path.relpath(reports / name / f"{prefix}{what.name}.svg", page.parent)).as_posix()
-        return pages.picture_text(what, path)
-    return pages.table_text(what)
+        return report_writer.picture_text(what, path)
+    return report_writer.table_text(what)
 
 
 def nearest(name: str, names: Sequence[str]) -> str:

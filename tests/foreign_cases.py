@@ -27,7 +27,7 @@ from fzero.kernels import tuning
 from fzero.models import DeepSeekConfig, GPT2Config, LlamaConfig, MoEConfig, RopeScaling, build, init_params
 from fzero.offload import LeafFiles, Nvme, disk_io
 from fzero.planner import devices
-from fzero.report import first_screen, pages, report_writer
+from fzero.report import first_screen, report_writer
 from fzero.run import from_table, machine, rollback, run_folder
 from fzero.sharding import one_process
 
@@ -204,7 +204,7 @@ def read_run(folder):
     run_folder.read_config(run), run_folder.read_tokenizer(run), list(run_folder.read_metrics(run))
     run_folder.read_attempts(run), rollback.skips_of(run)
     report = report_writer.gather([run])
-    return pages.to_markdown(report), first_screen.opening(report).parts[:2]
+    return report_writer.to_markdown(report), first_screen.opening(report).parts[:2]
 
 
 def make_report(folder):
@@ -298,7 +298,7 @@ READERS: dict[str, Reader] = {
         read_run,
     ),
     "report": Reader(
-        make_report, ("report/report.json",), lambda d: pages.to_markdown(report_writer.gather([d / "report"]))
+        make_report, ("report/report.json",), lambda d: report_writer.to_markdown(report_writer.gather([d / "report"]))
     ),
     **{
         f"hf-{name}": Reader(model_folder(name), ("model/config.json", "model/model.safetensors"), import_model)

@@ -137,7 +137,7 @@ import torch
 from fzero.cli import aot as command
 from fzero.core.vjp_pair import vjp_pair
 from fzero.core.device import FakeDevice, Target
-from fzero.planner import aot_inductor
+from fzero.planner import fake_inductor
 
 class Here:  # in place of a pool of processes
     def __init__(self, **_): pass
@@ -149,14 +149,14 @@ class Here:  # in place of a pool of processes
         return done
 
 sources = {}
-with FakeDevice(Target("cuda", 132, (9, 0), "H200"), lower=functools.partial(aot_inductor._lower, sources)) as mode:
+with FakeDevice(Target("cuda", 132, (9, 0), "H200"), lower=functools.partial(fake_inductor._lower, sources)) as mode:
     pair = vjp_pair(lambda x: [torch.exp(x) * 2], 1, compiled=True)
     pair.forward([torch.zeros(64, 64, device=mode.device)])
 name, source = next(iter(sources))
 bad = source.replace("tl.store(", "tl.stor(")
-kinds = [aot_inductor.Generated("sm_90", "llama", i, name, text) for i, text in enumerate((source, bad))]
+kinds = [fake_inductor.Generated("sm_90", "llama", i, name, text) for i, text in enumerate((source, bad))]
 command.Pool = Here
-aot_inductor.generate_kernels = lambda model, arch: kinds if model == "llama" else []
+fake_inductor.generate_kernels = lambda model, arch: kinds if model == "llama" else []
 print("exit code", command.main(["--part", "inductor", "--arch", "sm_90"]))
 """
 

@@ -13,8 +13,8 @@ from kernel_laws import adjoint, both_passes, draw, numbers, repeats, strides, t
 from fzero.core import FakeDevice, Target, flop_of
 from fzero.kernels import FULL, Pattern, Speed, attention, attention_library, pairs, registry, tuning
 from fzero.kernels.attention_library import LIBRARIES, library_attention
-from fzero.planner.calibrate.gemm import Shape, measure_attention
-from fzero.planner.calibrate.gemm import _repeats as repeats_of
+from fzero.planner.calibrate.memory import Shape, measure_attention
+from fzero.planner.calibrate.memory import _repeats as repeats_of
 
 H100, A100 = Target("cuda", 132, (9, 0), "NVIDIA H100 80GB HBM3"), Target("cuda", 108, (8, 0), "NVIDIA A100-SXM4-80GB")
 B200, MI300X = Target("cuda", 148, (10, 0), "NVIDIA B200"), Target("cuda", 304, (9, 4), "AMD Instinct MI300X")

@@ -12,7 +12,7 @@ import torch
 
 from fzero.kernels import attention_tiled, registry
 from fzero.planner import devices, machine
-from fzero.planner.calibrate import case_timer, gemm, memory, step_operators
+from fzero.planner.calibrate import case_timer, memory, step_operators
 from fzero.planner.calibrate import collectives as processes
 from fzero.planner.calibrate.case_timer import Case, Figure
 from fzero.planner.device_names import list_devices
@@ -29,7 +29,7 @@ def home(tmp_path, monkeypatch):
 def short(monkeypatch):
     """Next to no time for each part, a small grid of products, and no large heap."""
     monkeypatch.setattr(machine, "SECONDS", dict.fromkeys(machine.SECONDS, 0.01))
-    monkeypatch.setattr(gemm, "shapes", lambda quick: [(1, 8, 8, 8), (2, 4, 8, 16)])
+    monkeypatch.setattr(memory, "shapes", lambda quick: [(1, 8, 8, 8), (2, 4, 8, 16)])
     monkeypatch.setattr(memory, "SIZES", (4 << 10, 16 << 10))
     monkeypatch.setattr(memory, "FEW", (4 << 10, 8 << 10, 16 << 10))
     monkeypatch.setattr(step_operators, "LADDER", step_operators.LADDER[:1])
@@ -329,13 +329,13 @@ def test_layouts_stay_apart_where_they_were_measured():
 
 def test_products_have_the_shapes_and_layouts_they_say(monkeypatch):
     made = []
-    real = gemm._operand
-    monkeypatch.setattr(gemm, "_operand", lambda *args: made.append(real(*args)) or made[-1])
-    before = gemm.fp32_matmul()
-    found = gemm.measure_products(0.01, grid=[(1, 8, 16, 32), (3, 8, 16, 32)])
+    real = memory._operand
+    monkeypatch.setattr(memory, "_operand", lambda *args: made.append(real(*args)) or made[-1])
+    before = memory.fp32_matmul()
+    found = memory.measure_products(0.01, grid=[(1, 8, 16, 32), (3, 8, 16, 32)])
     assert {"bfloat16", "bfloat16/nt", "bfloat16/tn", "float32", "float64", "float16"} <= set(
         found
-    ) and gemm.fp32_matmul() == before
+    ) and memory.fp32_matmul() == before
     assert set(found["bfloat16/tn"]) == {(1, 8, 16, 32), (3, 8, 16, 32)} and all(
         f.s > 0 for each in found.values() for f in each.values()
     )
@@ -346,8 +346,8 @@ def test_products_have_the_shapes_and_layouts_they_say(monkeypatch):
 
 @pytest.mark.parametrize(("most_s", "measured"), [(60.0, 2), (1e-7, 1)])
 def test_products_that_take_too_long_are_left_out(monkeypatch, most_s, measured):
-    monkeypatch.setattr(gemm, "MOST_S", most_s)
-    found = gemm.measure_products(0.0, grid=[(1, 2, 2, 2), (1, 96, 96, 96)])
+    monkeypatch.setattr(memory, "MOST_S", most_s)
+    found = memory.measure_products(0.0, grid=[(1, 2, 2, 2), (1, 96, 96, 96)])
     assert {dtype: len(found[dtype]) for dtype in ("bfloat16", "float32")} == {
         "bfloat16": measured,
         "float32": measured,
@@ -355,9 +355,9 @@ def test_products_that_take_too_long_are_left_out(monkeypatch, most_s, measured)
 
 
 def test_the_grid_covers_training():
-    grid = gemm.shapes(False)
+    grid = memory.shapes(False)
     assert (
-        len(set(grid)) == len(grid) > len(gemm.shapes(True))
+        len(set(grid)) == len(grid) > len(memory.shapes(True))
         and (1, 2048, 704, 256) in grid
         and (1, 256, 704, 2048) in grid
     )

@@ -19,7 +19,7 @@ from zero_cases import whole
 import fzero
 from fzero import checkpoint, local_batch
 from fzero.checkpoint import code_lines, encode_moments, restore_tree
-from fzero.checkpoint.moment_codes import coded_leaves
+from fzero.checkpoint.restore_tree import coded_leaves
 from fzero.cli import main
 from fzero.core import digest, pytree
 from fzero.offload import DiskTensor

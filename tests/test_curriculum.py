@@ -1,4 +1,4 @@
-"""Numbers of a corpus' rows (fzero/data/analysis.py), orders by them (curriculum.py), and rows in pieces; that every
+"""Numbers of a corpus' rows (fzero/data/curriculum.py), orders by them (curriculum.py), and rows in pieces; that every
 mesh and resume reads them alike stands in test_data_law.py."""
 
 import json
@@ -37,7 +37,7 @@ def text(tmp_path_factory):
 def test_numbers_are_those_of_their_definitions(text, packing, monkeypatch):
     tokens = data.open_tokens(text)
     stream = data.TokenStream(tokens, 8, 1, packing=packing)
-    monkeypatch.setattr("fzero.data.analysis.BATCH_TOKENS", 40)  # several parts
+    monkeypatch.setattr("fzero.data.curriculum.BATCH_TOKENS", 40)  # several parts
     lengths, rare = (data.analyze(text, m, seq_len=8, packing=packing) for m in ("length", "rarity"))
     rows = [[n for n in row if n >= 0] for row in stream.rows.positions(np.arange(len(stream.rows))).tolist()]
     counts = Counter(int(tokens.tokens[n]) for row in rows for n in row)
@@ -168,7 +168,7 @@ def test_an_analysis_that_changed_ends_the_run_that_began_with_it(text, tmp_path
     config = config_of(path=str(text), curriculum="own", curriculum_steps=4)
     began = curriculum.with_digest(config, text)
     assert curriculum.with_digest(began, text) == began and curriculum.curriculum_of(began, text) is not None
-    found = data.analysis.open_analysis(text, "own", 16, "stream")
+    found = curriculum_module.open_analysis(text, "own", 16, "stream")
     assert (found.values == own).all() and began.data.curriculum == f"own@{found.digest}"
     with pytest.raises(ValueError, match="is there already; remove it, or give another name"):
         data.analyze(text, "rarity", seq_len=16, name="own")
@@ -176,16 +176,16 @@ def test_an_analysis_that_changed_ends_the_run_that_began_with_it(text, tmp_path
     with pytest.raises(ValueError, match=f"own beside .* is {found.digest} by now"):
         curriculum.curriculum_of(other, text)
     with pytest.raises(ValueError, match=r"no such analysis; there is .*own-16-stream.* --metric none --seq-len 16"):
-        data.analysis.open_analysis(text, "none", 16, "stream")
+        curriculum_module.open_analysis(text, "none", 16, "stream")
     place = text / "analysis-own-16-stream"
     meta = json.loads((place / "meta.json").read_text())
     (place / "meta.json").write_text(json.dumps({**meta, "corpus": "0"}))
     with pytest.raises(ValueError, match="is of another corpus than"):
-        data.analysis.open_analysis(text, "own", 16, "stream")
+        curriculum_module.open_analysis(text, "own", 16, "stream")
     (place / "meta.json").write_text(json.dumps(meta))
     (place / "values.npy").write_bytes((place / "values.npy").read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"values\.npy: missing or damaged"):
-        data.analysis.open_analysis(text, "own", 16, "stream")
+        curriculum_module.open_analysis(text, "own", 16, "stream")
 
 
 def test_the_loss_of_a_row_is_the_models(text, fz, tmp_path, monkeypatch):
@@ -198,7 +198,7 @@ def test_the_loss_of_a_row_is_the_models(text, fz, tmp_path, monkeypatch):
     assert code == 0 and out.startswith("loss of ") and "written: " in out
     from fzero.run import weights
 
-    trained, found = weights.load(tmp_path / "run"), data.analysis.open_analysis(text, "loss", 16, "stream").values
+    trained, found = weights.load(tmp_path / "run"), curriculum_module.open_analysis(text, "loss", 16, "stream").values
     stream = data.TokenStream(data.open_tokens(text), 16, 1)
     for row in range(0, len(found), 7):
         one = packing.assemble(stream.tokens, stream.rows.positions(np.array([row])))
@@ -208,7 +208,7 @@ def test_the_loss_of_a_row_is_the_models(text, fz, tmp_path, monkeypatch):
     own = ("--set", "data.curriculum=loss", "--set", "data.curriculum_steps=2")
     assert fz("pretrain", "--data", text, *run, *own, *more[:-1], "ordered")[0] == 0
     assert (
-        f"loss@{data.analysis.open_analysis(text, 'loss', 16, 'stream').digest}"
+        f"loss@{curriculum_module.open_analysis(text, 'loss', 16, 'stream').digest}"
         in (tmp_path / "ordered/config.json").read_text()
     )
     code, _, err = fz("pretrain", "--data", text, *run[:-1], 8, *own, *more[:-1], "none")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fzero import models, plan
-from fzero.planner import device_for, first_estimate, resolve_for
+from fzero.planner import closed_forms, device_for, resolve_for
 from fzero.planner import plan as planning
 from fzero.planner.step_trace import fake_nvme
 from fzero.run import build, memory_on_device
@@ -89,9 +89,7 @@ def both(model, mesh, gpu, settings):
         config = dataclasses.replace(
             config, model=models.lora(models.quantized(base, kind) if kind else base, rank).config
         )
-    return first_estimate.first_estimate(config, planning.sizes_of(config, mesh), device), plan(
-        config, mesh, gpu=device
-    )
+    return closed_forms.first_estimate(config, planning.sizes_of(config, mesh), device), plan(config, mesh, gpu=device)
 
 
 # What others have as well: recomputation, tensor parallelism without sequences, a dense model, LoRA, another size,
@@ -110,8 +108,8 @@ def test_it_is_within_the_published_bounds_of_the_traced_plan(what):
     assert first.state_elsewhere == traced.state_elsewhere
     assert first.capacity_bytes == traced.capacity_bytes
     assert first.tokens_per_step == traced.tokens_per_step
-    assert first.peak_bytes == pytest.approx(traced.peak_bytes_per_rank, rel=first_estimate.MEMORY_BOUND)
-    assert first.step_s == pytest.approx(traced.step_s, rel=first_estimate.TIME_BOUND)
+    assert first.peak_bytes == pytest.approx(traced.peak_bytes_per_rank, rel=closed_forms.MEMORY_BOUND)
+    assert first.step_s == pytest.approx(traced.step_s, rel=closed_forms.TIME_BOUND)
 
 
 SMALL = {"train.compiled": False, "train.batch": 8, "train.micro_batch": 2, "model.n_layers": 2, "data.seq_len": 1024}
@@ -121,7 +119,7 @@ SMALL = {"train.compiled": False, "train.batch": 8, "train.micro_batch": 2, "mod
 def test_states_are_exact_and_memory_is_near(more):
     first, traced = both("gpt2-124m", {"dp": 2}, "h100", {**SMALL, "zero": 3, **more})
     assert (first.state_bytes, first.state_elsewhere) == (traced.state_bytes, traced.state_elsewhere)
-    assert first.peak_bytes == pytest.approx(traced.peak_bytes_per_rank, rel=first_estimate.MEMORY_BOUND)
+    assert first.peak_bytes == pytest.approx(traced.peak_bytes_per_rank, rel=closed_forms.MEMORY_BOUND)
 
 
 GPU = torch.device("cuda", 0)
@@ -177,7 +175,7 @@ def test_a_run_whose_plan_fits_is_not_refused_and_its_memory_is_near(preset, mes
 
 def test_a_device_without_rates_has_no_times():
     device = dataclasses.replace(device_for("h100"), flops={}, measured=False)
-    first = first_estimate.first_estimate(resolve_for(planning.config_for("llama-tiny"), device), {}, device)
+    first = closed_forms.first_estimate(resolve_for(planning.config_for("llama-tiny"), device), {}, device)
     assert first.step_s is None and "tokens/s" not in str(first)
 
 

@@ -30,7 +30,7 @@ OWN = {
     "checkpoint/save_state.py": 1,  # another rank's message
     "cli/checkpoint.py": 0,
     "comm/messages.py": 1,  # messages of ranks
-    "offload/store_folder.py": 2,  # round trips
+    "offload/nvme.py": 2,  # round trips
     "planner/calibrate/disk_rates.py": 1,  # the output of fio
     "planner/search_result.py": 3,  # round trips
     "run/debug/checkpoint_list.py": 1,  # a round trip

@@ -13,7 +13,7 @@ from fzero import Metrics, models
 from fzero.core import check_type
 from fzero.core.compile import notify_compiling
 from fzero.run import Options, build, config_table, loop, run_folder
-from fzero.run.measure import fitting_steps, loggers
+from fzero.run.measure import flops, loggers
 from fzero.run.measure.metrics_rows import show_progress
 from fzero.sharding import fake_mesh, one_process
 
@@ -157,15 +157,15 @@ def test_a_bar_counts_seconds_while_it_compiles(monkeypatch):
 def test_the_default_run_has_the_longest_length_that_ends_in_time(bf16, fp32, steps, monkeypatch):
     """At 35 TFLOP of 400 steps, at the rate of products, and a third as much at that of float32 for all else."""
     rates = {torch.bfloat16: bf16, torch.float32: fp32}
-    monkeypatch.setattr(fitting_steps, "peak_rate", lambda dtype, processes, device: rates[dtype])
+    monkeypatch.setattr(flops, "peak_rate", lambda dtype, processes, device: rates[dtype])
     table = {"precision": {"policy": "bf16"}, "train": {"compiled": False}}
     job = build.build(config_table.from_table(table), one_process(), None)
-    assert fitting_steps.fitting_steps(job) == steps
-    short = fitting_steps.shortened(job.config, steps)
+    assert flops.fitting_steps(job) == steps
+    short = flops.shortened(job.config, steps)
     assert short == config_table.from_table({**table, "train": {"compiled": False, "steps": steps}})
     large = config_table.from_table({"preset": "gpt2-124m", **table, "data": {"seq_len": 64}})
     assert models.preset("gpt2-124m") == large.model
-    assert fitting_steps.fitting_steps(job._replace(config=large)) == large.train.steps
+    assert flops.fitting_steps(job._replace(config=large)) == large.train.steps
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from checkpoint_cases import assert_same_bits, contents, refused
 from fzero import checkpoint
 from fzero.checkpoint import huggingface, manifest
 from fzero.checkpoint.convert import dcp as dcp_reader
-from fzero.checkpoint.convert.deepspeed import find_universal
+from fzero.checkpoint.convert.dcp import find_universal
 from fzero.checkpoint.convert.tensor_files import TensorEntry, write_safetensors
 from fzero.core import leaf_fault, path_fault, pytree
 from fzero.offload import LeafFiles, read_description

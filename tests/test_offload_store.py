@@ -52,7 +52,7 @@ from fzero.offload import (
 )
 from fzero.offload import chunk_files as chunks_module
 from fzero.offload import scratch as scratch_module
-from fzero.offload.store_folder import StoreRanks
+from fzero.offload.nvme import StoreRanks
 from fzero.offload.store_manifest import step_manifest_text
 from fzero.sharding import MOST_ELEMENTS, row_blocks
 

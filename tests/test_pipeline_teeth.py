@@ -26,7 +26,7 @@ from fzero.run.measure import norms
 from fzero.sharding import GradientReducer, Pipeline, pipeline, zero_plan
 from fzero.sharding import plan as plan_file
 from fzero.train import gradient, pipeline_executor, streamed_model
-from fzero.train.stage_sharing import StageSharing
+from fzero.train.stage_exchange import StageSharing
 
 MICRO, STEPS = 4, 2
 

@@ -17,7 +17,7 @@ from fzero import models
 from fzero.checkpoint.convert import huggingface_config
 from fzero.cli import plan as plan_command
 from fzero.core import pytree
-from fzero.planner import devices, estimate, plan_grid, plan_text
+from fzero.planner import devices, estimate, plan_text
 from fzero.planner import plan as report
 from fzero.run import build, config_table, machine
 from fzero.sharding import fake_mesh
@@ -330,7 +330,7 @@ def test_a_config_of_hugging_face_is_a_model(fz, tmp_path):
 
 
 def test_each_combination_has_a_row(plan):
-    found = plan_grid.vary(SMALL, {"zero": [0, 3], "train.remat": ["none", "full"]}, {"dp": 2}, **plan.keywords)
+    found = report.vary(SMALL, {"zero": [0, 3], "train.remat": ["none", "full"]}, {"dp": 2}, **plan.keywords)
     assert [tuple(row.values.values()) for row in found.rows] == [(0, "none"), (0, "full"), (3, "none"), (3, "full")]
     for row in found.rows:
         one = plan(SMALL, {"dp": 2}, settings=row.values)
@@ -350,7 +350,7 @@ def test_each_combination_has_a_row(plan):
 @pytest.mark.slow
 def test_meshes_devices_and_presets_vary_too():
     tight = dataclasses.replace(devices.device("h100", memory_bytes=(2 << 30) + 1000), name="tight")
-    found = plan_grid.vary(SMALL, {"mesh": [{"dp": 2}, {"dp": 3}], "gpu": ["a100", tight]}, gpu=PRICED).for_tokens(1e9)
+    found = report.vary(SMALL, {"mesh": [{"dp": 2}, {"dp": 3}], "gpu": ["a100", tight]}, gpu=PRICED).for_tokens(1e9)
     assert [row.report is not None for row in found.rows] == [True, True, False, False]
     assert [row.fits for row in found.rows] == [True, False, False, False] and found.best() is found.rows[0]
     assert "3 data ranks" in found.rows[2].error and found.rows[1].values == {"mesh": {"dp": 2}, "gpu": "tight"}
@@ -371,13 +371,13 @@ def test_meshes_devices_and_presets_vary_too():
     assert said["rows"][0]["cost"] == found.rows[0].report.cost and said["rows"][3]["error"]
     layers = [
         row.report.config.model.n_layers
-        for row in plan_grid.vary({**SMALL, "model": {}}, {"preset": ["llama-tiny", "gpt2-tiny"]}).rows
+        for row in report.vary({**SMALL, "model": {}}, {"preset": ["llama-tiny", "gpt2-tiny"]}).rows
     ]
     assert layers == [models.preset(name).n_layers for name in ("llama-tiny", "gpt2-tiny")]
     with pytest.raises(ValueError, match="preset varies for a preset's name"):
-        plan_grid.vary(config_table.from_table(SMALL), {"preset": ["llama-tiny"]})
+        report.vary(config_table.from_table(SMALL), {"preset": ["llama-tiny"]})
     with pytest.raises(ValueError, match=r"unknown key 'train.bach'"):
-        plan_grid.vary(SMALL, {"train.bach": [1, 2]})
+        report.vary(SMALL, {"train.bach": [1, 2]})
 
 
 PAGE = Path(__file__).parent.parent / "docs" / "plan.md"

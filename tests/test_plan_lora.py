@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from fzero import models, plan
-from fzero.planner import device_for, first_estimate, resolve_for
+from fzero.planner import closed_forms, device_for, resolve_for
 from fzero.planner import plan as planning
 from fzero.run import build
 from fzero.run.measure import memory_check
@@ -40,7 +40,7 @@ def test_bytes_at_rest_are_the_formulas(kind):
     every, inside, factors = counted()
     assert every == 8_030_261_248
     bits = {"": 16, "nf4": 4 + 32 / BLOCK, "int8": 8 + 32 / BLOCK}[kind]
-    state = first_estimate.first_estimate(config_of(kind, "h100")[0], {"dp": 1}, device_for("h100")).state_bytes
+    state = closed_forms.first_estimate(config_of(kind, "h100")[0], {"dp": 1}, device_for("h100")).state_bytes
     assert state["params"] == inside * bits / 8 + 2 * (every - inside) + 2 * factors
     assert state["master"] == 4 * factors
     assert state["opt"] == 2 * 4 * factors + 8  # Adam's moments, and the count of steps

@@ -225,7 +225,7 @@ def test_a_sample_is_the_same_on_the_gpu():
             assert not seen.unpinned
             found.append(out.to("cpu"))
         # The prompt is looked at once; after each token, whether all rows have met `eos`.
-        assert waits == {"run/runner/generate.py": 1 + 4} and not seen.races and not seen.freed
+        assert waits == {"run/runner/evaluate.py": 1 + 4} and not seen.races and not seen.freed
     assert torch.equal(*found)
 
 

@@ -14,7 +14,7 @@ from pretend_gpu import pretend
 from fzero.core import pytree, torch_private
 from fzero.kernels import tuning
 from fzero.planner import devices, machine
-from fzero.planner.calibrate import case_timer, gemm, memory
+from fzero.planner.calibrate import case_timer, memory
 from fzero.report import bars, sections_cost
 from fzero.report.compare import value_of
 from fzero.report.first_screen import final_table, outcomes
@@ -203,9 +203,9 @@ def test_bench_measures_the_gpu_and_writes_a_whole_file(fz, tmp_path, monkeypatc
     monkeypatch.setattr(memory, "SIZES", (4 << 10, 16 << 10))
     monkeypatch.setattr(memory, "FEW", (4 << 10,))
     monkeypatch.setattr(memory, "UNARY", {name: memory.UNARY[name] for name in ("aten.mul", "aten.cat")})
-    monkeypatch.setattr(gemm, "shapes", lambda quick: [(1, 8, 8, 8), (2, 8, 4, 8)])
+    monkeypatch.setattr(memory, "shapes", lambda quick: [(1, 8, 8, 8), (2, 8, 4, 8)])
     monkeypatch.setattr(memory, "ROWS", (1, 2))
-    monkeypatch.setattr(gemm, "measure_attention", lambda seconds: [])  # the libraries' forms are real GPUs' alone
+    monkeypatch.setattr(memory, "measure_attention", lambda seconds: [])  # the libraries' forms are real GPUs' alone
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)  # Inductor has no pretend GPU
     monkeypatch.setattr(torch_private, "dynamo_reset", lambda: None, raising=False)
     monkeypatch.setattr(machine, "have_compiler", lambda: True)

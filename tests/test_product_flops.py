@@ -58,7 +58,7 @@ def multiplies(path, name, seen):
             return True
         if isinstance(node, ast.Call) and PRODUCT.search(ast.unparse(node.func) + "("):
             return True
-        compiled = isinstance(node, ast.Call) and ast.unparse(node.func) in ("library", "cpp.library")
+        compiled = isinstance(node, ast.Call) and ast.unparse(node.func) in ("library", "compile_cache.library")
         if compiled and PRODUCT.search(path.with_suffix(".cpp").read_text()):
             return True
     used = {node.id for node in ast.walk(found) if isinstance(node, ast.Name)} - {name}

@@ -18,7 +18,6 @@ from fzero.report import (
     ReportTable,
     compare,
     figures,
-    pages,
     report_writer,
     run_reader,
     sections,
@@ -195,7 +194,7 @@ def test_what_an_old_run_lacks_is_said(runs):
         "no phases" in sentence for sentence in run.missing
     )
     assert all(q.predicted is None and q.predicted_from == "" for q in run.quantities)
-    text = pages.to_markdown(report_writer.gather([runs / "old"]))
+    text = report_writer.to_markdown(report_writer.gather([runs / "old"]))
     assert "**Not recorded:** memory.json is not there" in text and "## Memory" not in text and "loss.svg" in text
     assert "| commit | not recorded |" in text
 
@@ -256,7 +255,7 @@ def test_speeds_of_other_work_are_not_divided(key, tmp_path):
     change_config(two, key, OTHER_WORK[key])
     found = [run_reader.read_run(folder) for folder in (one, two)]
     assert compare.scaling(found) == [] and compare.conflicting_keys(found) == [key]
-    page = pages.to_markdown(report_writer.gather([one, two]))
+    page = report_writer.to_markdown(report_writer.gather([one, two]))
     assert f"different work ({key}): their speeds are not divided" in page and "efficiency" not in page
 
 
@@ -351,7 +350,7 @@ def test_figures_are_of_one_placement_and_each_attempt_has_its_own(key, tmp_path
     assert min(run_reader.steady(run.series, run.attempts)) >= 20
     (_, slow, _), (_, fast, _) = reversed(compare.rates(run.series, run.attempts, range(40)))
     assert slow > 5 * fast
-    text = pages.to_markdown(report_writer.gather([tmp_path / "run"]))
+    text = report_writer.to_markdown(report_writer.gather([tmp_path / "run"]))
     assert "| steps kept | time of a step | throughput |" in text
     same = run_reader.read_run(resumed(tmp_path / "same", "", None))
     assert len(run_reader.steady(same.series, same.attempts)) > 30 and not any("not counted" in s for s in same.missing)
@@ -406,7 +405,7 @@ def test_several_runs_are_compared(runs):
     assert at["tokens"] == 30 * 1024 and at["val"] == [found[0].series["val_loss"][29]] * 2
     last = found[0].series["loss"][27:30]
     assert at["train"] == pytest.approx([sum(last) / 3] * 2)
-    text = pages.to_markdown(report_writer.gather([runs / "one", runs / "zero3"]))
+    text = report_writer.to_markdown(report_writer.gather([runs / "one", runs / "zero3"]))
     assert (
         "| zero | 0 | 3 |" in text and "![Tokens per second and scaling efficiency" in text and "(2-memory.svg)" in text
     )
@@ -611,7 +610,7 @@ def test_the_reports_of_this_repository_are_whole_and_small():
     found = sorted((ROOT / "reports").glob("*/report.json"))
     for path in found:
         report = report_writer.read(path.parent)
-        text = pages.to_markdown(report)
+        text = report_writer.to_markdown(report)
         assert path.with_name("report.md").read_text() == text, "run: python reports/make.py --paste"
         for link in re.findall(r"\]\((\S+\.svg)\)", text):
             assert (path.parent / link).is_file()
@@ -657,4 +656,4 @@ def test_numbers_in_words():
     assert math.isclose(values.ratio(1, 3), 1 / 3)
     assert run_reader.without_folders({"a": ["/x/y/z", "--out=/q/r"]}) == {"a": ["…/z", "--out=…/r"]}
     assert sum(STATE.values()) == values.ratio(sum(STATE.values()), 1)
-    assert pages.format_words("a < `b` **c**") == "a &lt; <code>b</code> <strong>c</strong>"
+    assert report_writer.format_words("a < `b` **c**") == "a &lt; <code>b</code> <strong>c</strong>"

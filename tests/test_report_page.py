@@ -21,7 +21,6 @@ from fzero.report import (
     curves,
     figures,
     first_screen,
-    pages,
     report_writer,
     run_reader,
     sections,
@@ -123,7 +122,7 @@ def test_a_picture_is_shortened_in_its_tags_alone():
 
 
 def pictures_of(report):
-    return [part for _, _, part in pages.all_elements(report) if isinstance(part, Picture)]
+    return [part for _, _, part in report_writer.all_elements(report) if isinstance(part, Picture)]
 
 
 def test_every_axis_has_a_name_and_a_unit(runs):
@@ -243,15 +242,18 @@ def test_the_first_screen_says_what_became_of_a_run(tmp_path):
 @pytest.mark.parametrize("names", [["zero3"], ["zero3", "one"]])
 def test_the_text_begins_with_the_first_screen_of_the_page(names, runs):
     report = report_writer.gather([runs / name for name in names])
-    begin, sections = pages.to_markdown(report).split("\n\nWritten by fzero ")
+    begin, sections = report_writer.to_markdown(report).split("\n\nWritten by fzero ")
     parts = first_screen.opening(report).parts
     assert begin.startswith(f"# {report.title}\n\n{parts[0]}\n\n")
     (table,) = [part for part in parts if isinstance(part, ReportTable)]
-    assert f"\n\n{table.caption}:\n\n{pages.table_text(table)}\n" in begin
+    assert f"\n\n{table.caption}:\n\n{report_writer.table_text(table)}\n" in begin
     row = begin.splitlines()[-1]
     assert re.findall(r"\]\((\S+)\)", row) == [f"{name}.svg" for name in SMALL]
     assert "| Loss | Learning rate | Throughput | Memory of a rank |\n" in begin and "small_" not in sections
-    assert pages.by_name(report)["final"] == (table, "") and [*pages.by_name(report)][:2] == ["final", "small_loss.svg"]
+    assert report_writer.by_name(report)["final"] == (table, "") and [*report_writer.by_name(report)][:2] == [
+        "final",
+        "small_loss.svg",
+    ]
 
 
 FAILED = {
@@ -319,8 +321,10 @@ def test_samples_are_in_the_page_and_a_damaged_one_is_named(tmp_path):
     report = report_writer.gather([folder])
     (sample,) = [part for section in sections.chapters(report)[0].sections for part in section.parts
                  if getattr(part, "name", "") == "sample"]  # fmt: skip
-    assert sample.text == text and "<pre>def &lt;f&gt;():" in pages.fill("elements.html", "element_of", sample, "", [])
-    written = pages.to_markdown(report)
+    assert sample.text == text and "<pre>def &lt;f&gt;():" in report_writer.fill(
+        "elements.html", "element_of", sample, "", []
+    )
+    written = report_writer.to_markdown(report)
     assert f"\n`````text\n{text}\n`````\n" in written and "before" not in written
     (folder / "samples.jsonl").write_text('{"step": 6, "prompt": "def "}\n')
     with pytest.raises(ValueError, match=r"samples.jsonl:1: text is missing"):
@@ -432,7 +436,7 @@ def test_the_page_has_the_points_of_its_pictures(written):
 
 def test_an_installation_has_the_templates():
     """Each file of the package that is no module is matched by a pattern of pyproject.toml."""
-    root = Path(pages.__file__).parents[2]
+    root = Path(report_writer.__file__).parents[2]
     patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["fzero"]
     shipped = {path for pattern in patterns for path in (root / "fzero").glob(pattern)}
     kinds = {".html", ".md", ".css", ".js"}
@@ -442,7 +446,7 @@ def test_an_installation_has_the_templates():
 
 def test_the_lines_of_the_script_are_whole():
     """A line that ends inside a text of the script would make all of it void."""
-    script = (Path(pages.__file__).parent / "templates/page.js").read_text()
+    script = (Path(report_writer.__file__).parent / "templates/page.js").read_text()
     for line in script.splitlines():
         assert line.count('"') % 2 == line.count("`") % 2 == 0, line
     assert all(script.count(a) == script.count(b) for a, b in ("()", "[]", "{}"))

@@ -8,7 +8,7 @@ from law_cases import config_of
 from fzero import models, one_process, zero_plan
 from fzero.core import prng
 from fzero.run import Sampling, generate
-from fzero.run.runner.generate import draw, forward, make_caches
+from fzero.run.runner.evaluate import draw, forward, make_caches
 
 GPT2 = models.GPT2Config(vocab_size=61, max_len=24, d_model=16, n_layers=2, n_heads=2, d_ff=32, init_std=0.3)
 LLAMA = models.LlamaConfig(61, 24, 16, 2, 4, 2, 24, init_std=0.3)

@@ -10,6 +10,7 @@ from fzero.checkpoint.manifest import read_manifest as read_manifest
 from fzero.checkpoint.reader import CheckpointReader as CheckpointReader
 from fzero.checkpoint.reader import open_checkpoint as open_checkpoint
 from fzero.checkpoint.reader import read_extra as read_extra
+from fzero.checkpoint.restore_tree import code_lines as code_lines
 from fzero.checkpoint.restore_tree import restore as restore
 from fzero.checkpoint.restore_tree import restore_leaves as restore_leaves
 from fzero.checkpoint.save_state import Saved as Saved
@@ -55,10 +56,6 @@ from fzero.checkpoint.directory import step_of as step_of
 from fzero.checkpoint.manifest import MANIFEST as MANIFEST
 from fzero.checkpoint.manifest import parse_leaf as parse_leaf
 
-# Checkpoints whose moments are in 8-bit codes
-from fzero.checkpoint.moment_codes import code_lines as code_lines
-from fzero.checkpoint.moment_codes import encode_moments as encode_moments
-
 # Another run's offload store, read only
 from fzero.checkpoint.offload_snapshot import StoreSnapshot as StoreSnapshot
 from fzero.checkpoint.offload_snapshot import verify_store as verify_store
@@ -70,3 +67,4 @@ from fzero.checkpoint.restore_state import save_snapshot as save_snapshot
 
 # Restore trees from a checkpoint
 from fzero.checkpoint.restore_tree import dtype_name as dtype_name
+from fzero.checkpoint.restore_tree import encode_moments as encode_moments

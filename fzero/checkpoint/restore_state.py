@@ -20,17 +20,16 @@ from torch import Tensor
 from fzero import checkpoint
 from fzero.checkpoint.leaf_source import EXTRAS
 from fzero.checkpoint.manifest import Leaf
-from fzero.checkpoint.moment_codes import SCALES, coded_leaves, read_coded
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.reader import CheckpointReader, open_checkpoint, reading_threads
-from fzero.checkpoint.restore_tree import list_some
+from fzero.checkpoint.restore_tree import SCALES, coded_leaves, list_some, read_coded
 from fzero.core import pytree
 from fzero.core.device import HOST
 from fzero.core.precision import Policy, init_scaler
 from fzero.core.storage import Folder
 from fzero.kernels.registry import Kernels
 from fzero.offload import Nvme
-from fzero.optim.unit_updates import same_leaves
+from fzero.optim.base import same_leaves
 from fzero.optim.wrappers import AVERAGE
 from fzero.sharding import Mesh, Plan, Spec
 from fzero.sharding.codec import ERROR_KINDS

@@ -41,12 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set, and nothing is compiled then; unset it")
     # Not above: the processes that compile import this file too, and most of them need no planner.
-    from fzero.planner import aot_inductor
+    from fzero.planner import fake_inductor
 
     kernel_arch = args.arch or "sm_90"
-    planned = [args.arch] if args.arch else list(aot_inductor.DEVICES)
-    if args.part == "inductor" and planned[0] not in aot_inductor.DEVICES:
-        device_names = ", ".join(aot_inductor.DEVICES)
+    planned = [args.arch] if args.arch else list(fake_inductor.DEVICES)
+    if args.part == "inductor" and planned[0] not in fake_inductor.DEVICES:
+        device_names = ", ".join(fake_inductor.DEVICES)
         parser.error(f"--part inductor: what it generates for {args.arch} is not known here; choose {device_names}")
     used = dict.fromkeys(
         ([] if args.part == "inductor" else [kernel_arch]) + ([] if args.part == "kernels" else planned)
@@ -59,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.part != "kernels":  # planned here while the pool compiles
             for arch in planned:
                 for model in _models(arch, chosen=bool(args.arch)):
-                    for kernel in aot_inductor.generate_kernels(model, arch):
+                    for kernel in fake_inductor.generate_kernels(model, arch):
                         if args.pattern in kernel.label:
-                            lines.append((kernel.label, pool.submit(aot_inductor.compile_generated, kernel)))
+                            lines.append((kernel.label, pool.submit(fake_inductor.compile_generated, kernel)))
         if not lines:
             parser.error(f"no kernel's label contains {args.pattern!r}")
         wrong = sum(_say(label, max(len(label) for label, _ in lines), done.result()) for label, done in lines)
@@ -71,10 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _models(arch: str, *, chosen: bool) -> Sequence[str]:
     """The models whose compiled blocks are looked at; the others' differ from the first one's in block sizes."""
-    from fzero.planner import aot_inductor
+    from fzero.planner import fake_inductor
 
-    names = list(aot_inductor.MODELS) if arch in aot_inductor.DEVICES else []
-    return names if chosen or arch == next(iter(aot_inductor.DEVICES)) else names[:1]
+    names = list(fake_inductor.MODELS) if arch in fake_inductor.DEVICES else []
+    return names if chosen or arch == next(iter(fake_inductor.DEVICES)) else names[:1]
 
 
 def _say(label: str, width: int, r: aot.CompiledBuild) -> bool:

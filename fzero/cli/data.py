@@ -1,4 +1,4 @@
-"""The commands that prepare and convert: data, import, export, doctor."""
+"""The commands that prepare, convert and show: data, import, export, doctor, config."""
 
 from __future__ import annotations
 
@@ -10,10 +10,29 @@ from typing import Any
 
 import click
 
-from fzero.cli.flags import DEVICE, EMA, FOLDER, Flag, Number, refuse_idle
+from fzero.cli.flags import DEVICE, EMA, FOLDER, Flag, Number, config_flags, config_of, refuse_idle, table_of
 from fzero.cli.process import say
 from fzero.core import packages
 from fzero.core.config_tables import LENGTH, SEED, SIZE
+
+
+@click.command("config")
+@config_flags
+@click.option("--diff", "run", type=FOLDER, metavar="RUN", help="Show the values that differ from those of this run.")
+def config_command(
+    config_file: Path | None, settings: tuple[str, ...], mesh: str | None, run: Path | None, **flags: Any
+) -> None:
+    """Show every value of a run's config with its meaning, as a file for --config."""
+    from fzero.run.config import config_table
+    from fzero.run.setup import run_folder
+
+    table = table_of(config_file, settings, mesh, flags)
+    config = config_of(table, config_file)
+    if run is None:
+        click.echo(config_table.commented(config), nl=False)
+        return
+    lines = config_table.differences(config, run_folder.read_config(run))
+    click.echo("\n".join(lines) if lines else f"the config is that of {run}")
 
 
 @click.group(name="data")
@@ -197,7 +216,7 @@ def analyze(
     It is written beside the corpus, in analysis-NAME-LENGTH-PACKING/."""
     from fzero import data
     from fzero.core import gpu
-    from fzero.data.analysis import analysis_folder, describe_values
+    from fzero.data.curriculum import analysis_folder, describe_values
 
     if (metric == "loss") != (reference is not None):
         fix = "give --reference RUN" if reference is None else f"leave it out, or use --metric loss, not {metric}"

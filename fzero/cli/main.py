@@ -26,7 +26,7 @@ SECTIONS = {
         "doctor": "fzero.cli.data:doctor",
         "bench": "fzero.cli.bench:bench",
         "models": "fzero.cli.data:models",
-        "config": "fzero.cli.config:config_command",
+        "config": "fzero.cli.data:config_command",
         "plan": "fzero.cli.plan:plan",
         "data": "fzero.cli.data:data_group",
     },
@@ -41,7 +41,7 @@ SECTIONS = {
         "export": "fzero.cli.data:export",
         "import": "fzero.cli.data:import_command",
     },
-    "If a run goes wrong": {"replay": "fzero.cli.replay:replay", "bisect": "fzero.cli.replay:bisect"},
+    "If a run goes wrong": {"replay": "fzero.cli.report:replay", "bisect": "fzero.cli.report:bisect"},
 }
 EXAMPLES = """Examples:
   fzero pretrain                               train a small model on Python's standard library

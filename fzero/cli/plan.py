@@ -224,7 +224,7 @@ def plan(
     choices = parse_choices(vary)
     check_names(table, gpu, *choices.get("gpu", ()))
     with without_collection():
-        from fzero.planner import first_estimate, search_result  # noqa: F401  (with torch)
+        from fzero.planner import closed_forms, search_result  # noqa: F401  (with torch)
         from fzero.planner import plan as plans
     make_config = partial(config_of, config_file=config_file, has_mesh=not searches and not vary)
     config = make_config(table)
@@ -245,7 +245,7 @@ def plan(
     elif question:
         answer = answer_question(question, config, device, cache_of(no_cache))
     elif vary:
-        from fzero.planner import plan_grid as variants
+        from fzero.planner import plan as variants
 
         with Progress("planning") as show:
             answer = variants.vary(table, choices, gpu=device, say=show, cache=cache_of(no_cache), rank=rank)
@@ -344,7 +344,7 @@ def answer_question(question: str, config: Any, device: Any, cache: Path | None)
 def plan_config(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
     """The PlanReport of a config; its closed-form estimate is printed on stderr first."""
     from fzero.planner import plan as plans
-    from fzero.planner.first_estimate import first_estimate
+    from fzero.planner.closed_forms import first_estimate
     from fzero.planner.trace_cache import is_cached
 
     sizes, resolved = plans.sizes_of(config, None), plans.resolve_for(config, device)

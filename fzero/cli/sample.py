@@ -85,7 +85,7 @@ def sample(
     from fzero.core import gpu, prng
     from fzero.data.auto_tokenizer import missing_lines
     from fzero.data.chat import read_chat
-    from fzero.run.runner.generate import Sampling, generate
+    from fzero.run.runner.evaluate import Sampling, generate
     from fzero.run.setup import fine_tuning, run_folder, weights
 
     sampling = Sampling(temperature, top_k, top_p)

@@ -42,6 +42,7 @@ from fzero.core.autodiff import active_varying as active_varying
 from fzero.core.autodiff import dense as dense
 from fzero.core.autodiff import first_order as first_order
 from fzero.core.autodiff import needs_grad as needs_grad
+from fzero.core.autodiff import reinterpret as reinterpret
 from fzero.core.autodiff import run_backward as run_backward
 from fzero.core.autodiff import transforms as transforms
 from fzero.core.autodiff import vary as vary
@@ -246,9 +247,6 @@ from fzero.core.pytree import named_leaves as named_leaves
 from fzero.core.random_interception import Draws as Draws
 from fzero.core.random_interception import is_drawing as is_drawing
 from fzero.core.random_interception import seeded as seeded
-
-# The bits of a tensor as numbers of another dtype, also under vmap
-from fzero.core.reinterpret import reinterpret as reinterpret
 
 # `stack` applies a block layer by layer; its loop controls what is kept for the backward pass
 from fzero.core.stack import NO_REMAT as NO_REMAT

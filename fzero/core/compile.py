@@ -20,7 +20,7 @@ from fzero.core.autodiff import needs_grad, transforms, unfollowed
 from fzero.core.compile_cache import have_compiler, package_digest, vector_instructions
 from fzero.core.device import FakeDevice, fake_device_of
 from fzero.core.graph_passes import chain_in_order, has_equal_sums, keeps_order
-from fzero.core.loop_library import batch_compilation
+from fzero.core.program_cache import batch_compilation
 from fzero.core.random_interception import no_draws
 
 R = TypeVar("R")

@@ -32,7 +32,7 @@ from fzero.core.graph_passes import (
     partition_by_cost,
     pin_ordered,
 )
-from fzero.core.loop_library import batch_compilation
+from fzero.core.program_cache import batch_compilation
 from fzero.core.torch_private import disable_current_modes, run_autograd
 
 

@@ -1,9 +1,11 @@
-from fzero.data.analysis import analyze as analyze
 from fzero.data.auto_tokenizer import add_tokens as add_tokens
 from fzero.data.buckets import BucketStream as BucketStream
 from fzero.data.curriculum import Curriculum as Curriculum
 from fzero.data.curriculum import Growth as Growth
 from fzero.data.curriculum import Piece as Piece
+from fzero.data.curriculum import analysis_folder as analysis_folder
+from fzero.data.curriculum import analyze as analyze
+from fzero.data.curriculum import describe_values as describe_values
 from fzero.data.document_scan import Preparing as Preparing
 from fzero.data.linked_corpus import link as link
 from fzero.data.linked_corpus import link_url as link_url
@@ -30,11 +32,7 @@ from fzero.data.transforms import weigh_targets as weigh_targets
 """For contributors: what the other packages of fzero use."""
 
 # Modules
-from fzero.data import analysis as analysis
-
-# A number for each row of a corpus, by which a curriculum orders them
-from fzero.data.analysis import analysis_folder as analysis_folder
-from fzero.data.analysis import describe_values as describe_values
+from fzero.data import curriculum as curriculum
 
 # The tokenizer of a model's folder, with the ids of AutoTokenizer of `transformers`
 from fzero.data.auto_tokenizer import changed_on_load as changed_on_load

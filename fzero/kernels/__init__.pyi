@@ -4,9 +4,9 @@
 from fzero.kernels import aot as aot
 from fzero.kernels import attention as attention
 from fzero.kernels import attention_arguments as attention_arguments
+from fzero.kernels import attention_pattern as attention_pattern
 from fzero.kernels import block_mask as block_mask
 from fzero.kernels import dropout as dropout
-from fzero.kernels import flops as flops
 from fzero.kernels import glu as glu
 from fzero.kernels import grad_norm as grad_norm
 from fzero.kernels import linear_cross_entropy as linear_cross_entropy
@@ -25,8 +25,12 @@ from fzero.kernels.attention_blocked import MAX_BLOCKS as MAX_BLOCKS
 from fzero.kernels.attention_blocked import MIN_BLOCK as MIN_BLOCK
 
 # Which keys a query of causal attention sees
+from fzero.kernels.attention_pattern import BACKWARD_PRODUCTS as BACKWARD_PRODUCTS
+from fzero.kernels.attention_pattern import FORWARD_PRODUCTS as FORWARD_PRODUCTS
 from fzero.kernels.attention_pattern import FULL as FULL
+from fzero.kernels.attention_pattern import SPLIT_PRODUCTS as SPLIT_PRODUCTS
 from fzero.kernels.attention_pattern import Pattern as Pattern
+from fzero.kernels.attention_pattern import pairs as pairs
 from fzero.kernels.attention_pattern import pairs_by_query as pairs_by_query
 
 # Attention by parts of one softmax
@@ -68,12 +72,6 @@ from fzero.kernels.float8 import least_capability as least_capability
 # Weights on their way between ranks as float8
 from fzero.kernels.float8_gather import narrow_weight as narrow_weight
 from fzero.kernels.float8_gather import widen_weight as widen_weight
-
-# FLOPs of the operators that multiply matrices, by what they are called with; `operator(..., flop=)` takes them
-from fzero.kernels.flops import BACKWARD_PRODUCTS as BACKWARD_PRODUCTS
-from fzero.kernels.flops import FORWARD_PRODUCTS as FORWARD_PRODUCTS
-from fzero.kernels.flops import SPLIT_PRODUCTS as SPLIT_PRODUCTS
-from fzero.kernels.flops import pairs as pairs
 
 # Gated activations
 from fzero.kernels.glu import clamped_swiglu as clamped_swiglu

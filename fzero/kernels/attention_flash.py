@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels import flops
+from fzero.kernels import attention_pattern
 from fzero.kernels.aot import Build
 from fzero.kernels.attention_arguments import DOCUMENTS, PATTERN, outputs_of
 from fzero.kernels.attention_pattern import Pattern
@@ -179,7 +179,7 @@ def _wide_outputs(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     f"flash_forward(Tensor q, Tensor k, Tensor v, {DOCUMENTS}, {PATTERN}, int query_start, int key_start) -> "
     "(Tensor, Tensor)",
     outputs_of,
-    flop=flops.flash(flops.FORWARD_PRODUCTS),
+    flop=attention_pattern.flash(attention_pattern.FORWARD_PRODUCTS),
 )
 def flash_forward(
     q: Tensor,
@@ -201,7 +201,7 @@ def flash_forward(
     f"flash_forward_at(Tensor q, Tensor k, Tensor v, Tensor query, Tensor key, {DOCUMENTS}, {PATTERN}) -> "
     "(Tensor, Tensor)",
     _wide_outputs,
-    flop=flops.flash_at(flops.FORWARD_PRODUCTS),
+    flop=attention_pattern.flash_at(attention_pattern.FORWARD_PRODUCTS),
 )
 def flash_forward_at(
     q: Tensor,

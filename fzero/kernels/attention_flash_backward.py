@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels import flops
+from fzero.kernels import attention_pattern
 from fzero.kernels.aot import Build
 from fzero.kernels.attention_arguments import DOCUMENTS, PATTERN
 from fzero.kernels.attention_pattern import Pattern
@@ -345,7 +345,7 @@ def _wide_gradients(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tupl
     f"flash_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {DOCUMENTS}, "
     f"{PATTERN}, int query_start, int key_start) -> (Tensor, Tensor, Tensor)",
     _gradients,
-    flop=flops.flash(flops.SPLIT_PRODUCTS, 1),
+    flop=attention_pattern.flash(attention_pattern.SPLIT_PRODUCTS, 1),
 )
 def flash_backward(
     g: Tensor,
@@ -371,7 +371,7 @@ def flash_backward(
     "flash_backward_at(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor query, Tensor key, "
     f"{DOCUMENTS}, {PATTERN}) -> (Tensor, Tensor, Tensor)",
     _wide_gradients,
-    flop=flops.flash_at(flops.SPLIT_PRODUCTS, 1),
+    flop=attention_pattern.flash_at(attention_pattern.SPLIT_PRODUCTS, 1),
 )
 def flash_backward_at(
     g: Tensor,

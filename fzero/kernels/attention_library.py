@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import attention as torch_attention
 
 from fzero.core.device import fake_device_of, kind_of, target_of
-from fzero.kernels import flops, tuning
+from fzero.kernels import attention_pattern, tuning
 from fzero.kernels.attention_arguments import outputs_of
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.custom_operator import Fused, operator
@@ -163,7 +163,7 @@ def _head_major(x: Tensor) -> Tensor:
 @operator(
     "library_forward(Tensor q, Tensor k, Tensor v, str library, float scale) -> (Tensor, Tensor)",
     outputs_of,
-    flop=flops.library(flops.FORWARD_PRODUCTS),
+    flop=attention_pattern.library(attention_pattern.FORWARD_PRODUCTS),
 )
 def library_forward(q: Tensor, k: Tensor, v: Tensor, library: str, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse) of causal attention by a library of LIBRARIES."""
@@ -175,7 +175,7 @@ def library_forward(q: Tensor, k: Tensor, v: Tensor, library: str, scale: float)
     "library_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, str library, float scale) -> "
     "(Tensor, Tensor, Tensor)",
     lambda g, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)),
-    flop=flops.library(flops.BACKWARD_PRODUCTS, 1),
+    flop=attention_pattern.library(attention_pattern.BACKWARD_PRODUCTS, 1),
 )
 def library_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, library: str, scale: float

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fzero.kernels.aot import Build, build
 from fzero.kernels.attention_arguments import outputs_of
+from fzero.kernels.attention_pattern import FORWARD_PRODUCTS, SPLIT_PRODUCTS
 from fzero.kernels.attention_tiles import LN_2, LOG2_E, compact_rows, dot
 from fzero.kernels.custom_operator import INTERPRETED, VERSION, operator, tl, triton
-from fzero.kernels.flops import FORWARD_PRODUCTS, SPLIT_PRODUCTS
 
 SIZES = ["t", "s", "heads", "share", "head_rows"]
 LOG2_E_ = tl.constexpr(LOG2_E)

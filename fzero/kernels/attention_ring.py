@@ -46,7 +46,7 @@ from fzero.core.autodiff import first_order
 from fzero.core.device import is_traced, kind_of
 from fzero.core.graph_passes import add_formula
 from fzero.core.torch_private import FakeTensor
-from fzero.kernels import flops
+from fzero.kernels import attention_pattern
 from fzero.kernels.attention import FORM_PASSES, FormPasses, attention, choose_form
 from fzero.kernels.attention_arguments import (
     Positions,
@@ -205,11 +205,11 @@ ring_backward = define_ordered(
     _backward_shapes,
 )
 for ring_op, run, products in (
-    (ring_forward, _forward, flops.FORWARD_PRODUCTS),
-    (ring_backward, _backward, flops.BACKWARD_PRODUCTS),
+    (ring_forward, _forward, attention_pattern.FORWARD_PRODUCTS),
+    (ring_backward, _backward, attention_pattern.BACKWARD_PRODUCTS),
 ):
     OPENED[ring_op] = run  # a count of memory sees what travels
-    add_formula(ring_op.overloadpacket, flops.ring(products))
+    add_formula(ring_op.overloadpacket, attention_pattern.ring(products))
 
 
 # ---- the function ---------------------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ def _fake_backward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Te
 @operator(
     f"attention_part(Tensor q, Tensor k, Tensor v, {CHUNK_ARGUMENTS}) -> (Tensor, Tensor)",
     _fake_forward,
-    flop=flops.attention_chunk,
+    flop=attention_pattern.attention_chunk,
 )
 def _forward_chunk(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     passes, positions, scoring = _parse_arguments(q, k, *arguments)
@@ -365,7 +365,7 @@ def _forward_chunk(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Te
     f"attention_part_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor g, {CHUNK_ARGUMENTS}) -> "
     "(Tensor, Tensor, Tensor)",
     _fake_backward,
-    flop=flops.attention_chunk_backward,
+    flop=attention_pattern.attention_chunk_backward,
 )
 def _backward_chunk(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, g: Tensor, *arguments: Any

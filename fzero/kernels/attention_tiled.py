@@ -18,7 +18,7 @@ from torch import Tensor
 from fzero.core import compile_cache
 from fzero.core.compile_cache import have_compiler
 from fzero.core.device import kind_of
-from fzero.kernels import flops
+from fzero.kernels import attention_pattern
 from fzero.kernels.attention_pattern import FIELDS
 from fzero.kernels.custom_operator import address, operator
 
@@ -89,7 +89,7 @@ def _outputs(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 @operator(
     f"tiled_forward(Tensor q, Tensor k, Tensor v, {WHERE}, {HOW}) -> (Tensor, Tensor)",
     _outputs,
-    flop=flops.tiled(flops.FORWARD_PRODUCTS),
+    flop=attention_pattern.tiled(attention_pattern.FORWARD_PRODUCTS),
 )
 def tiled_forward(
     q: Tensor,
@@ -124,7 +124,7 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor
     f"tiled_backward(Tensor q, Tensor k, Tensor v, {WHERE}, Tensor out, Tensor lse, Tensor g, {HOW}) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
     _gradients,
-    flop=flops.tiled(flops.BACKWARD_PRODUCTS),
+    flop=attention_pattern.tiled(attention_pattern.BACKWARD_PRODUCTS),
 )
 def tiled_backward(
     q: Tensor,

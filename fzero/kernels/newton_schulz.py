@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels import flops, tuning
+from fzero.kernels import attention_pattern, tuning
 from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.registry import Form, Op
@@ -107,7 +107,11 @@ def _shape(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-2]))
 
 
-@operator("symmetric_product(Tensor x, Tensor? add, float alpha, float beta) -> Tensor", _shape, flop=flops.symmetric)
+@operator(
+    "symmetric_product(Tensor x, Tensor? add, float alpha, float beta) -> Tensor",
+    _shape,
+    flop=attention_pattern.symmetric,
+)
 def symmetric_product(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor:
     """alpha x x^T + beta add of x [B, M, K], add symmetric or None, rounded once; half of the tiles."""
     x = x.contiguous()

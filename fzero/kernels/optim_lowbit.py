@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng
-from fzero.core.reinterpret import reinterpret
+from fzero.core.autodiff import reinterpret
 from fzero.kernels.custom_operator import tl, triton
 
 SHIFT = tl.constexpr(20)  # a step of the codes in float32's bits

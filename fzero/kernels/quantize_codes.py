@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fzero.core import compile_cache, prng
+from fzero.core.autodiff import reinterpret
 from fzero.core.compile_cache import have_compiler
 from fzero.core.config_tables import check_choice
 from fzero.core.device import kind_of
-from fzero.core.reinterpret import reinterpret
 from fzero.kernels.custom_operator import call_cpp, operator
 
 

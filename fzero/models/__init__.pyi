@@ -44,8 +44,6 @@ from fzero.models.presets import grow_vocabulary as grow_vocabulary
 from fzero.models.presets import period as period
 from fzero.models.presets import preset as preset
 from fzero.models.presets import shorten as shorten
-from fzero.models.quantized import quantize_weights as quantize_weights
-from fzero.models.quantized import quantized as quantized
 from fzero.models.score import classify as classify
 from fzero.models.score import reward as reward
 
@@ -138,3 +136,5 @@ from fzero.models.user_functions import wide_sums as wide_sums
 # Weights that are not one tensor
 from fzero.models.weights import column_norms as column_norms
 from fzero.models.weights import product_of as product_of
+from fzero.models.weights import quantize_weights as quantize_weights
+from fzero.models.weights import quantized as quantized

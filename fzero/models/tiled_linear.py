@@ -24,7 +24,7 @@ from torch import Tensor
 from fzero.core.arguments import expect_count, expect_kind
 from fzero.core.autodiff import first_order, needs_grad
 from fzero.core.vjp_pair import vjp_pair
-from fzero.kernels import flops
+from fzero.kernels import attention_pattern
 from fzero.kernels.custom_operator import Fused, operator
 from fzero.kernels.glu import clamped_swiglu, geglu, swiglu
 
@@ -171,7 +171,7 @@ def _rows(x: Tensor, tokens: int) -> int:
     "tiled_layer(Tensor x, Tensor[] params, str kind, int tiles, int tokens, str impl) -> Tensor",
     lambda x, params, *_: x.new_empty(x.shape[0], params[-1].shape[-1]),
     opened=True,
-    flop=flops.tiled_layer,
+    flop=attention_pattern.tiled_layer,
 )
 def tiled_layer(x: Tensor, params: Sequence[Tensor], kind: str, tiles: int, tokens: int, impl: str) -> Tensor:
     """y [N, F] of x [N, D] for a layer of this kind, `tokens` rows at a time."""
@@ -192,7 +192,7 @@ def tiled_layer(x: Tensor, params: Sequence[Tensor], kind: str, tiles: int, toke
         *(torch.empty_like(p) for p in ([] if frozen else params)),
     ],
     opened=True,
-    flop=flops.tiled_layer_backward,
+    flop=attention_pattern.tiled_layer_backward,
 )
 def tiled_layer_backward(
     x: Tensor, params: Sequence[Tensor], dy: Tensor, kind: str, tiles: int, tokens: int, impl: str, frozen: bool

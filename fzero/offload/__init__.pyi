@@ -9,7 +9,6 @@ from fzero.offload.scratch import ScratchFile as ScratchFile
 from fzero.offload.scratch import ScratchTensor as ScratchTensor
 from fzero.offload.store import DiskTensor as DiskTensor
 from fzero.offload.store import VersionedStore as VersionedStore
-from fzero.offload.store_folder import open_store as open_store
 
 """For contributors: what the other packages of fzero use."""
 
@@ -31,6 +30,9 @@ from fzero.offload.disk_io import serves_direct as serves_direct
 # Nvme
 from fzero.offload.nvme import buffer_need as buffer_need
 from fzero.offload.nvme import disk_of as disk_of
+from fzero.offload.nvme import open_store as open_store
+from fzero.offload.nvme import release_store as release_store
+from fzero.offload.nvme import store_bytes as store_bytes
 
 # Files that threads read and write by ranges of bytes, below a local folder or a URL: the parts of a checkpoint
 from fzero.offload.range_files import FileWriter as FileWriter
@@ -46,10 +48,6 @@ from fzero.offload.scratch import StackNumbers as StackNumbers
 
 # A state on a disk
 from fzero.offload.store import sum_words as sum_words
-
-# The folder of a store
-from fzero.offload.store_folder import release_store as release_store
-from fzero.offload.store_folder import store_bytes as store_bytes
 
 # The small files of a store
 from fzero.offload.store_manifest import STEP as STEP

@@ -11,8 +11,11 @@ from fzero.optim.base import apply_in_place as apply_in_place
 from fzero.optim.base import apply_updates as apply_updates
 from fzero.optim.clip import clip_by_global_norm as clip_by_global_norm
 from fzero.optim.clip import clip_by_value as clip_by_value
+from fzero.optim.combine import add_decayed_weights as add_decayed_weights
 from fzero.optim.combine import by_label as by_label
 from fzero.optim.combine import chain as chain
+from fzero.optim.combine import decay_matrices as decay_matrices
+from fzero.optim.combine import scale_by_rules as scale_by_rules
 from fzero.optim.deepspeed_schedules import cycle_lr as cycle_lr
 from fzero.optim.deepspeed_schedules import cycle_momentum as cycle_momentum
 from fzero.optim.deepspeed_schedules import warmup_cosine_lr as warmup_cosine_lr
@@ -22,19 +25,14 @@ from fzero.optim.from_torch import TorchState as TorchState
 from fzero.optim.from_torch import from_torch as from_torch
 from fzero.optim.lamb import LambState as LambState
 from fzero.optim.lamb import lamb as lamb
-from fzero.optim.lion import Lion8State as Lion8State
-from fzero.optim.lion import LionState as LionState
-from fzero.optim.lion import lion as lion
-from fzero.optim.masks import add_decayed_weights as add_decayed_weights
-from fzero.optim.masks import decay_matrices as decay_matrices
-from fzero.optim.masks import scale_by_rules as scale_by_rules
 from fzero.optim.muon import MuonState as MuonState
 from fzero.optim.muon import muon as muon
 from fzero.optim.muon import newton_schulz as newton_schulz
 from fzero.optim.norm import global_norm as global_norm
+from fzero.optim.onebit import RATIOS as RATIOS
 from fzero.optim.onebit import OneBitState as OneBitState
 from fzero.optim.onebit import onebit_adam as onebit_adam
-from fzero.optim.onebit_lamb import onebit_lamb as onebit_lamb
+from fzero.optim.onebit import onebit_lamb as onebit_lamb
 from fzero.optim.schedules import by_tokens as by_tokens
 from fzero.optim.schedules import constant as constant
 from fzero.optim.schedules import cosine as cosine
@@ -47,7 +45,10 @@ from fzero.optim.schedules import polynomial as polynomial
 from fzero.optim.schedules import warmup as warmup
 from fzero.optim.schedules import warmup_cosine as warmup_cosine
 from fzero.optim.schedules import wsd as wsd
+from fzero.optim.sgd import Lion8State as Lion8State
+from fzero.optim.sgd import LionState as LionState
 from fzero.optim.sgd import SGDState as SGDState
+from fzero.optim.sgd import lion as lion
 from fzero.optim.sgd import sgd as sgd
 from fzero.optim.sharded_leaves import WHOLE as WHOLE
 from fzero.optim.sharded_leaves import ShardedLeaves as ShardedLeaves
@@ -68,10 +69,15 @@ from fzero.optim.adamw import CORRECTIONS as CORRECTIONS
 
 # An optimizer is a value
 from fzero.optim.base import ShardSlice as ShardSlice
+from fzero.optim.base import columns_of as columns_of
 from fzero.optim.base import distinct as distinct
 from fzero.optim.base import expect_optimizer as expect_optimizer
+from fzero.optim.base import is_layered as is_layered
 from fzero.optim.base import name_tree as name_tree
 from fzero.optim.base import overwrite as overwrite
+from fzero.optim.base import same_leaves as same_leaves
+from fzero.optim.base import select_state as select_state
+from fzero.optim.base import smallest_unit as smallest_unit
 
 # Transformations put together
 from fzero.optim.combine import split_chain as split_chain
@@ -87,9 +93,6 @@ from fzero.optim.norm import Squared as Squared
 from fzero.optim.norm import summed_by_kernel as summed_by_kernel
 from fzero.optim.norm import widen as widen
 
-# 1-bit LAMB: ranks send signs of their momentum, and the sizes of LAMB's updates follow from the warm-up
-from fzero.optim.onebit_lamb import RATIOS as RATIOS
-
 # Schedules
 from fzero.optim.schedules import Intervals as Intervals
 
@@ -98,13 +101,6 @@ from fzero.optim.sharded_leaves import bind_to_plan as bind_to_plan
 from fzero.optim.sharded_leaves import shards_of as shards_of
 from fzero.optim.sharded_leaves import shards_of_sums as shards_of_sums
 from fzero.optim.sharded_leaves import squares as squares
-
-# The leaves of an optimizer's state by name
-from fzero.optim.unit_updates import columns_of as columns_of
-from fzero.optim.unit_updates import is_layered as is_layered
-from fzero.optim.unit_updates import same_leaves as same_leaves
-from fzero.optim.unit_updates import select_state as select_state
-from fzero.optim.unit_updates import smallest_unit as smallest_unit
 
 # Transformations around an optimizer
 from fzero.optim.wrappers import AVERAGE as AVERAGE

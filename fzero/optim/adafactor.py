@@ -12,8 +12,8 @@ from fzero.core.arguments import OPTIMIZER, checked, expect_floating
 from fzero.core.config_tables import Allowed
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, LearningRate, NotNegative, NumberIn, lr_at
+from fzero.optim.combine import Mask, check_mask, decay_predicate
 from fzero.optim.leafwise import Slot, layer_dims, layer_pieces, leafwise, without_partial
-from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import ShardedLeaves, on_shards, rms
 from fzero.sharding.slices import STACKED
 from fzero.sharding.spec import Spec

@@ -14,7 +14,7 @@ from fzero.core.pytree import Tree
 from fzero.kernels.optim_multi_tensor import adamw as kernel
 from fzero.kernels.optim_multi_tensor import adamw_step
 from fzero.optim.base import Beta, GradientTransformation, LearningRate, NotNegative, NumberIn, Schedule, lr_at
-from fzero.optim.masks import Mask
+from fzero.optim.combine import Mask
 from fzero.optim.moment_storage import Bits, Block, Rounding, storage, with_kernel
 
 CORRECTIONS = ("moments", "rate", "none")

@@ -19,8 +19,8 @@ from fzero.core.arguments import checked
 from fzero.core.device import kind_of
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Pass, Schedule, distinct, lr_at
+from fzero.optim.combine import Mask, check_mask, decay_predicate
 from fzero.optim.leafwise import flat_pieces, rows_of, without_partial
-from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.sharding.spec import Spec
 
 NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}

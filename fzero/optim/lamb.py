@@ -13,8 +13,8 @@ from fzero.core.pytree import Tree
 from fzero.kernels.optim_leaf import safe_sqrt
 from fzero.optim.adamw import Correction, adam_scalars
 from fzero.optim.base import Beta, GradientTransformation, LearningRate, NotNegative
+from fzero.optim.combine import Mask, check_mask, decay_predicate
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
-from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import ShardedLeaves, layer_norm2, on_shards
 from fzero.sharding.slices import STACKED
 

@@ -23,8 +23,8 @@ from fzero.kernels import optim_lowbit
 from fzero.kernels.optim_leaf import OptimLeaf, StepRates, step_leaf
 from fzero.kernels.registry import Op
 from fzero.optim.base import GradientTransformation, Pass, ShardSlice, apply_in_place
+from fzero.optim.combine import Mask, check_mask, decay_predicate
 from fzero.optim.leafwise import Slot, leafwise, moment, rows_of, without_partial
-from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
 from fzero.sharding.slices import largest_block, shard_dim
 

@@ -21,8 +21,8 @@ from fzero.optim.base import (
     NumberIn,
     lr_at,
 )
+from fzero.optim.combine import Mask, check_mask, decay_predicate
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
-from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import ShardedLeaves, on_shards
 from fzero.sharding.slices import STACKED
 

@@ -37,8 +37,8 @@ from fzero.optim.base import (
     apply_in_place,
     lr_at,
 )
+from fzero.optim.combine import Mask, decay_predicate
 from fzero.optim.leafwise import wide_dtype, without_partial
-from fzero.optim.masks import Mask, decay_predicate
 from fzero.optim.onebit import (
     Method,
     Numbers,

@@ -1,12 +1,11 @@
 """For contributors: what the other packages of fzero use."""
 
 # Modules
-from fzero.planner import aot_inductor as aot_inductor
+from fzero.planner import closed_forms as closed_forms
 from fzero.planner import devices as devices
-from fzero.planner import first_estimate as first_estimate
+from fzero.planner import fake_inductor as fake_inductor
 from fzero.planner import launch as launch
 from fzero.planner import plan as plan
-from fzero.planner import plan_grid as plan_grid
 from fzero.planner import roofline as roofline
 from fzero.planner import search as search
 from fzero.planner import search_result as search_result

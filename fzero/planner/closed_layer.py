@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fzero import models
 from fzero.comm.ledger import sent_elements
 from fzero.core.autodiff import Remat
-from fzero.kernels.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, SPLIT_PRODUCTS
+from fzero.kernels.attention_pattern import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, SPLIT_PRODUCTS
 from fzero.models.configs import body_of, frozen_leaves, head_rows
 from fzero.planner.candidates import Candidate
 from fzero.planner.devices import Device

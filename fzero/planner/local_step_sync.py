@@ -22,7 +22,7 @@ from fzero.run.config.run_config import RunConfig
 from fzero.run.measure.live_bytes import MemoryTrace, recorded
 from fzero.run.setup import build
 
-METRICS = 6  # numbers of a step that members add up, see `join` in run/setup/members.py
+METRICS = 6  # numbers of a step that members add up, see `join` in run/setup/build_optim.py
 
 
 class AgreementEvents(NamedTuple):

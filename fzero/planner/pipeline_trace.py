@@ -28,7 +28,7 @@ from fzero.sharding.pipeline.check import gather_row
 from fzero.sharding.pipeline.play import peak
 from fzero.sharding.pipeline.table import BACKWARD
 from fzero.sharding.pipeline_plan import expect_parts
-from fzero.train.stage_sharing import segments_of, stages_of
+from fzero.train.stage_exchange import segments_of, stages_of
 
 Channel = tuple[int, bool]  # the rank of pp at its other end, and whether activations or gradients travel
 Circumstance = tuple[object, ...]  # two acts with the same one have the same record

@@ -22,7 +22,7 @@ from fzero.core.arguments import checked
 from fzero.core.process_pool import Pool
 from fzero.core.storage import write_text
 from fzero.models import ModelConfig
-from fzero.planner import experts, extrapolate, pipeline_trace
+from fzero.planner import devices, extrapolate, pipeline_trace
 from fzero.planner.candidates import Candidate, candidates, layers_to_trace
 from fzero.planner.closed_forms import Sketch, sketch_candidate
 from fzero.planner.closed_layer import Basis, admits_codec, layer_of
@@ -112,7 +112,7 @@ def search(
             raise ValueError(
                 f"no candidate goes with codec {codec_of(config)}: see docs/codec.md for its stages and meshes"
             )
-        every = [c for c in every if experts.has_capacity(basis.plan_of(c)[0], device.loads)]
+        every = [c for c in every if devices.has_capacity(basis.plan_of(c)[0], device.loads)]
         if not every:
             raise ValueError(
                 "no candidate has room for this imbalance of experts; use experts of gather or "

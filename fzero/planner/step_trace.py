@@ -24,9 +24,8 @@ from fzero.core.device import CPU, HOST, FakeDevice, Target
 from fzero.core.gpu_copies import free_sources
 from fzero.offload import DiskTensor
 from fzero.planner import fake_inductor
-from fzero.planner.fake_disk import PlannedNvme
+from fzero.planner.fake_disk import PlannedNvme, stage_shapes
 from fzero.planner.operations import ExecutedOp, describe_op, describe_passes
-from fzero.planner.stage_shapes import stage_shapes
 from fzero.run.config.run_config import RunConfig
 from fzero.run.measure.live_bytes import MemoryTrace, device_of, recorded
 from fzero.run.measure.memory_check import state_bytes

@@ -1,4 +1,4 @@
-"""The sections of a report: tables and pictures made from its values, which pages.py writes.
+"""The sections of a report: tables and pictures made from its values, which report_writer.py writes.
 
 Every cell is made only here, in sections_cost.py and in first_screen.py, so pasted tables agree with the report.
 """

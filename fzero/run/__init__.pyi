@@ -13,12 +13,10 @@ from fzero.run.config import unused_keys as unused_keys
 
 # A config as a nested table, and as JSON text
 from fzero.run.config.config_table import apply_table as apply_table
+from fzero.run.config.config_table import current_keys as current_keys
 from fzero.run.config.config_table import recipe as recipe
 from fzero.run.config.config_table import to_json as to_json
 from fzero.run.config.config_table import to_table as to_table
-
-# Tables of configs that earlier versions wrote, by the keys that this version has
-from fzero.run.config.config_versions import current_keys as current_keys
 
 # A DeepSpeed config as a config of a run
 from fzero.run.config.deepspeed import merge_tables as merge_tables
@@ -129,11 +127,9 @@ from fzero.run.runner import pretrain as pretrain
 from fzero.run.runner import rollback as rollback
 
 # The validation loss of a state, of its parameters and of their average
+from fzero.run.runner.evaluate import Sampling as Sampling
 from fzero.run.runner.evaluate import analyze_by_model as analyze_by_model
-
-# Generation with a KV cache
-from fzero.run.runner.generate import Sampling as Sampling
-from fzero.run.runner.generate import generate as generate
+from fzero.run.runner.evaluate import generate as generate
 
 # The rows of a run's steps
 from fzero.run.runner.step_rows import documents_of as documents_of

@@ -72,13 +72,11 @@ from fzero.sharding.pipeline.play import Played as Played
 from fzero.sharding.pipeline.play import peak as peak
 from fzero.sharding.pipeline.play import play as play
 
-# A schedule as text that a person can write, and back
-from fzero.sharding.pipeline.schedule_text import read_schedule as read_schedule
-from fzero.sharding.pipeline.schedule_text import write_schedule as write_schedule
-
 # How the layers of a model are cut into stages, and which rank has which
+from fzero.sharding.pipeline.stages import read_schedule as read_schedule
 from fzero.sharding.pipeline.stages import split_layers as split_layers
 from fzero.sharding.pipeline.stages import stage_ranks as stage_ranks
+from fzero.sharding.pipeline.stages import write_schedule as write_schedule
 
 # What a schedule is
 from fzero.sharding.pipeline.table import BACKWARD as BACKWARD

@@ -22,7 +22,7 @@ class Experts:
         each token is sent to the ranks of its experts alone; "auto": the one that sends less.
     slack: of an exchange, the rows that a rank has room for, over those that it sends: it is sent as many if experts
         are chosen evenly; math.inf is room for all. A step in which a rank is sent more computes its gradient again
-        with twice the slack (see train/expert_slack.py); no token is dropped. Without a step there is room for all.
+        with twice the slack (see train/gradient.py); no token is dropped. Without a step there is room for all.
 
     parts: of an exchange, in so many parts the tokens of a rank come, each with room of its own: the rows of one are on
         their way while the experts compute those of another.

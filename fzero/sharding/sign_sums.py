@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fzero.comm.collectives import start_all_gather, start_all_to_all, start_psum
 from fzero.comm.messages import bucket_groups, pack, unpack
-from fzero.core.reinterpret import reinterpret
+from fzero.core.autodiff import reinterpret
 from fzero.sharding.leaf_plan import Stored
 from fzero.sharding.slices import is_stacked, local_shape, narrow_part, shard_dim
 from fzero.sharding.spec import Spec

@@ -50,13 +50,11 @@ from fzero.train.sdc_check import make_check as make_check
 from fzero.train.spike import Spike as Spike
 
 # What passes between the stages of a pipeline
+from fzero.train.stage_exchange import Segment as Segment
+from fzero.train.stage_exchange import SegmentActivations as SegmentActivations
+from fzero.train.stage_exchange import segments_of as segments_of
 from fzero.train.stage_exchange import signature_of as signature_of
-
-# What the stages of a pipeline share
-from fzero.train.stage_sharing import Segment as Segment
-from fzero.train.stage_sharing import SegmentActivations as SegmentActivations
-from fzero.train.stage_sharing import segments_of as segments_of
-from fzero.train.stage_sharing import stages_of as stages_of
+from fzero.train.stage_exchange import stages_of as stages_of
 
 # The state of a training run as a value
 from fzero.train.state import LOSS as LOSS

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.autodiff import Function
+from fzero.core.autodiff import Function, reinterpret
 from fzero.core.pytree import Tree
-from fzero.core.reinterpret import reinterpret
 from fzero.kernels import quantize as kernels
 from fzero.kernels.float8_gather import narrow_weight, widen_weight
 from fzero.kernels.quantize_codes import KINDS

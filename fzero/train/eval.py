@@ -20,7 +20,7 @@ from fzero.train.first_step import refusing_jointly
 from fzero.train.loss import LossFn, context_of, make_loss, sum_losses
 from fzero.train.pipeline_executor import evaluate_row
 from fzero.train.split_check import check_user_split
-from fzero.train.stage_sharing import segments_of
+from fzero.train.stage_exchange import segments_of
 from fzero.train.state import TrainState, expect_alive
 from fzero.train.streamed_model import StreamedModel
 

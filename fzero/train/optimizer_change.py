@@ -11,8 +11,8 @@ from fzero.core import pytree
 from fzero.core.arguments import checked, expect_regex
 from fzero.offload import DiskTensor, Nvme
 from fzero.optim import GradientTransformation
+from fzero.optim.base import same_leaves
 from fzero.optim.sharded_leaves import bind_to_plan
-from fzero.optim.unit_updates import same_leaves
 from fzero.sharding import Plan
 from fzero.sharding.slices import row_blocks, shard_dim
 from fzero.train.masters import narrowing

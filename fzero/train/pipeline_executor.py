@@ -1,7 +1,7 @@
 """A rank's row of a schedule: the passes of its stages in their order, and what goes from stage to stage.
 
 A run without pp has one stage, and its row is F0 B0 F1 B1 ..., through the same code. With pp the leaves outside the
-layers are gathered before the row, and their gradients' sums scattered back behind it (train/stage_sharing.py).
+layers are gathered before the row, and their gradients' sums scattered back behind it (train/stage_exchange.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,15 @@ from fzero.sharding.pipeline.check import gather_row
 from fzero.sharding.pipeline.table import BACKWARD
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import NodeShards, Prefetcher, Resident
-from fzero.train.stage_exchange import StageExchange, signature_of
-from fzero.train.stage_sharing import Segment, SegmentActivations, StackHook, StageSharing, stages_of
+from fzero.train.stage_exchange import (
+    Segment,
+    SegmentActivations,
+    StackHook,
+    StageExchange,
+    StageSharing,
+    signature_of,
+    stages_of,
+)
 from fzero.train.streamed_model import ForwardResult, HeadResult, SegmentPass, StreamedModel
 
 

@@ -34,7 +34,7 @@ from fzero.train.execution import Execution
 from fzero.train.gradient import layer_draws, make_backward
 from fzero.train.loss import LossFn, draws_of
 from fzero.train.pipeline_executor import MicroBatches, Turn
-from fzero.train.stage_sharing import StageSharing
+from fzero.train.stage_exchange import StageSharing
 from fzero.train.state import TrainState, expect_alive, state_specs
 
 WORD = 1 << 64  # digests are modulo this

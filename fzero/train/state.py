@@ -18,9 +18,9 @@ from fzero.core.precision import ScalerState, init_scaler
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import disable_current_modes
 from fzero.optim import GradientTransformation
+from fzero.optim.base import columns_of
 from fzero.optim.norm import Squared
 from fzero.optim.sharded_leaves import bind_to_plan
-from fzero.optim.unit_updates import columns_of
 from fzero.sharding import LeafPlan, Plan, Spec
 from fzero.sharding.error_feedback import error_specs, first_errors
 

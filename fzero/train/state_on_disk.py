@@ -25,7 +25,7 @@ from fzero.offload.nvme import disk_of
 from fzero.offload.store_manifest import read_step_manifest
 from fzero.offload.update_units import RowBlock
 from fzero.optim import GradientTransformation
-from fzero.optim.unit_updates import columns_of, is_layered, smallest_unit
+from fzero.optim.base import columns_of, is_layered, smallest_unit
 from fzero.sharding import Plan
 from fzero.sharding.slices import Box, draw_leaf, local_windows, narrow_box, row_blocks, shard_dim
 from fzero.train.state import TrainState, first_stats, meta_state, move_leaf, move_to_memory, state_specs

@@ -29,7 +29,7 @@ from fzero.sharding.prefetch import LeafGroup, NodeShards, ParamFetcher, Partiti
 from fzero.sharding.reduce import GradientReducer
 from fzero.train.codes import params_coding
 from fzero.train.execution import Execution
-from fzero.train.stage_sharing import Segment, SegmentActivations, StackHook, stages_of
+from fzero.train.stage_exchange import Segment, SegmentActivations, StackHook, stages_of
 
 
 class SegmentPass(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint.convert.deepspeed import FP32, ZERO, find_universal, is_plain_deepspeed, open_universal
+from fzero.checkpoint.convert.dcp import FP32, ZERO, find_universal, is_plain_deepspeed, open_universal
 from fzero.checkpoint.convert.huggingface import leaves_of, read_hf_config, tensors_of
 from fzero.checkpoint.convert.tensor_files import TensorEntry
 from fzero.checkpoint.convert.transformers_models import is_foreign, notes_of, open_decoder

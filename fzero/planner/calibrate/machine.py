@@ -19,7 +19,7 @@ from fzero.core.files import make_folder, replacing
 from fzero.kernels import tuning
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_io import load_settings
-from fzero.planner.calibrate import collectives, gemm, memory, step_operators
+from fzero.planner.calibrate import collectives, memory, step_operators
 from fzero.planner.calibrate.case_timer import (
     Figure,
     curve_of,
@@ -162,7 +162,7 @@ def measure(
     device = assemble_device(effort, [*rates, *previous_rates], messages, previous)
     if effort.device == "cuda" and "attention" in effort.parts:
         say("attention")
-        tuning.write_measured(device.name, gemm.measure_attention(effort.seconds("attention")))
+        tuning.write_measured(device.name, memory.measure_attention(effort.seconds("attention")))
     if disk is not None:
         say(f"the disk of {disk}")
         device = replace(device, nvme=disk_rates(disk, effort.quick))
@@ -176,7 +176,7 @@ def sweep(effort: Effort, threads: int, coarse: bool = False) -> Sweep:
     share = 1.0 if "memory" in parts else 0.3  # every device file has the bandwidth
     memory_figures = memory.measure_memory(effort.seconds("memory") * share, quick=quick or share < 1.0, **options)
     products = (
-        gemm.measure_products(effort.seconds("gemm"), quick=quick or coarse, **options) if "gemm" in parts else {}
+        memory.measure_products(effort.seconds("gemm"), quick=quick or coarse, **options) if "gemm" in parts else {}
     )
     kernels, host = {}, {}
     if "steps" in parts and device == "cpu":

@@ -2,18 +2,16 @@
 
 # Modules
 from fzero.run.measure import attempts as attempts
-from fzero.run.measure import fitting_steps as fitting_steps
+from fzero.run.measure import flops as flops
 
 # What `fzero doctor` prints
 from fzero.run.measure.doctor import diagnose as diagnose
 from fzero.run.measure.doctor import usable_device as usable_device
 
-# How long a small preset's own run takes here, and which of its recorded lengths ends within about three minutes
-from fzero.run.measure.fitting_steps import shortened as shortened
-
 # FLOPs of a model by the papers' formulas, and what part of a processor's peak they are
 from fzero.run.measure.flops import hfu as hfu
 from fzero.run.measure.flops import mfu as mfu
+from fzero.run.measure.flops import shortened as shortened
 from fzero.run.measure.flops import token_flop as token_flop
 
 # The bytes that are alive while a step runs

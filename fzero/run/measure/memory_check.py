@@ -23,7 +23,7 @@ from fzero.core.host_memory import bytes_cached, bytes_taken, round_to_pages
 from fzero.core.pytree import Tree
 from fzero.models import LlamaConfig
 from fzero.models.configs import family_of
-from fzero.offload.store_folder import store_bytes
+from fzero.offload.nvme import store_bytes
 from fzero.optim.wrappers import AVERAGE
 from fzero.run.config.run_config import RunConfig
 from fzero.run.measure.peak_memory import layers_alive, pass_sizes, passes_peak

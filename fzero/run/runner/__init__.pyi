@@ -7,11 +7,9 @@ from fzero.run.runner import pretrain as pretrain
 from fzero.run.runner import rollback as rollback
 
 # The validation loss of a state, of its parameters and of their average
+from fzero.run.runner.evaluate import Sampling as Sampling
 from fzero.run.runner.evaluate import analyze_by_model as analyze_by_model
-
-# Generation with a KV cache
-from fzero.run.runner.generate import Sampling as Sampling
-from fzero.run.runner.generate import generate as generate
+from fzero.run.runner.evaluate import generate as generate
 
 # Prepare a run of `fzero pretrain`
 from fzero.run.runner.pretrain import expect_memory as expect_memory

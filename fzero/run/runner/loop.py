@@ -42,8 +42,7 @@ from fzero.run.ranks.coordinator import join
 from fzero.run.ranks.signals import handlers_restored, stop_signals
 from fzero.run.ranks.watchdog import watch, watch_steps
 from fzero.run.runner import rollback
-from fzero.run.runner.evaluate import evaluate_all
-from fzero.run.runner.generate import Sampling, generate
+from fzero.run.runner.evaluate import Sampling, evaluate_all, generate
 from fzero.run.runner.out_of_memory import explained
 from fzero.run.runner.pretrain import expect_memory, resume, start
 from fzero.run.runner.saver import CheckpointSaver, disk_row, offload_summary, to_memory

@@ -30,8 +30,7 @@ from fzero.run.config.run_config import RunConfig
 from fzero.run.config.stages import change_stage, split_changes, stages_of
 from fzero.run.config.transforms import make_transforms
 from fzero.run.config.unused_keys import refuse_without_axis
-from fzero.run.measure.fitting_steps import fitting_steps, shortened
-from fzero.run.measure.flops import token_flop
+from fzero.run.measure.flops import fitting_steps, shortened, token_flop
 from fzero.run.measure.memory_check import check_memory, gigabytes
 from fzero.run.measure.step_records import steps_of
 from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator, Say

@@ -13,14 +13,14 @@ from typing import Any
 from fzero import checkpoint
 from fzero.checkpoint import directory
 from fzero.checkpoint.directory import newest_sound
-from fzero.checkpoint.moment_codes import code_lines, encode_moments
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.restore_state import error_lines, renamed_leaves
+from fzero.checkpoint.restore_tree import code_lines, encode_moments
 from fzero.core import pytree
 from fzero.core.pytree import leaves
 from fzero.core.storage import Damaged, is_url
 from fzero.offload import DiskTensor, DiskTraffic
-from fzero.offload.store_folder import release_store
+from fzero.offload.nvme import release_store
 from fzero.offload.store_manifest import read_description
 from fzero.run.config.config_table import to_table
 from fzero.run.config.run_config import RunConfig

@@ -6,12 +6,12 @@ from fzero.sharding.pipeline.orders import FAMILIES as FAMILIES
 from fzero.sharding.pipeline.orders import schedule as schedule
 from fzero.sharding.pipeline.play import Played as Played
 from fzero.sharding.pipeline.play import play as play
-from fzero.sharding.pipeline.schedule_text import read_schedule as read_schedule
-from fzero.sharding.pipeline.schedule_text import write_schedule as write_schedule
 from fzero.sharding.pipeline.stages import layout as layout
 from fzero.sharding.pipeline.stages import read_layout as read_layout
+from fzero.sharding.pipeline.stages import read_schedule as read_schedule
 from fzero.sharding.pipeline.stages import split_layers as split_layers
 from fzero.sharding.pipeline.stages import stage_ranks as stage_ranks
+from fzero.sharding.pipeline.stages import write_schedule as write_schedule
 from fzero.sharding.pipeline.table import Act as Act
 from fzero.sharding.pipeline.table import Schedule as Schedule
 from fzero.sharding.pipeline.table import Stages as Stages

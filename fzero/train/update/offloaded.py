@@ -36,9 +36,8 @@ from fzero.offload.update_units import (
     read_block,
 )
 from fzero.optim import GradientTransformation, apply_in_place
-from fzero.optim.base import Pass, ShardSlice, distinct
+from fzero.optim.base import Pass, ShardSlice, columns_of, distinct, select_state
 from fzero.optim.combine import split_chain
-from fzero.optim.unit_updates import columns_of, select_state
 from fzero.sharding import Plan
 from fzero.sharding.slices import MOST_ELEMENTS, narrow_part, shard_dim
 from fzero.train.state_on_disk import DiskLayout, smallest_units

@@ -22,7 +22,7 @@ from fzero.core.device import HOST
 from fzero.core.gpu_copies import Copied
 from fzero.core.pytree import Tree
 from fzero.offload.update_units import OFF, BlockRead, RowBlock, UpdateUnit, begin_ahead
-from fzero.optim.unit_updates import columns_of
+from fzero.optim.base import columns_of
 from fzero.sharding import Plan
 from fzero.train.step import StepParts, TrainStep, update_at_end
 from fzero.train.update.in_backward import EarlyUpdate, expect_layers
