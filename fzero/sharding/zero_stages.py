@@ -10,13 +10,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from fzero.comm.axes import CP, EP, PP, RP, TP
 from fzero.core import pytree
-from fzero.core.arguments import PLAN, checked, expect_kind, expect_regex
+from fzero.core.arguments import PLAN, checked, expect_regex
 from fzero.core.config_tables import check_choice, one_of
 from fzero.core.precision import POLICIES, Policy
 from fzero.core.pytree import Tree
@@ -92,9 +92,19 @@ ZERO = {
 }
 
 
-@checked("stage model mesh policy sequence frozen offload codec", **PLAN)
+@checked(
+    "model",
+    **PLAN,
+    stage="zero stage is {}; it must be 0, 1, 2 or 3",
+    mesh='mesh is {}; write fzero.make_mesh({{"dp": 2}}), or fzero.one_process()',
+    policy=f"policy is {{}}; write fzero.bf16(), or a name: {', '.join(POLICIES)}",
+    sequence='sequence is {}; write sequence=True, or sequence=fzero.Context("gather")',
+    frozen="frozen is {}; write a regular expression over the leaves' names, or None",
+    offload='offload is {}; write offload="" or, for example, offload="opt=host"',
+    codec='codec is {}; write codec="params=int8,grads=int4", or None',
+)
 def zero_plan(
-    stage: int,
+    stage: Annotated[int, one_of(ZERO)],
     model: Any,
     mesh: Mesh,
     *,
@@ -141,9 +151,9 @@ def zero_plan(
     Ref: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models",
     arXiv:1910.02054, section 5.
     """
-    expect_kinds(mesh, sequence, frozen, offload, pipeline, codec)
+    expect_regex("frozen", frozen)
     policy = policy_of(policy)
-    check_choices(stage, mesh, reduce)
+    expect_reduce(reduce, mesh)
     named, sizes = pytree.named_leaves(like := shapes_of(model)), mesh.sizes
     context = context_for(sequence, model, sizes, policy.compute.itemsize)
     split = context.over_tp and sizes[TP] > 1
@@ -190,17 +200,6 @@ def rule_and_frozen_leaves(model: Any) -> tuple[frozenset[str], frozenset[str]]:
     return rule_leaves, rule_leaves | model.frozen
 
 
-def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any, codec: Any) -> None:
-    """Raise TypeError for options of a plan that are of other kinds, ValueError for what is no regex."""
-    expect_kind("mesh", mesh, Mesh, 'write fzero.make_mesh({"dp": 2}), or fzero.one_process()')
-    expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
-    expect_regex("frozen", frozen)
-    expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
-    expect_kind("sequence", sequence, (bool, Context), 'write sequence=True, or sequence=fzero.Context("gather")')
-    expect_kind("pipeline", pipeline, (Pipeline, type(None)), 'write fzero.Pipeline("1f1b"), or None')
-    expect_kind("codec", codec, (Codec, str, type(None)), 'write codec="params=int8,grads=int4", or None')
-
-
 def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Policy) -> frozenset[str]:
     """The names of the leaves that are gathered over dp as float8 numbers: those of tensorwise products."""
     gathered = {name: leaf for name, leaf in leaves.items() if leaf.params.over_data}
@@ -220,18 +219,15 @@ def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Poli
 
 
 def policy_of(policy: Policy | str) -> Policy:
-    """The policy, or the one of that name; raises TypeError or ValueError for anything else."""
-    expect_kind("policy", policy, (Policy, str), f"write fzero.bf16(), or a name: {', '.join(POLICIES)}")
+    """The policy, or the one of that name; raises ValueError for another name."""
     if not isinstance(policy, str):
         return policy
     check_choice("policy", policy, POLICIES)
     return POLICIES[policy]()
 
 
-def check_choices(stage: int, mesh: Mesh, reduce: str) -> None:
-    """Raise ValueError for a stage or choice that does not exist."""
-    if type(stage) is not int or stage not in ZERO:
-        raise ValueError(f"zero stage is {stage!r}; it must be 0, 1, 2 or 3")
+def expect_reduce(reduce: str, mesh: Mesh) -> None:
+    """Raise ValueError for a way of sums that does not exist, or not on this mesh."""
     one_of(REDUCE).check("reduce", reduce)
     if reduce == "canonical" and mesh.data_size & (mesh.data_size - 1):
         raise ValueError(
