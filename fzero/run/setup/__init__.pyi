@@ -1,5 +1,6 @@
 """For contributors: what the other packages of fzero use."""
 
+# What `build` loads when a config has local steps
 # Modules
 from fzero.run.setup import build as build
 from fzero.run.setup import build_optim as build_optim
@@ -7,6 +8,7 @@ from fzero.run.setup import corpus as corpus
 from fzero.run.setup import fine_tuning as fine_tuning
 from fzero.run.setup import import_export as import_export
 from fzero.run.setup import machine as machine
+from fzero.run.setup import members as members
 from fzero.run.setup import run_folder as run_folder
 from fzero.run.setup import run_lock as run_lock
 from fzero.run.setup import vocabulary as vocabulary
