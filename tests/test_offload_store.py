@@ -675,6 +675,18 @@ def test_a_commit_that_fails_leaves_the_step_before(direct, opened, name):
     assert_version(reopen(opened, direct)(), 1)
 
 
+def test_a_step_whose_record_cannot_be_written_can_be_made_again(direct, opened):
+    store = opened(direct, verify=False)  # so that step.json is the only file that is replaced
+    make(store, 1)
+    write(store, 2)
+    with refusing("replace", errno.ENOSPC):
+        said(lambda: store.commit(2, {"seed": 2}), direct, os.strerror(errno.ENOSPC))
+    assert_version(store, 1)
+    make(store, 3)
+    store.close()
+    assert_version(reopen(opened, direct, verify=False)(), 3)
+
+
 def test_a_step_that_failed_can_be_made_again(direct, opened):
     store = opened(direct)
     make(store, 1)

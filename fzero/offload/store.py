@@ -234,9 +234,10 @@ class VersionedStore:
             raise self.chunks.failed(OSError()) if self.chunks.is_removed else store_manifest.another_state(self.folder)
 
     def _write_manifest(self, record: StepManifest) -> None:
-        self.record = record
         if self.chunks.rank == 0:
             self._durably(lambda: write_text(self.folder, STEP, step_manifest_text(record)))
+        # Behind the write: where it fails, the step before is the last complete one here as on the disk.
+        self.record = record
 
     def _durably(self, work: Callable[[], None]) -> None:
         try:
