@@ -288,6 +288,44 @@ def test_what_a_package_offers_exists():
     assert not missing, "\n".join(missing)
 
 
+@functools.cache
+def imports_from(path):
+    return [node for node in nodes_of(path) if isinstance(node, ast.ImportFrom)]
+
+
+def names_used_of(package):
+    """The names that files outside of a package import from it, and those that any file takes as its attributes."""
+    parent, _, name = package.rpartition(".")
+    names = set()
+    for path in FILES:
+        imports = imports_from(path)
+        if not f"{module_of(path)}.".startswith(f"{package}."):
+            inner = [node for node in imports if f"{node.module}.".startswith(f"{package}.")]
+            names |= {alias.name for node in inner for alias in node.names if node.module != "fzero.core.torch_private"}
+        aliases = {
+            a.asname or a.name for node in imports if node.module == parent for a in node.names if a.name == name
+        }
+        attributes = [node for node in nodes_of(path) if aliases and isinstance(node, ast.Attribute)]
+        names |= {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id in aliases}
+    return names
+
+
+@pytest.mark.slow
+def test_a_package_offers_contributors_what_other_packages_use():
+    """And nothing else: the names below the string of its stub, beside those for users."""
+    wrong = []
+    for stub in ROOT.rglob("*/__init__.pyi"):
+        package = module_of(stub)
+        users, contributors = (
+            {line.split()[-1] for line in text.splitlines() if line.startswith("from ")}
+            for text in stub.read_text().split('"""')[::2]
+        )
+        used = names_used_of(package) - users
+        wrong += [f"{stub.relative_to(ROOT)}: {name} is missing" for name in used - contributors - {"__all__"}]
+        wrong += [f"{stub.relative_to(ROOT)}: {name} is used by no other package" for name in contributors - used]
+    assert not wrong, "\n".join(sorted(wrong))
+
+
 MOST_LINES, MOST_PARAMETERS = 80, 8
 # Kernels take pointers and strides, optimizers their hyperparameters, commands their flags.
 MANY_PARAMETERS = ("kernels", "optim", "cli")

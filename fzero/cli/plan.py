@@ -423,9 +423,9 @@ def refuse_decided_flags(config_file: Path | None, settings: tuple[str, ...], fl
 
 def search_plans(config: Any, gpus: int, gpu: Any, top: int, out: Path | None, slurm: Path | None) -> Any:
     """Search, write the best config to `out` and its script to `slurm`; the SearchResult."""
+    from fzero.core.host_memory import cores
     from fzero.core.storage import write_text
     from fzero.planner import search
-    from fzero.run.setup.machine import cores
 
     if out is not None:
         search.expect_config_path(out)

@@ -67,10 +67,14 @@ from fzero.core.compile_cache import EXACT as EXACT
 from fzero.core.compile_cache import PACKAGE as PACKAGE
 from fzero.core.compile_cache import cache_folder as cache_folder
 from fzero.core.compile_cache import compiled_by_gcc as compiled_by_gcc
+from fzero.core.compile_cache import entry_path as entry_path
+from fzero.core.compile_cache import environment_variables as environment_variables
 from fzero.core.compile_cache import have_compiler as have_compiler
 from fzero.core.compile_cache import library as library
+from fzero.core.compile_cache import load_answer as load_answer
 from fzero.core.compile_cache import package_digest as package_digest
 from fzero.core.compile_cache import processor as processor
+from fzero.core.compile_cache import write_answer as write_answer
 
 # Nested tables of plain values
 from fzero.core.config_tables import COUNT as COUNT
@@ -194,6 +198,7 @@ from fzero.core.graph_passes import Formula as Formula
 from fzero.core.graph_passes import add_formula as add_formula
 from fzero.core.graph_passes import add_twin as add_twin
 from fzero.core.graph_passes import flop_of as flop_of
+from fzero.core.graph_passes import product as product
 
 # Somebody's program as a graph of plain operators, and that graph cut into functions
 from fzero.core.graph_tracing import Impure as Impure
@@ -227,8 +232,6 @@ from fzero.core.precision import update_scaler as update_scaler
 
 # Processes that share the work of this one
 from fzero.core.process_pool import Pool as Pool
-from fzero.core.process_pool import begin_spawning as begin_spawning
-from fzero.core.process_pool import deaf_to_interrupts as deaf_to_interrupts
 
 # Calls of somebody's function in a step
 from fzero.core.purity_checks import PureCalls as PureCalls

@@ -1,3 +1,7 @@
+from fzero.kernels.registry import Form as Form
+from fzero.kernels.registry import explain as explain
+from fzero.kernels.registry import observe as observe
+
 """For contributors: what the other packages of fzero use."""
 
 # Modules

@@ -16,6 +16,7 @@ import fzero
 from fzero.core import gpu
 from fzero.core.compile_cache import have_compiler
 from fzero.core.files import make_folder, replacing
+from fzero.core.host_memory import cores
 from fzero.kernels import tuning
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_io import load_settings
@@ -33,7 +34,7 @@ from fzero.planner.calibrate.disk import DEPTH
 from fzero.planner.calibrate.disk_rates import KINDS, MB, engine, open_files
 from fzero.planner.devices import MARGIN, RESERVED_BYTES, Curve, Device, Level, MeasuredRates, from_json, to_json
 from fzero.run.measure.memory_check import gigabytes
-from fzero.run.setup.machine import cores, processor
+from fzero.run.setup.machine import processor
 
 SHOWN = ("fused/float32", "norm/float32", "attention/float32", "cross_entropy/float32", "optimizer/float32")
 

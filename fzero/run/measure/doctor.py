@@ -14,13 +14,14 @@ import torch
 import fzero
 from fzero import models
 from fzero.core import crc32c, gpu, host_memory, packages
+from fzero.core.host_memory import cores
 from fzero.kernels.registry import Kernels, describe, observe
 from fzero.models import base, forward
 from fzero.run.config.config_table import from_table
 from fzero.run.config.run_config import RunConfig
 from fzero.run.measure.memory_check import gigabytes
 from fzero.run.setup.build_optim import make_policy
-from fzero.run.setup.machine import available_bytes, choose_fp32_matmul, compiler, cores, peak_rate, resolve_here
+from fzero.run.setup.machine import available_bytes, choose_fp32_matmul, compiler, peak_rate, resolve_here
 from fzero.run.setup.process_settings import settings_restored
 
 
