@@ -353,7 +353,7 @@ class Writer:
             save.outcome = SaveFailed(f"{path}: the checkpoint could not be written: {outcome['error']}")
             save.outcome.__cause__ = save.error
             if save.error is not None:
-                traceback.clear_frames(save.error.__traceback__)  # as in `end_all`
+                traceback.clear_frames(save.error.__traceback__)  # as in `wait_for_all`
         else:
             save.outcome = Saved(save.step, path, save.blocked_s, time.perf_counter() - save.began, save.nbytes)
         save.tasks.clear()

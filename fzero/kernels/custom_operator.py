@@ -98,7 +98,7 @@ def operator(
     """Decorator: register a launcher as the operator fzero::NAME of `schema`, one node of a graph."""
 
     # A launcher is pure: it returns new tensors and does not write into its arguments. `fake` takes the same arguments
-    # and returns empty tensors of the results' shapes and dtypes. flop: the FLOPs of a call (see `kernels.flops`).
+    # and returns empty tensors of the results' shapes and dtypes. flop: the FLOPs of a call.
     # opened: see OPENED. batched: the rule of vmap; None: one call for each example, with a warning.
     def define(launch: Callable[..., Any]) -> Callable[..., Any]:
         def on_device(*args: Any) -> Any:

@@ -81,7 +81,7 @@ class ShardedLeaves(NamedTuple):
     # (name, shape of the shard) -> (the boxes of the whole leaf that make up the shard, shape of the whole leaf)
     windows: Callable[[str, tuple[int, ...]], tuple[list[Window], tuple[int, ...]]]
     shape: Callable[[str, tuple[int, ...]], tuple[int, ...]]  # (name, shape of the shard) -> that of the whole leaf
-    square: Callable[[Tensor], Tensor]  # a piece of a leaf (see sharding.pieces) -> its squares, for `norm`
+    square: Callable[[Tensor], Tensor]  # a piece of a leaf (see sharding.iterate_blocks) -> its squares, for `norm`
     # of a plan with codec grads=1bit: the sums that its optimizer makes of this rank's own terms
     signs: SignSums | None = None
 

@@ -7,7 +7,7 @@ micro-batches. Communication is exposed where it takes longer than what is compu
 
 In a plan's first answer states are counted exactly. A layer's activations are the tensors that its kernels keep for the
 backward pass; its time is its FLOPs at the device's sustained rates, and the bytes of its tensors at that of its
-memory. tests/test_first_estimate.py holds `BOUND`, how far it was from the traced plan.
+memory. tests/test_first_estimate.py holds MEMORY_BOUND and TIME_BOUND, how far it was from the traced plan.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A rollback first retries the same batch: a hardware fault is then gone, and the 
 the fault returns, the run rolls back once more and leaves that batch out for good. Decisions are in RUN/skips.json,
 replaced as a whole before they take effect, so that a run that is killed at any instant resumes as if it had not been:
 
-    skips       [first sample, count] of each batch that is left out: see corpus.sample_at
+    skips       [first sample, count] of each batch that is left out: see corpus.sample_of_cursor
     tried       first samples of batches under retry
     back_to     a step: later checkpoints are invalid and being removed; null if no rollback is under way
     behind      the number of the last bad step
@@ -88,7 +88,7 @@ def write_log(folder: Path, record: RollbackLog) -> None:
 
 
 def skips_of(folder: Path) -> list[tuple[int, int]]:
-    """(first sample, count) of each batch that the run in `folder` leaves out: the `skips` of `corpus.sample_at`."""
+    """(first sample, count) of each batch that the run in `folder` leaves out: the `skips` of `sample_of_cursor`."""
     return [(first, count) for first, count in read_log(folder).skips]
 
 
