@@ -16,7 +16,8 @@ from fzero.planner.candidates import Candidate, candidates
 from fzero.planner.devices import Loads
 from fzero.planner.plan_report import total_flop
 from fzero.planner.step_trace import trace_step
-from fzero.run import config_table, machine, segment_numels
+from fzero.run import build, config_table, machine, segment_numels
+from fzero.run.measure.flops import token_flop
 from fzero.run.measure.memory_check import numel
 
 H100 = devices.device("h100")
@@ -193,12 +194,11 @@ def test_a_search_finds_a_mesh_with_ep():
 
 
 def test_the_part_of_experts_is_that_of_the_counted_flops():
-    model = models.build(models.preset("mixtral-8x7b"))
-    plan = fzero.zero_plan(0, model, fzero.fake_mesh({"ep": 8}))
-    config = config_table.from_table({"preset": "mixtral-8x7b"})
-    c = model.config
+    config = config_table.from_table({"preset": "mixtral-8x7b", "mesh": {"ep": 8}})
+    config = machine.resolve_auto(config, H100.target)
+    job, c = build.build(config, fzero.fake_mesh({"ep": 8})), config.model
     mine = 6 * c.top_k * c.d_model * c.d_ff  # a token's: three products
     rest = 2 * (2 * c.d_model**2 + 2 * c.d_model * c.d_model * c.n_kv_heads // c.n_heads)
     rest += 2 * (8 + 2) * c.d_model  # the router, and two norms
     attention = 2 * config.data.seq_len * c.d_model  # causal: half of queries by keys, and by values
-    assert closed_forms.expert_flop_fraction(plan, config) == pytest.approx(mine / (mine + rest + attention), rel=1e-6)
+    assert token_flop(job).experts == pytest.approx(mine / (mine + rest + attention), rel=1e-6)

@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fzero.core.host_memory import bytes_cached
-from fzero.models.configs import body_of
-from fzero.models.experts import OF_EXPERTS
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_layer import ROW, TRACED_ROWS, UPDATE, Basis, closed_layer, offload_of, remat_of, row_facts
 from fzero.planner.devices import Device, Loads
@@ -30,13 +28,12 @@ from fzero.planner.step_trace import fake_nvme
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.unused_keys import SEND_SIGNS
 from fzero.run.measure.memory_check import grad_bytes, memory_on_device, state_bytes
-from fzero.run.measure.peak_memory import PassSizes, expert_units, passes_peak, stacked
+from fzero.run.measure.peak_memory import PassSizes, passes_peak, stacked
 from fzero.run.setup import build
 from fzero.sharding import Plan, fake_mesh
 from fzero.sharding.codec import Codec
 from fzero.sharding.leaf_plan import LeafPlan
 from fzero.sharding.pipeline import FAMILIES
-from fzero.sharding.slices import is_stacked
 from fzero.sharding.spec import DISK, HOST_MEMORY, Tier
 from fzero.sharding.traffic import MICRO_BATCH, PASS, STEP
 
@@ -137,7 +134,7 @@ def error_bytes(basis: Basis, c: Candidate) -> float:
 def step_time(basis: Basis, c: Candidate) -> dict[str, float]:
     """Estimate the seconds of a step, by cause."""
     layer, remat, tiers = basis.layer(c.tp), remat_of(c.remat), offload_of(c.offload)
-    plan, elements, _ = basis.plan_of(c)
+    _, elements, _ = basis.plan_of(c)
     layers, policy = math.ceil(basis.config.model.n_layers / c.pp), basis.policy
     elements = {name: numels / c.pp for name, numels in elements.items()}
     micro = basis.config.train.batch // c.micro_batch // c.data
@@ -156,7 +153,7 @@ def step_time(basis: Basis, c: Candidate) -> dict[str, float]:
         out["communication on cp"] = cp_s(basis, c, micro, bool(remat.every))
     if c.ep > 1:
         out["communication on ep"] = ep_s(basis, c, micro, bool(remat.every))
-        fullest = (basis.device.loads.imbalance(c.ep) - 1.0) * expert_flop_fraction(plan, basis.config)
+        fullest = (basis.device.loads.imbalance(c.ep) - 1.0) * layer.experts
         out["waiting for the fullest experts"] = fullest * (out["computation"] + out["recomputation"])
     for axis, seconds in exposed_s(basis, c, micro, forward, backward + recompute_s).items():
         out[f"communication on {axis}"] = out.get(f"communication on {axis}", 0.0) + seconds
@@ -260,17 +257,6 @@ def expert_messages_s(plan: Plan, way: Way, token_bytes: float, loads: Loads) ->
     if plan.experts.form == "exchange":
         return 2 * collective_s(way, "exchange_rows", int(sent * loads.imbalance(way.size))).seconds
     return sum(collective_s(way, collective, int(sent)).seconds for collective in ("all_gather", "psum_scatter"))
-
-
-def expert_flop_fraction(plan: Plan, config: RunConfig) -> float:
-    """The part of a layer's FLOPs that are of a token's experts."""
-    body, routed = body_of(config.model), plan.routed
-    assert routed is not None  # a plan with ep
-    expert_flop = 6 * routed.top_k * routed.width * expert_units(config)
-    shapes = [leaf.shape for name, leaf in plan.leaves.items() if is_stacked(name) and not OF_EXPERTS.search(name)]
-    dense = 2 * sum(map(math.prod, shapes)) / body.n_layers
-    heads = body.n_heads * getattr(body, "key_dim", body.d_model // body.n_heads)
-    return expert_flop / (expert_flop + dense + 2 * config.data.seq_len * heads)
 
 
 MEMORY_BOUND, TIME_BOUND = 0.10, 0.35  # largest relative errors over the cases of tests/test_first_estimate.py

@@ -29,7 +29,7 @@ from fzero.run.config.unused_keys import SIGNS, codec_of
 from fzero.run.measure.flops import token_flop
 from fzero.run.measure.peak_memory import LayerBytes, codes_to_decode, layer_bytes, residual_elements, segment_numels
 from fzero.run.setup import build_optim
-from fzero.run.setup.build import Job
+from fzero.run.setup.build import Job, build
 from fzero.sharding import Context, Plan, fake_mesh, zero_plan
 from fzero.sharding.codec import Codec
 from fzero.sharding.pipeline import FAMILIES, play, schedule, stage_ranks
@@ -90,6 +90,7 @@ class Layer(NamedTuple):
     ends_s: float  # embedding and head of a micro-batch, forward and backward
     host: float  # the fraction of the seconds that the host takes to issue operators, for any number of rows
     rest_s: float  # host time of a step outside the forward and backward passes
+    experts: float = 0.0  # the part of its FLOPs that a token's experts have
 
 
 def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
@@ -113,9 +114,9 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
         for i in range(depth)
     }
     per_layer = (of_layer[depth - 1] - of_layer[0]) // (depth - 1) if depth > 1 else max(live_bytes)
-    policy = build_optim.make_policy(traced.config)
+    job = build(traced.config, fake_mesh(traced.sizes))
     share = tp if shallow.sequence else 1
-    inputs = rows * config.data.seq_len * config.model.d_model * policy.compute.itemsize // share
+    inputs = rows * config.data.seq_len * config.model.d_model * job.policy.compute.itemsize // share
     # Only of the passes: the workspace of an update grows with the parameters and not with the rows.
     max_bytes = max(
         m.parts["activations"] + m.parts["workspace"] for m in traced.timeline if m.phase in ("forward", "backward")
@@ -137,6 +138,7 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
         ends_s=max(0.0, ends) / rows,
         host=host,
         rest_s=host * sum(s for phase, s in timing.phases.items() if phase not in seconds),
+        experts=token_flop(job).experts,
     )
 
 
@@ -184,6 +186,7 @@ def closed_layer(job: Job, device: Device) -> Layer:
         ends_s=head * gemm_s + TOUCHED[1] * logits * bytes_s,
         host=0.0,
         rest_s=0.0,
+        experts=flop.experts,
     )
 
 

@@ -76,8 +76,7 @@ def predict_pipeline(pipeline: PipelineTrace, device: Device) -> PipelineTiming:
     total.add("phases", "bubble", idle)
     total.add("bound", "bubble", idle)
     total.clock["device"] = step
-    if device.lost:
-        total.spend("lost", None, 0.0, step * device.lost / (1.0 - device.lost), "lost")
+    total.lose()
     return PipelineTiming(total.timing(), played, wire, busy, middle_costs(s, costs), edges_s)
 
 
@@ -86,13 +85,7 @@ def simulate_record(record: Record, pipeline: PipelineTrace, device: Device) -> 
     config, sizes = record.step.job.config, pipeline.trace.sizes
     sim = play_of(config, sizes, device)
     groups = [record.prologue, *record.acts, record.epilogue]
-    sim.waited = {
-        e.number
-        for group in groups
-        for stay in group
-        for e in stay.events
-        if isinstance(e, Transfer) and e.event == "wait"
-    }
+    sim.expect_waits(e for group in groups for stay in group for e in stay.events)
     costs, begin, previous_sums = [], 0.0, Sums()
     for group in groups:
         for stay in group:
@@ -265,8 +258,7 @@ def layer_costs(config: RunConfig, sizes: Mapping[str, int], device: Device) -> 
 def costs_of(step: FakeStep, sizes: Mapping[str, int], device: Device) -> Costs:
     """The Costs of a recorded step of one micro-batch."""
     sim = play_of(step.job.config, sizes, device)
-    events = [e for stay in step.stays for e in stay.events]
-    sim.waited = {e.number for e in events if isinstance(e, Transfer) and e.event == "wait"}
+    sim.expect_waits(e for stay in step.stays for e in stay.events)
     spent: dict[tuple[str, int], float] = {}  # by part and layer, in the order of the forward pass; -1: no layer
     for stay in step.stays:
         begin, visit = sim.clock["device"], stay.visit

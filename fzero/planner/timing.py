@@ -13,7 +13,7 @@ transfer (Level.hidden) is hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fzero.core.autodiff import Remat
@@ -61,11 +61,10 @@ class Timing(NamedTuple):
 def predict(trace: Trace, device: Device, captured: bool = False) -> Timing:
     """The Timing of a traced step on a device; captured: as one graph."""
     play = play_of(trace.config, trace.sizes, device, captured)
-    play.waited = {e.number for e in trace.events if isinstance(e, Transfer) and e.event == "wait"}
+    play.expect_waits(trace.events)
     play.run(trace.events, 0, len(trace.events), sorted(trace.segments, key=lambda s: (s.first, -s.last)))
     play.settle()
-    if device.lost:
-        play.spend("lost", None, 0.0, play.clock["device"] * device.lost / (1.0 - device.lost), "lost")
+    play.lose()
     return play.timing()
 
 
@@ -102,6 +101,10 @@ class Play:
         self.done: dict[int, tuple[float, float, float]] = {}  # number -> (end, seconds, seconds that cannot be hidden)
         self.waited: set[int] = set()  # numbers of the transfers that something waits for
         self.sums: dict[tuple[str, str], float] = {}  # (group, key) -> seconds, or FLOPs
+
+    def expect_waits(self, events: Iterable[ExecutedOp | Transfer]) -> None:
+        """Note for which transfers events wait."""
+        self.waited = {e.number for e in events if isinstance(e, Transfer) and e.event == "wait"}
 
     # ---- one event ---------------------------------------------------------------------------------------------------
 
@@ -292,6 +295,11 @@ class Play:
             self.clock["device"] += lag
             self.add("phases", "update", lag)
             self.add("bound", ISSUER, lag)
+
+    def lose(self) -> None:
+        """Add what a step takes besides what is simulated, see `Device.lost`."""
+        if lost := self.device.lost:
+            self.spend("lost", None, 0.0, self.clock["device"] * lost / (1.0 - lost), "lost")
 
     def timing(self) -> Timing:
         groups: dict[str, dict[str, float]] = {}

@@ -34,6 +34,7 @@ class TokenFlop(NamedTuple):
     model_causal: float  # 6 N + 6 L T D
     hardware: float
     hardware_causal: float
+    experts: float = 0.0  # the part of a layer's forward pass, causal, that a token's experts have
 
 
 def token_flop(job: Job) -> TokenFlop:
@@ -53,7 +54,7 @@ def token_flop(job: Job) -> TokenFlop:
     """
     c: Any = without_adapters(job.model.config)
     t, tied = job.config.train, getattr(job.model.config, "tied", False) and head_of(job.model.config) is None
-    active = layers = mlps = 0.0
+    active = layers = mlps = experts = 0.0
     trained = {name for name, leaf in job.plan.leaves.items() if leaf.trained}
     for name, shape in leaf_shapes(job.model).items():
         numel = math.prod(shape)
@@ -63,6 +64,7 @@ def token_flop(job: Job) -> TokenFlop:
         needed = 1.0 if name in trained else 2 / 3  # a frozen weight has no gradient of its own: 4 N
         active += 0.0 if looked_up else needed * share * numel
         layers += share * numel if is_stacked(name) else 0.0
+        experts += share * numel if OF_EXPERTS.search(name) else 0.0
         mlps += numel if is_stacked(name) and "/mlp/" in name else 0.0
     heads = getattr(c, "n_heads", 0)
     # Of a head's key and value, if they differ: each is multiplied with once.
@@ -73,7 +75,7 @@ def token_flop(job: Job) -> TokenFlop:
     chunks = 0 < getattr(c, "layer_tokens", 0) < job.config.data.seq_len  # whose products are made again, not attention
     full_remat, tiles = Remat.parse(t.remat).every > 0, 2.0 * mlps * uses_tiles(c) + 2.0 * layers * chunks
     full_again, causal_again = ((2.0 * layers + pairs * attention) * full_remat + tiles for pairs in (4.0, 2.0))
-    return TokenFlop(model, causal, model + full_again, causal + causal_again)
+    return TokenFlop(model, causal, model + full_again, causal + causal_again, experts / max(1.0, layers + attention))
 
 
 def uses_tiles(config: Any) -> bool:
