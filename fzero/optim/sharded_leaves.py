@@ -300,7 +300,7 @@ def bind_to_plan(tx: GradientTransformation, plan: Plan) -> GradientTransformati
     tx = bind(tx, shards_of(plan))
     if tx.needs == "elementwise":
         return tx
-    cut = [name for name, leaf in plan.leaves.items() if leaf.trained and cuts(leaf, tx.needs)]
+    cut = [name for name, leaf in plan.trained_leaves.items() if cuts(leaf, tx.needs)]
     if cut:
         unit = "rows" if tx.needs == "row" else "leaves"
         raise ValueError(

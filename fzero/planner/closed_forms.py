@@ -115,14 +115,13 @@ def error_bytes(basis: Basis, c: Candidate) -> float:
     if basis.config.optim.name in SEND_SIGNS:
         plan, ranks = basis.plan_of(c)[0], c.rp if c.rp > 1 else c.dp * c.cp
         element_bytes = max(basis.policy.state.itemsize, 4)
-        trained = [leaf for leaf in plan.leaves.values() if leaf.trained]
-        total = sum(leaf.numel(leaf.summed) for leaf in trained)
+        total = sum(leaf.numel(leaf.summed) for leaf in plan.trained_leaves.values())
         local_bytes = element_bytes + basis.policy.param.itemsize if basis.config.optim.sum_every > 1 else 0
         return of_signs(total, ranks) * element_bytes + total * local_bytes
     if not basis.config.codec or c.zero < 2 or Codec.parse(basis.config.codec).loco is None:
         return 0.0
     plan, policy = basis.plan_of(c)[0], basis.policy
-    coded = [leaf for leaf in plan.leaves.values() if leaf.trained and leaf.opt.over_data and leaf.is_matrix]
+    coded = [leaf for leaf in plan.trained_leaves.values() if leaf.opt.over_data and leaf.is_matrix]
     codec = Codec.parse(basis.config.codec)
     element_bytes = 1 + 4 / codec.block if codec.errors else max(policy.accumulate.itemsize, 4)
     return 2.0 * element_bytes * sum(leaf.numel(leaf.compute) for leaf in coded) / c.pp

@@ -102,9 +102,14 @@ class Plan:
         return self.mesh.sizes
 
     @cached_property
+    def trained_leaves(self) -> dict[str, LeafPlan]:
+        """The leaves that are trained, by name."""
+        return {name: leaf for name, leaf in self.leaves.items() if leaf.trained}
+
+    @cached_property
     def frozen(self) -> frozenset[str]:
         """The names of the leaves that are not trained."""
-        return frozenset(name for name, leaf in self.leaves.items() if not leaf.trained)
+        return frozenset(self.leaves) - frozenset(self.trained_leaves)
 
     @cached_property
     def layers(self) -> int:
@@ -135,7 +140,7 @@ class Plan:
     def optimizer_sums(self) -> frozenset[str]:
         """The names of the leaves whose sums an optimizer makes: with local steps all that it trains, as most steps
         make no sum."""
-        return frozenset(self.leaves) - self.frozen if self.local else self.sign_leaves
+        return frozenset(self.trained_leaves) if self.local else self.sign_leaves
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -154,7 +159,7 @@ class Plan:
         """Of what the optimizer is given of the gradient of each trained leaf, the whole shape and the layout: the
         terms of a sum that is owed over a link are the parts of a leaf of so many times the size, as far as norms go.
         """
-        stored = {name: Stored(leaf.shape, leaf.opt) for name, leaf in self.leaves.items() if leaf.trained}
+        stored = {name: Stored(leaf.shape, leaf.opt) for name, leaf in self.trained_leaves.items()}
         return stored | {name: self.leaves[name].terms for name in self.optimizer_sums}
 
     @property
@@ -214,12 +219,8 @@ class Plan:
     def local_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """The shapes of this rank's shards, by name: {"params": at rest, "opt": of those that are updated}."""
         return {
-            group: {
-                name: local_shape(leaf.shape, getattr(leaf, group), self.mesh)
-                for name, leaf in self.leaves.items()
-                if leaf.trained or group == "params"
-            }
-            for group in ("params", "opt")
+            group: {name: local_shape(leaf.shape, getattr(leaf, group), self.mesh) for name, leaf in leaves.items()}
+            for group, leaves in (("params", self.leaves), ("opt", self.trained_leaves))
         }
 
     def schedule(self, parts: int, updates: int | None = None) -> tuple[Schedule, int]:

@@ -70,7 +70,7 @@ def describe(plan: Plan) -> str:
     )
     notes.append(f"policy {policy.name}: a rank holds {sizes}")
     if plan.delayed:
-        second = sum(rank_bytes(plan, name)["params"] for name, leaf in plan.leaves.items() if leaf.trained)
+        second = sum(rank_bytes(plan, name)["params"] for name in plan.trained_leaves)
         notes.append(
             f"delayed updates, {plan.delayed} a step: gradients are taken at the parameters before the last update; a "
             f"rank holds {second:,} bytes of these beside the others, as they rest"
@@ -140,7 +140,7 @@ def errors_text(plan: Plan) -> list[str]:
         f"  error feedback: a rank holds {error_size:,} bytes of errors in {kind}, and as many "
         "again in a step until it is known whether it is skipped"
     ]
-    fit = [n for n, leaf in plan.leaves.items() if leaf.trained and leaf.is_matrix]
+    fit = [name for name, leaf in plan.trained_leaves.items() if leaf.is_matrix]
     exact = [name for name in fit if name not in plan.coded_grads]
     if exact:
         lines.append(f"  sums that all ranks get travel as they are: those of {', '.join(exact)}")

@@ -21,6 +21,7 @@ use large mini-batches, use local SGD", arXiv:1808.07217, section 3 (post-local)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.kernels.registry import Kernels
 from fzero.optim import GradientTransformation, apply_updates
-from fzero.sharding import Plan, Spec
+from fzero.sharding import Plan
 from fzero.sharding.codec import Coder, Local, sum_coded
 from fzero.train.codes import coder_of
 from fzero.train.state import Metrics, TrainState
@@ -66,10 +67,7 @@ def init_local(state: TrainState, plan: Plan, outer: GradientTransformation) -> 
 
 def local_specs(specs: TrainState, plan: Plan, outer: GradientTransformation) -> TrainState:
     """The specs of such a state from `state_specs` of the member's plan."""
-    leaf_specs = {name: leaf.opt for name, leaf in plan.leaves.items() if leaf.trained}
-    leaf_specs = {
-        name: Spec(spec.dims, memory=spec.memory, rows=spec.rows, parts=spec.parts) for name, spec in leaf_specs.items()
-    }
+    leaf_specs = {name: replace(leaf.opt, partial=frozenset()) for name, leaf in plan.trained_leaves.items()}
     return with_agreed(specs, Outer(leaf_specs, outer.spec(leaf_specs)))
 
 

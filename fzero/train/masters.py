@@ -118,11 +118,10 @@ class NewValues(NamedTuple):
 
     def layout(self, name: str) -> str:
         """Which part of a leaf was given: "whole", "params" (at rest) or "opt" (as it is updated)."""
-        leaf, shape, mesh = self.plan.leaves[name], tuple(self.leaves[name].shape), self.plan.mesh
+        leaf, shape = self.plan.leaves[name], tuple(self.leaves[name].shape)
         if shape == leaf.shape:
             return "whole"
-        parts = ("params", "opt") if leaf.trained else ("params",)
-        shapes = {kind: local_shape(leaf.shape, getattr(leaf, kind), mesh) for kind in parts}
+        shapes = {kind: sizes[name] for kind, sizes in self.plan.local_shapes.items() if name in sizes}
         for kind, size in shapes.items():
             if shape == size:
                 return kind
@@ -172,15 +171,10 @@ class NewValues(NamedTuple):
             return narrow_to(value, spec, mesh, leaf=name)
         if layout == "params":
             return value if group == "params" else narrow_to_update(value, leaf.shape, (leaf.params, leaf.opt), mesh)
-        if group == "params" and self.updated_in_shards(name):
+        if group == "params" and leaf.updated_in_shards:
             value = value.to(self.device, leaf.dtype).contiguous()
             return all_gather(value, self.plan.link(name), shard_dim(name), leaf=name)
         return value
-
-    def updated_in_shards(self, name: str) -> bool:
-        """Whether a leaf rests whole and is updated in shards."""
-        leaf, mesh = self.plan.leaves[name], self.plan.mesh
-        return local_shape(leaf.shape, leaf.params, mesh) != local_shape(leaf.shape, leaf.opt, mesh)
 
     def in_memory(self, group: str, name: str) -> Tensor:
         """The new leaf of the state, in its dtype and memory."""

@@ -87,7 +87,7 @@ def make_check(
     """
     backward, mesh, policy = make_backward(model, plan.with_slack(), execution, nvme), plan.mesh, plan.policy
     specs = state_specs(plan, tx)
-    compared = ["the loss", *sorted(name for name, leaf in plan.leaves.items() if leaf.trained)]
+    compared = ["the loss", *sorted(plan.trained_leaves)]
     shared = {name: spec for name, spec in pytree.named_leaves(specs).items() if copies(spec, mesh) > 1}
 
     def compute_digests(state: TrainState, m: int, micro_batch: Any) -> dict[str, list[Started]]:

@@ -55,7 +55,7 @@ def token_flop(job: Job) -> TokenFlop:
     c: Any = without_adapters(job.model.config)
     t, tied = job.config.train, getattr(job.model.config, "tied", False) and head_of(job.model.config) is None
     active = layers = mlps = experts = 0.0
-    trained = {name for name, leaf in job.plan.leaves.items() if leaf.trained}
+    trained = job.plan.trained_leaves
     for name, shape in leaf_shapes(job.model).items():
         numel = math.prod(shape)
         looked_up = name == "embed/positions" or (name == "embed/tokens" and not tied)

@@ -30,7 +30,7 @@ from fzero.run.measure.peak_memory import layers_alive, pass_sizes, passes_peak
 from fzero.run.setup.build import Job, build, like_of, local_micro_batches, num_params, specs_of
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.error_feedback import ERROR
-from fzero.sharding.slices import is_stacked, local_numel
+from fzero.sharding.slices import local_numel
 from fzero.sharding.spec import DEVICE, MEMORIES, StateMemory
 from fzero.train.state import meta_state
 from fzero.train.state_on_disk import DiskLayout
@@ -113,7 +113,7 @@ def sums_dtype(job: Job) -> torch.dtype:
 def old_values_bytes(job: Job, leaves: dict[str, tuple[StateMemory, int]]) -> int:
     """The bytes of the host's memory for the old values of layers in a speculating step."""
     groups = ("master", "opt_state") if job.policy.has_master else ("params", "opt_state")
-    stacked = [name for name in job.plan.leaves if is_stacked(name) and name not in job.plan.frozen]
+    stacked = [name for name, leaf in job.plan.trained_leaves.items() if leaf.stacked]
     owner = pytree.owners([name for name in leaves if name.split("/")[0] in groups], stacked)
     return sum(leaves[name][1] for name, stack in owner.items() if stack is not None and not leaves[name][0].on_disk)
 
@@ -144,8 +144,7 @@ def numel(plan: Plan, specs: Tree) -> int:
 
 def sizes_of_sums(plan: Plan, select: Callable[[StateMemory], bool]) -> list[int]:
     """The elements of each sum of gradients that one rank keeps in the memories that `select` takes."""
-    leaves = [leaf for leaf in plan.leaves.values() if leaf.trained and select(leaf.grads.memory)]
-    return [leaf.numel(leaf.grads) for leaf in leaves]
+    return [leaf.numel(leaf.grads) for leaf in plan.trained_leaves.values() if select(leaf.grads.memory)]
 
 
 def tree_bytes(tree: Tree) -> int:

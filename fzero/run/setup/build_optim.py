@@ -25,7 +25,7 @@ from fzero.run.config.run_config import LocalSteps, Optim, RunConfig
 from fzero.run.config.unused_keys import OUTER, first_local
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.codec import Local
-from fzero.sharding.slices import STACKED, local_numel
+from fzero.sharding.slices import STACKED
 from fzero.train.local_steps import (
     average_members,
     init_local,
@@ -73,9 +73,8 @@ class Members(NamedTuple):
     def text(self, plan: Plan) -> str:
         """What members send, in words."""
         local, ranks = self.local, self.mesh.rp.size
-        trained = [leaf for leaf in plan.leaves.values() if leaf.trained]
         itemsize = (plan.policy.state if plan.policy.has_master else plan.policy.param).itemsize
-        size = sum(local_numel(leaf.shape, leaf.opt, plan.sizes) for leaf in trained) * itemsize
+        size = sum(leaf.numel(leaf.opt) for leaf in plan.trained_leaves.values()) * itemsize
         coded = f" without the codes {local.codec}" if local.codec else ""
         sent = f"{sent_elements('psum', size, ranks):,} bytes over rp"
         first = f"; in each of the first {local.after} steps they take their mean, {sent}" if local.after else ""

@@ -156,7 +156,7 @@ class Update:
         """The mean bytes of buffers that a parameter takes while it is updated; 0 if nothing is on a disk."""
         columns = (*self.columns.values(), *(self.master or self.params).values())
         disk_bytes = sum(x.dtype.itemsize for x in columns if isinstance(x, OFF))
-        sums = any(leaf.trained and leaf.grads.memory.on_disk for leaf in self.streamed.plan.leaves.values())
+        sums = any(leaf.grads.memory.on_disk for leaf in self.streamed.plan.trained_leaves.values())
         return -(-disk_bytes // len(self.params)) + 8 if disk_bytes or sums else 0
 
     def run(self, units: list[UpdateUnit]) -> None:

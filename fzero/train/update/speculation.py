@@ -39,7 +39,7 @@ def make_step(step: StepParts) -> TrainStep:
 
 def expect_speculation(plan: Plan, slots: int) -> None:
     """Raise ValueError if the host does not update, or could not put an update right."""
-    trained = [leaf for leaf in plan.leaves.values() if leaf.trained]
+    trained = plan.trained_leaves.values()
     if trained and all(leaf.opt.memory.on_device for leaf in trained):
         raise ValueError(
             'update="speculate" has the host update layers while the device computes, and the optimizer\'s state is on '
