@@ -156,7 +156,7 @@ def curriculum_of(c: RunConfig, corpus: Path) -> data.Curriculum | None:
     if not d.curriculum:
         return None
     name, digest = split_name(d.curriculum)
-    analysis = data.analysis.open_analysis(corpus, name, d.seq_len, d.packing)
+    analysis = data.curriculum.open_analysis(corpus, name, d.seq_len, d.packing)
     if digest and analysis.digest != digest:
         raise ValueError(
             f"data.curriculum is {d.curriculum} and the analysis {name} beside {corpus} is {analysis.digest} by now; "
@@ -176,7 +176,7 @@ def with_digest(c: RunConfig, corpus: Path) -> RunConfig:
             f"data.curriculum is {name} and data.path {c.data.path} is no corpus in a folder, beside which an analysis "
             f"is; make one first: fzero data {command} {c.data.path} --out corpus"
         )
-    analysis = data.analysis.open_analysis(corpus, name, c.data.seq_len, c.data.packing)
+    analysis = data.curriculum.open_analysis(corpus, name, c.data.seq_len, c.data.packing)
     return replace(c, data=replace(c.data, curriculum=f"{name}@{analysis.digest}"))
 
 
