@@ -31,6 +31,16 @@ class Case(NamedTuple):
     make: Callable[[], Callable[[], Any]]
 
 
+def on_operands(f: Callable[..., Any], *makers: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
+    """The `make` of a Case that calls f with what each of the makers gives."""
+
+    def make() -> Callable[[], Any]:
+        operands = [maker() for maker in makers]
+        return lambda: f(*operands)
+
+    return make
+
+
 class Figure(NamedTuple):
     """The seconds of a call: the first quartile of its samples, median / minimum, and the minimum."""
 

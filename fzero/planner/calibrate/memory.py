@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from fzero.kernels.attention_pattern import BACKWARD_PRODUCTS, FORWARD_PRODUCTS,
 from fzero.kernels.quantize import dequantize, quantize
 from fzero.kernels.quantize_codes import empty_codes
 from fzero.kernels.tuning import Speed
-from fzero.planner.calibrate.case_timer import Case, Figure, time_cases
+from fzero.planner.calibrate.case_timer import Case, Figure, on_operands, time_cases
 from fzero.run.setup.machine import fp32_error, fp32_matmul, onednn_switch, set_fp32_matmul
 
 
@@ -165,15 +166,10 @@ def _most_flop(dtype: str, threads: int, device: str) -> float:
 
 
 def _case(dtype: str, way: str, layout: str, shape: GemmShape, device: str) -> Case:
-    key = dtype + ("/onednn" if way == "onednn" else "") + layout
-
-    def make() -> Callable[[], Any]:
-        batch, m, n, k = shape
-        a = _operand((m, k), batch, layout == "/tn", dtype, device)
-        b = _operand((k, n), batch, layout == "/nt", dtype, device)
-        return lambda: a @ b
-
-    return Case((key, shape), make)
+    key, (batch, m, n, k) = dtype + ("/onednn" if way == "onednn" else "") + layout, shape
+    a = partial(_operand, (m, k), batch, layout == "/tn", dtype, device)
+    b = partial(_operand, (k, n), batch, layout == "/nt", dtype, device)
+    return Case((key, shape), on_operands(torch.matmul, a, b))
 
 
 def _operand(size: tuple[int, int], batch: int, transposed: bool, dtype: str, device: str) -> Tensor:
@@ -209,7 +205,9 @@ def measure_fused(seconds: float, *, threads: int = 1, device: str = "cpu") -> d
                 torch_private.dynamo_reset()
                 run = torch.compile(f, dynamic=True)
                 for rows in ROWS:
-                    case = Case((f.__name__, 3.0 * rows * WIDTH * dtype.itemsize), _operation(run, rows, dtype, device))
+                    ones = partial(torch.ones, rows, WIDTH, dtype=dtype, device=device)
+                    key = f.__name__, 3.0 * rows * WIDTH * dtype.itemsize
+                    case = Case(key, on_operands(run, ones, ones))
                     case.make()()  # compiles; the second size makes it serve all
                     cases.append(case)
         figures = time_cases(cases, seconds / 2, threads=threads, device=device, rounds=25)
@@ -222,14 +220,6 @@ def measure_fused(seconds: float, *, threads: int = 1, device: str = "cpu") -> d
             mean = sum(max(figure.min_s - floor.min_s, 0.0) for figure, floor in pairs) / 2 + base_s
             curves.setdefault(f"fused/{name}", {})[size] = Figure(mean, max(figure.spread for figure, _ in pairs))
     return curves
-
-
-def _operation(run: Callable[..., Any], rows: int, dtype: torch.dtype, device: str) -> Callable[[], Callable[[], Any]]:
-    def make() -> Callable[[], Any]:
-        a, b = (torch.ones(rows, WIDTH, dtype=dtype, device=device) for _ in range(2))
-        return lambda: run(a, b)
-
-    return make
 
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)  # bytes of a tensor
@@ -254,17 +244,21 @@ def measure_memory(
     seconds: float, *, threads: int = 1, device: str = "cpu", quick: bool = False
 ) -> dict[str, dict[float, Figure]]:
     """The Figures by "name/dtype" and bytes; "add" of float32 gives the bandwidth."""
-    cases = [Case(("add", 3.0 * size), _binary(size, device)) for size in (FEW if quick else SIZES)]
+    cases = []
+    for size in FEW if quick else SIZES:
+        ones = partial(torch.ones, size // 4, device=device)
+        cases.append(Case(("add", 3.0 * size), on_operands(torch.add, ones, ones)))
     for size in FEW:
         for dtype in (torch.float32, torch.bfloat16):
             name = str(dtype).removeprefix("torch.")
+            numbers = partial(torch.full, (size // dtype.itemsize // 256, 256), 0.5, dtype=dtype, device=device)
             for op, (f, traffic) in ({"aten.mul": UNARY["aten.mul"]} if quick else UNARY).items():
-                cases.append(Case((f"{op}/{name}", traffic * size), _unary(f, size, dtype, device)))
+                cases.append(Case((f"{op}/{name}", traffic * size), on_operands(f, numbers)))
             target = torch.bfloat16 if dtype == torch.float32 else torch.float32
             total = size * (1 + target.itemsize / dtype.itemsize)
             # Curves of casts are looked up by the dtype of the result.
             key = f"aten._to_copy/{str(target).removeprefix('torch.')}"
-            cases.append(Case((key, total), _unary(lambda x, target=target: x.to(target), size, dtype, device)))
+            cases.append(Case((key, total), on_operands(lambda x, target=target: x.to(target), numbers)))
     if device == "cpu" and have_compiler() and not quick:
         cases += [case for kind in ("int8", "int4") for size in FEW for case in _codes(kind, size)]
     if device == "cpu":
@@ -276,38 +270,17 @@ def measure_memory(
     return curves
 
 
-def _binary(size: int, device: str) -> Callable[[], Callable[[], Any]]:
-    def make() -> Callable[[], Any]:
-        a, b = (torch.ones(size // 4, device=device) for _ in range(2))
-        return lambda: a + b
-
-    return make
-
-
-def _unary(f: Unary, size: int, dtype: torch.dtype, device: str) -> Callable[[], Callable[[], Any]]:
-    def make() -> Callable[[], Any]:
-        x = torch.full((size // dtype.itemsize // 256, 256), 0.5, dtype=dtype, device=device)
-        return lambda: f(x)
-
-    return make
-
-
 def _codes(kind: str, size: int) -> Iterator[Case]:
     """The cases of making codes of so many bytes of float32, and of reading them."""
     data, scale = empty_codes((size // 4 // 512, 512), kind, BLOCK, "cpu")
     total, dtype = float(size + data.nbytes + scale.nbytes), str(data.dtype).removeprefix("torch.")
 
-    def make() -> Callable[[], Any]:
-        x = torch.full((size // 4 // 512, 512), 0.5)
-        return lambda: quantize(x, kind, BLOCK, impl="cpp")
-
-    def read() -> Callable[[], Any]:
-        codes = quantize(torch.full((size // 4 // 512, 512), 0.5), kind, BLOCK, impl="cpp")
-        return lambda: dequantize(codes, kind, BLOCK, impl="cpp")
-
-    yield Case((f"fzero.quantize_cpu/{dtype}", total), make)
+    numbers = partial(torch.full, (size // 4 // 512, 512), 0.5)
+    code = lambda x: quantize(x, kind, BLOCK, impl="cpp")  # noqa: E731
+    yield Case((f"fzero.quantize_cpu/{dtype}", total), on_operands(code, numbers))
     if kind == "int8":  # by the dtype of the result, and nearly as many bytes
-        yield Case(("fzero.dequantize_cpu/float32", total), read)
+        read = lambda codes: dequantize(codes, kind, BLOCK, impl="cpp")  # noqa: E731
+        yield Case(("fzero.dequantize_cpu/float32", total), on_operands(read, lambda: code(numbers())))
 
 
 def _fresh(size: int) -> Callable[[], Callable[[], Any]]:
