@@ -226,7 +226,7 @@ DELETABLE = {
     "train": ("spike", "sdc_check", "local_steps"),
     "models": ("dropping", "module_tp_search"),
     "data": ("curriculum", "analysis"),
-    "run": ("setup/members", "ranks/elastic"),
+    "run": ("ranks/elastic",),
     "optim": ("onebit", "onebit_lamb", "zero_one_adam", "adafactor"),
     "planner": ("slow_link_options",),
     "checkpoint": ("convert/upcycle",),

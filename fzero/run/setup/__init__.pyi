@@ -8,7 +8,6 @@ from fzero.run.setup import corpus as corpus
 from fzero.run.setup import fine_tuning as fine_tuning
 from fzero.run.setup import import_export as import_export
 from fzero.run.setup import machine as machine
-from fzero.run.setup import members as members
 from fzero.run.setup import run_folder as run_folder
 from fzero.run.setup import run_lock as run_lock
 from fzero.run.setup import vocabulary as vocabulary

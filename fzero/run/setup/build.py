@@ -66,7 +66,7 @@ class Job(NamedTuple):
     eval_step: Callable[[Tree, Any], Any]
     check: Check | None  # by guard.check_every
     device: torch.device = HOST  # of this process: where the state is that does not rest elsewhere
-    members: setup.members.Members | None = None  # that train apart, each by the plan
+    members: setup.Members | None = None  # that train apart, each by the plan
 
     @property
     def mesh(self) -> Mesh:
@@ -103,7 +103,7 @@ def build(
     micro_batches = local_micro_batches(config, mesh)
     expect_even_sequences(config, mesh)
     model = config.task.with_loss(config, models.build(config.model) if model is None else model)
-    members = setup.members.members_of(config.local, mesh) if config.local.method else None
+    members = setup.members_of(config.local, mesh) if config.local.method else None
     plan = zero_plan(
         config.zero,
         model,
