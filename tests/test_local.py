@@ -18,7 +18,7 @@ import fzero
 from fzero import local_batch, optim, state_specs
 from fzero.checkpoint import restore, save, step_folder
 from fzero.core import CPU, pytree
-from fzero.planner import devices, local_step_sync, rates, slow_link_options
+from fzero.planner import devices, rates, slow_link_options, timing
 from fzero.planner.timing import Timing, weighted_sum
 from fzero.run import build
 from fzero.sharding import Local
@@ -315,7 +315,7 @@ def test_a_plan_counts_what_an_agreement_sends(codec):
     held = build.like_of(build.build(config, fzero.fake_mesh(config.mesh))).extra["outer"]["0"].params
     each = [leaf.numel() for leaf in pytree.leaves(held)]
     expected = sum(map(in_codes, each)) if codec else 4 * sum(each)
-    assert local_step_sync.trace_agreement(config, config.mesh, 0, CPU).bytes == expected
+    assert timing.trace_agreement(config, config.mesh, 0, CPU).bytes == expected
 
 
 def test_a_plan_has_a_members_share_of_its_agreements():
@@ -324,13 +324,13 @@ def test_a_plan_has_a_members_share_of_its_agreements():
 
     def share(**local):
         config = config_of(**local)
-        found = weighted_sum(local_step_sync.with_agreements(NO_TIME, config, config.mesh, on, 0))
+        found = weighted_sum(timing.with_agreements(NO_TIME, config, config.mesh, on, 0))
         parts = sum(found.phases.values()) + sum(found.exposed.values()) + sum(found.waiting.values())
         assert_close(torch.tensor(parts + NO_TIME.step_s), torch.tensor(found.step_s), rtol=1e-6)
         return found.step_s - NO_TIME.step_s, found
 
     (often, found), (half, _) = share(every=20), share(every=40)
-    sent = local_step_sync.trace_agreement(config_of(), {"rp": 2}, 0, on.target).bytes
+    sent = timing.trace_agreement(config_of(), {"rp": 2}, 0, on.target).bytes
     per_byte = 1 / (on.links[-1].bytes_s * on.efficiency.get("links", 1.0))
     message = sent * per_byte
     assert found.binds == "communication on rp"
@@ -341,15 +341,13 @@ def test_a_plan_of_steps_before_members_train_apart_has_both():
     """A step then takes a whole sum without codes, and the mean over the run is by the steps of each."""
     on = devices.between_nodes(devices.device("h100", ranks_on_node=1), "0.001:0")
     both = config_of(train_steps=80, every=20, codec="int4", after=20)
-    (apart, most), (first, part) = local_step_sync.with_agreements(NO_TIME, both, both.mesh, on, 0)
+    (apart, most), (first, part) = timing.with_agreements(NO_TIME, both, both.mesh, on, 0)
     assert (part, most) == (20 / 80, 60 / 80) and NO_TIME.step_s < apart.step_s < first.step_s
     sent, coded = (
-        local_step_sync.trace_agreement(both, both.mesh, 0, on.target, full_mean=each).bytes for each in (True, False)
+        timing.trace_agreement(both, both.mesh, 0, on.target, full_mean=each).bytes for each in (True, False)
     )
     assert 1.0 < (first.step_s - NO_TIME.step_s) * on.links[-1].bytes_s * on.efficiency.get("links", 1.0) / sent < 1.1
-    assert local_step_sync.agreement_bytes(both, both.mesh, 0, on.target) == pytest.approx(
-        coded / 20 * most + sent * part
-    )
+    assert timing.agreement_bytes(both, both.mesh, 0, on.target) == pytest.approx(coded / 20 * most + sent * part)
     job = build.build(both, fzero.fake_mesh(both.mesh))
     assert f"in each of the first 20 steps they take their mean, {sent:,} bytes over rp" in job.members.text(job.plan)
 

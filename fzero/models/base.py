@@ -17,8 +17,7 @@ from fzero.kernels.quantize_codes import codes_a_byte
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.models.batch import Batch
 from fzero.sharding import Mesh, Plan, Rules, Spec, one_process, slices
-from fzero.sharding.context import Pieces
-from fzero.sharding.plan import ActivationSplit
+from fzero.sharding.context import ActivationSplit, Pieces
 from fzero.sharding.slices import is_stacked
 
 

@@ -92,6 +92,7 @@ from fzero.optim.moment_storage import SMALL as SMALL
 from fzero.optim.norm import Squared as Squared
 from fzero.optim.norm import summed_by_kernel as summed_by_kernel
 from fzero.optim.norm import widen as widen
+from fzero.optim.schedules import LR_SCALE as LR_SCALE
 
 # Schedules
 from fzero.optim.schedules import Intervals as Intervals
@@ -104,4 +105,3 @@ from fzero.optim.sharded_leaves import squares as squares
 
 # Transformations around an optimizer
 from fzero.optim.wrappers import AVERAGE as AVERAGE
-from fzero.optim.wrappers import LR_SCALE as LR_SCALE

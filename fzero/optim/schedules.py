@@ -262,6 +262,9 @@ _DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+LR_SCALE = "lr_scale"  # the name of the factor in a state
+
+
 @checked()
 def wsd(
     peak: Value,

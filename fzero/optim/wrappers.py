@@ -114,9 +114,6 @@ def with_average(
     return around([tx], lambda inner: with_average(inner, decay), made)
 
 
-LR_SCALE = "lr_scale"  # the name of the factor in a state
-
-
 class LrScaleState(NamedTuple):
     """The state of `with_lr_scale`.
 

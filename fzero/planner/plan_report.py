@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 from fzero.models import LoRAConfig
 from fzero.planner import extrapolate, fake_inductor
 from fzero.planner.devices import Device
-from fzero.planner.local_step_sync import with_agreements
 from fzero.planner.plan_text import duration, page, size
 from fzero.planner.step_trace import Trace, Transfer
-from fzero.planner.timing import SECONDS_A_DAY, Timing, predict, weighted_sum
+from fzero.planner.timing import SECONDS_A_DAY, Timing, predict, weighted_sum, with_agreements
 from fzero.run.config.config_table import to_table
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.unused_keys import count_sums

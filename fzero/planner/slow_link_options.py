@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from fzero.comm.axes import mesh_text
 from fzero.core.text_parsing import text_table
 from fzero.planner.devices import Device, between_nodes
-from fzero.planner.local_step_sync import agreement_bytes
 from fzero.planner.plan import reports_of, resolve_for, sizes_of
 from fzero.planner.plan_report import PlanReport, has_rates
 from fzero.planner.plan_text import duration, size
 from fzero.planner.rates import Way, collective_s, ways_of
+from fzero.planner.timing import agreement_bytes
 from fzero.run.config.run_config import LocalSteps, RunConfig
 from fzero.run.config.unused_keys import count_sums
 from fzero.run.setup.build import build

@@ -1,6 +1,7 @@
 from fzero.comm.axes import AXES as AXES
 from fzero.comm.communicator import Axis as Axis
 from fzero.sharding.codec import Codec as Codec
+from fzero.sharding.context import ActivationSplit as ActivationSplit
 from fzero.sharding.context import Context as Context
 from fzero.sharding.experts import Experts as Experts
 from fzero.sharding.leaf_plan import LeafPlan as LeafPlan
@@ -9,7 +10,6 @@ from fzero.sharding.mesh import fake_mesh as fake_mesh
 from fzero.sharding.mesh import make_mesh as make_mesh
 from fzero.sharding.mesh import one_process as one_process
 from fzero.sharding.pipeline_plan import Pipeline as Pipeline
-from fzero.sharding.plan import ActivationSplit as ActivationSplit
 from fzero.sharding.plan import Plan as Plan
 from fzero.sharding.redistribute import from_dtensor as from_dtensor
 from fzero.sharding.redistribute import redistribute as redistribute

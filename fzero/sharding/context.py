@@ -32,6 +32,7 @@ from torch import Tensor
 
 from fzero.comm.axes import CP, TP
 from fzero.core.pytree import nearest
+from fzero.sharding.experts import Experts
 from fzero.sharding.spec import runs_of
 
 
@@ -400,3 +401,11 @@ def expect_fit(context: Context, heads: Heads, cp: int, tp: int) -> None:
             f"context hierarchical/{context.inner}: groups of {context.inner} must divide cp={cp} and the {heads.keys} "
             f"key/value heads of a rank; use {' or '.join(fits)}"
         )
+
+
+class ActivationSplit(NamedTuple):
+    """How activations, attention and experts are split over ranks."""
+
+    sequence: bool = False  # under tp: activations outside the tensor-parallel regions are split along T too
+    context: Context | tuple[()] = ()  # how attention works over cp; () without
+    experts: Experts | tuple[()] = ()  # how tokens come to experts over ep; () without

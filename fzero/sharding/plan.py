@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
@@ -17,7 +16,7 @@ from fzero.core.arguments import expect_count, expect_kind
 from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
 from fzero.sharding.codec import Codec
-from fzero.sharding.context import Context, Heads
+from fzero.sharding.context import ActivationSplit, Context, Heads
 from fzero.sharding.error_feedback import Hops, StoredError, stored_errors
 from fzero.sharding.experts import Experts, Routed, experts_for
 from fzero.sharding.leaf_plan import LeafPlan, Stored, shard_axes
@@ -28,14 +27,6 @@ from fzero.sharding.plan_table import describe
 from fzero.sharding.slices import local_shape, narrow_part, shard_dim
 from fzero.sharding.spec import DEVICE, StateMemory
 from fzero.sharding.traffic import sent_by_link
-
-
-class ActivationSplit(NamedTuple):
-    """How activations, attention and experts are split over ranks."""
-
-    sequence: bool = False  # under tp: activations outside the tensor-parallel regions are split along T too
-    context: Context | tuple[()] = ()  # how attention works over cp; () without
-    experts: Experts | tuple[()] = ()  # how tokens come to experts over ep; () without
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from fzero.comm.axes import CP
 from fzero.core import gpu_copies, pytree
 from fzero.data.buckets import BucketStream, Size, expect_lengths
 from fzero.data.tokens import Tokens
-from fzero.optim.wrappers import LR_SCALE
+from fzero.optim.schedules import LR_SCALE
 from fzero.run.config.unused_keys import SEND_SIGNS
 
 RunConfig = Any  # fzero.run.config.run_config.RunConfig, whose module imports this one by its checks

@@ -25,7 +25,7 @@ from fzero.core.gpu_copies import Copied, copy_out
 from fzero.core.text_parsing import json_text
 from fzero.data.mixture import Mixture
 from fzero.models.batch import KINDS
-from fzero.optim.wrappers import LR_SCALE
+from fzero.optim.schedules import LR_SCALE
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.stages import count_tokens
 from fzero.run.measure import norms
