@@ -27,7 +27,7 @@ from fzero.run import (
 )
 from fzero.run.config import run_config as config
 from fzero.run.measure import memory_check
-from fzero.run.setup.build_optim import members_of
+from fzero.run.setup.members import members_of
 from fzero.sharding import fake_mesh
 
 

@@ -30,7 +30,6 @@ from fzero.offload.disk_io import serves_direct as serves_direct
 # Nvme
 from fzero.offload.nvme import buffer_need as buffer_need
 from fzero.offload.nvme import disk_of as disk_of
-from fzero.offload.nvme import open_store as open_store
 from fzero.offload.nvme import release_store as release_store
 from fzero.offload.nvme import store_bytes as store_bytes
 

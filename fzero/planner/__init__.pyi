@@ -14,6 +14,9 @@ from fzero.planner import search_result as search_result
 from fzero.planner.calibrate import disk as disk
 from fzero.planner.calibrate import machine as machine
 
+# Closed forms of a candidate's memory and time
+from fzero.planner.closed_forms import first_estimate as first_estimate
+
 # The names of devices
 from fzero.planner.device_names import device_path as device_path
 

@@ -362,7 +362,7 @@ def crossing(events: Sequence[ExecutedOp | Transfer], first: int, last: int) -> 
     return list(started), awaited
 
 
-METRICS = 6  # numbers of a step that members add up, see `join` in run/setup/build_optim.py
+METRICS = 6  # numbers of a step that members add up, see `join` in run/setup/members.py
 
 
 class AgreementEvents(NamedTuple):

@@ -93,7 +93,6 @@ from fzero.run.measure.metrics_rows import sized_bar as sized_bar
 from fzero.run.measure.peak_memory import LayerBytes as LayerBytes
 from fzero.run.measure.peak_memory import PassSizes as PassSizes
 from fzero.run.measure.peak_memory import codes_to_decode as codes_to_decode
-from fzero.run.measure.peak_memory import expert_units as expert_units
 from fzero.run.measure.peak_memory import layer_bytes as layer_bytes
 from fzero.run.measure.peak_memory import passes_peak as passes_peak
 from fzero.run.measure.peak_memory import residual_elements as residual_elements

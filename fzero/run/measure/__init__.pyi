@@ -2,13 +2,13 @@
 
 # Modules
 from fzero.run.measure import attempts as attempts
-from fzero.run.measure import flops as flops
 
 # What `fzero doctor` prints
 from fzero.run.measure.doctor import diagnose as diagnose
 from fzero.run.measure.doctor import usable_device as usable_device
 
 # FLOPs of a model by the papers' formulas, and what part of a processor's peak they are
+from fzero.run.measure.flops import fitting_steps as fitting_steps
 from fzero.run.measure.flops import hfu as hfu
 from fzero.run.measure.flops import mfu as mfu
 from fzero.run.measure.flops import shortened as shortened
@@ -56,7 +56,6 @@ from fzero.run.measure.metrics_rows import sized_bar as sized_bar
 from fzero.run.measure.peak_memory import LayerBytes as LayerBytes
 from fzero.run.measure.peak_memory import PassSizes as PassSizes
 from fzero.run.measure.peak_memory import codes_to_decode as codes_to_decode
-from fzero.run.measure.peak_memory import expert_units as expert_units
 from fzero.run.measure.peak_memory import layer_bytes as layer_bytes
 from fzero.run.measure.peak_memory import passes_peak as passes_peak
 from fzero.run.measure.peak_memory import residual_elements as residual_elements

@@ -1,6 +1,5 @@
 """For contributors: what the other packages of fzero use."""
 
-# What `build` loads when a config has local steps
 # Modules
 from fzero.run.setup import build as build
 from fzero.run.setup import build_optim as build_optim
@@ -31,9 +30,7 @@ from fzero.run.setup.build import save_store as save_store
 from fzero.run.setup.build import specs_of as specs_of
 
 # The dtypes, the schedule and the optimizer of a config
-from fzero.run.setup.build_optim import Members as Members
 from fzero.run.setup.build_optim import make_policy as make_policy
-from fzero.run.setup.build_optim import members_of as members_of
 
 # The corpus of a run
 from fzero.run.setup.corpus import first_samples as first_samples
@@ -56,6 +53,10 @@ from fzero.run.setup.machine import processor as processor
 from fzero.run.setup.machine import resolve_auto as resolve_auto
 from fzero.run.setup.machine import resolve_here as resolve_here
 from fzero.run.setup.machine import set_fp32_matmul as set_fp32_matmul
+
+# Local steps of a run
+from fzero.run.setup.members import Members as Members
+from fzero.run.setup.members import members_of as members_of
 
 # What a run sets for its whole process, and sets back at its end
 from fzero.run.setup.process_settings import settings_restored as settings_restored
