@@ -65,7 +65,7 @@ def one_normalisation(case: Case) -> None:
 
 def moved_by_rule(loss_fn: Any, expected: Any, batch: Any, before: Any, ctx: base.Ctx) -> Any:
     """`expected` with the leaves that a rule of the model moves, by the counts of the whole batch."""
-    rules = loss_fn.leaf_rules if isinstance(loss_fn, base.Model) else {}
+    rules = loss_fn.traits.leaf_rules if isinstance(loss_fn, base.Model) else {}
     if not rules:
         return expected
     tables, leaves = forward.loss(loss_fn, before, batch, ctx).tables, pytree.named_leaves(before)

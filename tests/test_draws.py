@@ -759,7 +759,7 @@ def steps_of(model, micro_batches=1, donate=True, **execution):
     ids=str,
 )
 def test_a_model_of_ones_own_draws_by_the_states_key(options):
-    model = BASE._replace(block=own_block, head=own_head, draws=True)
+    model = BASE._replace(block=own_block, head=own_head).with_traits(draws=True)
     expected = steps_of(model)
     assert torch.equal(expected, steps_of(model))
     torch.testing.assert_close(steps_of(model, **options), expected, rtol=1e-11, atol=0)
@@ -769,7 +769,7 @@ def draws_over(mesh, parts):
     """The errors of models of which one part draws, by that part."""
     said = {}
     for name, change in parts.items():
-        model = BASE._replace(**{name: change}, draws=True)
+        model = BASE._replace(**{name: change}).with_traits(draws=True)
         plan = fzero.zero_plan(0, model, mesh, policy="fp64", sequence=mesh["tp"].size > 1)
         tx = fzero.optim.sgd(0.1)
         step, state = fzero.make_train_step(model, tx, plan), fzero.init_state(model, tx, plan, seed=0)
@@ -790,7 +790,7 @@ def test_a_model_of_ones_own_may_not_draw_for_parts_of_sequences(axis):
 
 
 def test_a_model_without_a_key_may_not_draw():
-    with pytest.raises(ValueError, match=r"the model's block draws random numbers, .* model\._replace\(draws=True\)"):
+    with pytest.raises(ValueError, match=r"the model's block draws random .* model\.with_traits\(draws=True\)"):
         steps_of(BASE._replace(block=own_block))
 
 

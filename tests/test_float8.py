@@ -536,7 +536,7 @@ def test_a_model_says_which_leaves_linear_alone_uses(name):
         return torch.stack([round_trip(layer, "reference") for layer in x])
 
     named = pytree.named_leaves(params)
-    linear = {leaf for leaf in named if re.fullmatch(model.linear, leaf)}
+    linear = {leaf for leaf in named if re.fullmatch(model.traits.linear, leaf)}
     assert linear and all(named[leaf].dim() == 3 for leaf in linear)
     coded = pytree.map_named(lambda leaf, x: by_layer(x) if leaf in linear else x, params)
     expected = both(params)

@@ -44,7 +44,7 @@ def test_a_step_is_that_of_the_layers_that_stay(kind):
     assert {name.split("/")[-1] for name in pytree.names(params["blocks"])} & {*ADDED}
     seen = set()
     for step in range(1, 5):
-        scales = model.drop(prng.fold_in(prng.key(5), step), torch.tensor(step))
+        scales = model.traits.drop(prng.fold_in(prng.key(5), step), torch.tensor(step))
         keep = keep_probability(0.25, 100.0, torch.tensor(step), 4)
         assert all(scale in (0, pytest.approx(1 / p)) for scale, p in zip(scales.tolist(), keep.tolist()))
         seen.add(tuple((scales == 0).tolist()))
@@ -116,7 +116,7 @@ def test_each_layer_stays_as_often_as_the_schedule_says():
         now = (1 - theta) * math.exp(-gamma * step) + theta
         wanted = torch.tensor([1 - n / layers * (1 - now) for n in range(layers)], dtype=F64)
         assert_close(keep_probability(theta, gamma, torch.tensor(step), layers), wanted, rtol=1e-12, atol=1e-12)
-        draw = lambda n, step=step: model.drop(prng.fold_in(prng.key(0), n), torch.tensor(step))  # noqa: E731
+        draw = lambda n, step=step: model.traits.drop(prng.fold_in(prng.key(0), n), torch.tensor(step))  # noqa: E731
         scales = torch.func.vmap(draw)(torch.arange(2000))
         assert ((scales > 0).double().mean(0) - wanted).abs().max() < 5 * 0.5 / 2000**0.5
         assert (scales.mean(0) - 1).abs().max() < 0.12, "in the mean a layer adds what it adds"
@@ -126,11 +126,11 @@ def test_each_layer_stays_as_often_as_the_schedule_says():
 def test_evaluations_and_a_theta_of_one_have_all_layers():
     model, batch = model_of("layer-drop"), batch_for(0, 4)
     params = models.init_params(model, prng.key(1))
-    plain = models.loss(model._replace(drop=None), params, batch, models.Ctx())
+    plain = models.loss(model.with_traits(drop=None), params, batch, models.Ctx())
     assert torch.equal(models.loss(model, params, batch, models.Ctx()).total, plain.total)
     plan = fzero.zero_plan(0, model, fzero.one_process())
     assert torch.equal(fzero.make_eval_step(model, plan)(params, batch).total, plain.total)
-    assert (models.layer_drop(model, 1.0).drop(prng.key(0), torch.tensor(99)) == 1).all()
+    assert (models.layer_drop(model, 1.0).traits.drop(prng.key(0), torch.tensor(99)) == 1).all()
 
 
 MESHES = {

@@ -130,7 +130,7 @@ def test_it_begins_as_the_module_and_only_factors_are_trained():
     fzero.to_module(state, module, model=with_lora)
     for i in range(3):
         assert_same({"w": merged["blocks"]["0"]["weight"][i]}, {"w": module[i + 1][0].weight.detach()})
-    assert model.start.keys() == {name for name in with_lora.start}
+    assert model.traits.start.keys() == {name for name in with_lora.traits.start}
 
 
 class Indirect(nn.Module):
@@ -177,7 +177,7 @@ def test_mistakes_are_one_line():
 def test_no_function_of_the_model_holds_the_weights():
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)).double()
     held = [weakref.ref(p) for p in module.parameters()]
-    model = models.lora(fzero.from_module(module, square_loss), RANK, targets="/weight$")._replace(start={})
+    model = models.lora(fzero.from_module(module, square_loss), RANK, targets="/weight$").with_traits(start={})
     del module
     gc.collect()
     assert not any(one() is not None for one in held) and callable(model.init)

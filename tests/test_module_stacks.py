@@ -142,7 +142,7 @@ def test_each_part_has_what_it_uses_and_kinds_take_turns():
     assert list(model.block) == ["blocks_0", "blocks_1"]
     assert [len(some) for some in model.block.values()] == [2, 2]
     assert set(model.shared) == {"embed/embed/weight", "embed/embed/bias", "embed/norm/weight", "embed/norm/bias"}
-    assert {"head/head/weight", "blocks_1/cross/weight"} <= set(model.start)
+    assert {"head/head/weight", "blocks_1/cross/weight"} <= set(model.traits.start)
 
 
 def test_a_list_that_is_no_stack_is_left_to_the_other_parts_and_named():
@@ -161,7 +161,7 @@ def test_a_list_that_is_no_stack_is_left_to_the_other_parts_and_named():
         model = fzero.from_module(module, loss, batch=batch_of(0))
     assert callable(model.block) or isinstance(model.block, tuple)
     named = fzero.from_module(made(), loss, layers="decoder", batch=batch_of(0))
-    assert "blocks/cross/weight" in named.start and "embed/encoder/0/linear/weight" in named.start
+    assert "blocks/cross/weight" in named.traits.start and "embed/encoder/0/linear/weight" in named.traits.start
 
 
 @pytest.mark.parametrize("saved", [True, False])

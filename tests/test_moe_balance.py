@@ -124,9 +124,8 @@ def test_another_loss_leaves_it_as_it_is():
     model = models.dpo(model_of("moe dropless", **SIZES["moe dropless"]))
     plan = fzero.zero_plan(0, model, fzero.one_process())
     (name,) = biases(plan.like)
-    assert (
-        model.leaf_rules == {name: None} and not plan.leaves[name].trained and plan.leaves[name].dtype == torch.float32
-    )
+    assert model.traits.leaf_rules == {name: None}
+    assert not plan.leaves[name].trained and plan.leaves[name].dtype == torch.float32
 
 
 def test_bad_choices_are_refused():

@@ -161,7 +161,7 @@ def own_model(name):
     if name == "cumulated":
         return BASE._replace(block=cumulated)
     head, _, declared = name.partition(", ")
-    return BASE._replace(head=globals()[head], whole_entries=("table",) if declared else ())
+    return BASE._replace(head=globals()[head]).with_traits(whole_entries=("table",) if declared else ())
 
 
 def own_batch(tokens):

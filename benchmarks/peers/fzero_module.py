@@ -40,7 +40,7 @@ def make(
     )
     plan = fzero.zero_plan(stage, model, mesh, policy=policy)
     state = fzero.init_state(model, tx, plan, seed=0)
-    model = model._replace(start={})  # the weights that the state began with are let go
+    model = model.with_traits(start={})  # the weights that the state began with are let go
     train_step = fzero.make_train_step(model, tx, plan, execution=fzero.Execution(compiled=True))
 
     def step(batch: dict[str, np.ndarray]) -> float:

@@ -6,6 +6,7 @@ from fzero.models.base import Ctx as Ctx
 from fzero.models.base import LayerDraws as LayerDraws
 from fzero.models.base import Loss as Loss
 from fzero.models.base import Model as Model
+from fzero.models.base import ModelTraits as ModelTraits
 from fzero.models.base import TokenLayout as TokenLayout
 from fzero.models.base import init_params as init_params
 from fzero.models.base import num_params as num_params

@@ -130,68 +130,6 @@ class Loss(NamedTuple):
     tables: dict[str, Tensor] = {}  # noqa: RUF012
 
 
-class Model(NamedTuple):
-    """A layered model: its config, and pure functions for embedding, block and head. The activations x are [B, T, D],
-    or a tree of tensors.
-
-    ZeRO-3, offload, recomputation and prefetch all work layer by layer, so the blocks' parameters are stacked: each
-    leaf is [L, ...]. A model whose layers are not all alike has several stacks, one after the other: `block` is then
-    {stack: its function}, in that order, with names such as "blocks_dense" and "blocks_experts" in the parameter tree.
-    Layers are numbered through all of them. `join` may change the activations before a stack, with parameters of its
-    own under join_NAME/ for the stack blocks_NAME: the tokens' embedding before a decoder, for instance. Where the
-    layers of a stack have equal leaves and differ in what they compute, its function is a tuple of functions, which the
-    layers take in turn: windows of attention in all layers but each sixth, for instance.
-
-    What all layers need of a batch beside x, such as masks, `prepare` makes once, without parameters; the functions
-    find it in `ctx.prepared`. Leaves in `start` begin with values that are given and not drawn.
-
-    >>> from fzero import models
-    >>> model = models.mlp(models.MLPConfig())
-    >>> sorted(model.init(lambda name, shape, std, mean=0.0: shape)["blocks"].items())
-    [('scale', (2, 32)), ('w_in', (2, 32, 64)), ('w_out', (2, 64, 32))]
-    """
-
-    config: Any
-    init: Callable[[MakeLeaf], Tree]  # makes the parameter tree
-    embed: Callable[[Tree, Batch, Ctx], Any]  # tokens -> x
-    block: Blocks | Mapping[str, Blocks]  # (one layer's slice of params["blocks"], x) -> x
-    head: Callable[[Tree, Any, Batch, Ctx], Loss]  # x -> this rank's sums
-    logits: Callable[[Tree, Any, Ctx], Tensor]  # x -> [B, T, V], for sampling
-    rules: Callable[
-        [Mesh], Rules[str]
-    ]  # rules from leaf names to Spec texts; raises ValueError if the mesh does not divide the model
-    shared: tuple[str, ...] = ()  # leaves under embed/ that the head, and each join, uses too (tied embeddings)
-    join: Mapping[str, Callable[[Tree, Any, Batch, Ctx], Any]] = {}
-    linear: str = ""  # a regex of leaves of the blocks that only `layers.linear` uses: they may be gathered as float8
-    prepare: Callable[[Batch, Ctx], Any] | None = None
-    start: Mapping[str, Start] = {}  # by leaf name
-    frozen: frozenset[str] = frozenset()  # leaves that are never trained
-    # Leaves that no gradient moves, by name, each with the rule that moves it once a step, on the sums over the global
-    # batch: (leaf, loss.tables) -> leaf, both of the layers that a rank holds; None: it stays. They are in float32 or
-    # wider, on the device, and whole on every rank of dp and cp. A step that is skipped moves none.
-    leaf_rules: Mapping[str, Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None] = {}
-    foreign: bool = False  # its layers are somebody's code: a first step under tp compares them with whole ones
-    # x -> [B, T, D] after the last norm, outside the tensor-parallel regions, which the head multiplies by head/w, or,
-    # without that leaf, by the embedding: for another head on the same stack (models.dpo, ...). None for a module
-    features: Callable[[Tree, Any, Ctx], Tensor] | None = None
-    # (params, x, batch, ctx) -> the cross-entropy of each target [B, T], of a model without `features`
-    token_losses: Callable[[Tree, Any, Batch, Ctx], Tensor] | None = None
-    # Whether cp may split its sequences: positions from ctx, and a loss that adds up over ranks. A first step compares
-    # functions of one's own, split, with those of whole sequences (train/split_check.py).
-    splits: bool = False
-    draws: bool = False  # whether its blocks draw random numbers of their own, and need a key as dropout does
-    # Entries of a batch of shape [B, T, ...] that are not by token: where cp splits sequences, embedding and head see
-    # them whole, and of all others this rank's tokens.
-    whole_entries: tuple[str, ...] = ()
-    # (a step's key, the steps made before) -> `scales` of its ctx, see models.dropping
-    drop: Callable[[Tensor, Tensor], Tensor] | None = None
-
-
-def with_still_leaves(model: Model) -> Model:
-    """The model whose leaves that a rule moves stay as they are: for another loss than its own."""
-    return model._replace(leaf_rules=dict.fromkeys(model.leaf_rules))
-
-
 class Start(NamedTuple):
     """The values that a leaf begins with: of a stacked leaf, layer by layer."""
 
@@ -211,6 +149,78 @@ class Start(NamedTuple):
             return slices.narrow_box(full, start, size).to(device, dtype, copy=True).contiguous()
         layers = self.layers[start[0] : start[0] + size[0]]
         return torch.stack([slices.narrow_box(f().detach(), start[1:], size[1:]).to(device, dtype) for f in layers])
+
+
+class ModelTraits(NamedTuple):
+    """What is so of some models alone."""
+
+    linear: str = ""  # a regex of leaves of the blocks that only `layers.linear` uses: they may be gathered as float8
+    start: Mapping[str, Start] = {}  # by leaf name: those that begin with values that are given and not drawn
+    frozen: frozenset[str] = frozenset()  # leaves that are never trained
+    # Leaves that no gradient moves, by name, each with the rule that moves it once a step, on the sums over the global
+    # batch: (leaf, loss.tables) -> leaf, both of the layers that a rank holds; None: it stays. They are in float32 or
+    # wider, on the device, and whole on every rank of dp and cp. A step that is skipped moves none.
+    leaf_rules: Mapping[str, Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None] = {}
+    foreign: bool = False  # its layers are somebody's code: a first step under tp compares them with whole ones
+    # (params, x, batch, ctx) -> the cross-entropy of each target [B, T], of a model without `features`
+    token_losses: Callable[[Tree, Any, Batch, Ctx], Tensor] | None = None
+    # Whether cp may split its sequences: positions from ctx, and a loss that adds up over ranks. A first step compares
+    # functions of one's own, split, with those of whole sequences (train/split_check.py).
+    splits: bool = False
+    draws: bool = False  # whether its blocks draw random numbers of their own, and need a key as dropout does
+    # Entries of a batch of shape [B, T, ...] that are not by token: where cp splits sequences, embedding and head see
+    # them whole, and of all others this rank's tokens.
+    whole_entries: tuple[str, ...] = ()
+    # (a step's key, the steps made before) -> `scales` of its ctx, see models.dropping
+    drop: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+class Model(NamedTuple):
+    """A layered model: its config, and pure functions for embedding, block and head. The activations x are [B, T, D],
+    or a tree of tensors.
+
+    ZeRO-3, offload, recomputation and prefetch all work layer by layer, so the blocks' parameters are stacked: each
+    leaf is [L, ...]. A model whose layers are not all alike has several stacks, one after the other: `block` is then
+    {stack: its function}, in that order, with names such as "blocks_dense" and "blocks_experts" in the parameter tree.
+    Layers are numbered through all of them. `join` may change the activations before a stack, with parameters of its
+    own under join_NAME/ for the stack blocks_NAME: the tokens' embedding before a decoder, for instance. Where the
+    layers of a stack have equal leaves and differ in what they compute, its function is a tuple of functions, which the
+    layers take in turn: windows of attention in all layers but each sixth, for instance.
+
+    What all layers need of a batch beside x, such as masks, `prepare` makes once, without parameters; the functions
+    find it in `ctx.prepared`.
+
+    >>> from fzero import models
+    >>> model = models.mlp(models.MLPConfig())
+    >>> sorted(model.init(lambda name, shape, std, mean=0.0: shape)["blocks"].items())
+    [('scale', (2, 32)), ('w_in', (2, 32, 64)), ('w_out', (2, 64, 32))]
+    """
+
+    config: Any
+    init: Callable[[MakeLeaf], Tree]  # makes the parameter tree
+    embed: Callable[[Tree, Batch, Ctx], Any]  # tokens -> x
+    block: Blocks | Mapping[str, Blocks]  # (one layer's slice of params["blocks"], x) -> x
+    head: Callable[[Tree, Any, Batch, Ctx], Loss]  # x -> this rank's sums
+    logits: Callable[[Tree, Any, Ctx], Tensor]  # x -> [B, T, V], for sampling
+    rules: Callable[
+        [Mesh], Rules[str]
+    ]  # rules from leaf names to Spec texts; raises ValueError if the mesh does not divide the model
+    shared: tuple[str, ...] = ()  # leaves under embed/ that the head, and each join, uses too (tied embeddings)
+    join: Mapping[str, Callable[[Tree, Any, Batch, Ctx], Any]] = {}
+    prepare: Callable[[Batch, Ctx], Any] | None = None
+    # x -> [B, T, D] after the last norm, outside the tensor-parallel regions, which the head multiplies by head/w, or,
+    # without that leaf, by the embedding: for another head on the same stack (models.dpo, ...). None for a module
+    features: Callable[[Tree, Any, Ctx], Tensor] | None = None
+    traits: ModelTraits = ModelTraits()
+
+    def with_traits(self, **traits: Any) -> Model:
+        """This model with other traits, such as draws=True."""
+        return self._replace(traits=self.traits._replace(**traits))
+
+
+def with_still_leaves(model: Model) -> Model:
+    """The model whose leaves that a rule moves stay as they are: for another loss than its own."""
+    return model.with_traits(leaf_rules=dict.fromkeys(model.traits.leaf_rules))
 
 
 class Stack(NamedTuple):
@@ -283,8 +293,8 @@ def init_params(
     ) -> Tensor:
         spec, kind, parts = specs.get(name, Spec()), dtype or of_params, []
         for window in slices.local_windows(shape, spec, mesh):
-            if name in model.start:
-                parts.append(model.start[name].box(window.start, window.size, kind, device))
+            if name in model.traits.start:
+                parts.append(model.traits.start[name].box(window.start, window.size, kind, device))
             else:
                 box = tuple(shape), window.start, window.size
                 parts.append(slices.draw_leaf(prng.fold_in(key, name), box, mean, std, kind, device))

@@ -188,7 +188,7 @@ def decoder_of(config: DecoderConfig, scores: int = 0) -> Decoder:
         layered, model = decoder_layers(body, example, features_of if scores else logits_of)
     layered.name = source
     functions = Functions(layered)
-    sources = {leaf: tuple(read.name for read in start.layers) for leaf, start in model.start.items()}
+    sources = {leaf: tuple(read.name for read in start.layers) for leaf, start in model.traits.start.items()}
     model = model._replace(
         config=config,
         prepare=functions.prepare,
@@ -198,8 +198,8 @@ def decoder_of(config: DecoderConfig, scores: int = 0) -> Decoder:
     if scores:
         model = model._replace(features=functions.outputs)
     else:
-        ends = {"head": functions.head, "logits": functions.outputs, "token_losses": functions.token_losses}
-        model = model._replace(**ends)
+        ends = {"head": functions.head, "logits": functions.outputs}
+        model = model._replace(**ends).with_traits(token_losses=functions.token_losses)
     linears = (f"{stack}/{slashed(name)}/weight" for stack, names in layered.linears.items() for name in names)
     return Decoder(module, model, sources, tuple(linears), tuple(str(warning.message) for warning in caught))
 

@@ -30,7 +30,7 @@ from fzero.core.pytree import Tree
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.rope import rope_frequencies, rope_qk
-from fzero.models.base import Ctx, Leaves, Loss, Model, make_tree, ones
+from fzero.models.base import Ctx, Leaves, Loss, Model, ModelTraits, make_tree, ones
 from fzero.models.batch import Batch
 from fzero.models.configs import DeepSeekConfig
 from fzero.models.cp_attention import attend
@@ -266,10 +266,12 @@ def deepseek(config: DeepSeekConfig) -> Model:
         join={MTP_STACK: functools.partial(join_mtp, c)} if c.n_mtp else {},
         head=head,
         rules=lambda mesh: _rules(c, mesh),
-        linear=r"blocks_\w+/(attn|mlp|shared)/w_\w+",
-        leaf_rules=balance_by_bias("blocks_experts", c.bias_rate)
-        | (balance_by_bias(MTP_STACK, c.bias_rate) if c.n_mtp else {}),
-        splits=not c.n_mtp,  # which looks at the next position
+        traits=ModelTraits(
+            linear=r"blocks_\w+/(attn|mlp|shared)/w_\w+",
+            leaf_rules=balance_by_bias("blocks_experts", c.bias_rate)
+            | (balance_by_bias(MTP_STACK, c.bias_rate) if c.n_mtp else {}),
+            splits=not c.n_mtp,  # which looks at the next position
+        ),
         **head_fields,
     )
 

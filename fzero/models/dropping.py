@@ -47,7 +47,8 @@ def layer_drop(model: Model, theta: float = 0.5, gamma: float = 0.001) -> Model:
 
     >>> from fzero import models, random
     >>> model = layer_drop(models.gpt2(models.GPT2Config(8, 4, 4, 2, 1)), theta=0.5, gamma=1.0)
-    >>> model.drop(random.key(0), torch.tensor(0)), (model.drop(random.key(0), torch.tensor(9)) == 0).tolist()
+    >>> drop = model.traits.drop
+    >>> drop(random.key(0), torch.tensor(0)), (drop(random.key(0), torch.tensor(9)) == 0).tolist()
     (tensor([1., 1.], dtype=torch.float64), [False, True])
 
     Ref: Zhang and He 2020, arXiv:2010.13369, algorithm 1.
@@ -63,7 +64,7 @@ def layer_drop(model: Model, theta: float = 0.5, gamma: float = 0.001) -> Model:
         samples = prng.uniform(key, (model.config.n_layers,), dtype=torch.float64)
         return torch.where(samples < keep_prob, 1 / keep_prob, torch.zeros_like(keep_prob))
 
-    return model._replace(drop=scales)
+    return model.with_traits(drop=scales)
 
 
 def keep_probability(theta: float, gamma: float, step: Tensor, layers: int) -> Tensor:
@@ -110,7 +111,7 @@ def random_ltd(model: Model, token_count: int) -> Model:
     dropping = [dropped(block, token_count) for block in blocks]
     ends = (0, layers - 1)
     layer_blocks = tuple((blocks if i in ends else dropping)[i % len(blocks)] for i in range(layers))
-    return model._replace(block=layer_blocks, draws=True)
+    return model._replace(block=layer_blocks).with_traits(draws=True)
 
 
 def expect_droppable(config: Any) -> None:

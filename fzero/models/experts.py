@@ -264,7 +264,7 @@ def positions_of_batch(batch: Batch, ctx: Ctx) -> int:
 
 
 def balance_by_bias(stack: str, rate: float) -> dict[str, Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None]:
-    """The rule for `Model.leaf_rules` that moves the bias [L, E] by `rate` towards an even load."""
+    """The rule for `ModelTraits.leaf_rules` that moves the bias [L, E] by `rate` towards an even load."""
 
     # Ref: Wang et al. 2024, "Auxiliary-loss-free load balancing strategy for mixture-of-experts", arXiv:2408.15664,
     # algorithm 1.

@@ -176,7 +176,7 @@ def prepare(model: Model, batch: Batch, ctx: Ctx) -> Ctx:
 def localize_batch(model: Model, batch: Batch, ctx: Ctx) -> Batch:
     """The part of a batch of whole sequences that embedding and head see: this rank's tokens."""
     if not isinstance(ctx.tokens.positions, tuple):
-        batch = select_tokens(batch, ctx.tokens.positions, (*FULL_ENTRIES, *model.whole_entries))
+        batch = select_tokens(batch, ctx.tokens.positions, (*FULL_ENTRIES, *model.traits.whole_entries))
     return mark_wrong(model.config, batch)
 
 

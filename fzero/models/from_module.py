@@ -17,7 +17,7 @@ from fzero.core.arguments import checked
 from fzero.core.closure_state import ClosureState
 from fzero.core.purity_checks import PureCalls
 from fzero.core.pytree import Tree
-from fzero.models.base import Ctx, Loss, Model, Start
+from fzero.models.base import Ctx, Loss, Model, ModelTraits, Start
 from fzero.models.batch import Batch
 from fzero.models.module_functions import (
     Weights,
@@ -69,9 +69,11 @@ def unsplit_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
         logits=no_logits,
         rules=partial(unsplit_rules, shapes),
         prepare=prepare,
-        start=start,
-        draws=any(item.training for item in module.modules()),
-        frozen=frozenset(f"head/{slashed(n)}" for n, leaf in parameters.items() if not leaf.requires_grad),
+        traits=ModelTraits(
+            start=start,
+            draws=any(item.training for item in module.modules()),
+            frozen=frozenset(f"head/{slashed(n)}" for n, leaf in parameters.items() if not leaf.requires_grad),
+        ),
     )
 
 
@@ -113,8 +115,8 @@ def from_module(
     parameters that require no gradient are frozen; floating arguments of `call`, and buffers that a state_dict has,
     are of the dtype of the computation, and other buffers keep theirs; a model of transformers is
     called without its cache of keys and values (`config.use_cache`). The module itself is not changed. Its weights are
-    held for init_state: `model._replace(start={})` lets them go. What is changed in it later, attributes, buffers and
-    `requires_grad`, changes nothing here. Tables that its code makes while it runs are made by
+    held for init_state: `model.with_traits(start={})` lets them go. What is changed in it later, attributes, buffers
+    and `requires_grad`, changes nothing here. Tables that its code makes while it runs are made by
     a call of a copy on the example, or in the first step with a batch of new shapes, and are constants; what it records
     in its attributes is in the copy.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.core.pytree import Tree
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.embedding import look_up
-from fzero.models.base import Ctx, Leaves, Loss, Model, make_tree, ones
+from fzero.models.base import Ctx, Leaves, Loss, Model, ModelTraits, make_tree, ones
 from fzero.models.batch import Batch
 from fzero.models.chunked_layer import AttentionLayer
 from fzero.models.configs import GPT2Config
@@ -147,7 +147,6 @@ def gpt2(config: GPT2Config) -> Model:
         block=lambda p, x, ctx: layer(p, x, ctx, c.layer_tokens),
         head=head,
         rules=rules,
-        linear=r"blocks/(attn|mlp)/w_\w+",
-        splits=True,
+        traits=ModelTraits(linear=r"blocks/(attn|mlp)/w_\w+", splits=True),
         **ends(c),
     )

@@ -21,7 +21,7 @@ from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.stack import Block, Blocks
 from fzero.kernels.custom_operator import cap_logits
-from fzero.models.base import Ctx, Leaves, Loss, Model, make_tree
+from fzero.models.base import Ctx, Leaves, Loss, Model, ModelTraits, make_tree
 from fzero.models.batch import Batch
 from fzero.models.chunked_layer import AttentionLayer
 from fzero.models.config_values import LayerKind, parse_layers
@@ -275,7 +275,6 @@ def llama(config: LlamaConfig) -> Model:
         logits=lambda params, x, ctx: cap_logits(logits(c, last(params), x, ctx), c.logit_cap),
         rules=lambda mesh: rules(c, mesh, MLP_RULES, DimSplit("blocks/mlp/w_gate", 2, c.d_ff, "d_ff")),
         shared=("embed/tokens",) if c.tied else (),
-        linear=r"blocks/(attn|mlp)/w_\w+",
         features=lambda params, x, ctx: features(c, last(params), x, ctx),
-        splits=True,
+        traits=ModelTraits(linear=r"blocks/(attn|mlp)/w_\w+", splits=True),
     )

@@ -69,10 +69,10 @@ def lora(
     """
     shapes = leaf_shapes(model)
     names = _targets(targets, shapes, rank)
-    for option in ("dora",) * dora + ("vocabulary",) * vocabulary if model.foreign else ():
+    for option in ("dora",) * dora + ("vocabulary",) * vocabulary if model.traits.foreign else ():
         raise ValueError(f"lora: {option}=True is for fzero's own models; of one made from a module leave it out")
-    config, start = LoRAConfig(model.config, rank, float(alpha), targets, dora, vocabulary), model.start
-    model = with_still_leaves(model)._replace(start={})  # the functions below hold no weights
+    config, start = LoRAConfig(model.config, rank, float(alpha), targets, dora, vocabulary), model.traits.start
+    model = with_still_leaves(model).with_traits(start={})  # the functions below hold no weights
 
     def texts_of(mesh: Mesh) -> dict[str, str]:
         texts = match_rules(model.rules(mesh), pytree.names(shapes_of(model)), subject="the model's sharding rules")
@@ -85,7 +85,7 @@ def lora(
         return frozenset(n.partition("/")[2] for n, text in texts.items() if TP in Spec.parse(text).dims[1])
 
     def adapted(block: Block) -> Block:
-        if model.foreign:
+        if model.traits.foreign:
             return lambda params, x, ctx: block(_with_scale(params, config), x, ctx)
 
         def block_with_factors(params: Tree, x: Any, ctx: Ctx) -> Any:
@@ -99,14 +99,14 @@ def lora(
         of_factors = [
             (f"^{re.escape(name)}_lora_{factor}$", text)
             for name, of_weight in texts_of(mesh).items()
-            for factor, text in zip("abm" if dora else "ab", _factor_specs(of_weight, model.foreign))
+            for factor, text in zip("abm" if dora else "ab", _factor_specs(of_weight, model.traits.foreign))
         ]
         return (*of_factors, *model.rules(mesh))
 
     # A gathered weight is more than the operand of one product.
     init = functools.partial(_init, model, config, {name: shapes[name] for name in names})
     blocks = map_blocks(model, adapted)
-    return model._replace(config=config, init=init, block=blocks, rules=rules, linear="", start=start)
+    return model._replace(config=config, init=init, block=blocks, rules=rules).with_traits(linear="", start=start)
 
 
 def _init(model: Model, config: LoRAConfig, weights: Mapping[str, tuple[int, ...]], make: MakeLeaf) -> Tree:
@@ -157,7 +157,7 @@ def merge(model: Model, params: Tree) -> Tree:
             "that lora returned"
         )
     config = model.config
-    if model.foreign:
+    if model.traits.foreign:
         named = pytree.named_leaves(params)
         return pytree.nest({name: product_of(named, name, model) for name in named if re.search(LORA, name) is None})
     in_blocks = {segment: _with_factors(node, config) for segment, node in params.items() if is_stacked(f"{segment}/")}
@@ -213,7 +213,7 @@ def _with_scale(node: Tree, config: LoRAConfig) -> Tree:
 def _factor_shapes(model: Model, shape: tuple[int, ...], rank: int) -> tuple[list[tuple[int, ...]], float]:
     """([shape of a, shape of b], the standard deviation of a) beside a weight."""
     layers, first, second = shape
-    if model.foreign:
+    if model.traits.foreign:
         return [(layers, rank, second), (layers, first, rank)], 1.0 / math.sqrt(second)
     return [(layers, first, rank), (layers, rank, second)], 1.0 / math.sqrt(first)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fzero.core.pytree import Tree
 from fzero.kernels import moe as moe_kernels
 from fzero.kernels.cross_entropy import counted_tokens
-from fzero.models.base import Ctx, Leaves, Loss, Model, make_tree
+from fzero.models.base import Ctx, Leaves, Loss, Model, ModelTraits, make_tree
 from fzero.models.batch import Batch
 from fzero.models.configs import MoEConfig
 from fzero.models.experts import (
@@ -105,8 +105,10 @@ def mixtral(config: MoEConfig) -> Model:
         block=in_layers(c, lambda attention: functools.partial(block, attention)),
         head=head,
         rules=lambda mesh: rules(c, mesh, own_rules, DimSplit("blocks/moe/w_gate", 3, c.d_ff, "d_ff")),
-        linear=r"blocks/attn/w_\w+",
-        leaf_rules=balance_by_bias("blocks", c.bias_rate) if by_bias else {},
-        splits=not c.capacity_factor,  # whose places are those of one rank's tokens
+        traits=ModelTraits(
+            linear=r"blocks/attn/w_\w+",
+            leaf_rules=balance_by_bias("blocks", c.bias_rate) if by_bias else {},
+            splits=not c.capacity_factor,  # whose places are those of one rank's tokens
+        ),
         **ends(c, lambda state: state["x"]),
     )

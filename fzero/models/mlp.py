@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.pytree import Tree
-from fzero.models.base import Ctx, Leaves, Loss, Model, make_tree
+from fzero.models.base import Ctx, Leaves, Loss, Model, ModelTraits, make_tree
 from fzero.models.batch import Batch
 from fzero.models.configs import MLPConfig
 from fzero.models.forward import token_loss
@@ -76,7 +76,6 @@ def mlp(config: MLPConfig) -> Model:
         head,
         logits,
         rules,
-        linear=r"blocks/w_\w+",
         features=lambda params, x, ctx: x,
-        splits=True,
+        traits=ModelTraits(linear=r"blocks/w_\w+", splits=True),
     )

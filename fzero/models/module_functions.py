@@ -24,7 +24,7 @@ from fzero.core.pytree import Tree
 from fzero.core.random_interception import seeded
 from fzero.core.stack import Blocks
 from fzero.core.variable_snapshot import Readings
-from fzero.models.base import Ctx, Loss, MakeLeaf, Model, Start
+from fzero.models.base import Ctx, Loss, MakeLeaf, Model, ModelTraits, Start
 from fzero.models.batch import Batch
 from fzero.models.module_layers import (
     CannotSplit,
@@ -111,10 +111,12 @@ class Layered(CopiedModule):
             rules=self.rules,
             shared=self.shared,
             prepare=self.prepare,
-            start=start,
-            frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
-            foreign=True,
-            draws=self.draws,
+            traits=ModelTraits(
+                start=start,
+                frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
+                foreign=True,
+                draws=self.draws,
+            ),
         )
 
     def functions(self, stack: str) -> Blocks:

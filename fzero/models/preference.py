@@ -71,8 +71,8 @@ def dpo(
         gains = sum_over_cp(answer_sums(model, params, x, batch, ctx), ctx) - sum_by_document(batch["reference"], batch)
         return preference_loss(beta * gains, batch, ctx, torch.promote_types(ctx.dtype, torch.float32), smoothing)
 
-    full_entries = (*model.whole_entries, "reference")  # whose sums are of documents
-    return with_still_leaves(model)._replace(head=head, whole_entries=full_entries)
+    full_entries = (*model.traits.whole_entries, "reference")  # whose sums are of documents
+    return with_still_leaves(model)._replace(head=head).with_traits(whole_entries=full_entries)
 
 
 def preference_loss(rewards: Tensor, batch: Batch, ctx: Ctx, dtype: torch.dtype, smoothing: float = 0.0) -> Loss:
@@ -111,7 +111,7 @@ def expect_replaceable_head(subject: str, model: Model) -> None:
 
 def expect_losses(subject: str, model: Model) -> None:
     """Raise ValueError if nothing gives the losses of the model's tokens."""
-    if model.token_losses is None:
+    if model.traits.token_losses is None:
         expect_replaceable_head(subject, model)
         if not {"head/w", "embed/tokens"} & leaf_shapes(model).keys():
             raise ValueError(
@@ -164,8 +164,8 @@ def answer_sums(model: Model, params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -
 
 def losses_by_token(model: Model, params: Tree, x: Any, batch: Batch, ctx: Ctx) -> Tensor:
     """The cross-entropy of each target, times its weight, [B, T], from the last activations."""
-    if model.token_losses is not None:
-        return model.token_losses(params, x, batch, ctx)
+    if model.traits.token_losses is not None:
+        return model.traits.token_losses(params, x, batch, ctx)
     assert model.features is not None  # expect_losses
     h = enter_region(model.features(params, x, ctx), ctx, "head")
     name = "head/w" if "w" in params.get("head", {}) else "embed/tokens"

@@ -125,7 +125,8 @@ def scored(model: Model, config: ScoreConfig) -> Model:
         values = scores(params, x, ctx)
         return class_loss(values, batch) if config.labels else reward_loss(values[..., 0], batch, ctx)
 
-    base, shared = with_still_leaves(model), model.shared if model.foreign else ()  # the head was beside an embedding
+    base = with_still_leaves(model)
+    shared = model.shared if model.traits.foreign else ()  # the head was beside an embedding
     return base._replace(config=config, init=init, head=head, logits=scores, rules=rules, shared=shared, features=None)
 
 

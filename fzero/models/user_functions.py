@@ -270,7 +270,7 @@ def loss_of(out: Any) -> Loss:
 
 def has_key(model: Model) -> bool:
     """Whether a step of a model has a key."""
-    return model.draws or getattr(model.config, "dropout", 0.0) > 0.0
+    return model.traits.draws or getattr(model.config, "dropout", 0.0) > 0.0
 
 
 def keyed_model(model: Model) -> Model:
@@ -319,7 +319,7 @@ def keyed_function(kind: str, f: Callable[..., Any], keyed: bool) -> Callable[..
             if not keyed and is_drawing():
                 raise ValueError(
                     f"the model's {kind} draws random numbers, and a step has no key for it; write "
-                    "model._replace(draws=True)"
+                    "model.with_traits(draws=True)"
                 )
             return out
 

@@ -261,7 +261,7 @@ def quantized(
     """
     if isinstance(model.config, LoRAConfig):
         raise ValueError("quantized: the model has LoRA already; write lora(quantized(model))")
-    if model.foreign:
+    if model.traits.foreign:
         raise ValueError("quantized: weights in codes are for fzero's own models, whose code takes them; leave it out")
     shapes = leaf_shapes(model)
     names = _targets(targets, shapes)
@@ -305,7 +305,8 @@ def quantized(
         }
         return tuple((f"^{re.escape(leaf)}$", text) for leaf, text in leaves.items())
 
-    return model._replace(config=config, init=init, block=map_blocks(model, decoded), rules=rules, linear="")
+    model = model.with_traits(linear="")
+    return model._replace(config=config, init=init, block=map_blocks(model, decoded), rules=rules)
 
 
 @checked()

@@ -181,7 +181,7 @@ def experts_of(config: RunConfig) -> int:
 
 def admits_cp(config: RunConfig, ranks: int, cp: int) -> bool:
     """Whether cp divides ranks and sequences, and a rank keeps LEAST tokens."""
-    splits = getattr(models.build(config.model), "splits", False)
+    splits = models.build(config.model).traits.splits
     return splits and ranks % cp == 0 and config.data.seq_len % (cp * LEAST) == 0
 
 

@@ -366,11 +366,12 @@ def heads_of(model: Any, tp: int) -> Heads | None:
 def context_for(sequence: bool | Context, model: Any, sizes: Mapping[str, int], itemsize: int = 2) -> Context:
     """The Context of a plan on a mesh of these sizes, with nothing "auto" if that has cp; True: over tp."""
     context, cp, tp = sequence if isinstance(sequence, Context) else Context(over_tp=sequence), sizes[CP], sizes[TP]
-    if context.over_tp and getattr(model, "foreign", False):
+    traits = getattr(model, "traits", None)  # of a Model
+    if context.over_tp and getattr(traits, "foreign", False):
         raise ValueError("sequence parallelism: a model made from a module has none; leave sequence=True out")
     if cp == 1:
         return context
-    if not getattr(model, "splits", False):
+    if not getattr(traits, "splits", False):
         raise ValueError(
             f"cp={cp}: cp splits the sequences of gpt2, llama, mixtral without capacity_factor, deepseek and mlp, "
             "under a loss of sums over tokens; this is another model, or a plain function; use dp"

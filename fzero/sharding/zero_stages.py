@@ -177,7 +177,7 @@ def zero_plan(
         flags = name not in never, name in rules
         leaves[name] = LeafPlan(name, tuple(x.shape), dtype, compute[name], *specs, sizes, *flags)
     leaves = with_offload(leaves, offload, policy.state)
-    float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
+    float8 = gathered_as_float8(getattr(getattr(model, "traits", None), "linear", ""), leaves, policy)
     options = pipeline, stages, context if sizes[CP] > 1 else None, heads_of(model, sizes[TP]), 0, dispatch, routed
     users = outside_users(model, named, stages)
     plan = Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *options, outside=users)
@@ -196,8 +196,8 @@ def rule_and_frozen_leaves(model: Any) -> tuple[frozenset[str], frozenset[str]]:
     """The leaves that a rule of a Model moves, and those and the others that no gradient does."""
     if not hasattr(model, "rules"):
         return frozenset(), frozenset()
-    rule_leaves = frozenset(model.leaf_rules)
-    return rule_leaves, rule_leaves | model.frozen
+    rule_leaves = frozenset(model.traits.leaf_rules)
+    return rule_leaves, rule_leaves | model.traits.frozen
 
 
 def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Policy) -> frozenset[str]:

@@ -88,7 +88,8 @@ def draws_of(loss_fn: base.Model | LossFn, state: TrainState) -> dict[str, Any]:
     if not isinstance(loss_fn, base.Model):
         return {"origin": partial(key, "dropout")}
     fields = {"key": key("dropout")} if has_key(loss_fn) else {}
-    return fields if loss_fn.drop is None else fields | {"scales": loss_fn.drop(key("layers"), state.step)}
+    drop = loss_fn.traits.drop
+    return fields if drop is None else fields | {"scales": drop(key("layers"), state.step)}
 
 
 def sum_losses(losses: Sequence[base.Loss], mesh: Mesh, axes: Sequence[str] | None = None) -> base.Loss:

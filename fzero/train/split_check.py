@@ -62,7 +62,7 @@ class FullParams(NamedTuple):
 
 def check_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx) -> None:
     """Raise ValueError on every rank if a foreign Model's layer under tp differs from that of one process."""
-    if not isinstance(model, base.Model) or not model.foreign or plan.mesh.tp.size == 1:
+    if not isinstance(model, base.Model) or not model.traits.foreign or plan.mesh.tp.size == 1:
         return
     wide = torch.promote_types(ctx.dtype, torch.float32)
     ctx = ctx._replace(dtype=wide, key=(), compiled=False, split=plan.with_slack().split)
@@ -142,7 +142,7 @@ PACKAGE_ENTRIES = {"tokens", "targets", "mask", "documents", SOURCES}
 def check_user_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx) -> None:
     """Raise ValueError on all ranks if cp or tp change the loss of a Model with functions of one's own."""
     sizes = {axis: plan.mesh[axis].size for axis in ("cp", "tp")}
-    if not isinstance(model, base.Model) or model.foreign or max(sizes.values()) == 1:
+    if not isinstance(model, base.Model) or model.traits.foreign or max(sizes.values()) == 1:
         return
     functions = user_function_names(model)
     if not functions:
@@ -299,7 +299,7 @@ def fewer_tokens(model: base.Model, batch: base.Batch, ctx: base.Ctx) -> base.Ba
         size //= 2
     counts = counted_tokens(batch["targets"], batch.get("mask")).double().sum(0)
     positions = counts.sort(descending=True, stable=True).indices[:size].sort().values
-    return select_tokens(batch, positions, (SOURCES, *model.whole_entries))
+    return select_tokens(batch, positions, (SOURCES, *model.traits.whole_entries))
 
 
 def is_divisible(tokens: int, ctx: base.Ctx) -> bool:

@@ -229,7 +229,7 @@ def first_values(
     model: base.Model | Tree, values: dict[str, Tensor], key: Tensor, state: torch.dtype
 ) -> Callable[[str, Box, float, float, torch.dtype | None], Tensor]:
     """`(name, box, std, mean, dtype) -> elements` before the first step."""
-    initial = model.start if isinstance(model, base.Model) else {}
+    initial = model.traits.start if isinstance(model, base.Model) else {}
 
     def element(name: str, box: Box, std: float, mean: float, dtype: torch.dtype | None) -> Tensor:
         if name in values:

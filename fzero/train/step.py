@@ -53,7 +53,8 @@ def move_leaves(
     model: Any, plan: Plan, state: TrainState, tables: Mapping[str, Tensor], skipped: Tensor | None, *, donate: bool
 ) -> TrainState:
     """The state with the leaves that a rule moves once a step, such as biases of experts; as it is if skipped."""
-    rules = {name: rule for name, rule in model.leaf_rules.items() if rule} if isinstance(model, base.Model) else {}
+    leaf_rules = model.traits.leaf_rules if isinstance(model, base.Model) else {}
+    rules = {name: rule for name, rule in leaf_rules.items() if rule}
     if not rules:
         return state
     leaves = pytree.named_leaves(state.params)

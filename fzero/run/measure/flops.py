@@ -59,7 +59,7 @@ def token_flop(job: Job) -> TokenFlop:
     for name, shape in leaf_shapes(job.model).items():
         numel = math.prod(shape)
         looked_up = name == "embed/positions" or (name == "embed/tokens" and not tied)
-        looked_up |= job.model.foreign and name.startswith("embed/") and name not in job.model.shared
+        looked_up |= job.model.traits.foreign and name.startswith("embed/") and name not in job.model.shared
         share = c.top_k / c.n_experts if OF_EXPERTS.search(name) else 1.0
         needed = 1.0 if name in trained else 2 / 3  # a frozen weight has no gradient of its own: 4 N
         active += 0.0 if looked_up else needed * share * numel

@@ -124,11 +124,11 @@ def generate(
         raise ValueError(
             f"the prompt has the token {min_id if min_id < 0 else max_id}; the model has the ids 0 to {vocab - 1}"
         )
-    caches = make_caches(model, params, batch, length + n, tokens.device) if not model.foreign else []
+    caches = make_caches(model, params, batch, length + n, tokens.device) if not model.traits.foreign else []
     cached_len, done = 0, torch.zeros(batch, dtype=torch.bool, device=tokens.device)
     ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     for position in range(length, length + n):
-        if model.foreign:  # all positions again, of so many that their number seldom changes
+        if model.traits.foreign:  # all positions again, of so many that their number seldom changes
             padded = pad_tokens(tokens, model.config.max_len)
             logits = forward(model, plan, params, padded, [], 0)[:, position - 1, :vocab]
         else:

@@ -262,7 +262,7 @@ def first_state(job: Job, params: Tree | None = None) -> TrainState:
                 if name.endswith("_lora_m") and lora is not None:
                     norms = partial(column_norms, named_params, name, lora)
                     begin[name] = Start((norms,), tuple(leaf.shape), False)
-            start = job.model._replace(start=begin)
+            start = job.model.with_traits(start=begin)
     state = init_state(start, job.tx, job.plan, seed=config.seed, nvme=job.nvme, device=job.device)
     return state if job.members is None else job.members.first_state(state, job.plan)
 

@@ -41,7 +41,7 @@ def expect_delayed(step: StepParts) -> None:
             f'update="delayed": policy {plan.policy.name} scales the loss, and a scale changes while the gradients of '
             "the next update are under way; use bf16"
         )
-    moving = [name for name, rule in model.leaf_rules.items() if rule] if isinstance(model, base.Model) else []
+    moving = [name for name, rule in model.traits.leaf_rules.items() if rule] if isinstance(model, base.Model) else []
     if moving:
         raise ValueError(
             f'update="delayed": a rule of the model moves {moving[0]} after each step, and micro-batches under way '
