@@ -100,8 +100,8 @@ def by_steps(mesh, stage, micro_batches, policy, skipped, clip, meet):
         state = sum_divergence(tx, plan, state) if i == meet else state
     shards = optim.sharded(plan.params, mesh, like=plan.like)
     whole = {name: shards.gather(name, leaf) for name, leaf in pytree.named_leaves(state.params).items()}
-    behind = [t for leaf in plan.leaves.values() for t in updates(plan, leaf)]
-    gathered = sum(t.elements * t.itemsize for t in behind if "where ranks are" in t.words)
+    behind = [(t, leaf.layers) for leaf in plan.leaves.values() for t in updates(plan, leaf)]
+    gathered = sum(t.elements * t.itemsize * layers for t, layers in behind if "where ranks are" in t.words)
     said = sent_by_link(plan, signs=False)[link][1], plan.sent_by_link()[link][1], gathered
     assert (gathered > 0) == (stage in (1, 2))
     return whole, (state.opt_state.worker, state.opt_state.server, state.opt_state.extra), sent, said
