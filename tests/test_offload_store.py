@@ -41,7 +41,6 @@ from fzero.offload import (
     buffer_need,
     cut_units,
     mount_point,
-    open_store,
     read_description,
     read_step_manifest,
     read_store,
@@ -52,7 +51,7 @@ from fzero.offload import (
 )
 from fzero.offload import chunk_files as chunks_module
 from fzero.offload import scratch as scratch_module
-from fzero.offload.nvme import StoreRanks
+from fzero.offload.nvme import StoreRanks, open_store
 from fzero.offload.store_manifest import step_manifest_text
 from fzero.sharding import MOST_ELEMENTS, row_blocks
 
