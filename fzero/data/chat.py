@@ -1,9 +1,8 @@
 """Chat templates: a conversation as tokens, and which of them are the assistant's.
 
-A template is a Jinja program of a model's folder; it runs with what Hugging Face's `apply_chat_template` gives it, in
-Jinja's sandbox, with bounds on memory: of operators, methods, filters, `~`, blocks and the text itself. What the
-assistant said comes from the template's own marks, `{% generation %}`, or from rendering the conversation up to each
-turn.
+A template is a Jinja program of a model's folder; it runs in Jinja's sandbox with what Hugging Face's
+`apply_chat_template` gives it. What the assistant said comes from the template's own marks, `{% generation %}`, or from
+rendering the conversation up to each turn.
 """
 
 from __future__ import annotations
@@ -12,132 +11,16 @@ import datetime
 import functools
 import json
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import jinja2
 import numpy as np
-from jinja2.compiler import CodeGenerator
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fzero.core.storage import write_texts
-from fzero.core.text_parsing import LARGEST, expect_entries, read_json, read_text_file, short
+from fzero.core.text_parsing import expect_entries, read_json, read_text_file, short
 from fzero.data.tokenizer_classes import CONFIG, special_tokens
 from fzero.data.tokenizers import Tokenizer, library_of, token_dtype
-
-MAX_RESULT = 1_000_000  # characters, items or digits that an operator or a call makes by a number
-
-
-class Joined(CodeGenerator):
-    """Writes `a ~ b` as a call of the environment, which sees how long the result is."""
-
-    def visit_Concat(self, node: Any, frame: Any) -> None:
-        self.write("environment.joined((")
-        for operand in node.nodes:
-            self.visit(operand, frame)
-            self.write(", ")
-        self.write("))")
-
-
-class Bounded(ImmutableSandboxedEnvironment):
-    """A sandbox in which nothing makes a value beyond all memory."""
-
-    intercepted_binops = frozenset(("*", "**", "%", "+"))
-    code_generator_class = Joined
-
-    def call_binop(self, context: Any, operator: str, lhs: Any, rhs: Any) -> Any:
-        limit = LARGEST if operator == "+" and isinstance(lhs, str) else MAX_RESULT
-        expect_small(operator_size(operator, lhs, rhs), f"a result of {operator}", limit)
-        return super().call_binop(context, operator, lhs, rhs)
-
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        expect_call(__obj, args, kwargs, "a call")
-        return super().call(__context, __obj, *args, **kwargs)
-
-    def joined(self, parts: Sequence[Any]) -> str:
-        texts = list(map(str, parts))
-        return self.concat(texts)
-
-    @staticmethod
-    def concat(parts: Iterable[str]) -> str:
-        """The text of some parts, of a whole template, of a block and of `~`."""
-        texts, size = [], 0
-        for text in parts:
-            texts.append(text)
-            size += len(text)
-            expect_small(size, "a text", LARGEST)
-        return "".join(texts)
-
-
-def expect_small(size: float, subject: str, limit: int = MAX_RESULT) -> None:
-    """Raise TemplateError for a size above `limit`."""
-    if size > limit:
-        raise jinja2.TemplateError(f"{subject} has more than {limit:,} characters or items")
-
-
-def expect_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], subject: str) -> None:
-    """Raise TemplateError for a call whose arguments, or result, would be too large."""
-    width, size = call_sizes(function, args, kwargs)
-    expect_small(width, f"an argument of {subject}, or its result,")
-    expect_small(size, f"a result of {subject}", LARGEST)
-
-
-def bounded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A filter that refuses large numbers, which say how long its result is."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        expect_call(function, args, kwargs, name)
-        return function(*args, **kwargs)
-
-    return call
-
-
-def operator_size(operator: str, lhs: Any, rhs: Any) -> float:
-    """The characters, items or digits of the result of a template's operator, about.
-
-    >>> operator_size("*", "ab", 100), operator_size("**", 10, 6.0), operator_size("%", "%99d", 1)
-    (200, 20.4, 99)
-    """
-    if operator == "*":
-        for value, times in ((lhs, rhs), (rhs, lhs)):
-            if isinstance(value, (str, list, tuple)) and isinstance(times, int):
-                return len(value) * times
-    if operator == "+":
-        return sum(len(value) for value in (lhs, rhs) if isinstance(value, (str, list, tuple)))
-    if operator == "%" and isinstance(lhs, str):
-        arguments = rhs if isinstance(rhs, tuple) and "*" in lhs else ()
-        return max([*map(int, re.findall(r"\d{1,12}", lhs)), *(n for n in arguments if isinstance(n, int))], default=0)
-    numbers = isinstance(lhs, int) and isinstance(rhs, (int, float))
-    return abs(lhs).bit_length() * abs(rhs) * 0.85 if operator == "**" and numbers else 0
-
-
-def call_sizes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """About what a call of a text's method or a filter may make: (characters by numbers, characters by lengths).
-
-    >>> call_sizes("x".ljust, (99,), {}), call_sizes("{:>77}".format, (1,), {})
-    ((99, 0), (77, 0))
-    >>> call_sizes("aa".replace, ("", "bb"), {})
-    (0, 6)
-    """
-    arguments = [*args, *kwargs.values()]
-    text = getattr(getattr(function, "__wrapped__", function), "__self__", None)  # a sandbox wraps str.format
-    sized = [item for item in (text, *arguments) if isinstance(item, (str, list, tuple))]
-    texts = [item for item in sized if isinstance(item, str)]
-    widths = [abs(item) for item in arguments if isinstance(item, int)]
-    name = getattr(function, "__name__", "")
-    if "format" in name:
-        widths += [int(digits) for item in texts for digits in re.findall(r"\d{1,12}", item)]
-    size = 0
-    if "replace" in name:
-        size = (1 + max(map(len, sized), default=0)) * max(map(len, texts[-1:]), default=0)
-    elif "join" in name:
-        listed = [len(str(item)) for sequence in sized if not isinstance(sequence, str) for item in sequence]
-        size = sum(listed) + len(listed) * max(map(len, texts), default=0)
-    return max(widths, default=0), size
-
 
 TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # the second a folder, of others by name
 TOOLS = "tool_use"  # the name of a template for conversations with tools
@@ -346,6 +229,8 @@ def _program(template: str) -> _Program:
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension
+
+    from fzero.data.template_sandbox import Bounded, bounded
 
     class Generation(Extension):
         """`{% generation %} ... {% endgeneration %}`: its text stands between the two MARKS."""
