@@ -296,7 +296,7 @@ def table_of(
     """The config table of the flags: the files, changed by --set, changed by the other flags."""
     from fzero.cli import name_checks
     from fzero.core import config_tables
-    from fzero.run.config.config_table import current_keys
+    from fzero.run.config.config_versions import current_keys
 
     table = config_tables.read_table(config_file) if config_file else {}
     table = current_keys(table) if is_written(config_file) else table

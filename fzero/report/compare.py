@@ -14,7 +14,7 @@ from typing import Any
 
 from fzero.core.config_tables import flat
 from fzero.report.values import RunReport
-from fzero.run.config.config_table import current_keys
+from fzero.run.config.config_versions import current_keys
 from fzero.run.config.placement import FLAGS
 
 Attempt = Mapping[str, Any]

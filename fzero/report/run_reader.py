@@ -13,7 +13,7 @@ from fzero.core.config_tables import flat
 from fzero.core.text_parsing import expect_entries, read_json
 from fzero.report.compare import belongs, counted, planned_for, subject
 from fzero.report.values import Quantity, RunReport
-from fzero.run.config.config_table import current_keys
+from fzero.run.config.config_versions import current_keys
 from fzero.run.measure.timer import PIPELINE
 from fzero.run.runner import rollback
 from fzero.run.setup import run_folder

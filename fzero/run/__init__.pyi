@@ -13,10 +13,10 @@ from fzero.run.config import unused_keys as unused_keys
 
 # A config as a nested table, and as JSON text
 from fzero.run.config.config_table import apply_table as apply_table
-from fzero.run.config.config_table import current_keys as current_keys
 from fzero.run.config.config_table import recipe as recipe
 from fzero.run.config.config_table import to_json as to_json
 from fzero.run.config.config_table import to_table as to_table
+from fzero.run.config.config_versions import current_keys as current_keys
 
 # A DeepSpeed config as a config of a run
 from fzero.run.config.deepspeed import merge_tables as merge_tables

@@ -21,12 +21,12 @@ from fzero.run.config.config_checks import expect_rows as expect_rows
 # A config as a nested table, and as JSON text
 from fzero.run.config.config_table import SMALL_RUNS as SMALL_RUNS
 from fzero.run.config.config_table import apply_table as apply_table
-from fzero.run.config.config_table import current_keys as current_keys
 from fzero.run.config.config_table import from_json as from_json
 from fzero.run.config.config_table import from_table as from_table
 from fzero.run.config.config_table import recipe as recipe
 from fzero.run.config.config_table import to_json as to_json
 from fzero.run.config.config_table import to_table as to_table
+from fzero.run.config.config_versions import current_keys as current_keys
 
 # The curriculum of a run
 from fzero.run.config.curriculum import curriculum_of as curriculum_of

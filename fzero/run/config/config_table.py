@@ -1,7 +1,5 @@
-"""A config as a nested table and as JSON text; presets: the optimizer and length of a run; a config as commented TOML.
-
-Tables that earlier versions wrote are read by the keys that this version has.
-"""
+"""A config as a nested table and as JSON text; presets: the optimizer and length of a run; a config as commented
+TOML."""
 
 from __future__ import annotations
 
@@ -24,6 +22,7 @@ from fzero.models.configs import FAMILIES, WRAPPERS, ConfigOver, family_of
 from fzero.run.config.config_checks import (
     check_leaf,
 )
+from fzero.run.config.config_versions import current_keys
 from fzero.run.config.objectives import fine_tuning_presets
 from fzero.run.config.run_config import (
     Data,
@@ -34,36 +33,6 @@ from fzero.run.config.run_config import (
 )
 from fzero.run.config.unused_keys import refuse_unused
 from fzero.sharding import Pipeline
-
-# Keys that this version does not have, with the values that were none: any other one is an unknown key.
-ENDED = {"local": {"fragments": 1, "overlap": 0, "mix": 0.0}}
-
-
-def current_keys(table: Table) -> Table:
-    """The table of a config that fzero wrote, by today's keys; in a user's table an earlier key is an error.
-
-    >>> current_keys({"zero": 2, "accumulate": "full"})
-    {'zero': 2, 'reduce': 'once'}
-    """
-    if not isinstance(table, dict):
-        return table  # whoever reads it says what is wrong
-    table = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
-    table.pop("sha256", None)  # of config.json: of its content, see run_folder.py
-    # `accumulate` was shards or full; full went with no other `reduce` than fast.
-    if table.get("accumulate") in ("shards", "full") and table.pop("accumulate") == "full":
-        table["reduce"] = "once"
-    # `local.lr` and `local.momentum` of 0 were the method's own. A rate of 0 is none today, so it tells such a table.
-    local = table.get("local")
-    if isinstance(local, dict) and local.get("lr") == 0:
-        table["local"] = {key: value for key, value in local.items() if key not in ("lr", "momentum") or value}
-    for part, keys in ENDED.items():
-        if isinstance(of := table.get(part), dict):
-            table[part] = {key: value for key, value in of.items() if key not in keys or value != keys[key]}
-    # `mlp_tiles` was a field of `train`.
-    train = table.get("train")
-    if isinstance(train, dict) and (tiles := train.pop("mlp_tiles", 1)) != 1:
-        table.setdefault("model", {})["mlp_tiles"] = tiles
-    return table
 
 
 def optimizer_defaults(name: str) -> Optim:

@@ -21,7 +21,8 @@ from fzero.comm.axes import DP, PP
 from fzero.core.config_tables import Table, flat, metadata_of, set_nested
 from fzero.core.text_parsing import short
 from fzero.data.mixture import Mixture
-from fzero.run.config.config_table import apply_table, current_keys, differences, from_table, to_table
+from fzero.run.config.config_table import apply_table, differences, from_table, to_table
+from fzero.run.config.config_versions import current_keys
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.stages import STAGED, stage_of_step
 from fzero.run.config.unused_keys import CHANGING, LOCATION, Placement, first_local, refuse_unused

@@ -18,7 +18,7 @@ from fzero.core.config_tables import flat
 from fzero.core.storage import Objects, is_url, join
 from fzero.offload.store_manifest import STEP, STORE, read_store
 from fzero.run.config import config_table
-from fzero.run.config.config_table import current_keys
+from fzero.run.config.config_versions import current_keys
 from fzero.run.setup import run_folder
 from fzero.sharding.spec import Offload
 

@@ -23,7 +23,8 @@ from fzero import checkpoint
 from fzero.comm.axes import TP, mesh_text
 from fzero.core.config_tables import RATE, Table, check_bounds, flat
 from fzero.data.packing import Batch
-from fzero.run.config.config_table import apply_table, current_keys, from_table
+from fzero.run.config.config_table import apply_table, from_table
+from fzero.run.config.config_versions import current_keys
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.stages import stage_of_step
 from fzero.run.debug.checkpoint_diff import Comparison, compare_leaves

@@ -49,7 +49,7 @@ from fzero.core.text_parsing import (
 from fzero.data.chat import Chat, write_chat
 from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer
 from fzero.run.config import config_table
-from fzero.run.config.config_table import current_keys
+from fzero.run.config.config_versions import current_keys
 from fzero.run.config.placement import Copy, copies, expect_corpus, expect_recorded
 from fzero.run.config.run_config import RunConfig
 from fzero.run.setup import run_lock
