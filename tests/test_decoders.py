@@ -23,7 +23,7 @@ from fzero.core import pytree
 from fzero.models import Ctx, read_decoder, with_vocab_size
 from fzero.models.transformers_module import name_of_scored
 from fzero.run import run_folder, weights
-from fzero.train.to_module import gathered
+from fzero.train.state import gathered
 
 hf.logging.disable_progress_bar()  # they are no part of what fzero writes
 

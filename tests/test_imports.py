@@ -258,6 +258,38 @@ def test_what_few_runs_use_is_in_files_that_nothing_else_needs(tmp_path):
         assert run.returncode == 0 and words in run.stdout, run.stdout + run.stderr
 
 
+# Files that a run of two steps of mlp-tiny on one CPU does not import.
+EXOTIC = """
+    models.llama models.gpt2 models.deepseek models.mixtral models.lora models.score kernels.attention
+    kernels.attention_ring kernels.float8 kernels.moe kernels.quantize kernels.rope optim.lamb offload.store
+    optim.deepspeed_schedules checkpoint.restore_state checkpoint.convert.peft data.preferences train.local_steps
+    train.update.offloaded run.setup.weights run.ranks.elastic
+"""
+MOST_IMPORTED = 225
+PLAIN_RUN = """
+import pathlib, sys
+from click.testing import CliRunner
+from fzero.cli.main import cli
+pathlib.Path("text.txt").write_text("To be, or not to be, that is the question. " * 50)
+args = "pretrain --model mlp-tiny --steps 2 --batch 2 --micro-batch 2 --seq-len 8 --precision fp32 --data text.txt"
+args += " --set train.compiled=false --set train.measure_every=0 --out run --peak-tflops 1"
+result = CliRunner().invoke(cli, [*args.split(), "--prompt", ""], catch_exceptions=False)
+assert result.exit_code == 0, result.output
+print([name for name in sys.modules if name.startswith("fzero")])
+"""
+
+
+@pytest.mark.slow
+def test_a_plain_run_imports_what_it_uses(tmp_path):
+    command, paths = [sys.executable, "-c", PLAIN_RUN], {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    run = subprocess.run(command, cwd=tmp_path, env=paths, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    imported_names = ast.literal_eval(run.stdout.splitlines()[-1])
+    assert not {f"fzero.{name}" for name in EXOTIC.split()} & set(imported_names)
+    assert len(imported_names) <= MOST_IMPORTED
+    assert all(exists(f"fzero.{name}") for name in EXOTIC.split())
+
+
 def test_every_public_name_loads():
     for name in fzero.__all__:
         assert getattr(fzero, name) is not None, name

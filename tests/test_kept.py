@@ -181,4 +181,4 @@ def test_a_program_that_is_not_understood_is_not_kept_but_known(folder):
     found = program_cache.load_programs("asked")
     assert found is not None and found.programs is None
     text = "class Runner:\n  def call(self, args): return torch.ops.fzero.nothing(args)"
-    assert program_cache.load(program_cache.StoredProgram(text, {}, [])) is None
+    assert program_cache.load(program_cache.StoredProgram(text, {}, [], [])) is None

@@ -136,14 +136,14 @@ def magnitudes(graph):
 def test_a_traced_block_takes_them_from_the_kernels(scaling, own, monkeypatch):
     """Of three operands and three gradients, with the bits of operators that find nothing."""
     laws.skip_without_float8(scaling)
-    inputs, counts = block_inputs(), []
+    inputs, counts, fuse = block_inputs(), [], graph_passes.fuse_max_magnitudes
 
     def counting(graph):
         counts.append(magnitudes(graph))
-        graph_passes.fuse_max_magnitudes(graph)
+        fuse(graph)
         counts.append(magnitudes(graph))
 
-    monkeypatch.setattr("fzero.core.vjp_pair.fuse_max_magnitudes", counting)
+    monkeypatch.setattr("fzero.core.graph_passes.fuse_max_magnitudes", counting)
     outs, grads = laws.both_passes(lambda *t: llama_like(scaling)(*t)[0], inputs)
     assert_same(run(scaling, inputs), [list(outs), list(grads)])
     # Five calls have twins: two norms, the gate, its backward pass with two gradients, and the sum's backward pass.

@@ -347,7 +347,7 @@ def waiting_counted_in_the_act():
 
 @caught_by(tables)
 def tables_compared_by_their_names():
-    return mock.patch.object(pipeline_executor, "write_schedule", lambda schedule: schedule.name)
+    return mock.patch.object(pipeline, "write_schedule", lambda schedule: schedule.name)
 
 
 # ---- each is caught ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from moe_balance_cases import equals_written_out
 from fzero import models, optim
 from fzero.core import precision, prng, pytree, stack
 from fzero.kernels import attention_arguments, attention_blocked, attention_pattern, cross_entropy_rows, moe
-from fzero.models import base, forward, layers
+from fzero.models import base, cp_attention, forward, layers
 from fzero.optim import leafwise, moment_storage
 from fzero.train import eval as evaluation
 from fzero.train import gradient, step
@@ -222,7 +222,7 @@ def rope_positions_off_by_one_for_keys(monkeypatch):
             f(q, k, at + 1, *rest, **options)[1],
         )
 
-    wrap(monkeypatch, layers, "rope_qk", off_by_one)
+    wrap(monkeypatch, cp_attention, "rope_qk", off_by_one)
 
 
 @caught_by(of_model(laws.as_written, "llama"))

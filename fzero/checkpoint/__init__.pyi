@@ -28,6 +28,7 @@ from fzero.core.storage import Folder as Folder
 # Modules
 from fzero.checkpoint import convert as convert
 from fzero.checkpoint import directory as directory
+from fzero.checkpoint import moment_codes as moment_codes
 from fzero.checkpoint import offload_snapshot as offload_snapshot
 from fzero.checkpoint import restore_state as restore_state
 

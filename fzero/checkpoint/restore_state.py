@@ -29,8 +29,7 @@ from fzero.core.precision import Policy, init_scaler
 from fzero.core.storage import Folder
 from fzero.kernels.registry import Kernels
 from fzero.offload import Nvme
-from fzero.optim.base import same_leaves
-from fzero.optim.wrappers import AVERAGE
+from fzero.optim.base import AVERAGE, same_leaves
 from fzero.sharding import Mesh, Plan, Spec
 from fzero.sharding.codec import ERROR_KINDS
 from fzero.sharding.error_feedback import ERROR, SCALE, error_specs, errors_of

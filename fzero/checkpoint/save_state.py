@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fzero import offload
 from fzero.checkpoint import manifest
 from fzero.checkpoint.directory import step_folder
 from fzero.checkpoint.layout import (
@@ -45,7 +46,6 @@ from fzero.core.files import sync_folder
 from fzero.core.gpu_copies import Copied, SnapshotReader
 from fzero.core.host_memory import HUGE, aligned_memory, round_to_pages
 from fzero.core.storage import Folder, is_url, join
-from fzero.offload.range_files import FileWriter, ObjectWriter, RangeWriter
 from fzero.sharding import Mesh, Spec
 from fzero.sharding.slices import narrow_box
 
@@ -85,7 +85,7 @@ class TileFile:
         self.lock = threading.Lock()
         self.table = np.zeros((layout.chunks, 2), "<u8")
         self.sums = np.zeros(layout.chunks, "<u4")
-        self.file: RangeWriter | None = None
+        self.file: offload.range_files.RangeWriter | None = None
 
     @property
     def number(self) -> int:
@@ -136,7 +136,7 @@ class TileFile:
         if last:
             self._end(file)
 
-    def _write_compressed(self, file: RangeWriter, packed: list[np.ndarray], slab: Slab) -> None:
+    def _write_compressed(self, file: offload.range_files.RangeWriter, packed: list[np.ndarray], slab: Slab) -> None:
         for number, data in enumerate(packed, slab.first):
             size = len(data) + CRC
             block = aligned_memory(size)
@@ -146,17 +146,17 @@ class TileFile:
             self.table[number] = offset, size
             file.write_at(torch.from_numpy(block), size, offset)
 
-    def _open(self) -> RangeWriter:
+    def _open(self) -> offload.range_files.RangeWriter:
         layout, folder = self.layout, self.path(self.name)
         if is_url(folder):
-            file = ObjectWriter(str(folder), layout.key(self.index))
+            file = offload.range_files.ObjectWriter(str(folder), layout.key(self.index))
         else:
             name, size = layout.file(self.name, self.index), 0 if layout.compress else layout.file_bytes
-            file = FileWriter(Path(self.path("")), name, size)
+            file = offload.range_files.FileWriter(Path(self.path("")), name, size)
         file.append(layout.header)
         return file
 
-    def _end(self, file: RangeWriter) -> None:
+    def _end(self, file: offload.range_files.RangeWriter) -> None:
         layout = self.layout
         if not layout.compress:
             self.table[:, 0] = layout.header + np.arange(layout.chunks) * layout.stride

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fzero import planner
 from fzero.core.text_parsing import nearest
-from fzero.planner.device_names import device_path
 from fzero.run.config.objectives import fine_tuning_presets
 
 
@@ -48,4 +48,4 @@ def check_names(table: Mapping[str, Any], *gpus: str) -> None:
     """Check the preset of a config's table, and names of devices."""
     check_preset(table.get("preset"))
     for gpu in gpus:
-        device_path(gpu)
+        planner.device_names.device_path(gpu)

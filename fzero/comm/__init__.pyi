@@ -1,5 +1,8 @@
 """For contributors: what the other packages of fzero use."""
 
+# Modules
+from fzero.comm import channel as channel
+
 # The parallel axes of a mesh
 from fzero.comm.axes import AXES as AXES
 from fzero.comm.axes import CP as CP

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from fzero.core.text_parsing import expect_entries
 
 DP, RP, TP, PP, CP, EP = "dp", "rp", "tp", "pp", "cp", "ep"
 
@@ -100,3 +102,11 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
     ('dp=8 tp=2', 'one process', 'one process')
     """
     return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one process"
+
+
+def expect_mesh(sizes: dict[str, Any]) -> None:
+    """Raise ValueError if these are not the sizes of a mesh's axes."""
+    for name, size in sizes.items():
+        expect_entries(sizes, {name: int}, "its mesh")
+        if not 1 <= size < 1 << 31:
+            raise ValueError(f"its mesh has {name}={size}")

@@ -1,18 +1,26 @@
 """For contributors: what the other packages of fzero use."""
 
 # Modules
+from fzero.core import captured_state as captured_state
+from fzero.core import closure_state as closure_state
 from fzero.core import compile_cache as compile_cache
 from fzero.core import config_tables as config_tables
 from fzero.core import crc32c as crc32c
 from fzero.core import digest as digest
 from fzero.core import gpu as gpu
 from fzero.core import gpu_copies as gpu_copies
+from fzero.core import graph_passes as graph_passes
 from fzero.core import graph_tracing as graph_tracing
 from fzero.core import host_memory as host_memory
+from fzero.core import loop_library as loop_library
 from fzero.core import packages as packages
 from fzero.core import precision as precision
 from fzero.core import prng as prng
+from fzero.core import process_pool as process_pool
+from fzero.core import program_cache as program_cache
+from fzero.core import purity_checks as purity_checks
 from fzero.core import pytree as pytree
+from fzero.core import random_interception as random_interception
 from fzero.core import stack as stack
 from fzero.core import torch_private as torch_private
 from fzero.core import vjp_pair as vjp_pair

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fzero import core
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.autodiff import needs_grad, transforms, unfollowed
@@ -21,7 +22,6 @@ from fzero.core.compile_cache import have_compiler, package_digest, vector_instr
 from fzero.core.device import FakeDevice, fake_device_of
 from fzero.core.graph_passes import chain_in_order, has_equal_sums, keeps_order
 from fzero.core.program_cache import batch_compilation
-from fzero.core.random_interception import no_draws
 
 R = TypeVar("R")
 Run = Callable[[list[Tensor]], Sequence[Tensor]]  # a compiled graph; it empties its list
@@ -62,7 +62,7 @@ def trace(
         from fzero.core.torch_private import select_decomp_table
 
         table = select_decomp_table()
-    with mode, no_draws():
+    with mode, core.random_interception.no_draws():
         try:
             graph = make_fx(f)(primals, tangents)
         except AssertionError as error:

@@ -31,7 +31,8 @@ PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device,
 # Results that depend on values, operators that change the sizes of an argument, and those of the size of a storage.
 TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 EXCLUDED = frozenset(("set_", "lift", "lift_fresh", "lift_fresh_copy", "resize_", "record_stream"))
-KERNELS: set[str] = set()  # operators of ours, whose fake results follow from their arguments' sizes alone
+# The modules of our operators, whose fake results follow from their arguments' sizes alone, by name.
+KERNELS: dict[str, str] = {}
 
 
 class TensorResult(NamedTuple):
@@ -257,7 +258,7 @@ def is_traced(x: Tensor) -> bool:
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 _LIBRARY.define("record_launch(str what, Tensor[] read, Tensor(a!)[] written) -> ()")
 torch.library.register_fake("fzero::record_launch", lambda what, read, written: None, lib=_LIBRARY)
-KERNELS.add("fzero::record_launch")
+KERNELS["fzero::record_launch"] = __name__
 
 
 def record_launch(kernel: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:

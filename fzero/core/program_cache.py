@@ -36,6 +36,7 @@ from torch import Tensor
 
 from fzero.core import compile_cache
 from fzero.core.arguments import SELF_CHECKED
+from fzero.core.device import KERNELS
 
 # Graphs of a process after which the headers are precompiled: ten seconds, and then three less for each graph.
 FEW = 4
@@ -167,6 +168,7 @@ class StoredProgram(NamedTuple):
     text: str  # of the class Runner, whose method `call` runs it
     kernels: dict[str, tuple[str, str]]  # the name of a C++ loop in the text -> the file of its library, its name there
     products: list[str]  # the functions of torch that the text calls as attributes of extern_kernels
+    modules: list[str]  # those that define the operators that the text calls
 
 
 def program_question(identity: Any, inputs: Sequence[Tensor]) -> str | None:
@@ -274,7 +276,8 @@ def program_of(run: Any) -> StoredProgram | None:
         kernels[name] = location
     if any(getattr(torch, name, None) is not getattr(extern_kernels, name) for name in products):
         return None
-    return StoredProgram(ast.unparse(runners[0]), kernels, sorted(products))
+    modules = {KERNELS[name] for name in _operators(runners[0]) if name in KERNELS}
+    return StoredProgram(ast.unparse(runners[0]), kernels, sorted(products), sorted(modules))
 
 
 def _global_names(tree: ast.AST) -> tuple[set[str], set[str]]:
@@ -290,12 +293,18 @@ def _global_names(tree: ast.AST) -> tuple[set[str], set[str]]:
     return {node.id for node in names} - local, products
 
 
+def _operators(tree: ast.AST) -> set[str]:
+    """The operators fzero::NAME that are called in a tree."""
+    names = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return {f"fzero::{name.split('.')[3]}" for name in names if name.startswith("torch.ops.fzero.")}
+
+
 def load(program: StoredProgram) -> Run | None:
     """The function of a program; None if it calls an operator that this process does not have."""
-    for node in ast.walk(ast.parse(program.text)):
-        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-        if name.startswith("torch.ops.fzero.") and not hasattr(torch.ops.fzero, name.split(".")[3]):
-            return None
+    for module in program.modules:
+        importlib.import_module(module)
+    if any(not hasattr(torch.ops.fzero, name.removeprefix("fzero::")) for name in _operators(ast.parse(program.text))):
+        return None
     products = types.SimpleNamespace(**{name: getattr(torch, name) for name in program.products})
     names: dict[str, Any] = {name: make() for name, make in NAMES.items()}
     names["extern_kernels"] = products

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero import core
 from fzero.core import pytree
 from fzero.core.autodiff import Function, Remat, expect_closed, first_order, needs_grad, run_backward
-from fzero.core.captured_state import AmbientState, check_repeatable, first_run, generators_in
 from fzero.core.graph_tracing import is_foreign
 from fzero.core.pytree import Tree
 from fzero.core.vjp_pair import VjpPair, WeightResiduals, vjp_pair
@@ -90,10 +90,13 @@ def stack(
     )
     states, generators = None, []
     if any(map(is_foreign, in_turn(block))):
-        states, generators = [], [layer_block for f in in_turn(block) for layer_block in generators_in(f)]
+        states, generators = (
+            [],
+            [layer_block for f in in_turn(block) for layer_block in core.captured_state.generators_in(f)],
+        )
         for i, f in enumerate(in_turn(block)[: depth(layers)] if remat.every else ()):
             layer = pytree.map(lambda leaf, i=i: leaf[i : i + 1], layers)
-            check_repeatable(f, lambda f=f, layer=layer: reference(f, layer, x, ctx), generators)
+            core.captured_state.check_repeatable(f, lambda f=f, layer=layer: reference(f, layer, x, ctx), generators)
     run = LayerLoop(pairs, depth(layers), remat.every, first=first, states=states, generators=tuple(generators))
     tensors = [*layer_leaves, *x_leaves, *ctx_tensors]
     counts = len(layer_leaves), len(x_leaves)
@@ -177,7 +180,7 @@ class LayerLoop:
     on_layer: Callable[[int], None] = lambda i: None  # called with the number of each layer before its backward pass
     first: int = 0  # the number of its first layer among those of all stacks
     # What somebody's layers read beside their inputs, where each segment begins; None: they are ours, and read nothing.
-    states: list[AmbientState] | None = None
+    states: list[core.captured_state.AmbientState] | None = None
     generators: tuple[Any, ...] = ()  # of random numbers, that these layers hold
     # What each layer's gradients by weights need, last layer first.
     pending: deque[WeightResiduals] = field(default_factory=deque)
@@ -210,9 +213,9 @@ class LayerLoop:
                 del params, residuals
         return list(x)
 
-    def capture_state(self) -> AmbientState:
+    def capture_state(self) -> core.captured_state.AmbientState:
         """What a layer that begins here reads beside its inputs."""
-        return AmbientState.capture(self.generators)
+        return core.captured_state.AmbientState.capture(self.generators)
 
     @contextlib.contextmanager
     def track_states(self) -> Iterator[Callable[[int], None]]:
@@ -224,7 +227,7 @@ class LayerLoop:
         elif states is None:
             yield lambda i: None
         else:
-            with first_run():
+            with core.captured_state.first_run():
                 yield (
                     lambda i: None if i and (not self.every or i % self.every) else states.append(self.capture_state())
                 )

@@ -18,21 +18,12 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.fx import Graph, GraphModule, Node
 
-from fzero.core import compile_cache, form_observer, program_cache
+from fzero import core
+from fzero.core import compile_cache, form_observer
 from fzero.core.autodiff import dense, unfollowed
 from fzero.core.compile import Run, compile_graph, fake_mode, fakes_of, notify_compiling, signature_of, trace
 from fzero.core.compile_cache import have_compiler
 from fzero.core.device import FakeDevice, fake_device_of
-from fzero.core.graph_passes import (
-    ORDERED,
-    fuse_max_magnitudes,
-    is_random,
-    merge_shared,
-    merge_transposed_calls,
-    partition_by_cost,
-    pin_ordered,
-)
-from fzero.core.program_cache import batch_compilation
 from fzero.core.torch_private import disable_current_modes, run_autograd
 
 
@@ -49,7 +40,7 @@ def cut_backward(backward: GraphModule, weights: int) -> tuple[GraphModule, Grap
         node.meta = {key: value for key, value in node.meta.items() if key not in ("partitioner_tag", "recompute")}
         if node.op != "call_function":
             continue
-        ordered = node.target in ORDERED
+        ordered = node.target in core.ORDERED
         if ordered:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         if node in first:
@@ -314,8 +305,8 @@ def _programs(
     question = None
     if compiled and fake_device_of(inputs[0]) is None:
         if identity is not None:
-            question = program_cache.program_question((identity, grad_indices, split, budget), inputs)
-        cached = program_cache.load_programs(question)
+            question = core.program_cache.program_question((identity, grad_indices, split, budget), inputs)
+        cached = core.program_cache.load_programs(question)
         if cached is not None and cached.programs is not None:
             form_observer.note_all(cached.facts["forms"])
             return cached.programs, cached.facts["outputs"]
@@ -325,7 +316,7 @@ def _programs(
         runs, outputs = _split_programs(f, grad_indices, inputs, compiled, split, budget)
     if question is not None:
         facts = {"outputs": outputs, "forms": {name: sorted(used) for name, used in forms.items()}}
-        program_cache.store_programs(question, runs, facts)
+        core.program_cache.store_programs(question, runs, facts)
     return runs, outputs
 
 
@@ -374,20 +365,20 @@ def _split_programs(
         return [*out, *vjp(tuple(begin()))]
 
     graph = trace(joint, primals, cotangents, mode, compiled)
-    pin_ordered(graph)
-    merge_shared(graph)
-    fuse_max_magnitudes(graph)
-    if budget == 0.0 and any(map(is_random, graph.graph.nodes)):
+    core.graph_passes.pin_ordered(graph)
+    core.graph_passes.merge_shared(graph)
+    core.graph_passes.fuse_max_magnitudes(graph)
+    if budget == 0.0 and any(map(core.graph_passes.is_random, graph.graph.nodes)):
         budget = LEAST_BUDGET
     # No common subexpressions (cse): merging a deliberate recomputation (scores, activations) with the forward pass
     # would keep its result. What may be merged is named: see merge_shared.
     with (
         functorch_config.patch(activation_memory_budget=budget, cse=False, ban_recompute_materialized_backward=False),
-        partition_by_cost(),
+        core.graph_passes.partition_by_cost(),
     ):
         graphs = min_cut_partition(graph, (primals, cotangents), num_fwd_outputs=len(outs))
     for subgraph in graphs:
-        merge_transposed_calls(subgraph)
+        core.graph_passes.merge_transposed_calls(subgraph)
     if split:
         graphs = (graphs[0], *cut_backward(graphs[1], sum(i < split for i in grad_indices)))
     for node in (node for subgraph in graphs for node in subgraph.graph.nodes):
@@ -397,6 +388,9 @@ def _split_programs(
 
         # Ranks of one machine make the same graphs at the same time: one compiles, and Inductor's cache has it then.
         question = "\n".join([*(g.code for g in graphs), repr(signature_of(primals))])
-        with compile_cache.single_flight(question) if plan is None else contextlib.nullcontext(), batch_compilation():
+        with (
+            compile_cache.single_flight(question) if plan is None else contextlib.nullcontext(),
+            core.program_cache.batch_compilation(),
+        ):
             return [compile_graph(g, mode, backward=i > 0) for i, g in enumerate(graphs)], len(outs)
     return [lambda args, g=g: g(*args) for g in graphs], len(outs)

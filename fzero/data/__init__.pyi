@@ -32,7 +32,12 @@ from fzero.data.transforms import weigh_targets as weigh_targets
 """For contributors: what the other packages of fzero use."""
 
 # Modules
+from fzero.data import arrow_tables as arrow_tables
+from fzero.data import auto_tokenizer as auto_tokenizer
+from fzero.data import buckets as buckets
 from fzero.data import curriculum as curriculum
+from fzero.data import preferences as preferences
+from fzero.data import tokenizer_classes as tokenizer_classes
 
 # The tokenizer of a model's folder, with the ids of AutoTokenizer of `transformers`
 from fzero.data.auto_tokenizer import changed_on_load as changed_on_load
@@ -55,8 +60,8 @@ from fzero.data.chat import render as render
 from fzero.data.chat import template_files as template_files
 from fzero.data.chat import write_chat as write_chat
 
-# Convert lines to token files
-from fzero.data.examples import TOO_LONG as TOO_LONG
+# A number for each row of a corpus
+from fzero.data.curriculum import open_analysis as open_analysis
 from fzero.data.examples import Lengths as Lengths
 from fzero.data.examples import LineReader as LineReader
 from fzero.data.examples import describe_conversations as describe_conversations
@@ -75,6 +80,9 @@ from fzero.data.mixture import sources_of as sources_of
 # How the documents of a corpus fill rows of T positions
 from fzero.data.packing import FILL as FILL
 from fzero.data.packing import PACKINGS as PACKINGS
+
+# Convert lines to token files
+from fzero.data.packing import TOO_LONG as TOO_LONG
 from fzero.data.packing import Batch as Batch
 from fzero.data.packing import figures as figures
 
@@ -99,14 +107,14 @@ from fzero.data.remote_tokens import RemoteTokens as RemoteTokens
 
 # Batches as a pure function of (seed, step)
 from fzero.data.token_stream import RowStream as RowStream
-
-# What a tokenizer's class of `transformers` makes of a folder, as data
-from fzero.data.tokenizer_classes import ADDED as ADDED
-from fzero.data.tokenizer_classes import CONFIG as CONFIG
-from fzero.data.tokenizer_classes import MAP as MAP
-from fzero.data.tokenizer_classes import TOKENIZER as TOKENIZER
 from fzero.data.tokenizer_classes import add_special_tokens as add_special_tokens
 from fzero.data.tokenizer_classes import special_tokens as special_tokens
+
+# What a tokenizer's class of `transformers` makes of a folder, as data
+from fzero.data.tokenizers import ADDED as ADDED
+from fzero.data.tokenizers import CONFIG as CONFIG
+from fzero.data.tokenizers import MAP as MAP
+from fzero.data.tokenizers import TOKENIZER as TOKENIZER
 
 # Three tokenizers with one interface
 from fzero.data.tokenizers import byte_tokenizer as byte_tokenizer

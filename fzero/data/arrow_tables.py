@@ -65,7 +65,6 @@ class ZstdFile(io.RawIOBase):
         super().close()
 
 
-SUFFIXES = (".parquet", ".arrow")
 ROWS = 256  # read at a time, or fewer of
 BATCH = 1 << 23  # bytes
 BLOCK = 1 << 20  # bytes of a text that are copied together

@@ -20,10 +20,8 @@ from fzero.core.text_parsing import parse_json, read_json, read_text_file, short
 from fzero.data.chat import Chat, encoder, render, template_texts
 from fzero.data.tokenizer_classes import (
     CLASSES,
-    CONFIG,
     MERGES,
     PLAIN,
-    TOKENIZER,
     VOCABULARY,
     FolderTokens,
     TokenizerClass,
@@ -33,7 +31,7 @@ from fzero.data.tokenizer_classes import (
     rebuild_json,
     text_of,
 )
-from fzero.data.tokenizers import Tokenizer, json_tokenizer, library_of
+from fzero.data.tokenizers import CONFIG, TOKENIZER, Tokenizer, json_tokenizer, library_of
 
 # What templates write that no other text has: <|user|>, <|turn>, <start_of_turn>, </s>, [INST], [/INST]. A pair of tags
 # such as <tool_call> and </tool_call> is text for many models, so it is none.

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from fzero import data
 from fzero.core.storage import write_texts
 from fzero.core.text_parsing import expect_entries, read_json, read_text_file, short
-from fzero.data.tokenizer_classes import CONFIG, special_tokens
 from fzero.data.tokenizers import Tokenizer, library_of, token_dtype
 
 TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # the second a folder, of others by name
@@ -61,11 +61,15 @@ def read_chat(folder: str | Path) -> Chat | None:
     if os.path.lexists(folder / TEMPLATE):
         templates["default"] = read_text_file(folder / TEMPLATE)
     if not templates:
-        config = read_json(folder / CONFIG, wide=True) if os.path.lexists(folder / CONFIG) else {}
-        templates = templates_in(config, str(folder / CONFIG))
+        config = (
+            read_json(folder / data.tokenizer_classes.CONFIG, wide=True)
+            if os.path.lexists(folder / data.tokenizer_classes.CONFIG)
+            else {}
+        )
+        templates = templates_in(config, str(folder / data.tokenizer_classes.CONFIG))
     if "default" not in templates:
         return None
-    return Chat(templates["default"], special_tokens(folder), templates.get(TOOLS, ""))
+    return Chat(templates["default"], data.special_tokens(folder), templates.get(TOOLS, ""))
 
 
 def template_files(folder: Path) -> dict[str, str]:
@@ -96,8 +100,8 @@ def chat_files(chat: Chat, config: dict[str, Any]) -> dict[str, str]:
         entry = config.get(name)
         if isinstance(entry, dict) and entry.get("content") == text:
             tokens[name] = entry  # which says more of it
-    files = {CONFIG: json.dumps({**config, **tokens}, indent=2, ensure_ascii=False) + "\n"}
-    templates = templates_in(config, CONFIG)
+    files = {data.tokenizer_classes.CONFIG: json.dumps({**config, **tokens}, indent=2, ensure_ascii=False) + "\n"}
+    templates = templates_in(config, data.tokenizer_classes.CONFIG)
     if (templates.get("default"), templates.get(TOOLS, "")) == (chat.template, chat.tools):
         return files
     tool_files = {f"{TEMPLATES}/{TOOLS}.jinja": chat.tools} if chat.tools else {}
@@ -106,7 +110,11 @@ def chat_files(chat: Chat, config: dict[str, Any]) -> dict[str, str]:
 
 def write_chat(folder: Path, chat: Chat) -> None:
     """Write the files that `read_chat` reads; entries of a tokenizer_config.json that is there stay."""
-    config = read_json(folder / CONFIG, wide=True) if os.path.lexists(folder / CONFIG) else {}
+    config = (
+        read_json(folder / data.tokenizer_classes.CONFIG, wide=True)
+        if os.path.lexists(folder / data.tokenizer_classes.CONFIG)
+        else {}
+    )
     write_texts(folder, chat_files(chat, config))
 
 

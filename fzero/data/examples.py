@@ -27,9 +27,6 @@ from fzero.data.tokens import FORMAT, SPLITS, VERSION, new_corpus, token_dtype, 
 VAL_FRACTION = 0.05  # of the lines, for validation
 
 
-TOO_LONG = ("error", "drop", "cut")
-
-
 class TooLong(ValueError):
     """An example that is longer than its row, or has nothing to learn when it is cut."""
 

@@ -325,3 +325,6 @@ def fetch(tokens: Tokens, positions: Callable[[], np.ndarray]) -> bool:
     samples = positions()
     last = samples[:, -1]
     return source.begin(samples[samples != FILL], last[last != FILL] + 1)
+
+
+TOO_LONG = ("error", "drop", "cut")

@@ -28,17 +28,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fzero import data
 from fzero.core.arguments import checked
 from fzero.core.config_tables import check_bounds
 from fzero.core.files import make_folder, naming, remove_entry, writing
 from fzero.core.storage import write_text
 from fzero.core.text_parsing import expect_regular, parse_json, read_text_file, short
-from fzero.data.auto_tokenizer import read_tokenizer_json
 from fzero.data.document_scan import PREPARING, Corpus, Preparing, Sources, scan_sources, split_texts
 from fzero.data.encoding import encode, join, text_spans
 from fzero.data.sources import ALLOWED, SMALLEST, cut, find_files
-from fzero.data.tokenizer_classes import TOKENIZER
 from fzero.data.tokenizers import (
+    TOKENIZER,
     USUAL_EOS,
     Tokenizer,
     byte_tokenizer,
@@ -388,7 +388,7 @@ def tokenizer_of_file(spec: str, eos: str | None) -> Tokenizer:
     try:
         path = _tokenizer_json(spec)
         loaded = path.name == TOKENIZER and (path.parent / "config.json").is_file()
-        content = read_tokenizer_json(path.parent, path.parent) if loaded else read_text_file(path)
+        content = data.auto_tokenizer.read_tokenizer_json(path.parent, path.parent) if loaded else read_text_file(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{spec}: cannot be read as a tokenizer.json ({error})") from None
     assert content is not None  # the file is there

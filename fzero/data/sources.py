@@ -18,19 +18,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fzero import data
 from fzero.core.files import writing
 from fzero.core.text_parsing import LARGEST, expect_regular, parse_json_value
-from fzero.data import arrow_tables
-from fzero.data.arrow_tables import ZstdFile
 
 LARGEST_DOCUMENT = 1 << 32  # bytes, decompressed: a small .gz may hold petabytes
 BLOCK = 1 << 20  # bytes of a document that are in memory together
 PIECES, SMALLEST, LARGEST_PIECE = 256, 1 << 20, 1 << 25  # how many pieces, and the least and most bytes of one
 TEXTS, PACKED = (".txt", ".jsonl", ".py"), (".gz", ".zst")
-SUFFIXES = (*TEXTS, *arrow_tables.SUFFIXES)
+TABLES = (".parquet", ".arrow")
+SUFFIXES = (*TEXTS, *TABLES)
 ALLOWED = (
     f"sources are files ({', '.join(TEXTS)}, each plain, .gz or .zst; "
-    f"{', '.join(arrow_tables.SUFFIXES)}), folders of those, "
+    f"{', '.join(TABLES)}), folders of those, "
     "'-' (standard input, one text), '-.jsonl' (standard input, one document a line) and 'stdlib' (the source files of "
     "Python's standard library)"
 )
@@ -69,7 +69,7 @@ class Document(NamedTuple):
         """Its place, for messages: "file", "file:line" or "file, row"."""
         if self.file.kind == ".jsonl":
             return _line(self.file, self.number)
-        return f"{self.file.name}, row {self.number}" if self.file.kind in arrow_tables.SUFFIXES else self.file.name
+        return f"{self.file.name}, row {self.number}" if self.file.kind in TABLES else self.file.name
 
 
 def find_files(sources: Sequence[str | Path], spool: Path) -> list[SourceFile]:
@@ -90,7 +90,7 @@ def find_files(sources: Sequence[str | Path], spool: Path) -> list[SourceFile]:
                 )
             files += [file._replace(name=f"stdlib/{file.path.relative_to(root)}", unique=True) for file in matches]
         elif path.is_dir():
-            saved = arrow_tables.saved_dataset(path)
+            saved = data.arrow_tables.saved_dataset(path)
             matches = (
                 _folder_files(path, SUFFIXES)
                 if saved is None
@@ -145,7 +145,7 @@ def _divided(file: SourceFile, size: int) -> Iterator[SourceFile]:
             end = min(begin + size, file.length)
             yield file._replace(begin=begin, end=end, length=end - begin)
     else:
-        lengths, begin = arrow_tables.group_bytes(file.path, file.name), 0
+        lengths, begin = data.arrow_tables.group_bytes(file.path, file.name), 0
         for end in range(1, len(lengths) + 1):
             if end == len(lengths) or sum(lengths[begin : end + 1]) > size:
                 yield file._replace(begin=begin, end=end, length=sum(lengths[begin:end]))
@@ -155,7 +155,7 @@ def _divided(file: SourceFile, size: int) -> Iterator[SourceFile]:
 def read_documents(files: Sequence[SourceFile], text_key: str) -> Iterator[Document]:
     """All documents of `files` in order, a block in memory at a time; those to leave out have their problem."""
     for file in files:
-        if file.kind in arrow_tables.SUFFIXES:
+        if file.kind in TABLES:
             yield from _rows(file, text_key)
         else:
             yield from _json_lines(file, text_key) if file.kind == ".jsonl" else _text_document(file)
@@ -182,7 +182,7 @@ def is_cache(name: str) -> bool:
 
 def _suffix(path: Path) -> str:
     inner = Path(path.stem).suffix if path.suffix in PACKED else path.suffix
-    return "" if inner in arrow_tables.SUFFIXES and path.suffix in PACKED else inner  # those are compressed themselves
+    return "" if inner in TABLES and path.suffix in PACKED else inner  # those are compressed themselves
 
 
 def _spool_stdin(path: Path, jsonl: bool) -> SourceFile:
@@ -197,7 +197,7 @@ def _spool_stdin(path: Path, jsonl: bool) -> SourceFile:
 OPENERS: dict[str, Callable[[Path], Any]] = {
     "": lambda path: path.open("rb"),
     ".gz": gzip.GzipFile,
-    ".zst": lambda path: io.BufferedReader(ZstdFile(path)),
+    ".zst": lambda path: io.BufferedReader(data.arrow_tables.ZstdFile(path)),
 }
 
 
@@ -322,7 +322,7 @@ def _line(file: SourceFile, number: int) -> str:
 
 def _rows(file: SourceFile, text_key: str) -> Iterator[Document]:
     rows = 0
-    for row, value in arrow_tables.column_of(file.path, file.name, text_key, file.begin, file.end):
+    for row, value in data.arrow_tables.column_of(file.path, file.name, text_key, file.begin, file.end):
         read = partial(decoded, value, "utf-8") if value else ().__iter__
         document = Document(file, row, read, "" if value else "empty")
         for text in read():

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.text_parsing import expect_entries, read_json, read_text_file, short
+from fzero.data.tokenizers import ADDED, CONFIG, MAP, TOKENIZER
 
-TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
+VOCABULARY, MERGES = "vocab.json", "merges.txt"
 END = "<|endoftext|>"
 LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 # Of Qwen; %s is what counts as a letter, and then that inside of brackets.
@@ -234,7 +235,6 @@ def rebuild_json(
     }
 
 
-CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 

@@ -16,6 +16,10 @@ from fzero.core.arguments import checked
 from fzero.core.text_parsing import read_text_file, short
 from fzero.data.tokens import PREPARE_AGAIN, read_meta, token_dtype
 
+# Files of a tokenizer in a folder that transformers saved.
+TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
+MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 

@@ -1,6 +1,6 @@
+from fzero.core.form_observer import observe as observe
 from fzero.kernels.registry import Form as Form
 from fzero.kernels.registry import explain as explain
-from fzero.kernels.registry import observe as observe
 
 """For contributors: what the other packages of fzero use."""
 
@@ -10,14 +10,19 @@ from fzero.kernels import attention as attention
 from fzero.kernels import attention_arguments as attention_arguments
 from fzero.kernels import attention_pattern as attention_pattern
 from fzero.kernels import block_mask as block_mask
+from fzero.kernels import cross_entropy_triton as cross_entropy_triton
 from fzero.kernels import dropout as dropout
+from fzero.kernels import float8 as float8
+from fzero.kernels import float8_gather as float8_gather
 from fzero.kernels import glu as glu
 from fzero.kernels import grad_norm as grad_norm
 from fzero.kernels import linear_cross_entropy as linear_cross_entropy
 from fzero.kernels import moe as moe
 from fzero.kernels import newton_schulz as newton_schulz
+from fzero.kernels import norm_triton as norm_triton
 from fzero.kernels import optim_lowbit as optim_lowbit
 from fzero.kernels import quantize as quantize
+from fzero.kernels import quantize_codes as quantize_codes
 from fzero.kernels import tuning as tuning
 
 # What every form of attention shares
@@ -34,6 +39,9 @@ from fzero.kernels.attention_pattern import FORWARD_PRODUCTS as FORWARD_PRODUCTS
 from fzero.kernels.attention_pattern import FULL as FULL
 from fzero.kernels.attention_pattern import SPLIT_PRODUCTS as SPLIT_PRODUCTS
 from fzero.kernels.attention_pattern import Pattern as Pattern
+
+# Rotary position embedding
+from fzero.kernels.attention_pattern import RopeScaling as RopeScaling
 from fzero.kernels.attention_pattern import pairs as pairs
 from fzero.kernels.attention_pattern import pairs_by_query as pairs_by_query
 
@@ -140,9 +148,6 @@ from fzero.kernels.registry import AUTO as AUTO
 from fzero.kernels.registry import Kernels as Kernels
 from fzero.kernels.registry import Op as Op
 from fzero.kernels.registry import describe as describe
-
-# Rotary position embedding
-from fzero.kernels.rope import RopeScaling as RopeScaling
 from fzero.kernels.rope import rope_frequencies as rope_frequencies
 from fzero.kernels.rope import rope_qk as rope_qk
 

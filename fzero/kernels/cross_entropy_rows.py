@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero import kernels
 from fzero.core.compile_cache import CONTRACTED, have_compiler, library
 from fzero.core.device import kind_of
 from fzero.core.torch_private import TorchDispatchModeKey, get_dispatch_mode
-from fzero.kernels.cross_entropy_triton import NONE, WRONG, launch, scale_by_kernel_
 from fzero.kernels.custom_operator import call_cpp, cap_logits, operator
+
+NONE, WRONG = -1, -2  # replace a target: the token does not count; it counts, but the vocabulary has no such column
 
 BLOCK_BYTES = 1 << 20  # of float32 logits that plain torch works on at a time, on a CPU
 NATIVE = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}  # what the C++ takes
@@ -145,7 +147,7 @@ def _run(
 ) -> Tensor:
     if form == "triton":
         weights = (terms.z_loss, terms.smoothing, terms.uniform, terms.cap)
-        return launch(logits, out, targets, statistics, terms.first, weights)
+        return kernels.cross_entropy_triton.launch(logits, out, targets, statistics, terms.first, weights)
     run = _by_cpp if form == "compiled" and cpp_serves(logits) else _by_torch
     return run(logits, out, targets, statistics, terms)
 
@@ -215,6 +217,6 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
     if type(x) is not Tensor or is_tracing() or x.numel() == 0 or x.dtype == torch.float64:
         return x.mul_(factor)
     if x.is_cuda and x.is_contiguous():
-        scale_by_kernel_(x, factor)
+        kernels.cross_entropy_triton.scale_by_kernel_(x, factor)
         return x
     return x if x.device.type == "cpu" and float(factor) == 1.0 else x.mul_(factor)

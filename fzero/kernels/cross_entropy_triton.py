@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build, build
+from fzero.kernels.cross_entropy_rows import NONE, WRONG
 from fzero.kernels.custom_operator import tl, triton
 
-NONE, WRONG = -1, -2  # replace a target: the token does not count; it counts, but the vocabulary has no such column
 NOT_COUNTED, NO_SUCH = tl.constexpr(NONE), tl.constexpr(WRONG)
 HELD = 16384  # the longest row that a program holds in registers, and so reads only once
 # A longer row is read twice, and the second time from the second-level cache, if the rows in flight fit there: on an

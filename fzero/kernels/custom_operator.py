@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from fzero import core
 from fzero.core import gpu
 from fzero.core.autodiff import Function, run_backward, transforms
 from fzero.core.compile_cache import have_compiler
 from fzero.core.device import KERNELS, fake_device_of, kind_of
-from fzero.core.graph_passes import Formula, add_formula, add_twin
 from fzero.core.torch_private import FakeTensor
 
 MISSING = "Triton is not installed; it comes with torch's CUDA build, or by `pip install triton`"
@@ -91,7 +91,7 @@ def operator(
     schema: str,
     fake: Callable[..., Any],
     *,
-    flop: Formula | None = None,
+    flop: core.Formula | None = None,
     opened: bool = False,
     batched: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -113,12 +113,12 @@ def operator(
         _LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
         _LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fzero::{name}", fake, lib=_LIBRARY)
-        KERNELS.add(f"fzero::{name}")
+        KERNELS[f"fzero::{name}"] = launch.__module__
         if batched is not None:
             torch.library.register_vmap(f"fzero::{name}", batched, lib=_LIBRARY)
         defined = getattr(torch.ops.fzero, name).default
         if flop is not None:
-            add_formula(defined.overloadpacket, flop)
+            core.add_formula(defined.overloadpacket, flop)
         if opened:
             OPENED[defined] = launch
         return defined
@@ -268,7 +268,7 @@ def operator_with_largest(
         plain = operator(schema, fake)(functools.partial(launch, largest=False))
         twin_schema = f"{name}_largest({arguments} -> ({more})"
         twin = operator(twin_schema, fake_with_largest)(functools.partial(launch, largest=True))
-        add_twin(plain, twin, {index: count + i for i, index in enumerate(indices)})
+        core.add_twin(plain, twin, {index: count + i for i, index in enumerate(indices)})
         return plain
 
     return define

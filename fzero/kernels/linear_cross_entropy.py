@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero import core
 from fzero.comm.axes import TP
 from fzero.comm.collectives import all_gather, psum
 from fzero.comm.communicator import Axis
 from fzero.core.autodiff import needs_grad
-from fzero.core.captured_state import remat
 from fzero.core.device import fake_device_of, kind_of
 from fzero.core.torch_private import disable_current_modes
 from fzero.kernels.cross_entropy import DTYPES, LossOptions, ValueAndGradients, mark_targets, total_loss, weights_of
@@ -155,7 +155,8 @@ def token_losses(
 
     rows = chunk_rows(x.shape[0], w.shape[0], x.dtype, kind_of(x))
     parts = [
-        remat(losses_of)(x_rows, w, target_rows) for x_rows, target_rows in zip(x.split(rows), targets.split(rows))
+        core.captured_state.remat(losses_of)(x_rows, w, target_rows)
+        for x_rows, target_rows in zip(x.split(rows), targets.split(rows))
     ]
     losses, weights = torch.cat(parts) if parts else x.new_zeros(0), weights_of(mask)
     return losses if weights is None else losses * weights.to(losses.dtype)

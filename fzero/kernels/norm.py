@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fzero import kernels
 from fzero.core import compile_cache
 from fzero.core.autodiff import transforms
 from fzero.core.device import kind_of
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels.custom_operator import Fused, call_cpp, cpp_runs, on_cuda, operator, runs_alone, triton_runs
-from fzero.kernels.norm_triton import fused_norm
 from fzero.kernels.registry import Form, Op
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -361,7 +361,7 @@ def _op(name: str, reference: Callable[..., Any], forms: Sequence[Form], flop: i
 
     def run(*arguments: Any, **named: Any) -> Any:
         *tensors, eps = in_order(arguments, named)
-        return fused_norm(name, add, layer, eps)(*tensors)
+        return kernels.norm_triton.fused_norm(name, add, layer, eps)(*tensors)
 
     def of_tensors(form: Form) -> Form:
         def supports(*arguments: Any, **named: Any) -> str:

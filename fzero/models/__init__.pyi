@@ -1,6 +1,4 @@
-from fzero.kernels.rope import RopeScaling as RopeScaling
-from fzero.models import decoder as decoder
-from fzero.models import score as score
+from fzero.kernels.attention_pattern import RopeScaling as RopeScaling
 from fzero.models.base import Cache as Cache
 from fzero.models.base import Ctx as Ctx
 from fzero.models.base import LayerDraws as LayerDraws
@@ -53,11 +51,21 @@ from fzero.models.score import reward as reward
 # Modules
 from fzero.models import base as base
 from fzero.models import config_values as config_values
+from fzero.models import decoder as decoder
 from fzero.models import dropping as dropping
 from fzero.models import forward as forward
+from fzero.models import preference as preference
+from fzero.models import score as score
+
+# The experts of a block
+from fzero.models.base import BIAS as BIAS
 
 # A layered model as a value
 from fzero.models.base import CODES as CODES
+from fzero.models.base import DROPPED as DROPPED
+from fzero.models.base import ENTROPY as ENTROPY
+from fzero.models.base import LOAD as LOAD
+from fzero.models.base import OF_EXPERTS as OF_EXPERTS
 from fzero.models.base import Start as Start
 from fzero.models.base import leaf_shapes as leaf_shapes
 
@@ -90,13 +98,6 @@ from fzero.models.configs import without_adapters as without_adapters
 
 # The Model of a decoder that transformers' own code computes
 from fzero.models.decoder import linear_targets as linear_targets
-
-# The experts of a block
-from fzero.models.experts import BIAS as BIAS
-from fzero.models.experts import DROPPED as DROPPED
-from fzero.models.experts import ENTROPY as ENTROPY
-from fzero.models.experts import LOAD as LOAD
-from fzero.models.experts import OF_EXPERTS as OF_EXPERTS
 
 # The forward pass of a layered Model, from a batch to its loss or logits, on one process or on a rank of a mesh
 from fzero.models.forward import prepare as prepare

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from fzero import kernels
 from fzero.core import prng, pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree, nearest
 from fzero.core.stack import Block, Blocks, in_turn
-from fzero.kernels.quantize_codes import codes_a_byte
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.models.batch import Batch
 from fzero.sharding import Mesh, Plan, Rules, Spec, one_process, slices
@@ -318,7 +319,7 @@ def leaf_shapes(model: Model) -> dict[str, tuple[int, ...]]:
         if dtype is None:
             shapes[name] = tuple(shape)
         elif suffix == CODES:
-            shapes[base] = (*shape[:-1], shape[-1] * codes_a_byte(model.config.kind))
+            shapes[base] = (*shape[:-1], shape[-1] * kernels.quantize_codes.codes_a_byte(model.config.kind))
 
     model.init(note)
     return shapes
@@ -333,3 +334,7 @@ def num_params(model: Model) -> int:
     124439808
     """
     return sum(math.prod(shape) for shape in leaf_shapes(model).values())
+
+
+OF_EXPERTS = re.compile(r"/moe/[wb]_(gate|up|down)$")  # the leaves of which a token uses those of its experts
+LOAD, ENTROPY, DROPPED, BIAS = "load", "entropy", "dropped", "bias"  # what a layer with experts reports

@@ -35,7 +35,7 @@ from fzero.kernels import attention_arguments
 from fzero.kernels.attention_arguments import Scoring
 from fzero.kernels.attention_ring import ChunkAttention, join
 from fzero.models.base import Ctx
-from fzero.models.layers import Attention, attend_with_cache
+from fzero.models.cp_attention import Attention, attend_with_cache
 from fzero.models.weights import tensors_of, with_tensors
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from fzero.core.arguments import checked
 from fzero.core.config_tables import one_of
 from fzero.core.pytree import nearest
-from fzero.kernels.attention_pattern import Pattern
-from fzero.kernels.rope import RopeScaling
+from fzero.kernels.attention_pattern import Pattern, RopeScaling
 from fzero.models.config_values import check_sizes, parse_layers
 
 
@@ -464,3 +463,24 @@ SCORE = "head/score"  # the leaf, [C, D]
 
 
 ON = {"attn": r"/attn/w_[a-z_]+$", "all": r"/(attn|mlp)/w_[a-z_]+$"}  # weights of fzero's own models
+
+
+def expect_layers_apart(config: Any) -> None:
+    """Raise ValueError for the config of a model whose layers cannot be passed over."""
+    if type(config) not in (LlamaConfig, GPT2Config):  # in others layers give more than their sum: tables of experts
+        raise ValueError(f"layer drop: the model is of {type(config).__name__}; it takes a gpt2 or a llama")
+
+
+def expect_droppable(config: Any) -> None:
+    """Raise ValueError for the config of a model whose layers cannot drop tokens."""
+    if type(config) not in (LlamaConfig, GPT2Config):  # no mixture of experts, whose tokens share its capacity
+        raise ValueError(f"random-LTD: the model is of {type(config).__name__}; it takes a gpt2 or a llama")
+    if config.dropout:
+        raise ValueError(f"random-LTD: dropout is {config.dropout:g}, which draws for tokens in a row; use dropout=0")
+    if any(str(kind.pattern) != "full" for kind in parse_layers(config.pattern)):
+        raise ValueError(f"random-LTD: pattern is {config.pattern}, and of some tokens only full attention is defined")
+    if config.n_layers < 3:
+        raise ValueError(
+            f"random-LTD: the model has {config.n_layers} layers, of which the first and the last drop nothing; it "
+            "takes 3 or more"
+        )

@@ -14,16 +14,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
-from fzero.comm.collectives import all_gather, all_to_all
+from fzero.comm.collectives import all_gather, all_to_all, psum, pvary
+from fzero.core.pytree import Tree
 from fzero.kernels.attention import Positions, attention
-from fzero.kernels.attention_pattern import Pattern
+from fzero.kernels.attention_pattern import FULL, Pattern, RopeScaling
 from fzero.kernels.attention_ring import ring_attention
+from fzero.kernels.rope import rope_frequencies, rope_qk
 from fzero.models.base import Ctx, pieces_of
+from fzero.models.layers import enter_region, linear, norm, positions_of, row_parallel_linear
 from fzero.sharding.context import largest_inner
 from fzero.sharding.slices import narrow_part
 
@@ -113,3 +117,87 @@ OVER_CP: dict[str, Callable[..., Tensor]] = {
     "ring": ring_of,
     "hierarchical": ring_of,
 }
+
+
+class Attention(NamedTuple):
+    """How a layer attends, beside its weights."""
+
+    heads: int  # of the whole model, as the next
+    kv_heads: int
+    pattern: Pattern = FULL
+    frequencies: tuple[int, float, RopeScaling | None] | None = None  # (head_dim, theta, scaling) of RoPE
+    eps: float = 0.0  # of the norms of queries and keys
+    wide_norm: bool = False  # whether these run over all heads together
+    scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
+    cap: float = 0.0  # of the scores
+
+
+def queries_keys_values(p: Tree, x: Tensor, ctx: Ctx, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, T, H, K], k and v [B, T, G, K] of x [B, T, D], with biases, norms and RoPE of the model."""
+    tp, kv_heads = ctx.mesh.tp, attention.kv_heads
+
+    def local_heads(full: Tensor) -> Tensor:  # consecutive ranks share a head
+        return narrow_part(full, tp.rank * kv_heads // tp.size, kv_heads, -1)
+
+    is_shared = kv_heads < tp.size
+    if is_shared:  # a norm of all heads needs all keys
+        p = {
+            **p,
+            **{
+                n: local_heads(p[n]) for n in ("w_v", "b_v", *(() if attention.wide_norm else ("w_k", "b_k"))) if n in p
+            },
+        }
+    x = enter_region(x, ctx, "blocks/attn")
+    q, k, v = (linear(x, p[f"w_{n}"], p.get(f"b_{n}"), ctx) for n in "qkv")
+    if attention.wide_norm:
+        q = norm_over_ranks(p["norm_q"], q, attention.eps, ctx)
+        k = (
+            local_heads(norm(p["norm_k"], k, attention.eps, ctx))
+            if is_shared
+            else norm_over_ranks(p["norm_k"], k, attention.eps, ctx)
+        )
+    q = rearrange(q, "b t (h k) -> b t h k", h=attention.heads // tp.size)
+    k, v = (rearrange(t, "b t (g k) -> b t g k", g=max(1, kv_heads // tp.size)) for t in (k, v))
+    if "norm_q" in p and not attention.wide_norm:
+        q, k = norm(p["norm_q"], q, attention.eps, ctx), norm(p["norm_k"], k, attention.eps, ctx)
+    if attention.frequencies is not None:
+        angles = rope_frequencies(*attention.frequencies, x.device, x.dtype)
+        q, k = rope_qk(q, k, positions_of(x, ctx), angles, impl=ctx.kernels["rope_qk"])
+    return q, k, v
+
+
+def with_cache(k: Tensor, v: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+    """(k, v) behind those in ctx.cache if there is one, which gets them."""
+    if not ctx.cache:
+        return k, v
+    length, end = ctx.cache.length, ctx.cache.length + k.shape[1]
+    ctx.cache.k[:, length:end], ctx.cache.v[:, length:end] = k, v
+    return ctx.cache.k[:, :end], ctx.cache.v[:, :end]
+
+
+def attend_with_cache(
+    q: Tensor, k: Tensor, v: Tensor, ctx: Ctx, attention: Attention, sinks: Tensor | None = None
+) -> Tensor:
+    """The result of attention [B, T, H, K], including ctx.cache, into which new keys are written."""
+    k, v = with_cache(k, v, ctx)
+    options: dict[str, Any] = {
+        name: value for name, value in (("scale", attention.scale), ("cap", attention.cap)) if value
+    }
+    options |= {} if sinks is None else {"sinks": sinks}
+    return attend(q, k, v, attention.pattern, ctx, **options)
+
+
+def project_attention(p: Tree, out: Tensor, ctx: Ctx) -> Tensor:
+    """Return what a layer adds to x for the result of attention: its product with p/w_o, and b_o."""
+    return row_parallel_linear(rearrange(out, "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn", p.get("b_o"))
+
+
+def norm_over_ranks(p: Tree, x: Tensor, eps: float, ctx: Ctx) -> Tensor:
+    """RMSNorm over the last dim of all ranks of tp together: x [B, T, N / tp], p/scale [N / tp]."""
+    tp = ctx.mesh.tp
+    if tp.size == 1:
+        return norm(p, x, eps, ctx)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    squares = pvary(psum((wide * wide).sum(-1, keepdim=True), tp, leaf="blocks/attn/norm"), tp, leaf="blocks/attn/norm")
+    normed = wide * torch.rsqrt(squares / (tp.size * x.shape[-1]) + eps)
+    return normed.to(x.dtype) * p["scale"].to(x.dtype)

@@ -33,7 +33,7 @@ from fzero.kernels.rope import rope_frequencies, rope_qk
 from fzero.models.base import Ctx, Leaves, Loss, Model, ModelTraits, make_tree, ones
 from fzero.models.batch import Batch
 from fzero.models.configs import DeepSeekConfig
-from fzero.models.cp_attention import attend
+from fzero.models.cp_attention import attend, with_cache
 from fzero.models.experts import (
     ENTROPY,
     LOAD,
@@ -56,16 +56,14 @@ from fzero.models.layers import (
     enter_region,
     exit_region,
     expect_divisible,
-    gated_mlp,
-    gated_product,
     linear,
     norm,
     positions_of,
     row_parallel_linear,
     split_words,
-    with_cache,
 )
 from fzero.models.llama import MLP_RULES, embed, ends, gated_leaves, head_inputs
+from fzero.models.tiled_linear import gated_mlp, gated_product
 from fzero.sharding import Mesh, Rules
 
 MTP_STACK, MTP_JOIN = "blocks_mtp", "join_mtp"

@@ -18,8 +18,6 @@ dropping", arXiv:2010.13369, algorithm 1.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -28,8 +26,7 @@ from fzero.core.arguments import checked, expect_count
 from fzero.core.pytree import Tree
 from fzero.core.stack import Block, in_turn
 from fzero.models.base import Ctx, Model, stacks_of
-from fzero.models.config_values import parse_layers
-from fzero.models.configs import GPT2Config, LlamaConfig
+from fzero.models.configs import expect_droppable, expect_layers_apart
 
 
 @checked()
@@ -77,12 +74,6 @@ def keep_probability(theta: float, gamma: float, step: Tensor, layers: int) -> T
     return 1 - torch.arange(layers, dtype=torch.float64, device=step.device) / layers * (1 - theta_t)
 
 
-def expect_layers_apart(config: Any) -> None:
-    """Raise ValueError for the config of a model whose layers cannot be passed over."""
-    if type(config) not in (LlamaConfig, GPT2Config):  # in others layers give more than their sum: tables of experts
-        raise ValueError(f"layer drop: the model is of {type(config).__name__}; it takes a gpt2 or a llama")
-
-
 @checked()
 def random_ltd(model: Model, token_count: int) -> Model:
     """Return the model whose layers, but for the first and the last, compute `token_count` random tokens of each
@@ -112,21 +103,6 @@ def random_ltd(model: Model, token_count: int) -> Model:
     ends = (0, layers - 1)
     layer_blocks = tuple((blocks if i in ends else dropping)[i % len(blocks)] for i in range(layers))
     return model._replace(block=layer_blocks).with_traits(draws=True)
-
-
-def expect_droppable(config: Any) -> None:
-    """Raise ValueError for the config of a model whose layers cannot drop tokens."""
-    if type(config) not in (LlamaConfig, GPT2Config):  # no mixture of experts, whose tokens share its capacity
-        raise ValueError(f"random-LTD: the model is of {type(config).__name__}; it takes a gpt2 or a llama")
-    if config.dropout:
-        raise ValueError(f"random-LTD: dropout is {config.dropout:g}, which draws for tokens in a row; use dropout=0")
-    if any(str(kind.pattern) != "full" for kind in parse_layers(config.pattern)):
-        raise ValueError(f"random-LTD: pattern is {config.pattern}, and of some tokens only full attention is defined")
-    if config.n_layers < 3:
-        raise ValueError(
-            f"random-LTD: the model has {config.n_layers} layers, of which the first and the last drop nothing; it "
-            "takes 3 or more"
-        )
 
 
 def dropped(block: Block, token_count: int) -> Block:

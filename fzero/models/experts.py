@@ -11,7 +11,6 @@ or cut; a bias balances the experts without a loss.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,9 +24,10 @@ from fzero.core.gpu_copies import Future
 from fzero.core.pytree import Tree
 from fzero.kernels import moe
 from fzero.kernels.registry import Op
-from fzero.models.base import Ctx
+from fzero.models.base import BIAS, DROPPED, ENTROPY, LOAD, Ctx
 from fzero.models.batch import Batch
-from fzero.models.layers import GATES, enter_region, sequence_axis
+from fzero.models.layers import enter_region, sequence_axis
+from fzero.models.tiled_linear import GATE_OPS
 from fzero.sharding.experts import Experts, shares
 
 MOE_RULES = (
@@ -41,7 +41,6 @@ EXPERT_BIAS_RULES = (
     (r"/moe/b_(gate|up)$", "[L/pp, E/ep, F/tp]"),
     (r"/moe/b_down$", "[L/pp, E/ep, D] +tp"),
 )
-OF_EXPERTS = re.compile(r"/moe/[wb]_(gate|up|down)$")  # the leaves of which a token uses those of its experts
 
 
 Overlap = Callable[[], Tensor] | None  # what is computed beside an exchange
@@ -52,7 +51,7 @@ class ExpertMixture(NamedTuple):
 
     experts: int  # of all ranks
     capacity_factor: float = 0.0
-    activation: str = "silu"  # of GATES
+    activation: str = "silu"  # of GATE_OPS
 
 
 def mixture(
@@ -66,7 +65,7 @@ def mixture(
         p = {**p, "b_down": p["b_down"] * float(tp.rank == 0)}
     if ctx.mesh.ep.size > 1:
         return mixture_over_ep(p, x, ids, weights, ctx, options, overlap)
-    gate = GATES[options.activation]
+    gate = GATE_OPS[options.activation]
     if options.capacity_factor:
         return add_overlap(moe.capacity(p, x, ids, weights, options.capacity_factor, ctx.kernels, gate=gate), overlap)
     return add_overlap(moe.dropless(p, x, ids, weights, ctx.kernels, bool(ctx.matmul), gate), overlap)
@@ -90,7 +89,7 @@ def mixture_over_ep(
             f"ep={ep.size}: the ctx does not say how tokens come to experts; write Ctx(split=plan.split), or give "
             "loss the plan"
         )
-    counts, gate = shares(options.experts, ep.size), GATES[options.activation]
+    counts, gate = shares(options.experts, ep.size), GATE_OPS[options.activation]
     if options.capacity_factor:
         x, (ids, weights) = all_gather(x, ep, leaf=LEAF), gather_routing(ids, weights, ep)
         expert_range = sum(counts[: ep.rank]), options.experts
@@ -222,7 +221,6 @@ def mean_over_positions(ctx: Ctx, *values: Tensor) -> Sequence[Tensor]:
 
 # "load" [B, L, E]: the tokens of each expert; "entropy" [B, L]: of the shares, summed over tokens, in nats
 Counts = dict[str, Tensor]
-LOAD, ENTROPY, DROPPED, BIAS = "load", "entropy", "dropped", "bias"
 
 
 def no_counts(x: Tensor, layers: int, experts: int, ctx: Ctx) -> Counts:

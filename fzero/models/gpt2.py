@@ -15,9 +15,9 @@ from fzero.models.base import Ctx, Leaves, Loss, Model, ModelTraits, make_tree, 
 from fzero.models.batch import Batch
 from fzero.models.chunked_layer import AttentionLayer
 from fzero.models.configs import GPT2Config
+from fzero.models.cp_attention import Attention, project_attention, queries_keys_values
 from fzero.models.forward import token_loss
 from fzero.models.layers import (
-    Attention,
     DimSplit,
     add,
     add_and_norm,
@@ -27,18 +27,15 @@ from fzero.models.layers import (
     enter_region,
     exit_region,
     expect_divisible,
-    expect_plain,
     linear,
     local_tokens,
     norm,
-    project_attention,
-    queries_keys_values,
     row_parallel_linear,
     sequence_axis,
     split_words,
 )
 from fzero.models.llama import ends, head_inputs
-from fzero.models.tiled_linear import tiled_gelu_mlp
+from fzero.models.tiled_linear import expect_plain, tiled_gelu_mlp
 from fzero.sharding import Mesh, Rules
 from fzero.sharding.slices import narrow_part
 

@@ -11,31 +11,22 @@ over tp; the code that gathers the leaf does that (`Spec.partial`).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
+from fzero import kernels
 from fzero.comm.axes import TP
 from fzero.comm.collectives import all_gather, psum, psum_scatter, pvary
 from fzero.comm.communicator import Axis
 from fzero.core import prng
 from fzero.core.pytree import Tree
-from fzero.kernels import dropout as kernels_dropout
-from fzero.kernels import glu
-from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.dropout import dropout_add
 from fzero.kernels.embedding import look_up
-from fzero.kernels.float8 import float8_linear
 from fzero.kernels.linear_cross_entropy import column_range
 from fzero.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from fzero.kernels.registry import Op
-from fzero.kernels.rope import RopeScaling, rope_frequencies, rope_qk
 from fzero.models.base import Ctx, pieces_of
 from fzero.models.batch import Batch
-from fzero.models.cp_attention import attend
-from fzero.models.tiled_linear import tiled_mlp
 from fzero.models.weights import WeightInParts
 from fzero.sharding import Mesh, Rules
 from fzero.sharding.context import blocks_of
@@ -144,7 +135,7 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None = None, ctx: Ctx | None = None
     if isinstance(w, WeightInParts):
         y = w.product(x, lambda x, weight: linear(x, weight, ctx=ctx))
     elif ctx is not None and ctx.matmul:
-        y = float8_linear(x, w, ctx.matmul.removeprefix("float8_"), impl=ctx.kernels["float8_linear"])
+        y = kernels.float8.float8_linear(x, w, ctx.matmul.removeprefix("float8_"), impl=ctx.kernels["float8_linear"])
     else:
         y = x @ w
     return y if b is None else y + b.to(x.dtype)
@@ -188,7 +179,7 @@ def add(x: Tensor, h: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
     if not dropout_active(rate, ctx):
         return x + h
     parts = [
-        dropout_add(h[:, start:end], x[:, start:end], rate, *mask, impl=ctx.kernels["dropout_add"])
+        kernels.dropout.dropout_add(h[:, start:end], x[:, start:end], rate, *mask, impl=ctx.kernels["dropout_add"])
         for start, end, mask in masks_of(h, name, ctx)
     ]
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
@@ -198,7 +189,7 @@ def dropout(x: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
     """Zero each element of x [B, T, D] with probability `rate`, and scale the others by 1 / (1 - rate)."""
     if not dropout_active(rate, ctx):
         return x
-    parts = [kernels_dropout.dropout(x[:, start:end], rate, *mask) for start, end, mask in masks_of(x, name, ctx)]
+    parts = [kernels.dropout.dropout(x[:, start:end], rate, *mask) for start, end, mask in masks_of(x, name, ctx)]
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
@@ -243,130 +234,10 @@ def document_positions(documents: Tensor) -> Tensor:
     return position - torch.where(starts, position, 0).cummax(-1).values
 
 
-class Attention(NamedTuple):
-    """How a layer attends, beside its weights."""
-
-    heads: int  # of the whole model, as the next
-    kv_heads: int
-    pattern: Pattern = FULL
-    frequencies: tuple[int, float, RopeScaling | None] | None = None  # (head_dim, theta, scaling) of RoPE
-    eps: float = 0.0  # of the norms of queries and keys
-    wide_norm: bool = False  # whether these run over all heads together
-    scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
-    cap: float = 0.0  # of the scores
-
-
-def queries_keys_values(p: Tree, x: Tensor, ctx: Ctx, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, T, H, K], k and v [B, T, G, K] of x [B, T, D], with biases, norms and RoPE of the model."""
-    tp, kv_heads = ctx.mesh.tp, attention.kv_heads
-
-    def local_heads(full: Tensor) -> Tensor:  # consecutive ranks share a head
-        return narrow_part(full, tp.rank * kv_heads // tp.size, kv_heads, -1)
-
-    is_shared = kv_heads < tp.size
-    if is_shared:  # a norm of all heads needs all keys
-        p = {
-            **p,
-            **{
-                n: local_heads(p[n]) for n in ("w_v", "b_v", *(() if attention.wide_norm else ("w_k", "b_k"))) if n in p
-            },
-        }
-    x = enter_region(x, ctx, "blocks/attn")
-    q, k, v = (linear(x, p[f"w_{n}"], p.get(f"b_{n}"), ctx) for n in "qkv")
-    if attention.wide_norm:
-        q = norm_over_ranks(p["norm_q"], q, attention.eps, ctx)
-        k = (
-            local_heads(norm(p["norm_k"], k, attention.eps, ctx))
-            if is_shared
-            else norm_over_ranks(p["norm_k"], k, attention.eps, ctx)
-        )
-    q = rearrange(q, "b t (h k) -> b t h k", h=attention.heads // tp.size)
-    k, v = (rearrange(t, "b t (g k) -> b t g k", g=max(1, kv_heads // tp.size)) for t in (k, v))
-    if "norm_q" in p and not attention.wide_norm:
-        q, k = norm(p["norm_q"], q, attention.eps, ctx), norm(p["norm_k"], k, attention.eps, ctx)
-    if attention.frequencies is not None:
-        angles = rope_frequencies(*attention.frequencies, x.device, x.dtype)
-        q, k = rope_qk(q, k, positions_of(x, ctx), angles, impl=ctx.kernels["rope_qk"])
-    return q, k, v
-
-
-def with_cache(k: Tensor, v: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
-    """(k, v) behind those in ctx.cache if there is one, which gets them."""
-    if not ctx.cache:
-        return k, v
-    length, end = ctx.cache.length, ctx.cache.length + k.shape[1]
-    ctx.cache.k[:, length:end], ctx.cache.v[:, length:end] = k, v
-    return ctx.cache.k[:, :end], ctx.cache.v[:, :end]
-
-
-def attend_with_cache(
-    q: Tensor, k: Tensor, v: Tensor, ctx: Ctx, attention: Attention, sinks: Tensor | None = None
-) -> Tensor:
-    """The result of attention [B, T, H, K], including ctx.cache, into which new keys are written."""
-    k, v = with_cache(k, v, ctx)
-    options: dict[str, Any] = {
-        name: value for name, value in (("scale", attention.scale), ("cap", attention.cap)) if value
-    }
-    options |= {} if sinks is None else {"sinks": sinks}
-    return attend(q, k, v, attention.pattern, ctx, **options)
-
-
-def project_attention(p: Tree, out: Tensor, ctx: Ctx) -> Tensor:
-    """Return what a layer adds to x for the result of attention: its product with p/w_o, and b_o."""
-    return row_parallel_linear(rearrange(out, "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn", p.get("b_o"))
-
-
-def norm_over_ranks(p: Tree, x: Tensor, eps: float, ctx: Ctx) -> Tensor:
-    """RMSNorm over the last dim of all ranks of tp together: x [B, T, N / tp], p/scale [N / tp]."""
-    tp = ctx.mesh.tp
-    if tp.size == 1:
-        return norm(p, x, eps, ctx)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    squares = pvary(psum((wide * wide).sum(-1, keepdim=True), tp, leaf="blocks/attn/norm"), tp, leaf="blocks/attn/norm")
-    normed = wide * torch.rsqrt(squares / (tp.size * x.shape[-1]) + eps)
-    return normed.to(x.dtype) * p["scale"].to(x.dtype)
-
-
 def row_parallel_linear(y: Tensor, w: Tensor, ctx: Ctx, leaf: str, b: Tensor | None = None) -> Tensor:
     """y @ w (+ b) as the last product of a tensor-parallel region; b [D] is whole."""
     y = exit_region(linear(y, w, ctx=ctx), ctx, leaf)
     return y if b is None else y + b.to(y.dtype)  # added once, after the sum over ranks
-
-
-GATES = {"silu": glu.swiglu, "gelu": glu.geglu, "clamped": glu.clamped_swiglu}  # by the activation of the gate
-
-
-def gated_mlp(p: Tree, x: Tensor, ctx: Ctx, activation: str = "silu", tiles: int = 1, tokens: int = 0) -> Tensor:
-    """(activation(x w_gate) * (x w_up)) w_down (Shazeer 2020, equation 6); activation: of GATES."""
-    x, gate = enter_region(x, ctx, "blocks/mlp"), GATES[activation]
-    if tiles > 1 or tokens:
-        expect_plain(p, ctx, tiles, tokens)
-        options = {"tokens": tokens, "gate": gate.name, "impl": ctx.kernels[gate.name]}
-        h = tiled_mlp(x, p["w_gate"], p["w_up"], p["w_down"], tiles, **options)
-        return exit_region(h, ctx, "blocks/mlp")
-    return exit_region(gated_product(p, x, ctx, gate), ctx, "blocks/mlp")
-
-
-def gated_product(p: Tree, x: Tensor, ctx: Ctx, gate: Op = glu.swiglu) -> Tensor:
-    """gate(x w_gate, x w_up) w_down of x [..., D] inside the tensor-parallel region."""
-    h = gate(linear(x, p["w_gate"], ctx=ctx), linear(x, p["w_up"], ctx=ctx), impl=ctx.kernels[gate.name])
-    return linear(h, p["w_down"], ctx=ctx)
-
-
-def expect_plain(p: Tree, ctx: Ctx, tiles: int, tokens: int = 0) -> None:
-    """Raise ValueError if the MLP of these weights cannot be computed in parts."""
-    name, value, disabled = ("mlp_tiles", tiles, 1) if tiles > 1 else ("mlp_tokens", tokens, 0)
-    if ctx.matmul:
-        raise ValueError(
-            f"{name} is {value} and the policy multiplies through {ctx.matmul}: tiles have no float8 "
-            f"form; use {name}={disabled}"
-        )
-    for weight, w in p.items():
-        if isinstance(w, WeightInParts):
-            raise ValueError(
-                f"{name} is {value}, and blocks/mlp/{weight} has factors or codes (LoRA, quantize), which are not "
-                f"tiled; use {name}={disabled}, and layer_tokens for a long sequence"
-            )
 
 
 def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx, words: int = 0) -> Tensor:

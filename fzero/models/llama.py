@@ -26,24 +26,21 @@ from fzero.models.batch import Batch
 from fzero.models.chunked_layer import AttentionLayer
 from fzero.models.config_values import LayerKind, parse_layers
 from fzero.models.configs import LlamaConfig
+from fzero.models.cp_attention import Attention, attend_with_cache, project_attention, queries_keys_values
 from fzero.models.forward import token_loss
 from fzero.models.layers import (
-    Attention,
     DimSplit,
     add,
     add_and_norm,
-    attend_with_cache,
     dropout,
     embed_tokens,
     enter_region,
     expect_divisible,
-    gated_mlp,
     norm,
-    project_attention,
-    queries_keys_values,
     split_words,
     vocabulary_logits,
 )
+from fzero.models.tiled_linear import gated_mlp
 from fzero.sharding import Mesh, Rules
 
 

@@ -17,6 +17,7 @@ from fzero.kernels.cross_entropy import counted_tokens
 from fzero.models.base import Ctx, Leaves, Loss, Model, ModelTraits, make_tree
 from fzero.models.batch import Batch
 from fzero.models.configs import MoEConfig
+from fzero.models.cp_attention import Attention
 from fzero.models.experts import (
     EXPERT_BIAS_RULES,
     MOE_BIAS_RULE,
@@ -31,7 +32,7 @@ from fzero.models.experts import (
     tables,
 )
 from fzero.models.forward import token_loss
-from fzero.models.layers import Attention, DimSplit, add, enter_region, exit_region, linear
+from fzero.models.layers import DimSplit, add, enter_region, exit_region, linear
 from fzero.models.llama import attend, embed, ends, gated_leaves, head_inputs, in_layers, leaves_of, rules
 
 

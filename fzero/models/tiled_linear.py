@@ -23,10 +23,15 @@ from torch import Tensor
 
 from fzero.core.arguments import expect_count, expect_kind
 from fzero.core.autodiff import first_order, needs_grad
+from fzero.core.pytree import Tree
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import attention_pattern
 from fzero.kernels.custom_operator import Fused, operator
 from fzero.kernels.glu import clamped_swiglu, geglu, swiglu
+from fzero.kernels.registry import Op
+from fzero.models.base import Ctx
+from fzero.models.layers import enter_region, exit_region, linear
+from fzero.models.weights import WeightInParts
 
 
 def tile_spans(size: int, tiles: int, label: str = "the dim") -> list[slice]:
@@ -226,3 +231,39 @@ def _apply(kind: str, x: Tensor, params: Sequence[Tensor], tiles: int, tokens: i
 
     y = Fused(f"a layer in tiles ({kind})", forward, backward)(x.reshape(-1, x.shape[-1]), *params)
     return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+GATE_OPS = {"silu": swiglu, "gelu": geglu, "clamped": clamped_swiglu}  # by the activation of the gate
+
+
+def gated_mlp(p: Tree, x: Tensor, ctx: Ctx, activation: str = "silu", tiles: int = 1, tokens: int = 0) -> Tensor:
+    """(activation(x w_gate) * (x w_up)) w_down (Shazeer 2020, equation 6); activation: of GATE_OPS."""
+    x, gate = enter_region(x, ctx, "blocks/mlp"), GATE_OPS[activation]
+    if tiles > 1 or tokens:
+        expect_plain(p, ctx, tiles, tokens)
+        options = {"tokens": tokens, "gate": gate.name, "impl": ctx.kernels[gate.name]}
+        h = tiled_mlp(x, p["w_gate"], p["w_up"], p["w_down"], tiles, **options)
+        return exit_region(h, ctx, "blocks/mlp")
+    return exit_region(gated_product(p, x, ctx, gate), ctx, "blocks/mlp")
+
+
+def gated_product(p: Tree, x: Tensor, ctx: Ctx, gate: Op = swiglu) -> Tensor:
+    """gate(x w_gate, x w_up) w_down of x [..., D] inside the tensor-parallel region."""
+    h = gate(linear(x, p["w_gate"], ctx=ctx), linear(x, p["w_up"], ctx=ctx), impl=ctx.kernels[gate.name])
+    return linear(h, p["w_down"], ctx=ctx)
+
+
+def expect_plain(p: Tree, ctx: Ctx, tiles: int, tokens: int = 0) -> None:
+    """Raise ValueError if the MLP of these weights cannot be computed in parts."""
+    name, value, disabled = ("mlp_tiles", tiles, 1) if tiles > 1 else ("mlp_tokens", tokens, 0)
+    if ctx.matmul:
+        raise ValueError(
+            f"{name} is {value} and the policy multiplies through {ctx.matmul}: tiles have no float8 "
+            f"form; use {name}={disabled}"
+        )
+    for weight, w in p.items():
+        if isinstance(w, WeightInParts):
+            raise ValueError(
+                f"{name} is {value}, and blocks/mlp/{weight} has factors or codes (LoRA, quantize), which are not "
+                f"tiled; use {name}={disabled}, and layer_tokens for a long sequence"
+            )

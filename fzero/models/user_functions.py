@@ -19,13 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fzero import core
 from fzero.core import prng, pytree
 from fzero.core.arguments import expect_kind
-from fzero.core.closure_state import ClosureState
 from fzero.core.device import HOST, fake_device_of, kind_of
 from fzero.core.graph_tracing import is_foreign
-from fzero.core.purity_checks import PureCalls
-from fzero.core.random_interception import Draws, is_drawing
 from fzero.kernels.embedding import look_up
 from fzero.kernels.norm import layer_norm
 from fzero.models.base import Loss, Model, map_blocks
@@ -293,7 +291,7 @@ def keyed_model(model: Model) -> Model:
 @functools.lru_cache(maxsize=256)
 def keyed_function(kind: str, f: Callable[..., Any], keyed: bool) -> Callable[..., Any]:
     """A function (parameters, ..., ctx) of a model, called as a pure one."""
-    calls = PureCalls()
+    calls = core.PureCalls()
 
     @functools.wraps(f)
     def call(params: Any, *args: Any) -> Any:
@@ -310,20 +308,20 @@ def keyed_function(kind: str, f: Callable[..., Any], keyed: bool) -> Callable[..
             with wide_sums(pytree.leaves((params, values))):
                 out = loss_of(f(params, *args)) if kind == "head" else f(params, *args)
             cp, tp = ctx.mesh.cp.size, ctx.mesh.tp.size if ctx.split.sequence else 1
-            if isinstance(ctx.key, Tensor) and is_drawing() and cp * tp > 1:
+            if isinstance(ctx.key, Tensor) and core.is_drawing() and cp * tp > 1:
                 axis = f"cp={cp}" if cp > 1 else f"tp={tp} with sequence=True"
                 raise ValueError(
                     f"the model's {kind} draws random numbers, and {axis} splits sequences, each part of which would "
                     "have the same; use dp, or tp without sequence=True"
                 )
-            if not keyed and is_drawing():
+            if not keyed and core.is_drawing():
                 raise ValueError(
                     f"the model's {kind} draws random numbers, and a step has no key for it; write "
                     "model.with_traits(draws=True)"
                 )
             return out
 
-        draws = Draws(key if isinstance(ctx.key, Tensor) else None, rows, ctx.tokens.first)
-        return calls(run, tensors, draws, functools.partial(ClosureState.from_function, f))
+        draws = core.Draws(key if isinstance(ctx.key, Tensor) else None, rows, ctx.tokens.first)
+        return calls(run, tensors, draws, functools.partial(core.ClosureState.from_function, f))
 
     return call

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from fzero import kernels
 from fzero.comm.axes import TP
 from fzero.comm.collectives import psum
 from fzero.comm.communicator import Axis
@@ -26,7 +27,6 @@ from fzero.core.autodiff import Function, reinterpret
 from fzero.core.config_tables import power_of_two
 from fzero.core.pytree import Tree, nearest
 from fzero.core.stack import Block
-from fzero.kernels.quantize import Quantized, dequantize, quantize
 from fzero.kernels.quantize_codes import KINDS, codes_a_byte
 from fzero.models.base import CODES, SCALES, MakeLeaf, Model, leaf_shapes, map_blocks
 from fzero.models.configs import LoRAConfig, QuantizedConfig
@@ -144,7 +144,7 @@ class QuantizedWeight(WeightInParts):
 
 
 def _dense(codes: Tensor, scales: Tensor, kind: str, block: int, dtype: torch.dtype) -> Tensor:
-    return dequantize(Quantized(codes, reinterpret(scales, torch.float32)), kind, block, dtype)
+    return kernels.dequantize(kernels.quantize.Quantized(codes, reinterpret(scales, torch.float32)), kind, block, dtype)
 
 
 class _FrozenProduct(Function):
@@ -342,7 +342,7 @@ def quantize_weights(model: Model, params: Tree) -> Tree:
                 f"quantize_weights: {name} has {int((~leaf.isfinite()).sum())} elements that are NaN or infinite, for "
                 "which there is no code; take weights of an earlier step"
             )
-        quantization = quantize(leaf, config.kind, config.block)
+        quantization = kernels.quantize.quantize(leaf, config.kind, config.block)
         return {CODES: quantization.data, SCALES: reinterpret(quantization.scale, torch.int32)}
 
     return pytree.map_named(codes_of, params)

@@ -4,15 +4,23 @@ from fzero.offload.chunk_files import LeafFiles as LeafFiles
 from fzero.offload.disk_io import DiskIO as DiskIO
 from fzero.offload.disk_io import DiskSettings as DiskSettings
 from fzero.offload.disk_io import DiskTraffic as DiskTraffic
+from fzero.offload.nvme import DiskTensor as DiskTensor
 from fzero.offload.nvme import Nvme as Nvme
 from fzero.offload.scratch import ScratchFile as ScratchFile
 from fzero.offload.scratch import ScratchTensor as ScratchTensor
-from fzero.offload.store import DiskTensor as DiskTensor
 from fzero.offload.store import VersionedStore as VersionedStore
 
 """For contributors: what the other packages of fzero use."""
 
+# Modules
 # Leaves as zarr3 arrays, with an uncompressed chunk for each slot, layer and rank
+from fzero.comm.axes import expect_mesh as expect_mesh
+from fzero.offload import chunk_files as chunk_files
+from fzero.offload import range_files as range_files
+from fzero.offload import scratch as scratch
+from fzero.offload import store_folder as store_folder
+from fzero.offload import store_manifest as store_manifest
+from fzero.offload import update_units as update_units
 from fzero.offload.chunk_files import RowRead as RowRead
 from fzero.offload.chunk_files import Rows as Rows
 from fzero.offload.chunk_files import read_chunk as read_chunk
@@ -52,7 +60,6 @@ from fzero.offload.store import sum_words as sum_words
 from fzero.offload.store_manifest import STEP as STEP
 from fzero.offload.store_manifest import STORE as STORE
 from fzero.offload.store_manifest import StepManifest as StepManifest
-from fzero.offload.store_manifest import expect_mesh as expect_mesh
 from fzero.offload.store_manifest import read_description as read_description
 from fzero.offload.store_manifest import read_step_manifest as read_step_manifest
 from fzero.offload.store_manifest import read_store as read_store

@@ -13,6 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from fzero import offload
 from fzero.comm.rank_tables import Refusal, failing_together, raise_local, raise_together
 from fzero.core import pytree
 from fzero.core.arguments import checked
@@ -21,10 +25,7 @@ from fzero.core.host_memory import round_to_pages
 from fzero.core.storage import Damaged, is_url, write_text
 from fzero.offload import store_manifest
 from fzero.offload.buffer_pool import BufferPool
-from fzero.offload.chunk_files import Chunks, LeafFiles
-from fzero.offload.disk_io import FOLDER, DiskIO, DiskSettings, DiskTraffic, load_settings
-from fzero.offload.scratch import ScratchFile
-from fzero.offload.store import VersionedStore
+from fzero.offload.disk_io import FOLDER, NEXT, DiskIO, DiskSettings, DiskTraffic, load_settings
 from fzero.offload.store_manifest import (
     NEW_STATE,
     STEP,
@@ -64,7 +65,7 @@ class StoreRanks(NamedTuple):
 
 def open_store(
     folder: str | Path,
-    leaves: dict[str, LeafFiles],
+    leaves: dict[str, offload.LeafFiles],
     *,
     streams: tuple[BufferPool, DiskIO],
     ranks: StoreRanks | None = None,
@@ -72,7 +73,7 @@ def open_store(
     verify: bool = True,
     owner: dict[str, Any] | None = None,
     resume: bool = False,
-) -> VersionedStore:
+) -> offload.VersionedStore:
     """Open the store of `leaves` in `folder`: a new one, to be written and committed, or with `resume` the existing
     one.
 
@@ -103,12 +104,15 @@ def open_store(
             elif rank == 0:
                 _claim_folder(folder, description)
         with failing_together(agree):
-            chunks = _make_chunks(folder, partial(Chunks, folder, leaves, rank, size, buffers, disk, create=not resume))
+            chunks = _make_chunks(
+                folder,
+                partial(offload.chunk_files.Chunks, folder, leaves, rank, size, buffers, disk, create=not resume),
+            )
         on_failure.callback(chunks.discard)
         with failing_together(agree):
             resident = {record.slot, *record.pinned} if record is not None else set()
             _make_chunks(folder, partial(chunks.open, resident))
-            store = VersionedStore(chunks, slots, sums)
+            store = offload.VersionedStore(chunks, slots, sums)
             if record is not None:
                 store.record = record
                 store.check(record.slot) if verify else None
@@ -201,7 +205,7 @@ def _geometry(described: dict[str, Any]) -> Any:
     return json.loads(json.dumps([described.get(key) for key in ("leaves", "ranks", "slots")]))
 
 
-def store_bytes(leaves: Iterable[LeafFiles], slots: int) -> int:
+def store_bytes(leaves: Iterable[offload.LeafFiles], slots: int) -> int:
     """The bytes on disk of one rank's leaves."""
     return sum((slots if leaf.slots > 1 else 1) * leaf.layers * leaf.file_bytes for leaf in leaves)
 
@@ -247,8 +251,8 @@ class Nvme:
         # Made when they are first needed: a plan of a run asks for sizes and makes nothing.
         self._buffers: BufferPool | None = None
         self._disk: DiskIO | None = None
-        self._scratch: ScratchFile | None = None
-        self.store: VersionedStore | None = None
+        self._scratch: offload.ScratchFile | None = None
+        self.store: offload.VersionedStore | None = None
 
     def need(self, size: int, ranks: int = 1) -> None:
         """Request at least `size` bytes of buffers, on each of the `ranks` that share the disk."""
@@ -274,7 +278,7 @@ class Nvme:
         return self._disk
 
     @property
-    def scratch(self) -> ScratchFile:
+    def scratch(self) -> offload.ScratchFile:
         """The nameless file for the activations and gradients of a step."""
         if self._scratch is None:
             if self.folder is None or is_url(self.folder):
@@ -285,7 +289,7 @@ class Nvme:
             path = Path(self.folder, SCRATCH)
             try:
                 make_folder(self.folder, SCRATCH)
-                self._scratch = ScratchFile(path, self.buffers, self.disk)
+                self._scratch = offload.ScratchFile(path, self.buffers, self.disk)
             except OSError as error:
                 raise ValueError(
                     f"{error.filename or path}: {error.strerror}; give a folder that this user may write ({FOLDER})"
@@ -293,8 +297,13 @@ class Nvme:
         return self._scratch
 
     def open(
-        self, leaves: dict[str, LeafFiles], mesh: Mesh, *, owner: dict[str, Any] | None = None, resume: bool = False
-    ) -> VersionedStore:
+        self,
+        leaves: dict[str, offload.LeafFiles],
+        mesh: Mesh,
+        *,
+        owner: dict[str, Any] | None = None,
+        resume: bool = False,
+    ) -> offload.VersionedStore:
         """Open the store of `leaves` in the folder: a new one, or with `resume` the existing one. It takes the place of
         the one that is open, which stays as it is where this fails."""
         if self.folder is None:
@@ -363,3 +372,44 @@ def buffer_need(plan: Plan, *, prefetch: int = 0, activation_bytes: int = 0) -> 
     forward = (prefetch + 3) * max(parts.values(), default=0) + 2 * max(sums.values(), default=0) + acts
     total = sum(leaf.numel() for leaf in pytree.leaves(plan.like)) * 4
     return max(forward, min(max(total // 4, MIN_UNIT_BYTES), MAX_UNIT_BYTES))
+
+
+class DiskTensor:
+    """A leaf of a state in a store: shape, dtype and device of a tensor, without its memory.
+
+    `read` and `tensor` read it.
+    """
+
+    requires_grad = False
+
+    def __init__(self, store: offload.VersionedStore, name: str) -> None:
+        self.store, self.name, self.leaf = store, name, store.leaves[name]
+        self.shape, self.dtype, self.device = torch.Size(self.leaf.shape), self.leaf.dtype, torch.device("cpu")
+        self.depth = self.leaf.layers if self.leaf.stacked else None  # the number of layers, if it is stacked
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def read(self, layer: int = 0, rows: offload.Rows | None = None, *, priority: int = NEXT) -> offload.RowRead:
+        """Start to read rows of a layer."""
+        return self.store.read(self.name, layer, rows, priority=priority)
+
+    def tensor(self, slot: int | None = None, *, layers: tuple[int, int] | None = None) -> Tensor:
+        """Read the whole leaf, or `layers` = (first, number) of a stacked one, into memory."""
+        first, count = layers or (0, self.leaf.layers)
+        out = torch.empty((count, *self.leaf.chunk) if self.leaf.stacked else self.shape, dtype=self.dtype)
+        for layer in range(first, first + count):
+            layer_out = out[layer - first] if self.leaf.stacked else out
+            for rows in self.store.chunks.row_blocks(self.name, self.store.buffers.size // 4):
+                value = self.store.read(self.name, layer, rows, slot=slot).wait()
+                (layer_out[rows[0] : rows[1]] if layer_out.dim() else layer_out).copy_(value)
+        return out
+
+    def __repr__(self) -> str:
+        return f"DiskTensor({self.name}, {list(self.shape)}, {self.dtype}, in {self.store.folder})"

@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fzero.comm.rank_tables import Refusal, failing_together, raise_local
@@ -272,47 +271,6 @@ class VersionedStore:
         self.closed = True
         self.chunks.close()
         store_manifest.release(self, self.folder, self.chunks.rank)
-
-
-class DiskTensor:
-    """A leaf of a state in a store: shape, dtype and device of a tensor, without its memory.
-
-    `read` and `tensor` read it.
-    """
-
-    requires_grad = False
-
-    def __init__(self, store: VersionedStore, name: str) -> None:
-        self.store, self.name, self.leaf = store, name, store.leaves[name]
-        self.shape, self.dtype, self.device = torch.Size(self.leaf.shape), self.leaf.dtype, torch.device("cpu")
-        self.depth = self.leaf.layers if self.leaf.stacked else None  # the number of layers, if it is stacked
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def element_size(self) -> int:
-        return self.dtype.itemsize
-
-    def read(self, layer: int = 0, rows: Rows | None = None, *, priority: int = NEXT) -> RowRead:
-        """Start to read rows of a layer."""
-        return self.store.read(self.name, layer, rows, priority=priority)
-
-    def tensor(self, slot: int | None = None, *, layers: tuple[int, int] | None = None) -> Tensor:
-        """Read the whole leaf, or `layers` = (first, number) of a stacked one, into memory."""
-        first, count = layers or (0, self.leaf.layers)
-        out = torch.empty((count, *self.leaf.chunk) if self.leaf.stacked else self.shape, dtype=self.dtype)
-        for layer in range(first, first + count):
-            layer_out = out[layer - first] if self.leaf.stacked else out
-            for rows in self.store.chunks.row_blocks(self.name, self.store.buffers.size // 4):
-                value = self.store.read(self.name, layer, rows, slot=slot).wait()
-                (layer_out[rows[0] : rows[1]] if layer_out.dim() else layer_out).copy_(value)
-        return out
-
-    def __repr__(self) -> str:
-        return f"DiskTensor({self.name}, {list(self.shape)}, {self.dtype}, in {self.store.folder})"
 
 
 def checksum(buffer: Buffer) -> int:

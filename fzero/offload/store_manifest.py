@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.comm.axes import PP
+from fzero.comm.axes import PP, expect_mesh
 from fzero.core.files import leaf_fault
 from fzero.core.storage import Damaged, is_url, read_text
 from fzero.core.text_parsing import expect_entries, parse_json, short
@@ -237,14 +237,6 @@ def _check_leaf(name: str, leaf: dict[str, Any], sizes: dict[str, int]) -> None:
             or largest_shard(tuple(shape), cut) != tuple(shape)
         ):
             raise ValueError(f"its leaf {short(name)} is cut by {short(leaf['cut'])}")
-
-
-def expect_mesh(sizes: dict[str, Any]) -> None:
-    """Raise ValueError if these are not the sizes of a mesh's axes."""
-    for name, size in sizes.items():
-        expect_entries(sizes, {name: int}, "its mesh")
-        if not 1 <= size < 1 << 31:
-            raise ValueError(f"its mesh has {name}={size}")
 
 
 def read_description(folder: str | Path) -> dict[str, Any] | None:

@@ -14,8 +14,8 @@ from fzero.core.gpu import HOST, pinned
 from fzero.core.gpu_copies import Future, copy_in
 from fzero.offload.chunk_files import RowRead
 from fzero.offload.disk_io import LATER
+from fzero.offload.nvme import DiskTensor
 from fzero.offload.scratch import ScratchTensor
-from fzero.offload.store import DiskTensor
 from fzero.sharding.slices import row_blocks
 
 Item = TypeVar("Item")

@@ -4,6 +4,8 @@ from fzero.optim.adamw import Adam8State as Adam8State
 from fzero.optim.adamw import AdamState as AdamState
 from fzero.optim.adamw import adam as adam
 from fzero.optim.adamw import adamw as adamw
+from fzero.optim.base import RATIOS as RATIOS
+from fzero.optim.base import AverageState as AverageState
 from fzero.optim.base import GradientTransformation as GradientTransformation
 from fzero.optim.base import Pass as Pass
 from fzero.optim.base import Schedule as Schedule
@@ -29,7 +31,6 @@ from fzero.optim.muon import MuonState as MuonState
 from fzero.optim.muon import muon as muon
 from fzero.optim.muon import newton_schulz as newton_schulz
 from fzero.optim.norm import global_norm as global_norm
-from fzero.optim.onebit import RATIOS as RATIOS
 from fzero.optim.onebit import OneBitState as OneBitState
 from fzero.optim.onebit import onebit_adam as onebit_adam
 from fzero.optim.onebit import onebit_lamb as onebit_lamb
@@ -55,7 +56,6 @@ from fzero.optim.sharded_leaves import ShardedLeaves as ShardedLeaves
 from fzero.optim.sharded_leaves import bind as bind
 from fzero.optim.sharded_leaves import sharded as sharded
 from fzero.optim.wrappers import AccumulateState as AccumulateState
-from fzero.optim.wrappers import AverageState as AverageState
 from fzero.optim.wrappers import LrScaleState as LrScaleState
 from fzero.optim.wrappers import accumulate as accumulate
 from fzero.optim.wrappers import with_average as with_average
@@ -66,6 +66,9 @@ from fzero.optim.zero_one_adam import zero_one_adam as zero_one_adam
 
 # Adam with L2 weight decay, and AdamW, which decays apart from the gradient; both with a kernel for many leaves
 from fzero.optim.adamw import CORRECTIONS as CORRECTIONS
+
+# Transformations around an optimizer
+from fzero.optim.base import AVERAGE as AVERAGE
 
 # An optimizer is a value
 from fzero.optim.base import ShardSlice as ShardSlice
@@ -82,9 +85,6 @@ from fzero.optim.base import smallest_unit as smallest_unit
 # Transformations put together
 from fzero.optim.combine import split_chain as split_chain
 
-# DeepSpeed's schedules, step for step
-from fzero.optim.deepspeed_schedules import RISES as RISES
-
 # The storage of an optimizer's moments, and the transformation that updates many leaves with one kernel
 from fzero.optim.moment_storage import SMALL as SMALL
 
@@ -94,6 +94,9 @@ from fzero.optim.norm import summed_by_kernel as summed_by_kernel
 from fzero.optim.norm import widen as widen
 from fzero.optim.schedules import LR_SCALE as LR_SCALE
 
+# DeepSpeed's schedules, step for step
+from fzero.optim.schedules import RISES as RISES
+
 # Schedules
 from fzero.optim.schedules import Intervals as Intervals
 
@@ -102,6 +105,3 @@ from fzero.optim.sharded_leaves import bind_to_plan as bind_to_plan
 from fzero.optim.sharded_leaves import shards_of as shards_of
 from fzero.optim.sharded_leaves import shards_of_sums as shards_of_sums
 from fzero.optim.sharded_leaves import squares as squares
-
-# Transformations around an optimizer
-from fzero.optim.wrappers import AVERAGE as AVERAGE

@@ -395,3 +395,23 @@ def lr_at(lr: float | Tensor | Schedule, count: Tensor) -> Tensor:
     if isinstance(lr, Tensor):
         return lr.to(count.device, torch.float64)
     return torch.full((), lr, dtype=torch.float64, device=count.device)
+
+
+LR_SCALE = "lr_scale"  # the name of the factor in a state
+AVERAGE = "opt_state/average/"  # the names of averaged weights in a state begin so
+
+
+class AverageState(NamedTuple):
+    """The state of `with_average`.
+
+    >>> from fzero import optim
+    >>> state = optim.with_average(optim.sgd(0.1), 0.9).init({"w": torch.ones(2)})
+    >>> state.inner.count, state.average["w"]
+    (tensor(0), tensor([1., 1.]))
+    """
+
+    inner: Tree  # the optimizer's own state
+    average: Tree  # in the structure, layout and dtypes of the params that the optimizer updates
+
+
+RATIOS = (0.01, 10.0)  # the smallest and the largest ratio of norms

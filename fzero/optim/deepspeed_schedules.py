@@ -16,9 +16,8 @@ from torch import Tensor
 from fzero.core.arguments import checked
 from fzero.core.config_tables import one_of
 from fzero.optim.base import Beta, NotNegative, Schedule
-from fzero.optim.schedules import Finite, Steps, StepsFromZero, Value, time_of
+from fzero.optim.schedules import RISES, Finite, Steps, StepsFromZero, Value, time_of
 
-RISES = ("log", "linear")
 Rise = Annotated[str, one_of(RISES)]
 
 

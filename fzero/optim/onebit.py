@@ -17,6 +17,7 @@ from fzero.core.autodiff import transforms
 from fzero.core.config_tables import AtLeastOne, one_of
 from fzero.core.pytree import Tree
 from fzero.optim.base import (
+    RATIOS,
     Beta,
     GradientTransformation,
     LearningRate,
@@ -304,7 +305,6 @@ def signed(signs: SignSums | None, named: dict[str, Any]) -> list[str]:
 
 
 AVERAGE = 0.9  # of the ratios of the warm-up: the weight of those before
-RATIOS = (0.01, 10.0)  # the smallest and the largest ratio of norms
 FACTORS = (0.5, 4.0)  # of a ratio, once v stays
 CHANGE = 0.1  # the most that a factor changes in a step, as a part of itself
 

@@ -343,3 +343,6 @@ class Intervals(NamedTuple):
         while length < self.every and remaining > self.double:
             total, remaining, length = total + self.double // length, remaining - self.double, 2 * length
         return total + remaining // length
+
+
+RISES = ("log", "linear")

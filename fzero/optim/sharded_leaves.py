@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero import sharding
 from fzero.comm.axes import DP
 from fzero.comm.collectives import all_gather, all_to_all, psum, pvary
 from fzero.comm.communicator import Axis
@@ -40,8 +41,6 @@ from fzero.optim.norm import (
 )
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.leaf_plan import LeafPlan
-from fzero.sharding.redistribute import gather_layers, gather_parts
-from fzero.sharding.sign_sums import SignSums
 from fzero.sharding.slices import Window, check_dims, local_shape, local_windows, narrow_part, shard_dim
 from fzero.sharding.spec import Spec
 
@@ -83,7 +82,7 @@ class ShardedLeaves(NamedTuple):
     shape: Callable[[str, tuple[int, ...]], tuple[int, ...]]  # (name, shape of the shard) -> that of the whole leaf
     square: Callable[[Tensor], Tensor]  # a piece of a leaf (see sharding.iterate_blocks) -> its squares, for `norm`
     # of a plan with codec grads=1bit: the sums that its optimizer makes of this rank's own terms
-    signs: SignSums | None = None
+    signs: sharding.SignSums | None = None
 
 
 WHOLE = ShardedLeaves(
@@ -187,9 +186,9 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
 def _gather(name: str, x: Tensor, axes: list[tuple[int, Axis]], spec: Spec, mesh: Mesh) -> Tensor:
     for dim, axis in axes:
         if dim == 0 and spec.rows:
-            x = gather_layers(x, spec, mesh, all_gather, leaf=name)
+            x = sharding.gather_layers(x, spec, mesh, all_gather, leaf=name)
         elif axis.name == spec.part_axis:
-            x = gather_parts(x, spec, mesh, all_gather, leaf=name)
+            x = sharding.gather_parts(x, spec, mesh, all_gather, leaf=name)
         else:
             x = all_gather(x, axis, dim, leaf=name)
     return x
@@ -240,7 +239,7 @@ def _local_layers(
 def shards_of(plan: Plan) -> ShardedLeaves:
     """The ShardedLeaves of a plan."""
     shards = sharded(plan.opt, plan.mesh, like=plan.like, ordered=plan.reduce == "canonical")
-    return shards._replace(signs=SignSums(plan)) if plan.signs else shards
+    return shards._replace(signs=sharding.SignSums(plan)) if plan.signs else shards
 
 
 def shards_of_sums(plan: Plan) -> ShardedLeaves:

@@ -13,6 +13,7 @@ from fzero.core.arguments import checked
 from fzero.core.config_tables import AtLeastOne
 from fzero.core.pytree import Tree
 from fzero.optim.base import (
+    AverageState,
     GradientTransformation,
     NumberIn,
     Pass,
@@ -25,20 +26,6 @@ from fzero.optim.combine import SplitChain, split_chain
 from fzero.optim.leafwise import without_partial
 from fzero.optim.sharded_leaves import ShardedLeaves, around, bind
 from fzero.sharding.spec import Spec
-
-AVERAGE = "opt_state/average/"  # the names of averaged weights in a state begin so
-
-
-class AverageState(NamedTuple):
-    """The state of `with_average`.
-
-    >>> state = with_average(sgd(0.1), 0.9).init({"w": torch.ones(2)})
-    >>> state.inner.count, state.average["w"]
-    (tensor(0), tensor([1., 1.]))
-    """
-
-    inner: Tree  # the optimizer's own state
-    average: Tree  # in the structure, layout and dtypes of the params that the optimizer updates
 
 
 @checked(tx=expect_optimizer)

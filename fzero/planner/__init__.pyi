@@ -2,6 +2,7 @@
 
 # Modules
 from fzero.planner import closed_forms as closed_forms
+from fzero.planner import device_names as device_names
 from fzero.planner import devices as devices
 from fzero.planner import fake_inductor as fake_inductor
 from fzero.planner import launch as launch

@@ -17,7 +17,7 @@ from fzero.run.config.config_versions import current_keys
 from fzero.run.measure.timer import PIPELINE
 from fzero.run.runner import rollback
 from fzero.run.setup import run_folder
-from fzero.sharding.pipeline import read_schedule
+from fzero.sharding import pipeline as schedules
 
 ATTEMPTS, LEDGER, MEMORY, PLAN = run_folder.ATTEMPTS, "ledger.json", "memory.json", "plan.json"
 SAMPLE = {"step": int, "prompt": str, "text": str}  # a line of samples.jsonl
@@ -121,7 +121,7 @@ def read_pipeline(path: Path) -> dict[str, Any]:
     value = read_json(path)
     try:
         rows = [[len(row) for row in value[name]] for name in ("start", "end")]
-        schedule = read_schedule(value["schedule"])
+        schedule = schedules.read_schedule(value["schedule"])
         valid = rows == [[len(row) for row in schedule.rows]] * 2
         valid = valid and all(0 <= t < 1e9 for name in ("start", "end") for row in value[name] for t in row)
     except (KeyError, TypeError, ValueError):

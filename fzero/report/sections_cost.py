@@ -23,7 +23,8 @@ from fzero.report.values import (
     ratio,
     table,
 )
-from fzero.sharding.pipeline import Played, Schedule, feeds, play, read_schedule
+from fzero.sharding import pipeline as schedules
+from fzero.sharding.pipeline import Played, Schedule, feeds, play
 
 Times = Sequence[Sequence[float]]  # seconds of the acts of a pipeline, by rank
 
@@ -232,7 +233,7 @@ def pipeline(run: RunReport) -> list[Element]:
     """The schedule of a pipeline, the acts of one step as they were and as `play` has them; [] if unrecorded."""
     if run.pipeline is None:
         return []
-    s, start, end = read_schedule(run.pipeline["schedule"]), run.pipeline["start"], run.pipeline["end"]
+    s, start, end = schedules.read_schedule(run.pipeline["schedule"]), run.pipeline["start"], run.pipeline["end"]
     played, step = replay_schedule(s, start, end), max(t for row in end for t in row)
     measured_idle = [1.0 - sum(b - a for a, b in zip(*row)) / step for row in zip(start, end)]
     layers = [sum(len(s.stages.layers[stage]) for stage in s.stages.chunks(rank)) for rank in range(len(s.rows))]

@@ -1,9 +1,13 @@
 from fzero.comm.axes import AXES as AXES
 from fzero.comm.communicator import Axis as Axis
+from fzero.sharding import pipeline_traffic as pipeline_traffic
 from fzero.sharding.codec import Codec as Codec
 from fzero.sharding.context import ActivationSplit as ActivationSplit
 from fzero.sharding.context import Context as Context
 from fzero.sharding.experts import Experts as Experts
+from fzero.sharding.layouts import from_dtensor as from_dtensor
+from fzero.sharding.layouts import redistribute as redistribute
+from fzero.sharding.layouts import to_dtensor as to_dtensor
 from fzero.sharding.leaf_plan import LeafPlan as LeafPlan
 from fzero.sharding.mesh import Mesh as Mesh
 from fzero.sharding.mesh import fake_mesh as fake_mesh
@@ -11,9 +15,6 @@ from fzero.sharding.mesh import make_mesh as make_mesh
 from fzero.sharding.mesh import one_process as one_process
 from fzero.sharding.pipeline_plan import Pipeline as Pipeline
 from fzero.sharding.plan import Plan as Plan
-from fzero.sharding.redistribute import from_dtensor as from_dtensor
-from fzero.sharding.redistribute import redistribute as redistribute
-from fzero.sharding.redistribute import to_dtensor as to_dtensor
 from fzero.sharding.slices import local_shape as local_shape
 from fzero.sharding.slices import narrow_to as narrow_to
 from fzero.sharding.spec import Rules as Rules
@@ -25,6 +26,8 @@ from fzero.sharding.zero_stages import zero_plan as zero_plan
 """For contributors: what the other packages of fzero use."""
 
 # Modules
+from fzero.sharding import layouts as layouts
+from fzero.sharding import sign_sums as sign_sums
 from fzero.sharding import slices as slices
 
 # In how few bytes parameters and gradients travel between the ranks over which ZeRO shards, and what that changes
@@ -55,6 +58,14 @@ from fzero.sharding.experts import shares as shares
 # The sums of a step's gradients where they rest
 from fzero.sharding.gradient_sums import LayerSums as LayerSums
 from fzero.sharding.gradient_sums import SumsAtRest as SumsAtRest
+
+# From one layout on the mesh to another, as a chain of collectives; whole leaves from shards; DTensors in and out
+from fzero.sharding.layouts import digest_text as digest_text
+from fzero.sharding.layouts import digests as digests
+from fzero.sharding.layouts import gather_full as gather_full
+from fzero.sharding.layouts import gather_layers as gather_layers
+from fzero.sharding.layouts import gather_on_first as gather_on_first
+from fzero.sharding.layouts import gather_parts as gather_parts
 
 # The mesh
 from fzero.sharding.mesh import start_processes as start_processes
@@ -102,14 +113,6 @@ from fzero.sharding.prefetch import Prefetcher as Prefetcher
 from fzero.sharding.prefetch import Resident as Resident
 from fzero.sharding.prefetch import unshard_block as unshard_block
 from fzero.sharding.prefetch import unshard_tree as unshard_tree
-
-# From one layout on the mesh to another, as a chain of collectives; whole leaves from shards; DTensors in and out
-from fzero.sharding.redistribute import digest_text as digest_text
-from fzero.sharding.redistribute import digests as digests
-from fzero.sharding.redistribute import gather_full as gather_full
-from fzero.sharding.redistribute import gather_layers as gather_layers
-from fzero.sharding.redistribute import gather_on_first as gather_on_first
-from fzero.sharding.redistribute import gather_parts as gather_parts
 
 # Gradients from the backward pass to the optimizer
 from fzero.sharding.reduce import GradientReducer as GradientReducer

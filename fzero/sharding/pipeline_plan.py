@@ -14,19 +14,17 @@ from fzero.core.arguments import expect_fields
 from fzero.core.config_tables import Count, at_least
 from fzero.core.pytree import nearest
 from fzero.core.text_parsing import read_text_file
+from fzero.sharding import pipeline as schedules
 from fzero.sharding.pipeline import (
     FAMILIES,
     Act,
     Schedule,
     Stages,
-    check,
     feeds,
     needs,
     read_layout,
-    read_schedule,
     schedule,
     with_updates,
-    write_schedule,
 )
 from fzero.sharding.pipeline.table import simulate
 from fzero.sharding.slices import is_stacked
@@ -135,8 +133,8 @@ def chunks_of(schedule: str) -> int:
 def text_of(schedule: str | Schedule) -> str:
     """The name of a known schedule, or the text of a table; raises ValueError."""
     if isinstance(schedule, Schedule):
-        check(schedule)
-        return write_schedule(schedule)
+        schedules.check(schedule)
+        return schedules.write_schedule(schedule)
     if schedule in SCHEDULES or "\n" in schedule.strip():
         return schedule
     if schedule.endswith(".txt") or os.sep in schedule:
@@ -163,7 +161,7 @@ def read_table(text: str, layers: int) -> Schedule:
     if not layers and not says_layers(text):
         acts = " ".join(line.partition("#")[0] for line in text.splitlines())
         layers = 1 + max((int(stage) for stage in STAGE.findall(acts)), default=0)
-    return read_schedule(text, [1.0] * layers)
+    return schedules.read_schedule(text, [1.0] * layers)
 
 
 def schedule_for(pipeline: Pipeline, stages: Stages, parts: int) -> Schedule:

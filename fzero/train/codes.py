@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero import kernels
 from fzero.core import pytree
 from fzero.core.autodiff import Function, reinterpret
 from fzero.core.pytree import Tree
-from fzero.kernels import quantize as kernels
-from fzero.kernels.float8_gather import narrow_weight, widen_weight
-from fzero.kernels.quantize_codes import KINDS
 from fzero.kernels.registry import Kernels
 from fzero.sharding.codec import Codec, Coder
 from fzero.sharding.prefetch import Coding
@@ -29,9 +27,9 @@ def coder_of(kind: str, block: int, impl: Kernels) -> Coder:
     """
     quantize, dequantize, add = (
         partial(op, impl=impl[op.name])
-        for op in (kernels.quantize, kernels.dequantize, kernels.dequantize_sum_requantize)
+        for op in (kernels.quantize.quantize, kernels.quantize.dequantize, kernels.quantize.dequantize_sum_requantize)
     )
-    code_dtype = KINDS[kind].dtype
+    code_dtype = kernels.KINDS[kind].dtype
 
     def to_message(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         return reinterpret(pair[0], torch.uint8), pair[1]
@@ -54,7 +52,13 @@ NARROW = (torch.bfloat16, torch.float16, torch.float32)  # what the kernels read
 
 def params_coding(codec: Codec | None, impl: Kernels) -> Coding:
     """How parameters travel under a plan's codec; None: not in codes, which round them."""
-    narrow, widen = (partial(op, impl=impl[op.name]) for op in (narrow_weight, widen_weight))
+
+    def narrow(w: Tensor, amax: Tensor) -> Tensor:
+        return kernels.narrow_weight(w, amax, impl=impl["narrow_weight"])
+
+    def widen(numbers: Tensor, amax: Tensor) -> Tensor:
+        return kernels.widen_weight(numbers, amax, impl=impl["widen_weight"])
+
     return Coding(narrow, widen, coder_for(codec, "params", impl))
 
 

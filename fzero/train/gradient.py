@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fzero import offload
 from fzero.comm.rank_tables import any_rank
 from fzero.core import pytree
 from fzero.core.autodiff import dense, needs_grad, transforms
@@ -28,7 +29,7 @@ from fzero.core.tree_sum import TreeSum
 from fzero.models import base
 from fzero.models.layers import block_keys
 from fzero.models.user_functions import keyed_model
-from fzero.offload import Nvme, ScratchTensor
+from fzero.offload import Nvme
 from fzero.offload.nvme import disk_of
 from fzero.optim.norm import Squared, widen
 from fzero.optim.sharded_leaves import shards_of
@@ -188,10 +189,10 @@ class StepGradient:
         """What the norm is made of, of a leaf or a layer of one."""
         return [self.square(piece) for _, piece in widen(iterate_blocks(leaf, False))]
 
-    def open_disk_sum(self, name: str, stream: str, depth: int | None) -> ScratchTensor:
+    def open_disk_sum(self, name: str, stream: str, depth: int | None) -> offload.ScratchTensor:
         """The sum of a leaf that rests on a disk."""
         assert self.nvme is not None  # given with a plan whose gradients rest on a disk
-        return ScratchTensor(self.nvme.scratch, ("grads", stream, name), depth, self.plan.policy.accumulate)
+        return offload.ScratchTensor(self.nvme.scratch, ("grads", stream, name), depth, self.plan.policy.accumulate)
 
     def turn(
         self,

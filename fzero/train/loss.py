@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero import core
 from fzero.comm.axes import AXES, CP
 from fzero.comm.collectives import psum
 from fzero.comm.rank_tables import gather_rows, packed
 from fzero.core import prng, pytree
 from fzero.core.autodiff import Remat
-from fzero.core.closure_state import ClosureState
 from fzero.core.precision import Policy
-from fzero.core.purity_checks import PureCalls
 from fzero.core.pytree import Tree
-from fzero.core.random_interception import Draws
 from fzero.core.tree_sum import tree_sum_rows
 from fzero.kernels.registry import Kernels
 from fzero.models import base, forward
@@ -62,7 +60,7 @@ class PlainLoss:
     """The Loss of a plain function, which draws by a step's key."""
 
     def __init__(self, loss_fn: LossFn, policy: Policy):
-        self.loss_fn, self.policy, self.calls = loss_fn, policy, PureCalls()
+        self.loss_fn, self.policy, self.calls = loss_fn, policy, core.PureCalls()
 
     def __call__(self, params: Tree, batch: Any, draws: Mapping[str, Any], first: int | Tensor) -> base.Loss:
         """draws: as of `draws_of`; without a key nothing is dropped. first: the number of the batch's first row."""
@@ -70,13 +68,13 @@ class PlainLoss:
         rows = next((x.shape[0] for x in pytree.leaves(batch) if isinstance(x, Tensor) and x.dim()), 0)
         inputs = {f"the parameter {name}": x for name, x in pytree.named_leaves(params).items()}
         inputs |= {f"the batch's {n}": x for n, x in pytree.named_leaves(batch).items() if isinstance(x, Tensor)}
-        generator = Draws(draws.get("origin"), rows, first)
+        generator = core.Draws(draws.get("origin"), rows, first)
 
         def call() -> Any:
             with wide_sums(pytree.leaves(params)):
                 return self.loss_fn(params, batch)
 
-        return loss_of(self.calls(call, inputs, generator, partial(ClosureState.from_function, self.loss_fn)))
+        return loss_of(self.calls(call, inputs, generator, partial(core.ClosureState.from_function, self.loss_fn)))
 
 
 def draws_of(loss_fn: base.Model | LossFn, state: TrainState) -> dict[str, Any]:

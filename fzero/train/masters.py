@@ -23,9 +23,8 @@ from fzero.sharding.slices import is_stacked, local_shape, local_windows, narrow
 from fzero.sharding.zero_stages import check_tree
 from fzero.train.checks import expect_state, have_values
 from fzero.train.init import copy_of
-from fzero.train.state import TrainState, expect_alive, hand_over, with_previous
+from fzero.train.state import TrainState, expect_alive, hand_over, read, with_previous
 from fzero.train.state_on_disk import commit
-from fzero.train.to_module import read
 
 REMEDY = "make the master weights anew: state = fzero.with_params(state, params, plan)"
 

@@ -16,9 +16,8 @@ from fzero.optim.sharded_leaves import bind_to_plan
 from fzero.sharding import Plan
 from fzero.sharding.slices import row_blocks, shard_dim
 from fzero.train.masters import narrowing
-from fzero.train.state import TrainState, expect_alive, meta_state, move_to_memory, state_specs
+from fzero.train.state import TrainState, expect_alive, meta_state, move_to_memory, read, state_specs
 from fzero.train.state_on_disk import DiskLayout, FirstState
-from fzero.train.to_module import read
 from fzero.train.update.in_memory import updated_params
 
 OPT_PREFIX = "opt_state/"

@@ -21,7 +21,8 @@ from fzero.comm.rank_tables import device_of
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.models import base
-from fzero.sharding.pipeline import Act, write_schedule
+from fzero.sharding import pipeline as schedules
+from fzero.sharding.pipeline import Act
 from fzero.sharding.pipeline.check import gather_row
 from fzero.sharding.pipeline.table import BACKWARD
 from fzero.sharding.plan import Plan
@@ -73,7 +74,7 @@ def expect_equal_schedules(plan: Plan, parts: int) -> None:
     """Raise ValueError, the same on all ranks, if the ranks of pp have unlike schedules."""
     if plan.stages is None:
         return
-    text = write_schedule(plan.schedule(parts)[0]) + repr(plan.stages.layers)
+    text = schedules.write_schedule(plan.schedule(parts)[0]) + repr(plan.stages.layers)
     local_digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
     digests = all_gather(
         torch.tensor([local_digest], device=device_of(plan.mesh)), plan.mesh.pp, leaf="schedule"

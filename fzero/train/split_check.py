@@ -27,7 +27,7 @@ from fzero.models.user_functions import keyed_model
 from fzero.sharding import ActivationSplit, Plan, Spec, one_process
 from fzero.sharding.slices import narrow_to
 from fzero.train.loss import sum_losses
-from fzero.train.to_module import gathered, read
+from fzero.train.state import gathered, read
 
 # The largest difference of a result or gradient, over its largest element. Sums in another order differ by 1e-6; a norm
 # of half of the features by 1e-2 or more.

@@ -11,17 +11,19 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from fzero import sharding
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.host_memory import LARGE_BYTES
 from fzero.core.precision import ScalerState, init_scaler
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import disable_current_modes
+from fzero.offload.nvme import DiskTensor
 from fzero.optim import GradientTransformation
 from fzero.optim.base import columns_of
 from fzero.optim.norm import Squared
 from fzero.optim.sharded_leaves import bind_to_plan
-from fzero.sharding import LeafPlan, Plan, Spec
+from fzero.sharding import LeafPlan, Mesh, Plan, Spec
 from fzero.sharding.error_feedback import error_specs, first_errors
 
 PREVIOUS = "previous"  # the name of the parameters before the last update in `TrainState.extra`
@@ -275,3 +277,17 @@ class Metrics(NamedTuple):
     # int64: how often the gradient was computed again, as experts of a rank were sent more rows than there was room for
     # (see Experts); () where that cannot be.
     recomputed: Tensor | tuple[()] = ()
+
+
+def read(leaf: Any, layer: int | None = None) -> Tensor:
+    """A leaf of a state, or a layer of it, also from a disk."""
+    if isinstance(leaf, DiskTensor):
+        return leaf.tensor() if layer is None else leaf.tensor(layers=(layer, 1))[0]
+    return leaf if layer is None else leaf[layer]
+
+
+def gathered(value: Tensor, spec: Spec, mesh: Mesh | None, leaf: str) -> Tensor:
+    """The whole of a value, of which this rank has a shard by `spec`."""
+    if mesh is None or not any(mesh[axis].size > 1 for axis in spec.axes):
+        return value
+    return sharding.gather_full(value, spec, mesh, leaf=leaf)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero import offload
 from fzero.comm.collectives import all_gather
 from fzero.comm.rank_tables import raise_together
 from fzero.core import gpu, prng, pytree
@@ -20,10 +21,8 @@ from fzero.core.device import fake_device_of
 from fzero.core.precision import init_scaler
 from fzero.core.pytree import Tree
 from fzero.models import base
-from fzero.offload import DiskTensor, LeafFiles, Nvme, VersionedStore
+from fzero.offload import DiskTensor, Nvme
 from fzero.offload.nvme import disk_of
-from fzero.offload.store_manifest import read_step_manifest
-from fzero.offload.update_units import RowBlock
 from fzero.optim import GradientTransformation
 from fzero.optim.base import columns_of, is_layered, smallest_unit
 from fzero.sharding import Plan
@@ -52,12 +51,12 @@ class DiskLayout:
         return pytree.owners(pytree.names(self.like), pytree.names(self.plan.like))
 
     @cached_property
-    def files(self) -> dict[str, LeafFiles]:
+    def files(self) -> dict[str, offload.LeafFiles]:
         """The leaves that rest on a disk, by name; those that have the layers of their parameter are stacked."""
         named, shapes = pytree.named_leaves(self.specs), self.plan.local_shapes["opt"]
         frozen = {f"params/{name}" for name in self.plan.frozen}
         return {
-            name: LeafFiles(
+            name: offload.LeafFiles(
                 tuple(leaf.shape),
                 leaf.dtype,
                 is_layered(param, shapes[param], leaf.shape)
@@ -82,7 +81,7 @@ class DiskLayout:
             and not (name.startswith("params/") and f"master/{param}" in self.files)
         ]
 
-    def open(self, nvme: Nvme | None, *, resume: bool = False) -> VersionedStore:
+    def open(self, nvme: Nvme | None, *, resume: bool = False) -> offload.VersionedStore:
         """The store of the leaves in `nvme`: the one that is there, or a new one that is begun."""
         disk = disk_of(nvme, self.plan)
         assert disk is not None  # as some leaves rest there
@@ -91,7 +90,9 @@ class DiskLayout:
             store.begin()
         return store
 
-    def assemble(self, resident: dict[str, Any], store: VersionedStore, commit_to: Nvme | None = None) -> TrainState:
+    def assemble(
+        self, resident: dict[str, Any], store: offload.VersionedStore, commit_to: Nvme | None = None
+    ) -> TrainState:
         """The state whose leaves are those in memory and those of the store; a new one is its first step."""
         names = pytree.names(self.like)
         named = {name: resident[name] if name in resident else DiskTensor(store, name) for name in names}
@@ -149,7 +150,7 @@ class FirstState:
     """The leaves of parameters in a state before its first step: parameters, masters and optimizer states."""
 
     def __init__(
-        self, store: VersionedStore, tx: GradientTransformation, layout: DiskLayout, device: torch.device
+        self, store: offload.VersionedStore, tx: GradientTransformation, layout: DiskLayout, device: torch.device
     ) -> None:
         self.store, self.tx, self.device = store, tx, device
         self.plan, self.owner, like = layout.plan, layout.owner, layout.like
@@ -215,7 +216,7 @@ class FirstState:
         assert param is not None  # rows are those of a parameter, or of its state
         stacked = shard_dim(param) == 1
         if files is None:
-            RowBlock(name, layer if stacked else None, rows).narrow(self.out[name]).copy_(value)
+            offload.RowBlock(name, layer if stacked else None, rows).narrow(self.out[name]).copy_(value)
             return
         if rows is not None:
             self.store.write_rows(name, layer or 0, rows, value)
@@ -289,7 +290,7 @@ def reopen_state(
     """
     layout = DiskLayout.from_plan(plan, tx)
     lost = layout.missing
-    manifest = read_step_manifest(nvme.folder) if lost and nvme.folder is not None else None
+    manifest = offload.read_step_manifest(nvme.folder) if lost and nvme.folder is not None else None
     if manifest is not None:  # said before the store is opened, which the one that is open would not outlive
         raise ValueError(
             f"{nvme.folder}: holds step {manifest.step} but for {lost[0]} and {len(lost) - 1} more, which the plan "

@@ -34,6 +34,7 @@ from fzero.sharding import Mesh, Plan, Spec
 from fzero.sharding.error_feedback import ERRORS, ErrorFeedback
 from fzero.sharding.pipeline_plan import expect_parts
 from fzero.sharding.slices import is_stacked, narrow_to
+from fzero.train import update as updates
 from fzero.train.batch import expect_distinct_rows, positions, split_batch
 from fzero.train.capture import CapturedStep, refusal_of
 from fzero.train.checks import expect_options, expect_plan, expect_program
@@ -46,7 +47,6 @@ from fzero.train.pipeline_executor import expect_equal_schedules
 from fzero.train.state import LOSS, LossStats, Metrics, TrainState
 from fzero.train.state_on_disk import commit
 from fzero.train.update.in_memory import Gradients, InMemoryUpdate
-from fzero.train.update.offloaded import StreamedUpdate
 
 
 def move_leaves(
@@ -130,7 +130,7 @@ def make_train_step(
         expect_parts(plan.pipeline, plan.stages, micro_batches)
     tx, module = bind_to_plan(tx, plan), UPDATE_MODULES.get(execution.update)
     expect_plan(model, tx, plan)
-    streamed = StreamedUpdate(tx, plan, nvme) if plan.offloaded else None
+    streamed = updates.StreamedUpdate(tx, plan, nvme) if plan.offloaded else None
     expect_options(plan, execution, donate, isinstance(model, base.Model))
     if nvme is None and plan.on_disk:
         raise ValueError("the plan puts a part of the state on a disk; give nvme=, the one given to init_state")
@@ -169,7 +169,7 @@ class StepParts(NamedTuple):
     skips: bool  # whether a step may be skipped
     nvme: Nvme | None
     finish: Callable[[Gradients, TrainState, Tensor | None], TrainState]  # the update, see `InMemoryUpdate`
-    streamed: StreamedUpdate | None  # that of an offloaded state
+    streamed: updates.StreamedUpdate | None  # that of an offloaded state
     gradient: StepGradient
     measured: Callable[[Seed, TrainState, GradientResult], Measured]
     states: StateCheck

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero import offload
 from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.core.device import HOST
@@ -23,7 +24,6 @@ from fzero.core.stack import LayerLoop, segment_pair, static_signature
 from fzero.core.vjp_pair import VjpPair
 from fzero.models import base, forward
 from fzero.offload import Nvme
-from fzero.offload.scratch import DiskActivations, HostActivations
 from fzero.sharding import Plan
 from fzero.sharding.prefetch import LeafGroup, NodeShards, ParamFetcher, PartitionedActivations, Prefetcher, Resident
 from fzero.sharding.reduce import GradientReducer
@@ -303,9 +303,9 @@ class StreamedModel(NamedTuple):
         storage: Any = None
         if self.plan.acts.on_disk:
             assert self.nvme is not None  # given with a plan whose activations rest on a disk
-            storage = DiskActivations(self.nvme.scratch)
+            storage = offload.DiskActivations(self.nvme.scratch)
         elif self.plan.acts.on_host and device != HOST:
-            storage = HostActivations(device)
+            storage = offload.HostActivations(device)
         if self.execution.partition_activations:
             storage = PartitionedActivations(self.plan.mesh.tp, [] if storage is None else storage)
         return {} if storage is None else {"saved": storage}

@@ -19,9 +19,9 @@ from fzero.models.module_layers import CannotSplit, Stacks, choices
 from fzero.models.weights import product_of
 from fzero.offload import DiskTensor
 from fzero.sharding import Mesh, Plan, Spec
-from fzero.sharding.redistribute import gather_full
+from fzero.sharding.layouts import gather_full
 from fzero.sharding.slices import is_stacked
-from fzero.train.state import TrainState, expect_alive
+from fzero.train.state import TrainState, expect_alive, gathered, read
 
 
 @checked("state", plan="plan is {}; write full_params(state, plan)")
@@ -173,13 +173,6 @@ def full_values(
                 yield name, adapted(leaf, i if is_stacked(leaf) else None)
 
 
-def read(leaf: Any, layer: int | None = None) -> Tensor:
-    """A leaf of a state, or a layer of it, also from a disk."""
-    if isinstance(leaf, DiskTensor):
-        return leaf.tensor() if layer is None else leaf.tensor(layers=(layer, 1))[0]
-    return leaf if layer is None else leaf[layer]
-
-
 def layer_over_pp(leaf: Any, layer: int, spec: Spec, mesh: Mesh, name: str) -> Tensor:
     """A layer, by its number, of a leaf whose layers are on ranks of pp; all ranks take part."""
     pp = mesh.pp
@@ -192,10 +185,3 @@ def layer_over_pp(leaf: Any, layer: int, spec: Spec, mesh: Mesh, name: str) -> T
     )
     full = gathered(shard, spec.layer, mesh, name)
     return all_gather_same(full[None], pp, 0, leaf=name)[ranks[0]]
-
-
-def gathered(value: Tensor, spec: Spec, mesh: Mesh | None, leaf: str) -> Tensor:
-    """The whole of a value, of which this rank has a shard by `spec`."""
-    if mesh is None or not any(mesh[axis].size > 1 for axis in spec.axes):
-        return value
-    return gather_full(value, spec, mesh, leaf=leaf)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero import data
 from fzero.comm.axes import CP
 from fzero.core import gpu_copies, pytree
-from fzero.data.buckets import BucketStream, Size, expect_lengths
 from fzero.data.tokens import Tokens
 from fzero.optim.schedules import LR_SCALE
 from fzero.run.config.unused_keys import SEND_SIGNS
@@ -37,7 +37,7 @@ def lengths_of(c: RunConfig) -> tuple[int, ...]:
     if not all(item.isascii() and item.isdecimal() for item in parts):
         raise ValueError(f"data.bucket_lengths is {d.bucket_lengths!r}; it is lengths of rows, such as 64,128,256")
     try:
-        expect_lengths([int(item) for item in parts], d.seq_len)
+        data.expect_lengths([int(item) for item in parts], d.seq_len)
     except ValueError as error:
         raise ValueError(f"data.bucket_lengths, up to data.seq_len: {error}") from None
     return tuple(map(int, parts))
@@ -86,7 +86,7 @@ def validate_buckets(c: RunConfig) -> None:
 
 def described(c: RunConfig, tokens: Tokens) -> Iterator[str]:
     """The lines that say how a run reads the documents of a corpus in buckets."""
-    stream = BucketStream(tokens, lengths_of(c), c.train.batch)
+    stream = data.BucketStream(tokens, lengths_of(c), c.train.batch)
     counts = ", ".join(f"{n:,} of {length}" for n, length in zip(stream.batches, stream.lengths))
     yield f"packing buckets: {counts} tokens a row, batches an epoch; {stream.filled:.2%} of their positions filled up"
     if c.optim.lr_scaling != "none":
@@ -94,7 +94,7 @@ def described(c: RunConfig, tokens: Tokens) -> Iterator[str]:
         yield f"learning rate: times the {c.optim.lr_scaling} scale of a batch by its {unit}"
 
 
-def lr_scale(c: RunConfig, size: Size) -> float:
+def lr_scale(c: RunConfig, size: data.Size) -> float:
     """The factor of the learning rate of a batch: 1 for train.batch sequences.
 
     >>> from fzero.run.config.config_table import from_table
@@ -111,7 +111,7 @@ def with_scale(c: RunConfig, stream: Any, sample: int) -> dict[str, Tensor]:
     """{entry of the batch by which `BucketStep` scales its learning rate}; {} if that does not depend on the batch."""
     if c.optim.lr_scaling == "none":
         return {}
-    assert isinstance(stream, BucketStream)  # by the checks of the config
+    assert isinstance(stream, data.BucketStream)  # by the checks of the config
     return {LR_SCALE: torch.tensor(lr_scale(c, stream.size_at(sample)), dtype=torch.float64)}
 
 

@@ -33,12 +33,11 @@ from fzero.core.config_tables import (
     optional,
 )
 from fzero.core.precision import POLICIES, LossScale
-from fzero.data.examples import TOO_LONG
 from fzero.data.mixture import Mixture
-from fzero.data.packing import PACKINGS
+from fzero.data.packing import PACKINGS, TOO_LONG
 from fzero.models import MLPConfig, ModelConfig
 from fzero.optim.adamw import CORRECTIONS
-from fzero.optim.deepspeed_schedules import RISES
+from fzero.optim.schedules import RISES
 from fzero.run.config.buckets import BUCKETS, SCALINGS, SIZES
 from fzero.run.config.config_checks import check_loggers, validate
 from fzero.run.config.objectives import OBJECTIVES, Objective

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fzero import data
 from fzero.core.text_parsing import open_regular
 from fzero.data.packing import Batch
 from fzero.data.tokenizers import load_tokenizer
 from fzero.data.tokens import read_meta
-from fzero.data.transforms import Sentinels, corrupt_spans, fill_in_middle, weigh_targets
 
 
 def token_ids(key: str, text: str, corpus: Path, form: str) -> list[int]:
@@ -75,7 +75,6 @@ FIM_TOKENS = (
     ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
     ("▁<PRE>", "▁<MID>", "▁<SUF>"),
 )
-FIM_OF_BYTES = Sentinels(prefix=253, middle=254, suffix=255)  # which UTF-8 never has
 FIM_FORM = "PREFIX,MIDDLE,SUFFIX, the tokens that begin these parts, or their ids"
 
 
@@ -97,23 +96,23 @@ def make_fim(c: RunConfig, corpus: Path) -> Callable[[Batch, int], Batch]:
     if not c.data.fim:
         return lambda batch, first: batch
     sentinels, rate, seed = sentinels_of(c.data.fim_tokens, corpus), c.data.fim, c.train.seed
-    return lambda batch, first: fill_in_middle(batch, first, seed, sentinels=sentinels, rate=rate)
+    return lambda batch, first: data.fill_in_middle(batch, first, seed, sentinels=sentinels, rate=rate)
 
 
-def sentinels_of(text: str, corpus: Path) -> Sentinels:
+def sentinels_of(text: str, corpus: Path) -> data.Sentinels:
     """The ids of the tokens that begin prefix, middle and suffix; text: of data.fim_tokens, "": usual ones."""
     if text:
         ids = sentinel_ids("data.fim_tokens", text, corpus, FIM_FORM)
         if len(ids) != 3:
             raise ValueError(f"data.fim_tokens is {text!r}, which are {len(ids)} tokens; it is {FIM_FORM}")
-        return Sentinels(*ids)
+        return data.Sentinels(*ids)
     id_of, eos = known_tokens(corpus), read_meta(corpus)["eos"]
     if id_of is None:
-        return FIM_OF_BYTES
+        return data.Sentinels(prefix=253, middle=254, suffix=255)  # bytes which UTF-8 never has
     for names in FIM_TOKENS:
         usual_ids = [token_id for name in names if (token_id := id_of(name)) is not None]
         if len(usual_ids) == 3 and eos not in usual_ids:
-            return Sentinels(*usual_ids)
+            return data.Sentinels(*usual_ids)
     usual = "; ".join(" ".join(names) for names in FIM_TOKENS)
     raise ValueError(
         f"data.fim is given and the tokenizer of {corpus} has none of the usual tokens for it ({usual}); give "
@@ -152,7 +151,7 @@ def make_spans(c: RunConfig, corpus: Path) -> Callable[[Batch, int], Batch]:
         return lambda batch, first: batch
     options = {"rate": d.span_corruption, "density": d.noise_density, "span": d.mean_noise_span_length}
     sentinels = span_sentinels(d.sentinel_tokens, corpus)
-    return lambda batch, first: corrupt_spans(batch, first, seed, sentinels=sentinels, **options)
+    return lambda batch, first: data.corrupt_spans(batch, first, seed, sentinels=sentinels, **options)
 
 
 def span_sentinels(text: str, corpus: Path) -> list[int]:
@@ -201,7 +200,7 @@ def make_weights(c: RunConfig, corpus: Path) -> Callable[[Batch, int], Batch]:
     if not c.data.token_weights:
         return lambda batch, first: batch
     weights = weights_of(c.data.token_weights, corpus)
-    return lambda batch, first: weigh_targets(batch, weights)
+    return lambda batch, first: data.weigh_targets(batch, weights)
 
 
 def weights_of(text: str, corpus: Path) -> Tensor:

@@ -17,7 +17,7 @@ from fzero.core import pytree
 from fzero.core.device import HOST
 from fzero.run.debug.checkpoint_list import path_of
 from fzero.run.setup.build import Job, specs_of
-from fzero.sharding.redistribute import digests, gather_full
+from fzero.sharding.layouts import digests, gather_full
 from fzero.train.state import TrainState
 
 PIECE = 1 << 22  # elements compared at a time

@@ -36,7 +36,7 @@ from fzero.run.runner.saver import expect_disk
 from fzero.run.setup import corpus, machine, run_folder, weights
 from fzero.run.setup.build import Job, build, first_state, restore, save_store, specs_of
 from fzero.run.setup.process_settings import settings_restored
-from fzero.sharding.redistribute import digest_text
+from fzero.sharding.layouts import digest_text
 from fzero.sharding.spec import Offload
 from fzero.train.state import TrainState
 

@@ -2,6 +2,8 @@
 
 # Modules
 from fzero.run.measure import attempts as attempts
+from fzero.run.measure import live_bytes as live_bytes
+from fzero.run.measure import memory_timeline as memory_timeline
 
 # What `fzero doctor` prints
 from fzero.run.measure.doctor import diagnose as diagnose

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.core.autodiff import Remat
-from fzero.models.base import leaf_shapes
+from fzero.models.base import OF_EXPERTS, leaf_shapes
 from fzero.models.configs import head_of, without_adapters
-from fzero.models.experts import OF_EXPERTS
 from fzero.run.config.config_table import SMALL_RUNS, recipe
 from fzero.run.config.run_config import RunConfig
 from fzero.run.setup.build import Job

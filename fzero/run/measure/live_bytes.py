@@ -22,7 +22,7 @@ from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import DispatchKey, FakeTensor, TorchDispatchMode
 from fzero.kernels.custom_operator import OPENED
-from fzero.optim.wrappers import AVERAGE
+from fzero.optim.base import AVERAGE
 from fzero.run.measure.memory_timeline import START, Change, Life, Moment, Stay, Visit, alive, moments
 from fzero.sharding.error_feedback import ERROR
 

@@ -24,7 +24,7 @@ from fzero.core.pytree import Tree
 from fzero.models import LlamaConfig
 from fzero.models.configs import family_of
 from fzero.offload.nvme import store_bytes
-from fzero.optim.wrappers import AVERAGE
+from fzero.optim.base import AVERAGE
 from fzero.run.config.run_config import RunConfig
 from fzero.run.measure.peak_memory import layers_alive, pass_sizes, passes_peak
 from fzero.run.setup.build import Job, build, like_of, local_micro_batches, num_params, specs_of

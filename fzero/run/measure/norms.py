@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero import sharding
 from fzero.comm.collectives import psum
 from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.copy_buckets import start_fetch
 from fzero.core.pytree import Tree
-from fzero.models.experts import BIAS, DROPPED, ENTROPY, LOAD
+from fzero.models.base import BIAS, DROPPED, ENTROPY, LOAD
 from fzero.optim.norm import Squared
 from fzero.optim.sharded_leaves import WHOLE, squares
 from fzero.run.measure.timer import COMM, IO, Times
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.redistribute import gather_layers
 from fzero.sharding.slices import is_stacked
 from fzero.sharding.spec import Spec
 
@@ -55,7 +55,9 @@ def spread_of(tables: Mapping[str, Tensor], params: Tree, plan: Plan, top_k: int
             row[DROPPED] = tables[f"{stack}/{DROPPED}"] / every
         if (bias := f"{stack}/{BIAS}") in leaves:
             spec = plan.leaves[bias].params
-            row[BIAS] = gather_layers(leaves[bias], spec, plan.mesh, leaf=bias) if spec.rows else leaves[bias]
+            row[BIAS] = (
+                sharding.layouts.gather_layers(leaves[bias], spec, plan.mesh, leaf=bias) if spec.rows else leaves[bias]
+            )
         stacks[stack.split("/")[0]] = {key: rounded(x.tolist()) for key, x in row.items()}
     return {"experts": stacks} if stacks else {}
 

@@ -27,9 +27,8 @@ from fzero.core.files import replacing
 from fzero.core.storage import write_text
 from fzero.core.text_parsing import json_text
 from fzero.kernels.registry import describe, observe
-from fzero.optim.wrappers import AVERAGE
-from fzero.run.measure.live_bytes import record_step
-from fzero.run.measure.memory_timeline import COMPONENTS
+from fzero.optim.base import AVERAGE
+from fzero.run import measure
 from fzero.run.measure.metrics_rows import process_peak_bytes
 from fzero.run.measure.timer import recording_acts
 from fzero.run.setup.build import Job
@@ -266,14 +265,14 @@ def measure_memory(job: Job, state: TrainState, batch: Any) -> tuple[TrainState,
     buffers = job.nvme.buffers if job.nvme is not None else None
     device, on_gpu = state.step.device, state.step.device.type == "cuda"
     gpu.reset_peak(device)
-    next_state, metrics, record = record_step(
+    next_state, metrics, record = measure.live_bytes.record_step(
         job.train_step, state, batch, job.mesh.ledger, buffers=buffers, device=device if on_gpu else None
     )
     moments = record.moments()
     peak = max(moments, key=lambda moment: moment.bytes)
     compiled = bool(job.config.train.compiled)
     table = {
-        "components": COMPONENTS,
+        "components": measure.memory_timeline.COMPONENTS,
         "timeline": [moment._asdict() for moment in moments],
         "peak": peak._asdict(),
         "alive": record.alive(peak),

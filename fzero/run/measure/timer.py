@@ -28,7 +28,7 @@ from fzero.core import gpu
 from fzero.core.storage import write_text
 from fzero.core.text_parsing import json_text
 from fzero.run.setup.build import Job, local_micro_batches
-from fzero.sharding.pipeline import write_schedule
+from fzero.sharding import pipeline as schedules
 
 # The phases of a row, each second in one of them. Other phases of the ledger are "rest".
 PHASES = ("data", "forward", "backward", "metrics", "update", "comm_exposed", "io", "evaluate", "checkpoint", "rest")
@@ -237,6 +237,6 @@ def recording_acts(job: Job, folder: Path, named: dict[str, Any]) -> Iterator[No
     if mesh.rank == 0:
         # The ranks of pp are the outermost: of each stage the first.
         firsts = [rows[rank * mesh.stage_size][: len(row)] for rank, row in enumerate(schedule.rows)]
-        record = {"schedule": write_schedule(schedule), "start": [[a for a, _ in row] for row in firsts]}
+        record = {"schedule": schedules.write_schedule(schedule), "start": [[a for a, _ in row] for row in firsts]}
         record["end"] = [[b for _, b in row] for row in firsts]
         write_text(folder, PIPELINE, json_text({**named, **record}, str(folder / PIPELINE)) + "\n")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero import data
+from fzero import data, models, sharding
 from fzero.comm.axes import AXES
 from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.core import prng, pytree
@@ -27,24 +27,22 @@ from fzero.core.copy_buckets import read_scalars
 from fzero.core.pytree import Tree
 from fzero.data import open_tokens
 from fzero.data.packing import Batch
-from fzero.data.preferences import read_reference, reference_folder, write_reference
 from fzero.data.token_stream import RowStream
 from fzero.data.tokens import SPLITS, read_meta
 from fzero.models import Cache, Ctx, Model
 from fzero.models.batch import KINDS, SOURCES
 from fzero.models.configs import LORA, head_of
 from fzero.models.forward import prepare
-from fzero.models.preference import answer_model
 from fzero.optim import AverageState
+from fzero.run import setup
 from fzero.run.measure.metrics_rows import losses_by_source
 from fzero.run.ranks.coordinator import Coordinator, Say
 from fzero.run.runner.saver import to_memory
-from fzero.run.setup import run_folder, weights
+from fzero.run.setup import run_folder
 from fzero.run.setup.build import Job, specs_of
 from fzero.run.setup.corpus import on_device, prefetch_to_device
 from fzero.sharding import Plan, one_process, zero_plan
 from fzero.sharding.prefetch import LeafGroup, ParamFetcher, Prefetcher
-from fzero.sharding.redistribute import digests
 from fzero.train.eval import make_eval_step
 from fzero.train.execution import Execution
 from fzero.train.stage_exchange import Segment, segments_of
@@ -214,21 +212,21 @@ def with_reference(
     digest = digest_of(job, state, fresh=fresh)
     reference = job.config.dpo.reference
     if reference and reference != digest:
-        coordinator.share(lambda: len(read_reference(corpus, "train", reference)))
+        coordinator.share(lambda: len(data.read_reference(corpus, "train", reference)))
         say(f"the reference {reference} is another model than the one that the run starts from ({digest})")
         return job
-    if coordinator.share(lambda: reference_folder(corpus, digest).is_dir()):
-        say(f"the reference {digest} has read these pairs before: {reference_folder(corpus, digest)}")
+    if coordinator.share(lambda: data.reference_folder(corpus, digest).is_dir()):
+        say(f"the reference {digest} has read these pairs before: {data.reference_folder(corpus, digest)}")
     else:
         say(f"the reference {digest} reads the pairs, once")
         scores = {split: log_probs(job, state, corpus, split) for split in SPLITS}
-        coordinator.share(lambda: write_reference(corpus, digest, scores))
+        coordinator.share(lambda: data.write_reference(corpus, digest, scores))
     return job._replace(config=replace(job.config, dpo=replace(job.config.dpo, reference=digest)))
 
 
 def digest_of(job: Job, state: TrainState, *, fresh: bool) -> str:
     """16 hexadecimal digits: of the parameters and of the dtype that they compute in."""
-    named = digests(state.params, specs_of(job).params, job.mesh)
+    named = sharding.digests(state.params, specs_of(job).params, job.mesh)
     leaves = {name: value for name, value in named.items() if not (fresh and re.search(LORA, name))}
     text = repr((sorted(leaves.items()), str(job.policy.compute)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -240,7 +238,7 @@ def log_probs(job: Job, state: TrainState, corpus: Path, split: str) -> np.ndarr
     t = config.train
     stream = RowStream(tokens, config.data.seq_len, t.micro_batch)
     execution = Execution("none", bool(t.compiled), t.kernels, config.prefetch)
-    step = make_eval_step(answer_model(job.model), job.plan, execution=execution, reduce=False)
+    step = make_eval_step(models.answer_model(job.model), job.plan, execution=execution, reduce=False)
 
     def batches() -> Iterator[Any]:
         return stream.eval_batches(None, (mesh.data_rank, mesh.data_size))
@@ -263,7 +261,7 @@ def analyze_by_model(
     corpus: Path, run: Path, *, seq_len: int, packing: str, name: str, device: torch.device
 ) -> tuple[np.ndarray, list[str]]:
     """(the mean loss in nats of each row under the newest weights of `run`, lines about damaged checkpoints)."""
-    trained = weights.load(run)
+    trained = setup.weights.load(run)
     c = trained.config
     if not c.task.of_tokens:
         raise ValueError(f"{run}: its objective is {c.objective}, whose loss is not of tokens; use a run on text")
@@ -272,7 +270,7 @@ def analyze_by_model(
     expect_same_tokenizer(corpus, run)
     params = pytree.map(lambda leaf: leaf.float() if leaf.is_floating_point() else leaf, trained.params)
     within = c.data.within_documents
-    measure = row_loss_of(trained.model, weights.move_params(device, params), device, within_documents=within)
+    measure = row_loss_of(trained.model, setup.weights.move_params(device, params), device, within_documents=within)
     values = data.analyze(
         corpus,
         "loss",

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fzero import data
+from fzero import data, sharding
 from fzero.comm.rank_tables import any_rank
 from fzero.core import prng, pytree
 from fzero.core.host_memory import to_host
@@ -29,6 +29,7 @@ from fzero.data.tokens import read_meta
 from fzero.kernels.registry import describe, observe
 from fzero.offload import DiskTraffic
 from fzero.optim import AverageState
+from fzero.run import setup
 from fzero.run.config import buckets, config_table, curriculum
 from fzero.run.config.placement import resume_command
 from fzero.run.config.run_config import RunConfig
@@ -47,11 +48,10 @@ from fzero.run.runner.out_of_memory import explained
 from fzero.run.runner.pretrain import expect_memory, resume, start
 from fzero.run.runner.saver import CheckpointSaver, disk_row, offload_summary, to_memory
 from fzero.run.runner.step_rows import StepRows, due_after
-from fzero.run.setup import corpus, fine_tuning, machine, run_folder, run_lock
+from fzero.run.setup import corpus, machine, run_folder, run_lock
 from fzero.run.setup.build import Attempt, Job, Options, agreed, all_on_disk, num_params, specs_of
 from fzero.run.setup.process_settings import settings_restored, sleep_while_shared
 from fzero.sharding.plan_table import option_lines
-from fzero.sharding.redistribute import digest_text, gather_on_first
 from fzero.train.capture import pop_news
 from fzero.train.state import TrainState
 
@@ -170,7 +170,7 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
                 with mesh.ledger.phase("evaluate"):
                     fields |= evaluate_all(job, state, validation, bytes_per_token)
             if due.digest:
-                fields["digest"] = digest_text(state.params, specs.params, mesh)
+                fields["digest"] = sharding.digest_text(state.params, specs.params, mesh)
             rows.add(measurement, sample(step - 1), fields, recorded.recorder_of(step))
             if (any(due) or not rows.defers) and (fault := rows.settle()):
                 break
@@ -326,8 +326,8 @@ def best_params(job: Job, state: TrainState) -> Any:
     """The whole weights (or their average) for sampling on rank 0, in the parameters' dtype; () elsewhere."""
     specs, state = specs_of(job), to_memory(state)
     if not isinstance(state.opt_state, AverageState):
-        return gather_on_first(state.params, specs.params, job.mesh)
-    average = gather_on_first(state.opt_state.average, specs.opt_state.average, job.mesh)
+        return sharding.gather_on_first(state.params, specs.params, job.mesh)
+    average = sharding.gather_on_first(state.opt_state.average, specs.opt_state.average, job.mesh)
     return pytree.map(lambda leaf: leaf.to(job.policy.param), average)
 
 
@@ -335,8 +335,8 @@ def prompt_of(attempt: Attempt) -> tuple[Tokenizer, np.ndarray, list[int]]:
     """(the tokenizer, the ids of the prompt, the ids that end a text); raises ValueError for a bad prompt."""
     folder, max_len = attempt.folder, attempt.job.model.config.max_len
     tokenizer = run_folder.read_tokenizer(folder)
-    chat = fine_tuning.answers_messages(attempt.job.config, folder)
-    ids, ends = fine_tuning.prompt_ids(folder, tokenizer, attempt.options.sample, chat=chat)
+    chat = setup.fine_tuning.answers_messages(attempt.job.config, folder)
+    ids, ends = setup.fine_tuning.prompt_ids(folder, tokenizer, attempt.options.sample, chat=chat)
     if not 0 < len(ids) < max_len:
         raise ValueError(
             f"--prompt has {len(ids)} tokens, and the model {max_len} positions, of which a text needs one more; give "

@@ -21,7 +21,7 @@ from fzero.core.storage import absolute, is_url
 from fzero.data.chat import read_chat
 from fzero.data.mixture import Mixture
 from fzero.data.tokens import read_meta
-from fzero.run import ranks
+from fzero.run import ranks, setup
 from fzero.run.config import curriculum, transforms
 from fzero.run.config.config_checks import check_corpus
 from fzero.run.config.config_table import apply_table, from_json, to_json
@@ -39,7 +39,6 @@ from fzero.run.runner.evaluate import with_reference
 from fzero.run.runner.out_of_memory import explained
 from fzero.run.runner.saver import expect_disk, expect_leaves, expect_new, load_newest_state
 from fzero.run.setup import corpus, machine, run_folder, run_lock, vocabulary
-from fzero.run.setup import weights as weights_module
 from fzero.run.setup.build import Attempt, Job, Options, build, first_state, has_factors, num_params
 from fzero.run.setup.vocabulary import expect_added, growth_lines, start_texts
 from fzero.sharding import Mesh
@@ -67,7 +66,7 @@ def start(
     coordinator.record(str(folder.absolute()))
     if coordinator.spare:
         return None
-    weights = weights_module.load_start(init) if init else None
+    weights = setup.weights.load_start(init) if init else None
     config, mesh, device, lines = resolve_placement(with_absolute_paths(config), coordinator)
     coordinator.share(lambda: lock_outside_folders(config, options.say))
     job = build(config, mesh, folder, device=device)

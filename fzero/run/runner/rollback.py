@@ -28,10 +28,11 @@ from fzero.core.copy_buckets import read_scalars
 from fzero.core.pytree import Tree
 from fzero.core.storage import read_text, write_text
 from fzero.core.text_parsing import expect_entries, parse_json, short
+from fzero.run import setup
 from fzero.run.config.run_config import Guard
 from fzero.run.ranks.coordinator import Coordinator, Say
 from fzero.run.runner.saver import restore_on_all
-from fzero.run.setup import run_folder, weights
+from fzero.run.setup import run_folder
 from fzero.run.setup.build import Job, first_state
 from fzero.train.state import TrainState
 
@@ -158,7 +159,7 @@ def roll_back(job: Job, folder: Path, fault: Fault, coordinator: Coordinator, sa
         say(line)
     state = target.value
     if target.path is None:
-        state = first_state(job, weights.load_start(Path(init)).params if init else None)
+        state = first_state(job, setup.weights.load_start(Path(init)).params if init else None)
     say(coordinator.share(lambda: record_rollback(job, folder, checkpoint_dir, fault, int(state.step))))
     return state
 

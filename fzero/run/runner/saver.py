@@ -10,23 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fzero import checkpoint
+from fzero import checkpoint, offload
 from fzero.checkpoint import directory
 from fzero.checkpoint.directory import newest_sound
-from fzero.checkpoint.offload_snapshot import StoreSnapshot
-from fzero.checkpoint.restore_state import error_lines, renamed_leaves
 from fzero.checkpoint.restore_tree import code_lines, encode_moments
 from fzero.core import pytree
 from fzero.core.pytree import leaves
 from fzero.core.storage import Damaged, is_url
 from fzero.offload import DiskTensor, DiskTraffic
 from fzero.offload.nvme import release_store
-from fzero.offload.store_manifest import read_description
+from fzero.run import setup
 from fzero.run.config.config_table import to_table
 from fzero.run.config.run_config import RunConfig
 from fzero.run.measure.memory_check import check_disk
 from fzero.run.ranks.coordinator import Coordinator, Say
-from fzero.run.setup import run_folder, run_lock, weights
+from fzero.run.setup import run_folder, run_lock
 from fzero.run.setup.build import Job, all_on_disk, first_state, latest, like_of, restore, save_store, specs_of
 from fzero.train.state import TrainState
 from fzero.train.state_on_disk import DiskLayout, plan_record
@@ -79,7 +77,7 @@ def load_newest_state(job: Job, folder: Path, coordinator: Coordinator, say: Say
     else:
         saved = convert_foreign_store(job, folder, previous, saved, coordinator, say)
     if not saved:
-        return first_state(job, weights.load_start(init).params if init else None)
+        return first_state(job, setup.weights.load_start(init).params if init else None)
     return restore_newest(job, checkpoint_dir, saved, coordinator, say)
 
 
@@ -92,7 +90,7 @@ def store_folder(job: Job) -> str | Path:
 def matches_store(job: Job) -> bool:
     """Whether the store in the run's folder was made by the same plan, or there is none."""
     try:
-        record = read_description(store_folder(job))
+        record = offload.read_description(store_folder(job))
     except Damaged:
         return True
     if record is None or record["ranks"] != job.mesh.size or record["owner"] != plan_record(job.plan):
@@ -106,7 +104,10 @@ def convert_foreign_store(
     job: Job, folder: Path, previous: RunConfig, saved: list[int], coordinator: Coordinator, say: Say
 ) -> list[int]:
     """Convert another plan's store into a checkpoint, release its folder, and list the checkpoints' steps."""
-    snapshot, checkpoint_dir = weights.snapshot_of(folder, previous), run_folder.checkpoints_of(folder, job.config)
+    snapshot, checkpoint_dir = (
+        setup.weights.snapshot_of(folder, previous),
+        run_folder.checkpoints_of(folder, job.config),
+    )
     failure, checkpoint_path = "", None
     if snapshot is not None and not snapshot.record.done and not lacks_optimizer_state(job, snapshot):
         try:
@@ -127,17 +128,17 @@ def convert_foreign_store(
     return coordinator.share(lambda: checkpoint.steps(checkpoint_dir))
 
 
-def lacks_optimizer_state(job: Job, snapshot: StoreSnapshot) -> bool:
+def lacks_optimizer_state(job: Job, snapshot: checkpoint.StoreSnapshot) -> bool:
     """Whether the store lacks optimizer state, and cannot resume alone."""
     stored_names = {*snapshot.leaves, *snapshot.record.values}
-    stored = renamed_leaves(stored_names, like_of(job))
+    stored = checkpoint.renamed_leaves(stored_names, like_of(job))
     names = [name for name in pytree.names(like_of(job)) if name.startswith("opt_state/")]
     return any(stored.get(name, name) not in stored_names for name in names)
 
 
 def expect_leaves(job: Job, folder: Path, previous: RunConfig) -> None:
     """Raise ValueError if a store lacks a leaf of the changed optimizer's state and no checkpoint has it."""
-    snapshot = weights.snapshot_of(folder, previous)
+    snapshot = setup.weights.snapshot_of(folder, previous)
     if snapshot is None or checkpoint.steps(run_folder.checkpoints_of(folder, previous)):
         return
     if lacks_optimizer_state(job, snapshot):
@@ -158,13 +159,13 @@ def restore_newest(
             return str(newest.path), newest.lines()
 
         path, lines = coordinator.share(look)
-        for line in [*lines, *code_lines(path), *error_lines(path, job.plan, pytree.names(like_of(job)))]:
+        for line in [*lines, *code_lines(path), *checkpoint.error_lines(path, job.plan, pytree.names(like_of(job)))]:
             say(line)
         return restore(job, path)
     newest = newest_sound(checkpoint_dir, lambda path: restore_on_all(job, path, coordinator), saved)
     assert newest.path is not None  # else it has raised
     lines = [*newest.lines(), *code_lines(newest.path)]
-    for line in [*lines, *error_lines(newest.path, job.plan, pytree.names(like_of(job)))]:
+    for line in [*lines, *checkpoint.error_lines(newest.path, job.plan, pytree.names(like_of(job)))]:
         say(line)
     return newest.value
 

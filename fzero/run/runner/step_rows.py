@@ -19,8 +19,6 @@ import numpy as np
 
 from fzero import data
 from fzero.core.gpu import HOST
-from fzero.data.buckets import BucketStream
-from fzero.data.mixed_stream import MixedStream
 from fzero.data.packing import FILL
 from fzero.data.token_stream import RowStream, TokenStream
 from fzero.data.tokens import Tokens
@@ -71,7 +69,7 @@ def documents_of(folder: Path, step: int) -> list[DocumentPiece]:
 def rows_of(config: RunConfig, stream: Any, first: int) -> Iterator[tuple[str, Tokens, list[tuple[int, int]]]]:
     """(source, corpus, ranges of tokens) of each row of the batch at `first`."""
     count = config.train.batch
-    if isinstance(stream, MixedStream):
+    if isinstance(stream, data.MixedStream):
         for source, number in stream.source_rows(first, count):
             source_stream = stream.streams[source]
             yield stream.mixture.names[source], source_stream.tokens, ranges_of(source_stream, number)
@@ -79,7 +77,7 @@ def rows_of(config: RunConfig, stream: Any, first: int) -> Iterator[tuple[str, T
         docs = stream.tokens.docs
         for row in stream.sample_documents(first, count):
             yield "", stream.tokens, [(int(docs[i]), int(docs[i + 1])) for i in row]
-    elif isinstance(stream, BucketStream):
+    elif isinstance(stream, data.BucketStream):
         for begin, end in stream.sample_ranges(first, count)[1].tolist():
             yield "", stream.tokens, [(begin, end)] if end else []
     else:

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero import checkpoint, models, train
-from fzero.checkpoint.offload_snapshot import StoreSnapshot
-from fzero.checkpoint.restore_state import restore_state, save_snapshot
+from fzero import checkpoint, models, optim, train
 from fzero.comm.axes import AXES
 from fzero.core import pytree
 from fzero.core.device import HOST
@@ -29,7 +27,7 @@ from fzero.models.presets import grow_tables
 from fzero.models.weights import column_norms
 from fzero.offload import Nvme
 from fzero.offload.nvme import buffer_need
-from fzero.optim import GradientTransformation, Schedule, with_average, with_lr_scale
+from fzero.optim import GradientTransformation, Schedule
 from fzero.run import setup
 from fzero.run.config.buckets import BUCKETS, BucketStep
 from fzero.run.config.config_table import to_table
@@ -163,8 +161,8 @@ def optimizer_of(config: RunConfig, rates: Any, updates: int) -> GradientTransfo
     """The optimizer of a run, with the scale of its rate and its average."""
     options = {"kernels": Kernels.parse(config.train.kernels), "seed": config.train.seed, "updates": updates}
     optimizer = partial(make_optimizer, config.optim, config.train.steps, rates, **options)
-    tx = with_lr_scale(lambda scale: optimizer(scale=scale)) if config.optim.lr_scaling != "none" else optimizer()
-    return with_average(tx, config.train.ema_decay) if config.train.ema_decay else tx
+    tx = optim.with_lr_scale(lambda scale: optimizer(scale=scale)) if config.optim.lr_scaling != "none" else optimizer()
+    return optim.with_average(tx, config.train.ema_decay) if config.train.ema_decay else tx
 
 
 def with_drops(config: RunConfig, model: Model) -> Model:
@@ -288,7 +286,7 @@ def all_on_disk(job: Job) -> bool:
 def restore(job: Job, path: checkpoint.Folder) -> TrainState:
     """This rank's state from the checkpoint at `path`, of whatever mesh, stage, offload and policy; see
     `restore_state`."""
-    return restore_state(path, like_of(job), specs_of(job), job.plan, job.nvme, job.device)
+    return checkpoint.restore_state.restore_state(path, like_of(job), specs_of(job), job.plan, job.nvme, job.device)
 
 
 def like_of(job: Job) -> TrainState:
@@ -298,7 +296,7 @@ def like_of(job: Job) -> TrainState:
 
 
 def save_store(
-    job: Job, previous: RunConfig, snapshot: StoreSnapshot, checkpoint_dir: checkpoint.Folder, last: int
+    job: Job, previous: RunConfig, snapshot: checkpoint.StoreSnapshot, checkpoint_dir: checkpoint.Folder, last: int
 ) -> checkpoint.Folder | None:
     """Convert the last complete step of another plan's store into a checkpoint; None if it is not after `last`."""
     if snapshot.record.step <= last:
@@ -313,7 +311,9 @@ def save_store(
     }
     store_plan = zero_plan(stage, job.model, fake_mesh(snapshot.sizes), **options)
     old = state_specs(store_plan, job.tx)
-    return save_snapshot(checkpoint_dir, snapshot, old, like_of(job), specs_of(job), job.mesh, to_table(previous))
+    return checkpoint.save_snapshot(
+        checkpoint_dir, snapshot, old, like_of(job), specs_of(job), job.mesh, to_table(previous)
+    )
 
 
 # -- cost

@@ -22,23 +22,21 @@ from fzero.core.config_tables import Table
 from fzero.core.gpu import HOST, pinned
 from fzero.core.gpu_copies import Copied, copy_in
 from fzero.core.storage import is_url, user_folder
-from fzero.data.buckets import BucketStream
 from fzero.data.linked_corpus import expect_unchanged, write_mixture
-from fzero.data.mixed_stream import MixedStream
 from fzero.data.mixture import Mixture, open_sources, sources_of
 from fzero.data.packing import Batch
-from fzero.data.preferences import read_reference
 from fzero.data.prepare import Busy, remove_finished
 from fzero.data.remote_tokens import Reading
 from fzero.data.token_stream import RowStream
 from fzero.data.tokens import VERSION, digest, read_meta, token_dtype
+from fzero.run import setup
 from fzero.run.config.buckets import BUCKETS, lengths_of, with_scale
 from fzero.run.config.curriculum import curriculum_of, make_pieces
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.stages import stages_of
 from fzero.run.config.transforms import make_transforms
 from fzero.run.ranks.coordinator import Coordinator, Say
-from fzero.run.setup import fine_tuning, run_folder
+from fzero.run.setup import run_folder
 from fzero.sharding import Mesh
 
 AHEAD = 8  # batches whose tokens are fetched from object stores before they are asked for
@@ -59,7 +57,7 @@ def find_corpus(value: RunConfig, folder: Path, say: Say, init: Path | None = No
         expect_tokenizer(config.tokenizer, read_meta(path)["tokenizer"], f"{path} was")
         return path
     if value.task.examples:
-        return fine_tuning.prepare_for(value, folder / run_folder.DATA, say, init)
+        return setup.fine_tuning.prepare_for(value, folder / run_folder.DATA, say, init)
     if config.path != "stdlib":
         say(f"preparing {path} ({config.tokenizer}) in {folder / run_folder.DATA}")
         say(data.describe(data.prepare(path, folder / run_folder.DATA, tokenizer=config.tokenizer)))
@@ -157,7 +155,8 @@ def open_last(config: RunConfig, corpus: Path, skips: Skips = ()) -> tuple[Any, 
             if (order := curriculum_of(config, corpus)) is not None:  # of all sizes of a batch that grows
                 streams[-1] = replace(streams[-1], curriculum=order)
         rows += stage.samples
-        expect_enough_rows(streams[-1], rows)
+        if config.data.mixture:
+            expect_enough_rows(streams[-1], rows)
     return streams[-1], firsts[-1]
 
 
@@ -168,7 +167,7 @@ def open_micro_batches(config: RunConfig, corpus: Path, skips: Skips = ()) -> Mi
 
 def micro_batches(config: RunConfig, corpus: Path, stream: Any, base_sample: int) -> MicroBatchReader:
     """The function (sample, m) -> micro-batch m, of a stream whose first row is sample `base_sample`."""
-    rows_per_sample = stream.seq_len // stream.lengths[0] if isinstance(stream, BucketStream) else 1  # rows of a sample
+    rows_per_sample = stream.seq_len // stream.lengths[0] if config.data.packing == BUCKETS else 1  # rows of a sample
     size, in_pieces, transformed = config.train.micro_batch, make_pieces(config), make_transforms(config, corpus)
 
     def read(sample: int, m: int) -> Batch:
@@ -205,7 +204,7 @@ def open_counts(config: RunConfig, corpus: Path, skips: Skips = ()) -> Callable[
     if not config.data.mixture:
         return lambda sample: {}
     stream, base_sample = open_last(config, corpus, skips)
-    assert isinstance(stream, MixedStream)
+    assert isinstance(stream, data.MixedStream)
 
     def counted(sample: int) -> dict[str, Any]:
         first = sample - base_sample
@@ -215,9 +214,9 @@ def open_counts(config: RunConfig, corpus: Path, skips: Skips = ()) -> Callable[
     return counted
 
 
-def expect_enough_rows(stream: Any, rows: int) -> None:
+def expect_enough_rows(stream: data.MixedStream, rows: int) -> None:
     """Raise ValueError if a mixture ends before a stage has its rows."""
-    if isinstance(stream, MixedStream) and stream.rows is not None and stream.rows < rows:
+    if stream.rows is not None and stream.rows < rows:
         raise ValueError(
             f"data.mixture: its sources have {stream.rows:,} rows of {stream.seq_len} tokens within their epochs and "
             f"tokens, and the run takes {rows:,}; raise their limits, leave one without, or take fewer steps"
@@ -226,17 +225,17 @@ def expect_enough_rows(stream: Any, rows: int) -> None:
 
 def open_stream(
     config: RunConfig, corpus: Path, split: str, batch: int, remainder: Any = None
-) -> data.TokenStream | MixedStream | RowStream | BucketStream:
+) -> data.TokenStream | data.MixedStream | RowStream | data.BucketStream:
     """The batches of a split: rows of text, of a mixture, of conversations, or of documents of like length."""
     seed, seq_len, packing = config.train.seed, config.data.seq_len, config.data.packing
     if config.data.mixture:
         remainders = itertools.repeat(None) if remainder is None else remainder.remainders
         pairs = zip(open_sources(corpus, split, reading_of(config, corpus)), remainders)
         streams = tuple(data.TokenStream(tokens, seq_len, batch, seed, packing, tail) for tokens, tail in pairs)
-        return MixedStream(Mixture.parse(config.data.mixture), streams, batch, remainder)
+        return data.MixedStream(Mixture.parse(config.data.mixture), streams, batch, remainder)
     tokens = data.open_tokens(corpus, split, reading_of(config, corpus))
     if packing == BUCKETS and split == "train":
-        return BucketStream(tokens, lengths_of(config), batch, seed)
+        return data.BucketStream(tokens, lengths_of(config), batch, seed)
     if tokens.kind == "text":
         packing = "best-fit" if packing == BUCKETS else packing  # to validate, documents whole in rows of one length
         return data.TokenStream(tokens, seq_len, batch, seed, packing, remainder)
@@ -245,7 +244,7 @@ def open_stream(
             f"objective is {config.objective}, whose rows are prepared for one length; leave out --seq-len"
         )
     reference = config.dpo.reference if config.task.reference else ""
-    return RowStream(tokens, seq_len, batch, seed, read_reference(corpus, split, reference) if reference else None)
+    return RowStream(tokens, seq_len, batch, seed, data.read_reference(corpus, split, reference) if reference else None)
 
 
 def reading_of(config: RunConfig, corpus: Path) -> Reading:
@@ -272,8 +271,7 @@ def open_data(
         if isinstance(stream, RowStream)
         else make_prefetcher(config, stream, base_sample, local_indices)
     )
-    split = open_stream(config, corpus, "val", t.micro_batch)
-    assert not isinstance(split, BucketStream)  # which is to train
+    split: Any = open_stream(config, corpus, "val", t.micro_batch)  # no BucketStream, which is to train
     windows = t.eval_batches * t.micro_batch or None
     share = (mesh.data_rank, mesh.data_size)
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fzero import models
+from fzero import data, models
 from fzero.core.config_tables import Table
-from fzero.data.auto_tokenizer import missing_lines
 from fzero.data.chat import encoder, read_chat, render
 from fzero.data.examples import Lengths, describe_conversations
 from fzero.data.tokenizers import Tokenizer
@@ -47,7 +46,7 @@ def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: 
     expect_rows(config, tokenizer.vocab_size, f"the tokenizer of {init}")
     if config.data.add_tokens:
         say(added_line(base_tokenizer, tokenizer, config.data.add_tokens))
-    for line in missing_lines(chat, tokenizer, f"--add-tokens {TEMPLATE}"):
+    for line in data.auto_tokenizer.missing_lines(chat, tokenizer, f"--add-tokens {TEMPLATE}"):
         say(line)
     say(f"preparing {path} ({tokenizer.name}) in {out}")
     lengths = Lengths(config.data.seq_len, config.model.max_len, config.data.too_long)

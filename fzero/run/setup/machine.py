@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from fzero import kernels
 from fzero.core import compile_cache, gpu, packages
 from fzero.core.compile_cache import have_compiler
 from fzero.core.device import CPU, Target, target_on
 from fzero.core.host_memory import cores
 from fzero.core.text_parsing import in_form, read_json
-from fzero.kernels.float8 import least_capability
 from fzero.kernels.registry import Kernels
 from fzero.offload.disk_io import config_file
 from fzero.run.config.run_config import RunConfig
@@ -233,7 +233,7 @@ def _expect_float8(config: RunConfig, target: Target) -> None:
     matmul = make_policy(config).matmul
     if not matmul or Kernels.parse(config.train.kernels)["float8_linear"] != "auto":
         return
-    min_capability = least_capability(matmul.removeprefix("float8_"))
+    min_capability = kernels.least_capability(matmul.removeprefix("float8_"))
     if target.capability < min_capability:
         actual, needs = (".".join(map(str, version)) for version in (target.capability, min_capability))
         raise ValueError(

@@ -19,28 +19,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero.checkpoint.convert import peft
+from fzero import data as corpora
+from fzero.checkpoint import convert
 from fzero.core import pytree
 from fzero.core.config_tables import Table, check_type
 from fzero.core.pytree import Tree
 from fzero.core.text_parsing import expect_entries, parse_json, read_json, read_text_file
-from fzero.data.auto_tokenizer import add_tokens, expect_json, missing_tokens, read_tokenizer_json
 from fzero.data.chat import Chat, chat_files, end_tokens, read_chat, template_files
-from fzero.data.tokenizer_classes import ADDED, CONFIG, MAP, TOKENIZER, add_special_tokens, special_tokens
-from fzero.data.tokenizers import Tokenizer, json_tokenizer, load_tokenizer
+from fzero.data.tokenizers import ADDED, CONFIG, MAP, TOKENIZER, Tokenizer, json_tokenizer, load_tokenizer
 from fzero.models import ModelConfig
 from fzero.models.configs import TABLES, LoRAConfig
 from fzero.models.presets import with_vocab_size
+from fzero.run import setup
 from fzero.run.config.run_config import Data, RunConfig
-from fzero.run.setup import run_folder, weights
+from fzero.run.setup import run_folder
 
 
 def start_tokenizer(init: Path) -> Tokenizer:
     """The tokenizer of a run, or of a folder of another system; raises ValueError if it has none."""
     if run_folder.is_run(init):
         return run_folder.read_tokenizer(init)
-    if peft.is_adapter(init):
-        return start_tokenizer(peft.base_of(init))
+    if convert.peft.is_adapter(init):
+        return start_tokenizer(convert.peft.base_of(init))
     tokenizer = tokenizer_of(init, init / "config.json")
     if tokenizer is None:
         raise ValueError(f"{init}: has no tokenizer.json, so there is no text to read")
@@ -49,8 +49,8 @@ def start_tokenizer(init: Path) -> Tokenizer:
 
 def start_pad(init: Path) -> int:
     """The token with which transformers fills the rows of the model in `init`."""
-    if peft.is_adapter(init):
-        return start_pad(peft.base_of(init))
+    if convert.peft.is_adapter(init):
+        return start_pad(convert.peft.base_of(init))
     path = init / run_folder.ENVIRONMENT if run_folder.is_run(init) else init / "config.json"
     entries = read_json(path, wide=True)
     pad = entries.get("token_ids", entries).get("pad_token_id")
@@ -60,8 +60,8 @@ def start_pad(init: Path) -> int:
 def start_chat(init: Path, template: str = "") -> Chat | None:
     """The chat template of a run, a folder of another system or an adapter; None if there is none."""
     chat = read_chat(init)
-    if chat is None and peft.is_adapter(init):
-        chat = start_chat(peft.base_of(init))
+    if chat is None and convert.peft.is_adapter(init):
+        chat = start_chat(convert.peft.base_of(init))
     return Chat(read_text_file(template), chat.tokens if chat else {}) if template else chat
 
 
@@ -70,13 +70,13 @@ def tokenizer_of(folder: Path, hf_config: Path) -> Tokenizer | None:
     places = [source for source in (folder, hf_config.parent) if os.path.lexists(source / TOKENIZER)]
     source = (places or [folder])[0]
     config_folder = source if (source / CONFIG).is_file() else hf_config.parent
-    content = read_tokenizer_json(source, config_folder)
+    content = corpora.read_tokenizer_json(source, config_folder)
     if content is None:
         return None
     recorded = read_json(hf_config, wide=True).get("eos_token_id")
     eos: Any = recorded[0] if isinstance(recorded, list) and recorded else recorded
     entry = f"eos_token_id of {hf_config}"
-    if eos is None and (eos := special_tokens(config_folder).get("eos_token")) is not None:
+    if eos is None and (eos := corpora.special_tokens(config_folder).get("eos_token")) is not None:
         entry = f"eos_token of {config_folder / CONFIG}"
     return json_tokenizer(content, str(source / TOKENIZER), eos, entry)
 
@@ -89,8 +89,8 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def start_files(init: Path, *extra_folders: Path, templates: bool = True) -> dict[str, str]:
     """{name: content} of the FILES of what a run starts from; extra_folders: for what `init` lacks."""
     places = [init, *extra_folders]
-    if peft.is_adapter(init):
-        return start_files(peft.base_of(init), templates=templates) | files_in(init, templates=templates)
+    if convert.peft.is_adapter(init):
+        return start_files(convert.peft.base_of(init), templates=templates) | files_in(init, templates=templates)
     return {name: text for folder in reversed(places) for name, text in files_in(folder, templates=templates).items()}
 
 
@@ -101,7 +101,8 @@ def with_added(files: dict[str, str], tokens: Sequence[str]) -> dict[str, str]:
     tokenizer_config, named = (parse_json(files.get(name, "{}"), name, wide=True) for name in (CONFIG, MAP))
     named = {} if "added_tokens_decoder" in tokenizer_config else named
     return files | {
-        CONFIG: json.dumps(add_special_tokens(tokenizer_config, named, tokens), indent=2, ensure_ascii=False) + "\n"
+        CONFIG: json.dumps(corpora.add_special_tokens(tokenizer_config, named, tokens), indent=2, ensure_ascii=False)
+        + "\n"
     }
 
 
@@ -113,8 +114,8 @@ def files_in(folder: Path, *, templates: bool = True) -> dict[str, str]:
 
 def start_ids(init: Path) -> dict[str, Any]:
     """{"token_ids": the ids of what a run starts from}, for its environment.json; {} without weights."""
-    if peft.is_adapter(init):
-        return start_ids(peft.base_of(init))
+    if convert.peft.is_adapter(init):
+        return start_ids(convert.peft.base_of(init))
     if not run_folder.is_run(init):
         ids_of(init / GENERATION)  # which the run gets as it is
         return {"token_ids": ids_of(init / "config.json")}
@@ -199,7 +200,7 @@ def start_model(init: Path, table: Table) -> StartModel:
             f"{', '.join(AT_A_TIME)}"
         )
     table.pop("model", None)
-    preset, model = weights.start_sizes(init)
+    preset, model = setup.weights.start_sizes(init)
     model = computed_by(model, {name: value for name, value in sizes.items() if name in AT_A_TIME})
     data = check_type("data", table.get("data", {}), dict)
     new_tokens = check_type("data.add_tokens", data.get("add_tokens", ()), tuple[str, ...])
@@ -234,12 +235,14 @@ def computed_by(config: Any, values: Mapping[str, Any]) -> Any:
 def grown_tokenizer(init: Path, new_tokens: Sequence[str], template: str) -> Tokenizer:
     """The tokenizer of what a run starts from with the tokens of `data.add_tokens`; raises ValueError."""
     tokenizer = start_tokenizer(init)
-    return add_tokens(tokenizer, tokens_to_add(init, tokenizer, new_tokens, template)) if new_tokens else tokenizer
+    return (
+        corpora.add_tokens(tokenizer, tokens_to_add(init, tokenizer, new_tokens, template)) if new_tokens else tokenizer
+    )
 
 
 def tokens_to_add(init: Path, tokenizer: Tokenizer, new_tokens: Sequence[str], template: str) -> list[str]:
     """The tokens of `grown_tokenizer`."""
-    expect_json(tokenizer)
+    corpora.expect_json(tokenizer)
     chat, tokens = start_chat(init, template), list[str]()
     for text in new_tokens:
         if text == TEMPLATE and chat is None:
@@ -247,7 +250,7 @@ def tokens_to_add(init: Path, tokenizer: Tokenizer, new_tokens: Sequence[str], t
                 f"data.add_tokens has {TEMPLATE} and {init} has no chat template; give one, or name the tokens: "
                 "--chat-template FILE.jinja"
             )
-        tokens += missing_tokens(chat, tokenizer) if chat is not None and text == TEMPLATE else [text]
+        tokens += corpora.missing_tokens(chat, tokenizer) if chat is not None and text == TEMPLATE else [text]
     return list(dict.fromkeys(tokens))
 
 
@@ -291,7 +294,7 @@ def expect_added(data: Data, corpus: Path) -> None:
     tokenizer, chat = load_tokenizer(corpus), read_chat(corpus)
     lacking = missing_of(tokenizer, [text for text in data.add_tokens if text != TEMPLATE])
     if TEMPLATE in data.add_tokens and chat is not None:
-        lacking += missing_tokens(chat, tokenizer)
+        lacking += corpora.missing_tokens(chat, tokenizer)
     if lacking or not tokenizer.json:
         raise ValueError(
             f"{corpus}: was prepared with a tokenizer without {lacking[0] if lacking else data.add_tokens[0]}, which "

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import checkpoint, models
-from fzero.checkpoint import convert, offload_snapshot
-from fzero.checkpoint.convert import peft
+from fzero.checkpoint import convert
 from fzero.checkpoint.directory import incomplete_lines, newest_sound
 from fzero.core import pytree
 from fzero.core.copy_buckets import bring
@@ -21,7 +20,7 @@ from fzero.core.pytree import Tree
 from fzero.core.storage import is_url
 from fzero.models import LoRAConfig, Model, ModelConfig
 from fzero.offload import Nvme
-from fzero.optim.wrappers import AVERAGE
+from fzero.optim.base import AVERAGE
 from fzero.run.config.config_table import recipe
 from fzero.run.config.objectives import objective_of
 from fzero.run.config.run_config import RunConfig
@@ -53,12 +52,12 @@ def read_newest(
 PARAMS, MASTER, EMA = "params/", "master/", AVERAGE
 
 
-def snapshot_of(folder: Path, value: RunConfig) -> offload_snapshot.StoreSnapshot | None:
+def snapshot_of(folder: Path, value: RunConfig) -> checkpoint.offload_snapshot.StoreSnapshot | None:
     """The offload store of the run in `folder`, if it holds the newest weights; else None."""
     if is_url(value.nvme.folder):
         return None
     snapshot = (
-        offload_snapshot.find_snapshot(Path(value.nvme.folder or folder / NVME))
+        checkpoint.offload_snapshot.find_snapshot(Path(value.nvme.folder or folder / NVME))
         if Offload.parse(value.offload).on_disk
         else None
     )
@@ -83,7 +82,7 @@ def snapshot_of(folder: Path, value: RunConfig) -> offload_snapshot.StoreSnapsho
     )
 
 
-def without_masters(value: RunConfig, snapshot: offload_snapshot.StoreSnapshot) -> list[str]:
+def without_masters(value: RunConfig, snapshot: checkpoint.offload_snapshot.StoreSnapshot) -> list[str]:
     """A line where a store lacks master weights, so that params are read."""
     policy = POLICIES[value.precision.policy]()
     if snapshot.holds(MASTER) or not policy.has_master:
@@ -94,7 +93,7 @@ def without_masters(value: RunConfig, snapshot: offload_snapshot.StoreSnapshot) 
     ]
 
 
-def plan_of(model: Model, value: RunConfig, snapshot: offload_snapshot.StoreSnapshot) -> Plan:
+def plan_of(model: Model, value: RunConfig, snapshot: checkpoint.offload_snapshot.StoreSnapshot) -> Plan:
     """The plan of a run, as on its rank 0."""
     options = {"reduce": value.reduce, "sequence": value.sequence, "pipeline": snapshot.pipeline}
     return zero_plan(value.zero, model, fake_mesh(snapshot.sizes), **options)
@@ -137,8 +136,8 @@ def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> Traine
     if not present:
         raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
     disk = Nvme(nvme or folder / "nvme-sample", slots=1)
-    disk.need(3 * offload_snapshot.largest_group_bytes(plan, 4))
-    params = offload_snapshot.write_params(read, plan, disk)
+    disk.need(3 * checkpoint.offload_snapshot.largest_group_bytes(plan, 4))
+    params = checkpoint.offload_snapshot.write_params(read, plan, disk)
     return TrainedWeights(value, model, params, step, warnings)
 
 
@@ -159,7 +158,7 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> TrainedWeigh
         return TrainedWeights(
             value,
             model,
-            offload_snapshot.read_weights(snapshot, plan_of(model, value, snapshot), prefix, dtype),
+            checkpoint.offload_snapshot.read_weights(snapshot, plan_of(model, value, snapshot), prefix, dtype),
             snapshot.record.step,
             without_masters(value, snapshot) if wide and not ema else [],
         )
@@ -194,9 +193,9 @@ def start_sizes(init: Path) -> tuple[str, ModelConfig]:
     if is_run(init):
         old = read_config(init)
         return old.preset, old.model
-    if peft.is_adapter(init):
-        base = peft.base_of(init)
-        return "", peft.open_adapter(init, base, _base_sizes(init, base)).config
+    if convert.peft.is_adapter(init):
+        base = convert.peft.base_of(init)
+        return "", convert.peft.open_adapter(init, base, _base_sizes(init, base)).config
     return "", convert.open_source(init).config
 
 
@@ -205,21 +204,21 @@ def _base_sizes(init: Path, base: Path) -> ModelConfig:
     try:
         return start_sizes(base)[1]
     except ValueError as error:
-        raise ValueError(f"{error}; {init} is an adapter of that model: {peft.MERGE}") from None
+        raise ValueError(f"{error}; {init} is an adapter of that model: {convert.peft.MERGE}") from None
 
 
 def load_start(init: Path) -> TrainedWeights:
     """The weights that a new run starts from: of the run in `init`, or those that another system saved there."""
     if is_run(init):
         return load(init, wide=True)
-    if peft.is_adapter(init):
-        base = peft.base_of(init)
+    if convert.peft.is_adapter(init):
+        base = convert.peft.base_of(init)
         _base_sizes(init, base)
         base_weights = load_start(base)
         named = pytree.named_leaves(base_weights.params)
-        adapter = peft.open_adapter(init, base, base_weights.model.config)
-        peft.expect_base(init, base, named)
-        named |= peft.adapter_leaves(adapter, named)
+        adapter = convert.peft.open_adapter(init, base, base_weights.model.config)
+        convert.peft.expect_base(init, base, named)
+        named |= convert.peft.adapter_leaves(adapter, named)
         model = models.build(adapter.config)
         params = model.init(lambda name, shape, std, mean=0.0, dtype=None: named[name])
         return TrainedWeights(config_of(adapter.config), model, params, 0, [*base_weights.warnings, *adapter.notes])
