@@ -261,11 +261,11 @@ def test_a_compiler_that_fails_is_said_and_done_without(monkeypatch, tmp_path):
 
 def test_threads_compile_once_and_agree(monkeypatch):
     made, x = [], some((5000,), torch.float32)
-    by_gcc, expected = module.cpp.library_by_gcc, plain(x)
+    by_gcc, expected = module.compile_cache.library_by_gcc, plain(x)
     monkeypatch.setattr(module, "_MANY", 0)
     monkeypatch.setattr(module, "_library", functools.cache(module._library.__wrapped__))
     monkeypatch.setattr(
-        module.cpp, "library_by_gcc", lambda *given: made.append(given) or time.sleep(0.05) or by_gcc(*given)
+        module.compile_cache, "library_by_gcc", lambda *given: made.append(given) or time.sleep(0.05) or by_gcc(*given)
     )
     got = []
     threads = [threading.Thread(target=lambda: got.append(digest.digest(x))) for _ in range(4)]

@@ -38,7 +38,7 @@ PROGRAM = """
 import importlib, pkgutil, runpy, sys
 from pathlib import Path
 import fzero
-SUBCLASSES = {"fzero.data.chat"}  # of a package's classes, imported where a template is met
+SUBCLASSES = {"fzero.data.template_sandbox"}  # of a package's classes, imported where a template is met
 for module in pkgutil.walk_packages(fzero.__path__, "fzero."):
     if not module.name.endswith("__main__") and module.name not in SUBCLASSES:
         importlib.import_module(module.name)

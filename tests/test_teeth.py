@@ -229,7 +229,7 @@ def rope_positions_off_by_one_for_keys(monkeypatch):
 def rope_scaling_forgotten(monkeypatch):
     wrap(
         monkeypatch,
-        layers,
+        cp_attention,
         "rope_frequencies",
         lambda f: lambda k, theta, scaling, *rest: f(k, theta, None, *rest),
     )

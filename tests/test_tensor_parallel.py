@@ -14,8 +14,7 @@ from law_cases import GEMMA, GPT_OSS, OLMO2
 
 from fzero import models, psum, pvary
 from fzero.core import prng, pytree
-from fzero.kernels import linear_cross_entropy as ce
-from fzero.models import base, experts, forward, layers
+from fzero.models import base, cp_attention, experts, forward, layers
 from fzero.models.batch import check_batch
 from fzero.sharding import ActivationSplit, Mesh, Spec, fake_mesh, match_rules, one_process
 
@@ -23,6 +22,7 @@ from fzero.sharding import ActivationSplit, Mesh, Spec, fake_mesh, match_rules, 
 gpt2, llama, mlp, mixtral = (
     importlib.import_module(f"fzero.models.{name}") for name in ("gpt2", "llama", "mlp", "mixtral")
 )
+cross_entropy = importlib.import_module("fzero.kernels.cross_entropy")
 F64 = torch.float64
 B, T, V, D, L, H, F = 3, 8, 16, 8, 2, 4, 12
 ODD = 19
@@ -362,7 +362,7 @@ MISTAKES = {
     "a bias is added by each rank": (
         "gpt2",
         False,
-        layers,
+        cp_attention,
         "row_parallel_linear",
         lambda f: lambda y, w, ctx, leaf, b=None: layers.exit_region(layers.linear(y, w, b), ctx, leaf),
     ),
@@ -370,14 +370,14 @@ MISTAKES = {
     "the targets' columns are another rank's": (
         "mlp",
         False,
-        ce,
+        cross_entropy,
         "Terms",
         lambda f: lambda z, s, c, first, n: f(z, s, c, (first + n // 4) % n, n),
     ),
     "a key/value head is another rank's": (
         "llama",
         False,
-        layers,
+        cp_attention,
         "narrow_part",
         lambda f: lambda x, i, n, dim: f(x, n - 1 - i, n, dim),
     ),
