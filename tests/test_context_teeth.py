@@ -48,7 +48,7 @@ def contiguous_rope():
 
         return positions_of
 
-    return wrap(layers, "positions_of", wrong)
+    return wrap(cp_attention, "positions_of", wrong)
 
 
 def counted_by_every_rank():
