@@ -13,7 +13,7 @@ I32, U8, F32 = torch.int32, torch.uint8, torch.float32
 
 def cut(x):
     """x rounded towards zero to bfloat16's numbers."""
-    return autodiff(autodiff(x, I32) & -0x10000, F32)
+    return autodiff.reinterpret(autodiff.reinterpret(x, I32) & -0x10000, F32)
 
 
 def weighted(x):
@@ -26,9 +26,9 @@ def x():
 
 
 def test_without_a_transform_it_is_a_view(x):
-    y = autodiff(x, I32)
+    y = autodiff.reinterpret(x, I32)
     assert y.data_ptr() == x.data_ptr() and y.dtype == I32
-    assert_same(autodiff(x, U8), x.view(U8))
+    assert_same(autodiff.reinterpret(x, U8), x.view(U8))
 
 
 def test_vmap_at_every_dim_and_twice(x):
@@ -40,9 +40,9 @@ def test_vmap_at_every_dim_and_twice(x):
 
 
 def test_sizes_that_differ(x):
-    assert_same(torch.vmap(lambda x: autodiff(x, U8))(x), x.view(U8))
-    assert_same(torch.vmap(lambda x: autodiff(x, U8), 1, 1)(x), x.view(U8))
-    assert_same(torch.vmap(lambda x: autodiff(autodiff(x, U8), F32), 1, 1)(x), x)
+    assert_same(torch.vmap(lambda x: autodiff.reinterpret(x, U8))(x), x.view(U8))
+    assert_same(torch.vmap(lambda x: autodiff.reinterpret(x, U8), 1, 1)(x), x.view(U8))
+    assert_same(torch.vmap(lambda x: autodiff.reinterpret(autodiff.reinterpret(x, U8), F32), 1, 1)(x), x)
 
 
 @pytest.mark.parametrize(

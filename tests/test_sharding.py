@@ -9,6 +9,7 @@ import torch
 
 from fzero import bf16
 from fzero.core import pytree
+from fzero.models import ModelTraits
 from fzero.sharding import (
     AXES,
     ZERO,
@@ -185,8 +186,7 @@ class Small(NamedTuple):
 
     init: object
     rules: object
-    frozen: frozenset = frozenset()
-    leaf_rules: tuple = ()
+    traits: ModelTraits = ModelTraits()
 
 
 def small(*rules):

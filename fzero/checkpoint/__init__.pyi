@@ -10,7 +10,6 @@ from fzero.checkpoint.manifest import read_manifest as read_manifest
 from fzero.checkpoint.reader import CheckpointReader as CheckpointReader
 from fzero.checkpoint.reader import open_checkpoint as open_checkpoint
 from fzero.checkpoint.reader import read_extra as read_extra
-from fzero.checkpoint.restore_tree import code_lines as code_lines
 from fzero.checkpoint.restore_tree import restore as restore
 from fzero.checkpoint.restore_tree import restore_leaves as restore_leaves
 from fzero.checkpoint.save_state import Saved as Saved
@@ -28,7 +27,6 @@ from fzero.core.storage import Folder as Folder
 # Modules
 from fzero.checkpoint import convert as convert
 from fzero.checkpoint import directory as directory
-from fzero.checkpoint import moment_codes as moment_codes
 from fzero.checkpoint import offload_snapshot as offload_snapshot
 from fzero.checkpoint import restore_state as restore_state
 
@@ -67,5 +65,6 @@ from fzero.checkpoint.restore_state import renamed_leaves as renamed_leaves
 from fzero.checkpoint.restore_state import save_snapshot as save_snapshot
 
 # Restore trees from a checkpoint
+from fzero.checkpoint.restore_tree import code_lines as code_lines
 from fzero.checkpoint.restore_tree import dtype_name as dtype_name
 from fzero.checkpoint.restore_tree import encode_moments as encode_moments

@@ -1,7 +1,6 @@
 """For contributors: what the other packages of fzero use."""
 
 # Modules
-from fzero.comm import channel as channel
 
 # The parallel axes of a mesh
 from fzero.comm.axes import AXES as AXES

@@ -12,7 +12,6 @@ from fzero.core import gpu_copies as gpu_copies
 from fzero.core import graph_passes as graph_passes
 from fzero.core import graph_tracing as graph_tracing
 from fzero.core import host_memory as host_memory
-from fzero.core import loop_library as loop_library
 from fzero.core import packages as packages
 from fzero.core import precision as precision
 from fzero.core import prng as prng

@@ -376,6 +376,7 @@ class RopeScaling:
     linear in the number of the pair, and attention's scores are multiplied by `score_factor`; "yarn_whole", the same
     with both ends of the transition rounded outwards to whole pairs, as most models have it.
 
+    >>> from fzero.kernels import rope_frequencies
     >>> rope_frequencies(4, 10000.0, RopeScaling(factor=8.0))[0]  # a short wavelength keeps its frequency
     tensor(1.)
 

@@ -64,7 +64,11 @@ class Cache(NamedTuple):
 
 
 class TokenLayout(NamedTuple):
-    """Which tokens a batch has on this rank."""
+    """Which tokens a batch has on this rank.
+
+    >>> TokenLayout(documents=torch.tensor([[0, 0, 1]])).documents.shape  # two documents in a row of three tokens
+    torch.Size([1, 3])
+    """
 
     first: Tensor | int = 0  # index of this batch's first sequence in the step's global batch
     documents: Tensor | tuple[()] = ()  # int [B, T], of whole sequences; () if each sequence is one document
@@ -74,7 +78,11 @@ class TokenLayout(NamedTuple):
 
 
 class LayerDraws(NamedTuple):
-    """What a step has drawn for its layers."""
+    """What a step has drawn for its layers.
+
+    >>> LayerDraws(scales=torch.tensor([1.0, 0.0]), dropped=frozenset([1])).dropped  # the second of two layers
+    frozenset({1})
+    """
 
     keys: dict[str, Tensor] = {}  # noqa: RUF012  (of dropout in blocks: {name: [L, 2]}, where made beforehand)
     scales: Tensor | tuple[()] = ()  # float64 [L] of what each layer adds to x, see models.dropping; () for 1
@@ -153,7 +161,11 @@ class Start(NamedTuple):
 
 
 class ModelTraits(NamedTuple):
-    """What is so of some models alone."""
+    """What is so of some models alone.
+
+    >>> ModelTraits(frozen=frozenset(["embed/tokens"])).draws  # the defaults: no draws of its own
+    False
+    """
 
     linear: str = ""  # a regex of leaves of the blocks that only `layers.linear` uses: they may be gathered as float8
     start: Mapping[str, Start] = {}  # by leaf name: those that begin with values that are given and not drawn

@@ -18,7 +18,6 @@ from fzero.comm.axes import expect_mesh as expect_mesh
 from fzero.offload import chunk_files as chunk_files
 from fzero.offload import range_files as range_files
 from fzero.offload import scratch as scratch
-from fzero.offload import store_folder as store_folder
 from fzero.offload import store_manifest as store_manifest
 from fzero.offload import update_units as update_units
 from fzero.offload.chunk_files import RowRead as RowRead

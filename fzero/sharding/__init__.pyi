@@ -1,6 +1,5 @@
 from fzero.comm.axes import AXES as AXES
 from fzero.comm.communicator import Axis as Axis
-from fzero.sharding import pipeline_traffic as pipeline_traffic
 from fzero.sharding.codec import Codec as Codec
 from fzero.sharding.context import ActivationSplit as ActivationSplit
 from fzero.sharding.context import Context as Context

@@ -405,7 +405,11 @@ def expect_fit(context: Context, heads: Heads, cp: int, tp: int) -> None:
 
 
 class ActivationSplit(NamedTuple):
-    """How activations, attention and experts are split over ranks."""
+    """How activations, attention and experts are split over ranks.
+
+    >>> ActivationSplit().context  # the default: whole sequences on each rank of cp
+    ()
+    """
 
     sequence: bool = False  # under tp: activations outside the tensor-parallel regions are split along T too
     context: Context | tuple[()] = ()  # how attention works over cp; () without
