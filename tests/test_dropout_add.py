@@ -7,7 +7,8 @@ import torch
 from close import assert_same
 
 from fzero.core import prng
-from fzero.kernels import dropout, dropout_add, registry
+from fzero.kernels import dropout, registry
+from fzero.kernels.dropout import dropout_add
 
 RATE = 0.3
 FIRSTS = (0, 5, (1 << 32) + 2, 4 * (1 << 32) - 7, (1 << 45) + 3)  # the last but one has blocks on both sides of 2^32

@@ -16,8 +16,8 @@ from zero_cases import train, whole
 import fzero
 from fzero import models, optim
 from fzero.core import graph_passes, observe, precision, pytree, torch_private, vjp_pair
-from fzero.kernels import float8, float8_gather, float8_linear, narrow_weight, registry, widen_weight
-from fzero.kernels.float8 import E4M3, E5M2, RECIPES
+from fzero.kernels import float8, float8_gather, narrow_weight, registry, widen_weight
+from fzero.kernels.float8 import E4M3, E5M2, RECIPES, float8_linear
 
 F64 = torch.float64
 every_scaling = pytest.mark.parametrize("scaling", RECIPES)

@@ -17,7 +17,7 @@ from fzero import checkpoint, data
 from fzero.checkpoint.convert.tensor_files import TensorEntry, write_safetensors
 from fzero.core import naming, write_text
 from fzero.data.remote_tokens import PieceCache
-from fzero.offload import FileWriter
+from fzero.offload.range_files import FileWriter
 from fzero.planner import search
 from fzero.run import config_table, run_folder, run_lock
 from fzero.run.measure import metrics_rows

@@ -315,7 +315,7 @@ def test_what_a_package_offers_exists():
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if not exists(f"{node.module}.{alias.name}")
-        and not (exists(node.module) and alias.name in names_of(node.module))
+        and not (node.module != module_of(stub) and exists(node.module) and alias.name in names_of(node.module))
     ]
     assert not missing, "\n".join(missing)
 
@@ -342,7 +342,6 @@ def names_used_of(package):
     return names
 
 
-@pytest.mark.slow
 def test_a_package_offers_contributors_what_other_packages_use():
     """And nothing else: the names below the string of its stub, beside those for users."""
     wrong = []

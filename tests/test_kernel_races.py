@@ -24,7 +24,6 @@ from fzero.kernels import (
     attention,
     block_mask,
     cross_entropy_triton,
-    dropout_add,
     float8,
     float8_gather,
     glu,
@@ -40,6 +39,7 @@ from fzero.kernels import (
     tuning,
 )
 from fzero.kernels.custom_operator import tl
+from fzero.kernels.dropout import dropout_add
 
 pytestmark = pytest.mark.skipif(not laws.INTERPRETED, reason="programs are watched in the interpreter")
 F32, BF16 = torch.float32, torch.bfloat16

@@ -8,8 +8,9 @@ from close import assert_same
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.core import graph_passes, vjp_pair
-from fzero.kernels import float8_linear, glu, norm, norm_triton
+from fzero.kernels import glu, norm, norm_triton
 from fzero.kernels.custom_operator import segment_length
+from fzero.kernels.float8 import float8_linear
 
 
 def calls(shape, dtype, layer=False):

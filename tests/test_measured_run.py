@@ -23,7 +23,8 @@ from fzero.run import recipe, run_folder, steps_of
 from fzero.run.measure import flops, norms, step_records
 from fzero.run.measure.step_records import Named
 from fzero.run.measure.timer import PHASES, Clock, Comm, Times
-from fzero.sharding import feeds, pipeline, read_schedule, shapes_of, write_schedule
+from fzero.sharding import feeds, pipeline, shapes_of
+from fzero.sharding.pipeline import read_schedule, write_schedule
 
 # -- the clock, by hand
 

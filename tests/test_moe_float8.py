@@ -9,8 +9,8 @@ from zero_cases import batch_for, model_of
 
 import fzero
 from fzero.core import pytree
-from fzero.kernels import float8_linear, moe, moe_float8
-from fzero.kernels.float8 import E4M3, quantise
+from fzero.kernels import moe, moe_float8
+from fzero.kernels.float8 import E4M3, float8_linear, quantise
 from fzero.kernels.moe_float8 import float8_grouped_mm
 from fzero.models import Ctx
 from fzero.models import experts as block

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import fzero
 from fzero.core import flop_of, torch_private, vjp_pair
 from fzero.core.graph_passes import FORMULAS, partition_by_cost
-from fzero.kernels import OPENED, attention, float8_linear, rms_norm, swiglu
+from fzero.kernels import OPENED, attention, rms_norm, swiglu
+from fzero.kernels.float8 import float8_linear
 from fzero.models import tiled_linear
 
 ROOT = Path(fzero.__file__).parent

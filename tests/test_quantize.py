@@ -8,8 +8,9 @@ from close import assert_close, assert_same
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.core import have_compiler, prng
-from fzero.kernels import KINDS, Quantized, dequantize, empty_codes, quantize, quantize_codes, registry
+from fzero.kernels import KINDS, dequantize, empty_codes, quantize, quantize_codes, registry
 from fzero.kernels import quantize as file
+from fzero.kernels.quantize_codes import Quantized
 
 KEY = prng.key(2**40 + 11, laws.DEVICE)
 HALVES = {

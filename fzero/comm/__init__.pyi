@@ -1,7 +1,5 @@
 """For contributors: what the other packages of fzero use."""
 
-# Modules
-
 # The parallel axes of a mesh
 from fzero.comm.axes import AXES as AXES
 from fzero.comm.axes import CP as CP
@@ -10,6 +8,7 @@ from fzero.comm.axes import EP as EP
 from fzero.comm.axes import PP as PP
 from fzero.comm.axes import RP as RP
 from fzero.comm.axes import TP as TP
+from fzero.comm.axes import expect_mesh as expect_mesh
 from fzero.comm.axes import joined_links as joined_links
 from fzero.comm.axes import links_of as links_of
 from fzero.comm.axes import mesh_text as mesh_text

@@ -2,7 +2,6 @@
 
 # Modules
 from fzero.core import captured_state as captured_state
-from fzero.core import closure_state as closure_state
 from fzero.core import compile_cache as compile_cache
 from fzero.core import config_tables as config_tables
 from fzero.core import crc32c as crc32c
@@ -17,7 +16,6 @@ from fzero.core import precision as precision
 from fzero.core import prng as prng
 from fzero.core import process_pool as process_pool
 from fzero.core import program_cache as program_cache
-from fzero.core import purity_checks as purity_checks
 from fzero.core import pytree as pytree
 from fzero.core import random_interception as random_interception
 from fzero.core import stack as stack
@@ -56,7 +54,6 @@ from fzero.core.autodiff import vary as vary
 
 # Recomputation in the backward pass (remat)
 from fzero.core.captured_state import preserve_random_states as preserve_random_states
-from fzero.core.captured_state import remat as remat
 
 # What somebody's function has beside its arguments, and what shows that a call changed it
 from fzero.core.closure_state import Changed as Changed

@@ -34,9 +34,7 @@ from fzero.data.transforms import weigh_targets as weigh_targets
 # Modules
 from fzero.data import arrow_tables as arrow_tables
 from fzero.data import auto_tokenizer as auto_tokenizer
-from fzero.data import buckets as buckets
 from fzero.data import curriculum as curriculum
-from fzero.data import preferences as preferences
 from fzero.data import tokenizer_classes as tokenizer_classes
 
 # The tokenizer of a model's folder, with the ids of AutoTokenizer of `transformers`
@@ -61,7 +59,6 @@ from fzero.data.chat import template_files as template_files
 from fzero.data.chat import write_chat as write_chat
 
 # A number for each row of a corpus
-from fzero.data.curriculum import open_analysis as open_analysis
 from fzero.data.examples import Lengths as Lengths
 from fzero.data.examples import LineReader as LineReader
 from fzero.data.examples import describe_conversations as describe_conversations

@@ -13,8 +13,6 @@ from fzero.kernels import block_mask as block_mask
 from fzero.kernels import cross_entropy_triton as cross_entropy_triton
 from fzero.kernels import dropout as dropout
 from fzero.kernels import float8 as float8
-from fzero.kernels import float8_gather as float8_gather
-from fzero.kernels import glu as glu
 from fzero.kernels import grad_norm as grad_norm
 from fzero.kernels import linear_cross_entropy as linear_cross_entropy
 from fzero.kernels import moe as moe
@@ -71,14 +69,10 @@ from fzero.kernels.custom_operator import cap_logits as cap_logits
 from fzero.kernels.custom_operator import operator as operator
 from fzero.kernels.custom_operator import triton as triton
 
-# Dropout of a branch and its sum with the residual stream; the backward pass draws the mask again
-from fzero.kernels.dropout import dropout_add as dropout_add
-
 # Rows of a table by their numbers, whose gradient is summed over tokens in float32 or wider
 from fzero.kernels.embedding import look_up as look_up
 
 # Linear in float8
-from fzero.kernels.float8 import float8_linear as float8_linear
 from fzero.kernels.float8 import least_capability as least_capability
 
 # Weights on their way between ranks as float8
@@ -139,7 +133,6 @@ from fzero.kernels.quantize import dequantize as dequantize
 
 # Quantised tensors
 from fzero.kernels.quantize_codes import KINDS as KINDS
-from fzero.kernels.quantize_codes import Quantized as Quantized
 from fzero.kernels.quantize_codes import codes_a_byte as codes_a_byte
 from fzero.kernels.quantize_codes import empty_codes as empty_codes
 

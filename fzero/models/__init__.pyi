@@ -54,7 +54,6 @@ from fzero.models import config_values as config_values
 from fzero.models import decoder as decoder
 from fzero.models import dropping as dropping
 from fzero.models import forward as forward
-from fzero.models import preference as preference
 from fzero.models import score as score
 
 # The experts of a block

@@ -12,14 +12,9 @@ from fzero.offload.store import VersionedStore as VersionedStore
 
 """For contributors: what the other packages of fzero use."""
 
-# Modules
 # Leaves as zarr3 arrays, with an uncompressed chunk for each slot, layer and rank
-from fzero.comm.axes import expect_mesh as expect_mesh
 from fzero.offload import chunk_files as chunk_files
 from fzero.offload import range_files as range_files
-from fzero.offload import scratch as scratch
-from fzero.offload import store_manifest as store_manifest
-from fzero.offload import update_units as update_units
 from fzero.offload.chunk_files import RowRead as RowRead
 from fzero.offload.chunk_files import Rows as Rows
 from fzero.offload.chunk_files import read_chunk as read_chunk
@@ -41,10 +36,7 @@ from fzero.offload.nvme import release_store as release_store
 from fzero.offload.nvme import store_bytes as store_bytes
 
 # Files that threads read and write by ranges of bytes, below a local folder or a URL: the parts of a checkpoint
-from fzero.offload.range_files import FileWriter as FileWriter
-from fzero.offload.range_files import ObjectWriter as ObjectWriter
 from fzero.offload.range_files import RangeReader as RangeReader
-from fzero.offload.range_files import RangeWriter as RangeWriter
 
 # Activations and gradients of a step in host memory or in a nameless file on a disk, which leaves nothing after a crash
 from fzero.offload.scratch import DiskActivations as DiskActivations

@@ -18,9 +18,6 @@ from fzero.planner.calibrate import machine as machine
 # Closed forms of a candidate's memory and time
 from fzero.planner.closed_forms import first_estimate as first_estimate
 
-# The names of devices
-from fzero.planner.device_names import device_path as device_path
-
 # The longest sequence that a model trains on one device
 from fzero.planner.max_sequence import longest as longest
 

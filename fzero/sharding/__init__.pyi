@@ -26,7 +26,7 @@ from fzero.sharding.zero_stages import zero_plan as zero_plan
 
 # Modules
 from fzero.sharding import layouts as layouts
-from fzero.sharding import sign_sums as sign_sums
+from fzero.sharding import pipeline as pipeline
 from fzero.sharding import slices as slices
 
 # In how few bytes parameters and gradients travel between the ranks over which ZeRO shards, and what that changes
@@ -83,10 +83,8 @@ from fzero.sharding.pipeline.play import peak as peak
 from fzero.sharding.pipeline.play import play as play
 
 # How the layers of a model are cut into stages, and which rank has which
-from fzero.sharding.pipeline.stages import read_schedule as read_schedule
 from fzero.sharding.pipeline.stages import split_layers as split_layers
 from fzero.sharding.pipeline.stages import stage_ranks as stage_ranks
-from fzero.sharding.pipeline.stages import write_schedule as write_schedule
 
 # What a schedule is
 from fzero.sharding.pipeline.table import BACKWARD as BACKWARD

@@ -2,10 +2,6 @@ from fzero.comm.rank_tables import TreeLayout as TreeLayout
 
 """For contributors: what the other packages of fzero use."""
 
-# Modules
-from fzero.train import local_steps as local_steps
-from fzero.train import spike as spike
-
 # The rows of a batch
 from fzero.train.batch import split_batch as split_batch
 

@@ -2,7 +2,6 @@
 
 # Modules
 from fzero.run.ranks import coordinator as coordinator
-from fzero.run.ranks import elastic as elastic
 from fzero.run.ranks import signals as signals
 
 # Coordinate the processes of one command

@@ -1,8 +1,5 @@
 """For contributors: what the other packages of fzero use."""
 
-# Modules
-from fzero.train.update import offloaded as offloaded
-
 # The end of a step
 from fzero.train.update.in_memory import Gradients as Gradients
 from fzero.train.update.in_memory import InMemoryUpdate as InMemoryUpdate
