@@ -118,7 +118,7 @@ def by_fzero(mesh, folder, stage, out=None):
         with theirs.Widened():
             state, metrics = step(state, fzero.local_batch(batch, mesh))
         log.append(float(metrics.loss))
-    whole = pytree.map_named(lambda name, leaf: gathered(leaf, plan.leaves[name].params, plan, name), state.params)
+    whole = pytree.map_named(lambda name, leaf: gathered(leaf, plan.leaves[name].params, plan.mesh, name), state.params)
     if out is not None and mesh.rank == 0:
         save_decoder(out, source.config, huggingface.in_memory(whole))
     return log, pytree.named_leaves(whole)
