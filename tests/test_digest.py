@@ -239,8 +239,8 @@ def test_shards_have_the_digests_of_the_whole_on_every_mesh(sizes):
 
 @pytest.mark.slow
 def test_few_elements_wait_for_no_compiler():
-    code = "from fzero.core import digest as d; import torch; d._MANY = 1000; made = []\n"
-    code += "d.cpp.library_by_gcc = lambda *given: made.append(given) or exit(7)\n"
+    code = "import torch, fzero.core.digest as d; d._MANY = 1000; made = []\n"
+    code += "d.compile_cache.library_by_gcc = lambda *given: made.append(given) or exit(7)\n"
     code += "for n in (400, 599): d.digest(torch.ones(n))\nassert not made; d.digest(torch.ones(1))"
     assert subprocess.run([sys.executable, "-W", "error", "-c", code], timeout=60).returncode == 7
 

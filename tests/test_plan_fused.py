@@ -104,7 +104,7 @@ import live_bytes, torch
 from test_plan_fused import N, block, forward_and_backward, vjp_pair
 
 def setup():
-    pair, x, w = vjp_pair(block, 2, compiled=True), torch.zeros(N, N), torch.zeros(N, N)
+    pair, x, w = vjp_pair.vjp_pair(block, 2, compiled=True), torch.zeros(N, N), torch.zeros(N, N)
     forward_and_backward(pair, x, w)
     return lambda: forward_and_backward(pair, x, w)
 

@@ -158,10 +158,10 @@ def test_what_is_not_plain_is_drawn_by_tensor_operations(calls):
 
 @pytest.mark.slow
 def test_few_elements_wait_for_no_compiler():
-    code = "from fzero import random; k = random.key(0); random._MANY = 1 << 14; made = []\n"
-    code += "random.cpp.library_by_gcc = lambda *given: made.append(given)\n"
-    code += "for n in (1 << 9,) * 64 + (1 << 13, 4096): random.normal(k, (n,))\nassert not made\n"
-    code += "random.normal(k, (4096,)); assert len(made) == 1; random.normal(k, (4096,)); assert len(made) == 1"
+    code = "from fzero.core import prng; k = prng.key(0); prng._MANY = 1 << 14; made = []\n"
+    code += "prng.compile_cache.library_by_gcc = lambda *given: made.append(given)\n"
+    code += "for n in (1 << 9,) * 64 + (1 << 13, 4096): prng.normal(k, (n,))\nassert not made\n"
+    code += "prng.normal(k, (4096,)); assert len(made) == 1; prng.normal(k, (4096,)); assert len(made) == 1"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
 
 

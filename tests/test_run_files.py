@@ -19,6 +19,7 @@ from fzero import checkpoint, data, open_loggers
 from fzero.core import append_line, json_text, parse_json, read_json, remove_entry, set_nested
 from fzero.data import Chat, read_chat
 from fzero.data.tokenizers import train_bpe
+from fzero.report import curves
 from fzero.run import from_table, rollback, run_folder, run_lock, weights
 
 WORDS = "--model mlp-tiny --steps 8 --batch 4 --micro-batch 2 --seq-len 16 --precision fp32 --peak-tflops 1 --lr 0.01"
@@ -65,7 +66,8 @@ READERS = {
 
 
 @pytest.mark.slow
-def test_what_a_run_writes_its_readers_read(tmp_path, fz):
+def test_what_a_run_writes_its_readers_read(tmp_path, fz, pictures, monkeypatch):
+    monkeypatch.setattr(curves, "write_pictures", pictures)
     run = begin(fz, tmp_path, "--prompt", ODD, "--profile", "3-3", "--steps", 14, "--stop-at", 10, name=ODD)
     code, _, err = fz("pretrain", "--out", run, "--resume", "--prompt", ODD)
     assert code == 0, err

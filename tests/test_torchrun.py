@@ -11,15 +11,17 @@ from launched import SHORT, TINY, ended, hashes, ranks_of, rows, start, started,
 
 from fzero import checkpoint
 from fzero.cli import main
+from fzero.report import curves
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, pictures):
     """A folder with a text and two runs of one process on it: `fast` and `canonical`."""
     path = tmp_path_factory.mktemp("torchrun")
     write_text(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
+        patch.setattr(curves, "write_pictures", pictures)  # as the launched runs have it
         for reduce in ("fast", "canonical"):
             with pytest.raises(SystemExit) as ended:
                 main.main(

@@ -98,8 +98,9 @@ def lr_scale(c: RunConfig, size: data.Size) -> float:
     """The factor of the learning rate of a batch: 1 for train.batch sequences.
 
     >>> from fzero.run.config.config_table import from_table
-    >>> data, optim = {"packing": "buckets", "seq_len": 256}, {"lr_scaling": "sqrt"}
-    >>> lr_scale(from_table({"data": data, "optim": optim, "train": {"batch": 16}}), Size(sequences=64, tokens=4000))
+    >>> corpus, optim = {"packing": "buckets", "seq_len": 256}, {"lr_scaling": "sqrt"}
+    >>> config = from_table({"data": corpus, "optim": optim, "train": {"batch": 16}})
+    >>> lr_scale(config, data.Size(sequences=64, tokens=4000))
     2.0
     """
     t, unit = c.train, c.optim.lr_scaling_by
