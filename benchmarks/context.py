@@ -120,7 +120,7 @@ def job_of(how: str, ranks: int, tokens: int) -> tuple[Any, Any, Any]:
 def steps_of(rank: int, order: dict[str, Any], port: int, answer: Connection) -> None:
     """A rank: of each job the seconds and CPU seconds of its steps, which take turns, and what live tensors take most
     in one more."""
-    from fzero.run.measure.live_bytes import record_step
+    from fzero.run.measure.live_bytes import MemoryTrace, recorded
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(order["ranks"]), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -136,7 +136,9 @@ def steps_of(rank: int, order: dict[str, Any], port: int, answer: Connection) ->
             dist.barrier()
             seconds[how] += [[time.perf_counter() - begin, time.process_time() - cpu]] * bool(repeat)
     for how, (job, state, batch) in jobs.items():
-        _, metrics, record = record_step(job.train_step, state, batch, job.mesh.ledger)
+        record = MemoryTrace(state, batch)
+        with recorded(record, job.mesh.ledger):
+            _, metrics = job.train_step(state, batch)
         mine = torch.tensor([float(record.peak), *(cpu for _, cpu in seconds[how])], dtype=torch.float64)
         table = [torch.empty_like(mine) for _ in range(order["ranks"])]
         dist.all_gather(table, mine)

@@ -77,7 +77,7 @@ def batch_of(vocabulary: int, tokens: int) -> dict[str, Tensor]:
 
 def run_fzero(model: str, tokens: int, growth: int, layer_tokens: int = 0) -> dict[str, Any]:
     """{"peak_bytes", "loss"} of a second step, which begins with all that a run keeps between steps."""
-    from fzero.run.measure.live_bytes import record_step
+    from fzero.run.measure.live_bytes import MemoryTrace, recorded
     from fzero.run.setup import build
     from fzero.sharding import one_process
 
@@ -88,7 +88,9 @@ def run_fzero(model: str, tokens: int, growth: int, layer_tokens: int = 0) -> di
     state = build.first_state(job)
     state, _ = job.train_step(state, batch_of(config.model.vocab_size, WARM))
     batch = batch_of(config.model.vocab_size, tokens)
-    state, metrics, record = record_step(job.train_step, state, batch, mesh.ledger)
+    record = MemoryTrace(state, batch)
+    with recorded(record, mesh.ledger):
+        state, metrics = job.train_step(state, batch)
     return {"peak_bytes": record.peak, "loss": float(metrics.loss)}
 
 

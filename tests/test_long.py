@@ -11,7 +11,7 @@ from fzero import local_batch
 from fzero.kernels import FULL, attention_blocked, attention_tiled, linear_cross_entropy, norm
 from fzero.planner import device_for, max_sequence, plan, resolve_for
 from fzero.run import MemoryTrace, build
-from fzero.run.measure.live_bytes import record_step
+from fzero.run.measure.live_bytes import recorded
 from fzero.sharding import one_process
 
 CHUNK = 128  # tokens of a chunk of the MLP, the norms and the loss
@@ -180,7 +180,10 @@ def measured_peak(config):
     batch |= {"documents": torch.zeros_like(batch["tokens"], dtype=torch.int32)}
     batch |= {"mask": torch.ones_like(batch["tokens"], dtype=torch.bool)}
     state, _ = job.train_step(build.first_state(job), {name: x[:, :64].contiguous() for name, x in batch.items()})
-    return record_step(job.train_step, state, batch, mesh.ledger)[2].peak
+    record = MemoryTrace(state, batch)
+    with recorded(record, mesh.ledger):
+        job.train_step(state, batch)
+    return record.peak
 
 
 def long_run(folder, offload):

@@ -23,7 +23,7 @@ from fzero.planner import devices, extrapolate
 from fzero.planner.operations import ExecutedOp
 from fzero.planner.step_trace import Transfer, trace_step
 from fzero.run import build, from_table, state_bytes
-from fzero.run.measure.live_bytes import record_step
+from fzero.run.measure.live_bytes import MemoryTrace, recorded
 from fzero.run.measure.memory_timeline import COMPONENTS
 from fzero.sharding import one_process
 
@@ -68,7 +68,10 @@ def measured(mesh, cases, rank=None):
             space = built.nvme
             moved, buffers = (space.traffic(), space.buffers) if space else (None, None)
             with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-                state, _, record = record_step(built.train_step, state, batch, mesh.ledger, buffers=buffers)
+                record = MemoryTrace(state, batch, buffers=buffers)
+                with recorded(record, mesh.ledger):
+                    state, _ = built.train_step(state, batch)
+                record.close(state)
             disk = (0, 0)
             if space:
                 disk = (

@@ -20,6 +20,7 @@ from fzero.cli import process
 from fzero.core import compile_cache
 from fzero.run.ranks import signals
 
+COMPLETION = "_FZERO_COMPLETE"  # the variable by which a shell asks click for completions
 # Every command once, in the order of work, and the object that is loaded when it is asked for.
 SECTIONS = {
     "Before a run": {
@@ -78,13 +79,6 @@ class Sections(click.Group):
         formatter.write_paragraph()
         formatter.write(EXAMPLES + "\n")
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; Ctrl-C leaves it as click's Abort, for which click prints no line of its own."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise click.Abort from None
-
 
 @click.group(
     cls=Sections,
@@ -112,6 +106,12 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
     def command() -> Any:
         process.expect_text(args)
-        return cli.main(args, prog_name="fzero", standalone_mode=False)
+        if COMPLETION in os.environ:
+            cli.main(args, prog_name="fzero", complete_var=COMPLETION)
+        try:  # as `cli.main` does, which prints an empty line at Ctrl-C
+            with cli.make_context("fzero", args) as context:
+                return cli.invoke(context)
+        except click.exceptions.Exit as end:
+            return end.exit_code
 
     sys.exit(process.run(command, traceback=traceback))

@@ -65,8 +65,8 @@ from fzero.run.measure.peak_memory import segment_numels as segment_numels
 from fzero.run.measure.peak_memory import stacked as stacked
 
 # Record selected steps of a run
+from fzero.run.measure.step_records import StepRecorder as StepRecorder
 from fzero.run.measure.step_records import StepSelection as StepSelection
-from fzero.run.measure.step_records import recording as recording
 from fzero.run.measure.step_records import select_steps as select_steps
 from fzero.run.measure.step_records import steps_of as steps_of
 

@@ -340,17 +340,6 @@ def recorded(record: MemoryTrace, ledger: Ledger) -> Iterator[MemoryTrace]:
         yield record
 
 
-def record_step(
-    step: Callable[..., Any], state: Any, batch: Any, ledger: Ledger, **options: Any
-) -> tuple[Any, Any, MemoryTrace]:
-    """(state, metrics, record) of `step(state, batch)`. options: see MemoryTrace."""
-    record = MemoryTrace(state, batch, **options)
-    with recorded(record, ledger):
-        state, metrics = step(state, batch)
-    record.close(state)
-    return state, metrics, record
-
-
 def peak_of(f: Callable[..., Any], *args: Any) -> int:
     """The most bytes of tensors alive at one time while `f(*args)` runs, its arguments among them."""
     with LiveBytes(args) as live:

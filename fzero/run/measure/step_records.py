@@ -6,14 +6,13 @@ steps. A Chrome trace, for https://ui.perfetto.dev, has operators inside named p
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,14 +106,14 @@ class Profile:
     def __init__(self, path: Path, ledger: Ledger, first: int, last: int) -> None:
         self.path, self.ledger, self.first, self.last = path, ledger, first, last
         self.named = Named()
-        self.stack: contextlib.ExitStack | None = None
+        self.stack: ExitStack | None = None
         self.start_s = 0.0
 
-    @contextlib.contextmanager
+    @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """A context of the step with this number."""
         if self.stack is None:
-            self.stack = contextlib.ExitStack()
+            self.stack = ExitStack()
             self.profile = self.stack.enter_context(profiler())
             self.stack.enter_context(self.ledger.watched(self.named))
         self.start_s = self.start_s or time.perf_counter()
@@ -205,41 +204,49 @@ def select_steps(first: int, last: int, measured: bool, profile: tuple[int, int]
     return StepSelection(min(first + LEDGER_AT, last) if measured else 0, memory, profile)
 
 
-@contextmanager
-def recording(
-    job: Job, folder: Path, attempt: int, selection: StepSelection
-) -> Iterator[Callable[[TrainState, Any, int], tuple]]:
-    """The job's step as `(state, batch, number) -> (state, metrics)`, recorded into `folder` if it is chosen."""
-    ledger = job.mesh.ledger
-    every = job.config.train.measure_every if job.plan.stages is not None else 0
-    records_acts = lambda number: every > 0 and number % every == 0  # noqa: E731 - on all ranks
-    profile, used = Profile(folder / TRACE, ledger, *selection.profile), {}
+class StepRecorder:
+    """Records the chosen steps of an attempt into the run folder; close it after the last one."""
 
-    def step(state: TrainState, batch: Any, number: int) -> tuple:
-        previous_rows, named = (
-            ledger.rows() if number == selection.ledger else [],
-            {"attempt": attempt, "step": number, "rank": job.mesh.rank},
-        )
-        with observe() as forms, recording_acts(job, folder, named) if records_acts(number) else nullcontext():
-            recorder = selection.recorder_of(number)
+    def __init__(self, job: Job, folder: Path, attempt: int, selection: StepSelection) -> None:
+        self.job, self.folder, self.attempt, self.selection = job, folder, attempt, selection
+        self.profile = Profile(folder / TRACE, job.mesh.ledger, *selection.profile)
+        self.close = self.profile.close
+        self.kernels: dict[str, set[str]] = {}  # compiled blocks choose theirs in the first step
+        self.named: Table = {}  # the step, in its records
+        self.memory: Any = None  # the MemoryTrace of the step, if that is recorded
+        self.ledger_rows: list[LedgerRow] = []  # before the step whose ledger is recorded
+
+    @contextmanager
+    def step(self, number: int, state: TrainState, batch: Any) -> Iterator[None]:
+        """A context of the step with this number, from `state`; call `write` behind it."""
+        job, ledger, recorder = self.job, self.job.mesh.ledger, self.selection.recorder_of(number)
+        self.named = {"attempt": self.attempt, "step": number, "rank": job.mesh.rank}
+        self.ledger_rows = ledger.rows() if number == self.selection.ledger else []
+        every = job.config.train.measure_every if job.plan.stages is not None else 0
+        with ExitStack() as stack:
+            forms = stack.enter_context(observe())
+            if every > 0 and number % every == 0:  # on all ranks
+                stack.enter_context(recording_acts(job, self.folder, self.named))
             if recorder == "profile":
-                with profile.step(number):
-                    state, metrics = job.train_step(state, batch)
+                stack.enter_context(self.profile.step(number))
             elif recorder == "memory":
-                state, metrics, table = measure_memory(job, state, batch)
-                write(folder, MEMORY, {**named, **table})
-            else:
-                state, metrics = job.train_step(state, batch)
-        used.update(forms if not used else {})  # compiled blocks choose their kernels in the first step
-        if number == selection.ledger:
-            rows = [row._asdict() for row in rows_since(ledger, previous_rows)]
-            write(folder, LEDGER, {**named, "kernels": describe(used), "rows": rows})
-        return state, metrics
+                device, buffers = state.step.device, job.nvme.buffers if job.nvme is not None else None
+                gpu.reset_peak(device)
+                options = {"buffers": buffers, "device": device if device.type == "cuda" else None}
+                self.memory = measure.live_bytes.MemoryTrace(state, batch, **options)
+                stack.enter_context(measure.live_bytes.recorded(self.memory, ledger))
+            yield
+        self.kernels = self.kernels or forms
 
-    try:
-        yield step
-    finally:
-        profile.close()
+    def write(self, state: TrainState) -> None:
+        """Write the records of the step that led to `state`."""
+        if self.memory is not None:
+            self.memory.close(state)
+            write(self.folder, MEMORY, {**self.named, **memory_table(self.job, self.memory, state)})
+            self.memory = None
+        if self.named["step"] == self.selection.ledger:
+            rows = [row._asdict() for row in rows_since(self.job.mesh.ledger, self.ledger_rows)]
+            write(self.folder, LEDGER, {**self.named, "kernels": describe(self.kernels), "rows": rows})
 
 
 def rows_since(ledger: Ledger, previous_rows: list[LedgerRow]) -> list[LedgerRow]:
@@ -260,30 +267,24 @@ def write(folder: Path, name: str, value: Table) -> None:
 # -- memory
 
 
-def measure_memory(job: Job, state: TrainState, batch: Any) -> tuple[TrainState, Any, Table]:
-    """(state, metrics, the table of memory.json) of one step: bytes alive by component."""
-    buffers = job.nvme.buffers if job.nvme is not None else None
-    device, on_gpu = state.step.device, state.step.device.type == "cuda"
-    gpu.reset_peak(device)
-    next_state, metrics, record = measure.live_bytes.record_step(
-        job.train_step, state, batch, job.mesh.ledger, buffers=buffers, device=device if on_gpu else None
-    )
+def memory_table(job: Job, record: Any, state: TrainState) -> Table:
+    """The table of memory.json: bytes alive by component in the step of a MemoryTrace, which led to `state`."""
+    device = state.step.device
     moments = record.moments()
     peak = max(moments, key=lambda moment: moment.bytes)
     compiled = bool(job.config.train.compiled)
-    table = {
+    return {
         "components": measure.memory_timeline.COMPONENTS,
         "timeline": [moment._asdict() for moment in moments],
         "peak": peak._asdict(),
         "alive": record.alive(peak),
-        "state": device_state_bytes(next_state, device),
+        "state": device_state_bytes(state, device),
         "allocator_peak_bytes": gpu.peak_bytes(device),
-        "host_peak_bytes": record.off_device_peak if on_gpu else None,
+        "host_peak_bytes": record.off_device_peak if device.type == "cuda" else None,
         "rss_peak_bytes": process_peak_bytes(),
         "compiled": compiled,
         "not_seen": UNSEEN + COMPILED * compiled,
     }
-    return next_state, metrics, table
 
 
 def device_state_bytes(state: TrainState, device: torch.device) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """The loop of a run: announce it, make its steps, roll back after a bad step, summarize it.
 
-Read `train` first, then `train_steps`: from there the step itself is `job.train_step` (fzero/train/step.py).
+Read `train` first: the step itself is `job.train_step` (fzero/train/step.py), and `StageSteps` what is around it.
 `train_run` is a whole run from Python.
 """
 
@@ -26,7 +26,7 @@ from fzero.data.packing import figures
 from fzero.data.remote_tokens import RemoteTokens
 from fzero.data.tokenizers import Tokenizer
 from fzero.data.tokens import read_meta
-from fzero.kernels.registry import describe, observe
+from fzero.kernels.registry import describe
 from fzero.offload import DiskTraffic
 from fzero.optim import AverageState
 from fzero.run import setup
@@ -38,7 +38,7 @@ from fzero.run.measure import attempts
 from fzero.run.measure.flops import token_flop
 from fzero.run.measure.memory_check import snapshot_limit
 from fzero.run.measure.metrics_rows import Meter, format_duration, metrics_writer, show_progress
-from fzero.run.measure.step_records import StepSelection, recording, select_steps, steps_of
+from fzero.run.measure.step_records import StepRecorder, StepSelection, select_steps, steps_of
 from fzero.run.ranks.coordinator import join
 from fzero.run.ranks.signals import handlers_restored, stop_signals
 from fzero.run.ranks.watchdog import watch, watch_steps
@@ -53,7 +53,7 @@ from fzero.run.setup.build import Attempt, Job, Options, agreed, all_on_disk, nu
 from fzero.run.setup.process_settings import settings_restored, sleep_while_shared
 from fzero.sharding.plan_table import option_lines
 from fzero.train.capture import pop_news
-from fzero.train.state import TrainState
+from fzero.train.state import Metrics, TrainState
 
 
 def train(attempt: Attempt, state: TrainState) -> int:
@@ -77,10 +77,19 @@ def train(attempt: Attempt, state: TrainState) -> int:
         signal = 0
         while not signal and int(state.step) < attempt.last_step:
             attempt = begin_stage(attempt, int(state.step))
-            state, signal, fault = train_steps(attempt, state, stop)
-            if fault is not None:
+            with ExitStack() as resources:
+                steps = StageSteps(attempt, state, stop, resources)
+                while steps.go_on():
+                    batch = steps.fetch()
+                    with steps.recorder.step(steps.step + 1, state, batch):
+                        state, metrics = attempt.job.train_step(state, batch)
+                    state = steps.follow(state, metrics)
+                state, signal = steps.finish(state)
+            if steps.fault is not None:
                 rollback.free_state(state)  # memory holds one state
-                state = rollback.roll_back(attempt.job, attempt.folder, fault, attempt.coordinator, attempt.options.say)
+                state = rollback.roll_back(
+                    attempt.job, attempt.folder, steps.fault, attempt.coordinator, attempt.options.say
+                )
     summarize(attempt, state, time.perf_counter() - begin)
     return signal
 
@@ -116,102 +125,117 @@ def recorder(attempt: Attempt, first: int) -> Iterator[Callable[[Mapping[str, An
         yield record_and_log
 
 
-def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[TrainState, int, rollback.Fault | None]:
-    """(the state after the last step, the signal that stopped the steps or 0, the Fault of a rollback or None)."""
-    job, folder, path, coordinator, options, _ = attempt
-    config, t, mesh = job.config, job.config.train, job.mesh
-    end = min(attempt.last_step, stage_of_step(attempt.config, int(state.step)).end)
-    skips, tried = coordinator.share(lambda: rollback.read_log(folder)[:2])
-    load_batch, validation = corpus.open_data(config, path, mesh, skips)
-    row_counts = corpus.open_counts(config, path, skips)
-    bytes_per_token, specs = corpus.bytes_per_token(path), specs_of(job)
-    first, cursor = int(state.step), int(state.data_cursor)
-    checked = met = first
-    open_parts = functools.cache(lambda: corpus.open_micro_batches(config, path, skips))
+class StageSteps:
+    """The steps of one stage of an attempt: what they read, measure and write, open as long as `resources`."""
 
-    def sample(step: int) -> int:
-        return corpus.sample_of_cursor(cursor + (step - first) * t.batch, skips)
+    def __init__(self, attempt: Attempt, state: TrainState, stop: list[int], resources: ExitStack) -> None:
+        job, folder, path, coordinator, options, _ = attempt
+        config, first, cursor = job.config, int(state.step), int(state.data_cursor)
+        self.attempt, self.stop, self.first = attempt, stop, first
+        self.step = self.checked = self.agreed = first  # steps made, those compared, and those of a state in agreement
+        self.fault: rollback.Fault | None = None  # which ends the stage
+        self.end = min(attempt.last_step, stage_of_step(attempt.config, first).end)
+        skips, tried = coordinator.share(lambda: rollback.read_log(folder)[:2])
+        load_batch, self.validation = corpus.open_data(config, path, job.mesh, skips)
+        self.row_counts = corpus.open_counts(config, path, skips)
+        self.bytes_per_token = corpus.bytes_per_token(path)
+        self.open_parts = functools.cache(lambda: corpus.open_micro_batches(config, path, skips))
+        self.sample = lambda step: corpus.sample_of_cursor(cursor + (step - first) * config.train.batch, skips)
+        read = resources.enter_context(closing(data.prefetch(lambda step: load_batch(self.sample(step)), first)))
+        self.batches = corpus.prefetch_to_device((batch for _, batch in read), job.device)
+        record = resources.enter_context(recorder(attempt, first)) if coordinator.first else None
+        snapshot_budget = snapshot_limit(job, machine.host_memory(config) // coordinator.local_size)
+        self.saver = resources.enter_context(CheckpointSaver(job, folder, first, snapshot_budget, options.say))
+        self.saver.reserve(state)
+        self.traffic = job.nvme.traffic() if job.nvme else DiskTraffic()
+        flop = token_flop(job)
+        profile = steps_of(options.profile, first) if options.profile else (0, 0)
+        self.recorded = select_steps(first, attempt.last_step, config.train.measure_every > 0, profile)
+        number = attempts.begin(attempt, first, flop) if coordinator.first else 0
+        self.meter = Meter(job, flop, options.peak_flops, first)
+        selection = self.recorded if coordinator.first else StepSelection()
+        self.recorder = resources.enter_context(closing(StepRecorder(job, folder, number, selection)))
+        resources.enter_context(job.mesh.ledger.watched(self.meter.clock))
+        self.rows = resources.enter_context(StepRows(attempt, self.meter, record, tried))
 
-    def compare(state: TrainState, step: int) -> int:
-        with mesh.ledger.phase("check"):
-            read_micro_batch = lambda m: corpus.on_device(open_parts()(sample(step - 1), m), job.device)  # noqa: E731
-            rollback.expect_agreement(job, state, read_micro_batch, step)
-        return step
+    def signal(self) -> int:
+        """The signal that a rank has received, or 0; all ranks call it."""
+        return any_rank(self.stop[0] if self.stop else 0, self.attempt.job.mesh)
 
-    with ExitStack() as stack:
-        read = stack.enter_context(closing(data.prefetch(lambda step: load_batch(sample(step)), first)))
-        batches = corpus.prefetch_to_device((batch for _, batch in read), job.device)
-        record = stack.enter_context(recorder(attempt, first)) if coordinator.first else None
-        snapshot_budget = snapshot_limit(job, machine.host_memory(job.config) // coordinator.local_size)
-        saver = stack.enter_context(CheckpointSaver(job, folder, first, snapshot_budget, options.say))
-        saver.reserve(state)
-        step, fault, traffic = first, None, job.nvme.traffic() if job.nvme else DiskTraffic()
-        meter, recorded, make_step = stack.enter_context(measure_steps(attempt, first))
-        rows = stack.enter_context(StepRows(attempt, meter, record, tried))
-        while step < end and not (signal := any_rank(stop[0] if stop else 0, mesh)):
-            coordinator.step, coordinator.has_stepped = step, step > first
-            batch = meter.fetch(batches)
-            with observe() as used:
-                state, metrics = make_step(state, batch, step + 1)
-            if step == first and used:
-                options.say(f"kernels: {describe(used)}")
-            for line in pop_news(job.train_step):
-                options.say(line)
-            step += 1
-            measurement, due = meter.end_step(state, metrics, step), due_after(config, step)
-            if fault := rows.settle():  # of the step before, where that was not read yet
-                break
+    def go_on(self) -> bool:
+        """Whether the stage has another step; all ranks call it."""
+        return self.fault is None and self.step < self.end and not self.signal()
+
+    def fetch(self) -> Any:
+        """The batch of the next step."""
+        coordinator = self.attempt.coordinator
+        coordinator.step, coordinator.has_stepped = self.step, self.step > self.first
+        return self.meter.fetch(self.batches)
+
+    def follow(self, state: TrainState, metrics: Metrics) -> TrainState:
+        """The state after a step, once all that follows the step is done; sets `fault` for a bad one."""
+        job, mesh, options = self.attempt.job, self.attempt.job.mesh, self.attempt.options
+        self.recorder.write(state)
+        if self.step == self.first and self.recorder.kernels:
+            options.say(f"kernels: {describe(self.recorder.kernels)}")
+        for line in pop_news(job.train_step):
+            options.say(line)
+        self.step += 1
+        measurement, due = self.meter.end_step(state, metrics, self.step), due_after(job.config, self.step)
+        if fault := self.rows.settle():  # of the step before, where that was not read yet
+            self.fault = fault
+            return state
+        sample = self.sample(self.step - 1)
+        with mesh.ledger.phase("checkpoint"):
+            fields = disk_row(job, self.traffic) | self.saver.poll() | self.row_counts(sample)
+        self.traffic = job.nvme.traffic() if job.nvme else self.traffic
+        if due.save or self.step == self.attempt.last_step:  # what is evaluated there is what is saved
+            state = self.agree(state)
+        if due.evaluate:
+            with mesh.ledger.phase("evaluate"):
+                fields |= evaluate_all(job, state, self.validation, self.bytes_per_token)
+        if due.digest:
+            fields["digest"] = sharding.digest_text(state.params, specs_of(job).params, mesh)
+        self.rows.add(measurement, sample, fields, self.recorded.recorder_of(self.step))
+        if (any(due) or not self.rows.defers) and (fault := self.rows.settle()):
+            self.fault = fault
+            return state
+        if due.check:
+            self.compare(state)
+        if due.save:
             with mesh.ledger.phase("checkpoint"):
-                fields = disk_row(job, traffic) | saver.poll() | row_counts(sample(step - 1))
-            traffic = job.nvme.traffic() if job.nvme else traffic
-            if due.save or step == attempt.last_step:  # what is evaluated there is what is saved
-                state, met = agreed(job, state, attempt.config.train.steps), step
-            if due.evaluate:
-                with mesh.ledger.phase("evaluate"):
-                    fields |= evaluate_all(job, state, validation, bytes_per_token)
-            if due.digest:
-                fields["digest"] = sharding.digest_text(state.params, specs.params, mesh)
-            rows.add(measurement, sample(step - 1), fields, recorded.recorder_of(step))
-            if (any(due) or not rows.defers) and (fault := rows.settle()):
-                break
-            if due.check:
-                checked = compare(state, step)
-            if due.save:
-                with mesh.ledger.phase("checkpoint"):
-                    saver.save(state, step)
-        if fault := fault or rows.settle():
-            saver.close(None, step)
-            return state, 0, fault
-        signal = any_rank(stop[0] if stop else 0, mesh)
-        if config.guard.check_every and checked != step:
-            compare(state, step)
-        ended = bool(signal) or step >= attempt.last_step
-        state = agreed(job, state, attempt.config.train.steps) if ended and met != step else state
-        saver.close(state if ended else None, step)  # the next stage goes on from here
+                self.saver.save(state, self.step)
+        return state
+
+    def finish(self, state: TrainState) -> tuple[TrainState, int]:
+        """(the state after the last step, the signal that stopped the steps or 0); sets `fault` for a bad step."""
+        job, attempt = self.attempt.job, self.attempt
+        self.fault = self.fault or self.rows.settle()
+        if self.fault is not None:
+            self.saver.close(None, self.step)
+            return state, 0
+        signal = self.signal()
+        if job.config.guard.check_every and self.checked != self.step:
+            self.compare(state)
+        ended = bool(signal) or self.step >= attempt.last_step
+        state = self.agree(state) if ended and self.agreed != self.step else state
+        self.saver.close(state if ended else None, self.step)  # the next stage goes on from here
         if job.nvme is not None and job.nvme.store is not None:
             job.nvme.store.trim()
-    return state, signal, None
+        return state, signal
 
+    def agree(self, state: TrainState) -> TrainState:
+        """The state once all members agree."""
+        self.agreed = self.step
+        return agreed(self.attempt.job, state, self.attempt.config.train.steps)
 
-@contextmanager
-def measure_steps(
-    attempt: Attempt, first: int
-) -> Iterator[tuple[Meter, StepSelection, Callable[[TrainState, Any, int], tuple]]]:
-    """(the meter of the steps after `first`, which of them are recorded, the function that makes a step)."""
-    job, folder, _, coordinator, options, _ = attempt
-    flop, t, end = token_flop(job), job.config.train, attempt.last_step
-    selection = select_steps(
-        first, end, t.measure_every > 0, steps_of(options.profile, first) if options.profile else (0, 0)
-    )
-    number = 0
-    if coordinator.first:
-        number = attempts.begin(attempt, first, flop)
-    meter = Meter(job, flop, options.peak_flops, first)
-    with (
-        recording(job, folder, number, selection if coordinator.first else StepSelection()) as step,
-        job.mesh.ledger.watched(meter.clock),
-    ):
-        yield meter, selection, step
+    def compare(self, state: TrainState) -> None:
+        """Compare the state with what other ranks have of it, and the last step's gradients."""
+        job, sample = self.attempt.job, self.sample(self.step - 1)
+        read_micro_batch = lambda m: corpus.on_device(self.open_parts()(sample, m), job.device)  # noqa: E731
+        with job.mesh.ledger.phase("check"):
+            rollback.expect_agreement(job, state, read_micro_batch, self.step)
+        self.checked = self.step
 
 
 # ---- messages before and after ----
