@@ -49,12 +49,12 @@ from fzero.sharding import one_process as one_process
 from fzero.sharding import redistribute as redistribute
 from fzero.sharding import zero_plan as zero_plan
 from fzero.train.batch import local_batch as local_batch
-from fzero.train.eval import make_eval_step as make_eval_step
 from fzero.train.execution import Execution as Execution
 from fzero.train.execution import Skip as Skip
-from fzero.train.init import init_state as init_state
-from fzero.train.masters import with_params as with_params
-from fzero.train.optimizer_change import with_optimizer as with_optimizer
+from fzero.train.gradient import make_eval_step as make_eval_step
+from fzero.train.make_state import init_state as init_state
+from fzero.train.make_state import with_optimizer as with_optimizer
+from fzero.train.make_state import with_params as with_params
 from fzero.train.sdc_check import make_check as make_check
 from fzero.train.spike import Spike as Spike
 from fzero.train.state import Metrics as Metrics

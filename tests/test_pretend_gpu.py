@@ -289,7 +289,7 @@ def test_memory_that_is_not_pinned_goes_to_the_gpu_by_pieces_that_are(monkeypatc
 # Copies of memory that is not pinned: small tensors of a new state, its leaves on their way to a disk, what a first
 # step found, the text of a sample and its key.
 AT_THE_ENDS = {
-    "train/init.py",
+    "train/make_state.py",
     "train/first_step.py",
     "train/state_on_disk.py",
     "sharding/slices.py",

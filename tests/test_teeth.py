@@ -13,7 +13,6 @@ from fzero.core import precision, prng, pytree, stack
 from fzero.kernels import attention_arguments, attention_blocked, attention_pattern, cross_entropy_rows, moe
 from fzero.models import base, cp_attention, forward, layers
 from fzero.optim import leafwise, moment_storage
-from fzero.train import eval as evaluation
 from fzero.train import gradient, step
 from fzero.train.update import InMemoryUpdate, in_memory
 
@@ -131,7 +130,7 @@ def dropout_in_the_evaluation(monkeypatch):
 
         return Keyed
 
-    wrap(monkeypatch, evaluation, "StreamedModel", keyed)
+    wrap(monkeypatch, gradient, "StreamedModel", keyed)
 
 
 @caught_by(one_normalisation("mlp"), one_normalisation("gpt2"))

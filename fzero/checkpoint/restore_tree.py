@@ -30,7 +30,7 @@ from fzero.kernels.optim_lowbit import blocks_of, decode, encode
 from fzero.optim.moment_storage import SMALL
 from fzero.sharding import Mesh, Spec, one_process
 from fzero.sharding.slices import Window, global_shape, local_shape, local_windows, part_dim, ranks_per_dim
-from fzero.train.masters import compare
+from fzero.train.checks import compare
 from fzero.train.state import TrainState, expect_alive
 
 SCALES = "moment_scales/"  # how the name of the scales of a leaf begins: one of OF, and the leaf, follow

@@ -37,7 +37,7 @@ from fzero.kernels import aot
 from fzero.planner import devices
 from fzero.sharding import one_process, zero_plan
 from fzero.train.execution import Execution, Skip
-from fzero.train.init import init_state
+from fzero.train.make_state import init_state
 from fzero.train.step import make_train_step
 
 VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")  # of torch

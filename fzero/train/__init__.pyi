@@ -10,12 +10,12 @@ from fzero.train.capture import SHARE as SHARE
 from fzero.train.capture import pop_news as pop_news
 from fzero.train.capture import refusal_of as refusal_of
 
+# Checks of a step, and of parameters and their master weights
+from fzero.train.checks import compare as compare
+
 # The codes in which parameters and gradients travel, made by the kernels of an execution
 from fzero.train.codes import coder_for as coder_for
 from fzero.train.codes import coder_of as coder_of
-
-# The loss without dropout, as a function of parameters and a batch
-from fzero.train.eval import make_eval_step as make_eval_step
 
 # Options of a step
 from fzero.train.execution import CAPTURE as CAPTURE
@@ -26,8 +26,8 @@ from fzero.train.execution import WINDOW as WINDOW
 from fzero.train.execution import Execution as Execution
 from fzero.train.execution import Skip as Skip
 
-# The state before the first step
-from fzero.train.init import init_state as init_state
+# The loss without dropout
+from fzero.train.gradient import make_eval_step as make_eval_step
 
 # Local steps
 from fzero.train.local_steps import average_members as average_members
@@ -40,8 +40,8 @@ from fzero.train.local_steps import synchronize as synchronize
 # The loss of a micro-batch, of a Model or of a plain function, and the sum of losses over micro-batches and ranks
 from fzero.train.loss import context_of as context_of
 
-# Parameters and their master weights
-from fzero.train.masters import compare as compare
+# The state before the first step
+from fzero.train.make_state import init_state as init_state
 
 # Detect silent corruption
 from fzero.train.sdc_check import make_check as make_check

@@ -1,25 +1,36 @@
-"""Check that plan, optimizer, options and state of a step go together."""
+"""Check that plan, optimizer, options and state of a step go together, and that parameters are their masters' rounding.
+
+Masters are compared where somebody else may have written a leaf.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fzero.core import pytree
+from fzero.comm.rank_tables import Refusal, any_rank, failing_together, raise_together
+from fzero.core import gpu, pytree
 from fzero.core.arguments import expect_kind
 from fzero.core.autodiff import Remat, transforms
 from fzero.core.torch_private import FakeTensor
 from fzero.kernels.cross_entropy_rows import is_tracing
 from fzero.models import base, forward
 from fzero.models.batch import check_tokens
+from fzero.offload import DiskTensor, Nvme
 from fzero.optim import GradientTransformation
-from fzero.sharding import Plan
+from fzero.sharding import Mesh, Plan, Spec
 from fzero.sharding.error_feedback import ERRORS, error_specs
+from fzero.sharding.slices import is_stacked, local_shape, local_windows, narrow_box, row_blocks
 from fzero.sharding.zero_stages import shapes_of
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn
-from fzero.train.state import TrainState, expect_alive, expect_shapes
+from fzero.train.state import TrainState, expect_alive, expect_shapes, hand_over, read
 
 
 def expect_program(loss_fn: Any) -> None:
@@ -137,7 +148,7 @@ def expect_state(plan: Plan, opt_names: list[str], state: TrainState, donate: bo
                 f"{name} is {leaf.dtype} and the plan, of policy {policy.name}, has {plan.leaves[name].dtype}; give "
                 "init_state this plan"
             )
-        if isinstance(leaf, torch.Tensor) and plan.leaves[name].params.memory.on_disk:
+        if isinstance(leaf, Tensor) and plan.leaves[name].params.memory.on_disk:
             raise ValueError(
                 f"{name} rests on a disk by the plan and is in memory here, where no update would write it; write "
                 "state = fzero.with_params(state, params, plan, nvme=nvme)"
@@ -172,3 +183,161 @@ def have_values(tree: Any) -> bool:
     """Whether the values of a tree's tensors can be looked at now."""
     leaves = pytree.leaves(tree)
     return not (transforms() or is_tracing() or any(isinstance(leaf, FakeTensor) or leaf.is_meta for leaf in leaves))
+
+
+@contextlib.contextmanager
+def noting_sums(mesh: Mesh) -> Iterator[None]:
+    """A context in which psums of equal values are noted, and not refused."""
+    if mesh.agreement is None:
+        yield
+        return
+    previous, mesh.agreement.noted = mesh.agreement.noted, []
+    try:
+        yield
+    finally:
+        mesh.agreement.noted = previous
+
+
+def refusing_jointly(mesh: Mesh, first: bool) -> contextlib.AbstractContextManager[Any]:
+    """A context in which a first step refuses on all ranks if on one."""
+    if not first or mesh.store is None or transforms():
+        return contextlib.nullcontext()
+
+    def agree(failure: Refusal | None) -> None:
+        with mesh.checked():  # the first meeting of ranks that may run different programs
+            raise_together(failure, mesh, "check")
+
+    return failing_together(agree)
+
+
+REMEDY = "make the master weights anew: state = fzero.with_params(state, params, plan)"
+
+
+class StateCheck:
+    """The check of the states that a step is given: kinds in each call, masters where a leaf is new."""
+
+    def __init__(self, plan: Plan, opt_names: list[str], donate: bool, nvme: Nvme | None) -> None:
+        self.plan, self.opt_names, self.donate, self.nvme, self.first = plan, opt_names, donate, nvme, True
+        self.checked_leaves: list[tuple[Any, int]] = []  # by leaf: a weak reference, and the version of its values
+
+    def expect(self, state: TrainState) -> None:
+        """Raise ValueError if the state is not one for this step, or a parameter is not its rounded master."""
+        expect_state(self.plan, self.opt_names, state, self.donate)
+        if self.nvme is not None:
+            expect_store(state, self.nvme)
+        if not self.plan.policy.has_master or not have_values(state.step) or gpu.is_capturing(state.step.device):
+            return
+        leaves = leaves_of(state)
+        if len(leaves) == len(self.checked_leaves) and all(
+            ref() is leaf and version == version_of(leaf) for (ref, version), leaf in zip(self.checked_leaves, leaves)
+        ):
+            return
+        leaf_plans = self.plan.leaves.items()
+        specs, shapes = (
+            {n: (leaf.params, leaf.opt) for n, leaf in leaf_plans},
+            {n: leaf.shape for n, leaf in leaf_plans},
+        )
+        fault = compare(state, specs, shapes, self.plan.mesh)
+        mesh, first, self.first = self.plan.mesh, self.first, False
+        if first and mesh.store is not None:
+            with mesh.ledger.phase("check"):
+                elsewhere = any_rank(bool(fault), mesh)
+            if elsewhere and not fault:
+                fault = f"a parameter on another rank is not the rounding of its master weights; {REMEDY}"
+        if fault:
+            raise ValueError(fault)
+
+    def handed_over(self, old: TrainState, new: TrainState) -> TrainState:
+        """The state that the step returns, whose parameters are known to be right."""
+        if self.plan.policy.has_master and have_values(new.step):
+            self.checked_leaves = [(weakref.ref(leaf), version_of(leaf)) for leaf in leaves_of(new)]
+        return hand_over(old, new) if self.donate else new
+
+
+def expect_store(state: TrainState, nvme: Nvme) -> None:
+    """Raise ValueError if a leaf rests in another store than `nvme`'s."""
+    for name, leaf in pytree.named_leaves(state).items():
+        if not isinstance(leaf, DiskTensor) or leaf.store is nvme.store:
+            continue
+        if nvme.store is None or leaf.store.folder == nvme.store.folder:
+            leaf.store.expect_open()  # says that it was closed, or opened again since
+        else:
+            raise ValueError(
+                f"{name} rests in {leaf.store.folder}, and the step writes to {nvme.folder}; give make_train_step the "
+                "Nvme of the state (nvme=)"
+            )
+
+
+def leaves_of(state: TrainState) -> list[Any]:
+    """The parameters and master weights of a state."""
+    return [*pytree.leaves(state.params), *pytree.leaves(state.master)]
+
+
+def version_of(leaf: Any) -> int:
+    """How often the values of a leaf were written to, as far as PyTorch counts it."""
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+
+
+@torch.no_grad()
+def compare(
+    state: TrainState, specs: Mapping[str, tuple[Spec, Spec]], shapes: Mapping[str, tuple[int, ...]], mesh: Mesh
+) -> str:
+    """The names of the leaves whose parameter differs from its master weight, in words, or ""."""
+    params, differing = pytree.named_leaves(state.params), {}
+    for name, master in pytree.named_leaves(state.master).items():
+        counts, layers = [], range(master.shape[0]) if is_stacked(name) else (None,)
+        narrow = narrowing(shapes[name], specs[name], mesh)
+        for i in layers:
+            low, high = narrow(read(params[name], i), i), read(master, i)
+            if low.numel():
+                counts.extend(count_unequal(a, b.to(a.device)) for a, b in blocks_of(low, high))
+        if counts:
+            differing[name] = torch.stack([count.to(counts[0].device) for count in counts]).sum()
+    totals = {name: int(count) for name, count in differing.items()}
+    wrong = [name for name, count in totals.items() if count]
+    if not wrong:
+        return ""
+    others_text = f" (nor are {len(wrong) - 1} more leaves)" if wrong[1:] else ""
+    name, size = wrong[0], math.prod(pytree.named_leaves(state.master)[wrong[0]].shape)
+    return (
+        f"params/{name} is not the rounding of its master weights, master/{name}: {totals[name]:,} of {size:,} "
+        f"elements differ{others_text}, and the next update would bring the masters' values back; {REMEDY}"
+    )
+
+
+def blocks_of(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Two layers of one shape, cut alike into blocks of rows."""
+    if not low.dim():
+        return [(low, high)]
+    return [(low[begin:end], high[begin:end]) for begin, end in row_blocks(tuple(low.shape))]
+
+
+def count_unequal(param: Tensor, master: Tensor) -> Tensor:
+    """The number of parameters that are not the rounding of their master; NaN is NaN, subnormals are 0."""
+    rounded, min_normal = master.to(param.dtype), torch.finfo(param.dtype).smallest_normal
+    equal = (param == rounded) | ((param != param) & (rounded != rounded))
+    return (~(equal | ((param.abs() < min_normal) & (rounded.abs() < min_normal)))).sum()
+
+
+def narrowing(shape: tuple[int, ...], specs: tuple[Spec, Spec], mesh: Mesh) -> Callable[[Tensor, int | None], Tensor]:
+    """The function (leaf at rest, layer) -> the part that is updated here."""
+    if local_shape(shape, specs[0], mesh) == local_shape(shape, specs[1], mesh):
+        return lambda value, layer: value
+    start, size = inner_box(shape, specs, mesh)
+    return lambda value, layer: (
+        narrow_box(value, start, size) if layer is None else narrow_box(value, start[1:], size[1:])
+    )
+
+
+def narrow_to_update(value: Tensor, shape: tuple[int, ...], specs: tuple[Spec, Spec], mesh: Mesh) -> Tensor:
+    """The part that this rank updates of its shard at rest."""
+    return narrowing(shape, specs, mesh)(value, None)
+
+
+def inner_box(shape: tuple[int, ...], specs: tuple[Spec, Spec], mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(start, size) of a shard by the second spec in that by the first."""
+    outer, inner = (local_windows(shape, spec, mesh) for spec in specs)
+    size = local_shape(shape, specs[1], mesh)
+    if not inner:  # no layer is this rank's
+        return (0,) * len(shape), size
+    return tuple(a - b for a, b in zip(inner[0].start, outer[0].start)), size

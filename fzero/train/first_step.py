@@ -10,53 +10,24 @@ of torch's formulas, and so bits.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.comm.axes import AXES
-from fzero.comm.rank_tables import Refusal, any_rank, device_of, failing_together, gather_rows, raise_together
+from fzero.comm.rank_tables import any_rank, device_of, gather_rows
 from fzero.core import pytree
-from fzero.core.autodiff import Varying, transforms
+from fzero.core.autodiff import Varying
 from fzero.core.pytree import Tree
 from fzero.models import base
-from fzero.sharding import Mesh
 from fzero.train.checks import check_values
 from fzero.train.gradient import StepGradient
 from fzero.train.loss import LossFn
 from fzero.train.split_check import check_split, check_user_split
 from fzero.train.state import TrainState
 
-
-@contextlib.contextmanager
-def noting_sums(mesh: Mesh) -> Iterator[None]:
-    """A context in which psums of equal values are noted, and not refused."""
-    if mesh.agreement is None:
-        yield
-        return
-    previous, mesh.agreement.noted = mesh.agreement.noted, []
-    try:
-        yield
-    finally:
-        mesh.agreement.noted = previous
-
-
 PAIR = "return (losses.sum(), losses.numel()), or the sum of weighted losses and that of their weights"
-
-
-def refusing_jointly(mesh: Mesh, first: bool) -> contextlib.AbstractContextManager[Any]:
-    """A context in which a first step refuses on all ranks if on one."""
-    if not first or mesh.store is None or transforms():
-        return contextlib.nullcontext()
-
-    def agree(failure: Refusal | None) -> None:
-        with mesh.checked():  # the first meeting of ranks that may run different programs
-            raise_together(failure, mesh, "check")
-
-    return failing_together(agree)
 
 
 class FirstStep:

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch and its gradient, for a Model and for a plain function.
+"""The loss of a micro-batch, its gradient, and the loss without dropout, for a Model and for a plain function.
 
 A step's exchanges of rows of experts have slack. Compiled blocks have fixed sizes: memory for `slack` times an even
 load. Where a rank is sent more, the exchange is cut, and the step computes its gradient again with twice the slack
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from fzero import offload
+from fzero.comm.axes import AXES, CP
 from fzero.comm.rank_tables import any_rank
 from fzero.core import pytree
+from fzero.core.arguments import STEP, checked
 from fzero.core.autodiff import dense, needs_grad, transforms
 from fzero.core.device import fake_device_of
 from fzero.core.gpu_copies import Copied, free_sources
@@ -39,12 +41,14 @@ from fzero.sharding.gradient_sums import LayerSums, SumsAtRest
 from fzero.sharding.prefetch import Coding, LeafGroup, NodeShards, ParamFetcher
 from fzero.sharding.reduce import GradientReducer
 from fzero.sharding.slices import iterate_blocks, shard_dim
+from fzero.train.checks import check_values, expect_program, refusing_jointly
 from fzero.train.codes import coder_for, params_coding, rounded_params
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, PlainLoss, context_of, make_loss, sum_losses
-from fzero.train.pipeline_executor import MicroBatches, Turn, run_row
+from fzero.train.pipeline_executor import MicroBatches, Turn, evaluate_row, run_row
+from fzero.train.split_check import check_user_split
 from fzero.train.stage_exchange import StageSharing, segments_of
-from fzero.train.state import TrainState
+from fzero.train.state import TrainState, expect_alive
 from fzero.train.streamed_model import StreamedModel
 
 
@@ -332,3 +336,61 @@ def functional(
         else:
             total = grads if total is None else plus(total, grads)
     return total if canonical is None else canonical.sum(), losses
+
+
+@checked(
+    **STEP,
+    model=expect_program,
+    plan="plan is {}; write zero_plan(stage, model, mesh)",
+    execution="execution is {}; write fzero.Execution(compiled=True)",
+)
+def make_eval_step(
+    model: base.Model | LossFn,
+    plan: Plan,
+    *,
+    execution: Execution = Execution(),  # noqa: B008
+    reduce: bool = True,
+) -> Callable[[Tree, Any], base.Loss]:
+    """Return the function `(params, batch) -> Loss` without dropout, for the loss on a validation set.
+
+    The Loss has the sums over all ranks, to be added up over batches. On a mesh the batch is this rank's rows.
+    model: a Model, or a function loss(params, batch) of whole parameters. plan: how the parameters rest, and the
+    dtypes. execution: compiled, kernels and prefetch of it; there is no backward pass to compute anything again for.
+    reduce: False returns the sums of this rank's rows, which are then to be added up over the data ranks too.
+    Communicates: what the model does, and an all_gather of a few float64 over each of dp, rp and cp.
+    All ranks of the mesh must call the function together.
+
+    >>> def loss(params, batch):  # (sum, number of tokens)
+    ...     return (batch["x"] @ params["w"]).square().sum(), batch["x"].shape[0]
+    >>> params = {"w": torch.tensor([1.0, 3.0])}
+    >>> eval_step = make_eval_step(loss, fzero.zero_plan(0, params, fzero.one_process()))
+    >>> out = eval_step(params, {"x": torch.eye(2)})
+    >>> out.total / out.num_tokens
+    tensor(5.)
+    """
+    plan = plan.with_slack()
+    ctx = context_of(plan, execution)
+    unseen, program = [ctx], model
+    if isinstance(model, base.Model):
+        model = keyed_model(model)
+        passes = Execution(prefetch=execution.prefetch)  # there is no backward pass
+        streamed = StreamedModel(model, segments_of(model, plan), plan, ctx, passes, shape_cache={})
+        loss = partial(evaluate_row, streamed)
+    else:
+        loss = partial(make_loss(model, plan, execution), draws={}, first=0)
+
+    @torch.no_grad()
+    def eval_step(params: Tree, batch: Any) -> base.Loss:
+        with refusing_jointly(plan.mesh, bool(unseen)):
+            if isinstance(params, TrainState):
+                raise TypeError("the parameters are a TrainState; write eval_step(state.params, batch)")
+            expect_alive(params)
+            has_values = bool(unseen) and check_values(model, batch, unseen[0])
+        if has_values:
+            check_user_split(program, plan, params, batch, ctx)
+            unseen.clear()
+        with plan.mesh.ledger.phase("evaluate"):
+            out, axes = loss(params, batch), AXES.by_tokens if reduce else (CP,)
+            return sum_losses([out], plan.mesh, axes)
+
+    return eval_step

@@ -37,12 +37,11 @@ from fzero.sharding.slices import is_stacked, narrow_to
 from fzero.train import update as updates
 from fzero.train.batch import expect_distinct_rows, positions, split_batch
 from fzero.train.capture import CapturedStep, refusal_of
-from fzero.train.checks import expect_options, expect_plan, expect_program
+from fzero.train.checks import StateCheck, expect_options, expect_plan, expect_program, noting_sums, refusing_jointly
 from fzero.train.execution import Execution, Skip
-from fzero.train.first_step import FirstStep, noting_sums, refusing_jointly
+from fzero.train.first_step import FirstStep
 from fzero.train.gradient import EarlySums, GradientResult, StepGradient
 from fzero.train.loss import LossFn, draws_of
-from fzero.train.masters import StateCheck
 from fzero.train.pipeline_executor import expect_equal_schedules
 from fzero.train.state import LOSS, LossStats, Metrics, TrainState
 from fzero.train.state_on_disk import commit

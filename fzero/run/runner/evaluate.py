@@ -43,8 +43,8 @@ from fzero.run.setup.build import Job, specs_of
 from fzero.run.setup.corpus import on_device, prefetch_to_device
 from fzero.sharding import Plan, one_process, zero_plan
 from fzero.sharding.prefetch import LeafGroup, ParamFetcher, Prefetcher
-from fzero.train.eval import make_eval_step
 from fzero.train.execution import Execution
+from fzero.train.gradient import make_eval_step
 from fzero.train.stage_exchange import Segment, segments_of
 from fzero.train.state import TrainState
 from fzero.train.update.in_memory import spread

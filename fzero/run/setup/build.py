@@ -40,9 +40,9 @@ from fzero.run.setup.build_optim import make_optimizer, make_policy, make_schedu
 from fzero.sharding import Mesh, Plan, fake_mesh, make_mesh, zero_plan
 from fzero.sharding.context import Context
 from fzero.sharding.spec import Offload
-from fzero.train.eval import make_eval_step
 from fzero.train.execution import Execution, Skip
-from fzero.train.init import init_state
+from fzero.train.gradient import make_eval_step
+from fzero.train.make_state import init_state
 from fzero.train.state import TrainState, meta_state, state_specs
 from fzero.train.state_on_disk import DiskLayout, reopen_state
 from fzero.train.step import make_train_step
