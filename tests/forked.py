@@ -1,16 +1,16 @@
 """`fzero` and scripts in processes that are forked from one which has torch and fzero loaded: a page of many commands
 imports them once.
 
-`programs()` is a folder for PATH with the programs `fzero` and `script` (FILE [ARGUMENTS]), which hand their arguments,
-environment, folder, cores and open files to that process and end as the fork does. SIGINT and SIGTERM are handed on;
-where a program is killed, so is its fork. `torchrun(...)` is a command line of ranks that are all forks."""
+`programs()` is a folder for PATH with the programs `fzero`, `script` (FILE or -m MODULE) and `torchrun`, of which the
+ranks are forks too. They hand their arguments, environment, folder, cores and open files to that process and
+end as the fork does, by the same signal. SIGINT and SIGTERM are handed on; where a program is killed, so is its fork.
+`fork_of(pid)` is the fork behind a program. As in tests, no run draws pictures, but where PICTURES is set."""
 
 import atexit
 import contextlib
 import functools
 import gc
 import importlib
-import importlib.util
 import json
 import os
 import runpy
@@ -24,7 +24,8 @@ from pathlib import Path
 
 CLIENT = """#!{python} -SE
 import json, os, signal, socket, sys
-said = json.dumps([sys.argv, os.getcwd(), dict(os.environ), sorted(os.sched_getaffinity(0))]).encode()
+cores = sorted(os.sched_getaffinity(0))
+said = json.dumps([os.getpid(), sys.argv, os.getcwd(), dict(os.environ), cores]).encode()
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
     socket.send_fds(server, [len(said).to_bytes(8, "big")], [0, 1, 2])
@@ -32,6 +33,10 @@ with socket.socket(socket.AF_UNIX) as server:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: server.send(bytes([number])))
     code = server.recv(1)
+if code and code[0] > 192:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), 256 - code[0])
 sys.exit(code[0] if code else 1)
 """
 PRELOAD = [
@@ -55,7 +60,7 @@ def programs():
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     address = f"{folder.name}/socket"
-    for program in (Path(folder.name, "fzero"), Path(folder.name, "script")):
+    for program in (Path(folder.name, name) for name in ("fzero", "script", "torchrun")):
         program.write_text(CLIENT.format(python=sys.executable, address=address))
         program.chmod(0o755)
     paths = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
@@ -69,13 +74,13 @@ def programs():
     return folder.name
 
 
-def torchrun(n, *program, how=("--standalone",)):
-    """The command line of torchrun that starts n ranks of `program`, ("fzero", ...) or ("script", FILE, ...): forks, as
-    torchrun itself is."""
-    name, *arguments = map(str, program)
-    run = importlib.util.find_spec("torch.distributed.run").origin
-    launcher = [f"{programs()}/script", run, *map(str, how), "--nproc-per-node", str(n), "--no-python"]
-    return [*launcher, f"{programs()}/{name}", *arguments]
+def fork_of(pid):
+    """The process id of the fork behind a program; of another process its own."""
+    for comm in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):  # it has ended
+            if comm.read_text() == f"for {pid}\n":
+                return int((comm.parent / "task" / comm.parent.name / "children").read_text())
+    return pid
 
 
 def serve(address):
@@ -105,11 +110,13 @@ def attend(program):
     said = b""
     while len(said) < int.from_bytes(size, "big"):
         said += program.recv(1 << 16)
+    pid, *how = json.loads(said)
     child = os.fork()
     if not child:
         program.close()
-        become(*json.loads(said), files)
+        become(*how, files)
         return
+    Path("/proc/self/comm").write_text(f"for {pid}")
     for file in files:
         os.close(file)
     end = os.pidfd_open(child)
@@ -127,6 +134,10 @@ def attend(program):
 def become(arguments, folder, environment, cores, files):
     import torch
 
+    from fzero.report import curves
+
+    if "PICTURES" not in environment:
+        curves.write_pictures = lambda folder: []
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
@@ -138,11 +149,27 @@ def become(arguments, folder, environment, cores, files):
     sys.argv = arguments
 
 
-if __name__ == "__main__" and serve(sys.argv[1]):
-    if Path(sys.argv[0]).name == "fzero":
+def run_program(name):
+    """What `name` does with sys.argv."""
+    if name == "fzero":
         from fzero.cli import main
 
         main.main()
+    elif name == "torchrun":
+        from torch.distributed import run
+
+        os.environ["PYTHON_EXEC"] = str(Path(sys.argv[0]).with_name("script"))
+        run.main(sys.argv[1:])
     else:
-        del sys.argv[0]
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        del sys.argv[: 2 if sys.argv[1] == "-u" else 1]
+        if sys.argv[0] == "-m":
+            del sys.argv[0]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__" and serve(sys.argv[1]):
+    run_program(Path(sys.argv[0]).name)

@@ -43,7 +43,6 @@ TIMED |= {"wall_s", "phases", "comm", "ranks", "recorded"}
 TIMED |= {"grad_norms", "param_norms"}  # sums over ranks: not the same bits on all meshes
 SAVED = re.compile(r"save|checkpoint")  # of a row: what a save cost, which is another row's after a restart
 STANDALONE = ("--standalone",)
-FORKED = "forked"
 
 
 def write_text(folder):
@@ -63,12 +62,12 @@ def folder_with_run(tmp_path_factory, name, run, *args):
     return path
 
 
-def start(folder, n, *args, command=("-m", "fzero"), how=STANDALONE, log="", verb="pretrain"):
-    """torchrun with n processes, started; its output goes to the files out and err with `log` behind their names. The
-    command FORKED starts no interpreter, and its ranks are not in `ranks_of`."""
+def start(folder, n, *args, command=("-m", "fzero"), how=STANDALONE, log="", verb="pretrain", fresh=False):
+    """torchrun with n processes, started; its output goes to the files out and err with `log` behind their names. It
+    and its ranks are forks, or `fresh` interpreters."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", *map(str, how), "--nproc-per-node", str(n), *command]
-    line = [*(forked.torchrun(n, "fzero", how=how) if command == FORKED else launcher), verb, *map(str, args)]
+    launcher = [sys.executable, "-m", "torch.distributed.run"] if fresh else [f"{forked.programs()}/torchrun"]
+    line = [*launcher, *map(str, how), "--nproc-per-node", str(n), *command, verb, *map(str, args)]
     with (folder / f"out{log}").open("w") as out, (folder / f"err{log}").open("w") as err:
         cores = os.sched_getaffinity(0)
         # So that every rank has one thread, as this process has: the same bits need the same threads. A child takes its
@@ -103,7 +102,7 @@ def ended(folder, process, timeout_s=120, log=""):
 
 def torchrun(folder, n, *args, verb="pretrain", timeout_s=120):
     """What all ranks of a run printed that ends well."""
-    code, out, said, _ = ended(folder, start(folder, n, *args, command=FORKED, verb=verb), timeout_s)
+    code, out, said, _ = ended(folder, start(folder, n, *args, verb=verb), timeout_s)
     assert code == 0 and not said, (folder / "err").read_text()
     return out
 
@@ -127,11 +126,11 @@ def hashes(run):
 def ranks_of(process):
     """{rank: process id} of the processes that torchrun has started."""
     found = {}
-    for task in Path(f"/proc/{process.pid}/task").iterdir():
+    for task in Path(f"/proc/{forked.fork_of(process.pid)}/task").iterdir():
         for child in map(int, (task / "children").read_text().split()):
             rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{child}/environ").read_bytes())
             if rank:
-                found[int(rank[1])] = child
+                found[int(rank[1])] = forked.fork_of(child)
     return found
 
 

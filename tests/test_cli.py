@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from launched import TIMED
@@ -304,7 +305,7 @@ def test_a_run_goes_on_without_a_reader(capsys, monkeypatch):
 @pytest.mark.slow
 def test_the_reader_of_a_run_may_end(fz):
     args = ["pretrain", *QUIET, "--steps", "60", "--data", "text.txt", "--prompt", "", "--out", "unread"]
-    piped = f"{shlex.join([sys.executable, '-m', 'fzero', *args])} | head -1; exit ${{PIPESTATUS[0]}}"
+    piped = f"{shlex.join([f'{forked.programs()}/fzero', *args])} | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True)
     assert done.returncode == 0 and "the run goes on" in done.stderr and done.stdout.count("\n") == 1
     assert len(list(run_folder.read_metrics(Path("unread")))) == 60
@@ -348,12 +349,12 @@ def test_killed_and_resumed_is_the_uninterrupted_run(fz):
         "--prompt",
         "",
     ]
-    process = subprocess.Popen([sys.executable, "-m", "fzero", *args, "--out", "killed"], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([f"{forked.programs()}/fzero", *args, "--out", "killed"], stdout=subprocess.DEVNULL)
     while process.poll() is None and (
         not Path("killed/metrics.jsonl").exists() or len(list(run_folder.read_metrics(Path("killed")))) < 25
     ):
         time.sleep(0.005)
-    process.kill()
+    os.kill(forked.fork_of(process.pid), signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     ok(fz("pretrain", "--out", "killed", "--resume", *PEAK, "--prompt", ""))
     ok(fz(*args, "--out", "whole"))

@@ -83,7 +83,7 @@ def run_python(block: Block, page: Path, namespace: dict) -> None:
 
 
 def run_bash(block: Block, page: Path, folder: Path) -> None:
-    quick = [forked.programs()] if "fzero " in block.code else []
+    quick = [forked.programs()] if re.search("(fzero|torchrun) ", block.code) else []
     places = [*quick, str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = {**os.environ, "PATH": os.pathsep.join(places)}
     done = subprocess.run(

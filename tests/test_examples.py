@@ -5,7 +5,6 @@ import functools
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -61,7 +60,7 @@ def test_every_draw_has_its_generator(path):
 def test_two_ranks_print_what_one_process_prints(name, tmp_path):
     path = ROOT / "examples" / f"{name}.py"
     one = [float(x) for x in re.findall(r"loss (\d+\.\d+)", alone(path))]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path]
+    launch = [f"{forked.programs()}/torchrun", "--standalone", "--nproc-per-node", "2", path]
     two = [float(x) for x in re.findall(r"loss (\d+\.\d+)", output_of(launch, tmp_path))]
     # The noise of DP-SGD is drawn by shard, so only its first step is the same.
     count = 1 if name == "dp_sgd" else len(one)

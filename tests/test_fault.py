@@ -8,11 +8,11 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
 
+import forked
 import pytest
 import ranks
 import torch
@@ -526,7 +526,7 @@ def stopped_well(folder, process, run, log, codes=None):
 
 @pytest.mark.slow
 def test_ranks_whose_torchrun_is_killed_end(folder):
-    process = started(folder, "orphans", 2)
+    process = started(folder, "orphans", 2, fresh=True)
     ranks = ranks_of(process)
     process.kill()
     process.wait()
@@ -624,7 +624,7 @@ def test_sigterm_before_the_first_step_ends_at_once_and_leaves_nothing(folder, n
     (folder / "waiting").unlink(missing_ok=True)
     if n == 1:
         with (folder / f"out{log}").open("w") as out, (folder / f"err{log}").open("w") as err:
-            line = [sys.executable, "wait.py", "pretrain", *TINY, "--out", "first"]
+            line = [f"{forked.programs()}/script", "wait.py", "pretrain", *TINY, "--out", "first"]
             process = subprocess.Popen(line, cwd=folder, stdout=out, stderr=err)
     else:
         process = start(folder, n, *TINY, *LONG, "--out", "first", command=("wait.py",), log=log)
@@ -666,7 +666,8 @@ def on_nodes(folder, name, low, high, n, *args, restarts=3):
     def more():
         options = [*how, f"--rdzv-conf={QUICK},is_host={'false' if agents else 'true'}", f"--max-restarts={restarts}"]
         log = f"-{name}{len(agents)}"
-        agents.append(start(folder, 1, *args, "--out", name, "--prompt", "", "--auto-resume", how=options, log=log))
+        line = [*args, "--out", name, "--prompt", "", "--auto-resume"]
+        agents.append(start(folder, 1, *line, how=options, log=log, fresh=True))
         return agents[-1]
 
     for _ in range(n):

@@ -5,10 +5,10 @@ import itertools
 import os
 import re
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 
+import forked
 import pytest
 import test_docs
 import torch
@@ -34,10 +34,10 @@ def output_of(command, folder):
 def test_on_two_processes_they_end_where_one_does(package, tmp_path):
     pytest.importorskip(package)
     (tmp_path / "program.py").write_text(PROGRAMS[package])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
+    launch = [f"{forked.programs()}/torchrun", "--standalone", "--nproc-per-node", "2", "program.py"]
     two = re.findall(r"loss (\d\.\d+)", output_of(launch, tmp_path))
     if package == "lightning_fabric":  # Accelerate's shuffling has no seed there
-        one = re.findall(r"loss (\d\.\d+)", output_of([sys.executable, "program.py"], tmp_path))
+        one = re.findall(r"loss (\d\.\d+)", output_of([f"{forked.programs()}/script", "program.py"], tmp_path))
         assert [float(x) for x in two] == pytest.approx([float(x) for x in one], abs=2e-4) and len(one) == 1
         assert len((tmp_path / "fabric/lightning_logs/version_0/metrics.csv").read_text().splitlines()) == 41
 

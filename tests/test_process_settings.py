@@ -15,6 +15,7 @@ import threading
 import warnings
 from pathlib import Path
 
+import forked
 import launched
 import numpy
 import pytest
@@ -208,7 +209,7 @@ def test_runs_of_two_ranks_leave_their_processes_as_they_were(tmp_path):
     table = json.dumps(table_of(tmp_path) | {"mesh": {"dp": 2}})
     script = tmp_path / "rank.py"
     script.write_text(RANK.format(tests=str(Path(__file__).parent), folder=str(tmp_path), table=table))
-    line = [sys.executable, "-m", "torch.distributed.run", *launched.STANDALONE, "--nproc-per-node", "2", str(script)]
+    line = [f"{forked.programs()}/torchrun", *launched.STANDALONE, "--nproc-per-node", "2", str(script)]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.count("ended") == 2, done.stdout + done.stderr
