@@ -129,8 +129,14 @@ def in_memory(**options):
         return losses("cuda", seen, **options)[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+# Each pair of a place and an option, and each count of waits, is in another case.
+REPEATED = ("params=host", "grads=host", "opt=host", "params=host,grads=host,opt=host", "opt=host speculate bf16")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.exhaustive if name in REPEATED else pytest.mark.slow) for name in CASES],
+)
 def test_an_offloaded_step_waits_only_where_the_host_computes(name, tmp_path):
     options, expected = CASES[name]
     with pretend() as seen:
