@@ -142,7 +142,6 @@ def is_small(leaf: Tensor) -> bool:
 class Coding(NamedTuple):
     """How the leaves of Plan.float8 and of Plan.coded travel."""
 
-    # (shard, the largest magnitude of the whole leaf) -> uint8 of its shape
     narrow: Callable[[Tensor, Tensor], Tensor]  # (shard, the largest magnitude of the whole leaf) -> uint8 of its shape
     widen: Callable[[Tensor, Tensor], Tensor]  # the way back
     coder: Coder | None = None
@@ -208,10 +207,6 @@ class ParamFetcher:
         """Whether a leaf is gathered."""
         return name in self.sharded or name in self.over_nodes
 
-    def needed(self, group: LeafGroup) -> bool:
-        """Whether any leaf of the group must be fetched."""
-        return any(self.moves(name) or name in self.offloaded for name in group.leaves)
-
     def mark_fetched(self, group: LeafGroup, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
         """The leaves of a group that were fetched, which differ over the axes of their compute specs alone."""
         if followed := active_varying():
@@ -239,25 +234,25 @@ class ParamFetcher:
 
     def read(self, group: LeafGroup, phase: str) -> list[Future[Any]]:
         """Start to copy this rank's shards of the group to the device; of those over rp, to gather their `Pieces`."""
-        reads: list[Future[Any]] = [
-            ready(()) if name in self.over_nodes else self._bring_leaf(name, group.layer) for name in group.leaves
-        ]
-        node_indices = [i for i, name in enumerate(group.leaves) if name in self.over_nodes]
-        # Gathered over rp, the slow link, once a step; later passes find the pieces in `node_shards`.
-        places = {i: (group.leaves[i], group.layer if is_stacked(group.leaves[i]) else None) for i in node_indices}
-        cached = self.node_shards or {}
-        fresh = [i for i in node_indices if places[i] not in cached]
-        reads = [
-            ready(cached[places[i]]) if i in node_indices and i not in fresh else future
-            for i, future in enumerate(reads)
-        ]
+        reads: list[Future[Any]] = []
+        cached, fresh = self.node_shards or {}, list[tuple[int, tuple[str, int | None]]]()
+        for i, name in enumerate(group.leaves):
+            # Gathered over rp, the slow link, once a step; later passes find the pieces in `node_shards`.
+            key = name, group.layer if is_stacked(name) else None
+            if name not in self.over_nodes:
+                reads.append(self._bring_leaf(name, group.layer))
+                continue
+            reads.append(ready(cached.get(key, ())))
+            if key not in cached:
+                fresh.append((i, key))
         if fresh:
-            shards = [self._bring_leaf(group.leaves[i], group.layer).wait() for i in fresh]
-            pieces = [self.pieces(group.leaves[i], group.layer, shard) for i, shard in zip(fresh, shards)]
+            names = [name for _, (name, _) in fresh]
+            shards = [self._bring_leaf(name, group.layer).wait() for name in names]
+            pieces = [self.pieces(name, group.layer, shard) for name, shard in zip(names, shards)]
             with self.ledger.phase(phase):
-                arrived = functools.cache(self.gather([group.leaves[i] for i in fresh], pieces, self.over_nodes).wait)
-            for position, i in enumerate(fresh):
-                reads[i] = Future(functools.partial(self._cache_pieces, places[i], arrived, position))
+                arrived = functools.cache(self.gather(names, pieces, self.over_nodes).wait)
+            for position, (i, key) in enumerate(fresh):
+                reads[i] = Future(functools.partial(self._cache_pieces, key, arrived, position))
         return reads
 
     def _cache_pieces(self, key: tuple[str, int | None], arrived: Callable[[], list[Pieces]], index: int) -> Pieces:
@@ -325,7 +320,7 @@ class ParamFetcher:
         moving = [i for i, name in enumerate(group.leaves) if name in self.sharded]
         pieces = [self._ready(group, i, read[i].wait()) for i in moving]
         with self.ledger.phase(phase):
-            gathering = self.gather([group.leaves[i] for i in moving], pieces, self.sharded)
+            gathering = self.gather([group.leaves[i] for i in moving], pieces, self.sharded) if moving else ready([])
         waiting = [(i, leaf) for i, leaf in enumerate(read) if i not in moving]
         read.clear()
 
@@ -396,7 +391,7 @@ class Resident:
 
     def dropped(self, group: LeafGroup, reshard: bool) -> bool:
         """Whether the group must be fetched again for the backward pass."""
-        return self.fetcher.needed(group)
+        return self.fetcher.dropped(group, reshard=True)
 
     def fetch(self, group: LeafGroup) -> Sequence[Tensor]:
         """The leaves of a group; those before it in the order of the first pass are fetched first."""
