@@ -21,7 +21,7 @@ from torch import Tensor
 
 import fzero
 from fzero import models, optim
-from fzero.comm.exchanges import Receiver, Sender
+from fzero.comm.rank_tables import Receiver, Sender
 from fzero.sharding import Mesh
 from fzero.sharding.pipeline import FAMILIES, play
 

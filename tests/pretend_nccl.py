@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pretend_gpu import Stream, under
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fzero.comm import communicator, exchanges
+from fzero.comm import communicator, rank_tables
 
 STARTS = itertools.count()  # of the context below, the same on all ranks
 
@@ -126,7 +126,7 @@ def nccl():
         (communicator, "_reduce_scatter", into(communicator._reduce_scatter)),
         (dist, "all_reduce", all_reduce),
         (dist, "batch_isend_irecv", messages),
-        (exchanges, "pair_over_nccl", Pair),
+        (rank_tables, "pair_over_nccl", Pair),
     ]
     for owner, name, instead in places:
         before.append((owner, name, getattr(owner, name)))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from close import assert_at_most_twice_the_error, assert_close, assert_same
 
-from fzero.kernels import FULL, Pattern, attention_blocked, glu, norm
+from fzero.kernels import FULL, Pattern, attention_tiled, glu, norm
 from fzero.kernels import attention as attn
 
 F64 = torch.float64
@@ -147,9 +147,9 @@ def test_blocked_in_many_blocks_and_where_the_number_is_capped(monkeypatch):
     tensors = inputs(2, 53, 2, 1, 4)
     expected = gradients(attn.reference, tensors, pattern=Pattern("window", 5))
     for smallest, most in ((4, 100), (1, 8), (1, 53)):
-        monkeypatch.setattr(attention_blocked, "MIN_BLOCK", smallest)
-        monkeypatch.setattr(attention_blocked, "MAX_BLOCKS", most)
-        rows = [block.queries for block in attention_blocked._blocks(53, 53, FULL)]
+        monkeypatch.setattr(attention_tiled, "MIN_BLOCK", smallest)
+        monkeypatch.setattr(attention_tiled, "MAX_BLOCKS", most)
+        rows = [block.queries for block in attention_tiled._blocks(53, 53, FULL)]
         assert len(rows) <= most and [r.start for r in rows[1:]] == [r.stop for r in rows[:-1]] and rows[-1].stop == 53
         assert_close(
             gradients(attn.blocked_attention, tensors, pattern=Pattern("window", 5)), expected, rtol=1e-11, atol=1e-14
@@ -157,7 +157,7 @@ def test_blocked_in_many_blocks_and_where_the_number_is_capped(monkeypatch):
 
 
 def test_gradcheck_of_the_blocked_function(monkeypatch):
-    monkeypatch.setattr(attention_blocked, "MIN_BLOCK", 2)
+    monkeypatch.setattr(attention_tiled, "MIN_BLOCK", 2)
     leaves = [x.requires_grad_() for x in inputs(2, 5, 2, 1, 2)]
     documents = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1]])
     for options in ({"cap": 0.5}, {"pattern": Pattern("strided", 2), "documents": documents, "scale": 0.7}):
@@ -228,7 +228,7 @@ def test_fused_is_the_reference(t):
 
 def test_long_sequences_are_the_reference():
     """Beyond the blocks' reach the form is another one; with a pattern or documents it is not."""
-    t = attention_blocked.MIN_BLOCK * attention_blocked.MAX_BLOCKS + 1
+    t = attention_tiled.MIN_BLOCK * attention_tiled.MAX_BLOCKS + 1
     tensors = inputs(1, t, 2, 1, 4)
     for options in ({}, {"pattern": Pattern("window", 50)}, {"documents": documents_of(1, t)}):
         expected = gradients(attn.reference, tensors, **options)

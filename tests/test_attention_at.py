@@ -23,7 +23,7 @@ from fzero.kernels import (
     join,
     registry,
 )
-from fzero.kernels.attention_blocked import blocked_forward_at
+from fzero.kernels.attention_tiled import blocked_forward_at
 
 # ring's parts and attention at positions alike; triton in its interpreter, in float32
 FORMS = [

@@ -17,7 +17,7 @@ from fzero import local_batch, optim
 from fzero.core import pytree
 from fzero.kernels import Kernels
 from fzero.planner import devices
-from fzero.sharding import ParamFetcher, codec, reduce, zero_stages
+from fzero.sharding import ParamFetcher, codec, gradient_sums, zero_stages
 from fzero.train import coder_of
 
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
@@ -205,16 +205,16 @@ def test_sums_in_codes_are_not_transformed():
 def sum_of_rounded(op, names, tensors, axis, coder, dtype, ledger):
     """`sum_coded` as rounding on each rank, and then a plain sum."""
     shapes, ranks_ = [t.shape for t in tensors], axis.size
-    rows = reduce.pack(tensors, ranks_, torch.float32)
+    rows = gradient_sums.pack(tensors, ranks_, torch.float32)
     tensors.clear()
     near = coder.decode(coder.encode(rows), torch.float32, rows.shape[1])
-    pending = reduce.start_psum_scatter(near, axis)
+    pending = gradient_sums.start_psum_scatter(near, axis)
     yield pending
-    return reduce.unpack(pending.wait(), [(s[0] // ranks_, *s[1:]) for s in shapes])
+    return gradient_sums.unpack(pending.wait(), [(s[0] // ranks_, *s[1:]) for s in shapes])
 
 
 def defined(mesh, cases):
-    with mock.patch.object(reduce, "sum_coded", sum_of_rounded):
+    with mock.patch.object(gradient_sums, "sum_coded", sum_of_rounded):
         return trained_whole(mesh, cases)
 
 

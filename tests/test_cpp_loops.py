@@ -18,7 +18,7 @@ from test_cross_entropy_kernels import TERMS, of_logits
 from test_quantize import bits
 
 import fzero
-from fzero.core import compile_cache, crc32c, digest, have_compiler, observe, prng, vjp_pair
+from fzero.core import compile_cache, digest, have_compiler, observe, prng, vjp_pair
 from fzero.kernels import KINDS, Pattern, attention, glu, norm, quantize
 from fzero.kernels.custom_operator import MANY
 
@@ -212,19 +212,18 @@ def digests(dtype):
 def checksums(dtype):
     (x,) = laws.draw((1237,), dtype=dtype)
     for part in ("", "TABLES"):
-        of = crc32c.by_cpp(part)
+        of = digest.by_cpp(part)
         stays_inside(lambda x, of=of: [torch.tensor([of(x.view(torch.uint8)[i:].numpy(), 0) for i in range(9)])], [x])
 
 
 LOOPS = {
     "kernels/attention_tiled": tiled_attention,
-    "kernels/cross_entropy_rows": cross_entropy,
+    "kernels/cross_entropy": cross_entropy,
     "kernels/glu": gates,
     "kernels/norm": norms,
     "kernels/optim_leaf": steps,
     "kernels/quantize_codes": codes,
-    "core/crc32c": checksums,
-    "core/digest": digests,
+    "core/digest": lambda dtype: (checksums(dtype), digests(dtype)),
     "core/prng": draws,
 }
 

@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from fzero.core import compile_cache, crc32c, packages
+from fzero.core import compile_cache, digest, packages
 from fzero.data.arrow_tables import ZstdFile
 
 NOISE = np.random.default_rng(0).integers(0, 256, 10_000_007, np.uint8)
@@ -31,10 +31,10 @@ def checksum(request):
         return pytest.importorskip("crc32c").crc32c
     if request.param == "google":
         pytest.importorskip("google_crc32c")
-        return crc32c.by_google
+        return digest.by_google
     if not compile_cache.compiler():
         pytest.skip("no C++ compiler")
-    return crc32c.by_cpp(request.param)
+    return digest.by_cpp(request.param)
 
 
 def test_short_ones_at_every_offset_are_those_of_the_definition(checksum):
@@ -51,7 +51,7 @@ def test_a_package_that_does_not_load_is_passed_over(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("crc32c", "zstandard"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert crc32c.provider.__wrapped__() != "crc32c"
+    assert digest.provider.__wrapped__() != "crc32c"
     with pytest.raises(ValueError, match=r"^a.zst: the package zstandard is here and does not load \(built for"):
         packages.load("zstandard", "a.zst")
 
@@ -64,7 +64,7 @@ def test_known_values(checksum):
 
 
 def test_ten_megabytes_are_those_of_their_parts(checksum):
-    whole, tables = checksum(NOISE, 0), crc32c.by_cpp("TABLES")
+    whole, tables = checksum(NOISE, 0), digest.by_cpp("TABLES")
     assert whole == tables(NOISE, 0)
     for cut in (1, 4_999_999, len(NOISE) - 3):
         assert checksum(NOISE[cut:], checksum(NOISE[:cut], 0)) == whole
@@ -84,7 +84,7 @@ def test_every_kind_of_memory_is_read_where_it_is(checksum, tmp_path):
 
 def test_our_own_loop_lets_other_threads_run(monkeypatch):
     """A thread takes Python's lock while the loop is at work."""
-    loop, ticks, done = crc32c.by_cpp(), [], threading.Event()
+    loop, ticks, done = digest.by_cpp(), [], threading.Event()
 
     def tick():
         while not done.is_set():
@@ -117,20 +117,20 @@ def test_our_own_loop_lets_other_threads_run(monkeypatch):
     ],
 )
 def test_what_computes_them(monkeypatch, packages, compiler, wanted):
-    monkeypatch.setattr(crc32c.importlib.util, "find_spec", lambda name: name in packages or None)
+    monkeypatch.setattr(digest.importlib.util, "find_spec", lambda name: name in packages or None)
     monkeypatch.setattr(compile_cache, "compiler", lambda: compiler)
     if "crc32c" in packages:  # which need not be here
         monkeypatch.setitem(sys.modules, "crc32c", types.ModuleType("crc32c"))
-    crc32c.provider.cache_clear()
-    crc32c._checksum.cache_clear()
+    digest.provider.cache_clear()
+    digest._checksum.cache_clear()
     try:
-        assert crc32c.provider() == wanted
+        assert digest.provider() == wanted
         if not wanted:
             with pytest.raises(ValueError, match=r"neither .* crc32c .* nor a C.. compiler.*pip install crc32c"):
-                crc32c.crc32c(b"")
+                digest.crc32c(b"")
     finally:
-        crc32c.provider.cache_clear()
-        crc32c._checksum.cache_clear()
+        digest.provider.cache_clear()
+        digest._checksum.cache_clear()
 
 
 def test_without_zstandard_its_name_is_said(monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ from fzero import checkpoint, data
 from fzero.checkpoint.convert.tensor_files import TensorEntry, write_safetensors
 from fzero.core import naming, write_text
 from fzero.data.remote_tokens import PieceCache
-from fzero.offload.range_files import FileWriter
+from fzero.offload.buffer_pool import FileWriter
 from fzero.planner import search
 from fzero.run import config_table, run_folder, run_lock
 from fzero.run.measure import metrics_rows
@@ -109,7 +109,7 @@ def test_an_error_that_names_a_file_keeps_it(tmp_path):
 OTHERS = {
     "disk_io.py": "by the `failed` of who asks for the transfer, and in the benchmark by naming",
     "chunk_files.py": "by `failed`",
-    "scratch.py": "by `failed`",
+    "update_units.py": "by `failed`",
     "figures.py": "into memory",
     "start.py": "on the terminal",
 }

@@ -260,7 +260,7 @@ def test_what_few_runs_use_is_in_files_that_nothing_else_needs(tmp_path):
 
 # Files that a run of two steps of mlp-tiny on one CPU does not import.
 EXOTIC = """
-    models.llama models.gpt2 models.deepseek models.mixtral models.lora models.score kernels.attention
+    models.llama models.gpt2 models.deepseek models.mixtral models.lora models.preference kernels.attention
     kernels.attention_ring kernels.float8 kernels.moe kernels.quantize kernels.rope optim.lamb offload.store
     optim.deepspeed_schedules checkpoint.restore_state checkpoint.convert.peft data.preferences train.local_steps
     train.update.offloaded run.setup.weights run.ranks.elastic

@@ -27,7 +27,7 @@ from fzero.planner.closed_layer import Basis, admits_codec
 from fzero.planner.step_trace import trace_step
 from fzero.run import build, state_bytes
 from fzero.sharding import ERROR, ERRORS, Codec, ErrorFeedback, error_feedback
-from fzero.sharding.error_feedback import error_bytes
+from fzero.sharding.plan_table import error_bytes
 from fzero.train import coder_for, coder_of, init_local, meta_state, sdc_check
 
 exhaustive = pytest.mark.exhaustive

@@ -8,7 +8,7 @@ import torch
 from close import assert_same
 
 from fzero import local_batch
-from fzero.kernels import FULL, attention_blocked, attention_tiled, linear_cross_entropy, norm
+from fzero.kernels import FULL, attention_tiled, linear_cross_entropy, norm
 from fzero.planner import device_for, max_sequence, plan, resolve_for
 from fzero.run import MemoryTrace, build
 from fzero.run.measure.live_bytes import recorded
@@ -85,10 +85,10 @@ def test_nothing_grows_faster_than_the_sequence(model, small_chunks, monkeypatch
 
 def test_blocks_of_queries_have_a_number_of_scores_that_does_not_grow_with_its_square():
     for t in (1, 100, 1000, 8192, 8193, 30_000, 65_536, 300_000):
-        rows = [block.queries for block in attention_blocked._blocks(t, t, FULL)]
-        assert max(r.stop - r.start for r in rows) * t <= max(attention_blocked.MAX_SCORES, 128 * t)
+        rows = [block.queries for block in attention_tiled._blocks(t, t, FULL)]
+        assert max(r.stop - r.start for r in rows) * t <= max(attention_tiled.MAX_SCORES, 128 * t)
         assert [r.start for r in rows] == [0, *(r.stop for r in rows[:-1])] and rows[-1].stop == t
-    assert len(attention_blocked._blocks(8192, 8192, FULL)) == 8
+    assert len(attention_tiled._blocks(8192, 8192, FULL)) == 8
 
 
 class Line(NamedTuple):

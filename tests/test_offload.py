@@ -21,7 +21,7 @@ from fzero import checkpoint, local_batch, models, optim, reopen_state
 from fzero.checkpoint import restore_state
 from fzero.core import precision, pytree
 from fzero.offload import DiskTensor, Nvme, serves_direct
-from fzero.optim import WHOLE, moment_storage
+from fzero.optim import WHOLE, leafwise
 from fzero.sharding import Context, Pipeline, Spec, shard_dim, spec
 from fzero.train import meta_state
 from fzero.train.update import in_memory, offloaded
@@ -193,7 +193,7 @@ def model_of(name):
 def changed(case):
     """Leaves as small as these in 8 bits, units as small as can be, and the one-pass form where it is asked for."""
     with (
-        mock.patch.object(moment_storage, "SMALL", 100),
+        mock.patch.object(leafwise, "SMALL", 100),
         mock.patch.object(offloaded, "SHARE", SMALLEST),
         mock.patch.object(in_memory, "MANY", 0 if case.on_host else 1 << 62),
     ):

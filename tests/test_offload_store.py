@@ -50,7 +50,7 @@ from fzero.offload import (
     store_manifest,
 )
 from fzero.offload import chunk_files as chunks_module
-from fzero.offload import scratch as scratch_module
+from fzero.offload import update_units as scratch_module
 from fzero.offload.nvme import StoreRanks, open_store
 from fzero.offload.store_manifest import step_manifest_text
 from fzero.sharding import MOST_ELEMENTS, row_blocks

@@ -28,7 +28,7 @@ from fzero.planner.closed_layer import Basis, admits_codec
 from fzero.planner.estimate import estimate_model_states
 from fzero.planner.step_trace import trace_step
 from fzero.run import build, state_bytes
-from fzero.sharding import SignSums, sent_by_link, sign_sums, traffic
+from fzero.sharding import SignSums, error_feedback, leaf_plan, sent_by_link
 from fzero.train import init_local, meta_state
 
 exhaustive = pytest.mark.exhaustive
@@ -208,7 +208,7 @@ def test_steps_are_the_method_written_out(method, case):
 
 # ---- planted mistakes ------------------------------------------------------------------------------------------------
 
-SEND, SERVE, ENCODE, SIGNS = SignSums.send, SignSums.serve, sign_sums.encode, SignSums.by_signs
+SEND, SERVE, ENCODE, SIGNS = SignSums.send, SignSums.serve, error_feedback.encode, SignSums.by_signs
 OTHER = {"u": "v", "v": "u"}
 
 
@@ -242,7 +242,7 @@ MISTAKES = {
     "a rank's error forgotten": (SignSums, "by_signs", forgets),
     "a server's error forgotten": (SignSums, "by_signs", serves_nothing_later),
     "the error of another leaf": (SignSums, "by_signs", of_another_leaf),
-    "the scale of another block": (sign_sums, "encode", with_scale_of_another_block),
+    "the scale of another block": (error_feedback, "encode", with_scale_of_another_block),
     "rows without a gradient in the mean": (SignSums, "send", unmasked),
     "the momentum once for each rank": (SignSums, "by_signs", with_momentum_of_each),
 }
@@ -302,7 +302,7 @@ def trained(mesh, method, name, stage, policy, options):
     links = {link: found for link, found in plan.sent_by_link().items() if link not in ("tp", "cp")}  # activations too
     said = [{k: sent_by_link(plan, signs=False)[k][1] + 2 * part for k, (part, _) in links.items()}]
     said.append({k: once + 2 * part for k, (part, once) in links.items()})
-    mine = traffic.sent_of(plan, mesh["pp"].rank) if plan.stages is not None else ()
+    mine = leaf_plan.sent_of(plan, mesh["pp"].rank) if plan.stages is not None else ()
     by_table = {
         kind: sum(one.per_step for one in mine if (one.collective, one.itemsize) == (kind, 1)) for kind in KINDS
     }

@@ -13,7 +13,7 @@ from fzero import models, optim
 from fzero.core import precision, prng, pytree
 from fzero.kernels import OptimLeaf, StepRates, grad_norm, optim_lowbit, registry
 from fzero.kernels import optim_multi_tensor as kernels
-from fzero.optim import moment_storage
+from fzero.optim import leafwise
 from fzero.optim import norm as norm_module
 from fzero.sharding import Spec
 from fzero.train.update import in_memory
@@ -455,7 +455,7 @@ def trained(name, impl, policy, steps=3):
 @pytest.mark.parametrize("policy", [precision.fp32(), precision.bf16()], ids=["fp32", "bf16"])
 def test_a_step_in_one_pass_is_the_step(name, policy, monkeypatch):
     """Update, skip, clipping and the bfloat16 parameters; without the kernel nothing but its rounding is another."""
-    monkeypatch.setattr(moment_storage, "SMALL", 100)
+    monkeypatch.setattr(leafwise, "SMALL", 100)
     monkeypatch.setattr(in_memory, "on_device", lambda grads: False)
     expected = trained(name, "reference", policy)
     monkeypatch.setattr(in_memory, "on_device", lambda grads: True)

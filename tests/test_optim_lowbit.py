@@ -12,7 +12,7 @@ import fzero
 from fzero import checkpoint, optim
 from fzero.core import pytree
 from fzero.kernels import optim_leaf, optim_lowbit
-from fzero.optim import moment_storage
+from fzero.optim import leafwise
 from fzero.sharding import Spec
 
 # leaf -> (shape, spec as a plan's `opt` has it)
@@ -41,7 +41,7 @@ every_optimizer = pytest.mark.parametrize("name", LOW)
 
 @pytest.fixture(autouse=True)
 def small_leaves_in_8_bits(monkeypatch):
-    monkeypatch.setattr(moment_storage, "SMALL", 100)
+    monkeypatch.setattr(leafwise, "SMALL", 100)
 
 
 def train(tx, params, grads, form="update"):
@@ -136,7 +136,7 @@ def own(mesh, specs, whole):
 
 
 def compare_steps(mesh, name, plant=lambda layout: layout, rows=()):
-    moment_storage.SMALL = 100  # in a process of its own
+    leafwise.SMALL = 100  # in a process of its own
     given = with_rows(SPECS, rows) if rows else SPECS
     params, grads = tree(0, SHAPES, torch.float32), gradients(2)
     layout = plant(optim.sharded(given, mesh, like=params))
@@ -183,7 +183,7 @@ def test_indices_within_a_shard_would_be_seen():
 
 
 def losses_of_a_run(mesh, stage):
-    moment_storage.SMALL = 100
+    leafwise.SMALL = 100
     model = fzero.models.build(fzero.models.MLPConfig(vocab_size=32, d_model=16, n_layers=2, d_ff=32))
     plan = fzero.zero_plan(stage, model, mesh, reduce="canonical")
     out = []

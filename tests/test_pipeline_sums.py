@@ -14,7 +14,7 @@ from fzero.core import pytree
 from fzero.planner.step_trace import run_step
 from fzero.run import build
 from fzero.run.measure.live_bytes import LiveBytes
-from fzero.sharding import FAMILIES, traffic
+from fzero.sharding import FAMILIES, leaf_plan
 
 M = 4
 PIPELINES = {
@@ -54,7 +54,7 @@ def sent(mesh, stages, names, model="gemma"):
                 key = row.phase, row.collective, row.axis, what
                 found[(*key, "calls")] += row.calls
                 found[(*key, "elements")] += row.elements
-            layers = [entry.amounts for entry in traffic.sent_of(plan, mesh["pp"].rank) if entry.kind == "layers"]
+            layers = [entry.amounts for entry in leaf_plan.sent_of(plan, mesh["pp"].rank) if entry.kind == "layers"]
             planned = sum(M * each + once for each, once in layers)
             out[name, stage] = dict(found), formulas(plan, stage), planned
     return out
@@ -143,7 +143,7 @@ def said(config, rank):
         elif set(names) <= set(plan.leaves) and (row.axis != "tp" or row.phase == "reduce"):  # else activations
             what = "layers" if names[0].startswith("blocks/") else "outside"
             found[what, row.collective, row.axis] += row.elements
-    for one in traffic.sent_of(plan, plan.mesh["pp"].rank):
+    for one in leaf_plan.sent_of(plan, plan.mesh["pp"].rank):
         parts = build.local_micro_batches(config, step.job.mesh)
         expected[one.kind, one.collective, one.link] += parts * one.per_micro_batch + one.per_step
     return dict(expected), {key: n for key, n in found.items() if n}, str(plan)
@@ -187,7 +187,7 @@ def test_a_printed_plan_says_what_a_rank_sends(sizes, cases):
             expected, found, text = said(config, rank * stride)
             assert found == expected, (family, name, stage, how, rank)
             line = next(line for line in text.splitlines() if line.split()[:1] == [str(rank)])
-            messages = [expected.get((what, "message", "pp"), 0) // parts for what in traffic.KINDS[:2]]
+            messages = [expected.get((what, "message", "pp"), 0) // parts for what in leaf_plan.KINDS[:2]]
             assert line.split()[1:3] == list(map(str, messages))
 
 

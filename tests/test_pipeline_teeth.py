@@ -19,7 +19,7 @@ from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, train, whole
 
 import fzero
 from fzero import local_batch
-from fzero.comm import exchanges, ledger
+from fzero.comm import ledger, rank_tables
 from fzero.core import stack
 from fzero.optim import sharded_leaves
 from fzero.run.measure import norms
@@ -240,7 +240,7 @@ def message_room_used_again():
         self.pending.append([self._start(after + i, room) for i, room in enumerate(rooms[key])])
         self.received += 1
 
-    return mock.patch.object(exchanges.Receiver, "expect", expect)
+    return mock.patch.object(rank_tables.Receiver, "expect", expect)
 
 
 def weights(wrong):

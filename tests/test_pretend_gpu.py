@@ -13,7 +13,7 @@ from fzero import checkpoint, init_state, models, optim, state_specs
 from fzero.checkpoint import CheckpointReader
 from fzero.checkpoint import restore_state as restore
 from fzero.core import copy_buckets, gpu, gpu_copies, precision, prng, pytree
-from fzero.offload import scratch
+from fzero.offload import update_units
 from fzero.run import Sampling, build, first_state, from_table, generate, run_folder
 from fzero.run.runner.evaluate import evaluate_all
 from fzero.run.setup.corpus import prefetch_to_device
@@ -91,7 +91,7 @@ def test_a_step_waits_for_nothing_and_has_the_bits_of_the_cpu(name):
 def activations():
     """Lists of activations to host memory and back, in the order of a backward pass."""
     device = torch.device("cuda", 0)
-    kept = scratch.HostActivations(device)
+    kept = update_units.HostActivations(device)
     for i in range(3):
         x = torch.full((64,), float(i), device="cuda")
         kept.append([x * 2])
@@ -126,7 +126,7 @@ def test_a_missing_order_is_found(monkeypatch, owner, name, kind):
         activations()
         gc.collect()
     assert getattr(seen, kind)
-    assert all("offload/scratch.py" in text or "test_pretend_gpu.py" in text for text in getattr(seen, kind))
+    assert all("offload/update_units.py" in text or "test_pretend_gpu.py" in text for text in getattr(seen, kind))
 
 
 @pytest.mark.parametrize("waits", [True, False])

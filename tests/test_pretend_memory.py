@@ -17,7 +17,7 @@ from pretend_gpu import pretend
 import fzero
 from fzero import Skip, init_state, models, optim
 from fzero.core import copy_buckets, gpu_copies, precision, pytree
-from fzero.offload import chunk_files, scratch
+from fzero.offload import chunk_files, update_units
 from fzero.sharding import Pipeline, gradient_sums, prefetch, slices
 
 D, F, TOKENS, LAYERS = 32, 64, 8 * 32, 6
@@ -54,7 +54,7 @@ def record_streams(patch):
             x.record_stream(streams(x.device)[1])
         return copied
 
-    for owner in (prefetch, scratch, chunk_files, copy_buckets, gradient_sums):
+    for owner in (prefetch, update_units, chunk_files, copy_buckets, gradient_sums):
         for name, plant in (("copy_in", bring), ("copy_out", take)):
             patch.setattr(owner, name, plant, raising=False)
 

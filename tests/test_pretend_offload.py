@@ -145,7 +145,7 @@ def test_an_offloaded_step_waits_only_where_the_host_computes(name, tmp_path):
     assert not seen.races and not seen.freed and not unpinned
     assert by_file(waits) == expected, waits
     # The disk's threads wait for what they write.
-    assert {line.partition(":")[0] for _, line in seen.waits_beside} <= {"offload/scratch.py", "offload/store.py"}
+    assert {line.partition(":")[0] for _, line in seen.waits_beside} <= {"offload/update_units.py", "offload/store.py"}
     assert found == in_memory(**options if "delayed" in name else {**options, "update": "end"})
 
 

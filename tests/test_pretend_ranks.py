@@ -17,7 +17,7 @@ from test_pretend_offload import COMMIT, REDUCE, SCALE, UNITS, UPDATE
 
 import fzero
 from fzero import init_state, models, optim
-from fzero.comm import exchanges
+from fzero.comm import rank_tables
 from fzero.core import gpu_copies, precision
 from fzero.run import Options, coordinator, from_table, loop, pretrain, run_folder, run_lock
 from fzero.sharding import Pipeline
@@ -187,7 +187,7 @@ def test_a_message_between_stages_that_is_not_waited_for_is_found():
     sizes, case = CASES["pp2 interleaved"]
     for races in ranks.run(2, early, case, mesh=sizes):
         assert any(
-            "comm/exchanges.py" in race or "train/stage_exchange.py" in race or "comm/messages.py" in race
+            "comm/rank_tables.py" in race or "train/stage_exchange.py" in race or "comm/messages.py" in race
             for race in races
         )
 
@@ -196,8 +196,8 @@ def channels(mesh, steps):
     """Of this rank: the labels of the channels that steps opened, and the calls that made them."""
     made, there = [], pretend_nccl.on_gpus(mesh)
     with pytest.MonkeyPatch.context() as patch, pretend(), pretend_nccl.nccl():
-        before = exchanges.pair_over_nccl
-        patch.setattr(exchanges, "pair_over_nccl", lambda store, number: made.append(number) or before(store, number))
+        before = rank_tables.pair_over_nccl
+        patch.setattr(rank_tables, "pair_over_nccl", lambda store, number: made.append(number) or before(store, number))
         train(there, "cuda", CASES["pp2"][1], steps=steps)
         return sorted(there["pp"].communicator.connections), made
 

@@ -6,7 +6,7 @@ from close import assert_same
 
 from fzero.core import autodiff, prng
 from fzero.kernels import KINDS, dequantize, quantize
-from fzero.sharding import sign_sums
+from fzero.sharding import error_feedback
 
 I32, U8, F32 = torch.int32, torch.uint8, torch.float32
 
@@ -85,9 +85,9 @@ def test_messages_of_signs_under_vmap_equal_the_loop(dtype):
     bits, scales = torch.randint(0, 256, (3, 5, 4, 2), dtype=U8), torch.randn(3, 5, 4).to(dtype)
 
     def there_and_back(bits, scales):
-        message = sign_sums.to_message(bits, scales)
-        return message, *sign_sums.from_message(message, 5, dtype)
+        message = error_feedback.to_message(bits, scales)
+        return message, *error_feedback.from_message(message, 5, dtype)
 
     messages, *back = torch.vmap(there_and_back)(bits, scales)
-    assert_same(messages, torch.stack([sign_sums.to_message(*one) for one in zip(bits, scales)]))
+    assert_same(messages, torch.stack([error_feedback.to_message(*one) for one in zip(bits, scales)]))
     assert_same(back, [bits, scales])

@@ -10,9 +10,9 @@ from moe_balance_cases import equals_written_out
 
 from fzero import models, optim
 from fzero.core import precision, prng, pytree, stack
-from fzero.kernels import attention_arguments, attention_blocked, attention_pattern, cross_entropy_rows, moe
+from fzero.kernels import attention_arguments, attention_pattern, attention_tiled, cross_entropy, moe
 from fzero.models import base, cp_attention, forward, layers
-from fzero.optim import leafwise, moment_storage
+from fzero.optim import leafwise
 from fzero.train import gradient, step
 from fzero.train.update import InMemoryUpdate, in_memory
 
@@ -278,7 +278,7 @@ def capacity_forgotten(monkeypatch):
 
 @caught_by(one_normalisation("mlp"), one_normalisation("llama"))
 def gradient_of_the_softmax_without_its_target(monkeypatch):
-    monkeypatch.setattr(cross_entropy_rows, "_write_targets", lambda *args: None)
+    monkeypatch.setattr(cross_entropy, "_write_targets", lambda *args: None)
 
 
 @caught_by(*(one_normalisation(case) for case in ("gpt2", "llama", "moe dropless")))
@@ -286,7 +286,7 @@ def attention_backward_without_the_normalisation_of_rows(monkeypatch):
     def without(f):
         return lambda q, k, v, sinks, documents, lse, *rest: f(q, k, v, sinks, documents, lse * 0, *rest)
 
-    wrap(monkeypatch, attention_blocked, "_blocked_backward", without)
+    wrap(monkeypatch, attention_tiled, "_blocked_backward", without)
 
 
 # ---- remat and streaming ---------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def donated_slots_not_written(monkeypatch):
     rows = lambda f: lambda *trees: [row._replace(slots=tuple(s.clone() for s in row.slots)) for row in f(*trees)]  # noqa: E731
     wrap(monkeypatch, leafwise, "rows_of", rows)
     alike = lambda f: lambda leaves: f([leaf._replace(state=tuple(s.clone() for s in leaf.state)) for leaf in leaves])  # noqa: E731
-    wrap(monkeypatch, moment_storage, "alike", alike)
+    wrap(monkeypatch, leafwise, "alike", alike)
 
 
 @caught_by(donation("mlp", "clip and adamw"))
@@ -428,14 +428,12 @@ def initial_values_drawn_one_after_the_other(monkeypatch):
 
 @caught_by(("state_layout", lambda: laws.state_layout(case_of("mlp"), optim.adamw(0.05))))
 def spec_of_the_second_moment_forgotten(monkeypatch):
-    monkeypatch.setattr(
-        moment_storage, "moment", lambda dtype: leafwise.moment(dtype)._replace(spec=lambda name, spec: ())
-    )
+    wrap(monkeypatch, leafwise, "moment", lambda f: lambda dtype: f(dtype)._replace(spec=lambda name, spec: ()))
 
 
 @caught_by(("cost bf16 adamw", lambda: laws.cost(case_of("mlp"), "adamw", precision.bf16())))
 def moments_in_another_dtype(monkeypatch):
-    wrap(monkeypatch, moment_storage, "moment", lambda f: lambda dtype: f(torch.float64))
+    wrap(monkeypatch, leafwise, "moment", lambda f: lambda dtype: f(torch.float64))
 
 
 # Every mistake is planted into one law every time; into the others of those that must catch it, in the slow tier.

@@ -11,8 +11,7 @@ from close import assert_close, assert_same
 from fzero.core import have_compiler
 from fzero.kernels import FULL, Pattern, attention
 from fzero.kernels import attention_tiled as module
-from fzero.kernels.attention_blocked import blocked_attention
-from fzero.kernels.attention_tiled import prefers, supports
+from fzero.kernels.attention_tiled import blocked_attention, prefers, supports
 
 pytestmark = pytest.mark.skipif(not have_compiler(), reason="there is no C++ compiler")
 F64 = torch.float64

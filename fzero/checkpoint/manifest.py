@@ -16,7 +16,7 @@ import torch
 
 import fzero
 from fzero.checkpoint.layout import ZARR, ChunkLayout, array_json, group_json
-from fzero.comm.axes import expect_mesh
+from fzero.comm.ledger import expect_mesh
 from fzero.core.arguments import checked
 from fzero.core.files import leaf_fault, make_folder, writing
 from fzero.core.storage import Damaged, Folder, is_url, join, read_text, sync_file_system, write_text

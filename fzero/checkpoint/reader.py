@@ -28,10 +28,10 @@ from fzero.checkpoint.manifest import Leaf, parse_leaf, read_manifest
 from fzero.checkpoint.save_state import as_integers, as_tensor, empty_tensor
 from fzero.core import packages, pytree
 from fzero.core.arguments import checked
-from fzero.core.crc32c import crc32c
+from fzero.core.digest import crc32c
 from fzero.core.pytree import nearest
 from fzero.core.storage import Damaged, Folder, join
-from fzero.offload.range_files import RangeReader
+from fzero.offload.buffer_pool import RangeReader
 from fzero.sharding import Mesh, one_process
 from fzero.sharding.slices import Window
 

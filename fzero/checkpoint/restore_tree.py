@@ -27,7 +27,7 @@ from fzero.core.arguments import checked, expect_regex
 from fzero.core.pytree import Tree
 from fzero.core.storage import Folder
 from fzero.kernels.optim_lowbit import blocks_of, decode, encode
-from fzero.optim.moment_storage import SMALL
+from fzero.optim.leafwise import SMALL
 from fzero.sharding import Mesh, Spec, one_process
 from fzero.sharding.slices import Window, global_shape, local_shape, local_windows, part_dim, ranks_per_dim
 from fzero.train.checks import compare

@@ -41,7 +41,7 @@ from fzero.checkpoint.layout import (
 )
 from fzero.checkpoint.manifest import Leaf, write_descriptions
 from fzero.core import packages
-from fzero.core.crc32c import crc32c
+from fzero.core.digest import crc32c
 from fzero.core.files import sync_folder
 from fzero.core.gpu_copies import Copied, SnapshotReader
 from fzero.core.host_memory import HUGE, aligned_memory, round_to_pages
@@ -85,7 +85,7 @@ class TileFile:
         self.lock = threading.Lock()
         self.table = np.zeros((layout.chunks, 2), "<u8")
         self.sums = np.zeros(layout.chunks, "<u4")
-        self.file: offload.range_files.RangeWriter | None = None
+        self.file: offload.buffer_pool.RangeWriter | None = None
 
     @property
     def number(self) -> int:
@@ -136,7 +136,7 @@ class TileFile:
         if last:
             self._end(file)
 
-    def _write_compressed(self, file: offload.range_files.RangeWriter, packed: list[np.ndarray], slab: Slab) -> None:
+    def _write_compressed(self, file: offload.buffer_pool.RangeWriter, packed: list[np.ndarray], slab: Slab) -> None:
         for number, data in enumerate(packed, slab.first):
             size = len(data) + CRC
             block = aligned_memory(size)
@@ -146,17 +146,17 @@ class TileFile:
             self.table[number] = offset, size
             file.write_at(torch.from_numpy(block), size, offset)
 
-    def _open(self) -> offload.range_files.RangeWriter:
+    def _open(self) -> offload.buffer_pool.RangeWriter:
         layout, folder = self.layout, self.path(self.name)
         if is_url(folder):
-            file = offload.range_files.ObjectWriter(str(folder), layout.key(self.index))
+            file = offload.buffer_pool.ObjectWriter(str(folder), layout.key(self.index))
         else:
             name, size = layout.file(self.name, self.index), 0 if layout.compress else layout.file_bytes
-            file = offload.range_files.FileWriter(Path(self.path("")), name, size)
+            file = offload.buffer_pool.FileWriter(Path(self.path("")), name, size)
         file.append(layout.header)
         return file
 
-    def _end(self, file: offload.range_files.RangeWriter) -> None:
+    def _end(self, file: offload.buffer_pool.RangeWriter) -> None:
         layout = self.layout
         if not layout.compress:
             self.table[:, 0] = layout.header + np.arange(layout.chunks) * layout.stride

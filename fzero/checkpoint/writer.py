@@ -40,8 +40,7 @@ from fzero.checkpoint.save_state import (
 )
 from fzero.core import gpu, packages
 from fzero.core.arguments import checked
-from fzero.core.crc32c import crc32c
-from fzero.core.digest import prepare
+from fzero.core.digest import crc32c, prepare
 from fzero.core.files import make_folder
 from fzero.core.gpu_copies import Copied, SnapshotReader
 from fzero.core.host_memory import cores

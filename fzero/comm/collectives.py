@@ -14,7 +14,7 @@ For each mesh axis, a value is either the same on all ranks or varying (a shard,
 
 To differentiate a loss that is the same on all ranks, each rank seeds its backward pass with 1.
 
-Exchanges of uneven rows, and within groups of ranks of an axis: exchanges.py.
+Exchanges of uneven rows, and within groups of ranks of an axis: rank_tables.py.
 
 All of them compose under torch.func (grad, vjp, jvp, vmap, nested in any order), and make_fx traces them into operators
 of the namespace `fzero`. On an axis of size 1 each returns its input. `leaf` is a name for errors and for the ledger.

@@ -21,8 +21,8 @@ from fzero.comm.messages import AxisMessages, CollectiveCall, ProgramAgreement
 from fzero.core.autodiff import active_varying
 from fzero.core.device import kind_of
 from fzero.core.gpu_copies import Future, ready
+from fzero.core.precision import tree_sum
 from fzero.core.torch_private import FakeTensor
-from fzero.core.tree_sum import tree_sum
 
 # If the inputs of all ranks together are at most this large, a psum by messages sends the whole input to every rank, in
 # one round. Larger ones take two rounds, pieces and then their sums (one or two rounds, 4 ranks on 2 cores: 6.8 or 8.6

@@ -4,7 +4,6 @@
 from fzero.core import captured_state as captured_state
 from fzero.core import compile_cache as compile_cache
 from fzero.core import config_tables as config_tables
-from fzero.core import crc32c as crc32c
 from fzero.core import digest as digest
 from fzero.core import gpu as gpu
 from fzero.core import gpu_copies as gpu_copies
@@ -14,7 +13,6 @@ from fzero.core import host_memory as host_memory
 from fzero.core import packages as packages
 from fzero.core import precision as precision
 from fzero.core import prng as prng
-from fzero.core import process_pool as process_pool
 from fzero.core import program_cache as program_cache
 from fzero.core import pytree as pytree
 from fzero.core import random_interception as random_interception
@@ -47,6 +45,10 @@ from fzero.core.autodiff import active_varying as active_varying
 from fzero.core.autodiff import dense as dense
 from fzero.core.autodiff import first_order as first_order
 from fzero.core.autodiff import needs_grad as needs_grad
+
+# Which form each hot operation takes (kernels/registry.py), for whoever wants to know
+from fzero.core.autodiff import note as note
+from fzero.core.autodiff import observe as observe
 from fzero.core.autodiff import reinterpret as reinterpret
 from fzero.core.autodiff import run_backward as run_backward
 from fzero.core.autodiff import transforms as transforms
@@ -81,6 +83,7 @@ from fzero.core.compile_cache import processor as processor
 from fzero.core.compile_cache import write_answer as write_answer
 
 # Nested tables of plain values
+from fzero.core.config_tables import CORRECTIONS as CORRECTIONS
 from fzero.core.config_tables import COUNT as COUNT
 from fzero.core.config_tables import FLOAT32_LARGEST as FLOAT32_LARGEST
 from fzero.core.config_tables import FRACTION as FRACTION
@@ -143,9 +146,10 @@ from fzero.core.device import record_launch as record_launch
 from fzero.core.device import target_of as target_of
 from fzero.core.device import target_on as target_on
 
-# Additive digests of tensors
+# Checksums of bytes and digests of tensors
 from fzero.core.digest import Started as Started
 from fzero.core.digest import combine as combine
+from fzero.core.digest import crc32c as crc32c
 from fzero.core.digest import digest_strided as digest_strided
 from fzero.core.digest import digest_tree as digest_tree
 from fzero.core.digest import prepare as prepare
@@ -169,10 +173,6 @@ from fzero.core.files import remove_entry as remove_entry
 from fzero.core.files import replacing as replacing
 from fzero.core.files import sync_folder as sync_folder
 from fzero.core.files import writing as writing
-
-# Which form each hot operation takes (kernels/registry.py), for whoever wants to know
-from fzero.core.form_observer import note as note
-from fzero.core.form_observer import observe as observe
 
 # The GPU of this process
 from fzero.core.gpu import HOST as HOST
@@ -212,6 +212,9 @@ from fzero.core.graph_tracing import is_foreign as is_foreign
 # Memory of the host that lasts
 from fzero.core.host_memory import HUGE as HUGE
 from fzero.core.host_memory import LARGE_BYTES as LARGE_BYTES
+
+# Processes that share the work of this one
+from fzero.core.host_memory import Pool as Pool
 from fzero.core.host_memory import aligned_memory as aligned_memory
 from fzero.core.host_memory import allocate_pages as allocate_pages
 from fzero.core.host_memory import bytes_cached as bytes_cached
@@ -229,13 +232,15 @@ from fzero.core.precision import POLICIES as POLICIES
 from fzero.core.precision import LossScale as LossScale
 from fzero.core.precision import Policy as Policy
 from fzero.core.precision import ScalerState as ScalerState
+
+# Sums in the order of a balanced binary tree, in three forms
+from fzero.core.precision import TreeSum as TreeSum
 from fzero.core.precision import fp16 as fp16
 from fzero.core.precision import init_scaler as init_scaler
 from fzero.core.precision import overflow_at_floor as overflow_at_floor
+from fzero.core.precision import tree_sum as tree_sum
+from fzero.core.precision import tree_sum_rows as tree_sum_rows
 from fzero.core.precision import update_scaler as update_scaler
-
-# Processes that share the work of this one
-from fzero.core.process_pool import Pool as Pool
 
 # Calls of somebody's function in a step
 from fzero.core.purity_checks import PureCalls as PureCalls
@@ -301,11 +306,6 @@ from fzero.core.text_parsing import read_json as read_json
 from fzero.core.text_parsing import read_text_file as read_text_file
 from fzero.core.text_parsing import short as short
 from fzero.core.text_parsing import text_table as text_table
-
-# Sums in the order of a balanced binary tree, in three forms
-from fzero.core.tree_sum import TreeSum as TreeSum
-from fzero.core.tree_sum import tree_sum as tree_sum
-from fzero.core.tree_sum import tree_sum_rows as tree_sum_rows
 
 # The variables that somebody's code can reach and change, with what they had
 from fzero.core.variable_snapshot import Readings as Readings

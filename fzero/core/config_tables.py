@@ -28,6 +28,7 @@ FRACTION: Bounds = (0.0, True, 1.0)
 SIZE: Bounds = (1, True, INF)
 SEED: Bounds = (0, True, 2**64)
 STAGE: Bounds = (0, True, 4)  # of ZeRO
+CORRECTIONS = ("moments", "rate", "none")  # of Adam's bias
 LENGTH: Bounds = (1, True, 1e9)  # of a sequence, in tokens
 MEMORY_GB: Bounds = (0.0, False, 1e6)
 FLOAT32_LARGEST = 3.4e38  # numbers without another upper bound are below it: float32 has no more

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from fzero.core import torch_private
-from fzero.core.config_tables import one_of
 
 # What to do, by what is said; the last one is for all the rest.
 ADVICE = {
@@ -132,7 +131,8 @@ def resolve_device(name: str) -> str:
     >>> resolve_device("cpu")
     'cpu'
     """
-    one_of(KINDS).check("device", name)
+    if name not in KINDS:
+        raise ValueError(f"device is {name!r}; it must be one of {', '.join(KINDS)}")
     if name != "auto":
         return name
     return "cuda" if count_gpus() else "cpu"

@@ -62,7 +62,7 @@ def attach(package: str) -> list[str]:
 
 # Each package: what needs it, and what a machine without it does instead.
 OPTIONAL = {
-    "crc32c": ("checksums of checkpoints and corpora", ""),  # "": fzero/core/crc32c.py knows
+    "crc32c": ("checksums of checkpoints and corpora", ""),  # "": fzero/core/digest.py knows
     "zstandard": ("texts in .zst files, train.compress = zstd", "those are refused"),
     "tokenizers": ("every tokenizer but bytes", "those are refused"),
     "jinja2": ("chat templates", "conversations are refused"),

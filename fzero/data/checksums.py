@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fzero.core.crc32c import crc32c
+from fzero.core.digest import crc32c
 from fzero.core.files import naming, open_to_write, writing
 
 CHUNK = 1 << 16  # bytes

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fzero.core.crc32c import crc32c
+from fzero.core.digest import crc32c
 from fzero.core.files import writing
 from fzero.data.checksums import SummedFile, write_sums
 from fzero.data.document_scan import Corpus, Preparing, split_texts

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fzero.core.arguments import checked
-from fzero.core.crc32c import crc32c
+from fzero.core.digest import crc32c
 from fzero.core.files import writing
 from fzero.core.storage import Objects, absolute, is_url, read_text, write_text
 from fzero.core.text_parsing import expect_regular

@@ -33,7 +33,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from fzero.core.crc32c import crc32c
+from fzero.core.digest import crc32c
 from fzero.core.files import make_folder, naming, open_to_write, writing
 from fzero.core.storage import Objects, Refused, user_folder
 from fzero.data.checksums import CHUNK

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fzero.core.arguments import checked
-from fzero.core.crc32c import crc32c
+from fzero.core.digest import crc32c
 from fzero.core.files import make_folder, naming
 from fzero.core.storage import is_url, read_text, write_text
 from fzero.core.text_parsing import expect_regular, json_text, open_regular, parse_json

@@ -51,7 +51,7 @@ def _forked_results(work: Callable[[int], R], numbers: Sequence[int], workers: i
     """The results of all numbers, each given to the next process that is free."""
     sys.stdout.flush()  # what waits there is written once
     sys.stderr.flush()
-    with core.process_pool.Pool(workers, "fork", _begin, work, os.getpid()) as pool:
+    with core.host_memory.Pool(workers, "fork", _begin, work, os.getpid()) as pool:
         with without_collection(), warnings.catch_warnings():
             # Python 3.12 and JAX warn of locks that other threads may hold; what reads and encodes text takes none
             # of theirs, nor of torch's and of loggers.
@@ -77,7 +77,7 @@ def _forked_results(work: Callable[[int], R], numbers: Sequence[int], workers: i
                 raise error
 
 
-def _ended(pool: core.process_pool.Pool) -> str:
+def _ended(pool: core.host_memory.Pool) -> str:
     """How a process ended; those beside it are then terminated."""
     pool.shutdown()  # until all have ended: before, another thread may be about to learn the exit code
     codes = [process.exitcode for process in pool.started]

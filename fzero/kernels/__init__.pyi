@@ -1,4 +1,4 @@
-from fzero.core.form_observer import observe as observe
+from fzero.core.autodiff import observe as observe
 from fzero.kernels.registry import Form as Form
 from fzero.kernels.registry import explain as explain
 
@@ -27,10 +27,6 @@ from fzero.kernels import tuning as tuning
 from fzero.kernels.attention_arguments import Positions as Positions
 from fzero.kernels.attention_arguments import Scoring as Scoring
 
-# Attention by blocks of queries, for CPUs
-from fzero.kernels.attention_blocked import MAX_BLOCKS as MAX_BLOCKS
-from fzero.kernels.attention_blocked import MIN_BLOCK as MIN_BLOCK
-
 # Which keys a query of causal attention sees
 from fzero.kernels.attention_pattern import BACKWARD_PRODUCTS as BACKWARD_PRODUCTS
 from fzero.kernels.attention_pattern import FORWARD_PRODUCTS as FORWARD_PRODUCTS
@@ -48,17 +44,21 @@ from fzero.kernels.attention_ring import ChunkAttention as ChunkAttention
 from fzero.kernels.attention_ring import join as join
 from fzero.kernels.attention_ring import ring_attention as ring_attention
 
+# Attention by blocks of queries, for CPUs
+from fzero.kernels.attention_tiled import MAX_BLOCKS as MAX_BLOCKS
+from fzero.kernels.attention_tiled import MIN_BLOCK as MIN_BLOCK
+
 # Which blocks of keys each block of queries sees, head by head
 from fzero.kernels.block_mask import BlockMask as BlockMask
 
 # Cross entropy of given logits
 from fzero.kernels.cross_entropy import check_targets as check_targets
 from fzero.kernels.cross_entropy import counted_tokens as counted_tokens
-from fzero.kernels.cross_entropy import number_of as number_of
-from fzero.kernels.cross_entropy import weighed as weighed
 
 # Rows of logits, as the loss of cross_entropy needs them
-from fzero.kernels.cross_entropy_rows import is_tracing as is_tracing
+from fzero.kernels.cross_entropy import is_tracing as is_tracing
+from fzero.kernels.cross_entropy import number_of as number_of
+from fzero.kernels.cross_entropy import weighed as weighed
 
 # What files of kernels are made with
 from fzero.kernels.custom_operator import INSTALLED as INSTALLED

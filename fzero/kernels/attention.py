@@ -38,17 +38,18 @@ from fzero.kernels.attention_arguments import (
     masked_scores,
     softmax,
 )
-from fzero.kernels.attention_blocked import (
+from fzero.kernels.attention_flash import flash_forward, flash_forward_at
+from fzero.kernels.attention_flash_backward import flash_backward, flash_backward_at
+from fzero.kernels.attention_pattern import FULL, Pattern
+from fzero.kernels.attention_tiled import (
     MAX_BLOCKS,
     MIN_BLOCK,
     blocked_attention,
     blocked_backward_at,
     blocked_forward_at,
+    tiled_backward,
+    tiled_forward,
 )
-from fzero.kernels.attention_flash import flash_forward, flash_forward_at
-from fzero.kernels.attention_flash_backward import flash_backward, flash_backward_at
-from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.attention_tiled import tiled_backward, tiled_forward
 from fzero.kernels.block_mask import BlockMask
 from fzero.kernels.custom_operator import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op

@@ -40,8 +40,8 @@ import torch
 from torch import Tensor
 
 from fzero.comm.communicator import Axis, Communicator, communicator_of
-from fzero.comm.exchanges import exchange_within
 from fzero.comm.operators import define_ordered
+from fzero.comm.rank_tables import exchange_within
 from fzero.core.autodiff import first_order
 from fzero.core.device import is_traced, kind_of
 from fzero.core.graph_passes import add_formula
@@ -56,8 +56,8 @@ from fzero.kernels.attention_arguments import (
     expect_integers,
     expect_scores,
 )
-from fzero.kernels.attention_blocked import blocked_backward_at, blocked_forward_at
 from fzero.kernels.attention_pattern import FULL, Pattern
+from fzero.kernels.attention_tiled import blocked_backward_at, blocked_forward_at
 from fzero.kernels.custom_operator import OPENED, operator
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build, build
-from fzero.kernels.cross_entropy_rows import NONE, WRONG
+from fzero.kernels.cross_entropy import NONE, WRONG
 from fzero.kernels.custom_operator import tl, triton
 
 NOT_COUNTED, NO_SUCH = tl.constexpr(NONE), tl.constexpr(WRONG)

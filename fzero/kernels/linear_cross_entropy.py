@@ -28,15 +28,27 @@ import torch
 from torch import Tensor
 
 from fzero import core
-from fzero.comm.axes import TP
 from fzero.comm.collectives import all_gather, psum
 from fzero.comm.communicator import Axis
+from fzero.comm.ledger import TP
 from fzero.core.autodiff import needs_grad
 from fzero.core.device import fake_device_of, kind_of
 from fzero.core.torch_private import disable_current_modes
-from fzero.kernels.cross_entropy import DTYPES, LossOptions, ValueAndGradients, mark_targets, total_loss, weights_of
+from fzero.kernels.cross_entropy import (
+    DTYPES,
+    NONE,
+    WRONG,
+    LossOptions,
+    Terms,
+    ValueAndGradients,
+    log_sum_exp,
+    mark_targets,
+    rows_of,
+    total_loss,
+    weights_of,
+    widen,
+)
 from fzero.kernels.cross_entropy import reference as cross_entropy_reference
-from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, log_sum_exp, rows_of, widen
 from fzero.kernels.custom_operator import cap_logits, on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 

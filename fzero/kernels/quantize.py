@@ -33,15 +33,17 @@ from torch import Tensor
 from fzero.kernels import quantize_codes, tuning
 from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import on_cuda, operator, tl, triton, triton_runs
-from fzero.kernels.quantize_blocks import decode, draw_words, encode
 from fzero.kernels.quantize_codes import (
     FLOAT8,
     KINDS,
     Quantized,
     codes_a_byte,
+    decode,
     dequantize_reference,
     dequantize_sum_requantize_reference,
+    draw_words,
     empty_codes,
+    encode,
     quantize_reference,
     size_of,
 )

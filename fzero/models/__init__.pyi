@@ -36,15 +36,15 @@ from fzero.models.mixtral import mixtral as mixtral
 from fzero.models.mlp import mlp as mlp
 from fzero.models.preference import answer_log_probs as answer_log_probs
 from fzero.models.preference import by_position as by_position
+from fzero.models.preference import classify as classify
 from fzero.models.preference import dpo as dpo
+from fzero.models.preference import reward as reward
 from fzero.models.presets import PRESETS as PRESETS
 from fzero.models.presets import build as build
 from fzero.models.presets import grow_vocabulary as grow_vocabulary
 from fzero.models.presets import period as period
 from fzero.models.presets import preset as preset
 from fzero.models.presets import shorten as shorten
-from fzero.models.score import classify as classify
-from fzero.models.score import reward as reward
 
 """For contributors: what the other packages of fzero use."""
 
@@ -54,7 +54,7 @@ from fzero.models import config_values as config_values
 from fzero.models import decoder as decoder
 from fzero.models import dropping as dropping
 from fzero.models import forward as forward
-from fzero.models import score as score
+from fzero.models import preference as preference
 
 # The experts of a block
 from fzero.models.base import BIAS as BIAS

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fzero.comm.collectives import all_gather, psum, psum_scatter, pvary
 from fzero.comm.communicator import Axis
-from fzero.comm.exchanges import start_exchange_rows
+from fzero.comm.rank_tables import start_exchange_rows
 from fzero.core.gpu_copies import Future
 from fzero.core.pytree import Tree
 from fzero.kernels import moe

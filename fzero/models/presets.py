@@ -200,7 +200,7 @@ def build(config: ModelConfig) -> Model:
         case QuantizedConfig():
             return models.quantized(build(config.base), config.kind, config.block, config.targets)
         case ScoreConfig():
-            return models.score.scored(build(config.base), config)
+            return models.preference.scored(build(config.base), config)
         case DecoderConfig():
             return models.decoder.decoder(config)
     return getattr(models, family_of(config))(config)

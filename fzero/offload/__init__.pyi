@@ -6,15 +6,18 @@ from fzero.offload.disk_io import DiskSettings as DiskSettings
 from fzero.offload.disk_io import DiskTraffic as DiskTraffic
 from fzero.offload.nvme import DiskTensor as DiskTensor
 from fzero.offload.nvme import Nvme as Nvme
-from fzero.offload.scratch import ScratchFile as ScratchFile
-from fzero.offload.scratch import ScratchTensor as ScratchTensor
 from fzero.offload.store import VersionedStore as VersionedStore
+from fzero.offload.update_units import ScratchFile as ScratchFile
+from fzero.offload.update_units import ScratchTensor as ScratchTensor
 
 """For contributors: what the other packages of fzero use."""
 
 # Leaves as zarr3 arrays, with an uncompressed chunk for each slot, layer and rank
+from fzero.offload import buffer_pool as buffer_pool
 from fzero.offload import chunk_files as chunk_files
-from fzero.offload import range_files as range_files
+
+# Files that threads read and write by ranges of bytes, below a local folder or a URL: the parts of a checkpoint
+from fzero.offload.buffer_pool import RangeReader as RangeReader
 from fzero.offload.chunk_files import RowRead as RowRead
 from fzero.offload.chunk_files import Rows as Rows
 from fzero.offload.chunk_files import read_chunk as read_chunk
@@ -35,15 +38,6 @@ from fzero.offload.nvme import disk_of as disk_of
 from fzero.offload.nvme import release_store as release_store
 from fzero.offload.nvme import store_bytes as store_bytes
 
-# Files that threads read and write by ranges of bytes, below a local folder or a URL: the parts of a checkpoint
-from fzero.offload.range_files import RangeReader as RangeReader
-
-# Activations and gradients of a step in host memory or in a nameless file on a disk, which leaves nothing after a crash
-from fzero.offload.scratch import DiskActivations as DiskActivations
-from fzero.offload.scratch import Extent as Extent
-from fzero.offload.scratch import HostActivations as HostActivations
-from fzero.offload.scratch import StackNumbers as StackNumbers
-
 # A state on a disk
 from fzero.offload.store import sum_words as sum_words
 
@@ -59,7 +53,13 @@ from fzero.offload.store_manifest import read_sums as read_sums
 # Cut a state into units that are updated one after another
 from fzero.offload.update_units import OFF as OFF
 from fzero.offload.update_units import BlockRead as BlockRead
+
+# Activations and gradients of a step in host memory or in a nameless file on a disk, which leaves nothing after a crash
+from fzero.offload.update_units import DiskActivations as DiskActivations
+from fzero.offload.update_units import Extent as Extent
+from fzero.offload.update_units import HostActivations as HostActivations
 from fzero.offload.update_units import RowBlock as RowBlock
+from fzero.offload.update_units import StackNumbers as StackNumbers
 from fzero.offload.update_units import UnitTransfer as UnitTransfer
 from fzero.offload.update_units import UpdateUnit as UpdateUnit
 from fzero.offload.update_units import begin_ahead as begin_ahead

@@ -11,8 +11,6 @@ from fzero.optim.base import Pass as Pass
 from fzero.optim.base import Schedule as Schedule
 from fzero.optim.base import apply_in_place as apply_in_place
 from fzero.optim.base import apply_updates as apply_updates
-from fzero.optim.clip import clip_by_global_norm as clip_by_global_norm
-from fzero.optim.clip import clip_by_value as clip_by_value
 from fzero.optim.combine import add_decayed_weights as add_decayed_weights
 from fzero.optim.combine import by_label as by_label
 from fzero.optim.combine import chain as chain
@@ -58,14 +56,13 @@ from fzero.optim.sharded_leaves import sharded as sharded
 from fzero.optim.wrappers import AccumulateState as AccumulateState
 from fzero.optim.wrappers import LrScaleState as LrScaleState
 from fzero.optim.wrappers import accumulate as accumulate
+from fzero.optim.wrappers import clip_by_global_norm as clip_by_global_norm
+from fzero.optim.wrappers import clip_by_value as clip_by_value
 from fzero.optim.wrappers import with_average as with_average
 from fzero.optim.wrappers import with_lr_scale as with_lr_scale
 from fzero.optim.zero_one_adam import zero_one_adam as zero_one_adam
 
 """For contributors: what the other packages of fzero use."""
-
-# Adam with L2 weight decay, and AdamW, which decays apart from the gradient; both with a kernel for many leaves
-from fzero.optim.adamw import CORRECTIONS as CORRECTIONS
 
 # Transformations around an optimizer
 from fzero.optim.base import AVERAGE as AVERAGE
@@ -86,7 +83,7 @@ from fzero.optim.base import smallest_unit as smallest_unit
 from fzero.optim.combine import split_chain as split_chain
 
 # The storage of an optimizer's moments, and the transformation that updates many leaves with one kernel
-from fzero.optim.moment_storage import SMALL as SMALL
+from fzero.optim.leafwise import SMALL as SMALL
 
 # Norms of gradients and parameters, summed in a fixed order
 from fzero.optim.norm import Squared as Squared

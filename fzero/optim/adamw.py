@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from fzero.core.arguments import OPTIMIZER, checked
-from fzero.core.config_tables import one_of
+from fzero.core.config_tables import CORRECTIONS, one_of
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_multi_tensor import adamw as kernel
 from fzero.kernels.optim_multi_tensor import adamw_step
 from fzero.optim.base import Beta, GradientTransformation, LearningRate, NotNegative, NumberIn, Schedule, lr_at
 from fzero.optim.combine import Mask
-from fzero.optim.moment_storage import Bits, Block, Rounding, storage, with_kernel
+from fzero.optim.leafwise import Bits, Block, Rounding, storage, with_kernel
 
-CORRECTIONS = ("moments", "rate", "none")
 Correction = Annotated[str, one_of(CORRECTIONS)]
 
 

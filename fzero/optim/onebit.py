@@ -27,12 +27,12 @@ from fzero.optim.base import (
     Schedule,
     lr_at,
 )
-from fzero.optim.clip import clip_ratio
 from fzero.optim.combine import Mask, check_mask, decay_predicate
 from fzero.optim.lamb import check_ratios
 from fzero.optim.leafwise import Slot, layer_dims, wide_dtype, without_partial
 from fzero.optim.sharded_leaves import ShardedLeaves, layer_norm2, on_shards
-from fzero.sharding.sign_sums import SCALES, SignSums
+from fzero.optim.wrappers import clip_ratio
+from fzero.sharding.error_feedback import SCALES, SignSums
 from fzero.sharding.slices import STACKED
 from fzero.sharding.spec import Spec
 
@@ -50,7 +50,7 @@ class OneBitState(NamedTuple):
     count: Tensor  # int64 0-dim: steps made
     m: Tree  # mean of gradients; of a leaf that is sent by signs whole over data ranks
     v: Tree  # mean of squared gradients, like the params
-    worker: dict[str, Tensor]  # by leaf that is sent by signs: what this rank owes, see fzero.sharding.sign_sums
+    worker: dict[str, Tensor]  # by leaf that is sent by signs: what this rank owes, see fzero.sharding.error_feedback
     server: dict[str, Tensor]  # what is owed of the sums that this rank serves
     extra: dict[str, Any]  # of a method's own
 
@@ -127,7 +127,7 @@ def onebit_adam(
     Until then as `adamw`. From then on each of N ranks r makes its term of the momentum of its own gradients,
 
     m_r = b1 m / N + (1 - b1) g_r;  m = the sum of the m_r by signs, with the errors of both ways kept (see
-    fzero.sharding.sign_sums);  u = -lr (m̂ / (√v̂ + eps) + λ p), with v̂ as it was at step `freeze`.
+    fzero.sharding.error_feedback);  u = -lr (m̂ / (√v̂ + eps) + λ p), with v̂ as it was at step `freeze`.
 
     It goes with a plan of codec "grads=1bit", which leaves to it the sums of the matrices that its ranks can share;
     sums of other leaves, such as norms and biases, are made in full. Its state is m and errors, whole on every

@@ -15,8 +15,7 @@ from fzero.kernels.optim_multi_tensor import lion as kernel
 from fzero.kernels.optim_multi_tensor import lion_step
 from fzero.optim.base import Beta, GradientTransformation, LearningRate, NotNegative, lr_at
 from fzero.optim.combine import Mask, check_mask, decay_predicate
-from fzero.optim.leafwise import leafwise, moment
-from fzero.optim.moment_storage import Bits, Block, Rounding, storage, with_kernel
+from fzero.optim.leafwise import Bits, Block, Rounding, leafwise, moment, storage, with_kernel
 
 
 class LionState(NamedTuple):

@@ -32,10 +32,9 @@ from fzero.run.measure.peak_memory import PassSizes, passes_peak, stacked
 from fzero.run.setup import build
 from fzero.sharding import Plan, fake_mesh
 from fzero.sharding.codec import Codec
-from fzero.sharding.leaf_plan import LeafPlan
+from fzero.sharding.leaf_plan import MICRO_BATCH, PASS, STEP, LeafPlan
 from fzero.sharding.pipeline import FAMILIES
 from fzero.sharding.spec import DISK, HOST_MEMORY, Tier
-from fzero.sharding.traffic import MICRO_BATCH, PASS, STEP
 
 OWED = 1.5  # what a layer holds between I and W, of what its forward pass keeps (docs/pipeline.md, Memory)
 

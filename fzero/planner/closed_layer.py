@@ -32,11 +32,11 @@ from fzero.run.setup import build_optim
 from fzero.run.setup.build import Job, build
 from fzero.sharding import Context, Plan, fake_mesh, zero_plan
 from fzero.sharding.codec import Codec
+from fzero.sharding.leaf_plan import transfers, updates
 from fzero.sharding.pipeline import FAMILIES, play, schedule, stage_ranks
 from fzero.sharding.pipeline.table import Stages
 from fzero.sharding.slices import local_numel
 from fzero.sharding.spec import DEVICE, DISK, Offload
-from fzero.sharding.traffic import transfers, updates
 from fzero.sharding.zero_stages import expect_codec
 
 Seconds = defaultdict[str, float]  # by how often: see LeafTransfer.times

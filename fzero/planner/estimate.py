@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fzero import models
-from fzero.comm.axes import mesh_text
+from fzero.comm.ledger import mesh_text
 from fzero.core.config_tables import one_of
 from fzero.core.precision import POLICIES
 from fzero.core.text_parsing import text_table

@@ -25,7 +25,7 @@ from fzero.models import base
 from fzero.offload import Buffer, LeafFiles, Nvme
 from fzero.offload.chunk_files import RowRead, Rows
 from fzero.offload.disk_io import DiskTraffic
-from fzero.offload.scratch import Extent, StackNumbers
+from fzero.offload.update_units import Extent, StackNumbers
 from fzero.run.config.run_config import LocalSteps, RunConfig
 from fzero.run.setup import build as run_build
 from fzero.sharding import Plan, fake_mesh

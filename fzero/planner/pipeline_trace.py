@@ -24,8 +24,7 @@ from fzero.run.setup import build as run_build
 from fzero.run.setup.machine import resolve_auto
 from fzero.sharding import Plan
 from fzero.sharding.pipeline import Act, Schedule
-from fzero.sharding.pipeline.check import gather_row
-from fzero.sharding.pipeline.play import peak
+from fzero.sharding.pipeline.check import gather_row, peak
 from fzero.sharding.pipeline.table import BACKWARD
 from fzero.sharding.pipeline_plan import expect_parts
 from fzero.train.stage_exchange import segments_of, stages_of

@@ -23,8 +23,8 @@ from fzero.run.measure.memory_check import grad_bytes, rounded_on_host
 from fzero.run.setup import build
 from fzero.run.setup.build import Job
 from fzero.sharding import AXES, fake_mesh
+from fzero.sharding.leaf_plan import sent_by_link
 from fzero.sharding.spec import DISK
-from fzero.sharding.traffic import sent_by_link
 from fzero.train.capture import SHARE, refusal_of
 
 PASSES = ("forward", "backward")

@@ -1,5 +1,5 @@
-from fzero.comm.axes import AXES as AXES
 from fzero.comm.communicator import Axis as Axis
+from fzero.comm.ledger import AXES as AXES
 from fzero.sharding.codec import Codec as Codec
 from fzero.sharding.context import ActivationSplit as ActivationSplit
 from fzero.sharding.context import Context as Context
@@ -46,13 +46,20 @@ from fzero.sharding.context import largest_inner as largest_inner
 from fzero.sharding.error_feedback import ERROR as ERROR
 from fzero.sharding.error_feedback import ERRORS as ERRORS
 from fzero.sharding.error_feedback import SCALE as SCALE
+
+# Sums over the ranks that have other data, in one bit for each element
+from fzero.sharding.error_feedback import SCALES as SCALES
 from fzero.sharding.error_feedback import ErrorFeedback as ErrorFeedback
+from fzero.sharding.error_feedback import SignSums as SignSums
 from fzero.sharding.error_feedback import error_specs as error_specs
 from fzero.sharding.error_feedback import errors_of as errors_of
 from fzero.sharding.error_feedback import first_errors as first_errors
 
 # How the tokens of a block come to the experts of other ranks of ep, and what that sends
 from fzero.sharding.experts import shares as shares
+
+# Gradients from the backward pass to the optimizer
+from fzero.sharding.gradient_sums import GradientReducer as GradientReducer
 
 # The sums of a step's gradients where they rest
 from fzero.sharding.gradient_sums import LayerSums as LayerSums
@@ -66,21 +73,29 @@ from fzero.sharding.layouts import gather_layers as gather_layers
 from fzero.sharding.layouts import gather_on_first as gather_on_first
 from fzero.sharding.layouts import gather_parts as gather_parts
 
+# What a rank sends of parameters and gradients
+from fzero.sharding.leaf_plan import MICRO_BATCH as MICRO_BATCH
+from fzero.sharding.leaf_plan import PASS as PASS
+from fzero.sharding.leaf_plan import STEP as STEP
+from fzero.sharding.leaf_plan import sent_by_link as sent_by_link
+from fzero.sharding.leaf_plan import transfers as transfers
+from fzero.sharding.leaf_plan import updates as updates
+
 # The mesh
 from fzero.sharding.mesh import start_processes as start_processes
 
+# A schedule in time
+from fzero.sharding.pipeline.check import Played as Played
+
 # Whether a schedule is one
 from fzero.sharding.pipeline.check import gather_row as gather_row
+from fzero.sharding.pipeline.check import peak as peak
+from fzero.sharding.pipeline.check import play as play
 
 # The order in which one rank works, by family of schedules
 from fzero.sharding.pipeline.orders import FAMILIES as FAMILIES
 from fzero.sharding.pipeline.orders import group_size as group_size
 from fzero.sharding.pipeline.orders import schedule as schedule
-
-# A schedule in time
-from fzero.sharding.pipeline.play import Played as Played
-from fzero.sharding.pipeline.play import peak as peak
-from fzero.sharding.pipeline.play import play as play
 
 # How the layers of a model are cut into stages, and which rank has which
 from fzero.sharding.pipeline.stages import split_layers as split_layers
@@ -110,13 +125,6 @@ from fzero.sharding.prefetch import Prefetcher as Prefetcher
 from fzero.sharding.prefetch import Resident as Resident
 from fzero.sharding.prefetch import unshard_block as unshard_block
 from fzero.sharding.prefetch import unshard_tree as unshard_tree
-
-# Gradients from the backward pass to the optimizer
-from fzero.sharding.reduce import GradientReducer as GradientReducer
-
-# Sums over the ranks that have other data, in one bit for each element
-from fzero.sharding.sign_sums import SCALES as SCALES
-from fzero.sharding.sign_sums import SignSums as SignSums
 
 # All arithmetic of a rank's slice of a leaf
 from fzero.sharding.slices import MOST_ELEMENTS as MOST_ELEMENTS
@@ -149,14 +157,6 @@ from fzero.sharding.spec import MEMORIES as MEMORIES
 from fzero.sharding.spec import Offload as Offload
 from fzero.sharding.spec import StateMemory as StateMemory
 from fzero.sharding.spec import Tier as Tier
-
-# What a rank sends of parameters and gradients
-from fzero.sharding.traffic import MICRO_BATCH as MICRO_BATCH
-from fzero.sharding.traffic import PASS as PASS
-from fzero.sharding.traffic import STEP as STEP
-from fzero.sharding.traffic import sent_by_link as sent_by_link
-from fzero.sharding.traffic import transfers as transfers
-from fzero.sharding.traffic import updates as updates
 
 # A ZeRO stage is a row of a table; a plan is what follows from it for every leaf of a parameter tree
 from fzero.sharding.zero_stages import REDUCE as REDUCE

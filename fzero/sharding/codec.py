@@ -5,7 +5,7 @@
            added there in float32, in the order of a plain sum (see core.tree_sum)
     hpZ    parameters rest over rp as well; what the ranks of a node hold together stays for the rest of the step
     LoCo   what rounding takes from gradients is kept and sent later (see error_feedback.py)
-    1bit   an optimizer makes the sums itself, by signs of its momentum (see sign_sums.py)
+    1bit   an optimizer makes the sums itself, by signs of its momentum (see error_feedback.py)
 
 Sources: Wang et al. 2023, "ZeRO++: extremely efficient collective communication for giant model training",
 arXiv:2306.10209, sections 3.1 to 3.3; Xie et al. 2024, "LoCo: low-bit communication adaptor for large-scale model
@@ -28,7 +28,7 @@ from fzero.comm.collectives import Ledger, start_all_gather, start_all_to_all
 from fzero.comm.communicator import Axis
 from fzero.comm.messages import pack, padded, unpack
 from fzero.core.config_tables import check_choice, one_of, power_of_two
-from fzero.core.tree_sum import TreeSum
+from fzero.core.precision import TreeSum
 
 Plan = Any  # fzero.sharding.plan.Plan, which is made with this
 KINDS = ("int8", "int4", "fp8_e4m3")

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.comm.axes import CP, TP
+from fzero.comm.ledger import CP, TP
 from fzero.core.pytree import nearest
 from fzero.sharding.experts import Experts
 from fzero.sharding.spec import runs_of

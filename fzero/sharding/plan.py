@@ -19,14 +19,13 @@ from fzero.sharding.codec import Codec
 from fzero.sharding.context import ActivationSplit, Context, Heads
 from fzero.sharding.error_feedback import Hops, StoredError, stored_errors
 from fzero.sharding.experts import Experts, Routed, experts_for
-from fzero.sharding.leaf_plan import LeafPlan, Stored, shard_axes
+from fzero.sharding.leaf_plan import LeafPlan, Stored, sent_by_link, shard_axes
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.pipeline import Schedule, Stages
 from fzero.sharding.pipeline_plan import Pipeline, build_schedule
 from fzero.sharding.plan_table import describe
 from fzero.sharding.slices import local_shape, narrow_part, shard_dim
 from fzero.sharding.spec import DEVICE, StateMemory
-from fzero.sharding.traffic import sent_by_link
 
 
 @dataclass(frozen=True, eq=False)

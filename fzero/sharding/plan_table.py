@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from fzero.comm.axes import AXES, PP, links_of
+from fzero.comm.ledger import AXES, PP, links_of
 from fzero.core.text_parsing import text_table
-from fzero.sharding.error_feedback import error_bytes
-from fzero.sharding.traffic import KINDS, over_pp, sent_by_link, sent_of, transfers, updates
+from fzero.sharding.leaf_plan import KINDS, over_pp, sent_by_link, sent_of, transfers, updates
+from fzero.sharding.slices import local_numel
 
 Plan = Any  # fzero.sharding.plan.Plan, whose __str__ this is
 
@@ -131,6 +131,16 @@ def rank_bytes(plan: Plan, name: str) -> dict[str, int]:
         "master": (leaf.opt, policy.state, leaf.trained and policy.has_master),
     }
     return {group: leaf.numel(spec) * dtype.itemsize * present for group, (spec, dtype, present) in specs.items()}
+
+
+def error_bytes(plan: Plan) -> int:
+    """The bytes of errors that a rank holds: the rank of pp with the most."""
+    bytes_by_rank = [0] * plan.mesh.pp.size
+    for shape, spec, dtype in (error for errors in plan.stored_errors.values() for error in errors.values()):
+        rows = [len(rank_rows) for rank_rows in spec.rows] or [1] * len(bytes_by_rank)
+        row_bytes = local_numel(shape, spec, plan.sizes) * dtype.itemsize // max(rows)  # of the rank with the most
+        bytes_by_rank = [total + row_bytes * n for total, n in zip(bytes_by_rank, rows)]
+    return max(bytes_by_rank)
 
 
 def errors_text(plan: Plan) -> list[str]:

@@ -19,7 +19,7 @@ from fzero.core import gpu, pytree
 from fzero.core.arguments import expect_kind
 from fzero.core.autodiff import Remat, transforms
 from fzero.core.torch_private import FakeTensor
-from fzero.kernels.cross_entropy_rows import is_tracing
+from fzero.kernels.cross_entropy import is_tracing
 from fzero.models import base, forward
 from fzero.models.batch import check_tokens
 from fzero.offload import DiskTensor, Nvme

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.axes import AXES
+from fzero.comm.ledger import AXES
 from fzero.comm.rank_tables import any_rank, device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.autodiff import Varying

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from fzero import offload
-from fzero.comm.axes import AXES, CP
+from fzero.comm.ledger import AXES, CP
 from fzero.comm.rank_tables import any_rank
 from fzero.core import pytree
 from fzero.core.arguments import STEP, checked
 from fzero.core.autodiff import dense, needs_grad, transforms
 from fzero.core.device import fake_device_of
 from fzero.core.gpu_copies import Copied, free_sources
+from fzero.core.precision import TreeSum
 from fzero.core.pytree import Tree
-from fzero.core.tree_sum import TreeSum
 from fzero.models import base
 from fzero.models.layers import block_keys
 from fzero.models.user_functions import keyed_model
@@ -37,9 +37,8 @@ from fzero.optim.norm import Squared, widen
 from fzero.optim.sharded_leaves import shards_of
 from fzero.sharding import Plan
 from fzero.sharding.error_feedback import ERRORS, ErrorFeedback
-from fzero.sharding.gradient_sums import LayerSums, SumsAtRest
+from fzero.sharding.gradient_sums import GradientReducer, LayerSums, SumsAtRest
 from fzero.sharding.prefetch import Coding, LeafGroup, NodeShards, ParamFetcher
-from fzero.sharding.reduce import GradientReducer
 from fzero.sharding.slices import iterate_blocks, shard_dim
 from fzero.train.checks import check_values, expect_program, refusing_jointly
 from fzero.train.codes import coder_for, params_coding, rounded_params

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from fzero import core
-from fzero.comm.axes import AXES, CP
 from fzero.comm.collectives import psum
+from fzero.comm.ledger import AXES, CP
 from fzero.comm.rank_tables import gather_rows, packed
 from fzero.core import prng, pytree
 from fzero.core.autodiff import Remat
-from fzero.core.precision import Policy
+from fzero.core.precision import Policy, tree_sum_rows
 from fzero.core.pytree import Tree
-from fzero.core.tree_sum import tree_sum_rows
 from fzero.kernels.registry import Kernels
 from fzero.models import base, forward
 from fzero.models.user_functions import has_key, keyed_model, loss_of, wide_sums

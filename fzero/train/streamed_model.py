@@ -25,8 +25,8 @@ from fzero.core.vjp_pair import VjpPair
 from fzero.models import base, forward
 from fzero.offload import Nvme
 from fzero.sharding import Plan
+from fzero.sharding.gradient_sums import GradientReducer
 from fzero.sharding.prefetch import LeafGroup, NodeShards, ParamFetcher, PartitionedActivations, Prefetcher, Resident
-from fzero.sharding.reduce import GradientReducer
 from fzero.train.codes import params_coding
 from fzero.train.execution import Execution
 from fzero.train.stage_exchange import Segment, SegmentActivations, StackHook, stages_of

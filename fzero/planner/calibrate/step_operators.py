@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fzero.core.compile import jit
 from fzero.core.torch_private import TorchDispatchMode
-from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK
+from fzero.kernels.attention_tiled import MAX_BLOCKS, MIN_BLOCK
 from fzero.planner.calibrate.case_timer import Case, Figure, clock, figure, on_threads, time_cases
 from fzero.planner.operations import ExecutedOp, describe_op, layout
 from fzero.run.config.config_table import from_table

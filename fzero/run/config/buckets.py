@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero import data
-from fzero.comm.axes import CP
+from fzero.comm.ledger import CP
 from fzero.core import gpu_copies, pytree
 from fzero.data.tokens import Tokens
 from fzero.optim.schedules import LR_SCALE

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fzero import data, models
-from fzero.comm.axes import CP
+from fzero.comm.ledger import CP
 from fzero.core.storage import is_url
 from fzero.data.packing import Batch
 from fzero.run.config.stages import Ramp, stages_of

@@ -12,9 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from fzero.comm.axes import CP, EP, PP, TP
+from fzero.comm.ledger import CP, EP, PP, TP
 from fzero.core import gpu
 from fzero.core.config_tables import (
+    CORRECTIONS,
     FRACTION,
     LENGTH,
     POSITIVE,
@@ -36,7 +37,6 @@ from fzero.core.precision import POLICIES, LossScale
 from fzero.data.mixture import Mixture
 from fzero.data.packing import PACKINGS, TOO_LONG
 from fzero.models import MLPConfig, ModelConfig
-from fzero.optim.adamw import CORRECTIONS
 from fzero.optim.schedules import RISES
 from fzero.run.config.buckets import BUCKETS, SCALINGS, SIZES
 from fzero.run.config.config_checks import check_loggers, validate

@@ -13,7 +13,7 @@ import torch
 
 import fzero
 from fzero import models
-from fzero.core import crc32c, gpu, host_memory, packages
+from fzero.core import digest, gpu, host_memory, packages
 from fzero.core.host_memory import cores
 from fzero.kernels.registry import Kernels, describe, observe
 from fzero.models import base, forward
@@ -57,7 +57,7 @@ def describe_missing(name: str) -> str:
     use, cost = packages.OPTIONAL[name]
     if name == "crc32c":
         instead = {"C++": "by fzero's own loop", "google_crc32c": "by google_crc32c, with Python's lock held"}
-        cost = instead.get(crc32c.provider(), "none can be computed: no run starts; pip install crc32c, or install g++")
+        cost = instead.get(digest.provider(), "none can be computed: no run starts; pip install crc32c, or install g++")
     return f"not here: {use}{f'; {cost}' if cost else ''}"
 
 

@@ -54,7 +54,7 @@ def forms() -> list[tuple[str, tuple[str, ...], str]]:
     return [
         (str(PACKAGE / "kernels" / "attention_tiled.py"), CONTRACTED, f"OF_{dtype}"),
         (str(PACKAGE / "kernels" / "optim_leaf.py"), EXACT, ""),
-        (str(PACKAGE / "kernels" / "cross_entropy_rows.py"), CONTRACTED, ""),
+        (str(PACKAGE / "kernels" / "cross_entropy.py"), CONTRACTED, ""),
         (str(PACKAGE / "core" / "prng.py"), EXACT, ""),
     ]
 

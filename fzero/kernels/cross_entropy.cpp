@@ -1,4 +1,4 @@
-// The statistics and the gradient of rows of logits, as cross_entropy_rows.py defines them; the gradient may replace
+// The statistics and the gradient of rows of logits, as cross_entropy.py defines them; the gradient may replace
 // the logits. Row i begins at i * stride, its columns are contiguous and are columns first, first + 1, ... of the
 // vocabulary. One thread handles a row in a fixed order: results do not depend on the number of threads.
 #include <algorithm>
