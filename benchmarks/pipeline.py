@@ -3,7 +3,7 @@
     python benchmarks/pipeline.py --out benchmarks/results/pipeline-4.json
 
 Bubble: layers sleep instead of computing (`bubble.py`), so the ranks need no cores; the step as measured, by what
-`fzero.sharding.pipeline.check` says of it with the time of a layer's sleep and of a message, both measured in the run.
+`fzero.sharding.pipeline.play` says of it with the time of a layer's sleep and of a message, both measured in the run.
 
 Steps: for each schedule that both have, ours eager, torch's and ours compiled have the same weights, batches, stages,
 micro-batches and AdamW; one step each a round. Losses must agree. CPU seconds are of all ranks: on fewer cores than

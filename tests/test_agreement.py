@@ -1,5 +1,6 @@
 """The roll call: ranks that run different programs, come late or end are named, on every rank, in one line."""
 
+import contextlib
 import math
 import os
 import time
@@ -58,6 +59,8 @@ def places(mesh):
     torch.distributed.Work.wait = lambda self, *args: at.append(agreement.waiting) or wait(self, *args)
     started.wait()
     torch.distributed.Work.wait = wait
+    with contextlib.suppress(ValueError), dp.communicator.waiting(agreement.last):
+        raise ValueError  # as of a rank that is gone: it waits for nobody then
     return between, {call.leaf for call in at}, agreement.waiting
 
 
@@ -84,6 +87,7 @@ def differing(mesh, what):
                 with mesh.ledger.phase("backward" if r == 1 else "forward"):
                     psum(x, dp, leaf="w")
     except RankError as error:
+        assert mesh.agreement.waiting is None
         return str(error)
 
 

@@ -133,7 +133,10 @@ class ProgramAgreement:
         # `last` where this rank is.
         store.set(f"{self.rank}/{call.axis}/{call.number}", text)
         store.set(f"{self.rank}/last", text)
-        neighbor_call = self._arrival(store, call, neighbor)
+        try:
+            neighbor_call = self._arrival(store, call, neighbor)
+        finally:
+            self.waiting = None
         if neighbor_call._replace(order=call.order) != call:
             positions = "; ".join(
                 f"rank {rank} is at {rank_call.signature}"
@@ -143,7 +146,6 @@ class ProgramAgreement:
             raise self.error(call, f"the ranks run different programs: {positions}; {fix}")
         # This rank is the only reader of that key; delete it, so that the store does not grow.
         store.delete_key(f"{neighbor}/{call.axis}/{call.number}")
-        self.waiting = None
 
     def _arrival(self, store: dist.Store, call: CollectiveCall, neighbor: int) -> CollectiveCall:
         """The collective with the same number on rank `neighbor`; raises RankError if that rank is late."""
@@ -358,8 +360,10 @@ class AxisMessages:
         self.agreement.waiting = call
         for watch in self.ledger.watches:
             watch.wait(call.order)
-        yield
-        self.agreement.waiting = None
+        try:
+            yield
+        finally:
+            self.agreement.waiting = None
         for watch in self.ledger.watches:
             watch.done(call.order)
 
