@@ -1,5 +1,6 @@
 """Optimizers on shards: a step on every rank's own part is the step on whole leaves."""
 
+import functools
 import math
 import re
 from dataclasses import replace
@@ -95,15 +96,25 @@ def train(tx, params, gradient, form, steps=5):
     return params, state
 
 
-def compare_steps(mesh, name, plant=lambda layout: layout, steps=3, rows=(), specs=SPECS):
-    """On one rank: steps on shards are the own part of those on whole leaves, in each form; so is the state."""
+def gradients(steps):
+    return [tree(100 + i, SHAPES) for i in range(steps)]
+
+
+@functools.cache
+def steps_on_whole(name, steps=3):
+    """(parameters, state) after steps on whole leaves: the same for all ranks and meshes."""
+    grads = gradients(steps)
+    return train(make(name, 0.1), whole_params(), lambda i: grads[i], "update", steps)
+
+
+def compare_steps(mesh, name, whole, plant=lambda layout: layout, steps=3, rows=(), specs=SPECS):
+    """On one rank: steps on shards are the own part of those on `whole` leaves, in each form; so is the state."""
     specs = with_rows(specs, rows) if rows else specs
     layout = plant(optim.sharded(specs, mesh, like=whole_params()))
-    on_shards, on_whole = make(name, 0.1, layout), make(name, 0.1)
+    on_shards = make(name, 0.1, layout)
     assert on_shards.needs == "elementwise"
-    params, whole_grads = whole_params(), [tree(100 + i, SHAPES) for i in range(steps)]
-    grads = [own(mesh, specs, g) for g in whole_grads]
-    expected, expected_state = train(on_whole, params, lambda i: clone(whole_grads[i]), "update", steps)
+    params, (expected, expected_state) = whole_params(), whole
+    grads = [own(mesh, specs, g) for g in gradients(steps)]
     mine = own(mesh, specs, params)
     # All runs before any comparison: a rank that stops early would leave the others waiting.
     runs = [train(on_shards, mine, lambda i: clone(grads[i]), form, steps) for form in ("update", "apply")]
@@ -114,8 +125,8 @@ def compare_steps(mesh, name, plant=lambda layout: layout, steps=3, rows=(), spe
     assert min(pytree.leaves(moved)) > 1e-4, moved
 
 
-def compare_rows(mesh, name, rows):
-    compare_steps(mesh, name, rows=rows)
+def compare_rows(mesh, name, whole, rows):
+    compare_steps(mesh, name, whole, rows=rows)
 
 
 # Every second layer but the last on a rank, and all of them on one of the ranks.
@@ -127,12 +138,12 @@ STAGES = {"interleaved": ((0, 2, 5), (1, 3, 4)), "none": ((), tuple(range(LAYERS
     "name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in ("recipe", "muon by label"))) for n in NAMES]
 )
 def test_steps_on_layers_that_do_not_follow_one_another(name, rows):
-    ranks.run(2, compare_rows, name, STAGES[rows], mesh={"pp": 2})
+    ranks.run(2, compare_rows, name, steps_on_whole(name), STAGES[rows], mesh={"pp": 2})
 
 
-def checked_steps(mesh, name):
+def checked_steps(mesh, name, whole):
     with mesh.checked():
-        compare_steps(mesh, name, steps=2)
+        compare_steps(mesh, name, whole, steps=2)
 
 
 @pytest.mark.parametrize(
@@ -146,14 +157,14 @@ def checked_steps(mesh, name):
 )
 def test_steps_on_shards_are_those_on_whole_leaves(name, mesh):
     sizes = MESHES[mesh]
-    ranks.run(math.prod(sizes.values()), compare_steps, name, mesh=sizes)
+    ranks.run(math.prod(sizes.values()), compare_steps, name, steps_on_whole(name), mesh=sizes)
 
 
 @pytest.mark.parametrize(
     "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("lamb", "muon by label")), "adafactor", "recipe"]
 )
 def test_no_sum_over_ranks_is_of_what_they_share(name):
-    ranks.run(4, checked_steps, name, mesh={"dp": 2, "tp": 2})
+    ranks.run(4, checked_steps, name, steps_on_whole(name, 2), mesh={"dp": 2, "tp": 2})
 
 
 # Dims that tp=3 does not divide: rows and columns of matrices, layer by layer, and of a vector.
@@ -168,10 +179,10 @@ UNEVEN = {
 UNEVEN_SPECS = pytree.map_named(lambda name, spec: Spec.parse(UNEVEN[name]) if name in UNEVEN else spec, SPECS)
 
 
-def compare_uneven(mesh, names):
+def compare_uneven(mesh, wholes):
     """Steps as in `compare_steps`, and both norms, on parts of unlike sizes."""
-    for name in names:
-        compare_steps(mesh, name, steps=3, specs=UNEVEN_SPECS)
+    for name, whole in wholes.items():
+        compare_steps(mesh, name, whole, steps=3, specs=UNEVEN_SPECS)
     grads = tree(3, SHAPES)
     layouts_ = [optim.sharded(UNEVEN_SPECS, mesh, like=grads, ordered=ordered) for ordered in (False, True)]
     return [float(layout.norm(own(mesh, UNEVEN_SPECS, grads))) for layout in layouts_], float(optim.global_norm(grads))
@@ -179,7 +190,8 @@ def compare_uneven(mesh, names):
 
 @pytest.mark.slow
 def test_steps_and_norms_on_parts_of_unlike_sizes():
-    for norms, expected in ranks.run(3, compare_uneven, list(NEEDY), mesh={"tp": 3}):
+    wholes = {name: steps_on_whole(name) for name in NEEDY}
+    for norms, expected in ranks.run(3, compare_uneven, wholes, mesh={"tp": 3}):
         assert norms == pytest.approx([expected] * 2, rel=1e-14)
 
 
@@ -205,11 +217,11 @@ PLANTS = {
 }
 
 
-def planted(mesh, plant):
+def planted(mesh, plant, whole):
     name, mistake = PLANTS[plant]
-    compare_steps(mesh, name, steps=2)
+    compare_steps(mesh, name, whole, steps=2)
     try:
-        compare_steps(mesh, name, mistake, steps=2)
+        compare_steps(mesh, name, whole, mistake, steps=2)
     except AssertionError:
         return True
     return False
@@ -220,7 +232,8 @@ def planted(mesh, plant):
 @pytest.mark.parametrize("plant", PLANTS)
 def test_planted_mistake_is_seen(plant, mesh):
     sizes = MESHES[mesh]
-    assert all(ranks.run(math.prod(sizes.values()), planted, plant, mesh=sizes))
+    whole = steps_on_whole(PLANTS[plant][0], 2)
+    assert all(ranks.run(math.prod(sizes.values()), planted, plant, whole, mesh=sizes))
 
 
 # ---- the norm -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import math
 import pytest
 import ranks
 from close import assert_same
-from zero_cases import model_of, train, trained_whole
+from zero_cases import model_of, trained_whole
 
 import fzero
 from fzero import models
@@ -26,8 +26,8 @@ MESHES = {
 }
 
 
-def kept_bytes(mesh, case, options):
-    """(bytes that the stacks are given, those that they keep) in a step."""
+def with_parts(mesh, case, options):
+    """(whole state and metrics, (bytes that the stacks are given, those that they keep)) of steps with parts."""
     given, kept, append = [], [], PartitionedActivations.append
 
     def count(stack, tensors):
@@ -37,20 +37,18 @@ def kept_bytes(mesh, case, options):
 
     PartitionedActivations.append = count
     try:
-        train(mesh, *case, 4, steps=1, **options)
+        (trained,) = trained_whole(mesh, [((*case, 4), {**options, **PART})])
     finally:
         PartitionedActivations.append = append
-    return sum(given), sum(kept)
+    return trained, (sum(given), sum(kept))
 
 
 def both(mesh, cases):
-    """[(whole state, metrics)] with whole layer inputs, the same with parts, and `kept_bytes` of each case."""
+    """[(whole state, metrics)] with whole layer inputs, and `with_parts` of each case."""
     usual, prefetch.SMALL = prefetch.SMALL, 8
     try:
-        whole, parts = (
-            trained_whole(mesh, [((*case[:3], 4), {**case[3], **more}) for case in cases]) for more in ({}, PART)
-        )
-        return whole, parts, [kept_bytes(mesh, case[:3], {**case[3], **PART}) for case in cases]
+        whole = trained_whole(mesh, [((*case[:3], 4), case[3]) for case in cases])
+        return whole, [with_parts(mesh, case[:3], case[3]) for case in cases]
     finally:
         prefetch.SMALL = usual
 
@@ -58,8 +56,8 @@ def both(mesh, cases):
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m != "tp2")) for m in MESHES])
 def test_parts_have_the_bits_of_whole_inputs_and_a_share_of_their_bytes(mesh):
     sizes, cases = {axis[:2]: int(axis[2:]) for axis in mesh.split()}, MESHES[mesh]
-    for whole, parts, kept in ranks.run(math.prod(sizes.values()), both, cases, mesh=sizes, timeout_s=300):
-        for (state, log), (expected, expected_log), (given, bytes_kept) in zip(parts, whole, kept):
+    for whole, parts in ranks.run(math.prod(sizes.values()), both, cases, mesh=sizes, timeout_s=300):
+        for (expected, expected_log), ((state, log), (given, bytes_kept)) in zip(whole, parts):
             assert log == expected_log
             assert_same(state, expected)
             assert given > 0 and given / sizes["tp"] <= bytes_kept < given / sizes["tp"] * 1.1
