@@ -156,6 +156,8 @@ def test_the_suite_on_another_machine(name, tmp_path):
     if name in true_here(str(tmp_path.parent)):
         pytest.skip("this machine is such a one: the default tier has run these files on it")
     with tempfile.TemporaryDirectory(dir=IN_MEMORY if machine.in_memory else tmp_path) as folder:
-        run(sys.executable, "-c", f"{IMPORTS}assert {machine.holds}", folder)
         files = [f"{TESTS}/test_{file}.py{test}" for file, test in map(split_name, machine.files)]
-        run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}/tests", *files)
+        options = ("-q", "-n0", "-p", "no:cacheprovider", f"--basetemp={folder}/tests")
+        # One process looks at the machine and runs the tests: each import of torch on it is seconds.
+        code = f"{IMPORTS}assert {machine.holds}; import pytest; sys.exit(pytest.main(sys.argv[2:]))"
+        run(sys.executable, "-c", code, folder, *options, *files)
