@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import fzero
-from fzero.planner import roofline
+from fzero.planner import plan_report
 from fzero.planner.plan_text import duration, percent, quantity
 
 # name -> (preset, mesh, settings)
@@ -44,10 +44,10 @@ def measure(name: str, precision: str) -> dict[str, Any]:
     assert report.step_s is not None and report.tokens_per_s is not None
     return {
         "step_s": report.step_s,
-        "least_s": roofline.least_step(report),
+        "least_s": plan_report.least_step(report),
         "tokens_per_s": report.tokens_per_s / report.ranks,
         "mfu_causal": report.mfu_causal,
-        "parts": [part._asdict() for part in roofline.roofline(report)],
+        "parts": [part._asdict() for part in plan_report.roofline(report)],
     }
 
 

@@ -17,7 +17,7 @@ import torch
 from law_cases import GPT_OSS
 
 import fzero
-from fzero.checkpoint import convert, huggingface, offload_snapshot, verify
+from fzero.checkpoint import convert, huggingface, stored_state, verify
 from fzero.checkpoint.convert.huggingface_families import FAMILIES
 from fzero.checkpoint.convert.tensor_files import read_safetensors
 from fzero.core import config_tables, prng
@@ -177,7 +177,7 @@ def make_store(folder):
 
 
 def read_store(folder):
-    snapshot = offload_snapshot.find_snapshot(folder / "nvme")
+    snapshot = stored_state.find_snapshot(folder / "nvme")
     return snapshot and [
         snapshot.leaf(name, (4, 3), fzero.Spec.parse("[A, B]"))
         for name in snapshot.leaves

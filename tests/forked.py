@@ -45,7 +45,7 @@ PRELOAD = [
     "fzero.planner.plan",
     "fzero.report.report_writer",
     "fzero.run.runner.loop",
-    "fzero.run.ranks.coordinator",
+    "fzero.run.setup.coordinator",
     "matplotlib.backends.backend_agg",
     "torch._decomp.decompositions_for_jvp",
     "torch._dynamo",

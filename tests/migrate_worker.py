@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from fzero import models
 from fzero.checkpoint import huggingface
 from fzero.core import prng, pytree
-from fzero.run import import_export
+from fzero.run import weights
 
 SIZES = models.LlamaConfig(vocab_size=4096, max_len=256, d_model=512, n_layers=16, n_heads=8, n_kv_heads=8, d_ff=1408)
 SMALL = models.LlamaConfig(vocab_size=64, max_len=64, d_model=32, n_layers=2, n_heads=2, n_kv_heads=2, d_ff=64)
@@ -62,12 +62,12 @@ def work(folder: Path, sizes) -> None:
     make(folder, sizes)
     for kind in ("hf", "dcp", "universal"):
         peak = grown(
-            lambda kind=kind: import_export.import_weights(
+            lambda kind=kind: weights.import_weights(
                 folder / kind, folder / f"run-{kind}", folder / "hf" / "config.json"
             )
         )
         print(kind, peak)
-    print("export", grown(lambda: import_export.export_hf(folder / "run-universal", folder / "out")))
+    print("export", grown(lambda: weights.export_hf(folder / "run-universal", folder / "out")))
     ours, theirs = load_file(folder / "out" / "model.safetensors"), load_file(folder / "hf" / "model.safetensors")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

@@ -555,7 +555,7 @@ def multiply(func, name, args, kwargs):
 def pretend():
     """A context in which PyTorch has one GPU, the pretend one."""
     global WHOLE
-    from fzero.checkpoint import leaf_source
+    from fzero.checkpoint import manifest
     from fzero.core import device, gpu, gpu_copies, torch_private
     from fzero.offload import BufferPool, disk_io
     from fzero.optim import norm
@@ -637,8 +637,8 @@ def pretend():
         put(BufferPool, "_return", returned)
         put(disk_io, "_transfer", seen_transfer)
         put(norm, "_by_kernel", lambda leaves, dtype: False)
-        check = leaf_source.kind_fault  # which refuses subclasses of Tensor
-        put(leaf_source, "kind_fault", lambda leaf: check(under(leaf)))
+        check = manifest.kind_fault  # which refuses subclasses of Tensor
+        put(manifest, "kind_fault", lambda leaf: check(under(leaf)))
         caches = gpu_copies._copy_streams, gpu_copies._snapshots, gpu_copies._sources
         for cache in (*caches, gpu._capture_stream, device.target_on):
             cache.cache_clear()

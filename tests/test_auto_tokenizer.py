@@ -20,7 +20,7 @@ from fzero.data import (
 )
 from fzero.data.prepare import tokenizer_of_file
 from fzero.models import LlamaConfig
-from fzero.run import import_export, recipe, run_folder
+from fzero.run import recipe, run_folder, weights
 from fzero.run.setup import vocabulary
 from fzero.run.setup.vocabulary import start_tokenizer
 
@@ -185,10 +185,10 @@ def test_an_export_says_where_another_tokenizer_would_be_built(tmp_path):
     assert auto_tokenizer.changed_on_load(write_folder(tmp_path / "llama", "bytes", "llama", fast)) == ""
     qwen2 = write_folder(tmp_path / "qwen2", "bytes", "qwen2", fast)
     assert auto_tokenizer.changed_on_load(qwen2) == "Qwen2Tokenizer"
-    (line,) = import_export.tokenizer_warnings(qwen2)
+    (line,) = weights.tokenizer_warnings(qwen2)
     assert "AutoTokenizer builds a Qwen2Tokenizer in place of its tokenizer.json" in line
     (qwen2 / "tokenizer.json").write_text(start_tokenizer(qwen2).json)
-    assert import_export.tokenizer_warnings(qwen2) == []
+    assert weights.tokenizer_warnings(qwen2) == []
 
 
 def test_a_tokenizer_of_a_run_of_its_own_is_exported_as_it_is(tmp_path):

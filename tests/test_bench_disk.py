@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from fzero.offload import BufferPool, DiskSettings, disk_io, serves_direct
-from fzero.planner import disk
-from fzero.planner.calibrate import disk_rates
-from fzero.planner.calibrate.disk_rates import KINDS, MB, Rate
+from fzero.planner.calibrate import disk
+from fzero.planner.calibrate.disk import KINDS, MB, Rate
 
 
 @pytest.fixture(autouse=True)
@@ -31,14 +30,14 @@ def folder(disk_path):
     """A folder on a disk."""
     path = disk_path / "disk"
     path.mkdir()
-    if disk_io.file_system(disk_io.mount_point(path)) in disk_rates.MEMORY or not serves_direct(path):
+    if disk_io.file_system(disk_io.mount_point(path)) in disk.MEMORY or not serves_direct(path):
         pytest.skip("the folder of this test is not on a disk that takes direct transfers")
     return path
 
 
 @pytest.fixture
 def files(folder):
-    with disk_rates.open_files(folder, 4 * MB) as files:
+    with disk.open_files(folder, 4 * MB) as files:
         yield files
 
 
@@ -67,7 +66,7 @@ def row(gbs, block=MB, threads=1, cpu=0.01, **others):
 
 
 def test_files_are_nameless_full_of_bytes_and_random(folder):
-    with disk_rates.open_files(folder, 2 * MB) as files:
+    with disk.open_files(folder, 2 * MB) as files:
         assert list(folder.iterdir()) == []
         for fd in files.fds.values():
             assert os.fstat(fd).st_size == 2 * MB and os.fstat(fd).st_nlink == 0
@@ -89,7 +88,7 @@ def test_the_engine_counts_what_moves(files, monkeypatch, kinds):
 
         monkeypatch.setattr(os, name, counting)
     begin = time.perf_counter()
-    rate = disk_rates.engine(files, BufferPool(16 * MB), DiskSettings(MB, 2, 1), 2, kinds, 0.1)
+    rate = disk.engine(files, BufferPool(16 * MB), DiskSettings(MB, 2, 1), 2, kinds, 0.1)
     took = time.perf_counter() - begin
     assert {write for write in moved if moved[write]} == set(kinds)
     assert took >= 0.1 and sum(moved.values()) / 1e9 / took <= rate.gbs <= sum(moved.values()) / 1e9 / 0.1
@@ -111,17 +110,17 @@ def test_the_anchor_counts_what_moves(files, monkeypatch, kinds):
 
         monkeypatch.setattr(os, name, counting)
     begin = time.perf_counter()
-    rate = disk_rates.anchor(files, BufferPool(64 * MB), kinds, 0.1)
+    rate = disk.anchor(files, BufferPool(64 * MB), kinds, 0.1)
     took = time.perf_counter() - begin
     assert len(threads) == 8 * len(kinds) and sum(moved) / 1e9 / took <= rate.gbs <= sum(moved) / 1e9 / 0.1
 
 
-@pytest.mark.skipif(not disk_rates.has_fio(), reason="fio is not installed")
+@pytest.mark.skipif(not disk.has_fio(), reason="fio is not installed")
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 def test_fio_measures_the_same_files(files, kinds):
-    rate = disk_rates.fio(files, kinds, 0.2)
+    rate = disk.fio(files, kinds, 0.2)
     assert 0.01 < rate.gbs < 1000 and 0 < rate.cpu_s_per_gb < 10
-    assert disk_rates.cached_fraction(files) == 0
+    assert disk.cached_fraction(files) == 0
 
 
 @pytest.mark.parametrize("script", ["echo no such engine >&2; exit 3", "echo '{}'", "exit 0"])
@@ -130,15 +129,15 @@ def test_a_fio_that_fails_is_an_error(files, tmp_path, monkeypatch, script):
     (tmp_path / "fio").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(ValueError, match="fio failed with exit code"):
-        disk_rates.fio(files, (False,), 0.1)
+        disk.fio(files, (False,), 0.1)
 
 
 def test_the_page_cache_is_seen_where_it_is_used(files):
-    assert disk_rates.cached_fraction(files) == 0
+    assert disk.cached_fraction(files) == 0
     plain = os.open(f"/proc/self/fd/{files.fds[False]}", os.O_RDONLY)
     os.preadv(plain, [bytearray(files.size)], 0)
     os.close(plain)
-    assert disk_rates.cached_fraction(files) == 0.5
+    assert disk.cached_fraction(files) == 0.5
 
 
 def test_the_best_is_fast_and_takes_little_cpu_time():
@@ -196,7 +195,7 @@ def test_a_sweep_measures_every_way(files, quick):
 
 
 def test_blocks_larger_than_the_files_are_left_out(folder, quick):
-    with disk_rates.open_files(folder, MB) as files:
+    with disk.open_files(folder, MB) as files:
         assert {each.settings.block_bytes for each in disk.sweep(files, 0.01).rows} == {MB}
 
 
@@ -268,13 +267,13 @@ def test_a_folder_that_cannot_be_written(fz, folder, monkeypatch, code):
 
 
 def test_a_folder_in_memory(fz, folder, monkeypatch):
-    monkeypatch.setattr(disk_rates, "file_system", lambda mount: "tmpfs")
+    monkeypatch.setattr(disk, "file_system", lambda mount: "tmpfs")
     assert f"{folder}: is in memory (tmpfs); give a folder on a disk" in refused(fz, folder)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
 def test_shared_memory_is_in_memory():
-    assert disk_io.file_system(disk_io.mount_point("/dev/shm/not/there")) in disk_rates.MEMORY
+    assert disk_io.file_system(disk_io.mount_point("/dev/shm/not/there")) in disk.MEMORY
 
 
 def test_a_file_system_that_refuses_direct_transfers(fz, folder, monkeypatch):

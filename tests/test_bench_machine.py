@@ -13,9 +13,9 @@ import torch
 from fzero.kernels import attention_tiled, registry
 from fzero.planner import devices, machine
 from fzero.planner.calibrate import case_timer, memory, step_operators
-from fzero.planner.calibrate import collectives as processes
+from fzero.planner.calibrate import case_timer as processes
 from fzero.planner.calibrate.case_timer import Case, Figure
-from fzero.planner.device_names import list_devices
+from fzero.planner.launch import list_devices
 from fzero.run import device_file
 
 
@@ -553,9 +553,9 @@ def test_which_processes_are_started():
 
 def test_the_disk_is_measured_and_nothing_stays(disk_path, monkeypatch):
     from fzero.offload import disk_io, serves_direct
-    from fzero.planner.calibrate import disk_rates
+    from fzero.planner.calibrate import disk
 
-    if disk_io.file_system(disk_io.mount_point(disk_path)) in disk_rates.MEMORY or not serves_direct(disk_path):
+    if disk_io.file_system(disk_io.mount_point(disk_path)) in disk.MEMORY or not serves_direct(disk_path):
         pytest.skip("the folder of this test is not on a disk that takes direct transfers")
     monkeypatch.setattr(machine, "DISK_BYTES", 1 << 20)
     found = machine.disk_rates(disk_path, quick=True)

@@ -20,7 +20,7 @@ from fzero.core import pytree
 from fzero.data import BucketStream, Size, Tokens
 from fzero.data.packing import cut, within_documents
 from fzero.run import build, config_table, first_state, from_table, run_folder, to_json
-from fzero.run.config.buckets import lr_scale
+from fzero.run.config.curriculum import lr_scale
 from fzero.run.config.stages import count_samples
 from fzero.run.measure.metrics_rows import metrics_row
 from fzero.run.runner.step_rows import rows_of

@@ -14,7 +14,7 @@ from fzero import checkpoint, models, optim
 from fzero.checkpoint import huggingface
 from fzero.cli import main
 from fzero.core import precision, pytree
-from fzero.run import import_export, recipe, run_folder, to_table, weights
+from fzero.run import recipe, run_folder, to_table, weights
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 24}
 CONFIGS = {
@@ -64,7 +64,7 @@ def test_a_run_of_any_mesh(name, mesh, stage, bf16, tmp_path):
     for ema in (False, True):
         wanted = state.opt_state.average if ema else state.master if bf16 else state.params
         assert {leaf.dtype for leaf in pytree.leaves(wanted)} == {torch.float32}
-        line, passed = import_export.export_hf(folder, tmp_path / f"out{ema}", ema=ema)
+        line, passed = weights.export_hf(folder, tmp_path / f"out{ema}", ema=ema)
         assert line.endswith(f"the model of {folder} after step 5") and passed == []
         config, params = huggingface.load_hf(tmp_path / f"out{ema}")
         assert config.d_model == 16
@@ -87,7 +87,7 @@ def test_a_run_whose_state_is_on_a_disk(tmp_path):
     assert (folder / "nvme").is_dir() and not (folder / "checkpoints").exists()
     found = {}
     for ema in (False, True):
-        line, passed = import_export.export_hf(folder, tmp_path / f"out{ema}", ema=ema)
+        line, passed = weights.export_hf(folder, tmp_path / f"out{ema}", ema=ema)
         assert "after step 2" in line and passed == []
         held = weights.load(folder, wide=True, ema=ema)  # whole leaves
         found[ema] = huggingface.load_hf(tmp_path / f"out{ema}")[1]
@@ -105,7 +105,7 @@ def test_a_run_of_which_a_part_is_on_a_disk(tmp_path, monkeypatch):
         with pytest.raises(SystemExit) as ended:
             main.main(["pretrain", *TINY, *flags])
         assert ended.value.code == 0 and (tmp_path / offload / "nvme").is_dir()
-        import_export.export_hf(Path(offload), tmp_path / "out" / offload)
+        weights.export_hf(Path(offload), tmp_path / "out" / offload)
         held = checkpoint.restore_leaves(
             checkpoint.latest(tmp_path / offload / "checkpoints"), lambda name: name.startswith("master/")
         )
@@ -132,7 +132,7 @@ def test_one_layer_is_read_at_a_time(tmp_path):
 def test_what_cannot_be_exported(tmp_path):
     def refused(said, folder, **options):
         with pytest.raises(ValueError) as what:
-            import_export.export_hf(folder, tmp_path / "out", **options)
+            weights.export_hf(folder, tmp_path / "out", **options)
         assert said in str(what.value) and "\n" not in str(what.value)
         assert not (tmp_path / "out").exists()
 

@@ -37,9 +37,9 @@ from fzero import checkpoint
 from fzero.cli import main
 from fzero.comm import communicator
 from fzero.run import Options, auto_resume, config_table, coordinator, loop, pretrain
-from fzero.run.ranks import watchdog
-from fzero.run.ranks.elastic import fit_mesh
-from fzero.run.ranks.watchdog import Beat, verdict
+from fzero.run.setup import watchdog
+from fzero.run.setup.elastic import fit_mesh
+from fzero.run.setup.watchdog import Beat, verdict
 
 # Saves often, for ranks that may be killed.
 KEEP = [*TINY, "--reduce", "canonical", "--set", "train.checkpoint_every=2"]

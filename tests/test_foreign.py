@@ -26,17 +26,17 @@ from fzero.run import run_folder
 ROOT = Path(fzero.__file__).parent
 # Calls of a parser outside of core/text_parsing.py, and why: the text was made by this program a moment ago.
 OWN = {
-    "checkpoint/leaf_source.py": 1,  # what `to_bytes` made, compared with its checksum; numbers have any size
+    "checkpoint/manifest.py": 1,  # what `to_bytes` made, compared with its checksum; numbers have any size
     "checkpoint/save_state.py": 1,  # another rank's message
     "cli/checkpoint.py": 0,
     "comm/messages.py": 1,  # messages of ranks
     "offload/nvme.py": 2,  # round trips
-    "planner/calibrate/disk_rates.py": 1,  # the output of fio
+    "planner/calibrate/disk.py": 1,  # the output of fio
     "planner/search_result.py": 3,  # round trips
-    "run/debug/checkpoint_list.py": 1,  # a round trip
+    "run/runner/checkpoint_list.py": 1,  # a round trip
     "run/measure/step_records.py": 1,  # the profiler's trace
-    "run/ranks/coordinator.py": 3,  # messages of ranks
-    "run/ranks/watchdog.py": 1,
+    "run/setup/coordinator.py": 3,  # messages of ranks
+    "run/setup/watchdog.py": 1,
 }
 
 

@@ -1,4 +1,4 @@
-"""Batches of a loader of one's own go on where a state is: fzero/data/loader.py."""
+"""Batches of a loader of one's own go on where a state is: fzero/data/batches.py."""
 
 import itertools
 import warnings

@@ -28,7 +28,7 @@ FLOORS = (
     ("cli",),
     ("__main__",),
 )
-RUN_FLOORS = ("config", "ranks", "setup", "measure", "runner", "debug")  # of the folders in run/
+RUN_FLOORS = ("config", "setup", "measure", "runner")  # of the folders in run/
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
@@ -226,7 +226,7 @@ DELETABLE = {
     "train": ("spike", "sdc_check", "local_steps"),
     "models": ("dropping", "module_tp_search"),
     "data": ("curriculum",),
-    "run": ("setup/members", "ranks/elastic"),
+    "run": ("setup/members", "setup/elastic"),
     "optim": ("onebit", "zero_one_adam", "adafactor"),
     "planner": ("slow_link_options",),
     "checkpoint": ("convert/upcycle",),
@@ -263,7 +263,7 @@ EXOTIC = """
     models.llama models.gpt2 models.deepseek models.mixtral models.lora models.preference kernels.attention
     kernels.attention_ring kernels.float8 kernels.moe kernels.quantize kernels.rope optim.lamb offload.store
     optim.deepspeed_schedules checkpoint.restore_state checkpoint.convert.peft data.preferences train.local_steps
-    train.update.offloaded run.setup.weights run.ranks.elastic
+    train.update.offloaded run.setup.weights run.setup.elastic
 """
 MOST_IMPORTED = 225
 PLAIN_RUN = """

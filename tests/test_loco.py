@@ -22,8 +22,8 @@ from fzero.checkpoint import error_lines, restore_state
 from fzero.core import pytree
 from fzero.kernels import Kernels
 from fzero.planner import devices
-from fzero.planner.candidates import Candidate
 from fzero.planner.closed_layer import Basis, admits_codec
+from fzero.planner.estimate import Candidate
 from fzero.planner.step_trace import trace_step
 from fzero.run import build, state_bytes
 from fzero.sharding import ERROR, ERRORS, Codec, ErrorFeedback, error_feedback

@@ -35,8 +35,7 @@ from fzero.checkpoint import convert, huggingface
 from fzero.cli import main
 from fzero.core import pytree
 from fzero.models import Ctx, logits
-from fzero.run import import_export
-from fzero.run import weights as weights_module
+from fzero.run import weights
 
 FAMILIES = ("llama", "llama-tied-scaled", "gpt2", "mixtral")
 TIED = {
@@ -106,8 +105,8 @@ def universal(folder, case, stage, weights=None):
 
 def imported(folder, config, out):
     """The parameters of the run that `fzero import` makes of a folder, and the line that it says."""
-    line = import_export.import_weights(folder, out, config)
-    held = weights_module.load(out)
+    line = weights.import_weights(folder, out, config)
+    held = weights.load(out)
     assert held.step == 0 and held.warnings == []
     return held, line
 
@@ -129,7 +128,7 @@ def test_a_folder_of_transformers(case, known, tmp_path):
     held, line = imported(config.parent, None, tmp_path / "run")
     assert "parameters of a Hugging Face model, no tokenizer; train on with: fzero pretrain --init" in line
     expect_equal(case, known, held)
-    line, passed = import_export.export_hf(tmp_path / "run", tmp_path / "out")
+    line, passed = weights.export_hf(tmp_path / "run", tmp_path / "out")
     assert "after step 0" in line and passed == []
     again = type(model).from_pretrained(tmp_path / "out").eval()
     assert_same(dict(again.named_parameters()), dict(model.named_parameters()))
@@ -447,7 +446,7 @@ def test_a_damaged_torch_distributed_checkpoint(how, known, tmp_path):
         metadata.write_bytes(pickle.dumps({"a": 1}))
         said = [".metadata: damaged: it is not the metadata of a checkpoint"]
     with pytest.raises(ValueError) as what:
-        import_export.import_weights(folder, tmp_path / "run", config)
+        weights.import_weights(folder, tmp_path / "run", config)
     one_line(what, *said)
     assert not (tmp_path / "run").exists()
 
@@ -487,7 +486,7 @@ def test_a_damaged_universal_checkpoint(how, known, tmp_path):
         states[0].write_bytes(states[0].read_bytes()[:500])
         said = [f"{states[0]}: damaged, or not what torch.save writes: "]
     with pytest.raises(ValueError) as what:
-        import_export.import_weights(folder, tmp_path / "run", config)
+        weights.import_weights(folder, tmp_path / "run", config)
     one_line(what, *said)
     assert not (tmp_path / "run").exists()
 
@@ -587,7 +586,7 @@ def test_the_command_line(known, tmp_path, capsys):
 
 def test_export_passes_over_a_damaged_checkpoint_and_says_so(known, tmp_path, capsys):
     _, config, params = known("llama")
-    import_export.import_weights(config.parent, tmp_path / "run")
+    weights.import_weights(config.parent, tmp_path / "run")
     later = pytree.map(lambda t: t + 1, params)
     path = checkpoint.save(tmp_path / "run" / "checkpoints", {"params": later}, step=7)
     file = max((p for p in Path(path).rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
@@ -620,7 +619,7 @@ def test_the_model_is_never_in_memory(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = {what: int(peak) for what, peak in (line.split() for line in done.stdout.splitlines())}
-    whole, leaf, buffers = found.pop("whole"), found.pop("leaf"), import_export.BUFFER_BYTES
+    whole, leaf, buffers = found.pop("whole"), found.pop("leaf"), weights.BUFFER_BYTES
     slack = 45_000_000  # a tensor of theirs, twice; what threads and the first use of things need
     assert set(found) == {"hf", "dcp", "universal", "export"} and whole > 1.3 * (leaf + buffers + slack)
     assert max(found["hf"], found["dcp"], found["universal"]) < leaf + buffers + slack, found

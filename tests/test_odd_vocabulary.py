@@ -15,7 +15,7 @@ from zero_cases import FP64, batch_for, model_of, train, whole
 
 import fzero
 from fzero import checkpoint, local_batch, models, optim, reopen_state, state_specs
-from fzero.checkpoint import offload_snapshot, verify_store
+from fzero.checkpoint import stored_state, verify_store
 from fzero.core import pytree
 from fzero.offload import DiskTensor, Nvme
 from fzero.sharding import (
@@ -198,7 +198,7 @@ def test_a_state_on_a_disk_is_read_again_by_its_ranks_and_by_another_process(axi
     assert_close(state, expected, rtol=1e-8, atol=1e-9)
     assert_same(again, state)
     assert verify_store(tmp_path / "nvme") == []
-    snapshot, value = offload_snapshot.find_snapshot(tmp_path / "nvme"), pytree.named_leaves(state.params)[leaf]
+    snapshot, value = stored_state.find_snapshot(tmp_path / "nvme"), pytree.named_leaves(state.params)[leaf]
     assert snapshot is not None
     assert torch.equal(snapshot.leaf(f"params/{leaf}", tuple(value.shape), spec), value)
     start, size = tuple(n // 3 for n in value.shape), tuple(n // 2 for n in value.shape)

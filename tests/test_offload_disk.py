@@ -20,7 +20,7 @@ from fzero.core import HUGE, PAGE, round_to_pages
 from fzero.offload import BufferPool, DiskIO, DiskSettings, open_direct, serves_direct
 from fzero.offload import disk_io as disk_module
 from fzero.offload.disk_io import LATER, NEXT
-from fzero.planner.calibrate import disk_rates as bench
+from fzero.planner.calibrate import disk as bench
 
 ALL = (HUGE,)  # the shape that takes all of a small pool
 WAIT_S = 20

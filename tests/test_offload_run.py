@@ -14,7 +14,7 @@ from launched import TIMED
 
 import fzero
 from fzero import local_batch, models, optim, reopen_state
-from fzero.checkpoint import offload_snapshot
+from fzero.checkpoint import stored_state
 from fzero.cli import main
 from fzero.core import PAGE, precision, pytree, round_to_pages
 from fzero.offload import DiskTensor, Nvme, serves_direct
@@ -157,10 +157,10 @@ def test_weights_that_ranks_hold_in_parts(tmp_path, stage):
     found = ranks.run(2, of_ranks, str(tmp_path), stage)
     losses, state = trained(None, "", POLICIES["bf16"], clip=0.5)
     assert found[0] == found[1] == pytest.approx(losses, rel=1e-3)
-    shelf = offload_snapshot.find_snapshot(tmp_path)
+    shelf = stored_state.find_snapshot(tmp_path)
     plan = fzero.zero_plan(stage, MODEL, fzero.sharding.fake_mesh(shelf.sizes))
     for prefix, expected in (("params/", state.params), ("master/", state.master)):
-        there = offload_snapshot.read_weights(shelf, plan, prefix)
+        there = stored_state.read_weights(shelf, plan, prefix)
         for name, leaf in pytree.named_leaves(expected).items():
             other = pytree.named_leaves(there)[name]
             assert other.shape == leaf.shape and other.dtype == leaf.dtype
@@ -168,7 +168,7 @@ def test_weights_that_ranks_hold_in_parts(tmp_path, stage):
     chunk = tmp_path / "arrays/params/blocks/attn/w_q/c" / str(shelf.record.slot) / f"2/{int(stage == 3)}/0"
     chunk.write_bytes(bytes([chunk.read_bytes()[0] ^ 1]) + chunk.read_bytes()[1:])
     with pytest.raises(ValueError, match=r"params/blocks/attn/w_q, layer \d of rank \d, does not match its checksum"):
-        offload_snapshot.read_weights(shelf, plan, "params/")
+        stored_state.read_weights(shelf, plan, "params/")
 
 
 # -- the command

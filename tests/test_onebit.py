@@ -23,9 +23,8 @@ from fzero import LossScale, all_gather, checkpoint, fp16, local_batch, optim, p
 from fzero.checkpoint import error_lines, restore_state
 from fzero.core import pytree
 from fzero.planner import devices
-from fzero.planner.candidates import Candidate
 from fzero.planner.closed_layer import Basis, admits_codec
-from fzero.planner.estimate import estimate_model_states
+from fzero.planner.estimate import Candidate, estimate_model_states
 from fzero.planner.step_trace import trace_step
 from fzero.run import build, state_bytes
 from fzero.sharding import SignSums, error_feedback, leaf_plan, sent_by_link

@@ -96,7 +96,7 @@ MACHINES = {
         {"OMP_NUM_THREADS": "4", "MKL_DYNAMIC": "FALSE"},
     ),
     "folders in memory": Machine(
-        "disk_io.file_system(disk_io.mount_point(sys.argv[1])) in disk_rates.MEMORY",
+        "disk_io.file_system(disk_io.mount_point(sys.argv[1])) in disk.MEMORY",
         ("offload_disk", "offload_store", "bench_disk", "checkpoint", "checkpoint_behind"),
         in_memory=True,
     ),
@@ -108,7 +108,7 @@ MACHINES = {
 }
 IMPORTS = (
     "import os, sys, torch; from pathlib import Path; from fzero.offload import disk_io; from "
-    "fzero.planner.calibrate import disk_rates; "
+    "fzero.planner.calibrate import disk; "
 )
 IMPORTS += "from fzero.offload.disk_io import serves_direct; "
 IMPORTS += "from fzero.kernels.attention_tiled import has_small_products; "

@@ -12,8 +12,8 @@ from test_plan_memory import flop, fullest, measured
 import fzero
 from fzero import models
 from fzero.planner import closed_forms, closed_layer, devices, estimate, pipeline_trace, search_result
-from fzero.planner.candidates import Candidate, candidates
 from fzero.planner.devices import Loads
+from fzero.planner.estimate import Candidate, candidates
 from fzero.planner.plan_report import total_flop
 from fzero.planner.step_trace import trace_step
 from fzero.run import build, config_table, machine, segment_numels

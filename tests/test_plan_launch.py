@@ -10,7 +10,7 @@ import pytest
 
 from fzero import search
 from fzero.planner import launch
-from fzero.planner.candidates import Candidate
+from fzero.planner.estimate import Candidate
 from fzero.run import from_table, to_table
 
 # A value of every key that a search decides, as it is set and as a flag says it.

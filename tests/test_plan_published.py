@@ -10,7 +10,7 @@ import pytest
 
 from fzero import models
 from fzero.planner import devices
-from fzero.planner.device_names import list_devices
+from fzero.planner.launch import list_devices
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "plan-published.json"

@@ -10,8 +10,8 @@ from test_plan import SMALL as PLANNED
 
 import fzero
 from fzero.cli import main
-from fzero.planner import candidates, closed_forms, closed_layer, devices, search, search_result
-from fzero.planner.candidates import Candidate
+from fzero.planner import closed_forms, closed_layer, devices, estimate, search, search_result
+from fzero.planner.estimate import Candidate
 from fzero.run import LayerBytes, build, config_table, machine, run_folder
 
 H100 = devices.device("h100")
@@ -43,7 +43,7 @@ def test_the_best_is_that_of_all_candidates_traced(sizes):
     """Though few are traced, and of those with pp two."""
     tried = {"train.remat": ("none",), "offload": ("",), "zero": (0, 3), "train.micro_batch": (1, 2), "mesh.pp": sizes}
     config = machine.resolve_auto(config_table.from_table(SMALL), H100.target)
-    every = list(candidates.candidates(config, 4, H100.on_node(4), tried))
+    every = list(estimate.candidates(config, 4, H100.on_node(4), tried))
     found = fzero.search(SMALL, 4, choices=tried, top=1)
     seconds = {c: search.trace_candidate(config, c, H100).step_s for c in every}
     best = min(seconds, key=lambda c: seconds[c])
@@ -144,7 +144,7 @@ def test_why_something_is_not_tried():
 
 def test_candidates_are_all_and_only_what_a_run_takes():
     c = config_table.from_table(SMALL)
-    every = list(candidates.candidates(c, 4, 4, {"train.remat": ("none", "full"), "offload": ("", "acts=host")}))
+    every = list(estimate.candidates(c, 4, 4, {"train.remat": ("none", "full"), "offload": ("", "acts=host")}))
     assert len(set(every)) == len(every)
     assert all(x.pp * x.dp * x.rp * x.tp == 4 and c.train.batch % (x.micro_batch * x.dp * x.rp) == 0 for x in every)
     assert {x.tp for x in every} == {1, 2, 4} and {x.zero for x in every} == {0, 1, 2, 3}
@@ -156,25 +156,25 @@ def test_candidates_are_all_and_only_what_a_run_takes():
     for x in every[:: len(every) // 20]:
         build.build(machine.resolve_auto(x.apply_to(c), H100.target), fzero.fake_mesh(x.mesh))
     assert {x.cp for x in every} == {1}, "sequences are short"
-    assert {x.tp for x in candidates.candidates(c, 8, 2)} == {1, 2}, "tp stays within a node"
-    assert candidates.sizes_of_tp(c, 4, 6) == [1, 2], "a group of tp is never on two nodes"
-    assert {(x.dp, x.rp) for x in candidates.candidates(c, 8, 2) if x.tp == x.pp == 1} == {(8, 1), (4, 2), (2, 4)}
+    assert {x.tp for x in estimate.candidates(c, 8, 2)} == {1, 2}, "tp stays within a node"
+    assert estimate.sizes_of_tp(c, 4, 6) == [1, 2], "a group of tp is never on two nodes"
+    assert {(x.dp, x.rp) for x in estimate.candidates(c, 8, 2) if x.tp == x.pp == 1} == {(8, 1), (4, 2), (2, 4)}
     with pytest.raises(
         ValueError,
         match=r"no mesh of 64 ranks can share a batch of 8 sequences: with tp=4.*use a batch that 16",
     ):
-        list(candidates.candidates(c, 64, 8))
-    few = list(candidates.candidates(c, 4, 4, {"zero": (3,), "train.micro_batch": (2,)}))
+        list(estimate.candidates(c, 64, 8))
+    few = list(estimate.candidates(c, 4, 4, {"zero": (3,), "train.micro_batch": (2,)}))
     assert {x.zero for x in few} == {0, 3} and {x.micro_batch for x in few} == {2} and {x.tp for x in few} == {1, 2, 4}
     with pytest.raises(ValueError, match=r"choices gives 'remat'.*; a search tries zero, train.remat, offload, train"):
-        list(candidates.candidates(c, 4, 4, {"remat": ("none",)}))
+        list(estimate.candidates(c, 4, 4, {"remat": ("none",)}))
 
 
 def test_long_sequences_are_split_over_cp(monkeypatch):
     c = config_table.from_table(SMALL)
-    monkeypatch.setattr(candidates, "LEAST", c.data.seq_len // 2)  # tokens that a rank keeps
+    monkeypatch.setattr(estimate, "LEAST", c.data.seq_len // 2)  # tokens that a rank keeps
     few = {"train.remat": ("none",), "offload": ("",), "zero": (3,), "mesh.pp": (1,), "train.micro_batch": (8,)}
-    every = list(candidates.candidates(c, 4, 4, few))
+    every = list(estimate.candidates(c, 4, 4, few))
     assert {x.cp for x in every} == {1, 2} and all(x.dp * x.rp * x.cp * x.tp == 4 for x in every)
     found = fzero.search(SMALL, 2, choices={**few, "mesh.cp": (2,)}, top=1)
     best = found.best[0]

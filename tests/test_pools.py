@@ -30,7 +30,7 @@ def work(number):
 if __name__ == "__main__":
     try:
         if sys.argv[1] == "fork":
-            from fzero.data.workers import results_of
+            from fzero.data.document_scan import results_of
             list(results_of(work, range(4), 2))
         with Pool(2) as pool:
             [each.result() for each in [pool.submit(work, n) for n in range(4)]]

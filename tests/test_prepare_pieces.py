@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 
 from fzero import data
-from fzero.data import encoding, path_of, remove_finished, sources, workers
+from fzero.data import document_scan, encoding, path_of, remove_finished, sources
 
 MODULE = sys.modules["fzero.data.prepare"]  # data.prepare is its function
 TEXTS = [f"def f_{i}(x):\n    return x * {i}  # né 漢字 🙂\n" * (1 + i % 5) for i in range(60)]
@@ -281,8 +281,8 @@ def test_standard_input_is_resumed(tmp_path, whole, small, monkeypatch, encoded)
 
 
 def test_workers_answer_every_number_once():
-    assert sorted(workers.results_of(lambda n: n * n, range(50), 3)) == [(n, n * n) for n in range(50)]
-    assert workers.run_in_process(lambda: os.getpid()) != os.getpid()
+    assert sorted(document_scan.results_of(lambda n: n * n, range(50), 3)) == [(n, n * n) for n in range(50)]
+    assert document_scan.run_in_process(lambda: os.getpid()) != os.getpid()
 
     def work(n):
         if n in (3, 5):
@@ -293,9 +293,9 @@ def test_workers_answer_every_number_once():
 
     for count in (1, 3):
         with pytest.raises(ValueError, match="number 3"):
-            list(workers.results_of(work, range(7), count))
+            list(document_scan.results_of(work, range(7), count))
     with pytest.raises(RuntimeError, match="Local: cannot be sent"):
-        list(workers.results_of(work, [7, 1], 2))
+        list(document_scan.results_of(work, [7, 1], 2))
 
 
 class Owned:
@@ -311,12 +311,12 @@ class Owned:
 
 def test_garbage_of_the_parent_is_not_ended_in_its_processes(tmp_path):
     """Which may end threads that a forked process does not have."""
-    assert workers.run_in_process(gc.isenabled) and gc.isenabled()
+    assert document_scan.run_in_process(gc.isenabled) and gc.isenabled()
     gc.disable()
     try:
         for name in ("a", "b"):
             Owned(tmp_path / name)  # a cycle
-        workers.run_in_process(gc.collect)
+        document_scan.run_in_process(gc.collect)
         assert not list(tmp_path.iterdir()) and not gc.isenabled()
     finally:
         gc.enable()

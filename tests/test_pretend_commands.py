@@ -18,7 +18,7 @@ from fzero.cli import pretrain as pretrain_command
 from fzero.planner import plan, plan_report
 from fzero.run import replay as replay_module
 from fzero.run import run_folder
-from fzero.run.ranks import watchdog
+from fzero.run.setup import watchdog
 
 SIZES = [part for size in ("d_model=16", "n_layers=1", "d_ff=24") for part in ("--set", f"model.{size}")]
 TINY = ["pretrain", "--model", "mlp-tiny", *SIZES, "--batch", "4", "--micro-batch", "4", "--seq-len", "16"]

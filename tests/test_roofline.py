@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import fzero
 from fzero.cli import main
-from fzero.planner import device_for, roofline
+from fzero.planner import device_for, plan_report
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +32,15 @@ def test_the_parts_are_the_step(name):
     settings = dict(SETTINGS[name])
     device = dataclasses.replace(device_for("h200"), nvme={"read": 5e9, "write": 3e9})
     report = fzero.plan("llama-tiny", settings.pop("mesh"), gpu=device, settings={**settings, "train.compiled": False})
-    parts = roofline.roofline(report)
+    parts = plan_report.roofline(report)
     assert sum(part.seconds for part in parts) == pytest.approx(report.step_s, rel=1e-3)
     assert [part.seconds for part in parts] == sorted((part.seconds for part in parts), reverse=True)
 
 
 def test_no_part_of_a_data_sheet_is_faster_than_its_limit(report):
-    parts = roofline.roofline(report)
+    parts = plan_report.roofline(report)
     assert all(part.peak <= 1.0 and part.bandwidth <= 1.0 for part in parts)
-    assert 0.0 < roofline.least_step(report) < report.step_s
+    assert 0.0 < plan_report.least_step(report) < report.step_s
     operators = [part for part in parts if part.peak or part.bandwidth]
     assert all((part.bound == "compute") == (part.peak > part.bandwidth) for part in operators)
 
@@ -55,7 +55,7 @@ def test_twice_the_bandwidth_halves_the_time_at_the_limit_of_what_memory_bounds(
 
 def test_a_plan_without_times_is_refused(report):
     with pytest.raises(ValueError, match="run fzero bench"):
-        roofline.roofline(report._replace(step_s=None))
+        plan_report.roofline(report._replace(step_s=None))
 
 
 def test_the_command_prints_it_and_refuses_what_has_many_plans():

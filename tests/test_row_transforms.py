@@ -1,4 +1,4 @@
-"""Transforms of rows: fill in the middle, span corruption, weights of tokens (fzero/data/transforms.py)."""
+"""Transforms of rows: fill in the middle, span corruption, weights of tokens (fzero/data/batches.py)."""
 
 import itertools
 from collections import Counter

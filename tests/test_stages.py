@@ -14,8 +14,8 @@ from fzero.data import packing
 from fzero.run import auto_resume, build_optim, from_table, pretrain, replay, rollback, run_folder, to_table
 from fzero.run import build as run_build
 from fzero.run.config.stages import Ramp, change_stage, count_tokens, read_stage, stage_of_step, stages_of
-from fzero.run.ranks.elastic import refit_mesh
 from fzero.run.setup import corpus
+from fzero.run.setup.elastic import refit_mesh
 from fzero.sharding import fake_mesh
 
 SIZES = {"n_layers": 1, "d_model": 16, "d_ff": 24, "n_heads": 2, "n_kv_heads": 2, "max_len": 64}

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from fzero.core import prng
 from fzero.data import encoder, end_tokens, read_chat, render, special_tokens
 from fzero.data.preferences import pair_of, text_ids
-from fzero.run import Sampling, fine_tuning, generate, weights
-from fzero.run.setup import vocabulary
+from fzero.run import Sampling, generate, vocabulary, weights
 from fzero.run.setup.vocabulary import start_chat, start_pad, start_tokenizer
 
 TEXTS = ("a b", "1+1 é", "", " lead", "x<|im_end|>y", "<s> z </s>")
@@ -156,9 +155,9 @@ def test_an_import_and_its_export_keep_every_entry(place, tmp_path, fz):
 def test_a_prompt_begins_and_an_answer_ends_as_the_folder_says(place, tmp_path, fz):
     folder = folder_of(place, tmp_path / "model", "map alone", eos_token_id=[256, 120])
     run, tokenizer = run_of(folder, tmp_path / "run", fz), start_tokenizer(folder)
-    ids, stops = fine_tuning.prompt_ids(run, tokenizer, "ab", chat=False)
+    ids, stops = vocabulary.prompt_ids(run, tokenizer, "ab", chat=False)
     assert ids.tolist()[0] == 257 and len(ids) == 3 and stops == [256, 120, 258]
-    ids, stops = fine_tuning.prompt_ids(run, tokenizer, "ab", chat=True)
+    ids, stops = vocabulary.prompt_ids(run, tokenizer, "ab", chat=True)
     assert ids.tolist()[0] == 257 and ids.tolist()[-1] == 258 and stops == [256, 120, 258]
     encode = encoder(tokenizer)
     pair = pair_of({"prompt": "a", "chosen": "b", "rejected": "c"}, None, encode, 256)
@@ -202,7 +201,7 @@ def test_generate_on_the_export_stops_where_sample_stops(place, case, kind, tmp_
             folder = folder_of(place, tmp_path / f"{i}-{len(ends)}", case, generation=generation, eos_token_id=eos)
             run = run_of(folder, tmp_path / f"{i}-{len(ends)}-run", fz)
             trained, tokenizer = weights.load(run), start_tokenizer(run)
-            ids, stops = fine_tuning.prompt_ids(run, tokenizer, prompt, chat=False)
+            ids, stops = vocabulary.prompt_ids(run, tokenizer, prompt, chat=False)
             begin = torch.from_numpy(ids.astype("int64"))[None]
             ours = generate(trained.model, trained.params, begin, 12, prng.key(0), sampling=Sampling(0.0), eos=stops)
             said = ours[0, len(ids) :].tolist()

@@ -4,7 +4,7 @@ from fzero.checkpoint.directory import latest as latest
 from fzero.checkpoint.directory import remove as remove
 from fzero.checkpoint.directory import step_folder as step_folder
 from fzero.checkpoint.directory import steps as steps
-from fzero.checkpoint.leaf_source import Lazy as Lazy
+from fzero.checkpoint.manifest import Lazy as Lazy
 from fzero.checkpoint.manifest import Leaf as Leaf
 from fzero.checkpoint.manifest import read_manifest as read_manifest
 from fzero.checkpoint.reader import CheckpointReader as CheckpointReader
@@ -14,9 +14,9 @@ from fzero.checkpoint.restore_tree import restore as restore
 from fzero.checkpoint.restore_tree import restore_leaves as restore_leaves
 from fzero.checkpoint.save_state import Saved as Saved
 from fzero.checkpoint.save_state import SaveFailed as SaveFailed
-from fzero.checkpoint.verify import expect_sound as expect_sound
-from fzero.checkpoint.verify import newest_sound as newest_sound
-from fzero.checkpoint.verify import verify as verify
+from fzero.checkpoint.stored_state import expect_sound as expect_sound
+from fzero.checkpoint.stored_state import newest_sound as newest_sound
+from fzero.checkpoint.stored_state import verify as verify
 from fzero.checkpoint.writer import Writer as Writer
 from fzero.checkpoint.writer import save as save
 from fzero.core.storage import Damaged as Damaged
@@ -27,8 +27,8 @@ from fzero.core.storage import Folder as Folder
 # Modules
 from fzero.checkpoint import convert as convert
 from fzero.checkpoint import directory as directory
-from fzero.checkpoint import offload_snapshot as offload_snapshot
 from fzero.checkpoint import restore_state as restore_state
+from fzero.checkpoint import stored_state as stored_state
 
 # Modules
 from fzero.checkpoint.convert import huggingface as huggingface
@@ -55,10 +55,6 @@ from fzero.checkpoint.directory import step_of as step_of
 from fzero.checkpoint.manifest import MANIFEST as MANIFEST
 from fzero.checkpoint.manifest import parse_leaf as parse_leaf
 
-# Another run's offload store, read only
-from fzero.checkpoint.offload_snapshot import StoreSnapshot as StoreSnapshot
-from fzero.checkpoint.offload_snapshot import verify_store as verify_store
-
 # Restore a TrainState at another mesh, stage, memory or policy; each rank reads its slices of a checkpoint or store
 from fzero.checkpoint.restore_state import error_lines as error_lines
 from fzero.checkpoint.restore_state import renamed_leaves as renamed_leaves
@@ -68,3 +64,7 @@ from fzero.checkpoint.restore_state import save_snapshot as save_snapshot
 from fzero.checkpoint.restore_tree import code_lines as code_lines
 from fzero.checkpoint.restore_tree import dtype_name as dtype_name
 from fzero.checkpoint.restore_tree import encode_moments as encode_moments
+
+# Another run's offload store, read only
+from fzero.checkpoint.stored_state import StoreSnapshot as StoreSnapshot
+from fzero.checkpoint.stored_state import verify_store as verify_store

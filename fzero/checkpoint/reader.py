@@ -23,8 +23,7 @@ from fzero.checkpoint.layout import (
     view_chunks,
     view_file,
 )
-from fzero.checkpoint.leaf_source import EXTRAS, from_bytes
-from fzero.checkpoint.manifest import Leaf, parse_leaf, read_manifest
+from fzero.checkpoint.manifest import EXTRAS, Leaf, from_bytes, parse_leaf, read_manifest
 from fzero.checkpoint.save_state import as_integers, as_tensor, empty_tensor
 from fzero.core import packages, pytree
 from fzero.core.arguments import checked

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from fzero import checkpoint
-from fzero.checkpoint.leaf_source import EXTRAS
-from fzero.checkpoint.manifest import Leaf
-from fzero.checkpoint.offload_snapshot import StoreSnapshot
+from fzero.checkpoint.manifest import EXTRAS, Leaf
 from fzero.checkpoint.reader import CheckpointReader, open_checkpoint, reading_threads
 from fzero.checkpoint.restore_tree import SCALES, coded_leaves, list_some, read_coded
+from fzero.checkpoint.stored_state import StoreSnapshot
 from fzero.core import pytree
 from fzero.core.device import HOST
 from fzero.core.precision import Policy, init_scaler

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint.layout import Index
-from fzero.checkpoint.leaf_source import EXTRAS, Lazy
-from fzero.checkpoint.manifest import Leaf
+from fzero.checkpoint.manifest import EXTRAS, Lazy, Leaf
 from fzero.checkpoint.reader import Box, CheckpointReader, open_checkpoint
 from fzero.core import pytree
 from fzero.core.arguments import checked, expect_regex

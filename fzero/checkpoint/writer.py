@@ -23,7 +23,7 @@ import torch
 from fzero.checkpoint import directory
 from fzero.checkpoint.directory import step_folder
 from fzero.checkpoint.layout import Slab
-from fzero.checkpoint.leaf_source import box_reader, check_state, pack_extras
+from fzero.checkpoint.manifest import box_reader, check_state, pack_extras
 from fzero.checkpoint.save_state import (
     Reports,
     Save,

@@ -1,4 +1,4 @@
-"""`fzero ckpt`: list, show, verify, compare and remove checkpoints (fzero/run/debug/)."""
+"""`fzero ckpt`: list, show, verify, compare and remove checkpoints (fzero/run/runner/checkpoint_*.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ckpt() -> None:
 @AS_JSON
 def ls(place: str, as_json: bool) -> None:
     """List the checkpoints of a run, in a folder or below a URL, complete or not."""
-    from fzero.run.debug import checkpoint_list
+    from fzero.run.runner import checkpoint_list
 
     listing = checkpoint_list.listing(place)
     if as_json:
@@ -78,7 +78,7 @@ def ls(place: str, as_json: bool) -> None:
 def show(path: str, leaf: str | None, as_json: bool) -> None:
     """Show the content of a checkpoint; of a run, folder or URL: of its newest one."""
     from fzero.checkpoint.directory import incomplete_lines
-    from fzero.run.debug import checkpoint_list
+    from fzero.run.runner import checkpoint_list
 
     try:
         pattern = re.compile(leaf or "")
@@ -128,7 +128,7 @@ def show(path: str, leaf: str | None, as_json: bool) -> None:
 @click.argument("path", metavar="PATH")
 def verify(path: str) -> int:
     """Read a whole checkpoint, and a state on a disk, and name all damage. The exit code is 1 if there is any."""
-    from fzero.run.debug import checkpoint_list
+    from fzero.run.runner import checkpoint_list
 
     read = checkpoint_list.verify(path)
     for location, faults in read:
@@ -151,7 +151,7 @@ def verify(path: str) -> int:
 @AS_JSON
 def diff(a: str, b: str, atol: float, every: bool, as_json: bool) -> int:
     """Compare two checkpoints (of a run, folder or URL: its newest). The exit code is 1 if they differ."""
-    from fzero.run.debug import checkpoint_diff
+    from fzero.run.runner import checkpoint_diff
 
     difference = checkpoint_diff.compare(a, b, tolerance=atol, every=every)
     if as_json:
@@ -202,7 +202,7 @@ def diff(a: str, b: str, atol: float, every: bool, as_json: bool) -> int:
 @click.option("--force", is_flag=True, help="Remove even the last complete checkpoint.")
 def rm(paths: tuple[str, ...], steps: tuple[int, ...], force: bool) -> None:
     """Remove checkpoints as a whole, and the folders of interrupted saves."""
-    from fzero.run.debug import checkpoint_list
+    from fzero.run.runner import checkpoint_list
 
     for line in checkpoint_list.remove(list(paths), list(steps), force=force):
         click.echo(line)

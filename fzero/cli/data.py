@@ -266,9 +266,9 @@ def import_command(source: Path, out: Path, hf_config: Path | None, upcycle: str
 
     SOURCE is a folder of Hugging Face transformers, a torch.distributed.checkpoint, or a DeepSpeed universal
     checkpoint. It uses no GPU."""
-    from fzero.run.setup import import_export
+    from fzero.run.setup import weights
 
-    say(import_export.import_weights(source, out, hf_config, upcycle))
+    say(weights.import_weights(source, out, hf_config, upcycle))
 
 
 @click.command()
@@ -278,9 +278,9 @@ def import_command(source: Path, out: Path, hf_config: Path | None, upcycle: str
 @EMA
 def export(run: Path, out: Path, adapter: bool, ema: bool) -> None:
     """Write the model of a run in the format of Hugging Face transformers. It uses no GPU."""
-    from fzero.run.setup import import_export
+    from fzero.run.setup import weights
 
-    line, passed = (import_export.export_adapter if adapter else import_export.export_hf)(run, out, ema=ema)
+    line, passed = (weights.export_adapter if adapter else weights.export_hf)(run, out, ema=ema)
     for warning in passed:
         print(warning, file=sys.stderr)
     say(line)

@@ -97,8 +97,8 @@ def finetune(
 
     with coordinated(hang_s_of(table, begin.out)) as coordinator, bar_or_lines() as (bar, line):
         with without_collection():
-            from fzero.run.ranks.watchdog import watch
             from fzero.run.runner import loop
+            from fzero.run.setup.watchdog import watch
 
         make = partial(config_of_flags, table, config_file, begin.init, adapters, quantize)
         with watch(coordinator):
@@ -142,7 +142,7 @@ def config_of_flags(
 ) -> Any:
     """The RunConfig of a new run that starts from the model in `init`."""
     from fzero.run.config import unused_keys
-    from fzero.run.setup.fine_tuning import tuned_config
+    from fzero.run.setup.vocabulary import tuned_config
 
     if init is None:
         raise ValueError("fzero finetune needs a model: --init FOLDER")

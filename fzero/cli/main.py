@@ -18,7 +18,7 @@ import click
 from fzero import __version__
 from fzero.cli import process
 from fzero.core import compile_cache
-from fzero.run.ranks import signals
+from fzero.run.setup import signals
 
 COMPLETION = "_FZERO_COMPLETE"  # the variable by which a shell asks click for completions
 # Every command once, in the order of work, and the object that is loaded when it is asked for.

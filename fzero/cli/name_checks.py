@@ -48,4 +48,4 @@ def check_names(table: Mapping[str, Any], *gpus: str) -> None:
     """Check the preset of a config's table, and names of devices."""
     check_preset(table.get("preset"))
     for gpu in gpus:
-        planner.device_names.device_path(gpu)
+        planner.launch.device_path(gpu)

@@ -84,8 +84,8 @@ def pretrain(config_file: Path | None, settings: tuple[str, ...], mesh: str | No
 
     with coordinated(hang_s_of(table, begin.out)) as coordinator, bar_or_lines() as (bar, line):
         with without_collection():
-            from fzero.run.ranks.watchdog import watch
             from fzero.run.runner import loop
+            from fzero.run.setup.watchdog import watch
 
         grow = "vocab_size" not in table.get("model", {}) and begin.init is None
         has_length = {"steps", "batch"} & set(table.get("train", {}))

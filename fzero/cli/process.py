@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from fzero import __version__
 from fzero.core import packages
 from fzero.core.torch_private import without_collection
-from fzero.run.ranks import signals
+from fzero.run.setup import signals
 
 EVERY = 5.0  # seconds between plain lines, where stderr is no terminal
 REDRAWN = 0.25  # seconds between two drawings of a terminal's line
@@ -144,8 +144,8 @@ def coordinated(hang_s: float | None = None) -> Iterator[Any]:
     with signals.raise_on_sigterm():
         with without_collection():
             # Before this process joins, as it gives no sign of life while it imports.
-            from fzero.run.ranks.coordinator import TIMEOUT_S, join
             from fzero.run.setup import run_lock
+            from fzero.run.setup.coordinator import TIMEOUT_S, join
             from fzero.run.setup.process_settings import settings_restored
 
         coordinator = join(hang_s=TIMEOUT_S if hang_s is None else hang_s)
@@ -162,7 +162,7 @@ def coordinated(hang_s: float | None = None) -> Iterator[Any]:
 def end_run(coordinator: Any, stopped: int) -> int:
     """End a run together with the other ranks; return the exit code."""
     if coordinator.spare:
-        from fzero.run.ranks import stand_by
+        from fzero.run.setup import stand_by
 
         stopped = stand_by(coordinator)
     else:
@@ -282,10 +282,10 @@ def print_error(message: str, error: BaseException) -> int:
 
 
 def last_words(text: str, error: BaseException) -> tuple[str, int]:
-    """Call fzero.run.ranks.coordinator.last_words, which is imported only under torchrun."""
+    """Call fzero.run.setup.coordinator.last_words, which is imported only under torchrun."""
     if not signals.under_torchrun():
         return text, MISTAKE
-    from fzero.run.ranks import coordinator
+    from fzero.run.setup import coordinator
 
     return coordinator.last_words(text, getattr(error, "coordinator", None), lost=type(error).__name__ == "RankError")
 

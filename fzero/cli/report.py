@@ -61,8 +61,8 @@ def replay(
     """Repeat a recorded step from the nearest checkpoint. The exit code is 0 if the results are as recorded, else 1."""
     sizes = None if mesh is None else table_of(None, (), mesh, dict.fromkeys(SHORTHANDS)).get("mesh", {})
 
-    from fzero.run.debug import replay as module
-    from fzero.run.ranks.watchdog import watch
+    from fzero.run.runner import replay as module
+    from fzero.run.setup.watchdog import watch
 
     with process.coordinated() as coordinator:
         flag_values = {
@@ -99,7 +99,7 @@ def replay(
 def bisect(run_a: Path, run_b: Path, device: str | None, nvme: str | None) -> int:
     """Find the first step and leaf in which two runs differ. The exit code is 1 if they do, 0 if all records are
     equal."""
-    from fzero.run.debug import bisect_runs as runs_beside
+    from fzero.run.runner import bisect_runs as runs_beside
 
     result = runs_beside.bisect(run_a, run_b, device=device, nvme=nvme, say=say)
     for line in runs_beside.report(result):
@@ -133,12 +133,12 @@ def report(
     """Write reports of runs, predicted beside measured: JSON, Markdown, and a page with pictures."""
     from fzero.report import report_writer
     from fzero.report.values import command_of
-    from fzero.run.measure import attempts
+    from fzero.run.measure import flops
 
     folder = out if out is not None else None if as_json or not runs else report_writer.default_folder(runs)
     if folder is not None:
         report_writer.expect_ours(folder)
-    command, (commit, dirty) = command_of(sys.argv), attempts.commit_of(Path(attempts.__file__).parent)
+    command, (commit, dirty) = command_of(sys.argv), flops.commit_of(Path(flops.__file__).parent)
     header = {"title": title, "command": command, "commit": commit + "+" * dirty, "public": public}
     report_data = report_writer.gather(runs, None if no_plan else predict_run, **header)
     files = report_writer.write(report_data, folder) if folder is not None else []
@@ -158,10 +158,10 @@ def predict_run(folder: Path) -> dict[str, Any] | None:
     from fzero.planner.plan import plan
     from fzero.report.compare import planned_for
     from fzero.run.config.config_table import from_table
-    from fzero.run.measure import attempts
+    from fzero.run.measure import flops
     from fzero.run.setup import run_folder
 
-    path, lines = folder / attempts.PLAN, run_folder.read_attempts(folder)
+    path, lines = folder / flops.PLAN, run_folder.read_attempts(folder)
     saved_plan = read_json(path) if os.path.lexists(path) else None
     if not lines or (saved_plan is not None and planned_for(saved_plan, lines[-1])):
         return saved_plan

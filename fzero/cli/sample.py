@@ -86,7 +86,7 @@ def sample(
     from fzero.data.auto_tokenizer import missing_lines
     from fzero.data.chat import read_chat
     from fzero.run.runner.evaluate import Sampling, generate
-    from fzero.run.setup import fine_tuning, run_folder, weights
+    from fzero.run.setup import run_folder, vocabulary, weights
 
     sampling = Sampling(temperature, top_k, top_p)
     if offload not in (None, "params=nvme"):
@@ -98,11 +98,11 @@ def sample(
     tokenizer = run_folder.read_tokenizer(run)
     for line in trained.warnings:
         print(line, file=sys.stderr)
-    chat = fine_tuning.answers_messages(trained.config, run) if chat is None else chat
+    chat = vocabulary.answers_messages(trained.config, run) if chat is None else chat
     remedy = f"fzero finetune --init {run} --add-tokens template"
     for line in missing_lines(read_chat(run), tokenizer, remedy) if chat else ():
         print(line, file=sys.stderr)
-    prompt_tokens, eos = fine_tuning.prompt_ids(run, tokenizer, prompt, chat=chat)
+    prompt_tokens, eos = vocabulary.prompt_ids(run, tokenizer, prompt, chat=chat)
     ids = torch.from_numpy(prompt_tokens.astype("int64"))[None].to(torch_device)
     out = generate(
         trained.model,

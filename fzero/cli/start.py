@@ -39,7 +39,7 @@ def begin_imports() -> None:
 
 def end_imports() -> None:
     """Let Ctrl-C raise KeyboardInterrupt from now on, but in the middle of an import."""
-    from fzero.run.ranks import signals
+    from fzero.run.setup import signals
 
     if signal.getsignal(signal.SIGINT) is exit_immediately:
         signal.signal(signal.SIGINT, signals.interrupt)

@@ -109,7 +109,7 @@ class ProgramAgreement:
         self.checking = False
         # In checked mode: None: a psum of what is the same on all ranks is refused; a list: it is added to it.
         self.noted: list[CollectiveCall] | None = None
-        # Read from another thread by run/ranks/watchdog.py, which looks for ranks that hang.
+        # Read from another thread by run/setup/watchdog.py, which looks for ranks that hang.
         self.last: CollectiveCall | None = None  # the last collective that this rank began
         self.waiting: CollectiveCall | None = None  # the collective in which this rank now waits for others
 

@@ -1,4 +1,9 @@
 from fzero.data.auto_tokenizer import add_tokens as add_tokens
+from fzero.data.batches import Sentinels as Sentinels
+from fzero.data.batches import corrupt_spans as corrupt_spans
+from fzero.data.batches import fill_in_middle as fill_in_middle
+from fzero.data.batches import from_loader as from_loader
+from fzero.data.batches import weigh_targets as weigh_targets
 from fzero.data.buckets import BucketStream as BucketStream
 from fzero.data.curriculum import Curriculum as Curriculum
 from fzero.data.curriculum import Growth as Growth
@@ -9,7 +14,6 @@ from fzero.data.curriculum import describe_values as describe_values
 from fzero.data.document_scan import Preparing as Preparing
 from fzero.data.linked_corpus import link as link
 from fzero.data.linked_corpus import link_url as link_url
-from fzero.data.loader import from_loader as from_loader
 from fzero.data.mixed_stream import MixedStream as MixedStream
 from fzero.data.mixture import Mixture as Mixture
 from fzero.data.prepare import describe as describe
@@ -24,10 +28,6 @@ from fzero.data.tokens import Tokens as Tokens
 from fzero.data.tokens import open_tokens as open_tokens
 from fzero.data.tokens import read_meta as read_meta
 from fzero.data.tokens import verify as verify
-from fzero.data.transforms import Sentinels as Sentinels
-from fzero.data.transforms import corrupt_spans as corrupt_spans
-from fzero.data.transforms import fill_in_middle as fill_in_middle
-from fzero.data.transforms import weigh_targets as weigh_targets
 
 """For contributors: what the other packages of fzero use."""
 
@@ -77,8 +77,6 @@ from fzero.data.mixture import sources_of as sources_of
 # How the documents of a corpus fill rows of T positions
 from fzero.data.packing import FILL as FILL
 from fzero.data.packing import PACKINGS as PACKINGS
-
-# Convert lines to token files
 from fzero.data.packing import TOO_LONG as TOO_LONG
 from fzero.data.packing import Batch as Batch
 from fzero.data.packing import figures as figures
@@ -104,6 +102,8 @@ from fzero.data.remote_tokens import RemoteTokens as RemoteTokens
 
 # Batches as a pure function of (seed, step)
 from fzero.data.token_stream import RowStream as RowStream
+
+# Batches as a pure function of (seed, step)
 from fzero.data.tokenizer_classes import add_special_tokens as add_special_tokens
 from fzero.data.tokenizer_classes import special_tokens as special_tokens
 
@@ -112,8 +112,6 @@ from fzero.data.tokenizers import ADDED as ADDED
 from fzero.data.tokenizers import CONFIG as CONFIG
 from fzero.data.tokenizers import MAP as MAP
 from fzero.data.tokenizers import TOKENIZER as TOKENIZER
-
-# Three tokenizers with one interface
 from fzero.data.tokenizers import byte_tokenizer as byte_tokenizer
 from fzero.data.tokenizers import json_tokenizer as json_tokenizer
 

@@ -24,11 +24,10 @@ import numpy as np
 from fzero.core.digest import crc32c
 from fzero.core.files import writing
 from fzero.data.checksums import SummedFile, write_sums
-from fzero.data.document_scan import Corpus, Preparing, split_texts
+from fzero.data.document_scan import Corpus, Preparing, results_of, split_texts
 from fzero.data.sources import Document
 from fzero.data.tokenizers import Tokenizer
 from fzero.data.tokens import SPLITS, token_dtype
-from fzero.data.workers import results_of
 
 TAIL = struct.Struct("<QI")
 READ = 1 << 22  # bytes that are compared together

@@ -34,7 +34,7 @@ from fzero.core.config_tables import check_bounds
 from fzero.core.files import make_folder, naming, remove_entry, writing
 from fzero.core.storage import write_text
 from fzero.core.text_parsing import expect_regular, parse_json, read_text_file, short
-from fzero.data.document_scan import PREPARING, Corpus, Preparing, Sources, scan_sources, split_texts
+from fzero.data.document_scan import PREPARING, Corpus, Preparing, Sources, run_in_process, scan_sources, split_texts
 from fzero.data.encoding import encode, join, text_spans
 from fzero.data.sources import ALLOWED, SMALLEST, cut, find_files
 from fzero.data.tokenizers import (
@@ -48,7 +48,6 @@ from fzero.data.tokenizers import (
     words_of_bpe,
 )
 from fzero.data.tokens import FORMAT, SPLITS, VERSION, write_meta
-from fzero.data.workers import run_in_process
 
 SETTINGS = "settings.json"
 FOLDERS = ("documents", "signatures", "encoded")

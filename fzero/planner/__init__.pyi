@@ -2,12 +2,11 @@
 
 # Modules
 from fzero.planner import closed_forms as closed_forms
-from fzero.planner import device_names as device_names
 from fzero.planner import devices as devices
 from fzero.planner import fake_inductor as fake_inductor
 from fzero.planner import launch as launch
 from fzero.planner import plan as plan
-from fzero.planner import roofline as roofline
+from fzero.planner import plan_report as plan_report
 from fzero.planner import search as search
 from fzero.planner import search_result as search_result
 
@@ -17,6 +16,10 @@ from fzero.planner.calibrate import machine as machine
 
 # Closed forms of a candidate's memory and time
 from fzero.planner.closed_forms import first_estimate as first_estimate
+
+# The trace of a deep model from a step that runs only a few of its layers
+from fzero.planner.extrapolate import cache_folder as cache_folder
+from fzero.planner.extrapolate import is_cached as is_cached
 
 # The longest sequence that a model trains on one device
 from fzero.planner.max_sequence import longest as longest
@@ -33,7 +36,3 @@ from fzero.planner.plan_report import PlanReport as PlanReport
 
 # What would help a run whose nodes have slow links between them
 from fzero.planner.slow_link_options import fewer_bytes as fewer_bytes
-
-# Traces of earlier plans, kept in the user's cache folder
-from fzero.planner.trace_cache import cache_folder as cache_folder
-from fzero.planner.trace_cache import is_cached as is_cached

@@ -17,10 +17,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fzero.core.host_memory import bytes_cached
-from fzero.planner.candidates import Candidate
 from fzero.planner.closed_layer import ROW, TRACED_ROWS, UPDATE, Basis, closed_layer, offload_of, remat_of, row_facts
 from fzero.planner.devices import Device, Loads
-from fzero.planner.estimate import of_signs
+from fzero.planner.estimate import Candidate, of_signs
 from fzero.planner.plan_report import has_rates
 from fzero.planner.plan_text import duration, size
 from fzero.planner.rates import Way, collective_s, wire_s

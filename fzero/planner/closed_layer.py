@@ -18,9 +18,8 @@ from fzero.comm.ledger import sent_elements
 from fzero.core.autodiff import Remat
 from fzero.kernels.attention_pattern import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, SPLIT_PRODUCTS
 from fzero.models.configs import body_of, frozen_leaves, head_rows
-from fzero.planner.candidates import Candidate
 from fzero.planner.devices import Device
-from fzero.planner.estimate import MOMENTS, STATE_BYTES
+from fzero.planner.estimate import MOMENTS, STATE_BYTES, Candidate
 from fzero.planner.rates import Way, collective_s, tiled_fraction, ways_of
 from fzero.planner.step_trace import trace_step
 from fzero.planner.timing import ISSUER, predict

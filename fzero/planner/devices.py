@@ -24,7 +24,7 @@ from fzero.core.config_tables import KINDS
 from fzero.core.device import Target
 from fzero.core.pytree import nearest
 from fzero.core.text_parsing import parse_json, read_text_file
-from fzero.planner.device_names import device_path
+from fzero.planner.launch import device_path
 from fzero.run.setup.machine import device_file
 from fzero.run.setup.run_folder import read_metrics
 from fzero.sharding import Plan

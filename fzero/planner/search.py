@@ -23,10 +23,10 @@ from fzero.core.host_memory import Pool
 from fzero.core.storage import write_text
 from fzero.models import ModelConfig
 from fzero.planner import devices, extrapolate, pipeline_trace
-from fzero.planner.candidates import Candidate, candidates, layers_to_trace
 from fzero.planner.closed_forms import Sketch, sketch_candidate
 from fzero.planner.closed_layer import Basis, admits_codec, layer_of
 from fzero.planner.devices import Device
+from fzero.planner.estimate import Candidate, candidates, layers_to_trace
 from fzero.planner.launch import refuse_decided
 from fzero.planner.pipeline_report import pipeline_report
 from fzero.planner.plan import config_for, device_for, resolve_for, with_host_memory
@@ -69,7 +69,7 @@ def search(
     """Find the `top` fastest ways to train a model on `gpus` devices that fit, and say why alternatives are slower.
 
     The global batch is the config's. choices: the values to try of zero, train.remat, offload, train.micro_batch,
-    mesh.pp, mesh.cp, mesh.ep and pipeline, in place of CHOICES in planner/candidates.py. say: called with lines of
+    mesh.pp, mesh.cp, mesh.ep and pipeline, in place of CHOICES in planner/estimate.py. say: called with lines of
     progress. workers: number of tracing processes, which does not change the result; with more than 1, a calling script
     must guard its main program with `if __name__ == "__main__"`. The other arguments are those of `plan`.
     Raises ValueError if nothing fits, saying by how much, if no mesh can share the batch, for another name in choices,

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from fzero import models
 from fzero.comm.ledger import mesh_text
 from fzero.core.text_parsing import text_table
-from fzero.planner.candidates import Candidate
 from fzero.planner.closed_forms import Sketch
 from fzero.planner.devices import Device
+from fzero.planner.estimate import Candidate
 from fzero.planner.plan_report import PlanReport
 from fzero.planner.plan_text import duration, percent, quantity, size
 from fzero.run.config.config_table import to_table

@@ -3,7 +3,7 @@ from fzero.run.config.deepspeed_optim import block_mask_of as block_mask_of
 from fzero.run.measure.memory_check import memory_needed as memory_needed
 from fzero.run.runner.loop import train_run as train_run
 from fzero.run.setup.build import Options as Options
-from fzero.run.setup.fine_tuning import tuned_config as tuned_config
+from fzero.run.setup.vocabulary import tuned_config as tuned_config
 
 """For contributors: what the other packages of fzero use."""
 
@@ -16,6 +16,8 @@ from fzero.run.config.config_table import apply_table as apply_table
 from fzero.run.config.config_table import recipe as recipe
 from fzero.run.config.config_table import to_json as to_json
 from fzero.run.config.config_table import to_table as to_table
+
+# A config as a nested table, and as JSON text
 from fzero.run.config.config_versions import current_keys as current_keys
 
 # A DeepSpeed config as a config of a run
@@ -47,13 +49,7 @@ from fzero.run.config.unused_keys import count_sums as count_sums
 from fzero.run.config.unused_keys import drop_absent_axes as drop_absent_axes
 
 # Modules
-from fzero.run.debug import bisect_runs as bisect_runs
-from fzero.run.debug import checkpoint_diff as checkpoint_diff
-from fzero.run.debug import checkpoint_list as checkpoint_list
-from fzero.run.debug import replay as replay
-
-# Modules
-from fzero.run.measure import attempts as attempts
+from fzero.run.measure import flops as flops
 
 # What `fzero doctor` prints
 from fzero.run.measure.doctor import diagnose as diagnose
@@ -106,23 +102,13 @@ from fzero.run.measure.step_records import steps_of as steps_of
 from fzero.run.measure.timer import PIPELINE as PIPELINE
 
 # Modules
-from fzero.run.ranks import coordinator as coordinator
-from fzero.run.ranks import signals as signals
-
-# Coordinate the processes of one command
-from fzero.run.ranks.coordinator import TIMEOUT_S as TIMEOUT_S
-from fzero.run.ranks.coordinator import join as join
-
-# Resume on another number of processes
-from fzero.run.ranks.elastic import stand_by as stand_by
-
-# The watch thread of a rank
-from fzero.run.ranks.watchdog import watch as watch
-
-# Modules
 from fzero.run.runner import auto_resume as auto_resume
+from fzero.run.runner import bisect_runs as bisect_runs
+from fzero.run.runner import checkpoint_diff as checkpoint_diff
+from fzero.run.runner import checkpoint_list as checkpoint_list
 from fzero.run.runner import loop as loop
 from fzero.run.runner import pretrain as pretrain
+from fzero.run.runner import replay as replay
 from fzero.run.runner import rollback as rollback
 
 # The validation loss of a state, of its parameters and of their average
@@ -137,17 +123,25 @@ from fzero.run.runner.step_rows import lines_of as lines_of
 # Modules
 from fzero.run.setup import build as build
 from fzero.run.setup import build_optim as build_optim
-from fzero.run.setup import fine_tuning as fine_tuning
-from fzero.run.setup import import_export as import_export
+from fzero.run.setup import coordinator as coordinator
 from fzero.run.setup import machine as machine
 from fzero.run.setup import run_folder as run_folder
 from fzero.run.setup import run_lock as run_lock
+from fzero.run.setup import signals as signals
+from fzero.run.setup import vocabulary as vocabulary
 from fzero.run.setup import warm_up as warm_up
 from fzero.run.setup import weights as weights
 
 # From a RunConfig to the functions of a run
 from fzero.run.setup.build import Job as Job
 from fzero.run.setup.build import first_state as first_state
+
+# Coordinate the processes of one command
+from fzero.run.setup.coordinator import TIMEOUT_S as TIMEOUT_S
+from fzero.run.setup.coordinator import join as join
+
+# Resume on another number of processes
+from fzero.run.setup.elastic import stand_by as stand_by
 
 # This machine
 from fzero.run.setup.machine import device_file as device_file
@@ -160,6 +154,7 @@ from fzero.run.setup.machine import set_fp32_matmul as set_fp32_matmul
 
 # What a run sets for its whole process, and sets back at its end
 from fzero.run.setup.process_settings import settings_restored as settings_restored
+from fzero.run.setup.process_settings import watch as watch
 
 # A run folder
 from fzero.run.setup.run_folder import CONFIG as CONFIG

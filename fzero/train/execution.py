@@ -38,7 +38,7 @@ class Execution:
     partition_activations: with tp but no sequence parallelism, whether a rank keeps its part alone of the layer inputs
         that remat="full" or "every:K" keeps, and the ranks gather them for the backward pass: 1/tp of the memory.
     norms: whether `metrics.squares` has the sums of squares of each leaf of the gradient, for norms by layer (see
-        fzero.run.measure.norms).
+        fzero.run.measure.timer).
     capture: "auto" records a step as one CUDA graph where the GPU waits for the host to issue its operators (see
         fzero.train.capture); "off" issues every step.
     update: when a step updates the state: "end"; "speculate" (optimizer state offloaded): layer by layer in the

@@ -1,6 +1,6 @@
-from fzero.checkpoint.convert.source import ImportSource as ImportSource
-from fzero.checkpoint.convert.source import load as load
-from fzero.checkpoint.convert.source import open_source as open_source
+from fzero.checkpoint.convert.transformers_models import ImportSource as ImportSource
+from fzero.checkpoint.convert.transformers_models import load as load
+from fzero.checkpoint.convert.transformers_models import open_source as open_source
 
 """For contributors: what the other packages of fzero use."""
 

@@ -20,7 +20,7 @@ from fzero.core.host_memory import cores
 from fzero.kernels import tuning
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_io import load_settings
-from fzero.planner.calibrate import collectives, memory, step_operators
+from fzero.planner.calibrate import case_timer, memory, step_operators
 from fzero.planner.calibrate.case_timer import (
     Figure,
     curve_of,
@@ -30,8 +30,7 @@ from fzero.planner.calibrate.case_timer import (
     spread_of,
     warm_heap,
 )
-from fzero.planner.calibrate.disk import DEPTH
-from fzero.planner.calibrate.disk_rates import KINDS, MB, engine, open_files
+from fzero.planner.calibrate.disk import DEPTH, KINDS, MB, engine, open_files
 from fzero.planner.devices import MARGIN, RESERVED_BYTES, Curve, Device, Level, MeasuredRates, from_json, to_json
 from fzero.run.measure.memory_check import gigabytes
 from fzero.run.setup.machine import processor
@@ -142,23 +141,23 @@ def measure(
         overhead = step_operators.measure_overhead(effort.seconds("overhead"), compiled=True)
     earlier = {(r.threads, r.processes): r for r in previous.rates} if previous is not None else {}
     rates = [rates_of(alone, 1, 1, overhead, earlier.get((1, 1)))]
-    messages: dict[int, collectives.MessageTimes] = {}
+    messages: dict[int, case_timer.MessageTimes] = {}
     if count > 1 and not effort.quick:
         say(f"{count} threads")
         rates.append(rates_of(sweep(effort, count, True), count, 1, overhead, earlier.get((count, 1))))
     sizes = _rank_counts(effort, count)
     for n in sizes:
         say(f"{n} processes")
-        results = collectives.on_ranks(
+        results = case_timer.on_ranks(
             n, _measure_rank, effort, n == count and not effort.quick, "links" in effort.parts, device=effort.device
         )
         if results[0][0] is not None:
             merged = Sweep(
-                *(collectives.merge_ranks([result[0][i] for result in results]) for i in range(len(Sweep._fields)))
+                *(case_timer.merge_ranks([result[0][i] for result in results]) for i in range(len(Sweep._fields)))
             )
             rates.append(rates_of(merged, 1, n, overhead, earlier.get((1, n))))
         if results[0][1] is not None:
-            messages[n] = collectives.slowest([result[1] for result in results])
+            messages[n] = case_timer.slowest([result[1] for result in results])
     previous_rates = [r for key, r in earlier.items() if key not in {(new.threads, new.processes) for new in rates}]
     device = assemble_device(effort, [*rates, *previous_rates], messages, previous)
     if effort.device == "cuda" and "attention" in effort.parts:
@@ -198,14 +197,14 @@ def sweep(effort: Effort, threads: int, coarse: bool = False) -> Sweep:
 
 def _measure_rank(
     mesh: Any, effort: Effort, sweeps: bool, links: bool
-) -> tuple[Sweep | None, collectives.MessageTimes | None]:
+) -> tuple[Sweep | None, case_timer.MessageTimes | None]:
     """On each of several processes: measure them computing simultaneously, and the links between them."""
     figures = (
-        collectives.sweep(mesh, sweep, effort._replace(parts=tuple(p for p in effort.parts if p != "links")), 1, True)
+        case_timer.sweep(mesh, sweep, effort._replace(parts=tuple(p for p in effort.parts if p != "links")), 1, True)
         if sweeps
         else None
     )
-    return figures, collectives.messages(mesh, effort.seconds("links")) if links else None
+    return figures, case_timer.messages(mesh, effort.seconds("links")) if links else None
 
 
 def _rank_counts(effort: Effort, count: int) -> list[int]:
@@ -260,7 +259,7 @@ def rates_of(
 def assemble_device(
     effort: Effort,
     rate_tables: list[MeasuredRates],
-    messages: dict[int, collectives.MessageTimes],
+    messages: dict[int, case_timer.MessageTimes],
     previous: Device | None,
 ) -> Device:
     """The Device of these rates and messages; parts not measured come from `previous`, or are left open."""
@@ -308,10 +307,10 @@ def assemble_device(
 UNKNOWN = Level("not measured", "gloo", None, 1e9, 1e-4)
 
 
-def link_of(messages: dict[int, collectives.MessageTimes], device: str) -> Level:
+def link_of(messages: dict[int, case_timer.MessageTimes], device: str) -> Level:
     """The level between the processes of this machine, from the messages of two and of more ranks."""
     min_ranks, max_ranks = min(messages), max(messages)
-    fitted = collectives.fit(messages[min_ranks].curves["ppermute"])
+    fitted = case_timer.fit(messages[min_ranks].curves["ppermute"])
     size, seconds = max(messages[max_ranks].curves["all_to_all"].items())
     call_s = messages[min_ranks].call_s
     name, kind = ("GPUs of this machine", "nccl") if device == "cuda" else ("this machine", "gloo")

@@ -1,17 +1,10 @@
 """For contributors: what the other packages of fzero use."""
 
 # Modules
-from fzero.run.config import buckets as buckets
 from fzero.run.config import config_table as config_table
 from fzero.run.config import curriculum as curriculum
 from fzero.run.config import transforms as transforms
 from fzero.run.config import unused_keys as unused_keys
-
-# Batches of documents of like length, by data.packing=buckets, and the learning rate by their sizes
-from fzero.run.config.buckets import BUCKETS as BUCKETS
-from fzero.run.config.buckets import BucketStep as BucketStep
-from fzero.run.config.buckets import lengths_of as lengths_of
-from fzero.run.config.buckets import with_scale as with_scale
 
 # Checks of a config
 from fzero.run.config.config_checks import check_corpus as check_corpus
@@ -26,11 +19,17 @@ from fzero.run.config.config_table import from_table as from_table
 from fzero.run.config.config_table import recipe as recipe
 from fzero.run.config.config_table import to_json as to_json
 from fzero.run.config.config_table import to_table as to_table
+
+# A config as a nested table, and as JSON text
 from fzero.run.config.config_versions import current_keys as current_keys
 
 # The curriculum of a run
+from fzero.run.config.curriculum import BUCKETS as BUCKETS
+from fzero.run.config.curriculum import BucketStep as BucketStep
 from fzero.run.config.curriculum import curriculum_of as curriculum_of
+from fzero.run.config.curriculum import lengths_of as lengths_of
 from fzero.run.config.curriculum import make_pieces as make_pieces
+from fzero.run.config.curriculum import with_scale as with_scale
 
 # A DeepSpeed config as a config of a run
 from fzero.run.config.deepspeed import merge_tables as merge_tables

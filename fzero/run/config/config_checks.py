@@ -20,8 +20,13 @@ from fzero.data.tokens import read_meta
 from fzero.kernels.registry import Kernels
 from fzero.models import config_values
 from fzero.models.configs import head_of
-from fzero.run.config.buckets import BUCKETS, validate_buckets
-from fzero.run.config.curriculum import validate_curriculum, validate_layers, validate_random_ltd
+from fzero.run.config.curriculum import (
+    BUCKETS,
+    validate_buckets,
+    validate_curriculum,
+    validate_layers,
+    validate_random_ltd,
+)
 from fzero.run.config.objectives import objective_of
 from fzero.run.config.stages import Ramp, shared_batch
 from fzero.run.config.transforms import validate_transforms

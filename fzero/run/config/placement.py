@@ -72,7 +72,7 @@ KEYS = ("mesh", *FLAGS)
 
 def keep_placement(recorded: RunConfig, config: RunConfig, mesh: dict[str, int] | None) -> RunConfig:
     """`recorded` with the placement of the attempt's `config`; mesh: the sizes that were asked for, or None."""
-    # A recorded mesh is fitted to the processes of each attempt (run/ranks/elastic.py): fewer processes for a while do
+    # A recorded mesh is fitted to the processes of each attempt (run/setup/elastic.py): fewer processes for a while do
     # not make the mesh smaller for good.
     parts = dict.fromkeys(key.partition(".")[0] for key in FLAGS)
     return replace(

@@ -38,8 +38,8 @@ from fzero.data.mixture import Mixture
 from fzero.data.packing import PACKINGS, TOO_LONG
 from fzero.models import MLPConfig, ModelConfig
 from fzero.optim.schedules import RISES
-from fzero.run.config.buckets import BUCKETS, SCALINGS, SIZES
 from fzero.run.config.config_checks import check_loggers, validate
+from fzero.run.config.curriculum import BUCKETS, SCALINGS, SIZES
 from fzero.run.config.objectives import OBJECTIVES, Objective
 from fzero.run.config.stages import Ramp, expect_stages
 from fzero.run.config.unused_keys import (

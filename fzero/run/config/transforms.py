@@ -1,4 +1,4 @@
-"""What a run does to its rows before they are used: transforms of fzero/data/transforms.py by config.
+"""What a run does to its rows before they are used: transforms of fzero/data/batches.py by config.
 
 data.fim, data.span_corruption, data.token_weights, and the tokens that they name, as ids of a corpus.
 """

@@ -1,7 +1,7 @@
 """For contributors: what the other packages of fzero use."""
 
 # Modules
-from fzero.run.measure import attempts as attempts
+from fzero.run.measure import flops as flops
 from fzero.run.measure import live_bytes as live_bytes
 from fzero.run.measure import memory_timeline as memory_timeline
 

@@ -1,4 +1,4 @@
-"""A run itself: the loop, checkpoints while training, resuming by the same command, rollbacks, evaluation, samples."""
+"""The loop, checkpoints, resuming, rollbacks, evaluation; and finished runs: replay, bisect, lists of checkpoints."""
 
 from fzero.core.packages import attach
 

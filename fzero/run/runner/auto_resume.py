@@ -21,9 +21,9 @@ from fzero.run.config.config_table import apply_table, to_table
 from fzero.run.config.placement import KEYS, may_change
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.stages import staged
-from fzero.run.ranks.coordinator import Say
 from fzero.run.runner import rollback
 from fzero.run.setup import run_folder, run_lock
+from fzero.run.setup.coordinator import Say
 from fzero.run.setup.corpus import first_samples
 
 

@@ -36,10 +36,10 @@ from fzero.models.forward import prepare
 from fzero.optim import AverageState
 from fzero.run import setup
 from fzero.run.measure.metrics_rows import losses_by_source
-from fzero.run.ranks.coordinator import Coordinator, Say
 from fzero.run.runner.saver import to_memory
 from fzero.run.setup import run_folder
 from fzero.run.setup.build import Job, specs_of
+from fzero.run.setup.coordinator import Coordinator, Say
 from fzero.run.setup.corpus import on_device, prefetch_to_device
 from fzero.sharding import Plan, one_process, zero_plan
 from fzero.sharding.prefetch import LeafGroup, ParamFetcher, Prefetcher

@@ -30,18 +30,15 @@ from fzero.kernels.registry import describe
 from fzero.offload import DiskTraffic
 from fzero.optim import AverageState
 from fzero.run import setup
-from fzero.run.config import buckets, config_table, curriculum
+from fzero.run.config import config_table, curriculum
 from fzero.run.config.placement import resume_command
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.stages import stage_of_step
-from fzero.run.measure import attempts
+from fzero.run.measure import flops
 from fzero.run.measure.flops import token_flop
 from fzero.run.measure.memory_check import snapshot_limit
 from fzero.run.measure.metrics_rows import Meter, format_duration, metrics_writer, show_progress
 from fzero.run.measure.step_records import StepRecorder, StepSelection, select_steps, steps_of
-from fzero.run.ranks.coordinator import join
-from fzero.run.ranks.signals import handlers_restored, stop_signals
-from fzero.run.ranks.watchdog import watch, watch_steps
 from fzero.run.runner import rollback
 from fzero.run.runner.evaluate import Sampling, evaluate_all, generate
 from fzero.run.runner.out_of_memory import explained
@@ -50,7 +47,10 @@ from fzero.run.runner.saver import CheckpointSaver, disk_row, offload_summary, t
 from fzero.run.runner.step_rows import StepRows, due_after
 from fzero.run.setup import corpus, machine, run_folder, run_lock
 from fzero.run.setup.build import Attempt, Job, Options, agreed, all_on_disk, num_params, specs_of
+from fzero.run.setup.coordinator import join
 from fzero.run.setup.process_settings import settings_restored, sleep_while_shared
+from fzero.run.setup.signals import handlers_restored, stop_signals
+from fzero.run.setup.watchdog import watch, watch_steps
 from fzero.sharding.plan_table import option_lines
 from fzero.train.capture import pop_news
 from fzero.train.state import Metrics, TrainState
@@ -151,7 +151,7 @@ class StageSteps:
         flop = token_flop(job)
         profile = steps_of(options.profile, first) if options.profile else (0, 0)
         self.recorded = select_steps(first, attempt.last_step, config.train.measure_every > 0, profile)
-        number = attempts.begin(attempt, first, flop) if coordinator.first else 0
+        number = flops.begin_attempt(attempt, first, flop) if coordinator.first else 0
         self.meter = Meter(job, flop, options.peak_flops, first)
         selection = self.recorded if coordinator.first else StepSelection()
         self.recorder = resources.enter_context(closing(StepRecorder(job, folder, number, selection)))
@@ -293,8 +293,8 @@ def corpus_lines(config: RunConfig, path: Path) -> Iterator[str]:
         remote = tokens.tokens if isinstance(tokens.tokens, RemoteTokens) else None
         label = corpus_path if remote is None else remote.file.url
         yield f"{label}: {tokens.tokens.shape[0]:,} tokens; {config.train.batch} x {config.data.seq_len} a step"
-        if config.data.packing == buckets.BUCKETS:
-            yield from buckets.described(config, tokens)
+        if config.data.packing == curriculum.BUCKETS:
+            yield from curriculum.describe_buckets(config, tokens)
         elif tokens.kind == "text" and config.data.packing != "stream":
             packing_stats = figures(tokens, config.data.packing, config.data.seq_len)
             yield (
@@ -308,7 +308,7 @@ def corpus_lines(config: RunConfig, path: Path) -> Iterator[str]:
             linked = "linked" in read_meta(corpus_path)
             reason = "another system's file" if linked else "an earlier version prepared it"
             yield f"{corpus_path}: has no checksums ({reason}), so damage to it is not noticed"
-    yield from curriculum.described(config)
+    yield from curriculum.describe_curriculum(config)
     if sources:
         yield from describe_mixture(Mixture.parse(config.data.mixture))
 
@@ -359,8 +359,8 @@ def prompt_of(attempt: Attempt) -> tuple[Tokenizer, np.ndarray, list[int]]:
     """(the tokenizer, the ids of the prompt, the ids that end a text); raises ValueError for a bad prompt."""
     folder, max_len = attempt.folder, attempt.job.model.config.max_len
     tokenizer = run_folder.read_tokenizer(folder)
-    chat = setup.fine_tuning.answers_messages(attempt.job.config, folder)
-    ids, ends = setup.fine_tuning.prompt_ids(folder, tokenizer, attempt.options.sample, chat=chat)
+    chat = setup.vocabulary.answers_messages(attempt.job.config, folder)
+    ids, ends = setup.vocabulary.prompt_ids(folder, tokenizer, attempt.options.sample, chat=chat)
     if not 0 < len(ids) < max_len:
         raise ValueError(
             f"--prompt has {len(ids)} tokens, and the model {max_len} positions, of which a text needs one more; give "
@@ -395,7 +395,7 @@ def train_run(
 ) -> int:
     """Train a new run of `config` in `folder`, or (None) resume the run there; the signal that stopped it, or 0.
 
-    init: the model that a new run starts from, as `--init`; see `tuned_config` of fzero/run/setup/fine_tuning.py.
+    init: the model that a new run starts from, as `--init`; see `tuned_config` of fzero/run/setup/vocabulary.py.
     options: `Options(log=f)` has f(step, row) called on rank 0 after each step, with the row that metrics.jsonl gets;
     what f raises ends the run. Every process of torchrun calls this, in its main thread.
     When it ends, also by an error, the process has its own threads, way of float32 products, signal handlers and the

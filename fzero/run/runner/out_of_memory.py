@@ -19,9 +19,9 @@ from fzero.core.autodiff import Remat
 from fzero.run.config.placement import resume_command
 from fzero.run.config.run_config import RunConfig
 from fzero.run.measure.memory_check import gigabytes, host_bytes, needs_on_device, other_usage_text
-from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.setup import machine, run_folder
 from fzero.run.setup.build import Job, build
+from fzero.run.setup.coordinator import Coordinator
 from fzero.sharding.spec import HOST_MEMORY, Offload, Tier
 
 REQUEST = re.compile(r"Tried to allocate ([\d.]+) (B|bytes|KiB|MiB|GiB)")  # in PyTorch's message

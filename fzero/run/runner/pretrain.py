@@ -21,7 +21,7 @@ from fzero.core.storage import absolute, is_url
 from fzero.data.chat import read_chat
 from fzero.data.mixture import Mixture
 from fzero.data.tokens import read_meta
-from fzero.run import ranks, setup
+from fzero.run import setup
 from fzero.run.config import curriculum, transforms
 from fzero.run.config.config_checks import check_corpus
 from fzero.run.config.config_table import apply_table, from_json, to_json
@@ -33,13 +33,13 @@ from fzero.run.config.unused_keys import refuse_without_axis
 from fzero.run.measure.flops import fitting_steps, shortened, token_flop
 from fzero.run.measure.memory_check import check_memory, gigabytes
 from fzero.run.measure.step_records import steps_of
-from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator, Say
 from fzero.run.runner import auto_resume, rollback
 from fzero.run.runner.evaluate import with_reference
 from fzero.run.runner.out_of_memory import explained
 from fzero.run.runner.saver import expect_disk, expect_leaves, expect_new, load_newest_state
 from fzero.run.setup import corpus, machine, run_folder, run_lock, vocabulary
 from fzero.run.setup.build import Attempt, Job, Options, build, first_state, has_factors, num_params
+from fzero.run.setup.coordinator import TIMEOUT_S, Coordinator, Say
 from fzero.run.setup.vocabulary import expect_added, growth_lines, start_texts
 from fzero.sharding import Mesh
 from fzero.sharding.spec import Offload
@@ -60,7 +60,7 @@ def start(
     """A new run in the free `folder`, ready to train; raises ValueError for whatever is wrong before that."""
     preexisting, mesh_lines = coordinator.share(lambda: auto_resume.claim_folder(folder, auto=auto)), []
     if auto and (math.prod(config.mesh.values()) != coordinator.size or not config.mesh):
-        sizes, line = ranks.refit_mesh(config, config.mesh or {DP: coordinator.size}, coordinator.size)
+        sizes, line = setup.refit_mesh(config, config.mesh or {DP: coordinator.size}, coordinator.size)
         config, mesh_lines = replace(config, mesh=sizes), [line]
         coordinator.set_size(math.prod(sizes.values()))
     coordinator.record(str(folder.absolute()))
@@ -173,7 +173,7 @@ def resume(
     explicit_mesh, mesh_lines = changes.pop("mesh", None), []
     sizes = recorded.mesh if explicit_mesh is None else explicit_mesh
     if math.prod(sizes.values()) != coordinator.size and (auto or explicit_mesh is None):
-        sizes, line = ranks.refit_mesh(apply_table(recorded, changes), sizes, coordinator.size)
+        sizes, line = setup.refit_mesh(apply_table(recorded, changes), sizes, coordinator.size)
         mesh_lines = [line]
         coordinator.set_size(math.prod(sizes.values()))
         if coordinator.spare:

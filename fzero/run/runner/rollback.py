@@ -30,10 +30,10 @@ from fzero.core.storage import read_text, write_text
 from fzero.core.text_parsing import expect_entries, parse_json, short
 from fzero.run import setup
 from fzero.run.config.run_config import Guard
-from fzero.run.ranks.coordinator import Coordinator, Say
 from fzero.run.runner.saver import restore_on_all
 from fzero.run.setup import run_folder
 from fzero.run.setup.build import Job, first_state
+from fzero.run.setup.coordinator import Coordinator, Say
 from fzero.train.state import TrainState
 
 SKIPS = "skips.json"

@@ -23,9 +23,9 @@ from fzero.run import setup
 from fzero.run.config.config_table import to_table
 from fzero.run.config.run_config import RunConfig
 from fzero.run.measure.memory_check import check_disk
-from fzero.run.ranks.coordinator import Coordinator, Say
 from fzero.run.setup import run_folder, run_lock
 from fzero.run.setup.build import Job, all_on_disk, first_state, latest, like_of, restore, save_store, specs_of
+from fzero.run.setup.coordinator import Coordinator, Say
 from fzero.train.state import TrainState
 from fzero.train.state_on_disk import DiskLayout, plan_record
 

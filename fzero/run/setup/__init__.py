@@ -1,4 +1,4 @@
-"""What a run starts from: folder, machine, corpus, weights, vocabulary, and the step that a config describes."""
+"""What a run starts from: processes, folder, machine, corpus, weights, vocabulary, and the step of its config."""
 
 from fzero.core.packages import attach
 

@@ -3,12 +3,12 @@
 # Modules
 from fzero.run.setup import build as build
 from fzero.run.setup import build_optim as build_optim
+from fzero.run.setup import coordinator as coordinator
 from fzero.run.setup import corpus as corpus
-from fzero.run.setup import fine_tuning as fine_tuning
-from fzero.run.setup import import_export as import_export
 from fzero.run.setup import machine as machine
 from fzero.run.setup import run_folder as run_folder
 from fzero.run.setup import run_lock as run_lock
+from fzero.run.setup import signals as signals
 from fzero.run.setup import vocabulary as vocabulary
 from fzero.run.setup import warm_up as warm_up
 from fzero.run.setup import weights as weights
@@ -32,13 +32,20 @@ from fzero.run.setup.build import specs_of as specs_of
 # The dtypes, the schedule and the optimizer of a config
 from fzero.run.setup.build_optim import make_policy as make_policy
 
+# Coordinate the processes of one command
+from fzero.run.setup.coordinator import TIMEOUT_S as TIMEOUT_S
+from fzero.run.setup.coordinator import Coordinator as Coordinator
+from fzero.run.setup.coordinator import Say as Say
+from fzero.run.setup.coordinator import join as join
+
 # The corpus of a run
 from fzero.run.setup.corpus import first_samples as first_samples
 from fzero.run.setup.corpus import on_device as on_device
 from fzero.run.setup.corpus import prefetch_to_device as prefetch_to_device
 
-# The config of a run that trains a model further
-from fzero.run.setup.fine_tuning import tuned_config as tuned_config
+# Resume on another number of processes
+from fzero.run.setup.elastic import refit_mesh as refit_mesh
+from fzero.run.setup.elastic import stand_by as stand_by
 
 # This machine
 from fzero.run.setup.machine import available_bytes as available_bytes
@@ -61,13 +68,22 @@ from fzero.run.setup.members import members_of as members_of
 # What a run sets for its whole process, and sets back at its end
 from fzero.run.setup.process_settings import settings_restored as settings_restored
 from fzero.run.setup.process_settings import sleep_while_shared as sleep_while_shared
+from fzero.run.setup.process_settings import watch as watch
 
 # A run folder
 from fzero.run.setup.run_folder import CONFIG as CONFIG
 from fzero.run.setup.run_folder import read_metrics as read_metrics
+
+# Signals that end a run
+from fzero.run.setup.signals import handlers_restored as handlers_restored
+from fzero.run.setup.signals import stop_signals as stop_signals
 
 # The vocabulary of a run that starts from a model
 from fzero.run.setup.vocabulary import expect_added as expect_added
 from fzero.run.setup.vocabulary import growth_lines as growth_lines
 from fzero.run.setup.vocabulary import start_model as start_model
 from fzero.run.setup.vocabulary import start_texts as start_texts
+from fzero.run.setup.vocabulary import tuned_config as tuned_config
+
+# The watch thread of a rank
+from fzero.run.setup.watchdog import watch_steps as watch_steps

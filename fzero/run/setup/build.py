@@ -29,14 +29,14 @@ from fzero.offload import Nvme
 from fzero.offload.nvme import buffer_need
 from fzero.optim import GradientTransformation, Schedule
 from fzero.run import setup
-from fzero.run.config.buckets import BUCKETS, BucketStep
 from fzero.run.config.config_table import to_table
+from fzero.run.config.curriculum import BUCKETS, BucketStep
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.stages import shared_batch, stage_of_step, token_rates
 from fzero.run.config.unused_keys import codec_of
-from fzero.run.ranks.coordinator import Coordinator, Say
 from fzero.run.setup import run_folder
 from fzero.run.setup.build_optim import make_optimizer, make_policy, make_schedule
+from fzero.run.setup.coordinator import Coordinator, Say
 from fzero.sharding import Mesh, Plan, fake_mesh, make_mesh, zero_plan
 from fzero.sharding.context import Context
 from fzero.sharding.spec import Offload

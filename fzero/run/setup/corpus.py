@@ -30,13 +30,12 @@ from fzero.data.remote_tokens import Reading
 from fzero.data.token_stream import RowStream
 from fzero.data.tokens import VERSION, digest, read_meta, token_dtype
 from fzero.run import setup
-from fzero.run.config.buckets import BUCKETS, lengths_of, with_scale
-from fzero.run.config.curriculum import curriculum_of, make_pieces
+from fzero.run.config.curriculum import BUCKETS, curriculum_of, lengths_of, make_pieces, with_scale
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.stages import stages_of
 from fzero.run.config.transforms import make_transforms
-from fzero.run.ranks.coordinator import Coordinator, Say
 from fzero.run.setup import run_folder
+from fzero.run.setup.coordinator import Coordinator, Say
 from fzero.sharding import Mesh
 
 AHEAD = 8  # batches whose tokens are fetched from object stores before they are asked for
@@ -57,7 +56,7 @@ def find_corpus(value: RunConfig, folder: Path, say: Say, init: Path | None = No
         expect_tokenizer(config.tokenizer, read_meta(path)["tokenizer"], f"{path} was")
         return path
     if value.task.examples:
-        return setup.fine_tuning.prepare_for(value, folder / run_folder.DATA, say, init)
+        return setup.vocabulary.prepare_for(value, folder / run_folder.DATA, say, init)
     if config.path != "stdlib":
         say(f"preparing {path} ({config.tokenizer}) in {folder / run_folder.DATA}")
         say(data.describe(data.prepare(path, folder / run_folder.DATA, tokenizer=config.tokenizer)))

@@ -3,7 +3,7 @@
 config.json       the resolved config: every value, read back equal
 environment.json  versions, machine, command, corpus and tokenizer; both end with a checksum of their content
 metrics.jsonl     one JSON object per line and step
-attempts.jsonl    a line for each start: see fzero/run/measure/attempts.py
+attempts.jsonl    a line for each start: see fzero/run/measure/flops.py
 samples.jsonl     the text generated at the end: {"step", "prompt", "text"}
 checkpoints/      see fzero/checkpoint/; train.checkpoints names another folder
 tokenizer.json    unless the tokenizer is bytes

@@ -12,8 +12,8 @@ from fzero import checkpoint
 from fzero.checkpoint import Folder
 from fzero.checkpoint.directory import SPARE, clean_step, step_of
 from fzero.checkpoint.manifest import MANIFEST, parse_leaf
-from fzero.checkpoint.offload_snapshot import verify_store
 from fzero.checkpoint.restore_tree import dtype_name
+from fzero.checkpoint.stored_state import verify_store
 from fzero.core.config_tables import flat
 from fzero.core.storage import Objects, is_url, join
 from fzero.offload.store_manifest import STEP, STORE, read_store

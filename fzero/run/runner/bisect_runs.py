@@ -19,8 +19,8 @@ from fzero.core import pytree
 from fzero.core.config_tables import flat
 from fzero.core.digest import combine, digest_tree
 from fzero.run.config.config_table import to_table
-from fzero.run.debug.checkpoint_diff import describe_difference, recorded_digests
-from fzero.run.debug.replay import (
+from fzero.run.runner.checkpoint_diff import describe_difference, recorded_digests
+from fzero.run.runner.replay import (
     ReplayedStep,
     checkpoints_in,
     load_state,
@@ -29,9 +29,9 @@ from fzero.run.debug.replay import (
     replay_steps,
     same_bits,
 )
-from fzero.run.ranks.coordinator import Coordinator, Say
 from fzero.run.runner.saver import to_memory
 from fzero.run.setup import run_folder
+from fzero.run.setup.coordinator import Coordinator, Say
 from fzero.train.state import TrainState
 
 # The numbers of a row that follow from a run's state and data, in the order in which a step computes them.

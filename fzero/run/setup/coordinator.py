@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from fzero.comm.messages import RankError
 from fzero.core import gpu
-from fzero.run.ranks.signals import Stopped, exit_code, expect_environment, under_torchrun
+from fzero.run.setup.signals import Stopped, exit_code, expect_environment, under_torchrun
 from fzero.sharding import Mesh, make_mesh, one_process
 from fzero.sharding.mesh import start_processes
 
@@ -181,7 +181,7 @@ class Coordinator:
 
     @property
     def spare(self) -> bool:
-        """Whether this process is a spare: it waits for the run to end (see fzero.run.ranks.elastic.stand_by)."""
+        """Whether this process is a spare: it waits for the run to end (see fzero.run.setup.elastic.stand_by)."""
         return self.rank >= self.size
 
     def set_size(self, size: int) -> None:

@@ -15,7 +15,7 @@ from fzero.checkpoint import CheckpointReader, Folder
 from fzero.checkpoint.restore_tree import dtype_name
 from fzero.core import pytree
 from fzero.core.device import HOST
-from fzero.run.debug.checkpoint_list import path_of
+from fzero.run.runner.checkpoint_list import path_of
 from fzero.run.setup.build import Job, specs_of
 from fzero.sharding.layouts import digests, gather_full
 from fzero.train.state import TrainState

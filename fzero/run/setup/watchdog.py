@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fzero.comm.messages import CollectiveCall
-from fzero.run.ranks.coordinator import LOST_S, RESUME_HINT, SAY_S, STOP, Coordinator, end_as_orphan
+from fzero.run.setup.coordinator import LOST_S, RESUME_HINT, SAY_S, STOP, Coordinator, end_as_orphan
 from fzero.sharding import Mesh
 
 BEAT_S = 1.0  # between two signs of life

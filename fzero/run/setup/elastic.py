@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from fzero.comm.ledger import DP, RP, TP, mesh_text
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.stages import shared_batch
-from fzero.run.ranks.coordinator import OVER, STOP, Coordinator, Ended
-from fzero.run.ranks.signals import stop_signals
-from fzero.run.ranks.watchdog import BEAT_S, SILENT_S, read_beats
+from fzero.run.setup.coordinator import OVER, STOP, Coordinator, Ended
+from fzero.run.setup.signals import stop_signals
+from fzero.run.setup.watchdog import BEAT_S, SILENT_S, read_beats
 
 
 def fit_mesh(

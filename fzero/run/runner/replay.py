@@ -27,14 +27,14 @@ from fzero.run.config.config_table import apply_table, from_table
 from fzero.run.config.config_versions import current_keys
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.stages import stage_of_step
-from fzero.run.debug.checkpoint_diff import Comparison, compare_leaves
 from fzero.run.measure.metrics_rows import metrics_row
-from fzero.run.ranks.coordinator import Coordinator, Say
 from fzero.run.runner import rollback
+from fzero.run.runner.checkpoint_diff import Comparison, compare_leaves
 from fzero.run.runner.pretrain import expect_memory, resolve_placement
 from fzero.run.runner.saver import expect_disk
 from fzero.run.setup import corpus, machine, run_folder, weights
 from fzero.run.setup.build import Job, build, first_state, restore, save_store, specs_of
+from fzero.run.setup.coordinator import Coordinator, Say
 from fzero.run.setup.process_settings import settings_restored
 from fzero.sharding.layouts import digest_text
 from fzero.sharding.spec import Offload
