@@ -290,7 +290,7 @@ def test_memory_that_is_not_pinned_goes_to_the_gpu_by_pieces_that_are(monkeypatc
 # step found, the text of a sample and its key.
 AT_THE_ENDS = {
     "train/make_state.py",
-    "train/first_step.py",
+    "train/checks.py",
     "train/state_on_disk.py",
     "sharding/slices.py",
     "core/prng.py",

@@ -37,9 +37,16 @@ from fzero.sharding.slices import is_stacked, narrow_to
 from fzero.train import update as updates
 from fzero.train.batch import expect_distinct_rows, positions, split_batch
 from fzero.train.capture import CapturedStep, refusal_of
-from fzero.train.checks import StateCheck, expect_options, expect_plan, expect_program, noting_sums, refusing_jointly
+from fzero.train.checks import (
+    FirstStep,
+    StateCheck,
+    expect_options,
+    expect_plan,
+    expect_program,
+    noting_sums,
+    refusing_jointly,
+)
 from fzero.train.execution import Execution, Skip
-from fzero.train.first_step import FirstStep
 from fzero.train.gradient import EarlySums, GradientResult, StepGradient
 from fzero.train.loss import LossFn, draws_of
 from fzero.train.pipeline_executor import expect_equal_schedules

@@ -123,15 +123,19 @@ def allowed_changes(table: Table, folder: Path, init: Path | None) -> Table:
 
 def apply_settings(old: RunConfig, table: Table) -> RunConfig:
     """The run's config with the values of `table`, and absolute paths of its corpora."""
-    path = old.data.path
-    new = apply_table(replace(old, mesh={}), table)
-    if new.data.path not in ("stdlib", path):
-        new = replace(new, data=replace(new.data, path=absolute(new.data.path)))
-    if new.data.cache:
-        new = replace(new, data=replace(new.data, cache=absolute(new.data.cache)))
-    if new.data.mixture:
-        new = replace(new, data=replace(new.data, mixture=str(Mixture.parse(new.data.mixture).absolute())))
-    return new
+    return with_absolute_data(apply_table(replace(old, mesh={}), table), ("stdlib", old.data.path))
+
+
+def with_absolute_data(config: RunConfig, unchanged: tuple[str, ...] = ("stdlib",)) -> RunConfig:
+    """The config with absolute paths of its corpora, but for those of `data.path` that stay as they are."""
+    d, paths = config.data, dict[str, str]()
+    if d.path not in unchanged:
+        paths["path"] = absolute(d.path)
+    if d.cache:
+        paths["cache"] = absolute(d.cache)
+    if d.mixture:
+        paths["mixture"] = str(Mixture.parse(d.mixture).absolute())
+    return replace(config, data=replace(d, **paths)) if paths else config
 
 
 def difference_error(key: str, value: Any, recorded: Any, folder: Path) -> ValueError:

@@ -17,9 +17,8 @@ from fzero.comm.ledger import DP, PP, mesh_text
 from fzero.core import gpu, host_memory
 from fzero.core.config_tables import Table
 from fzero.core.files import NotWritable
-from fzero.core.storage import absolute, is_url
+from fzero.core.storage import is_url
 from fzero.data.chat import read_chat
-from fzero.data.mixture import Mixture
 from fzero.data.tokens import read_meta
 from fzero.run import setup
 from fzero.run.config import curriculum, transforms
@@ -262,12 +261,7 @@ def expect_remaining_steps(folder: Path, config: RunConfig, options: Options, st
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The config with absolute paths of its corpora and checkpoints; raises ValueError for one not in UTF-8."""
-    if config.data.path != "stdlib":
-        config = replace(config, data=replace(config.data, path=absolute(config.data.path)))
-    if config.data.cache:
-        config = replace(config, data=replace(config.data, cache=absolute(config.data.cache)))
-    if config.data.mixture:
-        config = replace(config, data=replace(config.data, mixture=str(Mixture.parse(config.data.mixture).absolute())))
+    config = auto_resume.with_absolute_data(config)
     folder = config.train.checkpoints
     if folder and not is_url(folder):
         config = replace(config, train=replace(config.train, checkpoints=str(Path(folder).absolute())))
