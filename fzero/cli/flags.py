@@ -353,7 +353,7 @@ def say_once(line: str) -> None:
 
 def scaling_of(text: str) -> dict[str, Any] | None:
     """The value of model.rope_scaling that a text of --rope-scaling says."""
-    from fzero.kernels.attention_pattern import RopeScaling
+    from fzero.kernels.rope_scaling import RopeScaling
 
     scaling = RopeScaling.parse(text)
     return None if scaling is None else dataclasses.asdict(scaling)

@@ -202,7 +202,6 @@ from fzero.core.graph_passes import Formula as Formula
 from fzero.core.graph_passes import add_formula as add_formula
 from fzero.core.graph_passes import add_twin as add_twin
 from fzero.core.graph_passes import flop_of as flop_of
-from fzero.core.graph_passes import product as product
 
 # Somebody's program as a graph of plain operators, and that graph cut into functions
 from fzero.core.graph_tracing import Impure as Impure

@@ -8,7 +8,6 @@ from fzero.kernels.registry import explain as explain
 from fzero.kernels import aot as aot
 from fzero.kernels import attention as attention
 from fzero.kernels import attention_arguments as attention_arguments
-from fzero.kernels import attention_pattern as attention_pattern
 from fzero.kernels import block_mask as block_mask
 from fzero.kernels import cross_entropy_triton as cross_entropy_triton
 from fzero.kernels import dropout as dropout
@@ -33,9 +32,6 @@ from fzero.kernels.attention_pattern import FORWARD_PRODUCTS as FORWARD_PRODUCTS
 from fzero.kernels.attention_pattern import FULL as FULL
 from fzero.kernels.attention_pattern import SPLIT_PRODUCTS as SPLIT_PRODUCTS
 from fzero.kernels.attention_pattern import Pattern as Pattern
-
-# Rotary position embedding
-from fzero.kernels.attention_pattern import RopeScaling as RopeScaling
 from fzero.kernels.attention_pattern import pairs as pairs
 from fzero.kernels.attention_pattern import pairs_by_query as pairs_by_query
 
@@ -68,9 +64,6 @@ from fzero.kernels.custom_operator import Fused as Fused
 from fzero.kernels.custom_operator import cap_logits as cap_logits
 from fzero.kernels.custom_operator import operator as operator
 from fzero.kernels.custom_operator import triton as triton
-
-# Rows of a table by their numbers, whose gradient is summed over tokens in float32 or wider
-from fzero.kernels.embedding import look_up as look_up
 
 # Linear in float8
 from fzero.kernels.float8 import least_capability as least_capability
@@ -143,6 +136,9 @@ from fzero.kernels.registry import Op as Op
 from fzero.kernels.registry import describe as describe
 from fzero.kernels.rope import rope_frequencies as rope_frequencies
 from fzero.kernels.rope import rope_qk as rope_qk
+
+# Rotary position embedding
+from fzero.kernels.rope_scaling import RopeScaling as RopeScaling
 
 # The block sizes of kernels
 from fzero.kernels.tuning import Speed as Speed

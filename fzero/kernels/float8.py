@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core import torch_private
+from fzero.core import graph_passes, torch_private
 from fzero.core.autodiff import Function, reinterpret
 from fzero.core.config_tables import check_choice
 from fzero.core.device import kind_of, target_of
 from fzero.core.graph_passes import PAIRED_OPERATORS, SHARED
-from fzero.kernels import attention_pattern, tuning
+from fzero.kernels import tuning
 from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.registry import Form, Op
@@ -243,7 +243,7 @@ PAIRED_OPERATORS[float8_numbers] = float8_both
 @operator(
     "float8_product(Tensor a, Tensor a_inverse, Tensor b, Tensor b_inverse, bool fast) -> Tensor",
     lambda a, a_inverse, b, *_: torch.empty((len(a), len(b)), dtype=torch.bfloat16, device=a.device),
-    flop=attention_pattern.product,
+    flop=graph_passes.product,
 )
 def float8_product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, fast: bool) -> Tensor:
     """The product [M, N] in bfloat16 of float8 numbers a [M, K] and b turned, [N, K]."""
@@ -254,7 +254,7 @@ def float8_product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, f
 @operator(
     "float8_product_of(Tensor a, Tensor a_inverse, Tensor b, Tensor largest, str scaling, bool fast) -> Tensor",
     lambda a, a_inverse, b, *_: torch.empty((len(a), len(b)), dtype=torch.bfloat16, device=a.device),
-    flop=attention_pattern.product,
+    flop=graph_passes.product,
 )
 def float8_product_of(a: Tensor, a_inverse: Tensor, b: Tensor, largest: Tensor, scaling: str, fast: bool) -> Tensor:
     """`float8_product` by the numbers of b, values in bfloat16, [N, K], made in the pass that needs them."""
@@ -293,7 +293,7 @@ def _by_scaled_mm(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> Tensor:
 @operator(
     "float8_emulated(Tensor a, Tensor b, str scaling, bool a_gradient, bool b_gradient) -> Tensor",
     lambda a, b, *_: a.new_empty(a.shape[0], b.shape[1]),
-    flop=attention_pattern.product,
+    flop=graph_passes.product,
 )
 def float8_emulated(a: Tensor, b: Tensor, scaling: str, a_gradient: bool, b_gradient: bool) -> Tensor:
     """`product_reference` as one node of a graph: the same bits whether compiled or not."""

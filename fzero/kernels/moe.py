@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fzero.core import torch_private
+from fzero.core import graph_passes, torch_private
 from fzero.core.device import kind_of, target_of
 from fzero.core.pytree import Tree
-from fzero.kernels import attention_pattern, tuning
+from fzero.kernels import tuning
 from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.glu import swiglu
@@ -59,7 +59,7 @@ def _sizes(ends: Tensor) -> list[int]:
 @operator(
     "grouped_mm(Tensor x, Tensor w, Tensor ends) -> Tensor",
     lambda x, w, ends: x.new_empty(len(x), w.shape[2]),
-    flop=attention_pattern.product,
+    flop=graph_passes.product,
 )
 def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Return [M, F] by torch's own products. A custom operator, because torch's fake `_grouped_mm` rejects inputs that
@@ -80,7 +80,7 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 @operator(
     "grouped_mm_dw(Tensor x, Tensor g, Tensor ends) -> Tensor",
     lambda x, g, ends: x.new_empty(len(ends), x.shape[1], g.shape[1]),
-    flop=attention_pattern.product,
+    flop=graph_passes.product,
 )
 def grouped_product_dw(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     """[E, D, F]: each group's x^T g, zero for a group without rows."""
@@ -182,7 +182,7 @@ def _configs(x: Tensor) -> tuning.ConfigTable:
 @operator(
     "grouped_mm_triton(Tensor x, Tensor w, Tensor ends) -> Tensor",
     lambda x, w, ends: x.new_empty(len(x), w.shape[2]),
-    flop=attention_pattern.product,
+    flop=graph_passes.product,
 )
 def grouped_product_triton(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """[M, F] in Triton; w may have any strides."""
@@ -204,7 +204,7 @@ def grouped_product_triton(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 @operator(
     "grouped_mm_dw_triton(Tensor x, Tensor g, Tensor ends) -> Tensor",
     lambda x, g, ends: x.new_empty(len(ends), x.shape[1], g.shape[1]),
-    flop=attention_pattern.product,
+    flop=graph_passes.product,
 )
 def grouped_product_dw_triton(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     """[E, D, F] in Triton."""

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.core import graph_passes
 from fzero.core.autodiff import Function
 from fzero.core.device import kind_of, target_of
-from fzero.kernels import attention_pattern, tuning
+from fzero.kernels import tuning
 from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.float8 import E4M3, quantise
@@ -113,7 +114,7 @@ def _spans(ends: Tensor) -> list[tuple[int, int]]:
 @operator(
     "float8_grouped_mm_emulated(Tensor x, Tensor w, Tensor ends) -> Tensor",
     lambda x, w, ends: x.new_empty(len(x), w.shape[2]),
-    flop=attention_pattern.product,
+    flop=graph_passes.product,
 )
 def grouped_emulated(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """`rows_reference` by one product for each group that has rows."""
@@ -129,7 +130,7 @@ def grouped_emulated(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 @operator(
     "float8_grouped_mm_dw_emulated(Tensor x, Tensor g, Tensor ends) -> Tensor",
     lambda x, g, ends: x.new_empty(len(ends), x.shape[1], g.shape[1]),
-    flop=attention_pattern.product,
+    flop=graph_passes.product,
 )
 def grouped_dw_emulated(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     """`weights_reference` likewise; zero for a group without rows."""
@@ -240,7 +241,7 @@ def _grouped_float8_dw(
     "float8_grouped_mm(Tensor x, Tensor w, Tensor x_inverse, Tensor w_inverse, Tensor ends, ScalarType dtype) -> "
     "Tensor",
     lambda x, w, x_inverse, w_inverse, ends, dtype: x_inverse.new_empty(len(x), w.shape[2], dtype=dtype),
-    flop=attention_pattern.product,
+    flop=graph_passes.product,
 )
 def grouped_float8(
     x: Tensor, w: Tensor, x_inverse: Tensor, w_inverse: Tensor, ends: Tensor, dtype: torch.dtype
@@ -264,7 +265,7 @@ def grouped_float8(
     "float8_grouped_mm_dw(Tensor x, Tensor g, Tensor x_inverse, Tensor g_inverse, Tensor ends, ScalarType dtype) -> "
     "Tensor",
     lambda x, g, x_inverse, g_inverse, ends, dtype: x_inverse.new_empty(len(ends), len(x), len(g), dtype=dtype),
-    flop=attention_pattern.product,
+    flop=graph_passes.product,
 )
 def grouped_float8_dw(
     x: Tensor, g: Tensor, x_inverse: Tensor, g_inverse: Tensor, ends: Tensor, dtype: torch.dtype

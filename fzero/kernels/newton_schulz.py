@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels import attention_pattern, tuning
+from fzero.kernels import tuning
 from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.registry import Form, Op
@@ -107,10 +107,16 @@ def _shape(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-2]))
 
 
+def _triangle_flops(x: Tensor, *arguments: Any, out_val: Any = None) -> int:
+    """Of a triangle of x x^T."""
+    batch, m, k = x.shape
+    return batch * m * (m + 1) * k  # its diagonal included, and mirrored
+
+
 @operator(
     "symmetric_product(Tensor x, Tensor? add, float alpha, float beta) -> Tensor",
     _shape,
-    flop=attention_pattern.symmetric,
+    flop=_triangle_flops,
 )
 def symmetric_product(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor:
     """alpha x x^T + beta add of x [B, M, K], add symmetric or None, rounded once; half of the tiles."""

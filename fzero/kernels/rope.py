@@ -26,9 +26,9 @@ from fzero.core.autodiff import needs_grad
 from fzero.core.pytree import nearest
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build, build
-from fzero.kernels.attention_pattern import RopeScaling
 from fzero.kernels.custom_operator import Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.registry import Form, Op
+from fzero.kernels.rope_scaling import RopeScaling
 
 LAYOUTS = ("half", "interleaved")
 # A warp for few heads at a time: the angles of a token are then found by few threads, not by each of many again.

@@ -1,4 +1,4 @@
-from fzero.kernels.attention_pattern import RopeScaling as RopeScaling
+from fzero.kernels.rope_scaling import RopeScaling as RopeScaling
 from fzero.models.base import Cache as Cache
 from fzero.models.base import Ctx as Ctx
 from fzero.models.base import LayerDraws as LayerDraws

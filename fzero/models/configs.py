@@ -12,7 +12,8 @@ from typing import Any
 from fzero.core.arguments import checked
 from fzero.core.config_tables import one_of
 from fzero.core.pytree import nearest
-from fzero.kernels.attention_pattern import Pattern, RopeScaling
+from fzero.kernels.attention_pattern import Pattern
+from fzero.kernels.rope_scaling import RopeScaling
 from fzero.models.config_values import check_sizes, parse_layers
 
 

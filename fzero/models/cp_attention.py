@@ -23,9 +23,10 @@ from torch import Tensor
 from fzero.comm.collectives import all_gather, all_to_all, psum, pvary
 from fzero.core.pytree import Tree
 from fzero.kernels.attention import Positions, attention
-from fzero.kernels.attention_pattern import FULL, Pattern, RopeScaling
+from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.attention_ring import ring_attention
 from fzero.kernels.rope import rope_frequencies, rope_qk
+from fzero.kernels.rope_scaling import RopeScaling
 from fzero.models.base import Ctx, pieces_of
 from fzero.models.layers import enter_region, linear, norm, positions_of, row_parallel_linear
 from fzero.sharding.context import largest_inner

@@ -16,7 +16,7 @@ from fzero import models
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree, nearest
-from fzero.kernels.attention_pattern import RopeScaling
+from fzero.kernels.rope_scaling import RopeScaling
 from fzero.models.base import Model
 from fzero.models.config_values import parse_layers
 from fzero.models.configs import (

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,6 @@ from fzero.core.arguments import expect_count, expect_kind
 from fzero.core.autodiff import first_order, needs_grad
 from fzero.core.pytree import Tree
 from fzero.core.vjp_pair import vjp_pair
-from fzero.kernels import attention_pattern
 from fzero.kernels.custom_operator import Fused, operator
 from fzero.kernels.glu import clamped_swiglu, geglu, swiglu
 from fzero.kernels.registry import Op
@@ -170,13 +169,25 @@ def _rows(x: Tensor, tokens: int) -> int:
     return tokens if 0 < tokens < len(x) else max(len(x), 1)
 
 
+def _forward_flops(x: Tensor, params: Sequence[Tensor], *arguments: Any, out_val: Any = None) -> int:
+    """Of x [N, D] and each matrix of a tiled layer."""
+    return 2 * x.shape[0] * sum(p.numel() for p in params if p.dim() == 2)
+
+
+def _backward_flops(x: Tensor, params: Sequence[Tensor], *arguments: Any, out_val: Any = None) -> int:
+    """A gradient by inputs and one by weights, and of an MLP its hidden units again."""
+    *inner, last = (p.numel() for p in params if p.dim() == 2)
+    frozen = arguments[-1]  # of (dy, kind, tiles, tokens, impl, frozen)
+    return 2 * x.shape[0] * ((2 - frozen) * (sum(inner) + last) + sum(inner))
+
+
 # Custom operators, opaque to the compiler: it would otherwise compute all tiles and then concatenate their gradients,
 # at twice their memory.
 @operator(
     "tiled_layer(Tensor x, Tensor[] params, str kind, int tiles, int tokens, str impl) -> Tensor",
     lambda x, params, *_: x.new_empty(x.shape[0], params[-1].shape[-1]),
     opened=True,
-    flop=attention_pattern.tiled_layer,
+    flop=_forward_flops,
 )
 def tiled_layer(x: Tensor, params: Sequence[Tensor], kind: str, tiles: int, tokens: int, impl: str) -> Tensor:
     """y [N, F] of x [N, D] for a layer of this kind, `tokens` rows at a time."""
@@ -197,7 +208,7 @@ def tiled_layer(x: Tensor, params: Sequence[Tensor], kind: str, tiles: int, toke
         *(torch.empty_like(p) for p in ([] if frozen else params)),
     ],
     opened=True,
-    flop=attention_pattern.tiled_layer_backward,
+    flop=_backward_flops,
 )
 def tiled_layer_backward(
     x: Tensor, params: Sequence[Tensor], dy: Tensor, kind: str, tiles: int, tokens: int, impl: str, frozen: bool

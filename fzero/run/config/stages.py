@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from fzero.core.config_tables import Table
 from fzero.core.pytree import nearest
-from fzero.kernels.attention_pattern import RopeScaling
+from fzero.kernels.rope_scaling import RopeScaling
 
 RAMP_FORM = "a ramp is START:INCREMENT:TOKENS, such as 16:16:1e8: 16 at first, and 16 more each 1e8 tokens"
 MAX_SIZES = 1000  # sizes on the way, each with steps of its own
