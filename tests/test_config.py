@@ -389,11 +389,11 @@ def test_a_model_too_large_for_the_memory_is_refused():
     made = build.build(resolved({"preset": "llama-70b"}))
     said = r"llama-70b \(70.6B parameters\) needs .* GB .* 16.0 GB are available; the largest preset .* llama-"
     with pytest.raises(ValueError, match=said) as error:
-        memory_check.check_memory(made, 16 * 10**9)
+        memory_check.expect_fitting_memory(made, 16 * 10**9)
     assert "\n" not in str(error.value)
     allowed = dataclasses.replace(made.config, train=dataclasses.replace(made.config.train, memory_check=False))
-    memory_check.check_memory(made._replace(config=allowed), 16 * 10**9)
-    memory_check.check_memory(build.build(resolved({})), 16 * 10**9)
+    memory_check.expect_fitting_memory(made._replace(config=allowed), 16 * 10**9)
+    memory_check.expect_fitting_memory(build.build(resolved({})), 16 * 10**9)
 
 
 PARALLEL = {

@@ -11,7 +11,7 @@ from fzero.planner import closed_forms, device_for, resolve_for
 from fzero.planner import plan as planning
 from fzero.planner.step_trace import fake_nvme
 from fzero.run import build, memory_on_device
-from fzero.run.measure.memory_check import check_memory
+from fzero.run.measure.memory_check import expect_fitting_memory
 from fzero.sharding import fake_mesh
 
 FULL = {"train.remat": "full"}
@@ -170,7 +170,7 @@ def test_a_run_whose_plan_fits_is_not_refused_and_its_memory_is_near(preset, mes
     report = plan(config, mesh, gpu=device)
     job = build.build(config, fake_mesh(mesh), nvme=fake_nvme(config), device=GPU)
     assert least < sum(memory_on_device(job)) / report.peak_bytes_per_rank < 1.15
-    check_memory(job, report.peak_bytes_per_rank, report.host_peak_bytes)
+    expect_fitting_memory(job, report.peak_bytes_per_rank, report.host_peak_bytes)
 
 
 def test_a_device_without_rates_has_no_times():

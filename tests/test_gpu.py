@@ -23,7 +23,7 @@ from fzero.run import machine as run_machine
 from fzero.run.measure import doctor
 from fzero.run.measure.memory_check import (
     SURE,
-    check_memory,
+    expect_fitting_memory,
     host_bytes,
     memory_on_host,
     needs_on_device,
@@ -311,11 +311,11 @@ def test_memory_is_compared_where_it_is_needed():
     needed = memory_on_device(job)
     assert sum(needed) == all_of_it - away
     sure = int(needed.state + SURE * (sum(needed) - needed.state)) + 1
-    check_memory(job, sure, there)
+    expect_fitting_memory(job, sure, there)
     with pytest.raises(ValueError, match="available"):
-        check_memory(job, sure - 2, there)
+        expect_fitting_memory(job, sure - 2, there)
     with pytest.raises(ValueError, match="into the host's memory and"):
-        check_memory(job, all_of_it, there - 1)
+        expect_fitting_memory(job, all_of_it, there - 1)
 
 
 def test_a_config_says_what_memory_the_host_has(monkeypatch):
@@ -401,7 +401,7 @@ def test_others_that_hold_a_gpu_are_told_before_a_run(monkeypatch, tmp_path):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 << 30, 149 << 30))
         said = r"are available \(127\.8 GB of GPU 0, Pretend H200 are held by other processes\)"
         with pytest.raises(ValueError, match=said):
-            check_memory(job, gpu.free_bytes(job.device), 10**12)
+            expect_fitting_memory(job, gpu.free_bytes(job.device), 10**12)
         properties = torch.cuda.get_device_properties(job.device)
         monkeypatch.setattr(properties, "uuid", "1234-5678", raising=False)
         program = tmp_path / "nvidia-smi"
@@ -411,7 +411,7 @@ def test_others_that_hold_a_gpu_are_told_before_a_run(monkeypatch, tmp_path):
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
         assert gpu.processes_on(job.device) == ["python3 (process 4242)"]
         with pytest.raises(ValueError, match=r"are held by python3 \(process 4242\)\)"):
-            check_memory(job, gpu.free_bytes(job.device), 10**12)
+            expect_fitting_memory(job, gpu.free_bytes(job.device), 10**12)
         program.write_text("#!/bin/sh\nexit 9\n")
         assert gpu.processes_on(job.device) == []
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((149 << 30) - (600 << 20), 149 << 30))

@@ -213,10 +213,10 @@ def restore(
             done[name] = leaf
         elif leaf.device.type not in ("meta", "cpu"):
             done[name] = done[name].to(leaf.device)
-    return check_masters(path, pytree.from_named(done, like), specs, mesh)
+    return expect_masters(path, pytree.from_named(done, like), specs, mesh)
 
 
-def check_masters(path: Folder, state: Tree, specs: Tree | None, mesh: Mesh) -> Tree:
+def expect_masters(path: Folder, state: Tree, specs: Tree | None, mesh: Mesh) -> Tree:
     """What was restored; raises ValueError naming a parameter that is not the rounding of its master weights."""
     if not isinstance(state, TrainState):
         return state

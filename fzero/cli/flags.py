@@ -334,7 +334,7 @@ def table_of(
         set_value("--mesh", f"mesh.{axis}", size)
     if str(table.get("preset", "")).endswith("config.json"):
         table |= {"preset": "", "model": sizes_of_hf(Path(table["preset"])) | table.get("model", {})}
-    name_checks.check_names(table)
+    name_checks.expect_names(table)
     precision = table.get("precision", {})
     explicit_scale = any(key.startswith("precision.loss_scale") for key in flag_of)
     if conversion is not None and precision.get("policy") != "fp16" and not explicit_scale:

@@ -35,7 +35,7 @@ def definition(file: str, name: str) -> Any:
     raise AssertionError(f"{source}: no {name}")
 
 
-def check_preset(name: Any) -> None:
+def expect_preset(name: Any) -> None:
     """Raise ValueError naming the nearest preset for an unknown name."""
     names = preset_names()
     if not isinstance(name, str) or not name or name.endswith(".json") or name in fine_tuning_presets():
@@ -44,8 +44,8 @@ def check_preset(name: Any) -> None:
         raise ValueError(f"model {name!r} is not a preset{nearest(name, names)}; the presets are {', '.join(names)}")
 
 
-def check_names(table: Mapping[str, Any], *gpus: str) -> None:
+def expect_names(table: Mapping[str, Any], *gpus: str) -> None:
     """Check the preset of a config's table, and names of devices."""
-    check_preset(table.get("preset"))
+    expect_preset(table.get("preset"))
     for gpu in gpus:
         planner.launch.device_path(gpu)

@@ -23,7 +23,7 @@ from fzero.cli.flags import (
     refuse_idle,
     table_of,
 )
-from fzero.cli.name_checks import check_names, check_preset, config_keys
+from fzero.cli.name_checks import config_keys, expect_names, expect_preset
 from fzero.cli.process import Progress
 from fzero.comm.ledger import mesh_text
 from fzero.core import config_tables
@@ -222,7 +222,7 @@ def plan(
             raise ValueError("--search needs --world-size, the number of devices")
     table = table_of(config_file, settings, mesh, flags)
     choices = parse_choices(vary)
-    check_names(table, gpu, *choices.get("gpu", ()))
+    expect_names(table, gpu, *choices.get("gpu", ()))
     with without_collection():
         from fzero.planner import closed_forms, search_result  # noqa: F401  (with torch)
         from fzero.planner import plan as plans
@@ -379,7 +379,7 @@ def parse_choices(texts: tuple[str, ...]) -> dict[str, list[Any]]:
             parse_mesh(choice, "--vary mesh=") if name == "mesh" else parse_value(choice) for choice in parts
         ]
     for name in choices.get("preset", ()):
-        check_preset(name)
+        expect_preset(name)
     return choices
 
 

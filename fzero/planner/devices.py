@@ -89,7 +89,7 @@ def has_capacity(plan: Plan, loads: Loads) -> bool:
     return loads.imbalance(plan.mesh.ep.size) <= plan.experts.slack
 
 
-def check_capacity(plan: Plan, loads: Loads) -> None:
+def expect_capacity(plan: Plan, loads: Loads) -> None:
     """Raise ValueError for a load that has no room in the exchange of a plan."""
     if plan.experts is not None and not has_capacity(plan, loads):
         factor = loads.imbalance(plan.mesh.ep.size)

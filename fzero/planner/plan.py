@@ -23,7 +23,7 @@ from fzero.core.text_parsing import text_table
 from fzero.models import ModelConfig
 from fzero.models.configs import DecoderConfig, body_of
 from fzero.planner import devices, extrapolate, pipeline_trace
-from fzero.planner.devices import EVEN, Device, Loads, check_capacity
+from fzero.planner.devices import EVEN, Device, Loads, expect_capacity
 from fzero.planner.extrapolate import cached_trace
 from fzero.planner.pipeline_report import pipeline_report, with_layout
 from fzero.planner.plan_report import PlanReport, report_of
@@ -91,7 +91,7 @@ def reports_of(
         )
     resolved, target = with_layout(resolved, sizes, device), device.target
     if device.loads != EVEN:
-        check_capacity(build(resolved, fake_mesh(sizes), nvme=fake_nvme(resolved)).plan, device.loads)
+        expect_capacity(build(resolved, fake_mesh(sizes), nvme=fake_nvme(resolved)).plan, device.loads)
 
     def trace_anew() -> Trace:
         return extrapolate.trace(resolved, sizes, rank=rank, target=target, say=say)

@@ -61,8 +61,8 @@ def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
         if not os.path.lexists(folder / name)
     ]
     attempts = run_folder.read_attempts(folder)
-    memory = check_form(read_json(folder / MEMORY), folder / MEMORY) if os.path.lexists(folder / MEMORY) else None
-    ledger = check_form(read_json(folder / LEDGER), folder / LEDGER) if os.path.lexists(folder / LEDGER) else {}
+    memory = expect_form(read_json(folder / MEMORY), folder / MEMORY) if os.path.lexists(folder / MEMORY) else None
+    ledger = expect_form(read_json(folder / LEDGER), folder / LEDGER) if os.path.lexists(folder / LEDGER) else {}
     reason = "is of an earlier attempt with another placement, so it is not compared with the last one's figures"
     pipeline = read_pipeline(folder / PIPELINE) if os.path.lexists(folder / PIPELINE) else None
     if not belongs(memory, series["step"], attempts):
@@ -131,7 +131,7 @@ def read_pipeline(path: Path) -> dict[str, Any]:
     return value
 
 
-def check_form(value: dict[str, Any], path: Path) -> dict[str, Any]:
+def expect_form(value: dict[str, Any], path: Path) -> dict[str, Any]:
     """`value` if its parts have the types that fzero writes; raises ValueError."""
     for name, (kind, keys) in FORM.items():
         field = value.get(name)
@@ -148,7 +148,7 @@ def read_plan(folder: Path, predict: Predict | None, attempt: Mapping[str, Any])
     """Return (the prediction for an attempt of a run, or None; its source, or why there is none)."""
     reason, another = f"the run folder has no {PLAN}", f"{PLAN} is of another placement than the last attempt's"
     if os.path.lexists(folder / PLAN):
-        plan = drop_repeats(check_form(read_json(folder / PLAN), folder / PLAN))
+        plan = drop_repeats(expect_form(read_json(folder / PLAN), folder / PLAN))
         if planned_for(plan, attempt):
             return plan, PLAN
         reason = another

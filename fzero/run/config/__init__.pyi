@@ -7,8 +7,8 @@ from fzero.run.config import transforms as transforms
 from fzero.run.config import unused_keys as unused_keys
 
 # Checks of a config
-from fzero.run.config.config_checks import check_corpus as check_corpus
-from fzero.run.config.config_checks import check_loggers as check_loggers
+from fzero.run.config.config_checks import expect_fitting_corpus as expect_fitting_corpus
+from fzero.run.config.config_checks import expect_loggers as expect_loggers
 from fzero.run.config.config_checks import expect_rows as expect_rows
 
 # A config as a nested table, and as JSON text

@@ -22,21 +22,21 @@ from fzero.models import config_values
 from fzero.models.configs import head_of
 from fzero.run.config.curriculum import (
     BUCKETS,
-    validate_buckets,
-    validate_curriculum,
-    validate_layers,
-    validate_random_ltd,
+    expect_buckets,
+    expect_curriculum,
+    expect_layer_drop,
+    expect_random_ltd,
 )
 from fzero.run.config.objectives import objective_of
 from fzero.run.config.stages import Ramp, shared_batch
-from fzero.run.config.transforms import validate_transforms
+from fzero.run.config.transforms import expect_transforms
 from fzero.run.config.unused_keys import (
+    expect_codes,
+    expect_cycle,
+    expect_local_steps,
+    expect_sign_codec,
+    expect_token_counts,
     reads_url,
-    validate_codes,
-    validate_cycle,
-    validate_local,
-    validate_signs,
-    validate_tokens,
 )
 from fzero.sharding import AXES
 from fzero.sharding.spec import Offload
@@ -48,7 +48,7 @@ LOGGERS = ("tensorboard", "wandb", "csv")
 LOGGER_PACKAGES = ("tensorboard", "wandb")
 
 
-def check_loggers(names: Sequence[str]) -> None:
+def expect_loggers(names: Sequence[str]) -> None:
     """Raise ValueError for a name that is no logger, and for one whose package is not installed."""
     for name in names:
         if name not in LOGGERS and name != "auto":
@@ -59,7 +59,7 @@ def check_loggers(names: Sequence[str]) -> None:
             raise ValueError(f"train.loggers has {name!r} and its package is not installed: pip install fzero[{name}]")
 
 
-def check_leaf(kind: type, name: str, value: Any) -> None:
+def expect_leaf(kind: type, name: str, value: Any) -> None:
     """Raise ValueError if a value is not as `kind` says of the key `name`."""
     marks = metadata_of(kind).get(name, ())
     if name.startswith("model.") and (bounds := config_values.BOUNDS.get(name[len("model.") :])):
@@ -78,7 +78,7 @@ def check_leaf(kind: type, name: str, value: Any) -> None:
 def validate(config: RunConfig) -> None:
     """Raise ValueError for the first value in `config` that is wrong whatever the data and the machine."""
     for name, value in flat(dataclasses.asdict(config)):
-        check_leaf(type(config), name, value)
+        expect_leaf(type(config), name, value)
     c, t = config, config.train
     if t.batch % t.micro_batch:
         low = [m for m in range(1, math.isqrt(t.batch) + 1) if t.batch % m == 0]
@@ -89,26 +89,26 @@ def validate(config: RunConfig) -> None:
         )
     if t.batch_ramp:
         Ramp.parse(t.batch_ramp).expect_fits(t.batch, t.micro_batch)
-    validate_random_ltd(c)
-    validate_layers(c)
-    validate_tokens(c.optim.schedule)
+    expect_random_ltd(c)
+    expect_layer_drop(c)
+    expect_token_counts(c.optim.schedule)
     if c.data.seq_len > c.model.max_len:
         raise ValueError(
             f"data.seq_len is {c.data.seq_len} and the model takes {c.model.max_len} (model.max_len); make "
             "one fit the other"
         )
-    validate_data(c)
-    validate_buckets(c)
-    validate_curriculum(c)
-    validate_transforms(c)
+    expect_data_keys(c)
+    expect_buckets(c)
+    expect_curriculum(c)
+    expect_transforms(c)
     if t.loss_by_position and not c.task.of_tokens:
         raise ValueError(
             f"train.loss_by_position is true and the loss of objective={c.objective} is not of tokens; leave it out"
         )
-    validate_head(c)
+    expect_head(c)
     offload = Offload.parse(c.offload)
-    validate_layer_inputs(c, offload)
-    validate_chunks(c)
+    expect_layer_inputs(c, offload)
+    expect_chunk_counts(c)
     if t.update == "backward" and (c.optim.clip or not {"params=nvme", "opt=nvme"} <= set(c.offload.split(","))):
         raise ValueError(
             f"train.update is backward, offload {c.offload!r} and optim.clip {c.optim.clip:g}: a layer is updated "
@@ -116,19 +116,19 @@ def validate(config: RunConfig) -> None:
             "known, so nothing is clipped by their norm, and a bad step must be undone; use optim.clip=0 and --offload "
             "params=nvme,opt=nvme"
         )
-    validate_delayed(c, offload)
-    validate_signs(c)
-    validate_codes(c)
-    validate_local(c)
+    expect_delayed_update(c, offload)
+    expect_sign_codec(c)
+    expect_codes(c)
+    expect_local_steps(c)
     if c.nvme != type(c.nvme)() and not offload.on_disk:
         raise ValueError(
             f"nvme says how a disk is used and offload={c.offload!r} puts nothing on one; use --offload "
             "params=nvme,opt=nvme"
         )
-    validate_guard(c)
+    expect_guard(c)
     Kernels.parse(t.kernels)
     s = c.optim.schedule
-    validate_cycle(c.optim)
+    expect_cycle(c.optim)
     if s.warmup_steps >= t.steps and s.name not in ("warmup_lr", "cycle_lr"):
         raise ValueError(f"optim.schedule.warmup_steps is {s.warmup_steps}; it must be below train.steps={t.steps}")
     if s.name == "wsd" and not 1 <= s.decay_steps <= t.steps - s.warmup_steps:
@@ -152,7 +152,7 @@ def validate(config: RunConfig) -> None:
             )
 
 
-def validate_data(c: RunConfig) -> None:
+def expect_data_keys(c: RunConfig) -> None:
     """Raise ValueError for ways of reading that the objective does not have, and for several corpora beside one."""
     if c.task.examples and not c.data.within_documents and c.data.packing != BUCKETS:
         raise ValueError(
@@ -185,7 +185,7 @@ def validate_data(c: RunConfig) -> None:
         )
 
 
-def validate_head(config: RunConfig) -> None:
+def expect_head(config: RunConfig) -> None:
     """Raise ValueError if the model has not the head that the objective trains."""
     fitting = objective_of(config.model)
     if config.task.head != fitting.head:
@@ -195,7 +195,7 @@ def validate_head(config: RunConfig) -> None:
         raise ValueError(f"objective is {config.objective} and the model has {head_text}; {fix}")
 
 
-def validate_layer_inputs(c: RunConfig, offload: Offload) -> None:
+def expect_layer_inputs(c: RunConfig, offload: Offload) -> None:
     """Raise ValueError if what remat keeps is to be moved or cut, and is not there."""
     remat = Remat.parse(c.train.remat)
     if not offload.acts.memory.on_device and not remat.every:
@@ -210,7 +210,7 @@ def validate_layer_inputs(c: RunConfig, offload: Offload) -> None:
         )
 
 
-def validate_chunks(c: RunConfig) -> None:
+def expect_chunk_counts(c: RunConfig) -> None:
     """Raise ValueError if a layer in chunks is asked for with what excludes it."""
     remat, cp = Remat.parse(c.train.remat), c.mesh.get(CP, 1)
     for name, holds, value, fix in (
@@ -227,7 +227,7 @@ def validate_chunks(c: RunConfig) -> None:
             )
 
 
-def validate_delayed(c: RunConfig, offload: Offload) -> None:
+def expect_delayed_update(c: RunConfig, offload: Offload) -> None:
     """Raise ValueError for delayed updates with what does not go together with them, and for several without them."""
     t = c.train
     if t.update != "delayed":
@@ -253,7 +253,7 @@ def validate_delayed(c: RunConfig, offload: Offload) -> None:
         )
 
 
-def validate_guard(config: RunConfig) -> None:
+def expect_guard(config: RunConfig) -> None:
     """Raise ValueError if the policies of `config.guard` cannot work with the rest of the config."""
     g, t, offload = config.guard, config.train, Offload.parse(config.offload)
     if g.nonfinite != "skip" and config.precision.policy == "fp16":
@@ -283,7 +283,7 @@ def validate_guard(config: RunConfig) -> None:
         )
 
 
-def check_corpus(config: RunConfig, corpus: str | Path) -> None:
+def expect_fitting_corpus(config: RunConfig, corpus: str | Path) -> None:
     """Raise ValueError if the corpus does not fit the objective, or has tokens that the model lacks."""
     meta = read_meta(corpus)
     kind, required_kind, size = meta.get("kind", "text"), config.task.corpus, meta["vocab_size"]

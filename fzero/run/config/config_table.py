@@ -20,7 +20,7 @@ from fzero.core.text_parsing import json_text, parse_json
 from fzero.models import ModelConfig
 from fzero.models.configs import FAMILIES, WRAPPERS, ConfigOver, family_of
 from fzero.run.config.config_checks import (
-    check_leaf,
+    expect_leaf,
 )
 from fzero.run.config.config_versions import current_keys
 from fzero.run.config.objectives import fine_tuning_presets
@@ -37,7 +37,7 @@ from fzero.sharding import Pipeline
 
 def optimizer_defaults(name: str) -> Optim:
     """The optimizer of that name with numbers that serve small models; raises ValueError for an unknown name."""
-    check_leaf(RunConfig, "optim.name", name)
+    expect_leaf(RunConfig, "optim.name", name)
     numbers: dict[str, dict[str, Any]] = {
         "adamw": {},
         "adam": {"weight_decay": 0.0},
@@ -69,7 +69,7 @@ LARGE_RUN = (50_000, 256, 1, 4096)  # steps, batch, micro-batch, tokens of a seq
 def fine_tuning(name: str, model: ModelConfig, *, steps: int | None = None, optimizer: str | None = None) -> RunConfig:
     """The whole run of a fine-tuning preset: AdamW without decay, 1,024 positions."""
     steps = 200 if steps is None else steps
-    check_leaf(RunConfig, "train.steps", steps)
+    expect_leaf(RunConfig, "train.steps", steps)
     objective, lr = fine_tuning_presets()[name]
     optim = replace(optimizer_defaults(optimizer or "adamw"), lr=lr, weight_decay=0.0, beta2=0.999)
     optim = replace(optim, schedule=ScheduleConfig(warmup_steps=min(steps // 20, 100), end=0.1))
@@ -93,7 +93,7 @@ def recipe(
     usual, batch, micro_batch, seq_len = SMALL_RUNS.get(name, LARGE_RUN)
     steps = usual if steps is None else steps
     small = name in SMALL_RUNS
-    check_leaf(RunConfig, "train.steps", steps)
+    expect_leaf(RunConfig, "train.steps", steps)
     optim = optimizer_defaults(optimizer or ("muon" if small else "adamw"))
     if not small:
         optim = replace(optim, lr=optim.lr / 10, lr_rest=optim.lr_rest / 10)
@@ -193,7 +193,7 @@ def apply_table(value: Any, table: Table, prefix: str = "") -> Any:
             changes[key] = apply_table(kind() if old is None else old, new, f"{name}.")
         else:
             changes[key] = check_type(name, new, hint)
-            check_leaf(RunConfig, name, changes[key])
+            expect_leaf(RunConfig, name, changes[key])
     if isinstance(value, Pipeline):
         changes = value.with_followers(changes)
     try:

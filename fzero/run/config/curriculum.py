@@ -55,7 +55,7 @@ def lengths_of(c: RunConfig) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def validate_buckets(c: RunConfig) -> None:
+def expect_buckets(c: RunConfig) -> None:
     """Raise ValueError for rows in buckets with what they exclude, or their values alone."""
     d, o = c.data, c.optim
     if d.packing != BUCKETS:
@@ -164,11 +164,11 @@ MAX_SIZES = 64  # numbers of tokens that random-LTD keeps on its way, each with 
 KEYS = {"curriculum_schedule": "linear", "curriculum_start": 0.1, "curriculum_steps": 0, "curriculum_tokens": 0}
 
 
-def validate_curriculum(c: RunConfig) -> None:
+def expect_curriculum(c: RunConfig) -> None:
     """Raise ValueError for a curriculum without its length or with what it excludes, and for its values alone."""
     d = c.data
     if d.seq_len_warmup:
-        validate_warmup(c)
+        expect_warmup(c)
     if not d.curriculum:
         for key, value in KEYS.items():
             if getattr(d, key) != value:
@@ -191,7 +191,7 @@ def validate_curriculum(c: RunConfig) -> None:
     growth_of(c)
 
 
-def validate_warmup(c: RunConfig) -> None:
+def expect_warmup(c: RunConfig) -> None:
     """Raise ValueError for a warm-up of lengths that is none, or whose pieces would see each other."""
     text = c.data.seq_len_warmup
     ramp = Ramp.parse(text, "data.seq_len_warmup")
@@ -202,7 +202,7 @@ def validate_warmup(c: RunConfig) -> None:
         raise ValueError(f"data.seq_len_warmup is {text} and {reason}: its pieces do not see each other")
 
 
-def validate_random_ltd(c: RunConfig) -> None:
+def expect_random_ltd(c: RunConfig) -> None:
     """Raise ValueError for random-LTD with what it excludes, or another ramp."""
     t, seq_len = c.train, c.data.seq_len
     if not t.random_ltd and not t.random_ltd_ramp:
@@ -231,7 +231,7 @@ def validate_random_ltd(c: RunConfig) -> None:
         raise ValueError(f"train.random_ltd is {max_tokens} of {seq_len} tokens and {reason}; leave one of them out")
 
 
-def validate_layers(c: RunConfig) -> None:
+def expect_layer_drop(c: RunConfig) -> None:
     """Raise ValueError for progressive layer dropping with what it excludes."""
     t = c.train
     if t.layer_drop_theta == 1:

@@ -38,7 +38,7 @@ from fzero.data.mixture import Mixture
 from fzero.data.packing import PACKINGS, TOO_LONG
 from fzero.models import MLPConfig, ModelConfig
 from fzero.optim.schedules import RISES
-from fzero.run.config.config_checks import check_loggers, validate
+from fzero.run.config.config_checks import expect_loggers, validate
 from fzero.run.config.curriculum import BUCKETS, SCALINGS, SIZES
 from fzero.run.config.objectives import OBJECTIVES, Objective
 from fzero.run.config.stages import Ramp, expect_stages
@@ -242,7 +242,7 @@ class Train:
     on_save_error: Annotated[str, ("continue", "stop"), CHANGING] = "continue"
     log_every: Annotated[Amount, CHANGING] = 20
     # beside metrics.jsonl: tensorboard, wandb, csv; auto: TensorBoard if installed
-    loggers: Annotated[tuple[str, ...], check_loggers] = ("auto",)
+    loggers: Annotated[tuple[str, ...], expect_loggers] = ("auto",)
     # rows of metrics.jsonl with norms by layer and times by rank; 0: none, and no record of memory and ledger
     measure_every: Count = 20
     digest_every: Count = 0  # rows of metrics.jsonl with a digest of all parameters, for fzero replay and bisect

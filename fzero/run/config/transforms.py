@@ -78,7 +78,7 @@ FIM_TOKENS = (
 FIM_FORM = "PREFIX,MIDDLE,SUFFIX, the tokens that begin these parts, or their ids"
 
 
-def validate_fim(c: RunConfig) -> None:
+def expect_fim(c: RunConfig) -> None:
     """Raise ValueError for data.fim beside another objective than text, and for tokens that are not three."""
     d = c.data
     if not d.fim:
@@ -126,7 +126,7 @@ SPANS_FORM = "the tokens that stand for the spans, in their order, or their ids,
 KEYS = {"noise_density": 0.15, "mean_noise_span_length": 3.0, "sentinel_tokens": ""}
 
 
-def validate_spans(c: RunConfig) -> None:
+def expect_spans(c: RunConfig) -> None:
     """Raise ValueError for data.span_corruption outside of 0 to 1, beside what it excludes, or its values alone."""
     d = c.data
     if not d.span_corruption:
@@ -182,7 +182,7 @@ WEIGHTS_FORM = (
 )
 
 
-def validate_weights(c: RunConfig) -> None:
+def expect_target_weights(c: RunConfig) -> None:
     """Raise ValueError for data.token_weights beside an objective that is not of tokens, and a text that is none."""
     text = c.data.token_weights
     if not text:
@@ -283,11 +283,11 @@ def digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def validate_transforms(c: RunConfig) -> None:
+def expect_transforms(c: RunConfig) -> None:
     """Raise ValueError for transforms that do not go with the rest of a config."""
-    validate_fim(c)
-    validate_spans(c)
-    validate_weights(c)
+    expect_fim(c)
+    expect_spans(c)
+    expect_target_weights(c)
 
 
 def make_transforms(c: RunConfig, corpus: Path) -> Callable[[Batch, int], Batch]:

@@ -43,7 +43,7 @@ def count_sums(optim: Any, steps: int) -> int:
     return first + Intervals(first, optim.sum_every, optim.sum_double).count_sums(steps)
 
 
-def validate_signs(c: RunConfig) -> None:
+def expect_sign_codec(c: RunConfig) -> None:
     """Raise ValueError if only one of codec and optimizer sends signs."""
     name, signs = c.optim.name, c.optim.name in SEND_SIGNS
     if signs and c.codec not in ("", codec_of(c)):
@@ -64,7 +64,7 @@ def validate_signs(c: RunConfig) -> None:
         )
 
 
-def validate_codes(c: RunConfig) -> None:
+def expect_codes(c: RunConfig) -> None:
     """Raise ValueError for checkpoints in codes of unsuitable moments."""
     prefix = f"train.compress is {c.train.compress}, which writes moments in 8-bit codes"
     if not c.train.compress.startswith("8bit"):
@@ -84,7 +84,7 @@ def validate_codes(c: RunConfig) -> None:
         )
 
 
-def validate_local(c: RunConfig) -> None:
+def expect_local_steps(c: RunConfig) -> None:
     """Raise ValueError for local steps that do not fit the rest of a config."""
     local, t = c.local, c.train
     if not local.method:
@@ -194,7 +194,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 }
 
 
-def validate_tokens(schedule: Any) -> None:
+def expect_token_counts(schedule: Any) -> None:
     """Raise ValueError for a schedule by tokens with lengths in steps or the reverse, or lengths that do not fit."""
     s = schedule
     for steps, tokens in (WARMUP, DECAY):
@@ -212,7 +212,7 @@ def validate_tokens(schedule: Any) -> None:
         )
 
 
-def validate_cycle(optim: Any) -> None:
+def expect_cycle(optim: Any) -> None:
     """Raise ValueError for a cycle without a length, or numbers that the optimizer or schedule lacks."""
     s = optim.schedule
     if s.name == "cycle_lr" and not (s.warmup_steps and s.decay_steps):

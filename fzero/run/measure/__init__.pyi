@@ -22,8 +22,8 @@ from fzero.run.measure.live_bytes import device_of as device_of
 from fzero.run.measure.live_bytes import recorded as recorded
 
 # Check a run before it begins
-from fzero.run.measure.memory_check import check_disk as check_disk
-from fzero.run.measure.memory_check import check_memory as check_memory
+from fzero.run.measure.memory_check import expect_disk_space as expect_disk_space
+from fzero.run.measure.memory_check import expect_fitting_memory as expect_fitting_memory
 from fzero.run.measure.memory_check import gigabytes as gigabytes
 from fzero.run.measure.memory_check import grad_bytes as grad_bytes
 from fzero.run.measure.memory_check import host_bytes as host_bytes

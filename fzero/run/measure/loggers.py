@@ -17,7 +17,7 @@ from fzero.core import packages, pytree
 from fzero.core.arguments import checked
 from fzero.core.files import make_folder, replacing, writing
 from fzero.core.text_parsing import open_regular, short
-from fzero.run.config.config_checks import check_loggers
+from fzero.run.config.config_checks import expect_loggers
 from fzero.sharding import Mesh
 
 Log = Callable[[int, Any], None]  # takes the number of a step, and its values
@@ -69,7 +69,7 @@ def open_loggers(
     1,1.0
     2,0.5
     """
-    check_loggers(names)
+    expect_loggers(names)
     has_tensorboard = packages.installed("tensorboard")
     loggers = dict.fromkeys(
         logger for name in names for logger in (("tensorboard",) * has_tensorboard if name == "auto" else (name,))

@@ -174,7 +174,7 @@ def disk_needed(job: Job) -> int:
     return state + grads + acts
 
 
-def check_disk(job: Job, available: int) -> None:
+def expect_disk_space(job: Job, available: int) -> None:
     """Raise ValueError if the ranks of `job` do not fit into `available` bytes of disk."""
     need = disk_needed(job) * job.mesh.size
     if need > available:
@@ -325,7 +325,7 @@ def needs_on_device(job: Job) -> dict[str, int]:
     return {name: size for name, size in out.items() if size > 0}
 
 
-def check_memory(job: Job, available: int, host: int | None = None) -> None:
+def expect_fitting_memory(job: Job, available: int, host: int | None = None) -> None:
     """Raise ValueError naming the needs of a rank, and a model that would fit, if `available` is too little."""
     if not job.config.train.memory_check:
         return

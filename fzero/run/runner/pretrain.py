@@ -22,7 +22,7 @@ from fzero.data.chat import read_chat
 from fzero.data.tokens import read_meta
 from fzero.run import setup
 from fzero.run.config import curriculum, transforms
-from fzero.run.config.config_checks import check_corpus
+from fzero.run.config.config_checks import expect_fitting_corpus
 from fzero.run.config.config_table import apply_table, from_json, to_json
 from fzero.run.config.placement import fit_layout, keep_placement, split_values, with_values
 from fzero.run.config.run_config import RunConfig
@@ -30,7 +30,7 @@ from fzero.run.config.stages import change_stage, split_changes, stages_of
 from fzero.run.config.transforms import make_transforms
 from fzero.run.config.unused_keys import refuse_without_axis
 from fzero.run.measure.flops import fitting_steps, shortened, token_flop
-from fzero.run.measure.memory_check import check_memory, gigabytes
+from fzero.run.measure.memory_check import expect_fitting_memory, gigabytes
 from fzero.run.measure.step_records import steps_of
 from fzero.run.runner import auto_resume, rollback
 from fzero.run.runner.evaluate import with_reference
@@ -88,7 +88,7 @@ def start(
             options.say(f"the corpus has {size:,} tokens: model.vocab_size is {size} in place of {old_size}")
             config = replace(config, model=replace(config.model, vocab_size=size))
             job = build(config, mesh, folder, device=device)
-        check_corpus(config, path)
+        expect_fitting_corpus(config, path)
         expect_added(config.data, path)
         for line in growth_lines(config, weights.model.config, weights.params) if weights else ():
             options.say(line)
@@ -313,7 +313,7 @@ def resolve_placement(config: RunConfig, coordinator: Coordinator) -> tuple[RunC
 def expect_memory(job: Job, coordinator: Coordinator) -> None:
     """Raise ValueError if the run does not fit into this rank's memory."""
     host = machine.host_memory(job.config) // coordinator.local_size
-    check_memory(job, host if job.device == gpu.HOST else gpu.free_bytes(job.device), host)
+    expect_fitting_memory(job, host if job.device == gpu.HOST else gpu.free_bytes(job.device), host)
 
 
 def compare_corpus(path: Path, coordinator: Coordinator) -> None:

@@ -22,7 +22,7 @@ from fzero.offload.nvme import release_store
 from fzero.run import setup
 from fzero.run.config.config_table import to_table
 from fzero.run.config.run_config import RunConfig
-from fzero.run.measure.memory_check import check_disk
+from fzero.run.measure.memory_check import expect_disk_space
 from fzero.run.setup import run_folder, run_lock
 from fzero.run.setup.build import Job, all_on_disk, first_state, latest, like_of, restore, save_store, specs_of
 from fzero.run.setup.coordinator import Coordinator, Say
@@ -41,7 +41,7 @@ def expect_disk(job: Job, coordinator: Coordinator) -> None:
     reusable_bytes = sum(
         path.stat().st_blocks * 512 for path in Path(store_path).rglob("*") if path.is_file()
     )  # taken over from a finished run
-    coordinator.share(lambda: check_disk(job, shutil.disk_usage(existing_parent).free + reusable_bytes))
+    coordinator.share(lambda: expect_disk_space(job, shutil.disk_usage(existing_parent).free + reusable_bytes))
 
 
 def expect_new(job: Job, folder: Path, coordinator: Coordinator) -> None:

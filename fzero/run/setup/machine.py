@@ -243,7 +243,7 @@ def _expect_float8(config: RunConfig, target: Target) -> None:
         )
 
 
-def check_packages(config: RunConfig) -> None:
+def expect_packages(config: RunConfig) -> None:
     """Raise ValueError for a package that this run needs later on and that is not installed."""
     uses: dict[str, str | bool] = {
         "zstandard": config.train.compress.endswith("zstd") and f"train.compress = {config.train.compress}",
@@ -256,7 +256,7 @@ def check_packages(config: RunConfig) -> None:
 
 def resolve_here(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """(`config` with every "auto" decided for this machine, lines with the decisions and their reasons)."""
-    check_packages(config)
+    expect_packages(config)
     if config.device == "cuda":
         return resolve_gpu(config, gpu.local_device("cuda"))
     flops, lines = None, []
