@@ -13,9 +13,8 @@ from torch import nn
 import fzero
 from fzero import models, optim
 from fzero.core import pytree
-from fzero.kernels import attention_arguments, norm
+from fzero.kernels import attention_arguments, embedding, norm
 from fzero.kernels import linear_cross_entropy as lce
-from fzero.models import layers
 from fzero.models.layers import linear
 from fzero.models.user_functions import WideSums
 from fzero.models.weights import LowRankSum
@@ -84,7 +83,7 @@ def test_biases_of_linears_and_rows_of_tables(dtype):
     check(linear, (x, w, b), (2,) if dtype == torch.float32 else (1, 2), dtype)
     index = torch.arange(N, device=laws.DEVICE).reshape(8, -1) % 3 // 2
     for tokens in (index, index[0], torch.zeros_like(index)):
-        check(lambda table, tokens=tokens: layers.look_up(table, tokens), (draw(4, D),), (0,), dtype)
+        check(lambda table, tokens=tokens: embedding.look_up(table, tokens), (draw(4, D),), (0,), dtype)
 
 
 @every_dtype

@@ -65,6 +65,9 @@ from fzero.kernels.custom_operator import cap_logits as cap_logits
 from fzero.kernels.custom_operator import operator as operator
 from fzero.kernels.custom_operator import triton as triton
 
+# Rows of a table by their numbers, whose gradient is summed over tokens in float32 or wider
+from fzero.kernels.embedding import look_up as look_up
+
 # Linear in float8
 from fzero.kernels.float8 import least_capability as least_capability
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero.core.pytree import Tree
 from fzero.kernels.attention_pattern import Pattern
+from fzero.kernels.embedding import look_up
 from fzero.models.base import Ctx, Leaves, Loss, Model, ModelTraits, make_tree, ones
 from fzero.models.batch import Batch
 from fzero.models.chunked_layer import AttentionLayer
@@ -28,7 +29,6 @@ from fzero.models.layers import (
     expect_divisible,
     linear,
     local_tokens,
-    look_up,
     norm,
     row_parallel_linear,
     sequence_axis,

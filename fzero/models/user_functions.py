@@ -1,7 +1,7 @@
 """A Model of somebody's own functions: they draw by the step's key, and are pure.
 
 Norms, tables, lookups, pads, pools and windows in a user's own code get gradients that are summed in float32: on a CPU
-torch sums them in their own dtype, which in bfloat16 stops at some hundreds of ones (see models.layers and
+torch sums them in their own dtype, which in bfloat16 stops at some hundreds of ones (see kernels.embedding and
 kernels.norm).
 """
 
@@ -24,9 +24,9 @@ from fzero.core import prng, pytree
 from fzero.core.arguments import expect_kind
 from fzero.core.device import HOST, fake_device_of, kind_of
 from fzero.core.graph_tracing import is_foreign
+from fzero.kernels.embedding import look_up
 from fzero.kernels.norm import layer_norm
 from fzero.models.base import Loss, Model, map_blocks
-from fzero.models.layers import look_up
 
 NARROW = (torch.bfloat16, torch.float16)
 FEW = 16  # rows that are looked up: their sum has no error to speak of
