@@ -9,6 +9,8 @@ from law_cases import batch_of, case_of
 
 import fzero
 from fzero import models, optim
+from fzero.core.config_tables import one_of
+from fzero.models.batch import check_batch
 
 ONE = fzero.one_process()
 PARAMS = {"w": torch.ones(2, 3), "b": torch.zeros(3)}
@@ -320,6 +322,45 @@ REFUSED = {
         lambda: fzero.make_train_step(loss, optim.adamw(0.1), fzero.zero_plan(0, PARAMS, ONE))(PARAMS, BATCH),
         "the state is a dict; give the one that init_state, restore or the last step returned",
     ),
+    # numbers, kinds and texts that only a later step would meet
+    **{
+        f"a timeout of {value}": (
+            lambda value=value: fzero.make_mesh(timeout_s=value),
+            r"make_mesh: timeout_s is .*; it must be a number of seconds above 0 and at most 1e9",
+        )
+        for value in (float("nan"), -1, 0, 1e30)
+    },
+    "an inner group of fewer than none": (
+        lambda: fzero.Context("hierarchical", inner=-2),
+        "context: inner is -2; it must be a whole number of at least 0",
+    ),
+    "an inner group of True": (lambda: fzero.Context("hierarchical", inner=True), "context: inner is True; it must be"),
+    "a trait of another kind": (
+        lambda: MODEL.with_traits(whole_entries="mytokens"),
+        "with_traits: whole_entries is 'mytokens'; it must be a tuple",
+    ),
+    "rules that are a number": (lambda: MODEL.with_traits(leaf_rules=3), "with_traits: leaf_rules is 3; it must be"),
+    "an unknown trait": (lambda: MODEL.with_traits(frosen=frozenset()), r"no trait 'frosen'.*frozen"),
+    "no transformation": (lambda: optim.by_label({}, ()), "by_label: there is no transformation"),
+    "a number as parameters": (
+        lambda: fzero.full_params(3, fzero.zero_plan(0, PARAMS, ONE)),
+        "missing b, w; extra a single leaf, no tree",
+    ),
+    "a size of True": (lambda: fzero.plan("mlp-tiny", {"dp": True}), r"plan: mesh\['dp'\] is True; it must be a whole"),
+    "a spike of a number": (lambda: fzero.Skip(spike=3), r"spike is 3; it must be a fzero\.Spike"),
+    "coefficients without a value": (
+        lambda: optim.muon(ns_coefficients=(float("nan"), 1.0, 2.0)),
+        "muon: ns_coefficients is .*; it must be three finite numbers",
+    ),
+    "iterations of whole numbers": (
+        lambda: optim.muon(ns_dtype=torch.int8),
+        r"muon: ns_dtype is torch\.int8; it must be floating-point",
+    ),
+    "sequences of nothing": (
+        lambda: check_batch(models.preset("llama-tiny"), {"tokens": TOKENS[:, :0], "targets": TOKENS[:, :0]}),
+        r"batch\['tokens'\] has shape \[4, 0\]; a sequence has at least one token",
+    ),
+    "an empty choice": (lambda: one_of(("", "localsgd")).check("local.method", "x"), 'one of "", localsgd'),
     "an evaluation of a state": (lambda: evaluate(lambda state: state), r"write eval_step\(state\.params, batch\)"),
 }
 

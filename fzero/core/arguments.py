@@ -66,6 +66,8 @@ def hints_of(target: Callable[..., Any] | type) -> dict[str, Any]:
 
 
 def _evaluated(text: Any, scope: dict[str, Any]) -> Any:
+    if isinstance(text, typing.ForwardRef):  # as NamedTuple has its texts
+        text = text.__forward_arg__
     try:
         return eval(text, scope) if isinstance(text, str) else text
     except (NameError, AttributeError, TypeError):
@@ -93,13 +95,15 @@ def expect_hint(label: str, value: Any, hint: Any, write: str | None = None) -> 
                 rule.check(label, converted)
         return converted
     hint = without_rules(hint)
-    inner = typing.get_args(hint)
-    if isinstance(value, Mapping) and issubclass(typing.get_origin(hint) or object, Mapping):
-        for key, item in value.items():
-            expect_hint(f"{label}[{key!r}]", item, inner[1])
-    if isinstance(value, (list, tuple)) and typing.get_origin(hint) in (collections.abc.Sequence, list):
-        for i, item in enumerate(value):
-            expect_hint(f"{label}[{i}]", item, inner[0])
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    for kind in map(without_rules, typing.get_args(hint) if union else (hint,)):  # an item is named, if it is the fault
+        origin, inner = typing.get_origin(kind), typing.get_args(kind)
+        if isinstance(value, Mapping) and isinstance(origin, type) and issubclass(origin, Mapping):
+            for key, item in value.items():
+                expect_hint(f"{label}[{key!r}]", item, inner[1])
+        if isinstance(value, (list, tuple)) and origin in (collections.abc.Sequence, list):
+            for i, item in enumerate(value):
+                expect_hint(f"{label}[{i}]", item, inner[0])
     raise WrongKind(f"{label} is {format_value(value)}; it must be {describe_hint(hint)}")
 
 

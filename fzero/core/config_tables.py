@@ -89,7 +89,12 @@ class Allowed(NamedTuple):
 def one_of(names: Iterable[Any], words: str = "") -> Allowed:
     """The rule that a value is one of these."""
     choices = tuple(names)
-    return Allowed(lambda value: value in choices, words or f"one of {', '.join(map(str, choices))}")
+    return Allowed(lambda value: value in choices, words or f"one of {', '.join(map(_choice_text, choices))}")
+
+
+def _choice_text(choice: Any) -> str:
+    """A choice as a config has it, and the empty text so that it is seen."""
+    return str(choice).lower() if isinstance(choice, bool) else str(choice) or '""'
 
 
 def at_least(low: int) -> Allowed:
@@ -108,7 +113,7 @@ AtLeastOne = Annotated[int, at_least(1)]
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     """Raise ValueError naming the nearest choice if `value` is not among `choices`."""
     if value not in choices:
-        texts = [str(choice).lower() if isinstance(choice, bool) else choice for choice in choices]
+        texts = [*map(_choice_text, choices)]
         raise ValueError(f"{name} is {value!r}{nearest(str(value), texts)}; it must be one of {', '.join(texts)}")
 
 

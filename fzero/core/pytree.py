@@ -206,7 +206,8 @@ def from_named(named: dict[str, Any], like: Tree) -> Tree:
         faults = []
         if missing:
             faults.append(
-                f"missing {', '.join(missing[:5])}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+                f"missing {', '.join(n or 'a single leaf, no tree' for n in missing[:5])}"
+                + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             )
         if extra:
             labels = [f"{n}{nearest(n, missing or expected)}" if n else "a single leaf, no tree" for n in extra[:5]]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fzero import kernels
 from fzero.core import prng, pytree
-from fzero.core.arguments import checked
+from fzero.core.arguments import checked, expect_hint, hints_of
 from fzero.core.pytree import Tree, nearest
 from fzero.core.stack import Block, Blocks, in_turn
 from fzero.kernels.registry import AUTO, Kernels
@@ -227,7 +227,13 @@ class Model(NamedTuple):
     traits: ModelTraits = ModelTraits()
 
     def with_traits(self, **traits: Any) -> Model:
-        """This model with other traits, such as draws=True."""
+        """This model with other traits, such as draws=True; raises TypeError for an unknown one, WrongKind for a value
+        of another kind (see ModelTraits)."""
+        hints = hints_of(ModelTraits)
+        for name, value in traits.items():
+            if name not in hints:
+                raise TypeError(f"a model has no trait {name!r}{nearest(name, hints)}; use one of {', '.join(hints)}")
+            expect_hint(f"with_traits: {name}", value, hints[name])
         return self._replace(traits=self.traits._replace(**traits))
 
 

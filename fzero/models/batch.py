@@ -71,6 +71,8 @@ def check_batch(config: Any, batch: Batch, parts: int = 1) -> None:
             f"batch['mask'] is {batch['mask'].dtype}; it must be bool, of the targets that count, or float32, their "
             "weights: give batch['mask'].bool() or batch['mask'].float()"
         )
+    if not shape[-1]:
+        raise ValueError(f"batch['tokens'] has shape {list(shape)}; a sequence has at least one token")
     if shape[-1] > config.max_len:
         raise ValueError(f"the sequences have {shape[-1]} tokens and the model takes {config.max_len} (max_len)")
     if shape[-1] % parts:

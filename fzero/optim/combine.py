@@ -275,6 +275,8 @@ def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]
     >>> tx = by_label({"muon": muon(0.02), "adamw": adamw(3e-4)}, ((r"^blocks/.*/w_", "muon"), (".*", "adamw")))
     """
     transforms = dict(transforms)
+    if not transforms:
+        raise ValueError("by_label: there is no transformation; give one a label, such as {'adamw': adamw()}")
     for label, tx in transforms.items():
         expect_optimizer(tx, f"by_label: transformation {label!r}")
     for pattern, label in rules:

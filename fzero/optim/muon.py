@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.arguments import OPTIMIZER, checked
-from fzero.core.config_tables import one_of
+from fzero.core.config_tables import Allowed, one_of
 from fzero.core.pytree import Tree
 from fzero.kernels.newton_schulz import COEFFICIENTS, newton_schulz
 from fzero.optim.base import (
@@ -49,6 +49,10 @@ class MuonLeaf(NamedTuple):
     decay: float
 
 
+FINITE = Allowed(lambda numbers: all(map(math.isfinite, numbers)), "three finite numbers")
+FLOATING = Allowed(lambda dtype: dtype.is_floating_point, "floating-point, such as torch.float32")
+
+
 @checked(**OPTIMIZER)
 def muon(
     lr: LearningRate = 1e-3,
@@ -60,9 +64,9 @@ def muon(
     adjust: Annotated[str, one_of(("original", "match_rms_adamw"), "'original' or 'match_rms_adamw'")] = "original",
     weights: Annotated[str, one_of(("in_out", "out_in"), WEIGHTS)] = "in_out",
     ns_steps: Annotated[int, NumberIn(1, 100)] = 5,
-    ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+    ns_coefficients: Annotated[tuple[float, float, float], FINITE] = COEFFICIENTS,
     ns_eps: NotNegative = 1e-7,
-    ns_dtype: torch.dtype = torch.float32,
+    ns_dtype: Annotated[torch.dtype, FLOATING] = torch.float32,
     stacked: str | None = STACKED,
     state_dtype: torch.dtype | None = None,
     impl: str = "auto",

@@ -24,13 +24,15 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fzero.comm.ledger import CP, TP
+from fzero.core.arguments import expect_fields
+from fzero.core.config_tables import at_least
 from fzero.core.pytree import nearest
 from fzero.sharding.experts import Experts
 from fzero.sharding.spec import runs_of
@@ -133,9 +135,10 @@ class Context:
     form: str = "auto"
     pieces: str = "auto"
     over_tp: bool = False
-    inner: int = 0
+    inner: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self) -> None:
+        expect_fields(self, "context")
         pieces = (*PIECES, BALANCED, "auto")
         for field, value, choices in (("form", self.form, (*FORMS, "auto")), ("pieces", self.pieces, pieces)):
             if value not in choices:

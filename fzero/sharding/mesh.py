@@ -13,7 +13,7 @@ import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from fzero.comm.ledger import AXES, CP, DP, EP, PP, RP, TP, Ledger, joined_links
 from fzero.comm.messages import ProgramAgreement, RankError
 from fzero.core import gpu
 from fzero.core.arguments import checked, expect_kind
+from fzero.core.config_tables import Allowed
 from fzero.core.pytree import nearest
 from fzero.core.text_parsing import environment_number
 
@@ -231,11 +232,14 @@ def _coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
     return coordinates
 
 
+SECONDS = Allowed(lambda s: 0 < s <= 1e9, "a number of seconds above 0 and at most 1e9")
+
+
 @checked("sizes")
 def make_mesh(
     sizes: Mapping[str, int] | None = None,
     *,
-    timeout_s: float = 600.0,
+    timeout_s: Annotated[float, SECONDS] = 600.0,
     device: str | None = None,
     ordered: bool = False,
 ) -> Mesh:
@@ -251,8 +255,8 @@ def make_mesh(
     ordered: whether sums over ranks are added in the order of `core.tree_sum` with NCCL too; with gloo they always are.
 
     Communicates: what DeviceMesh sends to make its groups.
-    Raises ValueError for an unknown axis or device, a size below 1, or sizes whose product is not the number of
-    processes.
+    Raises ValueError for an unknown axis or device, a size below 1, a timeout out of range, or sizes whose product is
+    not the number of processes.
 
     >>> print(make_mesh())
     Mesh(one process)

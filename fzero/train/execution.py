@@ -124,5 +124,7 @@ class Skip:
     nonfinite: bool = True
     spike: SpikeRule | None = None
 
+    spike: SpikeRule | None = None
+
     def __post_init__(self) -> None:
-        expect_fields(self)
+        expect_fields(self, spike="Skip: spike is {}; it must be a fzero.Spike, another SpikeRule, or None")

@@ -48,8 +48,9 @@ def full_params(state: TrainState | Tree, plan: Plan, *, specs: Tree | None = No
     """
     expect_alive(state)
     tree = state.params if isinstance(state, TrainState) else state
-    named = pytree.named_leaves(plan.params if specs is None else specs)
-    pytree.from_named(named, tree)  # names what one has and the other has not
+    like = plan.params if specs is None else specs
+    named = pytree.named_leaves(like)
+    pytree.from_named(pytree.named_leaves(tree), like)  # names the leaves that are missing or extra
 
     def gather_leaf(name: str, leaf: Tensor | DiskTensor) -> Tensor:
         shard = leaf.tensor() if isinstance(leaf, DiskTensor) else leaf
