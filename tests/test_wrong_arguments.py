@@ -11,6 +11,7 @@ import fzero
 from fzero import models, optim
 from fzero.core.config_tables import one_of
 from fzero.models.batch import check_batch
+from fzero.planner import estimate
 
 ONE = fzero.one_process()
 PARAMS = {"w": torch.ones(2, 3), "b": torch.zeros(3)}
@@ -344,7 +345,7 @@ REFUSED = {
     "no transformation": (lambda: optim.by_label({}, ()), "by_label: there is no transformation"),
     "a number as parameters": (
         lambda: fzero.full_params(3, fzero.zero_plan(0, PARAMS, ONE)),
-        "missing b, w; extra a single leaf, no tree",
+        "missing w, b; extra a single leaf, no tree",
     ),
     "a size of True": (lambda: fzero.plan("mlp-tiny", {"dp": True}), r"plan: mesh\['dp'\] is True; it must be a whole"),
     "a spike of a number": (lambda: fzero.Skip(spike=3), r"spike is 3; it must be a fzero\.Spike"),
@@ -360,6 +361,21 @@ REFUSED = {
         lambda: check_batch(models.preset("llama-tiny"), {"tokens": TOKENS[:, :0], "targets": TOKENS[:, :0]}),
         r"batch\['tokens'\] has shape \[4, 0\]; a sequence has at least one token",
     ),
+    "fewer parameters than one": (
+        lambda: estimate.estimate_model_states(-5, {"dp": 2}),
+        r"estimate_model_states: model is -5; it must be .* at least 1 parameter",
+    ),
+    "a stage of True": (
+        lambda: estimate.estimate_model_states(10**9, {"dp": 2}, zero=True),
+        "estimate_model_states: zero is True; it must be",
+    ),
+    "an unknown stage": (lambda: estimate.communicated_elements(1, 4, 2), "zero is 4; it must be one of 0, 1, 2, 3"),
+    "no ranks": (
+        lambda: estimate.communicated_elements(1, 3, 0),
+        "ranks is 0; it must be a whole number of at least 1",
+    ),
+    "parameters of nan": (lambda: estimate.communicated_elements(float("nan"), 3, 2), "psi is nan; it must be"),
+    "a search for nothing": (lambda: fzero.search("mlp-tiny", 1, top=0), "search: top is 0; it must be a whole number"),
     "an empty choice": (lambda: one_of(("", "localsgd")).check("local.method", "x"), 'one of "", localsgd'),
     "an evaluation of a state": (lambda: evaluate(lambda state: state), r"write eval_step\(state\.params, batch\)"),
 }

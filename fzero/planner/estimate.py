@@ -15,12 +15,13 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from fzero import models
 from fzero.comm.ledger import mesh_text
+from fzero.core.arguments import checked
 from fzero.core.autodiff import Remat
-from fzero.core.config_tables import one_of
+from fzero.core.config_tables import Allowed, AtLeastOne, one_of
 from fzero.core.precision import POLICIES
 from fzero.core.pytree import nearest
 from fzero.core.text_parsing import text_table
@@ -87,15 +88,20 @@ def count_experts(model: str | ModelConfig | int, ep: int) -> tuple[int, int, in
     return sum(math.prod(leaf.shape) for leaf in split), rank, split[0].shape[0]
 
 
+Stage = Annotated[int, one_of(ZERO)]
+NUMBERED = Allowed(lambda model: not isinstance(model, int) or model >= 1, "a preset, sizes, or at least 1 parameter")
+
+
+@checked("mesh")
 def estimate_model_states(
-    model: str | ModelConfig | int,
+    model: Annotated[str | ModelConfig | int, NUMBERED],
     mesh: Mapping[str, int],
     *,
-    zero: int = 3,
+    zero: Stage = 3,
     offload: str = "",
-    precision: str = "bf16",
-    optimizer: str = "adamw",
-    states: str = "full",
+    precision: Annotated[str, one_of(POLICIES)] = "bf16",
+    optimizer: Annotated[str, one_of(MOMENTS)] = "adamw",
+    states: Annotated[str, one_of(("full", *STATE_BYTES))] = "full",
     accumulate: bool = False,
 ) -> ModelStates:
     """The model states of a rank: Psi parameters over N ranks of dp x ep x cp, each state whole or sharded as the stage
@@ -112,13 +118,6 @@ def estimate_model_states(
     >>> round(estimate_model_states(7_500_000_000, {"dp": 64}, zero=2).device_bytes / 1e9, 1)
     16.6
     """
-    for label, value, allowed in (
-        ("zero", zero, ZERO),
-        ("precision", precision, POLICIES),
-        ("optimizer", optimizer, MOMENTS),
-        ("states", states, ("full", *STATE_BYTES)),
-    ):
-        one_of(allowed).check(label, value)
     ranks, ep, tp = sharding_ranks(mesh)
     psi, largest = (n / tp for n in count(model))
     every, experts, layers = count_experts(model, ep)
@@ -199,7 +198,15 @@ def states_table(model: str | ModelConfig | int, mesh: Mapping[str, int], **opti
     )
 
 
-def communicated_elements(psi: float, zero: int, ranks: int, *, micro_batches: int = 1, reshard: bool = True) -> float:
+@checked()
+def communicated_elements(
+    psi: Annotated[float, Allowed(lambda psi: 0 <= psi < math.inf, "a number of parameters of at least 0")],
+    zero: Stage,
+    ranks: AtLeastOne,
+    *,
+    micro_batches: AtLeastOne = 1,
+    reshard: bool = True,
+) -> float:
     """The elements that a data rank sends in a step: 2 Psi at stages 0 to 2 and 3 Psi at stage 3, times (N-1)/N.
 
     With m micro-batches stage 2 reduces m times and stage 3 also gathers twice (once without resharding) for each.

@@ -19,6 +19,7 @@ from typing import Any
 from fzero import models
 from fzero.core import config_tables
 from fzero.core.arguments import checked
+from fzero.core.config_tables import AtLeastOne
 from fzero.core.host_memory import Pool
 from fzero.core.storage import write_text
 from fzero.models import ModelConfig
@@ -57,14 +58,14 @@ SMALL = 10**9  # parameters; a search for a smaller model ends before worker pro
 @checked()
 def search(
     model: str | ModelConfig | RunConfig | Mapping[str, Any],
-    gpus: int,
+    gpus: AtLeastOne,
     *,
     gpu: str | Device = "h100",
     settings: Mapping[str, Any] | None = None,
     choices: Mapping[str, Sequence[Any]] | None = None,
-    top: int = 10,
+    top: AtLeastOne = 10,
     say: Callable[[str], None] = lambda line: None,
-    workers: int = 1,
+    workers: AtLeastOne = 1,
 ) -> SearchResult:
     """Find the `top` fastest ways to train a model on `gpus` devices that fit, and say why alternatives are slower.
 
@@ -91,8 +92,6 @@ def search(
             "a search needs the rates of a device; run `fzero bench` on this machine first, or name another, "
             "such as gpu=h100 (--gpu h100)"
         )
-    if gpus < 1:
-        raise ValueError(f"gpus is {gpus}; it must be at least 1")
     if base_config.local.method:
         raise ValueError(
             f"local.method is {base_config.local.method}, and a search compares meshes whose ranks agree in each step; "
