@@ -34,6 +34,7 @@ from fzero.core.arguments import expect_floating as expect_floating
 from fzero.core.arguments import expect_hint as expect_hint
 from fzero.core.arguments import expect_kind as expect_kind
 from fzero.core.arguments import expect_regex as expect_regex
+from fzero.core.arguments import hints_of as hints_of
 
 # The policy of recomputation, and helpers for autograd Functions under torch.func transforms
 from fzero.core.autodiff import NOWHERE as NOWHERE
