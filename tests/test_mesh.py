@@ -15,7 +15,7 @@ from zero_cases import model_of, train
 
 import fzero
 from fzero.cli.process import print_error
-from fzero.comm.ledger import ParallelAxis
+from fzero.comm.axes import ParallelAxis
 from fzero.sharding import AXES, Spec, fake_mesh, make_mesh, one_process, start_processes, to_dtensor
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.comm.ledger import EP, TP
+from fzero.comm.axes import EP, TP
 from fzero.core.digest import digest_strided
 from fzero.core.host_memory import round_to_pages
 from fzero.sharding import Mesh, Spec

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import fzero
 from fzero.checkpoint.layout import ZARR, ChunkLayout, array_json, group_json
-from fzero.comm.ledger import expect_mesh
+from fzero.comm.axes import expect_mesh
 from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.core import pytree, torch_private
 from fzero.core.arguments import checked

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from fzero.cli.flags import AS_JSON, Number
-from fzero.comm.ledger import mesh_text
+from fzero.comm.axes import mesh_text
 from fzero.core.config_tables import COUNT, RATE
 
 

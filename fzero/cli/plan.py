@@ -25,7 +25,7 @@ from fzero.cli.flags import (
 )
 from fzero.cli.name_checks import config_keys, expect_names, expect_preset
 from fzero.cli.process import Progress
-from fzero.comm.ledger import mesh_text
+from fzero.comm.axes import mesh_text
 from fzero.core import config_tables
 from fzero.core.config_tables import COUNT, MEMORY_GB, POSITIVE, SIZE
 from fzero.core.text_parsing import Unparsable, nearest, parse_toml

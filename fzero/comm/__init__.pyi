@@ -2,6 +2,17 @@
 
 # The parallel axes of a mesh
 # Collectives as linear maps
+from fzero.comm.axes import AXES as AXES
+from fzero.comm.axes import CP as CP
+from fzero.comm.axes import DP as DP
+from fzero.comm.axes import EP as EP
+from fzero.comm.axes import PP as PP
+from fzero.comm.axes import RP as RP
+from fzero.comm.axes import TP as TP
+from fzero.comm.axes import expect_mesh as expect_mesh
+from fzero.comm.axes import joined_links as joined_links
+from fzero.comm.axes import links_of as links_of
+from fzero.comm.axes import mesh_text as mesh_text
 from fzero.comm.collectives import all_gather as all_gather
 from fzero.comm.collectives import all_gather_same as all_gather_same
 from fzero.comm.collectives import all_to_all as all_to_all
@@ -21,22 +32,11 @@ from fzero.comm.communicator import SMALL_BYTES as SMALL_BYTES
 from fzero.comm.communicator import Axis as Axis
 from fzero.comm.communicator import Communicator as Communicator
 from fzero.comm.communicator import communicator_of as communicator_of
-from fzero.comm.ledger import AXES as AXES
-from fzero.comm.ledger import CP as CP
-from fzero.comm.ledger import DP as DP
-from fzero.comm.ledger import EP as EP
-from fzero.comm.ledger import PP as PP
-from fzero.comm.ledger import RP as RP
-from fzero.comm.ledger import TP as TP
 
 # The ledger
 from fzero.comm.ledger import ActTimes as ActTimes
 from fzero.comm.ledger import Ledger as Ledger
 from fzero.comm.ledger import LedgerRow as LedgerRow
-from fzero.comm.ledger import expect_mesh as expect_mesh
-from fzero.comm.ledger import joined_links as joined_links
-from fzero.comm.ledger import links_of as links_of
-from fzero.comm.ledger import mesh_text as mesh_text
 from fzero.comm.ledger import sent_elements as sent_elements
 from fzero.comm.messages import SMALL as SMALL
 

@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fzero.comm.ledger import PP, Ledger
+from fzero.comm.axes import PP
+from fzero.comm.ledger import Ledger
 from fzero.core.gpu_copies import Future, copy_in, copy_out
 
 SMALL = 1 << 16  # bytes of a shard below which a message is mostly latency

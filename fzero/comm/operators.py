@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
+from fzero.comm.axes import EP
 from fzero.comm.communicator import Communicator, communicator_of
-from fzero.comm.ledger import EP
 from fzero.core.autodiff import NOWHERE, VARYING_RULES
 from fzero.core.device import is_traced
 from fzero.core.gpu_copies import Future

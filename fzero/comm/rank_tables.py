@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fzero.comm.axes import AXES
 from fzero.comm.collectives import all_gather, all_gather_same, call_of, communicator_over, dim_of, ppermute
 from fzero.comm.communicator import Axis, Communicator
-from fzero.comm.ledger import AXES
 from fzero.comm.messages import Connection
 from fzero.comm.operators import ops
 from fzero.core import pytree

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from fzero import core
+from fzero.comm.axes import TP
 from fzero.comm.collectives import all_gather, psum
 from fzero.comm.communicator import Axis
-from fzero.comm.ledger import TP
 from fzero.core.autodiff import needs_grad
 from fzero.core.device import fake_device_of, kind_of
 from fzero.core.torch_private import disable_current_modes

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fzero import kernels
+from fzero.comm.axes import TP
 from fzero.comm.collectives import all_gather, psum, psum_scatter, pvary
 from fzero.comm.communicator import Axis
-from fzero.comm.ledger import TP
 from fzero.core import prng
 from fzero.core.pytree import Tree
 from fzero.kernels.embedding import look_up

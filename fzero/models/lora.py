@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
+from fzero.comm.axes import TP
 from fzero.comm.communicator import Axis
-from fzero.comm.ledger import TP
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.config_tables import Allowed

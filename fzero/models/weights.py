@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from fzero import kernels
+from fzero.comm.axes import TP
 from fzero.comm.collectives import psum
 from fzero.comm.communicator import Axis
-from fzero.comm.ledger import TP
 from fzero.core import pytree
 from fzero.core.arguments import checked, expect_regex
 from fzero.core.autodiff import Function, reinterpret

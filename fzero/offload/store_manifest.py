@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.comm.ledger import PP, expect_mesh
+from fzero.comm.axes import PP, expect_mesh
 from fzero.core.files import leaf_fault
 from fzero.core.storage import Damaged, is_url, read_text
 from fzero.core.text_parsing import expect_entries, parse_json, short

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fzero import sharding
+from fzero.comm.axes import DP
 from fzero.comm.collectives import all_gather, all_to_all, psum, pvary
 from fzero.comm.communicator import Axis
-from fzero.comm.ledger import DP
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.gpu import pinned

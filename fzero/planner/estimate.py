@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 from fzero import models
-from fzero.comm.ledger import mesh_text
+from fzero.comm.axes import mesh_text
 from fzero.core.arguments import checked
 from fzero.core.autodiff import Remat
 from fzero.core.config_tables import Allowed, AtLeastOne, one_of

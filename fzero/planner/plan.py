@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero import models
-from fzero.comm.ledger import mesh_text
+from fzero.comm.axes import mesh_text
 from fzero.core import config_tables
 from fzero.core import gpu as gpu_module
 from fzero.core.arguments import checked

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fzero.comm.ledger import mesh_text
+from fzero.comm.axes import mesh_text
 from fzero.core.text_parsing import text_table
 from fzero.sharding.spec import HOST_MEMORY
 

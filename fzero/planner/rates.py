@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from fzero.comm.axes import AXES, joined_links
 from fzero.comm.communicator import ONE_SIDED, SMALL_BYTES
-from fzero.comm.ledger import AXES, joined_links
 from fzero.planner.devices import Curve, Device, Level, MeasuredRates, Products
 from fzero.planner.operations import ExecutedOp
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fzero import models
-from fzero.comm.ledger import mesh_text
+from fzero.comm.axes import mesh_text
 from fzero.core.text_parsing import text_table
 from fzero.planner.closed_forms import Sketch
 from fzero.planner.devices import Device

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero.comm.ledger import mesh_text
+from fzero.comm.axes import mesh_text
 from fzero.core.text_parsing import text_table
 from fzero.planner.devices import Device, between_nodes
 from fzero.planner.plan import reports_of, resolve_for, sizes_of

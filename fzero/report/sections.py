@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from fzero.comm.ledger import mesh_text
+from fzero.comm.axes import mesh_text
 from fzero.core.text_parsing import in_form
 from fzero.report import bars, curves, sections_cost
 from fzero.report.compare import ranks_of, rates, value_of

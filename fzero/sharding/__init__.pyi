@@ -1,5 +1,5 @@
+from fzero.comm.axes import AXES as AXES
 from fzero.comm.communicator import Axis as Axis
-from fzero.comm.ledger import AXES as AXES
 from fzero.sharding.codec import Codec as Codec
 from fzero.sharding.context import ActivationSplit as ActivationSplit
 from fzero.sharding.context import Context as Context

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.comm.ledger import CP, TP
+from fzero.comm.axes import CP, TP
 from fzero.core.arguments import expect_fields
 from fzero.core.config_tables import at_least
 from fzero.core.pytree import nearest

@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import AXES, PP, RP
 from fzero.comm.collectives import start_all_gather, start_all_to_all, start_psum
-from fzero.comm.ledger import AXES, PP, RP
 from fzero.comm.messages import bucket_groups, pack, unpack
 from fzero.core import pytree
 from fzero.core.autodiff import reinterpret

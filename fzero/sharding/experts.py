@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from fzero.comm.ledger import EP
+from fzero.comm.axes import EP
 from fzero.core.pytree import nearest
 from fzero.sharding.spec import Spec
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import TP
 from fzero.comm.collectives import all_gather_same, all_to_all, own_slice, psum, psum_scatter
-from fzero.comm.ledger import TP
 from fzero.comm.rank_tables import device_of, sum_rows
 from fzero.core import pytree
 from fzero.core.digest import Started, combine, read_digests, start_digest

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.comm.ledger import AXES, PP, RP, links_of, sent_elements
+from fzero.comm.axes import AXES, PP, RP, links_of
+from fzero.comm.ledger import sent_elements
 from fzero.comm.messages import bucket_groups, padded
 from fzero.sharding.slices import is_stacked, local_numel, part_dim, shard_dim
 from fzero.sharding.spec import Spec
 
-Moves = tuple[tuple[str, str], ...]  # (operation, link: see comm.ledger.links_of)
+Moves = tuple[tuple[str, str], ...]  # (operation, link: see comm.axes.links_of)
 COLLECTIVES = {"scatter": "psum_scatter", "psum": "psum", "gather": "all_gather"}  # by operation
 
 

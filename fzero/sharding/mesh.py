@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fzero.comm.axes import AXES, CP, DP, EP, PP, RP, TP, joined_links, links_of
 from fzero.comm.communicator import Axis, Communicator
-from fzero.comm.ledger import AXES, CP, DP, EP, PP, RP, TP, Ledger, joined_links, links_of
+from fzero.comm.ledger import Ledger
 from fzero.comm.messages import ProgramAgreement, RankError
 from fzero.core import gpu
 from fzero.core.arguments import checked, expect_kind

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from fzero.comm.ledger import PP
+from fzero.comm.axes import PP
 from fzero.core.arguments import expect_fields
 from fzero.core.config_tables import Count, at_least
 from fzero.core.pytree import nearest

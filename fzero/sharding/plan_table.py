@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fzero.comm.ledger import AXES, PP, links_of
+from fzero.comm.axes import AXES, PP, links_of
 from fzero.core.text_parsing import text_table
 from fzero.sharding.leaf_plan import KINDS, over_pp, sent_by_link, sent_of, transfers, updates
 from fzero.sharding.slices import local_numel

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import RP, links_of
 from fzero.comm.collectives import all_gather, pvary, start_all_gather
 from fzero.comm.communicator import Axis
-from fzero.comm.ledger import RP, links_of
 from fzero.comm.messages import bucket_groups, pack, unpack
 from fzero.core import pytree
 from fzero.core.autodiff import active_varying

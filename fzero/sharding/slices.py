@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fzero.comm.ledger import PP, TP
+from fzero.comm.axes import PP, TP
 from fzero.core import prng
 from fzero.core.storage import PAGE
 from fzero.sharding.spec import Spec, runs_of

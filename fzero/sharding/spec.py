@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from fzero.comm.ledger import AXES, DP, EP, PP, TP
+from fzero.comm.axes import AXES, DP, EP, PP, TP
 from fzero.core.arguments import checked
 from fzero.core.copy_buckets import bring
 from fzero.core.host_memory import to_host

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import torch
 
-from fzero.comm.ledger import CP, EP, PP, RP, TP
+from fzero.comm.axes import CP, EP, PP, RP, TP
 from fzero.core import pytree
 from fzero.core.arguments import PLAN, checked, expect_regex
 from fzero.core.config_tables import check_choice, one_of

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.comm.ledger import CP, TP
+from fzero.comm.axes import CP, TP
 from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.arguments import checked, expect_kind

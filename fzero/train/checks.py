@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.ledger import AXES
+from fzero.comm.axes import AXES
 from fzero.comm.rank_tables import Refusal, any_rank, device_of, failing_together, gather_rows, raise_together
 from fzero.core import gpu, pytree
 from fzero.core.arguments import expect_kind

@@ -124,7 +124,5 @@ class Skip:
     nonfinite: bool = True
     spike: SpikeRule | None = None
 
-    spike: SpikeRule | None = None
-
     def __post_init__(self) -> None:
         expect_fields(self, spike="Skip: spike is {}; it must be a fzero.Spike, another SpikeRule, or None")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fzero import offload
-from fzero.comm.ledger import AXES, CP
+from fzero.comm.axes import AXES, CP
 from fzero.comm.rank_tables import any_rank
 from fzero.core import pytree
 from fzero.core.arguments import STEP, checked

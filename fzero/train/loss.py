@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fzero import core
+from fzero.comm.axes import AXES, CP
 from fzero.comm.collectives import psum
-from fzero.comm.ledger import AXES, CP
 from fzero.comm.rank_tables import gather_rows, packed
 from fzero.core import prng, pytree
 from fzero.core.autodiff import Remat

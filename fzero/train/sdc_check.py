@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.ledger import AXES, DP, RP
+from fzero.comm.axes import AXES, DP, RP
 from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.arguments import checked

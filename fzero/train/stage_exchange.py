@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.comm.axes import PP
 from fzero.comm.collectives import start_all_gather
 from fzero.comm.communicator import Axis, Communicator
-from fzero.comm.ledger import PP
 from fzero.comm.rank_tables import Receiver, Sender, TreeLayout, open_channels, packed
 from fzero.core import pytree
 from fzero.core.gpu_copies import Future, copy_in

@@ -34,6 +34,7 @@ from fzero.planner.calibrate.disk import DEPTH, KINDS, MB, engine, open_files
 from fzero.planner.devices import MARGIN, RESERVED_BYTES, Curve, Device, Level, MeasuredRates, from_json, to_json
 from fzero.run.measure.memory_check import gigabytes
 from fzero.run.setup.machine import processor
+from fzero.sharding.spec import HOST_MEMORY
 
 SHOWN = ("fused/float32", "norm/float32", "attention/float32", "cross_entropy/float32", "optimizer/float32")
 
@@ -52,7 +53,7 @@ def describe(device: Device) -> str:
             f"links, {level.name}: {level.bytes_s / 1e9:.2f} GB/s and {level.latency_s * 1e6:.0f} us a message{hidden}"
         )
     for kind, rate in {**device.host, **device.nvme}.items():
-        lines.append(f"{'host' if kind in device.host else 'disk'}, {kind}: {rate / 1e9:.2f} GB/s")
+        lines.append(f"{HOST_MEMORY if kind in device.host else 'disk'}, {kind}: {rate / 1e9:.2f} GB/s")
     return "\n".join([*lines, f"spread: {device.machine.get('spread', 'not known')}"])
 
 

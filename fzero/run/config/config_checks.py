@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fzero.comm.ledger import CP
+from fzero.comm.axes import CP
 from fzero.core import packages
 from fzero.core.autodiff import Remat
 from fzero.core.config_tables import Within, check_bounds, check_choice, flat, format_list, metadata_of

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero import data, models
-from fzero.comm.ledger import CP
+from fzero.comm.axes import CP
 from fzero.core import gpu_copies, pytree
 from fzero.core.storage import is_url
 from fzero.data.packing import Batch

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from fzero import checkpoint
 from fzero.checkpoint.manifest import MANIFEST
-from fzero.comm.ledger import DP, PP
+from fzero.comm.axes import DP, PP
 from fzero.core.config_tables import Table, flat, metadata_of, set_nested
 from fzero.core.text_parsing import short
 from fzero.data.mixture import Mixture

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from fzero.comm.ledger import CP, EP, PP, TP
+from fzero.comm.axes import CP, EP, PP, TP
 from fzero.core import gpu
 from fzero.core.config_tables import (
     CORRECTIONS,

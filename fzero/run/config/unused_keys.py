@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fzero.comm.ledger import RP, mesh_text
+from fzero.comm.axes import RP, mesh_text
 from fzero.core.config_tables import Table, flat, metadata_of
 from fzero.core.storage import is_url
 from fzero.optim.schedules import Intervals

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.ledger import AXES, Ledger
+from fzero.comm.axes import AXES
+from fzero.comm.ledger import Ledger
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import DispatchKey, FakeTensor, TorchDispatchMode

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.comm.ledger import AXES
+from fzero.comm.axes import AXES
 from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.core.device import HOST

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fzero import data, models, sharding
-from fzero.comm.ledger import AXES
+from fzero.comm.axes import AXES
 from fzero.comm.rank_tables import device_of, gather_rows
 from fzero.core import prng, pytree
 from fzero.core.copy_buckets import read_scalars

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from fzero import data
-from fzero.comm.ledger import DP, PP, mesh_text
+from fzero.comm.axes import DP, PP, mesh_text
 from fzero.core import gpu, host_memory
 from fzero.core.config_tables import Table
 from fzero.core.files import NotWritable

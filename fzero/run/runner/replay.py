@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import checkpoint
-from fzero.comm.ledger import TP, mesh_text
+from fzero.comm.axes import TP, mesh_text
 from fzero.core.config_tables import RATE, Table, check_bounds, flat
 from fzero.data.packing import Batch
 from fzero.run.config.config_table import apply_table, from_table

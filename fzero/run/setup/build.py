@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import checkpoint, models, optim, train
-from fzero.comm.ledger import AXES
+from fzero.comm.axes import AXES
 from fzero.core import pytree
 from fzero.core.device import HOST
 from fzero.core.precision import Policy

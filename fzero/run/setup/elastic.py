@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 
-from fzero.comm.ledger import DP, RP, TP, mesh_text
+from fzero.comm.axes import DP, RP, TP, mesh_text
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.stages import shared_batch
 from fzero.run.setup.coordinator import OVER, STOP, Coordinator, Ended
