@@ -15,7 +15,7 @@ from fzero.report import ReportTable, figures
 from fzero.report.sections import experts as section
 from fzero.report.values import Picture
 from fzero.run.measure.metrics_rows import pack_numbers
-from fzero.run.measure.timer import imbalance, spread_of
+from fzero.run.measure.norms import imbalance, spread_of
 
 ROOT = Path(__file__).resolve().parent.parent
 

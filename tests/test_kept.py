@@ -11,8 +11,8 @@ import torch
 from close import assert_same
 
 from fzero import jit, models
-from fzero.core import autodiff, compile_cache, program_cache, pytree, segment_pair, vjp_pair
 from fzero.core import compile as fzero_compile
+from fzero.core import compile_cache, form_observer, program_cache, pytree, segment_pair, vjp_pair
 from fzero.models import Ctx
 from fzero.sharding import ActivationSplit, fake_mesh
 
@@ -155,11 +155,11 @@ def both_passes(pair, inputs):
 @pytest.mark.slow
 def test_a_kept_program_has_the_same_bits_and_is_not_traced(folder, monkeypatch):
     told = []
-    with fzero_compile.on_first_compile(lambda: told.append(1)), autodiff.observe() as first:
+    with fzero_compile.on_first_compile(lambda: told.append(1)), form_observer.observe() as first:
         made = both_passes(*block_pair())
     assert told == [1] and "swiglu" in first
     assert len(list(folder.rglob("*.main.so"))) == 2 < len(program_cache._LOADED)  # one library for each graph
-    with monkeypatch.context() as patch, autodiff.observe() as later:
+    with monkeypatch.context() as patch, form_observer.observe() as later:
         patch.setattr(vjp_pair, "_split_programs", lambda *given: pytest.fail("traced"))
         with fzero_compile.on_first_compile(lambda: pytest.fail("compiled")):
             assert_same(both_passes(*block_pair()), made)

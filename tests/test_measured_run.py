@@ -20,7 +20,7 @@ from fzero.cli import main
 from fzero.comm import Ledger
 from fzero.core import pytree
 from fzero.run import recipe, run_folder, steps_of
-from fzero.run.measure import flops, step_records, timer
+from fzero.run.measure import flops, norms, step_records
 from fzero.run.measure.step_records import Named
 from fzero.run.measure.timer import PHASES, Clock, Comm, Times
 from fzero.sharding import feeds, pipeline, shapes_of
@@ -127,7 +127,7 @@ def steps_on(mesh, stage, name, reduce="fast", late_s=0.0):
     state = fzero.init_state(model, tx, plan, seed=3)
     parts = 4 // mesh.data_size
     step = fzero.make_train_step(model, tx, plan, micro_batches=parts, execution=fzero.Execution(norms=True))
-    clock, spent, out = Clock(), timer.RankTimes(), []
+    clock, spent, out = Clock(), norms.RankTimes(), []
     with mesh.ledger.watched(clock):
         for i in range(3):
             begin = time.perf_counter()
@@ -141,10 +141,10 @@ def steps_on(mesh, stage, name, reduce="fast", late_s=0.0):
             if i == 0:  # the ranks make sure that they run one program
                 continue
             spent.add(times)
-            grads = timer.segment_norms(
-                timer.sums(metrics.squares), plan.opt, mesh, plan.trained(plan.like), float(metrics.factor)
+            grads = norms.segment_norms(
+                norms.sums(metrics.squares), plan.opt, mesh, plan.trained(plan.like), float(metrics.factor)
             )
-            params = timer.segment_norms(timer.of_params(state.params), plan.params, mesh, plan.like)
+            params = norms.segment_norms(norms.of_params(state.params), plan.params, mesh, plan.like)
             out.append((grads, params, float(metrics.grad_norm), times, wall))
     return out, spent.gather(mesh)
 
@@ -219,7 +219,7 @@ def test_norms_without_a_leaf_or_a_number():
     )
     specs = pytree.map(lambda leaf: fzero.sharding.Spec(), like)
     here = {"blocks": {"a": torch.tensor([[3.0, 0, 4.0], [math.inf, 0, 0]])}, "head": {"w": torch.tensor([2.0])}}
-    found = timer.segment_norms(timer.of_params({**here, "embed": {"w": "on a disk"}}), specs, mesh, like, 2.0)
+    found = norms.segment_norms(norms.of_params({**here, "embed": {"w": "on a disk"}}), specs, mesh, like, 2.0)
     assert found == {"blocks": [10.0, None], "embed": None, "head": 4.0}
 
 
@@ -227,16 +227,16 @@ def test_a_late_rank_is_the_straggler():
     results = ranks.run(2, steps_on, 3, "llama", "fast", 0.3)
     assert results[0][1] == results[1][1]
     said = results[0][1]
-    assert said["steps"] == 2 and said["straggler"] == 1 and said["behind"] > timer.BEHIND
+    assert said["steps"] == 2 and said["straggler"] == 1 and said["behind"] > norms.BEHIND
     assert (
         said["busy_s"][1] > 0.6 and said["comm_s"][0] > said["comm_s"][1] and said["comm_s"][0] > 0.3
     )  # rank 0 waits for it
 
 
 def test_who_is_slowest():
-    assert timer.find_straggler([3.0]) == (None, 1.0)
-    assert timer.find_straggler([1.0, 1.04]) == (None, 1.04)
-    assert timer.find_straggler([1.0, 2.0, 1.1, 0.9]) == (1, 2.0)
+    assert norms.find_straggler([3.0]) == (None, 1.0)
+    assert norms.find_straggler([1.0, 1.04]) == (None, 1.04)
+    assert norms.find_straggler([1.0, 2.0, 1.1, 0.9]) == (1, 2.0)
 
 
 # -- the command
@@ -424,7 +424,7 @@ def test_what_is_recorded_of_two_ranks(tmp_path):
         assert set(row["comm"]) == {"dp"}
         assert row["comm"]["dp"]["exposed"] == pytest.approx(row["phases"]["comm_exposed"], abs=1e-9)
     said = rows[5]["ranks"]
-    assert [len(said[name]) for name in timer.COLUMNS] == [2] * 4 and said["steps"] == 2 + (
+    assert [len(said[name]) for name in norms.COLUMNS] == [2] * 4 and said["steps"] == 2 + (
         rows[2]["ranks"]["steps"] == 2
     )
     (attempt,) = run_folder.read_attempts(run)

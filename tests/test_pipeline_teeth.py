@@ -22,7 +22,7 @@ from fzero import local_batch
 from fzero.comm import ledger, rank_tables
 from fzero.core import stack
 from fzero.optim import sharded_leaves
-from fzero.run.measure import timer
+from fzero.run.measure import norms
 from fzero.sharding import GradientReducer, Pipeline, pipeline, zero_plan
 from fzero.sharding import plan as plan_file
 from fzero.train import gradient, pipeline_executor, streamed_model
@@ -301,7 +301,7 @@ def last_one_early():
 @caught_by(norms_by_layer)
 def norms_in_the_order_of_the_ranks():
     """Of two chunks a rank the layers are not in the order of the ranks."""
-    real = timer.scatter_layers
+    real = norms.scatter_layers
 
     def wrong(sums, spec, mesh):
         if not spec.rows:
@@ -312,13 +312,13 @@ def norms_in_the_order_of_the_ranks():
             at += len(rows)
         return real(sums, spec.__class__(spec.dims, rows=tuple(ordered)), mesh)
 
-    return mock.patch.object(timer, "scatter_layers", wrong)
+    return mock.patch.object(norms, "scatter_layers", wrong)
 
 
 @caught_by(norms_by_layer)
 def norms_of_own_layers_alone():
-    real = timer.psum
-    return mock.patch.object(timer, "psum", lambda x, axis, **o: x if axis.name == "pp" else real(x, axis, **o))
+    real = norms.psum
+    return mock.patch.object(norms, "psum", lambda x, axis, **o: x if axis.name == "pp" else real(x, axis, **o))
 
 
 @caught_by(messages)

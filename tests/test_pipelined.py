@@ -17,7 +17,7 @@ import fzero
 from fzero import checkpoint, local_batch, make_eval_step, state_specs
 from fzero.comm import Receiver
 from fzero.core import pytree, vjp_pair
-from fzero.run.measure import timer
+from fzero.run.measure import norms
 from fzero.sharding import FAMILIES, Pipeline, digests, zero_plan
 
 # A table of one's own: down the ranks and up again, so that embedding and head are on rank 0.
@@ -115,9 +115,9 @@ def layer_norms(mesh, cases):
         step = fzero.make_train_step(model, tx, plan, micro_batches=local, execution=fzero.Execution(norms=True))
         for i in range(2):
             state, metrics = step(state, local_batch(batch_for(i, 24), mesh, local))
-            squares, factor = timer.sums(metrics.squares), float(metrics.factor)
-            grads = timer.segment_norms(squares, plan.opt, mesh, plan.trained(plan.like), factor)
-            out.append((grads, timer.segment_norms(timer.of_params(state.params), plan.params, mesh, plan.like)))
+            squares, factor = norms.sums(metrics.squares), float(metrics.factor)
+            grads = norms.segment_norms(squares, plan.opt, mesh, plan.trained(plan.like), factor)
+            out.append((grads, norms.segment_norms(norms.of_params(state.params), plan.params, mesh, plan.like)))
     return out
 
 

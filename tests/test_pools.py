@@ -21,7 +21,7 @@ def tell(what):
 if __name__ == "__mp_main__":
     tell(b"imports")
     time.sleep({imports})
-from fzero.core.host_memory import Pool
+from fzero.core.process_pool import Pool
 
 def work(number):
     tell(b"works")

@@ -232,7 +232,7 @@ def whole_of(mesh, stage, offload, folder):
         all(torch.equal(x, pytree.named_leaves(wanted)[name]) for name, x in pytree.named_leaves(found).items())
         for found, wanted in pairs
     ]
-    with pytest.raises(ValueError, match="the leaves do not match the tree: missing .*; extra data_cursor"):
+    with pytest.raises(ValueError, match=r"the leaves do not match the tree: missing .*; extra data_cursor"):
         fzero.full_params(state._asdict(), plan)
     nvme.close() if nvme is not None else None
     return same

@@ -10,7 +10,7 @@ from fzero import plan
 from fzero.core import Target, compile_cache
 from fzero.kernels import tuning
 from fzero.offload import config_file
-from fzero.planner import device_for, extrapolate, is_cached, resolve_for
+from fzero.planner import device_for, extrapolate, is_cached, resolve_for, trace_cache
 from fzero.planner import plan as planning
 from fzero.planner.plan_report import report_of
 
@@ -32,9 +32,9 @@ def never():
 
 def test_the_second_plan_of_a_question_is_equal_and_not_traced(trace, tmp_path):
     assert not is_cached(*ASKED, tmp_path)
-    assert extrapolate.cached_trace(lambda: trace, *ASKED, tmp_path) is trace
+    assert trace_cache.cached_trace(lambda: trace, *ASKED, tmp_path) is trace
     assert is_cached(*ASKED, tmp_path)
-    again = extrapolate.cached_trace(never, *ASKED, tmp_path)
+    again = trace_cache.cached_trace(never, *ASKED, tmp_path)
     assert again == trace
     assert report_of(again, DEVICE).to_json() == report_of(trace, DEVICE).to_json()
     assert str(report_of(again, DEVICE)) == str(report_of(trace, DEVICE))
@@ -49,25 +49,25 @@ CHANGES = {
     "rank": lambda patch: (CONFIG, SIZES, 1, DEVICE.target),
     "target": lambda patch: (CONFIG, SIZES, 0, device_for("a100").target),
     "kind": lambda patch: (CONFIG, SIZES, 0, Target("cpu")),
-    "package": lambda patch: patch.setattr(extrapolate, "package_digest", lambda: "of another version"),
+    "package": lambda patch: patch.setattr(trace_cache, "package_digest", lambda: "of another version"),
     "torch": lambda patch: patch.setattr(torch, "__version__", "2.13.1"),
     "threads": lambda patch: patch.setattr(torch, "get_num_threads", lambda: 64),
-    "compiler": lambda patch: patch.setattr(extrapolate, "have_compiler", lambda: "none"),
+    "compiler": lambda patch: patch.setattr(trace_cache, "have_compiler", lambda: "none"),
     "environment": lambda patch: patch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1"),
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_of_any_input_misses(what, monkeypatch):
-    before = extrapolate.question(*ASKED)
+    before = trace_cache.question(*ASKED)
     changed = CHANGES[what](monkeypatch) or ASKED
-    assert extrapolate.question(*changed) != before
+    assert trace_cache.question(*changed) != before
 
 
 def test_what_a_trace_does_not_depend_on_hits(monkeypatch):
-    before = extrapolate.question(*ASKED)
+    before = trace_cache.question(*ASKED)
     monkeypatch.setenv("FZERO_PLAN_CACHE", "/elsewhere")
-    assert extrapolate.question(CONFIG, {"tp": 1, "dp": 2}, 0, DEVICE.target) == before
+    assert trace_cache.question(CONFIG, {"tp": 1, "dp": 2}, 0, DEVICE.target) == before
 
 
 def test_an_edit_of_the_package_changes_its_digest(tmp_path, monkeypatch):
@@ -101,20 +101,20 @@ DAMAGED = {
     "no trace": lambda text: "{}",
     "another form": lambda text: changed(text, "answer", to=None),
     "another question": lambda text: changed(
-        text, "question", to=extrapolate.question(CONFIG, SIZES, 1, DEVICE.target)
+        text, "question", to=trace_cache.question(CONFIG, SIZES, 1, DEVICE.target)
     ),
 }
 
 
 @pytest.mark.parametrize("how", DAMAGED)
 def test_a_damaged_entry_is_a_miss_and_is_replaced(how, trace, tmp_path):
-    extrapolate.cached_trace(lambda: trace, *ASKED, tmp_path)
+    trace_cache.cached_trace(lambda: trace, *ASKED, tmp_path)
     (path,) = tmp_path.iterdir()
     text = path.read_text()
     path.write_text(DAMAGED[how](text))
     assert not is_cached(*ASKED, tmp_path)
     made = []
-    assert extrapolate.cached_trace(lambda: made.append(1) or trace, *ASKED, tmp_path) == trace and made == [1]
+    assert trace_cache.cached_trace(lambda: made.append(1) or trace, *ASKED, tmp_path) == trace and made == [1]
     assert path.read_text() == text
 
 
@@ -124,13 +124,13 @@ def test_the_oldest_entries_go_when_there_are_too_many_bytes(trace, tmp_path):
         os.utime(tmp_path / f"{i}.json", (1000 + i, 1000 + i))
     (tmp_path / "0.1.part").write_text("x" * 100)
     os.utime(tmp_path / "0.1.part", (900, 900))
-    extrapolate.remove_oldest(tmp_path, 350)
+    trace_cache.remove_oldest(tmp_path, 350)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.json", "2.json", "3.json"]
-    extrapolate.cached_trace(lambda: trace, *ASKED, tmp_path)
-    kept = compile_cache.entry_path(extrapolate.question(*ASKED), tmp_path)
+    trace_cache.cached_trace(lambda: trace, *ASKED, tmp_path)
+    kept = compile_cache.entry_path(trace_cache.question(*ASKED), tmp_path)
     os.utime(kept, (10, 10))
-    extrapolate.cached_trace(never, *ASKED, tmp_path)  # whose use makes it the youngest
-    extrapolate.remove_oldest(tmp_path, kept.stat().st_size)
+    trace_cache.cached_trace(never, *ASKED, tmp_path)  # whose use makes it the youngest
+    trace_cache.remove_oldest(tmp_path, kept.stat().st_size)
     assert list(tmp_path.iterdir()) == [kept]
 
 
@@ -138,17 +138,17 @@ def test_a_folder_that_cannot_be_written_is_a_warning_that_names_it(trace, tmp_p
     folder = tmp_path / "plans"
     folder.write_text("a file")
     with pytest.warns(UserWarning, match=r"is not kept \(.*plans"):
-        assert extrapolate.cached_trace(lambda: trace, *ASKED, folder) is trace
+        assert trace_cache.cached_trace(lambda: trace, *ASKED, folder) is trace
 
 
 def test_where_it_is(monkeypatch, tmp_path):
     monkeypatch.setenv("FZERO_PLAN_CACHE", "0")
-    assert extrapolate.cache_folder() is None
+    assert trace_cache.cache_folder() is None
     monkeypatch.setenv("FZERO_PLAN_CACHE", "/some/where")
-    assert str(extrapolate.cache_folder()) == "/some/where"
+    assert str(trace_cache.cache_folder()) == "/some/where"
     monkeypatch.setenv("FZERO_PLAN_CACHE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert extrapolate.cache_folder() == tmp_path / "fzero" / "plans"
+    assert trace_cache.cache_folder() == tmp_path / "fzero" / "plans"
 
 
 def test_the_command_says_when_an_earlier_plan_answers(fz, trace, tmp_path, monkeypatch):
@@ -183,5 +183,5 @@ def test_a_user_without_a_home_has_caches_and_settings_in_the_temporary_folder(m
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pathlib.Path.home", nowhere)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for folder in (extrapolate.cache_folder(), tuning.kernel_folder(), config_file().parent):
+    for folder in (trace_cache.cache_folder(), tuning.kernel_folder(), config_file().parent):
         assert folder is not None and folder.is_relative_to(tmp_path)

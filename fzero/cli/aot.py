@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from fzero.core.host_memory import Pool
+from fzero.core.process_pool import Pool
 from fzero.kernels import aot
 from fzero.kernels.custom_operator import INSTALLED, MISSING, triton
 

@@ -327,7 +327,7 @@ def refuse_small_memory(device: Any, memory_gb: float | None) -> None:
 
 def cache_of(no_cache: bool) -> Path | None:
     """The folder of the traces of earlier plans; None for --no-cache."""
-    from fzero.planner.extrapolate import cache_folder
+    from fzero.planner.trace_cache import cache_folder
 
     return None if no_cache else cache_folder()
 
@@ -345,7 +345,7 @@ def plan_config(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
     """The PlanReport of a config; its closed-form estimate is printed on stderr first."""
     from fzero.planner import plan as plans
     from fzero.planner.closed_forms import first_estimate
-    from fzero.planner.extrapolate import is_cached
+    from fzero.planner.trace_cache import is_cached
 
     sizes, resolved = plans.sizes_of(config, None), plans.resolve_for(config, device)
     if rank >= (world := math.prod(sizes.values())):

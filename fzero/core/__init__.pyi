@@ -46,10 +46,6 @@ from fzero.core.autodiff import active_varying as active_varying
 from fzero.core.autodiff import dense as dense
 from fzero.core.autodiff import first_order as first_order
 from fzero.core.autodiff import needs_grad as needs_grad
-
-# Which form each hot operation takes (kernels/registry.py), for whoever wants to know
-from fzero.core.autodiff import note as note
-from fzero.core.autodiff import observe as observe
 from fzero.core.autodiff import reinterpret as reinterpret
 from fzero.core.autodiff import run_backward as run_backward
 from fzero.core.autodiff import transforms as transforms
@@ -175,6 +171,10 @@ from fzero.core.files import replacing as replacing
 from fzero.core.files import sync_folder as sync_folder
 from fzero.core.files import writing as writing
 
+# Which form each hot operation takes (kernels/registry.py), for whoever wants to know
+from fzero.core.form_observer import note as note
+from fzero.core.form_observer import observe as observe
+
 # The GPU of this process
 from fzero.core.gpu import HOST as HOST
 from fzero.core.gpu import current_device as current_device
@@ -212,9 +212,6 @@ from fzero.core.graph_tracing import is_foreign as is_foreign
 # Memory of the host that lasts
 from fzero.core.host_memory import HUGE as HUGE
 from fzero.core.host_memory import LARGE_BYTES as LARGE_BYTES
-
-# Processes that share the work of this one
-from fzero.core.host_memory import Pool as Pool
 from fzero.core.host_memory import aligned_memory as aligned_memory
 from fzero.core.host_memory import allocate_pages as allocate_pages
 from fzero.core.host_memory import bytes_cached as bytes_cached
@@ -241,6 +238,9 @@ from fzero.core.precision import overflow_at_floor as overflow_at_floor
 from fzero.core.precision import tree_sum as tree_sum
 from fzero.core.precision import tree_sum_rows as tree_sum_rows
 from fzero.core.precision import update_scaler as update_scaler
+
+# Processes that share the work of this one
+from fzero.core.process_pool import Pool as Pool
 
 # Calls of somebody's function in a step
 from fzero.core.purity_checks import PureCalls as PureCalls

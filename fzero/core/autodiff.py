@@ -1,5 +1,5 @@
-"""Autograd: the policy of recomputation, the axes of a mesh over which tensors may differ, Functions that run under
-torch.func transforms, and the record of the form that each hot operation takes (kernels/registry.py).
+"""Autograd: the policy of recomputation, the axes of a mesh over which tensors may differ, and Functions that run under
+torch.func transforms.
 
 Over which axes a tensor may differ is known from where it was made, not from its values. Within `Varying` every
 operation gives its results the axes of what it reads; a psum or all_gather takes its own axis away, a psum_scatter,
@@ -10,10 +10,9 @@ and infinities. JAX's shard_map checks types of this kind; here they follow one 
 
 from __future__ import annotations
 
-import contextlib
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,33 +30,6 @@ from fzero.core.torch_private import (
     transforms_active,
     unwrap_dead_wrappers,
 )
-
-_OBSERVERS: list[dict[str, set[str]]] = []
-
-
-@contextlib.contextmanager
-def observe() -> Iterator[dict[str, set[str]]]:
-    """A context that records the names of the forms each operation takes, in the dict it yields."""
-    used: dict[str, set[str]] = {}
-    _OBSERVERS.append(used)
-    try:
-        yield used
-    finally:
-        _OBSERVERS[:] = [observer for observer in _OBSERVERS if observer is not used]
-
-
-def note(operation: str, form: str) -> None:
-    """Tell all observers that an operation takes a form."""
-    for used in _OBSERVERS:
-        used.setdefault(operation, set()).add(form)
-
-
-def note_all(forms: Mapping[str, Iterable[str]]) -> None:
-    """Tell all observers of the forms of several operations, such as a kept program's."""
-    for operation, names in forms.items():
-        for name in names:
-            note(operation, name)
-
 
 R = TypeVar("R")
 

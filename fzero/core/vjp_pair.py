@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.fx import Graph, GraphModule, Node
 
 from fzero import core
-from fzero.core import autodiff, compile_cache
+from fzero.core import compile_cache, form_observer
 from fzero.core.autodiff import dense, unfollowed
 from fzero.core.compile import Run, compile_graph, fake_mode, fakes_of, notify_compiling, signature_of, trace
 from fzero.core.compile_cache import have_compiler
@@ -308,11 +308,11 @@ def _programs(
             question = core.program_cache.program_question((identity, grad_indices, split, budget), inputs)
         cached = core.program_cache.load_programs(question)
         if cached is not None and cached.programs is not None:
-            autodiff.note_all(cached.facts["forms"])
+            form_observer.note_all(cached.facts["forms"])
             return cached.programs, cached.facts["outputs"]
         if cached is None:
             notify_compiling()
-    with autodiff.observe() as forms:
+    with form_observer.observe() as forms:
         runs, outputs = _split_programs(f, grad_indices, inputs, compiled, split, budget)
     if question is not None:
         facts = {"outputs": outputs, "forms": {name: sorted(used) for name, used in forms.items()}}

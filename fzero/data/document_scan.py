@@ -31,9 +31,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fzero import core
 from fzero.core.files import writing
 from fzero.core.host_memory import cores
+from fzero.core.process_pool import Pool
 from fzero.core.torch_private import without_collection
 from fzero.data.sources import Document, SourceFile, blocks_of, expect_text, read_documents
 
@@ -67,7 +67,7 @@ def _forked_results(work: Callable[[int], R], numbers: Sequence[int], workers: i
     """The results of all numbers, each given to the next process that is free."""
     sys.stdout.flush()  # what waits there is written once
     sys.stderr.flush()
-    with core.host_memory.Pool(workers, "fork", _begin, work, os.getpid()) as pool:
+    with Pool(workers, "fork", _begin, work, os.getpid()) as pool:
         with without_collection(), warnings.catch_warnings():
             # Python 3.12 and JAX warn of locks that other threads may hold; what reads and encodes text takes none
             # of theirs, nor of torch's and of loggers.
@@ -93,7 +93,7 @@ def _forked_results(work: Callable[[int], R], numbers: Sequence[int], workers: i
                 raise error
 
 
-def _ended(pool: core.host_memory.Pool) -> str:
+def _ended(pool: Pool) -> str:
     """How a process ended; those beside it are then terminated."""
     pool.shutdown()  # until all have ended: before, another thread may be about to learn the exit code
     codes = [process.exitcode for process in pool.started]

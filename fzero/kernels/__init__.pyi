@@ -1,4 +1,4 @@
-from fzero.core.autodiff import observe as observe
+from fzero.core.form_observer import observe as observe
 from fzero.kernels.registry import Form as Form
 from fzero.kernels.registry import explain as explain
 

@@ -18,8 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fzero.core.autodiff import first_order, note
-from fzero.core.autodiff import observe as observe
+from fzero.core.autodiff import first_order
+from fzero.core.form_observer import note
+from fzero.core.form_observer import observe as observe
 from fzero.core.pytree import nearest
 
 # The files that hold operations; each registers its own when it is imported.

@@ -17,10 +17,6 @@ from fzero.planner.calibrate import machine as machine
 # Closed forms of a candidate's memory and time
 from fzero.planner.closed_forms import first_estimate as first_estimate
 
-# The trace of a deep model from a step that runs only a few of its layers
-from fzero.planner.extrapolate import cache_folder as cache_folder
-from fzero.planner.extrapolate import is_cached as is_cached
-
 # The longest sequence that a model trains on one device
 from fzero.planner.max_sequence import longest as longest
 
@@ -36,3 +32,7 @@ from fzero.planner.plan_report import PlanReport as PlanReport
 
 # What would help a run whose nodes have slow links between them
 from fzero.planner.slow_link_options import fewer_bytes as fewer_bytes
+
+# The trace of a deep model from a step that runs only a few of its layers
+from fzero.planner.trace_cache import cache_folder as cache_folder
+from fzero.planner.trace_cache import is_cached as is_cached

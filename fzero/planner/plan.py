@@ -24,11 +24,11 @@ from fzero.models import ModelConfig
 from fzero.models.configs import DecoderConfig, body_of
 from fzero.planner import devices, extrapolate, pipeline_trace
 from fzero.planner.devices import EVEN, Device, Loads, expect_capacity
-from fzero.planner.extrapolate import cached_trace
 from fzero.planner.pipeline_report import pipeline_report, with_layout
 from fzero.planner.plan_report import PlanReport, report_of
 from fzero.planner.plan_text import duration, percent, quantity, size
 from fzero.planner.step_trace import Trace, fake_nvme
+from fzero.planner.trace_cache import cached_trace
 from fzero.run.config.config_table import apply_table, from_table
 from fzero.run.config.objectives import objective_of
 from fzero.run.config.run_config import RunConfig

@@ -20,7 +20,7 @@ from fzero import models
 from fzero.core import config_tables
 from fzero.core.arguments import checked
 from fzero.core.config_tables import AtLeastOne
-from fzero.core.host_memory import Pool
+from fzero.core.process_pool import Pool
 from fzero.core.storage import write_text
 from fzero.models import ModelConfig
 from fzero.planner import devices, extrapolate, pipeline_trace

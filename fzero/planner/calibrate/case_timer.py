@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from fzero.comm.communicator import Communicator
 from fzero.core import gpu
-from fzero.core.host_memory import Pool
+from fzero.core.process_pool import Pool
 from fzero.planner.devices import Curve, Products
 from fzero.sharding.mesh import Mesh, make_mesh
 

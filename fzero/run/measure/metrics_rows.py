@@ -28,10 +28,11 @@ from fzero.models.batch import KINDS
 from fzero.optim.schedules import LR_SCALE
 from fzero.run.config.run_config import RunConfig
 from fzero.run.config.stages import count_tokens
-from fzero.run.measure import timer
+from fzero.run.measure import norms
 from fzero.run.measure.flops import TokenFlop
 from fzero.run.measure.loggers import open_loggers
-from fzero.run.measure.timer import Clock, ClockSpan, RankTimes
+from fzero.run.measure.norms import RankTimes
+from fzero.run.measure.timer import Clock, ClockSpan
 from fzero.run.setup import run_folder, run_lock
 from fzero.run.setup.build import Job
 from fzero.run.setup.coordinator import Say
@@ -152,7 +153,7 @@ def pack_numbers(metrics: Metrics) -> tuple[tuple[str, ...], Tensor]:
     numbers = {
         "loss": metrics.loss,
         **metrics.extra,
-        **timer.imbalance(metrics.tables),
+        **norms.imbalance(metrics.tables),
         "grad_norm": metrics.grad_norm,
         "loss_scale": metrics.loss_scale,
         "skipped": metrics.skipped,
@@ -254,20 +255,20 @@ class Meter:
         plan, mesh = self.job.plan, self.job.mesh
         # A step that measures has both.
         assert not isinstance(metrics.squares, tuple) and not isinstance(metrics.factor, tuple)
-        grads = timer.segment_norms(
-            timer.sums(metrics.squares),
+        grads = norms.segment_norms(
+            norms.sums(metrics.squares),
             {name: spec for name, (_, spec) in plan.terms.items()},
             mesh,
             plan.trained(plan.like),
             float(metrics.factor),
         )
-        params = timer.segment_norms(timer.of_params(state.params), plan.params, mesh, plan.like)
+        params = norms.segment_norms(norms.of_params(state.params), plan.params, mesh, plan.like)
         return {"grad_norms": grads, "param_norms": params}
 
     def experts(self, state: TrainState, metrics: Metrics) -> dict[str, Any]:
         """How the tokens of a step that is measured are spread over the experts; {} without any."""
         top_k = getattr(self.job.model.config, "top_k", 1)
-        return timer.spread_of(metrics.tables, state.params, self.job.plan, top_k)
+        return norms.spread_of(metrics.tables, state.params, self.job.plan, top_k)
 
     def cut(self, step: int) -> ClockSpan:
         """The time since the row before, which ends here with that of step `step`, for `times`."""
