@@ -35,7 +35,7 @@ def make(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python docs/make.py FOLDER")
     folder = Path(sys.argv[1])
     make(folder)

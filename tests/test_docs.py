@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import forked
@@ -186,6 +187,30 @@ def test_a_dead_link_of_the_reference_is_found(tmp_path):
         '<a href="https://example.org/#x">out</a><a href="data:image/png,x">in</a>'
     )
     assert links.broken_in_site(tmp_path) == ["a.html: sub/b.html#not", "a.html: no.svg", "sub/b.html: #gone"]
+
+
+def resolves(dotted):
+    """Whether a dotted name is a module, or a name in one."""
+    first, *rest = dotted.split(".")
+    value, path = importlib.import_module(first), first
+    for name in rest:
+        path = f"{path}.{name}"
+        if hasattr(value, name):
+            value = getattr(value, name)
+        elif isinstance(value, ModuleType) and hasattr(value, "__path__") and importlib.util.find_spec(path):
+            value = importlib.import_module(path)
+        else:
+            return False
+    return True
+
+
+def test_names_of_the_package_in_prose_exist():
+    text = "\n".join(
+        re.sub(r"```.*?```", "", page.read_text(), flags=re.S) for page in (*PAGES, ROOT / "CONTRIBUTING.md")
+    )
+    names = set(re.findall(r"`(fzero(?:\.[A-Za-z_]\w*)+)", text)) - {"fzero.glu_backward"}  # an operator in a table
+    assert len(names) > 20 and not [name for name in sorted(names) if not resolves(name)]
+    assert not resolves("fzero.run.setup.corpus.sample_at") and not resolves("fzero.no_such")
 
 
 def test_the_first_page_lists_every_page():

@@ -114,7 +114,7 @@ def from_table(table: Table, model: ModelConfig | None = None) -> RunConfig:
     """The RunConfig of a table: its `preset` (default: llama-tiny, or `model`'s own sizes), changed by the
     table.
 
-    `model.family` (gpt2, llama, mixtral, mlp) starts from a family's default sizes where `preset` is "".
+    `model.family` (a name of FAMILIES) starts from a family's default sizes where `preset` is "".
     Raises ValueError for an unknown key (with the nearest), a wrong type, a value out of range, and values that do not
     go together."""
     train, optim, sizes = (
