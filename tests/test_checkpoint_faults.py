@@ -4,6 +4,7 @@ with one line."""
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import time
 from contextlib import closing
@@ -300,7 +301,8 @@ def test_one_rank_of_two_cannot_write(tmp_path, monkeypatch, policy):
             checkpoint.verify(checkpoint.step_folder(home, step)) == [] for step in (4, 6)
         )
     else:
-        assert code != 0 and len(said) == 1 and line in said[0] and codes == [2, 2], (said, codes)
+        assert code != 0 and len(said) == 1 and line in said[0], (said, codes)
+        assert 2 in codes and set(codes) <= {2, -signal.SIGTERM}, codes  # by which torchrun ends the other one
         assert checkpoint.steps(home) == []
 
 

@@ -6,7 +6,9 @@ Heavy modules are imported only when needed, so that `fzero --help` is quick.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import select
 import shutil
 import sys
 import threading
@@ -238,10 +240,22 @@ def _stdout_works() -> bool:
     """Whether the standard output can be written; if not, its buffer is dropped, as Python would complain."""
     try:
         sys.stdout.flush()
-        return True
+        if _has_reader(sys.stdout):
+            return True
+        raise BrokenPipeError
     except (OSError, ValueError):
         drop(sys.stdout)
         return False
+
+
+def _has_reader(stream: TextIO) -> bool:
+    """False for a pipe whose reader has ended, of which a flush knows nothing after a write that failed."""
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno(), select.POLLOUT)
+    except io.UnsupportedOperation:  # a stream of Python's own
+        return True
+    return not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
 def drop(stream: TextIO) -> None:
