@@ -23,6 +23,7 @@ FLOORS = (
     ("optim", "models", "offload"),
     ("train",),
     ("checkpoint",),
+    ("generate",),
     ("run",),
     ("planner", "report"),
     ("cli",),

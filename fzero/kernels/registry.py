@@ -41,6 +41,7 @@ FILES = (
     "newton_schulz",
     "norm",
     "optim_multi_tensor",
+    "paged_attention",
     "quantize",
     "rope",
 )

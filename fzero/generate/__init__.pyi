@@ -1,0 +1,1 @@
+"""For contributors: what the other packages of fzero use."""
