@@ -15,6 +15,7 @@ arXiv:2309.06180, section 4.1.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def reference(
     """The definition, row by row: the keys and values of its pages side by side, and `attention` on them."""
     out = q.new_zeros((*q.shape[:2], v_pages.shape[-1]))
     bounds = starts.tolist()
-    for row, (start, end) in enumerate(zip(bounds, bounds[1:])):
+    for row, (start, end) in enumerate(itertools.pairwise(bounds)):
         if start == end:
             continue
         length = int(positions[end - 1]) + 1
