@@ -14,7 +14,7 @@ from pretend_gpu import pretend
 
 from fzero import models
 from fzero.core import prng, pytree
-from fzero.models import Cache, Ctx, chunked_layer
+from fzero.models import Cache, Ctx, TokenLayout, chunked_layer
 from fzero.planner import device_for, plan
 from fzero.planner.step_trace import make_trace, run_step
 from fzero.run import build
@@ -98,8 +98,10 @@ def test_under_other_transforms_and_with_a_cache_all_tokens_are_taken_at_once():
         by_row = torch.vmap(torch.func.grad(loss), (None, 0))(params, batch)
         p = pytree.map(lambda leaf: leaf[0], params["blocks"])
         x = torch.randn(1, T, 16, dtype=F64, generator=torch.Generator().manual_seed(1))
-        cache = Cache(torch.zeros(1, T, 2, 4, dtype=F64), torch.zeros(1, T, 2, 4, dtype=F64), 0)
-        results.append((by_row, model.block(p, x, ctx_of(cache=cache)), cache[:2]))
+        keys, values = torch.zeros(2, 1, T, 2, 4, dtype=F64)
+        cache = Cache((keys, values), torch.arange(T), torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, T]))
+        ctx = ctx_of(cache=cache, tokens=TokenLayout(positions=torch.arange(T)))
+        results.append((by_row, model.block(p, x, ctx), cache.pages))
     assert_same(results[1], results[0])
 
 

@@ -18,6 +18,7 @@ from fzero.kernels import moe as moe
 from fzero.kernels import newton_schulz as newton_schulz
 from fzero.kernels import norm_triton as norm_triton
 from fzero.kernels import optim_lowbit as optim_lowbit
+from fzero.kernels import paged_attention as paged_attention
 from fzero.kernels import quantize as quantize
 from fzero.kernels import quantize_codes as quantize_codes
 from fzero.kernels import tuning as tuning

@@ -98,6 +98,10 @@ from fzero.models.configs import without_adapters as without_adapters
 # The Model of a decoder that transformers' own code computes
 from fzero.models.decoder import linear_targets as linear_targets
 
+# A second head, which generation passes over
+from fzero.models.deepseek import MTP_JOIN as MTP_JOIN
+from fzero.models.deepseek import MTP_STACK as MTP_STACK
+
 # The forward pass of a layered Model, from a batch to its loss or logits, on one process or on a rank of a mesh
 from fzero.models.forward import prepare as prepare
 

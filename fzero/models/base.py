@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -50,17 +51,34 @@ def ones(name: str, *shape: int) -> Leaves:
 
 
 class Cache(NamedTuple):
-    """The key-value cache of one layer while sampling; a block writes the new keys and values into it, in place, after
-    the old ones.
+    """The pages of one layer while generating, and the rows of a step that read and write them; see
+    kernels/paged_attention.py. A batch is then [1, N] tokens, of all rows in turn, at `ctx.tokens.positions`.
 
-    >>> cache = Cache(torch.zeros(1, 8, 2, 4), torch.zeros(1, 8, 2, 4), length=0)  # B=1, S=8, G=2, K=4
-    >>> cache._replace(length=cache.length + 1).length
-    1
+    >>> pages = torch.zeros(2, 4, 1, 3)  # two pages of four positions, one head of three numbers
+    >>> cache = Cache((pages,), torch.tensor([5]), torch.tensor([[1]]), torch.tensor([0, 1]))
+    >>> cache.write(torch.ones(1, 1, 1, 3))
+    >>> pages[1, :, 0, 0]
+    tensor([0., 1., 0., 0.])
     """
 
-    k: Tensor  # [B, S, G, K]
-    v: Tensor  # [B, S, G, K]
-    length: int  # positions filled before this call
+    pages: tuple[Tensor, ...]  # [P, page_tokens, heads, size]: keys and values, or DeepSeek's latents
+    slots: Tensor  # int64 [N]: where a token's entries go, positions counted through all pages
+    table: Tensor  # int32 [R, pages of the longest row]
+    starts: Tensor  # int32 [R + 1]: row r is the tokens starts[r] to starts[r + 1]
+
+    def write(self, *entries: Tensor) -> None:
+        """Write the tokens' entries [1, N, heads, size] into the pages, in place."""
+        for pages, entry in zip(self.pages, entries):
+            pages.flatten(0, 1).index_copy_(0, self.slots, entry[0].to(pages.dtype))
+
+    def rows(self, positions: Tensor) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+        """(the tokens of a row, the entries of all its positions [1, S, heads, size]), row by row."""
+        bounds = self.starts.tolist()
+        for row, (start, end) in enumerate(itertools.pairwise(bounds)):
+            if start < end:
+                length = int(positions[end - 1]) + 1
+                used = self.table[row, : -(-length // self.pages[0].shape[1])].long()
+                yield slice(start, end), tuple(pages[used].flatten(0, 1)[None, :length] for pages in self.pages)
 
 
 class TokenLayout(NamedTuple):

@@ -49,7 +49,7 @@ class AttentionLayer(NamedTuple):
 
     def __call__(self, p: Tree, x: Tensor, ctx: Ctx, tokens: int = 0) -> Tensor:
         """x [B, T, D] after the layer, computed for `tokens` tokens at a time (0: all)."""
-        if tokens:
+        if tokens and not ctx.cache:
             expect_chunks(x, ctx, tokens)
         if 0 < tokens < x.shape[1] and not ctx.cache and first_order():
             return _in_chunks(self, p, x, ctx, tokens)

@@ -25,6 +25,7 @@ from fzero.core.pytree import Tree
 from fzero.kernels.attention import Positions, attention
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.attention_ring import ring_attention
+from fzero.kernels.paged_attention import paged_attention
 from fzero.kernels.rope import rope_frequencies, rope_qk
 from fzero.kernels.rope_scaling import RopeScaling
 from fzero.models.base import Ctx, pieces_of
@@ -167,25 +168,27 @@ def queries_keys_values(p: Tree, x: Tensor, ctx: Ctx, attention: Attention) -> t
     return q, k, v
 
 
-def with_cache(k: Tensor, v: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
-    """(k, v) behind those in ctx.cache if there is one, which gets them."""
-    if not ctx.cache:
-        return k, v
-    length, end = ctx.cache.length, ctx.cache.length + k.shape[1]
-    ctx.cache.k[:, length:end], ctx.cache.v[:, length:end] = k, v
-    return ctx.cache.k[:, :end], ctx.cache.v[:, :end]
-
-
 def attend_with_cache(
     q: Tensor, k: Tensor, v: Tensor, ctx: Ctx, attention: Attention, sinks: Tensor | None = None
 ) -> Tensor:
-    """The result of attention [B, T, H, K], including ctx.cache, into which new keys are written."""
-    k, v = with_cache(k, v, ctx)
+    """The result of attention [B, T, H, K]; with ctx.cache over its pages, into which k and v are written."""
     options: dict[str, Any] = {
         name: value for name, value in (("scale", attention.scale), ("cap", attention.cap)) if value
     }
     options |= {} if sinks is None else {"sinks": sinks}
-    return attend(q, k, v, attention.pattern, ctx, **options)
+    if not ctx.cache:
+        return attend(q, k, v, attention.pattern, ctx, **options)
+    ctx.cache.write(k, v)
+    k_pages, v_pages = ctx.cache.pages
+    return attend_pages(q, k_pages, v_pages, attention.pattern, ctx, **options)
+
+
+def attend_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
+    """Attention of q [1, N, H, K] on the pages of ctx.cache, as [1, N, H, V]."""
+    assert ctx.cache and isinstance(ctx.tokens.positions, Tensor)  # which a step gives
+    rows = ctx.cache.table, ctx.cache.starts, ctx.tokens.positions
+    impl = ctx.kernels["paged_attention"]
+    return paged_attention(q[0], k_pages, v_pages, *rows, pattern=pattern, impl=impl, **scores)[None]
 
 
 def project_attention(p: Tree, out: Tensor, ctx: Ctx) -> Tensor:

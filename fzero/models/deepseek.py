@@ -33,7 +33,7 @@ from fzero.kernels.rope import rope_frequencies, rope_qk
 from fzero.models.base import Ctx, Leaves, Loss, Model, ModelTraits, make_tree, ones
 from fzero.models.batch import Batch
 from fzero.models.configs import DeepSeekConfig
-from fzero.models.cp_attention import attend, with_cache
+from fzero.models.cp_attention import attend, attend_pages, full_attention
 from fzero.models.experts import (
     ENTROPY,
     LOAD,
@@ -64,6 +64,7 @@ from fzero.models.layers import (
 )
 from fzero.models.llama import MLP_RULES, embed, ends, gated_leaves, head_inputs
 from fzero.models.tiled_linear import gated_mlp, gated_product
+from fzero.models.weights import WeightInParts
 from fzero.sharding import Mesh, Rules
 
 MTP_STACK, MTP_JOIN = "blocks_mtp", "join_mtp"
@@ -159,10 +160,9 @@ def latent_attention(c: DeepSeekConfig, p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         low, latent, turned = enter_region(torch.cat((low, latent, turned), -1), ctx, "blocks/attn").split(sizes, -1)
     heads = c.n_heads // tp.size
     q = rearrange(linear(low, p["w_q_b" if c.q_rank else "w_q"], ctx=ctx), "b t (h k) -> b t h k", h=heads)
-    kv = rearrange(linear(latent, p["w_kv_b"], ctx=ctx), "b t (h k) -> b t h k", h=heads)
     positions = positions_of(q, ctx)
     angles = rope_frequencies(c.rope_dim, c.rope_theta, None, x.device, x.dtype)
-    q_turned, k_turned = rope_qk(
+    q_turned, turned = rope_qk(
         q[..., c.nope_dim :].contiguous(),
         turned[:, :, None].contiguous(),
         positions,
@@ -171,11 +171,42 @@ def latent_attention(c: DeepSeekConfig, p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         impl=ctx.kernels["rope_qk"],
     )
     q = torch.cat((q[..., : c.nope_dim], q_turned), -1)
-    k = torch.cat((kv[..., : c.nope_dim], k_turned.expand(*kv.shape[:3], c.rope_dim)), -1)
+    if not ctx.cache:
+        out = attend(q, *keys_values(c, p, latent, turned, ctx), Pattern.parse(c.pattern), ctx)[..., : c.value_dim]
+    else:
+        ctx.cache.write(torch.cat((latent[:, :, None], turned), -1))
+        out = attend_latents(c, p, q, ctx)
+    return row_parallel_linear(rearrange(out, "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn")
+
+
+def keys_values(c: DeepSeekConfig, p: Tree, latent: Tensor, turned: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+    """k and v [B, S, H, nope + rope] of latents [B, S, R] and turned keys [B, S, 1, rope]; v is padded."""
+    kv = linear(latent, p["w_kv_b"], ctx=ctx).unflatten(-1, (c.n_heads // ctx.mesh.tp.size, -1))
+    k = torch.cat((kv[..., : c.nope_dim], turned.expand(*kv.shape[:3], c.rope_dim)), -1)
     # Forms of attention take values of the keys' size.
-    v = torch.nn.functional.pad(kv[..., c.nope_dim :], (0, c.key_dim - c.value_dim))
-    out = attend(q, *with_cache(k, v, ctx), Pattern.parse(c.pattern), ctx)
-    return row_parallel_linear(rearrange(out[..., : c.value_dim], "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn")
+    return k, torch.nn.functional.pad(kv[..., c.nope_dim :], (0, c.key_dim - c.value_dim))
+
+
+def attend_latents(c: DeepSeekConfig, p: Tree, q: Tensor, ctx: Ctx) -> Tensor:
+    """Attention of q [1, N, H, nope + rope] on the pages of latents of ctx.cache, as [1, N, H, value]."""
+    assert ctx.cache and isinstance(ctx.tokens.positions, Tensor)  # which a step gives
+    pattern = Pattern.parse(c.pattern)
+    if ctx.kernels.default == "canonical":  # the sums of training, over keys and values
+        out = q.new_zeros((*q.shape[:3], c.value_dim))
+        for span, (entries,) in ctx.cache.rows(ctx.tokens.positions):
+            latent, turned = entries.to(q.dtype).split([c.kv_rank, c.rope_dim], -1)
+            k, v = keys_values(c, p, latent[:, :, 0], turned, ctx)
+            out[:, span] = full_attention(q[:, span], k, v, pattern, ctx)[..., : c.value_dim]
+        return out
+    # q . (W_k latent) = (W_k^T q) . latent, and likewise for values, so that the latents serve as keys and as values of
+    # one head that all queries share: section 2.1.2 of DeepSeek-V2, arXiv:2405.04434.
+    w = p["w_kv_b"].to(q.dtype)
+    w = (w.dense() if isinstance(w, WeightInParts) else w).unflatten(-1, (q.shape[2], -1))
+    by_latent = torch.einsum("bthn,rhn->bthr", q[..., : c.nope_dim], w[..., : c.nope_dim])
+    (pages,), scale = ctx.cache.pages, c.key_dim**-0.5
+    queries = torch.cat((by_latent, q[..., c.nope_dim :]), -1)
+    out = attend_pages(queries, pages, pages[..., : c.kv_rank], pattern, ctx, scale=scale)
+    return torch.einsum("bthr,rhv->bthv", out, w[..., c.nope_dim :])
 
 
 def choose_experts(c: DeepSeekConfig, p: Tree, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -111,7 +111,7 @@ def gpt2(config: GPT2Config) -> Model:
         elif isinstance(ctx.tokens.positions, Tensor):
             x = x + look_up(table, narrow_part(ctx.tokens.positions, axis.rank, axis.size, 0))
         else:
-            first = (ctx.cache.length if ctx.cache else 0) + axis.rank * x.shape[1]
+            first = axis.rank * x.shape[1]
             x = x + table[first : first + x.shape[1]]
         return dropout(x, c.dropout, "embed", ctx)
 

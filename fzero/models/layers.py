@@ -92,7 +92,7 @@ def positions_of(x: Tensor, ctx: Ctx) -> Tensor:
     """The positions in their sequences of x's tokens [B, T, ...]: int64 [T]."""
     if isinstance(ctx.tokens.positions, Tensor):
         return ctx.tokens.positions
-    first = ctx.tokens.chunk[0] if ctx.tokens.chunk else ctx.cache.length if ctx.cache else 0
+    first = ctx.tokens.chunk[0] if ctx.tokens.chunk else 0
     return torch.arange(first, first + x.shape[1], device=x.device)
 
 

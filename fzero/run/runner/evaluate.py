@@ -29,10 +29,11 @@ from fzero.data import open_tokens
 from fzero.data.packing import Batch
 from fzero.data.token_stream import RowStream
 from fzero.data.tokens import SPLITS, read_meta
-from fzero.models import Cache, Ctx, Model
+from fzero.generate.pages import PAGE_TOKENS, page_spec
+from fzero.generate.step import StepBatch, make_step
+from fzero.models import Model
 from fzero.models.batch import KINDS, SOURCES
 from fzero.models.configs import LORA, head_of
-from fzero.models.forward import prepare
 from fzero.optim import AverageState
 from fzero.run import setup
 from fzero.run.measure.metrics_rows import losses_by_source
@@ -41,15 +42,11 @@ from fzero.run.setup import run_folder
 from fzero.run.setup.build import Job, specs_of
 from fzero.run.setup.coordinator import Coordinator, Say
 from fzero.run.setup.corpus import on_device, prefetch_to_device
-from fzero.sharding import Plan, one_process, zero_plan
-from fzero.sharding.prefetch import LeafGroup, ParamFetcher, Prefetcher
+from fzero.sharding import one_process, zero_plan
 from fzero.train.execution import Execution
 from fzero.train.gradient import make_eval_step
-from fzero.train.stage_exchange import Segment, segments_of
 from fzero.train.state import TrainState
 from fzero.train.update.in_memory import spread
-
-FILL = 64  # positions: a module's code is traced anew for each number of them
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def generate(
     sampling: how a token is drawn from the logits. vocab_size: only ids below are drawn. The draw at a position depends
     on the key and the position only, so the same key gives the same text. Computes in the dtype of the
     parameters, on the device of the tokens.
-    A model of transformers' own code has no cache: it computes all positions for every token.
+    A model of transformers' own code keeps no keys: it computes all positions for every token.
     Parameters on a disk (DiskTensor) are read part by part, each while the one before it computes, for every token
     anew. Raises ValueError for an empty prompt, T + n above the model's max_len, and an id outside the
     vocabulary."""
@@ -122,68 +119,24 @@ def generate(
         raise ValueError(
             f"the prompt has the token {min_id if min_id < 0 else max_id}; the model has the ids 0 to {vocab - 1}"
         )
-    caches = make_caches(model, params, batch, length + n, tokens.device) if not model.traits.foreign else []
-    cached_len, done = 0, torch.zeros(batch, dtype=torch.bool, device=tokens.device)
-    ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    dtype = pytree.leaves(params)[0].dtype
+    per_row = -(-(length + n) // PAGE_TOKENS)
+    pages = page_spec(model, plan, batch * per_row, dtype=dtype).zeros(tokens.device)
+    tables = [range(row * per_row, (row + 1) * per_row) for row in range(batch)]
+    step, done = make_step(model, plan, dtype=dtype), torch.zeros(batch, dtype=torch.bool, device=tokens.device)
+    ends, new = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos), tokens
     for position in range(length, length + n):
-        if model.traits.foreign:  # all positions again, of so many that their number seldom changes
-            padded = pad_tokens(tokens, model.config.max_len)
-            logits = forward(model, plan, params, padded, [], 0)[:, position - 1, :vocab]
-        else:
-            logits = forward(model, plan, params, tokens[:, cached_len:], caches, cached_len)[:, -1, :vocab]
-        cached_len = position
-        new = draw(logits, prng.fold_in(key, position), sampling)
-        tokens = torch.cat((tokens, new[:, None]), 1)
+        rows = [(ids, position - new.shape[1], table) for ids, table in zip(new.tolist(), tables)]
+        rows = StepBatch.of_rows(rows, [1] * batch, page_tokens=PAGE_TOKENS, device=tokens.device)
+        logits, pages = step(params, pages, rows)
+        new = draw(logits[:, :vocab], prng.fold_in(key, position), sampling)[:, None]
+        tokens = torch.cat((tokens, new), 1)
         if ends:
             for end in ends:
-                done |= new == end
+                done |= new[:, 0] == end
             if bool(done.all()):
                 break
     return tokens
-
-
-def pad_tokens(tokens: Tensor, max_len: int) -> Tensor:
-    """Tokens [B, T] with others behind, to a multiple of FILL or max_len."""
-    size = min(-(-tokens.shape[1] // FILL) * FILL, max_len)
-    return torch.nn.functional.pad(tokens, (0, size - tokens.shape[1]))
-
-
-def make_caches(model: Model, params: Tree, batch: int, length: int, device: torch.device) -> list[Cache | tuple[()]]:
-    """An empty cache of `length` positions per layer on `device`; () for a model without attention."""
-    c, dtype = model.config, pytree.leaves(params)[0].dtype
-    if not hasattr(c, "n_heads"):
-        return [()] * c.n_layers
-    shape = (batch, length, getattr(c, "n_kv_heads", c.n_heads), getattr(c, "key_dim", c.d_model // c.n_heads))
-    like = {"dtype": dtype, "device": device}
-    return [Cache(torch.zeros(shape, **like), torch.zeros(shape, **like), 0) for _ in range(c.n_layers)]
-
-
-def forward(
-    model: Model, plan: Plan, params: Tree, tokens: Tensor, caches: list[Cache | tuple[()]], length: int
-) -> Tensor:
-    """The logits [B, T, V] of `tokens` that follow `length` positions, which the caches hold and get."""
-    parts, batch = segments_of(model, plan), {"tokens": tokens}
-    ctx = prepare(model, batch, Ctx(dtype=pytree.leaves(params)[0].dtype))
-    caches = [cache._replace(length=length) if cache else () for cache in caches] or [()] * model.config.n_layers
-    ahead = Prefetcher(ParamFetcher(params, plan, tokens.device), 1)
-    ahead.expect([group for segment in parts for group in segment.groups], "sample")
-
-    def fetch_group(segment: Segment, group: LeafGroup) -> Tree:
-        names = [name.removeprefix(f"{segment.name}/") if segment.depth else name for name in group.leaves]
-        return pytree.nest(dict(zip(names, ahead.fetch(group))))
-
-    x = None
-    for segment in parts[:-1]:
-        for i, group in enumerate(segment.groups):
-            layer_ctx, f = ctx._replace(cache=caches[segment.first + i]), segment.functions[i % len(segment.functions)]
-            if segment.kind == "embed":
-                x = f(fetch_group(segment, group), batch, layer_ctx)
-            elif segment.kind == "join":
-                x = f(fetch_group(segment, group), x, batch, layer_ctx)
-            else:
-                number = torch.full((), segment.first + i, device=tokens.device)
-                x = f(fetch_group(segment, group), x, layer_ctx._replace(layer=number))
-    return model.logits(fetch_group(parts[-1], parts[-1].groups[0]), x, ctx)
 
 
 # Ref: Gumbel 1954; Maddison et al. 2014, "A* sampling", section 2.

@@ -1,0 +1,120 @@
+"""Pages: what a model keeps of the positions that it has computed, in fixed parts that requests share.
+
+A layer's entry of a position is its keys and values, [G, K] each, or DeepSeek's latent: R + rope numbers in place of
+2 H K (DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, section 2.1, table 1). Page `P - 1` is no request's: what a
+step pads its batch with is written there. A model without pages of its own (transformers' own code) keeps the ids of
+its tokens, from which a step computes all positions again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.core.arguments import checked
+from fzero.models import Model
+from fzero.models.configs import DeepSeekConfig, GPT2Config, LlamaConfig, MLPConfig, body_of
+from fzero.sharding import Plan
+
+PAGE_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class PageSpec:
+    """What pages are: their number, positions and, by layer, the shapes [heads, size] of an entry.
+
+    >>> spec = PageSpec(count=3, page_tokens=4, entries=(((2, 8), (2, 8)),), dtype=torch.bfloat16)
+    >>> spec.page_bytes, spec.bytes  # a page of four positions; with the page of padding there are four
+    (256, 1024)
+    """
+
+    count: int  # of pages for requests
+    page_tokens: int
+    entries: tuple[tuple[tuple[int, int], ...], ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for name in ("count", "page_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of a page in all layers."""
+        numbers = sum(math.prod(shape) for layer in self.entries for shape in layer)
+        return numbers * self.page_tokens * self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all pages, the one of padding too."""
+        return (self.count + 1) * self.page_bytes
+
+    def zeros(self, device: torch.device | str = "cpu") -> Pages:
+        """Pages of these sizes on a device."""
+        shape, like = (self.count + 1, self.page_tokens), {"dtype": self.dtype, "device": device}
+        return Pages(self, tuple(tuple(torch.zeros((*shape, *e), **like) for e in layer) for layer in self.entries))
+
+
+class Pages:
+    """The pages of all layers, `layers[i][j]` [P, page_tokens, heads, size]. A step writes into them in place and
+    returns them as a new value; the one that it was given is spent, and refused from then on."""
+
+    def __init__(self, spec: PageSpec, layers: tuple[tuple[Tensor, ...], ...]) -> None:
+        self.spec, self._layers = spec, layers
+
+    @property
+    def layers(self) -> tuple[tuple[Tensor, ...], ...]:
+        """The tensors; raises ValueError if a step was given these pages."""
+        if self._layers is None:
+            raise ValueError("these pages were given to a step, which wrote into them; use the pages that it returned")
+        return self._layers
+
+    def donate(self) -> Pages:
+        """The same tensors as a new value; this one is spent."""
+        successor = Pages(self.spec, self.layers)
+        self._layers = None
+        return successor
+
+
+@checked()
+def page_spec(model: Model, plan: Plan, count: int, *, page_tokens: int = PAGE_TOKENS, dtype: Any = None) -> PageSpec:
+    """The PageSpec of a model on a rank of the plan's mesh: tp splits heads, and DeepSeek's latents are whole.
+
+    count: pages, of `page_tokens` positions each. dtype: of keys and values; None: that of the parameters. Raises
+    ValueError for a count or page_tokens below 1.
+
+    >>> from fzero import models, one_process, zero_plan
+    >>> model = models.build(models.LlamaConfig(32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=32))
+    >>> page_spec(model, zero_plan(0, model, one_process()), 10, dtype=torch.float32).entries
+    (((2, 4), (2, 4)), ((2, 4), (2, 4)))
+    """
+    shapes = entry_shapes(model, plan.mesh.tp.size)
+    if recomputes(model):
+        return PageSpec(count, page_tokens, (((1, 1),),), torch.int64)
+    return PageSpec(count, page_tokens, (shapes,) * body_of(model.config).n_layers, dtype or plan.policy.compute)
+
+
+def entry_shapes(model: Model, tp: int = 1) -> tuple[tuple[int, int], ...]:
+    """The shapes of a layer's entries of one position on a rank of tp."""
+    c = body_of(model.config)
+    if isinstance(c, DeepSeekConfig):
+        return ((1, c.kv_rank + c.rope_dim),)
+    if isinstance(c, (LlamaConfig, GPT2Config)):
+        shape = max(1, getattr(c, "n_kv_heads", c.n_heads) // tp), getattr(c, "key_dim", c.d_model // c.n_heads)
+        return (shape, shape)
+    return ()
+
+
+def recomputes(model: Model) -> bool:
+    """Whether a model keeps no entries of its own, so that each step computes all positions again."""
+    return not isinstance(body_of(model.config), (DeepSeekConfig, LlamaConfig, GPT2Config, MLPConfig))
+
+
+def pages_for(tokens: Sequence[int] | int, page_tokens: int) -> int:
+    """The pages of so many positions."""
+    return -(-(tokens if isinstance(tokens, int) else len(tokens)) // page_tokens)

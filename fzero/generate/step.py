@@ -1,0 +1,222 @@
+"""One step of generation: a pure function over parameters, pages and a batch of rows.
+
+    logits, pages = step(params, pages, batch)
+
+A row is some consecutive tokens of a request. Prefill, a chunk of it, decoding, and the check of guesses differ in the
+rows' lengths alone. The functions of the layers are those of training; attention reads pages (kernels/paged_attention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.pytree import Tree
+from fzero.generate.pages import Pages, recomputes
+from fzero.kernels.registry import Kernels
+from fzero.models import Ctx, Model
+from fzero.models.base import Cache, TokenLayout
+from fzero.models.batch import Batch
+from fzero.models.configs import head_of
+from fzero.models.deepseek import MTP_JOIN, MTP_STACK
+from fzero.models.forward import prepare
+from fzero.sharding import Plan
+from fzero.sharding.prefetch import ParamFetcher, Prefetcher
+from fzero.train.stage_exchange import Segment, segments_of
+
+FILL = 64  # positions: a module's code is traced anew for each number of them
+Step = Callable[[Tree, Pages, "StepBatch"], tuple[Tensor, Pages]]
+
+
+class StepBatch(NamedTuple):
+    """The rows of a step, one after the other.
+
+    >>> StepBatch.of_rows([([7, 8], 3, [0, 2])], [1], page_tokens=4).slots  # positions 3 and 4, in pages 0 and 2
+    tensor([3, 8])
+    """
+
+    tokens: Tensor  # int64 [N]
+    positions: Tensor  # int64 [N]
+    slots: Tensor  # int64 [N]: the line of each position in the pages, counted through all of them
+    starts: Tensor  # int32 [R + 1]: row r is the tokens starts[r] to starts[r + 1]
+    table: Tensor  # int32 [R, P]: the pages of each row, those of its positions in order
+    logit_rows: Tensor  # int64 [M]: the tokens whose logits are wanted
+
+    @classmethod
+    def of_rows(
+        cls,
+        rows: Sequence[tuple[Sequence[int], int, Sequence[int]]],
+        wanted: Sequence[int],
+        *,
+        page_tokens: int,
+        device: torch.device | str = "cpu",
+    ) -> StepBatch:
+        """The batch of rows (token ids, position of the first, pages) of which the last `wanted` logits are wanted."""
+        tokens, positions, slots, starts, logit_rows = [], [], [], [0], []
+        for (ids, first, pages), count in zip(rows, wanted, strict=True):
+            span = range(first, first + len(ids))
+            tokens += ids
+            positions += span
+            slots += [pages[p // page_tokens] * page_tokens + p % page_tokens for p in span]
+            starts.append(len(tokens))
+            logit_rows += range(len(tokens) - count, len(tokens))
+        longest = max((len(pages) for _, _, pages in rows), default=0)
+        table = [[*pages, *[0] * (longest - len(pages))] for _, _, pages in rows]
+        whole = {"dtype": torch.int64, "device": device}
+        narrow = {"dtype": torch.int32, "device": device}
+        return cls(
+            torch.tensor(tokens, **whole),
+            torch.tensor(positions, **whole),
+            torch.tensor(slots, **whole),
+            torch.tensor(starts, **narrow),
+            torch.tensor(table, **narrow).reshape(len(rows), longest),
+            torch.tensor(logit_rows, **whole),
+        )
+
+
+def make_step(model: Model, plan: Plan, *, kernels: str | Kernels = "auto", dtype: torch.dtype | None = None) -> Step:
+    """Return `step(params, pages, batch) -> (logits, pages)`: logits float32 [M, V] of the tokens that the batch names,
+    and the pages with the entries of its tokens.
+
+    params: at rest as `plan` says, at any stage; a rank of tp has its own heads, and what rests sharded is gathered, or
+    read from the host or a disk, layer by layer. pages: from `PageSpec.zeros`; they are written in place, and the value
+    that was given is spent. kernels: the form of each operation, as in training; "canonical": the logits are the bits
+    of training's, in any batch. dtype: of activations and products; None: the plan's.
+    Communicates: as a forward pass of training. All ranks of a mesh call it together, also with an empty batch.
+
+    Raises ValueError for a model with a head of scores, and a mesh with pp, cp or ep. The step raises it for pages that
+    an earlier step was given.
+
+    >>> from fzero import generate, models, one_process, random, zero_plan
+    >>> model = models.build(models.LlamaConfig(32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=32))
+    >>> plan = zero_plan(0, model, one_process())
+    >>> step, pages = generate.make_step(model, plan), generate.page_spec(model, plan, count=4, page_tokens=8).zeros()
+    >>> prompt = generate.StepBatch.of_rows([([1, 2, 3], 0, [0])], [1], page_tokens=8)
+    >>> logits, pages = step(models.init_params(model, random.key(0)), pages, prompt)
+    >>> logits.shape
+    torch.Size([1, 32])
+    """
+    expect_generates(model, plan)
+    kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
+    ctx = Ctx(mesh=plan.mesh, dtype=dtype or plan.policy.compute, kernels=kernels)
+    parts = tuple(part for part in segments_of(model, plan) if part.name not in (MTP_STACK, MTP_JOIN))
+    resident, run = _Resident(parts, plan), _recomputed if recomputes(model) else _paged
+
+    @torch.no_grad()
+    def step(params: Tree, pages: Pages, batch: StepBatch) -> tuple[Tensor, Pages]:
+        pages = pages.donate()
+        logits = run(model, resident.fetches(params, batch.tokens.device), ctx, pages, batch)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)), pages
+
+    return step
+
+
+Fetches = Iterator[tuple[Segment, int, Tree]]  # (part, number of its layer, leaves), in the order of a pass
+
+
+def _paged(model: Model, fetches: Fetches, ctx: Ctx, pages: Pages, batch: StepBatch) -> Tensor:
+    """The logits [M, V] of a model whose attention reads pages."""
+    ctx = ctx._replace(tokens=TokenLayout(positions=batch.positions))
+
+    def layer_ctx(layer: int) -> Ctx:
+        entries = pages.layers[layer]
+        return ctx._replace(cache=Cache(entries, batch.slots, batch.table, batch.starts) if entries else ())
+
+    def select(x: Any) -> Any:  # a model with counts of its own has the activations beside them
+        rows = batch.logit_rows
+        return {**x, "x": x["x"][:, rows]} if isinstance(x, Mapping) else x[:, rows]
+
+    return _pass(model, fetches, {"tokens": batch.tokens[None]}, ctx, layer_ctx, select)[0]
+
+
+def _recomputed(model: Model, fetches: Fetches, ctx: Ctx, pages: Pages, batch: StepBatch) -> Tensor:
+    """The logits [M, V] of a model without keys: its pages have ids, and rows whose logits are wanted are whole."""
+    cache = Cache(pages.layers[0], batch.slots, batch.table, batch.starts)
+    cache.write(batch.tokens[None, :, None, None])
+    wanted = set(batch.logit_rows.tolist())
+    rows = [(span, ids[0, :, 0, 0]) for span, (ids,) in cache.rows(batch.positions)]
+    rows = [(span, ids) for span, ids in rows if wanted.intersection(range(span.start, span.stop))]
+    longest = max((len(ids) for _, ids in rows), default=1)
+    size = max(longest, min(-(-longest // FILL) * FILL, model.config.max_len))
+    # At least one row, so that all ranks gather the weights.
+    padded = [torch.nn.functional.pad(ids, (0, size - len(ids))) for _, ids in rows] or [batch.tokens.new_zeros(size)]
+    inputs = {"tokens": torch.stack(padded)}
+    ctx = prepare(model, inputs, ctx)
+    logits = _pass(model, fetches, inputs, ctx, lambda layer: ctx, lambda x: x)
+    picked = [
+        logits[row, len(ids) - span.stop + token]
+        for row, (span, ids) in enumerate(rows)
+        for token in range(span.start, span.stop)
+        if token in wanted
+    ]
+    return torch.stack(picked) if picked else logits[0, :0]
+
+
+def _pass(
+    model: Model,
+    fetches: Fetches,
+    inputs: Batch,
+    ctx: Ctx,
+    layer_ctx: Callable[[int], Ctx],
+    select: Callable[[Any], Any],
+) -> Tensor:
+    """The logits [B, T, V] of the activations that `select` takes of the last ones."""
+    x: Any = None
+    for part, number, p in fetches:
+        if part.kind == "embed":
+            x = model.embed(p, inputs, ctx)
+        elif part.kind == "join":
+            x = part.functions[0](p, x, inputs, ctx)
+        elif part.kind == "block":
+            layer = part.first + number
+            numbered = layer_ctx(layer)._replace(layer=torch.full((), layer, device=inputs["tokens"].device))
+            x = part.functions[number % len(part.functions)](p, x, numbered)
+        else:
+            return model.logits(p, select(x), ctx)
+    raise AssertionError("the last part of a model is its head")
+
+
+def expect_generates(model: Model, plan: Plan) -> None:
+    """Raise ValueError for a model that says no text, or a mesh over which none is generated."""
+    if head_of(model.config) is not None:
+        raise ValueError(
+            "the model has a head of scores, which says no text; models.logits gives them, and fzero export writes a "
+            "folder for AutoModelForSequenceClassification"
+        )
+    for axis, reason in (("pp", "layers"), ("cp", "a sequence"), ("ep", "experts")):
+        if (size := plan.mesh[axis].size) > 1:
+            raise ValueError(
+                f"{axis}={size}: generation splits no {reason} over ranks; use a mesh of dp, rp and tp, on which any "
+                "checkpoint can be restored"
+            )
+
+
+class _Resident:
+    """The leaves of each part in the order of a pass: views of parameters that are whole here, else fetched."""
+
+    def __init__(self, parts: Sequence[Segment], plan: Plan) -> None:
+        self.parts, self.plan = parts, plan
+        self.params: Any = None
+        self.trees: list[tuple[Segment, int, Tree]] = []
+
+    def fetches(self, params: Tree, device: torch.device) -> Fetches:
+        """The leaves, views of which are made once."""
+        if params is not self.params:
+            leaves = pytree.leaves(params)
+            whole = self.plan.mesh.size == 1 and all(isinstance(x, Tensor) and x.device == device for x in leaves)
+            self.params, self.trees = params, list(self.fetched(params, device)) if whole else []
+        return iter(self.trees) if self.trees else self.fetched(params, device)
+
+    def fetched(self, params: Tree, device: torch.device) -> Fetches:
+        """The leaves, the next ones of which are on their way."""
+        groups = [(part, group) for part in self.parts for group in part.groups]
+        ahead = Prefetcher(ParamFetcher(params, self.plan, device), 1)
+        ahead.expect([group for _, group in groups], "generate")
+        for part, group in groups:
+            names = [name.removeprefix(f"{part.name}/") if part.depth else name for name in group.leaves]
+            leaves = pytree.nest(dict(zip(names, ahead.fetch(group))))
+            yield part, (group.layer or 0) - part.local_first, leaves
