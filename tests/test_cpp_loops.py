@@ -19,7 +19,7 @@ from test_quantize import bits
 
 import fzero
 from fzero.core import compile_cache, digest, have_compiler, observe, prng, vjp_pair
-from fzero.kernels import KINDS, Pattern, attention, glu, norm, quantize
+from fzero.kernels import KINDS, Pattern, attention, glu, linear, norm, quantize
 from fzero.kernels.custom_operator import MANY
 
 pytestmark = [
@@ -216,10 +216,18 @@ def checksums(dtype):
         stays_inside(lambda x, of=of: [torch.tensor([of(x.view(torch.uint8)[i:].numpy(), 0) for i in range(9)])], [x])
 
 
+def products(dtype):
+    for m, k, n in ((1, 37, 21), (3, 64, 300), (30, 300, 77)):
+        x, w, head = laws.draw((m, k), (k, n), (n, k), dtype=dtype)
+        stays_inside(lambda x, w: [linear.linear_product(x, w)], [x, w])
+        stays_inside(lambda x, w: [linear.logits_product(x, w)], [x, head])
+
+
 LOOPS = {
     "kernels/attention_tiled": tiled_attention,
     "kernels/cross_entropy": cross_entropy,
     "kernels/glu": gates,
+    "kernels/linear": products,
     "kernels/norm": norms,
     "kernels/optim_leaf": steps,
     "kernels/quantize_codes": codes,

@@ -88,7 +88,7 @@ def test_choices_are_a_value(square):
     for text, said in (
         ("square=fast", "it must be one of auto, reference, long, slow"),
         ("sqare=slow", "there is no operation 'sqare'"),
-        ("slow", "neither auto, reference nor OPERATION=FORM"),
+        ("slow", "neither auto, reference, canonical nor OPERATION=FORM"),
     ):
         with pytest.raises(ValueError, match=said):
             Kernels.parse(text)

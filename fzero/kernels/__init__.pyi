@@ -13,6 +13,7 @@ from fzero.kernels import cross_entropy_triton as cross_entropy_triton
 from fzero.kernels import dropout as dropout
 from fzero.kernels import float8 as float8
 from fzero.kernels import grad_norm as grad_norm
+from fzero.kernels import linear as linear
 from fzero.kernels import linear_cross_entropy as linear_cross_entropy
 from fzero.kernels import moe as moe
 from fzero.kernels import newton_schulz as newton_schulz

@@ -11,6 +11,7 @@ that form, or raises with the reason why not.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ FILES = (
     "float8_gather",
     "glu",
     "grad_norm",
+    "linear",
     "linear_cross_entropy",
     "moe",
     "moe_float8",
@@ -51,6 +53,11 @@ OPS: dict[str, Op] = {}
 def always(*args: Any, **options: Any) -> str:
     """Supports every call: return "", no reason against."""
     return ""
+
+
+def asked_for(*args: Any, **options: Any) -> str:
+    """Why "auto" should not take a canonical form."""
+    return "it is for kernels=canonical"
 
 
 @dataclass(frozen=True)
@@ -195,7 +202,7 @@ class Kernels:
 
     @classmethod
     def parse(cls, text: str) -> Kernels:
-        """The choice of a text: "auto", "reference", or e.g. "auto,attention=blocked,rms_norm=reference"."""
+        """The choice of a text: "auto", "reference", "canonical", or e.g. "auto,attention=blocked,swiglu=reference"."""
         default, by_op = "auto", {}
         for item in filter(None, (p.strip() for p in text.split(","))):
             name, equals, form = item.partition("=")
@@ -203,11 +210,12 @@ class Kernels:
                 if form not in ("auto", "reference"):
                     op(name).form(form)
                 by_op[op(name).name] = form
-            elif item in ("auto", "reference"):
+            elif item in ("auto", "reference", "canonical"):
                 default = item
             else:
                 raise ValueError(
-                    f"kernels: {item!r} is neither auto, reference nor OPERATION=FORM, e.g. attention=blocked"
+                    f"kernels: {item!r} is neither auto, reference, canonical nor OPERATION=FORM, e.g. "
+                    "attention=blocked"
                 )
         return cls(default, tuple(sorted(by_op.items())))
 
@@ -216,8 +224,33 @@ class Kernels:
         return ",".join([self.default, *(f"{name}={form}" for name, form in self.by_op)])
 
     def __getitem__(self, name: str) -> str:
-        """The `impl` for the operation of this name."""
-        return dict(self.by_op).get(name, self.default)
+        """The `impl` for the operation of this name; raises ValueError if "canonical" has none for it."""
+        impl = dict(self.by_op).get(name, self.default)
+        return canonical_form(name) if impl == "canonical" else impl
+
+    @property
+    def canonical(self) -> bool:
+        """Whether the numbers of a row of the forward pass depend on that row alone."""
+        return self.default == "canonical"
 
 
 AUTO = Kernels()
+# Operations whose forms have no sum over what "canonical" fixes: they move rows, draw masks, round element by element,
+# or work on gradients and states.
+EXACT = (
+    *("adamw", "dequantize", "dequantize_sum_requantize", "dropout_add", "grad_norm", "group", "lion", "newton_schulz"),
+    *("permute", "quantize"),
+)
+
+
+@functools.cache
+def canonical_form(name: str) -> str:
+    """The `impl` of an operation under "canonical"; raises ValueError for one that has no such form."""
+    if any(form.name == "canonical" for form in op(name).forms):
+        return "canonical"
+    if name in EXACT:
+        return "auto"
+    raise ValueError(
+        f"kernels=canonical: {name} has no form whose rows depend on themselves alone; use kernels=auto, or what needs "
+        f"no {name}"
+    )

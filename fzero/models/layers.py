@@ -137,7 +137,8 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None = None, ctx: Ctx | None = None
     elif ctx is not None and ctx.matmul:
         y = kernels.float8.float8_linear(x, w, ctx.matmul.removeprefix("float8_"), impl=ctx.kernels["float8_linear"])
     else:
-        y = x @ w
+        impl = "auto" if ctx is None else ctx.kernels["linear"]
+        y = x @ w if impl == "auto" else kernels.linear.linear(x, w, impl=impl)
     return y if b is None else y + b.to(x.dtype)
 
 

@@ -1,0 +1,226 @@
+// Products whose sums have one order, fixed by the length K that is summed over, whatever the rows beside a row are.
+//
+// `columns`: out[m, n] = x[m] w[:, n] is a chain of fused multiply-adds over k = 0, 1, ... in float32. Registers hold
+// tiles of rows by columns, and a tile takes some k at a time, which changes no chain. `rows`: out[m, v] = x[m] w[v]
+// has a chain for each k modulo 16, which `sums` of lanes.h adds up. Threads share the columns.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "bits.h"
+#include "lanes.h"
+
+namespace {
+
+// Of a tile in registers: 24 vectors of 32 with AVX-512, 12 of 16 with AVX2.
+constexpr int64_t ROWS = 6;
+#if defined(__AVX512F__)
+constexpr int64_t WIDE = 4;
+#else
+constexpr int64_t WIDE = 1;
+#endif
+constexpr int64_t PANEL = WIDE * LANES;
+constexpr int64_t FEW = 12;          // rows for which w is read as it lies
+constexpr int64_t DEPTH = 256;       // k that a tile takes of a panel at a time
+constexpr int64_t SHALLOW = 16;      // and of w as it lies, whose rows are as many streams of memory
+constexpr int64_t BLOCK = 192;       // rows whose sums lie in a core's cache
+
+struct Shape { int64_t m, k, n, w_stride, threads, wide; };
+
+// c [R, C vectors] += x [R, k] w [k, C vectors]
+template <int64_t R, int64_t C, typename W>
+void tile(int64_t k, const float* x, int64_t ldx, const W* w, int64_t ldw, float* c, int64_t ldc) {
+  Vector total[R][C];
+#pragma GCC unroll 16
+  for (int64_t r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < C; j++) total[r][j] = load(c + r * ldc + j * LANES);
+  for (int64_t i = 0; i < k; i++, w += ldw) {
+    Vector right[C];
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < C; j++) right[j] = load(w + j * LANES);
+#pragma GCC unroll 16
+    for (int64_t r = 0; r < R; r++) {
+      const Vector left = x[r * ldx + i] - Vector{};
+#pragma GCC unroll 16
+      for (int64_t j = 0; j < C; j++) total[r][j] = fused(left, right[j], total[r][j]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int64_t r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < C; j++) store(c + r * ldc + j * LANES, total[r][j]);
+}
+
+template <int64_t C, typename W>
+void tiles(int64_t rows, int64_t k, const float* x, int64_t ldx, const W* w, int64_t ldw, float* c, int64_t ldc) {
+  for (; rows >= ROWS; rows -= ROWS, x += ROWS * ldx, c += ROWS * ldc) tile<ROWS, C>(k, x, ldx, w, ldw, c, ldc);
+  switch (rows) {
+    case 5: return tile<5, C>(k, x, ldx, w, ldw, c, ldc);
+    case 4: return tile<4, C>(k, x, ldx, w, ldw, c, ldc);
+    case 3: return tile<3, C>(k, x, ldx, w, ldw, c, ldc);
+    case 2: return tile<2, C>(k, x, ldx, w, ldw, c, ldc);
+    case 1: return tile<1, C>(k, x, ldx, w, ldw, c, ldc);
+  }
+}
+
+// Few rows: all columns from `first` to `end`, some k at a time; c [m, ldc] is zeros and begins with column `first`.
+template <typename W>
+void few(const Shape& s, const float* x, const W* w, int64_t first, int64_t end, float* c, int64_t ldc) {
+  constexpr int64_t STRIP = 4 * WIDE;  // vectors of one row
+  std::vector<W> last(SHALLOW * LANES);
+  for (int64_t k = 0; k < s.k; k += SHALLOW) {
+    const int64_t depth = std::min(SHALLOW, s.k - k);
+    const W* from = w + k * s.w_stride;
+    int64_t n = first;
+    if (s.m <= 2)
+      for (; n + STRIP * LANES <= end; n += STRIP * LANES) {
+        if (s.m == 1) tile<1, STRIP>(depth, x + k, s.k, from + n, s.w_stride, c + n - first, ldc);
+        else
+          for (int64_t half : {int64_t(0), STRIP / 2 * LANES})
+            tile<2, STRIP / 2>(depth, x + k, s.k, from + n + half, s.w_stride, c + n + half - first, ldc);
+      }
+    for (; n + PANEL <= end; n += PANEL) tiles<WIDE>(s.m, depth, x + k, s.k, from + n, s.w_stride, c + n - first, ldc);
+    for (; n + LANES <= end; n += LANES) tiles<1>(s.m, depth, x + k, s.k, from + n, s.w_stride, c + n - first, ldc);
+    if (n == end) continue;
+    for (int64_t i = 0; i < depth; i++) std::copy(from + i * s.w_stride + n, from + i * s.w_stride + end, &last[i * LANES]);
+    tiles<1>(s.m, depth, x + k, s.k, last.data(), LANES, c + n - first, ldc);
+  }
+}
+
+template <typename W> void widen(const W* from, int64_t count, float* to) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; i++) to[i] = wide(from[i]);
+}
+template <typename T> void round_to(const float* from, int64_t count, T* to) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; i++) narrow(from[i], to[i]);
+}
+
+// A panel of columns, laid out once: all rows, in blocks whose sums stay in a cache.
+template <typename W, typename T>
+void panel(const Shape& s, const float* x, const W* w, int64_t n, float* laid, float* c, T* out) {
+  const int64_t columns = std::min(PANEL, s.n - n);
+  for (int64_t k = 0; k < s.k; k++) {
+    widen(w + k * s.w_stride + n, columns, laid + k * PANEL);
+    std::fill(laid + k * PANEL + columns, laid + (k + 1) * PANEL, 0.0f);
+  }
+  for (int64_t m = 0; m < s.m; m += BLOCK) {
+    const int64_t rows = std::min(BLOCK, s.m - m);
+    std::fill(c, c + rows * PANEL, 0.0f);
+    for (int64_t k = 0; k < s.k; k += DEPTH)
+      tiles<WIDE>(rows, std::min(DEPTH, s.k - k), x + m * s.k + k, s.k, laid + k * PANEL, PANEL, c, PANEL);
+    for (int64_t r = 0; r < rows; r++) round_to(c + r * PANEL, columns, out + (m + r) * s.n + n);
+  }
+}
+
+template <typename W, typename T> void columns(const float* x, const W* w, T* out, const Shape& s) {
+  if (s.m <= FEW) {
+    const int64_t share = (s.n + s.threads * PANEL - 1) / (s.threads * PANEL) * PANEL;
+#pragma omp parallel for num_threads(int(s.threads)) if (s.threads > 1)
+    for (int64_t first = 0; first < s.n; first += share) {
+      const int64_t end = std::min(first + share, s.n), ldc = (end - first + LANES - 1) / LANES * LANES;
+      std::vector<float> c(s.m * ldc);
+      few(s, x, w, first, end, c.data(), ldc);
+      for (int64_t m = 0; m < s.m; m++) round_to(&c[m * ldc], end - first, out + m * s.n + first);
+    }
+    return;
+  }
+#pragma omp parallel num_threads(int(s.threads)) if (s.threads > 1)
+  {
+    std::vector<float> laid(s.k * PANEL), c(BLOCK * PANEL);
+#pragma omp for schedule(dynamic)
+    for (int64_t n = 0; n < s.n; n += PANEL) panel(s, x, w, n, laid.data(), c.data(), out);
+  }
+}
+
+// ---- x times the transpose of w -------------------------------------------------------------------------------------
+
+constexpr int64_t GROUP = 4;  // rows of w, and of x, of a tile
+
+// out[r] = the products of R rows of x with four of w.
+template <int64_t R, typename W>
+void dots(int64_t k, const float* x, int64_t ldx, const W* const* w, Quarter* out) {
+  Vector total[R][GROUP] = {};
+  int64_t i = 0;
+  const auto add = [&](const Vector* left, const Vector* right) {
+#pragma GCC unroll 4
+    for (int64_t r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < GROUP; j++) total[r][j] = fused(left[r], right[j], total[r][j]);
+  };
+  for (; i + LANES <= k; i += LANES) {
+    Vector left[R], right[GROUP];
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < GROUP; j++) right[j] = load(w[j] + i);
+#pragma GCC unroll 4
+    for (int64_t r = 0; r < R; r++) left[r] = load(x + r * ldx + i);
+    add(left, right);
+  }
+  if (i < k) {
+    Vector left[R], right[GROUP];
+    for (int64_t j = 0; j < GROUP; j++) right[j] = load(w[j] + i, k - i);
+    for (int64_t r = 0; r < R; r++) left[r] = load(x + r * ldx + i, k - i);
+    add(left, right);
+  }
+  for (int64_t r = 0; r < R; r++) out[r] = sums(total[r][0], total[r][1], total[r][2], total[r][3]);
+}
+
+// The products of all rows of x with rows v to v + count of w, count up to GROUP.
+template <typename W, typename T>
+void group(const Shape& s, const float* x, int64_t first, int64_t end, const W* w, int64_t ldw, int64_t v, int64_t count,
+           T* out) {
+  const W* of[GROUP];
+  for (int64_t j = 0; j < GROUP; j++) of[j] = w + std::min(j, count - 1) * ldw;
+  for (int64_t m = first; m < end; m += GROUP) {
+    const int64_t rows = std::min(GROUP, end - m);
+    Quarter found[GROUP];
+    const float* from = x + m * s.k;
+    if (rows == 4) dots<4>(s.k, from, s.k, of, found);
+    else if (rows == 3) dots<3>(s.k, from, s.k, of, found);
+    else if (rows == 2) dots<2>(s.k, from, s.k, of, found);
+    else dots<1>(s.k, from, s.k, of, found);
+    for (int64_t r = 0; r < rows; r++) {
+      float numbers[GROUP];
+      std::memcpy(numbers, &found[r], sizeof numbers);
+      round_to(numbers, count, out + (m + r) * s.n + v);
+    }
+  }
+}
+
+template <typename W, typename T> void rows(const float* x, const W* w, T* out, const Shape& s) {
+  constexpr int64_t WORDS = 16;            // rows of w that meet a block of x
+  constexpr int64_t NUMBERS = 96 * 1024;   // of that block, so that it lies in a core's cache
+  const bool lays = !std::is_same_v<W, float> && s.m > GROUP;
+  const int64_t step = std::max(GROUP, NUMBERS / s.k / GROUP * GROUP);
+#pragma omp parallel num_threads(int(s.threads)) if (s.threads > 1)
+  {
+    std::vector<float> laid(lays ? WORDS * s.k : 0);
+    for (int64_t m = 0; m < s.m; m += step) {
+      const int64_t end = std::min(m + step, s.m);
+#pragma omp for schedule(static) nowait
+      for (int64_t v = 0; v < s.n; v += WORDS) {
+        const int64_t count = std::min(WORDS, s.n - v);
+        for (int64_t j = 0; lays && j < count; j++) widen(w + (v + j) * s.w_stride, s.k, &laid[j * s.k]);
+        for (int64_t j = 0; j < count; j += GROUP) {
+          const int64_t some = std::min(GROUP, count - j);
+          if (lays) group(s, x, m, end, static_cast<const float*>(&laid[j * s.k]), s.k, v + j, some, out);
+          else group(s, x, m, end, w + (v + j) * s.w_stride, s.w_stride, v + j, some, out);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+#define OF(W, NAME, KIND)                                                                \
+  extern "C" void KIND##_##NAME(const float* x, const W* w, void* out, const Shape* s) { \
+    if (s->wide) KIND(x, w, static_cast<float*>(out), *s);                               \
+    else KIND(x, w, static_cast<W*>(out), *s);                                           \
+  }
+OF(float, float32, columns)
+OF(BFloat16, bfloat16, columns)
+OF(float, float32, rows)
+OF(BFloat16, bfloat16, rows)

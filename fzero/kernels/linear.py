@@ -1,0 +1,98 @@
+"""Products of a linear layer, and of a head: in a canonical form each row of the result depends on its row of x alone.
+
+    linear(x, w) = x w                   a chain of fused multiply-adds over k = 0, 1, ... for each element
+    logits(x, w) = cap(x w^T)            sixteen chains, of k modulo 16, then a fixed tree; cap(y) = c tanh(y / c)
+
+Products of torch add in an order that depends on the number of rows: of one token or of a batch they differ in their
+last bits. In the canonical form (`linear.cpp`) the order is fixed by K: the same bits alone, in a batch, in a chunk, by
+one thread or more, whatever the strides. The sums are in float32 and rounded once. Gradients are torch's own products.
+
+Ref: He & Thinking Machines Lab 2025, "Defeating nondeterminism in LLM inference", section "Batch-invariant kernels".
+
+Shapes: x [..., K], w [K, N] of `linear`, [V, K] of `logits`; float32 or bfloat16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from fzero.core import compile_cache, graph_passes
+from fzero.core.autodiff import needs_grad
+from fzero.kernels.custom_operator import Fused, call_cpp, cpp_runs, operator
+from fzero.kernels.registry import Form, Op, asked_for
+
+TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+SMALL = 1 << 16  # multiplications that one thread makes
+
+
+class _ProductShape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("m", "k", "n", "w_stride", "threads", "wide")]
+
+
+def _call_cpp(kind: str, x: Tensor, w: Tensor, out: Tensor) -> None:
+    """Fill out [M, N] by a loop of the library, for w with rows side by side or apart."""
+    w = w if w.stride(-1) == 1 or w.shape[-1] == 1 else w.contiguous()
+    (m, k), n = x.shape, out.shape[1]
+    threads = torch.get_num_threads() if m * k * n > SMALL else 1
+    shape = _ProductShape(m, k, n, w.stride(0), threads, out.dtype != w.dtype)
+    if out.numel():
+        run = getattr(compile_cache.library(__file__, compile_cache.EXACT), f"{kind}_{TYPES[w.dtype]}")
+        call_cpp(run, (x.to(torch.float32).contiguous(), w, out), ctypes.byref(shape))
+
+
+@operator(
+    "linear_canonical(Tensor x, Tensor w) -> Tensor",
+    lambda x, w: x.new_empty((x.shape[0], w.shape[1])),
+    flop=graph_passes.product,
+)
+def linear_product(x: Tensor, w: Tensor) -> Tensor:
+    """x [M, K] @ w [K, N], rounded to their dtype."""
+    out = x.new_empty((x.shape[0], w.shape[1]))
+    _call_cpp("columns", x, w, out)
+    return out
+
+
+@operator(
+    "logits_canonical(Tensor x, Tensor w) -> Tensor",
+    lambda x, w: x.new_empty((x.shape[0], w.shape[0]), dtype=torch.float32),
+    flop=graph_passes.product,
+)
+def logits_product(x: Tensor, w: Tensor) -> Tensor:
+    """x [M, K] @ w [V, K] transposed, in float32."""
+    out = x.new_empty((x.shape[0], w.shape[0]), dtype=torch.float32)
+    _call_cpp("rows", x, w, out)
+    return out
+
+
+def linear_canonical(x: Tensor, w: Tensor) -> Tensor:
+    """The canonical form of `linear`."""
+    frozen = not needs_grad(w)
+
+    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (x, w), (g,) = saved, grads
+        dx = g @ w.mT
+        return (dx,) if frozen else (dx, x.mT @ g)
+
+    fused = Fused("linear", lambda x, w: (linear_product(x, w),), backward)
+    return fused(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[1])
+
+
+def supports(x: Tensor, w: Tensor) -> str:
+    """The reason why the canonical form does not serve a call; "" if it does."""
+    if x.dtype not in TYPES or w.dtype != x.dtype:
+        return f"the dtypes are {x.dtype} and {w.dtype}; it takes two of float32 or bfloat16"
+    if w.dim() != 2:
+        return f"w is {list(w.shape)}; it takes a matrix"
+    return cpp_runs(x, w)
+
+
+linear = Op(
+    "linear",
+    torch.matmul,
+    Form("canonical", linear_canonical, supports, asked_for),
+    flops=lambda x, w: 2 * x.numel() * w.shape[-1],
+    bytes=lambda x, w: (x.numel() + w.numel() + x.numel() // max(1, x.shape[-1]) * w.shape[-1]) * x.element_size(),
+)
