@@ -63,6 +63,7 @@ from fzero.core.closure_state import methods as methods
 # Compilation
 from fzero.core.compile import jit as jit
 from fzero.core.compile import on_first_compile as on_first_compile
+from fzero.core.compile import operators_of as operators_of
 
 # Answers kept in files
 from fzero.core.compile_cache import CONTRACTED as CONTRACTED

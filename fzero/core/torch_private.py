@@ -43,6 +43,7 @@ NAMES = {
     "CacheBase": "torch._inductor.codecache:CacheBase",
     "CppCodeCache": "torch._inductor.codecache:CppCodeCache",
     "CppPythonBindingsCodeCache": "torch._inductor.codecache:CppPythonBindingsCodeCache",
+    "DataDependent": "torch._subclasses.fake_tensor:DataDependentOutputException",
     "DebugContext": "torch._inductor.debug:DebugContext",
     "DisableTorchFunction": "torch._C:DisableTorchFunction",
     "DispatchKey": "torch._C:DispatchKey",

@@ -17,6 +17,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.generate.pages import Pages, recomputes
+from fzero.generate.programs import LayerPrograms
 from fzero.kernels.registry import Kernels
 from fzero.models import Ctx, Model
 from fzero.models.base import Cache, TokenLayout
@@ -104,7 +105,7 @@ def make_step(model: Model, plan: Plan, *, kernels: str | Kernels = "auto", dtyp
     kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
     ctx = Ctx(mesh=plan.mesh, dtype=dtype or plan.policy.compute, kernels=kernels)
     parts = tuple(part for part in segments_of(model, plan) if part.name not in (MTP_STACK, MTP_JOIN))
-    resident, run = _Resident(parts, plan), _recomputed if recomputes(model) else _paged
+    resident, run = _Resident(parts, plan), _recomputed if recomputes(model) else _Paged(ctx)
 
     @torch.no_grad()
     def step(params: Tree, pages: Pages, batch: StepBatch) -> tuple[Tensor, Pages]:
@@ -116,21 +117,30 @@ def make_step(model: Model, plan: Plan, *, kernels: str | Kernels = "auto", dtyp
 
 
 Fetches = Iterator[tuple[Segment, int, Tree]]  # (part, number of its layer, leaves), in the order of a pass
+CallLayer = Callable[[Callable[..., Any], int, Tree, Any], Any]  # (function, number of the layer, leaves, x) -> x
 
 
-def _paged(model: Model, fetches: Fetches, ctx: Ctx, pages: Pages, batch: StepBatch) -> Tensor:
+class _Paged:
     """The logits [M, V] of a model whose attention reads pages."""
-    ctx = ctx._replace(tokens=TokenLayout(positions=batch.positions))
 
-    def layer_ctx(layer: int) -> Ctx:
-        entries = pages.layers[layer]
-        return ctx._replace(cache=Cache(entries, batch.slots, batch.table, batch.starts) if entries else ())
+    def __init__(self, ctx: Ctx) -> None:
+        self.programs = LayerPrograms(ctx)
 
-    def select(x: Any) -> Any:  # a model with counts of its own has the activations beside them
-        rows = batch.logit_rows
-        return {**x, "x": x["x"][:, rows]} if isinstance(x, Mapping) else x[:, rows]
+    def __call__(self, model: Model, fetches: Fetches, ctx: Ctx, pages: Pages, batch: StepBatch) -> Tensor:
+        shape = len(batch.tokens), *batch.table.shape
+        numbers = torch.arange(len(pages.layers), device=batch.tokens.device).unbind()
+        rows = batch.positions, batch.slots, batch.table, batch.starts
 
-    return _pass(model, fetches, {"tokens": batch.tokens[None]}, ctx, layer_ctx, select)[0]
+        def call_layer(function: Callable[..., Any], layer: int, params: Tree, x: Any) -> Any:
+            tensors = *rows, numbers[layer], *pages.layers[layer]
+            return self.programs.run(function, params, x, tensors, shape)
+
+        def select(x: Any) -> Any:  # a model with counts of its own has the activations beside them
+            rows = batch.logit_rows
+            return {**x, "x": x["x"][:, rows]} if isinstance(x, Mapping) else x[:, rows]
+
+        ctx = ctx._replace(tokens=TokenLayout(positions=batch.positions))
+        return _pass(model, fetches, {"tokens": batch.tokens[None]}, ctx, call_layer, select)[0]
 
 
 def _recomputed(model: Model, fetches: Fetches, ctx: Ctx, pages: Pages, batch: StepBatch) -> Tensor:
@@ -146,7 +156,11 @@ def _recomputed(model: Model, fetches: Fetches, ctx: Ctx, pages: Pages, batch: S
     padded = [torch.nn.functional.pad(ids, (0, size - len(ids))) for _, ids in rows] or [batch.tokens.new_zeros(size)]
     inputs = {"tokens": torch.stack(padded)}
     ctx = prepare(model, inputs, ctx)
-    logits = _pass(model, fetches, inputs, ctx, lambda layer: ctx, lambda x: x)
+
+    def call_layer(function: Callable[..., Any], layer: int, params: Tree, x: Any) -> Any:
+        return function(params, x, ctx._replace(layer=torch.full((), layer, device=batch.tokens.device)))
+
+    logits = _pass(model, fetches, inputs, ctx, call_layer, lambda x: x)
     picked = [
         logits[row, len(ids) - span.stop + token]
         for row, (span, ids) in enumerate(rows)
@@ -161,7 +175,7 @@ def _pass(
     fetches: Fetches,
     inputs: Batch,
     ctx: Ctx,
-    layer_ctx: Callable[[int], Ctx],
+    call_layer: CallLayer,
     select: Callable[[Any], Any],
 ) -> Tensor:
     """The logits [B, T, V] of the activations that `select` takes of the last ones."""
@@ -172,9 +186,7 @@ def _pass(
         elif part.kind == "join":
             x = part.functions[0](p, x, inputs, ctx)
         elif part.kind == "block":
-            layer = part.first + number
-            numbered = layer_ctx(layer)._replace(layer=torch.full((), layer, device=inputs["tokens"].device))
-            x = part.functions[number % len(part.functions)](p, x, numbered)
+            x = call_layer(part.functions[number % len(part.functions)], part.first + number, p, x)
         else:
             return model.logits(p, select(x), ctx)
     raise AssertionError("the last part of a model is its head")

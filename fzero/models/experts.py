@@ -66,7 +66,7 @@ def mixture(
     if ctx.mesh.ep.size > 1:
         return mixture_over_ep(p, x, ids, weights, ctx, options, overlap)
     gate = GATE_OPS[options.activation]
-    if options.capacity_factor:
+    if options.capacity_factor and not ctx.cache:  # while generating a token's experts depend on no batch
         return add_overlap(moe.capacity(p, x, ids, weights, options.capacity_factor, ctx.kernels, gate=gate), overlap)
     return add_overlap(moe.dropless(p, x, ids, weights, ctx.kernels, bool(ctx.matmul), gate), overlap)
 
