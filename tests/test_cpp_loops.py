@@ -20,6 +20,7 @@ from test_quantize import bits
 import fzero
 from fzero.core import compile_cache, digest, have_compiler, observe, prng, vjp_pair
 from fzero.kernels import KINDS, Pattern, attention, glu, linear, norm, quantize
+from fzero.kernels.attention_canonical import canonical_forward, paged_forward
 from fzero.kernels.custom_operator import MANY
 
 pytestmark = [
@@ -223,7 +224,19 @@ def products(dtype):
         stays_inside(lambda x, w: [linear.logits_product(x, w)], [x, head])
 
 
+def canonical_attention(dtype):
+    tensors = laws.draw((2, 21, 4, 19), (2, 21, 2, 19), (2, 21, 2, 19), dtype=dtype)
+    documents = torch.tensor([[0] * 8 + [1] * 13])
+    for pattern in (Pattern(), Pattern("window", 5)):
+        how = None, pattern.numbers, 0.3, 2.0
+        stays_inside(lambda q, k, v, how=how: canonical_forward(q, k, v, documents.expand(2, -1), *how), tensors)
+        rows = torch.tensor([[1], [0]], dtype=torch.int32), torch.tensor([0, 3, 4], dtype=torch.int32)
+        where = *rows, torch.tensor([16, 17, 18, 20])
+        stays_inside(lambda q, k, v, how=how, where=where: [paged_forward(q[0, :4], k, v, *where, *how)], tensors)
+
+
 LOOPS = {
+    "kernels/attention_canonical": canonical_attention,
     "kernels/attention_tiled": tiled_attention,
     "kernels/cross_entropy": cross_entropy,
     "kernels/glu": gates,

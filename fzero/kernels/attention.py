@@ -29,7 +29,14 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.core.device import kind_of
-from fzero.kernels import attention_flash, attention_library, attention_masked, attention_tiled
+from fzero.kernels import (
+    attention_arguments,
+    attention_canonical,
+    attention_flash,
+    attention_library,
+    attention_masked,
+    attention_tiled,
+)
 from fzero.kernels.attention_arguments import (
     Positions,
     Scoring,
@@ -51,8 +58,8 @@ from fzero.kernels.attention_tiled import (
     tiled_forward,
 )
 from fzero.kernels.block_mask import BlockMask
-from fzero.kernels.custom_operator import on_cuda, triton_runs
-from fzero.kernels.registry import Form, Op
+from fzero.kernels.custom_operator import Fused, on_cuda, triton_runs
+from fzero.kernels.registry import Form, Op, asked_for
 
 MAX_POSITION = 2**30  # the kernels compute positions in 32 bits
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -200,6 +207,46 @@ def _by_blocks(
     return attend("blocked", q, k, v, positions=positions, **options)
 
 
+def canonical_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern = FULL,
+    documents: Tensor | None = None,
+    scale: float | None = None,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """`reference` in one order for each query; the gradients are those of another form."""
+    scoring, s, t = Scoring.of_call(q, pattern, scale, cap), k.shape[1], q.shape[1]
+    backward_form = "blocked" if attention_tiled.supports(q, k, v, scale=scale) else "tiled"
+    inputs = (q, k, v, *(x for x in (sinks, documents) if x is not None))
+
+    def options_of(tensors: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        remaining = iter(tensors)
+        return tuple(None if x is None else next(remaining) for x in (sinks, documents))  # type: ignore[return-value]
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        sinks, documents = options_of(tensors)
+        return attention_canonical.canonical_forward(q, k, v, documents, sinks, scoring.numbers, *scoring[1:])
+
+    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        q, k, v, *tensors, out, lse = saved
+        sinks, documents = options_of(tensors)
+        places = Positions(key_documents=documents)
+        if backward_form == "blocked":
+            places = Positions.of_last(range(s - t, s), range(s), documents, q.device)
+        gradients = FORM_PASSES[backward_form].backward(q, k, v, places, out, lse, *grads, scoring)
+        of_sinks = () if sinks is None else (attention_arguments.gradient(out, lse, *grads, sinks),)
+        return *(x.to(q.dtype) for x in gradients), *of_sinks
+
+    return Fused("canonical attention", forward, backward, select_saved=lambda tensors, outs: (*tensors, *outs))(
+        *inputs
+    )
+
+
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **_: Any) -> Tensor:
     """`reference` without pattern or documents by torch's own fused kernel, for as many queries as keys."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -336,6 +383,7 @@ attention = Op(
     ),
     Form("fused", fused_attention, supports=_fused_serves, prefers=_fused_preferred),
     Form("blocked", _by_blocks, supports=_blocked_serves, prefers=_blocked_preferred),
+    Form("canonical", canonical_attention, supports=attention_canonical.supports, prefers=asked_for),
     flops=_flops,
     bytes=_bytes,
     order=attention_library.order,

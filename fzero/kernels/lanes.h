@@ -73,6 +73,22 @@ template <typename Term> float sum(int64_t n, Term term) {
   return lanes[0];
 }
 
+// The same of n numbers, and their largest, at least `least`; n is a multiple of 16.
+inline float sum_of(const float* x, int64_t n) {
+  Vector total = {};
+  for (int64_t i = 0; i < n; i += LANES) total += load(x + i);
+  return sum(LANES, [&](int64_t lane) { return total[lane]; });
+}
+inline float largest_of(const float* x, int64_t n, float least) {
+  Vector most = least - Vector{};
+  for (int64_t i = 0; i < n; i += LANES) {
+    const Vector v = load(x + i);
+    most = v > most ? v : most;
+  }
+  for (int64_t lane = 0; lane < LANES; lane++) least = std::max(least, most[lane]);
+  return least;
+}
+
 // e^x to a unit and a half in the last place, 0 below -87: x = n ln 2 + r, and a polynomial of r. Ref: Moshier, Cephes
 // mathematical library, expf.c.
 inline float exponential(float x) {

@@ -10,60 +10,16 @@
 
 #include "bits.h"
 #include "lanes.h"
+#include "tiles.h"
 
 namespace {
 
-// Of a tile in registers: 24 vectors of 32 with AVX-512, 12 of 16 with AVX2.
-constexpr int64_t ROWS = 6;
-#if defined(__AVX512F__)
-constexpr int64_t WIDE = 4;
-#else
-constexpr int64_t WIDE = 1;
-#endif
-constexpr int64_t PANEL = WIDE * LANES;
 constexpr int64_t FEW = 12;          // rows for which w is read as it lies
 constexpr int64_t DEPTH = 256;       // k that a tile takes of a panel at a time
 constexpr int64_t SHALLOW = 16;      // and of w as it lies, whose rows are as many streams of memory
 constexpr int64_t BLOCK = 192;       // rows whose sums lie in a core's cache
 
 struct Shape { int64_t m, k, n, w_stride, threads, wide; };
-
-// c [R, C vectors] += x [R, k] w [k, C vectors]
-template <int64_t R, int64_t C, typename W>
-void tile(int64_t k, const float* x, int64_t ldx, const W* w, int64_t ldw, float* c, int64_t ldc) {
-  Vector total[R][C];
-#pragma GCC unroll 16
-  for (int64_t r = 0; r < R; r++)
-#pragma GCC unroll 16
-    for (int64_t j = 0; j < C; j++) total[r][j] = load(c + r * ldc + j * LANES);
-  for (int64_t i = 0; i < k; i++, w += ldw) {
-    Vector right[C];
-#pragma GCC unroll 16
-    for (int64_t j = 0; j < C; j++) right[j] = load(w + j * LANES);
-#pragma GCC unroll 16
-    for (int64_t r = 0; r < R; r++) {
-      const Vector left = x[r * ldx + i] - Vector{};
-#pragma GCC unroll 16
-      for (int64_t j = 0; j < C; j++) total[r][j] = fused(left, right[j], total[r][j]);
-    }
-  }
-#pragma GCC unroll 16
-  for (int64_t r = 0; r < R; r++)
-#pragma GCC unroll 16
-    for (int64_t j = 0; j < C; j++) store(c + r * ldc + j * LANES, total[r][j]);
-}
-
-template <int64_t C, typename W>
-void tiles(int64_t rows, int64_t k, const float* x, int64_t ldx, const W* w, int64_t ldw, float* c, int64_t ldc) {
-  for (; rows >= ROWS; rows -= ROWS, x += ROWS * ldx, c += ROWS * ldc) tile<ROWS, C>(k, x, ldx, w, ldw, c, ldc);
-  switch (rows) {
-    case 5: return tile<5, C>(k, x, ldx, w, ldw, c, ldc);
-    case 4: return tile<4, C>(k, x, ldx, w, ldw, c, ldc);
-    case 3: return tile<3, C>(k, x, ldx, w, ldw, c, ldc);
-    case 2: return tile<2, C>(k, x, ldx, w, ldw, c, ldc);
-    case 1: return tile<1, C>(k, x, ldx, w, ldw, c, ldc);
-  }
-}
 
 // Few rows: all columns from `first` to `end`, some k at a time; c [m, ldc] is zeros and begins with column `first`.
 template <typename W>
@@ -87,15 +43,6 @@ void few(const Shape& s, const float* x, const W* w, int64_t first, int64_t end,
     for (int64_t i = 0; i < depth; i++) std::copy(from + i * s.w_stride + n, from + i * s.w_stride + end, &last[i * LANES]);
     tiles<1>(s.m, depth, x + k, s.k, last.data(), LANES, c + n - first, ldc);
   }
-}
-
-template <typename W> void widen(const W* from, int64_t count, float* to) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; i++) to[i] = wide(from[i]);
-}
-template <typename T> void round_to(const float* from, int64_t count, T* to) {
-#pragma omp simd
-  for (int64_t i = 0; i < count; i++) narrow(from[i], to[i]);
 }
 
 // A panel of columns, laid out once: all rows, in blocks whose sums stay in a cache.
@@ -136,36 +83,6 @@ template <typename W, typename T> void columns(const float* x, const W* w, T* ou
 }
 
 // ---- x times the transpose of w -------------------------------------------------------------------------------------
-
-constexpr int64_t GROUP = 4;  // rows of w, and of x, of a tile
-
-// out[r] = the products of R rows of x with four of w.
-template <int64_t R, typename W>
-void dots(int64_t k, const float* x, int64_t ldx, const W* const* w, Quarter* out) {
-  Vector total[R][GROUP] = {};
-  int64_t i = 0;
-  const auto add = [&](const Vector* left, const Vector* right) {
-#pragma GCC unroll 4
-    for (int64_t r = 0; r < R; r++)
-#pragma GCC unroll 4
-      for (int64_t j = 0; j < GROUP; j++) total[r][j] = fused(left[r], right[j], total[r][j]);
-  };
-  for (; i + LANES <= k; i += LANES) {
-    Vector left[R], right[GROUP];
-#pragma GCC unroll 4
-    for (int64_t j = 0; j < GROUP; j++) right[j] = load(w[j] + i);
-#pragma GCC unroll 4
-    for (int64_t r = 0; r < R; r++) left[r] = load(x + r * ldx + i);
-    add(left, right);
-  }
-  if (i < k) {
-    Vector left[R], right[GROUP];
-    for (int64_t j = 0; j < GROUP; j++) right[j] = load(w[j] + i, k - i);
-    for (int64_t r = 0; r < R; r++) left[r] = load(x + r * ldx + i, k - i);
-    add(left, right);
-  }
-  for (int64_t r = 0; r < R; r++) out[r] = sums(total[r][0], total[r][1], total[r][2], total[r][3]);
-}
 
 // The products of all rows of x with rows v to v + count of w, count up to GROUP.
 template <typename W, typename T>

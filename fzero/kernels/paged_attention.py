@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels import attention
-from fzero.kernels.attention_arguments import Positions
+from fzero.kernels import attention, attention_canonical
+from fzero.kernels.attention_arguments import Positions, Scoring
 from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.registry import Op
+from fzero.kernels.registry import Form, Op
 
 
 def reference(
@@ -55,6 +55,25 @@ def reference(
     return out
 
 
+def _by_cpp(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
+    starts: Tensor,
+    positions: Tensor,
+    *,
+    pattern: Pattern = FULL,
+    scale: float | None = None,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`reference` with the bits of attention's canonical form, and the fastest on a CPU."""
+    scoring = Scoring.of_call(q, pattern, scale, cap)
+    pages = q, k_pages, v_pages, table, starts, positions
+    return attention_canonical.paged_forward(*pages, sinks, scoring.numbers, *scoring[1:])
+
+
 def _flops(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, *tensors: Tensor, **options: Any) -> int:
     """FLOPs of the two products if every query sees every position of its row's pages."""
     return 2 * q.shape[0] * q.shape[1] * (q.shape[2] + v_pages.shape[-1]) * table.shape[1] * k_pages.shape[1]
@@ -66,4 +85,10 @@ def _bytes(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, *tensors:
     return (2 * q.numel() + table.numel() * size) * q.element_size()
 
 
-paged_attention = Op("paged_attention", reference, flops=_flops, bytes=_bytes)
+paged_attention = Op(
+    "paged_attention",
+    reference,
+    Form("canonical", _by_cpp, supports=attention_canonical.supports_pages),
+    flops=_flops,
+    bytes=_bytes,
+)

@@ -1,0 +1,164 @@
+"""Attention in one order for each query, on a CPU: what a query gets depends on its own document alone, not on the
+queries and documents beside it, the number of threads, or where its keys lie.
+
+    out[t] = sum_s p[t, s] v[s] / sum_s p[t, s],   p[t, s] = exp(x[t, s] - max_s x[t, s])     with the scores x
+
+Scores and results are chains of fused multiply-adds in float32, over the head's numbers and over the keys in order; the
+sum of p has sixteen lanes by the key's position in its document. So a document alone, in a packed row, in chunks, and a
+request in pages have the same bits. The C++ is attention_canonical.cpp.
+
+Shapes: those of `attention` and `paged_attention`, in float32 or bfloat16; values may be of another size than keys.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.core import compile_cache
+from fzero.kernels import attention_pattern
+from fzero.kernels.attention_pattern import FULL, Pattern
+from fzero.kernels.custom_operator import call_cpp, cpp_runs, operator
+
+TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+SIZES = ("b", "t", "s", "h", "g", "k", "v", "kind", "size", "keep", "page", "pages", "threads")
+
+
+class _Strides(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("row", "token", "head")]
+
+
+class _CanonicalShape(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in SIZES),
+        ("scale", ctypes.c_float),
+        ("cap", ctypes.c_float),
+        *((name, _Strides) for name in ("q", "keys", "values")),
+    ]
+
+
+def _with_side_by_side(x: Tensor) -> Tensor:
+    """x with the numbers of a head side by side."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _numbers(pattern: list[int]) -> tuple[int, int, int]:
+    """(kind, size, keep) of a pattern."""
+    return pattern[0], pattern[1], pattern[2]
+
+
+def _sinks_of(sinks: Tensor | None) -> Tensor | None:
+    return None if sinks is None else sinks.to(torch.float32).contiguous()
+
+
+HOW = "Tensor? sinks, int[] pattern, float scale, float cap"
+
+
+def _outputs(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    b, t, h, _ = q.shape
+    return q.new_empty((b, t, h, v.shape[-1])), q.new_empty((b, h, t), dtype=torch.float32)
+
+
+@operator(
+    f"attention_canonical(Tensor q, Tensor k, Tensor v, Tensor? documents, {HOW}) -> (Tensor, Tensor)",
+    _outputs,
+    flop=attention_pattern.tiled(attention_pattern.FORWARD_PRODUCTS),
+)
+def canonical_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    sinks: Tensor | None,
+    pattern: list[int],
+    scale: float,
+    cap: float,
+) -> tuple[Tensor, Tensor]:
+    """(out [B, T, H, V], the log-sum-exp of each query's scores and sink, float32 [B, H, T])."""
+    q, k, v = map(_with_side_by_side, (q, k, v))
+    out, lse = _outputs(q, k, v)
+    (b, t, h, size), (_, s, g, _) = q.shape, k.shape
+    threads = torch.get_num_threads()
+    sizes = b, t, s, h, g, size, v.shape[-1], *_numbers(pattern), 0, 0, threads
+    shape = _CanonicalShape(*sizes, scale, cap, *(_Strides(*x.stride()[:3]) for x in (q, k, v)))
+    documents = None if documents is None else documents.to(torch.int64).contiguous()
+    if out.numel():
+        run = getattr(compile_cache.library(__file__, compile_cache.EXACT), f"attention_{TYPES[q.dtype]}")
+        call_cpp(run, (q, k, v, _sinks_of(sinks), documents, out, lse), ctypes.byref(shape))
+    return out, lse
+
+
+@operator(
+    f"paged_attention_canonical(Tensor q, Tensor k, Tensor v, Tensor table, Tensor starts, Tensor positions, {HOW}) -> "
+    "Tensor",
+    lambda q, k, v, *arguments: q.new_empty((*q.shape[:2], v.shape[-1])),
+)
+def paged_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    starts: Tensor,
+    positions: Tensor,
+    sinks: Tensor | None,
+    pattern: list[int],
+    scale: float,
+    cap: float,
+) -> Tensor:
+    """out [N, H, V] of queries whose keys and values lie in pages."""
+    q, k, v = map(_with_side_by_side, (q, k, v))
+    (n, h, size), (_, page, g, _) = q.shape, k.shape
+    out, lse = q.new_empty((n, h, v.shape[-1])), q.new_empty((n, h), dtype=torch.float32)
+    table, starts, positions = table.contiguous(), starts.contiguous(), positions.contiguous()
+    sizes = len(starts) - 1, n, 0, h, g, size, v.shape[-1], *_numbers(pattern), page, table.shape[1]
+    strides = _Strides(0, *q.stride()[:2]), *(_Strides(*x.stride()[:3]) for x in (k, v))
+    shape = _CanonicalShape(*sizes, torch.get_num_threads(), scale, cap, *strides)
+    if out.numel():
+        run = getattr(compile_cache.library(__file__, compile_cache.EXACT), f"paged_{TYPES[q.dtype]}")
+        call_cpp(run, (q, k, v, _sinks_of(sinks), table, starts, positions, out, lse), ctypes.byref(shape))
+    return out
+
+
+def supports_pages(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
+    starts: Tensor,
+    positions: Tensor,
+    *,
+    pattern: Pattern = FULL,
+    **options: Any,
+) -> str:
+    """The reason why `paged_forward` does not serve a call; "" if it does."""
+    for name, x, dtype in (("table", table, torch.int32), ("starts", starts, torch.int32)):
+        if x.dtype != dtype:
+            return f"{name} is {x.dtype}; it takes {dtype}"
+    if positions.dtype != torch.int64:
+        return f"positions are {positions.dtype}; it takes torch.int64"
+    return _refuse(q, k_pages, v_pages, pattern) or cpp_runs(q, k_pages, v_pages, table, starts, positions)
+
+
+def _refuse(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str:
+    if q.dtype not in TYPES or not q.dtype == k.dtype == v.dtype:
+        return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes three of float32 or bfloat16"
+    return "the pattern is bigbird" if pattern.kind == "bigbird" else ""
+
+
+def supports(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern = FULL,
+    positions: Any = None,
+    mask: Any = None,
+    **options: Any,
+) -> str:
+    """The reason why the canonical form of `attention` does not serve a call; "" if it does."""
+    if positions is not None or mask is not None:
+        return f"{'positions' if mask is None else 'a block mask'} is given; it takes queries in order"
+    return _refuse(q, k, v, pattern) or cpp_runs(q, k, v)
