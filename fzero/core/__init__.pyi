@@ -240,6 +240,10 @@ from fzero.core.precision import tree_sum as tree_sum
 from fzero.core.precision import tree_sum_rows as tree_sum_rows
 from fzero.core.precision import update_scaler as update_scaler
 
+# Random numbers of rows that have a key each
+from fzero.core.prng_rows import fold_rows as fold_rows
+from fzero.core.prng_rows import uniform_rows as uniform_rows
+
 # Processes that share the work of this one
 from fzero.core.process_pool import Pool as Pool
 

@@ -26,9 +26,9 @@ struct Draw {
 // ---- words ----
 
 // A word is the lower half of 64 bits, because vector units multiply 64-bit lanes.
-void philox(uint64_t block, uint64_t k0, uint64_t k1, uint32_t (&out)[4]) {
+void philox(uint64_t block, uint64_t k0, uint64_t k1, uint32_t (&out)[4], uint64_t purpose = 0) {
   constexpr uint64_t low = 0xffffffffu;
-  uint64_t c0 = block & low, c1 = block >> 32, c2 = 0, c3 = 0;
+  uint64_t c0 = block & low, c1 = block >> 32, c2 = 0, c3 = purpose;
   for (int round = 0; round < 10; round++) {
     const uint64_t p0 = c0 * 0xD2511F53u, p1 = c2 * 0xCD9E8D57u;
     c0 = (p1 >> 32) ^ c1 ^ k0, c1 = p1 & low, c2 = (p0 >> 32) ^ c3 ^ k1, c3 = p0 & low;
@@ -159,5 +159,28 @@ extern "C" void draw(const Draw* d) {
   for (int64_t i = 0; i < pieces; i++) {
     const int64_t end = std::min((i + 1) * STRETCH, d->n);
     for (int64_t at = i * STRETCH; at < end; at += TILE) tile(*d, at, std::min(TILE, end - at));
+  }
+}
+
+// Row r of `rows` rows of d->n uniform values, one after the other, by the key in words 2 r and 2 r + 1 of `keys`.
+extern "C" void draw_rows(const Draw* d, const int64_t* keys, int64_t rows) {
+  const int64_t pieces = (d->n + STRETCH - 1) / STRETCH, size = d->wide ? 8 : 4;
+#pragma omp parallel for num_threads(std::max<int64_t>(1, std::min(d->threads, pieces * rows / 4))) schedule(dynamic)
+  for (int64_t i = 0; i < pieces * rows; i++) {
+    const int64_t row = i / pieces, start = i % pieces * STRETCH, end = std::min(start + STRETCH, d->n);
+    Draw own = *d;
+    own.key0 = keys[2 * row], own.key1 = keys[2 * row + 1];
+    own.out = static_cast<char*>(d->out) + size * d->n * row;
+    if (d->index) own.index = d->index + d->n * row;
+    for (int64_t at = start; at < end; at += TILE) tile(own, at, std::min(TILE, end - at));
+  }
+}
+
+// The first two words of the blocks with counters (data[i], 0, purpose) under keys[i], each two words.
+extern "C" void fold(const int64_t* keys, const int64_t* data, int64_t* out, int64_t n, int64_t purpose) {
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t w[4];
+    philox(uint64_t(data[i]), keys[2 * i], keys[2 * i + 1], w, purpose);
+    out[2 * i] = w[0], out[2 * i + 1] = w[1];
   }
 }

@@ -1,6 +1,15 @@
+from fzero.generate.draws import Alternatives as Alternatives
+from fzero.generate.draws import Drawn as Drawn
+from fzero.generate.draws import draw as draw
+from fzero.generate.draws import score as score
 from fzero.generate.pages import Pages as Pages
 from fzero.generate.pages import PageSpec as PageSpec
 from fzero.generate.pages import page_spec as page_spec
+from fzero.generate.rows import DrawRow as DrawRow
+from fzero.generate.rows import DrawRows as DrawRows
+from fzero.generate.rows import draw_rows as draw_rows
+from fzero.generate.sampling import Sampling as Sampling
+from fzero.generate.sampling import expect_vocabulary as expect_vocabulary
 from fzero.generate.step import Step as Step
 from fzero.generate.step import StepBatch as StepBatch
 from fzero.generate.step import make_step as make_step

@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from fzero.data.packing import Batch
 from fzero.data.token_stream import RowStream
 from fzero.data.tokens import SPLITS, read_meta
 from fzero.generate.pages import PAGE_TOKENS, page_spec
+from fzero.generate.sampling import Sampling
 from fzero.generate.step import StepBatch, make_step
 from fzero.models import Model
 from fzero.models.batch import KINDS, SOURCES
@@ -48,30 +49,7 @@ from fzero.train.gradient import make_eval_step
 from fzero.train.state import TrainState
 from fzero.train.update.in_memory import spread
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn from its logits: temperature (0: the likeliest), top_k, top_p; checked."""
-
-    # the logits are divided by it; 0 takes the likeliest token
-    temperature: float = 1.0  # the logits are divided by it; 0 takes the likeliest token
-    top_k: int = 0  # draw among the k likeliest; 0: all
-    # among the fewest whose probabilities add up to p (Holtzman et al. 2020, section 3.1)
-    top_p: float = 1.0  # among the fewest whose probabilities add up to p (Holtzman et al. 2020, section 3.1)
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}; it must be finite and at least 0 (0: the likeliest)")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; it must be at least 0 (0: all tokens)")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if self.temperature == 0.0 and (self.top_k or self.top_p < 1.0):
-            name = "top_k" if self.top_k else "top_p"
-            raise ValueError(
-                f"{name} is {getattr(self, name)} and temperature 0, which takes the likeliest token; leave {name} "
-                "out, or give a temperature above 0"
-            )
+PLAIN = Sampling()
 
 
 @torch.no_grad()
@@ -82,7 +60,7 @@ def generate(
     n: int,
     key: Tensor,
     *,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = PLAIN,
     vocab_size: int | None = None,
     eos: int | Sequence[int] | None = None,
 ) -> Tensor:
@@ -101,6 +79,7 @@ def generate(
             "the model has a head of scores, which says no text; models.logits gives them, and fzero export writes a "
             "folder for AutoModelForSequenceClassification"
         )
+    expect_plain(sampling)
     plan = zero_plan(0, model, one_process())
     batch, length = tokens.shape
     vocab = min(vocab_size or model.config.vocab_size, model.config.vocab_size)
@@ -137,6 +116,16 @@ def generate(
             if bool(done.all()):
                 break
     return tokens
+
+
+def expect_plain(sampling: Sampling) -> None:
+    """Raise ValueError for what `draw` here does not do."""
+    for field in fields(Sampling):
+        value = getattr(sampling, field.name)
+        if field.name not in ("temperature", "top_k", "top_p") and value != getattr(PLAIN, field.name):
+            raise ValueError(
+                f"{field.name} is {value!r}; generate has temperature, top_k and top_p alone, leave the others out"
+            )
 
 
 # Ref: Gumbel 1954; Maddison et al. 2014, "A* sampling", section 2.

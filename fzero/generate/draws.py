@@ -1,0 +1,277 @@
+"""Draws of tokens that depend on no batch, and their log-probabilities.
+
+The noise of a token has the key fold_in(fold_in(fold_in(key(seed), request), sample), position) and the number of its
+element is the token's id, so that a row draws the same alone, in any batch, on any machine, and whether all tokens are
+candidates or few. A token is drawn as the largest of logits / temperature + Gumbel noise over the tokens that are left.
+
+Every number of a row is computed from that row, in an order that its width alone fixes. Ref: Gumbel 1954; Maddison et
+al. 2014, "A* sampling", section 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.core import prng
+from fzero.core.prng_rows import uniform_rows
+from fzero.generate.rows import DrawRows, Limits
+
+F64 = torch.float64
+WIDTH = 256  # tokens, the likeliest first, among which top_k, top_p and min_p are looked for before all are sorted
+ELEMENTS = 1 << 22  # of logits, over which temporaries are made at a time
+# Noise -log(-log u) is at most -log(1 - u), and for the smallest u, 2^-33, less by log(33 log 2) = 3.13.
+GAP = 3.14
+SLACK = 1e-6  # of top_p: the sum over all tokens is rounded to float32
+CLOSE = 1e-9  # of scores by torch.log, whose last bits depend on an element's place
+
+
+class Alternatives(NamedTuple):
+    """The likeliest tokens of each row, the likeliest first."""
+
+    ids: Tensor  # int64 [M, A]
+    log_probs: Tensor  # float32 [M, A], of the whole vocabulary at temperature 1
+
+
+class Drawn(NamedTuple):
+    """Drawn tokens, a row each."""
+
+    tokens: Tensor  # int64 [M]
+    log_probs: Tensor  # float32 [M], of the whole vocabulary at temperature 1: what the trainer's loss is of
+    drawn_log_probs: Tensor  # float32 [M], of the distribution that it was drawn from; 0 for the likeliest token
+    mass: Tensor  # float32 [M]: what top_k, top_p and min_p left of the distribution, 1: all
+    alternatives: Alternatives | None  # None if no row asks for any
+
+
+def log_sum_exp(x: Tensor) -> Tensor:
+    """[M] of x [M, V], by `torch.log_softmax`, which sums a row in the same order whatever is beside it.
+
+    >>> log_sum_exp(torch.zeros(1, 4)).exp()
+    tensor([4.])
+    """
+    if x.device.type != "cpu":  # a GPU's order depends on the alignment of a row
+        x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 64), value=-math.inf)
+    rows = max(1, ELEMENTS // max(x.shape[-1], 1))
+    parts = []
+    for part in x.split(rows):
+        largest, column = part.max(-1, keepdim=True)
+        parts.append((largest - part.log_softmax(-1).gather(-1, column))[:, 0])
+    return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+
+def score(
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    alternatives: int = 0,
+    log_sum_exp: Callable[[Tensor], Tensor] = log_sum_exp,
+) -> tuple[Tensor, Alternatives | None]:
+    """The log-probabilities float32 [M] of tokens int64 [M] under logits float32 [M, V], and of the likeliest ones.
+
+    log_sum_exp: from [M, V] to [M], a row by itself; that of the trainer's loss gives its bits.
+
+    >>> score(torch.zeros(1, 4), torch.tensor([2]))[0].exp()
+    tensor([0.2500])
+    """
+    lse = log_sum_exp(logits)
+    likeliest = None
+    if alternatives:
+        values, ids = _likeliest(logits, min(alternatives, logits.shape[-1]))
+        likeliest = Alternatives(ids, values - lse[:, None])
+    return logits.gather(-1, tokens[:, None])[:, 0] - lse, likeliest
+
+
+@torch.no_grad()
+def draw(
+    logits: Tensor,
+    rows: DrawRows,
+    *,
+    vocab_size: int | None = None,
+    log_sum_exp: Callable[[Tensor], Tensor] = log_sum_exp,
+) -> Drawn:
+    """One token for each row of logits [M, V], float32 or wider.
+
+    vocab_size: only ids below are drawn. log_sum_exp: see `score`. Raises ValueError if a row has no logit that is a
+    number, and if nothing is left to draw from it.
+
+    >>> from fzero.generate.rows import DrawRow, draw_rows
+    >>> from fzero.generate.sampling import Sampling
+    >>> logits = torch.tensor([[2.0, 1.0, 0.0]]).expand(2, 3)
+    >>> rows = draw_rows([DrawRow(Sampling(0.0), 0), DrawRow(Sampling(0.0, bias={0: -5.0}), 0)])
+    >>> draw(logits, rows).tokens
+    tensor([0, 1])
+    """
+    if logits.ndim != 2 or len(logits) != len(rows.keys):
+        raise ValueError(f"logits are {list(logits.shape)}; they must be [{len(rows.keys)}, V], a row for each draw")
+    lse = _finite(log_sum_exp(logits), "the model gives NaN or infinity")
+    z, z_lse = _edited(logits[:, :vocab_size], rows), lse
+    if rows.temperature is not None:
+        z = z / rows.temperature.to(z.dtype)[:, None]
+    if z.shape != logits.shape or rows.edited or rows.temperature is not None:
+        z_lse = _finite(log_sum_exp(z), "its mask, bias and min_tokens leave no token to draw")
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    mass = torch.ones(len(logits), dtype=torch.float32, device=logits.device)
+    limited_log_probs = None
+    if len(rows.likeliest):
+        tokens[rows.likeliest] = _rows(z, rows.likeliest).argmax(-1)
+    if len(rows.whole):
+        tokens[rows.whole] = _race(_rows(z, rows.whole), _rows(rows.keys, rows.whole))
+    if rows.limits is not None:
+        z_limited, lse_limited, keys = (_rows(x, rows.limited) for x in (z, z_lse, rows.keys))
+        tokens[rows.limited], limited_log_probs, mass[rows.limited] = _draw_limited(
+            z_limited, lse_limited, keys, rows.limits
+        )
+    log_probs, alternatives = score(logits, tokens, alternatives=rows.alternatives, log_sum_exp=lambda _: lse)
+    drawn = z.gather(-1, tokens[:, None])[:, 0] - z_lse
+    if len(rows.likeliest):
+        mass[rows.likeliest] = _by_number(math.exp, drawn[rows.likeliest])
+        drawn[rows.likeliest] = 0.0
+    if limited_log_probs is not None:
+        drawn[rows.limited] = limited_log_probs.to(drawn.dtype)
+    return Drawn(tokens, log_probs, drawn, mass, alternatives)
+
+
+def _finite(lse: Tensor, reason: str) -> Tensor:
+    """The log-sum-exp of the rows; raises ValueError unless all are numbers."""
+    wrong = (~lse.isfinite()).nonzero()[:, 0].tolist()
+    if wrong:
+        raise ValueError(f"row {wrong[0]} of the logits has no probabilities: {reason}")
+    return lse
+
+
+def _rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Those rows of x."""
+    return x if len(rows) == len(x) else x[rows]
+
+
+def _by_number(function: Callable[[float], float], x: Tensor) -> Tensor:
+    """The function of each number, float32: vector units round some by their place, a single call does not."""
+    return torch.tensor([function(value) for value in x.tolist()], dtype=torch.float32, device=x.device)
+
+
+def _edited(logits: Tensor, rows: DrawRows) -> Tensor:
+    """The logits behind bias, penalties and what is forbidden."""
+    if not rows.edited:
+        return logits
+    y = logits.clone()
+    changes = (
+        (rows.bias, torch.add),
+        (rows.repetition, _repeat),
+        (rows.penalty, torch.sub),
+        (rows.forbidden, torch.add),
+    )
+    for entries, change in changes:
+        if entries is not None:
+            place = (entries.rows, entries.ids)
+            y[place] = change(y[place], entries.values.to(y.dtype))
+    for row, mask in rows.masks:
+        y[row, : len(mask)].masked_fill_(~mask[: y.shape[1]], -math.inf)
+        y[row, len(mask) :] = -math.inf
+    return y
+
+
+def _repeat(logits: Tensor, penalty: Tensor) -> Tensor:
+    return torch.where(logits > 0, logits / penalty, logits * penalty)
+
+
+def _race(z: Tensor, keys: Tensor) -> Tensor:
+    """The token of each row of z [R, V]. Those whose noise could win, by a cheap bound, get a score."""
+    tokens = []
+    step = max(1, ELEMENTS // max(z.shape[1], 1))
+    for part, some_keys in zip(z.split(step), keys.split(step)):
+        bound = part.float() - uniform_rows(some_keys, part.shape[1], 1.0, 0.0).log_()  # 1 - u: -log u is not below it
+        largest = bound.amax(-1, keepdim=True)
+        candidates = bound >= largest - (GAP + 1e-3 + 1e-6 * largest.abs())
+        rows, columns = candidates.nonzero(as_tuple=True)
+        counts = candidates.sum(-1)
+        slots = torch.arange(len(rows), device=z.device) - (counts.cumsum(0) - counts)[rows]
+        ids = columns.new_zeros(len(part), int(counts.max()))
+        ids[rows, slots] = columns
+        values = torch.full(ids.shape, -math.inf, dtype=F64, device=z.device)
+        values[rows, slots] = part[rows, columns].double()
+        tokens.append(_winners(values, ids, some_keys))
+    return torch.cat(tokens)
+
+
+def _winners(values: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
+    """The id of each row with the largest value + noise; values float64 [R, C], -inf for none; ids [R, C]."""
+    u = uniform_rows(keys, ids.shape[1], dtype=F64, index=ids)
+    scores = values - (-u.log()).log()
+    if ids.shape[1] > 1:
+        first, second = scores.topk(2).values.T
+        if bool((first - second <= CLOSE * (1.0 + first.abs())).any()):
+            scores = values - prng.log(-prng.log(u))
+    return ids.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]
+
+
+def _draw_limited(z: Tensor, lse: Tensor, keys: Tensor, limits: Limits) -> tuple[Tensor, Tensor, Tensor]:
+    """(token, log-probability among those that are left, their mass) of each row of z [R, V]."""
+    width = min(z.shape[1], max(WIDTH, limits.most + 16))
+    while True:
+        values, ids = _likeliest(z, width)
+        counts, sums = _counts(values := values.double(), lse.double(), limits)
+        # A likelier token than the last that was looked at has all its equals here, in the order of their ids.
+        last = values.gather(-1, counts[:, None] - 1)
+        if width == z.shape[1] or bool((last > values[:, -1:]).all()):
+            break
+        width = min(8 * width, z.shape[1])
+    width = int(counts.max())
+    values, ids = values[:, :width], ids[:, :width]
+    left = torch.arange(width, device=z.device) < counts[:, None]
+    tokens = _winners(values.masked_fill(~left, -math.inf), ids, keys)
+    shifted = values.gather(-1, (ids == tokens[:, None]).int().argmax(-1, keepdim=True))[:, 0] - values[:, 0]
+    log_sums = _by_number(math.log, sums)
+    mass = _by_number(lambda x: min(math.exp(x), 1.0), log_sums.double() + values[:, 0] - lse.double())
+    return tokens, shifted - log_sums, mass
+
+
+def _likeliest(z: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """(values, ids) [R, width] of the likeliest tokens, the likeliest first, of equals the one with the lower id."""
+    ids = torch.topk(z, width, sorted=False).indices.sort(-1).values
+    values, order = z.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, order)
+
+
+def _counts(values: Tensor, lse: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
+    """(how many of the likeliest tokens are left, int64 [R]; the sum of their weights exp(value - the largest))."""
+    shifted = values - values[:, :1]
+    width = values.shape[1]
+    kth = shifted.gather(-1, (limits.top_k[:, None] - 1).clamp(0, width - 1))
+    left = (shifted >= limits.min_p[:, None]) & ((limits.top_k[:, None] == 0) | (shifted >= kth))
+    left &= shifted > -math.inf
+    weights = _exp(torch.cat((shifted, lse[:, None] - values[:, :1]), -1))
+    sums = _prefix_sums(torch.where(left, weights[:, :-1], 0.0))
+    counts = left.sum(-1, keepdim=True)
+    all_left = (limits.top_k == 0) & (limits.min_p == -math.inf)
+    total = torch.where(all_left[:, None], weights[:, -1:], sums.gather(-1, counts - 1))
+    before = torch.nn.functional.pad(sums[:, :-1], (1, 0))
+    left = left & ((before < limits.top_p[:, None] * (1.0 - SLACK) * total) | (limits.top_p[:, None] == 1.0))
+    counts = left.sum(-1, keepdim=True)
+    return counts[:, 0], sums.gather(-1, counts - 1)[:, 0]
+
+
+def _prefix_sums(x: Tensor) -> Tensor:
+    """The sum of x [R, C] up to each element, in an order that depends on the element's number alone. Ref: Hillis and
+    Steele 1986, "Data parallel algorithms".
+    """
+    distance = 1
+    while distance < x.shape[-1]:
+        x = torch.cat((x[:, :distance], x[:, distance:] + x[:, :-distance]), -1)
+        distance *= 2
+    return x
+
+
+def _exp(x: Tensor) -> Tensor:
+    """The exponential of float64 values by exact steps only (see `prng.log`), to 1e-15 of each; 0 below -708."""
+    exponent = torch.round(x * (1.0 / math.log(2.0))).clamp(-1022.0, 1022.0)
+    # log 2 in two parts, the first with 33 bits, so that its products are exact (Cody and Waite 1980).
+    remainder = (x - exponent * 0.693147180369123816490) - exponent * 1.90821492927058770002e-10
+    series = torch.ones_like(x)
+    for n in range(13, 0, -1):
+        series = series * remainder / n + 1.0
+    power = ((exponent.to(torch.int64) + 1023) << 52).view(F64)
+    return torch.where(x < -708.0, 0.0, series * power)

@@ -1,0 +1,151 @@
+"""The rows from which tokens are drawn, as tensors: keys, parameters, and changes of single logits."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.core.prng_rows import fold_rows
+from fzero.generate.sampling import Sampling
+
+
+class DrawRow(NamedTuple):
+    """A row of logits, from which a token is drawn."""
+
+    sampling: Sampling
+    position: int  # of the drawn token in its sequence, from 0
+    request: int = 0  # the number of its request, from 0
+    sample: int = 0  # the number of the sample of the request, from 0
+    prompt: Sequence[int] = ()  # its ids, for a repetition penalty
+    drawn: Sequence[int] = ()  # the ids drawn before it, for penalties and min_tokens
+    ends: Sequence[int] = ()  # the ids that end the text, which are not drawn before min_tokens
+    mask: Tensor | None = None  # bool [V]: the tokens that a grammar allows; an id beyond is not allowed
+
+
+class Entries(NamedTuple):
+    """Changes of single logits."""
+
+    rows: Tensor  # int64 [n]
+    ids: Tensor  # int64 [n], with the row in no order, each pair once
+    values: Tensor  # float32 [n]
+
+
+class Limits(NamedTuple):
+    """What the tokens are limited by, of the rows in `DrawRows.limited` [R]."""
+
+    top_k: Tensor  # int64 [R], 0: all
+    top_p: Tensor  # float64 [R]
+    min_p: Tensor  # float64 [R]: its logarithm
+    most: int  # the largest top_k
+
+
+class DrawRows(NamedTuple):
+    """The rows of a batch as tensors; `draw_rows` makes them."""
+
+    keys: Tensor  # int64 [M, 2]
+    temperature: Tensor | None  # float32 [M], 1 for a row of the likeliest token; None: all are 1
+    likeliest: Tensor  # int64: the numbers of rows that take the likeliest token,
+    whole: Tensor  # of those that draw among all tokens,
+    limited: Tensor  # and of those that draw among some
+    limits: Limits | None
+    bias: Entries | None  # added
+    repetition: Entries | None  # by which the logits of tokens so far are divided if above 0, else multiplied
+    penalty: Entries | None  # subtracted
+    forbidden: Entries | None
+    masks: tuple[tuple[int, Tensor], ...]  # (row, bool [V])
+    alternatives: int  # the most of a row
+
+    @property
+    def edited(self) -> bool:
+        """Whether a logit changes."""
+        return bool(self.masks) or any(
+            x is not None for x in (self.bias, self.repetition, self.penalty, self.forbidden)
+        )
+
+
+def draw_rows(rows: Sequence[DrawRow], device: torch.device | str = "cpu") -> DrawRows:
+    """The rows as tensors on `device`, for `draw`. What no row uses is None, and costs nothing.
+
+    >>> draw_rows([DrawRow(Sampling(0.0), 7), DrawRow(Sampling(0.8), 3, request=1)]).likeliest
+    tensor([0])
+    """
+    samplings = [row.sampling for row in rows]
+    temperatures = [s.temperature or 1.0 for s in samplings]
+    limited = [i for i, s in enumerate(samplings) if s.limits]
+    masks = tuple((i, row.mask.to(device)) for i, row in enumerate(rows) if row.mask is not None)
+
+    def whole_numbers(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64).to(device)
+
+    def entries(values: Iterable[tuple[int, int, float]]) -> Entries | None:
+        columns = list(zip(*values))
+        if not columns:
+            return None
+        numbers = torch.tensor(columns[2], dtype=torch.float32).to(device)
+        return Entries(whole_numbers(columns[0]), whole_numbers(columns[1]), numbers)
+
+    limits = None
+    if limited:
+        chosen = [samplings[i] for i in limited]
+        logs = [math.log(s.min_p) if s.min_p else -math.inf for s in chosen]
+        top_p, min_p = (torch.tensor(x, dtype=torch.float64).to(device) for x in ([s.top_p for s in chosen], logs))
+        limits = Limits(whole_numbers(s.top_k for s in chosen), top_p, min_p, max(s.top_k for s in chosen))
+    return DrawRows(
+        keys=_keys(rows).to(device),
+        temperature=None if set(temperatures) <= {1.0} else torch.tensor(temperatures).to(device),
+        likeliest=whole_numbers(i for i, s in enumerate(samplings) if s.temperature == 0.0),
+        whole=whole_numbers(i for i, s in enumerate(samplings) if s.temperature and not s.limits),
+        limited=whole_numbers(limited),
+        limits=limits,
+        bias=entries((i, token, value) for i, s in enumerate(samplings) for token, value in s.bias.items()),
+        repetition=entries(entry for i, row in enumerate(rows) for entry in _seen(i, row)),
+        penalty=entries(entry for i, row in enumerate(rows) for entry in _penalties(i, row)),
+        forbidden=entries(
+            (i, token, -math.inf)
+            for i, row in enumerate(rows)
+            if len(row.drawn) < row.sampling.min_tokens
+            for token in dict.fromkeys(row.ends)
+        ),
+        masks=masks,
+        alternatives=max((s.alternatives for s in samplings), default=0),
+    )
+
+
+def _keys(rows: Sequence[DrawRow]) -> Tensor:
+    """The key of each row's token, int64 [M, 2]; zeros if none is drawn by chance."""
+    if not any(row.sampling.temperature for row in rows):
+        return torch.zeros(len(rows), 2, dtype=torch.int64)
+    for row in rows:
+        if min(row.request, row.sample, row.position) < 0:
+            raise ValueError(
+                f"a row has request {row.request}, sample {row.sample} and position {row.position}; each must be at "
+                "least 0"
+            )
+    words = [
+        (row.sampling.seed & 0xFFFFFFFF, row.sampling.seed >> 32, row.request, row.sample, row.position) for row in rows
+    ]
+    table = torch.tensor(words, dtype=torch.int64)
+    keys = table[:, :2]
+    for column in (2, 3, 4):
+        keys = fold_rows(keys, table[:, column])
+    return keys
+
+
+def _seen(number: int, row: DrawRow) -> Iterable[tuple[int, int, float]]:
+    """The tokens of prompt and text, if there is a penalty for them."""
+    if row.sampling.repetition == 1.0:
+        return ()
+    return ((number, token, row.sampling.repetition) for token in {*row.prompt, *row.drawn})
+
+
+def _penalties(number: int, row: DrawRow) -> Iterable[tuple[int, int, float]]:
+    """What is subtracted for the tokens of the text."""
+    s = row.sampling
+    if not (s.presence or s.frequency):
+        return ()
+    return ((number, token, s.frequency * count + s.presence) for token, count in Counter(row.drawn).items())
