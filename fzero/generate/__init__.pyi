@@ -13,6 +13,12 @@ from fzero.generate.sampling import expect_vocabulary as expect_vocabulary
 from fzero.generate.step import Step as Step
 from fzero.generate.step import StepBatch as StepBatch
 from fzero.generate.step import make_step as make_step
+from fzero.generate.stops import StopRules as StopRules
+from fzero.generate.stops import StopState as StopState
+from fzero.generate.stops import Streamed as Streamed
+from fzero.generate.stops import feed as feed
+from fzero.generate.stops import start_text as start_text
+from fzero.generate.stops import stop_rules as stop_rules
 
 """For contributors: what the other packages of fzero use."""
 
