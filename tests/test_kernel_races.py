@@ -15,6 +15,8 @@ from test_attention_at import small_tiles as small_tiles
 from test_cross_entropy_kernels import TERMS, of_logits
 from test_moe_float8 import passes as pass_through_float8
 from test_moe_kernels import rows_of
+from test_paged_attention_triton import call as call_on_pages
+from test_paged_attention_triton import make_tiles_small
 from triton.runtime import interpreter
 
 from fzero.core import prng
@@ -33,6 +35,7 @@ from fzero.kernels import (
     moe_routing,
     newton_schulz,
     norm,
+    paged_attention,
     quantize,
     rope,
     triton,
@@ -54,6 +57,7 @@ def small_blocks(small_tiles, monkeypatch):
         return default | {name: min(default[name], 32) for name in sides}
 
     monkeypatch.setattr(tuning, "config", config)
+    make_tiles_small(monkeypatch)
 
 
 # ---- every kernel of ours --------------------------------------------------------------------------------------------
@@ -79,6 +83,11 @@ def attend_by_blocks(**options):
 def attend_at(pattern, t, s, **options):
     f, _ = of_triton(1, t, s, pattern=pattern, **options)
     passes(f, (1, t, 1, 16), (1, s, 1, 16), (1, s, 1, 16))()
+
+
+def attend_pages(pattern, **sizes):
+    sinks = torch.linspace(-2.0, 2.0, 4, device=laws.DEVICE)
+    paged_attention.paged_attention(*call_on_pages(**sizes), impl="triton", pattern=pattern, sinks=sinks)
 
 
 def cross_entropy(columns, terms):
@@ -158,6 +167,7 @@ def coded(kind, shape=(3, 1000), **rounding):
 
 
 MASKED = ("_masked_forward", "_masked_dq", "_masked_dkv")
+PAGED = ("_paged_attention", "_join_splits")
 FLASH = ("_flash_forward", "_flash_dq", "_flash_dkv")
 CODES, NORMS = ("_quantize", "_dequantize", "_sum_requantize"), ("_norm_forward", "_norm_backward")
 # The kernels of a case, each of which must have several programs along every axis, and a call.
@@ -165,6 +175,7 @@ CASES = {
     "attention": ((*FLASH, "_document_bounds"), attend(PATTERNS[1], 33, 1)),
     "attention at": ((*FLASH, "_tile_spans"), lambda: attend_at(PATTERNS[0], 33, 33)),
     "attention by blocks": (MASKED, lambda: attend_by_blocks()()),
+    "attention over pages": (PAGED, lambda: attend_pages(PATTERNS[0], rows=((40, 1), (0, 9)))),
     "cross entropy": (("_cross_entropy",), lambda: cross_entropy(37, TERMS["all"])),
     "scale": (("_scale",), scaled),
     "dropout": (
@@ -199,6 +210,10 @@ CASES = {
 
 MORE = {
     **{f"attention, {pattern}": (FLASH, attend(pattern, dtype=BF16)) for pattern in PATTERNS},
+    **{
+        f"attention over pages, {p}": (PAGED, functools.partial(attend_pages, p, rows=((40, 1), (0, 9))))
+        for p in (PATTERNS[1], PATTERNS[-1])
+    },
     "attention by blocks, causal": (MASKED, lambda: attend_by_blocks(causal=True)()),
     "attention without documents": (FLASH, attend(PATTERNS[0], documents=False)),
     **{

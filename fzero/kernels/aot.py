@@ -37,6 +37,7 @@ FILES = (
     "newton_schulz",
     "norm_triton",
     "optim_multi_tensor",
+    "paged_attention_triton",
     "quantize",
     "rope",
 )

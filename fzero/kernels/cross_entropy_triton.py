@@ -28,7 +28,7 @@ TWO_FIT = 65536  # columns
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     # As 2 s(2x) - 1 it cancels near 0, where the series takes over.
     square = x * x
     series = x * (
@@ -42,7 +42,7 @@ def _read(ROW, positions, inside, cap, CAP: tl.constexpr):
     """Load y at the positions `positions`; -inf outside."""
     y = tl.load(ROW + positions, mask=inside, other=-float("inf")).to(tl.float32)
     if CAP:
-        y = tl.where(inside, _tanh(y / cap) * cap, -float("inf"))
+        y = tl.where(inside, tanh(y / cap) * cap, -float("inf"))
     return y
 
 

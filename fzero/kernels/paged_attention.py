@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels import attention, attention_canonical
+from fzero.kernels import attention, attention_canonical, paged_attention_triton
 from fzero.kernels.attention_arguments import Positions, Scoring
 from fzero.kernels.attention_pattern import FULL, Pattern
+from fzero.kernels.custom_operator import on_cuda
 from fzero.kernels.registry import Form, Op
 
 
@@ -88,6 +89,7 @@ def _bytes(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, *tensors:
 paged_attention = Op(
     "paged_attention",
     reference,
+    Form("triton", paged_attention_triton.attend_pages, supports=paged_attention_triton.serves, prefers=on_cuda),
     Form("canonical", _by_cpp, supports=attention_canonical.supports_pages),
     flops=_flops,
     bytes=_bytes,

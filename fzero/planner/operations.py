@@ -35,7 +35,7 @@ NAMES: dict[str, str] = {
     ),
     "attention": (
         "tiled_forward tiled_backward flash_forward flash_backward flash_forward_at flash_backward_at "
-        "ring_forward ring_backward library_forward library_backward"
+        "ring_forward ring_backward library_forward library_backward paged_attention_tiles"
     ),
     "cross_entropy": "cross_entropy_rows cross_entropy_rows_ nll_loss_forward nll_loss_backward",
     "norm": (
