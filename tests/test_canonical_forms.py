@@ -1,13 +1,17 @@
 """Canonical forms: the bits of a row depend on that row alone, whatever lies beside it, by any number of threads,
 from any strides; and every law of a kernel."""
 
+from typing import Any
+from unittest import mock
+
 import kernel_laws as laws
 import pytest
 import torch
 from close import assert_same
 
 from fzero.core import have_compiler
-from fzero.kernels import Kernels, linear, registry
+from fzero.kernels import Kernels, glu, linear, linear_cross_entropy, moe, norm, registry, rope, rowwise
+from fzero.kernels.moe_routing import route
 
 pytestmark = [
     pytest.mark.skipif(laws.DEVICE != "cpu", reason="they serve the CPU, and the laws draw for the GPU here"),
@@ -78,6 +82,116 @@ def test_the_product_obeys_every_law():
             laws.numbers(f, laws.draw(*shapes), dtype, impl="canonical")
     for law in (laws.repeats, laws.strides, laws.adjoint, laws.transforms, laws.traced):
         law(f, laws.draw((3, 37), (37, 20)), impl="canonical")
+
+
+NUMBERS = {
+    "gelu": (rowwise.gelu, 1),
+    "sigmoid": (rowwise.sigmoid, 1),
+    "tanh": (rowwise.tanh, 1),
+    "swiglu": (glu.swiglu, 2),
+    "geglu": (glu.geglu, 2),
+    "clamped_swiglu": (glu.clamped_swiglu, 2),
+}
+WIDTH = 37
+ROWS = {
+    "rms_norm": (lambda x, s, impl: norm.rms_norm(x, s, 1e-5, impl=impl), 1, 1),
+    "add_rms_norm": (lambda x, r, s, impl: norm.add_rms_norm(x, r, s, 1e-5, impl=impl), 2, 1),
+    "layer_norm": (lambda x, s, b, impl: norm.layer_norm(x, s, b, 1e-5, impl=impl), 1, 2),
+    "add_layer_norm": (lambda x, r, s, b, impl: norm.add_layer_norm(x, r, s, b, 1e-5, impl=impl), 2, 2),
+    "route": (lambda x, impl: route(x, 3, impl=impl)[1:], 1, 0),
+    "route by bias": (lambda x, impl: route(x, 3, torch.linspace(-1, 1, WIDTH), impl=impl)[1:], 1, 0),
+    "rope": (lambda x, impl: rope.rope(x.reshape(1, -1, 1, 36), FAR[: len(x)], ANGLES, impl=impl)[0, :, 0], 1, 0),
+    "log_sum_exp": (lambda x, impl: rowwise.log_sum_exp(x.float(), impl=impl), 1, 0),
+}
+FAR = torch.arange(70) * 1777
+ANGLES = rope.rope_frequencies(36, 10000.0, None)
+
+
+@DTYPES
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_does_not_depend_on_its_place(name, dtype):
+    op, count = NUMBERS[name]
+    tensors = [6 * x for x in laws.draw(*[(40000,)] * count, dtype=dtype)]
+    whole = op(*tensors, impl="canonical")
+    for first, end in ((0, 1), (17, 30), (3, 39999), (39990, 40000)):
+        assert_same(op(*(x[first:end] for x in tensors), impl="canonical"), whole[first:end])
+    torch.set_num_threads(2)
+    assert_same(op(*(x.expand(2, -1)[:, ::2] for x in tensors), impl="canonical")[1], whole[::2])
+    ends = torch.tensor([-torch.inf, -1e4, -200.0, -88.0, -0.0, 0.0, 88.0, 200.0, 1e4, torch.nan], dtype=dtype)
+    found, exact = op(*[ends] * count, impl="canonical").double(), op(*[ends.double()] * count)
+    torch.testing.assert_close(found[1:], exact[1:], rtol=1e-2, atol=1e-30, equal_nan=True)
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_depends_on_itself_alone(name, dtype):
+    f, tensors, params = ROWS[name]
+    width = 36 if name == "rope" else WIDTH
+    inputs = laws.draw(*[(70, width)] * tensors, *[(width,)] * params, dtype=dtype)
+
+    def of_rows(first, end):
+        out = f(*(x[first:end] for x in inputs[:tensors]), *inputs[tensors:], impl="canonical")
+        return list(laws.tuple_of(out))
+
+    whole = of_rows(0, 70)
+    torch.set_num_threads(2)
+    assert_same(of_rows(0, 70), whole)
+    for count in (1, 2, 7, 33):
+        assert_same(of_rows(0, count), [x[:count] for x in whole])
+        if name != "rope":  # whose rows are positions
+            assert_same(of_rows(70 - count, 70), [x[70 - count :] for x in whole])
+
+
+def test_the_functions_obey_every_law():
+    forms: dict[str, Any] = {
+        name: (lambda impl, *t, op=op: op(*t, impl=impl), [(3, 37)] * n) for name, (op, n) in NUMBERS.items()
+    }
+    for name, (f, tensors, params) in ROWS.items():
+        width = 36 if name == "rope" else WIDTH
+        shapes = [(5, width)] * tensors + [(width,)] * params
+        forms[name] = (lambda impl, *t, f=f: f(*t, impl=impl), shapes)
+    ids, ends = torch.arange(12) % 5, torch.tensor([4, 4, 9], dtype=torch.int32)
+    forms["grouped_mm"] = lambda impl, x, w: moe.grouped_mm(x, w, ends, impl=impl), [(12, 20), (3, 20, 9)]
+    forms["logits"] = lambda impl, x, w: linear.logits(x, w, 2.0, impl=impl), [(5, 20), (9, 20)]
+    options = {"cap": 3.0, "z_loss": 1e-3, "smoothing": 0.1}
+    forms["loss"] = (
+        lambda impl, x, w: linear_cross_entropy.linear_cross_entropy(x, w, ids, impl=impl, **options),
+        [(12, 20), (9, 20)],
+    )
+    for name, (f, shapes) in forms.items():
+        tensors = laws.draw(*shapes)
+        for dtype in (torch.float32, BF16):
+            if (name, dtype) != ("loss", BF16):  # whose logits in bfloat16 are those of torch's products
+                laws.numbers(f, tensors, dtype, impl="canonical")
+        laws.repeats(f, tensors, impl="canonical")
+        laws.adjoint(f, tensors, impl="canonical")
+        laws.transforms(f, tensors, impl="canonical")
+        if name not in ("rope", "route by bias", "grouped_mm", "loss"):  # whose numbers are no arguments here
+            laws.traced(f, tensors, impl="canonical")
+
+
+@DTYPES
+def test_rows_of_experts_and_losses_depend_on_themselves_alone(dtype):
+    x, w, head = laws.draw((70, 40), (3, 40, 21), (50, 40), dtype=dtype)
+    ids = torch.arange(70) % 50
+    ends = torch.tensor([20, 33, 70], dtype=torch.int32)
+    whole = moe.grouped_mm(x, w, ends, impl="canonical")
+    one = moe.grouped_mm(x[25:26], w, torch.tensor([0, 1, 1], dtype=torch.int32), impl="canonical")
+    assert_same(one[0], whole[25])
+    assert not moe.grouped_mm(x, w, ends - 5, impl="canonical")[65:].any()
+
+    def losses(first, end, chunk=1 << 26):
+        with mock.patch.object(linear_cross_entropy, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk}):
+            inputs = x[first:end], head, ids[first:end]
+            options = {"impl": "canonical", "per_token": True, "cap": 5.0}
+            return linear_cross_entropy.linear_cross_entropy(*inputs, **options)[1]
+
+    assert_same(losses(0, 70, 1), losses(0, 70))
+    for count in (1, 2, 7, 33):
+        assert_same(losses(70 - count, 70), losses(0, 70)[70 - count :])
+    logits = linear.logits(x[:3], head, 5.0, impl="canonical")
+    at_target = logits.gather(1, ids[:3, None])[:, 0]
+    assert_same(rowwise.log_sum_exp(logits, impl="canonical") - at_target, losses(0, 3))  # as a sampler has it
 
 
 def test_what_has_no_canonical_form_is_refused_by_name():

@@ -19,7 +19,7 @@ from test_quantize import bits
 
 import fzero
 from fzero.core import compile_cache, digest, have_compiler, observe, prng, vjp_pair
-from fzero.kernels import KINDS, Pattern, attention, glu, linear, norm, quantize
+from fzero.kernels import KINDS, Pattern, attention, glu, linear, norm, quantize, rowwise
 from fzero.kernels.attention_canonical import canonical_forward, paged_forward
 from fzero.kernels.custom_operator import MANY
 
@@ -235,6 +235,17 @@ def canonical_attention(dtype):
         stays_inside(lambda q, k, v, how=how, where=where: [paged_forward(q[0, :4], k, v, *where, *how)], tensors)
 
 
+def functions(dtype):
+    x, y, scale, bias = laws.draw((5, 37), (5, 37), (37,), (37,), dtype=dtype)
+    for kind in range(len(rowwise.KINDS)):
+        stays_inside(lambda x, y, kind=kind: [rowwise.rowwise_numbers(x, y, kind, 2.0)], [x, y])
+    stays_inside(lambda *t: [rowwise.layer_norm_forward(*t, 1e-5)], [x, scale, bias])
+    stays_inside(lambda x: [rowwise.softmax_forward(x)], [x.float()])
+    targets = torch.tensor([0, 36, 5, -1, 36])
+    stays_inside(lambda x: [rowwise.loss_statistics(x, targets, 2.0)], [x.float()])
+    stays_inside(lambda f: rowwise.rope_turns(torch.arange(7), f), [scale.float()])
+
+
 LOOPS = {
     "kernels/attention_canonical": canonical_attention,
     "kernels/attention_tiled": tiled_attention,
@@ -243,6 +254,7 @@ LOOPS = {
     "kernels/linear": products,
     "kernels/norm": norms,
     "kernels/optim_leaf": steps,
+    "kernels/rowwise": functions,
     "kernels/quantize_codes": codes,
     "core/digest": lambda dtype: (checksums(dtype), digests(dtype)),
     "core/prng": draws,

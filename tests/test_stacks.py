@@ -238,7 +238,7 @@ def test_experts_are_chosen_in_the_best_groups_and_the_bias_moves_the_choice_alo
     }
     p["bias"][5] = 0.7
     h = torch.randn(40, 8, generator=generator, dtype=torch.float64)
-    ids, weights, scores = choose_experts(c, p, h)
+    ids, weights, scores = choose_experts(c, p, h, models.Ctx(dtype=h.dtype))
     for row in range(40):
         s = torch.sigmoid(h[row] @ p["router"])
         biased = s + p["bias"]

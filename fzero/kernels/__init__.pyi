@@ -145,5 +145,11 @@ from fzero.kernels.rope import rope_qk as rope_qk
 # Rotary position embedding
 from fzero.kernels.rope_scaling import RopeScaling as RopeScaling
 
+# Functions of a number or a row, which depend on it alone
+from fzero.kernels.rowwise import gelu as gelu
+from fzero.kernels.rowwise import sigmoid as sigmoid
+from fzero.kernels.rowwise import sum_in_order as sum_in_order
+from fzero.kernels.rowwise import tanh as tanh
+
 # The block sizes of kernels
 from fzero.kernels.tuning import Speed as Speed

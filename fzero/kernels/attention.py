@@ -239,7 +239,7 @@ def canonical_attention(
         if backward_form == "blocked":
             places = Positions.of_last(range(s - t, s), range(s), documents, q.device)
         gradients = FORM_PASSES[backward_form].backward(q, k, v, places, out, lse, *grads, scoring)
-        of_sinks = () if sinks is None else (attention_arguments.gradient(out, lse, *grads, sinks),)
+        of_sinks = () if sinks is None else (attention_arguments.gradient(out, lse, grads[0], sinks),)
         return *(x.to(q.dtype) for x in gradients), *of_sinks
 
     return Fused("canonical attention", forward, backward, select_saved=lambda tensors, outs: (*tensors, *outs))(

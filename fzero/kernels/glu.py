@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fzero.core import compile_cache
-from fzero.kernels import tuning
+from fzero.kernels import rowwise, tuning
 from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import (
     PART,
@@ -45,7 +45,7 @@ from fzero.kernels.custom_operator import (
     triton,
     triton_runs,
 )
-from fzero.kernels.registry import Form, Op
+from fzero.kernels.registry import Form, Op, asked_for
 
 CONFIGS = tuning.ConfigTable("_glu")
 GELU_SLOPE = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
@@ -251,6 +251,33 @@ def _cpp_supports(a: Tensor, b: Tensor) -> str:
     return _same_shape(a, b) or cpp_runs(a, b)
 
 
+# ---- canonical: rowwise.cpp -----------------------------------------------------------------------------------------
+
+
+def _geglu_backward(a: Tensor, b: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    da = torch.ops.aten.gelu_backward(g * b, a, approximate="tanh")
+    return da, g * F.gelu(a, approximate="tanh")
+
+
+def _clamped_backward(a: Tensor, b: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    limit, slope = CLAMPED_LIMIT.value, CLAMPED_SLOPE.value
+    low, factor = a.clamp(max=limit), b.clamp(-limit, limit) + 1.0
+    s = torch.sigmoid(low * slope)
+    da = g * factor * s * (1.0 + low * slope * (1.0 - s))
+    return torch.where(a <= limit, da, 0.0), torch.where(b.abs() <= limit, g * low * s, 0.0)
+
+
+def _canonical(name: str, slopes: Callable[..., tuple[Tensor, Tensor]]) -> Form:
+    kind = rowwise.KINDS.index(name)
+
+    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        wide = (x.to(torch.float32) for x in (*saved, *grads))
+        return tuple(x.to(grads[0].dtype) for x in slopes(*wide))
+
+    fused = Fused(name, lambda a, b: (rowwise.rowwise_numbers(a, b, kind),), backward)
+    return Form("canonical", fused, lambda a, b: _same_shape(a, b) or rowwise.supports(a, b), asked_for)
+
+
 def _op(name: str, reference: Callable[[Tensor, Tensor], Tensor], *forms: Form) -> Op:
     return Op(
         name,
@@ -262,9 +289,14 @@ def _op(name: str, reference: Callable[[Tensor, Tensor], Tensor], *forms: Form) 
     )
 
 
-swiglu = _op("swiglu", swiglu_reference, Form("cpp", _swiglu_in_cpp, supports=_cpp_supports, prefers=runs_alone))
-geglu = _op("geglu", geglu_reference)
-clamped_swiglu = _op("clamped_swiglu", clamped_swiglu_reference)
+swiglu = _op(
+    "swiglu",
+    swiglu_reference,
+    Form("cpp", _swiglu_in_cpp, supports=_cpp_supports, prefers=runs_alone),
+    Form("canonical", _swiglu_in_cpp, _cpp_supports, asked_for),  # which has one exp, in a tail too
+)
+geglu = _op("geglu", geglu_reference, _canonical("geglu", _geglu_backward))
+clamped_swiglu = _op("clamped_swiglu", clamped_swiglu_reference, _canonical("clamped_swiglu", _clamped_backward))
 
 
 def builds(gpu: str) -> Iterator[Build]:

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from fzero.core import compile_cache, graph_passes
 from fzero.core.autodiff import needs_grad
-from fzero.kernels.custom_operator import Fused, call_cpp, cpp_runs, operator
+from fzero.kernels.custom_operator import Fused, call_cpp, cap_logits, cpp_runs, operator
 from fzero.kernels.registry import Form, Op, asked_for
+from fzero.kernels.rowwise import KINDS, rowwise_numbers
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 SMALL = 1 << 16  # multiplications that one thread makes
@@ -80,8 +81,30 @@ def linear_canonical(x: Tensor, w: Tensor) -> Tensor:
     return fused(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[1])
 
 
-def supports(x: Tensor, w: Tensor) -> str:
-    """The reason why the canonical form does not serve a call; "" if it does."""
+def logits_reference(x: Tensor, w: Tensor, cap: float = 0.0) -> Tensor:
+    """The logits [..., V] in float32 or wider, capped unless cap is 0: the definition."""
+    y = x @ w.T
+    return cap_logits(y.to(torch.promote_types(y.dtype, torch.float32)), cap)
+
+
+def logits_canonical(x: Tensor, w: Tensor, cap: float = 0.0) -> Tensor:
+    """The canonical form of `logits`, whose sums are not rounded to x's dtype."""
+
+    def forward(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = logits_product(x, w)
+        return (rowwise_numbers(y, y, KINDS.index("capped"), cap) if cap else y,)
+
+    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (x, w, y), (g,) = saved, grads
+        g = (g * (1.0 - (y / cap).square()) if cap else g).to(x.dtype)
+        return g @ w, g.T @ x
+
+    fused = Fused("logits", forward, backward, select_saved=lambda tensors, outs: (*tensors, *outs))
+    return fused(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[0])
+
+
+def supports(x: Tensor, w: Tensor, *options: float) -> str:
+    """The reason why the canonical forms do not serve a call; "" if they do."""
     if x.dtype not in TYPES or w.dtype != x.dtype:
         return f"the dtypes are {x.dtype} and {w.dtype}; it takes two of float32 or bfloat16"
     if w.dim() != 2:
@@ -95,4 +118,11 @@ linear = Op(
     Form("canonical", linear_canonical, supports, asked_for),
     flops=lambda x, w: 2 * x.numel() * w.shape[-1],
     bytes=lambda x, w: (x.numel() + w.numel() + x.numel() // max(1, x.shape[-1]) * w.shape[-1]) * x.element_size(),
+)
+logits = Op(
+    "logits",
+    logits_reference,
+    Form("canonical", logits_canonical, supports, asked_for),
+    flops=lambda x, w, cap=0.0: 2 * x.numel() * w.shape[0],
+    bytes=lambda x, w, cap=0.0: (x.numel() + w.numel()) * x.element_size() + x.numel() // w.shape[1] * w.shape[0] * 4,
 )

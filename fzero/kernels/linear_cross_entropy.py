@@ -34,6 +34,7 @@ from fzero.comm.communicator import Axis
 from fzero.core.autodiff import needs_grad
 from fzero.core.device import fake_device_of, kind_of
 from fzero.core.torch_private import disable_current_modes
+from fzero.kernels import rowwise
 from fzero.kernels.cross_entropy import (
     DTYPES,
     NONE,
@@ -49,8 +50,10 @@ from fzero.kernels.cross_entropy import (
     widen,
 )
 from fzero.kernels.cross_entropy import reference as cross_entropy_reference
-from fzero.kernels.custom_operator import cap_logits, on_cuda, triton_runs
-from fzero.kernels.registry import Form, Op
+from fzero.kernels.custom_operator import cap_logits, cpp_runs, on_cuda, triton_runs
+from fzero.kernels.linear import logits_product
+from fzero.kernels.registry import Form, Op, asked_for
+from fzero.kernels.rowwise import loss_statistics
 
 # Of logits alive at once. On a CPU 64 MB are 667 tokens in bfloat16 at V = 50257: half as many cost 40% more there with
 # AMX, where products are so fast that the sum of dw counts; in float32, a twentieth more.
@@ -243,6 +246,30 @@ def chunk_rows(n: int, columns: int, dtype: torch.dtype, kind: str) -> int:
     return min(max_rows, max(1, -(-even // 128)) * 128)
 
 
+def _canonical_rows(
+    x: Tensor, weight: Tensor, targets: Tensor, terms: Terms, with_gradients: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(statistics [n, 3], each row's by itself; the gradient by the logits, if wanted) of x [n, D]."""
+    logits = logits_product(x, weight)
+    statistics = loss_statistics(logits, targets, terms.cap)
+    if not with_gradients:
+        return statistics, None
+    return statistics, rows_of(logits.to(x.dtype), targets, statistics, terms, True, "compiled", overwrite=True)[1]
+
+
+def _rows_over(
+    axis: Axis, logits: Tensor, targets: Tensor, terms: Terms, with_gradients: bool, form: str
+) -> tuple[Tensor, Tensor | None]:
+    """(statistics [n, 3] of whole rows, the gradient by the logits, if wanted, in their place)."""
+    if axis.size == 1:
+        return rows_of(logits, targets, None, terms, with_gradients, form, overwrite=True)
+    parts = rows_of(logits, targets, None, terms, False, form, overwrite=False)[0]
+    statistics = _gather_statistics(parts, terms, axis)
+    if not with_gradients:
+        return statistics, None
+    return statistics, rows_of(logits, targets, statistics, terms, True, form, overwrite=True)[1]
+
+
 def _run(
     row_form: str,
     terms: Terms,
@@ -268,18 +295,11 @@ def _run(
     chunks = [x.new_empty((0, 3), dtype=torch.promote_types(x.dtype, torch.float32))]
     for start in range(0, n, rows):
         x_rows, target_rows = x[start : start + rows], targets[start : start + rows]
-        logits = torch.mm(x_rows, weight.T, out=buffer[: x_rows.shape[0], :columns])
-        if axis.size == 1:
-            statistics, g = rows_of(logits, target_rows, None, terms, with_gradients, row_form, overwrite=True)
+        if row_form == "canonical":
+            statistics, g = _canonical_rows(x_rows, weight, target_rows, terms, with_gradients)
         else:
-            statistics = _gather_statistics(
-                rows_of(logits, target_rows, None, terms, False, row_form, overwrite=False)[0], terms, axis
-            )
-            g = (
-                rows_of(logits, target_rows, statistics, terms, True, row_form, overwrite=True)[1]
-                if with_gradients
-                else None
-            )
+            logits = torch.mm(x_rows, weight.T, out=buffer[: x_rows.shape[0], :columns])
+            statistics, g = _rows_over(axis, logits, target_rows, terms, with_gradients, row_form)
         chunks.append(statistics)
         # A token's weight scales its row of g, which has V numbers; so it scales those of dx and x, which have D.
         row_weights = None if weights is None else weights[start : start + rows, None]
@@ -314,9 +334,8 @@ def _chunked(
 ) -> Any:
     terms, targets = _terms_of(options, w.shape[0], axis, columns, targets, mask)
     wants = needs_grad(x), needs_grad(w)
-    make = functools.partial(
-        _run, form if form == "triton" else "compiled" if compiled else "eager", terms, axis, (*wants, per_token)
-    )
+    row_form = form if form != "chunked" else "compiled" if compiled else "eager"
+    make = functools.partial(_run, row_form, terms, axis, (*wants, per_token))
     weights = weights_of(mask)
     tensors = (x, w, targets) if weights is None else (x, w, targets, weights)
     return ValueAndGradients("linear_cross_entropy", make)(*tensors) if any(wants) else make(*tensors)[0]
@@ -328,11 +347,20 @@ def _supports(x: Tensor, w: Tensor, targets: Tensor, mask: Tensor | None = None,
     return triton_runs(x, w, targets, *(() if mask is None else (mask,)))
 
 
+def _canonical_supports(
+    x: Tensor, w: Tensor, targets: Tensor, mask: Tensor | None = None, *, axis: Axis = WHOLE, **options: Any
+) -> str:
+    if axis.size > 1:
+        return f"the vocabulary is over {axis.name}={axis.size}"
+    return rowwise.supports(x) or cpp_runs(w, targets)
+
+
 linear_cross_entropy = Op(
     "linear_cross_entropy",
     reference,
     Form("triton", functools.partial(_chunked, "triton"), supports=_supports, prefers=on_cuda),
     Form("chunked", functools.partial(_chunked, "chunked")),
+    Form("canonical", functools.partial(_chunked, "canonical"), _canonical_supports, asked_for),
     flops=lambda x, w, *rest, **options: 2 * x.numel() * w.shape[0],
     bytes=lambda x, w, *rest, **options: (x.numel() + w.numel()) * x.element_size(),
 )

@@ -25,14 +25,15 @@ from torch import Tensor
 from fzero.core import graph_passes, torch_private
 from fzero.core.device import kind_of, target_of
 from fzero.core.pytree import Tree
-from fzero.kernels import tuning
+from fzero.kernels import rowwise, tuning
 from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.glu import swiglu
+from fzero.kernels.linear import linear_product
 from fzero.kernels.moe_float8 import float8_grouped_mm, group_of_tile
 from fzero.kernels.moe_permute import permute, unpermute
 from fzero.kernels.moe_routing import group, route
-from fzero.kernels.registry import AUTO, Form, Kernels, Op
+from fzero.kernels.registry import AUTO, Form, Kernels, Op, asked_for
 
 __all__ = ["capacity", "dropless", "feed_forward", "group", "grouped_mm", "permute", "route", "unpermute"]
 
@@ -252,6 +253,28 @@ def _triton_supports(x: Tensor, w: Tensor, ends: Tensor) -> str:
     return triton_runs(x, w, ends)
 
 
+@operator(
+    "grouped_mm_canonical(Tensor x, Tensor w, Tensor ends) -> Tensor",
+    lambda x, w, ends: x.new_empty(len(x), w.shape[2]),
+    flop=graph_passes.product,
+)
+def grouped_product_canonical(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """[M, F] by the products of `linear`'s canonical form."""
+    sizes = _sizes(ends)
+    products = [linear_product(rows, weights) for rows, weights in zip(x.split([*sizes, len(x) - sum(sizes)]), w)]
+    return torch.cat((*products, x.new_zeros(len(x) - sum(sizes), w.shape[2])))
+
+
+def _grouped_backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    (x, w, ends), (g,) = saved, grads
+    return grouped_product(g, w.transpose(1, 2), ends), grouped_product_dw(x, g, ends)
+
+
+_grouped_canonical = Fused(
+    "grouped_mm", forward=lambda x, w, ends: (grouped_product_canonical(x, w, ends),), backward=_grouped_backward
+)
+
+
 grouped_mm = Op(
     "grouped_mm",
     grouped_mm_reference,
@@ -259,6 +282,7 @@ grouped_mm = Op(
     Form(
         "triton", _fused(grouped_product_triton, grouped_product_dw_triton), supports=_triton_supports, prefers=on_cuda
     ),
+    Form("canonical", _grouped_canonical, lambda x, w, ends: rowwise.supports(x, w), asked_for),
     flops=lambda x, w, ends: 2 * x.shape[0] * w.shape[1] * w.shape[2],
     bytes=lambda x, w, ends: (x.numel() + w.numel() + x.shape[0] * w.shape[2]) * x.element_size(),
 )

@@ -21,7 +21,7 @@ from fzero.kernels import tuning
 from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import Fused, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.moe_routing import refuse_dtype
-from fzero.kernels.registry import Form, Op
+from fzero.kernels.registry import Form, Op, asked_for
 
 ROW_CONFIGS = tuning.ConfigTable("_permute")
 
@@ -213,6 +213,7 @@ unpermute = Op(
         prefers=on_cuda,
     ),
     Form("gather", _unpermute_gather),
+    Form("canonical", _unpermute_gather, prefers=asked_for),  # element by element, in the order of the choices
     flops=lambda y, weights, order, inverse: 2 * y.numel(),
     bytes=lambda y, w, order, inverse: (y.numel() + len(w) * y.shape[1]) * y.element_size() + 12 * len(order),
 )

@@ -21,7 +21,8 @@ from torch import Tensor
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import Fused, on_cuda, operator, tl, triton, triton_runs
-from fzero.kernels.registry import Form, Op
+from fzero.kernels.registry import Form, Op, asked_for
+from fzero.kernels.rowwise import softmax_canonical, sum_in_order, supports
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_EXPERTS = 1024  # whose logits a program holds in registers
@@ -177,6 +178,16 @@ def _route_triton(logits: Tensor, top_k: int, bias: Tensor | None = None) -> tup
     return ids, weights, probabilities
 
 
+def _route_canonical(logits: Tensor, top_k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference with sums in one order, and an exp that does not depend on a number's place."""
+    wide = logits.to(torch.float32)
+    probabilities = softmax_canonical(wide)
+    ranked = wide.detach() if bias is None else probabilities.detach() + bias.to(wide.dtype)
+    ids = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[..., :top_k]
+    weights = torch.gather(probabilities, -1, ids)
+    return ids, weights / sum_in_order(weights), probabilities
+
+
 def _route_supports(logits: Tensor, top_k: int, bias: Tensor | None = None) -> str:
     if logits.shape[-1] > MAX_EXPERTS:
         return f"there are {logits.shape[-1]} experts; it takes {MAX_EXPERTS} at most"
@@ -187,6 +198,7 @@ route = Op(
     "route",
     route_reference,
     Form("triton", _route_triton, supports=_route_supports, prefers=lambda logits, *_: on_cuda(logits)),
+    Form("canonical", _route_canonical, lambda logits, *_: supports(logits), asked_for),
     flops=lambda logits, top_k, bias=None: (4 + 2 * top_k) * logits.numel(),
     bytes=lambda logits, top_k, bias=None: (
         logits.numel() * (logits.element_size() + 4) + logits.numel() // logits.shape[-1] * top_k * 12

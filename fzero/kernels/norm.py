@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -30,8 +31,10 @@ from fzero.core import compile_cache
 from fzero.core.autodiff import transforms
 from fzero.core.device import kind_of
 from fzero.core.vjp_pair import vjp_pair
+from fzero.kernels import rowwise
 from fzero.kernels.custom_operator import Fused, call_cpp, cpp_runs, on_cuda, operator, runs_alone, triton_runs
-from fzero.kernels.registry import Form, Op
+from fzero.kernels.registry import Form, Op, asked_for
+from fzero.kernels.rowwise import layer_norm_forward
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -172,13 +175,15 @@ def layer_norm_rows_backward(g: Tensor, x: Tensor, scale: Tensor, eps: float) ->
     return dx, by_scale, by_bias
 
 
-def layer_norm_rows(x: Tensor, scale: Tensor, bias: Tensor, eps: float) -> Tensor:
+def layer_norm_rows(x: Tensor, scale: Tensor, bias: Tensor, eps: float, canonical: bool = False) -> Tensor:
     """layer_norm by torch's own kernels; statistics, and the gradients of scale and bias, in float32 or wider."""
 
     def wide(param: Tensor, x: Tensor) -> Tensor:
         return param.to(x.dtype).to(torch.float32)
 
     def forward(x: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        if canonical:
+            return (layer_norm_forward(x, scale, bias, eps),)
         return torch.native_layer_norm(x, x.shape[-1:], wide(scale, x), wide(bias, x), eps)[:1]
 
     def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -190,10 +195,12 @@ def layer_norm_rows(x: Tensor, scale: Tensor, bias: Tensor, eps: float) -> Tenso
     return Fused("layer_norm", forward, backward)(x, scale, bias)
 
 
-def add_layer_norm_rows(x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_layer_norm_rows(
+    x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor, eps: float, canonical: bool = False
+) -> tuple[Tensor, Tensor]:
     """add_layer_norm, with layer_norm as `layer_norm_rows`."""
     total = x + residual
-    return layer_norm_rows(total, scale, bias, eps), total
+    return layer_norm_rows(total, scale, bias, eps, canonical), total
 
 
 # ---- RMSNorm on a CPU, in C++ (norm.cpp), compiled when first used ---------------------------------------------------
@@ -335,6 +342,10 @@ def _cpp_supports(x: Tensor, residual: Tensor | None, scale: Tensor) -> str:
     return _residual_like(x, residual) or _param_shapes(x, scale) or cpp_runs(*tensors)
 
 
+def _canonical_supports(x: Tensor, residual: Tensor | None, *params: Tensor) -> str:
+    return _residual_like(x, residual) or _param_shapes(x, *params) or rowwise.supports(x)
+
+
 def _residual_like(x: Tensor, residual: Tensor | None) -> str:
     if residual is None or (residual.dtype, residual.shape) == (x.dtype, x.shape):
         return ""
@@ -385,6 +396,7 @@ rms_norm = _op(
     (
         Form("cpp", _rms_norm_in_cpp, _cpp_supports, runs_alone),
         Form("chunks", rms_norm_in_chunks, prefers=_long_on_cpu),
+        Form("canonical", _rms_norm_in_cpp, _cpp_supports, asked_for),  # whose sums have fixed lanes
     ),
     flop=4,
     bytes_of_x=2,
@@ -395,6 +407,7 @@ add_rms_norm = _op(
     (
         Form("cpp", _add_rms_norm_in_cpp, _cpp_supports, runs_alone),
         Form("chunks", add_rms_norm_in_chunks, prefers=_long_on_cpu),
+        Form("canonical", _add_rms_norm_in_cpp, _cpp_supports, asked_for),
     ),
     flop=5,
     bytes_of_x=4,
@@ -405,6 +418,7 @@ layer_norm = _op(
     (
         Form("rows", layer_norm_rows, _rows_support, _on_cpu),
         Form("aten", layer_norm_aten, _aten_supports, _on_cpu, composes=True),
+        Form("canonical", functools.partial(layer_norm_rows, canonical=True), _canonical_supports, asked_for),
     ),
     flop=7,
     bytes_of_x=2,
@@ -415,6 +429,7 @@ add_layer_norm = _op(
     (
         Form("rows", add_layer_norm_rows, _rows_support, _on_cpu),
         Form("aten", add_layer_norm_aten, _aten_supports, _on_cpu, composes=True),
+        Form("canonical", functools.partial(add_layer_norm_rows, canonical=True), _canonical_supports, asked_for),
     ),
     flop=8,
     bytes_of_x=4,

@@ -46,6 +46,7 @@ FILES = (
     "paged_attention",
     "quantize",
     "rope",
+    "rowwise",
 )
 OPS: dict[str, Op] = {}
 
@@ -232,6 +233,14 @@ class Kernels:
     def canonical(self) -> bool:
         """Whether the numbers of a row of the forward pass depend on that row alone."""
         return self.default == "canonical"
+
+    def refuse(self, subject: str) -> None:
+        """Raise ValueError for something that has no canonical form, if these kernels are."""
+        if self.canonical:
+            raise ValueError(
+                f"kernels=canonical: {subject} has no form whose rows depend on themselves alone; use kernels=auto, or "
+                "go without it"
+            )
 
 
 AUTO = Kernels()

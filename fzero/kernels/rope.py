@@ -24,11 +24,12 @@ from torch import Tensor
 
 from fzero.core.autodiff import needs_grad
 from fzero.core.pytree import nearest
-from fzero.kernels import tuning
+from fzero.kernels import rowwise, tuning
 from fzero.kernels.aot import Build, build
-from fzero.kernels.custom_operator import Fused, on_cuda, operator, tl, triton, triton_runs
-from fzero.kernels.registry import Form, Op
+from fzero.kernels.custom_operator import Fused, cpp_runs, on_cuda, operator, tl, triton, triton_runs
+from fzero.kernels.registry import Form, Op, asked_for
 from fzero.kernels.rope_scaling import RopeScaling
+from fzero.kernels.rowwise import rope_turns
 
 LAYOUTS = ("half", "interleaved")
 # A warp for few heads at a time: the angles of a token are then found by few threads, not by each of many again.
@@ -277,11 +278,27 @@ def _rope_qk_triton(
     return _TWO[layout](q, k, positions, frequencies)
 
 
+def _rope_canonical(*tensors: Tensor, layout: str = "half") -> Any:
+    """The reference with cosines and sines that do not depend on a position's place."""
+    *x, positions, frequencies = tensors
+    cosines, sines = rope_turns(positions, frequencies)
+    out = [_rotate(t, cosines, sines, layout) for t in x]
+    return tuple(out) if len(out) > 1 else out[0]
+
+
+def _canonical_supports(*tensors: Tensor, layout: str = "half") -> str:
+    *x, positions, frequencies = tensors
+    if frequencies.dtype != torch.float32 or needs_grad(frequencies) or positions.is_floating_point():
+        return "frequencies must be float32, and are not differentiated, and positions integers"
+    return rowwise.supports(*x) or cpp_runs(positions, frequencies)
+
+
 def _op(name: str, reference: Callable[..., Any], run: Callable[..., Any]) -> Op:
     return Op(
         name,
         reference,
         Form("triton", run, supports=_supports, prefers=on_cuda),
+        Form("canonical", _rope_canonical, _canonical_supports, asked_for),
         flops=lambda *tensors, **_: sum(3 * t.numel() for t in tensors[:-2]),
         bytes=lambda *tensors, **_: sum(2 * t.nbytes for t in tensors[:-2]),
     )

@@ -37,6 +37,7 @@ from fzero.sharding.slices import narrow_part
 def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
     """Attention of q [B, T, H, K] on k and v [B, S, G, K] as [B, T, H, K]; over cp of T / cp tokens each."""
     if isinstance(ctx.tokens.placed, Tensor):
+        ctx.kernels.refuse(f"attention over cp={ctx.mesh.cp.size}")
         assert ctx.split.context  # which says how
         return OVER_CP[ctx.split.context.form](q, k, v, pattern, ctx, **scores)
     return full_attention(q, k, v, pattern, ctx, **scores)

@@ -30,6 +30,7 @@ from fzero.core.pytree import Tree
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.rope import rope_frequencies, rope_qk
+from fzero.kernels.rowwise import sigmoid, sum_in_order
 from fzero.models.base import Ctx, Leaves, Loss, Model, ModelTraits, make_tree, ones
 from fzero.models.batch import Batch
 from fzero.models.configs import DeepSeekConfig
@@ -82,7 +83,7 @@ def join_mtp(c: Any, params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Tree:
     p, following = params[MTP_JOIN], batch.get("targets", batch["tokens"]).clamp_min(0)
     e = embed(c, params, {**batch, "tokens": following}, ctx)
     normed = norm(p["norm_x"], state["x"], c.norm_eps, ctx), norm(p["norm_e"], e, c.norm_eps, ctx)
-    return {**state, "main": state["x"], "x": linear(torch.cat(normed, -1), p["w"])}
+    return {**state, "main": state["x"], "x": linear(torch.cat(normed, -1), p["w"], ctx=ctx._replace(matmul=""))}
 
 
 def mtp_loss(c: Any, params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Tensor:
@@ -209,16 +210,18 @@ def attend_latents(c: DeepSeekConfig, p: Tree, q: Tensor, ctx: Ctx) -> Tensor:
     return torch.einsum("bthr,rhv->bthv", out, w[..., c.nope_dim :])
 
 
-def choose_experts(c: DeepSeekConfig, p: Tree, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def choose_experts(c: DeepSeekConfig, p: Tree, h: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor, Tensor]:
     """(ids int64 [..., k], weights [..., k] that sum to routed_scale, scores [..., E]) of h [..., D]."""
     wide = torch.promote_types(h.dtype, torch.float32)
-    scores = torch.sigmoid(h.to(wide) @ p["router"].to(wide))
+    router = linear(h.to(wide), p["router"], ctx=ctx._replace(matmul=""))
+    scores = sigmoid(router, impl=ctx.kernels["sigmoid"])
     biased = (scores + p["bias"].to(wide)).detach().unflatten(-1, (c.n_groups, -1))
     best = _largest(biased.sort(-1, descending=True).values[..., :2].sum(-1), c.top_groups)
     selected = (best[..., None] == torch.arange(c.n_groups, device=h.device)).any(-2)
     ids = _largest(torch.where(selected[..., None], biased, -torch.inf).flatten(-2), c.top_k)
     weights = torch.gather(scores, -1, ids)
-    return ids, c.routed_scale * weights / (weights.sum(-1, keepdim=True) + 1e-20), scores
+    total = sum_in_order(weights) if ctx.kernels.canonical else weights.sum(-1, keepdim=True)
+    return ids, c.routed_scale * weights / (total + 1e-20), scores
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
@@ -259,7 +262,7 @@ def deepseek(config: DeepSeekConfig) -> Model:
 
     def routed(p: Tree, state: Tree, ctx: Ctx) -> Tree:
         x, h = attend(p, state["x"], ctx)
-        ids, weights, scores = choose_experts(c, p["moe"], h)
+        ids, weights, scores = choose_experts(c, p["moe"], h, ctx)
         counts, (load, share) = count(state, ids, scores / scores.sum(-1, keepdim=True), c.n_dense, ctx)
         balance = (c.n_experts / c.top_k) * (load * share).sum(-1)
         h, ids, weights = enter_region(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)

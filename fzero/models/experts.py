@@ -63,7 +63,10 @@ def mixture(
     tp = ctx.mesh.tp
     if "b_down" in p and tp.size > 1:  # whose ranks add it once together
         p = {**p, "b_down": p["b_down"] * float(tp.rank == 0)}
+    if options.capacity_factor:
+        ctx.kernels.refuse("a mixture with capacity_factor")
     if ctx.mesh.ep.size > 1:
+        ctx.kernels.refuse(f"ep={ctx.mesh.ep.size}")
         return mixture_over_ep(p, x, ids, weights, ctx, options, overlap)
     gate = GATE_OPS[options.activation]
     if options.capacity_factor and not ctx.cache:  # while generating a token's experts depend on no batch

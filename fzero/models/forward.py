@@ -159,6 +159,8 @@ def prepare(model: Model, batch: Batch, ctx: Ctx) -> Ctx:
     """Return the ctx of a batch of whole sequences: with its documents, its first row, this rank's positions and what
     the model's `prepare` makes of it."""
     cp, layout = ctx.mesh.cp, ctx.tokens
+    if model.traits.foreign:
+        ctx.kernels.refuse("a model of foreign code")
     if ctx.split.context:
         tokens, pieces = batch["tokens"], pieces_of(ctx)
         if pieces is None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from fzero.core.pytree import Tree
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.embedding import look_up
+from fzero.kernels.rowwise import gelu
 from fzero.models.base import Ctx, Leaves, Loss, Model, ModelTraits, make_tree, ones
 from fzero.models.batch import Batch
 from fzero.models.chunked_layer import AttentionLayer
@@ -83,7 +83,7 @@ def _feed_forward(c: GPT2Config, p: Tree, h: Tensor, ctx: Ctx) -> Tensor:
         expect_plain(p, ctx, c.mlp_tiles, c.mlp_tokens)
         h = tiled_gelu_mlp(h, p["w_in"], p["w_out"], c.mlp_tiles, p["b_in"], tokens=c.mlp_tokens)
         return exit_region(h, ctx, "blocks/mlp") + p["b_out"].to(h.dtype)
-    h = F.gelu(linear(h, p["w_in"], p["b_in"], ctx), approximate="tanh")
+    h = gelu(linear(h, p["w_in"], p["b_in"], ctx), impl=ctx.kernels["gelu"])
     return row_parallel_linear(h, p["w_out"], ctx, "blocks/mlp", p["b_out"])
 
 

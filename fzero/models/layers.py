@@ -22,6 +22,7 @@ from fzero.comm.collectives import all_gather, psum, psum_scatter, pvary
 from fzero.comm.communicator import Axis
 from fzero.core import prng
 from fzero.core.pytree import Tree
+from fzero.kernels.custom_operator import cap_logits
 from fzero.kernels.embedding import look_up
 from fzero.kernels.linear_cross_entropy import column_range
 from fzero.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -89,9 +90,12 @@ def sequence_axis(ctx: Ctx) -> Axis:
 
 
 def positions_of(x: Tensor, ctx: Ctx) -> Tensor:
-    """The positions in their sequences of x's tokens [B, T, ...]: int64 [T]."""
+    """The positions in their sequences of x's tokens [B, T, ...]: int64 [T]; canonical ones in their documents, [B, T],
+    whose angles are then those of the document alone."""
     if isinstance(ctx.tokens.positions, Tensor):
         return ctx.tokens.positions
+    if ctx.kernels.canonical and isinstance(ctx.tokens.documents, Tensor):
+        return document_positions(ctx.tokens.documents)
     first = ctx.tokens.chunk[0] if ctx.tokens.chunk else 0
     return torch.arange(first, first + x.shape[1], device=x.device)
 
@@ -126,6 +130,8 @@ def enter_region(x: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
 def exit_region(y: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
     """The sum of the ranks' y [B, T, D], as x outside a tensor-parallel region."""
     tp = ctx.mesh.tp
+    if tp.size > 1:
+        ctx.kernels.refuse(f"tp={tp.size}, whose sums over ranks have an order of their own,")
     return psum_scatter(y, tp, 1, leaf=leaf) if ctx.split.sequence else psum(y, tp, leaf=leaf)
 
 
@@ -133,12 +139,14 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None = None, ctx: Ctx | None = None
     """x [..., in] @ w [in, out] (+ b [out]), in x's dtype, or in float8 if ctx.matmul says so."""
     w = w.to(x.dtype)
     if isinstance(w, WeightInParts):
+        if ctx is not None:
+            ctx.kernels.refuse("a weight in factors or codes (LoRA, quantize)")
         y = w.product(x, lambda x, weight: linear(x, weight, ctx=ctx))
     elif ctx is not None and ctx.matmul:
         y = kernels.float8.float8_linear(x, w, ctx.matmul.removeprefix("float8_"), impl=ctx.kernels["float8_linear"])
     else:
         impl = "auto" if ctx is None else ctx.kernels["linear"]
-        y = x @ w if impl == "auto" else kernels.linear.linear(x, w, impl=impl)
+        y = x @ w if impl in ("auto", "reference") else kernels.linear.linear(x, w, impl=impl)
     return y if b is None else y + b.to(x.dtype)
 
 
@@ -252,12 +260,15 @@ def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx, words: int = 0) -> Tensor:
     return exit_region(torch.where(is_local[..., None], x, 0.0), ctx, "embed/tokens")
 
 
-def vocabulary_logits(x: Tensor, w: Tensor, ctx: Ctx, words: int = 0) -> Tensor:
-    """All logits [B, T, V] of x [B, T, D] inside a tensor-parallel region and w [V, D] or this rank's rows."""
+def vocabulary_logits(x: Tensor, w: Tensor, ctx: Ctx, words: int = 0, cap: float = 0.0) -> Tensor:
+    """All logits [B, T, V] of x [B, T, D] inside a tensor-parallel region and w [V, D] or this rank's rows, in x's
+    dtype; canonical ones in float32, as the loss takes them."""
+    if ctx.kernels.canonical:
+        return kernels.linear.logits(x, w.to(x.dtype), cap, impl=ctx.kernels["logits"])
     # A psum of zero-padded logits and not an all_gather, whose backward pass would sum the ranks' gradients: the result
     # is used in the same way on all ranks.
     logits, tp = x @ w.to(x.dtype).T, ctx.mesh.tp
-    if tp.size == 1:
-        return logits
-    start, size = column_range(w.shape[0], tp, words)
-    return psum(torch.nn.functional.pad(logits, (start, size - start - w.shape[0])), tp, leaf="head")
+    if tp.size > 1:
+        start, size = column_range(w.shape[0], tp, words)
+        logits = psum(torch.nn.functional.pad(logits, (start, size - start - w.shape[0])), tp, leaf="head")
+    return cap_logits(logits, cap)

@@ -20,7 +20,6 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.stack import Block, Blocks
-from fzero.kernels.custom_operator import cap_logits
 from fzero.models.base import Ctx, Leaves, Loss, Model, ModelTraits, make_tree
 from fzero.models.batch import Batch
 from fzero.models.chunked_layer import AttentionLayer
@@ -178,9 +177,9 @@ def head_inputs(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor,
     return enter_region(features(c, params, x, ctx), ctx, "head"), w
 
 
-def logits(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
+def logits(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx, cap: float = 0.0) -> Tensor:
     """Return all logits [B, T, V] of the activations x [B, T, D] after the last block."""
-    return vocabulary_logits(*head_inputs(c, params, x, ctx), ctx, c.vocab_size)
+    return vocabulary_logits(*head_inputs(c, params, x, ctx), ctx, c.vocab_size, cap)
 
 
 def ends(c: EndSizes, main: Callable[[Any], Tensor] = lambda x: x) -> dict[str, Any]:
@@ -269,7 +268,7 @@ def llama(config: LlamaConfig) -> Model:
         embed=embed_tokens_scaled,
         block=in_layers(c, block_of),
         head=head,
-        logits=lambda params, x, ctx: cap_logits(logits(c, last(params), x, ctx), c.logit_cap),
+        logits=lambda params, x, ctx: logits(c, last(params), x, ctx, c.logit_cap),
         rules=lambda mesh: rules(c, mesh, MLP_RULES, DimSplit("blocks/mlp/w_gate", 2, c.d_ff, "d_ff")),
         shared=("embed/tokens",) if c.tied else (),
         features=lambda params, x, ctx: features(c, last(params), x, ctx),

@@ -67,7 +67,7 @@ def mixtral(config: MoEConfig) -> Model:
 
     def block(attention: Attention, p: Tree, state: Tree, ctx: Ctx) -> Tree:
         x, h = attend(c, attention, p, state["x"], ctx)
-        router = linear(h, p["moe"]["router"], p["moe"].get("b_router")).to(state["z"].dtype)
+        router = linear(h, p["moe"]["router"], p["moe"].get("b_router"), ctx._replace(matmul="")).to(state["z"].dtype)
         bias = (p["moe"]["bias"],) if by_bias else ()
         ids, weights, probabilities = moe_kernels.route(router, c.top_k, *bias, impl=ctx.kernels["route"])
         weights = weights if c.norm_top_k else torch.gather(probabilities, -1, ids)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from fzero.core.pytree import Tree
+from fzero.kernels.rowwise import tanh
 from fzero.models.base import Ctx, Leaves, Loss, Model, ModelTraits, make_tree
 from fzero.models.batch import Batch
 from fzero.models.configs import MLPConfig
@@ -55,7 +55,9 @@ def mlp(config: MLPConfig) -> Model:
 
     def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         h = enter_region(norm(p, x, 1e-5, ctx), ctx, "blocks")
-        return x + row_parallel_linear(torch.tanh(linear(h, p["w_in"], ctx=ctx)), p["w_out"], ctx, "blocks")
+        return x + row_parallel_linear(
+            tanh(linear(h, p["w_in"], ctx=ctx), impl=ctx.kernels["tanh"]), p["w_out"], ctx, "blocks"
+        )
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
         return Loss(*token_loss(enter_region(x, ctx, "head"), params["head"]["w"], batch, ctx, words=c.vocab_size))

@@ -185,6 +185,7 @@ def losses_by_token(model: Model, params: Tree, x: Any, batch: Batch, ctx: Ctx) 
     targets, mask = batch["targets"], batch["mask"].reshape(-1) if "mask" in batch else None
     cap = getattr(model.config, "logit_cap", 0.0)
     options = {"axis": ctx.mesh.tp, "columns": words, "cap": cap}
+    ctx.kernels.refuse("the log-probability of a preference")
     losses = token_losses(h.reshape(-1, h.shape[-1]), w, targets.reshape(-1), mask, **options)
     return losses.reshape(targets.shape)
 

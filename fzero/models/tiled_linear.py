@@ -266,6 +266,7 @@ def gated_product(p: Tree, x: Tensor, ctx: Ctx, gate: Op = swiglu) -> Tensor:
 
 def expect_plain(p: Tree, ctx: Ctx, tiles: int, tokens: int = 0) -> None:
     """Raise ValueError if the MLP of these weights cannot be computed in parts."""
+    ctx.kernels.refuse("an MLP in parts (mlp_tiles, mlp_tokens)")
     name, value, disabled = ("mlp_tiles", tiles, 1) if tiles > 1 else ("mlp_tokens", tokens, 0)
     if ctx.matmul:
         raise ValueError(
