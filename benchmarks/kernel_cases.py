@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +70,9 @@ def cases(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
     yield from norms(device, tiny)
     yield from pointwise(device, tiny)
     yield from losses(device, tiny)
+    yield from products(device, tiny)
     yield from attentions(device, tiny)
+    yield from paged(device, tiny)
     yield from optimizers(device, tiny)
     yield from codes(device, tiny)
     yield from experts(device, tiny)
@@ -143,6 +145,18 @@ def _call_loss(name: str, options: dict[str, Any], targets: Tensor, impl: Any, *
     return call(name, impl, *tensors, targets, **options)
 
 
+def products(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
+    """A linear layer, of many tokens and of one."""
+
+    def linear(m: int) -> Case:
+        k, n = (48, 40) if tiny else (2048, 8192)
+        x, w = (torch.randn(shape, device=device, dtype=BF16) for shape in ((m, k), (k, n)))
+        return _case("linear", (x, w * k**-0.5), 2, label=f"linear M={m}")
+
+    for m in (1, 16 if tiny else 4096):
+        yield functools.partial(linear, m)
+
+
 def attentions(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
     """Whole sequences with grouped heads, also in float32; windows in documents; at positions; with its log-sum-exp; by
     blocks."""
@@ -166,6 +180,44 @@ def attentions(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
     yield functools.partial(attention, "attention window", 64, BF16, pattern=window, documents=True)
     yield functools.partial(attention, "attention at positions", 64, BF16, in_memory=True)
     yield functools.partial(attention, "attention under a mask", 64, BF16, by_blocks=True)
+
+
+def pages_of(rows: Sequence[tuple[int, int]], device: str, tokens: int = 16) -> tuple[Tensor, Tensor, Tensor, int]:
+    """(table, starts, positions, number of pages) of rows (position of the first query, queries), in any pages."""
+    counts = [-(-(first + n) // tokens) for first, n in rows]
+    pages = torch.randperm(sum(counts), device=device, dtype=torch.int32).split(counts)
+    table = torch.nn.utils.rnn.pad_sequence([*pages], batch_first=True)
+    starts = torch.tensor([0, *(n for _, n in rows)], device=device).cumsum(0).to(torch.int32)
+    positions = torch.cat([torch.arange(first, first + n, device=device) for first, n in rows])
+    return table, starts, positions, sum(counts)
+
+
+def paged(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
+    """Rows of a step on pages: grouped heads, a window with sinks, and latents that are keys and values."""
+
+    def attention(label: str, key: int, value: int, groups: int, dtype: torch.dtype, **options: Any) -> Case:
+        spans = [(20, 1), (0, 9)] if tiny else [(8191, 1)] * 8 + [(1023, 1), (4000, 300), (0, 100), (700, 4)]
+        table, starts, positions, count = pages_of(spans, device)
+        h = 4 if tiny else 32
+        q, k = torch.randn(len(positions), h, key, device=device), torch.randn(count, 16, groups, key, device=device)
+        v = torch.randn(count, 16, groups, value, device=device) if key == value else k[..., :value]
+        options = {name: torch.randn(h, device=device) if name == "sinks" else x for name, x in options.items()}
+
+        def run(impl: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            v = v if key == value else k[..., :value]
+            return call("paged_attention", impl, q, k, v, table, starts, positions, **options)
+
+        return Case(label, op("paged_attention"), run, tuple(x.to(dtype) for x in (q, k, v)))
+
+    size = 16 if tiny else 128
+    yield functools.partial(attention, "paged_attention", size, size, 2, BF16)
+    yield functools.partial(attention, "paged_attention float32", size // 2, size // 2, 2, F32)
+    window = Pattern("window", size=16 if tiny else 512)
+    yield functools.partial(
+        attention, "paged_attention window", size, size, 2, BF16, pattern=window, sinks=True, cap=30.0
+    )
+    sizes = (24, 16) if tiny else (576, 512)
+    yield functools.partial(attention, "paged_attention latents", *sizes, 1, BF16)
 
 
 def optimizers(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:

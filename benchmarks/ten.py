@@ -57,7 +57,8 @@ class Part(NamedTuple):
 
 
 LAWS = {"norm": 2, "rope": 1, "glu": 1, "cross_entropy_kernels": 1, "flash": 3, "optim_kernels": 1, "optim_lowbit": 1,
-        "float8": 1, "moe_kernels": 1}  # fmt: skip  # files of tests, and the processes that share one
+        "float8": 1, "moe_kernels": 1,
+        "paged_attention_triton": 1}  # fmt: skip  # files of tests, and the processes that share one
 GPU_TESTS = ("attention_library", "communicator", "digest", "moe_kernels", "offload_disk", "plan_target", "quantize")
 COMPILED = ("124m fzero", "124m nn.Module", "1b fzero", "1b nn.Module")
 FEW_COMPILERS = {"TORCHINDUCTOR_COMPILE_THREADS": "4"}  # a process, of which several are beside each other
@@ -77,6 +78,7 @@ PARTS = (
     Part("1b", 50, 120, "ten_models:llama_rows", row_limit=80),
     Part("profile", 25, 50, "ten_models:profile_rows"),
     Part("attention", 15, 40, "ten_ops:attention_rows", row_limit=15),
+    Part("pages", 15, 45, "ten_pages:rows", row_limit=20),
     Part("offload", 35, 90, "ten_models:offload_rows", row_limit=30),
     Part("pretrain", 60, 110, "ten_command:rows", row_limit=90, whole=True),
     Part("capture", 20, 45, "ten_models:capture_rows", row_limit=25),

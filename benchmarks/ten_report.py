@@ -206,6 +206,19 @@ def _attention(found: Found) -> Judged:
     return Judged("; ".join(text), good)
 
 
+PAGED = "decode B=32 S=8192: pages"
+
+
+def _pages(found: Found) -> Judged:
+    rate, copy = (found.row(*name)["bytes_per_s"] for name in (("pages", PAGED), ("machine", "copy D2D")))
+    rows = {name.partition(": ")[0]: row for name, row in found.of("pages").items() if name.endswith(": pages")}
+    other = [name for name, row in rows.items() if not (row["repeats"] and row["alone"])]
+    theirs = {name: found.rows.get(("pages", f"{name}: contiguous"), {}).get("us", 0.0) for name in rows}
+    times = ", ".join(f"{name} {theirs[name] / row['us']:.2f}" for name, row in rows.items() if theirs[name])
+    text = f"{short(rate)}B/s, {rate / copy:.2f} of a copy; speed over contiguous: {times}"
+    return Judged(text + f"; other bits: {', '.join(other)}" * bool(other), rate >= 0.7 * copy and not other)
+
+
 def _event(found: Found) -> Judged:
     row = found.row("machine", "event wait")
     return Judged(
@@ -238,6 +251,7 @@ CHECKS = (
     Goal("a failed capture", _failed_capture),
     Goal("free memory does not move by itself (2 GB)", _growing),
     Goal("attention: auto takes what is fastest and repeats", _attention),
+    Goal("pages: decoding 32 rows of 8,192 positions reads >= 0.7 of a copy's bytes/s; equal bits", _pages),
     Goal("Event(blocking=True), a wait beyond spinning, < 50 us", _event),
     Goal("offload: reserved beyond active at the peak, <= 10%", _pools),
 )

@@ -271,7 +271,10 @@ def test_goals_stand_beside_what_was_measured(ten):
         step("124m", "nn.Module", 405e3, 1.2 * peak, planned),
         step("offload", "none", 40e3, 1, 700.0, reserved_bytes=10, reserved_less_active=5),
         step("offload", "all", 40e3, 1, 1000.0, reserved_bytes=10, reserved_less_active=0),
-        *({"part": "machine", "row": f"copy {way}", "bytes_per_s": 5e9} for way in ("H2D", "D2H")),
+        *({"part": "machine", "row": f"copy {way}", "bytes_per_s": 5e9} for way in ("H2D", "D2H", "D2D")),
+        {"part": "pages", "row": "decode B=32 S=8192: pages", "bytes_per_s": 4e9, "us": 10.0, "repeats": True,
+         "alone": True},
+        {"part": "pages", "row": "decode B=32 S=8192: contiguous", "us": 12.0},
         {"part": "sanitizer", "row": "acts=host", "failed": "2 races"},
         *({"part": "ops", "row": f"float8 K={k}", "K": k, "tensorwise": e, "rowwise": 1e-3, "experts": 1e-5}
           for k, e in ((64, 1e-3), (4096, 2e-3), (16384, 9e-3))),
@@ -303,6 +306,9 @@ def test_goals_stand_beside_what_was_measured(ten):
     assert {word for word in wrong if any(what.startswith(word) for what in missed)} == wrong
     assert verdict["attention: auto takes what is fastest and repeats"] == verdict["a failed capture"] == "reached"
     assert "cudnn 500 (other bits)" in said["attention: auto takes what is fastest and repeats"][0]
+    over_pages = next(text for what, text in said.items() if what.startswith("pages: "))
+    assert over_pages[0].endswith("0.80 of a copy; speed over contiguous: decode B=32 S=8192 1.20")
+    assert over_pages[1] == "reached |"
     assert not [what for what, word in verdict.items() if word == "not measured" and what[:2] not in ("Ll", "it", "of")]
     assert "not measured" in verdict["Llama 1B over nn.Module + torch.compile, tokens/s >= 1"]
     assert "| 124m: fzero compiled | 410,000 |" in report.report(rows)
@@ -365,6 +371,8 @@ def test_every_part_runs_at_tiny_sizes(ten, tmp_path):
     assert {f"float8 K={k}" for k in (64, 4096, 16384)} | {"adds wide"} < ops and len(ops) > 35
     shapes = {name.partition(": ")[0] for part, name in found if part == "attention"}
     assert shapes == {*importlib.import_module("ten_ops").SHAPES}
+    paged = {name.partition(": ")[0] for part, name in found if part == "pages"}
+    assert paged == {*importlib.import_module("ten_pages").CASES}
     assert all(f"laws {name}" in ends for name in ten.LAWS)
     assert any("no CUDA device" in str(row.get("skipped")) for row in rows if row["part"] == "marked")
     assert [row for row in rows if row["part"] == "compile 1b fzero" and row.get("ended") == "a step was made"]
