@@ -26,6 +26,9 @@ curricula         last                      validation loss at the end, mean of 
 experts_overlap   by_first                  time, over exchanges beside which nothing is computed
 experts_slack     by_one                    time, over one program
 fzero             val_loss.300              validation loss at the end
+grammars          results:build_ms          median time to build a schema, ms
+grammars          results:mask_us_mean      mean time of the mask of a token, microseconds
+grammars          results:invalid           invalid texts of 250
 learning          val_loss.400              validation loss at the end
 loaders           rows_per_s                rows/s
 long              peak_bytes                peak of live tensors, bytes

@@ -70,6 +70,7 @@ OPTIONAL = {
     "matplotlib": ("pictures and reports", "a run ends without pictures, report is refused"),
     "tqdm": ("progress bars", "lines instead"),
     "pyarrow": ("texts in .parquet and .arrow files", "those are refused"),
+    "llguidance": ("grammars of drawn texts", "those are refused"),
     "tensorboard": ("logging beside metrics.jsonl", "refused"),
     "wandb": ("logging beside metrics.jsonl", "refused"),
     "transformers": ("a check of imports and exports (tests)", ""),

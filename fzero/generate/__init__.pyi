@@ -2,6 +2,13 @@ from fzero.generate.draws import Alternatives as Alternatives
 from fzero.generate.draws import Drawn as Drawn
 from fzero.generate.draws import draw as draw
 from fzero.generate.draws import score as score
+from fzero.generate.grammar import Grammar as Grammar
+from fzero.generate.grammar import GrammarState as GrammarState
+from fzero.generate.grammar import GrammarTokens as GrammarTokens
+from fzero.generate.grammar import advance as advance
+from fzero.generate.grammar import grammar_mask as grammar_mask
+from fzero.generate.grammar import grammar_tokens as grammar_tokens
+from fzero.generate.grammar import start_grammar as start_grammar
 from fzero.generate.pages import Pages as Pages
 from fzero.generate.pages import PageSpec as PageSpec
 from fzero.generate.pages import page_spec as page_spec
