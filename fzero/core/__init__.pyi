@@ -63,7 +63,6 @@ from fzero.core.closure_state import methods as methods
 # Compilation
 from fzero.core.compile import jit as jit
 from fzero.core.compile import on_first_compile as on_first_compile
-from fzero.core.compile import operators_of as operators_of
 
 # Answers kept in files
 from fzero.core.compile_cache import CONTRACTED as CONTRACTED
@@ -221,6 +220,9 @@ from fzero.core.host_memory import cores as cores
 from fzero.core.host_memory import empty_persistent as empty_persistent
 from fzero.core.host_memory import round_to_pages as round_to_pages
 from fzero.core.host_memory import to_host as to_host
+
+# The calls of operators in a row
+from fzero.core.operator_program import operators_of as operators_of
 
 # Keep registered operators (the collectives) in place while a traced graph is split and compiled
 from fzero.core.packages import attach as attach

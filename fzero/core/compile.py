@@ -79,24 +79,6 @@ def trace(
         return make_fx(named, decomposition_table=table)(primals, tangents)
 
 
-def operators_of(f: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor]) -> Callable[..., Any] | None:
-    """The function of these many tensors that calls the operators of `f` for tensors of these shapes, without the
-    Python between them, those that write in place too; None if `f` needs values of tensors."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    from fzero.core.torch_private import DataDependent
-
-    mode = fake_mode()
-    try:
-        with mode, core.random_interception.no_draws():
-            graph = make_fx(f)(fakes_of(tensors, mode))
-    except DataDependent:
-        return None
-    graph.graph.set_codegen(torch.fx.CodeGen())  # flat tensors in
-    graph.recompile()
-    return graph.forward
-
-
 @contextlib.contextmanager
 def detached_modes(mode: Any) -> Iterator[None]:
     """A context outside of the modes around the caller, for a compiler's own programs; mode: the trace's."""

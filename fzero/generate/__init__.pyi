@@ -1,3 +1,8 @@
+from fzero.generate.completions import Completion as Completion
+from fzero.generate.completions import GenerateOptions as GenerateOptions
+from fzero.generate.completions import Prompt as Prompt
+from fzero.generate.completions import completions as completions
+from fzero.generate.completions import lookup as lookup
 from fzero.generate.draws import Alternatives as Alternatives
 from fzero.generate.draws import Drawn as Drawn
 from fzero.generate.draws import draw as draw

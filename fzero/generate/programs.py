@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.compile import operators_of
+from fzero.core.operator_program import operators_of
 from fzero.core.pytree import Tree
+from fzero.kernels.registry import Kernels
 from fzero.models import Ctx
 from fzero.models.base import Cache, TokenLayout
+from fzero.sharding import Mesh
 
-AFTER = 2  # uses of a shape as Python before its graph is made, which takes as long as some dozen uses
+AFTER = 48  # uses of a shape, by layer, before its graph is made, which takes as long as some hundred save
 MOST = 256  # graphs, of the shapes used last
 Layer = Callable[[Tree, Any, Ctx], Any]
+
+
+@functools.lru_cache(maxsize=16)
+def programs_of(mesh: Mesh, dtype: torch.dtype, kernels: Kernels) -> LayerPrograms:
+    """The programs of layers under a ctx of these, which all calls of a process share."""
+    return LayerPrograms(Ctx(mesh=mesh, dtype=dtype, kernels=kernels))
 
 
 class LayerPrograms:

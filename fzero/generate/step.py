@@ -17,7 +17,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.generate.pages import Pages, recomputes
-from fzero.generate.programs import LayerPrograms
+from fzero.generate.programs import programs_of
 from fzero.kernels.registry import Kernels
 from fzero.models import Ctx, Model
 from fzero.models.base import Cache, TokenLayout
@@ -124,7 +124,7 @@ class _Paged:
     """The logits [M, V] of a model whose attention reads pages."""
 
     def __init__(self, ctx: Ctx) -> None:
-        self.programs = LayerPrograms(ctx)
+        self.programs = programs_of(ctx.mesh, ctx.dtype, ctx.kernels)
 
     def __call__(self, model: Model, fetches: Fetches, ctx: Ctx, pages: Pages, batch: StepBatch) -> Tensor:
         shape = len(batch.tokens), *batch.table.shape

@@ -1,0 +1,370 @@
+"""Completions of prompts: the scheduler, the step and the draws, until every sequence has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.comm.collectives import psum
+from fzero.core import pytree
+from fzero.core.arguments import checked, expect_fields
+from fzero.core.config_tables import AtLeastOne, Count
+from fzero.core.copy_buckets import read_scalars
+from fzero.core.pytree import Tree
+from fzero.generate.draws import Drawn, draw, score
+from fzero.generate.pages import PAGE_TOKENS, Pages, page_spec, pages_for
+from fzero.generate.requests import Arrivals, Batch, Request, Row, StepLimits
+from fzero.generate.rows import DrawRow, draw_rows
+from fzero.generate.sampling import Sampling, expect_vocabulary
+from fzero.generate.scheduler import empty_state, schedule
+from fzero.generate.step import StepBatch, make_step
+from fzero.generate.stops import StopRules, StopState, feed, start_text, stop_rules
+from fzero.models import Model
+from fzero.sharding import Plan, one_process, zero_plan
+
+Guess = Callable[[Sequence[int], int], Sequence[int]]
+Decode = Callable[[Sequence[int]], str]
+OnToken = Callable[[int, int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The ids of a prompt, how its tokens are drawn, and what is wanted beside them.
+
+    >>> Prompt((1, 2), Sampling(0.0, max_tokens=3)).number
+    0
+    """
+
+    ids: tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    number: Count = 0  # of its draws' keys: the same number, seed and ids give the same tokens in any batch
+    log_probs: bool = False  # whether those of its own tokens are wanted
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", tuple(self.ids))
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """What all prompts of a call share.
+
+    >>> GenerateOptions(rows=4).page_tokens
+    16
+    """
+
+    rows: AtLeastOne = 32  # sequences that run at a time
+    tokens: AtLeastOne = 512  # of a step: those that draw, and chunks of prompts
+    pages: AtLeastOne | None = None  # None: as many as the longest `rows` sequences need
+    page_tokens: AtLeastOne = PAGE_TOKENS
+    prefixes: bool = True  # whether prompts that begin alike share pages
+    kernels: str = "auto"  # the form of each operation; "canonical": log-probs are the bits of training's
+    vocab_size: AtLeastOne | None = None  # only ids below are drawn
+    ends: tuple[int, ...] = ()  # the ids that end a text
+    decode: Decode | None = None  # the text of ids, of the tokenizer: for stop texts, and the text of a completion
+    guesses: Count = 0  # tokens of a sequence that one step may verify, see `lookup`
+    guess: Guess | None = None  # (ids so far, most) -> ids that may follow; None: `lookup`
+
+    def __post_init__(self) -> None:
+        expect_fields(self)
+
+
+class Completion(NamedTuple):
+    """What was drawn after a prompt.
+
+    log_probs are of the model's whole distribution at temperature 1; drawn_log_probs of the one that was drawn from,
+    behind penalties, temperature and limits; mass is what top_k, top_p and min_p left of it. All are natural
+    logarithms, one for each drawn token. alternatives: the likeliest (id, log-prob) of each. prompt_log_probs: of the
+    prompt's tokens but its first, if asked for.
+    """
+
+    number: int  # of the prompt
+    sample: int
+    ids: tuple[int, ...]  # the one that ended the text too
+    text: str  # without what ended it; "" without `decode`
+    finish: str  # why it ended: "stop id", "stop text" or "length"
+    log_probs: tuple[float, ...]
+    drawn_log_probs: tuple[float, ...]
+    mass: tuple[float, ...]
+    alternatives: tuple[tuple[tuple[int, float], ...], ...] = ()
+    prompt_log_probs: tuple[float, ...] = ()
+
+
+@dataclass
+class _Sequence:
+    """A sample of a prompt while it is made."""
+
+    prompt: Prompt
+    sample: int
+    new_tokens: int
+    rules: StopRules
+    state: StopState
+    ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    columns: tuple[list[float], list[float], list[float]] = field(default_factory=lambda: ([], [], []))
+    alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    scores: dict[int, float] = field(default_factory=dict)  # of the prompt's tokens, by position
+
+    def draw_row(self, guessed: Sequence[int]) -> DrawRow:
+        """The draw of the token behind the drawn ones and these guesses."""
+        drawn = (*self.ids, *guessed)
+        position = len(self.prompt.ids) + len(drawn)
+        numbers = position, self.prompt.number, self.sample
+        return DrawRow(self.prompt.sampling, *numbers, self.prompt.ids, drawn, tuple(self.rules.ids))
+
+    def add(self, token: int, numbers: Sequence[float], alternatives: tuple[tuple[int, float], ...]) -> None:
+        """One more token."""
+        self.ids.append(token)
+        for column, number in zip(self.columns, numbers):
+            column.append(number)
+        if self.prompt.sampling.alternatives:
+            self.alternatives.append(alternatives[: self.prompt.sampling.alternatives])
+        self.state, text, _ = feed(self.rules, self.state, [token])
+        self.texts.append(text)
+
+    def completion(self) -> Completion:
+        """The value of an ended sequence."""
+        log_probs, drawn_log_probs, mass = map(tuple, self.columns)
+        scores = tuple(self.scores[i] for i in range(1, len(self.prompt.ids))) if self.prompt.log_probs else ()
+        return Completion(
+            number=self.prompt.number,
+            sample=self.sample,
+            ids=tuple(self.ids),
+            text="".join(self.texts),
+            finish=self.state.reason,
+            log_probs=log_probs,
+            drawn_log_probs=drawn_log_probs,
+            mass=mass,
+            alternatives=tuple(self.alternatives),
+            prompt_log_probs=scores,
+        )
+
+
+def lookup(ids: Sequence[int], most: int, longest: int = 3) -> Sequence[int]:
+    """The ids that followed the last time that the last ids occurred, `most` at most: the last 3, else 2, else 1.
+
+    >>> lookup([5, 6, 7, 8, 5, 6], 2)
+    [7, 8]
+
+    Ref: Saxena 2023, "Prompt lookup decoding".
+    """
+    ids = list(ids)
+    for size in range(min(longest, len(ids) - 1), 0, -1):
+        suffix = ids[-size:]
+        for start in range(len(ids) - size - 1, -1, -1):
+            if ids[start : start + size] == suffix:
+                return ids[start + size : start + size + most]
+    return []
+
+
+@checked("params")
+def completions(
+    model: Model,
+    params: Tree,
+    prompts: Sequence[Prompt],
+    *,
+    plan: Plan | None = None,
+    options: GenerateOptions = GenerateOptions(),
+    on_token: OnToken = lambda number, sample, token, text: None,
+) -> Iterator[Completion]:
+    """Yield the Completion of each sample of each prompt, as soon as it has ended.
+
+    What is drawn depends on a prompt's ids, sampling and number alone, not on what runs beside it; with
+    kernels="canonical" to the last bit. plan: of `params`; None: they are whole here. On a mesh all ranks call it with
+    the same prompts; those of dp and rp share them out, and each yields its own. on_token: called with (number, sample,
+    token, text that is certain now) as tokens are drawn.
+
+    Raises ValueError for a prompt that is empty, has an id outside of the vocabulary, does not fit the model's max_len
+    or the pages, two prompts of one number, and as `make_step`.
+
+    >>> from fzero import generate, models, random
+    >>> model = models.build(models.LlamaConfig(32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=32))
+    >>> params = models.init_params(model, random.key(0))
+    >>> prompt = generate.Prompt((1, 2, 3), generate.Sampling(0.0, max_tokens=4))
+    >>> [len(completion.ids) for completion in generate.completions(model, params, [prompt])]
+    [4]
+    """
+    plan = plan or zero_plan(0, model, one_process())
+    device = next((x.device for x in pytree.leaves(params) if isinstance(x, Tensor)), torch.device("cpu"))
+    mesh = plan.mesh
+    sequences = sequences_of(model, prompts, options)
+    sequences = sequences[mesh.data_rank :: mesh.data_size]
+    return _Sequences(model, params, plan, options, sequences, device).steps(on_token)
+
+
+def sequences_of(model: Model, prompts: Sequence[Prompt], options: GenerateOptions) -> list[_Sequence]:
+    """The samples of all prompts; raises ValueError for a prompt that cannot be continued."""
+    vocab, max_len = min(options.vocab_size or model.config.vocab_size, model.config.vocab_size), model.config.max_len
+    numbers = [prompt.number for prompt in prompts]
+    if len({*numbers}) < len(numbers):
+        twice = next(number for number in numbers if numbers.count(number) > 1)
+        raise ValueError(f"two prompts have the number {twice}, which their draws depend on; number them, 0, 1, ...")
+    sequences = []
+    for prompt in prompts:
+        length, asked = len(prompt.ids), prompt.sampling.max_tokens
+        if not length:
+            raise ValueError(f"prompt {prompt.number} has no tokens; give at least one")
+        wrong = [token for token in prompt.ids if type(token) is not int or not 0 <= token < vocab]
+        if wrong:
+            raise ValueError(
+                f"prompt {prompt.number} has the token {wrong[0]!r}; the model has the ids 0 to {vocab - 1}"
+            )
+        remaining = max_len - length
+        if remaining < (asked or 1):
+            raise ValueError(
+                f"prompt {prompt.number}: {length} tokens and {asked or 1} more do not fit max_len={max_len}; ask for "
+                f"at most {max(remaining, 0)}, or shorten it"
+            )
+        expect_vocabulary(prompt.sampling, vocab)
+        if prompt.sampling.stop and options.decode is None:
+            raise ValueError(
+                f"prompt {prompt.number} has stop texts, and nothing says what the text of ids is; give "
+                "GenerateOptions(decode=tokenizer.decode)"
+            )
+        decode, ends = options.decode or (lambda ids: ""), options.ends
+        rules = stop_rules(prompt.sampling, decode, eos=ends, longest=remaining)
+        state = start_text(rules, prompt.ids)
+        samples, new_tokens = range(prompt.sampling.n), remaining if asked is None else asked
+        sequences += [_Sequence(prompt, sample, new_tokens, rules, state) for sample in samples]
+    return sequences
+
+
+class _Sequences:
+    """The sequences of one call, and the pages they share."""
+
+    def __init__(
+        self,
+        model: Model,
+        params: Tree,
+        plan: Plan,
+        options: GenerateOptions,
+        sequences: Sequence[_Sequence],
+        device: torch.device,
+    ) -> None:
+        self.params, self.plan, self.options, self.device = params, plan, options, device
+        dtype = next((x.dtype for x in pytree.leaves(params) if x.dtype.is_floating_point), torch.float32)
+        self.sequences = dict(enumerate(sequences))
+        needed = sorted(pages_for(len(s.prompt.ids) + s.new_tokens, options.page_tokens) for s in sequences)
+        count = options.pages or max(1, sum(needed[-options.rows :]))
+        rows = min(options.rows, max(1, len(sequences)))
+        self.limits = StepLimits(max(options.tokens, rows), rows, count, options.page_tokens)
+        self.pages: Pages = page_spec(model, plan, count, page_tokens=options.page_tokens, dtype=dtype).zeros(device)
+        self.step = make_step(model, plan, kernels=options.kernels, dtype=dtype)
+        self.page_scores: dict[int, dict[int, float]] = {}  # by page: those of its tokens, by position in the prompt
+
+    def steps(self, on_token: OnToken) -> Iterator[Completion]:
+        """The completions, as they end."""
+        root = b"" if self.options.prefixes else None
+        requests = tuple(
+            Request(number, s.prompt.ids, s.new_tokens, root, s.prompt.log_probs)
+            for number, s in self.sequences.items()
+        )
+        state, arrivals = empty_state(self.limits), Arrivals(requests)
+        while True:
+            state, batch = schedule(state, arrivals, self.limits)
+            if not self.any_rows(batch):
+                return
+            ended, draws = [], {}
+            for number, tokens in self.advance(batch):
+                sequence = self.sequences[number]
+                for token, text in zip(tokens, sequence.texts[-len(tokens) :]):
+                    on_token(sequence.prompt.number, sequence.sample, token, text)
+                draws[number] = tokens
+                if sequence.state.reason:
+                    ended.append(number)
+                    yield sequence.completion()
+            alive = [number for number in draws if number not in ended]
+            arrivals = Arrivals((), draws, self.stopped_early(ended), self.guesses(alive))
+
+    def stopped_early(self, ended: Sequence[int]) -> list[int]:
+        """Those that ended before they had all the tokens that were asked for; the scheduler knows the others."""
+        return [n for n in ended if len(self.sequences[n].ids) < self.sequences[n].new_tokens]
+
+    def guesses(self, numbers: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Ids that may follow, by sequence."""
+        if not self.options.guesses:
+            return {}
+        guess, pairs = self.options.guess or lookup, [(n, self.sequences[n]) for n in numbers]
+        guesses = {n: tuple(guess([*s.prompt.ids, *s.ids], self.options.guesses)) for n, s in pairs}
+        return {n: ids[: self.options.guesses] for n, ids in guesses.items() if ids}
+
+    def any_rows(self, batch: Batch) -> bool:
+        """Whether a rank has rows to compute; all ranks make a step then."""
+        mesh, count = self.plan.mesh, torch.tensor([float(len(batch.rows))], device=self.device)
+        if mesh.data_size == 1:
+            return bool(batch.rows)
+        for axis in (mesh["dp"], mesh["rp"]):
+            count = psum(count, axis, leaf="rows")
+        return bool(read_scalars([count[0]])[0])
+
+    def advance(self, batch: Batch) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Compute a batch, and draw: (sequence, its new tokens)."""
+        for admission in batch.admitted:
+            for page in admission.scored_pages:
+                self.sequences[admission.number].scores |= self.page_scores[page]
+        rows = [(row.ids, row.start, row.pages) for row in batch.rows]
+        padding = [] if rows else [([0], 0, [self.limits.pages])]
+        step_batch = StepBatch.of_rows(
+            rows or padding,
+            [row.wanted for row in batch.rows] or [0],
+            page_tokens=self.limits.page_tokens,
+            device=self.device,
+        )
+        logits, self.pages = self.step(self.params, self.pages, step_batch)
+        parts = logits.split([row.wanted for row in batch.rows]) if batch.rows else ()
+        drawing: list[tuple[Row, Tensor]] = []
+        for row, part in zip(batch.rows, parts):
+            if row.prefill and row.wanted and self.sequences[row.number].prompt.log_probs:
+                self.keep_scores(row, part)
+            if row.draws:
+                drawing.append((row, part[-1:] if row.prefill else part))
+        return self.drawn(drawing)
+
+    def keep_scores(self, row: Row, logits: Tensor) -> None:
+        """Store the log-probs of the prompt's tokens behind those of a row."""
+        sequence = self.sequences[row.number]
+        positions = range(row.start + 1, min(row.start + len(row.ids) + 1, len(sequence.prompt.ids)))
+        if not positions:
+            return
+        tokens = torch.tensor([sequence.prompt.ids[i] for i in positions], device=logits.device)
+        numbers = score(logits[: len(positions)], tokens)[0].tolist()
+        for position, number in zip(positions, numbers):
+            number = sequence.scores.setdefault(position, number)
+            # Of a page that was another's all positions are overwritten before it is full, and found again.
+            page = row.pages[position // self.limits.page_tokens]
+            self.page_scores.setdefault(page, {})[position] = number
+
+    def drawn(self, drawing: Sequence[tuple[Row, Tensor]]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Draw behind each row's last token, and behind its guesses as long as they are what is drawn."""
+        draws = []
+        for row, part in drawing:
+            guesses = row.ids[1:] if len(part) > 1 else ()
+            draws += [self.sequences[row.number].draw_row(guesses[:i]) for i in range(len(part))]
+        if not draws:
+            return
+        logits = torch.cat([part for _, part in drawing])
+        out = draw(logits, draw_rows(draws, logits.device), vocab_size=self.options.vocab_size)
+        table, first = _table(out), 0
+        for row, part in drawing:
+            sequence, tokens = self.sequences[row.number], []
+            for i in range(len(part)):
+                token, numbers, alternatives = table[first + i]
+                sequence.add(token, numbers, alternatives)
+                tokens.append(token)
+                if sequence.state.reason or (i + 1 < len(part) and token != row.ids[i + 1]):
+                    break
+            first += len(part)
+            yield row.number, tuple(tokens)
+
+
+def _table(out: Drawn) -> list[tuple[int, tuple[float, float, float], tuple[tuple[int, float], ...]]]:
+    """(token, numbers, alternatives) of each draw, in the host's memory."""
+    numbers = zip(*(x.tolist() for x in (out.log_probs, out.drawn_log_probs, out.mass)))
+    pairs: list[Any] = [()] * len(out.tokens)
+    if out.alternatives is not None:
+        ids, log_probs = out.alternatives.ids.tolist(), out.alternatives.log_probs.tolist()
+        pairs = [tuple(zip(*row)) for row in zip(ids, log_probs)]
+    return list(zip(out.tokens.tolist(), numbers, pairs))
