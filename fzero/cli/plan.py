@@ -24,6 +24,7 @@ from fzero.cli.flags import (
     table_of,
 )
 from fzero.cli.name_checks import config_keys, expect_names, expect_preset
+from fzero.cli.plan_questions import GENERATION, OF_SEARCH, answer_question, question_flags, workload_of
 from fzero.cli.process import Progress
 from fzero.comm.axes import mesh_text
 from fzero.core import config_tables
@@ -32,8 +33,6 @@ from fzero.core.text_parsing import Unparsable, nearest, parse_toml
 from fzero.core.torch_private import without_collection
 from fzero.planner import launch
 
-QUESTIONS = ("longest", "fewer-bytes")  # of --ask
-OF_SEARCH = ("fewer-bytes",)  # which may be asked of the best plan of a search
 MAX_CLASSES = 1 << 20  # of --classes: beyond any head of scores
 RATE_GBS = (0.0, False, 1e6)
 
@@ -145,13 +144,7 @@ def over_ep(config: Any, device: Any) -> bool:
     multiple=True,
     help="Plan each of these values, in a row each: remat=none,full. Repeat for all combinations.",
 )
-@click.option(
-    "--ask",
-    "question",
-    type=click.Choice(QUESTIONS),
-    help="A question. longest: of sequences that train on one device, and where each byte goes. fewer-bytes: what "
-    "codecs and local steps gain on slow links between nodes.",
-)
+@question_flags
 @click.option("--lora-rank", type=Number(int, SIZE), help="Plan LoRA of this rank: only its factors are trained.")
 @click.option(
     "--lora-targets", metavar="REGEX", help="The weights that get factors. Default: those of attention and MLP."
@@ -211,9 +204,9 @@ def plan(
     """Predict memory, communication, time and cost of a run, without its hardware and its weights."""
     if flags["device"] is not None:
         raise ValueError(f"--device is {flags['device']}, and a plan is for --gpu; use --gpu, or leave it out")
-    kind = of_many(searches, bool(vary))
+    kind, workload = of_many(searches, bool(vary)), workload_of(question, flags)
     refuse_conflicts(kind, question, as_json, {"--roofline": by_part, "--tokens": tokens is not None})
-    refuse_lora_flags(lora_rank, lora_targets, quantize, kind)
+    refuse_lora_flags(lora_rank, lora_targets, None if question in GENERATION else quantize, kind)
     if slurm is not None and out is None:
         raise ValueError("--slurm needs --out RUN.TOML, the config that the script starts")
     if searches:
@@ -240,10 +233,10 @@ def plan(
     if searches and world_size is not None:
         answer = search_plans(config, world_size, device, top, out, slurm)
         if question:
-            second = answer_question(question, answer.config, device, cache_of(no_cache))
+            second = answer_question(question, answer.config, device, cache_of(no_cache), workload)
             answer = search_result.AnsweredSearch(answer, second)
     elif question:
-        answer = answer_question(question, config, device, cache_of(no_cache))
+        answer = answer_question(question, config, device, cache_of(no_cache), workload)
     elif vary:
         from fzero.planner import plan as variants
 
@@ -301,12 +294,12 @@ def refuse_lora_flags(rank: int | None, targets: str | None, quantize: str | Non
 def with_model_flags(
     config: Any, classes: int | None, rank: int | None, targets: str | None, quantize: str | None
 ) -> Any:
-    """The config with the head of --classes and the factors of --lora-rank; raises ValueError if they do not fit."""
+    """The config with the head of --classes, the codes of --quantize and the factors of --lora-rank."""
     from fzero.planner import plan as plans
 
     config = config if classes is None else plans.with_classes(config, classes)
     if rank is None:
-        return config
+        return config if quantize is None else plans.with_codes(config, quantize)
     if config.optim.name == "muon":
         raise ValueError(
             "optim.name is muon, which trains other leaves than matrices too, and LoRA has matrices only; add --set "
@@ -330,15 +323,6 @@ def cache_of(no_cache: bool) -> Path | None:
     from fzero.planner.trace_cache import cache_folder
 
     return None if no_cache else cache_folder()
-
-
-def answer_question(question: str, config: Any, device: Any, cache: Path | None) -> Any:
-    """The answer to one of QUESTIONS about a config on a device. cache: of traces, for plans."""
-    from fzero.planner.max_sequence import longest
-    from fzero.planner.slow_link_options import fewer_bytes
-
-    with Progress("planning") as show:
-        return longest(config, device, show) if question == "longest" else fewer_bytes(config, device, show, cache)
 
 
 def plan_config(config: Any, device: Any, cache: Path | None, rank: int) -> Any:

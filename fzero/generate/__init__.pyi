@@ -36,3 +36,7 @@ from fzero.generate.stops import stop_rules as stop_rules
 
 # Pages of keys and values
 from fzero.generate.pages import PAGE_TOKENS as PAGE_TOKENS
+from fzero.generate.pages import pages_for as pages_for
+
+# A mesh and a model with which text is generated
+from fzero.generate.step import expect_generates as expect_generates

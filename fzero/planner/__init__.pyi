@@ -17,6 +17,11 @@ from fzero.planner.calibrate import machine as machine
 # Closed forms of a candidate's memory and time
 from fzero.planner.closed_forms import first_estimate as first_estimate
 
+# Generation before it runs
+from fzero.planner.generation import Workload as Workload
+from fzero.planner.generation import plan_generation as plan_generation
+from fzero.planner.generation import serve as serve
+
 # The longest sequence that a model trains on one device
 from fzero.planner.max_sequence import longest as longest
 

@@ -204,6 +204,11 @@ def with_classes(config: RunConfig, classes: int) -> RunConfig:
     return replace(config, model=head_model.config, objective=objective_of(head_model.config).name)
 
 
+def with_codes(config: RunConfig, kind: str) -> RunConfig:
+    """The config whose model has weights in codes of this kind."""
+    return replace(config, model=models.quantized(models.build(config.model), kind).config)
+
+
 def with_lora(config: RunConfig, rank: int, targets: str | None, kind: str | None) -> RunConfig:
     """The config whose model has LoRA, beside weights in codes of this kind."""
     model = models.build(config.model)

@@ -61,6 +61,7 @@ from fzero.run.measure.flops import mfu as mfu
 from fzero.run.measure.flops import token_flop as token_flop
 
 # The bytes that are alive while a step runs
+from fzero.run.measure.live_bytes import LiveBytes as LiveBytes
 from fzero.run.measure.live_bytes import MemoryTrace as MemoryTrace
 from fzero.run.measure.live_bytes import device_of as device_of
 from fzero.run.measure.live_bytes import recorded as recorded
@@ -135,6 +136,9 @@ from fzero.run.setup import weights as weights
 # From a RunConfig to the functions of a run
 from fzero.run.setup.build import Job as Job
 from fzero.run.setup.build import first_state as first_state
+
+# The policy of dtypes of a config
+from fzero.run.setup.build_optim import make_policy as make_policy
 
 # Coordinate the processes of one command
 from fzero.run.setup.coordinator import TIMEOUT_S as TIMEOUT_S

@@ -17,6 +17,7 @@ from fzero.run.measure.flops import shortened as shortened
 from fzero.run.measure.flops import token_flop as token_flop
 
 # The bytes that are alive while a step runs
+from fzero.run.measure.live_bytes import LiveBytes as LiveBytes
 from fzero.run.measure.live_bytes import MemoryTrace as MemoryTrace
 from fzero.run.measure.live_bytes import device_of as device_of
 from fzero.run.measure.live_bytes import recorded as recorded
