@@ -187,12 +187,12 @@ def test_two_prompts_of_a_number_are_refused():
         completions(model, params, [Prompt((1,)), Prompt((2,))])
 
 
-def sharded(mesh, name, stage):
+def sharded(mesh, name, stage, **options):
     """The completions that a rank yields, from the parameters of a training state at rest."""
     model = models.build(CONFIGS[name])
     plan = zero_plan(stage, model, mesh)
     state = fzero.init_state(model, optim.sgd(0.1), plan, seed=0)
-    out = completions(model, state.params, prompts(n=2), plan=plan, options=GenerateOptions(**TIGHT))
+    out = completions(model, state.params, prompts(n=2), plan=plan, options=GenerateOptions(**TIGHT, **options))
     return {(c.number, c.sample): (c.ids, c.log_probs, c.prompt_log_probs) for c in out}
 
 
@@ -216,3 +216,13 @@ def test_ranks_share_prompts_out_and_draw_what_one_process_does(sizes, name, sta
             assert drawn == expected[key][0]
             for got, wanted in zip(log_probs, expected[key][1:]):
                 assert_close(torch.tensor(got), torch.tensor(wanted), rtol=1e-4)
+
+
+def test_canonical_log_probs_are_the_same_bits_on_ranks_of_dp():
+    expected = exact(one_process(), 0)
+    by_rank = ranks.run(2, exact, 3)
+    assert len(by_rank[0]) == len(by_rank[1]) == 5 and {**by_rank[0], **by_rank[1]} == expected
+
+
+def exact(mesh, stage):
+    return sharded(mesh, "llama", stage, kernels="canonical")

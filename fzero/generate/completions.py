@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from fzero.core.arguments import checked, expect_fields
 from fzero.core.config_tables import AtLeastOne, Count
 from fzero.core.copy_buckets import read_scalars
 from fzero.core.pytree import Tree
-from fzero.generate.draws import Drawn, draw, score
+from fzero.generate.draws import Drawn, draw, log_sum_exp, score
+from fzero.generate.grammar import Grammar, GrammarState, GrammarTokens, advance, grammar_mask, start_grammar
 from fzero.generate.pages import PAGE_TOKENS, Pages, page_spec, pages_for
 from fzero.generate.requests import Arrivals, Batch, Request, Row, StepLimits
 from fzero.generate.rows import DrawRow, draw_rows
@@ -23,6 +25,8 @@ from fzero.generate.sampling import Sampling, expect_vocabulary
 from fzero.generate.scheduler import empty_state, schedule
 from fzero.generate.step import StepBatch, make_step
 from fzero.generate.stops import StopRules, StopState, feed, start_text, stop_rules
+from fzero.kernels import rowwise
+from fzero.kernels.registry import Kernels
 from fzero.models import Model
 from fzero.sharding import Plan, one_process, zero_plan
 
@@ -43,6 +47,7 @@ class Prompt:
     sampling: Sampling = field(default_factory=Sampling)
     number: Count = 0  # of its draws' keys: the same number, seed and ids give the same tokens in any batch
     log_probs: bool = False  # whether those of its own tokens are wanted
+    grammar: Grammar | None = None  # what its text must be; with GenerateOptions(grammar_tokens=...)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", tuple(self.ids))
@@ -65,6 +70,7 @@ class GenerateOptions:
     vocab_size: AtLeastOne | None = None  # only ids below are drawn
     ends: tuple[int, ...] = ()  # the ids that end a text
     decode: Decode | None = None  # the text of ids, of the tokenizer: for stop texts, and the text of a completion
+    grammar_tokens: GrammarTokens | None = None  # of the tokenizer, for prompts with a grammar
     guesses: Count = 0  # tokens of a sequence that one step may verify, see `lookup`
     guess: Guess | None = None  # (ids so far, most) -> ids that may follow; None: `lookup`
 
@@ -107,13 +113,15 @@ class _Sequence:
     columns: tuple[list[float], list[float], list[float]] = field(default_factory=lambda: ([], [], []))
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     scores: dict[int, float] = field(default_factory=dict)  # of the prompt's tokens, by position
+    grammar: GrammarState | None = None
 
     def draw_row(self, guessed: Sequence[int]) -> DrawRow:
         """The draw of the token behind the drawn ones and these guesses."""
         drawn = (*self.ids, *guessed)
         position = len(self.prompt.ids) + len(drawn)
         numbers = position, self.prompt.number, self.sample
-        return DrawRow(self.prompt.sampling, *numbers, self.prompt.ids, drawn, tuple(self.rules.ids))
+        mask = None if self.grammar is None else grammar_mask(self.grammar)
+        return DrawRow(self.prompt.sampling, *numbers, self.prompt.ids, drawn, tuple(self.rules.ids), mask)
 
     def add(self, token: int, numbers: Sequence[float], alternatives: tuple[tuple[int, float], ...]) -> None:
         """One more token."""
@@ -124,6 +132,8 @@ class _Sequence:
             self.alternatives.append(alternatives[: self.prompt.sampling.alternatives])
         self.state, text, _ = feed(self.rules, self.state, [token])
         self.texts.append(text)
+        if self.grammar is not None and not self.state.reason:
+            self.grammar = advance(self.grammar, token)
 
     def completion(self) -> Completion:
         """The value of an ended sequence."""
@@ -224,11 +234,18 @@ def sequences_of(model: Model, prompts: Sequence[Prompt], options: GenerateOptio
                 f"prompt {prompt.number} has stop texts, and nothing says what the text of ids is; give "
                 "GenerateOptions(decode=tokenizer.decode)"
             )
+        if prompt.grammar is not None and options.grammar_tokens is None:
+            raise ValueError(
+                f"prompt {prompt.number} has a grammar, and nothing says what its tokens are; give "
+                "GenerateOptions(grammar_tokens=generate.grammar_tokens(tokenizer))"
+            )
         decode, ends = options.decode or (lambda ids: ""), options.ends
         rules = stop_rules(prompt.sampling, decode, eos=ends, longest=remaining)
         state = start_text(rules, prompt.ids)
         samples, new_tokens = range(prompt.sampling.n), remaining if asked is None else asked
-        sequences += [_Sequence(prompt, sample, new_tokens, rules, state) for sample in samples]
+        tokens = options.grammar_tokens
+        grammar = start_grammar(prompt.grammar, tokens) if prompt.grammar and tokens else None
+        sequences += [_Sequence(prompt, i, new_tokens, rules, state, grammar=grammar) for i in samples]
     return sequences
 
 
@@ -253,6 +270,8 @@ class _Sequences:
         self.limits = StepLimits(max(options.tokens, rows), rows, count, options.page_tokens)
         self.pages: Pages = page_spec(model, plan, count, page_tokens=options.page_tokens, dtype=dtype).zeros(device)
         self.step = make_step(model, plan, kernels=options.kernels, dtype=dtype)
+        canonical = Kernels.parse(options.kernels).canonical
+        self.log_sum_exp = functools.partial(rowwise.log_sum_exp, impl="canonical") if canonical else log_sum_exp
         self.page_scores: dict[int, dict[int, float]] = {}  # by page: those of its tokens, by position in the prompt
 
     def steps(self, on_token: OnToken) -> Iterator[Completion]:
@@ -287,7 +306,9 @@ class _Sequences:
         """Ids that may follow, by sequence."""
         if not self.options.guesses:
             return {}
+        # The mask of a token behind a guess would need the grammar's state there.
         guess, pairs = self.options.guess or lookup, [(n, self.sequences[n]) for n in numbers]
+        pairs = [(n, sequence) for n, sequence in pairs if sequence.grammar is None]
         guesses = {n: tuple(guess([*s.prompt.ids, *s.ids], self.options.guesses)) for n, s in pairs}
         return {n: ids[: self.options.guesses] for n, ids in guesses.items() if ids}
 
@@ -330,7 +351,7 @@ class _Sequences:
         if not positions:
             return
         tokens = torch.tensor([sequence.prompt.ids[i] for i in positions], device=logits.device)
-        numbers = score(logits[: len(positions)], tokens)[0].tolist()
+        numbers = score(logits[: len(positions)], tokens, log_sum_exp=self.log_sum_exp)[0].tolist()
         for position, number in zip(positions, numbers):
             number = sequence.scores.setdefault(position, number)
             # Of a page that was another's all positions are overwritten before it is full, and found again.
@@ -346,7 +367,8 @@ class _Sequences:
         if not draws:
             return
         logits = torch.cat([part for _, part in drawing])
-        out = draw(logits, draw_rows(draws, logits.device), vocab_size=self.options.vocab_size)
+        rows = draw_rows(draws, logits.device)
+        out = draw(logits, rows, vocab_size=self.options.vocab_size, log_sum_exp=self.log_sum_exp)
         table, first = _table(out), 0
         for row, part in drawing:
             sequence, tokens = self.sequences[row.number], []

@@ -22,6 +22,7 @@ from fzero.kernels import optim_lowbit as optim_lowbit
 from fzero.kernels import paged_attention as paged_attention
 from fzero.kernels import quantize as quantize
 from fzero.kernels import quantize_codes as quantize_codes
+from fzero.kernels import rowwise as rowwise
 from fzero.kernels import tuning as tuning
 
 # What every form of attention shares
