@@ -192,6 +192,8 @@ def run_trace(seed):
         states.append(state)
         batches.append(batch)
         alive = {s.request.number for s in (*state.running, *state.waiting)}
+        reported = {*batch.finished} | (ended & arrived.keys())
+        assert reported == {n for n in arrived if n not in alive and n not in finished}, "finished"
         finished |= {n: step for n in arrived if n not in alive and n not in finished}
         draws = engine.step(batch, requests)
         if not alive and step >= max((when for when, _ in incoming), default=0):

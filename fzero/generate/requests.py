@@ -80,9 +80,9 @@ class Arrivals(NamedTuple):
     """What happened since the last step.
 
     draws: by number, the new tokens of each row with `draws` of the last batch: one; of a row with guesses, those that
-    were accepted and one more. ended: the sequences that are over, or cancelled, those alone that are known; one with
-    all its new tokens ends by itself. guesses: by number, the tokens that the next step may verify; as many are taken
-    as the budget, the pages and the sequence's length allow.
+    were accepted and one more. ended: the sequences that are over, or cancelled; one with all its new tokens ends by
+    itself (`Batch.finished`). guesses: by number, tokens that the next step may verify; as many are taken as the
+    budget, the pages and the sequence's length allow.
     """
 
     requests: tuple[Request, ...] = ()
@@ -117,6 +117,7 @@ class Batch(NamedTuple):
     rows: tuple[Row, ...]
     admitted: tuple[Admission, ...]
     preempted: tuple[int, ...]
+    finished: tuple[int, ...]  # the sequences that ended by themselves before it, with all their new tokens
 
 
 @checked()

@@ -23,7 +23,7 @@ Ref: Holmes et al. 2024, "DeepSpeed-FastGen", arXiv:2401.08671, section 4 (Dynam
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import NamedTuple
 
@@ -94,8 +94,8 @@ def schedule(state: SchedulerState, arrivals: Arrivals, limits: StepLimits) -> t
     ((), 8)
     """
     _expect_arrivals(state, arrivals, limits)
-    pool, running = _after_step(state, arrivals)
     ended = {*arrivals.ended}
+    pool, running, finished = _after_step(state, arrivals.draws, ended)
     waiting = [sequence for sequence in state.waiting if _number(sequence) not in ended] if ended else [*state.waiting]
     waiting += [SequenceState(r, r.ids) for r in arrivals.requests if r.number not in ended]
     pool, decoding, preempted = _pages_to_draw(pool, running, waiting, limits)
@@ -110,7 +110,7 @@ def schedule(state: SchedulerState, arrivals: Arrivals, limits: StepLimits) -> t
     pool, admitted, budget = _admit(pool, running, waiting, chunks, limits.rows, budget)
     if arrivals.guesses and budget:
         pool = _add_guesses(pool, running, rows, arrivals.guesses, budget)
-    batch = Batch((*rows, *chunks), tuple(admitted), tuple(preempted))
+    batch = Batch((*rows, *chunks), tuple(admitted), tuple(preempted), tuple(finished))
     last = arrivals.requests[-1].number if arrivals.requests else state.last
     return SchedulerState(pool, tuple(running), tuple(waiting), batch.rows, last), batch
 
@@ -148,23 +148,29 @@ def _expect_arrivals(state: SchedulerState, arrivals: Arrivals, limits: StepLimi
             raise ValueError(f"schedule: ended has sequence {min(wrong)}, which neither waits nor runs")
 
 
-def _after_step(state: SchedulerState, arrivals: Arrivals) -> tuple[PagePool, list[SequenceState]]:
-    """The pool and the sequences that run on, after the last batch was computed."""
-    pool, draws, ended = state.pool, arrivals.draws, {*arrivals.ended}
-    rows = {row.number: row for row in state.rows}
+def _after_step(
+    state: SchedulerState, draws: Mapping[int, Ids], ended: Collection[int]
+) -> tuple[PagePool, list[SequenceState], list[int]]:
+    """The pool and the sequences that run on, after the last batch was computed, and those that are complete."""
+    pool, rows = state.pool, {row.number: row for row in state.rows}
     full: list[tuple[int, Prefix, bool]] = []  # pages that became full
-    running, finished = [], []
+    running, complete, tables = [], [], []
     for sequence in state.running:
         number = _number(sequence)
         if number in rows:
             sequence = _advance(pool, sequence, rows[number], draws.get(number, ()), full)
-        complete = sequence.drawn == sequence.request.new_tokens and sequence.computed >= len(sequence.prompt)
-        (finished if complete or number in ended else running).append(sequence)
+        if number in ended:
+            tables.append(sequence.pages)
+        elif sequence.drawn == sequence.request.new_tokens and sequence.computed >= len(sequence.prompt):
+            tables.append(sequence.pages)
+            complete.append(number)
+        else:
+            running.append(sequence)
     if full:
         pool = pool.register(full)
-    for sequence in finished:
-        pool = pool.release(sequence.pages)
-    return pool, running
+    for table in tables:
+        pool = pool.release(table)
+    return pool, running, complete
 
 
 def _advance(
