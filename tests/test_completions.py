@@ -1,6 +1,7 @@
 """Completions are the draws of full forward passes, whatever runs beside them."""
 
 import math
+import random
 
 import pytest
 import ranks
@@ -74,6 +75,24 @@ def test_what_is_drawn_depends_on_no_batch(name):
         completions(model, params, [Prompt(wanted[2].ids, Sampling(0.8, max_tokens=9), number=2)])
     ).values()
     assert alone.ids == expected[2, 0].ids
+
+
+@pytest.mark.parametrize("seed", [10, 25, 26])
+def test_log_probs_of_prompts_are_right_where_their_pages_are_used_again(seed):
+    """In few pages: those with numbers of other prompts beside them, and the first token of a page that was cached."""
+    model, params = made("llama")
+    rng, wanted = random.Random(seed), []
+    for i in range(rng.randint(2, 7)):
+        text = ids(12)[: rng.choice((4, 7, 8, 9, 12))] + ids(rng.choice((0, 0, 1, 5)), rng.randint(0, 3))
+        sampling = Sampling(0.0, max_tokens=rng.randint(1, 4))
+        wanted.append(Prompt(text, sampling, number=i, log_probs=rng.random() < 0.8))
+    most = max(-(-(len(prompt.ids) + prompt.sampling.max_tokens) // 4) for prompt in wanted)
+    sizes = {"rows": rng.choice((1, 2, 3)), "tokens": rng.choice((4, 8, 16)), "pages": most + rng.randint(0, 3)}
+    for completion in completions(model, params, wanted, options=GenerateOptions(**sizes, page_tokens=4)):
+        prompt = wanted[completion.number]
+        if prompt.log_probs:
+            expected = whole(model, params, prompt.ids)[:-1].gather(-1, torch.tensor(prompt.ids[1:])[:, None])[:, 0]
+            assert_close(torch.tensor(completion.prompt_log_probs).double(), expected, rtol=1e-6)
 
 
 def test_guesses_are_verified_many_at_a_time_and_change_no_text():

@@ -323,22 +323,24 @@ class _Sequences:
 
     def advance(self, batch: Batch) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Compute a batch, and draw: (sequence, its new tokens)."""
+        size = self.limits.page_tokens
         for admission in batch.admitted:
-            for page in admission.scored_pages:
-                self.sequences[admission.number].scores |= self.page_scores[page]
+            for i, page in enumerate(admission.scored_pages):
+                positions, numbers = range(i * size, (i + 1) * size)[i == 0 :], self.page_scores[page]
+                self.sequences[admission.number].scores |= {position: numbers[position] for position in positions}
         rows = [(row.ids, row.start, row.pages) for row in batch.rows]
         padding = [] if rows else [([0], 0, [self.limits.pages])]
         step_batch = StepBatch.of_rows(
             rows or padding,
             [row.wanted for row in batch.rows] or [0],
-            page_tokens=self.limits.page_tokens,
+            page_tokens=size,
             device=self.device,
         )
         logits, self.pages = self.step(self.params, self.pages, step_batch)
         parts = logits.split([row.wanted for row in batch.rows]) if batch.rows else ()
         drawing: list[tuple[Row, Tensor]] = []
         for row, part in zip(batch.rows, parts):
-            if row.prefill and row.wanted and self.sequences[row.number].prompt.log_probs:
+            if row.prefill and row.wanted == len(row.ids) and self.sequences[row.number].prompt.log_probs:
                 self.keep_scores(row, part)
             if row.draws:
                 drawing.append((row, part[-1:] if row.prefill else part))
@@ -353,10 +355,12 @@ class _Sequences:
         tokens = torch.tensor([sequence.prompt.ids[i] for i in positions], device=logits.device)
         numbers = score(logits[: len(positions)], tokens, log_sum_exp=self.log_sum_exp)[0].tolist()
         for position, number in zip(positions, numbers):
-            number = sequence.scores.setdefault(position, number)
-            # Of a page that was another's all positions are overwritten before it is full, and found again.
+            sequence.scores.setdefault(position, number)
+        # All positions of a page are written before it is full, and found again. The number of the row's first token is
+        # of the row before it, or, where the last cached page is computed again, was stored beside that page.
+        for position in range(max(row.start, 1), positions.stop):
             page = row.pages[position // self.limits.page_tokens]
-            self.page_scores.setdefault(page, {})[position] = number
+            self.page_scores.setdefault(page, {})[position] = sequence.scores[position]
 
     def drawn(self, drawing: Sequence[tuple[Row, Tensor]]) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Draw behind each row's last token, and behind its guesses as long as they are what is drawn."""
