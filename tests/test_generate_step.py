@@ -9,6 +9,7 @@ from law_cases import config_of
 
 from fzero import generate, models, one_process, zero_plan
 from fzero.core import prng
+from fzero.generate.programs import AFTER
 
 SIZES = {"vocab_size": 61, "max_len": 40, "dropout": 0.0}
 PATTERNS = ("window:4", "local:4", "strided:3", "fixed:4:1", "bigbird:2:1:1:1:3", "window:4 full")
@@ -103,6 +104,17 @@ def test_pages_that_a_step_was_given_are_refused():
     with pytest.raises(ValueError, match="these pages were given to a step"):
         step(params, pages, batch)
     assert new.layers[0][0][1, :2].abs().sum() > 0 and new.layers[0][0][0].abs().sum() == 0
+
+
+def test_other_pages_after_many_steps_have_graphs_of_their_own():
+    model, plan, params = trees(CONFIGS["llama"])
+    step, text = generate.make_step(model, plan, dtype=torch.float64), [7, 8, 9]
+    for count, size in ((4, 8), (9, 8), (8, 4)):
+        pages = generate.page_spec(model, plan, count, page_tokens=size, dtype=torch.float64).zeros()
+        batch = generate.StepBatch.of_rows([(text, 0, [3])], [3], page_tokens=size)
+        for _ in range(AFTER + 1):
+            logits, pages = step(params, pages, batch)
+        assert_close(logits, whole(model, params, text), rtol=1e-9, atol=1e-11)
 
 
 def test_the_bytes_of_pages_are_those_of_their_tensors():

@@ -127,7 +127,7 @@ class _Paged:
         self.programs = programs_of(ctx.mesh, ctx.dtype, ctx.kernels)
 
     def __call__(self, model: Model, fetches: Fetches, ctx: Ctx, pages: Pages, batch: StepBatch) -> Tensor:
-        shape = len(batch.tokens), *batch.table.shape
+        shape = len(batch.tokens), *batch.table.shape, pages.spec, batch.tokens.device
         numbers = torch.arange(len(pages.layers), device=batch.tokens.device).unbind()
         rows = batch.positions, batch.slots, batch.table, batch.starts
 
