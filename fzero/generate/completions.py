@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fzero.comm.collectives import psum
 from fzero.core import pytree
-from fzero.core.arguments import checked, expect_fields
+from fzero.core.arguments import checked, expect_device, expect_fields
 from fzero.core.config_tables import AtLeastOne, Count
 from fzero.core.copy_buckets import read_scalars
 from fzero.core.pytree import Tree
@@ -33,6 +33,7 @@ from fzero.sharding import Plan, one_process, zero_plan
 Guess = Callable[[Sequence[int], int], Sequence[int]]
 Decode = Callable[[Sequence[int]], str]
 OnToken = Callable[[int, int, int, str], None]
+OnStep = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Prompt:
     number: Count = 0  # of its draws' keys: the same number, seed and ids give the same tokens in any batch
     log_probs: bool = False  # whether those of its own tokens are wanted
     grammar: Grammar | None = None  # what its text must be; with GenerateOptions(grammar_tokens=...)
+    skip: frozenset[int] = frozenset()  # the samples that are not made, as they are there already
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", tuple(self.ids))
@@ -73,6 +75,7 @@ class GenerateOptions:
     grammar_tokens: GrammarTokens | None = None  # of the tokenizer, for prompts with a grammar
     guesses: Count = 0  # tokens of a sequence that one step may verify, see `lookup`
     guess: Guess | None = None  # (ids so far, most) -> ids that may follow; None: `lookup`
+    device: str | None = None  # of the computation; None: that of the parameters, or cpu if none is in memory
 
     def __post_init__(self) -> None:
         expect_fields(self)
@@ -179,13 +182,15 @@ def completions(
     plan: Plan | None = None,
     options: GenerateOptions = GenerateOptions(),
     on_token: OnToken = lambda number, sample, token, text: None,
+    on_step: OnStep = lambda tokens, pages: None,
 ) -> Iterator[Completion]:
     """Yield the Completion of each sample of each prompt, as soon as it has ended.
 
     What is drawn depends on a prompt's ids, sampling and number alone, not on what runs beside it; with
     kernels="canonical" to the last bit. plan: of `params`; None: they are whole here. On a mesh all ranks call it with
     the same prompts; those of dp and rp share them out, and each yields its own. on_token: called with (number, sample,
-    token, text that is certain now) as tokens are drawn.
+    token, text that is certain now) as tokens are drawn; on_step with (tokens that it computed, pages in use) behind
+    each step.
 
     Raises ValueError for a prompt that is empty, has an id outside of the vocabulary, does not fit the model's max_len
     or the pages, two prompts of one number, and as `make_step`.
@@ -199,10 +204,11 @@ def completions(
     """
     plan = plan or zero_plan(0, model, one_process())
     device = next((x.device for x in pytree.leaves(params) if isinstance(x, Tensor)), torch.device("cpu"))
+    device = expect_device(options.device or device)
     mesh = plan.mesh
     sequences = sequences_of(model, prompts, options)
     sequences = sequences[mesh.data_rank :: mesh.data_size]
-    return _Sequences(model, params, plan, options, sequences, device).steps(on_token)
+    return _Sequences(model, params, plan, options, sequences, device).steps(on_token, on_step)
 
 
 def sequences_of(model: Model, prompts: Sequence[Prompt], options: GenerateOptions) -> list[_Sequence]:
@@ -242,10 +248,10 @@ def sequences_of(model: Model, prompts: Sequence[Prompt], options: GenerateOptio
         decode, ends = options.decode or (lambda ids: ""), options.ends
         rules = stop_rules(prompt.sampling, decode, eos=ends, longest=remaining)
         state = start_text(rules, prompt.ids)
-        samples, new_tokens = range(prompt.sampling.n), remaining if asked is None else asked
+        samples, new_tokens = {*range(prompt.sampling.n)} - prompt.skip, remaining if asked is None else asked
         tokens = options.grammar_tokens
         grammar = start_grammar(prompt.grammar, tokens) if prompt.grammar and tokens else None
-        sequences += [_Sequence(prompt, i, new_tokens, rules, state, grammar=grammar) for i in samples]
+        sequences += [_Sequence(prompt, i, new_tokens, rules, state, grammar=grammar) for i in sorted(samples)]
     return sequences
 
 
@@ -274,7 +280,7 @@ class _Sequences:
         self.log_sum_exp = functools.partial(rowwise.log_sum_exp, impl="canonical") if canonical else log_sum_exp
         self.page_scores: dict[int, dict[int, float]] = {}  # by page: those of its tokens, by position in the prompt
 
-    def steps(self, on_token: OnToken) -> Iterator[Completion]:
+    def steps(self, on_token: OnToken, on_step: OnStep) -> Iterator[Completion]:
         """The completions, as they end."""
         root = b"" if self.options.prefixes else None
         requests = tuple(
@@ -295,6 +301,7 @@ class _Sequences:
                 if sequence.state.reason:
                     ended.append(number)
                     yield sequence.completion()
+            on_step(sum(len(row.ids) for row in batch.rows), self.limits.pages - state.pool.available)
             alive = [number for number in draws if number not in ended]
             arrivals = Arrivals((), draws, self.stopped_early(ended), self.guesses(alive))
 
