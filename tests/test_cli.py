@@ -412,7 +412,7 @@ def test_sample_writes_the_same_text_for_the_same_seed(fz):
     code, _, err = fz("sample", "run", "--prompt", "line", "--temperature", "0", "--top-k", "3")
     assert code == 2 and err.startswith("fzero: error: top_k is 3 and temperature 0") and err.count("\n") == 1
     code, _, err = fz("sample", "run", "--prompt", "x" * 2000)
-    assert code == 2 and "2000 tokens of prompt and 200 more do not fit max_len=1024" in err
+    assert code == 2 and "2000 tokens and 200 more do not fit max_len=1024" in err
 
 
 def test_import_train_on_and_export(fz):

@@ -83,7 +83,7 @@ def test_each_flag_has_one_meaning_and_each_meaning_one_flag():
         (click.Option(["--seed"], type=int, help="The seed of the weights. Default: 0."), "x --seed means"),
         (click.Option(["--json"], help="Print JSON in place of text."), "x --json means"),
         (click.Option(["--key"], type=int, help="The seed of all random numbers."), "x --key means what --seed means"),
-        (click.Option(["--n", "--number"], help="A number."), "x --n is also named --number"),
+        (click.Option(["--m", "--number"], help="A number."), "x --m is also named --number"),
     ],
 )
 def test_a_flag_of_another_meaning_is_found(given, said):

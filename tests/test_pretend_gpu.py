@@ -4,6 +4,7 @@ that streams and events make, and has the bits of the CPU. And faults that are p
 import gc
 from pathlib import Path
 
+import continued
 import pytest
 import torch
 from pretend_gpu import Event, Stream, pretend
@@ -14,7 +15,7 @@ from fzero.checkpoint import CheckpointReader
 from fzero.checkpoint import restore_state as restore
 from fzero.core import copy_buckets, gpu, gpu_copies, precision, prng, pytree
 from fzero.offload import update_units
-from fzero.run import Sampling, build, first_state, from_table, generate, run_folder
+from fzero.run import build, first_state, from_table, run_folder
 from fzero.run.runner.evaluate import evaluate_all
 from fzero.run.setup.corpus import prefetch_to_device
 from fzero.train import meta_state
@@ -218,15 +219,13 @@ def test_a_sample_is_the_same_on_the_gpu():
     with pretend() as seen:
         for device in ("cpu", "cuda"):
             params = models.init_params(model, prng.key(1), torch.float64, device)
-            prompt, key = tokens.to(device), prng.key(2, device)
             seen.forget()
-            out = generate(model, params, prompt, 4, key, sampling=Sampling(0.8), eos=63)
+            found.append(continued.rows(model, params, tokens, 4, temperature=0.8, seed=2, eos=[63]))
             waits = by_file(seen.waits)
             assert not seen.unpinned
-            found.append(out.to("cpu"))
         # The prompt is looked at once; after each token, whether all rows have met `eos`.
         assert waits == {"run/runner/evaluate.py": 1 + 4} and not seen.races and not seen.freed
-    assert torch.equal(*found)
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

@@ -1,13 +1,13 @@
 """Generation with a KV cache is the full forward pass, position by position."""
 
+import continued
 import pytest
 import torch
 from law_cases import config_of
 
 from fzero import models
 from fzero.core import prng
-from fzero.run import Sampling, generate
-from fzero.run.runner.evaluate import draw
+from fzero.generate import DrawRow, Sampling, draw, draw_rows
 
 GPT2 = models.GPT2Config(vocab_size=61, max_len=24, d_model=16, n_layers=2, n_heads=2, d_ff=32, init_std=0.3)
 LLAMA = models.LlamaConfig(61, 24, 16, 2, 4, 2, 24, init_std=0.3)
@@ -45,7 +45,7 @@ def whole(model, params, tokens):
 def test_greedy_generation_is_argmax_step_by_step(name):
     model, params = made(name)
     tokens = prompt()
-    out = generate(model, params, tokens, 12, prng.key(0), sampling=Sampling(0.0))
+    out = continued.whole(model, params, tokens, 12)
     expected = tokens
     for _ in range(12):
         expected = torch.cat((expected, whole(model, params, expected)[:, -1].argmax(-1)[:, None]), 1)
@@ -55,71 +55,65 @@ def test_greedy_generation_is_argmax_step_by_step(name):
 
 def test_the_same_seed_writes_the_same_and_another_does_not():
     model, params = made("llama")
-    first, again, other = (generate(model, params, prompt(), 15, prng.key(seed)) for seed in (0, 0, 1))
+    draws = {"temperature": 1.0}
+    first, again, other = (continued.whole(model, params, prompt(), 15, seed=seed, **draws) for seed in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)
     # A draw depends on its position and not on how many are asked for.
-    assert torch.equal(generate(model, params, prompt(), 7, prng.key(0)), first[:, :12])
+    assert torch.equal(continued.whole(model, params, prompt(), 7, **draws), first[:, :12])
+
+
+def drawn(logits, **sampling):
+    """The tokens of rows of logits, each of another request."""
+    rows = [DrawRow(Sampling(**sampling), 0, request=i) for i in range(len(logits))]
+    return draw(logits, draw_rows(rows, logits.device)).tokens
 
 
 def test_draws_have_the_softmax_as_their_frequencies():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(20000, 4)
     for temperature in (1.0, 0.5):
-        counts = draw(logits, prng.key(5), Sampling(temperature)).bincount(minlength=4) / 20000
+        counts = drawn(logits, temperature=temperature).bincount(minlength=4) / 20000
         assert (counts - (logits[0] / temperature).softmax(-1)).abs().max() < 0.012  # four standard deviations: 0.014
 
 
 def test_top_k_and_top_p_draw_among_the_likeliest():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(5000, 4)
 
-    def drawn(**cut):
-        return set(draw(logits, prng.key(6), Sampling(**cut)).tolist())
+    def found(**cut):
+        return set(drawn(logits, **cut).tolist())
 
-    assert drawn() == {0, 1, 2, 3}
-    assert drawn(top_k=2) == {0, 1} and drawn(top_k=9) == {0, 1, 2, 3}
-    assert drawn(top_p=0.5) == {0} and drawn(top_p=0.6) == {0, 1} and drawn(top_p=0.9) == {0, 1, 2}
+    assert found() == {0, 1, 2, 3}
+    assert found(top_k=2) == {0, 1} and found(top_k=9) == {0, 1, 2, 3}
+    assert found(top_p=0.5) == {0} and found(top_p=0.6) == {0, 1} and found(top_p=0.9) == {0, 1, 2}
 
 
 def test_ids_outside_the_tokenizer_are_not_drawn_and_eos_ends():
     model, params = made("mlp")
-    out = generate(
-        model, params, torch.zeros(1, 1, dtype=torch.int64), 20, prng.key(0), sampling=Sampling(50.0), vocab_size=3
-    )
-    assert set(out[0].tolist()) == {0, 1, 2}
-    ended = generate(
-        model,
-        params,
-        torch.zeros(1, 1, dtype=torch.int64),
-        20,
-        prng.key(0),
-        sampling=Sampling(50.0),
-        vocab_size=3,
-        eos=2,
-    )
-    assert ended[0, -1] == 2 and 2 not in ended[0, :-1] and ended.shape[1] < 21
-    assert torch.equal(ended[0], out[0, : ended.shape[1]])
+    tokens, hot = torch.zeros(1, 1, dtype=torch.int64), {"temperature": 50.0, "vocab_size": 3}
+    (out,) = continued.rows(model, params, tokens, 20, **hot)
+    assert set(out) == {0, 1, 2}
+    (ended,) = continued.rows(model, params, tokens, 20, eos=[2], **hot)
+    assert ended[-1] == 2 and 2 not in ended[:-1] and len(ended) < 21
+    assert ended == out[: len(ended)]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n": 20}, "5 tokens of prompt and 20 more do not fit max_len=24; ask for at most 19"),
+        ({"n": 20}, "5 tokens and 20 more do not fit max_len=24; ask for at most 19"),
         (
             {"tokens": torch.zeros(1, 30, dtype=torch.int64)},
-            "30 tokens of prompt and 1 more do not fit max_len=24; ask for at most 0",
+            "30 tokens and 1 more do not fit max_len=24; ask for at most 0",
         ),
-        ({"tokens": torch.zeros(1, 0, dtype=torch.int64)}, "the prompt has no tokens"),
-        ({"tokens": torch.tensor([[61]])}, "the prompt has the token 61"),
-        ({"sampling": {"temperature": -1.0}}, "temperature is -1.0"),
-        ({"sampling": {"temperature": 0.0, "top_k": 5}}, "top_k is 5 and temperature 0, which takes the likeliest"),
-        ({"sampling": {"temperature": 0.0, "top_p": 0.5}}, "top_p is 0.5 and temperature 0, which takes the likeliest"),
-        ({"sampling": {"top_k": -1}}, "top_k is -1"),
-        ({"sampling": {"top_p": 0.0}}, "top_p is 0.0"),
+        ({"tokens": torch.zeros(1, 0, dtype=torch.int64)}, "prompt 0 has no tokens"),
+        ({"tokens": torch.tensor([[61]])}, "prompt 0 has the token 61"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": 0.0, "top_k": 5}, "top_k is 5 and temperature 0, which takes the likeliest"),
+        ({"temperature": 0.0, "top_p": 0.5}, "top_p is 0.5 and temperature 0, which takes the likeliest"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(change, message):
     model, params = made("llama")
-    args = {"tokens": prompt(), "n": 1, "key": prng.key(0)} | change
     with pytest.raises(ValueError, match=message):
-        if "sampling" in args:
-            args["sampling"] = Sampling(**args["sampling"])
-        generate(model, params, **args)
+        continued.rows(model, params, **{"tokens": prompt(), "n": 1, "temperature": 1.0, **change})

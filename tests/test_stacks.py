@@ -3,6 +3,7 @@ come before its expert layers; an encoder and a decoder; Gemma, whose layers tak
 
 import math
 
+import continued
 import laws
 import pytest
 import ranks
@@ -18,7 +19,6 @@ from fzero.core import prng, pytree
 from fzero.models import forward, layers_text, parse_layers
 from fzero.models.deepseek import choose_experts
 from fzero.offload import Nvme
-from fzero.run import Sampling, generate
 from fzero.train import segments_of
 
 KINDS = ("deepseek", "encoder and decoder", "gemma")
@@ -254,7 +254,7 @@ def test_generation_with_a_cache_is_that_without():
     model = deepseek(max_len=32)
     params = models.init_params(model, prng.key(5), torch.float64)
     tokens = torch.randint(0, V, (2, 5), generator=torch.Generator().manual_seed(2))
-    out = generate(model, params, tokens, 6, prng.key(0), sampling=Sampling(0.0))
+    out = continued.whole(model, params, tokens, 6)
     expected = tokens
     for _ in range(6):
         logits = models.logits(model, params, {"tokens": expected}, models.Ctx(dtype=torch.float64))

@@ -75,6 +75,18 @@ FOLDER = click.Path(path_type=Path)
 # Options of several commands.
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON in place of text.")
 EMA = click.option("--ema", is_flag=True, help="Use the moving average of the weights.")
+PARAMS_ON_DISK = (
+    click.option(
+        "--offload",
+        metavar="WHERE",
+        help="The memory of params, grads, opt and acts. Here params=nvme, for models larger than memory.",
+    ),
+    click.option(
+        "--nvme",
+        metavar="DIR",
+        help="The folder for state offloaded to a disk. Default: nvme-sample/ in the run folder.",
+    ),
+)
 RUNS_DEVICE = click.option("--device", help="The device to compute on. auto, cpu or cuda; default: the run's own.")
 
 

@@ -35,6 +35,7 @@ SECTIONS = {
         "pretrain": "fzero.cli.pretrain:pretrain",
         "finetune": "fzero.cli.finetune:finetune",
         "sample": "fzero.cli.sample:sample",
+        "generate": "fzero.cli.generate:generate",
     },
     "After a run": {
         "report": "fzero.cli.report:report",
@@ -92,7 +93,7 @@ def cli(context: click.Context, traceback: bool) -> None:
     """fzero trains large models as pure functions. `fzero pretrain` alone trains a small one on Python's standard
     library."""
     size, command = signals.expect_environment(), context.invoked_subcommand
-    if size != 1 and command not in ("pretrain", "finetune", "replay"):
+    if size != 1 and command not in ("pretrain", "finetune", "replay", "generate"):
         raise ValueError(f"fzero {command} runs in one process and this is one of {size}; start it without torchrun")
 
 

@@ -198,9 +198,9 @@ def run(command: Callable[[], Any], *, traceback: bool) -> int:
         return MISTAKE
     except click.ClickException as error:
         return print_error(error.format_message(), error)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, click.Abort) as error:
         if os.environ.get("RANK", "0") == "0":
-            print("fzero: interrupted", file=sys.stderr)
+            print(": ".join(filter(None, ("fzero: interrupted", str(error)))), file=sys.stderr)
         return INTERRUPTED
     except signals.Stopped as error:
         return end_stopped(error)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from fzero.cli.flags import DEVICE, EMA, FOLDER, Number
+from fzero.cli.flags import DEVICE, EMA, FOLDER, PARAMS_ON_DISK, Number
 from fzero.cli.process import say
-from fzero.core.config_tables import COUNT, RATE, SEED
+from fzero.core.config_tables import COUNT, RATE, SEED, SIZE
 
 
 @click.command()
@@ -22,7 +22,7 @@ from fzero.core.config_tables import COUNT, RATE, SEED
 )
 @click.option(
     "--max-new-tokens",
-    type=Number(int, COUNT),
+    type=Number(int, SIZE),
     default=200,
     show_default=True,
     help="The number of tokens to generate. Less, if the text ends before.",
@@ -57,14 +57,8 @@ from fzero.core.config_tables import COUNT, RATE, SEED
 )
 @EMA
 @DEVICE
-@click.option(
-    "--offload",
-    metavar="WHERE",
-    help="The memory of params, grads, opt and acts. Here params=nvme, for models larger than memory.",
-)
-@click.option(
-    "--nvme", metavar="DIR", help="The folder for state offloaded to a disk. Default: nvme-sample/ in the run folder."
-)
+@PARAMS_ON_DISK[0]
+@PARAMS_ON_DISK[1]
 def sample(
     run: Path,
     prompt: str,
@@ -79,39 +73,20 @@ def sample(
     offload: str | None,
     nvme: str | None,
 ) -> None:
-    """Generate text with the model of a run (or an import)."""
-    import torch
+    """Generate text with the model of a run (or an import), as it is drawn."""
+    from fzero.core import gpu
+    from fzero.generate import Sampling
+    from fzero.run.runner.continue_text import continue_text
+    from fzero.run.setup import vocabulary
+    from fzero.run.setup.text_model import load_text_model
 
-    from fzero.core import gpu, prng
-    from fzero.data.auto_tokenizer import missing_lines
-    from fzero.data.chat import read_chat
-    from fzero.run.runner.evaluate import Sampling, generate
-    from fzero.run.setup import run_folder, vocabulary, weights
-
-    sampling = Sampling(temperature, top_k, top_p)
-    if offload not in (None, "params=nvme"):
-        raise ValueError(f"--offload {offload}: sampling can offload only parameters; use params=nvme, or leave it out")
-    if nvme is not None and offload is None:
-        raise ValueError("--nvme needs --offload params=nvme; give that too")
+    sampling = Sampling(temperature, top_k, top_p, max_tokens=max_new_tokens, seed=seed)
     torch_device = gpu.use_device(gpu.resolve_device(device or "auto"))
-    trained = weights.load(run, ema=ema) if offload is None else weights.load_on_disk(run, nvme, ema=ema)
-    tokenizer = run_folder.read_tokenizer(run)
-    for line in trained.warnings:
+    text_model = load_text_model(run, ema=ema, device=torch_device, offload=offload, nvme=nvme)
+    chat = vocabulary.answers_messages(text_model.config, run) if chat is None else chat
+    for line in (*text_model.warnings, *(text_model.template_warnings() if chat else ())):
         print(line, file=sys.stderr)
-    chat = vocabulary.answers_messages(trained.config, run) if chat is None else chat
-    remedy = f"fzero finetune --init {run} --add-tokens template"
-    for line in missing_lines(read_chat(run), tokenizer, remedy) if chat else ():
-        print(line, file=sys.stderr)
-    prompt_tokens, eos = vocabulary.prompt_ids(run, tokenizer, prompt, chat=chat)
-    ids = torch.from_numpy(prompt_tokens.astype("int64"))[None].to(torch_device)
-    out = generate(
-        trained.model,
-        weights.move_params(torch_device, trained.params),
-        ids,
-        max_new_tokens,
-        prng.key(seed, torch_device),
-        sampling=sampling,
-        vocab_size=tokenizer.vocab_size,
-        eos=eos,
-    )
-    say(tokenizer.decode(out[0].tolist()))
+    ids, ends = vocabulary.prompt_ids(run, text_model.tokenizer, prompt, chat=chat)
+    place = {"device": torch_device, "write": lambda text: print(text, end="", flush=True)}
+    continue_text(text_model.model, text_model.params, text_model.tokenizer, ids.tolist(), ends, sampling, **place)
+    say("")

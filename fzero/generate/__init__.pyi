@@ -34,6 +34,9 @@ from fzero.generate.stops import stop_rules as stop_rules
 
 """For contributors: what the other packages of fzero use."""
 
+# Completions of prompts
+from fzero.generate.completions import sequences_of as sequences_of
+
 # Pages of keys and values
 from fzero.generate.pages import PAGE_TOKENS as PAGE_TOKENS
 from fzero.generate.pages import pages_for as pages_for

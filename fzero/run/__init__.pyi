@@ -112,10 +112,14 @@ from fzero.run.runner import pretrain as pretrain
 from fzero.run.runner import replay as replay
 from fzero.run.runner import rollback as rollback
 
+# One text
+from fzero.run.runner.continue_text import continue_text as continue_text
+
 # The validation loss of a state, of its parameters and of their average
-from fzero.run.runner.evaluate import Sampling as Sampling
 from fzero.run.runner.evaluate import analyze_by_model as analyze_by_model
-from fzero.run.runner.evaluate import generate as generate
+
+# Completions of a file of prompts
+from fzero.run.runner.generate_file import generate_file as generate_file
 
 # The rows of a run's steps
 from fzero.run.runner.step_rows import documents_of as documents_of
@@ -163,6 +167,9 @@ from fzero.run.setup.process_settings import watch as watch
 # A run folder
 from fzero.run.setup.run_folder import CONFIG as CONFIG
 from fzero.run.setup.run_folder import read_metrics as read_metrics
+
+# A model that writes text
+from fzero.run.setup.text_model import load_text_model as load_text_model
 
 # The vocabulary of a run that starts from a model
 from fzero.run.setup.vocabulary import start_model as start_model

@@ -10,10 +10,14 @@ from fzero.run.runner import pretrain as pretrain
 from fzero.run.runner import replay as replay
 from fzero.run.runner import rollback as rollback
 
+# One text
+from fzero.run.runner.continue_text import continue_text as continue_text
+
 # The validation loss of a state, of its parameters and of their average
-from fzero.run.runner.evaluate import Sampling as Sampling
 from fzero.run.runner.evaluate import analyze_by_model as analyze_by_model
-from fzero.run.runner.evaluate import generate as generate
+
+# Completions of a file of prompts
+from fzero.run.runner.generate_file import generate_file as generate_file
 
 # The rows of a run's steps
 from fzero.run.runner.step_rows import documents_of as documents_of

@@ -1,5 +1,5 @@
-"""What a state gives without training: its validation loss and that of its average, the loss of each row of a corpus,
-and generated text, by a KV cache: one pass over the prompt, then one position at a time, layer by layer.
+"""What a state gives without training: its validation loss and that of its average, and the loss of each row of a
+corpus.
 
 And the frozen reference of a run that learns from pairs: what it says of them is computed once and kept beside them, so
 that no second model is in memory.
@@ -10,31 +10,26 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fzero import data, models, sharding
 from fzero.comm.axes import AXES
 from fzero.comm.rank_tables import device_of, gather_rows
-from fzero.core import prng, pytree
+from fzero.core import pytree
 from fzero.core.copy_buckets import read_scalars
-from fzero.core.pytree import Tree
 from fzero.data import open_tokens
 from fzero.data.packing import Batch
 from fzero.data.token_stream import RowStream
 from fzero.data.tokens import SPLITS, read_meta
-from fzero.generate.pages import PAGE_TOKENS, page_spec
-from fzero.generate.sampling import Sampling
-from fzero.generate.step import StepBatch, make_step
 from fzero.models import Model
 from fzero.models.batch import KINDS, SOURCES
-from fzero.models.configs import LORA, head_of
+from fzero.models.configs import LORA
 from fzero.optim import AverageState
 from fzero.run import setup
 from fzero.run.measure.metrics_rows import losses_by_source
@@ -48,103 +43,6 @@ from fzero.train.execution import Execution
 from fzero.train.gradient import make_eval_step
 from fzero.train.state import TrainState
 from fzero.train.update.in_memory import spread
-
-PLAIN = Sampling()
-
-
-@torch.no_grad()
-def generate(
-    model: Model,
-    params: Tree,
-    tokens: Tensor,
-    n: int,
-    key: Tensor,
-    *,
-    sampling: Sampling = PLAIN,
-    vocab_size: int | None = None,
-    eos: int | Sequence[int] | None = None,
-) -> Tensor:
-    """The prompt `tokens` (int64 [B, T]) with `n` drawn tokens after it: int64 [B, T + n], or shorter where all rows
-    have met `eos`, or one of its ids.
-
-    sampling: how a token is drawn from the logits. vocab_size: only ids below are drawn. The draw at a position depends
-    on the key and the position only, so the same key gives the same text. Computes in the dtype of the
-    parameters, on the device of the tokens.
-    A model of transformers' own code keeps no keys: it computes all positions for every token.
-    Parameters on a disk (DiskTensor) are read part by part, each while the one before it computes, for every token
-    anew. Raises ValueError for an empty prompt, T + n above the model's max_len, and an id outside the
-    vocabulary."""
-    if head_of(model.config) is not None:
-        raise ValueError(
-            "the model has a head of scores, which says no text; models.logits gives them, and fzero export writes a "
-            "folder for AutoModelForSequenceClassification"
-        )
-    expect_plain(sampling)
-    plan = zero_plan(0, model, one_process())
-    batch, length = tokens.shape
-    vocab = min(vocab_size or model.config.vocab_size, model.config.vocab_size)
-    if length < 1:
-        raise ValueError("the prompt has no tokens; give at least one")
-    if n < 0:
-        raise ValueError(f"{n} new tokens are asked for; it must be at least 0")
-    if length + n > model.config.max_len:
-        remaining = max(model.config.max_len - length, 0)
-        raise ValueError(
-            f"{length} tokens of prompt and {n} more do not fit max_len={model.config.max_len}; ask for at "
-            f"most {remaining}, or shorten it"
-        )
-    min_id, max_id = read_scalars([tokens.min(), tokens.max()])
-    if max_id >= vocab or min_id < 0:
-        raise ValueError(
-            f"the prompt has the token {min_id if min_id < 0 else max_id}; the model has the ids 0 to {vocab - 1}"
-        )
-    dtype = pytree.leaves(params)[0].dtype
-    per_row = -(-(length + n) // PAGE_TOKENS)
-    pages = page_spec(model, plan, batch * per_row, dtype=dtype).zeros(tokens.device)
-    tables = [range(row * per_row, (row + 1) * per_row) for row in range(batch)]
-    step, done = make_step(model, plan, dtype=dtype), torch.zeros(batch, dtype=torch.bool, device=tokens.device)
-    ends, new = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos), tokens
-    for position in range(length, length + n):
-        rows = [(ids, position - new.shape[1], table) for ids, table in zip(new.tolist(), tables)]
-        rows = StepBatch.of_rows(rows, [1] * batch, page_tokens=PAGE_TOKENS, device=tokens.device)
-        logits, pages = step(params, pages, rows)
-        new = draw(logits[:, :vocab], prng.fold_in(key, position), sampling)[:, None]
-        tokens = torch.cat((tokens, new), 1)
-        if ends:
-            for end in ends:
-                done |= new[:, 0] == end
-            if bool(done.all()):
-                break
-    return tokens
-
-
-def expect_plain(sampling: Sampling) -> None:
-    """Raise ValueError for what `draw` here does not do."""
-    for field in fields(Sampling):
-        value = getattr(sampling, field.name)
-        if field.name not in ("temperature", "top_k", "top_p") and value != getattr(PLAIN, field.name):
-            raise ValueError(
-                f"{field.name} is {value!r}; generate has temperature, top_k and top_p alone, leave the others out"
-            )
-
-
-# Ref: Gumbel 1954; Maddison et al. 2014, "A* sampling", section 2.
-def draw(logits: Tensor, key: Tensor, sampling: Sampling) -> Tensor:
-    """One token per row of logits [B, V] (int64 [B]), by the largest of logits / temperature + Gumbel noise."""
-    logits = logits.double()
-    if sampling.temperature == 0.0:
-        return logits.argmax(-1)
-    logits = logits / sampling.temperature
-    if sampling.top_k and sampling.top_k < logits.shape[-1]:
-        threshold = logits.topk(sampling.top_k, -1).values[:, -1:]
-        logits = logits.masked_fill(logits < threshold, -math.inf)
-    if sampling.top_p < 1.0:
-        ordered, order = logits.sort(-1, descending=True)
-        prefix_mass = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        ordered = ordered.masked_fill(prefix_mass >= sampling.top_p, -math.inf)
-        logits = torch.empty_like(logits).scatter_(-1, order, ordered)
-    noise = prng.uniform(key, logits.shape, dtype=torch.float64)
-    return (logits - (-noise.log()).log()).argmax(-1)
 
 
 def with_reference(

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from fzero import data, sharding
 from fzero.comm.rank_tables import any_rank
-from fzero.core import prng, pytree
+from fzero.core import pytree
 from fzero.core.host_memory import to_host
 from fzero.data.mixture import Mixture, describe_mixture, sources_of
 from fzero.data.packing import figures
 from fzero.data.remote_tokens import RemoteTokens
 from fzero.data.tokenizers import Tokenizer
 from fzero.data.tokens import read_meta
+from fzero.generate import Sampling
 from fzero.kernels.registry import describe
 from fzero.offload import DiskTraffic
 from fzero.optim import AverageState
@@ -40,7 +40,8 @@ from fzero.run.measure.memory_check import snapshot_limit
 from fzero.run.measure.metrics_rows import Meter, format_duration, metrics_writer, show_progress
 from fzero.run.measure.step_records import StepRecorder, StepSelection, select_steps, steps_of
 from fzero.run.runner import rollback
-from fzero.run.runner.evaluate import Sampling, evaluate_all, generate
+from fzero.run.runner.continue_text import continue_text
+from fzero.run.runner.evaluate import evaluate_all
 from fzero.run.runner.out_of_memory import explained
 from fzero.run.runner.pretrain import expect_memory, resume, start
 from fzero.run.runner.saver import CheckpointSaver, disk_row, offload_summary, to_memory
@@ -371,17 +372,15 @@ def prompt_of(attempt: Attempt) -> tuple[Tokenizer, np.ndarray, list[int]]:
 
 def sample_text(attempt: Attempt, params: Any, n: int = 300) -> str:
     """The text of up to `n` tokens generated after the prompt of the options."""
-    job, (tokenizer, ids, eos) = attempt.job, prompt_of(attempt)
-    tokens = torch.from_numpy(ids.astype("int64"))[None].to(job.device)
+    job, (tokenizer, ids, ends) = attempt.job, prompt_of(attempt)
     # Weights from a disk are in the host's memory, from where each token takes them to the device.
     leaves = pytree.named_leaves(params)
     remote_leaves = {name: leaf for name, leaf in leaves.items() if leaf.device != job.device}
     leaves |= zip(remote_leaves, to_host([*remote_leaves.values()], job.device, "the weights to sample from"))
     params = pytree.from_named(leaves, params)
-    n = min(n, job.model.config.max_len - tokens.shape[1])
-    key = prng.key(job.config.train.seed, job.device)
-    out = generate(job.model, params, tokens, n, key, sampling=Sampling(0.7), vocab_size=tokenizer.vocab_size, eos=eos)
-    return tokenizer.decode(out[0].tolist())
+    n = min(n, job.model.config.max_len - len(ids))
+    sampling = Sampling(0.7, max_tokens=n, seed=job.config.train.seed)
+    return continue_text(job.model, params, tokenizer, ids.tolist(), ends, sampling, device=job.device)
 
 
 @handlers_restored()

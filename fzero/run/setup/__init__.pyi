@@ -78,6 +78,10 @@ from fzero.run.setup.run_folder import read_metrics as read_metrics
 from fzero.run.setup.signals import handlers_restored as handlers_restored
 from fzero.run.setup.signals import stop_signals as stop_signals
 
+# A model that writes text
+from fzero.run.setup.text_model import TextModel as TextModel
+from fzero.run.setup.text_model import load_text_model as load_text_model
+
 # The vocabulary of a run that starts from a model
 from fzero.run.setup.vocabulary import expect_added as expect_added
 from fzero.run.setup.vocabulary import growth_lines as growth_lines

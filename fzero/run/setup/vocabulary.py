@@ -144,8 +144,8 @@ def ids_of(path: Path) -> dict[str, Any]:
 
 
 def run_ids(folder: Path) -> dict[str, Any]:
-    """The ids that a run has from its source's config.json, or {}."""
-    return dict(run_folder.read_environment(folder).get("token_ids", {}))
+    """The ids in the config.json that a run's source has, or another system's folder itself; or {}."""
+    return dict(start_ids(folder).get("token_ids", {}))
 
 
 def listed(ids: Any) -> list[int]:
@@ -154,9 +154,9 @@ def listed(ids: Any) -> list[int]:
 
 
 def stop_ids(folder: Path, tokenizer: Tokenizer) -> list[int]:
-    """The ids that end a text of the run in `folder`."""
-    generation_ids = ids_of(folder / GENERATION) if os.path.lexists(folder / GENERATION) else {}
-    chat = read_chat(folder)
+    """The ids that end a text of the model in `folder`: a run, a folder of another system, or an adapter."""
+    source = convert.peft.base_of(folder) if convert.peft.is_adapter(folder) else folder
+    generation_ids, chat = ids_of(source / GENERATION), start_chat(folder)
     ids = [*listed(generation_ids.get("eos_token_id")), *listed(run_ids(folder).get("eos_token_id")), tokenizer.eos]
     ids += end_tokens(chat, tokenizer) if chat else []
     return [token_id for token_id in dict.fromkeys(ids) if token_id >= 0]
@@ -358,15 +358,27 @@ def answers_messages(config: RunConfig, folder: Path) -> bool:
 
 
 def prompt_ids(folder: Path, tokenizer: Tokenizer, text: str, *, chat: bool) -> tuple[np.ndarray, list[int]]:
-    """(the ids [N] to generate after, the ids that end the text) for a prompt to the model of the run in `folder`."""
-    stops = stop_ids(folder, tokenizer)
-    if not chat:
-        foreign = "token_ids" in run_folder.read_environment(folder)
-        return encoder(tokenizer)(text, add_special=True)[0] if foreign else tokenizer.encode(text), stops
-    template = read_chat(folder)
-    if template is None:
+    """(the ids [N] to generate after, the ids that end the text) for a prompt to the model in `folder`."""
+    ends = stop_ids(folder, tokenizer)
+    if chat and start_chat(folder) is None:
         raise ValueError(f"{folder}: has no chat template (chat_template.jinja); give --no-chat to continue a text")
-    return encoder(tokenizer)(render(template, [{"role": "user", "content": text}], prompt=True))[0], stops
+    if chat:
+        return message_ids(folder, tokenizer, [{"role": "user", "content": text}]), ends
+    return text_ids(folder, tokenizer, text), ends
+
+
+def text_ids(folder: Path, tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """The ids [N] of a text to continue; transformers' own tokenizers begin it as they do there."""
+    foreign = "token_ids" in start_ids(folder)
+    return encoder(tokenizer)(text, add_special=True)[0] if foreign else tokenizer.encode(text)
+
+
+def message_ids(folder: Path, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """The ids [N] of a conversation, up to the assistant's next turn; raises ValueError without a chat template."""
+    template = start_chat(folder)
+    if template is None:
+        raise ValueError(f"{folder}: has no chat template (chat_template.jinja); give a text to continue")
+    return encoder(tokenizer)(render(template, messages, prompt=True))[0]
 
 
 def tuned_config(

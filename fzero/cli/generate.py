@@ -1,0 +1,128 @@
+"""`fzero generate`: the completions of a file of prompts."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fzero.cli import process
+from fzero.cli.flags import DEVICE, EMA, FOLDER, PARAMS_ON_DISK, Number, add_flags, parse_mesh
+from fzero.cli.process import say
+from fzero.core.config_tables import COUNT, FRACTION, POSITIVE, RATE, SEED, SIZE
+
+SHARE = (0.0, False, 1.0, True)
+
+
+def sampling_flag(name: str, kind: type[int] | type[float], bounds: Any, text: str) -> Callable[..., Any]:
+    """The option of a number of `Sampling`; one that is not given is as that has it."""
+    return click.option(name, type=Number(kind, bounds), help=text)
+
+
+# Each sets the field of its name, for the lines that do not.
+SAMPLING = (
+    sampling_flag("--temperature", float, RATE, "The sampling temperature. 0 takes the likeliest token. Default: 1."),
+    sampling_flag("--top-k", int, COUNT, "Sample from the K likeliest tokens. 0 samples from all. Default: 0."),
+    sampling_flag("--top-p", float, SHARE, "Sample from the likeliest tokens whose probabilities add up to P."),
+    sampling_flag("--min-p", float, FRACTION, "Sample from tokens at least P times as likely as the likeliest."),
+    sampling_flag("--repetition", float, POSITIVE, "Above 1, tokens of prompt and text become less likely."),
+    click.option("--presence", type=float, help="What a token that the text has loses of its logit."),
+    click.option("--frequency", type=float, help="What it loses for each time that the text has it."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="A text that ends a completion. Repeatable."),
+    click.option("--stop-id", "stop_ids", type=int, multiple=True, help="An id that ends a completion. Repeatable."),
+    click.option("--include-stop", is_flag=True, help="Whether a completion has the text of --stop that ended it."),
+    click.option("--ignore-eos", is_flag=True, help="Whether the model's end of text ends no completion."),
+    sampling_flag("--min-tokens", int, COUNT, "The fewest tokens of a completion."),
+    sampling_flag("--max-tokens", int, SIZE, "The most tokens of a completion. Default: 200."),
+    sampling_flag("--n", int, SIZE, "The completions of each prompt. Default: 1."),
+    sampling_flag("--seed", int, SEED, "The seed of all random numbers. Default: 0."),
+    sampling_flag("--alternatives", int, COUNT, "Log-probabilities of so many likeliest tokens beside each drawn one."),
+)
+MAX_TOKENS = 200
+
+
+def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flags of `Sampling`, and those of parameters on a disk."""
+    return add_flags(command, (*PARAMS_ON_DISK, *SAMPLING))
+
+
+@click.command()
+@click.argument("run", type=FOLDER)
+@click.option("--prompts", type=FOLDER, required=True, metavar="FILE.jsonl", help="A prompt a line, see docs.")
+@click.option("--out", type=FOLDER, required=True, metavar="FILE.jsonl", help="Where to write. A file of completions.")
+@click.option("--log-probs", is_flag=True, help="Write log-probabilities of prompts and completions too.")
+@click.option("--rows", type=Number(int, SIZE), default=32, show_default=True, help="The completions at a time.")
+@click.option("--step-tokens", type=Number(int, SIZE), default=512, show_default=True, help="The tokens of a step.")
+@click.option("--pages", type=Number(int, SIZE), help="The pages of 16 positions. Default: as many as --rows need.")
+@click.option("--kernels", default="auto", show_default=True, help="The form of operations. canonical: equal bits.")
+@click.option("--guesses", type=Number(int, COUNT), default=0, show_default=True, help="Tokens guessed from the text.")
+@click.option(
+    "--mesh", help="The sizes of the axes dp, rp, tp, pp, cp, ep. Here of dp and tp. Default: dp over all processes."
+)
+@EMA
+@DEVICE
+@with_sampling
+def generate(
+    run: Path,
+    prompts: Path,
+    out: Path,
+    log_probs: bool,
+    rows: int,
+    step_tokens: int,
+    pages: int | None,
+    kernels: str,
+    guesses: int,
+    mesh: str | None,
+    ema: bool,
+    device: str | None,
+    offload: str | None,
+    nvme: str | None,
+    **fields: Any,
+) -> None:
+    """Continue each prompt of a file with a run's model, or one of transformers. A second call makes only what is
+    missing in the file of the completions."""
+    from fzero.core import gpu
+    from fzero.generate import GenerateOptions, Sampling
+    from fzero.kernels import Kernels
+    from fzero.run.runner.generate_file import generate_file
+    from fzero.run.setup.text_model import load_text_model
+
+    fields = {name: value for name, value in fields.items() if value is not None}  # as `Sampling` has the others
+    sampling = Sampling(**{"max_tokens": MAX_TOKENS, **fields})
+    kernels = str(Kernels.parse(kernels))
+    if step_tokens < rows:
+        raise ValueError(
+            f"--step-tokens is {step_tokens} and --rows {rows}, each of which computes a token of a step; give at least"
+            f" {rows}, or fewer rows"
+        )
+    flags = {"RUN": str(run), "--prompts": str(prompts), "--out": str(out), "--mesh": mesh, "sampling": str(sampling)}
+    flags |= {"--kernels": kernels, "--log-probs": log_probs, "--ema": ema, "--device": device, "--rows": rows}
+    with process.coordinated() as coordinator:
+        coordinator.compare({**process.versions(), **flags}, "start all ranks with the same command")
+        with display("loading the weights", coordinator) as show:
+            torch_device = gpu.use_device(gpu.resolve_device(device or "auto"), coordinator.local_size)
+            ranks = coordinator.mesh(parse_mesh(mesh) if mesh else {"dp": coordinator.size}, device=torch_device)
+            disk = {"offload": offload, "nvme": nvme}
+            text_model = load_text_model(run, ema=ema, device=torch_device, mesh=ranks, **disk)
+            for line in text_model.warnings if coordinator.first else ():
+                print(line, file=sys.stderr)
+            limits = {"vocab_size": text_model.vocab_size, "ends": text_model.ends, "guesses": guesses}
+            limits |= {"device": str(torch_device), "decode": text_model.tokenizer.decode}
+            options = GenerateOptions(rows, step_tokens, pages, kernels=kernels, **limits)
+            show("reading the prompts")
+            calls = {"coordinator": coordinator, "show": lambda progress: show(progress.text())}
+            progress = generate_file(text_model, prompts, out, sampling, options, log_probs=log_probs, **calls)
+        if coordinator.first:
+            say(f"{out}: {progress.summary()}")
+        coordinator.close()
+
+
+def display(stage: str, coordinator: Any) -> Any:
+    """A context of a function that shows a stage on the terminal of the first rank, if there is one."""
+    if coordinator.first and sys.stderr.isatty():
+        return process.Progress(stage)
+    return contextlib.nullcontext(lambda stage: None)

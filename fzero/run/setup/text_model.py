@@ -1,0 +1,104 @@
+"""A model that writes text, with its tokenizer: of a run, or of a folder of another system, at rest on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.core import gpu, pytree
+from fzero.core.pytree import Tree
+from fzero.data.auto_tokenizer import missing_lines
+from fzero.data.tokenizers import Tokenizer
+from fzero.models import Model
+from fzero.run.config.run_config import RunConfig
+from fzero.run.setup import run_folder, vocabulary, weights
+from fzero.sharding import Mesh, Plan, digest_text, narrow_to, one_process, zero_plan
+
+
+class TextModel(NamedTuple):
+    """What generates text after prompts."""
+
+    folder: Path
+    config: RunConfig
+    model: Model
+    params: Tree  # at rest as `plan` says
+    plan: Plan
+    device: torch.device  # on which it computes
+    tokenizer: Tokenizer
+    ends: tuple[int, ...]  # the ids that end a text
+    warnings: list[str]  # lines about checkpoints that were passed over
+
+    @property
+    def vocab_size(self) -> int:
+        """The ids that are drawn are below it: the model may have more rows than the tokenizer has tokens."""
+        return min(self.tokenizer.vocab_size, self.model.config.vocab_size)
+
+    def ids_of(self, content: str | Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """The ids of a text to continue, or of messages to answer; raises ValueError without a chat template."""
+        encode = vocabulary.text_ids if isinstance(content, str) else vocabulary.message_ids
+        return tuple(encode(self.folder, self.tokenizer, content).tolist())  # type: ignore[arg-type]
+
+    def digest(self) -> str:
+        """16 hexadecimal digits of the weights; the same on every mesh, whose ranks call it together."""
+        return digest_text(self.params, self.plan.params, self.plan.mesh)
+
+    def template_warnings(self) -> list[str]:
+        """A line about tokens of the chat template that the tokenizer lacks."""
+        remedy = f"fzero finetune --init {self.folder} --add-tokens template"
+        return missing_lines(vocabulary.start_chat(self.folder), self.tokenizer, remedy)
+
+
+def load_text_model(
+    folder: Path,
+    *,
+    ema: bool = False,
+    device: torch.device = gpu.HOST,
+    mesh: Mesh | None = None,
+    offload: str | None = None,
+    nvme: str | None = None,
+) -> TextModel:
+    """The newest sound weights of the run in `folder`, or the model of transformers in it, and its tokenizer.
+
+    ema: the average of a run's weights. mesh: over which they are split; None: they are whole. offload: params=nvme, by
+    which they stay on a disk, in the folder `nvme`, and are read layer by layer. Raises ValueError where there is no
+    model or no tokenizer, and for values that do not go together.
+    """
+    if offload not in (None, "params=nvme"):
+        raise ValueError(f"--offload {offload}: text can offload only parameters; use params=nvme, or leave it out")
+    if nvme is not None and offload is None:
+        raise ValueError("--nvme needs --offload params=nvme; give that too")
+    mesh, of_run = mesh or one_process(), run_folder.is_run(folder) or not folder.is_dir()
+    for flag, value in (("--ema", ema), ("--offload", offload)):
+        if value and not of_run:
+            raise ValueError(f"{flag} is for runs; leave it out, or import the model: fzero import {folder} --out RUN")
+    if offload and mesh.size > 1:
+        raise ValueError(f"--offload {offload} is for one process, and here are {mesh.size}; leave it out")
+    if offload:
+        trained = weights.load_on_disk(folder, nvme, ema=ema)
+    else:
+        trained = weights.load(folder, ema=ema) if of_run else weights.load_start(folder)
+    tokenizer = vocabulary.start_tokenizer(folder)
+    plan = zero_plan(0, trained.model, mesh)
+    params = trained.params if mesh.size == 1 else _shards_of(trained.params, plan)
+    return TextModel(
+        folder,
+        trained.config,
+        trained.model,
+        weights.move_params(device, params),
+        plan,
+        device,
+        tokenizer,
+        tuple(vocabulary.stop_ids(folder, tokenizer)),
+        trained.warnings,
+    )
+
+
+def _shards_of(params: Tree, plan: Plan) -> Tree:
+    """This rank's parts of whole parameters, as copies."""
+    leaves = plan.leaves
+    return pytree.map_named(
+        lambda name, leaf: narrow_to(leaf, leaves[name].params, plan.mesh, leaf=name).clone(), params
+    )
