@@ -110,7 +110,14 @@ def test_a_sum_whose_rounding_depends_on_the_batch_is_noticed():
 def test_how_many_tokens_are_looked_at_and_how_scores_are_computed_changes_nothing(monkeypatch):
     rows, logits = mixed(1003)
     expected = drawn(logits, rows)
-    for name, value in (("WIDTH", 2), ("WIDTH", 5000), ("CLOSE", math.inf), ("ELEMENTS", 1500), ("GAP", 50.0)):
+    for name, value in (
+        ("WIDTH", 2),
+        ("WIDTH", 5000),
+        ("CLOSE", math.inf),
+        ("ELEMENTS", {"cpu": 1500}),
+        ("CANDIDATES", 1),
+        ("CANDIDATES", 900),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(draws, name, value)
             same(drawn(logits, rows), expected)
@@ -260,6 +267,7 @@ def test_what_is_left_is_what_processors_of_transformers_leave(seed):
 def test_equals_are_ordered_by_their_ids():
     rows = [DrawRow(Sampling(top_p=0.5, seed=seed), 0) for seed in range(200)]
     assert set(drawn(torch.zeros(200, 4), rows).tokens.tolist()) == {0, 1}
+    assert drawn(torch.zeros(9, 500), [DrawRow(Sampling(0.0), i) for i in range(9)]).tokens.tolist() == [0] * 9
     tied = [DrawRow(Sampling(top_k=2, seed=seed), 0) for seed in range(200)]
     assert set(drawn(torch.tensor([[2.0, 1.0, 1.0, 0.0]]).expand(200, 4), tied).tokens.tolist()) == {0, 1, 2}
 
@@ -342,6 +350,8 @@ def test_what_leaves_nothing_to_draw_is_refused():
         drawn(torch.tensor([[0.0, math.nan]]), rows[:1])
     with pytest.raises(ValueError, match=r"logits are \[1, 3\]; they must be \[2, V\]"):
         drawn(torch.zeros(1, 3), rows)
+    with pytest.raises(ValueError, match=r"logits are torch\.bfloat16; they must be float32"):
+        drawn(torch.zeros(2, 3, dtype=torch.bfloat16), rows)
     with pytest.raises(ValueError, match="request -1, sample 0 and position 0; each must be at least 0"):
         draw_rows([DrawRow(Sampling(), 0, -1)])
     with pytest.raises(ValueError, match="bias has 7; the vocabulary has the ids 0 to 6"):

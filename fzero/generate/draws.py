@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +23,13 @@ from fzero.generate.rows import DrawRows, Limits
 
 F64 = torch.float64
 WIDTH = 256  # tokens, the likeliest first, among which top_k, top_p and min_p are looked for before all are sorted
-ELEMENTS = 1 << 22  # of logits, over which temporaries are made at a time
-# Noise -log(-log u) is at most -log(1 - u), and for the smallest u, 2^-33, less by log(33 log 2) = 3.13.
-GAP = 3.14
+# Logits that are worked on at a time: temporaries of this size fit in a CPU's cache, and leave a GPU's memory free.
+ELEMENTS = {"cpu": 1 << 17}
+ELEMENTS_ELSEWHERE = 1 << 23
+CANDIDATES = 8  # tokens whose noise is computed, those for which a bound of it is largest
 SLACK = 1e-6  # of top_p: the sum over all tokens is rounded to float32
+COEFFICIENTS = [1.0 / math.factorial(n) for n in range(12, -1, -1)]  # of the exponential, highest power first
+LIMITED = ("top_k", "top_p", "min_p")
 CLOSE = 1e-9  # of scores by torch.log, whose last bits depend on an element's place
 
 
@@ -55,12 +58,15 @@ def log_sum_exp(x: Tensor) -> Tensor:
     """
     if x.device.type != "cpu":  # a GPU's order depends on the alignment of a row
         x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 64), value=-math.inf)
-    rows = max(1, ELEMENTS // max(x.shape[-1], 1))
-    parts = []
-    for part in x.split(rows):
-        largest, column = part.max(-1, keepdim=True)
-        parts.append((largest - part.log_softmax(-1).gather(-1, column))[:, 0])
-    return torch.cat(parts) if len(parts) != 1 else parts[0]
+    step = _step(x)
+    if len(x) <= step:
+        return x.amax(-1) - x.log_softmax(-1).amax(-1)
+    return torch.cat([part.amax(-1) - part.log_softmax(-1).amax(-1) for part in x.split(step)])
+
+
+def _step(x: Tensor) -> int:
+    """How many rows of x [M, V] are worked on at a time."""
+    return max(1, ELEMENTS.get(x.device.type, ELEMENTS_ELSEWHERE) // max(x.shape[-1], 1))
 
 
 def score(
@@ -105,47 +111,60 @@ def draw(
     >>> draw(logits, rows).tokens
     tensor([0, 1])
     """
-    if logits.ndim != 2 or len(logits) != len(rows.keys):
+    if logits.ndim != 2 or len(logits) != len(rows.keys) or not len(logits):
         raise ValueError(f"logits are {list(logits.shape)}; they must be [{len(rows.keys)}, V], a row for each draw")
+    if logits.dtype not in (torch.float32, F64):
+        raise ValueError(f"logits are {logits.dtype}; they must be float32, in which a row's sum is computed")
     lse = _finite(log_sum_exp(logits), "the model gives NaN or infinity")
-    z, z_lse = _edited(logits[:, :vocab_size], rows), lse
-    if rows.temperature is not None:
-        z = z / rows.temperature.to(z.dtype)[:, None]
-    if z.shape != logits.shape or rows.edited or rows.temperature is not None:
-        z_lse = _finite(log_sum_exp(z), "its mask, bias and min_tokens leave no token to draw")
-    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    mass = torch.ones(len(logits), dtype=torch.float32, device=logits.device)
-    limited_log_probs = None
-    if len(rows.likeliest):
-        tokens[rows.likeliest] = _rows(z, rows.likeliest).argmax(-1)
-    if len(rows.whole):
-        tokens[rows.whole] = _race(_rows(z, rows.whole), _rows(rows.keys, rows.whole))
-    if rows.limits is not None:
-        z_limited, lse_limited, keys = (_rows(x, rows.limited) for x in (z, z_lse, rows.keys))
-        tokens[rows.limited], limited_log_probs, mass[rows.limited] = _draw_limited(
-            z_limited, lse_limited, keys, rows.limits
-        )
+    y = _edited(logits[:, :vocab_size], rows)
+    changed = rows.edited or rows.temperature is not None or y.shape != logits.shape
+    kinds = ((rows.likeliest, _take_likeliest), (rows.whole, _draw_whole), (rows.limited, _draw_limited))
+    parts: list[tuple[Any, ...]] = []
+    step = _step(y)
+    for index, function in kinds:
+        if function is _draw_limited:
+            step = max(step, ELEMENTS_ELSEWHERE // max(y.shape[1], 1))
+        for start in range(0, len(index), step):
+            some = index[start : start + step]
+            if len(index) == len(logits):  # all rows: views of them
+                some = slice(start, start + step)
+            z = y[some] if rows.temperature is None else y[some] / rows.temperature[some, None].to(y.dtype)
+            z_lse = lse[some]
+            if changed:
+                z_lse = _finite(log_sum_exp(z), "its mask, bias and min_tokens leave no token to draw", some)
+            limits = rows.limits
+            if limits is not None:
+                limits = limits._replace(**{name: getattr(limits, name)[start : start + step] for name in LIMITED})
+            parts.append((some, *function(z, z_lse, rows.keys[some], limits)))
+    columns: list[Any] = list(zip(*parts))
+    tokens, drawn, mass = (torch.cat(x) if len(x) > 1 else x[0] for x in columns[1:])
+    if not isinstance(columns[0][0], slice):
+        order = torch.cat(columns[0]).argsort()
+        tokens, drawn, mass = tokens[order], drawn[order], mass[order]
     log_probs, alternatives = score(logits, tokens, alternatives=rows.alternatives, log_sum_exp=lambda _: lse)
-    drawn = z.gather(-1, tokens[:, None])[:, 0] - z_lse
-    if len(rows.likeliest):
-        mass[rows.likeliest] = _by_number(math.exp, drawn[rows.likeliest])
-        drawn[rows.likeliest] = 0.0
-    if limited_log_probs is not None:
-        drawn[rows.limited] = limited_log_probs.to(drawn.dtype)
     return Drawn(tokens, log_probs, drawn, mass, alternatives)
 
 
-def _finite(lse: Tensor, reason: str) -> Tensor:
-    """The log-sum-exp of the rows; raises ValueError unless all are numbers."""
-    wrong = (~lse.isfinite()).nonzero()[:, 0].tolist()
-    if wrong:
-        raise ValueError(f"row {wrong[0]} of the logits has no probabilities: {reason}")
+def _take_likeliest(z: Tensor, lse: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(token, its log-probability among what is left, the mass of that) of each row of z [R, V]."""
+    values, tokens = z.max(-1)  # of equals the first
+    return tokens, torch.zeros_like(values), _by_number(math.exp, values - lse)
+
+
+def _draw_whole(z: Tensor, lse: Tensor, keys: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_take_likeliest`, of all tokens."""
+    tokens = _race(z, keys)
+    drawn = z.gather(-1, tokens[:, None])[:, 0] - lse
+    return tokens, drawn, torch.ones_like(drawn, dtype=torch.float32)
+
+
+def _finite(lse: Tensor, reason: str, rows: Tensor | slice = slice(None)) -> Tensor:
+    """The log-sum-exp of those rows; raises ValueError unless all are numbers."""
+    if not math.isfinite(float(lse.sum())):
+        wrong = int((~lse.isfinite()).nonzero()[0])
+        wrong = wrong + (rows.start or 0) if isinstance(rows, slice) else int(rows[wrong])
+        raise ValueError(f"row {wrong} of the logits has no probabilities: {reason}")
     return lse
-
-
-def _rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Those rows of x."""
-    return x if len(rows) == len(x) else x[rows]
 
 
 def _by_number(function: Callable[[float], float], x: Tensor) -> Tensor:
@@ -179,38 +198,33 @@ def _repeat(logits: Tensor, penalty: Tensor) -> Tensor:
 
 
 def _race(z: Tensor, keys: Tensor) -> Tensor:
-    """The token of each row of z [R, V]. Those whose noise could win, by a cheap bound, get a score."""
-    tokens = []
-    step = max(1, ELEMENTS // max(z.shape[1], 1))
-    for part, some_keys in zip(z.split(step), keys.split(step)):
-        bound = part.float() - uniform_rows(some_keys, part.shape[1], 1.0, 0.0).log_()  # 1 - u: -log u is not below it
-        largest = bound.amax(-1, keepdim=True)
-        candidates = bound >= largest - (GAP + 1e-3 + 1e-6 * largest.abs())
-        rows, columns = candidates.nonzero(as_tuple=True)
-        counts = candidates.sum(-1)
-        slots = torch.arange(len(rows), device=z.device) - (counts.cumsum(0) - counts)[rows]
-        ids = columns.new_zeros(len(part), int(counts.max()))
-        ids[rows, slots] = columns
-        values = torch.full(ids.shape, -math.inf, dtype=F64, device=z.device)
-        values[rows, slots] = part[rows, columns].double()
-        tokens.append(_winners(values, ids, some_keys))
-    return torch.cat(tokens)
+    """The token of each row of z [R, V]. Tokens with the largest bounds get a score, until it is above all bounds."""
+    bound = uniform_rows(keys, z.shape[1], 1.0, 0.0).log_().neg_().add_(z)  # of 1 - u: -log u is not below it
+    width = min(z.shape[1], CANDIDATES)
+    while True:
+        bounds, ids = bound.topk(width)
+        tokens, scores = _winners(z.gather(-1, ids).double(), ids, keys)
+        last = bounds[:, -1].double()
+        if width == z.shape[1] or bool((scores > last + 1e-3 + 1e-6 * last.abs()).all()):
+            return tokens
+        width = min(8 * width, z.shape[1])
 
 
-def _winners(values: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
-    """The id of each row with the largest value + noise; values float64 [R, C], -inf for none; ids [R, C]."""
+def _winners(values: Tensor, ids: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """(id, sum) of the largest value + noise of each row; values float64 [R, C], -inf for none; ids int64 [R, C]."""
     u = uniform_rows(keys, ids.shape[1], dtype=F64, index=ids)
     scores = values - (-u.log()).log()
-    if ids.shape[1] > 1:
-        first, second = scores.topk(2).values.T
-        if bool((first - second <= CLOSE * (1.0 + first.abs())).any()):
-            scores = values - prng.log(-prng.log(u))
-    return ids.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]
+    best = scores.topk(min(2, ids.shape[1]))
+    first, second = best.values[:, :1], best.values[:, 1:]
+    if bool((first - second <= CLOSE * (1.0 + first.abs())).any()):
+        best = (values - prng.log(-prng.log(u))).max(-1, keepdim=True)
+    return ids.gather(-1, best.indices[:, :1])[:, 0], best.values[:, 0]
 
 
-def _draw_limited(z: Tensor, lse: Tensor, keys: Tensor, limits: Limits) -> tuple[Tensor, Tensor, Tensor]:
-    """(token, log-probability among those that are left, their mass) of each row of z [R, V]."""
-    width = min(z.shape[1], max(WIDTH, limits.most + 16))
+def _draw_limited(z: Tensor, lse: Tensor, keys: Tensor, limits: Limits | None) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_take_likeliest`, of the tokens that are left by limits."""
+    assert limits is not None
+    width = min(z.shape[1], limits.most + 16 if limits.least else max(WIDTH, limits.most + 16))
     while True:
         values, ids = _likeliest(z, width)
         counts, sums = _counts(values := values.double(), lse.double(), limits)
@@ -222,11 +236,11 @@ def _draw_limited(z: Tensor, lse: Tensor, keys: Tensor, limits: Limits) -> tuple
     width = int(counts.max())
     values, ids = values[:, :width], ids[:, :width]
     left = torch.arange(width, device=z.device) < counts[:, None]
-    tokens = _winners(values.masked_fill(~left, -math.inf), ids, keys)
+    tokens, _ = _winners(values.masked_fill(~left, -math.inf), ids, keys)
     shifted = values.gather(-1, (ids == tokens[:, None]).int().argmax(-1, keepdim=True))[:, 0] - values[:, 0]
     log_sums = _by_number(math.log, sums)
     mass = _by_number(lambda x: min(math.exp(x), 1.0), log_sums.double() + values[:, 0] - lse.double())
-    return tokens, shifted - log_sums, mass
+    return tokens, (shifted - log_sums).to(lse.dtype), mass
 
 
 def _likeliest(z: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -255,9 +269,11 @@ def _counts(values: Tensor, lse: Tensor, limits: Limits) -> tuple[Tensor, Tensor
 
 
 def _prefix_sums(x: Tensor) -> Tensor:
-    """The sum of x [R, C] up to each element, in an order that depends on the element's number alone. Ref: Hillis and
-    Steele 1986, "Data parallel algorithms".
+    """The sum of x [R, C] up to each element, in an order that depends on the element's number alone: one after the
+    other on a CPU; elsewhere as Hillis and Steele 1986, "Data parallel algorithms".
     """
+    if x.device.type == "cpu":
+        return x.cumsum(-1)
     distance = 1
     while distance < x.shape[-1]:
         x = torch.cat((x[:, :distance], x[:, distance:] + x[:, :-distance]), -1)
@@ -266,12 +282,12 @@ def _prefix_sums(x: Tensor) -> Tensor:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """The exponential of float64 values by exact steps only (see `prng.log`), to 1e-15 of each; 0 below -708."""
+    """The exponential of float64 values by exact steps only (see `prng.log`), to 1e-14 of each; 0 below -708."""
     exponent = torch.round(x * (1.0 / math.log(2.0))).clamp(-1022.0, 1022.0)
     # log 2 in two parts, the first with 33 bits, so that its products are exact (Cody and Waite 1980).
     remainder = (x - exponent * 0.693147180369123816490) - exponent * 1.90821492927058770002e-10
-    series = torch.ones_like(x)
-    for n in range(13, 0, -1):
-        series = series * remainder / n + 1.0
+    series = remainder * COEFFICIENTS[0] + COEFFICIENTS[1]
+    for coefficient in COEFFICIENTS[2:]:
+        series.mul_(remainder).add_(coefficient)
     power = ((exponent.to(torch.int64) + 1023) << 52).view(F64)
     return torch.where(x < -708.0, 0.0, series * power)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +42,7 @@ class Limits(NamedTuple):
     top_p: Tensor  # float64 [R]
     min_p: Tensor  # float64 [R]: its logarithm
     most: int  # the largest top_k
+    least: int  # the smallest
 
 
 class DrawRows(NamedTuple):
@@ -94,7 +95,8 @@ def draw_rows(rows: Sequence[DrawRow], device: torch.device | str = "cpu") -> Dr
         chosen = [samplings[i] for i in limited]
         logs = [math.log(s.min_p) if s.min_p else -math.inf for s in chosen]
         top_p, min_p = (torch.tensor(x, dtype=torch.float64).to(device) for x in ([s.top_p for s in chosen], logs))
-        limits = Limits(whole_numbers(s.top_k for s in chosen), top_p, min_p, max(s.top_k for s in chosen))
+        top_k = [s.top_k for s in chosen]
+        limits = Limits(whole_numbers(top_k), top_p, min_p, max(top_k), min(top_k))
     return DrawRows(
         keys=_keys(rows).to(device),
         temperature=None if set(temperatures) <= {1.0} else torch.tensor(temperatures).to(device),
@@ -140,7 +142,8 @@ def _seen(number: int, row: DrawRow) -> Iterable[tuple[int, int, float]]:
     """The tokens of prompt and text, if there is a penalty for them."""
     if row.sampling.repetition == 1.0:
         return ()
-    return ((number, token, row.sampling.repetition) for token in {*row.prompt, *row.drawn})
+    ids = np.unique(np.concatenate([np.asarray(x, np.int64) for x in (row.prompt, row.drawn)]))
+    return ((number, token, row.sampling.repetition) for token in ids.tolist())
 
 
 def _penalties(number: int, row: DrawRow) -> Iterable[tuple[int, int, float]]:
@@ -148,4 +151,5 @@ def _penalties(number: int, row: DrawRow) -> Iterable[tuple[int, int, float]]:
     s = row.sampling
     if not (s.presence or s.frequency):
         return ()
-    return ((number, token, s.frequency * count + s.presence) for token, count in Counter(row.drawn).items())
+    ids, counts = np.unique(np.asarray(row.drawn, np.int64), return_counts=True)
+    return ((number, token, s.frequency * n + s.presence) for token, n in zip(ids.tolist(), counts.tolist()))
