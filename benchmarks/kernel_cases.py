@@ -146,15 +146,29 @@ def _call_loss(name: str, options: dict[str, Any], targets: Tensor, impl: Any, *
 
 
 def products(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
-    """A linear layer, of many tokens and of one."""
+    """A linear layer and a head, of many tokens and of one; functions of numbers, and of rows of logits."""
 
     def linear(m: int) -> Case:
         k, n = (48, 40) if tiny else (2048, 8192)
         x, w = (torch.randn(shape, device=device, dtype=BF16) for shape in ((m, k), (k, n)))
         return _case("linear", (x, w * k**-0.5), 2, label=f"linear M={m}")
 
-    for m in (1, 16 if tiny else 4096):
+    def logits(m: int) -> Case:
+        d, v = (48, 40) if tiny else (2048, 32000)
+        x, w = (torch.randn(shape, device=device, dtype=BF16) for shape in ((m, d), (v, d)))
+        return _case("logits", (x, w * d**-0.5), 2, label=f"logits M={m}")
+
+    for m in (1, 16 if tiny else 1024):
         yield functools.partial(linear, m)
+        yield functools.partial(logits, m)
+
+    def numbers(name: str, dtype: torch.dtype) -> Case:
+        x = torch.randn(*((8, 40) if tiny else (1024, 8192)), device=device, dtype=dtype)
+        return _case(name, (x,), 1)
+
+    for name in ("gelu", "sigmoid", "tanh"):
+        yield functools.partial(numbers, name, BF16)
+    yield functools.partial(numbers, "log_sum_exp", F32)
 
 
 def attentions(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:

@@ -43,6 +43,7 @@ from fzero.kernels import (
 )
 from fzero.kernels.custom_operator import tl
 from fzero.kernels.dropout import dropout_add
+from fzero.kernels.linear_triton import row_product
 
 pytestmark = pytest.mark.skipif(not laws.INTERPRETED, reason="programs are watched in the interpreter")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -176,6 +177,7 @@ CASES = {
     "attention at": ((*FLASH, "_tile_spans"), lambda: attend_at(PATTERNS[0], 33, 33)),
     "attention by blocks": (MASKED, lambda: attend_by_blocks()()),
     "attention over pages": (PAGED, lambda: attend_pages(PATTERNS[0], rows=((40, 1), (0, 9)))),
+    "canonical product": (("_row_product",), lambda: row_product(*laws.draw((70, 40), (40, 140), dtype=BF16), BF16)),
     "cross entropy": (("_cross_entropy",), lambda: cross_entropy(37, TERMS["all"])),
     "scale": (("_scale",), scaled),
     "dropout": (

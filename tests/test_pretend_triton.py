@@ -19,7 +19,11 @@ from fzero.kernels.float8 import cpu_lacks
 
 ROOT = Path(fzero.__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-FORMS = {"grouped_mm": "torch", "float8_linear": "scaled_mm"}  # of a GPU, where it is not Triton's
+FORMS = {
+    "grouped_mm": "torch",
+    "float8_linear": "scaled_mm",
+    "linear": "reference",
+}  # of a GPU, where it is not Triton's
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ FILES = (
     "float8_gather",
     "glu",
     "grad_norm",
+    "linear_triton",
     "moe",
     "moe_float8",
     "moe_permute",

@@ -1,11 +1,12 @@
-"""Attention in one order for each query, on a CPU: what a query gets depends on its own document alone, not on the
+"""Attention in one order for each query: what a query gets depends on its own document alone, not on the
 queries and documents beside it, the number of threads, or where its keys lie.
 
     out[t] = sum_s p[t, s] v[s] / sum_s p[t, s],   p[t, s] = exp(x[t, s] - max_s x[t, s])     with the scores x
 
 Scores and results are chains of fused multiply-adds in float32, over the head's numbers and over the keys in order; the
 sum of p has sixteen lanes by the key's position in its document. So a document alone, in a packed row, in chunks, and a
-request in pages have the same bits. The C++ is attention_canonical.cpp.
+request in pages have the same bits. The C++ is attention_canonical.cpp. On a GPU the order is that of tiles of keys
+(paged_attention_triton.py), to which a sequence is a row of pages too, and there are no documents.
 
 Shapes: those of `attention` and `paged_attention`, in float32 or bfloat16; values may be of another size than keys.
 """
@@ -16,14 +17,17 @@ import ctypes
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fzero.core import compile_cache
-from fzero.kernels import attention_pattern
+from fzero.core.device import kind_of
+from fzero.kernels import attention_pattern, paged_attention_triton
 from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.custom_operator import call_cpp, cpp_runs, operator
+from fzero.kernels.custom_operator import call_cpp, operator, rows_run
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+PAGE = 16  # positions
 SIZES = ("b", "t", "s", "h", "g", "k", "v", "kind", "size", "keep", "page", "pages", "threads")
 
 
@@ -78,6 +82,9 @@ def canonical_forward(
     cap: float,
 ) -> tuple[Tensor, Tensor]:
     """(out [B, T, H, V], the log-sum-exp of each query's scores and sink, float32 [B, H, T])."""
+    if q.is_cuda:
+        assert documents is None  # see `supports`
+        return on_pages(q, k, v, sinks, pattern, scale, cap)
     q, k, v = map(_with_side_by_side, (q, k, v))
     out, lse = _outputs(q, k, v)
     (b, t, h, size), (_, s, g, _) = q.shape, k.shape
@@ -89,6 +96,20 @@ def canonical_forward(
         run = getattr(compile_cache.library(__file__, compile_cache.EXACT), f"attention_{TYPES[q.dtype]}")
         call_cpp(run, (q, k, v, _sinks_of(sinks), documents, out, lse), ctypes.byref(shape))
     return out, lse
+
+
+def on_pages(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, pattern: list[int], scale: float, cap: float
+) -> tuple[Tensor, Tensor]:
+    """`canonical_forward` by the kernel of pages, whose bits those of a step of generation are."""
+    (b, t, _, _), s = q.shape, k.shape[1]
+    k, v = (F.pad(x, (0, 0, 0, 0, 0, -s % PAGE)).reshape(-1, PAGE, *x.shape[2:]) for x in (k, v))
+    table = torch.arange(len(k), dtype=torch.int32, device=q.device).view(b, -1)
+    starts = torch.arange(b + 1, dtype=torch.int32, device=q.device) * t
+    positions = torch.arange(s - t, s, device=q.device).repeat(b)
+    pages = (q.flatten(0, 1), k, v), (table, starts, positions)
+    out, lse = paged_attention_triton.attend_in_order(*pages, sinks, pattern, scale, cap)
+    return out.unflatten(0, (b, t)), lse.unflatten(0, (b, t)).transpose(1, 2).contiguous()
 
 
 @operator(
@@ -109,6 +130,9 @@ def paged_forward(
     cap: float,
 ) -> Tensor:
     """out [N, H, V] of queries whose keys and values lie in pages."""
+    if q.is_cuda:
+        pages = (q, k, v), (table, starts, positions)
+        return paged_attention_triton.attend_in_order(*pages, sinks, pattern, scale, cap)[0]
     q, k, v = map(_with_side_by_side, (q, k, v))
     (n, h, size), (_, page, g, _) = q.shape, k.shape
     out, lse = q.new_empty((n, h, v.shape[-1])), q.new_empty((n, h), dtype=torch.float32)
@@ -139,12 +163,14 @@ def supports_pages(
             return f"{name} is {x.dtype}; it takes {dtype}"
     if positions.dtype != torch.int64:
         return f"positions are {positions.dtype}; it takes torch.int64"
-    return _refuse(q, k_pages, v_pages, pattern) or cpp_runs(q, k_pages, v_pages, table, starts, positions)
+    return _refuse(q, k_pages, v_pages, pattern) or rows_run(q, k_pages, v_pages, table, starts, positions)
 
 
 def _refuse(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str:
     if q.dtype not in TYPES or not q.dtype == k.dtype == v.dtype:
         return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes three of float32 or bfloat16"
+    if kind_of(q) == "cuda":
+        return paged_attention_triton.refuse_sizes(q, k, v)
     return "the pattern is bigbird" if pattern.kind == "bigbird" else ""
 
 
@@ -154,6 +180,7 @@ def supports(
     v: Tensor,
     *,
     pattern: Pattern = FULL,
+    documents: Tensor | None = None,
     positions: Any = None,
     mask: Any = None,
     **options: Any,
@@ -161,4 +188,6 @@ def supports(
     """The reason why the canonical form of `attention` does not serve a call; "" if it does."""
     if positions is not None or mask is not None:
         return f"{'positions' if mask is None else 'a block mask'} is given; it takes queries in order"
-    return _refuse(q, k, v, pattern) or cpp_runs(q, k, v)
+    if documents is not None and kind_of(q) == "cuda":
+        return "there are documents, which it takes on a CPU alone"
+    return _refuse(q, k, v, pattern) or rows_run(q, k, v)

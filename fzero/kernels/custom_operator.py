@@ -154,6 +154,11 @@ def cpp_runs(*tensors: Tensor) -> str:
     return "" if have_compiler() else "there is no C++ compiler"
 
 
+def rows_run(*tensors: Tensor) -> str:
+    """The reason why a canonical form cannot take these tensors; "" if C++ can on a CPU, or Triton on a GPU."""
+    return triton_runs(*tensors) if all(kind_of(t) == "cuda" for t in tensors) else cpp_runs(*tensors)
+
+
 def address(x: Tensor | None) -> int | None:
     """Where the numbers of a tensor lie in memory; None for no tensor."""
     return None if x is None else x.data_ptr()

@@ -45,7 +45,7 @@ from fzero.kernels.custom_operator import (
     triton,
     triton_runs,
 )
-from fzero.kernels.registry import Form, Op, asked_for
+from fzero.kernels.registry import Form, Op, asked_for, by_device
 
 CONFIGS = tuning.ConfigTable("_glu")
 GELU_SLOPE = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
@@ -279,11 +279,12 @@ def _canonical(name: str, slopes: Callable[..., tuple[Tensor, Tensor]]) -> Form:
 
 
 def _op(name: str, reference: Callable[[Tensor, Tensor], Tensor], *forms: Form) -> Op:
+    triton = Form("triton", _fused(name, KINDS.index(name)), supports=_supports, prefers=on_cuda)
     return Op(
         name,
         reference,
-        Form("triton", _fused(name, KINDS.index(name)), supports=_supports, prefers=on_cuda),
-        *forms,
+        triton,
+        *(by_device(form, triton) if form.name == "canonical" else form for form in forms),
         flops=lambda a, b: 10 * a.numel(),
         bytes=lambda a, b: 3 * a.numel() * a.element_size(),
     )

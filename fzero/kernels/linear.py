@@ -5,7 +5,8 @@
 
 Products of torch add in an order that depends on the number of rows: of one token or of a batch they differ in their
 last bits. In the canonical form (`linear.cpp`) the order is fixed by K: the same bits alone, in a batch, in a chunk, by
-one thread or more, whatever the strides. The sums are in float32 and rounded once. Gradients are torch's own products.
+one thread or more, whatever the strides; on a GPU it is that of linear_triton.py. The sums are in float32 and rounded
+once. Gradients are torch's own products.
 
 Ref: He & Thinking Machines Lab 2025, "Defeating nondeterminism in LLM inference", section "Batch-invariant kernels".
 
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from fzero.core import compile_cache, graph_passes
 from fzero.core.autodiff import needs_grad
-from fzero.kernels.custom_operator import Fused, call_cpp, cap_logits, cpp_runs, operator
+from fzero.kernels.custom_operator import Fused, call_cpp, cap_logits, operator, rows_run
+from fzero.kernels.linear_triton import row_product
 from fzero.kernels.registry import Form, Op, asked_for
 from fzero.kernels.rowwise import KINDS, rowwise_numbers
 
@@ -51,6 +53,8 @@ def _call_cpp(kind: str, x: Tensor, w: Tensor, out: Tensor) -> None:
 )
 def linear_product(x: Tensor, w: Tensor) -> Tensor:
     """x [M, K] @ w [K, N], rounded to their dtype."""
+    if x.is_cuda:
+        return row_product(x, w, x.dtype)
     out = x.new_empty((x.shape[0], w.shape[1]))
     _call_cpp("columns", x, w, out)
     return out
@@ -63,6 +67,8 @@ def linear_product(x: Tensor, w: Tensor) -> Tensor:
 )
 def logits_product(x: Tensor, w: Tensor) -> Tensor:
     """x [M, K] @ w [V, K] transposed, in float32."""
+    if x.is_cuda:
+        return row_product(x, w.T, torch.float32)
     out = x.new_empty((x.shape[0], w.shape[0]), dtype=torch.float32)
     _call_cpp("rows", x, w, out)
     return out
@@ -92,7 +98,9 @@ def logits_canonical(x: Tensor, w: Tensor, cap: float = 0.0) -> Tensor:
 
     def forward(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         y = logits_product(x, w)
-        return (rowwise_numbers(y, y, KINDS.index("capped"), cap) if cap else y,)
+        if cap and not x.is_cuda:
+            return (rowwise_numbers(y, y, KINDS.index("capped"), cap),)
+        return (cap_logits(y, cap),)
 
     def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         (x, w, y), (g,) = saved, grads
@@ -109,7 +117,7 @@ def supports(x: Tensor, w: Tensor, *options: float) -> str:
         return f"the dtypes are {x.dtype} and {w.dtype}; it takes two of float32 or bfloat16"
     if w.dim() != 2:
         return f"w is {list(w.shape)}; it takes a matrix"
-    return cpp_runs(x, w)
+    return rows_run(x, w)
 
 
 linear = Op(

@@ -50,7 +50,7 @@ from fzero.kernels.cross_entropy import (
     widen,
 )
 from fzero.kernels.cross_entropy import reference as cross_entropy_reference
-from fzero.kernels.custom_operator import cap_logits, cpp_runs, on_cuda, triton_runs
+from fzero.kernels.custom_operator import cap_logits, on_cuda, rows_run, triton_runs
 from fzero.kernels.linear import logits_product
 from fzero.kernels.registry import Form, Op, asked_for
 from fzero.kernels.rowwise import loss_statistics
@@ -352,7 +352,9 @@ def _canonical_supports(
 ) -> str:
     if axis.size > 1:
         return f"the vocabulary is over {axis.name}={axis.size}"
-    return rowwise.supports(x) or cpp_runs(w, targets)
+    if x.dtype not in rowwise.TYPES:
+        return f"x is {x.dtype}; it takes float32 or bfloat16"
+    return rows_run(x, w, targets)
 
 
 linear_cross_entropy = Op(

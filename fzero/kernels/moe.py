@@ -27,7 +27,7 @@ from fzero.core.device import kind_of, target_of
 from fzero.core.pytree import Tree
 from fzero.kernels import rowwise, tuning
 from fzero.kernels.aot import Build, build
-from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, tl, triton, triton_runs
+from fzero.kernels.custom_operator import INTERPRETED, Fused, on_cuda, operator, rows_run, tl, triton, triton_runs
 from fzero.kernels.glu import swiglu
 from fzero.kernels.linear import linear_product
 from fzero.kernels.moe_float8 import float8_grouped_mm, group_of_tile
@@ -187,6 +187,11 @@ def _configs(x: Tensor) -> tuning.ConfigTable:
 )
 def grouped_product_triton(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """[M, F] in Triton; w may have any strides."""
+    return _multiply_groups(x, w, ends)
+
+
+def _multiply_groups(x: Tensor, w: Tensor, ends: Tensor, blocks: tuning.Config | None = None) -> Tensor:
+    """[M, F] by tiles of these sizes; None: by the fastest that were measured."""
     (m, d), (experts, _, f) = x.shape, w.shape
     out = x.new_empty(m, f)
 
@@ -196,6 +201,9 @@ def grouped_product_triton(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     if m and f:
         arguments = (x.contiguous(), w, ends, out, experts, d, f, *w.stride())
         constants = {"EXPERTS": triton.next_power_of_2(experts), "UPCAST": INTERPRETED}
+        if blocks is not None:
+            _grouped_mm[grid(blocks)](*arguments, **constants, **blocks)
+            return out
         tuning.launch(
             _grouped_mm, grid, arguments, _configs(x), shape=(m, d, f, experts, w.stride(2) == 1, x.dtype), **constants
         )
@@ -259,10 +267,18 @@ def _triton_supports(x: Tensor, w: Tensor, ends: Tensor) -> str:
     flop=graph_passes.product,
 )
 def grouped_product_canonical(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """[M, F] by the products of `linear`'s canonical form."""
+    """[M, F] by the products of `linear`'s canonical form; on a GPU by tiles that no measurement chooses."""
+    if x.is_cuda:
+        return _multiply_groups(x, w, ends, tuning.rows(_configs(x), x.device)[0])
     sizes = _sizes(ends)
     products = [linear_product(rows, weights) for rows, weights in zip(x.split([*sizes, len(x) - sum(sizes)]), w)]
     return torch.cat((*products, x.new_zeros(len(x) - sum(sizes), w.shape[2])))
+
+
+def _canonical_supports(x: Tensor, w: Tensor, ends: Tensor) -> str:
+    if x.dtype not in rowwise.TYPES or w.dtype != x.dtype:
+        return f"the dtypes are {x.dtype} and {w.dtype}; it takes two of float32 or bfloat16"
+    return rows_run(x, w, ends)
 
 
 def _grouped_backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -282,7 +298,7 @@ grouped_mm = Op(
     Form(
         "triton", _fused(grouped_product_triton, grouped_product_dw_triton), supports=_triton_supports, prefers=on_cuda
     ),
-    Form("canonical", _grouped_canonical, lambda x, w, ends: rowwise.supports(x, w), asked_for),
+    Form("canonical", _grouped_canonical, _canonical_supports, asked_for),
     flops=lambda x, w, ends: 2 * x.shape[0] * w.shape[1] * w.shape[2],
     bytes=lambda x, w, ends: (x.numel() + w.numel() + x.shape[0] * w.shape[2]) * x.element_size(),
 )

@@ -21,7 +21,7 @@ from torch import Tensor
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import Fused, on_cuda, operator, tl, triton, triton_runs
-from fzero.kernels.registry import Form, Op, asked_for
+from fzero.kernels.registry import Form, Op, asked_for, by_device
 from fzero.kernels.rowwise import softmax_canonical, sum_in_order, supports
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -194,11 +194,12 @@ def _route_supports(logits: Tensor, top_k: int, bias: Tensor | None = None) -> s
     return refuse_dtype(logits) or triton_runs(logits, *(() if bias is None else (bias,)))
 
 
+_BY_TRITON = Form("triton", _route_triton, supports=_route_supports, prefers=lambda logits, *_: on_cuda(logits))
 route = Op(
     "route",
     route_reference,
-    Form("triton", _route_triton, supports=_route_supports, prefers=lambda logits, *_: on_cuda(logits)),
-    Form("canonical", _route_canonical, lambda logits, *_: supports(logits), asked_for),
+    _BY_TRITON,
+    by_device(Form("canonical", _route_canonical, lambda logits, *_: supports(logits), asked_for), _BY_TRITON),
     flops=lambda logits, top_k, bias=None: (4 + 2 * top_k) * logits.numel(),
     bytes=lambda logits, top_k, bias=None: (
         logits.numel() * (logits.element_size() + 4) + logits.numel() // logits.shape[-1] * top_k * 12

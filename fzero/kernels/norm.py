@@ -33,7 +33,7 @@ from fzero.core.device import kind_of
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import rowwise
 from fzero.kernels.custom_operator import Fused, call_cpp, cpp_runs, on_cuda, operator, runs_alone, triton_runs
-from fzero.kernels.registry import Form, Op, asked_for
+from fzero.kernels.registry import Form, Op, asked_for, by_device
 from fzero.kernels.rowwise import layer_norm_forward
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -381,10 +381,12 @@ def _op(name: str, reference: Callable[..., Any], forms: Sequence[Form], flop: i
 
         return dataclasses.replace(form, supports=supports)
 
+    triton, *others = map(of_tensors, (Form("triton", run, _supports, on_cuda), *forms))
     return Op(
         name,
         reference,
-        *map(of_tensors, (Form("triton", run, _supports, on_cuda), *forms)),
+        triton,
+        *(by_device(form, triton) if form.name == "canonical" else form for form in others),
         flops=lambda x, *arguments, **named: flop * x.numel(),
         bytes=lambda x, *arguments, **named: bytes_of_x * x.nbytes,
     )

@@ -14,7 +14,7 @@ row depend on no other row. Shapes are those of paged_attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,15 +24,7 @@ from fzero.kernels import tuning
 from fzero.kernels.aot import Build, build
 from fzero.kernels.attention_arguments import PATTERN, Scoring
 from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.attention_tiles import (
-    LOG2_E,
-    align_tiles,
-    dot,
-    first_key,
-    key_tiles,
-    may_see,
-    visible_pairs,
-)
+from fzero.kernels.attention_tiles import LN_2, LOG2_E, align_tiles, dot, first_key, key_tiles, may_see, visible_pairs
 from fzero.kernels.cross_entropy_triton import tanh
 from fzero.kernels.custom_operator import INTERPRETED, operator, tl, triton, triton_runs
 
@@ -71,13 +63,9 @@ def _columns(lines, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.con
     """The columns from FIRST on of the lines at addresses [N], 0 from DIM on and, unless WHOLE, of lines not valid."""
     columns = FIRST + tl.arange(0, WIDTH)[None, :]
     pointers = lines[:, None] + columns
-    if WHOLE:
-        if FIRST + WIDTH <= DIM:
-            return tl.load(pointers)
-        return tl.load(pointers, mask=columns < DIM, other=0.0)
     if FIRST + WIDTH <= DIM:
-        return tl.load(pointers, mask=valid[:, None], other=0.0)
-    return tl.load(pointers, mask=valid[:, None] & (columns < DIM), other=0.0)
+        return tl.load(pointers) if WHOLE else tl.load(pointers, mask=valid[:, None], other=0.0)
+    return tl.load(pointers, mask=(columns < DIM) if WHOLE else valid[:, None] & (columns < DIM), other=0.0)
 
 
 @triton.jit
@@ -137,10 +125,11 @@ def _paged_attention(
     seed, RANDOM: tl.constexpr, scale, cap, qt, qh, kp, kt, kg, vp, vt, vg, KIND: tl.constexpr, CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, BULK: tl.constexpr, REST: tl.constexpr,
     VALUE: tl.constexpr, WIDTH: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, LIMIT: tl.constexpr,
-    IS_SHORT: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    UPCAST: tl.constexpr,
+    IS_SHORT: tl.constexpr, PARTS: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    # Programs (tile, key/value head, split). With PARTS, OUT is what `_join_splits` reads, float32.
+    # Programs (tile, key/value head, split). With PARTS, OUT is what `_join_splits` reads, float32; with LSE, SCALES is
+    # the log-sum-exp of each query's scores and sink, float32 [queries, heads].
     tile, group, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1) * SHARE
     if IS_SHORT:
         TILES: tl.constexpr = (LIMIT * SHARE + M - 1) // M
@@ -204,6 +193,8 @@ def _paged_attention(
     else:
         if HAS_SINKS:
             l += tl.exp2(tl.load(SINKS + head).to(tl.float32) * LOG2_E_ - m)
+        if LSE:
+            tl.store(SCALES + token * heads + head, (m + tl.log2(l)) * LN_2, mask=valid)
         out = OUT + (token * heads + head)[:, None] * VALUE + columns
         o = o / l[:, None]
         tl.store(out, o.to(OUT.dtype.element_ty), mask=valid[:, None] & (columns < VALUE)[None, :])
@@ -284,46 +275,95 @@ def paged_attention_tiles(
     sinks: Tensor | None, pattern: list[int], scale: float, cap: float,
 ) -> Tensor:  # fmt: skip
     """out [N, H, V]; pattern: its `numbers`."""
-    (n, heads, dim), (tokens, groups), (rows, width) = q.shape, k_pages.shape[1:3], table.shape
-    value, share, mask = v_pages.shape[-1], heads // groups, Pattern.of_numbers(pattern)
-    out = q.new_zeros((n, heads, value))  # of queries behind the last row
-    if n * heads * rows * width == 0:
+    call = _Call((q, k_pages, v_pages), (table, starts, positions), sinks, pattern, (scale, cap))
+    out, (rows, width) = q.new_zeros((*q.shape[:2], v_pages.shape[-1])), table.shape  # 0: of queries behind the rows
+    if out.numel() * rows * width == 0:
         return out
-    q, table, sizes = (q if q.stride(2) == 1 else q.contiguous()), table.contiguous(), _widths(dim, value)
-    same = k_pages.data_ptr() == v_pages.data_ptr() and k_pages.stride() == v_pages.stride()
-    key = max(64, sizes["BULK"], sizes["WIDTH"]), q.dtype == torch.float32
-    short, long = (_blocks(tuning.rows(of_kind[key], q.device), share) for of_kind in (SHORT, LONG))
-    limit, split = max(1, short["M"] // share), short["SPLIT"]
-    splits = triton.cdiv(width * tokens, split)
-    if mask.kind in ("window", "local"):  # the keys of `limit` queries side by side
-        splits = min(splits, (mask.size + limit - 3) // split + 2)
-    by_token = n <= rows * limit
-    more = {"KIND": mask.kind, "HAS_SINKS": sinks is not None, "LIMIT": limit, "SPLIT": split}
-    numbers = scale / cap if cap else scale * LOG2_E, cap * LOG2_E
-    pointers = out if sinks is None else sinks.contiguous(), table, starts, positions
-
-    def launch(grid: tuple[int, ...], results: Tensor, scales: Tensor, blocks: tuning.Config) -> None:
-        _paged_attention[grid](
-            q, k_pages, v_pages, results, scales, *pointers, rows, splits, int(by_token), width, *mask.sizes, *numbers,
-            *q.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], CAP=cap > 0, SHARE=share,
-            SHARED=same and value == sizes["BULK"], TOKENS=tokens, IS_SHORT=blocks is short, PARTS=results is not out,
-            UPCAST=INTERPRETED, **sizes, **more, **{name: x for name, x in blocks.items() if name != "SPLIT"},
-        )  # fmt: skip
-
-    if n > limit:
-        launch((n * share // long["M"] + rows, groups), out, out, long)
-    tiles = rows * triton.cdiv(limit * share, short["M"])
+    short, long = (call.blocks(of_kind) for of_kind in (SHORT, LONG))
+    limit, split = max(1, short["M"] // call.share), short["SPLIT"]
+    splits = triton.cdiv(width * k_pages.shape[1], split)
+    if call.mask.kind in ("window", "local"):  # the keys of `limit` queries side by side
+        splits = min(splits, (call.mask.size + limit - 3) // split + 2)
+    by_token = len(q) <= rows * limit
+    if len(q) > limit:
+        call.launch(call.tiles(long), out, None, long, LIMIT=limit, SPLIT=split)
+    grid = rows * triton.cdiv(limit * call.share, short["M"]), k_pages.shape[2], splits
     if splits == 1:
-        launch((tiles, groups, 1), out, out, short)
+        call.launch(grid, out, None, short, LIMIT=limit, SPLIT=split)
         return out
-    shape = (n if by_token else rows * limit), heads, splits
-    scales, parts = (torch.empty((*shape, x), dtype=torch.float32, device=q.device) for x in (2, value))
-    launch((tiles, groups, splits), parts, scales, short)
-    _join_splits[(rows, heads)](
-        parts, scales, out, pointers[0], starts, positions, heads, splits, int(by_token), mask.size, VALUE=value,
-        WIDTH=sizes["WIDTH"], BLOCK=JOINED, **more,
+    shape = (len(q) if by_token else rows * limit), q.shape[1], splits
+    scales, parts = (torch.empty((*shape, x), dtype=torch.float32, device=q.device) for x in (2, out.shape[-1]))
+    call.launch(grid, parts, scales, short, splits, by_token, PARTS=True, LIMIT=limit, SPLIT=split)
+    _join_splits[(rows, q.shape[1])](
+        parts, scales, out, out if sinks is None else sinks, *call.rows[1:], q.shape[1], splits, int(by_token),
+        call.mask.size, KIND=call.mask.kind, HAS_SINKS=sinks is not None, VALUE=out.shape[-1],
+        WIDTH=call.sizes["WIDTH"], BLOCK=JOINED, LIMIT=limit, SPLIT=split,
     )  # fmt: skip
     return out
+
+
+def attend_in_order(
+    tensors: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    sinks: Tensor | None,
+    pattern: list[int],
+    scale: float,
+    cap: float,
+) -> tuple[Tensor, Tensor]:
+    """(out [N, H, V], the log-sum-exp of each query's scores and sink, float32 [N, H]) in one order for each query.
+
+    tensors: q and the pages; rows: table, starts, positions. Every row is a long one, so that a query's bits do not
+    depend on the number of queries of its row either: the order is that of the tiles of keys, from position 0 on.
+    """
+    call, q = _Call(tensors, rows, sinks, pattern, (scale, cap)), tensors[0]
+    out = q.new_zeros((*q.shape[:2], tensors[2].shape[-1]))
+    lse = q.new_zeros(q.shape[:2], dtype=torch.float32)
+    if out.numel() * rows[0].numel():
+        blocks = call.blocks(LONG)
+        call.launch(call.tiles(blocks), out, lse, blocks, LIMIT=0, SPLIT=1)
+    return out, lse
+
+
+class _Call:
+    """What the launches share."""
+
+    def __init__(
+        self, tensors: Sequence[Tensor], rows: Sequence[Tensor], sinks: Tensor | None, pattern: list[int],
+        scores: tuple[float, float],
+    ) -> None:  # fmt: skip
+        q, k, v = tensors
+        self.tensors, self.rows = ((q if q.stride(2) == 1 else q.contiguous()), k, v), [x.contiguous() for x in rows]
+        self.sinks, self.mask, (self.scale, self.cap) = sinks, Pattern.of_numbers(pattern), scores
+        self.sizes, self.share = _widths(q.shape[2], v.shape[-1]), q.shape[1] // k.shape[2]
+        same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
+        self.shared = same and v.shape[-1] == self.sizes["BULK"]
+
+    def blocks(self, tables: Mapping[tuple[int, bool], Sequence[tuning.Config]]) -> tuning.Config:
+        """The block sizes by the sizes of the heads."""
+        q, key = self.tensors[0], max(64, self.sizes["BULK"], self.sizes["WIDTH"])
+        return _blocks(tuning.rows(tables[key, q.dtype == torch.float32], q.device), self.share)
+
+    def tiles(self, blocks: tuning.Config) -> tuple[int, int]:
+        """The programs of longer rows."""
+        q, k, _ = self.tensors
+        return len(q) * self.share // blocks["M"] + len(self.rows[0]), k.shape[2]
+
+    def launch(
+        self, grid: tuple[int, ...], out: Tensor, scales: Tensor | None, blocks: tuning.Config, splits: int = 1,
+        by_token: bool = False, PARTS: bool = False, *, LIMIT: int, SPLIT: int,
+    ) -> None:  # fmt: skip
+        """One launch: scales, for `_join_splits` with PARTS, else the log-sum-exp; None for neither."""
+        (q, k, v), (table, starts, positions), is_short = self.tensors, self.rows, "SPLIT" in blocks
+        sinks = out if self.sinks is None else self.sinks.contiguous()
+        numbers = self.scale / self.cap if self.cap else self.scale * LOG2_E, self.cap * LOG2_E
+        _paged_attention[grid](
+            q, k, v, out, out if scales is None else scales, sinks, table, starts, positions, len(table), splits,
+            int(by_token), table.shape[1], *self.mask.sizes, *numbers, *q.stride()[:2], *k.stride()[:3],
+            *v.stride()[:3], KIND=self.mask.kind, CAP=self.cap > 0, HAS_SINKS=self.sinks is not None, SHARE=self.share,
+            SHARED=self.shared, TOKENS=k.shape[1], IS_SHORT=is_short, PARTS=PARTS,
+            LSE=scales is not None and not PARTS, UPCAST=INTERPRETED, **self.sizes,
+            **blocks | {"LIMIT": LIMIT, "SPLIT": SPLIT},
+        )  # fmt: skip
 
 
 def attend_pages(
@@ -337,6 +377,14 @@ def attend_pages(
     )
 
 
+def refuse_sizes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """The reason why the kernels do not take heads of these sizes; "" if they do."""
+    if q.shape[-1] <= MAX_KEY and v.shape[-1] <= MAX_VALUE:
+        return ""
+    sizes = f"{q.shape[-1]} and {v.shape[-1]}"
+    return f"heads have {sizes} numbers; it takes keys up to {MAX_KEY} and values up to {MAX_VALUE}"
+
+
 def serves(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, *tensors: Tensor,
     sinks: Tensor | None = None, **options: Any,
@@ -345,9 +393,8 @@ def serves(
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not q.dtype == k_pages.dtype == v_pages.dtype:
         dtypes = f"{q.dtype}, {k_pages.dtype} and {v_pages.dtype}"
         return f"the dtypes are {dtypes}; it takes three of float32, bfloat16 or float16"
-    if q.shape[-1] > MAX_KEY or v_pages.shape[-1] > MAX_VALUE:
-        sizes = f"{q.shape[-1]} and {v_pages.shape[-1]}"
-        return f"heads have {sizes} numbers; it takes keys up to {MAX_KEY} and values up to {MAX_VALUE}"
+    if reason := refuse_sizes(q, k_pages, v_pages):
+        return reason
     if k_pages.stride(-1) != 1 or v_pages.stride(-1) != 1:
         return "the numbers of a head do not lie side by side in the pages"
     if table.shape[1] * k_pages.shape[1] > MAX_POSITION:
@@ -369,7 +416,7 @@ def builds(gpu: str) -> Iterator[Build]:
         constants = {
             **sizes, "KIND": kind, "RANDOM": 3 * (kind == "bigbird"), "CAP": dim == 256, "HAS_SINKS": kind == "window",
             "SHARE": share, "SHARED": shared, "TOKENS": 16, "LIMIT": max(1, blocks["M"] // share) if is_short else 4,
-            "IS_SHORT": is_short, "PARTS": is_short, "SPLIT": 256, "UPCAST": False,
+            "IS_SHORT": is_short, "PARTS": is_short, "LSE": share == 1, "SPLIT": 256, "UPCAST": False,
         }  # fmt: skip
         types = "SCALES:*fp32 TABLE:*i32 STARTS:*i32 POSITIONS:*i64 scale:fp32 cap:fp32"
         types += " OUT:*fp32" * is_short

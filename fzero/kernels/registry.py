@@ -78,6 +78,19 @@ class Form:
         return self.supports(*args, **options)
 
 
+def by_device(*forms: Form) -> Form:
+    """The form of the first one's name and preferences that runs whichever of `forms` serves a call."""
+
+    def supports(*args: Any, **options: Any) -> str:
+        reasons = [form.supports(*args, **options) for form in forms]
+        return "" if "" in reasons else "; ".join(dict.fromkeys(reasons))
+
+    def run(*args: Any, **options: Any) -> Any:
+        return next(form for form in forms if not form.supports(*args, **options)).run(*args, **options)
+
+    return Form(forms[0].name, run, supports, forms[0].prefers)
+
+
 @dataclass(frozen=True)
 class Explanation:
     """Which form of an operation serves a call, why not the others, and what the call costs."""

@@ -27,7 +27,7 @@ from fzero.core.pytree import nearest
 from fzero.kernels import rowwise, tuning
 from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import Fused, cpp_runs, on_cuda, operator, tl, triton, triton_runs
-from fzero.kernels.registry import Form, Op, asked_for
+from fzero.kernels.registry import Form, Op, asked_for, by_device
 from fzero.kernels.rope_scaling import RopeScaling
 from fzero.kernels.rowwise import rope_turns
 
@@ -294,11 +294,12 @@ def _canonical_supports(*tensors: Tensor, layout: str = "half") -> str:
 
 
 def _op(name: str, reference: Callable[..., Any], run: Callable[..., Any]) -> Op:
+    triton = Form("triton", run, supports=_supports, prefers=on_cuda)
     return Op(
         name,
         reference,
-        Form("triton", run, supports=_supports, prefers=on_cuda),
-        Form("canonical", _rope_canonical, _canonical_supports, asked_for),
+        triton,
+        by_device(Form("canonical", _rope_canonical, _canonical_supports, asked_for), triton),
         flops=lambda *tensors, **_: sum(3 * t.numel() for t in tensors[:-2]),
         bytes=lambda *tensors, **_: sum(2 * t.nbytes for t in tensors[:-2]),
     )
