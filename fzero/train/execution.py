@@ -86,6 +86,9 @@ class Execution:
             object.__setattr__(self, "remat", Remat.parse(self.remat))
         if isinstance(self.kernels, str):
             object.__setattr__(self, "kernels", Kernels.parse(self.kernels))
+        assert isinstance(self.kernels, Kernels)  # parsed above
+        if self.compiled:
+            self.kernels.refuse("a compiled block, which rounds at other places,")
         one_of(CAPTURE).check("capture", self.capture)
         one_of(UPDATES, f"{', '.join(UPDATES[:-1])} or {UPDATES[-1]}").check("update", self.update)
         assert isinstance(self.remat, Remat)  # parsed above

@@ -126,7 +126,9 @@ def validate(config: RunConfig) -> None:
             "params=nvme,opt=nvme"
         )
     expect_guard(c)
-    Kernels.parse(t.kernels)
+    chosen = Kernels.parse(t.kernels)
+    if t.compiled is True:
+        chosen.refuse("train.compiled=true")
     s = c.optim.schedule
     expect_cycle(c.optim)
     if s.warmup_steps >= t.steps and s.name not in ("warmup_lr", "cycle_lr"):

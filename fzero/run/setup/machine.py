@@ -221,6 +221,7 @@ def resolve_auto(
         policy = "bf16" if faster else "fp32"
     if blocks == "auto":
         blocks = (cuda if compiled is None else compiled) and not getattr(config.model, "layer_tokens", 0)
+        blocks = blocks and not Kernels.parse(config.train.kernels).canonical
     precision = replace(config.precision, policy=policy, fp32_matmul="default" if mode == "auto" else mode)
     resolved = replace(config, device=target.kind, precision=precision, train=replace(config.train, compiled=blocks))
     if cuda:
