@@ -53,9 +53,9 @@ def product_rows(repeats: int) -> Iterator[dict[str, Any]]:
         x, w = torch.randn(m, k).to(dtype), torch.randn(k, 4 * k).to(dtype)
         head = w.T.contiguous()
         calls = {"auto": lambda x=x, w=w: x @ w, "canonical": lambda x=x, w=w: linear.linear_product(x, w)}
-        yield {"case": f"product {m} x {k} x {4 * k}", "dtype": name} | times_of(calls, 4 * repeats)
+        yield {"name": f"product {m} x {k} x {4 * k}", "dtype": name} | times_of(calls, 4 * repeats)
         calls = {"auto": lambda x=x, w=head: x @ w.T, "canonical": lambda x=x, w=head: linear.logits_product(x, w)}
-        yield {"case": f"head {m} x {k} x {4 * k}", "dtype": name} | times_of(calls, 4 * repeats)
+        yield {"name": f"head {m} x {k} x {4 * k}", "dtype": name} | times_of(calls, 4 * repeats)
 
 
 def attention_rows(repeats: int) -> Iterator[dict[str, Any]]:
@@ -63,7 +63,7 @@ def attention_rows(repeats: int) -> Iterator[dict[str, Any]]:
     for name, dtype in DTYPES.items():
         q, k, v = (torch.randn(1, 1024, heads, 64).to(dtype) for heads in (12, 4, 4))
         calls = {impl: lambda impl=impl, q=q, k=k, v=v: attention.attention(q, k, v, impl=impl) for impl in NAMES}
-        yield {"case": "attention 1024, 12 heads on 4, 64", "dtype": name} | times_of(calls, repeats)
+        yield {"name": "attention 1024, 12 heads on 4, 64", "dtype": name} | times_of(calls, repeats)
 
 
 def step_rows(size: str, repeats: int) -> Iterator[dict[str, Any]]:
@@ -84,7 +84,7 @@ def step_rows(size: str, repeats: int) -> Iterator[dict[str, Any]]:
                 float(metrics.loss)
 
             calls[impl] = call_train
-        yield {"case": f"{size}: training step, 512 tokens", "dtype": name} | times_of(calls, repeats)
+        yield {"name": f"{size}: training step, 512 tokens", "dtype": name} | times_of(calls, repeats)
         for requests in (1, 8):
             calls = {}
             for impl in NAMES:
@@ -98,7 +98,7 @@ def step_rows(size: str, repeats: int) -> Iterator[dict[str, Any]]:
 
                 calls[impl] = call_decode
             case = f"{size}: a step of decoding {requests} behind 256 tokens"
-            yield {"case": case, "dtype": name} | times_of(calls, 2 * repeats)
+            yield {"name": case, "dtype": name} | times_of(calls, 2 * repeats)
 
 
 def equal_rows(size: str) -> Iterator[dict[str, Any]]:
@@ -116,7 +116,7 @@ def equal_rows(size: str) -> Iterator[dict[str, Any]]:
         whole = log_probs(tokens)
         parts = [log_probs(tokens[i, None, :n])[0, -1] == whole[i, n - 1] for i in range(4) for n in (1, 2, 9, 33, 64)]
         yield {
-            "case": f"{size}: logits equal alone",
+            "name": f"{size}: logits equal alone",
             "dtype": name,
             "kernels": impl,
             "share": float(torch.cat(parts).float().mean()),
@@ -144,6 +144,7 @@ def main() -> None:
             "threads": torch.get_num_threads(),
         },
         "torch": torch.__version__,
+        "load": os.getloadavg()[0],  # of other processes too
         "rows": rows,
     }
     if args.out:

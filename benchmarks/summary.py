@@ -19,6 +19,8 @@ PAGE = FOLDER / "results/README.md"
 # A line for each figure: the script of the files, the key of the figure in each row (a/b: a quotient), what it is.
 FIGURES = """
 canonical         ratio.median              time of a step, canonical over fast sums
+canonical_forms   ratio                     time, kernels=canonical over auto
+canonical_forms   share                     logits of rows alone that have the bits of the batch
 checkpoints       ratios:median             ratios
 context           wall                      time of a step, over that of balanced blocks
 context           of_dp                     tokens/s, over the first mesh

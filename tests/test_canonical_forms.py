@@ -10,8 +10,20 @@ import torch
 from close import assert_same
 
 from fzero.core import have_compiler
-from fzero.kernels import Kernels, glu, linear, linear_cross_entropy, moe, norm, registry, rope, rowwise
+from fzero.kernels import (
+    Kernels,
+    glu,
+    linear,
+    linear_cross_entropy,
+    moe,
+    norm,
+    quantize,
+    registry,
+    rope,
+    rowwise,
+)
 from fzero.kernels.moe_routing import route
+from fzero.kernels.quantized_linear import CODES, quantized_linear
 
 pytestmark = [
     pytest.mark.skipif(laws.DEVICE != "cpu", reason="they serve the CPU, and the laws draw for the GPU here"),
@@ -192,6 +204,24 @@ def test_rows_of_experts_and_losses_depend_on_themselves_alone(dtype):
     logits = linear.logits(x[:3], head, 5.0, impl="canonical")
     at_target = logits.gather(1, ids[:3, None])[:, 0]
     assert_same(rowwise.log_sum_exp(logits, impl="canonical") - at_target, losses(0, 3))  # as a sampler has it
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", CODES)
+@pytest.mark.parametrize(("k", "n", "block"), [(70, 96, 32), (33, 70, 14), (300, 256, 64)])
+def test_codes_have_the_product_of_what_they_stand_for(k, n, block, kind, dtype):
+    w, x = laws.draw((k, n), (70, k), dtype=torch.float32)
+    codes, x = quantize.quantize(w, kind, block), x.to(dtype)
+
+    def product(x, impl="canonical"):
+        return quantized_linear(x, *codes, kind, block, impl=impl)
+
+    dense = quantize.dequantize(codes, kind, block, torch.float32)
+    assert_same(product(x), linear.linear_product(x.float(), dense).to(dtype))
+    parts_are_alike(product, (x,))
+    torch.testing.assert_close(product(x), product(x, "reference"), rtol=0.02, atol=0.1 if dtype == BF16 else 1e-3)
+    few, all_rows = (registry.explain("quantized_linear", rows, *codes, kind, block).chosen for rows in (x[:2], x))
+    assert (few, all_rows) == ("cpp", "reference")
 
 
 def test_what_has_no_canonical_form_is_refused_by_name():

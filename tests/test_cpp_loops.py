@@ -22,6 +22,7 @@ from fzero.core import compile_cache, digest, have_compiler, observe, prng, vjp_
 from fzero.kernels import KINDS, Pattern, attention, glu, linear, norm, quantize, rowwise
 from fzero.kernels.attention_canonical import canonical_forward, paged_forward
 from fzero.kernels.custom_operator import MANY
+from fzero.kernels.quantized_linear import CODES, quantized_product
 
 pytestmark = [
     pytest.mark.skipif(laws.DEVICE != "cpu", reason="they serve the CPU, and the laws draw for the GPU here"),
@@ -246,6 +247,14 @@ def functions(dtype):
     stays_inside(lambda f: rowwise.rope_turns(torch.arange(7), f), [scale.float()])
 
 
+def coded_products(dtype):
+    for kind, (k, n, block), m in ((kind, *case) for kind in CODES for case in (((9, 96, 32), 3), ((20, 70, 14), 14))):
+        w, x = laws.draw((k, n), (m, k), dtype=torch.float32)
+        codes = quantize.quantize(w, kind, block)
+        tensors = x.to(dtype), *codes
+        stays_inside(lambda x, d, s, how=(kind, block): [quantized_product(x, d, s, *how)], tensors)
+
+
 LOOPS = {
     "kernels/attention_canonical": canonical_attention,
     "kernels/attention_tiled": tiled_attention,
@@ -254,6 +263,7 @@ LOOPS = {
     "kernels/linear": products,
     "kernels/norm": norms,
     "kernels/optim_leaf": steps,
+    "kernels/quantized_linear": coded_products,
     "kernels/rowwise": functions,
     "kernels/quantize_codes": codes,
     "core/digest": lambda dtype: (checksums(dtype), digests(dtype)),

@@ -135,6 +135,9 @@ from fzero.kernels.quantize_codes import KINDS as KINDS
 from fzero.kernels.quantize_codes import codes_a_byte as codes_a_byte
 from fzero.kernels.quantize_codes import empty_codes as empty_codes
 
+# Products with a weight in codes
+from fzero.kernels.quantized_linear import quantized_linear as quantized_linear
+
 # The registry of hot operations
 from fzero.kernels.registry import AUTO as AUTO
 from fzero.kernels.registry import Kernels as Kernels

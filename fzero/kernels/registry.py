@@ -45,6 +45,7 @@ FILES = (
     "optim_multi_tensor",
     "paged_attention",
     "quantize",
+    "quantized_linear",
     "rope",
     "rowwise",
 )

@@ -28,7 +28,7 @@ from fzero.kernels.linear_cross_entropy import column_range
 from fzero.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fzero.models.base import Ctx, pieces_of
 from fzero.models.batch import Batch
-from fzero.models.weights import WeightInParts
+from fzero.models.weights import QuantizedWeight, WeightInParts
 from fzero.sharding import Mesh, Rules
 from fzero.sharding.context import blocks_of
 from fzero.sharding.slices import narrow_part, parts_as_chunks
@@ -139,9 +139,12 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None = None, ctx: Ctx | None = None
     """x [..., in] @ w [in, out] (+ b [out]), in x's dtype, or in float8 if ctx.matmul says so."""
     w = w.to(x.dtype)
     if isinstance(w, WeightInParts):
-        if ctx is not None:
-            ctx.kernels.refuse("a weight in factors or codes (LoRA, quantize)")
-        y = w.product(x, lambda x, weight: linear(x, weight, ctx=ctx))
+        impl = "auto"
+        if ctx is not None and isinstance(w, QuantizedWeight):
+            impl = ctx.kernels["quantized_linear"]
+        elif ctx is not None:
+            ctx.kernels.refuse("a weight in factors (LoRA)")
+        y = w.product(x, lambda x, weight: linear(x, weight, ctx=ctx), impl)
     elif ctx is not None and ctx.matmul:
         y = kernels.float8.float8_linear(x, w, ctx.matmul.removeprefix("float8_"), impl=ctx.kernels["float8_linear"])
     else:

@@ -28,6 +28,7 @@ from fzero.core.config_tables import power_of_two
 from fzero.core.pytree import Tree, nearest
 from fzero.core.stack import Block
 from fzero.kernels.quantize_codes import KINDS, codes_a_byte
+from fzero.kernels.quantized_linear import quantized_linear
 from fzero.models.base import CODES, SCALES, MakeLeaf, Model, leaf_shapes, map_blocks
 from fzero.models.configs import LoRAConfig, QuantizedConfig
 from fzero.sharding import Mesh, Rules, Spec, match_rules
@@ -47,8 +48,9 @@ class WeightInParts:
         """The weight as a tensor."""
         raise NotImplementedError
 
-    def product(self, x: Tensor, multiply: Multiply = torch.matmul) -> Tensor:
-        """x [..., in] times the weight; `multiply` makes the products with its dense parts."""
+    def product(self, x: Tensor, multiply: Multiply = torch.matmul, impl: str = "auto") -> Tensor:
+        """x [..., in] times the weight; `multiply` makes the products with its dense parts, the form `impl` of
+        `quantized_linear` those with codes."""
         raise NotImplementedError
 
     @classmethod
@@ -99,7 +101,7 @@ class LowRankSum(WeightInParts):
         v = w + self.scale * (self.a.to(wide) @ self.b.to(wide))
         return (v if self.m is None else v * self.gain(self.m, v)[..., None, :]).to(w.dtype)
 
-    def product(self, x: Tensor, multiply: Multiply = torch.matmul) -> Tensor:
+    def product(self, x: Tensor, multiply: Multiply = torch.matmul, impl: str = "auto") -> Tensor:
         """x w + scale (x a) b, in x's dtype; with magnitudes its columns times m / |v|."""
         y = torch.add(multiply(x, self.w), (x @ self.a.to(x.dtype)) @ self.b.to(x.dtype), alpha=self.scale)
         if self.m is None:
@@ -134,9 +136,9 @@ class QuantizedWeight(WeightInParts):
         """The weight as a tensor of `dtype`."""
         return _dense(self.codes, self.scales, self.kind, self.block, self.dtype)
 
-    def product(self, x: Tensor, multiply: Multiply = torch.matmul) -> Tensor:
-        """x times the weight, in x's dtype; always a product of x's dtype."""
-        return _FrozenProduct.apply(x, self.codes, self.scales, self.kind, self.block, False)
+    def product(self, x: Tensor, multiply: Multiply = torch.matmul, impl: str = "auto") -> Tensor:
+        """x times the weight, in x's dtype."""
+        return _FrozenProduct.apply(x, self.codes, self.scales, self.kind, self.block, False, impl)
 
     def to(self, dtype: torch.dtype) -> QuantizedWeight:
         """The weight, dequantised to another dtype."""
@@ -153,9 +155,10 @@ class _FrozenProduct(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, codes: Tensor, scales: Tensor, kind: str, block: int, transposed: bool) -> Tensor:
-        w = _dense(codes, scales, kind, block, x.dtype)
-        return x @ (w.mT if transposed else w)
+    def forward(x: Tensor, codes: Tensor, scales: Tensor, kind: str, block: int, transposed: bool, impl: str) -> Tensor:
+        if not transposed:
+            return quantized_linear(x, codes, reinterpret(scales, torch.float32), kind, block, impl=impl)
+        return x @ _dense(codes, scales, kind, block, x.dtype).mT
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -165,8 +168,8 @@ class _FrozenProduct(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        kind, block, transposed = ctx.options
-        return _FrozenProduct.apply(g, *ctx.saved_tensors, kind, block, not transposed), *[None] * 5
+        kind, block, transposed, impl = ctx.options
+        return _FrozenProduct.apply(g, *ctx.saved_tensors, kind, block, not transposed, impl), *[None] * 6
 
     @staticmethod
     def jvp(ctx: Any, t: Tensor, *_: None) -> Tensor:

@@ -1,0 +1,201 @@
+// Products with a weight in codes, of which no more than some rows of a panel is ever dequantised in memory.
+//
+// w[k, n] = value(codes[k, n]) scales[k, n / block]: int8, or two codes a byte, the earlier in the low half. Each element
+// of the result is a chain of fused multiply-adds over k = 0, 1, ..., for any number of rows. Of few rows codes are
+// decoded in registers; of more a panel of columns is laid out, once.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "bits.h"
+#include "lanes.h"
+#include "tiles.h"
+
+namespace {
+
+constexpr int64_t FEW = 12;      // rows for which codes are decoded in registers
+constexpr int64_t SHALLOW = 16;  // k that a tile takes at a time
+constexpr int64_t DEPTH = 256, BLOCK = 192;
+
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
+
+enum Code { INT8, INT4, NF4 };
+template <Code KIND> constexpr int64_t VECTORS = KIND == INT8 ? 1 : 2;  // of a unit of codes, 16 bytes
+
+struct Shape { int64_t m, k, n, block, kind, threads; const float* levels; };
+
+inline Whole integers(const uint8_t* data) {
+#if defined(__AVX512F__)
+  return Whole(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data))));
+#else
+  return __builtin_convertvector(read<Bytes>(data), Whole);
+#endif
+}
+
+// The 16 levels that the indices name.
+inline Vector look_up(const float* levels, Whole indices) {
+#if defined(__AVX512F__)
+  return Vector(_mm512_permutexvar_ps(__m512i(indices), __m512(load(levels))));
+#else
+  Vector v;
+  for (int64_t i = 0; i < LANES; i++) v[i] = levels[indices[i]];
+  return v;
+#endif
+}
+
+// A unit of 16 bytes: of two codes a byte the earlier ones come first, then the later ones.
+template <Code KIND> inline void decode(const uint8_t* data, float scale, const float* levels, Vector* out) {
+  const Whole bytes = integers(data);
+  if constexpr (KIND == INT8) {
+    out[0] = __builtin_convertvector(bytes, Vector) * scale;
+  } else if constexpr (KIND == INT4) {
+    out[0] = __builtin_convertvector((bytes << 28) >> 28, Vector) * scale;
+    out[1] = __builtin_convertvector(bytes >> 4, Vector) * scale;
+  } else {
+    out[0] = look_up(levels, bytes & 15) * scale;
+    out[1] = look_up(levels, (bytes >> 4) & 15) * scale;
+  }
+}
+
+template <Code KIND> float value(const uint8_t* row, int64_t n, const float* levels) {
+  if constexpr (KIND == INT8) return float(int8_t(row[n]));
+  const uint8_t code = n % 2 ? row[n / 2] >> 4 : row[n / 2] & 15;
+  return KIND == NF4 ? levels[code] : float(int8_t(code << 4) >> 4);
+}
+
+// c [R, C units] += x [R, k] times C units of codes from column n on.
+template <Code KIND, int64_t R, int64_t C>
+void coded(const Shape& s, int64_t first, int64_t k, const float* x, const uint8_t* codes, const float* scales, int64_t n,
+           float* c, int64_t ldc) {
+  constexpr int64_t V = VECTORS<KIND>, UNIT = V * LANES;
+  const int64_t width = s.n / V, blocks = (s.n + s.block - 1) / s.block;
+  Vector total[R][C * V];
+#pragma GCC unroll 16
+  for (int64_t r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < C * V; j++) total[r][j] = load(c + r * ldc + j * LANES);
+  int64_t at[C];  // of the scales of a row
+  for (int64_t j = 0; j < C; j++) at[j] = (n + j * UNIT) / s.block;
+  const uint8_t* row = codes + first * width + n / V;
+  for (int64_t i = first; i < first + k; i++, row += width) {
+    Vector right[C * V];
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < C; j++)
+      decode<KIND>(row + j * LANES, scales[i * blocks + at[j]], s.levels, right + j * V);
+#pragma GCC unroll 16
+    for (int64_t r = 0; r < R; r++) {
+      const Vector left = x[r * s.k + i] - Vector{};
+#pragma GCC unroll 16
+      for (int64_t j = 0; j < C * V; j++) total[r][j] = fused(left, right[j], total[r][j]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int64_t r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < C * V; j++) store(c + r * ldc + j * LANES, total[r][j]);
+}
+
+template <Code KIND, int64_t C>
+void coded_rows(const Shape& s, int64_t first, int64_t k, const float* x, const uint8_t* codes, const float* scales,
+                int64_t n, float* c, int64_t ldc) {
+  int64_t rows = s.m;
+  for (; rows >= ROWS; rows -= ROWS, x += ROWS * s.k, c += ROWS * ldc)
+    coded<KIND, ROWS, C>(s, first, k, x, codes, scales, n, c, ldc);
+  switch (rows) {
+    case 5: return coded<KIND, 5, C>(s, first, k, x, codes, scales, n, c, ldc);
+    case 4: return coded<KIND, 4, C>(s, first, k, x, codes, scales, n, c, ldc);
+    case 3: return coded<KIND, 3, C>(s, first, k, x, codes, scales, n, c, ldc);
+    case 2: return coded<KIND, 2, C>(s, first, k, x, codes, scales, n, c, ldc);
+    case 1: return coded<KIND, 1, C>(s, first, k, x, codes, scales, n, c, ldc);
+  }
+}
+
+template <Code KIND, typename T>
+void few(const Shape& s, const float* x, const uint8_t* codes, const float* scales, int64_t first, int64_t end, T* out) {
+  constexpr int64_t V = VECTORS<KIND>, UNIT = V * LANES, MANY = (WIDE > 1 ? 8 : 2) / V, SOME = (WIDE > 1 ? 4 : 2) / V;
+  const int64_t ldc = end - first;
+  std::vector<float> c(s.m * ldc);
+  for (int64_t k = 0; k < s.k; k += SHALLOW) {
+    const int64_t depth = std::min(SHALLOW, s.k - k);
+    int64_t n = first;
+    for (; s.m == 1 && n + MANY * UNIT <= end; n += MANY * UNIT)
+      coded<KIND, 1, MANY>(s, k, depth, x, codes, scales, n, &c[n - first], ldc);
+    for (; n + SOME * UNIT <= end; n += SOME * UNIT)
+      coded_rows<KIND, SOME>(s, k, depth, x, codes, scales, n, &c[n - first], ldc);
+    for (; n < end; n += UNIT) coded_rows<KIND, 1>(s, k, depth, x, codes, scales, n, &c[n - first], ldc);
+  }
+  for (int64_t m = 0; m < s.m; m++)
+    for (int64_t n = 0; n < ldc; n += UNIT)
+      for (int64_t i = 0; i < UNIT; i++)
+        narrow(c[m * ldc + n + i % V * LANES + i / V], out[m * s.n + first + n + i]);
+}
+
+template <Code KIND, typename T>
+void panel(const Shape& s, const float* x, const uint8_t* codes, const float* scales, int64_t n, float* laid, float* c,
+           T* out) {
+  const int64_t columns = std::min(PANEL, s.n - n), width = (s.n + VECTORS<KIND> - 1) / VECTORS<KIND>;
+  const int64_t blocks = (s.n + s.block - 1) / s.block;
+  int64_t at[PANEL];  // of the scales of a row
+  for (int64_t i = 0; i < columns; i++) at[i] = (n + i) / s.block;
+  constexpr int64_t V = VECTORS<KIND>, UNIT = V * LANES;
+  const int64_t units = PANEL % UNIT == 0 && s.n % UNIT == 0 && s.block % UNIT == 0 ? columns / UNIT * UNIT : 0;
+  for (int64_t k = 0; k < s.k; k++) {
+    const uint8_t* row = codes + k * width;
+    float* to = laid + k * PANEL;
+    for (int64_t i = 0; i < units; i += UNIT) {
+      Vector x[V];
+      decode<KIND>(row + (n + i) / V, scales[k * blocks + at[i]], s.levels, x);
+      if constexpr (V == 1) {
+        store(to + i, x[0]);
+      } else {
+        store(to + i, __builtin_shufflevector(x[0], x[1], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+        store(to + i + LANES,
+              __builtin_shufflevector(x[0], x[1], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+      }
+    }
+    for (int64_t i = units; i < columns; i++)
+      to[i] = value<KIND>(row, n + i, s.levels) * scales[k * blocks + at[i]];
+  }
+  for (int64_t m = 0; m < s.m; m += BLOCK) {
+    const int64_t rows = std::min(BLOCK, s.m - m);
+    std::fill(c, c + rows * PANEL, 0.0f);
+    for (int64_t k = 0; k < s.k; k += DEPTH)
+      tiles<WIDE>(rows, std::min(DEPTH, s.k - k), x + m * s.k + k, s.k, laid + k * PANEL, PANEL, c, PANEL);
+    for (int64_t r = 0; r < rows; r++) round_to(c + r * PANEL, columns, out + (m + r) * s.n + n);
+  }
+}
+
+template <Code KIND, typename T>
+void product(const float* x, const uint8_t* codes, const float* scales, T* out, const Shape& s) {
+  constexpr int64_t UNIT = VECTORS<KIND> * LANES;
+  if (s.m <= FEW && s.n % UNIT == 0 && s.block % UNIT == 0) {
+    const int64_t share = (s.n + s.threads * UNIT - 1) / (s.threads * UNIT) * UNIT;
+#pragma omp parallel for num_threads(int(s.threads)) if (s.threads > 1)
+    for (int64_t first = 0; first < s.n; first += share)
+      few<KIND>(s, x, codes, scales, first, std::min(first + share, s.n), out);
+    return;
+  }
+#pragma omp parallel num_threads(int(s.threads)) if (s.threads > 1)
+  {
+    std::vector<float> laid(s.k * PANEL), c(BLOCK * PANEL);
+#pragma omp for schedule(dynamic)
+    for (int64_t n = 0; n < s.n; n += PANEL) panel<KIND>(s, x, codes, scales, n, laid.data(), c.data(), out);
+  }
+}
+
+template <typename T> void product_of(const float* x, const uint8_t* codes, const float* scales, T* out, const Shape& s) {
+  if (s.kind == INT8) product<INT8>(x, codes, scales, out, s);
+  if (s.kind == INT4) product<INT4>(x, codes, scales, out, s);
+  if (s.kind == NF4) product<NF4>(x, codes, scales, out, s);
+}
+
+}  // namespace
+
+extern "C" void product_float32(const float* x, const uint8_t* codes, const float* scales, float* out, const Shape* s) {
+  product_of(x, codes, scales, out, *s);
+}
+extern "C" void product_bfloat16(const float* x, const uint8_t* codes, const float* scales, BFloat16* out, const Shape* s) {
+  product_of(x, codes, scales, out, *s);
+}
