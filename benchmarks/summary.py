@@ -53,6 +53,8 @@ remote_data       of_local.cold             rows/s with a cold cache, over those
 remote_data       of_local.warm             with a warm one
 roofline          tokens_per_s              planned tokens/s of a GPU
 same_speed        ratio                     time, of the later commit over the earlier
+scheduler         step_ms                   milliseconds of a step in which every row draws
+scheduler         chunk_ms                  of one with chunks of prompts
 shared_cores      kept                      part of the speed that is kept beside so many busy processes
 single            ours_is_x_faster.median   fzero is so many times as fast
 slow_links        measured_by_predicted     measured over predicted time

@@ -120,7 +120,7 @@ def check_batch(before, state, batch, limits, arrived):
     running = [n for n in chunks if n not in {a.number for a in batch.admitted}]
     prefilling = [s.request.number for s in state.running if s.request.number not in drawing]
     assert running == [n for n in prefilling if n not in {a.number for a in batch.admitted}][: len(running)], "order"
-    for sequence in state.waiting:  # the later ones that start now share nothing, and it shares a page
+    for sequence in state.waiting.values():  # the later ones that start now share nothing, and it shares a page
         if any(a.number > sequence.request.number for a in batch.admitted):
             ids, root = sequence.prompt[: limits.page_tokens], sequence.request.root
             assert any((s.prompt[: limits.page_tokens], s.request.root) == (ids, root) for s in state.running), "order"
@@ -171,7 +171,7 @@ def run_trace(seed):
     log, states, batches, arrived, canceled, draws, finished = [], [state], [], {}, set(), {}, {}
     most_steps = 10 + 8 * 10 + 3 * sum(len(request.ids) + request.new_tokens for request in requests.values())
     for step in range(most_steps):
-        alive = {s.request.number for s in (*state.running, *state.waiting)}
+        alive = {s.request.number for s in (*state.running, *state.waiting.values())}
         ended = {n for n in alive & engine.drawn.keys() if 0 in engine.drawn[n] and n in draws}
         if cancels and alive and rng.random() < 0.1:
             canceled.add(rng.choice(sorted(alive)))
@@ -191,7 +191,7 @@ def run_trace(seed):
         log.append((arrivals, used))
         states.append(state)
         batches.append(batch)
-        alive = {s.request.number for s in (*state.running, *state.waiting)}
+        alive = {s.request.number for s in (*state.running, *state.waiting.values())}
         reported = {*batch.finished} | (ended & arrived.keys())
         assert reported == {n for n in arrived if n not in alive and n not in finished}, "finished"
         finished |= {n: step for n in arrived if n not in alive and n not in finished}
@@ -210,7 +210,7 @@ def run_trace(seed):
         if number not in canceled:
             result = {i: engine.scores.get(number, {}).get(i) for i in scores}
             assert result == scores, "scores: of another prompt"
-    assert state.pool.available == limits.pages and not state.running + state.waiting, "pages: all come back"
+    assert state.pool.available == limits.pages and not state.running and not len(state.waiting), "pages: all come back"
     replay(log, states, batches, hash_ids, limits)
     return {
         "hits": sum(a.cached > 0 for b in batches for a in b.admitted),
@@ -269,9 +269,9 @@ def match_keys_alone(right, pool, prefixes, scored):
     return tuple(pages)
 
 
-def preempt_first(right, pool, running, waiting, limits):
+def preempt_first(right, pool, running, limits):
     running.reverse()
-    pool, drawing, preempted = right(pool, running, waiting, limits)
+    pool, drawing, preempted = right(pool, running, limits)
     running.reverse()
     return pool, drawing[::-1], preempted
 
@@ -453,7 +453,7 @@ def test_a_map_is_a_dict_whose_old_copies_stay(size):
         plain = {key: value for key, value in (plain | changes).items() if value is not None}
     for mapping, table in [*old, (shared, plain)]:
         assert {i: mapping.get(i) for i in range(size) if mapping.get(i) is not None} == table
-        assert sorted(mapping.values()) == sorted(table.values())
+        assert [*mapping.values()] == [table[key] for key in sorted(table)] and len(mapping) == len(table)
 
 
 def test_states_share_what_did_not_change():

@@ -69,8 +69,13 @@ class PersistentMap(Generic[V]):
         return PersistentMap(self._shift, groups)
 
     def values(self) -> Iterator[V]:
-        """The values, of keys that were added in rising order in the order of the keys."""
-        return (value for group in self._groups.values() for value in group.values())
+        """The values, in the order of their keys."""
+        for number in sorted(self._groups):
+            group = self._groups[number]
+            yield from [group[key] for key in sorted(group)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._groups.values()))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PersistentMap) and (self._shift, self._groups) == (other._shift, other._groups)

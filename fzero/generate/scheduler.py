@@ -12,7 +12,8 @@ arrival. So a step has about the same size whether prompts are long or short, an
   sequence whose next page an earlier one is about to compute waits for it, and others may go ahead of it.
 - **Log-probs of a prompt** are stored by the engine beside their page, those of its own tokens (of the first by the
   logits of the page before it). A sequence that wants them takes pages alone that have them; as its next token's need
-  the logits of the last cached position, it computes the last cached page again, in a page of its own.
+  the logits of the last cached position, it computes the last cached page again, in a page of its own, beside which the
+  first token's number is stored as `Admission.scored_pages` has it.
 
 No clock, no randomness, no torch: the same arrivals give the same batches.
 
@@ -29,7 +30,7 @@ from typing import NamedTuple
 
 from fzero.core.arguments import checked
 from fzero.core.text_parsing import short
-from fzero.generate.page_pool import Ids, PagePool, Prefix, empty_pool, hash_ids
+from fzero.generate.page_pool import GROUP_BITS, Ids, PagePool, PersistentMap, Prefix, empty_pool, hash_ids
 from fzero.generate.requests import Admission, Arrivals, Batch, Request, Row, StepLimits, expect_fits, expect_ids
 
 
@@ -54,8 +55,8 @@ class SchedulerState(NamedTuple):
     """Everything that the next step depends on."""
 
     pool: PagePool
-    running: tuple[SequenceState, ...] = ()  # both by number
-    waiting: tuple[SequenceState, ...] = ()
+    waiting: PersistentMap[SequenceState]  # by number
+    running: tuple[SequenceState, ...] = ()  # in the order of their numbers
     rows: tuple[Row, ...] = ()  # of the last batch
     last: int = -1  # the highest number that arrived
 
@@ -69,7 +70,7 @@ def _number(sequence: SequenceState) -> int:
 def empty_state(limits: StepLimits, hash_ids: Callable[[int, Ids], int] = hash_ids) -> SchedulerState:
     """The state before anything arrived. hash_ids: from the key of a page and the tokens of the next, its key, in [0,
     2^64)."""
-    return SchedulerState(empty_pool(limits.pages, limits.page_tokens, hash_ids))
+    return SchedulerState(empty_pool(limits.pages, limits.page_tokens, hash_ids), PersistentMap(GROUP_BITS))
 
 
 @checked()
@@ -96,9 +97,10 @@ def schedule(state: SchedulerState, arrivals: Arrivals, limits: StepLimits) -> t
     _expect_arrivals(state, arrivals, limits)
     ended = {*arrivals.ended}
     pool, running, finished = _after_step(state, arrivals.draws, ended)
-    waiting = [sequence for sequence in state.waiting if _number(sequence) not in ended] if ended else [*state.waiting]
-    waiting += [SequenceState(r, r.ids) for r in arrivals.requests if r.number not in ended]
-    pool, decoding, preempted = _pages_to_draw(pool, running, waiting, limits)
+    pool, decoding, preempted = _pages_to_draw(pool, running, limits)
+    arrived = [SequenceState(request, request.ids) for request in arrivals.requests]
+    waiting = state.waiting.edited({_number(s): s for s in (*arrived, *preempted)})
+    waiting = waiting.edited(dict.fromkeys(ended))
     rows = [_decode_row(sequence) for sequence in decoding]
     budget = limits.tokens - len(rows)
     prefilling = [sequence for sequence in running if sequence.computed < len(sequence.prompt)]
@@ -107,12 +109,12 @@ def schedule(state: SchedulerState, arrivals: Arrivals, limits: StepLimits) -> t
         if budget:
             chunks.append(_prefill_row(sequence, budget))
             budget -= len(chunks[-1].ids)
-    pool, admitted, budget = _admit(pool, running, waiting, chunks, limits.rows, budget)
+    pool, waiting, admitted, budget = _admit(pool, running, waiting, chunks, limits.rows, budget)
     if arrivals.guesses and budget:
         pool = _add_guesses(pool, running, rows, arrivals.guesses, budget)
-    batch = Batch((*rows, *chunks), tuple(admitted), tuple(preempted), tuple(finished))
+    batch = Batch((*rows, *chunks), tuple(admitted), tuple(map(_number, preempted)), tuple(finished))
     last = arrivals.requests[-1].number if arrivals.requests else state.last
-    return SchedulerState(pool, tuple(running), tuple(waiting), batch.rows, last), batch
+    return SchedulerState(pool, waiting, tuple(running), batch.rows, last), batch
 
 
 def _expect_arrivals(state: SchedulerState, arrivals: Arrivals, limits: StepLimits) -> None:
@@ -143,8 +145,8 @@ def _expect_arrivals(state: SchedulerState, arrivals: Arrivals, limits: StepLimi
         numbers = {*map(_number, state.running)}
         if wrong := arrivals.guesses.keys() - numbers:
             raise ValueError(f"schedule: guesses has sequence {min(wrong)}, which does not run")
-        numbers |= {*map(_number, state.waiting)} | {request.number for request in arrivals.requests}
-        if wrong := {*arrivals.ended} - numbers:
+        numbers |= {request.number for request in arrivals.requests}
+        if wrong := {number for number in {*arrivals.ended} - numbers if state.waiting.get(number) is None}:
             raise ValueError(f"schedule: ended has sequence {min(wrong)}, which neither waits nor runs")
 
 
@@ -178,9 +180,9 @@ def _advance(
 ) -> SequenceState:
     """The sequence after its row was computed and its tokens were drawn; pages that became full are added to `full`."""
     request, prompt, drawn, prefixes, tail, pages, computed = sequence
-    if tokens:
+    if len(tokens) > 1:
         _expect_draws(sequence, row, tokens)
-        tail += tokens
+    tail += tokens
     computed = row.start + (len(row.ids) if row.prefill else len(tokens) or 1)
     count, size = computed // pool.page_tokens, pool.page_tokens
     if len(prefixes) < count:
@@ -203,20 +205,17 @@ def _expect_draws(sequence: SequenceState, row: Row, tokens: Ids) -> None:
 
 
 def _pages_to_draw(
-    pool: PagePool, running: list[SequenceState], waiting: list[SequenceState], limits: StepLimits
-) -> tuple[PagePool, list[SequenceState], list[int]]:
-    """The pool, the sequences that draw, each with a page for its token, and those that were preempted for it.
-
-    Changes both lists: the last arrivals go from running to waiting.
-    """
+    pool: PagePool, running: list[SequenceState], limits: StepLimits
+) -> tuple[PagePool, list[SequenceState], list[SequenceState]]:
+    """The pool, the sequences that draw, each with a page for its token, and those that were preempted for it, as they
+    wait: the last arrivals, which leave `running`."""
     preempted = []
     indices = [i for i, sequence in enumerate(running) if sequence.computed >= len(sequence.prompt)][: limits.rows]
     full = [i for i in indices if running[i].computed == len(running[i].pages) * pool.page_tokens]
     while len(full) > pool.available:
         victim = running.pop()
         pool = pool.release(victim.pages)
-        insort(waiting, _restarted(victim), key=_number)
-        preempted.append(_number(victim))
+        preempted.append(_restarted(victim))
         indices, full = ([i for i in numbers if i < len(running)] for numbers in (indices, full))
     if full:
         pages, pool = pool.allocate(len(full))
@@ -258,20 +257,23 @@ def _spare(pool: PagePool, running: Iterable[SequenceState]) -> int:
 def _admit(
     pool: PagePool,
     running: list[SequenceState],
-    waiting: list[SequenceState],
+    waiting: PersistentMap[SequenceState],
     chunks: list[Row],
     most_rows: int,
     budget: int,
-) -> tuple[PagePool, list[Admission], int]:
-    """The pool, the sequences that start, and the budget that remains. Changes the three lists."""
-    admitted, delayed = [], list[SequenceState]()  # which have a row each as well
+) -> tuple[PagePool, PersistentMap[SequenceState], list[Admission], int]:
+    """The pool, what waits on, the sequences that start, and the budget that remains. Changes both lists."""
+    admitted, changes = [], dict[int, SequenceState | None]()
+    delayed: list[SequenceState] = []  # which have a row each as well
     prefilling = [sequence for sequence in running if sequence.computed < len(sequence.prompt)]
-    while budget and len(delayed) < len(waiting) and len(running) + len(delayed) < most_rows:
-        i = len(delayed)
-        if delayed and _is_alike(waiting[i], delayed[-1]):
-            delayed.append(waiting[i])
+    for sequence in waiting.values() if budget and len(running) < most_rows else ():
+        if not budget or len(running) + len(delayed) >= most_rows:
+            break
+        if delayed and _is_alike(sequence, delayed[-1]):
+            delayed.append(sequence._replace(prefixes=delayed[-1].prefixes, tail=delayed[-1].tail))
+            changes[_number(sequence)] = delayed[-1]
             continue
-        sequence = waiting[i] = _chained(pool, waiting[i])
+        sequence = changes[_number(sequence)] = _chained(pool, sequence)
         matched = () if sequence.request.root is None else pool.match(sequence.prefixes, sequence.scoring)
         if _is_computed_soon(pool, sequence, len(matched), prefilling):
             delayed.append(sequence)
@@ -290,8 +292,8 @@ def _admit(
         budget -= len(chunks[-1].ids)
         prefilling.append(sequence)
         insort(running, sequence, key=_number)
-        del waiting[i]
-    return pool, admitted, budget
+        changes[_number(sequence)] = None
+    return pool, waiting.edited(changes), admitted, budget
 
 
 def _chained(pool: PagePool, sequence: SequenceState) -> SequenceState:
@@ -337,10 +339,12 @@ def _add_guesses(
     indices = {_number(sequence): i for i, sequence in enumerate(running)}
     spare = max(_spare(pool, running), 0)
     for i, row in enumerate(rows):
+        if not guesses.get(row.number):
+            continue
         sequence = running[indices[row.number]]
         positions = (len(row.pages) + spare) * pool.page_tokens - row.start - 1
         limit = min(budget, sequence.request.new_tokens - sequence.drawn - 1, positions)
-        ids = row.ids + tuple(guesses.get(row.number, ())[:limit])
+        ids = row.ids + tuple(guesses[row.number][:limit])
         if (count := _pages_of(row.start + len(ids), pool) - len(row.pages)) > 0:
             pages, pool = pool.allocate(count)
             spare -= count
