@@ -199,7 +199,7 @@ def attentions(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
 def pages_of(rows: Sequence[tuple[int, int]], device: str, tokens: int = 16) -> tuple[Tensor, Tensor, Tensor, int]:
     """(table, starts, positions, number of pages) of rows (position of the first query, queries), in any pages."""
     counts = [-(-(first + n) // tokens) for first, n in rows]
-    pages = torch.randperm(sum(counts), device=device, dtype=torch.int32).split(counts)
+    pages = torch.randperm(sum(counts), dtype=torch.int32).to(device).split(counts)
     table = torch.nn.utils.rnn.pad_sequence([*pages], batch_first=True)
     starts = torch.tensor([0, *(n for _, n in rows)], device=device).cumsum(0).to(torch.int32)
     positions = torch.cat([torch.arange(first, first + n, device=device) for first, n in rows])

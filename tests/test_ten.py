@@ -372,7 +372,8 @@ def test_every_part_runs_at_tiny_sizes(ten, tmp_path):
     shapes = {name.partition(": ")[0] for part, name in found if part == "attention"}
     assert shapes == {*importlib.import_module("ten_ops").SHAPES}
     paged = {name.partition(": ")[0] for part, name in found if part == "pages"}
-    assert paged == {*importlib.import_module("ten_pages").CASES}
+    pages = importlib.import_module("ten_pages")
+    assert paged == {*pages.CASES} | {f"product M={m}" for m in pages.PRODUCTS}
     assert all(f"laws {name}" in ends for name in ten.LAWS)
     assert any("no CUDA device" in str(row.get("skipped")) for row in rows if row["part"] == "marked")
     assert [row for row in rows if row["part"] == "compile 1b fzero" and row.get("ended") == "a step was made"]
