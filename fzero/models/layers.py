@@ -149,7 +149,8 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None = None, ctx: Ctx | None = None
         y = kernels.float8.float8_linear(x, w, ctx.matmul.removeprefix("float8_"), impl=ctx.kernels["float8_linear"])
     else:
         impl = "auto" if ctx is None else ctx.kernels["linear"]
-        y = x @ w if impl in ("auto", "reference") else kernels.linear.linear(x, w, impl=impl)
+        by_op = impl not in ("auto", "reference") or (ctx is not None and bool(ctx.cache))
+        y = kernels.linear.linear(x, w, impl=impl) if by_op else x @ w
     return y if b is None else y + b.to(x.dtype)
 
 
