@@ -19,7 +19,7 @@ def public_names():
         fzero,
         *(
             importlib.import_module(f"fzero.{m}")
-            for m in ("optim", "models", "sharding", "sharding.pipeline", "checkpoint")
+            for m in ("optim", "models", "sharding", "sharding.pipeline", "checkpoint", "generate")
         ),
     ):
         for name in module.__all__:

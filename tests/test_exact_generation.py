@@ -10,7 +10,7 @@ from test_canonical_forms import pytestmark  # noqa: F401
 
 from fzero import models
 from fzero.core import prng
-from fzero.generate import GenerateOptions, Prompt, Sampling, completions
+from fzero.generate import GenerateOptions, Prompt, Sampling, completions, mismatch
 from fzero.kernels.registry import Kernels
 from fzero.models import Ctx, forward
 
@@ -99,3 +99,19 @@ def test_one_operation_of_another_form_is_found(other):
         for kernels in ("canonical", other)
     )
     assert [c.log_probs for c in exact] != [c.log_probs for c in different]
+
+
+def test_the_mismatch_is_none_with_canonical_kernels_and_measured_without():
+    model, params = trained("llama", "bf16")
+    prompts = [Prompt(ids(9 + i, i), Sampling(0.9, max_tokens=8), number=i) for i in range(3)]
+    exact = mismatch(model, params, prompts, completions(model, params, prompts, options=EXACT), kernels="canonical")
+    assert exact == (24, 24, 0.0, 0.0, (1.0, 1.0))
+    made = list(completions(model, params, prompts, options=EXACT))
+    made[1] = made[1]._replace(log_probs=(made[1].log_probs[0] + 0.25, *made[1].log_probs[1:]))
+    shifted = mismatch(model, params, prompts, made, kernels="canonical")
+    assert (shifted.equal, shifted.largest, shifted.mean) == (23, 0.25, pytest.approx(0.25 / 24))
+    assert shifted.ratios == (1.0, pytest.approx(math.exp(0.25)))
+    fast = mismatch(model, params, prompts, completions(model, params, prompts))
+    assert 0 < fast.largest < 0.2 and fast.equal < 24
+    with pytest.raises(ValueError, match="there is a completion of prompt 2, which is not among the prompts"):
+        mismatch(model, params, prompts[:2], made)

@@ -14,6 +14,8 @@ from fzero.generate.grammar import advance as advance
 from fzero.generate.grammar import grammar_mask as grammar_mask
 from fzero.generate.grammar import grammar_tokens as grammar_tokens
 from fzero.generate.grammar import start_grammar as start_grammar
+from fzero.generate.mismatch import Mismatch as Mismatch
+from fzero.generate.mismatch import mismatch as mismatch
 from fzero.generate.pages import Pages as Pages
 from fzero.generate.pages import PageSpec as PageSpec
 from fzero.generate.pages import page_spec as page_spec
