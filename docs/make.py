@@ -15,7 +15,17 @@ from links import broken, broken_in_site, pages
 import fzero
 
 # The modules of fzero that have a page beside its own. core.prng is fzero.random, core.pytree is fzero.pytree.
-PAGES = ("optim", "models", "sharding", "sharding.pipeline", "checkpoint", "data", "core.pytree", "core.prng")
+PAGES = (
+    "optim",
+    "models",
+    "sharding",
+    "sharding.pipeline",
+    "checkpoint",
+    "generate",
+    "data",
+    "core.pytree",
+    "core.prng",
+)
 
 
 def make(folder: Path) -> None:

@@ -18,7 +18,10 @@ ROOT = Path(__file__).parent.parent
 # module: its page
 PAGES = {
     "fzero": "fzero.html",
-    **{f"fzero.{name}": f"fzero/{name}.html" for name in ("optim", "models", "sharding", "checkpoint", "data")},
+    **{
+        f"fzero.{name}": f"fzero/{name}.html"
+        for name in ("optim", "models", "sharding", "checkpoint", "generate", "data")
+    },
     "fzero.sharding.pipeline": "fzero/sharding/pipeline.html",
     "fzero.core.pytree": "fzero/core/pytree.html",
     "fzero.core.prng": "fzero/core/prng.html",

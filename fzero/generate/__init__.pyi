@@ -3,36 +3,21 @@ from fzero.generate.completions import GenerateOptions as GenerateOptions
 from fzero.generate.completions import Prompt as Prompt
 from fzero.generate.completions import completions as completions
 from fzero.generate.completions import lookup as lookup
-from fzero.generate.draws import Alternatives as Alternatives
-from fzero.generate.draws import Drawn as Drawn
 from fzero.generate.draws import draw as draw
 from fzero.generate.draws import score as score
 from fzero.generate.grammar import Grammar as Grammar
-from fzero.generate.grammar import GrammarState as GrammarState
-from fzero.generate.grammar import GrammarTokens as GrammarTokens
-from fzero.generate.grammar import advance as advance
-from fzero.generate.grammar import grammar_mask as grammar_mask
 from fzero.generate.grammar import grammar_tokens as grammar_tokens
-from fzero.generate.grammar import start_grammar as start_grammar
 from fzero.generate.mismatch import Mismatch as Mismatch
 from fzero.generate.mismatch import mismatch as mismatch
 from fzero.generate.pages import Pages as Pages
 from fzero.generate.pages import PageSpec as PageSpec
 from fzero.generate.pages import page_spec as page_spec
 from fzero.generate.rows import DrawRow as DrawRow
-from fzero.generate.rows import DrawRows as DrawRows
 from fzero.generate.rows import draw_rows as draw_rows
 from fzero.generate.sampling import Sampling as Sampling
-from fzero.generate.sampling import expect_vocabulary as expect_vocabulary
 from fzero.generate.step import Step as Step
 from fzero.generate.step import StepBatch as StepBatch
 from fzero.generate.step import make_step as make_step
-from fzero.generate.stops import StopRules as StopRules
-from fzero.generate.stops import StopState as StopState
-from fzero.generate.stops import Streamed as Streamed
-from fzero.generate.stops import feed as feed
-from fzero.generate.stops import start_text as start_text
-from fzero.generate.stops import stop_rules as stop_rules
 
 """For contributors: what the other packages of fzero use."""
 

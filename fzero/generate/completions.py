@@ -88,6 +88,9 @@ class Completion(NamedTuple):
     behind penalties, temperature and limits; mass is what top_k, top_p and min_p left of it. All are natural
     logarithms, one for each drawn token. alternatives: the likeliest (id, log-prob) of each. prompt_log_probs: of the
     prompt's tokens but its first, if asked for.
+
+    >>> Completion(0, 0, (7, 2), "a text", "stop id", (-1.5, -0.5), (-1.0, -0.25), (1.0, 0.9)).finish
+    'stop id'
     """
 
     number: int  # of the prompt

@@ -62,7 +62,12 @@ class PageSpec:
 
 class Pages:
     """The pages of all layers, `layers[i][j]` [P, page_tokens, heads, size]. A step writes into them in place and
-    returns them as a new value; the one that it was given is spent, and refused from then on."""
+    returns them as a new value; the one that it was given is spent, and refused from then on.
+
+    >>> pages = PageSpec(count=3, page_tokens=4, entries=(((2, 8), (2, 8)),), dtype=torch.bfloat16).zeros()
+    >>> [list(keys_or_values.shape) for keys_or_values in pages.layers[0]]
+    [[4, 4, 2, 8], [4, 4, 2, 8]]
+    """
 
     def __init__(self, spec: PageSpec, layers: tuple[tuple[Tensor, ...], ...]) -> None:
         self.spec, self._layers = spec, layers

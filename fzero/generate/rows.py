@@ -15,7 +15,11 @@ from fzero.generate.sampling import Sampling
 
 
 class DrawRow(NamedTuple):
-    """A row of logits, from which a token is drawn."""
+    """A row of logits, from which a token is drawn.
+
+    >>> DrawRow(Sampling(0.8, seed=3), position=5, request=2).sample
+    0
+    """
 
     sampling: Sampling
     position: int  # of the drawn token in its sequence, from 0
