@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fzero.core.prng_rows import fold_rows
 from fzero.generate.sampling import Sampling
+
+Ids = Sequence[int] | np.ndarray
 
 
 class DrawRow(NamedTuple):
@@ -25,8 +27,8 @@ class DrawRow(NamedTuple):
     position: int  # of the drawn token in its sequence, from 0
     request: int = 0  # the number of its request, from 0
     sample: int = 0  # the number of the sample of the request, from 0
-    prompt: Sequence[int] = ()  # its ids, for a repetition penalty
-    drawn: Sequence[int] = ()  # the ids drawn before it, for penalties and min_tokens
+    prompt: Ids = ()  # its ids, for a repetition penalty
+    drawn: Ids = ()  # the ids drawn before it, for penalties and min_tokens
     ends: Sequence[int] = ()  # the ids that end the text, which are not drawn before min_tokens
     mask: Tensor | None = None  # bool [V]: the tokens that a grammar allows; an id beyond is not allowed
 
@@ -87,12 +89,16 @@ def draw_rows(rows: Sequence[DrawRow], device: torch.device | str = "cpu") -> Dr
     def whole_numbers(values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64).to(device)
 
-    def entries(values: Iterable[tuple[int, int, float]]) -> Entries | None:
-        columns = list(zip(*values))
-        if not columns:
+    def entries(groups: Iterable[tuple[int, Ids, Any]]) -> Entries | None:
+        groups = [(row, np.asarray(ids, np.int64), values) for row, ids, values in groups]
+        groups = [group for group in groups if len(group[1])]
+        if not groups:
             return None
-        numbers = torch.tensor(columns[2], dtype=torch.float32).to(device)
-        return Entries(whole_numbers(columns[0]), whole_numbers(columns[1]), numbers)
+        counts = [len(ids) for _, ids, _ in groups]
+        ids = np.concatenate([ids for _, ids, _ in groups])
+        values = np.concatenate([np.broadcast_to(np.float32(x), n) for (*_, x), n in zip(groups, counts)])
+        numbers = np.repeat(np.array([row for row, _, _ in groups], np.int64), counts)
+        return Entries(*(torch.from_numpy(x).to(device) for x in (numbers, ids, values)))
 
     limits = None
     if limited:
@@ -108,14 +114,19 @@ def draw_rows(rows: Sequence[DrawRow], device: torch.device | str = "cpu") -> Dr
         whole=whole_numbers(i for i, s in enumerate(samplings) if s.temperature and not s.limits),
         limited=whole_numbers(limited),
         limits=limits,
-        bias=entries((i, token, value) for i, s in enumerate(samplings) for token, value in s.bias.items()),
-        repetition=entries(entry for i, row in enumerate(rows) for entry in _seen(i, row)),
-        penalty=entries(entry for i, row in enumerate(rows) for entry in _penalties(i, row)),
+        bias=entries((i, [*s.bias], [*s.bias.values()]) for i, s in enumerate(samplings) if s.bias),
+        repetition=entries(
+            (i, _unique(row.prompt, row.drawn)[0], row.sampling.repetition)
+            for i, row in enumerate(rows)
+            if row.sampling.repetition != 1.0
+        ),
+        penalty=entries(
+            _penalty(i, row) for i, row in enumerate(rows) if row.sampling.presence or row.sampling.frequency
+        ),
         forbidden=entries(
-            (i, token, -math.inf)
+            (i, [*dict.fromkeys(row.ends)], -math.inf)
             for i, row in enumerate(rows)
             if len(row.drawn) < row.sampling.min_tokens
-            for token in dict.fromkeys(row.ends)
         ),
         masks=masks,
         alternatives=max((s.alternatives for s in samplings), default=0),
@@ -142,18 +153,12 @@ def _keys(rows: Sequence[DrawRow]) -> Tensor:
     return keys
 
 
-def _seen(number: int, row: DrawRow) -> Iterable[tuple[int, int, float]]:
-    """The tokens of prompt and text, if there is a penalty for them."""
-    if row.sampling.repetition == 1.0:
-        return ()
-    ids = np.unique(np.concatenate([np.asarray(x, np.int64) for x in (row.prompt, row.drawn)]))
-    return ((number, token, row.sampling.repetition) for token in ids.tolist())
+def _unique(*ids: Ids) -> tuple[Any, Any]:
+    """(each id once, how often it is there)."""
+    return np.unique(np.concatenate([np.asarray(x, np.int64) for x in ids]), return_counts=True)
 
 
-def _penalties(number: int, row: DrawRow) -> Iterable[tuple[int, int, float]]:
+def _penalty(number: int, row: DrawRow) -> tuple[int, Any, Any]:
     """What is subtracted for the tokens of the text."""
-    s = row.sampling
-    if not (s.presence or s.frequency):
-        return ()
-    ids, counts = np.unique(np.asarray(row.drawn, np.int64), return_counts=True)
-    return ((number, token, s.frequency * n + s.presence) for token, n in zip(ids.tolist(), counts.tolist()))
+    ids, counts = _unique(row.drawn)
+    return number, ids, row.sampling.frequency * counts + row.sampling.presence
