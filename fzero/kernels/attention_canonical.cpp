@@ -77,6 +77,11 @@ inline void turn(Vector* x) {
   STEP(8) STEP(4) STEP(2) STEP(1)
 }
 
+template <typename T> void fetch(const T* const* lines, int64_t count, int64_t numbers) {
+  for (int64_t i = 0; i < count; i++)
+    for (int64_t c = 0; c < numbers; c += 64 / int64_t(sizeof(T))) __builtin_prefetch(lines[i] + c, 0, 2);
+}
+
 // The numbers of 64 keys, turned: out [k, 64].
 template <typename T> void lay_keys(const T* const* keys, int64_t k, float* out) {
   for (int64_t j = 0; j < KEYS; j += LANES) {
@@ -154,9 +159,13 @@ void attend(const Shape& z, const Inputs<T>& in, const Block& block, int64_t gro
     widen(in.q + (z.page ? 0 : block.row * z.q.row) + (block.query + r / ratio) * z.q.token + (group * ratio + r % ratio) * z.q.head,
           z.k, &room.q[r * z.k]);
   room.scores.assign(rows * ld, 0.0f);
+  point(in.k, z.keys, first);
   for (int64_t j = 0; j < n; j += KEYS) {
-    point(in.k, z.keys, first + j);
     lay_keys(lines, z.k, room.keys.data());
+    if (j + KEYS < n) {  // the next keys lie apart, where no prefetcher of a CPU looks
+      point(in.k, z.keys, first + j + KEYS);
+      fetch(lines, KEYS, z.k);
+    }
     const int64_t from = seen_from(first + j);
     for (int64_t p = 0; p < KEYS; p += PANEL)
       tiles<WIDE>(rows - from, z.k, &room.q[from * z.k], z.k, &room.keys[p], KEYS, &room.scores[from * ld + j + p], ld);
@@ -174,6 +183,10 @@ void attend(const Shape& z, const Inputs<T>& in, const Block& block, int64_t gro
   for (int64_t j = 0; direct && j < n;) {  // values as they lie, of one page or tensor
     const int64_t depth = in.table ? std::min(n - j, z.page - (first + j) % z.page) : n;
     const T* values = line(in.v, z.values, first + j);
+    if (j + depth < n && j % KEYS == 0) {
+      point(in.v, z.values, first + j + KEYS);
+      fetch(lines, KEYS, z.v);
+    }
     int64_t c = 0;
     for (; c + PANEL <= z.v; c += PANEL)
       tiles<WIDE>(rows, depth, &room.scores[j], ld, values + c, z.values.token, &room.out[c], width);
