@@ -28,7 +28,7 @@ CONFIGS = {
     "deepseek": config_of("deepseek", **SIZES),
     **{kind: models.quantized(models.build(LLAMA), kind).config for kind in ("int8", "int4", "nf4")},
 }
-SMALL = Workload(prompt_tokens=48, new_tokens=16, budget=40, page_tokens=8)
+SMALL = Workload(prompt_tokens=48, new_tokens=16, step_tokens=40, page_tokens=8)
 CPU = replace(
     devices.device("h100"), name="a processor", kind="cpu", efficiency={}, memory_bytes=1 << 30, reserved_bytes=1 << 20,
     margin=0.0, flops={"float32": 1e11, "bfloat16": 2e11}, bandwidth_bytes_s=1e10, op_s={"eager": 1e-5},
@@ -147,7 +147,7 @@ def test_a_window_and_experts_lessen_what_is_read():
 def test_one_request_more_does_not_fit():
     gpu = replace(CPU, memory_bytes=(1 << 20) + 1_000_000)
     answer = asked(CONFIGS["llama"], gpu=gpu)
-    assert 1 < answer.batch < SMALL.budget and answer.fits
+    assert 1 < answer.batch < SMALL.step_tokens and answer.fits
     per_request = generate.pages_for(SMALL.tokens, SMALL.page_tokens)
 
     def needed(requests):
@@ -201,7 +201,7 @@ def test_serving_is_stable_up_to_a_rate():
 def test_the_fullest_step_has_the_budget():
     for requests in (1, 2, 39, 40):
         rows = SMALL.fullest(requests)
-        assert sum(r.tokens * r.count for r in rows) == SMALL.budget and sum(r.count for r in rows) == requests
+        assert sum(r.tokens * r.count for r in rows) == SMALL.step_tokens and sum(r.count for r in rows) == requests
     assert [r.tokens for r in SMALL.chunks()] == [40, 8] and [r.context for r in SMALL.chunks()] == [40, 48]
 
 
@@ -213,7 +213,7 @@ def test_a_command_answers_in_words_and_as_json(fz):
         "model.n_layers=1",
         "--precision",
         "bf16",
-        "--budget",
+        "--step-tokens",
         "64",
         "--new-tokens",
         "32",
@@ -223,7 +223,7 @@ def test_a_command_answers_in_words_and_as_json(fz):
     code, out, err = fz("plan", "--ask", "serve", "--rate", "0.01", *flags, "--json")
     facts = json.loads(out)
     assert code == 0 and facts["serve"]["stable"] and facts["page_bytes"] == 16 * 512, err
-    assert facts["workload"] == {"prompt_tokens": 512, "new_tokens": 32, "budget": 64, "page_tokens": 16}
+    assert facts["workload"] == {"prompt_tokens": 512, "new_tokens": 32, "step_tokens": 64, "page_tokens": 16}
     assert [row["batch"] for row in facts["decode"]][:3] == [1, 2, 4] and facts["decode"][0]["fits"]
     code, quantised, err = fz("plan", "--ask", "generate", *flags, "--quantize", "int8", "--json")
     assert json.loads(quantised)["weight_bytes"]["device"] < facts["weight_bytes"]["device"], err
@@ -235,7 +235,7 @@ def test_a_command_answers_in_words_and_as_json(fz):
         (["--prompt-tokens", "5"], "--prompt-tokens is for --ask generate"),
         (["--ask", "serve"], "--ask serve needs --rate"),
         (["--ask", "generate", "--rate", "3"], "--rate is for --ask serve"),
-        (["--ask", "generate", "--budget", "4"], "the budget of a step is 4 tokens, below a page of 16"),
+        (["--ask", "generate", "--step-tokens", "4"], "step_tokens (--step-tokens) is 4, below a page of 16"),
         (["--ask", "generate", "--prompt-tokens", "1000"], "1,000 tokens of prompt and 128 new ones do not fit"),
         (["--ask", "generate", "--mesh", "pp=2"], "pp=2: generation splits no layers over ranks"),
         (["--ask", "generate", "--vary", "zero=0,3"], "--ask generate answers one question; leave out --vary"),

@@ -18,7 +18,7 @@ OF_SEARCH = ("fewer-bytes",)  # which may be asked of the best plan of a search
 LENGTHS = {  # of --ask generate and serve: {flag: its argument}
     "--prompt-tokens": "prompt_tokens",
     "--new-tokens": "new_tokens",
-    "--budget": "budget",
+    "--step-tokens": "step_tokens",
 }
 RATE = "rate"
 
@@ -36,7 +36,7 @@ def question_flags(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--prompt-tokens", type=Number(int, LENGTH), help="--ask generate: tokens of a prompt. [512]"),
         click.option("--new-tokens", type=Number(int, LENGTH), help="--ask generate: new tokens of a request. [128]"),
-        click.option("--budget", type=Number(int, LENGTH), help="--ask generate: the most tokens of a step. [2048]"),
+        click.option("--step-tokens", type=Number(int, LENGTH), help="The tokens of a step."),
         click.option("--rate", type=Number(float, POSITIVE), help="--ask serve: requests a second, of all ranks."),
     )
     return add_flags(command, options)

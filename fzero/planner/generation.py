@@ -46,7 +46,7 @@ class Workload(NamedTuple):
 
     prompt_tokens: int = 512
     new_tokens: int = 128
-    budget: int = 2048  # tokens of a step: one of each running request, the rest of prompts
+    step_tokens: int = 512  # tokens of a step: one of each running request, the rest of prompts
     page_tokens: int = PAGE_TOKENS
 
     @property
@@ -61,13 +61,13 @@ class Workload(NamedTuple):
 
     def fullest(self, requests: int) -> tuple[Rows, ...]:
         """The rows of the step with the most tokens of so many requests."""
-        chunk = min(self.prompt_tokens, max(1, self.budget - requests + 1))
+        chunk = min(self.prompt_tokens, max(1, self.step_tokens - requests + 1))
         rows = (Rows(1, self.tokens - 1, requests - 1), Rows(chunk, self.prompt_tokens))
         return rows if requests > 1 else rows[1:]
 
     def chunks(self) -> list[Rows]:
         """The steps of a prompt alone."""
-        ends = [*range(self.budget, self.prompt_tokens, self.budget), self.prompt_tokens]
+        ends = [*range(self.step_tokens, self.prompt_tokens, self.step_tokens), self.prompt_tokens]
         return [Rows(end - begin, end) for begin, end in zip([0, *ends], ends)]
 
 
@@ -303,7 +303,7 @@ def serve(plan: GenerationPlan, rate: float) -> ServingPlan:
         return ServingPlan(plan, rate, low * plan.replicas, step_s, *[math.inf] * 4)
     per_rank = rate / plan.replicas
     rows, prompts = per_rank * work.new_tokens * step_s, per_rank * work.prompt_tokens * step_s
-    first_s = math.ceil(work.prompt_tokens / max(1.0, work.budget - rows)) * step_s
+    first_s = math.ceil(work.prompt_tokens / max(1.0, work.step_tokens - rows)) * step_s
     pages = rows * pages_for(work.context, work.page_tokens)
     pages += per_rank * first_s * pages_for(work.prompt_tokens, work.page_tokens)
     return ServingPlan(plan, rate, low * plan.replicas, step_s, rows, prompts, pages, first_s)
@@ -314,7 +314,7 @@ def steady_step(plan: GenerationPlan, rate: float) -> float:
     work, seconds = plan.workload, 0.0
     for _ in range(ROUNDS):
         rows, prompts = rate * work.new_tokens * seconds, rate * seconds
-        if rows > plan.batch or rows + prompts * work.prompt_tokens > work.budget:
+        if rows > plan.batch or rows + prompts * work.prompt_tokens > work.step_tokens:
             return math.inf
         step = [Rows(1, work.context, rows), Rows(work.prompt_tokens, work.prompt_tokens, prompts)]
         previous, seconds = seconds, plan.costs.time(step).seconds
@@ -342,10 +342,10 @@ def expect_workload(workload: Workload, max_len: int) -> None:
     for name in ("prompt_tokens", "new_tokens", "page_tokens"):
         if (value := getattr(workload, name)) < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
-    if workload.budget < workload.page_tokens:
+    if workload.step_tokens < workload.page_tokens:
         raise ValueError(
-            f"the budget of a step is {workload.budget} tokens, below a page of {workload.page_tokens}; give at least "
-            f"{workload.page_tokens}"
+            f"step_tokens (--step-tokens) is {workload.step_tokens}, below a page of {workload.page_tokens}; give at "
+            f"least {workload.page_tokens}"
         )
     if workload.tokens > max_len:
         raise ValueError(
@@ -376,7 +376,7 @@ class FreeMemory:
     def requests(self) -> tuple[int, int]:
         """(the requests whose pages fit, at most a step's rows; the bytes of their fullest step)."""
         per_request = pages_for(self.workload.tokens, self.workload.page_tokens)
-        count, fitting, step_bytes = 0, self.workload.budget, 0
+        count, fitting, step_bytes = 0, self.workload.step_tokens, 0
         for _ in range(3):  # fewer requests need less for a step
             count = min(fitting, self.pages(step_bytes) // per_request)
             step_bytes = self.trace(self.workload.fullest(max(1, count))).bytes
@@ -391,7 +391,7 @@ class FreeMemory:
         high = min(self.model.config.max_len, self.pages(0) * size)
         length = high
         while length > 0:  # what a step needs may grow with the length
-            step_bytes = self.trace((Rows(min(length, self.workload.budget), length),)).bytes
+            step_bytes = self.trace((Rows(min(length, self.workload.step_tokens), length),)).bytes
             low, high = (length, high) if length <= self.pages(step_bytes) * size else (low, length)
             if low == high or high - low <= max(size, high // 64):
                 break

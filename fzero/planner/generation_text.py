@@ -25,7 +25,7 @@ def heading(plan: Plan) -> list[str]:
         f"{c.preset or 'the model'}: {quantity(plan.num_params)} parameters in {kind or c.precision.policy}, on "
         f"{mesh_text(plan.sizes)} of {plan.device.name}",
         f"requests of {work.prompt_tokens:,} tokens and {work.new_tokens:,} new ones; a step has at most "
-        f"{work.budget:,} tokens",
+        f"{work.step_tokens:,} tokens",
     ]
 
 
@@ -42,6 +42,7 @@ def memory(plan: Plan) -> list[str]:
         f"  a step     {size(plan.step_bytes)} beside, with {max(1, plan.batch):,} rows and a chunk of a prompt",
         f"  longest    {plan.longest:,} tokens, of a request alone (max_len {plan.config.model.max_len:,}, pages "
         f"{spec.count * work.page_tokens:,})",
+        f"  run it by  fzero generate --rows {max(1, plan.best)} --step-tokens {work.step_tokens} --pages {spec.count}",
     ]
 
 
