@@ -32,6 +32,8 @@ fzero             val_loss.300              validation loss at the end
 grammars          results:build_ms          median time to build a schema, ms
 grammars          results:mask_us_mean      mean time of the mask of a token, microseconds
 grammars          results:invalid           invalid texts of 250
+generate_plan     measured_by_predicted     time of a step of generation, over the plan's bound
+generate_plan     peak_error                error of its peak of memory
 learning          val_loss.400              validation loss at the end
 loaders           rows_per_s                rows/s
 long              peak_bytes                peak of live tensors, bytes
