@@ -26,6 +26,7 @@ context           wall                      time of a step, over that of balance
 context           of_dp                     tokens/s, over the first mesh
 curricula         last                      validation loss at the end, mean of the seeds
 decoding          ratio.median              fzero is so many times as fast as transformers
+draws             faster                    fzero's draw is so many times as fast as transformers'
 experts_overlap   by_first                  time, over exchanges beside which nothing is computed
 experts_slack     by_one                    time, over one program
 fzero             val_loss.300              validation loss at the end
