@@ -29,6 +29,7 @@ TWO_FIT = 65536  # columns
 
 @triton.jit
 def tanh(x):
+    """The hyperbolic tangent of float32."""
     # As 2 s(2x) - 1 it cancels near 0, where the series takes over.
     square = x * x
     series = x * (
