@@ -28,6 +28,7 @@ SLOW = (
     "fault",
     "finetune",
     "frameworks",
+    "generate",
     "guard",
     "measure",
     "migrate",

@@ -38,6 +38,7 @@ SECTIONS = {
         "generate": "fzero.cli.generate:generate",
     },
     "After a run": {
+        "evaluate": "fzero.cli.evaluate:evaluate",
         "report": "fzero.cli.report:report",
         "ckpt": "fzero.cli.checkpoint:ckpt",
         "export": "fzero.cli.data:export",

@@ -73,6 +73,7 @@ OPTIONAL = {
     "llguidance": ("grammars of drawn texts", "those are refused"),
     "tensorboard": ("logging beside metrics.jsonl", "refused"),
     "wandb": ("logging beside metrics.jsonl", "refused"),
+    "lm_eval": ("fzero evaluate", "refused"),
     "transformers": ("a check of imports and exports (tests)", ""),
     "triton": ("CUDA kernels", "those of PyTorch instead, slower"),
 }

@@ -114,6 +114,7 @@ from fzero.data.tokenizers import MAP as MAP
 from fzero.data.tokenizers import TOKENIZER as TOKENIZER
 from fzero.data.tokenizers import byte_tokenizer as byte_tokenizer
 from fzero.data.tokenizers import json_tokenizer as json_tokenizer
+from fzero.data.tokenizers import library_of as library_of
 
 # The token-file format and its reader
 from fzero.data.tokens import SPLITS as SPLITS

@@ -3,6 +3,8 @@ from fzero.generate.completions import GenerateOptions as GenerateOptions
 from fzero.generate.completions import Prompt as Prompt
 from fzero.generate.completions import completions as completions
 from fzero.generate.completions import lookup as lookup
+from fzero.generate.continuations import Continuation as Continuation
+from fzero.generate.continuations import score_continuations as score_continuations
 from fzero.generate.draws import draw as draw
 from fzero.generate.draws import score as score
 from fzero.generate.grammar import Grammar as Grammar
