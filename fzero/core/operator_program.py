@@ -14,6 +14,8 @@ from fzero import core
 from fzero.core.compile import fake_mode, fakes_of
 from fzero.core.torch_private import DataDependent
 
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten.select.int)
+
 
 def operators_of(
     f: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor]
@@ -28,6 +30,7 @@ def operators_of(
             graph = make_fx(f)(fakes_of(tensors, mode))
     except DataDependent:
         return None
+    _merge_views(graph)
     nodes = list(graph.graph.nodes)
     constants = _constants(graph, nodes)
     last_uses = {source: node for node in nodes for source in node.all_input_nodes}
@@ -48,6 +51,18 @@ def operators_of(
             lines += [f"del {names[node]}"] if node not in last_uses else []
     exec(f"def run({', '.join(inputs)}):\n " + "\n ".join(lines), scope)
     return scope["run"]
+
+
+def _merge_views(graph: torch.fx.GraphModule) -> None:
+    """Let equal views of one tensor be one."""
+    views: dict[Any, Node] = {}
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function" or node.target not in VIEWS:
+            continue
+        first = views.setdefault((node.target, repr(node.args)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.graph.erase_node(node)
 
 
 def _constants(graph: torch.fx.GraphModule, nodes: Sequence[Node]) -> dict[Node, Any]:
