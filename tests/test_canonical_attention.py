@@ -95,7 +95,7 @@ def test_another_order_of_keys_is_found():
     assert not torch.equal(turned, last)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ["sinks", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "cap"))])
 def test_the_form_obeys_every_law(name):
     documents = torch.tensor([[0] * 5 + [1] * 6])
     sinks = OPTIONS[name].get("sinks", torch.zeros(0))
