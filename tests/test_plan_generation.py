@@ -171,6 +171,7 @@ def test_a_batch_hides_the_way_of_the_weights(memory):
     assert answer.hiding is not None
     before, hidden = (answer.decode(answer.hiding - less) for less in (1, 0))
     assert max(hidden.memory_s, hidden.compute_s) >= answer.costs.link_s > max(before.memory_s, before.compute_s)
+    assert answer.decode(1 << 16).host_s >= answer.decode(1).host_s > 0
     assert "a batch of" in str(answer) and answer.to_table()["hiding_batch"] == answer.hiding
 
 

@@ -33,7 +33,7 @@ from fzero.sharding.spec import MEMORIES, Offload
 
 NEAR_BEST = 0.99  # of the most tokens/s: the smallest batch that has so much is the best
 MOST_ROWS = 1 << 20  # of a step, to hide a link behind
-TRACED_ROWS = 3  # of the second step whose operators are counted
+TRACED_ROWS = 2, 4  # of the steps whose operators are counted: a product of one row alone may take others
 ROUNDS = 200  # of a fixed point
 
 
@@ -245,8 +245,9 @@ def plan_generation(
     memory = FreeMemory(built, plan, device, workload, device.capacity_bytes // share)
     say("tracing steps")
     batch, step_bytes = memory.requests()
-    ops = [memory.trace((Rows(1, workload.context, count),)).ops for count in (1, TRACED_ROWS)]
-    costs = StepCosts(built, plan, memory.spec, device, (ops[0], (ops[1] - ops[0]) / (TRACED_ROWS - 1)))
+    ops = [memory.trace((Rows(1, workload.context, count),)).ops for count in TRACED_ROWS]
+    more = max(0.0, (ops[1] - ops[0]) / (TRACED_ROWS[1] - TRACED_ROWS[0]))  # for each row
+    costs = StepCosts(built, plan, memory.spec, device, (ops[0] - more * (TRACED_ROWS[0] - 1), more))
     timed = has_rates(device)
     answer = GenerationPlan(
         config=config,
