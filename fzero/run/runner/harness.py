@@ -90,7 +90,7 @@ def harness_model(text_model: TextModel, *, kernels: str = "auto") -> Any:
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
             prompts = [self.prompt_of(number, *request.args) for number, request in enumerate(requests)]
             limits = {"ends": (*text_model.ends, self.eot_token_id), "device": str(text_model.device)}
-            options = GenerateOptions(vocab_size=text_model.vocab_size, decode=texts.decode, kernels=kernels, **limits)
+            options = GenerateOptions(decode=texts.decode, kernels=kernels, **limits)
             calls = {"plan": text_model.plan, "options": options}
             found = {c.number: c.text for c in completions(text_model.model, text_model.params, prompts, **calls)}
             return [found[number] for number in range(len(prompts))]
