@@ -59,7 +59,9 @@ def test_log_probs_are_those_of_a_full_pass_and_greedy_is_its_largest(name):
         assert completion.finish == "length" and len(completion.ids) == 9
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["mlp", "deepseek", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "moe", "gemma"))]
+)
 def test_what_is_drawn_depends_on_no_batch(name):
     model, params = made(name)
     wanted = prompts(n=2)
@@ -219,7 +221,7 @@ def sharded(mesh, name, stage, **options):
     ("sizes", "name", "stage"),
     [
         ({"dp": 2}, "llama", 3),
-        ({"tp": 2}, "gemma", 1),
+        pytest.param({"tp": 2}, "gemma", 1, marks=pytest.mark.slow),
         pytest.param({"tp": 2}, "deepseek", 3, marks=pytest.mark.slow),
         pytest.param({"dp": 2, "tp": 2}, "moe", 2, marks=pytest.mark.slow),
         pytest.param({"dp": 2, "rp": 2}, "gpt2", 3, marks=pytest.mark.slow),

@@ -91,8 +91,16 @@ def measured_peak(model, plan, params, step_rows, page_tokens=8):
     return record.peak - start
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(
+            name, dtype, marks=[pytest.mark.slow] * ((name, dtype) not in (("llama", "fp32"), ("int4", "fp32")))
+        )
+        for name in CONFIGS
+        for dtype in ("fp32", "bf16")
+    ],
+)
 def test_the_peak_is_that_of_a_real_step(name, precision):
     model, plan, params = real(CONFIGS[name], precision)
     spec = generate.page_spec(model, plan, 1, page_tokens=8)
@@ -132,6 +140,7 @@ def test_a_step_reads_weights_and_pages_and_multiplies_once():
     assert answer._replace(sizes={"dp": 2}).tokens_per_s(3) == pytest.approx(2 * 3 / step.seconds)
 
 
+@pytest.mark.slow
 def test_a_window_and_experts_lessen_what_is_read():
     windows, full = asked(CONFIGS["windows"]).costs, asked(replace(CONFIGS["windows"], pattern="full")).costs
     row = [Rows(1, 100)]
@@ -144,6 +153,7 @@ def test_a_window_and_experts_lessen_what_is_read():
     assert many - one == pytest.approx(expert_bytes * (1 - 0.5**64 - 0.5) + 63 * costs.counts.lookup)
 
 
+@pytest.mark.slow
 def test_one_request_more_does_not_fit():
     gpu = replace(CPU, memory_bytes=(1 << 20) + 1_000_000)
     answer = asked(CONFIGS["llama"], gpu=gpu)
@@ -175,6 +185,7 @@ def test_a_batch_hides_the_way_of_the_weights(memory):
     assert "a batch of" in str(answer) and answer.to_table()["hiding_batch"] == answer.hiding
 
 
+@pytest.mark.slow
 def test_weights_on_a_disk_leave_a_processor_its_buffers():
     resident, streamed = llama(), asked(CONFIGS["llama"], settings={"offload": "params=nvme"})
     assert streamed.weight_bytes["nvme"] == resident.weight_bytes["device"] and not streamed.weight_bytes["device"]

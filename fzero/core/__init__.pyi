@@ -124,6 +124,7 @@ from fzero.core.copy_buckets import LARGE_COPY as LARGE_COPY
 from fzero.core.copy_buckets import SMALL_COPY as SMALL_COPY
 from fzero.core.copy_buckets import allocate_adjacent as allocate_adjacent
 from fzero.core.copy_buckets import bring as bring
+from fzero.core.copy_buckets import bring_together as bring_together
 from fzero.core.copy_buckets import copy_in_buckets as copy_in_buckets
 from fzero.core.copy_buckets import copy_out_buckets as copy_out_buckets
 from fzero.core.copy_buckets import read_scalars as read_scalars

@@ -40,6 +40,28 @@ def bring(x: Tensor, device: torch.device) -> Tensor:
     return out
 
 
+def bring_together(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
+    """Small tensors of the host on `device`, by one copy for each dtype, for which the host does not wait.
+
+    >>> bring_together([torch.arange(2), torch.ones(1)], "cpu")
+    [tensor([0, 1]), tensor([1.])]
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return [x.to(device) for x in tensors]
+    out: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(x.dtype for x in tensors):
+        chosen = [i for i, x in enumerate(tensors) if x.dtype == dtype]
+        sizes = [tensors[i].numel() for i in chosen]
+        # Of PyTorch's allocator, which gives it to nobody before the copy is made.
+        pinned = torch.empty(sum(sizes), dtype=dtype, pin_memory=True)
+        for part, i in zip(pinned.split(sizes), chosen):
+            part.copy_(tensors[i].reshape(-1))
+        parts = pinned.to(device, non_blocking=True).split(sizes)
+        out |= {i: part.view(tensors[i].shape) for i, part in zip(chosen, parts)}
+    return [out[i] for i in range(len(tensors))]
+
+
 def _empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=HOST, pin_memory=True)
 

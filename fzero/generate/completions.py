@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from fzero.comm.collectives import psum
 from fzero.core import pytree
 from fzero.core.arguments import checked, expect_device, expect_fields
 from fzero.core.config_tables import AtLeastOne, Count
-from fzero.core.copy_buckets import read_scalars
+from fzero.core.copy_buckets import bring_together, read_scalars, start_fetch
 from fzero.core.pytree import Tree
 from fzero.generate.draws import Drawn, draw, log_sum_exp, score
 from fzero.generate.grammar import Grammar, GrammarState, GrammarTokens, advance, grammar_mask, start_grammar
@@ -324,9 +324,10 @@ class _Sequences:
 
     def any_rows(self, batch: Batch) -> bool:
         """Whether a rank has rows to compute; all ranks make a step then."""
-        mesh, count = self.plan.mesh, torch.tensor([float(len(batch.rows))], device=self.device)
+        mesh = self.plan.mesh
         if mesh.data_size == 1:
             return bool(batch.rows)
+        (count,) = bring_together([torch.tensor([float(len(batch.rows))])], self.device)
         for axis in (mesh["dp"], mesh["rp"]):
             count = psum(count, axis, leaf="rows")
         return bool(read_scalars([count[0]])[0])
@@ -398,9 +399,8 @@ class _Sequences:
 
 def _table(out: Drawn) -> list[tuple[int, tuple[float, float, float], tuple[tuple[int, float], ...]]]:
     """(token, numbers, alternatives) of each draw, in the host's memory."""
-    numbers = zip(*(x.tolist() for x in (out.log_probs, out.drawn_log_probs, out.mass)))
-    pairs: list[Any] = [()] * len(out.tokens)
-    if out.alternatives is not None:
-        ids, log_probs = out.alternatives.ids.tolist(), out.alternatives.log_probs.tolist()
-        pairs = [tuple(zip(*row)) for row in zip(ids, log_probs)]
-    return list(zip(out.tokens.tolist(), numbers, pairs))
+    # By one copy and one wait.
+    leaving = [out.tokens, out.log_probs, out.drawn_log_probs, out.mass, *(out.alternatives or ())]
+    tokens, *numbers = (x.tolist() for x in start_fetch(leaving).wait())
+    pairs = [tuple(zip(*row)) for row in zip(*numbers[3:])] or [()] * len(tokens)
+    return list(zip(tokens, zip(*numbers[:3]), pairs))

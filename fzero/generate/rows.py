@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fzero.core import pytree
+from fzero.core.copy_buckets import bring_together
 from fzero.core.prng_rows import fold_rows
 from fzero.generate.sampling import Sampling
 
@@ -84,10 +86,10 @@ def draw_rows(rows: Sequence[DrawRow], device: torch.device | str = "cpu") -> Dr
     samplings = [row.sampling for row in rows]
     temperatures = [s.temperature or 1.0 for s in samplings]
     limited = [i for i, s in enumerate(samplings) if s.limits]
-    masks = tuple((i, row.mask.to(device)) for i, row in enumerate(rows) if row.mask is not None)
+    masks = tuple((i, row.mask) for i, row in enumerate(rows) if row.mask is not None)
 
     def whole_numbers(values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64).to(device)
+        return torch.tensor(list(values), dtype=torch.int64)
 
     def entries(groups: Iterable[tuple[int, Ids, Any]]) -> Entries | None:
         groups = [(row, np.asarray(ids, np.int64), values) for row, ids, values in groups]
@@ -98,18 +100,18 @@ def draw_rows(rows: Sequence[DrawRow], device: torch.device | str = "cpu") -> Dr
         ids = np.concatenate([ids for _, ids, _ in groups])
         values = np.concatenate([np.broadcast_to(np.float32(x), n) for (*_, x), n in zip(groups, counts)])
         numbers = np.repeat(np.array([row for row, _, _ in groups], np.int64), counts)
-        return Entries(*(torch.from_numpy(x).to(device) for x in (numbers, ids, values)))
+        return Entries(*(torch.from_numpy(x) for x in (numbers, ids, values)))
 
     limits = None
     if limited:
         chosen = [samplings[i] for i in limited]
         logs = [math.log(s.min_p) if s.min_p else -math.inf for s in chosen]
-        top_p, min_p = (torch.tensor(x, dtype=torch.float64).to(device) for x in ([s.top_p for s in chosen], logs))
+        top_p, min_p = (torch.tensor(x, dtype=torch.float64) for x in ([s.top_p for s in chosen], logs))
         top_k = [s.top_k for s in chosen]
         limits = Limits(whole_numbers(top_k), top_p, min_p, max(top_k), min(top_k))
-    return DrawRows(
-        keys=_keys(rows).to(device),
-        temperature=None if set(temperatures) <= {1.0} else torch.tensor(temperatures).to(device),
+    drawn_rows = DrawRows(
+        keys=_keys(rows),
+        temperature=None if set(temperatures) <= {1.0} else torch.tensor(temperatures),
         likeliest=whole_numbers(i for i, s in enumerate(samplings) if s.temperature == 0.0),
         whole=whole_numbers(i for i, s in enumerate(samplings) if s.temperature and not s.limits),
         limited=whole_numbers(limited),
@@ -131,6 +133,9 @@ def draw_rows(rows: Sequence[DrawRow], device: torch.device | str = "cpu") -> Dr
         masks=masks,
         alternatives=max((s.alternatives for s in samplings), default=0),
     )
+    leaves, treedef = pytree.flatten(drawn_rows)
+    arrived = iter(bring_together([leaf for leaf in leaves if isinstance(leaf, Tensor)], device))
+    return pytree.unflatten([next(arrived) if isinstance(leaf, Tensor) else leaf for leaf in leaves], treedef)
 
 
 def _keys(rows: Sequence[DrawRow]) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.copy_buckets import bring_together
 from fzero.core.pytree import Tree
 from fzero.generate.pages import Pages, recomputes
 from fzero.generate.programs import programs_of
@@ -67,16 +68,14 @@ class StepBatch(NamedTuple):
             logit_rows += range(len(tokens) - count, len(tokens))
         longest = max((len(pages) for _, _, pages in rows), default=0)
         table = [[*pages, *[0] * (longest - len(pages))] for _, _, pages in rows]
-        whole = {"dtype": torch.int64, "device": device}
-        narrow = {"dtype": torch.int32, "device": device}
-        return cls(
-            torch.tensor(tokens, **whole),
-            torch.tensor(positions, **whole),
-            torch.tensor(slots, **whole),
+        whole, narrow = {"dtype": torch.int64}, {"dtype": torch.int32}
+        tensors = (
+            *(torch.tensor(numbers, **whole) for numbers in (tokens, positions, slots)),
             torch.tensor(starts, **narrow),
             torch.tensor(table, **narrow).reshape(len(rows), longest),
             torch.tensor(logit_rows, **whole),
         )
+        return cls(*bring_together(tensors, device))
 
 
 def make_step(model: Model, plan: Plan, *, kernels: str | Kernels = "auto", dtype: torch.dtype | None = None) -> Step:
