@@ -70,6 +70,7 @@ def test_a_token_s_loss_is_one_number(kind, dtype):
     assert_same(losses_of(kind, tokens, targets, dtype), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", FAMILIES[:-1])
 @DTYPES

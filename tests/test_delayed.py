@@ -272,6 +272,7 @@ def test_a_checkpoint_has_both_versions_and_goes_on_elsewhere(tmp_path):
     assert set(after.extra) == {"loss"}
 
 
+@pytest.mark.slow
 def test_a_run_may_begin_to_delay_its_updates(tmp_path):
     """Its first gradient is then taken at the parameters, as at the beginning of a run."""
     model, tx = breaking("llama"), OPTIMIZERS["adam"]
@@ -296,6 +297,7 @@ COMMAND = [
 DELAYED = ["--set", "train.update=delayed", "--set", "train.updates=2"]
 
 
+@pytest.mark.slow
 def test_the_command_resumes_as_if_it_had_not_stopped(tmp_path, fz, monkeypatch):
     """And one update a step of half the batch makes the same steps; the ranks of pp are in test_pipelined_command."""
     monkeypatch.chdir(tmp_path)

@@ -165,7 +165,7 @@ def mixed(mesh, form):
     return out
 
 
-@pytest.mark.parametrize("form", ["gather", "exchange:8", "exchange:8:2"])
+@pytest.mark.parametrize("form", ["gather", "exchange:8", pytest.param("exchange:8:2", marks=pytest.mark.slow)])
 def test_what_is_beside_has_the_bits_of_what_is_added_after(form):
     for after, beside in ranks.run(2, mixed, form, mesh={"ep": 2}):
         assert_same(beside, after)
@@ -225,7 +225,7 @@ def test_compiled_steps_equal_those_of_one_process(form):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mesh", ["pp2 x ep2", "ep2 x tp2"])
+@pytest.mark.parametrize("mesh", ["pp2 x ep2", pytest.param("ep2 x tp2", marks=pytest.mark.slow)])
 def test_meshes_equal_one_process(mesh):
     more = {"sequence": True} if "tp" in mesh else {}
     equals_one_process(mesh, [("deepseek", "adam", 2, 2, options_of("exchange:1:2", **more))])

@@ -402,7 +402,7 @@ def test_other_senders_share_what_was_owed(before, after, lines, tmp_path):
             assert (other or leaf.shape[-1] > 16) == torch.equal(leaf, new[0][0]["data"][name]) or held is new[0][0]
 
 
-@pytest.mark.parametrize("text", [LOCO, LOCO8])
+@pytest.mark.parametrize("text", [LOCO, pytest.param(LOCO8, marks=pytest.mark.slow)])
 def test_a_run_resumed_on_its_mesh_has_the_same_bits(text, tmp_path):
     with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
         old = ranks.run(2, saved, folder, text, True)

@@ -23,7 +23,7 @@ from fzero.generate.requests import Arrivals, Batch, Request, Row, StepLimits
 from fzero.generate.rows import DrawRow, draw_rows
 from fzero.generate.sampling import Sampling, expect_vocabulary
 from fzero.generate.scheduler import empty_state, schedule
-from fzero.generate.step import StepBatch, make_step
+from fzero.generate.step import StepBatch, expect_generates, make_step
 from fzero.generate.stops import StopRules, StopState, feed, start_text, stop_rules
 from fzero.kernels import rowwise
 from fzero.kernels.registry import Kernels
@@ -208,6 +208,7 @@ def completions(
     plan = plan or zero_plan(0, model, one_process())
     device = next((x.device for x in pytree.leaves(params) if isinstance(x, Tensor)), torch.device("cpu"))
     device = expect_device(options.device or device)
+    expect_generates(model, plan)
     mesh = plan.mesh
     sequences = sequences_of(model, prompts, options)
     sequences = sequences[mesh.data_rank :: mesh.data_size]

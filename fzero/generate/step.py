@@ -68,12 +68,11 @@ class StepBatch(NamedTuple):
             logit_rows += range(len(tokens) - count, len(tokens))
         longest = max((len(pages) for _, _, pages in rows), default=0)
         table = [[*pages, *[0] * (longest - len(pages))] for _, _, pages in rows]
-        whole, narrow = {"dtype": torch.int64}, {"dtype": torch.int32}
         tensors = (
-            *(torch.tensor(numbers, **whole) for numbers in (tokens, positions, slots)),
-            torch.tensor(starts, **narrow),
-            torch.tensor(table, **narrow).reshape(len(rows), longest),
-            torch.tensor(logit_rows, **whole),
+            *(torch.tensor(numbers, dtype=torch.int64) for numbers in (tokens, positions, slots)),
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(table, dtype=torch.int32).reshape(len(rows), longest),
+            torch.tensor(logit_rows, dtype=torch.int64),
         )
         return cls(*bring_together(tensors, device))
 
