@@ -295,6 +295,14 @@ def codes(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
     yield functools.partial(coded, "dequantize", "int8")
     yield functools.partial(coded, "dequantize_sum_requantize", "int8")
 
+    def product_of_codes() -> Case:
+        m, k, f = (2, 64, 128) if tiny else (8, 2048, 8192)
+        x, w = (torch.randn(s, device=device, dtype=BF16) for s in ((m, k), (k, f)))
+        codes, scales = op("quantize")(w * k**-0.5, "int8", 64, impl="reference")
+        return _case("quantized_linear", (x,), 0, codes, scales, "int8", 64)._replace(precise=False)
+
+    yield product_of_codes
+
     def weight(name: str) -> Case:
         w = torch.randn(n, device=device, dtype=BF16)
         most = w.abs().amax().float()

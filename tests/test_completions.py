@@ -121,6 +121,23 @@ def test_lookup_finds_what_followed_last():
     assert generate.lookup([1, 2, 3], 4) == [] and generate.lookup([], 4) == []
 
 
+@pytest.mark.parametrize("page_tokens", [1, 2, 3])
+def test_log_probs_of_shared_prompts_are_right_for_pages_of_any_size(page_tokens):
+    model, params = made("llama")
+    wanted = [Prompt(ids(6), Sampling(0.0, max_tokens=2), number=i, log_probs=True) for i in range(3)]
+    for c in completions(model, params, wanted, options=GenerateOptions(page_tokens=page_tokens, rows=2)):
+        expected = whole(model, params, ids(6))[:-1].gather(-1, torch.tensor(ids(6)[1:])[:, None])[:, 0]
+        assert_close(torch.tensor(c.prompt_log_probs).double(), expected, rtol=1e-6)
+
+
+def test_a_prompt_with_nothing_left_to_draw_is_named():
+    model, params = made("mlp")
+    nothing = Sampling(0.5, max_tokens=2, min_tokens=1, stop_ids=tuple(range(61)))
+    wanted = [Prompt((1,), Sampling(max_tokens=2)), Prompt((2,), nothing, number=7)]
+    with pytest.raises(ValueError, match=r"prompt 7, sample 0, token 0: its mask, bias and min_tokens leave no token"):
+        list(completions(model, params, wanted))
+
+
 def test_ids_that_end_a_text_end_it():
     model, params = made("llama")
     (plain,) = completions(model, params, [Prompt(ids(5), Sampling(max_tokens=12))])
@@ -191,7 +208,7 @@ def test_experts_with_a_capacity_drop_nothing_while_generating():
             {},
             "30 tokens and 20 more do not fit max_len=40; ask for at most 10",
         ),
-        (Prompt((1,) * 40), {}, "40 tokens and 1 more do not fit max_len=40; ask for at most 0"),
+        (Prompt((1,) * 40), {}, "40 tokens and 1 more do not fit max_len=40; shorten it"),
         (Prompt((1,) * 20, Sampling(max_tokens=20)), {"pages": 2}, "need 3 pages of 16; there are 2"),
         (Prompt((1,)), {"rows": 0}, "rows"),
     ],

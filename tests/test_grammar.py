@@ -130,7 +130,7 @@ def test_a_tokenizer_of_transformers(tokens):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Grammar.json("{"), "the JSON schema '{' is no JSON"),
+        (lambda: Grammar.json("{"), "grammar: the JSON schema: not JSON"),
         (lambda: Grammar.json([1]), r"the JSON schema is \[1\]; it must be an object"),
         (lambda: Grammar.choices([]), r"the choices are \[\]; they must be texts, at least one and none empty"),
         (lambda: Grammar.choices("ab"), "the choices are 'ab'; they must be texts"),

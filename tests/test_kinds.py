@@ -23,7 +23,8 @@ WITHIN_A_STEP = {
     "fzero.stack", "fzero.redistribute", "fzero.optim.apply_in_place", "fzero.optim.apply_updates",
     "fzero.optim.decay_matrices", "fzero.optim.global_norm", "fzero.models.logits",
     "fzero.models.loss", "fzero.sharding.local_shape", "fzero.sharding.narrow_to", "fzero.sharding.from_dtensor",
-    "fzero.sharding.to_dtensor",
+    "fzero.sharding.to_dtensor", "fzero.generate.draw", "fzero.generate.draw_rows", "fzero.generate.score",
+    "fzero.generate.lookup",
 }  # fmt: skip
 # Those that check all of their arguments themselves, or have none.
 THEMSELVES = {

@@ -22,6 +22,7 @@ ROOT = Path(fzero.__file__).parent
 # What multiplies matrices, in Python, in Triton and in C++.
 PRODUCT = re.compile(
     r"\.dot\(|\b(b?mm|matmul|einsum|(add|badd)bmm|addmm|scaled_mm|grouped_mm|brgemm|linear)\(|scaled_dot_product"
+    r'|#include "tiles.h"'
 )
 
 # ---- every product has a formula -------------------------------------------------------------------------------------

@@ -232,9 +232,9 @@ def replay(log, states, batches, hash_ids, limits):
 
 
 SEEDS = [
-    range(150),
-    *(pytest.param(range(i, i + 985), marks=pytest.mark.slow) for i in range(150, 2120, 985)),
-    *(pytest.param(range(i, i + 985), marks=pytest.mark.exhaustive) for i in range(2120, 10_000, 985)),
+    range(300),
+    *(pytest.param(range(i, i + 985), marks=pytest.mark.slow) for i in range(300, 2270, 985)),
+    *(pytest.param(range(i, i + 985), marks=pytest.mark.exhaustive) for i in range(2270, 10_150, 985)),
 ]
 
 

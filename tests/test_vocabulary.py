@@ -235,7 +235,7 @@ def test_a_tokenizer_larger_than_the_model_is_one_line_with_its_remedy(larger, p
     code, out, _ = fz("import", larger, "--out", tmp_path / "import")
     assert code == 0 and "2 more than the model; train on with" in out and "--set model.vocab_size=259" in out
     code, _, err = fz("sample", tmp_path / "import", "--prompt", "a", "--chat", "--max-new-tokens", 1)
-    assert code == 2 and "the prompt has the token 258; the model has the ids 0 to 256" in err
+    assert code == 2 and "prompt 0 has the token 257; the model has the ids 0 to 256" in err
 
 
 @pytest.mark.slow

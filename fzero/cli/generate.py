@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import click
 from fzero.cli import process
 from fzero.cli.flags import DEVICE, EMA, FOLDER, PARAMS_ON_DISK, Number, add_flags, parse_mesh
 from fzero.cli.process import say
-from fzero.core.config_tables import COUNT, FRACTION, POSITIVE, RATE, SEED, SIZE
+from fzero.core.config_tables import COUNT, POSITIVE, RATE, SEED, SIZE
 
 SHARE = (0.0, False, 1.0, True)
 
@@ -23,17 +24,28 @@ def sampling_flag(name: str, kind: type[int] | type[float], bounds: Any, text: s
     return click.option(name, type=Number(kind, bounds), help=text)
 
 
+ANY, UNIT = (-math.inf, False, math.inf), (0.0, True, 1.0, True)  # bounds of numbers
+
+
 # Each sets the field of its name, for the lines that do not.
 SAMPLING = (
     sampling_flag("--temperature", float, RATE, "The sampling temperature. 0 takes the likeliest token. Default: 1."),
     sampling_flag("--top-k", int, COUNT, "Sample from the K likeliest tokens. 0 samples from all. Default: 0."),
     sampling_flag("--top-p", float, SHARE, "Sample from the likeliest tokens whose probabilities add up to P."),
-    sampling_flag("--min-p", float, FRACTION, "Sample from tokens at least P times as likely as the likeliest."),
+    sampling_flag(
+        "--min-p", float, (0.0, True, 1.0, True), "Sample from tokens at least P times as likely as the likeliest."
+    ),
     sampling_flag("--repetition", float, POSITIVE, "Above 1, tokens of prompt and text become less likely."),
-    click.option("--presence", type=float, help="What a token that the text has loses of its logit."),
-    click.option("--frequency", type=float, help="What it loses for each time that the text has it."),
+    sampling_flag("--presence", float, ANY, "What a token that the text has loses of its logit."),
+    sampling_flag("--frequency", float, ANY, "What it loses for each time that the text has it."),
     click.option("--stop", multiple=True, metavar="TEXT", help="A text that ends a completion. Repeatable."),
-    click.option("--stop-id", "stop_ids", type=int, multiple=True, help="An id that ends a completion. Repeatable."),
+    click.option(
+        "--stop-id",
+        "stop_ids",
+        type=Number(int, COUNT),
+        multiple=True,
+        help="An id that ends a completion. Repeatable.",
+    ),
     click.option("--include-stop", is_flag=True, help="Whether a completion has the text of --stop that ended it."),
     click.option("--ignore-eos", is_flag=True, help="Whether the model's end of text ends no completion."),
     sampling_flag("--min-tokens", int, COUNT, "The fewest tokens of a completion."),

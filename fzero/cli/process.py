@@ -312,5 +312,6 @@ def end_stopped(error: signals.Stopped) -> int:
     if coordinator is not None:
         coordinator.stop(error.number)
     if coordinator is None or coordinator.first:
-        print(f"fzero: {error}; there was nothing to save", file=sys.stderr, flush=True)
-    return signals.exit_code(error.number)
+        text = f": {error.unfinished}" if error.unfinished else "; there was nothing to save"
+        print(f"fzero: {error}{text}", file=sys.stderr, flush=True)
+    return 128 + error.number if error.unfinished else signals.exit_code(error.number)

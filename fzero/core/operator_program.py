@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from fzero import core
 from fzero.core.compile import fake_mode, fakes_of
-from fzero.core.torch_private import DataDependent
+from fzero.core.torch_private import DataDependent, OpOverload
 
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten.select.int)
 
@@ -42,7 +42,7 @@ def operators_of(
             lines.append(f"return {_text(node.args[0], names, scope)}")
         elif node.op == "call_function" and node not in constants:
             target = node.target
-            scope[f"f_{names[node]}"] = target._op if isinstance(target, torch._ops.OpOverload) else target
+            scope[f"f_{names[node]}"] = target._op if isinstance(target, OpOverload) else target
             arguments = [_text(x, names, scope) for x in node.args]
             arguments += [f"{key}={_text(value, names, scope)}" for key, value in node.kwargs.items()]
             lines.append(f"{names[node]} = f_{names[node]}({', '.join(arguments)})")

@@ -50,6 +50,7 @@ NAMES = {
     "DeviceProperties": "torch._inductor.runtime.hints:DeviceProperties",
     "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
+    "OpOverload": "torch._ops:OpOverload",
     "GraphLowering": "torch._inductor.graph:GraphLowering",
     "ShapeEnv": "torch.fx.experimental.symbolic_shapes:ShapeEnv",
     "StridedShard": "torch.distributed.tensor.placement_types:_StridedShard",

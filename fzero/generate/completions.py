@@ -16,7 +16,7 @@ from fzero.core.arguments import checked, expect_device, expect_fields
 from fzero.core.config_tables import AtLeastOne, Count
 from fzero.core.copy_buckets import bring_together, read_scalars, start_fetch
 from fzero.core.pytree import Tree
-from fzero.generate.draws import Drawn, draw, log_sum_exp, score
+from fzero.generate.draws import Drawn, NoProbabilities, draw, log_sum_exp, score
 from fzero.generate.grammar import Grammar, GrammarState, GrammarTokens, advance, grammar_mask, start_grammar
 from fzero.generate.pages import PAGE_TOKENS, Pages, page_spec, pages_for
 from fzero.generate.requests import Arrivals, Batch, Request, Row, StepLimits
@@ -190,10 +190,10 @@ def completions(
     """Yield the Completion of each sample of each prompt, as soon as it has ended.
 
     What is drawn depends on a prompt's ids, sampling and number alone, not on what runs beside it; with
-    kernels="canonical" to the last bit. plan: of `params`; None: they are whole here. On a mesh all ranks call it with
-    the same prompts; those of dp and rp share them out, and each yields its own. on_token: called with (number, sample,
-    token, text that is certain now) as tokens are drawn; on_step with (tokens that it computed, pages in use) behind
-    each step.
+    kernels="canonical" to the last bit. No expert drops a token, whatever capacity it was trained with.
+    plan: of `params`; None: they are whole here. On a mesh all ranks call it with the same prompts; those of dp and rp
+    share them out, and each yields its own. on_token: called with (number, sample, token, text that is certain now) as
+    tokens are drawn; on_step with (tokens that it computed, pages in use) behind each step.
 
     Raises ValueError for a prompt that is empty, has an id outside of the vocabulary, does not fit the model's max_len
     or the pages, two prompts of one number, and as `make_step`.
@@ -234,9 +234,9 @@ def sequences_of(model: Model, prompts: Sequence[Prompt], options: GenerateOptio
             )
         remaining = max_len - length
         if remaining < (asked or 1):
+            fix = f"ask for at most {remaining}, or shorten it" if remaining > 0 else "shorten it"
             raise ValueError(
-                f"prompt {prompt.number}: {length} tokens and {asked or 1} more do not fit max_len={max_len}; ask for "
-                f"at most {max(remaining, 0)}, or shorten it"
+                f"prompt {prompt.number}: {length} tokens and {asked or 1} more do not fit max_len={max_len}; {fix}"
             )
         expect_vocabulary(prompt.sampling, vocab)
         if prompt.sampling.stop and options.decode is None:
@@ -249,8 +249,9 @@ def sequences_of(model: Model, prompts: Sequence[Prompt], options: GenerateOptio
                 f"prompt {prompt.number} has a grammar, and nothing says what its tokens are; give "
                 "GenerateOptions(grammar_tokens=generate.grammar_tokens(tokenizer))"
             )
-        decode, ends = options.decode or (lambda ids: ""), options.ends
-        rules = stop_rules(prompt.sampling, decode, eos=ends, longest=remaining)
+        rules = stop_rules(prompt.sampling, options.decode or (lambda ids: ""), eos=options.ends, longest=remaining)
+        if prompt.grammar is not None and options.grammar_tokens is not None:  # behind a whole text nothing else comes
+            rules = rules._replace(ids=rules.ids | {*options.grammar_tokens.ends})
         state = start_text(rules, prompt.ids)
         samples, new_tokens = {*range(prompt.sampling.n)} - prompt.skip, remaining if asked is None else asked
         tokens = options.grammar_tokens
@@ -338,7 +339,8 @@ class _Sequences:
         size = self.limits.page_tokens
         for admission in batch.admitted:
             for i, page in enumerate(admission.scored_pages):
-                positions, numbers = range(i * size, (i + 1) * size)[i == 0 :], self.page_scores[page]
+                # A first page of one position has none: nothing is before its token.
+                positions, numbers = range(i * size, (i + 1) * size)[i == 0 :], self.page_scores.get(page, {})
                 self.sequences[admission.number].scores |= {position: numbers[position] for position in positions}
         rows = [(row.ids, row.start, row.pages) for row in batch.rows]
         padding = [] if rows else [([0], 0, [self.limits.pages])]
@@ -384,7 +386,13 @@ class _Sequences:
             return
         logits = torch.cat([part for _, part in drawing])
         rows = draw_rows(draws, logits.device)
-        out = draw(logits, rows, vocab_size=self.options.vocab_size, log_sum_exp=self.log_sum_exp)
+        try:
+            out = draw(logits, rows, vocab_size=self.options.vocab_size, log_sum_exp=self.log_sum_exp)
+        except NoProbabilities as error:
+            row = draws[error.row]
+            raise ValueError(
+                f"prompt {row.request}, sample {row.sample}, token {len(row.drawn)}: {error.reason}"
+            ) from None
         table, first = _table(out), 0
         for row, part in drawing:
             sequence, tokens = self.sequences[row.number], []

@@ -158,12 +158,20 @@ def _draw_whole(z: Tensor, lse: Tensor, keys: Tensor, *_: Any) -> tuple[Tensor, 
     return tokens, drawn, torch.ones_like(drawn, dtype=torch.float32)
 
 
+class NoProbabilities(ValueError):
+    """A row of logits from which no token can be drawn."""
+
+    def __init__(self, row: int, reason: str) -> None:
+        super().__init__(f"row {row} of the logits has no probabilities: {reason}")
+        self.row, self.reason = row, reason
+
+
 def _finite(lse: Tensor, reason: str, rows: Tensor | slice = slice(None)) -> Tensor:
-    """The log-sum-exp of those rows; raises ValueError unless all are numbers."""
+    """The log-sum-exp of those rows; raises NoProbabilities unless all are numbers."""
     if not math.isfinite(float(lse.sum())):
         wrong = int((~lse.isfinite()).nonzero()[0])
         wrong = wrong + (rows.start or 0) if isinstance(rows, slice) else int(rows[wrong])
-        raise ValueError(f"row {wrong} of the logits has no probabilities: {reason}")
+        raise NoProbabilities(wrong, reason)
     return lse
 
 

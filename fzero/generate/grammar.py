@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from fzero.core import packages
-from fzero.core.arguments import expect_fields
+from fzero.core.arguments import checked, expect_fields
 from fzero.core.config_tables import check_choice
-from fzero.core.text_parsing import short
+from fzero.core.text_parsing import parse_json_value, short
 from fzero.data.tokenizers import Tokenizer
 
 KINDS = ("json", "regex", "choices")
@@ -49,10 +49,7 @@ class Grammar:
     def json(cls, schema: Mapping[str, Any] | str, *, compact: bool = False) -> Grammar:
         """JSON values of a schema, given as a dict or as JSON; raises ValueError for what is no JSON."""
         if isinstance(schema, str):
-            try:
-                schema = json.loads(schema)
-            except ValueError as error:
-                raise ValueError(f"grammar: the JSON schema {short(schema)} is no JSON: {error}") from None
+            schema = parse_json_value(schema, "grammar: the JSON schema")
         if not isinstance(schema, Mapping):
             raise ValueError(
                 f'grammar: the JSON schema is {short(schema)}; it must be an object, such as {{"type": "integer"}}'
@@ -105,6 +102,7 @@ class _Bytes:
         return list(text if isinstance(text, bytes) else text.encode())
 
 
+@checked()
 def grammar_tokens(tokenizer: Tokenizer | Any, *, eos: Sequence[int] = ()) -> GrammarTokens:
     """The tokens of a tokenizer of fzero, or of a fast one of transformers, about a second for 100,000 of them.
 
@@ -161,7 +159,7 @@ def _start(grammar: Grammar, tokens: GrammarTokens) -> GrammarState:
         options = {"whitespace_flexible": False} if grammar.compact else None
         source = matcher_class.grammar_from_json_schema(grammar.text, overrides=options)
     else:
-        texts = json.loads(grammar.text) if grammar.kind == "choices" else []
+        texts = parse_json_value(grammar.text, "grammar: the choices") if grammar.kind == "choices" else []
         source = matcher_class.grammar_from_regex("|".join(map(_escape, texts)) if texts else grammar.text)
     return _state(
         matcher_class(tokens.library, source, log_level=0),

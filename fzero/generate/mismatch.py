@@ -44,7 +44,6 @@ class Mismatch(NamedTuple):
 
 
 @checked("params")
-@torch.no_grad()
 def mismatch(
     model: Model,
     params: Tree,
@@ -78,7 +77,8 @@ def mismatch(
             raise ValueError(f"there is a completion of prompt {completion.number}, which is not among the prompts")
         ids = by_number[completion.number].ids
         text = torch.tensor([[*ids, *completion.ids]], device=leaves[0].device)
-        logits = forward.logits(model, params, {"tokens": text[:, :-1]}, ctx)[0, len(ids) - 1 :]
+        with torch.no_grad():
+            logits = forward.logits(model, params, {"tokens": text[:, :-1]}, ctx)[0, len(ids) - 1 :]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         trainer, _ = score(logits, text[0, len(ids) :], log_sum_exp=lse)
         sampler = torch.tensor(completion.log_probs, dtype=torch.float64)

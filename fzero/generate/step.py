@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.copy_buckets import bring_together
 from fzero.core.pytree import Tree
 from fzero.generate.pages import Pages, recomputes
@@ -77,6 +78,7 @@ class StepBatch(NamedTuple):
         return cls(*bring_together(tensors, device))
 
 
+@checked()
 def make_step(model: Model, plan: Plan, *, kernels: str | Kernels = "auto", dtype: torch.dtype | None = None) -> Step:
     """Return `step(params, pages, batch) -> (logits, pages)`: logits float32 [M, V] of the tokens that the batch names,
     and the pages with the entries of its tokens.

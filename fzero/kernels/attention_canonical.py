@@ -116,6 +116,9 @@ def on_pages(
     f"paged_attention_canonical(Tensor q, Tensor k, Tensor v, Tensor table, Tensor starts, Tensor positions, {HOW}) -> "
     "Tensor",
     lambda q, k, v, *arguments: q.new_empty((*q.shape[:2], v.shape[-1])),
+    flop=lambda q, k, v, table, *rest, out_val, **options: (
+        2 * (q.numel() + out_val.numel()) * table.shape[1] * k.shape[1]
+    ),
 )
 def paged_forward(
     q: Tensor,

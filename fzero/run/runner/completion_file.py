@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fzero.core.files import cut_half_line, open_to_write
+from fzero.core.files import cut_half_line, naming, open_to_write
 from fzero.core.storage import write_text
 from fzero.core.text_parsing import expect_entries, json_text, parse_json, read_json, short
 from fzero.generate import Completion
@@ -60,6 +60,8 @@ def open_completions(out: Path, settings: Mapping[str, Any], lines: Sequence[Pro
     Raises ValueError for a file that other settings made, naming the first that differs, and for one that is no file of
     completions.
     """
+    if not out.parent.is_dir():
+        raise ValueError(f"{out}: there is no folder {out.parent}; make it first")
     path, parts = settings_path(out), sorted(out.parent.glob(f"{out.name}.rank-*"))
     if not os.path.lexists(path):
         if os.path.lexists(out) or parts:
@@ -107,8 +109,9 @@ def writer(out: Path) -> Iterator[Any]:
 
         def write(line: str) -> None:
             data = memoryview(f"{line}\n".encode())
-            while data:
-                data = data[os.write(fd, data) :]
+            with naming(out):
+                while data:
+                    data = data[os.write(fd, data) :]
 
         yield write
     finally:

@@ -13,6 +13,7 @@ from fzero.generate import GenerateOptions, Sampling, completions
 from fzero.run.runner.completion_file import append_part, completion_text, open_completions, part_path, writer
 from fzero.run.runner.prompt_file import PromptLine, read_prompts, read_raw_lines
 from fzero.run.setup.coordinator import Coordinator
+from fzero.run.setup.signals import Stopped
 from fzero.run.setup.text_model import TextModel
 
 
@@ -90,11 +91,13 @@ def generate_file(
                 if mesh.tp.rank == 0:
                     write(completion_text(lines[completion.number], completion, log_probs=log_probs))
                 progress = progress._replace(done=progress.done + 1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped) as error:
         count = sum(1 for _ in read_raw_lines(target))
-        raise KeyboardInterrupt(
-            f"{count:,} of {total:,} completions are in {target}; the same command makes the others"
-        ) from None
+        text = f"{count:,} of {total:,} completions are in {target}; the same command makes the others"
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(text) from None
+        error.unfinished = text
+        raise
     tokens = sum(coordinator.gather(progress.tokens if mesh.tp.rank == 0 else 0))
     if coordinator.first and coordinator.size > 1:
         for rank in range(coordinator.size):

@@ -75,6 +75,7 @@ from fzero.run.setup.run_folder import CONFIG as CONFIG
 from fzero.run.setup.run_folder import read_metrics as read_metrics
 
 # Signals that end a run
+from fzero.run.setup.signals import Stopped as Stopped
 from fzero.run.setup.signals import handlers_restored as handlers_restored
 from fzero.run.setup.signals import stop_signals as stop_signals
 

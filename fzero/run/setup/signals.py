@@ -44,6 +44,7 @@ class Stopped(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.number = number
+        self.unfinished = ""  # what is missing of the command's work, if it was not to be stopped before its end
 
 
 def under_torchrun() -> bool:
