@@ -95,7 +95,7 @@ def test_ids_outside_the_tokenizer_are_not_drawn_and_eos_ends():
         ({"n": 20}, "5 tokens and 20 more do not fit max_len=24; ask for at most 19"),
         (
             {"tokens": torch.zeros(1, 30, dtype=torch.int64)},
-            "30 tokens and 1 more do not fit max_len=24; ask for at most 0",
+            "30 tokens and 1 more do not fit max_len=24; shorten it",
         ),
         ({"tokens": torch.zeros(1, 0, dtype=torch.int64)}, "prompt 0 has no tokens"),
         ({"tokens": torch.tensor([[61]])}, "prompt 0 has the token 61"),

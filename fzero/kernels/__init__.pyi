@@ -22,6 +22,7 @@ from fzero.kernels import optim_lowbit as optim_lowbit
 from fzero.kernels import paged_attention as paged_attention
 from fzero.kernels import quantize as quantize
 from fzero.kernels import quantize_codes as quantize_codes
+from fzero.kernels import quantized_linear as quantized_linear
 from fzero.kernels import rowwise as rowwise
 from fzero.kernels import tuning as tuning
 
@@ -134,9 +135,6 @@ from fzero.kernels.quantize import dequantize as dequantize
 from fzero.kernels.quantize_codes import KINDS as KINDS
 from fzero.kernels.quantize_codes import codes_a_byte as codes_a_byte
 from fzero.kernels.quantize_codes import empty_codes as empty_codes
-
-# Products with a weight in codes
-from fzero.kernels.quantized_linear import quantized_linear as quantized_linear
 
 # The registry of hot operations
 from fzero.kernels.registry import AUTO as AUTO

@@ -28,7 +28,6 @@ from fzero.core.config_tables import power_of_two
 from fzero.core.pytree import Tree, nearest
 from fzero.core.stack import Block
 from fzero.kernels.quantize_codes import KINDS, codes_a_byte
-from fzero.kernels.quantized_linear import quantized_linear
 from fzero.models.base import CODES, SCALES, MakeLeaf, Model, leaf_shapes, map_blocks
 from fzero.models.configs import LoRAConfig, QuantizedConfig
 from fzero.sharding import Mesh, Rules, Spec, match_rules
@@ -157,7 +156,9 @@ class _FrozenProduct(Function):
     @staticmethod
     def forward(x: Tensor, codes: Tensor, scales: Tensor, kind: str, block: int, transposed: bool, impl: str) -> Tensor:
         if not transposed:
-            return quantized_linear(x, codes, reinterpret(scales, torch.float32), kind, block, impl=impl)
+            return kernels.quantized_linear.quantized_linear(
+                x, codes, reinterpret(scales, torch.float32), kind, block, impl=impl
+            )
         return x @ _dense(codes, scales, kind, block, x.dtype).mT
 
     @staticmethod

@@ -25,7 +25,6 @@ from fzero.data.packing import figures
 from fzero.data.remote_tokens import RemoteTokens
 from fzero.data.tokenizers import Tokenizer
 from fzero.data.tokens import read_meta
-from fzero.generate import Sampling
 from fzero.kernels.registry import describe
 from fzero.offload import DiskTraffic
 from fzero.optim import AverageState
@@ -40,7 +39,6 @@ from fzero.run.measure.memory_check import snapshot_limit
 from fzero.run.measure.metrics_rows import Meter, format_duration, metrics_writer, show_progress
 from fzero.run.measure.step_records import StepRecorder, StepSelection, select_steps, steps_of
 from fzero.run.runner import rollback
-from fzero.run.runner.continue_text import continue_text
 from fzero.run.runner.evaluate import evaluate_all
 from fzero.run.runner.out_of_memory import explained
 from fzero.run.runner.pretrain import expect_memory, resume, start
@@ -372,6 +370,9 @@ def prompt_of(attempt: Attempt) -> tuple[Tokenizer, np.ndarray, list[int]]:
 
 def sample_text(attempt: Attempt, params: Any, n: int = 300) -> str:
     """The text of up to `n` tokens generated after the prompt of the options."""
+    from fzero.generate import Sampling
+    from fzero.run.runner.continue_text import continue_text
+
     job, (tokenizer, ids, ends) = attempt.job, prompt_of(attempt)
     # Weights from a disk are in the host's memory, from where each token takes them to the device.
     leaves = pytree.named_leaves(params)
