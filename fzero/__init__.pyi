@@ -2,6 +2,7 @@ from fzero import checkpoint as checkpoint
 from fzero import comm as comm
 from fzero import core as core
 from fzero import data as data
+from fzero import generate as generate
 from fzero import kernels as kernels
 from fzero import models as models
 from fzero import offload as offload

@@ -94,6 +94,6 @@ def test_what_is_missing_is_named():
 
 
 def test_all_modules_that_a_user_meets_have_a_page():
-    met = (fzero.optim, fzero.models, fzero.sharding, pipeline, fzero.checkpoint, fzero.data)
+    met = (fzero.optim, fzero.models, fzero.sharding, pipeline, fzero.checkpoint, fzero.generate, fzero.data)
     met = (*met, fzero.pytree, fzero.random)
     assert {module.__name__ for module in (fzero, *met)} == set(PAGES)
