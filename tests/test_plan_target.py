@@ -34,7 +34,7 @@ COMMON = {"attention": "triton", "linear_cross_entropy": "triton", "adamw": "tri
 LLAMA = COMMON | dict.fromkeys(("rms_norm", "add_rms_norm", "rope_qk", "swiglu"), "triton")
 ON_H100 = {
     "llama": LLAMA,
-    "gpt2": COMMON | {"layer_norm": "triton", "add_layer_norm": "triton"},
+    "gpt2": COMMON | {"layer_norm": "triton", "add_layer_norm": "triton", "gelu": "reference"},
     "mixtral": LLAMA | dict.fromkeys(("route", "group", "permute", "unpermute"), "triton") | {"grouped_mm": "torch"},
 }
 

@@ -20,7 +20,7 @@ from fzero.kernels.float8 import cpu_lacks
 ROOT = Path(fzero.__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 FORMS = {"grouped_mm": "torch", "float8_linear": "scaled_mm"}  # of a GPU, where it is not Triton's
-FORMS |= dict.fromkeys(("linear", "logits", "gelu", "sigmoid", "tanh", "log_sum_exp"), "reference")
+FORMS |= dict.fromkeys(("linear", "logits", "gelu", "sigmoid", "tanh", "log_sum_exp", "quantized_linear"), "reference")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ def sampling_flag(name: str, kind: type[int] | type[float], bounds: Any, text: s
     return click.option(name, type=Number(kind, bounds), help=text)
 
 
-ANY, UNIT = (-math.inf, False, math.inf), (0.0, True, 1.0, True)  # bounds of numbers
+ANY, UNIT = (-1e4, True, 1e4, True), (0.0, True, 1.0, True)  # bounds of numbers
 
 
 # Each sets the field of its name, for the lines that do not.

@@ -104,7 +104,6 @@ float soften(const Shape& z, const Block& block, int64_t query, int64_t first, i
 #pragma omp simd
   for (int64_t i = 0; i < n; i++) scores[i] *= z.scale;
   if (z.cap != 0.0f) {
-#pragma omp simd
     for (int64_t i = 0; i < n; i++) scores[i] = capped(scores[i], z.cap);
   }
   const int64_t low = std::min(n, std::max<int64_t>(0, std::max(block.start, first_key(z, query)) - first));

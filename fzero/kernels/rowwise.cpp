@@ -63,7 +63,6 @@ template <typename T> void layer_norm(const T* x, const float* scale, const floa
     const auto centred = [&](int64_t i) { return wide(in[i]) - mean; };
     const float squares = sum(s.n, [&](int64_t i) { return centred(i) * centred(i); });
     const float r = 1.0f / std::sqrt(squares / float(s.n) + float(s.eps));
-#pragma omp simd
     for (int64_t i = 0; i < s.n; i++) {
       T normed, product;
       narrow(centred(i) * r, normed);
@@ -138,7 +137,6 @@ void turns(const int64_t* positions, const float* frequencies, float* cosines, f
 #pragma omp parallel for num_threads(int(s.threads)) if (s.threads > 1)
   for (int64_t row = 0; row < s.rows; row++) {
     const float position = float(positions[row]);
-#pragma omp simd
     for (int64_t i = 0; i < s.n; i++) {
       const double angle = double(position * frequencies[i]);
       const double quarters = std::floor(angle * 0.63661977236758134308 + 0.5);
