@@ -125,17 +125,17 @@ def draw(
         if function is _draw_limited:
             step = max(step, ELEMENTS_ELSEWHERE // max(y.shape[1], 1))
         for start in range(0, len(index), step):
-            some = index[start : start + step]
+            chunk = index[start : start + step]
             if len(index) == len(logits):  # all rows: views of them
-                some = slice(start, start + step)
-            z = y[some] if rows.temperature is None else y[some] / rows.temperature[some, None].to(y.dtype)
-            z_lse = lse[some]
+                chunk = slice(start, start + step)
+            z = y[chunk] if rows.temperature is None else y[chunk] / rows.temperature[chunk, None].to(y.dtype)
+            z_lse = lse[chunk]
             if changed:
-                z_lse = _finite(log_sum_exp(z), "its mask, bias and min_tokens leave no token to draw", some)
+                z_lse = _finite(log_sum_exp(z), "its mask, bias and min_tokens leave no token to draw", chunk)
             limits = rows.limits
             if limits is not None:
                 limits = limits._replace(**{name: getattr(limits, name)[start : start + step] for name in LIMITED})
-            parts.append((some, *function(z, z_lse, rows.keys[some], limits)))
+            parts.append((chunk, *function(z, z_lse, rows.keys[chunk], limits)))
     columns: list[Any] = list(zip(*parts))
     tokens, drawn, mass = (torch.cat(x) if len(x) > 1 else x[0] for x in columns[1:])
     if not isinstance(columns[0][0], slice):
@@ -243,8 +243,8 @@ def _draw_limited(z: Tensor, lse: Tensor, keys: Tensor, limits: Limits | None) -
         width = min(8 * width, z.shape[1])
     width = int(counts.max())
     values, ids = values[:, :width], ids[:, :width]
-    left = torch.arange(width, device=z.device) < counts[:, None]
-    tokens, _ = _winners(values.masked_fill(~left, -math.inf), ids, keys)
+    candidates = torch.arange(width, device=z.device) < counts[:, None]
+    tokens, _ = _winners(values.masked_fill(~candidates, -math.inf), ids, keys)
     shifted = values.gather(-1, (ids == tokens[:, None]).int().argmax(-1, keepdim=True))[:, 0] - values[:, 0]
     log_sums = _by_number(math.log, sums)
     mass = _by_number(lambda x: min(math.exp(x), 1.0), log_sums.double() + values[:, 0] - lse.double())
@@ -259,20 +259,22 @@ def _likeliest(z: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _counts(values: Tensor, lse: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
-    """(how many of the likeliest tokens are left, int64 [R]; the sum of their weights exp(value - the largest))."""
+    """(how many of the likeliest tokens are candidates, int64 [R]; the sum of their weights exp(value - largest))."""
     shifted = values - values[:, :1]
     width = values.shape[1]
     kth = shifted.gather(-1, (limits.top_k[:, None] - 1).clamp(0, width - 1))
-    left = (shifted >= limits.min_p[:, None]) & ((limits.top_k[:, None] == 0) | (shifted >= kth))
-    left &= shifted > -math.inf
+    candidates = (shifted >= limits.min_p[:, None]) & ((limits.top_k[:, None] == 0) | (shifted >= kth))
+    candidates &= shifted > -math.inf
     weights = _exp(torch.cat((shifted, lse[:, None] - values[:, :1]), -1))
-    sums = _prefix_sums(torch.where(left, weights[:, :-1], 0.0))
-    counts = left.sum(-1, keepdim=True)
-    all_left = (limits.top_k == 0) & (limits.min_p == -math.inf)
-    total = torch.where(all_left[:, None], weights[:, -1:], sums.gather(-1, counts - 1))
+    sums = _prefix_sums(torch.where(candidates, weights[:, :-1], 0.0))
+    counts = candidates.sum(-1, keepdim=True)
+    unlimited = (limits.top_k == 0) & (limits.min_p == -math.inf)
+    total = torch.where(unlimited[:, None], weights[:, -1:], sums.gather(-1, counts - 1))
     before = torch.nn.functional.pad(sums[:, :-1], (1, 0))
-    left = left & ((before < limits.top_p[:, None] * (1.0 - SLACK) * total) | (limits.top_p[:, None] == 1.0))
-    counts = left.sum(-1, keepdim=True)
+    candidates = candidates & (
+        (before < limits.top_p[:, None] * (1.0 - SLACK) * total) | (limits.top_p[:, None] == 1.0)
+    )
+    counts = candidates.sum(-1, keepdim=True)
     return counts[:, 0], sums.gather(-1, counts - 1)[:, 0]
 
 
