@@ -299,7 +299,7 @@ def codes(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
         m, k, f = (2, 64, 128) if tiny else (8, 2048, 8192)
         x, w = (torch.randn(s, device=device, dtype=BF16) for s in ((m, k), (k, f)))
         codes, scales = op("quantize")(w * k**-0.5, "int8", 64, impl="reference")
-        return _case("quantized_linear", (x,), 0, codes, scales, "int8", 64)._replace(precise=False)
+        return _case("quantized_linear", (x,), 0, codes, scales, "int8", 64)
 
     yield product_of_codes
 
