@@ -1,8 +1,10 @@
 from fzero.generate.completions import Completion as Completion
+from fzero.generate.completions import Completions as Completions
 from fzero.generate.completions import GenerateOptions as GenerateOptions
 from fzero.generate.completions import Prompt as Prompt
 from fzero.generate.completions import completions as completions
 from fzero.generate.completions import lookup as lookup
+from fzero.generate.completions import prefix_cache as prefix_cache
 from fzero.generate.continuations import Continuation as Continuation
 from fzero.generate.continuations import score_continuations as score_continuations
 from fzero.generate.draws import draw as draw
@@ -14,6 +16,7 @@ from fzero.generate.mismatch import mismatch as mismatch
 from fzero.generate.pages import Pages as Pages
 from fzero.generate.pages import PageSpec as PageSpec
 from fzero.generate.pages import page_spec as page_spec
+from fzero.generate.prefixes import PrefixCache as PrefixCache
 from fzero.generate.rows import DrawRow as DrawRow
 from fzero.generate.rows import draw_rows as draw_rows
 from fzero.generate.sampling import Sampling as Sampling

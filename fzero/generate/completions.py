@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,8 @@ from fzero.core.copy_buckets import bring_together, read_scalars, start_fetch
 from fzero.core.pytree import Tree
 from fzero.generate.draws import Drawn, NoProbabilities, draw, log_sum_exp, score
 from fzero.generate.grammar import Grammar, GrammarState, GrammarTokens, advance, grammar_mask, start_grammar
-from fzero.generate.pages import PAGE_TOKENS, Pages, page_spec, pages_for
+from fzero.generate.pages import PAGE_TOKENS, PageSpec, page_spec, pages_for
+from fzero.generate.prefixes import PrefixCache, expect_cache, root_of
 from fzero.generate.requests import Arrivals, Batch, Request, Row, StepLimits
 from fzero.generate.rows import DrawRow, draw_rows
 from fzero.generate.sampling import Sampling, expect_vocabulary
@@ -184,19 +185,22 @@ def completions(
     *,
     plan: Plan | None = None,
     options: GenerateOptions = GenerateOptions(),
+    cache: PrefixCache | None = None,
     on_token: OnToken = lambda number, sample, token, text: None,
     on_step: OnStep = lambda tokens, pages: None,
-) -> Iterator[Completion]:
-    """Yield the Completion of each sample of each prompt, as soon as it has ended.
+) -> Completions:
+    """Return an iterator over the Completion of each sample of each prompt, as soon as it has ended.
 
     What is drawn depends on a prompt's ids, sampling and number alone, not on what runs beside it; with
     kernels="canonical" to the last bit. No expert drops a token, whatever capacity it was trained with.
     plan: of `params`; None: they are whole here. On a mesh all ranks call it with the same prompts; those of dp and rp
-    share them out, and each yields its own. on_token: called with (number, sample, token, text that is certain now) as
+    share them out, and each yields its own. cache: the pages
+    to use, of `prefix_cache` or an earlier call, which are spent; the iterator's `cache` has those to go on with.
+    on_token: called with (number, sample, token, text that is certain now) as
     tokens are drawn; on_step with (tokens that it computed, pages in use) behind each step.
 
     Raises ValueError for a prompt that is empty, has an id outside of the vocabulary, does not fit the model's max_len
-    or the pages, two prompts of one number, and as `make_step`.
+    or the pages, two prompts of one number, a cache of other pages or that another call was given, and as `make_step`.
 
     >>> from fzero import generate, models, random
     >>> model = models.build(models.LlamaConfig(32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=32))
@@ -206,13 +210,86 @@ def completions(
     [4]
     """
     plan = plan or zero_plan(0, model, one_process())
-    device = next((x.device for x in pytree.leaves(params) if isinstance(x, Tensor)), torch.device("cpu"))
-    device = expect_device(options.device or device)
+    device = _device_of(params, options)
     expect_generates(model, plan)
     mesh = plan.mesh
     sequences = sequences_of(model, prompts, options)
     sequences = sequences[mesh.data_rank :: mesh.data_size]
-    return _Sequences(model, params, plan, options, sequences, device).steps(on_token, on_step)
+    made = _Sequences(model, params, plan, options, sequences, device, cache)
+    return Completions(made.steps(on_token, on_step), made.cache)
+
+
+class Completions(Iterator[Completion]):
+    """The completions of a call of `completions`, as they end.
+
+    >>> from fzero import generate, models, random
+    >>> model = models.build(models.LlamaConfig(32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=32))
+    >>> params = models.init_params(model, random.key(0))
+    >>> out = generate.completions(model, params, [generate.Prompt((1, 2, 3), generate.Sampling(max_tokens=4))])
+    >>> len(next(out).ids), list(out)
+    (4, [])
+    """
+
+    def __init__(self, steps: Generator[Completion, None, None], cache: Callable[[], PrefixCache]) -> None:
+        self._steps, self._cache = steps, cache
+
+    def __next__(self) -> Completion:
+        return next(self._steps)
+
+    def close(self) -> None:
+        """End them: those that have not ended are given up."""
+        self._steps.close()
+
+    @property
+    def cache(self) -> PrefixCache:
+        """The cache that the call was given, with what it computed; ends the completions. Raises ValueError if it was
+        given none."""
+        self.close()
+        return self._cache()
+
+
+@checked("params")
+def prefix_cache(
+    model: Model, params: Tree, count: int, *, plan: Plan | None = None, options: GenerateOptions = GenerateOptions()
+) -> PrefixCache:
+    """Return `count` empty pages for calls of `completions` with these arguments, which leave there what they compute.
+
+    Prompts of a later call that begin alike take keys and values from there; their log-probs are those without, with
+    kernels="canonical" to the last bit. After other weights, adapters or kernels nothing is found. Least recently used
+    pages go first. Raises ValueError for a count below 1.
+
+    >>> from fzero import generate, models, random
+    >>> model = models.build(models.LlamaConfig(32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=32))
+    >>> params, computed = models.init_params(model, random.key(0)), []
+    >>> cache = generate.prefix_cache(model, params, 100)
+    >>> calls = {"on_step": lambda tokens, pages: computed.append(tokens)}
+    >>> for _ in range(2):
+    ...     prompt = generate.Prompt((1, 2) * 20, generate.Sampling(max_tokens=1))
+    ...     out = generate.completions(model, params, [prompt], cache=cache, **calls)
+    ...     texts, cache = list(out), out.cache
+    >>> computed  # of 40 tokens, 32 fill two pages
+    [40, 8]
+
+    Ref: Zheng et al. 2023, "SGLang", arXiv:2312.07104, section 3.
+    """
+    spec = _spec_of(model, params, plan or zero_plan(0, model, one_process()), options, count)
+    return PrefixCache.of_pages(spec.zeros(_device_of(params, options)))
+
+
+def _device_of(params: Tree, options: GenerateOptions) -> torch.device:
+    """The device of the computation."""
+    device = next((x.device for x in pytree.leaves(params) if isinstance(x, Tensor)), torch.device("cpu"))
+    return expect_device(options.device or device)
+
+
+def _dtype_of(params: Tree) -> torch.dtype:
+    """The dtype of the computation."""
+    return next((x.dtype for x in pytree.leaves(params) if x.dtype.is_floating_point), torch.float32)
+
+
+def _spec_of(model: Model, params: Tree, plan: Plan, options: GenerateOptions, count: int) -> PageSpec:
+    """The pages of a call."""
+    return page_spec(model, plan, count, page_tokens=options.page_tokens, dtype=_dtype_of(params))
 
 
 def sequences_of(model: Model, prompts: Sequence[Prompt], options: GenerateOptions) -> list[_Sequence]:
@@ -271,30 +348,45 @@ class _Sequences:
         options: GenerateOptions,
         sequences: Sequence[_Sequence],
         device: torch.device,
+        cache: PrefixCache | None,
     ) -> None:
         self.params, self.plan, self.options, self.device = params, plan, options, device
-        dtype = next((x.dtype for x in pytree.leaves(params) if x.dtype.is_floating_point), torch.float32)
-        self.sequences = dict(enumerate(sequences))
+        self.sequences, self.reused = dict(enumerate(sequences)), cache is not None
         needed = sorted(pages_for(len(s.prompt.ids) + s.new_tokens, options.page_tokens) for s in sequences)
-        count = options.pages or max(1, sum(needed[-options.rows :]))
+        count = cache.pages.spec.count if cache else options.pages or max(1, sum(needed[-options.rows :]))
         rows = min(options.rows, max(1, len(sequences)))
         self.limits = StepLimits(max(options.tokens, rows), rows, count, options.page_tokens)
-        self.pages: Pages = page_spec(model, plan, count, page_tokens=options.page_tokens, dtype=dtype).zeros(device)
-        self.step = make_step(model, plan, kernels=options.kernels, dtype=dtype)
+        spec, self.root = _spec_of(model, params, plan, options, count), b"" if options.prefixes else None
+        if cache is None:
+            cache = PrefixCache.of_pages(spec.zeros(device))
+        else:
+            expect_cache(cache, spec, options.pages, device)
+            if options.prefixes:
+                self.root = root_of(model, params, plan, spec, options.kernels, device)
+        self.pages, self.state = cache.pages.donate(), empty_state(self.limits)._replace(pool=cache.pool)
+        self.scores = cache.scores
+        self.step = make_step(model, plan, kernels=options.kernels, dtype=_dtype_of(params))
         canonical = Kernels.parse(options.kernels).canonical
         self.log_sum_exp = functools.partial(rowwise.log_sum_exp, impl="canonical") if canonical else log_sum_exp
-        self.page_scores: dict[int, dict[int, float]] = {}  # by page: those of its tokens, by position in the prompt
 
-    def steps(self, on_token: OnToken, on_step: OnStep) -> Iterator[Completion]:
+    def cache(self) -> PrefixCache:
+        """The cache to go on with; what has not ended is given up."""
+        if not self.reused:
+            raise ValueError("this call was given no cache; give it cache=generate.prefix_cache(...)")
+        pool = self.state.pool
+        for sequence in self.state.running:
+            pool = pool.release(sequence.pages)
+        return PrefixCache(self.pages.donate(), pool, self.scores)
+
+    def steps(self, on_token: OnToken, on_step: OnStep) -> Generator[Completion, None, None]:
         """The completions, as they end."""
-        root = b"" if self.options.prefixes else None
         requests = tuple(
-            Request(number, s.prompt.ids, s.new_tokens, root, s.prompt.log_probs)
+            Request(number, s.prompt.ids, s.new_tokens, self.root, s.prompt.log_probs)
             for number, s in self.sequences.items()
         )
-        state, arrivals = empty_state(self.limits), Arrivals(requests)
+        arrivals = Arrivals(requests)
         while True:
-            state, batch = schedule(state, arrivals, self.limits)
+            self.state, batch = schedule(self.state, arrivals, self.limits)
             if not self.any_rows(batch):
                 return
             ended, draws = [], {}
@@ -306,7 +398,7 @@ class _Sequences:
                 if sequence.state.reason:
                     ended.append(number)
                     yield sequence.completion()
-            on_step(sum(len(row.ids) for row in batch.rows), self.limits.pages - state.pool.available)
+            on_step(sum(len(row.ids) for row in batch.rows), self.limits.pages - self.state.pool.available)
             alive = [number for number in draws if number not in ended]
             arrivals = Arrivals((), draws, self.stopped_early(ended), self.guesses(alive))
 
@@ -339,9 +431,9 @@ class _Sequences:
         size = self.limits.page_tokens
         for admission in batch.admitted:
             for i, page in enumerate(admission.scored_pages):
-                # A first page of one position has none: nothing is before its token.
-                positions, numbers = range(i * size, (i + 1) * size)[i == 0 :], self.page_scores.get(page, {})
-                self.sequences[admission.number].scores |= {position: numbers[position] for position in positions}
+                lines = range(i == 0, size)  # nothing is before the first token
+                scores = {i * size + line: self.scores[page * size + line] for line in lines}
+                self.sequences[admission.number].scores |= scores
         rows = [(row.ids, row.start, row.pages) for row in batch.rows]
         padding = [] if rows else [([0], 0, [self.limits.pages])]
         step_batch = StepBatch.of_rows(
@@ -373,8 +465,8 @@ class _Sequences:
         # All positions of a page are written before it is full, and found again. The number of the row's first token is
         # of the row before it, or, where the last cached page is computed again, was stored beside that page.
         for position in range(max(row.start, 1), positions.stop):
-            page = row.pages[position // self.limits.page_tokens]
-            self.page_scores.setdefault(page, {})[position] = sequence.scores[position]
+            page, line = divmod(position, self.limits.page_tokens)
+            self.scores[row.pages[page] * self.limits.page_tokens + line] = sequence.scores[position]
 
     def drawn(self, drawing: Sequence[tuple[Row, Tensor]]) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Draw behind each row's last token, and behind its guesses as long as they are what is drawn."""

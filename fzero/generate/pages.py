@@ -76,7 +76,9 @@ class Pages:
     def layers(self) -> tuple[tuple[Tensor, ...], ...]:
         """The tensors; raises ValueError if a step was given these pages."""
         if self._layers is None:
-            raise ValueError("these pages were given to a step, which wrote into them; use the pages that it returned")
+            raise ValueError(
+                "these pages were given to a step or a call, which writes into them; use those that it returned"
+            )
         return self._layers
 
     def donate(self) -> Pages:
