@@ -51,7 +51,8 @@ def test_nothing_is_found_of_other_weights_configs_and_kernels():
     for arguments in ((other, params, OPTIONS), (model, changed, OPTIONS), (model, params, fast)):
         expected, count, _ = call(*arguments[:2], PROMPTS[:1], None, arguments[2])
         out, computed, cache = call(*arguments[:2], PROMPTS[:1], cache, arguments[2])
-        assert out == expected and computed >= count
+        assert computed >= count and out[0].ids == expected[0].ids
+        assert out == expected or arguments[2] is fast  # whose bits depend on what is guessed
     _, again, cache = call(model, params, PROMPTS[:1], cache)
     assert again < first
 
