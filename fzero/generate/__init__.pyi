@@ -7,6 +7,7 @@ from fzero.generate.completions import lookup as lookup
 from fzero.generate.completions import prefix_cache as prefix_cache
 from fzero.generate.continuations import Continuation as Continuation
 from fzero.generate.continuations import score_continuations as score_continuations
+from fzero.generate.drafts import Draft as Draft
 from fzero.generate.draws import draw as draw
 from fzero.generate.draws import score as score
 from fzero.generate.grammar import Grammar as Grammar

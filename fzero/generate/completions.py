@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,12 +16,13 @@ from fzero.core.arguments import checked, expect_device, expect_fields
 from fzero.core.config_tables import AtLeastOne, Count
 from fzero.core.copy_buckets import bring_together, read_scalars, start_fetch
 from fzero.core.pytree import Tree
-from fzero.generate.draws import Drawn, NoProbabilities, draw, log_sum_exp, score
+from fzero.generate.drafts import Draft, DraftPages, DraftRow, draft_spec, expect_draft
+from fzero.generate.draws import Drawn, draw_by_row, log_sum_exp, score
 from fzero.generate.grammar import Grammar, GrammarState, GrammarTokens, advance, grammar_mask, start_grammar
-from fzero.generate.pages import PAGE_TOKENS, PageSpec, page_spec, pages_for
+from fzero.generate.pages import PAGE_TOKENS, PageSpec, dtype_of, page_spec, pages_for
 from fzero.generate.prefixes import PrefixCache, expect_cache, root_of
 from fzero.generate.requests import Arrivals, Batch, Request, Row, StepLimits
-from fzero.generate.rows import DrawRow, draw_rows
+from fzero.generate.rows import DrawRow
 from fzero.generate.sampling import Sampling, expect_vocabulary
 from fzero.generate.scheduler import empty_state, schedule
 from fzero.generate.step import StepBatch, expect_generates, make_step
@@ -76,10 +77,17 @@ class GenerateOptions:
     grammar_tokens: GrammarTokens | None = None  # of the tokenizer, for prompts with a grammar
     guesses: Count = 0  # tokens of a sequence that one step may verify, see `lookup`
     guess: Guess | None = None  # (ids so far, most) -> ids that may follow; None: `lookup`
+    draft: Draft | None = None  # a smaller model that guesses them
     device: str | None = None  # of the computation; None: that of the parameters, or cpu if none is in memory
 
     def __post_init__(self) -> None:
         expect_fields(self)
+        if self.draft is not None and self.guess is not None:
+            raise ValueError("GenerateOptions: guess and draft are there; give one of them")
+        if self.draft is not None and not self.guesses:
+            raise ValueError(
+                "GenerateOptions: guesses is 0, and draft guesses; give the tokens that a step verifies, as 4"
+            )
 
 
 class Completion(NamedTuple):
@@ -200,7 +208,8 @@ def completions(
     tokens are drawn; on_step with (tokens that it computed, pages in use) behind each step.
 
     Raises ValueError for a prompt that is empty, has an id outside of the vocabulary, does not fit the model's max_len
-    or the pages, two prompts of one number, a cache of other pages or that another call was given, and as `make_step`.
+    or the pages, two prompts of one number, a cache of other pages or that another call was given, a draft that cannot
+    guess, and as `make_step`.
 
     >>> from fzero import generate, models, random
     >>> model = models.build(models.LlamaConfig(32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=32))
@@ -214,9 +223,12 @@ def completions(
     expect_generates(model, plan)
     mesh = plan.mesh
     sequences = sequences_of(model, prompts, options)
+    if options.draft:
+        longest = max((len(s.prompt.ids) + s.new_tokens for s in sequences), default=0)
+        expect_draft(options.draft, model, options.vocab_size, longest)
     sequences = sequences[mesh.data_rank :: mesh.data_size]
     made = _Sequences(model, params, plan, options, sequences, device, cache)
-    return Completions(made.steps(on_token, on_step), made.cache)
+    return Completions(made.steps(on_token, on_step), made.cache, lambda: (made.verified, made.right))
 
 
 class Completions(Iterator[Completion]):
@@ -230,8 +242,13 @@ class Completions(Iterator[Completion]):
     (4, [])
     """
 
-    def __init__(self, steps: Generator[Completion, None, None], cache: Callable[[], PrefixCache]) -> None:
-        self._steps, self._cache = steps, cache
+    def __init__(
+        self,
+        steps: Generator[Completion, None, None],
+        cache: Callable[[], PrefixCache],
+        guesses: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._steps, self._cache, self._guesses = steps, cache, guesses
 
     def __next__(self) -> Completion:
         return next(self._steps)
@@ -239,6 +256,11 @@ class Completions(Iterator[Completion]):
     def close(self) -> None:
         """End them: those that have not ended are given up."""
         self._steps.close()
+
+    @property
+    def guesses(self) -> tuple[int, int]:
+        """How many guesses steps have verified, and how many of these were what was drawn."""
+        return self._guesses()
 
     @property
     def cache(self) -> PrefixCache:
@@ -273,7 +295,7 @@ def prefix_cache(
     Ref: Zheng et al. 2023, "SGLang", arXiv:2312.07104, section 3.
     """
     spec = _spec_of(model, params, plan or zero_plan(0, model, one_process()), options, count)
-    return PrefixCache.of_pages(spec.zeros(_device_of(params, options)))
+    return PrefixCache.zeros(spec, _draft_spec_of(spec, options), _device_of(params, options))
 
 
 def _device_of(params: Tree, options: GenerateOptions) -> torch.device:
@@ -282,14 +304,14 @@ def _device_of(params: Tree, options: GenerateOptions) -> torch.device:
     return expect_device(options.device or device)
 
 
-def _dtype_of(params: Tree) -> torch.dtype:
-    """The dtype of the computation."""
-    return next((x.dtype for x in pytree.leaves(params) if x.dtype.is_floating_point), torch.float32)
-
-
 def _spec_of(model: Model, params: Tree, plan: Plan, options: GenerateOptions, count: int) -> PageSpec:
     """The pages of a call."""
-    return page_spec(model, plan, count, page_tokens=options.page_tokens, dtype=_dtype_of(params))
+    return page_spec(model, plan, count, page_tokens=options.page_tokens, dtype=dtype_of(params))
+
+
+def _draft_spec_of(spec: PageSpec, options: GenerateOptions) -> PageSpec | None:
+    """The pages of a draft beside those of a call."""
+    return options.draft and draft_spec(options.draft, spec, options.rows, options.guesses)
 
 
 def sequences_of(model: Model, prompts: Sequence[Prompt], options: GenerateOptions) -> list[_Sequence]:
@@ -357,15 +379,19 @@ class _Sequences:
         rows = min(options.rows, max(1, len(sequences)))
         self.limits = StepLimits(max(options.tokens, rows), rows, count, options.page_tokens)
         spec, self.root = _spec_of(model, params, plan, options, count), b"" if options.prefixes else None
+        spec_of_draft = _draft_spec_of(spec, options)
         if cache is None:
-            cache = PrefixCache.of_pages(spec.zeros(device))
+            cache = PrefixCache.zeros(spec, spec_of_draft, device)
         else:
-            expect_cache(cache, spec, options.pages, device)
+            expect_cache(cache, spec, spec_of_draft, options.pages, device)
             if options.prefixes:
-                self.root = root_of(model, params, plan, spec, options.kernels, device)
+                self.root = root_of(model, params, plan, spec, options.kernels, device, options.draft)
+        self.drafts: DraftPages | None = None
+        if options.draft and cache.draft_pages:
+            self.drafts = DraftPages(options.draft, cache.draft_pages, count, options.guesses, options.kernels)
         self.pages, self.state = cache.pages.donate(), empty_state(self.limits)._replace(pool=cache.pool)
-        self.scores = cache.scores
-        self.step = make_step(model, plan, kernels=options.kernels, dtype=_dtype_of(params))
+        self.scores, self.verified, self.right = cache.scores, 0, 0
+        self.step = make_step(model, plan, kernels=options.kernels, dtype=dtype_of(params))
         canonical = Kernels.parse(options.kernels).canonical
         self.log_sum_exp = functools.partial(rowwise.log_sum_exp, impl="canonical") if canonical else log_sum_exp
 
@@ -376,7 +402,8 @@ class _Sequences:
         pool = self.state.pool
         for sequence in self.state.running:
             pool = pool.release(sequence.pages)
-        return PrefixCache(self.pages.donate(), pool, self.scores)
+        draft_pages = self.drafts.pages.donate() if self.drafts else None
+        return PrefixCache(self.pages.donate(), pool, self.scores, draft_pages)
 
     def steps(self, on_token: OnToken, on_step: OnStep) -> Generator[Completion, None, None]:
         """The completions, as they end."""
@@ -399,22 +426,28 @@ class _Sequences:
                     ended.append(number)
                     yield sequence.completion()
             on_step(sum(len(row.ids) for row in batch.rows), self.limits.pages - self.state.pool.available)
-            alive = [number for number in draws if number not in ended]
-            arrivals = Arrivals((), draws, self.stopped_early(ended), self.guesses(alive))
+            arrivals = Arrivals((), draws, self.stopped_early(ended), self.guesses(batch, draws))
 
     def stopped_early(self, ended: Sequence[int]) -> list[int]:
         """Those that ended before they had all the tokens that were asked for; the scheduler knows the others."""
         return [n for n in ended if len(self.sequences[n].ids) < self.sequences[n].new_tokens]
 
-    def guesses(self, numbers: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Ids that may follow, by sequence."""
-        if not self.options.guesses:
-            return {}
-        # The mask of a token behind a guess would need the grammar's state there.
-        guess, pairs = self.options.guess or lookup, [(n, self.sequences[n]) for n in numbers]
-        pairs = [(n, sequence) for n, sequence in pairs if sequence.grammar is None]
-        guesses = {n: tuple(guess([*s.prompt.ids, *s.ids], self.options.guesses)) for n, s in pairs}
-        return {n: ids[: self.options.guesses] for n, ids in guesses.items() if ids}
+    def guesses(self, batch: Batch, draws: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+        """Ids that may follow on those drawn from a batch, by sequence."""
+        options, most = self.options, dict.fromkeys((row.number for row in batch.rows), 0)
+        for number in draws if options.guesses else ():
+            s = self.sequences[number]
+            # The mask of a token behind a guess would need the grammar's state there.
+            if not s.state.reason and s.grammar is None:
+                most[number] = min(options.guesses, s.new_tokens - len(s.ids) - 1)
+        if self.drafts:
+            rows = [(row, draws.get(row.number, ()), most[row.number]) for row in batch.rows]
+            drafted = [DraftRow(*row, self.sequences[row[0].number].draw_row) for row in rows]
+            return self.drafts.guess(drafted, options.vocab_size, self.device)
+        pairs = [(number, count, self.sequences[number]) for number, count in most.items() if count]
+        guess = options.guess or lookup
+        guesses = {n: tuple(guess([*s.prompt.ids, *s.ids], count))[:count] for n, count, s in pairs}
+        return {number: ids for number, ids in guesses.items() if ids}
 
     def any_rows(self, batch: Batch) -> bool:
         """Whether a rank has rows to compute; all ranks make a step then."""
@@ -477,14 +510,7 @@ class _Sequences:
         if not draws:
             return
         logits = torch.cat([part for _, part in drawing])
-        rows = draw_rows(draws, logits.device)
-        try:
-            out = draw(logits, rows, vocab_size=self.options.vocab_size, log_sum_exp=self.log_sum_exp)
-        except NoProbabilities as error:
-            row = draws[error.row]
-            raise ValueError(
-                f"prompt {row.request}, sample {row.sample}, token {len(row.drawn)}: {error.reason}"
-            ) from None
+        out = draw_by_row(logits, draws, vocab_size=self.options.vocab_size, log_sum_exp=self.log_sum_exp)
         table, first = _table(out), 0
         for row, part in drawing:
             sequence, tokens = self.sequences[row.number], []
@@ -495,6 +521,9 @@ class _Sequences:
                 if sequence.state.reason or (i + 1 < len(part) and token != row.ids[i + 1]):
                     break
             first += len(part)
+            if not row.prefill:
+                self.verified += len(part) - 1
+                self.right += sum(token == guess for token, guess in zip(tokens, row.ids[1:]))
             yield row.number, tuple(tokens)
 
 

@@ -11,7 +11,7 @@ al. 2014, "A* sampling", section 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fzero.core import prng
 from fzero.core.prng_rows import uniform_rows
-from fzero.generate.rows import DrawRows, Limits
+from fzero.generate.rows import DrawRow, DrawRows, Limits, draw_rows
 
 F64 = torch.float64
 WIDTH = 256  # tokens, the likeliest first, among which top_k, top_p and min_p are looked for before all are sorted
@@ -143,6 +143,16 @@ def draw(
         tokens, drawn, mass = tokens[order], drawn[order], mass[order]
     log_probs, alternatives = score(logits, tokens, alternatives=rows.alternatives, log_sum_exp=lambda _: lse)
     return Drawn(tokens, log_probs, drawn, mass, alternatives)
+
+
+def draw_by_row(logits: Tensor, rows: Sequence[DrawRow], *, label: str = "", **options: Any) -> Drawn:
+    """`draw` of rows that are no tensors yet; where nothing can be drawn the error has the label, and names the row."""
+    try:
+        return draw(logits, draw_rows(rows, logits.device), **options)
+    except NoProbabilities as error:
+        row = rows[error.row]
+        text = f"prompt {row.request}, sample {row.sample}, token {len(row.drawn)}: {error.reason}"
+        raise ValueError(label + text) from None
 
 
 def _take_likeliest(z: Tensor, lse: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.core import pytree
 from fzero.core.arguments import checked
+from fzero.core.pytree import Tree
 from fzero.models import Model
 from fzero.models.configs import DeepSeekConfig, GPT2Config, LlamaConfig, MLPConfig, body_of
 from fzero.sharding import Plan
@@ -120,6 +122,11 @@ def entry_shapes(model: Model, tp: int = 1) -> tuple[tuple[int, int], ...]:
 def recomputes(model: Model) -> bool:
     """Whether a model keeps no entries of its own, so that each step computes all positions again."""
     return not isinstance(body_of(model.config), (DeepSeekConfig, LlamaConfig, GPT2Config, MLPConfig))
+
+
+def dtype_of(params: Tree) -> torch.dtype:
+    """The dtype of parameters, of which a step's activations and pages are."""
+    return next((x.dtype for x in pytree.leaves(params) if x.dtype.is_floating_point), torch.float32)
 
 
 def pages_for(tokens: Sequence[int] | int, page_tokens: int) -> int:

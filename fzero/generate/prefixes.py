@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.core.pytree import Tree
+from fzero.generate.drafts import Draft
 from fzero.generate.page_pool import PagePool, empty_pool
 from fzero.generate.pages import Pages, PageSpec
 from fzero.models import Model
-from fzero.sharding import Plan, digest_text
+from fzero.sharding import Plan, digest_text, one_process, zero_plan
 
 
 class PrefixCache(NamedTuple):
@@ -27,27 +28,34 @@ class PrefixCache(NamedTuple):
 
     >>> from fzero.generate import PageSpec
     >>> spec = PageSpec(count=3, page_tokens=4, entries=(((2, 8), (2, 8)),), dtype=torch.bfloat16)
-    >>> PrefixCache.of_pages(spec.zeros()).pool.available
+    >>> PrefixCache.zeros(spec).pool.available
     3
     """
 
     pages: Pages
     pool: PagePool
     scores: dict[int, float]  # of a prompt's tokens, by the line of their position, counted through all pages
+    draft_pages: Pages | None = None  # those of a draft model, of the same numbers
 
     @classmethod
-    def of_pages(cls, pages: Pages) -> PrefixCache:
+    def zeros(
+        cls, spec: PageSpec, spec_of_draft: PageSpec | None = None, device: torch.device | str = "cpu"
+    ) -> PrefixCache:
         """The cache of pages that hold nothing."""
-        return cls(pages, empty_pool(pages.spec.count, pages.spec.page_tokens), {})
+        draft_pages = spec_of_draft and spec_of_draft.zeros(device)
+        return cls(spec.zeros(device), empty_pool(spec.count, spec.page_tokens), {}, draft_pages)
 
 
-def expect_cache(cache: PrefixCache, spec: PageSpec, asked: int | None, device: torch.device) -> None:
+def expect_cache(
+    cache: PrefixCache, spec: PageSpec, spec_of_draft: PageSpec | None, asked: int | None, device: torch.device
+) -> None:
     """Raise ValueError for a cache whose pages are not those of a call. asked: the number that its options say."""
     own = cache.pages.spec
     device = torch.empty(0, device=device).device  # with its number
     (on,) = {x.device for layer in cache.pages.layers for x in layer} or {device}
     pairs: dict[str, tuple[Any, Any]] = {"count": (own.count, asked or own.count), "device": (on, device)}
     pairs |= {name: (getattr(own, name), getattr(spec, name)) for name in ("page_tokens", "entries", "dtype")}
+    pairs["a draft's pages"] = cache.draft_pages and cache.draft_pages.spec, spec_of_draft
     for name, (has, wanted) in pairs.items():
         if has != wanted:
             raise ValueError(
@@ -56,8 +64,20 @@ def expect_cache(cache: PrefixCache, spec: PageSpec, asked: int | None, device: 
             )
 
 
-def root_of(model: Model, params: Tree, plan: Plan, spec: PageSpec, kernels: str, device: torch.device) -> bytes:
+def root_of(
+    model: Model,
+    params: Tree,
+    plan: Plan,
+    spec: PageSpec,
+    kernels: str,
+    device: torch.device,
+    draft: Draft | None,
+) -> bytes:
     """The root of the prefixes of a call; all ranks of the mesh call it together."""
     weights = digest_text(params, plan.params, plan.mesh)
-    text = repr((model.config, weights, kernels, spec.dtype, plan.mesh.tp.size, device.type))
+    numbers = [model.config, weights, kernels, spec.dtype, plan.mesh.tp.size, device.type]
+    if draft:  # whose pages have the same prefixes
+        whole = zero_plan(0, draft.model, one_process())
+        numbers += [draft.model.config, digest_text(draft.params, whole.params, whole.mesh)]
+    text = repr(tuple(numbers))
     return hashlib.blake2b(text.encode(), digest_size=32).digest()

@@ -1,0 +1,128 @@
+"""Guesses of a smaller model, whose pages follow those of the model that verifies them.
+
+The draft model has the page table of the verifying one, so that a page of a sequence, shared, freed or cached, holds
+the entries of both. Behind each step it computes the rows of that step, as far as they stand, and the token that was
+drawn from them, in one batch of all sequences; then one token of each guess after the other. Entries of guesses that
+are beyond a sequence's pages are in pages of the draft alone, and computed again once they stand: nothing is to be
+remembered of a sequence.
+
+A guess is drawn as the token that it stands for: by the same sampling and with the same noise. Of two distributions
+whose largest sums with equal noise are taken, a share of at least (1 - d) / (1 + d) is equal, d their total variation
+distance; the likeliest token of the draft would be right as often as the model draws it.
+
+Ref: Leviathan et al. 2023, "Fast inference from transformers via speculative decoding", arXiv:2211.17192; Daliri,
+Musco, Suresh 2024, "Coupling without communication and drafter-invariant speculative decoding", arXiv:2408.07978.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fzero.generate.draws import draw_by_row
+from fzero.generate.pages import Pages, PageSpec, dtype_of, page_spec, pages_for, recomputes
+from fzero.generate.requests import Row
+from fzero.generate.rows import DrawRow
+from fzero.generate.step import StepBatch, expect_generates, make_step
+from fzero.models import Model
+from fzero.sharding import one_process, zero_plan
+
+if TYPE_CHECKING:
+    from fzero.generate.page_pool import Ids
+
+
+class Draft(NamedTuple):
+    """A smaller model with the vocabulary of the one that generates, whose tokens are guesses of it.
+
+    >>> from fzero import generate, models, random
+    >>> model = models.build(models.LlamaConfig(32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=32))
+    >>> params = models.init_params(model, random.key(0))
+    >>> options = generate.GenerateOptions(guesses=3, draft=generate.Draft(model, params))
+    >>> prompt = generate.Prompt((1, 2, 3), generate.Sampling(0.8, max_tokens=9))
+    >>> out = generate.completions(model, params, [prompt], options=options)
+    >>> len(list(out)[0].ids), out.guesses  # those of equal weights are right
+    (9, (6, 6))
+    """
+
+    model: Model
+    params: Any  # whole, on each rank
+
+
+class DraftRow(NamedTuple):
+    """A row of the step before, and what is guessed behind it."""
+
+    row: Row
+    drawn: Ids  # the tokens that were drawn from it
+    most: int  # guesses
+    draw_row: Callable[[Sequence[int]], DrawRow]  # of the token behind the drawn ones and these guesses
+
+
+def draft_spec(draft: Draft, spec: PageSpec, rows: int, guesses: int) -> PageSpec:
+    """The pages of a draft beside those of a spec, and behind them those of the guesses of `rows` sequences."""
+    plan, size = zero_plan(0, draft.model, one_process()), spec.page_tokens
+    count = spec.count + rows * pages_for(guesses, size)
+    return page_spec(draft.model, plan, count, page_tokens=size, dtype=dtype_of(draft.params))
+
+
+class DraftPages:
+    """What a draft model computes beside the steps of a call. first: the number of its first page for guesses."""
+
+    def __init__(self, draft: Draft, pages: Pages, first: int, guesses: int, kernels: str) -> None:
+        self.params, self.pages, self.first = draft.params, pages.donate(), first
+        self.page_tokens = pages.spec.page_tokens
+        self.per_row = pages_for(guesses, self.page_tokens)
+        plan = zero_plan(0, draft.model, one_process())
+        self.step = make_step(draft.model, plan, kernels=kernels, dtype=dtype_of(draft.params))
+
+    def guess(
+        self, rows: Sequence[DraftRow], vocab_size: int | None, device: torch.device
+    ) -> dict[int, tuple[int, ...]]:
+        """The guesses behind the rows of a step, by sequence; its pages have the entries of that step then."""
+        beyond = [range(self.first + i * self.per_row, self.first + (i + 1) * self.per_row) for i in range(len(rows))]
+        tables = [(*row.row.pages, *pages) for row, pages in zip(rows, beyond)]
+        guesses: list[list[int]] = [[] for _ in rows]
+        chunks = [(i, _standing(row), row.row.start) for i, row in enumerate(rows)]
+        while chunks:
+            drawing = [(i, start + len(ids)) for i, ids, start in chunks if rows[i].most]
+            batch = StepBatch.of_rows(
+                [(ids, start, tables[i]) for i, ids, start in chunks],
+                [int(rows[i].most > 0) for i, _, _ in chunks],
+                page_tokens=self.page_tokens,
+                device=device,
+            )
+            logits, self.pages = self.step(self.params, self.pages, batch)
+            if not drawing:
+                break
+            draws, chunks = [rows[i].draw_row(guesses[i]) for i, _ in drawing], []
+            out = draw_by_row(logits, draws, label="the draft model: ", vocab_size=vocab_size)
+            for (i, start), token, drawn in zip(drawing, out.tokens.tolist(), draws):
+                guesses[i].append(token)
+                if len(guesses[i]) < rows[i].most and token not in drawn.ends:
+                    chunks.append((i, (token,), start))
+        return {row.row.number: tuple(ids) for row, ids in zip(rows, guesses) if ids}
+
+
+def _standing(row: DraftRow) -> Ids:
+    """The tokens of a row without guesses that were wrong, and the one behind which guesses come."""
+    ids = row.row.ids if row.row.prefill else row.row.ids[: len(row.drawn)]
+    return (*ids, *row.drawn[-1:]) if row.most else ids
+
+
+def expect_draft(draft: Draft, model: Model, vocab_size: int | None, longest: int) -> None:
+    """Raise ValueError for a draft that cannot guess texts of up to `longest` tokens of a model."""
+    expect_generates(draft.model, zero_plan(0, draft.model, one_process()))
+    if recomputes(draft.model):
+        raise ValueError(
+            "the draft model keeps no keys and values, so that each guess would cost a whole pass; give one of fzero's "
+            "own, as fzero import writes them"
+        )
+    theirs, ours = (min(x, vocab_size or x) for x in (draft.model.config.vocab_size, model.config.vocab_size))
+    if theirs != ours:
+        raise ValueError(f"the draft model has {theirs} ids and the model {ours}; give one of the same vocabulary")
+    if longest > (max_len := draft.model.config.max_len):
+        raise ValueError(
+            f"the draft model has max_len={max_len}, and the longest text may have {longest} tokens; ask for at most "
+            f"{max_len}, or give another draft"
+        )

@@ -1,0 +1,129 @@
+"""Guesses of a draft model change no text, and are right where its weights are those of the model."""
+
+import dataclasses
+
+import pytest
+import torch
+from test_completions import TIGHT, by_key, ids, made, prompts, whole
+from test_generate_step import CONFIGS
+
+from fzero import generate, models
+from fzero.core import prng, pytree
+from fzero.generate import GenerateOptions, Prompt, Sampling, completions
+from fzero.generate.drafts import DraftPages
+
+
+def draft_of(name="llama", seed=1, **fields):
+    model = models.build(dataclasses.replace(CONFIGS[name], **fields))
+    return generate.Draft(model, models.init_params(model, prng.key(seed), torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "temperature"),
+    [
+        ("gpt2", {"rows": 3}, 0.8),
+        ("llama", TIGHT, 0.0),
+        pytest.param("llama", {**TIGHT, "prefixes": False}, 0.8, marks=pytest.mark.slow),
+        pytest.param("gpt2", TIGHT, 0.8, marks=pytest.mark.slow),
+    ],
+)
+def test_texts_are_those_without_and_equal_weights_are_always_right(name, options, temperature):
+    """With chunks of prompts, preemption, and pages that are shared, freed and used again."""
+    model, params = made("llama")
+    wanted = prompts(n=2, temperature=temperature, min_tokens=3, repetition=1.2)
+    expected = by_key(completions(model, params, wanted))
+    out = completions(model, params, wanted, options=GenerateOptions(guesses=3, draft=draft_of(name), **options))
+    assert {key: c.ids for key, c in by_key(out).items()} == {key: c.ids for key, c in expected.items()}
+    verified, right = out.guesses
+    assert verified > 25 and (right == verified) == (name == "llama")
+
+
+def test_guesses_are_what_the_draft_says_of_the_whole_text(monkeypatch):
+    """Of a draft that is right at times, so that wrong guesses are behind and ahead of right ones."""
+    model, params = made("llama")
+    noise = prng.key(9)
+    near = pytree.map(lambda leaf: leaf + 0.03 * prng.normal(noise, leaf.shape, dtype=leaf.dtype), params)
+    draft, guess, count = generate.Draft(model, near), DraftPages.guess, 0
+
+    def checked(self, rows, *options):
+        nonlocal count
+        guesses = guess(self, rows, *options)
+        for row in rows:
+            drawn = row.draw_row(())
+            text = [*drawn.prompt, *drawn.drawn]
+            for token in guesses.get(row.row.number, ()):
+                count += 1
+                assert token == whole(model, near, text)[-1].argmax()
+                text.append(token)
+        return guesses
+
+    monkeypatch.setattr(DraftPages, "guess", checked)
+    options = GenerateOptions(guesses=3, draft=draft, rows=3, tokens=12, page_tokens=1, pages=60)
+    out = completions(model, params, prompts(temperature=0.0), options=options)
+    assert len(list(out)) == 5
+    verified, right = out.guesses
+    assert 3 < right < verified - 3 and count >= verified
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16])
+def test_steps_are_as_few_as_guesses_allow(page_tokens):
+    model, params = made("llama")
+    steps = []
+    options = GenerateOptions(guesses=4, draft=draft_of(), page_tokens=page_tokens, pages=32)
+    calls = {"options": options, "on_step": lambda tokens, pages: steps.append(tokens)}
+    (c,) = out = completions(model, params, [Prompt(ids(7), Sampling(max_tokens=18))], **calls)
+    assert steps == [7, 5, 5, 5, 2] and out.guesses == (13, 13) and len(c.ids) == 18
+
+
+def test_a_cache_of_another_draft_gives_none_of_its_prefixes():
+    model, params = made("llama")
+    sizes = {"guesses": 3, "page_tokens": 4}
+    options = [GenerateOptions(**sizes, draft=draft) for draft in (draft_of(), draft_of("llama", 2))]
+    prompt, computed, steps = Prompt(ids(22), Sampling(0.0, max_tokens=9)), [], []
+    cache = generate.prefix_cache(model, params, 40, options=options[0])
+    for option in (options[1], options[0], options[0]):
+        first = len(steps)
+        calls = {"options": option, "cache": cache, "on_step": lambda tokens, pages: steps.append(tokens)}
+        out = completions(model, params, [prompt], **calls)
+        assert len(list(out)) == 1
+        cache, (verified, right) = out.cache, out.guesses
+        computed.append((steps[first], verified == right))
+    assert computed == [(22, False), (22, True), (2, True)]
+    with pytest.raises(ValueError, match=r"the cache is of pages with a draft's pages .*, and this call needs None"):
+        completions(model, params, [prompt], options=GenerateOptions(page_tokens=4), cache=cache)
+
+
+def test_a_guess_that_ends_a_text_is_the_last():
+    model, params = made("llama")
+    (plain,) = completions(model, params, [Prompt(ids(5), Sampling(max_tokens=12))])
+    steps, options = [], GenerateOptions(guesses=8, draft=draft_of(), ends=(plain.ids[3],))
+    calls = {"options": options, "on_step": lambda tokens, pages: steps.append(tokens)}
+    (c,) = out = completions(model, params, [Prompt(ids(5), Sampling(max_tokens=12))], **calls)
+    assert c.ids == plain.ids[:4] and out.guesses == (3, 3) and steps == [5, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"draft": lambda: draft_of(vocab_size=60)},
+            "the draft model has 60 ids and the model 61; give one of the same",
+        ),
+        ({"draft": lambda: draft_of(max_len=20)}, "the draft model has max_len=20, and the longest text may have 26"),
+        ({"draft": draft_of, "guesses": 0}, "guesses is 0, and draft guesses"),
+        ({"draft": draft_of, "guess": generate.lookup}, "guess and draft are there; give one of them"),
+    ],
+)
+def test_a_draft_that_cannot_guess_is_refused(options, message):
+    model, params = made("llama")
+    with pytest.raises(ValueError, match=message):
+        options = GenerateOptions(**{"guesses": 3, **options, "draft": options["draft"]()})
+        completions(model, params, prompts(), options=options)
+
+
+def test_a_draft_without_numbers_is_named():
+    model, params = made("llama")
+    draft = draft_of()
+    draft.params["head"]["norm"]["scale"].fill_(torch.nan)
+    with pytest.raises(ValueError, match="the draft model: prompt 0, sample 0, token 1: the model gives NaN"):
+        list(completions(model, params, prompts(), options=GenerateOptions(guesses=3, draft=draft)))
