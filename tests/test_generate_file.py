@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 
@@ -87,6 +88,21 @@ def test_a_run_says_what_its_folder_says_and_without_log_probs_less(place, gener
     few = generate(out=tmp_path / "few.jsonl", flags=ALONE[:-1])
     assert set(few[0, 0]) == {"id", "number", "sample", "text", "ids", "finish"}
     assert all(few[key].items() <= expected[key].items() for key in few)
+
+
+def test_a_draft_changes_no_text_and_must_have_the_same_tokenizer(place, generate, fz, tmp_path):
+    expected = generate(flags=ALONE[2:-1])
+    base = (place / "model", "--prompts", place / "prompts.jsonl", "--out", tmp_path / "other.jsonl")
+    code, said, _ = fz("generate", *base, *ALONE[2:-1], "--draft", chats.qwen3_folder(tmp_path / "draft"))
+    lines = [json.loads(line) for line in base[-1].read_text().splitlines()]
+    assert code == 0 and {(line["number"], line["sample"]): line for line in lines} == expected
+    verified, right = (int(word) for word in re.search(r"; (\d+) of (\d+) guesses were right", said).groups()[::-1])
+    assert right == verified > 9  # it has the same weights
+    refused(fz, "--guesses is 0 and --draft is there", *base, "--draft", place / "model", "--guesses", 0)
+    draft = chats.qwen3_folder(tmp_path / "foreign")
+    path = draft / "tokenizer.json"
+    path.write_text(path.read_text().replace('"<|im_end|>"', '"<|stop|>"'))
+    refused(fz, f"--draft {draft}: has another tokenizer", *base, "--draft", draft)
 
 
 def test_a_second_call_makes_what_is_missing(generate, tmp_path, place):

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from fzero.core.config_tables import LENGTH, MEMORY_GB, SEED, STAGE, Bounds, check_bounds
+from fzero.core.config_tables import COUNT, LENGTH, MEMORY_GB, SEED, STAGE, Bounds, check_bounds
 from fzero.core.text_parsing import environment_number, short
 
 
@@ -85,6 +85,19 @@ PARAMS_ON_DISK = (
         "--nvme",
         metavar="DIR",
         help="The folder for state offloaded to a disk. Default: nvme-sample/ in the run folder.",
+    ),
+)
+GUESSES = (
+    click.option(
+        "--draft",
+        type=FOLDER,
+        metavar="FOLDER",
+        help="A smaller model of the same tokenizer, a run or of transformers, that guesses tokens. Same text, sooner.",
+    ),
+    click.option(
+        "--guesses",
+        type=Number(int, COUNT),
+        help="Tokens to guess at a time: by --draft, or from the text so far. Default: 4 with --draft, else 0.",
     ),
 )
 RUNS_DEVICE = click.option("--device", help="The device to compute on. auto, cpu or cuda; default: the run's own.")

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from fzero.cli import process
-from fzero.cli.flags import DEVICE, EMA, FOLDER, PARAMS_ON_DISK, Number, add_flags, parse_mesh
+from fzero.cli.flags import DEVICE, EMA, FOLDER, GUESSES, PARAMS_ON_DISK, Number, add_flags, parse_mesh
 from fzero.cli.process import say
 from fzero.core.config_tables import COUNT, POSITIVE, RATE, SEED, SIZE
 
@@ -70,7 +70,8 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--step-tokens", type=Number(int, SIZE), default=512, show_default=True, help="The tokens of a step.")
 @click.option("--pages", type=Number(int, SIZE), help="The pages of 16 positions. Default: as many as --rows need.")
 @click.option("--kernels", default="auto", show_default=True, help="The form of operations. canonical: equal bits.")
-@click.option("--guesses", type=Number(int, COUNT), default=0, show_default=True, help="Tokens guessed from the text.")
+@GUESSES[0]
+@GUESSES[1]
 @click.option(
     "--mesh", help="The sizes of the axes dp, rp, tp, pp, cp, ep. Here of dp and tp. Default: dp over all processes."
 )
@@ -86,7 +87,8 @@ def generate(
     step_tokens: int,
     pages: int | None,
     kernels: str,
-    guesses: int,
+    draft: Path | None,
+    guesses: int | None,
     mesh: str | None,
     ema: bool,
     device: str | None,
@@ -100,7 +102,7 @@ def generate(
     from fzero.generate import GenerateOptions, Sampling
     from fzero.kernels import Kernels
     from fzero.run.runner.generate_file import generate_file
-    from fzero.run.setup.text_model import load_text_model
+    from fzero.run.setup.text_model import guess_options, load_text_model
 
     fields = {name: value for name, value in fields.items() if value is not None}  # as `Sampling` has the others
     sampling = Sampling(**{"max_tokens": MAX_TOKENS, **fields})
@@ -112,6 +114,7 @@ def generate(
         )
     flags = {"RUN": str(run), "--prompts": str(prompts), "--out": str(out), "--mesh": mesh, "sampling": str(sampling)}
     flags |= {"--kernels": kernels, "--log-probs": log_probs, "--ema": ema, "--device": device, "--rows": rows}
+    flags |= {"--draft": str(draft), "--guesses": guesses}  # as ranks of tp compute the same steps
     with process.coordinated() as coordinator:
         coordinator.compare({**process.versions(), **flags}, "start all ranks with the same command")
         with display("loading the weights", coordinator) as show:
@@ -119,9 +122,10 @@ def generate(
             ranks = coordinator.mesh(parse_mesh(mesh) if mesh else {"dp": coordinator.size}, device=torch_device)
             disk = {"offload": offload, "nvme": nvme}
             text_model = load_text_model(run, ema=ema, device=torch_device, mesh=ranks, **disk)
-            for line in text_model.warnings if coordinator.first else ():
+            guessing, warnings = guess_options(text_model, draft, guesses)
+            for line in (*text_model.warnings, *warnings) if coordinator.first else ():
                 print(line, file=sys.stderr)
-            limits = {"vocab_size": text_model.vocab_size, "ends": text_model.ends, "guesses": guesses}
+            limits = {"vocab_size": text_model.vocab_size, "ends": text_model.ends, **guessing}
             limits |= {"device": str(torch_device), "decode": text_model.tokenizer.decode}
             options = GenerateOptions(rows, step_tokens, pages, kernels=kernels, **limits)
             show("reading the prompts")

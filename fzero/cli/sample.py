@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from fzero.cli.flags import DEVICE, EMA, FOLDER, PARAMS_ON_DISK, Number
+from fzero.cli.flags import DEVICE, EMA, FOLDER, GUESSES, PARAMS_ON_DISK, Number
 from fzero.cli.process import say
 from fzero.core.config_tables import COUNT, RATE, SEED, SIZE
 
@@ -55,6 +55,8 @@ from fzero.core.config_tables import COUNT, RATE, SEED, SIZE
     show_default=True,
     help="The seed of all random numbers. The same seed gives the same text.",
 )
+@GUESSES[0]
+@GUESSES[1]
 @EMA
 @DEVICE
 @PARAMS_ON_DISK[0]
@@ -68,6 +70,8 @@ def sample(
     top_k: int,
     top_p: float,
     seed: int,
+    draft: Path | None,
+    guesses: int | None,
     ema: bool,
     device: str | None,
     offload: str | None,
@@ -78,15 +82,19 @@ def sample(
     from fzero.generate import Sampling
     from fzero.run.runner.continue_text import continue_text
     from fzero.run.setup import vocabulary
-    from fzero.run.setup.text_model import load_text_model
+    from fzero.run.setup.text_model import guess_options, load_text_model
 
     sampling = Sampling(temperature, top_k, top_p, max_tokens=max_new_tokens, seed=seed)
     torch_device = gpu.use_device(gpu.resolve_device(device or "auto"))
     text_model = load_text_model(run, ema=ema, device=torch_device, offload=offload, nvme=nvme)
     chat = vocabulary.answers_messages(text_model.config, run) if chat is None else chat
-    for line in (*text_model.warnings, *(text_model.template_warnings() if chat else ())):
+    guessing, warnings = guess_options(text_model, draft, guesses)
+    for line in (*text_model.warnings, *warnings, *(text_model.template_warnings() if chat else ())):
         print(line, file=sys.stderr)
     ids, ends = vocabulary.prompt_ids(run, text_model.tokenizer, prompt, chat=chat)
-    place = {"device": torch_device, "write": lambda text: print(text, end="", flush=True)}
+    place = {
+        "options": {"device": str(torch_device), **guessing},
+        "write": lambda text: print(text, end="", flush=True),
+    }
     continue_text(text_model.model, text_model.params, text_model.tokenizer, ids.tolist(), ends, sampling, **place)
     say("")

@@ -172,6 +172,7 @@ from fzero.run.setup.run_folder import CONFIG as CONFIG
 from fzero.run.setup.run_folder import read_metrics as read_metrics
 
 # A model that writes text
+from fzero.run.setup.text_model import guess_options as guess_options
 from fzero.run.setup.text_model import load_text_model as load_text_model
 
 # The vocabulary of a run that starts from a model

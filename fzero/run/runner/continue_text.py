@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from fzero.core.pytree import Tree
 from fzero.data.tokenizers import Tokenizer
@@ -20,22 +19,22 @@ def continue_text(
     ends: Sequence[int],
     sampling: Sampling,
     *,
-    device: torch.device,
+    options: Mapping[str, Any],
     write: Callable[[str], None] = lambda text: None,
 ) -> str:
     """The text of `ids` and of what is drawn after them, up to one of the ids that end it.
 
-    write: called with the text of the prompt, and then with what each token adds; a character whose bytes are of
-    several tokens comes as a whole. Raises ValueError as `completions` does.
+    options: fields of GenerateOptions, its device and those of `guess_options`. write: called with the text of the
+    prompt, and then with what each token adds; a character whose bytes are of several tokens comes as a whole. Raises
+    ValueError as `completions` does.
     """
     ids, decode = tuple(map(int, ids)), tokenizer.decode
-    limits = {"vocab_size": tokenizer.vocab_size, "ends": tuple(ends), "device": str(device)}
-    options = GenerateOptions(rows=1, decode=decode, **limits)
+    limits = {"vocab_size": tokenizer.vocab_size, "ends": tuple(ends), **options}
     stream = completions(
         model,
         params,
         [Prompt(ids, sampling)],
-        options=options,
+        options=GenerateOptions(rows=1, decode=decode, **limits),
         on_token=lambda number, sample, token, text: write(text),
     )
     write(decode(ids))

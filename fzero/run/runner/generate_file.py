@@ -25,6 +25,7 @@ class FileProgress(NamedTuple):
     tokens: int  # drawn by this rank, in this call
     seconds: float
     pages: int  # in use
+    guesses: tuple[int, int] = (0, 0)  # that steps verified, and those that were right, in this call
 
     def text(self) -> str:
         """It in one line.
@@ -38,11 +39,12 @@ class FileProgress(NamedTuple):
     def summary(self) -> str:
         """What a finished call says.
 
-        >>> FileProgress(10, 10, 1200, 2.0, 0).summary()
-        '10 completions; 1,200 tokens drawn now, 600 a second'
+        >>> FileProgress(10, 10, 1200, 2.0, 0, (400, 300)).summary()
+        '10 completions; 1,200 tokens drawn now, 600 a second; 300 of 400 guesses were right'
         """
-        speed = self.tokens / max(self.seconds, 1e-9)
-        return f"{self.done:,} completions; {self.tokens:,} tokens drawn now, {speed:,.0f} a second"
+        speed, (verified, right) = self.tokens / max(self.seconds, 1e-9), self.guesses
+        text = f"{self.done:,} completions; {self.tokens:,} tokens drawn now, {speed:,.0f} a second"
+        return text + (f"; {right:,} of {verified:,} guesses were right" if verified else "")
 
 
 def generate_file(
@@ -87,7 +89,8 @@ def generate_file(
     calls = {"plan": text_model.plan, "options": options, "on_token": on_token, "on_step": on_step}
     try:
         with writer(target) as write:
-            for completion in completions(text_model.model, text_model.params, todo, **calls):
+            texts = completions(text_model.model, text_model.params, todo, **calls)
+            for completion in texts:
                 if mesh.tp.rank == 0:
                     write(completion_text(lines[completion.number], completion, log_probs=log_probs))
                 progress = progress._replace(done=progress.done + 1)
@@ -98,11 +101,13 @@ def generate_file(
             raise KeyboardInterrupt(text) from None
         error.unfinished = text
         raise
-    tokens = sum(coordinator.gather(progress.tokens if mesh.tp.rank == 0 else 0))
+    counts = progress.tokens, *texts.guesses
+    tokens, *guesses = map(sum, zip(*coordinator.gather(counts if mesh.tp.rank == 0 else (0, 0, 0))))
     if coordinator.first and coordinator.size > 1:
         for rank in range(coordinator.size):
             append_part(out, part_path(out, rank))
-    return progress._replace(done=total, tokens=tokens, seconds=time.monotonic() - begin)
+    seconds = time.monotonic() - begin
+    return progress._replace(done=total, tokens=tokens, seconds=seconds, guesses=tuple(guesses))
 
 
 def settings_of(

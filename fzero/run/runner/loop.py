@@ -381,7 +381,8 @@ def sample_text(attempt: Attempt, params: Any, n: int = 300) -> str:
     params = pytree.from_named(leaves, params)
     n = min(n, job.model.config.max_len - len(ids))
     sampling = Sampling(0.7, max_tokens=n, seed=job.config.train.seed)
-    return continue_text(job.model, params, tokenizer, ids.tolist(), ends, sampling, device=job.device)
+    options = {"device": str(job.device)}
+    return continue_text(job.model, params, tokenizer, ids.tolist(), ends, sampling, options=options)
 
 
 @handlers_restored()

@@ -81,6 +81,7 @@ from fzero.run.setup.signals import stop_signals as stop_signals
 
 # A model that writes text
 from fzero.run.setup.text_model import TextModel as TextModel
+from fzero.run.setup.text_model import guess_options as guess_options
 from fzero.run.setup.text_model import load_text_model as load_text_model
 
 # The vocabulary of a run that starts from a model

@@ -12,10 +12,13 @@ from fzero.core import gpu, pytree
 from fzero.core.pytree import Tree
 from fzero.data.auto_tokenizer import missing_lines
 from fzero.data.tokenizers import Tokenizer
+from fzero.generate import Draft
 from fzero.models import Model
 from fzero.run.config.run_config import RunConfig
 from fzero.run.setup import run_folder, vocabulary, weights
 from fzero.sharding import Mesh, Plan, digest_text, narrow_to, one_process, zero_plan
+
+GUESSES = 4  # at a time, of a draft
 
 
 class TextModel(NamedTuple):
@@ -94,6 +97,27 @@ def load_text_model(
         tuple(vocabulary.stop_ids(folder, tokenizer)),
         trained.warnings,
     )
+
+
+def guess_options(text_model: TextModel, draft: Path | None, guesses: int | None) -> tuple[dict[str, Any], list[str]]:
+    """The fields of GenerateOptions that say how tokens are guessed, and lines about checkpoints of the draft.
+
+    draft: the folder of a smaller model; None: they are guessed from the text so far. guesses: at a time; None: 4 with
+    a draft, else none. Raises ValueError for a draft of another tokenizer.
+    """
+    if draft is None:
+        return {"guesses": guesses or 0}, []
+    if guesses == 0:
+        raise ValueError("--guesses is 0 and --draft is there, which guesses; give the tokens to guess at a time, as 4")
+    small = load_text_model(draft, device=text_model.device)
+    pairs = [(t.json or t.name, t.vocab_size) for t in (small.tokenizer, text_model.tokenizer)]
+    if pairs[0] != pairs[1]:
+        names = [f"{t.name} with {t.vocab_size:,} ids" for t in (small.tokenizer, text_model.tokenizer)]
+        raise ValueError(
+            f"--draft {draft}: has another tokenizer ({names[0]}) than {text_model.folder} ({names[1]}); give a model "
+            "of the same one"
+        )
+    return {"guesses": guesses or GUESSES, "draft": Draft(small.model, small.params)}, small.warnings
 
 
 def _shards_of(params: Tree, plan: Plan) -> Tree:
