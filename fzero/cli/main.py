@@ -111,7 +111,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         if COMPLETION in os.environ:
             cli.main(args, prog_name="fzero", complete_var=COMPLETION)
         try:  # as `cli.main` does, which prints an empty line at Ctrl-C
-            with cli.make_context("fzero", args) as context:
+            with process.plain_warnings(), cli.make_context("fzero", args) as context:
                 return cli.invoke(context)
         except click.exceptions.Exit as end:
             return end.exit_code

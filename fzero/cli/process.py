@@ -13,6 +13,7 @@ import shutil
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TextIO
@@ -209,6 +210,21 @@ def run(command: Callable[[], Any], *, traceback: bool) -> int:
             last_words(f"{type(error).__name__}: {error}", error)  # this rank prints the traceback
             raise
         return end_failed(error)
+
+
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Warnings for users are lines of their text within."""
+    whole = warnings.formatwarning
+
+    def line_of(message: Any, category: Any, *location: Any, **source: Any) -> str:
+        return f"{message}\n" if category is UserWarning else whole(message, category, *location, **source)
+
+    warnings.formatwarning = line_of
+    try:
+        yield
+    finally:
+        warnings.formatwarning = whole
 
 
 def end_failed(error: BaseException) -> int:
