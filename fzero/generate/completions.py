@@ -19,7 +19,7 @@ from fzero.core.pytree import Tree
 from fzero.generate.drafts import Draft, DraftPages, DraftRow, draft_spec, expect_draft
 from fzero.generate.draws import Drawn, draw_by_row, log_sum_exp, score
 from fzero.generate.grammar import Grammar, GrammarState, GrammarTokens, advance, grammar_mask, start_grammar
-from fzero.generate.pages import PAGE_TOKENS, PageSpec, dtype_of, page_spec, pages_for
+from fzero.generate.pages import PAGE_TOKENS, PageSpec, dtype_of, page_spec, pages_for, text_sizes
 from fzero.generate.prefixes import PrefixCache, expect_cache, root_of
 from fzero.generate.requests import Arrivals, Batch, Request, Row, StepLimits
 from fzero.generate.rows import DrawRow
@@ -316,7 +316,8 @@ def _draft_spec_of(spec: PageSpec, options: GenerateOptions) -> PageSpec | None:
 
 def sequences_of(model: Model, prompts: Sequence[Prompt], options: GenerateOptions) -> list[_Sequence]:
     """The samples of all prompts; raises ValueError for a prompt that cannot be continued."""
-    vocab, max_len = min(options.vocab_size or model.config.vocab_size, model.config.vocab_size), model.config.max_len
+    vocab, max_len = text_sizes(model)
+    vocab = min(options.vocab_size or vocab, vocab)
     numbers = [prompt.number for prompt in prompts]
     if len({*numbers}) < len(numbers):
         twice = next(number for number in numbers if numbers.count(number) > 1)

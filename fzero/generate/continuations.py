@@ -11,7 +11,7 @@ from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.generate.draws import score
-from fzero.generate.pages import PAGE_TOKENS, page_spec, pages_for
+from fzero.generate.pages import PAGE_TOKENS, page_spec, pages_for, text_sizes
 from fzero.generate.step import StepBatch, make_step
 from fzero.models import Model
 from fzero.sharding import Plan, one_process, zero_plan
@@ -58,7 +58,7 @@ def score_continuations(
     >>> len(value.log_probs)
     3
     """
-    plan, max_len = plan or zero_plan(0, model, one_process()), model.config.max_len
+    plan, max_len = plan or zero_plan(0, model, one_process()), text_sizes(model)[1]
     for number, (context, ids) in enumerate(continuations):
         if not context or not ids:
             raise ValueError(f"continuation {number} has no {'ids' if context else 'context'}; give at least one token")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fzero.generate.draws import draw_by_row
-from fzero.generate.pages import Pages, PageSpec, dtype_of, page_spec, pages_for, recomputes
+from fzero.generate.pages import Pages, PageSpec, dtype_of, page_spec, pages_for, recompute_reason, text_sizes
 from fzero.generate.requests import Row
 from fzero.generate.rows import DrawRow
 from fzero.generate.step import StepBatch, expect_generates, make_step
@@ -113,15 +113,15 @@ def _standing(row: DraftRow) -> Ids:
 def expect_draft(draft: Draft, model: Model, vocab_size: int | None, longest: int) -> None:
     """Raise ValueError for a draft that cannot guess texts of up to `longest` tokens of a model."""
     expect_generates(draft.model, zero_plan(0, draft.model, one_process()))
-    if recomputes(draft.model):
+    if reason := recompute_reason(draft.model, one_process()):
         raise ValueError(
-            "the draft model keeps no keys and values, so that each guess would cost a whole pass; give one of fzero's "
-            "own, as fzero import writes them"
+            f"the draft model keeps no keys and values ({reason}), so that each guess would cost a whole pass; give "
+            "one of fzero's own, as fzero import writes them"
         )
-    theirs, ours = (min(x, vocab_size or x) for x in (draft.model.config.vocab_size, model.config.vocab_size))
+    theirs, ours = (min(x, vocab_size or x) for x, _ in map(text_sizes, (draft.model, model)))
     if theirs != ours:
         raise ValueError(f"the draft model has {theirs} ids and the model {ours}; give one of the same vocabulary")
-    if longest > (max_len := draft.model.config.max_len):
+    if longest > (max_len := text_sizes(draft.model)[1]):
         raise ValueError(
             f"the draft model has max_len={max_len}, and the longest text may have {longest} tokens; ask for at most "
             f"{max_len}, or give another draft"

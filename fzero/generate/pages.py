@@ -2,8 +2,8 @@
 
 A layer's entry of a position is its keys and values, [G, K] each, or DeepSeek's latent: R + rope numbers in place of
 2 H K (DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, section 2.1, table 1). Page `P - 1` is no request's: what a
-step pads its batch with is written there. A model without pages of its own (transformers' own code) keeps the ids of
-its tokens, from which a step computes all positions again.
+step pads its batch with is written there. A model made from a module has the keys and values of its own cache; without
+one it keeps the ids of its tokens, from which a step computes all positions again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.models import Model
-from fzero.models.configs import DeepSeekConfig, GPT2Config, LlamaConfig, MLPConfig, body_of
-from fzero.sharding import Plan
+from fzero.models.configs import DeepSeekConfig, GPT2Config, LlamaConfig, body_of
+from fzero.sharding import Mesh, Plan
 
 PAGE_TOKENS = 16
 
@@ -102,9 +102,11 @@ def page_spec(model: Model, plan: Plan, count: int, *, page_tokens: int = PAGE_T
     >>> page_spec(model, zero_plan(0, model, one_process()), 10, dtype=torch.float32).entries
     (((2, 4), (2, 4)), ((2, 4), (2, 4)))
     """
-    shapes = entry_shapes(model, plan.mesh.tp.size)
-    if recomputes(model):
+    if recompute_reason(model, plan.mesh):
         return PageSpec(count, page_tokens, (((1, 1),),), torch.int64)
+    if causal := causal_module(model):
+        return PageSpec(count, page_tokens, causal.entries, dtype or plan.policy.compute)
+    shapes = entry_shapes(model, plan.mesh.tp.size)
     return PageSpec(count, page_tokens, (shapes,) * body_of(model.config).n_layers, dtype or plan.policy.compute)
 
 
@@ -119,9 +121,22 @@ def entry_shapes(model: Model, tp: int = 1) -> tuple[tuple[int, int], ...]:
     return ()
 
 
-def recomputes(model: Model) -> bool:
-    """Whether a model keeps no entries of its own, so that each step computes all positions again."""
-    return not isinstance(body_of(model.config), (DeepSeekConfig, LlamaConfig, GPT2Config, MLPConfig))
+def causal_module(model: Model) -> Any:
+    """What generates by the code of a module; None for another model. Raises ValueError for a module without logits."""
+    return model.traits.causal() if model.traits.causal else None
+
+
+def recompute_reason(model: Model, mesh: Mesh) -> str:
+    """Why each step computes all positions of a row again; "" where pages have entries of them."""
+    if (causal := causal_module(model)) is None:
+        return ""
+    return "tp splits the heads of its cache" if causal.entries and mesh.tp.size > 1 else causal.reason
+
+
+def text_sizes(model: Model) -> tuple[int, int]:
+    """(vocabulary, the most positions) of a model."""
+    sizes = model.config if hasattr(model.config, "vocab_size") else causal_module(model)
+    return sizes.vocab_size, sizes.max_len
 
 
 def dtype_of(params: Tree) -> torch.dtype:

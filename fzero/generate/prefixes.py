@@ -16,7 +16,7 @@ import torch
 from fzero.core.pytree import Tree
 from fzero.generate.drafts import Draft
 from fzero.generate.page_pool import PagePool, empty_pool
-from fzero.generate.pages import Pages, PageSpec
+from fzero.generate.pages import Pages, PageSpec, causal_module
 from fzero.models import Model
 from fzero.sharding import Plan, digest_text, one_process, zero_plan
 
@@ -75,9 +75,15 @@ def root_of(
 ) -> bytes:
     """The root of the prefixes of a call; all ranks of the mesh call it together."""
     weights = digest_text(params, plan.params, plan.mesh)
-    numbers = [model.config, weights, kernels, spec.dtype, plan.mesh.tp.size, device.type]
+    numbers = [*_code_of(model), weights, kernels, spec.dtype, plan.mesh.tp.size, device.type]
     if draft:  # whose pages have the same prefixes
         whole = zero_plan(0, draft.model, one_process())
-        numbers += [draft.model.config, digest_text(draft.params, whole.params, whole.mesh)]
+        numbers += [*_code_of(draft.model), digest_text(draft.params, whole.params, whole.mesh)]
     text = repr(tuple(numbers))
     return hashlib.blake2b(text.encode(), digest_size=32).digest()
+
+
+def _code_of(model: Model) -> tuple[Any, ...]:
+    """What says how a model computes; a module's code is no value, so that no other model has its pages."""
+    causal = causal_module(model)
+    return (model.config,) if causal is None else (model.config, causal.number)

@@ -8,6 +8,7 @@ rows' lengths alone. The functions of the layers are those of training; attentio
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,20 +19,19 @@ from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.copy_buckets import bring_together
 from fzero.core.pytree import Tree
-from fzero.generate.pages import Pages, recomputes
+from fzero.generate.pages import Pages, causal_module, recompute_reason
 from fzero.generate.programs import programs_of
 from fzero.kernels.registry import Kernels
 from fzero.models import Ctx, Model
 from fzero.models.base import Cache, TokenLayout
 from fzero.models.batch import Batch
+from fzero.models.causal_module import RowGroup, cached_groups
 from fzero.models.configs import head_of
 from fzero.models.deepseek import MTP_JOIN, MTP_STACK
-from fzero.models.forward import prepare
-from fzero.sharding import Plan
+from fzero.sharding import Mesh, Plan
 from fzero.sharding.prefetch import ParamFetcher, Prefetcher
 from fzero.train.stage_exchange import Segment, segments_of
 
-FILL = 64  # positions: a module's code is traced anew for each number of them
 Step = Callable[[Tree, Pages, "StepBatch"], tuple[Tensor, Pages]]
 
 
@@ -103,9 +103,15 @@ def make_step(model: Model, plan: Plan, *, kernels: str | Kernels = "auto", dtyp
     """
     expect_generates(model, plan)
     kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
+    if kernels.canonical and model.traits.causal:
+        raise ValueError(
+            f'kernels="canonical": {causal_module(model).copied.name} is computed by code of its own, whose operations '
+            "have no canonical form; leave it out"
+        )
     ctx = Ctx(mesh=plan.mesh, dtype=dtype or plan.policy.compute, kernels=kernels)
     parts = tuple(part for part in segments_of(model, plan) if part.name not in (MTP_STACK, MTP_JOIN))
-    resident, run = _Resident(parts, plan), _recomputed if recomputes(model) else _Paged(ctx)
+    resident = _Resident(parts, plan)
+    run = _OfModule(model, plan.mesh) if model.traits.causal else _Paged(ctx)
 
     @torch.no_grad()
     def step(params: Tree, pages: Pages, batch: StepBatch) -> tuple[Tensor, Pages]:
@@ -143,31 +149,53 @@ class _Paged:
         return _pass(model, fetches, {"tokens": batch.tokens[None]}, ctx, call_layer, select)[0]
 
 
-def _recomputed(model: Model, fetches: Fetches, ctx: Ctx, pages: Pages, batch: StepBatch) -> Tensor:
-    """The logits [M, V] of a model without keys: its pages have ids, and rows whose logits are wanted are whole."""
-    cache = Cache(pages.layers[0], batch.slots, batch.table, batch.starts)
+class _OfModule:
+    """The logits [M, V] of a model made from a module, by its own cache, or computed again from ids in the pages."""
+
+    def __init__(self, model: Model, mesh: Mesh) -> None:
+        self.causal, self.reason = causal_module(model), recompute_reason(model, mesh)
+        if self.reason and mesh.rank == 0:
+            warnings.warn(f"each new token computes all before it again: {self.reason}", UserWarning, stacklevel=4)
+
+    def __call__(self, model: Model, fetches: Fetches, ctx: Ctx, pages: Pages, batch: StepBatch) -> Tensor:
+        if self.reason:
+            groups = whole_rows(Cache(pages.layers[0], batch.slots, batch.table, batch.starts), batch)
+        else:
+            rows = batch.tokens, batch.positions, batch.starts, batch.table
+            groups = cached_groups(*rows, pages.spec.page_tokens, self.causal.padded)
+        layers = None if self.reason or not groups else pages.layers
+        like = {"dtype": torch.int64, "device": batch.tokens.device}
+        if not groups:  # all ranks gather the weights
+            groups = [RowGroup(torch.zeros(1, 1, **like), torch.full((1, 1), -1))]
+        wanted = set(batch.logit_rows.tolist())
+        columns, order = [], dict[int, int]()
+        for group in groups:
+            index = group.index.tolist()
+            columns.append([i for i, tokens in enumerate(zip(*index)) if wanted.intersection(tokens)])
+            for row in index:
+                for i in columns[-1]:
+                    order[row[i] if row[i] in wanted else -1 - len(order)] = len(order)
+        parts = (
+            (part.functions[number % len(part.functions)] if part.kind == "block" else None, leaves)
+            for part, number, leaves in fetches
+        )
+        logits = self.causal.run(groups, parts, ctx, layers, [torch.tensor(numbers, **like) for numbers in columns])
+        rows = torch.tensor([order[token] for token in batch.logit_rows.tolist()], **like)
+        return torch.cat([part.flatten(0, 1) for part in logits])[rows]
+
+
+def whole_rows(cache: Cache, batch: StepBatch) -> list[RowGroup]:
+    """One group, of the rows whose logits are wanted from their first tokens on, by ids in pages; or none."""
     cache.write(batch.tokens[None, :, None, None])
     wanted = set(batch.logit_rows.tolist())
-    rows = [(span, ids[0, :, 0, 0]) for span, (ids,) in cache.rows(batch.positions)]
-    rows = [(span, ids) for span, ids in rows if wanted.intersection(range(span.start, span.stop))]
-    longest = max((len(ids) for _, ids in rows), default=1)
-    size = max(longest, min(-(-longest // FILL) * FILL, model.config.max_len))
-    # At least one row, so that all ranks gather the weights.
-    padded = [torch.nn.functional.pad(ids, (0, size - len(ids))) for _, ids in rows] or [batch.tokens.new_zeros(size)]
-    inputs = {"tokens": torch.stack(padded)}
-    ctx = prepare(model, inputs, ctx)
-
-    def call_layer(function: Callable[..., Any], layer: int, params: Tree, x: Any) -> Any:
-        return function(params, x, ctx._replace(layer=torch.full((), layer, device=batch.tokens.device)))
-
-    logits = _pass(model, fetches, inputs, ctx, call_layer, lambda x: x)
-    picked = [
-        logits[row, len(ids) - span.stop + token]
-        for row, (span, ids) in enumerate(rows)
-        for token in range(span.start, span.stop)
-        if token in wanted
-    ]
-    return torch.stack(picked) if picked else logits[0, :0]
+    rows = [(range(span.start, span.stop), ids[0, :, 0, 0]) for span, (ids,) in cache.rows(batch.positions)]
+    rows = [(span, ids) for span, ids in rows if wanted.intersection(span)]
+    if not rows:
+        return []
+    longest = max(len(ids) for _, ids in rows)
+    tokens = torch.stack([torch.nn.functional.pad(ids, (0, longest - len(ids))) for _, ids in rows])
+    index = [[-1] * (len(ids) - len(span)) + [*span] + [-1] * (longest - len(ids)) for span, ids in rows]
+    return [RowGroup(tokens, torch.tensor(index))]
 
 
 def _pass(
@@ -194,6 +222,7 @@ def _pass(
 
 def expect_generates(model: Model, plan: Plan) -> None:
     """Raise ValueError for a model that says no text, or a mesh over which none is generated."""
+    causal_module(model)
     if head_of(model.config) is not None:
         raise ValueError(
             "the model has a head of scores, which says no text; models.logits gives them, and fzero export writes a "

@@ -74,6 +74,10 @@ from fzero.models.batch import SOURCES as SOURCES
 from fzero.models.batch import has_tokens as has_tokens
 from fzero.models.batch import select_tokens as select_tokens
 
+# The logits of an nn.Module for rows of tokens
+from fzero.models.causal_module import RowGroup as RowGroup
+from fzero.models.causal_module import cached_groups as cached_groups
+
 # The values of models' configs
 from fzero.models.config_values import BOUNDS as BOUNDS
 from fzero.models.config_values import LayerKind as LayerKind
@@ -101,9 +105,6 @@ from fzero.models.decoder import linear_targets as linear_targets
 # A second head, which generation passes over
 from fzero.models.deepseek import MTP_JOIN as MTP_JOIN
 from fzero.models.deepseek import MTP_STACK as MTP_STACK
-
-# The forward pass of a layered Model, from a batch to its loss or logits, on one process or on a rank of a mesh
-from fzero.models.forward import prepare as prepare
 
 # An nn.Module as a Model
 from fzero.models.from_module import expect_trainable as expect_trainable

@@ -198,6 +198,8 @@ class ModelTraits(NamedTuple):
     # Whether cp may split its sequences: positions from ctx, and a loss that adds up over ranks. A first step compares
     # functions of one's own, split, with those of whole sequences (train/split_check.py).
     splits: bool = False
+    # -> what generates by the code of a module, see models/causal_module.py; raises ValueError for one without logits.
+    causal: Callable[[], Any] | None = None
     draws: bool = False  # whether its blocks draw random numbers of their own, and need a key as dropout does
     # Entries of a batch of shape [B, T, ...] that are not by token: where cp splits sequences, embedding and head see
     # them whole, and of all others this rank's tokens.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from fzero.core.purity_checks import PureCalls
 from fzero.core.pytree import Tree
 from fzero.models.base import Ctx, Loss, Model, ModelTraits, Start
 from fzero.models.batch import Batch
+from fzero.models.causal_module import CausalModule
 from fzero.models.module_functions import (
     Weights,
     dotted,
@@ -28,8 +30,8 @@ from fzero.models.module_functions import (
     no_logits,
     slashed,
 )
-from fzero.models.module_layers import CannotSplit, Constants, without_memory
-from fzero.models.module_rehearsal import trained_of
+from fzero.models.module_layers import CannotSplit
+from fzero.models.module_rehearsal import CopiedModule
 from fzero.models.module_split import LossOf, ModuleCall
 from fzero.models.module_tp import calling, draws_of
 from fzero.models.user_functions import ModuleConfig, loss_of, wide_sums
@@ -38,12 +40,10 @@ from fzero.sharding import Mesh, Rules
 
 def unsplit_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
     """The Model of a module that is not split: all of it is the head."""
-    body = without_memory(module)
-    values = {name: leaf.detach().clone() for name, leaf in module.named_buffers()}
-    buffers = Constants(values, module.state_dict(keep_vars=True))
-    parameters = dict(body.named_parameters())
+    copied = CopiedModule(module, loss, {})
+    body, buffers, parameters = copied.skeleton, copied.buffers, copied.parameters
     start = {f"head/{slashed(n)}": Start((weights(n),), tuple(leaf.shape), False) for n, leaf in parameters.items()}
-    shapes, calls = {name: item.shape for name, item in start.items()}, PureCalls(body, trained_of(module))
+    shapes, calls = {name: item.shape for name, item in start.items()}, PureCalls(body, copied.originals)
 
     def prepare(batch: Batch, ctx: Ctx) -> int:
         return expect_batch(batch)
@@ -72,6 +72,7 @@ def unsplit_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
         traits=ModelTraits(
             start=start,
             draws=any(item.training for item in module.modules()),
+            causal=functools.cache(lambda: CausalModule(copied, {n: f"head/{slashed(n)}" for n in parameters})),
             frozen=frozenset(f"head/{slashed(n)}" for n, leaf in parameters.items() if not leaf.requires_grad),
         ),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import warnings
 from collections import Counter
@@ -26,6 +27,7 @@ from fzero.core.stack import Blocks
 from fzero.core.variable_snapshot import Readings
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model, ModelTraits, Start
 from fzero.models.batch import Batch
+from fzero.models.causal_module import CausalModule, LayerCall
 from fzero.models.module_layers import (
     CannotSplit,
     Stacks,
@@ -116,6 +118,7 @@ class Layered(CopiedModule):
                 frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
                 foreign=True,
                 draws=self.draws,
+                causal=functools.cache(lambda: CausalModule(self, self.places, self.block)),
             ),
         )
 
@@ -168,8 +171,11 @@ class Layered(CopiedModule):
 
     def block(self, kind: StackKind, params: Tree, x: tuple[Tensor, ...], ctx: Ctx) -> tuple[Tensor, ...]:
         """x after a layer of a kind, and what it had beside."""
-        prepared: Prepared = ctx.prepared
-        inputs = self.splits[prepared.split].arguments_of(kind, x, prepared.side_args)
+        prepared: Prepared | LayerCall = ctx.prepared
+        if isinstance(prepared, LayerCall):
+            inputs = prepared.inputs
+        else:
+            inputs = self.splits[prepared.split].arguments_of(kind, x, prepared.side_args)
         buffers, tp = self.layer_buffers(kind, prepared.stacked, ctx.layer), ctx.mesh.tp.size
         cuts = self.cuts(ctx.mesh)[kind.stack] if tp > 1 else Cuts()
         try:
