@@ -185,7 +185,9 @@ def config_of(source: Any) -> Any:
     file = path if path.is_file() else path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path}: no such folder with a config.json; nothing is downloaded")
-    return transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+    vars(config).pop("quantization_config", None)  # its weights are read dequantised
+    return config
 
 
 def class_of(config: Any, task: str) -> tuple[type, str]:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +24,12 @@ from torch import Tensor
 from fzero.checkpoint.convert.huggingface_config import find_family, read_config, write_config
 from fzero.checkpoint.convert.huggingface_families import HuggingFaceFamily, full_name
 from fzero.checkpoint.convert.huggingface_names import OUTER, TensorRow, column_slice, row_tensors, tensor_shape
+from fzero.checkpoint.convert.quantization_config import quantization_of
+from fzero.checkpoint.convert.quantized_tensors import dequantized_tensors, is_zero_bias
 from fzero.checkpoint.convert.tensor_files import (
     TensorEntry,
     memory_of,
     read_safetensors,
-    unpack_tensors,
     write_safetensors,
 )
 from fzero.core import pytree
@@ -62,8 +63,18 @@ def read_hf_config(path: Path, *, bare: bool = False) -> tuple[Any, HuggingFaceF
     return read_config(hf, family, path), family
 
 
-def tensors_of(folder: Path) -> dict[str, TensorEntry]:
-    """{name: Entry} of the safetensors files in a folder; raises ValueError if there are none or one is damaged."""
+def tensors_of(folder: Path, config: Path | None = None, *, dtype: torch.dtype | None = None) -> dict[str, TensorEntry]:
+    """{name: Entry} of the safetensors files in a folder, of weights in codes what they stand for.
+
+    config: the config.json that says whether there are codes; None takes the one in the folder. dtype: of weights in
+    codes, see `dequantized_tensors`. Raises ValueError if there are no files, or one is damaged."""
+    entries, path = _stored_tensors(folder), config or folder / "config.json"
+    hf = read_json(path, wide=True) if path.is_file() else {}
+    quantization = quantization_of(hf, str(path))
+    return entries if quantization is None else dequantized_tensors(folder, entries, quantization, dtype)
+
+
+def _stored_tensors(folder: Path) -> dict[str, TensorEntry]:
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         shards = ["model.safetensors"]
@@ -108,7 +119,6 @@ def leaves_of(
 ) -> dict[str, TensorEntry]:
     """{name: Entry} of the leaves of a model, each made from `tensors` on request; raises ValueError naming one."""
     leaves = meta_leaves(config)
-    tensors = unpack_tensors(source, tensors) if family.quantized else tensors
     names = find_names(source, family, leaves, tensors, alone=alone)
     entries = {name: tensors[source_name] for name, source_name in names.source_names.items()}
     for row in names.rows:
@@ -125,7 +135,12 @@ def leaves_of(
 
 
 def find_names(
-    source: Path, family: HuggingFaceFamily, leaves: dict[str, Tensor], tensors: Iterable[str], *, alone: bool
+    source: Path,
+    family: HuggingFaceFamily,
+    leaves: dict[str, Tensor],
+    tensors: Mapping[str, TensorEntry],
+    *,
+    alone: bool,
 ) -> Names:
     """The names of the tensors of a model of `family`, under any prefix, which the embedding's name gives."""
     plain: dict[str, str] = {}
@@ -184,6 +199,7 @@ def find_names(
         if actual not in source_names.values()
         and (alone or name.startswith((stem, *(f"{outer}{segment}" for segment in OUTER))))
         and not re.fullmatch(family.passed_over, name.removeprefix(stem))
+        and not is_zero_bias(actual, tensors[actual])
     ]
     for fault, names in (("are missing", missing), ("are unexpected", extra)):
         if names:
@@ -260,12 +276,13 @@ def load_hf(folder: str | Path, *, dtype: torch.dtype | None = None) -> tuple[An
     """(config, params) of the model that `transformers` saved to `folder`, of an architecture in docs/huggingface.md.
 
     Reads config.json with model.safetensors or the files of model.safetensors.index.json. dtype: of the parameters;
-    None keeps the stored one. The parameters own their memory; Mixtral's config has z_coef=0.
+    None keeps the stored one. Weights in codes (GPTQ, AWQ, compressed-tensors, MXFP4) are dequantised to it, or with
+    None to that of config.json. The parameters own their memory; Mixtral's config has z_coef=0.
     Raises ValueError naming the architecture, the config entry or the tensor that is unknown, missing, unexpected or of
     another shape."""
     folder = Path(folder)
     config, family = read_hf_config(folder / "config.json")
-    leaves = leaves_of(folder, config, family, tensors_of(folder), dtype=dtype)
+    leaves = leaves_of(folder, config, family, tensors_of(folder, dtype=dtype), dtype=dtype)
     return config, build(config).init(lambda name, shape, std, mean=0.0, dtype=None: leaves[name].give())
 
 

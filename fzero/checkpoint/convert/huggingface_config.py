@@ -23,6 +23,7 @@ from fzero.checkpoint.convert.huggingface_families import (
     Field,
     HuggingFaceFamily,
 )
+from fzero.checkpoint.convert.quantization_config import MXFP4, quantization_of
 from fzero.core.config_tables import check_bounds
 from fzero.core.text_parsing import expect_entries, nearest, short
 from fzero.models import DeepSeekConfig, GPT2Config, MoEConfig, RopeScaling, ScoreConfig
@@ -51,7 +52,7 @@ def find_family(hf: dict[str, Any], path: Path, *, bare: bool = False) -> Huggin
 def read_config(hf: dict[str, Any], family: HuggingFaceFamily, path: Path) -> Any:
     """Our config of a config.json; raises ValueError naming an entry that is missing or unsupported."""
     name = str(path)
-    _expect_unquantized(hf, family, path)
+    _expect_readable(hf, family, path)
     expect_known(hf, family, path)
     if family.rope and hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
         hf = {**hf, "rope_parameters": family.rope}
@@ -121,13 +122,16 @@ def _value_of(hf: dict[str, Any], field: Field, path: Path) -> Any:
     return value
 
 
-def _expect_unquantized(hf: dict[str, Any], family: HuggingFaceFamily, path: Path) -> None:
-    quantization = hf.get("quantization_config")
-    if quantization is not None and not (
-        family.quantized and isinstance(quantization, dict) and quantization.get("quant_method") == family.quantized
-    ):
-        supported = f"None or a quant_method of {family.quantized!r}" if family.quantized else "None"
-        raise ValueError(f"{path}: quantization_config is {short(quantization)}; fzero supports {supported} only")
+def _expect_readable(hf: dict[str, Any], family: HuggingFaceFamily, path: Path) -> None:
+    """Raise ValueError for weights in codes that fzero does not read of this family."""
+    quantization = quantization_of(hf, str(path))
+    if quantization and (
+        family.config is GPT2Config or (quantization.layout == MXFP4 and family.quantized != MXFP4)
+    ):  # GPT-2 has its weights the other way round
+        raise ValueError(
+            f"{path}: quantization_config is {short(hf['quantization_config'])}; fzero reads no weights in "
+            f"{quantization.text} of a {family.architecture}"
+        )
 
 
 def _build(family: HuggingFaceFamily, sizes: dict[str, Any], path: Path) -> Any:

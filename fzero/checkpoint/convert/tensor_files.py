@@ -26,7 +26,7 @@ import json
 import math
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -251,7 +251,7 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     return w
 
 
-def unpack_tensors(source: Path, tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+def unpack_tensors(source: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """The tensors with NAME, dequantised on request, in place of each pair NAME_blocks and NAME_scales."""
     out: dict[str, TensorEntry] = {}
     for name, entry in tensors.items():
@@ -277,7 +277,7 @@ def unpack_tensors(source: Path, tensors: dict[str, TensorEntry]) -> dict[str, T
     return out
 
 
-def _half(source: Path, tensors: dict[str, TensorEntry], name: str, shape: tuple[int, ...] | None) -> TensorEntry:
+def _half(source: Path, tensors: Mapping[str, TensorEntry], name: str, shape: tuple[int, ...] | None) -> TensorEntry:
     if name not in tensors:
         raise ValueError(f"{source}: tensor {name} is missing: in MXFP4 a weight has {BLOCKS} and {SCALES}")
     entry = tensors[name]

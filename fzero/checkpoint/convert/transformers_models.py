@@ -24,6 +24,8 @@ from fzero.checkpoint.convert.dcp import FP32, ZERO, find_universal, is_plain_de
 from fzero.checkpoint.convert.huggingface import FLOATS, Leaves, leaves_of, read_hf_config, tensors_of, write_tokenizer
 from fzero.checkpoint.convert.huggingface_entries import read_labels, write_labels
 from fzero.checkpoint.convert.huggingface_families import FAMILIES
+from fzero.checkpoint.convert.quantization_config import note_of, quantization_of
+from fzero.checkpoint.convert.quantized_tensors import is_zero_bias
 from fzero.checkpoint.convert.tensor_files import TensorEntry
 from fzero.comm.rank_tables import barrier
 from fzero.core.arguments import checked
@@ -58,19 +60,29 @@ class Conversion(NamedTuple):
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
-def weights_of(module: Any, folder: Path) -> dict[str, TensorEntry]:
-    """The parameters and buffers, by name, of the module that `folder` is of; raises ValueError naming a bad tensor."""
+def weights_of(
+    module: Any, folder: Path, config: Path | None = None, *, dtype: torch.dtype | None = None
+) -> dict[str, TensorEntry]:
+    """The parameters and buffers, by name, of the module that `folder` is of; config, dtype: see `tensors_of`.
+
+    Raises ValueError naming a bad tensor."""
     state = module.state_dict(keep_vars=True)
     firsts: dict[int, str] = {}  # of tied parameters, the first name is the one that a module lists
     first_names = {name: firsts.setdefault(id(leaf), name) for name, leaf in state.items()}
     passed_over = [*(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())]
     passed_over += [f"{re.escape(name)}$" for name, _ in module.named_buffers() if name not in state]
+    hf_config = config or folder / "config.json"
+    if quantization_of(read_json(hf_config, wide=True), str(hf_config)) and "Conv1D" in map(
+        _class_name, module.modules()
+    ):
+        raise ValueError(f"{hf_config}: it has a quantization_config; fzero reads {_class_name(module)} without")
     entries: dict[str, TensorEntry] = {}
-    for conversion in conversions_of(module, tensors_of(folder), state):
+    for conversion in conversions_of(module, tensors_of(folder, hf_config, dtype=dtype), state):
         blank = conversion.run(module, lambda entry: torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
         for name, leaf in blank.items():
             if name not in state:
-                if not any(re.search(pattern, name) for pattern in passed_over):
+                unused = any(re.search(pattern, name) for pattern in passed_over)
+                if not unused and not all(is_zero_bias(stored, entry) for stored, _, entry in conversion.tensors):
                     raise ValueError(f"{folder}: {name} is there, and {type(module).__name__} has no such leaf")
                 continue
             if leaf.shape != state[name].shape:
@@ -87,6 +99,10 @@ def weights_of(module: Any, folder: Path) -> dict[str, TensorEntry]:
             "folder was saved for"
         )
     return entries
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(module).__name__
 
 
 def read_parameter(conversion: Conversion, module: nn.Module, name: str) -> Tensor:
@@ -138,11 +154,12 @@ def open_decoder(
 ) -> tuple[DecoderConfig | ScoreConfig, dict[str, TensorEntry]]:
     """(config, leaves that are read on request) of the decoder in `folder`; raises ValueError where it does not fit."""
     content = read_json(path, wide=True)
+    content.pop("quantization_config", None)  # of the weights in the folder, which are dequantised
     config: Any = read_decoder(content, str(path))
     if content.get("architectures") not in (None, [], [config.architecture]):  # else read_decoder has refused it
         config = read_labels(content, config, path)
     decoder = decoder_of(config)
-    read = weights_of(decoder.module, folder)
+    read = weights_of(decoder.module, folder, path, dtype=dtype)
     expect_buffers(decoder.module, read, folder)
     leaves = {}
     for leaf, names in decoder.sources.items():
@@ -418,16 +435,17 @@ def open_source(
             f"(--hf-config HF_CONFIG.json)"
         )
     weights_folder = universal if tensors is open_universal and universal is not None else folder
+    quantization = (
+        quantization_of(read_json(config_path, wide=True), str(config_path)) if tensors is tensors_of else None
+    )
+    notes = (note_of(quantization),) if quantization else ()
     if tensors is tensors_of and is_foreign(config_path):
         decoder_config, leaves = open_decoder(folder, config_path, dtype=dtype)
-        return ImportSource(kind, decoder_config, leaves, config_path, notes_of(decoder_config))
+        return ImportSource(kind, decoder_config, leaves, config_path, (*notes_of(decoder_config), *notes))
     model_config, family = read_hf_config(config_path, bare=not alone or tensors is open_universal)
-    return ImportSource(
-        kind,
-        model_config,
-        leaves_of(weights_folder, model_config, family, tensors(weights_folder), dtype=dtype, alone=alone),
-        config_path,
-    )
+    opened = tensors_of(folder, config_path, dtype=dtype) if tensors is tensors_of else tensors(weights_folder)
+    leaves = leaves_of(weights_folder, model_config, family, opened, dtype=dtype, alone=alone)
+    return ImportSource(kind, model_config, leaves, config_path, notes)
 
 
 def load(source: ImportSource) -> Tree:

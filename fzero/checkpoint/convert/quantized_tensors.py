@@ -1,0 +1,304 @@
+"""Weights of folders of `transformers` in codes, dequantised on request: GPTQ, AWQ and compressed-tensors.
+
+    w[o, i] = (q[o, i] - z[r, c]) s[r, c]      of output o and input i, in the block (r, c) of a scale
+
+in float32, rounded once to the dtype asked for. Of codes in a stream of b bits in words of int32, code n is bits b n to
+b n + b - 1, the lowest first. O outputs, I inputs, G groups of inputs; g[i] = i / group unless a tensor says it.
+
+GPTQ    qweight int32 [I b / 32, O] of q along I; scales [G, O]; qzeros int32 [G, O b / 32] along O, of z - 1 modulo
+        2^b, or of z with checkpoint_format gptq_v2; g_idx int32 [I]
+AWQ     qweight int32 [I, O / 8] of q along O, scales [G, O], qzeros int32 [G, O / 8] of z; of the eight outputs of a
+        word it has number 0 first, then 2, 4, 6, 1, 3, 5 and 7
+packed  weight_packed int32 [O, I b / 32] of q + 2^(b-1) along I; weight_scale [O, G]; weight_shape [2]: O, I;
+        weight_zero_point int32 [O b / 32, G] of z + 2^(b-1) along O, or int8 [O, G]; weight_g_idx int32 [I]
+plain   weight int8 or float8 [O, I]; weight_scale [O, 1], [1], [O, G] or by blocks; weight_zero_point int8
+
+The last two are of compressed-tensors.
+
+Memory: while a weight is read, its codes as stored, one byte a code, and the values.
+
+Ref: Frantar et al. 2023, "GPTQ", arXiv:2210.17323; Lin et al. 2024, "AWQ", arXiv:2306.00978.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.checkpoint.convert.quantization_config import MXFP4, Quantization
+from fzero.checkpoint.convert.tensor_files import TensorEntry, unpack_tensors
+
+# By layout, the tensors that a weight has, the scales second, and those that it may have.
+PARTS = {
+    "gptq": (("qweight", "scales", "qzeros"), ("g_idx",)),
+    "awq": (("qweight", "scales", "qzeros"), ()),
+    "packed": (("weight_packed", "weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")),
+    "plain": (("weight", "weight_scale"), ("weight_zero_point",)),
+}
+ACTIVATION_PARTS = ("input_scale", "input_zero_point")  # of activations that are quantised, which they are not here
+ORDERS = ("g_idx", "weight_g_idx")  # the group of each input
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+CHUNK = 1 << 20  # numbers in float32 at a time
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def unpack_codes(words: Tensor, bits: int, count: int, dim: int, order: Sequence[int] = ()) -> Tensor:
+    """The first `count` codes, uint8, of the streams along `dim` of a matrix of int32 words.
+
+    order: of the codes of a word, the number that each has among them.
+
+    >>> unpack_codes(torch.tensor([[0x76543210]], dtype=torch.int32), 4, 8, 1)
+    tensor([[0, 1, 2, 3, 4, 5, 6, 7]], dtype=torch.uint8)
+    """
+    period, step = _period(bits)
+    shape = list(words.shape)
+    shape[dim] = words.shape[dim] // step * period
+    codes = torch.empty(shape, dtype=torch.uint8)
+    target, streams = codes.movedim(dim, 0), words.movedim(dim, 0)
+    for i in range(period):
+        word, offset = divmod(i * bits, 32)
+        code = streams[word::step] >> offset
+        if offset + bits > 32:  # it ends in the next word
+            code = code & ((1 << (32 - offset)) - 1) | streams[word + 1 :: step] << (32 - offset)
+        target[order[i] if order else i :: period] = code & ((1 << bits) - 1)
+    return codes.narrow(dim, 0, count)
+
+
+def _period(bits: int) -> tuple[int, int]:
+    """(codes, words) after which a code begins with a word again."""
+    divisor = math.gcd(bits, 32)
+    return 32 // divisor, bits // divisor
+
+
+def _words(count: int, bits: int) -> int:
+    period, step = _period(bits)
+    return -(-count // period) * step
+
+
+class Codes(NamedTuple):
+    """A weight in codes, in memory."""
+
+    codes: Tensor  # [R, C]
+    scales: Tensor  # a row and a column for each block
+    zeros: Tensor  # as scales
+    rows: Tensor  # [R], the row of the scale of each
+    columns: Tensor | int  # [C], the column of it, or how many in a row share one; 0: all
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The weight [R, C]."""
+        out = torch.empty(self.codes.shape, dtype=dtype)
+        step = max(1, CHUNK // max(1, out.shape[1]))
+        for first in range(0, len(out), step):
+            span = slice(first, first + step)
+            out[span] = (_floats(self.codes[span]) - self._spread(self.zeros, span)) * self._spread(self.scales, span)
+        return out
+
+    def _spread(self, table: Tensor, span: slice) -> Tensor:
+        """Of some rows, what a table has for each number, or each row."""
+        rows = table.float()[self.rows[span]]
+        if isinstance(self.columns, Tensor):
+            return rows.index_select(1, self.columns)
+        return rows.repeat_interleave(self.columns, 1)[:, : self.codes.shape[1]] if self.columns > 1 else rows
+
+
+def _floats(codes: Tensor) -> Tensor:
+    """The codes as numbers in float32."""
+    if codes.dtype != torch.float8_e4m3fn:
+        return codes.float()
+    # By a table of all: torch converts them one by one, in four times the time.
+    numbers = torch.arange(256, dtype=torch.uint8).view(codes.dtype).float()
+    return numbers.index_select(0, codes.reshape(-1).view(torch.uint8).int()).view(codes.shape)
+
+
+class PackedWeight(NamedTuple):
+    """A weight in codes, in a folder."""
+
+    shape: tuple[int, int]  # [O, I]
+    parts: dict[str, tuple[Sequence[torch.dtype], tuple[int, ...]]]  # the dtypes and the shape that its tensors have
+    read: Callable[[Mapping[str, Tensor]], Codes]
+    transposed: bool = False  # whether the codes are [I, O]
+
+
+def dequantized_tensors(
+    source: Path, tensors: Mapping[str, TensorEntry], quantization: Quantization, dtype: torch.dtype | None
+) -> dict[str, TensorEntry]:
+    """The tensors with NAME.weight, dequantised on request, in place of the tensors of each weight in codes.
+
+    dtype: of the weights; None takes the config.json's, else that of the scales.
+    Raises ValueError naming a tensor that is missing, there twice, or of another dtype or shape."""
+    if quantization.layout == MXFP4:
+        return unpack_tensors(source, tensors)
+    needed, extra = PARTS[quantization.layout]
+    parts = (*needed, *extra)
+    marks = {f".{part}": len(part) + 1 for part in parts if part != "weight"}
+    stems = {name[:-length] for name in tensors for mark, length in marks.items() if name.endswith(mark)}
+    if not stems:
+        raise ValueError(f"{source}: no weight is in codes, and quantization_config says {quantization.text}")
+    used = {f"{stem}.{part}" for stem in stems for part in (*parts, *ACTIVATION_PARTS)}
+    out = {name: entry for name, entry in tensors.items() if name not in used}
+    for stem in sorted(stems):
+        weight = f"{stem}.weight"
+        if weight in out:
+            raise ValueError(f"{source}: tensor {weight} is there twice, once in {quantization.text}")
+        entries = {part: tensors[f"{stem}.{part}"] for part in parts if f"{stem}.{part}" in tensors}
+        order = [part for part in extra if part in ORDERS and quantization.act_order]
+        for part in (*needed, *order):
+            if part not in entries:
+                names = ", ".join((*needed, *order))
+                raise ValueError(
+                    f"{source}: tensor {stem}.{part} is missing: in {quantization.text} a weight has {names}"
+                )
+        out[weight] = _entry(f"{source}: tensor {stem}", entries, quantization, dtype)
+    return out
+
+
+def is_zero_bias(name: str, entry: TensorEntry) -> bool:
+    """Whether a tensor is a bias that changes nothing, as programs of GPTQ write of layers that have none."""
+    return name.endswith(".bias") and len(entry.shape) == 1 and not entry.give().any()
+
+
+def _entry(
+    subject: str, entries: dict[str, TensorEntry], quantization: Quantization, dtype: torch.dtype | None
+) -> TensorEntry:
+    """The weight of these tensors, whose dtypes and shapes are checked."""
+    first, scales = PARTS[quantization.layout][0][:2]
+    if len(entries[first].shape) != 2:
+        raise ValueError(f"{subject}.{first} has shape {list(entries[first].shape)}; in {quantization.text} it has two")
+    packed = LAYOUTS[quantization.layout](subject, entries, quantization)
+    for part, entry in entries.items():
+        dtypes, shape = packed.parts[part]
+        # One scale of all may be [1, 1], [1] or [].
+        same = tuple(entry.shape) == shape or math.prod(entry.shape) == math.prod(shape) == 1
+        if entry.dtype not in dtypes or not same:
+            raise ValueError(
+                f"{subject}.{part} is {entry.dtype} {list(entry.shape)}; in {quantization.text} it must be "
+                f"{' or '.join(map(str, dtypes))} {list(shape)}"
+            )
+    kind = dtype or quantization.dtype or entries[scales].dtype
+
+    def give() -> Tensor:
+        values = packed.read({part: entry.give() for part, entry in entries.items()}).dequantize(kind)
+        return values.t() if packed.transposed else values
+
+    return TensorEntry(kind, packed.shape, give)
+
+
+def _numbers(count: int, size: int) -> Tensor:
+    """[count], the block that each is in; size 0: one block."""
+    return torch.arange(count) // (size or max(1, count))
+
+
+def _blocks(count: int, size: int) -> int:
+    return -(-count // size) if size else 1
+
+
+def _groups(subject: str, tensors: Mapping[str, Tensor], inputs: int, quantization: Quantization) -> Tensor:
+    """[I], the group of each input."""
+    size = quantization.block[1]
+    groups = _numbers(inputs, size)
+    for part in ORDERS:
+        if part in tensors:
+            order = tensors[part].long()
+            if not quantization.act_order and not torch.equal(order, groups):
+                raise ValueError(f"{subject}.{part} is not in order, and by quantization_config it is")
+            if inputs and not 0 <= int(order.min()) <= int(order.max()) < _blocks(inputs, size):
+                raise ValueError(
+                    f"{subject}.{part} has groups {int(order.min())} to {int(order.max())}; there are "
+                    f"{_blocks(inputs, size)}"
+                )
+            groups = order
+    return groups
+
+
+def _gptq_weight(subject: str, entries: Mapping[str, TensorEntry], quantization: Quantization) -> PackedWeight:
+    bits, (words, outputs) = quantization.bits, entries["qweight"].shape
+    inputs = math.prod(entries["g_idx"].shape) if "g_idx" in entries else words * 32 // bits
+    groups = _blocks(inputs, quantization.block[1])
+
+    def read(tensors: Mapping[str, Tensor]) -> Codes:
+        zeros = unpack_codes(tensors["qzeros"], bits, outputs, 1).int() + quantization.zero_shift
+        rows = _groups(subject, tensors, inputs, quantization)
+        codes = unpack_codes(tensors["qweight"], bits, inputs, 0)
+        return Codes(codes, tensors["scales"], zeros & ((1 << bits) - 1), rows, 1)
+
+    parts = {
+        "qweight": ((torch.int32,), (_words(inputs, bits), outputs)),
+        "scales": (FLOATS, (groups, outputs)),
+        "qzeros": ((torch.int32,), (groups, _words(outputs, bits))),
+        "g_idx": ((torch.int32,), (inputs,)),
+    }
+    return PackedWeight((outputs, inputs), parts, read, transposed=True)
+
+
+def _awq_weight(subject: str, entries: Mapping[str, TensorEntry], quantization: Quantization) -> PackedWeight:
+    inputs, words = entries["qweight"].shape
+    bits, outputs = quantization.bits, words * 32 // quantization.bits
+    groups = _blocks(inputs, quantization.block[1])
+
+    def read(tensors: Mapping[str, Tensor]) -> Codes:
+        codes, zeros = (unpack_codes(tensors[part], bits, outputs, 1, AWQ_ORDER) for part in ("qweight", "qzeros"))
+        return Codes(codes, tensors["scales"], zeros, _groups(subject, tensors, inputs, quantization), 1)
+
+    parts = {
+        "qweight": ((torch.int32,), (inputs, words)),
+        "scales": (FLOATS, (groups, outputs)),
+        "qzeros": ((torch.int32,), (groups, words)),
+    }
+    return PackedWeight((outputs, inputs), parts, read, transposed=True)
+
+
+def _compressed_weight(subject: str, entries: Mapping[str, TensorEntry], quantization: Quantization) -> PackedWeight:
+    bits, is_packed = quantization.bits, quantization.layout == "packed"
+    outputs, inputs = _stored_shape(subject, entries["weight_shape"]) if is_packed else entries["weight"].shape
+    table = _blocks(outputs, quantization.block[0]), _blocks(inputs, quantization.block[1])
+    middle = 1 << (bits - 1) if is_packed else 0  # the code of 0
+
+    def read(tensors: Mapping[str, Tensor]) -> Codes:
+        codes = unpack_codes(tensors["weight_packed"], bits, inputs, 1) if is_packed else tensors["weight"]
+        scales, zeros = tensors["weight_scale"].reshape(table), tensors.get("weight_zero_point")
+        if zeros is None:
+            zeros = torch.full(table, middle)
+        elif zeros.dtype == torch.int32:
+            zeros = unpack_codes(zeros, bits, outputs, 0)
+        else:
+            zeros = zeros.reshape(table).int() + middle
+        groups = _groups(subject, tensors, inputs, quantization)
+        columns = groups if quantization.act_order else quantization.block[1]
+        return Codes(codes, scales, zeros, _numbers(outputs, quantization.block[0]), columns)
+
+    zero_points = entries.get("weight_zero_point")
+    packs_zeros = is_packed and zero_points is not None and zero_points.dtype == torch.int32
+    parts = {
+        "weight_packed": ((torch.int32,), (outputs, _words(inputs, bits))),
+        "weight": ((torch.int8, torch.float8_e4m3fn), (outputs, inputs)),
+        "weight_scale": (FLOATS, table),
+        "weight_shape": ((torch.int64, torch.int32), (2,)),
+        "weight_zero_point": ((torch.int32,), (_words(table[0], bits), table[1]))
+        if packs_zeros
+        else ((torch.int8,), table),
+        "weight_g_idx": ((torch.int32, torch.int64), (inputs,)),
+    }
+    return PackedWeight((outputs, inputs), parts, read)
+
+
+def _stored_shape(subject: str, entry: TensorEntry) -> tuple[int, int]:
+    """[O, I], by the tensor weight_shape."""
+    values = entry.give().tolist() if tuple(entry.shape) == (2,) and not entry.dtype.is_floating_point else []
+    if len(values) != 2 or min(values) < 0:
+        raise ValueError(
+            f"{subject}.weight_shape is {entry.dtype} {list(entry.shape)} of {values}; it must be two sizes"
+        )
+    return values[0], values[1]
+
+
+LAYOUTS: dict[str, Callable[[str, Mapping[str, TensorEntry], Quantization], PackedWeight]] = {
+    "gptq": _gptq_weight,
+    "awq": _awq_weight,
+    "packed": _compressed_weight,
+    "plain": _compressed_weight,
+}

@@ -1,0 +1,320 @@
+"""Folders of transformers in codes: GPTQ, AWQ and compressed-tensors. The packers here follow the published layouts bit
+by bit; what is read is compared with the numbers that the codes stand for."""
+
+import json
+import re
+from pathlib import Path
+
+import chats
+import numpy as np
+import pytest
+import torch
+from close import assert_close, assert_same
+from hf_cases import copy_of, hf, save, theirs, tokens
+from safetensors.torch import load_file, save_file
+
+import fzero
+from fzero import models
+from fzero.checkpoint import convert, huggingface
+from fzero.checkpoint.convert.quantization_config import quantization_of
+from fzero.checkpoint.convert.quantized_tensors import dequantized_tensors
+from fzero.checkpoint.convert.tensor_files import TensorEntry
+from fzero.core import pytree
+
+GROUP = 8
+
+
+def stream(codes, bits, along=1):
+    """int32 words: the bits of the codes of a row, or of a column, one after the other, the lowest first."""
+    if along == 0:
+        return stream(codes.t(), bits).t().contiguous()
+    flat = (codes.numpy().astype(np.int64)[:, :, None] >> np.arange(bits)) & 1
+    flat = flat.reshape(len(codes), -1).astype(np.uint8)
+    flat = np.pad(flat, ((0, 0), (0, -flat.shape[1] % 32)))
+    return torch.from_numpy(np.packbits(flat, axis=1, bitorder="little").view("<i4").copy())
+
+
+def drawn(outputs, inputs, bits, group, seed):
+    """(codes [O, I], zero-points and scales in float16 [O, G], the group of each input)."""
+    g = torch.Generator().manual_seed(seed)
+    group = group or inputs
+    count, draw = -(-inputs // group), lambda *shape: torch.randint(0, 1 << bits, shape, generator=g)
+    scales = (torch.rand(outputs, count, generator=g) * 0.3 + 0.1) / (1 << bits)
+    return draw(outputs, inputs), draw(outputs, count), scales.half(), torch.arange(inputs) // group
+
+
+def meant(codes, zeros, scales, groups, dtype=torch.float16):
+    return ((codes - zeros[:, groups]).double() * scales.double()[:, groups]).to(dtype)
+
+
+def gptq(outputs, inputs, seed, bits=4, group=GROUP, order=False, version="gptq"):
+    """(the tensors of a weight, the weight, the quantization_config)."""
+    codes, zeros, scales, groups = drawn(outputs, inputs, bits, group, seed)
+    if order:
+        groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(seed))]
+    stored = (zeros - 1) % (1 << bits) if version == "gptq" else zeros
+    tensors = {
+        "qweight": stream(codes, bits).t().contiguous(), "scales": scales.t().contiguous(),
+        "qzeros": stream(stored, bits, along=0).t().contiguous(), "g_idx": groups.int(),
+    }  # fmt: skip
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group or -1, "desc_act": order, "sym": False}
+    return tensors, meant(codes, zeros, scales, groups), config | {"checkpoint_format": version, "damp_percent": 0.1}
+
+
+def awq(outputs, inputs, seed):
+    codes, zeros, scales, groups = drawn(outputs, inputs, 4, GROUP, seed)
+    turned = torch.arange(outputs).view(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(-1)
+    tensors = {"qweight": stream(codes.t()[:, turned], 4), "qzeros": stream(zeros.t()[:, turned], 4)}
+    config = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "GEMM", "zero_point": True}
+    return tensors | {"scales": scales.t().contiguous()}, meant(codes, zeros, scales, groups), config
+
+
+def compressed(form, inputs=None, **weights):
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}
+    config = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
+    return config | {"config_groups": {"group_0": group | {"input_activations": inputs}}, "ignore": ["lm_head"]}
+
+
+def packed(outputs, inputs, seed, bits=4, group=GROUP, zero_points="stream", order=False):
+    codes, zeros, scales, groups = drawn(outputs, inputs, bits, group, seed)
+    tensors = {"weight_packed": stream(codes, bits), "weight_scale": scales, "weight_shape": torch.tensor(codes.shape)}
+    if zero_points == "stream":
+        tensors["weight_zero_point"] = stream(zeros, bits, along=0)
+    elif zero_points == "plain":
+        tensors["weight_zero_point"] = (zeros - (1 << (bits - 1))).to(torch.int8)
+    else:
+        zeros = torch.full_like(zeros, 1 << (bits - 1))
+    if order:
+        groups = groups.flip(0)
+        tensors["weight_g_idx"] = groups.int()
+    kind = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    config = compressed(
+        "pack-quantized",
+        num_bits=bits,
+        type="int",
+        **kind,
+        symmetric=not zero_points,
+        actorder="group" if order else None,
+    )
+    return tensors, meant(codes, zeros, scales, groups), config
+
+
+def plain(outputs, inputs, seed, kind="int", strategy="channel"):
+    """Numbers of one byte, of layers whose inputs are quantised too."""
+    codes, _, scales, _ = drawn(outputs, inputs, 8, 0, seed)
+    weight = (codes - 128).to(torch.int8) if kind == "int" else (codes / 4 - 32).to(torch.float8_e4m3fn)
+    options, wide = {}, scales
+    if strategy == "tensor":
+        scales, wide = scales[0], scales[:1]
+    elif strategy == "block":
+        scales = torch.rand(-(-outputs // 16), -(-inputs // GROUP)).half()
+        wide = scales.repeat_interleave(16, 0)[:outputs].repeat_interleave(GROUP, 1)[:, :inputs]
+        options = {"block_structure": [16, GROUP]}
+    config = compressed(
+        f"{kind}-quantized", {"num_bits": 8, "type": kind, "dynamic": True, "strategy": "token"},
+        num_bits=8, type=kind, strategy=strategy, **options,
+    )  # fmt: skip
+    values = (weight.double() * wide.double()).half()
+    return {"weight": weight, "weight_scale": scales, "input_scale": torch.ones(1)}, values, config
+
+
+KINDS = {
+    **{f"gptq {bits}": lambda *n, b=bits: gptq(*n, bits=b) for bits in (2, 3, 4, 8)},
+    "gptq by order, v2": lambda *n: gptq(*n, order=True, version="gptq_v2"),
+    "gptq one group": lambda *n: gptq(*n, group=0),
+    "awq": awq,
+    "packed 4": packed,
+    "packed 8, by channels": lambda *n: packed(*n, bits=8, group=0, zero_points=""),
+    "packed 4, zeros in bytes, by order": lambda *n: packed(*n, zero_points="plain", order=True),
+    "int8": plain,
+    "float8 of a tensor": lambda *n: plain(*n, kind="float", strategy="tensor"),
+    "float8 by blocks": lambda *n: plain(*n, kind="float", strategy="block"),
+}
+
+
+def entry_of(tensors, config, dtype=None):
+    entries = {f"w.{name}": TensorEntry(x.dtype, tuple(x.shape), lambda x=x: x) for name, x in tensors.items()}
+    quantization = quantization_of({"quantization_config": config}, "c")
+    assert quantization
+    read = dequantized_tensors(Path("f"), entries, quantization, dtype)
+    assert set(read) == {"w.weight"}
+    return read["w.weight"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_are_the_numbers_that_they_stand_for(kind):
+    tensors, weight, config = KINDS[kind](32, 64, 1)
+    entry = entry_of(tensors, config)
+    assert_same(entry.give().contiguous(), weight)
+    assert entry[:2] == (weight.dtype, tuple(weight.shape))
+    wide = entry_of(tensors, config, torch.float32).give()  # rounded once
+    assert_same(wide.half().contiguous(), weight)
+    assert not torch.equal(wide, weight.float())
+
+
+def test_sizes_that_are_no_whole_words():
+    for kind, outputs, inputs in (("packed 4", 5, 13), ("packed 8, by channels", 3, 7), ("gptq 4", 8, 20)):
+        tensors, weight, config = KINDS[kind](outputs, inputs, 2)
+        assert_same(entry_of(tensors, config).give().contiguous(), weight)
+
+
+# ---- folders ----
+
+
+def in_codes(folder, to, make, **changes):
+    """(a copy of a folder whose layers are in codes, one of what they stand for)."""
+    stored = load_file(folder / "model.safetensors")
+    coded, dense, config = dict(stored), dict(stored), {}
+    for seed, name in enumerate(name for name in stored if ".layers." in name and stored[name].dim() == 2):
+        stem = name.removesuffix(".weight")
+        tensors, dense[name], config = make(*stored[name].shape, seed)
+        del coded[name]
+        coded |= {f"{stem}.{part}": x.clone() for part, x in tensors.items()}
+    one = copy_of(folder, to / "codes", quantization_config=config | changes, dtype="float16")
+    two = copy_of(folder, to / "dense")
+    save_file(coded, one / "model.safetensors")
+    save_file(dense, two / "model.safetensors")
+    return one, two
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return save(theirs("llama"), tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.mark.parametrize("kind", ["gptq by order, v2", "awq", "packed 4", "int8"])
+def test_a_folder_is_that_of_its_numbers(kind, llama, tmp_path):
+    one, two = in_codes(llama, tmp_path, KINDS[kind])
+    source = convert.open_source(one)
+    params, (config, expected) = convert.load(source), huggingface.load_hf(two)
+    assert source.config == config
+    assert_same(pytree.named_leaves(params), pytree.named_leaves(expected))
+    (note,) = source.notes
+    assert "are dequantised to float16" in note
+    assert ("activations, which the config quantises to int8, are not" in note) == (kind == "int8")
+    params = pytree.map(lambda leaf: leaf.float(), params)
+    ours = models.logits(models.build(config), params, {"tokens": tokens(2)})
+    reference = hf.AutoModelForCausalLM.from_pretrained(two, dtype=torch.float32)(tokens(2)).logits
+    assert_close(ours, reference.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_bias_of_zeros_that_no_layer_has_changes_nothing(llama, tmp_path):
+    one, two = in_codes(llama, tmp_path, gptq)
+    stored = load_file(one / "model.safetensors")
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    save_file({**stored, bias: torch.zeros(32)}, one / "model.safetensors")
+    assert_same(pytree.named_leaves(huggingface.load_hf(one)[1]), pytree.named_leaves(huggingface.load_hf(two)[1]))
+    save_file({**stored, bias: torch.ones(32)}, one / "model.safetensors")
+    with pytest.raises(ValueError, match=f"are unexpected .*{bias}"):
+        huggingface.load_hf(one)
+
+
+def test_a_decoder_by_its_own_code_has_them(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    phi = hf.PhiForCausalLM(hf.PhiConfig(**sizes, num_attention_heads=4, max_position_embeddings=64))
+    one, two = in_codes(save(phi, tmp_path / "phi"), tmp_path, awq)
+    source, expected = convert.open_source(one), convert.open_source(two)
+    assert_same(pytree.named_leaves(convert.load(source)), pytree.named_leaves(convert.load(expected)))
+    assert "AWQ" in source.notes[-1] and "quantization_config" not in source.config.text
+    named = pytree.named_leaves(fzero.models.init_params(fzero.from_huggingface(one), fzero.random.key(0)))
+    assert_same(named, pytree.named_leaves(fzero.models.init_params(fzero.from_huggingface(two), fzero.random.key(0))))
+
+
+@pytest.mark.slow
+def test_fzero_generates_from_codes(tmp_path, fz):
+    chats.qwen3_folder(tmp_path / "model")
+    one, two = in_codes(tmp_path / "model", tmp_path, gptq)
+    chats.write_lines(tmp_path / "prompts.jsonl", [{"prompt": "1+1"}])
+    lines = []
+    for number, folder in enumerate((one, two)):
+        out = tmp_path / f"{number}.jsonl"
+        flags = ("--prompts", tmp_path / "prompts.jsonl", "--out", out, "--max-tokens", 6, "--temperature", 0)
+        code, said, err = fz("generate", folder, *flags, "--log-probs")
+        assert code == 0, err
+        assert ("GPTQ, 4 bits" in said + err) == (folder == one)
+        lines.append(json.loads(out.read_text()))
+    assert lines[0] == lines[1]
+
+
+# ---- what is refused ----
+
+GPTQ, AWQ = gptq(8, 8, 0)[2], awq(8, 8, 0)[2]
+CODED, INT8 = packed(8, 8, 0)[2], plain(8, 8, 0)[2]
+
+
+def changed(config, **weights):
+    """A config of compressed-tensors with other arguments of its weights."""
+    group = config["config_groups"]["group_0"]
+    return {**config, "config_groups": {"group_0": {**group, "weights": {**group["weights"], **weights}}}}
+
+
+BAD = {
+    "fzero reads None or a quant_method of 'gptq' or 'awq'": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "bits is missing": {"quant_method": "gptq", "group_size": 8},
+    "bits is 5; fzero reads 2 or 3 or 4 or 8 only": {**GPTQ, "bits": 5},
+    "group_size is 0; it must be at least 1, or -1": {**GPTQ, "group_size": 0},
+    "checkpoint_format is 'marlin'; fzero reads 'gptq' or 'gptq_v2' only": {**GPTQ, "checkpoint_format": "marlin"},
+    "is_marlin_format is True; fzero reads False only": {**GPTQ, "is_marlin_format": True},
+    "checkpoint_format and format are gptq and gptq_v2; leave one out": {**GPTQ, "format": "gptq_v2"},
+    "dynamic gives '+:.*down.*' {'bits': 8}": {**GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}, "-:lm_head": {}}},
+    "rotation is 'hadamard'; fzero does not know what that changes": {**GPTQ, "rotation": "hadamard"},
+    "group_sise is 4 (did you mean group_size?)": {**GPTQ, "group_sise": 4},
+    "version is 'gemv'; fzero reads 'gemm' only": {**AWQ, "version": "GEMV"},
+    "zero_point is False; fzero reads True only": {**AWQ, "zero_point": False},
+    "backend is 'llm-awq'": {**AWQ, "backend": "llm-awq"},
+    "format is 'marlin-24'; fzero reads 'pack-quantized' or": {**CODED, "format": "marlin-24"},
+    "kv_cache_scheme is {'num_bits': 8}; fzero reads null only": {**CODED, "kv_cache_scheme": {"num_bits": 8}},
+    "sparsity_config is {'format': 'sparse-24-bitmask'}": {**CODED, "sparsity_config": {"format": "sparse-24-bitmask"}},
+    "num_bits is 3; fzero reads 2 or 4 or 8 only": changed(CODED, num_bits=3),
+    "type is 'float'; fzero reads 'int' only": changed(INT8, type="float"),
+    "strategy is 'tensor_group'; fzero reads": changed(CODED, strategy="tensor_group"),
+    "block_structure is None; it must be two numbers": changed(INT8, strategy="block"),
+    "actorder is 'group'; fzero reads": changed(INT8, actorder="group"),
+    "fzero reads one kind of codes in a folder": {
+        **CODED,
+        "config_groups": CODED["config_groups"] | {"b": changed(CODED, num_bits=8)["config_groups"]["group_0"]},
+    },
+    "W4A16 is ['Linear']; it must be a table": {**CODED, "config_groups": {"W4A16": ["Linear"]}},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_is_not_understood_is_refused_by_name(message):
+    with pytest.raises(ValueError, match=rf"^c: quantization_config.*{re.escape(message)}") as error:
+        quantization_of({"quantization_config": BAD[message]}, "c")
+    assert "\n" not in str(error.value)
+
+
+DAMAGED = {
+    "w.qzeros is missing: in GPTQ, 4 bits": lambda t: t.pop("qzeros"),
+    "w.g_idx is missing": lambda t: t.pop("g_idx"),
+    "w.qweight is torch.int32 [9, 32]; in GPTQ": lambda t: t.update(qweight=torch.zeros(9, 32, dtype=torch.int32)),
+    "w.scales is torch.float16 [7, 32]": lambda t: t.update(scales=t["scales"][:7]),
+    "w.qweight has shape [4]": lambda t: t.update(qweight=torch.zeros(4, dtype=torch.int32)),
+    "w.g_idx has groups 0 to 99; there are 8": lambda t: t["g_idx"].__setitem__(3, 99),
+    "tensor w.weight is there twice": lambda t: t.update(weight=torch.zeros(32, 64)),
+    "no weight is in codes": lambda t: [t.pop(name) for name in list(t)],
+}
+
+
+@pytest.mark.parametrize("message", DAMAGED)
+def test_a_damaged_weight_is_one_line(message):
+    tensors, _, config = gptq(32, 64, 1, order=True)
+    DAMAGED[message](tensors)
+    with pytest.raises(ValueError, match=f"^f: .*{re.escape(message)}") as error:
+        entry_of(tensors, config).give()
+    assert "\n" not in str(error.value)
+
+
+def test_an_order_that_the_config_denies_is_refused():
+    tensors, _, config = gptq(32, 64, 1, order=True)
+    with pytest.raises(ValueError, match="g_idx is not in order, and by quantization_config it is"):
+        entry_of(tensors, config | {"desc_act": False}).give()
+
+
+def test_gpt2_and_other_families_of_mxfp4_are_refused(llama, tmp_path):
+    for case, config in (("gpt2", GPTQ), ("llama", {"quant_method": "mxfp4"})):
+        folder = llama if case == "llama" else save(theirs(case), tmp_path / case)
+        with pytest.raises(ValueError, match=f"(?i)fzero reads no weights in (GPTQ|MXFP4).* of a {case}"):
+            huggingface.load_hf(copy_of(folder, tmp_path / f"{case}-codes", quantization_config=config))
