@@ -18,6 +18,7 @@ FOLDER = Path(__file__).parent
 PAGE = FOLDER / "results/README.md"
 # A line for each figure: the script of the files, the key of the figure in each row (a/b: a quotient), what it is.
 FIGURES = """
+cache_codes       logits                    mean relative error of logits with keys and values in codes
 canonical         ratio.median              time of a step, canonical over fast sums
 canonical_forms   ratio                     time, kernels=canonical over auto
 canonical_forms   share                     logits of rows alone that have the bits of the batch

@@ -235,7 +235,8 @@ def test_a_command_answers_in_words_and_as_json(fz):
     code, out, err = fz("plan", "--ask", "serve", "--rate", "0.01", *flags, "--json")
     facts = json.loads(out)
     assert code == 0 and facts["serve"]["stable"] and facts["page_bytes"] == 16 * 512, err
-    assert facts["workload"] == {"prompt_tokens": 512, "new_tokens": 32, "step_tokens": 64, "page_tokens": 16}
+    work = {"prompt_tokens": 512, "new_tokens": 32, "step_tokens": 64, "page_tokens": 16, "cache": "auto"}
+    assert facts["workload"] == work
     assert [row["batch"] for row in facts["decode"]][:3] == [1, 2, 4] and facts["decode"][0]["fits"]
     code, quantised, err = fz("plan", "--ask", "generate", *flags, "--quantize", "int8", "--json")
     assert json.loads(quantised)["weight_bytes"]["device"] < facts["weight_bytes"]["device"], err

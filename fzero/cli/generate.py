@@ -70,6 +70,9 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--step-tokens", type=Number(int, SIZE), default=512, show_default=True, help="The tokens of a step.")
 @click.option("--pages", type=Number(int, SIZE), help="The pages of 16 positions. Default: as many as --rows need.")
 @click.option("--kernels", default="auto", show_default=True, help="The form of operations. canonical: equal bits.")
+@click.option(
+    "--cache", default="auto", show_default=True, help="What keys and values are in: int8 or fp8 need less memory."
+)
 @GUESSES[0]
 @GUESSES[1]
 @click.option(
@@ -87,6 +90,7 @@ def generate(
     step_tokens: int,
     pages: int | None,
     kernels: str,
+    cache: str,
     draft: Path | None,
     guesses: int | None,
     mesh: str | None,
@@ -114,7 +118,7 @@ def generate(
         )
     flags = {"RUN": str(run), "--prompts": str(prompts), "--out": str(out), "--mesh": mesh, "sampling": str(sampling)}
     flags |= {"--kernels": kernels, "--log-probs": log_probs, "--ema": ema, "--device": device, "--rows": rows}
-    flags |= {"--draft": str(draft), "--guesses": guesses}  # as ranks of tp compute the same steps
+    flags |= {"--cache": cache, "--draft": str(draft), "--guesses": guesses}  # as ranks of tp compute the same steps
     with process.coordinated() as coordinator:
         coordinator.compare({**process.versions(), **flags}, "start all ranks with the same command")
         with display("loading the weights", coordinator) as show:
@@ -125,7 +129,7 @@ def generate(
             guessing, warnings = guess_options(text_model, draft, guesses)
             for line in (*text_model.warnings, *warnings) if coordinator.first else ():
                 print(line, file=sys.stderr)
-            limits = {"vocab_size": text_model.vocab_size, "ends": text_model.ends, **guessing}
+            limits = {"vocab_size": text_model.vocab_size, "ends": text_model.ends, "cache": cache, **guessing}
             limits |= {"device": str(torch_device), "decode": text_model.tokenizer.decode}
             options = GenerateOptions(rows, step_tokens, pages, kernels=kernels, **limits)
             show("reading the prompts")

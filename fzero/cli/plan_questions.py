@@ -19,6 +19,7 @@ LENGTHS = {  # of --ask generate and serve: {flag: its argument}
     "--prompt-tokens": "prompt_tokens",
     "--new-tokens": "new_tokens",
     "--step-tokens": "step_tokens",
+    "--cache": "cache",
 }
 RATE = "rate"
 
@@ -37,6 +38,7 @@ def question_flags(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--prompt-tokens", type=Number(int, LENGTH), help="--ask generate: tokens of a prompt. [512]"),
         click.option("--new-tokens", type=Number(int, LENGTH), help="--ask generate: new tokens of a request. [128]"),
         click.option("--step-tokens", type=Number(int, LENGTH), help="The tokens of a step."),
+        click.option("--cache", help="What keys and values are in: int8 or fp8. Default: what weights are in."),
         click.option("--rate", type=Number(float, POSITIVE), help="--ask serve: requests a second, of all ranks."),
     )
     return add_flags(command, options)

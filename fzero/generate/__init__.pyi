@@ -31,6 +31,7 @@ from fzero.generate.step import make_step as make_step
 from fzero.generate.completions import sequences_of as sequences_of
 
 # Pages of keys and values
+from fzero.generate.pages import CACHES as CACHES
 from fzero.generate.pages import PAGE_TOKENS as PAGE_TOKENS
 from fzero.generate.pages import pages_for as pages_for
 

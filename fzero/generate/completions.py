@@ -13,13 +13,13 @@ from torch import Tensor
 from fzero.comm.collectives import psum
 from fzero.core import pytree
 from fzero.core.arguments import checked, expect_device, expect_fields
-from fzero.core.config_tables import AtLeastOne, Count
+from fzero.core.config_tables import AtLeastOne, Count, check_choice
 from fzero.core.copy_buckets import bring_together, read_scalars, start_fetch
 from fzero.core.pytree import Tree
 from fzero.generate.drafts import Draft, DraftPages, DraftRow, draft_spec, expect_draft
 from fzero.generate.draws import Drawn, draw_by_row, log_sum_exp, score
 from fzero.generate.grammar import Grammar, GrammarState, GrammarTokens, advance, grammar_mask, start_grammar
-from fzero.generate.pages import PAGE_TOKENS, PageSpec, dtype_of, page_spec, pages_for, text_sizes
+from fzero.generate.pages import CACHES, PAGE_TOKENS, PageSpec, dtype_of, page_spec, pages_for, text_sizes
 from fzero.generate.prefixes import PrefixCache, expect_cache, root_of
 from fzero.generate.requests import Arrivals, Batch, Request, Row, StepLimits
 from fzero.generate.rows import DrawRow
@@ -71,6 +71,7 @@ class GenerateOptions:
     page_tokens: AtLeastOne = PAGE_TOKENS
     prefixes: bool = True  # whether prompts that begin alike share pages
     kernels: str = "auto"  # the form of each operation; "canonical": log-probs are the bits of training's
+    cache: str = "auto"  # what keys and values are in: "int8" and "fp8" (e4m3) with a scale for each position and head
     vocab_size: AtLeastOne | None = None  # only ids below are drawn
     ends: tuple[int, ...] = ()  # the ids that end a text
     decode: Decode | None = None  # the text of ids, of the tokenizer: for stop texts, and the text of a completion
@@ -82,6 +83,9 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         expect_fields(self)
+        check_choice("cache", self.cache, CACHES)
+        if self.cache != "auto":
+            Kernels.parse(self.kernels).refuse(f"a cache in {self.cache}")
         if self.draft is not None and self.guess is not None:
             raise ValueError("GenerateOptions: guess and draft are there; give one of them")
         if self.draft is not None and not self.guesses:
@@ -306,7 +310,8 @@ def _device_of(params: Tree, options: GenerateOptions) -> torch.device:
 
 def _spec_of(model: Model, params: Tree, plan: Plan, options: GenerateOptions, count: int) -> PageSpec:
     """The pages of a call."""
-    return page_spec(model, plan, count, page_tokens=options.page_tokens, dtype=dtype_of(params))
+    dtype = CACHES[options.cache] or dtype_of(params)
+    return page_spec(model, plan, count, page_tokens=options.page_tokens, dtype=dtype)
 
 
 def _draft_spec_of(spec: PageSpec, options: GenerateOptions) -> PageSpec | None:

@@ -8,7 +8,6 @@ one it keeps the ids of its tokens, from which a step computes all positions aga
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +18,13 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
+from fzero.kernels import PAGE_CODES
 from fzero.models import Model
 from fzero.models.configs import DeepSeekConfig, GPT2Config, LlamaConfig, body_of
 from fzero.sharding import Mesh, Plan
 
 PAGE_TOKENS = 16
+CACHES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}  # what entries are in, None: what they are
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,20 @@ class PageSpec:
                 raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
 
     @property
+    def position_bytes(self) -> tuple[int, ...]:
+        """The bytes of a position in each layer: of codes, with a float32 for each head."""
+        scale = torch.float32.itemsize * self.coded
+        return tuple(sum(a * (b * self.dtype.itemsize + scale) for a, b in layer) for layer in self.entries)
+
+    @property
+    def coded(self) -> bool:
+        """Whether entries are in codes, with their scales in tensors behind them."""
+        return self.dtype in PAGE_CODES
+
+    @property
     def page_bytes(self) -> int:
         """The bytes of a page in all layers."""
-        numbers = sum(math.prod(shape) for layer in self.entries for shape in layer)
-        return numbers * self.page_tokens * self.dtype.itemsize
+        return self.page_tokens * sum(self.position_bytes)
 
     @property
     def bytes(self) -> int:
@@ -58,8 +69,14 @@ class PageSpec:
 
     def zeros(self, device: torch.device | str = "cpu") -> Pages:
         """Pages of these sizes on a device."""
-        shape, like = (self.count + 1, self.page_tokens), {"dtype": self.dtype, "device": device}
-        return Pages(self, tuple(tuple(torch.zeros((*shape, *e), **like) for e in layer) for layer in self.entries))
+        lines = self.count + 1, self.page_tokens
+
+        def tensors(layer: tuple[tuple[int, int], ...]) -> tuple[Tensor, ...]:
+            entries = [torch.zeros((*lines, *shape), dtype=self.dtype, device=device) for shape in layer]
+            scales = [torch.zeros((*lines, heads, 1), device=device) for heads, _ in layer if self.coded]
+            return (*entries, *scales)
+
+        return Pages(self, tuple(map(tensors, self.entries)))
 
 
 class Pages:
@@ -94,14 +111,20 @@ class Pages:
 def page_spec(model: Model, plan: Plan, count: int, *, page_tokens: int = PAGE_TOKENS, dtype: Any = None) -> PageSpec:
     """The PageSpec of a model on a rank of the plan's mesh: tp splits heads, and DeepSeek's latents are whole.
 
-    count: pages, of `page_tokens` positions each. dtype: of keys and values; None: that of the parameters. Raises
-    ValueError for a count or page_tokens below 1.
+    count: pages, of `page_tokens` positions each. dtype: of keys and values; None: that of the parameters; int8 and
+    float8_e4m3fn: codes, with a float32 scale for each position and head. Raises ValueError for a count or page_tokens
+    below 1, and codes for a model without entries of its own.
 
     >>> from fzero import models, one_process, zero_plan
     >>> model = models.build(models.LlamaConfig(32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=32))
     >>> page_spec(model, zero_plan(0, model, one_process()), 10, dtype=torch.float32).entries
     (((2, 4), (2, 4)), ((2, 4), (2, 4)))
     """
+    if dtype in PAGE_CODES and not entry_shapes(model):
+        raise ValueError(
+            f"a cache in {dtype} is for keys and values of fzero's own attention, which {type(model.config).__name__} "
+            "lacks; leave it out"
+        )
     if recompute_reason(model, plan.mesh):
         return PageSpec(count, page_tokens, (((1, 1),),), torch.int64)
     if causal := causal_module(model):

@@ -90,7 +90,7 @@ def make_step(model: Model, plan: Plan, *, kernels: str | Kernels = "auto", dtyp
     Communicates: as a forward pass of training. All ranks of a mesh call it together, also with an empty batch.
 
     Raises ValueError for a model with a head of scores, and a mesh with pp, cp or ep. The step raises it for pages that
-    an earlier step was given.
+    an earlier step was given, and, with "canonical", for pages in codes.
 
     >>> from fzero import generate, models, one_process, random, zero_plan
     >>> model = models.build(models.LlamaConfig(32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=32))
@@ -115,6 +115,8 @@ def make_step(model: Model, plan: Plan, *, kernels: str | Kernels = "auto", dtyp
 
     @torch.no_grad()
     def step(params: Tree, pages: Pages, batch: StepBatch) -> tuple[Tensor, Pages]:
+        if pages.spec.coded:
+            kernels.refuse(f"a cache in {pages.spec.dtype}")
         pages = pages.donate()
         logits = run(model, resident.fetches(params, batch.tokens.device), ctx, pages, batch)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)), pages

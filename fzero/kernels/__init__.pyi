@@ -30,6 +30,9 @@ from fzero.kernels import tuning as tuning
 from fzero.kernels.attention_arguments import Positions as Positions
 from fzero.kernels.attention_arguments import Scoring as Scoring
 
+# Codes in pages of keys and values
+from fzero.kernels.attention_canonical import PAGE_CODES as PAGE_CODES
+
 # Which keys a query of causal attention sees
 from fzero.kernels.attention_pattern import BACKWARD_PRODUCTS as BACKWARD_PRODUCTS
 from fzero.kernels.attention_pattern import FORWARD_PRODUCTS as FORWARD_PRODUCTS

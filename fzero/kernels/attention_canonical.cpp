@@ -4,7 +4,8 @@
 // no other document, and not on where its keys lie: in one tensor or in pages.
 //
 // A block is of queries of one document and one key/value head: with H / G = `ratio` query heads its rows are (query,
-// head). Keys come in tiles of 64, turned, and values in tiles of 64 rows, both as floats.
+// head). Keys come in tiles of 64, turned, and values in tiles of 64 rows, both as floats. Codes in pages are read as they
+// are: the scale of a key is a factor of its scores, that of a value one of its exponentials.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -14,6 +15,30 @@
 
 #include "bits.h"
 #include "lanes.h"
+
+namespace {
+
+struct Int8 { int8_t x; };
+struct Float8 { uint8_t x; };  // e4m3: 1, 4 and 3 bits, without infinities
+
+// Its bits behind the sign are float32's, 20 to the left, but for the bias of the exponent: a factor of 2^120.
+float wide(Float8 x) { return real((x.x & 0x80u) << 24 | (x.x & 0x7fu) << 20) * 0x1p120f; }
+float wide(Int8 x) { return float(x.x); }
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
+typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
+// In two steps: GCC makes one of four times the width number by number.
+template <typename C> Integers widened(const C* x) {
+  return __builtin_convertvector(__builtin_convertvector(read<Bytes>(x), Shorts), Integers);
+}
+Vector load(const Int8* x) { return __builtin_convertvector(widened(x), Vector); }
+Vector load(const Float8* x) {
+  const Words words = Words(widened(x)), moved = (words & 0x80000000u) | (words & 0x7fu) << 20;
+  return read<Vector>(&moved) * 0x1p120f;
+}
+
+}  // namespace
+
 #include "tiles.h"
 
 namespace {
@@ -37,8 +62,10 @@ enum Kind { FULL, WINDOW, LOCAL, STRIDED, FIXED };
 // Queries of one document: those at positions `at`, `at` + 1, ..., whose keys begin with position `start`.
 struct Block { int64_t row, query, count, at, start; };
 
-template <typename T> struct Inputs {
-  const T *q, *k, *v;
+template <typename T, typename C> struct Inputs {
+  const T* q;
+  const C *k, *v;
+  const float *key_scales, *value_scales;  // of codes: [pages, page, G], else null
   const float* sinks;    // [H] or null
   const int32_t* table;  // of pages, or null
   const int64_t* documents;
@@ -126,26 +153,26 @@ float soften(const Shape& z, const Block& block, int64_t query, int64_t first, i
 }
 
 template <typename T> struct Room {
-  std::vector<float> q, keys, values, scores, out;
+  std::vector<float> q, keys, values, scores, scales, out;
   Room(const Shape& z, int64_t rows) : q(rows * z.k), keys(KEYS * z.k), values(KEYS * padded(z)), out(rows * padded(z)) {}
   static int64_t padded(const Shape& z) { return (z.v + PANEL - 1) / PANEL * PANEL; }
 };
 
-template <typename T>
-void attend(const Shape& z, const Inputs<T>& in, const Block& block, int64_t group, Room<T>& room, T* out, float* lse) {
+template <typename T, typename C>
+void attend(const Shape& z, const Inputs<T, C>& in, const Block& block, int64_t group, Room<T>& room, T* out, float* lse) {
   const int64_t ratio = z.h / z.g, rows = block.count * ratio, last = block.at + block.count - 1, width = Room<T>::padded(z);
   // Keys from a multiple of 16 behind the document's first one, so that each keeps its lane.
   const int64_t first = block.start + std::max<int64_t>(0, first_key(z, block.at) - block.start) / LANES * LANES;
   const int64_t n = last + 1 - first, ld = (n + KEYS - 1) / KEYS * KEYS;
-  const auto line = [&](const T* x, const Strides& strides, int64_t key) {
+  const auto line = [&](const C* x, const Strides& strides, int64_t key) {
     const int64_t row = in.table ? in.table[block.row * z.pages + key / z.page] : block.row;
     return x + row * strides.row + (in.table ? key % z.page : key) * strides.token + group * strides.head;
   };
-  const T* lines[KEYS];
+  const C* lines[KEYS];
   // The `lines` of 64 keys or values from number `key` on, those behind the last one its own.
-  const auto point = [&](const T* x, const Strides& strides, int64_t key) {
+  const auto point = [&](const C* x, const Strides& strides, int64_t key) {
     for (int64_t i = 0; i < KEYS;) {
-      const T* from = line(x, strides, std::min(key + i, last));
+      const C* from = line(x, strides, std::min(key + i, last));
       const int64_t step = key + i < last ? strides.token : 0, left = last - key - i;
       const int64_t run = left <= 0 ? KEYS : std::min(left, in.table ? z.page - (key + i) % z.page : KEYS);
       for (const int64_t end = std::min(KEYS, i + run); i < end; i++, from += step) lines[i] = from;
@@ -169,6 +196,20 @@ void attend(const Shape& z, const Inputs<T>& in, const Block& block, int64_t gro
     for (int64_t p = 0; p < KEYS; p += PANEL)
       tiles<WIDE>(rows - from, z.k, &room.q[from * z.k], z.k, &room.keys[p], KEYS, &room.scores[from * ld + j + p], ld);
   }
+  // Row r of the scores, times the scales of the keys or values.
+  const auto rescale = [&](const float* scales, int64_t r) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) room.scores[r * ld + i] *= scales[i];
+  };
+  const auto gather = [&](const float* scales) {
+    room.scales.resize(n);
+    for (int64_t i = 0, key = first; i < n; key = first + i) {
+      const float* from = scales + (in.table[block.row * z.pages + key / z.page] * z.page + key % z.page) * z.g + group;
+      for (const int64_t end = std::min(n, i + z.page - key % z.page); i < end; i++, from += z.g) room.scales[i] = *from;
+    }
+  };
+  if (in.key_scales) gather(in.key_scales);
+  for (int64_t r = 0; in.key_scales && r < rows; r++) rescale(room.scales.data(), r);
   std::vector<float> totals(rows);
   for (int64_t r = 0; r < rows; r++) {
     const int64_t head = group * ratio + r % ratio, query = block.at + r / ratio;
@@ -177,11 +218,13 @@ void attend(const Shape& z, const Inputs<T>& in, const Block& block, int64_t gro
     totals[r] = soften(z, block, query, first, ld, in.sinks ? in.sinks + head : nullptr,
                        in.documents ? in.documents + block.row * z.s : nullptr, &room.scores[r * ld], of);
   }
+  if (in.value_scales && in.value_scales != in.key_scales) gather(in.value_scales);
+  for (int64_t r = 0; in.value_scales && r < rows; r++) rescale(room.scales.data(), r);
   std::fill(room.out.begin(), room.out.begin() + rows * width, 0.0f);
   const bool direct = rows <= ROWS && z.v % LANES == 0;
   for (int64_t j = 0; direct && j < n;) {  // values as they lie, of one page or tensor
     const int64_t depth = in.table ? std::min(n - j, z.page - (first + j) % z.page) : n;
-    const T* values = line(in.v, z.values, first + j);
+    const C* values = line(in.v, z.values, first + j);
     if (j + depth < n && j % KEYS == 0) {
       point(in.v, z.values, first + j + KEYS);
       fetch(lines, KEYS, z.v);
@@ -218,8 +261,8 @@ void cut(const Shape& z, std::vector<Block>& blocks, int64_t row, int64_t query,
   }
 }
 
-template <typename T>
-void run(const Shape& z, const Inputs<T>& in, const std::vector<Block>& blocks, T* out, float* lse) {
+template <typename T, typename C>
+void run(const Shape& z, const Inputs<T, C>& in, const std::vector<Block>& blocks, T* out, float* lse) {
   int64_t most = 1;
   for (const Block& block : blocks) most = std::max(most, block.count);
 #pragma omp parallel num_threads(int(z.threads)) if (z.threads > 1)
@@ -252,17 +295,17 @@ void attention(const T* q, const T* k, const T* v, const float* sinks, const int
       t = end;
     }
   }
-  run(z, Inputs<T>{q, k, v, sinks, nullptr, whole ? nullptr : documents}, blocks, out, lse);
+  run(z, Inputs<T, T>{q, k, v, nullptr, nullptr, sinks, nullptr, whole ? nullptr : documents}, blocks, out, lse);
 }
 
-template <typename T>
-void paged(const T* q, const T* k, const T* v, const float* sinks, const int32_t* table, const int32_t* starts,
-           const int64_t* positions, T* out, float* lse, const Shape& z) {
+template <typename T, typename C>
+void paged(const T* q, const C* k, const C* v, const float* key_scales, const float* value_scales, const float* sinks,
+           const int32_t* table, const int32_t* starts, const int64_t* positions, T* out, float* lse, const Shape& z) {
   std::vector<Block> blocks;
   for (int64_t r = 0; r < z.b; r++)
     if (starts[r] < starts[r + 1]) cut(z, blocks, r, starts[r], starts[r + 1], positions[starts[r]], 0);
   std::memset(out + int64_t(starts[z.b]) * z.h * z.v, 0, (z.t - starts[z.b]) * z.h * z.v * sizeof(T));
-  run(z, Inputs<T>{q, k, v, sinks, table, nullptr}, blocks, out, lse);
+  run(z, Inputs<T, C>{q, k, v, key_scales, value_scales, sinks, table, nullptr}, blocks, out, lse);
 }
 
 }  // namespace
@@ -272,10 +315,13 @@ void paged(const T* q, const T* k, const T* v, const float* sinks, const int32_t
                                    const int64_t* documents, T* out, float* lse, const Shape* z) {               \
     attention(q, k, v, sinks, documents, out, lse, *z);                                                          \
   }                                                                                                              \
-  extern "C" void paged_##NAME(const T* q, const T* k, const T* v, const float* sinks, const int32_t* table,     \
+  PAGED(T, T, NAME##_##NAME) PAGED(T, Int8, NAME##_int8) PAGED(T, Float8, NAME##_fp8_e4m3)
+#define PAGED(T, C, NAME)                                                                                        \
+  extern "C" void paged_##NAME(const T* q, const C* k, const C* v, const float* key_scales,                      \
+                               const float* value_scales, const float* sinks, const int32_t* table,              \
                                const int32_t* starts, const int64_t* positions, T* out, float* lse,              \
                                const Shape* z) {                                                                 \
-    paged(q, k, v, sinks, table, starts, positions, out, lse, *z);                                               \
+    paged(q, k, v, key_scales, value_scales, sinks, table, starts, positions, out, lse, *z);                     \
   }
 OF(float, float32)
 OF(BFloat16, bfloat16)

@@ -27,6 +27,8 @@ from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.custom_operator import call_cpp, operator, rows_run
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+# Codes in pages, a block of `quantize` for each position and head, by their dtype.
+PAGE_CODES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8_e4m3"}
 PAGE = 16  # positions
 SIZES = ("b", "t", "s", "h", "g", "k", "v", "kind", "size", "keep", "page", "pages", "threads")
 
@@ -113,8 +115,8 @@ def on_pages(
 
 
 @operator(
-    f"paged_attention_canonical(Tensor q, Tensor k, Tensor v, Tensor table, Tensor starts, Tensor positions, {HOW}) -> "
-    "Tensor",
+    f"paged_attention_canonical(Tensor q, Tensor k, Tensor v, Tensor table, Tensor starts, Tensor positions, {HOW}, "
+    "Tensor? key_scales=None, Tensor? value_scales=None) -> Tensor",
     lambda q, k, v, *arguments: q.new_empty((*q.shape[:2], v.shape[-1])),
     flop=lambda q, k, v, table, *rest, out_val, **options: (
         2 * (q.numel() + out_val.numel()) * table.shape[1] * k.shape[1]
@@ -131,8 +133,10 @@ def paged_forward(
     pattern: list[int],
     scale: float,
     cap: float,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
-    """out [N, H, V] of queries whose keys and values lie in pages."""
+    """out [N, H, V] of queries whose keys and values lie in pages; scales: of those in codes."""
     if q.is_cuda:
         pages = (q, k, v), (table, starts, positions)
         return paged_attention_triton.attend_in_order(*pages, sinks, pattern, scale, cap)[0]
@@ -144,8 +148,11 @@ def paged_forward(
     strides = _Strides(0, *q.stride()[:2]), *(_Strides(*x.stride()[:3]) for x in (k, v))
     shape = _CanonicalShape(*sizes, torch.get_num_threads(), scale, cap, *strides)
     if out.numel():
-        run = getattr(compile_cache.library(__file__, compile_cache.EXACT), f"paged_{TYPES[q.dtype]}")
-        call_cpp(run, (q, k, v, _sinks_of(sinks), table, starts, positions, out, lse), ctypes.byref(shape))
+        name = f"paged_{TYPES[q.dtype]}_{(TYPES | PAGE_CODES)[k.dtype]}"
+        run = getattr(compile_cache.library(__file__, compile_cache.EXACT), name)
+        scales = (None if x is None else x.contiguous() for x in (key_scales, value_scales))
+        tensors = q, k, v, *scales, _sinks_of(sinks), table, starts, positions, out, lse
+        call_cpp(run, tensors, ctypes.byref(shape))
     return out
 
 
@@ -166,7 +173,9 @@ def supports_pages(
             return f"{name} is {x.dtype}; it takes {dtype}"
     if positions.dtype != torch.int64:
         return f"positions are {positions.dtype}; it takes torch.int64"
-    return _refuse(q, k_pages, v_pages, pattern) or rows_run(q, k_pages, v_pages, table, starts, positions)
+    coded = kind_of(q) == "cpu" and k_pages.dtype == v_pages.dtype and k_pages.dtype in PAGE_CODES
+    k, v = (q, q) if coded else (k_pages, v_pages)
+    return _refuse(q, k, v, pattern) or rows_run(q, k_pages, v_pages, table, starts, positions)
 
 
 def _refuse(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> str:

@@ -61,15 +61,25 @@ class Cache(NamedTuple):
     tensor([0., 1., 0., 0.])
     """
 
-    pages: tuple[Tensor, ...]  # [P, page_tokens, heads, size]: keys and values, or DeepSeek's latents
+    pages: tuple[Tensor, ...]  # [P, page_tokens, heads, size]: keys and values, or DeepSeek's latents; scales of codes
     slots: Tensor  # int64 [N]: where a token's entries go, positions counted through all pages
     table: Tensor  # int32 [R, pages of the longest row]
     starts: Tensor  # int32 [R + 1]: row r is the tokens starts[r] to starts[r + 1]
 
     def write(self, *entries: Tensor) -> None:
-        """Write the tokens' entries [1, N, heads, size] into the pages, in place."""
+        """Write the tokens' entries [1, N, heads, size] into the pages, in place: as codes, if those have scales."""
+        if len(self.pages) > len(entries):
+            coded = [_coded(entry, kernels.PAGE_CODES[self.pages[0].dtype]) for entry in entries]
+            entries = (*(data for data, _ in coded), *(scale for _, scale in coded))
         for pages, entry in zip(self.pages, entries):
-            pages.flatten(0, 1).index_copy_(0, self.slots, entry[0].to(pages.dtype))
+            lines = pages.flatten(0, 1)
+            lines = lines.view(torch.int8) if entry.dtype == torch.int8 else lines  # of float8 too
+            lines.index_copy_(0, self.slots, entry[0].to(lines.dtype))
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """The scales of pages in codes, else ()."""
+        return self.pages[len(self.pages) // 2 :] if self.pages[0].dtype in kernels.PAGE_CODES else ()
 
     def rows(self, positions: Tensor) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
         """(the tokens of a row, the entries of all its positions [1, S, heads, size]), row by row."""
@@ -79,6 +89,14 @@ class Cache(NamedTuple):
                 length = int(positions[end - 1]) + 1
                 used = self.table[row, : -(-length // self.pages[0].shape[1])].long()
                 yield slice(start, end), tuple(pages[used].flatten(0, 1)[None, :length] for pages in self.pages)
+
+
+def _coded(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """(the bytes of x [..., size] in codes, a scale for each row)."""
+    # "auto" takes the reference for few numbers, which is ten operators in place of one.
+    serves = not kernels.quantize_codes.cpp_serves(x.dtype, kind, x.shape[-1], None, x)
+    data, scale = kernels.quantize.quantize(x, kind, x.shape[-1], impl="cpp" if serves else "auto")
+    return data.view(torch.int8), scale
 
 
 class TokenLayout(NamedTuple):

@@ -180,7 +180,7 @@ def attend_with_cache(
     if not ctx.cache:
         return attend(q, k, v, attention.pattern, ctx, **options)
     ctx.cache.write(k, v)
-    k_pages, v_pages = ctx.cache.pages
+    k_pages, v_pages = ctx.cache.pages[:2]
     return attend_pages(q, k_pages, v_pages, attention.pattern, ctx, **options)
 
 
@@ -189,6 +189,8 @@ def attend_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, pattern: Pattern, 
     assert ctx.cache and isinstance(ctx.tokens.positions, Tensor)  # which a step gives
     rows = ctx.cache.table, ctx.cache.starts, ctx.tokens.positions
     impl = ctx.kernels["paged_attention"]
+    if scales := ctx.cache.scales:
+        scores["scales"] = scales[0], scales[-1]
     return paged_attention(q[0], k_pages, v_pages, *rows, pattern=pattern, impl=impl, **scores)[None]
 
 

@@ -204,7 +204,7 @@ def attend_latents(c: DeepSeekConfig, p: Tree, q: Tensor, ctx: Ctx) -> Tensor:
     w = p["w_kv_b"].to(q.dtype)
     w = (w.dense() if isinstance(w, WeightInParts) else w).unflatten(-1, (q.shape[2], -1))
     by_latent = torch.einsum("bthn,rhn->bthr", q[..., : c.nope_dim], w[..., : c.nope_dim])
-    (pages,), scale = ctx.cache.pages, c.key_dim**-0.5
+    pages, scale = ctx.cache.pages[0], c.key_dim**-0.5
     queries = torch.cat((by_latent, q[..., c.nope_dim :]), -1)
     out = attend_pages(queries, pages, pages[..., : c.kv_rank], pattern, ctx, scale=scale)
     return torch.einsum("bthr,rhv->bthv", out, w[..., c.nope_dim :])

@@ -11,11 +11,12 @@ import functools
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fzero.core.arguments import checked
-from fzero.core.config_tables import Positive
-from fzero.generate import PAGE_TOKENS, PageSpec, expect_generates, page_spec, pages_for
+from fzero.core.config_tables import Positive, check_choice
+from fzero.generate import CACHES, PAGE_TOKENS, PageSpec, expect_generates, page_spec, pages_for
 from fzero.models import Model, ModelConfig
 from fzero.models.base import leaf_shapes
 from fzero.models.configs import DecoderConfig, body_of, frozen_leaves
@@ -48,6 +49,7 @@ class Workload(NamedTuple):
     new_tokens: int = 128
     step_tokens: int = 512  # tokens of a step: one of each running request, the rest of prompts
     page_tokens: int = PAGE_TOKENS
+    cache: str = "auto"  # what keys and values are in, as of `GenerateOptions`
 
     @property
     def tokens(self) -> int:
@@ -257,7 +259,7 @@ def plan_generation(
         num_params=sum(map(math.prod, leaf_shapes(built).values())),
         capacity_bytes=memory.capacity,
         weight_bytes=memory.weights,
-        spec=page_spec(built, plan, max(1, memory.pages(step_bytes)), page_tokens=workload.page_tokens),
+        spec=replace(memory.spec, count=max(1, memory.pages(step_bytes))),
         position_bytes=sum(costs.position_bytes),
         step_bytes=step_bytes,
         longest=memory.longest(),
@@ -339,7 +341,8 @@ def model_and_plan(config: RunConfig, sizes: Mapping[str, int]) -> tuple[Model, 
 
 
 def expect_workload(workload: Workload, max_len: int) -> None:
-    """Raise ValueError for lengths or a budget with which nothing is generated."""
+    """Raise ValueError for lengths, a budget or a cache with which nothing is generated."""
+    check_choice("cache", workload.cache, CACHES)
     for name in ("prompt_tokens", "new_tokens", "page_tokens"):
         if (value := getattr(workload, name)) < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -361,7 +364,7 @@ class FreeMemory:
     def __init__(self, model: Model, plan: Plan, device: Device, workload: Workload, capacity: int) -> None:
         self.model, self.plan, self.device, self.workload = model, plan, device, workload
         self.capacity = capacity
-        self.spec = page_spec(model, plan, 1, page_tokens=workload.page_tokens)
+        self.spec = page_spec(model, plan, 1, page_tokens=workload.page_tokens, dtype=CACHES[workload.cache])
         self.weights: dict[str, int] = dict.fromkeys(MEMORIES, 0)
         for leaf in plan.leaves.values():
             memory = str(leaf.params.memory)

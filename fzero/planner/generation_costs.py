@@ -142,7 +142,7 @@ class StepCosts:
         self.ops = ops  # the operators that start a step of one row, and for each row more
         self.counts, self.patterns = weight_counts(model, plan), patterns_of(c)
         self.chosen = c.top_k / c.n_experts if hasattr(c, "n_experts") else 1.0
-        self.position_bytes = [spec.dtype.itemsize * sum(a * b for a, b in layer) for layer in spec.entries]
+        self.position_bytes = spec.position_bytes
         heads = getattr(c, "n_heads", 0) / plan.mesh.tp.size
         latent = isinstance(c, DeepSeekConfig)
         key = getattr(c, "key_dim", c.d_model // max(1, getattr(c, "n_heads", 1)))

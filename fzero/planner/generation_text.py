@@ -42,7 +42,8 @@ def memory(plan: Plan) -> list[str]:
         f"  a step     {size(plan.step_bytes)} beside, with {max(1, plan.batch):,} rows and a chunk of a prompt",
         f"  longest    {plan.longest:,} tokens, of a request alone (max_len {plan.config.model.max_len:,}, pages "
         f"{spec.count * work.page_tokens:,})",
-        f"  run it by  fzero generate --rows {max(1, plan.best)} --step-tokens {work.step_tokens} --pages {spec.count}",
+        f"  run it by  fzero generate --rows {max(1, plan.best)} --step-tokens {work.step_tokens} --pages {spec.count}"
+        f"{'' if work.cache == 'auto' else f' --cache {work.cache}'}",
     ]
 
 

@@ -132,6 +132,7 @@ def settings_of(
         "tokenizer": text_model.tokenizer.meta(),
         "ends": list(text_model.ends),
         "kernels": options.kernels,
+        "cache": options.cache,
         "tp": text_model.plan.mesh.tp.size,
         "device": text_model.device.type,
         **fields,
