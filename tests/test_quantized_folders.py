@@ -1,5 +1,5 @@
-"""Folders of transformers in codes: GPTQ, AWQ and compressed-tensors. The packers here follow the published layouts bit
-by bit; what is read is compared with the numbers that the codes stand for."""
+"""Folders of transformers in codes: GPTQ, AWQ, compressed-tensors and MXFP4. The packers here follow the
+published layouts bit by bit; what is read is compared with the numbers that the codes stand for."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from fzero import models
 from fzero.checkpoint import convert, huggingface
 from fzero.checkpoint.convert.quantization_config import quantization_of
 from fzero.checkpoint.convert.quantized_tensors import dequantized_tensors
-from fzero.checkpoint.convert.tensor_files import TensorEntry
+from fzero.checkpoint.convert.tensor_files import TensorEntry, dequantize
 from fzero.core import pytree
 
 GROUP = 8
@@ -209,6 +209,7 @@ def test_a_bias_of_zeros_that_no_layer_has_changes_nothing(llama, tmp_path):
         huggingface.load_hf(one)
 
 
+@pytest.mark.slow
 def test_a_decoder_by_its_own_code_has_them(tmp_path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
@@ -318,3 +319,112 @@ def test_gpt2_and_other_families_of_mxfp4_are_refused(llama, tmp_path):
         folder = llama if case == "llama" else save(theirs(case), tmp_path / case)
         with pytest.raises(ValueError, match=f"(?i)fzero reads no weights in (GPTQ|MXFP4).* of a {case}"):
             huggingface.load_hf(copy_of(folder, tmp_path / f"{case}-codes", quantization_config=config))
+
+
+# ---- MXFP4: the numbers are the format's, and transformers'; a gpt-oss folder whose experts are so is read ----
+
+E, D, F = 4, 32, 40  # of hf_cases' gpt-oss
+HOW = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}}
+
+
+def blocks_and_scales(features, seed, groups=D // 32):
+    """Blocks and scales of random codes, the scales near 1."""
+    g = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, (E, features, groups, 16), generator=g, dtype=torch.uint8)
+    return blocks, torch.randint(120, 132, (E, features, groups), generator=g, dtype=torch.uint8)
+
+
+def number(code):
+    """A sign, two bits of exponent with bias 1, one of mantissa; of exponent 0 there are 0 and 0.5."""
+    sign, exponent, half = code >> 3, (code >> 1) & 3, code & 1
+    size = half / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + half / 2)
+    return -size if sign else size
+
+
+def test_every_code_and_scale_of_mxfp4_is_the_format_s():
+    blocks, scales = blocks_and_scales(3, 0, groups=2)
+    w = dequantize(blocks, scales)
+    assert w.shape == (E, 64, 3)
+    for e in range(E):
+        for d in range(64):
+            for f in range(3):
+                byte = int(blocks[e, f, d // 32, d % 32 // 2])
+                code = byte >> 4 if d % 2 else byte & 15
+                assert float(w[e, d, f]) == number(code) * 2.0 ** (int(scales[e, f, d // 32]) - 127)
+
+
+def test_the_ends_of_mxfp4_scales():
+    ones = torch.full((1, 3, 1, 16), 0x22, dtype=torch.uint8)
+    w = dequantize(ones, torch.tensor([[[1], [254], [255]]], dtype=torch.uint8))
+    assert (w[0, :, 0] == 2.0**-126).all() and (w[0, :, 1] == 2.0**127).all() and w[0, :, 2].isnan().all()
+
+
+def test_transformers_has_the_same_numbers_of_mxfp4():
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    if not hasattr(mxfp4, "convert_moe_packed_tensors"):
+        pytest.skip("this version of transformers has no convert_moe_packed_tensors")
+    blocks, scales = blocks_and_scales(F, 1)
+    assert_same(dequantize(blocks, scales), mxfp4.convert_moe_packed_tensors(blocks.clone(), scales.clone()))
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    """(a folder of gpt-oss in bfloat16, its tensors)."""
+    folder = save(theirs("gpt-oss").bfloat16(), tmp_path_factory.mktemp("gpt-oss") / "model")
+    return folder, load_file(folder / "model.safetensors")
+
+
+def with_blocks(tensors):
+    """The tensors with the experts' first products in MXFP4, and those that these stand for. (The second have rows of
+    40, which are no whole blocks.)"""
+    packed, whole = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith("experts.gate_up_proj")]:
+        blocks, scales = blocks_and_scales(2 * F, len(name))
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        del packed[name]
+        whole[name] = dequantize(blocks, scales)
+    return packed, whole
+
+
+def test_a_folder_with_such_experts_is_read_as_that_of_their_numbers(gpt_oss, tmp_path):
+    folder, tensors = gpt_oss
+    packed, whole = with_blocks(tensors)
+    assert len(packed) > len(tensors)
+    one, two = copy_of(folder, tmp_path / "packed", **HOW), copy_of(folder, tmp_path / "whole")
+    save_file(packed, one / "model.safetensors")
+    save_file(whole, two / "model.safetensors")
+    (config, params), (same, expected) = huggingface.load_hf(one), huggingface.load_hf(two)
+    assert config == same
+    assert_same(pytree.named_leaves(params), pytree.named_leaves(expected))
+
+
+NAME = "model.layers.0.mlp.experts.gate_up_proj"
+BAD_MXFP4 = {
+    "no scales": (lambda t: t.pop(f"{NAME}_scales"), f"tensor {NAME}_scales is missing"),
+    "no blocks": (lambda t: t.pop(f"{NAME}_blocks"), f"tensor {NAME}_blocks is missing"),
+    "another dtype": (
+        lambda t: t.update({f"{NAME}_scales": t[f"{NAME}_scales"].float()}),
+        f"tensor {NAME}_scales is torch.float32 [4, 80, 1]; in MXFP4 it must be torch.uint8 [4, 80, 1]",
+    ),
+    "another length": (
+        lambda t: t.update({f"{NAME}_blocks": t[f"{NAME}_blocks"][..., :8].contiguous()}),
+        f"tensor {NAME}_blocks has shape [4, 80, 1, 8]; in MXFP4 it must be [E, F, G, 16]",
+    ),
+    "twice": (lambda t: t.update({NAME: torch.zeros(E, D, 2 * F)}), f"tensor {NAME} is there twice, once in MXFP4"),
+    "another size": (
+        lambda t: t.update(zip((f"{NAME}_blocks", f"{NAME}_scales"), blocks_and_scales(2 * F, 0, groups=2))),
+        f"tensor {NAME} has shape [4, 64, 80], config.json asks for [4, 32, 80]",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_MXFP4)
+def test_a_damaged_folder_of_mxfp4_is_one_line(what, gpt_oss, tmp_path):
+    spoil, said = BAD_MXFP4[what]
+    packed, _ = with_blocks(gpt_oss[1])
+    spoil(packed)
+    folder = copy_of(gpt_oss[0], tmp_path / "bad", **HOW)
+    save_file(packed, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        huggingface.load_hf(folder)
+    assert "\n" not in str(error.value)
