@@ -32,11 +32,12 @@ class Quantization(NamedTuple):
 UNUSED_TEXT = """
     act_group_aware amp autoround_version backend batch_size block_name_to_quantize cache_block_outputs
     damp_auto_increment damp_percent dataset dequantize disable_exllama do_fuse enable_minmax_tuning
-    enable_quanted_input exllama_config fuse_max_seq_len global_compression_ratio gradient_accumulate_steps ignore iters
-    lm_head low_gpu_mem_usage lr max_input_length meta minmax_lr model_file_base_name model_name_or_path model_seqlen
-    module_name_preceding_first_block modules_in_block_to_quantize modules_to_fuse modules_to_not_convert mse nsamples
-    observer observer_kwargs pad_token_id provider quant_method run_compressed scale_dtype seqlen static_groups sym
-    targets tokenizer true_sequential use_cuda_fp16 use_exllama use_optimized_inference zp_dtype
+    enable_quanted_input exllama_config failsafe fuse_max_seq_len global_compression_ratio gradient_accumulate_steps
+    hyb_act ignore iters lm_head low_gpu_mem_usage lr max_input_length meta minmax_lr model_file_base_name
+    model_name_or_path model_seqlen module_name_preceding_first_block modules_in_block_to_quantize modules_to_fuse
+    modules_to_not_convert mse nsamples observer observer_kwargs offload_to_disk offload_to_disk_path pad_token_id
+    parallel_packing provider quant_method run_compressed scale_dtype seqlen static_groups sym targets tokenizer
+    true_sequential use_cuda_fp16 use_exllama use_optimized_inference zp_dtype
 """
 UNUSED = frozenset(UNUSED_TEXT.split())
 MXFP4 = "mxfp4"  # of gpt-oss's experts, see tensor_files

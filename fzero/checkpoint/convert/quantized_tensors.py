@@ -15,7 +15,7 @@ plain   weight int8 or float8 [O, I]; weight_scale [O, 1], [1], [O, G] or by blo
 
 The last two are of compressed-tensors.
 
-Memory: while a weight is read, its codes as stored, one byte a code, and the values.
+Memory: while a weight is read, its tensors as stored, and the values.
 
 Ref: Frantar et al. 2023, "GPTQ", arXiv:2210.17323; Lin et al. 2024, "AWQ", arXiv:2306.00978.
 """
@@ -43,7 +43,8 @@ PARTS = {
 ACTIVATION_PARTS = ("input_scale", "input_zero_point")  # of activations that are quantised, which they are not here
 ORDERS = ("g_idx", "weight_g_idx")  # the group of each input
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-CHUNK = 1 << 20  # numbers in float32 at a time
+CHUNK = 1 << 18  # numbers at a time: in float32 they stay in a cache
+WHOLE = 32  # codes in a row begin and end with words, whatever their bits
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -83,7 +84,8 @@ def _words(count: int, bits: int) -> int:
 class Codes(NamedTuple):
     """A weight in codes, in memory."""
 
-    codes: Tensor  # [R, C]
+    shape: tuple[int, int]  # R, C
+    unpack: Callable[[int, int], Tensor]  # the codes of rows from one that is a multiple of WHOLE to another
     scales: Tensor  # a row and a column for each block
     zeros: Tensor  # as scales
     rows: Tensor  # [R], the row of the scale of each
@@ -91,19 +93,20 @@ class Codes(NamedTuple):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight [R, C]."""
-        out = torch.empty(self.codes.shape, dtype=dtype)
-        step = max(1, CHUNK // max(1, out.shape[1]))
+        out = torch.empty(self.shape, dtype=dtype)
+        step = max(WHOLE, CHUNK // max(1, self.shape[1]) // WHOLE * WHOLE)
         for first in range(0, len(out), step):
-            span = slice(first, first + step)
-            out[span] = (_floats(self.codes[span]) - self._spread(self.zeros, span)) * self._spread(self.scales, span)
+            last = min(first + step, len(out))
+            values = _floats(self.unpack(first, last)) - self._spread(self.zeros, first, last)
+            out[first:last] = values * self._spread(self.scales, first, last)
         return out
 
-    def _spread(self, table: Tensor, span: slice) -> Tensor:
+    def _spread(self, table: Tensor, first: int, last: int) -> Tensor:
         """Of some rows, what a table has for each number, or each row."""
-        rows = table.float()[self.rows[span]]
+        rows = table[self.rows[first:last]].float()
         if isinstance(self.columns, Tensor):
             return rows.index_select(1, self.columns)
-        return rows.repeat_interleave(self.columns, 1)[:, : self.codes.shape[1]] if self.columns > 1 else rows
+        return rows.repeat_interleave(self.columns, 1)[:, : self.shape[1]] if self.columns > 1 else rows
 
 
 def _floats(codes: Tensor) -> Tensor:
@@ -223,8 +226,13 @@ def _gptq_weight(subject: str, entries: Mapping[str, TensorEntry], quantization:
     def read(tensors: Mapping[str, Tensor]) -> Codes:
         zeros = unpack_codes(tensors["qzeros"], bits, outputs, 1).int() + quantization.zero_shift
         rows = _groups(subject, tensors, inputs, quantization)
-        codes = unpack_codes(tensors["qweight"], bits, inputs, 0)
-        return Codes(codes, tensors["scales"], zeros & ((1 << bits) - 1), rows, 1)
+        zeros = zeros & ((1 << bits) - 1)
+
+        def unpack(first: int, last: int) -> Tensor:
+            words = tensors["qweight"][first // WHOLE * bits : _words(last, bits)]
+            return unpack_codes(words, bits, last - first, 0)
+
+        return Codes((inputs, outputs), unpack, tensors["scales"], zeros, rows, 1)
 
     parts = {
         "qweight": ((torch.int32,), (_words(inputs, bits), outputs)),
@@ -241,8 +249,11 @@ def _awq_weight(subject: str, entries: Mapping[str, TensorEntry], quantization: 
     groups = _blocks(inputs, quantization.block[1])
 
     def read(tensors: Mapping[str, Tensor]) -> Codes:
-        codes, zeros = (unpack_codes(tensors[part], bits, outputs, 1, AWQ_ORDER) for part in ("qweight", "qzeros"))
-        return Codes(codes, tensors["scales"], zeros, _groups(subject, tensors, inputs, quantization), 1)
+        def unpack(first: int, last: int, part: str = "qweight") -> Tensor:
+            return unpack_codes(tensors[part][first:last], bits, outputs, 1, AWQ_ORDER)
+
+        rows = _groups(subject, tensors, inputs, quantization)
+        return Codes((inputs, outputs), unpack, tensors["scales"], unpack(0, groups, "qzeros"), rows, 1)
 
     parts = {
         "qweight": ((torch.int32,), (inputs, words)),
@@ -259,7 +270,10 @@ def _compressed_weight(subject: str, entries: Mapping[str, TensorEntry], quantiz
     middle = 1 << (bits - 1) if is_packed else 0  # the code of 0
 
     def read(tensors: Mapping[str, Tensor]) -> Codes:
-        codes = unpack_codes(tensors["weight_packed"], bits, inputs, 1) if is_packed else tensors["weight"]
+        def unpack(first: int, last: int) -> Tensor:
+            rows = tensors[PARTS[quantization.layout][0][0]][first:last]
+            return unpack_codes(rows, bits, inputs, 1) if is_packed else rows
+
         scales, zeros = tensors["weight_scale"].reshape(table), tensors.get("weight_zero_point")
         if zeros is None:
             zeros = torch.full(table, middle)
@@ -269,7 +283,7 @@ def _compressed_weight(subject: str, entries: Mapping[str, TensorEntry], quantiz
             zeros = zeros.reshape(table).int() + middle
         groups = _groups(subject, tensors, inputs, quantization)
         columns = groups if quantization.act_order else quantization.block[1]
-        return Codes(codes, scales, zeros, _numbers(outputs, quantization.block[0]), columns)
+        return Codes((outputs, inputs), unpack, scales, zeros, _numbers(outputs, quantization.block[0]), columns)
 
     zero_points = entries.get("weight_zero_point")
     packs_zeros = is_packed and zero_points is not None and zero_points.dtype == torch.int32
