@@ -319,8 +319,12 @@ def test_an_order_that_the_config_denies_is_refused():
 def test_gpt2_and_other_families_of_mxfp4_are_refused(llama, tmp_path):
     for case, config in (("gpt2", GPTQ), ("llama", {"quant_method": "mxfp4"})):
         folder = llama if case == "llama" else save(theirs(case), tmp_path / case)
+        folder = copy_of(folder, tmp_path / f"{case}-codes", quantization_config=config)
         with pytest.raises(ValueError, match=f"(?i)fzero reads no weights in (GPTQ|MXFP4).* of a {case}"):
-            huggingface.load_hf(copy_of(folder, tmp_path / f"{case}-codes", quantization_config=config))
+            huggingface.load_hf(folder)
+        if case == "gpt2":
+            with pytest.raises(ValueError, match="it has a quantization_config; fzero reads GPT2LMHeadModel without"):
+                fzero.from_huggingface(folder)
 
 
 # ---- MXFP4: the numbers are the format's, and transformers'; a gpt-oss folder whose experts are so is read ----
