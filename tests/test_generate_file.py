@@ -86,7 +86,7 @@ def test_a_run_says_what_its_folder_says_and_without_log_probs_less(place, gener
     assert fz("import", place / "model", "--out", tmp_path / "run")[0] == 0
     assert generate(source=tmp_path / "run", out=tmp_path / "again.jsonl") == expected
     few = generate(out=tmp_path / "few.jsonl", flags=ALONE[:-1])
-    assert set(few[0, 0]) == {"id", "number", "sample", "text", "ids", "finish"}
+    assert set(few[0, 0]) == {"id", "number", "sample", "text", "ids", "finish", "request", "source"}
     assert all(few[key].items() <= expected[key].items() for key in few)
 
 
@@ -103,6 +103,33 @@ def test_a_draft_changes_no_text_and_must_have_the_same_tokenizer(place, generat
     path = draft / "tokenizer.json"
     path.write_text(path.read_text().replace('"<|im_end|>"', '"<|stop|>"'))
     refused(fz, f"--draft {draft}: has another tokenizer", *base, "--draft", draft)
+
+
+def test_a_line_alone_says_how_it_is_made_again(place, generate, fz, tmp_path):
+    """In another batch and after preemptions; another model, and a number that is another one, are named."""
+    exact = ("--kernels", "canonical")
+    lines = generate(*exact, flags=("--max-tokens", 20, *ALONE[6:]))
+    assert lines[2, 0]["request"] == {"ids": [50, 60, 70], "stop_ids": [77], "max_tokens": 3, "temperature": 0}
+    some = [lines[1, 2], lines[3, 0], lines[1, 0]]
+    path = chats.write_lines(tmp_path / "some.jsonl", some)
+    tight = ("--rows", 3, "--step-tokens", 7, "--pages", 5)  # of the pages that one needs
+    code, said, err = fz("generate", place / "model", "--replay", path, *exact, *tight)
+    assert (code, said) == (0, "3 of 3 completions are the same, to the bit\n"), err
+    numbers = some[1]["log_probs"]
+    changed = {**some[1], "log_probs": [*numbers[:-1], float(np.nextafter(np.float32(numbers[-1]), np.float32(0)))]}
+    chats.write_lines(path, [some[0], changed])
+    code, said, err = fz("generate", place / "model", "--replay", path, *exact)
+    assert code == 1 and f"{path}:2: log_probs[{len(numbers) - 1}] is " in said and "1 of 2 completions" in said
+    base = ("--replay", path, *exact)
+    refused(fz, f"{path}:1: was made with weights '", chats.qwen3_folder(tmp_path / "other", seed=1), *base)
+    refused(fz, f"{path}:1: was made with kernels 'canonical', and here it is 'auto'", place / "model", *base[:2])
+    refused(fz, "--temperature is for new completions", place / "model", *base, "--temperature", 0)
+    refused(fz, "--prompts is missing; give --prompts and --out, or --replay", place / "model")
+    for key, said in (("request", "request is missing"), ("sample", "is sample 7 of 3; remove the line")):
+        chats.write_lines(
+            path, [{k: v for k, v in some[0].items() if k != key} | ({"sample": 7} if key == "sample" else {})]
+        )
+        refused(fz, f"{path}:1: {said}", place / "model", *base)
 
 
 def test_a_second_call_makes_what_is_missing(generate, tmp_path, place):

@@ -63,8 +63,9 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command()
 @click.argument("run", type=FOLDER)
-@click.option("--prompts", type=FOLDER, required=True, metavar="FILE.jsonl", help="A prompt a line, see docs.")
-@click.option("--out", type=FOLDER, required=True, metavar="FILE.jsonl", help="Where to write. A file of completions.")
+@click.option("--prompts", type=FOLDER, metavar="FILE.jsonl", help="A prompt a line, see docs.")
+@click.option("--out", type=FOLDER, metavar="FILE.jsonl", help="Where to write. A file of completions.")
+@click.option("--replay", type=FOLDER, metavar="FILE.jsonl", help="Make the completions of a file again, and compare.")
 @click.option("--log-probs", is_flag=True, help="Write log-probabilities of prompts and completions too.")
 @click.option("--rows", type=Number(int, SIZE), default=32, show_default=True, help="The completions at a time.")
 @click.option("--step-tokens", type=Number(int, SIZE), default=512, show_default=True, help="The tokens of a step.")
@@ -83,8 +84,9 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
 @with_sampling
 def generate(
     run: Path,
-    prompts: Path,
-    out: Path,
+    prompts: Path | None,
+    out: Path | None,
+    replay: Path | None,
     log_probs: bool,
     rows: int,
     step_tokens: int,
@@ -99,16 +101,18 @@ def generate(
     offload: str | None,
     nvme: str | None,
     **fields: Any,
-) -> None:
+) -> int:
     """Continue each prompt of a file with a run's model, or one of transformers. A second call makes only what is
-    missing in the file of the completions."""
+    missing in the file of the completions. With --replay the exit code is 1 if a completion is another one now."""
     from fzero.core import gpu
     from fzero.generate import GenerateOptions, Sampling
     from fzero.kernels import Kernels
     from fzero.run.runner.generate_file import generate_file
+    from fzero.run.runner.replay_completions import replay_file
     from fzero.run.setup.text_model import guess_options, load_text_model
 
     fields = {name: value for name, value in fields.items() if value is not None}  # as `Sampling` has the others
+    expect_files(prompts, out, replay, {"log_probs": log_probs, **fields})
     sampling = Sampling(**{"max_tokens": MAX_TOKENS, **fields})
     kernels = str(Kernels.parse(kernels))
     if step_tokens < rows:
@@ -117,7 +121,14 @@ def generate(
             f" {rows}, or fewer rows"
         )
     flags = {"RUN": str(run), "--prompts": str(prompts), "--out": str(out), "--mesh": mesh, "sampling": str(sampling)}
-    flags |= {"--kernels": kernels, "--log-probs": log_probs, "--ema": ema, "--device": device, "--rows": rows}
+    flags |= {
+        "--replay": str(replay),
+        "--kernels": kernels,
+        "--log-probs": log_probs,
+        "--ema": ema,
+        "--device": device,
+        "--rows": rows,
+    }
     flags |= {"--cache": cache, "--draft": str(draft), "--guesses": guesses}  # as ranks of tp compute the same steps
     with process.coordinated() as coordinator:
         coordinator.compare({**process.versions(), **flags}, "start all ranks with the same command")
@@ -133,11 +144,33 @@ def generate(
             limits |= {"device": str(torch_device), "decode": text_model.tokenizer.decode}
             options = GenerateOptions(rows, step_tokens, pages, kernels=kernels, **limits)
             show("reading the prompts")
-            calls = {"coordinator": coordinator, "show": lambda progress: show(progress.text())}
-            progress = generate_file(text_model, prompts, out, sampling, options, log_probs=log_probs, **calls)
-        if coordinator.first:
-            say(f"{out}: {progress.summary()}")
+            differing, calls = 0, {"coordinator": coordinator, "show": lambda progress: show(progress.text())}
+            if replay:
+                calls["show"] = lambda done, total: show(f"{done:,} of {total:,} completions")
+                result = replay_file(text_model, replay, options, **calls)
+                differing, said = len(result.differences), result.lines()
+            else:
+                assert prompts and out  # see `expect_files`
+                progress = generate_file(text_model, prompts, out, sampling, options, log_probs=log_probs, **calls)
+                said = [f"{out}: {progress.summary()}"]
+        for line in said if coordinator.first else ():
+            say(line)
         coordinator.close()
+    return 1 if differing else 0
+
+
+def expect_files(prompts: Path | None, out: Path | None, replay: Path | None, flags: dict[str, Any]) -> None:
+    """Raise ValueError unless there are --prompts and --out, or --replay without what its lines say."""
+    files = {"prompts": prompts, "out": out}
+    if replay is None:
+        for name in files:
+            if files[name] is None:
+                raise ValueError(f"--{name} is missing; give --prompts and --out, or --replay")
+        return
+    for name, value in {**files, **flags}.items():
+        if value is not None and value is not False and value != ():
+            flag = "stop-id" if name == "stop_ids" else name.replace("_", "-")
+            raise ValueError(f"--{flag} is for new completions, and --replay makes those of a file; leave one out")
 
 
 def display(stage: str, coordinator: Any) -> Any:

@@ -124,6 +124,9 @@ from fzero.run.runner.generate_file import generate_file as generate_file
 # A model under lm-evaluation-harness
 from fzero.run.runner.harness import evaluate_tasks as evaluate_tasks
 
+# Completions of a file, made again
+from fzero.run.runner.replay_completions import replay_file as replay_file
+
 # The rows of a run's steps
 from fzero.run.runner.step_rows import documents_of as documents_of
 from fzero.run.runner.step_rows import lines_of as lines_of

@@ -21,25 +21,27 @@ from fzero.core.files import cut_half_line, naming, open_to_write
 from fzero.core.storage import write_text
 from fzero.core.text_parsing import expect_entries, json_text, parse_json, read_json, short
 from fzero.generate import Completion
-from fzero.run.runner.prompt_file import PromptLine, read_raw_lines
+from fzero.run.runner.prompt_file import PromptLine, read_raw_lines, request_table
 
 SETTINGS = ".settings.json"
 LOG_PROBS = ("log_probs", "drawn_log_probs", "mass", "alternatives", "prompt_log_probs")
 
 
-def completion_text(line: PromptLine, completion: Completion, *, log_probs: bool) -> str:
-    """The JSON of a completion. log_probs: with its numbers, in the fewest digits that are the same float32.
+def completion_text(line: PromptLine, completion: Completion, source: Mapping[str, Any], *, log_probs: bool) -> str:
+    """The JSON of a completion, with its request and the `source` that it was made with. log_probs: with its numbers,
+    in the fewest digits that are the same float32.
 
     >>> from fzero.generate import Prompt
     >>> line = PromptLine(Prompt((1,), number=3), "a")
     >>> completion = Completion(3, 0, (7,), "x", "length", (-0.1,), (-0.1,), (1.0,))
-    >>> completion_text(line, completion, log_probs=False)
-    '{"id": "a", "number": 3, "sample": 0, "text": "x", "ids": [7], "finish": "length"}'
+    >>> json.loads(completion_text(line, completion, {"kernels": "auto"}, log_probs=False))["request"]
+    {'ids': [1]}
     """
     entries = {"id": line.id, "number": completion.number, "sample": completion.sample}
     entries |= {"text": completion.text, "ids": list(completion.ids), "finish": completion.finish}
     numbers = {name: rounded(getattr(completion, name)) for name in LOG_PROBS} if log_probs else {}
-    return json.dumps(entries | {name: values for name, values in numbers.items() if values})
+    made_by = {"request": request_table(line.prompt), "source": dict(source)}
+    return json.dumps(entries | {name: values for name, values in numbers.items() if values} | made_by)
 
 
 def rounded(value: Any) -> Any:

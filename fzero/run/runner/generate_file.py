@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fzero.generate import GenerateOptions, Sampling, completions
 from fzero.run.runner.completion_file import append_part, completion_text, open_completions, part_path, writer
-from fzero.run.runner.prompt_file import PromptLine, read_prompts, read_raw_lines
+from fzero.run.runner.prompt_file import PromptLine, read_prompts, read_raw_lines, sampling_table
 from fzero.run.setup.coordinator import Coordinator
 from fzero.run.setup.signals import Stopped
 from fzero.run.setup.text_model import TextModel
@@ -67,7 +67,7 @@ def generate_file(
     """
     mesh, lines = text_model.plan.mesh, read_prompts(prompts, text_model, sampling, options, log_probs=log_probs)
     settings = settings_of(text_model, prompts, lines, sampling, options)
-    settings["log_probs"] = log_probs
+    settings["log_probs"], source = log_probs, source_of(text_model, options)
     done = {tuple(pair) for pair in coordinator.share(lambda: sorted(open_completions(out, settings, lines)))}
     total = sum(line.prompt.sampling.n for line in lines)
     skip: dict[int, list[int]] = {}
@@ -92,7 +92,7 @@ def generate_file(
             texts = completions(text_model.model, text_model.params, todo, **calls)
             for completion in texts:
                 if mesh.tp.rank == 0:
-                    write(completion_text(lines[completion.number], completion, log_probs=log_probs))
+                    write(completion_text(lines[completion.number], completion, source, log_probs=log_probs))
                 progress = progress._replace(done=progress.done + 1)
     except (KeyboardInterrupt, Stopped) as error:
         count = sum(1 for _ in read_raw_lines(target))
@@ -122,18 +122,17 @@ def settings_of(
     for raw, line in zip(read_raw_lines(prompts), lines):
         content.update(raw)
         ids.update(repr(line.prompt.ids).encode())
-    fields = dataclasses.asdict(sampling)
-    fields["bias"] = {str(token): value for token, value in sampling.bias.items()}
-    fields |= {name: list(value) for name, value in fields.items() if isinstance(value, tuple)}
     return {
-        "weights": text_model.digest(),
+        **source_of(text_model, options),
         "prompts": content.hexdigest(),
         "ids of the prompts": ids.hexdigest(),  # by tokenizer and chat template
         "tokenizer": text_model.tokenizer.meta(),
         "ends": list(text_model.ends),
-        "kernels": options.kernels,
-        "cache": options.cache,
-        "tp": text_model.plan.mesh.tp.size,
-        "device": text_model.device.type,
-        **fields,
+        **sampling_table(sampling),
     }
+
+
+def source_of(text_model: TextModel, options: GenerateOptions) -> dict[str, Any]:
+    """What completions are made with, beside their requests; JSON. All ranks call it."""
+    on = {"device": text_model.device.type, "tp": text_model.plan.mesh.tp.size}
+    return {"weights": text_model.digest(), "kernels": options.kernels, "cache": options.cache, **on}

@@ -85,6 +85,24 @@ def prompt_line(
     return PromptLine(prompt, table.get("id", number))
 
 
+def sampling_table(sampling: Sampling) -> dict[str, Any]:
+    """The fields of a Sampling as in JSON."""
+    fields = dataclasses.asdict(sampling)
+    fields["bias"] = {str(token): value for token, value in sampling.bias.items()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+
+def request_table(prompt: Prompt) -> dict[str, Any]:
+    """The line of a prompt with its ids, and the fields of its sampling that are not the default.
+
+    >>> request_table(Prompt((5, 7), Sampling(0.5, stop=("x",))))
+    {'ids': [5, 7], 'temperature': 0.5, 'stop': ['x']}
+    """
+    default = sampling_table(Sampling())
+    fields = sampling_table(prompt.sampling).items()
+    return {"ids": list(prompt.ids)} | {name: value for name, value in fields if value != default[name]}
+
+
 def as_message(message: Any, number: int) -> Mapping[str, Any]:
     """A message of a conversation; raises ValueError for what is none."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
