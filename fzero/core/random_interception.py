@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fzero.core.graph_tracing import Impure, line
-from fzero.core.random_samplers import SAMPLERS, KeyedNumbers, has_rate
+from fzero.core.random_samplers import SAMPLERS, KeyedNumbers, may_draw
 
 CURRENT: ContextVar[Draws | None] = ContextVar("CURRENT", default=None)
 SEED: ContextVar[int | None] = ContextVar("SEED", default=None)  # of torch's generator, where nobody else may set it
@@ -33,7 +33,7 @@ RESERVED_SEED = 0x5EED2E20  # one that no program has
 class Draws(KeyedNumbers, TorchFunctionMode):
     """A mode within which torch's random functions draw by a key."""
 
-    used = False  # whether a random function was called, which may not draw
+    used = False  # whether a random function was called that may draw
 
     def __enter__(self) -> Draws:
         self.token = CURRENT.set(self)
@@ -47,7 +47,7 @@ class Draws(KeyedNumbers, TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sampler = SAMPLERS.get(func)
         if sampler is not None:
-            self.used |= func is not F.scaled_dot_product_attention or has_rate(args, kwargs)
+            self.used |= may_draw(func, args, kwargs)
             return sampler(self, *args, **(kwargs or {}))
         if func in COMPOSED:
             with self.reenter():

@@ -73,9 +73,12 @@ class KeyedNumbers:
 Sampler = Callable[..., Tensor]
 
 
-def has_rate(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Whether attention is called with a rate of dropout."""
-    return bool(args[4] if len(args) > 4 else (kwargs or {}).get("dropout_p"))
+def may_draw(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Whether a call of one of SAMPLERS is none of dropout that is off."""
+    if function is F.scaled_dot_product_attention:
+        return bool(args[4] if len(args) > 4 else (kwargs or {}).get("dropout_p"))
+    is_dropout = function.__name__.rstrip("_").endswith("dropout")
+    return not is_dropout or bool(args[2] if len(args) > 2 else (kwargs or {}).get("train", True))
 
 
 def drop(draws: KeyedNumbers, x: Tensor, rate: float) -> Tensor:

@@ -10,6 +10,7 @@ Rows of unlike lengths share a call as in transformers' own batches: shorter one
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -24,7 +25,7 @@ from fzero.core import graph_tracing, pytree
 from fzero.core.captured_state import preserve_random_states
 from fzero.core.graph_tracing import Watch
 from fzero.core.pytree import Tree
-from fzero.core.random_interception import seeded
+from fzero.core.random_interception import is_drawing, seeded
 from fzero.core.stack import Block
 from fzero.models.base import Ctx
 from fzero.models.module_layers import any_numbers
@@ -167,6 +168,7 @@ class Forward:
         self.stacked = {stack: constants.to_device(device, ctx.dtype) for stack, constants in copied.stacked.items()}
         self.calls: dict[int, tuple[list[Any], Any]] = {}  # of each layer: the leaves and structure of its arguments
         self.x: Any = None
+        self.draws = False  # whether what is around the layers may draw random numbers
         self.exits: dict[str, Tensor] = {}  # what the stacks that have run returned
 
     def run(self, outside: Mapping[str, Tensor], stand_in: Callable[..., Any], **options: Any) -> Any:
@@ -174,8 +176,11 @@ class Forward:
         copied, state = self.module.copied, {**outside, **self.buffers}
         layers = [(layer, "forward", partial(stand_in, i)) for i, layer in enumerate(self.module.layers)]
         rows, arguments = len(self.group.tokens), {**self.module.arguments(self.group, self.cache), **options}
-        with calling(self.ctx, rows, draws=draws_of), wide_sums(state.values()), replaced(layers):
-            return ModuleCall(copied.skeleton, state, self.ctx.dtype)(self.group.tokens, **arguments)
+        draws: Callable[..., Any] = draws_of if self.module.draws else contextlib.nullcontext
+        with calling(self.ctx, rows, draws=draws), wide_sums(state.values()), replaced(layers):
+            out = ModuleCall(copied.skeleton, state, self.ctx.dtype)(self.group.tokens, **arguments)
+            self.draws = is_drawing()
+        return out
 
     def enter(self, outside: Mapping[str, Tensor]) -> None:
         """Note what the layers of the next stack get."""
@@ -240,6 +245,7 @@ class CausalModule:
         self.cache_name = next((name for name in CACHES if name in self.names and self.of_transformers), "")
         self.entries: tuple[tuple[Entry, ...], ...] = ()  # of each layer; () where no cache is used
         self.numbers: dict[Any, int] = {}  # layer: its number in `entries`
+        self.draws, self.drew = True, False  # see Forward
         self.padded = False  # whether rows of unlike lengths share a call
         self.reason = "it has no cache of keys and values that a module of transformers takes"
         with graph_tracing.outside_transforms(), preserve_random_states(), torch.no_grad(), seeded(0):
@@ -247,6 +253,7 @@ class CausalModule:
             if self.cache_name:
                 self.find_cache(whole)
             del self.outside, self.within
+        self.draws = self.drew
         self.vocab_size = whole[0].shape[-1]
         self.max_len = first_number(getattr(copied.skeleton, "config", None), POSITIONS, ENDLESS)
 
@@ -351,7 +358,9 @@ class CausalModule:
 
         guarded = {f"the parameter {name}": leaf for name, leaf in self.outside.items()}
         with Watch(guarded, originals=self.copied.originals()):
-            return forward.run(self.outside, stand_in)
+            out = forward.run(self.outside, stand_in)
+        self.drew |= forward.draws
+        return out
 
     def runs_in_check(self, number: int) -> bool:
         """Whether a layer is among the first of its kind; the others pass on what they get."""

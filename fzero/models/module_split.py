@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -439,16 +440,45 @@ class ModuleCall:
         )
 
 
-def call_pure(module: nn.Module, state: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
-    """What a module with these parameters and buffers returns; raises Impure if it replaces a buffer."""
-    tensors = dict(state)
-    out = torch.func.functional_call(module, tensors, args, kwargs)
-    for name, leaf in tensors.items():
-        if leaf is not state[name]:
-            raise graph_tracing.Impure(
-                f"the module sets {name!r} in its forward pass, and a state that is not a parameter would be lost; "
-                "hand it in by the batch, or set it outside of the step"
-            )
+Slots = dict[str, list[tuple[dict[str, Any], str]]]
+SLOTS: WeakKeyDictionary[nn.Module, Slots] = WeakKeyDictionary()
+
+
+def slots_of(module: nn.Module) -> Slots:
+    """The tables of modules and the keys in them that have a parameter or buffer, by its first name."""
+    slots, names = Slots(), dict[int, str]()
+    for prefix, child in module.named_modules():
+        for table in (child._parameters, child._buffers):
+            for key, leaf in table.items():
+                if leaf is not None:
+                    name = names.setdefault(id(leaf), f"{prefix}.{key}" if prefix else key)
+                    slots.setdefault(name, []).append((table, key))
+    return slots
+
+
+def call_pure(module: nn.Module, state: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
+    """What a module with these parameters and buffers returns; raises Impure if it replaces a buffer.
+
+    Differs from torch.func.functional_call: the modules are walked once, and not in each call.
+    """
+    slots = SLOTS.get(module)
+    if slots is None or not state.keys() <= slots.keys():
+        slots = SLOTS[module] = slots_of(module)
+    filled = [(table, key, name) for name in state for table, key in slots[name]]
+    previous = [table[key] for table, key, _ in filled]
+    try:
+        for table, key, name in filled:
+            table[key] = state[name]
+        out = module(*args, **kwargs)
+        changed = next((name for table, key, name in filled if table.get(key) is not state[name]), "")
+    finally:
+        for (table, key, _), leaf in zip(filled, previous):
+            table[key] = leaf
+    if changed:
+        raise graph_tracing.Impure(
+            f"the module sets {changed!r} in its forward pass, and a state that is not a parameter would be lost; "
+            "hand it in by the batch, or set it outside of the step"
+        )
     return out
 
 
