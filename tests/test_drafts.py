@@ -65,6 +65,61 @@ def test_guesses_are_what_the_draft_says_of_the_whole_text(monkeypatch):
     assert 3 < right < verified - 3 and count >= verified
 
 
+def second_head(model, params, text, count):
+    """What DeepSeek's second head says of a text, from a full pass without pages: one token, and those behind it."""
+    ctx, tokens = models.Ctx(dtype=torch.float64), torch.tensor([text])
+    state, number = model.embed(params, {"tokens": tokens[:, :-1]}, ctx), 0
+    for name, depth in (("blocks_dense", model.config.n_dense), ("blocks_experts", model.config.n_layers)):
+        while number < depth:
+            first = 0 if name == "blocks_dense" else model.config.n_dense
+            layer = pytree.map(lambda leaf, i=number - first: leaf[i], params[name])
+            state = model.block[name](layer, state, ctx._replace(layer=torch.tensor(number)))
+            number += 1
+    out, head = [], {**params["head"], "norm": params["head"]["norm_mtp"]}
+    x, layer = state["x"], pytree.map(lambda leaf: leaf[0], params["blocks_mtp"])
+    for _ in range(count):
+        behind = {**model.embed(params, {"tokens": tokens[:, 1:]}, ctx), "x": x}
+        behind = model.join["blocks_mtp"](params, behind, {"tokens": tokens[:, 1:]}, ctx)
+        behind = model.block["blocks_mtp"](layer, behind, ctx._replace(layer=torch.tensor(number)))
+        logits = model.logits({**params, "head": head}, {"x": behind["x"]}, ctx)
+        out.append(int(logits[0, -1].argmax()))
+        x = torch.cat((x, behind["x"][:, -1:]), 1)
+        tokens = torch.cat((tokens, torch.tensor([out[-1:]])), 1)
+    return out
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {**TIGHT, "pages": 16},
+        pytest.param({"rows": 3, "page_tokens": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["preempted", "wide"],
+)
+def test_deepseeks_second_head_guesses_as_in_training(sizes, monkeypatch):
+    """In chunks of prompts, behind wrong guesses, after preemption."""
+    model = models.build(dataclasses.replace(CONFIGS["deepseek"], n_mtp=1))
+    params = models.init_params(model, prng.key(1), torch.float64)
+    guess, count = DraftPages.guess, 0
+
+    def checked(self, rows, *options):
+        nonlocal count
+        guesses = guess(self, rows, *options)
+        for row in rows:
+            if found := guesses.get(row.row.number, ()):
+                drawn = row.draw_row(())
+                count += 1
+                assert list(found) == second_head(model, params, [*drawn.prompt, *drawn.drawn], len(found))
+        return guesses
+
+    wanted = prompts(temperature=0.0)
+    expected = {key: c.ids for key, c in by_key(completions(model, params, wanted)).items()}
+    monkeypatch.setattr(DraftPages, "guess", checked)
+    options = GenerateOptions(guesses=2, draft=generate.Draft(model, params, mtp=True), prefixes=False, **sizes)
+    out = completions(model, params, wanted, options=options)
+    assert {key: c.ids for key, c in by_key(out).items()} == expected and out.guesses[0] > 9 < count
+
+
 @pytest.mark.parametrize("page_tokens", [1, 16])
 def test_steps_are_as_few_as_guesses_allow(page_tokens):
     model, params = made("llama")
@@ -111,6 +166,7 @@ def test_a_guess_that_ends_a_text_is_the_last():
         ),
         ({"draft": lambda: draft_of(max_len=20)}, "the draft model has max_len=20, and the longest text may have 26"),
         ({"draft": draft_of, "guesses": 0}, "guesses is 0, and draft guesses"),
+        ({"draft": lambda: draft_of()._replace(mtp=True)}, "the draft is a second head .mtp., which must be that"),
         ({"draft": draft_of, "guess": generate.lookup}, "guess and draft are there; give one of them"),
     ],
 )

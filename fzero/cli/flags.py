@@ -92,12 +92,13 @@ GUESSES = (
         "--draft",
         type=FOLDER,
         metavar="FOLDER",
-        help="A smaller model of the same tokenizer, a run or of transformers, that guesses tokens. Same text, sooner.",
+        help="A smaller model of the same tokenizer that guesses tokens, which changes no text; or mtp, the second "
+        "head of a DeepSeek.",
     ),
     click.option(
         "--guesses",
         type=Number(int, COUNT),
-        help="Tokens to guess at a time: by --draft, or from the text so far. Default: 4 with --draft, else 0.",
+        help="Tokens to guess at a time: by --draft, or from the text so far. Default: 4 by a model, 2 by mtp, else 0.",
     ),
 )
 RUNS_DEVICE = click.option("--device", help="The device to compute on. auto, cpu or cuda; default: the run's own.")

@@ -25,7 +25,7 @@ from fzero.generate.requests import Arrivals, Batch, Request, Row, StepLimits
 from fzero.generate.rows import DrawRow
 from fzero.generate.sampling import Sampling, expect_vocabulary
 from fzero.generate.scheduler import empty_state, schedule
-from fzero.generate.step import StepBatch, expect_generates, make_step
+from fzero.generate.step import StepBatch, expect_generates, hidden_step
 from fzero.generate.stops import StopRules, StopState, feed, start_text, stop_rules
 from fzero.kernels import rowwise
 from fzero.kernels.registry import Kernels
@@ -229,7 +229,7 @@ def completions(
     sequences = sequences_of(model, prompts, options)
     if options.draft:
         longest = max((len(s.prompt.ids) + s.new_tokens for s in sequences), default=0)
-        expect_draft(options.draft, model, options.vocab_size, longest)
+        expect_draft(options.draft, model, plan, options.vocab_size, longest)
     sequences = sequences[mesh.data_rank :: mesh.data_size]
     made = _Sequences(model, params, plan, options, sequences, device, cache)
     return Completions(made.steps(on_token, on_step), made.cache, lambda: (made.verified, made.right))
@@ -397,7 +397,8 @@ class _Sequences:
             self.drafts = DraftPages(options.draft, cache.draft_pages, count, options.guesses, options.kernels)
         self.pages, self.state = cache.pages.donate(), empty_state(self.limits)._replace(pool=cache.pool)
         self.scores, self.verified, self.right = cache.scores, 0, 0
-        self.step = make_step(model, plan, kernels=options.kernels, dtype=dtype_of(params))
+        self.hidden: Tensor | None = None  # the last activations of the last step
+        self.step = hidden_step(model, plan, kernels=options.kernels, dtype=dtype_of(params))
         canonical = Kernels.parse(options.kernels).canonical
         self.log_sum_exp = functools.partial(rowwise.log_sum_exp, impl="canonical") if canonical else log_sum_exp
 
@@ -449,7 +450,7 @@ class _Sequences:
         if self.drafts:
             rows = [(row, draws.get(row.number, ()), most[row.number]) for row in batch.rows]
             drafted = [DraftRow(*row, self.sequences[row[0].number].draw_row) for row in rows]
-            return self.drafts.guess(drafted, options.vocab_size, self.device)
+            return self.drafts.guess(drafted, self.hidden, options.vocab_size, self.device)
         pairs = [(number, count, self.sequences[number]) for number, count in most.items() if count]
         guess = options.guess or lookup
         guesses = {n: tuple(guess([*s.prompt.ids, *s.ids], count))[:count] for n, count, s in pairs}
@@ -481,7 +482,7 @@ class _Sequences:
             page_tokens=size,
             device=self.device,
         )
-        logits, self.pages = self.step(self.params, self.pages, step_batch)
+        logits, self.hidden, self.pages = self.step(self.params, self.pages, step_batch, None)
         parts = logits.split([row.wanted for row in batch.rows]) if batch.rows else ()
         drawing: list[tuple[Row, Tensor]] = []
         for row, part in zip(batch.rows, parts):

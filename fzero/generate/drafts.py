@@ -6,28 +6,35 @@ drawn from them, in one batch of all sequences; then one token of each guess aft
 are beyond a sequence's pages are in pages of the draft alone, and computed again once they stand: nothing is to be
 remembered of a sequence.
 
+DeepSeek's second head is a draft too: of one layer, whose inputs are the last activations of the model and the token
+that follows. Behind its first guess it goes on from its own activations. The entry of a page's last position depends on
+the token behind it, so that a page that is shared may have one of another text: a worse guess, and no other text.
+
 A guess is drawn as the token that it stands for: by the same sampling and with the same noise. Of two distributions
 whose largest sums with equal noise are taken, a share of at least (1 - d) / (1 + d) is equal, d their total variation
 distance; the likeliest token of the draft would be right as often as the model draws it.
 
-Ref: Leviathan et al. 2023, "Fast inference from transformers via speculative decoding", arXiv:2211.17192; Daliri,
-Musco, Suresh 2024, "Coupling without communication and drafter-invariant speculative decoding", arXiv:2408.07978.
+Ref: DeepSeek-AI 2024, "DeepSeek-V3 technical report", arXiv:2412.19437, section 2.2; Leviathan et al. 2023, "Fast
+inference from transformers via speculative decoding", arXiv:2211.17192; Daliri, Musco, Suresh 2024, "Coupling without
+communication and drafter-invariant speculative decoding", arXiv:2408.07978.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fzero.generate.draws import draw_by_row
 from fzero.generate.pages import Pages, PageSpec, dtype_of, page_spec, pages_for, recompute_reason, text_sizes
 from fzero.generate.requests import Row
 from fzero.generate.rows import DrawRow
-from fzero.generate.step import StepBatch, expect_generates, make_step
+from fzero.generate.step import StepBatch, expect_generates, hidden_step
 from fzero.models import Model
-from fzero.sharding import one_process, zero_plan
+from fzero.sharding import Plan, one_process, zero_plan
 
 if TYPE_CHECKING:
     from fzero.generate.page_pool import Ids
@@ -48,6 +55,7 @@ class Draft(NamedTuple):
 
     model: Model
     params: Any  # whole, on each rank
+    mtp: bool = False  # whether the second head guesses, of the model that generates itself (DeepSeek with n_mtp=1)
 
 
 class DraftRow(NamedTuple):
@@ -63,27 +71,30 @@ def draft_spec(draft: Draft, spec: PageSpec, rows: int, guesses: int) -> PageSpe
     """The pages of a draft beside those of a spec, and behind them those of the guesses of `rows` sequences."""
     plan, size = zero_plan(0, draft.model, one_process()), spec.page_tokens
     count = spec.count + rows * pages_for(guesses, size)
-    return page_spec(draft.model, plan, count, page_tokens=size, dtype=dtype_of(draft.params))
+    spec = page_spec(draft.model, plan, count, page_tokens=size, dtype=dtype_of(draft.params))
+    return replace(spec, entries=spec.entries[:1]) if draft.mtp else spec
 
 
 class DraftPages:
     """What a draft model computes beside the steps of a call. first: the number of its first page for guesses."""
 
     def __init__(self, draft: Draft, pages: Pages, first: int, guesses: int, kernels: str) -> None:
-        self.params, self.pages, self.first = draft.params, pages.donate(), first
+        self.params, self.pages, self.first, self.mtp = draft.params, pages.donate(), first, draft.mtp
         self.page_tokens = pages.spec.page_tokens
         self.per_row = pages_for(guesses, self.page_tokens)
         plan = zero_plan(0, draft.model, one_process())
-        self.step = make_step(draft.model, plan, kernels=kernels, dtype=dtype_of(draft.params))
+        self.step = hidden_step(draft.model, plan, kernels=kernels, dtype=dtype_of(draft.params), mtp=draft.mtp)
 
     def guess(
-        self, rows: Sequence[DraftRow], vocab_size: int | None, device: torch.device
+        self, rows: Sequence[DraftRow], hidden: Tensor | None, vocab_size: int | None, device: torch.device
     ) -> dict[int, tuple[int, ...]]:
         """The guesses behind the rows of a step, by sequence; its pages have the entries of that step then."""
         beyond = [range(self.first + i * self.per_row, self.first + (i + 1) * self.per_row) for i in range(len(rows))]
         tables = [(*row.row.pages, *pages) for row, pages in zip(rows, beyond)]
         guesses: list[list[int]] = [[] for _ in rows]
-        chunks = [(i, _standing(row), row.row.start) for i, row in enumerate(rows)]
+        chunks = [(i, _standing(row, self.mtp), row.row.start) for i, row in enumerate(rows)]
+        if self.mtp and hidden is not None:
+            hidden = _of_chunks(hidden, [(len(row.row.ids), len(ids)) for row, (_, ids, _) in zip(rows, chunks)])
         while chunks:
             drawing = [(i, start + len(ids)) for i, ids, start in chunks if rows[i].most]
             batch = StepBatch.of_rows(
@@ -92,26 +103,51 @@ class DraftPages:
                 page_tokens=self.page_tokens,
                 device=device,
             )
-            logits, self.pages = self.step(self.params, self.pages, batch)
+            last_lines = batch.logit_rows.tolist() if self.mtp else range(len(drawing))
+            logits, hidden, self.pages = self.step(self.params, self.pages, batch, hidden if self.mtp else None)
             if not drawing:
                 break
             draws, chunks = [rows[i].draw_row(guesses[i]) for i, _ in drawing], []
             out = draw_by_row(logits, draws, label="the draft model: ", vocab_size=vocab_size)
-            for (i, start), token, drawn in zip(drawing, out.tokens.tolist(), draws):
+            lines = []
+            for (i, start), token, drawn, line in zip(drawing, out.tokens.tolist(), draws, last_lines):
                 guesses[i].append(token)
                 if len(guesses[i]) < rows[i].most and token not in drawn.ends:
                     chunks.append((i, (token,), start))
+                    lines.append(line)
+            hidden = hidden[lines] if self.mtp and hidden is not None else None
         return {row.row.number: tuple(ids) for row, ids in zip(rows, guesses) if ids}
 
 
-def _standing(row: DraftRow) -> Ids:
-    """The tokens of a row without guesses that were wrong, and the one behind which guesses come."""
+def _of_chunks(hidden: Tensor, lengths: Sequence[tuple[int, int]]) -> Tensor:
+    """The first lines of each row. lengths: (lines, those wanted) of each."""
+    parts = hidden.split([count for count, _ in lengths])
+    return torch.cat([part[:wanted] for part, (_, wanted) in zip(parts, lengths)])
+
+
+def _standing(row: DraftRow, following: bool) -> Ids:
+    """The tokens of a row without guesses that were wrong, and the one behind which guesses come; or the tokens that
+    follow those."""
     ids = row.row.ids if row.row.prefill else row.row.ids[: len(row.drawn)]
+    if following:
+        text = row.draw_row(())
+        first, end = row.row.start + 1, row.row.start + len(ids) + 1
+        behind = max(first - len(text.prompt), 0), max(end - len(text.prompt), 0)
+        return (*text.prompt[first:end], *text.drawn[slice(*behind)])
     return (*ids, *row.drawn[-1:]) if row.most else ids
 
 
-def expect_draft(draft: Draft, model: Model, vocab_size: int | None, longest: int) -> None:
+def expect_draft(draft: Draft, model: Model, plan: Plan, vocab_size: int | None, longest: int) -> None:
     """Raise ValueError for a draft that cannot guess texts of up to `longest` tokens of a model."""
+    if draft.mtp and (draft.model.config != model.config or not getattr(model.config, "n_mtp", 0)):
+        raise ValueError(
+            "the draft is a second head (mtp), which must be that of the model itself, whose n_mtp is "
+            f"{getattr(model.config, 'n_mtp', 0)}; train a DeepSeek with model.n_mtp=1, or give a smaller model"
+        )
+    if draft.mtp and plan.mesh.size > 1:
+        raise ValueError(
+            f"the draft has mtp=True, which is for one process, and here are {plan.mesh.size}; leave it out"
+        )
     expect_generates(draft.model, zero_plan(0, draft.model, one_process()))
     if reason := recompute_reason(draft.model, one_process()):
         raise ValueError(

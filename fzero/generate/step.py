@@ -27,12 +27,14 @@ from fzero.models.base import Cache, TokenLayout
 from fzero.models.batch import Batch
 from fzero.models.causal_module import RowGroup, cached_groups
 from fzero.models.configs import head_of
-from fzero.models.deepseek import MTP_JOIN, MTP_STACK
+from fzero.models.deepseek import MTP_JOIN, MTP_STACK, mtp_model
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.prefetch import ParamFetcher, Prefetcher
 from fzero.train.stage_exchange import Segment, segments_of
 
 Step = Callable[[Tree, Pages, "StepBatch"], tuple[Tensor, Pages]]
+# (params, pages, batch, the last activations [N, D] of another step) -> (logits, last activations, pages)
+HiddenStep = Callable[[Tree, Pages, "StepBatch", Tensor | None], tuple[Tensor, Tensor | None, Pages]]
 
 
 class StepBatch(NamedTuple):
@@ -101,6 +103,20 @@ def make_step(model: Model, plan: Plan, *, kernels: str | Kernels = "auto", dtyp
     >>> logits.shape
     torch.Size([1, 32])
     """
+    step = hidden_step(model, plan, kernels=kernels, dtype=dtype)
+
+    def without_hidden(params: Tree, pages: Pages, batch: StepBatch) -> tuple[Tensor, Pages]:
+        logits, _, pages = step(params, pages, batch, None)
+        return logits, pages
+
+    return without_hidden
+
+
+def hidden_step(
+    model: Model, plan: Plan, *, kernels: str | Kernels = "auto", dtype: torch.dtype | None = None, mtp: bool = False
+) -> HiddenStep:
+    """As `make_step`, with the last activations [N, D] before the head's norm; None of a module. mtp: of the second
+    head, whose tokens are those that follow, from such activations."""
     expect_generates(model, plan)
     kernels = Kernels.parse(kernels) if isinstance(kernels, str) else kernels
     if kernels.canonical and model.traits.causal:
@@ -109,17 +125,22 @@ def make_step(model: Model, plan: Plan, *, kernels: str | Kernels = "auto", dtyp
             "have no canonical form; leave it out"
         )
     ctx = Ctx(mesh=plan.mesh, dtype=dtype or plan.policy.compute, kernels=kernels)
-    parts = tuple(part for part in segments_of(model, plan) if part.name not in (MTP_STACK, MTP_JOIN))
+    parts = segments_of(model, plan)
+    ends = [part for part in parts if mtp and part.kind in ("embed", "head")]
+    parts = tuple(part for part in parts if part in ends or (part.name in (MTP_STACK, MTP_JOIN)) == mtp)
+    model, first = (mtp_model(model), model.config.n_layers) if mtp else (model, 0)
     resident = _Resident(parts, plan)
-    run = _OfModule(model, plan.mesh) if model.traits.causal else _Paged(ctx)
+    run = _OfModule(model, plan.mesh) if model.traits.causal else _Paged(ctx, first)
 
     @torch.no_grad()
-    def step(params: Tree, pages: Pages, batch: StepBatch) -> tuple[Tensor, Pages]:
+    def step(
+        params: Tree, pages: Pages, batch: StepBatch, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Pages]:
         if pages.spec.coded:
             kernels.refuse(f"a cache in {pages.spec.dtype}")
         pages = pages.donate()
-        logits = run(model, resident.fetches(params, batch.tokens.device), ctx, pages, batch)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)), pages
+        logits, hidden = run(model, resident.fetches(params, batch.tokens.device), ctx, pages, batch, hidden)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)), hidden, pages
 
     return step
 
@@ -129,18 +150,20 @@ CallLayer = Callable[[Callable[..., Any], int, Tree, Any], Any]  # (function, nu
 
 
 class _Paged:
-    """The logits [M, V] of a model whose attention reads pages."""
+    """The logits [M, V], and the last activations [N, D], of a model whose attention reads pages."""
 
-    def __init__(self, ctx: Ctx) -> None:
-        self.programs = programs_of(ctx.mesh, ctx.dtype, ctx.kernels)
+    def __init__(self, ctx: Ctx, first: int) -> None:
+        self.programs, self.first = programs_of(ctx.mesh, ctx.dtype, ctx.kernels), first
 
-    def __call__(self, model: Model, fetches: Fetches, ctx: Ctx, pages: Pages, batch: StepBatch) -> Tensor:
+    def __call__(
+        self, model: Model, fetches: Fetches, ctx: Ctx, pages: Pages, batch: StepBatch, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         shape = len(batch.tokens), *batch.table.shape, pages.spec, batch.tokens.device
-        numbers = torch.arange(len(pages.layers), device=batch.tokens.device).unbind()
+        numbers = torch.arange(self.first, self.first + len(pages.layers), device=batch.tokens.device).unbind()
         rows = batch.positions, batch.slots, batch.table, batch.starts
 
         def call_layer(function: Callable[..., Any], layer: int, params: Tree, x: Any) -> Any:
-            tensors = *rows, numbers[layer], *pages.layers[layer]
+            tensors = *rows, numbers[layer - self.first], *pages.layers[layer - self.first]
             return self.programs.run(function, params, x, tensors, shape)
 
         def select(x: Any) -> Any:  # a model with counts of its own has the activations beside them
@@ -148,7 +171,9 @@ class _Paged:
             return {**x, "x": x["x"][:, rows]} if isinstance(x, Mapping) else x[:, rows]
 
         ctx = ctx._replace(tokens=TokenLayout(positions=batch.positions))
-        return _pass(model, fetches, {"tokens": batch.tokens[None]}, ctx, call_layer, select)[0]
+        inputs = {"tokens": batch.tokens[None]} | ({} if hidden is None else {"hidden": hidden[None]})
+        logits, x = _pass(model, fetches, inputs, ctx, call_layer, select)
+        return logits[0], (x["x"] if isinstance(x, Mapping) else x)[0]
 
 
 class _OfModule:
@@ -157,9 +182,11 @@ class _OfModule:
     def __init__(self, model: Model, mesh: Mesh) -> None:
         self.causal, self.reason = causal_module(model), recompute_reason(model, mesh)
         if self.reason and mesh.rank == 0:
-            warnings.warn(f"each new token computes all before it again: {self.reason}", UserWarning, stacklevel=4)
+            warnings.warn(f"each new token computes all before it again: {self.reason}", UserWarning, stacklevel=5)
 
-    def __call__(self, model: Model, fetches: Fetches, ctx: Ctx, pages: Pages, batch: StepBatch) -> Tensor:
+    def __call__(
+        self, model: Model, fetches: Fetches, ctx: Ctx, pages: Pages, batch: StepBatch, hidden: Tensor | None
+    ) -> tuple[Tensor, None]:
         if self.reason:
             groups = whole_rows(Cache(pages.layers[0], batch.slots, batch.table, batch.starts), batch)
         else:
@@ -183,7 +210,7 @@ class _OfModule:
         )
         logits = self.causal.run(groups, parts, ctx, layers, [torch.tensor(numbers, **like) for numbers in columns])
         rows = torch.tensor([order[token] for token in batch.logit_rows.tolist()], **like)
-        return torch.cat([part.flatten(0, 1) for part in logits])[rows]
+        return torch.cat([part.flatten(0, 1) for part in logits])[rows], None
 
 
 def whole_rows(cache: Cache, batch: StepBatch) -> list[RowGroup]:
@@ -207,8 +234,8 @@ def _pass(
     ctx: Ctx,
     call_layer: CallLayer,
     select: Callable[[Any], Any],
-) -> Tensor:
-    """The logits [B, T, V] of the activations that `select` takes of the last ones."""
+) -> tuple[Tensor, Any]:
+    """The logits [B, T, V] of the activations that `select` takes of the last ones, and these."""
     x: Any = None
     for part, number, p in fetches:
         if part.kind == "embed":
@@ -218,7 +245,7 @@ def _pass(
         elif part.kind == "block":
             x = call_layer(part.functions[number % len(part.functions)], part.first + number, p, x)
         else:
-            return model.logits(p, select(x), ctx)
+            return model.logits(p, select(x), ctx), x
     raise AssertionError("the last part of a model is its head")
 
 

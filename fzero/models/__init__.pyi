@@ -105,6 +105,7 @@ from fzero.models.decoder import linear_targets as linear_targets
 # A second head, which generation passes over
 from fzero.models.deepseek import MTP_JOIN as MTP_JOIN
 from fzero.models.deepseek import MTP_STACK as MTP_STACK
+from fzero.models.deepseek import mtp_model as mtp_model
 
 # An nn.Module as a Model
 from fzero.models.from_module import expect_trainable as expect_trainable

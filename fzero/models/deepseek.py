@@ -92,6 +92,20 @@ def mtp_loss(c: Any, params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Tensor:
     return token_loss(*head_inputs(c, mtp_params, x, ctx), shifted_batch(batch), ctx, words=c.vocab_size)[0]
 
 
+def mtp_model(model: Model) -> Model:
+    """The second head as a model of one layer: batch["tokens"] are those that follow each position, whose last
+    activations [B, T, D] are batch["hidden"]; logits are of the tokens after them."""
+
+    def logits(params: Tree, state: Tree, ctx: Ctx) -> Tensor:
+        head = {**params["head"], "norm": params["head"]["norm_mtp"]}
+        return model.logits({**params, "head": head}, {"x": state["x"]}, ctx)
+
+    def embed(params: Tree, batch: Batch, ctx: Ctx) -> Tree:
+        return {**model.embed(params, batch, ctx), "x": batch["hidden"]}
+
+    return model._replace(embed=embed, logits=logits)
+
+
 def shifted_batch(batch: Batch) -> Batch:
     """The batch whose targets are the next position's, where those count and are of the same document."""
     targets = batch["targets"]

@@ -18,7 +18,8 @@ from fzero.run.config.run_config import RunConfig
 from fzero.run.setup import run_folder, vocabulary, weights
 from fzero.sharding import Mesh, Plan, digest_text, narrow_to, one_process, zero_plan
 
-GUESSES = 4  # at a time, of a draft
+GUESSES, GUESSES_OF_HEAD = 4, 2  # at a time, of a draft and of a second head
+MTP = "mtp"
 
 
 class TextModel(NamedTuple):
@@ -102,13 +103,17 @@ def load_text_model(
 def guess_options(text_model: TextModel, draft: Path | None, guesses: int | None) -> tuple[dict[str, Any], list[str]]:
     """The fields of GenerateOptions that say how tokens are guessed, and lines about checkpoints of the draft.
 
-    draft: the folder of a smaller model; None: they are guessed from the text so far. guesses: at a time; None: 4 with
+    draft: the folder of a smaller model, or "mtp", the second head of the model itself; None: they are guessed from the
+    text so far. guesses: at a time; None: 4 with
     a draft, else none. Raises ValueError for a draft of another tokenizer.
     """
     if draft is None:
         return {"guesses": guesses or 0}, []
     if guesses == 0:
         raise ValueError("--guesses is 0 and --draft is there, which guesses; give the tokens to guess at a time, as 4")
+    if str(draft) == MTP:
+        head = Draft(text_model.model, text_model.params, mtp=True)
+        return {"guesses": guesses or GUESSES_OF_HEAD, "draft": head}, []
     small = load_text_model(draft, device=text_model.device)
     pairs = [(t.json or t.name, t.vocab_size) for t in (small.tokenizer, text_model.tokenizer)]
     if pairs[0] != pairs[1]:
