@@ -327,6 +327,14 @@ def test_presets_have_the_tensors_of_their_model(name, tmp_path):
     assert got == {name: list(p.shape) for name, p in theirs.items()}
 
 
+def test_scores_that_are_divided_by_the_root_of_a_heads_size_say_that_size():
+    from fzero.checkpoint.convert.huggingface_config import write_config
+
+    for name in ("gemma2-2b", "gemma3-1b"):
+        content, _ = write_config(dataclasses.replace(preset(name), score_dim=0))
+        assert content["query_pre_attn_scalar"] == preset(name).key_dim
+
+
 def test_dtypes_are_kept_or_converted_on_the_way(saved, tmp_path):
     model, folder = saved("llama")
     half = save(copy.deepcopy(model).to(torch.bfloat16), tmp_path / "half")

@@ -299,6 +299,7 @@ def write_config(config: Any, architecture: str = "") -> tuple[dict[str, Any], H
     hf = {"architectures": [family.architecture], "model_type": family.model_type}
     for field in family.fields:
         value = getattr(config, field.size)
+        value = config.key_dim if field.size == "score_dim" and not value else value
         hf[field.entry] = None if field.null is not REQUIRED and value == field.null else value
     hf |= {name: allowed[0] for name, allowed in family.fixed.items()}
     if family.config is GPT2Config:
