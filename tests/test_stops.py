@@ -123,6 +123,26 @@ def test_an_id_ends_it_and_is_no_text():
     assert cut.text == "a" + UNKNOWN and cut.state.reason == STOP_ID
 
 
+def fallback(ids):
+    """Bytes as tokenizers with a fallback to bytes decode them: of a run that is no text, each is unknown."""
+    try:
+        return bytes(ids).decode()
+    except UnicodeDecodeError:
+        return UNKNOWN * len(ids)
+
+
+def test_a_cut_character_leaves_those_before_it_and_one_of_the_prompt_goes_on():
+    for decode in (fallback, lambda ids: bytes(ids).decode(errors="replace")):
+        cut = feed(StopRules(decode, max_tokens=10), start_text(StopRules(decode)), "中文中中".encode()[:10])
+        assert (cut.text, cut.state.reason) == ("中文中" + UNKNOWN, LENGTH)
+        rules = StopRules(decode, max_tokens=4)
+        for begin in (1, 2):
+            assert (
+                feed(rules, start_text(rules, "中".encode()[:begin]), "中文".encode()[begin : begin + 4]).text[0]
+                == "中"
+            )
+
+
 def test_min_tokens_holds_for_stop_texts_and_max_tokens_ends():
     def texts(least):
         rules = StopRules(lambda ids: bytes(ids).decode(), texts=("ab",), min_tokens=least, max_tokens=7)

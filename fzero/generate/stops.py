@@ -34,6 +34,7 @@ class StopState(NamedTuple):
 
     ids: tuple[int, ...] = ()  # the last ones
     stable: int = 0  # so many of them end with a whole character
+    known: int = 0  # the most of them that do
     written: int = 0  # characters of their text that are in `pending` or were given out
     pending: str = ""  # text that may begin a stop text
     drawn: int = 0  # tokens so far
@@ -75,8 +76,11 @@ def start_text(rules: StopRules, prompt: Sequence[int] = ()) -> StopState:
         for start in range(max(0, len(stable_ids) - SPAN), len(stable_ids)):
             text = rules.decode(stable_ids[start:])
             if text and UNKNOWN not in (text[0], text[-1]):
-                return StopState(last_ids[start:], len(stable_ids) - start, len(text))
-    return StopState()
+                stable = len(stable_ids) - start
+                return StopState(last_ids[start:], stable, stable, len(text))
+    # A prompt that is no whole character: what comes behind it is.
+    text = rules.decode(last_ids) if len(last_ids) < 4 else ""
+    return StopState(last_ids if text and not text.strip(UNKNOWN) else ())
 
 
 def feed(rules: StopRules, state: StopState, ids: Sequence[int]) -> Streamed:
@@ -105,17 +109,20 @@ def _feed_one(rules: StopRules, state: StopState, token: int) -> tuple[StopState
     ids = state.ids if reason == STOP_ID else (*state.ids, token)
     whole = rules.decode(ids)
     text = whole.rstrip(UNKNOWN)
-    if reason or len(whole) - len(text) > LONGEST:
+    known = len(ids) if len(text) == len(whole) else state.known
+    if reason and known < len(ids):
+        # By itself: some tokenizers write UNKNOWN for the whole characters before one that was cut, too.
+        text = rules.decode(ids[:known]) + rules.decode(ids[known:])
+    elif len(whole) - len(text) > LONGEST:
         text = whole
     pending = state.pending + text[state.written :]
     given, pending, matched = _cut(rules, pending, ended=bool(reason), early=drawn < rules.min_tokens)
-    state = StopState(
-        ids, state.stable, max(state.written, len(text)), pending, drawn, STOP_TEXT if matched else reason
-    )
+    reason = STOP_TEXT if matched else reason
+    state = StopState(ids, state.stable, known, max(state.written, len(text)), pending, drawn, reason)
     if len(text) == len(whole) and len(ids) - state.stable >= SPAN:
         last_ids = ids[state.stable :]
         if length := len(rules.decode(last_ids)):
-            state = state._replace(ids=last_ids, stable=len(last_ids), written=length)
+            state = state._replace(ids=last_ids, stable=len(last_ids), known=len(last_ids), written=length)
     return state, given
 
 
