@@ -29,7 +29,7 @@ from fzero.models.configs import DecoderConfig
 from fzero.models.from_module import expect_trainable
 from fzero.models.layers import document_positions
 from fzero.models.module_functions import Layered, Prepared, layered_model, slashed
-from fzero.models.module_layers import CannotSplit, any_numbers
+from fzero.models.module_layers import CannotSplit, any_numbers, any_rows, differ
 from fzero.models.module_rehearsal import first_of
 from fzero.models.module_split import LossOf, StackKind, inputs_of
 from fzero.models.transformers_module import (
@@ -42,7 +42,6 @@ from fzero.models.transformers_module import (
 )
 
 BEFORE, TEXT, AFTER = 3, 5, 4  # tokens
-NEAR = 1e-3  # of the largest number: what products of other shapes may differ by in float32
 
 
 def expect_sight(layered: Layered, packed: bool) -> None:
@@ -109,18 +108,6 @@ def first_difference(layered: Layered, packed_batch: Batch, alone: Batch, text: 
             if differ(results[0][:, text], results[1]):
                 return layers.first(number)
     return ""
-
-
-def differ(a: Tensor, b: Tensor) -> bool:
-    """Whether numbers differ by more than rounding."""
-    return not bool((a - b).abs().max() <= NEAR * b.abs().max())
-
-
-def any_rows(shape: torch.Size) -> Tensor:
-    """Random numbers in place of a leaf, with the memory of a row and a column."""
-    if len(shape) != 2:
-        return any_numbers(shape)
-    return torch.randn(shape[0] + shape[1]).as_strided(tuple(shape), (1, 1))
 
 
 class Decoder(NamedTuple):

@@ -78,6 +78,21 @@ def any_numbers(shape: Sequence[int], rows: int | None = None) -> Tensor:
     return (torch.randn(short_shape) / shape[-1] ** 0.5).expand(shape)
 
 
+NEAR = 1e-3  # of the largest number: what products of other shapes may differ by in float32
+
+
+def any_rows(shape: torch.Size) -> Tensor:
+    """Random numbers in place of a leaf, with the memory of a row and a column."""
+    if len(shape) != 2:
+        return any_numbers(shape)
+    return torch.randn(shape[0] + shape[1]).as_strided(tuple(shape), (1, 1))
+
+
+def differ(a: Tensor, b: Tensor) -> bool:
+    """Whether numbers differ by more than rounding."""
+    return not bool((a - b).abs().max() <= NEAR * b.abs().max())
+
+
 class CannotSplit(ValueError):
     """The reason why a module cannot be cut into layers; it can still be trained whole."""
 
