@@ -356,6 +356,9 @@ class CausalModule:
             return out
 
         guarded = {f"the parameter {name}": leaf for name, leaf in self.outside.items()}
+        guarded |= {f"the buffer {name}": leaf for name, leaf in forward.buffers.items()}
+        for stack, leaves in forward.stacked.items():
+            guarded |= {f"the buffer {name} of {stack}": leaf for name, leaf in leaves.items()}
         with Watch(guarded, originals=self.copied.originals()):
             out = forward.run(self.outside, stand_in)
         self.drew |= forward.draws
