@@ -1,6 +1,9 @@
 """Guesses of a draft model change no text, and are right where its weights are those of the model."""
 
+import collections
 import dataclasses
+import itertools
+import math
 
 import pytest
 import torch
@@ -128,6 +131,25 @@ def test_steps_are_as_few_as_guesses_allow(page_tokens):
     calls = {"options": options, "on_step": lambda tokens, pages: steps.append(tokens)}
     (c,) = out = completions(model, params, [Prompt(ids(7), Sampling(max_tokens=18))], **calls)
     assert steps == [7, 5, 5, 5, 2] and out.guesses == (13, 13) and len(c.ids) == 18
+
+
+@pytest.mark.slow
+def test_texts_have_the_frequencies_of_an_enumeration():
+    """All 27 texts of three tokens of three, by the probabilities of full passes."""
+    model = models.build(dataclasses.replace(CONFIGS["llama"], vocab_size=3))
+    params, draft = models.init_params(model, prng.key(1), torch.float64), draft_of("gpt2", vocab_size=3)
+    options, count = GenerateOptions(guesses=2, draft=draft, rows=600, tokens=1800), 600
+    out = completions(model, params, [Prompt((1,), Sampling(0.8, max_tokens=3, n=count))], options=options)
+    frequencies = collections.Counter(c.ids for c in out)
+    verified, right = out.guesses
+    assert verified == count and 0.2 * verified < right < 0.8 * verified
+    chi = 0.0
+    for text in itertools.product(range(3), repeat=3):
+        logits = models.logits(model, params, {"tokens": torch.tensor([[1, *text]])}, models.Ctx(dtype=torch.float64))
+        probabilities = (logits[0, :3] / 0.8).softmax(-1)
+        expected = count * math.prod(float(probabilities[i, token]) for i, token in enumerate(text))
+        chi += (frequencies[text] - expected) ** 2 / expected
+    assert chi < 54.1  # one in a thousand, of 26 degrees of freedom
 
 
 def test_a_cache_of_another_draft_gives_none_of_its_prefixes():
