@@ -115,7 +115,8 @@ def from_module(
     module is in train mode (evaluations have no dropout), with masks that are the same however a batch is cut;
     parameters that require no gradient are frozen; floating arguments of `call`, and buffers that a state_dict has,
     are of the dtype of the computation, and other buffers keep theirs; a model of transformers is
-    called without its cache of keys and values (`config.use_cache`). The module itself is not changed. Its weights are
+    called without its cache of keys and values (`config.use_cache`), but while it generates (`fzero.generate`), as a
+    module does that returns logits [B, T, V], or `.logits`, for tokens [B, T]. The module itself is not changed. Its weights are
     held for init_state: `model.with_traits(start={})` lets them go. What is changed in it later, attributes, buffers
     and `requires_grad`, changes nothing here. Tables that its code makes while it runs are made by
     a call of a copy on the example, or in the first step with a batch of new shapes, and are constants; what it records
