@@ -244,7 +244,12 @@ def functions(dtype):
     stays_inside(lambda x: [rowwise.softmax_forward(x)], [x.float()])
     targets = torch.tensor([0, 36, 5, -1, 36])
     stays_inside(lambda x: [rowwise.loss_statistics(x, targets, 2.0)], [x.float()])
-    stays_inside(lambda f: rowwise.rope_turns(torch.arange(7), f), [scale.float()])
+    heads = laws.draw((2, 3, 4, 10), (2, 3, 1, 10), dtype=dtype)
+    for interleaved in (False, True):
+        stays_inside(
+            lambda q, k, f, layout=interleaved: rowwise.rope_in_cpp((q, k), torch.arange(3), f, layout, True),
+            [*heads, scale.float()[:5]],
+        )
 
 
 def coded_products(dtype):

@@ -8,7 +8,8 @@ from close import assert_close
 from law_cases import config_of
 
 from fzero import generate, models, one_process, zero_plan
-from fzero.core import prng
+from fzero.core import prng, pytree
+from fzero.core.form_observer import observe
 from fzero.generate.programs import AFTER
 
 SIZES = {"vocab_size": 61, "max_len": 40, "dropout": 0.0}
@@ -115,6 +116,26 @@ def test_other_pages_after_many_steps_have_graphs_of_their_own():
         for _ in range(AFTER + 1):
             logits, pages = step(params, pages, batch)
         assert_close(logits, whole(model, params, text), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_steps_take_loops_and_stay_as_close_as_a_full_pass(dtype):
+    model, plan, params = trees(CONFIGS["llama"])
+    text, exact = texts((33,))[0], whole(model, params, texts((33,))[0])
+    params = pytree.map(lambda x: x.to(dtype), params)
+    plain = models.logits(model, params, {"tokens": torch.tensor([text])}, models.Ctx(dtype=dtype))[0]
+    step, pages = (
+        generate.make_step(model, plan, dtype=dtype),
+        generate.page_spec(model, plan, 9, page_tokens=4, dtype=dtype).zeros(),
+    )
+    with observe() as forms:
+        for size in (33, *[1] * (AFTER + 2)):  # the last ones as graphs
+            first = 33 - size
+            batch = generate.StepBatch.of_rows([(text[first:], first, range(9))], [size], page_tokens=4)
+            logits, pages = step(params, pages, batch)
+            assert (logits - exact[first:]).norm() <= 2 * (plain - exact)[first:].norm() + 1e-6 * exact.norm()
+    for name in ("rope_qk", "rms_norm", "add_rms_norm", "swiglu"):
+        assert forms[name] == {"cpp"}, name
 
 
 def test_the_bytes_of_pages_are_those_of_their_tensors():

@@ -4,6 +4,7 @@ import torch
 from close import assert_same
 
 from fzero.core.operator_program import operators_of
+from fzero.kernels.linear import linear_product
 
 
 def test_operators_are_those_of_the_function_and_constants_are_made_once():
@@ -15,7 +16,8 @@ def test_operators_are_those_of_the_function_and_constants_are_made_once():
         angles = torch.arange(4.0).cos()  # a constant
         table.index_copy_(0, index, x.view(1, 4))
         low, high = (x * angles).view(2, 2).unbind(0)
-        return [torch.cat([low, high]) + x.view(1, 4)[0], x.view(1, 4) * 2.0]
+        product = linear_product(x.view(2, 2).view(1, 4), table[:, :3].T.contiguous().view(-1)[:8].view(4, 2))
+        return [torch.cat([low, high]) + x.view(1, 4)[0], x.view(1, 4) * 2.0, product.view(2)]
 
     def tensors(seed):
         draw = torch.Generator().manual_seed(seed)

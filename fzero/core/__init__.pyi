@@ -37,6 +37,7 @@ from fzero.core.arguments import expect_regex as expect_regex
 from fzero.core.arguments import hints_of as hints_of
 
 # The policy of recomputation, and helpers for autograd Functions under torch.func transforms
+from fzero.core.autodiff import FORWARD_ONLY as FORWARD_ONLY
 from fzero.core.autodiff import NOWHERE as NOWHERE
 from fzero.core.autodiff import VARYING_RULES as VARYING_RULES
 from fzero.core.autodiff import Function as Function
@@ -45,6 +46,7 @@ from fzero.core.autodiff import Varying as Varying
 from fzero.core.autodiff import active_varying as active_varying
 from fzero.core.autodiff import dense as dense
 from fzero.core.autodiff import first_order as first_order
+from fzero.core.autodiff import forward_only as forward_only
 from fzero.core.autodiff import needs_grad as needs_grad
 from fzero.core.autodiff import reinterpret as reinterpret
 from fzero.core.autodiff import run_backward as run_backward
@@ -133,6 +135,7 @@ from fzero.core.copy_buckets import start_fetch as start_fetch
 # The device that a tensor is on, or that a plan's fake tensor represents
 from fzero.core.device import CPU as CPU
 from fzero.core.device import KERNELS as KERNELS
+from fzero.core.device import LAUNCHERS as LAUNCHERS
 from fzero.core.device import PLANNED_GPU as PLANNED_GPU
 from fzero.core.device import FakeDevice as FakeDevice
 from fzero.core.device import Target as Target

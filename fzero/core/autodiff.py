@@ -10,9 +10,11 @@ and infinities. JAX's shard_map checks types of this kind; here they follow one 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,6 +34,8 @@ from fzero.core.torch_private import (
 )
 
 R = TypeVar("R")
+# Whether what runs is a forward pass of no gradient, operator by operator: a C++ loop then pays for any size.
+FORWARD_ONLY: ContextVar[bool] = ContextVar("FORWARD_ONLY", default=False)
 
 
 @dataclass(frozen=True)
@@ -215,6 +219,17 @@ def unwrapped(x: Tensor) -> Tensor:
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x
+
+
+@contextlib.contextmanager
+def forward_only() -> Iterator[None]:
+    """A block of a forward pass without gradients, see FORWARD_ONLY."""
+    token = FORWARD_ONLY.set(True)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        FORWARD_ONLY.reset(token)
 
 
 def transforms() -> list[str]:

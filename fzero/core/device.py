@@ -33,6 +33,8 @@ TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.T
 EXCLUDED = frozenset(("set_", "lift", "lift_fresh", "lift_fresh_copy", "resize_", "record_stream"))
 # The modules of our operators, whose fake results follow from their arguments' sizes alone, by name.
 KERNELS: dict[str, str] = {}
+# What those operators run, by operator: a program calls it without the dispatcher.
+LAUNCHERS: dict[Any, Callable[..., Any]] = {}
 
 
 class TensorResult(NamedTuple):

@@ -12,9 +12,11 @@ from torch.fx.node import map_arg
 
 from fzero import core
 from fzero.core.compile import fake_mode, fakes_of
+from fzero.core.device import LAUNCHERS
 from fzero.core.torch_private import DataDependent, OpOverload
 
-VIEWS = (torch.ops.aten.view.default, torch.ops.aten.select.int)
+RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+VIEWS = (*RESHAPES, torch.ops.aten.select.int)
 
 
 def operators_of(
@@ -42,7 +44,7 @@ def operators_of(
             lines.append(f"return {_text(node.args[0], names, scope)}")
         elif node.op == "call_function" and node not in constants:
             target = node.target
-            scope[f"f_{names[node]}"] = target._op if isinstance(target, OpOverload) else target
+            scope[f"f_{names[node]}"] = _callable(target)
             arguments = [_text(x, names, scope) for x in node.args]
             arguments += [f"{key}={_text(value, names, scope)}" for key, value in node.kwargs.items()]
             lines.append(f"{names[node]} = f_{names[node]}({', '.join(arguments)})")
@@ -53,15 +55,25 @@ def operators_of(
     return scope["run"]
 
 
+def _callable(target: Any) -> Any:
+    """What is called for a node: without the dispatcher's Python if it can be."""
+    return LAUNCHERS.get(target) or (target._op if isinstance(target, OpOverload) else target)
+
+
 def _merge_views(graph: torch.fx.GraphModule) -> None:
-    """Let equal views of one tensor be one."""
+    """Let equal views of one tensor be one, and a reshape of a reshape one of its source."""
     views: dict[Any, Node] = {}
     for node in list(graph.graph.nodes):
         if node.op != "call_function" or node.target not in VIEWS:
             continue
+        source = node.args[0]
+        if node.target in RESHAPES and isinstance(source, Node) and source.target in RESHAPES:
+            node.replace_input_with(source, source.args[0])
         first = views.setdefault((node.target, repr(node.args)), node)
         if first is not node:
             node.replace_all_uses_with(first)
+    for node in reversed(list(graph.graph.nodes)):
+        if node.target in VIEWS and not node.users:
             graph.graph.erase_node(node)
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fzero import core
 from fzero.core import gpu
-from fzero.core.autodiff import Function, run_backward, transforms
+from fzero.core.autodiff import FORWARD_ONLY, Function, run_backward, transforms
 from fzero.core.compile_cache import have_compiler
-from fzero.core.device import KERNELS, fake_device_of, kind_of
+from fzero.core.device import KERNELS, LAUNCHERS, fake_device_of, kind_of
 from fzero.core.torch_private import FakeTensor
 
 MISSING = "Triton is not installed; it comes with torch's CUDA build, or by `pip install triton`"
@@ -117,6 +117,7 @@ def operator(
         if batched is not None:
             torch.library.register_vmap(f"fzero::{name}", batched, lib=_LIBRARY)
         defined = getattr(torch.ops.fzero, name).default
+        LAUNCHERS[defined] = on_device
         if flop is not None:
             core.add_formula(defined.overloadpacket, flop)
         if opened:
@@ -171,6 +172,8 @@ def call_cpp(function: Any, tensors: Sequence[Tensor | None], *arguments: Any) -
 
 def runs_alone(x: Tensor, *args: Any, **options: Any) -> str:
     """The reason why "auto" should not take a C++ loop in place of several of torch's operators."""
+    if FORWARD_ONLY.get():
+        return ""
     plan = fake_device_of(x)
     traced = isinstance(x, FakeTensor) if plan is None else plan.tracing
     if traced or transforms() or torch.compiler.is_compiling():

@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.core.autodiff import needs_grad
+from fzero.core.autodiff import FORWARD_ONLY, needs_grad
 from fzero.core.pytree import nearest
 from fzero.kernels import rowwise, tuning
 from fzero.kernels.aot import Build, build
 from fzero.kernels.custom_operator import Fused, cpp_runs, on_cuda, operator, tl, triton, triton_runs
 from fzero.kernels.registry import Form, Op, asked_for, by_device
 from fzero.kernels.rope_scaling import RopeScaling
-from fzero.kernels.rowwise import rope_turns
 
 LAYOUTS = ("half", "interleaved")
 # A warp for few heads at a time: the angles of a token are then found by few threads, not by each of many again.
@@ -225,29 +224,41 @@ def _select_saved(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[
     return tuple(inputs[-2:])
 
 
-def _fused(name: str, interleaved: bool, results: int) -> Fused:
-    """The rotation of `results` tensors, which positions and frequencies follow."""
+def _fused(name: str, launch: Callable[..., Any], layout: str) -> Fused:
+    """The rotation of one tensor or two, which positions and frequencies follow."""
+    interleaved = layout == "interleaved"
     return Fused(
         name,
-        forward=lambda *inputs: rope_launch(inputs[:-2], *inputs[-2:], interleaved, False),
-        backward=lambda saved, grads: rope_launch(grads, *saved, interleaved, True),
-        results=results,
+        forward=lambda *inputs: launch(inputs[:-2], *inputs[-2:], interleaved, False),
+        backward=lambda saved, grads: launch(grads, *saved, interleaved, True),
+        results=2 if name == "rope_qk" else 1,
         select_saved=_select_saved,
     )
 
 
-_ONE, _TWO = (
-    {layout: _fused(name, layout == "interleaved", n) for layout in LAYOUTS}
-    for name, n in (("rope", 1), ("rope_qk", 2))
-)
+def _form(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
+    """The form of an operation by a launcher."""
+    fused = {layout: _fused(name, launch, layout) for layout in LAYOUTS}
+    return lambda *tensors, layout="half": fused[layout](*tensors)
 
 
 def _supports(*tensors: Tensor, layout: str = "half") -> str:
+    """Why Triton's kernel does not serve a call, "" if it does."""
+    dtypes = torch.float32, torch.bfloat16, torch.float16
+    return _refuse(tensors, layout, dtypes) or triton_runs(*tensors)
+
+
+def _cpp_supports(*tensors: Tensor, layout: str = "half") -> str:
+    return _refuse(tensors, layout, (torch.float32, torch.bfloat16)) or cpp_runs(*tensors)
+
+
+def _refuse(tensors: Sequence[Tensor], layout: str, dtypes: Sequence[torch.dtype]) -> str:
     *x, positions, frequencies = tensors
     if layout not in LAYOUTS:
         return f"layout is {layout!r}"
-    if any(t.dtype not in (torch.float32, torch.bfloat16, torch.float16) or t.dtype != x[0].dtype for t in x):
-        return f"the dtypes are {', '.join(str(t.dtype) for t in x)}; it takes one of float32, bfloat16 or float16"
+    if any(t.dtype not in dtypes or t.dtype != x[0].dtype for t in x):
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        return f"the dtypes are {', '.join(str(t.dtype) for t in x)}; it takes one of {names}"
     batch, length, _, size = x[0].shape if x[0].dim() == 4 else (0, 0, 0, 0)
     if (
         any(t.dim() != 4 or (*t.shape[:2], t.shape[3]) != (batch, length, size) for t in x)
@@ -265,48 +276,29 @@ def _supports(*tensors: Tensor, layout: str = "half") -> str:
         )
     if frequencies.dtype != torch.float32 or needs_grad(frequencies):
         return "frequencies must be float32, and are not differentiated"
-    return triton_runs(*tensors)
+    return ""
 
 
-def _rope_triton(x: Tensor, positions: Tensor, frequencies: Tensor, *, layout: str = "half") -> Tensor:
-    return _ONE[layout](x, positions, frequencies)
+def _in_generation(*tensors: Tensor, layout: str = "half") -> str:
+    return "" if FORWARD_ONLY.get() else "in training a compiled block, or the reference, has torch's own cosines"
 
 
-def _rope_qk_triton(
-    q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, *, layout: str = "half"
-) -> tuple[Tensor, Tensor]:
-    return _TWO[layout](q, k, positions, frequencies)
-
-
-def _rope_canonical(*tensors: Tensor, layout: str = "half") -> Any:
-    """The reference with cosines and sines that do not depend on a position's place."""
-    *x, positions, frequencies = tensors
-    cosines, sines = rope_turns(positions, frequencies)
-    out = [_rotate(t, cosines, sines, layout) for t in x]
-    return tuple(out) if len(out) > 1 else out[0]
-
-
-def _canonical_supports(*tensors: Tensor, layout: str = "half") -> str:
-    *x, positions, frequencies = tensors
-    if frequencies.dtype != torch.float32 or needs_grad(frequencies) or positions.is_floating_point():
-        return "frequencies must be float32, and are not differentiated, and positions integers"
-    return rowwise.supports(*x) or cpp_runs(positions, frequencies)
-
-
-def _op(name: str, reference: Callable[..., Any], run: Callable[..., Any]) -> Op:
-    triton = Form("triton", run, supports=_supports, prefers=on_cuda)
+def _op(name: str, reference: Callable[..., Any]) -> Op:
+    triton = Form("triton", _form(name, rope_launch), supports=_supports, prefers=on_cuda)
+    in_cpp = _form(name, rowwise.rope_in_cpp)
     return Op(
         name,
         reference,
         triton,
-        by_device(Form("canonical", _rope_canonical, _canonical_supports, asked_for), triton),
+        Form("cpp", in_cpp, _cpp_supports, _in_generation),
+        by_device(Form("canonical", in_cpp, _cpp_supports, asked_for), triton),
         flops=lambda *tensors, **_: sum(3 * t.numel() for t in tensors[:-2]),
         bytes=lambda *tensors, **_: sum(2 * t.nbytes for t in tensors[:-2]),
     )
 
 
-rope = _op("rope", rope_reference, _rope_triton)
-rope_qk = _op("rope_qk", rope_qk_reference, _rope_qk_triton)
+rope = _op("rope", rope_reference)
+rope_qk = _op("rope_qk", rope_qk_reference)
 
 
 def builds(gpu: str) -> Iterator[Build]:

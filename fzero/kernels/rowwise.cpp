@@ -133,22 +133,62 @@ void losses(const float* logits, const int64_t* targets, int64_t wrong, float* o
 
 // cos and sin of position times frequency, reduced to a quarter of a turn in double. Ref: Moshier, Cephes mathematical
 // library, sinf.c.
-void turns(const int64_t* positions, const float* frequencies, float* cosines, float* sines, const Shape& s) {
-#pragma omp parallel for num_threads(int(s.threads)) if (s.threads > 1)
-  for (int64_t row = 0; row < s.rows; row++) {
-    const float position = float(positions[row]);
-    for (int64_t i = 0; i < s.n; i++) {
-      const double angle = double(position * frequencies[i]);
-      const double quarters = std::floor(angle * 0.63661977236758134308 + 0.5);
-      const float r = float(angle - quarters * 1.57079632679489661923), z = r * r;
-      const uint32_t quadrant = uint32_t(int64_t(quarters));
-      const float sine = r + r * z * ((z * -1.9515295891e-4f + 8.3321608736e-3f) * z - 1.6666654611e-1f);
-      const float cosine =
-          1.0f - 0.5f * z + z * z * ((z * 2.443315711809948e-5f - 1.388731625493765e-3f) * z + 4.166664568298827e-2f);
-      const bool odd = quadrant & 1;
-      const uint32_t turned_cosine = ((quadrant + 1) & 2) << 30, turned_sine = (quadrant & 2) << 30;
-      cosines[row * s.n + i] = real(bits(choose(odd, sine, cosine)) ^ turned_cosine);
-      sines[row * s.n + i] = real(bits(choose(odd, cosine, sine)) ^ turned_sine);
+void turns(float position, const float* frequencies, int64_t n, float* cosines, float* sines) {
+  for (int64_t i = 0; i < n; i++) {
+    const double angle = double(position * frequencies[i]);
+    const double quarters = std::floor(angle * 0.63661977236758134308 + 0.5);
+    const float r = float(angle - quarters * 1.57079632679489661923), z = r * r;
+    const uint32_t quadrant = uint32_t(int64_t(quarters));
+    const float sine = r + r * z * ((z * -1.9515295891e-4f + 8.3321608736e-3f) * z - 1.6666654611e-1f);
+    const float cosine =
+        1.0f - 0.5f * z + z * z * ((z * 2.443315711809948e-5f - 1.388731625493765e-3f) * z + 4.166664568298827e-2f);
+    const bool odd = quadrant & 1;
+    const uint32_t turned_cosine = ((quadrant + 1) & 2) << 30, turned_sine = (quadrant & 2) << 30;
+    cosines[i] = real(bits(choose(odd, sine, cosine)) ^ turned_cosine);
+    sines[i] = real(bits(choose(odd, cosine, sine)) ^ turned_sine);
+  }
+}
+
+// (a c - b s, b c + a s), each product rounded to T, as torch's operators have it.
+template <int64_t STEP, typename T>
+void rotate(const T* a, const T* b, const float* cosines, const float* sines, int64_t n, T* to_a, T* to_b) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; i++) {
+    T ac, as, bc, bs;
+    narrow(wide(a[STEP * i]) * cosines[i], ac), narrow(wide(a[STEP * i]) * sines[i], as);
+    narrow(wide(b[STEP * i]) * cosines[i], bc), narrow(wide(b[STEP * i]) * sines[i], bs);
+    narrow(wide(ac) - wide(bs), to_a[STEP * i]), narrow(wide(bc) + wide(as), to_b[STEP * i]);
+  }
+}
+
+// The heads [rows, heads, 2 n] of one tensor or of two, turned by the angle of each row's position, or by minus it.
+struct Heads { int64_t rows, n, interleaved, inverse, threads, q_heads, k_heads; };
+
+template <typename T>
+void rope(const T* q, const T* k, const int64_t* positions, const float* frequencies, T* out_q, T* out_k, const Heads& s) {
+#pragma omp parallel num_threads(int(s.threads)) if (s.threads > 1)
+  {
+    std::vector<float> turned(2 * s.n);
+    float *cosines = turned.data(), *sines = cosines + s.n;
+    const auto round = [&](float& x) {
+      T rounded;
+      narrow(x, rounded), x = wide(rounded);
+    };
+#pragma omp for
+    for (int64_t row = 0; row < s.rows; row++) {
+      turns(float(positions[row]), frequencies, s.n, cosines, sines);
+      for (float& x : turned) round(x);
+      for (int64_t i = 0; s.inverse && i < s.n; i++) sines[i] = -sines[i];
+      const auto all = [&](const T* x, int64_t heads, T* out) {
+        for (int64_t offset = row * heads * 2 * s.n; heads--; offset += 2 * s.n) {
+          const T* from = x + offset;
+          T* to = out + offset;
+          if (s.interleaved) rotate<2>(from, from + 1, cosines, sines, s.n, to, to + 1);
+          else rotate<1>(from, from + s.n, cosines, sines, s.n, to, to + s.n);
+        }
+      };
+      all(q, s.q_heads, out_q);
+      all(k, s.k_heads, out_k);
     }
   }
 }
@@ -161,14 +201,14 @@ void turns(const int64_t* positions, const float* frequencies, float* cosines, f
   }                                                                                                             \
   extern "C" void layer_norm_##NAME(const T* x, const float* scale, const float* bias, T* out, const Shape* s) { \
     layer_norm(x, scale, bias, out, *s);                                                                        \
+  }                                                                                                             \
+  extern "C" void rope_##NAME(const T* q, const T* k, const int64_t* positions, const float* frequencies,       \
+                              T* out_q, T* out_k, const Heads* s) {                                             \
+    rope(q, k, positions, frequencies, out_q, out_k, *s);                                                       \
   }
 OF(float, float32)
 OF(BFloat16, bfloat16)
 extern "C" void softmax_rows(const float* x, float* out, const Shape* s) { softmax(x, out, *s); }
 extern "C" void loss_rows(const float* x, const int64_t* targets, float* out, int64_t wrong, const Shape* s) {
   losses(x, targets, wrong, out, *s);
-}
-extern "C" void turn_rows(const int64_t* positions, const float* frequencies, float* cosines, float* sines,
-                          const Shape* s) {
-  turns(positions, frequencies, cosines, sines, *s);
 }

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ class _RowwiseShape(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("rows", "n", "stride", "threads")),
         *((name, ctypes.c_double) for name in ("eps", "cap")),
+    ]
+
+
+class _HeadsShape(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64) for name in ("rows", "n", "interleaved", "inverse", "threads", "q_heads", "k_heads")
     ]
 
 
@@ -118,17 +125,23 @@ def loss_statistics(logits: Tensor, targets: Tensor | None, cap: float) -> Tenso
 
 
 @operator(
-    "rope_turns(Tensor positions, Tensor frequencies) -> (Tensor, Tensor)",
-    lambda positions, frequencies: tuple(
-        frequencies.new_empty((*positions.shape, 1, len(frequencies))) for _ in range(2)
-    ),
+    "rope_cpu(Tensor[] x, Tensor positions, Tensor frequencies, bool interleaved, bool inverse) -> Tensor[]",
+    lambda x, positions, frequencies, interleaved, inverse: [t.new_empty(t.shape) for t in x],
 )
-def rope_turns(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """(cosines, sines) float32 [..., T, 1, K / 2] of integer positions [..., T] times frequencies, to 1e-7."""
-    cosines, sines = (frequencies.new_empty((*positions.shape, 1, len(frequencies))) for _ in range(2))
-    tensors = positions.to(torch.int64).contiguous(), frequencies.contiguous(), cosines, sines
-    _call_cpp("turn_rows", tensors, positions.numel(), len(frequencies))
-    return cosines, sines
+def rope_in_cpp(
+    x: Sequence[Tensor], positions: Tensor, frequencies: Tensor, interleaved: bool, inverse: bool
+) -> list[Tensor]:
+    """The one or two tensors x [B, T, H, K] turned by the angles, which are right to 1e-7, or by minus these."""
+    (b, t, *_), half = x[0].shape, len(frequencies)
+    positions = positions.to(torch.int64).expand(b, t).contiguous()
+    x, out = [t.contiguous() for t in x], [t.new_empty(t.shape) for t in x]
+    threads = torch.get_num_threads() if x[0].numel() > MANY else 1
+    heads = x[0].shape[2], x[1].shape[2] if len(x) > 1 else 0
+    shape = _HeadsShape(b * t, half, interleaved, inverse, threads, *heads)
+    run = getattr(compile_cache.library(__file__, compile_cache.EXACT), f"rope_{TYPES[x[0].dtype]}")
+    tensors = x[0], x[-1], positions, frequencies.contiguous(), out[0], out[-1]
+    call_cpp(run, tensors, ctypes.byref(shape))
+    return out
 
 
 def sum_in_order(x: Tensor) -> Tensor:
