@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "bits.h"
@@ -113,6 +114,18 @@ template <typename T> void fetch(const T* const* lines, int64_t count, int64_t n
 template <typename T> void lay_keys(const T* const* keys, int64_t k, float* out) {
   for (int64_t j = 0; j < KEYS; j += LANES) {
     int64_t c = 0;
+    if constexpr (!std::is_same_v<T, float>) {  // two numbers of 16 bits turn together
+      for (; c + 2 * LANES <= k; c += 2 * LANES) {
+        Vector x[LANES];
+        for (int64_t i = 0; i < LANES; i++) x[i] = read<Vector>(keys[j + i] + c);
+        turn(x);
+        for (int64_t i = 0; i < LANES; i++) {
+          const Words both = read<Words>(&x[i]), low = both << 16, high = both & 0xffff0000u;
+          store(out + (c + 2 * i) * KEYS + j, read<Vector>(&low));
+          store(out + (c + 2 * i + 1) * KEYS + j, read<Vector>(&high));
+        }
+      }
+    }
     for (; c + LANES <= k; c += LANES) {
       Vector x[LANES];
       for (int64_t i = 0; i < LANES; i++) x[i] = load(keys[j + i] + c);
@@ -232,6 +245,9 @@ void attend(const Shape& z, const Inputs<T, C>& in, const Block& block, int64_t 
     int64_t c = 0;
     for (; c + PANEL <= z.v; c += PANEL)
       tiles<WIDE>(rows, depth, &room.scores[j], ld, values + c, z.values.token, &room.out[c], width);
+    if constexpr (WIDE > 2)
+      for (; c + 2 * LANES <= z.v; c += 2 * LANES)
+        tiles<2>(rows, depth, &room.scores[j], ld, values + c, z.values.token, &room.out[c], width);
     for (; c < z.v; c += LANES) tiles<1>(rows, depth, &room.scores[j], ld, values + c, z.values.token, &room.out[c], width);
     j += depth;
   }

@@ -24,7 +24,11 @@ template <typename V, typename T> V read(const T* x) {
 }
 Vector load(const float* x) { return read<Vector>(x); }
 Vector load(const BFloat16* x) {
+#if defined(__AVX512F__)  // of which GCC makes two halves else
+  const Words words = Words(_mm512_cvtepu16_epi32(read<__m256i>(x))) << 16;
+#else
   const Words words = __builtin_convertvector(read<Narrow>(x), Words) << 16;
+#endif
   return read<Vector>(&words);
 }
 // The first `count` numbers, zeros behind them.
