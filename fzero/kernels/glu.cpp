@@ -10,63 +10,66 @@
 #include <ATen/cpu/vec/vec.h>
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+
+#include "bits.h"
 
 namespace {
 
-using at::BFloat16;
-using at::vec::Vectorized;
-using Vector = Vectorized<float>;
+using Vector = at::vec::Vectorized<float>;
 
-constexpr int64_t PART = 4096;  // numbers that a thread takes at a time, a multiple of a vector's
-constexpr int64_t WIDTH = Vector::size();
+constexpr int64_t PART = 4096;  // numbers that a thread takes at a time
+constexpr int64_t BLOCK = 256;  // and of them a pass, which stay in the nearest cache; a multiple of a vector
 
-Vector load(const float* x, int64_t count) { return Vector::loadu(x, count); }
-Vector load(const BFloat16* x, int64_t count) {
-  float wide[WIDTH] = {};
-  for (int64_t i = 0; i < count; ++i) wide[i] = float(x[i]);
-  return Vector::loadu(wide);
-}
-void store(Vector x, float* to, int64_t count) { x.store(to, count); }
-void store(Vector x, BFloat16* to, int64_t count) {
-  float wide[WIDTH];
-  x.store(wide);
-  for (int64_t i = 0; i < count; ++i) to[i] = BFloat16(wide[i]);
-}
-
-// x as it is after it was stored as a T.
-template <typename T> Vector rounded(Vector x) {
-  if constexpr (std::is_same_v<T, float>) return x;
-  float wide[WIDTH];
-  x.store(wide);
-  for (float& one : wide) one = float(T(one));
-  return Vector::loadu(wide);
-}
-
-// work(first number, numbers) for each vector of n numbers.
-template <typename Work> void each_vector(int64_t n, int64_t threads, Work work) {
+// work(first number, numbers) for each block of n numbers.
+template <typename Work> void blocks(int64_t n, int64_t threads, Work work) {
 #pragma omp parallel for num_threads(int(threads)) if (threads > 1)
   for (int64_t part = 0; part < n; part += PART) {
     const int64_t end = std::min(part + PART, n);
-    for (int64_t i = part; i < end; i += WIDTH) work(i, std::min(WIDTH, end - i));
+    for (int64_t i = part; i < end; i += BLOCK) work(i, std::min(BLOCK, end - i));
   }
 }
 
+// x as it is after it was stored as a T.
+template <typename T> float rounded(float x) {
+  T y;
+  narrow(x, y);
+  return wide(y);
+}
+
+// Of count numbers of a, by whole vectors: 1 + exp(-a), and a.
+template <typename T> void gates(const T* a, int64_t count, float* x, float* below) {
+  std::fill(x + count, x + BLOCK, 0.0f);
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) x[i] = wide(a[i]);
+  for (int64_t i = 0; i < count; i += Vector::size())
+    (Vector(1.0f) + Vector::loadu(x + i).neg().exp()).store(below + i);
+}
+
 template <typename T> void forward(const T* a, const T* b, T* out, int64_t n, int64_t threads) {
-  const Vector one(1.0f);
-  each_vector(n, threads, [&](int64_t i, int64_t count) {
-    const Vector x = load(a + i, count);
-    store(rounded<T>(x / (one + x.neg().exp())) * load(b + i, count), out + i, count);
+  blocks(n, threads, [&](int64_t first, int64_t count) {
+    float x[BLOCK], below[BLOCK];
+    gates(a + first, count, x, below);
+    const T* factor = b + first;
+    T* to = out + first;
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) narrow(rounded<T>(x[i] / below[i]) * wide(factor[i]), to[i]);
   });
 }
 
 template <typename T>
 void backward(const T* a, const T* b, const T* g, T* da, T* db, int64_t n, int64_t threads) {
-  const Vector one(1.0f);
-  each_vector(n, threads, [&](int64_t i, int64_t count) {
-    const Vector x = load(a + i, count), grad = load(g + i, count), below = one + x.neg().exp();
-    const Vector s = one / below, of_gate = rounded<T>(grad * load(b + i, count));
-    store(of_gate * s * at::vec::fmadd(x, one - s, one), da + i, count);
-    store(grad * rounded<T>(x / below), db + i, count);
+  blocks(n, threads, [&](int64_t first, int64_t count) {
+    float x[BLOCK], below[BLOCK];
+    gates(a + first, count, x, below);
+    const T *factor = b + first, *grads = g + first;
+    T *to_a = da + first, *to_b = db + first;
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      const float s = 1.0f / below[i], grad = wide(grads[i]), of_gate = rounded<T>(grad * wide(factor[i]));
+      narrow(of_gate * s * __builtin_fmaf(x[i], 1.0f - s, 1.0f), to_a[i]);
+      narrow(grad * rounded<T>(x[i] / below[i]), to_b[i]);
+    }
   });
 }
 
