@@ -113,14 +113,14 @@ def from_module(
     A module whose layers cannot be a stack, or whose code needs values of tensors, is trained whole, as one part, and a
     warning says why; with `layers` that is an error. Random numbers, dropout's too, are drawn by fzero's keys if the
     module is in train mode (evaluations have no dropout), with masks that are the same however a batch is cut;
-    parameters that require no gradient are frozen; floating arguments of `call`, and buffers that a state_dict has,
-    are of the dtype of the computation, and other buffers keep theirs; a model of transformers is
-    called without its cache of keys and values (`config.use_cache`), but while it generates (`fzero.generate`), as a
-    module does that returns logits [B, T, V], or `.logits`, for tokens [B, T]. The module itself is not changed. Its weights are
-    held for init_state: `model.with_traits(start={})` lets them go. What is changed in it later, attributes, buffers
-    and `requires_grad`, changes nothing here. Tables that its code makes while it runs are made by
-    a call of a copy on the example, or in the first step with a batch of new shapes, and are constants; what it records
-    in its attributes is in the copy.
+    parameters that require no gradient are frozen; floating arguments of `call`, and buffers that a state_dict has, are
+    of the dtype of the computation, and other buffers keep theirs; a model of transformers is called without its cache
+    of keys and values (`config.use_cache`), but while it generates (`fzero.generate`), as a module does that returns
+    logits [B, T, V], or `.logits`, for tokens [B, T]. The module itself is not changed. Its weights are held for
+    init_state: `model.with_traits(start={})` lets them go. What is changed in it later, attributes, buffers and
+    `requires_grad`, changes nothing here. Tables that its code makes while it runs are made by a call of a copy on the
+    example, or in the first step with a batch of new shapes, and are constants; what it records in its attributes is in
+    the copy.
 
     Raises TypeError for what is no module, and ValueError for `layers` that are not alike, a rule of tp that finds
     nothing, weights on the meta device, parameters that are not floating-point, batch normalisation in train mode, an
