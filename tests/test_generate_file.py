@@ -14,6 +14,7 @@ import torch
 
 from fzero import models
 from fzero.checkpoint import convert
+from fzero.core import pytree
 
 PROMPTS = [
     {"prompt": "1+1"},
@@ -103,6 +104,30 @@ def test_a_draft_changes_no_text_and_must_have_the_same_tokenizer(place, generat
     path = draft / "tokenizer.json"
     path.write_text(path.read_text().replace('"<|im_end|>"', '"<|stop|>"'))
     refused(fz, f"--draft {draft}: has another tokenizer", *base, "--draft", draft)
+
+
+def test_weights_in_codes_are_those_rounded_in_blocks(place, generate, fz, tmp_path):
+    """int8: of each block of 64 numbers of a row of w [in, out], multiples of the largest over 127."""
+    lines = generate("--quantize", "int8")
+    source = convert.open_source(place / "model")
+    model, params = models.build(source.config), convert.load(source)
+
+    def rounded(name, w):
+        if w.ndim < 3:
+            return w
+        scales = [part.abs().amax(-1, keepdim=True).div(127).expand_as(part) for part in w.float().split(64, -1)]
+        scale = torch.cat(scales, -1)
+        return (w.float() / scale).round().mul(scale).to(w.dtype)
+
+    params = pytree.map_named(rounded, params)
+    tokens = torch.tensor([[50, 60, 70, *lines[2, 0]["ids"]]])
+    expected = models.logits(model, params, {"tokens": tokens}).float().log_softmax(-1)[0, 2:-1]
+    expected = expected.gather(-1, tokens[0, 3:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(lines[2, 0]["log_probs"]), expected, rtol=0, atol=1e-4)
+    plain = generate(out=tmp_path / "plain.jsonl")[2, 0]["log_probs"]
+    assert (torch.tensor(plain) - expected)[0].abs() > 1e-4  # the first, of the same prompt
+    base = (place / "model", "--prompts", place / "prompts.jsonl", "--out", tmp_path / "other.jsonl")
+    refused(fz, "quantized: kind is 'int9' (did you mean int8?); use nf4", *base, "--quantize", "int9")
 
 
 def test_a_line_alone_says_how_it_is_made_again(place, generate, fz, tmp_path):

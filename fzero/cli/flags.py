@@ -101,6 +101,9 @@ GUESSES = (
         help="Tokens to guess at a time: by --draft, or from the text so far. Default: 4 by a model, 2 by mtp, else 0.",
     ),
 )
+QUANTIZE = click.option(
+    "--quantize", metavar="KIND", help="Round the weights of layers to nf4, int4 or int8. Default: as they are."
+)
 RUNS_DEVICE = click.option("--device", help="The device to compute on. auto, cpu or cuda; default: the run's own.")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from fzero.cli import process
-from fzero.cli.flags import DEVICE, EMA, FOLDER, GUESSES, PARAMS_ON_DISK, Number, add_flags, parse_mesh
+from fzero.cli.flags import DEVICE, EMA, FOLDER, GUESSES, PARAMS_ON_DISK, QUANTIZE, Number, add_flags, parse_mesh
 from fzero.cli.process import say
 from fzero.core.config_tables import COUNT, POSITIVE, RATE, SEED, SIZE
 
@@ -74,6 +74,7 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--cache", default="auto", show_default=True, help="What keys and values are in: int8 or fp8 need less memory."
 )
+@QUANTIZE
 @GUESSES[0]
 @GUESSES[1]
 @click.option(
@@ -93,6 +94,7 @@ def generate(
     pages: int | None,
     kernels: str,
     cache: str,
+    quantize: str | None,
     draft: Path | None,
     guesses: int | None,
     mesh: str | None,
@@ -120,23 +122,17 @@ def generate(
             f"--step-tokens is {step_tokens} and --rows {rows}, each of which computes a token of a step; give at least"
             f" {rows}, or fewer rows"
         )
+    # All that decides a step, as ranks of tp compute the same ones.
     flags = {"RUN": str(run), "--prompts": str(prompts), "--out": str(out), "--mesh": mesh, "sampling": str(sampling)}
-    flags |= {
-        "--replay": str(replay),
-        "--kernels": kernels,
-        "--log-probs": log_probs,
-        "--ema": ema,
-        "--device": device,
-        "--rows": rows,
-    }
-    flags |= {"--cache": cache, "--draft": str(draft), "--guesses": guesses}  # as ranks of tp compute the same steps
+    flags |= {"--replay": str(replay), "--kernels": kernels, "--log-probs": log_probs, "--ema": ema, "--device": device}
+    flags |= {"--rows": rows, "--cache": cache, "--quantize": quantize, "--draft": str(draft), "--guesses": guesses}
     with process.coordinated() as coordinator:
         coordinator.compare({**process.versions(), **flags}, "start all ranks with the same command")
         with display("loading the weights", coordinator) as show:
             torch_device = gpu.use_device(gpu.resolve_device(device or "auto"), coordinator.local_size)
             ranks = coordinator.mesh(parse_mesh(mesh) if mesh else {"dp": coordinator.size}, device=torch_device)
-            disk = {"offload": offload, "nvme": nvme}
-            text_model = load_text_model(run, ema=ema, device=torch_device, mesh=ranks, **disk)
+            stored = {"offload": offload, "nvme": nvme, "quantize": quantize}
+            text_model = load_text_model(run, ema=ema, device=torch_device, mesh=ranks, **stored)
             guessing, warnings = guess_options(text_model, draft, guesses)
             for line in (*text_model.warnings, *warnings) if coordinator.first else ():
                 print(line, file=sys.stderr)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from fzero.cli.flags import DEVICE, EMA, FOLDER, GUESSES, PARAMS_ON_DISK, Number
+from fzero.cli.flags import DEVICE, EMA, FOLDER, GUESSES, PARAMS_ON_DISK, QUANTIZE, Number
 from fzero.cli.process import say
 from fzero.core.config_tables import COUNT, RATE, SEED, SIZE
 
@@ -55,6 +55,7 @@ from fzero.core.config_tables import COUNT, RATE, SEED, SIZE
     show_default=True,
     help="The seed of all random numbers. The same seed gives the same text.",
 )
+@QUANTIZE
 @GUESSES[0]
 @GUESSES[1]
 @EMA
@@ -70,6 +71,7 @@ def sample(
     top_k: int,
     top_p: float,
     seed: int,
+    quantize: str | None,
     draft: Path | None,
     guesses: int | None,
     ema: bool,
@@ -86,7 +88,7 @@ def sample(
 
     sampling = Sampling(temperature, top_k, top_p, max_tokens=max_new_tokens, seed=seed)
     torch_device = gpu.use_device(gpu.resolve_device(device or "auto"))
-    text_model = load_text_model(run, ema=ema, device=torch_device, offload=offload, nvme=nvme)
+    text_model = load_text_model(run, ema=ema, device=torch_device, offload=offload, nvme=nvme, quantize=quantize)
     chat = vocabulary.answers_messages(text_model.config, run) if chat is None else chat
     guessing, warnings = guess_options(text_model, draft, guesses)
     for line in (*text_model.warnings, *warnings, *(text_model.template_warnings() if chat else ())):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero import models
 from fzero.core import gpu, pytree
 from fzero.core.pytree import Tree
 from fzero.data.auto_tokenizer import missing_lines
@@ -63,11 +64,13 @@ def load_text_model(
     mesh: Mesh | None = None,
     offload: str | None = None,
     nvme: str | None = None,
+    quantize: str | None = None,
 ) -> TextModel:
     """The newest sound weights of the run in `folder`, or the model of transformers in it, and its tokenizer.
 
     ema: the average of a run's weights. mesh: over which they are split; None: they are whole. offload: params=nvme, by
-    which they stay on a disk, in the folder `nvme`, and are read layer by layer. Raises ValueError where there is no
+    which they stay on a disk, in the folder `nvme`, and are read layer by layer. quantize: nf4, int4 or int8, in which
+    the weights of layers are rounded, in blocks of 64. Raises ValueError where there is no
     model or no tokenizer, and for values that do not go together.
     """
     if offload not in (None, "params=nvme"):
@@ -78,6 +81,8 @@ def load_text_model(
     for flag, value in (("--ema", ema), ("--offload", offload)):
         if value and not of_run:
             raise ValueError(f"{flag} is for runs; leave it out, or import the model: fzero import {folder} --out RUN")
+    if offload and quantize:
+        raise ValueError(f"--quantize {quantize} is for weights in memory; leave --offload {offload} out, or it")
     if offload and mesh.size > 1:
         raise ValueError(f"--offload {offload} is for one process, and here are {mesh.size}; leave it out")
     if offload:
@@ -85,12 +90,16 @@ def load_text_model(
     else:
         trained = weights.load(folder, ema=ema) if of_run else weights.load_start(folder)
     tokenizer = vocabulary.start_tokenizer(folder)
-    plan = zero_plan(0, trained.model, mesh)
-    params = trained.params if mesh.size == 1 else _shards_of(trained.params, plan)
+    model, params = trained.model, trained.params
+    if quantize:
+        model = models.quantized(model, quantize)
+        params = models.quantize_weights(model, params)
+    plan = zero_plan(0, model, mesh)
+    params = params if mesh.size == 1 else _shards_of(params, plan)
     return TextModel(
         folder,
         trained.config,
-        trained.model,
+        model,
         weights.move_params(device, params),
         plan,
         device,
