@@ -38,7 +38,9 @@ WORDS = ("dora", "vocabulary")
     "alpha=A is their scale times the rank (32); dora trains the norms of the columns too; vocabulary the embedding "
     "and the head.",
 )
-@click.option("--quantize", metavar="KIND", help="Keep the frozen weights in nf4, int4 or int8. Needs --lora.")
+@click.option(
+    "--quantize", metavar="KIND", help="Have weights of layers in nf4, int4 or int8. They are frozen: it needs --lora."
+)
 @click.option("--chat-template", metavar="FILE", help="A chat template (Jinja). Default: the model's own.")
 @click.option(
     "--too-long",

@@ -102,7 +102,7 @@ GUESSES = (
     ),
 )
 QUANTIZE = click.option(
-    "--quantize", metavar="KIND", help="Round the weights of layers to nf4, int4 or int8. Default: as they are."
+    "--quantize", metavar="KIND", help="Have weights of layers in nf4, int4 or int8. Default: as they are."
 )
 RUNS_DEVICE = click.option("--device", help="The device to compute on. auto, cpu or cuda; default: the run's own.")
 

@@ -72,7 +72,10 @@ def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--pages", type=Number(int, SIZE), help="The pages of 16 positions. Default: as many as --rows need.")
 @click.option("--kernels", default="auto", show_default=True, help="The form of operations. canonical: equal bits.")
 @click.option(
-    "--cache", default="auto", show_default=True, help="What keys and values are in: int8 or fp8 need less memory."
+    "--cache",
+    default="auto",
+    show_default=True,
+    help="What keys and values are in: int8 or fp8. They need less memory.",
 )
 @QUANTIZE
 @GUESSES[0]

@@ -152,7 +152,7 @@ def over_ep(config: Any, device: Any) -> bool:
 @click.option(
     "--quantize",
     metavar="KIND",
-    help="Keep the frozen weights in nf4, int4 or int8. This is QLoRA.",
+    help="Have weights of layers in nf4, int4 or int8. They are frozen: this is QLoRA.",
 )
 @click.option(
     "--classes",
