@@ -10,6 +10,7 @@ from close import assert_same
 from fzero.kernels import FULL, Pattern, registry
 from fzero.kernels import paged_attention as pages
 from fzero.kernels import paged_attention_triton as kernels
+from fzero.kernels.quantize import quantize
 
 PATTERNS = {
     "full": FULL,
@@ -147,6 +148,22 @@ def test_a_wrong_page_is_found(small_tiles):
         numbers(given, wrong)
 
 
+@later
+@pytest.mark.parametrize("kind", ["int8", "fp8_e4m3"])
+def test_codes_are_read_with_their_scales(kind, small_tiles):
+    """As near to float64 as twice what plain torch is, for latents of two parts and for keys and values."""
+    for g, options in ((2, options_of(4)), (1, {"scale": 0.2})):
+        q, k, v, *rows = call(ROWS[1:], g=g, k=24)
+        (k, k_scale), (v, v_scale) = (quantize(x.nan_to_num(), kind, x.shape[-1]) for x in (k, v))
+        if g == 1:
+            v, v_scale = k[..., :16], k_scale
+        wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        given = [x.double() * scale for x, scale in ((k, k_scale), (v, v_scale))]
+        want = pages.reference(q.double(), *given, *rows, **wide)
+        got = pages.paged_attention(q, k, v, *rows, scales=(k_scale, v_scale), impl="triton", **options)
+        laws.at_most_twice("codes", got, pages.reference(q, k, v, *rows, scales=(k_scale, v_scale), **options), want)
+
+
 def test_far_positions(small_tiles):
     """At the last position that there may be, a window is what it is at a small one; a page serves all."""
     tokens, far = 1 << 12, kernels.MAX_POSITION
@@ -182,6 +199,7 @@ def test_what_it_does_not_take():
     q, k, v, table, *rows = given
     far = table[:1, :1].expand(1, 2**28 + 1)
     for changed, of_rows, reason in (
+        ((q, k.to(torch.int8), v.to(torch.int8)), table, "it takes three of .*, or codes with scales"),
         ((q.double(), k, v), table, "the dtypes are torch.float64, torch.float32 and torch.float32"),
         ((q, k.mT.contiguous().mT, v), table, "do not lie side by side"),
         ((q, k, v.repeat(1, 1, 1, 65)), table, "keys up to 576 and values up to 512"),

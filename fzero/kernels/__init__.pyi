@@ -26,12 +26,12 @@ from fzero.kernels import quantized_linear as quantized_linear
 from fzero.kernels import rowwise as rowwise
 from fzero.kernels import tuning as tuning
 
+# Codes in pages of keys and values
+from fzero.kernels.attention_arguments import PAGE_CODES as PAGE_CODES
+
 # What every form of attention shares
 from fzero.kernels.attention_arguments import Positions as Positions
 from fzero.kernels.attention_arguments import Scoring as Scoring
-
-# Codes in pages of keys and values
-from fzero.kernels.attention_canonical import PAGE_CODES as PAGE_CODES
 
 # Which keys a query of causal attention sees
 from fzero.kernels.attention_pattern import BACKWARD_PRODUCTS as BACKWARD_PRODUCTS

@@ -31,6 +31,8 @@ from fzero.kernels.block_mask import BlockMask
 from fzero.kernels.custom_operator import Fused, cap_logits
 
 Tensors = tuple[Tensor, ...]
+# Codes in pages, a block of `quantize` for each position and head, by their dtype.
+PAGE_CODES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8_e4m3"}
 
 
 class Positions(NamedTuple):

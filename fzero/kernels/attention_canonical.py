@@ -23,12 +23,11 @@ from torch import Tensor
 from fzero.core import compile_cache
 from fzero.core.device import kind_of
 from fzero.kernels import attention_pattern, paged_attention_triton
+from fzero.kernels.attention_arguments import PAGE_CODES
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.custom_operator import call_cpp, operator, rows_run
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-# Codes in pages, a block of `quantize` for each position and head, by their dtype.
-PAGE_CODES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8_e4m3"}
 PAGE = 16  # positions
 SIZES = ("b", "t", "s", "h", "g", "k", "v", "kind", "size", "keep", "page", "pages", "threads")
 

@@ -8,6 +8,9 @@ the `share` = H / G query heads of it read a tile of its keys once. Nothing on t
 - Longer rows (prefill): a program goes through all keys. Row r's tiles begin at number starts[r] share // M + r, which
   leaves no fewer than it needs; a program searches for its row, and a number too many ends at once.
 
+Codes become numbers of q's dtype as they are read; a key's scale is a factor of its scores, a value's one of its
+weights.
+
 M and LIMIT follow from the heads, SPLIT from their size; splits and tiles begin at fixed positions. So the bits of a
 row depend on no other row. Shapes are those of paged_attention.
 """
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build, build
-from fzero.kernels.attention_arguments import PATTERN, Scoring
+from fzero.kernels.attention_arguments import PAGE_CODES, PATTERN, Scoring
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.attention_tiles import LN_2, LOG2_E, align_tiles, dot, first_key, key_tiles, may_see, visible_pairs
 from fzero.kernels.cross_entropy_triton import tanh
@@ -42,6 +45,7 @@ SHORT, LONG = (
 )
 JOINED = 16  # splits that `_join_splits` reads at a time
 LOG2_E_ = tl.constexpr(LOG2_E)
+TWO_120 = tl.constexpr(2.0**120)
 ROWS = tl.constexpr(256)  # that a program looks at together when it searches for its own
 SIZES = ["rows", "splits", "by_token", "table_row", "size", "global_count", "near", "seed"]
 
@@ -69,6 +73,18 @@ def _columns(lines, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.con
 
 
 @triton.jit
+def _numbers(codes, CODES: tl.constexpr, dtype: tl.constexpr):
+    """The numbers of codes, which every dtype of a head has: int8, or the bytes of e4m3; others as they are."""
+    if CODES == "fp8_e4m3":
+        # The bits behind the sign are float32's, 20 to the left, but for the bias of the exponent: a factor of 2^120.
+        bits = codes.to(tl.uint32)
+        bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+        return (bits.to(tl.float32, bitcast=True) * TWO_120).to(dtype)
+    else:
+        return codes.to(dtype)
+
+
+@triton.jit
 def _pages_of(TABLE, key, end, TOKENS: tl.constexpr):
     """The pages of the positions `key` of a row, 0 from `end` on."""
     return tl.load(TABLE + key // TOKENS, mask=key < end, other=0)
@@ -76,13 +92,14 @@ def _pages_of(TABLE, key, end, TOKENS: tl.constexpr):
 
 @triton.jit
 def _page_tiles(
-    o, m, l, q, lo, hi, end, queries, pages, pattern, scale, cap, KIND: tl.constexpr, RANDOM: tl.constexpr,
+    o, m, l, q, lo, hi, end, queries, pages, scales, pattern, scale, cap, KIND: tl.constexpr, RANDOM: tl.constexpr,
     CAP: tl.constexpr, DIM: tl.constexpr, BULK: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr,
     WIDTH: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """(o, m, l) after the tiles of keys from `lo` to `hi`; m in units of log 2, as the hardware has exp2."""
     K, V, TABLE, kp, kt, vp, vt = pages
+    KEY_SCALES, VALUE_SCALES, groups = scales
     query, first, last = queries
     # The pages of a tile are read while the tile before it is computed: loads that wait for loads are not overlapped.
     page = _pages_of(TABLE, lo + tl.arange(0, N), end, TOKENS)
@@ -96,11 +113,15 @@ def _page_tiles(
             # Lines from `end` on are of no position of the row: of another request, or never written.
             valid, line = key < end, (key % TOKENS).to(tl.int64)
             keys = K + number * kp + line * kt
+            scale_line = (number * TOKENS + line) * groups
             # Of a size that is no power of two, the largest one below it, and what is left.
-            bulk = _columns(keys, valid, 0, BULK, DIM, not MASKED)
+            bulk = _numbers(_columns(keys, valid, 0, BULK, DIM, not MASKED), CODES, q[0].dtype)
             x = dot(q[0], tl.trans(bulk), UPCAST)
             if REST:
-                x += dot(q[1], tl.trans(_columns(keys, valid, BULK, REST, DIM, not MASKED)), UPCAST)
+                rest = _numbers(_columns(keys, valid, BULK, REST, DIM, not MASKED), CODES, q[0].dtype)
+                x += dot(q[1], tl.trans(rest), UPCAST)
+            if CODES != "":
+                x *= tl.load(KEY_SCALES + scale_line, mask=valid, other=0.0)[None, :]
             x = tanh(x * scale) * cap if CAP else x * scale
             if MASKED:
                 seen = visible_pairs(query[:, None], key[None, :], 0, 0, end, pattern, KIND, RANDOM, False)
@@ -111,9 +132,14 @@ def _page_tiles(
             p = tl.exp2(x - base[:, None])
             shrink = tl.exp2(m - base)
             values = V + number * vp + line * vt
-            value = bulk if SHARED else _columns(values, valid, 0, WIDTH, VALUE, not MASKED)
-            # p is rounded to v's dtype for the matrix units; the sums are in float32, that of l from p as it was.
-            o = o * shrink[:, None] + dot(p.to(value.dtype), value, UPCAST)
+            value = bulk
+            if not SHARED:
+                value = _numbers(_columns(values, valid, 0, WIDTH, VALUE, not MASKED), CODES, q[0].dtype)
+            weights = p
+            if CODES != "":
+                weights = p * tl.load(VALUE_SCALES + scale_line, mask=valid, other=0.0)[None, :]
+            # They are rounded to v's dtype for the matrix units; the sums are in float32, that of l from p as it was.
+            o = o * shrink[:, None] + dot(weights.to(value.dtype), value, UPCAST)
             l = l * shrink + tl.sum(p, 1)
             m = higher
     return o, m, l
@@ -121,12 +147,12 @@ def _page_tiles(
 
 @triton.jit(do_not_specialize=SIZES)
 def _paged_attention(
-    Q, K, V, OUT, SCALES, SINKS, TABLE, STARTS, POSITIONS, rows, splits, by_token, table_row, size, global_count, near,
-    seed, RANDOM: tl.constexpr, scale, cap, qt, qh, kp, kt, kg, vp, vt, vg, KIND: tl.constexpr, CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, BULK: tl.constexpr, REST: tl.constexpr,
-    VALUE: tl.constexpr, WIDTH: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, LIMIT: tl.constexpr,
-    IS_SHORT: tl.constexpr, PARTS: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, UPCAST: tl.constexpr,
+    Q, K, V, KEY_SCALES, VALUE_SCALES, OUT, SCALES, SINKS, TABLE, STARTS, POSITIONS, rows, splits, by_token,
+    table_row, size, global_count, near, seed, RANDOM: tl.constexpr, scale, cap, qt, qh, kp, kt, kg, vp, vt, vg,
+    KIND: tl.constexpr, CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr,
+    BULK: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, SHARED: tl.constexpr,
+    TOKENS: tl.constexpr, LIMIT: tl.constexpr, IS_SHORT: tl.constexpr, PARTS: tl.constexpr, LSE: tl.constexpr,
+    SPLIT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     # Programs (tile, key/value head, split). With PARTS, OUT is what `_join_splits` reads, float32; with LSE, SCALES is
     # the log-sum-exp of each query's scores and sink, float32 [queries, heads].
@@ -155,6 +181,7 @@ def _paged_attention(
         q = (q[0], _columns(lines, valid, BULK, REST, DIM, False))
     first, last = position + i // SHARE, tl.minimum(position + (i + M - 1) // SHARE, end - 1)
     queries = (position + pair // SHARE, first, last)
+    scales = (KEY_SCALES + group, VALUE_SCALES + group, tl.num_programs(1))
     pages = (K + group * kg, V + group * vg, TABLE + row.to(tl.int64) * table_row, kp, kt, vp, vt)
     pattern = (size, global_count, near, seed)
     lo, a, z, hi = key_tiles(first, last, end, 0, size, TABLE, KIND, False, N)
@@ -169,17 +196,17 @@ def _paged_attention(
     # [lo, a): not every query sees every key, at the left edge of the pattern.
     if ONE or KIND != "full":
         o, m, l = _page_tiles(
-            o, m, l, q, lo, a, end, queries, pages, pattern, scale, cap, KIND, RANDOM, CAP, DIM, BULK, REST, VALUE,
-            WIDTH, SHARED, TOKENS, N, True, UPCAST,
+            o, m, l, q, lo, a, end, queries, pages, scales, pattern, scale, cap, KIND, RANDOM, CAP, DIM, BULK, REST,
+            VALUE, WIDTH, SHARED, TOKENS, N, True, UPCAST, CODES,
         )  # fmt: skip
     if not ONE:
         o, m, l = _page_tiles(
-            o, m, l, q, a, z, end, queries, pages, pattern, scale, cap, KIND, RANDOM, CAP, DIM, BULK, REST, VALUE,
-            WIDTH, SHARED, TOKENS, N, False, UPCAST,
+            o, m, l, q, a, z, end, queries, pages, scales, pattern, scale, cap, KIND, RANDOM, CAP, DIM, BULK, REST,
+            VALUE, WIDTH, SHARED, TOKENS, N, False, UPCAST, CODES,
         )  # fmt: skip
         o, m, l = _page_tiles(
-            o, m, l, q, z, hi, end, queries, pages, pattern, scale, cap, KIND, RANDOM, CAP, DIM, BULK, REST, VALUE,
-            WIDTH, SHARED, TOKENS, N, True, UPCAST,
+            o, m, l, q, z, hi, end, queries, pages, scales, pattern, scale, cap, KIND, RANDOM, CAP, DIM, BULK, REST,
+            VALUE, WIDTH, SHARED, TOKENS, N, True, UPCAST, CODES,
         )  # fmt: skip
 
     columns = tl.arange(0, WIDTH)
@@ -256,9 +283,11 @@ def _widths(dim: int, value: int) -> dict[str, int]:
     return {"DIM": dim, "BULK": bulk, "REST": rest, "VALUE": value, "WIDTH": max(16, triton.next_power_of_2(value))}
 
 
-def _blocks(table: Sequence[tuning.Config], share: int) -> tuning.Config:
+def _blocks(table: Sequence[tuning.Config], share: int, codes: str) -> tuning.Config:
     """The first row of a table; of that for short rows M is at most the pairs of four queries and a key/value head."""
     blocks = dict(table[0])
+    if codes:  # whose numbers need registers
+        blocks["M"] = min(blocks["M"], 64)
     if "SPLIT" in blocks:
         blocks["M"] = min(blocks["M"], max(16, triton.next_power_of_2(4 * share)))
     return blocks
@@ -266,16 +295,18 @@ def _blocks(table: Sequence[tuning.Config], share: int) -> tuning.Config:
 
 @operator(
     "paged_attention_tiles(Tensor q, Tensor k_pages, Tensor v_pages, Tensor table, Tensor starts, Tensor positions, "
-    f"Tensor? sinks, {PATTERN}, float cap) -> Tensor",
+    f"Tensor? sinks, {PATTERN}, float cap, Tensor? key_scales=None, Tensor? value_scales=None) -> Tensor",
     _empty,
     flop=_flops,
 )
 def paged_attention_tiles(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, starts: Tensor, positions: Tensor,
-    sinks: Tensor | None, pattern: list[int], scale: float, cap: float,
+    sinks: Tensor | None, pattern: list[int], scale: float, cap: float, key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """out [N, H, V]; pattern: its `numbers`."""
-    call = _Call((q, k_pages, v_pages), (table, starts, positions), sinks, pattern, (scale, cap))
+    """out [N, H, V]; pattern: its `numbers`; scales: of codes."""
+    tensors = q, k_pages, v_pages, *(x for x in (key_scales, value_scales) if x is not None)
+    call = _Call(tensors, (table, starts, positions), sinks, pattern, (scale, cap))
     out, (rows, width) = q.new_zeros((*q.shape[:2], v_pages.shape[-1])), table.shape  # 0: of queries behind the rows
     if out.numel() * rows * width == 0:
         return out
@@ -331,7 +362,10 @@ class _Call:
         self, tensors: Sequence[Tensor], rows: Sequence[Tensor], sinks: Tensor | None, pattern: list[int],
         scores: tuple[float, float],
     ) -> None:  # fmt: skip
-        q, k, v = tensors
+        (q, k, v), scales = tensors[:3], tensors[3:]
+        self.codes = PAGE_CODES[k.dtype] if scales else ""
+        k, v = (x.view(torch.uint8) if self.codes == "fp8_e4m3" else x for x in (k, v))
+        self.scales = [x.contiguous() for x in scales]
         self.tensors, self.rows = ((q if q.stride(2) == 1 else q.contiguous()), k, v), [x.contiguous() for x in rows]
         self.sinks, self.mask, (self.scale, self.cap) = sinks, Pattern.of_numbers(pattern), scores
         self.sizes, self.share = _widths(q.shape[2], v.shape[-1]), q.shape[1] // k.shape[2]
@@ -341,7 +375,7 @@ class _Call:
     def blocks(self, tables: Mapping[tuple[int, bool], Sequence[tuning.Config]]) -> tuning.Config:
         """The block sizes by the sizes of the heads."""
         q, key = self.tensors[0], max(64, self.sizes["BULK"], self.sizes["WIDTH"])
-        return _blocks(tuning.rows(tables[key, q.dtype == torch.float32], q.device), self.share)
+        return _blocks(tuning.rows(tables[key, q.dtype == torch.float32], q.device), self.share, self.codes)
 
     def tiles(self, blocks: tuning.Config) -> tuple[int, int]:
         """The programs of longer rows."""
@@ -357,11 +391,12 @@ class _Call:
         sinks = out if self.sinks is None else self.sinks.contiguous()
         numbers = self.scale / self.cap if self.cap else self.scale * LOG2_E, self.cap * LOG2_E
         _paged_attention[grid](
-            q, k, v, out, out if scales is None else scales, sinks, table, starts, positions, len(table), splits,
+            q, k, v, *(self.scales or (out, out)), out, out if scales is None else scales, sinks,
+            table, starts, positions, len(table), splits,
             int(by_token), table.shape[1], *self.mask.sizes, *numbers, *q.stride()[:2], *k.stride()[:3],
             *v.stride()[:3], KIND=self.mask.kind, CAP=self.cap > 0, HAS_SINKS=self.sinks is not None, SHARE=self.share,
             SHARED=self.shared, TOKENS=k.shape[1], IS_SHORT=is_short, PARTS=PARTS,
-            LSE=scales is not None and not PARTS, UPCAST=INTERPRETED, **self.sizes,
+            LSE=scales is not None and not PARTS, UPCAST=INTERPRETED, CODES=self.codes, **self.sizes,
             **blocks | {"LIMIT": LIMIT, "SPLIT": SPLIT},
         )  # fmt: skip
 
@@ -369,12 +404,14 @@ class _Call:
 def attend_pages(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, starts: Tensor, positions: Tensor, *,
     pattern: Pattern = FULL, scale: float | None = None, cap: float = 0.0, sinks: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """The operation by the kernels."""
     scoring = Scoring.of_call(q, pattern, scale, cap)
     return paged_attention_tiles(
-        q, k_pages, v_pages, table, starts, positions, sinks, scoring.numbers, float(scoring.scale), float(cap)
-    )
+        q, k_pages, v_pages, table, starts, positions, sinks, scoring.numbers, float(scoring.scale), float(cap),
+        *(scales or ()),
+    )  # fmt: skip
 
 
 def refuse_sizes(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -387,12 +424,14 @@ def refuse_sizes(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 def serves(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, *tensors: Tensor,
-    sinks: Tensor | None = None, **options: Any,
+    sinks: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None, **options: Any,
 ) -> str:  # fmt: skip
     """The reason why the kernels do not take a call; "" if they do."""
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not q.dtype == k_pages.dtype == v_pages.dtype:
+    coded = scales is not None and k_pages.dtype in PAGE_CODES
+    kinds = k_pages.dtype == v_pages.dtype and (coded or q.dtype == k_pages.dtype)
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not kinds:
         dtypes = f"{q.dtype}, {k_pages.dtype} and {v_pages.dtype}"
-        return f"the dtypes are {dtypes}; it takes three of float32, bfloat16 or float16"
+        return f"the dtypes are {dtypes}; it takes three of float32, bfloat16 or float16, or codes with scales"
     if reason := refuse_sizes(q, k_pages, v_pages):
         return reason
     if k_pages.stride(-1) != 1 or v_pages.stride(-1) != 1:
@@ -408,21 +447,26 @@ def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
     strides = "qt", "qh", "kp", "kt", "kg", "vp", "vt", "vg"
 
-    def attention(dim: int, value: int, share: int, is_short: bool, dtype: str = "bf16", kind: str = "full") -> Build:
+    def attention(
+        dim: int, value: int, share: int, is_short: bool, dtype: str = "bf16", kind: str = "full", codes: str = ""
+    ) -> Build:  # fmt: skip
         sizes = _widths(dim, value)
         table = (SHORT if is_short else LONG)[max(64, sizes["BULK"], sizes["WIDTH"]), dtype == "fp32"]
-        blocks = _blocks(table.for_gpu(gpu), share)
+        blocks = _blocks(table.for_gpu(gpu), share, codes)
         shared = dim > 256
         constants = {
             **sizes, "KIND": kind, "RANDOM": 3 * (kind == "bigbird"), "CAP": dim == 256, "HAS_SINKS": kind == "window",
             "SHARE": share, "SHARED": shared, "TOKENS": 16, "LIMIT": max(1, blocks["M"] // share) if is_short else 4,
-            "IS_SHORT": is_short, "PARTS": is_short, "LSE": share == 1, "SPLIT": 256, "UPCAST": False,
+            "IS_SHORT": is_short, "PARTS": is_short, "LSE": share == 1, "SPLIT": 256, "UPCAST": False, "CODES": codes,
         }  # fmt: skip
         types = "SCALES:*fp32 TABLE:*i32 STARTS:*i32 POSITIONS:*i64 scale:fp32 cap:fp32"
-        types += " OUT:*fp32" * is_short
-        label = f"{'short' if is_short else 'long'} {dim} {blocks['M']}x{blocks['N']} share {share} {dtype} {kind}"
+        types += " OUT:*fp32" * is_short + " KEY_SCALES:*fp32 VALUE_SCALES:*fp32" * bool(codes)
+        types += {"": "", "int8": " K:*i8 V:*i8", "fp8_e4m3": " K:*u8 V:*u8"}[codes]
+        label = (
+            f"{'short' if is_short else 'long'} {dim} {blocks['M']}x{blocks['N']} share {share} {dtype} {codes or kind}"
+        )
         # A tile of 16 to 32 rows takes the matrix units of an A100 on an H100 too.
-        checks = {"matrix": dtype != "fp32" and blocks["M"] >= 64, "wide": not sizes["REST"] or shared}
+        checks = {"matrix": dtype != "fp32" and blocks["M"] >= 64, "wide": (not sizes["REST"] or shared) and not codes}
         return build(_paged_attention, label, blocks, constants, types, f"*{dtype}", aligned=strides, **checks)
 
     for is_short in (False, True):
@@ -432,6 +476,8 @@ def builds(gpu: str) -> Iterator[Build]:
             yield attention(128, 128, 8, is_short, kind=kind)
         for dim, value in ((64, 64), (128, 128), (576, 512)):
             yield attention(dim, value, 4, is_short, "fp32")
+        for codes in PAGE_CODES.values():
+            yield attention(128, 128, 4, is_short, codes=codes)
     for value in (128, 512):
         constants = {
             "KIND": "full", "HAS_SINKS": True, "VALUE": value, "WIDTH": value, "LIMIT": 4, "SPLIT": 256,
