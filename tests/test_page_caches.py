@@ -108,15 +108,15 @@ def test_each_code_is_read_as_its_number(kind):
 @pytest.mark.parametrize("impl", ["canonical", "reference"])
 def test_attention_reads_codes_and_their_scales(kind, impl):
     k, v = (
-        prng.normal(prng.key(i), (40, 2, 19)) * torch.logspace(-3, 3, 40)[:, None, None] ** p
+        prng.normal(prng.key(i), (40, 2, 83)) * torch.logspace(-3, 3, 40)[:, None, None] ** p
         for i, p in ((1, 0.1), (2, 1))
     )
-    coded = [quantize(x, kind, 19) for x in (k, v)]
+    coded = [quantize(x, kind, 83) for x in (k, v)]
     exact = [(x.data.double() * x.scale.double())[None] for x in coded]
     table = torch.tensor([[3, 0, 4, 1, 2]], dtype=torch.int32)
     order = table[0].argsort()
     pages = [x.unflatten(0, (5, 8))[order] for pair in zip(*coded) for x in pair]
-    q = prng.normal(prng.key(3), (9, 4, 19))
+    q = prng.normal(prng.key(3), (9, 4, 83))
     rows = table, torch.tensor([0, 9], dtype=torch.int32), torch.arange(31, 40)
     options = {"pattern": Pattern.parse("window:21"), "sinks": torch.ones(4), "cap": 9.0}
     out = paged_attention(q, *pages[:2], *rows, scales=(pages[2], pages[3]), impl=impl, **options)
@@ -124,7 +124,7 @@ def test_attention_reads_codes_and_their_scales(kind, impl):
     expected = attention.reference(
         q.double()[None], *exact, positions=positions, **options | {"sinks": torch.ones(4).double()}
     )
-    assert_close(out.double(), expected[0], rtol=1e-5, atol=1e-5)
+    assert_close(out.double(), expected[0], rtol=1e-5, atol=1e-3)  # of values up to 1,000
 
 
 @CODES

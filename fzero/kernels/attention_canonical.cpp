@@ -28,9 +28,12 @@ float wide(Int8 x) { return float(x.x); }
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
 typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
-// In two steps: GCC makes one of four times the width number by number.
 template <typename C> Integers widened(const C* x) {
+#if defined(__AVX512F__)
+  return Integers(_mm512_cvtepi8_epi32(read<__m128i>(x)));
+#else  // in two steps: GCC makes one of four times the width number by number
   return __builtin_convertvector(__builtin_convertvector(read<Bytes>(x), Shorts), Integers);
+#endif
 }
 Vector load(const Int8* x) { return __builtin_convertvector(widened(x), Vector); }
 Vector load(const Float8* x) {
@@ -114,7 +117,7 @@ template <typename T> void fetch(const T* const* lines, int64_t count, int64_t n
 template <typename T> void lay_keys(const T* const* keys, int64_t k, float* out) {
   for (int64_t j = 0; j < KEYS; j += LANES) {
     int64_t c = 0;
-    if constexpr (!std::is_same_v<T, float>) {  // two numbers of 16 bits turn together
+    if constexpr (std::is_same_v<T, BFloat16>) {  // two numbers turn together
       for (; c + 2 * LANES <= k; c += 2 * LANES) {
         Vector x[LANES];
         for (int64_t i = 0; i < LANES; i++) x[i] = read<Vector>(keys[j + i] + c);
