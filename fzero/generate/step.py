@@ -33,6 +33,7 @@ from fzero.sharding import Mesh, Plan
 from fzero.sharding.prefetch import ParamFetcher, Prefetcher
 from fzero.train.stage_exchange import Segment, segments_of
 
+WIDTHS = 8  # pages: the width of a table is a multiple, so that few shapes come often
 Step = Callable[[Tree, Pages, "StepBatch"], tuple[Tensor, Pages]]
 # (params, pages, batch, the last activations [N, D] of another step) -> (logits, last activations, pages)
 HiddenStep = Callable[[Tree, Pages, "StepBatch", Tensor | None], tuple[Tensor, Tensor | None, Pages]]
@@ -49,7 +50,7 @@ class StepBatch(NamedTuple):
     positions: Tensor  # int64 [N]
     slots: Tensor  # int64 [N]: the line of each position in the pages, counted through all of them
     starts: Tensor  # int32 [R + 1]: row r is the tokens starts[r] to starts[r + 1]
-    table: Tensor  # int32 [R, P]: the pages of each row, those of its positions in order
+    table: Tensor  # int32 [R, P]: the pages of each row, those of its positions in order, then zeros
     logit_rows: Tensor  # int64 [M]: the tokens whose logits are wanted
 
     @classmethod
@@ -70,7 +71,7 @@ class StepBatch(NamedTuple):
             slots += [pages[p // page_tokens] * page_tokens + p % page_tokens for p in span]
             starts.append(len(tokens))
             logit_rows += range(len(tokens) - count, len(tokens))
-        longest = max((len(pages) for _, _, pages in rows), default=0)
+        longest = -(-max((len(pages) for _, _, pages in rows), default=0) // WIDTHS) * WIDTHS
         table = [[*pages, *[0] * (longest - len(pages))] for _, _, pages in rows]
         tensors = (
             *(torch.tensor(numbers, dtype=torch.int64) for numbers in (tokens, positions, slots)),
