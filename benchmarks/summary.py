@@ -26,6 +26,8 @@ checkpoints       ratios:median             ratios
 context           wall                      time of a step, over that of balanced blocks
 context           of_dp                     tokens/s, over the first mesh
 curricula         last                      validation loss at the end, mean of the seeds
+batching          over_static.median       fzero is so many times as fast as batches of transformers
+batching          over_continuous.median   and as its continuous batching
 decoding          ratio.median              fzero is so many times as fast as transformers
 draws             faster                    fzero's draw is so many times as fast as transformers'
 experts_overlap   by_first                  time, over exchanges beside which nothing is computed
