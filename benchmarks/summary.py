@@ -18,6 +18,8 @@ FOLDER = Path(__file__).parent
 PAGE = FOLDER / "results/README.md"
 # A line for each figure: the script of the files, the key of the figure in each row (a/b: a quotient), what it is.
 FIGURES = """
+batching          over_static.median        fzero is so many times as fast as batches of transformers
+batching          over_continuous.median    and as its continuous batching
 cache_codes       logits                    mean relative error of logits with keys and values in codes
 canonical         ratio.median              time of a step, canonical over fast sums
 canonical_forms   ratio                     time, kernels=canonical over auto
@@ -26,9 +28,8 @@ checkpoints       ratios:median             ratios
 context           wall                      time of a step, over that of balanced blocks
 context           of_dp                     tokens/s, over the first mesh
 curricula         last                      validation loss at the end, mean of the seeds
-batching          over_static.median       fzero is so many times as fast as batches of transformers
-batching          over_continuous.median   and as its continuous batching
 decoding          ratio.median              fzero is so many times as fast as transformers
+disk_generation   of_disk.median            tokens/s, of what the disk allows
 draws             faster                    fzero's draw is so many times as fast as transformers'
 experts_overlap   by_first                  time, over exchanges beside which nothing is computed
 experts_slack     by_one                    time, over one program
@@ -39,6 +40,8 @@ grammars          results:invalid           invalid texts of 250
 generate_plan     measured_by_predicted     time of a step of generation, over the plan's bound
 generate_plan     peak_error                error of its peak of memory
 learning          val_loss.400              validation loss at the end
+llama_cpp         ratio.median              fzero is so many times as fast as llama.cpp
+llama_cpp         share                     bytes of weights a second, of what one pass over memory reads
 loaders           rows_per_s                rows/s
 long              peak_bytes                peak of live tensors, bytes
 measure_overhead  counted_share             part of a step that measuring takes

@@ -37,7 +37,7 @@ from fzero.core.arguments import expect_regex as expect_regex
 from fzero.core.arguments import hints_of as hints_of
 
 # The policy of recomputation, and helpers for autograd Functions under torch.func transforms
-from fzero.core.autodiff import FORWARD_ONLY as FORWARD_ONLY
+from fzero.core.autodiff import INFERENCE as INFERENCE
 from fzero.core.autodiff import NOWHERE as NOWHERE
 from fzero.core.autodiff import VARYING_RULES as VARYING_RULES
 from fzero.core.autodiff import Function as Function
@@ -46,7 +46,7 @@ from fzero.core.autodiff import Varying as Varying
 from fzero.core.autodiff import active_varying as active_varying
 from fzero.core.autodiff import dense as dense
 from fzero.core.autodiff import first_order as first_order
-from fzero.core.autodiff import forward_only as forward_only
+from fzero.core.autodiff import inference as inference
 from fzero.core.autodiff import needs_grad as needs_grad
 from fzero.core.autodiff import reinterpret as reinterpret
 from fzero.core.autodiff import run_backward as run_backward

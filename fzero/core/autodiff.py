@@ -35,7 +35,7 @@ from fzero.core.torch_private import (
 
 R = TypeVar("R")
 # Whether what runs is a forward pass of no gradient, operator by operator: a C++ loop then pays for any size.
-FORWARD_ONLY: ContextVar[bool] = ContextVar("FORWARD_ONLY", default=False)
+INFERENCE: ContextVar[bool] = ContextVar("INFERENCE", default=False)
 
 
 @dataclass(frozen=True)
@@ -222,14 +222,14 @@ def unwrapped(x: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def forward_only() -> Iterator[None]:
-    """A block of a forward pass without gradients, see FORWARD_ONLY."""
-    token = FORWARD_ONLY.set(True)
+def inference() -> Iterator[None]:
+    """A block of a forward pass without gradients, see INFERENCE."""
+    token = INFERENCE.set(True)
     try:
         with torch.no_grad():
             yield
     finally:
-        FORWARD_ONLY.reset(token)
+        INFERENCE.reset(token)
 
 
 def transforms() -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.arguments import checked
-from fzero.core.autodiff import forward_only
+from fzero.core.autodiff import inference
 from fzero.core.copy_buckets import bring_together
 from fzero.core.pytree import Tree
 from fzero.generate.pages import Pages, causal_module, recompute_reason
@@ -134,7 +134,7 @@ def hidden_step(
     resident = _Resident(parts, plan)
     run = _OfModule(model, plan.mesh) if model.traits.causal else _Paged(ctx, first)
 
-    @forward_only()
+    @inference()
     def step(
         params: Tree, pages: Pages, batch: StepBatch, hidden: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Pages]:

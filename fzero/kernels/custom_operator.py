@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fzero import core
 from fzero.core import gpu
-from fzero.core.autodiff import FORWARD_ONLY, Function, run_backward, transforms
+from fzero.core.autodiff import INFERENCE, Function, run_backward, transforms
 from fzero.core.compile_cache import have_compiler
 from fzero.core.device import KERNELS, LAUNCHERS, fake_device_of, kind_of
 from fzero.core.torch_private import FakeTensor
@@ -172,7 +172,7 @@ def call_cpp(function: Any, tensors: Sequence[Tensor | None], *arguments: Any) -
 
 def runs_alone(x: Tensor, *args: Any, **options: Any) -> str:
     """The reason why "auto" should not take a C++ loop in place of several of torch's operators."""
-    if FORWARD_ONLY.get():
+    if INFERENCE.get():
         return ""
     plan = fake_device_of(x)
     traced = isinstance(x, FakeTensor) if plan is None else plan.tracing

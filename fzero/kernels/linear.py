@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import compile_cache, graph_passes
-from fzero.core.autodiff import FORWARD_ONLY, needs_grad
+from fzero.core.autodiff import INFERENCE, needs_grad
 from fzero.kernels.custom_operator import Fused, call_cpp, cap_logits, operator, rows_run
 from fzero.kernels.linear_triton import row_product
 from fzero.kernels.registry import Form, Op, asked_for
@@ -137,12 +137,12 @@ def _streams(x: Tensor, w: Tensor) -> str:
     return "" if narrow and (x.numel() == x.shape[-1] or _widens()) else asked_for(x, w)
 
 
-def _reads_once(x: Tensor, w: Tensor, cap: float = 0.0) -> str:
+def _prefers_head(x: Tensor, w: Tensor, cap: float = 0.0) -> str:
     """Why "auto" should not take the canonical form of `logits`: of a large head and these rows it takes 0.4 to 0.9 of
     torch's time on a CPU."""
-    least, most = (3, 12) if x.dtype == torch.float32 else (1, 4)
-    few = least <= x.numel() // max(1, x.shape[-1]) <= most
-    return "" if few and w.numel() >= LARGE and FORWARD_ONLY.get() and not x.is_cuda else asked_for(x, w)
+    low, high = (3, 12) if x.dtype == torch.float32 else (1, 4)
+    narrow = low <= x.numel() // max(1, x.shape[-1]) <= high
+    return "" if narrow and w.numel() >= LARGE and INFERENCE.get() and not x.is_cuda else asked_for(x, w)
 
 
 linear = Op(
@@ -155,7 +155,7 @@ linear = Op(
 logits = Op(
     "logits",
     logits_reference,
-    Form("canonical", logits_canonical, supports, _reads_once),
+    Form("canonical", logits_canonical, supports, _prefers_head),
     flops=lambda x, w, cap=0.0: 2 * x.numel() * w.shape[0],
     bytes=lambda x, w, cap=0.0: (x.numel() + w.numel()) * x.element_size() + x.numel() // w.shape[1] * w.shape[0] * 4,
 )

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.core.autodiff import FORWARD_ONLY, needs_grad
+from fzero.core.autodiff import INFERENCE, needs_grad
 from fzero.core.pytree import nearest
 from fzero.kernels import rowwise, tuning
 from fzero.kernels.aot import Build, build
@@ -280,7 +280,7 @@ def _refuse(tensors: Sequence[Tensor], layout: str, dtypes: Sequence[torch.dtype
 
 
 def _in_generation(*tensors: Tensor, layout: str = "half") -> str:
-    return "" if FORWARD_ONLY.get() else "in training a compiled block, or the reference, has torch's own cosines"
+    return "" if INFERENCE.get() else "in training a compiled block, or the reference, has torch's own cosines"
 
 
 def _op(name: str, reference: Callable[..., Any]) -> Op:

@@ -37,9 +37,9 @@ class ReplayedFile(NamedTuple):
         >>> ReplayedFile(3, True, ("texts.jsonl:2: finish is 'length', and was 'stop id'",)).lines()[-1]
         '2 of 3 completions are the same, to the bit'
         """
-        how = "to the bit" if self.exact else "in ids and text; with --kernels canonical all is compared"
-        same = self.total - len(self.differences)
-        return [*self.differences, f"{same:,} of {self.total:,} completions are the same, {how}"]
+        extent = "to the bit" if self.exact else "in ids and text; with --kernels canonical all is compared"
+        equal = self.total - len(self.differences)
+        return [*self.differences, f"{equal:,} of {self.total:,} completions are the same, {extent}"]
 
 
 def replay_file(
@@ -66,8 +66,8 @@ def replay_file(
     calls = {"plan": text_model.plan, "options": options}
     for done, completion in enumerate(completions(text_model.model, text_model.params, prompts, **calls), 1):
         row, table = recorded[completion.number, completion.sample]
-        if found := difference(table, lines[completion.number], completion, source, exact=exact):
-            differences.append((row, f"{path}:{row}: {found}"))
+        if text := difference(table, lines[completion.number], completion, source, exact=exact):
+            differences.append((row, f"{path}:{row}: {text}"))
         show(done, len(recorded))
     ranks = coordinator.gather(differences if text_model.plan.mesh.tp.rank == 0 else [])
     texts = [text for _, text in sorted((row, text) for rank in ranks for row, text in rank)]
@@ -113,13 +113,13 @@ def difference(
     table: dict[str, Any], line: PromptLine, completion: Completion, source: dict[str, Any], *, exact: bool
 ) -> str:
     """The first entry of a line that is another one now; "" if none is."""
-    made = parse_json(completion_text(line, completion, source, log_probs="log_probs" in table).encode(), "")
-    for name in {**made, **table} if exact else IN_ANY_BATCH:
-        now, then = made.get(name), table.get(name)
-        if now == then:
+    replayed = parse_json(completion_text(line, completion, source, log_probs="log_probs" in table).encode(), "")
+    for name in {**replayed, **table} if exact else IN_ANY_BATCH:
+        actual, recorded = replayed.get(name), table.get(name)
+        if actual == recorded:
             continue
-        if isinstance(now, list) and isinstance(then, list) and len(now) == len(then):
-            index = next(i for i, pair in enumerate(zip(now, then)) if pair[0] != pair[1])
-            name, now, then = f"{name}[{index}]", now[index], then[index]
-        return f"{name} is {short(now)}, and was {short(then)}"
+        if isinstance(actual, list) and isinstance(recorded, list) and len(actual) == len(recorded):
+            index = next(i for i, pair in enumerate(zip(actual, recorded)) if pair[0] != pair[1])
+            name, actual, recorded = f"{name}[{index}]", actual[index], recorded[index]
+        return f"{name} is {short(actual)}, and was {short(recorded)}"
     return ""
