@@ -40,8 +40,8 @@ grammars          results:invalid           invalid texts of 250
 generate_plan     measured_by_predicted     time of a step of generation, over the plan's bound
 generate_plan     peak_error                error of its peak of memory
 learning          val_loss.400              validation loss at the end
-llama_cpp         ratio.median              fzero is so many times as fast as llama.cpp
-llama_cpp         share                     bytes of weights a second, of what one pass over memory reads
+beside_llama      ratio.median              fzero is so many times as fast as llama.cpp
+beside_llama      share                     bytes of weights a second, of what one pass over memory reads
 loaders           rows_per_s                rows/s
 long              peak_bytes                peak of live tensors, bytes
 measure_overhead  counted_share             part of a step that measuring takes

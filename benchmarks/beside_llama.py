@@ -1,7 +1,7 @@
 """Decoding of one sequence beside llama.cpp: the same weights, in float32, bfloat16, int8 and int4.
 
     pip install llama-cpp-python gguf
-    OMP_NUM_THREADS=1 python benchmarks/llama_cpp.py --out benchmarks/results/llama-cpp.json
+    OMP_NUM_THREADS=1 python benchmarks/beside_llama.py --out benchmarks/results/beside-llama.json
 
 A prompt of 128 tokens, then 128 new ones, greedy; the rate is of the tokens behind the first. Weights of layers are in
 codes, embedding and head in bfloat16 (float32 beside float32): Q8_0 and Q4_0 have a float16 scale for 32 numbers,
@@ -89,7 +89,8 @@ def by_llama_cpp(llama: Llama, prompt: list[int], new: int) -> list[int]:
     llama.eval(prompt)
     ids: list[int] = []
     while True:
-        ids.append(int(np.argmax(llama.scores[llama.n_tokens - 1 if llama._logits_all else 0])))
+        logits = np.ctypeslib.as_array(llama._ctx.get_logits_ith(-1), shape=(llama.n_vocab(),))
+        ids.append(int(logits.argmax()))
         if len(ids) == new:
             return ids
         llama.eval(ids[-1:])
