@@ -146,7 +146,7 @@ def expect_draft(draft: Draft, model: Model, plan: Plan, vocab_size: int | None,
     if draft.mtp and (draft.model.config != model.config or not getattr(model.config, "n_mtp", 0)):
         raise ValueError(
             "the draft is a second head (mtp), which must be that of the model itself, whose n_mtp is "
-            f"{getattr(model.config, 'n_mtp', 0)}; train a DeepSeek with model.n_mtp=1, or give a smaller model"
+            f"{getattr(model.config, 'n_mtp', 0)}; train a DeepSeek whose config has n_mtp=1, or give a smaller model"
         )
     if draft.mtp and plan.mesh.size > 1:
         raise ValueError(
