@@ -21,6 +21,7 @@ from fzero.comm.axes import TP
 from fzero.comm.collectives import all_gather, psum, psum_scatter, pvary
 from fzero.comm.communicator import Axis
 from fzero.core import prng
+from fzero.core.autodiff import INFERENCE
 from fzero.core.pytree import Tree
 from fzero.kernels.custom_operator import cap_logits
 from fzero.kernels.embedding import look_up
@@ -266,8 +267,8 @@ def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx, words: int = 0) -> Tensor:
 
 def vocabulary_logits(x: Tensor, w: Tensor, ctx: Ctx, words: int = 0, cap: float = 0.0) -> Tensor:
     """All logits [B, T, V] of x [B, T, D] inside a tensor-parallel region and w [V, D] or this rank's rows, in x's
-    dtype; canonical ones in float32, as the loss takes them."""
-    if ctx.kernels.canonical:
+    dtype; canonical ones, and those of generation, in float32, as the loss and draws take them."""
+    if ctx.kernels.canonical or (INFERENCE.get() and ctx.mesh.tp.size == 1):
         return kernels.linear.logits(x, w.to(x.dtype), cap, impl=ctx.kernels["logits"])
     # A psum of zero-padded logits and not an all_gather, whose backward pass would sum the ranks' gradients: the result
     # is used in the same way on all ranks.
