@@ -60,14 +60,20 @@ template <typename T> void forward(const T* a, const T* b, T* out, int64_t n, in
 template <typename T>
 void backward(const T* a, const T* b, const T* g, T* da, T* db, int64_t n, int64_t threads) {
   blocks(n, threads, [&](int64_t first, int64_t count) {
-    float x[BLOCK], below[BLOCK];
+    float x[BLOCK], below[BLOCK], share[BLOCK], slope[BLOCK];
     gates(a + first, count, x, below);
+    const Vector one(1.0f);
+    for (int64_t i = 0; i < count; i += Vector::size()) {
+      const Vector s = one / Vector::loadu(below + i);
+      s.store(share + i);
+      at::vec::fmadd(Vector::loadu(x + i), one - s, one).store(slope + i);  // fused where torch's is
+    }
     const T *factor = b + first, *grads = g + first;
     T *to_a = da + first, *to_b = db + first;
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
-      const float s = 1.0f / below[i], grad = wide(grads[i]), of_gate = rounded<T>(grad * wide(factor[i]));
-      narrow(of_gate * s * __builtin_fmaf(x[i], 1.0f - s, 1.0f), to_a[i]);
+      const float grad = wide(grads[i]), of_gate = rounded<T>(grad * wide(factor[i]));
+      narrow(of_gate * share[i] * slope[i], to_a[i]);
       narrow(grad * rounded<T>(x[i] / below[i]), to_b[i]);
     }
   });
