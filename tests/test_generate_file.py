@@ -15,6 +15,7 @@ import torch
 from fzero import models
 from fzero.checkpoint import convert
 from fzero.core import pytree
+from fzero.run.runner.completion_file import open_completions
 
 PROMPTS = [
     {"prompt": "1+1"},
@@ -128,6 +129,19 @@ def test_weights_in_codes_are_those_rounded_in_blocks(place, generate, fz, tmp_p
     assert (torch.tensor(plain) - expected)[0].abs() > 1e-4  # the first, of the same prompt
     base = (place / "model", "--prompts", place / "prompts.jsonl", "--out", tmp_path / "other.jsonl")
     refused(fz, "quantized: kind is 'int9' (did you mean int8?); use nf4", *base, "--quantize", "int9")
+
+
+def test_settings_bind_from_the_first_completion_on(tmp_path):
+    """A call that is refused behind them leaves a file of settings, and the corrected one begins anew."""
+    out = tmp_path / "out.jsonl"
+    open_completions(out, {"kernels": "canonical"}, [])
+    open_completions(out, {"kernels": "auto"}, [])
+    out.write_text('{"number": 0, "sample": 0}\n')
+    with pytest.raises(ValueError, match="was begun with kernels 'auto', and here it is 'canonical'"):
+        open_completions(out, {"kernels": "canonical"}, [])
+    (tmp_path / "other.jsonl.settings.json").write_text('{"somebody": "else"}')
+    with pytest.raises(ValueError, match="was begun with kernels None"):
+        open_completions(tmp_path / "other.jsonl", {"kernels": "auto"}, [])
 
 
 def test_a_line_alone_says_how_it_is_made_again(place, generate, fz, tmp_path):

@@ -160,7 +160,9 @@ def test_what_has_no_cache_in_codes_is_refused():
     with pytest.raises(ValueError, match=r"kernels=canonical: a cache in torch\.int8 has no form"):
         step(params, page_spec(model, plan, 1, dtype=torch.int8).zeros(), batch)
     mlp = models.build(CONFIGS["mlp"])
-    with pytest.raises(ValueError, match=r"a cache in torch\.int8 is for keys and values of .*, which MLPConfig lacks"):
+    with pytest.raises(
+        ValueError, match=r"a cache in torch\.int8 is for keys and values of .*, and this model has none"
+    ):
         page_spec(mlp, zero_plan(0, mlp, one_process()), 1, dtype=torch.int8)
 
 

@@ -122,8 +122,7 @@ def page_spec(model: Model, plan: Plan, count: int, *, page_tokens: int = PAGE_T
     """
     if dtype in PAGE_CODES and not entry_shapes(model):
         raise ValueError(
-            f"a cache in {dtype} is for keys and values of fzero's own attention, which {type(model.config).__name__} "
-            "lacks; leave it out"
+            f"a cache in {dtype} is for keys and values of fzero's own attention, and this model has none; leave it out"
         )
     if recompute_reason(model, plan.mesh):
         return PageSpec(count, page_tokens, (((1, 1),),), torch.int64)

@@ -65,9 +65,11 @@ def open_completions(out: Path, settings: Mapping[str, Any], lines: Sequence[Pro
     if not out.parent.is_dir():
         raise ValueError(f"{out}: there is no folder {out.parent}; make it first")
     path, parts = settings_path(out), sorted(out.parent.glob(f"{out.name}.rank-*"))
-    if not os.path.lexists(path):
-        if os.path.lexists(out) or parts:
-            raise ValueError(f"{out}: is there, without {path.name}: no fzero generate wrote it; name another file")
+    if not os.path.lexists(path) and (os.path.lexists(out) or parts):
+        raise ValueError(f"{out}: is there, without {path.name}: no fzero generate wrote it; name another file")
+    begun = parts or (os.path.lexists(out) and out.stat().st_size)
+    # Settings of a call that was refused before its first completion bind no later one.
+    if not begun and (not os.path.lexists(path) or read_json(path).keys() == settings.keys()):
         write_text(path.parent, path.name, json_text(settings, str(path), 2) + "\n")
     expect_settings(read_json(path), settings, out)
     with writer(out):

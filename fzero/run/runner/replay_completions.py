@@ -115,7 +115,9 @@ def difference(
     """The first entry of a line that is another one now; "" if none is."""
     replayed = parse_json(completion_text(line, completion, source, log_probs="log_probs" in table).encode(), "")
     for name in {**replayed, **table} if exact else IN_ANY_BATCH:
-        actual, recorded = replayed.get(name), table.get(name)
+        if name not in replayed or name not in table:
+            return f"{name} is {'missing' if name in replayed else 'no entry of a completion'}"
+        actual, recorded = replayed[name], table[name]
         if actual == recorded:
             continue
         if isinstance(actual, list) and isinstance(recorded, list) and len(actual) == len(recorded):
