@@ -10,22 +10,20 @@ take turns in one process; a ratio is of the same round. transformers' manager i
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import random
-import shlex
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from decoding import DTYPES, MODELS
-from same_bits import machine
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from turns import write_run
 
 import fzero
 from fzero import generate, models
@@ -131,17 +129,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["1M"])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args, before = parser.parse_args(), os.getloadavg()
     torch.set_grad_enabled(False)
     cells = []
     for name in args.models:
         for dtype in args.dtypes:
             cells.append(cell(name, dtype, args))
             print(cells[-1], file=sys.stderr, flush=True)
-    command = shlex.join(["python", *sys.argv])
-    out = {"command": command, "date": datetime.now(UTC).isoformat(), "machine": machine(), "cells": cells}
     if args.out:
-        args.out.write_text(json.dumps(out, indent=1) + "\n")
+        write_run(args.out, before, cells=cells)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,12 @@ reads, over its time, over what one pass over a gigabyte reads.
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ import torch
 from decoding import MODELS
 from gguf import GGMLQuantizationType as Kind
 from llama_cpp import Llama
-from same_bits import machine
+from turns import write_run
 
 import fzero
 from fzero import generate, models
@@ -163,17 +161,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["88M"])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args, before = parser.parse_args(), os.getloadavg()
     torch.set_grad_enabled(False)
     rate, cells = read_rate(), []
     for name in args.models:
         for kind in args.kinds:
             cells.append(cell(name, kind, args.rounds, rate))
             print(cells[-1], file=sys.stderr, flush=True)
-    command = shlex.join(["python", *sys.argv])
-    out = {"command": command, "date": datetime.now(UTC).isoformat(), "machine": machine(), "read_bytes_per_s": rate}
     if args.out:
-        args.out.write_text(json.dumps(out | {"cells": cells}, indent=1) + "\n")
+        write_run(args.out, before, read_bytes_per_s=rate, cells=cells)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,18 @@ texts of both sides must be equal.
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from same_bits import machine
 from transformers import AutoModelForCausalLM
+from turns import write_run
 
 import fzero
 from fzero import generate, models
@@ -84,7 +82,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args, before = parser.parse_args(), os.getloadavg()
     torch.set_grad_enabled(False)
     cells = []
     for name in args.models:
@@ -92,10 +90,8 @@ def main() -> None:
             for rows in args.rows:
                 cells.append(cell(name, dtype, rows, args))
                 print(cells[-1], file=sys.stderr, flush=True)
-    command = shlex.join(["python", *sys.argv])
-    out = {"command": command, "date": datetime.now(UTC).isoformat(), "machine": machine(), "cells": cells}
     if args.out:
-        args.out.write_text(json.dumps(out, indent=1) + "\n")
+        write_run(args.out, before, cells=cells)
 
 
 if __name__ == "__main__":

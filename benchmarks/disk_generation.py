@@ -111,7 +111,10 @@ def main() -> None:
         share = {"median": statistics.median(shares), "min": min(shares), "max": max(shares)}
         rate = rows / statistics.median(times[rows])
         cells.append({"name": f"batch {rows}", "of_disk": share, "tokens_per_s": rate})
-    out: dict[str, Any] = {"command": shlex.join(["python", *sys.argv]), "date": datetime.now(UTC).isoformat()}
+    out: dict[str, Any] = {
+        "command": shlex.join(["python", *sys.argv]).replace(str(args.disk), "DIR"),
+        "date": datetime.now(UTC).isoformat(),
+    }
     out |= {"machine": machine(), "weight_bytes": size, "limit_bytes": size // SHARE, "planned_link_s": planned_s}
     out |= {"disk_bytes_per_s": size / statistics.median(times[0]), "cells": cells}
     print(json.dumps(out, indent=1), file=sys.stderr)

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
+import os
 import statistics
 import sys
 import sysconfig
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from same_bits import machine
+from turns import write_run
 
 import fzero
 from fzero import generate, models, optim
@@ -107,7 +106,7 @@ def main() -> None:
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args, before = parser.parse_args(), os.getloadavg()
     (model, params), small = trained("model", args), trained("draft", args)
     torch.set_grad_enabled(False)
     cells = []
@@ -115,10 +114,8 @@ def main() -> None:
         for rows in args.rows:
             cells.append(cell(model, params, generate.Draft(*small), (temperature, rows), args))
             print(json.dumps(cells[-1]), file=sys.stderr, flush=True)
-    command = shlex.join(["python", *sys.argv])
-    out = {"command": command, "date": datetime.now(UTC).isoformat(), "machine": machine(), "cells": cells}
     if args.out:
-        args.out.write_text(json.dumps(out, indent=1) + "\n")
+        write_run(args.out, before, cells=cells)
 
 
 if __name__ == "__main__":
