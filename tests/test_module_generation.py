@@ -27,19 +27,7 @@ CASES = {
     "Bloom": theirs.MODELS["Bloom"],  # whose biases are those of distances
     "Gemma3": theirs.MODELS["Gemma3"],  # windows in most layers
     "DeepSeek-V3": lambda: hf.DeepseekV3Config(  # two stacks, and latents
-        **{**SIZES, "num_hidden_layers": 4, "num_key_value_heads": 4},
-        moe_intermediate_size=8,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        kv_lora_rank=8,
-        q_lora_rank=8,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        qk_nope_head_dim=4,
-        first_k_dense_replace=2,
+        **{**theirs.MODELS["DeepSeek-V3"]().to_diff_dict(), "num_hidden_layers": 4, "first_k_dense_replace": 2}
     ),
     "Mamba": lambda: hf.MambaConfig(vocab_size=V, hidden_size=16, num_hidden_layers=2, state_size=4),
     "LFM2": lambda: hf.Lfm2Config(**{**SIZES, "num_hidden_layers": 2}, layer_types=["conv", "full_attention"]),
