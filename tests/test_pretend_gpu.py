@@ -224,7 +224,7 @@ def test_a_sample_is_the_same_on_the_gpu():
             waits = by_file(seen.waits)
             assert not seen.unpinned
         # For each token of all rows: what a draw checks and looks for, and what was drawn.
-        assert waits == {"generate/draws.py": 4 * 4, "generate/completions.py": 4} and not seen.races and not seen.freed
+        assert waits == {"generate/draws.py": 4 * 4, "generate/decoding.py": 4} and not seen.races and not seen.freed
     assert found[0] == found[1]
 
 

@@ -1,12 +1,9 @@
-from fzero.generate.completions import Completion as Completion
 from fzero.generate.completions import Completions as Completions
-from fzero.generate.completions import GenerateOptions as GenerateOptions
-from fzero.generate.completions import Prompt as Prompt
 from fzero.generate.completions import completions as completions
-from fzero.generate.completions import lookup as lookup
 from fzero.generate.completions import prefix_cache as prefix_cache
 from fzero.generate.continuations import Continuation as Continuation
 from fzero.generate.continuations import score_continuations as score_continuations
+from fzero.generate.decoding import lookup as lookup
 from fzero.generate.drafts import Draft as Draft
 from fzero.generate.draws import draw as draw
 from fzero.generate.draws import score as score
@@ -18,6 +15,9 @@ from fzero.generate.pages import Pages as Pages
 from fzero.generate.pages import PageSpec as PageSpec
 from fzero.generate.pages import page_spec as page_spec
 from fzero.generate.prefixes import PrefixCache as PrefixCache
+from fzero.generate.prompts import Completion as Completion
+from fzero.generate.prompts import GenerateOptions as GenerateOptions
+from fzero.generate.prompts import Prompt as Prompt
 from fzero.generate.rows import DrawRow as DrawRow
 from fzero.generate.rows import draw_rows as draw_rows
 from fzero.generate.sampling import Sampling as Sampling
@@ -27,13 +27,13 @@ from fzero.generate.step import make_step as make_step
 
 """For contributors: what the other packages of fzero use."""
 
-# Completions of prompts
-from fzero.generate.completions import sequences_of as sequences_of
-
 # Pages of keys and values
 from fzero.generate.pages import CACHES as CACHES
 from fzero.generate.pages import PAGE_TOKENS as PAGE_TOKENS
 from fzero.generate.pages import pages_for as pages_for
+
+# The samples of prompts
+from fzero.generate.sequences import sequences_of as sequences_of
 
 # A mesh and a model with which text is generated
 from fzero.generate.step import expect_generates as expect_generates

@@ -13,8 +13,8 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
-from fzero.generate.completions import Completion, Prompt
 from fzero.generate.draws import log_sum_exp, score
+from fzero.generate.prompts import Completion, Prompt
 from fzero.kernels import rowwise
 from fzero.kernels.registry import Kernels
 from fzero.models import Ctx, Model, forward

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from fzero.core.text_parsing import LARGEST, expect_entries, nearest, open_regular, parse_json, short
 from fzero.generate import GenerateOptions, Prompt, Sampling
-from fzero.generate.completions import sequences_of
 from fzero.generate.pages import pages_for
+from fzero.generate.sequences import sequences_of
 from fzero.run.setup.text_model import TextModel
 
 CONTENTS = {"prompt": str, "messages": list, "ids": list}

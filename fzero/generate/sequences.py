@@ -1,0 +1,114 @@
+"""The samples of prompts while their tokens are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fzero.generate.grammar import GrammarState, advance, grammar_mask, start_grammar
+from fzero.generate.pages import text_sizes
+from fzero.generate.prompts import Completion, GenerateOptions, Prompt
+from fzero.generate.rows import DrawRow
+from fzero.generate.sampling import expect_vocabulary
+from fzero.generate.stops import StopRules, StopState, feed, start_text, stop_rules
+from fzero.models import Model
+
+
+@dataclass
+class SampleText:
+    """A sample of a prompt while it is made."""
+
+    prompt: Prompt
+    sample: int
+    new_tokens: int
+    rules: StopRules
+    state: StopState
+    ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    columns: tuple[list[float], list[float], list[float]] = field(default_factory=lambda: ([], [], []))
+    alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    scores: dict[int, float] = field(default_factory=dict)  # of the prompt's tokens, by position
+    grammar: GrammarState | None = None
+
+    def draw_row(self, guessed: Sequence[int]) -> DrawRow:
+        """The draw of the token behind the drawn ones and these guesses."""
+        drawn = (*self.ids, *guessed)
+        position = len(self.prompt.ids) + len(drawn)
+        numbers = position, self.prompt.number, self.sample
+        mask = None if self.grammar is None else grammar_mask(self.grammar)
+        return DrawRow(self.prompt.sampling, *numbers, self.prompt.ids, drawn, tuple(self.rules.ids), mask)
+
+    def add(self, token: int, numbers: Sequence[float], alternatives: tuple[tuple[int, float], ...]) -> None:
+        """One more token."""
+        self.ids.append(token)
+        for column, number in zip(self.columns, numbers):
+            column.append(number)
+        if self.prompt.sampling.alternatives:
+            self.alternatives.append(alternatives[: self.prompt.sampling.alternatives])
+        self.state, text, _ = feed(self.rules, self.state, [token])
+        self.texts.append(text)
+        if self.grammar is not None and not self.state.reason:
+            self.grammar = advance(self.grammar, token)
+
+    def completion(self) -> Completion:
+        """The value of an ended sequence."""
+        log_probs, drawn_log_probs, mass = map(tuple, self.columns)
+        scores = tuple(self.scores[i] for i in range(1, len(self.prompt.ids))) if self.prompt.log_probs else ()
+        return Completion(
+            number=self.prompt.number,
+            sample=self.sample,
+            ids=tuple(self.ids),
+            text="".join(self.texts),
+            finish=self.state.reason,
+            log_probs=log_probs,
+            drawn_log_probs=drawn_log_probs,
+            mass=mass,
+            alternatives=tuple(self.alternatives),
+            prompt_log_probs=scores,
+        )
+
+
+def sequences_of(model: Model, prompts: Sequence[Prompt], options: GenerateOptions) -> list[SampleText]:
+    """The samples of all prompts; raises ValueError for a prompt that cannot be continued."""
+    vocab, max_len = text_sizes(model)
+    vocab = min(options.vocab_size or vocab, vocab)
+    numbers = [prompt.number for prompt in prompts]
+    if len({*numbers}) < len(numbers):
+        twice = next(number for number in numbers if numbers.count(number) > 1)
+        raise ValueError(f"two prompts have the number {twice}, which their draws depend on; number them, 0, 1, ...")
+    sequences = []
+    for prompt in prompts:
+        length, asked = len(prompt.ids), prompt.sampling.max_tokens
+        if not length:
+            raise ValueError(f"prompt {prompt.number} has no tokens; give at least one")
+        wrong = [token for token in prompt.ids if type(token) is not int or not 0 <= token < vocab]
+        if wrong:
+            raise ValueError(
+                f"prompt {prompt.number} has the token {wrong[0]!r}; the model has the ids 0 to {vocab - 1}"
+            )
+        remaining = max_len - length
+        if remaining < (asked or 1):
+            fix = f"ask for at most {remaining}, or shorten it" if remaining > 0 else "shorten it"
+            raise ValueError(
+                f"prompt {prompt.number}: {length} tokens and {asked or 1} more do not fit max_len={max_len}; {fix}"
+            )
+        expect_vocabulary(prompt.sampling, vocab)
+        if prompt.sampling.stop and options.decode is None:
+            raise ValueError(
+                f"prompt {prompt.number} has stop texts, and nothing says what the text of ids is; give "
+                "GenerateOptions(decode=tokenizer.decode)"
+            )
+        if prompt.grammar is not None and options.grammar_tokens is None:
+            raise ValueError(
+                f"prompt {prompt.number} has a grammar, and nothing says what its tokens are; give "
+                "GenerateOptions(grammar_tokens=generate.grammar_tokens(tokenizer))"
+            )
+        rules = stop_rules(prompt.sampling, options.decode or (lambda ids: ""), eos=options.ends, longest=remaining)
+        if prompt.grammar is not None and options.grammar_tokens is not None:  # behind a whole text nothing else comes
+            rules = rules._replace(ids=rules.ids | {*options.grammar_tokens.ends})
+        state = start_text(rules, prompt.ids)
+        samples, new_tokens = {*range(prompt.sampling.n)} - prompt.skip, remaining if asked is None else asked
+        tokens = options.grammar_tokens
+        grammar = start_grammar(prompt.grammar, tokens) if prompt.grammar and tokens else None
+        sequences += [SampleText(prompt, i, new_tokens, rules, state, grammar=grammar) for i in sorted(samples)]
+    return sequences
