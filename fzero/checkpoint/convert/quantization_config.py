@@ -99,13 +99,13 @@ def _expect_group(size: Any, source: str) -> int:
     return 0 if size == CHANNELS else size
 
 
-OFF: dict[str, Sequence[Any]] = {"pack_dtype": ("int32",), "is_marlin_format": (False,), "data_type": ("int",)}
+COMMON: dict[str, Sequence[Any]] = {"pack_dtype": ("int32",), "is_marlin_format": (False,), "data_type": ("int",)}
 PACKED = {"bits": int, "group_size": int}
 
 
 def _read_gptq(table: dict[str, Any], source: str) -> Quantization:
     versions = ("gptq", "gptq_v2")
-    allowed = {**OFF, "bits": (2, 3, 4, 8), "checkpoint_format": versions, "format": versions, "method": ("gptq",)}
+    allowed = {**COMMON, "bits": (2, 3, 4, 8), "checkpoint_format": versions, "format": versions, "method": ("gptq",)}
     types = PACKED | {"desc_act?": bool | None, "dynamic?": dict | None}
     _expect_known(table, types, allowed, source)
     group = _expect_group(table["group_size"], source)
@@ -124,7 +124,7 @@ def _read_gptq(table: dict[str, Any], source: str) -> Quantization:
 
 def _read_awq(table: dict[str, Any], source: str) -> Quantization:
     table = {**table, **{name: str(table[name]).lower() for name in ("version", "format") if table.get(name)}}
-    allowed = {**OFF, "bits": (4,), "zero_point": (True,), "desc_act": (False,), "method": ("awq",)}
+    allowed = {**COMMON, "bits": (4,), "zero_point": (True,), "desc_act": (False,), "method": ("awq",)}
     allowed |= dict.fromkeys(("version", "format", "checkpoint_format"), ("gemm",))
     allowed |= {"backend": ("auto", "autoawq", "gemm")}
     _expect_known(table, PACKED, allowed, source)

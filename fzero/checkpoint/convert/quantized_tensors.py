@@ -34,17 +34,17 @@ from fzero.checkpoint.convert.quantization_config import MXFP4, Quantization
 from fzero.checkpoint.convert.tensor_files import TensorEntry, unpack_tensors
 
 # By layout, the tensors that a weight has, the scales second, and those that it may have.
-PARTS = {
+TENSORS = {
     "gptq": (("qweight", "scales", "qzeros"), ("g_idx",)),
     "awq": (("qweight", "scales", "qzeros"), ()),
     "packed": (("weight_packed", "weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")),
     "plain": (("weight", "weight_scale"), ("weight_zero_point",)),
 }
-ACTIVATION_PARTS = ("input_scale", "input_zero_point")  # of activations that are quantised, which they are not here
+ACTIVATION_TENSORS = ("input_scale", "input_zero_point")  # of activations that are quantised, which they are not here
 ORDERS = ("g_idx", "weight_g_idx")  # the group of each input
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 CHUNK = 1 << 18  # numbers at a time: in float32 they stay in a cache
-WHOLE = 32  # codes in a row begin and end with words, whatever their bits
+ALIGNMENT = 32  # codes in a row begin and end with words, whatever their bits
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -85,7 +85,7 @@ class Codes(NamedTuple):
     """A weight in codes, in memory."""
 
     shape: tuple[int, int]  # R, C
-    unpack: Callable[[int, int], Tensor]  # the codes of rows from one that is a multiple of WHOLE to another
+    unpack: Callable[[int, int], Tensor]  # the codes of rows from one that is a multiple of ALIGNMENT to another
     scales: Tensor  # a row and a column for each block
     zeros: Tensor  # as scales
     rows: Tensor  # [R], the row of the scale of each
@@ -94,7 +94,7 @@ class Codes(NamedTuple):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight [R, C]."""
         out = torch.empty(self.shape, dtype=dtype)
-        step = max(WHOLE, CHUNK // max(1, self.shape[1]) // WHOLE * WHOLE)
+        step = max(ALIGNMENT, CHUNK // max(1, self.shape[1]) // ALIGNMENT * ALIGNMENT)
         for first in range(0, len(out), step):
             last = min(first + step, len(out))
             values = _floats(self.unpack(first, last)) - self._spread(self.zeros, first, last)
@@ -122,7 +122,7 @@ class PackedWeight(NamedTuple):
     """A weight in codes, in a folder."""
 
     shape: tuple[int, int]  # [O, I]
-    parts: dict[str, tuple[Sequence[torch.dtype], tuple[int, ...]]]  # the dtypes and the shape that its tensors have
+    tensors: dict[str, tuple[Sequence[torch.dtype], tuple[int, ...]]]  # the dtypes and the shape that its tensors have
     read: Callable[[Mapping[str, Tensor]], Codes]
     transposed: bool = False  # whether the codes are [I, O]
 
@@ -136,25 +136,25 @@ def dequantized_tensors(
     Raises ValueError naming a tensor that is missing, there twice, or of another dtype or shape."""
     if quantization.layout == MXFP4:
         return unpack_tensors(source, tensors)
-    needed, extra = PARTS[quantization.layout]
-    parts = (*needed, *extra)
-    marks = {f".{part}": len(part) + 1 for part in parts if part != "weight"}
+    needed, extra = TENSORS[quantization.layout]
+    kinds = (*needed, *extra)
+    marks = {f".{kind}": len(kind) + 1 for kind in kinds if kind != "weight"}
     stems = {name[:-length] for name in tensors for mark, length in marks.items() if name.endswith(mark)}
     if not stems:
         raise ValueError(f"{source}: no weight is in codes, and quantization_config says {quantization.text}")
-    used = {f"{stem}.{part}" for stem in stems for part in (*parts, *ACTIVATION_PARTS)}
+    used = {f"{stem}.{kind}" for stem in stems for kind in (*kinds, *ACTIVATION_TENSORS)}
     out = {name: entry for name, entry in tensors.items() if name not in used}
     for stem in sorted(stems):
         weight = f"{stem}.weight"
         if weight in out:
             raise ValueError(f"{source}: tensor {weight} is there twice, once in {quantization.text}")
-        entries = {part: tensors[f"{stem}.{part}"] for part in parts if f"{stem}.{part}" in tensors}
-        order = [part for part in extra if part in ORDERS and quantization.act_order]
-        for part in (*needed, *order):
-            if part not in entries:
+        entries = {kind: tensors[f"{stem}.{kind}"] for kind in kinds if f"{stem}.{kind}" in tensors}
+        order = [kind for kind in extra if kind in ORDERS and quantization.act_order]
+        for kind in (*needed, *order):
+            if kind not in entries:
                 names = ", ".join((*needed, *order))
                 raise ValueError(
-                    f"{source}: tensor {stem}.{part} is missing: in {quantization.text} a weight has {names}"
+                    f"{source}: tensor {stem}.{kind} is missing: in {quantization.text} a weight has {names}"
                 )
         out[weight] = _entry(f"{source}: tensor {stem}", entries, quantization, dtype)
     return out
@@ -169,26 +169,26 @@ def _entry(
     subject: str, entries: dict[str, TensorEntry], quantization: Quantization, dtype: torch.dtype | None
 ) -> TensorEntry:
     """The weight of these tensors, whose dtypes and shapes are checked."""
-    first, scales = PARTS[quantization.layout][0][:2]
+    first, scales = TENSORS[quantization.layout][0][:2]
     if len(entries[first].shape) != 2:
         raise ValueError(f"{subject}.{first} has shape {list(entries[first].shape)}; in {quantization.text} it has two")
     packed = LAYOUTS[quantization.layout](subject, entries, quantization)
-    for part, entry in entries.items():
-        dtypes, shape = packed.parts[part]
+    for kind, entry in entries.items():
+        dtypes, shape = packed.tensors[kind]
         # One scale of all may be [1, 1], [1] or [].
-        same = tuple(entry.shape) == shape or math.prod(entry.shape) == math.prod(shape) == 1
-        if entry.dtype not in dtypes or not same:
+        fits = tuple(entry.shape) == shape or math.prod(entry.shape) == math.prod(shape) == 1
+        if entry.dtype not in dtypes or not fits:
             raise ValueError(
-                f"{subject}.{part} is {entry.dtype} {list(entry.shape)}; in {quantization.text} it must be "
+                f"{subject}.{kind} is {entry.dtype} {list(entry.shape)}; in {quantization.text} it must be "
                 f"{' or '.join(map(str, dtypes))} {list(shape)}"
             )
-    kind = dtype or quantization.dtype or entries[scales].dtype
+    dtype = dtype or quantization.dtype or entries[scales].dtype
 
     def give() -> Tensor:
-        values = packed.read({part: entry.give() for part, entry in entries.items()}).dequantize(kind)
+        values = packed.read({kind: entry.give() for kind, entry in entries.items()}).dequantize(dtype)
         return values.t() if packed.transposed else values
 
-    return TensorEntry(kind, packed.shape, give)
+    return TensorEntry(dtype, packed.shape, give)
 
 
 def _numbers(count: int, size: int) -> Tensor:
@@ -204,14 +204,14 @@ def _groups(subject: str, tensors: Mapping[str, Tensor], inputs: int, quantizati
     """[I], the group of each input."""
     size = quantization.block[1]
     groups = _numbers(inputs, size)
-    for part in ORDERS:
-        if part in tensors:
-            order = tensors[part].long()
+    for kind in ORDERS:
+        if kind in tensors:
+            order = tensors[kind].long()
             if not quantization.act_order and not torch.equal(order, groups):
-                raise ValueError(f"{subject}.{part} is not in order, and by quantization_config it is")
+                raise ValueError(f"{subject}.{kind} is not in order, and by quantization_config it is")
             if inputs and not 0 <= int(order.min()) <= int(order.max()) < _blocks(inputs, size):
                 raise ValueError(
-                    f"{subject}.{part} has groups {int(order.min())} to {int(order.max())}; there are "
+                    f"{subject}.{kind} has groups {int(order.min())} to {int(order.max())}; there are "
                     f"{_blocks(inputs, size)}"
                 )
             groups = order
@@ -229,18 +229,18 @@ def _gptq_weight(subject: str, entries: Mapping[str, TensorEntry], quantization:
         zeros = zeros & ((1 << bits) - 1)
 
         def unpack(first: int, last: int) -> Tensor:
-            words = tensors["qweight"][first // WHOLE * bits : _words(last, bits)]
+            words = tensors["qweight"][first // ALIGNMENT * bits : _words(last, bits)]
             return unpack_codes(words, bits, last - first, 0)
 
         return Codes((inputs, outputs), unpack, tensors["scales"], zeros, rows, 1)
 
-    parts = {
+    specs = {
         "qweight": ((torch.int32,), (_words(inputs, bits), outputs)),
         "scales": (FLOATS, (groups, outputs)),
         "qzeros": ((torch.int32,), (groups, _words(outputs, bits))),
         "g_idx": ((torch.int32,), (inputs,)),
     }
-    return PackedWeight((outputs, inputs), parts, read, transposed=True)
+    return PackedWeight((outputs, inputs), specs, read, transposed=True)
 
 
 def _awq_weight(subject: str, entries: Mapping[str, TensorEntry], quantization: Quantization) -> PackedWeight:
@@ -249,18 +249,18 @@ def _awq_weight(subject: str, entries: Mapping[str, TensorEntry], quantization: 
     groups = _blocks(inputs, quantization.block[1])
 
     def read(tensors: Mapping[str, Tensor]) -> Codes:
-        def unpack(first: int, last: int, part: str = "qweight") -> Tensor:
-            return unpack_codes(tensors[part][first:last], bits, outputs, 1, AWQ_ORDER)
+        def unpack(first: int, last: int, kind: str = "qweight") -> Tensor:
+            return unpack_codes(tensors[kind][first:last], bits, outputs, 1, AWQ_ORDER)
 
         rows = _groups(subject, tensors, inputs, quantization)
         return Codes((inputs, outputs), unpack, tensors["scales"], unpack(0, groups, "qzeros"), rows, 1)
 
-    parts = {
+    specs = {
         "qweight": ((torch.int32,), (inputs, words)),
         "scales": (FLOATS, (groups, outputs)),
         "qzeros": ((torch.int32,), (groups, words)),
     }
-    return PackedWeight((outputs, inputs), parts, read, transposed=True)
+    return PackedWeight((outputs, inputs), specs, read, transposed=True)
 
 
 def _compressed_weight(subject: str, entries: Mapping[str, TensorEntry], quantization: Quantization) -> PackedWeight:
@@ -271,7 +271,7 @@ def _compressed_weight(subject: str, entries: Mapping[str, TensorEntry], quantiz
 
     def read(tensors: Mapping[str, Tensor]) -> Codes:
         def unpack(first: int, last: int) -> Tensor:
-            rows = tensors[PARTS[quantization.layout][0][0]][first:last]
+            rows = tensors[TENSORS[quantization.layout][0][0]][first:last]
             return unpack_codes(rows, bits, inputs, 1) if is_packed else rows
 
         scales, zeros = tensors["weight_scale"].reshape(table), tensors.get("weight_zero_point")
@@ -287,7 +287,7 @@ def _compressed_weight(subject: str, entries: Mapping[str, TensorEntry], quantiz
 
     zero_points = entries.get("weight_zero_point")
     packs_zeros = is_packed and zero_points is not None and zero_points.dtype == torch.int32
-    parts = {
+    specs = {
         "weight_packed": ((torch.int32,), (outputs, _words(inputs, bits))),
         "weight": ((torch.int8, torch.float8_e4m3fn), (outputs, inputs)),
         "weight_scale": (FLOATS, table),
@@ -297,7 +297,7 @@ def _compressed_weight(subject: str, entries: Mapping[str, TensorEntry], quantiz
         else ((torch.int8,), table),
         "weight_g_idx": ((torch.int32, torch.int64), (inputs,)),
     }
-    return PackedWeight((outputs, inputs), parts, read)
+    return PackedWeight((outputs, inputs), specs, read)
 
 
 def _stored_shape(subject: str, entry: TensorEntry) -> tuple[int, int]:
