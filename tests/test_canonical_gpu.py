@@ -92,7 +92,7 @@ def in_float64(op):
 @later
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma", "gpt-oss", "deepseek"])
 def test_a_step_of_generation_has_the_bits_of_the_trainer_s_forward_pass(kind, monkeypatch):
-    monkeypatch.setattr("fzero.generate.programs.AFTER", 99)  # graphs, which nobody makes of pretend tensors
+    monkeypatch.setattr("fzero.generate.programs.USES", 99)  # graphs, which nobody makes of pretend tensors
     for op in (rowwise.gelu, rowwise.sigmoid):  # torch's, which on the CPU below depend on a number's place
         monkeypatch.setattr(op, "forms", in_float64(op))
     canonical = Kernels.parse("canonical")

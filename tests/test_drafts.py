@@ -53,7 +53,7 @@ def test_guesses_are_what_the_draft_says_of_the_whole_text(monkeypatch):
         guesses = guess(self, rows, *options)
         for row in rows:
             drawn = row.draw_row(())
-            text = [*drawn.prompt, *drawn.drawn]
+            text = [*drawn.prompt, *drawn.output]
             for token in guesses.get(row.row.number, ()):
                 count += 1
                 assert token == whole(model, near, text)[-1].argmax()
@@ -112,7 +112,7 @@ def test_deepseeks_second_head_guesses_as_in_training(sizes, monkeypatch):
             if found := guesses.get(row.row.number, ()):
                 drawn = row.draw_row(())
                 count += 1
-                assert list(found) == second_head(model, params, [*drawn.prompt, *drawn.drawn], len(found))
+                assert list(found) == second_head(model, params, [*drawn.prompt, *drawn.output], len(found))
         return guesses
 
     wanted = prompts(temperature=0.0)

@@ -10,7 +10,7 @@ from law_cases import config_of
 from fzero import generate, models, one_process, zero_plan
 from fzero.core import prng, pytree
 from fzero.core.form_observer import observe
-from fzero.generate.programs import AFTER
+from fzero.generate.programs import USES
 
 SIZES = {"vocab_size": 61, "max_len": 40, "dropout": 0.0}
 PATTERNS = ("window:4", "local:4", "strided:3", "fixed:4:1", "bigbird:2:1:1:1:3", "window:4 full")
@@ -113,7 +113,7 @@ def test_other_pages_after_many_steps_have_graphs_of_their_own():
     for count, size in ((4, 8), (9, 8), (8, 4)):
         pages = generate.page_spec(model, plan, count, page_tokens=size, dtype=torch.float64).zeros()
         batch = generate.StepBatch.of_rows([(text, 0, [3])], [3], page_tokens=size)
-        for _ in range(AFTER + 1):
+        for _ in range(USES + 1):
             logits, pages = step(params, pages, batch)
         assert_close(logits, whole(model, params, text), rtol=1e-9, atol=1e-11)
 
@@ -129,7 +129,7 @@ def test_narrow_steps_take_loops_and_stay_as_close_as_a_full_pass(dtype):
         generate.page_spec(model, plan, 9, page_tokens=4, dtype=dtype).zeros(),
     )
     with observe() as forms:
-        for size in (33, *[1] * (AFTER + 2)):  # the last ones as graphs
+        for size in (33, *[1] * (USES + 2)):  # the last ones as graphs
             first = 33 - size
             batch = generate.StepBatch.of_rows([(text[first:], first, range(9))], [size], page_tokens=4)
             logits, pages = step(params, pages, batch)

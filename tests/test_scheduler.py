@@ -59,7 +59,7 @@ class Engine:
             self.slots[slot(len(values))] = value = value_of(request.root, token, values)
             values.append(value)
         if row.prefill and request.scores and row.number not in self.drawn:
-            assert row.wanted == len(row.ids), "scores: logits of a chunk are missing"
+            assert row.logit_count == len(row.ids), "scores: logits of a chunk are missing"
             scores = self.scores.setdefault(row.number, {})
             ids = (*request.ids, None)
             for position in range(row.start + 1, row.start + len(row.ids) + 1):
@@ -71,7 +71,7 @@ class Engine:
         if not row.draws:
             return ()
         tokens = []
-        for value, guess in zip(values[-row.wanted :] if not row.prefill else values[-1:], (*row.ids[1:], None)):
+        for value, guess in zip(values[-row.logit_count :] if not row.prefill else values[-1:], (*row.ids[1:], None)):
             tokens.append(value % VOCABULARY)
             if tokens[-1] != guess or not tokens[-1]:
                 break
@@ -101,7 +101,7 @@ def check_batch(before, state, batch, limits, arrived):
     """What each batch must obey."""
     assert sum(len(row.ids) for row in batch.rows) <= limits.tokens, "budget: tokens"
     assert len(batch.rows) <= limits.rows, "budget: rows"
-    assert all(row.ids and row.wanted <= len(row.ids) for row in batch.rows), "budget: a row without tokens"
+    assert all(row.ids and row.logit_count <= len(row.ids) for row in batch.rows), "budget: a row without tokens"
     tables = {sequence.request.number: sequence.pages for sequence in state.running}
     for row in batch.rows:
         assert row.pages == tables[row.number], "pages: another table"
@@ -140,7 +140,7 @@ def random_case(rng):
             number, ids, rng.randint(0, 12), rng.choice((b"a", b"a", b"a", b"b", None)), rng.random() < 0.4
         )
         step += rng.choice((0, 0, 1, 4))
-        if request.most_tokens <= limits.pages * page_tokens:
+        if request.max_positions <= limits.pages * page_tokens:
             requests.append((step, request))
         else:
             with pytest.raises(ValueError, match=f"request {number}: its {len(ids)} tokens"):
@@ -320,7 +320,7 @@ MISTAKES = {
         "tokens",
         scheduler,
         "_restarted",
-        lambda right, sequence: right(sequence._replace(tail=sequence.tail[:-1], drawn=max(sequence.drawn - 1, 0))),
+        lambda right, s: right(s._replace(tail=s.tail[:-1], output_count=max(s.output_count - 1, 0))),
     ),
     "a rejected guess stays": ("(tokens|pages|budget)", scheduler, "_advance", keep_rejected),
     "odd ones wait": (

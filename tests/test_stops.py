@@ -118,7 +118,7 @@ def test_a_tokenizers_text_is_that_of_all_its_ids(name):
 def test_an_id_ends_it_and_is_no_text():
     rules = StopRules(lambda ids: bytes(ids).decode(errors="replace"), frozenset((9, 0)), ("END",))
     out = feed(rules, start_text(rules), [*b"an EN", 9, *b"more"])
-    assert (out.text, out.used, out.state.reason, out.state.drawn) == ("an EN", 6, STOP_ID, 6)
+    assert (out.text, out.used, out.state.reason, out.state.token_count) == ("an EN", 6, STOP_ID, 6)
     cut = feed(rules, start_text(rules), [*b"a\xe4\xb8", 0])
     assert cut.text == "a" + UNKNOWN and cut.state.reason == STOP_ID
 

@@ -165,11 +165,11 @@ def reference(x, row):
     s, x = row.sampling, x.double().clone()
     for token, value in s.bias.items():
         x[token] += value
-    for token in {*row.prompt, *row.drawn}:
+    for token in {*row.prompt, *row.output}:
         x[token] = x[token] / s.repetition if x[token] > 0 else x[token] * s.repetition
-    for token, count in Counter(row.drawn).items():
+    for token, count in Counter(row.output).items():
         x[token] -= s.frequency * count + s.presence
-    if len(row.drawn) < s.min_tokens:
+    if len(row.output) < s.min_tokens:
         x[list(row.ends)] = -math.inf
     p = (x / s.temperature).softmax(-1)
     p = torch.where(p >= s.min_p * p.max(), p, 0.0)
@@ -307,9 +307,9 @@ def test_ids_outside_of_the_tokenizer_masked_ids_and_early_ends_are_not_drawn():
     assert set(drawn(logits, few, vocab_size=4).tokens.tolist()) == {0, 1, 2, 3}
     mask = torch.tensor([True, False, True])
     assert set(drawn(logits, [row._replace(mask=mask) for row in few]).tokens.tolist()) == {0, 2}
-    early = [DrawRow(Sampling(seed=i, min_tokens=2), 1, drawn=(0,), ends=(5, 4, 5)) for i in range(300)]
+    early = [DrawRow(Sampling(seed=i, min_tokens=2), 1, output=(0,), ends=(5, 4, 5)) for i in range(300)]
     assert set(drawn(logits, early).tokens.tolist()) == {0, 1, 2, 3}
-    late = [row._replace(drawn=(0, 0)) for row in early]
+    late = [row._replace(output=(0, 0)) for row in early]
     assert set(drawn(logits, late).tokens.tolist()) == set(range(6))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
-from fzero.generate.decoding import Decoding, OnStep, OnToken, device_of, draft_spec_of, spec_of
+from fzero.generate.decoding import Decoding, OnStep, OnToken, device_of, page_specs
 from fzero.generate.drafts import expect_draft
 from fzero.generate.prefixes import PrefixCache
 from fzero.generate.prompts import Completion, GenerateOptions, Prompt
@@ -130,5 +130,5 @@ def prefix_cache(
 
     Ref: Zheng et al. 2023, "SGLang", arXiv:2312.07104, section 3.
     """
-    spec = spec_of(model, params, plan or zero_plan(0, model, one_process()), options, count)
-    return PrefixCache.zeros(spec, draft_spec_of(spec, options), device_of(params, options))
+    specs = page_specs(model, params, plan or zero_plan(0, model, one_process()), options, count)
+    return PrefixCache.zeros(*specs, device_of(params, options))

@@ -75,24 +75,24 @@ def score_continuations(
     for group in groups:
         per_row = pages_for(lengths[group[0]], PAGE_TOKENS)
         for start in range(0, lengths[group[0]], step_tokens):
-            rows, wanted, targets = [], list[int](), list[int]()
+            rows, logit_counts, targets = [], list[int](), list[int]()
             for row, number in enumerate(group):
                 context, ids = continuations[number]
                 chunk = (*context, *ids)[start : min(start + step_tokens, lengths[number])]
                 count = min(len(chunk), max(0, start + len(chunk) - (len(context) - 1)))
                 rows.append((chunk, start, range(row * per_row, (row + 1) * per_row)))
                 end = start + len(chunk) + 1 - len(context)
-                wanted.append(count)
+                logit_counts.append(count)
                 targets += ids[max(end - count, 0) : max(end, 0)]
-            batch = StepBatch.of_rows(rows, wanted, page_tokens=PAGE_TOKENS, device=device)
+            batch = StepBatch.of_rows(rows, logit_counts, page_tokens=PAGE_TOKENS, device=device)
             logits, pages = step(params, pages, batch)
             tokens = torch.tensor(targets, dtype=torch.int64, device=logits.device)
             log_probs = score(logits, tokens)[0].tolist() if targets else []
             equal = (logits.argmax(-1) == tokens).tolist()
-            for number, count in zip(group, wanted):
-                before = scores[number]
+            for number, count in zip(group, logit_counts):
+                previous = scores[number]
                 new, hits = log_probs[:count], equal[:count]
-                scores[number] = ContinuationScore((*before.log_probs, *new), before.greedy and all(hits))
+                scores[number] = ContinuationScore((*previous.log_probs, *new), previous.greedy and all(hits))
                 log_probs, equal = log_probs[count:], equal[count:]
     return scores
 

@@ -14,7 +14,7 @@ from fzero.core.arguments import expect_device
 from fzero.core.copy_buckets import bring_together, read_scalars, start_fetch
 from fzero.core.pytree import Tree
 from fzero.generate.drafts import DraftPages, DraftRow, draft_spec
-from fzero.generate.draws import Drawn, draw_by_row, log_sum_exp, score
+from fzero.generate.draws import TokenDraws, draw_by_row, log_sum_exp, score
 from fzero.generate.pages import CACHES, PageSpec, dtype_of, page_spec, pages_for
 from fzero.generate.prefixes import PrefixCache, expect_cache, root_of
 from fzero.generate.prompts import Completion, GenerateOptions
@@ -31,8 +31,8 @@ OnToken = Callable[[int, int, int, str], None]
 OnStep = Callable[[int, int], None]
 
 
-def lookup(ids: Sequence[int], most: int, longest: int = 3) -> Sequence[int]:
-    """The ids that followed the last time that the last ids occurred, `most` at most: the last 3, else 2, else 1.
+def lookup(ids: Sequence[int], count: int, longest: int = 3) -> Sequence[int]:
+    """The ids that followed the last time that the last ids occurred, `count` at most: the last 3, else 2, else 1.
 
     >>> lookup([5, 6, 7, 8, 5, 6], 2)
     [7, 8]
@@ -44,7 +44,7 @@ def lookup(ids: Sequence[int], most: int, longest: int = 3) -> Sequence[int]:
         suffix = ids[-size:]
         for start in range(len(ids) - size - 1, -1, -1):
             if ids[start : start + size] == suffix:
-                return ids[start + size : start + size + most]
+                return ids[start + size : start + size + count]
     return []
 
 
@@ -54,15 +54,13 @@ def device_of(params: Tree, options: GenerateOptions) -> torch.device:
     return expect_device(options.device or device)
 
 
-def spec_of(model: Model, params: Tree, plan: Plan, options: GenerateOptions, count: int) -> PageSpec:
-    """The pages of a call."""
+def page_specs(
+    model: Model, params: Tree, plan: Plan, options: GenerateOptions, count: int
+) -> tuple[PageSpec, PageSpec | None]:
+    """The pages of a call, and those of its draft beside them."""
     dtype = CACHES[options.cache] or dtype_of(params)
-    return page_spec(model, plan, count, page_tokens=options.page_tokens, dtype=dtype)
-
-
-def draft_spec_of(spec: PageSpec, options: GenerateOptions) -> PageSpec | None:
-    """The pages of a draft beside those of a call."""
-    return options.draft and draft_spec(options.draft, spec, options.rows, options.guesses)
+    spec = page_spec(model, plan, count, page_tokens=options.page_tokens, dtype=dtype)
+    return spec, options.draft and draft_spec(options.draft, spec, options.rows, options.guesses)
 
 
 class Decoding:
@@ -84,14 +82,13 @@ class Decoding:
         count = cache.pages.spec.count if cache else options.pages or max(1, sum(needed[-options.rows :]))
         rows = min(options.rows, max(1, len(sequences)))
         self.limits = StepLimits(max(options.tokens, rows), rows, count, options.page_tokens)
-        spec, self.root = spec_of(model, params, plan, options, count), b"" if options.prefixes else None
-        spec_of_draft = draft_spec_of(spec, options)
+        specs, self.root = page_specs(model, params, plan, options, count), b"" if options.prefixes else None
         if cache is None:
-            cache = PrefixCache.zeros(spec, spec_of_draft, device)
+            cache = PrefixCache.zeros(*specs, device)
         else:
-            expect_cache(cache, spec, spec_of_draft, options.pages, device)
+            expect_cache(cache, *specs, options.pages, device)
             if options.prefixes:
-                self.root = root_of(model, params, plan, spec, options.kernels, device, options.draft)
+                self.root = root_of(model, params, plan, specs[0], options.kernels, device, options.draft)
         self.drafts: DraftPages | None = None
         if options.draft and cache.draft_pages:
             self.drafts = DraftPages(options.draft, cache.draft_pages, count, options.guesses, options.kernels)
@@ -121,7 +118,7 @@ class Decoding:
         arrivals = Arrivals(requests)
         while True:
             self.state, batch = schedule(self.state, arrivals, self.limits)
-            if not self.any_rows(batch):
+            if not self.rows_remain(batch):
                 return
             ended, draws = [], {}
             for number, tokens in self.advance(batch):
@@ -141,22 +138,22 @@ class Decoding:
 
     def guesses(self, batch: Batch, draws: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
         """Ids that may follow on those drawn from a batch, by sequence."""
-        options, most = self.options, dict.fromkeys((row.number for row in batch.rows), 0)
+        options, counts = self.options, dict.fromkeys((row.number for row in batch.rows), 0)
         for number in draws if options.guesses else ():
             s = self.sequences[number]
             # The mask of a token behind a guess would need the grammar's state there.
             if not s.state.reason and s.grammar is None:
-                most[number] = min(options.guesses, s.new_tokens - len(s.ids) - 1)
+                counts[number] = min(options.guesses, s.new_tokens - len(s.ids) - 1)
         if self.drafts:
-            rows = [(row, draws.get(row.number, ()), most[row.number]) for row in batch.rows]
+            rows = [(row, draws.get(row.number, ()), counts[row.number]) for row in batch.rows]
             drafted = [DraftRow(*row, self.sequences[row[0].number].draw_row) for row in rows]
             return self.drafts.guess(drafted, self.hidden, options.vocab_size, self.device)
-        pairs = [(number, count, self.sequences[number]) for number, count in most.items() if count]
+        pairs = [(number, count, self.sequences[number]) for number, count in counts.items() if count]
         guess = options.guess or lookup
         guesses = {n: tuple(guess([*s.prompt.ids, *s.ids], count))[:count] for n, count, s in pairs}
         return {number: ids for number, ids in guesses.items() if ids}
 
-    def any_rows(self, batch: Batch) -> bool:
+    def rows_remain(self, batch: Batch) -> bool:
         """Whether a rank has rows to compute; all ranks make a step then."""
         mesh = self.plan.mesh
         if mesh.data_size == 1:
@@ -178,21 +175,21 @@ class Decoding:
         padding = [] if rows else [([0], 0, [self.limits.pages])]
         step_batch = StepBatch.of_rows(
             rows or padding,
-            [row.wanted for row in batch.rows] or [0],
+            [row.logit_count for row in batch.rows] or [0],
             page_tokens=size,
             device=self.device,
         )
         logits, self.hidden, self.pages = self.step(self.params, self.pages, step_batch, None)
-        parts = logits.split([row.wanted for row in batch.rows]) if batch.rows else ()
+        rows_logits = logits.split([row.logit_count for row in batch.rows]) if batch.rows else ()
         drawing: list[tuple[Row, Tensor]] = []
-        for row, part in zip(batch.rows, parts):
-            if row.prefill and row.wanted == len(row.ids) and self.sequences[row.number].prompt.log_probs:
-                self.keep_scores(row, part)
+        for row, row_logits in zip(batch.rows, rows_logits):
+            if row.prefill and row.logit_count == len(row.ids) and self.sequences[row.number].prompt.log_probs:
+                self.store_scores(row, row_logits)
             if row.draws:
-                drawing.append((row, part[-1:] if row.prefill else part))
-        return self.drawn(drawing)
+                drawing.append((row, row_logits[-1:] if row.prefill else row_logits))
+        return self.draw_tokens(drawing)
 
-    def keep_scores(self, row: Row, logits: Tensor) -> None:
+    def store_scores(self, row: Row, logits: Tensor) -> None:
         """Store the log-probs of the prompt's tokens behind those of a row."""
         sequence = self.sequences[row.number]
         positions = range(row.start + 1, min(row.start + len(row.ids) + 1, len(sequence.prompt.ids)))
@@ -208,33 +205,33 @@ class Decoding:
             page, line = divmod(position, self.limits.page_tokens)
             self.scores[row.pages[page] * self.limits.page_tokens + line] = sequence.scores[position]
 
-    def drawn(self, drawing: Sequence[tuple[Row, Tensor]]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def draw_tokens(self, drawing: Sequence[tuple[Row, Tensor]]) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Draw behind each row's last token, and behind its guesses as long as they are what is drawn."""
         draws = []
-        for row, part in drawing:
-            guesses = row.ids[1:] if len(part) > 1 else ()
-            draws += [self.sequences[row.number].draw_row(guesses[:i]) for i in range(len(part))]
+        for row, row_logits in drawing:
+            guesses = row.ids[1:] if len(row_logits) > 1 else ()
+            draws += [self.sequences[row.number].draw_row(guesses[:i]) for i in range(len(row_logits))]
         if not draws:
             return
-        logits = torch.cat([part for _, part in drawing])
+        logits = torch.cat([row_logits for _, row_logits in drawing])
         out = draw_by_row(logits, draws, vocab_size=self.options.vocab_size, log_sum_exp=self.log_sum_exp)
         table, first = _table(out), 0
-        for row, part in drawing:
+        for row, row_logits in drawing:
             sequence, tokens = self.sequences[row.number], []
-            for i in range(len(part)):
+            for i in range(len(row_logits)):
                 token, numbers, alternatives = table[first + i]
                 sequence.add(token, numbers, alternatives)
                 tokens.append(token)
-                if sequence.state.reason or (i + 1 < len(part) and token != row.ids[i + 1]):
+                if sequence.state.reason or (i + 1 < len(row_logits) and token != row.ids[i + 1]):
                     break
-            first += len(part)
+            first += len(row_logits)
             if not row.prefill:
-                self.verified += len(part) - 1
+                self.verified += len(row_logits) - 1
                 self.right += sum(token == guess for token, guess in zip(tokens, row.ids[1:]))
             yield row.number, tuple(tokens)
 
 
-def _table(out: Drawn) -> list[tuple[int, tuple[float, float, float], tuple[tuple[int, float], ...]]]:
+def _table(out: TokenDraws) -> list[tuple[int, tuple[float, float, float], tuple[tuple[int, float], ...]]]:
     """(token, numbers, alternatives) of each draw, in the host's memory."""
     # By one copy and one wait.
     leaving = [out.tokens, out.log_probs, out.drawn_log_probs, out.mass, *(out.alternatives or ())]

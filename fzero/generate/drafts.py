@@ -63,8 +63,8 @@ class DraftRow(NamedTuple):
     """A row of the step before, and what is guessed behind it."""
 
     row: Row
-    drawn: Ids  # the tokens that were drawn from it
-    most: int  # guesses
+    tokens: Ids  # those that were drawn from it
+    guess_count: int
     draw_row: Callable[[Sequence[int]], DrawRow]  # of the token behind the drawn ones and these guesses
 
 
@@ -98,12 +98,12 @@ class DraftPages:
         guesses: list[list[int]] = [[] for _ in rows]
         chunks = [(i, _standing(row, self.mtp), row.row.start) for i, row in enumerate(rows)]
         if self.mtp and hidden is not None:
-            hidden = _of_chunks(hidden, [(len(row.row.ids), len(ids)) for row, (_, ids, _) in zip(rows, chunks)])
+            hidden = _first_lines(hidden, [(len(row.row.ids), len(ids)) for row, (_, ids, _) in zip(rows, chunks)])
         while chunks:
-            drawing = [(i, start + len(ids)) for i, ids, start in chunks if rows[i].most]
+            drawing = [(i, start + len(ids)) for i, ids, start in chunks if rows[i].guess_count]
             batch = StepBatch.of_rows(
                 [(ids, start, tables[i]) for i, ids, start in chunks],
-                [int(rows[i].most > 0) for i, _, _ in chunks],
+                [int(rows[i].guess_count > 0) for i, _, _ in chunks],
                 page_tokens=self.page_tokens,
                 device=device,
             )
@@ -114,31 +114,31 @@ class DraftPages:
             draws, chunks = [rows[i].draw_row(guesses[i]) for i, _ in drawing], []
             out = draw_by_row(logits, draws, label="the draft model: ", vocab_size=vocab_size)
             lines = []
-            for (i, start), token, drawn, line in zip(drawing, out.tokens.tolist(), draws, last_lines):
+            for (i, start), token, draw, line in zip(drawing, out.tokens.tolist(), draws, last_lines):
                 guesses[i].append(token)
-                if len(guesses[i]) < rows[i].most and token not in drawn.ends:
+                if len(guesses[i]) < rows[i].guess_count and token not in draw.ends:
                     chunks.append((i, (token,), start))
                     lines.append(line)
             hidden = hidden[lines] if self.mtp and hidden is not None else None
         return {row.row.number: tuple(ids) for row, ids in zip(rows, guesses) if ids}
 
 
-def _of_chunks(hidden: Tensor, lengths: Sequence[tuple[int, int]]) -> Tensor:
-    """The first lines of each row. lengths: (lines, those wanted) of each."""
-    parts = hidden.split([count for count, _ in lengths])
-    return torch.cat([part[:wanted] for part, (_, wanted) in zip(parts, lengths)])
+def _first_lines(hidden: Tensor, lengths: Sequence[tuple[int, int]]) -> Tensor:
+    """The first lines of each row. lengths: (all its lines, the first ones) of each."""
+    rows = hidden.split([count for count, _ in lengths])
+    return torch.cat([row[:first] for row, (_, first) in zip(rows, lengths)])
 
 
 def _standing(row: DraftRow, following: bool) -> Ids:
     """The tokens of a row without guesses that were wrong, and the one behind which guesses come; or the tokens that
     follow those."""
-    ids = row.row.ids if row.row.prefill else row.row.ids[: len(row.drawn)]
+    ids = row.row.ids if row.row.prefill else row.row.ids[: len(row.tokens)]
     if following:
         text = row.draw_row(())
         first, end = row.row.start + 1, row.row.start + len(ids) + 1
         behind = max(first - len(text.prompt), 0), max(end - len(text.prompt), 0)
-        return (*text.prompt[first:end], *text.drawn[slice(*behind)])
-    return (*ids, *row.drawn[-1:]) if row.most else ids
+        return (*text.prompt[first:end], *text.output[slice(*behind)])
+    return (*ids, *row.tokens[-1:]) if row.guess_count else ids
 
 
 def expect_draft(draft: Draft, model: Model, plan: Plan, vocab_size: int | None, longest: int) -> None:
@@ -158,9 +158,11 @@ def expect_draft(draft: Draft, model: Model, plan: Plan, vocab_size: int | None,
             f"the draft model keeps no keys and values ({reason}), so that each guess would cost a whole pass; give "
             "one of fzero's own, as fzero import writes them"
         )
-    theirs, ours = (min(x, vocab_size or x) for x, _ in map(text_sizes, (draft.model, model)))
-    if theirs != ours:
-        raise ValueError(f"the draft model has {theirs} ids and the model {ours}; give one of the same vocabulary")
+    draft_ids, model_ids = (min(x, vocab_size or x) for x, _ in map(text_sizes, (draft.model, model)))
+    if draft_ids != model_ids:
+        raise ValueError(
+            f"the draft model has {draft_ids} ids and the model {model_ids}; give one of the same vocabulary"
+        )
     if longest > (max_len := text_sizes(draft.model)[1]):
         raise ValueError(
             f"the draft model has max_len={max_len}, and the longest text may have {longest} tokens; ask for at most "

@@ -40,8 +40,8 @@ class Alternatives(NamedTuple):
     log_probs: Tensor  # float32 [M, A], of the whole vocabulary at temperature 1
 
 
-class Drawn(NamedTuple):
-    """Drawn tokens, a row each."""
+class TokenDraws(NamedTuple):
+    """TokenDraws tokens, a row each."""
 
     tokens: Tensor  # int64 [M]
     log_probs: Tensor  # float32 [M], of the whole vocabulary at temperature 1: what the trainer's loss is of
@@ -61,7 +61,7 @@ def log_sum_exp(x: Tensor) -> Tensor:
     step = _step(x)
     if len(x) <= step:
         return x.amax(-1) - x.log_softmax(-1).amax(-1)
-    return torch.cat([part.amax(-1) - part.log_softmax(-1).amax(-1) for part in x.split(step)])
+    return torch.cat([rows.amax(-1) - rows.log_softmax(-1).amax(-1) for rows in x.split(step)])
 
 
 def _step(x: Tensor) -> int:
@@ -98,7 +98,7 @@ def draw(
     *,
     vocab_size: int | None = None,
     log_sum_exp: Callable[[Tensor], Tensor] = log_sum_exp,
-) -> Drawn:
+) -> TokenDraws:
     """One token for each row of logits [M, V], float32 or wider.
 
     vocab_size: only ids below are drawn. log_sum_exp: see `score`. Raises ValueError if a row has no logit that is a
@@ -118,10 +118,10 @@ def draw(
     lse = _finite(log_sum_exp(logits), "the model gives NaN or infinity")
     y = _edited(logits[:, :vocab_size], rows)
     changed = rows.edited or rows.temperature is not None or y.shape != logits.shape
-    kinds = ((rows.likeliest, _take_likeliest), (rows.whole, _draw_whole), (rows.limited, _draw_limited))
-    parts: list[tuple[Any, ...]] = []
+    functions = ((rows.likeliest, _take_likeliest), (rows.unlimited, _draw_unlimited), (rows.limited, _draw_limited))
+    chunks: list[tuple[Any, ...]] = []
     step = _step(y)
-    for index, function in kinds:
+    for index, function in functions:
         if function is _draw_limited:
             step = max(step, ELEMENTS_ELSEWHERE // max(y.shape[1], 1))
         for start in range(0, len(index), step):
@@ -135,37 +135,37 @@ def draw(
             limits = rows.limits
             if limits is not None:
                 limits = limits._replace(**{name: getattr(limits, name)[start : start + step] for name in LIMITED})
-            parts.append((chunk, *function(z, z_lse, rows.keys[chunk], limits)))
-    columns: list[Any] = list(zip(*parts))
-    tokens, drawn, mass = (torch.cat(x) if len(x) > 1 else x[0] for x in columns[1:])
+            chunks.append((chunk, *function(z, z_lse, rows.keys[chunk], limits)))
+    columns: list[Any] = list(zip(*chunks))
+    tokens, drawn_log_probs, mass = (torch.cat(x) if len(x) > 1 else x[0] for x in columns[1:])
     if not isinstance(columns[0][0], slice):
         order = torch.cat(columns[0]).argsort()
-        tokens, drawn, mass = tokens[order], drawn[order], mass[order]
+        tokens, drawn_log_probs, mass = tokens[order], drawn_log_probs[order], mass[order]
     log_probs, alternatives = score(logits, tokens, alternatives=rows.alternatives, log_sum_exp=lambda _: lse)
-    return Drawn(tokens, log_probs, drawn, mass, alternatives)
+    return TokenDraws(tokens, log_probs, drawn_log_probs, mass, alternatives)
 
 
-def draw_by_row(logits: Tensor, rows: Sequence[DrawRow], *, label: str = "", **options: Any) -> Drawn:
+def draw_by_row(logits: Tensor, rows: Sequence[DrawRow], *, label: str = "", **options: Any) -> TokenDraws:
     """`draw` of rows that are no tensors yet; where nothing can be drawn the error has the label, and names the row."""
     try:
         return draw(logits, draw_rows(rows, logits.device), **options)
     except NoProbabilities as error:
         row = rows[error.row]
-        text = f"prompt {row.request}, sample {row.sample}, token {len(row.drawn)}: {error.reason}"
+        text = f"prompt {row.request}, sample {row.sample}, token {len(row.output)}: {error.reason}"
         raise ValueError(label + text) from None
 
 
 def _take_likeliest(z: Tensor, lse: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(token, its log-probability among what is left, the mass of that) of each row of z [R, V]."""
     values, tokens = z.max(-1)  # of equals the first
-    return tokens, torch.zeros_like(values), _by_number(math.exp, values - lse)
+    return tokens, torch.zeros_like(values), _map_numbers(math.exp, values - lse)
 
 
-def _draw_whole(z: Tensor, lse: Tensor, keys: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _draw_unlimited(z: Tensor, lse: Tensor, keys: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     """As `_take_likeliest`, of all tokens."""
     tokens = _race(z, keys)
-    drawn = z.gather(-1, tokens[:, None])[:, 0] - lse
-    return tokens, drawn, torch.ones_like(drawn, dtype=torch.float32)
+    log_probs = z.gather(-1, tokens[:, None])[:, 0] - lse
+    return tokens, log_probs, torch.ones_like(log_probs, dtype=torch.float32)
 
 
 class NoProbabilities(ValueError):
@@ -185,7 +185,7 @@ def _finite(lse: Tensor, reason: str, rows: Tensor | slice = slice(None)) -> Ten
     return lse
 
 
-def _by_number(function: Callable[[float], float], x: Tensor) -> Tensor:
+def _map_numbers(function: Callable[[float], float], x: Tensor) -> Tensor:
     """The function of each number, float32: vector units round some by their place, a single call does not."""
     return torch.tensor([function(value) for value in x.tolist()], dtype=torch.float32, device=x.device)
 
@@ -203,8 +203,8 @@ def _edited(logits: Tensor, rows: DrawRows) -> Tensor:
     )
     for entries, change in changes:
         if entries is not None:
-            place = (entries.rows, entries.ids)
-            y[place] = change(y[place], entries.values.to(y.dtype))
+            index = (entries.rows, entries.ids)
+            y[index] = change(y[index], entries.values.to(y.dtype))
     for row, mask in rows.masks:
         y[row, : len(mask)].masked_fill_(~mask[: y.shape[1]], -math.inf)
         y[row, len(mask) :] = -math.inf
@@ -242,7 +242,7 @@ def _winners(values: Tensor, ids: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]
 def _draw_limited(z: Tensor, lse: Tensor, keys: Tensor, limits: Limits | None) -> tuple[Tensor, Tensor, Tensor]:
     """As `_take_likeliest`, of the tokens that are left by limits."""
     assert limits is not None
-    width = min(z.shape[1], limits.most + 16 if limits.least else max(WIDTH, limits.most + 16))
+    width = min(z.shape[1], limits.largest_k + 16 if limits.smallest_k else max(WIDTH, limits.largest_k + 16))
     while True:
         values, ids = _likeliest(z, width)
         counts, sums = _counts(values := values.double(), lse.double(), limits)
@@ -256,8 +256,8 @@ def _draw_limited(z: Tensor, lse: Tensor, keys: Tensor, limits: Limits | None) -
     candidates = torch.arange(width, device=z.device) < counts[:, None]
     tokens, _ = _winners(values.masked_fill(~candidates, -math.inf), ids, keys)
     shifted = values.gather(-1, (ids == tokens[:, None]).int().argmax(-1, keepdim=True))[:, 0] - values[:, 0]
-    log_sums = _by_number(math.log, sums)
-    mass = _by_number(lambda x: min(math.exp(x), 1.0), log_sums.double() + values[:, 0] - lse.double())
+    log_sums = _map_numbers(math.log, sums)
+    mass = _map_numbers(lambda x: min(math.exp(x), 1.0), log_sums.double() + values[:, 0] - lse.double())
     return tokens, (shifted - log_sums).to(lse.dtype), mass
 
 
@@ -280,9 +280,9 @@ def _counts(values: Tensor, lse: Tensor, limits: Limits) -> tuple[Tensor, Tensor
     counts = candidates.sum(-1, keepdim=True)
     unlimited = (limits.top_k == 0) & (limits.min_p == -math.inf)
     total = torch.where(unlimited[:, None], weights[:, -1:], sums.gather(-1, counts - 1))
-    before = torch.nn.functional.pad(sums[:, :-1], (1, 0))
+    preceding_sums = torch.nn.functional.pad(sums[:, :-1], (1, 0))
     candidates = candidates & (
-        (before < limits.top_p[:, None] * (1.0 - SLACK) * total) | (limits.top_p[:, None] == 1.0)
+        (preceding_sums < limits.top_p[:, None] * (1.0 - SLACK) * total) | (limits.top_p[:, None] == 1.0)
     )
     counts = candidates.sum(-1, keepdim=True)
     return counts[:, 0], sums.gather(-1, counts - 1)[:, 0]

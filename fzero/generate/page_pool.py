@@ -98,11 +98,11 @@ class Prefix:
         """By a loop: sequences have thousands of pages."""
         if not isinstance(other, Prefix):
             return NotImplemented
-        left, right = self, other
-        while left is not right:
-            if left is None or right is None or left.ids != right.ids:
+        a, b = self, other
+        while a is not b:
+            if a is None or b is None or a.ids != b.ids:
                 return False
-            left, right = left.parent, right.parent
+            a, b = a.parent, b.parent
         return True
 
     def __hash__(self) -> int:

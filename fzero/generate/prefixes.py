@@ -39,27 +39,30 @@ class PrefixCache(NamedTuple):
 
     @classmethod
     def zeros(
-        cls, spec: PageSpec, spec_of_draft: PageSpec | None = None, device: torch.device | str = "cpu"
+        cls, spec: PageSpec, draft_spec: PageSpec | None = None, device: torch.device | str = "cpu"
     ) -> PrefixCache:
         """The cache of pages that hold nothing."""
-        draft_pages = spec_of_draft and spec_of_draft.zeros(device)
+        draft_pages = draft_spec and draft_spec.zeros(device)
         return cls(spec.zeros(device), empty_pool(spec.count, spec.page_tokens), {}, draft_pages)
 
 
 def expect_cache(
-    cache: PrefixCache, spec: PageSpec, spec_of_draft: PageSpec | None, asked: int | None, device: torch.device
+    cache: PrefixCache, spec: PageSpec, draft_spec: PageSpec | None, count: int | None, device: torch.device
 ) -> None:
-    """Raise ValueError for a cache whose pages are not those of a call. asked: the number that its options say."""
-    own = cache.pages.spec
+    """Raise ValueError for a cache whose pages are not those of a call. count: the number that its options say."""
+    cache_spec = cache.pages.spec
     device = torch.empty(0, device=device).device  # with its number
-    (on,) = {x.device for layer in cache.pages.layers for x in layer} or {device}
-    pairs: dict[str, tuple[Any, Any]] = {"count": (own.count, asked or own.count), "device": (on, device)}
-    pairs |= {name: (getattr(own, name), getattr(spec, name)) for name in ("page_tokens", "entries", "dtype")}
-    pairs["a draft's pages"] = cache.draft_pages and cache.draft_pages.spec, spec_of_draft
-    for name, (has, wanted) in pairs.items():
-        if has != wanted:
+    (cache_device,) = {x.device for layer in cache.pages.layers for x in layer} or {device}
+    pairs: dict[str, tuple[Any, Any]] = {
+        "count": (cache_spec.count, count or cache_spec.count),
+        "device": (cache_device, device),
+    }
+    pairs |= {name: (getattr(cache_spec, name), getattr(spec, name)) for name in ("page_tokens", "entries", "dtype")}
+    pairs["a draft's pages"] = cache.draft_pages and cache.draft_pages.spec, draft_spec
+    for name, (value, needed) in pairs.items():
+        if value != needed:
             raise ValueError(
-                f"the cache is of pages with {name} {has}, and this call needs {wanted}; give it one of "
+                f"the cache is of pages with {name} {value}, and this call needs {needed}; give it one of "
                 "generate.prefix_cache with its own arguments, or none"
             )
 
@@ -77,8 +80,8 @@ def root_of(
     weights = digest_text(params, plan.params, plan.mesh)
     numbers = [*_code_of(model), weights, kernels, spec.dtype, plan.mesh.tp.size, device.type]
     if draft:  # whose pages have the same prefixes
-        whole = zero_plan(0, draft.model, one_process())
-        numbers += [*_code_of(draft.model), digest_text(draft.params, whole.params, whole.mesh)]
+        draft_plan = zero_plan(0, draft.model, one_process())
+        numbers += [*_code_of(draft.model), digest_text(draft.params, draft_plan.params, draft_plan.mesh)]
     text = repr(tuple(numbers))
     return hashlib.blake2b(text.encode(), digest_size=32).digest()
 

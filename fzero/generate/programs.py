@@ -19,8 +19,8 @@ from fzero.models import Ctx
 from fzero.models.base import Cache, TokenLayout
 from fzero.sharding import Mesh
 
-AFTER = 48  # uses of a shape, by layer, before its graph is made, which takes as long as some hundred save
-MOST = 256  # graphs, of the shapes used last
+USES = 48  # uses of a shape, by layer, before its graph is made, which takes as long as some hundred save
+GRAPHS = 256  # graphs, of the shapes used last
 Layer = Callable[[Tree, Any, Ctx], Any]
 
 
@@ -45,12 +45,12 @@ class LayerPrograms:
             return layer(params, x, context_of(self.ctx, *tensors))
         if key in self.graphs:
             self.graphs.move_to_end(key)
-        elif self.uses.get(key, 0) < AFTER:
+        elif self.uses.get(key, 0) < USES:
             self.uses[key] = self.uses.get(key, 0) + 1
             return layer(params, x, context_of(self.ctx, *tensors))
         else:
             self.graphs[key] = self.trace(layer, params, x, tensors)
-            while len(self.graphs) > MOST:
+            while len(self.graphs) > GRAPHS:
                 self.uses.pop(self.graphs.popitem(last=False)[0])
         if (graph := self.graphs[key]) is None:
             return layer(params, x, context_of(self.ctx, *tensors))

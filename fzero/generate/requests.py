@@ -49,7 +49,7 @@ class Request:
             raise ValueError(f"request {self.number}: the prompt is empty; give at least 1 token")
 
     @property
-    def most_tokens(self) -> int:
+    def max_positions(self) -> int:
         """The positions that it computes at most: the last token that is drawn is none."""
         return len(self.ids) + max(self.new_tokens - 1, 0)
 
@@ -98,7 +98,7 @@ class Row(NamedTuple):
     start: int  # the position of the first
     ids: Ids
     pages: Ids  # its page table, of start + len(ids) positions or more; the same object until it grows
-    wanted: int  # the logits of so many last tokens are wanted
+    logit_count: int  # of the last tokens, whose logits are computed
     draws: bool  # a token is drawn by the last logits, or guesses are verified by all
     prefill: bool
 
@@ -126,7 +126,7 @@ def expect_fits(request: Request, limits: StepLimits) -> None:
 
     >>> expect_fits(Request(3, (1, 2, 3), 30, b""), StepLimits(tokens=8, rows=2, pages=4, page_tokens=8))
     """
-    tokens = request.most_tokens
+    tokens = request.max_positions
     if tokens > limits.pages * limits.page_tokens:
         raise ValueError(
             f"request {request.number}: its {len(request.ids)} tokens and up to {request.new_tokens} new ones need "

@@ -30,7 +30,7 @@ class DrawRow(NamedTuple):
     request: int = 0  # the number of its request, from 0
     sample: int = 0  # the number of the sample of the request, from 0
     prompt: Ids = ()  # its ids, for a repetition penalty
-    drawn: Ids = ()  # the ids drawn before it, for penalties and min_tokens
+    output: Ids = ()  # the ids drawn before it, for penalties and min_tokens
     ends: Sequence[int] = ()  # the ids that end the text, which are not drawn before min_tokens
     mask: Tensor | None = None  # bool [V]: the tokens that a grammar allows; an id beyond is not allowed
 
@@ -49,8 +49,8 @@ class Limits(NamedTuple):
     top_k: Tensor  # int64 [R], 0: all
     top_p: Tensor  # float64 [R]
     min_p: Tensor  # float64 [R]: its logarithm
-    most: int  # the largest top_k
-    least: int  # the smallest
+    largest_k: int  # the largest top_k
+    smallest_k: int
 
 
 class DrawRows(NamedTuple):
@@ -59,7 +59,7 @@ class DrawRows(NamedTuple):
     keys: Tensor  # int64 [M, 2]
     temperature: Tensor | None  # float32 [M], 1 for a row of the likeliest token; None: all are 1
     likeliest: Tensor  # int64: the numbers of rows that take the likeliest token,
-    whole: Tensor  # of those that draw among all tokens,
+    unlimited: Tensor  # of those that draw among all tokens,
     limited: Tensor  # and of those that draw among some
     limits: Limits | None
     bias: Entries | None  # added
@@ -88,7 +88,7 @@ def draw_rows(rows: Sequence[DrawRow], device: torch.device | str = "cpu") -> Dr
     limited = [i for i, s in enumerate(samplings) if s.limits]
     masks = tuple((i, row.mask) for i, row in enumerate(rows) if row.mask is not None)
 
-    def whole_numbers(values: Iterable[int]) -> Tensor:
+    def integers(values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64)
 
     def entries(groups: Iterable[tuple[int, Ids, Any]]) -> Entries | None:
@@ -108,17 +108,17 @@ def draw_rows(rows: Sequence[DrawRow], device: torch.device | str = "cpu") -> Dr
         logs = [math.log(s.min_p) if s.min_p else -math.inf for s in chosen]
         top_p, min_p = (torch.tensor(x, dtype=torch.float64) for x in ([s.top_p for s in chosen], logs))
         top_k = [s.top_k for s in chosen]
-        limits = Limits(whole_numbers(top_k), top_p, min_p, max(top_k), min(top_k))
-    drawn_rows = DrawRows(
+        limits = Limits(integers(top_k), top_p, min_p, max(top_k), min(top_k))
+    tensors = DrawRows(
         keys=_keys(rows),
         temperature=None if set(temperatures) <= {1.0} else torch.tensor(temperatures),
-        likeliest=whole_numbers(i for i, s in enumerate(samplings) if s.temperature == 0.0),
-        whole=whole_numbers(i for i, s in enumerate(samplings) if s.temperature and not s.limits),
-        limited=whole_numbers(limited),
+        likeliest=integers(i for i, s in enumerate(samplings) if s.temperature == 0.0),
+        unlimited=integers(i for i, s in enumerate(samplings) if s.temperature and not s.limits),
+        limited=integers(limited),
         limits=limits,
         bias=entries((i, [*s.bias], [*s.bias.values()]) for i, s in enumerate(samplings) if s.bias),
         repetition=entries(
-            (i, _unique(row.prompt, row.drawn)[0], row.sampling.repetition)
+            (i, _unique(row.prompt, row.output)[0], row.sampling.repetition)
             for i, row in enumerate(rows)
             if row.sampling.repetition != 1.0
         ),
@@ -128,12 +128,12 @@ def draw_rows(rows: Sequence[DrawRow], device: torch.device | str = "cpu") -> Dr
         forbidden=entries(
             (i, [*dict.fromkeys(row.ends)], -math.inf)
             for i, row in enumerate(rows)
-            if len(row.drawn) < row.sampling.min_tokens
+            if len(row.output) < row.sampling.min_tokens
         ),
         masks=masks,
         alternatives=max((s.alternatives for s in samplings), default=0),
     )
-    leaves, treedef = pytree.flatten(drawn_rows)
+    leaves, treedef = pytree.flatten(tensors)
     arrived = iter(bring_together([leaf for leaf in leaves if isinstance(leaf, Tensor)], device))
     return pytree.unflatten([next(arrived) if isinstance(leaf, Tensor) else leaf for leaf in leaves], treedef)
 
@@ -165,5 +165,5 @@ def _unique(*ids: Ids) -> tuple[Any, Any]:
 
 def _penalty(number: int, row: DrawRow) -> tuple[int, Any, Any]:
     """What is subtracted for the tokens of the text."""
-    ids, counts = _unique(row.drawn)
+    ids, counts = _unique(row.output)
     return number, ids, row.sampling.frequency * counts + row.sampling.presence

@@ -11,9 +11,9 @@ from fzero.core.arguments import expect_fields
 from fzero.core.config_tables import COUNT, FRACTION, POSITIVE, RATE, SEED, SIZE, Allowed, Bounds, check_bounds
 
 Finite = Annotated[float, Allowed(math.isfinite, "a finite number")]
-WITH_ONE: Bounds = (*FRACTION[:3], True)
+CLOSED_FRACTION: Bounds = (*FRACTION[:3], True)
 BOUNDS: dict[str, Bounds] = {
-    **{"temperature": RATE, "top_k": COUNT, "top_p": (0.0, False, 1.0, True), "min_p": WITH_ONE},
+    **{"temperature": RATE, "top_k": COUNT, "top_p": (0.0, False, 1.0, True), "min_p": CLOSED_FRACTION},
     **{"repetition": POSITIVE, "min_tokens": COUNT, "max_tokens": SIZE, "n": SIZE, "seed": SEED, "alternatives": COUNT},
 }
 

@@ -39,7 +39,7 @@ class SequenceState(NamedTuple):
 
     request: Request
     prompt: Ids  # what is computed before the next token is drawn: of a preempted one, the tokens drawn as well
-    drawn: int = 0  # new tokens
+    output_count: int = 0  # new tokens
     prefixes: tuple[Prefix, ...] = ()  # of its full pages
     tail: Ids = ()
     pages: Ids = ()
@@ -48,7 +48,7 @@ class SequenceState(NamedTuple):
     @property
     def scoring(self) -> bool:
         """Whether the log-probs of its prompt are wanted still."""
-        return self.request.scores and not self.drawn
+        return self.request.scores and not self.output_count
 
 
 class SchedulerState(NamedTuple):
@@ -83,13 +83,13 @@ def schedule(state: SchedulerState, arrivals: Arrivals, limits: StepLimits) -> t
     >>> limits = StepLimits(tokens=4, rows=2, pages=8, page_tokens=4)
     >>> state, batch = schedule(empty_state(limits), Arrivals((Request(0, (7, 8, 9, 7, 8), 2, b"model"),)), limits)
     >>> batch.rows
-    (Row(number=0, start=0, ids=(7, 8, 9, 7), pages=(0, 1), wanted=0, draws=False, prefill=True),)
+    (Row(number=0, start=0, ids=(7, 8, 9, 7), pages=(0, 1), logit_count=0, draws=False, prefill=True),)
     >>> state, batch = schedule(state, Arrivals(), limits)
     >>> batch.rows
-    (Row(number=0, start=4, ids=(8,), pages=(0, 1), wanted=1, draws=True, prefill=True),)
+    (Row(number=0, start=4, ids=(8,), pages=(0, 1), logit_count=1, draws=True, prefill=True),)
     >>> state, batch = schedule(state, Arrivals(draws={0: (9,)}), limits)
     >>> batch.rows
-    (Row(number=0, start=5, ids=(9,), pages=(0, 1), wanted=1, draws=True, prefill=False),)
+    (Row(number=0, start=5, ids=(9,), pages=(0, 1), logit_count=1, draws=True, prefill=False),)
     >>> state, batch = schedule(state, Arrivals(draws={0: (7,)}), limits)
     >>> batch.rows, state.pool.available
     ((), 8)
@@ -163,7 +163,7 @@ def _after_step(
             sequence = _advance(pool, sequence, rows[number], draws.get(number, ()), full)
         if number in ended:
             tables.append(sequence.pages)
-        elif sequence.drawn == sequence.request.new_tokens and sequence.computed >= len(sequence.prompt):
+        elif sequence.output_count == sequence.request.new_tokens and sequence.computed >= len(sequence.prompt):
             tables.append(sequence.pages)
             complete.append(number)
         else:
@@ -179,7 +179,7 @@ def _advance(
     pool: PagePool, sequence: SequenceState, row: Row, tokens: Ids, full: list[tuple[int, Prefix, bool]]
 ) -> SequenceState:
     """The sequence after its row was computed and its tokens were drawn; pages that became full are added to `full`."""
-    request, prompt, drawn, prefixes, tail, pages, computed = sequence
+    request, prompt, output_count, prefixes, tail, pages, computed = sequence
     if len(tokens) > 1:
         _expect_draws(sequence, row, tokens)
     tail += tokens
@@ -192,7 +192,7 @@ def _advance(
     if request.root is not None:
         scored = row.prefill and sequence.scoring
         full += [(pages[i], prefixes[i], scored) for i in range(row.start // size, count)]
-    return SequenceState(request, prompt, drawn + len(tokens), prefixes, tail, pages, computed)
+    return SequenceState(request, prompt, output_count + len(tokens), prefixes, tail, pages, computed)
 
 
 def _expect_draws(sequence: SequenceState, row: Row, tokens: Ids) -> None:
@@ -201,7 +201,7 @@ def _expect_draws(sequence: SequenceState, row: Row, tokens: Ids) -> None:
     if len(tokens) > 1 + len(guesses) or tokens[:-1] != guesses[: len(tokens) - 1]:
         text = f"{short(tokens)}; the row allows the first of its guesses {short(guesses)}, and one more"
         raise ValueError(f"schedule: the draws of sequence {row.number} are {text}")
-    assert sequence.drawn + len(tokens) <= sequence.request.new_tokens
+    assert sequence.output_count + len(tokens) <= sequence.request.new_tokens
 
 
 def _pages_to_draw(
@@ -240,8 +240,8 @@ def _prefill_row(sequence: SequenceState, budget: int) -> Row:
     start = sequence.computed
     ids = sequence.prompt[start : start + budget]
     draws = start + len(ids) == len(sequence.prompt) and sequence.request.new_tokens > 0
-    wanted = len(ids) if sequence.scoring else int(draws)
-    return Row(_number(sequence), start, ids, sequence.pages, wanted, draws, True)
+    logit_count = len(ids) if sequence.scoring else int(draws)
+    return Row(_number(sequence), start, ids, sequence.pages, logit_count, draws, True)
 
 
 def _pages_of(tokens: int, pool: PagePool) -> int:
@@ -251,7 +251,7 @@ def _pages_of(tokens: int, pool: PagePool) -> int:
 
 def _spare(pool: PagePool, running: Iterable[SequenceState]) -> int:
     """The available pages, less one for each sequence that may need another."""
-    return pool.available - sum(len(s.pages) * pool.page_tokens < s.request.most_tokens for s in running)
+    return pool.available - sum(len(s.pages) * pool.page_tokens < s.request.max_positions for s in running)
 
 
 def _admit(
@@ -259,15 +259,15 @@ def _admit(
     running: list[SequenceState],
     waiting: PersistentMap[SequenceState],
     chunks: list[Row],
-    most_rows: int,
+    max_rows: int,
     budget: int,
 ) -> tuple[PagePool, PersistentMap[SequenceState], list[Admission], int]:
     """The pool, what waits on, the sequences that start, and the budget that remains. Changes both lists."""
     admitted, changes = [], dict[int, SequenceState | None]()
     delayed: list[SequenceState] = []  # which have a row each as well
     prefilling = [sequence for sequence in running if sequence.computed < len(sequence.prompt)]
-    for sequence in waiting.values() if budget and len(running) < most_rows else ():
-        if not budget or len(running) + len(delayed) >= most_rows:
+    for sequence in waiting.values() if budget and len(running) < max_rows else ():
+        if not budget or len(running) + len(delayed) >= max_rows:
             break
         if delayed and _is_alike(sequence, delayed[-1]):
             delayed.append(sequence._replace(prefixes=delayed[-1].prefixes, tail=delayed[-1].tail))
@@ -280,7 +280,7 @@ def _admit(
             continue
         # The logits of the last cached page's last token are of the next token's log-prob.
         shared = matched[:-1] if sequence.scoring else matched[: _usable_pages(pool, sequence)]
-        tokens = min(len(sequence.prompt) + 1, sequence.request.most_tokens)
+        tokens = min(len(sequence.prompt) + 1, sequence.request.max_positions)
         new_pages = _pages_of(tokens, pool) - len(shared)
         if new_pages > _spare(pool, running) - pool.idle_count(shared):
             break
@@ -311,9 +311,9 @@ def _usable_pages(pool: PagePool, sequence: SequenceState) -> int:
     return (len(sequence.prompt) - (not sequence.scoring)) // pool.page_tokens
 
 
-def _is_alike(left: SequenceState, right: SequenceState) -> bool:
+def _is_alike(a: SequenceState, b: SequenceState) -> bool:
     """Whether two sequences that wait use the same pages."""
-    return (left.request.root, left.scoring, left.prompt) == (right.request.root, right.scoring, right.prompt)
+    return (a.request.root, a.scoring, a.prompt) == (b.request.root, b.scoring, b.prompt)
 
 
 def _is_computed_soon(
@@ -343,12 +343,12 @@ def _add_guesses(
             continue
         sequence = running[indices[row.number]]
         positions = (len(row.pages) + spare) * pool.page_tokens - row.start - 1
-        limit = min(budget, sequence.request.new_tokens - sequence.drawn - 1, positions)
+        limit = min(budget, sequence.request.new_tokens - sequence.output_count - 1, positions)
         ids = row.ids + tuple(guesses[row.number][:limit])
         if (count := _pages_of(row.start + len(ids), pool) - len(row.pages)) > 0:
             pages, pool = pool.allocate(count)
             spare -= count
             sequence = running[indices[row.number]] = sequence._replace(pages=sequence.pages + pages)
-        rows[i] = row._replace(ids=ids, wanted=len(ids), pages=sequence.pages)
+        rows[i] = row._replace(ids=ids, logit_count=len(ids), pages=sequence.pages)
         budget -= len(ids) - 1
     return pool

@@ -32,11 +32,11 @@ class SampleText:
 
     def draw_row(self, guessed: Sequence[int]) -> DrawRow:
         """The draw of the token behind the drawn ones and these guesses."""
-        drawn = (*self.ids, *guessed)
-        position = len(self.prompt.ids) + len(drawn)
+        output = (*self.ids, *guessed)
+        position = len(self.prompt.ids) + len(output)
         numbers = position, self.prompt.number, self.sample
         mask = None if self.grammar is None else grammar_mask(self.grammar)
-        return DrawRow(self.prompt.sampling, *numbers, self.prompt.ids, drawn, tuple(self.rules.ids), mask)
+        return DrawRow(self.prompt.sampling, *numbers, self.prompt.ids, output, tuple(self.rules.ids), mask)
 
     def add(self, token: int, numbers: Sequence[float], alternatives: tuple[tuple[int, float], ...]) -> None:
         """One more token."""
@@ -78,7 +78,7 @@ def sequences_of(model: Model, prompts: Sequence[Prompt], options: GenerateOptio
         raise ValueError(f"two prompts have the number {twice}, which their draws depend on; number them, 0, 1, ...")
     sequences = []
     for prompt in prompts:
-        length, asked = len(prompt.ids), prompt.sampling.max_tokens
+        length, limit = len(prompt.ids), prompt.sampling.max_tokens
         if not length:
             raise ValueError(f"prompt {prompt.number} has no tokens; give at least one")
         wrong = [token for token in prompt.ids if type(token) is not int or not 0 <= token < vocab]
@@ -87,10 +87,10 @@ def sequences_of(model: Model, prompts: Sequence[Prompt], options: GenerateOptio
                 f"prompt {prompt.number} has the token {wrong[0]!r}; the model has the ids 0 to {vocab - 1}"
             )
         remaining = max_len - length
-        if remaining < (asked or 1):
+        if remaining < (limit or 1):
             fix = f"ask for at most {remaining}, or shorten it" if remaining > 0 else "shorten it"
             raise ValueError(
-                f"prompt {prompt.number}: {length} tokens and {asked or 1} more do not fit max_len={max_len}; {fix}"
+                f"prompt {prompt.number}: {length} tokens and {limit or 1} more do not fit max_len={max_len}; {fix}"
             )
         expect_vocabulary(prompt.sampling, vocab)
         if prompt.sampling.stop and options.decode is None:
@@ -107,7 +107,7 @@ def sequences_of(model: Model, prompts: Sequence[Prompt], options: GenerateOptio
         if prompt.grammar is not None and options.grammar_tokens is not None:  # behind a whole text nothing else comes
             rules = rules._replace(ids=rules.ids | {*options.grammar_tokens.ends})
         state = start_text(rules, prompt.ids)
-        samples, new_tokens = {*range(prompt.sampling.n)} - prompt.skip, remaining if asked is None else asked
+        samples, new_tokens = {*range(prompt.sampling.n)} - prompt.skip, remaining if limit is None else limit
         tokens = options.grammar_tokens
         grammar = start_grammar(prompt.grammar, tokens) if prompt.grammar and tokens else None
         sequences += [SampleText(prompt, i, new_tokens, rules, state, grammar=grammar) for i in sorted(samples)]

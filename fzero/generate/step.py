@@ -51,20 +51,20 @@ class StepBatch(NamedTuple):
     slots: Tensor  # int64 [N]: the line of each position in the pages, counted through all of them
     starts: Tensor  # int32 [R + 1]: row r is the tokens starts[r] to starts[r + 1]
     table: Tensor  # int32 [R, P]: the pages of each row, those of its positions in order, then zeros
-    logit_rows: Tensor  # int64 [M]: the tokens whose logits are wanted
+    logit_rows: Tensor  # int64 [M]: the tokens whose logits are computed
 
     @classmethod
     def of_rows(
         cls,
         rows: Sequence[tuple[Sequence[int], int, Sequence[int]]],
-        wanted: Sequence[int],
+        logit_counts: Sequence[int],
         *,
         page_tokens: int,
         device: torch.device | str = "cpu",
     ) -> StepBatch:
-        """The batch of rows (token ids, position of the first, pages) of which the last `wanted` logits are wanted."""
+        """The batch of rows (token ids, position of the first, pages) whose last `logit_counts` tokens have logits."""
         tokens, positions, slots, starts, logit_rows = [], [], [], [0], []
-        for (ids, first, pages), count in zip(rows, wanted, strict=True):
+        for (ids, first, pages), count in zip(rows, logit_counts, strict=True):
             span = range(first, first + len(ids))
             tokens += ids
             positions += span
@@ -127,11 +127,11 @@ def hidden_step(
             "have no canonical form; leave it out"
         )
     ctx = Ctx(mesh=plan.mesh, dtype=dtype or plan.policy.compute, kernels=kernels)
-    parts = segments_of(model, plan)
-    ends = [part for part in parts if mtp and part.kind in ("embed", "head")]
-    parts = tuple(part for part in parts if part in ends or (part.name in (MTP_STACK, MTP_JOIN)) == mtp)
+    segments = segments_of(model, plan)
+    ends = [segment for segment in segments if mtp and segment.kind in ("embed", "head")]
+    segments = tuple(s for s in segments if s in ends or (s.name in (MTP_STACK, MTP_JOIN)) == mtp)
     model, first = (mtp_model(model), model.config.n_layers) if mtp else (model, 0)
-    resident = _Resident(parts, plan)
+    resident = _Resident(segments, plan)
     run = _OfModule(model, plan.mesh) if model.traits.causal else _Paged(ctx, first)
 
     @inference()
@@ -147,7 +147,7 @@ def hidden_step(
     return step
 
 
-Fetches = Iterator[tuple[Segment, int, Tree]]  # (part, number of its layer, leaves), in the order of a pass
+Fetches = Iterator[tuple[Segment, int, Tree]]  # (segment, number of its layer, leaves), in the order of a pass
 CallLayer = Callable[[Callable[..., Any], int, Tree, Any], Any]  # (function, number of the layer, leaves, x) -> x
 
 
@@ -190,7 +190,7 @@ class _OfModule:
         self, model: Model, fetches: Fetches, ctx: Ctx, pages: Pages, batch: StepBatch, hidden: Tensor | None
     ) -> tuple[Tensor, None]:
         if self.reason:
-            groups = whole_rows(Cache(pages.layers[0], batch.slots, batch.table, batch.starts), batch)
+            groups = rows_from_ids(Cache(pages.layers[0], batch.slots, batch.table, batch.starts), batch)
         else:
             rows = batch.tokens, batch.positions, batch.starts, batch.table
             groups = cached_groups(*rows, pages.spec.page_tokens, self.causal.padded)
@@ -198,29 +198,29 @@ class _OfModule:
         like = {"dtype": torch.int64, "device": batch.tokens.device}
         if not groups:  # all ranks gather the weights
             groups = [RowGroup(torch.zeros(1, 1, **like), torch.full((1, 1), -1))]
-        wanted = set(batch.logit_rows.tolist())
+        logit_tokens = set(batch.logit_rows.tolist())
         columns, order = [], dict[int, int]()
         for group in groups:
             index = group.index.tolist()
-            columns.append([i for i, tokens in enumerate(zip(*index)) if wanted.intersection(tokens)])
+            columns.append([i for i, tokens in enumerate(zip(*index)) if logit_tokens.intersection(tokens)])
             for row in index:
                 for i in columns[-1]:
-                    order[row[i] if row[i] in wanted else -1 - len(order)] = len(order)
-        parts = (
-            (part.functions[number % len(part.functions)] if part.kind == "block" else None, leaves)
-            for part, number, leaves in fetches
+                    order[row[i] if row[i] in logit_tokens else -1 - len(order)] = len(order)
+        blocks = (
+            (segment.functions[number % len(segment.functions)] if segment.kind == "block" else None, leaves)
+            for segment, number, leaves in fetches
         )
-        logits = self.causal.run(groups, parts, ctx, layers, [torch.tensor(numbers, **like) for numbers in columns])
+        logits = self.causal.run(groups, blocks, ctx, layers, [torch.tensor(numbers, **like) for numbers in columns])
         rows = torch.tensor([order[token] for token in batch.logit_rows.tolist()], **like)
-        return torch.cat([part.flatten(0, 1) for part in logits])[rows], None
+        return torch.cat([x.flatten(0, 1) for x in logits])[rows], None
 
 
-def whole_rows(cache: Cache, batch: StepBatch) -> list[RowGroup]:
+def rows_from_ids(cache: Cache, batch: StepBatch) -> list[RowGroup]:
     """One group, of the rows whose logits are wanted from their first tokens on, by ids in pages; or none."""
     cache.write(batch.tokens[None, :, None, None])
-    wanted = set(batch.logit_rows.tolist())
+    logit_tokens = set(batch.logit_rows.tolist())
     rows = [(range(span.start, span.stop), ids[0, :, 0, 0]) for span, (ids,) in cache.rows(batch.positions)]
-    rows = [(span, ids) for span, ids in rows if wanted.intersection(span)]
+    rows = [(span, ids) for span, ids in rows if logit_tokens.intersection(span)]
     if not rows:
         return []
     longest = max(len(ids) for _, ids in rows)
@@ -239,16 +239,16 @@ def _pass(
 ) -> tuple[Tensor, Any]:
     """The logits [B, T, V] of the activations that `select` takes of the last ones, and these."""
     x: Any = None
-    for part, number, p in fetches:
-        if part.kind == "embed":
+    for segment, number, p in fetches:
+        if segment.kind == "embed":
             x = model.embed(p, inputs, ctx)
-        elif part.kind == "join":
-            x = part.functions[0](p, x, inputs, ctx)
-        elif part.kind == "block":
-            x = call_layer(part.functions[number % len(part.functions)], part.first + number, p, x)
+        elif segment.kind == "join":
+            x = segment.functions[0](p, x, inputs, ctx)
+        elif segment.kind == "block":
+            x = call_layer(segment.functions[number % len(segment.functions)], segment.first + number, p, x)
         else:
             return model.logits(p, select(x), ctx), x
-    raise AssertionError("the last part of a model is its head")
+    raise AssertionError("the last segment of a model is its head")
 
 
 def expect_generates(model: Model, plan: Plan) -> None:
@@ -268,10 +268,10 @@ def expect_generates(model: Model, plan: Plan) -> None:
 
 
 class _Resident:
-    """The leaves of each part in the order of a pass: views of parameters that are whole here, else fetched."""
+    """The leaves of each segment in the order of a pass: views of parameters that are whole here, else fetched."""
 
-    def __init__(self, parts: Sequence[Segment], plan: Plan) -> None:
-        self.parts, self.plan = parts, plan
+    def __init__(self, segments: Sequence[Segment], plan: Plan) -> None:
+        self.segments, self.plan = segments, plan
         self.params: Any = None
         self.trees: list[tuple[Segment, int, Tree]] = []
 
@@ -279,16 +279,16 @@ class _Resident:
         """The leaves, views of which are made once."""
         if params is not self.params:
             leaves = pytree.leaves(params)
-            whole = self.plan.mesh.size == 1 and all(isinstance(x, Tensor) and x.device == device for x in leaves)
-            self.params, self.trees = params, list(self.fetched(params, device)) if whole else []
+            resident = self.plan.mesh.size == 1 and all(isinstance(x, Tensor) and x.device == device for x in leaves)
+            self.params, self.trees = params, list(self.fetched(params, device)) if resident else []
         return iter(self.trees) if self.trees else self.fetched(params, device)
 
     def fetched(self, params: Tree, device: torch.device) -> Fetches:
         """The leaves, the next ones of which are on their way."""
-        groups = [(part, group) for part in self.parts for group in part.groups]
+        groups = [(segment, group) for segment in self.segments for group in segment.groups]
         ahead = Prefetcher(ParamFetcher(params, self.plan, device), 1)
         ahead.expect([group for _, group in groups], "generate")
-        for part, group in groups:
-            names = [name.removeprefix(f"{part.name}/") if part.depth else name for name in group.leaves]
+        for segment, group in groups:
+            names = [name.removeprefix(f"{segment.name}/") if segment.depth else name for name in group.leaves]
             leaves = pytree.nest(dict(zip(names, ahead.fetch(group))))
-            yield part, (group.layer or 0) - part.local_first, leaves
+            yield segment, (group.layer or 0) - segment.local_first, leaves

@@ -34,10 +34,10 @@ class StopState(NamedTuple):
 
     ids: tuple[int, ...] = ()  # the last ones
     stable: int = 0  # so many of them end with a whole character
-    known: int = 0  # the most of them that do
+    complete: int = 0  # the most of them that do
     written: int = 0  # characters of their text that are in `pending` or were given out
     pending: str = ""  # text that may begin a stop text
-    drawn: int = 0  # tokens so far
+    token_count: int = 0  # so far
     reason: str = ""  # why it has ended: STOP_ID, STOP_TEXT or LENGTH; "" while it has not
 
 
@@ -60,14 +60,14 @@ def stop_rules(
     """
     ids = {*sampling.stop_ids, *(() if sampling.ignore_eos else eos)}
     lengths = [n for n in (sampling.max_tokens, longest) if n is not None]
-    most = min(lengths) if lengths else None
-    return StopRules(decode, frozenset(ids), sampling.stop, sampling.include_stop, sampling.min_tokens, most)
+    max_tokens = min(lengths) if lengths else None
+    return StopRules(decode, frozenset(ids), sampling.stop, sampling.include_stop, sampling.min_tokens, max_tokens)
 
 
 def start_text(rules: StopRules, prompt: Sequence[int] = ()) -> StopState:
     """The state before the first token. prompt: its last ids, behind which some tokenizers write a space.
 
-    >>> start_text(StopRules(lambda ids: bytes(ids).decode())).drawn
+    >>> start_text(StopRules(lambda ids: bytes(ids).decode())).token_count
     0
     """
     last_ids = tuple(map(int, prompt[-SPAN - 3 :]))
@@ -104,26 +104,26 @@ def feed(rules: StopRules, state: StopState, ids: Sequence[int]) -> Streamed:
 
 def _feed_one(rules: StopRules, state: StopState, token: int) -> tuple[StopState, str]:
     """(the state, the new text) behind one token."""
-    drawn = state.drawn + 1
-    reason = STOP_ID if token in rules.ids else LENGTH if drawn == rules.max_tokens else ""
+    token_count = state.token_count + 1
+    reason = STOP_ID if token in rules.ids else LENGTH if token_count == rules.max_tokens else ""
     ids = state.ids if reason == STOP_ID else (*state.ids, token)
-    whole = rules.decode(ids)
-    text = whole.rstrip(UNKNOWN)
-    known = len(ids) if len(text) == len(whole) else state.known
-    if reason and known < len(ids):
+    decoded = rules.decode(ids)
+    text = decoded.rstrip(UNKNOWN)
+    complete = len(ids) if len(text) == len(decoded) else state.complete
+    if reason and complete < len(ids):
         # By itself: some tokenizers write UNKNOWN for the whole characters before one that was cut, too.
-        text = rules.decode(ids[:known]) + rules.decode(ids[known:])
-    elif len(whole) - len(text) > LONGEST:
-        text = whole
+        text = rules.decode(ids[:complete]) + rules.decode(ids[complete:])
+    elif len(decoded) - len(text) > LONGEST:
+        text = decoded
     pending = state.pending + text[state.written :]
-    given, pending, matched = _cut(rules, pending, ended=bool(reason), early=drawn < rules.min_tokens)
+    new_text, pending, matched = _cut(rules, pending, ended=bool(reason), early=token_count < rules.min_tokens)
     reason = STOP_TEXT if matched else reason
-    state = StopState(ids, state.stable, known, max(state.written, len(text)), pending, drawn, reason)
-    if len(text) == len(whole) and len(ids) - state.stable >= SPAN:
+    state = StopState(ids, state.stable, complete, max(state.written, len(text)), pending, token_count, reason)
+    if len(text) == len(decoded) and len(ids) - state.stable >= SPAN:
         last_ids = ids[state.stable :]
         if length := len(rules.decode(last_ids)):
-            state = state._replace(ids=last_ids, stable=len(last_ids), known=len(last_ids), written=length)
-    return state, given
+            state = state._replace(ids=last_ids, stable=len(last_ids), complete=len(last_ids), written=length)
+    return state, new_text
 
 
 def _cut(rules: StopRules, text: str, *, ended: bool, early: bool) -> tuple[str, str, bool]:
@@ -134,8 +134,8 @@ def _cut(rules: StopRules, text: str, *, ended: bool, early: bool) -> tuple[str,
     if places:
         end, start = min(places)
         return text[: end if rules.include else start], "", True
-    most = 0 if ended else max(_overlap(text, stop) for stop in rules.texts)
-    return text[: len(text) - most], text[len(text) - most :], False
+    overlap = 0 if ended else max(_overlap(text, stop) for stop in rules.texts)
+    return text[: len(text) - overlap], text[len(text) - overlap :], False
 
 
 def _overlap(text: str, stop: str) -> int:
