@@ -1,4 +1,4 @@
-"""Folders of transformers in codes: GPTQ, AWQ, compressed-tensors and MXFP4. The packers here follow the
+"""Folders of transformers in codes: GPTQ, AWQ, compressed-tensors, FP8 and MXFP4. The packers here follow the
 published layouts bit by bit; what is read is compared with the numbers that the codes stand for."""
 
 import json
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from close import assert_close, assert_same
-from hf_cases import copy_of, hf, save, theirs, tokens
+from hf_cases import CASES, copy_of, hf, save, theirs, tokens
 from safetensors.torch import load_file, save_file
 
 import fzero
@@ -119,6 +119,28 @@ def plain(outputs, inputs, seed, kind="int", strategy="channel"):
     return {"weight": weight, "weight_scale": scales, "input_scale": torch.ones(1)}, values, config
 
 
+def fp8(*shape, seed=0, block=(24, 20), scale_dtype=torch.float16):
+    """Of a matrix, or of one for each expert; blocks that no size is a multiple of, None for one scale of all."""
+    g, (*experts, outputs, inputs) = torch.Generator().manual_seed(seed), shape
+    height, width = block or (outputs, inputs)
+    codes = torch.randint(0, 256, shape, generator=g, dtype=torch.uint8)
+    weight = torch.where(codes & 127 == 127, 5, codes).view(torch.float8_e4m3fn)  # the others are NaN
+    scales = torch.rand(*experts, -(-outputs // height), -(-inputs // width), generator=g) * 1e-2 + 1e-3
+    scales = scales.to(scale_dtype)
+    wide = scales.repeat_interleave(height, -2)[..., :outputs, :].repeat_interleave(width, -1)[..., :inputs]
+    values = (weight.double() * wide.double()).to(scale_dtype)
+    scheme = {"activation_scheme": "dynamic" if block else "static", "fmt": "e4m3"}
+    config = {"quant_method": "fp8", "weight_block_size": list(block) if block else None, **scheme}
+    tensors = {"weight": weight, "weight_scale_inv": scales if block else scales.reshape(())}
+    return tensors | ({} if block else {"activation_scale": torch.ones(())}), values, config
+
+
+def fbgemm(outputs, inputs, seed):
+    tensors, values, _ = fp8(outputs, inputs, seed=seed, block=(1, inputs))
+    config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+    return {"weight": tensors["weight"], "weight_scale": tensors["weight_scale_inv"]}, values, config
+
+
 KINDS = {
     **{f"gptq {bits}": lambda *n, b=bits: gptq(*n, bits=b) for bits in (2, 3, 4, 8)},
     "gptq by order, v2": lambda *n: gptq(*n, order=True, version="gptq_v2"),
@@ -130,6 +152,9 @@ KINDS = {
     "int8": plain,
     "float8 of a tensor": lambda *n: plain(*n, kind="float", strategy="tensor"),
     "float8 by blocks": lambda *n: plain(*n, kind="float", strategy="block"),
+    "fp8": lambda outputs, inputs, seed: fp8(outputs, inputs, seed=seed),
+    "fp8 of a tensor": lambda outputs, inputs, seed: fp8(outputs, inputs, seed=seed, block=None),
+    "fbgemm": fbgemm,
 }
 
 
@@ -160,6 +185,65 @@ def test_sizes_that_are_no_whole_words():
         assert_same(entry_of(tensors, config).give().contiguous(), weight)
 
 
+EXPERTS = "w.experts."
+
+
+def experts_of(seed=0, block=(8, 4), **options):
+    """(tensors of two leaves of experts in one, their values, the config)."""
+    up, wide, config = fp8(3, 32, 12, seed=seed, block=block, **options)
+    down, narrow, _ = fp8(3, 12, 14, seed=seed + 1, block=block, **options)
+    tensors = {"gate_up_proj": up["weight"], "down_proj": down["weight"], "down_proj_activation_scale": torch.ones(3)}
+    tensors |= {"gate_up_proj_scale_inv": up["weight_scale_inv"], "down_proj_scale_inv": down["weight_scale_inv"]}
+    return tensors, {"gate_up_proj": wide, "down_proj": narrow}, config
+
+
+def read(tensors, config, dtype=None):
+    entries = {f"{EXPERTS}{name}": TensorEntry(x.dtype, tuple(x.shape), lambda x=x: x) for name, x in tensors.items()}
+    read = dequantized_tensors(Path("f"), entries, quantization_of({"quantization_config": config}, "c"), dtype)
+    return {name.removeprefix(EXPERTS): entry.give() for name, entry in read.items()}
+
+
+def test_fp8_of_experts_in_one_tensor():
+    tensors, values, config = experts_of()
+    assert_same(read(tensors, config), values)
+    one_each = {
+        "gate_up_proj_scale_inv": torch.tensor([1.0, 2, 4, 8, 16, 32]).view(3, 2, 1),
+        "down_proj_scale_inv": torch.tensor([0.5, 1.0, 2.0]).view(3, 1, 1),
+    }
+    floats = {name: tensors[name].float() for name in values}
+    floats["gate_up_proj"] = floats["gate_up_proj"] * one_each["gate_up_proj_scale_inv"].repeat_interleave(16, 1)
+    floats["down_proj"] = floats["down_proj"] * one_each["down_proj_scale_inv"]
+    assert_same(read(tensors | one_each, {**config, "weight_block_size": None}), floats)
+    with pytest.raises(ValueError, match=r"^f: tensor w.experts.gate_up_proj has 32 outputs; .* must be whole blocks"):
+        read({name: x for name, x in tensors.items() if "up" in name}, {**config, "weight_block_size": [32, 4]})
+
+
+def test_fp8_with_scales_that_are_powers_of_two():
+    tensors, _, config = fp8(48, 40)
+    powers = torch.randint(100, 150, tensors["weight_scale_inv"].shape, dtype=torch.uint8)
+    scales = torch.ldexp(torch.ones(powers.shape), powers.int() - 127)
+    expected = entry_of(tensors | {"weight_scale_inv": scales}, config, torch.bfloat16).give()
+    for stored in (powers, powers.view(torch.float8_e8m0fnu)):
+        entry = entry_of(tensors | {"weight_scale_inv": stored}, config | {"scale_fmt": "ue8m0"}, torch.bfloat16)
+        assert_same(entry.give(), expected)
+        with pytest.raises(ValueError, match=r"^f: tensor w.weight_scale_inv is .*, and config.json has no dtype"):
+            entry_of(tensors | {"weight_scale_inv": stored}, config)
+
+
+@pytest.mark.slow
+def test_transformers_has_the_same_numbers_of_fp8():
+    integration = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    if not hasattr(integration.Fp8Dequantize, "_dequantize_one"):
+        pytest.skip("this version of transformers has no _dequantize_one")
+    convert_one = integration.Fp8Dequantize(None)._dequantize_one
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        tensors, _, config = fp8(128, 96, block=(32, 32), scale_dtype=torch.float32)
+        assert_same(entry_of(tensors, config, dtype).give(), convert_one(*tensors.values(), dtype))
+        tensors, values, config = experts_of(block=(4, 2), scale_dtype=torch.float32)
+        expected = {name: convert_one(tensors[name], tensors[f"{name}_scale_inv"], dtype) for name in values}
+        assert_same(read(tensors, config, dtype), expected)
+
+
 # ---- folders ----
 
 
@@ -184,7 +268,10 @@ def llama(tmp_path_factory):
     return save(theirs("llama"), tmp_path_factory.mktemp("llama") / "model")
 
 
-@pytest.mark.parametrize("kind", ["gptq by order, v2", "awq", "packed 4", "int8"])
+ACTIVATIONS = {"int8": "int8", "fp8": "float8"}
+
+
+@pytest.mark.parametrize("kind", ["gptq by order, v2", "awq", "packed 4", "int8", "fp8"])
 def test_a_folder_is_that_of_its_numbers(kind, llama, tmp_path):
     one, two = in_codes(llama, tmp_path, KINDS[kind])
     source = convert.open_source(one)
@@ -193,7 +280,8 @@ def test_a_folder_is_that_of_its_numbers(kind, llama, tmp_path):
     assert_same(pytree.named_leaves(params), pytree.named_leaves(expected))
     (note,) = source.notes
     assert "are dequantised to float16" in note
-    assert ("activations, which the config quantises to int8, are not" in note) == (kind == "int8")
+    told = re.findall("activations, which the config quantises to (.*), are not", note)
+    assert told == ([ACTIVATIONS[kind]] if kind in ACTIVATIONS else [])
     params = pytree.map(lambda leaf: leaf.float(), params)
     ours = models.logits(models.build(config), params, {"tokens": tokens(2)})
     reference = hf.AutoModelForCausalLM.from_pretrained(two, dtype=torch.float32)(tokens(2)).logits
@@ -209,6 +297,42 @@ def test_a_bias_of_zeros_that_no_layer_has_changes_nothing(llama, tmp_path):
     save_file({**stored, bias: torch.ones(32)}, one / "model.safetensors")
     with pytest.raises(ValueError, match=f"are unexpected .*{bias}"):
         huggingface.load_hf(one)
+
+
+def test_folders_of_modelopt_are_refused(llama, tmp_path):
+    folder, scale = copy_of(llama, tmp_path / "opt"), "model.layers.0.mlp.up_proj.weight_scale"
+    save_file({**load_file(folder / "model.safetensors"), scale: torch.ones(())}, folder / "model.safetensors")
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(ValueError, match=r"hf_quant_config.json: the weights are in codes of ModelOpt"):
+        huggingface.load_hf(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen3", "qwen3-moe", "deepseek", "gpt-oss"])
+def test_transformers_reads_the_same_of_a_folder(case, tmp_path, monkeypatch):
+    kind, sizes = CASES[case]
+    monkeypatch.setitem(CASES, case, (kind, sizes | {"hidden_size": 64, "intermediate_size": 64}))
+    folder = save(theirs(case).bfloat16(), tmp_path / "model")
+    stored, config = load_file(folder / "model.safetensors"), HOW["quantization_config"]
+    coded = dict(stored)
+    for seed, (name, x) in enumerate(stored.items()):
+        if case == "gpt-oss" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            coded[f"{name}_blocks"], coded[f"{name}_scales"] = blocks_and_scales(x.shape[2], seed, x.shape[1] // 32)
+            del coded[name]
+        elif case != "gpt-oss" and ".layers." in name and x.dim() == 2 and not name.endswith("mlp.gate.weight"):
+            tensors, _, config = fp8(*x.shape, seed=seed, block=(2, 2), scale_dtype=torch.float32)
+            coded |= {name: tensors["weight"], f"{name}_scale_inv": tensors["weight_scale_inv"]}
+    config = config | {"modules_to_not_convert": ["lm_head", "mlp.gate", "mlp.router", "self_attn.sinks"]}
+    one = copy_of(folder, tmp_path / "codes", quantization_config=config)
+    save_file(coded, one / "model.safetensors", metadata={"format": "pt"})
+    reference = hf.AutoModelForCausalLM.from_pretrained(one, dtype=torch.bfloat16)
+    two = save(reference, tmp_path / "dense")
+    assert "quantization_config" not in json.loads((two / "config.json").read_text())
+    (config, params), (_, expected) = huggingface.load_hf(one), huggingface.load_hf(two)
+    params, expected = (pytree.map(lambda leaf: leaf.float(), tree) for tree in (params, expected))  # routers are wider
+    assert_same(params, expected)
+    ours = models.logits(models.build(config), params, {"tokens": tokens(2)})
+    assert_close(ours, reference.float()(tokens(2)).logits.detach(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -244,6 +368,7 @@ def test_fzero_generates_from_codes(tmp_path, fz):
 
 GPTQ, AWQ = gptq(8, 8, 0)[2], awq(8, 8, 0)[2]
 CODED, INT8 = packed(8, 8, 0)[2], plain(8, 8, 0)[2]
+FP8 = fp8(8, 8)[2]
 
 
 def changed(config, **weights):
@@ -278,6 +403,11 @@ BAD = {
         **CODED,
         "config_groups": CODED["config_groups"] | {"b": changed(CODED, num_bits=8)["config_groups"]["group_0"]},
     },
+    "quant_method 'modelopt'; fzero reads": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "fmt is 'e5m2'; fzero reads 'e4m3' only": {**FP8, "fmt": "e5m2"},
+    "expert_dtype is 'fp4'; fzero reads 'fp8' only": {**FP8, "expert_dtype": "fp4"},
+    "weight_block_size is [128]; it must be two numbers": {**FP8, "weight_block_size": [128]},
+    "rotation is 'hadamard'; fzero does not know": {"quant_method": "mxfp4", "rotation": "hadamard"},
     "W4A16 is ['Linear']; it must be a table": {**CODED, "config_groups": {"W4A16": ["Linear"]}},
 }
 
@@ -307,6 +437,27 @@ def test_a_damaged_weight_is_one_line(message):
     DAMAGED[message](tensors)
     with pytest.raises(ValueError, match=f"^f: .*{re.escape(message)}") as error:
         entry_of(tensors, config).give()
+    assert "\n" not in str(error.value)
+
+
+DAMAGED_FP8 = {
+    "w.weight_scale_inv is missing: in FP8, blocks of 24 x 20": lambda t: t.pop("weight_scale_inv"),
+    "w.weight is missing": lambda t: t.pop("weight"),
+    "w.weight_scale_inv is torch.float16 [2, 3]; in FP8": lambda t: t.update(
+        weight_scale_inv=t["weight_scale_inv"][:2]
+    ),
+    "w.weight is torch.int8 [64, 48]": lambda t: t.update(weight=t["weight"].view(torch.int8)),
+    "w.weight has shape [2, 32, 48]": lambda t: t.update(weight=t["weight"].view(2, 32, 48)),
+    "no weight is in codes": lambda t: t.clear(),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGED_FP8)
+def test_a_damaged_weight_of_fp8_is_one_line(message):
+    tensors, _, config = fp8(64, 48)
+    DAMAGED_FP8[message](tensors)
+    with pytest.raises(ValueError, match=f"^f: .*{re.escape(message)}") as error:
+        entry_of(tensors, config)
     assert "\n" not in str(error.value)
 
 

@@ -41,6 +41,7 @@ from fzero.models import build
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HEAD = "lm_head.weight"
+MODELOPT, MODELOPT_SCALE = "hf_quant_config.json", re.compile(r".*\.weight_scale(_2)?")
 MOST_MODELS = 16  # in one source, looked into before it is refused
 # Parts that wrappers of PyTorch insert into parameter names.
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -71,6 +72,8 @@ def tensors_of(folder: Path, config: Path | None = None, *, dtype: torch.dtype |
     entries, path = _stored_tensors(folder), config or folder / "config.json"
     hf = read_json(path, wide=True) if path.is_file() else {}
     quantization = quantization_of(hf, str(path))
+    if quantization is None and (folder / MODELOPT).is_file() and any(map(MODELOPT_SCALE.fullmatch, entries)):
+        raise ValueError(f"{folder / MODELOPT}: the weights are in codes of ModelOpt, which fzero does not read")
     return entries if quantization is None else dequantized_tensors(folder, entries, quantization, dtype)
 
 
@@ -276,8 +279,8 @@ def load_hf(folder: str | Path, *, dtype: torch.dtype | None = None) -> tuple[An
     """(config, params) of the model that `transformers` saved to `folder`, of an architecture in docs/huggingface.md.
 
     Reads config.json with model.safetensors or the files of model.safetensors.index.json. dtype: of the parameters;
-    None keeps the stored one. Weights in codes (GPTQ, AWQ, compressed-tensors, MXFP4) are dequantised to it, or with
-    None to that of config.json. The parameters own their memory; Mixtral's config has z_coef=0.
+    None keeps the stored one. Weights in codes (GPTQ, AWQ, compressed-tensors, FP8, MXFP4) are dequantised to it, or
+    with None to that of config.json. The parameters own their memory; Mixtral's config has z_coef=0.
     Raises ValueError naming the architecture, the config entry or the tensor that is unknown, missing, unexpected or of
     another shape."""
     folder = Path(folder)

@@ -1,4 +1,4 @@
-"""The quantization_config of a config.json of `transformers`: GPTQ, AWQ and compressed-tensors.
+"""The quantization_config of a config.json of `transformers`: GPTQ, AWQ, compressed-tensors, FP8 and MXFP4.
 
 Each entry is used, is known to change nothing about what the codes mean, or is refused by name.
 """
@@ -30,17 +30,18 @@ class Quantization(NamedTuple):
 
 # How codes were searched for, by which program, and by what they are to be run. Which layers have some, names tell.
 UNUSED_TEXT = """
-    act_group_aware amp autoround_version backend batch_size block_name_to_quantize cache_block_outputs
-    damp_auto_increment damp_percent dataset dequantize disable_exllama do_fuse enable_minmax_tuning
+    act_group_aware activation_scale_ub amp autoround_version backend batch_size block_name_to_quantize
+    cache_block_outputs damp_auto_increment damp_percent dataset dequantize disable_exllama do_fuse enable_minmax_tuning
     enable_quanted_input exllama_config failsafe fuse_max_seq_len global_compression_ratio gradient_accumulate_steps
-    hyb_act ignore iters lm_head low_gpu_mem_usage lr max_input_length meta minmax_lr model_file_base_name
-    model_name_or_path model_seqlen module_name_preceding_first_block modules_in_block_to_quantize modules_to_fuse
-    modules_to_not_convert mse nsamples observer observer_kwargs offload_to_disk offload_to_disk_path pad_token_id
-    parallel_packing provider quant_method run_compressed scale_dtype seqlen static_groups sym targets tokenizer
-    true_sequential use_cuda_fp16 use_exllama use_optimized_inference zp_dtype
+    hyb_act ignore ignored_layers iters lm_head low_gpu_mem_usage lr max_input_length meta minmax_lr
+    model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block modules_in_block_to_quantize
+    modules_to_convert modules_to_fuse modules_to_not_convert mse nsamples observer observer_kwargs offload_to_disk
+    offload_to_disk_path pad_token_id parallel_packing provider quant_method run_compressed scale_dtype seqlen
+    static_groups sym targets tokenizer true_sequential use_cuda_fp16 use_exllama use_optimized_inference zp_dtype
 """
 UNUSED = frozenset(UNUSED_TEXT.split())
 MXFP4 = "mxfp4"  # of gpt-oss's experts, see tensor_files
+FLOAT8 = "float8"  # NAME beside NAME_scale_inv
 CHANNELS = -1  # a group_size: one scale for all inputs of an output
 
 
@@ -51,12 +52,21 @@ def quantization_of(hf: Mapping[str, Any], source: str) -> Quantization | None:
     table = hf.get("quantization_config")
     if table is None:
         return None
-    readers = {"gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_compressed, MXFP4: _read_mxfp4}
-    read = readers.get(str(table.get("quant_method"))) if isinstance(table, dict) else None
+    readers = {
+        "gptq": _read_gptq,
+        "awq": _read_awq,
+        "compressed-tensors": _read_compressed,
+        "fp8": _read_fp8,
+        "fbgemm_fp8": _read_fbgemm,
+        MXFP4: _read_mxfp4,
+    }
+    method = table.get("quant_method") if isinstance(table, dict) else None
+    read = readers.get(str(method))
     if read is None:
+        actual = f"has quant_method {short(method)}" if method else f"is {short(table)}"
         methods = " or ".join(map(repr, readers))
         raise ValueError(
-            f"{source}: quantization_config is {short(table)}; fzero reads None or a quant_method of {methods} only"
+            f"{source}: quantization_config {actual}; fzero reads None or a quant_method of {methods} only"
         )
     quantization = read(table, f"{source}: quantization_config")
     name = hf.get("dtype") or hf.get("torch_dtype")
@@ -132,7 +142,27 @@ def _read_awq(table: dict[str, Any], source: str) -> Quantization:
     return Quantization("awq", f"AWQ, 4 bits, {_text((1, group))}", 4, (1, group))
 
 
+def _read_fp8(table: dict[str, Any], source: str) -> Quantization:
+    allowed: dict[str, Sequence[Any]] = {
+        "activation_scheme": ("dynamic", "static"),
+        "expert_dtype": ("fp8",),
+        "fmt": ("e4m3",),
+        "kv_cache_scheme": (),
+        "scale_fmt": ("float", "ue8m0"),  # each dtype of scales says which it is
+    }
+    _expect_known(table, {"weight_block_size?": list | None}, allowed, source)
+    sizes = table.get("weight_block_size", [128, 128])
+    block = (0, 0) if sizes is None else _expect_sizes(sizes, f"{source}: weight_block_size")
+    return Quantization(FLOAT8, f"FP8, {_text(block)}", 8, block, activations="float8")
+
+
+def _read_fbgemm(table: dict[str, Any], source: str) -> Quantization:
+    _expect_known(table, {}, {}, source)
+    return Quantization("plain", "FBGEMM FP8, channels", 8, (1, 0), activations="float8")
+
+
 def _read_mxfp4(table: dict[str, Any], source: str) -> Quantization:
+    _expect_known(table, {}, {}, source)
     return Quantization(MXFP4, "MXFP4", 4, (1, 32), dtype=torch.bfloat16)
 
 
@@ -195,16 +225,20 @@ def _block(weights: Mapping[str, Any], source: str) -> tuple[int, int]:
         expect_entries(weights, {"group_size": int}, source)
         return 1, _expect_group(size, source)
     if strategy == "block":
-        sizes = weights.get("block_structure")
-        if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
-            raise ValueError(f"{source}: block_structure is {short(sizes)}; it must be two numbers of at least 1")
-        return sizes[0], sizes[1]
+        return _expect_sizes(weights.get("block_structure"), f"{source}: block_structure")
     blocks = {"channel": (1, 0), "tensor": (0, 0)}
     if strategy not in blocks:
         raise ValueError(
             f"{source}: strategy is {short(strategy)}; fzero reads 'group', 'channel', 'tensor' and 'block' only"
         )
     return blocks[strategy]
+
+
+def _expect_sizes(sizes: Any, subject: str) -> tuple[int, int]:
+    """The outputs and inputs of a block."""
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
+        raise ValueError(f"{subject} is {short(sizes)}; it must be two numbers of at least 1")
+    return sizes[0], sizes[1]
 
 
 def _text(block: tuple[int, int]) -> str:

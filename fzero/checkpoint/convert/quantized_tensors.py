@@ -1,4 +1,4 @@
-"""Weights of folders of `transformers` in codes, dequantised on request: GPTQ, AWQ and compressed-tensors.
+"""Weights of folders of `transformers` in codes, dequantised on request: GPTQ, AWQ, compressed-tensors and FP8.
 
     w[o, i] = (q[o, i] - z[r, c]) s[r, c]      of output o and input i, in the block (r, c) of a scale
 
@@ -12,8 +12,10 @@ AWQ     qweight int32 [I, O / 8] of q along O, scales [G, O], qzeros int32 [G, O
 packed  weight_packed int32 [O, I b / 32] of q + 2^(b-1) along I; weight_scale [O, G]; weight_shape [2]: O, I;
         weight_zero_point int32 [O b / 32, G] of z + 2^(b-1) along O, or int8 [O, G]; weight_g_idx int32 [I]
 plain   weight int8 or float8 [O, I]; weight_scale [O, 1], [1], [O, G] or by blocks; weight_zero_point int8
+float8  NAME float8_e4m3fn [O, I] or, of experts, [E, O, I]; NAME_scale_inv by blocks, [E, r, c] or one, in e8m0 or
+        uint8 2^(n - 127)
 
-The last two are of compressed-tensors.
+packed and plain are of compressed-tensors, plain of FBGEMM too, float8 of DeepSeek-V3 and what followed it.
 
 Memory: while a weight is read, its tensors as stored, and the values.
 
@@ -30,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.convert.quantization_config import MXFP4, Quantization
+from fzero.checkpoint.convert.quantization_config import FLOAT8, MXFP4, Quantization
 from fzero.checkpoint.convert.tensor_files import TensorEntry, unpack_tensors
 
 # By layout, the tensors that a weight has, the scales second, and those that it may have.
@@ -40,12 +42,16 @@ TENSORS = {
     "packed": (("weight_packed", "weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")),
     "plain": (("weight", "weight_scale"), ("weight_zero_point",)),
 }
-ACTIVATION_TENSORS = ("input_scale", "input_zero_point")  # of activations that are quantised, which they are not here
+# Of activations that are quantised, which they are not here.
+ACTIVATION_TENSORS = ("input_scale", "input_zero_point", "activation_scale")
 ORDERS = ("g_idx", "weight_g_idx")  # the group of each input
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 CHUNK = 1 << 18  # numbers at a time: in float32 they stay in a cache
 ALIGNMENT = 32  # codes in a row begin and end with words, whatever their bits
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+POWERS = (torch.float8_e8m0fnu, torch.uint8)  # of scales that are powers of two
+SCALE_SUFFIX = "_scale_inv"
+PAIR = "gate_up_proj"  # a weight of experts that is two, each in blocks of its own
 
 
 def unpack_codes(words: Tensor, bits: int, count: int, dim: int, order: Sequence[int] = ()) -> Tensor:
@@ -121,7 +127,7 @@ def _floats(codes: Tensor) -> Tensor:
 class PackedWeight(NamedTuple):
     """A weight in codes, in a folder."""
 
-    shape: tuple[int, int]  # [O, I]
+    shape: tuple[int, ...]  # [O, I] or [E, O, I]
     tensors: dict[str, tuple[Sequence[torch.dtype], tuple[int, ...]]]  # the dtypes and the shape that its tensors have
     read: Callable[[Mapping[str, Tensor]], Codes]
     transposed: bool = False  # whether the codes are [I, O]
@@ -136,6 +142,8 @@ def dequantized_tensors(
     Raises ValueError naming a tensor that is missing, there twice, or of another dtype or shape."""
     if quantization.layout == MXFP4:
         return unpack_tensors(source, tensors)
+    if quantization.layout == FLOAT8:
+        return _float8_tensors(source, tensors, quantization, dtype)
     needed, extra = TENSORS[quantization.layout]
     kinds = (*needed, *extra)
     marks = {f".{kind}": len(kind) + 1 for kind in kinds if kind != "weight"}
@@ -160,6 +168,32 @@ def dequantized_tensors(
     return out
 
 
+def _float8_tensors(
+    source: Path, tensors: Mapping[str, TensorEntry], quantization: Quantization, dtype: torch.dtype | None
+) -> dict[str, TensorEntry]:
+    """As dequantized_tensors, of weights whose scales have their names and a suffix."""
+    names = {name.removesuffix(SCALE_SUFFIX) for name in tensors if name.endswith(SCALE_SUFFIX)}
+    names |= {name for name, entry in tensors.items() if entry.dtype == torch.float8_e4m3fn}
+    if not names:
+        raise ValueError(f"{source}: no weight is in codes, and quantization_config says {quantization.text}")
+    used = {f"{name}{SCALE_SUFFIX}" for name in names}
+    for kind in ACTIVATION_TENSORS:
+        used |= {f"{name.removesuffix('weight')}{kind}" for name in names if name.endswith(".weight")}
+        used |= {f"{name}_{kind}" for name in names if not name.endswith(".weight")}
+    out = {name: entry for name, entry in tensors.items() if name not in used}
+    for name in sorted(names):
+        for actual in (name, name + SCALE_SUFFIX):
+            if actual not in tensors:
+                raise ValueError(
+                    f"{source}: tensor {actual} is missing: in {quantization.text} a weight has NAME and "
+                    f"NAME{SCALE_SUFFIX}"
+                )
+        stem, _, kind = name.rpartition(".")
+        entries = {kind: tensors[name], kind + SCALE_SUFFIX: tensors[name + SCALE_SUFFIX]}
+        out[name] = _entry(f"{source}: tensor {stem}", entries, quantization, dtype)
+    return out
+
+
 def is_zero_bias(name: str, entry: TensorEntry) -> bool:
     """Whether a tensor is a bias that changes nothing, as programs of GPTQ write of layers that have none."""
     return name.endswith(".bias") and len(entry.shape) == 1 and not entry.give().any()
@@ -169,8 +203,9 @@ def _entry(
     subject: str, entries: dict[str, TensorEntry], quantization: Quantization, dtype: torch.dtype | None
 ) -> TensorEntry:
     """The weight of these tensors, whose dtypes and shapes are checked."""
-    first, scales = TENSORS[quantization.layout][0][:2]
-    if len(entries[first].shape) != 2:
+    first, scales = list(entries)[:2]  # as TENSORS has them
+    ranks = (2, 3) if quantization.layout == FLOAT8 and first != "weight" else (2,)
+    if len(entries[first].shape) not in ranks:
         raise ValueError(f"{subject}.{first} has shape {list(entries[first].shape)}; in {quantization.text} it has two")
     packed = LAYOUTS[quantization.layout](subject, entries, quantization)
     for kind, entry in entries.items():
@@ -183,10 +218,12 @@ def _entry(
                 f"{' or '.join(map(str, dtypes))} {list(shape)}"
             )
     dtype = dtype or quantization.dtype or entries[scales].dtype
+    if dtype in POWERS:
+        raise ValueError(f"{subject}.{scales} is {dtype}, and config.json has no dtype; give one, or load_hf a dtype")
 
     def give() -> Tensor:
         values = packed.read({kind: entry.give() for kind, entry in entries.items()}).dequantize(dtype)
-        return values.t() if packed.transposed else values
+        return values.t() if packed.transposed else values.view(packed.shape)
 
     return TensorEntry(dtype, packed.shape, give)
 
@@ -300,6 +337,28 @@ def _compressed_weight(subject: str, entries: Mapping[str, TensorEntry], quantiz
     return PackedWeight((outputs, inputs), specs, read)
 
 
+def _float8_weight(subject: str, entries: Mapping[str, TensorEntry], quantization: Quantization) -> PackedWeight:
+    weight, scale = entries
+    *experts, outputs, inputs = shape = entries[weight].shape
+    count, (height, width) = math.prod(experts), quantization.block
+    if weight == PAIR and outputs % (2 * max(1, height)):
+        raise ValueError(
+            f"{subject}.{weight} has {outputs} outputs; in {quantization.text} its two halves must be whole blocks"
+        )
+    height = height or outputs // (1 + (weight == PAIR))
+    table = _blocks(outputs, height), _blocks(inputs, width)
+
+    def read(tensors: Mapping[str, Tensor]) -> Codes:
+        scales = tensors[scale].reshape(count * table[0], table[1])
+        scales = scales.view(torch.float8_e8m0fnu).float() if scales.dtype in POWERS else scales
+        codes, zeros = tensors[weight].view(count * outputs, inputs), torch.zeros(table[1]).expand(scales.shape)
+        rows = torch.arange(count)[:, None] * table[0] + _numbers(outputs, height)
+        return Codes((len(codes), inputs), lambda first, last: codes[first:last], scales, zeros, rows.view(-1), width)
+
+    specs = {weight: ((torch.float8_e4m3fn,), shape), scale: ((*FLOATS, *POWERS), (*experts, *table))}
+    return PackedWeight(shape, specs, read)
+
+
 def _stored_shape(subject: str, entry: TensorEntry) -> tuple[int, int]:
     """[O, I], by the tensor weight_shape."""
     values = entry.give().tolist() if tuple(entry.shape) == (2,) and not entry.dtype.is_floating_point else []
@@ -315,4 +374,5 @@ LAYOUTS: dict[str, Callable[[str, Mapping[str, TensorEntry], Quantization], Pack
     "awq": _awq_weight,
     "packed": _compressed_weight,
     "plain": _compressed_weight,
+    FLOAT8: _float8_weight,
 }
