@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import inspect
 import itertools
 import math
 
@@ -10,7 +11,7 @@ import torch
 from test_completions import TIGHT, by_key, ids, made, prompts, whole
 from test_generate_step import CONFIGS
 
-from fzero import generate, models
+from fzero import generate, models, one_process, zero_plan
 from fzero.core import prng, pytree
 from fzero.generate import GenerateOptions, Prompt, Sampling, completions
 from fzero.generate.drafts import DraftPages
@@ -205,3 +206,52 @@ def test_a_draft_without_numbers_is_named():
     draft.params["head"]["norm"]["scale"].fill_(torch.nan)
     with pytest.raises(ValueError, match="the draft model: prompt 0, sample 0, token 1: the model gives NaN"):
         list(completions(model, params, prompts(), options=GenerateOptions(guesses=3, draft=draft)))
+
+
+def weights_of(name="llama", **fields):
+    model = models.build(dataclasses.replace(CONFIGS[name], **fields))
+    return models.init_params(model, prng.key(1), torch.float64)
+
+
+def with_leaf(value):
+    params = weights_of()
+    params["head"]["norm"]["scale"] = value
+    return params
+
+
+OTHER_WEIGHTS = {
+    "family": (lambda: weights_of("gpt2"), "missing blocks/norm_1/scale, "),
+    "width": (lambda: weights_of(d_model=32), r"embed/tokens has shape \[61, 32\]; the plan's model has \[61, 16\]"),
+    "depth": (lambda: weights_of(n_layers=3), r"blocks/norm_1/scale has shape \[3, 16\]; .* has \[2, 16\]"),
+    "missing": (lambda: weights_of() | {"head": {"w": torch.zeros(61, 16)}}, "tree: missing head/norm/scale$"),
+    "integers": (
+        lambda: with_leaf(torch.ones(16, dtype=torch.int32)),
+        "head/norm/scale is torch.int32; .* has torch",
+    ),
+    "no tensor": (lambda: with_leaf(3.0), "head/norm/scale is 3.0; it must be a tensor"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_WEIGHTS)
+def test_weights_of_another_model_are_refused_by_each_function_before_it_computes(name):
+    model, make, message = models.build(CONFIGS["llama"]), *OTHER_WEIGHTS[name]
+    params, plan, texts = make(), zero_plan(0, model, one_process()), prompts()
+    arguments = {
+        "completions": (texts,),
+        "prefix_cache": (4,),
+        "score_continuations": ([generate.Continuation((1,), (2,))],),
+        "mismatch": (texts, ()),
+    }
+    functions = {n: f for n in generate.__all__ if inspect.isfunction(f := getattr(generate, n))}
+    functions = {n: f for n, f in functions.items() if "params" in inspect.signature(f).parameters}
+    calls = [lambda n=n, f=f: f(model, params, *arguments[n]) for n, f in functions.items()]
+    assert functions.keys() == arguments.keys()
+    options = GenerateOptions(guesses=3, draft=generate.Draft(model, params))
+    calls += [lambda: completions(model, weights_of(), texts, options=options)]
+    calls += [lambda: generate.make_step(model, plan)(params, generate.page_spec(model, plan, 1).zeros(), batch)]
+    batch = generate.StepBatch.of_rows([([1], 0, [0])], [1], page_tokens=16)
+    for call in calls:
+        with pytest.raises(ValueError, match="parameters are of another model: .*" + message):
+            call()
+    with pytest.raises(ValueError, match=r"the plan is of another model: .* missing blocks/moe/router"):
+        completions(model, params, texts, plan=zero_plan(0, models.build(CONFIGS["moe"]), one_process()))

@@ -11,7 +11,7 @@ from fzero.generate.drafts import expect_draft
 from fzero.generate.prefixes import PrefixCache
 from fzero.generate.prompts import Completion, GenerateOptions, Prompt
 from fzero.generate.sequences import sequences_of
-from fzero.generate.step import expect_generates
+from fzero.generate.step import expect_generates, expect_params
 from fzero.models import Model
 from fzero.sharding import Plan, one_process, zero_plan
 
@@ -40,7 +40,7 @@ def completions(
 
     Raises ValueError for a prompt that is empty, has an id outside of the vocabulary, does not fit the model's max_len
     or the pages, two prompts of one number, a cache of other pages or that another call was given, a draft that cannot
-    guess, and as `make_step`.
+    guess, parameters of another model, and as `make_step`.
 
     >>> from fzero import generate, models, random
     >>> model = models.build(models.LlamaConfig(32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=32))
@@ -50,8 +50,9 @@ def completions(
     [4]
     """
     plan = plan or zero_plan(0, model, one_process())
-    device = device_of(params, options)
     expect_generates(model, plan)
+    expect_params(params, plan)
+    device = device_of(params, options)
     mesh = plan.mesh
     sequences = sequences_of(model, prompts, options)
     if options.draft:
@@ -114,7 +115,7 @@ def prefix_cache(
 
     Prompts of a later call that begin alike take keys and values from there; their log-probs are those without, with
     kernels="canonical" to the last bit. After other weights, adapters or kernels nothing is found. Least recently used
-    pages go first. Raises ValueError for a count below 1.
+    pages go first. Raises ValueError for a count below 1, and parameters of another model.
 
     >>> from fzero import generate, models, random
     >>> model = models.build(models.LlamaConfig(32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=32))
@@ -130,5 +131,8 @@ def prefix_cache(
 
     Ref: Zheng et al. 2023, "SGLang", arXiv:2312.07104, section 3.
     """
-    specs = page_specs(model, params, plan or zero_plan(0, model, one_process()), options, count)
+    plan = plan or zero_plan(0, model, one_process())
+    expect_generates(model, plan)
+    expect_params(params, plan)
+    specs = page_specs(model, params, plan, options, count)
     return PrefixCache.zeros(*specs, device_of(params, options))

@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.generate.draws import score
-from fzero.generate.pages import PAGE_TOKENS, page_spec, pages_for, text_sizes
-from fzero.generate.step import StepBatch, make_step
+from fzero.generate.pages import PAGE_TOKENS, dtype_of, page_spec, pages_for, text_sizes
+from fzero.generate.step import StepBatch, expect_generates, expect_params, make_step
 from fzero.models import Model
 from fzero.sharding import Plan, one_process, zero_plan
 
@@ -49,7 +48,7 @@ def score_continuations(
     """The scores of continuations, in their order.
 
     step_tokens: of a step, whose logits [step_tokens, V] are the largest tensor. Raises ValueError for an empty context
-    or continuation, for one that is longer than the model's max_len + 1, and as `make_step`.
+    or continuation, one that is longer than the model's max_len + 1, parameters of another model, and as `make_step`.
 
     >>> from fzero import models, random
     >>> model = models.build(models.LlamaConfig(32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=32))
@@ -59,12 +58,14 @@ def score_continuations(
     3
     """
     plan, max_len = plan or zero_plan(0, model, one_process()), text_sizes(model)[1]
+    expect_generates(model, plan)
+    expect_params(params, plan)
     for number, (context, ids) in enumerate(continuations):
         if not context or not ids:
             raise ValueError(f"continuation {number} has no {'ids' if context else 'context'}; give at least one token")
         if len(context) + len(ids) > max_len + 1:
             raise ValueError(f"continuation {number}: {len(context)} + {len(ids)} tokens; max_len is {max_len}")
-    dtype = next(leaf.dtype for leaf in pytree.leaves(params) if leaf.dtype.is_floating_point)
+    dtype = dtype_of(params)
     lengths = [len(context) + len(ids) - 1 for context, ids in continuations]
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     groups = list(_groups(order, lengths, step_tokens))

@@ -33,7 +33,7 @@ from fzero.generate.draws import draw_by_row
 from fzero.generate.pages import Pages, PageSpec, dtype_of, page_spec, pages_for, recompute_reason, text_sizes
 from fzero.generate.requests import Row
 from fzero.generate.rows import DrawRow
-from fzero.generate.step import StepBatch, expect_generates, hidden_step
+from fzero.generate.step import StepBatch, expect_generates, expect_params, hidden_step
 from fzero.models import Model
 from fzero.sharding import Plan, one_process, zero_plan
 
@@ -152,7 +152,9 @@ def expect_draft(draft: Draft, model: Model, plan: Plan, vocab_size: int | None,
         raise ValueError(
             f"the draft has mtp=True, which is for one process, and here are {plan.mesh.size}; leave it out"
         )
-    expect_generates(draft.model, zero_plan(0, draft.model, one_process()))
+    draft_plan = zero_plan(0, draft.model, one_process())
+    expect_generates(draft.model, draft_plan)
+    expect_params(draft.params, draft_plan, "the draft's parameters are")
     if reason := recompute_reason(draft.model, one_process()):
         raise ValueError(
             f"the draft model keeps no keys and values ({reason}), so that each guess would cost a whole pass; give "

@@ -41,7 +41,7 @@ class Alternatives(NamedTuple):
 
 
 class TokenDraws(NamedTuple):
-    """TokenDraws tokens, a row each."""
+    """Drawn tokens, a row each."""
 
     tokens: Tensor  # int64 [M]
     log_probs: Tensor  # float32 [M], of the whole vocabulary at temperature 1: what the trainer's loss is of

@@ -14,10 +14,13 @@ from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.generate.draws import log_sum_exp, score
+from fzero.generate.pages import dtype_of
 from fzero.generate.prompts import Completion, Prompt
+from fzero.generate.step import expect_params
 from fzero.kernels import rowwise
 from fzero.kernels.registry import Kernels
 from fzero.models import Ctx, Model, forward
+from fzero.sharding import one_process, zero_plan
 
 
 class Mismatch(NamedTuple):
@@ -55,7 +58,8 @@ def mismatch(
     """Return how far the log-probs of completions are from those of a forward pass of training over the whole texts.
 
     params: whole, those that drew. prompts: of the completions. kernels: those of training. One text is computed at a
-    time, with logits [T, V]. Raises ValueError for a completion without its prompt.
+    time, with logits [T, V]. Raises ValueError for a completion without its prompt, and parameters of another
+    model.
 
     >>> from fzero import generate, models, random
     >>> model = models.build(models.LlamaConfig(32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=32))
@@ -66,17 +70,16 @@ def mismatch(
 
     Ref: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
     """
+    expect_params(params, zero_plan(0, model, one_process()))
     by_number = {prompt.number: prompt for prompt in prompts}
-    leaves = [leaf for leaf in pytree.leaves(params) if isinstance(leaf, Tensor)]
-    dtype = next(leaf.dtype for leaf in leaves if leaf.dtype.is_floating_point)
-    ctx = Ctx(dtype=dtype, kernels=Kernels.parse(kernels))
+    ctx = Ctx(dtype=dtype_of(params), kernels=Kernels.parse(kernels))
     lse = functools.partial(rowwise.log_sum_exp, impl="canonical") if ctx.kernels.canonical else log_sum_exp
     differences: list[Tensor] = []
     for completion in completions:
         if completion.number not in by_number:
             raise ValueError(f"there is a completion of prompt {completion.number}, which is not among the prompts")
         ids = by_number[completion.number].ids
-        text = torch.tensor([[*ids, *completion.ids]], device=leaves[0].device)
+        text = torch.tensor([[*ids, *completion.ids]], device=pytree.leaves(params)[0].device)
         with torch.no_grad():
             logits = forward.logits(model, params, {"tokens": text[:, :-1]}, ctx)[0, len(ids) - 1 :]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -31,7 +31,9 @@ from fzero.models.configs import head_of
 from fzero.models.deepseek import MTP_JOIN, MTP_STACK, mtp_model
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.prefetch import ParamFetcher, Prefetcher
+from fzero.sharding.zero_stages import shapes_of
 from fzero.train.stage_exchange import Segment, segments_of
+from fzero.train.state import expect_shapes
 
 WIDTHS = 8  # pages: the width of a table is a multiple, so that few shapes come often
 Step = Callable[[Tree, Pages, "StepBatch"], tuple[Tensor, Pages]]
@@ -93,8 +95,8 @@ def make_step(model: Model, plan: Plan, *, kernels: str | Kernels = "auto", dtyp
     of training's, in any batch. dtype: of activations and products; None: the plan's.
     Communicates: as a forward pass of training. All ranks of a mesh call it together, also with an empty batch.
 
-    Raises ValueError for a model with a head of scores, and a mesh with pp, cp or ep. The step raises it for pages that
-    an earlier step was given, and, with "canonical", for pages in codes.
+    Raises ValueError for a model with a head of scores, and a mesh with pp, cp or ep. The step raises it for parameters
+    of another model, for pages that an earlier step was given, and, with "canonical", for pages in codes.
 
     >>> from fzero import generate, models, one_process, random, zero_plan
     >>> model = models.build(models.LlamaConfig(32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=32))
@@ -252,8 +254,9 @@ def _pass(
 
 
 def expect_generates(model: Model, plan: Plan) -> None:
-    """Raise ValueError for a model that says no text, or a mesh over which none is generated."""
+    """Raise ValueError for a model that says no text, a plan of another, and a mesh over which none is generated."""
     causal_module(model)
+    expect_params(shapes_of(model), plan, "the plan is", shards=False)
     if head_of(model.config) is not None:
         raise ValueError(
             "the model has a head of scores, which says no text; models.logits gives them, and fzero export writes a "
@@ -267,6 +270,14 @@ def expect_generates(model: Model, plan: Plan) -> None:
             )
 
 
+def expect_params(params: Tree, plan: Plan, label: str = "the parameters are", *, shards: bool = True) -> None:
+    """Raise ValueError for parameters, at rest or whole, that are not those of the plan's model."""
+    try:
+        expect_shapes(plan, params, shards=shards)
+    except ValueError as error:
+        raise ValueError(f"{label} of another model: {error}") from None
+
+
 class _Resident:
     """The leaves of each segment in the order of a pass: views of parameters that are whole here, else fetched."""
 
@@ -278,6 +289,7 @@ class _Resident:
     def fetches(self, params: Tree, device: torch.device) -> Fetches:
         """The leaves, views of which are made once."""
         if params is not self.params:
+            expect_params(params, self.plan)
             leaves = pytree.leaves(params)
             resident = self.plan.mesh.size == 1 and all(isinstance(x, Tensor) and x.device == device for x in leaves)
             self.params, self.trees = params, list(self.fetched(params, device)) if resident else []

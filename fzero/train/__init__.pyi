@@ -62,6 +62,7 @@ from fzero.train.state import PREVIOUS as PREVIOUS
 from fzero.train.state import Metrics as Metrics
 from fzero.train.state import TrainState as TrainState
 from fzero.train.state import expect_alive as expect_alive
+from fzero.train.state import expect_shapes as expect_shapes
 from fzero.train.state import first_stats as first_stats
 from fzero.train.state import meta_state as meta_state
 from fzero.train.state import move_leaf as move_leaf

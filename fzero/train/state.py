@@ -17,6 +17,7 @@ from fzero.core.arguments import checked
 from fzero.core.host_memory import LARGE_BYTES
 from fzero.core.precision import ScalerState, init_scaler
 from fzero.core.pytree import Tree
+from fzero.core.text_parsing import short
 from fzero.core.torch_private import disable_current_modes
 from fzero.offload.nvme import DiskTensor
 from fzero.optim import GradientTransformation
@@ -121,13 +122,14 @@ def expect_shapes(plan: Plan, tree: Tree, *, shards: bool = False) -> None:
     leaves = pytree.named_leaves(tree)
     pytree.from_named(leaves, plan.like)
     for name, leaf in plan.leaves.items():
+        dtype = getattr(leaves[name], "dtype", None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name} is {short(leaves[name])}; it must be a tensor")
         shape = plan.local_shapes["params"][name] if shards else leaf.shape
         if tuple(leaves[name].shape) != shape:
-            raise ValueError(
-                f"{name}: the plan was made for shape {list(shape)} and the leaf has {list(leaves[name].shape)}"
-            )
-        if leaves[name].dtype.is_floating_point != leaf.dtype.is_floating_point:
-            raise ValueError(f"{name}: the plan was made for {leaf.dtype} and the leaf is {leaves[name].dtype}")
+            raise ValueError(f"{name} has shape {list(leaves[name].shape)}; the plan's model has {list(shape)}")
+        if dtype.is_floating_point != leaf.dtype.is_floating_point:
+            raise ValueError(f"{name} is {dtype}; the plan's model has {leaf.dtype}")
 
 
 def meta_state(plan: Plan, tx: GradientTransformation) -> TrainState:
