@@ -377,6 +377,10 @@ REFUSED = {
     "parameters of nan": (lambda: estimate.communicated_elements(float("nan"), 3, 2), "psi is nan; it must be"),
     "a search for nothing": (lambda: fzero.search("mlp-tiny", 1, top=0), "search: top is 0; it must be a whole number"),
     "an empty choice": (lambda: one_of(("", "localsgd")).check("local.method", "x"), 'one of "", localsgd'),
+    "an evaluation of another width": (
+        lambda: evaluate(lambda state: PARAMS | {"b": torch.ones(2)}),
+        r"b has shape \[2\]",
+    ),
     "an evaluation of a state": (lambda: evaluate(lambda state: state), r"write eval_step\(state\.params, batch\)"),
 }
 

@@ -47,7 +47,7 @@ from fzero.train.loss import LossFn, PlainLoss, context_of, make_loss, sum_losse
 from fzero.train.pipeline_executor import MicroBatches, Turn, evaluate_row, run_row
 from fzero.train.split_check import check_user_split
 from fzero.train.stage_exchange import StageSharing, segments_of
-from fzero.train.state import TrainState, expect_alive
+from fzero.train.state import TrainState, expect_alive, expect_shapes
 from fzero.train.streamed_model import StreamedModel
 
 
@@ -357,7 +357,7 @@ def make_eval_step(
     dtypes. execution: compiled, kernels and prefetch of it; there is no backward pass to compute anything again for.
     reduce: False returns the sums of this rank's rows, which are then to be added up over the data ranks too.
     Communicates: what the model does, and an all_gather of a few float64 over each of dp, rp and cp.
-    All ranks of the mesh must call the function together.
+    All ranks of the mesh must call the function together. It raises ValueError for parameters of another model.
 
     >>> def loss(params, batch):  # (sum, number of tokens)
     ...     return (batch["x"] @ params["w"]).square().sum(), batch["x"].shape[0]
@@ -384,6 +384,7 @@ def make_eval_step(
             if isinstance(params, TrainState):
                 raise TypeError("the parameters are a TrainState; write eval_step(state.params, batch)")
             expect_alive(params)
+            expect_shapes(plan, params, shards=True)
             has_values = bool(unseen) and check_values(model, batch, unseen[0])
         if has_values:
             check_user_split(program, plan, params, batch, ctx)
