@@ -96,22 +96,36 @@ def test_greedy_texts_are_those_of_transformers_generate(name, fed):
 
 
 def by_rank(mesh, stage):
-    """What a rank draws, from the parameters of a training state at rest; ranks of dp have unlike rows."""
+    """(what a rank draws, from the parameters of a training state at rest, the entries of its pages); ranks of dp have
+    unlike rows."""
     model = fzero.from_huggingface(CASES["OPT"](), seed=3, batch=theirs.batch_of("OPT", 0))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "OPTForCausalLM: tp=2 splits|each new token")
+        warnings.filterwarnings("ignore", "OPTForCausalLM: tp=2 splits")
         plan = zero_plan(stage, model, mesh)
         state = fzero.init_state(model, optim.sgd(0.1), plan, seed=0)
         prompts = [generate.Prompt(text(3 + 5 * i), generate.Sampling(0.0, max_tokens=4 + i), i) for i in range(3)]
         out = generate.completions(model, state.params, prompts, plan=plan)
-        return {completion.number: completion.ids for completion in out}
+        texts = {completion.number: completion.ids for completion in out}
+        return texts, generate.page_spec(model, plan, 1).entries
 
 
 @pytest.mark.parametrize(("sizes", "stage"), [({"dp": 2}, 3), ({"tp": 2}, 1)], ids=str)
 def test_ranks_draw_what_one_process_does(sizes, stage):
-    parts = ranks.run(2, by_rank, stage, mesh=sizes)
-    assert sum(map(len, parts)) == (3 if "dp" in sizes else 6)
-    assert {**parts[0], **parts[1]} == by_rank(one_process(), 0)
+    (first, entries), (second, _) = ranks.run(2, by_rank, stage, mesh=sizes)
+    texts, all_entries = by_rank(one_process(), 0)
+    assert len(first) + len(second) == (3 if "dp" in sizes else 6)
+    assert {**first, **second} == texts
+    split = sizes.get("tp", 1)  # heads
+    assert [[(heads * split, size) for heads, size in layer] for layer in entries] == [*map(list, all_entries)]
+
+
+def test_a_cache_that_tp_spoils_is_not_used(monkeypatch):
+    """A planted mistake: under tp, the keys of the row before."""
+    model = fzero.from_huggingface(CASES["Gemma3"](), seed=3, batch=theirs.batch_of("Gemma3", 0))
+    causal, keys = model.traits.causal(), causal_module.PagedKeys.exchange
+    monkeypatch.setattr(causal_module.PagedKeys, "exchange", lambda self, *pair: keys(self, *pair).roll(1, 2))
+    assert causal.paging(fzero.fake_mesh({"tp": 2})).reason.endswith("gives other logits with its cache than without")
+    assert causal.paging(one_process()).entries and not causal.paging(fzero.fake_mesh({"tp": 2})).entries
 
 
 def test_a_module_of_ones_own_without_a_cache_is_computed_again(fed):
@@ -143,8 +157,9 @@ def test_a_cache_that_gives_other_logits_is_not_used(monkeypatch):
     keys = causal_module.PagedKeys.exchange
     monkeypatch.setattr(causal_module.PagedKeys, "exchange", lambda self, *pair: keys(self, *pair).roll(1, 2))
     model = fzero.from_huggingface(CASES["OPT"](), seed=3)
-    assert not model.traits.causal().entries
-    assert model.traits.causal().reason == "OPTForCausalLM gives other logits with its cache than without"
+    paging = model.traits.causal().paging(one_process())
+    assert not paging.entries
+    assert paging.reason == "OPTForCausalLM gives other logits with its cache than without"
 
 
 def of_module(*layers):

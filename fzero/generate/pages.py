@@ -124,10 +124,10 @@ def page_spec(model: Model, plan: Plan, count: int, *, page_tokens: int = PAGE_T
         raise ValueError(
             f"a cache in {dtype} is for keys and values of fzero's own attention, and this model has none; leave it out"
         )
-    if recompute_reason(model, plan.mesh):
-        return PageSpec(count, page_tokens, (((1, 1),),), torch.int64)
     if causal := causal_module(model):
-        return PageSpec(count, page_tokens, causal.entries, dtype or plan.policy.compute)
+        if entries := causal.paging(plan.mesh).entries:
+            return PageSpec(count, page_tokens, entries, dtype or plan.policy.compute)
+        return PageSpec(count, page_tokens, (((1, 1),),), torch.int64)
     shapes = entry_shapes(model, plan.mesh.tp.size)
     return PageSpec(count, page_tokens, (shapes,) * body_of(model.config).n_layers, dtype or plan.policy.compute)
 
@@ -150,9 +150,8 @@ def causal_module(model: Model) -> Any:
 
 def recompute_reason(model: Model, mesh: Mesh) -> str:
     """Why each step computes all positions of a row again; "" where pages have entries of them."""
-    if (causal := causal_module(model)) is None:
-        return ""
-    return "tp splits the heads of its cache" if causal.entries and mesh.tp.size > 1 else causal.reason
+    causal = causal_module(model)
+    return causal.paging(mesh).reason if causal else ""
 
 
 def text_sizes(model: Model) -> tuple[int, int]:

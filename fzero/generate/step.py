@@ -185,6 +185,7 @@ class _OfModule:
 
     def __init__(self, model: Model, mesh: Mesh) -> None:
         self.causal, self.reason = causal_module(model), recompute_reason(model, mesh)
+        self.padded = self.causal.paging(mesh).padded
         if self.reason and mesh.rank == 0:
             warnings.warn(f"each new token computes all before it again: {self.reason}", UserWarning, stacklevel=5)
 
@@ -195,7 +196,7 @@ class _OfModule:
             groups = rows_from_ids(Cache(pages.layers[0], batch.slots, batch.table, batch.starts), batch)
         else:
             rows = batch.tokens, batch.positions, batch.starts, batch.table
-            groups = cached_groups(*rows, pages.spec.page_tokens, self.causal.padded)
+            groups = cached_groups(*rows, pages.spec.page_tokens, self.padded)
         layers = None if self.reason or not groups else pages.layers
         like = {"dtype": torch.int64, "device": batch.tokens.device}
         if not groups:  # all ranks gather the weights

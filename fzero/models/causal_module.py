@@ -3,7 +3,7 @@
 No graph is made, as each step has other shapes: the forward pass is called, with stand-ins for its layers. One call
 notes what the layers of a stack get and ends before the last of them returns; then each layer runs when its parameters
 are there; the call after the last stack goes on from what that left. Whether a cache of pages gives what a whole pass
-does is found by computing, with random weights.
+does is found by computing, with random weights, under tp with those of one rank.
 
 Rows of unlike lengths share a call as in transformers' own batches: shorter ones have masked positions before them.
 """
@@ -29,11 +29,12 @@ from fzero.core.random_interception import is_drawing, seeded
 from fzero.core.stack import Block
 from fzero.models.base import Ctx
 from fzero.models.module_layers import CannotSplit, any_numbers, any_rows, differ
-from fzero.models.module_rehearsal import RUNS, CopiedModule
+from fzero.models.module_rehearsal import RUNS, CopiedModule, first_of
 from fzero.models.module_split import ModuleCall, StackKind
-from fzero.models.module_tp import calling, draws_of, replaced
+from fzero.models.module_tp import Cuts, calling, divided, draws_of, replaced, specs_of, split_dims
 from fzero.models.transformers_module import ENDLESS, POSITIONS, first_number
 from fzero.models.user_functions import wide_sums
+from fzero.sharding import Mesh
 
 CACHES = ("cache", "past_key_values")  # the names that versions of transformers have for the argument
 TEXTS = ((0, 1, 1, 0, 1, 0, 0, 1, 1, 1), (1, 0, 0, 1, 1, 0, 1))
@@ -50,6 +51,14 @@ class LayerCall(NamedTuple):
     inputs: tuple[Any, Any]  # args, kwargs
     rows: int
     stacked: dict[str, dict[str, Tensor]]  # see Prepared
+
+
+class Paging(NamedTuple):
+    """What pages have of a module's positions."""
+
+    entries: tuple[tuple[Entry, ...], ...] = ()  # of each layer; () where no cache is used
+    padded: bool = False  # whether rows of unlike lengths share a call
+    reason: str = ""  # why no cache is used
 
 
 class RowGroup(NamedTuple):
@@ -231,9 +240,9 @@ class CausalModule:
     """
 
     def __init__(
-        self, copied: CopiedModule, places: Mapping[str, str], block: Callable[..., Any] | None = None
+        self, copied: CopiedModule, places: Mapping[str, str], cuts: Callable[[Mesh], dict[str, Cuts]] | None = None
     ) -> None:
-        self.copied, self.places, self.block = copied, places, block
+        self.copied, self.places, self.cuts = copied, places, cuts
         self.number = next(NUMBERS)  # of this process
         self.names = frozenset(inspect.signature(copied.skeleton.forward).parameters)
         self.layers = [copied.skeleton.get_submodule(name) for name, _ in copied.layers]
@@ -242,19 +251,40 @@ class CausalModule:
         self.lasts = {len(stacks) - 1 - stacks[::-1].index(stack) for stack in stacks}
         self.forms: dict[StackKind, Callable[[Tensor, list[Any]], Any]] = {}
         self.cache_name = next((name for name in CACHES if name in self.names and self.of_transformers), "")
-        self.entries: tuple[tuple[Entry, ...], ...] = ()  # of each layer; () where no cache is used
-        self.numbers: dict[Any, int] = {}  # layer: its number in `entries`
+        self.numbers: dict[Any, int] = {}  # layer: its number in the entries
         self.draws, self.drew = True, False  # see Forward
-        self.padded = False  # whether rows of unlike lengths share a call
-        self.reason = "it has no cache of keys and values that a module of transformers takes"
-        with graph_tracing.outside_transforms(), preserve_random_states(), torch.no_grad(), seeded(0):
-            whole = self.check_logits()
-            if self.cache_name:
-                self.find_cache(whole)
-            del self.outside, self.within
+        with self.random_weights(1, {}):
+            self.vocab_size = self.check_logits()
+            paging = Paging(reason="it has no cache of keys and values that a module of transformers takes")
+            self.pagings = {1: self.find_cache() if self.cache_name else paging}  # by the size of tp
         self.draws = self.drew
-        self.vocab_size = whole[0].shape[-1]
         self.max_len = first_number(getattr(copied.skeleton, "config", None), POSITIONS, ENDLESS)
+
+    def paging(self, mesh: Mesh) -> Paging:
+        """What pages have of a position on a rank of a mesh."""
+        size = mesh.tp.size if self.pagings[1].entries else 1
+        if size not in self.pagings:
+            assert self.cuts is not None  # else nothing is over tp
+            with self.random_weights(size, self.cuts(mesh)):
+                self.pagings[size] = self.find_cache()
+        return self.pagings[size]
+
+    @contextlib.contextmanager
+    def random_weights(self, tp: int, cuts: Mapping[str, Cuts]) -> Iterator[None]:
+        """There are random weights within, of which tp splits these: those of a rank alone, without sums over ranks."""
+        copied, self.split = self.copied, (tp, cuts)
+        with graph_tracing.outside_transforms(), preserve_random_states(), torch.no_grad(), seeded(0):
+            self.outside = {name: any_rows(leaf.shape) for name, leaf in copied.parameters.items()}
+            self.within = dict[str, dict[str, Tensor]]()
+            for stack, leaves in copied.within.items():
+                shapes = {name: [*leaf.shape] for name, leaf in leaves.items()}
+                specs = specs_of(copied.templates[stack][0], cuts[stack]) if stack in cuts else {}
+                for name, text in specs.items():
+                    for dim in split_dims(text):
+                        shapes[name][dim] //= tp
+                self.within[stack] = {name: any_numbers(torch.Size(shape)) for name, shape in shapes.items()}
+            yield
+        del self.outside, self.within, self.split
 
     @property
     def of_transformers(self) -> bool:
@@ -301,15 +331,9 @@ class CausalModule:
             number += 1
         return [forward.logits(outside, columns[i]) for i, forward in enumerate(passes)]
 
-    def check_logits(self) -> list[Tensor]:
-        """The logits of TEXTS with random weights; raises ValueError for a module that gives none."""
-        copied = self.copied
-        self.outside = {name: any_rows(leaf.shape) for name, leaf in copied.parameters.items()}
-        self.within = {
-            stack: {name: any_numbers(leaf.shape) for name, leaf in leaves.items()}
-            for stack, leaves in copied.within.items()
-        }
-        whole = []
+    def check_logits(self) -> int:
+        """The size of the vocabulary; raises ValueError for a module that gives no logits of TEXTS."""
+        copied, whole = self.copied, []
         for text in TEXTS:
             try:
                 out = self.run_whole(text, None)
@@ -332,7 +356,7 @@ class CausalModule:
             whole.append(logits[0])
         if differ(logits_of(self.run_whole(TEXTS[0][:4], None))[0], whole[0][:4]):
             raise ValueError(f"{copied.name}: a token sees the ones after it, so that it generates no text")
-        return whole
+        return whole[0].shape[-1]
 
     def run_whole(self, text: Sequence[int], keys: NotedKeys | None) -> Any:
         """What the module returns for a text with the random weights, each layer where it is called."""
@@ -345,9 +369,8 @@ class CausalModule:
                 forward.cache.layer = number
             leaves = pytree.leaves((args, kwargs))
             if self.runs_in_check(number):
-                ctx = Ctx(layer=torch.tensor(number))
-                tensors = {**self.within[kind.stack], **self.copied.layer_buffers(kind, forward.stacked, ctx.layer)}
-                out = self.copied.call_layer(kind, tensors, (args, kwargs), ctx, 1, detect_draws=True)
+                prepared = LayerCall((args, kwargs), 1, forward.stacked)
+                out = self.call_layer(kind, Ctx(layer=torch.tensor(number), prepared=prepared))
                 self.forms.setdefault(kind, form_of(out, leaves))
             else:
                 out = self.forms[kind](leaves[0], leaves)
@@ -364,34 +387,42 @@ class CausalModule:
         self.drew |= forward.draws
         return out
 
+    def call_layer(self, kind: StackKind, ctx: Ctx) -> Any:
+        """What a layer returns with the random weights."""
+        inputs, rows, stacked = ctx.prepared
+        size, cuts = self.split[0], self.split[1].get(kind.stack, Cuts())
+        tensors = {**self.within[kind.stack], **self.copied.layer_buffers(kind, stacked, ctx.layer)}
+        with divided(self.copied.templates[kind.stack][kind.number], cuts, size):
+            return self.copied.call_layer(kind, tensors, inputs, ctx, rows, cuts, detect_draws=True)
+
     def runs_in_check(self, number: int) -> bool:
         """Whether a layer is among the first of its kind; the others pass on what they get."""
         kinds = [kind for _, kind in self.copied.layers]
         return kinds[:number].count(kinds[number]) < RUNS
 
-    def find_cache(self, whole: Sequence[Tensor]) -> None:
-        """Set what a cache has of a position, where it gives the logits of whole passes; else the reason."""
+    def find_cache(self) -> Paging:
+        """What a cache has of a position, where it gives the logits of whole passes; else the reason."""
         name, noted = self.copied.name, NotedKeys()
         try:
+            whole = [logits_of(self.run_whole(text, None))[0] for text in TEXTS]
             self.run_whole(TEXTS[0], noted)
             kinds = {kind: noted.entries[i] for i, (_, kind) in enumerate(self.copied.layers) if i in noted.entries}
             for i, (_, kind) in enumerate(self.copied.layers):
                 if kind in kinds:
                     noted.entries.setdefault(i, kinds[kind])
             if not noted.entries:
-                self.reason = f"{name} writes no keys and values into the cache it is given"
-                return
+                return Paging(reason=f"{name} writes no keys and values into the cache it is given")
             self.numbers = {layer: i for i, layer in enumerate(noted.entries)}
             for padded in (True, False):
                 if not any(map(differ, self.run_chunks(list(noted.entries.values()), padded), whole)):
-                    self.entries, self.padded, self.reason = tuple(noted.entries.values()), padded, ""
-                    return
-            self.reason = f"{name} gives other logits with its cache than without"
+                    return Paging(tuple(noted.entries.values()), padded)
+            return Paging(reason=f"{name} gives other logits with its cache than without")
         except CannotSplit:  # by the number of a layer, which has states of its own
-            self.reason = f"{name} takes another cache than one of keys and values"
+            return Paging(reason=f"{name} takes another cache than one of keys and values")
         except Exception as error:  # of somebody else's code, with a cache that is not of its kind
             line = (str(error).splitlines() or [""])[0].partition(" (")[0]
-            self.reason = f"{name} takes another cache than one of keys and values ({type(error).__name__}: {line})"
+            text = f"{name} takes another cache than one of keys and values ({type(error).__name__}: {line})"
+            return Paging(reason=text)
 
     def run_chunks(self, entries: Sequence[tuple[Entry, ...]], padded: bool) -> list[Tensor]:
         """The logits of TEXTS with the random weights, in chunks of unlike rows, by pages."""
@@ -417,8 +448,8 @@ class CausalModule:
         """The parts of a pass with the random weights."""
         yield None, pytree.nest({leaf: self.outside[name] for name, leaf in self.places.items()})
         for number, (_, kind) in enumerate(self.copied.layers):
-            block = partial(self.block, kind) if self.block and self.runs_in_check(number) else lambda params, x, ctx: x
-            yield block, pytree.nest({name.replace(".", "/"): x for name, x in self.within[kind.stack].items()})
+            run = lambda params, x, ctx, kind=kind: (first_of(self.call_layer(kind, ctx)),)  # noqa: E731
+            yield run if self.runs_in_check(number) else lambda params, x, ctx: x, {}
 
 
 def form_of(out: Any, leaves: list[Any]) -> Callable[[Tensor, list[Any]], Any]:

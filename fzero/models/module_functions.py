@@ -118,7 +118,7 @@ class Layered(CopiedModule):
                 frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
                 foreign=True,
                 draws=self.draws,
-                causal=functools.cache(lambda: CausalModule(self, self.places, self.block)),
+                causal=functools.cache(lambda: CausalModule(self, self.places, self.cuts)),
             ),
         )
 

@@ -194,6 +194,11 @@ def specs_of(layer: nn.Module, cuts: Cuts) -> dict[str, str]:
     return specs
 
 
+def split_dims(text: str) -> list[int]:
+    """The dims of a layer's leaf that tp splits, by the text of the stacked leaf's Spec."""
+    return [dim - 1 for dim, size in enumerate(text.split(", ")) if "/tp" in size]
+
+
 def is_transposed(module: nn.Module) -> bool | None:
     """Whether a module is a linear layer with weight [in, out]; False for [out, in], None for others."""
     if type(module) is nn.Linear:

@@ -32,6 +32,7 @@ from fzero.models.module_tp import (
     is_transposed,
     replaced,
     specs_of,
+    split_dims,
 )
 
 MOST = 1e-4  # the largest difference in float32 over the largest element
@@ -236,7 +237,7 @@ class ProbeRun(NamedTuple):
 def expect_equal(probe: Probe, group: SplitGroup, size: int) -> None:
     """Raise Unequal with the reason if the ranks' parts of a group are not the whole."""
     specs = specs_of(probe.layer, group.cuts)
-    dims = {name: text.split(", ").index(piece) - 1 for name, text in specs.items() for piece in split_dims(text)}
+    dims = {name: dim for name, text in specs.items() for dim in split_dims(text)}
     for name, dim in dims.items():
         if probe.params[name].shape[dim] % size:
             raise Unequal(f"{name} has {probe.params[name].shape[dim]} features, not divisible by tp={size}")
@@ -267,11 +268,6 @@ def expect_equal(probe: Probe, group: SplitGroup, size: int) -> None:
         pieces = [grads[name] for grads in rank_grads]
         combined = torch.cat(pieces, dims[name]) if name in dims else sum_of(pieces)
         expect_near(f"the gradient of {name}", [combined], [g], min_size)
-
-
-def split_dims(text: str) -> list[str]:
-    """The dims of a spec's text that tp splits."""
-    return [dim for dim in text.split(", ") if "/tp" in dim]
 
 
 def run(
