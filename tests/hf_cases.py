@@ -64,6 +64,7 @@ DEEPSEEK = {
     "v_head_dim": 6,
     "num_mtp_layers": 0,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 6}
 CASES = {
     "gpt2": ("GPT2", GPT2),
@@ -123,7 +124,14 @@ CASES = {
     "deepseek": ("DeepseekV3", DEEPSEEK),
     "deepseek-plain-queries": (
         "DeepseekV3",
-        {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0, "n_shared_experts": 2, "v_head_dim": 12},
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 2,
+            "v_head_dim": 12,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 100.0},
+        },
     ),
     "mixtral": ("Mixtral", MIXTRAL),
     "mixtral-window": ("Mixtral", {**MIXTRAL, "sliding_window": 7, "num_experts_per_tok": 1}),
@@ -133,7 +141,6 @@ CASES |= {
     "qwen3-moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "router_aux_loss_coef": 0.5}),
     "qwen3-moe-shares": ("Qwen3Moe", {**QWEN3_MOE, "tie_word_embeddings": True, "rope_theta": 1e6}),
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 GPT_OSS = {
     **SMALL,
     "num_hidden_layers": 3,

@@ -26,7 +26,7 @@ CONFIGS = {
         **SIZES,
     ),
     "moe": models.MoEConfig(61, 64, 16, 2, 4, 2, 24, init_std=0.3, n_experts=4, top_k=2),
-    "deepseek": config_of("deepseek", **SIZES),
+    "deepseek": config_of("deepseek", **SIZES, rope_scaling=models.RopeScaling(4.0, 1.0, 8.0, 16, "yarn")),
 }
 EXACT = GenerateOptions(kernels="canonical")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -22,7 +22,7 @@ CONFIGS = {
     "llama layer_tokens": models.LlamaConfig(61, 40, 16, 2, 4, 2, 24, init_std=0.3, layer_tokens=8, mlp_tokens=4),
     "moe": models.MoEConfig(61, 40, 16, 2, 4, 2, 24, init_std=0.3, n_experts=4, top_k=2),
     "gemma": config_of("gemma", **SIZES, tied=False),
-    "deepseek": config_of("deepseek", **SIZES),
+    "deepseek": config_of("deepseek", **SIZES, rope_scaling=models.RopeScaling(4.0, 1.0, 8.0, 16, "yarn")),
     **{
         f"llama {pattern}": models.LlamaConfig(61, 40, 16, 2, 4, 2, 24, init_std=0.3, pattern=pattern)
         for pattern in PATTERNS[:5]

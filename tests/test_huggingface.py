@@ -463,6 +463,11 @@ BAD_CONFIGS = {
         {"rope_parameters": {**GPT_OSS["rope_parameters"], "attention_factor": 2.0}},
         "attention_factor is 2.0; fzero has an attention_factor of 0.1 ln factor + 1 only",
     ),
+    "factors of whole scores": (
+        "deepseek",
+        {"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 0.7, "mscale_all_dim": 0.7}},
+        "rope_scaling has {'attention_factor': None, 'mscale': 0.7, 'mscale_all_dim': 0.7}; fzero reads",
+    ),
     "limit of the gate": ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
     "partial rope": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "text for a size": ("llama", {"hidden_size": "32"}, "hidden_size is '32'; it must be a whole number"),

@@ -74,6 +74,12 @@ ACTIVATIONS = ("silu", "gelu", "clamped")  # of the gate of a feed-forward part
 NORMS = ("in", "out", "both")
 
 
+def expect_scalable(theta: float, scaling: RopeScaling | None) -> None:
+    """Raise ValueError for a base of RoPE that YaRN has no logarithm of."""
+    if scaling is not None and scaling.kind != "llama3" and theta <= 1.0:
+        raise ValueError(f"rope_theta is {theta:g}; with {scaling} it must be above 1")
+
+
 @dataclass(frozen=True)
 class LlamaConfig:
     """The sizes of a Llama; the defaults are those of Llama 2 7B. Dropout at rate `dropout` applies to embeddings and
@@ -129,8 +135,7 @@ class LlamaConfig:
             one_of(allowed).check(name, value)
         if self.wide_qk_norm and not self.qk_norm:
             raise ValueError("wide_qk_norm is true and qk_norm is not; set both, or neither")
-        if self.rope_scaling is not None and self.rope_scaling.kind != "llama3" and self.rope_theta <= 1.0:
-            raise ValueError(f"rope_theta is {self.rope_theta:g}; with {self.rope_scaling} it must be above 1")
+        expect_scalable(self.rope_theta, self.rope_scaling)
         parse_layers(self.pattern)
 
     @property
@@ -233,6 +238,7 @@ class DeepSeekConfig:
     d_expert: int = 2048
     routed_scale: float = 2.5  # of the weights of a token's experts, which sum to it
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None  # of YaRN, as of the published model at 163,840 tokens
     norm_eps: float = 1e-6
     tied: bool = False
     dropout: float = 0.0
@@ -251,6 +257,7 @@ class DeepSeekConfig:
             raise ValueError(f"rope_dim is {self.rope_dim}; RoPE turns pairs, so it must be even")
         if self.value_dim > self.key_dim:
             raise ValueError(f"value_dim is {self.value_dim}; it must be at most nope_dim + rope_dim = {self.key_dim}")
+        expect_scalable(self.rope_theta, self.rope_scaling)
         group = self.n_experts // self.n_groups
         if self.n_experts % self.n_groups or group < 2:
             raise ValueError(

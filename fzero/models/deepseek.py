@@ -176,7 +176,7 @@ def latent_attention(c: DeepSeekConfig, p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     heads = c.n_heads // tp.size
     q = rearrange(linear(low, p["w_q_b" if c.q_rank else "w_q"], ctx=ctx), "b t (h k) -> b t h k", h=heads)
     positions = positions_of(q, ctx)
-    angles = rope_frequencies(c.rope_dim, c.rope_theta, None, x.device, x.dtype)
+    angles = rope_frequencies(c.rope_dim, c.rope_theta, c.rope_scaling, x.device, x.dtype)
     q_turned, turned = rope_qk(
         q[..., c.nope_dim :].contiguous(),
         turned[:, :, None].contiguous(),
@@ -187,11 +187,18 @@ def latent_attention(c: DeepSeekConfig, p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     )
     q = torch.cat((q[..., : c.nope_dim], q_turned), -1)
     if not ctx.cache:
-        out = attend(q, *keys_values(c, p, latent, turned, ctx), Pattern.parse(c.pattern), ctx)[..., : c.value_dim]
+        k, v = keys_values(c, p, latent, turned, ctx)
+        out = attend(q, k, v, Pattern.parse(c.pattern), ctx, **score_options(c))[..., : c.value_dim]
     else:
         ctx.cache.write(torch.cat((latent[:, :, None], turned), -1))
         out = attend_latents(c, p, q, ctx)
     return row_parallel_linear(rearrange(out, "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn")
+
+
+def score_options(c: DeepSeekConfig) -> dict[str, float]:
+    """The scale of attention's scores where it is not the usual one."""
+    factor = c.rope_scaling.score_factor if c.rope_scaling is not None else 1.0
+    return {} if factor == 1.0 else {"scale": factor * c.key_dim**-0.5}
 
 
 def keys_values(c: DeepSeekConfig, p: Tree, latent: Tensor, turned: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
@@ -211,16 +218,16 @@ def attend_latents(c: DeepSeekConfig, p: Tree, q: Tensor, ctx: Ctx) -> Tensor:
         for span, (entries,) in ctx.cache.rows(ctx.tokens.positions):
             latent, turned = entries.to(q.dtype).split([c.kv_rank, c.rope_dim], -1)
             k, v = keys_values(c, p, latent[:, :, 0], turned, ctx)
-            out[:, span] = full_attention(q[:, span], k, v, pattern, ctx)[..., : c.value_dim]
+            out[:, span] = full_attention(q[:, span], k, v, pattern, ctx, **score_options(c))[..., : c.value_dim]
         return out
     # q . (W_k latent) = (W_k^T q) . latent, and likewise for values, so that the latents serve as keys and as values of
     # one head that all queries share: section 2.1.2 of DeepSeek-V2, arXiv:2405.04434.
     w = p["w_kv_b"].to(q.dtype)
     w = (w.dense() if isinstance(w, WeightInParts) else w).unflatten(-1, (q.shape[2], -1))
     by_latent = torch.einsum("bthn,rhn->bthr", q[..., : c.nope_dim], w[..., : c.nope_dim])
-    pages, scale = ctx.cache.pages[0], c.key_dim**-0.5
+    pages, scores = ctx.cache.pages[0], {"scale": c.key_dim**-0.5, **score_options(c)}
     queries = torch.cat((by_latent, q[..., c.nope_dim :]), -1)
-    out = attend_pages(queries, pages, pages[..., : c.kv_rank], pattern, ctx, scale=scale)
+    out = attend_pages(queries, pages, pages[..., : c.kv_rank], pattern, ctx, **scores)
     return torch.einsum("bthr,rhv->bthv", out, w[..., c.nope_dim :])
 
 

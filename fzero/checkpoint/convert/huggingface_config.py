@@ -86,14 +86,12 @@ def read_config(hf: dict[str, Any], family: HuggingFaceFamily, path: Path) -> An
         sizes["d_ff"] = 4 * sizes["d_model"] if sizes["d_ff"] is None else sizes["d_ff"]
     elif family.config is DeepSeekConfig:
         sizes |= {"balance_coef": 0.0, "bias_rate": 0.0}  # transformers has no loss for it, and moves no bias
-        sizes |= _read_rope(hf, family.theta, path)
+        sizes |= _read_rope(_latent_rope(hf, path), family.theta, path)
         if sizes["norm_eps"] != LATENT_EPS:
             raise ValueError(f"{path}: rms_norm_eps is {sizes['norm_eps']}; {OTHER_EPS}")
         width = sizes["nope_dim"] + sizes["rope_dim"]
         if hf.get("qk_head_dim", width) != width:
             raise ValueError(f"{path}: qk_head_dim is {short(hf['qk_head_dim'])}; by the other two it is {width}")
-        if sizes.pop("rope_scaling") is not None:
-            raise ValueError(f"{path}: RoPE is scaled; fzero computes {family.architecture} without scaling")
     else:
         if sizes["n_kv_heads"] is None:
             sizes["n_kv_heads"] = sizes["n_heads"]
@@ -194,6 +192,18 @@ def _local_theta(hf: dict[str, Any], path: Path) -> float:
     return rope["rope_theta"]
 
 
+def _latent_rope(hf: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A DeepSeek-V3's config.json without YaRN's factors, by which whole scores are scaled, and not turned parts."""
+    for name in ("rope_scaling", "rope_parameters"):
+        table = hf.get(name)
+        if isinstance(table, dict) and _kind(table) == "yarn":
+            factors = {factor: table.get(factor) for factor in YARN_FACTORS}
+            if factors != LATENT_FACTORS:
+                raise ValueError(f"{path}: {name} has {short(factors)}; fzero reads {LATENT_FACTORS} only")
+            hf = {**hf, name: {entry: value for entry, value in table.items() if entry not in factors}}
+    return hf
+
+
 def _read_rope(hf: dict[str, Any], theta: float, path: Path) -> dict[str, Any]:
     """Read RoPE's base and scaling, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4)."""
     expect_entries(hf, {"rope_scaling?": dict | None, "rope_parameters?": dict | None, "rope_theta?": float}, str(path))
@@ -271,6 +281,7 @@ def _read_table(table: dict[str, Any], hf: dict[str, Any], theta: float, path: P
 
 YARN_ENDS = ("beta_slow", "beta_fast")  # our low_freq_factor and high_freq_factor
 YARN_FACTORS = ("attention_factor", "mscale", "mscale_all_dim")
+LATENT_FACTORS = {"attention_factor": None, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
 def _scaling(kind: str, rope: dict[str, Any]) -> RopeScaling:
@@ -309,10 +320,8 @@ def write_config(config: Any, architecture: str = "") -> tuple[dict[str, Any], H
             raise ValueError(f"n_mtp is {config.n_mtp}; transformers' DeepSeek-V3 has no second head: export with 0")
         if config.norm_eps != LATENT_EPS:
             raise ValueError(f"norm_eps is {config.norm_eps}; {OTHER_EPS}")
-        rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-        hf |= {"num_key_value_heads": config.n_heads}
-        hf |= {"rope_theta": config.rope_theta, "rope_scaling": None, "rope_parameters": rope}
-        return hf | {"num_nextn_predict_layers": 0}, family
+        hf |= {"num_key_value_heads": config.n_heads, "num_nextn_predict_layers": 0}
+        return hf | _write_rope(config, family), family
     if family.config is MoEConfig and config.capacity_factor:
         raise ValueError(f"capacity_factor is {config.capacity_factor}; in transformers it is dropless: export with 0")
     return hf | {"head_dim": config.key_dim} | layers | _write_rope(config, family), family
@@ -359,6 +368,7 @@ def _write_rope(config: Any, family: HuggingFaceFamily) -> dict[str, Any]:
         rope = {"rope_type": "yarn", "factor": scaling.factor, ROPE[3]: scaling.original_max_len}
         rope |= dict(zip(YARN_ENDS, (scaling.low_freq_factor, scaling.high_freq_factor)))
         rope["truncate"] = scaling.kind == "yarn_whole"
+        rope |= {"mscale": 1.0, "mscale_all_dim": 1.0} if family.config is DeepSeekConfig else {}
     elif scaling is not None:
         values = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_len)
         rope = {"rope_type": "llama3", **dict(zip(ROPE, values))}

@@ -388,7 +388,7 @@ FAMILIES = (
         (DEEPSEEK_ROWS, DEEPSEEK_FUSED_ROWS),
         DEEPSEEK_FIELDS,
         DEEPSEEK_FIXED,
-        INV_FREQ,
+        rf"{INV_FREQ}|layers\.61\..*",  # the published model's second head
     ),
 )
 
