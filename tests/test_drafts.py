@@ -124,11 +124,11 @@ def test_deepseeks_second_head_guesses_as_in_training(sizes, monkeypatch):
     assert {key: c.ids for key, c in by_key(out).items()} == expected and out.guesses[0] > 9 < count
 
 
-@pytest.mark.parametrize("page_tokens", [1, 16])
-def test_steps_are_as_few_as_guesses_allow(page_tokens):
+@pytest.mark.parametrize(("page_tokens", "pages"), [(1, 24), (5, 5), (16, 32)])  # as many as are needed, and more
+def test_steps_are_as_few_as_guesses_allow(page_tokens, pages):
     model, params = made("llama")
     steps = []
-    options = GenerateOptions(guesses=4, draft=draft_of(), page_tokens=page_tokens, pages=32)
+    options = GenerateOptions(guesses=4, draft=draft_of(), page_tokens=page_tokens, pages=pages)
     calls = {"options": options, "on_step": lambda tokens, pages: steps.append(tokens)}
     (c,) = out = completions(model, params, [Prompt(ids(7), Sampling(max_tokens=18))], **calls)
     assert steps == [7, 5, 5, 5, 2] and out.guesses == (13, 13) and len(c.ids) == 18

@@ -249,9 +249,14 @@ def _pages_of(tokens: int, pool: PagePool) -> int:
     return -(-tokens // pool.page_tokens)
 
 
+def _may_grow(pool: PagePool, sequence: SequenceState) -> bool:
+    """Whether a sequence may need another page."""
+    return len(sequence.pages) * pool.page_tokens < sequence.request.max_positions
+
+
 def _spare(pool: PagePool, running: Iterable[SequenceState]) -> int:
     """The available pages, less one for each sequence that may need another."""
-    return pool.available - sum(len(s.pages) * pool.page_tokens < s.request.max_positions for s in running)
+    return pool.available - sum(_may_grow(pool, sequence) for sequence in running)
 
 
 def _admit(
@@ -337,18 +342,20 @@ def _add_guesses(
 ) -> PagePool:
     """The pool after rows that draw were extended by guesses, in their order. Changes both lists."""
     indices = {_number(sequence): i for i, sequence in enumerate(running)}
-    spare = max(_spare(pool, running), 0)
+    spare = _spare(pool, running)
     for i, row in enumerate(rows):
         if not guesses.get(row.number):
             continue
         sequence = running[indices[row.number]]
-        positions = (len(row.pages) + spare) * pool.page_tokens - row.start - 1
+        spare += _may_grow(pool, sequence)  # a page is reserved for it
+        positions = (len(row.pages) + max(spare, 0)) * pool.page_tokens - row.start - 1
         limit = min(budget, sequence.request.new_tokens - sequence.output_count - 1, positions)
         ids = row.ids + tuple(guesses[row.number][:limit])
         if (count := _pages_of(row.start + len(ids), pool) - len(row.pages)) > 0:
             pages, pool = pool.allocate(count)
             spare -= count
             sequence = running[indices[row.number]] = sequence._replace(pages=sequence.pages + pages)
+        spare -= _may_grow(pool, sequence)
         rows[i] = row._replace(ids=ids, logit_count=len(ids), pages=sequence.pages)
         budget -= len(ids) - 1
     return pool
