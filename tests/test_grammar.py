@@ -2,16 +2,18 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from grammar_schemas import SCHEMAS
 from tokenizer_folders import content_of
 
+from fzero import models
 from fzero.core import packages, prng
 from fzero.data import json_tokenizer
 from fzero.data.tokenizers import byte_tokenizer
-from fzero.generate import grammar
+from fzero.generate import Draft, GenerateOptions, Prompt, completions, grammar
 from fzero.generate.draws import draw
 from fzero.generate.grammar import Grammar, advance, grammar_mask, grammar_tokens, start_grammar
 from fzero.generate.rows import DrawRow, draw_rows
@@ -175,3 +177,44 @@ def test_a_tokenizer_that_is_none_and_a_missing_library_are_refused(monkeypatch)
     monkeypatch.setattr(packages, "installed", lambda name: False)
     with pytest.raises(ValueError, match=r"^a grammar needs the package llguidance; pip install 'fzero\[grammar\]'$"):
         grammar_tokens(byte_tokenizer())
+
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_texts_of_a_grammar_are_the_same_with_guesses(drafted, tokens):
+    tokenizer, table = tokens["pieces"]
+    config = models.LlamaConfig(tokenizer.vocab_size, 160, 16, 2, 4, 2, 24, init_std=0.3)
+    model = models.build(config)
+    params = models.init_params(model, prng.key(1), torch.float64)
+    sampling = Sampling(0.8, max_tokens=40, n=2)
+    values = (Grammar.json(SCHEMA), Grammar.choices(["yes", "yes or no", "no"]), Grammar.regex("(ab|ba){12}"), None)
+    prompts = [Prompt((5, 9, 2), sampling, number, grammar=value) for number, value in enumerate(values)]
+    options = {"grammar_tokens": table, "decode": tokenizer.decode, "ends": (tokenizer.eos,), "page_tokens": 4}
+    expected = list(completions(model, params, prompts, options=GenerateOptions(**options)))
+    texts = [[5, 9, 2, *completion.ids] for completion in expected]
+
+    def guess(ids, count):
+        """What follows, and a wrong token."""
+        text = next(text for text in texts if text[: len(ids)] == ids)
+        return [*text[len(ids) :][: count - 1], 7]
+
+    guesses = {"draft": Draft(model, params)} if drafted else {"guess": guess}
+    out = completions(model, params, prompts, options=GenerateOptions(guesses=5, **guesses, **options))
+    found = sorted((c.number, c.sample, c.ids, c.text, c.finish) for c in out)
+    verified, right = out.guesses
+    assert found == sorted((c.number, c.sample, c.ids, c.text, c.finish) for c in expected)
+    assert right > 80 and (verified == right if drafted else right < verified < 140)  # 156 with forbidden ones
+
+
+def test_a_wrong_guess_behind_which_nothing_can_be_drawn_is_no_error(tokens):
+    """Behind "no" is its end alone, which min_tokens forbids."""
+    model = models.build(models.LlamaConfig(256, 40, 16, 2, 4, 2, 24))
+    params, sampling = models.init_params(model, prng.key(1)), Sampling(bias={ord("y"): 99.0}, min_tokens=5)
+    prompt = Prompt((1,), sampling, grammar=Grammar.choices(["a no", "a yes sir"]))
+    options = {"grammar_tokens": tokens["fzero's bytes"][1], "decode": lambda ids: bytes(ids).decode()}
+    options = GenerateOptions(guesses=3, guess=lambda ids, count: tuple(b" no"), **options)
+    assert next(completions(model, params, [prompt], options=options)).text == "a yes sir"
+    with pytest.raises(ValueError, match="a guess has the token 256; the model has the ids 0 to 255"):
+        list(completions(model, params, [prompt], options=replace(options, guess=lambda ids, count: [256])))

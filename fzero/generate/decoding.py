@@ -15,12 +15,12 @@ from fzero.core.copy_buckets import bring_together, read_scalars, start_fetch
 from fzero.core.pytree import Tree
 from fzero.generate.drafts import DraftPages, DraftRow, draft_spec
 from fzero.generate.draws import TokenDraws, draw_by_row, log_sum_exp, score
-from fzero.generate.pages import CACHES, PageSpec, dtype_of, page_spec, pages_for
+from fzero.generate.pages import CACHES, PageSpec, dtype_of, page_spec, pages_for, text_sizes
 from fzero.generate.prefixes import PrefixCache, expect_cache, root_of
 from fzero.generate.prompts import Completion, GenerateOptions
 from fzero.generate.requests import Arrivals, Batch, Request, Row, StepLimits
 from fzero.generate.scheduler import empty_state, schedule
-from fzero.generate.sequences import SampleText
+from fzero.generate.sequences import SampleText, expect_tokens
 from fzero.generate.step import StepBatch, hidden_step
 from fzero.kernels import rowwise
 from fzero.kernels.registry import Kernels
@@ -78,6 +78,7 @@ class Decoding:
     ) -> None:
         self.params, self.plan, self.options, self.device = params, plan, options, device
         self.sequences, self.reused = dict(enumerate(sequences)), cache is not None
+        self.vocab = text_sizes(model)[0]
         needed = sorted(pages_for(len(s.prompt.ids) + s.new_tokens, options.page_tokens) for s in sequences)
         count = cache.pages.spec.count if cache else options.pages or max(1, sum(needed[-options.rows :]))
         rows = min(options.rows, max(1, len(sequences)))
@@ -141,17 +142,20 @@ class Decoding:
         options, counts = self.options, dict.fromkeys((row.number for row in batch.rows), 0)
         for number in draws if options.guesses else ():
             s = self.sequences[number]
-            # The mask of a token behind a guess would need the grammar's state there.
-            if not s.state.reason and s.grammar is None:
+            if not s.state.reason:
                 counts[number] = min(options.guesses, s.new_tokens - len(s.ids) - 1)
         if self.drafts:
             rows = [(row, draws.get(row.number, ()), counts[row.number]) for row in batch.rows]
             drafted = [DraftRow(*row, self.sequences[row[0].number].draw_row) for row in rows]
-            return self.drafts.guess(drafted, self.hidden, options.vocab_size, self.device)
-        pairs = [(number, count, self.sequences[number]) for number, count in counts.items() if count]
-        guess = options.guess or lookup
-        guesses = {n: tuple(guess([*s.prompt.ids, *s.ids], count))[:count] for n, count, s in pairs}
-        return {number: ids for number, ids in guesses.items() if ids}
+            guesses = self.drafts.guess(drafted, self.hidden, options.vocab_size, self.device)
+        else:
+            pairs = [(number, count, self.sequences[number]) for number, count in counts.items() if count]
+            guess = options.guess or lookup
+            guesses = {n: tuple(guess([*s.prompt.ids, *s.ids], count))[:count] for n, count, s in pairs}
+            for ids in guesses.values() if options.guess else ():
+                expect_tokens("a guess", ids, self.vocab)
+        allowed = {number: self.sequences[number].allowed(ids) for number, ids in guesses.items()}
+        return {number: ids for number, ids in allowed.items() if ids}
 
     def rows_remain(self, batch: Batch) -> bool:
         """Whether a rank has rows to compute; all ranks make a step then."""

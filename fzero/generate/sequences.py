@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from fzero.generate.grammar import GrammarState, advance, grammar_mask, start_grammar
+from fzero.generate.page_pool import Ids
 from fzero.generate.pages import text_sizes
 from fzero.generate.prompts import Completion, GenerateOptions, Prompt
 from fzero.generate.rows import DrawRow
@@ -29,18 +34,44 @@ class SampleText:
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     scores: dict[int, float] = field(default_factory=dict)  # of the prompt's tokens, by position
     grammar: GrammarState | None = None
+    grammar_path: dict[Ids, tuple[GrammarState, Tensor] | None] = field(default_factory=dict)  # see `follow`
 
     def draw_row(self, guessed: Sequence[int]) -> DrawRow:
         """The draw of the token behind the drawn ones and these guesses."""
-        output = (*self.ids, *guessed)
+        guesses = tuple(guessed)
+        output = (*self.ids, *guesses)
         position = len(self.prompt.ids) + len(output)
         numbers = position, self.prompt.number, self.sample
-        mask = None if self.grammar is None else grammar_mask(self.grammar)
-        return DrawRow(self.prompt.sampling, *numbers, self.prompt.ids, output, tuple(self.rules.ids), mask)
+        path = self.follow(guesses) if self.grammar else None
+        return DrawRow(self.prompt.sampling, *numbers, self.prompt.ids, output, tuple(self.rules.ids), path and path[1])
+
+    def follow(self, guesses: Ids) -> tuple[GrammarState, Tensor] | None:
+        """The grammar's state behind guesses, and its mask; None if one is forbidden, or only an end may follow."""
+        assert self.grammar is not None
+        if not guesses and not self.grammar_path:
+            self.grammar_path[()] = self.grammar, grammar_mask(self.grammar)
+        if guesses not in self.grammar_path:
+            path, self.grammar_path[guesses] = self.follow(guesses[:-1]), None
+            with contextlib.suppress(ValueError):
+                if path and guesses[-1] not in self.rules.ids:
+                    state = advance(path[0], guesses[-1])
+                    mask, bias = grammar_mask(state), self.prompt.sampling.bias
+                    excluded = (*self.rules.ids, *(i for i, value in bias.items() if value == -math.inf))
+                    choices = mask.clone()
+                    choices[[i for i in excluded if i < len(mask)]] = False
+                    if choices.any():
+                        self.grammar_path[guesses] = state, mask
+        return self.grammar_path[guesses]
+
+    def allowed(self, guesses: Ids) -> Ids:
+        """The first guesses, behind which a draw goes on."""
+        counts = (i for i in range(len(guesses)) if self.grammar and self.follow(guesses[: i + 1]) is None)
+        return guesses[: next(counts, len(guesses))]
 
     def add(self, token: int, numbers: Sequence[float], alternatives: tuple[tuple[int, float], ...]) -> None:
         """One more token."""
         self.ids.append(token)
+        self.grammar_path.clear()
         for column, number in zip(self.columns, numbers):
             column.append(number)
         if self.prompt.sampling.alternatives:
@@ -68,6 +99,13 @@ class SampleText:
         )
 
 
+def expect_tokens(label: str, ids: Ids, vocab: int) -> None:
+    """Raise ValueError for an id outside of the vocabulary."""
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab:
+            raise ValueError(f"{label} has the token {token!r}; the model has the ids 0 to {vocab - 1}")
+
+
 def sequences_of(model: Model, prompts: Sequence[Prompt], options: GenerateOptions) -> list[SampleText]:
     """The samples of all prompts; raises ValueError for a prompt that cannot be continued."""
     vocab, max_len = text_sizes(model)
@@ -81,11 +119,7 @@ def sequences_of(model: Model, prompts: Sequence[Prompt], options: GenerateOptio
         length, limit = len(prompt.ids), prompt.sampling.max_tokens
         if not length:
             raise ValueError(f"prompt {prompt.number} has no tokens; give at least one")
-        wrong = [token for token in prompt.ids if type(token) is not int or not 0 <= token < vocab]
-        if wrong:
-            raise ValueError(
-                f"prompt {prompt.number} has the token {wrong[0]!r}; the model has the ids 0 to {vocab - 1}"
-            )
+        expect_tokens(f"prompt {prompt.number}", prompt.ids, vocab)
         remaining = max_len - length
         if remaining < (limit or 1):
             fix = f"ask for at most {remaining}, or shorten it" if remaining > 0 else "shorten it"
