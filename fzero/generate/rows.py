@@ -88,44 +88,23 @@ def draw_rows(rows: Sequence[DrawRow], device: torch.device | str = "cpu") -> Dr
     limited = [i for i, s in enumerate(samplings) if s.limits]
     masks = tuple((i, row.mask) for i, row in enumerate(rows) if row.mask is not None)
 
-    def integers(values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64)
-
-    def entries(groups: Iterable[tuple[int, Ids, Any]]) -> Entries | None:
-        groups = [(row, np.asarray(ids, np.int64), values) for row, ids, values in groups]
-        groups = [group for group in groups if len(group[1])]
-        if not groups:
-            return None
-        counts = [len(ids) for _, ids, _ in groups]
-        ids = np.concatenate([ids for _, ids, _ in groups])
-        values = np.concatenate([np.broadcast_to(np.float32(x), n) for (*_, x), n in zip(groups, counts)])
-        numbers = np.repeat(np.array([row for row, _, _ in groups], np.int64), counts)
-        return Entries(*(torch.from_numpy(x) for x in (numbers, ids, values)))
-
-    limits = None
-    if limited:
-        chosen = [samplings[i] for i in limited]
-        logs = [math.log(s.min_p) if s.min_p else -math.inf for s in chosen]
-        top_p, min_p = (torch.tensor(x, dtype=torch.float64) for x in ([s.top_p for s in chosen], logs))
-        top_k = [s.top_k for s in chosen]
-        limits = Limits(integers(top_k), top_p, min_p, max(top_k), min(top_k))
     tensors = DrawRows(
         keys=_keys(rows),
         temperature=None if set(temperatures) <= {1.0} else torch.tensor(temperatures),
-        likeliest=integers(i for i, s in enumerate(samplings) if s.temperature == 0.0),
-        unlimited=integers(i for i, s in enumerate(samplings) if s.temperature and not s.limits),
-        limited=integers(limited),
-        limits=limits,
-        bias=entries((i, [*s.bias], [*s.bias.values()]) for i, s in enumerate(samplings) if s.bias),
-        repetition=entries(
+        likeliest=_integers(i for i, s in enumerate(samplings) if s.temperature == 0.0),
+        unlimited=_integers(i for i, s in enumerate(samplings) if s.temperature and not s.limits),
+        limited=_integers(limited),
+        limits=_limits([samplings[i] for i in limited]),
+        bias=_entries((i, [*s.bias], [*s.bias.values()]) for i, s in enumerate(samplings) if s.bias),
+        repetition=_entries(
             (i, _unique(row.prompt, row.output)[0], row.sampling.repetition)
             for i, row in enumerate(rows)
             if row.sampling.repetition != 1.0
         ),
-        penalty=entries(
+        penalty=_entries(
             _penalty(i, row) for i, row in enumerate(rows) if row.sampling.presence or row.sampling.frequency
         ),
-        forbidden=entries(
+        forbidden=_entries(
             (i, [*dict.fromkeys(row.ends)], -math.inf)
             for i, row in enumerate(rows)
             if len(row.output) < row.sampling.min_tokens
@@ -136,6 +115,33 @@ def draw_rows(rows: Sequence[DrawRow], device: torch.device | str = "cpu") -> Dr
     leaves, treedef = pytree.flatten(tensors)
     arrived = iter(bring_together([leaf for leaf in leaves if isinstance(leaf, Tensor)], device))
     return pytree.unflatten([next(arrived) if isinstance(leaf, Tensor) else leaf for leaf in leaves], treedef)
+
+
+def _integers(values: Iterable[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)
+
+
+def _entries(groups: Iterable[tuple[int, Ids, Any]]) -> Entries | None:
+    """The changes of (row, ids, their values or one of all)."""
+    groups = [(row, np.asarray(ids, np.int64), values) for row, ids, values in groups]
+    groups = [group for group in groups if len(group[1])]
+    if not groups:
+        return None
+    counts = [len(ids) for _, ids, _ in groups]
+    ids = np.concatenate([ids for _, ids, _ in groups])
+    values = np.concatenate([np.broadcast_to(np.float32(x), n) for (*_, x), n in zip(groups, counts)])
+    numbers = np.repeat(np.array([row for row, _, _ in groups], np.int64), counts)
+    return Entries(*(torch.from_numpy(x) for x in (numbers, ids, values)))
+
+
+def _limits(samplings: Sequence[Sampling]) -> Limits | None:
+    """The limits of rows that draw among some tokens."""
+    if not samplings:
+        return None
+    logs = [math.log(s.min_p) if s.min_p else -math.inf for s in samplings]
+    top_p, min_p = (torch.tensor(x, dtype=torch.float64) for x in ([s.top_p for s in samplings], logs))
+    top_k = [s.top_k for s in samplings]
+    return Limits(_integers(top_k), top_p, min_p, max(top_k), min(top_k))
 
 
 def _keys(rows: Sequence[DrawRow]) -> Tensor:

@@ -106,43 +106,45 @@ def expect_tokens(label: str, ids: Ids, vocab: int) -> None:
             raise ValueError(f"{label} has the token {token!r}; the model has the ids 0 to {vocab - 1}")
 
 
+def _expect_prompt(prompt: Prompt, options: GenerateOptions, vocab: int, max_len: int) -> None:
+    """Raise ValueError for a prompt that cannot be continued."""
+    label, count = f"prompt {prompt.number}", prompt.sampling.max_tokens or 1
+    if not prompt.ids:
+        raise ValueError(f"{label} has no tokens; give at least one")
+    expect_tokens(label, prompt.ids, vocab)
+    remaining = max_len - len(prompt.ids)
+    if remaining < count:
+        fix = f"ask for at most {remaining}, or shorten it" if remaining > 0 else "shorten it"
+        raise ValueError(f"{label}: {len(prompt.ids)} tokens and {count} more do not fit max_len={max_len}; {fix}")
+    expect_vocabulary(prompt.sampling, vocab)
+    if prompt.sampling.stop and options.decode is None:
+        raise ValueError(
+            f"{label} has stop texts, and nothing says what the text of ids is; give "
+            "GenerateOptions(decode=tokenizer.decode)"
+        )
+    if prompt.grammar is not None and options.grammar_tokens is None:
+        raise ValueError(
+            f"{label} has a grammar, and nothing says what its tokens are; give "
+            "GenerateOptions(grammar_tokens=generate.grammar_tokens(tokenizer))"
+        )
+
+
 def sequences_of(model: Model, prompts: Sequence[Prompt], options: GenerateOptions) -> list[SampleText]:
     """The samples of all prompts; raises ValueError for a prompt that cannot be continued."""
     vocab, max_len = text_sizes(model)
-    vocab = min(options.vocab_size or vocab, vocab)
     numbers = [prompt.number for prompt in prompts]
     if len({*numbers}) < len(numbers):
         twice = next(number for number in numbers if numbers.count(number) > 1)
         raise ValueError(f"two prompts have the number {twice}, which their draws depend on; number them, 0, 1, ...")
     sequences = []
     for prompt in prompts:
-        length, limit = len(prompt.ids), prompt.sampling.max_tokens
-        if not length:
-            raise ValueError(f"prompt {prompt.number} has no tokens; give at least one")
-        expect_tokens(f"prompt {prompt.number}", prompt.ids, vocab)
-        remaining = max_len - length
-        if remaining < (limit or 1):
-            fix = f"ask for at most {remaining}, or shorten it" if remaining > 0 else "shorten it"
-            raise ValueError(
-                f"prompt {prompt.number}: {length} tokens and {limit or 1} more do not fit max_len={max_len}; {fix}"
-            )
-        expect_vocabulary(prompt.sampling, vocab)
-        if prompt.sampling.stop and options.decode is None:
-            raise ValueError(
-                f"prompt {prompt.number} has stop texts, and nothing says what the text of ids is; give "
-                "GenerateOptions(decode=tokenizer.decode)"
-            )
-        if prompt.grammar is not None and options.grammar_tokens is None:
-            raise ValueError(
-                f"prompt {prompt.number} has a grammar, and nothing says what its tokens are; give "
-                "GenerateOptions(grammar_tokens=generate.grammar_tokens(tokenizer))"
-            )
+        _expect_prompt(prompt, options, min(options.vocab_size or vocab, vocab), max_len)
+        remaining, grammar = max_len - len(prompt.ids), None
         rules = stop_rules(prompt.sampling, options.decode or (lambda ids: ""), eos=options.ends, longest=remaining)
-        if prompt.grammar is not None and options.grammar_tokens is not None:  # behind a whole text nothing else comes
+        if prompt.grammar and options.grammar_tokens:  # behind a whole text nothing else comes
             rules = rules._replace(ids=rules.ids | {*options.grammar_tokens.ends})
-        state = start_text(rules, prompt.ids)
-        samples, new_tokens = {*range(prompt.sampling.n)} - prompt.skip, remaining if limit is None else limit
-        tokens = options.grammar_tokens
-        grammar = start_grammar(prompt.grammar, tokens) if prompt.grammar and tokens else None
-        sequences += [SampleText(prompt, i, new_tokens, rules, state, grammar=grammar) for i in sorted(samples)]
+            grammar = start_grammar(prompt.grammar, options.grammar_tokens)
+        state, new_tokens = start_text(rules, prompt.ids), prompt.sampling.max_tokens or remaining
+        samples = sorted({*range(prompt.sampling.n)} - prompt.skip)
+        sequences += [SampleText(prompt, i, new_tokens, rules, state, grammar=grammar) for i in samples]
     return sequences
