@@ -69,7 +69,8 @@ def test_scores_are_those_of_a_whole_pass_in_any_chunks(tmp_path):
             torch.testing.assert_close(torch.tensor(value.log_probs), expected, rtol=0, atol=2e-5)
             assert value.greedy == bool((logits.argmax(-1) == tokens[0, len(context) :]).all())
         assert scores[-1].greedy and not scores[0].greedy
-    for bad, said in ((Continuation((), (1,)), "has no context"), (Continuation((1,), ()), "has no ids")):
+    outside = (Continuation((1,), (9**9,)), "continuation 0 has the token 387420489; the model has the ids 0 to")
+    for bad, said in ((Continuation((), (1,)), "has no context"), (Continuation((1,), ()), "has no ids"), outside):
         with pytest.raises(ValueError, match=said):
             score_continuations(model, params, [bad])
     with pytest.raises(ValueError, match="97 \\+ 1 tokens; max_len is 96"):

@@ -10,7 +10,9 @@ import torch
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.generate.draws import score
+from fzero.generate.page_pool import Ids
 from fzero.generate.pages import PAGE_TOKENS, dtype_of, page_spec, pages_for, text_sizes
+from fzero.generate.sequences import expect_tokens
 from fzero.generate.step import StepBatch, expect_generates, expect_params, make_step
 from fzero.models import Model
 from fzero.sharding import Plan, one_process, zero_plan
@@ -48,7 +50,8 @@ def score_continuations(
     """The scores of continuations, in their order.
 
     step_tokens: of a step, whose logits [step_tokens, V] are the largest tensor. Raises ValueError for an empty context
-    or continuation, one that is longer than the model's max_len + 1, parameters of another model, and as `make_step`.
+    or continuation, an id outside of the vocabulary, more tokens than the model's max_len + 1, parameters of another
+    model, and as `make_step`.
 
     >>> from fzero import models, random
     >>> model = models.build(models.LlamaConfig(32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=32))
@@ -57,12 +60,13 @@ def score_continuations(
     >>> len(value.log_probs)
     3
     """
-    plan, max_len = plan or zero_plan(0, model, one_process()), text_sizes(model)[1]
+    plan, (vocab, max_len) = plan or zero_plan(0, model, one_process()), text_sizes(model)
     expect_generates(model, plan)
     expect_params(params, plan)
     for number, (context, ids) in enumerate(continuations):
         if not context or not ids:
             raise ValueError(f"continuation {number} has no {'ids' if context else 'context'}; give at least one token")
+        expect_tokens(f"continuation {number}", (*context, *ids), vocab)
         if len(context) + len(ids) > max_len + 1:
             raise ValueError(f"continuation {number}: {len(context)} + {len(ids)} tokens; max_len is {max_len}")
     dtype = dtype_of(params)
@@ -78,13 +82,10 @@ def score_continuations(
         for start in range(0, lengths[group[0]], step_tokens):
             rows, logit_counts, targets = [], list[int](), list[int]()
             for row, number in enumerate(group):
-                context, ids = continuations[number]
-                chunk = (*context, *ids)[start : min(start + step_tokens, lengths[number])]
-                count = min(len(chunk), max(0, start + len(chunk) - (len(context) - 1)))
+                chunk, new_targets = _chunk(continuations[number], start, step_tokens)
                 rows.append((chunk, start, range(row * per_row, (row + 1) * per_row)))
-                end = start + len(chunk) + 1 - len(context)
-                logit_counts.append(count)
-                targets += ids[max(end - count, 0) : max(end, 0)]
+                logit_counts.append(len(new_targets))
+                targets += new_targets
             batch = StepBatch.of_rows(rows, logit_counts, page_tokens=PAGE_TOKENS, device=device)
             logits, pages = step(params, pages, batch)
             tokens = torch.tensor(targets, dtype=torch.int64, device=logits.device)
@@ -96,6 +97,14 @@ def score_continuations(
                 scores[number] = ContinuationScore((*previous.log_probs, *new), previous.greedy and all(hits))
                 log_probs, equal = log_probs[count:], equal[count:]
     return scores
+
+
+def _chunk(continuation: Continuation, start: int, size: int) -> tuple[Ids, Ids]:
+    """(`size` tokens from `start` on, but the last of all; the ids of the continuation that follow on these)."""
+    context, ids = continuation
+    chunk = (*context, *ids[:-1])[start : start + size]
+    first = max(start + 1 - len(context), 0)
+    return chunk, ids[first : max(start + len(chunk) + 1 - len(context), 0)]
 
 
 def _groups(order: Sequence[int], lengths: Sequence[int], step_tokens: int) -> Iterator[list[int]]:
