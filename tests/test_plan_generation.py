@@ -135,7 +135,9 @@ def test_a_step_reads_weights_and_pages_and_multiplies_once():
     products = sum(math.prod(shape) for name, shape in models.base.leaf_shapes(models.build(c)).items()) - 509 * 64
     attention = 2 * 2 * c.n_heads * c.key_dim * SMALL.context * c.n_layers
     assert step.compute_s == pytest.approx(3 * (2 * products + attention) / 1e11)
-    assert step.seconds == max(step.memory_s, step.compute_s) + step.host_s
+    assert step.seconds == step.memory_s + step.compute_s + step.host_s
+    slow, fast = (step._replace(link_s=share * step.seconds) for share in (1.2, 1.05))
+    assert not slow.hides_link and fast.hides_link and slow.seconds == slow.link_s > step.seconds
     assert answer.tokens_per_s(3) == 3 / step.seconds
     assert answer._replace(sizes={"dp": 2}).tokens_per_s(3) == pytest.approx(2 * 3 / step.seconds)
 

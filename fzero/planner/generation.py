@@ -416,7 +416,5 @@ def hiding_batch(plan: GenerationPlan) -> int | None:
     low, high = 0, MOST_ROWS
     while high - low > 1:
         middle = (low + high) // 2
-        time = plan.decode(middle)
-        hides = max(time.memory_s, time.compute_s) >= plan.costs.link_s
-        low, high = (low, middle) if hides else (middle, high)
+        low, high = (low, middle) if plan.decode(middle).hides_link else (middle, high)
     return high

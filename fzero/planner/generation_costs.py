@@ -5,7 +5,8 @@ A step reads the weights once, whatever its rows are, the pages of each row, and
 choose: of E, of which each of N tokens takes k, E (1 - (1 - k / E)^N) if they are chosen evenly. A token costs 2 FLOPs
 a weight that it is multiplied with, and 2 (K + V) a head and visible key. The larger of bytes over bandwidth and FLOPs
 over the peak is the step's time, if neither the host, which starts its operators, nor the link of weights that rest
-elsewhere, which come beside the computation, takes longer. Sums over tp come in between.
+elsewhere, which come beside the computation, takes longer. On a CPU, which is its own host, the three are added. Sums
+over tp come in between.
 
 Ref: Williams et al. 2009, "Roofline"; Pope et al. 2022, "Efficiently scaling transformer inference", arXiv:2211.05102,
 section 2.1; Aminabadi et al. 2022, "DeepSpeed inference", arXiv:2207.00032, section 6 (weights from host and disk).
@@ -36,6 +37,7 @@ from fzero.sharding import Plan
 from fzero.sharding.leaf_plan import LeafPlan
 from fzero.sharding.spec import DISK, HOST_MEMORY
 
+COPYING = 1.1  # how much longer a CPU computes while weights come from a disk: it copies them
 SAMPLES = 9  # queries of a row whose visible keys are counted
 
 
@@ -58,11 +60,22 @@ class StepTime(NamedTuple):
     serial: bool  # whether the host computes itself, a CPU
 
     @property
+    def computing_s(self) -> float:
+        """The time of the operators: a GPU reads, multiplies and is given work at once, a CPU does one by one."""
+        if self.serial:
+            return self.memory_s + self.compute_s + self.host_s
+        return max(self.memory_s, self.compute_s, self.host_s)
+
+    @property
+    def hides_link(self) -> bool:
+        """Whether the kernels take as long as weights that come meanwhile; a CPU copies these too."""
+        kernels_s = COPYING * self.computing_s if self.serial else max(self.memory_s, self.compute_s)
+        return kernels_s >= self.link_s
+
+    @property
     def seconds(self) -> float:
         """The time of the step."""
-        kernels_s = max(self.memory_s, self.compute_s)
-        computing_s = kernels_s + self.host_s if self.serial else max(kernels_s, self.host_s)
-        return max(computing_s, self.link_s) + self.sums_s
+        return max(self.computing_s, self.link_s) + self.sums_s
 
     @property
     def binds(self) -> str:
