@@ -53,6 +53,12 @@ from fzero.core.autodiff import run_backward as run_backward
 from fzero.core.autodiff import transforms as transforms
 from fzero.core.autodiff import vary as vary
 
+# The calls of a function, repeated in the same memory
+from fzero.core.call_record import CallRecord as CallRecord
+from fzero.core.call_record import note_call as note_call
+from fzero.core.call_record import record_calls as record_calls
+from fzero.core.call_record import record_operator as record_operator
+
 # Recomputation in the backward pass (remat)
 from fzero.core.captured_state import preserve_random_states as preserve_random_states
 

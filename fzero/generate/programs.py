@@ -36,6 +36,7 @@ class LayerPrograms:
     def __init__(self, ctx: Ctx) -> None:
         self.ctx = ctx
         self.uses: dict[Any, int] = {}
+        self.direct_calls = 0  # of layers, by no program
         self.graphs: OrderedDict[Any, tuple[Callable[..., Any], Any] | None] = OrderedDict()
 
     def run(self, layer: Layer, params: Tree, x: Any, tensors: Sequence[Tensor], key: Any) -> Any:
@@ -47,12 +48,14 @@ class LayerPrograms:
             self.graphs.move_to_end(key)
         elif self.uses.get(key, 0) < USES:
             self.uses[key] = self.uses.get(key, 0) + 1
+            self.direct_calls += 1
             return layer(params, x, context_of(self.ctx, *tensors))
         else:
             self.graphs[key] = self.trace(layer, params, x, tensors)
             while len(self.graphs) > GRAPHS:
                 self.uses.pop(self.graphs.popitem(last=False)[0])
         if (graph := self.graphs[key]) is None:
+            self.direct_calls += 1
             return layer(params, x, context_of(self.ctx, *tensors))
         run, out_def = graph
         return pytree.unflatten(run(*pytree.leaves(params), *pytree.leaves(x), *tensors), out_def)

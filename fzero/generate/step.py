@@ -22,6 +22,7 @@ from fzero.core.copy_buckets import bring_together
 from fzero.core.pytree import Tree
 from fzero.generate.pages import Pages, causal_module, recompute_reason
 from fzero.generate.programs import programs_of
+from fzero.generate.step_records import StepRecords
 from fzero.kernels.registry import Kernels
 from fzero.models import Ctx, Model
 from fzero.models.base import Cache, TokenLayout
@@ -135,6 +136,7 @@ def hidden_step(
     model, first = (mtp_model(model), model.config.n_layers) if mtp else (model, 0)
     resident = _Resident(segments, plan)
     run = _OfModule(model, plan.mesh) if model.traits.causal else _Paged(ctx, first)
+    records = StepRecords(run.programs) if isinstance(run, _Paged) else None
 
     @inference()
     def step(
@@ -143,8 +145,20 @@ def hidden_step(
         if pages.spec.coded:
             kernels.refuse(f"a cache in {pages.spec.dtype}")
         pages = pages.donate()
-        logits, hidden = run(model, resident.fetches(params, batch.tokens.device), ctx, pages, batch, hidden)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)), hidden, pages
+
+        def call(*tensors: Tensor) -> list[Tensor]:
+            batch, hidden = StepBatch(*tensors[: len(StepBatch._fields)]), tensors[len(StepBatch._fields) :]
+            fetches = resident.fetches(params, batch.tokens.device)
+            logits, last = run(model, fetches, ctx, pages, batch, *(hidden or (None,)))
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            return [logits] if last is None else [logits, last]
+
+        inputs = [*batch] if hidden is None else [*batch, hidden]
+        if records is not None and resident.stays(params, batch.tokens.device):
+            results = records.run((resident.trees, pages.layers), call, inputs)
+        else:
+            results = call(*inputs)
+        return results[0], results[1] if len(results) > 1 else None, pages
 
     return step
 
@@ -287,14 +301,18 @@ class _Resident:
         self.params: Any = None
         self.trees: list[tuple[Segment, int, Tree]] = []
 
-    def fetches(self, params: Tree, device: torch.device) -> Fetches:
-        """The leaves, views of which are made once."""
+    def stays(self, params: Tree, device: torch.device) -> bool:
+        """Whether the parameters are whole here, so that `trees`, views made once, have their leaves."""
         if params is not self.params:
             expect_params(params, self.plan)
             leaves = pytree.leaves(params)
             resident = self.plan.mesh.size == 1 and all(isinstance(x, Tensor) and x.device == device for x in leaves)
             self.params, self.trees = params, list(self.fetched(params, device)) if resident else []
-        return iter(self.trees) if self.trees else self.fetched(params, device)
+        return bool(self.trees)
+
+    def fetches(self, params: Tree, device: torch.device) -> Fetches:
+        """The leaves of each part."""
+        return iter(self.trees) if self.stays(params, device) else self.fetched(params, device)
 
     def fetched(self, params: Tree, device: torch.device) -> Fetches:
         """The leaves, the next ones of which are on their way."""

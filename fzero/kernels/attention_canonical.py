@@ -120,6 +120,7 @@ def on_pages(
     flop=lambda q, k, v, table, *rest, out_val, **options: (
         2 * (q.numel() + out_val.numel()) * table.shape[1] * k.shape[1]
     ),
+    by_shape=True,
 )
 def paged_forward(
     q: Tensor,

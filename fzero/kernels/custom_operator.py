@@ -19,6 +19,7 @@ from torch import Tensor
 from fzero import core
 from fzero.core import gpu
 from fzero.core.autodiff import INFERENCE, Function, run_backward, transforms
+from fzero.core.call_record import note_call, record_operator
 from fzero.core.compile_cache import have_compiler
 from fzero.core.device import KERNELS, LAUNCHERS, fake_device_of, kind_of
 from fzero.core.torch_private import FakeTensor
@@ -93,19 +94,21 @@ def operator(
     *,
     flop: core.Formula | None = None,
     opened: bool = False,
+    by_shape: bool = False,
     batched: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: register a launcher as the operator fzero::NAME of `schema`, one node of a graph."""
 
     # A launcher is pure: it returns new tensors and does not write into its arguments. `fake` takes the same arguments
     # and returns empty tensors of the results' shapes and dtypes. flop: the FLOPs of a call.
-    # opened: see OPENED. batched: the rule of vmap; None: one call for each example, with a warning.
+    # opened: see OPENED. by_shape: what it calls depends on its arguments' shapes alone, see core.call_record.
+    # batched: the rule of vmap; None: one call for each example, with a warning.
     def define(launch: Callable[..., Any]) -> Callable[..., Any]:
         def on_device(*args: Any) -> Any:
             # Triton launches on the current device.
             device = next((a.device for a in args if isinstance(a, Tensor) and a.is_cuda), None)
             if device is None:
-                return launch(*args)
+                return record_operator(launch, args, by_shape)
             with gpu.on_device(device):
                 return launch(*args)
 
@@ -167,7 +170,9 @@ def address(x: Tensor | None) -> int | None:
 
 def call_cpp(function: Any, tensors: Sequence[Tensor | None], *arguments: Any) -> None:
     """Call a C++ function with pointers to tensors, null for None, and then other arguments."""
-    function(*(ctypes.c_void_p(address(x)) for x in tensors), *arguments)
+    arguments = *(ctypes.c_void_p(address(x)) for x in tensors), *arguments
+    function(*arguments)
+    note_call(function, arguments, tensors)
 
 
 def runs_alone(x: Tensor, *args: Any, **options: Any) -> str:

@@ -219,7 +219,7 @@ def _call_cpp(name: str, tensors: tuple[Tensor, ...]) -> None:
     call_cpp(run, tensors, ctypes.c_int64(n), ctypes.c_int64(threads))
 
 
-@operator("swiglu_cpu(Tensor a, Tensor b) -> Tensor", lambda a, b: a.new_empty(a.shape))
+@operator("swiglu_cpu(Tensor a, Tensor b) -> Tensor", lambda a, b: a.new_empty(a.shape), by_shape=True)
 def swiglu_in_cpp(a: Tensor, b: Tensor) -> Tensor:
     """silu(a) b."""
     out = a.new_empty(a.shape)

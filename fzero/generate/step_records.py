@@ -1,0 +1,53 @@
+"""Records of steps: what a step of few tokens calls, repeated without Python, for shapes that come again."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.core.call_record import CallRecord, record_calls
+from fzero.core.device import is_fake, kind_of
+from fzero.generate.programs import LayerPrograms
+
+USES = 2  # steps of a shape by programs, before it is recorded
+TOKENS = 64  # of a step, up to which Python takes a share of its time, and a record little memory
+RECORDS = 16  # records, of the shapes used last
+
+StepCall = Callable[..., Sequence[Tensor]]
+
+
+class StepRecords:
+    """The records of steps over the same parameters and pages, whose layers are programs: no step needs values."""
+
+    def __init__(self, programs: LayerPrograms) -> None:
+        self.programs = programs
+        self.source: tuple[Any, ...] = ()
+        self.uses = Counter[Any]()
+        self.records = OrderedDict[Any, CallRecord | None]()
+
+    def run(self, source: tuple[Any, ...], call: StepCall, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """call(*inputs); source: what holds the memory that it reads and writes beside them."""
+        if len(inputs[0]) > TOKENS or kind_of(inputs[0]) != "cpu" or is_fake(inputs[0]):
+            return call(*inputs)
+        if len(source) != len(self.source) or any(a is not b for a, b in zip(source, self.source)):
+            self.source = source
+            self.uses.clear()
+            self.records.clear()
+        key = torch.get_num_threads(), *(x.shape for x in inputs)
+        if key not in self.records and self.uses[key] >= USES:
+            self.records[key] = record_calls(call, inputs)
+            if len(self.records) > RECORDS:
+                self.uses.pop(self.records.popitem(last=False)[0])
+            if (record := self.records[key]) is not None:
+                return [x.clone() for x in record.outputs]
+        if (record := self.records.get(key)) is not None:
+            self.records.move_to_end(key)
+            return record(*inputs)
+        before = self.programs.direct_calls
+        out = call(*inputs)
+        self.uses[key] += self.programs.direct_calls == before
+        return out

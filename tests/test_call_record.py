@@ -1,0 +1,98 @@
+"""A record of a function's calls computes what the function does, for other tensors of the same shapes."""
+
+import pytest
+import torch
+from close import assert_same
+
+import fzero
+from fzero import generate, models
+from fzero.core.call_record import record_calls
+from fzero.generate import programs, step_records
+from fzero.kernels.linear import linear_product
+from fzero.kernels.moe import grouped_product
+from fzero.kernels.norm import rms_norm_forward
+
+TABLE = torch.zeros(3, 4)
+WEIGHT = torch.randn(4, 4, generator=torch.Generator().manual_seed(9))
+
+
+def work(x, index):
+    """Views, memory that is zeroed and added to, results of two tensors, writes in place, and C++ loops."""
+    sums = torch.zeros(3, 4)
+    sums.index_add_(0, index.expand(2), x.view(1, 4).expand(2, 4))
+    TABLE.index_copy_(0, index, x.view(1, 4))
+    values, order = torch.sort(x, descending=True)
+    empty = torch.empty(2, 4)
+    empty[0] = values
+    empty[1:].fill_(2.0)
+    normed, inverse = rms_norm_forward(linear_product(x.view(1, 4), WEIGHT), torch.ones(4), 1e-5)
+    return [sums, order, empty.T.contiguous()[::2], normed * inverse, TABLE[index], x, x.view(2, 2).unbind(0)[1]]
+
+
+def test_a_record_computes_what_its_function_does():
+    def tensors(seed):
+        return torch.randn(4, generator=torch.Generator().manual_seed(seed)), torch.tensor([seed % 3])
+
+    record, outs, inputs = record_calls(work, tensors(0)), [], [tensors(seed) for seed in (1, 2, 4)]
+    for x, index in inputs:
+        TABLE.zero_()
+        outs.append((record(x, index), TABLE.clone()))
+    for (x, index), out in zip(inputs, outs):  # none of which a later call wrote into
+        TABLE.zero_()
+        assert_same(out, (work(x, index), TABLE))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: [x[: int(x[0])]],
+        lambda x: [x[x > 0.0]],
+        lambda x: [x.nonzero()],
+        lambda x: [torch.rand(3) + x[:3]],
+    ],
+)
+def test_what_needs_values_or_draws_has_no_record(function):
+    assert record_calls(function, [torch.ones(4)]) is None
+    assert record_calls(lambda x: [x + 1.0], [torch.ones(4)]) is not None  # and leaves nothing behind
+
+
+def test_an_operator_that_reads_values_is_called_again():
+    x, w = torch.randn(6, 4), torch.randn(3, 4, 2)
+    record = record_calls(lambda ends: [grouped_product(x, w, ends)], [torch.tensor([2, 4, 6], dtype=torch.int32)])
+    ends = torch.tensor([1, 1, 6], dtype=torch.int32)
+    assert_same(record(ends), [grouped_product(x, w, ends)])
+
+
+CONFIGS = {
+    "llama": models.LlamaConfig(61, 64, 32, 2, 4, 2, 48),
+    "gpt2": models.GPT2Config(61, 64, 32, 2, 4),
+    "deepseek": models.DeepSeekConfig(61, 64, 32, n_layers=2, n_heads=4, n_dense=1, n_experts=16, d_expert=16),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernels"), [(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.bfloat16, "canonical")]
+)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_recorded_steps_are_the_steps(family, dtype, kernels, monkeypatch):
+    model = models.build(CONFIGS[family])
+    params = models.init_params(model, fzero.random.key(0), dtype)
+    # of which the second comes while the first decodes, so that shapes change and come again
+    prompts = [generate.Prompt((5, 9, 3 + i), generate.Sampling(max_tokens=20 - 9 * i), number=i) for i in range(2)]
+    calls = []
+    monkeypatch.setattr(programs, "USES", 2)
+
+    def texts():
+        options = generate.GenerateOptions(kernels=kernels, page_tokens=4, tokens=3)
+        out = generate.completions(model, params, prompts, options=options)
+        return {c.number: (c.ids, c.log_probs) for c in out}
+
+    monkeypatch.setattr(step_records, "TOKENS", 0)
+    expected = texts()  # also makes the programs of these shapes
+    monkeypatch.setattr(step_records, "TOKENS", 64)
+    run = step_records.CallRecord.__call__
+    monkeypatch.setattr(step_records.CallRecord, "__call__", lambda *a: (calls.append(1), run(*a))[1])
+    for _ in range(2):
+        assert texts() == expected
+    reads_rows = (family, kernels) == ("deepseek", "canonical")  # latents of each row: no program, no record
+    assert (len(calls) > 10) != reads_rows
