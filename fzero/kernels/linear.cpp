@@ -14,17 +14,20 @@
 
 namespace {
 
-constexpr int64_t FEW = 12;          // rows for which w is read as it lies
+constexpr int64_t FEW = 32;          // rows for which w is read as it lies
 constexpr int64_t DEPTH = 256;       // k that a tile takes of a panel at a time
-constexpr int64_t SHALLOW = 16;      // and of w as it lies, whose rows are as many streams of memory
+constexpr int64_t SHALLOW = 32;      // and of w as it lies, whose rows are as many streams of memory
 constexpr int64_t BLOCK = 192;       // rows whose sums lie in a core's cache
 
-struct Shape { int64_t m, k, n, w_stride, threads, wide; };
+struct Shape { int64_t m, k, n, w_stride, threads, wide; };  // wide: the result is float32
 
 // Few rows: all columns from `first` to `end`, some k at a time; c [m, ldc] is zeros and begins with column `first`.
 template <typename W>
 void few(const Shape& s, const float* x, const W* w, int64_t first, int64_t end, float* c, int64_t ldc) {
   constexpr int64_t STRIP = 4 * WIDE;  // vectors of one row
+  // The same bytes of the next rows: memory is read in pieces of rows, which no processor foresees; the long pieces of
+  // one row in float32 come sooner without.
+  const int64_t ahead = s.m > 1 || sizeof(W) < sizeof(float) ? SHALLOW * s.w_stride : 0;
   std::vector<W> last(SHALLOW * LANES);
   for (int64_t k = 0; k < s.k; k += SHALLOW) {
     const int64_t depth = std::min(SHALLOW, s.k - k);
@@ -32,12 +35,12 @@ void few(const Shape& s, const float* x, const W* w, int64_t first, int64_t end,
     int64_t n = first;
     if (s.m <= 2)
       for (; n + STRIP * LANES <= end; n += STRIP * LANES) {
-        if (s.m == 1) tile<1, STRIP>(depth, x + k, s.k, from + n, s.w_stride, c + n - first, ldc);
+        if (s.m == 1) tile<1, STRIP>(depth, x + k, s.k, from + n, s.w_stride, c + n - first, ldc, ahead);
         else
           for (int64_t half : {int64_t(0), STRIP / 2 * LANES})
-            tile<2, STRIP / 2>(depth, x + k, s.k, from + n + half, s.w_stride, c + n + half - first, ldc);
+            tile<2, STRIP / 2>(depth, x + k, s.k, from + n + half, s.w_stride, c + n + half - first, ldc, ahead);
       }
-    for (; n + PANEL <= end; n += PANEL) tiles<WIDE>(s.m, depth, x + k, s.k, from + n, s.w_stride, c + n - first, ldc);
+    for (; n + PANEL <= end; n += PANEL) tiles<WIDE>(s.m, depth, x + k, s.k, from + n, s.w_stride, c + n - first, ldc, ahead);
     for (; n + LANES <= end; n += LANES) tiles<1>(s.m, depth, x + k, s.k, from + n, s.w_stride, c + n - first, ldc);
     if (n == end) continue;
     for (int64_t i = 0; i < depth; i++) std::copy(from + i * s.w_stride + n, from + i * s.w_stride + end, &last[i * LANES]);
@@ -132,10 +135,12 @@ template <typename W, typename T> void rows(const float* x, const W* w, T* out, 
 
 }  // namespace
 
-#define OF(W, NAME, KIND)                                                                \
-  extern "C" void KIND##_##NAME(const float* x, const W* w, void* out, const Shape* s) { \
-    if (s->wide) KIND(x, w, static_cast<float*>(out), *s);                               \
-    else KIND(x, w, static_cast<W*>(out), *s);                                           \
+#define OF(W, NAME, KIND)                                                            \
+  extern "C" void KIND##_##NAME(const W* x, const W* w, void* out, const Shape* s) { \
+    std::vector<float> memory;                                                       \
+    const float* numbers = in_float(x, s->m * s->k, memory);                         \
+    if (s->wide) KIND(numbers, w, static_cast<float*>(out), *s);                     \
+    else KIND(numbers, w, static_cast<W*>(out), *s);                                 \
   }
 OF(float, float32, columns)
 OF(BFloat16, bfloat16, columns)

@@ -31,6 +31,7 @@ from fzero.kernels.rowwise import KINDS, rowwise_numbers
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 SMALL = 1 << 16  # multiplications that one thread makes
 LARGE = 1 << 20  # numbers of a head
+FEW = 32  # rows for which a weight is read as it lies
 
 
 class _ProductShape(ctypes.Structure):
@@ -45,13 +46,14 @@ def _call_cpp(kind: str, x: Tensor, w: Tensor, out: Tensor) -> None:
     shape = _ProductShape(m, k, n, w.stride(0), threads, out.dtype != w.dtype)
     if out.numel():
         run = getattr(compile_cache.library(__file__, compile_cache.EXACT), f"{kind}_{TYPES[w.dtype]}")
-        call_cpp(run, (x.to(torch.float32).contiguous(), w, out), ctypes.byref(shape))
+        call_cpp(run, (x.contiguous(), w, out), ctypes.byref(shape))
 
 
 @operator(
     "linear_canonical(Tensor x, Tensor w) -> Tensor",
     lambda x, w: x.new_empty((x.shape[0], w.shape[1])),
     flop=graph_passes.product,
+    by_shape=True,
 )
 def linear_product(x: Tensor, w: Tensor) -> Tensor:
     """x [M, K] @ w [K, N], rounded to their dtype."""
@@ -66,6 +68,7 @@ def linear_product(x: Tensor, w: Tensor) -> Tensor:
     "logits_canonical(Tensor x, Tensor w) -> Tensor",
     lambda x, w: x.new_empty((x.shape[0], w.shape[0]), dtype=torch.float32),
     flop=graph_passes.product,
+    by_shape=True,
 )
 def logits_product(x: Tensor, w: Tensor) -> Tensor:
     """x [M, K] @ w [V, K] transposed, in float32."""
@@ -123,18 +126,24 @@ def supports(x: Tensor, w: Tensor, *options: float) -> str:
 
 
 @functools.cache
-def _widens() -> bool:
-    """Whether this CPU has vectors of 16 floats and no matrix unit: these loops then are 1.1 to 2.6 times as fast in
-    bfloat16 as torch's, of 1 to 512 rows."""
+def _wide_vectors() -> tuple[bool, bool]:
+    """Whether this CPU has vectors of 16 floats, and whether it has a matrix unit for bfloat16."""
     flags = compile_cache.processor().split()
-    return "avx512f" in flags and "amx_bf16" not in flags
+    return "avx512f" in flags, "amx_bf16" in flags
 
 
 def _streams(x: Tensor, w: Tensor) -> str:
-    """Why "auto" should not take the canonical form of `linear`: of one row in bfloat16 it takes 0.5 to 0.9 of torch's
-    time on any CPU, of more rows on some."""
-    narrow = x.dtype == torch.bfloat16 and not needs_grad(x, w) and not x.is_cuda
-    return "" if narrow and (x.numel() == x.shape[-1] or _widens()) else asked_for(x, w)
+    """Why "auto" should not take the canonical form of `linear`, measured beside torch's product: in bfloat16 it takes
+    0.4 to 0.9 of its time, of 1 to 512 rows, but of more than one beside a matrix unit; in float32, of few rows in
+    inference, 0.6 to 1.0, with vectors of 16 floats."""
+    if x.is_cuda or needs_grad(x, w):
+        return asked_for(x, w)
+    rows, (vectors, matrices) = x.numel() // max(1, x.shape[-1]), _wide_vectors()
+    if x.dtype == torch.bfloat16:
+        serves = rows == 1 or (vectors and not matrices)
+    else:
+        serves = vectors and rows <= FEW and INFERENCE.get()
+    return "" if serves else asked_for(x, w)
 
 
 def _prefers_head(x: Tensor, w: Tensor, cap: float = 0.0) -> str:

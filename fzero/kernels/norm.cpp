@@ -29,7 +29,7 @@ template <typename Term> float sum(int64_t n, Term term) {
 }
 
 template <typename T>
-void forward(const T* x, const T* residual, const float* scale, T* y, T* total, float* inverse, const Shape& s) {
+void forward(const T* x, const T* residual, const T* scale, T* y, T* total, float* inverse, const Shape& s) {
 #pragma omp parallel for num_threads(int(s.threads)) if (s.threads > 1)
   for (int64_t row = 0; row < s.rows; ++row) {
     const T* in = x + row * s.n;
@@ -47,7 +47,7 @@ void forward(const T* x, const T* residual, const float* scale, T* y, T* total, 
     for (int64_t i = 0; i < s.n; ++i) {
       T normed;
       narrow(wide(in[i]) * r, normed);
-      narrow(wide(normed) * scale[i], out[i]);
+      narrow(wide(normed) * wide(scale[i]), out[i]);
     }
     inverse[row] = r;
   }
@@ -55,7 +55,7 @@ void forward(const T* x, const T* residual, const float* scale, T* y, T* total, 
 
 // by_scale: a row of n for each part, of zeros.
 template <typename T>
-void backward(const T* g, const T* total_g, const T* x, const float* scale, const float* inverse, T* dx,
+void backward(const T* g, const T* total_g, const T* x, const T* scale, const float* inverse, T* dx,
               float* by_scale, const Shape& s) {
   const int64_t parts = (s.rows + s.rows_a_part - 1) / s.rows_a_part;
 #pragma omp parallel for num_threads(int(s.threads)) if (s.threads > 1)
@@ -66,8 +66,8 @@ void backward(const T* g, const T* total_g, const T* x, const float* scale, cons
       T* out = dx + row * s.n;
       const float r = inverse[row];
       const float along =
-          sum(s.n, [&](int64_t i) { return wide(grad[i]) * scale[i] * (wide(in[i]) * r); }) / float(s.n);
-      const auto by_x = [&](int64_t i) { return (wide(grad[i]) * scale[i] - wide(in[i]) * r * along) * r; };
+          sum(s.n, [&](int64_t i) { return wide(grad[i]) * wide(scale[i]) * (wide(in[i]) * r); }) / float(s.n);
+      const auto by_x = [&](int64_t i) { return (wide(grad[i]) * wide(scale[i]) - wide(in[i]) * r * along) * r; };
       if (total_g == nullptr) {
 #pragma omp simd
         for (int64_t i = 0; i < s.n; ++i) narrow(by_x(i), out[i]);
@@ -84,14 +84,14 @@ void backward(const T* g, const T* total_g, const T* x, const float* scale, cons
 
 }  // namespace
 
-#define OF(T, NAME)                                                                                            \
-  extern "C" void forward_##NAME(const T* x, const T* residual, const float* scale, T* y, T* total,            \
-                                 float* inverse, const Shape* s) {                                             \
-    forward(x, residual, scale, y, total, inverse, *s);                                                        \
-  }                                                                                                            \
-  extern "C" void backward_##NAME(const T* g, const T* total_g, const T* x, const float* scale,                \
-                                  const float* inverse, T* dx, float* by_scale, const Shape* s) {              \
-    backward(g, total_g, x, scale, inverse, dx, by_scale, *s);                                                 \
+#define OF(T, NAME)                                                                               \
+  extern "C" void forward_##NAME(const T* x, const T* residual, const T* scale, T* y, T* total,   \
+                                 float* inverse, const Shape* s) {                                \
+    forward(x, residual, scale, y, total, inverse, *s);                                           \
+  }                                                                                               \
+  extern "C" void backward_##NAME(const T* g, const T* total_g, const T* x, const T* scale,       \
+                                  const float* inverse, T* dx, float* by_scale, const Shape* s) { \
+    backward(g, total_g, x, scale, inverse, dx, by_scale, *s);                                    \
   }
 OF(float, float32)
 OF(BFloat16, bfloat16)

@@ -232,8 +232,8 @@ def _chunk_rows(rows: int) -> int:
 
 
 def _scale_of(scale: Tensor, x: Tensor) -> Tensor:
-    """The scale rounded to x's dtype, in float32."""
-    return scale.to(x.dtype).to(torch.float32).contiguous()
+    """The scale rounded to x's dtype."""
+    return scale.to(x.dtype).contiguous()
 
 
 def _inverse_like(x: Tensor) -> Tensor:
@@ -243,6 +243,7 @@ def _inverse_like(x: Tensor) -> Tensor:
 @operator(
     "rms_norm_cpu(Tensor x, Tensor scale, float eps) -> (Tensor, Tensor)",
     lambda x, scale, eps: (x.new_empty(x.shape), _inverse_like(x)),
+    by_shape=True,
 )
 def rms_norm_forward(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x normed, 1 / sqrt(mean(x^2) + eps) of its rows, float32)."""
@@ -254,6 +255,7 @@ def rms_norm_forward(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tens
 @operator(
     "add_rms_norm_cpu(Tensor x, Tensor residual, Tensor scale, float eps) -> (Tensor, Tensor, Tensor)",
     lambda x, residual, scale, eps: (x.new_empty(x.shape), x.new_empty(x.shape), _inverse_like(x)),
+    by_shape=True,
 )
 def add_rms_norm_forward(x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(the sum normed, the sum x + residual, 1 / sqrt(mean + eps) of its rows, float32)."""

@@ -34,97 +34,97 @@ inline Whole integers(const uint8_t* data) {
 #endif
 }
 
-// The 16 levels that the indices name.
-inline Vector look_up(const float* levels, Whole indices) {
+// The 16 numbers that the low halves of the indices name.
+inline Vector look_up(Vector table, Whole indices) {
 #if defined(__AVX512F__)
-  return Vector(_mm512_permutexvar_ps(__m512i(indices), __m512(load(levels))));
+  return Vector(_mm512_permutexvar_ps(__m512i(indices), __m512(table)));
 #else
   Vector v;
-  for (int64_t i = 0; i < LANES; i++) v[i] = levels[indices[i]];
+  for (int64_t i = 0; i < LANES; i++) v[i] = table[indices[i] & 15];
   return v;
 #endif
 }
 
+// What the codes of a block stand for: their scale, or the products of the 16 levels and the scale.
+template <Code KIND> inline Vector table_of(float scale, Vector levels) {
+  const Vector all = scale - Vector{};
+  if constexpr (KIND == INT8) return all;
+  return levels * all;
+}
+
 // A unit of 16 bytes: of two codes a byte the earlier ones come first, then the later ones.
-template <Code KIND> inline void decode(const uint8_t* data, float scale, const float* levels, Vector* out) {
+template <Code KIND> inline void decode(const uint8_t* data, Vector table, Vector* out) {
   const Whole bytes = integers(data);
   if constexpr (KIND == INT8) {
-    out[0] = __builtin_convertvector(bytes, Vector) * scale;
-  } else if constexpr (KIND == INT4) {
-    out[0] = __builtin_convertvector((bytes << 28) >> 28, Vector) * scale;
-    out[1] = __builtin_convertvector(bytes >> 4, Vector) * scale;
+    out[0] = __builtin_convertvector(bytes, Vector) * table;
   } else {
-    out[0] = look_up(levels, bytes & 15) * scale;
-    out[1] = look_up(levels, (bytes >> 4) & 15) * scale;
+    out[0] = look_up(table, bytes);
+    out[1] = look_up(table, bytes >> 4);
   }
 }
 
 template <Code KIND> float value(const uint8_t* row, int64_t n, const float* levels) {
   if constexpr (KIND == INT8) return float(int8_t(row[n]));
   const uint8_t code = n % 2 ? row[n / 2] >> 4 : row[n / 2] & 15;
-  return KIND == NF4 ? levels[code] : float(int8_t(code << 4) >> 4);
+  return levels[code];
 }
 
-// c [R, C units] += x [R, k] times C units of codes from column n on.
-template <Code KIND, int64_t R, int64_t C>
-void coded(const Shape& s, int64_t first, int64_t k, const float* x, const uint8_t* codes, const float* scales, int64_t n,
+// The numbers of C units of codes from `row` on, whose blocks have the scales scales[at[0]], scales[at[1]], ...
+template <Code KIND, int64_t C>
+inline void decode_units(const uint8_t* row, const float* scales, const int64_t* at, Vector levels, Vector* out) {
+#pragma GCC unroll 16
+  for (int64_t j = 0; j < C; j++)
+    decode<KIND>(row + j * LANES, table_of<KIND>(scales[at[j]], levels), out + j * VECTORS<KIND>);
+}
+
+// c [m, C units] += x [m, depth] times C units of codes from row k and column n on.
+template <Code KIND, int64_t C>
+void coded(const Shape& s, int64_t k, int64_t depth, const float* x, const uint8_t* codes, const float* scales, int64_t n,
            float* c, int64_t ldc) {
-  constexpr int64_t V = VECTORS<KIND>, UNIT = V * LANES;
+  constexpr int64_t V = VECTORS<KIND>, ALL = C * V, PART = ALL < WIDE ? ALL : WIDE;
   const int64_t width = s.n / V, blocks = (s.n + s.block - 1) / s.block;
-  Vector total[R][C * V];
-#pragma GCC unroll 16
-  for (int64_t r = 0; r < R; r++)
-#pragma GCC unroll 16
-    for (int64_t j = 0; j < C * V; j++) total[r][j] = load(c + r * ldc + j * LANES);
   int64_t at[C];  // of the scales of a row
-  for (int64_t j = 0; j < C; j++) at[j] = (n + j * UNIT) / s.block;
-  const uint8_t* row = codes + first * width + n / V;
-  for (int64_t i = first; i < first + k; i++, row += width) {
-    Vector right[C * V];
+  for (int64_t j = 0; j < C; j++) at[j] = (n + j * V * LANES) / s.block;
+  const Vector levels = load(s.levels);
+  const uint8_t* row = codes + k * width + n / V;
+  scales += k * blocks;
+  Vector total[ALL], right[ALL];
+  alignas(64) float laid[SHALLOW * ALL * LANES];
 #pragma GCC unroll 16
-    for (int64_t j = 0; j < C; j++)
-      decode<KIND>(row + j * LANES, scales[i * blocks + at[j]], s.levels, right + j * V);
+  for (int64_t j = 0; j < ALL; j++) total[j] = load(c + j * LANES);
+  for (int64_t i = 0; i < depth; i++, row += width, scales += blocks) {
+    // The same bytes of the next rows: memory is read in pieces of rows, which no processor foresees.
+    for (int64_t j = 0; j < C * LANES; j += 64) __builtin_prefetch(row + SHALLOW * width + j);
+    decode_units<KIND, C>(row, scales, at, levels, right);
+    if (s.m == 1) {
+      const Vector left = x[k + i] - Vector{};
 #pragma GCC unroll 16
-    for (int64_t r = 0; r < R; r++) {
-      const Vector left = x[r * s.k + i] - Vector{};
+      for (int64_t j = 0; j < ALL; j++) total[j] = fused(left, right[j], total[j]);
+    } else {
 #pragma GCC unroll 16
-      for (int64_t j = 0; j < C * V; j++) total[r][j] = fused(left, right[j], total[r][j]);
+      for (int64_t j = 0; j < ALL; j++) store(laid + (i * ALL + j) * LANES, right[j]);
     }
   }
+  if (s.m == 1) {
 #pragma GCC unroll 16
-  for (int64_t r = 0; r < R; r++)
-#pragma GCC unroll 16
-    for (int64_t j = 0; j < C * V; j++) store(c + r * ldc + j * LANES, total[r][j]);
-}
-
-template <Code KIND, int64_t C>
-void coded_rows(const Shape& s, int64_t first, int64_t k, const float* x, const uint8_t* codes, const float* scales,
-                int64_t n, float* c, int64_t ldc) {
-  int64_t rows = s.m;
-  for (; rows >= ROWS; rows -= ROWS, x += ROWS * s.k, c += ROWS * ldc)
-    coded<KIND, ROWS, C>(s, first, k, x, codes, scales, n, c, ldc);
-  switch (rows) {
-    case 5: return coded<KIND, 5, C>(s, first, k, x, codes, scales, n, c, ldc);
-    case 4: return coded<KIND, 4, C>(s, first, k, x, codes, scales, n, c, ldc);
-    case 3: return coded<KIND, 3, C>(s, first, k, x, codes, scales, n, c, ldc);
-    case 2: return coded<KIND, 2, C>(s, first, k, x, codes, scales, n, c, ldc);
-    case 1: return coded<KIND, 1, C>(s, first, k, x, codes, scales, n, c, ldc);
+    for (int64_t j = 0; j < ALL; j++) store(c + j * LANES, total[j]);
+  } else {
+    for (int64_t j = 0; j < ALL; j += PART)
+      tiles<PART>(s.m, depth, x + k, s.k, laid + j * LANES, ALL * LANES, c + j * LANES, ldc);
   }
 }
 
 template <Code KIND, typename T>
 void few(const Shape& s, const float* x, const uint8_t* codes, const float* scales, int64_t first, int64_t end, T* out) {
-  constexpr int64_t V = VECTORS<KIND>, UNIT = V * LANES, MANY = (WIDE > 1 ? 8 : 2) / V, SOME = (WIDE > 1 ? 4 : 2) / V;
+  constexpr int64_t V = VECTORS<KIND>, UNIT = V * LANES, MANY = (WIDE > 1 ? 8 : 2) / V;
   const int64_t ldc = end - first;
   std::vector<float> c(s.m * ldc);
   for (int64_t k = 0; k < s.k; k += SHALLOW) {
     const int64_t depth = std::min(SHALLOW, s.k - k);
     int64_t n = first;
-    for (; s.m == 1 && n + MANY * UNIT <= end; n += MANY * UNIT)
-      coded<KIND, 1, MANY>(s, k, depth, x, codes, scales, n, &c[n - first], ldc);
-    for (; n + SOME * UNIT <= end; n += SOME * UNIT)
-      coded_rows<KIND, SOME>(s, k, depth, x, codes, scales, n, &c[n - first], ldc);
-    for (; n < end; n += UNIT) coded_rows<KIND, 1>(s, k, depth, x, codes, scales, n, &c[n - first], ldc);
+    for (; n + MANY * UNIT <= end; n += MANY * UNIT)
+      coded<KIND, MANY>(s, k, depth, x, codes, scales, n, &c[n - first], ldc);
+    for (; n < end; n += UNIT) coded<KIND, 1>(s, k, depth, x, codes, scales, n, &c[n - first], ldc);
   }
   for (int64_t m = 0; m < s.m; m++)
     for (int64_t n = 0; n < ldc; n += UNIT)
@@ -146,7 +146,7 @@ void panel(const Shape& s, const float* x, const uint8_t* codes, const float* sc
     float* to = laid + k * PANEL;
     for (int64_t i = 0; i < units; i += UNIT) {
       Vector x[V];
-      decode<KIND>(row + (n + i) / V, scales[k * blocks + at[i]], s.levels, x);
+      decode<KIND>(row + (n + i) / V, table_of<KIND>(scales[k * blocks + at[i]], load(s.levels)), x);
       if constexpr (V == 1) {
         store(to + i, x[0]);
       } else {
@@ -193,9 +193,10 @@ template <typename T> void product_of(const float* x, const uint8_t* codes, cons
 
 }  // namespace
 
-extern "C" void product_float32(const float* x, const uint8_t* codes, const float* scales, float* out, const Shape* s) {
-  product_of(x, codes, scales, out, *s);
-}
-extern "C" void product_bfloat16(const float* x, const uint8_t* codes, const float* scales, BFloat16* out, const Shape* s) {
-  product_of(x, codes, scales, out, *s);
-}
+#define OF(T, NAME)                                                                                               \
+  extern "C" void product_##NAME(const T* x, const uint8_t* codes, const float* scales, T* out, const Shape* s) { \
+    std::vector<float> memory;                                                                                    \
+    product_of(in_float(x, s->m * s->k, memory), codes, scales, out, *s);                                         \
+  }
+OF(float, float32)
+OF(BFloat16, bfloat16)

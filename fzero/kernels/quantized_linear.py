@@ -46,13 +46,15 @@ def reference(x: Tensor, codes: Tensor, scales: Tensor, kind: str, block: int) -
 
 @functools.cache
 def _levels(kind: str) -> Tensor:
-    return torch.tensor(KINDS[kind].levels or (0.0,) * 16)
+    """What the codes of four bits stand for, in the order of their bits."""
+    return torch.tensor(KINDS[kind].levels or (*range(8), *range(-8, 0)), dtype=torch.float32)
 
 
 @operator(
     "quantized_linear(Tensor x, Tensor codes, Tensor scales, str kind, int block) -> Tensor",
     lambda x, codes, scales, kind, block: x.new_empty((x.shape[0], codes.shape[1] * codes_a_byte(kind))),
     flop=lambda x, *rest, out_val, **options: 2 * x.numel() * out_val.shape[-1],
+    by_shape=True,
 )
 def quantized_product(x: Tensor, codes: Tensor, scales: Tensor, kind: str, block: int) -> Tensor:
     """x [M, K] times a weight in codes, [M, N]."""
@@ -61,7 +63,7 @@ def quantized_product(x: Tensor, codes: Tensor, scales: Tensor, kind: str, block
     shape = _CodedShape(m, k, n, block, CODES.index(kind), threads, address(_levels(kind)))
     if out.numel():
         run = getattr(compile_cache.library(__file__, compile_cache.EXACT), f"product_{TYPES[x.dtype]}")
-        tensors = x.to(torch.float32).contiguous(), codes.contiguous(), scales.contiguous(), out
+        tensors = x.contiguous(), codes.contiguous(), scales.contiguous(), out
         call_cpp(run, tensors, ctypes.byref(shape))
     return out
 

@@ -54,7 +54,7 @@ template <typename T> void numbers(const T* a, const T* b, T* out, int64_t kind,
   if (kind == CLAMPED) map(a, b, out, s, [](float x, float y) { return clamped(x, y); });
 }
 
-template <typename T> void layer_norm(const T* x, const float* scale, const float* bias, T* out, const Shape& s) {
+template <typename T> void layer_norm(const T* x, const T* scale, const T* bias, T* out, const Shape& s) {
 #pragma omp parallel for num_threads(int(s.threads)) if (s.threads > 1)
   for (int64_t row = 0; row < s.rows; row++) {
     const T* in = x + row * s.n;
@@ -66,8 +66,8 @@ template <typename T> void layer_norm(const T* x, const float* scale, const floa
     for (int64_t i = 0; i < s.n; i++) {
       T normed, product;
       narrow(centred(i) * r, normed);
-      narrow(wide(normed) * scale[i], product);
-      narrow(wide(product) + bias[i], to[i]);
+      narrow(wide(normed) * wide(scale[i]), product);
+      narrow(wide(product) + wide(bias[i]), to[i]);
     }
   }
 }
@@ -195,16 +195,16 @@ void rope(const T* q, const T* k, const int64_t* positions, const float* frequen
 
 }  // namespace
 
-#define OF(T, NAME)                                                                                             \
-  extern "C" void numbers_##NAME(const T* a, const T* b, T* out, int64_t kind, const Shape* s) {                \
-    numbers(a, b, out, kind, *s);                                                                               \
-  }                                                                                                             \
-  extern "C" void layer_norm_##NAME(const T* x, const float* scale, const float* bias, T* out, const Shape* s) { \
-    layer_norm(x, scale, bias, out, *s);                                                                        \
-  }                                                                                                             \
-  extern "C" void rope_##NAME(const T* q, const T* k, const int64_t* positions, const float* frequencies,       \
-                              T* out_q, T* out_k, const Heads* s) {                                             \
-    rope(q, k, positions, frequencies, out_q, out_k, *s);                                                       \
+#define OF(T, NAME)                                                                                       \
+  extern "C" void numbers_##NAME(const T* a, const T* b, T* out, int64_t kind, const Shape* s) {          \
+    numbers(a, b, out, kind, *s);                                                                         \
+  }                                                                                                       \
+  extern "C" void layer_norm_##NAME(const T* x, const T* scale, const T* bias, T* out, const Shape* s) {  \
+    layer_norm(x, scale, bias, out, *s);                                                                  \
+  }                                                                                                       \
+  extern "C" void rope_##NAME(const T* q, const T* k, const int64_t* positions, const float* frequencies, \
+                              T* out_q, T* out_k, const Heads* s) {                                       \
+    rope(q, k, positions, frequencies, out_q, out_k, *s);                                                 \
   }
 OF(float, float32)
 OF(BFloat16, bfloat16)

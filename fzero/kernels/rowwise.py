@@ -67,6 +67,7 @@ def _call_cpp(
 @operator(
     "rowwise_numbers(Tensor a, Tensor b, int kind, float cap=0.) -> Tensor",
     lambda a, b, kind, cap=0.0: a.new_empty(a.shape),
+    by_shape=True,
 )
 def rowwise_numbers(a: Tensor, b: Tensor, kind: int, cap: float = 0.0) -> Tensor:
     """A function of KINDS of each number of a, or of each pair; capped: cap tanh(a / cap)."""
@@ -78,11 +79,12 @@ def rowwise_numbers(a: Tensor, b: Tensor, kind: int, cap: float = 0.0) -> Tensor
 @operator(
     "layer_norm_canonical(Tensor x, Tensor scale, Tensor bias, float eps) -> Tensor",
     lambda x, scale, bias, eps: x.new_empty(x.shape),
+    by_shape=True,
 )
 def layer_norm_forward(x: Tensor, scale: Tensor, bias: Tensor, eps: float) -> Tensor:
     """x [..., N] normed; scale and bias are rounded to x's dtype."""
     out, x = x.new_empty(x.shape), x.contiguous()
-    scale, bias = (p.to(x.dtype).to(torch.float32).contiguous() for p in (scale, bias))
+    scale, bias = (p.to(x.dtype).contiguous() for p in (scale, bias))
     rows, n = math.prod(x.shape[:-1]), x.shape[-1]
     _call_cpp(f"layer_norm_{TYPES[x.dtype]}", (x, scale, bias, out), rows, n, eps=eps)
     return out
@@ -127,6 +129,7 @@ def loss_statistics(logits: Tensor, targets: Tensor | None, cap: float) -> Tenso
 @operator(
     "rope_cpu(Tensor[] x, Tensor positions, Tensor frequencies, bool interleaved, bool inverse) -> Tensor[]",
     lambda x, positions, frequencies, interleaved, inverse: [t.new_empty(t.shape) for t in x],
+    by_shape=True,
 )
 def rope_in_cpp(
     x: Sequence[Tensor], positions: Tensor, frequencies: Tensor, interleaved: bool, inverse: bool
