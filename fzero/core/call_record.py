@@ -6,6 +6,7 @@ were given. Views and empty memory need no call again. What a call makes stays w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.autodiff import EMPTY
 from fzero.core.device import LAUNCHERS
-from fzero.core.torch_private import TorchDispatchMode
+from fzero.core.torch_private import OpOverload, TorchDispatchMode
 
 VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
 INDICES = (torch.int64, torch.int32)  # of `index`, whose result's shape follows from masks alone
@@ -118,12 +119,29 @@ def _new_results(arguments: Any, out: Any) -> list[Tensor | None]:
     return [x if isinstance(x, Tensor) and x.untyped_storage()._cdata not in sources else None for x in leaves]
 
 
-def _repeating(func: Any, kwargs: dict[str, Any], results: Sequence[Tensor | None]) -> Callable[..., None]:
+def _repeating(func: Any, kwargs: dict[str, Any], results: Sequence[Tensor | None]) -> Callable[..., Any]:
     """The operator, whose new results go where those of its first call are."""
+    run = func._op if isinstance(func, OpOverload) else func
+    if not any(x is not None for x in results):
+        return functools.partial(run, **kwargs)
+    if len(results) == 1 and isinstance(func, OpOverload) and (fill := _filling(func)) is not None:
+        return functools.partial(fill, **kwargs, out=results[0])
 
     def call(*args: Any) -> None:
-        for target, x in zip(results, pytree.leaves(func(*args, **kwargs))):
+        for target, x in zip(results, pytree.leaves(run(*args, **kwargs))):
             if target is not None:
                 target.copy_(x)
 
     return call
+
+
+@functools.cache
+def _filling(func: OpOverload) -> Any:
+    """The variant of an operator that fills a tensor `out`; None if there is none."""
+    arguments = [(x.name, str(x.type)) for x in func._schema.arguments]
+    for name in func.overloadpacket.overloads():
+        variant = getattr(func.overloadpacket, name)
+        names = [(x.name, str(x.type)) for x in variant._schema.arguments]
+        if names[:-1] == arguments and names[-1][0] == "out":
+            return variant._op
+    return None
