@@ -89,7 +89,7 @@ def test_recorded_steps_are_the_steps(family, dtype, kernels, monkeypatch):
 
     monkeypatch.setattr(step_records, "TOKENS", 0)
     expected = texts()  # also makes the programs of these shapes
-    monkeypatch.setattr(step_records, "TOKENS", 64)
+    monkeypatch.setattr(step_records, "TOKENS", 32)
     run = step_records.CallRecord.__call__
     monkeypatch.setattr(step_records.CallRecord, "__call__", lambda *a: (calls.append(1), run(*a))[1])
     for _ in range(2):

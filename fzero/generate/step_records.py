@@ -14,8 +14,7 @@ from fzero.core.device import is_fake, kind_of
 from fzero.generate.programs import LayerPrograms
 
 USES = 2  # steps of a shape by programs, before it is recorded
-TOKENS = 64  # of a step, up to which Python takes a share of its time, and a record little memory
-RECORDS = 16  # records, of the shapes used last
+TOKENS = 32  # of all records, of the shapes used last: they keep what a step makes, a few hundredths of the weights
 
 StepCall = Callable[..., Sequence[Tensor]]
 
@@ -40,7 +39,7 @@ class StepRecords:
         key = torch.get_num_threads(), *(x.shape for x in inputs)
         if key not in self.records and self.uses[key] >= USES:
             self.records[key] = record_calls(call, inputs)
-            if len(self.records) > RECORDS:
+            while sum(shapes[0].numel() for _, *shapes in self.records) > TOKENS:
                 self.uses.pop(self.records.popitem(last=False)[0])
             if (record := self.records[key]) is not None:
                 return [x.clone() for x in record.outputs]
