@@ -87,12 +87,35 @@ def test_recorded_steps_are_the_steps(family, dtype, kernels, monkeypatch):
         out = generate.completions(model, params, prompts, options=options)
         return {c.number: (c.ids, c.log_probs) for c in out}
 
-    monkeypatch.setattr(step_records, "TOKENS", 0)
+    monkeypatch.setattr(step_records, "RECORDED_TOKENS", 0)
     expected = texts()  # also makes the programs of these shapes
-    monkeypatch.setattr(step_records, "TOKENS", 32)
+    monkeypatch.setattr(step_records, "RECORDED_TOKENS", 32)
     run = step_records.CallRecord.__call__
     monkeypatch.setattr(step_records.CallRecord, "__call__", lambda *a: (calls.append(1), run(*a))[1])
     for _ in range(2):
         assert texts() == expected
     reads_rows = (family, kernels) == ("deepseek", "canonical")  # latents of each row: no program, no record
     assert (len(calls) > 10) != reads_rows
+
+
+def test_records_follow_parameters_and_pages_and_leave_results_alone(monkeypatch):
+    monkeypatch.setattr(programs, "USES", 2)
+    model = models.build(CONFIGS["llama"])
+    plan = fzero.zero_plan(0, model, fzero.one_process())
+    trees = [models.init_params(model, fzero.random.key(seed)) for seed in (0, 1)]
+    spec = generate.page_spec(model, plan, count=4, page_tokens=8)
+
+    def logits_of(order, fresh):
+        steps, pages = [generate.make_step(model, plan)] * len(order), [spec.zeros(), spec.zeros()]
+        out, kept = [], []
+        for i, (tree, side) in enumerate(order):
+            step = generate.make_step(model, plan) if fresh else steps[i]
+            batch = generate.StepBatch.of_rows([([5 + i], i % 8, [side])], [1], page_tokens=8)
+            logits, pages[side] = step(trees[tree], pages[side], batch)
+            out.append(logits)
+            kept.append(logits.clone())
+        assert_same(out, kept)  # a later step wrote into none
+        return out
+
+    order = [(0, 0)] * 9 + [(1, 0)] * 9 + [(1, 1)] * 9 + [(0, 1)] * 2
+    assert_same(logits_of(order, False), logits_of(order, True))

@@ -1,6 +1,7 @@
 """`fzero plan --ask generate` and `serve`: bytes are those of real tensors and of a real step, times the formulas'."""
 
 import functools
+import gc
 import json
 import math
 from dataclasses import replace
@@ -10,6 +11,7 @@ from law_cases import config_of
 
 from fzero import generate, init_state, models, optim, zero_plan
 from fzero.core import pytree
+from fzero.generate import programs
 from fzero.planner import devices, generation
 from fzero.planner.generation import Workload, plan_generation, plan_serving, serve
 from fzero.planner.generation_costs import Rows, mean_visible
@@ -109,6 +111,26 @@ def test_the_peak_is_that_of_a_real_step(name, precision):
         assert abs(traced - peak) <= 0.02 * peak, (step, traced, peak)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("windows", marks=pytest.mark.slow)])
+def test_a_plan_counts_what_records_keep(name, precision, monkeypatch):
+    monkeypatch.setattr(programs, "USES", 2)
+    model, plan, params = real(CONFIGS[name], precision)
+    pages, step = generate.page_spec(model, plan, 16, page_tokens=8).zeros(), generate.make_step(model, plan)
+    rows = [([3], 6, [i]) for i in range(16)]
+    with LiveBytes((params, pages.layers)) as live:
+        start = live.live
+        for count in [16] * 6 + [8] * 6 + [12] * 6:  # records of 16 and 8 tokens, then of 8 and 12
+            batch = generate.StepBatch.of_rows(rows[:count], [1] * count, page_tokens=8)
+            _, pages = step(params, pages, batch)
+        del batch, _
+        gc.collect()  # what tracing left
+        kept = live.live - start
+    spec = generate.page_spec(model, plan, 1, page_tokens=8)
+    traced = trace_rows(model, plan, spec, CPU.target, (Rows(1, 7, 20),)).total_bytes
+    assert abs(traced - kept) <= 0.02 * kept, (traced, kept)
+
+
 def test_logits_of_the_wanted_rows_alone_are_in_the_peak():
     model, plan, _ = real(models.MLPConfig(20000, 160, 8, 1, 8), "fp32")
     spec = generate.page_spec(model, plan, 1, page_tokens=8)
@@ -155,20 +177,28 @@ def test_a_window_and_experts_lessen_what_is_read():
     assert many - one == pytest.approx(expert_bytes * (1 - 0.5**64 - 0.5) + 63 * costs.counts.lookup)
 
 
+RECORDED = (Rows(1, SMALL.context, generate.RECORDED_TOKENS),)
+
+
 @pytest.mark.slow
 def test_one_request_more_does_not_fit():
-    gpu = replace(CPU, memory_bytes=(1 << 20) + 1_000_000)
+    real_llama = real(CONFIGS["llama"], "fp32")[:2]
+    records = trace_rows(
+        *real_llama, generate.page_spec(*real_llama, 1, page_tokens=8), CPU.target, RECORDED
+    ).total_bytes
+    gpu = replace(CPU, memory_bytes=(1 << 20) + 1_000_000 + records)
     answer = asked(CONFIGS["llama"], gpu=gpu)
     assert 1 < answer.batch < SMALL.step_tokens and answer.fits
     per_request = generate.pages_for(SMALL.tokens, SMALL.page_tokens)
 
     def needed(requests):
-        memory = generation.FreeMemory(*real(CONFIGS["llama"], "fp32")[:2], CPU, SMALL, answer.capacity_bytes)
-        step_bytes = memory.trace(SMALL.fullest(requests)).bytes
+        memory = generation.FreeMemory(*real_llama, CPU, SMALL, answer.capacity_bytes)
+        step_bytes = memory.step_bytes(SMALL.fullest(requests))
+        assert step_bytes == records + memory.trace(SMALL.fullest(requests)).bytes
         return answer.weight_bytes["device"] + step_bytes + (requests * per_request + 1) * answer.spec.page_bytes
 
     assert needed(answer.batch) <= answer.capacity_bytes < needed(answer.batch + 1)
-    none = asked(CONFIGS["llama"], gpu=replace(CPU, memory_bytes=(1 << 20) + 560_000))
+    none = asked(CONFIGS["llama"], gpu=replace(CPU, memory_bytes=(1 << 20) + 560_000 + records))
     assert not none.fits and none.batch == 0 and none.longest < answer.longest <= 160 and "NO REQUEST FITS" in str(none)
 
 

@@ -37,3 +37,6 @@ from fzero.generate.sequences import sequences_of as sequences_of
 
 # A mesh and a model with which text is generated
 from fzero.generate.step import expect_generates as expect_generates
+
+# The tokens of steps whose calls are recorded
+from fzero.generate.step_records import RECORDED_TOKENS as RECORDED_TOKENS

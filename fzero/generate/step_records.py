@@ -14,7 +14,7 @@ from fzero.core.device import is_fake, kind_of
 from fzero.generate.programs import LayerPrograms
 
 USES = 2  # steps of a shape by programs, before it is recorded
-TOKENS = 32  # of all records, of the shapes used last: they keep what a step makes, a few hundredths of the weights
+RECORDED_TOKENS = 32  # of all records, of the shapes used last: they keep what a step makes, which a plan counts
 
 StepCall = Callable[..., Sequence[Tensor]]
 
@@ -30,7 +30,7 @@ class StepRecords:
 
     def run(self, source: tuple[Any, ...], call: StepCall, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """call(*inputs); source: what holds the memory that it reads and writes beside them."""
-        if len(inputs[0]) > TOKENS or kind_of(inputs[0]) != "cpu" or is_fake(inputs[0]):
+        if len(inputs[0]) > RECORDED_TOKENS or kind_of(inputs[0]) != "cpu" or is_fake(inputs[0]):
             return call(*inputs)
         if len(source) != len(self.source) or any(a is not b for a, b in zip(source, self.source)):
             self.source = source
@@ -38,9 +38,9 @@ class StepRecords:
             self.records.clear()
         key = torch.get_num_threads(), *(x.shape for x in inputs)
         if key not in self.records and self.uses[key] >= USES:
-            self.records[key] = record_calls(call, inputs)
-            while sum(shapes[0].numel() for _, *shapes in self.records) > TOKENS:
+            while len(inputs[0]) + sum(shapes[0].numel() for _, *shapes in self.records) > RECORDED_TOKENS:
                 self.uses.pop(self.records.popitem(last=False)[0])
+            self.records[key] = record_calls(call, inputs)
             if (record := self.records[key]) is not None:
                 return [x.clone() for x in record.outputs]
         if (record := self.records.get(key)) is not None:

@@ -81,17 +81,17 @@ inline void decode_units(const uint8_t* row, const float* scales, const int64_t*
 template <Code KIND, int64_t C>
 void coded(const Shape& s, int64_t k, int64_t depth, const float* x, const uint8_t* codes, const float* scales, int64_t n,
            float* c, int64_t ldc) {
-  constexpr int64_t V = VECTORS<KIND>, ALL = C * V, PART = ALL < WIDE ? ALL : WIDE;
+  constexpr int64_t V = VECTORS<KIND>, STRIP = C * V, TILE = STRIP < WIDE ? STRIP : WIDE;
   const int64_t width = s.n / V, blocks = (s.n + s.block - 1) / s.block;
   int64_t at[C];  // of the scales of a row
   for (int64_t j = 0; j < C; j++) at[j] = (n + j * V * LANES) / s.block;
   const Vector levels = load(s.levels);
   const uint8_t* row = codes + k * width + n / V;
   scales += k * blocks;
-  Vector total[ALL], right[ALL];
-  alignas(64) float laid[SHALLOW * ALL * LANES];
+  Vector total[STRIP], right[STRIP];
+  alignas(64) float laid[SHALLOW * STRIP * LANES];
 #pragma GCC unroll 16
-  for (int64_t j = 0; j < ALL; j++) total[j] = load(c + j * LANES);
+  for (int64_t j = 0; j < STRIP; j++) total[j] = load(c + j * LANES);
   for (int64_t i = 0; i < depth; i++, row += width, scales += blocks) {
     // The same bytes of the next rows: memory is read in pieces of rows, which no processor foresees.
     for (int64_t j = 0; j < C * LANES; j += 64) __builtin_prefetch(row + SHALLOW * width + j);
@@ -99,18 +99,18 @@ void coded(const Shape& s, int64_t k, int64_t depth, const float* x, const uint8
     if (s.m == 1) {
       const Vector left = x[k + i] - Vector{};
 #pragma GCC unroll 16
-      for (int64_t j = 0; j < ALL; j++) total[j] = fused(left, right[j], total[j]);
+      for (int64_t j = 0; j < STRIP; j++) total[j] = fused(left, right[j], total[j]);
     } else {
 #pragma GCC unroll 16
-      for (int64_t j = 0; j < ALL; j++) store(laid + (i * ALL + j) * LANES, right[j]);
+      for (int64_t j = 0; j < STRIP; j++) store(laid + (i * STRIP + j) * LANES, right[j]);
     }
   }
   if (s.m == 1) {
 #pragma GCC unroll 16
-    for (int64_t j = 0; j < ALL; j++) store(c + j * LANES, total[j]);
+    for (int64_t j = 0; j < STRIP; j++) store(c + j * LANES, total[j]);
   } else {
-    for (int64_t j = 0; j < ALL; j += PART)
-      tiles<PART>(s.m, depth, x + k, s.k, laid + j * LANES, ALL * LANES, c + j * LANES, ldc);
+    for (int64_t j = 0; j < STRIP; j += TILE)
+      tiles<TILE>(s.m, depth, x + k, s.k, laid + j * LANES, STRIP * LANES, c + j * LANES, ldc);
   }
 }
 

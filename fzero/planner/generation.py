@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fzero.core.arguments import checked
 from fzero.core.config_tables import Positive, check_choice
-from fzero.generate import CACHES, PAGE_TOKENS, PageSpec, expect_generates, page_spec, pages_for
+from fzero.generate import CACHES, PAGE_TOKENS, RECORDED_TOKENS, PageSpec, expect_generates, page_spec, pages_for
 from fzero.models import Model, ModelConfig
 from fzero.models.base import leaf_shapes
 from fzero.models.configs import DecoderConfig, body_of, frozen_leaves
@@ -377,13 +377,19 @@ class FreeMemory:
         spare = self.capacity - self.weights["device"] - step_bytes - self.spec.page_bytes
         return max(0, spare) // self.spec.page_bytes if self.spec.page_bytes else MOST_ROWS
 
+    def step_bytes(self, step: Sequence[Rows]) -> int:
+        """The bytes of a step, and of the records of others, which a CPU keeps where weights are whole."""
+        records = self.device.kind == "cpu" and self.plan.mesh.size == 1 and not self.weights["nvme"]
+        decoding = (Rows(1, self.workload.context, RECORDED_TOKENS),)
+        return self.trace(step).bytes + (self.trace(decoding).total_bytes if records else 0)
+
     def requests(self) -> tuple[int, int]:
         """(the requests whose pages fit, at most a step's rows; the bytes of their fullest step)."""
         per_request = pages_for(self.workload.tokens, self.workload.page_tokens)
         count, fitting, step_bytes = 0, self.workload.step_tokens, 0
         for _ in range(3):  # fewer requests need less for a step
             count = min(fitting, self.pages(step_bytes) // per_request)
-            step_bytes = self.trace(self.workload.fullest(max(1, count))).bytes
+            step_bytes = self.step_bytes(self.workload.fullest(max(1, count)))
             fitting = min(count, self.pages(step_bytes) // per_request)
             if fitting == count:
                 break
@@ -395,7 +401,7 @@ class FreeMemory:
         high = min(self.model.config.max_len, self.pages(0) * size)
         length = high
         while length > 0:  # what a step needs may grow with the length
-            step_bytes = self.trace((Rows(min(length, self.workload.step_tokens), length),)).bytes
+            step_bytes = self.step_bytes((Rows(min(length, self.workload.step_tokens), length),))
             low, high = (length, high) if length <= self.pages(step_bytes) * size else (low, length)
             if low == high or high - low <= max(size, high // 64):
                 break

@@ -34,6 +34,7 @@ class TracedStep(NamedTuple):
 
     bytes: int  # activations, logits, and weights on their way, at the peak
     ops: int  # operators that a host starts one by one
+    total_bytes: int  # of all tensors that it makes, which a record of it keeps
 
 
 class StepRecord(LiveBytes):
@@ -41,9 +42,13 @@ class StepRecord(LiveBytes):
 
     def __init__(self, *trees: Any, batch: StepBatch, values: Sequence[list], device: Any, pool: Any) -> None:
         self.values = {x.untyped_storage()._cdata: numbers for x, numbers in zip(batch, values)}
-        self.pool, self.ops = pool, 0
+        self.pool, self.ops, self.total = pool, 0, 0
         super().__init__(*trees, batch, device=device)
-        self.peak = self.live
+        self.peak, self.total = self.live, 0
+
+    def born(self, x: Tensor, key: int, size: int, on_device: bool) -> None:
+        """Add up what is made."""
+        self.total += size * on_device
 
     def lent(self, storage: Any) -> bool:
         """Whether a storage is a piece of the pool of buffers."""
@@ -101,4 +106,4 @@ def trace_rows(model: Model, plan: Plan, spec: PageSpec, target: Target, step: S
             start = record.live
             run(params, pages, batch)
     buffers = pool.size if pool is not None and target.kind == "cpu" else 0
-    return TracedStep(record.peak - start + buffers, record.ops)
+    return TracedStep(record.peak - start + buffers, record.ops, record.total)
