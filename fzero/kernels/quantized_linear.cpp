@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int64_t FEW = 12;      // rows for which codes are decoded in registers
-constexpr int64_t SHALLOW = 16;  // k that a tile takes at a time
+constexpr int64_t SHALLOW = 32;  // k that a tile takes at a time
 constexpr int64_t DEPTH = 256, BLOCK = 192;
 
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
@@ -69,22 +69,23 @@ template <Code KIND> float value(const uint8_t* row, int64_t n, const float* lev
   return levels[code];
 }
 
-// The numbers of C units of codes from `row` on, whose blocks have the scales scales[at[0]], scales[at[1]], ...
-template <Code KIND, int64_t C>
+// The numbers of C units of codes from `row` on, whose blocks have the scales scales[at[0]], scales[at[1]], ...; PAIR
+// units lie in one block.
+template <Code KIND, int64_t C, int64_t PAIR>
 inline void decode_units(const uint8_t* row, const float* scales, const int64_t* at, Vector levels, Vector* out) {
 #pragma GCC unroll 16
-  for (int64_t j = 0; j < C; j++)
-    decode<KIND>(row + j * LANES, table_of<KIND>(scales[at[j]], levels), out + j * VECTORS<KIND>);
+  for (int64_t j = 0; j < C; j += PAIR) {
+    const Vector table = table_of<KIND>(scales[at[j]], levels);
+    for (int64_t i = j; i < j + PAIR; i++) decode<KIND>(row + i * LANES, table, out + i * VECTORS<KIND>);
+  }
 }
 
-// c [m, C units] += x [m, depth] times C units of codes from row k and column n on.
-template <Code KIND, int64_t C>
-void coded(const Shape& s, int64_t k, int64_t depth, const float* x, const uint8_t* codes, const float* scales, int64_t n,
-           float* c, int64_t ldc) {
+// c [m, C units] += x [m, depth] times C units of codes from row k and column n on; at: the blocks of these units.
+template <Code KIND, int64_t C, int64_t PAIR>
+void coded(const Shape& s, int64_t k, int64_t depth, const float* x, const uint8_t* codes, const float* scales,
+           const int64_t* at, int64_t n, float* c, int64_t ldc) {
   constexpr int64_t V = VECTORS<KIND>, STRIP = C * V, TILE = STRIP < WIDE ? STRIP : WIDE;
   const int64_t width = s.n / V, blocks = (s.n + s.block - 1) / s.block;
-  int64_t at[C];  // of the scales of a row
-  for (int64_t j = 0; j < C; j++) at[j] = (n + j * V * LANES) / s.block;
   const Vector levels = load(s.levels);
   const uint8_t* row = codes + k * width + n / V;
   scales += k * blocks;
@@ -95,7 +96,7 @@ void coded(const Shape& s, int64_t k, int64_t depth, const float* x, const uint8
   for (int64_t i = 0; i < depth; i++, row += width, scales += blocks) {
     // The same bytes of the next rows: memory is read in pieces of rows, which no processor foresees.
     for (int64_t j = 0; j < C * LANES; j += 64) __builtin_prefetch(row + SHALLOW * width + j);
-    decode_units<KIND, C>(row, scales, at, levels, right);
+    decode_units<KIND, C, PAIR>(row, scales, at, levels, right);
     if (s.m == 1) {
       const Vector left = x[k + i] - Vector{};
 #pragma GCC unroll 16
@@ -114,17 +115,21 @@ void coded(const Shape& s, int64_t k, int64_t depth, const float* x, const uint8
   }
 }
 
-template <Code KIND, typename T>
+template <Code KIND, int64_t PAIR, typename T>
 void few(const Shape& s, const float* x, const uint8_t* codes, const float* scales, int64_t first, int64_t end, T* out) {
   constexpr int64_t V = VECTORS<KIND>, UNIT = V * LANES, MANY = (WIDE > 1 ? 8 : 2) / V;
   const int64_t ldc = end - first;
   std::vector<float> c(s.m * ldc);
+  std::vector<int64_t> at(ldc / UNIT);  // the block of each unit: divisions in each tile take a fifth of its time
+  for (int64_t i = 0; i < ldc / UNIT; i++) at[i] = (first + i * UNIT) / s.block;
   for (int64_t k = 0; k < s.k; k += SHALLOW) {
     const int64_t depth = std::min(SHALLOW, s.k - k);
     int64_t n = first;
     for (; n + MANY * UNIT <= end; n += MANY * UNIT)
-      coded<KIND, MANY>(s, k, depth, x, codes, scales, n, &c[n - first], ldc);
-    for (; n < end; n += UNIT) coded<KIND, 1>(s, k, depth, x, codes, scales, n, &c[n - first], ldc);
+      coded<KIND, MANY, MANY < PAIR ? MANY : PAIR>(s, k, depth, x, codes, scales, &at[(n - first) / UNIT], n,
+                                                   &c[n - first], ldc);
+    for (; n < end; n += UNIT)
+      coded<KIND, 1, 1>(s, k, depth, x, codes, scales, &at[(n - first) / UNIT], n, &c[n - first], ldc);
   }
   for (int64_t m = 0; m < s.m; m++)
     for (int64_t n = 0; n < ldc; n += UNIT)
@@ -171,10 +176,13 @@ template <Code KIND, typename T>
 void product(const float* x, const uint8_t* codes, const float* scales, T* out, const Shape& s) {
   constexpr int64_t UNIT = VECTORS<KIND> * LANES;
   if (s.m <= FEW && s.n % UNIT == 0 && s.block % UNIT == 0) {
-    const int64_t share = (s.n + s.threads * UNIT - 1) / (s.threads * UNIT) * UNIT;
+    const int64_t pair = 2 * UNIT, share = (s.n + s.threads * pair - 1) / (s.threads * pair) * pair;
 #pragma omp parallel for num_threads(int(s.threads)) if (s.threads > 1)
-    for (int64_t first = 0; first < s.n; first += share)
-      few<KIND>(s, x, codes, scales, first, std::min(first + share, s.n), out);
+    for (int64_t first = 0; first < s.n; first += share) {
+      const int64_t end = std::min(first + share, s.n);
+      if (s.block % pair) few<KIND, 1>(s, x, codes, scales, first, end, out);
+      else few<KIND, 2>(s, x, codes, scales, first, end, out);
+    }
     return;
   }
 #pragma omp parallel num_threads(int(s.threads)) if (s.threads > 1)
