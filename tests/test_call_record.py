@@ -6,11 +6,13 @@ from close import assert_same
 
 import fzero
 from fzero import generate, models
+from fzero.core import have_compiler
 from fzero.core.call_record import record_calls
 from fzero.generate import programs, step_records
 from fzero.kernels.linear import linear_product
 from fzero.kernels.moe import grouped_product
 from fzero.kernels.norm import rms_norm_forward
+from fzero.kernels.recorded_loops import RECORDED_LOOPS
 
 TABLE = torch.zeros(3, 4)
 WEIGHT = torch.randn(4, 4, generator=torch.Generator().manual_seed(9))
@@ -61,6 +63,38 @@ def test_an_operator_that_reads_values_is_called_again():
     record = record_calls(lambda ends: [grouped_product(x, w, ends)], [torch.tensor([2, 4, 6], dtype=torch.int32)])
     ends = torch.tensor([1, 1, 6], dtype=torch.int32)
     assert_same(record(ends), [grouped_product(x, w, ends)])
+
+
+def add_and_write(x, index):
+    """Additions and writes of rows, of which loops serve those of one shape and dtype that lie in order."""
+    y = x.to(torch.bfloat16)
+    TABLE.index_copy_(0, index, x)
+    TABLE[:, :2].index_copy_(0, index, -x[:, :2])
+    served = [x + x, y + y.flip(0)]
+    return [*served, x + y, x + 1.0, x.T + x.T, x[:1] + x, x.add(x, alpha=2.0), x.double() + x.double()]
+
+
+@pytest.mark.skipif(not have_compiler(), reason="there is no C++ compiler")
+def test_loops_have_the_bits_of_operators():
+    def tensors(seed):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(seed))
+        return x, torch.tensor([seed % 3, (seed + 1) % 3])
+
+    record = record_calls(add_and_write, tensors(0), RECORDED_LOOPS)
+    plain = record_calls(add_and_write, tensors(0))
+    names = [getattr(function, "__name__", "") for function, arguments in record.calls if not arguments]
+    assert names.count("call") == 1 and len(names) == 3  # the write, and two additions
+    for seed in (1, 2):
+        x, index = tensors(seed)
+        x[0, 0] = torch.inf * (-1) ** seed
+        results = []
+        for function in (record, plain, add_and_write):
+            TABLE.zero_()
+            results.append(([*function(x, index)], TABLE.clone()))
+        assert_same(results[0], results[1])
+        assert_same(results[0], results[2])
+    with pytest.raises(IndexError, match="row 3 of a tensor of 3 rows"):
+        record(tensors(0)[0], torch.tensor([0, 3]))
 
 
 CONFIGS = {

@@ -19,7 +19,7 @@ from test_quantize import bits
 
 import fzero
 from fzero.core import compile_cache, digest, have_compiler, observe, prng, vjp_pair
-from fzero.kernels import KINDS, Pattern, attention, glu, linear, norm, quantize, rowwise
+from fzero.kernels import KINDS, RECORDED_LOOPS, Pattern, attention, glu, linear, norm, quantize, rowwise
 from fzero.kernels.attention_canonical import canonical_forward, paged_forward
 from fzero.kernels.custom_operator import MANY
 from fzero.kernels.quantized_linear import CODES, quantized_product
@@ -260,6 +260,20 @@ def coded_products(dtype):
         stays_inside(lambda x, d, s, how=(kind, block): [quantized_product(x, d, s, *how)], tensors)
 
 
+def recorded(dtype):
+    def add(a, b):
+        out = torch.empty(7, 5, dtype=dtype)
+        RECORDED_LOOPS[torch.ops.aten.add.Tensor]((a, b), out)()
+        return [out]
+
+    def write(table, rows):
+        RECORDED_LOOPS[torch.ops.aten.index_copy_.default]((table, 0, torch.tensor([3, 0]), rows), table)()
+        return [table]
+
+    stays_inside(add, laws.draw((7, 5), (7, 5), dtype=dtype))
+    stays_inside(write, laws.draw((4, 3), (2, 3), dtype=dtype), in_place=True)
+
+
 LOOPS = {
     "kernels/attention_canonical": canonical_attention,
     "kernels/attention_tiled": tiled_attention,
@@ -269,6 +283,7 @@ LOOPS = {
     "kernels/norm": norms,
     "kernels/optim_leaf": steps,
     "kernels/quantized_linear": coded_products,
+    "kernels/recorded_loops": recorded,
     "kernels/rowwise": functions,
     "kernels/quantize_codes": codes,
     "core/digest": lambda dtype: (checksums(dtype), digests(dtype)),

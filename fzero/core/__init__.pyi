@@ -55,6 +55,7 @@ from fzero.core.autodiff import vary as vary
 
 # The calls of a function, repeated in the same memory
 from fzero.core.call_record import CallRecord as CallRecord
+from fzero.core.call_record import RecordedLoop as RecordedLoop
 from fzero.core.call_record import note_call as note_call
 from fzero.core.call_record import record_calls as record_calls
 from fzero.core.call_record import record_operator as record_operator

@@ -7,8 +7,9 @@ were given. Views and empty memory need no call again. What a call makes stays w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,11 @@ from fzero.core.torch_private import OpOverload, TorchDispatchMode
 
 VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
 INDICES = (torch.int64, torch.int32)  # of `index`, whose result's shape follows from masks alone
+
+
+RecordedLoop = Callable[
+    [Sequence[Any], Tensor], Callable[[], Any] | None
+]  # (arguments of an operator, result) -> its repetition
 
 
 class CallRecord(NamedTuple):
@@ -47,9 +53,15 @@ class _Unrecorded(Exception):
 _RECORDING: ContextVar[CallRecord | None] = ContextVar("_RECORDING", default=None)
 
 
-def record_calls(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> CallRecord | None:
+def record_calls(
+    f: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    loops: Mapping[OpOverload, RecordedLoop] = MappingProxyType({}),
+) -> CallRecord | None:
     """Return the record of f(*inputs), of which it has the results as `outputs`; None if a call depends on values of
     tensors or draws numbers. What else f reads and writes, such as parameters, is read and written again where it is.
+
+    loops: by operator, what is repeated in its place; a loop that returns None does not serve these arguments.
 
     >>> record = record_calls(lambda x: [(x + 1.0).square().sum()], [torch.zeros(3)])
     >>> record(torch.ones(3))
@@ -59,7 +71,7 @@ def record_calls(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -
     record = CallRecord([], inputs, [], [])
     token = _RECORDING.set(record)
     try:
-        with _Recorder():
+        with _Recorder(loops):
             record.outputs.extend(f(*inputs))
     except _Unrecorded:
         return None
@@ -94,6 +106,10 @@ def record_operator(launch: Callable[..., Any], args: Sequence[Any], by_shape: b
 class _Recorder(TorchDispatchMode):
     """Adds the operators that run within it to the record that is made now."""
 
+    def __init__(self, loops: Mapping[OpOverload, RecordedLoop]) -> None:
+        super().__init__()
+        self.loops = loops
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, record = kwargs or {}, _RECORDING.get()
         if record is None:
@@ -108,7 +124,9 @@ class _Recorder(TorchDispatchMode):
         new = _new_results((args, kwargs), out)
         fills = any(x is not None for x in new) and func._schema.name.removeprefix("aten::") not in EMPTY
         if fills or func._schema.is_mutable:
-            record.calls.append((_repeating(func, kwargs, new), args))
+            loop = None if kwargs or func not in self.loops else self.loops[func](args, out)
+            record.calls.append((_repeating(func, kwargs, new), args) if loop is None else (loop, ()))
+            record.memory.append((args, out))
         return out
 
 

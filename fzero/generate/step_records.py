@@ -12,6 +12,7 @@ from torch import Tensor
 from fzero.core.call_record import CallRecord, record_calls
 from fzero.core.device import is_fake, kind_of
 from fzero.generate.programs import LayerPrograms
+from fzero.kernels import RECORDED_LOOPS
 
 USES = 2  # steps of a shape by programs, before it is recorded
 RECORDED_TOKENS = 32  # of all records, of the shapes used last: they keep what a step makes, which a plan counts
@@ -40,7 +41,7 @@ class StepRecords:
         if key not in self.records and self.uses[key] >= USES:
             while len(inputs[0]) + sum(shapes[0].numel() for _, *shapes in self.records) > RECORDED_TOKENS:
                 self.uses.pop(self.records.popitem(last=False)[0])
-            self.records[key] = record_calls(call, inputs)
+            self.records[key] = record_calls(call, inputs, RECORDED_LOOPS)
             if (record := self.records[key]) is not None:
                 return [x.clone() for x in record.outputs]
         if (record := self.records.get(key)) is not None:

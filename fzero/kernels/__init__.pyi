@@ -139,6 +139,9 @@ from fzero.kernels.quantize_codes import KINDS as KINDS
 from fzero.kernels.quantize_codes import codes_a_byte as codes_a_byte
 from fzero.kernels.quantize_codes import empty_codes as empty_codes
 
+# What a record of calls has in place of torch's operators
+from fzero.kernels.recorded_loops import RECORDED_LOOPS as RECORDED_LOOPS
+
 # The registry of hot operations
 from fzero.kernels.registry import AUTO as AUTO
 from fzero.kernels.registry import Kernels as Kernels
