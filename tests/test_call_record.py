@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from close import assert_same
+from close import assert_close, assert_same
 
 import fzero
 from fzero import generate, models
-from fzero.core import have_compiler
+from fzero.core import have_compiler, pytree
 from fzero.core.call_record import record_calls
 from fzero.generate import programs, step_records
 from fzero.kernels.linear import linear_product
@@ -153,3 +153,29 @@ def test_records_follow_parameters_and_pages_and_leave_results_alone(monkeypatch
 
     order = [(0, 0)] * 9 + [(1, 0)] * 9 + [(1, 1)] * 9 + [(0, 1)] * 2
     assert_same(logits_of(order, False), logits_of(order, True))
+
+
+def put_data(tree, new):
+    pytree.map(lambda x, y: setattr(x, "data", y.clone()), tree, new)
+
+
+def put_leaves(tree, new):
+    for name, value in pytree.map(torch.clone, new).items():
+        tree[name] = value
+
+
+@pytest.mark.parametrize("put", [put_data, put_leaves, lambda tree, new: pytree.map(torch.Tensor.copy_, tree, new)])
+def test_records_see_weights_in_other_memory(put, monkeypatch):
+    monkeypatch.setattr(programs, "USES", 2)
+    model = models.build(CONFIGS["llama"])
+    plan = fzero.zero_plan(0, model, fzero.one_process())
+    weights = [models.init_params(model, fzero.random.key(seed)) for seed in (0, 1)]
+    params, step = pytree.map(torch.clone, weights[0]), generate.make_step(model, plan)
+    pages = generate.page_spec(model, plan, count=1, page_tokens=8).zeros()
+    for token, current in enumerate([0] * 6 + [1] * 6 + [0] * 2):
+        if token in (6, 12):
+            put(params, weights[current])
+        batch = generate.StepBatch.of_rows([([token], 0, [0])], [1], page_tokens=8)
+        logits, pages = step(params, pages, batch)
+        expected = models.logits(model, weights[current], {"tokens": torch.tensor([[token]])})
+        assert_close(logits[None], expected, atol=1e-5)

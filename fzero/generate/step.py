@@ -22,7 +22,7 @@ from fzero.core.copy_buckets import bring_together
 from fzero.core.pytree import Tree
 from fzero.generate.pages import Pages, causal_module, recompute_reason
 from fzero.generate.programs import programs_of
-from fzero.generate.step_records import StepRecords
+from fzero.generate.step_records import Memory, StepRecords, memory_of, same_memory
 from fzero.kernels.registry import Kernels
 from fzero.models import Ctx, Model
 from fzero.models.base import Cache, TokenLayout
@@ -155,7 +155,7 @@ def hidden_step(
 
         inputs = [*batch] if hidden is None else [*batch, hidden]
         if records is not None and resident.stays(params, batch.tokens.device):
-            results = records.run((resident.trees, pages.layers), call, inputs)
+            results = records.run([(resident.trees, 0), *memory_of(pages.layers)], call, inputs)
         else:
             results = call(*inputs)
         return results[0], results[1] if len(results) > 1 else None, pages
@@ -298,16 +298,17 @@ class _Resident:
 
     def __init__(self, segments: Sequence[Segment], plan: Plan) -> None:
         self.segments, self.plan = segments, plan
-        self.params: Any = None
+        self.memory: Memory = []
         self.trees: list[tuple[Segment, int, Tree]] = []
 
     def stays(self, params: Tree, device: torch.device) -> bool:
         """Whether the parameters are whole here, so that `trees`, views made once, have their leaves."""
-        if params is not self.params:
+        memory = memory_of(params)
+        if not same_memory(memory, self.memory):
             expect_params(params, self.plan)
-            leaves = pytree.leaves(params)
+            leaves = [leaf for leaf, _ in memory]
             resident = self.plan.mesh.size == 1 and all(isinstance(x, Tensor) and x.device == device for x in leaves)
-            self.params, self.trees = params, list(self.fetched(params, device)) if resident else []
+            self.memory, self.trees = memory, list(self.fetched(params, device)) if resident else []
         return bool(self.trees)
 
     def fetches(self, params: Tree, device: torch.device) -> Fetches:

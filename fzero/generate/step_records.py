@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.core import pytree
 from fzero.core.call_record import CallRecord, record_calls
 from fzero.core.device import is_fake, kind_of
+from fzero.core.pytree import Tree
 from fzero.generate.programs import LayerPrograms
 from fzero.kernels import RECORDED_LOOPS
 
@@ -18,6 +20,17 @@ USES = 2  # steps of a shape by programs, before it is recorded
 RECORDED_TOKENS = 32  # of all records, of the shapes used last: they keep what a step makes, which a plan counts
 
 StepCall = Callable[..., Sequence[Tensor]]
+Memory = list[tuple[Any, int]]  # values, and where the numbers of tensors lie
+
+
+def memory_of(tree: Tree) -> Memory:
+    """The leaves of a tree. A tensor has other memory after `x.data = y`, which a record does not see."""
+    return [(x, x.data_ptr() if isinstance(x, Tensor) and not is_fake(x) else 0) for x in pytree.leaves(tree)]
+
+
+def same_memory(a: Memory, b: Memory) -> bool:
+    """Whether the leaves are the same, where they were."""
+    return len(a) == len(b) and all(x is y and p == q for (x, p), (y, q) in zip(a, b))
 
 
 class StepRecords:
@@ -25,15 +38,15 @@ class StepRecords:
 
     def __init__(self, programs: LayerPrograms) -> None:
         self.programs = programs
-        self.source: tuple[Any, ...] = ()
+        self.source: Memory = []
         self.uses = Counter[Any]()
         self.records = OrderedDict[Any, CallRecord | None]()
 
-    def run(self, source: tuple[Any, ...], call: StepCall, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """call(*inputs); source: what holds the memory that it reads and writes beside them."""
+    def run(self, source: Memory, call: StepCall, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """call(*inputs); source: what it reads and writes beside them."""
         if len(inputs[0]) > RECORDED_TOKENS or kind_of(inputs[0]) != "cpu" or is_fake(inputs[0]):
             return call(*inputs)
-        if len(source) != len(self.source) or any(a is not b for a, b in zip(source, self.source)):
+        if not same_memory(source, self.source):
             self.source = source
             self.uses.clear()
             self.records.clear()
