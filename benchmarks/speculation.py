@@ -61,13 +61,15 @@ def trained(name: str, args: argparse.Namespace) -> tuple[models.Model, Any]:
     return model, pytree.from_named(torch.load(path), params)
 
 
-def cell(model: models.Model, params: Any, draft: generate.Draft, case: tuple[float, int], args: Any) -> dict[str, Any]:
-    """Rates, ratios and shares of right guesses of a temperature and a number of rows."""
+def sides_of(
+    model: models.Model, params: Any, draft: generate.Draft, case: tuple[float, int], args: Any
+) -> list[dict[str, Any]]:
+    """Rates, ratios and shares of right guesses of each side, at a temperature and a number of rows."""
     temperature, rows = case
     sampling = generate.Sampling(temperature, max_tokens=args.new)
     texts = [file for file in code()[1] if len(file) >= args.prompt][:rows]
     prompts = [generate.Prompt(tuple(text[: args.prompt]), sampling, number=i) for i, text in enumerate(texts)]
-    sides = {"plain": {}, "lookup": {"guesses": args.guesses}, "draft": {"guesses": args.guesses, "draft": draft}}
+    sides = {"plain": {}, "lookup": {"guesses": args.guesses}, "draft": {"guesses": args.draft_guesses, "draft": draft}}
     times: dict[str, list[float]] = {side: [] for side in sides}
     found: dict[str, dict[int, Any]] = {}
     guesses, steps = dict[str, tuple[int, int]](), dict[str, int]()
@@ -80,10 +82,11 @@ def cell(model: models.Model, params: Any, draft: generate.Draft, case: tuple[fl
             found[side] = {c.number: c.ids for c in out}
             times[side] += [time.perf_counter() - begin] if i >= 0 else []
             guesses[side], steps[side] = out.guesses, len(count) - 1
-    new, table = len(prompts) * args.new, {}
+    new, rows_of_sides = len(prompts) * args.new, []
     for side, seconds in times.items():
         ratios, (verified, right) = [a / b for a, b in zip(times["plain"], seconds)], guesses[side]
-        table[side] = {
+        row = {
+            "name": f"{side} at temperature {temperature:g}, B={len(prompts)}",
             "tokens_per_s": new / statistics.median(seconds),
             "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
             "right": right / verified if verified else None,
@@ -91,7 +94,8 @@ def cell(model: models.Model, params: Any, draft: generate.Draft, case: tuple[fl
             # In float32 a row's last bits depend on how many rows a product has.
             "texts_as_plain": sum(found[side][n] == ids for n, ids in found["plain"].items()) / len(prompts),
         }
-    return {"name": f"temperature {temperature:g} B={len(prompts)}", "sides": table}
+        rows_of_sides.append(row)
+    return rows_of_sides
 
 
 def main() -> None:
@@ -103,6 +107,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--guesses", type=int, default=4)
+    parser.add_argument("--draft-guesses", type=int, default=2)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--out", type=Path)
@@ -112,8 +117,8 @@ def main() -> None:
     cells = []
     for temperature in args.temperatures:
         for rows in args.rows:
-            cells.append(cell(model, params, generate.Draft(*small), (temperature, rows), args))
-            print(json.dumps(cells[-1]), file=sys.stderr, flush=True)
+            cells += sides_of(model, params, generate.Draft(*small), (temperature, rows), args)
+            print(json.dumps(cells[-3:]), file=sys.stderr, flush=True)
     if args.out:
         write_run(args.out, before, cells=cells)
 

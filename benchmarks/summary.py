@@ -66,6 +66,7 @@ scheduler         step_ms                   milliseconds of a step in which ever
 scheduler         chunk_ms                  of one with chunks of prompts
 shared_cores      kept                      part of the speed that is kept beside so many busy processes
 single            ours_is_x_faster.median   fzero is so many times as fast
+speculation       ratio.median              fzero with guesses is so many times as fast as without
 slow_links        measured_by_predicted     measured over predicted time
 zero              ours_is_x_faster.median   the first is so many times as fast
 """
