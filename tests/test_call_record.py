@@ -1,5 +1,8 @@
 """A record of a function's calls computes what the function does, for other tensors of the same shapes."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from close import assert_close, assert_same
@@ -179,3 +182,29 @@ def test_records_see_weights_in_other_memory(put, monkeypatch):
         logits, pages = step(params, pages, batch)
         expected = models.logits(model, weights[current], {"tokens": torch.tensor([[token]])})
         assert_close(logits[None], expected, atol=1e-5)
+
+
+def test_threads_share_a_step(monkeypatch):
+    monkeypatch.setattr(programs, "USES", 2)
+    programs.programs_of.cache_clear()  # so that the threads make the same graphs
+    model = models.build(CONFIGS["llama"])
+    plan = fzero.zero_plan(0, model, fzero.one_process())
+    params, step = models.init_params(model, fzero.random.key(0)), generate.make_step(model, plan)
+
+    def logits_of(seed):
+        pages, out = generate.page_spec(model, plan, count=4, page_tokens=8).zeros(), []
+        for i in range(32):
+            batch = generate.StepBatch.of_rows([([(seed * i + 3) % 61], i, [0, 1, 2, 3])], [1], page_tokens=8)
+            logits, pages = step(params, pages, batch)
+            out.append(logits)
+        return out
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            results = list(pool.map(logits_of, (5, 7, 11)))
+    finally:
+        sys.setswitchinterval(interval)
+    for seed, out in zip((5, 7, 11), results):
+        assert_same(out, logits_of(seed))

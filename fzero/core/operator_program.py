@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from fzero.core.torch_private import DataDependent, OpOverload
 
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 VIEWS = (*RESHAPES, torch.ops.aten.select.int)
+_TRACING = threading.Lock()  # torch.fx has state of which a process has one
 
 
 def operators_of(
@@ -28,7 +30,7 @@ def operators_of(
 
     mode = fake_mode()
     try:
-        with mode, core.random_interception.no_draws():
+        with _TRACING, mode, core.random_interception.no_draws():
             graph = make_fx(f)(fakes_of(tensors, mode))
     except DataDependent:
         return None

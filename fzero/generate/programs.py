@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ class LayerPrograms:
 
     def __init__(self, ctx: Ctx) -> None:
         self.ctx = ctx
+        self.lock = threading.Lock()  # all calls of a process share the programs, those of other threads too
         self.uses: dict[Any, int] = {}
         self.direct_calls = 0  # of layers, by no program
         self.graphs: OrderedDict[Any, tuple[Callable[..., Any], Any] | None] = OrderedDict()
@@ -44,21 +46,28 @@ class LayerPrograms:
         key = layer, key
         if is_fake(tensors[0]):  # in a plan, which sees every operator
             return layer(params, x, context_of(self.ctx, *tensors))
+        with self.lock:
+            graph = self.graph_of(key, layer, params, x, tensors)
+        if graph is None:
+            return layer(params, x, context_of(self.ctx, *tensors))
+        run, out_def = graph
+        return pytree.unflatten(run(*pytree.leaves(params), *pytree.leaves(x), *tensors), out_def)
+
+    def graph_of(
+        self, key: Any, layer: Layer, params: Tree, x: Any, tensors: Sequence[Tensor]
+    ) -> tuple[Callable[..., Any], Any] | None:
+        """What `trace` makes of a shape that comes often; None for a direct call, which is counted."""
         if key in self.graphs:
             self.graphs.move_to_end(key)
         elif self.uses.get(key, 0) < USES:
             self.uses[key] = self.uses.get(key, 0) + 1
-            self.direct_calls += 1
-            return layer(params, x, context_of(self.ctx, *tensors))
         else:
             self.graphs[key] = self.trace(layer, params, x, tensors)
             while len(self.graphs) > GRAPHS:
                 self.uses.pop(self.graphs.popitem(last=False)[0])
-        if (graph := self.graphs[key]) is None:
-            self.direct_calls += 1
-            return layer(params, x, context_of(self.ctx, *tensors))
-        run, out_def = graph
-        return pytree.unflatten(run(*pytree.leaves(params), *pytree.leaves(x), *tensors), out_def)
+        graph = self.graphs.get(key)
+        self.direct_calls += graph is None
+        return graph
 
     def trace(
         self, layer: Layer, params: Tree, x: Any, tensors: Sequence[Tensor]

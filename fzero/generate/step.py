@@ -93,7 +93,9 @@ def make_step(model: Model, plan: Plan, *, kernels: str | Kernels = "auto", dtyp
     params: at rest as `plan` says, at any stage; a rank of tp has its own heads, and what rests sharded is gathered, or
     read from the host or a disk, layer by layer. pages: from `PageSpec.zeros`; they are written in place, and the value
     that was given is spent. kernels: the form of each operation, as in training; "canonical": the logits are the bits
-    of training's, in any batch. dtype: of activations and products; None: the plan's.
+    of training's, in any batch. dtype: of activations and products; None: the plan's. On a CPU a step of up to 32
+    tokens whose shape came three times is recorded, and repeated without Python. Parameters may change between steps
+    in any way, and threads may share a step, each with its pages.
     Communicates: as a forward pass of training. All ranks of a mesh call it together, also with an empty batch.
 
     Raises ValueError for a model with a head of scores, and a mesh with pp, cp or ep. The step raises it for parameters
@@ -146,16 +148,19 @@ def hidden_step(
             kernels.refuse(f"a cache in {pages.spec.dtype}")
         pages = pages.donate()
 
+        device = batch.tokens.device
+        trees = resident.views(params, device)
+
         def call(*tensors: Tensor) -> list[Tensor]:
             batch, hidden = StepBatch(*tensors[: len(StepBatch._fields)]), tensors[len(StepBatch._fields) :]
-            fetches = resident.fetches(params, batch.tokens.device)
+            fetches = iter(trees or resident.fetched(params, device))
             logits, last = run(model, fetches, ctx, pages, batch, *(hidden or (None,)))
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             return [logits] if last is None else [logits, last]
 
         inputs = [*batch] if hidden is None else [*batch, hidden]
-        if records is not None and resident.stays(params, batch.tokens.device):
-            results = records.run([(resident.trees, 0), *memory_of(pages.layers)], call, inputs)
+        if records is not None and trees:
+            results = records.run([(trees, 0), *memory_of(pages.layers)], call, inputs)
         else:
             results = call(*inputs)
         return results[0], results[1] if len(results) > 1 else None, pages
@@ -298,22 +303,18 @@ class _Resident:
 
     def __init__(self, segments: Sequence[Segment], plan: Plan) -> None:
         self.segments, self.plan = segments, plan
-        self.memory: Memory = []
-        self.trees: list[tuple[Segment, int, Tree]] = []
+        self.latest: tuple[Memory, list[tuple[Segment, int, Tree]]] = [], []
 
-    def stays(self, params: Tree, device: torch.device) -> bool:
-        """Whether the parameters are whole here, so that `trees`, views made once, have their leaves."""
-        memory = memory_of(params)
-        if not same_memory(memory, self.memory):
+    def views(self, params: Tree, device: torch.device) -> list[tuple[Segment, int, Tree]]:
+        """The leaves of parameters that are whole here, views made once; [] of others."""
+        memory, latest = memory_of(params), self.latest
+        if not same_memory(memory, latest[0]):
             expect_params(params, self.plan)
             leaves = [leaf for leaf, _ in memory]
             resident = self.plan.mesh.size == 1 and all(isinstance(x, Tensor) and x.device == device for x in leaves)
-            self.memory, self.trees = memory, list(self.fetched(params, device)) if resident else []
-        return bool(self.trees)
-
-    def fetches(self, params: Tree, device: torch.device) -> Fetches:
-        """The leaves of each part."""
-        return iter(self.trees) if self.stays(params, device) else self.fetched(params, device)
+            # One assignment, as another thread may have other parameters.
+            self.latest = latest = memory, list(self.fetched(params, device)) if resident else []
+        return latest[1]
 
     def fetched(self, params: Tree, device: torch.device) -> Fetches:
         """The leaves, the next ones of which are on their way."""

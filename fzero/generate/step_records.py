@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,15 +38,23 @@ class StepRecords:
     """The records of steps over the same parameters and pages, whose layers are programs: no step needs values."""
 
     def __init__(self, programs: LayerPrograms) -> None:
-        self.programs = programs
+        self.programs, self.lock = programs, threading.Lock()
         self.source: Memory = []
         self.uses = Counter[Any]()
         self.records = OrderedDict[Any, CallRecord | None]()
 
     def run(self, source: Memory, call: StepCall, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """call(*inputs); source: what it reads and writes beside them."""
-        if len(inputs[0]) > RECORDED_TOKENS or kind_of(inputs[0]) != "cpu" or is_fake(inputs[0]):
+        serves = len(inputs[0]) <= RECORDED_TOKENS and kind_of(inputs[0]) == "cpu" and not is_fake(inputs[0])
+        if not serves or not self.lock.acquire(blocking=False):  # a record has one memory, which another thread uses
             return call(*inputs)
+        try:
+            return self.run_alone(source, call, inputs)
+        finally:
+            self.lock.release()
+
+    def run_alone(self, source: Memory, call: StepCall, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """`run` by the thread that uses the records."""
         if not same_memory(source, self.source):
             self.source = source
             self.uses.clear()
