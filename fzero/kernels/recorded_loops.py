@@ -24,18 +24,18 @@ def _add(args: Sequence[Any], out: Tensor) -> Callable[[], Any] | None:
     """out = a + b, of one shape and dtype."""
     if not all(isinstance(x, Tensor) and x.dtype == out.dtype and x.shape == out.shape for x in args):
         return None
-    if out.dtype not in ADDITIONS or not _lie_in_order(*args, out):
+    if out.dtype not in ADDITIONS or not _cpp_serves(*args, out):
         return None
-    return _bound(ADDITIONS[out.dtype], (*args, out), out.numel())
+    return _bind_addresses(ADDITIONS[out.dtype], (*args, out), out.numel())
 
 
 def _copy_rows(args: Sequence[Any], out: Tensor) -> Callable[[], Any] | None:
     """table[indices] = rows, in place."""
     table, dim, indices, rows = args
-    if dim != 0 or indices.dtype != torch.int64 or rows.dtype != table.dtype or not _lie_in_order(table, indices, rows):
+    if dim != 0 or indices.dtype != torch.int64 or rows.dtype != table.dtype or not _cpp_serves(table, indices, rows):
         return None
     n = len(indices)
-    copy = _bound("copy_rows", (table, indices, rows), n, rows.nbytes // max(1, n), len(table))
+    copy = _bind_addresses("copy_rows", (table, indices, rows), n, rows.nbytes // max(1, n), len(table))
 
     def call() -> None:
         if (i := copy()) != n:
@@ -44,11 +44,11 @@ def _copy_rows(args: Sequence[Any], out: Tensor) -> Callable[[], Any] | None:
     return call
 
 
-def _lie_in_order(*tensors: Tensor) -> bool:
+def _cpp_serves(*tensors: Tensor) -> bool:
     return all(x.is_contiguous() for x in tensors) and not cpp_runs(*tensors)
 
 
-def _bound(name: str, tensors: Sequence[Tensor], *numbers: int) -> Callable[[], Any]:
+def _bind_addresses(name: str, tensors: Sequence[Tensor], *numbers: int) -> Callable[[], Any]:
     """A function of the library with its arguments."""
     function = getattr(compile_cache.library(__file__, compile_cache.EXACT), name)
     arguments = *(ctypes.c_void_p(address(x)) for x in tensors), *map(ctypes.c_int64, numbers)
